@@ -6,3 +6,13 @@ def plain(text: str, keep: str = "") -> str:
     obey, and for bytes that are no UTF-8, which streams refuse. keep: which of them may stay.
     """
     return "".join(letter if letter.isprintable() or letter in keep else "?" for letter in text)
+
+
+def rate_text(gb_per_s: float) -> str:
+    """As "3.4 GB/s", "125 MB/s" or "25 kB/s": also of a slow network something is to be seen. Powers of 1000."""
+    if gb_per_s >= 1:
+        return f"{gb_per_s:.1f} GB/s"
+    mb_per_s = gb_per_s * 1e3
+    if mb_per_s >= 1:
+        return f"{mb_per_s:.{0 if mb_per_s >= 10 else 1}f} MB/s"
+    return f"{mb_per_s * 1e3:.0f} kB/s"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from crossrail._core import Address, PeerGroup
-from crossrail._text import plain
+from crossrail._text import plain, rate_text
 
 __all__ = ["Address", "EngineEvent", "Explanation", "Heartbeat", "PathExplanation", "PeerGroup"]
 
@@ -78,7 +78,7 @@ class Explanation:
         if self.rails:
             places = [f" ({ours} -> {theirs})" for ours, theirs in self.endpoints] or [""] * len(self.rails)
             pairs = [f"{ours} -> {theirs}{place}" for (ours, theirs), place in zip(self.rails, places, strict=True)]
-            speed = f"; {self.gb_per_s_expected:.1f} GB/s by their interfaces" if self.gb_per_s_expected else ""
+            speed = f"; {rate_text(self.gb_per_s_expected)} by their interfaces" if self.gb_per_s_expected else ""
             lines.append(f"  rails (ours -> theirs): {', '.join(pairs)}{speed}")
         if self.heartbeat:
             beat = self.heartbeat
@@ -87,6 +87,6 @@ class Explanation:
                 f"({beat.rtt_min_s * 1e6:.0f} to {beat.rtt_max_s * 1e6:.0f}, mostly {beat.rtt_smooth_s * 1e6:.0f})"
             )
         for path in self.paths:
-            speed = f", {path.gb_per_s:.1f} GB/s measured" if path.gb_per_s else ""
+            speed = f", {rate_text(path.gb_per_s)} measured" if path.gb_per_s else ""
             lines.append(f"  {path.what}: {path.path}, {path.bytes} bytes so far{speed}; {path.reason}")
         return "\n".join(plain(line) for line in lines)

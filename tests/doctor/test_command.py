@@ -133,7 +133,7 @@ def test_listen_and_peer_of_two_processes() -> None:
         output, _ = listener.communicate(timeout=LONG_S)
 
     assert shown.returncode == 0, shown.stdout + shown.stderr
-    assert "out GB/s" in shown.stdout and "lo 127.0.0.1" in shown.stdout
+    assert "RTT us" in shown.stdout and "lo 127.0.0.1" in shown.stdout
     assert json.loads(as_json.stdout)["pairs"][0]["state"] == "ok"
     assert "127.0.0.1 (crossrail" in output and "received" in output
     assert listener.returncode == 130

@@ -18,7 +18,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 import crossrail as xr
-from crossrail._text import plain
+from crossrail._text import plain, rate_text
 from crossrail.cli import wire
 from crossrail.cli.meeting import shared_secret
 from crossrail.cli.rendezvous import resolve
@@ -271,7 +271,7 @@ def _push(
         )
     console.print(
         f"[green]stored[/green] as {escape(done.path)}: {format_bytes(source.nbytes)}, "
-        f"{gb_per_s(source.nbytes, seconds):.2f} GB/s, SHA-256 ok {done.sha256}",
+        f"{rate_text(gb_per_s(source.nbytes, seconds))}, SHA-256 ok {done.sha256}",
         soft_wrap=True,
         highlight=False,
     )

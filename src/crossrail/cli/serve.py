@@ -18,7 +18,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 import crossrail as xr
-from crossrail._text import plain
+from crossrail._text import plain, rate_text
 from crossrail.cli import wire
 from crossrail.cli.inbox import Inbox, PartFile, Refused
 from crossrail.cli.meeting import DEFAULT_PORT, SCHEME, Meeting, shared_secret
@@ -191,10 +191,9 @@ class Session:
 
     def _report(self, sha256: str) -> None:
         seconds = time.monotonic() - self._begun
-        rate = gb_per_s(self._offer.nbytes, seconds)
         self._server.say(
             f"[green]stored[/green] {escape(self._offer.dst)}: {format_bytes(self._offer.nbytes)} from "
-            f"{escape(plain(self._peer.name))}, {rate:.2f} GB/s, SHA-256 ok {sha256}"
+            f"{escape(plain(self._peer.name))}, {rate_text(gb_per_s(self._offer.nbytes, seconds))}, SHA-256 ok {sha256}"
         )
 
     async def send(self, message: wire.Message) -> None:

@@ -19,6 +19,7 @@ import click
 from rich.console import Console
 
 import crossrail as xr
+from crossrail._text import rate_text
 from crossrail.cli.service import engine_options, read_secret, records_on_signal
 from crossrail.cli.text import RAILS_MAX, OutputFile, format_bytes, format_count, gb_per_s, seconds, size
 from crossrail.cli.weights.progress import showing_update
@@ -145,7 +146,7 @@ async def _load(source: Checkpoint, options: _Options, console: Console) -> None
     console.print(
         f"[green]ok[/green]: version {report.version} is at {format_count(options.targets, 'inference rank')}: "
         f"{format_bytes(report.written_bytes)} in {report.transfer_s:.2f} s, "
-        f"{gb_per_s(report.written_bytes, report.transfer_s):.2f} GB/s, planned in {report.plan_s:.2f} s; "
+        f"{rate_text(gb_per_s(report.written_bytes, report.transfer_s))}, planned in {report.plan_s:.2f} s; "
         f"the slowest reader prepared for {max(step.prepare_s for step in report.steps.values()):.2f} s and wrote for "
         f"{max(step.write_s for step in report.steps.values()):.2f} s"
     )

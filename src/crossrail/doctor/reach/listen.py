@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
+from crossrail._text import rate_text
 from crossrail.doctor.reach import wire
 from crossrail.doctor.reach.rails import Rail
 from crossrail.doctor.reach.wire import Frame, Kind, Status, WireError
@@ -184,7 +185,7 @@ class Listener:
             total += count
         seconds = time.monotonic() - begun
         wire.send_all(connection, wire.encode(Frame(Kind.SINK, total, version=self._version)), deadline)
-        self._tell(f"{pair}: received {total / max(seconds, 1e-9) / 1e9:.2f} GB/s")
+        self._tell(f"{pair}: received {rate_text(total / max(seconds, 1e-9) / 1e9)}")
 
     def _source(self, connection: socket.socket, host: str, request: Frame) -> None:
         begun, pair = time.monotonic(), _pair(connection, "->")
@@ -196,7 +197,7 @@ class Listener:
             total += connection.send(self._zeros)
         connection.shutdown(socket.SHUT_WR)
         seconds = time.monotonic() - begun
-        self._tell(f"{pair}: sent {total / max(seconds, 1e-9) / 1e9:.2f} GB/s")
+        self._tell(f"{pair}: sent {rate_text(total / max(seconds, 1e-9) / 1e9)}")
         # Until the peer has it all: closing now could reset what is under way.
         with contextlib.suppress(WireError):
             wire.receive_exactly(connection, 1, deadline)

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from crossrail._text import rate_text
 from crossrail.doctor.finding import Finding, Severity
 from crossrail.doctor.reach.measure import Matrix, Pair
 from crossrail.doctor.report import Report, finding_to_json
@@ -34,7 +35,7 @@ def _table(pairs: list[Pair]) -> Table:
     table = Table(title="one stream at a time, from Python", title_justify="left")
     table.add_column("here", no_wrap=True)
     table.add_column("there", no_wrap=True)
-    for title in ("RTT us", "MTU", "out GB/s", "in GB/s"):
+    for title in ("RTT us", "MTU", "out", "in"):
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("" if all(pair.state == "ok" for pair in pairs) else "state")
     for pair in pairs:
@@ -44,8 +45,8 @@ def _table(pairs: list[Pair]) -> Table:
             escape(printable(str(pair.there))),
             _figure(pair.rtt_us, 0),
             _figure(pair.mtu, 0),
-            _figure(pair.out_gb_per_s, 2),
-            _figure(pair.in_gb_per_s, 2),
+            _rate(pair.out_gb_per_s),
+            _rate(pair.in_gb_per_s),
             bad,
         )
     return table
@@ -53,6 +54,10 @@ def _table(pairs: list[Pair]) -> Table:
 
 def _figure(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _rate(gb_per_s: float | None) -> str:
+    return "-" if gb_per_s is None else rate_text(gb_per_s)
 
 
 def to_json(matrix: Matrix, findings: list[Finding], *, strict: bool, version: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import errno
 import os
 from collections.abc import Iterator
 
+from crossrail._text import rate_text
 from crossrail.doctor.finding import Finding, Fix, error, note, ok, warning
 from crossrail.doctor.reach.measure import STREAM_PAIRS_MAX, Attempt, Matrix, Pair
 from crossrail.doctor.remedies import listing
@@ -249,7 +250,7 @@ def _rates(pairs: list[Pair]) -> Iterator[Finding]:
         yield warning(
             "reach.uneven",
             f"{len(slow)} of {len(measured)} pairs run at less than half the rate of the best",
-            "; ".join(f"{pair.name}: {lows[pair.name]:.2f} GB/s" for pair in slow[:4]) + f"; best {best:.2f} GB/s",
+            "; ".join(f"{pair.name}: {rate_text(lows[pair.name])}" for pair in slow[:4]) + f"; best {rate_text(best)}",
             "a write split evenly over the rails ends with the slowest",
             Fix(f"ethtool {slow[0].here.interface}", "speed that was negotiated, on both sides"),
             Fix("crossrail doctor --only network --only tcp", "on both hosts"),
@@ -259,7 +260,7 @@ def _rates(pairs: list[Pair]) -> Iterator[Finding]:
         if link and lows[pair.name] < _SHARE_LOW * min(link, _ONE_STREAM_GB_PER_S):
             yield warning(
                 "reach.below-link",
-                f"{pair.name}: {lows[pair.name]:.2f} GB/s on a link of {link:.2f} GB/s",
+                f"{pair.name}: {rate_text(lows[pair.name])} on a link of {rate_text(link)}",
                 f"one stream, {pair.retransmits or 0} segments sent again",
                 "less than one stream should reach: loss, small buffers, or other traffic",
                 Fix("crossrail doctor --only tcp", "on both hosts"),
@@ -276,7 +277,7 @@ def _rates(pairs: list[Pair]) -> Iterator[Finding]:
         )
     if not slow:
         every = [rate for pair in measured for rate in (pair.out_gb_per_s or 0, pair.in_gb_per_s or 0)]
-        yield ok("reach.rates", f"one stream moves {_span(min(every), max(every), '.2f')} GB/s")
+        yield ok("reach.rates", f"one stream moves {_span(rate_text(min(every)), rate_text(max(every)))}")
 
 
 def _explained(pair: Pair, others: list[Pair]) -> bool:
@@ -298,11 +299,10 @@ def _round_trips(pairs: list[Pair]) -> Iterator[Finding]:
             "these hosts are not in one rack or zone, or are busy; each wait for an answer costs that much",
         )
     else:
-        title = f"a round trip takes {_span(min(times), worst, '.0f')} us"
+        title = f"a round trip takes {_span(f'{min(times):.0f}', f'{worst:.0f}')} us"
         yield ok("reach.round-trip", title, "median of 20 on each pair, from Python")
 
 
-def _span(low: float, high: float, form: str) -> str:
+def _span(low: str, high: str) -> str:
     """ "22", "22 to 29"."""
-    ends = dict.fromkeys((f"{low:{form}}", f"{high:{form}}"))
-    return " to ".join(ends)
+    return " to ".join(dict.fromkeys((low, high)))
