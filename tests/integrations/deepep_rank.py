@@ -66,7 +66,8 @@ class _Rank:
         out = torch.empty(sent.x.shape, dtype=torch.bfloat16)
         y = experts(work, self.rank, handle.shape)
         refused = [(sent.weights.double(), None, "topk_weights is torch.float64")]
-        refused += [(sent.weights, torch.empty((1, 1), dtype=torch.bfloat16), "out has shape (1, 1)")]
+        refused += [(sent.weights, torch.empty((1, 1), dtype=torch.bfloat16), "out has shape [1, 1]")]
+        refused += [(sent.weights, torch.empty(sent.x.shape, dtype=torch.float64), "out is of type float64")]
         for weights, target, complaint in refused:  # and nothing was sent: the round goes on
             try:
                 self.buffer.low_latency_combine(y, sent.topk_idx, weights, handle, out=target, return_recv_hook=True)

@@ -245,13 +245,12 @@ class Buffer:
         shape = (len(topk_idx), x.shape[2])
         # Before anything is sent: what is refused now may be called again.
         _check("topk_weights", topk_weights, torch.float32, 2, topk_idx.shape)
-        if out is not None:
-            _check("out", out, out.dtype, 2, shape)
+        combined = torch.empty(shape, dtype=torch.bfloat16, device=x.device) if out is None else out
+        exchange, dispatched = handle.exchange, handle.received()
+        exchange.check_combine(dispatched, topk_weights, out=combined)
         buffer = self.get_next_low_latency_combine_buffer(handle)
         if zero_copy and x.data_ptr() != buffer.data_ptr():
             raise UsageError("zero_copy: x must be what get_next_low_latency_combine_buffer gave for this handle")
-        combined = torch.empty(shape, dtype=torch.bfloat16, device=x.device) if out is None else out
-        exchange, dispatched = handle.exchange, handle.received()
         exchange.combine_send(x.view(-1, x.shape[2]), dispatched)
 
         def receive() -> None:

@@ -300,6 +300,12 @@ class AllToAll:
         except WaitTimeout as error:
             raise WaitTimeout(f"{error}. Our part is sent: go on by combine_recv(), not by combine()") from None
 
+    def check_combine(
+        self, dispatched: Dispatched, weights: Any | None = None, *, out: Any | None = None, accumulate: bool = False
+    ) -> None:
+        """UsageError for what combine_recv would refuse: before combine_send, behind which the round has to end."""
+        self._sums_given(dispatched.round, weights, out, accumulate)
+
     def expert_output(self, dispatched: Dispatched) -> Any:
         """Where the experts may write their outputs, so that combine_send copies nothing: [rows, hidden] of
         out_dtype.
