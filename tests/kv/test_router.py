@@ -344,6 +344,14 @@ async def test_request_that_was_only_offered_to_a_decoder_that_dies_goes_to_anot
     assert [member.name for member in town.router.roster.members("decoder")] == ["b"]
 
 
+async def test_request_that_waits_for_a_decoder_hears_that_the_router_is_closing(town: Town) -> None:
+    town.router.options = replace(OPTIONS, queue_s=WAIT_S)
+    waiting = asyncio.create_task(town.ends())
+    await until(lambda: town.router.requests == 1, "it waits")
+    await town.router.close()
+    assert await waiting == "the router is closing"
+
+
 async def test_draining_decoder_gets_nothing(town: Town) -> None:
     draining = await town.add("a", load=m.Load(draining=True))
     await town.add("b", load=m.Load(queued_tokens=10_000))

@@ -243,6 +243,8 @@ class Router:
                     return
                 else:
                     why = said
+            if running.ended:
+                return
             if _now_s() >= give_up_s:
                 break
             if _now_s() >= keep_s:
