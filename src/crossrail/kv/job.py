@@ -128,7 +128,8 @@ class SendJob:
     async def cancel(self, reason: str = "cancelled", timeout_s: float | None = None) -> None:
         """Stops it, and returns once it is quiet: nothing of it can arrive any more. When all was written it stays so.
 
-        This is what a decoder that gave up waits to hear. Our own pages can be reused later: when finish() is through.
+        This is what a decoder that gave up waits to hear. But while the job is_in_doubt something can: it must hear
+        an error instead, and fences us off. Our own pages can be reused later: when finish() is through.
         Raises WaitTimeout when writes are still under way, as to a decoder that froze in the middle of one; it is
         stopped all the same. Any number of times.
         """
