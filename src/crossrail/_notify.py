@@ -185,10 +185,10 @@ class CallbackThread:
         with self._lock:
             if self._thread is None and self._pid == os.getpid():
                 name = f"crossrail-callbacks:{self._name}"
+                self._is_starting = True
                 self._thread = threading.Thread(
                     target=_run, args=(weakref.ref(self), self.notifier), name=name, daemon=True
                 )
-                self._is_starting = True
                 try:
                     self._thread.start()
                 except RuntimeError as error:

@@ -17,7 +17,10 @@ def blocked_in_our_threads() -> dict[str, set[int]]:
     """By the thread's name: numbers of the signals that it does not let in."""
     found = {}
     for status in Path("/proc/self/task").glob("*/status"):
-        fields = dict(line.split(":\t", 1) for line in status.read_text().splitlines())
+        try:
+            fields = dict(line.split(":\t", 1) for line in status.read_text().splitlines())
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it has ended
         if fields["Name"].startswith("crossrail-"):
             mask = int(fields["SigBlk"], 16)
             found[fields["Name"]] = {number for number in range(1, 65) if mask >> (number - 1) & 1}

@@ -27,8 +27,8 @@ from tests.support.seeds import Seed
 
 Trouble = Callable[[Town], Awaitable[None]]
 SMALL = Plan()
-# Pages serve one request after another, and a prefiller stands still in the middle of every sixth or so.
 AWAY_S = 25.0  # engines give peers up after 10 s
+# Pages serve one request after another, and a prefiller stands still in the middle of every sixth or so.
 CROWDED = Plan(prefillers=3, decoders=2, requests=60, begin_s=12.0, every_s=(0.5, 1.5), troubles_max=8, pages=48)
 
 

@@ -36,7 +36,7 @@ class Wire(Protocol):
         """Whom from, and what, until cancelled or closed."""
 
     def is_lost(self, address: bytes) -> bool:
-        """True when that incarnation has ended for good: then nothing that it began can still arrive."""
+        """True when our engine has given that incarnation up: it has ended, or was frozen or cut off for long."""
 
     def try_anew(self, address: bytes) -> None:
         """Of one that is lost: the next send() looks for it again. It may have been frozen or cut off."""
