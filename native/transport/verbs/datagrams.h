@@ -28,6 +28,7 @@ class Datagrams {
   void send(std::span<const uint8_t> endpoint, std::span<const uint8_t> payload);
   // Sends what has a route by now. Returns how many.
   uint32_t send_waiting();
+  bool has_answers() const { return resolver_.has_answers(); }
   // These two throw TransportError when the queue pair cannot be set up anew after an error.
   void on_sent(const ibv_wc& completion);
   // What was received, empty if that failed. Stays until used().

@@ -43,19 +43,22 @@ std::shared_ptr<OpenDevice> open_device(const std::string& name) {
   throw TransportError("ibv_open_device", ENODEV, name + " is gone", kRemedy);
 }
 
-// A port that is down now may be asked for by name: it is used when it comes up.
+// A port that is down now may be asked for by name: it is used when it comes up. Of a device those that are up come first.
 PortDetail find_named(const std::vector<Device>& devices, const std::string& name, const RdmaOptions& options) {
+  std::vector<std::pair<const Device*, PortDetail>> named;
   for (const Device& device : devices) {
-    for (const PortDetail& any : inspect_ports(device, options, {})) {
-      if (!is_named(any, name)) continue;
-      const std::string address = is_address(any, name) ? name : std::string();
-      for (const PortDetail& detail : inspect_ports(device, options, address)) {
-        if (detail.port.number != any.port.number) continue;
-        if (detail.port.gid_index < 0)
-          throw TransportError("open_nics", ENODEV, detail.port.name + " cannot be used: " + detail.port.trouble,
-                               kRemedy);
-        return detail;
-      }
+    for (PortDetail& detail : inspect_ports(device, options, {}))
+      if (is_named(detail, name)) named.emplace_back(&device, std::move(detail));
+  }
+  std::ranges::stable_partition(named, [](const auto& item) { return item.second.port.is_active; });
+  for (const auto& [device, any] : named) {
+    const std::string address = is_address(any, name) ? name : std::string();
+    for (const PortDetail& detail : inspect_ports(*device, options, address)) {
+      if (detail.port.number != any.port.number) continue;
+      if (detail.port.gid_index < 0)
+        throw TransportError("open_nics", ENODEV, detail.port.name + " cannot be used: " + detail.port.trouble,
+                             kRemedy);
+      return detail;
     }
   }
   throw UsageError("rails: " + name + " is no RDMA device, port, interface or address of this host; it has: " +

@@ -172,6 +172,10 @@ PortDetail inspect(const Device& device, uint8_t number, const RdmaOptions& opti
   port.gid_type = fabric_name(detail.endpoint.fabric);
   port.address = is_ethernet ? address_text(chosen->gid) : "lid " + std::to_string(attributes.lid);
   if (!port.is_active) port.trouble = "the port is down";
+  if (!is_ethernet && attributes.lid == 0) {  // peers would be told of none, for good
+    port.gid_index = -1;
+    port.trouble = "the subnet manager has given it no LID; open the engine once it has one";
+  }
   return detail;
 }
 
@@ -219,6 +223,8 @@ std::vector<PortDetail> inspect_ports(const Device& device, const RdmaOptions& o
 bool is_usable_now(ibv_context* context, const PortDetail& detail) {
   ibv_port_attr attributes;
   if (query_port(context, detail.port.number, &attributes) != 0 || attributes.state != IBV_PORT_ACTIVE) return false;
+  // Peers know the LID that it had: a subnet manager that gave it another one has cut it off.
+  if (detail.endpoint.fabric == Fabric::kInfiniBand && attributes.lid != detail.endpoint.lid) return false;
   const std::vector<Candidate> gids = gids_of(context, detail.port.number);
   return std::any_of(gids.begin(), gids.end(), [&](const Candidate& candidate) {
     return static_cast<int>(candidate.index) == detail.port.gid_index && candidate.gid == detail.endpoint.gid;

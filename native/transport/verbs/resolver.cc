@@ -33,7 +33,7 @@ bool Resolver::ask(const std::string& endpoint) {
 }
 
 std::vector<Resolver::Answer> Resolver::take_answers() {
-  if (!has_answers_.load(std::memory_order_relaxed)) return {};
+  if (!has_answers()) return {};
   const std::lock_guard lock(mutex_);
   has_answers_.store(false, std::memory_order_relaxed);
   return std::exchange(answers_, {});

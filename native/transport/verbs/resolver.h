@@ -32,6 +32,7 @@ class Resolver {
   // False: too many are being asked for.
   bool ask(const std::string& endpoint);
   std::vector<Answer> take_answers();
+  bool has_answers() const { return has_answers_.load(std::memory_order_relaxed); }
 
  private:
   static constexpr size_t kQuestionsMax = 256;

@@ -24,6 +24,7 @@ class Sleeper {
   void saw_completion() { may_have_rung_ = may_have_rung_ || is_armed_; }
   // Did a sleeper find the device's own events?
   bool take_device_news() { return device_news_.exchange(false, std::memory_order_acquire); }  // with hush()
+  bool has_device_news() const { return device_news_.load(std::memory_order_relaxed); }        // late: at the next look
   void ring();                                                                                 // [any]
   void hush();                                                                                 // [any]
   const std::vector<int>& fds() const { return fds_; }                                         // [any]

@@ -168,6 +168,8 @@ uint32_t VerbsNic::drain_paths(rdma::NicEvents& events) {
 bool VerbsNic::has_arrivals() {
   if (!fatal_.empty()) return !is_fatal_told_;
   if (!troubled_.empty() || port_news_ != nullptr) return true;
+  // Their rings may have been taken by arm().
+  if (sleeper_.has_device_news() || datagrams_->has_answers()) return true;
   refill(sends_.get(), &send_batch_);
   refill(receives_done_.get(), &receive_batch_);
   return !send_batch_.is_empty() || !receive_batch_.is_empty();

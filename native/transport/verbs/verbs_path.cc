@@ -168,6 +168,8 @@ void VerbsPath::connect(std::span<const uint8_t> peer_endpoint, std::span<const 
   if (!endpoint || !offer || nearness(adapter.detail.endpoint, *endpoint) == 0)
     throw TransportError("connect", EPROTO,
                          adapter.name() + ": the peer's NIC describes itself in a way that makes no sense");
+  if (state_ != State::kMade)  // the device died behind the peer's answer
+    throw TransportError("connect", EIO, adapter.name() + ": the path has ended already");
   const Far messages{*endpoint, offer->message_queue_pair, offer->message_psn, offer->reads_max};
   const Far works{*endpoint, offer->work_queue_pair, offer->work_psn, offer->reads_max};
   int error = to_receive(adapter, messages_.get(), messages);
