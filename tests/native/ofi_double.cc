@@ -330,6 +330,9 @@ ssize_t send_message(fid_ep* object, const fi_msg* message, uint64_t) {
 ssize_t receive(fid_ep* object, void* buffer, size_t bytes, void* descriptor, fi_addr_t, void* context) {
   auto* endpoint = reinterpret_cast<Endpoint*>(object);
   check_local(*endpoint, &descriptor, {buffer, bytes});
+  for (const Receive& posted : endpoint->receives) {
+    if (posted.context == context) g_world->violate("a receive posted twice");
+  }
   endpoint->receives.push_back({buffer, bytes, context});
   return 0;
 }
@@ -345,7 +348,13 @@ int set_option(fid_t object, int, int option, const void* value, size_t) {
   return option == FI_OPT_CUDA_API_PERMITTED ? -FI_EINVAL : -FI_ENOPROTOOPT;  // as a build without CUDA
 }
 
+constexpr int kEmulatedWrite = -(0xefa << 16) + 2;  // FI_OPT_EFA_EMULATED_WRITE
+
 int get_option(fid_t, int, int option, void* value, size_t* bytes) {
+  if (option == kEmulatedWrite && *bytes == sizeof(bool)) {
+    std::memcpy(value, &g_world->settings.emulates_writes, sizeof(bool));
+    return 0;
+  }
   if (option != FI_OPT_MAX_RMA_SIZE || *bytes < sizeof(size_t)) return -FI_ENOPROTOOPT;
   const size_t longest = g_world->settings.rma_bytes_max;
   std::memcpy(value, &longest, sizeof longest);
@@ -360,9 +369,40 @@ int get_name(fid_t object, void* address, size_t* bytes) {
   return 0;
 }
 
+ssize_t read_error(fid_eq* object, fi_eq_err_entry* error, uint64_t) {
+  auto* errors = reinterpret_cast<Errors*>(object);
+  if (errors->statuses.empty()) return -FI_EAGAIN;
+  error->err = FI_EHOSTUNREACH;
+  error->prov_errno = errors->statuses.front();
+  errors->statuses.pop_front();
+  return sizeof *error;
+}
+
+int close_errors(struct fid* object) {
+  auto* errors = reinterpret_cast<Errors*>(object);
+  for (const Endpoint* endpoint : g_world->endpoints) {
+    if (endpoint->errors == errors) g_world->violate("an event queue closed before its endpoints");
+  }
+  g_world->errors.erase(errors);
+  delete errors;
+  return 0;
+}
+fi_ops g_errors_fid_ops = {.size = sizeof(fi_ops), .close = close_errors};
+fi_ops_eq g_errors_ops = {.size = sizeof(fi_ops_eq), .readerr = read_error};
+
+int open_errors(fid_fabric*, fi_eq_attr*, fid_eq** out, void*) {
+  auto* errors = new Errors;
+  errors->fid.fid.ops = &g_errors_fid_ops;
+  errors->fid.ops = &g_errors_ops;
+  g_world->errors.insert(errors);
+  *out = &errors->fid;
+  return 0;
+}
+
 int bind_endpoint(struct fid* object, struct fid* other, uint64_t) {
   auto* endpoint = reinterpret_cast<Endpoint*>(object);
   if (other->ops == &g_queue_fid_ops) endpoint->queue = reinterpret_cast<Queue*>(other);
+  if (other->ops == &g_errors_fid_ops) endpoint->errors = reinterpret_cast<Errors*>(other);
   return 0;
 }
 
@@ -371,6 +411,7 @@ int enable_endpoint(struct fid* object, int command, void*) {
   if (command != FI_ENABLE) return -FI_ENOSYS;
   if (!endpoint->domain->direct && !endpoint->shm_refused) g_world->violate("the provider may use shared memory");
   if (endpoint->queue == nullptr) g_world->violate("an endpoint without a queue");
+  if (endpoint->errors == nullptr) g_world->violate("an endpoint without an event queue: efa would abort()");
   endpoint->is_enabled = true;
   return 0;
 }
@@ -378,6 +419,9 @@ int enable_endpoint(struct fid* object, int command, void*) {
 // The queue pair is destroyed: nothing of it moves any more, and nothing of it completes.
 int close_endpoint(struct fid* object) {
   auto* endpoint = reinterpret_cast<Endpoint*>(object);
+  for (const Operation& operation : g_world->pending) {
+    if (operation.from == endpoint) g_world->closed_under[endpoint->queue].push_back(operation.context);
+  }
   std::erase_if(g_world->pending, [&](const Operation& operation) { return operation.from == endpoint; });
   g_world->endpoints.erase(endpoint);
   delete endpoint;
@@ -440,7 +484,8 @@ int close_fabric(struct fid* object) {
 }
 int try_wait(fid_fabric*, struct fid**, int) { return -FI_ENOSYS; }
 fi_ops g_fabric_fid_ops = {.size = sizeof(fi_ops), .close = close_fabric};
-fi_ops_fabric g_fabric_ops = {.size = sizeof(fi_ops_fabric), .domain = open_domain, .trywait = try_wait};
+fi_ops_fabric g_fabric_ops = {
+    .size = sizeof(fi_ops_fabric), .domain = open_domain, .eq_open = open_errors, .trywait = try_wait};
 
 int open_fabric(fi_fabric_attr*, fid_fabric** out, void*) {
   auto* fabric = new fid_fabric{};
@@ -481,6 +526,33 @@ void LibfabricDouble::fail_towards(uint32_t device, int status) {
 }
 
 void LibfabricDouble::break_queue(uint32_t device) { world_->broken_queues.insert(device); }
+
+void LibfabricDouble::fail_receipt(uint32_t device) {
+  for (Endpoint* endpoint : world_->endpoints) {
+    if (endpoint->domain->device != device || endpoint->receives.empty()) continue;
+    Completion completion{.error = FI_EHOSTUNREACH, .status = 0};
+    completion.entry.op_context = endpoint->receives.back().context;
+    completion.entry.flags = FI_RECV | FI_MSG;
+    endpoint->queue->entries.push_back(completion);
+  }
+}
+
+void LibfabricDouble::complete_late(uint32_t device) {
+  for (auto& [queue, contexts] : world_->closed_under) {
+    if (queue->device != device) continue;
+    for (void* context : contexts) {
+      Completion completion{.error = FI_ECANCELED, .status = 1};
+      completion.entry.op_context = context;
+      queue->entries.push_back(completion);
+    }
+    contexts.clear();
+  }
+}
+
+void LibfabricDouble::fail_by_itself(int status) {
+  for (Errors* errors : world_->errors) errors->statuses.push_back(status);
+}
+
 uint32_t LibfabricDouble::endpoints_open() const { return static_cast<uint32_t>(world_->endpoints.size()); }
 uint32_t LibfabricDouble::operations_pending() const { return static_cast<uint32_t>(world_->pending.size()); }
 

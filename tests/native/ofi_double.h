@@ -23,6 +23,7 @@ struct DoubleSettings {
   uint32_t delay_max = 6;       // readings of the queue that an operation may wait
   bool takes_shm_option = true;
   bool takes_gpu_memory = true;  // built with CUDA
+  bool emulates_writes = false;  // by messages, as devices without RDMA write
   uint64_t rma_bytes_max = 1ull << 30;
   bool is_sink = false;  // writes go nowhere and are complete at once: what is left is the cost of posting
 };
@@ -43,6 +44,10 @@ class LibfabricDouble {
   // What is sent to them fails with this status of the device (efa_errno.h), 0: nothing does.
   void fail_towards(uint32_t device, int status);
   void break_queue(uint32_t device);  // reading it fails from now on
+  // As efa, whose receipt of a message that it has given us does not get through: an error of a receive that is over.
+  void fail_receipt(uint32_t device);
+  void complete_late(uint32_t device);  // errors of what was under way on its endpoints that are closed
+  void fail_by_itself(int status);      // at something that nobody asked for, with all devices
   uint32_t endpoints_open() const;
   uint32_t operations_pending() const;
 

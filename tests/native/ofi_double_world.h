@@ -73,9 +73,16 @@ struct Receive {
   void* context;
 };
 
+// Of errors of the provider's own.
+struct Errors {
+  fid_eq fid{};
+  std::deque<int> statuses;
+};
+
 struct Endpoint {
   fid_ep fid{};
   Domain* domain = nullptr;
+  Errors* errors = nullptr;
   Queue* queue = nullptr;
   PeerName name;
   bool is_enabled = false;
@@ -112,6 +119,8 @@ struct LibfabricDouble::World {
   std::set<uint32_t> frozen;
   std::map<uint32_t, int> failing;
   std::set<uint32_t> broken_queues;
+  std::set<libfabric_double::Errors*> errors;
+  std::map<libfabric_double::Queue*, std::vector<void*>> closed_under;  // contexts of what was under way then
   uint32_t next_number = 1;
   uint64_t next_key = 0x1000;
   std::vector<void*> sunk;

@@ -324,6 +324,50 @@ TEST_CASE("ofi efa: breaking off a path with nothing under way replaces nothing"
   CHECK(it.world.endpoints_open() == endpoints);
 }
 
+TEST_CASE("ofi efa: completions of an endpoint that was closed may come late") {
+  EfaPair it;
+  REQUIRE(it.pair->until([&] { return it.pair->at_a->is_sent() && it.pair->at_b->is_sent(); }));
+  it.world.freeze(1, true);
+  REQUIRE(it.pair->post(it.pair->a, *it.pair->at_a, pages(it, 20)));
+  REQUIRE(it.pair->end(it.pair->a, it.pair->at_a));
+  it.world.complete_late(0);
+  CHECK_FALSE(it.pair->until([] { return false; }, 1.2));  // until nothing is kept for them any more
+  it.world.freeze(1, false);
+  REQUIRE(it.pair->end(it.pair->b, it.pair->at_b));
+
+  it.pair->connect();
+  REQUIRE(it.pair->post(it.pair->a, *it.pair->at_a, pages(it, 500)));
+  REQUIRE(it.pair->until([&] { return it.done().size() >= 500; }));
+  CHECK(each_once(it.done(), 500));
+}
+
+TEST_CASE("ofi efa: an error of a receive that is over does not post it once more") {
+  EfaPair it;
+  REQUIRE(it.pair->until([&] { return it.pair->at_a->is_sent() && it.pair->at_b->is_sent(); }));
+  it.world.fail_receipt(1);
+  const std::string text = "still heard";
+  REQUIRE(it.pair->at_a->send(bytes_of(text), {}));
+  CHECK(it.pair->until([&] { return it.pair->b.events.fragments.size() == 1; }));
+}
+
+TEST_CASE("ofi efa: what the provider fails at by itself is told, and ends nothing") {
+  EfaPair it;
+  it.world.fail_by_itself(13);
+  it.world.fail_by_itself(14);
+  CHECK(it.pair->until([&] { return !it.pair->a.events.ports.empty() && !it.pair->b.events.ports.empty(); }));
+  CHECK(it.pair->a.events.ports == std::vector<bool>{true});
+  CHECK(it.pair->a.events.broken.empty());
+}
+
+TEST_CASE("ofi efa: a device that carries out writes by messages is refused") {
+  DoubleSettings settings;
+  settings.emulates_writes = true;
+  LibfabricDouble world(settings);
+  CHECK_THROWS_WITH_AS(open_nic(world, "efa", "rdmap0s6"), doctest::Contains("an instance whose EFA has RDMA write"),
+                       TransportError);
+  CHECK(world.endpoints_open() == 0);
+}
+
 TEST_CASE("ofi efa: a queue that cannot be read any more is the end of the device") {
   EfaPair it;
   REQUIRE(it.pair->until([&] { return it.pair->at_a->is_sent() && it.pair->at_b->is_sent(); }));

@@ -48,8 +48,23 @@ Domain::Domain(std::shared_ptr<const Library> library, const Rules& rules, Devic
   fid_domain* domain = nullptr;
   if (const int code = fi_domain(fabric, &info(), &domain, nullptr); code != 0) fail("fi_domain", code);
   domain_.reset(domain);
+  if (rules.is_efa) open_errors();
   if (!rules.connects) open_addresses();
   open_queue();
+}
+
+void Domain::open_errors() {
+  fi_eq_attr attributes{};
+  attributes.wait_obj = FI_WAIT_NONE;
+  fid_eq* errors = nullptr;
+  if (const int code = fi_eq_open(fabric_.get(), &attributes, &errors, nullptr); code != 0) fail("fi_eq_open", code);
+  errors_.reset(errors);
+}
+
+std::string Domain::take_error() {
+  fi_eq_err_entry error{};
+  if (errors_ == nullptr || fi_eq_readerr(errors_.get(), &error, 0) <= 0) return {};
+  return error_text(error.err) + " (" + std::to_string(error.prov_errno) + ")";
 }
 
 void Domain::open_addresses() {

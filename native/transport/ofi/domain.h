@@ -59,6 +59,11 @@ class Domain {
   fid_cq* queue() const { return queue_.get(); }
   // Not with Rules::connects.
   fid_av* addresses() const { return addresses_.get(); }
+  // Of what the provider does by itself for endpoints that are bound to it: efa ends the process where there is none.
+  // Null with other providers.
+  fid_eq* errors() const { return errors_.get(); }
+  // The next of them, in words; empty: there is none.
+  std::string take_error();
   Peers& peers() { return *peers_; }
   bool wants(int mr_mode) const { return (info().domain_attr->mr_mode & mr_mode) != 0; }
   // Readable when the queue has to be read; -1 where the provider has none and must be polled.
@@ -77,6 +82,7 @@ class Domain {
  private:
   // code, *memory: of fi_mr_regattr, with a key of our choice where the provider has none.
   int register_with(fi_mr_attr* attributes, uint64_t flags, fid_mr** memory) const;
+  void open_errors();
   void open_addresses();
   void open_queue();
 
@@ -84,6 +90,7 @@ class Domain {
   const Rules rules_;
   Device device_;
   Fid<fid_fabric> fabric_;
+  Fid<fid_eq> errors_;  // until all endpoints are closed
   Fid<fid_domain> domain_;
   Fid<fid_av> addresses_;
   Fid<fid_cq> queue_;

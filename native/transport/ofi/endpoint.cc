@@ -14,6 +14,8 @@ namespace {
 
 constexpr size_t kSlotStride = 4224;  // whole cache lines
 static_assert(kSlotStride >= kPacketBytesMax && kSlotStride % 64 == 0);
+constexpr int kEmulatedWrite =
+    -(0xefa << 16) + 2;  // FI_OPT_EFA_EMULATED_WRITE of rdma/fi_ext.h, which not everybody has
 
 }  // namespace
 
@@ -69,10 +71,21 @@ void Endpoint::set_efa_options() {
   int code = fi_setopt(&fid_->fid, FI_OPT_ENDPOINT, FI_OPT_SHARED_MEMORY_PERMITTED, &no, sizeof no);
   if (code != 0 && !(code == -FI_ENOPROTOOPT && domain_.rules().name == "efa-direct"))
     domain_.fail("fi_setopt(FI_OPT_SHARED_MEMORY_PERMITTED)", code);
-  // All data goes by the NIC: no copy by CUDA inside libfabric. Refused where it was built without CUDA: as good.
+  // All data goes by the NIC: no copy by CUDA inside libfabric. Refused where it was built without CUDA: as good. Where it
+  // could reach memory of GPUs in no other way (EOPNOTSUPP), none is given to it.
   code = fi_setopt(&fid_->fid, FI_OPT_ENDPOINT, FI_OPT_CUDA_API_PERMITTED, &no, sizeof no);
-  if (code != 0 && code != -FI_ENOPROTOOPT && code != -FI_EOPNOTSUPP && code != -FI_EINVAL)
+  if (code == -FI_EOPNOTSUPP) {
+    domain_.info().caps &= ~static_cast<uint64_t>(FI_HMEM);
+  } else if (code != 0 && code != -FI_ENOPROTOOPT && code != -FI_EINVAL) {
     domain_.fail("fi_setopt(FI_OPT_CUDA_API_PERMITTED)", code);
+  }
+  // The peer's provider would place the bytes then, when it gets to it: after a region was closed, too.
+  if (is_option_set(kEmulatedWrite)) {
+    domain_.fail(
+        "fi_getopt(FI_OPT_EFA_EMULATED_WRITE)", -FI_EOPNOTSUPP,
+        "this device, or this libfabric, carries out writes by messages: use tcp, or an instance whose EFA has RDMA "
+        "write");
+  }
 }
 
 void Endpoint::bind_and_enable(const Listener* listener) {
@@ -81,6 +94,9 @@ void Endpoint::bind_and_enable(const Listener* listener) {
       domain_.fail("fi_ep_bind(event queue)", code);
   } else if (const int code = fi_ep_bind(fid_, &domain_.addresses()->fid, 0); code != 0) {
     domain_.fail("fi_ep_bind(address vector)", code);
+  }
+  if (fid_eq* const errors = domain_.errors(); errors != nullptr) {
+    if (const int code = fi_ep_bind(fid_, &errors->fid, 0); code != 0) domain_.fail("fi_ep_bind(event queue)", code);
   }
   if (const int code = fi_ep_bind(fid_, &domain_.queue()->fid, FI_TRANSMIT | FI_RECV); code != 0)
     domain_.fail("fi_ep_bind(completion queue)", code);
@@ -160,6 +176,12 @@ uint32_t Endpoint::post_starved_receives() {
   domain_.starved_receives -= static_cast<uint32_t>(waiting.size());
   for (Op* op : waiting) post_receive(*op);
   return static_cast<uint32_t>(waiting.size() - std::min(waiting.size(), starved_.size()));
+}
+
+bool Endpoint::is_option_set(int option) const {
+  bool value = false;
+  size_t bytes = sizeof value;
+  return fi_getopt(&fid_->fid, FI_OPT_ENDPOINT, option, &value, &bytes) == 0 && value;
 }
 
 uint64_t Endpoint::option_bytes(int option, uint64_t otherwise) const {

@@ -100,6 +100,7 @@ class Endpoint {
   void bind_and_enable(const Listener* listener);
   void read_name();
   void set_efa_options();
+  bool is_option_set(int option) const;
   void post_receives();
 
   Domain& domain_;

@@ -59,6 +59,9 @@ Verdict judge(const Rules& rules, const fi_cq_err_entry& error) {
   return {rdma::NicFault::kUnreachable, true};
 }
 
+// Not with the provider any more, as far as we know: tend_graves() gives it back.
+bool is_buried(const Op& op) { return op.kind != Op::Kind::kReceive && !op.is_listed; }
+
 }  // namespace
 
 uint32_t OfiNic::poll(rdma::NicEvents& events) {
@@ -117,6 +120,7 @@ void OfiNic::on_entry(const fi_cq_data_entry& entry, rdma::NicEvents& events) {
   }
   auto* const op = static_cast<Op*>(entry.op_context);
   if (op == nullptr) return;  // an error of nobody's
+  if (is_buried(*op)) return;
   switch (op->kind) {
     case Op::Kind::kReceive:
       on_packet(*op, entry.len, events);
@@ -157,12 +161,14 @@ void OfiNic::on_error_entry(rdma::NicEvents& events) {
   const ssize_t got = fi_cq_readerr(domain_->queue(), &error, 0);
   if (got < 1) return;  // read by nobody else: the next round finds it
   auto* const op = static_cast<Op*>(error.op_context);
-  if (op == nullptr) return;
+  if (op == nullptr || is_buried(*op)) return;
   switch (op->kind) {
     case Op::Kind::kReceive:  // too long, or of an endpoint that is closed; a connection ends with it
       ++dropped_;
       events_due_ = connects();
-      if (!connects()) op->endpoint->post_receive(*op);
+      // efa may tell so of a message that it has given us before: when its receipt does not get through. It is posted again
+      // since, and twice would mix two messages up; one too few are left where it was not.
+      if (!connects() && !domain_->rules().is_efa) op->endpoint->post_receive(*op);
       break;
     case Op::Kind::kSend:
       if (op->path != nullptr)
@@ -344,6 +350,10 @@ bool OfiNic::tend_fence_of(OfiPath& path, uint64_t number) {
 void OfiNic::tend_port(rdma::NicEvents& events) {
   port_looked_ns_ = now_;
   if (is_dead_) return;
+  // Of whom they speak is not said: the paths concerned end by themselves, or by their deadlines.
+  std::string told;
+  for (std::string text = domain_->take_error(); !text.empty(); text = domain_->take_error()) told = std::move(text);
+  if (!told.empty()) events.on_port(is_port_up_, name_ + ": libfabric failed at something of its own: " + told);
   const Device& device = domain_->device();
   std::string state;
   bool up = true;
