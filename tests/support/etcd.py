@@ -1,5 +1,6 @@
 """A real etcd of one member, in a process of its own, with its data in a folder that outlives it."""
 
+import random
 import shutil
 import socket
 import subprocess
@@ -64,6 +65,11 @@ class EtcdServer:
 
 
 def _free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return int(listening.getsockname()[1])
+    """Below those that the kernel gives to whoever asks for any: a connection may get one before etcd does."""
+    while True:
+        with socket.socket() as listening:
+            try:
+                listening.bind(("127.0.0.1", random.SystemRandom().randrange(10_000, 32_000)))
+            except OSError:
+                continue
+            return int(listening.getsockname()[1])
