@@ -109,6 +109,21 @@ def test_prefiller_that_was_given_up_and_came_back_is_asked(
     assert not given_up
 
 
+def test_prefiller_that_did_not_answer_is_not_believed_in_before_it_does(
+    p: Side, d: Side, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asked, it does not count as gone for a while: our engine tries to reach it."""
+    core = d.manager.core
+    gone, answers = iter([True, False, False]), iter([False, False, True])
+
+    async def answered(*_: object) -> bool:
+        return next(answers)
+
+    monkeypatch.setattr(core, "_is_gone", lambda _: next(gone))
+    monkeypatch.setattr(core.decoder, "answers", answered)
+    assert [core.find(p.address) for _ in range(3)] == [False, False, True]
+
+
 def test_prefiller_that_had_given_its_decoder_up_is_fenced_off(
     p: Side, d: Side, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -133,7 +133,9 @@ class Manager:
             return True
         try:
             instance = self.node.call(bootstrap.find_instance(address, self.node.secret, _ASK_S), _ASK_S + 1.0)
-            if self._is_gone(instance) and not self.node.call(self.decoder.answers(instance, _ANSWER_S), _ASK_S):
+            # Missed before: while our engine tries it anew it does not count as gone.
+            is_doubtful = address in self._missing or self._is_gone(instance)
+            if is_doubtful and not self.node.call(self.decoder.answers(instance, _ANSWER_S), _ASK_S):
                 raise bootstrap.NoInstance("the prefill server that was there has ended, and no other has come yet")
         except CrossrailError as error:
             if self._missing.get(address) != str(error):  # SGLang asks again every second
