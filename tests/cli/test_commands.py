@@ -152,6 +152,15 @@ def target_of(server: "subprocess.Popen[str]") -> str:
     raise AssertionError(f"serve never said where to push to: {server.communicate(timeout=WAIT_S)}")
 
 
+def test_serve_makes_its_folder_and_says_why_it_cannot(payload: Path, tmp_path: Path) -> None:
+    with serving("--dir", "inbox", cwd=tmp_path) as (target, _):
+        succeeded(crossrail("push", payload, target))
+    assert (tmp_path / "inbox" / payload.name).read_bytes() == payload.read_bytes()
+    assert f"--dir {payload} is not a directory" in failed(crossrail("serve", "--dir", payload))
+    nowhere = tmp_path / "not" / "there"
+    assert f"--dir {nowhere} cannot be made: No such file or directory" in failed(crossrail("serve", "--dir", nowhere))
+
+
 def test_pushed_file_arrives_whole(payload: Path, tmp_path: Path) -> None:
     inbox = tmp_path / "inbox"
     inbox.mkdir()

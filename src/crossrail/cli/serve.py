@@ -402,7 +402,7 @@ async def _serve(options: Options, limits: Limits) -> bool:
     type=click.Path(path_type=Path),
     default=".",
     show_default="the current one",
-    help="Directory to store into.",
+    help="Directory to store into; it is made if it is missing.",
 )
 @click.option("--name", help='Name to be found under [default: "inbox"].')
 @click.option("--once", is_flag=True, help="End after the first push; exit code 1 if it was not stored, or never came.")
@@ -442,8 +442,12 @@ def command(
     pusher says --force. Nothing is ever stored outside the directory. Other hosts need the secret: CROSSRAIL_SECRET, or
     one that is drawn and printed.
     """
-    if not directory.is_dir():
-        raise UsageError(f"--dir {directory} is not a directory")
+    try:
+        directory.mkdir(exist_ok=True)
+    except FileExistsError:
+        raise UsageError(f"--dir {directory} is not a directory") from None
+    except OSError as error:
+        raise UsageError(f"--dir {directory} cannot be made: {error.strerror}") from None
     options = Options(directory.resolve(), name, listen, rails, once, tls)
     try:
         stored = asyncio.run(_serve(options, Limits(pushes, idle_timeout_s)))
