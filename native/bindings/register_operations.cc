@@ -57,8 +57,26 @@ uint64_t to_length(nb::handle length, const Region& local, uint64_t local_offset
   return local.length_bytes() > local_offset ? local.length_bytes() - local_offset : 0;
 }
 
+// A pair, and what keeps its watcher alive until the transfer does.
+struct GivenTrigger {
+  Ref<Watcher> watcher;
+  uint64_t threshold = 0;
+
+  explicit GivenTrigger(nb::handle given) {
+    if (given.is_none()) return;
+    if (!nb::isinstance<nb::tuple>(given) || nb::len(given) != 2 || !nb::isinstance<WatcherHandle>(given[0])) {
+      throw UsageError("trigger must be a pair (watcher, value), with a watcher of engine.alloc_watcher(), not " +
+                       std::string(nb::repr(given).c_str()));
+    }
+    watcher = nb::inst_ptr<WatcherHandle>(nb::object(given[0]))->watcher.ref();
+    threshold = to_u64(nb::object(given[1]), "trigger[1]");
+  }
+  Trigger get() const { return {watcher.get(), threshold}; }
+};
+
 TransferHandle submit_write(Self self, nb::handle src, nb::handle dst, nb::handle length, nb::handle src_offset,
-                            nb::handle dst_offset, nb::handle imm, nb::handle rail, nb::handle verify) {
+                            nb::handle dst_offset, nb::handle imm, nb::handle rail, nb::handle verify,
+                            nb::handle trigger) {
   const EngineRef engine = self.p->core();
   const RegionRef source = own_region(self, src, "src").core();
   const RemoteRegionRef target = remote_region(self, dst, "dst");
@@ -71,6 +89,8 @@ TransferHandle submit_write(Self self, nb::handle src, nb::handle dst, nb::handl
   request.imm = to_imm(imm);
   request.rail = to_rail(rail);
   request.verify = to_bool(verify, "verify");
+  const GivenTrigger when(trigger);
+  request.trigger = when.get();
   return submit(self, [&] { return engine->submit_write(request); });
 }
 
@@ -95,7 +115,7 @@ TransferHandle submit_read(Self self, nb::handle dst, nb::handle src, nb::handle
 TransferHandle submit_paged_writes(Self self, nb::handle src, nb::handle src_pages, nb::handle dst,
                                    nb::handle dst_pages, nb::handle page_bytes, nb::handle src_stride,
                                    nb::handle dst_stride, nb::handle src_offset, nb::handle dst_offset, nb::handle imm,
-                                   nb::handle rail, nb::handle verify) {
+                                   nb::handle rail, nb::handle verify, nb::handle trigger) {
   const EngineRef engine = self.p->core();
   const RegionRef source = own_region(self, src, "src").core();
   const RemoteRegionRef target = remote_region(self, dst, "dst");
@@ -114,6 +134,8 @@ TransferHandle submit_paged_writes(Self self, nb::handle src, nb::handle src_pag
   request.imm = to_imm(imm);
   request.rail = to_rail(rail);
   request.verify = to_bool(verify, "verify");
+  const GivenTrigger when(trigger);
+  request.trigger = when.get();
   return submit(self, [&] { return engine->submit_paged_writes(request); });
 }
 
@@ -209,9 +231,10 @@ void register_operations(nb::class_<EngineHandle>& engine) {
       .def("submit_write", &submit_write, nb::arg("src").none(), nb::arg("dst").none(), nb::arg("length") = nb::none(),
            nb::kw_only(), nb::arg("src_offset").none() = 0, nb::arg("dst_offset").none() = 0,
            nb::arg("imm") = nb::none(), nb::arg("rail") = nb::none(), nb::arg("verify").none() = false,
+           nb::arg("trigger") = nb::none(),
            nb::sig("def submit_write(self, src: Region, dst: RegionDescriptor, length: int | None = None, *, "
                    "src_offset: int = 0, dst_offset: int = 0, imm: int | None = None, rail: int | None = None, "
-                   "verify: bool = False) -> Transfer"),
+                   "verify: bool = False, trigger: tuple[Watcher, int] | None = None) -> Transfer"),
            R"(Writes length bytes of src (None: all from src_offset on) into a peer's region. With imm, counts 1 there.
 
 Any thread. Returns at once; blocks (GIL released) only while the submit queue is full. src must not change until the
@@ -219,7 +242,10 @@ transfer completes. imm: 0..2**28-1. A write of length 0 moves nothing but is co
 rails unless rail names one. Not ordered with other operations. UsageError for what can be checked now: ranges, access.
 verify: takes a checksum of src now, on this thread; the target's engine compares it with its memory before it counts,
 and only then is the transfer done. If they differ, nothing is counted and the transfer fails with ChecksumMismatch.
-No one else may write to the target range meanwhile. Costs one pass over the bytes on each side.)")
+No one else may write to the target range meanwhile. Costs one pass over the bytes on each side.
+trigger: (watcher, value): the engine begins the write by itself, with no help of Python's, once the watched word has
+reached this value or gone past it, counted modulo 2**64. src may change until then, and must not afterwards. A write
+that waits can be cancelled, fails when its peer is lost, and is cancelled when the watcher is closed. Not with verify.)")
       .def("submit_read", &submit_read, nb::arg("dst").none(), nb::arg("src").none(), nb::arg("length") = nb::none(),
            nb::kw_only(), nb::arg("dst_offset").none() = 0, nb::arg("src_offset").none() = 0,
            nb::arg("rail") = nb::none(), nb::arg("verify").none() = false,
@@ -237,11 +263,12 @@ to meanwhile; the transfer is done after that, and fails with ChecksumMismatch i
           nb::arg("dst").none(), nb::arg("dst_pages").none(), nb::arg("page_bytes").none(), nb::kw_only(),
           nb::arg("src_stride") = nb::none(), nb::arg("dst_stride") = nb::none(), nb::arg("src_offset").none() = 0,
           nb::arg("dst_offset").none() = 0, nb::arg("imm") = nb::none(), nb::arg("rail") = nb::none(),
-          nb::arg("verify").none() = false,
+          nb::arg("verify").none() = false, nb::arg("trigger") = nb::none(),
           nb::sig("def submit_paged_writes(self, src: Region, src_pages: typing.Any, dst: RegionDescriptor, "
                   "dst_pages: typing.Any, page_bytes: int, *, src_stride: int | None = None, "
                   "dst_stride: int | None = None, src_offset: int = 0, dst_offset: int = 0, imm: int | None = None, "
-                  "rail: int | None = None, verify: bool = False) -> Transfer"),
+                  "rail: int | None = None, verify: bool = False, trigger: tuple[Watcher, int] | None = None) "
+                  "-> Transfer"),
           R"(Writes page src_pages[i] of src to page dst_pages[i] of a peer's region, for all i. With imm, counts 1 per page.
 
 Page p is page_bytes bytes at offset + stride * p; strides default to page_bytes. src_pages and dst_pages are
@@ -249,7 +276,8 @@ one-dimensional contiguous arrays (numpy, torch on the CPU, any buffer) of int32
 length; they are copied before this returns. Target pages may overlap: which write lands last is then undefined.
 Any thread; blocks only while the submit queue is full. Pages are not ordered.
 verify: as in submit_write, in groups of 960 pages, each of which is counted as a whole or not at all; pages must then
-not overlap at the target.)")
+not overlap at the target.
+trigger: as in submit_write.)")
       .def(
           "submit_scatter", &submit_scatter, nb::arg("src").none(), nb::arg("dsts").none(), nb::kw_only(),
           nb::arg("lengths").none(), nb::arg("src_offsets").none(), nb::arg("dst_offsets").none(),

@@ -25,6 +25,10 @@ nb::object region_of(const TransferInfo& info) {
   return nb::int_(info.region_id);
 }
 
+bool waits_for_trigger(const TransferInfo& info) {
+  return info.triggered_ns == kUntriggered && info.status == Status::kPending;
+}
+
 nb::object exception_of(const TransferHandle& self) {
   const TransferInfo info = self.transfer->info();
   return make_error("transfer_failed", self.engine, op_kind_name(info.kind), status_name(info.status),
@@ -41,7 +45,7 @@ void wait(const TransferHandle& self, nb::handle timeout_s) {
     if (wait_without_gil([&] { return transfer->wait(deadline, interrupted); }) == WaitResult::kTimeout) {
       const TransferInfo info = transfer->info();
       raise_object(make_error("transfer_timeout", self.engine, op_kind_name(info.kind), to_text(info.peer), info.bytes,
-                              info.bytes_retired, imm_of(info), timeout_s));
+                              info.bytes_retired, imm_of(info), timeout_s, waits_for_trigger(info)));
     }
   }
   if (transfer->status() != Status::kDone) raise_object(exception_of(self));
@@ -68,10 +72,16 @@ nb::object exception(const TransferHandle& self) {
   return exception_of(self);
 }
 
+nb::object triggered_at(const TransferHandle& self) {
+  const int64_t at_ns = self.transfer->info().triggered_ns;
+  if (at_ns == kNoTrigger || at_ns == kUntriggered) return nb::none();
+  return nb::float_(static_cast<double>(at_ns) / 1e9);
+}
+
 std::string represent(const TransferHandle& self) {
   const TransferInfo info = self.transfer->info();
   return std::string("<Transfer ") + op_kind_name(info.kind) + " of " + std::to_string(info.bytes) + " bytes, peer '" +
-         info.peer + "', " + status_name(info.status) + ">";
+         info.peer + "', " + status_name(info.status) + (waits_for_trigger(info) ? ", waits for its trigger>" : ">");
 }
 
 }  // namespace
@@ -106,6 +116,9 @@ Dropping the object does not stop the transfer.)")
       .def_prop_ro(
           "imm", [](const TransferHandle& self) { return imm_of(self.transfer->info()); },
           nb::sig("def imm(self) -> int | None"), "Its immediate, or None. None also where each target has its own.")
+      .def_prop_ro("triggered_at", &triggered_at, nb::sig("def triggered_at(self) -> float | None"),
+                   "When it began, of one with a trigger: seconds, as time.monotonic() (on a simulated engine its "
+                   "world's time).\nNone: it waits for the trigger, or has none.")
       .def_prop_ro(
           "_engine", [](const TransferHandle& self) { return self.engine; }, nb::sig("def _engine(self) -> Engine"))
       .def(

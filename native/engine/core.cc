@@ -45,7 +45,7 @@ EngineCore::EngineCore(Engine* engine, const EngineOptions& options)
       transfers_(engine, this),
       submits_(options.submit_queue_depth),
       imms_(options.imm_counters_max),
-      watchers_(std::make_shared<WatcherThread>(options.watcher_poll_ns, options.stage == nullptr)),
+      watchers_(std::make_shared<WatcherThread>(options.watcher_poll_ns, options.stage == nullptr, [this] { wake(); })),
       heartbeats_(this, options.heartbeat_ns),
       seat_(this, options),
       transports_(options, {options.stage.get(), options.stage_host, seat_.number}, this),
@@ -184,6 +184,7 @@ bool EngineCore::close(Deadline drain_deadline, const InterruptCheck& interrupte
       std::lock_guard lock(tables_mutex_);
       peers = peers_;
     }
+    fail_triggered(nullptr, Status::kEngineClosed, "the engine was closed");
     for (auto& [incarnation, peer] : peers) fail_backlogs(*peer, Status::kEngineClosed, "the engine was closed");
     transports_.close();
     verifications_.fail(nullptr, Status::kEngineClosed, "the engine was closed");

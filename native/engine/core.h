@@ -31,6 +31,7 @@
 #include "engine/transfer_pool.h"
 #include "engine/transfer_work.h"
 #include "engine/transports.h"
+#include "engine/triggers.h"
 #include "engine/verification.h"
 #include "engine/watcher_thread.h"
 #include "util/mpsc_queue.h"
@@ -166,6 +167,8 @@ class EngineCore final : public Sink, public Actor {
   static TransferWork& work_of(Transfer& transfer) { return *transfer.work_; }
   // `short_work`: posting it costs no more than waking the worker would.
   TransferRef hand_over(TransferRef transfer, bool short_work);
+  // Of a filled one, likewise. Whether it will wait: then handing it over costs next to nothing.
+  static bool set_trigger(TransferWork& work, const Trigger& trigger);
   // Of a filled one with verify=True, before it is handed over. Reads all that is to be sent: on the submitting thread, so
   // that nobody else waits meanwhile.
   void plan_verification(TransferWork& work);
@@ -185,6 +188,7 @@ class EngineCore final : public Sink, public Actor {
 
   TransferPool& transfers() { return transfers_; }
   TransportSet& transports() { return transports_; }
+  const WatcherThread* watchers() const { return watchers_.get(); }
 
  private:
   friend class Engine;
@@ -230,6 +234,9 @@ class EngineCore final : public Sink, public Actor {
   // --- posting (posting.cc, work_requests.cc) and ends (ending.cc), progress holder ---
   uint32_t take_submits();
   void start(Transfer* transfer);
+  bool hold(Transfer* transfer);
+  void begin(Transfer* transfer);
+  uint32_t begin_triggered();
   void start_item(Peer& peer, Transfer* transfer, uint32_t target);
   uint32_t post_backlogs();
   uint32_t post_backlog(Peer& peer, RingQueue<PostItem>& backlog);
@@ -258,6 +265,7 @@ class EngineCore final : public Sink, public Actor {
   void finish(Transfer* transfer, Status status);
   void fail_backlogs(Peer& peer, Status status, const std::string& detail);
   void scan_cancels();
+  void fail_triggered(const Peer* peer, Status status, const std::string& detail);
   void mark_busy(Peer& peer);
 
   // --- reports.cc, progress holder ---
@@ -311,6 +319,7 @@ class EngineCore final : public Sink, public Actor {
 
   // Progress holder:
   std::vector<PeerRef> busy_;
+  Triggers triggers_;
   bool runnable_ = false;  // the last pass posted something, or something new arrived
   uint32_t next_rail_ = 0;
   uint64_t round_bytes_ = 0;  // posted in this round, those of a GPU for less

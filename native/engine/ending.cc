@@ -172,7 +172,18 @@ void EngineCore::finish(Transfer* transfer, Status status) {
   }
 }
 
+// Of those that wait for a word, that peer's; null: all.
+void EngineCore::fail_triggered(const Peer* peer, Status status, const std::string& detail) {
+  if (triggers_.empty()) return;
+  const auto is_its = [&](const Transfer* transfer) { return peer == nullptr || &transfer->work_->peer() == peer; };
+  for (Transfer* transfer : triggers_.take(is_its)) {
+    fail(transfer, status, transfer->work_->peer(), detail);
+    finish(transfer, status);
+  }
+}
+
 void EngineCore::fail_backlogs(Peer& peer, Status status, const std::string& detail) {
+  fail_triggered(&peer, status, detail);
   peer.track_->queued.store(0, std::memory_order_relaxed);
   for (auto* backlog : {&peer.work_->backlog, &peer.work_->messages, &peer.work_->services}) {
     const RingQueue<PostItem> items = std::exchange(*backlog, {});
@@ -192,6 +203,7 @@ void EngineCore::scan_cancels() {
   const auto is_cut = [](const Transfer* transfer) {
     return transfer->work_->is_to_be_cancelled(*transfer) && !transfer->work_->resumed;
   };
+  for (Transfer* transfer : triggers_.take(is_cut)) finish(transfer, Status::kCancelled);
   for (const PeerRef& peer : busy_) {
     for (auto* backlog : {&peer->work_->backlog, &peer->work_->messages}) {
       std::vector<PostItem> cut;

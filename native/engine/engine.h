@@ -148,6 +148,16 @@ class PeerGroup : public RefCounted<PeerGroup> {
 };
 using PeerGroupRef = Ref<PeerGroup>;
 
+// A submit that begins later: once `watcher`'s word has reached `threshold`, or gone past it, counted modulo 2**64. It is
+// checked and accepted now, and its engine begins it by itself, whichever of its threads sees the word. Until then it moves
+// nothing, and ends as others do: cancelled, by its peer's loss, by the close of region or engine, which wait for it as for
+// others. Where the word is closed first it is cancelled. The source may change until the word does; that change is what it is read after (release, or a GPU's
+// system-wide fence).
+struct Trigger {
+  Watcher* watcher = nullptr;  // of the same engine; null: begins at once
+  uint64_t threshold = 0;
+};
+
 // Contiguous range, `length_bytes` from src.base + src_offset to dst.base + dst_offset. Counts 1 if it carries an
 // immediate; cancelled, it counts nothing (Transfer::cancel). Zero length is allowed: only the immediate travels.
 struct WriteRequest {
@@ -160,6 +170,7 @@ struct WriteRequest {
   uint32_t rail = kAnyRail;  // kAnyRail: split over all rails when long enough
   // Sums src up at submit; the target's engine compares that with its memory before it counts (engine/verification.h).
   bool verify = false;
+  Trigger trigger = {};  // not with verify
 };
 
 // Contiguous range pulled from src to dst.
@@ -188,6 +199,7 @@ struct PagedWriteRequest {
   uint32_t imm = kNoImm;
   uint32_t rail = kAnyRail;
   bool verify = false;  // as of WriteRequest; pages must not overlap at the target
+  Trigger trigger = {};
 };
 
 // Slice i: lengths[i] bytes from src + src_offsets[i] to dsts[i] + dst_offsets[i]. Each target counts 1, of `imm`, or where

@@ -162,6 +162,7 @@ void EngineCore::dump(std::string_view reason, TextSink* sink) const {
            clock().now_ns(), wall_ns());
   put_counts(out, stats());
   out.line("count", "submits_waiting", submits_waiting());
+  out.line("count", "transfers_untriggered", triggers_.size());
   imms_.visit_waiting([&](uint32_t imm, uint64_t units, uint64_t needed) { out.line("wait", imm, units, needed); });
   for (size_t i = 0; const auto track = recorder_.track(i); ++i) {
     const auto get = [](const auto& value) { return value.load(std::memory_order_relaxed); };

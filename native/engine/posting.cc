@@ -37,6 +37,49 @@ void EngineCore::start(Transfer* transfer) {
     finish(transfer, Status::kCancelled);
     return;
   }
+  if (work.trigger && hold(transfer)) return;
+  begin(transfer);
+}
+
+// True: it waits for its word; or has ended, since that is watched no more.
+bool EngineCore::hold(Transfer* transfer) {
+  TransferWork& work = *transfer->work_;
+  Peer& peer = work.peer();
+  if (peer.link_ == nullptr) start_connect(peer);      // meanwhile
+  if (peer.state() == PeerState::kLost) return false;  // it begins, and fails
+  switch (triggers_.hold(transfer, std::move(work.trigger), work.threshold)) {
+    case Triggers::Word::kAwaited:
+      return true;
+    case Triggers::Word::kReached:
+      work.triggered_ns.store(clock().now_ns(), std::memory_order_relaxed);
+      return false;
+    case Triggers::Word::kClosed:
+      finish(transfer, Status::kCancelled);
+      return true;
+  }
+  return true;
+}
+
+uint32_t EngineCore::begin_triggered() {
+  if (triggers_.empty()) return 0;
+  const std::vector<Triggers::Due> due = triggers_.take_due();
+  for (const auto& [transfer, word] : due) {
+    TransferWork& work = *transfer->work_;
+    // What was cancelled before the word went up is seen now, if it was not before: it does not begin.
+    if (closed()) {
+      finish(transfer, Status::kEngineClosed);
+    } else if (word == Triggers::Word::kClosed || work.is_to_be_cancelled(*transfer)) {
+      finish(transfer, Status::kCancelled);
+    } else {
+      work.triggered_ns.store(clock().now_ns(), std::memory_order_relaxed);
+      begin(transfer);
+    }
+  }
+  return static_cast<uint32_t>(due.size());
+}
+
+void EngineCore::begin(Transfer* transfer) {
+  TransferWork& work = *transfer->work_;
   work.first_rail = work.rail != kAnyRail ? work.rail : next_rail_;
   if (++next_rail_ == transports_.rail_count()) next_rail_ = 0;
   if (work.kind == OpKind::kScatter || work.kind == OpKind::kBarrier) {

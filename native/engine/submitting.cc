@@ -105,6 +105,12 @@ inline void check_memory(const Region& local, const RemoteRegion& remote, bool v
   check_gpu(local, remote, verify);
 }
 
+void check_trigger(const Trigger& trigger, const WatcherThread* watchers, bool verify) {
+  if (!trigger.watcher->is_of(watchers)) throw UsageError("trigger is a watcher of another engine");
+  if (trigger.watcher->closed()) throw UsageError("trigger is a watcher that is closed");
+  if (verify) throw UsageError("verify takes the checksum of src now, and with a trigger src is not complete yet");
+}
+
 void check_verifiable(const TransferWork& work) {
   const auto moves_nothing = [](const Peer& peer) { return peer.transport_kind() == TransportKind::kNull; };
   const bool is_scatter = work.kind == OpKind::kScatter;
@@ -119,6 +125,14 @@ TransferRef EngineCore::make_transfer(OpKind kind) {
   Transfer* transfer = transfers_.take();
   transfer->work_->kind = kind;
   return TransferRef::adopt(transfer);
+}
+
+bool EngineCore::set_trigger(TransferWork& work, const Trigger& trigger) {
+  if (trigger.watcher == nullptr) return false;
+  work.triggered_ns.store(kUntriggered, std::memory_order_relaxed);
+  work.trigger = Ref<Watcher>::share(trigger.watcher);
+  work.threshold = trigger.threshold;
+  return !Triggers::is_reached(trigger.watcher->value(), trigger.threshold);
 }
 
 void EngineCore::throw_closed_meanwhile() const {
@@ -172,6 +186,7 @@ TransferRef Engine::submit_write(const WriteRequest& request) {
   check_local(request.src, "src", request.src ? request.src->engine_.get() : nullptr, this);
   check_remote(request.dst, "dst", Access::kRemoteWrite);
   check_memory(*request.src, *request.dst, request.verify);
+  if (request.trigger.watcher != nullptr) check_trigger(request.trigger, core_->watchers(), request.verify);
   check_range("src", request.src_offset, request.length_bytes, request.src->length_bytes());
   check_range("dst", request.dst_offset, request.length_bytes, request.dst->length_bytes());
   check_imm(request.imm);
@@ -186,8 +201,9 @@ TransferRef Engine::submit_write(const WriteRequest& request) {
   work.imm = request.imm;
   work.rail = request.rail;
   work.bulk = request.length_bytes >= kBulkBytes;
+  const bool waits = core_->set_trigger(work, request.trigger);
   if (request.verify) core_->plan_verification(work);
-  return core_->hand_over(std::move(transfer), request.length_bytes <= kShortBytes);
+  return core_->hand_over(std::move(transfer), waits || request.length_bytes <= kShortBytes);
 }
 
 TransferRef Engine::submit_read(const ReadRequest& request) {
@@ -216,6 +232,7 @@ TransferRef Engine::submit_paged_writes(const PagedWriteRequest& request) {
   check_local(request.src, "src", request.src ? request.src->engine_.get() : nullptr, this);
   check_remote(request.dst, "dst", Access::kRemoteWrite);
   check_memory(*request.src, *request.dst, request.verify);
+  if (request.trigger.watcher != nullptr) check_trigger(request.trigger, core_->watchers(), request.verify);
   if (request.src_pages.count != request.dst_pages.count) {
     throw UsageError("src_pages has " + text(request.src_pages.count) + " indices, dst_pages " +
                      text(request.dst_pages.count) + ": they must be as many");
@@ -257,8 +274,9 @@ TransferRef Engine::submit_paged_writes(const PagedWriteRequest& request) {
   work.imm = request.imm;
   work.rail = request.rail;
   work.bulk = work.length_bytes >= kBulkBytes;
+  const bool waits = core_->set_trigger(work, request.trigger);
   if (request.verify) core_->plan_verification(work);
-  return core_->hand_over(std::move(transfer), work.length_bytes <= kShortBytes && count <= kShortPages);
+  return core_->hand_over(std::move(transfer), waits || (work.length_bytes <= kShortBytes && count <= kShortPages));
 }
 
 TransferRef Engine::submit_scatter(const ScatterRequest& request) {

@@ -125,6 +125,7 @@ TransferInfo Transfer::info() const {
                     .sum_sent = 0,
                     .sum_found = 0,
                     .detail = {},
+                    .triggered_ns = work_->triggered_ns.load(std::memory_order_relaxed),
                     .failed_peer = {}};
   if (work_->kind == OpKind::kScatter || work_->kind == OpKind::kBarrier) {
     info.peer = std::to_string(work_->targets_total) + " peers";

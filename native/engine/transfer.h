@@ -25,6 +25,10 @@ struct TransferWork;  // what the progress holder knows of it, in engine/transfe
 enum class OpKind : uint8_t { kWrite, kRead, kPagedWrites, kScatter, kBarrier, kSend, kService };
 const char* op_kind_name(OpKind kind);
 
+// Instead of a time: it has no trigger; it has, and waits for it.
+inline constexpr int64_t kNoTrigger = 0;
+inline constexpr int64_t kUntriggered = -1;
+
 // Everything an error message needs.
 struct TransferInfo {
   OpKind kind;
@@ -38,6 +42,7 @@ struct TransferInfo {
   uint64_t sum_sent;                           // of kChecksumMismatch: what was sent,
   uint64_t sum_found;                          // and what the target's memory has
   std::string detail;                          // more about a failure, may be empty
+  int64_t triggered_ns;                        // when it began, by its engine's clock; or one of the two below
   std::shared_ptr<const Address> failed_peer;  // of a failure: whose `peer` is the name of; null where there is none
 };
 

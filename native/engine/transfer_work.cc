@@ -32,6 +32,10 @@ void TransferWork::recycle() {
   if (cut_short || resumed) kept_bytes.clear();
   bulk = cut_short = resumed = false;
   if (std::exchange(has_plan, false)) verify.reset();
+  if (triggered_ns.load(std::memory_order_relaxed) != kNoTrigger) {
+    triggered_ns.store(kNoTrigger, std::memory_order_relaxed);
+    trigger = nullptr;
+  }
   local = nullptr;  // of one that was filled and never handed over
   imm = kNoImm;
   rail = kAnyRail;

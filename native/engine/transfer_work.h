@@ -96,6 +96,11 @@ struct alignas(64) TransferWork {
 
   std::unique_ptr<VerifyPlan> verify;  // of a checked write: `imm` is in it
 
+  // Of one that is to begin later.
+  Ref<Watcher> trigger;  // until the holder has seen to it
+  uint64_t threshold = 0;
+  std::atomic<int64_t> triggered_ns{kNoTrigger};  // [any] reads it
+
   // of a failure
   std::shared_ptr<const Address> failed_peer;
   std::string detail;

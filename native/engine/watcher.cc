@@ -32,12 +32,12 @@ std::atomic<uint64_t>* Watcher::word() {
 // release: whoever is told of the value sees what was written before it.
 void Watcher::store(uint64_t value) {
   word_->store(value, std::memory_order_release);
-  thread_->announce(this);
+  thread_->announce(this, true);
 }
 
 void Watcher::add(uint64_t delta, bool announce) {
   word_->fetch_add(delta, std::memory_order_acq_rel);
-  if (announce) thread_->announce(this);
+  thread_->announce(this, announce);
 }
 
 void Watcher::add_on(uint64_t stream, int gpu, uint64_t delta) { thread_->add_on(this, stream, gpu, delta); }
@@ -61,8 +61,12 @@ static std::atomic<uint64_t>* map_words(size_t bytes) {
 
 void WatcherThread::Unmap::operator()(std::atomic<uint64_t>* words) const { munmap(words, kBytes); }
 
-WatcherThread::WatcherThread(int64_t poll_ns, bool has_thread)
-    : poll_ns_(poll_ns), has_thread_(has_thread), words_(map_words(kBytes)), adder_(words_.get(), kBytes) {
+WatcherThread::WatcherThread(int64_t poll_ns, bool has_thread, std::function<void()> wake)
+    : poll_ns_(poll_ns),
+      has_thread_(has_thread),
+      wake_(std::move(wake)),
+      words_(map_words(kBytes)),
+      adder_(words_.get(), kBytes) {
   for (uint32_t slot = kWords; slot > 0; --slot) free_slots_.push_back(slot - 1);
 }
 
@@ -91,10 +95,13 @@ void WatcherThread::expose(Watcher* watcher) {
   changed_.notify_all();
 }
 
-void WatcherThread::announce(Watcher* watcher) {
-  if (!has_thread_) return;
-  std::lock_guard lock(mutex_);
-  if (watcher->is_registered_) look_at(watcher);
+void WatcherThread::announce(Watcher* watcher, bool is_told) {
+  const bool is_awaited = watcher->has_waiting();
+  if (is_told && has_thread_) {
+    std::lock_guard lock(mutex_);
+    if (watcher->is_registered_) look_at(watcher);
+  }
+  if (is_awaited && !watcher->closed()) wake_();
 }
 
 void WatcherThread::add_on(Watcher* watcher, uint64_t stream, int gpu, uint64_t delta) {
@@ -104,11 +111,15 @@ void WatcherThread::add_on(Watcher* watcher, uint64_t stream, int gpu, uint64_t 
 }
 
 void WatcherThread::remove(Watcher* watcher) {
-  std::lock_guard lock(mutex_);  // nobody looks at watchers but under it
-  if (!watcher->is_registered_) return;
-  watcher->is_registered_ = false;
-  if (watcher->is_exposed_) --exposed_count_;
-  std::erase(watchers_, watcher);
+  {
+    std::lock_guard lock(mutex_);  // nobody looks at watchers but under it
+    if (!watcher->is_registered_) return;
+    watcher->is_registered_ = false;
+    if (watcher->is_exposed_) --exposed_count_;
+    std::erase(watchers_, watcher);
+    watcher->closed_.store(true, std::memory_order_release);
+  }
+  if (watcher->has_waiting()) wake_();
 }
 
 void WatcherThread::free_slot(uint32_t slot) {
@@ -125,7 +136,10 @@ void WatcherThread::stop() {
   if (thread_.joinable()) thread_.join();
   std::lock_guard lock(mutex_);
   look_at_all();  // the last value is always reported
-  for (Watcher* watcher : watchers_) watcher->is_registered_ = false;
+  for (Watcher* watcher : watchers_) {
+    watcher->is_registered_ = false;
+    watcher->closed_.store(true, std::memory_order_release);
+  }
   watchers_.clear();
   exposed_count_ = 0;
 }
@@ -143,17 +157,20 @@ bool WatcherThread::has_any() {
   return !watchers_.empty();
 }
 
-void WatcherThread::look_at(Watcher* watcher) {
+bool WatcherThread::look_at(Watcher* watcher) {
   // acquire: what the changing side wrote before is visible to the callback.
   const uint64_t value = watcher->word_->load(std::memory_order_acquire);
-  if (value == watcher->seen_) return;
+  if (value == watcher->seen_) return false;
   watcher->seen_ = value;
   // Pairs with take(): one notification is enough until somebody answers it.
   if (!watcher->is_announced_.exchange(true, std::memory_order_acq_rel)) watcher->notifier_->post(watcher->cookie_);
+  return watcher->has_waiting();
 }
 
-void WatcherThread::look_at_all() {
-  for (Watcher* watcher : watchers_) look_at(watcher);
+bool WatcherThread::look_at_all() {
+  bool is_awaited = false;
+  for (Watcher* watcher : watchers_) is_awaited |= look_at(watcher);
+  return is_awaited;
 }
 
 void WatcherThread::run() {
@@ -165,8 +182,9 @@ void WatcherThread::run() {
       changed_.wait(lock);
       continue;
     }
-    look_at_all();
+    const bool is_awaited = look_at_all();
     lock.unlock();
+    if (is_awaited) wake_();
     if (poll_ns_ > 0) {
       const timespec pause{.tv_sec = poll_ns_ / 1'000'000'000, .tv_nsec = poll_ns_ % 1'000'000'000};
       nanosleep(&pause, nullptr);

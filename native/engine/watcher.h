@@ -12,12 +12,12 @@
 
 namespace crossrail {
 
-class Engine;
 class WatcherThread;
 
 // One watched word. Intermediate values may be skipped; none is reported twice and the last one is always reported.
 // Changes by add() and store() are announced by whoever makes them. Others - a kernel's, a store through the address - only
 // looking can find: a thread begins to look when the address is asked for, and not before, since it costs a part of a core.
+// Transfers may wait for it (Trigger in engine/engine.h): the progress holder looks at the word too, as long as some do.
 // Threads: add()/store()/value()/take()/word()/add_on() from any thread.
 class Watcher : public RefCounted<Watcher> {
  public:
@@ -41,8 +41,18 @@ class Watcher : public RefCounted<Watcher> {
   };
   Change take();
 
-  // Stops watching. Idempotent.
+  // Stops watching: what waits for the word is cancelled. Idempotent.
   void close();
+  bool closed() const { return closed_.load(std::memory_order_acquire); }
+
+  bool is_of(const WatcherThread* thread) const { return thread_.get() == thread; }
+
+  // How many transfers wait for it. The fence: pairs with that in has_waiting().
+  void add_waiting() {
+    waiting_.fetch_add(1, std::memory_order_relaxed);
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+  }
+  void remove_waiting(uint32_t count) { waiting_.fetch_sub(count, std::memory_order_relaxed); }
 
  private:
   friend class WatcherThread;
@@ -53,6 +63,15 @@ class Watcher : public RefCounted<Watcher> {
   uint32_t slot_;
   Ref<Notifier> notifier_;
   uint64_t cookie_;
+  // For whoever has changed the word, or seen it changed: the holder has to look. seq_cst: either we see who waits, or that
+  // one, who said so before it looked (add_waiting), sees the word at least as new as we do.
+  bool has_waiting() const {
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    return waiting_.load(std::memory_order_relaxed) > 0;
+  }
+
+  std::atomic<uint32_t> waiting_{0};
+  std::atomic<bool> closed_{false};
   // Guarded by the thread's mutex.
   uint64_t seen_ = 0;
   bool is_registered_ = true;

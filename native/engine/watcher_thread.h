@@ -6,6 +6,7 @@
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -22,7 +23,8 @@ namespace crossrail {
 class WatcherThread {
  public:
   // has_thread: else somebody calls look(), and nothing is announced in between: a simulated engine acts in its own turn.
-  WatcherThread(int64_t poll_ns, bool has_thread);
+  // wake: has the progress holder look at the words that transfers wait for; any thread, not after stop().
+  WatcherThread(int64_t poll_ns, bool has_thread, std::function<void()> wake);
   ~WatcherThread();
 
   Ref<Watcher> add(const std::shared_ptr<WatcherThread>& self, Notifier* notifier, uint64_t cookie);
@@ -30,8 +32,8 @@ class WatcherThread {
   void free_slot(uint32_t slot);
   // The word may change from now on without anybody saying so.
   void expose(Watcher* watcher);
-  // It has changed, or may have.
-  void announce(Watcher* watcher);
+  // It has changed, or may have. is_told: by a notification; what waits for it hears of it in any case.
+  void announce(Watcher* watcher, bool is_told);
   // Likewise, by a kernel: see Watcher::add_on.
   void add_on(Watcher* watcher, uint64_t stream, int gpu, uint64_t delta);
   void look();
@@ -44,8 +46,9 @@ class WatcherThread {
   static constexpr size_t kBytes = kWords * sizeof(uint64_t);
 
   void run();
-  void look_at(Watcher* watcher);
-  void look_at_all();
+  // True: it has changed, and transfers wait for it.
+  static bool look_at(Watcher* watcher);
+  bool look_at_all();
 
   struct Unmap {
     void operator()(std::atomic<uint64_t>* words) const;
@@ -53,6 +56,7 @@ class WatcherThread {
 
   const int64_t poll_ns_;
   const bool has_thread_;
+  const std::function<void()> wake_;  // not under the mutex, which a stage's turns take
   const std::unique_ptr<std::atomic<uint64_t>, Unmap> words_;
   device::WordAdder adder_;
   std::mutex mutex_;  // guards everything below

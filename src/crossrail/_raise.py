@@ -154,9 +154,15 @@ def transfer_timeout(
     nbytes_retired: int,
     imm: int | None,
     timeout_s: float | None,
+    waits_for_trigger: bool,
 ) -> errors.WaitTimeout:
     _log_events(engine)
     what = _operation(engine, op, peer, nbytes, imm)
+    if waits_for_trigger:
+        return errors.WaitTimeout(
+            f"{what} has not begun{_within(timeout_s)}: its watched word has not reached the trigger's value. It still "
+            "waits. Next: see that the word goes up, wait again, or cancel() it"
+        )
     return errors.WaitTimeout(
         f"{what} is not complete{_within(timeout_s)}: {nbytes_retired} bytes have moved. It goes on. "
         "Next: wait again, or cancel() it; engine.peer_state(peer) tells a frozen peer"

@@ -111,10 +111,12 @@ class FlightDump:
         when = datetime.fromtimestamp(self.wall_ns * 1e-9, timezone.utc)
         stamp = f"{when:%Y-%m-%d %H:%M:%S}.{when.microsecond // 1000:03d} UTC"
         count = self.counts.get
+        untriggered = count("transfers_untriggered", 0)
+        held = f", {untriggered} waiting for their triggers" if untriggered else ""
         lines = [
             f"engine '{self.engine}' (pid {self.pid}, crossrail {self.version}) at {stamp}: {self.reason}",
             f"transfers: {count('transfers_inflight', 0)} in flight, {count('submits_waiting', 0)} of them not yet "
-            f"picked up; {count('transfers_done', 0)} done, {count('transfers_failed', 0)} failed, "
+            f"picked up{held}; {count('transfers_done', 0)} done, {count('transfers_failed', 0)} failed, "
             f"{count('transfers_cancelled', 0)} cancelled",
         ]
         lines += [f"waiting: {text}" for text in self._waiting()]

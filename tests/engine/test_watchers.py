@@ -9,6 +9,7 @@ import pytest
 
 import crossrail as xr
 from tests.conftest import EngineFactory
+from tests.support.gil import nobody_else_in_python
 from tests.support.leaks import crossrail_threads
 from tests.support.limits import WAIT_S, eventually, never
 
@@ -101,6 +102,20 @@ def test_words_are_looked_at_only_once_others_can_change_them(engine: xr.Engine)
     ctypes.c_uint64.from_address(address).value = 5
     watcher.add()
     assert_a_chain_to(changes, 6)
+
+
+def test_a_write_begins_while_somebody_else_has_the_gil(open_engine: EngineFactory) -> None:
+    here, there = open_engine("here"), open_engine("there")
+    src, dst = here.alloc(1 << 20), there.alloc(1 << 20)
+    watcher = here.alloc_watcher(Changes())
+    transfers = [
+        here.submit_write(src, dst.descriptor, nbytes, trigger=(watcher, 1)) for nbytes in (8, 100_000, 1 << 20)
+    ]
+    word = ctypes.c_uint64.from_address(watcher.address)
+
+    with nobody_else_in_python() as eventually_alone:
+        word.value = 1  # as a kernel would
+        eventually_alone(lambda: all(transfer.done for transfer in transfers), "the writes")
 
 
 def test_many_watchers_do_not_mix(engine: xr.Engine) -> None:

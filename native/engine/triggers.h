@@ -1,0 +1,60 @@
+// Transfers that wait for a watched word before they begin: triggered operations, as Portals and libfabric call them.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include "engine/watcher.h"
+
+namespace crossrail {
+
+class Transfer;
+
+// Threads: progress holder.
+// Invariant: what is held is pending and in no peer's queue. In `held_` are only words that something waits for.
+class Triggers {
+ public:
+  bool empty() const { return held_.empty(); }
+  // How many are held; any thread.
+  uint64_t size() const { return size_.load(std::memory_order_relaxed); }
+
+  // There, or past it: words count modulo 2**64.
+  static bool is_reached(uint64_t value, uint64_t threshold) { return value - threshold < uint64_t{1} << 63; }
+
+  enum class Word : uint8_t { kAwaited, kReached, kClosed };  // closed: and not reached
+  // Only what is kAwaited is held.
+  Word hold(Transfer* transfer, Ref<Watcher> watcher, uint64_t threshold);
+  // Takes those out that wait no longer, in the order in which they came.
+  struct Due {
+    Transfer* transfer;
+    Word word;
+  };
+  std::vector<Due> take_due();
+  // Takes those out that this is true of.
+  std::vector<Transfer*> take(const std::function<bool(const Transfer*)>& is_wanted);
+
+ private:
+  struct Waiting {
+    Transfer* transfer;
+    uint64_t threshold;
+  };
+  // All that waits for one word; looked through only when that has changed.
+  struct Held {
+    Ref<Watcher> watcher;
+    uint64_t seen;
+    std::vector<Waiting> waiting;
+  };
+
+  static Word look(const Watcher& watcher, uint64_t threshold);
+  // take(waiting): whether it has taken it.
+  template <typename Take>
+  void take_from(Held& held, const Take& take);
+  void drop_unused();
+
+  std::vector<Held> held_;
+  std::atomic<uint64_t> size_{0};
+};
+
+}  // namespace crossrail
