@@ -1,6 +1,7 @@
 """A request from a prefiller to a decoder over real engines: right bytes, exact counts, nothing sent too early."""
 
 import asyncio
+import ctypes
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -9,9 +10,10 @@ import numpy as np
 import pytest
 
 import crossrail as xr
-from crossrail.kv import KvLayout, KvTarget, PageState, RankMemory, expected_count, page_hashes
+from crossrail.kv import KvLayout, KvTarget, PageState, RankMemory, expected_count, page_hashes, sender
 from tests.conftest import EngineFactory
 from tests.kv.instances import CANARY, TAIL_BYTES, Decoder, Prefiller, assert_all_free, closing
+from tests.support.gil import nobody_else_in_python
 from tests.support.limits import WAIT_S
 
 LAYOUT = KvLayout(layers=3, pages=32, page_tokens=8, kv_heads=4, head_dim=16, dtype="bfloat16", tp=2)
@@ -155,6 +157,55 @@ async def test_steps_begun_ahead_post_when_their_layers_come(engines: tuple[xr.E
 
     for reception in (first, second):
         decoder.assert_holds(reception, prefiller.kv_of(reception.request, 30))
+
+
+@pytest.mark.parametrize("ahead", [(1, 1 << 20), (256, 1), (5, 1 << 20)], ids=str)
+async def test_however_few_layers_are_submitted_ahead_all_arrive(
+    engines: tuple[xr.Engine, xr.Engine], other: xr.Engine, ahead: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sender, "_AHEAD_TRANSFERS", ahead[0])
+    monkeypatch.setattr(sender, "_AHEAD_PAGES", ahead[1])
+    layout = replace(LAYOUT, layers=11)
+    prefiller, decoder = Prefiller(layout, [engines[0], other]), Decoder(layout, [engines[1]])
+    receptions = [decoder.reserve(f"request {n}", 30) for n in range(3)]
+    async with closing(prefiller):
+        jobs = [prefiller.open(reception.dispatch(layout)) for reception in receptions]
+        for job in jobs:
+            prefiller.poison(job)
+        for end in (10, 30):
+            prefiller.sender.begin_step([(job, end) for job in jobs])
+        for count in (1, 4, 1, 5, 3, 8):
+            for layer in range(11):  # more than what is counted: none of it may be missing
+                for job in jobs:
+                    prefiller.compute(job, layer)
+            prefiller.sender.layer_done(count)
+            await asyncio.sleep(0.01)
+        await asyncio.wait_for(asyncio.gather(*(job.finish() for job in jobs)), WAIT_S)
+        await asyncio.gather(*(reception.arrived(WAIT_S) for reception in receptions))
+
+    for reception in receptions:
+        decoder.assert_holds(reception, prefiller.kv_of(reception.request, 30))
+
+
+async def test_layers_leave_while_somebody_else_has_the_gil(engines: tuple[xr.Engine, xr.Engine]) -> None:
+    """As the thread that launches a model's kernels: no Python of ours runs until all is there."""
+    prefiller, decoder = Prefiller(LAYOUT, [engines[0]]), Decoder(LAYOUT, [engines[1]])
+    reception = decoder.reserve("request", 30)
+    async with closing(prefiller):
+        job = prefiller.open(reception.dispatch(LAYOUT))
+        word = ctypes.c_uint64.from_address(prefiller.sender.word_address)
+        prefiller.sender.begin_step([(job, 30)])
+        writes = list(job._transfers)
+        for layer in range(LAYOUT.layers):
+            prefiller.compute(job, layer)
+        with nobody_else_in_python() as eventually:
+            word.value = LAYOUT.layers  # a kernel's store
+            eventually(lambda: all(write.done for write in writes), "all layers written")
+        assert writes
+        await asyncio.wait_for(job.finish(), WAIT_S)
+        await reception.arrived(WAIT_S)
+
+    decoder.assert_holds(reception, prefiller.kv_of("request", 30))
 
 
 async def test_layer_of_a_step_that_is_not_begun_is_refused(engines: tuple[xr.Engine, xr.Engine]) -> None:

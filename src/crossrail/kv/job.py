@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from threading import RLock
 from typing import Any, NamedTuple
 
-from crossrail import Region, Transfer
+from crossrail import Region, Transfer, Watcher
 from crossrail.errors import CrossrailError, PeerLost, UsageError, WaitTimeout
 from crossrail.kv.errors import TransferStopped
 from crossrail.kv.memory import RankMemory
@@ -30,19 +32,36 @@ class LayerTime(NamedTuple):
     at_s: float
 
 
+@dataclass(slots=True, eq=False)
+class _SentLayer:
+    """What was submitted of a layer of the chunk that ends with this token."""
+
+    end: int
+    layer: int
+    last: int = 0  # how many transfers of the job were submitted with it
+    posted_index: int = -1  # of its entry in SendJob.posted
+    begun_s: float = math.inf  # the first of its writes that have ended
+
+    def is_written(self, retired: int) -> bool:
+        """When so many of the job's transfers have ended. One that sends nothing is once it is computed."""
+        return self.last <= retired and (self.begun_s < math.inf or self.posted_index >= 0)
+
+
 class SendJob:
     """The transfer of one request's KV and tail. Made by KvSender.open.
 
-    Lifecycle: 1. open: steps of the model post its chunks, send_tail its tail. 2. over: all is posted, or it was
+    Lifecycle: 1. open: steps of the model send its chunks, send_tail its tail. 2. over: all is under way, or it was
     stopped, by cancel(), a write that failed or a step that was abandoned. 3. quiet: no write of ours is under way.
     4. settled: no step of the model fills its pages either. The lease, in use if all went well, else reserved, can be
     released.
 
-    Invariant: once it is stopped nothing more is posted, and what is posted is in _transfers until it has ended.
-    posted, written: when the writes of each layer were given to the engine; when they were seen to have ended.
+    Invariant: once it is stopped nothing more is submitted, and what is submitted is in _transfers until it has ended:
+    writes of layers that are not computed yet, too, which wait in the engine for the word.
+    posted, written: when the engine began the writes of each layer (until they have ended: when the layer was seen to
+    be computed); when they were seen to have ended.
     is_in_doubt: a write ended because our engine had given the decoder up, as one that is frozen for long. Should that
     come back, bytes that the kernel had taken for it may still arrive there: it has to fence us off (Doubts).
-    Threads: that of the event loop; the sender posts on the engine's callback thread too, under its lock.
+    Threads: that of the event loop; the sender submits on other threads too, under its lock.
     """
 
     def __init__(
@@ -72,7 +91,8 @@ class SendJob:
         self._open_steps = 0
         self._transfers: deque[Transfer] = deque()
         self._submitted = self._retired_count = 0  # transfers
-        self._layer_ends: deque[tuple[int, int, int]] = deque()  # submitted by the end of a layer; its chunk; it
+        self._to_compute: deque[_SentLayer] = deque()  # submitted; in order, as the next
+        self._to_write: deque[_SentLayer] = deque()
         self._error: CrossrailError | None = None
         self._end = asyncio.create_task(self._run(), name=f"kv-send-{target.request}")
 
@@ -189,10 +209,14 @@ class SendJob:
             self._open_steps += 1
         return writes
 
-    def _prepared(self, layer: int, writes: Sequence[PageWrites]) -> list[Submit]:
-        """What sends one layer of a chunk, put together before that is computed. Any thread."""
+    def _submit_layer(
+        self, end: int, layer: int, writes: Sequence[PageWrites], words: Mapping[int, Watcher], value: int
+    ) -> None:
+        """What sends one layer of a chunk, for when the words of its ranks have this value. The lock is held."""
+        sent = _SentLayer(end, layer)
+        self._to_compute.append(sent)
+        self._to_write.append(sent)
         layout = self.target.layout
-        prepared: list[Submit] = []
         for write in writes:
             memory = self._ranks[write.source]
             rank = self.target.ranks[write.target]
@@ -212,19 +236,19 @@ class SendJob:
                 src_offset=src_base + write.src_offset,
                 dst_offset=dst_base + write.dst_offset,
                 imm=rank.imm,
+                trigger=(words[write.source], value),
             )
-            prepared.append(submit)
-        return prepared
+            self._submit(submit)
+        sent.last = self._submitted
 
-    def _post(self, end: int, layer: int, prepared: Sequence[Submit]) -> None:
-        """Sends one layer of a chunk. The lock is held."""
+    def _pass_layer(self) -> None:
+        """The next layer that was submitted is computed: it is being sent. The lock is held."""
         self._layers_owed -= 1
         if self._error is not None:
             return
-        for submit in prepared:
-            self._submit(submit)
-        self._layer_ends.append((self._submitted, end, layer))
-        self.posted.append(LayerTime(end, layer, self._loop.time()))
+        sent = self._to_compute.popleft()
+        if sent.posted_index < 0:
+            self._note_posted(sent, self._loop.time())
 
     def _close_step(self) -> None:
         """A step does not touch its pages any more. The lock is held."""
@@ -289,14 +313,27 @@ class SendJob:
             with self._lock:
                 self._transfers.popleft()
                 self._retired_count += 1
-                self._note_written()
+                self._note_written(oldest.triggered_at)
             self._stirred.set()
 
-    def _note_written(self) -> None:
-        """The lock is held."""
-        while self._error is None and self._layer_ends and self._layer_ends[0][0] <= self._retired_count:
-            _, end, layer = self._layer_ends.popleft()
-            self.written.append(LayerTime(end, layer, self._loop.time()))
+    def _note_posted(self, sent: _SentLayer, at_s: float) -> None:
+        """Also a better time for what was noted. The lock is held."""
+        time = LayerTime(sent.end, sent.layer, at_s)
+        if sent.posted_index < 0:
+            sent.posted_index = len(self.posted)
+            self.posted.append(time)
+        else:
+            self.posted[sent.posted_index] = time
+
+    def _note_written(self, begun_s: float | None) -> None:
+        """A write has ended; when it began, None: it is no layer's. The lock is held."""
+        if self._to_write and begun_s is not None:
+            self._to_write[0].begun_s = min(self._to_write[0].begun_s, begun_s)
+        while self._error is None and self._to_write and self._to_write[0].is_written(self._retired_count):
+            sent = self._to_write.popleft()
+            if sent.begun_s < math.inf:
+                self._note_posted(sent, sent.begun_s)
+            self.written.append(LayerTime(sent.end, sent.layer, self._loop.time()))
 
     def _is_posted(self) -> bool:
         return self._planned_tokens == self.target.tokens and not self._layers_owed and not self._tail_owed

@@ -1,8 +1,9 @@
 """The prefiller's side: layer by layer, KV leaves as soon as it is computed.
 
 The model, or a kernel in its CUDA graph, adds 1 to a watched word after each layer's attention output projection.
-Whoever runs the model says before each step which tokens of which requests it will compute; so the number of layers
-that the word has gone up says what can be sent. Values in between may be missed: all layers passed are sent then.
+Whoever runs the model says before each step which tokens of which requests it will compute. So what a layer sends is
+submitted before it is computed, with the word's value as its trigger, and the engine begins it without Python: it does
+not matter who has the GIL then. Values in between may be missed: all layers passed are sent then.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from threading import RLock
 
+from crossrail import Watcher
 from crossrail.errors import UsageError
 from crossrail.kv.errors import DuplicateRequest, TransferStopped
 from crossrail.kv.job import SendJob
@@ -22,48 +24,52 @@ from crossrail.kv.plan import plan_transfer
 from crossrail.kv.target import KvTarget
 
 _WORD = 1 << 64
+# What waits in the engines at a time. A submit takes some two microseconds, so that these do not hold a step up; enough
+# that the next layers are there already while something else has the GIL for long.
+_AHEAD_TRANSFERS = 256
+_AHEAD_PAGES = 1 << 20  # of 8 bytes
 
 
 class _Load:
-    """What a step does for one request. Threads: any."""
+    """What a step does for one request. The sender's lock is held, but for the making."""
 
     def __init__(self, job: SendJob, end: int) -> None:
         self.job = job
         self._end = end
         self._writes = job._plan(end)
-        self._ready = (0, job._prepared(0, self._writes))  # a layer, and what sends it
+        self.transfers = len(self._writes)  # of a layer
+        self.pages = sum(len(write.src_pages) for write in self._writes)
 
-    def post(self, layer: int) -> None:
-        """Sends it. The sender's lock is held."""
-        ready_layer, prepared = self._ready
-        if ready_layer != layer:
-            prepared = self.job._prepared(layer, self._writes)
-        self.job._post(self._end, layer, prepared)
-
-    def prepare(self, layer: int) -> None:
-        """While it is computed."""
-        self._ready = (layer, self.job._prepared(layer, self._writes))
+    def submit(self, layer: int, words: Mapping[int, Watcher], value: int) -> None:
+        """What the layer sends, for when the words of the ranks have got to this value."""
+        self.job._submit_layer(self._end, layer, self._writes, words, value)
 
 
 class Step:
     """One forward pass of the model over chunks of several requests. Made by KvSender.begin_step.
 
-    Invariant: layers 0..posted-1 are posted; it is over when all are, or when it was abandoned.
+    Invariant: layers 0.._passed-1 are computed, 0.._submitted-1 are with the engines; _passed <= _submitted. It is over
+    when all have passed, or when it was abandoned and its turn had come.
     """
 
     def __init__(self, sender: KvSender, loads: list[_Load], base: int) -> None:
         self._sender = sender
         self._loads = loads
-        self._base = base  # the word before its first layer
-        self._posted = 0
+        self._base = base  # the words before its first layer
+        self._passed = 0
+        self._submitted = 0
+        self._missing = 0  # of one that was abandoned: layers that nobody will count
+        self._transfers = sum(load.transfers for load in loads)  # of a layer
+        self._pages = sum(load.pages for load in loads)
 
     def __repr__(self) -> str:
-        return f"<Step of {len(self._loads)} requests, {self._posted} of {self._sender.layout.layers} layers posted>"
+        return f"<Step of {len(self._loads)} requests, {self._passed} of {self._sender.layout.layers} layers posted>"
 
     def abandon(self, reason: str) -> None:
         """The model gave up: it does not write these pages, nor count for this step, any more. Stops its requests.
 
-        Steps begun after this one are taken to count on from where the word stands. Does nothing when it is over.
+        The sender counts the layers that are missing, so that steps begun after this one go on from there. Does nothing
+        when it is over.
         """
         self._sender._abandon(self, reason)
 
@@ -71,10 +77,10 @@ class Step:
 class KvSender:
     """Sends the KV of the ranks that this process has, all of an instance's or some, to decoders.
 
-    ranks: by rank of the layout's tp. The watched word belongs to the engine of the lowest.
-    Threads: that of the event loop it was made in, but layer_done() and the word are anybody's. Layers are posted by
-    whoever calls layer_done(); those that only the word tells of, as with layer_done_on(), on the callback thread of
-    that engine. Close it before its engines.
+    ranks: by rank of the layout's tp. The watched word belongs to the engine of the lowest. Where ranks have engines of
+    their own, these begin a layer once layer_done(), or the callback thread of that engine, has told them.
+    Threads: that of the event loop it was made in, but layer_done() and the word are anybody's. Close it before its
+    engines.
     """
 
     def __init__(self, layout: KvLayout, ranks: Mapping[int, RankMemory]) -> None:
@@ -88,9 +94,19 @@ class KvSender:
         self._jobs: dict[str, SendJob] = {}
         # Re-entrant: on a simulated engine a submit may run callbacks, as ours, before it returns.
         self._lock = RLock()
-        self._steps: deque[Step] = deque()  # guarded by the lock, as what follows
+        self._is_pumping = False  # guarded by the lock, as what follows
+        self._steps: deque[Step] = deque()
         self._next_base = 0
-        self._watcher = ranks[min(ranks)].engine.alloc_watcher(lambda _old, _new: self._pump())
+        self._ahead_transfers = self._ahead_pages = 0  # of layers that are submitted and not computed
+        first = ranks[min(ranks)].engine
+        self._watcher = first.alloc_watcher(lambda _old, _new: self._pump())
+        # Those of other engines follow it.
+        watchers = {first: self._watcher}
+        for memory in ranks.values():
+            if memory.engine not in watchers:
+                watchers[memory.engine] = memory.engine.alloc_watcher(_nothing)
+        self._followers = [watcher for watcher in watchers.values() if watcher is not self._watcher]
+        self._words = {rank: watchers[memory.engine] for rank, memory in ranks.items()}
 
     def __repr__(self) -> str:
         return f"<KvSender of ranks {sorted(self._ranks)}, {len(self._jobs)} requests under way>"
@@ -103,25 +119,25 @@ class KvSender:
     def layer_done(self, layers: int = 1) -> None:
         """Adds to the word: so many more layers of the current step are in memory. Any thread.
 
-        Posts them before it returns, a submit for each pair of ranks and job: waking a thread for it takes longer.
+        The engines begin what these layers send by themselves.
         UsageError if that is more than the steps begun so far have: of a step begun later they would count as computed.
         """
         with self._lock:
             open_layers = (self._next_base - self._watcher.value) % _WORD
             if open_layers >= _WORD // 2:  # the word is past them: somebody's kernel counted too much
                 open_layers = 0
+            open_layers -= sum(step._missing for step in self._steps)
             if not 0 <= layers <= open_layers:
                 raise UsageError(f"layers={layers} must be 0 to {open_layers}, what the steps begun so far still lack")
             self._watcher.add(layers, announce=False)
-        self._pump()
+            self._pump()
 
     def layer_done_on(self, stream: object = None, layers: int = 1) -> None:
         """The same for kernels: the word goes up once everything that this CUDA stream was given before has ended.
 
         Returns at once. While the stream is captured the addition goes into the graph, and happens at each replay, for
-        which steps are begun as for any other. The callback thread posts the layer. stream, errors: Watcher.add_on; so
-        is what one has to keep: this object, as long as such a graph may be replayed. Not while layer_done() or another
-        GPU adds too. Any thread.
+        which steps are begun as for any other. stream, errors: Watcher.add_on; so is what one has to keep: this object,
+        as long as such a graph may be replayed. Not while layer_done() or another GPU adds too. Any thread.
         """
         self._watcher.add_on(stream, layers)
 
@@ -149,8 +165,8 @@ class KvSender:
 
         Before the step starts; several may be begun ahead. A job's chunks follow each other without a gap from token 0
         (what our own prefix cache had is part of the first), the last ends with target.tokens. All index arrays are
-        made here: a layer costs no more than a submit for each pair of ranks, whose arguments are put together while it
-        is computed.
+        made here, and the first layers' writes submitted, a submit for each pair of ranks; the others' follow while
+        these are computed.
         A stopped job is taken as well, the step then merely keeps its pages until it is over; one that is settled is
         refused with what stopped it. Whatever is raised, no step has begun.
         """
@@ -162,7 +178,7 @@ class KvSender:
             step = Step(self, loads, self._next_base)
             self._next_base = (self._next_base + self.layout.layers) % _WORD
             self._steps.append(step)
-        self._pump()
+            self._pump()
         return step
 
     async def close(self) -> None:
@@ -175,55 +191,103 @@ class KvSender:
         for step in list(self._steps):
             step.abandon("the sender was closed")
         await asyncio.gather(*(job._end for job in jobs))
-        self._watcher.close()
+        for watcher in (self._watcher, *self._followers):
+            watcher.close()
 
-    # ---- posting: on the callback thread, or that of the loop
+    # ---- what the word says: on the thread that counts, on the callback thread, or that of the loop
 
     def _pump(self) -> None:
-        while self._post_next_layer():
-            pass
-
-    def _post_next_layer(self) -> bool:
-        """Posts the earliest layer that is computed and not posted. False: there is none."""
+        """Does what follows from the words now, and submits what is to come."""
+        stirred: dict[SendJob, None] = {}
         with self._lock:
-            if not self._steps:
-                return False
-            step = self._steps[0]
-            if step._posted >= self._passed(step):
-                return False
-            layer = step._posted
-            # Before the submits, so that a pump inside of one goes on with the next layer.
-            step._posted += 1
-            if step._posted == self.layout.layers:
-                self._steps.popleft()
-            for load in step._loads:
-                load.post(layer)
-                if step._posted == self.layout.layers:
-                    load.job._close_step()
+            if self._is_pumping:  # inside of a submit: whoever makes it goes on
+                return
+            self._is_pumping = True
+            try:
+                while self._pass_next_layer(stirred) or self._submit_next_layer(stirred):
+                    pass
+            finally:
+                self._is_pumping = False
+        for job in stirred:
+            job._wake()
+
+    def _pass_next_layer(self, stirred: dict[SendJob, None]) -> bool:
+        """Notes the earliest layer that is computed and was not noted. False: there is none. The lock is held."""
+        for watcher in self._followers:
+            watcher.add((self._watcher.value - watcher.value) % _WORD, announce=False)
+        if not self._steps:
+            return False
+        step = self._steps[0]
+        if step._missing:
+            self._watcher.add(step._missing, announce=False)
+            self._steps.popleft()
+            return True
+        layer = step._passed
+        if layer >= self._computed(step):
+            return False
+        if step._submitted == layer:
+            self._submit_layer(step)
+        step._passed += 1
+        self._ahead_transfers -= step._transfers
+        self._ahead_pages -= step._pages
+        is_over = step._passed == self.layout.layers
+        if is_over:
+            self._steps.popleft()
         for load in step._loads:
-            load.job._wake()
-            if layer + 1 < self.layout.layers:
-                load.prepare(layer + 1)
+            load.job._pass_layer()
+            if is_over:
+                load.job._close_step()
+            stirred[load.job] = None
         return True
 
-    def _passed(self, step: Step) -> int:
+    def _submit_next_layer(self, stirred: dict[SendJob, None]) -> bool:
+        """Submits the earliest layer that is not yet. False: there is none, or enough waits. The lock is held."""
+        for step in self._steps:
+            if step._missing or step._submitted == self.layout.layers:
+                continue
+            is_next = step is self._steps[0] and step._submitted == step._passed
+            if not is_next and (
+                self._ahead_transfers + step._transfers > _AHEAD_TRANSFERS
+                or self._ahead_pages + step._pages > _AHEAD_PAGES
+            ):
+                return False
+            self._submit_layer(step)
+            stirred.update((load.job, None) for load in step._loads)
+            return True
+        return False
+
+    def _submit_layer(self, step: Step) -> None:
+        layer = step._submitted
+        step._submitted += 1
+        self._ahead_transfers += step._transfers
+        self._ahead_pages += step._pages
+        value = (step._base + layer + 1) % _WORD
+        for load in step._loads:
+            load.submit(layer, self._words, value)
+
+    def _computed(self, step: Step) -> int:
         """Layers of the step that the word has gone past."""
-        passed = (self._watcher.value - step._base) % _WORD
-        return min(passed, self.layout.layers) if passed < _WORD // 2 else 0
+        computed = (self._watcher.value - step._base) % _WORD
+        return min(computed, self.layout.layers) if computed < _WORD // 2 else 0
 
     def _abandon(self, step: Step, reason: str) -> None:
         with self._lock:
+            if step not in self._steps or step._missing:
+                return
+            while self._steps[0] is step and self._pass_next_layer({}):
+                pass
             if step not in self._steps:
                 return
-            missing = self.layout.layers - self._passed(step)
-            at = self._steps.index(step)
-            for later in list(self._steps)[at + 1 :]:
-                later._base = (later._base - missing) % _WORD
-            self._next_base = (self._next_base - missing) % _WORD
-            del self._steps[at]
+            step._missing = self.layout.layers - step._passed
+            self._ahead_transfers -= step._transfers * (step._submitted - step._passed)
+            self._ahead_pages -= step._pages * (step._submitted - step._passed)
             for load in step._loads:
+                load.job._stop(TransferStopped(f"request {load.job.request!r}: {reason}"))
                 load.job._close_step()
         for load in step._loads:
-            load.job._stop(TransferStopped(f"request {load.job.request!r}: {reason}"))
             load.job._wake()
         self._pump()
+
+
+def _nothing(_old: int, _new: int) -> None:
+    pass
