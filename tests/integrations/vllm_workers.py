@@ -137,7 +137,7 @@ class Side:
         """The workers' loops do nothing until the event is set."""
         thaw = threading.Event()
         for worker in self.workers:
-            worker._loop.call_soon_threadsafe(thaw.wait, WAIT_S)
+            worker._loop.soon(thaw.wait, WAIT_S)
         return thaw
 
     def until_asked(self) -> None:

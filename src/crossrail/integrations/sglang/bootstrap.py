@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-import threading
 import time
 from typing import Annotated
 
@@ -24,6 +23,7 @@ from msgspec import Meta, Struct
 
 from crossrail.errors import CrossrailError, UsageError
 from crossrail.integrations.instance import Instance, Worker, opened_line, sealed_line
+from crossrail.integrations.loop_thread import LoopThread
 from crossrail.kv import messages as m
 from crossrail.kv.listener import PATIENCE_S, Listener
 
@@ -35,7 +35,7 @@ _TOKEN_PURPOSE = b"crossrail sglang bootstrap"
 LINE_BYTES_MAX = 64 << 10
 _RANKS_MAX = 1024
 LEASE = 3.0  # of a line, in register_s
-_JOIN_S = 10.0
+_PATIENCE_S = 10.0  # for the loop to begin or stop listening
 PATH = "/route"
 _SAME_SECRET = "set the same CROSSRAIL_SECRET, or secret_file, at all servers"
 _OUR_STATUSES = (401, 403, 503)  # what a BootstrapServer answers when it does not say yes
@@ -103,13 +103,12 @@ class BootstrapServer:
         self._table = RankTable(secret)
         self._authorization = f"Bearer {token(secret)}"
         self._listener = Listener(patience_s, body_bytes_max=LINE_BYTES_MAX)
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="crossrail-bootstrap", daemon=True)
-        self._thread.start()
+        self._is_open = True
+        self._loop = LoopThread("crossrail-bootstrap")
         try:
-            asyncio.run_coroutine_threadsafe(self._open(host, port), self._loop).result(_JOIN_S)
+            self._loop.call(self._open(host, port), _PATIENCE_S)
         except BaseException:
-            self._stop()
+            self._loop.close()
             raise
 
     async def _open(self, host: str, port: int) -> None:
@@ -120,15 +119,13 @@ class BootstrapServer:
         await self._listener.start(app, host, port, _http_log)
 
     def close(self) -> None:
-        if self._loop.is_closed():
+        if not self._is_open:
             return
-        asyncio.run_coroutine_threadsafe(self._listener.close(), self._loop).result(_JOIN_S)
-        self._stop()
-
-    def _stop(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(_JOIN_S)
-        self._loop.close()
+        self._is_open = False
+        try:
+            self._loop.call(self._listener.close(), _PATIENCE_S)
+        finally:
+            self._loop.close()
 
     async def _put(self, request: web.Request) -> web.Response:
         try:

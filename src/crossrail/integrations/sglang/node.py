@@ -6,16 +6,14 @@ pages back it has to wait until nothing touches them (`hold_until`).
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, TypeVar
 
 import crossrail as xr
 from crossrail.control.mailbox import Mailbox
-from crossrail.errors import CrossrailError
+from crossrail.integrations.loop_thread import LoopThread
 from crossrail.integrations.sglang.memory import Pool
 from crossrail.integrations.sglang.messages import open_mailbox
 from crossrail.integrations.sglang.options import SglangOptions
@@ -25,7 +23,6 @@ from crossrail.kv.wire import EngineWire
 log = logging.getLogger("crossrail.sglang")
 
 _PATIENCE_S = 30.0  # for the loop to do what takes it microseconds; it shares the interpreter with the scheduler
-_JOIN_S = 10.0
 T = TypeVar("T")
 
 
@@ -48,8 +45,6 @@ class Node:
         self.options = options
         self.secret = secret
         self.pool = pool
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="crossrail-sglang", daemon=True)
         self.engine = xr.Engine(
             name,
             transport=options.transport,
@@ -60,7 +55,7 @@ class Node:
         self._regions = [self.engine.register(buffer) for buffer in pool.buffers]
         self.device = self._regions[0].device  # "cpu", "cuda:0" ...
         self._is_open = True
-        self._thread.start()
+        self._loop = LoopThread("crossrail-sglang")
         self.wire, self.mailbox = self.call(self._begin())
 
     async def _begin(self) -> tuple[EngineWire, Mailbox]:
@@ -78,11 +73,8 @@ class Node:
         try:
             self.call(self._end())
         finally:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(_JOIN_S)
+            self._loop.close()
             self.engine.close()
-            if not self._thread.is_alive():
-                self._loop.close()
 
     async def _end(self) -> None:
         await self.mailbox.close()
@@ -90,16 +82,11 @@ class Node:
 
     def soon(self, call: Callable[..., object], *args: Any) -> None:
         """Runs it on the loop; returns at once. Calls run in their order."""
-        self._loop.call_soon_threadsafe(call, *args)
+        self._loop.soon(call, *args)
 
     def call(self, work: Coroutine[Any, Any, T], timeout_s: float = _PATIENCE_S) -> T:
         """Runs it on the loop and waits."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result(timeout_s)
-        except FutureTimeout:
-            future.cancel()
-            raise CrossrailError(f"crossrail's event loop did not get it done in {timeout_s:g} s") from None
+        return self._loop.call(work, timeout_s)
 
     def hold_until(self, quiet: threading.Event, what: str) -> None:
         """Returns once nothing touches the request's pages. Raises PagesNotQuiet after quiesce_s."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent import futures
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from crossrail.control.mailbox import Mailbox
 from crossrail.control.wire import EngineWire
 from crossrail.engine import SECRET_VARIABLE
 from crossrail.errors import CrossrailError, UsageError, WaitTimeout
+from crossrail.integrations.loop_thread import LoopThread
 from crossrail.weights.errors import UpdateFailed
 from crossrail.weights.inventory.memory import WeightMemory
 from crossrail.weights.services.messages import mailbox
@@ -29,7 +29,6 @@ from crossrail.weights.services.versions import State
 log = logging.getLogger("crossrail.vllm")
 
 _PATIENCE_S = 10.0 + FENCE_S  # beyond what a call may take: the receiver may be fencing already, by its own deadline
-_JOIN_S = 10.0
 T = TypeVar("T")
 
 
@@ -77,15 +76,13 @@ class WeightsWorker:
             f"vllm-weights-{link.rank}", transport=link.transport, rails=link.rails, port=link.port, secret=secret
         )
         self._memory = WeightMemory(self._engine, "target", link.rank)
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="crossrail-weights", daemon=True)
+        self._loop = LoopThread("crossrail-weights")
         self._box: Mailbox | None = None
         self._wire: EngineWire | None = None
         self._receiver: WeightReceiver | None = None
         self._before: tuple[int, int] | None = None  # failures and commits
         self._is_joined = False
         self._is_closed = False
-        self._thread.start()
         try:
             fill(self._memory)
             self._call(self._begin(secret), link.join_s)
@@ -116,12 +113,9 @@ class WeightsWorker:
         try:
             self._call(self._end(), 0.0)
         finally:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(_JOIN_S)
+            self._loop.close()
             self._memory.close()
             self._engine.close()
-            if not self._thread.is_alive():
-                self._loop.close()
 
     # ---- on the loop
 
@@ -180,7 +174,7 @@ class WeightsWorker:
             self._wire.close()
 
     def _call(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        future = self._loop.start(work)
         timeout_s += _PATIENCE_S
         if not futures.wait([future], timeout_s).done:  # it goes on, so that writers are locked out in the end
             raise WaitTimeout(f"weights of rank {self._link.rank}: no end within {timeout_s:g} s")

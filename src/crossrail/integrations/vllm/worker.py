@@ -11,17 +11,15 @@ a step of it still to run.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import crossrail as xr
-from crossrail.errors import CrossrailError
 from crossrail.integrations.instance import Worker, fingerprint
+from crossrail.integrations.loop_thread import LoopThread
 from crossrail.integrations.vllm import stats
 from crossrail.integrations.vllm.consumer import Consumer, Loaded
 from crossrail.integrations.vllm.kernels import Event, Kernels
@@ -52,8 +50,7 @@ class WorkerSide:
         self._rank = rank
         self._options = options
         self._secret = secret
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="crossrail-vllm", daemon=True)
+        self._loop: LoopThread | None = None
         self._engine: xr.Engine | None = None
         self._orders = Orders()
         self._step: LiveStep | None = None
@@ -95,7 +92,7 @@ class WorkerSide:
         self._memory = RankMemory.register(self._engine, layout, buffers)
         if record is not None:
             self._sending, self._loading = Kernels(record), Kernels(record)
-        self._thread.start()
+        self._loop = LoopThread("crossrail-vllm")
         self.description: Worker = self._call(self._begin(layout, form))
         log.info("rank %d: %s; fingerprint %s", self._rank, layout.describe(), fingerprint(self.description))
         return self.description
@@ -117,16 +114,13 @@ class WorkerSide:
         for kernels in (self._sending, self._loading):
             if kernels is not None:
                 kernels.close(_JOIN_S)
-        if self._thread.is_alive():
+        if self._loop is not None:
             try:
                 self._call(self._end(), timeout_s=_PATIENCE_S + self._options.silent_s)
             finally:
-                self._loop.call_soon_threadsafe(self._loop.stop)
-                self._thread.join(_JOIN_S)
+                self._loop.close()
         self._engine.close()
         self._engine = None
-        if not self._thread.is_alive():
-            self._loop.close()
 
     async def _end(self) -> None:
         await self._consumer.close()
@@ -234,10 +228,10 @@ class WorkerSide:
         if why:
             log.error("the step of %d prompts cannot be sent: %s", len(orders.chunks), why)
         else:
-            self._loop.call_soon_threadsafe(self._producer.end_step, orders)
+            self._soon(self._producer.end_step, orders)
 
     def _take(self, orders: Orders) -> None:
-        self._loop.call_soon_threadsafe(self._consumer.take, orders)
+        self._soon(self._consumer.take, orders)
 
     # ---- the loop
 
@@ -257,14 +251,13 @@ class WorkerSide:
                 self._data["load_seconds"].append(loaded.seconds)
             self._changed.notify()
 
+    def _soon(self, call: Callable[[Orders], None], orders: Orders) -> None:
+        assert self._loop is not None
+        self._loop.soon(call, orders)
+
     def _call(self, work: Coroutine[Any, Any, T], timeout_s: float = _PATIENCE_S) -> T:
-        """Runs it on the loop and waits."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result(timeout_s)
-        except FutureTimeout:
-            future.cancel()
-            raise CrossrailError(f"the event loop of {self._name!r} did not get it done in {timeout_s:g} s") from None
+        assert self._loop is not None
+        return self._loop.call(work, timeout_s)
 
 
 def _count(step: LiveStep, layers: int, why: str) -> None:
