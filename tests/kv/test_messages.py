@@ -4,6 +4,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -24,6 +25,10 @@ from tests.support.seeds import Seed
 
 HERE, THERE, ELSEWHERE = (bytes([n]) * 16 for n in (1, 2, 3))
 PROBE = m.Envelope(m.Probe("r1", 1), ask=7)
+
+
+def encoded(envelope: m.Envelope) -> bytes:
+    return m.LANGUAGE.encode(envelope.body, envelope.ask, envelope.answers)
 
 
 def sealers(packet_bytes_max: int = 4096) -> tuple[Sealer, Sealer]:
@@ -104,11 +109,11 @@ def test_secret_out_of_bounds_is_refused(secret: bytes) -> None:
 @given(st.data())
 def test_changed_packet_is_never_taken(data: st.DataObject) -> None:
     here, there = sealers()
-    (packet,) = here.seal(m.encode(PROBE), THERE)
+    (packet,) = here.seal(encoded(PROBE), THERE)
     changed = data.draw(mutations(packet))
     if changed != packet:
         rejected(there, changed)
-    assert there.open(packet, HERE) == m.encode(PROBE)
+    assert there.open(packet, HERE) == encoded(PROBE)
 
 
 def test_missing_parts_are_bounded() -> None:
@@ -132,21 +137,21 @@ def test_parts_of_many_messages_in_turn_arrive_whole() -> None:
 
 @given(st.data())
 def test_bytes_near_a_message_are_decoded_or_refused(data: st.DataObject) -> None:
-    raw = data.draw(mutations(m.encode(PROBE)))
+    raw = data.draw(mutations(encoded(PROBE)))
     try:
-        envelope = m.decode(raw)
+        envelope = m.LANGUAGE.decode(raw)
     except xr.UsageError as error:
         assert str(error).startswith("not a valid message:")
         return
-    assert m.decode(m.encode(envelope)) == envelope
+    assert m.LANGUAGE.decode(encoded(envelope)) == envelope
 
 
 def test_field_out_of_bounds_is_refused_at_both_ends() -> None:
     too_long = m.Envelope(m.Probe("r" * 129, 1), ask=1)
     with pytest.raises(xr.UsageError, match="Probe cannot be sent"):
-        m.encode(too_long)
+        encoded(too_long)
     with pytest.raises(xr.UsageError, match="length <= 128"):
-        m.decode(m._encoder.encode(too_long))
+        m.LANGUAGE.decode(msgspec.msgpack.encode(too_long))
 
 
 @given(st.lists(st.integers(0, 2**31 - 1), max_size=100))
@@ -163,9 +168,9 @@ def test_what_is_no_token_is_refused(tokens: object) -> None:
 def test_whatever_time_a_command_takes_can_be_sent() -> None:
     month_s = seconds().max
     start = m.Start("r1", b"", m.Sampling(), month_s)
-    assert m.decode(m.encode(m.Envelope(start, ask=1))).body == start
+    assert m.LANGUAGE.decode(encoded(m.Envelope(start, ask=1))).body == start
     joined = m.Joined("router", month_s, month_s)
-    assert m.decode(m.encode(m.Envelope(joined, answers=1))).body == joined
+    assert m.LANGUAGE.decode(encoded(m.Envelope(joined, answers=1))).body == joined
 
 
 # --- asking ---
@@ -300,7 +305,7 @@ async def test_answer_that_cannot_be_sent_is_said_to_whoever_asked(desk: Desk, a
 
 def test_words_of_an_error_can_be_sent_whatever_they_are() -> None:
     words = m.clipped(xr.UsageError("there is no model at model-\udcff"))
-    assert m.decode(m.encode(m.Envelope(m.Failed(words)))).body == m.Failed(words)
+    assert m.LANGUAGE.decode(encoded(m.Envelope(m.Failed(words)))).body == m.Failed(words)
     assert "model-?" in words
     assert len(m.clipped("\udcff" * 2000)) == 2000
 
@@ -355,7 +360,7 @@ async def test_answers_of_others_are_not_taken(desk: Desk) -> None:
     net_of(desk).wires[desk.there.address].freeze()
     question = asyncio.ensure_future(desk.probe("r1"))
     await asyncio.sleep(0.01)
-    await stranger._reply(desk.here.address, m.encode(m.Envelope(m.Progress("r1", 1, "failed"), answers=1)))
+    await stranger._reply(desk.here.address, encoded(m.Envelope(m.Progress("r1", 1, "failed"), answers=1)))
     await asyncio.sleep(0.05)
     net_of(desk).wires[desk.there.address].thaw()
     assert (await question).state == "running"

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import crossrail as xr
 from crossrail.integrations.instance import Worker
 from crossrail.integrations.sglang import bootstrap
-from crossrail.integrations.sglang.messages import Aux, Destination, Envelope, decode
+from crossrail.integrations.sglang.messages import LANGUAGE, Aux, Destination, Envelope
 from crossrail.kv import KvLayout
 from tests.support.limits import WAIT_S
 from tests.support.ports import free_port
@@ -128,10 +128,10 @@ def test_a_port_that_is_taken_is_said_at_once(server: Any, address: str) -> None
 @given(st.binary(max_size=200))
 def test_any_bytes_are_a_message_or_refused(data: bytes) -> None:
     try:
-        decode(data)
+        LANGUAGE.decode(data)
     except xr.UsageError:
         return
-    assert isinstance(decode(data), Envelope)
+    assert isinstance(LANGUAGE.decode(data), Envelope)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_fields_out_of_bounds_are_refused(body: Any) -> None:
     import msgspec
 
     with pytest.raises(xr.UsageError):
-        decode(msgspec.msgpack.encode(Envelope(body)))
+        LANGUAGE.decode(msgspec.msgpack.encode(Envelope(body)))
 
 
 def test_client_that_asks_nothing_is_cut_off() -> None:

@@ -1,5 +1,5 @@
 """How services on engines talk: sealed packets, questions and answers. kv and weights say what they mean.
 
-wire.py carries packets; seal.py makes them authentic, each taken once; messages.py has what every service says;
-mailbox.py asks until it is answered, and runs each question once.
+wire.py carries packets; seal.py makes them authentic, each taken once; language.py makes bytes of messages; messages.py
+has those that every service knows; mailbox.py asks until it is answered, and runs each question once.
 """

@@ -11,9 +11,10 @@ import logging
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from crossrail.control.deadlines import in_time
+from crossrail.control.language import Language, Letter
 from crossrail.control.messages import Failed, clipped
 from crossrail.control.seal import Rejected, Sealer
 from crossrail.control.wire import Unreachable, Wire
@@ -33,31 +34,6 @@ _wires: weakref.WeakSet[Wire] = weakref.WeakSet()  # that had a mailbox
 
 Handler = Callable[[bytes, Any], Awaitable[object]]
 T = TypeVar("T")
-
-
-class Letter(Protocol):
-    """A message, and which question it is (ask) or answers (answers); 0: none."""
-
-    @property
-    def body(self) -> object: ...
-
-    @property
-    def ask(self) -> int: ...
-
-    @property
-    def answers(self) -> int: ...
-
-
-class Language(Protocol):
-    """The messages of one service, and Failed. purpose: of seal.Sealer."""
-
-    purpose: bytes
-
-    def encode(self, body: Any, ask: int, answers: int) -> bytes:
-        """As it travels. UsageError for what the other side would not take."""
-
-    def decode(self, data: bytes) -> Letter:
-        """The inverse. UsageError for anything malformed."""
 
 
 class NoAnswer(CrossrailError):

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 from msgspec import Meta, Struct
 
+from crossrail.control.language import Language
 from crossrail.control.messages import Failed as Failed
 from crossrail.control.messages import Text as Text
 from crossrail.control.messages import clipped as clipped
@@ -292,26 +292,7 @@ class Envelope(Struct, frozen=True):
     answers: Index = 0
 
 
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Envelope)
-
-
-def encode(envelope: Envelope) -> bytes:
-    """As it travels. UsageError for a field out of bounds, which the other side would drop without a word."""
-    data = _encoder.encode(envelope)
-    try:
-        _decoder.decode(data)
-    except msgspec.MsgspecError as error:
-        raise UsageError(f"{type(envelope.body).__name__} cannot be sent: {error}") from None
-    return data
-
-
-def decode(data: bytes) -> Envelope:
-    """The inverse of encode. UsageError for anything malformed."""
-    try:
-        return _decoder.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise UsageError(f"not a valid message: {error}") from None
+LANGUAGE = Language(b"crossrail kv control", Envelope)
 
 
 def pack_tokens(tokens: npt.ArrayLike) -> bytes:

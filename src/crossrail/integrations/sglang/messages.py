@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import msgspec
 from msgspec import Meta, Struct
 
+from crossrail.control.language import Language
 from crossrail.control.mailbox import Mailbox
 from crossrail.control.wire import Wire
-from crossrail.errors import UsageError
 from crossrail.kv import messages as m
 
 AUX_BYTES_MAX = 4 << 20  # of all rows of one request
@@ -54,32 +53,9 @@ class Envelope(Struct, frozen=True):
     answers: m.Index = 0
 
 
-_decoder = msgspec.msgpack.Decoder(Envelope)
-
-
-class _Language:
-    purpose = b"crossrail sglang control"
-
-    def encode(self, body: Message, ask: int, answers: int) -> bytes:
-        data = msgspec.msgpack.encode(Envelope(body, ask, answers))
-        try:
-            _decoder.decode(data)
-        except msgspec.MsgspecError as error:
-            raise UsageError(f"{type(body).__name__} cannot be sent: {error}") from None
-        return data
-
-    def decode(self, data: bytes) -> Envelope:
-        return decode(data)
-
-
-def decode(data: bytes) -> Envelope:
-    """UsageError for anything malformed."""
-    try:
-        return _decoder.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise UsageError(f"not a valid message: {error}") from None
+LANGUAGE = Language(b"crossrail sglang control", Envelope)
 
 
 def open_mailbox(wire: Wire, secret: bytes) -> Mailbox:
     """For these messages. The rest is crossrail.control.mailbox's."""
-    return Mailbox(wire, secret, _Language())
+    return Mailbox(wire, secret, LANGUAGE)

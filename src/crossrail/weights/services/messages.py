@@ -6,11 +6,11 @@ Every question may be asked again; mailboxes answer it once. Durations are secon
 from __future__ import annotations
 
 import zlib
-from typing import Annotated, Any
+from typing import Annotated
 
-import msgspec
 from msgspec import Meta, Struct
 
+from crossrail.control.language import Language
 from crossrail.control.mailbox import Mailbox
 from crossrail.control.messages import Failed, Text
 from crossrail.control.wire import Wire
@@ -230,28 +230,9 @@ class Envelope(Struct, frozen=True):
     answers: Annotated[int, Meta(ge=0, le=1 << 40)] = 0
 
 
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Envelope)
-
-
-class _Language:
-    purpose = b"crossrail weights control"
-
-    def encode(self, body: Any, ask: int, answers: int) -> bytes:
-        data = _encoder.encode(Envelope(body, ask, answers))
-        try:
-            _decoder.decode(data)
-        except msgspec.MsgspecError as error:
-            raise UsageError(f"{type(body).__name__} cannot be sent: {error}") from None
-        return data
-
-    def decode(self, data: bytes) -> Envelope:
-        try:
-            return _decoder.decode(data)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise UsageError(f"not a valid message: {error}") from None
+_LANGUAGE = Language(b"crossrail weights control", Envelope)
 
 
 def mailbox(wire: Wire, secret: bytes, resend_s: float = 0.5) -> Mailbox:
     """A mailbox in this language: one per engine."""
-    return Mailbox(wire, secret, _Language(), resend_s)
+    return Mailbox(wire, secret, _LANGUAGE, resend_s)
