@@ -69,7 +69,6 @@ class OfiNic final : public rdma::Nic {
   struct Grave {
     std::unique_ptr<Endpoint> endpoint;
     std::vector<Op*> orphans;  // works whose completions never came
-    std::vector<Op*> orphan_sends;
     Deadline until;
   };
 

@@ -18,12 +18,13 @@ TRANSPORTS = ("shm", "tcp")
 _RAILS = 2
 _ARENAS = 4  # sources, and as many targets, of an engine in a round
 _CLOSE_LIMIT_S = 20.0
+_COUNT = 4
 
 
 class Players:
     """The engines, and arenas for the next round. spared: who is never killed. One thread."""
 
-    def __init__(self, transport: str, count: int = 4, spared: str = "") -> None:
+    def __init__(self, transport: str, spared: str = "") -> None:
         self.transport = transport
         self.network = _network()  # for shm too: engines of two namespaces would not meet
         self.spared = spared
@@ -34,7 +35,7 @@ class Players:
         self.started = 0
         self._stock: dict[int, list[Arena]] = {}
         draw = random.Random(0)
-        for number in range(count):
+        for number in range(_COUNT):
             self.open(f"player-{number}", draw)
 
     def open(self, name: str, draw: random.Random) -> RemoteEngine:

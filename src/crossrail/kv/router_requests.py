@@ -13,6 +13,10 @@ from crossrail.kv import messages as m
 from crossrail.kv.membership import Member
 from crossrail.kv.model import Tokens
 
+_ADOPTIONS_KEPT = 4096
+_ENDS_KEPT = 16384
+_TIMELINES_KEPT = 256
+
 
 class Overloaded(CrossrailError):
     """No room now: ask again later. HTTP 429."""
@@ -118,8 +122,7 @@ class Adopted:
 class Adoptions:
     """Adopted requests, the oldest given up first, whether ended or not."""
 
-    def __init__(self, most: int = 4096) -> None:
-        self._most = most
+    def __init__(self) -> None:
         self._requests: OrderedDict[str, Adopted] = OrderedDict()
 
     def get(self, request: str) -> Adopted | None:
@@ -127,16 +130,14 @@ class Adoptions:
 
     def add(self, request: str, decoder: bytes) -> None:
         self._requests[request] = Adopted(decoder)
-        while len(self._requests) > self._most:
+        while len(self._requests) > _ADOPTIONS_KEPT:
             self._requests.popitem(last=False)
 
 
 class Ends:
     """How requests ended, the oldest forgotten first; the latest few hundred with their timelines."""
 
-    def __init__(self, most: int = 16384, timelines_max: int = 256) -> None:
-        self._most = most
-        self._timelines_max = timelines_max
+    def __init__(self) -> None:
         self._ends: OrderedDict[str, m.End] = OrderedDict()
         self._with_timeline: deque[str] = deque()
 
@@ -146,8 +147,8 @@ class Ends:
     def keep(self, request: str, end: m.End) -> None:
         self._ends[request] = end
         self._with_timeline.append(request)
-        if len(self._with_timeline) > self._timelines_max:
+        if len(self._with_timeline) > _TIMELINES_KEPT:
             stripped = self._with_timeline.popleft()
             self._ends[stripped] = m.End(self._ends[stripped].reason, self._ends[stripped].detail)
-        while len(self._ends) > self._most:
+        while len(self._ends) > _ENDS_KEPT:
             self._ends.popitem(last=False)
