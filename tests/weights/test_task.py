@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 import crossrail as xr
-from crossrail.weights.conversion.float8 import decoded
 from crossrail.weights.inventory.memory import WeightMemory
 from crossrail.weights.planning.planner import make_plan
 from crossrail.weights.step.preparer import NumpyPreparer
 from crossrail.weights.step.ready import ready_tasks
 from tests.conftest import EngineFactory
+from tests.weights.float8_values import decoded
 from tests.weights.replay import IN_A_SHARD, refused, run_task, update_all
 
 
