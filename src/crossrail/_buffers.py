@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import operator
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
@@ -12,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from crossrail import _core
+from crossrail._torch import is_tensor
 from crossrail.errors import TransportError, UsageError
 
 _ON_A_GPU = "copy to the host first (tensor.cpu()), pinned if you like"
@@ -43,7 +43,7 @@ def memory_of(buffer: Any) -> Memory:
     """
     if isinstance(buffer, np.ndarray):
         return _of_numpy(buffer)
-    if _is_torch(buffer):
+    if is_tensor(buffer):
         return _of_torch(buffer)
     if isinstance(buffer, tuple):
         return _of_pair(buffer)
@@ -74,7 +74,7 @@ def as_numpy(array: Any) -> npt.NDArray[Any] | None:
     """A numpy view of a torch tensor or of a host array that speaks DLPack; None for anything else."""
     if isinstance(array, (list, tuple, np.ndarray)):
         return None
-    if _is_torch(array):
+    if is_tensor(array):
         if array.device.type != "cpu":
             raise TransportError("numpy view", 0, f"the tensor is on {array.device}", _ON_A_GPU)
         try:
@@ -109,11 +109,6 @@ def gpu_allocation(address: int) -> tuple[int, int]:
     UsageError for other memory, TransportError where the driver cannot say.
     """
     return _core._gpu_allocation(address)
-
-
-def _is_torch(buffer: object) -> bool:
-    torch = sys.modules.get("torch")  # who has a tensor has imported it
-    return torch is not None and isinstance(buffer, torch.Tensor)
 
 
 def _of_numpy(array: npt.NDArray[Any]) -> Memory:

@@ -134,9 +134,7 @@ class Engine(_core.Engine):
         require: str | None = None,
     ) -> None:
         clauses = None if require is None else _parse_policy(require)
-        if name is None:
-            program = sys.argv[0].rpartition("/")[2] if sys.argv else ""
-            name = f"{program.encode(errors='replace')[:48].decode(errors='ignore') or 'python'}-{os.getpid()}"
+        name = _default_name() if name is None else name
         _options.check_texts(name=name, transport=transport, polling=polling, private_path=private_path)
         _options.check_numbers(
             peer_timeout_s=peer_timeout_s, spin_us=spin_us, watcher_poll_us=watcher_poll_us,
@@ -156,12 +154,8 @@ class Engine(_core.Engine):
         dump_dir = default_directory() if dump_dir is None else _options.directory(dump_dir, "dump_dir")
         place = _stage.place(transport, rails)
         rails = _default_rails(transport, rails)
-        if isinstance(worker_cpu, str) and worker_cpu == "auto":
-            with _loading():
-                from crossrail.default_rails import auto_worker_cpu
-            worker_cpu = auto_worker_cpu(transport, rails)
-        elif isinstance(worker_cpu, str):
-            raise UsageError(f"worker_cpu is {worker_cpu!r}, must be the number of a core, 'auto' or None")
+        if isinstance(worker_cpu, str):
+            worker_cpu = _worker_cpu(worker_cpu, transport, rails)
         self._world = None if place is None else place.stage  # kept as long as the engine
         super().__init__(
             name, transport, rails, port, _secret_bytes(secret), tls_of(tls, transport), peer_timeout_s, polling,
@@ -421,6 +415,19 @@ def _parse_policy(text: str) -> tuple[Clause, ...]:
     with _loading():
         from crossrail import policy  # few engines need it
     return policy.parse(text)
+
+
+def _default_name() -> str:
+    program = sys.argv[0].rpartition("/")[2] if sys.argv else ""
+    return f"{program.encode(errors='replace')[:48].decode(errors='ignore') or 'python'}-{os.getpid()}"
+
+
+def _worker_cpu(given: str, transport: str, rails: int | Sequence[str]) -> int | None:
+    if given != "auto":
+        raise UsageError(f"worker_cpu is {given!r}, must be the number of a core, 'auto' or None")
+    with _loading():
+        from crossrail.default_rails import auto_worker_cpu
+    return auto_worker_cpu(transport, rails)
 
 
 def _secret_bytes(secret: str | bytes | None) -> bytes:
