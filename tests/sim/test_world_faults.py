@@ -53,6 +53,20 @@ def test_a_rail_that_goes_down_is_left_and_comes_back(nic: str) -> None:
         assert {line.split("rail=")[1][0] for line in world.log[before:] if " post " in line} == {"0", "1"}
 
 
+def test_a_rail_is_plugged_in_again_by_hand() -> None:
+    with sim.World(3, keep_log=True) as world:
+        two = Two(world)
+        world.rail_down(two.hosts[0], 0)
+        two.write().wait(60)
+        world.rail_up(two.hosts[0], 0, at_s=world.now_s + 1)
+        world.run(6)
+        before = len(world.log)
+        two.write().wait(60)
+
+        two.expect(2)
+        assert {line.split("rail=")[1][0] for line in world.log[before:] if " post " in line} == {"0", "1"}
+
+
 def test_a_peer_that_is_killed_is_lost_and_what_left_it_still_arrives() -> None:
     with sim.World(4, keep_log=True) as world:
         two = Two(world, nbytes=16 * MIB, peer_timeout_s=1.0)
