@@ -1,16 +1,14 @@
 """The campaign over real processes: a few rounds, what it finds, what it prints. ./dev campaign runs many more."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from crossrail.campaign.players import TRANSPORTS
 from crossrail.campaign.run import Campaign
+from tests.campaign.forking import run
 from tests.support.seeds import Seed
 
 pytestmark = pytest.mark.timeout(600)
@@ -27,13 +25,6 @@ FOUND = {
     "leaks a descriptor": r"left behind \d+ more fds",
     "dies": "ended by itself, with status 3",
 }
-
-
-def run(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """In a process without other threads, as ./dev campaign starts it: it forks."""
-    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
-    command = [sys.executable, *arguments]
-    return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=540)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

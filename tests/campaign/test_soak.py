@@ -1,16 +1,14 @@
 """The soak: a short one, what it finds when processes break a promise, what it leaves. ./dev soak runs for an hour."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from crossrail.campaign.soak.chaos import KINDS, schedule
+from tests.campaign.forking import run
 from tests.support.seeds import Seed
 
 pytestmark = pytest.mark.timeout(600)
@@ -25,13 +23,6 @@ FOUND = {
     "leaks a descriptor": r"left behind \d+ more fds",
     "notes too early": "counted of immediate|is done, and was delivered 0 times",
 }
-
-
-def run(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """In a process without other threads, as ./dev soak starts it: it forks."""
-    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
-    command = [sys.executable, *arguments]
-    return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=540)
 
 
 def test_rounds_over_both_transports_keep_all_promises(tmp_path: Path, seed: Seed) -> None:

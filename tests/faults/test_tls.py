@@ -22,12 +22,12 @@ from tests.support.patterns import pattern
 from tests.support.process import run_script
 from tests.support.proxy import proxied
 from tests.support.seeds import Seed
+from tests.support.tcp_engines import TCP, events_of
 from tests.support.tcp_wire import Kind, RawAcceptor, RawPeer
 from tests.support.tls_peer import Flights, client_context, dial, server_context, start_tls
 
 pytestmark = pytest.mark.timeout(120)
 
-TCP = {"transport": "tcp", "rails": ["127.0.0.1"]}
 AN_HOUR_AGO = datetime.timedelta(hours=-1)
 
 
@@ -44,12 +44,6 @@ def tls(authority: Authority) -> xr.TlsConfig:
 @pytest.fixture
 def target(open_engine: EngineFactory, tls: xr.TlsConfig) -> xr.Engine:
     return open_engine("target", tls=tls, **TCP)
-
-
-def events_of(engine: xr.Engine) -> list[xr.EngineEvent]:
-    events: list[xr.EngineEvent] = []
-    engine.on_event(events.append)
-    return events
 
 
 def expect_event(events: list[xr.EngineEvent], words: str) -> None:

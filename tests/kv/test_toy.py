@@ -5,9 +5,10 @@ import pytest
 
 from crossrail.kv.layout import KvLayout
 from crossrail.kv.messages import Sampling
-from crossrail.kv.model import Cache, generate
+from crossrail.kv.model import generate
 from crossrail.kv.sampling import sample
 from crossrail.kv.toy import ToyModel
+from tests.kv.caches import cache_of
 from tests.support.seeds import Seed
 
 PROMPT = np.arange(40, dtype=np.int32) * 5 % 256
@@ -16,11 +17,6 @@ PROMPT = np.arange(40, dtype=np.int32) * 5 % 256
 def layout(**changes: object) -> KvLayout:
     given = {"layers": 3, "pages": 16, "page_tokens": 8, "kv_heads": 4, "head_dim": 6, "dtype": "float16"}
     return KvLayout(**(given | changes))
-
-
-def cache_of(model: ToyModel) -> Cache:
-    of = model.layout
-    return [[of.layer_view(np.zeros(of.layer_bytes, np.uint8)) for _ in range(of.layers)] for _ in range(of.tp)]
 
 
 def pages_of(model: ToyModel, order: int = 0) -> np.ndarray:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,6 +56,22 @@ class Fleet:
     sources: dict[int, small.Trainer] = field(default_factory=dict)
     receivers: dict[int, WeightReceiver] = field(default_factory=dict)
     sinks: dict[int, small.Target] = field(default_factory=dict)
+
+    @contextmanager
+    def loading_nan(self, trainer: int) -> Iterator[None]:
+        """Meanwhile what this trainer loads has a NaN in "up"."""
+        source = self.sources[trainer]
+        load = source.load
+
+        def load_and_break(weights: Any) -> None:
+            load(weights)
+            source.shards["up"][1][3, 5] = 0x7FC0
+
+        source.load = load_and_break
+        try:
+            yield
+        finally:
+            source.load = load
 
     def mailbox(self, name: str) -> Mailbox:
         engine = self.engines[name] = self.open_engine(name)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 
-import numpy as np
 import pytest
 
 import crossrail as xr
@@ -93,17 +92,10 @@ async def test_nan_is_named_and_the_next_version_comes_through(make_fleet: MakeF
     fleet = make_fleet()
     await fleet.start()
     await fleet.update(1)
-    load = fleet.sources[2].load
-
-    def load_and_break(weights: dict[str, np.ndarray]) -> None:
-        load(weights)
-        fleet.sources[2].shards["up"][1][3, 5] = 0x7FC0
-
-    fleet.sources[2].load = load_and_break
-    why = await fleet.failing_update(2)
+    with fleet.loading_nan(2):
+        why = await fleet.failing_update(2)
     assert re.search(r"up\[\d+, 5\] is nan", why)
     await fleet.assert_holds(1)
-    fleet.sources[2].load = load
     await fleet.update(3)
     await fleet.assert_holds(3)
 

@@ -117,15 +117,8 @@ async def test_nan_on_a_gpu_is_named_and_the_next_version_comes_through(
 ) -> None:
     fleet = make_fleet(source_memory=gpu_world.memory, make_preparer=lambda: Kernels(gpu_world))
     await fleet.start()
-    load = fleet.sources[2].load
-
-    def load_and_break(weights: Any) -> None:
-        load(weights)
-        fleet.sources[2].shards["up"][1][3, 5] = 0x7FC0
-
-    fleet.sources[2].load = load_and_break
-    assert "5] is nan" in await fleet.failing_update(1)
-    fleet.sources[2].load = load
+    with fleet.loading_nan(2):
+        assert "5] is nan" in await fleet.failing_update(1)
     await fleet.update(2)
     await fleet.assert_holds(2)
 

@@ -110,15 +110,8 @@ async def test_watermark_is_honoured(make_fleet: MakeFleet) -> None:
 async def test_nan_is_named_and_the_next_version_comes_through(make_fleet: MakeFleet) -> None:
     fleet = make_fleet(make_preparer=lambda: TorchPreparer("cpu"))
     await fleet.start()
-    load = fleet.sources[2].load
-
-    def load_and_break(weights: dict[str, np.ndarray]) -> None:
-        load(weights)
-        fleet.sources[2].shards["up"][1][3, 5] = 0x7FC0
-
-    fleet.sources[2].load = load_and_break
-    assert "5] is nan" in await fleet.failing_update(1)
-    fleet.sources[2].load = load
+    with fleet.loading_nan(2):
+        assert "5] is nan" in await fleet.failing_update(1)
     await fleet.update(2)
     await fleet.assert_holds(2)
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from crossrail.kv.messages import Sampling
-from crossrail.kv.model import Cache, Model, Tokens, generate
+from crossrail.kv.model import Model, Tokens, generate
+from tests.kv.caches import cache_of
 
 if TYPE_CHECKING:
     from crossrail.kv.models.hosted import HostedModel
@@ -32,14 +33,6 @@ def open_model(nothing_leaks: None) -> Iterator[OpenModel]:
             return model
 
         yield open_one
-
-
-def cache_of(model: Model) -> Cache:
-    layout = model.layout
-    return [
-        [layout.layer_view(np.zeros(layout.layer_bytes, np.uint8)) for _ in range(layout.layers)]
-        for _ in range(layout.tp)
-    ]
 
 
 async def alone(model: Model, prompt: Tokens, sampling: Sampling, chunk_tokens: int = 32) -> list[int]:

@@ -26,7 +26,8 @@ from crossrail.kv.messages import Sampling
 from crossrail.kv.model import generate
 from crossrail.kv.models.tokenizer import TextTokenizer
 from crossrail.kv.prefiller import Prefiller
-from tests.kv.models.conftest import OpenModel, alone, cache_of
+from tests.kv.caches import cache_of
+from tests.kv.models.conftest import OpenModel, alone
 from tests.kv.models.test_transformers_model import GREEDY, by_transformers
 from tests.support.kv_cluster import SECRET, Cluster, prompt_of
 from tests.support.limits import WAIT_S

@@ -11,7 +11,8 @@ import crossrail as xr
 from crossrail.kv.messages import Sampling
 from crossrail.kv.model import Tokens, generate
 from crossrail.kv.models.hosted import HostedModel
-from tests.kv.models.conftest import OpenModel, alone, cache_of
+from tests.kv.caches import cache_of
+from tests.kv.models.conftest import OpenModel, alone
 from tests.support.kv_cluster import prompt_of
 from tests.support.limits import WAIT_S
 
