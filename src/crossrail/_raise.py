@@ -16,19 +16,20 @@ _ENDINGS: dict[str, tuple[type[errors.TransferError], str, str, str]] = {
         errors.PeerLost,
         "peer lost",
         "",
-        "if the peer is restarted, get its new address and descriptors: they are not the old ones",
+        "if the peer was restarted, get its new address and descriptors; the old ones are invalid",
     ),
     "region-closed": (
         errors.RemoteRegionClosed,
         "the peer closed the region, or never had it",
         "",
-        "get a descriptor of a region that is open",
+        "get the descriptor of an open region",
     ),
     "region-revoked": (
         errors.RemoteRegionRevoked,
         "the peer revoked the region",
         "",
-        "if the peer still wants our writes, get the descriptor that its renew() returned; else stop writing there",
+        "if the peer still expects your writes, get the descriptor that its renew() returned; otherwise stop "
+        "writing there",
     ),
     "out-of-bounds": (
         errors.RemoteAccessError,
@@ -46,13 +47,14 @@ _ENDINGS: dict[str, tuple[type[errors.TransferError], str, str, str]] = {
         errors.ChecksumMismatch,
         "the peer's memory is not what was sent, or read",
         "",
-        "see that nobody changes the source, or writes to the target, meanwhile; else distrust memory and network",
+        "make sure that nothing changes the source or writes to the target meanwhile; otherwise suspect memory "
+        "or network",
     ),
     "message-too-long": (
         errors.MessageTooLong,
         "the message is longer than the buffers of the peer's receive pool",
         "",
-        "give submit_recvs there a larger nbytes",
+        "pass a larger nbytes to submit_recvs there",
     ),
 }
 
@@ -63,7 +65,7 @@ _REFUSALS: dict[str, str] = {
     "sees no /proc": "",
     "use the same crossrail release": "",
     "TLS handshake": (
-        "see that each side's certificate is signed by the CA that the other trusts (tls.ca), and that its dates hold"
+        "check that each side's certificate is signed by the CA that the other trusts (tls.ca), and has not expired"
     ),
     "tls.verify": "give it a certificate for the name of its engine, or accept all of the CA: tls.verify = 'chain'",
 }
@@ -164,8 +166,8 @@ def transfer_timeout(
             "waits. Next: see that the word goes up, wait again, or cancel() it"
         )
     return errors.WaitTimeout(
-        f"{what} is not complete{_within(timeout_s)}: {nbytes_retired} bytes have moved. It goes on. "
-        "Next: wait again, or cancel() it; engine.peer_state(peer) tells a frozen peer"
+        f"{what} is not complete{_within(timeout_s)}: {nbytes_retired} bytes have moved. The transfer "
+        "continues. Next: wait again, or cancel() it; engine.peer_state(peer) says whether the peer is frozen"
     )
 
 
@@ -205,14 +207,14 @@ def recv_timeout(engine: _core.Engine, timeout_s: float | None) -> errors.WaitTi
 
 def pool_closed(engine: _core.Engine) -> errors.CrossrailError:
     if engine.closed:
-        return errors.EngineClosed(f"engine '{engine.name}' was closed: no more messages come")
+        return errors.EngineClosed(f"engine '{engine.name}' was closed: no more messages will come")
     return errors.UsageError("the receive pool was closed and holds no more messages")
 
 
 def connect_timeout(engine: _core.Engine, peer: str, pid: int, timeout_s: float | None) -> errors.WaitTimeout:
     _log_events(engine)
     return errors.WaitTimeout(
-        f"no connection to '{peer}' (pid {pid}){_within(timeout_s)}. Next: see whether that process runs; "
+        f"no connection to '{peer}' (pid {pid}){_within(timeout_s)}. Next: check that the process is running; "
         "engine.explain(peer) says how far it got"
     )
 
@@ -240,8 +242,8 @@ def map_failed(
         return errors.EngineClosed(f"{what} was not finished: engine '{engine.name}' was closed first")
     if status == "access-denied":
         return errors.UsageError(
-            f"{what}: this process cannot map that memory. It must be of the peer's engine.alloc(), on this host, "
-            "and the peer be reached by shm: engine.explain(peer) says by what it is"
+            f"{what}: this process cannot map that memory. It must come from the peer's engine.alloc(), on this host, "
+            "and be reached by shm: engine.explain(peer) says what is used"
         )
     _log_events(engine)
     kind, cause, _, remedy = _ENDINGS.get(status, (errors.TransferError, status, "", "see engine.explain(peer)"))
@@ -259,14 +261,15 @@ def map_failed(
 
 def no_loop(engine: _core.Engine) -> errors.UsageError:
     return errors.UsageError(
-        f"engine '{engine.name}' is awaited where no event loop of asyncio runs. Next: await it on one (asyncio.run, "
+        f"engine '{engine.name}' is awaited where no asyncio event loop is running. Next: await it on one "
+        "(asyncio.run, "
         "uvloop, anyio with backend='asyncio'; not trio), or block in wait() or recv() in a thread"
     )
 
 
 def another_clock(engine: _core.Engine, loop: object) -> errors.UsageError:
     return errors.UsageError(
-        f"engine '{engine.name}' cannot be awaited on {loop!r}: they go by different clocks. Next: await engines of a "
+        f"engine '{engine.name}' cannot be awaited on {loop!r}: their clocks differ. Next: await engines of a "
         "simulated world in crossrail.sim.run() or on its world.event_loop(), and others outside of these"
     )
 

@@ -14,7 +14,7 @@ def torch_for(what: str) -> Any:
     """The module. UsageError when nobody has imported it."""
     torch = sys.modules.get("torch")
     if torch is None:
-        raise UsageError(f"{what} takes torch, which nobody has imported in this process: import torch")
+        raise UsageError(f"{what} needs torch, which this process has not imported: import torch")
     return torch
 
 

@@ -114,9 +114,9 @@ def test_wrong_usage_is_one_line() -> None:
         option = f"--{name.replace('_', '-')}"
         assert f"{name} is 0, must be at least 1" in run("weights", "plan", *SMALL, option, "0", status=2)
     assert "--sweep ranks: must be one of trainers" in run("weights", "sim", *THIN, "--sweep", "ranks", status=2)
-    assert "'a' are no numbers" in run("weights", "sim", *THIN, "--sweep", "targets=a", status=2)
-    assert "'' are no numbers" in run("weights", "sim", *THIN, "--sweep", "trainers=", status=2)
-    assert "is no number of ranks" in run("weights", "sim", *THIN, "--sweep", "targets=1.5", status=2)
+    assert "'a' are not numbers" in run("weights", "sim", *THIN, "--sweep", "targets=a", status=2)
+    assert "'' are not numbers" in run("weights", "sim", *THIN, "--sweep", "trainers=", status=2)
+    assert "is not a number of ranks" in run("weights", "sim", *THIN, "--sweep", "targets=1.5", status=2)
     assert "watermark is 1048576" in run("weights", "sim", *SMALL, "--way", "needed", "--watermark", "1M", status=2)
 
 

@@ -245,9 +245,9 @@ def test_worker_that_never_comes(world: World) -> None:
 
 def test_rank_that_does_not_call(world: World) -> None:
     world.ranks[0].start("gather", name="one", timeout_s=1.0)
-    with pytest.raises(ChildFailed, match=r"nothing came of rank 1 for 1 s \(waiting for begin\)"):
+    with pytest.raises(ChildFailed, match=r"nothing arrived from rank 1 for 1 s \(waiting for begin\)"):
         world.ranks[0].finish(DEADLINE_S)
-    with pytest.raises(ChildFailed, match="nothing came of rank 1"):  # it was told, if it comes in the end
+    with pytest.raises(ChildFailed, match="nothing arrived from rank 1"):  # it was told, if it comes in the end
         world.ranks[1].call("gather", name="one")
 
 

@@ -206,7 +206,7 @@ async def test_router_that_cannot_be_found_for_a_reason_without_words_is_told(
 
     cluster.also = [find]
     cluster.add(Decoder, "d0")
-    await until(lambda: "node d0 has no router, and goes on looking: TimeoutError" in caplog.text, "it is told")
+    await until(lambda: "node d0 has no router yet, and keeps trying: TimeoutError" in caplog.text, "it is told")
 
 
 async def test_trouble_whose_numbers_alone_change_is_told_once(

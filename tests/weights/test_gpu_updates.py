@@ -154,7 +154,7 @@ async def test_what_has_to_be_prepared_takes_torch(
     fleet = make_fleet(trainer_count=0)
     async with rows_of_a_gpu(fleet, gpu_world, np.float16) as rows:
         offer = asyncio.ensure_future(rows.trainer.publish(1))
-        with pytest.raises(UpdateFailed, match=r"preparing weights on cuda:0 takes torch, .*: import torch"):
+        with pytest.raises(UpdateFailed, match=r"preparing weights on cuda:0 needs torch, .*: import torch"):
             await fleet.controller.update(1, PATIENCE_S)
         with pytest.raises(UpdateFailed):
             await offer
@@ -340,7 +340,7 @@ def test_spare_memory_of_a_gpu_is_shown_by_torch(
         memory.add("w", array)
         memory.inventory()
         assert memory.like(array, memory.regions) is array
-        with pytest.raises(xr.UsageError, match=r"a tensor in memory of cuda:0 takes torch, .*: import torch"):
+        with pytest.raises(xr.UsageError, match=r"a tensor in memory of cuda:0 needs torch, .*: import torch"):
             memory.like(array, [spare])
         with pytest.raises(xr.UsageError, match="in none of the regions"):
             memory.like(array_at(gpu, other.address, 4096), memory.regions)
@@ -348,5 +348,5 @@ def test_spare_memory_of_a_gpu_is_shown_by_torch(
 
 def test_memory_of_a_gpu_without_torch_is_refused(monkeypatch: pytest.MonkeyPatch, open_engine: EngineFactory) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(xr.UsageError, match="memory of cuda:0 takes torch"):
+    with pytest.raises(xr.UsageError, match="memory of cuda:0 needs torch"):
         weights_gpu.alloc(open_engine(transport="shm"), "cuda:0", 4096)

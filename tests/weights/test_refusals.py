@@ -107,7 +107,7 @@ def test_scales_that_do_not_cover_the_blocks_of_their_values() -> None:
 def test_ranks_twice_roles_exchanged_and_nobody_at_all() -> None:
     trainer, target = holder("trainer", 2, W), holder("target", 0, W)
     for trainers, targets, text in (
-        ([trainer, trainer], [target], "rank 2 is there twice among the trainers"),
+        ([trainer, trainer], [target], "rank 2 occurs twice among the trainers"),
         ([target], [target], "is given as a trainer"),
         ([], [target], "there is no trainer"),
         ([trainer], [], "there is no target"),

@@ -274,9 +274,11 @@ def _run(plan: Plan, console: Console) -> bool:
     type=size(1 << 16, 1 << 40),
     default="256M",
     show_default=True,
-    help="Length of the page pool. A larger file goes piece by piece.",
+    help="Length of the page pool. A larger file is sent in several pieces.",
 )
-@click.option("--rounds", type=click.IntRange(1, 100_000), help="Times the file is moved [default: for about 1.5 s].")
+@click.option(
+    "--rounds", type=click.IntRange(1, 100_000), help="Number of times the file is moved [default: for about 1.5 s]."
+)
 @click.option("--private", is_flag=True, help="Receive into memory that the writer cannot map.")
 @click.option("--seed", type=click.IntRange(0), help="Seed of the shuffle [default: drawn].")
 def command(
@@ -291,8 +293,8 @@ def command(
 ) -> None:
     """Move a real file between two processes and check it.
 
-    FILE is by default the shared library of the running Python. One process registers a pool of pages, another writes
-    the file into it as shuffled pages over several rails; the first one counts arrivals and checks the SHA-256 sum.
+    FILE defaults to the shared library of the running Python. One process registers a pool of pages; another writes
+    the file into it as shuffled pages over several rails. The first counts the arrivals and checks the SHA-256 sum.
     """
     if seed is None:
         seed = secrets.randbits(32)

@@ -140,16 +140,19 @@ def _listen(port: int, minutes: float) -> None:
 @click.command("doctor")
 @click.option("--json", "as_json", is_flag=True, help="Write JSON to standard output; docs/doctor.md has its fields.")
 @click.option(
-    "--only", multiple=True, metavar="TOPIC", help="Only this topic, or topic.check; several by commas, or repeated."
+    "--only",
+    multiple=True,
+    metavar="TOPIC",
+    help="Only this topic or topic.check; several separated by commas, or repeated.",
 )
 @click.option("--strict", is_flag=True, help="Exit code 1 for warnings too.")
-@click.option("--peer", metavar="HOST[:PORT]", help="Measure the way to a host where `doctor --listen` runs.")
+@click.option("--peer", metavar="HOST[:PORT]", help="Measure the path to a host where `doctor --listen` runs.")
 @click.option(
     "--listen",
     metavar="[PORT]",
     is_flag=False,
     flag_value=str(wire.PORT),
-    help=f"Be measured by `doctor --peer` of another host. [default port: {wire.PORT}]",
+    help=f"Let `doctor --peer` on another host measure the path to this one. [default port: {wire.PORT}]",
 )
 @click.option(
     "--seconds",
@@ -170,7 +173,7 @@ def command(
     seconds: float,
     minutes: float,
 ) -> None:
-    """Find what would make transfers slow, impossible or unsafe on this machine, and what to type to change it.
+    """Find what would make transfers slow, impossible or unsafe on this machine, and the commands that fix it.
 
     Changes nothing by itself. Topics: crossrail, libraries, rdma, gpu, network, tcp, limits, container, cpu,
     environment.

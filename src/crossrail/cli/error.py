@@ -10,7 +10,9 @@ from crossrail.errors import UsageError, error_texts
 @click.command("error")
 @click.argument("code", required=False)
 def command(code: str | None) -> None:
-    """Say what CODE means and what to do: peer-lost, or the name of the class, PeerLost. Without it, list all codes."""
+    """Explain CODE and what to do about it: peer-lost, or the name of the class, PeerLost. Without CODE, list all
+    codes.
+    """
     texts = error_texts()
     if code is None:
         click.echo("\n".join(texts))

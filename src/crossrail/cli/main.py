@@ -25,15 +25,21 @@ EXIT_INTERRUPTED = 130
 # is imported.
 COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("crossrail.cli.demo", "Move a real file between two processes and check it."),
-    "serve": ("crossrail.cli.serve", "Receive files that other shells push."),
+    "serve": ("crossrail.cli.serve", "Receive files that `crossrail push` sends."),
     "push": ("crossrail.cli.push", "Push a file to a `crossrail serve`."),
-    "bench": ("crossrail.cli.bench.command", "Measure the engine beside the limits of this machine."),
-    "sim": ("crossrail.cli.sim", "Run whole systems on simulated NICs and faults, each run replayable from its seed."),
+    "bench": ("crossrail.cli.bench.command", "Measure the engine against the limits of this machine."),
+    "sim": (
+        "crossrail.cli.sim",
+        "Run whole systems on simulated NICs, with faults; every run can be replayed from its seed.",
+    ),
     "doctor": ("crossrail.cli.doctor", "Find what would make transfers slow, impossible or unsafe here."),
-    "topo": ("crossrail.cli.topo", "Show where GPUs and NICs are, and which NICs serve which device."),
+    "topo": ("crossrail.cli.topo", "Show the GPUs and NICs, and which NICs serve which device."),
     "top": ("crossrail.cli.top", "Show rails, peers and transfers of engines in another process, live."),
-    "trace": ("crossrail.cli.trace", "Show what an engine did last, from its flight recording."),
-    "kv": ("crossrail.cli.kv", "Serve a model from prefillers and decoders: router, prefiller, decoder, demo, top."),
+    "trace": ("crossrail.cli.trace", "Show what an engine did last, from its flight recorder."),
+    "kv": (
+        "crossrail.cli.kv",
+        "Serve a model with disaggregated prefill and decode: router, prefiller, decoder, demo, top.",
+    ),
     "weights": (
         "crossrail.cli.weights",
         "Update inference ranks from trainers: demo, rl, load, bench, plan, show, sim.",
@@ -42,8 +48,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "crossrail.cli.moe",
         "Run a mixture-of-experts model with its experts spread over processes, or simulate one: demo, sim.",
     ),
-    "explain": ("crossrail.cli.explain", "Show how bytes would reach a `crossrail serve`, and why that way."),
-    "error": ("crossrail.cli.error", "Say what an error's code means, and what to do."),
+    "explain": ("crossrail.cli.explain", "Show how bytes would reach a `crossrail serve`, and why."),
+    "error": ("crossrail.cli.error", "Explain an error code and what to do about it."),
 }
 
 
@@ -149,7 +155,7 @@ def lenient_streams() -> Iterator[None]:
 
 
 @click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--debug", is_flag=True, help="Show where an error comes from, not only what it is.")
+@click.option("--debug", is_flag=True, help="Show the traceback of an error, not only its message.")
 @click.version_option(package_name="crossrail", prog_name="crossrail")
 @click.pass_context
 def main(ctx: click.Context, debug: bool) -> None:  # noqa: ARG001 - invoke() reads it from ctx

@@ -280,18 +280,18 @@ def _push(
 @click.command("push")
 @click.argument("file", type=click.Path(path_type=Path))
 @click.argument("target")
-@click.option("--force", is_flag=True, help="Replace the file if it is there already.")
+@click.option("--force", is_flag=True, help="Replace the file if it already exists.")
 @click.option("--rails", type=rails_type, default="1", show_default=True, help="Rails to open, or their interfaces.")
-@click.option("--quiet", "-q", is_flag=True, help="Say nothing unless it fails.")
+@click.option("--quiet", "-q", is_flag=True, help="Print nothing unless the push fails.")
 @tls_options
 def command(
     file: Path, target: str, force: bool, rails: int | list[str], quiet: bool, tls: xr.TlsConfig | None
 ) -> None:
-    """Push FILE to a `crossrail serve` of yours.
+    """Push FILE to your `crossrail serve`.
 
-    TARGET is NAME:DST on this host, tcp://HOST:PORT/DST on another. `crossrail serve` prints it when it starts, with
-    --listen also the CROSSRAIL_SECRET that it wants. DST is a path in the served directory; without one, or with a
-    directory and its slash, the file keeps its name.
+    TARGET is NAME:DST on this host, or tcp://HOST:PORT/DST on another. `crossrail serve` prints it when it starts,
+    and with --listen also the CROSSRAIL_SECRET that it requires. DST is a path in the served directory. If it is
+    empty or ends with a slash, the file keeps its name.
     """
     with SourceFile(file) as source:
         server, dst = resolve(target, shared_secret())

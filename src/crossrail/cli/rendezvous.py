@@ -36,7 +36,7 @@ def runtime_dir() -> Path:
         status = directory.lstat()
     except OSError as error:
         raise CrossrailError(
-            f"cannot make {directory}: {error.strerror}; set XDG_RUNTIME_DIR to a directory of yours"
+            f"cannot make {directory}: {error.strerror}; set XDG_RUNTIME_DIR to a directory that you own"
         ) from None
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise CrossrailError(

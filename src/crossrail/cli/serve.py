@@ -402,27 +402,29 @@ async def _serve(options: Options, limits: Limits) -> bool:
     type=click.Path(path_type=Path),
     default=".",
     show_default="the current one",
-    help="Directory to store into; it is made if it is missing.",
+    help="Directory to store files in; created if missing.",
 )
 @click.option("--name", help='Name to be found under [default: "inbox"].')
-@click.option("--once", is_flag=True, help="End after the first push; exit code 1 if it was not stored, or never came.")
+@click.option("--once", is_flag=True, help="Exit after the first push, with code 1 if it was not stored or never came.")
 @click.option(
     "--listen",
     type=click.IntRange(0, 65534),
     is_flag=False,
     flag_value=DEFAULT_PORT,
     metavar="[PORT]",
-    help="Be there for other hosts too: answer who has the secret at this port, rails listen at the next ones "
+    help="Serve other hosts too: those with the secret are answered on this port, and the rails use the ports after it "
     f"[without PORT: {DEFAULT_PORT}; 0: any].",
 )
 @click.option("--rails", type=rails_type, default="1", show_default=True, help="Rails to open, or their interfaces.")
-@click.option("--pushes", type=click.IntRange(1, 1024), default=16, show_default=True, help="Most pushes at a time.")
+@click.option(
+    "--pushes", type=click.IntRange(1, 1024), default=16, show_default=True, help="Maximum number of pushes at a time."
+)
 @click.option(
     "--idle-timeout-s",
     type=FloatRange(0.5, 86400),
     default=60.0,
     show_default=True,
-    help="Seconds without data after which a push is given up.",
+    help="Seconds without data after which a push is aborted.",
 )
 @tls_options
 @records_on_signal()
@@ -436,11 +438,11 @@ def command(
     idle_timeout_s: float,
     tls: xr.TlsConfig | None,
 ) -> None:
-    """Receive files that other shells of yours push with `crossrail push`, on this host or, with --listen, on others.
+    """Receive files that you send with `crossrail push`, from this host or, with --listen, from others.
 
-    A file appears under its name only when it is whole and its SHA-256 sum is right. Existing files are kept unless the
-    pusher says --force. Nothing is ever stored outside the directory. Other hosts need the secret: CROSSRAIL_SECRET, or
-    one that is drawn and printed.
+    A file appears under its name only when it is complete and its SHA-256 sum is correct. Existing files are kept
+    unless the sender says --force. Nothing is ever stored outside the directory. Other hosts need the secret:
+    CROSSRAIL_SECRET, or a random one that is printed.
     """
     try:
         directory.mkdir(exist_ok=True)

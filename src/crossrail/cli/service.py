@@ -47,7 +47,9 @@ def tls_options(fn: Callable[..., Any]) -> Callable[..., Any]:
         return fn(*arguments, tls=tls, **rest)
 
     return together(
-        click.option("--tls-cert", type=file, help=f"TLS on tcp: our certificate, PEM [default: {CERT_VARIABLE}]."),
+        click.option(
+            "--tls-cert", type=file, help=f"TLS on TCP: this side's certificate, PEM [default: {CERT_VARIABLE}]."
+        ),
         click.option("--tls-key", type=file, help=f"Its private key [default: {KEY_VARIABLE}]."),
         click.option("--tls-ca", type=file, help=f"The CA that both sides trust [default: {CA_VARIABLE}]."),
     )(with_tls)
@@ -67,7 +69,7 @@ def _tls(cert: Path | None, key: Path | None, ca: Path | None) -> TlsConfig | No
 def transport_option(default: str = "auto") -> Decorator:
     """--transport of a command that opens engines."""
     return click.option(
-        "--transport", default=default, show_default=True, help="What engines use: auto, shm, tcp, verbs, ofi."
+        "--transport", default=default, show_default=True, help="Transport of the engines: auto, shm, tcp, verbs, ofi."
     )
 
 
@@ -93,7 +95,7 @@ engine_options = together(
     click.option(
         "--secret-file",
         type=click.Path(exists=True, dir_okay=False, path_type=Path),
-        help=f"File with the secret that all share [default: {SECRET_VARIABLE}].",
+        help=f"File with the shared secret [default: {SECRET_VARIABLE}].",
     ),
 )
 

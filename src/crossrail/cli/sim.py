@@ -160,11 +160,25 @@ class _SeedRange(click.IntRange):
 
 
 @click.command("sim")
-@click.option("--scenario", "names", multiple=True, metavar="NAME", help="Which; `all`; or your own, MODULE:FUNCTION.")
-@click.option("--list", "list_only", is_flag=True, help="List the scenarios and end.")
-@click.option("--seed", type=_SeedRange(0, (1 << 63) - 1), help="Of the first run [default: a new one].")
-@click.option("--runs", type=click.IntRange(1, 1_000_000), default=1, show_default=True, help="Seeds SEED, SEED+1, ...")
-@click.option("--jobs", type=click.IntRange(1, 1024), help="Runs at once, in processes [default: one for each core].")
+@click.option(
+    "--scenario",
+    "names",
+    multiple=True,
+    metavar="NAME",
+    help="Name of a scenario, `all`, or your own as MODULE:FUNCTION.",
+)
+@click.option("--list", "list_only", is_flag=True, help="List the scenarios and exit.")
+@click.option("--seed", type=_SeedRange(0, (1 << 63) - 1), help="Seed of the first run [default: a new one].")
+@click.option(
+    "--runs",
+    type=click.IntRange(1, 1_000_000),
+    default=1,
+    show_default=True,
+    help="Number of runs, with the seeds SEED, SEED+1, ...",
+)
+@click.option(
+    "--jobs", type=click.IntRange(1, 1024), help="Runs at the same time, each in a process [default: one per core]."
+)
 @click.option("--twice", is_flag=True, help="Run each seed twice: both must give the same event log.")
 @click.option(
     "--trace",
@@ -176,7 +190,7 @@ class _SeedRange(click.IntRange):
     "--log",
     type=OutputFile(),
     metavar="FILE",
-    help="Write the event log of that run: the same bytes for the same seed.",
+    help="Write the event log of that run; the same seed gives the same bytes.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead; its `format` is 1.")
 def command(
@@ -192,11 +206,11 @@ def command(
 ) -> None:
     """Run whole systems on simulated NICs, hosts and faults, with a virtual clock.
 
-    Every run is replayable from its seed, and checked: transfers complete exactly once, counts are those of the
-    operations, bytes are those that were sent, nothing is written after its completion. docs/simulator.md has the rest,
-    also how to test code of your own so.
+    Every run can be replayed from its seed, and is checked: transfers complete exactly once, counts match the
+    operations, the bytes are those that were sent, and nothing is written after a completion. docs/simulator.md has the
+    details, and shows how to test your own code this way.
 
-    Exit code: 0 all checks held, 1 some did not (then the command that replays it is printed), 2 wrong usage.
+    Exit code: 0 all checks passed, 1 some failed (the command that replays the run is printed), 2 wrong usage.
     """
     if list_only:
         for scenario in SCENARIOS.values():

@@ -114,7 +114,7 @@ class OutputFolder(click.Path):
         try:
             there = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
             if not there.is_dir():
-                self.fail(f"{str(path)!r}: {str(there)!r} is no folder", param, ctx)
+                self.fail(f"{str(path)!r}: {str(there)!r} is not a folder", param, ctx)
             _try_to_write_in(there)
         except OSError as error:
             self.fail(f"{str(path)!r}: {error.strerror}", param, ctx)

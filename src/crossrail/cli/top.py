@@ -24,19 +24,19 @@ _BAD_STATES = {"slow": "yellow", "frozen": "red", "connecting": "yellow"}
 
 @click.command("top")
 @click.argument("url", default=_DEFAULT_URL)
-@click.option("--once", is_flag=True, help="Show one interval, and end; so it is where output is no terminal.")
+@click.option("--once", is_flag=True, help="Show one interval and exit; the default if the output is not a terminal.")
 @click.option(
     "--every-s",
     type=FloatRange(min=0.05, max=3600),
     default=1.0,
     show_default=True,
-    help="How long an interval is: rates are those of one.",
+    help="Seconds between updates; rates are averages over one interval.",
 )
 def command(url: str, once: bool, every_s: float) -> None:
     """Show rails, peers and transfers of the engines whose metrics are served at URL.
 
-    The process has to serve them: crossrail.observe.serve_metrics(engine) does, and so does --metrics-port of
-    `crossrail kv prefiller` and `decoder`. URL is http://127.0.0.1:9478/metrics unless given; HOST:PORT is enough.
+    The process has to serve them: by crossrail.observe.serve_metrics(engine), or by --metrics-port of
+    `crossrail kv prefiller` and `decoder`. URL defaults to http://127.0.0.1:9478/metrics; HOST:PORT is enough.
     Ctrl-C ends it.
     """
     url = _whole(url)

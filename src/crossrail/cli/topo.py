@@ -348,17 +348,17 @@ def _show(
     help="A recorded tree: a directory with sys/ and proc/, or a sysfs itself [default: this machine].",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead; its `version` is 1.")
-@click.option("--device", "name", help="One device alone, in full: gpu0, a PCI address, numa1, cpu12 or host.")
+@click.option("--device", "name", help="Only this device, in full: gpu0, a PCI address, numa1, cpu12 or host.")
 @click.option(
     "--need",
     type=click.Choice(["efa", "verbs", "ip"]),
     help="Only NICs that offer this [default: RDMA if there is any, else IP].",
 )
 def command(root: Path | None, as_json: bool, name: str | None, need: str | None) -> None:
-    """Show where GPUs and NICs are, which NICs serve which device, and why.
+    """Show the GPUs and NICs, which NICs serve which device, and why.
 
-    Distances are those of `nvidia-smi topo`: PIX, one PCIe switch; PXB, several; PHB, one host bridge; NODE, one NUMA
-    node; SYS, all else.
+    Distances are named as by `nvidia-smi topo`: PIX, one PCIe switch; PXB, several; PHB, one host bridge; NODE, one
+    NUMA node; SYS, anything else.
     """
     topology = _read(root)
     devices = usual_devices(topology) if name is None else [topology.device(name)]

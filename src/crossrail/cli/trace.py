@@ -42,23 +42,25 @@ def _table(dump: FlightDump, entries: list[FlightEntry]) -> Table:
 
 @click.command("trace")
 @click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("--peer", help="Only what concerns the peer of this name.")
-@click.option("--rail", help="Only one rail: tcp:0, or 0 for rail 0 of every transport; engine: what belongs to none.")
+@click.option("--peer", help="Only events of the peer with this name.")
+@click.option(
+    "--rail", help="Only one rail: tcp:0, or 0 for rail 0 of every transport; engine: events that belong to no rail."
+)
 @click.option(
     "--last",
     type=click.IntRange(min=1),
-    help=f"Only so many, the latest [default: {_LAST_SHOWN} in the table, all with --chrome].",
+    help=f"Only the latest N events [default: {_LAST_SHOWN} in the table, all with --chrome].",
 )
 @click.option(
     "--chrome",
     type=OutputFile(),
-    help="Write a Chrome trace there instead, for ui.perfetto.dev or chrome://tracing.",
+    help="Write a Chrome trace to this file instead, for ui.perfetto.dev or chrome://tracing.",
 )
 def command(files: tuple[Path, ...], peer: str | None, rail: str | None, last: int | None, chrome: Path | None) -> None:
-    """Show what a flight recording holds: engine.dump(path), crossrail.dump_on_signal(), a watchdog's, a crash's.
+    """Show a flight recording: from engine.dump(path), crossrail.dump_on_signal(), a watchdog or a crash.
 
-    Times are seconds before the recording was written. With --chrome several recordings, of engines that move bytes to
-    each other, make one picture, in which arrows lead from submits to where they were counted.
+    Times are seconds before the recording was written. With --chrome, the recordings of several engines that exchange
+    data make one picture, with arrows from submits to the counts at the receiver.
     """
     if len(files) > 1 and chrome is None:
         raise UsageError(f"{len(files)} recordings make one picture with --chrome; a table has one")

@@ -97,7 +97,7 @@ class RouterLink:
         """
         reason = _NUMBER.sub("0", trouble)
         if not self._node.draining and reason != self._trouble:
-            log.warning("node %s has no router, and goes on looking: %s", self._node.name, trouble)
+            log.warning("node %s has no router yet, and keeps trying: %s", self._node.name, trouble)
             self._trouble = reason
 
     def _tell_joined(self) -> None:

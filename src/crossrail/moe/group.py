@@ -104,7 +104,7 @@ class EngineGroup:
                 self._begin_anew(self._ahead[gone])
                 if exchange > 0:
                     raise CrossrailError(
-                        f"rank {gone} ({self._addresses[gone].name!r}) had given up, and has begun anew. Next: do so "
+                        f"rank {gone} ({self._addresses[gone].name!r}) gave up and started again. Next: do so "
                         "on all ranks"
                     )
                 self._exchange = 1
@@ -169,7 +169,7 @@ class EngineGroup:
                     name = self._addresses[rank].name
                     raise xr.PeerLost(f"rank {rank} ({name!r}) was lost", op="all_gather", peer=name) from None
             if patience_s <= 0:
-                raise WaitTimeout(f"nothing came of ranks {list(missing)} within {timeout_s:g} s") from None
+                raise WaitTimeout(f"nothing arrived from ranks {list(missing)} within {timeout_s:g} s") from None
             return False
         data = bytes(message.data)
         if not _is_packet(data):

@@ -88,8 +88,8 @@ def _tell(group: Group, step: str, card: dict[str, Any], timeout_s: float) -> li
     for rank, one in enumerate(told):
         if one["step"] != step:
             raise CrossrailError(
-                f"rank {rank} tells its {one['step']} where its {step} is due: a rank had given up, and has begun "
-                "anew. Next: make this AllToAll again, on all ranks"
+                f"rank {rank} tells its {one['step']} where its {step} is due: a rank gave up and started again. "
+                "Next: make this AllToAll again, on all ranks"
             )
     return told
 

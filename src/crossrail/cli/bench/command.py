@@ -103,28 +103,30 @@ def _sample(measure: Measure, pair: Pair, result: Result, runs: int, progress: P
 
 @click.group("bench", invoke_without_command=True)
 @output_options
-@click.option("--only", multiple=True, metavar="NAME", help="Only measures whose names begin so; may be repeated.")
-@click.option("--list", "list_only", is_flag=True, help="List the measures and end.")
+@click.option(
+    "--only", multiple=True, metavar="NAME", help="Only measures whose names begin with this; may be repeated."
+)
+@click.option("--list", "list_only", is_flag=True, help="List the measures and exit.")
 @click.option("--runs", type=click.IntRange(1, 1000), help="Samples of each measure [default: 5, quick 3].")
-@click.option("--quick", is_flag=True, help="A tenth of the work: a look, not a figure to quote.")
+@click.option("--quick", is_flag=True, help="A tenth of the work: for a first look, not for figures to quote.")
 @click.option("--cpus", metavar="A,B", type=cpu_pair, help="Cores of the two processes [default: first and last].")
 @click.option(
     "--pool-bytes",
     type=size(64 << 20, 1 << 40),
     default="256M",
     show_default=True,
-    help="Memory that copies walk through, on each side. Must be far larger than the caches.",
+    help="Memory that copies cycle through on each side. Must be much larger than the caches.",
 )
 @click.option(
     "--transport",
     type=click.Choice(["shm", "tcp", "verbs", "ofi", "ofi:tcp"]),
     default="shm",
     show_default=True,
-    help="What the engines use, and so what is measured: tcp goes over 127.0.0.1, beside loops of bare sockets; verbs "
-    "and ofi from a NIC to itself, ofi:tcp over libfabric's own tcp.",
+    help="Transport of the engines: tcp over 127.0.0.1, against bare sockets; verbs and ofi from a NIC to itself; "
+    "ofi:tcp over libfabric's own tcp provider.",
 )
 @click.option("--stand-in", type=click.Choice(["shm"]), hidden=True, help="Engines use this one; tests the bench.")
-@click.option("--strict", is_flag=True, help="Exit code 1 when a bar is missed.")
+@click.option("--strict", is_flag=True, help="Exit code 1 if a target is missed.")
 @click.pass_context
 def command(
     ctx: click.Context,
@@ -140,11 +142,12 @@ def command(
     strict: bool,
     **outputs: Any,
 ) -> None:
-    """Measure the engine beside the limits of this machine.
+    """Measure the engine against the limits of this machine.
 
-    Two processes, pinned to different cores. Each sample of a measure is taken right after one of the machine's limit
-    for it (one thread's memcpy, a bare flag or socket, ...), and ratios are between the two, because machines
-    drift between speeds. Data is verified in a pass that is not timed. benchmarks/README.md says what each measure is.
+    Two processes run, pinned to different cores. Each sample of a measure is taken right after a sample of the
+    machine's limit for it (one thread's memcpy, a bare flag or socket, ...), and the ratio is between these two,
+    because the speed of machines drifts. Data is verified in a pass that is not timed. benchmarks/README.md describes
+    each measure.
     """
     if ctx.invoked_subcommand is not None:
         return

@@ -203,18 +203,18 @@ def fail_if_slower(comparison: Comparison, allowed: float | None) -> None:
         raise click.exceptions.Exit(1)
 
 
-@click.command("compare", short_help="Compare two files of --json: what is faster, slower, the same.")
+@click.command("compare", short_help="Compare two files of --json: what is faster, slower or the same.")
 @click.argument("old", type=click.Path(dir_okay=False, exists=True, readable=True, path_type=Path))
 @click.argument("new", type=click.Path(dir_okay=False, exists=True, readable=True, path_type=Path))
 @click.option(
-    "--fail-slower", type=share, metavar="SHARE", help="Exit code 1 when a measure is slower by more, as 10%."
+    "--fail-slower", type=share, metavar="SHARE", help="Exit code 1 if a measure is slower by more than this, e.g. 10%."
 )
 def compare_command(old: Path, new: Path, fail_slower: float | None) -> None:
-    """Compare two files of `crossrail bench --json`: what is faster, slower, or the same as far as can be seen.
+    """Compare two files of `crossrail bench --json`: what is faster, slower, or not distinguishable.
 
-    "better by" is above 1 where NEW is better, of throughput as of latency. It is "faster" or "slower" when all of the
-    95 % interval (Welch's t of the runs' logarithms) is on one side of 1. "of limit": ratios to the machine's limit are
-    compared, where both runs have it; they hold across drifts of the machine, figures do not.
+    "better by" is above 1 where NEW is better, for throughput and latency alike. A measure is "faster" or "slower" if
+    the whole 95 % interval (Welch's t test on the runs' logarithms) is on one side of 1. "of limit" compares ratios to
+    the machine's limit where both runs have it; unlike the figures themselves, these do not drift with the machine.
     """
     comparison = compare(read_json(old), read_json(new))
     show(comparison, Console())

@@ -22,20 +22,23 @@ from crossrail.errors import UsageError
 output_options = together(
     click.option("--json", "json_path", type=OutputFile(), help="Write all samples to this file."),
     click.option(
-        "--plot", "plot_path", type=OutputFile(), help="Draw it, by the suffix: PNG, SVG, PDF (needs matplotlib)."
+        "--plot",
+        "plot_path",
+        type=OutputFile(),
+        help="Draw the results; the suffix chooses PNG, SVG or PDF (needs matplotlib).",
     ),
-    click.option("--html", "html_path", type=OutputFile(), help="Write a report, one file for browsers."),
+    click.option("--html", "html_path", type=OutputFile(), help="Write a report as a single HTML file."),
     click.option(
         "--compare",
         "compare_path",
         type=click.Path(dir_okay=False, exists=True, readable=True, path_type=Path),
-        help="Show what is faster and slower than in this older file of --json.",
+        help="Show what is faster or slower than in this file from an earlier --json.",
     ),
     click.option(
         "--fail-slower",
         type=share,
         metavar="SHARE",
-        help="With --compare: exit code 1 when a measure is slower by more, as 10%.",
+        help="With --compare: exit code 1 if a measure is slower by more than this, e.g. 10%.",
     ),
 )
 

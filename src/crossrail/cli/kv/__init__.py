@@ -5,11 +5,11 @@ from __future__ import annotations
 from crossrail.cli.group import LazyGroup
 
 _COMMANDS: dict[str, tuple[str, str]] = {
-    "demo": ("demo", "Prompt in, tokens out, from several processes, checked against one node alone."),
-    "router": ("router", "Take requests over HTTP and give them to prefillers and decoders."),
+    "demo": ("demo", "Run a prompt through several processes and check the tokens against a single node."),
+    "router": ("router", "Accept requests over HTTP and pass them to prefillers and decoders."),
     "prefiller": ("nodes", "Run prompts and write their KV to decoders."),
     "decoder": ("nodes", "Have prompts' KV sent here and generate tokens."),
-    "top": ("top", "Show a router's nodes and what they do."),
+    "top": ("top", "Show a router's nodes and what they are doing."),
 }
 
-command = LazyGroup("kv", "Disaggregated prefill and decode of a model.", _COMMANDS)
+command = LazyGroup("kv", "Serve a model with disaggregated prefill and decode.", _COMMANDS)

@@ -44,7 +44,7 @@ service_options = together(
         type=click.IntRange(0, 65535),
         default=0,
         show_default=True,
-        help="Where the engine's tcp rails listen; 0: anywhere.",
+        help="First port that the engine's TCP rails listen on; 0: any.",
     ),
     click.option("--until-stdin-closes", is_flag=True, hidden=True),
 )

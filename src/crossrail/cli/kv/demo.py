@@ -158,11 +158,11 @@ def _show_timeline(client: Client, request: str, out: Path | None, console: Cons
 
 
 @click.command()
-@click.option("--model", default="toy", show_default=True, help="As `crossrail kv prefiller` takes it.")
+@click.option("--model", default="toy", show_default=True, help="Model, as for `crossrail kv prefiller`.")
 @click.option(
     "--model-option", "model_options", multiple=True, metavar="KEY=VALUE", help="Option of the model; may be repeated."
 )
-@click.option("--prompt", help="By default a sentence repeated to --prompt-tokens.")
+@click.option("--prompt", help="The prompt; by default a sentence repeated up to --prompt-tokens.")
 @click.option(
     "--prompt-tokens",
     type=click.IntRange(1, _TOKENS_MAX),
@@ -173,7 +173,9 @@ def _show_timeline(client: Client, request: str, out: Path | None, console: Cons
 @click.option(
     "--max-tokens", type=click.IntRange(1, _TOKENS_MAX), default=48, show_default=True, help="Tokens to generate."
 )
-@click.option("--temperature", type=FloatRange(0, 100), default=0.8, show_default=True, help="Of sampling; 0: greedy.")
+@click.option(
+    "--temperature", type=FloatRange(0, 100), default=0.8, show_default=True, help="Sampling temperature; 0: greedy."
+)
 @click.option("--seed", type=click.IntRange(0, _SEED_MAX), default=7, show_default=True, help="Seed of sampling.")
 @click.option("--prefillers", type=click.IntRange(1, 64), default=2, show_default=True, help="Prefiller processes.")
 @click.option("--decoders", type=click.IntRange(1, 64), default=1, show_default=True, help="Decoder processes.")
@@ -186,11 +188,11 @@ def _show_timeline(client: Client, request: str, out: Path | None, console: Cons
 )
 @click.option("--tp", type=click.IntRange(1, 64), default=1, show_default=True, help="Ranks of each node.")
 @transport_option()
-@click.option("--kill", "kills", is_flag=True, help="Kill the prefiller at work in the middle.")
+@click.option("--kill", "kills", is_flag=True, help="Kill the active prefiller in the middle of the prompt.")
 @click.option(
     "--out",
     type=OutputFolder(),
-    help="Write where the time went to this folder, as a picture and for chrome://tracing.",
+    help="Write a timeline to this folder, as a picture and for chrome://tracing.",
 )
 def demo(
     model: str,
@@ -208,7 +210,7 @@ def demo(
     kills: bool,
     out: Path | None,
 ) -> None:
-    """Prompt in, tokens out, from several processes; checked against one node alone."""
+    """Run a prompt through several processes and check the tokens against a single node."""
     require("kv demo", "kv", "aiohttp")  # here rather than in each process that it starts
     tokenizer = tokenizer_of(model)
     text: str | list[int] = prompt or (_TEXT * (prompt_tokens // len(_TEXT) + 1))[:prompt_tokens]

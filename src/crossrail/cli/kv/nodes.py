@@ -40,7 +40,7 @@ _node_options = together(
         "--router", "routers", multiple=True, metavar="URL", help="URL of a router to serve; may be repeated."
     ),
     click.option("--membership", metavar="URL", help=f"Instead of --router: {MEMBERSHIP_HELP}."),
-    click.option("--name", help="Unique among all nodes; by default made of role, host and process."),
+    click.option("--name", help="Name, unique among all nodes; by default role, host and process."),
     click.option(
         "--model",
         default="toy",
@@ -55,7 +55,7 @@ _node_options = together(
         help="Option of the model; may be repeated.",
     ),
     click.option(
-        "--metrics-port", type=click.IntRange(0, 65535), help="Serve the engine's metrics there; 0: any port."
+        "--metrics-port", type=click.IntRange(0, 65535), help="Serve the engine's metrics on this port; 0: any."
     ),
     click.option(
         "--metrics-host", default="127.0.0.1", show_default=True, help="Address of this host where metrics are served."
@@ -65,12 +65,12 @@ _node_options = together(
         type=seconds(),
         default=30.0,
         show_default=True,
-        help="Seconds for what is under way, when told to end.",
+        help="Seconds to finish requests in progress after SIGTERM.",
     ),
     options_of(
         _DEFAULTS,
-        probe_s="Seconds between questions to peers: are they alive?",
-        silent_s="Seconds without an answer after which a peer is given up.",
+        probe_s="Seconds between probes of peers.",
+        silent_s="Seconds without an answer after which a peer is given up as lost.",
         lease_s="With etcd: seconds without a report after which a node is gone.",
     ),
     service_options,
@@ -79,19 +79,21 @@ _node_options = together(
 
 @click.command()
 @options_of(
-    _DEFAULTS, chunk_tokens="Most tokens of a chunk, one step of the model.", queue_max="Most requests that wait here."
+    _DEFAULTS,
+    chunk_tokens="Maximum number of tokens per chunk (one step of the model).",
+    queue_max="Maximum number of waiting requests.",
 )
 @_node_options
 def prefiller(**options: Any) -> None:
-    """Run prompts through the model and write their KV to decoders. Ends on SIGTERM, after what is under way."""
+    """Run prompts through the model and write their KV to decoders. On SIGTERM it finishes its requests, then exits."""
     asyncio.run(_serve(Prefiller, options))
 
 
 @click.command()
-@options_of(_DEFAULTS, requests_max="Most requests at a time.")
+@options_of(_DEFAULTS, requests_max="Maximum number of requests in progress.")
 @_node_options
 def decoder(**options: Any) -> None:
-    """Have prompts' KV sent here and generate tokens. Ends on SIGTERM, after what is under way."""
+    """Receive the KV of prompts and generate tokens. On SIGTERM it finishes its requests, then exits."""
     asyncio.run(_serve(Decoder, options))
 
 

@@ -30,25 +30,25 @@ _PORT_MAX = 65535
 
 @click.command()
 @click.option(
-    "--listen", default="127.0.0.1:8000", show_default=True, metavar="HOST:PORT", help="Where HTTP is served."
+    "--listen", default="127.0.0.1:8000", show_default=True, metavar="HOST:PORT", help="Address of the HTTP server."
 )
-@click.option("--name", default="router", show_default=True, help="Of this router, in logs and metrics.")
+@click.option("--name", default="router", show_default=True, help="Name of this router in logs and metrics.")
 @click.option(
     "--tokenizer",
     default="toy",
     show_default=True,
-    help="'toy' (bytes), a checkpoint's directory, package.module:function, or 'none': then prompts are token ids.",
+    help="'toy' (bytes), a checkpoint's directory, package.module:function, or 'none' if prompts are token ids.",
 )
 @click.option(
     "--membership", default="embedded", show_default=True, metavar="URL", help=f"embedded, or {MEMBERSHIP_HELP}."
 )
 @options_of(
     _DEFAULTS,
-    requests_max="Most requests at a time; more are answered with 429.",
+    requests_max="Maximum number of requests in progress; further ones get status 429.",
     heartbeat_s="Seconds between reports of a node.",
     lease_s="Seconds without a report after which a node is gone.",
-    queue_s="Seconds that a request waits for room.",
-    request_s="Seconds that a request may take in all.",
+    queue_s="Seconds that a request may wait for room at a node.",
+    request_s="Seconds that a request may take in total.",
 )
 @service_options
 def router(listen: str, tokenizer: str, **options: Any) -> None:

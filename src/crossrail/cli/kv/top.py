@@ -26,25 +26,25 @@ _ANSWER_BYTES_MAX = 64 << 20
 
 @click.command()
 @click.argument("url", default="http://127.0.0.1:8000")
-@click.option("--once", is_flag=True, help="Show it once, and end; so it is where output is no terminal.")
+@click.option("--once", is_flag=True, help="Show it once and exit; the default if the output is not a terminal.")
 @click.option(
     "--every-s",
     type=FloatRange(min=0.05, max=3600),
     default=1.0,
     show_default=True,
-    help="How often it is shown anew.",
+    help="Seconds between updates.",
 )
 @click.option(
     "--patience-s",
     type=seconds(),
     default=60.0,
     show_default=True,
-    help="A router that has answered once is asked on for so long while it does not, as one that is restarted.",
+    help="Seconds to keep asking a router that has answered before, for example while it restarts.",
 )
 def top(url: str, once: bool, every_s: float, patience_s: float) -> None:
     """Show the nodes of the router at URL: what they do, and how many pages they have.
 
-    HOST:PORT will do for a URL. Ctrl-C ends it.
+    HOST:PORT is enough as a URL. Ctrl-C ends it.
     """
     url = url if "://" in url else f"http://{url}"
     console = wide_console()

@@ -5,8 +5,13 @@ from __future__ import annotations
 from crossrail.cli.group import LazyGroup
 
 _COMMANDS: dict[str, tuple[str, str]] = {
-    "demo": ("demo", "A Qwen3-MoE of transformers with its experts spread over processes, against one process alone."),
-    "sim": ("sim", "Simulate dispatch and combine of up to 256 GPUs, beside what was published."),
+    "demo": (
+        "demo",
+        "Run a Qwen3-MoE from transformers with its experts spread over processes, and compare it with one process.",
+    ),
+    "sim": ("sim", "Simulate dispatch and combine on up to 256 GPUs, next to published figures."),
 }
 
-command = LazyGroup("moe", "Mixture of experts over several processes; see also crossrail bench moe.", _COMMANDS)
+command = LazyGroup(
+    "moe", "Run or simulate mixture-of-experts layers over several processes; see also crossrail bench moe.", _COMMANDS
+)

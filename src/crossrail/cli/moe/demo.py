@@ -38,7 +38,9 @@ _TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
 @click.option("--seed", default=1, show_default=True, help="Seed of weights and tokens.")
 @transport_option("shm")
 def demo(ranks: int, experts: int, tokens: int, seed: int, transport: str) -> None:
-    """Run a small Qwen3-MoE of transformers, its experts spread over processes, and compare it with one process."""
+    """Run a small Qwen3-MoE from transformers with its experts spread over processes, and compare it with one
+    process.
+    """
     require("moe demo", "transformers", "torch", "transformers")
     from crossrail.cli.moe.model import ModelSpec
 

@@ -29,7 +29,7 @@ _RANKS = (8, 16, 32, 64)
     type=click.Choice([*TOKENS, "both"]),
     default="both",
     show_default=True,
-    help="How many tokens a rank has: few, or many.",
+    help="Tokens per rank: few or many.",
 )
 @click.option(
     "--ranks",
@@ -38,15 +38,19 @@ _RANKS = (8, 16, 32, 64)
     help="GPUs, in nodes of 8; may be repeated [default: 8 to 64].",
 )
 @click.option(
-    "--rounds", type=click.IntRange(1, 100), default=1, show_default=True, help="Rounds of each, with other routes."
+    "--rounds",
+    type=click.IntRange(1, 100),
+    default=1,
+    show_default=True,
+    help="Rounds of each case, each with different routes.",
 )
 @click.option(
     "--private-tokens",
     default=256,
     show_default=True,
-    help="Tokens that are sent before routes are known; the paper's benchmark has as many.",
+    help="Tokens sent before the routes are known; the default is that of the paper's benchmark.",
 )
-@click.option("--node-sums", is_flag=True, help="Nodes add up what they return, as AllToAll does.")
+@click.option("--node-sums", is_flag=True, help="Each node sums what it returns, as AllToAll does.")
 @click.option("--seed", default=1, show_default=True, help="Seed of the routes.")
 @click.option("--json", "file", type=OutputFile(), help="Also write the figures to this file.")
 def sim(
@@ -59,10 +63,10 @@ def sim(
     seed: int,
     file: Path | None,
 ) -> None:
-    """Simulate rounds of dispatch and combine: real layout and proxies, real engines, no byte, no GPU.
+    """Simulate rounds of dispatch and combine: real layouts, proxies and engines, but no data and no GPU.
 
-    The wire is Table 2 of arXiv 2510.27656, kernels are its Figure 10 and data sheets. Nothing is fitted to the
-    figures beside; docs/moe.md says where that leaves something open.
+    The wire is that of Table 2 of arXiv 2510.27656; the kernels are those of its Figure 10 and of data sheets.
+    Nothing is fitted to the published figures; docs/moe.md says what that leaves open.
     """
     console = Console()
     found: list[dict[str, Any]] = []

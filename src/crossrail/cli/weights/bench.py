@@ -73,20 +73,18 @@ class _Row:
     help="Inference ranks, each with the whole model.",
 )
 @click.option(
-    "--rounds", type=click.IntRange(1, 100_000), default=5, show_default=True, help="Updates that are measured."
+    "--rounds", type=click.IntRange(1, 100_000), default=5, show_default=True, help="Number of updates to measure."
 )
-@click.option("--fp8", is_flag=True, help="Inference ranks want fp8: everything is prepared before it is written.")
+@click.option("--fp8", is_flag=True, help="Inference ranks use fp8: all weights are converted before they are written.")
 @click.option(
     "--watermark",
     default="64MiB",
     show_default=True,
     type=size(1 << 16, 1 << 40),
-    help="Memory in which each trainer prepares.",
+    help="Memory for each trainer to prepare tensors in.",
 )
 @transport_option("shm")
-@click.option(
-    "--no-gloo", is_flag=True, help="Leave out gathering and broadcasting by gloo, as where torch is not installed."
-)
+@click.option("--no-gloo", is_flag=True, help="Leave out gather and broadcast by gloo, as if torch were not installed.")
 @click.option("--json", "json_path", type=OutputFile(), help="Also write the figures to this file.")
 def bench(
     nbytes: int,
@@ -99,7 +97,7 @@ def bench(
     no_gloo: bool,
     json_path: Path | None,
 ) -> None:
-    """Bring a model from trainers to inference ranks, again and again."""
+    """Measure updates of a model from trainers to inference ranks."""
     console = Console()
     model = ToyModel.of_bytes(nbytes, _HIDDEN, _INTERMEDIATE)
     has_gloo = not no_gloo and importlib.util.find_spec("torch") is not None

@@ -69,10 +69,10 @@ def sweep_of(text: str) -> tuple[str, tuple[float, ...]]:
     try:
         values = tuple(float(value) for value in given.split(",")) if equals else SWEPT[name]
     except ValueError:
-        raise UsageError(f"--sweep {text}: {given!r} are no numbers; write for example {name}=1,2,4") from None
+        raise UsageError(f"--sweep {text}: {given!r} are not numbers; write for example {name}=1,2,4") from None
     for value in values:
         if name in ("trainers", "targets") and not (value >= 1 and value.is_integer()):
-            raise UsageError(f"--sweep {text}: {value:g} is no number of ranks")
+            raise UsageError(f"--sweep {text}: {value:g} is not a number of ranks")
     return name, values
 
 

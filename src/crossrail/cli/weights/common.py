@@ -13,13 +13,13 @@ from crossrail.weights import Inventory
 from crossrail.weights.inventory.models import CLUSTERS, MODELS, Cluster, inventories
 
 cluster_options = together(
-    click.option("--trainers", type=int, help="How many there are [default: as published for the model]."),
+    click.option("--trainers", type=int, help="Number of trainers [default: as published for the model]."),
     click.option("--targets", type=int, help="Inference ranks [default: as published for the model]."),
     click.option("--pipeline", type=int, help="Pipeline stages of the trainers."),
     click.option("--expert-parallel", type=int, help="Expert-parallel groups of a stage."),
-    click.option("--dense-shard", type=int, help="Ranks over which all else is sharded."),
+    click.option("--dense-shard", type=int, help="Ranks over which all other parameters are sharded."),
     click.option("--target-experts", type=int, help="Inference ranks over which the experts are spread."),
-    click.option("--layers", type=click.IntRange(1, 1000), help="Layers of the model [default: all that it has]."),
+    click.option("--layers", type=click.IntRange(1, 1000), help="Number of layers [default: all of the model's]."),
 )
 
 

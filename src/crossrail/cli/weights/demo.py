@@ -36,7 +36,7 @@ _TARGETS: tuple[tuple[TargetKind, bool], ...] = (("fused", False), ("fp8", True)
 
 
 @click.command()
-@click.option("--versions", type=click.IntRange(1, 1_000_000), default=4, show_default=True, help="How many updates.")
+@click.option("--versions", type=click.IntRange(1, 1_000_000), default=4, show_default=True, help="Number of updates.")
 @click.option(
     "--trainers",
     type=click.IntRange(1, 64),
@@ -49,7 +49,7 @@ _TARGETS: tuple[tuple[TargetKind, bool], ...] = (("fused", False), ("fp8", True)
     type=click.IntRange(1, 1 << 20),
     default=16,
     show_default=True,
-    help="About how large the model is, in bfloat16.",
+    help="Approximate size of the model in MiB, in bfloat16.",
 )
 @transport_option()
 @click.option("--kill", "kills", is_flag=True, help="Kill a trainer in the middle of the last update.")

@@ -66,59 +66,68 @@ def _reader(text: str) -> tuple[int, int]:
     type=click.IntRange(1),
     default=1,
     show_default=True,
-    help="Inference ranks to wait for: 0 to one less than this.",
+    help="Number of inference ranks to wait for; they are numbered from 0.",
 )
 @click.option(
-    "--reader", type=_reader, metavar="I/N", default="0/1", show_default=True, help="Which reader this is, of how many."
+    "--reader",
+    type=_reader,
+    metavar="I/N",
+    default="0/1",
+    show_default=True,
+    help="Index of this reader, and the number of readers.",
 )
-@click.option("--controller", metavar="ADDRESS", help="Of the other readers: what reader 0 printed, or its file.")
+@click.option(
+    "--controller", metavar="ADDRESS", help="For the other readers: the address that reader 0 printed, or its file."
+)
 @click.option(
     "--address-file",
     type=OutputFile(),
-    help="Where reader 0 writes the address that ranks join, in hexadecimal; without it that is printed.",
+    help="File to which reader 0 writes the address that ranks join, in hexadecimal; by default it is printed.",
 )
-@click.option("--ignore", multiple=True, help="Tensors that no rank wants, as a pattern: 'mtp.*'. Several times.")
+@click.option(
+    "--ignore", multiple=True, help="Pattern of tensors that no rank needs, such as 'mtp.*'; may be repeated."
+)
 @click.option(
     "--version",
     type=click.IntRange(min=0),
     default=0,
     show_default=True,
-    help="The number that these weights have at the ranks.",
+    help="Version number of these weights at the ranks.",
 )
 @click.option(
     "--wait-s",
     type=seconds(),
     default=600.0,
     show_default=True,
-    help="Seconds until everybody has joined.",
+    help="Seconds to wait until all have joined.",
 )
 @click.option(
     "--timeout-s",
     type=seconds(),
     default=600.0,
     show_default=True,
-    help="Seconds for bringing the weights.",
+    help="Seconds that the transfer may take.",
 )
 @click.option(
     "--watermark",
     default="1GiB",
     show_default=True,
     type=size(1 << 16, 1 << 40),
-    help="Memory in which each reader prepares.",
+    help="Memory for each reader to prepare tensors in.",
 )
 @click.option(
     "--port",
     type=click.IntRange(0, 65535),
     default=0,
     show_default=True,
-    help="First of the 16 (of reader 0: 32) where tcp may listen; 0: any.",
+    help="First of the 16 ports (reader 0: 32) that TCP may listen on; 0: any.",
 )
 @engine_options
 @records_on_signal()
 def load(checkpoint: Path, secret_file: Path | None, **options: Any) -> None:
-    """Bring the weights of CHECKPOINT, a safetensors file or a folder of them, to inference ranks that wait for them.
+    """Load the weights of CHECKPOINT, a safetensors file or a folder of them, into waiting inference ranks.
 
-    They are processes with a WeightReceiver, which join the address that this command tells.
+    The ranks are processes with a WeightReceiver, which join the address that this command prints.
     """
     chosen = _Options(secret=read_secret(secret_file), **options)
     if (chosen.controller is None) != (chosen.reader[0] == 0):

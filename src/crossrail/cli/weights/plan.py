@@ -24,7 +24,7 @@ from crossrail.weights.planning.planner import Gather
     "files",
     multiple=True,
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Of one process, as Inventory.to_bytes() wrote it; once for each, instead of MODEL.",
+    help="Inventory of one process, from Inventory.to_bytes(); once per process, instead of MODEL.",
 )
 @cluster_options
 @click.option(
@@ -32,9 +32,9 @@ from crossrail.weights.planning.planner import Gather
     type=click.Choice(["needed", "full"]),
     default="needed",
     show_default=True,
-    help="needed: parameters are prepared where they lie; full: every trainer gathers all of its part.",
+    help="needed: parameters are prepared where they are; full: every trainer gathers all of its part.",
 )
-@click.option("--ignore", multiple=True, help="A parameter that trainers hold and no target wants.")
+@click.option("--ignore", multiple=True, help="A parameter that trainers hold and no target needs.")
 @click.option("-o", "--output", type=OutputFile(), help="Where to save the plan.")
 def plan(
     model: str | None,
@@ -44,7 +44,7 @@ def plan(
     output: Path | None,
     **sizes: int | None,
 ) -> None:
-    """Plan an update of MODEL (kimi-k2, deepseek-v3, qwen3-235b), or of what inventories say, and prove the plan."""
+    """Plan an update of MODEL (kimi-k2, deepseek-v3, qwen3-235b) or from inventories, and verify the plan."""
     if (model is None) == (not files):
         raise UsageError("either a MODEL or --inventory is needed")
     if model is None:

@@ -19,17 +19,16 @@ from crossrail.cli.weights.rl_loop import SERVED, RlOptions, RlStep, run_rl
 
 
 @click.command()
-@click.option("--steps", default=RlOptions.steps, show_default=True, help="How often it learns.")
-@click.option("--trainers", default=RlOptions.trainers, show_default=True, help="Shards of FSDP2.")
-@click.option(
-    "--batch", default=RlOptions.batch, show_default=True, help="Completions of each inference rank for a step."
-)
+@click.option("--steps", default=RlOptions.steps, show_default=True, help="Number of training steps.")
+@click.option("--trainers", default=RlOptions.trainers, show_default=True, help="FSDP2 shards, each a process.")
+@click.option("--batch", default=RlOptions.batch, show_default=True, help="Completions per inference rank and step.")
 @click.option("--seed", default=RlOptions.seed, show_default=True, help="Seed of weights, prompts and sampling.")
 @transport_option(RlOptions.transport)
 def rl(steps: int, trainers: int, batch: int, seed: int, transport: str) -> None:
-    """Train a tiny Qwen3-MoE by reinforcement, on the CPU: FSDP2 over gloo, rollouts in bf16 with TP 2 and in fp8.
+    """Train a tiny Qwen3-MoE with reinforcement learning on the CPU: FSDP2 over gloo, rollouts in bf16 with TP 2 and in
+    fp8.
 
-    After each update both inference ranks compare all they have with the converted checkpoint.
+    After each update both inference ranks compare all their weights with the converted checkpoint.
     """
     require("weights rl", "transformers", "torch", "transformers")
     asyncio.run(_show(RlOptions(steps, trainers, batch, seed, transport)))

@@ -48,11 +48,11 @@ def print_summary(console: Console, plan: Plan) -> None:
 
 @click.command()
 @click.argument("file", type=_FILE)
-@click.option("--compare", type=_FILE, help="Another plan: say what differs, and end with 1 if anything does.")
-@click.option("--draw", "image", type=OutputFile(), help="The heat map as a PNG.")
+@click.option("--compare", type=_FILE, help="Another plan: show the differences; exit code 1 if there are any.")
+@click.option("--draw", "image", type=OutputFile(), help="Write the heat map as a PNG.")
 @click.pass_context
 def show(ctx: click.Context, file: Path, compare: Path | None, image: Path | None) -> None:
-    """Show the plan in FILE: figures, and who (downwards) sends how much to whom (to the right)."""
+    """Show the plan in FILE: figures, and how much each trainer (rows) sends to each target (columns)."""
     console = Console()
     plan = Plan.load(file)
     print_summary(console, plan)

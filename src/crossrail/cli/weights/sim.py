@@ -30,25 +30,25 @@ _FORMAT = 2
     type=click.Choice([*WAYS]),
     default="both",
     show_default=True,
-    help="paper: every rank gathers all; needed: what trainers hold is prepared where it lies; adapted: the update "
+    help="paper: every rank gathers everything; needed: weights are prepared where they are; adapted: the update "
     "after that, planned for the speeds that it showed; both: the first two.",
 )
-@click.option("--straggler", default=1.0, show_default=True, help="Trainer 0's GPU and CPU take so many times longer.")
-@click.option("--slow-link", default=1.0, show_default=True, help="Trainer 0's rails take so many times longer.")
-@click.option("--rails", default=1, show_default=True, help="Rails of each GPU, which share 400 Gb/s.")
-@click.option("--rail-down", is_flag=True, help="Trainer 0 loses a rail at the beginning.")
-@click.option("--down-ms", type=float, help="With --rail-down: it comes back after so long [default: never].")
+@click.option("--straggler", default=1.0, show_default=True, help="Factor by which trainer 0's GPU and CPU are slower.")
+@click.option("--slow-link", default=1.0, show_default=True, help="Factor by which trainer 0's rails are slower.")
+@click.option("--rails", default=1, show_default=True, help="Rails per GPU, which share 400 Gb/s.")
+@click.option("--rail-down", is_flag=True, help="Trainer 0 loses a rail at the start.")
+@click.option("--down-ms", type=float, help="With --rail-down: time until it comes back [default: never].")
 @click.option(
     "--watermark",
     type=size(1 << 20, 1 << 40),
     default="8G",
     show_default=True,
-    help="Memory in which each trainer prepares.",
+    help="Memory for each trainer to prepare tensors in.",
 )
 @click.option("--sweep", metavar="NAME[=V,V...]", help=f"One update for each value; NAME: {', '.join(SWEPT)}.")
-@click.option("--seed", default=1, show_default=True, help="Seed of what is random.")
+@click.option("--seed", default=1, show_default=True, help="Seed of all randomness.")
 @click.option("--json", "file", type=OutputFile(), help="Also write the figures to this file.")
-@click.option("--plot", "image", type=OutputFile(), help="Draw what was when, or the sweep, as a PNG.")
+@click.option("--plot", "image", type=OutputFile(), help="Draw the timeline, or the sweep, as a PNG.")
 def sim(
     model: str,
     way: str,
@@ -64,9 +64,10 @@ def sim(
     image: Path | None,
     **sizes: int | None,
 ) -> None:
-    """Simulate one update of MODEL (kimi-k2, deepseek-v3, qwen3-235b): real plan, real engines, no byte.
+    """Simulate one update of MODEL (kimi-k2, deepseek-v3, qwen3-235b): real plan and engines, but no data.
 
-    What GPUs do costs what one rank of the paper's Table 5 took for it; the wire is ConnectX-7's of its Table 2.
+    Work on GPUs takes the time that one rank of the paper's Table 5 took for it; the wire is the ConnectX-7 of its
+    Table 2.
     """
     check_model(model)
     if image is not None:

@@ -88,7 +88,7 @@ def _failed(bad: list[Attempt], port: int) -> Finding:
     if "refused" in states:
         return error(
             "reach.connect",
-            f"refused: the host is there, and nothing listens on port {port} (or a firewall rejects)",
+            f"refused: the host is up, but nothing listens on port {port} (or a firewall rejects)",
             seen,
             "nothing can be measured",
             listen,
@@ -96,7 +96,7 @@ def _failed(bad: list[Attempt], port: int) -> Finding:
         )
     return error(
         "reach.connect",
-        "there is no way to that address",
+        "no route to that address",
         seen,
         "no transfer between these hosts",
         Fix(f"ip route get {bad[0].address}", "which way this host would take"),

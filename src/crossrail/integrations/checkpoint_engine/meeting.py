@@ -113,7 +113,9 @@ class Meeting:
             if time.monotonic() > deadline:
                 late = [rank for rank in range(self._ranks) if not self._has(keys[rank : rank + 1])]
                 if signs == (signs := self._signs(late)) or not late:
-                    raise UpdateFailed(f"nothing came of {_named(late)} for {self.timeout_s:g} s (waiting for {stage})")
+                    raise UpdateFailed(
+                        f"nothing arrived from {_named(late)} for {self.timeout_s:g} s (waiting for {stage})"
+                    )
                 deadline = time.monotonic() + self.timeout_s
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, longest_s)

@@ -114,5 +114,5 @@ def decode(encoded: bytes, bucket_bytes: int) -> Table:
             raise UsageError(f"a bucket of {bucket_bytes} bytes cannot hold {piece!r}")
         count = math.prod(piece.shape)
         if piece.total % count if count else piece.total:
-            raise UsageError(f"{piece.total} bytes are no tensor of shape {piece.shape}: {piece.name!r:.80}")
+            raise UsageError(f"{piece.total} bytes do not make a tensor of shape {piece.shape}: {piece.name!r:.80}")
     return table

@@ -179,7 +179,7 @@ def _check_once(file: Path, header: bytes) -> None:
     def checked(pairs: list[tuple[str, object]]) -> None:
         name, count = Counter(name for name, _ in pairs).most_common(1)[0] if pairs else ("", 1)
         if count > 1:
-            raise UsageError(f"{name!r} is there {count} times")
+            raise UsageError(f"{name!r} occurs {count} times")
 
     try:
         json.loads(header, object_pairs_hook=checked)
@@ -232,7 +232,7 @@ def _files(path: Path) -> tuple[list[Path], dict[str, Path]]:
         if missing := [file.name for file in files if not file.is_file()]:
             raise UsageError(
                 f"{index}: {missing[0]} is not there; of {len(files)} files {len(missing)} are missing. Next: fetch "
-                "the checkpoint anew, all of it"
+                "the whole checkpoint again"
             )
         return files, indexed
     files = sorted(path.glob("*.safetensors"))

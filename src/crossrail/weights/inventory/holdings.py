@@ -177,7 +177,7 @@ class Inventory:
         try:
             wire = msgspec.msgpack.decode(data, type=_Wire)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise UsageError(f"this is no inventory: {error}") from None
+            raise UsageError(f"not an inventory: {error}") from None
         if wire.version != VERSION:
             raise UsageError(
                 f"inventory of version {wire.version}, this is version {VERSION}: use the same on all sides"

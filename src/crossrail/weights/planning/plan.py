@@ -200,7 +200,7 @@ class Plan:
         try:
             wire = msgspec.msgpack.decode(data, type=_Wire)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise UsageError(f"this is no plan: {error}") from None
+            raise UsageError(f"not a plan: {error}") from None
         if wire.version != VERSION:
             raise UsageError(f"plan of version {wire.version}, this is version {VERSION}")
         if set(wire.tables) != set(TABLES):
@@ -297,5 +297,5 @@ def ranks_of(items: Sequence[Any]) -> tuple[int, ...]:
     """Ascending ranks of inventories; UsageError when one occurs twice."""
     ranks = sorted(item.rank for item in items)
     if twice := {rank for rank in ranks if ranks.count(rank) > 1} if len(set(ranks)) < len(ranks) else None:
-        raise UsageError(f"rank {min(twice)} is there twice among the {items[0].role}s")
+        raise UsageError(f"rank {min(twice)} occurs twice among the {items[0].role}s")
     return tuple(ranks)

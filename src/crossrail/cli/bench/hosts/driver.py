@@ -163,7 +163,7 @@ class Driver:
         self._send(what, **arguments)
         answers = self._post.receive(wire.Done, self._timeout_s + 10.0).answers
         if len(answers) != len(self._workers):
-            raise wire.ProtocolError(f"{len(answers)} answers came of {len(self._workers)} workers")
+            raise wire.ProtocolError(f"{len(answers)} answers arrived from {len(self._workers)} workers")
         return answers
 
     def _call(self, command: str, **arguments: Any) -> list[Any]:

@@ -56,7 +56,7 @@ def windows(text: str) -> tuple[int, ...]:
     return tuple(sorted({int(word) for word in words}))
 
 
-@click.command("run", short_help="Measure what is between this machine and a `crossrail bench serve`.")
+@click.command("run", short_help="Measure between this machine and a `crossrail bench serve`.")
 @click.argument("target", metavar="HOST:PORT", type=target_place)
 @click.option("--only", multiple=True, type=click.Choice(KINDS), help="Measure only this; may be repeated.")
 @click.option(
@@ -89,7 +89,7 @@ def windows(text: str) -> tuple[int, ...]:
     type=size(1 << 20, 1 << 40),
     default="256M",
     show_default=True,
-    help="Memory that is walked through, on each side.",
+    help="Memory that transfers cycle through on each side.",
 )
 @transport_option()
 @click.option("--rails", type=rails_type, help="Rails of each engine, or their interfaces [default: 1].")
@@ -100,11 +100,13 @@ def windows(text: str) -> tuple[int, ...]:
     show_default=True,
     help="How workers wait: spin never sleeps.",
 )
-@click.option("--cpus", type=cpu_list, default="", metavar="A,B,...", help="Cores of our workers, in turn.")
+@click.option(
+    "--cpus", type=cpu_list, default="", metavar="A,B,...", help="Cores of the workers on this side, assigned in turn."
+)
 @click.option(
     "--secret-file",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help=f"File with the secret of the serve [default: {SECRET_VARIABLE}].",
+    help=f"File with the secret of `bench serve` [default: {SECRET_VARIABLE}].",
 )
 @click.option(
     "--timeout-s", type=FloatRange(1, 3600), default=60.0, show_default=True, help="Seconds for a single pass."
@@ -113,9 +115,9 @@ def windows(text: str) -> tuple[int, ...]:
 def run_command(target: tuple[str, int], **options: Any) -> None:
     """Measure with the `crossrail bench serve` at HOST:PORT.
 
-    Writes, reads and paged writes of each size, and the distribution of round trips; one or more workers on each side.
-    The data of each point is checked in a pass that is not timed; then it runs again and again, each run beside one of
-    memcpy (both sides on one host) or bare sockets (writes over tcp).
+    Measures writes, reads and paged writes of each size, and the distribution of round trips, with one or more workers
+    on each side. The data of each point is checked in a pass that is not timed. Each timed run is paired with one of
+    memcpy (both sides on one host) or of bare sockets (writes over TCP).
     """
     outputs = Outputs.chosen(options)
     host, port = target

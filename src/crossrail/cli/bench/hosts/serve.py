@@ -246,14 +246,14 @@ def _orderly_end() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-@click.command("serve", short_help="Be the other side of `crossrail bench run`.")
+@click.command("serve", short_help="Run the other side of `crossrail bench run`.")
 @click.option(
     "--bind",
     type=bind_place,
     default=f":{DEFAULT_PORT}",
     show_default=True,
     metavar="[HOST]:PORT",
-    help="Where to answer; port 0: any. Rails of tcp listen at the ports behind it.",
+    help="Address to listen on; port 0: any. TCP rails use the ports after it.",
 )
 @transport_option()
 @click.option("--rails", type=rails_type, help="Rails of each engine, or their interfaces [default: 1].")
@@ -262,22 +262,22 @@ def _orderly_end() -> Iterator[None]:
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help=f"File with the secret [default: {SECRET_VARIABLE}, or one that is drawn and printed].",
 )
-@click.option("--cpus", type=cpu_list, default="", metavar="A,B,...", help="Cores of the workers, in turn.")
+@click.option("--cpus", type=cpu_list, default="", metavar="A,B,...", help="Cores of the workers, assigned in turn.")
 @click.option(
     "--processes-max",
     type=click.IntRange(1, wire.PROCESSES_MAX),
     default=16,
     show_default=True,
-    help="Most workers of a run.",
+    help="Maximum number of workers of a run.",
 )
 @click.option(
     "--memory-max",
     type=size(1 << 20, 1 << 44),
     default="4G",
     show_default=True,
-    help="Most memory of all workers of a run.",
+    help="Maximum memory of all workers of a run.",
 )
-@click.option("--once", is_flag=True, help="End after one run; exit code 1 if it did not end well.")
+@click.option("--once", is_flag=True, help="Exit after one run, with code 1 if it failed.")
 @records_on_signal()
 def serve_command(
     bind: tuple[str, int],
@@ -289,9 +289,9 @@ def serve_command(
     memory_max: int,
     once: bool,
 ) -> None:
-    """Be the other side of `crossrail bench run HOST:PORT`, for one run after another.
+    """Run the other side of `crossrail bench run HOST:PORT`, for one run after another.
 
-    Whoever knows the secret can have workers started here, which take memory and cores for as long as the run takes.
+    Anyone who knows the secret can start workers here, which use memory and cores while the run lasts.
     """
     host, port = bind
     secret = secret_file.read_bytes().strip() if secret_file is not None else shared_secret()

@@ -46,13 +46,13 @@ class _Options:
     mpi: bool
 
 
-@click.command("moe", short_help="Measure dispatch and combine of MoE layers beside the machine's limits.")
+@click.command("moe", short_help="Measure dispatch and combine of MoE layers against the machine's limits.")
 @click.option(
     "--shape",
     "shapes",
     multiple=True,
     type=click.Choice(list(SHAPES)),
-    help="How many tokens a step has: few, or many [default: both].",
+    help="Tokens per step: few or many [default: both].",
 )
 @click.option(
     "--ranks",
@@ -64,15 +64,15 @@ class _Options:
 @click.option(
     "--transport",
     type=click.Choice(["auto", "shm", "tcp", "verbs", "ofi", "ofi:tcp"]),
-    help="What the ranks' engines use [default: shm].",
+    help="Transport of the ranks' engines [default: shm].",
 )
 @click.option("--runs", type=click.IntRange(1, 1000), default=5, show_default=True, help="Samples of each measure.")
-@click.option("--quick", is_flag=True, help="Fewer rounds: a look, not a figure to quote.")
-@click.option("--no-gloo", is_flag=True, help="Leave torch.distributed out; it also is where torch is not installed.")
-@click.option("--no-mpi", is_flag=True, help="Leave MPI out; it also is where mpi4py or mpiexec are not installed.")
-@click.option("--kernels", is_flag=True, help="The kernels of one rank alone, in this process, and nothing else.")
+@click.option("--quick", is_flag=True, help="Fewer rounds: for a first look, not for figures to quote.")
+@click.option("--no-gloo", is_flag=True, help="Leave out torch.distributed, as if torch were not installed.")
+@click.option("--no-mpi", is_flag=True, help="Leave out MPI, as if mpi4py or mpiexec were not installed.")
+@click.option("--kernels", is_flag=True, help="Only the kernels of one rank, in this process.")
 @output_options
-@click.option("--strict", is_flag=True, help="Exit code 1 when a bar is missed.")
+@click.option("--strict", is_flag=True, help="Exit code 1 if a target is missed.")
 def moe(
     shapes: tuple[str, ...],
     counts: tuple[int, ...],
@@ -85,10 +85,11 @@ def moe(
     strict: bool,
     **outputs: Any,
 ) -> None:
-    """Measure dispatch and combine of MoE layers beside the limits of this machine.
+    """Measure dispatch and combine of MoE layers against the limits of this machine.
 
-    Each rank is a process; a step begins when all have come, and ends when the last is done. Just before it, all copy
-    as many bytes as come to them by memcpy: that is the limit. Every byte is compared in a round that is not timed.
+    Each rank is a process. A step begins when all ranks are ready and ends when the last is done. Just before it, all
+    ranks copy as many bytes as they will receive by memcpy: that is the limit. Every byte is compared in a round that
+    is not timed.
     """
     if kernels and transport is not None:
         raise UsageError("--kernels measures without engines: leave --transport out")

@@ -22,11 +22,18 @@ _BUSY_MAX = 0.1
 _POOL_BYTES_MIN = 64 << 20
 
 
-@click.command("peers", short_help="Measure other libraries beside crossrail: the same shapes, the same clock.")
-@click.option("--only", metavar="NAME,...", default="", help="These, or all whose names begin so. [default: all there]")
-@click.option("--list", "list_only", is_flag=True, help="Say which are here and how to install the others, and end.")
+@click.command("peers", short_help="Measure other libraries next to crossrail: the same shapes, the same clock.")
+@click.option(
+    "--only",
+    metavar="NAME,...",
+    default="",
+    help="Only these, or all whose names begin with this. [default: all installed]",
+)
+@click.option(
+    "--list", "list_only", is_flag=True, help="List which are installed and how to install the others, and exit."
+)
 @click.option("--runs", type=click.IntRange(1, 1000), default=5, show_default=True, help="Turns of each.")
-@click.option("--quick", is_flag=True, help="A quarter of the work: a look, not a figure to quote.")
+@click.option("--quick", is_flag=True, help="A quarter of the work: for a first look, not for figures to quote.")
 @click.option("--json", "json_path", type=OutputFile(), help="Write all samples to this file.")
 @click.option("--markdown", "markdown_path", type=OutputFile(), help="Write the tables of figures to this file.")
 @click.option("--cpus", metavar="A,B", type=cpu_pair, help="Cores of the two processes [default: first and last].")
@@ -37,7 +44,13 @@ _POOL_BYTES_MIN = 64 << 20
     show_default=True,
     help="Memory of each side. 16 writes of 32 MiB need 512M to have places of their own.",
 )
-@click.option("--timeout-s", type=FloatRange(1, 3600), default=60.0, show_default=True, help="Of each measure of each.")
+@click.option(
+    "--timeout-s",
+    type=FloatRange(1, 3600),
+    default=60.0,
+    show_default=True,
+    help="Time limit of each measure of each library.",
+)
 def peers(
     only: str,
     list_only: bool,
@@ -49,11 +62,11 @@ def peers(
     pool_bytes: int,
     timeout_s: float,
 ) -> None:
-    """Measure other libraries beside crossrail: the same shapes, the same clock, in one run.
+    """Measure other libraries next to crossrail: the same shapes and the same clock, in one run.
 
-    Each takes its turn in two processes of its own, pinned to two cores, and the turns go round, so that a machine that
-    changes its speed does so for all. Every shape is checked byte by byte in a pass that is not timed. A library that
-    crashes or hangs is a line in the tables. docs/comparison.md says what is compared, and what cannot be.
+    Each library takes its turn in two processes of its own, pinned to two cores. The turns rotate, so that a change of
+    the machine's speed affects all alike. Every shape is checked byte by byte in a pass that is not timed. A library
+    that crashes or hangs gets a line in the tables. docs/comparison.md says what is compared, and what cannot be.
     """
     console = Console()
     if list_only:
