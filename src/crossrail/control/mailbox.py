@@ -13,6 +13,7 @@ from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
+from crossrail._closing import AsyncClosing
 from crossrail.control.deadlines import in_time
 from crossrail.control.language import Language, Letter
 from crossrail.control.messages import Failed, clipped
@@ -40,7 +41,7 @@ class NoAnswer(CrossrailError):
     """None came in time: the other node may be slow, frozen, or gone; it may have done what it was asked, or not."""
 
 
-class Mailbox:
+class Mailbox(AsyncClosing):
     """One per wire, as wires are of engines. Threads: the event loop's.
 
     Lifecycle: 1. made. 2. handle() for each type of question. 3. start(). 4. close(): questions end with NoAnswer.

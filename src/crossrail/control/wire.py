@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Protocol
 
 import crossrail as xr
+from crossrail._closing import Closing
 from crossrail.errors import TransferError, UsageError
 
 _BUFFERS = 256
@@ -42,7 +43,7 @@ class Wire(Protocol):
         """Of one that is lost: the next send() looks for it again. It may have been frozen or cut off."""
 
 
-class EngineWire:
+class EngineWire(Closing):
     """The messages of an engine, all of them: it opens the engine's receive pool. close() before the engine.
 
     One per engine, and one mailbox on it: others know packets and questions of an engine by their numbers. UsageError

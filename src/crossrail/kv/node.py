@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from crossrail._closing import AsyncClosing
 from crossrail.control.deadlines import set_in_time
 from crossrail.errors import CrossrailError, UsageError
 from crossrail.kv import messages as m
@@ -149,7 +150,7 @@ class RouterLink:
             heard_s = loop.time()
 
 
-class Node(ABC):
+class Node(AsyncClosing):
     """A prefiller or a decoder: base class. Threads: the event loop's.
 
     Lifecycle: 1. made. 2. start(). 3. drain(): what is there is finished, nothing new taken. 4. close().
@@ -199,7 +200,7 @@ class Node(ABC):
         """Whether something here is to be told to this router, should it come back."""
         return False
 
-    def on_joined(self, link: RouterLink) -> None:  # noqa: B027  # not every node has something to do then
+    def on_joined(self, link: RouterLink) -> None:  # not every node has something to do then
         """The router knows us, for the first time or again."""
 
     def start(self) -> None:

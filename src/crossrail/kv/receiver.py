@@ -7,6 +7,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
+from crossrail._closing import Closing
 from crossrail.errors import CrossrailError, UsageError
 from crossrail.kv.access import Access, Tails
 from crossrail.kv.errors import NoPages
@@ -22,7 +23,7 @@ _IDLE_KEPT = 64  # writers that nothing is under way of: one that comes back fin
 _SHUT_S = 5.0
 
 
-class KvReceiver:
+class KvReceiver(Closing):
     """Where requests' KV arrives: the ranks of an instance, its page pool, and room for tails.
 
     ranks: memory of rank 0, 1, ...; their engines may be one or several. Or by rank, those that this process has: then

@@ -23,6 +23,7 @@ from functools import partial
 
 import numpy as np
 
+from crossrail._closing import AsyncClosing
 from crossrail.control.deadlines import in_time, set_in_time
 from crossrail.errors import CrossrailError, UsageError
 from crossrail.kv import messages as m
@@ -70,7 +71,7 @@ class RouterOptions:
     sweep_s: float = 0.25
 
 
-class Router:
+class Router(AsyncClosing):
     """Threads: the event loop's. start(), then complete() any number of times side by side, then close().
 
     membership: who is there; None: whoever joins by message, as long as its heartbeats come.

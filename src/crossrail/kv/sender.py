@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from threading import RLock
 
 from crossrail import Watcher
+from crossrail._closing import AsyncClosing
 from crossrail.errors import UsageError
 from crossrail.kv.errors import DuplicateRequest, TransferStopped
 from crossrail.kv.job import SendJob
@@ -74,7 +75,7 @@ class Step:
         self._sender._abandon(self, reason)
 
 
-class KvSender:
+class KvSender(AsyncClosing):
     """Sends the KV of the ranks that this process has, all of an instance's or some, to decoders.
 
     ranks: by rank of the layout's tp. The watched word belongs to the engine of the lowest. Where ranks have engines of

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import crossrail as xr
+from crossrail._closing import AsyncClosing
 from crossrail.control.deadlines import in_time
 from crossrail.control.mailbox import Mailbox, NoAnswer
 from crossrail.control.wire import Unreachable
@@ -48,7 +49,7 @@ class _Attempt:
     is_failed: bool = False
 
 
-class WeightReceiver:
+class WeightReceiver(AsyncClosing):
     """One inference rank. Threads: the event loop's. While weights arrive no code of it runs.
 
     memory: of role "target"; its arrays are what is written. spare: twice the memory, updates go into the one that is

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 import crossrail as xr
+from crossrail._closing import AsyncClosing
 from crossrail._options import check_seconds
 from crossrail.control.deadlines import in_time, set_in_time
 from crossrail.control.mailbox import Mailbox, NoAnswer
@@ -34,7 +35,7 @@ QUIET_S = 5.0  # for transfers that were cancelled: what peers have begun ends f
 _KERNELS_S = 0.0005  # between looks at what the caller's stream still has to do
 
 
-class WeightTrainer:
+class WeightTrainer(AsyncClosing):
     """One trainer rank. Threads: the event loop's; conversions run in one thread of its own.
 
     mailbox: of messages.mailbox(), started by whoever made it; one for each trainer or inference rank.

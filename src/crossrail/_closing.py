@@ -1,0 +1,40 @@
+"""`with` and `async with` for what has a close()."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from types import TracebackType
+from typing import TypeVar
+
+S = TypeVar("S", bound="Closing")
+A = TypeVar("A", bound="AsyncClosing")
+
+
+class Closing(ABC):
+    """`with` closes it at the end."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+    def __enter__(self: S) -> S:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class AsyncClosing(ABC):
+    """`async with` closes it at the end."""
+
+    @abstractmethod
+    async def close(self) -> None: ...
+
+    async def __aenter__(self: A) -> A:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
