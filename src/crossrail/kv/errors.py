@@ -6,19 +6,19 @@ from crossrail.errors import CrossrailError, UsageError
 
 
 class LayoutMismatch(UsageError):
-    """Two instances whose KV cannot be exchanged: they do not run the same model, or keep it in other numbers."""
+    """The KV of two instances cannot be exchanged: they run different models, or store KV in different number formats."""
 
 
 class DuplicateRequest(UsageError):
-    """A request of this name is under way already."""
+    """A request of this name is already in progress."""
 
 
 class PagesInUse(UsageError):
-    """The pages may still be written or read by somebody: what was asked would let two requests share them."""
+    """Somebody may still write or read the pages: the call would let two requests share them."""
 
 
 class NoPages(CrossrailError):
-    """Too few pages are free now. wanted, available: pages."""
+    """Too few pages are free. wanted, available: numbers of pages."""
 
     def __init__(self, message: str, wanted: int, available: int) -> None:
         super().__init__(message)
@@ -31,4 +31,4 @@ class TransferStopped(CrossrailError):
 
 
 class SurplusCount(CrossrailError):
-    """More counts came than a request's plan makes: two wrote it, or one with another plan."""
+    """More counts arrived than the request's plan makes: two prefillers wrote it, or one with another plan."""

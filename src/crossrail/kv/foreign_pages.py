@@ -30,11 +30,12 @@ class _ForeignPages:
 
 
 def foreign_lease(owner: str, pages: npt.NDArray[np.uint32], page_tokens: int, *, prefix_tokens: int = 0) -> PageLease:
-    """A reserved lease on pages that the caller allocated, in the order of the request's tokens.
+    """A reserved lease of pages that the caller allocated, in the order of the request's tokens.
 
-    The caller keeps them from others until release() has returned, which raises PagesInUse while a peer may touch them.
-    pages: shared, not copied: an allocator that gives a request its pages bit by bit fills in what was NOT_YET, before
-    a step is begun that needs them. prefix_tokens: there already, whole pages.
+    The caller keeps them from others until release() has returned; release() raises PagesInUse while a peer may touch
+    them.
+    pages: shared, not copied. An allocator that gives a request its pages one by one replaces NOT_YET by them, before a
+        step that needs them is begun. prefix_tokens: tokens that are already there, whole pages.
     """
     if pages.dtype != np.uint32 or pages.ndim != 1:
         raise UsageError(f"pages are {pages.dtype} of shape {pages.shape}, must be one row of uint32")

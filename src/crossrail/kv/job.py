@@ -25,7 +25,7 @@ _DOUBTS_KEPT = 4096
 
 
 class LayerTime(NamedTuple):
-    """For the timeline: when (loop time) something happened to a layer of the chunk that ends with this token."""
+    """For the timeline: when (in loop time) something happened to a layer of the chunk that ends with this token."""
 
     end_tokens: int
     layer: int
@@ -50,18 +50,17 @@ class _SentLayer:
 class SendJob:
     """The transfer of one request's KV and tail. Made by KvSender.open.
 
-    Lifecycle: 1. open: steps of the model send its chunks, send_tail its tail. 2. over: all is under way, or it was
-    stopped, by cancel(), a write that failed or a step that was abandoned. 3. quiet: no write of ours is under way.
-    4. settled: no step of the model fills its pages either. The lease, in use if all went well, else reserved, can be
-    released.
+    Lifecycle: 1. open: steps of the model send its chunks, send_tail its tail. 2. over: everything is under way, or it was
+    stopped, by cancel(), a failed write or an abandoned step. 3. quiet: none of our writes is in flight. 4. settled: no
+    step of the model fills its pages either. The lease can be released; it is in use if all went well, else reserved.
 
-    Invariant: once it is stopped nothing more is submitted, and what is submitted is in _transfers until it has ended:
-    writes of layers that are not computed yet, too, which wait in the engine for the word.
+    Invariant: once it is stopped nothing more is submitted, and what is submitted is in _transfers until it has ended;
+    that includes the writes of layers that are not computed yet, which wait in the engine for the word.
     posted, written: when the engine began the writes of each layer (until they have ended: when the layer was seen to
-    be computed); when they were seen to have ended.
-    is_in_doubt: a write ended because our engine had given the decoder up, as one that is frozen for long. Should that
-    come back, bytes that the kernel had taken for it may still arrive there: it has to fence us off (Doubts).
-    Threads: that of the event loop; the sender submits on other threads too, under its lock.
+        be computed); when they were seen to have ended.
+    is_in_doubt: a write ended because our engine gave the decoder up, for example after a long freeze. If the decoder
+        resumes, bytes in its kernel may still land there: it has to fence us off (Doubts).
+    Threads: the event loop's; the sender also submits on other threads, under its lock.
     """
 
     def __init__(
@@ -98,12 +97,12 @@ class SendJob:
 
     @property
     def request(self) -> str:
-        """Its name, the decoder's."""
+        """Name of the request, given by the decoder."""
         return self.target.request
 
     @property
     def stopped(self) -> bool:
-        """True once nothing more will be posted because something went wrong, or somebody cancelled."""
+        """True once nothing more will be posted, because something went wrong or the job was cancelled."""
         return self._error is not None
 
     @property
@@ -114,8 +113,9 @@ class SendJob:
     def send_tail(self, region: Region, offset: int = 0) -> None:
         """Writes the request's tail, target.tail_bytes of region from offset on, to each rank that takes one.
 
-        Once, by the sender that has rank 0; region: of that rank's engine. The bytes must stay unchanged until finish()
-        is through. Does nothing once the job is stopped.
+        Call it once, at the sender that has rank 0; region: of that rank's engine. The bytes must stay unchanged until
+        finish()
+        has returned or raised. Does nothing if the job is stopped.
         """
         with self._lock:
             if not self._tail_owed:
@@ -136,22 +136,27 @@ class SendJob:
         self._changed.set()
 
     async def finish(self, timeout_s: float | None = None) -> None:
-        """Returns when the job is settled: all was written, and the pages are complete and free of writers.
+        """Returns when the job is settled: everything was written, and the pages are complete and free of writers.
 
-        Raises what stopped it, TransferStopped after a cancel; the job is settled then too. WaitTimeout: it goes on.
-        Cancelling the task that awaits stops nothing. Any number of tasks, any number of times.
+        Raises the reason if it was stopped, TransferStopped after a cancel; the job is settled then too. WaitTimeout:
+        it
+        continues. Cancelling the awaiting task stops nothing. Any number of tasks may call it, any number of times.
         """
         await self._wait([self._end], timeout_s, "settled")
         if self._error is not None:
             raise self._error
 
     async def cancel(self, reason: str = "cancelled", timeout_s: float | None = None) -> None:
-        """Stops it, and returns once it is quiet: nothing of it can arrive any more. When all was written it stays so.
+        """Stops the job, and returns once it is quiet: nothing of it can arrive any more. If all was written, it stays
+        so.
 
-        This is what a decoder that gave up waits to hear. But while the job is_in_doubt something can: it must hear
-        an error instead, and fences us off. Our own pages can be reused later: when finish() is through.
-        Raises WaitTimeout when writes are still under way, as to a decoder that froze in the middle of one; it is
-        stopped all the same. Any number of times.
+        A decoder that gave up waits for this. But while the job is_in_doubt, something can still arrive: the decoder
+        must be
+        told of an error instead, and fence us off. Our own pages can be reused only when finish() has returned or
+        raised.
+        Raises WaitTimeout if writes are still in flight, for example to a decoder that froze in the middle of one; the
+        job is
+        stopped all the same. May be called any number of times.
         """
         self._stop(TransferStopped(f"request {self.request!r}: {reason}"))
         quiet = asyncio.create_task(self._quiet.wait())
@@ -161,9 +166,10 @@ class SendJob:
             quiet.cancel()
 
     async def at_rest(self, timeout_s: float | None = None) -> None:
-        """Returns when no step is open and no write under way: what was posted has ended, more may follow.
+        """Returns when no step is open and no write in flight: everything posted has ended, and more may follow.
 
-        For allocators that take pages back in the middle of a request and compute it again later, into others: between
+        For allocators that take pages back in the middle of a request and compute them again later, in other pages:
+        between
         at_rest() and the next begin_step nothing reads them. Raises WaitTimeout.
         """
         resting = asyncio.create_task(self._until_at_rest())

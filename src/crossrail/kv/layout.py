@@ -212,9 +212,10 @@ def dtype_name(dtype: object) -> str:
 
 
 def differences(ours: KvLayout, theirs: KvLayout, sides: tuple[str, str] = ("ours", "theirs")) -> list[str]:
-    """What keeps two instances from exchanging KV: one line for each field, with both values. Empty: they can.
+    """What prevents two instances from exchanging KV: one line for each field, with both values. Empty: nothing.
 
-    sides: what the text calls the two. Pages, page_tokens (but for PACKED), order, separate_kv and tp may differ, and
+    sides: what the text calls the two. Pages, page_tokens (except for PACKED), order, separate_kv and tp may differ,
+    and
     MHA is GQA with as many heads.
     """
     names = ["layers", "kv_heads", "head_dim", "dtype"]
@@ -231,7 +232,7 @@ def differences(ours: KvLayout, theirs: KvLayout, sides: tuple[str, str] = ("our
 
 
 def compatible(ours: KvLayout, theirs: KvLayout, sides: tuple[str, str] = ("ours", "theirs")) -> None:
-    """Raises LayoutMismatch, which says what differs and prints both, unless the two can exchange KV."""
+    """Raises LayoutMismatch, which says what differs and shows both layouts, unless the two can exchange KV."""
     if differs := differences(ours, theirs, sides):
         raise LayoutMismatch(
             f"layouts do not match; {'; '.join(differs)}.\n  {sides[0]}: {ours.describe()}\n  {sides[1]}: "

@@ -14,11 +14,13 @@ from crossrail.kv.layout import KvLayout
 
 
 class RankMemory:
-    """Where one rank keeps its KV: one region with all layers, or one region a layer. Immutable; any thread.
+    """Where one rank keeps its KV: one region with all layers, or one region per layer. Immutable; any thread.
 
-    On a host or on a GPU; the two sides of a transfer need not be alike in this. No engine waits for a GPU's kernels:
-    what they write must be there before it is counted (KvSender), and what they do with pages must have ended before
-    these are given to a request (KvReceiver).
+    It is in host or GPU memory; the two sides of a transfer may differ in this. No engine waits for a GPU's kernels:
+    what
+    they write must be complete before it is counted (KvSender), and kernels that use pages must have ended before these
+    are
+    given to a request (KvReceiver).
     Owner of the regions: whoever made them. They must stay open while requests run.
     """
 
@@ -43,12 +45,12 @@ class RankMemory:
 
     @classmethod
     def alloc(cls, engine: Engine, layout: KvLayout) -> RankMemory:
-        """Zeroed memory of the engine's own: the fast source and target between processes of one host."""
+        """Zeroed memory allocated by the engine: the fast source and target between processes of one host."""
         return cls(engine, layout, [engine.alloc(layout.rank_bytes)])
 
     @classmethod
     def register(cls, engine: Engine, layout: KvLayout, buffers: Sequence[Any]) -> RankMemory:
-        """Existing memory: one buffer with all layers, or one a layer, each as Engine.register takes them."""
+        """Existing memory: one buffer with all layers, or one per layer, each as Engine.register takes it."""
         return cls(engine, layout, [engine.register(buffer) for buffer in buffers])
 
     def registered_again(self) -> RankMemory:
@@ -61,7 +63,7 @@ class RankMemory:
         return RankMemory(self.engine, self.layout, [self.engine.register(buffer) for buffer in buffers])
 
     def place(self, layer: int) -> tuple[Region, int]:
-        """The region that a layer is in, and the offset of its first byte. UsageError: there is no such layer."""
+        """The region that contains a layer, and the offset of its first byte. UsageError if there is no such layer."""
         if not 0 <= layer < self.layout.layers:
             raise UsageError(f"layer={layer} must be 0 to {self.layout.layers - 1}")
         if len(self.regions) == 1:
@@ -70,14 +72,15 @@ class RankMemory:
 
     @property
     def descriptors(self) -> tuple[RegionDescriptor, ...]:
-        """Of its regions, in their order: for whoever shall write there."""
+        """The descriptors of its regions, in order, for those who will write there."""
         return tuple(region.descriptor for region in self.regions)
 
     def layer(self, layer: int) -> npt.NDArray[Any]:
-        """One layer's KV as an array of shape (parts, pages, rank_heads, page_tokens, head_dim) that shares it.
+        """One layer's KV as an array of shape (parts, pages, rank_heads, page_tokens, head_dim) that shares the memory.
 
-        Of dtype layout.storage. It keeps the memory alive. Peers may write to it: a page's lease says until when.
-        Of memory of a host: raises UsageError for a GPU's, which the CPU cannot look at.
+        Its dtype is layout.storage. It keeps the memory alive. Peers may write to it: the lease of a page says until
+        when.
+        Only for host memory: raises UsageError for GPU memory, which the CPU cannot read.
         """
         region, offset = self.place(layer)
         if region.device != "cpu":

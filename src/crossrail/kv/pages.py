@@ -28,7 +28,7 @@ from crossrail.kv.prefix_cache import PrefixCache
 
 
 class PageState(IntEnum):
-    """What a page is to its pool, and a lease to its pages; _NEXT says what follows what."""
+    """The state of a page in its pool, and of a lease; _NEXT says which state may follow which."""
 
     FREE = 0
     CACHED = 1
@@ -81,9 +81,11 @@ class Pages(Protocol):
 class PagePool:
     """The pages of one instance: page p is page p at every layer and rank.
 
-    Threads: one at a time, that of the event loop. Costs nothing per page but for pages with names in the prefix cache.
-    Invariant: every page is in exactly one state; free and cached ones are held by no lease.
-    Invariant: a page has as many references as leases hold it, and is cached at 0 if it has a name, else free.
+    Threads: one at a time, the event loop's. There is no cost per page, except for pages with names in the prefix
+    cache.
+    Invariant: every page is in exactly one state; free and cached pages are in no lease.
+    Invariant: a page has one reference for each lease that holds it; at 0 it is cached if it has a name, and free
+    otherwise.
     """
 
     def __init__(self, pages: int, page_tokens: int) -> None:
@@ -107,18 +109,18 @@ class PagePool:
 
     @property
     def available(self) -> int:
-        """Pages that a reservation could get now: free, or cached and not held."""
+        """Pages that a reservation could get now: free ones, and cached ones that no lease holds."""
         return self._free_count + self._cache.evictable
 
     def match(self, names: Sequence[bytes]) -> int:
-        """How many of these pages, from the first on, are in the prefix cache. names: of page_hashes."""
+        """How many of these pages, from the first on, are in the prefix cache. names: from page_hashes."""
         return len(self._cache.match(names))
 
     def reserve(self, count: int, owner: str, *, names: Sequence[bytes] = ()) -> PageLease:
-        """Takes count pages for a request, the first of them shared with the prefix cache as far as it has them.
+        """Takes count pages for a request. The first ones are shared with the prefix cache, as far as it has them.
 
-        names: of the request's first pages, from page_hashes; those that must not be shared are to be left out.
-        Raises NoPages, having taken none; DuplicateRequest while the owner has a lease.
+        names: of the request's first pages, from page_hashes; leave out those that must not be shared.
+        Raises NoPages, and has then taken none; DuplicateRequest while the owner has a lease.
         """
         if owner in self._leases:
             raise DuplicateRequest(f"request {owner!r} has a lease already, {self._leases[owner].state}")
@@ -149,7 +151,7 @@ class PagePool:
         return lease
 
     def report(self) -> PoolReport:
-        """What is in use by whom: after the last request, everything must be free or cached."""
+        """Which lease holds which pages. After the last request, every page must be free or cached."""
         counts = np.bincount(self._state, minlength=len(PageState))
         return PoolReport(
             {state: int(counts[state]) for state in PageState},
@@ -157,7 +159,7 @@ class PagePool:
         )
 
     def drop_cache(self) -> int:
-        """Forgets all names, as after a change of weights; cached pages become free. How many did."""
+        """Forgets all names, for example after a change of weights; cached pages become free. Returns how many."""
         dropped = np.array(self._cache.clear(), np.uint32)
         self._free_pages(dropped)
         return len(dropped)
@@ -188,10 +190,10 @@ class PagePool:
 
 
 class PageLease:
-    """One request's pages, in the order of its tokens: shared ones of a known prefix, then its own.
+    """The pages of one request, in the order of its tokens: first shared ones of a known prefix, then its own.
 
-    pages: uint32, read-only. Made by PagePool.reserve or foreign_lease; the module says what the states are.
-    Threads: as the pool's.
+    pages: uint32, read-only. Made by PagePool.reserve or foreign_lease; the module's docstring explains the states.
+    Threads: as for the pool.
     """
 
     def __init__(self, pool: Pages, owner: str, pages: npt.NDArray[np.uint32], shared: int) -> None:
@@ -204,42 +206,43 @@ class PageLease:
 
     @property
     def own(self) -> npt.NDArray[np.uint32]:
-        """Those that no other request shares."""
+        """The pages that no other request shares."""
         return self.pages[self.shared :]
 
     @property
     def prefix_tokens(self) -> int:
-        """Tokens whose KV is there already."""
+        """Number of tokens whose KV is already there."""
         return self.shared * self._pool.page_tokens
 
     def fill(self) -> None:
-        """From now on somebody else writes: call it before he hears of the pages."""
+        """From now on somebody else writes: call it before the writer learns about the pages."""
         if self._is_published:
             raise PagesInUse(f"pages of request {self.owner!r} are published: others share what would be overwritten")
         self._move(PageState.FILLING)
 
     def use(self) -> None:
-        """All is there, and nobody else writes any more."""
+        """Everything has arrived, and nobody else writes any more."""
         self._move(PageState.IN_USE)
 
     def drain(self) -> None:
-        """Given up, but not yet quiet."""
+        """Given up, but writes may still be in flight."""
         self._move(PageState.DRAINING)
 
     def quarantine(self) -> None:
-        """Draining has taken too long. The pages are lost until confirm()."""
+        """Draining has taken too long: the pages cannot be used until confirm()."""
         self._move(PageState.QUARANTINED)
 
     def confirm(self) -> None:
-        """Nothing touches the pages any more, whoever calls this knows: reserved again."""
+        """The caller knows that nothing touches the pages any more: they are reserved again."""
         if self.state not in (PageState.DRAINING, PageState.QUARANTINED):
             raise self._refusal("confirmed")
         self._move(PageState.RESERVED)
 
     def publish(self, names: Sequence[bytes]) -> None:
-        """Lets later requests share the pages that bear these names, the request's first on. Only while in use.
+        """Lets later requests share the pages with these names, starting with the request's first page. Only while in
+        use.
 
-        The holder must not write them any more. A name that another page bears already stays with that page.
+        The holder must not write them any more. If another page has a name already, it keeps it.
         """
         if self.state is not PageState.IN_USE:
             raise self._refusal("published")

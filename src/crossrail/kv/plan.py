@@ -26,7 +26,7 @@ Pages = npt.NDArray[np.integer]
 
 
 class PageWrites(NamedTuple):
-    """One submit_paged_writes a layer: the same indices for all layers, offsets counted from the layer's first byte."""
+    """One submit_paged_writes per layer: the same indices for all layers, offsets from the layer's first byte."""
 
     source: int
     target: int
@@ -41,7 +41,7 @@ class PageWrites(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TransferPlan:
-    """How KV goes from instances of one layout to those of another. Made by plan_transfer; immutable, any thread."""
+    """How KV is sent from instances of one layout to those of another. Made by plan_transfer; immutable, any thread."""
 
     src: KvLayout
     dst: KvLayout
@@ -138,7 +138,7 @@ def _plan(src: KvLayout, dst: KvLayout, spread: int) -> TransferPlan:
 def expected_count(
     src: KvLayout, dst: KvLayout, rank: int, tokens: int, *, prefix_tokens: int = 0, tail: bool = False
 ) -> int:
-    """The immediates that a request makes at one rank of the decoder: all layers and chunks, and its tail.
+    """How many immediates a request makes at one rank of the decoder: for all layers and chunks, and its tail.
 
     It depends neither on how the prompt was cut into chunks nor on which of several equal source ranks sent.
     """

@@ -14,10 +14,12 @@ _DIGEST_BYTES = 32  # nobody can make up a prompt that is taken for somebody els
 
 
 def page_hashes(tokens: Sequence[int] | npt.NDArray[np.integer], page_tokens: int, *, salt: bytes = b"") -> list[bytes]:
-    """One name for each full page of tokens; tokens behind the last full page have none.
+    """One name for each full page of tokens; tokens after the last full page have none.
 
-    A name covers all tokens up to the end of its page, since these decide the page's KV. salt: whatever else does, as
-    the model, its revision and adapter; names of different salts never match. About a microsecond a page.
+    A name covers all tokens up to the end of its page, since these determine the page's KV. salt: everything else that
+    does,
+    such as the model, its revision and adapter; names with different salts never match. Takes about a microsecond per
+    page.
     """
     if page_tokens < 1:
         raise UsageError(f"page_tokens={page_tokens} must be 1 or more")

@@ -24,13 +24,14 @@ _SHUT_S = 5.0
 
 
 class KvReceiver(Closing):
-    """Where requests' KV arrives: the ranks of an instance, its page pool, and room for tails.
+    """Receives the KV of requests: for the ranks of an instance, with its page pool and room for tails.
 
-    ranks: memory of rank 0, 1, ...; their engines may be one or several. Or by rank, those that this process has: then
-    a request has a receiver in each process, and each waits for what its own ranks are to get.
-    pool: None when somebody else says which pages a request has: then adopt(), not reserve().
-    tail_bytes: of a request's tail, 0: none; tail_slots: requests that can have one at a time. Tails arrive at rank 0.
-    Threads: that of the event loop.
+    ranks: memory of rank 0, 1, ..., on one engine or several. Or a mapping from rank to memory, for the ranks that this
+        process has; each process then has a receiver for the request, which waits for the KV of its own ranks.
+    pool: None if the caller decides which pages a request gets: use adopt() instead of reserve().
+    tail_bytes: length of a request's tail; 0: no tails. tail_slots: how many requests can have one at the same time.
+        Tails arrive at rank 0.
+    Threads: the event loop's.
     """
 
     def __init__(
@@ -72,10 +73,12 @@ class KvReceiver(Closing):
         return f"<KvReceiver of ranks {sorted(self.ranks)}>"
 
     def reserve(self, request: str, tokens: int, *, room_tokens: int = 0, names: Sequence[bytes] = ()) -> Reception:
-        """Takes pages for `tokens` tokens that shall arrive and room_tokens that the decoder itself will add.
+        """Takes pages for `tokens` tokens that will arrive, and for room_tokens that the decoder will add.
 
-        names: of the request's full pages within `tokens`, from page_hashes; what the pool has of them is not sent.
-        Raises NoPages, DuplicateRequest, having taken nothing.
+        names: names of the request's full pages within `tokens`, from page_hashes; pages that the pool already has are
+        not
+            sent.
+        Raises NoPages or DuplicateRequest, and has then taken nothing.
         """
         check_request(request)
         if tokens < 0 or room_tokens < 0:
@@ -89,7 +92,7 @@ class KvReceiver(Closing):
         return Reception(request, tokens, self.layout, self.ranks, lease, self._tails, self._access_of)
 
     def adopt(self, request: str, tokens: int, lease: PageLease) -> Reception:
-        """The same with a reserved lease of the caller's, whose first prefix_tokens tokens are here already."""
+        """Like reserve(), with a reserved lease of the caller's, whose first prefix_tokens tokens are already here."""
         check_request(request)
         if not 0 <= lease.prefix_tokens <= tokens or len(lease.pages) < self.layout.pages_of(tokens):
             raise UsageError(
@@ -99,12 +102,17 @@ class KvReceiver(Closing):
         return Reception(request, tokens, self.layout, self.ranks, lease, None, self._access_of)
 
     async def fence(self, writer: str, timeout_s: float) -> None:
-        """Shuts a prefiller out: returns once nothing of it can land here any more, however late it comes.
+        """Shuts a prefiller out. When this returns, nothing that it sent can land here any more, however late it
+        arrives.
 
-        For one that is dead, frozen or not believed any more. Its requests that have not arrived will not: withdraw()
-        of each then returns at once. Does nothing when it was never dispatched to. One that comes back can be given
-        requests again, by new registrations.
-        Raises WaitTimeout while it is in the middle of a copy, as when it froze there: all else is refused; call again.
+        For one that is dead, frozen or not trusted any more. Its requests that have not arrived never will: withdraw()
+        of
+        each returns at once. Does nothing if nothing was dispatched to it. A prefiller that comes back can be given
+        requests
+        again, by new registrations.
+        Raises WaitTimeout while the prefiller is in the middle of a copy, for example because it froze there.
+        Everything
+        else from it is refused already; call fence() again.
         """
         access = self._accesses.get(writer)
         if access is not None:
@@ -113,7 +121,9 @@ class KvReceiver(Closing):
                 del self._accesses[writer]
 
     def close(self) -> None:
-        """Closes all registrations of writers, and the memory of tails. After all requests have ended. Idempotent."""
+        """Closes all registrations of writers, and the memory of tails. Call it after all requests have ended.
+        Idempotent.
+        """
         for access in (*self._accesses.values(), *self._retired):
             access.close()
         self._accesses.clear()

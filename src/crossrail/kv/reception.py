@@ -35,12 +35,13 @@ class _Awaited:
 
 
 class Reception:
-    """One request's pages at the decoder, while they arrive and while they are used. Made by KvReceiver.reserve.
+    """The pages of one request at the decoder, while they arrive and while they are used. Made by KvReceiver.reserve.
 
-    Lifecycle: 1. reserved. 2. dispatch(): a prefiller may write. 3. arrived(): in use, all is there; or withdraw():
+    Lifecycle: 1. reserved. 2. dispatch(): a prefiller may write. 3. arrived(): everything is there, in use; or
+    withdraw():
     reserved again once nothing can land any more, for another dispatch() or release(). 4. release().
-    Invariant: from dispatch() until the full count or a confirmed withdrawal nobody else gets pages, tail, immediate.
-    Threads: that of the event loop. One task awaits arrived() at a time; cancelling it leaves the transfer as it is.
+    Invariant: from dispatch() until the full count or a confirmed withdrawal nobody else gets pages, tail or immediate.
+    Threads: the event loop's. One task at a time awaits arrived(); cancelling it does not stop the transfer.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class Reception:
 
     @property
     def prefix_tokens(self) -> int:
-        """Tokens that are here already: the prefiller does not send them."""
+        """Tokens that are already here, which the prefiller does not send."""
         return self.lease.prefix_tokens
 
     @property
@@ -80,14 +81,18 @@ class Reception:
         return self.lease.state
 
     def dispatch(self, source: KvLayout, writer: str | None = None) -> KvTarget:
-        """What the prefiller of this layout has to know. Call it once an attempt, then send it to that prefiller alone.
+        """What a prefiller of this layout has to know. Call it once per attempt, and send the result to that prefiller
+        alone.
 
-        From here on it may write, whether or not the message arrives: what ends this is arrived() or withdraw().
-        writer: which prefiller, by a name of its incarnation. Its requests share registrations of our memory, which are
-        made at the first and last until KvReceiver.fence(writer), or until it has had none for long. None: this
-        attempt has its own; it costs them, and the prefiller's first look at them, but can be ended without the
-        prefiller's confirmation.
-        Raises LayoutMismatch, PagesInUse while another attempt is not over; nothing has changed then.
+        From here on the prefiller may write, whether or not the message arrives, until arrived() or withdraw() ends it.
+        writer: a name for the prefiller's incarnation. Its requests share registrations of our memory, which are made
+        for the
+            first and last until KvReceiver.fence(writer), or until it has had no request for long. None: this attempt
+            has its own
+            registrations. They cost time, and so does the prefiller's first use of them, but such an attempt can be
+            ended
+            without the prefiller's confirmation.
+        Raises LayoutMismatch, or PagesInUse while another attempt is not over; nothing has changed then.
         """
         layout = self._layout
         if self.state is not PageState.RESERVED:
@@ -136,14 +141,15 @@ class Reception:
 
     @property
     def needs_nothing(self) -> bool:
-        """All tokens are in the prefix, and there is no tail: nobody has anything to send."""
+        """All tokens are in the prefix and there is no tail, so nothing has to be sent."""
         return self.prefix_tokens == self.tokens and self._tails is None
 
     async def arrived(self, timeout_s: float | None = None) -> None:
-        """Returns when all KV and the tail are there: the pages are in use, and nobody else writes them.
+        """Returns when all KV and the tail have arrived: the pages are in use, and nobody else writes them.
 
-        Raises WaitTimeout: the transfer goes on, call it again or withdraw(). SurplusCount: the pages are quarantined.
-        Nobody needs to be dispatched to when it needs_nothing.
+        Raises WaitTimeout: the transfer continues; call it again, or withdraw(). SurplusCount: the pages are
+        quarantined.
+        If the request needs_nothing, nobody needs to be dispatched to.
         """
         if self.state is PageState.IN_USE:
             return
@@ -162,13 +168,19 @@ class Reception:
     async def withdraw(self, ask: Callable[[], Awaitable[object]], timeout_s: float) -> None:
         """Takes the pages back: returns when nothing can land in them any more, and they are reserved again.
 
-        ask: tells the prefiller to stop, and returns when it has confirmed that nothing of the request is under way;
-        raises PeerLost when it is dead, and its registrations are closed then. The full count is as good, and so is a
-        fence(). When none of this came in timeout_s, or ask raised another error: registrations that are this attempt's
-        alone are closed, which ends it too; shared ones are not, and WaitTimeout or that error is raised. The pages are
-        quarantined then: call it again, perhaps after fence(writer).
-        A second call while the first is under way shares its end; cancelling the task that awaits does not stop it.
-        Does nothing before dispatch().
+        ask: tells the prefiller to stop, and returns when the prefiller has confirmed that nothing of the request is in
+        flight;
+            raises PeerLost if the prefiller is dead, whose registrations are then closed. The full count, or a fence(),
+            ends the
+            attempt just as well.
+        If none of this happens within timeout_s, or ask raises another error: registrations of this attempt alone are
+        closed,
+        which ends it too. Shared ones are not; then WaitTimeout or that error is raised, and the pages are quarantined:
+        call it
+        again, perhaps after fence(writer).
+        A second call while the first is in progress shares its result; cancelling the awaiting task does not stop it.
+        Does
+        nothing before dispatch().
         """
         if self._withdrawal is None or self._withdrawal.done():
             if self._is_awaited or self.state is PageState.IN_USE:
@@ -181,13 +193,13 @@ class Reception:
         await asyncio.shield(self._withdrawal)
 
     def tail(self) -> memoryview:
-        """The tail's bytes, ours until release(). Only while the request is in use."""
+        """The bytes of the tail, valid until release(). Only while the request is in use."""
         if self._tails is None or self.state is not PageState.IN_USE:
             raise UsageError(f"request {self.request!r} has no tail, or it is not there: {self.state}")
         return self._tails.region.view()[self._slot * self._tails.nbytes :][: self._tails.nbytes]
 
     def release(self) -> None:
-        """Gives pages and room for the tail back. Raises PagesInUse while a prefiller may write."""
+        """Gives back the pages and the room for the tail. Raises PagesInUse while a prefiller may write."""
         self.lease.release()
         if self._tails is not None:
             self._tails.free_slots.append(self._slot)

@@ -49,8 +49,8 @@ class _Load:
 class Step:
     """One forward pass of the model over chunks of several requests. Made by KvSender.begin_step.
 
-    Invariant: layers 0.._passed-1 are computed, 0.._submitted-1 are with the engines; _passed <= _submitted. It is over
-    when all have passed, or when it was abandoned and its turn had come.
+    Invariant: layers 0.._passed-1 are computed, 0.._submitted-1 are with the engines; _passed <= _submitted. The step is
+    over when all have passed, or when it was abandoned and its turn has come.
     """
 
     def __init__(self, sender: KvSender, loads: list[_Load], base: int) -> None:
@@ -67,21 +67,21 @@ class Step:
         return f"<Step of {len(self._loads)} requests, {self._passed} of {self._sender.layout.layers} layers posted>"
 
     def abandon(self, reason: str) -> None:
-        """The model gave up: it does not write these pages, nor count for this step, any more. Stops its requests.
+        """The model gave up: it no longer writes these pages, nor counts for this step. Stops the requests of the step.
 
-        The sender counts the layers that are missing, so that steps begun after this one go on from there. Does nothing
-        when it is over.
+        The sender counts the missing layers itself, so that steps begun after this one continue from there. Does
+        nothing if the step is over.
         """
         self._sender._abandon(self, reason)
 
 
 class KvSender(AsyncClosing):
-    """Sends the KV of the ranks that this process has, all of an instance's or some, to decoders.
+    """Sends KV to decoders, for the ranks that this process has: all ranks of an instance, or some.
 
-    ranks: by rank of the layout's tp. The watched word belongs to the engine of the lowest. Where ranks have engines of
-    their own, these begin a layer once layer_done(), or the callback thread of that engine, has told them.
-    Threads: that of the event loop it was made in, but layer_done() and the word are anybody's. Close it before its
-    engines.
+    ranks: by rank of the layout's tp. The watched word belongs to the engine of the lowest rank. If ranks have engines
+        of their own, these begin a layer once layer_done(), or that engine's callback thread, has told them.
+    Threads: the event loop's that it was made in; layer_done() and the word may be used on any thread. Close the sender
+    before its engines.
     """
 
     def __init__(self, layout: KvLayout, ranks: Mapping[int, RankMemory]) -> None:
@@ -114,14 +114,14 @@ class KvSender(AsyncClosing):
 
     @property
     def word_address(self) -> int:
-        """Where the 64-bit word is that goes up by one with each layer of each step: for kernels of your own."""
+        """Address of the 64-bit word that goes up by one for each layer of each step; for your own kernels."""
         return self._watcher.address
 
     def layer_done(self, layers: int = 1) -> None:
-        """Adds to the word: so many more layers of the current step are in memory. Any thread.
+        """Adds to the word: this many more layers of the current step are in memory. Any thread.
 
-        The engines begin what these layers send by themselves.
-        UsageError if that is more than the steps begun so far have: of a step begun later they would count as computed.
+        The engines begin to send these layers by themselves.
+        Raises UsageError if the steps begun so far have fewer layers left: the surplus would count for a later step.
         """
         with self._lock:
             open_layers = (self._next_base - self._watcher.value) % _WORD
@@ -134,18 +134,18 @@ class KvSender(AsyncClosing):
             self._pump()
 
     def layer_done_on(self, stream: object = None, layers: int = 1) -> None:
-        """The same for kernels: the word goes up once everything that this CUDA stream was given before has ended.
+        """The same for kernels: the word goes up once everything that was queued on this CUDA stream has ended.
 
-        Returns at once. While the stream is captured the addition goes into the graph, and happens at each replay, for
-        which steps are begun as for any other. stream, errors: Watcher.add_on; so is what one has to keep: this object,
-        as long as such a graph may be replayed. Not while layer_done() or another GPU adds too. Any thread.
+        Returns at once. If the stream is being captured, the addition becomes part of the graph and happens at each
+        replay, for which steps are begun as for any other. For `stream` and errors see Watcher.add_on. Keep this object
+        as long as such a graph may be replayed. Do not use it while layer_done() or another GPU adds too. Any thread.
         """
         self._watcher.add_on(stream, layers)
 
     def open(self, target: KvTarget, lease: PageLease) -> SendJob:
-        """Begins a request. lease: reserved pages of ours for all of target.tokens, those of its own prefix first.
+        """Begins a request. lease: reserved pages for all of target.tokens, those of our own prefix first.
 
-        Raises LayoutMismatch, DuplicateRequest, UsageError; the lease is as it was then.
+        Raises LayoutMismatch, DuplicateRequest or UsageError, and leaves the lease as it was.
         """
         if target.request in self._jobs:
             raise DuplicateRequest(f"request {target.request!r} is under way: {self._jobs[target.request]!r}")
@@ -162,14 +162,14 @@ class KvSender(AsyncClosing):
         return job
 
     def begin_step(self, chunks: Iterable[tuple[SendJob, int]]) -> Step:
-        """Says what the next step of the model computes: of each job the tokens up to this end, exclusive.
+        """Announces what the next step of the model computes: for each job, its tokens up to this end, exclusive.
 
-        Before the step starts; several may be begun ahead. A job's chunks follow each other without a gap from token 0
-        (what our own prefix cache had is part of the first), the last ends with target.tokens. All index arrays are
-        made here, and the first layers' writes submitted, a submit for each pair of ranks; the others' follow while
-        these are computed.
-        A stopped job is taken as well, the step then merely keeps its pages until it is over; one that is settled is
-        refused with what stopped it. Whatever is raised, no step has begun.
+        Call it before the step starts; several steps may be begun in advance. A job's chunks follow each other without
+        a gap, from token 0 (what our own prefix cache had is part of the first chunk) to target.tokens. All index arrays
+        are made here, and the writes of the first layers are submitted, one submit for each pair of ranks; those of the
+        other layers follow while these are computed.
+        A stopped job is accepted too, and the step then only keeps its pages until it is over; a settled job is refused,
+        with the reason why it stopped. If anything is raised, no step has begun.
         """
         chunks = list(chunks)
         for job, end in chunks:
@@ -183,9 +183,10 @@ class KvSender(AsyncClosing):
         return step
 
     async def close(self) -> None:
-        """Cancels all jobs, waits until they are quiet, and stops watching. Steps under way are abandoned. Idempotent.
+        """Cancels all jobs, waits until they are quiet, and stops watching the word. Open steps are abandoned.
+        Idempotent.
 
-        The engines must be open, and the model must not count any more.
+        The engines must still be open, and the model must not count any more.
         """
         jobs = list(self._jobs.values())
         await asyncio.gather(*(job.cancel("the sender was closed") for job in jobs))

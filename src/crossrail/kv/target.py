@@ -18,9 +18,10 @@ _REQUEST_BYTES_MAX = 256
 
 @dataclass(frozen=True)
 class RankTarget:
-    """One rank of the decoder. imm: what each piece counts on; ranks of one engine have the same.
+    """One rank of the decoder. imm: the immediate that each piece counts on; ranks of one engine share it.
 
-    regions: of its KV, one with all layers or one a layer. tail: where the request's tail goes, None: not to this rank.
+    regions: of its KV: one with all layers, or one per layer. tail: where the request's tail goes; None: not to this
+    rank.
     """
 
     imm: int
@@ -37,11 +38,13 @@ class RankTarget:
 
 @dataclass(frozen=True, eq=False)
 class KvTarget:
-    """Where the KV of a request goes. tokens: whose KV is to be there in the end; of these, prefix_tokens are already.
+    """Where the KV of a request goes. tokens: how many tokens' KV is to arrive; prefix_tokens of them are there
+    already.
 
-    pages: uint32, the decoder's page of each of the request's pages, from the request's first token on.
-    tail_bytes: length of the tail, 0: there is none. ranks: one for each of the layout's, None for those that other
-    processes of the decoder speak for: nothing is written to them by this.
+    pages: uint32, the decoder's page for each of the request's pages, from the first token on.
+    tail_bytes: length of the tail; 0: none. ranks: one for each rank of the layout; None for ranks that other processes
+    of
+        the decoder speak for, to which nothing is written by this target.
     """
 
     request: str
@@ -74,7 +77,7 @@ class KvTarget:
                 )
 
     def to_wire(self) -> dict[str, Any]:
-        """Ints, strings, bytes, lists and dicts, for a message; from_wire takes them."""
+        """Ints, strings, bytes, lists and dicts, for a message; the inverse of from_wire."""
         return {
             "request": self.request,
             "layout": self.layout.to_wire(),
@@ -97,7 +100,7 @@ class KvTarget:
 
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> KvTarget:
-        """Raises UsageError for anything that is no target. That its numbers fit its memory, the engine checks."""
+        """Raises UsageError for anything that is not a target. The engine checks that its numbers fit the memory."""
         try:
             return cls(
                 request=wire["request"],
