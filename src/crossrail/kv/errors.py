@@ -6,7 +6,7 @@ from crossrail.errors import CrossrailError, UsageError
 
 
 class LayoutMismatch(UsageError):
-    """The KV of two instances cannot be exchanged: they run different models, or store KV in different number formats."""
+    """Two instances cannot exchange KV: they run different models, or store KV in different number formats."""
 
 
 class DuplicateRequest(UsageError):

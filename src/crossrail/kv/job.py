@@ -50,9 +50,9 @@ class _SentLayer:
 class SendJob:
     """The transfer of one request's KV and tail. Made by KvSender.open.
 
-    Lifecycle: 1. open: steps of the model send its chunks, send_tail its tail. 2. over: everything is under way, or it was
-    stopped, by cancel(), a failed write or an abandoned step. 3. quiet: none of our writes is in flight. 4. settled: no
-    step of the model fills its pages either. The lease can be released; it is in use if all went well, else reserved.
+    Lifecycle: 1. open: steps of the model send its chunks, send_tail its tail. 2. over: all of it is under way, or it
+    was stopped, by cancel(), a failed write or an abandoned step. 3. quiet: none of our writes is in flight. 4. settled:
+    no step of the model fills its pages either. The lease can be released; it is in use if all went well, else reserved.
 
     Invariant: once it is stopped nothing more is submitted, and what is submitted is in _transfers until it has ended;
     that includes the writes of layers that are not computed yet, which wait in the engine for the word.
@@ -114,8 +114,7 @@ class SendJob:
         """Writes the request's tail, target.tail_bytes of region from offset on, to each rank that takes one.
 
         Call it once, at the sender that has rank 0; region: of that rank's engine. The bytes must stay unchanged until
-        finish()
-        has returned or raised. Does nothing if the job is stopped.
+        finish() has returned or raised. Does nothing if the job is stopped.
         """
         with self._lock:
             if not self._tail_owed:
@@ -139,24 +138,20 @@ class SendJob:
         """Returns when the job is settled: everything was written, and the pages are complete and free of writers.
 
         Raises the reason if it was stopped, TransferStopped after a cancel; the job is settled then too. WaitTimeout:
-        it
-        continues. Cancelling the awaiting task stops nothing. Any number of tasks may call it, any number of times.
+        it continues. Cancelling the awaiting task stops nothing. Any number of tasks may call it, any number of times.
         """
         await self._wait([self._end], timeout_s, "settled")
         if self._error is not None:
             raise self._error
 
     async def cancel(self, reason: str = "cancelled", timeout_s: float | None = None) -> None:
-        """Stops the job, and returns once it is quiet: nothing of it can arrive any more. If all was written, it stays
-        so.
+        """Stops the job, and returns once it is quiet: nothing of it can arrive any more.
 
-        A decoder that gave up waits for this. But while the job is_in_doubt, something can still arrive: the decoder
-        must be
-        told of an error instead, and fence us off. Our own pages can be reused only when finish() has returned or
-        raised.
+        If everything was written already, it stays so. A decoder that gave up waits for this. But while the job
+        is_in_doubt, something can still arrive: the decoder must be told of an error instead, and fence us off. Our own
+        pages can be reused only when finish() has returned or raised.
         Raises WaitTimeout if writes are still in flight, for example to a decoder that froze in the middle of one; the
-        job is
-        stopped all the same. May be called any number of times.
+        job is stopped all the same. May be called any number of times.
         """
         self._stop(TransferStopped(f"request {self.request!r}: {reason}"))
         quiet = asyncio.create_task(self._quiet.wait())
@@ -169,8 +164,7 @@ class SendJob:
         """Returns when no step is open and no write in flight: everything posted has ended, and more may follow.
 
         For allocators that take pages back in the middle of a request and compute them again later, in other pages:
-        between
-        at_rest() and the next begin_step nothing reads them. Raises WaitTimeout.
+        between at_rest() and the next begin_step nothing reads them. Raises WaitTimeout.
         """
         resting = asyncio.create_task(self._until_at_rest())
         try:

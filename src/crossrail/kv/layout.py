@@ -215,8 +215,7 @@ def differences(ours: KvLayout, theirs: KvLayout, sides: tuple[str, str] = ("our
     """What prevents two instances from exchanging KV: one line for each field, with both values. Empty: nothing.
 
     sides: what the text calls the two. Pages, page_tokens (except for PACKED), order, separate_kv and tp may differ,
-    and
-    MHA is GQA with as many heads.
+    and MHA is GQA with as many heads.
     """
     names = ["layers", "kv_heads", "head_dim", "dtype"]
     packed = "PACKED" in (ours.kind, theirs.kind)

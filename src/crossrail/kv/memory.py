@@ -17,10 +17,8 @@ class RankMemory:
     """Where one rank keeps its KV: one region with all layers, or one region per layer. Immutable; any thread.
 
     It is in host or GPU memory; the two sides of a transfer may differ in this. No engine waits for a GPU's kernels:
-    what
-    they write must be complete before it is counted (KvSender), and kernels that use pages must have ended before these
-    are
-    given to a request (KvReceiver).
+    what they write must be complete before it is counted (KvSender), and kernels that use pages must have ended before
+    these are given to a request (KvReceiver).
     Owner of the regions: whoever made them. They must stay open while requests run.
     """
 

@@ -239,10 +239,9 @@ class PageLease:
         self._move(PageState.RESERVED)
 
     def publish(self, names: Sequence[bytes]) -> None:
-        """Lets later requests share the pages with these names, starting with the request's first page. Only while in
-        use.
+        """Lets later requests share the pages with these names, from the request's first page on.
 
-        The holder must not write them any more. If another page has a name already, it keeps it.
+        Only while in use. The holder must not write them any more. If another page has a name already, it keeps it.
         """
         if self.state is not PageState.IN_USE:
             raise self._refusal("published")

@@ -17,9 +17,8 @@ def page_hashes(tokens: Sequence[int] | npt.NDArray[np.integer], page_tokens: in
     """One name for each full page of tokens; tokens after the last full page have none.
 
     A name covers all tokens up to the end of its page, since these determine the page's KV. salt: everything else that
-    does,
-    such as the model, its revision and adapter; names with different salts never match. Takes about a microsecond per
-    page.
+    does, such as the model, its revision and adapter; names with different salts never match. Takes about a microsecond
+    per page.
     """
     if page_tokens < 1:
         raise UsageError(f"page_tokens={page_tokens} must be 1 or more")

@@ -76,8 +76,7 @@ class KvReceiver(Closing):
         """Takes pages for `tokens` tokens that will arrive, and for room_tokens that the decoder will add.
 
         names: names of the request's full pages within `tokens`, from page_hashes; pages that the pool already has are
-        not
-            sent.
+            not sent.
         Raises NoPages or DuplicateRequest, and has then taken nothing.
         """
         check_request(request)
@@ -102,17 +101,13 @@ class KvReceiver(Closing):
         return Reception(request, tokens, self.layout, self.ranks, lease, None, self._access_of)
 
     async def fence(self, writer: str, timeout_s: float) -> None:
-        """Shuts a prefiller out. When this returns, nothing that it sent can land here any more, however late it
-        arrives.
+        """Shuts a prefiller out: once this returns, nothing from it can land here, however late it arrives.
 
         For one that is dead, frozen or not trusted any more. Its requests that have not arrived never will: withdraw()
-        of
-        each returns at once. Does nothing if nothing was dispatched to it. A prefiller that comes back can be given
-        requests
-        again, by new registrations.
+        of each returns at once. Does nothing if nothing was dispatched to it. A prefiller that comes back can be given
+        requests again, by new registrations.
         Raises WaitTimeout while the prefiller is in the middle of a copy, for example because it froze there.
-        Everything
-        else from it is refused already; call fence() again.
+        Everything else from it is refused already; call fence() again.
         """
         access = self._accesses.get(writer)
         if access is not None:
@@ -121,9 +116,7 @@ class KvReceiver(Closing):
                 del self._accesses[writer]
 
     def close(self) -> None:
-        """Closes all registrations of writers, and the memory of tails. Call it after all requests have ended.
-        Idempotent.
-        """
+        """Closes all registrations of writers, and the memory of tails, after all requests have ended. Idempotent."""
         for access in (*self._accesses.values(), *self._retired):
             access.close()
         self._accesses.clear()

@@ -81,17 +81,14 @@ class Reception:
         return self.lease.state
 
     def dispatch(self, source: KvLayout, writer: str | None = None) -> KvTarget:
-        """What a prefiller of this layout has to know. Call it once per attempt, and send the result to that prefiller
-        alone.
+        """What a prefiller of this layout has to know.
 
-        From here on the prefiller may write, whether or not the message arrives, until arrived() or withdraw() ends it.
+        Call it once per attempt, and send the result to that prefiller alone. From here on the prefiller may write,
+        whether or not the message arrives, until arrived() or withdraw() ends it.
         writer: a name for the prefiller's incarnation. Its requests share registrations of our memory, which are made
-        for the
-            first and last until KvReceiver.fence(writer), or until it has had no request for long. None: this attempt
-            has its own
-            registrations. They cost time, and so does the prefiller's first use of them, but such an attempt can be
-            ended
-            without the prefiller's confirmation.
+            for the first and last until KvReceiver.fence(writer), or until it has had no request for long. None: this
+            attempt has its own registrations. They cost time, and so does the prefiller's first use of them, but such
+            an attempt can be ended without the prefiller's confirmation.
         Raises LayoutMismatch, or PagesInUse while another attempt is not over; nothing has changed then.
         """
         layout = self._layout
@@ -169,18 +166,13 @@ class Reception:
         """Takes the pages back: returns when nothing can land in them any more, and they are reserved again.
 
         ask: tells the prefiller to stop, and returns when the prefiller has confirmed that nothing of the request is in
-        flight;
-            raises PeerLost if the prefiller is dead, whose registrations are then closed. The full count, or a fence(),
-            ends the
-            attempt just as well.
+            flight; raises PeerLost if the prefiller is dead, whose registrations are then closed. The full count, or a
+            fence(), ends the attempt just as well.
         If none of this happens within timeout_s, or ask raises another error: registrations of this attempt alone are
-        closed,
-        which ends it too. Shared ones are not; then WaitTimeout or that error is raised, and the pages are quarantined:
-        call it
-        again, perhaps after fence(writer).
+        closed, which ends it too. Shared ones are not; then WaitTimeout or that error is raised, and the pages are
+        quarantined: call it again, perhaps after fence(writer).
         A second call while the first is in progress shares its result; cancelling the awaiting task does not stop it.
-        Does
-        nothing before dispatch().
+        Does nothing before dispatch().
         """
         if self._withdrawal is None or self._withdrawal.done():
             if self._is_awaited or self.state is PageState.IN_USE:

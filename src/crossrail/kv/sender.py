@@ -49,8 +49,8 @@ class _Load:
 class Step:
     """One forward pass of the model over chunks of several requests. Made by KvSender.begin_step.
 
-    Invariant: layers 0.._passed-1 are computed, 0.._submitted-1 are with the engines; _passed <= _submitted. The step is
-    over when all have passed, or when it was abandoned and its turn has come.
+    Invariant: layers 0.._passed-1 are computed, 0.._submitted-1 are with the engines; _passed <= _submitted. The step
+    is over when all have passed, or when it was abandoned and its turn has come.
     """
 
     def __init__(self, sender: KvSender, loads: list[_Load], base: int) -> None:
@@ -165,11 +165,11 @@ class KvSender(AsyncClosing):
         """Announces what the next step of the model computes: for each job, its tokens up to this end, exclusive.
 
         Call it before the step starts; several steps may be begun in advance. A job's chunks follow each other without
-        a gap, from token 0 (what our own prefix cache had is part of the first chunk) to target.tokens. All index arrays
-        are made here, and the writes of the first layers are submitted, one submit for each pair of ranks; those of the
-        other layers follow while these are computed.
-        A stopped job is accepted too, and the step then only keeps its pages until it is over; a settled job is refused,
-        with the reason why it stopped. If anything is raised, no step has begun.
+        a gap, from token 0 (what our own prefix cache had is part of the first chunk) to target.tokens. All index
+        arrays are made here, and the writes of the first layers are submitted, one submit for each pair of ranks; those
+        of the other layers follow while these are computed.
+        A stopped job is accepted too, and the step then only keeps its pages until it is over; a settled job is
+        refused, with the reason why it stopped. If anything is raised, no step has begun.
         """
         chunks = list(chunks)
         for job, end in chunks:

@@ -38,13 +38,12 @@ class RankTarget:
 
 @dataclass(frozen=True, eq=False)
 class KvTarget:
-    """Where the KV of a request goes. tokens: how many tokens' KV is to arrive; prefix_tokens of them are there
-    already.
+    """Where the KV of a request goes.
 
+    tokens: how many tokens' KV is to arrive; prefix_tokens: how many of them are already there.
     pages: uint32, the decoder's page for each of the request's pages, from the first token on.
     tail_bytes: length of the tail; 0: none. ranks: one for each rank of the layout; None for ranks that other processes
-    of
-        the decoder speak for, to which nothing is written by this target.
+        of the decoder speak for, to which nothing is written by this target.
     """
 
     request: str

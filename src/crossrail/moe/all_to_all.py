@@ -33,49 +33,54 @@ _ROUNDS = 1 << 32  # words count them modulo this
 class AllToAll:
     """Expert parallelism: tokens go to the ranks of their experts, results come back and are summed. One per model.
 
-    Every rank makes one with the same arguments, and then the same calls in the same order; a round is one dispatch and
-    the combine that answers it. Two rounds may be open at once, each half of each a call of its own, so that a
-    micro-batch is under way while another is computed. Rank r has experts [r * n, (r + 1) * n), n = ceil(experts /
+    Every rank makes one with the same arguments, and then the same calls in the same order. A round is one dispatch and
+    the combine that answers it. Two rounds may be open at once, with separate calls for the two halves of each, so that
+    one micro-batch is in flight while another is computed. Rank r has experts [r * n, (r + 1) * n), n = ceil(experts /
     ranks); the last ranks may have fewer, or none.
 
-    Ranks that share memory read each other's: a token is copied once, by the rank of its expert, and an expert's output
-    is summed where it lies. (The outline is that of arXiv 2510.27656, section 6; there such ranks push.)
+    Ranks that share memory read from each other: a token is copied once, by the rank of its expert, and an expert's
+    output is summed where it is. (The outline is that of arXiv 2510.27656, section 6, where such ranks write instead.)
 
-    engine: its own, open as long as this. group: who takes part (EngineGroup, TorchGroup); needed by the constructor
-    only. experts: of the model. hidden: numbers of a token. top_k: experts of a token. max_tokens: most tokens of a
-    dispatch. dtype: of x, "float8_e4m3fn", "bfloat16", "float16" or "float32". scale_block: numbers that share a scale,
-    float32 [tokens, ceil(hidden / scale_block)]; None: there are no scales. out_dtype: of what experts return and
-    combine gives. padding: each expert's rows begin at a multiple of it. layout: of the rows of a rank's experts;
-    "grouped", one expert's after the other's, or "masked", the same room for each. node_size: so many consecutive ranks
-    share memory; None: as many as do. capacity_factor: room for that many times the mean number of rows, instead of for
-    any routing; a round that needs more raises CapacityExceeded on every rank. timeout_s: of each wait of the
-    constructor and of every call; an attribute, which may be changed between calls. dp_size: so many consecutive ranks
-    hold the same tokens. private_tokens: of ranks that share no memory. on_lost: what a rank that dies does to the
-    others; "raise": their calls raise PeerLost; "mask": they go on without its tokens and its experts, all from the
-    same half of the same round on (see `masked`); where not all ranks share memory, a majority of them does. proxy: who
-    posts to ranks that share no memory with this one; "caller": the thread that calls; "thread": one of its own, for
-    cores that have nothing else to do. proxy_cpu: the core for that one, UsageError where this process may not run
-    there; None: any. Both may differ between ranks.
-    device: where rows are, one of NVIDIA's GPUs, as "cuda:0"; None: host memory. kernels: who touches rows; None:
-    CpuKernels(), with a device TritonKernels(checked=False). node_sums: ranks that share memory add up what they return
-    to a token of others, in float32, and send one row of it, rounded to out_dtype, instead of one for each expert:
-    fewer bytes in combine, other roundings. Then dispatch takes the weights, and a rank's sums leave in combine_recv,
-    or in advance().
+    engine: its own, open as long as this. group: the ranks (EngineGroup, TorchGroup); only the constructor needs it.
+    experts: of the model. hidden: elements of a token. top_k: experts per token. max_tokens: most tokens per dispatch.
+    dtype: of x, "float8_e4m3fn", "bfloat16", "float16" or "float32". out_dtype: of experts' outputs and of combine's
+    result.
+    scale_block: how many elements share a scale, float32 [tokens, ceil(hidden / scale_block)]; None: no scales.
+    padding: each expert's rows begin at a multiple of it. layout: of the rows of a rank's experts; "grouped", one
+        expert's after the other's, or "masked", the same room for each.
+    node_size: this many consecutive ranks share memory; None: as many as can. dp_size: this many consecutive ranks hold
+        the same tokens. private_tokens: room for tokens that are sent before routes are known, to ranks that share no
+        memory.
+    capacity_factor: room for this many times the mean number of rows, instead of for any routing; a round that needs
+        more raises CapacityExceeded on every rank.
+    timeout_s: of each wait of the constructor and of every call; an attribute, which may be changed between calls.
+    on_lost: what happens when a rank dies. "raise": the others' calls raise PeerLost. "mask": the others continue
+        without its tokens and experts, all from the same half of the same round on (see `masked`); if not all ranks
+        share memory, only a majority does.
+    proxy: who posts to ranks that share no memory with this one; "caller": the calling thread; "thread": a thread of
+        its own, for spare cores. proxy_cpu: the core of that thread, UsageError if this process may not run there;
+        None: any. Both may differ between ranks.
+    device: where rows are: an NVIDIA GPU such as "cuda:0"; None: host memory. kernels: what touches rows; None:
+        CpuKernels(), or with a device TritonKernels(checked=False).
+    node_sums: ranks that share memory add up what they return to a token of other ranks, in float32, and send one row
+        of it, rounded to out_dtype, instead of one per expert: fewer bytes in combine, but different rounding. Then
+        dispatch takes the weights, and a rank's sums are sent in combine_recv or advance().
 
-    With a device: x, scales, weights, y and out are its tensors, and so is all that is given back; indices may be the
-    host's. Each half launches its kernels on the stream that is current, and dispatch_send, combine_send and, with
-    on_lost="mask", the others wait for them; routes come to the host first. Therefore none of the four halves can be
-    captured in a CUDA graph. Ranks share no memory then (node_size=1); ranks in host memory may be in the same group if
-    they set node_size=1 too.
+    With a device: x, scales, weights, y and out are its tensors, and so are all results; indices may be on the host.
+    Each half launches its kernels on the current stream. dispatch_send, combine_send and, with on_lost="mask", the
+    others wait for them; routes come to the host first. Therefore none of the four halves can be captured in a CUDA
+    graph. Ranks then share no memory (node_size=1); ranks in host memory may be in the same group if they set
+    node_size=1 too.
 
-    Not built yet, and refused: GPU memory that ranks of a host share; where not all ranks share memory, on_lost="mask"
-    with dp_size, node_sums or private_tokens.
+    Not supported yet, and refused: GPU memory shared by ranks of a host; where not all ranks share memory,
+    on_lost="mask" with dp_size, node_sums or private_tokens.
 
     Threads: one at a time. Owner: engine and group are the caller's. Lifecycle: 1. made, by all ranks at once. 2.
-    rounds. 3. close(), before the engine; a rank that waits for one that is closed is told so.
+    rounds.
+    3. close(), before the engine; a rank that waits for a closed one is told so.
 
-    Raises UsageError when an argument makes no sense, or is not the same on all ranks: it names the argument, both
-    values and the ranks; WaitTimeout, PeerLost, EngineClosed.
+    Raises UsageError if an argument is invalid, or not the same on all ranks: it names the argument, both values and
+    the ranks; WaitTimeout, PeerLost, EngineClosed.
     """
 
     def __init__(
@@ -157,7 +162,7 @@ class AllToAll:
     ) -> Dispatched:
         """dispatch_send and dispatch_recv.
 
-        After a WaitTimeout that says so the round is open: dispatch_recv(open_rounds[-1]) goes on with it, and another
+        If a WaitTimeout says that the round is open, continue it with dispatch_recv(open_rounds[-1]); another
         dispatch() would be another round.
         """
         opened = self.dispatch_send(x, scales, indices, weights, num_tokens=num_tokens)
@@ -171,14 +176,14 @@ class AllToAll:
     def dispatch_send(
         self, x: Any, scales: Any | None, indices: Any, weights: Any | None = None, *, num_tokens: Any | None = None
     ) -> Round:
-        """Opens a round: shows our tokens to the ranks of their experts. Waits for nobody. Arrays may be reused after
-        it.
+        """Opens a round: offers our tokens to the ranks of their experts. Does not wait.
 
-        x: [T, hidden] of dtype. scales: float32 [T, blocks], or None without scale_block. indices: int32 or int64
-        [T, top_k], experts of each token, all different; -1: none. weights: float32 [T, top_k], kept for combine, or
-        None. All C-contiguous, of numpy or of torch, in host memory or on the device; num_tokens: use only so many of
-        the T, a number or an array that holds one. UsageError that names token and value of an index outside of
-        [-1, experts).
+        The arrays may be reused when it returns.
+        x: [T, hidden] of dtype. scales: float32 [T, blocks], or None without scale_block. indices: int32 or int64 [T,
+            top_k], experts of each token, all different; -1: none. weights: float32 [T, top_k], kept for combine, or
+            None. All are C-contiguous, of numpy or torch, in host memory or on the device.
+        num_tokens: use only this many of the T; a number, or an array that holds one.
+        A UsageError names token and value of an index outside of [-1, experts).
         """
         config = self.config
         self._check_usable()
@@ -221,9 +226,9 @@ class AllToAll:
         return opened
 
     def arriving(self, opened: Round) -> tuple[Any, Any | None]:
-        """(x, scales) as dispatch_recv will fill them, before it is called: for callers that hand them on first.
+        """(x, scales) as dispatch_recv will fill them, before it is called: for callers that pass them on first.
 
-        Of layout "masked" only: in the other the number of rows is not known before.
+        Only with layout "masked": in the other layout the number of rows is not known before.
         """
         config = self.config
         if config.layout != "masked":
@@ -238,9 +243,9 @@ class AllToAll:
     def dispatch_recv(self, opened: Round) -> Dispatched:
         """Waits until all ranks have sent, and takes the rows of our experts.
 
-        Rows of an expert are in the order of (source rank, token, k). The arrays are views of memory of ours, good
-        until the round after the next is received. After WaitTimeout it may be called again. Raises CapacityExceeded,
-        PeerLost, EngineClosed; UsageError when a rank has closed its AllToAll.
+        Rows of an expert are in the order of (source rank, token, k). The arrays are views of our memory, valid until
+        the round after the next is received. After a WaitTimeout it may be called again. Raises CapacityExceeded,
+        PeerLost, EngineClosed; UsageError if a rank has closed its AllToAll.
         """
         self._check_usable()
         opened.require(Stage.SENT, "dispatch_recv")
@@ -287,8 +292,9 @@ class AllToAll:
         self, y: Any, dispatched: Dispatched, weights: Any | None = None, *, out: Any | None = None,
         accumulate: bool = False,
     ) -> Any:  # fmt: skip
-        """combine_send and combine_recv. After a WaitTimeout combine_recv(dispatched, ...) goes on. After a UsageError
-        nothing was sent.
+        """combine_send and combine_recv. After a WaitTimeout, continue with combine_recv(dispatched, ...).
+
+        After a UsageError nothing was sent.
         """
         self._check_usable()
         opened = dispatched.round
@@ -303,7 +309,7 @@ class AllToAll:
     def check_combine(
         self, dispatched: Dispatched, weights: Any | None = None, *, out: Any | None = None, accumulate: bool = False
     ) -> None:
-        """UsageError for what combine_recv would refuse: before combine_send, behind which the round has to end."""
+        """UsageError for what combine_recv would refuse. Call it before combine_send: after that the round must end."""
         self._sums_given(dispatched.round, weights, out, accumulate)
 
     def expert_output(self, dispatched: Dispatched) -> Any:
@@ -317,10 +323,10 @@ class AllToAll:
         return opened.output
 
     def combine_send(self, y: Any, dispatched: Dispatched) -> None:
-        """Shows what our experts made of the rows to the ranks that these came from. Waits for nobody.
+        """Offers our experts' outputs to the ranks that the rows came from. Does not wait.
 
-        y: [rows, hidden] of out_dtype, C-contiguous, in the order of dispatched.x: expert_output() filled, or any
-        other, which is copied. Rows of padding are not looked at.
+        y: [rows, hidden] of out_dtype, C-contiguous, in the order of dispatched.x: either expert_output(), filled, or
+            any other array, which is copied. Rows of padding are ignored.
         """
         self._check_usable()
         opened = dispatched.round
@@ -384,8 +390,8 @@ class AllToAll:
     def advance(self, opened: Round) -> bool:
         """Does what can be done for a round without waiting; True when its next recv half will not wait.
 
-        For who has other things to do meanwhile: what of our rows does not fit its slot elsewhere leaves here, or in
-        dispatch_recv; so do sums, or in combine_recv. Raises what that does, but no WaitTimeout.
+        For callers that have other things to do meanwhile: rows that do not fit their slot elsewhere are sent here or
+        in dispatch_recv, and sums here or in combine_recv. Raises what these do, except WaitTimeout.
         """
         self._check_usable()
         try:
@@ -413,12 +419,12 @@ class AllToAll:
 
     @property
     def open_rounds(self) -> tuple[Round, ...]:
-        """Rounds that were begun here and have not ended, the latest last."""
+        """Rounds that this rank has begun and not ended, the latest last."""
         return tuple(sorted(self._open.values(), key=lambda opened: opened.ordinal))
 
     @property
     def masked(self) -> tuple[int, ...]:
-        """With on_lost="mask": ranks that the calls so far went on without, ascending."""
+        """With on_lost="mask": the ranks that calls so far continued without, ascending."""
         return self._peers.masked
 
     def stats(self) -> dict[str, float]:
@@ -428,11 +434,11 @@ class AllToAll:
         return {**self._stats, "waited_s": self._peers.waited_s}
 
     def durations(self) -> Durations:
-        """Of rounds that were completed, from dispatch_send to the end of combine_recv: with what the experts took."""
+        """Of completed rounds, from dispatch_send to the end of combine_recv, including the experts' time."""
         return self._durations
 
     def explain(self) -> str:
-        """Who shares memory with whom, and what it takes: print it."""
+        """Which ranks share memory, and how much memory this takes: print it."""
         config, board = self.config, self._board.nbytes / 1e6
         node = [rank for rank in self._near.ranks if rank != self.rank]
         return (
@@ -445,10 +451,10 @@ class AllToAll:
         )
 
     def close(self) -> None:
-        """Gives the memory back; ranks that still wait for us are told. Idempotent. Arrays handed out stay readable.
+        """Gives the memory back; ranks that still wait for this one are told. Idempotent.
 
-        Raises WaitTimeout when a rank is still in the middle of a write to us after timeout_s: call it again. That a
-        kernel of a GPU has failed is raised when all the rest is done.
+        Returned arrays stay readable. Raises WaitTimeout if a rank is still in the middle of a write to this one after
+        timeout_s: call it again. The failure of a GPU kernel is raised when everything else is done.
         """
         try:
             self._memory.settle()  # torch gives out again what is given back here

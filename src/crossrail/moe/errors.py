@@ -6,9 +6,9 @@ from crossrail.errors import CrossrailError, PeerLost
 
 
 class CapacityExceeded(CrossrailError):
-    """A round has more rows for a rank than capacity_factor left room for. Raised on every rank alike, before any row
-    of the round is written; the next round is as good as ever.
+    """A round has more rows for a rank than capacity_factor left room for.
 
+    Raised on every rank alike, before any row of the round is written; the next round is not affected.
     rank: one that has too little room; needed, there: rows of its output (layout "masked": of one expert).
     """
 
@@ -20,14 +20,16 @@ class CapacityExceeded(CrossrailError):
 
 
 class MaskedOut(PeerLost):
-    """With on_lost="mask": the other ranks lost sight of this one, and go on without it. There is no way back in but a
-    new AllToAll, of all.
+    """With on_lost="mask": the other ranks lost contact with this one, and continue without it.
+
+    The only way back is a new AllToAll on all ranks.
     """
 
 
 class NoMajority(PeerLost):
-    """With on_lost="mask", where not all ranks share memory: those that this rank still reaches are too few to go on,
-    since the others may do so without them. docs/moe.md has the rule.
+    """With on_lost="mask", where not all ranks share memory: this rank reaches too few others to continue.
+
+    The others may continue without them. docs/moe.md has the rule.
     """
 
 

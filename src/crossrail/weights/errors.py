@@ -6,7 +6,7 @@ from crossrail.errors import CrossrailError, UsageError
 
 
 class NotFinite(CrossrailError):
-    """A weight is infinite or no number: it cannot be quantised. parameter, value; index: in the whole parameter."""
+    """A weight is infinite or NaN and cannot be quantised. parameter, value; index: in the whole parameter."""
 
     def __init__(self, parameter: str, index: tuple[int, ...], value: float) -> None:
         place = f"[{', '.join(str(at) for at in index)}]" if index else ""
@@ -17,7 +17,7 @@ class NotFinite(CrossrailError):
 
 
 class WatermarkTooSmall(UsageError):
-    """The largest task does not fit into the memory that tasks may use. needed_bytes: what it takes."""
+    """The largest task does not fit into the memory that tasks may use. needed_bytes: how much it takes."""
 
     def __init__(self, task: str, needed_bytes: int, limit_bytes: int) -> None:
         super().__init__(
@@ -32,10 +32,10 @@ class Refused(CrossrailError):
 
 
 class UpdateFailed(CrossrailError):
-    """An update did not reach all inference ranks. version: its number; why each side gave it up is in the words.
+    """An update did not reach all inference ranks. version: its number; the message says why each side gave it up.
 
-    asked_for: at a trainer that offered another version than the controller asked for, the controller's: offering the
-    same again comes to nothing unless that is asked for again. Else None.
+    asked_for: at a trainer that offered another version than the controller asked for: the controller's. Offering the
+        same one again fails, unless the controller asks for it again. Otherwise None.
     """
 
     def __init__(self, version: int, why: str, asked_for: int | None = None) -> None:

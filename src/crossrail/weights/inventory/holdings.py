@@ -60,18 +60,19 @@ class RegionInfo(Struct, frozen=True, array_like=True):
 
 
 class Holding(Struct, frozen=True):
-    """A box of one parameter, at a place in memory.
+    """A box (index ranges) of one parameter, at a place in memory.
 
     name: of the parameter in the checkpoint. shape: of the whole parameter. box: (start, stop) in elements, for each
-    dimension; () for a scalar. dtype: of the elements here.
+        dimension; () for a scalar. dtype: of the elements in this memory.
     region: index of the region in the inventory; offset: bytes from its start to the box's first element.
-    strides: bytes, for each dimension; None: the box lies there in C order without gaps. The elements of the innermost
-    dimension always lie side by side.
-    mesh (trainers): a name for the processes that hold something together, as in a DeviceMesh: the boxes of a parameter
-    in a mesh are equal or disjoint, and together one box, its hull: of an expert-parallel mesh the mesh's experts, else
-    mostly the whole parameter. The hulls of different meshes are equal or disjoint, and make the whole parameter.
-    scale_of, block (targets): the fp32 scales of the blocks, so many elements in each dimension, of the parameter of
-    that name, whose holdings here are float8_e4m3fn. shape and box then count blocks.
+    strides: in bytes, for each dimension; None: the box is stored in C order without gaps. The elements of the
+        innermost dimension are always contiguous.
+    mesh (trainers): a name for the processes that share something, as in a DeviceMesh. The boxes of a parameter in a
+        mesh are equal or disjoint, and together make one box, its hull: for an expert-parallel mesh the experts of the
+        mesh, otherwise mostly the whole parameter. The hulls of different meshes are equal or disjoint, and make up the
+        whole parameter.
+    scale_of, block (targets): this holds the fp32 scales of the parameter of that name, whose holdings here are
+        float8_e4m3fn; block: elements per scale in each dimension. shape and box then count blocks.
     """
 
     name: str
@@ -104,10 +105,10 @@ class _Wire(Struct, frozen=True, tag="crossrail.weights.inventory", forbid_unkno
 class Inventory:
     """All holdings of one process. Immutable; any thread.
 
-    role: "trainer" or "target". rank: its number among those of its role; they need not be 0, 1, 2...
-    rows: one HOLDING each, read-only; names, meshes: what they point to.
-    Made by Inventory.of() from Holdings, by from_bytes() from what to_bytes() gave, or from rows directly where there
-    are many. Malformed ones raise UsageError.
+    role: "trainer" or "target". rank: its number among those of its role; the numbers need not be 0, 1, 2...
+    rows: one HOLDING each, read-only; names, meshes: what they refer to.
+    Made by Inventory.of() from Holdings, by from_bytes() from the bytes of to_bytes(), or directly from rows if there
+    are many. A malformed one raises UsageError.
     """
 
     def __init__(
@@ -173,7 +174,7 @@ class Inventory:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Inventory:
-        """Raises UsageError for anything but what to_bytes() gave."""
+        """The inverse of to_bytes(). Raises UsageError for anything else."""
         try:
             wire = msgspec.msgpack.decode(data, type=_Wire)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:

@@ -52,12 +52,12 @@ class WeightMemory:
     """What one process holds of a model. Made empty; filled by add(); then registered, all at once, by inventory().
 
     Allocations are registered whole, and neighbours as one region: a model has thousands of tensors, and each region
-    costs an entry at every NIC. Neighbours have no page between them that is nobody's (NICs take whole pages anyhow);
-    on a GPU they are what torch's allocator cut of one piece of the driver's.
-    regions: memory that is registered already (Engine.alloc: peers of this host then write it directly); arrays in them
-    need no registration of their own, and they stay the caller's to close.
+    takes an entry at every NIC. Neighbours have no foreign page between them (NICs take whole pages anyway); on a GPU
+    they are pieces that torch's allocator cut from one allocation of the driver.
+    regions: memory that is registered already (Engine.alloc: peers on this host then write it directly). Arrays in them
+        need no registration of their own; the caller closes these regions.
     Owner of the arrays: the caller; they are kept alive until close(). Threads: one at a time; inventory() and close()
-    from any, they wait for each other.
+    may be called on any thread, and wait for each other.
     """
 
     def __init__(self, engine: xr.Engine, role: Role, rank: int, regions: Sequence[xr.Region] = ()) -> None:
@@ -87,15 +87,15 @@ class WeightMemory:
         scale_of: str | None = None,
         block: Sequence[int] = (),
     ) -> None:
-        """A box of a parameter lies in this array, which stays where it is.
+        """A box of a parameter is stored in this array, which must stay at its address.
 
-        array: numpy, torch on the CPU or on NVIDIA's GPUs, or whatever has `__cuda_array_interface__`; the innermost
-        dimension without gaps, the others in C order, as of a slice: neither transposed nor broadcast.
-        At an inference rank it must be writable. A DTensor goes by torch_tensors.add_tensor().
-        name, shape, box, mesh, scale_of, block: of Holding; shape None: the array's; box None: all of the parameter.
-        dtype: of elements that lie in an array of another type, "bfloat16" in uint16, "float8_e4m3fn" in uint8: a name,
-        or torch's type.
-        UsageError names the parameter, and nothing is added.
+        array: numpy, torch on the CPU or on an NVIDIA GPU, or anything with `__cuda_array_interface__`. The innermost
+            dimension has no gaps, and the others are in C order, as in a slice: neither transposed nor broadcast.
+        At an inference rank it must be writable. For a DTensor, use torch_tensors.add_tensor().
+        name, shape, box, mesh, scale_of, block: as for Holding; shape None: the array's; box None: the whole parameter.
+        dtype: of elements that are stored in an array of another type, "bfloat16" in uint16 or "float8_e4m3fn" in
+            uint8: a name, or torch's type.
+        A UsageError names the parameter, and nothing is added.
         """
         if self._inventory is not None:
             raise UsageError(f"{name}: this memory is registered already, nothing more can be added")
@@ -114,10 +114,7 @@ class WeightMemory:
         self._added.append((holding, piece))
 
     def inventory(self) -> Inventory:
-        """Registers what is not registered, at the first call, and says what lies where, with today's descriptors.
-
-        The first call takes some 50 us for each array: whoever has an event loop to keep alive runs it in a thread.
-        """
+        """Registers what is not registered yet, and says what is stored where, with current descriptors."""
         with self._registering:
             if self._inventory is None:
                 self._register()

@@ -20,7 +20,7 @@ from crossrail.weights.planning.tables import Side, Tables, join
 
 
 class PlanError(CrossrailError):
-    """A plan that must not be carried out with these inventories: made for others, or wrong."""
+    """A plan that must not be carried out with these inventories: it was made for others, or is wrong."""
 
 
 class _Runs(NamedTuple):
@@ -39,9 +39,9 @@ _SPAN = REGION_BYTES_MAX
 
 
 def check_plan(plan: Plan, trainers: Sequence[Inventory], targets: Sequence[Inventory]) -> None:
-    """Returns when the plan is right for these inventories. Pure; takes about as long as planning.
+    """Returns if the plan is correct for these inventories. Pure; takes about as long as planning.
 
-    Raises UsageError when two holdings of a target overlap, PlanError for anything else, naming the parameter.
+    Raises UsageError if two holdings of a target overlap, and PlanError for anything else, naming the parameter.
     """
     joined = join(sorted(trainers, key=lambda one: one.rank), sorted(targets, key=lambda one: one.rank))
     for role, inventories, ranks in (("trainers", trainers, plan.trainers), ("targets", targets, plan.targets)):

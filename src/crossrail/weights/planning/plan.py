@@ -111,7 +111,7 @@ class _Wire(Struct, frozen=True, tag="crossrail.weights.plan", forbid_unknown_fi
 class Plan:
     """All writes of one update. Made by make_plan(); immutable, any thread.
 
-    trainers, targets: the ranks that took part, ascending, also those that have nothing to do.
+    trainers, targets: the ranks that took part, ascending, including those that have nothing to do.
     """
 
     trainers: tuple[int, ...]
@@ -129,7 +129,7 @@ class Plan:
             getattr(self, name).flags.writeable = False
 
     def expected(self, target: int) -> int:
-        """What an update counts at this target when it is complete: its writes."""
+        """How many counts a complete update makes at this target: the number of its writes."""
         if target not in self.targets:
             raise UsageError(f"target {target} is not in this plan")
         return self.expectations[target]
@@ -141,7 +141,7 @@ class Plan:
         return dict(zip(self.targets, counts.tolist(), strict=True))
 
     def of_trainer(self, trainer: int) -> Plan:
-        """The same plan with the tasks of one trainer only, and what belongs to them, numbered anew."""
+        """The same plan with the tasks of one trainer only, and what belongs to them, renumbered."""
         if trainer not in self.trainers:
             raise UsageError(f"trainer {trainer} is not in this plan")
         order, ranks = self._tasks_by_trainer
@@ -194,8 +194,9 @@ class Plan:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Plan:
-        """Raises UsageError for anything but what to_bytes() gave, so what rows point to is there. Whether it is the
-        right thing is check_plan()'s to judge.
+        """The inverse of to_bytes(). Raises UsageError for anything else, so that everything that rows refer to exists.
+
+        Whether the plan is correct is for check_plan() to judge.
         """
         try:
             wire = msgspec.msgpack.decode(data, type=_Wire)
@@ -213,7 +214,7 @@ class Plan:
         return cls(wire.trainers, wire.targets, wire.params, wire.meshes, **tables)
 
     def save(self, path: str | Path) -> None:
-        """Writes to_bytes() to a file. Blocks. OSError, which names the file."""
+        """Writes to_bytes() to a file. Blocks. Raises OSError, which names the file."""
         data = self.to_bytes()
         try:
             Path(path).write_bytes(data)

@@ -32,17 +32,17 @@ Gather = Literal["needed", "full"]
 class PlanOptions:
     """What make_plan() may choose.
 
-    gather: "needed": parameters are prepared in the pieces in which trainers hold them; only what a piece lacks
-    to whole blocks is fetched from others. "full": every sender gathers the whole parameter, as the paper does.
-    write_bytes_min: pieces are joined until their values have so many bytes, as far as there are; bounds how many
-    small writes a plan has. Bytes, of the target's dtype.
-    ignore: parameters that trainers hold and no target wants.
-    groups: (meshes) in the order in which each trainer takes their tasks; meshes not named come last.
-    task_bytes_max: pieces are not joined beyond it, and cut along their first dimension as far as that goes, so that
-    one is prepared while another is on its way. Bytes, of the trainers' dtype. Not with gather="full".
-    speeds: of trainers, by rank; 1: as those not named. Of several that have a piece, the one that ends first sends it.
-    With gather="needed" others also fetch pieces from a slow one that has them alone, and send them in its place, where
-    that is less for it than sending them to all (relay).
+    gather: "needed": parameters are prepared in the pieces that trainers hold; only what a piece lacks to whole blocks
+        is fetched from others. "full": every sender gathers the whole parameter, as the paper does.
+    write_bytes_min: pieces are joined until their values have at least this many bytes, where possible; this limits the
+        number of small writes. Bytes of the target's dtype.
+    ignore: parameters that trainers hold and no target needs.
+    groups: (meshes) the order in which each trainer takes their tasks; meshes not named come last.
+    task_bytes_max: pieces are not joined beyond this size, and are cut along their first dimension where possible, so
+        that one is prepared while another is being sent. Bytes of the trainers' dtype. Not with gather="full".
+    speeds: of trainers, by rank; those not named have 1. If several have a piece, the one that finishes first sends it.
+        With gather="needed", others also fetch pieces that only a slow trainer has, and send them in its place, if that
+        is less work for it than sending them to all (relay).
     """
 
     gather: Gather = "needed"
@@ -62,11 +62,11 @@ class PlanOptions:
 
 
 def make_plan(trainers: Sequence[Inventory], targets: Sequence[Inventory], options: PlanOptions | None = None) -> Plan:
-    """The plan by which these trainers write all that these targets hold. Pure: the same input gives the same plan.
+    """The plan by which these trainers write everything that these targets hold.
 
-    It was checked (check_plan) when it is returned.
+    Pure: the same input gives the same plan. It has been checked (check_plan) when it is returned.
 
-    Raises UsageError, which names the parameter, when what they hold does not fit together.
+    Raises UsageError, which names the parameter, if their holdings do not fit together.
     """
     options = options or PlanOptions()
     _check_roles(trainers, targets)

@@ -46,10 +46,10 @@ OnProgress = Callable[[Stage, int, int], None]
 
 
 class WeightController:
-    """One for a set of trainers and inference ranks. Threads: the event loop's; planning runs in another.
+    """One per set of trainers and inference ranks. Threads: the event loop's; planning runs in another.
 
     Lifecycle: 1. made. 2. members join; ready() waits for them. 3. update() for each version.
-    version: the last that was completed everywhere; -1: none. plan: the current one. totals: of all updates so far.
+    version: the last that was completed everywhere; -1: none. plan: the current one. totals: over all updates so far.
     Owner of the mailbox: whoever made and started it; it stays open.
     """
 
@@ -86,7 +86,7 @@ class WeightController:
 
     @property
     def address(self) -> bytes:
-        """What members join."""
+        """The address that members join."""
         return self._mailbox.address
 
     def ranks(self, role: Role) -> list[int]:
@@ -108,16 +108,18 @@ class WeightController:
     async def update(
         self, version: int, timeout_s: float = 60.0, on_progress: OnProgress | None = None
     ) -> UpdateReport:
-        """Brings this version from all trainers, which must offer it, to all inference ranks.
+        """Sends this version from all trainers, which must offer it, to all inference ranks.
 
-        on_progress: called now and then with the stage, how much of it is done, and how much there is: "plan" (0 of 1),
-        "ready" (tasks that trainers have made ready; these two only when somebody came or went), "open" (inference
-        ranks), "write" (bytes).
-        Raises UpdateFailed once it is aborted everywhere: inference ranks with spare memory go on with the version they
-        had, those without say that they are torn; another update() may succeed, with a new plan if somebody was lost.
-        UsageError when what members hold does not fit, or when an update is under way; and what on_progress raises.
-        Cancelled, it aborts everywhere first, which may take options.abort_s; or it commits, if all is there already.
-        Who joins meanwhile is in the next one.
+        on_progress: called from time to time with the stage, how much of it is done, and how much there is: "plan" (0
+            of 1), "ready" (tasks that trainers have prepared; these two only if a member joined or left), "open"
+            (inference ranks), "write" (bytes).
+        Raises UpdateFailed once the update is aborted everywhere: inference ranks with spare memory keep the version
+        that they had, those without report torn weights. Another update() may succeed, with a new plan if a member was
+        lost. UsageError if the members' holdings do not fit together, or while another update is in progress; and
+        whatever on_progress raises.
+        If it is cancelled, it first aborts everywhere, which may take options.abort_s; or commits, if everything has
+        arrived.
+        Members that join meanwhile take part in the next update.
         """
         version = checked_version(version)
         check_seconds(timeout_s=timeout_s)

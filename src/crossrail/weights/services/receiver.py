@@ -50,16 +50,16 @@ class _Attempt:
 
 
 class WeightReceiver(AsyncClosing):
-    """One inference rank. Threads: the event loop's. While weights arrive no code of it runs.
+    """One inference rank. Threads: the event loop's. None of its code runs while weights arrive.
 
-    memory: of role "target"; its arrays are what is written. spare: twice the memory, updates go into the one that is
-    not read and the old version stays usable until the new one is complete; else they go in place, between `pause` and
-    `resume`, and one that fails leaves weights that are torn, which reading() refuses.
-    pause(version), resume(version): of the inference engine, called before weights in place are written, and after a
-    commit; both optional. A failed update does not resume. Weights on a GPU are not written before all kernels have
-    ended that torch had launched when pause() returned and the last reading() of them was over; for kernels elsewhere,
-    pause() waits.
-    failures: attempts that this rank has heard to have failed; commits: those that were completed here.
+    memory: of role "target"; its arrays are what is written. spare: twice the memory. Updates go into the half that is
+        not read, and the old version stays usable until the new one is complete. Without it updates are in place,
+        between `pause` and `resume`, and a failed one leaves torn weights, which reading() refuses.
+    pause(version), resume(version): of the inference engine; called before weights are written in place, and after a
+        commit. Both are optional. A failed update does not resume. Weights on a GPU are not written before all kernels
+        have ended that torch had launched when pause() returned and the last reading() of them ended; for other
+        kernels, pause() has to wait.
+    failures: how many attempts this rank knows to have failed; commits: how many were completed here.
     Lifecycle: 1. made. 2. join(). 3. reading() whenever weights are used. 4. leave(). 5. close(). Owner of mailbox,
     engine and memory: whoever made them; they stay open until after close().
     """
@@ -110,7 +110,7 @@ class WeightReceiver(AsyncClosing):
 
     @property
     def version(self) -> int:
-        """The last that was completed here; -1: none. It says nothing of torn weights: see state."""
+        """The last version that was completed here; -1: none. Says nothing about torn weights: see state."""
         return self._versions.version
 
     @property
@@ -119,9 +119,9 @@ class WeightReceiver(AsyncClosing):
         return self._versions.state
 
     async def join(self, controller: bytes, timeout_s: float = 30.0) -> None:
-        """Offers itself to the controller of this address, or to another one. Registers the memory.
+        """Offers this rank to the controller at this address, or to another one. Registers the memory.
 
-        Raises Refused, NoAnswer, Unreachable; WaitTimeout while a writer of a failed update stands still in our memory.
+        Raises Refused, NoAnswer, Unreachable; WaitTimeout while a writer of a failed update has stopped in our memory.
         """
         self._membership.begin()
         if controller != self._controller:
@@ -144,11 +144,12 @@ class WeightReceiver(AsyncClosing):
 
     @asynccontextmanager
     async def reading(self, timeout_s: float = 60.0) -> AsyncIterator[Reading]:
-        """The weights, of one version, which nobody writes while this is open.
+        """The weights of one version, which nobody writes while this is open.
 
-        Waits while an update in place is under way, or waits for readers to go; but not within another reading() of the
-        same task. Raises TornWeights when an update in place has failed, WaitTimeout; UsageError before join() and
-        after close(). Close it between uses: with spare memory the next update but one waits for it, in place the next.
+        Waits while an update in place is in progress, or waits for readers to finish; but not within another reading()
+        of the same task. Raises TornWeights if an update in place has failed, WaitTimeout; UsageError before join() and
+        after close().
+        Close it between uses: with spare memory the next update but one waits for it, in place the next one.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
@@ -166,8 +167,9 @@ class WeightReceiver(AsyncClosing):
             self._notify()
 
     async def wait_version(self, version: int, timeout_s: float) -> None:
-        """Returns once this version, or a later one, is complete here. Raises WaitTimeout; UsageError when close() is
-        called meanwhile.
+        """Returns once this version, or a later one, is complete here.
+
+        Raises WaitTimeout; UsageError if close() is called meanwhile.
         """
         deadline = asyncio.get_running_loop().time() + timeout_s
         while self.version < version:
@@ -175,18 +177,17 @@ class WeightReceiver(AsyncClosing):
             await self._wait_changed(deadline, f"version {version} not complete within {timeout_s:g} s")
 
     def has_come(self, version: int, commits: int) -> bool:
-        """An update has brought exactly this version since self.commits was this."""
+        """Whether an update has brought exactly this version since self.commits had this value."""
         return self.commits > commits and self.version == version
 
     async def receive(
         self, version: int, timeout_s: float, failures: int | None = None, commits: int | None = None
     ) -> None:
-        """Returns once an update has brought exactly this version, which may be the one that is here already, or an
-        older one. Raises UpdateFailed as soon as an attempt has failed; WaitTimeout; UsageError when close() is called
-        meanwhile.
+        """Returns once an update has brought exactly this version, which may be the current one, or an older one.
 
-        failures, commits: what self.failures and self.commits were before the update was asked for, which may end
-        before this is called.
+        Raises UpdateFailed as soon as an attempt has failed; WaitTimeout; UsageError if close() is called meanwhile.
+        failures, commits: the values of self.failures and self.commits before the update was requested, since it may
+            end before this is called.
         """
         deadline = asyncio.get_running_loop().time() + timeout_s
         known = self.failures if failures is None else failures
@@ -198,7 +199,7 @@ class WeightReceiver(AsyncClosing):
             await self._wait_changed(deadline, f"version {version} not complete within {timeout_s:g} s")
 
     async def leave(self, timeout_s: float = 5.0) -> None:
-        """Says that it goes: the next update is without it."""
+        """Leaves: the next update is without this rank."""
         self._membership.end()
         try:
             await self._mailbox.ask(self._controller, m.Leave(next_word(self._mailbox)), m.Taken, timeout_s)
@@ -206,10 +207,11 @@ class WeightReceiver(AsyncClosing):
             log.info("inference rank %d left without a word: %s", self.rank, error)
 
     async def close(self, timeout_s: float = FENCE_S) -> None:
-        """Ends an update under way; the spare memory is gone afterwards, what was given stays. Idempotent.
+        """Ends an update in progress and frees the spare memory; the memory that was passed in stays. Idempotent.
 
-        Raises WaitTimeout when a trainer stands still in the middle of a copy into this memory for so long: nothing is
-        closed then, the memory must stay, and close() may be called again.
+        Raises WaitTimeout if a trainer has stopped in the middle of a copy into this memory for timeout_s. Nothing is
+        closed then:
+        the memory must stay, and close() may be called again.
         """
         self._membership.end()
         if self._attempt is not None:

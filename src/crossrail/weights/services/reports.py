@@ -17,12 +17,13 @@ _IMM_END = 1 << 27  # from here on engines hand them out
 
 @dataclass(frozen=True)
 class ControllerOptions:
-    """imm_first: the first of 2**20 immediates that updates count with, on the engines of all members; of the lower
-    half, which engines do not hand out. abort_s: how long members may take to end an attempt, and to commit one.
-    evict_s: how long one that was left out is told so. progress_s: how often trainers are asked how far they are.
-    straggler_ratio: a trainer that was busy so many times as long as the median, and whose bytes took that many times
-    as long, has less to send from the next update on, which is planned anew (speeds.measured); None: all are alike.
-    UsageError for one that makes no sense.
+    """imm_first: the first of 2**20 immediates that updates use on the engines of all members. They are in the lower
+        half, which engines do not hand out.
+    abort_s: how long members may take to end an attempt, or to commit one. evict_s: how long a member that was left out
+        is told so. progress_s: how often trainers are asked for their progress.
+    straggler_ratio: a trainer that was busy this many times as long as the median, and took that many times as long per
+        byte, gets less to send in a new plan from the next update on (speeds.measured). None: all are treated alike.
+    UsageError for an invalid value.
     """
 
     imm_first: int = 1 << 24
@@ -42,9 +43,9 @@ class ControllerOptions:
 
 @dataclass
 class UpdateReport:
-    """What an update took, in seconds. plan_s: planning and telling everybody, 0 when nobody came, went or slowed down.
+    """How long an update took, in seconds. plan_s: planning and announcing it; 0 if nobody joined, left or slowed down.
 
-    steps: of each trainer, by rank. speeds: of trainers, as it was planned with; those not named are alike.
+    steps: of each trainer, by rank. speeds: of trainers, as the plan assumed them; all others were taken as equal.
     """
 
     version: int

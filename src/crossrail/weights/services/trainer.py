@@ -36,13 +36,14 @@ _KERNELS_S = 0.0005  # between looks at what the caller's stream still has to do
 
 
 class WeightTrainer(AsyncClosing):
-    """One trainer rank. Threads: the event loop's; conversions run in one thread of its own.
+    """One trainer rank. Threads: the event loop's; conversions run in a thread of its own.
 
-    mailbox: of messages.mailbox(), started by whoever made it; one for each trainer or inference rank.
-    memory: of role "trainer"; join() registers it. tmp_bytes_max: the watermark, what tasks under way may use together;
-    all of it is allocated when a plan first needs any, and nothing after that but what torch takes to convert.
-    preparer: who makes what is written; None: torch on the GPU that most of the memory is in, numpy if none is a GPU's.
-    Lifecycle: 1. made. 2. join(). 3. publish() for each update. 4. leave(), when others are to go on without it.
+    mailbox: from messages.mailbox(), started by whoever made it; one per trainer or inference rank.
+    memory: of role "trainer"; join() registers it. tmp_bytes_max: the watermark, the most memory that tasks use
+        together. All of it is allocated when a plan first needs any, and nothing after that except what torch takes to
+        convert.
+    preparer: makes what is written; None: torch on the GPU that holds most of the memory, numpy if none is on a GPU.
+    Lifecycle: 1. made. 2. join(). 3. publish() for each update. 4. leave(), if others are to continue without it.
     5. close(). Owner of mailbox, engine and memory: whoever made them; they stay open until after close().
     """
 
@@ -91,7 +92,7 @@ class WeightTrainer(AsyncClosing):
         return f"<WeightTrainer {self.rank}{', closed' if self._is_closed else ''}>"
 
     async def join(self, controller: bytes, timeout_s: float = 30.0) -> None:
-        """Offers itself to the controller of this address, or to another one. Registers the memory.
+        """Offers this rank to the controller at this address, or to another one. Registers the memory.
 
         Raises Refused, NoAnswer, Unreachable.
         """
@@ -109,14 +110,15 @@ class WeightTrainer(AsyncClosing):
             raise Refused(f"trainer {self.rank} was refused: {answer.reason}")
 
     def publish(self, version: int, timeout_s: float = 60.0) -> Coroutine[Any, Any, StepReport]:
-        """Offers the weights as they are now, and returns when this version is complete at all inference ranks.
+        """Offers the current weights, and returns when this version is complete at all inference ranks.
 
-        They must not change until it returns or raises. The update runs once all trainers offer the version that the
-        controller was asked for. Raises UpdateFailed: it is complete nowhere, unless this trainer alone was cut off;
-        offer it again, or a later one; if its `asked_for` is a number, that one, or this trainer fails again.
-        Weights on GPUs are those that are there when all has ended that the calling thread's current stream of each has
-        been given until now, by torch; nothing is sent before. For kernels elsewhere, wait before the call. The call
-        itself may come from any thread, the coroutine is the event loop's.
+        The weights must not change until it returns or raises. The update runs once all trainers offer the version that
+        the controller was asked for. Raises UpdateFailed: it is complete nowhere, unless this trainer alone was cut
+        off. Offer it again, or a later one; if `asked_for` of the error is a number, offer that version, or this
+        trainer fails again.
+        Weights on GPUs: nothing is sent before everything has ended that torch had queued on the calling thread's
+        current stream of each GPU. For other kernels, wait before the call. The call itself may be made on any thread;
+        the coroutine runs on the event loop's.
         """
         check_seconds(timeout_s=timeout_s)
         return self._publish(checked_version(version), timeout_s, gpu.launched(gpu.gpus_of(self.memory.regions)))
@@ -149,7 +151,7 @@ class WeightTrainer(AsyncClosing):
         return "the controller has asked for it, and has not said that all inference ranks have it"
 
     async def leave(self, timeout_s: float = 5.0) -> None:
-        """Says that it goes: the next update is without it. One that is gone already need not."""
+        """Leaves: the next update is without this rank. Not needed if the process has ended."""
         self._membership.end()
         try:
             await self._mailbox.ask(self._controller, m.Leave(next_word(self._mailbox)), m.Taken, timeout_s)
@@ -157,7 +159,7 @@ class WeightTrainer(AsyncClosing):
             log.info("trainer %d left without a word: %s", self.rank, error)
 
     async def close(self) -> None:
-        """Ends a step under way, and what it needed; a publish() raises UpdateFailed. Idempotent."""
+        """Ends a step in progress and frees its memory; a pending publish() raises UpdateFailed. Idempotent."""
         self._is_closed = True
         self._membership.end()
         self._fail(f"trainer {self.rank} is closing")
