@@ -139,10 +139,12 @@ class RemoteAccessError(TransferError):
 
 
 class ChecksumMismatch(TransferError):
-    """An operation with verify=True: the peer's memory is not what was sent, and was not counted, or not what was read.
+    """An operation with verify=True: the peer's memory differs from what was sent (it was not counted), or from what
+    was read.
 
-    sum_sent, sum_found: 64-bit checksums of what was sent, or has come by a read, and of what the peer's memory has; of
-    paged writes, of the first group of pages that differs, of a scatter, at the first target that does.
+    sum_sent, sum_found: 64-bit checksums of the bytes that were sent, or that a read returned, and of the peer's
+        memory. For paged writes, of the first group of pages that differs; for a scatter, at the first target that
+        differs.
     """
 
     sum_sent: int = 0
@@ -168,9 +170,9 @@ class WaitTimeout(CrossrailError, TimeoutError):
 class LateWrite(CrossrailError):
     """Somebody wrote to poisoned memory.
 
-    region: which, in words; offset: of the first byte that was changed, from its start; nbytes: from there to the last
-    changed one of the same range or page; found: the first of the bytes there now, at most 16; pages: how many ranges
-    or pages were changed.
+    region: which one, in words; offset: of the first changed byte, from the region's start; nbytes: from there to the
+        last changed byte of the same range or page; found: the first of the bytes there now, at most 16; pages: how
+        many ranges or pages were changed.
     """
 
     def __init__(self, region: str, offset: int, nbytes: int, found: bytes, pages: int) -> None:
@@ -187,4 +189,4 @@ class LateWrite(CrossrailError):
 
 
 class SimulationIdle(CrossrailError):
-    """A simulated world has nothing left to happen, so what somebody waits for without a deadline will never be."""
+    """A simulated world has no event left, so what a wait without a deadline waits for will never happen."""

@@ -14,13 +14,16 @@ __all__ = ["Address", "EngineEvent", "Explanation", "Heartbeat", "PathExplanatio
 class EngineEvent:
     """Something that happened outside of any transfer.
 
-    kind: "imm-overflow" (arrivals of more distinct immediates than imm_counters_max were dropped: the job is broken),
-    "peer-connected", "peer-lost", "peer-left" (it closed), "peer-slow" (with heartbeats: no answer within an interval),
-    "peer-frozen" (it does not move), "peer-thawed" (slow or frozen, it answers again), "checksum-mismatch" (a peer's
-    write with verify=True is not in our memory as it was sent; it was not counted), "protocol-error" (malformed bytes;
-    the peer was cut off, or, where it says so, they were ignored), "stalled" (of watchdog_s: what waits for this peer
-    has not moved; without a peer: nobody drives the engine; the detail says where the flight recorder was written),
-    "transport-absent" (it has a device, and yet did not open: peers are reached by a slower one).
+    kind: one of these.
+    "imm-overflow": arrivals of more distinct immediates than imm_counters_max were dropped: the job is broken.
+    "peer-connected", "peer-lost", "peer-left" (it closed).
+    "peer-slow": with heartbeats: no answer within an interval. "peer-frozen": it has stopped. "peer-thawed": it was
+        slow or frozen, and answers again.
+    "checksum-mismatch": a peer's write with verify=True is not in our memory as it was sent; it was not counted.
+    "protocol-error": malformed bytes; the peer was disconnected, or, if the detail says so, they were ignored.
+    "stalled" (from watchdog_s): what waits for this peer has not moved; without a peer: nobody drives the engine. The
+        detail says where the flight recorder was written.
+    "transport-absent": the device exists, but did not open: peers are reached by a slower transport.
     peer: its name, may be empty.
     """
 
@@ -31,7 +34,7 @@ class EngineEvent:
 
 @dataclass(frozen=True)
 class PathExplanation:
-    """How bytes between one kind of memory pair go. gb_per_s: measured, 0 when not; bytes: moved this way so far."""
+    """The path of bytes between one pair of kinds of memory. gb_per_s: measured, or 0; bytes: moved this way so far."""
 
     what: str
     path: str
@@ -53,12 +56,12 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What an engine knows of a peer, and which way bytes go to it. str() is for people.
+    """What an engine knows about a peer, and which path bytes take to it. str() is for people.
 
-    transport: the one chosen for this peer; reason: why. note: why lost or frozen, may be empty.
-    rails: pairs, ours and theirs; endpoints: where these are, as "ip:port", empty where there are none.
-    gb_per_s_expected: of all rails together, by the speed of their interfaces; 0 when that is not known.
-    heartbeat: None while none was answered.
+    transport: the one chosen for this peer; reason: why. note: why it is lost or frozen; may be empty.
+    rails: pairs, ours and theirs; endpoints: their addresses as "ip:port", empty where there are none.
+    gb_per_s_expected: of all rails together, from the speed of their interfaces; 0 if unknown.
+    heartbeat: None if none has been answered.
     """
 
     peer: str

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RdmaOptions:
-    """Options of verbs, and of RoCE where that is said. The defaults are right unless the network's owner says so.
+    """Options of verbs, and of RoCE where noted. The defaults are right unless the network's operator says otherwise.
 
-    gid_index: of the port's GID table, on RoCE; None: RoCE v2 before v1, routable before link-local. traffic_class: on
-    RoCE, 0..255: the DSCP is its upper six bits. service_level: 0..15. path_mtu: 256, 512, 1024, 2048 or 4096 bytes;
-    None: the port's.
+    gid_index: into the port's GID table, on RoCE; None: RoCE v2 before v1, routable before link-local. traffic_class:
+        on RoCE, 0..255: the DSCP is its upper six bits. service_level: 0..15. path_mtu: 256, 512, 1024, 2048 or 4096
+        bytes; None: the port's.
     """
 
     gid_index: int | None = None

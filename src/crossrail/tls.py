@@ -26,14 +26,15 @@ _NETWORKS = ("auto", "tcp", "verbs", "ofi")
 
 @dataclass(frozen=True)
 class TlsConfig:
-    """TLS 1.3 with certificates on both sides, for all that tcp sends: the handshake, messages, and every byte of data.
+    """TLS 1.3 with certificates on both sides, for everything that tcp sends: the handshake, messages, and all data.
 
-    cert: file of this engine's certificate, and of those between it and the CA. key: file of its private key, without a
-    password. ca: file of the certificates of those whose word is taken. All in PEM form, read when the engine opens.
-    verify: "chain": whoever has a certificate of the CA is let in; "name": and one of its DNS names is the name of the
-    peer's engine, or a wildcard for it.
+    cert: file with this engine's certificate, and those between it and the CA. key: file with its private key, without
+        a password. ca: file with the certificates of the CAs to trust. All are PEM files, read when the engine opens.
+    verify: "chain": any certificate of the CA is accepted; "name": one of its DNS names must also be the name of the
+        peer's engine, or a wildcard for it.
 
-    Needs OpenSSL 3 (libssl.so.3), which is opened at run time. Both engines have it or neither: the other is refused.
+    Needs OpenSSL 3 (libssl.so.3), which is opened at run time. Either both engines use TLS or neither: otherwise they
+    refuse each other.
     """
 
     cert: str | os.PathLike[str]
@@ -43,7 +44,9 @@ class TlsConfig:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> TlsConfig | None:
-        """What CROSSRAIL_TLS_CERT, _KEY, _CA and _VERIFY say; None: nothing. UsageError when one of the files lacks."""
+        """What CROSSRAIL_TLS_CERT, _KEY, _CA and _VERIFY say; None if none is set. UsageError if one of the files is
+        missing.
+        """
         environ = os.environ if environ is None else environ
         files = {name: environ.get(name, "") for name in (CERT_VARIABLE, KEY_VARIABLE, CA_VARIABLE)}
         missing = [name for name, path in files.items() if not path]

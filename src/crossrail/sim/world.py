@@ -47,7 +47,7 @@ class Host:
     def engine(self, name: str | None = None, *, rails: int | Sequence[str] | None = None, **options: Any) -> Engine:
         """An engine on this host: an ordinary crossrail.Engine, with its options.
 
-        rails: so many of the host's, or their numbers as a list of text ("0", "2"); None: all.
+        rails: a number of the host's rails, or their numbers as a list of text ("0", "2"); None: all.
         """
         with _stage.at(self._place()):
             return Engine(name, transport="sim", rails=len(self.rails) if rails is None else rails, **options)
@@ -69,21 +69,21 @@ class Host:
 
 
 class World:
-    """A simulated world: one thread, a seed, a clock of its own.
+    """A simulated world: one thread, a seed, and a clock of its own.
 
-    Engines opened on its hosts move bytes between each other as those of the real transports do, over the same
-    handshake, failover and liveness; what the contract leaves open happens in an order drawn from the seed. The clock
-    only moves while somebody waits: in a transfer, counter, message, connect() or close() of its engines, in run(), or
-    in the event_loop(). Callbacks of the user run in the thread that waits. A wait without deadline for what can never
-    come raises SimulationIdle.
+    Engines opened on its hosts move bytes between each other with the handshake, failover and liveness of the real
+    transports; what the contract leaves open happens in an order drawn from the seed. The clock moves only while
+    somebody waits: in a transfer, counter, message, connect() or close() of its engines, in run(), or in the
+    event_loop(). Your callbacks run in the thread that waits. A wait without a deadline for what can never happen
+    raises SimulationIdle.
 
-    seed: all choices come from it; `rng` is a generator of the same seed, for choices of yours. The same seed, calls
-    and build give the same log, byte for byte, on every machine.
-    keep_log: keep the lines of `log`, or the last so many of them; `log_digest` is of all in any case.
-    Its engines are the world's: who opened one need not hold it.
+    seed: determines all choices; `rng` is a generator with the same seed, for your own choices. The same seed, calls
+        and build give the same log, byte for byte, on every machine.
+    keep_log: keep the lines of `log`, or this many of the last ones; `log_digest` always covers all.
+    Its engines belong to the world: you need not keep a reference to them.
     Lifecycle: 1. open; inside `with` it is the current world, where Engine(transport="sim") opens on a host of its own.
-    2. close(): closes its engines. Threads: one. Several are safe, and what they see is not determined.
-    Times (at_s, for_s) are virtual seconds since the world began; None: now, and for ever.
+    2. close(): closes its engines. Threads: one. Several are safe, but runs then differ.
+    Times (at_s, for_s) are virtual seconds since the world began; None: now, and forever.
     """
 
     def __init__(self, seed: int = 0, *, keep_log: bool | int = False) -> None:
@@ -147,10 +147,10 @@ class World:
         return self.now_ns / 1e9
 
     def run(self, for_s: float | None = None, *, until: Callable[[], object] | None = None) -> bool:
-        """Lets the world go on: for so long, until the condition is true, or until nothing is left to happen.
+        """Lets the world run: for so long, until the condition is true, or until no event is left.
 
-        True when the condition came true, or when there was none. Callbacks of the user run here. A transfer that waits
-        for its peer, or a fault that is scheduled, is something left to happen.
+        True if the condition came true, or if there was none. Your callbacks run here. A transfer that waits for its
+        peer, or a scheduled fault, is an event that is left.
         """
         deadline_ns = None if for_s is None else self.now_ns + _ns(for_s)
         steps_max = 1 if until is not None else _STEPS_PER_LOOK
@@ -184,7 +184,7 @@ class World:
     # ---- what goes wrong on purpose
 
     def rail_down(self, host: Host, rail: int, *, at_s: float | None = None, for_s: float | None = None) -> None:
-        """Unplugs a rail: what is under way there is tried again for half a second, then its paths break."""
+        """Unplugs a rail: what is in flight there is retried for half a second, then its paths break."""
         self._check_rail(host, rail)
         self._twice(at_s, for_s, partial(self._native.set_rail_up, host._index, rail), False, True)
 
@@ -194,14 +194,14 @@ class World:
         self._native.set_rail_up(host._index, rail, True, self._at_ns(at_s))
 
     def fill_queue(self, host: Host, rail: int, *, at_s: float | None = None, for_s: float | None = None) -> None:
-        """The rail takes no new works, as a NIC whose queues are full."""
+        """The rail accepts no new work requests, like a NIC whose queues are full."""
         self._check_rail(host, rail)
         self._twice(at_s, for_s, partial(self._native.set_rail_full, host._index, rail), True, False)
 
     def slow(
         self, host: Host, rail: int, factor: float, *, at_s: float | None = None, for_s: float | None = None
     ) -> None:
-        """Works that begin now take so many times as long on that rail's wire. 1: as fast as ever."""
+        """Work requests that begin now take this many times as long on that rail's wire. 1: the normal speed."""
         self._check_rail(host, rail)
         if not 0.001 <= factor <= _SLOWNESS_MAX:
             raise UsageError(f"factor is {factor}, must be 0.001 to 1e6")
@@ -220,9 +220,9 @@ class World:
             self._native.set_partition(a._index, b._index, False, self._at_ns(at_s))
 
     def kill(self, what: Engine | Host, *, at_s: float | None = None) -> None:
-        """The process of the engine, or all on the host, dies: what it does next raises EngineClosed.
+        """The process of the engine, or everything on the host, dies: whatever it does next raises EngineClosed.
 
-        What has left its NICs still arrives. Peers learn of it by silence, or by their own NICs' errors.
+        What has left its NICs still arrives. Peers notice by its silence, or by their own NICs' errors.
         """
         if isinstance(what, Host):
             self._check_host(what)
@@ -231,13 +231,13 @@ class World:
             self._native.kill(what._seat, self._at_ns(at_s))
 
     def freeze(self, what: Engine | Host, *, at_s: float | None = None, for_s: float | None = None) -> None:
-        """The process stops, as by SIGSTOP: its NICs go on placing bytes, nobody looks at them."""
+        """The process stops, as by SIGSTOP: its NICs keep placing bytes, but nobody looks at them."""
         freeze = self._freezing(what)
         if freeze is not None:
             self._twice(at_s, for_s, freeze, True, False)
 
     def thaw(self, what: Engine | Host, *, at_s: float | None = None) -> None:
-        """It goes on."""
+        """The process continues."""
         freeze = self._freezing(what)
         if freeze is not None:
             freeze(False, self._at_ns(at_s))
@@ -247,9 +247,10 @@ class World:
     def fail_works(
         self, host: Host, *, chance: float = 0.0, count: int = 0, rail: int | None = None, at_s: float | None = None
     ) -> None:
-        """Works posted by this host end with an error: the next `count`, and each later one by chance. Zeros end it.
+        """Work requests of this host end with an error: the next `count`, and each later one with this chance. Zeros
+        end it.
 
-        Half of them are carried out, and only the sender never learns it. rail: of that one alone.
+        Half of them are carried out, and only the sender does not learn it. rail: only on this rail.
         """
         if not 0 <= chance <= 1:
             raise UsageError(f"chance is {chance}, must be 0 to 1")
@@ -274,7 +275,7 @@ class World:
         self._native.set_registrations_to_fail(host._index, rail, count, self._at_ns(at_s))
 
     def lose_datagrams(self, chance: float, *, doubling: float = 0.0, at_s: float | None = None) -> None:
-        """Of the datagrams by which engines meet, so many are lost, and so many arrive twice."""
+        """Datagrams of handshakes are lost with this chance, and arrive twice with the chance `doubling`."""
         for given in (chance, doubling):
             if not 0 <= given <= 1:
                 raise UsageError(f"a chance is {given}, must be 0 to 1")
