@@ -1,4 +1,4 @@
-"""What mkdocs does beside reading docs/: pages from elsewhere in the repository, the reference, and the command line.
+"""What mkdocs does besides reading docs/: pages from elsewhere in the repository, the reference, and the command line.
 
 The reference lists modules; what is in them comes from their docstrings, by mkdocstrings. The command line is what
 `--help` says, of each command. Links between files are written for readers of the repository, and turned here.
@@ -72,14 +72,14 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 def command_line() -> str:
     """One section for each command, with what its --help says."""
-    parts = ["# Command line\n\nAs `--help` has it. `python -m crossrail` is the same as `crossrail`."]
+    parts = ["# Command line\n\nThe `--help` of each command. `python -m crossrail` is the same as `crossrail`."]
     for path, text in commands(main, "crossrail", None):
         parts.append(f"## {path}\n\n```text\n{text}\n```")
     return "\n\n".join(parts) + "\n"
 
 
 def commands(command: click.Command, path: str, parent: click.Context | None) -> Iterator[tuple[str, str]]:
-    """Name and help of a command and all below it, but for hidden ones."""
+    """Name and help of a command and all below it, except hidden ones."""
     name = path.rpartition(" ")[2]
     context = click.Context(
         command, info_name=name, parent=parent, max_content_width=HELP_WIDTH, terminal_width=HELP_WIDTH
