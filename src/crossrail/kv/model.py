@@ -23,27 +23,29 @@ Cache: TypeAlias = Sequence[Sequence[npt.NDArray[Any]]]
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """Between text and tokens, for the router's front. Threads: encode() of long texts runs in one of its own, beside
-    the others, which run on the event loop.
+    """Converts between text and tokens, for the router's HTTP front end.
+
+    Threads: encode() of long texts runs in a thread of its own, concurrently with other calls, which run on the event
+    loop.
     """
 
     def encode(self, text: str) -> Tokens:
-        """UsageError for text that it cannot take."""
+        """UsageError for text that it cannot encode."""
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Text of these tokens; of each alone, so that a stream can be shown as it comes."""
+        """The text of these tokens. Also called for single tokens, to show a stream as it arrives."""
 
 
 @runtime_checkable
 class Model(Protocol):
     """A model as prefillers and decoders use it. Threads: its coroutines run on the node's event loop.
 
-    What takes long must leave the loop free meanwhile: `await asyncio.to_thread(...)`.
+    Long computations must not block the loop: use `await asyncio.to_thread(...)`.
 
-    name: nodes of different names never serve one request. tail_bytes: what prefill hands on beside the KV. With 0,
-    nothing, decoders go on as soon as the KV of the last layer is there.
-    pages, everywhere: those of the request, in order; token t lies in pages[t // page_tokens]. Once a call has ended,
-    also by being cancelled, nothing of it touches them.
+    name: nodes with different names never serve the same request. tail_bytes: length of what prefill passes on besides
+        the KV. If it is 0, decoders continue as soon as the KV of the last layer has arrived.
+    pages, everywhere: those of the request, in order; token t is in pages[t // page_tokens]. Once a call has ended,
+        even by cancellation, nothing of it touches them.
     """
 
     name: str
@@ -52,18 +54,18 @@ class Model(Protocol):
     tail_bytes: int
 
     def check(self, prompt: Tokens, max_tokens: int) -> None:
-        """UsageError for a prompt that this model cannot run, or not with so many tokens behind it."""
+        """UsageError for a prompt that this model cannot run, or not with this many tokens after it."""
 
     async def prefill(
         self, cache: Cache, tokens: Tokens, start: int, pages: Pages, layer_done: Callable[[], None]
     ) -> bytes:
-        """Writes the KV of tokens[start:]; that of the earlier ones is there. Returns the tail.
+        """Writes the KV of tokens[start:]; that of earlier tokens is already there. Returns the tail.
 
-        layer_done: called after each layer, once what it wrote may be read by others.
+        layer_done: called after each layer, once others may read what it wrote.
         """
 
     async def step(self, cache: Cache, token: int, position: int, pages: Pages, tail: bytes) -> tuple[Logits, bytes]:
-        """One token: writes its KV, and returns logits for the next, shape (vocabulary,), and the tail after it."""
+        """One token: writes its KV, and returns the logits of the next, shape (vocabulary,), and the new tail."""
 
 
 async def generate(
@@ -76,9 +78,9 @@ async def generate(
     *,
     chunk_tokens: int = 1 << 30,
 ) -> AsyncIterator[int]:
-    """Tokens that follow the prompt. With tail, the KV of all of the prompt but its last token is there already.
+    """Tokens that follow the prompt. With a tail, the KV of the whole prompt except its last token is already there.
 
-    Without, the prompt is prefilled here, chunk_tokens at a time.
+    Without one, the prompt is prefilled here, chunk_tokens at a time.
     """
     if tail is None:
         tail = bytes(model.tail_bytes)

@@ -34,13 +34,15 @@ class Refused(CrossrailError):
 
 @dataclass(frozen=True)
 class NodeOptions:
-    """join_s: how long a router may take to answer. retry_s: pause before looking for a router again.
+    """Options of prefillers and decoders.
 
-    chunk_tokens: of a prefill step. queue_max: requests that a prefiller takes beside the one it works on.
-    requests_max: that a decoder serves side by side. probe_s: how often a decoder asks its prefiller how far it is.
-    silent_s: a prefiller that does not answer for so long is given up. ask_s: for other questions.
-    pages_s: how long a prefiller waits for pages before it gives a request up. lease_s: of the record in etcd, if it
-    has one there.
+    join_s: how long a router may take to answer. retry_s: pause before looking for a router again. lease_s: of the
+        node's record in etcd, if it has one.
+    chunk_tokens: tokens per prefill step. queue_max: requests that a prefiller accepts besides the one it works on.
+    requests_max: requests that a decoder serves concurrently. pages_s: how long a prefiller waits for pages before it
+        gives up a request.
+    probe_s: how often a decoder asks its prefiller for progress. silent_s: a prefiller that does not answer for this
+        long is given up. ask_s: how long an answer to other questions may take.
     """
 
     join_s: float = 3.0

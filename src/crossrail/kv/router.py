@@ -52,12 +52,14 @@ _SAME_AGAIN_S = 0.5  # times the attempt: what refused or failed a moment ago ma
 
 @dataclass(frozen=True)
 class RouterOptions:
-    """heartbeat_s: how often nodes are to report. lease_s: one that was not heard of for so long is gone.
+    """Options of a router.
 
-    requests_max: under way at once, more are Overloaded. queue_s: how long a request waits for a node with room.
-    request_s: how long one may take in all. ask_s: how long a node may take to answer. attempts_max: prefillers tried
-    by a decoder. restarts_max: decoders that may die of a request, or with it, before it fails.
-    sweep_s: how often members are looked after.
+    heartbeat_s: how often nodes report. lease_s: a node that has not reported for this long is gone.
+    requests_max: requests in progress; further ones are Overloaded. queue_s: how long a request waits for a node with
+        room. request_s: how long one may take in total. ask_s: how long a node may take to answer.
+    attempts_max: prefillers that a decoder tries. restarts_max: how many decoders may die during a request before it
+    fails.
+    sweep_s: how often members are checked.
     """
 
     heartbeat_s: float = 1.0
