@@ -87,7 +87,7 @@ def serving(*options: str) -> Iterator[Serve]:
     )  # fmt: skip
     try:
         assert process.stdout is not None and process.stderr is not None
-        assert process.stdout.readline().startswith("measuring with whoever asks")
+        assert process.stdout.readline().startswith("ready to measure")
         command = process.stdout.readline()
         assert SECRET not in command  # it is the user's own
         found = re.search(r"crossrail bench run 127\.0\.0\.1:(\d+)$", command)

@@ -148,7 +148,7 @@ def test_nonsense_refused_in_words(
 def test_rails_that_an_engine_takes_by_itself_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     # The module, not the command of the same name that the group keeps.
     module = importlib.import_module("crossrail.cli.topo")
-    assert "by itself" not in succeeded(topo()) or module.default_rails("auto", 1) != 1
+    assert "By default an engine uses" not in succeeded(topo()) or module.default_rails("auto", 1) != 1
     monkeypatch.setattr(module, "default_rails", lambda transport, rails: ["mlx5_1:1"])
 
-    assert "An engine takes mlx5_1:1 by itself" in succeeded(topo())
+    assert "By default an engine uses mlx5_1:1;" in succeeded(topo())

@@ -141,5 +141,5 @@ def _end_with_parent() -> None:
 
 def _ending(exitcode: int | None) -> str:
     if exitcode is None:
-        return "closed its pipe and goes on"
+        return "closed its pipe and continues"
     return f"was ended by {signal.Signals(-exitcode).name}" if exitcode < 0 else f"ended with status {exitcode}"

@@ -370,4 +370,4 @@ def command(root: Path | None, as_json: bool, name: str | None, need: str | None
         _show(topology, devices, name is not None, wanted, affinity)
         chosen = default_rails("auto", 1) if root is None else 1
         if not isinstance(chosen, int):
-            click.echo(f"\nAn engine takes {', '.join(chosen)} by itself; rails=N or rails=[...] for others.")
+            click.echo(f"\nBy default an engine uses {', '.join(chosen)}; rails=N or rails=[...] for others.")

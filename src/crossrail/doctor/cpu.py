@@ -198,7 +198,7 @@ def numa(host: Host) -> Iterator[Finding]:
     if len(nodes) > 1 and host.read_int("/proc/sys/kernel/numa_balancing"):
         yield note(
             "cpu.numa-balancing",
-            "the kernel moves pages between NUMA nodes by itself",
+            "the kernel moves pages between NUMA nodes automatically",
             f"kernel.numa_balancing on, {len(nodes)} nodes",
             "it unmaps pages to see who uses them: pauses in copies through shared memory; locked (RDMA) memory stays",
             *sysctl(host, "kernel.numa_balancing", "0"),
@@ -212,7 +212,7 @@ def numa(host: Host) -> Iterator[Finding]:
             "numa_node is -1: usual in virtual machines whose firmware says nothing",
             "workers cannot be pinned near their device; on the far node a 400 Gb/s card may lose a good part of "
             "its rate",
-            Fix("xr.Engine(worker_cpu=N)", "pin by hand, and measure with different N"),
+            Fix("xr.Engine(worker_cpu=N)", "pin manually, and measure with different N"),
         )
     ours = {node for node in nodes if set(parse_list(host.read(f"{_NODE}/{node}/cpulist") or "")) & host.cpus()}
     far = [name for name, node in placed.items() if node >= 0 and f"node{node}" not in ours]

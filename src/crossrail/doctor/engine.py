@@ -74,7 +74,7 @@ def _rdma_rails(result: Selftest) -> Iterator[Finding]:
         chosen = (
             f"an engine takes {listing(list(result.chosen))} by itself"
             if result.chosen
-            else ("none that an engine takes by itself; rails=[...] names them")
+            else ("none that an engine uses by default; rails=[...] names them")
         )
         yield ok(check, f"{len(usable)} RDMA rail(s): {listing([_port_text(port) for port in usable])}", chosen)
     # EFA devices are none of verbs', and verbs devices none of ofi's: where the other has it, nothing is wrong.
@@ -116,7 +116,7 @@ def _transport(host: Host, test: TransportTest) -> Finding:
         title = f"{test.transport}: 1 MiB writes between two processes, {rate}"
         seen = "; ".join(("measured now, for 0.25 s, data compared", *test.ways, "`crossrail bench` measures properly"))
         if test.transport == "shm" and test.gb_per_s < _SLOW_GB_PER_S:
-            fix = Fix("crossrail bench --quick", "measure properly, with the machine's limits beside")
+            fix = Fix("crossrail bench --quick", "measure properly, next to the machine's limits")
             return warning(check, title, seen, "copies in memory run at 10 GB/s and more on an idle machine", fix)
         return ok(check, title, seen)
     if not _is_for(test.transport, host):

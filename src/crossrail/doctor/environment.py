@@ -188,7 +188,7 @@ def preload(host: Host) -> Iterator[Finding]:
             check,
             f"LD_PRELOAD names {listing(lost)}, which is not there",
             "environment of this process",
-            "the loader writes an error line at each start of each program, and goes on",
+            "the loader prints an error line at each start of each program, and continues",
             Fix("unset LD_PRELOAD"),
         )
     if catching:

@@ -136,7 +136,7 @@ def _libfabric_fixes(host: Host, *, has_efa: bool) -> tuple[Fix, ...]:
         return (install(host, apt="libfabric1", dnf="libfabric"),)
     # MPICH's wheel has 2.5; measured to load on Debian 12, whose own package is 1.17.
     wheel = f"{host.executable} -m pip install mpich"
-    return (Fix(wheel, "the copy in MPICH's wheel, which crossrail finds by itself; brings mpirun along"),)
+    return (Fix(wheel, "the copy in MPICH's wheel, which crossrail finds automatically; it also installs mpirun"),)
 
 
 def cuda(host: Host) -> Iterator[Finding]:

@@ -49,7 +49,7 @@ def _memlock_fixes(host: Host, hard: int | None) -> Iterator[Fix]:
     if not host.container:
         lines = r"'* soft memlock unlimited\n* hard memlock unlimited\n'"
         file = "/etc/security/limits.d/90-crossrail.conf"
-        yield Fix(f"printf {lines} | " + sudo(host, f"tee {file}"), "logins; then log in anew")
+        yield Fix(f"printf {lines} | " + sudo(host, f"tee {file}"), "logins; then log in again")
         yield Fix(sudo(host, "systemctl edit NAME.service"), "a systemd service: [Service] LimitMEMLOCK=infinity")
     if host.container != "kubernetes":
         yield Fix("docker run --ulimit memlock=-1:-1 ...", "docker, podman")
@@ -193,7 +193,8 @@ def memory_group(host: Host) -> Iterator[Finding]:
             check,
             f"the memory limit leaves {size(max(limit_bytes - used_bytes, 0))}",
             seen,
-            "engine.alloc memory counts for whoever touches it first; beyond the limit the kernel kills a process "
+            "engine.alloc memory is charged to the process that touches it first; beyond the limit the kernel "
+            "kills a process "
             "(exit code 137) and its peers lose it",
             Fix("docker run --memory=64g ...", "docker, podman"),
             Fix("resources: {limits: {memory: 64Gi}}", "kubernetes"),

@@ -87,7 +87,7 @@ def ports(host: Host) -> Iterator[Finding]:
         check,
         f"{len(down)} of {len(every)} ports not active: {listing([port.name for port in down])}",
         seen,
-        f"{share:.0%} of the bandwidth is missing, and peers that pair rails by index find nobody behind these",
+        f"{share:.0%} of the bandwidth is missing, and peers that pair rails by index reach nothing through these",
         *fixes,
     )
 

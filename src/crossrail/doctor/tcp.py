@@ -125,7 +125,7 @@ def congestion(host: Host) -> Iterator[Finding]:
             "3.4 GB/s, cubic 7.0). Within a host the engine's sockets do without it, between hosts they take it"
         )
     else:
-        cost = "not measured by us; cubic is what the kernel takes by itself"
+        cost = "not measured by us; cubic is the kernel's default"
     yield note(
         check,
         f"congestion control {chosen}",

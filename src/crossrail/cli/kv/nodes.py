@@ -123,7 +123,7 @@ async def _serve(kind: type[Node], options: dict[str, Any]) -> None:
             if service.end.is_deserted:
                 await node.drain(0.0)  # nobody waits for what is under way, nor reads what we say
             else:
-                tell(f"{kind.role} {name}: ending, after what is under way; a second signal ends it at once")
+                tell(f"{kind.role} {name}: finishing its requests, then exiting; a second signal ends it at once")
                 if not await _drained(node, options["drain_s"], service.end.at_once):
                     why = "when told to" if service.end.at_once.is_set() else f"after {options['drain_s']:g} s"
                     click.echo(f"{kind.role} {name}: ended {why}, before all was finished", err=True)

@@ -35,7 +35,7 @@ def _contact(matrix: Matrix) -> Iterator[Finding]:
             matrix.error,
             f"getaddrinfo({matrix.target})",
             "no connection can be made",
-            Fix(f"getent hosts {matrix.target}", "what this machine knows of the name"),
+            Fix(f"getent hosts {matrix.target}", "what this machine knows about the name"),
             Fix("crossrail doctor --peer ADDRESS", "by its address instead; `--listen` prints them"),
         )
         return
@@ -81,7 +81,7 @@ def _failed(bad: list[Attempt], port: int) -> Finding:
             "reach.connect",
             f"no answer from port {port}: a firewall drops the packets, or the address leads nowhere",
             seen,
-            "no transfer over TCP between these hosts; with EFA or RoCE connecting would fail likewise",
+            "no transfer over TCP between these hosts; connecting with EFA or RoCE would fail in the same way",
             *_firewall(port),
             Fix(f"ping {bad[0].address}", "does the host answer at all?"),
         )
@@ -172,7 +172,7 @@ def _reachability(matrix: Matrix) -> Iterator[Finding]:
             f"{len(lost)} of {len(pairs)} pairs of addresses do not connect: "
             f"{listing([pair.name for pair in lost], 3)}",
             _details(lost),
-            "fine where each rail is a network of its own; otherwise transfers between these rails fail, and such "
+            "fine if each rail is a separate network; otherwise transfers between these rails fail, and such "
             "failures look random",
             *_routes(lost),
         )
@@ -210,7 +210,7 @@ def _mtus(pairs: list[Pair]) -> Iterator[Finding]:
                 "reach.mtu",
                 f"different MTUs: {pair.here} {pair.here.mtu}, {pair.there} {pair.there.mtu}",
                 "MTU of the interfaces",
-                "TCP agrees on the smaller one; RoCE and UDP do not ask, and lose what is longer",
+                "TCP agrees on the smaller one; RoCE and UDP do not, and lose longer packets",
                 Fix(
                     f"sudo ip link set {rail.interface} mtu {larger}",
                     f"on {'this' if is_here else 'the other'} host, if the switches allow it",

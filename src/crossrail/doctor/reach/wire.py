@@ -177,7 +177,7 @@ def send_all(connection: socket.socket, data: bytes, deadline: float) -> None:
         try:
             view = view[connection.send(view) :]
         except TimeoutError:
-            raise WireError("the other side takes no data") from None
+            raise WireError("the other side accepts no data") from None
         except OSError as error:
             raise WireError(f"the connection broke: {error.strerror}") from None
 

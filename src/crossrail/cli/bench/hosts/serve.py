@@ -231,7 +231,7 @@ def _announce(host: str, port: int, secret: bytes, drawn: bool, engine: xr.Engin
         name = endpoints[0].rpartition(":")[0].strip("[]") if endpoints else socket.gethostname()
     name = f"[{name}]" if ":" in name else name
     setting = f"{SECRET_VARIABLE}={secret.decode()} " if drawn else ""
-    click.echo("measuring with whoever asks. On the other host, or in another shell:")
+    click.echo("ready to measure. On the other host, or in another shell:")
     click.echo(f"    {setting}crossrail bench run {name}:{port}")
     click.echo("Ctrl-C ends it.", err=True)
 
