@@ -269,7 +269,7 @@ def no_loop(engine: _core.Engine) -> errors.UsageError:
 
 def another_clock(engine: _core.Engine, loop: object) -> errors.UsageError:
     return errors.UsageError(
-        f"engine '{engine.name}' cannot be awaited on {loop!r}: their clocks differ. Next: await engines of a "
+        f"engine '{engine.name}' cannot be awaited on {loop!r}: they use different clocks. Next: await engines of a "
         "simulated world in crossrail.sim.run() or on its world.event_loop(), and others outside of these"
     )
 

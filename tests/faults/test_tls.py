@@ -236,7 +236,7 @@ def test_another_server_at_the_port_is_told(open_engine: EngineFactory, tls: xr.
         thread = threading.Thread(target=serve)
         thread.start()
 
-        with pytest.raises(xr.PeerLost, match=r"the TLS handshake failed.*Next: see that each side's certificate"):
+        with pytest.raises(xr.PeerLost, match=r"the TLS handshake failed.*Next: check that each side's certificate"):
             engine.connect(there.address, WAIT_S)
 
         thread.join(WAIT_S)
