@@ -51,8 +51,9 @@ class SendJob:
     """The transfer of one request's KV and tail. Made by KvSender.open.
 
     Lifecycle: 1. open: steps of the model send its chunks, send_tail its tail. 2. over: all of it is under way, or it
-    was stopped, by cancel(), a failed write or an abandoned step. 3. quiet: none of our writes is in flight. 4. settled:
-    no step of the model fills its pages either. The lease can be released; it is in use if all went well, else reserved.
+    was stopped, by cancel(), a failed write or an abandoned step. 3. quiet: none of our writes is in flight.
+    4. settled: no step of the model fills its pages either. The lease can be released; it is in use if all went well,
+    else reserved.
 
     Invariant: once it is stopped nothing more is submitted, and what is submitted is in _transfers until it has ended;
     that includes the writes of layers that are not computed yet, which wait in the engine for the word.
