@@ -234,16 +234,16 @@ void register_moe_proxy(nb::module_& module) {
           nb::arg("round"), nb::arg("partner"), nb::arg("first_row"), nb::arg("rows"))
       .def(
           "say_farewell",
-          [](const ProxyHandle& self, std::optional<uint32_t> lost, double timeout_s) {
-            self.wait(nb::float_(timeout_s), [lost](moe::Proxy& proxy, Deadline deadline) {
-              proxy.say_farewell(lost, deadline);
+          [](const ProxyHandle& self, std::optional<uint32_t> why, double timeout_s) {
+            self.wait(nb::float_(timeout_s), [why](moe::Proxy& proxy, Deadline deadline) {
+              proxy.say_farewell(why, deadline);
               return moe::FarOutcome{};
             });
           },
-          nb::arg("lost").none(), nb::arg("timeout_s"), "lost: the rank that we cannot go on without, if that is why.")
+          nb::arg("why").none(), nb::arg("timeout_s"), "why: a number for those who are told.")
       .def(
-          "lost_by", [](const ProxyHandle& self, uint32_t rank) { return self.get().lost_by(rank); }, nb::arg("rank"),
-          "Whom a far rank that has said farewell cannot go on without; written by that rank.")
+          "why_left", [](const ProxyHandle& self, uint32_t rank) { return self.get().why_left(rank); }, nb::arg("rank"),
+          "What a far rank that has said farewell gave with it; written by that rank.")
       .def(
           "wait",
           [](const ProxyHandle& self, const std::string& step, uint32_t round, nb::handle timeout_s) {

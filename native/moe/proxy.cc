@@ -54,13 +54,13 @@ void check_same_length(uint32_t rank, const char* what, const RemoteRegion& thei
                    " bytes for far " + what + ", we have " + std::to_string(ours.length_bytes()));
 }
 
-// In a farewell. 0, as memory of the engine is, is nobody.
-void store_lost(std::byte* to, uint32_t rank) {
-  const uint32_t number = rank + 1;
+// In a farewell. 0, as memory of the engine is, is no reason.
+void store_why(std::byte* to, uint32_t why) {
+  const uint32_t number = why + 1;
   std::memcpy(to, &number, sizeof number);
 }
 
-std::optional<uint32_t> load_lost(const std::byte* from) {
+std::optional<uint32_t> load_why(const std::byte* from) {
   uint32_t number;
   std::memcpy(&number, from, sizeof number);
   return number == 0 ? std::nullopt : std::optional(number - 1);
@@ -323,18 +323,18 @@ uint32_t Proxy::slowest() const {
   return found == members_.end() ? members_.front().rank : found->rank;
 }
 
-void Proxy::say_farewell(std::optional<uint32_t> lost, Deadline deadline) {
+void Proxy::say_farewell(std::optional<uint32_t> why, Deadline deadline) {
   const auto wait_for_all = [&] {  // whatever becomes of it: who is gone needs neither
     for (const std::vector<Sent>& sent : sent_) {
       for (const Sent& one : sent) one.transfer->wait(deadline, {});
     }
   };
   wait_for_all();  // nothing keeps a farewell behind writes that are still under way
-  // Only who was lost takes bytes: those who have closed their regions would refuse them, and close at the same time as we.
-  const uint64_t length = lost ? sizeof(uint32_t) : 0;
+  // Only a reason takes bytes: those who have closed their regions would refuse them, and close at the same time as we.
+  const uint64_t length = why ? sizeof(uint32_t) : 0;
   const uint64_t from = at_farewell(memory_.routes_out);
   std::byte* const base = regions_.routes->base();
-  if (lost && base != kPhantomBase) store_lost(base + from, *lost);
+  if (why && base != kPhantomBase) store_why(base + from, *why);
   const uint64_t to = at_farewell(memory_.routes_in + rank_ * memory_.route_bytes);
   for (const Member& member : members_) {
     if (member.regions.rows && member.regions.rows->peer()->state() != PeerState::kLost &&
@@ -345,8 +345,8 @@ void Proxy::say_farewell(std::optional<uint32_t> lost, Deadline deadline) {
   wait_for_all();
 }
 
-std::optional<uint32_t> Proxy::lost_by(uint32_t rank) const {
-  return load_lost(regions_.routes->base() + at_farewell(memory_.routes_in + rank * memory_.route_bytes));
+std::optional<uint32_t> Proxy::why_left(uint32_t rank) const {
+  return load_why(regions_.routes->base() + at_farewell(memory_.routes_in + rank * memory_.route_bytes));
 }
 
 FarOutcome Proxy::wait_sent(uint32_t round, Deadline deadline, const InterruptCheck& interrupted) {

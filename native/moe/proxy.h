@@ -102,10 +102,10 @@ class Proxy {
   void send_sums(uint32_t round, uint32_t partner, uint64_t first_row, uint64_t rows);
 
   // We take part no more: who waits for us is told, once all that we sent before is there. Returns when all have been told,
-  // or are gone, or at the deadline. lost: the rank that we cannot go on without, if that is why.
-  void say_farewell(std::optional<uint32_t> lost, Deadline deadline);
+  // or are gone, or at the deadline. why: a number for them, if it has one.
+  void say_farewell(std::optional<uint32_t> why, Deadline deadline);
   // That of a rank that has said farewell. Written by that rank: to be checked.
-  std::optional<uint32_t> lost_by(uint32_t rank) const;
+  std::optional<uint32_t> why_left(uint32_t rank) const;
 
   // Until all of this step has come. May be repeated after kLate.
   FarOutcome wait(FarStep step, uint32_t round, Deadline deadline, const InterruptCheck& interrupted);

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -193,6 +193,47 @@ def test_calls_out_of_order_are_refused(alone: AllToAll) -> None:
     assert not alone.combine_recv(got, BATCH.weights).any()
     with pytest.raises(xr.UsageError, match=r"combine_recv of round 1, which has had combine_recv"):
         alone.combine_recv(got, BATCH.weights)
+
+
+def test_what_is_no_round_is_refused(alone: AllToAll) -> None:
+    got = alone.dispatch(BATCH.x, BATCH.scales, BATCH.indices)
+    y = np.zeros((got.rows, HIDDEN), np.float32)
+    calls: list[tuple[str, str, Callable[[Any], object]]] = [
+        ("combine", "Dispatched", lambda given: alone.combine(y, given, BATCH.weights)),
+        ("check_combine", "Dispatched", alone.check_combine),
+        ("expert_output", "Dispatched", alone.expert_output),
+        ("combine_send", "Dispatched", lambda given: alone.combine_send(y, given)),
+        ("combine_recv", "Dispatched or Round", lambda given: alone.combine_recv(given, BATCH.weights)),
+        ("dispatch_recv", "Round", alone.dispatch_recv),
+        ("advance", "Round", alone.advance),
+    ]
+    for name, wanted, call in calls:
+        with pytest.raises(xr.UsageError, match=f"^{name} was given NoneType, must be {wanted}$"):
+            call(None)
+    with pytest.raises(xr.UsageError, match="combine_send was given Round, must be Dispatched"):
+        alone.combine_send(y, got.round)
+    assert not alone.combine(y, got, BATCH.weights).any()
+
+
+def test_a_round_of_another_one_is_refused_and_both_go_on(nothing_leaks: None) -> None:
+    with Ranks(1, **CONFIG) as one, Ranks(1, **CONFIG) as two:
+        mine, theirs = (part.dispatch(BATCH.x, BATCH.scales, BATCH.indices) for part in (one.parts[0], two.parts[0]))
+        y = np.ones((mine.rows, HIDDEN), np.float32)
+        for call in (
+            lambda: one.parts[0].combine(y, theirs, BATCH.weights),
+            lambda: one.parts[0].combine_send(y, theirs),
+            lambda: one.parts[0].combine_recv(theirs, BATCH.weights),
+            lambda: one.parts[0].advance(theirs.round),
+        ):
+            with pytest.raises(xr.UsageError, match=r"was given round 1 \(after dispatch_recv\) of another AllToAll"):
+                call()
+        for ranks, got in ((one, mine), (two, theirs)):
+            assert ranks.parts[0].combine(y, got, BATCH.weights).all()
+
+
+def test_a_round_is_shown_without_its_arrays(alone: AllToAll) -> None:
+    alone.dispatch(BATCH.x, BATCH.scales, BATCH.indices)
+    assert repr(alone.open_rounds) == f"(<Round 1 of {TOKENS} tokens, after dispatch_recv>,)"
 
 
 def test_a_combine_that_is_refused_has_sent_nothing(alone: AllToAll) -> None:

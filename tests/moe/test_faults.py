@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import crossrail as xr
-from crossrail.moe import AllToAll, Round
+from crossrail.moe import AllToAll, CapacityExceeded, Round
 from tests.moe.batches import draw
 from tests.moe.processes import Meet, meeting
 from tests.moe.rank import BLOCK, CONFIG, EXPERTS, HIDDEN, TOKENS, TOP_K, Rank
@@ -156,6 +156,62 @@ def test_who_leaves_since_another_was_lost_says_whom(
                 ranks.engines[rank].close()
         with pytest.raises(xr.PeerLost, match="it lost sight of this rank, and has closed its AllToAll"):
             ranks.parts[3].dispatch_recv(last)
+
+
+@pytest.mark.parametrize(
+    ("engine", "node_size", "ends"), [({}, 3, False), ({}, 3, True), ({}, 1, False), (TCP, 1, False)], ids=str
+)
+def test_who_leaves_since_another_was_late_says_whom(
+    nothing_leaks: None, engine: dict[str, Any], node_size: int, ends: bool
+) -> None:
+    batches = [draw(np.random.default_rng(rank), TOKENS, HIDDEN, EXPERTS, TOP_K, BLOCK) for rank in range(3)]
+    with Ranks(3, engine, **CONFIG, node_size=node_size) as ranks:
+
+        def send(rank: int) -> Round:
+            batch = batches[rank]
+            return ranks.parts[rank].dispatch_send(batch.x, batch.scales, batch.indices, batch.weights)
+
+        def finish(rank: int, opened: Round) -> None:
+            part = ranks.parts[rank]
+            got = part.dispatch_recv(opened)
+            part.combine(np.zeros((got.rows, HIDDEN), np.float32), got)
+
+        sent = [send(0), send(1)]
+        ranks.parts[0].timeout_s = NEVER_S
+        with pytest.raises(xr.WaitTimeout, match="rank 2 "):
+            ranks.parts[0].dispatch_recv(sent[0])
+        ranks.parts[0].close()
+        if ends:
+            ranks.engines[0].close()
+        kind = xr.PeerLost if ends else xr.UsageError
+        last: list[Round] = []
+        if not ends:  # else it learns of it here
+            last = [send(2)]
+        with pytest.raises(kind, match=r"rank 0 .*it had waited for rank 2 \('rank-2'\) in vain"):
+            finish(1, sent[1])
+        with pytest.raises(kind, match=r"rank 0 .*it had waited for this rank in vain"):
+            finish(2, last[0] if last else send(2))
+
+
+@pytest.mark.parametrize("engine", [{}, TCP], ids=str)
+def test_who_only_looks_at_a_round_that_is_refused_does_not_wait(
+    nothing_leaks: None, monkeypatch: pytest.MonkeyPatch, engine: dict[str, Any]
+) -> None:
+    options = {"experts": 2, "hidden": 32, "top_k": 1, "max_tokens": 8, "scale_block": None, "capacity_factor": 1.0}
+    x, indices = np.zeros((8, 32), np.uint8), np.ones((8, 1), np.int32)
+    with Ranks(2, engine, **options, node_size=1) as ranks:
+        here, there = ranks.parts
+        assert there._far is not None
+        send_rows, held = there._far.send_rows, []
+        monkeypatch.setattr(there._far, "send_rows", lambda *rows: held.append(rows))  # they come after the routes
+        opened, far = (part.dispatch_send(x, None, indices) for part in (here, there))
+        here.timeout_s = 100 * WAIT_S
+        eventually(lambda: here.advance(opened) or opened.is_refused, "the round is refused")
+        send_rows(*held[0])
+        with pytest.raises(CapacityExceeded):
+            eventually(lambda: here.advance(opened), "the round ends")
+        with pytest.raises(CapacityExceeded):
+            there.dispatch_recv(far)
 
 
 # How many share memory; who goes, who waits, and for whom.

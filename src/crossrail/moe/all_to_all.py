@@ -21,7 +21,7 @@ from crossrail.moe.config import OUT_DTYPES, Config
 from crossrail.moe.group import Group
 from crossrail.moe.kernels import Kernels
 from crossrail.moe.peers import Peers
-from crossrail.moe.rounds import Dispatched, Round, Stage
+from crossrail.moe.rounds import Dispatched, Round, Stage, round_meant
 from crossrail.moe.row_memory import Block, is_gpu, row_memory
 from crossrail.moe.tokens import tokens_given, weights_given
 from crossrail.observe.durations import Durations
@@ -248,7 +248,7 @@ class AllToAll:
         PeerLost, EngineClosed; UsageError if a rank has closed its AllToAll.
         """
         self._check_usable()
-        opened.require(Stage.SENT, "dispatch_recv")
+        self._round_of(opened, "dispatch_recv", Round).require(Stage.SENT, "dispatch_recv")
         config, memory, rank, parity = self.config, self._memory, self.rank, opened.number % PARITIES
         if opened.placement is None:
             self._place(opened, self.timeout_s)
@@ -297,7 +297,7 @@ class AllToAll:
         After a UsageError nothing was sent.
         """
         self._check_usable()
-        opened = dispatched.round
+        opened = self._round_of(dispatched, "combine", Dispatched)
         opened.require(Stage.RECEIVED, "combine_send")
         sums, factors = self._sums_given(opened, weights, out, accumulate)
         self.combine_send(y, dispatched)
@@ -310,13 +310,13 @@ class AllToAll:
         self, dispatched: Dispatched, weights: Any | None = None, *, out: Any | None = None, accumulate: bool = False
     ) -> None:
         """UsageError for what combine_recv would refuse. Call it before combine_send: after that the round must end."""
-        self._sums_given(dispatched.round, weights, out, accumulate)
+        self._sums_given(self._round_of(dispatched, "check_combine", Dispatched), weights, out, accumulate)
 
     def expert_output(self, dispatched: Dispatched) -> Any:
         """Where the experts may write their outputs, so that combine_send copies nothing: [rows, hidden] of
         out_dtype.
         """
-        opened = dispatched.round
+        opened = self._round_of(dispatched, "expert_output", Dispatched)
         opened.require(Stage.RECEIVED, "expert_output")
         y = self._near.own[opened.number % PARITIES].y
         opened.output = self._memory.shown(y[: dispatched.rows], self.config.out_dtype, opened.is_tensor)
@@ -329,7 +329,7 @@ class AllToAll:
             any other array, which is copied. Rows of padding are ignored.
         """
         self._check_usable()
-        opened = dispatched.round
+        opened = self._round_of(dispatched, "combine_send", Dispatched)
         opened.require(Stage.RECEIVED, "combine_send")
         kept = self._near.own[opened.number % PARITIES].y[: dispatched.rows]
         if y is None or y is not opened.output:
@@ -352,7 +352,7 @@ class AllToAll:
         After WaitTimeout it may be called again.
         """
         self._check_usable()
-        opened = answered.round if isinstance(answered, Dispatched) else answered
+        opened = self._round_of(answered, "combine_recv", Dispatched, Round)
         opened.require(Stage.RETURNED, "combine_recv")
         sums, factors = self._sums_given(opened, weights, out, accumulate)
         return self._sum(opened, sums, factors, out, accumulate)
@@ -394,6 +394,7 @@ class AllToAll:
         in dispatch_recv, and sums here or in combine_recv. Raises what these do, except WaitTimeout.
         """
         self._check_usable()
+        self._round_of(opened, "advance", Round)
         try:
             if opened.stage is Stage.SENT:
                 if opened.placement is None:
@@ -481,6 +482,9 @@ class AllToAll:
         if self._engine.closed:
             raise EngineClosed(f"engine {self._engine.name!r} was closed")
 
+    def _round_of(self, given: Any, call: str, *kinds: type[Round | Dispatched]) -> Round:
+        return round_meant(given, call, kinds, self._open.values())
+
     def _routes_for_far(self, counts: Array, order: Array) -> Array:
         """Routes of the rows that go to far ranks, in their order. Our own routes decide alone."""
         table = np.zeros((self.config.groups, self.config.experts), np.int32)
@@ -496,21 +500,23 @@ class AllToAll:
         placement = _core.moe.Placement(self._layout, counts)
         refusal = find_overflow(self.config, number, placement)  # all see the same counts, and come to the same end
         if refusal is not None:
-            self._refuse(opened)
+            self._refuse(opened, timeout_s)
             raise refusal
         if self._far is not None and not self._masks:
             self._far.send_remainder(number, placement)
         opened.placement = placement
 
-    def _refuse(self, opened: Round) -> None:
-        """Ends a round without results: all ranks do, and tell each other as they would with some."""
+    def _refuse(self, opened: Round, timeout_s: float) -> None:
+        """Ends a round without results: all ranks do, and tell each other as they would with some. After WaitTimeout
+        it may be called again.
+        """
         number, parity = opened.number, opened.number % PARITIES
         if self._far is not None:
             if not opened.is_refused and not self._masks:
                 self._far.send_remainder(number, None)
             opened.is_refused = True
             # For those that came before anybody knew: the next round's are counted alike.
-            self._peers.wait_rows(number, self.timeout_s)
+            self._peers.wait_rows(number, timeout_s)
             self._far.send_results(number, None, None)
         self._near.publish(RETURNED, number)
         opened.stage = Stage.ENDED

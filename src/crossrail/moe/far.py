@@ -201,10 +201,10 @@ class Far:
             region.close(timeout_s)
         self._rows.close(timeout_s)
 
-    def farewell(self, lost: int | None, timeout_s: float) -> None:
-        """Nothing of ours comes any more: who waits for us is told. lost: as of Near.farewell."""
-        self._proxy.say_farewell(lost, timeout_s)
+    def farewell(self, why: int | None, timeout_s: float) -> None:
+        """Nothing of ours comes any more: who waits for us is told. why: as Peers has it."""
+        self._proxy.say_farewell(why, timeout_s)
 
-    def lost_by(self, rank: int) -> int | None:
-        """Whom that far rank named in its farewell. Written by that rank: to be checked."""
-        return self._proxy.lost_by(rank)
+    def why_left(self, rank: int) -> int | None:
+        """What that far rank gave in its farewell. Written by that rank: to be checked."""
+        return self._proxy.why_left(rank)

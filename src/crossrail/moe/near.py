@@ -76,12 +76,12 @@ class Near:
         if any(self._words.is_sealed(what + number % PARITIES, number) for what in (SENT, RETURNED)):
             raise masked_out()
 
-    def farewell(self, lost: int | None) -> None:
-        """No word of ours comes any more. lost: the rank that we cannot go on without, if that is why."""
-        self._words.publish(FAREWELL, PARITIES * (1 if lost is None else 2 + lost))
+    def farewell(self, why: int | None) -> None:
+        """No word of ours comes any more. why: as Peers has it."""
+        self._words.publish(FAREWELL, PARITIES * (1 if why is None else 2 + why))
 
-    def lost_by(self, rank: int) -> int | None:
-        """Whom that rank, which shares memory with us, named in its farewell. Written by that rank: to be checked."""
+    def why_left(self, rank: int) -> int | None:
+        """What that rank, which shares memory with us, gave in its farewell. Written by that rank: to be checked."""
         number = self._words.value(self.ranks.index(rank), FAREWELL) // PARITIES
         return number - 2 if number >= 2 else None
 

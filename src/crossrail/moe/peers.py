@@ -66,6 +66,7 @@ class Peers:
         self._addresses = [member.address for member in members]
         self._all_sources = masking.sources(config, group.rank, ())
         self._lost: int | None = None  # the rank that we cannot go on without
+        self._late: int | None = None  # the rank that the last wait was for in vain
         near = [member for member in members if member.board is not None]
         masks_far = config.on_lost == "mask" and len(near) < group.size
         if masks_far:
@@ -201,29 +202,39 @@ class Peers:
 
     def _check(self, told: tuple[str, int, str], half: str, timeout_s: float) -> None:
         result, rank, detail = told
+        self._late = rank if result == "late" and timeout_s > 0 else None  # who only looks has not waited
         if result != "ready":
             raise self._trouble(result, rank, half, timeout_s, detail)
 
     def _trouble(self, result: str, rank: int, half: str, timeout_s: float, detail: str = "") -> Exception:
-        """What to raise. Of a rank that gave up since another one was lost, that is what is told, and passed on."""
-        lost = self._lost_by(rank) if result in ("left", "peer-lost") else None
+        """What to raise. Of a rank that gave up since another one was lost, that is what is told, and passed on; of one
+        that waited for another in vain, that too.
+        """
+        lost, late = self._reason_of(rank) if result in ("left", "peer-lost") else (None, None)
         if lost == self._rank:
             result, detail = "peer-lost", "it lost sight of this rank, and has closed its AllToAll"
         elif lost is not None:
             result, detail = "peer-lost", f"rank {rank} lost sight of it, and has closed its AllToAll"
             rank, half = lost, ""
+        elif late is not None:
+            who = "this rank" if late == self._rank else f"rank {late} ({self._addresses[late].name!r})"
+            detail = f"it had waited for {who} in vain, and closed its AllToAll"
         if result == "peer-lost":
             self._lost = rank
         return trouble(self._engine, result, rank, self._addresses[rank], half, timeout_s, detail)
 
-    def _lost_by(self, rank: int) -> int | None:
-        """Whom that rank cannot go on without, if it has said so."""
-        lost = None
+    def _reason_of(self, rank: int) -> tuple[int | None, int | None]:
+        """Whom that rank has lost, and for whom it had waited in vain, if its farewell says so: by number, or by that
+        plus how many ranks there are.
+        """
+        told, world = None, len(self._addresses)
         if rank in self.near.ranks:
-            lost = self.near.lost_by(rank)
+            told = self.near.why_left(rank)
         elif self.far is not None:
-            lost = self.far.lost_by(rank)
-        return lost if lost is not None and lost < len(self._addresses) else None
+            told = self.far.why_left(rank)
+        if told is None or not 0 <= told < 2 * world:
+            return None, None
+        return (told, None) if told < world else (None, told - world)
 
     # ---- the end
 
@@ -231,9 +242,12 @@ class Peers:
         """Nothing of ours comes any more."""
         if self.agreement is not None and not self._engine.closed:
             self.agreement.farewell(timeout_s)
-        self.near.farewell(self._lost)
+        why = self._lost  # as _reason_of() reads it
+        if why is None and self._late is not None:
+            why = len(self._addresses) + self._late
+        self.near.farewell(why)
         if self.far is not None and not self._engine.closed:
-            self.far.farewell(self._lost, timeout_s)
+            self.far.farewell(why, timeout_s)
 
     def close(self, timeout_s: float) -> None:
         """Gives back what far ranks write to. Idempotent. WaitTimeout while one is in the middle of that."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -19,7 +20,7 @@ class Stage(Enum):
     ENDED = "combine_recv"
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Round:
     """Between dispatch_send and the end of combine_recv. number: from 1, the same on all ranks, modulo 2^32; ordinal:
     likewise, of all that ever were.
@@ -58,6 +59,9 @@ class Round:
                 f"{call} of round {self.number}, which has had {self.stage.value}: it comes after {stage.value}"
             )
 
+    def __repr__(self) -> str:
+        return f"<Round {self.number} of {self.tokens} tokens, after {self.stage.value}>"
+
     def __str__(self) -> str:
         return f"round {self.number} (after {self.stage.value})"
 
@@ -77,3 +81,18 @@ class Dispatched:
     offsets: Any
     rows: int
     round: Round
+
+
+def round_meant(given: object, call: str, kinds: tuple[type[Round | Dispatched], ...], known: Collection[Round]) -> Round:
+    """The round that a call is given, itself or by what it dispatched. known: those that are open.
+
+    UsageError for what is of none of these kinds, and for a round of another AllToAll; not for one that has ended.
+    """
+    if not isinstance(given, kinds):
+        wanted = " or ".join(kind.__name__ for kind in kinds)
+        raise UsageError(f"{call} was given {type(given).__name__}, must be {wanted}")
+    opened = given.round if isinstance(given, Dispatched) else given
+    assert isinstance(opened, Round)
+    if opened.stage is not Stage.ENDED and opened not in known:
+        raise UsageError(f"{call} was given {opened} of another AllToAll")
+    return opened

@@ -16,7 +16,7 @@ def trouble(
     if result == "engine-closed":
         return EngineClosed(f"engine {engine.name!r} was closed while it waited for {who}, {half}")
     if result == "left":
-        return UsageError(f"{who} has closed its AllToAll{during}")
+        return UsageError(f"{who} has closed its AllToAll{during}{detail and f': {detail}'}")
     if result == "masked-out":
         return masked_out()
     if result == "peer-lost":
