@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,7 @@ from crossrail.weights.services.members import next_word
 from crossrail.weights.services.receiver import WeightReceiver
 from crossrail.weights.services.versions import State
 from tests.weights.conftest import MakeFleet
-from tests.weights.fleet import PATIENCE_S, SECRET
+from tests.weights.fleet import PATIENCE_S, SECRET, Fleet
 
 
 async def test_rank_that_never_joins_is_named(make_fleet: MakeFleet) -> None:
@@ -44,6 +45,49 @@ async def test_wrong_secret_gets_no_answer(make_fleet: MakeFleet) -> None:
     assert controller.ranks("target") == [0]
     await receiver.close()
     memory.close()
+
+
+async def noticed_as_lost(fleet: Fleet, address: bytes) -> None:
+    """The controller's engine knows that it is gone."""
+    wire = fleet.mailboxes["controller"].wire
+    deadline = asyncio.get_running_loop().time() + PATIENCE_S
+    while not wire.is_lost(address):
+        assert asyncio.get_running_loop().time() < deadline
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+async def test_rank_that_died_between_two_updates_does_not_fail_the_next(make_fleet: MakeFleet, transport: str) -> None:
+    fleet = make_fleet(transport, spare=False)
+    controller = await fleet.start()
+    await fleet.update(1)
+    await fleet.mailboxes.pop("target-1").close()
+    died = bytes(fleet.engines["target-1"].address)
+    fleet.engines.pop("target-1").close()
+    await noticed_as_lost(fleet, died)
+    await fleet.update(2)
+    assert controller.ranks("target") == [0, 2]
+    await fleet.assert_holds(2, [0, 2])
+    await fleet.add_target(1, "another-target-1")
+    await fleet.update(3)
+    await fleet.assert_holds(3)
+
+
+async def test_trainer_that_died_between_two_updates_is_named_where_nobody_holds_its_shards(
+    make_fleet: MakeFleet,
+) -> None:
+    fleet = make_fleet()
+    await fleet.start()
+    await fleet.update(1)
+    died = bytes(fleet.engines["trainer-1"].address)
+    await fleet.drop_trainer(1)
+    await noticed_as_lost(fleet, died)
+    for _ in range(2):
+        why = await fleet.failing_update(2)
+        assert re.search(r"is held by no trainer, in mesh 'fsdp'\. Gone since the last plan: trainer 1 \(it died, closed, or", why)
+    await fleet.add_trainer(1, "another-trainer-1")
+    await fleet.update(2)
+    await fleet.assert_holds(2)
 
 
 @pytest.mark.parametrize("role", ["trainer", "target"])

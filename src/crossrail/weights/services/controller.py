@@ -72,6 +72,7 @@ class WeightController:
         self._joined = asyncio.Event()
         self._reading = asyncio.Lock()  # of inventories, which are taken in the order in which they came
         self._gone: list[bytes] = []
+        self._went: dict[int, str] = {}  # trainers that went since the last plan, and why
         self._heard: dict[bytes, int] = {}  # by address: the number of the last Join or Leave
         self._attempt = _attempts.setdefault(mailbox, 0)
         self._under_way: int | None = None  # the version
@@ -126,6 +127,7 @@ class WeightController:
         timeout_s = min(timeout_s, m.SECONDS_MAX)
         if self._under_way is not None:
             raise UsageError(f"the update to version {self._under_way} is under way: one at a time")
+        self._sweep()  # before they count as lost in the middle of it
         self._under_way = version
         self._attempt = _attempts[self._mailbox] = _attempts[self._mailbox] + 1
         self._lost = asyncio.get_running_loop().create_future()
@@ -133,7 +135,6 @@ class WeightController:
         begun = loop.time()
         report = UpdateReport(version)
         try:
-            self._sweep()
             try:
                 work = self._run(version, report, begun + timeout_s, on_progress or _unseen)
                 await self._in_time(work, timeout_s)
@@ -183,6 +184,8 @@ class WeightController:
         if before is not None:
             self._remove(before, "another incarnation of it has joined, or it joined again")
         self._members[member.role, member.rank] = member
+        if member.role == "trainer":
+            self._went.pop(member.rank, None)
         self._gone = [address for address in self._gone if address != sender]
         self._joined.set()
         log.info("%s joined", member)
@@ -202,6 +205,7 @@ class WeightController:
         self._members.pop((member.role, member.rank), None)
         if member.role == "trainer":
             self._pace.forget(member.rank)
+            self._went[member.rank] = why
         self._gone.append(member.address)
         if member in self._planned and self._lost is not None and not self._lost.done():
             self._lost.set_exception(CrossrailError(f"{member}: {why}"))
@@ -276,6 +280,7 @@ class WeightController:
             self._planned, self._speeds = members, speeds
             on_progress("plan", 0, 1)
             self.plan = await loop.run_in_executor(None, self._make_plan)
+            self._went.clear()
             await self._distribute(self.plan, deadline, on_progress)
             report.plan_s = clock() - begun
         report.speeds = speeds
@@ -314,7 +319,15 @@ class WeightController:
     def _make_plan(self) -> Plan:
         """Blocks, some seconds for the largest models."""
         trainers, targets = ([member.inventory for member in side] for side in self._planned_by_role())
-        return make_plan(trainers, targets, replace(self._plan_options, speeds=self._speeds))
+        went = dict(self._went)
+        try:
+            return make_plan(trainers, targets, replace(self._plan_options, speeds=self._speeds))
+        except UsageError as error:
+            if not went:
+                raise
+            gone = ", ".join(f"trainer {rank} ({went[rank]})" for rank in sorted(went)[:_NAMED])
+            more = f", and {len(went) - _NAMED} more" if len(went) > _NAMED else ""
+            raise UsageError(f"{error}. Gone since the last plan: {gone}{more}") from None
 
     async def _stage(
         self, members: list[Member], question: Callable[[Member], object], answer: type[_T], timeout_s: float
