@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import crossrail as xr
 from crossrail.weights import WeightController, WeightMemory, WeightReceiver, WeightTrainer
 from crossrail.weights.conversion.casts import Caster
 from crossrail.weights.conversion.float8 import BlockQuantiser, blocks
+from crossrail.weights.errors import UpdateFailed
 from tests.support.seeds import Seed
 from tests.weights.conftest import MakeFleet
 from tests.weights.fleet import PATIENCE_S
@@ -70,3 +72,52 @@ def test_tensor_elsewhere_than_on_the_cpu_is_refused() -> None:
         memory = WeightMemory(engine, "trainer", 0)
         with pytest.raises(xr.UsageError, match="w: the tensor is on meta"):
             memory.add("w", torch.zeros(3, device="meta"))
+
+
+async def test_tensors_that_moved_fail_the_update_and_new_memories_go_on(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(trainer_count=0, spare=False)
+    controller = await fleet.start(targets=[])
+    boxes = [fleet.mailbox(name) for name in ("trainer", "inference")]
+    modules = [torch.nn.Linear(8, 8, bias=False), torch.nn.Linear(8, 8, bias=False)]
+    memories: list[WeightMemory] = []
+
+    def memory_of(name: str, role: Any, module: torch.nn.Linear) -> WeightMemory:
+        memories.append(WeightMemory(fleet.engines[name], role, 0))
+        memories[-1].add("weight", module.weight)
+        return memories[-1]
+
+    async def update(version: int) -> None:
+        offer = asyncio.ensure_future(trainer.publish(version, PATIENCE_S))
+        try:
+            await controller.update(version, PATIENCE_S)
+        finally:
+            await asyncio.wait([offer])
+            offer.exception()
+
+    trainer = WeightTrainer(boxes[0], memory_of("trainer", "trainer", modules[0]))
+    receiver = WeightReceiver(boxes[1], memory_of("inference", "target", modules[1]))
+    await trainer.join(controller.address, PATIENCE_S)
+    await receiver.join(controller.address, PATIENCE_S)
+    await update(1)
+
+    modules[0].weight.data = torch.ones(8, 8)
+    with pytest.raises(xr.UsageError, match="^weight: its tensor lies elsewhere"):
+        trainer.publish(2)
+    await trainer.close()
+    trainer = WeightTrainer(boxes[0], memory_of("trainer", "trainer", modules[0]))
+    await trainer.join(controller.address, PATIENCE_S)
+    await update(2)
+    assert torch.equal(modules[1].weight, torch.ones(8, 8))
+
+    modules[1].weight.data = torch.zeros(8, 8)
+    with pytest.raises(UpdateFailed, match="inference rank 0: Open: weight: its tensor lies elsewhere"):
+        await update(3)
+    await receiver.close()
+    receiver = WeightReceiver(boxes[1], memory_of("inference", "target", modules[1]))
+    await receiver.join(controller.address, PATIENCE_S)
+    await update(3)
+    assert torch.equal(modules[1].weight, torch.ones(8, 8))
+    await trainer.close()
+    await receiver.close()
+    for memory in memories:
+        memory.close()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -118,3 +121,48 @@ def test_type_that_is_said_is_that_of_the_elements_and_must_fit() -> None:
         with pytest.raises(UsageError, match=r"'t': innermost dimension has gaps"):
             memory.add("t", torch.zeros(8, 4).t())
         assert [holding.dtype for holding in memory.inventory().holdings] == ["float8_e4m3fn", "bfloat16"]
+
+
+def test_tensor_that_moved_is_refused_by_name() -> None:
+    module = torch.nn.Linear(4, 4)
+    with xr.Engine("trainer", transport="null") as engine, WeightMemory(engine, "trainer", 0) as memory:
+        memory.add("w", module.weight)
+        memory.add("b", module.bias)
+        memory.check_in_place()
+        with torch.no_grad():
+            module.bias.copy_(torch.ones(4))
+            memory.check_in_place()
+            module.bias.data = torch.ones(4)
+        with pytest.raises(UsageError, match=r"^b: its tensor lies elsewhere than when it was added"):
+            memory.check_in_place()
+
+
+def test_shard_that_moved_is_refused_by_name() -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        tensor, moved = (distribute_tensor(torch.ones(8, 4), mesh, [Shard(0)], src_data_rank=None) for _ in range(2))
+        with xr.Engine("trainer", transport="null") as engine, WeightMemory(engine, "trainer", 0) as memory:
+            add_tensor(memory, Names([], {"w": (8, 4)}), "w", tensor)
+            memory.check_in_place()
+            torch.utils.swap_tensors(tensor, moved)  # as module.to(another device) does
+            with pytest.raises(UsageError, match=r"^w: its tensor lies elsewhere"):
+                memory.check_in_place()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_memory_of_a_tensor_that_moved_is_kept_until_it_is_closed() -> None:
+    """Others may still read or write there."""
+    values = np.ones(4096, np.float32)
+    kept = weakref.ref(values)
+    with xr.Engine("trainer", transport="null") as engine, WeightMemory(engine, "trainer", 0) as memory:
+        tensor = torch.from_numpy(values)
+        del values
+        memory.add("w", tensor)
+        memory.inventory()
+        tensor.data = torch.zeros(4096)
+        gc.collect()
+        assert kept() is not None
+    gc.collect()
+    assert kept() is None

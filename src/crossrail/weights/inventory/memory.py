@@ -8,7 +8,7 @@ import operator
 import sys
 import threading
 from bisect import bisect_right, insort
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -32,6 +32,14 @@ from crossrail.weights.inventory.holdings import (
 )
 
 _PADDING_BYTES = 512  # allocators hand out a GPU's memory in multiples of that: smaller gaps in one are nobody's
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """Of torch. storage: kept alive also when the tensor gets another one."""
+
+    tensor: Any
+    storage: Any
 
 
 @dataclass(frozen=True)
@@ -69,6 +77,7 @@ class WeightMemory:
         self._given = len(self.regions)
         self._made: list[tuple[int, int]] = []  # of regions that were made here, disjoint: begin and index, ascending
         self._added: list[tuple[Holding, _Piece]] = []
+        self._watched: list[tuple[str, Callable[[], int], int]] = []
         self._inventory: Inventory | None = None
         self._registering = threading.Lock()
 
@@ -112,6 +121,24 @@ class WeightMemory:
         holding = Holding(name, piece.dtype, whole, place, 0, 0, piece.strides, mesh, scale_of, _block_of(name, block))
         check_holding(holding)
         self._added.append((holding, piece))
+        if isinstance(piece.owner, _Tensor):
+            self.watch(name, piece.owner.tensor.data_ptr)
+
+    def watch(self, name: str, address: Callable[[], int]) -> None:
+        """check_in_place() refuses what lies elsewhere than now. address: says where."""
+        self._watched.append((name, address, address()))
+
+    def check_in_place(self) -> None:
+        """UsageError names a tensor of torch that lies elsewhere than when it was added; some 0.2 us for each.
+
+        `tensor.data = another` and `module.to(...)` move it. What replaced it in its module is not seen.
+        """
+        for name, address, before in self._watched:
+            if address() != before:
+                raise UsageError(
+                    f"{name}: its tensor lies elsewhere than when it was added (.data was set, or the module was moved "
+                    "to another device). Next: copy new values into it; or close this memory, and join() with a new one"
+                )
 
     def inventory(self) -> Inventory:
         """Registers what is not registered yet, and says what is stored where, with current descriptors."""
@@ -153,6 +180,7 @@ class WeightMemory:
             del self.regions[self._given :]
             self._made.clear()
             self._added.clear()
+            self._watched.clear()
 
     def _register(self) -> None:
         blocks = {(piece.block, piece.is_cuda) for _, piece in self._added if self._region_of(piece) is None}
@@ -308,4 +336,4 @@ def _torch_piece(name: str, tensor: Any, dtype: object) -> _Piece:
     strides = tuple(step * tensor.element_size() for step in tensor.stride())
     kind = _kind_of(name, str(tensor.dtype).removeprefix("torch."), dtype)
     block = begin, begin + stored.nbytes()
-    return _Piece(tensor.data_ptr(), strides, tuple(tensor.shape), kind, block, tensor, tensor.device.type == "cuda")
+    return _Piece(tensor.data_ptr(), strides, tuple(tensor.shape), kind, block, _Tensor(tensor, stored), tensor.device.type == "cuda")

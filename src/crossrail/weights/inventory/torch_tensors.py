@@ -87,3 +87,9 @@ def add_tensor(memory: WeightMemory, names: Names, name: str, tensor: torch.Tens
         memory.add(
             held.name, piece, shape=held.shape, box=held.box, mesh=held.mesh, scale_of=held.scale_of, block=held.block
         )
+    memory.watch(name, lambda: _address(tensor))
+
+
+def _address(tensor: torch.Tensor) -> int:
+    with torch.no_grad():  # else to_local() makes a new tensor each time
+        return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).data_ptr()

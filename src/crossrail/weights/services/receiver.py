@@ -282,6 +282,7 @@ class WeightReceiver(AsyncClosing):
                 await self._wait_unread(deadline)
             if self._attempt is not attempt:
                 raise UsageError(f"attempt {opened.attempt} is over")
+            self.memory.check_in_place()
         except BaseException:
             if self._attempt is attempt:
                 self._end(attempt)
