@@ -39,7 +39,7 @@ def inventories() -> INVENTORIES:
     return [one.inventory for one in trainers], [one.inventory for one in targets]
 
 
-def changed(plan: Plan, table: str, field: str, change: Callable[[np.ndarray], np.ndarray], row: int = 0) -> Plan:
+def changed(plan: Plan, table: str, field: str, change: Callable[[np.ndarray], np.ndarray], row: int | slice = 0) -> Plan:
     rows = getattr(plan, table).copy()
     rows[field][row] = change(rows[field][row])
     return replace(plan, **{table: rows})
@@ -47,6 +47,22 @@ def changed(plan: Plan, table: str, field: str, change: Callable[[np.ndarray], n
 
 def test_plan_that_was_just_made_passes(inventories: INVENTORIES) -> None:
     check_plan(make_plan(*inventories, PlanOptions(write_bytes_min=1)), *inventories)
+
+
+def test_plan_of_more_tasks_than_2_to_the_20_passes(inventories: INVENTORIES) -> None:
+    plan = make_plan(*inventories, PlanOptions(write_bytes_min=1))
+    assert len(plan.tasks) > 1
+    more = (1 << 20) - 1  # that do nothing, between the first and the second
+    later = {
+        table: changed(plan, table, "task", lambda task: np.where(task > 0, task + more, task), slice(None))
+        for table in ("parts", "writes")
+    }
+    plan = replace(
+        plan,
+        tasks=np.insert(plan.tasks, 1, np.repeat(plan.tasks[:1], more)),
+        **{table: getattr(changed_plan, table) for table, changed_plan in later.items()},
+    )
+    check_plan(plan, *inventories)
 
 
 @pytest.mark.parametrize(

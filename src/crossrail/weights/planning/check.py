@@ -36,6 +36,7 @@ class _Runs(NamedTuple):
 
 
 _SPAN = REGION_BYTES_MAX
+_PLACE_MAX = np.iinfo(np.int64).max
 
 
 def check_plan(plan: Plan, trainers: Sequence[Inventory], targets: Sequence[Inventory]) -> None:
@@ -55,6 +56,8 @@ def check_plan(plan: Plan, trainers: Sequence[Inventory], targets: Sequence[Inve
             np.concatenate([joined.target.rows["region"], plan.writes["region"]]).astype(np.int64),
         ]
     )
+    if _SPAN * (int(memory.max(initial=0)) + 1) > _PLACE_MAX:
+        raise PlanError(f"the targets have more than {_PLACE_MAX // _SPAN} regions together")
     held, written = memory[: len(joined.target.rank)], memory[len(joined.target.rank) :]
     runs = _holding_runs(joined.target, held)
     _check_claims(joined, runs)
@@ -116,7 +119,10 @@ def _check_claims(joined: Tables, runs: _Runs) -> None:
     clash = np.flatnonzero(runs.place[1:] < runs.place[:-1] + runs.nbytes[:-1])
     for run in clash[:1]:
         one, two = (joined.names[rows["name"][runs.row[i]]] for i in (run, run + 1))
-        raise UsageError(f"{one!r} and {two!r} lie in the same memory of target {rank[runs.row[run]]}")
+        raise UsageError(
+            f"{one!r} and {two!r} lie in the same memory of target {rank[runs.row[run]]}. Next: add a tensor that has "
+            "two names (tied weights) under one of them"
+        )
 
 
 def _check_once(joined: Tables, runs: _Runs, place: Ints, nbytes: Ints) -> None:
@@ -174,7 +180,7 @@ def _check_outputs(plan: Plan) -> None:
     _demand(
         (outputs["stop"] - outputs["start"]).prod(axis=1) * item == outputs["nbytes"], plan, "has an output too long"
     )
-    place = part["task"].astype(np.int64) * _SPAN + outputs["offset"]
+    place = part["task"].astype(np.int64) * _task_span(plan) + outputs["offset"]
     order = np.argsort(place, kind="stable")
     apart = np.ones(len(outputs), bool)
     apart[order[1:]] = place[order[1:]] >= (place + outputs["nbytes"])[order[:-1]]
@@ -201,6 +207,16 @@ def _check_outputs(plan: Plan) -> None:
     _demand(~task["direct"] | ready, plan, "is sent as it lies, but does not lie as it is sent")
 
 
+def _task_span(plan: Plan) -> int:
+    """More than any task's buffer has, so that task and offset in it are one number."""
+    ends = [int((plan.outputs["offset"] + plan.outputs["nbytes"]).max(initial=0))]
+    ends.append(int((plan.writes["source"] + plan.writes["nbytes"]).max(initial=0)))
+    span = max(ends) + 1
+    if span * (len(plan.tasks) + 1) > _PLACE_MAX:
+        raise PlanError(f"the plan has {len(plan.tasks)} tasks, and buffers of {span - 1} bytes")
+    return span
+
+
 def _demand(right: Any, plan: Plan, what: str) -> None:
     for output in np.flatnonzero(~right)[:1]:
         param = plan.params[plan.parts["param"][plan.outputs["part"][output]]]
@@ -212,12 +228,13 @@ def _check_content(joined: Tables, plan: Plan, runs: _Runs, place: Ints, order: 
     rows = joined.target.rows
     writes = plan.writes[order]
     outputs = plan.outputs
-    if (writes["source"] < 0).any() or (writes["source"] >= _SPAN).any():
+    if (writes["source"] < 0).any():
         raise PlanError("the plan has a write from outside of its task's buffer")
-    output_place = plan.parts["task"][outputs["part"]].astype(np.int64) * _SPAN + outputs["offset"]
+    span = _task_span(plan)
+    output_place = plan.parts["task"][outputs["part"]].astype(np.int64) * span + outputs["offset"]
     by_place = np.argsort(output_place, kind="stable")
     output_place = output_place[by_place]
-    source = writes["task"].astype(np.int64) * _SPAN + writes["source"]
+    source = writes["task"].astype(np.int64) * span + writes["source"]
 
     write, at = _cut(place, writes["nbytes"], runs.place)
     write, at, nbytes = _cut_again(write, at, source, writes["nbytes"], output_place)
