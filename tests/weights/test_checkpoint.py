@@ -61,6 +61,7 @@ async def test_cold_start(make_fleet: MakeFleet, tmp_path: Path, readers: int) -
     [
         (b"", "0 bytes"),
         (b"\xff" * 16, "a header of"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n", "a pointer of Git LFS.*git lfs pull"),
         ((2).to_bytes(8, "little") + b"[]", "no safetensors header"),
         ((3).to_bytes(8, "little") + b"{{{", "no safetensors header"),
         ((9).to_bytes(8, "little") + b'{"w": {}}', "'w': "),

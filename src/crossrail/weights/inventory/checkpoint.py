@@ -28,6 +28,7 @@ from crossrail.weights.inventory.memory import WeightMemory
 
 _HEADER_BYTES_MAX = 100 << 20
 _LENGTH_BYTES = 8
+_LFS = b"version https://git-lfs"
 _INDEX = "model.safetensors.index.json"
 _EXPERT = re.compile(r"(.+\.experts)\.(0|[1-9][0-9]{0,8})\.(.+)")
 _DTYPES = {
@@ -140,6 +141,8 @@ class Checkpoint:
             raise UsageError(f"{file}: {length} bytes, a safetensors file has more")
         with file.open("rb") as opened:
             mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+        if mapped[: len(_LFS)] == _LFS:
+            raise UsageError(f"{file}: a pointer of Git LFS, the tensors are elsewhere. Next: git lfs pull")
         header_bytes = int.from_bytes(mapped[:_LENGTH_BYTES], "little")
         begin = _LENGTH_BYTES + header_bytes
         if header_bytes > _HEADER_BYTES_MAX or begin > length:
