@@ -20,6 +20,7 @@ from crossrail.weights.services import members
 from crossrail.weights.services import messages as m
 from crossrail.weights.services.members import next_word
 from crossrail.weights.services.receiver import WeightReceiver
+from crossrail.weights.services.trainer import WeightTrainer
 from crossrail.weights.services.versions import State
 from tests.weights.conftest import MakeFleet
 from tests.weights.fleet import PATIENCE_S, SECRET, Fleet
@@ -86,6 +87,24 @@ async def test_trainer_that_died_between_two_updates_is_named_where_nobody_holds
         why = await fleet.failing_update(2)
         assert re.search(r"is held by no trainer, in mesh 'fsdp'\. Gone since the last plan: trainer 1 \(it died, closed, or", why)
     await fleet.add_trainer(1, "another-trainer-1")
+    await fleet.update(2)
+    await fleet.assert_holds(2)
+
+
+async def test_mailbox_of_another_one_is_refused_until_that_is_closed(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(trainer_count=1)
+    await fleet.start(targets=[0])
+    box, first = fleet.mailboxes["trainer-0"], fleet.trainers[0]
+    memory, _ = fleet.memory("trainer-0", "target", 7)
+    with pytest.raises(xr.UsageError, match="this mailbox is trainer 0's. Next: an engine and a mailbox for each"):
+        WeightReceiver(box, memory)
+    with pytest.raises(xr.UsageError, match="this mailbox is trainer 0's"):
+        WeightTrainer(box, first.memory)
+    await fleet.update(1)
+    await fleet.assert_holds(1)
+    await first.close()
+    fleet.trainers[0] = WeightTrainer(box, first.memory)
+    await fleet.trainers[0].join(fleet.controller.address, PATIENCE_S)
     await fleet.update(2)
     await fleet.assert_holds(2)
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from crossrail.control.mailbox import Mailbox, NoAnswer
 from crossrail.control.wire import Unreachable, Wire
+from crossrail.errors import UsageError
 from crossrail.weights.errors import Refused
 from crossrail.weights.inventory.holdings import Inventory, Role
 from crossrail.weights.inventory.memory import WeightMemory
@@ -25,6 +26,10 @@ _JOIN_AGAIN_S = 600.0
 
 # Of all members that a mailbox has had: a controller knows them by its address.
 _words: weakref.WeakKeyDictionary[Mailbox, int] = weakref.WeakKeyDictionary()
+
+
+# Not closed yet: one for a mailbox, since another would take over messages that are for it.
+_memberships: weakref.WeakSet[Membership] = weakref.WeakSet()
 
 
 async def _nothing() -> None:
@@ -129,6 +134,7 @@ class Membership:
     """Of a trainer or inference rank: whether it takes part, as far as it is concerned; left out, it joins again.
 
     join: its own, to the controller of an address, within so many seconds. Threads: the event loop's.
+    UsageError for a mailbox that another one has; it has it until close().
     """
 
     def __init__(self, who: str, mailbox: Mailbox, join: Callable[[bytes, float], Awaitable[None]]) -> None:
@@ -137,6 +143,13 @@ class Membership:
         self._join = join
         self._takes_part = False
         self._joining: asyncio.Task[None] | None = None  # again, by itself
+        for other in _memberships:
+            if other._mailbox is mailbox:
+                raise UsageError(
+                    f"this mailbox is {other._who}'s. Next: an engine and a mailbox for each trainer and inference "
+                    "rank, or close() that one first"
+                )
+        _memberships.add(self)
 
     def begin(self) -> None:
         """Its join() was called: one that goes on by itself is overtaken."""
@@ -148,6 +161,11 @@ class Membership:
         """It leaves, or closes."""
         self._takes_part = False
         self._stop()
+
+    def close(self) -> None:
+        """As end(), and the mailbox may be another one's."""
+        self.end()
+        _memberships.discard(self)
 
     def left_out(self, why: str, controller: bytes, before: Callable[[], Awaitable[None]] = _nothing) -> None:
         """The controller says so. before: runs before it joins again."""

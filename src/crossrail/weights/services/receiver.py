@@ -227,6 +227,7 @@ class WeightReceiver(AsyncClosing):
                 region.close()
         self._buffers.clear()
         self._is_closed = True
+        self._membership.close()
         self._notify()
 
     # ---- what the controller says

@@ -162,7 +162,7 @@ class WeightTrainer(AsyncClosing):
     async def close(self) -> None:
         """Ends a step in progress and frees its memory; a pending publish() raises UpdateFailed. Idempotent."""
         self._is_closed = True
-        self._membership.end()
+        self._membership.close()
         self._fail(f"trainer {self.rank} is closing")
         self._drop_assigned()
         await self._stop_step()
