@@ -39,7 +39,9 @@ def inventories() -> INVENTORIES:
     return [one.inventory for one in trainers], [one.inventory for one in targets]
 
 
-def changed(plan: Plan, table: str, field: str, change: Callable[[np.ndarray], np.ndarray], row: int | slice = 0) -> Plan:
+def changed(
+    plan: Plan, table: str, field: str, change: Callable[[np.ndarray], np.ndarray], row: int | slice = 0
+) -> Plan:
     rows = getattr(plan, table).copy()
     rows[field][row] = change(rows[field][row])
     return replace(plan, **{table: rows})

@@ -85,7 +85,9 @@ async def test_trainer_that_died_between_two_updates_is_named_where_nobody_holds
     await noticed_as_lost(fleet, died)
     for _ in range(2):
         why = await fleet.failing_update(2)
-        assert re.search(r"is held by no trainer, in mesh 'fsdp'\. Gone since the last plan: trainer 1 \(it died, closed, or", why)
+        assert re.search(
+            r"is held by no trainer, in mesh 'fsdp'\. Gone since the last plan: trainer 1 \(it died, closed, or", why
+        )
     await fleet.add_trainer(1, "another-trainer-1")
     await fleet.update(2)
     await fleet.assert_holds(2)
@@ -96,7 +98,7 @@ async def test_mailbox_of_another_one_is_refused_until_that_is_closed(make_fleet
     await fleet.start(targets=[0])
     box, first = fleet.mailboxes["trainer-0"], fleet.trainers[0]
     memory, _ = fleet.memory("trainer-0", "target", 7)
-    with pytest.raises(xr.UsageError, match="this mailbox is trainer 0's. Next: an engine and a mailbox for each"):
+    with pytest.raises(xr.UsageError, match=r"this mailbox is trainer 0's\. Next: an engine and a mailbox for each"):
         WeightReceiver(box, memory)
     with pytest.raises(xr.UsageError, match="this mailbox is trainer 0's"):
         WeightTrainer(box, first.memory)

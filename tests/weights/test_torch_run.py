@@ -101,7 +101,7 @@ async def test_tensors_that_moved_fail_the_update_and_new_memories_go_on(make_fl
     await update(1)
 
     modules[0].weight.data = torch.ones(8, 8)
-    with pytest.raises(xr.UsageError, match="^weight: its tensor lies elsewhere"):
+    with pytest.raises(xr.UsageError, match=r"^weight: its tensor lies elsewhere"):
         trainer.publish(2)
     await trainer.close()
     trainer = WeightTrainer(boxes[0], memory_of("trainer", "trainer", modules[0]))

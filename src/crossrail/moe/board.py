@@ -18,8 +18,8 @@ from crossrail.moe.config import NUMPY_TYPES, Config
 from crossrail.moe.row_memory import Block
 
 PARITIES = 2
-# Words, by index: the farewell, which is 2, or 4 + 2 * n of who says why, as peers.py has n; then two of each; then twice
-# the number of the view (moe/views.py).
+# Words, by index: the farewell, which is 2, or 4 + 2 * n of who says why, as peers.py has n; then two of each; then
+# twice the number of the view (moe/views.py).
 FAREWELL, SENT, RETURNED, VIEW = 0, 1, 3, 5
 WORDS = VIEW + 1
 _BEFORE_ODD = 0xFFFFFFFF  # two before the first round, 1

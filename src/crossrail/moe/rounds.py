@@ -83,7 +83,9 @@ class Dispatched:
     round: Round
 
 
-def round_meant(given: object, call: str, kinds: tuple[type[Round | Dispatched], ...], known: Collection[Round]) -> Round:
+def round_meant(
+    given: object, call: str, kinds: tuple[type[Round | Dispatched], ...], known: Collection[Round]
+) -> Round:
     """The round that a call is given, itself or by what it dispatched. known: those that are open.
 
     UsageError for what is of none of these kinds, and for a round of another AllToAll; not for one that has ended.

@@ -336,4 +336,5 @@ def _torch_piece(name: str, tensor: Any, dtype: object) -> _Piece:
     strides = tuple(step * tensor.element_size() for step in tensor.stride())
     kind = _kind_of(name, str(tensor.dtype).removeprefix("torch."), dtype)
     block = begin, begin + stored.nbytes()
-    return _Piece(tensor.data_ptr(), strides, tuple(tensor.shape), kind, block, _Tensor(tensor, stored), tensor.device.type == "cuda")
+    owner, is_cuda = _Tensor(tensor, stored), tensor.device.type == "cuda"
+    return _Piece(tensor.data_ptr(), strides, tuple(tensor.shape), kind, block, owner, is_cuda)
