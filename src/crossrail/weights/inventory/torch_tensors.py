@@ -92,4 +92,4 @@ def add_tensor(memory: WeightMemory, names: Names, name: str, tensor: torch.Tens
 
 def _address(tensor: torch.Tensor) -> int:
     with torch.no_grad():  # else to_local() makes a new tensor each time
-        return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).data_ptr()
+        return int((tensor.to_local() if isinstance(tensor, DTensor) else tensor).data_ptr())
