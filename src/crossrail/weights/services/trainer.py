@@ -118,7 +118,8 @@ class WeightTrainer(AsyncClosing):
         trainer fails again.
         Weights on GPUs: nothing is sent before everything has ended that torch had queued on the calling thread's
         current stream of each GPU. For other kernels, wait before the call. The call itself may be made on any thread;
-        the coroutine runs on the event loop's. The call raises UsageError for a tensor that was moved since it was added.
+        the coroutine runs on the event loop's. The call raises UsageError for a tensor that was moved after it was
+        added.
         """
         check_seconds(timeout_s=timeout_s)
         self.memory.check_in_place()
