@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from crossrail.errors import CrossrailError
 from crossrail.kv.layout import KvLayout
 from crossrail.kv.messages import Sampling
 from crossrail.kv.model import generate
@@ -119,6 +120,59 @@ def test_sampling_depends_on_seed_and_position_alone() -> None:
     assert first == [sample(logits, Sampling(temperature=1.0, seed=5), position) for position in range(50)]
     assert first != [sample(logits, Sampling(temperature=1.0, seed=6), position) for position in range(50)]
     assert sample(logits, Sampling(), 0) == int(logits.argmax())
+
+
+def test_top_p_keeps_the_fewest_tokens_that_hold_it() -> None:
+    logits = np.random.default_rng(2).standard_normal(500).astype(np.float32) * 2
+    chances = np.exp(logits.astype(np.float64)) / np.exp(logits.astype(np.float64)).sum()
+    by_chance = np.argsort(-chances)
+    for top_p in (0.01, 0.3, 0.9):
+        fewest = int(np.searchsorted(np.cumsum(chances[by_chance]), top_p)) + 1
+        sampling = Sampling(temperature=1.0, top_p=top_p, seed=3)
+        drawn = {sample(logits, sampling, position) for position in range(20 * fewest)}
+        assert drawn <= set(by_chance[:fewest].tolist())
+        assert int(by_chance[0]) in drawn
+
+
+def test_equally_likely_tokens_are_kept_from_the_smallest_on() -> None:
+    drawn = {
+        sample(np.zeros(100, np.float32), Sampling(temperature=1.0, top_p=0.045, seed=3), position)
+        for position in range(200)
+    }
+    assert drawn == {0, 1, 2, 3, 4}
+
+
+def test_sampling_does_not_depend_on_which_of_two_tokens_rounding_makes_likelier() -> None:
+    logits = np.random.default_rng(3).standard_normal(1000).astype(np.float32)
+    rounded = (logits + np.random.default_rng(4).uniform(-1e-5, 1e-5, 1000)).astype(np.float32)
+    sampling = Sampling(temperature=1.0, seed=3)
+    assert (np.argsort(-logits) != np.argsort(-rounded)).any()
+    same = [sample(logits, sampling, position) == sample(rounded, sampling, position) for position in range(200)]
+    assert sum(same) >= 198
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("wrong", [np.nan, np.inf])
+def test_logits_that_are_no_numbers_are_an_error(wrong: float, temperature: float) -> None:
+    logits = np.array([0.0, wrong, 1.0], np.float32)
+    with pytest.raises(CrossrailError, match="logits for position 7 are not numbers"):
+        sample(logits, Sampling(temperature=temperature, seed=3), 7)
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_sampling_sorts_no_vocabulary(top_p: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = np.random.default_rng(1).standard_normal(151_936).astype(np.float32) * 3
+    sorted_counts: list[int] = []
+    argsort = np.argsort
+
+    def counted(values: np.ndarray, **options: object) -> np.ndarray:
+        sorted_counts.append(len(values))
+        return argsort(values, **options)
+
+    monkeypatch.setattr(np, "argsort", counted)
+    sample(logits, Sampling(temperature=0.7, top_p=top_p, seed=3), 0)
+
+    assert sum(sorted_counts) < len(logits) // 10
 
 
 def test_temperature_of_almost_nothing_is_greedy() -> None:

@@ -5,22 +5,39 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from crossrail.errors import CrossrailError
 from crossrail.kv.messages import Sampling
 
 
 def sample(logits: npt.NDArray[np.float32], sampling: Sampling, position: int) -> int:
     """The next token. logits: shape (vocabulary,). position: of the token to be drawn, counted from the prompt's first.
 
-    Ties go to the smaller token. Same arguments, same token: nothing else takes part.
+    Ties go to the smaller token. Same arguments, same token: nothing else takes part. Raises CrossrailError for logits
+    that are not numbers. It runs on a decoder's event loop
+    for each token of each request, so nothing here sorts a whole vocabulary, unless all of it is about equally likely.
     """
+    likeliest = int(np.argmax(logits))  # the first that is no number, if there is one
+    if not np.isfinite(logits[likeliest]):
+        raise CrossrailError(f"the model's logits for position {position} are not numbers: {logits[likeliest]}")
     if sampling.temperature == 0.0:
-        return int(np.argmax(logits))
-    order = np.argsort(-logits, kind="stable")
-    below = logits[order].astype(np.float64) - logits[order[0]]
+        return likeliest
+    weights = logits - logits[likeliest]
     with np.errstate(over="ignore"):  # a temperature of almost nothing: all but the largest become exp(-inf)
-        weights = np.exp(below / sampling.temperature)
-    cumulative = np.cumsum(weights / weights.sum())
-    # The fewest tokens that hold top_p of the probability; one of them at least.
-    kept = min(int(np.searchsorted(cumulative, sampling.top_p)) + 1, len(order))
+        np.divide(weights, sampling.temperature, out=weights, dtype=np.float64, casting="same_kind")
+    np.exp(weights, out=weights)
+    kept = _likeliest(weights, sampling.top_p) if sampling.top_p < 1.0 else None
+    # In the order of tokens, not of weights: rounding moves its borders a little, but cannot exchange two tokens.
+    cumulative = np.cumsum(weights if kept is None else weights[kept], dtype=np.float64)
     draw = np.random.Generator(np.random.Philox(key=[sampling.seed, position])).random()
-    return int(order[np.searchsorted(cumulative[:kept], draw * cumulative[kept - 1], side="right")])
+    drawn = int(np.searchsorted(cumulative, draw * cumulative[-1], side="right"))
+    return drawn if kept is None else int(kept[drawn])
+
+
+def _likeliest(weights: npt.NDArray[np.float32], top_p: float) -> npt.NDArray[np.intp]:
+    """The fewest tokens that hold top_p of the weight, one of them at least; in their own order."""
+    total = weights.sum(dtype=np.float64)
+    # All that are lighter than this hold less than the rest of it together, so the likeliest are not among them.
+    heavy = np.flatnonzero(weights >= (1.0 - top_p) * total / len(weights))
+    order = heavy[np.argsort(-weights[heavy], kind="stable")]
+    kept = int(np.searchsorted(np.cumsum(weights[order], dtype=np.float64), top_p * total)) + 1
+    return np.sort(order[:kept])
