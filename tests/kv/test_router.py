@@ -146,10 +146,13 @@ def test_prefixes_of_many_nodes_have_room_in_common() -> None:
 
 @dataclass
 class Script:
-    """A decoder that answers Start as told ("pause": serves only when it may go on), and sends the tokens 1, 2, 3."""
+    """A decoder that answers Start as told ("pause": serves only when it may go on), and sends the tokens 1, 2, 3, one
+    after each pace_s.
+    """
 
     mailbox: Mailbox
     answer: str = "serve"
+    pace_s: float = 0.0
     started: list[str] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     unwanted: list[str] = field(default_factory=list)
@@ -171,6 +174,7 @@ class Script:
             self.paused.set()
             await self.go_on.wait()
         for index in range(3):
+            await asyncio.sleep(self.pace_s)
             end = m.End("length") if index == 2 else None
             message = m.Tokens(request, index, m.pack_tokens([index + 1]), end, placement)
             taken = await self.mailbox.ask(router, message, m.Taken, WAIT_S)
@@ -477,6 +481,21 @@ async def test_decoder_that_is_frozen_for_a_lease_is_fenced_when_it_thaws(town: 
     heartbeat = m.Heartbeat("a", m.Load())
     answer = await script.mailbox.ask(town.router.mailbox.address, heartbeat, m.HeartbeatTaken, WAIT_S)
     assert not answer.member
+
+
+async def test_decoder_whose_tokens_come_is_not_missed_for_its_heartbeats(town: Town) -> None:
+    script = await town.add("a")  # sends no heartbeats
+    script.pace_s = 0.8 * OPTIONS.lease_s
+    assert await town.complete() == [1, 2, 3]
+    assert not town.router.counts["restarted"]
+    await until(lambda: not town.router.roster.members("decoder"), "one that says nothing later is missed")
+
+
+async def test_request_without_room_ends_with_its_own_time(town: Town) -> None:
+    await town.add("a", "busy")
+    chunks = town.router.complete(prompt_of(1), SHORT, deadline_s=OPTIONS.queue_s / 3)
+    (only,) = [chunk async for chunk in chunks]
+    assert only.end is not None and only.end.reason == "deadline" and "told to say busy" in only.end.detail
 
 
 async def test_router_that_stood_still_for_a_lease_misses_nobody_for_that(town: Town) -> None:

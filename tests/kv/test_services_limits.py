@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
+import aiohttp
 import numpy as np
 import pytest
 
@@ -15,6 +16,7 @@ from crossrail.kv.decoder import Decoder
 from crossrail.kv.errors import DuplicateRequest
 from crossrail.kv.pages import PageState
 from crossrail.kv.router_requests import Overloaded, Unavailable, UnknownModel
+from tests.kv.asking import body
 from tests.kv.conftest import quiet, start, until
 from tests.kv.steps import GREEDY, PROMPT, SLOW_S, assert_still_serves, prefiller
 from tests.support.kv_cluster import LAYOUT, NODE, ROUTER, Cluster, monolithic, prompt_of
@@ -91,6 +93,35 @@ async def test_prompts_that_nobody_wants_keep_no_place_in_the_queue(cluster: Clu
         await until(lambda: len(p0._queue) == 1, "another one has a place")
     assert (await first)[0] == await monolithic(PROMPT, GREEDY)
     assert (await last)[0] == await monolithic(prompt_of(50, seed=4), GREEDY)
+    await assert_still_serves(cluster)
+
+
+async def test_prompt_waits_for_room_in_a_full_queue_however_often_it_asks(cluster: Cluster) -> None:
+    cluster.router.options = replace(ROUTER, attempts_max=1)
+    async with full_queue(cluster) as requests:
+        late = asyncio.ensure_future(cluster.complete(prompt_of(50, seed=4), GREEDY))
+        await until(lambda: cluster.router.counts["redispatched"] >= 2, "it has asked again, and again")
+    for request in requests:
+        assert (await request)[1].reason == "length"
+    assert (await late)[0] == await monolithic(prompt_of(50, seed=4), GREEDY)
+    await assert_still_serves(cluster)
+
+
+async def test_prompt_without_a_prefiller_with_room_is_told_to_come_later(
+    cluster: Cluster, url: str, client: aiohttp.ClientSession
+) -> None:
+    cluster.router.options = replace(ROUTER, queue_s=0.5)
+    async with full_queue(cluster) as requests:
+        async with client.post(url + "/v1/completions", json=body()) as response:
+            assert response.status == 429 and response.headers["Retry-After"] == "1"
+            error = (await response.json())["error"]
+            assert (
+                "no prefiller had room within 0.5 s" in error["message"]
+                and "2 requests in its queue" in error["message"]
+            )
+        async with client.post(url + "/v1/completions", json=body(stream=True)) as response:
+            assert response.status == 429
+    await asyncio.gather(*requests)
     await assert_still_serves(cluster)
 
 

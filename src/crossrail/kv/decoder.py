@@ -246,7 +246,7 @@ class Decoder(Node):
             if serving.reception.state in (PageState.RESERVED, PageState.IN_USE):
                 serving.reception.release()
         serving.finish(end)
-        span.end(end.detail or end.reason if end.reason in ("error", "deadline") else "")
+        span.end(end.detail or end.reason if end.reason in ("error", "overloaded", "deadline") else "")
         await asyncio.wait([delivery])
         if serving.is_told:
             serving.ended_s = loop.time()
@@ -311,9 +311,8 @@ class Decoder(Node):
                 return prefiller, attempt
             except PrefillerGone as gone:
                 serving.timeline.add(f"lost attempt {attempt}", begun)
-                lost = m.PrefillerLost(
-                    serving.request, attempt, prefiller.node, prefiller.address, m.clipped(gone), serving.placement
-                )
+                who = (prefiller.node, prefiller.address)
+                lost = m.PrefillerLost(serving.request, attempt, *who, m.clipped(gone), serving.placement, gone.busy)
             begun = serving.timeline.now()
             prefiller, attempt = await self._reassigned(serving, lost)
             serving.timeline.add(f"another prefiller {attempt}", begun)
@@ -329,7 +328,7 @@ class Decoder(Node):
                     log.warning("request %s lost its prefiller, and its router: %s", serving.request, error)
                 else:
                     if answer.prefiller is None:
-                        raise Stopped("error", answer.reason)
+                        raise Stopped("overloaded" if answer.busy else "error", answer.reason)
                     return answer.prefiller, answer.attempt
             await asyncio.sleep(self.options.retry_s)
 

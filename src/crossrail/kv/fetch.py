@@ -74,7 +74,7 @@ class Fetcher:
             raise
         if isinstance(answer, m.DispatchRefused):
             await reception.withdraw(_confirmed, 1.0)
-            raise PrefillerGone(answer.reason)
+            raise PrefillerGone(answer.reason, answer.busy)
         serving.timeline.add("dispatch", begun)
         if why := await self._lost_before_arrival(serving, prefiller, key):
             await self._withdraw(serving, prefiller, attempt)

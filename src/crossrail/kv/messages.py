@@ -30,7 +30,7 @@ Seconds = Annotated[float, Meta(ge=0.0, le=1e7)]  # more than the month that com
 Plain = dict[str, Any]
 Role = Literal["prefiller", "decoder"]
 TraceParent = Annotated[str, Meta(max_length=55)]  # of W3C Trace Context, or empty
-EndReason = Literal["stop", "length", "cancelled", "deadline", "error"]
+EndReason = Literal["stop", "length", "cancelled", "deadline", "overloaded", "error"]
 
 
 class Load(Struct, frozen=True):
@@ -165,13 +165,14 @@ class Tokens(_OfRequest, frozen=True, tag=True):
 class PrefillerLost(_OfAttempt, frozen=True, tag=True):
     """The prefiller of this attempt does not answer, refused or failed. Answered by Reassigned.
 
-    placement: that of the Start.
+    placement: that of the Start. busy: that of DispatchRefused.
     """
 
     node: Name
     address: AddressBytes
     reason: Text
     placement: Attempt = 1
+    busy: bool = False
 
 
 # --- router to decoder ---
@@ -220,10 +221,11 @@ class Cancel(_OfRequest, frozen=True, tag=True):
 
 
 class Reassigned(_OfAttempt, frozen=True, tag=True):
-    """prefiller None: there is no other, or the request is unknown; reason says so."""
+    """prefiller None: there is no other, or the request is unknown; reason says so. busy: none has room now."""
 
     prefiller: NodeRef | None
     reason: Text = ""
+    busy: bool = False
 
 
 # --- decoder to prefiller ---
@@ -243,9 +245,10 @@ class Dispatched(_OfAttempt, frozen=True, tag=True):
 
 
 class DispatchRefused(_OfAttempt, frozen=True, tag=True):
-    """Nothing was and nothing will be written."""
+    """Nothing was and nothing will be written. busy: for lack of room; the same one may take it later."""
 
     reason: Text
+    busy: bool = False
 
 
 class Probe(_OfAttempt, frozen=True, tag=True):

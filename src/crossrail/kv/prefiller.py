@@ -130,6 +130,8 @@ class Prefiller(Node):
             return m.Dispatched(*answer)
         if refusal := self._refusal(key):
             return m.DispatchRefused(*answer, m.clipped(refusal))
+        if busy := self._too_busy():
+            return m.DispatchRefused(*answer, m.clipped(busy), busy=True)
         try:
             target = KvTarget.from_wire(dispatch.ticket)
             tokens = m.unpack_tokens(dispatch.tokens)
@@ -162,6 +164,9 @@ class Prefiller(Node):
             return "this attempt has ended"
         if self.draining:
             return f"node {self.name!r} is draining"
+        return ""
+
+    def _too_busy(self) -> str:
         if len(self._queue) >= self.options.queue_max:
             self._drop_unwanted()
         if len(self._queue) >= self.options.queue_max:

@@ -254,6 +254,9 @@ class Router(AsyncClosing):
                 self._placement.keep(running, decoders)
             has_waited = True
             await set_in_time(self._room, min(0.2, give_up_s - _now_s()))
+        if decoders and _now_s() >= running.deadline_s:
+            running.finish("deadline", f"no node took it before its time was up; the last one said: {why}")
+            return
         self.counts["overloaded" if decoders else "unavailable"] += 1
         if not decoders:
             of = f" for model {running.model!r}" if running.model else ""
@@ -282,6 +285,7 @@ class Router(AsyncClosing):
                 return f"no prefiller for model {decoder.record.model!r} has joined router {self.name!r}"
         generated = len(running.tokens)
         running.decoder, running.placement = decoder, running.attempt
+        running.refused.clear()
         start = m.Start(
             running.request,
             m.pack_tokens(context),
@@ -408,6 +412,8 @@ class Router(AsyncClosing):
         numbers = m.unpack_tokens(tokens.tokens).tolist()
         running = self._running.get(tokens.request)
         if running is not None and running.is_placed(sender, tokens.placement):
+            assert running.decoder is not None
+            running.decoder.heard_s = _now_s()
             running.take(tokens.first, numbers, tokens.end)
             if running.tokens and running.prefiller is not None:
                 self._placement.assign(running, None)  # a first token: the prefiller has done its part
@@ -423,7 +429,14 @@ class Router(AsyncClosing):
         unwanted = m.Reassigned(lost.request, lost.attempt, None, "nobody waits for this request any more")
         if running is None or running.decoder is None or not running.waits_at(sender, lost.placement):
             return unwanted
-        if (tried := lost.attempt - lost.placement + 1) >= self.options.attempts_max:
+        if lost.busy:
+            running.no_room_s = running.no_room_s if running.refused else _now_s()
+            running.refused.add(lost.attempt)
+            if _now_s() - running.no_room_s >= self.options.queue_s:
+                why = f"no prefiller had room within {self.options.queue_s:g} s; the last one said: {lost.reason}"
+                return m.Reassigned(lost.request, lost.attempt, None, m.clipped(why), busy=True)
+        tried = lost.attempt - lost.placement + 1 - len(running.refused)
+        if tried >= self.options.attempts_max:
             why = f"{tried} prefillers were tried: {lost.reason}"
             return m.Reassigned(lost.request, lost.attempt, None, m.clipped(why))
         log.info("request %s, attempt %d: prefiller %s: %s", lost.request, lost.attempt, lost.node, lost.reason)
@@ -449,14 +462,16 @@ class Router(AsyncClosing):
         return Running(lost.request, nothing, m.Sampling(), [], give_up_s, decoder=decoder, placement=lost.placement)
 
     async def _other_prefiller(self, running: Running, model: str, lost: m.PrefillerLost) -> Member | None:
-        """One that is there, or comes within queue_s. The same again, after a pause, if there is no other."""
+        """One that is there, or comes within queue_s. The same again, after a pause, if there is no other, or the
+        others have no room either.
+        """
         same_after_s = _now_s() + _SAME_AGAIN_S * (lost.attempt - lost.placement + 1)
         self._look_after_members()
         give_up_s = _now_s() + self.options.queue_s
         while True:
             self._room.clear()
             found = self._placement.best_prefiller(running, model, avoid=lost.address)
-            is_other = found is not None and found.address != lost.address
+            is_other = found is not None and found.address != lost.address and len(running.refused) <= 1
             if is_other or running.ended or _now_s() >= min(give_up_s, same_after_s if found else give_up_s):
                 return found
             await set_in_time(self._room, min(0.2, give_up_s - _now_s()))

@@ -64,6 +64,8 @@ class Running:
     attempt: int = 1
     placement: int = 1
     restarts: int = 0  # decoders that died
+    refused: set[int] = field(default_factory=set)  # attempts since it was placed, for which prefillers had no room
+    no_room_s: float = 0.0  # since when
     traceparent: str = ""
     tokens: list[int] = field(default_factory=list)
     is_charged: bool = False  # counted among what its decoder has to do

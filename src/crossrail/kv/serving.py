@@ -22,7 +22,14 @@ class Stopped(CrossrailError):
 
 
 class PrefillerGone(CrossrailError):
-    """This attempt comes to nothing, and its pages are quiet, or quarantined and replaced. Another may be made."""
+    """This attempt comes to nothing, and its pages are quiet, or quarantined and replaced. Another may be made.
+
+    busy: as in DispatchRefused.
+    """
+
+    def __init__(self, why: str, busy: bool = False) -> None:
+        super().__init__(why)
+        self.busy = busy
 
 
 @dataclass
