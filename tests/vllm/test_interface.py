@@ -3,12 +3,14 @@
 import inspect
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from crossrail.integrations.vllm import CrossrailConnector, stats
 from crossrail.integrations.vllm.connector import CrossrailMetadata, CrossrailStats
@@ -46,6 +48,17 @@ def test_it_is_found_by_its_module_path() -> None:
     )
 
     assert KVConnectorFactory.get_connector_class(config) is CrossrailConnector
+
+
+def test_fetched_tokens_are_those_of_a_peer() -> None:
+    connector = object.__new__(CrossrailConnector)
+    assert connector.get_external_cache_hit_sources(None, 7) == {CacheHitSource.P2P: 7}
+
+
+def test_all_of_a_request_is_loaded() -> None:
+    connector = object.__new__(CrossrailConnector)
+    connector._kv_cache_config = SimpleNamespace(transfer_group_ids=(0,), prefix_cacheable_group_ids=())
+    assert connector.get_loaded_kv_cache_group_ids(None) == (0,)
 
 
 def test_stats_add_up_and_come_out_as_metrics() -> None:

@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from crossrail.errors import UsageError
 from crossrail.integrations.instance import Instance, Worker
@@ -94,6 +95,8 @@ class CrossrailConnector(KVConnectorBase_V1):
 
     Their options are VllmOptions, in kv_connector_extra_config. UsageError at start-up for what cannot work.
     """
+
+    _cache_hit_source = CacheHitSource.P2P  # in vLLM's metrics of cached prompt tokens
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -197,6 +200,10 @@ class CrossrailConnector(KVConnectorBase_V1):
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         return self._in_scheduler.matched_tokens(request, num_computed_tokens)
+
+    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
+        """All: it is the request's own blocks that are loaded, so vLLM must not zero them meanwhile."""
+        return tuple(self._kv_cache_config.transfer_group_ids)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._in_scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
