@@ -368,3 +368,15 @@ async def test_wire_form_of_a_target_comes_back(engines: tuple[xr.Engine, xr.Eng
 
     assert again.to_wire() == target.to_wire()
     assert again.ranks == target.ranks and np.array_equal(again.pages, target.pages)
+
+
+async def test_what_is_no_target_or_lease_is_refused(engines: tuple[xr.Engine, xr.Engine]) -> None:
+    prefiller, decoder = Prefiller(LAYOUT, [engines[0]]), Decoder(LAYOUT, [engines[1]])
+    lease = prefiller.pool.reserve(2, "r")
+    target = decoder.reserve("r", 16).dispatch(LAYOUT)
+    async with closing(prefiller):
+        with pytest.raises(xr.UsageError, match="takes a KvTarget and a PageLease, not NoneType, PageLease"):
+            prefiller.sender.open(None, lease)
+        with pytest.raises(xr.UsageError, match="takes a KvTarget and a PageLease, not KvTarget, NoneType"):
+            prefiller.sender.open(target, None)
+    assert lease.state is PageState.RESERVED
