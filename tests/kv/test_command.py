@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from crossrail.cli.kv import common
 from crossrail.cli.main import main
 from tests.support.kv_processes import SECRET, Asking, Services, all_pages_free, monolithic
 from tests.support.limits import WAIT_S, eventually
@@ -330,3 +331,19 @@ def test_package_alone_imports_none_of_it() -> None:
     )
     run = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=WAIT_S)
     assert run.stdout == "[]\n", run.stdout + run.stderr
+
+
+def test_service_whose_reader_is_gone_keeps_no_descriptor_for_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(_: str) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(common.click, "echo", gone)
+    stdout = os.dup(1)
+    try:
+        before = set(os.listdir("/proc/self/fd"))
+        common.tell("one")
+        common.tell("two")
+        assert set(os.listdir("/proc/self/fd")) == before
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)

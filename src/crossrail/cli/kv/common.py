@@ -136,7 +136,9 @@ def tell(words: str) -> None:
     try:
         click.echo(words)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what else is said, and what is left of this line
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 1)  # what else is said, and what is left of this line
+        os.close(nowhere)
 
 
 async def until_ended_or_refused(end: EndWanted, refused: asyncio.Future[None]) -> None:
