@@ -133,3 +133,23 @@ async def test_prefiller_that_is_silent_is_fenced_off_and_harmless_when_it_speak
     frozen.mailbox._sort = heard
     thawed.set()
     await assert_still_serves(cluster)
+
+
+async def test_request_is_cancelled_while_its_decoder_waits_for_a_router_that_says_nothing(cluster: Cluster) -> None:
+    client = await under_way(cluster, "running")
+    asked = asyncio.Event()
+
+    async def says_nothing(*_: object) -> m.Message:
+        asked.set()
+        await asyncio.Event().wait()
+        raise AssertionError("it waits for ever")
+
+    assert cluster.router is not None
+    cluster.router.mailbox.handle(m.PrefillerLost, says_nothing)
+    await cluster.kill("p0")
+    await asyncio.wait_for(asked.wait(), WAIT_S)
+
+    client.cancel()
+
+    await quiet(cluster)
+    assert not cluster.nodes["d0"].load().requests

@@ -323,7 +323,8 @@ class Decoder(Node):
             serving.raise_if_stopped()
             if serving.link.address is not None:
                 try:
-                    answer = await self.mailbox.ask(serving.link.address, lost, m.Reassigned, _REASSIGN_S)
+                    asking = self.mailbox.ask(serving.link.address, lost, m.Reassigned, _REASSIGN_S)
+                    answer = await serving.unless_stopped(asking)
                 except (NoAnswer, Unreachable) as error:
                     log.warning("request %s lost its prefiller, and its router: %s", serving.request, error)
                 else:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from crossrail.errors import CrossrailError
 from crossrail.kv import messages as m
@@ -11,6 +13,8 @@ from crossrail.kv.model import Tokens
 from crossrail.kv.node import RouterLink
 from crossrail.kv.reception import Reception
 from crossrail.kv.timeline import Timeline
+
+_T = TypeVar("_T")
 
 
 class Stopped(CrossrailError):
@@ -81,6 +85,19 @@ class Serving:
     def raise_if_stopped(self) -> None:
         if self._stop is not None:
             raise self._stop
+
+    async def unless_stopped(self, work: Awaitable[_T]) -> _T:
+        """The result of this work; Stopped, and the work cancelled, when the request is stopped before."""
+        working = asyncio.ensure_future(work)
+        stopping = asyncio.ensure_future(self.stop_wanted.wait())
+        try:
+            await asyncio.wait([working, stopping], return_when=asyncio.FIRST_COMPLETED)
+            self.raise_if_stopped()
+            return working.result()
+        finally:
+            working.cancel()
+            stopping.cancel()
+            await asyncio.gather(working, stopping, return_exceptions=True)
 
     def add(self, token: int) -> None:
         """One more."""
