@@ -34,6 +34,18 @@ async def test_requests_over_the_limit_are_refused(cluster: Cluster) -> None:
     await assert_still_serves(cluster)
 
 
+async def test_tokens_over_the_limit_are_refused(cluster: Cluster) -> None:
+    cluster.router.options = replace(ROUTER, tokens_max=150)
+    await start(cluster, token_s=SLOW_S)
+    first = asyncio.ensure_future(cluster.complete(PROMPT, GREEDY))
+    await until(lambda: cluster.router.requests == 1, "the first request")
+    with pytest.raises(Overloaded, match="requests of 128 tokens are under way, at most 150 may be"):
+        await cluster.complete(prompt_of(15), GREEDY)
+    await asyncio.gather(first, cluster.complete(prompt_of(14), GREEDY))
+    alone = prompt_of(200)
+    assert (await cluster.complete(alone, GREEDY))[0] == await monolithic(alone, GREEDY)
+
+
 async def test_what_a_busy_decoder_refuses_costs_no_known_pages(cluster: Cluster) -> None:
     await start(cluster)
     await cluster.complete(prompt_of(65), GREEDY)

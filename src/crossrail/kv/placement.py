@@ -79,7 +79,7 @@ class Placement:
             for member in self._membership.members(role)
             if not member.load.draining and model in (None, member.record.model)
         ]
-        tokens = _weight(running) if role == "decoder" else len(running.prompt) + len(running.tokens)
+        tokens = weight(running) if role == "decoder" else len(running.prompt) + len(running.tokens)
         fitting = [member for member in members if member.layout.pages_of(tokens) <= member.layout.pages]
         candidates = rank((self._candidate(member, running) for member in fitting or members), len(running.prompt))
         return [candidate.member for candidate in candidates]
@@ -103,7 +103,7 @@ class Placement:
 
     def room_at(self, decoder: Member, running: Running) -> int:
         """Tokens for which this decoder needs room, as far as is known here."""
-        return max(_weight(running) - self._candidate(decoder, running).cached_tokens, 0)
+        return max(weight(running) - self._candidate(decoder, running).cached_tokens, 0)
 
     def release(self, running: Running) -> None:
         """It waits no more."""
@@ -117,7 +117,7 @@ class Placement:
         """The decoder has taken it, and asks this prefiller. Of who is gone by now nothing is counted."""
         running.decoder, running.model, running.is_charged = decoder, decoder.record.model, self._is_member(decoder)
         if running.is_charged:
-            self._sent[decoder.address] += _weight(running)
+            self._sent[decoder.address] += weight(running)
             self._prefixes.note(decoder.address, running.names)
         self.assign(running, prefiller)
 
@@ -135,7 +135,7 @@ class Placement:
     def take_back(self, running: Running) -> None:
         """Neither of its nodes has anything to do for it any more."""
         if running.decoder is not None and running.is_charged:
-            self._discharge(running.decoder, _weight(running))
+            self._discharge(running.decoder, weight(running))
         running.is_charged = False
         self.assign(running, None)
 
@@ -200,5 +200,6 @@ class Refusals:
             del self._decoders[decoder]
 
 
-def _weight(running: Running) -> int:
+def weight(running: Running) -> int:
+    """Tokens that a decoder keeps for it, at most."""
     return len(running.prompt) + running.sampling.max_tokens

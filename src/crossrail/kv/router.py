@@ -31,7 +31,7 @@ from crossrail.kv.errors import DuplicateRequest
 from crossrail.kv.mailbox import Mailbox, NoAnswer
 from crossrail.kv.membership import Member, Membership, Roster, refuse
 from crossrail.kv.model import Tokens
-from crossrail.kv.placement import ModelsSeen, Placement, Refusals, prefix_names
+from crossrail.kv.placement import ModelsSeen, Placement, Refusals, prefix_names, weight
 from crossrail.kv.router_requests import (
     Adopted,
     Adoptions,
@@ -55,16 +55,17 @@ class RouterOptions:
     """Options of a router.
 
     heartbeat_s: how often nodes report. lease_s: a node that has not reported for this long is gone.
-    requests_max: requests in progress; further ones are Overloaded. queue_s: how long a request waits for a node with
-        room. request_s: how long one may take in total. ask_s: how long a node may take to answer.
+    requests_max: requests in progress; further ones are Overloaded. tokens_max: the same for the sum of their prompts
+        and max_tokens; a request is always taken when it is the only one. queue_s: how long a request waits for a node
+        with room. request_s: how long one may take in total. ask_s: how long a node may take to answer.
     attempts_max: prefillers that a decoder tries. restarts_max: how many decoders may die during a request before it
-    fails.
-    sweep_s: how often members are checked.
+        fails. sweep_s: how often members are checked.
     """
 
     heartbeat_s: float = 1.0
     lease_s: float = 4.0
     requests_max: int = 1024
+    tokens_max: int = 1 << 26
     queue_s: float = 10.0
     request_s: float = 600.0
     ask_s: float = 3.0
@@ -215,6 +216,10 @@ class Router(AsyncClosing):
         if len(self._running) >= self.options.requests_max:
             self.counts["overloaded"] += 1
             raise Overloaded(f"{len(self._running)} requests are under way, at most {self.options.requests_max} may be")
+        tokens = sum(map(weight, self._running.values()))
+        if tokens and tokens + len(prompt) + sampling.max_tokens > self.options.tokens_max:
+            self.counts["overloaded"] += 1
+            raise Overloaded(f"requests of {tokens} tokens are under way, at most {self.options.tokens_max} may be")
         patience_s = self.options.request_s if deadline_s is None else min(deadline_s, self.options.request_s)
         deadline_s = _now_s() + patience_s
         running = Running(request, prompt, sampling, prefix_names(prompt), deadline_s, model)

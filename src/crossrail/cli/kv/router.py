@@ -45,6 +45,7 @@ _PORT_MAX = 65535
 @options_of(
     _DEFAULTS,
     requests_max="Maximum number of requests in progress; further ones get status 429.",
+    tokens_max="Maximum sum of their prompts and max_tokens; further requests get status 429.",
     heartbeat_s="Seconds between reports of a node.",
     lease_s="Seconds without a report after which a node is gone.",
     queue_s="Seconds that a request may wait for room at a node.",
