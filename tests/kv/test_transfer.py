@@ -375,8 +375,8 @@ async def test_what_is_no_target_or_lease_is_refused(engines: tuple[xr.Engine, x
     lease = prefiller.pool.reserve(2, "r")
     target = decoder.reserve("r", 16).dispatch(LAYOUT)
     async with closing(prefiller):
-        with pytest.raises(xr.UsageError, match="takes a KvTarget and a PageLease, not NoneType, PageLease"):
+        with pytest.raises(xr.UsageError, match="takes a KvTarget there, not an object of type NoneType"):
             prefiller.sender.open(None, lease)
-        with pytest.raises(xr.UsageError, match="takes a KvTarget and a PageLease, not KvTarget, NoneType"):
+        with pytest.raises(xr.UsageError, match="takes a PageLease there, not an object of type NoneType"):
             prefiller.sender.open(target, None)
     assert lease.state is PageState.RESERVED

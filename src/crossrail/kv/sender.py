@@ -147,9 +147,10 @@ class KvSender(AsyncClosing):
 
         Raises LayoutMismatch, DuplicateRequest or UsageError, and leaves the lease as it was.
         """
-        if not isinstance(target, KvTarget) or not isinstance(lease, PageLease):
-            given = ", ".join(type(argument).__name__ for argument in (target, lease))
-            raise UsageError(f"open() takes a KvTarget and a PageLease, not {given}")
+        wanted: tuple[tuple[object, type], ...] = ((target, KvTarget), (lease, PageLease))
+        for given, kind in wanted:
+            if not isinstance(given, kind):
+                raise UsageError(f"open() takes a {kind.__name__} there, not an object of type {type(given).__name__}")
         if target.request in self._jobs:
             raise DuplicateRequest(f"request {target.request!r} is under way: {self._jobs[target.request]!r}")
         plan = plan_transfer(self.layout, target.layout, target.request)
