@@ -130,7 +130,7 @@ async def test_stop_text_ends_it_and_is_no_part_of_it(
     assert events[-1]["choices"][0]["finish_reason"] == "stop"
     count = events[-1]["usage"]["completion_tokens"]
     assert [token for event in events for token in event["choices"][0]["token_ids"]] == tokens[:count]
-    assert count == text.index(stop) + 3
+    assert count == next(n for n in range(41) if stop in ToyTokenizer().decode(tokens[:n]))  # ends have no text
     await quiet(cluster)
     assert cluster.router.counts["stop"] == 1 and cluster.router.counts["cancelled"] == 0
 
