@@ -37,6 +37,14 @@ def services(tmp_path: Path) -> Iterator[Services]:
     assert "Traceback" not in complaints and "leaked" not in complaints, complaints
 
 
+def status_of(services: Services, path: str) -> int:
+    try:
+        with urllib.request.urlopen(f"http://{services.place}{path}", timeout=WAIT_S) as response:
+            return int(response.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
 def busy_prefiller(services: Services) -> str:
     def busy() -> list[str]:
         nodes = services.nodes().values()
@@ -113,6 +121,37 @@ async def test_terminated_node_finishes_what_it_has_and_leaves(services: Service
     services.signal("p0", signal.SIGTERM)
     assert (decoder.wait(WAIT_S), prefiller.wait(WAIT_S)) == (0, 0)
     assert services.nodes() == {}
+
+
+async def test_router_that_may_drain_finishes_what_it_has(services: Services) -> None:
+    services.kill("router")
+    services.add_router("--drain-s", str(WAIT_S))
+    services.add("prefiller", "p0")
+    services.add("decoder", "d0")
+    services.joined("p0", "d0")
+    asking = Asking(services)
+    busy_prefiller(services)
+    services.signal("router", signal.SIGTERM)
+    eventually(lambda: status_of(services, "/health") == 503, "it says that it ends")
+    assert asking.result() == await monolithic()
+    assert services.wait("router") == 0
+
+
+def test_second_signal_ends_a_router_that_drains(services: Services) -> None:
+    services.kill("router")
+    services.add_router("--drain-s", str(WAIT_S))
+    services.add("prefiller", "p0")
+    services.add("decoder", "d0", token_us="1000000")
+    services.joined("p0", "d0")
+    asking = Asking(services)
+    busy_prefiller(services)
+    services.signal("router", signal.SIGTERM)
+    eventually(lambda: status_of(services, "/health") == 503, "it drains")
+    services.signal("router", signal.SIGTERM)
+    assert services.wait("router") == 0
+    asking.join(WAIT_S)
+    assert "the router is closing" in asking.trouble
+    assert "router router: ended when told to, before all was finished" in services.complaints()
 
 
 async def test_terminated_node_whose_output_nobody_reads_finishes_what_it_has(services: Services) -> None:

@@ -9,12 +9,14 @@ from dataclasses import replace
 import aiohttp
 import pytest
 
+from crossrail.kv import messages as m
 from crossrail.kv.http import Front
 from crossrail.kv.model import Tokens
 from crossrail.kv.toy import ToyTokenizer
 from tests.kv.asking import SLOW_S, TEXT, answer_of, body, expected
 from tests.kv.conftest import quiet, start, until
-from tests.support.kv_cluster import ROUTER, SECRET, Cluster
+from tests.support.kv_cluster import ROUTER, SECRET, Cluster, prompt_of
+from tests.support.limits import WAIT_S
 
 
 @pytest.mark.parametrize(
@@ -151,6 +153,35 @@ async def test_statuses_say_what_to_do(cluster: Cluster, url: str, client: aioht
         assert (await response.json())["id"] == "mine"
     async with client.post(url + "/v1/completions", json=body(), headers=named) as response:
         assert response.status == 409
+
+
+async def test_router_that_drains_finishes_and_takes_nothing_new(
+    cluster: Cluster, url: str, client: aiohttp.ClientSession
+) -> None:
+    await start(cluster, token_s=SLOW_S)
+    first = asyncio.ensure_future(client.post(url + "/v1/completions", json=body()))
+    await until(lambda: cluster.router.requests == 1, "the request is under way")
+    assert not await cluster.router.drain(0.0)
+    drained = asyncio.ensure_future(cluster.router.drain(WAIT_S))
+    async with client.post(url + "/v1/completions", json=body()) as response:
+        assert response.status == 503 and response.headers["Retry-After"] == "1"
+        assert "is closing" in (await response.json())["error"]["message"]
+    async with client.get(url + "/health") as response:
+        assert (response.status, await response.json()) == (503, {"prefillers": 1, "decoders": 1})
+    async with await first as response:
+        assert (await response.json())["choices"][0]["token_ids"] == await expected()
+    assert await drained
+
+
+async def test_nodes_that_drain_make_no_router_ready(cluster: Cluster, url: str, client: aiohttp.ClientSession) -> None:
+    await start(cluster, token_s=SLOW_S)
+    running = asyncio.ensure_future(cluster.complete(prompt_of(100), m.Sampling(8)))
+    await until(lambda: cluster.nodes["d0"].load().requests, "the decoder has something to do")
+    drained = asyncio.ensure_future(cluster.nodes["d0"].drain(WAIT_S))
+    await until(lambda: cluster.router.roster.members("decoder")[0].load.draining, "the router has heard of it")
+    async with client.get(url + "/health") as response:
+        assert (response.status, await response.json()) == (503, {"prefillers": 1, "decoders": 0})
+    await asyncio.gather(running, drained)
 
 
 async def test_decoder_that_dies_ends_a_stream_in_words(

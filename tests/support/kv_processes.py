@@ -56,7 +56,7 @@ class Services:
         )
         return process
 
-    def add_router(self) -> None:
+    def add_router(self, *more: str) -> None:
         """At the place of the one before, if there was one."""
         arguments = [
             "--listen",
@@ -65,6 +65,7 @@ class Services:
             "0.1",
             "--lease-s",
             str(2 * self._silent_s),
+            *more,
         ]
         process = self.start("router", "router", *arguments)
         assert process.stdout is not None

@@ -320,8 +320,12 @@ class Front:
         return end
 
     async def _health(self, _: web.Request) -> web.Response:
-        counts = {f"{role}s": len(self._router.roster.members(role)) for role in ("prefiller", "decoder")}
-        return web.json_response(counts, status=200 if all(counts.values()) else 503)
+        roles: tuple[m.Role, ...] = ("prefiller", "decoder")
+        counts = {
+            f"{role}s": sum(not member.load.draining for member in self._router.roster.members(role)) for role in roles
+        }
+        is_ready = all(counts.values()) and not self._router.is_closing
+        return web.json_response(counts, status=200 if is_ready else 503)
 
     async def _metrics(self, _: web.Request) -> web.Response:
         return web.Response(body=self.metrics.text(), headers={"Content-Type": "text/plain; version=0.0.4"})

@@ -47,5 +47,5 @@ def error_object(status: int, words: str, param: str | None = None) -> dict[str,
 
 def refusal(status: int, words: str, param: str | None = None) -> web.Response:
     """The whole answer."""
-    headers = {"Retry-After": "1"} if status == 429 else None
+    headers = {"Retry-After": "1"} if status in (429, 503) else None
     return web.json_response(error_object(status, words, param), status=status, headers=headers)

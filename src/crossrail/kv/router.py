@@ -100,6 +100,8 @@ class Router(AsyncClosing):
         self._adopted = Adoptions()
         self._looked_s = 0.0  # after members, on the event loop's clock
         self._is_closing = False
+        self._idle = asyncio.Event()
+        self._idle.set()
         self._numbers = itertools.count(1)
         self._placement = Placement(self.roster)
         self._refusals = Refusals()
@@ -129,6 +131,16 @@ class Router(AsyncClosing):
         self._looked_s = _now_s()
         self._models.start(self._looked_s)
         self._mailbox.spawn(self._sweep(), "looking after members")
+
+    @property
+    def is_closing(self) -> bool:
+        """It takes no more requests: since drain(), or close()."""
+        return self._is_closing
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Takes no more requests, and waits until those under way have ended. False when that took too long."""
+        self._is_closing = True
+        return await set_in_time(self._idle, timeout_s)
 
     async def close(self) -> None:
         """Takes no more requests and ends those under way here, whose clients are told why. Idempotent.
@@ -178,7 +190,7 @@ class Router(AsyncClosing):
             try:
                 await self._place(running)
             except CrossrailError:
-                del self._running[running.request]  # nobody has it: there is nothing to cancel
+                self._forget(running)  # nobody has it: there is nothing to cancel
                 raise
             while True:
                 chunk = await self._next_chunk(running)
@@ -224,6 +236,7 @@ class Router(AsyncClosing):
         deadline_s = _now_s() + patience_s
         running = Running(request, prompt, sampling, prefix_names(prompt), deadline_s, model)
         self._running[request] = running
+        self._idle.clear()
         return running
 
     def _knows(self, request: str) -> bool:
@@ -361,7 +374,7 @@ class Router(AsyncClosing):
 
     def _drop(self, running: Running) -> None:
         """Forgets a request; one that has not ended is cancelled at its decoder."""
-        if self._running.pop(running.request, None) is None:
+        if not self._forget(running):
             return
         if not running.ended:
             running.ended = True
@@ -373,6 +386,13 @@ class Router(AsyncClosing):
             self._refusals.news(running.decoder.address)
         self._placement.take_back(running)
         self._room.set()
+
+    def _forget(self, running: Running) -> bool:
+        """Whether it was known."""
+        known = self._running.pop(running.request, None) is not None
+        if not self._running:
+            self._idle.set()
+        return known
 
     def _cancel(self, running: Running, why: str) -> None:
         if running.decoder is not None:

@@ -8,7 +8,7 @@ import importlib
 import logging
 import os
 import signal
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -149,6 +149,25 @@ async def until_ended_or_refused(end: EndWanted, refused: asyncio.Future[None]) 
     ended.cancel()
     if refused.done():
         refused.result()
+
+
+async def drained(who: str, drain: Callable[[float], Awaitable[bool]], timeout_s: float, end: EndWanted) -> None:
+    """Waits for what is under way, no longer once a second signal came, and says so. drain: as Node.drain."""
+    tell(f"{who}: finishing its requests, then exiting; a second signal ends it at once")
+    draining = asyncio.ensure_future(drain(timeout_s))
+    hurrying = asyncio.ensure_future(end.at_once.wait())
+    try:
+        await asyncio.wait([draining, hurrying], return_when=asyncio.FIRST_COMPLETED)
+        has_ended = draining.result() if draining.done() else None
+    finally:
+        for task in (draining, hurrying):
+            task.cancel()
+        await asyncio.wait([draining, hurrying])
+    if has_ended is None:
+        has_ended = await drain(0.0)
+    if not has_ended:
+        why = "when told to" if end.at_once.is_set() else f"after {timeout_s:g} s"
+        click.echo(f"{who}: ended {why}, before all was finished", err=True)
 
 
 def open_model(name: str, options: Mapping[str, str]) -> Model:

@@ -13,6 +13,7 @@ import click
 from crossrail.cli.kv.common import (
     MEMBERSHIP_HELP,
     chosen,
+    drained,
     open_model,
     opened,
     options_of,
@@ -123,26 +124,8 @@ async def _serve(kind: type[Node], options: dict[str, Any]) -> None:
             if service.end.is_deserted:
                 await node.drain(0.0)  # nobody waits for what is under way, nor reads what we say
             else:
-                tell(f"{kind.role} {name}: finishing its requests, then exiting; a second signal ends it at once")
-                if not await _drained(node, options["drain_s"], service.end.at_once):
-                    why = "when told to" if service.end.at_once.is_set() else f"after {options['drain_s']:g} s"
-                    click.echo(f"{kind.role} {name}: ended {why}, before all was finished", err=True)
+                await drained(f"{kind.role} {name}", node.drain, options["drain_s"], service.end)
         finally:
             await node.close()
             if presence is not None:
                 await presence.close()
-
-
-async def _drained(node: Node, timeout_s: float, at_once: asyncio.Event) -> bool:
-    """Whether all that was under way has ended; not waited for once at_once is set. The node has left."""
-    draining = asyncio.ensure_future(node.drain(timeout_s))
-    hurrying = asyncio.ensure_future(at_once.wait())
-    try:
-        await asyncio.wait([draining, hurrying], return_when=asyncio.FIRST_COMPLETED)
-        if draining.done():
-            return draining.result()
-    finally:
-        for task in (draining, hurrying):
-            task.cancel()
-        await asyncio.wait([draining, hurrying])
-    return await node.drain(0.0)

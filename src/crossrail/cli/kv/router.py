@@ -10,6 +10,7 @@ import click
 from crossrail.cli.kv.common import (
     MEMBERSHIP_HELP,
     chosen,
+    drained,
     open_tokenizer,
     opened,
     options_of,
@@ -17,6 +18,7 @@ from crossrail.cli.kv.common import (
     tell,
     until_ended_or_refused,
 )
+from crossrail.cli.text import seconds
 from crossrail.errors import CrossrailError, UsageError
 from crossrail.kv.etcd_membership import EtcdRoster
 from crossrail.kv.etcd_records import Place
@@ -51,6 +53,9 @@ _PORT_MAX = 65535
     queue_s="Seconds that a request may wait for room at a node.",
     request_s="Seconds that a request may take in total.",
 )
+@click.option(
+    "--drain-s", type=seconds(), help="Seconds for what is under way, when told to end; by default it is cut off."
+)
 @service_options
 def router(listen: str, tokenizer: str, **options: Any) -> None:
     """Serve OpenAI's /v1/completions. Nodes find this router by its URL and the secret."""
@@ -72,6 +77,8 @@ async def _serve(host: str, port: int, tokenizer: Tokenizer | None, options: dic
             port = await _listening(front, host, port)
             tell(f"router {name} serves http://{f'[{host}]' if ':' in host else host}:{port}")
             await until_ended_or_refused(service.end, serving.refused)
+            if (drain_s := options["drain_s"]) is not None and not service.end.is_deserted:
+                await drained(f"router {name}", serving.drain, drain_s, service.end)
         finally:
             # In this order: requests are not cancelled because their connections end, and clients hear why they do.
             await serving.close()
