@@ -152,4 +152,4 @@ async def test_request_is_cancelled_while_its_decoder_waits_for_a_router_that_sa
     client.cancel()
 
     await quiet(cluster)
-    assert not cluster.nodes["d0"].load().requests
+    await until(lambda: not cluster.nodes["d0"].load().requests, "the decoder has ended it")
