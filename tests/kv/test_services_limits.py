@@ -198,3 +198,30 @@ async def test_newborn_router_waits_for_nodes_of_any_model(cluster: Cluster) -> 
 async def test_empty_prompt_is_refused(cluster: Cluster) -> None:
     with pytest.raises(xr.UsageError, match="the prompt is empty"):
         await cluster.complete(np.zeros(0, np.int32), GREEDY)
+
+
+async def test_short_prompts_do_not_wait_for_all_of_a_long_one(cluster: Cluster) -> None:
+    await start(cluster, token_s=SLOW_S)  # 32 tokens a chunk
+    long = asyncio.ensure_future(cluster.complete(prompt_of(400), GREEDY))
+    await until(
+        lambda: prefiller(cluster).load().requests and not prefiller(cluster)._queue, "the long one is computed"
+    )
+    shorts = [prompt_of(30, seed=n) for n in range(2, 6)]
+    tokens = await asyncio.gather(*(cluster.complete(prompt, GREEDY) for prompt in shorts))
+    assert not long.done() and prefiller(cluster).load().requests == 1, "they have passed"
+    assert [found for found, _ in tokens] == [await monolithic(prompt, GREEDY) for prompt in shorts]
+    assert (await long)[0] == await monolithic(prompt_of(400), GREEDY)
+    await assert_still_serves(cluster)
+
+
+async def test_short_prompt_without_room_beside_a_long_one_comes_after_it(cluster: Cluster) -> None:
+    await start(cluster, token_s=SLOW_S)
+    cluster.add(Decoder, "d1")
+    await asyncio.wait_for(cluster.joined(), WAIT_S)
+    prompt = prompt_of(LAYOUT.pages * LAYOUT.page_tokens - 8)
+    long = asyncio.ensure_future(cluster.complete(prompt, m.Sampling(8, ignore_end=True)))
+    await until(lambda: prefiller(cluster).pool.available <= 1, "it has all pages")
+    short = prompt_of(30, seed=2)
+    assert (await cluster.complete(short, GREEDY))[0] == await monolithic(short, GREEDY)
+    assert (await long)[0] == await monolithic(prompt, GREEDY)
+    await quiet(cluster)

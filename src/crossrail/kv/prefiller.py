@@ -72,7 +72,10 @@ class _Work:
 
 
 class Prefiller(Node):
-    """A Node that prefills. One request's chunk runs at a time; transfers of earlier ones go on meanwhile."""
+    """A Node that prefills. One request's chunk runs at a time; transfers of earlier ones go on meanwhile.
+
+    First come, first served, but for prompts of one chunk, which pass between the chunks of longer ones.
+    """
 
     role: m.Role = "prefiller"
 
@@ -224,15 +227,28 @@ class Prefiller(Node):
         while True:
             self._queued.clear()
             while self._queue:
-                work = self._queue.popleft()
-                try:
-                    await self._run(work)
-                except CrossrailError as error:
-                    self._end(work, "failed", str(error))
-                except Exception as error:
-                    log.exception("request %s failed", work.name)
-                    self._end(work, "failed", f"{type(error).__name__}: {error}")
+                await self._run_or_end(self._queue.popleft())
             await self._queued.wait()
+
+    async def _run_or_end(self, work: _Work) -> None:
+        try:
+            await self._run(work)
+        except CrossrailError as error:
+            self._end(work, "failed", str(error))
+        except Exception as error:
+            log.exception("request %s failed", work.name)
+            self._end(work, "failed", f"{type(error).__name__}: {error}")
+
+    async def _let_a_short_one_pass(self) -> None:
+        """Between two chunks of a long prompt: runs the first in the queue that takes no more than a chunk, if there is
+        room for it now. So short prompts do not wait for all of a long one, and that gets every second chunk at least.
+        """
+        for work in self._queue:
+            if len(work.tokens) <= self.options.chunk_tokens:
+                if self._free_tails and self.model.layout.pages_of(len(work.tokens)) <= self.pool.available:
+                    self._queue.remove(work)
+                    await self._run_or_end(work)
+                return
 
     async def _run(self, work: _Work) -> None:
         """Prefills one request. When it returns the model is free; raises when nothing was begun.
@@ -302,6 +318,8 @@ class Prefiller(Node):
             tail = await self._run_chunk(job, tokens[:end], start)
             work.timeline.add(f"prefill {end}", begun)
             start = end
+            if start < len(tokens):
+                await self._let_a_short_one_pass()
         if len(tail) != self.model.tail_bytes:
             raise UsageError(f"the model's tail has {len(tail)} bytes, it says {self.model.tail_bytes}")
         if not tail:
