@@ -196,6 +196,29 @@ def test_published_pages_are_not_filled_again() -> None:
         lease.fill()
 
 
+def test_what_is_computed_is_shared_while_it_is_still_sent() -> None:
+    pool = PagePool(6, 4)
+    sending = lease_in(pool, S.FILLING)
+    sending.publish_computed(NAMES[:2])
+
+    sharing = pool.reserve(3, "sharing", names=NAMES[:2])
+    assert sharing.shared == 2 and sharing.pages[:2].tolist() == sending.pages[:2].tolist()
+    sharing.release()
+    with pytest.raises(PagesInUse, match="cannot be released"):
+        sending.release()
+    sending.drain()  # what it was computed for is given up: it is there all the same
+    sending.confirm()
+    sending.release()
+    assert pool.match(NAMES[:2]) == 2 and pool.available == pool.pages
+
+
+@pytest.mark.parametrize("state", [S.RESERVED, S.DRAINING])
+def test_what_nobody_computes_is_not_shared(state: S) -> None:
+    pool = PagePool(6, 4)
+    with pytest.raises(PagesInUse, match="published as computed"):
+        lease_in(pool, state).publish_computed(NAMES[:2])
+
+
 def test_a_cache_that_is_dropped_is_free_and_forgotten() -> None:
     pool = PagePool(6, 4)
     kept(pool, "gone", NAMES[:2])

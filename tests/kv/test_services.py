@@ -3,7 +3,9 @@
 import asyncio
 import random
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 from msgspec import structs
 
@@ -231,3 +233,21 @@ async def test_wrong_secret_never_joins(cluster: Cluster) -> None:
     await asyncio.sleep(0.5)
     assert not stranger.links[0].joined.is_set()
     assert cluster.router is not None and cluster.router.mailbox.dropped["secret"] > 0
+
+
+async def test_prefix_is_computed_once_for_requests_that_come_together(cluster: Cluster) -> None:
+    await start(cluster, decoders=2)
+    p0, computed = cluster.nodes["p0"], []
+    run = p0.model.prefill
+
+    async def noted_run(cache: Cache, tokens: Tokens, start: int, *more: Any) -> bytes:
+        computed.append(len(tokens) - start)
+        return await run(cache, tokens, start, *more)
+
+    p0.model.prefill = noted_run
+    shared = prompt_of(160, seed=77)
+    prompts = [np.concatenate([shared, prompt_of(9, seed=n)]) for n in range(5)]
+    answers = await asyncio.gather(*(cluster.complete(prompt, GREEDY) for prompt in prompts))
+    assert [tokens for tokens, _ in answers] == [await monolithic(prompt, GREEDY) for prompt in prompts]
+    assert sum(computed) == 168 + 4 * 8
+    await quiet(cluster)

@@ -245,6 +245,18 @@ class PageLease:
         """
         if self.state is not PageState.IN_USE:
             raise self._refusal("published")
+        self._publish(names)
+
+    def publish_computed(self, names: Sequence[bytes]) -> None:
+        """The same while they are filling, too: whoever writes them has written what the names cover, and says so here.
+
+        They may still be sent from; the lease cannot be released before that has ended.
+        """
+        if self.state not in (PageState.FILLING, PageState.IN_USE):
+            raise self._refusal("published as computed")
+        self._publish(names)
+
+    def _publish(self, names: Sequence[bytes]) -> None:
         if len(names) > len(self.pages):
             raise UsageError(f"{len(names)} names for the {len(self.pages)} pages of request {self.owner!r}")
         self._is_published = True

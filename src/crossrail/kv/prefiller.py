@@ -320,6 +320,8 @@ class Prefiller(Node):
             start = end
             if start < len(tokens):
                 await self._let_a_short_one_pass()
+        if not job.stopped:  # not only when all is written: requests with the same prefix often come together
+            job.lease.publish_computed(self._names(work))
         if len(tail) != self.model.tail_bytes:
             raise UsageError(f"the model's tail has {len(tail)} bytes, it says {self.model.tail_bytes}")
         if not tail:
@@ -363,7 +365,6 @@ class Prefiller(Node):
         """Waits for the end of our writes and gives the pages back. Raises what stopped the job."""
         try:
             await job.finish()
-            job.lease.publish(self._names(work))
         finally:
             timer.cancel()
             work.quiet.set()
