@@ -41,6 +41,23 @@ def test_a_prompt_in_chunks_arrives_byte_for_byte(open_side: Open, p_tp: int, d_
     assert metric.transfer_latency_s > 0
 
 
+@pytest.mark.parametrize(
+    ("p_tp", "d_tp", "mla", "verifying"),
+    [(1, 1, False, [0]), (2, 2, False, [0]), (2, 1, False, []), (1, 2, False, []), (2, 2, True, [0, 1])],
+)
+def test_checksums_are_compared_only_where_rank_0_has_the_same_heads(
+    open_side: Open, p_tp: int, d_tp: int, mla: bool, verifying: list[int]
+) -> None:
+    """They travel with aux, which rank 0 of the prefiller sends to all."""
+    for rank in range(p_tp):
+        open_side("prefill", rank=rank, tp=p_tp, mla=mla)
+    decode = [open_side("decode", rank=rank, tp=d_tp, mla=mla) for rank in range(d_tp)]
+    assert not decode[0].manager.should_verify_kv_checksum("of somebody:1")
+    for side in decode:
+        until(WAITING, side.receiver(70))
+    assert verifying == [side.rank for side in decode if side.manager.should_verify_kv_checksum(side.address)]
+
+
 def test_a_decoder_may_ask_before_the_prefiller_has_heard_of_it(open_side: Open) -> None:
     p, d = open_side("prefill"), open_side("decode")
     receiver = d.receiver(1)

@@ -111,6 +111,10 @@ class CrossrailKVManager(BaseKVManager):
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
         return self.core.find(bootstrap_addr)
 
+    def should_verify_kv_checksum(self, bootstrap_addr: str) -> bool:
+        """Aux, and with it the checksum, comes from rank 0 of the prefiller: ours is the same if we have its heads."""
+        return self.core.has_heads_of_rank_0(bootstrap_addr)
+
     def submit_prefill_recompute(self, receiver: Any, payload: Any) -> None:
         raise NotImplementedError("crossrail's backend does not support SGLang's rebootstrap of retracted requests")
 

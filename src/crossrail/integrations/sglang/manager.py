@@ -122,6 +122,14 @@ class Manager:
                 self.forget(address, known.instance)
         return self._info
 
+    def has_heads_of_rank_0(self, address: str) -> bool:
+        """Whether this rank keeps the same of a token as rank 0 of the prefiller there; False if that is not known."""
+        known = self._info.get(address)
+        if known is None:
+            return False
+        theirs = known.instance.layout
+        return self.node.pool.layout_beside(theirs).heads_of(self._place.rank) == theirs.heads_of(0)
+
     def _is_gone(self, instance: Instance) -> bool:
         return any(self.node.wire.is_lost(worker.address) for worker in instance.workers)
 

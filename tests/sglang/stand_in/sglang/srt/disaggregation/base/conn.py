@@ -33,6 +33,9 @@ class BaseKVManager(ABC):
     enable_deferred_decode_kv_release = False
     supports_host_destination = False
 
+    def should_verify_kv_checksum(self, bootstrap_addr):
+        return True
+
     @abstractmethod
     def __init__(self, args, disaggregation_mode, server_args, is_mla_backend=False): ...
 
