@@ -105,8 +105,8 @@ class Membership(ABC):
 class Roster(Membership):
     """The Membership inside a router: nodes join by message, and are kept by heartbeats.
 
-    Lifecycle of a member: 1. join. 2. heartbeat within every lease_s; draining is part of its load. 3. gone: it left,
-    was missed for lease_s, or is lost.
+    Lifecycle of a member: 1. join. 2. heartbeat within every lease_s, or tokens, for which the router sets heard_s;
+    draining is part of its load. 3. gone: it left, was missed for lease_s, or is lost.
     Invariant: at most one member of a name. Another incarnation of it waits until that one is gone, as a dead one's
     successor does, or is refused because it was heard of meanwhile.
     """
