@@ -121,7 +121,7 @@ def _page_samples(pair: Pair) -> SampleStream:
 
 
 def _layer_samples(pair: Pair) -> SampleStream:
-    """Median, from just before the word goes up until the layer's write was accepted by the engine."""
+    """Median, from just before the word goes up until the engine begins the layer's write."""
     layout = KvLayout(pair.settings.scaled(_LAYERS_PER_SAMPLE), 64, 16, kv_heads=4, head_dim=64, dtype="bfloat16")
     prefiller, decoder = KvPrefiller(layout, "shm"), KvDecoder(layout, "shm")
     order = permutation(layout.pages, seed=4)
