@@ -37,7 +37,7 @@ void EngineCore::start(Transfer* transfer) {
     finish(transfer, Status::kCancelled);
     return;
   }
-  if (work.trigger && hold(transfer)) return;
+  if (work.has_trigger && hold(transfer)) return;
   begin(transfer);
 }
 

@@ -129,6 +129,7 @@ TransferRef EngineCore::make_transfer(OpKind kind) {
 
 bool EngineCore::set_trigger(TransferWork& work, const Trigger& trigger) {
   if (trigger.watcher == nullptr) return false;
+  work.has_trigger = true;
   work.triggered_ns.store(kUntriggered, std::memory_order_relaxed);
   work.trigger = Ref<Watcher>::share(trigger.watcher);
   work.threshold = trigger.threshold;

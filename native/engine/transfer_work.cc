@@ -32,7 +32,7 @@ void TransferWork::recycle() {
   if (cut_short || resumed) kept_bytes.clear();
   bulk = cut_short = resumed = false;
   if (std::exchange(has_plan, false)) verify.reset();
-  if (triggered_ns.load(std::memory_order_relaxed) != kNoTrigger) {
+  if (std::exchange(has_trigger, false)) {
     triggered_ns.store(kNoTrigger, std::memory_order_relaxed);
     trigger = nullptr;
   }

@@ -48,8 +48,9 @@ struct alignas(64) TransferWork {
   OpKind kind = OpKind::kWrite;
   Status failure = Status::kDone;
   bool bulk = false;
-  bool cut_short = false;  // cancelled with something left unposted, or taken back
-  bool has_plan = false;   // `verify` is set
+  bool cut_short = false;    // cancelled with something left unposted, or taken back
+  bool has_plan = false;     // `verify` is set
+  bool has_trigger = false;  // and begins later: what is of that is far behind
   uint32_t imm = kNoImm;
   uint32_t rail = kAnyRail;
   uint32_t open_items = 0;  // entries in peers' backlogs
@@ -96,7 +97,7 @@ struct alignas(64) TransferWork {
 
   std::unique_ptr<VerifyPlan> verify;  // of a checked write: `imm` is in it
 
-  // Of one that is to begin later.
+  // With a trigger.
   Ref<Watcher> trigger;  // until the holder has seen to it
   uint64_t threshold = 0;
   std::atomic<int64_t> triggered_ns{kNoTrigger};  // [any] reads it
