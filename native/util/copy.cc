@@ -10,13 +10,43 @@
 
 namespace crossrail {
 
-void copy_cached(void* target, const void* source, size_t bytes) { std::memcpy(target, source, bytes); }
-
 #if defined(__x86_64__)
 
 namespace {
 
 constexpr size_t kLine = 64;
+
+// From here on C libraries may copy with `rep movsb`, which crawls where the target begins less than a line behind the
+// source, counted within a page: 1.4 GB/s instead of 40 on an EPYC 9004 with glibc 2.36 (its bug 30994). Large arrays of
+// numpy begin 16 bytes into a page, what we allocate at its begin, and so every read would.
+constexpr size_t kStringMoveMin = 2048;
+constexpr size_t kPage = 4096;
+
+bool crawls(const uint8_t* target, const uint8_t* source, size_t bytes) {
+  const size_t behind = (reinterpret_cast<uintptr_t>(target) - reinterpret_cast<uintptr_t>(source)) % kPage;
+  return bytes >= kStringMoveMin && behind > 0 && behind < kLine;
+}
+
+// At least a line. All of a line is loaded before it is stored: a loop that a compiler could take for memcpy, it would
+// make one of.
+void copy_lines(uint8_t* target, const uint8_t* source, size_t bytes) {
+  const size_t head = (kLine - reinterpret_cast<uintptr_t>(target) % kLine) % kLine;
+  std::memcpy(target, source, head);
+  size_t at = head;
+  for (; bytes - at >= kLine; at += kLine) {
+    const auto* from = reinterpret_cast<const __m128i*>(source + at);
+    auto* to = reinterpret_cast<__m128i*>(target + at);
+    const __m128i a = _mm_loadu_si128(from);
+    const __m128i b = _mm_loadu_si128(from + 1);
+    const __m128i c = _mm_loadu_si128(from + 2);
+    const __m128i d = _mm_loadu_si128(from + 3);
+    _mm_store_si128(to, a);
+    _mm_store_si128(to + 1, b);
+    _mm_store_si128(to + 2, c);
+    _mm_store_si128(to + 3, d);
+  }
+  std::memcpy(target + at, source + at, bytes - at);
+}
 // How far ahead of the loads we prefetch: past the borders of the processor's pages, where its own prefetcher stops, and
 // soon enough for a miss of the TLB. Measured: half a page is worse than none. Shorter copies look as far as the next one.
 constexpr size_t kPrefetchAhead = 8192;
@@ -84,6 +114,16 @@ const StreamLines stream_lines = choose_stream_lines();
 
 }  // namespace
 
+void copy_cached(void* target, const void* source, size_t bytes) {
+  auto* to = static_cast<uint8_t*>(target);
+  const auto* from = static_cast<const uint8_t*>(source);
+  if (crawls(to, from, bytes)) {
+    copy_lines(to, from, bytes);
+  } else {
+    std::memcpy(to, from, bytes);
+  }
+}
+
 void copy_streaming(void* target, const void* source, size_t bytes, const void* next_source, size_t next_bytes) {
   auto* to = static_cast<uint8_t*>(target);
   const auto* from = static_cast<const uint8_t*>(source);
@@ -108,6 +148,8 @@ void copy_streaming(void* target, const void* source, size_t bytes, const void* 
 void copy_fence() { _mm_sfence(); }
 
 #else
+
+void copy_cached(void* target, const void* source, size_t bytes) { std::memcpy(target, source, bytes); }
 
 void copy_streaming(void* target, const void* source, size_t bytes, const void*, size_t) {
   std::memcpy(target, source, bytes);

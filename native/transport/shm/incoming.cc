@@ -206,7 +206,7 @@ bool ShmTransport::answer_read(Incoming& link, const Entry& entry) {
       pin(link, target->gpu);
       if (!copier_.copy(target->gpu, block, target->base + work.offset, bytes)) status = Status::kTransportFailed;
     } else {
-      std::memcpy(block, target->base + work.offset, bytes);
+      copy_cached(block, target->base + work.offset, bytes);
     }
     regions_.executing.store(0, std::memory_order_release);
   }

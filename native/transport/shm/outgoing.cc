@@ -278,7 +278,7 @@ uint32_t ShmTransport::post_messages(Outgoing& link, RailQueue& queue, EntryKind
     std::byte* block = writer.reserve(request.length_bytes, &stage_at);
     if (block == nullptr) break;
     if (request.length_bytes > 0)
-      std::memcpy(block, request.local, request.length_bytes);  // null is no source, even of 0
+      copy_cached(block, request.local, request.length_bytes);  // null is no source, even of 0
     InFlight& slot = inflight_slot(queue);
     slot = {.context = request.context,
             .bytes = request.length_bytes,

@@ -1,11 +1,11 @@
 // The initiator's side of private memory: pieces and reads go through the rings in chunks, and what comes back.
 #include <algorithm>
-#include <cstring>
 #include <new>
 #include <utility>
 
 #include "transport/shm/shm_transport.h"
 #include "transport/wire_imm.h"
+#include "util/copy.h"
 
 namespace crossrail::shm {
 
@@ -95,7 +95,7 @@ bool ShmTransport::push_write_chunk(Outgoing& link, RailQueue& rail) {
     if (gpu >= 0) {
       copier_.begin(gpu, data, pending.request.local + from, bytes);
     } else {
-      std::memcpy(data, pending.request.local + from, bytes);
+      copy_cached(data, pending.request.local + from, bytes);
     }
     data += bytes;
     moved += bytes;
@@ -235,7 +235,7 @@ uint32_t ShmTransport::take_responses(Outgoing& link) {
         pin(link, chunk.gpu);
         if (!copier_.copy(chunk.gpu, chunk.local, block, bytes)) read.status = Status::kTransportFailed;
       } else {
-        std::memcpy(chunk.local, block, bytes);
+        copy_cached(chunk.local, block, bytes);
       }
       if (--read.chunks_open == 0 && read.all_requested) {
         --link.outstanding;

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <utility>
 
+#include "util/copy.h"
 #include "util/errors.h"
 
 namespace crossrail::tcp {
@@ -129,7 +130,7 @@ void Placement::copy_in(const std::byte* data, uint64_t size) {
       if (gpu >= 0) {
         copier->begin(gpu, static_cast<std::byte*>(target.iov_base), data, taken);
       } else {
-        std::memcpy(target.iov_base, data, taken);
+        copy_cached(target.iov_base, data, taken);
       }
       target.iov_base = static_cast<std::byte*>(target.iov_base) + taken;
     }
