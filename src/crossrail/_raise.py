@@ -99,7 +99,10 @@ def _operation(engine: _core.Engine, op: str, peer: str, nbytes: int, imm: int |
 
 
 def _within(timeout_s: float | None) -> str:
-    return "" if timeout_s is None else f" within {timeout_s:g} s"
+    """As the user gave it, also where what was left of it is waited for: 0.099998 is 0.1."""
+    if timeout_s is None:
+        return ""
+    return f" within {timeout_s:{'.4g' if timeout_s < 1000 else 'g'}} s"
 
 
 def _next(remedy: str, note: str) -> str:

@@ -284,6 +284,13 @@ def test_withdrawing_the_first_serves_the_next(engine: xr.Engine) -> None:
     eventually(lambda: ran == ["second"], "the second waiter served")
 
 
+def test_what_was_left_of_a_timeout_is_told_as_the_timeout(engine: xr.Engine) -> None:
+    counter = engine.imm_counter(4)
+
+    with pytest.raises(xr.WaitTimeout, match="0 of 1 arrived within 0.1 s;"):
+        counter.wait(1, timeout_s=0.099998)
+
+
 async def test_wait_async_times_out_with_the_same_words(engine: xr.Engine) -> None:
     arrive(engine, 3, 7)
 
