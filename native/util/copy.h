@@ -2,8 +2,19 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 
 namespace crossrail {
+
+// Whether the target begins less than a line behind the source, counted within a page. There `rep movsb`, by which C
+// libraries and kernels copy, crawls on some processors: 1.4 GB/s instead of 40 on an EPYC 9004, where the target is up to 31
+// bytes behind. Large arrays of numpy begin 16 bytes into a page, what we allocate at its begin: every read would.
+inline bool lies_behind(const void* target, const void* source) {
+  constexpr uintptr_t kPage = 4096;
+  constexpr uintptr_t kLine = 64;
+  const uintptr_t behind = (reinterpret_cast<uintptr_t>(target) - reinterpret_cast<uintptr_t>(source)) % kPage;
+  return behind > 0 && behind < kLine;
+}
 
 // The target is read soon, or small: ordinary stores through the caches. Ranges do not overlap.
 void copy_cached(void* target, const void* source, size_t bytes);

@@ -36,15 +36,18 @@ def drive(engine: xr.Engine, *transfers: xr.Transfer) -> None:
 class Sender:
     """Writes until the way has changed, each time cancelling one that a peer who stands still has not begun.
 
+    ahead_bytes: written before all others; how many they are decides when the way changes.
     done: of those, how many were all the same. changed_within: whether it changed under the last of them.
     """
 
-    def __init__(self, engine: xr.Engine, child: PeerProcess, there: RemoteEngine, target: RemoteMemory) -> None:
+    def __init__(
+        self, engine: xr.Engine, child: PeerProcess, there: RemoteEngine, target: RemoteMemory, ahead_bytes: int
+    ) -> None:
         self.engine, self.child, self.there, self.target = engine, child, there, target
         self.source = engine.register(pattern(1, MEASURED_BYTES))
         self.done = 0
         self.changed_within = False
-        drive(engine, self.write(1))
+        drive(engine, self.write(ahead_bytes))
 
     def run(self) -> None:
         for _ in range(100):
@@ -84,7 +87,7 @@ def test_cancelled_writes_are_not_counted_when_the_way_changes_under_them(
     changes = done = 0
     for number in range(ENGINES):
         engine = open_engine(f"sender-{number}", transport="shm", rails=RAILS, polling="manual")
-        sender = Sender(engine, child, there, target)
+        sender = Sender(engine, child, there, target, ahead_bytes=1 + number * SLICE_BYTES % MEASURED_BYTES)
         sender.run()
         drive(engine, *(sender.write(0, imm=MARK, rail=rail) for rail in range(RAILS)))  # behind what rings still hold
         there.expect_count(MARK, RAILS)

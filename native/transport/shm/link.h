@@ -10,6 +10,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "device/copier.h"
@@ -57,6 +58,15 @@ class ShmKey final : public RemoteKey {
   const std::shared_ptr<Import> import;
 };
 
+// Staged work whose rate says which way private memory goes, and for which transfers. Short work waits for its turn more
+// than for its bytes, and memory of GPUs has no choice.
+enum class Timed : uint8_t { kNot, kShort, kBulk };
+inline constexpr uint64_t kTimedStagedMin = 32 << 10;
+inline Timed timed_as(bool is_gpu, uint64_t bytes, bool bulk) {
+  if (is_gpu || bytes < kTimedStagedMin) return Timed::kNot;
+  return bulk ? Timed::kBulk : Timed::kShort;
+}
+
 // A read of private memory, cut in chunks.
 struct StagedRead {
   void* context;
@@ -65,6 +75,7 @@ struct StagedRead {
   uint32_t chunks_open;
   bool all_requested;
   Status status;
+  Timed timed;
 };
 struct ReadChunk {
   StagedRead* read = nullptr;  // null: free
@@ -85,7 +96,7 @@ struct InFlight {
   uint32_t retires;     // their number
   bool staged;          // false: an immediate entry, nothing to retire
   bool cut;             // the rest of the request was taken back: it is retired as withdrawn, not done
-  bool is_gpu;          // on either side: says nothing of how fast staging is between hosts' memory
+  Timed timed;          // of these work requests
   bool failed;          // nothing of it is there for the target: its bytes could not be had from our GPU
   bool wanted_back;     // a message that the target had in its hands when it was to be taken back, see retry_messages
 };
@@ -113,11 +124,15 @@ inline constexpr size_t kPendingMax = 256;  // work requests per rail waiting fo
 // Paths of private memory are compared by their best windows: cold starts and preemption are noise.
 inline constexpr uint64_t kTrialWindowBytes = uint64_t{4} << 20;
 
-// Which way private memory goes, found by trying both on real traffic.
+inline constexpr uint64_t kTrialBytes = uint64_t{32} << 20;  // moved each way before they are compared
+// Attaching costs the initiator alone, but stalls on the kernel's page work.
+inline constexpr double kAttachMargin = 1.15;
+
+// Which way private memory goes, found by trying both on real traffic. Long transfers and others choose for themselves:
+// who waits for each of short ones pays for waking the target rather than for bytes. Works whose target lies behind their
+// source (lies_behind()) attach at a rate of their own: the kernel's copy may crawl there, and ours does not.
 struct PrivateChoice {
-  enum class Phase : uint8_t { kTryStaged, kTryAttach, kStaged, kAttach };
-  Phase phase = Phase::kTryStaged;
-  std::string reason = "staged until enough has been moved to compare it with cross-memory attach";
+  enum class Way : uint8_t { kTry, kStaged, kAttach };
   // Rate of a path, GB/s of its best window.
   struct Trial {
     uint64_t bytes = 0;
@@ -134,9 +149,36 @@ struct PrivateChoice {
       window_ns = 0;
     }
   };
+  struct Attaching {
+    Way way = Way::kTry;
+    Trial trial;
+  };
+  bool tries_staged = true;  // first of all
   Trial staged;
-  Trial attach;
-  bool uses_attach() const { return phase == Phase::kTryAttach || phase == Phase::kAttach; }
+  std::array<Attaching, 2> attaching;  // by lies_behind()
+  std::string reason = "staged until enough has been moved to compare it with cross-memory attach";
+
+  bool attaches(bool is_behind) const { return !tries_staged && attaching[is_behind].way != Way::kStaged; }
+  // The works that there were, where there were only those behind.
+  bool attaches() const { return attaches(attaching[0].trial.bytes == 0 && attaching[1].trial.bytes >= kTrialBytes); }
+  uint64_t bytes() const { return staged.bytes + attaching[0].trial.bytes + attaching[1].trial.bytes; }
+  void settle(Way way, std::string why) {
+    tries_staged = false;
+    for (Attaching& each : attaching) each.way = way;
+    reason = std::move(why);
+  }
+  // Once the staged way was tried: decides for whom the other one was tried enough. Whether it did.
+  bool weigh() {
+    bool has_decided = false;
+    for (Attaching& each : attaching) {
+      if (each.way != Way::kTry || each.trial.bytes < kTrialBytes) continue;
+      each.way = each.trial.best > kAttachMargin * staged.best ? Way::kAttach : Way::kStaged;
+      has_decided = true;
+    }
+    // Those behind are never faster than the others: to try them as well would be in vain.
+    if (attaching[0].way == Way::kStaged && attaching[1].way == Way::kTry) attaching[1].way = Way::kStaged;
+    return has_decided;
+  }
 };
 
 inline constexpr size_t kImportsKept = 1024;  // of a link, before those that no key names are forgotten
@@ -164,16 +206,19 @@ struct Outgoing final : Link {
   std::map<uint64_t, std::shared_ptr<Import>> imports;
   size_t imports_sweep_at = kImportsKept;  // entries
   uint32_t imports_pending = 0;
-  PrivateChoice choice;
-  uint64_t staged_bytes = 0;  // of writes that the target confirmed
-  uint32_t outstanding = 0;   // staged entries, messages, reads and imports that wait for the target
-  uint32_t withdrawn = 0;     // entries that were taken back, and whose staging is not free yet
+  std::array<PrivateChoice, 2> choices;    // by WorkRequest::bulk
+  std::array<uint64_t, 2> staged_bytes{};  // likewise: of timed work that is done, since time_staging()
+  uint32_t outstanding = 0;                // staged entries, messages, reads and imports that wait for the target
+  uint32_t withdrawn = 0;                  // entries that were taken back, and whose staging is not free yet
   // Liveness: when something outstanding last moved, and the question whether it still lives.
   int64_t moved_ns = 0;
   int64_t pinged_ns = 0;   // 0: no ping under way
-  int64_t backlog_ns = 0;  // when the last poll left staged work waiting, or 0: times the staged path
+  int64_t staging_ns = 0;  // since when timed work is staged, or since the last of it was done; 0: there is none
   bool frozen = false;
 
+  void settle_private_path(PrivateChoice::Way way, const std::string& why) {
+    for (PrivateChoice& choice : choices) choice.settle(way, why);
+  }
   // What was taken back still has its place in the rings, which nothing else gets until the target has passed it; so have
   // answers to cancelled reads until we have.
   bool awaits_target() const { return outstanding > 0 || withdrawn > 0 || responses_due > 0; }

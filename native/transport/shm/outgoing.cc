@@ -17,6 +17,13 @@ namespace {
 constexpr uint64_t kTimedBytesMin = 64 << 10;   // shorter copies are not worth two looks at the clock
 constexpr uint64_t kAttachBytesMin = 64 << 10;  // below, staging packs pieces and beats a system call each
 
+// Whether lies_behind() holds of what cross-memory attach would copy.
+bool goes_behind(const WorkRequest& request) {
+  const Import& import = *static_cast<ShmKey*>(request.remote)->import;
+  const auto* remote = reinterpret_cast<const std::byte*>(import.remote_base + request.remote_offset);
+  return request.op == WorkOp::kWrite ? lies_behind(remote, request.local) : lies_behind(request.local, remote);
+}
+
 }  // namespace
 
 // --- touching a peer's region directly ---
@@ -98,10 +105,10 @@ bool ShmTransport::copy_attached(Outgoing& link, const WorkRequest& request) {
     const ssize_t got = request.op == WorkOp::kWrite ? process_vm_writev(pid, &local, 1, &remote, 1, 0)
                                                      : process_vm_readv(pid, &local, 1, &remote, 1, 0);
     if (got <= 0) {
-      link.choice.phase = PrivateChoice::Phase::kStaged;
-      link.choice.reason = std::string("cross-memory attach is not possible here (") +
-                           std::strerror(got < 0 ? errno : EFAULT) +
-                           "); Yama's ptrace_scope, a seccomp filter or another pid namespace forbids it";
+      link.settle_private_path(PrivateChoice::Way::kStaged,
+                               std::string("cross-memory attach is not possible here (") +
+                                   std::strerror(got < 0 ? errno : EFAULT) +
+                                   "); Yama's ptrace_scope, a seccomp filter or another pid namespace forbids it");
       return false;
     }
     moved += static_cast<uint64_t>(got);
@@ -110,7 +117,10 @@ bool ShmTransport::copy_attached(Outgoing& link, const WorkRequest& request) {
   import.bytes_moved += moved;
   import.timed_bytes += moved;
   import.timed_ns += spent;
-  link.choice.attach.add(moved, spent);
+  PrivateChoice& choice = link.choices[request.bulk];
+  PrivateChoice::Attaching& attaching = choice.attaching[goes_behind(request)];
+  attaching.trial.add(moved, spent);
+  if (attaching.way == PrivateChoice::Way::kTry) weigh_private_paths(link, choice);
   return true;
 }
 
@@ -246,13 +256,13 @@ bool ShmTransport::post_one(Outgoing& link, RailQueue& rail, const WorkRequest& 
     done = true;
   } else if (request.length_bytes == 0) {
     done = true;
-  } else if (!is_gpu && link.choice.uses_attach() && (request.length_bytes >= kAttachBytesMin || private_path_ == 2)) {
+  } else if (!is_gpu && (request.length_bytes >= kAttachBytesMin || private_path_ == 2) &&
+             link.choices[request.bulk].attaches(goes_behind(request))) {
     // From before the path changed. Such bytes may be taken back yet, also out of the ring (withdraw_queue, flush_link);
     // then nothing must count them.
     if (request.has_imm && is_staging(rail, request.context)) return false;
     if (!touch(link, import.region_id)) return refuse_gone();
     done = copy_attached(link, request);
-    if (link.choice.phase == PrivateChoice::Phase::kTryAttach) weigh_private_paths(link);
   }
   if (done) {
     if (request.has_imm) add_imm(rail, request.wire_imm);
@@ -287,7 +297,7 @@ uint32_t ShmTransport::post_messages(Outgoing& link, RailQueue& queue, EntryKind
             .retires = 1,
             .staged = true,
             .cut = false,
-            .is_gpu = false,
+            .timed = Timed::kNot,
             .failed = false,
             .wanted_back = false};
     ++queue.staged_inflight;

@@ -109,11 +109,9 @@ Link* ShmTransport::connect(const std::shared_ptr<const Address>& address) {
     link->rails[rail].writer = ChannelWriter(&link->segment->channels[kFirstRailChannel + rail]);
   }
   if (private_path_ == 1) {
-    link->choice.phase = PrivateChoice::Phase::kStaged;
-    link->choice.reason = "asked for by private_path";
+    link->settle_private_path(PrivateChoice::Way::kStaged, "asked for by private_path");
   } else if (private_path_ == 2) {
-    link->choice.phase = PrivateChoice::Phase::kAttach;
-    link->choice.reason = "asked for by private_path";
+    link->settle_private_path(PrivateChoice::Way::kAttach, "asked for by private_path");
   }
   control_->connect(link->id, address, link->segment_map, link->rail_count);
   outgoing_.push_back(std::move(link));

@@ -105,7 +105,8 @@ class ShmTransport final : public Transport {
   bool refuse_head(Outgoing& link, RailQueue& rail, Status status, const std::string& text);
   // watching.cc
   uint32_t poll_outgoing(Outgoing& link, int64_t now);
-  void weigh_private_paths(Outgoing& link);
+  static void time_staging(Outgoing& link, int64_t since, int64_t now);
+  static void weigh_private_paths(const Outgoing& link, PrivateChoice& choice);
   void check_liveness(Outgoing& link, int64_t now);
   // withdrawing.cc
   void report_withdrawn(Outgoing& link, void* context, uint32_t tag, uint32_t count, uint64_t bytes);

@@ -5,6 +5,7 @@
 
 #include "transport/shm/shm_transport.h"
 #include "transport/wire_imm.h"
+#include "util/clock.h"
 #include "util/copy.h"
 
 namespace crossrail::shm {
@@ -17,6 +18,14 @@ constexpr uint32_t kChunksPerPoll = 4;
 Status status_from_peer(uint8_t byte) {
   if (byte == 0 || byte == kEntryTaken) return Status::kDone;
   return byte <= static_cast<uint8_t>(Status::kTransportFailed) ? static_cast<Status>(byte) : Status::kTransportFailed;
+}
+
+void begin_timing(Outgoing& link) {
+  if (link.staging_ns == 0) link.staging_ns = now_ns();
+}
+
+void count_timed(Outgoing& link, Timed timed, uint64_t bytes) {
+  if (timed != Timed::kNot) link.staged_bytes[timed == Timed::kBulk] += bytes;
 }
 
 }  // namespace
@@ -54,7 +63,8 @@ bool ShmTransport::push_write_chunk(Outgoing& link, RailQueue& rail) {
   uint32_t finished = 0;
   Import& import = *static_cast<ShmKey*>(first.remote)->import;
   const int gpu = gpu_of(first);  // of all pieces: they are of one transfer
-  const uint64_t chunk_bytes = gpu >= 0 || import.is_gpu ? kGpuChunkBytes : kStageChunkBytes;
+  const bool is_gpu = gpu >= 0 || import.is_gpu;
+  const uint64_t chunk_bytes = is_gpu ? kGpuChunkBytes : kStageChunkBytes;
   uint64_t data_bytes = std::min(first.length_bytes - head.done_bytes, chunk_bytes);
   uint32_t units = 0;
   if (head.done_bytes + data_bytes == first.length_bytes) {
@@ -80,6 +90,7 @@ bool ShmTransport::push_write_chunk(Outgoing& link, RailQueue& rail) {
   const uint64_t block_bytes = (table_bytes + data_bytes + kLine - 1) / kLine * kLine;
   std::byte* block = rail.writer.reserve(block_bytes, &stage_at);
   if (block == nullptr) return false;
+  if (timed_as(is_gpu, data_bytes, first.bulk) != Timed::kNot) begin_timing(link);
   auto* table = reinterpret_cast<StagedPiece*>(block);
   std::byte* data = block + table_bytes;
   if (gpu >= 0) pin(link, gpu);
@@ -110,7 +121,7 @@ bool ShmTransport::push_write_chunk(Outgoing& link, RailQueue& rail) {
                          .retires = finished,
                          .staged = true,
                          .cut = false,
-                         .is_gpu = gpu >= 0 || import.is_gpu,
+                         .timed = timed_as(is_gpu, retired_bytes, first.bulk),
                          .failed = failed,
                          .wanted_back = false};
   ++rail.staged_inflight;
@@ -147,7 +158,9 @@ bool ShmTransport::push_read_chunks(Outgoing& link, RailQueue& rail) {
                                     [](const ReadChunk& slot) { return slot.read == nullptr; });
     if (chunk == link.read_chunks.end()) break;
     if (head.read == nullptr) {
-      head.read = new StagedRead{request.context, request.tag, request.length_bytes, 0, false, Status::kDone};
+      const Timed timed = timed_as(import.is_gpu || gpu_of(request) >= 0, request.length_bytes, request.bulk);
+      if (timed != Timed::kNot) begin_timing(link);
+      head.read = new StagedRead{request.context, request.tag, request.length_bytes, 0, false, Status::kDone, timed};
       ++link.reads_open;
     }
     const uint64_t bytes = std::min(request.length_bytes - head.done_bytes, kReadChunkBytes);
@@ -207,7 +220,7 @@ uint32_t ShmTransport::retire_staged(Outgoing& link, RailQueue& rail) {
       report_withdrawn(link, slot.context, slot.tag, slot.retires, slot.bytes);
       continue;
     }
-    if (!slot.is_gpu) link.staged_bytes += slot.bytes;
+    count_timed(link, slot.timed, slot.bytes);
     sink_->on_retired(link, slot.context, slot.tag, slot.retires, slot.bytes, outcome,
                       outcome == Status::kDone ? ""
                       : slot.failed            ? "the source could not be copied: " + copier_.trouble()
@@ -240,6 +253,7 @@ uint32_t ShmTransport::take_responses(Outgoing& link) {
       if (--read.chunks_open == 0 && read.all_requested) {
         --link.outstanding;
         --link.reads_open;
+        if (read.status == Status::kDone) count_timed(link, read.timed, read.bytes);
         sink_->on_retired(link, read.context, read.tag, 1, read.status == Status::kDone ? read.bytes : 0, read.status,
                           read.status == Status::kDone ? "" : "refused by the target, or not to be copied");
         delete &read;

@@ -1,6 +1,7 @@
 // The initiator's links as a whole: polling, which path private memory takes, whether the peer still moves, explain().
 #include <algorithm>
 #include <fstream>
+#include <utility>
 
 #include "transport/shm/shm_transport.h"
 #include "util/clock.h"
@@ -9,8 +10,6 @@ namespace crossrail::shm {
 
 namespace {
 
-constexpr uint64_t kTrialBytes = uint64_t{32} << 20;  // moved each way before the private paths are compared
-constexpr double kAttachMargin = 1.15;  // attaching costs the initiator alone, but stalls on the kernel's page work
 constexpr int64_t kPingAfterNs = 100'000'000;
 constexpr int64_t kFrozenAfterNs = 250'000'000;
 
@@ -39,30 +38,27 @@ std::string process_state(uint32_t pid) {
 }  // namespace
 
 uint32_t ShmTransport::poll_outgoing(Outgoing& link, int64_t now) {
-  const uint64_t staged_before = link.staged_bytes;
+  const int64_t since = link.staging_ns;
   uint32_t moved = retire_staged(link, link.messages);
   moved += retire_staged(link, link.services);
   if (link.messages_wanted) moved += retry_messages(link);
   if (link.responses_due > 0) moved += take_responses(link);
   uint32_t pushed = 0;
-  bool backlog = false;
+  bool is_staging = link.responses_due > 0;
   for (RailQueue& rail : link.rails) {
     moved += retire_staged(link, rail);
     if (!rail.pending.empty()) pushed += push_pending(link, rail);
+    is_staging = is_staging || rail.staged_inflight > 0 || !rail.pending.empty();
     if (rail.pending.empty()) continue;
     const WorkRequest& head = rail.pending.front().request;
     const Import& import = *static_cast<ShmKey*>(head.remote)->import;
-    if (import.is_gpu || gpu_of(head) >= 0) {  // says nothing of the way between hosts' memory
+    if (import.is_gpu || gpu_of(head) >= 0) {
       const bool waits_for_us = import.state != Import::State::kPending && rail.writer.has_room();
       gpu_copies_wait_ = gpu_copies_wait_ || (waits_for_us && goes_by_gpu(rail.pending.front()));
-    } else {
-      backlog = true;
     }
   }
-  // The staged path is timed only while it has as much work as it can take.
-  if (link.backlog_ns != 0) link.choice.staged.add(link.staged_bytes - staged_before, now - link.backlog_ns);
-  link.backlog_ns = backlog ? now : 0;
-  if (link.choice.phase == PrivateChoice::Phase::kTryStaged) weigh_private_paths(link);
+  time_staging(link, since, now);
+  if (!is_staging) link.staging_ns = 0;
   if (moved + pushed > 0) {
     ring_later(*link.home);
     link.moved_ns = now;
@@ -72,20 +68,37 @@ uint32_t ShmTransport::poll_outgoing(Outgoing& link, int64_t now) {
   return moved + pushed;
 }
 
-void ShmTransport::weigh_private_paths(Outgoing& link) {
-  PrivateChoice& choice = link.choice;
-  if (choice.phase == PrivateChoice::Phase::kTryStaged && choice.staged.bytes >= kTrialBytes) {
+// What of the timed work was done since the last of it was, or since it began.
+void ShmTransport::time_staging(Outgoing& link, int64_t since, int64_t now) {
+  for (size_t bulk = 0; bulk < link.choices.size(); ++bulk) {
+    const uint64_t bytes = std::exchange(link.staged_bytes[bulk], 0);
+    if (bytes == 0 || since == 0) continue;
+    PrivateChoice& choice = link.choices[bulk];
+    choice.staged.add(bytes, now - since);
+    link.staging_ns = now;
+    if (choice.tries_staged) weigh_private_paths(link, choice);
+  }
+}
+
+void ShmTransport::weigh_private_paths(const Outgoing& link, PrivateChoice& choice) {
+  if (choice.tries_staged) {
+    if (choice.staged.bytes < kTrialBytes) return;
+    choice.tries_staged = false;
     if (link.pid == 0) {
-      choice.phase = PrivateChoice::Phase::kStaged;
-      choice.reason = "cross-memory attach is not possible: the peer is in another pid namespace";
-    } else {
-      choice.phase = PrivateChoice::Phase::kTryAttach;
+      choice.settle(PrivateChoice::Way::kStaged,
+                    "cross-memory attach is not possible: the peer is in another pid namespace");
     }
-  } else if (choice.phase == PrivateChoice::Phase::kTryAttach && choice.attach.bytes >= kTrialBytes) {
-    const bool attach_wins = choice.attach.best > kAttachMargin * choice.staged.best;
-    choice.phase = attach_wins ? PrivateChoice::Phase::kAttach : PrivateChoice::Phase::kStaged;
-    choice.reason = "measured on this link: staged " + format_rate(choice.staged.best) + ", cross-memory attach " +
-                    format_rate(choice.attach.best);
+    return;
+  }
+  if (!choice.weigh()) return;
+  const bool is_bulk = &choice == &link.choices[1];
+  choice.reason = is_bulk ? "measured on this link: staged " : "measured on this link, transfers below 1 MiB: staged ";
+  choice.reason += format_rate(choice.staged.best);
+  const double ahead = choice.attaching[0].trial.best;
+  const double behind = choice.attaching[1].trial.best;
+  if (ahead > 0) choice.reason += ", cross-memory attach " + format_rate(ahead);
+  if (behind > 0) {
+    choice.reason += ", cross-memory attach to less than 64 bytes behind the source in its page " + format_rate(behind);
   }
 }
 
@@ -137,7 +150,7 @@ std::vector<PathReport> ShmTransport::explain(Link& base) {
         report.reason =
             import->is_local ? "both engines live in this process" : "the region is engine-owned memory, mapped here";
         break;
-      case Import::State::kPrivate:
+      case Import::State::kPrivate: {
         if (import->is_gpu) {
           if (import->was_copied_by_gpu) {
             report.path = import->is_local ? "local" : "cuda-ipc";
@@ -151,10 +164,12 @@ std::vector<PathReport> ShmTransport::explain(Link& base) {
             report.reason += ", which it would not pin, so slowly: raise the limit of locked memory (ulimit -l)";
           break;
         }
-        report.path = link.choice.uses_attach() ? "cross-memory-attach" : "staged";
-        report.reason = "the region is private memory of the peer; " + link.choice.reason;
-        if (!link.choice.uses_attach()) report.gb_per_s = link.choice.staged.best;
+        const PrivateChoice& choice = link.choices[link.choices[1].bytes() >= link.choices[0].bytes()];
+        report.path = choice.attaches() ? "cross-memory-attach" : "staged";
+        report.reason = "the region is private memory of the peer; " + choice.reason;
+        if (!choice.attaches()) report.gb_per_s = choice.staged.best;
         break;
+      }
     }
     reports.push_back(std::move(report));
   }
