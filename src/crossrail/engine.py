@@ -86,7 +86,7 @@ class Engine(_core.Engine):
     submit_queue_depth: a power of two, 16..65536. A submit blocks while the queue is full.
     imm_counters_max: most distinct immediates in use.
     message_bytes_max: longest message, up to 256 KiB.
-    watcher_poll_us: interval at which watched words are read.
+    watcher_poll_us: interval at which words are read whose address somebody has. 5 take a fifth of a core meanwhile.
     connect_timeout_s: a peer that does not answer the first connection for so long is lost.
     private_path: for memory that the peer cannot map: "staged", "cma" (cross-memory attach), or "auto" (the faster one,
         by measurement).
