@@ -287,7 +287,7 @@ def test_withdrawing_the_first_serves_the_next(engine: xr.Engine) -> None:
 def test_what_was_left_of_a_timeout_is_told_as_the_timeout(engine: xr.Engine) -> None:
     counter = engine.imm_counter(4)
 
-    with pytest.raises(xr.WaitTimeout, match="0 of 1 arrived within 0.1 s;"):
+    with pytest.raises(xr.WaitTimeout, match=r"0 of 1 arrived within 0\.1 s;"):
         counter.wait(1, timeout_s=0.099998)
 
 
