@@ -291,6 +291,23 @@ async def test_serve_that_ends_waits_for_the_disk(
     assert os.listdir(root / "sub") == ["new"]
 
 
+async def test_pushes_that_are_given_up_leave_no_immediate_taken(root: Path, open_engine: EngineFactory) -> None:
+    """A serve lives for months, and pushers break off every day."""
+    ours, theirs = open_engine(), open_engine(imm_counters_max=16)
+    screen = io.StringIO()
+    with Inbox(root) as inbox, ours.submit_recvs(16, wire.MESSAGE_BYTES_MAX):
+        progress = Progress(console=Console(file=screen, width=1000), disable=True)
+        serving = asyncio.create_task(Server(theirs, inbox, progress, Limits(1, 0.01)).run(once=False))
+        for push in range(5):  # four immediates each
+            offer = wire.Offer(push, f"file{push}", 32 << 20, 0o644, False)
+            await ours.submit_send(theirs.address, wire.encode(offer))
+            await asyncio.to_thread(eventually, lambda n=push: f"file{n}: " in screen.getvalue(), "it is given up")
+        serving.cancel()
+        await asyncio.wait([serving], timeout=WAIT_S)
+
+    assert screen.getvalue().count("nothing arrived for 0.01 s") == 5
+
+
 async def test_message_that_is_none_does_not_steer_the_terminal(root: Path, open_engine: EngineFactory) -> None:
     ours, theirs = open_engine(), open_engine()
     screen = io.StringIO()

@@ -85,6 +85,7 @@ class Slots:
         if self._region is not None:
             with contextlib.suppress(WaitTimeout):
                 self._region.close(_CLOSE_TIMEOUT_S)
+                quiesced = True  # nothing is written to it any more, so nothing counts
         if quiesced:
             for counter in self.counters:
                 counter.release(force=True)  # a sender that died may have left a part of a count
