@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import os
+import resource
 import socket
 import struct
 import threading
@@ -16,9 +18,28 @@ import crossrail as xr
 from crossrail.cli import meeting
 from crossrail.cli.meeting import Meeting, ask, split_url
 from crossrail.errors import CrossrailError, UsageError
-from tests.support.limits import WAIT_S
+from tests.support.limits import WAIT_S, eventually
 
 SECRET = b"0123456789abcdef"
+
+
+@contextlib.contextmanager
+def few_descriptors(free: int) -> Iterator[None]:
+    """This process may open so many more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    fillers = [os.dup(0) for _ in range(free)]
+    highest = max(map(int, os.listdir("/proc/self/fd")))
+    while (filler := os.dup(0)) <= highest:
+        fillers.append(filler)
+    for last in (filler, *fillers[:free]):
+        os.close(last)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for filler in fillers[free:]:
+            os.close(filler)
 
 
 @contextlib.contextmanager
@@ -105,6 +126,23 @@ def test_strangers_learn_nothing_and_do_no_harm(engine: xr.Engine, sent: bytes) 
             told = connection.makefile("rb").read()
             assert len(told) < 100 and engine.address.to_bytes()[6:26] not in told
         assert ask("127.0.0.1", port, SECRET) == engine.address
+
+
+def test_shortage_of_descriptors_is_told_once_and_passes(engine: xr.Engine, caplog: pytest.LogCaptureFixture) -> None:
+    with held(engine.address) as port, contextlib.ExitStack() as stack:
+        strangers = [stack.enter_context(socket.socket()) for _ in range(12)]
+        with few_descriptors(4):
+            for stranger in strangers:
+                stranger.connect(("127.0.0.1", port))
+            eventually(lambda: caplog.records, "it is told")
+            time.sleep(3 * meeting._ACCEPT_PAUSE_S)
+        for stranger in strangers:
+            stranger.close()
+
+        assert ask("127.0.0.1", port, SECRET) == engine.address
+    [told] = caplog.records
+    assert told.getMessage().startswith("cannot take in more connections: Too many open files")
+    assert told.exc_info is None
 
 
 def test_silent_strangers_are_few_and_not_for_long(engine: xr.Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import logging
 import os
 import secrets
 import socket
@@ -25,6 +26,8 @@ from crossrail.control.deadlines import in_time
 from crossrail.engine import SECRET_VARIABLE
 from crossrail.errors import CrossrailError, UsageError
 
+log = logging.getLogger("crossrail.cli.meeting")
+
 DEFAULT_PORT = 7312
 SCHEME = "tcp://"
 _VERSION = 1
@@ -38,6 +41,7 @@ _ANSWER = struct.Struct(f"<BH{_PROOF_BYTES}s")  # granted, bytes that follow, pr
 _DEADLINE_S = 5.0  # of one question, from the first byte to the last
 _ASKERS_MAX = 64
 _BACKLOG = 32
+_ACCEPT_PAUSE_S = 0.2
 
 
 def shared_secret() -> bytes:
@@ -75,42 +79,66 @@ class Meeting:
         self._secret = secret
         self._address = address.to_bytes()
         self._askers: set[asyncio.Task[None]] = set()
+        self._told_of_limit = False
 
     @property
     def port(self) -> int:
         """Where it listens: what was asked for, or what the kernel chose for 0."""
-        return int(self._server.sockets[0].getsockname()[1])
+        return int(self._listener.getsockname()[1])
 
     async def __aenter__(self) -> Meeting:
         try:
-            self._server = await asyncio.start_server(self._admit, sock=_listening_socket(self._host, self._port))
+            self._listener = _listening_socket(self._host, self._port)
         except OSError as error:
             where = f"port {self._port}" if self._host is None else f"{self._host} port {self._port}"
             raise CrossrailError(f"cannot listen on {where}: {error.strerror}; choose another") from None
+        self._listener.setblocking(False)
+        self._accepting = asyncio.ensure_future(self._accept())
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._server.close()
-        for task in self._askers:
+        tasks = [self._accepting, *self._askers]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._askers, return_exceptions=True)
-        await self._server.wait_closed()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._listener.close()
+
+    async def _accept(self) -> None:
+        # asyncio's own server logs a traceback for each connection that finds no descriptor left, hundreds a second.
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                connection, _ = await loop.sock_accept(self._listener)
+            except ConnectionAbortedError:
+                continue
+            except OSError as error:
+                self._tell_of_limit(error)
+                await asyncio.sleep(_ACCEPT_PAUSE_S)
+                continue
+            if len(self._askers) >= _ASKERS_MAX:
+                connection.close()
+                continue
+            reader, writer = await asyncio.open_connection(sock=connection)
+            asker = asyncio.ensure_future(self._admit(reader, writer))
+            self._askers.add(asker)
+            asker.add_done_callback(self._askers.discard)
+
+    def _tell_of_limit(self, error: OSError) -> None:
+        if not self._told_of_limit:
+            self._told_of_limit = True
+            log.error(  # as the engine says it of its own ports: commands show it
+                "cannot take in more connections: %s; raise the limit on open files (ulimit -n). Said once",
+                error.strerror,
+            )
 
     async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        if len(self._askers) >= _ASKERS_MAX:
-            writer.transport.abort()
-            return
-        self._askers.add(task)
         try:
             # A stranger's nonsense, silence or reset is no event: the connection ends.
             with contextlib.suppress(OSError, asyncio.TimeoutError, asyncio.IncompleteReadError):
                 await in_time(self._answer(reader, writer), _DEADLINE_S)
         finally:
-            self._askers.discard(task)
             writer.close()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
