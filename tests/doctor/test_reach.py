@@ -431,7 +431,9 @@ def test_stranger_at_the_other_end(script: Script, state: str, hurried: None) ->
     assert judge(matrix, "1.0")[0].severity is Severity.ERROR
 
 
-def test_peer_that_stops_taking_data_is_stalled(hurried: None) -> None:
+def streaming(sink: Script, source: Script) -> Script:
+    """Answers everything as a listener does, but for the streams."""
+
     def script(connection: socket.socket) -> None:
         frame = wire.decode(connection.recv(wire.FRAME_BYTES))
         if frame.kind == Kind.RAILS:
@@ -441,16 +443,50 @@ def test_peer_that_stops_taking_data_is_stalled(hurried: None) -> None:
         connection.sendall(wire.encode(frame))
         for _ in range(frame.value if frame.kind == Kind.PING else 0):
             connection.sendall(connection.recv(wire.FRAME_BYTES))
-        if frame.kind == Kind.SINK:
-            time.sleep(1.0)
+        if frame.kind in (Kind.SINK, Kind.SOURCE):
+            (sink if frame.kind == Kind.SINK else source)(connection)
 
-    with stranger(script) as port:
+    return script
+
+
+def stop(_connection: socket.socket) -> None:
+    time.sleep(1.0)
+
+
+def take_slowly(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        for _ in range(12):
+            connection.recv(200_000)
+            time.sleep(0.05)
+
+
+def give_slowly(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        for _ in range(20):
+            connection.sendall(bytes(1000))
+            time.sleep(0.05)
+
+
+@pytest.mark.parametrize(("sink", "source"), [(stop, stop), (take_slowly, stop)], ids=["there", "back"])
+def test_peer_that_stops_taking_data_is_stalled(hurried: None, sink: Script, source: Script) -> None:
+    with stranger(streaming(sink, source)) as port:
         matrix = run(port)
 
     (pair,) = matrix.pairs
     assert pair.state == "stalled" and pair.rtt_us is not None
     finding = judge(matrix, "1.0")[0]
     assert finding.check == "reach.stalled" and "ping -M do" in finding.fixes[0].command
+
+
+def test_network_that_is_slow_is_not_stalled(hurried: None) -> None:
+    """A buffer full takes it longer than we wait, each way."""
+    with stranger(streaming(take_slowly, give_slowly)) as port:
+        matrix = run(port)
+
+    (pair,) = matrix.pairs
+    assert pair.state == "ok"
+    assert pair.out_gb_per_s is not None and 0 < pair.out_gb_per_s < 0.1
+    assert pair.in_gb_per_s is not None and 0 < pair.in_gb_per_s < 0.001
 
 
 def test_long_way_is_measured_by_fewer_round_trips(hurried: None, monkeypatch: pytest.MonkeyPatch) -> None:

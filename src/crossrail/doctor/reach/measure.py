@@ -29,11 +29,12 @@ _RESOLVE_DEADLINE_S = 5.0
 _BUSY_TRIES = 5
 _BUSY_PAUSE_S = 0.2
 _BUFFER_BYTES = 1 << 20
+_QUEUED_BYTES_MAX = 64 << 20  # in the sockets of a stream: who sends more after its time does not mean to end
 _ADDRESSES_MAX = 16
 _BEFORE_THE_PEER_S = 0.5  # we give up a stream before it does, and so learn why
 _IP_MTU, _IPV6_MTU = 14, 24
-_TCP_INFO_BYTES = 104
-_SND_MSS_OFFSET, _TOTAL_RETRANS_OFFSET = 16, 100
+_TCP_INFO_BYTES = 128
+_SND_MSS_OFFSET, _TOTAL_RETRANS_OFFSET, _BYTES_ACKED_OFFSET = 16, 100, 120
 
 
 class Unreached(Exception):
@@ -249,7 +250,8 @@ class _Prober:
         connection, _ = self._request(pair.here, pair.there.address, Kind.PING, count)
         with connection:
             rtt_s = statistics.median(_round_trips_s(connection, count))
-            mss = _tcp_info(connection)[0]
+            info = _tcp_info(connection)
+            mss = info.mss if info else None
             return replace(pair, rtt_us=rtt_s * 1e6, mtu=_path_mtu(connection), mss=mss), rtt_s
 
     def stream(self, pair: Pair) -> Pair:
@@ -266,31 +268,48 @@ class _Prober:
             return replace(pair, state="stalled", detail=str(error))
 
     def _send(self, pair: Pair) -> tuple[float, int | None]:
-        """(GB/s, segments sent again). The peer's count ends the clock: what it has not received does not count."""
+        """(GB/s, segments sent again). The peer's count ends the clock: what it has not received does not count. Where a slow
+        network is still at it by then, what it has moved."""
         connection, _ = self._request(pair.here, pair.there.address, Kind.SINK, round(self._seconds * 1000))
         with connection, _broken_is_wire_error():
             zeros = memoryview(bytes(_BUFFER_BYTES))
             begun = time.monotonic()
-            deadline = begun + self._seconds + wire.GRACE_S - _BEFORE_THE_PEER_S
-            while time.monotonic() < begun + self._seconds:
-                wire.arm(connection, deadline)
-                connection.send(zeros)
+            until = begun + self._seconds
+            deadline = until + wire.GRACE_S - _BEFORE_THE_PEER_S
+            with contextlib.suppress(TimeoutError, WireError):  # no room in the socket for so long
+                while time.monotonic() < until:
+                    wire.arm(connection, until)
+                    connection.send(zeros)
             connection.shutdown(socket.SHUT_WR)
-            answer = wire.decode(wire.receive_exactly(connection, wire.FRAME_BYTES, deadline))
-            return answer.value / (time.monotonic() - begun) / 1e9, _tcp_info(connection)[1]
+            sent = _tcp_info(connection)
+            try:
+                moved = wire.decode(wire.receive_exactly(connection, wire.FRAME_BYTES, deadline)).value
+            except WireError:
+                info = _tcp_info(connection)
+                if time.monotonic() < deadline or not sent or not info or info.bytes_acked == sent.bytes_acked:
+                    raise
+                moved = info.bytes_acked
+            seconds, info = time.monotonic() - begun, _tcp_info(connection)
+            return moved / seconds / 1e9, info.retransmits if info else None
 
     def _receive(self, pair: Pair) -> float:
         """GB/s."""
         connection, _ = self._request(pair.here, pair.there.address, Kind.SOURCE, round(self._seconds * 1000))
         with connection, _broken_is_wire_error():
             room, total, begun = bytearray(_BUFFER_BYTES), 0, time.monotonic()
-            deadline = begun + self._seconds + wire.GRACE_S
-            while True:
-                wire.arm(connection, deadline)
-                count = connection.recv_into(room)
-                if count == 0:
-                    break
-                total += count
+            until, total_by_then = begun + self._seconds, 0
+            try:
+                while True:
+                    wire.arm(connection, until + wire.GRACE_S)
+                    count = connection.recv_into(room)
+                    if count == 0:
+                        break
+                    total += count
+                    if time.monotonic() < until:
+                        total_by_then = total
+            except (TimeoutError, WireError):
+                if not 0 < total - total_by_then <= _QUEUED_BYTES_MAX:
+                    raise
             if total == 0:
                 raise WireError("no data came")
             return total / (time.monotonic() - begun) / 1e9
@@ -374,12 +393,22 @@ def _path_mtu(connection: socket.socket) -> int | None:
         return None
 
 
-def _tcp_info(connection: socket.socket) -> tuple[int | None, int | None]:
-    """(payload of a segment, segments sent again) of tcp_info in linux/tcp.h."""
+@dataclass(frozen=True)
+class _TcpInfo:
+    """Of tcp_info in linux/tcp.h. mss: payload of a segment. retransmits: segments sent again."""
+
+    mss: int
+    retransmits: int
+    bytes_acked: int
+
+
+def _tcp_info(connection: socket.socket) -> _TcpInfo | None:
+    """None: this kernel does not say."""
     try:
         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
     except OSError:
-        return None, None
+        return None
     if len(info) < _TCP_INFO_BYTES:
-        return None, None
-    return struct.unpack_from("=I", info, _SND_MSS_OFFSET)[0], struct.unpack_from("=I", info, _TOTAL_RETRANS_OFFSET)[0]
+        return None
+    mss, retransmits = (struct.unpack_from("=I", info, at)[0] for at in (_SND_MSS_OFFSET, _TOTAL_RETRANS_OFFSET))
+    return _TcpInfo(mss, retransmits, struct.unpack_from("=Q", info, _BYTES_ACKED_OFFSET)[0])
