@@ -289,6 +289,40 @@ def test_rail_that_is_stalled_while_others_answer_is_given_up(open_engine: Engin
         wire.close()
 
 
+@pytest.mark.parametrize("kind", ["write", "short write", "read", "message"])
+@pytest.mark.parametrize("lanes", ["small", "both"])
+def test_connections_that_something_on_the_way_forgot_are_made_anew(wire: Wire, kind: str, lanes: str) -> None:
+    """Firewalls and address translators lose their tables: what they carried is dropped, what is new gets through."""
+    wire.here.connect(wire.way_there.address, WAIT_S)
+    source = wire.here.register(pattern(1, NBYTES))
+    target = wire.there.register(np.zeros(NBYTES, np.uint8))
+    back = wire.here.register(np.zeros(NBYTES, np.uint8))
+    pool = wire.there.submit_recvs(1, 16)
+    if lanes == "both":
+        for _ in range(2):
+            wire.here.submit_write(source, target.descriptor).wait(WAIT_S)
+    operations = {
+        "write": lambda: wire.here.submit_write(source, target.descriptor, imm=1),
+        "short write": lambda: wire.here.submit_write(source, target.descriptor, 8, imm=1),
+        "read": lambda: wire.here.submit_read(back, target.descriptor),
+        "message": lambda: wire.here.submit_send(wire.there.address, b"hello"),
+    }
+
+    for proxy in wire.proxies:
+        proxy.forget()
+    operations[kind]().wait(WAIT_S)
+
+    if "write" in kind:
+        expect_count(wire.there, 1, 1)
+        length = 8 if "short" in kind else NBYTES
+        assert_same_bytes(target.array()[:length], source.array()[:length])
+    elif kind == "read":
+        assert_same_bytes(back.array(), target.array())
+    else:
+        assert bytes(pool.recv(WAIT_S).data) == b"hello"
+    assert wire.here.peer_state(wire.there.address) == "connected"
+
+
 def test_peer_that_stays_away_is_lost_after_its_timeout(open_engine: EngineFactory) -> None:
     common = {"transport": "tcp", "rails": ["127.0.0.1"], "peer_timeout_s": 1.0}
     here, there = open_engine("here", **common), open_engine("there", **common)

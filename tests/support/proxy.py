@@ -55,6 +55,7 @@ class TcpProxy:
         self._lock = threading.RLock()
         self._relays: list[_Relay] = []
         self._stalled = False
+        self._forgotten: list[_Relay] = []
         self._away = False
         self._corruptions: list[tuple[bool, int]] = []
         self._stop = False
@@ -78,6 +79,11 @@ class TcpProxy:
         with self._lock:
             self._stalled = stalled
         self._wake_write.send(b"x")
+
+    def forget(self) -> None:
+        """As a firewall that was restarted: passes nothing more of the connections there are, and tells nobody. New ones pass."""
+        with self._lock:
+            self._forgotten = list(self._relays)
 
     def go_away(self, away: bool = True) -> None:
         """Cuts everything and takes new connections only to reset them, until told otherwise."""
@@ -118,7 +124,8 @@ class TcpProxy:
                             self._wake_read.recv(100)
                 if not self._stalled:
                     for relay in list(self._relays):
-                        self._pass_on(relay)
+                        if relay not in self._forgotten:
+                            self._pass_on(relay)
 
     def _accept(self) -> None:
         with contextlib.suppress(BlockingIOError):

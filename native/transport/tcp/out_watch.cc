@@ -34,7 +34,7 @@ constexpr int64_t kFrozenAfterNs = 2'000'000'000;
 constexpr int64_t kRailSilentNs = 2'000'000'000;
 // A connection that got through less than this and fell silent may have carried no packet of full length.
 constexpr uint64_t kLongBytesMin = 64 << 10;
-// All that is open is silent: rails that have no connection yet are tried.
+// All that is open is silent: rails and lanes that have no connection yet are tried.
 constexpr int64_t kTryOthersNs = 1'000'000'000;
 // So many connections in a row that broke before anything got through are no accident.
 constexpr uint32_t kVainConnectionsMin = 3;
@@ -113,7 +113,8 @@ void TcpTransport::start_attempt(OutChannel& channel) {
 void OutChannel::on_connect_result(ConnectResult result) {
   const int64_t now = transport->now();
   if (result.kind == ConnectResult::Kind::kUp && is_open()) {
-    stream->leave("moved over to the connection that the peer made");
+    stream->leave(sharer != nullptr ? "moved over to the connection that the peer made"
+                                    : "silent, and a new connection got through");
   }
   const bool was_sharing = sharer != nullptr;
   transport->bury(std::move(connector));
@@ -367,6 +368,15 @@ void TcpTransport::fail_pinned(OutLink& link) {
   }
 }
 
+// A box on the way that has forgotten its connections drops what they carry without a word, and lets new ones through. So the
+// peer may be there: connections are made beside the silent ones, and take their place once they are up.
+void TcpTransport::try_anew(OutLink& link) {
+  link.for_each_channel([&](OutChannel& channel) {
+    const bool is_due = channel.is_open() && !channel.is_connecting() && now_ >= channel.retry_at_ns;
+    if (channel.lane() == Lane::kBulk && is_due && may_attempt(link)) start_attempt(channel);
+  });
+}
+
 // Pings what is silent while we wait for anything. Channels that owe nothing are asked too: their answers tell a silent rail
 // from a silent peer.
 void TcpTransport::tend_liveness(OutLink& link) {
@@ -400,8 +410,11 @@ void TcpTransport::tend_liveness(OutLink& link) {
   });
   const int64_t silent = now_ - moved;
   if (silent >= kTryOthersNs) {
-    for (uint32_t pair = 0; pair < link.pairs.size(); ++pair) link.channel(pair, Lane::kSmall).wanted = true;
+    for (uint32_t pair = 0; pair < link.pairs.size(); ++pair) {
+      for (const Lane lane : {Lane::kSmall, Lane::kBulk}) link.channel(pair, lane).wanted = true;
+    }
   }
+  if (silent >= kFrozenAfterNs) try_anew(link);
   if (silent >= options_.peer_timeout_ns) {
     link.doom.emplace("silent for " + seconds_text(silent) + " (peer_timeout_s) with operations under way on " +
                           rails_text(link, address_) + ": it is frozen, or cut off",

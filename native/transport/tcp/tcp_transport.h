@@ -133,6 +133,7 @@ class TcpTransport final : public Transport, public Acceptor::Owner {
   // out_watch.cc: what goes wrong
   void tend(OutLink& link);
   bool tend_channels(OutLink& link);
+  void try_anew(OutLink& link);
   void tend_liveness(OutLink& link);
   void tend_vain(OutLink& link);
   void excuse(OutLink& link, int64_t away_ns);
