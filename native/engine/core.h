@@ -240,6 +240,7 @@ class EngineCore final : public Sink, public Actor {
   void start_item(Peer& peer, Transfer* transfer, uint32_t target);
   uint32_t post_backlogs();
   uint32_t post_backlog(Peer& peer, RingQueue<PostItem>& backlog);
+  static bool is_short(const Peer& peer, const PostItem& item);
   Progress advance(Peer& peer, const PostItem& item);
   Progress post_range(Peer& peer, Transfer* transfer);
   void count_in_round(const TransferWork& work, uint64_t bytes);

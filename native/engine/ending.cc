@@ -185,7 +185,7 @@ void EngineCore::fail_triggered(const Peer* peer, Status status, const std::stri
 void EngineCore::fail_backlogs(Peer& peer, Status status, const std::string& detail) {
   fail_triggered(&peer, status, detail);
   peer.track_->queued.store(0, std::memory_order_relaxed);
-  for (auto* backlog : {&peer.work_->backlog, &peer.work_->messages, &peer.work_->services}) {
+  for (auto* backlog : {&peer.work_->backlog, &peer.work_->shorts, &peer.work_->messages, &peer.work_->services}) {
     const RingQueue<PostItem> items = std::exchange(*backlog, {});
     for (size_t i = 0; i < items.size(); ++i) {
       fail_item(items[i], status, peer, detail);
@@ -205,7 +205,7 @@ void EngineCore::scan_cancels() {
   };
   for (Transfer* transfer : triggers_.take(is_cut)) finish(transfer, Status::kCancelled);
   for (const PeerRef& peer : busy_) {
-    for (auto* backlog : {&peer->work_->backlog, &peer->work_->messages}) {
+    for (auto* backlog : {&peer->work_->backlog, &peer->work_->shorts, &peer->work_->messages}) {
       std::vector<PostItem> cut;
       backlog->filter([&](const PostItem& item) {
         const bool kept = !is_cut(item.transfer);

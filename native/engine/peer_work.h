@@ -34,6 +34,7 @@ struct TimedWork {
 // Invariant: is_busy exactly when the peer is in EngineCore::busy_.
 struct PeerWork {
   RingQueue<PostItem> backlog;   // one-sided
+  RingQueue<PostItem> shorts;    // likewise, but for Traits::short_bytes_max: not behind all that is long
   RingQueue<PostItem> messages;  // kept apart: a receiver without buffers holds back messages only
   RingQueue<PostItem> services;  // of the engines themselves: before all others
   Heartbeat heartbeat;
@@ -45,7 +46,7 @@ struct PeerWork {
   void end_busy() {
     constexpr size_t kKeptMax = 4096;
     is_busy = false;
-    for (auto* queue : {&backlog, &messages, &services}) {
+    for (auto* queue : {&backlog, &shorts, &messages, &services}) {
       if (queue->capacity() > kKeptMax) queue->release();
     }
   }

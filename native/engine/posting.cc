@@ -94,6 +94,15 @@ void EngineCore::begin(Transfer* transfer) {
   finish_if_done(transfer);
 }
 
+// One work that a transport with room for short ones takes beside all others. Those of one peer keep their turns among them.
+bool EngineCore::is_short(const Peer& peer, const PostItem& item) {
+  const TransferWork& work = *item.transfer->work_;
+  const uint64_t limit = peer.route_.traits->short_bytes_max;
+  if (limit == 0 || work.bulk || work.has_plan || work.kind == OpKind::kPagedWrites) return false;
+  const bool has_targets = work.kind == OpKind::kScatter || work.kind == OpKind::kBarrier;
+  return (has_targets ? work.targets[item.target].length_bytes : work.length_bytes) <= limit;
+}
+
 // Posts at once what nothing else is queued before; queues the rest.
 void EngineCore::start_item(Peer& peer, Transfer* transfer, uint32_t target) {
   if (peer.link_ == nullptr) start_connect(peer);
@@ -106,6 +115,7 @@ void EngineCore::start_item(Peer& peer, Transfer* transfer, uint32_t target) {
   const OpKind kind = transfer->work_->kind;
   auto& backlog = kind == OpKind::kSend      ? waiting.messages
                   : kind == OpKind::kService ? waiting.services
+                  : is_short(peer, item)     ? waiting.shorts
                                              : waiting.backlog;
   if (backlog.empty() && advance(peer, item) == Progress::kAllPosted) {
     close_item(transfer);
@@ -131,12 +141,13 @@ uint32_t EngineCore::post_backlogs() {
     const PeerRef peer = busy_[i];  // posting may lose the peer
     moved += post_backlog(*peer, peer->work_->services);
     moved += post_backlog(*peer, peer->work_->messages);
+    moved += post_backlog(*peer, peer->work_->shorts);
     moved += post_backlog(*peer, peer->work_->backlog);
   }
   std::erase_if(busy_, [](const PeerRef& peer) {
     note_queued(*peer);
     PeerWork& work = *peer->work_;
-    if (!work.backlog.empty() || !work.messages.empty() || !work.services.empty()) return false;
+    if (!work.backlog.empty() || !work.shorts.empty() || !work.messages.empty() || !work.services.empty()) return false;
     work.end_busy();
     return true;
   });

@@ -84,7 +84,8 @@ void EngineCore::note_retired(Peer& peer, uint32_t count) {
 }
 
 void EngineCore::note_queued(Peer& peer) {
-  peer.track_->queued.store(peer.work_->backlog.size() + peer.work_->messages.size(), std::memory_order_relaxed);
+  const PeerWork& work = *peer.work_;
+  peer.track_->queued.store(work.backlog.size() + work.shorts.size() + work.messages.size(), std::memory_order_relaxed);
 }
 
 // Arrivals of one number that come one after the other are one entry.

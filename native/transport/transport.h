@@ -98,6 +98,9 @@ struct Traits {
                             // the writes posted before it
   // The transport spreads over its rails what is posted with kAnyRail; the engine names a rail only where the user did.
   bool balances_rails = false;
+  // It has room of its own for works of up to so many bytes that are not `bulk`: the engine keeps none of them waiting
+  // behind longer ones. 0: all queue together.
+  uint64_t short_bytes_max = 0;
   uint64_t piece_bytes_min = 16 << 10;  // a piece for another rail is worth its overhead from here on
   bool moves_gpu_memory = false;        // by NICs; else this side's CPU touches sources or targets,
   bool copies_gpu_memory = false;       // and has the driver copy what is a GPU's

@@ -28,8 +28,10 @@ struct OutChannel;
 struct InLink;
 struct InChannel;
 
-// Small operations do not wait behind large ones: they have connections of their own.
+// Small operations do not wait behind large ones: they have connections of their own, and queues.
 enum class Lane : uint8_t { kSmall = 0, kBulk = 1 };
+// Longer ones travel with the bulk, and what is part of much.
+inline constexpr uint64_t kShortBytesMax = (16 << 10) - 1;
 
 struct TcpKey final : RemoteKey {
   explicit TcpKey(uint64_t region_id) : region_id(region_id) {}
@@ -201,6 +203,12 @@ struct OutLink final : Link {
   // Queue of `rail` (kAnyRail: of all rails).
   RingQueue<WorkRequest>& queue(uint32_t rail, Lane lane) {
     return queues[2 * (rail == kAnyRail ? 0 : rail + 1) + static_cast<uint32_t>(lane)];
+  }
+  // In the queues of this lane.
+  size_t queued_in(Lane lane) const {
+    size_t count = 0;
+    for (size_t i = static_cast<size_t>(lane); i < queues.size(); i += 2) count += queues[i].size();
+    return count;
   }
   // Back to where it came from, before all others.
   void requeue(const WorkRequest& request);

@@ -1,5 +1,7 @@
 // Operations on their way from the engine to the channels' batches: taken on, taken back, retired.
 #include <algorithm>
+#include <array>
+#include <optional>
 #include <utility>
 
 #include "transport/tcp/tcp_transport.h"
@@ -8,9 +10,7 @@ namespace crossrail::tcp {
 
 namespace {
 
-// Single operations from here on travel with the bulk.
-constexpr uint64_t kBulkBytes = 16 << 10;
-constexpr size_t kQueuedMax = 4096;      // of one link: the rest waits in the engine
+constexpr size_t kQueuedMax = 4096;      // of one lane of a link: the rest waits in the engine
 constexpr size_t kSendsQueuedMax = 256;  // messages, likewise
 
 }  // namespace
@@ -27,7 +27,8 @@ uint32_t TcpTransport::post(Link& link, uint32_t rail, std::span<const WorkReque
     }
     return static_cast<uint32_t>(requests.size());
   }
-  size_t room = out.queued - out.sends.size() >= kQueuedMax ? 0 : kQueuedMax - (out.queued - out.sends.size());
+  // Known of a lane once it is asked for: most posts are of one.
+  std::array<std::optional<size_t>, 2> rooms;
   size_t sends_room = out.sends.size() >= kSendsQueuedMax ? 0 : kSendsQueuedMax - out.sends.size();
   uint32_t taken = 0;
   for (const WorkRequest& request : requests) {
@@ -37,9 +38,11 @@ uint32_t TcpTransport::post(Link& link, uint32_t rail, std::span<const WorkReque
       out.want(kAnyRail, Lane::kSmall);
       out.sends.push_back(request);
     } else {
-      if (room == 0) break;
-      --room;
-      const Lane lane = request.bulk || request.length_bytes >= kBulkBytes ? Lane::kBulk : Lane::kSmall;
+      const Lane lane = request.bulk || request.length_bytes > kShortBytesMax ? Lane::kBulk : Lane::kSmall;
+      auto& room = rooms[static_cast<size_t>(lane)];
+      if (!room) room = kQueuedMax - std::min(out.queued_in(lane), kQueuedMax);
+      if (*room == 0) break;
+      --*room;
       out.want(rail, lane);
       WorkRequest& queued = out.queue(rail, lane).push_back(request);
       queued.reserved = routing_of(rail, lane);

@@ -49,6 +49,7 @@ TcpTransport::TcpTransport(const TransportOptions& options, Sink* sink)
              .message_bytes_max = options.message_bytes_max,
              .fifo_rails = false,
              .balances_rails = true,
+             .short_bytes_max = kShortBytesMax,
              .piece_bytes_min = kPieceBytesMin,
              .copies_gpu_memory = true};
   raise_descriptor_limit();
