@@ -1,4 +1,4 @@
-"""Short operations keep their turn behind others of their kind, not behind all that is long. Told by counts, not by clocks."""
+"""Short operations wait behind others of their kind, not behind all that is long. Told by counts, not by clocks."""
 
 from collections.abc import Callable
 

@@ -81,7 +81,7 @@ class TcpProxy:
         self._wake_write.send(b"x")
 
     def forget(self) -> None:
-        """As a firewall that was restarted: passes nothing more of the connections there are, and tells nobody. New ones pass."""
+        """As a firewall that was restarted: drops what existing connections carry, and tells nobody. New ones pass."""
         with self._lock:
             self._forgotten = list(self._relays)
 

@@ -268,8 +268,9 @@ class _Prober:
             return replace(pair, state="stalled", detail=str(error))
 
     def _send(self, pair: Pair) -> tuple[float, int | None]:
-        """(GB/s, segments sent again). The peer's count ends the clock: what it has not received does not count. Where a slow
-        network is still at it by then, what it has moved."""
+        """(GB/s, segments sent again). The peer's count ends the clock: what it has not received does not count.
+        Where a slow network is still at it by the deadline, what it has moved does.
+        """
         connection, _ = self._request(pair.here, pair.there.address, Kind.SINK, round(self._seconds * 1000))
         with connection, _broken_is_wire_error():
             zeros = memoryview(bytes(_BUFFER_BYTES))
