@@ -23,6 +23,7 @@ _CLASS_NETWORK = 0x02
 
 _NO_GID = "0000:0000:0000:0000:0000:0000:0000:0000"
 _GIDS_MAX = 512
+_P_KEY = re.compile(r"0x[0-9a-fA-F]{1,4}")
 
 
 @dataclass(frozen=True)
@@ -190,6 +191,13 @@ class Hardware:
                 netdev = self._host.read(f"{port.path}/gid_attrs/ndevs/{text}") or ""
                 found.append(Gid(int(text), address, kind, netdev))
         return found
+
+    def partitions(self, port: Port) -> list[int]:
+        """P_Keys of its table that are in use, in its order."""
+        names = [text for text in self._host.names(f"{port.path}/pkeys") if text.isdecimal()]
+        texts = [self._host.read(f"{port.path}/pkeys/{text}") or "" for text in sorted(names, key=int)]
+        keys = [int(text, 16) for text in texts if _P_KEY.fullmatch(text)]
+        return [key for key in keys if key & 0x7FFF]
 
     def numa_node(self, pci: str) -> int:
         """Of a PCI device; -1 when the firmware does not say."""

@@ -183,6 +183,31 @@ def gids(host: Host) -> Iterator[Finding]:
         yield ok(check, f"routable RoCE v2 GIDs: {listing(good)}", f"{INFINIBAND}/*/ports/*/gids, gid_attrs/types")
 
 
+def partitions(host: Host) -> Iterator[Finding]:
+    """InfiniBand's P_Keys: one that this port is a full member of."""
+    check = "rdma.partitions"
+    good = []
+    for port in host.hardware.ports:
+        if port.link_layer != "InfiniBand" or not port.is_active:
+            continue
+        keys = host.hardware.partitions(port)
+        full = [key for key in keys if key & 0x8000]
+        if full:
+            good.append(f"{port.name} {full[0]:#06x}")
+        elif keys:
+            yield warning(
+                check,
+                f"{port.name} is in no partition as a full member",
+                f"{port.path}/pkeys: {listing([f'{key:#06x}' for key in keys], 4)}",
+                "limited members do not hear each other: a peer that is one too is not reached by this rail",
+                Fix("member=full for this port's GUID in the subnet manager's partitions.conf", "the network's owner"),
+            )
+    if good:
+        yield ok(
+            check, f"partitions: {listing(good)}", f"{INFINIBAND}/*/ports/*/pkeys; rdma=RdmaOptions(partition=...)"
+        )
+
+
 def device_files(host: Host) -> Iterator[Finding]:
     """/dev/infiniband/uverbsN of each device: there, and open to this user."""
     check = "rdma.device-files"

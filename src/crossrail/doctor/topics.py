@@ -28,6 +28,7 @@ TOPICS: dict[str, tuple[Check, ...]] = {
         rdma.ports,
         rdma.rates,
         rdma.gids,
+        rdma.partitions,
         rdma.device_files,
         rdma.namespace,
         rdma.counters,
@@ -73,8 +74,8 @@ NAMES: dict[str, frozenset[str]] = {
         "crossrail": "absent native no-rail ofi python rails shm tcp verbs version",
         "libraries": "bundled libcuda libefa libfabric libfabric-broken libfabric-twice libgdrapi libibverbs libmlx5 "
         "libssl verbs-devices",
-        "rdma": "acs counters device-files devices efa-driver firmware gids iommu mlx5-driver namespace pcie-links "
-        "ports rates software uverbs-module",
+        "rdma": "acs counters device-files devices efa-driver firmware gids iommu mlx5-driver namespace "
+        "partitions pcie-links ports rates software uverbs-module",
         "gpu": "bar devices direct gdrcopy rails",
         "network": "arp conntrack down drops duplex interfaces mtu one-subnet rails roce-mtu speed tcp-mtu",
         "tcp": "buffer-caps congestion-control memory ports slow-start-after-idle somaxconn tcp-rmem tcp-wmem "
