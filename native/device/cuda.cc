@@ -18,6 +18,10 @@ std::string text_of(const Driver& driver, int code) {
   return std::string(text) + " (CUDA error " + std::to_string(code) + ")";
 }
 
+void fail(const Driver& driver, const char* call, int code, const std::string& what, const std::string& remedy) {
+  throw TransportError(call, code, what + ": " + text_of(driver, code), remedy);
+}
+
 namespace {
 
 constexpr const char* kFile = "libcuda.so.1";
@@ -46,11 +50,6 @@ struct Opened {
   bool is_usable = false;
   std::string why;
 };
-
-[[noreturn]] void fail(const Driver& driver, const char* call, int code, const std::string& what,
-                       const std::string& remedy = {}) {
-  throw TransportError(call, code, what + ": " + text_of(driver, code), remedy);
-}
 
 template <typename Function>
 bool bind(void* handle, const char* symbol, Function* function) {

@@ -4,6 +4,7 @@
 // Numbers and names are those of CUDA's public driver interface (cuda.h). The headers are not needed to build.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -12,10 +13,7 @@
 
 namespace crossrail::device {
 
-// cuda.h: CUipcMemHandle.
-struct IpcHandle {
-  char bytes[64];
-};
+using IpcHandle = std::array<uint8_t, 64>;  // cuda.h: CUipcMemHandle, a structure of nothing else
 
 // What is called of libcuda.so.1. The results are CUresult: 0 is success.
 struct Driver {
@@ -89,6 +87,9 @@ class CurrentContext {
 
 // What the driver says of an error, with its number.
 std::string text_of(const Driver& driver, int code);
+// Throws TransportError: `what`, and that. call: which of the driver's.
+[[noreturn]] void fail(const Driver& driver, const char* call, int code, const std::string& what,
+                       const std::string& remedy = {});
 
 // Memory of one GPU, for as long as transports are told about it: an exported handle is closed with it.
 class GpuMemory {

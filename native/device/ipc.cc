@@ -1,6 +1,5 @@
 #include "device/ipc.h"
 
-#include <cstring>
 #include <map>
 #include <mutex>
 #include <utility>
@@ -23,7 +22,7 @@ struct Mapping {
   uint32_t uses = 0;
   const Driver* driver = nullptr;
 };
-using Mappings = std::map<std::pair<int, std::array<uint8_t, 64>>, Mapping>;
+using Mappings = std::map<std::pair<int, IpcHandle>, Mapping>;
 
 std::mutex g_mutex;
 
@@ -51,8 +50,7 @@ SharedRange share(const GpuMemory& memory) {
     return range;
   }
   const CurrentContext current(*driver, memory.gpu().ordinal);
-  IpcHandle handle{};
-  if (const int code = driver->get_ipc_handle(&handle, allocation.base); code != 0) {
+  if (const int code = driver->get_ipc_handle(&range.handle, allocation.base); code != 0) {
     range.why_not = "cuIpcGetMemHandle: " + text_of(*driver, code);
     return range;
   }
@@ -61,7 +59,6 @@ SharedRange share(const GpuMemory& memory) {
     range.why_not = "the driver does not number its allocations: " + text_of(*driver, code);
     return range;
   }
-  std::memcpy(range.handle.data(), handle.bytes, sizeof handle.bytes);
   range.allocation_id = id;
   range.offset = offset;
   return range;
@@ -85,10 +82,8 @@ ImportedMemory::ImportedMemory(const SharedRange& range, int gpu) : handle_(rang
     return;
   }
   const CurrentContext current(*driver, gpu);
-  IpcHandle handle{};
-  std::memcpy(handle.bytes, range.handle.data(), sizeof handle.bytes);
   uint64_t base = 0;
-  if (const int code = driver->open_ipc_handle(&base, handle, kLazyPeerAccess); code != 0)
+  if (const int code = driver->open_ipc_handle(&base, range.handle, kLazyPeerAccess); code != 0)
     throw TransportError("cuIpcOpenMemHandle", code, text_of(*driver, code));
   mappings()[{gpu, range.handle}] = {range.allocation_id, base, 1, driver};
   base_ = reinterpret_cast<std::byte*>(base);  // NOLINT(performance-no-int-to-ptr)

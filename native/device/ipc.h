@@ -1,7 +1,6 @@
 // Memory of a GPU that another process of this host reaches by itself: CUDA's IPC.
 #pragma once
 
-#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <string>
@@ -12,10 +11,10 @@ namespace crossrail::device {
 
 // What a process tells another of a range of its GPU memory, so that it can map the allocation which the range is in.
 struct SharedRange {
-  std::array<uint8_t, 64> handle{};  // CUipcMemHandle
-  uint64_t allocation_id = 0;        // the driver's, never used again in the owner's process: 0, there is no handle
-  uint64_t offset = 0;               // of the range in the allocation
-  std::string why_not;               // without a handle: what the driver said
+  IpcHandle handle{};
+  uint64_t allocation_id = 0;  // the driver's, never used again in the owner's process: 0, there is no handle
+  uint64_t offset = 0;         // of the range in the allocation
+  std::string why_not;         // without a handle: what the driver said
 
   bool is_shared() const { return allocation_id != 0; }
 };
@@ -36,7 +35,7 @@ class ImportedMemory {
   std::byte* base() const { return base_; }
 
  private:
-  const std::array<uint8_t, 64> handle_;
+  const IpcHandle handle_;
   const int gpu_;
   std::byte* base_ = nullptr;
 };

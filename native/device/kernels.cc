@@ -94,15 +94,13 @@ done:
 }
 )";
 
-[[noreturn]] void fail_to_load(const Driver& driver, const char* call, int code, const std::string& what) {
-  throw TransportError(call, code, what + ": " + text_of(driver, code), "update NVIDIA's driver; see nvidia-smi");
-}
+constexpr const char* kUpdate = "update NVIDIA's driver; see nvidia-smi";
 
 Kernels load(const Driver& driver, int gpu, const char* what_for) {
   const std::string on = " on GPU " + std::to_string(gpu);
   int capability = 0;
   if (const int code = driver.device_attribute(&capability, kComputeCapability, gpu); code != 0)
-    fail_to_load(driver, "cuDeviceGetAttribute", code, "cannot ask for the compute capability" + on);
+    fail(driver, "cuDeviceGetAttribute", code, "cannot ask for the compute capability" + on, kUpdate);
   if (capability < kComputeCapabilityMin) {
     throw TransportError("launch", 0,
                          std::string(what_for) + " takes compute capability " + std::to_string(kComputeCapabilityMin) +
@@ -112,12 +110,12 @@ Kernels load(const Driver& driver, int gpu, const char* what_for) {
   const OutsideCapture outside(driver);
   void* module = nullptr;
   if (const int code = driver.load_module(&module, kImage); code != 0)
-    fail_to_load(driver, "cuModuleLoadData", code, std::string("cannot load ") + what_for + on);
+    fail(driver, "cuModuleLoadData", code, std::string("cannot load ") + what_for + on, kUpdate);
   Kernels kernels;
   for (const auto& [name, kernel] : {std::pair{"crossrail_add_to_word", &kernels.add_to_word},
                                      std::pair{"crossrail_copy_pieces", &kernels.copy_pieces}}) {
     if (const int code = driver.module_function(kernel, module, name); code != 0)
-      fail_to_load(driver, "cuModuleGetFunction", code, std::string("cannot find ") + what_for + on);
+      fail(driver, "cuModuleGetFunction", code, std::string("cannot find ") + what_for + on, kUpdate);
   }
   return kernels;
 }

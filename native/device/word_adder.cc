@@ -24,11 +24,6 @@ const Driver& driver_or_throw() {
   return *driver;
 }
 
-[[noreturn]] void fail_to_add(const Driver& driver, const char* call, int code, const std::string& what,
-                              const std::string& remedy) {
-  throw TransportError(call, code, what + ": " + text_of(driver, code), remedy);
-}
-
 std::string name_of(uint64_t stream) { return "the stream " + std::to_string(stream); }
 
 // Of a stream that does not say itself.
@@ -40,8 +35,8 @@ int gpu_of(const Driver& driver, uint64_t stream) {
   void* context = nullptr;
   void* const handle = reinterpret_cast<void*>(stream);  // NOLINT(performance-no-int-to-ptr)
   if (const int code = driver.stream_context(handle, &context); code != 0) {
-    fail_to_add(driver, "cuStreamGetCtx", code, "cannot tell which GPU " + name_of(stream) + " is of",
-                std::string("a default stream is the thread's current GPU's: make it current first, or ") + remedy);
+    fail(driver, "cuStreamGetCtx", code, "cannot tell which GPU " + name_of(stream) + " is of",
+         std::string("a default stream is the thread's current GPU's: make it current first, or ") + remedy);
   }
   int gpu = -1;
   int code = driver.push_context(context);
@@ -50,8 +45,7 @@ int gpu_of(const Driver& driver, uint64_t stream) {
     void* popped = nullptr;
     driver.pop_context(&popped);
   }
-  if (code != 0)
-    fail_to_add(driver, "cuCtxGetDevice", code, "cannot tell which GPU " + name_of(stream) + " is of", remedy);
+  if (code != 0) fail(driver, "cuCtxGetDevice", code, "cannot tell which GPU " + name_of(stream) + " is of", remedy);
   if (context != CurrentContext(driver, gpu).handle()) {
     throw UsageError(name_of(stream) + " is of another context of GPU " + std::to_string(gpu) +
                      " than the one that CUDA's runtime and torch use: take a stream of theirs");
@@ -62,7 +56,7 @@ int gpu_of(const Driver& driver, uint64_t stream) {
 void check_gpu(const Driver& driver, int gpu) {
   int count = 0;
   if (const int code = driver.device_count(&count); code != 0)
-    fail_to_add(driver, "cuDeviceGetCount", code, "cannot count the GPUs", "see nvidia-smi");
+    fail(driver, "cuDeviceGetCount", code, "cannot count the GPUs", "see nvidia-smi");
   if (gpu >= count) {
     throw UsageError("the stream is of GPU " + std::to_string(gpu) + ", and this process sees " +
                      std::to_string(count) + ": see CUDA_VISIBLE_DEVICES");
@@ -93,9 +87,8 @@ void WordAdder::add(std::atomic<uint64_t>* word, uint64_t delta, uint64_t stream
     const std::lock_guard lock(mutex_);
     if (pinned_driver_ == nullptr) {
       if (const int code = driver.pin_host(base_, bytes_, kPortableAndMapped); code != 0) {
-        fail_to_add(
-            driver, "cuMemHostRegister", code, "cannot pin the page of watched words for GPUs",
-            "raise the limit on locked memory (ulimit -l); if the program has registered it itself, it need not");
+        fail(driver, "cuMemHostRegister", code, "cannot pin the page of watched words for GPUs",
+             "raise the limit on locked memory (ulimit -l); if the program has registered it itself, it need not");
       }
       pinned_driver_ = &driver;
       pinned_gpu_ = gpu;
@@ -107,10 +100,9 @@ void WordAdder::add(std::atomic<uint64_t>* word, uint64_t delta, uint64_t stream
   void* const handle = reinterpret_cast<void*>(stream);  // NOLINT(performance-no-int-to-ptr)
   const int code = driver.launch_kernel(kernel, 1, 1, 1, 1, 1, 1, 0, handle, arguments.data(), nullptr);
   if (code != 0) {
-    fail_to_add(
-        driver, "cuLaunchKernel", code, "cannot launch on " + name_of(stream) + " of GPU " + std::to_string(gpu),
-        "the stream must be alive and of that GPU, in a capture the captured one, and no earlier kernel may have "
-        "failed");
+    fail(driver, "cuLaunchKernel", code, "cannot launch on " + name_of(stream) + " of GPU " + std::to_string(gpu),
+         "the stream must be alive and of that GPU, in a capture the captured one, and no earlier kernel may have "
+         "failed");
   }
 }
 
@@ -118,8 +110,8 @@ void WordAdder::add(std::atomic<uint64_t>* word, uint64_t delta, uint64_t stream
 uint64_t WordAdder::address_of(const Driver& driver, std::atomic<uint64_t>* word) {
   uint64_t address = 0;
   if (const int code = driver.pinned_address(&address, word, 0); code != 0)
-    fail_to_add(driver, "cuMemHostGetDevicePointer", code, "the GPU does not reach the page of watched words",
-                "see nvidia-smi");
+    fail(driver, "cuMemHostGetDevicePointer", code, "the GPU does not reach the page of watched words",
+         "see nvidia-smi");
   return address;
 }
 
