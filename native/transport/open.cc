@@ -43,13 +43,13 @@ bool is_efa(const std::string& provider) { return provider.empty() || provider.s
 std::string ofi_missing(const std::string& provider) {
   constexpr const char* kAmazon = "0x1d0f";
   if (is_efa(provider) && !any_device(kAmazon)) return "no EFA device here";
-  return ofi::missing(provider.empty() ? kEfa : provider);
+  return ofi::missing(provider);
 }
 
 std::vector<RdmaPort> ofi_ports(const std::string& provider) {
   std::vector<RdmaPort> ports;
   if (!ofi_missing(provider).empty()) return ports;
-  for (const ofi::Candidate& found : ofi::candidates(provider.empty() ? kEfa : provider)) {
+  for (const ofi::Candidate& found : ofi::candidates(provider)) {
     const bool by_ip = found.device.empty();
     ports.push_back({found.name, by_ip ? found.name : found.device, found.netdev, by_ip ? found.name : "", "", by_ip});
   }

@@ -123,7 +123,12 @@ bool carry_out(Operation& operation) {
     completion.status = touch_memory(operation, *target);
     if (completion.status == 0 && operation.has_imm) {
       Completion arrival;
-      arrival.entry = {nullptr, FI_REMOTE_WRITE | FI_RMA | FI_REMOTE_CQ_DATA, operation.bytes, nullptr,
+      if (target->domain->direct && g_world->settings.imms_eat_receives) {
+        if (target->receives.empty()) return false;
+        arrival.entry.op_context = target->receives.front().context;
+        target->receives.pop_front();
+      }
+      arrival.entry = {arrival.entry.op_context, FI_REMOTE_WRITE | FI_RMA | FI_REMOTE_CQ_DATA, operation.bytes, nullptr,
                        operation.imm & 0xffffffff};
       complete(*target->queue, arrival);
     }
@@ -296,6 +301,8 @@ ssize_t post_rma(Operation::Kind kind, fid_ep* object, const fi_msg_rma* message
     operation.local = memory->reached + (static_cast<std::byte*>(message->msg_iov->iov_base) - memory->base);
     operation.bytes = message->msg_iov->iov_len;
   }
+  if (operation.bytes == 0 && operation.from->domain->direct)
+    g_world->violate("an RMA without bytes, which efa-direct does not have everywhere");
   if (operation.bytes != message->rma_iov->len) g_world->violate("local and remote lengths differ");
   if (operation.bytes > g_world->settings.rma_bytes_max) g_world->violate("an RMA longer than the device's longest");
   operation.remote = message->rma_iov->addr;
@@ -317,8 +324,9 @@ ssize_t read_message(fid_ep* object, const fi_msg_rma* message, uint64_t flags) 
   return post_rma(Operation::Kind::kRead, object, message, flags);
 }
 
-ssize_t send_message(fid_ep* object, const fi_msg* message, uint64_t) {
+ssize_t send_message(fid_ep* object, const fi_msg* message, uint64_t flags) {
   Operation operation{Operation::Kind::kSend, reinterpret_cast<Endpoint*>(object), {}};
+  if ((flags & FI_DELIVERY_COMPLETE) != 0) g_world->violate("a message with a receipt, which fi_close() waits for");
   check_local(*operation.from, message->desc, *message->msg_iov);
   const auto* bytes = static_cast<const std::byte*>(message->msg_iov->iov_base);
   operation.payload.assign(bytes, bytes + message->msg_iov->iov_len);

@@ -22,8 +22,9 @@ struct DoubleSettings {
   uint32_t refuse_percent = 0;  // of posts: -FI_EAGAIN although there is room
   uint32_t delay_max = 6;       // readings of the queue that an operation may wait
   bool takes_shm_option = true;
-  bool takes_gpu_memory = true;  // built with CUDA
-  bool emulates_writes = false;  // by messages, as devices without RDMA write
+  bool takes_gpu_memory = true;    // built with CUDA
+  bool emulates_writes = false;    // by messages, as devices without RDMA write
+  bool imms_eat_receives = false;  // of efa-direct, as devices without unsolicited ones and libfabric before 2.4
   uint64_t rma_bytes_max = 1ull << 30;
   bool is_sink = false;  // writes go nowhere and are complete at once: what is left is the cost of posting
 };

@@ -6,6 +6,7 @@
 
 #include "ofi_double.h"
 #include "ofi_rig.h"
+#include "transport/ofi/open.h"
 #include "util/errors.h"
 
 namespace crossrail::test {
@@ -99,6 +100,25 @@ TEST_CASE("ofi efa: efa-direct only where the library offers it") {
   CHECK(ofi::devices(*world.library(), ofi::rules_for("efa-direct")).empty());
 }
 
+TEST_CASE("ofi efa: without a name it is efa-direct, or efa where there is no efa-direct") {
+  for (const bool offers_direct : {true, false}) {
+    DoubleSettings settings;
+    settings.offers_direct = offers_direct;
+    LibfabricDouble world(settings);
+    ofi::replace_library(world.library());
+    CHECK(ofi::missing("").empty());
+    CHECK(ofi::candidates("").size() == 2);
+    TransportOptions options;
+    options.rail_count = 2;
+    auto nics = ofi::open_nics(options);
+    ofi::replace_library(nullptr);
+    REQUIRE(nics.size() == 2);
+    CHECK(nics[0]->fabric() == (offers_direct ? "efa-direct" : "efa"));
+    nics.clear();
+    CHECK(world.violations() == std::vector<std::string>{});
+  }
+}
+
 TEST_CASE("ofi efa: shared memory between processes of a host is refused, or the NIC is") {
   DoubleSettings settings;
   settings.takes_shm_option = false;
@@ -150,15 +170,32 @@ TEST_CASE("ofi efa: every work is done once and every immediate comes once, in a
 }
 
 TEST_CASE("ofi efa: an immediate without bytes or region carries a valid key") {
-  EfaPair it;
-  rdma::NicWork work;
-  work.has_imm = true;
-  work.has_remote = false;
-  work.imm = 0xfedcba98;
-  REQUIRE(it.pair->post(it.pair->a, *it.pair->at_a, {work}));
-  REQUIRE(it.pair->until([&] { return it.pair->b.events.imms.size() == 1 && it.done().size() == 1; }));
-  CHECK(it.pair->b.events.imms[0].second == 0xfedcba98);
-  CHECK(it.failed().empty());
+  for (const std::string fabric : {"efa", "efa-direct"}) {
+    EfaPair it({}, 1, fabric);
+    rdma::NicWork work;
+    work.has_imm = true;
+    work.has_remote = false;
+    work.imm = 0xfedcba98;
+    rdma::NicWork into = it.pair->a.write_to(it.pair->b, 1, 100, 0);  // nothing, into a region
+    into.has_imm = true;
+    into.imm = 7;
+    std::fill(it.pair->b.memory.begin(), it.pair->b.memory.end(), std::byte{9});
+    REQUIRE(it.pair->post(it.pair->a, *it.pair->at_a, {work, into}));
+    REQUIRE(it.pair->until([&] { return it.pair->b.events.imms.size() == 2 && it.done().size() == 2; }));
+    CHECK(it.pair->b.events.imms[0].second + it.pair->b.events.imms[1].second == 0xfedcba98 + 7);
+    CHECK(it.failed().empty());
+    CHECK(std::ranges::all_of(it.pair->b.memory, [](std::byte b) { return b == std::byte{9}; }));
+  }
+}
+
+TEST_CASE("ofi efa: immediates that eat receives leave some for messages") {
+  DoubleSettings settings;
+  settings.imms_eat_receives = true;
+  EfaPair it(settings, 1, "efa-direct");
+  REQUIRE(it.pair->post(it.pair->a, *it.pair->at_a, pages(it, 2000)));
+  REQUIRE(it.pair->until([&] { return it.done().size() == 2000 && it.pair->b.events.imms.size() == 2000; }));
+  REQUIRE(it.pair->until([&] { return it.pair->at_a->send(bytes_of("n"), bytes_of("one")); }));
+  CHECK(it.pair->until([&] { return it.pair->b.events.fragments.size() == 1; }));
 }
 
 TEST_CASE("ofi efa: reads, fragments, datagrams") {

@@ -52,7 +52,9 @@ void OfiNic::tend_endings() {
       if (is_needed) break;
       op->path->break_by_itself("another path broke, and the operations under way on this one did not end");
     }
-    if (!is_needed && endpoint->close()) closed_.push_back(std::move(endpoint));
+    // Not while an error stands at the queue's head: efa's of 2.4 and 2.5.0 goes on reading by what the endpoint had (libfabric's
+    // pull request 12032).
+    if (!is_needed && queue_read_to_end_ && endpoint->close()) closed_.push_back(std::move(endpoint));
   }
   std::erase_if(condemned_, [](const Condemned& condemned) { return condemned.endpoint == nullptr; });
 }

@@ -3,7 +3,6 @@
 #include <rdma/fi_cm.h>
 
 #include <algorithm>
-#include <cstdlib>
 
 #include "transport/ofi/listener.h"
 #include "util/errors.h"
@@ -19,15 +18,11 @@ constexpr int kEmulatedWrite =
 
 }  // namespace
 
-void Slots::Free::operator()(std::byte* memory) const { std::free(memory); }
-
-Slots::Slots(const Domain& domain, uint32_t count, Op::Kind kind) : ops_(count) {
-  const size_t bytes = (count * kSlotStride + 4095) / 4096 * 4096;
-  memory_.reset(static_cast<std::byte*>(std::aligned_alloc(4096, bytes)));
-  if (memory_ == nullptr) throw TransportError("aligned_alloc", FI_ENOMEM, "out of memory");
+Slots::Slots(const Domain& domain, uint32_t count, Op::Kind kind)
+    : memory_(make_pages(count * kSlotStride)), ops_(count) {
   void* descriptor = nullptr;
   if (domain.wants(FI_MR_LOCAL)) {
-    registration_ = domain.register_memory(memory_.get(), bytes, FI_SEND | FI_RECV);
+    registration_ = domain.register_memory(memory_.get(), count * kSlotStride, FI_SEND | FI_RECV);
     descriptor = fi_mr_desc(registration_.get());
   }
   for (uint32_t i = 0; i < count; ++i) {

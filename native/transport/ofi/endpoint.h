@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "transport/ofi/domain.h"
+#include "util/pages.h"
 
 namespace crossrail::ofi {
 
@@ -41,10 +42,7 @@ class Slots {
   std::vector<Op>& ops() { return ops_; }
 
  private:
-  struct Free {
-    void operator()(std::byte* memory) const;
-  };
-  std::unique_ptr<std::byte[], Free> memory_;
+  Pages memory_;
   Fid<fid_mr> registration_;  // before memory_
   std::vector<Op> ops_;
 };

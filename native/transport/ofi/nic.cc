@@ -54,7 +54,7 @@ OfiNic::OfiNic(std::shared_ptr<const Library> library, const Rules& rules, Devic
   }
   if (shares_endpoints()) transmit_ = std::make_unique<Endpoint>(*domain_, 0);
   endpoint_ = EndpointWords{domain_->info().addr_format, domain_->device().prefix_bits, own_name()}.encode();
-  landing_memory_ = std::make_unique<std::byte[]>(kLandingBytes);
+  landing_memory_ = make_pages(kLandingBytes);
   landing_ =
       std::make_unique<OfiRegistration>(domain_, fences_, landing_memory_.get(), kLandingBytes, Access::kRemoteWrite);
   const fi_info& info = domain_->info();
@@ -67,7 +67,9 @@ OfiNic::OfiNic(std::shared_ptr<const Library> library, const Rules& rules, Devic
   limits_.takes_gpu_memory = (info.caps & FI_HMEM) != 0;
   doorbell_room_ = rules.keeps_doorbell ? static_cast<uint32_t>(info.tx_attr->size / 2) : 0;
   work_flags_ = FI_COMPLETION | (rules.delivery_complete ? FI_DELIVERY_COMPLETE : 0);
-  send_flags_ = work_flags_;
+  // A message of efa's is with the peer's NIC when it is done. Asked for more, the peer's provider answers each with a receipt,
+  // whose end fi_close() waits for (prov/efa: efa_rdm_ep_wait_send).
+  send_flags_ = rules.is_efa ? FI_COMPLETION : work_flags_;
   if (domain_->wait_fd() < 0) return;
   outer_ = Fd(epoll_create1(EPOLL_CLOEXEC));
   if (!outer_) throw_errno("epoll_create1", "cannot make an epoll set");

@@ -24,6 +24,7 @@
 #include "transport/ofi/registration.h"
 #include "transport/rdma/nic.h"
 #include "util/memory_map.h"
+#include "util/pages.h"
 
 namespace crossrail::ofi {
 
@@ -131,7 +132,7 @@ class OfiNic final : public rdma::Nic {
   std::shared_ptr<Fences> fences_ = std::make_shared<Fences>();
   rdma::NicLimits limits_;
   std::vector<uint8_t> endpoint_;
-  std::unique_ptr<std::byte[]> landing_memory_;
+  Pages landing_memory_;
   std::unique_ptr<OfiRegistration> landing_;
   uint64_t work_flags_ = 0;
   uint64_t send_flags_ = 0;

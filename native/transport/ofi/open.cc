@@ -7,8 +7,15 @@ namespace crossrail::ofi {
 
 namespace {
 
-Rules wanted_rules(const std::string& provider) {
-  Rules rules = rules_for(provider.empty() ? "efa" : provider);
+// Without a name EFA, by efa-direct where this library and its devices have that: one operation is one work request, there
+// is no handshake of the provider's own, and closing an endpoint waits for nobody. (libfabric's fi_getinfo lists it first, and
+// NCCL's plugin takes it: prov/efa/docs/efa_fabric_comparison.md.)
+Rules wanted_rules(const Library& library, const std::string& provider) {
+  if (provider.empty()) {
+    const Rules direct = rules_for("efa-direct");
+    return devices(library, direct).empty() ? rules_for("efa") : direct;
+  }
+  Rules rules = rules_for(provider);
   if (!rules.refused.empty()) throw UsageError("transport='ofi:" + rules.name + "' is refused: " + rules.refused);
   return rules;
 }
@@ -29,9 +36,10 @@ Presence presence() {
 }
 
 std::vector<Candidate> candidates(const std::string& provider) {
-  const Rules rules = wanted_rules(provider);
+  const auto library = open_library();
+  const Rules rules = wanted_rules(*library, provider);
   std::vector<Candidate> found;
-  for (const Device& device : devices(*open_library(), rules)) {
+  for (const Device& device : devices(*library, rules)) {
     found.push_back({device.name, device.device, device.netdev, device.pci, rules.uses_ip ? device.name : "",
                      device.speed_mbps, rules.placed_by_software});
   }
@@ -41,7 +49,7 @@ std::vector<Candidate> candidates(const std::string& provider) {
 std::string missing(const std::string& provider) {
   try {
     const auto library = open_library();
-    const Rules rules = wanted_rules(provider);
+    const Rules rules = wanted_rules(*library, provider);
     choose(*library, rules, {}, 1);
     return {};
   } catch (const TransportError& error) {
@@ -53,7 +61,7 @@ std::string missing(const std::string& provider) {
 
 std::vector<std::unique_ptr<rdma::Nic>> open_nics(const TransportOptions& options) {
   const auto library = open_library();
-  const Rules rules = wanted_rules(options.rdma.provider);
+  const Rules rules = wanted_rules(*library, options.rdma.provider);
   std::vector<std::unique_ptr<rdma::Nic>> nics;
   for (Device& device : choose(*library, rules, options.rails, options.rail_count))
     nics.push_back(std::make_unique<OfiNic>(library, rules, std::move(device)));

@@ -29,13 +29,13 @@ struct Candidate {
   uint32_t speed_mbps = 0;
   bool is_software = false;  // the host's processors do what a NIC would
 };
-// What could be rails of a provider ("efa", "tcp" ...). Empty: none. Throws TransportError without a libfabric.
+// What could be rails of a provider ("efa", "tcp" ...; empty: EFA). Empty: none. Throws TransportError without a libfabric.
 std::vector<Candidate> candidates(const std::string& provider);
 
 // Empty when the provider has at least one device; else why not, and what to do.
 std::string missing(const std::string& provider);
 
-// A NIC for each rail that the options ask for: RdmaOptions::provider (empty: efa), rails, rail_count.
+// A NIC for each rail that the options ask for: RdmaOptions::provider (empty: EFA), rails, rail_count.
 // Throws UsageError for a rail that is none, TransportError else.
 std::vector<std::unique_ptr<rdma::Nic>> open_nics(const TransportOptions& options);
 

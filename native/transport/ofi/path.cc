@@ -108,18 +108,22 @@ ssize_t OfiPath::post_one(const rdma::NicWork& work, bool more) {
   Op* const op = nic_.take_work_op();
   op->path = this;
   op->cookie = work.cookie;
-  const iovec range{work.local, work.length_bytes};
-  const fi_rma_iov target{work.has_remote ? work.remote_address : peer_landing_, work.length_bytes,
-                          work.has_remote ? work.remote_key : peer_landing_key_};
-  void* descriptor =
-      work.registration != nullptr ? static_cast<const OfiRegistration*>(work.registration)->descriptor() : nullptr;
+  // efa-direct before libfabric 2.6 has no RMA without bytes: one goes from the place where nothing matters to the peer's.
+  const bool is_filled = work.length_bytes == 0 && nic_.domain_->rules().is_efa;
+  const OfiRegistration* const from =
+      is_filled ? nic_.landing_.get() : static_cast<const OfiRegistration*>(work.registration);
+  const iovec range{is_filled ? nic_.landing_memory_.get() : work.local, is_filled ? 1 : work.length_bytes};
+  const bool is_landing = is_filled || !work.has_remote;
+  const fi_rma_iov target{is_landing ? peer_landing_ : work.remote_address, range.iov_len,
+                          is_landing ? peer_landing_key_ : work.remote_key};
+  void* descriptor = from != nullptr ? from->descriptor() : nullptr;
   fi_msg_rma message{};
   message.msg_iov = &range;
   message.desc = &descriptor;
-  message.iov_count = work.length_bytes != 0 ? 1 : 0;
+  message.iov_count = range.iov_len != 0 ? 1 : 0;
   message.addr = address_;
   message.rma_iov = &target;
-  message.rma_iov_count = 1;  // also without bytes: efa wants a valid key for every immediate
+  message.rma_iov_count = 1;
   message.context = op;
   uint64_t flags = nic_.work_flags_;
   if (more && endpoint.outstanding() + 1 < nic_.doorbell_room_) flags |= FI_MORE;

@@ -91,7 +91,8 @@ uint32_t OfiNic::read_queue(rdma::NicEvents& events) {
   uint32_t count = 0;
   queue_read_to_end_ = is_dead_;
   if (is_dead_) return 0;
-  const bool to_end = !ending_.empty() || !closed_.empty() || fences_->wanted.load() != fences_->done.load();
+  const bool to_end =
+      !ending_.empty() || !condemned_.empty() || !closed_.empty() || fences_->wanted.load() != fences_->done.load();
   const int rounds = to_end ? kReadsToEndMax : kReadsMax;
   fi_cq_data_entry entries[kEntriesAtOnce];
   for (int round = 0; round < rounds; ++round) {
@@ -114,11 +115,13 @@ uint32_t OfiNic::read_queue(rdma::NicEvents& events) {
 }
 
 void OfiNic::on_entry(const fi_cq_data_entry& entry, rdma::NicEvents& events) {
+  auto* const op = static_cast<Op*>(entry.op_context);
   if (is_immediate(entry.flags)) {
     on_imm(entry.data, events);
+    // efa-direct before 2.4 is offered on devices whose immediates eat receives, too: then it comes back with this.
+    if (domain_->rules().is_efa && op != nullptr) op->endpoint->post_receive(*op);
     return;
   }
-  auto* const op = static_cast<Op*>(entry.op_context);
   if (op == nullptr) return;  // an error of nobody's
   if (is_buried(*op)) return;
   switch (op->kind) {

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "transport/verbs/adapter.h"
-#include "util/errors.h"
+#include "util/pages.h"
 
 namespace crossrail::verbs {
 
@@ -16,8 +16,8 @@ class Slots {
   static constexpr uint32_t kNone = ~0u;
 
   Slots(const Adapter& adapter, uint32_t count, uint32_t slot_bytes)
-      : slot_bytes_(slot_bytes), bytes_(size_t{count} * slot_bytes) {
-    memory_ = register_with(adapter, bytes_.data(), bytes_.size(), Access::kLocal);
+      : slot_bytes_(slot_bytes), bytes_(make_pages(size_t{count} * slot_bytes)) {
+    memory_ = register_with(adapter, bytes_.get(), size_t{count} * slot_bytes, Access::kLocal);
     free_.reserve(count);
     for (uint32_t slot = count; slot > 0; --slot) free_.push_back(slot - 1);
   }
@@ -31,7 +31,7 @@ class Slots {
   }
   void give_back(uint32_t slot) { free_.push_back(slot); }
 
-  uint8_t* at(uint32_t slot) { return bytes_.data() + size_t{slot} * slot_bytes_; }
+  uint8_t* at(uint32_t slot) { return reinterpret_cast<uint8_t*>(bytes_.get()) + size_t{slot} * slot_bytes_; }
   uint32_t slot_bytes() const { return slot_bytes_; }
   // Of the first `length` bytes of a slot.
   ibv_sge entry(uint32_t slot, uint32_t length) {
@@ -40,7 +40,7 @@ class Slots {
 
  private:
   uint32_t slot_bytes_;
-  std::vector<uint8_t> bytes_;  // never resized; destroyed after memory_ below
+  Pages bytes_;  // destroyed after memory_ below
   Memory memory_;
   std::vector<uint32_t> free_;
 };
