@@ -65,7 +65,7 @@ void init(Self self, const std::string& name, const std::string& transport, nb::
           double peer_timeout_s, const std::string& polling, double spin_us, nb::handle worker_cpu,
           nb::handle submit_queue_depth, nb::handle imm_counters_max, nb::handle message_bytes_max,
           double watcher_poll_us, double connect_timeout_s, const std::string& private_path, double heartbeat_s,
-          const std::tuple<int, uint32_t, uint32_t, uint32_t>& rdma,
+          const std::tuple<int, uint32_t, uint32_t, uint32_t, uint32_t>& rdma,
           const std::tuple<nb::object, nb::object, std::string, bool>& observed, nb::handle world, nb::handle host) {
   EngineOptions options;
   options.name = name;
@@ -90,8 +90,8 @@ void init(Self self, const std::string& name, const std::string& transport, nb::
   options.connect_timeout_ns = to_ns(connect_timeout_s, "connect_timeout_s", 1e9, 1e-3, 1e6);
   if (heartbeat_s != 0) options.heartbeat_ns = to_ns(heartbeat_s, "heartbeat_s", 1e9, 1e-3, 1e6);
   options.private_path = choose("private_path", private_path, kPrivatePaths);
-  std::tie(options.rdma.gid_index, options.rdma.traffic_class, options.rdma.service_level,
-           options.rdma.path_mtu_bytes) = rdma;
+  std::tie(options.rdma.gid_index, options.rdma.traffic_class, options.rdma.service_level, options.rdma.path_mtu_bytes,
+           options.rdma.partition) = rdma;
   options.rdma.provider = std::move(word.provider);
   const auto& [recorder_entries, watchdog_s, dump_directory, counts_traffic] = observed;
   options.recorder_entries = to_u32(recorder_entries, "recorder_entries", 1 << 20);
@@ -254,8 +254,8 @@ void register_engine(nb::module_& module) {
               "float, "
               "worker_cpu: int | None, submit_queue_depth: int, imm_counters_max: int, message_bytes_max: int, "
               "watcher_poll_us: float, connect_timeout_s: float, private_path: str, heartbeat_s: float, rdma: "
-              "tuple[int, int, int, "
-              "int], observed: tuple[int, float | None, str, bool], world: SimWorld | None, host: int | None) -> None"))
+              "tuple[int, int, int, int, int], "
+              "observed: tuple[int, float | None, str, bool], world: SimWorld | None, host: int | None) -> None"))
       .def_prop_ro("name", [](Self self) { return to_text(self.p->address()->name); })
       .def_prop_ro(
           "address", [](Self self) { return AddressHandle(self.p->address()); },

@@ -15,13 +15,14 @@ void check_option(bool ok, const char* name, const std::string& value, const cha
 }
 
 void check_rdma(const RdmaOptions& options) {
-  check_option(options.gid_index >= -1 && options.gid_index < 4096, "rdma.gid_index", std::to_string(options.gid_index),
-               "-1..4095");
+  check_option(options.gid_index >= -1 && options.gid_index < 256, "rdma.gid_index", std::to_string(options.gid_index),
+               "-1..255");
   check_option(options.traffic_class < 256, "rdma.traffic_class", text(options.traffic_class), "0..255");
   check_option(options.service_level < 16, "rdma.service_level", text(options.service_level), "0..15");
   check_option(options.path_mtu_bytes == 0 || (std::has_single_bit(options.path_mtu_bytes) &&
                                                options.path_mtu_bytes >= 256 && options.path_mtu_bytes <= 4096),
                "rdma.path_mtu", text(options.path_mtu_bytes), "256, 512, 1024, 2048, 4096, or 0: the port's");
+  check_option(options.partition <= 0xffff, "rdma.partition", text(options.partition), "0..0xffff");
 }
 
 void check_transports(const EngineOptions& options) {

@@ -253,11 +253,12 @@ class Transport {
 
 // What only RDMA transports ask.
 struct RdmaOptions {
-  std::string provider;         // ofi: exact name ("efa", "tcp"); empty: efa, and nothing else
+  std::string provider;         // ofi: exact name ("efa", "tcp"); empty: EFA, by efa-direct if there is that
   int32_t gid_index = -1;       // verbs on RoCE: -1 by choice
   uint32_t traffic_class = 0;   // verbs on RoCE: 0..255
   uint32_t service_level = 0;   // verbs: 0..15
   uint32_t path_mtu_bytes = 0;  // verbs: 256, 512 ... 4096; 0: the port's
+  uint32_t partition = 0;       // verbs on InfiniBand: a P_Key, its highest bit does not matter; 0 by choice
 };
 
 // sim: where in which world. Elsewhere there is no stage, and engines have threads.

@@ -101,7 +101,15 @@ def test_nonsense_is_refused_in_words(word: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"gid_index": -2}, {"traffic_class": 256}, {"service_level": 16}, {"path_mtu": 1500}]
+    "options",
+    [
+        {"gid_index": -2},
+        {"gid_index": 256},
+        {"traffic_class": 256},
+        {"service_level": 16},
+        {"path_mtu": 1500},
+        {"partition": 0x10000},
+    ],
 )
 def test_options_out_of_bounds_are_refused(options: dict[str, int]) -> None:
     with pytest.raises((xr.UsageError, TypeError), match=r"rdma\.|incompatible"):

@@ -18,7 +18,8 @@ namespace crossrail::verbs_test {
 
 struct FakeQueuePair {
   ibv_qp qp{};
-  ibv_qp_attr last_address{};  // of the change to ready-to-receive
+  ibv_qp_attr last_address{};         // of the change to ready-to-receive
+  uint16_t partition_index = 0xffff;  // of the change to initialised
   ibv_qp_state state = IBV_QPS_RESET;
   std::deque<std::pair<uint64_t, bool>> posted;  // id, signalled
   uint32_t inline_bytes = 0;
@@ -32,7 +33,11 @@ struct Fake {
   ibv_port_state port_state = IBV_PORT_ACTIVE;
   union ibv_gid gid{};
   uint32_t gid_type = IBV_GID_TYPE_ROCE_V2;
+  uint32_t gid_index = 0;
   uint32_t inline_bytes_max = 1024;
+  std::vector<uint16_t> partitions{0xffff};  // the table of P_Keys
+  uint8_t port_flags = 0;                    // IBV_QPF_GRH_REQUIRED
+  ibv_mtu mtu = IBV_MTU_4096;
   // --- faults ---
   int register_error = 0;
   int dma_buf_error = 0;
@@ -52,9 +57,10 @@ struct Fake {
   std::deque<ibv_wc> sends;
   std::deque<ibv_wc> receives;
   std::map<uint32_t, FakeQueuePair*> queue_pairs;
-  std::set<uint64_t> keys;     // of registered memory
-  uint64_t registrations = 0;  // made so far
-  uint32_t domains = 0;        // protection domains that there are
+  std::set<uint64_t> keys;                           // of registered memory
+  uint64_t registrations = 0;                        // made so far
+  std::vector<std::pair<void*, size_t>> registered;  // what they were of, those of dma-bufs aside
+  uint32_t domains = 0;                              // protection domains that there are
 
   Fake();
   ~Fake();
@@ -121,7 +127,9 @@ inline int fake_post_send(ibv_qp* qp, ibv_send_wr* request, ibv_send_wr** refuse
 inline int fake_query_port(ibv_context*, uint8_t, _compat_ibv_port_attr* out) {
   auto* attributes = reinterpret_cast<ibv_port_attr*>(out);
   attributes->state = g_fake->port_state;
-  attributes->max_mtu = attributes->active_mtu = IBV_MTU_4096;
+  attributes->max_mtu = attributes->active_mtu = g_fake->mtu;
+  attributes->flags = g_fake->port_flags;
+  attributes->pkey_tbl_len = static_cast<uint16_t>(g_fake->partitions.size());
   attributes->max_msg_sz = 1u << 31;
   attributes->lid = 5;
   attributes->link_layer = static_cast<uint8_t>(g_fake->link_layer);
@@ -140,10 +148,15 @@ inline int fake_query_device(ibv_context*, ibv_device_attr* attributes) {
 inline ssize_t fake_query_gids(ibv_context*, ibv_gid_entry* entries, size_t, uint32_t, size_t) {
   entries[0] = {};
   entries[0].gid = g_fake->gid;
-  entries[0].gid_index = 0;
+  entries[0].gid_index = g_fake->gid_index;
   entries[0].port_num = 1;
   entries[0].gid_type = g_fake->gid_type;
   return 1;
+}
+
+inline int fake_query_partition(ibv_context*, uint8_t, int index, __be16* key) {
+  *key = static_cast<__be16>(__builtin_bswap16(g_fake->partitions.at(static_cast<size_t>(index))));
+  return 0;
 }
 
 inline int fake_get_async_event(ibv_context*, ibv_async_event* event) {
@@ -165,6 +178,7 @@ inline ibv_mr* fake_register(ibv_pd*, void* address, size_t length, uint64_t, un
   memory->lkey = memory->rkey = static_cast<uint32_t>(g_memory_key++);
   g_fake->keys.insert(memory->rkey);
   ++g_fake->registrations;
+  g_fake->registered.emplace_back(address, length);
   return memory;
 }
 
@@ -239,6 +253,7 @@ inline ibv_qp* fake_create_qp(ibv_pd*, ibv_qp_init_attr* wanted) {
 inline int fake_modify_qp(ibv_qp* qp, ibv_qp_attr* attributes, int) {
   FakeQueuePair& queue_pair = *g_fake->queue_pairs.at(qp->qp_num);
   queue_pair.state = attributes->qp_state;
+  if (attributes->qp_state == IBV_QPS_INIT) queue_pair.partition_index = attributes->pkey_index;
   if (attributes->qp_state == IBV_QPS_RTR) queue_pair.last_address = *attributes;
   if (attributes->qp_state != IBV_QPS_ERR) return 0;
   if (g_fake->flushes) {
@@ -270,6 +285,7 @@ inline verbs::Library fake_table() {
   table.query_device = fake_query_device;
   table.query_port_old = fake_query_port;
   table.query_gid_table = fake_query_gids;
+  table.query_pkey = fake_query_partition;
   table.get_async_event = fake_get_async_event;
   table.ack_async_event = [](ibv_async_event*) {};
   table.alloc_pd = [](ibv_context*) {

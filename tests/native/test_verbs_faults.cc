@@ -303,13 +303,90 @@ TEST_CASE("verbs faults: InfiniBand is routed by lid within a subnet, by GID bet
   CHECK(same.works_of(*same.paths[0]).last_address.ah_attr.dlid == 9);
   CHECK(same.works_of(*same.paths[0]).last_address.ah_attr.is_global == 0);
   CHECK(same.nic->nearness(verbs::encode(peer)) == 2);
-  peer.gid[1] = 1;
+  peer.wants_global_route = true;  // a function that shares its LID with others
+  Rig shared(&peer);
+  CHECK(shared.works_of(*shared.paths[0]).last_address.ah_attr.is_global == 1);
+  CHECK(shared.works_of(*shared.paths[0]).last_address.ah_attr.dlid == 9);
+  peer.wants_global_route = false;
+  peer.gid[7] = 1;  // another subnet, and nobody says how to get there
+  CHECK(same.nic->nearness(verbs::encode(peer)) == 0);
+  peer.gid[4] = 0xc0;  // the LID that routers know it by
+  peer.gid[5] = 7;
   Rig other(&peer);
   CHECK(other.works_of(*other.paths[0]).last_address.ah_attr.is_global == 1);
+  CHECK(other.works_of(*other.paths[0]).last_address.ah_attr.dlid == 0xc007);
   CHECK(other.nic->nearness(verbs::encode(peer)) == 1);
+  fake.gid.raw[4] = 0xc1;  // ours likewise, in the same subnet
+  fake.gid.raw[7] = 1;
+  Rig near(&peer);
+  CHECK(near.works_of(*near.paths[0]).last_address.ah_attr.is_global == 0);
+  CHECK(near.works_of(*near.paths[0]).last_address.ah_attr.dlid == 9);
+  CHECK(near.nic->nearness(verbs::encode(peer)) == 2);
   peer.fabric = verbs::Fabric::kRoceV2;
   CHECK(other.nic->nearness(verbs::encode(peer)) == 0);
   CHECK_THROWS_AS(Rig{&peer}, TransportError);
+}
+
+TEST_CASE("verbs faults: InfiniBand's partition is the one that the port is a full member of, or the wanted one") {
+  Fake fake;
+  fake.link_layer = IBV_LINK_LAYER_INFINIBAND;
+  fake.gid_type = IBV_GID_TYPE_IB;
+  fake.gid = {};
+  fake.gid.raw[0] = 0xfe;
+  fake.gid.raw[1] = 0x80;
+  const auto index_of = [&](const RdmaOptions& options) {
+    const auto nic = open_fake(options);
+    const auto path = nic->make_path();
+    for (const auto& [number, queue_pair] : fake.queue_pairs)  // datagrams, messages, works
+      CHECK(queue_pair->partition_index == fake.queue_pairs.begin()->second->partition_index);
+    return fake.queue_pairs.begin()->second->partition_index;
+  };
+  fake.partitions = {0x7fff, 0, 0x800b, 0x800c};  // as virtual machines in a cloud have it
+  CHECK(index_of({}) == 2);
+  RdmaOptions wanted;
+  wanted.partition = 0x000c;
+  CHECK(index_of(wanted) == 3);
+  wanted.partition = 0x8123;
+  CHECK_THROWS_WITH_AS(open_fake(wanted), doctest::Contains("no such partition: 0x8123"), TransportError);
+  fake.partitions = {0x800b, 0x7fff};
+  CHECK(index_of({}) == 0);
+  const auto nic = open_fake();
+  verbs::Endpoint peer = *verbs::decode_endpoint(nic->endpoint());
+  CHECK(peer.partition == 0x800b);
+  peer.partition = 0x000b;  // a limited member of the same
+  CHECK(nic->nearness(verbs::encode(peer)) == 2);
+  peer.partition = 0x800c;
+  CHECK(nic->nearness(verbs::encode(peer)) == 0);
+  fake.partitions = {0x7fff};
+  CHECK(open_fake()->nearness(open_fake()->endpoint()) == 0);  // limited members do not hear each other
+}
+
+TEST_CASE("verbs faults: a port that lost its partition is down") {
+  Fake fake;
+  fake.link_layer = IBV_LINK_LAYER_INFINIBAND;
+  fake.gid_type = IBV_GID_TYPE_IB;
+  const auto nic = open_fake();
+  CHECK(nic->is_port_up());
+  fake.partitions = {0x800b};
+  fake.tell(IBV_EVENT_PKEY_CHANGE);
+  std::this_thread::sleep_for(std::chrono::milliseconds(2));
+  Told told;
+  nic->poll(told);
+  CHECK(told.ports == std::vector<bool>{false});
+}
+
+TEST_CASE("verbs faults: a port whose packets hold no datagram is not taken") {
+  Fake fake;
+  fake.mtu = IBV_MTU_512;
+  CHECK_THROWS_WITH_AS(open_fake(), doctest::Contains("too small for the handshake"), TransportError);
+}
+
+TEST_CASE("verbs faults: what the NIC is told of has its pages for itself") {
+  Fake fake;
+  const auto nic = open_fake();
+  CHECK(fake.registered.size() >= 4);
+  for (const auto& [base, bytes] : fake.registered)
+    CHECK(reinterpret_cast<uintptr_t>(base) % static_cast<uintptr_t>(::sysconf(_SC_PAGESIZE)) == 0);
 }
 
 TEST_CASE("verbs faults: options of route and packet reach the queue pair") {
@@ -354,6 +431,14 @@ TEST_CASE("verbs faults: a port that lost its address is down until it has it ag
   poll_after(77);
   poll_after(1);
   CHECK(told.ports == std::vector<bool>{false, true});
+  poll_after(77);
+  fake.gid_index = 3;  // given back, it is at another place of the table
+  poll_after(1);
+  CHECK(told.ports == std::vector<bool>{false, true, false, true});
+  const auto path = nic->make_path();
+  path->connect(nic->endpoint(), verbs::encode(verbs::Offer{4, 3, 4, 5, 6}));
+  const FakeQueuePair& works = fake.queue_pair(verbs::decode_offer(path->offer())->work_queue_pair);
+  CHECK(works.last_address.ah_attr.grh.sgid_index == 3);
 }
 
 TEST_CASE("verbs faults: devices without reliable connections are listed with the reason") {

@@ -28,7 +28,8 @@ from pyverbs.pd import PD
 from pyverbs.qp import QP, QPAttr, QPCap, QPInitAttr
 from pyverbs.wr import SGE, RecvWR, SendWR
 
-ENDPOINT = struct.Struct("<BBBBH16sII")  # version, fabric, mtu, prefix bits, lid, gid, datagram queue pair and key
+# version, fabric, mtu, prefix bits, lid, partition, global route, gid, datagram queue pair and key
+ENDPOINT = struct.Struct("<BBBBHHB16sII")
 OFFER = struct.Struct("<BBIIII")  # version, reads at once, then queue pair and first packet: messages, works
 BYTES = 1 << 20
 GID_INDEX = 1
@@ -58,12 +59,12 @@ class Peer:
             for group in str(self.context.query_gid(PORT, GID_INDEX)).split(":")
             for part in (group[:2], group[2:])
         )
-        endpoint = ENDPOINT.pack(1, 2, IBV_MTU_1024, 24, 0, gid, 0, 0)
+        endpoint = ENDPOINT.pack(2, 2, IBV_MTU_1024, 24, 0, 0xFFFF, 1, gid, 0, 0)
         offer = OFFER.pack(1, 4, self.messages.qp_num, 100, self.works.qp_num, 200)
         return f"{endpoint.hex()} {offer.hex()} {self.memory.buf} {self.memory.rkey}"
 
     def connect(self, endpoint: str, offer: str) -> str:
-        gid = ENDPOINT.unpack(bytes.fromhex(endpoint))[5]
+        gid = ENDPOINT.unpack(bytes.fromhex(endpoint))[7]
         _, _, message_number, message_psn, work_number, work_psn = OFFER.unpack(bytes.fromhex(offer))
         far = [(message_number, message_psn, 100), (work_number, work_psn, 200)]
         groups = gid.hex(":", 2)

@@ -57,7 +57,7 @@ OpenDevice::OpenDevice(Context opened, const std::string& name) : context(std::m
 }
 
 Adapter::Adapter(std::shared_ptr<OpenDevice> opened, PortDetail port, const RdmaOptions& wanted)
-    : device(std::move(opened)), detail(std::move(port)), options(wanted) {}
+    : device(std::move(opened)), detail(std::move(port)), options(wanted), gid_index(detail.port.gid_index) {}
 
 Memory register_with(const Adapter& adapter, void* base, uint64_t length_bytes, Access access, bool* is_read_only) {
   const auto address = reinterpret_cast<uint64_t>(base);

@@ -1,6 +1,7 @@
 // A device that was opened, and a port of it: what Nics, paths and registrations share. And the registrations.
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -40,6 +41,9 @@ struct Adapter {
   std::shared_ptr<OpenDevice> device;
   PortDetail detail;
   RdmaOptions options;
+  // Where in the port's table its GID is: elsewhere, when its address was taken away and given back. Relaxed: who reads the
+  // old one makes a route that fails, and asks again.
+  mutable std::atomic<int> gid_index;
 };
 
 // Throws TransportError with what helps against `error`. adapter, name: whose call it was.

@@ -51,6 +51,7 @@ void Datagrams::to_ready() {
   ibv_qp_attr attributes{};
   attributes.qp_state = IBV_QPS_INIT;
   attributes.port_num = adapter_->detail.port.number;
+  attributes.pkey_index = adapter_->detail.partition_index;
   attributes.qkey = key_;
   modify(*adapter_, queue_pair_.get(), attributes, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_QKEY);
   attributes.qp_state = IBV_QPS_RTR;
@@ -109,6 +110,11 @@ Datagrams::Route* Datagrams::route_of(std::span<const uint8_t> bytes) {
   route.queue_key = endpoint->queue_key;
   route.since_ns = now;
   return &route;
+}
+
+void Datagrams::forget_routes() {
+  for (auto& [key, route] : routes_)
+    if (route.state == RouteState::kKnown) route.since_ns = now_ns() - kRouteLifeNs;
 }
 
 uint32_t Datagrams::send_waiting() {

@@ -28,6 +28,8 @@ class Datagrams {
   void send(std::span<const uint8_t> endpoint, std::span<const uint8_t> payload);
   // Sends what has a route by now. Returns how many.
   uint32_t send_waiting();
+  // Those that are known begin at another place of the port's table than its address is at now.
+  void forget_routes();
   bool has_answers() const { return resolver_.has_answers(); }
   // These two throw TransportError when the queue pair cannot be set up anew after an error.
   void on_sent(const ibv_wc& completion);

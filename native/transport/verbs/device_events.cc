@@ -1,4 +1,5 @@
 // What the device says by itself: ports, broken queue pairs, its own end.
+#include <optional>
 #include <utility>
 
 #include "transport/verbs/verbs_nic.h"
@@ -86,6 +87,7 @@ void VerbsNic::on_device_event(const ibv_async_event& event) {
     case IBV_EVENT_PORT_ACTIVE:
     case IBV_EVENT_PORT_ERR:
     case IBV_EVENT_LID_CHANGE:
+    case IBV_EVENT_PKEY_CHANGE:
     case IBV_EVENT_GID_CHANGE:
       port_news_ = what;
       return;
@@ -99,7 +101,6 @@ void VerbsNic::on_device_event(const ibv_async_event& event) {
     case IBV_EVENT_SQ_DRAINED:
     case IBV_EVENT_PATH_MIG:
     case IBV_EVENT_PATH_MIG_ERR:
-    case IBV_EVENT_PKEY_CHANGE:
     case IBV_EVENT_SM_CHANGE:
     case IBV_EVENT_SRQ_LIMIT_REACHED:
     case IBV_EVENT_CLIENT_REREGISTER:
@@ -109,7 +110,9 @@ void VerbsNic::on_device_event(const ibv_async_event& event) {
 
 // What the event says may be over by now: the port itself is asked.
 void VerbsNic::on_port_event(const char* what, rdma::NicEvents& events) {
-  const bool is_up = is_usable_now(adapter_->context(), adapter_->detail);
+  const std::optional<int> index = gid_index_now(adapter_->context(), adapter_->detail);
+  if (index && *index != adapter_->gid_index.exchange(*index, std::memory_order_relaxed)) datagrams_->forget_routes();
+  const bool is_up = index.has_value();
   if (is_up == is_port_up_) return;
   is_port_up_ = is_up;
   events.on_port(is_up, what);

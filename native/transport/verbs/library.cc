@@ -33,10 +33,10 @@ bool bind_all(void* handle, Library* t, std::string* why) {
          take("ibv_get_device_name", &t->get_device_name) && take("ibv_open_device", &t->open_device) &&
          take("ibv_close_device", &t->close_device) && take("ibv_query_device", &t->query_device) &&
          take("ibv_query_port", &t->query_port_old) && take("_ibv_query_gid_table", &t->query_gid_table) &&
-         take("ibv_get_async_event", &t->get_async_event) && take("ibv_ack_async_event", &t->ack_async_event) &&
-         take("ibv_alloc_pd", &t->alloc_pd) && take("ibv_dealloc_pd", &t->dealloc_pd) &&
-         take("ibv_reg_mr_iova2", &t->reg_mr) && take("ibv_dereg_mr", &t->dereg_mr) &&
-         take("ibv_create_comp_channel", &t->create_comp_channel) &&
+         take("ibv_query_pkey", &t->query_pkey) && take("ibv_get_async_event", &t->get_async_event) &&
+         take("ibv_ack_async_event", &t->ack_async_event) && take("ibv_alloc_pd", &t->alloc_pd) &&
+         take("ibv_dealloc_pd", &t->dealloc_pd) && take("ibv_reg_mr_iova2", &t->reg_mr) &&
+         take("ibv_dereg_mr", &t->dereg_mr) && take("ibv_create_comp_channel", &t->create_comp_channel) &&
          take("ibv_destroy_comp_channel", &t->destroy_comp_channel) && take("ibv_create_cq", &t->create_cq) &&
          take("ibv_destroy_cq", &t->destroy_cq) && take("ibv_get_cq_event", &t->get_cq_event) &&
          take("ibv_ack_cq_events", &t->ack_cq_events) && take("ibv_create_srq", &t->create_srq) &&

@@ -22,6 +22,7 @@ struct Library {
   int (*query_port_old)(ibv_context* context, uint8_t port, _compat_ibv_port_attr* attributes);
   ssize_t (*query_gid_table)(ibv_context* context, ibv_gid_entry* entries, size_t entries_max, uint32_t flags,
                              size_t entry_bytes);
+  int (*query_pkey)(ibv_context* context, uint8_t port, int index, __be16* key);
   int (*get_async_event)(ibv_context* context, ibv_async_event* event);
   void (*ack_async_event)(ibv_async_event* event);
   ibv_pd* (*alloc_pd)(ibv_context* context);

@@ -1,5 +1,6 @@
 #include "transport/verbs/ports.h"
 
+#include <arpa/inet.h>
 #include <ifaddrs.h>
 #include <net/if.h>
 #include <netinet/in.h>
@@ -8,9 +9,11 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <cstdio>
 #include <cstring>
 #include <fstream>
 #include <memory>
+#include <optional>
 
 #include "util/errors.h"
 
@@ -19,6 +22,9 @@ namespace crossrail::verbs {
 namespace {
 
 constexpr size_t kGidsMax = 512;
+constexpr ibv_mtu kMtuMin = IBV_MTU_1024;  // a datagram is one packet
+static_assert(rdma::kDatagramBytesMax <= 1024);
+constexpr uint32_t kGidIndexMax = 255;  // what a route can name (ibv_global_route)
 
 struct Candidate {
   uint32_t index = 0;
@@ -74,12 +80,43 @@ std::vector<Candidate> gids_of(ibv_context* context, uint32_t port) {
 
 // Smaller is better. RoCE v2 before v1, since only it is routed; IPv4 first, since hosts are mostly reached by it.
 int rank(const Candidate& candidate) {
+  if (candidate.fabric == Fabric::kInfiniBand && router_lid(candidate.gid) != 0)
+    return 0;  // reached across subnets, too
   const int address = is_mapped_ipv4(candidate.gid) ? 0 : is_link_local(candidate.gid) ? 2 : 1;
   return (candidate.fabric == Fabric::kRoceV1 ? 10 : 0) + address;
 }
 
 bool better(const Candidate& a, const Candidate& b) {
   return rank(a) != rank(b) ? rank(a) < rank(b) : a.index < b.index;
+}
+
+struct Partition {
+  uint16_t index = 0;  // of the port's table
+  uint16_t key = kDefaultPartition;
+};
+
+// The wanted one, else the first that the port is a full member of, as UCX has it: limited members do not hear each other, and
+// which place of the table is whose is the subnet manager's choice (Azure: 0x800b and 0x7fff in either order).
+std::optional<Partition> choose_partition(ibv_context* context, const ibv_port_attr& attributes, uint8_t port,
+                                          uint32_t wanted) {
+  constexpr uint16_t kNumber = 0x7fff;
+  std::optional<Partition> best;
+  for (uint16_t index = 0; index < attributes.pkey_tbl_len; ++index) {
+    __be16 raw = 0;
+    if (library().query_pkey(context, port, index, &raw) != 0) continue;
+    const uint16_t key = ntohs(raw);
+    if ((key & kNumber) == 0 || (wanted != 0 && (key & kNumber) != (wanted & kNumber))) continue;
+    if ((key & kFullMember) != 0) return Partition{index, key};
+    if (!best) best = Partition{index, key};
+  }
+  if (best || wanted != 0) return best;
+  return Partition{};  // a table that tells nothing
+}
+
+std::string hex(uint32_t number) {
+  char text[16];
+  std::snprintf(text, sizeof text, "0x%x", number);
+  return text;
 }
 
 std::string netdev_name(uint32_t index) {
@@ -119,6 +156,7 @@ uint8_t prefix_bits_of(const Gid& gid) {
 const Candidate* choose(std::vector<Candidate>& gids, const RdmaOptions& options, const std::string& address) {
   std::sort(gids.begin(), gids.end(), better);
   for (const Candidate& candidate : gids) {
+    if (candidate.index > kGidIndexMax) continue;
     if (options.gid_index >= 0 && candidate.index != static_cast<uint32_t>(options.gid_index)) continue;
     if (!address.empty() && address_text(candidate.gid) != address) continue;
     return &candidate;
@@ -151,7 +189,7 @@ PortDetail inspect(const Device& device, uint8_t number, const RdmaOptions& opti
   port.link_layer = is_ethernet ? "Ethernet" : "InfiniBand";
   port.is_active = attributes.state == IBV_PORT_ACTIVE;
   detail.work_bytes_max = attributes.max_msg_sz;
-  detail.wants_global_route = is_ethernet || (attributes.flags & IBV_QPF_GRH_REQUIRED) != 0;
+  detail.endpoint.wants_global_route = is_ethernet || (attributes.flags & IBV_QPF_GRH_REQUIRED) != 0;
 
   std::vector<Candidate> gids = gids_of(device.context.get(), number);
   const Candidate* chosen = choose(gids, options, address);
@@ -169,12 +207,26 @@ PortDetail inspect(const Device& device, uint8_t number, const RdmaOptions& opti
   detail.endpoint.gid = chosen->gid;
   detail.endpoint.lid = is_ethernet ? uint16_t{0} : attributes.lid;
   if (is_ethernet) detail.endpoint.prefix_bits = prefix_bits_of(chosen->gid);
+  const std::optional<Partition> partition =
+      is_ethernet ? Partition{} : choose_partition(device.context.get(), attributes, number, options.partition);
+  if (partition) {
+    detail.partition_index = partition->index;
+    detail.endpoint.partition = partition->key;
+  }
   port.gid_type = fabric_name(detail.endpoint.fabric);
   port.address = is_ethernet ? address_text(chosen->gid) : "lid " + std::to_string(attributes.lid);
   if (!port.is_active) port.trouble = "the port is down";
   if (!is_ethernet && attributes.lid == 0) {  // peers would be told of none, for good
     port.gid_index = -1;
     port.trouble = "the subnet manager has given it no LID; open the engine once it has one";
+  }
+  if (port.is_active && attributes.active_mtu < kMtuMin) {
+    port.gid_index = -1;
+    port.trouble = "its MTU is too small for the handshake: set its interface's to 1500 or more";
+  }
+  if (!partition) {
+    port.gid_index = -1;
+    port.trouble = "it is in no such partition: " + hex(options.partition);
   }
   return detail;
 }
@@ -220,15 +272,24 @@ std::vector<PortDetail> inspect_ports(const Device& device, const RdmaOptions& o
   return found;
 }
 
-bool is_usable_now(ibv_context* context, const PortDetail& detail) {
+std::optional<int> gid_index_now(ibv_context* context, const PortDetail& detail) {
   ibv_port_attr attributes;
-  if (query_port(context, detail.port.number, &attributes) != 0 || attributes.state != IBV_PORT_ACTIVE) return false;
-  // Peers know the LID that it had: a subnet manager that gave it another one has cut it off.
-  if (detail.endpoint.fabric == Fabric::kInfiniBand && attributes.lid != detail.endpoint.lid) return false;
-  const std::vector<Candidate> gids = gids_of(context, detail.port.number);
-  return std::any_of(gids.begin(), gids.end(), [&](const Candidate& candidate) {
-    return static_cast<int>(candidate.index) == detail.port.gid_index && candidate.gid == detail.endpoint.gid;
-  });
+  if (query_port(context, detail.port.number, &attributes) != 0 || attributes.state != IBV_PORT_ACTIVE)
+    return std::nullopt;
+  // Peers know the LID and the partition that it had: a subnet manager that gave it another one has cut it off.
+  const Endpoint& known = detail.endpoint;
+  if (known.fabric == Fabric::kInfiniBand) {
+    __be16 partition = 0;
+    const int error = library().query_pkey(context, detail.port.number, detail.partition_index, &partition);
+    if (attributes.lid != known.lid || (error == 0 && ntohs(partition) != known.partition)) return std::nullopt;
+  }
+  std::optional<int> found;
+  for (const Candidate& candidate : gids_of(context, detail.port.number)) {
+    if (candidate.gid != known.gid || candidate.fabric != known.fabric || candidate.index > kGidIndexMax) continue;
+    const auto index = static_cast<int>(candidate.index);
+    if (!found || index == detail.port.gid_index) found = index;
+  }
+  return found;
 }
 
 }  // namespace crossrail::verbs

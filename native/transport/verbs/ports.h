@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -16,7 +17,7 @@ struct PortDetail {
   Port port;
   Endpoint endpoint;  // its queue pair comes later
   uint64_t work_bytes_max = 0;
-  bool wants_global_route = false;     // InfiniBand ports that say so, and every RoCE port
+  uint16_t partition_index = 0;        // of the port's table of P_Keys
   std::vector<std::string> addresses;  // all that it could be used under
 };
 
@@ -33,7 +34,7 @@ std::vector<Device> open_devices(const std::string& only = {});
 // [any] address: only GIDs of this IP address are considered; empty: the best.
 std::vector<PortDetail> inspect_ports(const Device& device, const RdmaOptions& options, const std::string& address);
 
-// Is the port active, and does it still have its address?
-bool is_usable_now(ibv_context* context, const PortDetail& detail);
+// Where the port's GID is now; nothing: the port is not active, or does not have the address any more that peers know.
+std::optional<int> gid_index_now(ibv_context* context, const PortDetail& detail);
 
 }  // namespace crossrail::verbs

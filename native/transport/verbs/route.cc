@@ -1,6 +1,5 @@
 #include "transport/verbs/route.h"
 
-#include <algorithm>
 #include <cstring>
 
 namespace crossrail::verbs {
@@ -16,13 +15,15 @@ ibv_ah_attr route_to(const Adapter& adapter, const Endpoint& endpoint) {
   ibv_ah_attr route{};
   route.port_num = adapter.detail.port.number;
   route.sl = static_cast<uint8_t>(adapter.options.service_level);
-  route.dlid = endpoint.lid;
-  // InfiniBand's own routing is by lid, within a subnet: the upper half of the GIDs is the same.
-  const bool crosses = !std::equal(ours.gid.begin(), ours.gid.begin() + 8, endpoint.gid.begin());
-  if (adapter.detail.wants_global_route || crosses) {
+  // InfiniBand's own routing is by LID, within a subnet.
+  const bool crosses = ours.fabric == Fabric::kInfiniBand && !share_subnet(ours.gid, endpoint.gid);
+  route.dlid = crosses ? router_lid(endpoint.gid) : endpoint.lid;
+  // Either end may need it: functions of one NIC may share a LID, and then packets to them are told apart by the GID alone
+  // (IBV_QPF_GRH_REQUIRED, ibv_query_port(3)).
+  if (ours.wants_global_route || endpoint.wants_global_route || crosses) {
     route.is_global = 1;
     std::memcpy(route.grh.dgid.raw, endpoint.gid.data(), endpoint.gid.size());
-    route.grh.sgid_index = static_cast<uint8_t>(adapter.detail.port.gid_index);
+    route.grh.sgid_index = static_cast<uint8_t>(adapter.gid_index.load(std::memory_order_relaxed));
     route.grh.hop_limit = kHopsMax;
     route.grh.traffic_class = static_cast<uint8_t>(adapter.options.traffic_class);
   }

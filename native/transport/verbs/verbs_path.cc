@@ -56,6 +56,7 @@ int to_init(const Adapter& adapter, ibv_qp* queue_pair, int access) {
   ibv_qp_attr attributes{};
   attributes.qp_state = IBV_QPS_INIT;
   attributes.port_num = adapter.detail.port.number;
+  attributes.pkey_index = adapter.detail.partition_index;
   attributes.qp_access_flags = static_cast<unsigned>(access);
   return library().modify_qp(queue_pair, &attributes,
                              IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS);

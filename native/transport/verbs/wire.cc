@@ -11,7 +11,8 @@ namespace crossrail::verbs {
 
 namespace {
 
-constexpr uint8_t kVersion = 1;
+constexpr uint8_t kVersion = 2;  // of endpoints
+constexpr uint8_t kOfferVersion = 1;
 constexpr uint32_t kNumberMax = 0xffffff;  // of queue pairs and packets: 24 bits
 constexpr uint8_t kMtuMax = 5;
 constexpr uint32_t kMappedBits = 96;  // in front of an IPv4 address
@@ -44,6 +45,8 @@ std::vector<uint8_t> encode(const Endpoint& endpoint) {
   out.put(endpoint.mtu);
   out.put(endpoint.prefix_bits);
   out.put(endpoint.lid);
+  out.put(endpoint.partition);
+  out.put(static_cast<uint8_t>(endpoint.wants_global_route));
   out.put_bytes(endpoint.gid);
   out.put(endpoint.queue_pair);
   out.put(endpoint.queue_key);
@@ -59,17 +62,21 @@ std::optional<Endpoint> decode_endpoint(std::span<const uint8_t> bytes) {
   endpoint.mtu = in.get<uint8_t>();
   endpoint.prefix_bits = in.get<uint8_t>();
   endpoint.lid = in.get<uint16_t>();
+  endpoint.partition = in.get<uint16_t>();
+  const auto wants_global_route = in.get<uint8_t>();
+  endpoint.wants_global_route = wants_global_route != 0;
   in.get_bytes(endpoint.gid);
   endpoint.queue_pair = in.get<uint32_t>();
   endpoint.queue_key = in.get<uint32_t>();
   const bool good = in.finished() && version == kVersion && fabric >= 1 && fabric <= 3 && endpoint.mtu >= 1 &&
-                    endpoint.mtu <= kMtuMax && endpoint.prefix_bits <= 128 && endpoint.queue_pair <= kNumberMax;
+                    endpoint.mtu <= kMtuMax && endpoint.prefix_bits <= 128 && wants_global_route <= 1 &&
+                    endpoint.queue_pair <= kNumberMax;
   return good ? std::optional(endpoint) : std::nullopt;
 }
 
 std::vector<uint8_t> encode(const Offer& offer) {
   Writer out;
-  out.put(kVersion);
+  out.put(kOfferVersion);
   out.put(offer.reads_max);
   out.put(offer.message_queue_pair);
   out.put(offer.message_psn);
@@ -87,7 +94,7 @@ std::optional<Offer> decode_offer(std::span<const uint8_t> bytes) {
   offer.message_psn = in.get<uint32_t>();
   offer.work_queue_pair = in.get<uint32_t>();
   offer.work_psn = in.get<uint32_t>();
-  const bool good = in.finished() && version == kVersion && offer.message_queue_pair <= kNumberMax &&
+  const bool good = in.finished() && version == kOfferVersion && offer.message_queue_pair <= kNumberMax &&
                     offer.message_psn <= kNumberMax && offer.work_queue_pair <= kNumberMax &&
                     offer.work_psn <= kNumberMax;
   return good ? std::optional(offer) : std::nullopt;
@@ -100,10 +107,32 @@ bool is_mapped_ipv4(const Gid& gid) {
 
 bool is_link_local(const Gid& gid) { return gid[0] == 0xfe && (gid[1] & 0xc0) == 0x80; }
 
+uint16_t router_lid(const Gid& gid) { return static_cast<uint16_t>(gid[4] << 8 | gid[5]); }
+
+bool share_subnet(const Gid& a, const Gid& b) {
+  const bool both_routable = router_lid(a) != 0 && router_lid(b) != 0;
+  if (!both_routable) return share_bits(a, b, 64);  // the upper half of a GID is the subnet
+  return share_bits(a, b, 32) && a[6] == b[6] && a[7] == b[7];
+}
+
+namespace {
+
+// Packets of one partition only get through, and from limited members only to full ones.
+bool share_partition(uint16_t a, uint16_t b) { return ((a ^ b) & ~kFullMember) == 0 && ((a | b) & kFullMember) != 0; }
+
+int nearness_of_infiniband(const Endpoint& ours, const Endpoint& theirs) {
+  if (!share_partition(ours.partition, theirs.partition)) return 0;
+  if (share_subnet(ours.gid, theirs.gid)) return 2;
+  return router_lid(theirs.gid) != 0 ? 1
+                                     : 0;  // the LID of the router between would have to be asked of the subnet manager
+}
+
+}  // namespace
+
 int nearness(const Endpoint& ours, const Endpoint& theirs) {
   if (ours.fabric != theirs.fabric) return 0;
-  // The upper half of a GID is the subnet of InfiniBand. RoCE v1 is not routed.
-  if (ours.fabric == Fabric::kInfiniBand) return share_bits(ours.gid, theirs.gid, 64) ? 2 : 1;
+  if (ours.fabric == Fabric::kInfiniBand) return nearness_of_infiniband(ours, theirs);
+  // RoCE v1 is not routed.
   if (ours.fabric == Fabric::kRoceV1) return 2;
   if (is_mapped_ipv4(ours.gid) != is_mapped_ipv4(theirs.gid)) return 0;
   if (is_link_local(ours.gid) != is_link_local(theirs.gid)) return 0;

@@ -16,12 +16,17 @@ const char* fabric_name(Fabric fabric);
 
 using Gid = std::array<uint8_t, 16>;
 
+inline constexpr uint16_t kDefaultPartition = 0xffff;
+inline constexpr uint16_t kFullMember = 0x8000;  // of a partition: limited ones do not hear each other
+
 // A port and its datagram queue pair.
 struct Endpoint {
   Fabric fabric = Fabric::kInfiniBand;
-  uint8_t mtu = 0;          // an ibv_mtu: 1 is 256 bytes, 5 is 4096
-  uint8_t prefix_bits = 0;  // RoCE: how many bits of the address are its network's, 0 unknown
-  uint16_t lid = 0;         // InfiniBand
+  uint8_t mtu = 0;                         // an ibv_mtu: 1 is 256 bytes, 5 is 4096
+  uint8_t prefix_bits = 0;                 // RoCE: how many bits of the address are its network's, 0 unknown
+  uint16_t lid = 0;                        // InfiniBand
+  uint16_t partition = kDefaultPartition;  // its P_Key: the highest bit says full member
+  bool wants_global_route = false;         // packets have to name it by its GID, also within its network
   Gid gid{};
   uint32_t queue_pair = 0;
   uint32_t queue_key = 0;
@@ -44,6 +49,12 @@ struct Offer {
 
 std::vector<uint8_t> encode(const Offer& offer);
 std::optional<Offer> decode_offer(std::span<const uint8_t> bytes);
+
+// InfiniBand: the LID by which routers know a subnet's port from outside, where its GID carries one (NVIDIA's FLID, bytes 4 and
+// 5); else 0. The subnet itself is in bytes 6 and 7 then.
+uint16_t router_lid(const Gid& gid);
+// Of InfiniBand: no router between them.
+bool share_subnet(const Gid& a, const Gid& b);
 
 // 0 not at all, 1 perhaps by routers, 2 in one network: rdma::Nic::nearness().
 int nearness(const Endpoint& ours, const Endpoint& theirs);
