@@ -135,6 +135,13 @@ void register_faults(nb::class_<SimWorldHandle>& world) {
           nb::arg("a"), nb::arg("b"), nb::arg("parted"), nb::arg("at_ns").none(),
           nb::sig("def set_partition(self, a: int, b: int, parted: bool, at_ns: int | None) -> None"))
       .def(
+          "set_silence",
+          [](Self self, uint32_t source, uint32_t to, bool silent, nb::handle at_ns) {
+            on_fabric(self, at_ns, [=](sim::Fabric& fabric) { fabric.set_silence(source, to, silent); });
+          },
+          nb::arg("source"), nb::arg("to"), nb::arg("silent"), nb::arg("at_ns").none(),
+          nb::sig("def set_silence(self, source: int, to: int, silent: bool, at_ns: int | None) -> None"))
+      .def(
           "set_failing",
           [](Self self, uint32_t host, nb::handle rail, uint32_t chance_ppm, uint64_t count, nb::handle at_ns) {
             on_fabric(self, at_ns, [=, rail = to_rail(rail)](sim::Fabric& fabric) {

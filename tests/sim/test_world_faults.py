@@ -154,6 +154,33 @@ def test_a_partition_that_lasts_loses_the_peer() -> None:
         two.b.imm_counter(1).wait(1, 60)
 
 
+@pytest.mark.parametrize("for_s", [0.2, 3.0])  # the NIC's retries outlast the first, not the second
+@pytest.mark.parametrize("silent", [0, 1])
+def test_silence_of_one_side_is_survived_and_nothing_counts_twice(silent: int, for_s: float) -> None:
+    with sim.World(8) as world:
+        two = Two(world)
+        two.write().wait(60)
+        world.silence([two.hosts[silent]], [two.hosts[1 - silent]], at_s=world.now_s + 20e-6, for_s=for_s)
+        writes = [two.write() for _ in range(20)]
+        for write in writes:
+            write.wait(60)
+        world.run(for_s=10)
+        assert two.b.imm_counter(1).poll() == 21
+        two.expect(21)
+
+
+def test_bytes_land_while_the_peer_cannot_say_so() -> None:
+    with sim.World(9) as world:
+        two = Two(world, nbytes=4096)  # long ones are posted bit by bit, as those before are acknowledged
+        two.write().wait(60)
+        world.silence([two.hosts[1]], [two.hosts[0]])
+        write = two.write()
+        two.b.imm_counter(1).wait(2, 60)
+        assert not write.done
+        with pytest.raises(xr.PeerLost):
+            write.wait(60)
+
+
 def test_a_slow_rail_takes_longer() -> None:
     with sim.World(10) as world:
         two = Two(world, "cx7")

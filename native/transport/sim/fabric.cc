@@ -101,9 +101,13 @@ bool Fabric::are_parted(uint32_t a, uint32_t b) const {
   return !partitions_.empty() && partitions_.contains({std::min(a, b), std::max(a, b)});
 }
 
+bool Fabric::is_silent(uint32_t from, uint32_t to) const {
+  return !silences_.empty() && silences_.contains({from, to});
+}
+
 bool Fabric::reaches(uint32_t from_host, uint32_t from_rail, const SimNic* to) const {
   return to != nullptr && !to->is_dead && hosts_[from_host].rails[from_rail].is_up &&
-         hosts_[to->host].rails[to->rail].is_up && !are_parted(from_host, to->host);
+         hosts_[to->host].rails[to->rail].is_up && !are_parted(from_host, to->host) && !is_silent(from_host, to->host);
 }
 
 // --- how paths end ---

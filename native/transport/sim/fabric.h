@@ -120,6 +120,8 @@ class Fabric {
   void set_rail_full(uint32_t host, uint32_t rail, bool full);
   void set_slowness(uint32_t host, uint32_t rail, uint32_t permille);
   void set_partition(uint32_t a, uint32_t b, bool parted);
+  // One way alone: what goes the other way arrives, and its acknowledgement does not.
+  void set_silence(uint32_t from, uint32_t to, bool silent);
   void set_failing(uint32_t host, uint32_t rail, uint32_t chance_ppm, uint64_t count);
   void set_withholding(uint32_t host, uint32_t rail, bool withholds);
   void set_registrations_to_fail(uint32_t host, uint32_t rail, uint64_t count);
@@ -183,6 +185,7 @@ class Fabric {
 
   int64_t now() const { return *now_ns_; }
   bool are_parted(uint32_t a, uint32_t b) const;
+  bool is_silent(uint32_t from, uint32_t to) const;
   // Whether what comes from there arrives at that NIC now.
   bool reaches(uint32_t from_host, uint32_t from_rail, const SimNic* to) const;
   void break_path(SimPath& path, const std::string& reason);
@@ -202,6 +205,8 @@ class Fabric {
   void land(uint32_t slot, SimPath& to);
   void tell_notices(SimPath& to, bool all);
   void report(uint32_t slot);
+  // Its acknowledgement is lost on its way: it is asked for again, or the retries have run out. False: it is there.
+  bool lacks_answer(uint32_t slot, SimPath& path);
   void release_withheld(SimPath& path);
   void retry(uint32_t slot, uint32_t part, SimPath* path);
   void fail_work(SimPath& path, uint32_t slot, rdma::NicFault fault, const std::string& text);
@@ -240,6 +245,7 @@ class Fabric {
   uint64_t works_under_way_ = 0;
   uint64_t parcels_under_way_ = 0;
   std::set<std::pair<uint32_t, uint32_t>> partitions_;
+  std::set<std::pair<uint32_t, uint32_t>> silences_;  // from, to
   uint32_t datagram_loss_ppm_ = 0;
   uint32_t datagram_doubling_ppm_ = 0;
   Totals totals_;

@@ -44,6 +44,15 @@ void Fabric::set_partition(uint32_t a, uint32_t b, bool parted) {
   log_->note(now() - World::kOriginNs, a, LogWord::kFault, parted ? FaultWord::kPartition : FaultWord::kHeal, b);
 }
 
+void Fabric::set_silence(uint32_t from, uint32_t to, bool silent) {
+  if (silent) {
+    silences_.insert({from, to});
+  } else {
+    silences_.erase({from, to});
+  }
+  log_->note(now() - World::kOriginNs, from, LogWord::kFault, silent ? FaultWord::kSilence : FaultWord::kSound, to);
+}
+
 Faults& Fabric::faults_of(uint32_t host, uint32_t rail) {
   return rail == kAnyRail ? hosts_[host].faults : hosts_[host].rails[rail].faults;
 }

@@ -48,6 +48,10 @@ const char* deed_name(uint64_t fault) {
       return "fail-registrations";
     case FaultWord::kDatagramLoss:
       return "datagram-loss";
+    case FaultWord::kSilence:
+      return "silence";
+    case FaultWord::kSound:
+      return "sound";
   }
   return "?";
 }

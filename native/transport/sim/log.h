@@ -41,7 +41,9 @@ enum class FaultWord : uint8_t {
   kQueueFull,
   kQueueRoom,
   kFailRegistrations,
-  kDatagramLoss
+  kDatagramLoss,
+  kSilence,
+  kSound
 };
 
 // Threads: one at a time.

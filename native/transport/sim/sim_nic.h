@@ -79,6 +79,7 @@ class SimPath final : public rdma::NicPath {
   RingQueue<Posted> works;
   uint64_t first_cookie = 0;
   uint64_t landing_cookie = 0;  // ordered: the next to land
+  bool awaits_answer = false;   // a work landed, and its acknowledgement is lost so far
   int64_t last_reach_ns = 0;    // ordered: none gets to the peer's wire before
   int64_t last_landing_ns = 0;  // ordered: none lands before
   int64_t last_notice_ns = 0;

@@ -321,12 +321,14 @@ void Fabric::report(uint32_t slot) {
     item.is_withheld = true;
     return;
   }
+  if (lacks_answer(slot, *path)) return;
   const uint64_t cookie = item.work.cookie;
   log_->note(now() - World::kOriginNs, path->nic->host, LogWord::kDone, item.number);
   path->nic->push_done(*path, cookie);
   path->end_work(cookie);
   free_work(slot);
   wake(*path->nic);
+  if (std::exchange(path->awaits_answer, false)) release_withheld(*path);  // those behind it on an ordered path
 }
 
 // In order; a report may end the path.
@@ -342,6 +344,20 @@ void Fabric::release_withheld(SimPath& path) {
     works_[slot].is_withheld = false;
     report(slot);
   }
+}
+
+bool Fabric::lacks_answer(uint32_t slot, SimPath& path) {
+  Work& item = works_[slot];
+  const SimNic* const to = nics_[item.to_nic];
+  if (to == nullptr || !is_silent(to->host, item.from_host)) return false;
+  if (item.retry_until_ns == 0) item.retry_until_ns = now() + kRetryMaxNs;
+  path.awaits_answer = true;
+  if (now() < item.retry_until_ns) {
+    events_->push(now() + kRetryEveryNs, EventKind::kDone, slot, item.number);
+  } else {
+    fail_work(path, slot, rdma::NicFault::kUnreachable, "no answer from the peer's NIC, retries ran out");
+  }
+  return true;
 }
 
 void Fabric::fail_work(SimPath& path, uint32_t slot, rdma::NicFault fault, const std::string& text) {

@@ -208,6 +208,9 @@ class Workload(Actions[Engine]):
             elif name == "partition":
                 others = [other for other in self.hosts if other is not host]
                 world.partition([host], self.random.sample(others, self.random.randint(1, len(others))), for_s=for_s)
+            elif name == "silence":
+                others = [other for other in self.hosts if other is not host]
+                world.silence([host], self.random.sample(others, self.random.randint(1, len(others))), for_s=for_s)
             elif name == "slow":
                 world.slow(host, rail, self.random.choice([3.0, 50.0]), for_s=for_s)
             elif name == "fail-works":
@@ -262,8 +265,8 @@ class Workload(Actions[Engine]):
 
 # Faults and how often they happen.
 _FAULTS = {
-    "rail-down": 3, "freeze": 2, "partition": 1.5, "slow": 1, "fail-works": 4, "withhold": 2, "fill-queue": 1.5,
-    "fail-registrations": 0.5, "lose-datagrams": 1,
+    "rail-down": 3, "freeze": 2, "partition": 1.5, "silence": 1.5, "slow": 1, "fail-works": 4, "withhold": 2,
+    "fill-queue": 1.5, "fail-registrations": 0.5, "lose-datagrams": 1,
 }  # fmt: skip
 
 

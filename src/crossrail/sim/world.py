@@ -219,6 +219,13 @@ class World:
         for a, b in self._pairs(these, those):
             self._native.set_partition(a._index, b._index, False, self._at_ns(at_s))
 
+    def silence(
+        self, these: Iterable[Host], those: Iterable[Host], *, at_s: float | None = None, for_s: float | None = None
+    ) -> None:
+        """Nothing that these send reaches those. The other way all arrives, and these cannot say that it did."""
+        for a, b in self._pairs(these, those):
+            self._twice(at_s, for_s, partial(self._native.set_silence, a._index, b._index), True, False)
+
     def kill(self, what: Engine | Host, *, at_s: float | None = None) -> None:
         """The process of the engine, or everything on the host, dies: whatever it does next raises EngineClosed.
 
