@@ -45,7 +45,7 @@ EngineCore::EngineCore(Engine* engine, const EngineOptions& options)
       transfers_(engine, this),
       submits_(options.submit_queue_depth),
       imms_(options.imm_counters_max),
-      watchers_(std::make_shared<WatcherThread>(options.watcher_poll_ns, options.stage == nullptr, [this] { wake(); })),
+      watchers_(std::make_shared<WatcherThread>(options.watcher_poll_ns, options.stage == nullptr, [this] { on_word_changed(); })),
       heartbeats_(this, options.heartbeat_ns),
       seat_(this, options),
       transports_(options, {options.stage.get(), options.stage_host, seat_.number}, this),

@@ -88,6 +88,9 @@ class EngineCore final : public Sink, public Actor {
   uint64_t users_inflight() const;
   // There is work that nobody is told of otherwise: has somebody drive, soon.
   void wake();
+  // [any] A word that transfers wait for has changed, or is watched no more. Begins what is due as the holder, if that is free:
+  // another thread takes longer to wake than the first bytes take to post. The worker goes on.
+  void on_word_changed();
 
   // A thread in wait_until().
   struct Guest {
@@ -237,6 +240,7 @@ class EngineCore final : public Sink, public Actor {
   bool hold(Transfer* transfer);
   void begin(Transfer* transfer);
   uint32_t begin_triggered();
+  bool may_post(const TransferWork& work) const;
   void start_item(Peer& peer, Transfer* transfer, uint32_t target);
   uint32_t post_backlogs();
   uint32_t post_backlog(Peer& peer, RingQueue<PostItem>& backlog);
@@ -323,8 +327,10 @@ class EngineCore final : public Sink, public Actor {
   Triggers triggers_;
   bool runnable_ = false;  // the last pass posted something, or something new arrived
   uint32_t next_rail_ = 0;
-  uint64_t round_bytes_ = 0;  // posted in this round, those of a GPU for less
-  uint32_t idle_rounds_ = 0;  // in a row
+  static constexpr uint64_t kFirstBytes = uint64_t{16} << 10;
+  bool first_bytes_only_ = false;  // the thread that drives has other things to do: so many bytes, the rest is queued
+  uint64_t round_bytes_ = 0;       // posted in this round, those of a GPU for less
+  uint32_t idle_rounds_ = 0;       // in a row
   Ref<ReceivePool> pool_in_use_;
   uint64_t pool_version_seen_ = 0;
   bool overflow_reported_ = false;

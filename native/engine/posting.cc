@@ -60,6 +60,29 @@ bool EngineCore::hold(Transfer* transfer) {
   return true;
 }
 
+void EngineCore::on_word_changed() {
+  if (is_staged() || !try_enter()) {
+    wake();
+    return;
+  }
+  if (closed()) {
+    progress_lock_.unlock();
+    return;
+  }
+  round_bytes_ = 0;
+  first_bytes_only_ = true;
+  if (begin_triggered() > 0) bump(moves_);
+  first_bytes_only_ = false;
+  leave_awake();
+}
+
+// Whether it may be posted by who begins it. One that has no short work to begin with is queued, too.
+bool EngineCore::may_post(const TransferWork& work) const {
+  if (!first_bytes_only_) return true;
+  return round_bytes_ < kFirstBytes &&
+         (work.kind == OpKind::kPagedWrites ? work.page_bytes : work.length_bytes) <= kFirstBytes;
+}
+
 uint32_t EngineCore::begin_triggered() {
   if (triggers_.empty()) return 0;
   const std::vector<Triggers::Due> due = triggers_.take_due();
@@ -117,7 +140,7 @@ void EngineCore::start_item(Peer& peer, Transfer* transfer, uint32_t target) {
                   : kind == OpKind::kService ? waiting.services
                   : is_short(peer, item)     ? waiting.shorts
                                              : waiting.backlog;
-  if (backlog.empty() && advance(peer, item) == Progress::kAllPosted) {
+  if (backlog.empty() && may_post(*transfer->work_) && advance(peer, item) == Progress::kAllPosted) {
     close_item(transfer);
     return;
   }

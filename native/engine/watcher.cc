@@ -61,10 +61,10 @@ static std::atomic<uint64_t>* map_words(size_t bytes) {
 
 void WatcherThread::Unmap::operator()(std::atomic<uint64_t>* words) const { munmap(words, kBytes); }
 
-WatcherThread::WatcherThread(int64_t poll_ns, bool has_thread, std::function<void()> wake)
+WatcherThread::WatcherThread(int64_t poll_ns, bool has_thread, std::function<void()> on_awaited)
     : poll_ns_(poll_ns),
       has_thread_(has_thread),
-      wake_(std::move(wake)),
+      on_awaited_(std::move(on_awaited)),
       words_(map_words(kBytes)),
       adder_(words_.get(), kBytes) {
   for (uint32_t slot = kWords; slot > 0; --slot) free_slots_.push_back(slot - 1);
@@ -101,7 +101,7 @@ void WatcherThread::announce(Watcher* watcher, bool is_told) {
     std::lock_guard lock(mutex_);
     if (watcher->is_registered_) look_at(watcher);
   }
-  if (is_awaited && !watcher->closed()) wake_();
+  if (is_awaited && !watcher->closed()) on_awaited_();
 }
 
 void WatcherThread::add_on(Watcher* watcher, uint64_t stream, int gpu, uint64_t delta) {
@@ -119,7 +119,7 @@ void WatcherThread::remove(Watcher* watcher) {
     std::erase(watchers_, watcher);
     watcher->closed_.store(true, std::memory_order_release);
   }
-  if (watcher->has_waiting()) wake_();
+  if (watcher->has_waiting()) on_awaited_();
 }
 
 void WatcherThread::free_slot(uint32_t slot) {
@@ -184,7 +184,7 @@ void WatcherThread::run() {
     }
     const bool is_awaited = look_at_all();
     lock.unlock();
-    if (is_awaited) wake_();
+    if (is_awaited) on_awaited_();
     if (poll_ns_ > 0) {
       const timespec pause{.tv_sec = poll_ns_ / 1'000'000'000, .tv_nsec = poll_ns_ % 1'000'000'000};
       nanosleep(&pause, nullptr);

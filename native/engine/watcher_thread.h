@@ -23,8 +23,8 @@ namespace crossrail {
 class WatcherThread {
  public:
   // has_thread: else somebody calls look(), and nothing is announced in between: a simulated engine acts in its own turn.
-  // wake: has the progress holder look at the words that transfers wait for; any thread, not after stop().
-  WatcherThread(int64_t poll_ns, bool has_thread, std::function<void()> wake);
+  // on_awaited: a word that transfers wait for has changed, or is watched no more; any thread, not after stop().
+  WatcherThread(int64_t poll_ns, bool has_thread, std::function<void()> on_awaited);
   ~WatcherThread();
 
   Ref<Watcher> add(const std::shared_ptr<WatcherThread>& self, Notifier* notifier, uint64_t cookie);
@@ -56,7 +56,7 @@ class WatcherThread {
 
   const int64_t poll_ns_;
   const bool has_thread_;
-  const std::function<void()> wake_;  // not under the mutex, which a stage's turns take
+  const std::function<void()> on_awaited_;  // not under the mutex, which a stage's turns take
   const std::unique_ptr<std::atomic<uint64_t>, Unmap> words_;
   device::WordAdder adder_;
   std::mutex mutex_;  // guards everything below

@@ -224,16 +224,17 @@ EngineCore::Progress EngineCore::post_pages(Peer& peer, Transfer* transfer) {
   const uint32_t* local_pages = work.local_pages.get();
   const uint32_t* remote_pages = work.remote_pages.get();
   std::byte* const local = work.local->base() + work.local_offset;
+  const uint64_t turn_bytes_max = first_bytes_only_ ? kFirstBytes : kBytesPerTurn;
   uint64_t turn_bytes = 0;
   Batch batch;
   for (uint32_t turn = 0; work.page < work.page_count; ++turn) {
-    if (turn == kBatchesPerTurn || turn_bytes >= kBytesPerTurn) return Progress::kMore;
+    if (turn == kBatchesPerTurn || turn_bytes >= turn_bytes_max) return Progress::kMore;
     const uint64_t turn_bytes_before = turn_bytes;
     uint32_t filled = 0;
     uint64_t page = work.page;
-    for (; filled < kBatch && page < work.page_count && turn_bytes < kBytesPerTurn; ++filled) {
+    for (; filled < kBatch && page < work.page_count && turn_bytes < turn_bytes_max; ++filled) {
       uint64_t run = 1;
-      const uint64_t limit = std::min(run_max, work.page_count - page);
+      const uint64_t limit = std::min(first_bytes_only_ ? 1 : run_max, work.page_count - page);
       while (run < limit && local_pages[page + run] == local_pages[page] + run &&
              remote_pages[page + run] == remote_pages[page] + run)
         ++run;
