@@ -116,6 +116,10 @@ struct MessageHandle {
 struct WatcherHandle {
   Held<Watcher> watcher;
   nb::object engine;
+  // Who could raise the word is gone with it, though transfers that wait keep the word.
+  ~WatcherHandle() {
+    if (watcher && !watcher.inherited()) watcher->close();
+  }
 };
 
 struct PeerGroupHandle {

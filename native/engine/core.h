@@ -196,7 +196,7 @@ class EngineCore final : public Sink, public Actor {
  private:
   friend class Engine;
   friend class Verifications;
-  // kBlocked: this one; others of the queue may get further. kFull: nothing of this queue does, until something is retired.
+  // kBlocked: this one; others of the queue may get further. kFull: nothing of this queue is tried, until something is retired.
   enum class Progress : uint8_t { kAllPosted, kMore, kBlocked, kFull };
 
   // --- driving (driving.cc; on a stage, staged.cc) ---
@@ -325,6 +325,7 @@ class EngineCore final : public Sink, public Actor {
   // Progress holder:
   std::vector<PeerRef> busy_;
   Triggers triggers_;
+  bool shorts_first_ = true;
   bool runnable_ = false;  // the last pass posted something, or something new arrived
   uint32_t next_rail_ = 0;
   static constexpr uint64_t kFirstBytes = uint64_t{16} << 10;

@@ -54,7 +54,7 @@ bool EngineCore::hold(Transfer* transfer) {
       work.triggered_ns.store(clock().now_ns(), std::memory_order_relaxed);
       return false;
     case Triggers::Word::kClosed:
-      finish(transfer, Status::kCancelled);
+      finish(transfer, closed() ? Status::kEngineClosed : Status::kCancelled);
       return true;
   }
   return true;
@@ -98,6 +98,7 @@ uint32_t EngineCore::begin_triggered() {
       begin(transfer);
     }
   }
+  runnable_ = runnable_ || due.size() == Triggers::kDueMax;
   return static_cast<uint32_t>(due.size());
 }
 
@@ -164,9 +165,12 @@ uint32_t EngineCore::post_backlogs() {
     const PeerRef peer = busy_[i];  // posting may lose the peer
     moved += post_backlog(*peer, peer->work_->services);
     moved += post_backlog(*peer, peer->work_->messages);
-    moved += post_backlog(*peer, peer->work_->shorts);
-    moved += post_backlog(*peer, peer->work_->backlog);
+    // By turns: what is long may need the same room for a part of it.
+    PeerWork& work = *peer->work_;
+    moved += post_backlog(*peer, shorts_first_ ? work.shorts : work.backlog);
+    moved += post_backlog(*peer, shorts_first_ ? work.backlog : work.shorts);
   }
+  shorts_first_ = !shorts_first_;
   std::erase_if(busy_, [](const PeerRef& peer) {
     note_queued(*peer);
     PeerWork& work = *peer->work_;

@@ -105,9 +105,12 @@ inline void check_memory(const Region& local, const RemoteRegion& remote, bool v
   check_gpu(local, remote, verify);
 }
 
-void check_trigger(const Trigger& trigger, const WatcherThread* watchers, bool verify) {
-  if (!trigger.watcher->is_of(watchers)) throw UsageError("trigger is a watcher of another engine");
-  if (trigger.watcher->closed()) throw UsageError("trigger is a watcher that is closed");
+void check_trigger(const Trigger& trigger, const EngineCore& core, bool verify) {
+  if (!trigger.watcher->is_of(core.watchers())) throw UsageError("trigger is a watcher of another engine");
+  if (trigger.watcher->closed()) {
+    core.check_usable();  // whose end may have closed it, since our caller looked
+    throw UsageError("trigger is a watcher that is closed");
+  }
   if (verify) throw UsageError("verify takes the checksum of src now, and with a trigger src is not complete yet");
 }
 
@@ -187,7 +190,7 @@ TransferRef Engine::submit_write(const WriteRequest& request) {
   check_local(request.src, "src", request.src ? request.src->engine_.get() : nullptr, this);
   check_remote(request.dst, "dst", Access::kRemoteWrite);
   check_memory(*request.src, *request.dst, request.verify);
-  if (request.trigger.watcher != nullptr) check_trigger(request.trigger, core_->watchers(), request.verify);
+  if (request.trigger.watcher != nullptr) check_trigger(request.trigger, *core_, request.verify);
   check_range("src", request.src_offset, request.length_bytes, request.src->length_bytes());
   check_range("dst", request.dst_offset, request.length_bytes, request.dst->length_bytes());
   check_imm(request.imm);
@@ -233,7 +236,7 @@ TransferRef Engine::submit_paged_writes(const PagedWriteRequest& request) {
   check_local(request.src, "src", request.src ? request.src->engine_.get() : nullptr, this);
   check_remote(request.dst, "dst", Access::kRemoteWrite);
   check_memory(*request.src, *request.dst, request.verify);
-  if (request.trigger.watcher != nullptr) check_trigger(request.trigger, core_->watchers(), request.verify);
+  if (request.trigger.watcher != nullptr) check_trigger(request.trigger, *core_, request.verify);
   if (request.src_pages.count != request.dst_pages.count) {
     throw UsageError("src_pages has " + text(request.src_pages.count) + " indices, dst_pages " +
                      text(request.dst_pages.count) + ": they must be as many");

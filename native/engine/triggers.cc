@@ -22,8 +22,9 @@ Triggers::Word Triggers::hold(Transfer* transfer, Ref<Watcher> watcher, uint64_t
     return word;
   }
   auto held = std::ranges::find_if(held_, [&](const Held& one) { return one.watcher.get() == watcher.get(); });
-  if (held == held_.end()) held = held_.insert(held, {std::move(watcher), seen, {}});
+  if (held == held_.end()) held = held_.insert(held, {std::move(watcher), seen, false, {}});
   held->waiting.push_back({transfer, threshold});
+  held->is_unseen = true;  // another value than the last look's may have been what it waits behind
   size_.fetch_add(1, std::memory_order_relaxed);
   return word;
 }
@@ -32,11 +33,15 @@ std::vector<Triggers::Due> Triggers::take_due() {
   std::vector<Due> due;
   for (Held& held : held_) {
     const uint64_t now = held.watcher->value();
-    if (std::exchange(held.seen, now) == now && !held.watcher->closed()) continue;
+    const bool is_news = std::exchange(held.seen, now) != now || std::exchange(held.is_unseen, false);
+    if (!is_news && !held.watcher->closed()) continue;
     take_from(held, [&](const Waiting& one) {
       const Word word = look(*held.watcher, one.threshold);
-      if (word != Word::kAwaited) due.push_back({one.transfer, word});
-      return word != Word::kAwaited;
+      if (word == Word::kAwaited) return false;
+      held.is_unseen = due.size() == kDueMax;
+      if (held.is_unseen) return false;
+      due.push_back({one.transfer, word});
+      return true;
     });
   }
   if (!due.empty()) drop_unused();

@@ -32,6 +32,7 @@ class Triggers {
     Word word;
   };
   std::vector<Due> take_due();
+  static constexpr size_t kDueMax = 64;  // at a time: then it is called again
   // Takes those out that this is true of.
   std::vector<Transfer*> take(const std::function<bool(const Transfer*)>& is_wanted);
 
@@ -44,6 +45,7 @@ class Triggers {
   struct Held {
     Ref<Watcher> watcher;
     uint64_t seen;
+    bool is_unseen;  // whatever the word: something came since the last look, or that look did not take all
     std::vector<Waiting> waiting;
   };
 

@@ -96,10 +96,10 @@ void WatcherThread::expose(Watcher* watcher) {
 }
 
 void WatcherThread::announce(Watcher* watcher, bool is_told) {
-  const bool is_awaited = watcher->has_waiting();
+  bool is_awaited = watcher->has_waiting();
   if (is_told && has_thread_) {
     std::lock_guard lock(mutex_);
-    if (watcher->is_registered_) look_at(watcher);
+    if (watcher->is_registered_) is_awaited |= look_at(watcher);  // others' changes, too
   }
   if (is_awaited && !watcher->closed()) on_awaited_();
 }

@@ -115,8 +115,8 @@ void EngineCore::count_in_round(const TransferWork& work, uint64_t bytes) {
   round_bytes_ += is_of_gpu(work) ? bytes / kGpuBytesForOne : bytes;
 }
 
-// After post() took too little. Of a transport that chooses rails that says it all: it has one queue for each peer, and
-// that is full. Of others it says something about a rail, or a region whose owner has not answered yet.
+// After post() took too little. Of a transport that chooses rails: its queue for such works to this peer is full, as it most
+// likely is for those behind it. Of others it says something about a rail, or a region whose owner has not answered yet.
 EngineCore::Progress EngineCore::refused(uint32_t rail) {
   return rail == kAnyRail ? Progress::kFull : Progress::kBlocked;
 }

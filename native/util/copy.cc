@@ -109,7 +109,8 @@ const StreamLines stream_lines = choose_stream_lines();
 void copy_cached(void* target, const void* source, size_t bytes) {
   auto* to = static_cast<uint8_t*>(target);
   const auto* from = static_cast<const uint8_t*>(source);
-  if (bytes >= kStringMoveMin && lies_behind(to, from)) {
+  const bool overlaps = static_cast<size_t>(to - from) < bytes;
+  if (bytes >= kStringMoveMin && lies_behind(to, from) && !overlaps) {
     copy_lines(to, from, bytes);
   } else {
     std::memcpy(to, from, bytes);

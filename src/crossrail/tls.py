@@ -44,8 +44,8 @@ class TlsConfig:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> TlsConfig | None:
-        """What CROSSRAIL_TLS_CERT, _KEY, _CA and _VERIFY say; None if none is set. UsageError if one of the files is
-        missing.
+        """What CROSSRAIL_TLS_CERT, _KEY, _CA and _VERIFY say; None if none is set. UsageError if only some of CERT, KEY
+        and CA are set.
         """
         environ = os.environ if environ is None else environ
         files = {name: environ.get(name, "") for name in (CERT_VARIABLE, KEY_VARIABLE, CA_VARIABLE)}

@@ -62,6 +62,8 @@ class Watcher(_core.Watcher):
     def close(self) -> None:
         """Stops watching: on_change is called no more, once a call under way has returned. Idempotent.
 
+        Writes that wait for the word (trigger=) are cancelled; so they are when this object is collected.
+
         The word stays what it is, and others may add to it, for as long as this object lives.
         """
         self._close()

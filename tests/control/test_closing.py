@@ -36,7 +36,7 @@ kept: list[asyncio.Future[messages.Progress]] = []
 async def test_a_mailbox_and_its_wire_are_closed_when_the_body_raises(open_engine: EngineFactory) -> None:
     with pytest.raises(KeyError):
         await ask_in_vain(open_engine())
-    with pytest.raises(NoAnswer):
+    with pytest.raises(NoAnswer, match="this node is closing"):
         await kept.pop()
 
 

@@ -1,6 +1,7 @@
 """Requests that end otherwise: cancelled at any moment, given up by either side, hit by errors. Nothing lands late."""
 
 import asyncio
+import ctypes
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
@@ -21,7 +22,7 @@ from crossrail.kv import (
 )
 from tests.conftest import EngineFactory
 from tests.kv.instances import CANARY, Decoder, Prefiller, assert_all_free, closing
-from tests.support.limits import WAIT_S
+from tests.support.limits import WAIT_S, never
 
 LAYOUT = KvLayout(layers=4, pages=32, page_tokens=8, kv_heads=4, head_dim=16, dtype="bfloat16", tp=2)
 S = PageState
@@ -216,6 +217,45 @@ async def test_a_step_that_never_began_is_abandoned(prefiller: Prefiller, decode
             await asyncio.wait_for(job.finish(), WAIT_S)
         with pytest.raises(TransferStopped, match="not worth it"):
             await asyncio.wait_for(jobs[1].finish(), WAIT_S)
+
+
+@pytest.mark.parametrize("counted", range(2 * LAYOUT.layers + 1))
+async def test_what_kernels_have_counted_and_nobody_has_noted_counts_when_a_step_is_abandoned(
+    prefiller: Prefiller, decoder: Decoder, counted: int
+) -> None:
+    """Else the third step's layers would leave before they are computed, or a step that is over would be stopped."""
+    layers = LAYOUT.layers
+    async with closing(prefiller):
+        receptions = [decoder.reserve(name, 9) for name in ("a", "b", "c")]
+        jobs = [prefiller.open(reception.dispatch(LAYOUT, "prefiller")) for reception in receptions]
+        for job in jobs:
+            prefiller.poison(job)
+        word = ctypes.c_uint64.from_address(prefiller.sender.word_address)
+        steps = [prefiller.sender.begin_step([(job, 9)]) for job in jobs]
+        for job in jobs[:2]:
+            for layer in range(layers):
+                prefiller.compute(job, layer)
+        with prefiller.sender._lock:  # the callback thread comes too late
+            word.value += counted
+            steps[1].abandon("out of memory")
+        prefiller.sender.layer_done(max(0, layers - counted))  # what the first step lacks
+        never(lambda: jobs[2].posted, "a layer of the third step")
+        for layer in range(layers):
+            prefiller.compute(jobs[2], layer)
+        prefiller.sender.layer_done(layers)
+
+        for job in jobs:
+            if not job.stopped:
+                job.send_tail(prefiller.tail)
+        for number in (0, 2):
+            await asyncio.wait_for(jobs[number].finish(), WAIT_S)
+            await receptions[number].arrived(WAIT_S)
+            decoder.assert_holds(receptions[number], prefiller.kv_of("abc"[number], 9))
+        if counted == 2 * layers:  # it was over
+            await asyncio.wait_for(jobs[1].finish(), WAIT_S)
+        else:
+            with pytest.raises(TransferStopped, match="out of memory"):
+                await asyncio.wait_for(jobs[1].finish(), WAIT_S)
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])

@@ -36,14 +36,14 @@ ofi::Name ip_name(uint8_t last) { return {2, 0, 0x12, 0x34, 10, 0, 0, last, 0, 0
 }  // namespace
 
 TEST_CASE("ofi wire: changed bytes are refused or read as what they say") {
-  mutate(ofi::EndpointWords{FI_SOCKADDR_IN, 24, ip_name(1)}, rdma::kEndpointBytesMax);
+  mutate(ofi::EndpointWords{FI_SOCKADDR_IN, 0, 24, ip_name(1)}, rdma::kEndpointBytesMax);
   mutate(ofi::OfferWords{77, 1234, 5678, 9, ip_name(2)}, rdma::kOfferBytesMax);
   mutate(ofi::DialWords{77, 1234}, 64);
 }
 
 TEST_CASE("ofi wire: nearness") {
   const auto at = [](uint8_t third, uint8_t bits) {
-    ofi::EndpointWords words{FI_SOCKADDR_IN, bits, ip_name(1)};
+    ofi::EndpointWords words{FI_SOCKADDR_IN, 0, bits, ip_name(1)};
     words.name[6] = third;
     return words;
   };
@@ -51,10 +51,12 @@ TEST_CASE("ofi wire: nearness") {
   CHECK(ofi::nearness_of(at(1, 24), at(2, 24)) == 1);
   CHECK(ofi::nearness_of(at(2, 23), at(3, 24)) == 2);
   CHECK(ofi::nearness_of(at(1, 0), at(1, 24)) == 1);
-  ofi::EndpointWords other{FI_SOCKADDR_IN6, 64, ofi::Name(28, 1)};
+  ofi::EndpointWords other{FI_SOCKADDR_IN6, 0, 64, ofi::Name(28, 1)};
   CHECK(ofi::nearness_of(at(1, 24), other) == 0);
-  const ofi::EndpointWords efa{FI_ADDR_EFA, 0, ofi::Name(32, 1)};
+  const ofi::EndpointWords efa{FI_ADDR_EFA, 1, 0, ofi::Name(32, 1)};
   CHECK(ofi::nearness_of(efa, efa) == 1);
+  const ofi::EndpointWords direct{FI_ADDR_EFA, 2, 0, ofi::Name(32, 1)};
+  CHECK(ofi::nearness_of(efa, direct) == 0);
 }
 
 TEST_CASE("ofi wire: packets of a stranger are dropped, and the path goes on") {

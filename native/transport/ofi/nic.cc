@@ -53,7 +53,9 @@ OfiNic::OfiNic(std::shared_ptr<const Library> library, const Rules& rules, Devic
     control_ = std::make_unique<Endpoint>(*domain_, shares_endpoints() ? kSharedReceives : kControlReceives);
   }
   if (shares_endpoints()) transmit_ = std::make_unique<Endpoint>(*domain_, 0);
-  endpoint_ = EndpointWords{domain_->info().addr_format, domain_->device().prefix_bits, own_name()}.encode();
+  endpoint_ =
+      EndpointWords{domain_->info().addr_format, domain_->rules().way, domain_->device().prefix_bits, own_name()}
+          .encode();
   landing_memory_ = make_pages(kLandingBytes);
   landing_ =
       std::make_unique<OfiRegistration>(domain_, fences_, landing_memory_.get(), kLandingBytes, Access::kRemoteWrite);

@@ -25,6 +25,7 @@ Rules efa_rules(const std::string& name) {
   rules.provider = "efa";
   rules.fabric = name;
   rules.is_efa = true;
+  rules.way = name == "efa-direct" ? 2 : 1;
   rules.endpoint_per_path = false;
   rules.placed_by_software = false;
   rules.keeps_doorbell = true;

@@ -17,6 +17,7 @@ struct Rules {
   std::string provider;  // fabric_attr->prov_name, exactly: a hint of "tcp" also finds "tcp;ofi_rxm"
   std::string fabric;    // fabric_attr->name where the provider has several kinds, else empty
   bool is_efa = false;   // options and error codes of that provider
+  uint8_t way = 0;       // of several to the same devices: endpoints tell it, and meet those of the same alone
   bool uses_ip = false;  // its devices are IP addresses
   // Works to one peer cannot be cancelled. So either each path has an endpoint of its own, which is closed (exact, but
   // costs a queue pair or a socket per peer), or all share one that is replaced when a path with unfinished works ends.

@@ -9,9 +9,9 @@ namespace crossrail::ofi {
 
 namespace {
 
-constexpr uint8_t kVersion = 2;
+constexpr uint8_t kVersion = 3;
 constexpr size_t kWireNameBytesMax = 56;
-static_assert(1 + 1 + 2 + 1 + kWireNameBytesMax <= rdma::kEndpointBytesMax);
+static_assert(1 + 2 + 1 + 1 + 1 + kWireNameBytesMax <= rdma::kEndpointBytesMax);
 static_assert(1 + 4 + 8 + 8 + 8 + 1 + kWireNameBytesMax <= rdma::kOfferBytesMax);
 
 void put_name(Writer& writer, const Name& name) {
@@ -40,6 +40,7 @@ std::vector<uint8_t> EndpointWords::encode() const {
   Writer writer;
   writer.put(kVersion);
   writer.put(static_cast<uint16_t>(format));
+  writer.put(way);
   writer.put(prefix_bits);
   put_name(writer, name);
   return std::move(writer.bytes());
@@ -50,6 +51,7 @@ std::optional<EndpointWords> EndpointWords::decode(std::span<const uint8_t> byte
   EndpointWords words;
   const uint8_t version = reader.get<uint8_t>();
   words.format = reader.get<uint16_t>();
+  words.way = reader.get<uint8_t>();
   words.prefix_bits = reader.get<uint8_t>();
   if (version != kVersion || words.prefix_bits > 128 || !get_name(reader, &words.name)) return std::nullopt;
   return words;
@@ -104,7 +106,7 @@ bool is_name_like(uint32_t format, const Name& name, const Name& ours) {
 }
 
 int nearness_of(const EndpointWords& a, const EndpointWords& b) {
-  if (a.format != b.format || !is_name_like(a.format, b.name, a.name)) return 0;
+  if (a.format != b.format || a.way != b.way || !is_name_like(a.format, b.name, a.name)) return 0;
   const std::span<const uint8_t> left = ip_of(a);
   const std::span<const uint8_t> right = ip_of(b);
   const size_t bits =

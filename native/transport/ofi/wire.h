@@ -12,6 +12,7 @@ namespace crossrail::ofi {
 
 struct EndpointWords {
   uint32_t format = 0;      // fi_info::addr_format
+  uint8_t way = 0;          // Rules::way: providers of different ways do not understand each other
   uint8_t prefix_bits = 0;  // of the IP network it is in, 0 unknown
   Name name;
 

@@ -220,7 +220,7 @@ uint32_t ShmTransport::retire_staged(Outgoing& link, RailQueue& rail) {
       report_withdrawn(link, slot.context, slot.tag, slot.retires, slot.bytes);
       continue;
     }
-    count_timed(link, slot.timed, slot.bytes);
+    if (outcome == Status::kDone) count_timed(link, slot.timed, slot.bytes);
     sink_->on_retired(link, slot.context, slot.tag, slot.retires, slot.bytes, outcome,
                       outcome == Status::kDone ? ""
                       : slot.failed            ? "the source could not be copied: " + copier_.trouble()

@@ -372,7 +372,9 @@ void TcpTransport::fail_pinned(OutLink& link) {
 // peer may be there: connections are made beside the silent ones, and take their place once they are up.
 void TcpTransport::try_anew(OutLink& link) {
   link.for_each_channel([&](OutChannel& channel) {
-    const bool is_due = channel.is_open() && !channel.is_connecting() && now_ >= channel.retry_at_ns;
+    // What is asked of a channel in doubt counts back from the epoch of its last attempt, which must be its connection's.
+    const bool is_due =
+        channel.is_open() && !channel.is_connecting() && !channel.in_doubt && now_ >= channel.retry_at_ns;
     if (channel.lane() == Lane::kBulk && is_due && may_attempt(link)) start_attempt(channel);
   });
 }

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import hmac
 import logging
 import os
@@ -120,7 +121,11 @@ class Meeting:
             if len(self._askers) >= _ASKERS_MAX:
                 connection.close()
                 continue
-            reader, writer = await asyncio.open_connection(sock=connection)
+            try:
+                reader, writer = await asyncio.open_connection(sock=connection)
+            except OSError:  # it is gone again
+                connection.close()
+                continue
             asker = asyncio.ensure_future(self._admit(reader, writer))
             self._askers.add(asker)
             asker.add_done_callback(self._askers.discard)
@@ -128,10 +133,11 @@ class Meeting:
     def _tell_of_limit(self, error: OSError) -> None:
         if not self._told_of_limit:
             self._told_of_limit = True
-            log.error(  # as the engine says it of its own ports: commands show it
-                "cannot take in more connections: %s; raise the limit on open files (ulimit -n). Said once",
-                error.strerror,
+            advice = (
+                "; raise the limit on open files (ulimit -n)" if error.errno in (errno.EMFILE, errno.ENFILE) else ""
             )
+            # As the engine says it of its own ports: commands show it.
+            log.error("cannot take in more connections: %s%s. Said once", error.strerror, advice)
 
     async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:

@@ -41,10 +41,7 @@ class _SentLayer:
     last: int = 0  # how many transfers of the job were submitted with it
     posted_index: int = -1  # of its entry in SendJob.posted
     begun_s: float = math.inf  # the first of its writes that have ended
-
-    def is_written(self, retired: int) -> bool:
-        """When so many of the job's transfers have ended. One that sends nothing is once it is computed."""
-        return self.last <= retired and (self.begun_s < math.inf or self.posted_index >= 0)
+    is_empty: bool = False  # it sends nothing, and is written once it is computed
 
 
 class SendJob:
@@ -216,7 +213,7 @@ class SendJob:
         """What sends one layer of a chunk, for when the words of its ranks have this value. The lock is held."""
         sent = _SentLayer(end, layer)
         self._to_compute.append(sent)
-        self._to_write.append(sent)
+        before = self._submitted
         layout = self.target.layout
         for write in writes:
             memory = self._ranks[write.source]
@@ -241,6 +238,10 @@ class SendJob:
             )
             self._submit(submit)
         sent.last = self._submitted
+        if sent.last > before:
+            self._to_write.append(sent)
+        else:
+            sent.is_empty = True
 
     def _pass_layer(self) -> None:
         """The next layer that was submitted is computed: it is being sent. The lock is held."""
@@ -250,6 +251,8 @@ class SendJob:
         sent = self._to_compute.popleft()
         if sent.posted_index < 0:
             self._note_posted(sent, self._loop.time())
+        if sent.is_empty:
+            self.written.append(LayerTime(sent.end, sent.layer, self._loop.time()))
 
     def _close_step(self) -> None:
         """A step does not touch its pages any more. The lock is held."""
@@ -269,17 +272,20 @@ class SendJob:
             if self._error is not None or self._quiet.is_set():
                 return
             self._error = error
-            transfers = list(self._transfers)
-        for transfer in transfers:
-            transfer.cancel()
+            # Before anybody can count for layers that will not be computed: none of them begins.
+            for transfer in self._transfers:
+                transfer.cancel()
         self._wake()
 
     def _submit(self, submit: Submit) -> None:
         if self._error is not None:
             return
         try:
-            self._transfers.append(submit())
+            transfer = submit()
+            self._transfers.append(transfer)
             self._submitted += 1
+            if self._error is not None:  # stopped by a callback inside of the submit, on a simulated engine
+                transfer.cancel()
         except CrossrailError as error:  # the peer's numbers do not fit its memory, or our engine is closed
             self._stop(error)
 
@@ -330,7 +336,7 @@ class SendJob:
         """A write has ended; when it began, None: it is no layer's. The lock is held."""
         if self._to_write and begun_s is not None:
             self._to_write[0].begun_s = min(self._to_write[0].begun_s, begun_s)
-        while self._error is None and self._to_write and self._to_write[0].is_written(self._retired_count):
+        while self._error is None and self._to_write and self._to_write[0].last <= self._retired_count:
             sent = self._to_write.popleft()
             if sent.begun_s < math.inf:
                 self._note_posted(sent, sent.begun_s)

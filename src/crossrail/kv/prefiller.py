@@ -320,17 +320,16 @@ class Prefiller(Node):
             start = end
             if start < len(tokens):
                 await self._let_a_short_one_pass()
-        if not job.stopped:  # not only when all is written: requests with the same prefix often come together
-            job.lease.publish_computed(self._names(work))
         if len(tail) != self.model.tail_bytes:
             raise UsageError(f"the model's tail has {len(tail)} bytes, it says {self.model.tail_bytes}")
-        if not tail:
-            return
-        assert work.tail_slot is not None
-        offset = work.tail_slot * self.model.tail_bytes
-        self._tails.view()[offset : offset + len(tail)] = tail
-        job.send_tail(self._tails, offset)
-        work.timeline.add("tail posted", work.timeline.now())
+        if tail:
+            assert work.tail_slot is not None
+            offset = work.tail_slot * self.model.tail_bytes
+            self._tails.view()[offset : offset + len(tail)] = tail
+            job.send_tail(self._tails, offset)
+            work.timeline.add("tail posted", work.timeline.now())
+        if not job.stopped:  # not only when all is written: requests with the same prefix often come together
+            job.lease.publish_computed(self._names(work))
 
     async def _run_chunk(self, job: SendJob, tokens: Tokens, start: int) -> bytes:
         """Tokens from `start` on go through the model, and their layers leave. Returns the tail."""

@@ -304,6 +304,7 @@ class Router(AsyncClosing):
         generated = len(running.tokens)
         running.decoder, running.placement = decoder, running.attempt
         running.refused.clear()
+        running.note_room()
         start = m.Start(
             running.request,
             m.pack_tokens(context),
@@ -455,11 +456,14 @@ class Router(AsyncClosing):
         if running is None or running.decoder is None or not running.waits_at(sender, lost.placement):
             return unwanted
         if lost.busy:
-            running.no_room_s = running.no_room_s if running.refused else _now_s()
             running.refused.add(lost.attempt)
-            if _now_s() - running.no_room_s >= self.options.queue_s:
+            running.full[lost.address] = now = _now_s()
+            running.no_room_s = now if running.no_room_s is None else running.no_room_s
+            if now - running.no_room_s >= self.options.queue_s:
                 why = f"no prefiller had room within {self.options.queue_s:g} s; the last one said: {lost.reason}"
                 return m.Reassigned(lost.request, lost.attempt, None, m.clipped(why), busy=True)
+        else:
+            running.note_room()
         tried = lost.attempt - lost.placement + 1 - len(running.refused)
         if tried >= self.options.attempts_max:
             why = f"{tried} prefillers were tried: {lost.reason}"
@@ -496,7 +500,12 @@ class Router(AsyncClosing):
         while True:
             self._room.clear()
             found = self._placement.best_prefiller(running, model, avoid=lost.address)
-            is_other = found is not None and found.address != lost.address and len(running.refused) <= 1
+            # One that was full is another again once it has been heard since.
+            is_other = (
+                found is not None
+                and found.address != lost.address
+                and (running.full.get(found.address, 0.0) < found.heard_s)
+            )
             if is_other or running.ended or _now_s() >= min(give_up_s, same_after_s if found else give_up_s):
                 return found
             await set_in_time(self._room, min(0.2, give_up_s - _now_s()))

@@ -64,8 +64,10 @@ class Running:
     attempt: int = 1
     placement: int = 1
     restarts: int = 0  # decoders that died
-    refused: set[int] = field(default_factory=set)  # attempts since it was placed, for which prefillers had no room
-    no_room_s: float = 0.0  # since when
+    refused: set[int] = field(default_factory=set)  # attempts since it was placed that found no room
+    # Of the latest ones, if no other has come between: since when, and when each prefiller said so last, by its address.
+    no_room_s: float | None = None
+    full: dict[bytes, float] = field(default_factory=dict)
     traceparent: str = ""
     tokens: list[int] = field(default_factory=list)
     is_charged: bool = False  # counted among what its decoder has to do
@@ -85,6 +87,11 @@ class Running:
     def waits_at(self, decoder: bytes, placement: int) -> bool:
         """The same, while somebody waits for its tokens."""
         return not self.ended and self.is_placed(decoder, placement)
+
+    def note_room(self) -> None:
+        """An attempt did not fail for want of room: what did before it says nothing any more."""
+        self.no_room_s = None
+        self.full.clear()
 
     def take(self, first: int, tokens: list[int], end: m.End | None) -> None:
         """What a decoder sent. What is here already is passed over; a gap cannot be, since decoders send in order."""

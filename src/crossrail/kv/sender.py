@@ -220,7 +220,8 @@ class KvSender(AsyncClosing):
     def _pass_next_layer(self, stirred: dict[SendJob, None]) -> bool:
         """Notes the earliest layer that is computed and was not noted. False: there is none. The lock is held."""
         for watcher in self._followers:
-            watcher.add((self._watcher.value - watcher.value) % _WORD, announce=False)
+            if behind := (self._watcher.value - watcher.value) % _WORD:
+                watcher.add(behind, announce=False)
         if not self._steps:
             return False
         step = self._steps[0]
@@ -277,14 +278,14 @@ class KvSender(AsyncClosing):
         return min(computed, self.layout.layers) if computed < _WORD // 2 else 0
 
     def _abandon(self, step: Step, reason: str) -> None:
+        self._pump()
         with self._lock:
             if step not in self._steps or step._missing:
                 return
-            while self._steps[0] is step and self._pass_next_layer({}):
-                pass
-            if step not in self._steps:
+            # By the word, and not by what was noted: a kernel may have counted since.
+            step._missing = self.layout.layers - self._computed(step)
+            if not step._missing:
                 return
-            step._missing = self.layout.layers - step._passed
             self._ahead_transfers -= step._transfers * (step._submitted - step._passed)
             self._ahead_pages -= step._pages * (step._submitted - step._passed)
             for load in step._loads:

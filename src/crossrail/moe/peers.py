@@ -218,7 +218,7 @@ class Peers:
             rank, half = lost, ""
         elif late is not None:
             who = "this rank" if late == self._rank else f"rank {late} ({self._addresses[late].name!r})"
-            detail = f"it had waited for {who} in vain, and closed its AllToAll"
+            detail = f"it had waited for {who} in vain" + (", and closed its AllToAll" if result == "peer-lost" else "")
         if result == "peer-lost":
             self._lost = rank
         return trouble(self._engine, result, rank, self._addresses[rank], half, timeout_s, detail)

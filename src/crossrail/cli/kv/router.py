@@ -54,7 +54,9 @@ _PORT_MAX = 65535
     request_s="Seconds that a request may take in total.",
 )
 @click.option(
-    "--drain-s", type=seconds(), help="Seconds for what is under way, when told to end; by default it is cut off."
+    "--drain-s",
+    type=seconds(),
+    help="Seconds to finish requests in progress after SIGTERM; by default they are cut off.",
 )
 @service_options
 def router(listen: str, tokenizer: str, **options: Any) -> None:

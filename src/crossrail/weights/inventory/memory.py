@@ -60,7 +60,7 @@ class WeightMemory:
     """What one process holds of a model. Made empty; filled by add(); then registered, all at once, by inventory().
 
     Allocations are registered whole, and neighbours as one region: a model has thousands of tensors, and each region
-    takes an entry at every NIC. Neighbours have no foreign page between them (NICs take whole pages anyway); on a GPU
+    takes an entry at every NIC. Neighbours have no unused page between them (NICs take whole pages anyway); on a GPU
     they are pieces that torch's allocator cut from one allocation of the driver.
     regions: memory that is registered already (Engine.alloc: peers on this host then write it directly). Arrays in them
         need no registration of their own; the caller closes these regions.
@@ -129,7 +129,7 @@ class WeightMemory:
         self._watched.append((name, address, address()))
 
     def check_in_place(self) -> None:
-        """UsageError names a tensor of torch that lies elsewhere than when it was added; some 0.2 us for each.
+        """UsageError names a tensor of torch that lies elsewhere than when it was added; a microsecond or so for each.
 
         `tensor.data = another` and `module.to(...)` move it. What replaced it in its module is not seen.
         """
@@ -137,11 +137,15 @@ class WeightMemory:
             if address() != before:
                 raise UsageError(
                     f"{name}: its tensor lies elsewhere than when it was added (.data was set, or the module was moved "
-                    "to another device). Next: copy new values into it; or close this memory, and join() with a new one"
+                    "to another device). Next: copy new values into it; or close() this trainer or receiver, and make "
+                    "one with a new WeightMemory"
                 )
 
     def inventory(self) -> Inventory:
-        """Registers what is not registered yet, and says what is stored where, with current descriptors."""
+        """Registers what is not registered yet, and says what is stored where, with current descriptors.
+
+        The first call takes some 50 us for each array: run it in a thread if an event loop must go on meanwhile.
+        """
         with self._registering:
             if self._inventory is None:
                 self._register()

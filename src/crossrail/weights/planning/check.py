@@ -228,7 +228,7 @@ def _check_content(joined: Tables, plan: Plan, runs: _Runs, place: Ints, order: 
     rows = joined.target.rows
     writes = plan.writes[order]
     outputs = plan.outputs
-    if (writes["source"] < 0).any():
+    if ((writes["source"] < 0) | (writes["source"] > _SPAN)).any() or (outputs["offset"] > _SPAN).any():
         raise PlanError("the plan has a write from outside of its task's buffer")
     span = _task_span(plan)
     output_place = plan.parts["task"][outputs["part"]].astype(np.int64) * span + outputs["offset"]

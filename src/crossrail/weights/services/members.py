@@ -29,7 +29,8 @@ _words: weakref.WeakKeyDictionary[Mailbox, int] = weakref.WeakKeyDictionary()
 
 
 # Not closed yet: one for a mailbox, since another would take over messages that are for it.
-_memberships: weakref.WeakSet[Membership] = weakref.WeakSet()
+# By the mailbox's id, which is its alone as long as the membership keeps it. Any thread.
+_memberships: weakref.WeakValueDictionary[int, Membership] = weakref.WeakValueDictionary()
 
 
 async def _nothing() -> None:
@@ -143,13 +144,12 @@ class Membership:
         self._join = join
         self._takes_part = False
         self._joining: asyncio.Task[None] | None = None  # again, by itself
-        for other in _memberships:
-            if other._mailbox is mailbox:
-                raise UsageError(
-                    f"this mailbox is {other._who}'s. Next: an engine and a mailbox for each trainer and inference "
-                    "rank, or close() that one first"
-                )
-        _memberships.add(self)
+        other = _memberships.setdefault(id(mailbox), self)
+        if other is not self:
+            raise UsageError(
+                f"this mailbox is {other._who}'s. Next: an engine and a mailbox for each trainer and inference rank, "
+                "or close() that one first"
+            )
 
     def begin(self) -> None:
         """Its join() was called: one that goes on by itself is overtaken."""
@@ -165,7 +165,8 @@ class Membership:
     def close(self) -> None:
         """As end(), and the mailbox may be another one's."""
         self.end()
-        _memberships.discard(self)
+        if _memberships.get(id(self._mailbox)) is self:  # close() may be called again, after another one has it
+            del _memberships[id(self._mailbox)]
 
     def left_out(self, why: str, controller: bytes, before: Callable[[], Awaitable[None]] = _nothing) -> None:
         """The controller says so. before: runs before it joins again."""

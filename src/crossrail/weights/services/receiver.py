@@ -277,6 +277,7 @@ class WeightReceiver(AsyncClosing):
         deadline = loop.time() + opened.deadline_s
         attempt = self._attempt = _Attempt(opened.attempt, opened.version, counter, self._expected[1], deadline)
         try:
+            self.memory.check_in_place()  # before the pause, which a refused update does not end
             if not self._has_spare:
                 await in_time(self._pause(opened.version), opened.deadline_s)
             with self._versions.opening():

@@ -17,7 +17,9 @@ _IMM_END = 1 << 27  # from here on engines hand them out
 
 @dataclass(frozen=True)
 class ControllerOptions:
-    """imm_first: the first of 2**20 immediates that updates use on the engines of all members. They are in the lower
+    """Options of a controller.
+
+    imm_first: the first of 2**20 immediates that updates use on the engines of all members. They are in the lower
         half, which engines do not hand out.
     abort_s: how long members may take to end an attempt, or to commit one. evict_s: how long a member that was left out
         is told so. progress_s: how often trainers are asked for their progress.
