@@ -297,8 +297,8 @@ async def test_pushes_that_are_given_up_leave_no_immediate_taken(root: Path, ope
     screen = io.StringIO()
     with Inbox(root) as inbox, ours.submit_recvs(16, wire.MESSAGE_BYTES_MAX):
         progress = Progress(console=Console(file=screen, width=1000), disable=True)
-        serving = asyncio.create_task(Server(theirs, inbox, progress, Limits(1, 0.01)).run(once=False))
-        for push in range(5):  # four immediates each
+        serving = asyncio.create_task(Server(theirs, inbox, progress, Limits(2, 0.01)).run(once=False))
+        for push in range(5):  # four immediates each; the one before may still be telling its pusher
             offer = wire.Offer(push, f"file{push}", 32 << 20, 0o644, False)
             await ours.submit_send(theirs.address, wire.encode(offer))
             await asyncio.to_thread(eventually, lambda n=push: f"file{n}: " in screen.getvalue(), "it is given up")

@@ -143,7 +143,7 @@ def test_name_that_is_twice_in_a_header_is_refused(tmp_path: Path, offsets: tupl
     header = f'{{"w": {{{first}"data_offsets": [0, 8]}}, "w": {{{second}"data_offsets": {list(offsets)}}}}}'.encode()
     data = len(header).to_bytes(8, "little") + header + bytes(offsets[1])
     (tmp_path / "a.safetensors").write_bytes(data)
-    with pytest.raises(xr.UsageError, match=r"a\.safetensors: .*'w' is there 2 times"):
+    with pytest.raises(xr.UsageError, match=r"a\.safetensors: .*'w' occurs 2 times"):
         Checkpoint(tmp_path)
 
 

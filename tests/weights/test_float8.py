@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import crossrail as xr
-from crossrail.weights.conversion.float8 import BLOCK, BlockQuantiser, blocks, decoded
+from crossrail.weights.conversion.float8 import BLOCK, BlockQuantiser, blocks
 from crossrail.weights.errors import NotFinite
 from tests.support.seeds import Seed
+from tests.weights.float8_values import decoded
 
 Floats = npt.NDArray[np.float32]
 

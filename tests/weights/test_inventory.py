@@ -114,8 +114,8 @@ def test_damaged_wire_is_refused_or_still_an_inventory(data: st.DataObject) -> N
     [
         ("version", 2, "version 2"),
         ("rows", b"123", "bytes of rows"),
-        ("rank", -1, "no inventory"),
-        ("role", "x", "no inv"),
+        ("rank", -1, "not an inventory"),
+        ("role", "x", "not an inv"),
     ],
 )
 def test_wire_of_another_kind_refused(field: str, value: object, text: str) -> None:

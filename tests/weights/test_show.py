@@ -92,7 +92,7 @@ def test_plan_in_a_file(plan: Plan, tmp_path: Path) -> None:
     assert Plan.load(file) == plan
 
     file.write_bytes(b"no plan")
-    with pytest.raises(UsageError, match="no plan"):
+    with pytest.raises(UsageError, match="not a plan"):
         Plan.load(file)
 
 
