@@ -265,8 +265,7 @@ def map_failed(
 def no_loop(engine: _core.Engine) -> errors.UsageError:
     return errors.UsageError(
         f"engine '{engine.name}' is awaited where no asyncio event loop is running. Next: await it on one "
-        "(asyncio.run, "
-        "uvloop, anyio with backend='asyncio'; not trio), or block in wait() or recv() in a thread"
+        "(asyncio.run, uvloop, anyio with backend='asyncio'; not trio), or block in wait() or recv() in a thread"
     )
 
 

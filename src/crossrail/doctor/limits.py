@@ -193,9 +193,8 @@ def memory_group(host: Host) -> Iterator[Finding]:
             check,
             f"the memory limit leaves {size(max(limit_bytes - used_bytes, 0))}",
             seen,
-            "engine.alloc memory is charged to the process that touches it first; beyond the limit the kernel "
-            "kills a process "
-            "(exit code 137) and its peers lose it",
+            "engine.alloc memory is charged to the process that touches it first; beyond the limit the kernel kills a "
+            "process (exit code 137) and its peers lose it",
             Fix("docker run --memory=64g ...", "docker, podman"),
             Fix("resources: {limits: {memory: 64Gi}}", "kubernetes"),
         )

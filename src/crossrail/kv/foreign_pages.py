@@ -32,8 +32,7 @@ class _ForeignPages:
 def foreign_lease(owner: str, pages: npt.NDArray[np.uint32], page_tokens: int, *, prefix_tokens: int = 0) -> PageLease:
     """A reserved lease of pages that the caller allocated, in the order of the request's tokens.
 
-    The caller keeps them from others until release() has returned; release() raises PagesInUse while a peer may touch
-    them.
+    The caller keeps them from others until release() has returned, which raises PagesInUse while a peer may touch them.
     pages: shared, not copied. An allocator that gives a request its pages one by one replaces NOT_YET by them, before a
         step that needs them is begun. prefix_tokens: tokens that are already there, whole pages.
     """

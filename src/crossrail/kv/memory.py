@@ -77,8 +77,7 @@ class RankMemory:
         """One layer's KV as an array of shape (parts, pages, rank_heads, page_tokens, head_dim) that shares the memory.
 
         Its dtype is layout.storage. It keeps the memory alive. Peers may write to it: the lease of a page says until
-        when.
-        Only for host memory: raises UsageError for GPU memory, which the CPU cannot read.
+        when. Only for host memory: raises UsageError for GPU memory, which the CPU cannot read.
         """
         region, offset = self.place(layer)
         if region.device != "cpu":

@@ -38,8 +38,7 @@ class Reception:
     """The pages of one request at the decoder, while they arrive and while they are used. Made by KvReceiver.reserve.
 
     Lifecycle: 1. reserved. 2. dispatch(): a prefiller may write. 3. arrived(): everything is there, in use; or
-    withdraw():
-    reserved again once nothing can land any more, for another dispatch() or release(). 4. release().
+    withdraw(): reserved again once nothing can land any more, for another dispatch() or release(). 4. release().
     Invariant: from dispatch() until the full count or a confirmed withdrawal nobody else gets pages, tail or immediate.
     Threads: the event loop's. One task at a time awaits arrived(); cancelling it does not stop the transfer.
     """
@@ -145,8 +144,7 @@ class Reception:
         """Returns when all KV and the tail have arrived: the pages are in use, and nobody else writes them.
 
         Raises WaitTimeout: the transfer continues; call it again, or withdraw(). SurplusCount: the pages are
-        quarantined.
-        If the request needs_nothing, nobody needs to be dispatched to.
+        quarantined. If the request needs_nothing, nobody needs to be dispatched to.
         """
         if self.state is PageState.IN_USE:
             return

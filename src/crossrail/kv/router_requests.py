@@ -65,7 +65,7 @@ class Running:
     placement: int = 1
     restarts: int = 0  # decoders that died
     refused: set[int] = field(default_factory=set)  # attempts since it was placed that found no room
-    # Of the latest ones, if no other has come between: since when, and when each prefiller said so last, by its address.
+    # Of the latest, if no other has come between: since when, and when each prefiller said so last, by its address.
     no_room_s: float | None = None
     full: dict[bytes, float] = field(default_factory=dict)
     traceparent: str = ""

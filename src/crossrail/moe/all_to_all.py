@@ -75,9 +75,8 @@ class AllToAll:
     Not supported yet, and refused: GPU memory shared by ranks of a host; where not all ranks share memory,
     on_lost="mask" with dp_size, node_sums or private_tokens.
 
-    Threads: one at a time. Owner: engine and group are the caller's. Lifecycle: 1. made, by all ranks at once. 2.
-    rounds.
-    3. close(), before the engine; a rank that waits for a closed one is told so.
+    Threads: one at a time. Owner: engine and group are the caller's. Lifecycle: 1. made, by all ranks at once.
+    2. rounds. 3. close(), before the engine; a rank that waits for a closed one is told so.
 
     Raises UsageError if an argument is invalid, or not the same on all ranks: it names the argument, both values and
     the ranks; WaitTimeout, PeerLost, EngineClosed.

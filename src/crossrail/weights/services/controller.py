@@ -119,8 +119,7 @@ class WeightController:
         lost. UsageError if the members' holdings do not fit together, or while another update is in progress; and
         whatever on_progress raises.
         If it is cancelled, it first aborts everywhere, which may take options.abort_s; or commits, if everything has
-        arrived.
-        Members that join meanwhile take part in the next update.
+        arrived. Members that join meanwhile take part in the next update.
         """
         version = checked_version(version)
         check_seconds(timeout_s=timeout_s)

@@ -210,8 +210,7 @@ class WeightReceiver(AsyncClosing):
         """Ends an update in progress and frees the spare memory; the memory that was passed in stays. Idempotent.
 
         Raises WaitTimeout if a trainer has stopped in the middle of a copy into this memory for timeout_s. Nothing is
-        closed then:
-        the memory must stay, and close() may be called again.
+        closed then: the memory must stay, and close() may be called again.
         """
         self._membership.end()
         if self._attempt is not None:
