@@ -284,7 +284,7 @@ class SendJob:
             transfer = submit()
             self._transfers.append(transfer)
             self._submitted += 1
-            if self._error is not None:  # stopped by a callback inside of the submit, on a simulated engine
+            if self.stopped:  # by a callback inside of the submit, on a simulated engine
                 transfer.cancel()
         except CrossrailError as error:  # the peer's numbers do not fit its memory, or our engine is closed
             self._stop(error)
