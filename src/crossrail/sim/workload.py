@@ -265,7 +265,7 @@ class Workload(Actions[Engine]):
 
 # Faults and how often they happen.
 _FAULTS = {
-    "rail-down": 3, "freeze": 2, "partition": 1.5, "silence": 1.5, "slow": 1, "fail-works": 4, "withhold": 2,
+    "rail-down": 3, "freeze": 2, "partition": 1, "silence": 0.5, "slow": 1, "fail-works": 4, "withhold": 2,
     "fill-queue": 1.5, "fail-registrations": 0.5, "lose-datagrams": 1,
 }  # fmt: skip
 
