@@ -75,9 +75,9 @@ uint32_t EngineCore::round() {
   // acq_rel: pairs with the release in wake(): what the caller wants looked at is seen by what follows.
   if (look_wanted_.load(std::memory_order_relaxed)) look_wanted_.exchange(false, std::memory_order_acq_rel);
   if (cancel_scan_.load(std::memory_order_relaxed)) scan_cancels();
-  uint32_t moved = begin_triggered();
-  moved += take_submits();
+  uint32_t moved = take_submits();
   moved += post_backlogs();
+  moved += begin_triggered();  // behind what looks at the backlogs: that more is due must not be forgotten
   moved += poll_transports();
   moved += serve();
   imms_.flush_arrivals();

@@ -43,6 +43,7 @@ class Watcher : public RefCounted<Watcher> {
 
   // Stops watching: what waits for the word is cancelled. Idempotent.
   void close();
+  // acquire: pairs with the release of whoever ends the watching; what the word became before is seen then.
   bool closed() const { return closed_.load(std::memory_order_acquire); }
 
   bool is_of(const WatcherThread* thread) const { return thread_.get() == thread; }
@@ -52,6 +53,7 @@ class Watcher : public RefCounted<Watcher> {
     waiting_.fetch_add(1, std::memory_order_relaxed);
     std::atomic_thread_fence(std::memory_order_seq_cst);
   }
+  // relaxed: who still sees them wakes the holder once for nothing.
   void remove_waiting(uint32_t count) { waiting_.fetch_sub(count, std::memory_order_relaxed); }
 
  private:

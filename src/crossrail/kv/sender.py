@@ -234,6 +234,8 @@ class KvSender(AsyncClosing):
             return False
         if step._submitted == layer:
             self._submit_layer(step)
+            if step._missing:  # abandoned by a callback inside of the submit, on a simulated engine
+                return True
         step._passed += 1
         self._ahead_transfers -= step._transfers
         self._ahead_pages -= step._pages
