@@ -74,6 +74,10 @@ class Step:
         """
         self._sender._abandon(self, reason)
 
+    def _is_abandoned(self) -> bool:
+        """Under the sender's lock. It may become so inside of a submit."""
+        return self._missing > 0
+
 
 class KvSender(AsyncClosing):
     """Sends KV to decoders, for the ranks that this process has: all ranks of an instance, or some.
@@ -225,7 +229,7 @@ class KvSender(AsyncClosing):
         if not self._steps:
             return False
         step = self._steps[0]
-        if step._missing:
+        if step._is_abandoned():
             self._watcher.add(step._missing, announce=False)
             self._steps.popleft()
             return True
@@ -234,7 +238,7 @@ class KvSender(AsyncClosing):
             return False
         if step._submitted == layer:
             self._submit_layer(step)
-            if step._missing:  # abandoned by a callback inside of the submit, on a simulated engine
+            if step._is_abandoned():  # by a callback inside of the submit, on a simulated engine
                 return True
         step._passed += 1
         self._ahead_transfers -= step._transfers
@@ -252,7 +256,7 @@ class KvSender(AsyncClosing):
     def _submit_next_layer(self, stirred: dict[SendJob, None]) -> bool:
         """Submits the earliest layer that is not yet. False: there is none, or enough waits. The lock is held."""
         for step in self._steps:
-            if step._missing or step._submitted == self.layout.layers:
+            if step._is_abandoned() or step._submitted == self.layout.layers:
                 continue
             is_next = step is self._steps[0] and step._submitted == step._passed
             if not is_next and (
@@ -282,7 +286,7 @@ class KvSender(AsyncClosing):
     def _abandon(self, step: Step, reason: str) -> None:
         self._pump()
         with self._lock:
-            if step not in self._steps or step._missing:
+            if step not in self._steps or step._is_abandoned():
                 return
             # By the word, and not by what was noted: a kernel may have counted since.
             step._missing = self.layout.layers - self._computed(step)
