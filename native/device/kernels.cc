@@ -22,6 +22,9 @@ static_assert(kPiecesPerLaunch * sizeof(Piece) == 4080);  // below; at most 4096
 //
 // copy_pieces: block (x, y) has part y of piece x. Thread i of all of a piece's takes units i, i + stride, ..., so that
 // neighbours access neighbours. First units of 16 bytes, as many as there are whole ones and the ends allow, then bytes.
+// open_round, publish_round, await_round: of two words on lines of their own that of the round's parity; see round_words.h. The
+// acquire of a wait, and the fence before a store, are for the whole system, and so pair with the CPU's release and acquire
+// in StreamProxy. What kernels that follow in the stream read is ordered by the end of this one.
 constexpr const char* kImage = R"(
 .version 7.0
 .target sm_70
@@ -92,6 +95,68 @@ narrow:
 done:
   ret;
 }
+.visible .entry crossrail_open_round(.param .u64 rounds, .param .u64 number, .param .u64 words)
+{
+  .reg .pred %come;
+  .reg .u64 %rounds, %number, %word, %round, %now;
+  ld.param.u64 %rounds, [rounds];
+  ld.param.u64 %number, [number];
+  ld.param.u64 %word, [words];
+  cvta.to.global.u64 %rounds, %rounds;
+  cvta.to.global.u64 %number, %number;
+  cvta.to.global.u64 %word, %word;
+  atom.relaxed.gpu.global.add.u64 %round, [%rounds], 1;
+  add.u64 %round, %round, 1;
+  st.global.u64 [%number], %round;
+  and.b64 %now, %round, 1;
+  shl.b64 %now, %now, 6;
+  add.u64 %word, %word, %now;
+  st.relaxed.sys.global.u64 [%word+128], %round;
+again:
+  ld.acquire.sys.global.u64 %now, [%word];
+  setp.ge.u64 %come, %now, %round;
+  @%come bra opened;
+  nanosleep.u32 100;
+  bra again;
+opened:
+  ret;
+}
+.visible .entry crossrail_publish_round(.param .u64 number, .param .u64 words)
+{
+  .reg .u64 %number, %word, %round, %line;
+  ld.param.u64 %number, [number];
+  ld.param.u64 %word, [words];
+  cvta.to.global.u64 %number, %number;
+  cvta.to.global.u64 %word, %word;
+  ld.global.u64 %round, [%number];
+  and.b64 %line, %round, 1;
+  shl.b64 %line, %line, 6;
+  add.u64 %word, %word, %line;
+  fence.acq_rel.sys;
+  st.relaxed.sys.global.u64 [%word], %round;
+  ret;
+}
+.visible .entry crossrail_await_round(.param .u64 number, .param .u64 words)
+{
+  .reg .pred %come;
+  .reg .u64 %number, %word, %round, %now;
+  ld.param.u64 %number, [number];
+  ld.param.u64 %word, [words];
+  cvta.to.global.u64 %number, %number;
+  cvta.to.global.u64 %word, %word;
+  ld.global.u64 %round, [%number];
+  and.b64 %now, %round, 1;
+  shl.b64 %now, %now, 6;
+  add.u64 %word, %word, %now;
+again:
+  ld.acquire.sys.global.u64 %now, [%word];
+  setp.ge.u64 %come, %now, %round;
+  @%come bra here;
+  nanosleep.u32 100;
+  bra again;
+here:
+  ret;
+}
 )";
 
 constexpr const char* kUpdate = "update NVIDIA's driver; see nvidia-smi";
@@ -113,7 +178,10 @@ Kernels load(const Driver& driver, int gpu, const char* what_for) {
     fail(driver, "cuModuleLoadData", code, std::string("cannot load ") + what_for + on, kUpdate);
   Kernels kernels;
   for (const auto& [name, kernel] : {std::pair{"crossrail_add_to_word", &kernels.add_to_word},
-                                     std::pair{"crossrail_copy_pieces", &kernels.copy_pieces}}) {
+                                     std::pair{"crossrail_copy_pieces", &kernels.copy_pieces},
+                                     std::pair{"crossrail_open_round", &kernels.open_round},
+                                     std::pair{"crossrail_publish_round", &kernels.publish_round},
+                                     std::pair{"crossrail_await_round", &kernels.await_round}}) {
     if (const int code = driver.module_function(kernel, module, name); code != 0)
       fail(driver, "cuModuleGetFunction", code, std::string("cannot find ") + what_for + on, kUpdate);
   }

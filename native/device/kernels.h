@@ -23,6 +23,11 @@ struct Kernels {
   // (Piece pieces[kPiecesPerLaunch]), grid: pieces x parts of each, any number of threads: copies them, all at once. Pieces
   // whose ends are both on 16 bytes go 16 bytes at a time, others byte by byte.
   void* copy_pieces = nullptr;
+  // Rounds whose steps are kernels (round_words.h), one thread each: (uint64_t rounds, uint64_t number, uint64_t words),
+  // (uint64_t number, uint64_t words) and likewise.
+  void* open_round = nullptr;
+  void* publish_round = nullptr;
+  void* await_round = nullptr;
 };
 
 // The GPU's context is current. Loaded once and kept, since graphs have them. what_for: for the error. Throws TransportError:

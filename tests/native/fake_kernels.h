@@ -11,6 +11,7 @@
 #include <map>
 #include <mutex>
 #include <string>
+#include <string_view>
 #include <utility>
 
 namespace crossrail::test {
@@ -29,6 +30,8 @@ class FakeKernels {
   struct Launch {
     uint64_t address;
     uint64_t delta;
+    const void* round = nullptr;  // a kernel of rounds, one of round_kernels(); and its arguments
+    std::array<uint64_t, 3> arguments{};
   };
   struct Stream {
     int gpu = 0;
@@ -55,12 +58,14 @@ class FakeKernels {
     stream->launched.pop_front();
     return true;
   }
-  // As the GPU does it.
-  void run(const Launch& launch) {
+  // As the GPU does it. False: it waits for a word.
+  bool run(const Launch& launch) {
+    if (launch.round != nullptr) return run_round(launch);
     const std::lock_guard lock(mutex_);
     const uint64_t address = launch.address - kAlias;
     if (address % sizeof(uint64_t) != 0 || !is_mapped(address)) std::abort();
     reinterpret_cast<std::atomic<uint64_t>*>(address)->fetch_add(launch.delta);  // NOLINT(performance-no-int-to-ptr)
+    return true;
   }
 
   // --- the driver's part
@@ -106,6 +111,11 @@ class FakeKernels {
       *function = &copying_;
       return 0;
     }
+    for (size_t i = 0; i < kRoundKernels.size(); ++i) {
+      if (kRoundKernels[i] != name) continue;
+      *function = &round_kernels_[i];
+      return 0;
+    }
     const std::string entry = std::string(".visible .entry ") + name + "(.param .u64 word, .param .u64 delta)";
     if (static_cast<Module*>(module)->text.find(entry) == std::string::npos) return 500;
     *function = module;
@@ -113,9 +123,15 @@ class FakeKernels {
   }
   int launch(const void* function, Stream* stream, void** arguments, int gpu) {
     if (launch_error != 0) return launch_error;
-    if (stream->is_of_another_context || stream->gpu != gpu || static_cast<const Module*>(function)->gpu != gpu)
-      return 400;
+    if (stream->is_of_another_context || stream->gpu != gpu) return 400;
     const std::lock_guard lock(mutex_);
+    if (const size_t kernel = round_kernel(function); kernel < kRoundKernels.size()) {
+      Launch launch{.address = 0, .delta = 0, .round = function, .arguments = {}};
+      for (size_t i = 0; i < (kernel == 0 ? 3 : 2); ++i) launch.arguments[i] = *static_cast<uint64_t*>(arguments[i]);
+      stream->launched.push_back(launch);
+      return 0;
+    }
+    if (static_cast<const Module*>(function)->gpu != gpu) return 400;
     stream->launched.push_back({*static_cast<uint64_t*>(arguments[0]), *static_cast<uint64_t*>(arguments[1])});
     return 0;
   }
@@ -127,6 +143,32 @@ class FakeKernels {
   Stream* default_stream(int gpu) { return &default_streams_.at(static_cast<size_t>(gpu)); }
 
  private:
+  static constexpr std::array<std::string_view, 3> kRoundKernels{"crossrail_open_round", "crossrail_publish_round",
+                                                                 "crossrail_await_round"};
+  static size_t round_kernel(const void* function) {
+    size_t kernel = 0;
+    while (kernel < kRoundKernels.size() && function != &round_kernels_[kernel]) ++kernel;
+    return kernel;
+  }
+  // Numbers are in memory of the GPU, which is the host's here; words are pinned, two of even and odd rounds.
+  bool run_round(const Launch& launch) {
+    const std::lock_guard lock(mutex_);
+    const auto at = [](uint64_t address) {
+      return reinterpret_cast<std::atomic<uint64_t>*>(address);  // NOLINT(performance-no-int-to-ptr)
+    };
+    const size_t kernel = round_kernel(launch.round);
+    const uint64_t words = launch.arguments[kernel == 0 ? 2 : 1] - kAlias;
+    if (words % 64 != 0 || !is_mapped(words) || !is_mapped(words + 127)) std::abort();
+    std::atomic<uint64_t>* const number = at(launch.arguments[kernel == 0 ? 1 : 0]);
+    if (kernel == 0) {  // once: not to be run again
+      *number = at(launch.arguments[0])->fetch_add(1) + 1;
+      *at(words + 128 + *number % 2 * 64) = number->load();
+    }
+    std::atomic<uint64_t>* const word = at(words + *number % 2 * 64);
+    if (kernel == 1) *word = number->load();
+    return *word >= *number;
+  }
+
   void forbidden_while_capturing() {
     if (mode_ != 2) is_capturing_ = false;
   }
@@ -141,6 +183,7 @@ class FakeKernels {
   static inline std::array<char, kGpus> contexts_{};
   static inline char another_ = 0;
   static inline char copying_ = 0;
+  static inline std::array<char, 3> round_kernels_{};
   static inline std::array<Module, kGpus> modules_{};  // kept by who loaded them, as contexts are, after this one's end
   std::array<Stream, kGpus> default_streams_{Stream{.gpu = 0}, Stream{.gpu = 1}};
   std::atomic<bool> is_capturing_{false};

@@ -1,0 +1,85 @@
+#include "device/round_words.h"
+
+#include <span>
+#include <string>
+
+#include "device/capture.h"
+#include "device/cuda.h"
+#include "device/kernels.h"
+#include "util/errors.h"
+#include "util/spinlock.h"
+
+namespace crossrail::device {
+
+namespace {
+
+constexpr const char* kWhatFor = "a kernel of rounds";
+
+// arguments: of the kernel but the last, which are the words.
+void launch(const RoundStream& on, void* Kernels::* kernel, std::span<uint64_t> arguments, const void* words) {
+  std::string why;
+  const Driver* const driver = find_driver(&why);
+  if (driver == nullptr)
+    throw TransportError("launch", 0, "rounds on a GPU need NVIDIA's driver: " + why, "without a GPU use host memory");
+  const CurrentContext current(*driver, on.gpu);
+  uint64_t address = 0;
+  void* function = nullptr;
+  {
+    const OutsideCapture outside(*driver);
+    function = kernels_of(*driver, on.gpu, kWhatFor).*kernel;
+    if (const int code = driver->pinned_address(&address, const_cast<void*>(words), 0); code != 0)
+      fail(*driver, "cuMemHostGetDevicePointer", code, "the GPU does not reach the words of rounds", "see nvidia-smi");
+  }
+  std::array<void*, 3> given{};
+  size_t count = 0;
+  for (uint64_t& argument : arguments) given[count++] = &argument;
+  given[count] = &address;
+  void* const stream = reinterpret_cast<void*>(on.stream);  // NOLINT(performance-no-int-to-ptr)
+  if (const int code = driver->launch_kernel(function, 1, 1, 1, 1, 1, 1, 0, stream, given.data(), nullptr); code != 0) {
+    fail(*driver, "cuLaunchKernel", code,
+         "cannot launch " + std::string(kWhatFor) + " on GPU " + std::to_string(on.gpu),
+         "the stream must be alive and of that GPU, in a capture the captured one, and no earlier kernel may have "
+         "failed");
+  }
+}
+
+uint64_t& number_at(uint64_t address) {
+  return *reinterpret_cast<uint64_t*>(address);  // NOLINT(performance-no-int-to-ptr)
+}
+
+void wait_here(const RoundWords& words, uint64_t round) {
+  for (int spins = 0; !has_come(words, round); ++spins) {
+    if (spins < 64) {
+      cpu_relax();
+    } else {
+      std::this_thread::yield();
+    }
+  }
+}
+
+}  // namespace
+
+void open_round(const RoundStream& on, uint64_t rounds, uint64_t number, std::array<RoundWords, 2>& free_and_asked) {
+  if (on.gpu >= 0) {
+    std::array<uint64_t, 2> arguments{rounds, number};
+    return launch(on, &Kernels::open_round, arguments, &free_and_asked);
+  }
+  const uint64_t round = ++number_at(rounds);
+  number_at(number) = round;
+  publish(free_and_asked[1], round);
+  wait_here(free_and_asked[0], round);
+}
+
+void publish_round(const RoundStream& on, uint64_t number, RoundWords& words) {
+  if (on.gpu < 0) return publish(words, number_at(number));
+  std::array<uint64_t, 1> arguments{number};
+  launch(on, &Kernels::publish_round, arguments, &words);
+}
+
+void await_round(const RoundStream& on, uint64_t number, const RoundWords& words) {
+  if (on.gpu < 0) return wait_here(words, number_at(number));
+  std::array<uint64_t, 1> arguments{number};
+  launch(on, &Kernels::await_round, arguments, &words);
+}
+
+}  // namespace crossrail::device

@@ -1,0 +1,47 @@
+// Rounds whose steps are kernels on streams of the user's: how they learn a round's number, tell the CPU how far they are, and
+// wait for what the CPU does. All that is launched is captured with its stream, so the number is in memory: a graph that is
+// replayed takes another one each time.
+//
+// A *number* is a uint64_t in memory of the GPU, one for each round that was opened or captured. Words are pairs on cache lines
+// of their own, in pinned memory: the first for rounds of even number. A word holds the latest round of its parity that has
+// got there.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+
+namespace crossrail::device {
+
+struct alignas(64) RoundWord {
+  std::atomic<uint64_t> round{0};
+};
+using RoundWords = std::array<RoundWord, 2>;
+static_assert(sizeof(RoundWords) == 128);
+
+// Whether the words say that this round has got there. acquire: pairs with whoever published, and sees what he wrote.
+inline bool has_come(const RoundWords& words, uint64_t round) {
+  return words[round % 2].round.load(std::memory_order_acquire) >= round;
+}
+// release: whoever sees the round there sees what was written before.
+inline void publish(RoundWords& words, uint64_t round) {
+  words[round % 2].round.store(round, std::memory_order_release);
+}
+
+// Where such steps are done. Threads: any; the order of steps is that of their streams.
+struct RoundStream {
+  int gpu = -1;         // -1: none; steps are done by the calling thread, before the call returns
+  uint64_t stream = 0;  // a cudaStream_t of that GPU, alive
+};
+
+// All throw TransportError where the driver is missing or refuses; nothing was launched then.
+
+// The next round: counts up *rounds, puts its number into *number, says so in asked, and waits until it may begin, by the word
+// in free. rounds, number: addresses of that stream's memory. free_and_asked: two pairs.
+void open_round(const RoundStream& on, uint64_t rounds, uint64_t number, std::array<RoundWords, 2>& free_and_asked);
+// Says that the round has got there: everything before it in the stream is done, and seen by who sees the word.
+void publish_round(const RoundStream& on, uint64_t number, RoundWords& words);
+// Until it has got there.
+void await_round(const RoundStream& on, uint64_t number, const RoundWords& words);
+
+}  // namespace crossrail::device

@@ -1,0 +1,108 @@
+// Kernels of rounds (device/round_words.h), by the double of CUDA's driver and without a GPU.
+#include <doctest/doctest.h>
+
+#include <array>
+#include <string>
+#include <vector>
+
+#include "device/round_words.h"
+#include "fake_cuda.h"
+#include "util/errors.h"
+
+namespace crossrail::test {
+namespace {
+
+struct alignas(4096) Page {
+  std::array<device::RoundWords, 2> free_and_asked;
+  device::RoundWords packed;
+  std::array<char, 4096 - 3 * sizeof(device::RoundWords)> rest{};
+};
+
+uint64_t address(const void* at) { return reinterpret_cast<uint64_t>(at); }
+
+struct Rig {
+  device::RoundStream on_gpu() { return {0, address(&stream)}; }
+  FakeKernels::Launch taken() {
+    FakeKernels::Launch launch{};
+    REQUIRE(cuda.kernels.take(&stream, &launch));
+    return launch;
+  }
+
+  FakeCuda cuda;
+  FakeKernels::Stream stream{.gpu = 0};
+  Page page;
+  uint64_t rounds = 0;
+  uint64_t number = 0;
+};
+
+}  // namespace
+
+TEST_CASE("gpu rounds: without a GPU steps are done by the caller") {
+  Page page;
+  uint64_t rounds = 6;
+  uint64_t number = 0;
+  device::publish(page.free_and_asked[0], 7);
+  const device::RoundStream here;
+  device::open_round(here, address(&rounds), address(&number), page.free_and_asked);
+  CHECK(rounds == 7);
+  CHECK(number == 7);
+  CHECK(page.free_and_asked[1][1].round == 7);
+  CHECK(page.free_and_asked[1][0].round == 0);
+  device::publish_round(here, address(&number), page.packed);
+  CHECK(page.packed[1].round == 7);
+  CHECK_FALSE(device::has_come(page.packed, 8));
+  device::await_round(here, address(&number), page.packed);
+}
+
+TEST_CASE("gpu rounds: kernels take the number when they run, and know the words by the GPU's address") {
+  Rig rig;
+  REQUIRE(rig.cuda.kernels.pinned(address(&rig.page), sizeof(Page), 3) == 0);
+  device::open_round(rig.on_gpu(), address(&rig.rounds), address(&rig.number), rig.page.free_and_asked);
+  device::publish_round(rig.on_gpu(), address(&rig.number), rig.page.packed);
+  device::await_round(rig.on_gpu(), address(&rig.number), rig.page.packed);
+  CHECK(rig.number == 0);
+  const FakeKernels::Launch open = rig.taken();
+  const FakeKernels::Launch publish = rig.taken();
+  const FakeKernels::Launch await = rig.taken();
+  for (uint64_t round = 1; round <= 3; ++round) {  // as a graph that is replayed
+    CHECK_FALSE(rig.cuda.kernels.run(open));
+    CHECK(rig.number == round);
+    CHECK(device::has_come(rig.page.free_and_asked[1], round));
+    CHECK_FALSE(rig.cuda.kernels.run(await));
+    CHECK(rig.cuda.kernels.run(publish));
+    CHECK(device::has_come(rig.page.packed, round));
+    CHECK(rig.cuda.kernels.run(await));
+  }
+  CHECK(rig.page.packed[0].round == 2);
+  CHECK(rig.page.packed[1].round == 3);
+}
+
+TEST_CASE("gpu rounds: what the driver refuses is said, and nothing is launched") {
+  Rig rig;
+  const auto refusal = [&] {
+    try {
+      device::publish_round(rig.on_gpu(), address(&rig.number), rig.page.packed);
+    } catch (const TransportError& error) {
+      return std::string(error.what());
+    }
+    return std::string("not refused");
+  };
+  CHECK(refusal().find("the GPU does not reach the words of rounds") != std::string::npos);
+  REQUIRE(rig.cuda.kernels.pinned(address(&rig.page), sizeof(Page), 3) == 0);
+  rig.cuda.kernels.launch_error = 700;
+  CHECK(refusal().find("cannot launch a kernel of rounds on GPU 0") != std::string::npos);
+  FakeKernels::Launch launch{};
+  CHECK_FALSE(rig.cuda.kernels.take(&rig.stream, &launch));
+}
+
+TEST_CASE("gpu rounds: launches are captured, and nothing that breaks a capture is called") {
+  Rig rig;
+  REQUIRE(rig.cuda.kernels.pinned(address(&rig.page), sizeof(Page), 3) == 0);
+  rig.cuda.kernels.begin_capture();
+  device::open_round(rig.on_gpu(), address(&rig.rounds), address(&rig.number), rig.page.free_and_asked);
+  device::publish_round(rig.on_gpu(), address(&rig.number), rig.page.packed);
+  device::await_round(rig.on_gpu(), address(&rig.number), rig.page.packed);
+  CHECK(rig.cuda.kernels.end_capture());
+}
+
+}  // namespace crossrail::test
