@@ -24,10 +24,11 @@ void register_traffic(nanobind::class_<EngineHandle>& engine);
 void register_poison(nanobind::module_& module);
 void register_sim(nanobind::module_& module);
 void register_moe_kernels(nanobind::module_& module);
-void register_moe_layout(nanobind::module_& module);     // into the module of register_moe_kernels
-void register_moe_words(nanobind::module_& module);      // likewise
-void register_moe_proxy(nanobind::module_& module);      // likewise
-void register_moe_node_sums(nanobind::module_& module);  // likewise
+void register_moe_layout(nanobind::module_& module);        // into the module of register_moe_kernels
+void register_moe_words(nanobind::module_& module);         // likewise
+void register_moe_proxy(nanobind::module_& module);         // likewise
+void register_moe_stream_proxy(nanobind::module_& module);  // likewise
+void register_moe_node_sums(nanobind::module_& module);     // likewise
 void register_bench(nanobind::module_& module);
 void register_bench_sockets(nanobind::module_& module);  // into the module of register_bench
 void register_bench_fabric(nanobind::module_& module);   // likewise

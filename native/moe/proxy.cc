@@ -374,16 +374,28 @@ uint32_t Proxy::expected_of(FarStep step, uint32_t round, size_t member) const {
   return 1;
 }
 
+bool Proxy::take(FarStep step, uint32_t round) {
+  size_t& next = next_[slot_of(step, round)];
+  for (; next < members_.size(); ++next) {
+    const Member& source = members_[next];
+    const uint32_t expected = source.is_left_out ? 0 : expected_of(step, round, next);
+    if (expected != 0 && !source.counters[slot_of(step, round)]->try_consume(expected)) return false;
+  }
+  return true;
+}
+
+bool Proxy::has_sent(uint32_t round) const {
+  const std::vector<Sent>& sent = sent_[parity_of(round)];
+  return std::all_of(sent.begin(), sent.end(),
+                     [](const Sent& one) { return one.transfer->status() != Status::kPending; });
+}
+
 FarOutcome Proxy::wait(FarStep step, uint32_t round, Deadline deadline, const InterruptCheck& interrupted) {
   size_t& next = next_[slot_of(step, round)];
-  while (next < members_.size()) {
+  while (!take(step, round)) {
     Member& source = members_[next];
-    const uint32_t expected = source.is_left_out ? 0 : expected_of(step, round, next);
+    const uint32_t expected = expected_of(step, round, next);
     ImmCounter& counter = *source.counters[slot_of(step, round)];
-    if (expected == 0 || counter.try_consume(expected)) {
-      ++next;
-      continue;
-    }
     const Deadline next_look = std::min(deadline, engine_->clock().now_ns() + kLookEveryNs);
     const WaitResult waited = counter.wait(expected, next_look, interrupted);
     if (waited == WaitResult::kReady) {

@@ -109,6 +109,10 @@ class Proxy {
 
   // Until all of this step has come. May be repeated after kLate.
   FarOutcome wait(FarStep step, uint32_t round, Deadline deadline, const InterruptCheck& interrupted);
+  // Without waiting: takes what has come of this step. Whether that is all; what may have failed meanwhile, wait() says.
+  bool take(FarStep step, uint32_t round);
+  // Whether nothing of what was written from this parity's memory is under way any more.
+  bool has_sent(uint32_t round) const;
   // Whether all of this step has come from that far rank, in the round last opened of that parity. Takes nothing.
   bool has_come(FarStep step, uint32_t round, uint32_t rank);
 

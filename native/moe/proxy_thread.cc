@@ -1,13 +1,12 @@
 #include "moe/proxy_thread.h"
 
 #include <pthread.h>
-#include <sched.h>
 
 #include <algorithm>
 #include <bit>
-#include <string>
 #include <utility>
 
+#include "moe/pin.h"
 #include "util/clock.h"
 #include "util/copy.h"
 #include "util/errors.h"
@@ -22,28 +21,6 @@ namespace {
 constexpr int64_t kYieldAfterNs = 2'000;        // of spinning: who gives orders may need this very core
 constexpr int64_t kSleepMaxNs = 1'000'000'000;  // then it looks again, whatever happened
 
-std::string allowed_cpus() {
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  if (sched_getaffinity(0, sizeof set, &set) != 0) return "nobody knows which";
-  std::string text;
-  for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
-    if (CPU_ISSET(cpu, &set)) text += (text.empty() ? "" : ", ") + std::to_string(cpu);
-  }
-  return text;
-}
-
-void pin(pthread_t thread, int32_t cpu) {
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  const bool is_cpu = cpu >= 0 && cpu < CPU_SETSIZE;
-  if (is_cpu) CPU_SET(static_cast<size_t>(cpu), &set);
-  if (!is_cpu || pthread_setaffinity_np(thread, sizeof set, &set) != 0) {
-    throw UsageError("proxy_cpu is " + std::to_string(cpu) +
-                     ", and a thread of this process cannot run there; it may on " + allowed_cpus());
-  }
-}
-
 }  // namespace
 
 ProxyThread::ProxyThread(Proxy& proxy, int32_t cpu, int64_t spin_ns)
@@ -57,7 +34,7 @@ ProxyThread::ProxyThread(Proxy& proxy, int32_t cpu, int64_t spin_ns)
   pthread_setname_np(thread_.native_handle(), "crossrail-moe");
   if (cpu == -1) return;
   try {
-    pin(thread_.native_handle(), cpu);
+    pin_thread(thread_.native_handle(), cpu);
   } catch (...) {
     stop();
     throw;

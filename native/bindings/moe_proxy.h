@@ -1,0 +1,140 @@
+// What crossrail._core.moe.Proxy is: a moe::Proxy, with a thread that posts for it or without.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <array>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "bindings/convert.h"
+#include "bindings/engine_handle.h"
+#include "bindings/fork.h"
+#include "bindings/handles.h"
+#include "moe/proxy.h"
+#include "moe/proxy_thread.h"
+
+namespace crossrail::bindings {
+
+namespace nb = nanobind;
+
+inline const char* result_name(moe::FarResult result) {
+  using moe::FarResult;
+  switch (result) {
+    case FarResult::kReady:
+      return "ready";
+    case FarResult::kLate:
+      return "late";
+    case FarResult::kPeerLost:
+      return "peer-lost";
+    case FarResult::kLeft:
+      return "left";
+    case FarResult::kMaskedOut:
+      return "masked-out";
+    case FarResult::kFailed:
+      return "failed";
+    case FarResult::kClosed:
+      return "engine-closed";
+    case FarResult::kInterrupted:
+      return "interrupted";
+  }
+  return "";
+}
+
+class ProxyHandle {
+ public:
+  ProxyHandle(nb::pointer_and_handle<EngineHandle> given, const moe::Layout& layout, uint32_t rank,
+              const std::array<uint64_t, 11>& memory, const RegionHandle& routes, const RegionHandle& rows, bool masks)
+      : engine(nb::borrow(given.h)), engine_(given.p) {
+    const auto& [routes_in, routes_out, routes_parity, rows_in, results_in, rows_out, results_out, rows_parity, route,
+                 stride, y] = memory;
+    const moe::FarMemory parts{.routes_in = routes_in,
+                               .routes_out = routes_out,
+                               .routes_parity_bytes = routes_parity,
+                               .rows_in = rows_in,
+                               .results_in = results_in,
+                               .rows_out = rows_out,
+                               .results_out = results_out,
+                               .rows_parity_bytes = rows_parity,
+                               .route_bytes = route,
+                               .stride_bytes = stride,
+                               .y_bytes = y};
+    const moe::FarRegions<RegionRef> regions{routes.core(), rows.core()};
+    proxy_ = std::make_unique<moe::Proxy>(given.p->core(), layout, rank, parts, regions, masks);
+  }
+  ~ProxyHandle() {
+    if (generation_ == fork_generation) return;  // what there is to end is the parent's
+    thread_.release();
+    proxy_.release();
+  }
+  ProxyHandle(const ProxyHandle&) = delete;
+  ProxyHandle& operator=(const ProxyHandle&) = delete;
+
+  const EngineRef& core_engine() const { return engine_->core(); }
+  moe::Proxy& get() const {
+    if (generation_ != fork_generation) throw_forked();
+    return *proxy_;
+  }
+
+  void start_thread(nb::handle cpu) {
+    const EngineOptions& options = engine_->core()->options();
+    if (options.stage != nullptr) throw UsageError("proxy is 'thread', and simulated engines have no threads");
+    const int32_t number = cpu.is_none() ? -1 : static_cast<int32_t>(to_u32(cpu, "proxy_cpu", INT32_MAX));
+    thread_ = std::make_unique<moe::ProxyThread>(get(), number, options.spin_ns);
+  }
+  void stop_thread() {
+    get();
+    const WithoutGil no_gil;
+    thread_.reset();
+  }
+  // By the thread, if there is one.
+  template <typename Post>
+  void post(Post post) {
+    moe::Proxy& proxy = get();
+    const WithoutGil no_gil;
+    thread_ ? post(*thread_) : post(proxy);
+  }
+  void post_placed(uint32_t round, nb::handle placement, bool is_results) {
+    const moe::Placement* const places = placement.is_none() ? nullptr : nb::cast<const moe::Placement*>(placement);
+    // Until that round's memory is used again, which takes a wait: by then the thread is done with it.
+    if (places != nullptr) placements_[round % moe::kParities] = nb::borrow(placement);
+    post([&](auto& to) { is_results ? to.send_results(round, places) : to.send_remainder(round, places); });
+  }
+  void connect(uint32_t rank, DescriptorHandle& routes, DescriptorHandle& rows, const std::vector<uint32_t>& imms) {
+    get().connect(rank, {engine_->remote(routes), engine_->remote(rows)}, imms);
+  }
+  void watch(nb::handle address, uint32_t rank, nb::handle board) {
+    BufferView& view = boards_.emplace_back();
+    if (!view.acquire(board, PyBUF_SIMPLE) || static_cast<size_t>(view.get().len) < sizeof(moe::Word))
+      throw UsageError("a board has no room for words");
+    get().watch(engine_->peer(address), rank, *static_cast<const moe::Word*>(view.get().buf));
+  }
+
+  template <typename Wait>
+  nb::tuple wait(nb::handle timeout_s, Wait wait) const {
+    moe::Proxy& proxy = get();
+    const Deadline deadline = to_deadline(timeout_s, engine_->core()->clock());
+    moe::FarOutcome outcome{};
+    wait_without_gil([&] {
+      const bool is_ours = !thread_ || thread_->settle(deadline);
+      outcome = is_ours ? wait(proxy, deadline) : moe::FarOutcome{moe::FarResult::kLate, proxy.far_ranks().front(), {}};
+      return outcome.result == moe::FarResult::kInterrupted ? WaitResult::kInterrupted : WaitResult::kReady;
+    });
+    return nb::make_tuple(result_name(outcome.result), outcome.rank, to_text(outcome.detail));
+  }
+
+  nb::object engine;
+
+ private:
+  EngineHandle* const engine_;
+  std::deque<BufferView> boards_;  // of those that are watched
+  std::unique_ptr<moe::Proxy> proxy_;
+  std::unique_ptr<moe::ProxyThread> thread_;  // ends before the proxy
+  std::array<nb::object, moe::kParities> placements_;
+  const uint32_t generation_ = fork_generation;
+};
+
+}  // namespace crossrail::bindings

@@ -1,0 +1,290 @@
+#include "moe/stream_proxy.h"
+
+#include <pthread.h>
+#include <sys/prctl.h>
+
+#include <algorithm>
+#include <ctime>
+#include <limits>
+#include <new>
+#include <utility>
+
+#include "moe/pin.h"
+#include "moe/rows.h"
+#include "util/clock.h"
+#include "util/errors.h"
+#include "util/spinlock.h"
+#include "util/thread.h"
+
+namespace crossrail::moe {
+
+namespace {
+
+constexpr int64_t kLookNs = 5'000'000;  // between looks for who keeps us
+constexpr int64_t kYieldNs = 2'000;     // of spinning: who is waited for may need this very core
+constexpr int64_t kDozeNs = 1'000'000;  // without anything that moved, then pauses get longer
+constexpr int64_t kShortPauseNs = 5'000;
+constexpr int64_t kLongPauseNs = 50'000;
+constexpr uint64_t kNoRound = std::numeric_limits<uint64_t>::max();
+
+uint32_t wire(uint64_t round) { return static_cast<uint32_t>(round); }
+
+std::span<device::RoundWords> begin_words(std::span<std::byte> board, const StreamBoard& parts) {
+  const uint64_t first = kStreamWords * sizeof(device::RoundWords);
+  if (board.size() < first + kParities * parts.parity_bytes ||
+      reinterpret_cast<uintptr_t>(board.data()) % alignof(device::RoundWords) != 0)
+    throw UsageError("the board of rounds is too short, or not aligned to 64 bytes");
+  auto* const words = reinterpret_cast<device::RoundWords*>(board.data());
+  for (size_t i = 0; i < kStreamWords; ++i) new (words + i) device::RoundWords();
+  return {words, kStreamWords};
+}
+
+}  // namespace
+
+StreamProxy::StreamProxy(EngineRef engine, Proxy& proxy, const Layout& layout, uint32_t rank,
+                         std::span<std::byte> board, const StreamBoard& parts, const Options& options)
+    : engine_(std::move(engine)),
+      proxy_(proxy),
+      layout_(layout),
+      rank_(rank),
+      group_(layout.group_of(rank)),
+      board_(board),
+      parts_(parts),
+      options_(options),
+      words_(begin_words(board, parts)),
+      timeout_ns_(options.timeout_ns) {
+  for (uint64_t round = 1; round <= kParities; ++round) device::publish(words(StreamWord::kFree), round);
+  thread_ = start_thread([this] { run(); });
+  pthread_setname_np(thread_.native_handle(), "crossrail-moe");
+  if (options.cpu == -1) return;
+  try {
+    pin_thread(thread_.native_handle(), options.cpu);
+  } catch (...) {
+    stop();
+    throw;
+  }
+}
+
+StreamProxy::~StreamProxy() { stop(); }
+
+void StreamProxy::stop() {
+  stopping_.store(true, std::memory_order_release);  // pairs with the acquire in run()
+  if (thread_.joinable()) thread_.join();
+}
+
+std::array<device::RoundWords, 2>& StreamProxy::free_and_asked() {
+  return *reinterpret_cast<std::array<device::RoundWords, 2>*>(&words(StreamWord::kFree));
+}
+
+std::optional<StreamFailure> StreamProxy::failure() const {
+  const std::lock_guard lock(mutex_);
+  return failure_;
+}
+
+void StreamProxy::fail(StreamFailure failure) {
+  {
+    const std::lock_guard lock(mutex_);
+    failure_ = std::move(failure);
+  }
+  stopping_.store(true, std::memory_order_relaxed);  // of this thread
+}
+
+// No kernel waits any more, nor finds anything to do.
+void StreamProxy::let_go() {
+  for (uint64_t parity = 0; parity < kParities; ++parity) std::fill_n(at<int32_t>(parts_.numbers, parity), 3, 0);
+  for (const StreamWord word : {StreamWord::kFree, StreamWord::kRows, StreamWord::kResults}) {
+    // release: pairs with the acquire of a kernel's wait, which then sees the empty tables.
+    for (device::RoundWord& one : words(word)) one.round.store(kNoRound, std::memory_order_release);
+  }
+}
+
+void StreamProxy::run() {
+  prctl(PR_SET_TIMERSLACK, 1000, 0, 0, 0);  // the default of 50 us would swallow short pauses
+  int64_t moved_ns = now_ns();
+  while (!stopping_.load(std::memory_order_acquire)) {
+    bool moved = false;
+    try {
+      moved = advance();
+    } catch (...) {
+      fail({.outcome = {FarResult::kReady, rank_, {}},
+            .step = FarStep::kFarewell,
+            .round = next_ - 1,
+            .is_over = false,
+            .counts = {},
+            .error = std::current_exception()});
+    }
+    const int64_t now = now_ns();
+    if (moved) {
+      moved_ns = now;
+    } else {
+      pause(now - moved_ns);
+    }
+  }
+  let_go();
+}
+
+void StreamProxy::pause(int64_t idle_ns) const {
+  if (idle_ns < kYieldNs || (options_.cpu != -1 && idle_ns < kDozeNs)) return cpu_relax();
+  if (idle_ns < options_.spin_ns) return std::this_thread::yield();
+  const timespec time{.tv_sec = 0, .tv_nsec = idle_ns < kDozeNs ? kShortPauseNs : kLongPauseNs};
+  nanosleep(&time, nullptr);
+}
+
+bool StreamProxy::advance() {
+  bool moved = false;
+  const int64_t now = engine_->clock().now_ns();
+  // Its place is free: the GPU has waited for kFree.
+  if (device::has_come(words(StreamWord::kRoutes), next_)) {
+    begin(next_++, now);
+    moved = true;
+  }
+  for (std::optional<Open>& round : rounds_) {
+    if (!round) continue;
+    moved |= advance(*round, now);
+    if (round->stage == Stage::kEnded) round.reset();
+  }
+  return moved;
+}
+
+void StreamProxy::begin(uint64_t number, int64_t now) {
+  Open& round = rounds_[number % kParities].emplace();
+  round.number = number;
+  round.since_ns = now;
+  round.next_look_ns = now + kLookNs;
+  const LayoutShape& shape = layout_.shape();
+  const std::span<const int32_t> routes{at<int32_t>(parts_.routes, number), size_t{shape.max_tokens} * shape.top_k};
+  std::vector<int32_t> counts(shape.experts);
+  slots_.resize(routes.size());
+  count_routes(routes, shape.top_k, counts, slots_);
+  proxy_.send_routes(wire(number), counts);
+  round.counts.resize(size_t{layout_.groups()} * shape.experts);
+  std::copy(counts.begin(), counts.end(), round.counts.begin() + static_cast<ptrdiff_t>(group_ * shape.experts));
+}
+
+bool StreamProxy::advance(Open& round, int64_t now) {
+  switch (round.stage) {
+    case Stage::kDispatch:
+      return dispatch(round, now);
+    case Stage::kExperts:
+      if (!device::has_come(words(StreamWord::kReturned), round.number)) return false;
+      proxy_.send_results(wire(round.number), &*round.placement);
+      round.stage = Stage::kCombine;
+      round.since_ns = now;
+      return true;
+    case Stage::kCombine:
+      if (!take(round, FarStep::kResults, now)) return false;
+      device::publish(words(StreamWord::kResults), round.number);
+      round.stage = Stage::kEnding;
+      round.since_ns = now;
+      return true;
+    case Stage::kEnding:
+      return end(round, now);
+    case Stage::kEnded:
+      return false;
+  }
+  return false;
+}
+
+bool StreamProxy::dispatch(Open& round, int64_t now) {
+  if (!round.is_packed && device::has_come(words(StreamWord::kPacked), round.number)) {
+    proxy_.send_rows(wire(round.number));
+    return round.is_packed = true;
+  }
+  if (!round.placement) {
+    if (!take(round, FarStep::kRoutes, now)) return false;
+    place(round);
+    return true;
+  }
+  if (!round.is_packed) return false;  // the GPU's time
+  if (!round.is_sent) {
+    proxy_.send_remainder(wire(round.number), &*round.placement);
+    write_tables(round);
+    round.since_ns = now;
+    return round.is_sent = true;
+  }
+  if (!take(round, FarStep::kRows, now)) return false;
+  device::publish(words(StreamWord::kRows), round.number);
+  round.stage = Stage::kExperts;
+  return true;
+}
+
+// A next round of this parity begins once all that we wrote for this one has gone. If some of it never will, that is a reason
+// to fail only when a next one is asked for: others may have ended by then, and closed.
+bool StreamProxy::end(Open& round, int64_t now) {
+  const uint64_t next = round.number + kParities;
+  const bool has_sent = proxy_.has_sent(wire(round.number));
+  if (!has_sent && !is_time_to_look(round, now)) return false;
+  const bool is_asked = device::has_come(words(StreamWord::kAsked), next);
+  const FarOutcome outcome = proxy_.wait_sent(wire(round.number), 0, {});
+  if (outcome.result == FarResult::kReady) {
+    round.stage = Stage::kEnded;
+    device::publish(words(StreamWord::kFree), next);
+    return true;
+  }
+  if (!is_asked) {
+    round.since_ns = now;
+    round.next_look_ns = now + kLookNs;
+    return false;
+  }
+  check(round, FarStep::kFarewell, outcome, now);
+  return false;
+}
+
+void StreamProxy::place(Open& round) {
+  const uint32_t experts = layout_.shape().experts;
+  for (const uint32_t rank : proxy_.far_ranks()) {
+    const std::span<const int32_t> row = proxy_.routes_of(wire(round.number), rank);
+    std::copy(row.begin(), row.end(), round.counts.begin() + static_cast<ptrdiff_t>(size_t{rank} * experts));
+  }
+  round.placement.emplace(layout_, round.counts);
+  if (round.placement->first_over(options_.rows_max, options_.routes_max)) {
+    fail({.outcome = {FarResult::kReady, rank_, {}},
+          .step = FarStep::kRoutes,
+          .round = round.number,
+          .is_over = true,
+          .counts = round.counts,
+          .error = nullptr});
+  }
+}
+
+void StreamProxy::write_tables(const Open& round) {
+  const Placement& placement = *round.placement;
+  const std::vector<int32_t> rows = placement.expert_rows(rank_);
+  const std::vector<int32_t> offsets = placement.expert_offsets(rank_);
+  std::copy(rows.begin(), rows.end(), at<int32_t>(parts_.expert_rows, round.number));
+  std::copy(offsets.begin(), offsets.end(), at<int32_t>(parts_.expert_offsets, round.number));
+  const std::vector<Move> moves = placement.pull_far(rank_);
+  const std::vector<int32_t> own = placement.rows_of(group_, rank_);
+  Move* to = std::copy(moves.begin(), moves.end(), at<Move>(parts_.moves, round.number));
+  for (size_t i = 0; i < own.size(); ++i) *to++ = {-1 - static_cast<int32_t>(i), own[i]};
+  const std::vector<int32_t> returns = placement.return_far(rank_).rows;
+  std::copy(own.begin(), own.end(),
+            std::copy(returns.begin(), returns.end(), at<int32_t>(parts_.returns, round.number)));
+  int32_t* const numbers = at<int32_t>(parts_.numbers, round.number);
+  numbers[0] = static_cast<int32_t>(moves.size() + own.size());
+  numbers[1] = static_cast<int32_t>(returns.size());
+  numbers[2] = static_cast<int32_t>(own.size());
+}
+
+bool StreamProxy::take(Open& round, FarStep step, int64_t now) {
+  const bool has_all = proxy_.take(step, wire(round.number));
+  if (!has_all && !is_time_to_look(round, now)) return false;
+  const FarOutcome outcome = proxy_.wait(step, wire(round.number), 0, {});
+  if (outcome.result == FarResult::kReady) return true;
+  check(round, step, outcome, now);
+  return false;
+}
+
+bool StreamProxy::is_time_to_look(Open& round, int64_t now) {
+  if (now < round.next_look_ns) return false;
+  round.next_look_ns = now + kLookNs;
+  return true;
+}
+
+void StreamProxy::check(const Open& round, FarStep step, const FarOutcome& outcome, int64_t now) {
+  const bool is_patient = now - round.since_ns < timeout_ns_.load(std::memory_order_relaxed);
+  if (outcome.result == FarResult::kReady || (outcome.result == FarResult::kLate && is_patient)) return;
+  fail({.outcome = outcome, .step = step, .round = round.number, .is_over = false, .counts = {}, .error = nullptr});
+}
+
+}  // namespace crossrail::moe

@@ -1,0 +1,201 @@
+// Rounds whose steps are kernels on a stream, which the test plays, without a GPU: moe/stream_proxy.h.
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <cstring>
+#include <optional>
+#include <thread>
+#include <vector>
+
+#include "device/round_words.h"
+#include "moe/stream_proxy.h"
+#include "moe_rig.h"
+#include "util/clock.h"
+
+namespace crossrail::moe {
+namespace {
+
+constexpr uint32_t kTokens = 6;
+constexpr uint32_t kTopK = 2;
+constexpr uint64_t kRowBytes = 64;
+constexpr int64_t kDeadlineNs = 20'000'000'000;
+
+LayoutShape shape(uint32_t private_rows) {
+  return {.world = 2,
+          .experts = kExperts,
+          .top_k = kTopK,
+          .max_tokens = kTokens,
+          .private_rows = private_rows,
+          .rows_per_expert = 2 * kTokens,
+          .node_of_rank = own_nodes(2)};
+}
+
+StreamBoard board_parts() {
+  StreamBoard parts{};
+  uint64_t end = kStreamWords * sizeof(device::RoundWords);
+  const uint64_t begin = end;
+  const auto place = [&end](uint64_t bytes) { return std::exchange(end, end + (bytes + 63) / 64 * 64); };
+  parts.numbers = place(12);
+  parts.routes = place(4 * kTokens * kTopK);
+  parts.expert_rows = place(4 * kExperts);
+  parts.expert_offsets = place(4 * (kExperts + 1));
+  parts.moves = place(8 * 2 * kTokens * kTopK);
+  parts.returns = place(4 * 2 * kTokens * kTopK);
+  parts.parity_bytes = end - begin;
+  return parts;
+}
+
+struct alignas(4096) Board {
+  std::byte bytes[16384]{};
+};
+
+// One rank: its stream is the thread that calls.
+struct StreamRank {
+  StreamRank(TwoRanks& ranks, const Layout& layout, const FarMemory& of, uint32_t number, int64_t timeout_ns)
+      : memory(of),
+        rank(number),
+        rows(ranks.regions[number].rows->base()),
+        proxy(ranks.engines[number], number == 0 ? ranks.here : ranks.there, layout, number, board.bytes, parts,
+              {.timeout_ns = timeout_ns, .rows_max = 2 * kTokens, .routes_max = kTokens * kTopK}) {}
+
+  template <typename T>
+  T* at(uint64_t part) {
+    return reinterpret_cast<T*>(board.bytes + part + number % 2 * parts.parity_bytes);
+  }
+  std::byte* row(uint64_t part, uint64_t index) {
+    return rows + part + number % 2 * memory.rows_parity_bytes + index * kRowBytes;
+  }
+  uint64_t address(uint64_t& of) { return reinterpret_cast<uint64_t>(&of); }
+  void open() { device::open_round({}, address(rounds), address(number), proxy.free_and_asked()); }
+  void publish(StreamWord word) { device::publish_round({}, address(number), proxy.words(word)); }
+  void await(StreamWord word) { device::await_round({}, address(number), proxy.words(word)); }
+
+  // Token t goes to expert t of our own and of the other rank's, with a byte that tells rank, token and round.
+  void dispatch_send() {
+    open();
+    int32_t* const routes = at<int32_t>(parts.routes);
+    for (uint32_t token = 0; token < kTokens; ++token) {
+      routes[token * kTopK] = static_cast<int32_t>(token);
+      routes[token * kTopK + 1] = static_cast<int32_t>(kExperts / 2 + token);
+    }
+    publish(StreamWord::kRoutes);
+    for (uint32_t token = 0; token < kTokens; ++token)
+      std::memset(row(memory.rows_out, token), byte_of(rank, token), kRowBytes);
+    publish(StreamWord::kPacked);
+  }
+  // Rows of the other rank that the moves name, each where it should be.
+  void dispatch_recv() {
+    await(StreamWord::kRows);
+    const int32_t* const numbers = at<int32_t>(parts.numbers);
+    REQUIRE(numbers[0] == 2 * kTokens);
+    const Move* const moves = at<Move>(parts.moves);
+    for (int32_t i = 0; i < numbers[0]; ++i) {
+      const auto token = static_cast<uint32_t>(moves[i].to) / (2 * kTokens);
+      if (moves[i].from < 0) {
+        CHECK(static_cast<uint32_t>(-1 - moves[i].from) == token);
+        continue;
+      }
+      const std::byte* const taken = row(memory.rows_in, static_cast<uint64_t>(moves[i].from));
+      CHECK(taken[kRowBytes - 1] == static_cast<std::byte>(byte_of(1 - rank, token)));
+    }
+    CHECK(at<int32_t>(parts.expert_rows)[0] == 2);
+    CHECK(at<int32_t>(parts.expert_offsets)[1] == 2 * kTokens);
+  }
+  void combine_send() {
+    const int32_t* const numbers = at<int32_t>(parts.numbers);
+    REQUIRE(numbers[1] == kTokens);
+    REQUIRE(numbers[2] == kTokens);
+    const int32_t* const returns = at<int32_t>(parts.returns);
+    for (uint32_t i = 0; i < kTokens; ++i) {
+      const auto expert = static_cast<uint32_t>(returns[i]) / (2 * kTokens);
+      std::memset(row(memory.results_out, i), byte_of(rank, expert), kRowBytes);
+    }
+    publish(StreamWord::kReturned);
+  }
+  void combine_recv() {
+    await(StreamWord::kResults);
+    const uint64_t first = rank == 0 ? kTokens : 0;  // of our routes to the other rank
+    for (uint32_t i = 0; i < kTokens; ++i)
+      CHECK(*row(memory.results_in, first + i) == static_cast<std::byte>(byte_of(1 - rank, i)));
+  }
+  int byte_of(uint32_t source, uint32_t token) const {
+    return static_cast<int>((source * 64 + token * 8 + number % 8) & 255);
+  }
+
+  const StreamBoard parts = board_parts();
+  const FarMemory memory;
+  const uint32_t rank;
+  std::byte* const rows;
+  Board board;
+  uint64_t rounds = 0;
+  uint64_t number = 0;
+  StreamProxy proxy;
+};
+
+FarMemory rows_memory() { return parts(2, 4 * kTokens * kTopK, kRowBytes, kRowBytes); }
+
+}  // namespace
+
+TEST_CASE("moe stream: rounds of two ranks, whose rows fit their slots or do not") {
+  for (const uint32_t private_rows : {2u, kTokens}) {
+    const Layout layout(shape(private_rows));
+    const FarMemory memory = rows_memory();
+    TwoRanks ranks(layout, memory);
+    {
+      StreamRank here(ranks, layout, memory, 0, kDeadlineNs);
+      StreamRank there(ranks, layout, memory, 1, kDeadlineNs);
+      const auto run = [](StreamRank& rank) {
+        for (int round = 0; round < 40; ++round) {
+          rank.dispatch_send();
+          rank.dispatch_recv();
+          rank.combine_send();
+          rank.combine_recv();
+        }
+      };
+      std::thread other([&] { run(there); });
+      run(here);
+      other.join();
+      CHECK_FALSE(here.proxy.failure());
+      CHECK_FALSE(there.proxy.failure());
+    }
+    for (const EngineRef& engine : ranks.engines) engine->close();
+  }
+}
+
+TEST_CASE("moe stream: who waits for a rank that does not come is let go, with empty tables, and told") {
+  const Layout layout(shape(kTokens));
+  const FarMemory memory = rows_memory();
+  TwoRanks ranks(layout, memory);
+  {
+    StreamRank here(ranks, layout, memory, 0, 50'000'000);
+    here.dispatch_send();
+    here.await(StreamWord::kRows);
+    CHECK(*here.at<int32_t>(here.parts.numbers) == 0);
+    std::optional<StreamFailure> failure = here.proxy.failure();
+    REQUIRE(failure);
+    CHECK(failure->outcome.result == FarResult::kLate);
+    CHECK(failure->outcome.rank == 1);
+    CHECK(failure->step == FarStep::kRoutes);
+    CHECK(failure->round == 1);
+    here.open();  // does not wait any more
+    here.await(StreamWord::kResults);
+  }
+  for (const EngineRef& engine : ranks.engines) engine->close();
+}
+
+TEST_CASE("moe stream: stop lets go of who waits") {
+  const Layout layout(shape(kTokens));
+  const FarMemory memory = rows_memory();
+  TwoRanks ranks(layout, memory);
+  {
+    StreamRank here(ranks, layout, memory, 0, kDeadlineNs);
+    here.dispatch_send();
+    std::thread stream([&] { here.await(StreamWord::kRows); });
+    here.proxy.stop();
+    stream.join();
+    CHECK_FALSE(here.proxy.failure());
+  }
+  for (const EngineRef& engine : ranks.engines) engine->close();
+}
+
+}  // namespace crossrail::moe
