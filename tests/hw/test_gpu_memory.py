@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -16,6 +17,8 @@ import torch
 import crossrail as xr
 from tests.conftest import EngineFactory
 from tests.support.limits import WAIT_S
+
+resource_tracker.ensure_running()  # it keeps a descriptor, from the first spawn on
 
 pytestmark = [pytest.mark.hw, pytest.mark.timeout(180)]
 
