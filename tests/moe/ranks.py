@@ -36,17 +36,19 @@ def run_ranks(size: int, run: Callable[[int], T]) -> list[T]:
 
 
 class Ranks:
-    """Some ranks and their AllToAll. Owner: close() ends all, engines too."""
+    """Some ranks and their AllToAll, or what `make` makes. Owner: close() ends all, engines too."""
 
-    def __init__(self, size: int, engine: dict[str, Any] | None = None, **config: Any) -> None:
+    def __init__(
+        self, size: int, engine: dict[str, Any] | None = None, make: Callable[..., Any] = AllToAll, **config: Any
+    ) -> None:
         self.engines = [xr.Engine(f"rank-{rank}", **(engine or {})) for rank in range(size)]
         self.groups: list[EngineGroup] = []
-        self.parts: list[AllToAll] = []
+        self.parts: list[Any] = []
         try:
             addresses = [engine.address for engine in self.engines]
             self.groups = [EngineGroup(engine, addresses) for engine in self.engines]
             options = {"timeout_s": WAIT_S} | config
-            self.parts = run_ranks(size, lambda r: AllToAll(self.engines[r], self.groups[r], **options))
+            self.parts = run_ranks(size, lambda r: make(self.engines[r], self.groups[r], **options))
         except BaseException:
             self.close()
             raise
@@ -54,7 +56,7 @@ class Ranks:
     def __len__(self) -> int:
         return len(self.engines)
 
-    def each(self, run: Callable[[AllToAll, int], T]) -> list[T]:
+    def each(self, run: Callable[[Any, int], T]) -> list[T]:
         """run(a2a, rank) for all ranks at once."""
         return run_ranks(len(self), lambda rank: run(self.parts[rank], rank))
 

@@ -69,8 +69,8 @@ class AllToAll:
     With a device: x, scales, weights, y and out are its tensors, and so are all results; indices may be on the host.
     Each half launches its kernels on the current stream. dispatch_send, combine_send and, with on_lost="mask", the
     others wait for them; routes come to the host first. Therefore none of the four halves can be captured in a CUDA
-    graph. Ranks then share no memory (node_size=1); ranks in host memory may be in the same group if they set
-    node_size=1 too.
+    graph: crossrail.moe.graph is for that. Ranks then share no memory (node_size=1); ranks in host memory may be in the
+    same group if they set node_size=1 too.
 
     Not supported yet, and refused: GPU memory shared by ranks of a host; where not all ranks share memory,
     on_lost="mask" with dp_size, node_sums or private_tokens.

@@ -73,7 +73,7 @@ class BoardLayout:
             words[word + 1, 0] = _BEFORE_ODD
 
     def half(self, board: memoryview, parity: int, rows: Block | None = None) -> Half:
-        """Views of the board; they keep it alive. rows: of a board that holds none, where they are."""
+        """Views of the board; they keep it alive. rows: of a board that holds none, where they are, if anywhere."""
         arrays: dict[str, Any] = {}
         offset = self._words_bytes + parity * _bytes_of(self._on_board)
         for name, (dtype, shape) in self._on_board.items():
@@ -82,8 +82,7 @@ class BoardLayout:
             offset += _part_bytes(dtype, shape)
         offset = parity * _bytes_of(self._elsewhere)
         for name, (dtype, shape) in self._elsewhere.items():
-            assert rows is not None
-            arrays[name] = rows.array(dtype, shape, offset)
+            arrays[name] = None if rows is None else rows.array(dtype, shape, offset)
             offset += _part_bytes(dtype, shape)
         return Half(**arrays)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -20,6 +21,7 @@ from crossrail.moe.row_memory import RowMemory
 
 _SETTLE_S = 5.0  # for the thread that posts, which has little to do
 _FENCE_S = 1e-3
+_TRIAL_BYTES = 64
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,8 @@ class _Half:
 class Far:
     """One per AllToAll whose ranks do not all share memory. Threads: one at a time.
 
+    memory: what is where. proxy: the native half, for a thread of its own instead of the calls here.
+
     Lifecycle: 1. made, and start_thread() perhaps. 2. card() is given to all ranks, and connect() gets theirs. 3.
     rounds. 4. stop_thread().
     """
@@ -45,12 +49,12 @@ class Far:
         self._config = config
         self._memory = rows
         self._rank = rank
-        memory = FarMemory.of(config, layout)
+        self.memory = memory = FarMemory.of(config, layout)
         self.routes = engine.alloc(memory.routes.nbytes)
         self._rows = rows.shared_block(memory.rows.nbytes)
         self.rows = self._rows.region
         self._masks = config.on_lost == "mask"
-        self._proxy = _core.moe.Proxy(
+        self.proxy = self._proxy = _core.moe.Proxy(
             engine, layout, rank, memory.as_native(), self.routes, self.rows, masks=self._masks
         )
         self.ranks = self._proxy.far_ranks()
@@ -60,6 +64,7 @@ class Far:
             self._doors[other] = [engine.register(self.routes.view()), self._rows.register()]
         self.private_rows = memory.bounds.private_rows
         self._addresses: dict[int, xr.Address] = {}
+        self._rows_of: dict[int, xr.RegionDescriptor] = {}  # far ranks' memory of rows
         self._halves = [self._half(memory.rows, parity) for parity in range(PARITIES)]
 
     def _half(self, part: FarPart, parity: int) -> _Half:
@@ -76,6 +81,11 @@ class Far:
             rows("results_out", config.out_dtype, config.y_bytes, config.hidden),
             rows("results_out", "uint8", config.y_bytes, config.y_bytes),
         )
+
+    @property
+    def bytes(self) -> Any:
+        """The memory of rows, uint8."""
+        return self._rows.array("uint8", (self.memory.rows.nbytes,), 0)
 
     def start_thread(self, cpu: int | None) -> None:
         """From now on a thread posts, not the caller: on that core, or wherever this process may run."""
@@ -102,6 +112,17 @@ class Far:
                     xr.RegionDescriptor.from_bytes(bytes.fromhex(one)) for one in cards[rank]["memory"][str(self._rank)]
                 )
                 self._proxy.connect(rank, routes, rows, cards[rank]["imms"][str(self._rank)])
+                self._rows_of[rank] = rows
+
+    def try_ways(self, timeout_s: float) -> None:
+        """Writes some bytes to each far rank, where its second round will have rows, and waits: what is made for the
+        first write - connections, mappings, pinned memory, streams - is there then. Before the first round.
+        """
+        nbytes = min(_TRIAL_BYTES, self.memory.rows.nbytes)
+        writes = [self._engine.submit_write(self.rows, theirs, length=nbytes) for theirs in self._rows_of.values()]
+        deadline = time.monotonic() + timeout_s
+        for write in writes:
+            write.wait(max(deadline - time.monotonic(), 0))
 
     def watch(self, rank: int, board: memoryview) -> None:
         """One that shares memory with us, this board: waits end when it is lost, unless it said farewell."""

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 import crossrail as xr
-from crossrail.errors import UsageError
+from crossrail.errors import CrossrailError, UsageError
 from crossrail.moe import masking
 from crossrail.moe.agreement import Agreement
 from crossrail.moe.arrays import Array
@@ -206,7 +206,13 @@ class Peers:
         if result != "ready":
             raise self._trouble(result, rank, half, timeout_s, detail)
 
-    def _trouble(self, result: str, rank: int, half: str, timeout_s: float, detail: str = "") -> Exception:
+    def trouble(self, told: tuple[str, int, str], half: str, timeout_s: float) -> CrossrailError:
+        """Of a wait that somebody else made: what to raise."""
+        result, rank, detail = told
+        self._late = rank if result == "late" else None
+        return self._trouble(result, rank, half, timeout_s, detail)
+
+    def _trouble(self, result: str, rank: int, half: str, timeout_s: float, detail: str = "") -> CrossrailError:
         """What to raise. Of a rank that gave up since another one was lost, that is what is told, and passed on; of one
         that waited for another in vain, that too.
         """

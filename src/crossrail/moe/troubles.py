@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import crossrail as xr
-from crossrail.errors import EngineClosed, PeerLost, TransferError, UsageError, WaitTimeout
+from crossrail.errors import CrossrailError, EngineClosed, PeerLost, TransferError, UsageError, WaitTimeout
 from crossrail.moe.errors import masked_out
 
 
 def trouble(
     engine: xr.Engine, result: str, rank: int, address: xr.Address, half: str, timeout_s: float, detail: str = ""
-) -> Exception:
+) -> CrossrailError:
     """What to raise. result: as the native half says it; half: what was due of the rank, "" where nothing was."""
     who = f"rank {rank} ({address.name!r}, pid {address.pid})"
     during = f" before its {half}" if half else ""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,6 +18,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from crossrail.moe.graph import triton as graph_launching
+from crossrail.moe.graph import triton_code as graph_code
+from crossrail.moe.graph.kernels import Own, Routes
+from crossrail.moe.graph.memory import Rows
 from crossrail.moe.kernels import triton as launching
 from crossrail.moe.kernels import triton_code
 
@@ -39,9 +44,10 @@ class Compiler:
     def __init__(self, capabilities: list[int]) -> None:
         self._capabilities = capabilities
         self.compiled: set[Any] = set()
-        for name, kernel in list(vars(triton_code).items()):
-            if isinstance(kernel, triton.JITFunction) and name.endswith(("_rows", "_routes")):
-                setattr(triton_code, name, _Launched(self, kernel))
+        for module in (triton_code, graph_code):
+            for name, kernel in list(vars(module).items()):
+                if isinstance(kernel, triton.JITFunction) and name.endswith(("_rows", "_routes")):
+                    setattr(module, name, _Launched(self, kernel))
 
     def compile(self, kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any], fuses: bool) -> None:
         names = kernel.arg_names
@@ -91,10 +97,34 @@ def launch_all(kernels: launching.TritonKernels) -> None:
         kernels.dequantize(codes, scales, dtype=str(dtype).removeprefix("torch."))
 
 
+def launch_rounds(kernels: graph_launching.TritonGraphKernels) -> None:
+    """Those of GraphAllToAll, likewise."""
+    numbers = torch.zeros(64, dtype=torch.int32)
+    names = ("numbers", "routes", "moves", "returns", "expert_rows", "expert_offsets")
+    board: Any = SimpleNamespace(**dict.fromkeys(names, numbers), stride=64, routes_max=TOKENS * TOP_K, rows_max=8)
+    number = torch.zeros(1, dtype=torch.int64)
+    kept, slots = (torch.zeros((TOKENS, TOP_K), dtype=torch.int32) for _ in range(2))
+    routes = Routes(kept, torch.zeros((TOKENS, TOP_K, 2), dtype=torch.int32), numbers[:EXPERTS], slots)
+    for dtype in (torch.int32, torch.int64):
+        for tokens in (None, number, numbers[:1]):
+            kernels.share(board, kept, torch.zeros((TOKENS, TOP_K), dtype=dtype), tokens, number)
+    for width in (8, 4, 2, 1):
+        rows = Rows(torch.zeros(16 * 8 * width, dtype=torch.uint8), 8, 8 * width, 64 * width)
+        memory: Any = SimpleNamespace(
+            **dict.fromkeys(("rows_in", "rows_out", "results_in", "results_out", "own_rows", "own_results"), rows)
+        )
+        x = torch.zeros((TOKENS, 3 * width), dtype=torch.uint8)
+        for scales in (None, torch.zeros((TOKENS, width), dtype=torch.uint8)):
+            kernels.send(memory, Own(0, 2, EXPERTS), x, scales, routes, number)
+            kernels.take(memory, board, x, scales, numbers[:2], numbers[:3], number)
+        kernels.give(memory, board, torch.zeros((TOKENS, 8 * width), dtype=torch.uint8), number)
+
+
 def main() -> None:
     torch.cuda.is_available = lambda: True
     compiler = Compiler([int(capability) for capability in sys.argv[1:]])
     launch_all(launching.TritonKernels(checked=False))
+    launch_rounds(graph_launching.TritonGraphKernels())
     print(*sorted({name for name, _, _ in compiler.compiled}), len(compiler.compiled))
 
 

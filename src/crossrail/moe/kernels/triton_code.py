@@ -68,7 +68,7 @@ def e4m3_value(code):
     return (value.to(tl.int32, bitcast=True) | ((wide & 0x80) << 24)).to(tl.float32, bitcast=True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["routes"])  # no variant for each number of tokens
 def count_routes(indices, counts, slots, routes, BLOCK: tl.constexpr):
     """One program for each expert, which reads all routes: their order decides the slots, whatever runs first."""
     expert = tl.program_id(0)

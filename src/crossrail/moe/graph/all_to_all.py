@@ -1,0 +1,500 @@
+"""Expert parallelism whose steps are kernels on a stream: see GraphAllToAll."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import crossrail as xr
+from crossrail import _core
+from crossrail._extras import needs
+from crossrail._options import check_seconds
+from crossrail._torch import is_tensor, told, wait_for_kernels
+from crossrail.errors import CrossrailError, EngineClosed, UsageError, WaitTimeout
+from crossrail.moe.arrays import check_shape, check_tensor, to_count
+from crossrail.moe.board import BoardLayout
+from crossrail.moe.capacity import find_overflow
+from crossrail.moe.config import OUT_DTYPES, Config
+from crossrail.moe.device_rows import DeviceRows
+from crossrail.moe.far import Far
+from crossrail.moe.graph.board import GraphBoard, routes_max
+from crossrail.moe.graph.kernels import GraphKernels, Own, Routes
+from crossrail.moe.graph.memory import GraphMemory
+from crossrail.moe.graph.reference import ReferenceGraphKernels
+from crossrail.moe.group import Group
+from crossrail.moe.peers import Peers
+from crossrail.moe.rounds import Stage
+from crossrail.moe.row_memory import INDEX_TYPES, is_gpu, row_memory
+
+with needs(__name__, "'crossrail[torch]'"):
+    import torch
+
+_OPEN_MAX = 2
+_HALVES = {
+    "routes": "dispatch of round {}",
+    "rows": "rows of dispatch of round {}",
+    "results": "combine of round {}",
+    "sent": "part of round {}",
+}
+
+
+@dataclass(eq=False)
+class GraphRound:
+    """Between dispatch_send and combine_recv. In a captured graph it stands for one round of each replay.
+
+    number: int64 [1], on the device: the round that it is when kernels of it run. tokens: rows of x. stage: what was
+    called for it last.
+    """
+
+    number: Any
+    tokens: int
+    routes: Routes
+    weights: Any | None
+    stage: Stage = Stage.SENT
+    outputs: tuple[Any, Any | None, Any, Any] | None = None  # x, scales, counts, offsets, once somebody asked
+
+    def __repr__(self) -> str:
+        return f"<GraphRound of {self.tokens} tokens, after {self.stage.value}>"
+
+
+@dataclass(frozen=True, eq=False)
+class GraphDispatched:
+    """Rows for this rank's experts, once the kernels before have run.
+
+    x: [rows, hidden] of dtype. scales: float32 [rows, blocks] or None. counts: int32 [experts of the rank], rows of
+    each. offsets: int32 [experts of the rank + 1], first row of each. rows: as many as there may be, whatever came:
+    with layout "masked" room for each expert, with "grouped" for all of them, of which offsets[-1] are used. Rows that
+    belong to no route are not written.
+    """
+
+    x: Any
+    scales: Any | None
+    counts: Any
+    offsets: Any
+    rows: int
+    round: GraphRound
+
+
+class GraphAllToAll:
+    """An AllToAll whose halves only launch kernels on the current stream: a CUDA graph can capture all four.
+
+    No half waits for the GPU, or needs to know what is in a tensor. What other ranks have to do with a round is seen to
+    by a thread, which reads from pinned memory how far the GPU is, posts, and lets kernels go on. Its rounds are those
+    of AllToAll: ranks of both may be in one group, if those set node_size=1, on_lost="raise" and the same arguments.
+
+    A replay of a graph is the rounds that were captured, each with a number of its own. All ranks begin rounds in the
+    same order; where a rank has two open at once, on two streams, the caller orders their dispatch_sends by events.
+    Of what is captured, every round is to end in the same graph, or in one that is replayed with it.
+
+    Arguments are those of AllToAll, but for these. device: whose tensors all arguments and results are, as "cuda:0";
+    None: the host, where each half waits in its call: to try it, and for tests. layout: "masked" by default.
+    proxy_cpu: the core of the thread, which it then keeps busy; None: wherever this process may run, with short sleeps.
+    kernels: None: Triton's on a GPU, torch's own operations in host memory.
+    Not there: on_lost="mask", node_sums, dp_size above 1. Refused: engines with polling="manual".
+
+    Errors of other ranks come late: kernels then do nothing, results are not to be used, and the next call, check() or
+    close() raises. After that this object is of no more use. Waits for other ranks end after timeout_s, as an error.
+
+    Threads: one at a time. Owner: engine and group are the caller's. Lifecycle: 1. made, by all ranks at once; kernels
+    are compiled then, but for weights, outputs and types that are used first later: one round before a capture. 2.
+    rounds. 3. graphs that have rounds are dropped, then close(), before the engine.
+
+    Raises UsageError if an argument is invalid, or not the same on all ranks; WaitTimeout, PeerLost, EngineClosed.
+    """
+
+    def __init__(
+        self,
+        engine: xr.Engine,
+        group: Group,
+        *,
+        experts: int,
+        hidden: int,
+        top_k: int,
+        max_tokens: int,
+        device: Any | None = None,
+        dtype: str = "float8_e4m3fn",
+        scale_block: int | None = 128,
+        out_dtype: str = "bfloat16",
+        private_tokens: int | None = None,
+        padding: int = 1,
+        layout: str = "masked",
+        capacity_factor: float | None = None,
+        timeout_s: float = 30.0,
+        proxy_cpu: int | None = None,
+        kernels: GraphKernels | None = None,
+    ) -> None:
+        self.config = config = Config(
+            world=group.size, experts=experts, hidden=hidden, top_k=top_k, max_tokens=max_tokens, dtype=dtype,
+            scale_block=scale_block, out_dtype=out_dtype, private_tokens=private_tokens, padding=padding, layout=layout,
+            node_size=1, dp_size=1, capacity_factor=capacity_factor, on_lost="raise",
+        )  # fmt: skip
+        check_seconds(timeout_s=timeout_s)
+        self.rank = group.rank
+        self._engine = engine
+        self._timeout_s = timeout_s
+        self._is_gpu = is_gpu(device)
+        self._rows = row_memory(engine, device, None, config)
+        self.device = self._rows.device if isinstance(self._rows, DeviceRows) else torch.device("cpu")
+        self._kernels = _kernels(self._is_gpu) if kernels is None else kernels
+        self._closed = False
+        self._open = 0
+        self._failure: CrossrailError | None = None
+        self._proxy: Any = None
+        board_layout = BoardLayout(config, holds_rows=False)
+        self._words = engine.alloc(board_layout.nbytes)
+        board_layout.begin(self._words.view())
+        self._peers: Peers | None = None
+        self._far: Far | None = None
+        try:
+            self._peers = Peers(
+                engine, group, config, self._words, board_layout, self._rows, None, (False, None), timeout_s
+            )
+            self._layout = self._peers.layout
+            self._far = self._peers.far or Far(engine, config, self._layout, group.rank, self._rows)
+            self._begin(proxy_cpu)
+        except BaseException:
+            self._close_memory()
+            raise
+
+    def _begin(self, proxy_cpu: int | None) -> None:
+        config, rank = self.config, self.rank
+        assert self._far is not None
+        first = min(rank * config.experts_per_rank, config.experts)
+        self._own = Own(first, first + self._layout.expert_count(rank), config.experts)
+        masked = config.layout == "masked"
+        self._room = (self._own.end - first) * config.rows_per_expert if masked else config.rows_max
+        with told(f"memory for rounds on {self.device}"):
+            self._board = GraphBoard(config, self._own.end - first, self._is_gpu)
+            self._memory = GraphMemory(config, self._far, self.device)
+            self._rounds = torch.zeros(1, dtype=torch.int64, device=self.device)
+        # Now, since to load a kernel, or to pin memory, may take until kernels have ended that wait for others.
+        if self._is_gpu:
+            self._prepare_kernels()
+        self._far.try_ways(self._timeout_s)
+        self._proxy = _core.moe.StreamProxy(
+            self._far.proxy, self._layout, rank, self._board.memory, self._board.parts,
+            config.rows_per_expert if masked else config.rows_max, routes_max(config), self._timeout_s, proxy_cpu,
+            self.device.index if self._is_gpu else -1,
+        )  # fmt: skip
+
+    def _prepare_kernels(self) -> None:
+        """Compiles and loads them, by a round without rows that nobody else hears of."""
+        config = self.config
+        with self._launching():
+            number = torch.zeros(1, dtype=torch.int64, device=self.device)
+            x, scales, counts, offsets = self._outputs()
+            tokens = config.max_tokens
+            given = torch.empty((tokens, config.hidden), dtype=x.dtype, device=self.device)
+            factors = None if scales is None else torch.empty((tokens, config.blocks), device=self.device)
+            for kind in (torch.int32, torch.int64):
+                indices = torch.full((tokens, config.top_k), -1, dtype=kind, device=self.device)
+                routes = self._new_routes(tokens)
+                self._kernels.share(self._board, routes.kept, indices, None, number)
+                self._kernels.share(self._board, routes.kept, indices, number, number)
+            self._kernels.send(self._memory, self._own, given, factors, routes, number)
+            self._kernels.take(self._memory, self._board, x, scales, counts, offsets, number)
+            y = torch.empty((self._room, config.hidden), dtype=getattr(torch, config.out_dtype), device=self.device)
+            self._kernels.give(self._memory, self._board, y, number)
+            sums = torch.empty((tokens, config.hidden), dtype=y.dtype, device=self.device)
+            weights = torch.ones((tokens, config.top_k), device=self.device)
+            self._kernels.sum(self._memory, sums, routes.where, weights, False)
+        wait_for_kernels([str(self.device)])
+
+    def __repr__(self) -> str:
+        config = self.config
+        state = ", closed" if self._closed else ""
+        return f"<GraphAllToAll, rank {self.rank} of {config.world}, {config.experts} experts, on {self.device}{state}>"
+
+    # ---- dispatch
+
+    def dispatch(
+        self, x: Any, scales: Any | None, indices: Any, weights: Any | None = None, *, num_tokens: Any | None = None
+    ) -> GraphDispatched:
+        """dispatch_send and dispatch_recv."""
+        return self.dispatch_recv(self.dispatch_send(x, scales, indices, weights, num_tokens=num_tokens))
+
+    def dispatch_send(
+        self, x: Any, scales: Any | None, indices: Any, weights: Any | None = None, *, num_tokens: Any | None = None
+    ) -> GraphRound:
+        """Opens a round: offers our tokens to the ranks of their experts.
+
+        x: [T, hidden] of dtype. scales: float32 [T, blocks], or None without scale_block. indices: int32 or int64 [T,
+            top_k], experts of each token, all different; -1: none. An index outside of [-1, experts) is found by the
+            thread, and ends all rounds. weights: float32 [T, top_k], for combine, which may be given others.
+        num_tokens: use only this many of the T; a number, or a tensor of the device that holds one, read by kernels.
+        The tensors may be written to by what is launched on this stream after.
+        """
+        self.check()
+        if self._open >= _OPEN_MAX:
+            raise UsageError(f"{self._open} rounds are open, must be fewer than {_OPEN_MAX}: combine one first")
+        config = self.config
+        values = self._given(x, "x", (config.dtype,), (None, config.hidden))
+        tokens = len(values)
+        if tokens > config.max_tokens:
+            raise UsageError(f"x has {tokens} tokens, max_tokens is {config.max_tokens}")
+        if config.blocks == 0 and scales is not None:
+            raise UsageError("scales are given, and scale_block is None")
+        factors = self._given(scales, "scales", ("float32",), (tokens, config.blocks)) if config.blocks else None
+        chosen = self._given(indices, "indices", INDEX_TYPES, (tokens, config.top_k))
+        count = self._count_given(num_tokens, tokens)
+        kept_weights = None if weights is None else self._weights_given(weights, tokens)
+        with self._launching() as stream:
+            number = torch.empty(1, dtype=torch.int64, device=self.device)
+            routes = self._new_routes(tokens)
+            if count is not None and not is_tensor(count):
+                chosen = torch.cat([chosen[:count], torch.full_like(chosen[count:], -1)])
+                count = None
+            opened = GraphRound(number, tokens, routes, None if kept_weights is None else kept_weights.clone())
+            self._open += 1
+            self._proxy.open(self._rounds.data_ptr(), number.data_ptr(), stream)
+            self._kernels.share(self._board, routes.kept, chosen, count, number)
+            self._proxy.publish("routes", number.data_ptr(), stream)
+            self._kernels.send(self._memory, self._own, values, factors, routes, number)
+            self._proxy.publish("packed", number.data_ptr(), stream)
+        return opened
+
+    def arriving(self, opened: GraphRound) -> tuple[Any, Any | None]:
+        """(x, scales) as dispatch_recv will fill them, before it is called: for callers that pass them on first."""
+        self._require(opened, Stage.SENT, "arriving")
+        with self._launching():
+            opened.outputs = opened.outputs or self._outputs()
+        return opened.outputs[:2]
+
+    def dispatch_recv(self, opened: GraphRound) -> GraphDispatched:
+        """Waits, on the GPU, until all ranks have sent, and takes the rows of our experts into new tensors."""
+        self._require(opened, Stage.SENT, "dispatch_recv")
+        with self._launching() as stream:
+            x, scales, counts, offsets = opened.outputs = opened.outputs or self._outputs()
+            self._proxy.wait("rows", opened.number.data_ptr(), stream)
+            self._kernels.take(self._memory, self._board, x, scales, counts, offsets, opened.number)
+        opened.stage = Stage.RECEIVED
+        return GraphDispatched(x, scales, counts, offsets, self._room, opened)
+
+    # ---- combine
+
+    def combine(
+        self, y: Any, dispatched: GraphDispatched, weights: Any | None = None, *, out: Any | None = None,
+        accumulate: bool = False,
+    ) -> Any:  # fmt: skip
+        """combine_send and combine_recv."""
+        self.check_combine(dispatched, weights, out=out, accumulate=accumulate)
+        self.combine_send(y, dispatched)
+        return self.combine_recv(dispatched, weights, out=out, accumulate=accumulate)
+
+    def check_combine(
+        self, dispatched: GraphDispatched, weights: Any | None = None, *, out: Any | None = None,
+        accumulate: bool = False,
+    ) -> None:  # fmt: skip
+        """UsageError for what combine_recv would refuse. Call it before combine_send: after that the round must end."""
+        self._sums_given(dispatched.round, weights, out, accumulate)
+
+    def combine_send(self, y: Any, dispatched: GraphDispatched) -> None:
+        """Offers our experts' outputs to the ranks that the rows came from.
+
+        y: [rows, hidden] of out_dtype, in the order of dispatched.x. May be written to by what is launched after.
+        """
+        opened = dispatched.round
+        self._require(opened, Stage.RECEIVED, "combine_send")
+        given = self._given(y, "y", (self.config.out_dtype,), (dispatched.rows, self.config.hidden))
+        with self._launching() as stream:
+            self._kernels.give(self._memory, self._board, given, opened.number)
+            self._proxy.publish("returned", opened.number.data_ptr(), stream)
+        opened.stage = Stage.RETURNED
+
+    def combine_recv(
+        self, answered: GraphDispatched | GraphRound, weights: Any | None = None, *, out: Any | None = None,
+        accumulate: bool = False,
+    ) -> Any:  # fmt: skip
+        """Waits, on the GPU, until all ranks have returned, and sums: see AllToAll.combine_recv. Ends the round."""
+        opened = answered if isinstance(answered, GraphRound) else answered.round
+        self._require(opened, Stage.RETURNED, "combine_recv")
+        sums, factors = self._sums_given(opened, weights, out, accumulate)
+        with self._launching() as stream:
+            self._proxy.wait("results", opened.number.data_ptr(), stream)
+            self._kernels.sum(self._memory, sums, opened.routes.where, factors, accumulate)
+        opened.stage = Stage.ENDED
+        self._open -= 1
+        return sums if out is None else out
+
+    # ---- life
+
+    def check(self) -> None:
+        """Raises what has ended the rounds, if anything has: of graphs that are replayed nothing else tells. Cheap."""
+        if self._closed:
+            raise UsageError("this GraphAllToAll is closed")
+        if self._engine.closed:
+            raise EngineClosed(f"engine {self._engine.name!r} was closed")
+        if self._failure is None:
+            self._failure = self._found_failure()
+        if self._failure is not None:
+            raise self._failure
+
+    @property
+    def timeout_s(self) -> float:
+        """Of each wait for other ranks, from now on."""
+        return self._timeout_s
+
+    @timeout_s.setter
+    def timeout_s(self, timeout_s: float) -> None:
+        check_seconds(timeout_s=timeout_s)
+        self._timeout_s = timeout_s
+        self._proxy.set_timeout(timeout_s)
+
+    def explain(self) -> str:
+        """Where rows are, what touches them, and how much memory this takes: print it."""
+        config = self.config
+        assert self._far is not None
+        return (
+            f"rank {self.rank} of {config.world}: {self._own.end - self._own.first} of {config.experts} experts, "
+            f"room for {self._room} rows\n"
+            f"  rows: in {self._rows.name}\n"
+            f"  kernels: {self._kernels.name}, launched on the current stream\n"
+            f"  board of rounds {self._board.nbytes / 1e6:.1f} MB of pinned memory, "
+            f"rows that travel {self._far.memory.rows.nbytes / 1e6:.1f} MB"
+        )
+
+    def close(self) -> None:
+        """Waits for what was launched on the device, gives the memory back, and tells ranks that wait for this one.
+
+        Idempotent. Raises WaitTimeout if a rank is still in the middle of a write to this one: call it again. What has
+        ended the rounds is raised when everything else is done, unless a call has raised it.
+        """
+        unseen: CrossrailError | None = None
+        if not self._closed:
+            with contextlib.suppress(CrossrailError):
+                wait_for_kernels([str(self.device)] if self._is_gpu else [])
+            if not self._engine.closed and self._failure is None and self._proxy is not None:
+                unseen = self._failure = self._found_failure()
+            self._closed = True
+            if self._proxy is not None:
+                self._proxy.stop()
+            if self._peers is not None:
+                self._peers.farewell(self._timeout_s)
+        self._close_memory()
+        if unseen is not None:
+            raise unseen
+
+    def __enter__(self) -> GraphAllToAll:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        with contextlib.suppress(CrossrailError):  # the first error is the one to see
+            self.close()
+
+    # ---- parts
+
+    @contextlib.contextmanager
+    def _launching(self) -> Any:
+        """The stream that is current; 0 in host memory."""
+        if not self._is_gpu:
+            yield 0
+            return
+        with told(f"a kernel on {self.device}"), torch.cuda.device(self.device):
+            yield torch.cuda.current_stream().cuda_stream
+
+    def _new_routes(self, tokens: int) -> Routes:
+        shape = (tokens, self.config.top_k)
+        sizes = shape, (*shape, 2), (self.config.experts,), shape
+        return Routes(*(torch.empty(size, dtype=torch.int32, device=self.device) for size in sizes))
+
+    def _outputs(self) -> tuple[Any, Any | None, Any, Any]:
+        """New ones of a dispatch: x, scales, counts, offsets."""
+        config, experts = self.config, self._own.end - self._own.first
+        x = torch.empty((self._room, config.hidden), dtype=getattr(torch, config.dtype), device=self.device)
+        scales = None
+        if config.blocks:
+            scales = torch.empty((self._room, config.blocks), dtype=torch.float32, device=self.device)
+        counts, offsets = (torch.empty(n, dtype=torch.int32, device=self.device) for n in (experts, experts + 1))
+        return x, scales, counts, offsets
+
+    def _require(self, opened: GraphRound, stage: Stage, call: str) -> None:
+        self.check()
+        if not isinstance(opened, GraphRound):
+            raise UsageError(f"{call} was given {type(opened).__name__}, must be of a GraphRound")
+        if opened.stage is not stage:
+            raise UsageError(f"{call} of a round that has had {opened.stage.value}: it comes after {stage.value}")
+
+    def _given(self, tensor: Any, name: str, dtypes: tuple[str, ...], shape: tuple[int | None, ...]) -> Any:
+        if not is_tensor(tensor):
+            raise UsageError(f"{name} is {type(tensor).__name__}, must be a tensor of torch on {self.device}")
+        if tensor.device != self.device:
+            raise UsageError(f"{name} is on {tensor.device}, must be on {self.device}")
+        check_tensor(tensor, name, dtypes)
+        check_shape(tensor.shape, name, shape)
+        return tensor.detach()
+
+    def _weights_given(self, weights: Any, tokens: int) -> Any:
+        return self._given(weights, "weights", ("float32",), (tokens, self.config.top_k))
+
+    def _count_given(self, count: Any | None, tokens: int) -> Any | None:
+        """Of tokens: on the device, a number, or None for all."""
+        if count is None:
+            return None
+        if is_tensor(count) and count.device == self.device and count.numel() == 1:
+            check_tensor(count, "num_tokens", INDEX_TYPES)
+            return count
+        return to_count(count, tokens)
+
+    def _sums_given(
+        self, opened: GraphRound, weights: Any | None, out: Any | None, accumulate: bool
+    ) -> tuple[Any, Any]:
+        if accumulate and out is None:
+            raise UsageError("accumulate is set and out is None: there is nothing to add to")
+        factors = opened.weights if weights is None else self._weights_given(weights, opened.tokens)
+        if factors is None:
+            raise UsageError("weights is None, and dispatch was given none")
+        shape = (opened.tokens, self.config.hidden)
+        if out is not None:
+            return self._given(out, "out", OUT_DTYPES, shape), factors
+        with told(f"a result on {self.device}"):
+            return torch.empty(shape, dtype=getattr(torch, self.config.out_dtype), device=self.device), factors
+
+    def _found_failure(self) -> CrossrailError | None:
+        assert self._peers is not None
+        try:
+            found = self._proxy.failure()
+        except CrossrailError as error:  # as an index that is none of an expert's
+            return error
+        if found is None:
+            return None
+        result, rank, detail, step, number, counts = found
+        if result == "overflow":
+            placement = _core.moe.Placement(self._layout, counts.reshape(self.config.groups, self.config.experts))
+            return find_overflow(self.config, number, placement)
+        trouble = self._peers.trouble((result, rank, detail), _HALVES[step].format(number), self._timeout_s)
+        if result != "late":
+            return trouble
+        return WaitTimeout(
+            f"{str(trouble).partition('. Nothing is lost')[0]}. The rounds of this GraphAllToAll have ended. Next: see "
+            "whether that rank makes the same calls as this one, and make a new one, on all ranks"
+        )
+
+    def _close_memory(self) -> None:
+        if self._proxy is not None:
+            self._proxy.stop()
+        if self._peers is not None:
+            self._peers.close(self._timeout_s)
+        if self._engine.closed:
+            return
+        if self._far is not None and (self._peers is None or self._peers.far is None):
+            self._far.close(self._timeout_s)
+        self._words.close(self._timeout_s)
+
+
+def _kernels(is_on_gpu: bool) -> GraphKernels:
+    if not is_on_gpu:
+        return ReferenceGraphKernels()
+    try:
+        from crossrail.moe.graph.triton import TritonGraphKernels
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"with a device the kernels are Triton's, and it is not installed ({error}): pip install triton"
+        ) from None
+    return TritonGraphKernels()

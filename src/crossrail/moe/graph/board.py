@@ -1,0 +1,65 @@
+"""Pinned memory in which a GPU and the thread that posts for it tell each other of rounds; see moe/stream_proxy.h."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from crossrail import _core
+from crossrail.moe.board import PARITIES
+from crossrail.moe.config import Config
+from crossrail.moe.far_memory import FarPart
+
+_LINE = 64
+
+
+class GraphBoard:
+    """routes, numbers, moves, returns, expert_rows, expert_offsets: int32, where each begins for rounds of even number;
+    those of odd number are `stride` numbers behind. Memory of the host, which kernels read and write in place. There is
+    room for routes_max routes, and rows_max moves.
+    """
+
+    def __init__(self, config: Config, experts: int, is_pinned: bool) -> None:
+        """experts: of this rank."""
+        self.routes_max = config.max_tokens * config.top_k
+        self.rows_max = config.groups * routes_max(config)
+        sizes = {
+            "numbers": 12,
+            "routes": 4 * self.routes_max,
+            "expert_rows": 4 * experts,
+            "expert_offsets": 4 * (experts + 1),
+            "moves": 8 * self.rows_max,
+            "returns": 4 * self.rows_max,
+        }
+        self._part = part = FarPart.of(sizes)
+        words = _core.moe.STREAM_WORDS_BYTES
+        nbytes = words + PARITIES * part.parity_bytes
+        whole = torch.empty(nbytes + _LINE, dtype=torch.uint8, pin_memory=is_pinned)
+        begin = -whole.data_ptr() % _LINE
+        self._bytes = whole[begin : begin + nbytes].zero_()
+        self.stride = part.parity_bytes // 4
+        # The native half counts from the board's start.
+        self.parts = (*(words + offset for offset in part.offsets.values()), part.parity_bytes)
+        numbers = self._bytes.view(torch.int32)
+        self._arrays = {name: numbers[(words + offset) // 4 :] for name, offset in part.offsets.items()}
+
+    @property
+    def memory(self) -> Any:
+        """All of it, for the native half: uint8 of numpy."""
+        return self._bytes.numpy()
+
+    @property
+    def nbytes(self) -> int:
+        return len(self._bytes)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.__dict__["_arrays"][name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+def routes_max(config: Config) -> int:
+    """Of one group to one rank."""
+    return config.max_tokens * min(config.top_k, config.experts_per_rank)

@@ -1,0 +1,60 @@
+"""What the halves of a round launch. Two implementations: Triton's, and torch's own operations in host memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from crossrail.moe.graph.board import GraphBoard
+from crossrail.moe.graph.memory import GraphMemory
+
+
+@dataclass(frozen=True)
+class Own:
+    """Experts of this rank, [first, end) of so many."""
+
+    first: int
+    end: int
+    experts: int
+
+
+@dataclass(frozen=True)
+class Routes:
+    """Of a round's T tokens, on the device; int32. kept: [T, K], the experts; -1: none. where: [T, K, 2], source and
+    row in which the result of each will be; -1: none. counts, slots: [E] and [T, K], for kernels alone.
+    """
+
+    kept: Any
+    where: Any
+    counts: Any
+    slots: Any
+
+
+class GraphKernels(Protocol):
+    """Each reads the round's number, int64 [1] on the device, when it runs. None waits or allocates.
+
+    Indices that are none of an expert's make no row; the thread that posts refuses them.
+    """
+
+    name: str
+
+    def share(self, board: GraphBoard, kept: Any, indices: Any, tokens: Any | None, number: Any) -> None:
+        """kept, int32 [T, K], and the board's routes become indices, int32 or int64 [T, K]; -1 behind the first
+        `tokens`, an int [1] on the device; None: all T.
+        """
+
+    def send(self, memory: GraphMemory, own: Own, x: Any, scales: Any | None, routes: Routes, number: Any) -> None:
+        """Rows of far experts go to rows_out, by (expert, token, k), those of our own to own_rows likewise. Sets
+        routes.where.
+        """
+
+    def take(
+        self, memory: GraphMemory, board: GraphBoard, x: Any, scales: Any | None, counts: Any, offsets: Any, number: Any
+    ) -> None:
+        """Rows that have come, to where the board's moves say. counts, offsets: int32, likewise."""
+
+    def give(self, memory: GraphMemory, board: GraphBoard, y: Any, number: Any) -> None:
+        """Rows of y, to results_out and own_results as the board's returns say."""
+
+    def sum(self, memory: GraphMemory, out: Any, where: Any, weights: Any, accumulate: bool) -> None:
+        """As Kernels.reduce."""

@@ -1,0 +1,83 @@
+"""GraphKernels in operations of torch, in host memory: done when they return. For tests, and to try without a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from crossrail.moe.graph.board import GraphBoard
+from crossrail.moe.graph.kernels import Own, Routes
+from crossrail.moe.graph.memory import GraphMemory, Rows
+from crossrail.moe.kernels.reference import ReferenceKernels
+
+
+class ReferenceGraphKernels:
+    """See GraphKernels."""
+
+    name = "reference"
+
+    def __init__(self) -> None:
+        self._kernels = ReferenceKernels()
+
+    def share(self, board: GraphBoard, kept: Any, indices: Any, tokens: Any | None, number: Any) -> None:
+        count = len(indices) if tokens is None else min(max(int(tokens), 0), len(indices))
+        kept.fill_(-1)
+        kept[:count] = indices[:count]
+        begin = _parity(number) * board.stride
+        shared = board.routes[begin : begin + board.routes_max]
+        shared.fill_(-1)
+        shared[: kept.numel()] = kept.flatten()
+
+    def send(self, memory: GraphMemory, own: Own, x: Any, scales: Any | None, routes: Routes, number: Any) -> None:
+        parity, top_k = _parity(number), routes.kept.shape[1]
+        kept = routes.kept.flatten()
+        valid = torch.nonzero((kept >= 0) & (kept < own.experts)).flatten()
+        order = valid[torch.argsort(kept[valid], stable=True)]
+        experts = kept[order]
+        is_own = (experts >= own.first) & (experts < own.end)
+        position = torch.arange(len(order))
+        own_row = position - int((experts < own.first).sum())
+        flat = routes.where.view(-1, 2)
+        flat.fill_(-1)
+        flat[order] = torch.stack([2 * parity + (~is_own).int(), torch.where(is_own, own_row, position)], 1).int()
+        for rows, chosen in ((memory.rows_out, order[~is_own]), (memory.own_rows, order[is_own])):
+            chosen = chosen[: rows.count]
+            if len(chosen) > 0:
+                target = _of(rows, parity)
+                self._kernels.pack(target, x, scales, (chosen // top_k).int())
+
+    def take(
+        self, memory: GraphMemory, board: GraphBoard, x: Any, scales: Any | None, counts: Any, offsets: Any, number: Any
+    ) -> None:
+        parity = _parity(number)
+        begin = parity * board.stride
+        moves = board.moves[begin : begin + 2 * int(board.numbers[begin])].view(-1, 2)
+        is_own = moves[:, 0] < 0
+        own = torch.stack([-1 - moves[:, 0], moves[:, 1]], 1)[is_own]
+        for rows, table in ((memory.rows_in, moves[~is_own]), (memory.own_rows, own)):
+            if len(table) > 0:
+                self._kernels.pull(x, scales, _of(rows, parity), table.contiguous())
+        counts.copy_(board.expert_rows[begin : begin + len(counts)])
+        offsets.copy_(board.expert_offsets[begin : begin + len(offsets)])
+
+    def give(self, memory: GraphMemory, board: GraphBoard, y: Any, number: Any) -> None:
+        parity = _parity(number)
+        begin = parity * board.stride
+        far, own = (int(n) for n in board.numbers[begin + 1 : begin + 3])
+        returns = board.returns[begin : begin + far + own]
+        for rows, table in ((memory.results_out, returns[:far]), (memory.own_results, returns[far:])):
+            if len(table) > 0:
+                self._kernels.pack(_of(rows, parity), y, None, table.contiguous())
+
+    def sum(self, memory: GraphMemory, out: Any, where: Any, weights: Any, accumulate: bool) -> None:
+        if len(out) > 0:
+            self._kernels.reduce(out, memory.sources, where, weights, accumulate)
+
+
+def _parity(number: Any) -> int:
+    return int(number) % 2
+
+
+def _of(rows: Rows, parity: int) -> Any:
+    return rows.typed(parity, "uint8")

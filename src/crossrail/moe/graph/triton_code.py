@@ -1,0 +1,181 @@
+"""Device code of TritonGraphKernels. What holds for crossrail.moe.kernels.triton_code holds here.
+
+Sizes of rows, and offsets from rows of even rounds to those of odd ones, are in the elements that the arrays are seen
+as. `stride` of the board is in int32. How many tokens there are makes no variant of a kernel: none is compiled or
+loaded once rounds have begun.
+"""
+
+from __future__ import annotations
+
+from crossrail._extras import needs
+
+with needs(__name__, "'crossrail[triton]'"):
+    import triton
+    import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["given"])
+def share_routes(
+    shared,
+    kept,
+    indices,
+    tokens,
+    number,
+    given,
+    routes,
+    stride,
+    TOP_K: tl.constexpr,
+    HAS_TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """given: routes of indices and kept; routes: of the board."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    end = given
+    if HAS_TOKENS:
+        end = tl.minimum(tl.maximum(tl.load(tokens).to(tl.int32), 0) * TOP_K, given)
+    expert = tl.load(indices + at, mask=at < end, other=-1).to(tl.int32)
+    tl.store(kept + at, expert, mask=at < given)
+    parity = tl.load(number) & 1
+    tl.store(shared + parity * stride + at, expert, mask=at < routes)
+
+
+@triton.jit
+def send_rows(
+    rows_out,
+    own_rows,
+    where,
+    x,
+    scales,
+    kept,
+    counts,
+    slots,
+    number,
+    rows_out_odd,
+    own_odd,
+    own_count,
+    first,
+    last,
+    experts,
+    width,
+    extra,
+    stride,
+    TOP_K: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A program for each route and block of its row. [first, last): our experts."""
+    route = tl.program_id(0)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    parity = tl.load(number) & 1
+    expert = tl.load(kept + route)
+    all_experts = tl.arange(0, EXPERTS)
+    count = tl.load(counts + all_experts, mask=all_experts < experts, other=0)
+    before = tl.sum(tl.where(all_experts < expert, count, 0), 0)
+    before_own = tl.sum(tl.where(all_experts < first, count, 0), 0)
+    own = tl.sum(tl.where((all_experts >= first) & (all_experts < last), count, 0), 0)
+    goes = (expert >= 0) & (expert < experts)
+    is_own = (expert >= first) & (expert < last)
+    position = before + tl.load(slots + route, mask=goes, other=0)  # of others there is none
+    own_row = position - before_own
+    far_row = tl.where(expert >= last, position - own, position)
+    token = (route // TOP_K).to(tl.int64)
+    end = tl.where(goes, width + extra, 0)
+    value = tl.load(x + token * width + at, mask=(at < width) & (at < end), other=0)
+    value = value | tl.load(scales + token * extra + at - width, mask=(at >= width) & (at < end), other=0)
+    # Of experts that a token names twice there may be more than there is room for: whoever counts refuses that.
+    own_end = tl.where(goes & is_own & (own_row < own_count), stride, 0)
+    far_end = tl.where(goes & (is_own == 0), stride, 0)
+    tl.store(own_rows + parity * own_odd + own_row.to(tl.int64) * stride + at, value, mask=at < own_end)
+    tl.store(rows_out + parity * rows_out_odd + far_row.to(tl.int64) * stride + at, value, mask=at < far_end)
+    if tl.program_id(1) == 0:
+        source = 2 * parity.to(tl.int32) + tl.where(is_own, 0, 1)
+        row = tl.where(is_own, own_row, position)
+        tl.store(where + 2 * route, tl.where(goes, source, -1))
+        tl.store(where + 2 * route + 1, tl.where(goes, row, -1))
+
+
+@triton.jit
+def take_rows(
+    x,
+    scales,
+    rows_in,
+    own_rows,
+    numbers,
+    moves,
+    expert_rows,
+    expert_offsets,
+    counts,
+    offsets,
+    number,
+    board_stride,
+    rows_in_odd,
+    own_odd,
+    rows_in_count,
+    own_count,
+    outputs,
+    experts,
+    width,
+    extra,
+    stride,
+    EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A program for each block of a row, and some of the moves. experts: of ours."""
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    parity = tl.load(number) & 1
+    board = parity * board_stride
+    count = tl.load(numbers + board)
+    for move in range(tl.program_id(0), count, tl.num_programs(0)):
+        source = tl.load(moves + board + 2 * move)
+        to = tl.load(moves + board + 2 * move + 1).to(tl.int64)
+        is_own = source < 0
+        row = tl.where(is_own, -1 - source, source).to(tl.int64)
+        known = (row < tl.where(is_own, own_count, rows_in_count)) & (to >= 0) & (to < outputs)
+        own_end = tl.where(known & is_own, width + extra, 0)
+        far_end = tl.where(known & (is_own == 0), width + extra, 0)
+        value = tl.load(own_rows + parity * own_odd + row * stride + at, mask=at < own_end, other=0)
+        value = value | tl.load(rows_in + parity * rows_in_odd + row * stride + at, mask=at < far_end, other=0)
+        end = tl.where(known, width + extra, 0)
+        tl.store(x + to * width + at, value, mask=(at < width) & (at < end))
+        tl.store(scales + to * extra + at - width, value, mask=(at >= width) & (at < end))
+    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        expert = tl.arange(0, EXPERTS)
+        rows = tl.load(expert_rows + board + expert, mask=expert < experts, other=0)
+        tl.store(counts + expert, rows, mask=expert < experts)
+        begin = tl.load(expert_offsets + board + expert, mask=expert <= experts, other=0)
+        tl.store(offsets + expert, begin, mask=expert <= experts)
+
+
+@triton.jit
+def give_rows(
+    results_out,
+    own_results,
+    y,
+    numbers,
+    returns,
+    number,
+    board_stride,
+    results_out_odd,
+    own_odd,
+    results_out_count,
+    own_count,
+    rows,
+    width,
+    BLOCK: tl.constexpr,
+):
+    """A program for each block of a row, and some of the returns."""
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    parity = tl.load(number) & 1
+    board = parity * board_stride
+    far = tl.load(numbers + board + 1)
+    own = tl.load(numbers + board + 2)
+    for place in range(tl.program_id(0), far + own, tl.num_programs(0)):
+        row = tl.load(returns + board + place).to(tl.int64)
+        to = tl.where(place < far, place, place - far).to(tl.int64)
+        known = (row >= 0) & (row < rows) & (to < tl.where(place < far, results_out_count, own_count))
+        end = tl.where(known, width, 0)
+        value = tl.load(y + row * width + at, mask=at < end, other=0)
+        far_end = tl.where(place < far, end, 0)
+        own_end = tl.where(place < far, 0, end)
+        tl.store(results_out + parity * results_out_odd + to * width + at, value, mask=at < far_end)
+        tl.store(own_results + parity * own_odd + to * width + at, value, mask=at < own_end)

@@ -1,0 +1,45 @@
+"""Rounds of GraphAllToAll and what they have to give, on whatever device. Imports torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from crossrail.moe import Dispatched
+from crossrail.moe.graph import GraphAllToAll, GraphDispatched
+from tests.moe.batches import Batch, expected_sums, expert_of_row, outputs
+from tests.moe.test_rounds import check_dispatched, first_expert
+
+
+def given(part: GraphAllToAll, batch: Batch) -> tuple[Any, Any, Any, Any]:
+    """x, scales, indices and weights on its device."""
+    arrays = batch.x, batch.scales, batch.indices, batch.weights
+    x, scales, indices, weights = (torch.from_numpy(array).to(part.device) for array in arrays)
+    return x.view(torch.float8_e4m3fn), scales, indices, weights
+
+
+def check(part: GraphAllToAll, got: GraphDispatched, batches: list[Batch]) -> None:
+    """Waits for the device."""
+    x, scales = got.x.view(torch.uint8).cpu().numpy(), got.scales.cpu().numpy()
+    counts, offsets = got.counts.cpu().numpy(), got.offsets.cpu().numpy()
+    rows = int(offsets[-1])
+    seen = Dispatched(x[:rows], scales[:rows], counts, offsets, rows, got.round)  # type: ignore[arg-type]
+    room = part.config.rows_per_expert if part.config.layout == "masked" else None
+    check_dispatched(seen, batches, first_expert(part), part.config.padding, room)  # type: ignore[arg-type]
+
+
+def made_of(part: GraphAllToAll, got: GraphDispatched) -> Any:
+    """What experts make of rows. Waits for the device."""
+    x, counts, offsets = got.x.view(torch.uint8).cpu().numpy(), got.counts.cpu().numpy(), got.offsets.cpu().numpy()
+    first = first_expert(part)  # type: ignore[arg-type]
+    return torch.from_numpy(outputs(x, expert_of_row(counts, offsets, first, got.rows))).to(part.device)
+
+
+def whole_round(part: GraphAllToAll, rank: int, batches: list[Batch]) -> None:
+    x, scales, indices, weights = given(part, batches[rank])
+    got = part.dispatch(x, scales, indices, weights)
+    check(part, got, batches)
+    sums = part.combine(made_of(part, got), got)
+    assert np.array_equal(sums.cpu().numpy(), expected_sums(batches[rank]))

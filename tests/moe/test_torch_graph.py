@@ -1,0 +1,255 @@
+"""GraphAllToAll in host memory, where a half waits in its call: rounds, whom it meets, and what ends it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from crossrail.errors import CrossrailError, PeerLost, UsageError, WaitTimeout
+from crossrail.moe import AllToAll, CapacityExceeded
+from crossrail.moe.graph import GraphAllToAll
+from tests.moe import graph_rounds, test_torch_gpu
+from tests.moe.batches import Batch, draw, expected_sums
+from tests.moe.graph_rounds import given, made_of, whole_round
+from tests.moe.ranks import Ranks, errors_of
+from tests.moe.test_torch_gpu import BLOCK, CONFIG, EXPERTS, HIDDEN, TCP, TOKENS, TOP_K, batches_of
+from tests.support.limits import WAIT_S
+from tests.support.seeds import Seed
+
+
+def has_ended(part: GraphAllToAll) -> bool:
+    try:
+        return part._proxy.failure() is not None
+    except CrossrailError:
+        return True
+
+
+def dispatch_and_check(part: GraphAllToAll, batch: Batch) -> None:
+    """Which, at the latest, says what has ended the rounds: a dispatch whose wait is given up ends as others do."""
+    part.dispatch(*given(part, batch))
+    part.check()
+
+
+@pytest.mark.parametrize("engine", [{}, TCP], ids=["shm", "tcp"])
+@pytest.mark.parametrize(
+    "options", [{}, {"private_tokens": 1}, {"layout": "grouped", "padding": 4}, {"proxy_cpu": 0}], ids=str
+)
+def test_rounds_are_exact(engine: dict[str, Any], options: dict[str, Any], seed: Seed) -> None:
+    random = seed.rng()
+    with Ranks(3, engine, GraphAllToAll, **CONFIG, **options) as ranks:
+        assert "kernels: reference" in ranks.parts[0].explain()
+        for _ in range(6):
+            batches = batches_of(random, 3)
+            ranks.each(lambda part, rank, b=batches: whole_round(part, rank, b))
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_any_number_of_ranks(size: int, seed: Seed) -> None:
+    """With five, the last has no expert."""
+    random = seed.rng()
+    with Ranks(size, None, GraphAllToAll, **CONFIG) as ranks:
+        for _ in range(3):
+            batches = batches_of(random, size)
+            ranks.each(lambda part, rank, b=batches: whole_round(part, rank, b))
+
+
+def test_ranks_of_both_kinds(seed: Seed) -> None:
+    """One with rows in host memory among others whose rounds are on streams."""
+    random = seed.rng()
+
+    def make(engine: Any, group: Any, **config: Any) -> Any:
+        if group.rank == 1:
+            return AllToAll(engine, group, node_size=1, **config)
+        return GraphAllToAll(engine, group, **config)
+
+    def run(part: Any, rank: int, batches: list[Batch]) -> None:
+        (test_torch_gpu.whole_round if rank == 1 else whole_round)(part, rank, batches)
+
+    with Ranks(3, TCP, make, layout="grouped", **CONFIG) as ranks:
+        ranks.parts[1]._memory.device = torch.device("cpu")  # as that test asks
+        for _ in range(4):
+            batches = batches_of(random, 3)
+            ranks.each(lambda part, rank, b=batches: run(part, rank, b))
+
+
+def test_two_rounds_under_way(seed: Seed) -> None:
+    random = seed.rng()
+
+    def overlapped(part: GraphAllToAll, rank: int, both: list[list[Batch]]) -> None:
+        opened = [part.dispatch_send(*given(part, batches[rank])) for batches in both]
+        with pytest.raises(UsageError, match="2 rounds are open, must be fewer than 2"):
+            part.dispatch_send(*given(part, both[0][rank]))
+        received = [part.dispatch_recv(one) for one in opened]
+        for got, batches in zip(received, both, strict=True):
+            graph_rounds.check(part, got, batches)
+        for got in reversed(received):
+            part.combine_send(made_of(part, got), got)
+        for got, batches in zip(received, both, strict=True):
+            assert np.array_equal(part.combine_recv(got).numpy(), expected_sums(batches[rank]))
+
+    with Ranks(2, TCP, GraphAllToAll, **CONFIG) as ranks:
+        for _ in range(4):
+            both = [batches_of(random, 2), batches_of(random, 2)]
+            ranks.each(lambda part, rank, both=both: overlapped(part, rank, both))
+
+
+@pytest.mark.parametrize("as_tensor", [True, False])
+def test_fewer_tokens_than_rows(as_tensor: bool, seed: Seed) -> None:
+    random = seed.rng()
+    batch = draw(random, TOKENS, HIDDEN, EXPERTS, TOP_K, BLOCK)
+    used = Batch(batch.x[:5], batch.scales[:5], batch.indices[:5], batch.weights[:5])
+
+    def run(part: GraphAllToAll, rank: int) -> None:
+        count = torch.tensor([5]) if as_tensor else 5
+        got = part.dispatch(*given(part, batch), num_tokens=count)
+        graph_rounds.check(part, got, [used, used])
+        sums = part.combine(made_of(part, got), got).numpy()
+        assert np.array_equal(sums[:5], expected_sums(used)) and not sums[5:].any()
+
+    with Ranks(2, None, GraphAllToAll, **CONFIG) as ranks:
+        ranks.each(run)
+
+
+def test_adds_to_what_there_is_and_takes_other_weights(seed: Seed) -> None:
+    batches = batches_of(seed.rng(), 2)
+
+    def run(part: GraphAllToAll, rank: int) -> None:
+        x, scales, indices, weights = given(part, batches[rank])
+        got = part.dispatch(x, scales, indices.long())
+        out = torch.full((len(x), HIDDEN), 3.0)
+        assert part.combine(made_of(part, got), got, weights, out=out, accumulate=True) is out
+        assert np.array_equal(out.numpy(), 3 + expected_sums(batches[rank]))
+
+    with Ranks(2, None, GraphAllToAll, **CONFIG) as ranks:
+        ranks.each(run)
+
+
+# ---- what ends the rounds
+
+
+def test_a_rank_that_does_not_come_is_named_after_the_timeout(seed: Seed) -> None:
+    batches = batches_of(seed.rng(), 3)
+    with Ranks(3, TCP, GraphAllToAll, **CONFIG, timeout_s=0.5) as ranks:
+
+        def run(part: GraphAllToAll, rank: int) -> None:
+            if rank == 1:
+                return
+            with pytest.raises(WaitTimeout, match=r"rank 1 .* has not sent its dispatch of round 1 within 0.5 s"):
+                dispatch_and_check(part, batches[rank])
+            with pytest.raises(WaitTimeout, match="make a new one, on all ranks"):
+                part.dispatch_send(*given(part, batches[rank]))
+
+        ranks.each(run)
+
+
+def test_a_rank_that_closes_ends_the_others_rounds(seed: Seed) -> None:
+    batches = batches_of(seed.rng(), 2)
+    with Ranks(2, TCP, GraphAllToAll, **CONFIG) as ranks:
+
+        def run(part: GraphAllToAll, rank: int) -> None:
+            whole_round(part, rank, batches)
+            if rank == 1:
+                part.close()
+                return
+            with pytest.raises(UsageError, match=r"rank 1 .* has closed its AllToAll before its dispatch of round 2"):
+                dispatch_and_check(part, batches[rank])
+
+        ranks.each(run)
+
+
+def test_a_lost_rank_ends_the_others_rounds(seed: Seed) -> None:
+    batches = batches_of(seed.rng(), 3)
+    with Ranks(3, TCP, GraphAllToAll, **CONFIG) as ranks:
+        ranks.each(lambda part, rank: whole_round(part, rank, batches))
+        ranks.engines[2].close()
+
+        def run(part: GraphAllToAll, rank: int) -> None:
+            if rank == 2:
+                return
+            with pytest.raises((PeerLost, UsageError), match="rank 2"):
+                dispatch_and_check(part, batches[rank])
+
+        ranks.each(run)
+
+
+@pytest.mark.parametrize("expert", [EXPERTS, -2])
+def test_an_index_of_no_expert_ends_the_rounds(expert: int, seed: Seed) -> None:
+    batch = draw(seed.rng(), 4, HIDDEN, EXPERTS, TOP_K, BLOCK)
+    batch.indices[2, 1] = expert
+    with Ranks(1, None, GraphAllToAll, **CONFIG) as ranks:
+        part = ranks.parts[0]
+        with pytest.raises(UsageError, match=f"token 2, k 1 goes to expert {expert}"):
+            dispatch_and_check(part, batch)
+
+
+def test_more_rows_than_there_is_room_for(seed: Seed) -> None:
+    batch = draw(seed.rng(), TOKENS, HIDDEN, EXPERTS, TOP_K, BLOCK)
+    batch.indices[:, 0], batch.indices[:, 1:] = 2, -1
+
+    with Ranks(2, None, GraphAllToAll, **CONFIG, capacity_factor=1.0) as ranks:
+        errors = errors_of(ranks, lambda part, rank: dispatch_and_check(part, batch), CapacityExceeded)
+        assert len({str(error) for error in errors}) == 1
+        for part in ranks.parts:
+            part.close()  # which has been told
+
+
+def test_a_failure_that_no_call_has_seen_is_raised_by_close(seed: Seed) -> None:
+    batch = draw(seed.rng(), 4, HIDDEN, EXPERTS, TOP_K, BLOCK)
+    batch.indices[0, 0] = EXPERTS
+    with Ranks(1, None, GraphAllToAll, **CONFIG) as ranks:
+        part = ranks.parts[0]
+        part.dispatch_send(*given(part, batch))
+        deadline = time.monotonic() + WAIT_S
+        while not has_ended(part):
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        with pytest.raises(UsageError, match=f"goes to expert {EXPERTS}"):
+            part.close()
+        part.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda a: a | {"x": a["x"].float()}, "x is of type float32"),
+        (lambda a: a | {"x": a["x"][:, :-1]}, "x has strides"),
+        (lambda a: a | {"scales": None}, "scales is NoneType, must be a tensor"),
+        (lambda a: a | {"indices": a["indices"].float()}, "indices is of type float32, must be of int32 or int64"),
+        (lambda a: a | {"indices": a["indices"].numpy()}, "indices is ndarray, must be a tensor of torch on cpu"),
+        (lambda a: a | {"weights": a["weights"][:2].contiguous()}, r"weights has shape \[2, 3\]"),
+        (lambda a: a | {"num_tokens": 13}, r"num_tokens is 13, must be in 0..4"),
+    ],
+)
+def test_refuses(change: Any, words: str, seed: Seed) -> None:
+    batch = draw(seed.rng(), 4, HIDDEN, EXPERTS, TOP_K, BLOCK)
+    with Ranks(1, None, GraphAllToAll, **CONFIG) as ranks:
+        part = ranks.parts[0]
+        arguments = change(dict(zip(("x", "scales", "indices", "weights"), given(part, batch), strict=True)))
+        with pytest.raises(UsageError, match=words):
+            part.dispatch_send(**arguments)
+        whole_round(part, 0, [batch])
+
+
+def test_halves_out_of_order_are_refused(seed: Seed) -> None:
+    batch = draw(seed.rng(), 4, HIDDEN, EXPERTS, TOP_K, BLOCK)
+    with Ranks(1, None, GraphAllToAll, **CONFIG) as ranks:
+        part = ranks.parts[0]
+        opened = part.dispatch_send(*given(part, batch))
+        with pytest.raises(UsageError, match="combine_recv of a round that has had dispatch_send"):
+            part.combine_recv(opened)
+        got = part.dispatch_recv(opened)
+        with pytest.raises(UsageError, match="dispatch_recv of a round that has had dispatch_recv"):
+            part.dispatch_recv(opened)
+        with pytest.raises(UsageError, match="weights has shape"):
+            part.combine(made_of(part, got), got, torch.ones(3, 3))
+        part.combine(made_of(part, got), got)
+
+
+@pytest.mark.parametrize("engine", [{"polling": "manual"}], ids=str)
+def test_refuses_engines_without_a_thread(engine: dict[str, Any]) -> None:
+    with pytest.raises(CrossrailError, match="polling='manual'"):
+        Ranks(1, engine, GraphAllToAll, **CONFIG)
