@@ -11,7 +11,10 @@ import torch.distributed as dist
 
 from crossrail.cli.child import answer_calls
 from crossrail.errors import CrossrailError
+from crossrail.integrations import deepep
 from crossrail.integrations.deepep import Buffer, Handle
+from crossrail.moe import AllToAll
+from crossrail.moe.graph import GraphAllToAll
 from crossrail.moe.kernels import CpuKernels
 from tests.moe.workloads import Workload
 
@@ -19,7 +22,9 @@ _BLOCK = 128
 
 
 class _Rank:
-    def open(self, rank: int, ranks: int, meeting: str) -> None:
+    def open(self, rank: int, ranks: int, meeting: str, kind: str) -> None:
+        """kind: of what a Buffer has on a GPU, or in host memory; either also does without a GPU."""
+        deepep.AllToAll = {"AllToAll": AllToAll, "GraphAllToAll": GraphAllToAll}[kind]  # type: ignore[misc,assignment]
         torch.set_num_threads(1)
         dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=ranks)
         self.rank = rank

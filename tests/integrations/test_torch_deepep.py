@@ -18,11 +18,11 @@ RANKS = 2
 DEADLINE_S = 100.0
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Children]:
+@pytest.fixture(scope="module", params=["AllToAll", "GraphAllToAll"])
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Children]:
     meeting: Path = tmp_path_factory.mktemp("deepep") / "meeting"
     with Children([Child("tests.integrations.deepep_rank", f"rank {rank}") for rank in range(RANKS)]) as ranks:
-        common = {"ranks": RANKS, "meeting": str(meeting)}
+        common = {"ranks": RANKS, "meeting": str(meeting), "kind": request.param}
         ranks.each("open", [common | {"rank": rank} for rank in range(RANKS)], DEADLINE_S)
         yield ranks
         ranks.all("close", DEADLINE_S)

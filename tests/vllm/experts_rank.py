@@ -21,11 +21,13 @@ import crossrail as xr
 from crossrail.cli.child import answer_calls
 from crossrail.integrations.vllm import CrossrailPrepareAndFinalize
 from crossrail.moe import AllToAll, EngineGroup
+from crossrail.moe.graph import GraphAllToAll
 
 # The reference experts ask whether a graph is being captured, which torch refuses to say where there is no accelerator.
 fused_batched_moe._is_capturing_or_compiling = lambda: False
 
 EXPERTS, HIDDEN, INTERMEDIATE, TOKENS = 6, 64, 96, 12
+KINDS = {"AllToAll": AllToAll, "GraphAllToAll": GraphAllToAll}
 
 
 class _Rank:
@@ -37,12 +39,12 @@ class _Rank:
     def meet(self, addresses: list[str]) -> None:
         self.group = EngineGroup(self.engine, [bytes.fromhex(address) for address in addresses])
 
-    def layer(self, top_k: int, weight_on_input: bool, dtype: str) -> float:
+    def layer(self, kind: str, top_k: int, weight_on_input: bool, dtype: str) -> float:
         """The same layer twice: the largest difference to all experts in one process, of the largest value."""
         with set_current_vllm_config(VllmConfig()):
-            return self._layer(top_k, weight_on_input, getattr(torch, dtype))
+            return self._layer(KINDS[kind], top_k, weight_on_input, getattr(torch, dtype))
 
-    def _layer(self, top_k: int, weight_on_input: bool, dtype: torch.dtype) -> float:
+    def _layer(self, kind: Any, top_k: int, weight_on_input: bool, dtype: torch.dtype) -> float:
         rank, ranks = self.group.rank, self.group.size
         of_all = torch.Generator().manual_seed(7)
         w1 = (torch.randn((EXPERTS, 2 * INTERMEDIATE, HIDDEN), generator=of_all) / HIDDEN**0.5).to(dtype)
@@ -52,7 +54,7 @@ class _Rank:
         weights, ids = torch.topk(torch.rand((len(x), EXPERTS), generator=own), top_k)
         text = str(dtype).removeprefix("torch.")
         local = slice(rank * EXPERTS // ranks, (rank + 1) * EXPERTS // ranks)
-        with AllToAll(
+        with kind(
             self.engine, self.group, experts=EXPERTS, hidden=HIDDEN, top_k=top_k, max_tokens=TOKENS, dtype=text,
             scale_block=None, out_dtype=text, layout="masked", timeout_s=60.0,
         ) as all_to_all:  # fmt: skip

@@ -20,10 +20,11 @@ def ranks() -> Iterator[Children]:
         yield ranks
 
 
+@pytest.mark.parametrize("kind", ["AllToAll", "GraphAllToAll"])
 @pytest.mark.parametrize(("top_k", "weight_on_input"), [(3, False), (1, False), (1, True)])
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 3e-2)])
 def test_a_layer_equals_all_experts_in_one_process(
-    ranks: Children, top_k: int, weight_on_input: bool, dtype: str, tolerance: float
+    ranks: Children, kind: str, top_k: int, weight_on_input: bool, dtype: str, tolerance: float
 ) -> None:
-    options = {"top_k": top_k, "weight_on_input": weight_on_input, "dtype": dtype}
+    options = {"kind": kind, "top_k": top_k, "weight_on_input": weight_on_input, "dtype": dtype}
     assert max(ranks.all("layer", DEADLINE_S, **options)) < tolerance

@@ -7,7 +7,8 @@
     combined_x, event, hook = buffer.low_latency_combine(y, topk_idx, topk_weights, handle)
 
 Signatures and meanings are those of deep_ep/buffers/legacy.py (github.com/deepseek-ai/DeepEP, 2026). Tensors are in
-host memory, or on one GPU, where no call can be captured in a CUDA graph. What is not there is refused by name, never
+host memory, or on one GPU: there calls and hooks only launch, and can be captured in a CUDA graph, once each has been
+made before with tensors of these sizes (crossrail.moe.graph). What is not there is refused by name, never
 passed over: the high-throughput calls, MPI communicators, scales rounded to powers of two, LogFMT, statistics of
 waiting, ranks masked by hand. Unlike there, results are the same bits each time, and any hidden size, top-k and number
 of experts will do.
@@ -26,6 +27,7 @@ from crossrail.moe import AllToAll, Dispatched, TorchGroup
 from crossrail.moe.board import PARITIES, BoardLayout
 from crossrail.moe.config import Config
 from crossrail.moe.device_rows import kernels_of_a_gpu
+from crossrail.moe.graph import GraphAllToAll, GraphDispatched
 from crossrail.moe.kernels import CpuKernels, Kernels
 
 with needs(__name__, "'crossrail[torch]'"):
@@ -58,12 +60,13 @@ class Event:
 class Handle:
     """Of one dispatch, for its combine; opaque to callers. shape: of recv_x, and of what experts give."""
 
-    exchange: AllToAll
+    exchange: Any  # AllToAll, on a GPU GraphAllToAll
     topk_idx: torch.Tensor
     shape: torch.Size
-    dispatched: Dispatched | None = None  # before it is received
+    dispatched: Dispatched | GraphDispatched | None = None  # before it is received
+    output: torch.Tensor | None = None  # on a GPU: what get_next_low_latency_combine_buffer gave
 
-    def received(self) -> Dispatched:
+    def received(self) -> Any:
         """UsageError before it is."""
         if self.dispatched is None:
             raise UsageError("combine before the hook of its dispatch was called: nothing is received yet")
@@ -86,7 +89,8 @@ class Buffer:
 
     Threads: one at a time. At most two dispatches may be without their combine; what a dispatch returned is valid until
     the second-next one. Each new set of sizes is set up at its first dispatch, which all ranks call alike. When a rank
-    is gone, calls and hooks of the others raise PeerLost; when it does not come, WaitTimeout that names it.
+    is gone, calls and hooks of the others raise PeerLost; when it does not come, WaitTimeout that names it. On a GPU
+    calls do not wait, so what has happened is raised by a later one, by check(), or at the end.
     """
 
     def __init__(
@@ -124,7 +128,7 @@ class Buffer:
         self._timeout_s = timeout_s
         self._kernels: dict[torch.device, Kernels] = {}
         self._engine = xr.Engine(f"deepep-{self.rank}", transport=transport)
-        self._exchanges: dict[_Sizes, AllToAll] = {}
+        self._exchanges: dict[_Sizes, Any] = {}
 
     def __enter__(self) -> Buffer:
         return self
@@ -137,6 +141,14 @@ class Buffer:
         if not self.explicitly_destroy:
             raise UsageError("destroy() is for a Buffer made with explicitly_destroy=True")
         self._close()
+
+    def check(self) -> None:
+        """Not of DeepEP: raises what has ended the rounds on a GPU, if anything has. Graphs that are replayed say
+        nothing.
+        """
+        for exchange in self._exchanges.values():
+            if isinstance(exchange, GraphAllToAll):
+                exchange.check()
 
     def _close(self) -> None:
         for exchange in self._exchanges.values():
@@ -205,7 +217,7 @@ class Buffer:
             handle.dispatched = exchange.dispatch_recv(opened)
             recv_count.copy_(handle.dispatched.counts)
             if recv_scales is not None:
-                _turn(arriving_scales, recv_count, recv_scales)
+                _turn(arriving_scales, handle.dispatched, recv_scales)
             if cumulative_local_expert_recv_stats is not None:
                 cumulative_local_expert_recv_stats.add_(recv_count)
 
@@ -240,7 +252,11 @@ class Buffer:
         _check("x", x, torch.bfloat16, 3)
         if x.shape != handle.shape:
             raise UsageError(f"x has shape {tuple(x.shape)}, must have {tuple(handle.shape)} of the dispatch")
-        if topk_idx is not handle.topk_idx and not torch.equal(topk_idx, handle.topk_idx):
+        # On a GPU to compare is to wait.
+        is_same = topk_idx.shape == handle.topk_idx.shape and (
+            topk_idx.is_cuda or torch.equal(topk_idx, handle.topk_idx)
+        )
+        if topk_idx is not handle.topk_idx and not is_same:
             raise UsageError("topk_idx is not that of the dispatch")
         shape = (len(topk_idx), x.shape[2])
         # Before anything is sent: what is refused now may be called again.
@@ -248,8 +264,7 @@ class Buffer:
         combined = torch.empty(shape, dtype=torch.bfloat16, device=x.device) if out is None else out
         exchange, dispatched = handle.exchange, handle.received()
         exchange.check_combine(dispatched, topk_weights, out=combined)
-        buffer = self.get_next_low_latency_combine_buffer(handle)
-        if zero_copy and x.data_ptr() != buffer.data_ptr():
+        if zero_copy and x.data_ptr() != self.get_next_low_latency_combine_buffer(handle).data_ptr():
             raise UsageError("zero_copy: x must be what get_next_low_latency_combine_buffer gave for this handle")
         exchange.combine_send(x.view(-1, x.shape[2]), dispatched)
 
@@ -259,14 +274,21 @@ class Buffer:
         return combined, Event(valid=async_finish), _now_or_later(receive, return_recv_hook)
 
     def get_next_low_latency_combine_buffer(self, handle: Handle) -> torch.Tensor:
-        """Where experts may write what they make, of the shape of recv_x, bfloat16: then combine copies nothing."""
-        return handle.exchange.expert_output(handle.received()).view(handle.shape)
+        """Where experts may write what they make, of the shape of recv_x, bfloat16: in host memory combine then copies
+        nothing. On a GPU it copies the rows that are sent, from wherever they are.
+        """
+        dispatched = handle.received()
+        if isinstance(dispatched, Dispatched):
+            return handle.exchange.expert_output(dispatched).view(handle.shape)
+        if handle.output is None:
+            handle.output = torch.empty(handle.shape, dtype=torch.bfloat16, device=dispatched.x.device)
+        return handle.output
 
-    def _exchange(self, sizes: _Sizes) -> AllToAll:
+    def _exchange(self, sizes: _Sizes) -> Any:
         found = self._exchanges.get(sizes)
         if found is None:
-            group = TorchGroup(self.group)
-            found = AllToAll(self._engine, group, **_options(sizes), device=sizes.device, timeout_s=self._timeout_s)
+            group, kind = TorchGroup(self.group), AllToAll if sizes.device == _HOST else GraphAllToAll
+            found = kind(self._engine, group, **_options(sizes), device=sizes.device, timeout_s=self._timeout_s)
             self._exchanges[sizes] = found
         return found
 
@@ -297,10 +319,13 @@ def _column_major(shape: torch.Size, scales: torch.Tensor | None) -> torch.Tenso
     return torch.empty((shape[0], scales.shape[1], shape[1]), device=scales.device).transpose(1, 2)
 
 
-def _turn(scales: torch.Tensor, counts: torch.Tensor, target: torch.Tensor) -> None:
+def _turn(scales: torch.Tensor, dispatched: Dispatched | GraphDispatched, target: torch.Tensor) -> None:
     """The scales of the rows that came. scales: [local experts * rows, blocks]; target: of _column_major."""
     by_expert = scales.view(target.shape)
-    for expert, count in enumerate(counts.tolist()):
+    if not isinstance(dispatched, Dispatched):  # only the GPU knows how many
+        target.copy_(by_expert)
+        return
+    for expert, count in enumerate(dispatched.counts.tolist()):
         target[expert, :count] = by_expert[expert, :count]
 
 

@@ -18,16 +18,18 @@ from vllm.v1.worker.ubatching import dbo_current_ubatch_id
 
 from crossrail.errors import UsageError
 from crossrail.moe import AllToAll, Dispatched
+from crossrail.moe.graph import GraphAllToAll, GraphDispatched
 
 
 class CrossrailPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
     """Of one rank. Threads: one at a time, as vLLM's micro-batches are.
 
     all_to_all: of layout "masked", without scales, on the device of activations, of their dtype. Its owner closes it.
+    With a GraphAllToAll all of this only launches, so CUDA graphs can have it, and counts are on the device alone.
     Rows are dispatched as they are: experts that want them quantised are refused.
     """
 
-    def __init__(self, all_to_all: AllToAll) -> None:
+    def __init__(self, all_to_all: AllToAll | GraphAllToAll) -> None:
         super().__init__()
         config = all_to_all.config
         if config.layout != "masked" or config.scale_block is not None:
@@ -35,8 +37,9 @@ class CrossrailPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
                 f"all_to_all has layout {config.layout!r} and scale_block {config.scale_block!r}, must have layout "
                 "'masked' and no scale_block"
             )
-        self._all_to_all = all_to_all
-        self._dispatched: dict[int, Dispatched] = {}  # by micro-batch
+        self._all_to_all: Any = all_to_all
+        self._config = config
+        self._dispatched: dict[int, Dispatched | GraphDispatched] = {}  # by micro-batch
 
     @property
     def activation_format(self) -> mk.FusedMoEActivationFormat:
@@ -46,10 +49,10 @@ class CrossrailPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         return torch.int64
 
     def max_num_tokens_per_rank(self) -> int:
-        return self._all_to_all.config.max_tokens
+        return self._config.max_tokens
 
     def num_dispatchers(self) -> int:
-        return self._all_to_all.config.world
+        return self._config.world
 
     def output_is_reduced(self) -> bool:
         return True
@@ -93,8 +96,9 @@ class CrossrailPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
 
         def receiver() -> mk.PrepareResultType:
             dispatched = self._dispatched[batch]
+            is_known = isinstance(dispatched, Dispatched)  # else to look at counts would be to wait for the GPU
             counts = mk.ExpertTokensMetadata(
-                expert_num_tokens=dispatched.counts, expert_num_tokens_cpu=dispatched.counts.cpu()
+                expert_num_tokens=dispatched.counts, expert_num_tokens_cpu=dispatched.counts.cpu() if is_known else None
             )
             rows = dispatched.x.view(-1, all_to_all.config.rows_per_expert, all_to_all.config.hidden)
             return rows, None, counts, None, None
