@@ -91,7 +91,12 @@ void StreamProxy::fail(StreamFailure failure) {
 
 // No kernel waits any more, nor finds anything to do.
 void StreamProxy::let_go() {
-  for (uint64_t parity = 0; parity < kParities; ++parity) std::fill_n(at<int32_t>(parts_.numbers, parity), 3, 0);
+  const uint32_t experts = layout_.expert_count(rank_);
+  for (uint64_t parity = 0; parity < kParities; ++parity) {
+    std::fill_n(at<int32_t>(parts_.numbers, parity), 3, 0);
+    std::fill_n(at<int32_t>(parts_.expert_rows, parity), experts, 0);
+    std::fill_n(at<int32_t>(parts_.expert_offsets, parity), experts + 1, 0);
+  }
   for (const StreamWord word : {StreamWord::kFree, StreamWord::kRows, StreamWord::kResults}) {
     // release: pairs with the acquire of a kernel's wait, which then sees the empty tables.
     for (device::RoundWord& one : words(word)) one.round.store(kNoRound, std::memory_order_release);
@@ -124,7 +129,7 @@ void StreamProxy::run() {
 }
 
 void StreamProxy::pause(int64_t idle_ns) const {
-  if (idle_ns < kYieldNs || (options_.cpu != -1 && idle_ns < kDozeNs)) return cpu_relax();
+  if (idle_ns < kYieldNs || options_.cpu != -1) return cpu_relax();
   if (idle_ns < options_.spin_ns) return std::this_thread::yield();
   const timespec time{.tv_sec = 0, .tv_nsec = idle_ns < kDozeNs ? kShortPauseNs : kLongPauseNs};
   nanosleep(&time, nullptr);

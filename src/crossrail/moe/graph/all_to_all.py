@@ -54,6 +54,7 @@ class GraphRound:
     weights: Any | None
     stage: Stage = Stage.SENT
     outputs: tuple[Any, Any | None, Any, Any] | None = None  # x, scales, counts, offsets, once somebody asked
+    stream: int = 0  # of dispatch_send
 
     def __repr__(self) -> str:
         return f"<GraphRound of {self.tokens} tokens, after {self.stage.value}>"
@@ -140,7 +141,7 @@ class GraphAllToAll:
         self._kernels = _kernels(self._is_gpu) if kernels is None else kernels
         self._closed = False
         self._open = 0
-        self._failure: CrossrailError | None = None
+        self._is_told = False  # what has ended the rounds was raised
         self._proxy: Any = None
         board_layout = BoardLayout(config, holds_rows=False)
         self._words = engine.alloc(board_layout.nbytes)
@@ -247,6 +248,7 @@ class GraphAllToAll:
                 chosen = torch.cat([chosen[:count], torch.full_like(chosen[count:], -1)])
                 count = None
             opened = GraphRound(number, tokens, routes, None if kept_weights is None else kept_weights.clone())
+            opened.stream = stream
             self._open += 1
             self._proxy.open(self._rounds.data_ptr(), number.data_ptr(), stream)
             self._kernels.share(self._board, routes.kept, chosen, count, number)
@@ -265,7 +267,7 @@ class GraphAllToAll:
     def dispatch_recv(self, opened: GraphRound) -> GraphDispatched:
         """Waits, on the GPU, until all ranks have sent, and takes the rows of our experts into new tensors."""
         self._require(opened, Stage.SENT, "dispatch_recv")
-        with self._launching() as stream:
+        with self._launching(opened) as stream:
             x, scales, counts, offsets = opened.outputs = opened.outputs or self._outputs()
             self._proxy.wait("rows", opened.number.data_ptr(), stream)
             self._kernels.take(self._memory, self._board, x, scales, counts, offsets, opened.number)
@@ -298,7 +300,7 @@ class GraphAllToAll:
         opened = dispatched.round
         self._require(opened, Stage.RECEIVED, "combine_send")
         given = self._given(y, "y", (self.config.out_dtype,), (dispatched.rows, self.config.hidden))
-        with self._launching() as stream:
+        with self._launching(opened) as stream:
             self._kernels.give(self._memory, self._board, given, opened.number)
             self._proxy.publish("returned", opened.number.data_ptr(), stream)
         opened.stage = Stage.RETURNED
@@ -311,7 +313,7 @@ class GraphAllToAll:
         opened = answered if isinstance(answered, GraphRound) else answered.round
         self._require(opened, Stage.RETURNED, "combine_recv")
         sums, factors = self._sums_given(opened, weights, out, accumulate)
-        with self._launching() as stream:
+        with self._launching(opened) as stream:
             self._proxy.wait("results", opened.number.data_ptr(), stream)
             self._kernels.sum(self._memory, sums, opened.routes.where, factors, accumulate)
         opened.stage = Stage.ENDED
@@ -326,10 +328,13 @@ class GraphAllToAll:
             raise UsageError("this GraphAllToAll is closed")
         if self._engine.closed:
             raise EngineClosed(f"engine {self._engine.name!r} was closed")
-        if self._failure is None:
-            self._failure = self._found_failure()
-        if self._failure is not None:
-            raise self._failure
+        failure = self._found_failure()
+        if failure is not None:
+            self._is_told = True
+            try:
+                raise failure
+            finally:
+                del failure  # by its traceback it would keep itself, and all of this
 
     @property
     def timeout_s(self) -> float:
@@ -365,8 +370,8 @@ class GraphAllToAll:
         if not self._closed:
             with contextlib.suppress(CrossrailError):
                 wait_for_kernels([str(self.device)] if self._is_gpu else [])
-            if not self._engine.closed and self._failure is None and self._proxy is not None:
-                unseen = self._failure = self._found_failure()
+            if not self._engine.closed and not self._is_told and self._proxy is not None:
+                unseen = self._found_failure()
             self._closed = True
             if self._proxy is not None:
                 self._proxy.stop()
@@ -374,7 +379,10 @@ class GraphAllToAll:
                 self._peers.farewell(self._timeout_s)
         self._close_memory()
         if unseen is not None:
-            raise unseen
+            try:
+                raise unseen
+            finally:
+                del unseen  # as in check()
 
     def __enter__(self) -> GraphAllToAll:
         return self
@@ -391,13 +399,18 @@ class GraphAllToAll:
     # ---- parts
 
     @contextlib.contextmanager
-    def _launching(self) -> Any:
-        """The stream that is current; 0 in host memory."""
+    def _launching(self, opened: GraphRound | None = None) -> Any:
+        """The stream that is current; 0 in host memory. opened: whose tensors are used there."""
         if not self._is_gpu:
             yield 0
             return
         with told(f"a kernel on {self.device}"), torch.cuda.device(self.device):
-            yield torch.cuda.current_stream().cuda_stream
+            stream = torch.cuda.current_stream()
+            if opened is not None and opened.stream != stream.cuda_stream:  # torch gives memory out by streams
+                for tensor in (opened.number, opened.routes.where, opened.weights, *(opened.outputs or ())):
+                    if tensor is not None:
+                        tensor.record_stream(stream)
+            yield stream.cuda_stream
 
     def _new_routes(self, tokens: int) -> Routes:
         shape = (tokens, self.config.top_k)

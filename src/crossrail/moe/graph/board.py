@@ -32,7 +32,7 @@ class GraphBoard:
             "moves": 8 * self.rows_max,
             "returns": 4 * self.rows_max,
         }
-        self._part = part = FarPart.of(sizes)
+        part = FarPart.of(sizes)
         words = _core.moe.STREAM_WORDS_BYTES
         nbytes = words + PARITIES * part.parity_bytes
         whole = torch.empty(nbytes + _LINE, dtype=torch.uint8, pin_memory=is_pinned)
@@ -42,7 +42,10 @@ class GraphBoard:
         # The native half counts from the board's start.
         self.parts = (*(words + offset for offset in part.offsets.values()), part.parity_bytes)
         numbers = self._bytes.view(torch.int32)
-        self._arrays = {name: numbers[(words + offset) // 4 :] for name, offset in part.offsets.items()}
+        arrays = {name: numbers[(words + offset) // 4 :] for name, offset in part.offsets.items()}
+        self.numbers, self.routes = arrays["numbers"], arrays["routes"]
+        self.expert_rows, self.expert_offsets = arrays["expert_rows"], arrays["expert_offsets"]
+        self.moves, self.returns = arrays["moves"], arrays["returns"]
 
     @property
     def memory(self) -> Any:
@@ -52,12 +55,6 @@ class GraphBoard:
     @property
     def nbytes(self) -> int:
         return len(self._bytes)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return self.__dict__["_arrays"][name]
-        except KeyError:
-            raise AttributeError(name) from None
 
 
 def routes_max(config: Config) -> int:
