@@ -72,9 +72,12 @@ async def test_request_waits_for_pages_and_gets_them(cluster: Cluster) -> None:
 
 
 @asynccontextmanager
-async def full_queue(cluster: Cluster) -> AsyncIterator[list[asyncio.Future[tuple[list[int], m.End]]]]:
-    """Of p0: two requests wait, the last of these, while the first one is computed, until this context ends."""
-    cluster.node_options = replace(NODE, queue_max=2)
+async def full_queue(cluster: Cluster, **limit: int) -> AsyncIterator[list[asyncio.Future[tuple[list[int], m.End]]]]:
+    """Of p0: two requests wait, the last of these, while the first one is computed, until this context ends.
+
+    limit: of NodeOptions, that two prompts of 40 tokens reach.
+    """
+    cluster.node_options = replace(NODE, **limit or {"queue_max": 2})
     await start(cluster)
     p0, goes_on = prefiller(cluster), asyncio.Event()
     run = p0.model.prefill
@@ -135,6 +138,24 @@ async def test_prompt_without_a_prefiller_with_room_is_told_to_come_later(
             assert response.status == 429
     await asyncio.gather(*requests)
     await assert_still_serves(cluster)
+
+
+async def test_prompts_of_many_tokens_fill_a_queue(cluster: Cluster, url: str, client: aiohttp.ClientSession) -> None:
+    cluster.router.options = replace(ROUTER, queue_s=0.5)
+    async with full_queue(cluster, queue_tokens_max=70) as requests:
+        async with client.post(url + "/v1/completions", json=body()) as response:
+            assert response.status == 429 and response.headers["Retry-After"] == "1"
+            message = (await response.json())["error"]["message"]
+            assert "no prefiller had room within 0.5 s" in message
+            assert "node 'p0' has prompts of 78 tokens in its queue already" in message
+    await asyncio.gather(*requests)
+    await assert_still_serves(cluster)
+
+
+async def test_prompt_of_more_tokens_than_a_queue_may_have_is_taken(cluster: Cluster) -> None:
+    cluster.node_options = replace(NODE, queue_tokens_max=1)
+    await start(cluster)
+    assert (await cluster.complete(PROMPT, GREEDY))[0] == await monolithic(PROMPT, GREEDY)
 
 
 async def test_prompts_of_a_dead_decoder_keep_no_place_in_the_queue(cluster: Cluster) -> None:

@@ -39,6 +39,7 @@ class NodeOptions:
     join_s: how long a router may take to answer. retry_s: pause before looking for a router again. lease_s: of the
         node's record in etcd, if it has one.
     chunk_tokens: tokens per prefill step. queue_max: requests that a prefiller accepts besides the one it works on.
+    queue_tokens_max: once their prompts have so many tokens it accepts no further ones; this bounds its memory.
     requests_max: requests that a decoder serves concurrently. pages_s: how long a prefiller waits for pages before it
         gives up a request.
     probe_s: how often a decoder asks its prefiller for progress. silent_s: a prefiller that does not answer for this
@@ -49,6 +50,7 @@ class NodeOptions:
     retry_s: float = 0.5
     chunk_tokens: int = 2048
     queue_max: int = 256
+    queue_tokens_max: int = 1 << 24
     requests_max: int = 256
     probe_s: float = 1.0
     silent_s: float = 4.0

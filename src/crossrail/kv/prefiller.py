@@ -170,10 +170,19 @@ class Prefiller(Node):
         return ""
 
     def _too_busy(self) -> str:
-        if len(self._queue) >= self.options.queue_max:
+        if self._full():
             self._drop_unwanted()
+        return self._full()
+
+    def _full(self) -> str:
+        """Why the queue takes nothing more. Not by the length of what comes: long prompts would wait behind short ones
+        for ever, which always fit.
+        """
         if len(self._queue) >= self.options.queue_max:
             return f"node {self.name!r} has {len(self._queue)} requests in its queue already"
+        tokens = sum(len(work.tokens) for work in self._queue)
+        if tokens >= self.options.queue_tokens_max:
+            return f"node {self.name!r} has prompts of {tokens} tokens in its queue already"
         return ""
 
     async def _on_probe(self, sender: bytes, probe: m.Probe) -> m.Message:

@@ -83,6 +83,7 @@ _node_options = together(
     _DEFAULTS,
     chunk_tokens="Maximum number of tokens per chunk (one step of the model).",
     queue_max="Maximum number of waiting requests.",
+    queue_tokens_max="Tokens of their prompts from which on no further ones are accepted.",
 )
 @_node_options
 def prefiller(**options: Any) -> None:
