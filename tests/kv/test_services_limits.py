@@ -72,12 +72,14 @@ async def test_request_waits_for_pages_and_gets_them(cluster: Cluster) -> None:
 
 
 @asynccontextmanager
-async def full_queue(cluster: Cluster, **limit: int) -> AsyncIterator[list[asyncio.Future[tuple[list[int], m.End]]]]:
+async def full_queue(
+    cluster: Cluster, **options: float
+) -> AsyncIterator[list[asyncio.Future[tuple[list[int], m.End]]]]:
     """Of p0: two requests wait, the last of these, while the first one is computed, until this context ends.
 
-    limit: of NodeOptions, that two prompts of 40 tokens reach.
+    options: of nodes, among them a limit that two prompts of 40 tokens reach.
     """
-    cluster.node_options = replace(NODE, **limit or {"queue_max": 2})
+    cluster.node_options = replace(NODE, **options or {"queue_max": 2})
     await start(cluster)
     p0, goes_on = prefiller(cluster), asyncio.Event()
     run = p0.model.prefill
@@ -137,6 +139,73 @@ async def test_prompt_without_a_prefiller_with_room_is_told_to_come_later(
         async with client.post(url + "/v1/completions", json=body(stream=True)) as response:
             assert response.status == 429
     await asyncio.gather(*requests)
+    await assert_still_serves(cluster)
+
+
+async def test_prompt_holds_no_pages_while_no_prefiller_has_room(cluster: Cluster) -> None:
+    async with full_queue(cluster) as requests:
+        decoder = cluster.nodes["d0"]
+        held = decoder.pool.report().pages[PageState.FILLING]
+        late = asyncio.ensure_future(cluster.complete(prompt_of(250, seed=4), GREEDY))
+        await until(lambda: cluster.router.counts["redispatched"], "it was refused")
+        all_others = m.Sampling((LAYOUT.pages - held) * LAYOUT.page_tokens - 1, ignore_end=True)
+        one = prompt_of(1)  # which needs no prefiller
+        assert (await cluster.complete(one, all_others))[0] == await monolithic(one, all_others)
+        assert not late.done()
+    for request in requests:
+        assert (await request)[1].reason == "length"
+    assert (await late)[0] == await monolithic(prompt_of(250, seed=4), GREEDY)
+    await assert_still_serves(cluster)
+
+
+@asynccontextmanager
+async def without_pages(cluster: Cluster, **options: float) -> AsyncIterator[asyncio.Future[tuple[list[int], m.End]]]:
+    """A prompt of 250 tokens that gave its pages back, and needs some again, which another request of d0 has until this
+    context ends.
+    """
+    async with full_queue(cluster, queue_max=2, **options) as requests:
+        late = asyncio.ensure_future(cluster.complete(prompt_of(250, seed=4), GREEDY))
+        await until(lambda: cluster.router.counts["redispatched"], "it was refused")
+        decoder, goes_on = cluster.nodes["d0"], asyncio.Event()
+        run = decoder.model.step
+
+        async def held_step(*arguments: Any) -> Any:
+            if arguments[2] >= 200:  # position
+                await goes_on.wait()
+            return await run(*arguments)
+
+        decoder.model.step = held_step
+        other = asyncio.ensure_future(cluster.complete(prompt_of(1), m.Sampling(250, ignore_end=True)))
+        await until(lambda: any(len(s.tokens) >= 200 for s in decoder._servings.values()), "pages are out")
+    await until(lambda: decoder._turn.locked(), "there are no pages for it")
+    yield late
+    goes_on.set()
+    await asyncio.gather(other, *requests)
+
+
+async def test_prompt_that_gave_its_pages_back_has_some_again_before_what_is_new(cluster: Cluster) -> None:
+    """Else small requests, which always fit, would keep it out."""
+    async with without_pages(cluster) as late:
+        small = asyncio.ensure_future(cluster.complete(prompt_of(1, seed=5), GREEDY))
+        await until(lambda: cluster.router._refusals._decoders, "the new one is refused")
+        assert not small.done()
+    assert (await late)[0] == await monolithic(prompt_of(250, seed=4), GREEDY)
+    assert (await small)[0] == await monolithic(prompt_of(1, seed=5), GREEDY)
+    await assert_still_serves(cluster)
+
+
+async def test_prompt_without_pages_for_long_is_told_to_come_later(cluster: Cluster) -> None:
+    async with without_pages(cluster, pages_s=0.3) as late:
+        tokens, end = await late
+        assert not tokens and end.reason == "overloaded"
+        assert "node 'd0' had no pages for it again within 0.3 s" in end.detail
+    await assert_still_serves(cluster)
+
+
+async def test_client_that_leaves_while_its_request_waits_for_pages_leaves_none_behind(cluster: Cluster) -> None:
+    async with without_pages(cluster) as late:
+        late.cancel()
+        await until(lambda: not cluster.nodes["d0"]._turn.locked(), "nobody waits")
     await assert_still_serves(cluster)
 
 

@@ -2,7 +2,8 @@
 
 Life of a request here:
 1. started: pages for the prompt and all that may be generated are reserved, or the router is told to look elsewhere.
-2. fetching: a prefiller writes the KV (fetch.py); if it is lost, the router names another.
+2. fetching: a prefiller writes the KV (fetch.py); if it is lost, the router names another. While no prefiller has room
+   the pages are given back; who has to have pages again comes before all that is new.
 3. decoding: token by token; each goes to the router at once, and is kept until the router has taken it.
 4. ended: pages are given back, the router is told why. A stop (client gone, deadline, router's word) ends it at any
    point.
@@ -17,6 +18,7 @@ from collections.abc import Mapping, Sequence
 
 from msgspec import structs
 
+from crossrail.control.deadlines import set_in_time
 from crossrail.errors import CrossrailError, UsageError
 from crossrail.kv import messages as m
 from crossrail.kv.errors import DuplicateRequest, NoPages
@@ -68,11 +70,13 @@ class Decoder(Node):
             # Quarantined requests keep theirs while others take their place.
             tail_slots=2 * self.options.requests_max,
         )
-        self._fetcher = Fetcher(mailbox, self.options, self.receiver, self._reserve_again, self._report_room)
+        self._fetcher = Fetcher(mailbox, self.options, self.receiver, self._report_room)
         self._servings: dict[str, Serving] = {}
         self._ended: OrderedDict[str, int] = OrderedDict()  # by request, the latest placement
         self._told: deque[Serving] = deque(maxlen=_TOLD_KEPT)
         self._replacements = 0
+        self._turn = asyncio.Lock()  # of whoever needs pages again, first come, first served
+        self._room = asyncio.Event()  # set when pages came back
         self._closing = False
         mailbox.handle(m.Start, self._on_start)
         mailbox.handle(m.Cancel, self._on_cancel)
@@ -179,6 +183,8 @@ class Decoder(Node):
     def _too_busy(self) -> str:
         if self.draining:
             return f"node {self.name!r} is draining"
+        if self._turn.locked():
+            return f"node {self.name!r} has requests that wait for pages"
         if len(self._servings) >= self.options.requests_max:
             return f"node {self.name!r} serves {len(self._servings)} requests, which is its most"
         return ""
@@ -214,12 +220,42 @@ class Decoder(Node):
         """Of the pages that a prefiller fills: the last token is run here."""
         return page_hashes(context[:-1], self.model.layout.page_tokens, salt=self.model.name.encode())
 
-    def _reserve_again(self, serving: Serving) -> Reception:
-        # The quarantined ones keep the request's name.
-        self._replacements += 1
-        return self._reserve(f"{serving.request}#{self._replacements}", serving.context, serving.left)
+    async def _pages_of(self, serving: Serving) -> Reception:
+        """Those that it has, or else others as soon as there are any."""
+        reception = serving.reception
+        if reception is None:
+            begun = serving.timeline.now()
+            await serving.unless_stopped(self._reserve_again(serving))
+            serving.timeline.add("pages", begun)
+            reception = serving.reception
+        assert reception is not None
+        return reception
+
+    async def _reserve_again(self, serving: Serving) -> None:
+        """For one that has no pages any more: in its turn, and as soon as there are enough."""
+        give_up_s = serving.timeline.now() + self.options.pages_s
+        async with self._turn:
+            while True:
+                self._room.clear()
+                self._replacements += 1  # quarantined ones keep the request's name
+                try:
+                    name = f"{serving.request}#{self._replacements}"
+                    serving.reception = self._reserve(name, serving.context, serving.left)
+                    return
+                except NoPages as error:
+                    if (left_s := give_up_s - serving.timeline.now()) <= 0:
+                        why = f"node {self.name!r} had no pages for it again within {self.options.pages_s:g} s: {error}"
+                        raise Stopped("overloaded", why) from None
+                await set_in_time(self._room, left_s)
+
+    def _give_back(self, serving: Serving) -> None:
+        """Its pages, unless somebody may still write there, who is seen to elsewhere."""
+        reception, serving.reception = serving.reception, None
+        if reception is not None and reception.state in (PageState.RESERVED, PageState.IN_USE):
+            reception.release()
 
     def _report_room(self) -> None:
+        self._room.set()
         for link in self.links:
             link.report_soon()
 
@@ -243,8 +279,7 @@ class Decoder(Node):
             end = m.End("error", m.clipped(f"{type(error).__name__}: {error}"), serving.timeline.spans)
         finally:
             timer.cancel()
-            if serving.reception.state in (PageState.RESERVED, PageState.IN_USE):
-                serving.reception.release()
+            self._give_back(serving)
         serving.finish(end)
         span.end(end.detail or end.reason if end.reason in ("error", "overloaded", "deadline") else "")
         await asyncio.wait([delivery])
@@ -259,22 +294,21 @@ class Decoder(Node):
     async def _run(self, serving: Serving, start: m.Start, deadline_s: float) -> m.End:
         if serving.tokens and (serving.left == 0 or self._ends_it(serving)):
             return self._end_of(serving)  # the decoder before had only not told the end
+        reception = serving.reception
+        assert reception is not None
         tail = None
         told: asyncio.Task[None] | None = None
-        if serving.reception.needs_nothing:  # all of the prompt's KV is known here
-            await serving.reception.arrived()
-            tail = b""
-        elif start.prefiller is not None:
-            prefiller, attempt = await self._fetch(serving, start.prefiller, deadline_s)
-            reception = serving.reception
+        if start.prefiller is not None:
+            reception, fetched = await self._fetch(serving, reception, start.prefiller, deadline_s)
             tail = bytes(reception.tail()) if self.model.tail_bytes else b""
-            reception.lease.publish(self._names(serving.context))
-            told = self.mailbox.spawn(self._add_timeline(serving, prefiller, attempt), "a prefiller's timeline")
+            if fetched is not None:
+                reception.lease.publish(self._names(serving.context))
+                told = self.mailbox.spawn(self._add_timeline(serving, *fetched), "a prefiller's timeline")
         else:
-            serving.reception.lease.fill()
-            serving.reception.lease.use()
+            reception.lease.fill()
+            reception.lease.use()
         begun = serving.timeline.now()
-        pages = serving.reception.lease.pages
+        pages = reception.lease.pages
         sampling = structs.replace(serving.sampling, max_tokens=serving.left)
         is_first = True
         async for token in generate(self.model, self.cache, serving.context, pages, sampling, tail):
@@ -299,23 +333,32 @@ class Decoder(Node):
         spans = await self._fetcher.timeline_of(prefiller, serving.request, attempt)
         serving.timeline.add_all("prefiller: ", spans, dispatched_s)
 
-    async def _fetch(self, serving: Serving, prefiller: m.NodeRef, deadline_s: float) -> tuple[m.NodeRef, int]:
-        """Who has sent the KV at last, and at which attempt."""
+    async def _fetch(
+        self, serving: Serving, reception: Reception, prefiller: m.NodeRef, deadline_s: float
+    ) -> tuple[Reception, tuple[m.NodeRef, int] | None]:
+        """Where the prompt's KV is, and who has sent it at last, at which attempt. None: all of it was known here."""
         clock = asyncio.get_running_loop().time
         attempt = serving.placement
         while True:
             serving.raise_if_stopped()
+            if reception.needs_nothing:
+                await reception.arrived()
+                return reception, None
             begun = serving.timeline.now()
             try:
                 await self._fetcher.attempt(serving, prefiller, attempt, max(deadline_s - clock(), 0.0))
-                return prefiller, attempt
+                return reception, (prefiller, attempt)
             except PrefillerGone as gone:
+                if gone.busy:
+                    self._give_back(serving)
+                    self._report_room()
                 serving.timeline.add(f"lost attempt {attempt}", begun)
                 who = (prefiller.node, prefiller.address)
                 lost = m.PrefillerLost(serving.request, attempt, *who, m.clipped(gone), serving.placement, gone.busy)
             begun = serving.timeline.now()
             prefiller, attempt = await self._reassigned(serving, lost)
             serving.timeline.add(f"another prefiller {attempt}", begun)
+            reception = await self._pages_of(serving)
 
     async def _reassigned(self, serving: Serving, lost: m.PrefillerLost) -> tuple[m.NodeRef, int]:
         """The router's next choice; waits for the router, should it be gone, until the request is stopped."""

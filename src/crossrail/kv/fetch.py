@@ -6,7 +6,7 @@ An attempt ends in one of these ways, and in no other are its pages used again:
 - withdrawn: it confirmed that nothing can land any more.
 - fenced: it is gone, or does not answer. Its way to our memory is shut, so whatever it still sends lands nowhere.
 - quarantined: it cannot be shut out, because it stands still in the middle of a copy. The pages stay out of use, the
-  request goes on with others, and a task tries on until it can be.
+  request has none and needs others, and a task tries on until it can be.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ log = logging.getLogger("crossrail.kv")
 class Fetcher:
     """Makes attempts. Threads: the event loop's.
 
-    reserve_again(serving): pages for a request whose earlier ones are quarantined; NoPages.
     on_released(): called when quarantined pages came back.
     """
 
@@ -41,21 +40,20 @@ class Fetcher:
         mailbox: Mailbox,
         options: NodeOptions,
         receiver: KvReceiver,
-        reserve_again: Callable[[Serving], Reception],
         on_released: Callable[[], None],
     ) -> None:
         self._mailbox = mailbox
         self._options = options
         self._receiver = receiver
-        self._reserve_again = reserve_again
         self._on_released = on_released
 
     async def attempt(self, serving: Serving, prefiller: m.NodeRef, attempt: int, left_s: float) -> None:
         """Returns when all is there. Raises PrefillerGone, Stopped, or what this node cannot ask of any prefiller, with
-        the pages quiet or quarantined.
+        the pages quiet or quarantined. The request has pages.
         """
         key = (serving.request, attempt)
         reception = serving.reception
+        assert reception is not None
         begun = serving.timeline.now()
         try:
             target = reception.dispatch(KvLayout.from_wire(prefiller.layout), self._writer(prefiller))
@@ -68,7 +66,7 @@ class Fetcher:
         try:
             answer = await self._mailbox.ask(prefiller.address, question, kinds, self._options.ask_s)
         except CrossrailError as error:
-            await self._withdraw(serving, prefiller, attempt)
+            await self._withdraw(serving, reception, prefiller, attempt)
             if isinstance(error, NoAnswer | Unreachable):
                 raise PrefillerGone(str(error)) from None
             raise
@@ -76,8 +74,8 @@ class Fetcher:
             await reception.withdraw(_confirmed, 1.0)
             raise PrefillerGone(answer.reason, answer.busy)
         serving.timeline.add("dispatch", begun)
-        if why := await self._lost_before_arrival(serving, prefiller, key):
-            await self._withdraw(serving, prefiller, attempt)
+        if why := await self._lost_before_arrival(serving, reception, prefiller, key):
+            await self._withdraw(serving, reception, prefiller, attempt)
             serving.raise_if_stopped()
             raise PrefillerGone(why)
         serving.timeline.add("transfer", begun)
@@ -98,15 +96,16 @@ class Fetcher:
             pause_s *= 2
         return []
 
-    async def _lost_before_arrival(self, serving: Serving, prefiller: m.NodeRef, key: tuple[str, int]) -> str:
+    async def _lost_before_arrival(
+        self, serving: Serving, reception: Reception, prefiller: m.NodeRef, key: tuple[str, int]
+    ) -> str:
         """Empty when all has arrived; else why it will not, or that it was stopped."""
         options, who = self._options, f"prefiller {prefiller.node!r}"
         watch = Watch(self._mailbox, prefiller.address, who, *key, options.probe_s, options.silent_s)
-        return await lost_before_arrival(serving.reception.arrived(), [watch], serving.stop_wanted)
+        return await lost_before_arrival(reception.arrived(), [watch], serving.stop_wanted)
 
-    async def _withdraw(self, serving: Serving, prefiller: m.NodeRef, attempt: int) -> None:
-        """Afterwards serving.reception is quiet: the same one, or another if this one had to be quarantined."""
-        reception = serving.reception
+    async def _withdraw(self, serving: Serving, reception: Reception, prefiller: m.NodeRef, attempt: int) -> None:
+        """Afterwards serving.reception is quiet, or None if this one had to be quarantined."""
         try:
             await reception.withdraw(
                 lambda: self._ask_to_stop(prefiller, serving.request, attempt), self._options.silent_s
@@ -119,8 +118,7 @@ class Fetcher:
         except WaitTimeout as error:
             log.warning("request %s, attempt %d: %s; its pages are quarantined", serving.request, attempt, error)
             self._mailbox.spawn(self._reclaim(reception, prefiller), "reclaiming pages")
-            serving.raise_if_stopped()
-            serving.reception = self._reserve_again(serving)
+            serving.reception = None
 
     async def _shut_out(self, reception: Reception, prefiller: m.NodeRef) -> None:
         """Ends all that this incarnation of a prefiller has under way here. WaitTimeout: a copy of it stands still."""

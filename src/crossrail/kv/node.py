@@ -40,8 +40,8 @@ class NodeOptions:
         node's record in etcd, if it has one.
     chunk_tokens: tokens per prefill step. queue_max: requests that a prefiller accepts besides the one it works on.
     queue_tokens_max: once their prompts have so many tokens it accepts no further ones; this bounds its memory.
-    requests_max: requests that a decoder serves concurrently. pages_s: how long a prefiller waits for pages before it
-        gives up a request.
+    requests_max: requests that a decoder serves concurrently. pages_s: how long a prefiller, or a decoder that had to
+        give pages back, waits for some before it gives up a request.
     probe_s: how often a decoder asks its prefiller for progress. silent_s: a prefiller that does not answer for this
         long is given up. ask_s: how long an answer to other questions may take.
     """

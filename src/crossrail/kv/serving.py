@@ -26,7 +26,7 @@ class Stopped(CrossrailError):
 
 
 class PrefillerGone(CrossrailError):
-    """This attempt comes to nothing, and its pages are quiet, or quarantined and replaced. Another may be made.
+    """This attempt comes to nothing, and its pages are quiet, or quarantined. Another may be made.
 
     busy: as in DispatchRefused.
     """
@@ -44,7 +44,8 @@ class Serving:
     context: the client's prompt and what earlier decoders have generated; they are the first of `tokens` too.
     router: who has placed it here; link: where its tokens go, to the next one at that URL if it is gone.
     is_unwanted: `router` has cancelled it: that one knows how it ends, and the next one need not.
-    placement: as in Start. reception: of the current attempt; while one is withdrawn without an answer, its successor.
+    placement: as in Start. reception: of the current attempt; None: it has no pages now, since those it had were given
+    back while no prefiller has room, or are quarantined.
     """
 
     request: str
@@ -54,7 +55,7 @@ class Serving:
     context: Tokens
     sampling: m.Sampling
     timeline: Timeline
-    reception: Reception
+    reception: Reception | None
     traceparent: str = ""  # of its span here
     tokens: list[int] = field(default_factory=list)
     end: m.End | None = None
