@@ -1,11 +1,15 @@
 """Steps of a request in a cluster: how tests reach each of them, and see that all is well afterwards."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
 
 from crossrail.kv import messages as m
 from crossrail.kv.prefiller import Prefiller
 from tests.kv.conftest import quiet, start, until
-from tests.support.kv_cluster import Cluster, monolithic, prompt_of
+from tests.support.kv_cluster import NODE, Cluster, monolithic, prompt_of
 from tests.support.limits import WAIT_S
 
 GREEDY = m.Sampling(max_tokens=8, ignore_end=True)
@@ -52,6 +56,32 @@ async def under_way(
     client = asyncio.ensure_future(cluster.complete(PROMPT, sampling, **options))
     await reach(cluster, step)
     return client
+
+
+@asynccontextmanager
+async def full_queue(
+    cluster: Cluster, **options: float
+) -> AsyncIterator[list[asyncio.Future[tuple[list[int], m.End]]]]:
+    """Of p0: two requests wait, the last of these, while the first one is computed, until this context ends.
+
+    options: of nodes, among them a limit that two prompts of 40 tokens reach.
+    """
+    cluster.node_options = replace(NODE, **options or {"queue_max": 2})
+    await start(cluster)
+    p0, goes_on = prefiller(cluster), asyncio.Event()
+    run = p0.model.prefill
+
+    async def held_run(*arguments: Any) -> bytes:
+        await goes_on.wait()
+        return await run(*arguments)
+
+    p0.model.prefill = held_run
+    first = asyncio.ensure_future(cluster.complete(PROMPT, GREEDY))
+    await until(lambda: p0._works and not p0._queue, "the first one is computed")
+    waiting = [asyncio.ensure_future(cluster.complete(prompt_of(40, seed=n), GREEDY)) for n in (2, 3)]
+    await until(lambda: len(p0._queue) == 2, "the queue is full")
+    yield [first, *waiting]
+    goes_on.set()
 
 
 async def assert_still_serves(cluster: Cluster) -> None:

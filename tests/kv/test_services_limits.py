@@ -18,7 +18,7 @@ from crossrail.kv.pages import PageState
 from crossrail.kv.router_requests import Overloaded, Unavailable, UnknownModel
 from tests.kv.asking import body
 from tests.kv.conftest import quiet, start, until
-from tests.kv.steps import GREEDY, PROMPT, SLOW_S, assert_still_serves, prefiller
+from tests.kv.steps import GREEDY, PROMPT, SLOW_S, assert_still_serves, full_queue, prefiller
 from tests.support.kv_cluster import LAYOUT, NODE, ROUTER, Cluster, monolithic, prompt_of
 from tests.support.limits import WAIT_S
 
@@ -69,32 +69,6 @@ async def test_request_waits_for_pages_and_gets_them(cluster: Cluster) -> None:
     for prompt, (tokens, _) in zip(prompts, results, strict=True):
         assert tokens == await monolithic(prompt, GREEDY)
     await quiet(cluster)
-
-
-@asynccontextmanager
-async def full_queue(
-    cluster: Cluster, **options: float
-) -> AsyncIterator[list[asyncio.Future[tuple[list[int], m.End]]]]:
-    """Of p0: two requests wait, the last of these, while the first one is computed, until this context ends.
-
-    options: of nodes, among them a limit that two prompts of 40 tokens reach.
-    """
-    cluster.node_options = replace(NODE, **options or {"queue_max": 2})
-    await start(cluster)
-    p0, goes_on = prefiller(cluster), asyncio.Event()
-    run = p0.model.prefill
-
-    async def held_run(*arguments: Any) -> bytes:
-        await goes_on.wait()
-        return await run(*arguments)
-
-    p0.model.prefill = held_run
-    first = asyncio.ensure_future(cluster.complete(PROMPT, GREEDY))
-    await until(lambda: p0._works and not p0._queue, "the first one is computed")
-    waiting = [asyncio.ensure_future(cluster.complete(prompt_of(40, seed=n), GREEDY)) for n in (2, 3)]
-    await until(lambda: len(p0._queue) == 2, "the queue is full")
-    yield [first, *waiting]
-    goes_on.set()
 
 
 async def test_prompts_that_nobody_wants_keep_no_place_in_the_queue(cluster: Cluster) -> None:

@@ -1,6 +1,7 @@
 """Routers that are restarted while requests run, and several at a time."""
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,8 +12,19 @@ from crossrail.kv.decoder import Decoder
 from crossrail.kv.errors import DuplicateRequest
 from crossrail.kv.router import Router
 from tests.kv.conftest import quiet, start, until
-from tests.kv.steps import GREEDY, PROMPT, SLOW_S, STEPS, assert_still_serves, jobs, prefiller, reach, under_way
-from tests.support.kv_cluster import LAYOUT, Cluster, monolithic, prompt_of
+from tests.kv.steps import (
+    GREEDY,
+    PROMPT,
+    SLOW_S,
+    STEPS,
+    assert_still_serves,
+    full_queue,
+    jobs,
+    prefiller,
+    reach,
+    under_way,
+)
+from tests.support.kv_cluster import LAYOUT, ROUTER, Cluster, monolithic, prompt_of
 from tests.support.limits import WAIT_S
 
 
@@ -86,6 +98,35 @@ async def test_next_router_may_cancel_what_runs(cluster: Cluster) -> None:
     await until(lambda: router.adopted("r1").end, "the request ends")
     assert router.adopted("r1").end.reason == "cancelled"
     await quiet(cluster)
+
+
+async def test_next_router_has_what_waits_for_a_full_prefiller_wait_on(cluster: Cluster) -> None:
+    """However often it asks: a prefiller without room counts as none of those that were tried."""
+    async with full_queue(cluster):
+        late = prompt_of(50, seed=4)
+        client = asyncio.ensure_future(cluster.complete(late, GREEDY, request="late"))
+        await until(lambda: cluster.router.counts["redispatched"] >= 1, "it has asked again")
+        cluster.router_options = replace(ROUTER, attempts_max=1)
+        router = await next_router(cluster)
+        assert (await client)[1].detail == "the router is closing"
+        await until(lambda: router.counts["redispatched"] >= 2, "it has asked the next one, twice")
+    await until(lambda: (found := router.adopted("late")) and found.end, "it ends")
+    assert router.adopted("late").tokens == await monolithic(late, GREEDY)
+    await assert_still_serves(cluster)
+
+
+async def test_next_router_has_nothing_wait_for_ever_for_a_full_prefiller(cluster: Cluster) -> None:
+    async with full_queue(cluster):
+        client = asyncio.ensure_future(cluster.complete(prompt_of(50, seed=4), GREEDY, request="late"))
+        await until(lambda: cluster.router.counts["redispatched"] >= 1, "it has asked again")
+        cluster.router_options = replace(ROUTER, queue_s=0.5)
+        router = await next_router(cluster)
+        await client
+        await until(lambda: (found := router.adopted("late")) and found.end, "it ends")
+        end = router.adopted("late").end
+        assert end.reason == "overloaded" and "no prefiller had room within 0.5 s" in end.detail
+    await quiet(cluster)
+    await assert_still_serves(cluster)
 
 
 async def test_next_router_learns_what_ended_just_before(cluster: Cluster) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 from collections import Counter
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
@@ -303,7 +304,7 @@ class Router(AsyncClosing):
                 return f"no prefiller for model {decoder.record.model!r} has joined router {self.name!r}"
         generated = len(running.tokens)
         running.decoder, running.placement = decoder, running.attempt
-        running.refused.clear()
+        running.failed.clear()
         running.note_room()
         start = m.Start(
             running.request,
@@ -456,7 +457,6 @@ class Router(AsyncClosing):
         if running is None or running.decoder is None or not running.waits_at(sender, lost.placement):
             return unwanted
         if lost.busy:
-            running.refused.add(lost.attempt)
             running.full[lost.address] = now = _now_s()
             running.no_room_s = now if running.no_room_s is None else running.no_room_s
             if now - running.no_room_s >= self.options.queue_s:
@@ -464,9 +464,9 @@ class Router(AsyncClosing):
                 return m.Reassigned(lost.request, lost.attempt, None, m.clipped(why), busy=True)
         else:
             running.note_room()
-        tried = lost.attempt - lost.placement + 1 - len(running.refused)
-        if tried >= self.options.attempts_max:
-            why = f"{tried} prefillers were tried: {lost.reason}"
+            running.failed.add(lost.attempt)
+        if len(running.failed) >= self.options.attempts_max:
+            why = f"{len(running.failed)} prefillers were tried: {lost.reason}"
             return m.Reassigned(lost.request, lost.attempt, None, m.clipped(why))
         log.info("request %s, attempt %d: prefiller %s: %s", lost.request, lost.attempt, lost.node, lost.reason)
         found = await self._other_prefiller(running, running.decoder.record.model, lost)
@@ -486,9 +486,11 @@ class Router(AsyncClosing):
         decoder = next((member for member in self.roster.members("decoder") if member.address == sender), None)
         if adopted is None or adopted.decoder != sender or decoder is None:
             return None
-        nothing = np.zeros(0, np.int32)
-        give_up_s = _now_s() + self.options.queue_s
-        return Running(lost.request, nothing, m.Sampling(), [], give_up_s, decoder=decoder, placement=lost.placement)
+        if adopted.running is None or adopted.running.placement != lost.placement:
+            nothing = np.zeros(0, np.int32)
+            adopted.running = Running(lost.request, nothing, m.Sampling(), [], math.inf, placement=lost.placement)
+        adopted.running.decoder = decoder
+        return adopted.running
 
     async def _other_prefiller(self, running: Running, model: str, lost: m.PrefillerLost) -> Member | None:
         """One that is there, or comes within queue_s. The same again, after a pause, if there is no other, or the

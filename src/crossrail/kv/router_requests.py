@@ -64,7 +64,7 @@ class Running:
     attempt: int = 1
     placement: int = 1
     restarts: int = 0  # decoders that died
-    refused: set[int] = field(default_factory=set)  # attempts since it was placed that found no room
+    failed: set[int] = field(default_factory=set)  # attempts since it was placed, but for those that found no room
     # Of the latest, if no other has come between: since when, and when each prefiller said so last, by its address.
     no_room_s: float | None = None
     full: dict[bytes, float] = field(default_factory=dict)
@@ -116,11 +116,15 @@ class Running:
 
 @dataclass
 class Adopted:
-    """A request that a decoder still runs for a router that is no more. Kept for whoever asks by its name."""
+    """A request that a decoder still runs for a router that is no more. Kept for whoever asks by its name.
+
+    running: since its decoder has asked for a prefiller; it says which had no room, and since when.
+    """
 
     decoder: bytes
     tokens: list[int] = field(default_factory=list)
     end: m.End | None = None
+    running: Running | None = None
 
     def take(self, first: int, tokens: list[int], end: m.End | None) -> None:
         if first <= len(self.tokens):  # what is here already may come again, and late: then it is no more than is here
