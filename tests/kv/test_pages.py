@@ -77,7 +77,7 @@ def test_pages_that_somebody_may_write_are_nobody_elses(state: PageState) -> Non
     others = pool.reserve(5, "other")
 
     assert not set(lease.pages) & set(others.pages)
-    with pytest.raises(NoPages, match="needs 1 pages beside 0 shared ones, 0 of 8 are free"):
+    with pytest.raises(NoPages, match="1 pages are needed beside 0 shared ones, 0 of 8 are free"):
         pool.reserve(1, "third")
 
 

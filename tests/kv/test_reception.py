@@ -389,7 +389,7 @@ async def test_requests_that_are_none_are_refused(decoder: Decoder, tokens: int,
 
 
 async def test_more_tokens_than_pages_take_none(decoder: Decoder) -> None:
-    with pytest.raises(NoPages, match="needs 9 pages beside 0 shared ones, 8 of 8 are free"):
+    with pytest.raises(NoPages, match="request 'request': 9 pages are needed beside 0 shared ones, 8 of 8 are free"):
         decoder.reserve("request", 64, room_tokens=1)
     assert_all_free(decoder.pool)
 

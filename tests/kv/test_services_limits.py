@@ -1,6 +1,7 @@
 """What a cluster has no room for, or does not know."""
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -69,6 +70,22 @@ async def test_request_waits_for_pages_and_gets_them(cluster: Cluster) -> None:
     for prompt, (tokens, _) in zip(prompts, results, strict=True):
         assert tokens == await monolithic(prompt, GREEDY)
     await quiet(cluster)
+
+
+async def test_no_client_is_told_the_name_of_anothers_request(cluster: Cluster) -> None:
+    """One that needs as much room as another that has just been refused is not even offered to the decoder."""
+    await start(cluster, token_s=20 * SLOW_S)
+    cluster.router.options = replace(ROUTER, queue_s=0.3)
+    running = asyncio.ensure_future(cluster.complete(prompt_of(300), GREEDY))
+    await until(lambda: cluster.nodes["d0"].load().requests, "it has most of the pages")
+    refused = await asyncio.gather(
+        *(cluster.complete(prompt_of(290, seed=n), GREEDY, request=f"r{n}") for n in (2, 3, 4)), return_exceptions=True
+    )
+    for error in refused:
+        assert isinstance(error, Overloaded)
+        assert re.search(r"node 'd0': \d+ pages are needed beside 0 shared ones, 25 of 64 are free$", str(error))
+    running.cancel()
+    await assert_still_serves(cluster)
 
 
 async def test_prompts_that_nobody_wants_keep_no_place_in_the_queue(cluster: Cluster) -> None:

@@ -151,7 +151,8 @@ class Decoder(Node):
             # Last: room is made for it by giving up pages whose content is known.
             reception = self._reserve(start.request, context, left)
         except NoPages as error:
-            return m.StartRefused(start.request, m.clipped(error), busy=True)
+            # Without its name: the router says so to others as well, which need no less.
+            return m.StartRefused(start.request, m.clipped(f"node {self.name!r}: {error.why}"), busy=True)
         except DuplicateRequest as error:
             return m.StartRefused(start.request, m.clipped(error), busy=False, is_duplicate=True)
         except UsageError as error:
@@ -244,8 +245,8 @@ class Decoder(Node):
                     return
                 except NoPages as error:
                     if (left_s := give_up_s - serving.timeline.now()) <= 0:
-                        why = f"node {self.name!r} had no pages for it again within {self.options.pages_s:g} s: {error}"
-                        raise Stopped("overloaded", why) from None
+                        long = f"node {self.name!r} had no pages for it again within {self.options.pages_s:g} s"
+                        raise Stopped("overloaded", f"{long}: {error.why}") from None
                 await set_in_time(self._room, left_s)
 
     def _give_back(self, serving: Serving) -> None:

@@ -18,10 +18,11 @@ class PagesInUse(UsageError):
 
 
 class NoPages(CrossrailError):
-    """Too few pages are free. wanted, available: numbers of pages."""
+    """Too few pages are free. why: without the request's name. wanted, available: numbers of pages."""
 
-    def __init__(self, message: str, wanted: int, available: int) -> None:
-        super().__init__(message)
+    def __init__(self, request: str, why: str, wanted: int, available: int) -> None:
+        super().__init__(f"request {request!r}: {why}")
+        self.why = why
         self.wanted = wanted
         self.available = available
 

@@ -131,8 +131,8 @@ class PagePool:
         available = self.available - self._cache.count_evictable(shared)
         if fresh > available:
             raise NoPages(
-                f"request {owner!r} needs {fresh} pages beside {len(shared)} shared ones, {available} of {self.pages} "
-                "are free",
+                owner,
+                f"{fresh} pages are needed beside {len(shared)} shared ones, {available} of {self.pages} are free",
                 fresh,
                 available,
             )

@@ -295,7 +295,7 @@ class Prefiller(Node):
             self._released.clear()
             try:
                 if not self._free_tails:
-                    raise NoPages(f"all {_TAIL_SLOTS} places for tails are in use", 1, 0)
+                    raise NoPages(work.name, f"all {_TAIL_SLOTS} places for tails are in use", 1, 0)
                 lease = self.pool.reserve(self.model.layout.pages_of(len(work.tokens)), work.name, names=names)
                 work.tail_slot = self._free_tails.pop()
                 return lease

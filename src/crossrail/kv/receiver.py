@@ -86,7 +86,7 @@ class KvReceiver(Closing):
             raise UsageError("this receiver has no pool of pages: adopt() takes a lease of yours")
         full_pages = tokens // self.layout.page_tokens
         if self._tails is not None and not self._tails.free_slots:
-            raise NoPages(f"request {request!r}: all room for tails is in use", 1, 0)
+            raise NoPages(request, "all room for tails is in use", 1, 0)
         lease = self.pool.reserve(self.layout.pages_of(tokens + room_tokens), request, names=names[:full_pages])
         return Reception(request, tokens, self.layout, self.ranks, lease, self._tails, self._access_of)
 
