@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -120,16 +121,24 @@ class ToyModel:
     def _sums(self, cache: Cache, layer: int, begin: int, end: int, pages: Pages) -> _U64:
         """Of each of these tokens all that one layer holds, weighted; shape (end - begin,)."""
         page, slot = self._places(begin, end, pages)
-        held = [layers[layer].view(self._bits)[:, page, :, slot, :].astype(np.uint64) for layers in cache]
+        held = [layers[layer].view(self._bits)[:, page, :, slot, :] for layers in cache]
         sums = np.zeros(end - begin, np.uint64)
         for rank, values in enumerate(held):
             heads = slice(self.layout.heads_of(rank).start, self.layout.heads_of(rank).stop)
             if rank % self.layout.replicas == 0:
-                sums += (values * self._read[layer][:, heads]).sum((1, 2, 3), dtype=np.uint64)
+                sums += _weighted(values, self._read[layer][:, heads])
             else:  # a copy says something only where it differs
-                differs = values - held[rank - rank % self.layout.replicas]
-                sums += (differs * self._replica[layer][:, heads]).sum((1, 2, 3), dtype=np.uint64)
+                differs = values.astype(np.uint64) - held[rank - rank % self.layout.replicas]
+                sums += _weighted(differs, self._replica[layer][:, heads])
         return sums
+
+
+def _weighted(values: npt.NDArray[np.unsignedinteger[Any]], weights: _U64) -> _U64:
+    """The weighted sum of each token's values. It is most of what the toy does, and einsum makes no copy of them all in
+    64 bits.
+    """
+    sums: _U64 = np.einsum("tphd,phd->t", values, weights, dtype=np.uint64, casting="safe")
+    return sums
 
 
 def _odd(count: int) -> _U64:
