@@ -167,6 +167,24 @@ async def test_next_router_does_not_learn_of_a_cancel_that_the_one_before_did_no
     await until(lambda: not cluster.nodes["d0"].load().requests, "it takes no place any more")
 
 
+async def test_next_router_does_not_learn_what_the_one_before_did_not_want(cluster: Cluster) -> None:
+    """As after a decoder stood still, and its router has answered the client without it."""
+
+    async def unwanted(_: bytes, tokens: m.Tokens) -> m.Message:
+        if tokens.end is not None:
+            await asyncio.Event().wait()
+        return m.Taken(wanted=False)
+
+    client = await under_way(cluster, "running", request="r1")
+    cluster.router.mailbox.handle(m.Tokens, unwanted)
+    await until(lambda: not cluster.busy_pages(), "the decoder has given it up")
+    router = await next_router(cluster)
+    await client
+    await assert_still_serves(cluster)
+    assert router.adopted("r1") is None
+    await until(lambda: not cluster.nodes["d0"].load().requests, "it takes no place any more")
+
+
 async def test_two_routers_share_nodes(cluster: Cluster) -> None:
     second = Cluster()
     second.add_router("router-2")

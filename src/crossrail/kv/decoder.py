@@ -419,6 +419,7 @@ class Decoder(Node):
             log.info("tokens of %s were not taken: %s", serving.request, error)
             return False
         if not answer.wanted:
+            serving.is_unwanted = True
             serving.stop("cancelled", "its router does not know it, or does not want it any more")
             serving.end_taken = serving.end is not None
             return True

@@ -43,7 +43,8 @@ class Serving:
     Invariant: `tokens` only grows, until `end` is set, once; its router has taken the first `taken` of them.
     context: the client's prompt and what earlier decoders have generated; they are the first of `tokens` too.
     router: who has placed it here; link: where its tokens go, to the next one at that URL if it is gone.
-    is_unwanted: `router` has cancelled it: that one knows how it ends, and the next one need not.
+    is_unwanted: its router has cancelled it, or said so when it was given tokens: that one knows how it ends, and the
+    next one need not.
     placement: as in Start. reception: of the current attempt; None: it has no pages now, since those it had were given
     back while no prefiller has room, or are quarantined.
     """
