@@ -1,5 +1,6 @@
 """Our connector against vLLM's own classes: what an update of vLLM would break is named here first."""
 
+import dataclasses
 import inspect
 import subprocess
 import sys
@@ -9,9 +10,14 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+)
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from crossrail.errors import UsageError
 from crossrail.integrations.vllm import CrossrailConnector, stats
 from crossrail.integrations.vllm.connector import CrossrailMetadata, CrossrailStats
 from crossrail.integrations.vllm.orders import Orders
@@ -81,6 +87,29 @@ def test_stats_add_up_and_come_out_as_metrics() -> None:
 def test_importing_the_integration_imports_no_vllm() -> None:
     code = "import sys, crossrail.integrations.vllm.worker; sys.exit('vllm' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+
+
+def test_sleep_mode_is_refused_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its caches lose their memory, in which peers write, and get other memory when it wakes."""
+    from vllm.config import KVTransferConfig, ModelConfig, ParallelConfig
+
+    assert "enable_sleep_mode" in {field.name for field in dataclasses.fields(ModelConfig)}
+    monkeypatch.setenv("CROSSRAIL_SECRET", "of these tests")
+    config = SimpleNamespace(
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="CrossrailConnector",
+            kv_connector_module_path="crossrail.integrations.vllm",
+            kv_role="kv_both",
+        ),
+        parallel_config=ParallelConfig(),
+        model_config=SimpleNamespace(enable_sleep_mode=True),
+    )
+    caches = SimpleNamespace(kv_cache_groups=[None])
+
+    with pytest.raises(UsageError, match="enable_sleep_mode: CrossrailConnector needs KV caches that stay"):
+        CrossrailConnector(config, KVConnectorRole.SCHEDULER, caches)
+    config.model_config.enable_sleep_mode = False
+    CrossrailConnector(config, KVConnectorRole.SCHEDULER, caches)
 
 
 class _Config:

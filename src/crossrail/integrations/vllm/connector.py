@@ -105,6 +105,7 @@ class CrossrailConnector(KVConnectorBase_V1):
         options = VllmOptions.of(transfer.kv_connector_extra_config)
         secret = options.secret()
         _check_parallelism(parallel)
+        _check_memory_stays(vllm_config.model_config)
         groups = len(kv_cache_config.kv_cache_groups)
         if groups != 1:
             raise UsageError(f"the model has {groups} groups of KV caches: CrossrailConnector supports models with one")
@@ -254,6 +255,12 @@ def _check_parallelism(parallel: Any) -> None:
     if getattr(parallel, "use_ubatching", False):
         # Each of its halves reports each layer, from a stream of its own.
         raise UsageError("enable_dbo: CrossrailConnector supports only steps of one batch")
+
+
+def _check_memory_stays(model: Any) -> None:
+    """vLLM 0.33 asks supports_sleep_mode() before, which says yes unless it is overridden; 0.32 has no such call."""
+    if getattr(model, "enable_sleep_mode", False):
+        raise UsageError("enable_sleep_mode: CrossrailConnector needs KV caches that stay where they are in memory")
 
 
 def _write_whole(path: Path, text: str) -> None:
