@@ -7,6 +7,9 @@ import json
 import logging
 import select
 import socket
+import subprocess
+import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -24,6 +27,87 @@ from tests.support.kv_cluster import ROUTER, SECRET, Cluster
 from tests.support.limits import WAIT_S
 
 PATIENCE_S = 0.5  # of fronts with clients that are slow on purpose
+
+
+@asynccontextmanager
+async def answering(listener: Listener) -> AsyncIterator[int]:
+    """Its port, while it answers "/"."""
+
+    async def answer(_: web.Request) -> web.StreamResponse:
+        return web.Response(text="here")
+
+    app = web.Application()
+    app.add_routes([listener.route("GET", "/", answer)])
+    yield await listener.start(app, "127.0.0.1", 0, logging.getLogger("of this test"))
+    await listener.close()
+
+
+@asynccontextmanager
+async def connected(port: int) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    yield reader, writer
+    writer.close()
+    with contextlib.suppress(OSError):
+        await writer.wait_closed()
+
+
+ASKED = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+async def test_clients_that_only_connect_keep_nobody_out(nothing_leaks: None) -> None:
+    async with answering(Listener(connections_max=8)) as port, contextlib.AsyncExitStack() as stack:
+        idle = [await stack.enter_async_context(connected(port)) for _ in range(20)]
+        for _ in range(3):
+            assert (await answer_of(f"http://127.0.0.1:{port}", ASKED)).startswith(b"HTTP/1.1 200 ")
+        ended = [await asyncio.wait_for(reader.read(), WAIT_S) for reader, _ in idle[:12]]
+        assert ended == [b""] * 12, "the oldest were cut off"
+        assert not any(reader.at_eof() for reader, _ in idle[15:]), "and not the newest"
+
+
+async def test_more_clients_than_descriptors_are_told_so(nothing_leaks: None, caplog: pytest.LogCaptureFixture) -> None:
+    listener = Listener(connections_max=3)
+    async with answering(listener) as port, contextlib.AsyncExitStack() as stack:
+        asking = [await stack.enter_async_context(connected(port)) for _ in range(3)]
+        for reader, writer in asking:
+            writer.write(ASKED)
+            assert b" 200 " in await asyncio.wait_for(reader.readline(), WAIT_S)
+        refused = await answer_of(f"http://127.0.0.1:{port}", b"")
+        assert refused.startswith(b"HTTP/1.1 503 Service Unavailable\r\n")
+        assert refused.endswith(b"\r\n\r\n3 connections are open, the most that may be\n")
+        asking[0][1].close()
+        await until(lambda: len(listener._connections) == 2, "one has left")
+        assert (await answer_of(f"http://127.0.0.1:{port}", ASKED)).startswith(b"HTTP/1.1 200 ")
+    assert not caplog.records
+
+
+def test_descriptors_that_run_out_fill_no_log() -> None:
+    """asyncio of Python 3.11 tries to accept as often as its backlog is long, and logs each failure."""
+    script = """
+import asyncio, logging, resource, socket, sys
+from aiohttp import web
+from crossrail.kv.listener import Listener
+
+logging.basicConfig(stream=sys.stdout)
+resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
+
+async def main():
+    listener = Listener()
+    port = await listener.start(web.Application(), "127.0.0.1", 0, logging.getLogger("here"))
+    print(port, flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+    await listener.close()
+
+asyncio.run(main())
+"""
+    process = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with process, contextlib.ExitStack() as stack:
+        assert process.stdout is not None
+        port = int(process.stdout.readline())
+        for _ in range(300):
+            stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=WAIT_S))
+        time.sleep(0.5)
+        said, _ = process.communicate("", timeout=WAIT_S)
+    assert not said
 
 
 async def test_bytes_that_are_no_http_are_refused_and_not_logged(url: str, caplog: pytest.LogCaptureFixture) -> None:

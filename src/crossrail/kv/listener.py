@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import resource
+import socket
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
@@ -18,6 +22,9 @@ with needs(__name__, "'crossrail[kv]'"):
 
 PATIENCE_S = 60.0
 _BACKLOG = 1024  # clients that connect while the loop is busy; those behind them try again after a second
+_AT_ONCE = 8  # of them, that asyncio accepts before it looks at anything else, so before they are counted here
+# Of the process, for its engine and its files, and for connections that are not counted yet, or not closed yet.
+_DESCRIPTORS_KEPT_SHARE, _DESCRIPTORS_KEPT_MIN = 0.25, 64
 _CLOSE_S = 1.0  # for answers that are on their way; aiohttp would wait a minute, and the same again
 _LINGER_S = 10.0  # for the rest of a body that was refused, so that its sender reads why
 _BODY_BYTES_MAX = 16 << 20
@@ -43,6 +50,9 @@ class Listener:
     refuse: makes the answer with this status and words, for what HTTP itself refuses: a path that is not there, a
     method, a body that is too large, bytes that are no HTTP; and for what a handler raises, which is logged.
     body_bytes_max, bodies_bytes_max: of a body, and of all that are read or worked on at a time.
+    connections_max: None: as many as the limit of open files leaves room for. Beyond them, the oldest that has asked
+    nothing is cut off; if there is none, the new one is answered 503. Without a bound asyncio would meet the limit,
+    and log some tens of thousands of lines a second.
     Lifecycle: 1. made. 2. an application of its route()s. 3. start(). 4. close().
     """
 
@@ -52,13 +62,16 @@ class Listener:
         refuse: Refuse = _in_plain_text,
         body_bytes_max: int = _BODY_BYTES_MAX,
         bodies_bytes_max: int = _BODIES_BYTES_MAX,
+        connections_max: int | None = None,
     ) -> None:
         self._patience_s = patience_s
         self.refuse = refuse
         self._body_bytes_max = body_bytes_max
         self._bodies_bytes_max = bodies_bytes_max
         self._bodies_bytes = 0
-        self._silent: dict[object, asyncio.TimerHandle] = {}  # connections that have asked nothing so far
+        self._connections_max = connections_max or _connections_max()
+        self._connections: set[_Connection] = set()
+        self._silent: dict[_Connection, asyncio.TimerHandle] = {}  # those that have asked nothing so far, oldest first
         self._log = logging.getLogger(__name__)
         self._runner: web.AppRunner | None = None
         self._server: asyncio.Server | None = None
@@ -67,7 +80,8 @@ class Listener:
         """Of an application. Of its clients it is known that they have asked something; answers are written here."""
 
         async def answer(request: web.Request) -> web.StreamResponse:
-            self.is_heard(request.protocol)
+            if isinstance(request.protocol, _Connection):
+                self.is_heard(request.protocol)
             response = await self._answer(handler, request)
             with self.taking(request):
                 await response.prepare(request)
@@ -76,10 +90,14 @@ class Listener:
 
         return web.RouteDef(method, path, answer, {"expect_handler": self._expected})
 
-    def is_heard(self, connection: object) -> None:
+    def is_heard(self, connection: _Connection) -> None:
         """It has asked something, or is gone."""
         if (timer := self._silent.pop(connection, None)) is not None:
             timer.cancel()
+
+    def is_gone(self, connection: _Connection) -> None:
+        self.is_heard(connection)
+        self._connections.discard(connection)
 
     @asynccontextmanager
     async def body(self, request: web.Request) -> AsyncIterator[bytearray]:
@@ -146,10 +164,13 @@ class Listener:
         self._runner = web.AppRunner(app, access_log=None, logger=log, shutdown_timeout=_CLOSE_S, **options)
         await self._runner.setup()
         try:
-            self._server = await asyncio.get_running_loop().create_server(self._accept, host, port, backlog=_BACKLOG)
+            self._server = await asyncio.get_running_loop().create_server(self._accept, host, port, backlog=_AT_ONCE)
         except BaseException:
             await self.close()
             raise
+        for listening in self._server.sockets:  # asyncio takes one number for both
+            with socket.socket(fileno=os.dup(listening.fileno())) as same:
+                same.listen(_BACKLOG)
         return int(self._server.sockets[0].getsockname()[1])
 
     async def close(self) -> None:
@@ -185,9 +206,9 @@ class Listener:
         """For what no other route takes."""
         own = request.match_info.route.resource
         methods: set[str] = set()
-        for resource in request.app.router.resources():
-            if resource is not own:
-                methods |= (await resource.resolve(request))[1]
+        for other in request.app.router.resources():
+            if other is not own:
+                methods |= (await other.resolve(request))[1]
         if not methods:
             return self.refuse(404, f"there is no {request.path} here")
         refusal = self.refuse(405, f"{request.path} takes {' or '.join(sorted(methods))}, not {request.method}")
@@ -205,6 +226,12 @@ class Listener:
     def _accept(self) -> asyncio.Protocol:
         assert self._runner is not None
         assert self._runner.server is not None  # since its setup()
+        if len(self._connections) >= self._connections_max:
+            if not self._silent:
+                return _Refused(
+                    self.refuse(503, f"{len(self._connections)} connections are open, the most that may be")
+                )
+            self._cut_off(next(iter(self._silent)))
         connection = _Connection(
             self,
             self._runner.server,
@@ -213,12 +240,13 @@ class Listener:
             keepalive_timeout=self._patience_s,
             lingering_time=min(_LINGER_S, self._patience_s),
         )
+        self._connections.add(connection)
         loop = asyncio.get_running_loop()
         self._silent[connection] = loop.call_later(self._patience_s, self._cut_off, connection)
         return connection
 
-    def _cut_off(self, connection: web.RequestHandler) -> None:
-        del self._silent[connection]
+    def _cut_off(self, connection: _Connection) -> None:
+        self.is_gone(connection)
         connection.force_close()
 
 
@@ -232,7 +260,7 @@ class _Connection(web.RequestHandler):
         self._listener = listener
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        self._listener.is_heard(self)
+        self._listener.is_gone(self)
         super().connection_lost(exc)
 
     def handle_error(
@@ -263,6 +291,32 @@ class _Connection(web.RequestHandler):
         """Clients that are gone are no events: aiohttp would report a traceback for each."""
         if not isinstance(options.get("exc_info"), _OF_CLIENTS):
             super().log_exception(*words, **options)
+
+
+class _Refused(asyncio.Protocol):
+    """A connection that there is no room for: it is told so, whatever it asks, and ends."""
+
+    def __init__(self, refusal: web.Response) -> None:
+        body = (refusal.text or "").encode()
+        head = [
+            f"HTTP/1.1 {refusal.status} {refusal.reason}",
+            *(f"{name}: {value}" for name, value in refusal.headers.items() if name != "Content-Length"),
+            f"Content-Length: {len(body)}",
+            "Connection: close",
+        ]
+        self._answer = "\r\n".join([*head, "", ""]).encode() + body
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        transport.write(self._answer)
+        transport.close()
+
+
+def _connections_max() -> int:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return sys.maxsize
+    return max(soft - max(int(soft * _DESCRIPTORS_KEPT_SHARE), _DESCRIPTORS_KEPT_MIN), 1)
 
 
 def failure(error: Exception) -> str:
