@@ -11,11 +11,12 @@ import pytest
 
 import crossrail as xr
 from crossrail.kv import messages as m
+from crossrail.kv import placement
 from crossrail.kv import router as router_module
 from crossrail.kv.layout import KvLayout
 from crossrail.kv.mailbox import Mailbox
 from crossrail.kv.membership import Member, NotYet, Roster
-from crossrail.kv.placement import Refusals
+from crossrail.kv.placement import PrefillerTurns, Refusals
 from crossrail.kv.router import Router, RouterOptions
 from crossrail.kv.router_requests import Adopted, Overloaded
 from crossrail.kv.selection import Candidate, PrefixMemory, rank
@@ -129,6 +130,22 @@ def test_refusal_is_believed_for_what_needs_no_less_room_until_there_is_news() -
     assert refusals.of(b"d0", 60, 0.3) == "" and refusals.of(b"d0", 100, 0.3) and not refusals.of(b"d0", 100, 10.0)
     refusals.keep({b"d1"})
     assert not refusals._decoders
+
+
+async def test_those_that_prefillers_refused_come_first_and_then_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "_ASKING_S", 0.0)
+    turns = PrefillerTurns()
+    assert not turns.is_held("r0", "toy"), "nobody waits"
+    with turns.refused("toy"):
+        assert all(turns.is_held(f"r{n}", "toy") for n in range(20))
+        assert not turns.is_held("r0", "another model")
+    await until(lambda: not turns._refused["toy"], "the refused one has its answer")
+    assert turns.is_held("new", "toy") and turns.is_held("r8", "toy"), "there are eight before"
+    turns.release("r3")
+    assert turns.is_held("r9", "toy") and not turns.is_held("r8", "toy")
+    for n in (0, 1, 2, 4, 5, 6, 7, *range(9, 20)):
+        assert not turns.is_held(f"r{n}", "toy")
+    assert not turns.is_held("new", "toy") and not turns.is_held("newer", "toy")
 
 
 def test_prefixes_of_many_nodes_have_room_in_common() -> None:
