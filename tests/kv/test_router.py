@@ -1,6 +1,7 @@
 """Whom a router chooses, and who is a member: nodes here are scripts, and the network is in memory."""
 
 import asyncio
+import math
 import random
 import time
 from collections.abc import AsyncIterator
@@ -18,7 +19,7 @@ from crossrail.kv.mailbox import Mailbox
 from crossrail.kv.membership import Member, NotYet, Roster
 from crossrail.kv.placement import PrefillerTurns, Refusals
 from crossrail.kv.router import Router, RouterOptions
-from crossrail.kv.router_requests import Adopted, Overloaded
+from crossrail.kv.router_requests import Adopted, Overloaded, Running
 from crossrail.kv.selection import Candidate, PrefixMemory, rank
 from tests.kv.conftest import until
 from tests.support.kv_cluster import LAYOUT, prompt_of
@@ -333,6 +334,18 @@ async def test_one_of_several_decoders_is_kept_and_another_serves_on(town: Town)
     await town.add("b")
     assert await town.complete() == await large == [1, 2, 3]
     assert not town.router._placement._kept
+
+
+async def test_request_that_a_decoder_is_kept_for_waits_for_none_that_wait_for_prefillers(town: Town) -> None:
+    """Those wait for the decoder: neither would come to its turn."""
+    router = town.router
+    await town.add("a")
+    (decoder,) = router.roster.members("decoder")
+    running = Running("r1", prompt_of(5), SHORT, [], math.inf)
+    with router._turns.refused(decoder.record.model):
+        assert router._waits_its_turn(running, decoder)
+        router._placement.keep(running, [decoder])
+        assert not router._waits_its_turn(running, decoder)
 
 
 async def test_what_only_one_decoder_has_pages_for_goes_there(town: Town) -> None:

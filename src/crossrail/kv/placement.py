@@ -112,6 +112,10 @@ class Placement:
         """It waits no more."""
         self._kept.pop(running.request, None)
 
+    def has_kept(self, running: Running) -> bool:
+        """Whether a decoder is kept for it."""
+        return running.request in self._kept
+
     def is_kept(self, decoder: Member, running: Running) -> bool:
         """For another request."""
         return any(address == decoder.address for request, address in self._kept.items() if request != running.request)

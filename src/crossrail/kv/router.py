@@ -291,9 +291,12 @@ class Router(AsyncClosing):
         raise Overloaded(f"no node took the request within {self.options.queue_s:g} s; the last one said: {why}")
 
     def _waits_its_turn(self, running: Running, decoder: Member) -> bool:
-        """For a prefiller with room. Not one that a decoder had before: it came before those that wait."""
-        needs_prefiller = len(running.prompt) + len(running.tokens) > 1
-        return needs_prefiller and running.attempt == 1 and self._turns.is_held(running.request, decoder.record.model)
+        """For a prefiller with room. Not one that a decoder had before: it came before those that wait. Nor one that a
+        decoder is kept for: they wait for that.
+        """
+        if len(running.prompt) + len(running.tokens) == 1 or running.attempt > 1 or self._placement.has_kept(running):
+            return False
+        return self._turns.is_held(running.request, decoder.record.model)
 
     async def _offer_in_turn(self, running: Running, decoder: Member, has_waited: bool) -> str:
         """As _offer, unless the decoder has just refused one that needs no more room."""
