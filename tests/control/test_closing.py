@@ -9,9 +9,11 @@ from crossrail.control.mailbox import NoAnswer
 from crossrail.control.wire import EngineWire
 from crossrail.kv import KvLayout, KvReceiver, KvSender, PagePool, RankMemory, messages
 from crossrail.kv.mailbox import Mailbox
-from crossrail.kv.node import Node
+from crossrail.kv.prefiller import Prefiller
 from crossrail.kv.router import Router
-from crossrail.weights import WeightReceiver, WeightTrainer
+from crossrail.kv.toy import ToyModel
+from crossrail.weights import WeightMemory, WeightReceiver, WeightTrainer
+from crossrail.weights import messages as weight_messages
 from tests.conftest import EngineFactory
 from tests.support.limits import WAIT_S
 
@@ -54,6 +56,37 @@ async def test_a_sender_and_a_receiver_of_kv(open_engine: EngineFactory) -> None
     assert engine.stats()["regions_open"] == regions
 
 
-def test_services_are_async_context_managers() -> None:
-    for service in (Node, Router, WeightReceiver, WeightTrainer):
-        assert hasattr(service, "__aenter__"), service
+async def test_a_node_and_a_router(open_engine: EngineFactory) -> None:
+    engine = open_engine()
+    memory = {0: RankMemory.alloc(engine, LAYOUT)}
+    with EngineWire(engine) as wire:
+        with pytest.raises(KeyError):
+            async with Prefiller("p0", Mailbox(wire, b"secret"), ToyModel(LAYOUT), memory, []) as node:
+                raise KeyError
+    assert node._tails.closed
+
+    with EngineWire(open_engine()) as wire:
+        with pytest.raises(KeyError):
+            async with Router("r0", Mailbox(wire, b"secret")) as router:
+                raise KeyError
+    assert router.is_closing
+
+
+async def test_a_trainer_and_an_inference_rank(open_engine: EngineFactory) -> None:
+    engine = open_engine()
+    with EngineWire(engine) as wire, WeightMemory(engine, "trainer", 0) as memory:
+        async with weight_messages.mailbox(wire, b"secret") as box:
+            with pytest.raises(KeyError):
+                async with WeightTrainer(box, memory) as trainer:
+                    raise KeyError
+            with pytest.raises(xr.UsageError, match="trainer 0 is closed"):
+                await trainer.publish(1)
+
+    engine = open_engine()
+    with EngineWire(engine) as wire, WeightMemory(engine, "target", 0) as memory:
+        async with weight_messages.mailbox(wire, b"secret") as box:
+            with pytest.raises(KeyError):
+                async with WeightReceiver(box, memory) as receiver:
+                    raise KeyError
+            with pytest.raises(xr.UsageError, match="inference rank 0 is closed"):
+                await receiver.wait_version(1, WAIT_S)
