@@ -86,7 +86,9 @@ async def test_trainer_that_died_between_two_updates_is_named_where_nobody_holds
     for _ in range(2):
         why = await fleet.failing_update(2)
         assert re.search(
-            r"is held by no trainer, in mesh 'fsdp'\. Gone since the last plan: trainer 1 \(it died, closed, or", why
+            r"^weight update 2 failed: .* is held by no trainer, in mesh 'fsdp'\. "
+            r"Gone since the last plan: trainer 1 \(it died, closed, or",
+            why,
         )
     await fleet.add_trainer(1, "another-trainer-1")
     await fleet.update(2)

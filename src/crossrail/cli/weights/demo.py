@@ -24,7 +24,7 @@ from crossrail.cli.weights.progress import showing_update
 from crossrail.control.wire import EngineWire
 from crossrail.errors import CrossrailError
 from crossrail.weights.errors import UpdateFailed
-from crossrail.weights.services.controller import OnProgress, WeightController
+from crossrail.weights.services.controller import OnProgress, Stage, WeightController
 from crossrail.weights.services.messages import mailbox
 from crossrail.weights.services.reports import UpdateReport
 from crossrail.weights.toy import TargetKind, ToyModel
@@ -114,8 +114,15 @@ class _Demo:
         self, controller: WeightController, version: int, players: Players, show: OnProgress
     ) -> UpdateReport:
         victim = self._trainers - 1
-        update = asyncio.ensure_future(controller.update(version, _UPDATE_S, show))
-        await asyncio.sleep(0)
+        writing = asyncio.get_running_loop().create_future()
+
+        def watch(stage: Stage, done: int, whole: int) -> None:
+            if stage == "write" and not writing.done():
+                writing.set_result(None)
+            show(stage, done, whole)
+
+        update = asyncio.ensure_future(controller.update(version, _UPDATE_S, watch))
+        await asyncio.wait([update, writing], return_when=asyncio.FIRST_COMPLETED)
         await players.kill(f"trainer-{victim}")
         try:
             return await update  # it was quicker than the kill

@@ -1,8 +1,9 @@
 """Plans updates and says when they begin. No weight passes through it.
 
-An update: 1. plan, if anybody came or went. 2. Open: inference ranks make a buffer ready. 3. Go: trainers write.
-4. Await: inference ranks have counted all. 5. Commit to all. If anything goes wrong before 5: Abort to all. Whoever
-does not answer Commit or Abort is left out of the next plan; it ends the attempt by its own deadline.
+An update: 1. RollCall to all: who is gone is left out. 2. plan, if anybody came or went. 3. Open: inference ranks make
+a buffer ready. 4. Go: trainers write. 5. Await: inference ranks have counted all. 6. Commit to all. If anything goes
+wrong from 2 to 5: Abort to all. Whoever does not answer Commit or Abort is left out of the next plan; it ends the
+attempt by its own deadline.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ from crossrail.weights.step.step import StepReport
 
 log = logging.getLogger("crossrail.weights")
 
+_ROLL_CALL_S = 1.0  # and at most this part of the update's time: who is slow or frozen is waited for by the update
+_ROLL_CALL_PART = 0.25
 _WHO_S = 0.5  # for trainers to say why an update is late, once it has failed
 _NAMED = 8  # of those who are late
 _T = TypeVar("_T")
@@ -268,11 +271,30 @@ class WeightController:
         more = f", and {len(found) - _NAMED} more like these" if len(found) > _NAMED else ""
         return f": {', '.join(found[:_NAMED])}{more}" if found else ""
 
+    async def _roll_call(self, left_s: float) -> None:
+        """Leaves out who is gone, while the update can go on without: our engine may not have noticed yet."""
+
+        async def call(member: Member) -> None:
+            try:
+                await self._mailbox.ask(member.address, m.RollCall(), m.Taken, timeout_s)
+            except Unreachable as error:
+                self._drop(member, f"it is gone: {error}")
+            except NoAnswer as error:
+                log.info("%s may be late: %s", member, error)
+
+        timeout_s = min(_ROLL_CALL_S, _ROLL_CALL_PART * left_s)
+        planned, self._planned = self._planned, []  # nobody's going ends the update yet
+        try:
+            await asyncio.gather(*(call(member) for member in self._members.values()))
+        finally:
+            self._planned = planned
+
     async def _run(self, version: int, report: UpdateReport, deadline: float, on_progress: OnProgress) -> None:
         loop = asyncio.get_running_loop()
         clock = loop.time
-        begun = clock()
         self._late.clear()
+        await self._roll_call(deadline - clock())
+        begun = clock()
         members = [*self._of("trainer"), *self._of("target")]
         speeds = self._pace.of(member.rank for member in members if member.role == "trainer")
         if self.plan is None or members != self._planned or speeds != self._speeds:
@@ -316,7 +338,9 @@ class WeightController:
         return self._options.imm_first + 2 * ((first + attempt) % ATTEMPTS)
 
     def _make_plan(self) -> Plan:
-        """Blocks, some seconds for the largest models."""
+        """Blocks, some seconds for the largest models. UsageError if holdings do not fit together; CrossrailError if
+        they may have until somebody went.
+        """
         trainers, targets = ([member.inventory for member in side] for side in self._planned_by_role())
         went = dict(self._went)
         try:
@@ -326,7 +350,7 @@ class WeightController:
                 raise
             gone = ", ".join(f"trainer {rank} ({went[rank]})" for rank in sorted(went)[:_NAMED])
             more = f", and {len(went) - _NAMED} more" if len(went) > _NAMED else ""
-            raise UsageError(f"{error}. Gone since the last plan: {gone}{more}") from None
+            raise CrossrailError(f"{error}. Gone since the last plan: {gone}{more}") from None
 
     async def _stage(
         self, members: list[Member], question: Callable[[Member], object], answer: type[_T], timeout_s: float

@@ -201,6 +201,10 @@ class Evicted(Struct, frozen=True, tag=True):
     reason: Text
 
 
+class RollCall(Struct, frozen=True, tag=True):
+    """Is it there? Taken."""
+
+
 class AskProgress(Struct, frozen=True, tag=True):
     """How far is it?"""
 
@@ -218,7 +222,7 @@ class Progress(Struct, frozen=True, tag=True):
 
 Message = (
     Join | Joined | JoinRefused | Leave | Assign | Expect | Taken | Open | Opened | Go | Sent | Await | Whole | Commit
-    | Abort | Aborted | Evicted | AskProgress | Progress | Failed
+    | Abort | Aborted | Evicted | RollCall | AskProgress | Progress | Failed
 )  # fmt: skip
 
 

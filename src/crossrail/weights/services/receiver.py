@@ -96,6 +96,7 @@ class WeightReceiver(AsyncClosing):
         self.commits = 0
         self._why = ""
         for kind, handler in (
+            (m.RollCall, self._on_roll_call),
             (m.Expect, self._on_expect),
             (m.Open, self._on_open),
             (m.Await, self._on_await),
@@ -250,6 +251,9 @@ class WeightReceiver(AsyncClosing):
     def _check_memory(self) -> None:
         if any(region.closed for regions in self._buffers for region in regions):
             raise UsageError(f"inference rank {self.rank}: memory of its weights was closed, it takes no more updates")
+
+    async def _on_roll_call(self, _sender: bytes, _: m.RollCall) -> m.Taken:
+        return m.Taken()
 
     async def _on_expect(self, sender: bytes, expect: m.Expect) -> m.Taken:
         self._check_controller(sender)

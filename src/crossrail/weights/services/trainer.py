@@ -79,6 +79,7 @@ class WeightTrainer(AsyncClosing):
         self._barrier_imm: int | None = None  # of the last attempt
         self._is_closed = False
         for kind, handler in (
+            (m.RollCall, self._on_roll_call),
             (m.Assign, self._on_assign),
             (m.Go, self._on_go),
             (m.Commit, self._on_commit),
@@ -180,6 +181,9 @@ class WeightTrainer(AsyncClosing):
     def _check_controller(self, sender: bytes) -> None:
         if sender != self._controller:
             raise UsageError(f"trainer {self.rank} belongs to another controller")
+
+    async def _on_roll_call(self, _sender: bytes, _: m.RollCall) -> m.Taken:
+        return m.Taken()
 
     async def _on_assign(self, sender: bytes, assign: m.Assign) -> m.Taken:
         self._check_controller(sender)
