@@ -145,3 +145,24 @@ def test_rails_of_a_service_are_a_list_as_those_of_other_commands(
     """The first is taken: what is refused is the second, and not both as one name."""
     monkeypatch.setenv("CROSSRAIL_SECRET", "of this test")
     assert "rails: 'no-such' is neither" in refused(*SERVICES[0], *(f"--rails={one}" for one in given))
+
+
+@pytest.mark.parametrize("command", ["moe demo", "kv demo", "weights demo"])
+def test_transport_that_cannot_be_is_refused_before_anything_starts(command: str) -> None:
+    assert "transport is 'nope', must be 'auto'" in refused(*command.split(), "--transport", "nope")
+
+
+@pytest.mark.parametrize("command", ["top", "kv top"])
+@pytest.mark.parametrize("url", ["127.0.0.1:99999", "127.0.0.1:0", "ftp://host", "http://[::1", "http://", ":80"])
+def test_url_that_cannot_be(command: str, url: str) -> None:
+    assert "is no URL" in refused(*command.split(), url)
+
+
+@pytest.mark.parametrize("command", [["doctor", "--only", ""], ["kv", "demo", "--prompt", ""]], ids=" ".join)
+def test_empty_word_is_not_taken_for_none(command: list[str]) -> None:
+    """As of a variable of a shell that is not set."""
+    assert "is empty" in refused(*command)
+
+
+def test_more_ranks_than_can_be_described() -> None:
+    assert "is not in the range" in refused("weights", "plan", "qwen3-235b", "--trainers", 10**20)

@@ -79,6 +79,11 @@ def test_class_of_several_packages_is_printed_with_each_of_its_codes() -> None:
     assert [line for line in printed if line.endswith("-refused")] == ["kv-refused", "weights-refused", "cli-refused"]
 
 
+@pytest.mark.parametrize("code", ["PeerLost", "peer-lost", "PEER-LOST", "peer_lost"])
+def test_code_is_found_however_it_is_written(code: str) -> None:
+    assert CliRunner().invoke(main, ["error", code]).stdout.startswith("peer-lost\n")
+
+
 def test_all_codes_are_listed() -> None:
     listed = CliRunner().invoke(main, ["error"]).stdout.split()
     assert listed == list(error_texts()) and "peer-lost" in listed
@@ -86,4 +91,4 @@ def test_all_codes_are_listed() -> None:
 
 def test_code_that_is_not_there() -> None:
     done = CliRunner().invoke(main, ["error", "nonsense"])
-    assert done.exit_code == 2 and "code: 'nonsense'; `crossrail error` lists" in done.stderr
+    assert done.exit_code == 2 and "'nonsense' is no error code; `crossrail error` lists" in done.stderr

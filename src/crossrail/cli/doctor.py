@@ -40,6 +40,8 @@ def _version() -> str:
 
 def _topics(only: tuple[str, ...]) -> list[str]:
     names = [name.strip() for text in only for name in text.split(",") if name.strip()]
+    if only and not names:
+        raise UsageError("--only is empty: leave it out, or name topics")
     for name in names:
         if why := why_unknown(name):
             raise UsageError(f"--only {why}")

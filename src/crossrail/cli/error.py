@@ -17,7 +17,12 @@ def command(code: str | None) -> None:
     if code is None:
         click.echo("\n".join(texts))
         return
-    found = [name for name, text in texts.items() if name == code or text.startswith(f"`{code}`")]
+    asked = _simple(code)
+    found = [name for name, text in texts.items() if asked in (_simple(name), _simple(text[1:].partition("`")[0]))]
     if not found:
-        raise UsageError(f"code: {code!r}; `crossrail error` lists those there are")
+        raise UsageError(f"{code!r} is no error code; `crossrail error` lists those there are")
     click.echo("\n\n".join(f"{name}\n{texts[name]}" for name in found))
+
+
+def _simple(name: str) -> str:
+    return name.lower().replace("_", "").replace("-", "")

@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from crossrail.cli.text import rails
-from crossrail.engine import SECRET_VARIABLE
+from crossrail.engine import SECRET_VARIABLE, Engine
 from crossrail.errors import UsageError
 from crossrail.flight import dump_on_signal
 from crossrail.tls import CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE, TlsConfig, exposure_of_key
@@ -71,6 +71,12 @@ def transport_option(default: str = "auto") -> Decorator:
     return click.option(
         "--transport", default=default, show_default=True, help="Transport of the engines: auto, shm, tcp, verbs, ofi."
     )
+
+
+def check_transport(transport: str) -> None:
+    """What is wrong with it is told once, and at once: before a command starts processes with engines of it."""
+    with Engine("check", transport=transport):
+        pass
 
 
 def _merged(_context: click.Context, _of: click.Parameter, given: tuple[int | list[str], ...]) -> int | list[str]:

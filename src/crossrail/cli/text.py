@@ -6,6 +6,7 @@ import math
 import os
 import re
 import tempfile
+import urllib.parse
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,19 @@ def _try_to_write_in(folder: Path) -> None:
         tempfile.TemporaryFile(dir=folder).close()  # root has every permission, and nothing to write in /proc
     except OSError as error:
         raise OSError(error.errno, f"cannot write in {str(folder)!r}: {error.strerror}") from None
+
+
+def url_of(text: str) -> str:
+    """click type: HOST:PORT is enough."""
+    url = text if "://" in text else f"http://{text}"
+    try:
+        parts = urllib.parse.urlsplit(url)
+        is_host = re.fullmatch(r"[\w.:%-]+", parts.hostname or "")
+        if parts.scheme not in ("http", "https") or not is_host or parts.port == 0:
+            raise ValueError("it is http:// or https://, HOST or HOST:PORT, and a path or none")
+    except ValueError as error:
+        raise click.BadParameter(f"{text!r} is no URL: {error}") from None
+    return url
 
 
 def cpu_pair(text: str) -> tuple[int, int]:

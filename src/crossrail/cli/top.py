@@ -14,7 +14,7 @@ from rich.text import Text
 
 from crossrail._text import plain
 from crossrail.cli.tables import wide_console
-from crossrail.cli.text import FloatRange
+from crossrail.cli.text import FloatRange, url_of
 from crossrail.observe.samples import Interval, scrape
 
 _DEFAULT_URL = "http://127.0.0.1:9478/metrics"
@@ -23,7 +23,7 @@ _BAD_STATES = {"slow": "yellow", "frozen": "red", "connecting": "yellow"}
 
 
 @click.command("top")
-@click.argument("url", default=_DEFAULT_URL)
+@click.argument("url", type=url_of, default=_DEFAULT_URL)
 @click.option("--once", is_flag=True, help="Show one interval and exit; the default if the output is not a terminal.")
 @click.option(
     "--every-s",
@@ -56,8 +56,6 @@ def command(url: str, once: bool, every_s: float) -> None:
 
 def _whole(url: str) -> str:
     """The address of an endpoint, given shortly."""
-    if "://" not in url:
-        url = f"http://{url}"
     return url if url.count("/") > 2 else f"{url}/metrics"
 
 

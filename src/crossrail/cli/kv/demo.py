@@ -22,7 +22,7 @@ from rich.table import Table
 from crossrail.cli.group import require
 from crossrail.cli.kv.common import open_model, open_tokenizer, parse_options, tokenizer_of
 from crossrail.cli.kv.local import Client, Processes
-from crossrail.cli.service import transport_option
+from crossrail.cli.service import check_transport, transport_option
 from crossrail.cli.tables import Fitted
 from crossrail.cli.text import FloatRange, OutputFolder
 from crossrail.errors import CrossrailError, UsageError
@@ -212,6 +212,9 @@ def demo(
 ) -> None:
     """Run a prompt through several processes and check the tokens against a single node."""
     require("kv demo", "kv", "aiohttp")  # here rather than in each process that it starts
+    check_transport(transport)
+    if prompt == "":
+        raise UsageError("--prompt is empty")
     tokenizer = tokenizer_of(model)
     text: str | list[int] = prompt or (_TEXT * (prompt_tokens // len(_TEXT) + 1))[:prompt_tokens]
     if tokenizer == "none":

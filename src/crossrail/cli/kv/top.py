@@ -17,7 +17,7 @@ from rich.text import Text
 
 from crossrail._text import plain
 from crossrail.cli.tables import Fitted, wide_console
-from crossrail.cli.text import FloatRange, seconds
+from crossrail.cli.text import FloatRange, seconds, url_of
 from crossrail.errors import CrossrailError
 
 _TIMEOUT_S = 3.0
@@ -25,7 +25,7 @@ _ANSWER_BYTES_MAX = 64 << 20
 
 
 @click.command()
-@click.argument("url", default="http://127.0.0.1:8000")
+@click.argument("url", type=url_of, default="http://127.0.0.1:8000")
 @click.option("--once", is_flag=True, help="Show it once and exit; the default if the output is not a terminal.")
 @click.option(
     "--every-s",
@@ -46,7 +46,6 @@ def top(url: str, once: bool, every_s: float, patience_s: float) -> None:
 
     HOST:PORT is enough as a URL. Ctrl-C ends it.
     """
-    url = url if "://" in url else f"http://{url}"
     console = wide_console()
     if once or not console.is_terminal:
         console.print(Fitted(_table(_ask(url))))

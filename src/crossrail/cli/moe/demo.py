@@ -18,7 +18,7 @@ from rich.table import Table
 
 from crossrail.cli.child import Child, Children
 from crossrail.cli.group import require
-from crossrail.cli.service import transport_option
+from crossrail.cli.service import check_transport, transport_option
 from crossrail.cli.tables import Fitted
 from crossrail.cli.text import format_bytes
 from crossrail.errors import CrossrailError
@@ -41,6 +41,7 @@ def demo(ranks: int, experts: int, tokens: int, seed: int, transport: str) -> No
     """Run a small Qwen3-MoE from transformers with its experts spread over processes, and compare it with one
     process.
     """
+    check_transport(transport)
     require("moe demo", "transformers", "torch", "transformers")
     from crossrail.cli.moe.model import ModelSpec
 

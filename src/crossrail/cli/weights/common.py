@@ -12,9 +12,11 @@ from crossrail.errors import UsageError
 from crossrail.weights import Inventory
 from crossrail.weights.inventory.models import CLUSTERS, MODELS, Cluster, inventories
 
+_ranks = click.IntRange(max=1 << 16)  # each takes its time to describe
+
 cluster_options = together(
-    click.option("--trainers", type=int, help="Number of trainers [default: as published for the model]."),
-    click.option("--targets", type=int, help="Inference ranks [default: as published for the model]."),
+    click.option("--trainers", type=_ranks, help="Number of trainers [default: as published for the model]."),
+    click.option("--targets", type=_ranks, help="Inference ranks [default: as published for the model]."),
     click.option("--pipeline", type=int, help="Pipeline stages of the trainers."),
     click.option("--expert-parallel", type=int, help="Expert-parallel groups of a stage."),
     click.option("--dense-shard", type=int, help="Ranks over which all other parameters are sharded."),
