@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from crossrail.doctor.reach import measure as measuring
+from crossrail.doctor.reach import wire
 from tests.doctor.tree import FakeHost, Tree
 
 
@@ -27,3 +29,12 @@ def tree(root: Path) -> Tree:
 def host(root: Path, tree: Tree) -> FakeHost:
     """The doctor's view of `tree`."""
     return FakeHost(root)
+
+
+@pytest.fixture
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Deadlines that a test can wait for."""
+    monkeypatch.setattr(wire, "FRAME_DEADLINE_S", 0.3)
+    monkeypatch.setattr(wire, "GRACE_S", 0.6)
+    monkeypatch.setattr(measuring, "_BEFORE_THE_PEER_S", 0.1)
+    monkeypatch.setattr(measuring, "_BUSY_PAUSE_S", 0.01)

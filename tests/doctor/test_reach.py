@@ -1,11 +1,11 @@
-"""Both sides over loopback, and either side against strangers."""
+"""Both sides over loopback, and the listener against strangers."""
 
 import contextlib
 import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
@@ -15,25 +15,16 @@ from crossrail.doctor.reach import listen as listening
 from crossrail.doctor.reach import measure as measuring
 from crossrail.doctor.reach import wire
 from crossrail.doctor.reach.listen import Listener
-from crossrail.doctor.reach.measure import Matrix, Pair, measure, possible_pairs
-from crossrail.doctor.reach.rails import Rail, local_rails
+from crossrail.doctor.reach.measure import measure
+from crossrail.doctor.reach.rails import local_rails
 from crossrail.doctor.reach.show import to_json
 from crossrail.doctor.reach.verdict import judge
 from crossrail.doctor.reach.wire import Frame, Kind, Status
 from crossrail.errors import TransportError
+from tests.doctor.reaching import LOOPBACK, rails, run
 from tests.doctor.tree import severities
 from tests.support.limits import WAIT_S, eventually
 from tests.support.seeds import Seed
-
-LOOPBACK = Rail("lo", "127.0.0.1", 65536, None)
-
-
-def rails(loopback: bool) -> list[Rail]:
-    return [LOOPBACK] if loopback else [Rail("eth0", "192.0.2.1", 1500, None)]
-
-
-def run(port: int, *, version: str = "1.0", seconds: float = 0.05, target: str = "127.0.0.1") -> Matrix:
-    return measure(target, port, rails, version, seconds=seconds)
 
 
 @pytest.fixture
@@ -46,15 +37,6 @@ def lines() -> list[str]:
 def listener(nothing_leaks: None, lines: list[str]) -> Iterator[Listener]:
     with Listener(0, lambda address: [LOOPBACK], "1.0", lines.append, bind="127.0.0.1") as one:
         yield one
-
-
-@pytest.fixture
-def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Deadlines that a test can wait for."""
-    monkeypatch.setattr(wire, "FRAME_DEADLINE_S", 0.3)
-    monkeypatch.setattr(wire, "GRACE_S", 0.6)
-    monkeypatch.setattr(measuring, "_BEFORE_THE_PEER_S", 0.1)
-    monkeypatch.setattr(measuring, "_BUSY_PAUSE_S", 0.01)
 
 
 def connect(listener: Listener) -> socket.socket:
@@ -344,200 +326,3 @@ def test_lines_of_a_listener_are_bounded(monkeypatch: pytest.MonkeyPatch, lines:
         eventually(lambda: len(lines) >= 3, "lines, which the listener's threads write")
 
     assert len(lines) == 3 and "no more lines" in lines[-1]
-
-
-# --- strangers at the measuring side ---
-
-Script = Callable[[socket.socket], None]
-
-
-@contextlib.contextmanager
-def stranger(script: Script) -> Iterator[int]:
-    """Serves every connection by the script. Yields its port."""
-    server = socket.create_server(("127.0.0.1", 0))
-    server.settimeout(0.05)
-    ending = threading.Event()
-
-    def serve() -> None:
-        while not ending.is_set():
-            with contextlib.suppress(TimeoutError):
-                connection, _ = server.accept()
-                with connection, contextlib.suppress(OSError):
-                    connection.settimeout(1.0)
-                    script(connection)
-
-    thread = threading.Thread(target=serve)
-    thread.start()
-    try:
-        yield int(server.getsockname()[1])
-    finally:
-        ending.set()
-        thread.join()
-        server.close()
-
-
-def answering(frame: Frame, more: bytes = b"") -> Script:
-    def script(connection: socket.socket) -> None:
-        connection.recv(wire.FRAME_BYTES)
-        connection.sendall(wire.encode(frame) + more)
-
-    return script
-
-
-def hold(connection: socket.socket) -> None:
-    time.sleep(0.6)
-
-
-def trickle(connection: socket.socket) -> None:
-    for byte in wire.encode(Frame(Kind.RAILS, 0)):
-        connection.send(bytes([byte]))
-        time.sleep(0.05)
-
-
-@pytest.mark.parametrize(
-    ("script", "state"),
-    [
-        (lambda connection: connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" * 9), "broken"),
-        (lambda connection: None, "broken"),
-        (hold, "broken"),
-        (trickle, "broken"),
-        (answering(Frame(Kind.RAILS, 1 << 60)), "broken"),
-        (answering(Frame(Kind.RAILS, 9), b"[" * 9), "broken"),
-        (answering(Frame(Kind.RAILS, 2), b"["), "broken"),
-        (answering(Frame(Kind.SINK, 0)), "broken"),
-        (answering(Frame(Kind.RAILS, 0, 99)), "broken"),
-        (answering(Frame(Kind.RAILS, 0, Status.BUSY)), "busy"),
-        (answering(Frame(Kind.RAILS, 0, Status.OTHER_PROTOCOL, "9.9", 9)), "version"),
-    ],
-    ids=[
-        "http",
-        "closes",
-        "silent",
-        "trickles",
-        "huge",
-        "no-json",
-        "cut-short",
-        "other-kind",
-        "other-status",
-        "busy",
-        "protocol",
-    ],
-)
-def test_stranger_at_the_other_end(script: Script, state: str, hurried: None) -> None:
-    with stranger(script) as port:
-        matrix = run(port)
-
-    assert [attempt.state for attempt in matrix.attempts] == [state]
-    assert judge(matrix, "1.0")[0].severity is Severity.ERROR
-
-
-def streaming(sink: Script, source: Script) -> Script:
-    """Answers everything as a listener does, but for the streams."""
-
-    def script(connection: socket.socket) -> None:
-        frame = wire.decode(connection.recv(wire.FRAME_BYTES))
-        if frame.kind == Kind.RAILS:
-            data = wire.encode_rails([LOOPBACK])
-            connection.sendall(wire.encode(Frame(Kind.RAILS, len(data))) + data)
-            return
-        connection.sendall(wire.encode(frame))
-        for _ in range(frame.value if frame.kind == Kind.PING else 0):
-            connection.sendall(connection.recv(wire.FRAME_BYTES))
-        if frame.kind in (Kind.SINK, Kind.SOURCE):
-            (sink if frame.kind == Kind.SINK else source)(connection)
-
-    return script
-
-
-def stop(_connection: socket.socket) -> None:
-    time.sleep(1.0)
-
-
-def take_slowly(connection: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        for _ in range(12):
-            connection.recv(200_000)
-            time.sleep(0.05)
-
-
-def give_slowly(connection: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        for _ in range(20):
-            connection.sendall(bytes(1000))
-            time.sleep(0.05)
-
-
-@pytest.mark.parametrize(("sink", "source"), [(stop, stop), (take_slowly, stop)], ids=["there", "back"])
-def test_peer_that_stops_taking_data_is_stalled(hurried: None, sink: Script, source: Script) -> None:
-    with stranger(streaming(sink, source)) as port:
-        matrix = run(port)
-
-    (pair,) = matrix.pairs
-    assert pair.state == "stalled" and pair.rtt_us is not None
-    finding = judge(matrix, "1.0")[0]
-    assert finding.check == "reach.stalled" and "ping -M do" in finding.fixes[0].command
-
-
-def test_network_that_is_slow_is_not_stalled(hurried: None) -> None:
-    """A buffer full takes it longer than we wait, each way."""
-    with stranger(streaming(take_slowly, give_slowly)) as port:
-        matrix = run(port)
-
-    (pair,) = matrix.pairs
-    assert pair.state == "ok"
-    assert pair.out_gb_per_s is not None and 0 < pair.out_gb_per_s < 0.1
-    assert pair.in_gb_per_s is not None and 0 < pair.in_gb_per_s < 0.001
-
-
-def test_long_way_is_measured_by_fewer_round_trips(hurried: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twenty would take longer than either side waits: that is no reason to say that nothing connects."""
-    monkeypatch.setattr(measuring, "_PINGS_S", 0.4)
-    asked = []
-
-    def script(connection: socket.socket) -> None:
-        frame = wire.decode(connection.recv(wire.FRAME_BYTES))
-        asked.append(frame.value)
-        connection.sendall(wire.encode(frame))
-        for _ in range(frame.value):
-            ping = connection.recv(wire.FRAME_BYTES)
-            time.sleep(0.1)
-            connection.sendall(ping)
-
-    with stranger(script) as port:
-        pair = measuring._Prober(port, "1.0", 0.05).probe(Pair(LOOPBACK, LOOPBACK))
-
-    assert pair.state == "ok" and pair.rtt_us is not None and pair.rtt_us >= 100_000
-    assert asked[0] == 1 and max(asked) < measuring.PINGS
-
-
-def test_peer_that_sends_for_ever_is_left(hurried: None) -> None:
-    def script(connection: socket.socket) -> None:
-        frame = wire.decode(connection.recv(wire.FRAME_BYTES))
-        connection.sendall(wire.encode(frame))
-        deadline = time.monotonic() + 5
-        while time.monotonic() < deadline:
-            connection.sendall(bytes(1 << 16))
-
-    pair = Pair(LOOPBACK, LOOPBACK)
-    with stranger(script) as port:
-        begun = time.monotonic()
-        with pytest.raises(wire.WireError):
-            measuring._Prober(port, "1.0", 0.05)._receive(pair)
-
-    assert time.monotonic() - begun < 4
-
-
-def test_addresses_that_a_peer_names_cannot_lead_back_to_us() -> None:
-    named = [Rail("evil", "127.0.0.1", 1500, None), Rail("eth0", "192.0.2.9", 1500, None)]
-
-    pairs = possible_pairs([Rail("eth0", "192.0.2.1", 1500, None)], named, "192.0.2.9")
-
-    assert [pair.there.address for pair in pairs] == ["192.0.2.9"]
-
-
-def test_peer_behind_address_translation_is_measured_where_it_answered() -> None:
-    pairs = possible_pairs(
-        [Rail("eth0", "192.0.2.1", 1500, None)], [Rail("eth0", "10.0.0.5", 1500, None)], "192.0.2.77"
-    )
-
-    assert [pair.there.address for pair in pairs] == ["192.0.2.77", "10.0.0.5"]
