@@ -1,4 +1,4 @@
-"""Ctrl-C while a command is still being imported ends it, as it ends programs in C: without a traceback.
+"""Ctrl-C while a command is still being imported, or ends already, ends it as it ends programs in C: no traceback.
 
 Elsewhere, in programs that use the package, it stays Python's own affair. KeyboardInterrupt would not do for commands:
 numpy, interrupted while it is imported, reports that it is not installed properly.

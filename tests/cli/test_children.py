@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 
-from crossrail.cli.child import Child, ChildFailed, Children
+from crossrail.cli.child import _EXIT_GRACE_S, Child, ChildFailed, Children
 from tests.moe.workloads import Workload
 from tests.support.limits import WAIT_S
 from tests.support.process import start_script
@@ -23,6 +24,15 @@ def test_answers_are_in_order_and_the_first_failure_is_told() -> None:
         common = {"work": work, "options": {}}
         with pytest.raises(ChildFailed, match=r"rank 1 .*KeyError: 'unheard of'"):
             both.each("round", [common | {"style": "whole"}, common | {"style": "unheard of"}])
+
+
+def test_those_that_do_not_end_are_not_waited_for_one_after_the_other() -> None:
+    """As when Ctrl-C comes while all of them import torch."""
+    children = Children([Child("tests.cli.deaf_child", f"rank {rank}") for rank in range(4)])
+    children.all("wait_for_ever", timeout_s=WAIT_S)
+    begun = time.monotonic()
+    children.close()
+    assert time.monotonic() - begun < 2 * _EXIT_GRACE_S
 
 
 def test_child_whose_parent_left_in_the_middle_of_an_answer_ends_without_a_word() -> None:

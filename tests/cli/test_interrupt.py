@@ -6,11 +6,12 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from tests.support.limits import WAIT_S
+from tests.support.limits import WAIT_S, eventually
 
 
 @pytest.mark.parametrize(
@@ -43,3 +44,20 @@ def test_one_word_and_the_status_of_an_interrupt(command: list[str], tmp_path: P
     assert process.returncode == 130
     said = [line for line in errors.splitlines() if line and line != "Ctrl-C ends it." and "may measure" not in line]
     assert said == ["interrupted"]
+
+
+def test_another_one_ends_it_without_a_traceback() -> None:
+    """It comes while objects are being destroyed; an interrupt in a `__del__` is reported with a traceback."""
+    command = [sys.executable, "-m", "crossrail", "demo", "--rounds", "100000"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        has_writer = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text
+        eventually(has_writer, "the writing process is there")
+        time.sleep(0.5)  # it has what is destroyed at the end
+        process.send_signal(signal.SIGINT)
+        while (line := process.stderr.readline()) != "interrupted\n":
+            assert line
+        while process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.001)
+        assert "Traceback" not in process.stderr.read()

@@ -113,12 +113,20 @@ class Child:
 
     def close(self) -> None:
         """End the child: close its input, then insist. Idempotent."""
+        self.hang_up()
+        self.end_by(time.monotonic() + _EXIT_GRACE_S)
+
+    def hang_up(self) -> None:
+        """Closes its input, at which it ends."""
         for stream in (self._process.stdin, self._process.stdout):
             if stream is not None and not stream.closed:
                 with contextlib.suppress(BrokenPipeError):
                     stream.close()
+
+    def end_by(self, deadline: float) -> None:
+        """Waits for its end until then, of time.monotonic(), and insists."""
         try:
-            self._process.wait(_EXIT_GRACE_S)
+            self._process.wait(max(deadline - time.monotonic(), 0.0))
         except (subprocess.TimeoutExpired, KeyboardInterrupt):
             self._process.kill()
             self._process.wait()
@@ -202,7 +210,10 @@ class Children:
     def close(self) -> None:
         """Ends all. Idempotent."""
         for child in self._children:
-            child.close()
+            child.hang_up()
+        deadline = time.monotonic() + _EXIT_GRACE_S
+        for child in self._children:
+            child.end_by(deadline)
 
 
 def _describe_exit(code: int) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 
 import click
 
+from crossrail import _interrupt
 from crossrail.cli.text import clipped, shown_lines
 from crossrail.errors import CrossrailError, UsageError
 
@@ -88,6 +89,7 @@ class CommandGroup(click.Group):
         except (click.exceptions.Exit, click.Abort, click.ClickException):
             raise  # click's own ways to end
         except KeyboardInterrupt:
+            _interrupt.begin()  # once more ends it on the spot, and not in the middle of some __del__
             click.echo("\ninterrupted", err=True)
             ctx.exit(EXIT_INTERRUPTED)
         except BrokenPipeError:

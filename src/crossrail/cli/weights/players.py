@@ -15,7 +15,7 @@ from crossrail.errors import CrossrailError
 from crossrail.weights.toy import TargetKind, ToyModel
 
 _START_TIMEOUT_S = 240.0  # some import torch and transformers first
-_EXIT_GRACE_S = 10.0
+_EXIT_GRACE_S = 3.0  # of all together; some may still be importing torch
 _LINE_BYTES_MAX = 1 << 24
 
 
@@ -111,10 +111,12 @@ class Players:
         for process in self._processes.values():
             if process.stdin is not None:
                 process.stdin.close()
-        for process in self._processes.values():
-            try:
-                await in_time(process.wait(), _EXIT_GRACE_S)
-            except asyncio.TimeoutError:
-                process.kill()
-                await process.wait()
+        processes = self._processes.values()
+        if processes:
+            ends = [asyncio.ensure_future(process.wait()) for process in processes]
+            await asyncio.wait(ends, timeout=_EXIT_GRACE_S)
+            for process in processes:
+                if process.returncode is None:
+                    process.kill()
+            await asyncio.wait(ends)
         self._processes.clear()
