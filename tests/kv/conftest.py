@@ -2,15 +2,17 @@
 
 import asyncio
 import importlib.util
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 
 import aiohttp
 import pytest
 
 from crossrail.kv.decoder import Decoder
+from crossrail.kv.etcd_records import Place
 from crossrail.kv.http import Front
 from crossrail.kv.prefiller import Prefiller
 from crossrail.kv.toy import ToyTokenizer
+from tests.support.etcd import EtcdServer
 from tests.support.kv_cluster import SECRET, Cluster
 from tests.support.limits import WAIT_S
 
@@ -40,6 +42,20 @@ async def url(cluster: Cluster) -> AsyncIterator[str]:
 async def client(nothing_leaks: None) -> AsyncIterator[aiohttp.ClientSession]:
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=WAIT_S)) as session:
         yield session
+
+
+@pytest.fixture(scope="module")
+def etcd_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
+    made = EtcdServer(tmp_path_factory.mktemp("etcd"))
+    made.start()
+    yield made
+    made.stop()
+
+
+@pytest.fixture
+def place(etcd_server: EtcdServer, request: pytest.FixtureRequest) -> Place:
+    """A cluster of each test's own."""
+    return Place((etcd_server.endpoint,), request.node.name)
 
 
 async def start(cluster: Cluster, prefillers: int = 1, decoders: int = 1, token_s: float = 0.0) -> None:
