@@ -177,7 +177,7 @@ async def test_failed_update_ends_the_wait_at_once_and_the_next_heals(scene: Sce
     await scene.published(1, lambda: scene.updates.update(1, PATIENCE_S))
     gone = scene.fleet.trainers[1]
     await gone.leave()
-    with pytest.raises(xr.UsageError):
+    with pytest.raises(UpdateFailed, match=r"is held by no trainer.*trainer 1 \(it left\)"):
         await scene.published(2, lambda: scene.updates.update(2, PATIENCE_S))
     assert not scene.instance.is_receiving.is_set()
     await gone.join(scene.fleet.controller.address, PATIENCE_S)

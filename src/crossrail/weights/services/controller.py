@@ -119,8 +119,8 @@ class WeightController:
             (inference ranks), "write" (bytes).
         Raises UpdateFailed once the update is aborted everywhere: inference ranks with spare memory keep the version
         that they had, those without report torn weights. Another update() may succeed, with a new plan if a member was
-        lost. UsageError if the members' holdings do not fit together, or while another update is in progress; and
-        whatever on_progress raises.
+        lost; also where nobody else holds what a trainer held that went. UsageError if the members' holdings do not fit
+        together otherwise, or while another update is in progress; and whatever on_progress raises.
         If it is cancelled, it first aborts everywhere, which may take options.abort_s; or commits, if everything has
         arrived. Members that join meanwhile take part in the next update.
         """
