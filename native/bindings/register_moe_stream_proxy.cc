@@ -115,9 +115,10 @@ class StreamProxyHandle {
     if (name == "routes") return StreamWord::kRoutes;
     if (name == "packed") return StreamWord::kPacked;
     if (name == "returned") return StreamWord::kReturned;
+    if (name == "ended") return StreamWord::kEnded;
     if (name == "rows") return StreamWord::kRows;
     if (name == "results") return StreamWord::kResults;
-    throw UsageError("word is '" + name + "', must be one of routes, packed, returned, rows, results");
+    throw UsageError("word is '" + name + "', must be one of routes, packed, returned, ended, rows, results");
   }
 
   const MoeArray board_;
@@ -144,7 +145,7 @@ void register_moe_stream_proxy(nb::module_& module) {
       .def("open", &StreamProxyHandle::open, nb::arg("rounds"), nb::arg("number"), nb::arg("stream"),
            "Launches: the next round; its number is put where `number` is.")
       .def("publish", &StreamProxyHandle::publish, nb::arg("word"), nb::arg("number"), nb::arg("stream"),
-           "Launches: tells the thread that the round has got there: 'routes', 'packed', 'returned'.")
+           "Launches: tells the thread that the round has got there: 'routes', 'packed', 'returned', 'ended'.")
       .def("wait", &StreamProxyHandle::await, nb::arg("word"), nb::arg("number"), nb::arg("stream"),
            "Launches: until the thread has got there: 'rows', 'results'.")
       .def("failure", &StreamProxyHandle::failure,

@@ -97,7 +97,7 @@ done:
 }
 .visible .entry crossrail_open_round(.param .u64 rounds, .param .u64 number, .param .u64 words)
 {
-  .reg .pred %come;
+  .reg .pred %come, %over;
   .reg .u64 %rounds, %number, %word, %round, %now;
   ld.param.u64 %rounds, [rounds];
   ld.param.u64 %number, [number];
@@ -119,6 +119,8 @@ again:
   nanosleep.u32 100;
   bra again;
 opened:
+  setp.eq.u64 %over, %now, 0xffffffffffffffff;
+  @%over st.global.u64 [%number], %now;
   ret;
 }
 .visible .entry crossrail_publish_round(.param .u64 number, .param .u64 words)
@@ -138,7 +140,7 @@ opened:
 }
 .visible .entry crossrail_await_round(.param .u64 number, .param .u64 words)
 {
-  .reg .pred %come;
+  .reg .pred %come, %over;
   .reg .u64 %number, %word, %round, %now;
   ld.param.u64 %number, [number];
   ld.param.u64 %word, [words];
@@ -155,6 +157,8 @@ again:
   nanosleep.u32 100;
   bra again;
 here:
+  setp.eq.u64 %over, %now, 0xffffffffffffffff;
+  @%over st.global.u64 [%number], %now;
   ret;
 }
 )";

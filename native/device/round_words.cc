@@ -47,7 +47,9 @@ uint64_t& number_at(uint64_t address) {
   return *reinterpret_cast<uint64_t*>(address);  // NOLINT(performance-no-int-to-ptr)
 }
 
-void wait_here(const RoundWords& words, uint64_t round) {
+// The thread that publishes ends this, at the latest when it is stopped: see StreamProxy.
+void wait_here(const RoundWords& words, uint64_t& number) {
+  const uint64_t round = number;
   for (int spins = 0; !has_come(words, round); ++spins) {
     if (spins < 64) {
       cpu_relax();
@@ -55,6 +57,8 @@ void wait_here(const RoundWords& words, uint64_t round) {
       std::this_thread::yield();
     }
   }
+  // relaxed: has_come() was the acquire.
+  if (words[round % 2].round.load(std::memory_order_relaxed) == kNoRound) number = kNoRound;
 }
 
 }  // namespace
@@ -67,7 +71,7 @@ void open_round(const RoundStream& on, uint64_t rounds, uint64_t number, std::ar
   const uint64_t round = ++number_at(rounds);
   number_at(number) = round;
   publish(free_and_asked[1], round);
-  wait_here(free_and_asked[0], round);
+  wait_here(free_and_asked[0], number_at(number));
 }
 
 void publish_round(const RoundStream& on, uint64_t number, RoundWords& words) {

@@ -13,6 +13,10 @@
 
 namespace crossrail::device {
 
+// Where nobody publishes any more: words stand here then, so that all has come, and whoever waits puts it in place of the
+// round's number, by which later kernels know.
+inline constexpr uint64_t kNoRound = ~uint64_t{0};
+
 struct alignas(64) RoundWord {
   std::atomic<uint64_t> round{0};
 };
@@ -41,7 +45,7 @@ struct RoundStream {
 void open_round(const RoundStream& on, uint64_t rounds, uint64_t number, std::array<RoundWords, 2>& free_and_asked);
 // Says that the round has got there: everything before it in the stream is done, and seen by who sees the word.
 void publish_round(const RoundStream& on, uint64_t number, RoundWords& words);
-// Until it has got there.
+// Until it has got there. *number becomes kNoRound where nobody publishes any more.
 void await_round(const RoundStream& on, uint64_t number, const RoundWords& words);
 
 }  // namespace crossrail::device

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <ctime>
-#include <limits>
 #include <new>
 #include <utility>
 
@@ -25,7 +24,6 @@ constexpr int64_t kYieldNs = 2'000;     // of spinning: who is waited for may ne
 constexpr int64_t kDozeNs = 1'000'000;  // without anything that moved, then pauses get longer
 constexpr int64_t kShortPauseNs = 5'000;
 constexpr int64_t kLongPauseNs = 50'000;
-constexpr uint64_t kNoRound = std::numeric_limits<uint64_t>::max();
 
 uint32_t wire(uint64_t round) { return static_cast<uint32_t>(round); }
 
@@ -84,7 +82,7 @@ std::optional<StreamFailure> StreamProxy::failure() const {
 void StreamProxy::fail(StreamFailure failure) {
   {
     const std::lock_guard lock(mutex_);
-    failure_ = std::move(failure);
+    if (!failure_) failure_ = std::move(failure);
   }
   stopping_.store(true, std::memory_order_relaxed);  // of this thread
 }
@@ -99,7 +97,7 @@ void StreamProxy::let_go() {
   }
   for (const StreamWord word : {StreamWord::kFree, StreamWord::kRows, StreamWord::kResults}) {
     // release: pairs with the acquire of a kernel's wait, which then sees the empty tables.
-    for (device::RoundWord& one : words(word)) one.round.store(kNoRound, std::memory_order_release);
+    for (device::RoundWord& one : words(word)) one.round.store(device::kNoRound, std::memory_order_release);
   }
 }
 
@@ -144,7 +142,7 @@ bool StreamProxy::advance() {
     moved = true;
   }
   for (std::optional<Open>& round : rounds_) {
-    if (!round) continue;
+    if (!round || stopping_.load(std::memory_order_relaxed)) continue;
     moved |= advance(*round, now);
     if (round->stage == Stage::kEnded) round.reset();
   }
@@ -171,7 +169,10 @@ bool StreamProxy::advance(Open& round, int64_t now) {
     case Stage::kDispatch:
       return dispatch(round, now);
     case Stage::kExperts:
-      if (!device::has_come(words(StreamWord::kReturned), round.number)) return false;
+      if (!device::has_come(words(StreamWord::kReturned), round.number)) {
+        check_own(round, FarStep::kResults, now);
+        return false;
+      }
       proxy_.send_results(wire(round.number), &*round.placement);
       round.stage = Stage::kCombine;
       round.since_ns = now;
@@ -200,7 +201,10 @@ bool StreamProxy::dispatch(Open& round, int64_t now) {
     place(round);
     return true;
   }
-  if (!round.is_packed) return false;  // the GPU's time
+  if (!round.is_packed) {
+    check_own(round, FarStep::kRows, now);
+    return false;
+  }
   if (!round.is_sent) {
     proxy_.send_remainder(wire(round.number), &*round.placement);
     write_tables(round);
@@ -217,6 +221,10 @@ bool StreamProxy::dispatch(Open& round, int64_t now) {
 // to fail only when a next one is asked for: others may have ended by then, and closed.
 bool StreamProxy::end(Open& round, int64_t now) {
   const uint64_t next = round.number + kParities;
+  if (!device::has_come(words(StreamWord::kEnded), round.number)) {
+    check_own(round, FarStep::kFarewell, now);
+    return false;
+  }
   const bool has_sent = proxy_.has_sent(wire(round.number));
   if (!has_sent && !is_time_to_look(round, now)) return false;
   const bool is_asked = device::has_come(words(StreamWord::kAsked), next);
@@ -284,6 +292,18 @@ bool StreamProxy::is_time_to_look(Open& round, int64_t now) {
   if (now < round.next_look_ns) return false;
   round.next_look_ns = now + kLookNs;
   return true;
+}
+
+void StreamProxy::check_own(Open& round, FarStep step, int64_t now) {
+  if (!device::has_come(words(StreamWord::kAsked), round.number + kParities)) return;
+  if (!round.asked_ns) round.asked_ns = now;
+  if (now - *round.asked_ns < timeout_ns_.load(std::memory_order_relaxed)) return;
+  fail({.outcome = {FarResult::kLate, rank_, {}},
+        .step = step,
+        .round = round.number,
+        .is_over = false,
+        .counts = {},
+        .error = nullptr});
 }
 
 void StreamProxy::check(const Open& round, FarStep step, const FarOutcome& outcome, int64_t now) {

@@ -11,7 +11,8 @@
 //   packs rows_out -> kPacked                        sends rows; once it has all routes, the remainder; tables
 //   waits for kRows; moves rows as the tables say    once all rows are here -> kRows
 //   packs results_out -> kReturned                   sends results
-//   waits for kResults; sums                         once all results are here -> kResults; once gone -> kFree
+//   waits for kResults; sums -> kEnded               once all results are here -> kResults
+//                                                    once ended, and all that was sent has gone -> kFree
 //
 // What goes wrong ends the thread, and no kernel waits any more: all words then stand at the last round there can be, and
 // the tables of the round are empty. failure() says what it was.
@@ -35,8 +36,8 @@
 namespace crossrail::moe {
 
 // Free and asked are neighbours, as device::open_round takes them.
-enum class StreamWord : uint8_t { kFree, kAsked, kRoutes, kPacked, kReturned, kRows, kResults };
-inline constexpr size_t kStreamWords = 7;
+enum class StreamWord : uint8_t { kFree, kAsked, kRoutes, kPacked, kReturned, kEnded, kRows, kResults };
+inline constexpr size_t kStreamWords = 8;
 
 // Where things are in the board, pinned memory that the GPU reads and writes: the words at its start; then these parts for
 // rounds of even number, and parity_bytes behind each for those of odd ones. In bytes; all multiples of 64.
@@ -60,6 +61,9 @@ struct StreamFailure {
   std::exception_ptr error;     // or null
 };
 
+// Invariant: a round of a parity is in rounds_ from the look at kRoutes until all that it wrote, read and was given tables for
+// is done with, which is when kFree of the next round of that parity is published; only then does the GPU write to the board
+// for it, and does any rank write to our rows for it.
 // Owner: the caller, also of all that is given, which outlives it. The proxy is the thread's until stop().
 // Lifecycle: 1. made: runs. 2. stop(), when no kernel that waits for it is to be launched any more.
 // Threads: any; not in a forked child, where the thread is missing.
@@ -96,6 +100,7 @@ class StreamProxy {
     std::vector<int32_t> counts;         // [groups][experts], with placement
     int64_t since_ns = 0;                // when we began to wait for others
     int64_t next_look_ns = 0;
+    std::optional<int64_t> asked_ns;  // when we saw that the GPU waits for the end of this one
   };
 
   void run();
@@ -109,6 +114,8 @@ class StreamProxy {
   // What has come of a step: all, in which case nothing failed; else, now and then, looks for what keeps it.
   bool take(Open& round, FarStep step, int64_t now);
   bool is_time_to_look(Open& round, int64_t now);
+  // Our own part of a step does not come, and the GPU is at the next round of this parity: it would wait for ever.
+  void check_own(Open& round, FarStep step, int64_t now);
   void check(const Open& round, FarStep step, const FarOutcome& outcome, int64_t now);
   void fail(StreamFailure failure);
   void let_go();
@@ -130,7 +137,7 @@ class StreamProxy {
   std::array<std::optional<Open>, kParities> rounds_;
   uint64_t next_ = 1;  // round to be opened
   std::vector<int32_t> slots_;
-  std::atomic<int64_t> timeout_ns_;
+  std::atomic<int64_t> timeout_ns_;  // relaxed: a number by itself
   std::atomic<bool> stopping_{false};
   mutable std::mutex mutex_;  // guards what follows
   std::optional<StreamFailure> failure_;

@@ -28,6 +28,13 @@ def has_ended(part: GraphAllToAll) -> bool:
         return True
 
 
+def until_it_ends(part: GraphAllToAll) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while time.monotonic() < deadline:
+        part.check()
+        time.sleep(0.001)
+
+
 def dispatch_and_check(part: GraphAllToAll, batch: Batch) -> None:
     """Which, at the latest, says what has ended the rounds: a dispatch whose wait is given up ends as others do."""
     part.dispatch(*given(part, batch))
@@ -81,7 +88,7 @@ def test_two_rounds_under_way(seed: Seed) -> None:
 
     def overlapped(part: GraphAllToAll, rank: int, both: list[list[Batch]]) -> None:
         opened = [part.dispatch_send(*given(part, batches[rank])) for batches in both]
-        with pytest.raises(UsageError, match="2 rounds are open, must be fewer than 2"):
+        with pytest.raises(UsageError, match=r"takes the place of <GraphRound of .*>, which is open"):
             part.dispatch_send(*given(part, both[0][rank]))
         received = [part.dispatch_recv(one) for one in opened]
         for got, batches in zip(received, both, strict=True):
@@ -131,6 +138,44 @@ def test_adds_to_what_there_is_and_takes_other_weights(seed: Seed) -> None:
 # ---- what ends the rounds
 
 
+def test_a_round_that_is_not_ended_does_not_hang_the_next_of_its_parity(seed: Seed) -> None:
+    """One whose experts failed, and that nobody has any more; the round after it, of the other parity, is whole."""
+    batch = draw(seed.rng(), 4, HIDDEN, EXPERTS, TOP_K, BLOCK)
+    with Ranks(1, None, GraphAllToAll, **CONFIG) as ranks:
+        part = ranks.parts[0]
+        part.timeout_s = 0.2
+        part.dispatch(*given(part, batch))
+        whole_round(part, 0, [batch])
+        with pytest.raises(UsageError, match=r"round 3 was begun, and round 1 is not ended after 0\.2 s"):
+            dispatch_and_check(part, batch)
+
+
+def test_sums_are_nan_once_the_rounds_have_ended(seed: Seed) -> None:
+    """Of a graph that is replayed nobody asks whether they are to be used."""
+    batch = draw(seed.rng(), 4, HIDDEN, EXPERTS, TOP_K, BLOCK)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        with Ranks(1, None, GraphAllToAll, **CONFIG) as ranks:
+            part = ranks.parts[0]
+            got = part.dispatch(*given(part, batch))
+            part.combine_send(made_of(part, got), got)
+            out = torch.zeros((4, HIDDEN), dtype=dtype)
+            part._proxy.stop()
+            part._proxy.wait("results", got.round.number.data_ptr(), 0)
+            part._kernels.sum(part._memory, out, got.round.routes.where, got.round.weights, False, got.round.number)
+            assert out.isnan().all()
+
+
+def test_a_round_of_another_is_refused(seed: Seed) -> None:
+    batch = draw(seed.rng(), 4, HIDDEN, EXPERTS, TOP_K, BLOCK)
+    with Ranks(1, None, GraphAllToAll, **CONFIG) as ranks, Ranks(1, None, GraphAllToAll, **CONFIG) as others:
+        part, other = ranks.parts[0], others.parts[0]
+        opened = part.dispatch_send(*given(part, batch))
+        with pytest.raises(UsageError, match="of another GraphAllToAll"):
+            other.dispatch_recv(opened)
+        got = part.dispatch_recv(opened)
+        part.combine(made_of(part, got), got)
+
+
 def test_a_rank_that_does_not_come_is_named_after_the_timeout(seed: Seed) -> None:
     batches = batches_of(seed.rng(), 3)
     with Ranks(3, TCP, GraphAllToAll, **CONFIG, timeout_s=0.5) as ranks:
@@ -174,6 +219,19 @@ def test_a_lost_rank_ends_the_others_rounds(seed: Seed) -> None:
                 dispatch_and_check(part, batches[rank])
 
         ranks.each(run)
+
+
+@pytest.mark.parametrize("expert", [(1 << 32) + 3, -(1 << 32) - 1])
+def test_an_index_beyond_32_bits_is_none_of_an_experts(expert: int, seed: Seed) -> None:
+    batch = draw(seed.rng(), 4, HIDDEN, EXPERTS, TOP_K, BLOCK)
+    with Ranks(1, None, GraphAllToAll, **CONFIG) as ranks:
+        part = ranks.parts[0]
+        x, scales, indices, weights = given(part, batch)
+        indices = indices.long()
+        indices[2, 1] = expert
+        part.dispatch_send(x, scales, indices, weights)
+        with pytest.raises(UsageError, match=f"token 2, k 1 goes to expert {(1 << 31) - 1}"):
+            until_it_ends(part)
 
 
 @pytest.mark.parametrize("expert", [EXPERTS, -2])

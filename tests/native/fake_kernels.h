@@ -166,7 +166,9 @@ class FakeKernels {
     }
     std::atomic<uint64_t>* const word = at(words + *number % 2 * 64);
     if (kernel == 1) *word = number->load();
-    return *word >= *number;
+    const bool has_come = *word >= *number;
+    if (kernel != 1 && *word == ~uint64_t{0}) *number = ~uint64_t{0};
+    return has_come;
   }
 
   void forbidden_while_capturing() {

@@ -77,6 +77,18 @@ TEST_CASE("gpu rounds: kernels take the number when they run, and know the words
   CHECK(rig.page.packed[1].round == 3);
 }
 
+TEST_CASE("gpu rounds: where nobody publishes any more, nobody waits, and the number says so") {
+  Rig rig;
+  REQUIRE(rig.cuda.kernels.pinned(address(&rig.page), sizeof(Page), 3) == 0);
+  for (const device::RoundStream& on : {device::RoundStream{}, rig.on_gpu()}) {
+    rig.number = 3;
+    for (device::RoundWord& word : rig.page.packed) word.round = device::kNoRound;
+    device::await_round(on, address(&rig.number), rig.page.packed);
+    if (on.gpu >= 0) CHECK(rig.cuda.kernels.run(rig.taken()));
+    CHECK(rig.number == device::kNoRound);
+  }
+}
+
 TEST_CASE("gpu rounds: what the driver refuses is said, and nothing is launched") {
   Rig rig;
   const auto refusal = [&] {

@@ -117,6 +117,7 @@ struct StreamRank {
     const uint64_t first = rank == 0 ? kTokens : 0;  // of our routes to the other rank
     for (uint32_t i = 0; i < kTokens; ++i)
       CHECK(*row(memory.results_in, first + i) == static_cast<std::byte>(byte_of(1 - rank, i)));
+    publish(StreamWord::kEnded);
   }
   int byte_of(uint32_t source, uint32_t token) const {
     return static_cast<int>((source * 64 + token * 8 + number % 8) & 255);
@@ -179,6 +180,29 @@ TEST_CASE("moe stream: who waits for a rank that does not come is let go, with e
     CHECK(failure->round == 1);
     here.open();  // does not wait any more
     here.await(StreamWord::kResults);
+  }
+  for (const EngineRef& engine : ranks.engines) engine->close();
+}
+
+TEST_CASE("moe stream: a GPU that begins a round without having ended the last of its parity is let go, and told") {
+  const Layout layout(shape(kTokens));
+  const FarMemory memory = rows_memory();
+  TwoRanks ranks(layout, memory);
+  {
+    StreamRank here(ranks, layout, memory, 0, kDeadlineNs);
+    StreamRank there(ranks, layout, memory, 1, kDeadlineNs);
+    for (StreamRank* rank : {&here, &there}) {
+      rank->dispatch_send();
+      rank->dispatch_send();
+    }
+    here.proxy.set_timeout(50'000'000);
+    here.open();  // the third
+    std::optional<StreamFailure> failure = here.proxy.failure();
+    REQUIRE(failure);
+    CHECK(failure->outcome.result == FarResult::kLate);
+    CHECK(failure->outcome.rank == 0);
+    CHECK(failure->step == FarStep::kResults);
+    CHECK(failure->round == 1);
   }
   for (const EngineRef& engine : ranks.engines) engine->close();
 }

@@ -44,7 +44,14 @@ class Graph:
 
 
 class _Launch(ctypes.Structure):
-    _fields_ = (("address", ctypes.c_uint64), ("delta", ctypes.c_uint64))
+    """FakeKernels::Launch."""
+
+    _fields_ = (
+        ("address", ctypes.c_uint64),
+        ("delta", ctypes.c_uint64),
+        ("round", ctypes.c_void_p),
+        ("arguments", ctypes.c_uint64 * 3),
+    )
 
 
 class Stream:

@@ -16,13 +16,14 @@ of experts will do.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import crossrail as xr
 from crossrail._extras import needs
-from crossrail.errors import UsageError
+from crossrail.errors import CrossrailError, UsageError
 from crossrail.moe import AllToAll, Dispatched, TorchGroup
 from crossrail.moe.board import PARITIES, BoardLayout
 from crossrail.moe.config import Config
@@ -133,8 +134,11 @@ class Buffer:
     def __enter__(self) -> Buffer:
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        self._close()
+    def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
+        with (
+            contextlib.nullcontext() if kind is None else contextlib.suppress(CrossrailError)
+        ):  # the first is the one to see
+            self._close()
 
     def destroy(self) -> None:
         """Frees everything. Idempotent. UsageError unless made with explicitly_destroy=True."""
@@ -151,10 +155,12 @@ class Buffer:
                 exchange.check()
 
     def _close(self) -> None:
-        for exchange in self._exchanges.values():
-            exchange.close()
-        self._exchanges.clear()
-        self._engine.close()
+        """All of it, whatever one of them raises, which is raised then."""
+        with contextlib.ExitStack() as last_first:
+            last_first.callback(self._engine.close)
+            for exchange in self._exchanges.values():
+                last_first.callback(exchange.close)
+            self._exchanges = {}
 
     @staticmethod
     def get_low_latency_rdma_size_hint(

@@ -116,7 +116,7 @@ class Far:
 
     def try_ways(self, timeout_s: float) -> None:
         """Writes some bytes to each far rank, where its second round will have rows, and waits: what is made for the
-        first write - connections, mappings, pinned memory, streams - is there then. Before the first round.
+        first write - connections, mappings, pinned memory, streams - is there then. Before any rank's first round.
         """
         nbytes = min(_TRIAL_BYTES, self.memory.rows.nbytes)
         writes = [self._engine.submit_write(self.rows, theirs, length=nbytes) for theirs in self._rows_of.values()]

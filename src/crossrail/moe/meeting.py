@@ -64,7 +64,11 @@ def meet_far(
     far.connect([one["far"] for one in cards], addresses, timeout_s)
     if agreement is not None:
         agreement.connect([one["agreement"] for one in cards], addresses, timeout_s)
-    _tell(group, "connected", {}, timeout_s)  # nobody writes before all have connected
+
+
+def all_are_ready(group: Group, timeout_s: float) -> None:
+    """The last exchange, after meet_far: nobody writes before all have connected."""
+    _tell(group, "connected", {}, timeout_s)
 
 
 def make_layout(config: Config, node_size: int) -> _core.moe.Layout:

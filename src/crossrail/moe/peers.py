@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 import crossrail as xr
+from crossrail import _core
 from crossrail.errors import CrossrailError, UsageError
 from crossrail.moe import masking
 from crossrail.moe.agreement import Agreement
@@ -18,7 +19,7 @@ from crossrail.moe.board import PARITIES, RETURNED, SENT, BoardLayout
 from crossrail.moe.config import Config
 from crossrail.moe.far import Far
 from crossrail.moe.group import Group
-from crossrail.moe.meeting import make_layout, meet, meet_far
+from crossrail.moe.meeting import all_are_ready, make_layout, meet, meet_far
 from crossrail.moe.near import Near
 from crossrail.moe.node_sums import NodeSums
 from crossrail.moe.rounds import Round
@@ -49,9 +50,10 @@ class Peers:
         own_rows: Block | None,
         proxy: tuple[bool, int | None],
         timeout_s: float,
+        prepare: Callable[[_core.moe.Layout, Far], None] | None = None,
     ) -> None:
         """Meets them, as all of them do. own_rows: ours, where the board holds none. proxy: whether a thread posts to
-        far ranks, and on which core.
+        far ranks, and on which core. prepare: called once we are connected to far ranks, before any rank has met all.
 
         Raises UsageError for arguments that differ, or cannot be here; WaitTimeout, PeerLost, EngineClosed.
         """
@@ -86,6 +88,9 @@ class Peers:
             if masks_far:
                 self.agreement = Agreement(engine, group.size, group.rank, self.near, far, timeout_s)
             meet_far(group, far, self.agreement, self._addresses, timeout_s)
+            if prepare is not None:
+                prepare(self.layout, far)
+            all_are_ready(group, timeout_s)
         except BaseException:
             self.close(timeout_s)
             raise

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from crossrail.moe.graph import GraphAllToAll
 from crossrail.moe.graph.triton import TritonGraphKernels
@@ -48,3 +50,29 @@ def test_rounds_are_exact(options: dict[str, Any], seed: Seed) -> None:
             tokens = [int(count) for count in random.integers(0, TOKENS + 1, 2)]
             batches = [draw(random, n, config["hidden"], EXPERTS, TOP_K, BLOCK, 0.1) for n in tokens]
             ranks.each(lambda part, rank, b=batches: whole_round(part, rank, b))
+
+
+def test_sums_are_nan_once_the_rounds_have_ended() -> None:
+    kernels = TritonGraphKernels()
+    memory: Any = SimpleNamespace(sources=[torch.ones((3, 5))])
+    where = torch.zeros((2, 1, 2), dtype=torch.int32)
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        out = torch.zeros((2, 5), dtype=dtype)
+        kernels.sum(memory, out, where, torch.ones((2, 1)), False, torch.tensor([7]))
+        assert torch.equal(out, torch.ones_like(out))
+        kernels.sum(memory, out, where, torch.ones((2, 1)), False, torch.tensor([-1]))
+        assert out.isnan().all()
+
+
+def test_an_index_beyond_32_bits_is_told_as_the_largest() -> None:
+    kernels, number = TritonGraphKernels(), torch.tensor([2])
+    routes = torch.zeros(8, dtype=torch.int32)
+    board: Any = SimpleNamespace(routes=routes, routes_max=8, stride=8)
+    kept = torch.zeros((3, 2), dtype=torch.int32)
+    indices = torch.tensor([[1, (1 << 32) + 3], [-1, -(1 << 32) - 1], [2, 5]])
+    most = (1 << 31) - 1
+    kernels.share(board, kept, indices, torch.tensor([2]), number)
+    assert kept.tolist() == [[1, most], [-1, most], [-1, -1]]
+    assert routes.tolist() == [1, most, -1, most, -1, -1, -1, -1]
+    kernels.share(board, kept, indices, torch.tensor([1 << 40]), number)
+    assert kept.tolist() == [[1, most], [-1, most], [2, 5]]

@@ -25,7 +25,8 @@ class CrossrailPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
     """Of one rank. Threads: one at a time, as vLLM's micro-batches are.
 
     all_to_all: of layout "masked", without scales, on the device of activations, of their dtype. Its owner closes it.
-    With a GraphAllToAll all of this only launches, so CUDA graphs can have it, and counts are on the device alone.
+    With a GraphAllToAll all of this only launches, so CUDA graphs can have it, and counts are on the device alone. Of
+    graphs that are replayed nothing but all_to_all.check() says that a rank was lost; sums are NaN from then on.
     Rows are dispatched as they are: experts that want them quantised are refused.
     """
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
+from collections import deque
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -14,7 +16,7 @@ from crossrail._options import check_seconds
 from crossrail._torch import is_tensor, told, wait_for_kernels
 from crossrail.errors import CrossrailError, EngineClosed, UsageError, WaitTimeout
 from crossrail.moe.arrays import check_shape, check_tensor, to_count
-from crossrail.moe.board import BoardLayout
+from crossrail.moe.board import PARITIES, BoardLayout
 from crossrail.moe.capacity import find_overflow
 from crossrail.moe.config import OUT_DTYPES, Config
 from crossrail.moe.device_rows import DeviceRows
@@ -52,6 +54,7 @@ class GraphRound:
     tokens: int
     routes: Routes
     weights: Any | None
+    owner: GraphAllToAll
     stage: Stage = Stage.SENT
     outputs: tuple[Any, Any | None, Any, Any] | None = None  # x, scales, counts, offsets, once somebody asked
     stream: int = 0  # of dispatch_send
@@ -95,12 +98,13 @@ class GraphAllToAll:
     kernels: None: Triton's on a GPU, torch's own operations in host memory.
     Not there: on_lost="mask", node_sums, dp_size above 1. Refused: engines with polling="manual".
 
-    Errors of other ranks come late: kernels then do nothing, results are not to be used, and the next call, check() or
-    close() raises. After that this object is of no more use. Waits for other ranks end after timeout_s, as an error.
+    Errors of other ranks come late: kernels then do nothing, sums are NaN throughout, and the next call, check() or
+    close() raises. After that this object is of no more use. Waits for other ranks end after timeout_s, as an error; so
+    does one for the end of a round of our own, whose place a later one takes.
 
     Threads: one at a time. Owner: engine and group are the caller's. Lifecycle: 1. made, by all ranks at once; kernels
-    are compiled then, but for weights, outputs and types that are used first later: one round before a capture. 2.
-    rounds. 3. graphs that have rounds are dropped, then close(), before the engine.
+    are compiled then, but for types and alignments that are used first later, of tensors that do not begin at 16 bytes,
+    say: one round before a capture. 2. rounds. 3. graphs that have rounds are dropped, then close(), before the engine.
 
     Raises UsageError if an argument is invalid, or not the same on all ranks; WaitTimeout, PeerLost, EngineClosed.
     """
@@ -140,8 +144,9 @@ class GraphAllToAll:
         self.device = self._rows.device if isinstance(self._rows, DeviceRows) else torch.device("cpu")
         self._kernels = _kernels(self._is_gpu) if kernels is None else kernels
         self._closed = False
-        self._open = 0
+        self._recent: deque[weakref.ref[GraphRound]] = deque(maxlen=_OPEN_MAX)
         self._is_told = False  # what has ended the rounds was raised
+        self._unseen: CrossrailError | None = None  # for close() to raise
         self._proxy: Any = None
         board_layout = BoardLayout(config, holds_rows=False)
         self._words = engine.alloc(board_layout.nbytes)
@@ -150,38 +155,45 @@ class GraphAllToAll:
         self._far: Far | None = None
         try:
             self._peers = Peers(
-                engine, group, config, self._words, board_layout, self._rows, None, (False, None), timeout_s
-            )
-            self._layout = self._peers.layout
-            self._far = self._peers.far or Far(engine, config, self._layout, group.rank, self._rows)
+                engine, group, config, self._words, board_layout, self._rows, None, (False, None), timeout_s,
+                self._prepare,
+            )  # fmt: skip
+            if self._far is None:  # of one rank alone
+                self._prepare(self._peers.layout, Far(engine, config, self._peers.layout, group.rank, self._rows))
             self._begin(proxy_cpu)
         except BaseException:
             self._close_memory()
             raise
 
-    def _begin(self, proxy_cpu: int | None) -> None:
+    def _prepare(self, layout: _core.moe.Layout, far: Far) -> None:
+        """What takes time, or may wait for kernels that wait for other ranks, as loading a kernel or pinning memory:
+        before any rank has a round.
+        """
         config, rank = self.config, self.rank
-        assert self._far is not None
+        self._layout, self._far = layout, far
         first = min(rank * config.experts_per_rank, config.experts)
         self._own = Own(first, first + self._layout.expert_count(rank), config.experts)
         masked = config.layout == "masked"
         self._room = (self._own.end - first) * config.rows_per_expert if masked else config.rows_max
         with told(f"memory for rounds on {self.device}"):
             self._board = GraphBoard(config, self._own.end - first, self._is_gpu)
-            self._memory = GraphMemory(config, self._far, self.device)
+            self._memory = GraphMemory(config, far, self.device)
             self._rounds = torch.zeros(1, dtype=torch.int64, device=self.device)
-        # Now, since to load a kernel, or to pin memory, may take until kernels have ended that wait for others.
         if self._is_gpu:
             self._prepare_kernels()
-        self._far.try_ways(self._timeout_s)
+        far.try_ways(self._timeout_s)
+
+    def _begin(self, proxy_cpu: int | None) -> None:
+        config = self.config
+        assert self._far is not None
+        room = config.rows_per_expert if config.layout == "masked" else config.rows_max
         self._proxy = _core.moe.StreamProxy(
-            self._far.proxy, self._layout, rank, self._board.memory, self._board.parts,
-            config.rows_per_expert if masked else config.rows_max, routes_max(config), self._timeout_s, proxy_cpu,
-            self.device.index if self._is_gpu else -1,
+            self._far.proxy, self._layout, self.rank, self._board.memory, self._board.parts, room, routes_max(config),
+            self._timeout_s, proxy_cpu, self.device.index if self._is_gpu else -1,
         )  # fmt: skip
 
     def _prepare_kernels(self) -> None:
-        """Compiles and loads them, by a round without rows that nobody else hears of."""
+        """Compiles and loads them, by a round without rows that nobody else hears of. Others begin after it."""
         config = self.config
         with self._launching():
             number = torch.zeros(1, dtype=torch.int64, device=self.device)
@@ -200,7 +212,7 @@ class GraphAllToAll:
             self._kernels.give(self._memory, self._board, y, number)
             sums = torch.empty((tokens, config.hidden), dtype=y.dtype, device=self.device)
             weights = torch.ones((tokens, config.top_k), device=self.device)
-            self._kernels.sum(self._memory, sums, routes.where, weights, False)
+            self._kernels.sum(self._memory, sums, routes.where, weights, False, number)
         wait_for_kernels([str(self.device)])
 
     def __repr__(self) -> str:
@@ -228,8 +240,10 @@ class GraphAllToAll:
         The tensors may be written to by what is launched on this stream after.
         """
         self.check()
-        if self._open >= _OPEN_MAX:
-            raise UsageError(f"{self._open} rounds are open, must be fewer than {_OPEN_MAX}: combine one first")
+        # One that is nobody's any more was captured into a graph that came to nothing; else the thread finds it.
+        before = self._recent[0]() if len(self._recent) == _OPEN_MAX else None
+        if before is not None and before.stage is not Stage.ENDED:
+            raise UsageError(f"this round takes the place of {before}, which is open: combine that one first")
         config = self.config
         values = self._given(x, "x", (config.dtype,), (None, config.hidden))
         tokens = len(values)
@@ -247,14 +261,14 @@ class GraphAllToAll:
             if count is not None and not is_tensor(count):
                 chosen = torch.cat([chosen[:count], torch.full_like(chosen[count:], -1)])
                 count = None
-            opened = GraphRound(number, tokens, routes, None if kept_weights is None else kept_weights.clone())
+            opened = GraphRound(number, tokens, routes, None if kept_weights is None else kept_weights.clone(), self)
             opened.stream = stream
-            self._open += 1
             self._proxy.open(self._rounds.data_ptr(), number.data_ptr(), stream)
             self._kernels.share(self._board, routes.kept, chosen, count, number)
             self._proxy.publish("routes", number.data_ptr(), stream)
             self._kernels.send(self._memory, self._own, values, factors, routes, number)
             self._proxy.publish("packed", number.data_ptr(), stream)
+        self._recent.append(weakref.ref(opened))
         return opened
 
     def arriving(self, opened: GraphRound) -> tuple[Any, Any | None]:
@@ -315,9 +329,9 @@ class GraphAllToAll:
         sums, factors = self._sums_given(opened, weights, out, accumulate)
         with self._launching(opened) as stream:
             self._proxy.wait("results", opened.number.data_ptr(), stream)
-            self._kernels.sum(self._memory, sums, opened.routes.where, factors, accumulate)
+            self._kernels.sum(self._memory, sums, opened.routes.where, factors, accumulate, opened.number)
+            self._proxy.publish("ended", opened.number.data_ptr(), stream)
         opened.stage = Stage.ENDED
-        self._open -= 1
         return sums if out is None else out
 
     # ---- life
@@ -351,13 +365,15 @@ class GraphAllToAll:
         """Where rows are, what touches them, and how much memory this takes: print it."""
         config = self.config
         assert self._far is not None
+        travels, output = self._far.memory.rows.nbytes, self._room * (config.x_row_bytes + config.y_bytes)
         return (
             f"rank {self.rank} of {config.world}: {self._own.end - self._own.first} of {config.experts} experts, "
             f"room for {self._room} rows\n"
             f"  rows: in {self._rows.name}\n"
             f"  kernels: {self._kernels.name}, launched on the current stream\n"
-            f"  board of rounds {self._board.nbytes / 1e6:.1f} MB of pinned memory, "
-            f"rows that travel {self._far.memory.rows.nbytes / 1e6:.1f} MB"
+            f"  board of rounds {self._board.nbytes / 1e6:.1f} MB of pinned memory, rows that travel "
+            f"{travels / 1e6:.1f} MB, those that stay {self._memory.own_nbytes / 1e6:.1f} MB\n"
+            f"  each dispatch makes tensors, and its experts as many results: {output / 1e6:.1f} MB"
         )
 
     def close(self) -> None:
@@ -366,18 +382,20 @@ class GraphAllToAll:
         Idempotent. Raises WaitTimeout if a rank is still in the middle of a write to this one: call it again. What has
         ended the rounds is raised when everything else is done, unless a call has raised it.
         """
-        unseen: CrossrailError | None = None
         if not self._closed:
             with contextlib.suppress(CrossrailError):
                 wait_for_kernels([str(self.device)] if self._is_gpu else [])
-            if not self._engine.closed and not self._is_told and self._proxy is not None:
-                unseen = self._found_failure()
-            self._closed = True
-            if self._proxy is not None:
-                self._proxy.stop()
-            if self._peers is not None:
-                self._peers.farewell(self._timeout_s)
+            try:
+                if not self._engine.closed and not self._is_told and self._proxy is not None:
+                    self._unseen = self._found_failure()
+            finally:
+                self._closed = True
+                if self._proxy is not None:
+                    self._proxy.stop()
+                if self._peers is not None:
+                    self._peers.farewell(self._timeout_s)
         self._close_memory()
+        unseen, self._unseen = self._unseen, None
         if unseen is not None:
             try:
                 raise unseen
@@ -431,6 +449,8 @@ class GraphAllToAll:
         self.check()
         if not isinstance(opened, GraphRound):
             raise UsageError(f"{call} was given {type(opened).__name__}, must be of a GraphRound")
+        if opened.owner is not self:
+            raise UsageError(f"{call} was given {opened} of another GraphAllToAll")
         if opened.stage is not stage:
             raise UsageError(f"{call} of a round that has had {opened.stage.value}: it comes after {stage.value}")
 
@@ -481,6 +501,12 @@ class GraphAllToAll:
         if result == "overflow":
             placement = _core.moe.Placement(self._layout, counts.reshape(self.config.groups, self.config.experts))
             return find_overflow(self.config, number, placement)
+        if result == "late" and rank == self.rank:
+            return UsageError(
+                f"round {number + PARITIES} was begun, and round {number} is not ended after {self._timeout_s:g} s: "
+                "each dispatch_send takes a combine_recv, also in graphs that are replayed. The rounds of this "
+                "GraphAllToAll have ended"
+            )
         trouble = self._peers.trouble((result, rank, detail), _HALVES[step].format(number), self._timeout_s)
         if result != "late":
             return trouble

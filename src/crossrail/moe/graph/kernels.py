@@ -33,7 +33,8 @@ class Routes:
 class GraphKernels(Protocol):
     """Each reads the round's number, int64 [1] on the device, when it runs. None waits or allocates.
 
-    Indices that are none of an expert's make no row; the thread that posts refuses them.
+    Indices that are none of an expert's make no row; the thread that posts refuses them. It has 32 bits of each: what
+    does not fit is told as the largest number.
     """
 
     name: str
@@ -56,5 +57,5 @@ class GraphKernels(Protocol):
     def give(self, memory: GraphMemory, board: GraphBoard, y: Any, number: Any) -> None:
         """Rows of y, to results_out and own_results as the board's returns say."""
 
-    def sum(self, memory: GraphMemory, out: Any, where: Any, weights: Any, accumulate: bool) -> None:
-        """As Kernels.reduce."""
+    def sum(self, memory: GraphMemory, out: Any, where: Any, weights: Any, accumulate: bool, number: Any) -> None:
+        """As Kernels.reduce; but NaN throughout when the number is -1: the rounds have ended."""

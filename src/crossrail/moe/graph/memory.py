@@ -51,6 +51,7 @@ class GraphMemory:
         self.rows_in, self.rows_out = (far_rows(name, config.stride_bytes) for name in ("rows_in", "rows_out"))
         self.results_in, self.results_out = (far_rows(name, config.y_bytes) for name in ("results_in", "results_out"))
         self.own_rows, self.own_results = own_rows(config.stride_bytes), own_rows(config.y_bytes)
+        self.own_nbytes = len(self.own_rows.first) + len(self.own_results.first)
         # As sums take them: source 2 * parity has a rank's own, the one behind it those of far ranks.
         self.sources = [
             rows.typed(parity, config.out_dtype)

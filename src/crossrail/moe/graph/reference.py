@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from crossrail.moe.graph.board import GraphBoard
 from crossrail.moe.graph.kernels import Own, Routes
 from crossrail.moe.graph.memory import GraphMemory, Rows
 from crossrail.moe.kernels.reference import ReferenceKernels
+
+_INDEX_MAX = (1 << 31) - 1
 
 
 class ReferenceGraphKernels:
@@ -23,7 +26,8 @@ class ReferenceGraphKernels:
     def share(self, board: GraphBoard, kept: Any, indices: Any, tokens: Any | None, number: Any) -> None:
         count = len(indices) if tokens is None else min(max(int(tokens), 0), len(indices))
         kept.fill_(-1)
-        kept[:count] = indices[:count]
+        fits = (indices[:count] >= -_INDEX_MAX) & (indices[:count] <= _INDEX_MAX)
+        kept[:count] = torch.where(fits, indices[:count], _INDEX_MAX)
         begin = _parity(number) * board.stride
         shared = board.routes[begin : begin + board.routes_max]
         shared.fill_(-1)
@@ -70,8 +74,10 @@ class ReferenceGraphKernels:
             if len(table) > 0:
                 self._kernels.pack(_of(rows, parity), y, None, table.contiguous())
 
-    def sum(self, memory: GraphMemory, out: Any, where: Any, weights: Any, accumulate: bool) -> None:
-        if len(out) > 0:
+    def sum(self, memory: GraphMemory, out: Any, where: Any, weights: Any, accumulate: bool, number: Any) -> None:
+        if int(number) < 0:
+            out.fill_(math.nan)
+        elif len(out) > 0:
             self._kernels.reduce(out, memory.sources, where, weights, accumulate)
 
 

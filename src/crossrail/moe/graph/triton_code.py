@@ -32,8 +32,10 @@ def share_routes(
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     end = given
     if HAS_TOKENS:
-        end = tl.minimum(tl.maximum(tl.load(tokens).to(tl.int32), 0) * TOP_K, given)
-    expert = tl.load(indices + at, mask=at < end, other=-1).to(tl.int32)
+        count = tl.minimum(tl.maximum(tl.load(tokens).to(tl.int64), 0), given)  # before it is multiplied
+        end = tl.minimum(count * TOP_K, given)
+    index = tl.load(indices + at, mask=at < end, other=-1).to(tl.int64)
+    expert = tl.where((index < -0x80000000) | (index > 0x7FFFFFFF), 0x7FFFFFFF, index).to(tl.int32)
     tl.store(kept + at, expert, mask=at < given)
     parity = tl.load(number) & 1
     tl.store(shared + parity * stride + at, expert, mask=at < routes)
@@ -179,3 +181,14 @@ def give_rows(
         own_end = tl.where(place < far, 0, end)
         tl.store(results_out + parity * results_out_odd + to * width + at, value, mask=at < far_end)
         tl.store(own_results + parity * own_odd + to * width + at, value, mask=at < own_end)
+
+
+@triton.jit(do_not_specialize=["count"])
+def mark_rows(out, number, count, IS_BFLOAT16: tl.constexpr, BLOCK: tl.constexpr):
+    """NaN where the rounds have ended. bfloat16 is seen as int16."""
+    if tl.load(number) < 0:
+        at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        if IS_BFLOAT16:
+            tl.store(out + at, tl.full((BLOCK,), 0x7FC0, tl.int16), mask=at < count)
+        else:
+            tl.store(out + at, tl.full((BLOCK,), float("nan"), tl.float32), mask=at < count)
