@@ -23,6 +23,7 @@ from crossrail.cli.bench.peers.base import ROLES, Offer
 _PROGRAM = "import time; t = time.monotonic_ns(); import crossrail.cli.bench.peers.child as child; child.main(t)"
 _ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # numpy's, which nobody here uses
 _LOOK_S = 0.02
+_CRASH_S = 0.3  # until one that crashed has ended: its peer may notice before that
 _STDERR_BYTES = 400
 
 
@@ -228,9 +229,18 @@ class PeerPair:
             return None
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
+            other = self._processes[1 - process.rank]
+            if self._has_crashed(other):  # of that this one's error is but what it saw
+                raise self._gone(other, doing)
             words = self._last_words(self._launch_of(process))
             raise PeerFailed(f"the {ROLES[process.rank]} at {doing}: {answer['error']}{words}")
         return answer
+
+    def _has_crashed(self, process: _Process) -> bool:
+        try:
+            return self._launched[self._launch_of(process)].wait(_CRASH_S) < 0
+        except subprocess.TimeoutExpired:
+            return False
 
     def _gone(self, process: _Process, doing: str) -> PeerFailed:
         index = self._launch_of(process)
