@@ -1,7 +1,6 @@
 """Whom a router chooses, and who is a member: nodes here are scripts, and the network is in memory."""
 
 import asyncio
-import math
 import random
 import time
 from collections.abc import AsyncIterator
@@ -12,14 +11,13 @@ import pytest
 
 import crossrail as xr
 from crossrail.kv import messages as m
-from crossrail.kv import placement
 from crossrail.kv import router as router_module
 from crossrail.kv.layout import KvLayout
 from crossrail.kv.mailbox import Mailbox
 from crossrail.kv.membership import Member, NotYet, Roster
-from crossrail.kv.placement import PrefillerTurns, Refusals
+from crossrail.kv.placement import Refusals
 from crossrail.kv.router import Router, RouterOptions
-from crossrail.kv.router_requests import Adopted, Overloaded, Running
+from crossrail.kv.router_requests import Adopted, Overloaded
 from crossrail.kv.selection import Candidate, PrefixMemory, rank
 from tests.kv.conftest import until
 from tests.support.kv_cluster import LAYOUT, prompt_of
@@ -131,22 +129,6 @@ def test_refusal_is_believed_for_what_needs_no_less_room_until_there_is_news() -
     assert refusals.of(b"d0", 60, 0.3) == "" and refusals.of(b"d0", 100, 0.3) and not refusals.of(b"d0", 100, 10.0)
     refusals.keep({b"d1"})
     assert not refusals._decoders
-
-
-async def test_those_that_prefillers_refused_come_first_and_then_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placement, "_ASKING_S", 0.0)
-    turns = PrefillerTurns()
-    assert not turns.is_held("r0", "toy"), "nobody waits"
-    with turns.refused("toy"):
-        assert all(turns.is_held(f"r{n}", "toy") for n in range(20))
-        assert not turns.is_held("r0", "another model")
-    await until(lambda: not turns._refused["toy"], "the refused one has its answer")
-    assert turns.is_held("new", "toy") and turns.is_held("r8", "toy"), "there are eight before"
-    turns.release("r3")
-    assert turns.is_held("r9", "toy") and not turns.is_held("r8", "toy")
-    for n in (0, 1, 2, 4, 5, 6, 7, *range(9, 20)):
-        assert not turns.is_held(f"r{n}", "toy")
-    assert not turns.is_held("new", "toy") and not turns.is_held("newer", "toy")
 
 
 def test_prefixes_of_many_nodes_have_room_in_common() -> None:
@@ -334,18 +316,6 @@ async def test_one_of_several_decoders_is_kept_and_another_serves_on(town: Town)
     await town.add("b")
     assert await town.complete() == await large == [1, 2, 3]
     assert not town.router._placement._kept
-
-
-async def test_request_that_a_decoder_is_kept_for_waits_for_none_that_wait_for_prefillers(town: Town) -> None:
-    """Those wait for the decoder: neither would come to its turn."""
-    router = town.router
-    await town.add("a")
-    (decoder,) = router.roster.members("decoder")
-    running = Running("r1", prompt_of(5), SHORT, [], math.inf)
-    with router._turns.refused(decoder.record.model):
-        assert router._waits_its_turn(running, decoder)
-        router._placement.keep(running, [decoder])
-        assert not router._waits_its_turn(running, decoder)
 
 
 async def test_what_only_one_decoder_has_pages_for_goes_there(town: Town) -> None:

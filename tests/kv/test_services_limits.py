@@ -133,45 +133,6 @@ async def test_prompt_without_a_prefiller_with_room_is_told_to_come_later(
     await assert_still_serves(cluster)
 
 
-async def test_prompts_that_come_later_do_not_overtake_those_that_found_no_room(cluster: Cluster) -> None:
-    """They ask again only after a pause, so that those that ask for the first time would get what becomes free."""
-    async with full_queue(cluster) as requests:
-        late = asyncio.ensure_future(cluster.complete(prompt_of(50, seed=4), GREEDY, request="late"))
-        await until(lambda: cluster.router.counts["redispatched"], "it was refused")
-        later = [
-            asyncio.ensure_future(cluster.complete(prompt_of(50, seed=n), GREEDY, request=f"later-{n}"))
-            for n in range(5, 15)
-        ]
-        await until(lambda: cluster.router.requests == 14, "all are there")
-        await asyncio.sleep(0.3)
-        assert len(cluster.nodes["d0"]._servings) == 4, "the later ones wait at the router"
-        ones = prompt_of(1, seed=5)  # these need no prefiller, and wait for none
-        assert (await cluster.complete(ones, GREEDY))[0] == await monolithic(ones, GREEDY)
-    assert (await late)[0] == await monolithic(prompt_of(50, seed=4), GREEDY)
-    for n, request in enumerate(later, 5):
-        assert (await request)[0] == await monolithic(prompt_of(50, seed=n), GREEDY)
-    await asyncio.gather(*requests)
-    await assert_still_serves(cluster)
-
-
-async def test_prefiller_tells_at_once_that_it_has_room_again(cluster: Cluster) -> None:
-    cluster.router.options = replace(ROUTER, heartbeat_s=10 * WAIT_S, lease_s=20 * WAIT_S)
-    told = []
-
-    async def hear(sender: bytes, heartbeat: m.Heartbeat) -> m.Message:
-        told.append(heartbeat.node)
-        return await cluster.router._on_heartbeat(sender, heartbeat)
-
-    cluster.router.mailbox.handle(m.Heartbeat, hear)
-    async with full_queue(cluster) as requests:
-        late = asyncio.ensure_future(cluster.complete(prompt_of(50, seed=4), GREEDY))
-        await until(lambda: cluster.router.counts["redispatched"], "it was refused")
-        assert "p0" not in told
-    await until(lambda: "p0" in told, "the router hears of the room")
-    await asyncio.gather(late, *requests)
-    await assert_still_serves(cluster)
-
-
 async def test_prompt_holds_no_pages_while_no_prefiller_has_room(cluster: Cluster) -> None:
     async with full_queue(cluster) as requests:
         decoder = cluster.nodes["d0"]

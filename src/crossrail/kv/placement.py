@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import get_args
 
 from crossrail.kv.membership import Member, Membership
@@ -20,7 +18,6 @@ from crossrail.kv.selection import Candidate, PrefixMemory, rank
 
 _REFUSED_S = 0.2  # how long a refusal is believed, if the decoder says nothing else
 _OFFERS = 8  # to one decoder at a time, of what was refused before
-_ASKING_S = 0.1  # that a decoder takes to ask a prefiller, and to tell what it refuses
 _PREFIX_TOKENS = 64  # of a block in the router's own memory of prefixes; nodes have pages of their own sizes
 
 
@@ -112,10 +109,6 @@ class Placement:
         """It waits no more."""
         self._kept.pop(running.request, None)
 
-    def has_kept(self, running: Running) -> bool:
-        """Whether a decoder is kept for it."""
-        return running.request in self._kept
-
     def is_kept(self, decoder: Member, running: Running) -> bool:
         """For another request."""
         return any(address == decoder.address for request, address in self._kept.items() if request != running.request)
@@ -205,41 +198,6 @@ class Refusals:
         """Forgets all others: they are gone."""
         for decoder in self._decoders.keys() - decoders:
             del self._decoders[decoder]
-
-
-class PrefillerTurns:
-    """Who comes first where prefillers have no room: those that they have refused, then those that are held back
-    meanwhile, in the order in which they came. By model. Threads: the event loop's.
-
-    Without it the youngest would get what becomes free, since whoever was refused asks again only after a pause.
-    """
-
-    def __init__(self) -> None:
-        self._refused: Counter[str] = Counter()
-        self._held: dict[str, dict[str, None]] = {}  # requests, the oldest first
-
-    @contextmanager
-    def refused(self, model: str) -> Iterator[None]:
-        """While a request waits before it asks again, and until the answer to that will have come."""
-        self._refused[model] += 1
-        try:
-            yield
-        finally:
-            asyncio.get_running_loop().call_later(_ASKING_S, self._refused.subtract, [model])
-
-    def is_held(self, request: str, model: str) -> bool:
-        """Whether others come first; it is remembered that this one waits too, until it is not held or release()."""
-        held = self._held.setdefault(model, {})
-        if not self._refused[model] and (len(held) < _OFFERS or request in islice(held, _OFFERS)):
-            held.pop(request, None)
-            return False
-        held.setdefault(request)
-        return True
-
-    def release(self, request: str) -> None:
-        """It waits no more."""
-        for held in self._held.values():
-            held.pop(request, None)
 
 
 def weight(running: Running) -> int:

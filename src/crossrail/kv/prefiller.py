@@ -94,7 +94,6 @@ class Prefiller(Node):
         self._free_tails = list(range(_TAIL_SLOTS))
         self._queue: deque[_Work] = deque()
         self._queued = asyncio.Event()
-        self._has_refused = False  # since a router was told of room in the queue
         self._works: dict[Key, _Work] = {}
         self._numbers = itertools.count(1)
         self._ended: OrderedDict[Key, m.Progress] = OrderedDict()
@@ -135,7 +134,6 @@ class Prefiller(Node):
         if refusal := self._refusal(key):
             return m.DispatchRefused(*answer, m.clipped(refusal))
         if busy := self._too_busy():
-            self._has_refused = True
             return m.DispatchRefused(*answer, m.clipped(busy), busy=True)
         try:
             target = KvTarget.from_wire(dispatch.ticket)
@@ -221,21 +219,13 @@ class Prefiller(Node):
         else:
             self.mailbox.spawn(self._stop(work, work.job, why), "stopping a transfer")
 
-    def _take(self, work: _Work) -> None:
-        """Out of the queue; who was refused may come now."""
-        self._queue.remove(work)
-        if self._has_refused and not self._full():
-            self._has_refused = False
-            for link in self.links:
-                link.report_soon()
-
     def _drop_unwanted(self) -> None:
         """Ends what waits in the queue for nobody: the one that is computed may take minutes."""
         for work in list(self._queue):
             try:
                 self._raise_if_withdrawn(work)
             except TransferStopped as stopped:
-                self._take(work)
+                self._queue.remove(work)
                 self._end(work, "failed", str(stopped))
 
     async def _stop(self, work: _Work, job: SendJob, why: str) -> None:
@@ -246,9 +236,7 @@ class Prefiller(Node):
         while True:
             self._queued.clear()
             while self._queue:
-                work = self._queue[0]
-                self._take(work)
-                await self._run_or_end(work)
+                await self._run_or_end(self._queue.popleft())
             await self._queued.wait()
 
     async def _run_or_end(self, work: _Work) -> None:
@@ -267,7 +255,7 @@ class Prefiller(Node):
         for work in self._queue:
             if len(work.tokens) <= self.options.chunk_tokens:
                 if self._free_tails and self.model.layout.pages_of(len(work.tokens)) <= self.pool.available:
-                    self._take(work)
+                    self._queue.remove(work)
                     await self._run_or_end(work)
                 return
 

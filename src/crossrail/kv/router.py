@@ -4,7 +4,6 @@ Life of a request here:
 1. admitted, unless `requests_max` are under way (Overloaded).
 2. given to a decoder, together with the prefiller that it is to ask. A decoder that is busy or silent is passed over.
    One that has waited half of `queue_s` has a decoder kept for it, which takes nothing younger until it goes on.
-   While no prefiller has room, those that came first are first.
 3. tokens come from the decoder, in order, repeated until taken.
 4. a decoder whose prefiller dies asks for another; the client sees nothing but time.
 5. a decoder that dies or leaves: another one goes on behind the tokens that are here; of those that die, `restarts_max`
@@ -20,7 +19,6 @@ import logging
 import math
 from collections import Counter
 from collections.abc import AsyncGenerator
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -34,7 +32,7 @@ from crossrail.kv.errors import DuplicateRequest
 from crossrail.kv.mailbox import Mailbox, NoAnswer
 from crossrail.kv.membership import Member, Membership, Roster, refuse
 from crossrail.kv.model import Tokens
-from crossrail.kv.placement import ModelsSeen, Placement, PrefillerTurns, Refusals, prefix_names, weight
+from crossrail.kv.placement import ModelsSeen, Placement, Refusals, prefix_names, weight
 from crossrail.kv.router_requests import (
     Adopted,
     Adoptions,
@@ -108,7 +106,6 @@ class Router(AsyncClosing):
         self._numbers = itertools.count(1)
         self._placement = Placement(self.roster)
         self._refusals = Refusals()
-        self._turns = PrefillerTurns()
         self._models = ModelsSeen(self.roster)
         self._room = asyncio.Event()  # set whenever something changed that a waiting request may profit from
         self.roster.on_gone(self._on_gone)
@@ -252,7 +249,6 @@ class Router(AsyncClosing):
             await self._try_to_place(running)
         finally:
             self._placement.release(running)
-            self._turns.release(running.request)
 
     async def _try_to_place(self, running: Running) -> None:
         give_up_s = min(_now_s() + self.options.queue_s, running.deadline_s)
@@ -265,8 +261,6 @@ class Router(AsyncClosing):
             for decoder in decoders:
                 if self._placement.is_kept(decoder, running):
                     why = why or f"node {decoder.name!r} is kept for a request that has waited longer"
-                elif self._waits_its_turn(running, decoder):
-                    why = f"requests that came before wait for a prefiller of model {decoder.record.model!r} with room"
                 elif running.ended or not (said := await self._offer_in_turn(running, decoder, has_waited)):
                     return
                 else:
@@ -289,14 +283,6 @@ class Router(AsyncClosing):
             there = f"; there are some for {', '.join(others)}" if of and others else ""
             raise Unavailable(why or f"no decoder{of} has joined router {self.name!r}{there}")
         raise Overloaded(f"no node took the request within {self.options.queue_s:g} s; the last one said: {why}")
-
-    def _waits_its_turn(self, running: Running, decoder: Member) -> bool:
-        """For a prefiller with room. Not one that a decoder had before: it came before those that wait. Nor one that a
-        decoder is kept for: they wait for that.
-        """
-        if len(running.prompt) + len(running.tokens) == 1 or running.attempt > 1 or self._placement.has_kept(running):
-            return False
-        return self._turns.is_held(running.request, decoder.record.model)
 
     async def _offer_in_turn(self, running: Running, decoder: Member, has_waited: bool) -> str:
         """As _offer, unless the decoder has just refused one that needs no more room."""
@@ -483,9 +469,7 @@ class Router(AsyncClosing):
             why = f"{len(running.failed)} prefillers were tried: {lost.reason}"
             return m.Reassigned(lost.request, lost.attempt, None, m.clipped(why))
         log.info("request %s, attempt %d: prefiller %s: %s", lost.request, lost.attempt, lost.node, lost.reason)
-        model = running.decoder.record.model
-        with self._turns.refused(model) if lost.busy else nullcontext():
-            found = await self._other_prefiller(running, model, lost)
+        found = await self._other_prefiller(running, running.decoder.record.model, lost)
         if not running.waits_at(sender, lost.placement):  # its client left, or it is elsewhere by now
             return unwanted
         if found is None:
@@ -512,8 +496,7 @@ class Router(AsyncClosing):
         """One that is there, or comes within queue_s. The same again, after a pause, if there is no other, or the
         others have no room either.
         """
-        # A request that finds no room again and again is no suspect, and those behind it wait for it.
-        same_after_s = _now_s() + _SAME_AGAIN_S * (1 if lost.busy else lost.attempt - lost.placement + 1)
+        same_after_s = _now_s() + _SAME_AGAIN_S * (lost.attempt - lost.placement + 1)
         self._look_after_members()
         give_up_s = _now_s() + self.options.queue_s
         while True:
@@ -522,8 +505,8 @@ class Router(AsyncClosing):
             # One that was full is another again once it has been heard since.
             is_other = (
                 found is not None
-                and (lost.busy or found.address != lost.address)
-                and running.full.get(found.address, 0.0) < found.heard_s
+                and found.address != lost.address
+                and (running.full.get(found.address, 0.0) < found.heard_s)
             )
             if is_other or running.ended or _now_s() >= min(give_up_s, same_after_s if found else give_up_s):
                 return found
