@@ -36,9 +36,15 @@ async def answering(listener: Listener) -> AsyncIterator[int]:
     async def answer(_: web.Request) -> web.StreamResponse:
         return web.Response(text="here")
 
+    async def begin(http: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(http)
+        await asyncio.Event().wait()
+        return response
+
     app = web.Application()
-    app.add_routes([listener.route("GET", "/", answer)])
-    yield await listener.start(app, "127.0.0.1", 0, logging.getLogger("of this test"))
+    app.add_routes([listener.route("GET", "/", answer), listener.route("GET", "/for_ever", begin)])
+    yield await listener.start(app, "127.0.0.1", 0, logging.getLogger("of this test"), handler_cancellation=True)
     await listener.close()
 
 
@@ -52,6 +58,7 @@ async def connected(port: int) -> AsyncIterator[tuple[asyncio.StreamReader, asyn
 
 
 ASKED = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+ASKED_FOR_EVER = b"GET /for_ever HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
 async def test_clients_that_only_connect_keep_nobody_out(nothing_leaks: None) -> None:
@@ -69,7 +76,7 @@ async def test_more_clients_than_descriptors_are_told_so(nothing_leaks: None, ca
     async with answering(listener) as port, contextlib.AsyncExitStack() as stack:
         asking = [await stack.enter_async_context(connected(port)) for _ in range(3)]
         for reader, writer in asking:
-            writer.write(ASKED)
+            writer.write(ASKED_FOR_EVER)
             assert b" 200 " in await asyncio.wait_for(reader.readline(), WAIT_S)
         refused = await answer_of(f"http://127.0.0.1:{port}", b"")
         assert refused.startswith(b"HTTP/1.1 503 Service Unavailable\r\n")
@@ -78,6 +85,49 @@ async def test_more_clients_than_descriptors_are_told_so(nothing_leaks: None, ca
         await until(lambda: len(listener._connections) == 2, "one has left")
         assert (await answer_of(f"http://127.0.0.1:{port}", ASKED)).startswith(b"HTTP/1.1 200 ")
     assert not caplog.records
+
+
+async def test_clients_of_a_burst_are_cut_off_or_answered(nothing_leaks: None) -> None:
+    """asyncio accepts eight before the first of them is a connection that can be closed."""
+    listener = Listener(connections_max=4)
+    async with answering(listener) as port, contextlib.AsyncExitStack() as stack:
+        heard = [await stack.enter_async_context(connected(port)) for _ in range(3)]
+        for reader, writer in heard:
+            writer.write(ASKED)
+            assert await asyncio.wait_for(reader.readuntil(b"here"), WAIT_S)
+        burst = [stack.enter_context(socket.socket()) for _ in range(8)]
+        for client in burst:  # no await in here: the server's loop does not run
+            client.settimeout(WAIT_S)
+            client.connect(("127.0.0.1", port))
+            client.setblocking(False)
+        loop = asyncio.get_running_loop()
+        ended = [asyncio.ensure_future(asyncio.wait_for(loop.sock_recv(client, 1), WAIT_S)) for client in burst[:7]]
+        cut_off = await asyncio.gather(*ended, return_exceptions=True)
+        assert all(end == b"" or isinstance(end, ConnectionResetError) for end in cut_off), cut_off
+        assert len(listener._connections) == 4
+        await loop.sock_sendall(burst[7], ASKED)
+        assert (await asyncio.wait_for(loop.sock_recv(burst[7], 100), WAIT_S)).startswith(b"HTTP/1.1 200 ")
+
+
+async def test_client_that_is_idle_longest_makes_room(nothing_leaks: None) -> None:
+    listener = Listener(connections_max=4)
+    async with answering(listener) as port, contextlib.AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(connected(port)) for _ in range(4)]
+        for number in (0, 1, 2, 3, 1):  # then 2 is idle longest
+            reader, writer = clients[number]
+            writer.write(ASKED_FOR_EVER if number == 0 else ASKED)
+            assert await asyncio.wait_for(reader.readuntil(b"\r\n\r\n" if number == 0 else b"here"), WAIT_S)
+        clients[3][1].write(ASKED[:10])
+        await until(lambda: len(listener._idle) == 2, "a request of 3 is under way")
+        for number in (2, 1):
+            reader, writer = await stack.enter_async_context(connected(port))
+            writer.write(ASKED_FOR_EVER)
+            assert b" 200 " in await asyncio.wait_for(reader.readline(), WAIT_S)
+            assert await asyncio.wait_for(clients[number][0].read(), WAIT_S) == b""
+        assert b" 503 " in await answer_of(f"http://127.0.0.1:{port}", b"")
+        clients[3][1].write(ASKED[10:])
+        assert await asyncio.wait_for(clients[3][0].readuntil(b"here"), WAIT_S)
+        assert not clients[0][0].at_eof()
 
 
 def test_descriptors_that_run_out_fill_no_log() -> None:

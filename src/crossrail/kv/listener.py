@@ -51,8 +51,9 @@ class Listener:
     method, a body that is too large, bytes that are no HTTP; and for what a handler raises, which is logged.
     body_bytes_max, bodies_bytes_max: of a body, and of all that are read or worked on at a time.
     connections_max: None: as many as the limit of open files leaves room for. Beyond them, the oldest that has asked
-    nothing is cut off; if there is none, the new one is answered 503. Without a bound asyncio would meet the limit,
-    and log some tens of thousands of lines a second.
+    nothing is cut off; if there is none, the one that has been idle between requests the longest; if there is none
+    either, the new one is answered 503. Without a bound asyncio would meet the limit, and log some tens of thousands
+    of lines a second.
     Lifecycle: 1. made. 2. an application of its route()s. 3. start(). 4. close().
     """
 
@@ -72,6 +73,7 @@ class Listener:
         self._connections_max = connections_max or _connections_max()
         self._connections: set[_Connection] = set()
         self._silent: dict[_Connection, asyncio.TimerHandle] = {}  # those that have asked nothing so far, oldest first
+        self._idle: dict[_Connection, None] = {}  # those whose requests are all answered, since the longest first
         self._log = logging.getLogger(__name__)
         self._runner: web.AppRunner | None = None
         self._server: asyncio.Server | None = None
@@ -95,8 +97,19 @@ class Listener:
         if (timer := self._silent.pop(connection, None)) is not None:
             timer.cancel()
 
+    def is_answered(self, connection: _Connection) -> None:
+        """Its request is; the next may follow."""
+        self._idle.pop(connection, None)
+        if connection in self._connections:
+            self._idle[connection] = None
+
+    def is_asking(self, connection: _Connection) -> None:
+        """Its next request comes."""
+        self._idle.pop(connection, None)
+
     def is_gone(self, connection: _Connection) -> None:
         self.is_heard(connection)
+        self.is_asking(connection)
         self._connections.discard(connection)
 
     @asynccontextmanager
@@ -227,11 +240,12 @@ class Listener:
         assert self._runner is not None
         assert self._runner.server is not None  # since its setup()
         if len(self._connections) >= self._connections_max:
-            if not self._silent:
+            spare = self._spare()
+            if spare is None:
                 return _Refused(
                     self.refuse(503, f"{len(self._connections)} connections are open, the most that may be")
                 )
-            self._cut_off(next(iter(self._silent)))
+            self._cut_off(spare)
         connection = _Connection(
             self,
             self._runner.server,
@@ -245,19 +259,46 @@ class Listener:
         self._silent[connection] = loop.call_later(self._patience_s, self._cut_off, connection)
         return connection
 
+    def _spare(self) -> _Connection | None:
+        """One that has no request under way."""
+        silent = next(iter(self._silent), None)
+        return silent or next((connection for connection in self._idle if connection.is_idle), None)
+
     def _cut_off(self, connection: _Connection) -> None:
         self.is_gone(connection)
-        connection.force_close()
+        connection.cut_off()
 
 
 class _Connection(web.RequestHandler):
     """aiohttp's, whose own answers and reports are the listener's affair."""
 
-    __slots__ = ("_listener",)
+    __slots__ = ("_is_cut_off", "_listener")
 
     def __init__(self, listener: Listener, server: web.Server, **options: Any) -> None:
         super().__init__(server, loop=asyncio.get_running_loop(), **options)
         self._listener = listener
+        self._is_cut_off = False
+
+    @property
+    def is_idle(self) -> bool:
+        """It waits for a request, and none of the next is there."""
+        return self._waiter is not None and not self._waiter.done()
+
+    def cut_off(self) -> None:
+        """Also where it has no transport yet: asyncio accepts several before it connects the first."""
+        self._is_cut_off = True
+        self.force_close()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        if self._is_cut_off:
+            assert isinstance(transport, asyncio.Transport)
+            transport.abort()
+        super().connection_made(transport)
+
+    def data_received(self, data: bytes) -> None:
+        if self.is_idle:
+            self._listener.is_asking(self)
+        super().data_received(data)
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._listener.is_gone(self)
@@ -285,7 +326,9 @@ class _Connection(web.RequestHandler):
         """What no route was found for has no path: OPTIONS *, CONNECT."""
         if isinstance(resp, web.HTTPException):
             resp = self._listener.refusal_of(resp)
-        return await super().finish_response(request, resp, *more)
+        finished = await super().finish_response(request, resp, *more)
+        self._listener.is_answered(self)
+        return finished
 
     def log_exception(self, *words: Any, **options: Any) -> None:
         """Clients that are gone are no events: aiohttp would report a traceback for each."""
