@@ -17,6 +17,7 @@ from crossrail.kv.decoder import Decoder
 from crossrail.kv.errors import DuplicateRequest
 from crossrail.kv.pages import PageState
 from crossrail.kv.router_requests import Overloaded, Unavailable, UnknownModel
+from crossrail.kv.serving import Serving
 from tests.kv.asking import body
 from tests.kv.conftest import quiet, start, until
 from tests.kv.steps import GREEDY, PROMPT, SLOW_S, assert_still_serves, full_queue, prefiller
@@ -182,6 +183,26 @@ async def test_prompt_that_gave_its_pages_back_has_some_again_before_what_is_new
         assert not small.done()
     assert (await late)[0] == await monolithic(prompt_of(250, seed=4), GREEDY)
     assert (await small)[0] == await monolithic(prompt_of(1, seed=5), GREEDY)
+    await assert_still_serves(cluster)
+
+
+async def test_pages_of_what_is_not_delivered_yet_are_there_for_others(cluster: Cluster) -> None:
+    held = asyncio.Event()
+    async with without_pages(cluster) as late:
+        decoder = cluster.nodes["d0"]
+        assert isinstance(decoder, Decoder)
+        await until(lambda: len(decoder._servings) == 2, "only the one that has its pages is left")
+        offer = decoder._offer
+
+        async def slow_offer(serving: Serving) -> bool:
+            is_taken = await offer(serving)
+            if serving.end_taken:
+                await held.wait()
+            return is_taken
+
+        decoder._offer = slow_offer  # type: ignore[method-assign]
+    assert (await asyncio.wait_for(late, WAIT_S))[0] == await monolithic(prompt_of(250, seed=4), GREEDY)
+    held.set()
     await assert_still_serves(cluster)
 
 

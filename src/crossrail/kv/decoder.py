@@ -254,6 +254,7 @@ class Decoder(Node):
         reception, serving.reception = serving.reception, None
         if reception is not None and reception.state in (PageState.RESERVED, PageState.IN_USE):
             reception.release()
+            self._room.set()  # who waits for pages does not wait until the router has heard of it, too
 
     def _report_room(self) -> None:
         self._room.set()
