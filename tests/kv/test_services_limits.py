@@ -16,6 +16,7 @@ from crossrail.kv import messages as m
 from crossrail.kv.decoder import Decoder
 from crossrail.kv.errors import DuplicateRequest
 from crossrail.kv.pages import PageState
+from crossrail.kv.reception import Reception
 from crossrail.kv.router_requests import Overloaded, Unavailable, UnknownModel
 from crossrail.kv.serving import Serving
 from tests.kv.asking import body
@@ -151,12 +152,14 @@ async def test_prompt_holds_no_pages_while_no_prefiller_has_room(cluster: Cluste
 
 
 @asynccontextmanager
-async def without_pages(cluster: Cluster, **options: float) -> AsyncIterator[asyncio.Future[tuple[list[int], m.End]]]:
+async def without_pages(
+    cluster: Cluster, name: str = "late", **options: float
+) -> AsyncIterator[asyncio.Future[tuple[list[int], m.End]]]:
     """A prompt of 250 tokens that gave its pages back, and needs some again, which another request of d0 has until this
     context ends.
     """
     async with full_queue(cluster, queue_max=2, **options) as requests:
-        late = asyncio.ensure_future(cluster.complete(prompt_of(250, seed=4), GREEDY))
+        late = asyncio.ensure_future(cluster.complete(prompt_of(250, seed=4), GREEDY, request=name))
         await until(lambda: cluster.router.counts["redispatched"], "it was refused")
         decoder, goes_on = cluster.nodes["d0"], asyncio.Event()
         run = decoder.model.step
@@ -183,6 +186,23 @@ async def test_prompt_that_gave_its_pages_back_has_some_again_before_what_is_new
         assert not small.done()
     assert (await late)[0] == await monolithic(prompt_of(250, seed=4), GREEDY)
     assert (await small)[0] == await monolithic(prompt_of(1, seed=5), GREEDY)
+    await assert_still_serves(cluster)
+
+
+async def test_pages_that_are_had_again_have_a_name_that_no_client_has(cluster: Cluster) -> None:
+    longest = "é" * 128  # as many bytes as a name of pages may have
+    async with without_pages(cluster, longest) as late:
+        decoder, names = cluster.nodes["d0"], []
+        assert isinstance(decoder, Decoder)
+        reserve = decoder._reserve
+
+        def watched(name: str, *arguments: Any) -> Reception:
+            names.append(name)
+            return reserve(name, *arguments)
+
+        decoder._reserve = watched  # type: ignore[method-assign]
+    assert (await late)[0] == await monolithic(prompt_of(250, seed=4), GREEDY)
+    assert names and all(len(name) > 128 for name in names) and len(set(names)) == len(names)
     await assert_still_serves(cluster)
 
 

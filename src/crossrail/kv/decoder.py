@@ -45,6 +45,7 @@ _TOLD_KEPT = 64  # of requests whose end was taken, the latest: their router may
 _TOLD_KEPT_S = 10.0
 _REASSIGN_S = 60.0  # a router may wait for a prefiller to join before it answers
 _TOKENS_AT_ONCE = 4096
+_NAME_SHOWN = 28  # characters of four bytes at most, so that 129 characters take no more than 256 bytes
 
 
 class Decoder(Node):
@@ -238,16 +239,19 @@ class Decoder(Node):
         async with self._turn:
             while True:
                 self._room.clear()
-                self._replacements += 1  # quarantined ones keep the request's name
                 try:
-                    name = f"{serving.request}#{self._replacements}"
-                    serving.reception = self._reserve(name, serving.context, serving.left)
+                    serving.reception = self._reserve(self._new_name(serving), serving.context, serving.left)
                     return
                 except NoPages as error:
                     if (left_s := give_up_s - serving.timeline.now()) <= 0:
                         long = f"node {self.name!r} had no pages for it again within {self.options.pages_s:g} s"
                         raise Stopped("overloaded", f"{long}: {error.why}") from None
                 await set_in_time(self._room, left_s)
+
+    def _new_name(self, serving: Serving) -> str:
+        """For pages of it while quarantined ones may have its own. Longer than any name that a message can have."""
+        self._replacements += 1
+        return f"{serving.request[:_NAME_SHOWN]} again {self._replacements}".ljust(m.NAME_CHARS_MAX + 1)
 
     def _give_back(self, serving: Serving) -> None:
         """Its pages, unless somebody may still write there, who is seen to elsewhere."""

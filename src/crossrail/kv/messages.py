@@ -21,7 +21,8 @@ from crossrail.errors import UsageError
 
 TOKENS_MAX = 1 << 20
 
-Name = Annotated[str, Meta(min_length=1, max_length=128)]
+NAME_CHARS_MAX = 128
+Name = Annotated[str, Meta(min_length=1, max_length=NAME_CHARS_MAX)]
 AddressBytes = Annotated[bytes, Meta(min_length=1, max_length=4096)]
 TokenBytes = Annotated[bytes, Meta(max_length=4 * TOKENS_MAX)]
 Index = Annotated[int, Meta(ge=0, le=1 << 40)]
