@@ -19,6 +19,7 @@ from crossrail.kv.pages import PageState
 from crossrail.kv.reception import Reception
 from crossrail.kv.router_requests import Overloaded, Unavailable, UnknownModel
 from crossrail.kv.serving import Serving
+from crossrail.kv.timeline import Timeline
 from tests.kv.asking import body
 from tests.kv.conftest import quiet, start, until
 from tests.kv.steps import GREEDY, PROMPT, SLOW_S, assert_still_serves, full_queue, prefiller
@@ -172,7 +173,7 @@ async def without_pages(
         decoder.model.step = held_step
         other = asyncio.ensure_future(cluster.complete(prompt_of(1), m.Sampling(250, ignore_end=True)))
         await until(lambda: any(len(s.tokens) >= 200 for s in decoder._servings.values()), "pages are out")
-    await until(lambda: decoder._turn.locked(), "there are no pages for it")
+    await until(lambda: decoder._lacking, "there are no pages for it")
     yield late
     goes_on.set()
     await asyncio.gather(other, *requests)
@@ -186,6 +187,33 @@ async def test_prompt_that_gave_its_pages_back_has_some_again_before_what_is_new
         assert not small.done()
     assert (await late)[0] == await monolithic(prompt_of(250, seed=4), GREEDY)
     assert (await small)[0] == await monolithic(prompt_of(1, seed=5), GREEDY)
+    await assert_still_serves(cluster)
+
+
+async def test_nothing_new_comes_between_two_requests_that_need_pages_again(cluster: Cluster) -> None:
+    await start(cluster)
+    decoder, loop = cluster.nodes["d0"], asyncio.get_running_loop()
+    assert isinstance(decoder, Decoder)
+    everything = decoder.receiver.reserve("everything", LAYOUT.pages * LAYOUT.page_tokens)
+    waiting = []
+    for name in ("r1", "r2"):
+        serving = Serving(name, decoder.links[0], b"", 1, prompt_of(9), GREEDY, Timeline(loop.time), None)
+        waiting.append(asyncio.ensure_future(decoder._pages_of(serving)))
+    await until(decoder._turn.locked, "they wait")
+    reserve, said = decoder._reserve, list[str]()
+
+    def reserve_and_look(*arguments: Any) -> Reception:
+        reception = reserve(*arguments)
+        loop.call_soon(lambda: said.append(decoder._too_busy()))  # before the next one knows that it is its turn
+        return reception
+
+    decoder._reserve = reserve_and_look  # type: ignore[method-assign]
+    everything.release()
+    decoder._report_room()
+    for reception in await asyncio.gather(*waiting):
+        reception.release()
+    assert "has requests that wait for pages" in said[0]
+    decoder._reserve = reserve  # type: ignore[method-assign]
     await assert_still_serves(cluster)
 
 
@@ -237,7 +265,7 @@ async def test_prompt_without_pages_for_long_is_told_to_come_later(cluster: Clus
 async def test_client_that_leaves_while_its_request_waits_for_pages_leaves_none_behind(cluster: Cluster) -> None:
     async with without_pages(cluster) as late:
         late.cancel()
-        await until(lambda: not cluster.nodes["d0"]._turn.locked(), "nobody waits")
+        await until(lambda: not cluster.nodes["d0"]._lacking, "nobody waits")
     await assert_still_serves(cluster)
 
 

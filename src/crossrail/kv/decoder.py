@@ -76,7 +76,8 @@ class Decoder(Node):
         self._ended: OrderedDict[str, int] = OrderedDict()  # by request, the latest placement
         self._told: deque[Serving] = deque(maxlen=_TOLD_KEPT)
         self._replacements = 0
-        self._turn = asyncio.Lock()  # of whoever needs pages again, first come, first served
+        self._lacking = 0  # requests that need pages again
+        self._turn = asyncio.Lock()  # of those, first come, first served
         self._room = asyncio.Event()  # set when pages came back
         self._closing = False
         mailbox.handle(m.Start, self._on_start)
@@ -185,7 +186,7 @@ class Decoder(Node):
     def _too_busy(self) -> str:
         if self.draining:
             return f"node {self.name!r} is draining"
-        if self._turn.locked():
+        if self._lacking:
             return f"node {self.name!r} has requests that wait for pages"
         if len(self._servings) >= self.options.requests_max:
             return f"node {self.name!r} serves {len(self._servings)} requests, which is its most"
@@ -227,7 +228,11 @@ class Decoder(Node):
         reception = serving.reception
         if reception is None:
             begun = serving.timeline.now()
-            await serving.unless_stopped(self._reserve_again(serving))
+            self._lacking += 1
+            try:
+                await serving.unless_stopped(self._reserve_again(serving))
+            finally:
+                self._lacking -= 1
             serving.timeline.add("pages", begun)
             reception = serving.reception
         assert reception is not None
