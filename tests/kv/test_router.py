@@ -459,6 +459,33 @@ async def test_decoder_hears_the_end_of_a_request_whose_prefillers_all_gave_long
     assert await client == [1, 2, 3]
 
 
+async def test_wait_for_the_decoders_pages_is_no_wait_for_a_prefiller_with_room(
+    town: Town, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(router_module, "_SAME_AGAIN_S", 0.01)
+    town.router.options = replace(OPTIONS, queue_s=1.0)
+    town.patient()
+    script = await town.add("a", "pause")
+    only = record("p", "prefiller", town.net.wire("p").address)
+    town.router.roster.join(only, m.Load(), asyncio.get_running_loop().time())
+    client = asyncio.ensure_future(town.complete(count=1000))
+    await script.paused.wait()
+
+    async def refused(attempt: int) -> m.Reassigned:
+        lost = m.PrefillerLost(script.started[0], attempt, "p", only.address, "it is full", busy=True)
+        return await script.mailbox.ask(town.router.mailbox.address, lost, m.Reassigned, WAIT_S)
+
+    assert (await refused(1)).prefiller == only.ref
+    await asyncio.sleep(1.2)  # for pages
+    assert (await refused(2)).prefiller == only.ref
+    attempt = 3
+    while (answer := await refused(attempt)).prefiller is not None:
+        attempt += 1
+    assert answer.busy and "no prefiller had room within 1 s" in answer.reason
+    script.go_on.set()
+    assert await client == [1, 2, 3]
+
+
 async def test_join_for_somebody_else_is_refused(town: Town) -> None:
     script = await town.add("a")
     stolen = m.Join(record("b", address=b"elsewhere"), m.Load())

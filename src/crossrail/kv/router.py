@@ -457,9 +457,7 @@ class Router(AsyncClosing):
         if running is None or running.decoder is None or not running.waits_at(sender, lost.placement):
             return unwanted
         if lost.busy:
-            running.full[lost.address] = now = _now_s()
-            running.no_room_s = now if running.no_room_s is None else running.no_room_s
-            if now - running.no_room_s >= self.options.queue_s:
+            if running.note_full(lost.address, _now_s()) >= self.options.queue_s:
                 why = f"no prefiller had room within {self.options.queue_s:g} s; the last one said: {lost.reason}"
                 return m.Reassigned(lost.request, lost.attempt, None, m.clipped(why), busy=True)
         else:
@@ -477,6 +475,7 @@ class Router(AsyncClosing):
             return m.Reassigned(lost.request, lost.attempt, None, m.clipped(why))
         self.counts["redispatched"] += 1
         running.attempt = lost.attempt + 1
+        running.reassigned_s = _now_s()
         self._placement.assign(running, found)
         return m.Reassigned(lost.request, running.attempt, found.record.ref)
 

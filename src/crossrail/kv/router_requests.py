@@ -65,9 +65,11 @@ class Running:
     placement: int = 1
     restarts: int = 0  # decoders that died
     failed: set[int] = field(default_factory=set)  # attempts since it was placed, but for those that found no room
-    # Of the latest, if no other has come between: since when, and when each prefiller said so last, by its address.
+    # Of the latest, if no other has come between: since when (later by what was no
+    # wait for room), and when each prefiller said so last, by its address.
     no_room_s: float | None = None
     full: dict[bytes, float] = field(default_factory=dict)
+    reassigned_s: float | None = None  # since when its decoder may ask another, and waits for pages, maybe, before
     traceparent: str = ""
     tokens: list[int] = field(default_factory=list)
     is_charged: bool = False  # counted among what its decoder has to do
@@ -90,8 +92,20 @@ class Running:
 
     def note_room(self) -> None:
         """An attempt did not fail for want of room: what did before it says nothing any more."""
-        self.no_room_s = None
+        self.no_room_s = self.reassigned_s = None
         self.full.clear()
+
+    def note_full(self, prefiller: bytes, now_s: float) -> float:
+        """This one had no room. Returns how long the request has waited for one that has, which is the time that the
+        router took to name another each time, and not the time until that one was asked.
+        """
+        if self.no_room_s is None:
+            self.no_room_s = now_s
+        elif self.reassigned_s is not None:
+            self.no_room_s += now_s - self.reassigned_s
+        self.reassigned_s = None
+        self.full[prefiller] = now_s
+        return now_s - self.no_room_s
 
     def take(self, first: int, tokens: list[int], end: m.End | None) -> None:
         """What a decoder sent. What is here already is passed over; a gap cannot be, since decoders send in order."""
