@@ -459,6 +459,31 @@ async def test_decoder_hears_the_end_of_a_request_whose_prefillers_all_gave_long
     assert await client == [1, 2, 3]
 
 
+async def test_prefiller_that_was_heard_of_since_it_was_full_is_asked_before_a_better_one_that_was_not(
+    town: Town,
+) -> None:
+    town.patient()
+    script = await town.add("a", "pause")
+    loop = asyncio.get_running_loop()
+    nodes = {name: record(name, "prefiller", town.net.wire(name).address) for name in ("p1", "p2", "p3")}
+    for name, node in nodes.items():
+        town.router.roster.join(node, m.Load(queued_tokens=10_000 if name == "p3" else 0), loop.time())
+    client = asyncio.ensure_future(town.complete(count=1000))
+    await script.paused.wait()
+    await until(lambda: town.router._placement._sent[nodes["p1"].address] == 1000, "the first one is asked")
+    asked = []
+    for attempt, name in ((1, "p1"), (2, "p2"), (3, "p3")):
+        if name == "p3":
+            town.router.roster.heartbeat("p2", nodes["p2"].address, m.Load(queued_tokens=100), loop.time())
+        lost = m.PrefillerLost(script.started[0], attempt, name, nodes[name].address, "it is full", busy=True)
+        answer = await script.mailbox.ask(town.router.mailbox.address, lost, m.Reassigned, WAIT_S)
+        assert answer.prefiller is not None
+        asked.append(answer.prefiller.node)
+    assert asked == ["p2", "p3", "p2"]  # and not p1, which is the best of those that are full
+    script.go_on.set()
+    assert await client == [1, 2, 3]
+
+
 async def test_wait_for_the_decoders_pages_is_no_wait_for_a_prefiller_with_room(
     town: Town, monkeypatch: pytest.MonkeyPatch
 ) -> None:

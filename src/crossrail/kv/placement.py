@@ -84,11 +84,6 @@ class Placement:
         candidates = rank((self._candidate(member, running) for member in fitting or members), len(running.prompt))
         return [candidate.member for candidate in candidates]
 
-    def best_prefiller(self, running: Running, model: str, avoid: bytes = b"") -> Member | None:
-        """The best whose address is another than that to avoid; that one when there is no other."""
-        ranked = self.ranked("prefiller", running, model)
-        return next((member for member in ranked if member.address != avoid), ranked[0] if ranked else None)
-
     def keep(self, running: Running, decoders: Sequence[Member]) -> None:
         """From now on one of these takes no younger request, so that what runs there leaves room for this one.
 

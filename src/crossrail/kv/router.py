@@ -299,7 +299,7 @@ class Router(AsyncClosing):
         prefiller = None
         context = running.context
         if len(context) > 1:
-            prefiller = self._placement.best_prefiller(running, decoder.record.model)
+            prefiller = next(iter(self._placement.ranked("prefiller", running, decoder.record.model)), None)
             if prefiller is None:
                 return f"no prefiller for model {decoder.record.model!r} has joined router {self.name!r}"
         generated = len(running.tokens)
@@ -500,14 +500,14 @@ class Router(AsyncClosing):
         give_up_s = _now_s() + self.options.queue_s
         while True:
             self._room.clear()
-            found = self._placement.best_prefiller(running, model, avoid=lost.address)
-            # One that was full is another again once it has been heard since.
-            is_other = (
-                found is not None
-                and found.address != lost.address
-                and (running.full.get(found.address, 0.0) < found.heard_s)
-            )
-            if is_other or running.ended or _now_s() >= min(give_up_s, same_after_s if found else give_up_s):
+            ranked = self._placement.ranked("prefiller", running, model)
+            others = [member for member in ranked if member.address != lost.address]
+            for member in others:
+                # One that was full is another again once it has been heard since.
+                if running.full.get(member.address, 0.0) < member.heard_s:
+                    return member
+            found = next(iter(others or ranked), None)
+            if running.ended or _now_s() >= min(give_up_s, same_after_s if found else give_up_s):
                 return found
             await set_in_time(self._room, min(0.2, give_up_s - _now_s()))
 

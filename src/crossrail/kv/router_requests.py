@@ -65,8 +65,8 @@ class Running:
     placement: int = 1
     restarts: int = 0  # decoders that died
     failed: set[int] = field(default_factory=set)  # attempts since it was placed, but for those that found no room
-    # Of the latest, if no other has come between: since when (later by what was no
-    # wait for room), and when each prefiller said so last, by its address.
+    # Of the latest, if no other has come between: since when (later by what was no wait for room), and when each
+    # prefiller said so last, by its address.
     no_room_s: float | None = None
     full: dict[bytes, float] = field(default_factory=dict)
     reassigned_s: float | None = None  # since when its decoder may ask another, and waits for pages, maybe, before
