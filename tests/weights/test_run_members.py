@@ -95,6 +95,25 @@ async def test_trainer_that_died_between_two_updates_is_named_where_nobody_holds
     await fleet.assert_holds(2)
 
 
+async def test_holdings_that_do_not_fit_together_are_no_failed_update_because_somebody_went(
+    make_fleet: MakeFleet,
+) -> None:
+    """Whoever tries again after an UpdateFailed would do so for ever."""
+    fleet = make_fleet(trainer_count=2)
+    controller = await fleet.start(targets=[0])
+    await fleet.update(1)
+    await fleet.trainers[1].leave()
+    box = fleet.mailbox("target-1")
+    memory, allocate = fleet.memory("target-1", "target", 1)
+    memory.add("norm", allocate(192).view(np.int32), dtype="int32")
+    receiver = WeightReceiver(box, memory)
+    await receiver.join(controller.address, PATIENCE_S)
+    with pytest.raises(xr.UsageError, match="'norm': target 1 wants int32, trainers have bfloat16"):
+        await controller.update(2, PATIENCE_S)
+    await receiver.close()
+    memory.close()
+
+
 async def test_mailbox_of_another_one_is_refused_until_that_is_closed(make_fleet: MakeFleet) -> None:
     fleet = make_fleet(trainer_count=1)
     await fleet.start(targets=[0])

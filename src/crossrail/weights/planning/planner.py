@@ -23,7 +23,7 @@ from crossrail.weights.planning.check import check_plan
 from crossrail.weights.planning.plan import Plan, ranks_of
 from crossrail.weights.planning.sources import Sources, cells_of, sources_of
 from crossrail.weights.planning.speeds import check_speeds, costs_of
-from crossrail.weights.planning.tables import Forms, Tables, Wants
+from crossrail.weights.planning.tables import Forms, Tables, Unheld, Wants
 
 Gather = Literal["needed", "full"]
 
@@ -66,7 +66,8 @@ def make_plan(trainers: Sequence[Inventory], targets: Sequence[Inventory], optio
 
     Pure: the same input gives the same plan. It has been checked (check_plan) when it is returned.
 
-    Raises UsageError, which names the parameter, if their holdings do not fit together.
+    Raises UsageError, which names the parameter, if their holdings do not fit together; Unheld, which is one, where no
+    trainer holds what targets want.
     """
     options = options or PlanOptions()
     _check_roles(trainers, targets)
@@ -99,7 +100,8 @@ def _rank(inventory: Inventory) -> int:
 def _check_roles(trainers: Sequence[Inventory], targets: Sequence[Inventory]) -> None:
     for role, inventories in (("trainer", trainers), ("target", targets)):
         if not inventories:
-            raise UsageError(f"there is no {role}: a plan needs one or more")
+            missing = Unheld if role == "trainer" else UsageError
+            raise missing(f"there is no {role}: a plan needs one or more")
         for inventory in inventories:
             if inventory.role != role:
                 raise UsageError(f"{inventory} is given as a {role}")

@@ -9,7 +9,7 @@ import numpy as np
 from crossrail.errors import UsageError
 from crossrail.weights.dtypes import ITEM_BYTES
 from crossrail.weights.planning.boxes import Boxes, Ints, columns_of, distinct, find_fault, grid, ranges, unique_pairs
-from crossrail.weights.planning.tables import Forms, Tables
+from crossrail.weights.planning.tables import Forms, Tables, Unheld
 
 
 class Sources(NamedTuple):
@@ -63,7 +63,8 @@ def _check_tiles(tables: Tables, tiles: Boxes, start: Ints, stop: Ints, param: I
         dims = int(tables.source.rows["dims"][tables.source.rows["name"] == param[key]][0])
         what = "claimed by trainers whose boxes overlap" if fault.claims else "held by no trainer"
         among = "" if mesh is None else f", in mesh {tables.meshes[mesh[key]]!r}"
-        raise UsageError(f"{tables.names[param[key]]!r}: {fault.where(dims)} is {what}{among}")
+        kind = UsageError if fault.claims else Unheld
+        raise kind(f"{tables.names[param[key]]!r}: {fault.where(dims)} is {what}{among}")
 
 
 def cells_of(forms: Forms, sources: Sources, whole: bool, write_bytes_min: int, task_bytes_max: int) -> Boxes:

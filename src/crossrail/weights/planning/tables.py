@@ -16,6 +16,10 @@ from crossrail.weights.planning.boxes import Boxes, Ints, columns_of, distinct, 
 _SHOWN = 5
 
 
+class Unheld(UsageError):
+    """Something that targets want is held by no trainer: one that joins may hold it."""
+
+
 class Side(NamedTuple):
     """Holdings of all processes of one role; name and mesh number those of all. rank: of each row."""
 
@@ -118,7 +122,7 @@ def match(tables: Tables, ignore: Sequence[str]) -> tuple[Forms, Wants]:
     rows = target.rows
     scales = (rows["scale_of"] >= 0) & ~held[rows["name"]]
     param = np.where(scales, rows["scale_of"], rows["name"]).astype(np.int64)
-    _refuse_names(names, np.unique(param[~held[param]]), "wanted by targets and held by no trainer")
+    _refuse_names(names, np.unique(param[~held[param]]), "wanted by targets and held by no trainer", Unheld)
     dtype = np.where(scales, FP8, rows["dtype"]).astype(np.int64)
     block = np.where(scales[:, np.newaxis], rows["block"], 0)
     quantised = ~scales & (dtype == FP8) & (source_dtype[param] != FP8)
@@ -193,8 +197,8 @@ def _check_extra(tables: Tables, used: Ints, ignore: Sequence[str]) -> None:
     _refuse_names(tables.names, found[~ignored], what)
 
 
-def _refuse_names(names: Sequence[str], found: Ints, what: str) -> None:
+def _refuse_names(names: Sequence[str], found: Ints, what: str, kind: type[UsageError] = UsageError) -> None:
     if len(found):
         some = ", ".join(repr(names[name]) for name in found[:_SHOWN])
         more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-        raise UsageError(f"{some}{more}: {what}")
+        raise kind(f"{some}{more}: {what}")

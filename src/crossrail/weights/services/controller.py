@@ -27,6 +27,7 @@ from crossrail.weights.inventory.holdings import Inventory, Role
 from crossrail.weights.planning.plan import Plan
 from crossrail.weights.planning.planner import PlanOptions, make_plan
 from crossrail.weights.planning.speeds import Pace
+from crossrail.weights.planning.tables import Unheld
 from crossrail.weights.services import messages as m
 from crossrail.weights.services.members import Member, assigns_of, until_reached
 from crossrail.weights.services.reports import ATTEMPTS, ControllerOptions, UpdateReport, UpdateTotals
@@ -339,13 +340,13 @@ class WeightController:
 
     def _make_plan(self) -> Plan:
         """Blocks, some seconds for the largest models. UsageError if holdings do not fit together; CrossrailError if
-        they may have until somebody went.
+        nobody holds what is wanted any more, maybe since somebody went.
         """
         trainers, targets = ([member.inventory for member in side] for side in self._planned_by_role())
         went = dict(self._went)
         try:
             return make_plan(trainers, targets, replace(self._plan_options, speeds=self._speeds))
-        except UsageError as error:
+        except Unheld as error:
             if not went:
                 raise
             gone = ", ".join(f"trainer {rank} ({went[rank]})" for rank in sorted(went)[:_NAMED])
