@@ -95,6 +95,32 @@ async def test_trainer_that_died_between_two_updates_is_named_where_nobody_holds
     await fleet.assert_holds(2)
 
 
+async def test_no_roll_call_goes_on_behind_one_that_fails(
+    make_fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet = make_fleet(trainer_count=1)
+    controller = await fleet.start()
+    box, address = fleet.mailboxes["controller"], controller._members["target", 1].address
+    ask, calls, seen = box.ask, set[bytes](), list[int]()
+
+    async def or_fail(to: bytes, question: Any, *more: Any) -> Any:
+        if isinstance(question, m.Abort):
+            seen.append(len(calls))
+        if not isinstance(question, m.RollCall):
+            return await ask(to, question, *more)
+        calls.add(to)
+        try:
+            await asyncio.sleep(0.01 if to == address else PATIENCE_S)
+            raise xr.CrossrailError("the engine is closing")
+        finally:
+            calls.remove(to)
+
+    monkeypatch.setattr(box, "ask", or_fail)
+    with pytest.raises(UpdateFailed, match="the engine is closing"):
+        await controller.update(1, PATIENCE_S)
+    assert seen == [0] * 4
+
+
 async def test_holdings_that_do_not_fit_together_are_no_failed_update_because_somebody_went(
     make_fleet: MakeFleet,
 ) -> None:

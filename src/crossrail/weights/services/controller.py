@@ -286,7 +286,7 @@ class WeightController:
         timeout_s = min(_ROLL_CALL_S, _ROLL_CALL_PART * left_s)
         planned, self._planned = self._planned, []  # nobody's going ends the update yet
         try:
-            await asyncio.gather(*(call(member) for member in self._members.values()))
+            await _together(call(member) for member in self._members.values())
         finally:
             self._planned = planned
 
@@ -386,19 +386,7 @@ class WeightController:
             except NoAnswer as error:
                 raise CrossrailError(f"{member}: {error}") from None
 
-        tasks = [asyncio.ensure_future(one(member)) for member in members]
-        try:
-            # Not gather(): who is cancelled in it as one of these fails gets that failure, and may go on with it.
-            if tasks:
-                await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-            for task in tasks:
-                if task.done():
-                    task.result()
-            return [task.result() for task in tasks]
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        return await _together(one(member) for member in members)
 
     async def _distribute(self, plan: Plan, deadline: float, on_progress: OnProgress) -> None:
         """Tells everybody their part of it, and waits until trainers have made theirs ready."""
@@ -506,6 +494,23 @@ def _inventory_of(join: m.Join) -> Inventory:
 
 def _unseen(_stage: Stage, _done: int, _whole: int) -> None:
     return
+
+
+async def _together(works: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
+    """What all of them return. The first that fails ends the others, and its failure is raised when they have ended."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        # Not gather(): who is cancelled in it as one of these fails gets that failure, and may go on with it.
+        if tasks:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        for task in tasks:
+            if task.done():
+                task.result()
+        return [task.result() for task in tasks]
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
