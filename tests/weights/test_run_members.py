@@ -95,6 +95,33 @@ async def test_trainer_that_died_between_two_updates_is_named_where_nobody_holds
     await fleet.assert_holds(2)
 
 
+async def test_who_lives_and_is_left_out_is_named_in_the_report(
+    make_fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fleet = make_fleet(trainer_count=2)
+    controller = await fleet.start()
+    assert (await fleet.update(1)).left_out == []
+    box, address = fleet.mailboxes["controller"], controller._members["target", 1].address
+    ask = box.ask
+
+    async def unless_given_up(to: bytes, question: Any, *more: Any) -> Any:
+        if to == address and isinstance(question, m.RollCall):
+            raise Unreachable("our engine has given it up")
+        return await ask(to, question, *more)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(box, "ask", unless_given_up)
+        assert (await fleet.update(2)).left_out == ["inference rank 1"]
+    assert (
+        "the update to version 2 goes on without inference rank 1: it is gone: our engine has given it up"
+        in caplog.text
+    )
+    await fleet.assert_holds(1, [1])
+    await controller.ready([0, 1], [0, 1, 2], PATIENCE_S)
+    assert (await fleet.update(3)).left_out == []
+    await fleet.assert_holds(3)
+
+
 async def test_no_roll_call_goes_on_behind_one_that_fails(
     make_fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -120,7 +120,8 @@ class WeightController:
             (inference ranks), "write" (bytes).
         Raises UpdateFailed once the update is aborted everywhere: inference ranks with spare memory keep the version
         that they had, those without report torn weights. Another update() may succeed, with a new plan if a member was
-        lost; also where nobody else holds what a trainer held that went. UsageError if the members' holdings do not fit
+        lost; also where nobody else holds what a trainer held that went. Who was lost before it is left out, if it can
+        be, and named in the report's left_out. UsageError if the members' holdings do not fit
         together otherwise, or while another update is in progress; and whatever on_progress raises.
         If it is cancelled, it first aborts everywhere, which may take options.abort_s; or commits, if everything has
         arrived. Members that join meanwhile take part in the next update.
@@ -130,13 +131,13 @@ class WeightController:
         timeout_s = min(timeout_s, m.SECONDS_MAX)
         if self._under_way is not None:
             raise UsageError(f"the update to version {self._under_way} is under way: one at a time")
-        self._sweep()  # before they count as lost in the middle of it
+        report = UpdateReport(version)
+        self._sweep(report)  # before they count as lost in the middle of it
         self._under_way = version
         self._attempt = _attempts[self._mailbox] = _attempts[self._mailbox] + 1
         self._lost = asyncio.get_running_loop().create_future()
         loop = asyncio.get_running_loop()
         begun = loop.time()
-        report = UpdateReport(version)
         try:
             try:
                 work = self._run(version, report, begun + timeout_s, on_progress or _unseen)
@@ -213,18 +214,27 @@ class WeightController:
         if member in self._planned and self._lost is not None and not self._lost.done():
             self._lost.set_exception(CrossrailError(f"{member}: {why}"))
 
-    def _drop(self, member: Member, why: str) -> None:
-        """Out, and told so, that it may join again: it may live. Once: who is told twice joins twice."""
+    def _drop(self, member: Member, why: str) -> bool:
+        """Out, and told so, that it may join again: it may live. Once: who is told twice joins twice. Whether it was in
+        until now.
+        """
         if self._members.get((member.role, member.rank)) is not member:
-            return
+            return False
         self._remove(member, why)
         evicted = m.Evicted(clipped(why))
         self._mailbox.spawn(self._tell_evicted(member, evicted), f"telling {member} that it is left out")
+        return True
 
-    def _sweep(self) -> None:
+    def _leave_out(self, member: Member, why: str, report: UpdateReport) -> None:
+        """As _drop(), of an update that has just begun."""
+        if self._drop(member, why):
+            log.warning("the update to version %d goes on without %s: %s", report.version, member, why)
+            report.left_out.append(str(member))
+
+    def _sweep(self, report: UpdateReport) -> None:
         for member in list(self._members.values()):
             if self._mailbox.wire.is_lost(member.address):
-                self._drop(member, "it died, closed, or was silent for too long")
+                self._leave_out(member, "it died, closed, or was silent for too long", report)
         for address in [address for address in self._heard if self._mailbox.wire.is_lost(address)]:
             del self._heard[address]
 
@@ -272,14 +282,14 @@ class WeightController:
         more = f", and {len(found) - _NAMED} more like these" if len(found) > _NAMED else ""
         return f": {', '.join(found[:_NAMED])}{more}" if found else ""
 
-    async def _roll_call(self, left_s: float) -> None:
+    async def _roll_call(self, left_s: float, report: UpdateReport) -> None:
         """Leaves out who is gone, while the update can go on without: our engine may not have noticed yet."""
 
         async def call(member: Member) -> None:
             try:
                 await self._mailbox.ask(member.address, m.RollCall(), m.Taken, timeout_s)
             except Unreachable as error:
-                self._drop(member, f"it is gone: {error}")
+                self._leave_out(member, f"it is gone: {error}", report)
             except NoAnswer as error:
                 log.info("%s may be late: %s", member, error)
 
@@ -294,7 +304,7 @@ class WeightController:
         loop = asyncio.get_running_loop()
         clock = loop.time
         self._late.clear()
-        await self._roll_call(deadline - clock())
+        await self._roll_call(deadline - clock(), report)
         begun = clock()
         members = [*self._of("trainer"), *self._of("target")]
         speeds = self._pace.of(member.rank for member in members if member.role == "trainer")

@@ -48,6 +48,8 @@ class UpdateReport:
     """How long an update took, in seconds. plan_s: planning and announcing it; 0 if nobody joined, left or slowed down.
 
     steps: of each trainer, by rank. speeds: of trainers, as the plan assumed them; all others were taken as equal.
+    left_out: names of members that were lost or could not be reached as it began, and did not take part, such as
+        "inference rank 1". If one lives, it has the version from before, and joins again by itself.
     """
 
     version: int
@@ -58,6 +60,7 @@ class UpdateReport:
     total_s: float = 0.0
     steps: dict[int, StepReport] = field(default_factory=dict)
     speeds: dict[int, float] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
 
     @property
     def written_bytes(self) -> int:
