@@ -23,14 +23,15 @@ log = logging.getLogger("crossrail.kv")
 @dataclass
 class Member:
     """One incarnation of a node. heard_s: when it was last heard of, on the event loop's clock; later by what was
-    excused since. has_left: it has said that it goes. rivals: other incarnations of its name that want to join, by
-    address: how often it was heard of since.
+    excused since. told_s: when its load came. has_left: it has said that it goes. rivals: other incarnations of its
+    name that want to join, by address: how often it was heard of since.
     """
 
     record: NodeRecord
     layout: KvLayout
     load: Load
     heard_s: float
+    told_s: float = 0.0
     has_left: bool = False
     rivals: dict[bytes, int] = field(default_factory=dict)
 
@@ -136,9 +137,10 @@ class Roster(Membership):
                     raise UsageError(f"node {record.node!r} does not fit {other.name!r}: {mismatch}") from None
         before = self._members.get(record.node)
         if before is None:
-            self._members[record.node] = Member(record, layout, load, now_s)
+            self._members[record.node] = Member(record, layout, load, now_s, now_s)
         elif before.address == record.address:  # the same again: whoever has it keeps a member
-            before.record, before.layout, before.load, before.heard_s = record, layout, load, now_s
+            before.record, before.layout, before.load = record, layout, load
+            before.heard_s = before.told_s = now_s
         else:
             self._refuse_rival(before, record.address)
 
@@ -153,7 +155,8 @@ class Roster(Membership):
         member = self._members.get(node)
         if member is None or member.address != address:
             return False
-        member.load, member.heard_s = load, now_s
+        member.load = load
+        member.heard_s = member.told_s = now_s
         member.rivals = {rival: heard + 1 for rival, heard in member.rivals.items()}
         return True
 

@@ -504,7 +504,7 @@ class Router(AsyncClosing):
             others = [member for member in ranked if member.address != lost.address]
             for member in others:
                 # One that was full is another again once it has been heard since.
-                if running.full.get(member.address, 0.0) < member.heard_s:
+                if running.full.get(member.address, 0.0) < member.told_s:
                     return member
             found = next(iter(others or ranked), None)
             if running.ended or _now_s() >= min(give_up_s, same_after_s if found else give_up_s):
