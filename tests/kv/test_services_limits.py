@@ -255,7 +255,7 @@ async def test_pages_of_what_is_not_delivered_yet_are_there_for_others(cluster: 
 
 
 async def test_prompt_without_pages_for_long_is_told_to_come_later(cluster: Cluster) -> None:
-    async with without_pages(cluster, pages_s=0.3) as late:
+    async with without_pages(cluster, pages_s=3.0) as late:
         tokens, end = await late
         assert not tokens and end.reason == "overloaded"
         assert "node 'd0' had no pages for it again within 0.3 s" in end.detail
