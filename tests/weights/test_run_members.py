@@ -20,6 +20,7 @@ from crossrail.weights.services import members
 from crossrail.weights.services import messages as m
 from crossrail.weights.services.members import next_word
 from crossrail.weights.services.receiver import WeightReceiver
+from crossrail.weights.services.reports import UpdateReport
 from crossrail.weights.services.trainer import WeightTrainer
 from crossrail.weights.services.versions import State
 from tests.weights.conftest import MakeFleet
@@ -109,17 +110,36 @@ async def test_who_lives_and_is_left_out_is_named_in_the_report(
             raise Unreachable("our engine has given it up")
         return await ask(to, question, *more)
 
+    async def never(*_: Any) -> None:
+        pass
+
     with monkeypatch.context() as patched:
         patched.setattr(box, "ask", unless_given_up)
+        patched.setattr(controller, "_tell_evicted", never)  # else it joins again before the update goes on, or after
         assert (await fleet.update(2)).left_out == ["inference rank 1"]
     assert (
         "the update to version 2 goes on without inference rank 1: it is gone: our engine has given it up"
         in caplog.text
     )
     await fleet.assert_holds(1, [1])
-    await controller.ready([0, 1], [0, 1, 2], PATIENCE_S)
+    await fleet.receivers[1].join(controller.address, PATIENCE_S)
     assert (await fleet.update(3)).left_out == []
     await fleet.assert_holds(3)
+
+
+async def test_who_joins_again_at_once_is_not_left_out(make_fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = make_fleet(trainer_count=1)
+    controller = await fleet.start()
+    roll_call = controller._roll_call
+
+    async def and_come_back(left_s: float, report: UpdateReport) -> None:
+        await roll_call(left_s, report)
+        controller._leave_out(controller._members["target", 1], "nobody answers", report)
+        await controller.ready([0], [0, 1, 2], PATIENCE_S)
+
+    monkeypatch.setattr(controller, "_roll_call", and_come_back)
+    assert (await fleet.update(1)).left_out == []
+    await fleet.assert_holds(1)
 
 
 async def test_no_roll_call_goes_on_behind_one_that_fails(

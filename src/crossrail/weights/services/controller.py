@@ -307,6 +307,8 @@ class WeightController:
         await self._roll_call(deadline - clock(), report)
         begun = clock()
         members = [*self._of("trainer"), *self._of("target")]
+        taking_part = {str(member) for member in members}  # also who has joined again already
+        report.left_out = [name for name in report.left_out if name not in taking_part]
         speeds = self._pace.of(member.rank for member in members if member.role == "trainer")
         if self.plan is None or members != self._planned or speeds != self._speeds:
             self._planned, self._speeds = members, speeds
