@@ -70,6 +70,17 @@ def check_tensor(given: Any, name: str, dtypes: tuple[str, ...]) -> str:
     return dtype
 
 
+def tensor_on(device: Any, given: Any, name: str, dtypes: tuple[str, ...], shape: tuple[int | None, ...]) -> Any:
+    """A tensor of torch that a caller gave, on that device. UsageError as of to_host."""
+    if not is_tensor(given):
+        raise UsageError(f"{name} is {type(given).__name__}, must be a tensor of torch on {device}")
+    if given.device != device:
+        raise UsageError(f"{name} is on {given.device}, must be on {device}")
+    check_tensor(given, name, dtypes)
+    check_shape(given.shape, name, shape)
+    return given.detach()
+
+
 def to_count(given: Any, bound: int) -> int:
     """num_tokens: a number, or an array or tensor that holds one."""
     try:  # item(): numpy takes arrays for numbers only if they have no dimensions

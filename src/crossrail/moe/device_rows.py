@@ -12,7 +12,7 @@ import crossrail as xr
 from crossrail._extras import needs
 from crossrail._torch import is_tensor, told, wait_for_kernels
 from crossrail.errors import UsageError
-from crossrail.moe.arrays import Array, check_shape, check_tensor, to_host
+from crossrail.moe.arrays import Array, tensor_on, to_host
 from crossrail.moe.kernels import Kernels
 from crossrail.moe.row_memory import INDEX_TYPES
 
@@ -55,13 +55,7 @@ class DeviceRows:
         return not self._engine.closed
 
     def given(self, array: Any, name: str, dtypes: tuple[str, ...], shape: tuple[int | None, ...]) -> Any:
-        if not is_tensor(array):
-            raise UsageError(f"{name} is {type(array).__name__}, must be a tensor of torch on {self.device}")
-        if array.device != self.device:
-            raise UsageError(f"{name} is on {array.device}, must be on {self.device}")
-        check_tensor(array, name, dtypes)
-        check_shape(array.shape, name, shape)
-        return array.detach()
+        return tensor_on(self.device, array, name, dtypes, shape)
 
     def routes(self, indices: Any, shape: tuple[int, int]) -> Array:
         if is_tensor(indices) and indices.device == self.device:

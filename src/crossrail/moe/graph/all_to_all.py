@@ -15,7 +15,7 @@ from crossrail._extras import needs
 from crossrail._options import check_seconds
 from crossrail._torch import is_tensor, told, wait_for_kernels
 from crossrail.errors import CrossrailError, EngineClosed, UsageError, WaitTimeout
-from crossrail.moe.arrays import check_shape, check_tensor, to_count
+from crossrail.moe.arrays import check_tensor, tensor_on, to_count
 from crossrail.moe.board import PARITIES, BoardLayout
 from crossrail.moe.capacity import find_overflow
 from crossrail.moe.config import OUT_DTYPES, Config
@@ -455,13 +455,7 @@ class GraphAllToAll:
             raise UsageError(f"{call} of a round that has had {opened.stage.value}: it comes after {stage.value}")
 
     def _given(self, tensor: Any, name: str, dtypes: tuple[str, ...], shape: tuple[int | None, ...]) -> Any:
-        if not is_tensor(tensor):
-            raise UsageError(f"{name} is {type(tensor).__name__}, must be a tensor of torch on {self.device}")
-        if tensor.device != self.device:
-            raise UsageError(f"{name} is on {tensor.device}, must be on {self.device}")
-        check_tensor(tensor, name, dtypes)
-        check_shape(tensor.shape, name, shape)
-        return tensor.detach()
+        return tensor_on(self.device, tensor, name, dtypes, shape)
 
     def _weights_given(self, weights: Any, tokens: int) -> Any:
         return self._given(weights, "weights", ("float32",), (tokens, self.config.top_k))
