@@ -108,7 +108,7 @@ void StreamProxy::run() {
     bool moved = false;
     try {
       moved = advance();
-    } catch (...) {
+    } catch (...) {  // an index that is none of an expert's, no memory: failure() throws it to the caller
       fail({.outcome = {FarResult::kReady, rank_, {}},
             .step = FarStep::kFarewell,
             .round = next_ - 1,

@@ -54,7 +54,7 @@ struct StreamBoard {
 // What ended the rounds.
 struct StreamFailure {
   FarOutcome outcome;  // kReady: is_over or error
-  FarStep step;        // that was waited for; kFarewell: none, what was sent had not gone
+  FarStep step;        // that was waited for, of our own rank where it is late; kFarewell: the end of the round
   uint64_t round;
   bool is_over;                 // more rows than there is room for; counts say of what
   std::vector<int32_t> counts;  // [groups][experts]

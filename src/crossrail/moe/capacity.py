@@ -12,7 +12,7 @@ def find_overflow(config: Config, number: int, placement: _core.moe.Placement) -
     masked = config.layout == "masked"
     there = config.rows_per_expert if masked else config.rows_max
     # A group can send no more to a rank, unless a token names an expert twice: send buffers are no longer.
-    most = config.max_tokens * min(config.top_k, config.experts_per_rank)
+    most = config.routes_to_rank_max
     rank = placement.first_over(there, most)
     if rank is None:
         return None

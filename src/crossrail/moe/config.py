@@ -103,7 +103,7 @@ class Config:
     @property
     def tag_rows(self) -> int:
         """Tags that a rank shows its node: at most those of all rows that may come from far."""
-        return self.groups * self.max_tokens * min(self.top_k, self.experts_per_rank) if self.node_sums else 0
+        return self.groups * self.routes_to_rank_max if self.node_sums else 0
 
     @property
     def y_bytes(self) -> int:
@@ -119,6 +119,11 @@ class Config:
     def experts_per_rank(self) -> int:
         """Of all ranks but perhaps the last."""
         return -(-self.experts // self.world)
+
+    @property
+    def routes_to_rank_max(self) -> int:
+        """Of one group: a token's experts differ."""
+        return self.max_tokens * min(self.top_k, self.experts_per_rank)
 
     @property
     def rows_per_expert(self) -> int:

@@ -54,10 +54,10 @@ class Far:
         self._rows = rows.shared_block(memory.rows.nbytes)
         self.rows = self._rows.region
         self._masks = config.on_lost == "mask"
-        self.proxy = self._proxy = _core.moe.Proxy(
+        self.proxy = _core.moe.Proxy(
             engine, layout, rank, memory.as_native(), self.routes, self.rows, masks=self._masks
         )
-        self.ranks = self._proxy.far_ranks()
+        self.ranks = self.proxy.far_ranks()
         # Where ranks may be masked each has registrations of its own, which can be taken from it.
         self._doors: dict[int, list[xr.Region]] = {}
         for other in self.ranks if self._masks else ():
@@ -89,15 +89,15 @@ class Far:
 
     def start_thread(self, cpu: int | None) -> None:
         """From now on a thread posts, not the caller: on that core, or wherever this process may run."""
-        self._proxy.start_thread(cpu)
+        self.proxy.start_thread(cpu)
 
     def stop_thread(self) -> None:
         """Ends it, once it has posted what it was told to. Idempotent."""
-        self._proxy.stop_thread()
+        self.proxy.stop_thread()
 
     def card(self) -> dict[str, Any]:
         """What the far ranks need to know of us."""
-        imms = {str(rank): self._proxy.imms_for(rank) for rank in self.ranks}
+        imms = {str(rank): self.proxy.imms_for(rank) for rank in self.ranks}
         doors = {str(rank): self._doors.get(rank, [self.routes, self.rows]) for rank in self.ranks}
         memory = {rank: [one.descriptor.to_bytes().hex() for one in both] for rank, both in doors.items()}
         return {"memory": memory, "imms": imms}
@@ -111,7 +111,7 @@ class Far:
                 routes, rows = (
                     xr.RegionDescriptor.from_bytes(bytes.fromhex(one)) for one in cards[rank]["memory"][str(self._rank)]
                 )
-                self._proxy.connect(rank, routes, rows, cards[rank]["imms"][str(self._rank)])
+                self.proxy.connect(rank, routes, rows, cards[rank]["imms"][str(self._rank)])
                 self._rows_of[rank] = rows
 
     def try_ways(self, timeout_s: float) -> None:
@@ -126,11 +126,11 @@ class Far:
 
     def watch(self, rank: int, board: memoryview) -> None:
         """One that shares memory with us, this board: waits end when it is lost, unless it said farewell."""
-        self._proxy.watch(self._addresses[rank], rank, board)
+        self.proxy.watch(self._addresses[rank], rank, board)
 
     def imms_of(self, rank: int) -> list[int]:
         """By the words of moe/board.py, the numbers by which a far rank tells us what those tell of near ones."""
-        imms = self._proxy.imms_for(rank)
+        imms = self.proxy.imms_for(rank)
         routes, _, results, farewell = (imms[step : step + PARITIES] for step in range(0, len(imms), PARITIES))
         return [farewell[0], *routes, *results]
 
@@ -138,11 +138,11 @@ class Far:
 
     def wait_sent(self, number: int, timeout_s: float) -> tuple[str, int, str]:
         """Until the memory of the round before the last is free again: result, rank, detail."""
-        return self._proxy.wait_sent(number, timeout_s)
+        return self.proxy.wait_sent(number, timeout_s)
 
     def send_routes(self, number: int, counts: Array) -> None:
         """Our routes, into that memory."""
-        self._proxy.send_routes(number, counts)
+        self.proxy.send_routes(number, counts)
 
     def send_rows(self, number: int, x: Any, scales: Any | None, weights: Any | None, routes: Array) -> None:
         """The rows of these routes, which are in the order of Placement.send_far. weights: with node_sums."""
@@ -152,15 +152,15 @@ class Far:
             if self._config.node_sums and weights is not None:
                 rows[: len(routes), -TAG_BYTES:] = tags_of(routes, weights)
         self._memory.settle()
-        self._proxy.send_rows(number)
+        self.proxy.send_rows(number)
         if self._masks:
-            self._proxy.send_remainder(number, None)  # there is none: slots have room for all
+            self.proxy.send_remainder(number, None)  # there is none: slots have room for all
 
     def routes_of(self, number: int, rank: int) -> Array:
-        return np.asarray(self._proxy.routes_of(number, rank))
+        return np.asarray(self.proxy.routes_of(number, rank))
 
     def send_remainder(self, number: int, placement: _core.moe.Placement | None) -> None:
-        self._proxy.send_remainder(number, placement)
+        self.proxy.send_remainder(number, placement)
 
     def pull(self, number: int, placement: _core.moe.Placement, x: Any, scales: Any | None, tags: Array) -> None:
         """Rows that have come, to where they belong; with node_sums their tags, in return_far's order."""
@@ -180,14 +180,14 @@ class Far:
             if len(table) > 0:
                 self._memory.pack(self._halves[number % PARITIES].results_out_bytes, y, None, table)
         self._memory.settle()
-        self._proxy.send_results(number, placement)
+        self.proxy.send_results(number, placement)
 
     def sums_out(self, number: int, first_row: int, rows: int) -> Any:
         """Where sums for a partner are made."""
         return self._halves[number % PARITIES].results_out[first_row : first_row + rows]
 
     def send_sums(self, number: int, partner: int, first_row: int, rows: int) -> None:
-        self._proxy.send_sums(number, partner, first_row, rows)
+        self.proxy.send_sums(number, partner, first_row, rows)
 
     def results(self, number: int) -> Any:
         return self._halves[number % PARITIES].results_in
@@ -196,15 +196,15 @@ class Far:
 
     def wait(self, step: str, number: int, timeout_s: float) -> tuple[str, int, str]:
         """Until "routes", "rows" or "results" of the round are here from all: result, whom it is about, detail."""
-        return self._proxy.wait(step, number, timeout_s)
+        return self.proxy.wait(step, number, timeout_s)
 
     def has_come(self, step: str, number: int, rank: int) -> bool:
         """Whether all of that is here from that rank; also "farewell"."""
-        return self._proxy.has_come(step, number, rank, _SETTLE_S)
+        return self.proxy.has_come(step, number, rank, _SETTLE_S)
 
     def leave_out(self, rank: int) -> None:
         """Goes on without it, if it is one of these."""
-        if self._proxy.leave_out(rank, _SETTLE_S)[0] != "ready":
+        if self.proxy.leave_out(rank, _SETTLE_S)[0] != "ready":
             raise WaitTimeout(f"the thread that posts has not come to its orders within {_SETTLE_S:g} s")
 
     def shut_out(self, rank: int) -> bool:
@@ -224,8 +224,8 @@ class Far:
 
     def farewell(self, why: int | None, timeout_s: float) -> None:
         """Nothing of ours comes any more: who waits for us is told. why: as Peers has it."""
-        self._proxy.say_farewell(why, timeout_s)
+        self.proxy.say_farewell(why, timeout_s)
 
     def why_left(self, rank: int) -> int | None:
         """What that far rank gave in its farewell. Written by that rank: to be checked."""
-        return self._proxy.why_left(rank)
+        return self.proxy.why_left(rank)

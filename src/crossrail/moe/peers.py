@@ -280,5 +280,4 @@ def _with_room_for_all(config: Config) -> Config:
             raise UsageError(
                 f"{name} is {value}, must be {wanted} with on_lost='mask' where not all ranks share memory: not built"
             )
-    routes = config.max_tokens * min(config.top_k, config.experts_per_rank)
-    return dataclasses.replace(config, private_tokens=routes)
+    return dataclasses.replace(config, private_tokens=config.routes_to_rank_max)

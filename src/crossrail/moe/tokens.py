@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +37,7 @@ def tokens_given(
     count = len(values) if num_tokens is None else to_count(num_tokens, len(values))
     if count > config.max_tokens:
         raise UsageError(f"x has {count} tokens, max_tokens is {config.max_tokens}")
-    factors = _scales_given(config, memory, scales, len(values))
+    factors = scales_given(config, memory.given, scales, len(values))
     routes = memory.routes(indices, (len(values), config.top_k))
     given = None if weights is None else weights_given(config, memory, weights, count)
     if given is None and config.node_sums:
@@ -52,9 +53,10 @@ def weights_given(config: Config, memory: RowMemory, weights: Any, tokens: int) 
     return array[:tokens]
 
 
-def _scales_given(config: Config, memory: RowMemory, scales: Any | None, tokens: int) -> Any | None:
+def scales_given(config: Config, given: Callable[..., Any], scales: Any | None, tokens: int) -> Any | None:
+    """given: as of RowMemory."""
     if config.blocks == 0:
         if scales is not None:
             raise UsageError("scales are given, and scale_block is None")
         return None
-    return memory.given(scales, "scales", ("float32",), (tokens, config.blocks))
+    return given(scales, "scales", ("float32",), (tokens, config.blocks))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -21,7 +22,7 @@ from crossrail.moe.capacity import find_overflow
 from crossrail.moe.config import OUT_DTYPES, Config
 from crossrail.moe.device_rows import DeviceRows
 from crossrail.moe.far import Far
-from crossrail.moe.graph.board import GraphBoard, routes_max
+from crossrail.moe.graph.board import GraphBoard
 from crossrail.moe.graph.kernels import GraphKernels, Own, Routes
 from crossrail.moe.graph.memory import GraphMemory
 from crossrail.moe.graph.reference import ReferenceGraphKernels
@@ -29,6 +30,7 @@ from crossrail.moe.group import Group
 from crossrail.moe.peers import Peers
 from crossrail.moe.rounds import Stage
 from crossrail.moe.row_memory import INDEX_TYPES, is_gpu, row_memory
+from crossrail.moe.tokens import scales_given
 
 with needs(__name__, "'crossrail[torch]'"):
     import torch
@@ -188,8 +190,8 @@ class GraphAllToAll:
         assert self._far is not None
         room = config.rows_per_expert if config.layout == "masked" else config.rows_max
         self._proxy = _core.moe.StreamProxy(
-            self._far.proxy, self._layout, self.rank, self._board.memory, self._board.parts, room, routes_max(config),
-            self._timeout_s, proxy_cpu, self.device.index if self._is_gpu else -1,
+            self._far.proxy, self._layout, self.rank, self._board.memory, self._board.parts, room,
+            config.routes_to_rank_max, self._timeout_s, proxy_cpu, self.device.index if self._is_gpu else -1,
         )  # fmt: skip
 
     def _prepare_kernels(self) -> None:
@@ -249,9 +251,7 @@ class GraphAllToAll:
         tokens = len(values)
         if tokens > config.max_tokens:
             raise UsageError(f"x has {tokens} tokens, max_tokens is {config.max_tokens}")
-        if config.blocks == 0 and scales is not None:
-            raise UsageError("scales are given, and scale_block is None")
-        factors = self._given(scales, "scales", ("float32",), (tokens, config.blocks)) if config.blocks else None
+        factors = scales_given(config, self._given, scales, tokens)
         chosen = self._given(indices, "indices", INDEX_TYPES, (tokens, config.top_k))
         count = self._count_given(num_tokens, tokens)
         kept_weights = None if weights is None else self._weights_given(weights, tokens)
@@ -417,7 +417,7 @@ class GraphAllToAll:
     # ---- parts
 
     @contextlib.contextmanager
-    def _launching(self, opened: GraphRound | None = None) -> Any:
+    def _launching(self, opened: GraphRound | None = None) -> Iterator[int]:
         """The stream that is current; 0 in host memory. opened: whose tensors are used there."""
         if not self._is_gpu:
             yield 0

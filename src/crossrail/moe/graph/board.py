@@ -23,7 +23,7 @@ class GraphBoard:
     def __init__(self, config: Config, experts: int, is_pinned: bool) -> None:
         """experts: of this rank."""
         self.routes_max = config.max_tokens * config.top_k
-        self.rows_max = config.groups * routes_max(config)
+        self.rows_max = config.groups * config.routes_to_rank_max
         sizes = {
             "numbers": 12,
             "routes": 4 * self.routes_max,
@@ -55,8 +55,3 @@ class GraphBoard:
     @property
     def nbytes(self) -> int:
         return len(self._bytes)
-
-
-def routes_max(config: Config) -> int:
-    """Of one group to one rank."""
-    return config.max_tokens * min(config.top_k, config.experts_per_rank)

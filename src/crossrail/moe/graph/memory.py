@@ -10,7 +10,6 @@ import torch
 from crossrail.moe.board import PARITIES
 from crossrail.moe.config import Config
 from crossrail.moe.far import Far
-from crossrail.moe.graph.board import routes_max
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class GraphMemory:
             return Rows(far_bytes[memory.offsets[name] :], memory.sizes[name] // width, width, memory.parity_bytes)
 
         def own_rows(width: int) -> Rows:
-            count = routes_max(config)
+            count = config.routes_to_rank_max
             return Rows(
                 torch.empty(PARITIES * count * width, dtype=torch.uint8, device=device), count, width, count * width
             )
