@@ -370,9 +370,9 @@ class GraphAllToAll:
             f"rank {self.rank} of {config.world}: {self._own.end - self._own.first} of {config.experts} experts, "
             f"room for {self._room} rows\n"
             f"  rows: in {self._rows.name}\n"
-            f"  kernels: {self._kernels.name}, launched on the current stream\n"
-            f"  board of rounds {self._board.nbytes / 1e6:.1f} MB of pinned memory, rows that travel "
-            f"{travels / 1e6:.1f} MB, those that stay {self._memory.own_nbytes / 1e6:.1f} MB\n"
+            f"  kernels: {self._kernels.name}, {'launched on the current stream' if self._is_gpu else 'in each call'}\n"
+            f"  board of rounds {self._board.nbytes / 1e6:.1f} MB{' of pinned memory' * self._is_gpu}, rows that "
+            f"travel {travels / 1e6:.1f} MB, those that stay {self._memory.own_nbytes / 1e6:.1f} MB\n"
             f"  each dispatch makes tensors, and its experts as many results: {output / 1e6:.1f} MB"
         )
 
