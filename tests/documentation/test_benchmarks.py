@@ -13,7 +13,7 @@ from tests.support.limits import WAIT_S
 from tests.support.process import REPOSITORY
 
 # Those that need what `./dev test` does not install, as the tests of it, are left out where that is absent.
-NEEDS = {"gpu_copies.py": ["torch"], "moe_gpu.py": ["torch", "triton"]}
+NEEDS = {"gpu_copies.py": ["torch"], "moe_gpu.py": ["torch", "triton"], "moe_graph.py": ["torch", "triton"]}
 SCRIPTS = sorted(
     script
     for script in (Path(REPOSITORY) / "benchmarks").glob("*.py")
