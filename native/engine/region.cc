@@ -44,7 +44,8 @@ Region::~Region() {
     return;
   }
   hide(Why::kClosed);
-  engine_->core().region_gone();
+  // relaxed: whoever closed it had a reference, and gave it up before this.
+  if (phase_.load(std::memory_order_relaxed) != kClosed) engine_->core().region_gone();
 }
 
 const Clock& Region::clock() const { return engine_->clock(); }
@@ -284,10 +285,10 @@ WaitResult Region::close(Deadline deadline, const InterruptCheck& interrupted, b
 
 bool Region::poll_close() {
   begin_close();
-  // acquire: pairs with the release below, of another thread: what ended the last use is over for us, too.
+  // acquire: pairs with the exchange below, of another thread: what ended the last use is over for us, too.
   if (phase_.load(std::memory_order_acquire) == kClosed || engine_->core().forked()) return true;
   if (!is_mutated(Mutation::kSkipCloseWait) && !is_quiet()) return false;
-  phase_.store(kClosed, std::memory_order_release);
+  if (phase_.exchange(kClosed, std::memory_order_acq_rel) != kClosed) engine_->core().region_gone();
   return true;
 }
 

@@ -189,6 +189,20 @@ def test_many_allocations_come_and_go(engine: xr.Engine) -> None:
     assert engine.stats()["regions_open"] == before
 
 
+def test_closed_regions_that_are_held_are_not_counted_as_open(engine: xr.Engine) -> None:
+    before = engine.stats()["regions_open"]
+    regions = [engine.alloc(65_536), engine.register(bytearray(10))]
+
+    for region in regions:
+        region.close()
+        region.close()
+
+    assert engine.stats()["regions_open"] == before
+    del regions, region
+    gc.collect()
+    assert engine.stats()["regions_open"] == before
+
+
 def test_calls_do_not_drive_what_dropped_regions_wait_for(open_engine: EngineFactory) -> None:
     manual, other = open_engine("manual", transport="shm", polling="manual"), open_engine("other", transport="shm")
     src, dst = manual.register(np.zeros(16 << 20, np.uint8)), other.alloc(16 << 20)

@@ -18,7 +18,7 @@ namespace {
 constexpr int kEventsMax = 64;
 
 Fd checked(int fd, const char* call) {
-  if (fd < 0) throw_errno(call, "cannot make a descriptor", "raise the limit on open files (ulimit -n)");
+  if (fd < 0) throw_errno(call, "cannot make a descriptor");
   return Fd(fd);
 }
 

@@ -71,7 +71,7 @@ std::vector<Rail> open_rails(const std::vector<std::string>& names, uint32_t cou
     rail.endpoint.port = port == 0 ? 0 : static_cast<uint16_t>(port + offset);
     rail.listener =
         Fd(socket(rail.endpoint.family == 6 ? AF_INET6 : AF_INET, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
-    if (!rail.listener) throw_errno("socket", "cannot make a socket", "raise the limit on open files (ulimit -n)");
+    if (!rail.listener) throw_errno("socket", "cannot make a socket");
     const int on = 1;
     setsockopt(rail.listener.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
     if (rail.endpoint.family == 6) setsockopt(rail.listener.get(), IPPROTO_IPV6, IPV6_V6ONLY, &on, sizeof on);
