@@ -12,7 +12,7 @@ async def test_updates_are_counted_by_how_they_ended(make_fleet: MakeFleet) -> N
     fleet = make_fleet(trainer_count=1)
     await fleet.start()
     reports = [await fleet.update(1), await fleet.update(2)]
-    member = fleet.controller._members["trainer", 0]
+    member = fleet.controller._roster.members["trainer", 0]
     inventory = member.inventory
     member.inventory = type(inventory).of("trainer", 0, inventory.regions, list(inventory.holdings)[1:])
     fleet.controller.plan = None

@@ -92,7 +92,7 @@ async def test_asking_that_is_cancelled_as_one_of_those_asked_fails_ends(
         raise NoAnswer("it is busy")
 
     monkeypatch.setattr(controller._mailbox, "ask", ask)
-    trainers = controller._of("trainer")
+    trainers = controller._roster.of("trainer")
     asking = asyncio.ensure_future(controller._all(trainers, lambda _: m.AskProgress(), m.Progress, PATIENCE_S))
     with pytest.raises(asyncio.CancelledError):
         await asking
@@ -119,7 +119,7 @@ async def test_another_controller_is_refused(make_fleet: MakeFleet) -> None:
     fleet, other = make_fleet(trainer_count=1), make_fleet(trainer_count=1)
     await fleet.start(targets=[0])
     await other.start(targets=[0])
-    other.controller._members.update(fleet.controller._members)
+    other.controller._roster.members.update(fleet.controller._roster.members)
     with pytest.raises(UpdateFailed, match="belongs to another controller"):
         await other.controller.update(1, PATIENCE_S)
     await fleet.update(2)

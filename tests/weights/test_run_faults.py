@@ -64,7 +64,7 @@ async def test_parameter_that_trainers_lack_is_named(make_fleet: MakeFleet, miss
     await fleet.start()
     for sink in fleet.sinks.values():
         assert any(holding.name == missing for holding in sink.memory.inventory().holdings)
-    member = fleet.controller._members["trainer", 0]
+    member = fleet.controller._roster.members["trainer", 0]
     inventory = member.inventory
     kept = [holding for holding in inventory.holdings if holding.name != missing]
     member.inventory = type(inventory).of("trainer", 0, inventory.regions, kept)

@@ -102,7 +102,7 @@ async def test_who_lives_and_is_left_out_is_named_in_the_report(
     fleet = make_fleet(trainer_count=2)
     controller = await fleet.start()
     assert (await fleet.update(1)).left_out == []
-    box, address = fleet.mailboxes["controller"], controller._members["target", 1].address
+    box, address = fleet.mailboxes["controller"], controller._roster.members["target", 1].address
     ask = box.ask
 
     async def unless_given_up(to: bytes, question: Any, *more: Any) -> Any:
@@ -115,7 +115,9 @@ async def test_who_lives_and_is_left_out_is_named_in_the_report(
 
     with monkeypatch.context() as patched:
         patched.setattr(box, "ask", unless_given_up)
-        patched.setattr(controller, "_tell_evicted", never)  # else it joins again before the update goes on, or after
+        patched.setattr(
+            controller._roster, "_tell_evicted", never
+        )  # else it joins again before the update goes on, or after
         assert (await fleet.update(2)).left_out == ["inference rank 1"]
     assert (
         "the update to version 2 goes on without inference rank 1: it is gone: our engine has given it up"
@@ -134,7 +136,7 @@ async def test_who_joins_again_at_once_is_not_left_out(make_fleet: MakeFleet, mo
 
     async def and_come_back(left_s: float, report: UpdateReport) -> None:
         await roll_call(left_s, report)
-        controller._leave_out(controller._members["target", 1], "nobody answers", report)
+        controller._leave_out(controller._roster.members["target", 1], "nobody answers", report)
         await controller.ready([0], [0, 1, 2], PATIENCE_S)
 
     monkeypatch.setattr(controller, "_roll_call", and_come_back)
@@ -147,7 +149,7 @@ async def test_no_roll_call_goes_on_behind_one_that_fails(
 ) -> None:
     fleet = make_fleet(trainer_count=1)
     controller = await fleet.start()
-    box, address = fleet.mailboxes["controller"], controller._members["target", 1].address
+    box, address = fleet.mailboxes["controller"], controller._roster.members["target", 1].address
     ask, calls, seen = box.ask, set[bytes](), list[int]()
 
     async def or_fail(to: bytes, question: Any, *more: Any) -> Any:
@@ -210,7 +212,7 @@ async def test_who_left_does_not_join_again_when_told_that_it_was_left_out(make_
     """The controller had begun to tell it before, when it was frozen, say."""
     fleet = make_fleet(trainer_count=2)
     controller = await fleet.start()
-    member = controller._members[role, 1]
+    member = controller._roster.members[role, 1]
     leaving = fleet.trainers[1] if role == "trainer" else fleet.receivers[1]
     told = m.Evicted("it did not answer")
     await leaving.leave()
@@ -218,9 +220,9 @@ async def test_who_left_does_not_join_again_when_told_that_it_was_left_out(make_
     await asyncio.sleep(0.3)
     assert 1 not in controller.ranks(role)
     await leaving.join(controller.address)
-    joined = controller._members[role, 1]
+    joined = controller._roster.members[role, 1]
     await fleet.mailboxes["controller"].ask(member.address, told, m.Taken, PATIENCE_S)
-    while controller._members[role, 1] is joined:
+    while controller._roster.members[role, 1] is joined:
         await asyncio.sleep(0.01)
 
 
@@ -293,10 +295,10 @@ async def test_join_that_overtakes_the_automatic_one_is_the_only_one(
         if not held.is_set():
             held.set()
             await asyncio.wait_for(overtaken.wait(), PATIENCE_S)
-        return await controller._on_join(sender, question)
+        return await controller._roster._on_join(sender, question)
 
     box.handle(m.Join, join)
-    await box.ask(controller._members[role, 1].address, m.Evicted("it did not answer"), m.Taken, PATIENCE_S)
+    await box.ask(controller._roster.members[role, 1].address, m.Evicted("it did not answer"), m.Taken, PATIENCE_S)
     await asyncio.wait_for(held.wait(), PATIENCE_S)
 
     await member.join(controller.address, PATIENCE_S)

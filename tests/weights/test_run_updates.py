@@ -12,7 +12,7 @@ import pytest
 import crossrail as xr
 from crossrail.weights.planning.plan import Plan
 from crossrail.weights.planning.planner import PlanOptions
-from crossrail.weights.services import controller
+from crossrail.weights.services import controller, roster
 from crossrail.weights.services.receiver import WeightReceiver
 from crossrail.weights.step.preparer import NumpyPreparer
 from crossrail.weights.step.step import Step
@@ -327,7 +327,7 @@ async def test_loop_goes_on_while_thousands_of_arrays_join(
     loop = asyncio.get_running_loop()
     member = fleet.receivers[0] if side == "target" else fleet.trainers[0]
     if side == "controller":
-        monkeypatch.setattr(controller.Inventory, "from_bytes", slow(controller.Inventory.from_bytes))
+        monkeypatch.setattr(roster.Inventory, "from_bytes", slow(roster.Inventory.from_bytes))
     else:
         monkeypatch.setattr(member.memory, "inventory", slow(member.memory.inventory))
 

@@ -242,7 +242,7 @@ async def test_controller_that_takes_no_worker_back_hides_no_torn_weights(
     errors = await torn(scene, lambda: box.handle(messages.Join, no_joining))
     assert len(errors) == HALVES
     assert all("the weights are torn: update them" in error for error in errors)
-    box.handle(messages.Join, scene.fleet.controller._on_join)
+    box.handle(messages.Join, scene.fleet.controller._roster._on_join)
     address = scene.fleet.controller.address
     for worker in scene.instance.workers.values():
         await asyncio.to_thread(worker._call, worker._receiver.join(address, PATIENCE_S), PATIENCE_S)

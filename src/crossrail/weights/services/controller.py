@@ -17,20 +17,20 @@ from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
 from crossrail._options import check_seconds
-from crossrail.control.deadlines import set_in_time
 from crossrail.control.mailbox import Mailbox, NoAnswer
 from crossrail.control.messages import clipped
 from crossrail.control.wire import Unreachable
-from crossrail.errors import CrossrailError, UsageError, WaitTimeout
+from crossrail.errors import CrossrailError, UsageError
 from crossrail.weights.errors import UpdateFailed
-from crossrail.weights.inventory.holdings import Inventory, Role
+from crossrail.weights.inventory.holdings import Role
 from crossrail.weights.planning.plan import Plan
 from crossrail.weights.planning.planner import PlanOptions, make_plan
 from crossrail.weights.planning.speeds import Pace
 from crossrail.weights.planning.tables import Unheld
 from crossrail.weights.services import messages as m
-from crossrail.weights.services.members import Member, assigns_of, until_reached
+from crossrail.weights.services.members import Member, assigns_of
 from crossrail.weights.services.reports import ATTEMPTS, ControllerOptions, UpdateReport, UpdateTotals
+from crossrail.weights.services.roster import Roster
 from crossrail.weights.services.versions import checked_version
 from crossrail.weights.step.step import StepReport
 
@@ -71,19 +71,12 @@ class WeightController:
         self._options = options or ControllerOptions()
         self._pace = Pace(self._plan_options.speeds, self._options.straggler_ratio)
         self._speeds: dict[int, float] = {}  # that the current plan was made with
-        self._members: dict[tuple[Role, int], Member] = {}
+        self._roster = Roster(mailbox, self._options.evict_s, lambda: self.version, self._on_out)
         self._planned: list[Member] = []  # those whom the current plan is for
-        self._joined = asyncio.Event()
-        self._reading = asyncio.Lock()  # of inventories, which are taken in the order in which they came
-        self._gone: list[bytes] = []
-        self._went: dict[int, str] = {}  # trainers that went since the last plan, and why
-        self._heard: dict[bytes, int] = {}  # by address: the number of the last Join or Leave
         self._attempt = _attempts.setdefault(mailbox, 0)
         self._under_way: int | None = None  # the version
         self._lost: asyncio.Future[None] | None = None  # of the update under way: somebody of it went
         self._late: dict[Member, str] = {}  # who has not answered yet what the update waits for, and what that is
-        mailbox.handle(m.Join, self._on_join)
-        mailbox.handle(m.Leave, self._on_leave)
 
     def __repr__(self) -> str:
         joined = f"{len(self.ranks('trainer'))} trainers, {len(self.ranks('target'))} inference ranks"
@@ -96,19 +89,13 @@ class WeightController:
 
     def ranks(self, role: Role) -> list[int]:
         """Of those who are there, ascending."""
-        return sorted(member.rank for member in self._members.values() if member.role == role)
+        return [member.rank for member in self._roster.of(role)]
 
     async def ready(self, trainers: Iterable[int], targets: Iterable[int], timeout_s: float) -> None:
         """Returns when these ranks have joined. Raises WaitTimeout, which names those that have not."""
         wanted: list[tuple[Role, int]] = [("trainer", rank) for rank in trainers]
         wanted += [("target", rank) for rank in targets]
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout_s
-        while missing := [key for key in wanted if key not in self._members]:
-            self._joined.clear()
-            if not await set_in_time(self._joined, deadline - loop.time()):
-                names = ", ".join(f"{role} {rank}" for role, rank in missing[:16])
-                raise WaitTimeout(f"not there within {timeout_s:g} s: {names}", len(wanted) - len(missing), len(wanted))
+        await self._roster.ready(wanted, timeout_s)
 
     async def update(
         self, version: int, timeout_s: float = 60.0, on_progress: OnProgress | None = None
@@ -132,7 +119,8 @@ class WeightController:
         if self._under_way is not None:
             raise UsageError(f"the update to version {self._under_way} is under way: one at a time")
         report = UpdateReport(version)
-        self._sweep(report)  # before they count as lost in the middle of it
+        for member in self._roster.lost():  # before they count as lost in the middle of it
+            self._leave_out(member, "it died, closed, or was silent for too long", report)
         self._under_way = version
         self._attempt = _attempts[self._mailbox] = _attempts[self._mailbox] + 1
         self._lost = asyncio.get_running_loop().create_future()
@@ -165,81 +153,17 @@ class WeightController:
 
     # ---- members
 
-    def _hear(self, sender: bytes, number: int) -> None:
-        """Of a Join or Leave."""
-        self._heard[sender] = max(number, self._heard.get(sender, 0))
-
-    def _is_late(self, sender: bytes, number: int) -> bool:
-        """A Join or Leave that was overtaken by a later one."""
-        return self._heard.get(sender) != number
-
-    async def _on_join(self, sender: bytes, join: m.Join) -> m.Joined | m.JoinRefused:
-        self._hear(sender, join.number)
-        try:
-            async with self._reading:
-                inventory = await asyncio.to_thread(_inventory_of, join)
-        except UsageError as error:
-            return m.JoinRefused(clipped(error))
-        if self._is_late(sender, join.number):
-            raise UsageError("it has left, or joined anew, since it asked")
-        buffers = [[region.descriptor for region in inventory.regions]] + ([join.spare] if join.spare else [])
-        member = Member(inventory.role, inventory.rank, sender, inventory, buffers)
-        before = self._members.get((member.role, member.rank))
-        if before is not None:
-            self._remove(before, "another incarnation of it has joined, or it joined again")
-        self._members[member.role, member.rank] = member
-        if member.role == "trainer":
-            self._went.pop(member.rank, None)
-        self._gone = [address for address in self._gone if address != sender]
-        self._joined.set()
-        log.info("%s joined", member)
-        return m.Joined(self.version)
-
-    async def _on_leave(self, sender: bytes, leave: m.Leave) -> m.Taken:
-        self._hear(sender, leave.number)
-        if self._is_late(sender, leave.number):
-            return m.Taken()
-        for member in list(self._members.values()):
-            if member.address == sender:
-                self._remove(member, "it left")
-        return m.Taken()
-
-    def _remove(self, member: Member, why: str) -> None:
-        log.info("%s is out: %s", member, why)
-        self._members.pop((member.role, member.rank), None)
+    def _on_out(self, member: Member, why: str) -> None:
         if member.role == "trainer":
             self._pace.forget(member.rank)
-            self._went[member.rank] = why
-        self._gone.append(member.address)
         if member in self._planned and self._lost is not None and not self._lost.done():
             self._lost.set_exception(CrossrailError(f"{member}: {why}"))
 
-    def _drop(self, member: Member, why: str) -> bool:
-        """Out, and told so, that it may join again: it may live. Once: who is told twice joins twice. Whether it was in
-        until now.
-        """
-        if self._members.get((member.role, member.rank)) is not member:
-            return False
-        self._remove(member, why)
-        evicted = m.Evicted(clipped(why))
-        self._mailbox.spawn(self._tell_evicted(member, evicted), f"telling {member} that it is left out")
-        return True
-
     def _leave_out(self, member: Member, why: str, report: UpdateReport) -> None:
-        """As _drop(), of an update that has just begun."""
-        if self._drop(member, why):
+        """As Roster.drop(), of an update that has just begun."""
+        if self._roster.drop(member, why):
             log.warning("the update to version %d goes on without %s: %s", report.version, member, why)
             report.left_out.append(str(member))
-
-    def _sweep(self, report: UpdateReport) -> None:
-        for member in list(self._members.values()):
-            if self._mailbox.wire.is_lost(member.address):
-                self._leave_out(member, "it died, closed, or was silent for too long", report)
-        for address in [address for address in self._heard if self._mailbox.wire.is_lost(address)]:
-            del self._heard[address]
-
-    def _of(self, role: Role) -> list[Member]:
-        return [self._members[key] for key in sorted(self._members) if key[0] == role]
 
     def _planned_by_role(self) -> tuple[list[Member], list[Member]]:
         """Trainers and inference ranks of the plan; others may have joined since."""
@@ -296,7 +220,7 @@ class WeightController:
         timeout_s = min(_ROLL_CALL_S, _ROLL_CALL_PART * left_s)
         planned, self._planned = self._planned, []  # nobody's going ends the update yet
         try:
-            await _together(call(member) for member in self._members.values())
+            await _together(call(member) for member in self._roster.all())
         finally:
             self._planned = planned
 
@@ -306,7 +230,7 @@ class WeightController:
         self._late.clear()
         await self._roll_call(deadline - clock(), report)
         begun = clock()
-        members = [*self._of("trainer"), *self._of("target")]
+        members = self._roster.all()
         taking_part = {str(member) for member in members}  # also who has joined again already
         report.left_out = [name for name in report.left_out if name not in taking_part]
         speeds = self._pace.of(member.rank for member in members if member.role == "trainer")
@@ -314,7 +238,7 @@ class WeightController:
             self._planned, self._speeds = members, speeds
             on_progress("plan", 0, 1)
             self.plan = await loop.run_in_executor(None, self._make_plan)
-            self._went.clear()
+            self._roster.went.clear()
             await self._distribute(self.plan, deadline, on_progress)
             report.plan_s = clock() - begun
         report.speeds = speeds
@@ -355,7 +279,7 @@ class WeightController:
         nobody holds what is wanted any more, maybe since somebody went.
         """
         trainers, targets = ([member.inventory for member in side] for side in self._planned_by_role())
-        went = dict(self._went)
+        went = dict(self._roster.went)
         try:
             return make_plan(trainers, targets, replace(self._plan_options, speeds=self._speeds))
         except Unheld as error:
@@ -393,7 +317,7 @@ class WeightController:
                 answered(member)
                 return got
             except Unreachable as error:
-                self._drop(member, f"it is gone: {error}")
+                self._roster.drop(member, f"it is gone: {error}")
                 raise CrossrailError(f"{member} is gone: {error}") from None
             except NoAnswer as error:
                 raise CrossrailError(f"{member}: {error}") from None
@@ -404,7 +328,7 @@ class WeightController:
         """Tells everybody their part of it, and waits until trainers have made theirs ready."""
         trainers, targets = self._planned_by_role()
         loop = asyncio.get_running_loop()
-        assigns = await loop.run_in_executor(None, assigns_of, plan, trainers, targets, self._gone)
+        assigns = await loop.run_in_executor(None, assigns_of, plan, trainers, targets, self._roster.gone)
         expects = {rank: m.Expect(plan.digest, count) for rank, count in plan.expectations.items()}
         left_s = deadline - loop.time()
         whole = len(plan.tasks)
@@ -417,13 +341,13 @@ class WeightController:
         for outcome in told:
             if isinstance(outcome, BaseException):
                 raise outcome
-        self._gone = []
+        self._roster.gone = []
 
     async def _abort(self, why: str) -> None:
         """Ends an attempt everywhere, and leaves out whoever does not answer that."""
         self.plan = None  # descriptors of inference ranks change, and somebody may be missing
         abort = m.Abort(self._attempt, clipped(why))
-        for member, answer in (await self._tell(list(self._members.values()), abort, m.Aborted)).items():
+        for member, answer in (await self._tell(self._roster.all(), abort, m.Aborted)).items():
             if member.role == "target" and answer.regions:
                 member.buffers = answer.regions
         self._planned = []
@@ -432,7 +356,7 @@ class WeightController:
         """All is everywhere: who cannot be told any more does not undo it for the others."""
         clock = asyncio.get_running_loop().time
         begun = clock()
-        theirs = [member for member in self._planned if self._members.get((member.role, member.rank)) is member]
+        theirs = [member for member in self._planned if member in self._roster]
         await self._tell(theirs, m.Commit(version, self._attempt), m.Taken)
         self.version = version
         report.commit_s = clock() - begun
@@ -444,26 +368,11 @@ class WeightController:
             try:
                 return member, await self._mailbox.ask(member.address, message, answer, self._options.abort_s)
             except (NoAnswer, Unreachable) as error:
-                self._drop(member, f"it did not answer {type(message).__name__}: {error}")
+                self._roster.drop(member, f"it did not answer {type(message).__name__}: {error}")
                 return None
 
         told = await asyncio.gather(*(one(member) for member in members))
         return dict(each for each in told if each is not None)
-
-    async def _tell_evicted(self, member: Member, evicted: m.Evicted) -> None:
-        """Until it knows, or another has its place: who was frozen or cut off comes back, also after our engine has
-        given it up.
-        """
-        try:
-            await until_reached(
-                lambda left_s: self._mailbox.ask(member.address, evicted, m.Taken, left_s),
-                self._mailbox.wire,
-                member.address,
-                self._options.evict_s,
-                lambda: (member.role, member.rank) not in self._members,
-            )
-        except (NoAnswer, Unreachable) as error:
-            log.info("%s does not know that it is left out: %s", member, error)
 
     @asynccontextmanager
     async def _watching(self, trainers: list[Member], show: Callable[[list[m.Progress]], None]) -> AsyncIterator[None]:
@@ -494,14 +403,6 @@ class WeightController:
             raised = None if asking.cancelled() else asking.exception()
         if raised is not None:  # at the very moment in which all was done
             raise raised
-
-
-def _inventory_of(join: m.Join) -> Inventory:
-    """Blocks: a tenth of a second for tens of thousands of arrays. UsageError."""
-    inventory = Inventory.from_bytes(m.unpacked(join.inventory))
-    if join.spare and len(join.spare) != len(inventory.regions):
-        raise UsageError(f"{len(join.spare)} regions in the spare memory, {len(inventory.regions)} in the other")
-    return inventory
 
 
 def _unseen(_stage: Stage, _done: int, _whole: int) -> None:

@@ -1,0 +1,155 @@
+"""Who is there, as a controller knows it: members join and leave, and are left out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+
+from crossrail.control.deadlines import set_in_time
+from crossrail.control.mailbox import Mailbox, NoAnswer
+from crossrail.control.messages import clipped
+from crossrail.control.wire import Unreachable
+from crossrail.errors import UsageError, WaitTimeout
+from crossrail.weights.inventory.holdings import Inventory, Role
+from crossrail.weights.services import messages as m
+from crossrail.weights.services.members import Member, until_reached
+
+log = logging.getLogger("crossrail.weights")
+
+
+class Roster:
+    """Trainers and inference ranks, by role and rank. Takes Join and Leave from the mailbox.
+
+    members: those who are there. gone: addresses of those that went since the last plan. went: the trainers among
+    these, by rank, and why.
+    version: asked for what a member is told when it joins. on_out: called with each member that is out, and why.
+    evict_s: how long one that was left out is told so. Threads: the event loop's.
+    """
+
+    def __init__(
+        self, mailbox: Mailbox, evict_s: float, version: Callable[[], int], on_out: Callable[[Member, str], None]
+    ) -> None:
+        self.members: dict[tuple[Role, int], Member] = {}
+        self.gone: list[bytes] = []
+        self.went: dict[int, str] = {}
+        self._mailbox = mailbox
+        self._evict_s = evict_s
+        self._version = version
+        self._on_out = on_out
+        self._joined = asyncio.Event()
+        self._reading = asyncio.Lock()  # of inventories, which are taken in the order in which they came
+        self._heard: dict[bytes, int] = {}  # by address: the number of the last Join or Leave
+        mailbox.handle(m.Join, self._on_join)
+        mailbox.handle(m.Leave, self._on_leave)
+
+    def __contains__(self, member: Member) -> bool:
+        """Whether this incarnation of it is there."""
+        return self.members.get((member.role, member.rank)) is member
+
+    def all(self) -> list[Member]:
+        """Trainers, then inference ranks; each by rank."""
+        return [*self.of("trainer"), *self.of("target")]
+
+    def of(self, role: Role) -> list[Member]:
+        """By rank."""
+        return [self.members[key] for key in sorted(self.members) if key[0] == role]
+
+    async def ready(self, wanted: list[tuple[Role, int]], timeout_s: float) -> None:
+        """Returns when these have joined. Raises WaitTimeout, which names those that have not."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        while missing := [key for key in wanted if key not in self.members]:
+            self._joined.clear()
+            if not await set_in_time(self._joined, deadline - loop.time()):
+                names = ", ".join(f"{role} {rank}" for role, rank in missing[:16])
+                raise WaitTimeout(f"not there within {timeout_s:g} s: {names}", len(wanted) - len(missing), len(wanted))
+
+    def lost(self) -> Iterable[Member]:
+        """Those whose engines ours has given up. What was heard of others that it has given up is forgotten."""
+        is_lost = self._mailbox.wire.is_lost
+        members = [member for member in self.members.values() if is_lost(member.address)]
+        for address in [address for address in self._heard if is_lost(address)]:
+            del self._heard[address]
+        return members
+
+    def drop(self, member: Member, why: str) -> bool:
+        """Out, and told so, that it may join again: it may live. Once: who is told twice joins twice. Whether it was in
+        until now.
+        """
+        if member not in self:
+            return False
+        self._remove(member, why)
+        evicted = m.Evicted(clipped(why))
+        self._mailbox.spawn(self._tell_evicted(member, evicted), f"telling {member} that it is left out")
+        return True
+
+    def _hear(self, sender: bytes, number: int) -> None:
+        """Of a Join or Leave."""
+        self._heard[sender] = max(number, self._heard.get(sender, 0))
+
+    def _is_late(self, sender: bytes, number: int) -> bool:
+        """A Join or Leave that was overtaken by a later one."""
+        return self._heard.get(sender) != number
+
+    async def _on_join(self, sender: bytes, join: m.Join) -> m.Joined | m.JoinRefused:
+        self._hear(sender, join.number)
+        try:
+            async with self._reading:
+                inventory = await asyncio.to_thread(_inventory_of, join)
+        except UsageError as error:
+            return m.JoinRefused(clipped(error))
+        if self._is_late(sender, join.number):
+            raise UsageError("it has left, or joined anew, since it asked")
+        buffers = [[region.descriptor for region in inventory.regions]] + ([join.spare] if join.spare else [])
+        member = Member(inventory.role, inventory.rank, sender, inventory, buffers)
+        before = self.members.get((member.role, member.rank))
+        if before is not None:
+            self._remove(before, "another incarnation of it has joined, or it joined again")
+        self.members[member.role, member.rank] = member
+        if member.role == "trainer":
+            self.went.pop(member.rank, None)
+        self.gone = [address for address in self.gone if address != sender]
+        self._joined.set()
+        log.info("%s joined", member)
+        return m.Joined(self._version())
+
+    async def _on_leave(self, sender: bytes, leave: m.Leave) -> m.Taken:
+        self._hear(sender, leave.number)
+        if self._is_late(sender, leave.number):
+            return m.Taken()
+        for member in list(self.members.values()):
+            if member.address == sender:
+                self._remove(member, "it left")
+        return m.Taken()
+
+    def _remove(self, member: Member, why: str) -> None:
+        log.info("%s is out: %s", member, why)
+        self.members.pop((member.role, member.rank), None)
+        if member.role == "trainer":
+            self.went[member.rank] = why
+        self.gone.append(member.address)
+        self._on_out(member, why)
+
+    async def _tell_evicted(self, member: Member, evicted: m.Evicted) -> None:
+        """Until it knows, or another has its place: who was frozen or cut off comes back, also after our engine has
+        given it up.
+        """
+        try:
+            await until_reached(
+                lambda left_s: self._mailbox.ask(member.address, evicted, m.Taken, left_s),
+                self._mailbox.wire,
+                member.address,
+                self._evict_s,
+                lambda: (member.role, member.rank) not in self.members,
+            )
+        except (NoAnswer, Unreachable) as error:
+            log.info("%s does not know that it is left out: %s", member, error)
+
+
+def _inventory_of(join: m.Join) -> Inventory:
+    """Blocks: a tenth of a second for tens of thousands of arrays. UsageError."""
+    inventory = Inventory.from_bytes(m.unpacked(join.inventory))
+    if join.spare and len(join.spare) != len(inventory.regions):
+        raise UsageError(f"{len(join.spare)} regions in the spare memory, {len(inventory.regions)} in the other")
+    return inventory
