@@ -81,7 +81,9 @@ def test_import_in_a_subinterpreter_is_refused_and_harms_nobody() -> None:
             said = interpreters.run_string(other, "import crossrail")
         except Exception as error:  # older ones raise it, newer ones return it
             said = error
-        assert "cannot be imported in a subinterpreter" in str(said), said
+        # Ours; or CPython's, which from 3.12 on looks before it lets us begin.
+        refusals = ("cannot be imported in a subinterpreter", "does not support loading in subinterpreters")
+        assert any(refusal in str(said) for refusal in refusals), said
         interpreters.destroy(other)
 
         region = engine.alloc(8)
