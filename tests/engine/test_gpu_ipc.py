@@ -15,7 +15,7 @@ import pytest
 import crossrail as xr
 from tests.conftest import EngineFactory
 from tests.support.fake_gpu import FakeGpu
-from tests.support.limits import WAIT_S
+from tests.support.limits import WAIT_S, eventually
 from tests.support.process import start_script
 from tests.support.seeds import Seed
 
@@ -188,4 +188,4 @@ def test_an_owner_that_dies_takes_its_mappings_along(gpu: FakeGpu, open_engine: 
         other.script.kill()
         with pytest.raises(xr.PeerLost):
             write_for_ever(here, region, other.remotes[0])
-        assert gpu.imports == 0
+        eventually(lambda: gpu.imports == 0, "its mappings are gone")
