@@ -60,6 +60,10 @@ bool Stream::reject(const std::string& why) {
   return false;
 }
 
+bool Stream::reject_malformed(FrameType type) {
+  return reject("a malformed frame of type " + std::to_string(static_cast<unsigned>(type)));
+}
+
 // --- the connection ---
 
 Connection::Connection(ConnectionContext* context, Socket socket, bool is_bulk)

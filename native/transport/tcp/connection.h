@@ -102,6 +102,8 @@ class Stream {
   virtual void on_fault() {}
   // Set-up of an orderly end: the last words of the peer.
   bool reject(const std::string& why);
+  // The same of a frame whose parts do not fit each other, or us.
+  bool reject_malformed(FrameType type);
 
  private:
   friend class Connection;

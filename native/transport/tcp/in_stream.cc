@@ -73,9 +73,8 @@ bool InStream::on_head(const FrameHeader& header, std::span<const std::byte> met
   type_ = static_cast<FrameType>(header.type);
   operations_ = header.operations;
   if (channel_->control.size() > kControlBytesMax) return reject("it does not read what we answer");
-  const auto malformed = [&] { return reject("a malformed frame of type " + std::to_string(header.type)); };
   const bool has_payload = type_ == FrameType::kWrite || type_ == FrameType::kMessage;
-  if (!has_payload && header.payload_bytes != 0) return malformed();
+  if (!has_payload && header.payload_bytes != 0) return reject_malformed(type_);
   switch (type_) {
     case FrameType::kWrite:
       return on_write(header, meta, place);
@@ -84,20 +83,20 @@ bool InStream::on_head(const FrameHeader& header, std::span<const std::byte> met
     case FrameType::kMessage:
       return on_message(header, meta, place);
     case FrameType::kService:
-      if (operations_ != 1 || meta.size() > kServiceBytesMax) return malformed();
+      if (operations_ != 1 || meta.size() > kServiceBytesMax) return reject_malformed(type_);
       message_.resize(meta.size());
       std::ranges::transform(meta, message_.begin(), [](std::byte byte) { return static_cast<uint8_t>(byte); });
       return true;
     case FrameType::kResolve:
-      if (meta.size() != sizeof(ResolveMeta)) return malformed();
+      if (meta.size() != sizeof(ResolveMeta)) return reject_malformed(type_);
       return on_resolve(read_meta<ResolveMeta>(meta));
     case FrameType::kPing:
-      if (meta.size() != sizeof(PingMeta)) return malformed();
+      if (meta.size() != sizeof(PingMeta)) return reject_malformed(type_);
       append_frame(channel_->control, FrameType::kPong, read_meta<PingMeta>(meta));
       transport_->ack_later(link, true);
       return true;
     case FrameType::kAck: {  // of what we sent it: it rides along
-      if (meta.size() != sizeof(AckMeta)) return malformed();
+      if (meta.size() != sizeof(AckMeta)) return reject_malformed(type_);
       const auto ack = read_meta<AckMeta>(meta);
       // An acknowledgement of a link that ended meanwhile says nothing any more.
       OutLink* const out = link.twin != nullptr && link.twin->id == ack.link_id
@@ -106,10 +105,10 @@ bool InStream::on_head(const FrameHeader& header, std::span<const std::byte> met
       return out == nullptr || take_ack(*out, ack) || reject("an acknowledgement of what was never sent");
     }
     case FrameType::kTaken: {  // likewise
-      if (meta.size() != sizeof(TakenMeta)) return malformed();
+      if (meta.size() != sizeof(TakenMeta)) return reject_malformed(type_);
       const auto taken = read_meta<TakenMeta>(meta);
       OutLink* const out = transport_->find_out(*link.peer, taken.link_id);
-      return out == nullptr || take_taken(*out, taken) || malformed();
+      return out == nullptr || take_taken(*out, taken) || reject_malformed(type_);
     }
     case FrameType::kBye:
       link.over = true;
@@ -125,7 +124,7 @@ bool InStream::on_head(const FrameHeader& header, std::span<const std::byte> met
     case FrameType::kShared:
       return reject("a frame that only acceptors send");
   }
-  return malformed();
+  return reject_malformed(type_);
 }
 
 bool InStream::on_frame() {

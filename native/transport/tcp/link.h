@@ -55,6 +55,10 @@ class OutStream final : public Stream {
 
  private:
   bool on_share(const ShareMeta& share);
+  bool on_refused(std::span<const std::byte> meta);
+  bool on_resolved(const ResolvedMeta& resolved);
+  bool on_read_data(const ReadDataMeta& data, uint64_t payload_bytes, Placement& place);
+  bool on_read_end(std::span<const std::byte> meta);
 
   TcpTransport* const transport_;
   OutChannel* const channel_;

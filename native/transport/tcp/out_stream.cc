@@ -140,7 +140,7 @@ void note_progress(OutChannel& channel, bool any) {
 
 // The peer says how much of a broken channel's it has placed. The rest goes out anew, over whatever is usable. False: it
 // cannot be so.
-bool on_resolved(TcpTransport& transport, OutChannel& channel, const ResolvedMeta& resolved) {
+bool settle_doubts(TcpTransport& transport, OutChannel& channel, const ResolvedMeta& resolved) {
   OutLink& link = *channel.link;
   const uint64_t placed = resolved.placed;
   const bool any_placed = placed > channel.acked;
@@ -234,116 +234,41 @@ bool take_taken(OutLink& link, const TakenMeta& taken) {
 bool OutStream::on_head(const FrameHeader& header, std::span<const std::byte> meta, Placement& place) {
   OutLink& link = *channel_->link;
   const auto type = static_cast<FrameType>(header.type);
-  const auto malformed = [&] { return reject("a malformed frame of type " + std::to_string(header.type)); };
-  // A read's data comes over the connection that asked for it: nothing else may end it while its data is arriving.
-  const auto find_read = [&](uint64_t id) {
-    const auto read = link.reads.find(id);
-    return read == link.reads.end() || read->second.channel != channel_->index || channel_->in_doubt ? link.reads.end()
-                                                                                                     : read;
-  };
   read_id_ = 0;
   channel_->moved_ns = transport_->now();
-  if (type != FrameType::kReadData && header.payload_bytes != 0) return malformed();
+  if (type != FrameType::kReadData && header.payload_bytes != 0) return reject_malformed(type);
   switch (type) {
     case FrameType::kAck: {
-      if (meta.size() != sizeof(AckMeta)) return malformed();
+      if (meta.size() != sizeof(AckMeta)) return reject_malformed(type);
       const auto ack = read_meta<AckMeta>(meta);
       // An acknowledgement of a link that ended meanwhile says nothing any more.
       OutLink* const out = ack.link_id == link.id ? &link : transport_->find_out(*link.address, ack.link_id);
       return out == nullptr || take_ack(*out, ack) || reject("an acknowledgement of what was never sent");
     }
     case FrameType::kTaken: {
-      if (meta.size() != sizeof(TakenMeta)) return malformed();
+      if (meta.size() != sizeof(TakenMeta)) return reject_malformed(type);
       const auto taken = read_meta<TakenMeta>(meta);
       OutLink* const out = taken.link_id == link.id ? &link : transport_->find_out(*link.address, taken.link_id);
-      return out == nullptr || take_taken(*out, taken) || malformed();
+      return out == nullptr || take_taken(*out, taken) || reject_malformed(type);
     }
-    case FrameType::kRefused: {
-      if (meta.size() < sizeof(RefusedMeta)) return malformed();
-      const auto refused = read_meta<RefusedMeta>(meta);
-      if (!is_refusal(refused.status)) return malformed();
-      const auto status = static_cast<Status>(refused.status);
-      const std::string text = text_of(meta.subspan(sizeof refused));
-      if (refused.channel == kMessageRefused) {
-        if (SentMessage* message = find_message(link, refused.operation)) {
-          if (!is_sent(link, *message)) return malformed();
-          end_message(*transport_, link, *message, status, text);
-        }
-        forget_ended_messages(link);
-        if (link.queued > 0) transport_->mark_dirty(link);
-        return true;
-      }
-      OutChannel* channel = refused.channel < link.channels.size() ? link.channels[refused.channel].get() : nullptr;
-      if (channel == nullptr || refused.operation > channel->acked + channel->sent.size() + 1) return malformed();
-      if (refused.operation > channel->acked && channel->refusals.size() <= kOperationsUnderWayMax) {
-        channel->refusals.try_emplace(refused.operation, OutChannel::Refusal{status, text});
-      }
-      return true;
-    }
-    case FrameType::kResolved: {
-      if (meta.size() != sizeof(ResolvedMeta)) return malformed();
-      const auto resolved = read_meta<ResolvedMeta>(meta);
-      OutChannel* channel = resolved.channel < link.channels.size() ? link.channels[resolved.channel].get() : nullptr;
-      if (channel == nullptr) return malformed();
-      if (!channel->in_doubt || channel->asked_through != channel_) return true;  // an answer that came twice
-      if (resolved.placed < channel->acked || resolved.placed > channel->acked + channel->sent.size() ||
-          !on_resolved(*transport_, *channel, resolved)) {
-        return reject("it claims to have placed operations that were never sent");
-      }
-      return true;
-    }
-    case FrameType::kReadData: {
-      if (meta.size() != sizeof(ReadDataMeta)) return malformed();
-      const auto data = read_meta<ReadDataMeta>(meta);
-      const auto read = find_read(data.read_id);
-      if (read == link.reads.end()) return reject("data of a read that was never asked for");
-      const uint64_t resumed = resumed_at(read->second.request);
-      const uint64_t length = read->second.request.length_bytes - resumed;
-      if (data.offset > length || header.payload_bytes > length - data.offset)
-        return reject("more data than was asked for");
-      place.aim_at(gpu_of(read->second.request));
-      place.add(read->second.request.local + resumed + data.offset, header.payload_bytes);
-      read_id_ = data.read_id;
-      read_bytes_ = header.payload_bytes;
-      return true;
-    }
-    case FrameType::kReadEnd: {
-      if (meta.size() < sizeof(ReadEndMeta)) return malformed();
-      const auto end = read_meta<ReadEndMeta>(meta);
-      const auto read = find_read(end.read_id);
-      const bool is_done = end.status == static_cast<uint64_t>(Status::kDone);
-      if (read == link.reads.end() || !(is_done || is_refusal(end.status))) return malformed();
-      const PendingRead pending = read->second;
-      const bool is_lost = is_done && pending.failed;
-      const auto status = is_lost ? Status::kTransportFailed : static_cast<Status>(end.status);
-      const uint64_t asked_bytes = pending.request.length_bytes - resumed_at(pending.request);
-      if (is_done && pending.received_bytes != asked_bytes) return malformed();
-      link.vain_connections = 0;
-      link.reads.erase(read);
-      OutChannel& asked = *link.channels[pending.channel];
-      --asked.reads_open;
-      asked.reads_bytes -= pending.request.length_bytes;
-      asked.pace.done(pending.request.length_bytes, transport_->now());
-      if (is_done) {
-        transport_->sink().on_over(link, link.pairs[asked.pair()].rail, pending.request.context, 1,
-                                   pending.request.length_bytes);
-      }
-      transport_->retire(
-          link, pending.request, status,
-          is_lost ? "what was read cannot be copied to our GPU: " + transport_->connections().copier.trouble()
-                  : text_of(meta.subspan(sizeof end)));
-      if (link.queued > 0) transport_->mark_dirty(link);
-      return true;
-    }
+    case FrameType::kRefused:
+      return on_refused(meta);
+    case FrameType::kResolved:
+      if (meta.size() != sizeof(ResolvedMeta)) return reject_malformed(type);
+      return on_resolved(read_meta<ResolvedMeta>(meta));
+    case FrameType::kReadData:
+      if (meta.size() != sizeof(ReadDataMeta)) return reject_malformed(type);
+      return on_read_data(read_meta<ReadDataMeta>(meta), header.payload_bytes, place);
+    case FrameType::kReadEnd:
+      return on_read_end(meta);
     case FrameType::kPong:
-      if (meta.size() != sizeof(PingMeta)) return malformed();
-      return true;
+      return meta.size() == sizeof(PingMeta) || reject_malformed(type);
     case FrameType::kClosing:
       if (!link.doom) link.doom.emplace(text_of(meta), true);
       transport_->watch(link);
       return true;
     case FrameType::kShare:
-      return meta.size() == sizeof(ShareMeta) ? on_share(read_meta<ShareMeta>(meta)) : malformed();
+      return meta.size() == sizeof(ShareMeta) ? on_share(read_meta<ShareMeta>(meta)) : reject_malformed(type);
     case FrameType::kWrite:
     case FrameType::kRead:
     case FrameType::kMessage:
@@ -354,7 +279,98 @@ bool OutStream::on_head(const FrameHeader& header, std::span<const std::byte> me
     case FrameType::kService:
       return reject("a frame that does not belong here");
   }
-  return malformed();
+  return reject_malformed(type);
+}
+
+// One message ends with it; an operation's refusal waits for the acknowledgement that covers it.
+bool OutStream::on_refused(std::span<const std::byte> meta) {
+  OutLink& link = *channel_->link;
+  if (meta.size() < sizeof(RefusedMeta)) return reject_malformed(FrameType::kRefused);
+  const auto refused = read_meta<RefusedMeta>(meta);
+  if (!is_refusal(refused.status)) return reject_malformed(FrameType::kRefused);
+  const auto status = static_cast<Status>(refused.status);
+  const std::string text = text_of(meta.subspan(sizeof refused));
+  if (refused.channel == kMessageRefused) {
+    if (SentMessage* message = find_message(link, refused.operation)) {
+      if (!is_sent(link, *message)) return reject_malformed(FrameType::kRefused);
+      end_message(*transport_, link, *message, status, text);
+    }
+    forget_ended_messages(link);
+    if (link.queued > 0) transport_->mark_dirty(link);
+    return true;
+  }
+  OutChannel* channel = refused.channel < link.channels.size() ? link.channels[refused.channel].get() : nullptr;
+  if (channel == nullptr || refused.operation > channel->acked + channel->sent.size() + 1) {
+    return reject_malformed(FrameType::kRefused);
+  }
+  if (refused.operation > channel->acked && channel->refusals.size() <= kOperationsUnderWayMax) {
+    channel->refusals.try_emplace(refused.operation, OutChannel::Refusal{status, text});
+  }
+  return true;
+}
+
+bool OutStream::on_resolved(const ResolvedMeta& resolved) {
+  OutLink& link = *channel_->link;
+  OutChannel* channel = resolved.channel < link.channels.size() ? link.channels[resolved.channel].get() : nullptr;
+  if (channel == nullptr) return reject_malformed(FrameType::kResolved);
+  if (!channel->in_doubt || channel->asked_through != channel_) return true;  // an answer that came twice
+  if (resolved.placed < channel->acked || resolved.placed > channel->acked + channel->sent.size() ||
+      !settle_doubts(*transport_, *channel, resolved)) {
+    return reject("it claims to have placed operations that were never sent");
+  }
+  return true;
+}
+
+// --- reads ---
+
+// A read's data comes over the connection that asked for it: nothing else may end it while its data is arriving.
+static auto find_read(OutChannel& channel, uint64_t id) {
+  auto& reads = channel.link->reads;
+  const auto read = reads.find(id);
+  return read == reads.end() || read->second.channel != channel.index || channel.in_doubt ? reads.end() : read;
+}
+
+bool OutStream::on_read_data(const ReadDataMeta& data, uint64_t payload_bytes, Placement& place) {
+  const auto read = find_read(*channel_, data.read_id);
+  if (read == channel_->link->reads.end()) return reject("data of a read that was never asked for");
+  const WorkRequest& request = read->second.request;
+  const uint64_t resumed = resumed_at(request);
+  const uint64_t length = request.length_bytes - resumed;
+  if (data.offset > length || payload_bytes > length - data.offset) return reject("more data than was asked for");
+  place.aim_at(gpu_of(request));
+  place.add(request.local + resumed + data.offset, payload_bytes);
+  read_id_ = data.read_id;
+  read_bytes_ = payload_bytes;
+  return true;
+}
+
+bool OutStream::on_read_end(std::span<const std::byte> meta) {
+  OutLink& link = *channel_->link;
+  if (meta.size() < sizeof(ReadEndMeta)) return reject_malformed(FrameType::kReadEnd);
+  const auto end = read_meta<ReadEndMeta>(meta);
+  const auto read = find_read(*channel_, end.read_id);
+  const bool is_done = end.status == static_cast<uint64_t>(Status::kDone);
+  if (read == link.reads.end() || !(is_done || is_refusal(end.status))) return reject_malformed(FrameType::kReadEnd);
+  const PendingRead pending = read->second;
+  const bool is_lost = is_done && pending.failed;
+  const auto status = is_lost ? Status::kTransportFailed : static_cast<Status>(end.status);
+  const uint64_t asked_bytes = pending.request.length_bytes - resumed_at(pending.request);
+  if (is_done && pending.received_bytes != asked_bytes) return reject_malformed(FrameType::kReadEnd);
+  link.vain_connections = 0;
+  link.reads.erase(read);
+  --channel_->reads_open;
+  channel_->reads_bytes -= pending.request.length_bytes;
+  channel_->pace.done(pending.request.length_bytes, transport_->now());
+  if (is_done) {
+    transport_->sink().on_over(link, link.pairs[channel_->pair()].rail, pending.request.context, 1,
+                               pending.request.length_bytes);
+  }
+  transport_->retire(link, pending.request, status,
+                     is_lost
+                         ? "what was read cannot be copied to our GPU: " + transport_->connections().copier.trouble()
+                         : text_of(meta.subspan(sizeof end)));
+  if (link.queued > 0) transport_->mark_dirty(link);
+  return true;
 }
 
 bool OutStream::on_frame() {

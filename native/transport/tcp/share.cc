@@ -43,8 +43,7 @@ bool Sharer::on_head(const FrameHeader& header, std::span<const std::byte> meta,
     place.add_discard(header.payload_bytes);
     return true;
   }
-  if (meta.size() < sizeof(SharedMeta) || header.payload_bytes != 0)
-    return reject("a malformed frame of type " + std::to_string(header.type));
+  if (meta.size() < sizeof(SharedMeta) || header.payload_bytes != 0) return reject_malformed(type);
   const auto shared = read_meta<SharedMeta>(meta);
   if (shared.channel != share_.channel || shared.epoch != share_.epoch) return true;  // to an earlier question
   if (shared.code == 0) {
