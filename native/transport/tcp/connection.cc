@@ -225,48 +225,74 @@ bool Connection::on_head(const FrameHeader& header, std::span<const std::byte> m
   return false;
 }
 
-bool Connection::on_frame() {
+// All of its payload is in place. False: the connection is broken.
+bool Connection::end_frame() {
+  place_.clear();
   Stream* const to = std::exchange(current_, nullptr);
-  return to == nullptr || to->on_frame();
+  if (to != nullptr && !to->on_frame()) reject_peer(reject_reason_);
+  return !broken_;
+}
+
+// Into what one receive reads: what is missing of the payload that is arriving, as much as one call takes, and heads
+// behind it.
+struct Connection::ReceiveViews {
+  std::array<iovec, kTargetsPerCall + 1> views;  // written as far as used
+  size_t count = 0;
+  uint64_t payload_bytes = 0;
+  bool to_gpu = false;    // the payload: over ConnectionContext::arrivals
+  size_t head_bytes = 0;  // of a head that came before: at the beginning of the scratch
+  size_t head_room = 0;   // behind them
+
+  uint64_t bytes() const { return payload_bytes + head_room; }
+};
+
+Connection::ReceiveViews Connection::receive_views() {
+  ReceiveViews to;
+  to.to_gpu = place_.gpu >= 0 && place_.bytes_left > 0;
+  if (to.to_gpu) {
+    to.payload_bytes = std::min<uint64_t>(place_.bytes_left, ConnectionContext::kArrivalsBytes);
+    to.views[to.count++] = {context_->arrivals_for(place_.gpu), to.payload_bytes};
+  } else if (place_.bytes_left > 0) {
+    for (size_t i = place_.at; i < place_.targets.size() && to.count < kTargetsPerCall; ++i) {
+      iovec view = place_.targets[i];
+      const bool is_discarded = view.iov_base == nullptr;
+      if (is_discarded) view = {context_->discard.data(), std::min(view.iov_len, context_->discard.size())};
+      to.views[to.count++] = view;
+      to.payload_bytes += view.iov_len;
+      if (is_discarded) break;
+    }
+  }
+  if (to.payload_bytes < place_.bytes_left) return to;
+  std::byte* const scratch = context_->scratch.data();
+  to.head_bytes = head_.size();
+  if (to.head_bytes > 0) std::memcpy(scratch, head_.data(), to.head_bytes);
+  // A bulk connection reads no further than the next head, so that payloads need not be copied out of the scratch.
+  const size_t head_end = is_bulk_ ? std::max(kBulkHeadBytes, head_wanted_) : ConnectionContext::kScratchBytes;
+  to.head_room = head_end - to.head_bytes;
+  to.views[to.count++] = {scratch + to.head_bytes, to.head_room};
+  return to;
+}
+
+// So many bytes have come into these views. False: the connection is broken.
+bool Connection::take(const ReceiveViews& from, uint64_t size) {
+  if (from.payload_bytes == 0) return parse(from.head_bytes + size);
+  const uint64_t placed = std::min(size, from.payload_bytes);
+  if (from.to_gpu) {
+    place_.copy_in(context_->arrivals->base(), placed);
+  } else {
+    place_.placed(placed);
+  }
+  if (place_.bytes_left == 0 && !end_frame()) return false;
+  return size == placed || parse(size - placed);
 }
 
 bool Connection::receive() {
-  std::byte* const scratch = context_->scratch.data();
-  std::array<iovec, kTargetsPerCall + 1> views;  // written as far as used
   uint64_t budget = kReceivePerTurn;
   bool moved = false;
   if (socket_.tls) socket_.tls->begin_turn(budget);
   while (!broken_) {
-    size_t count = 0;
-    uint64_t payload_wanted = 0;
-    uint64_t discarded = 0;
-    const bool to_gpu = place_.gpu >= 0 && place_.bytes_left > 0;
-    if (to_gpu) {
-      payload_wanted = std::min<uint64_t>(place_.bytes_left, ConnectionContext::kArrivalsBytes);
-      views[count++] = {context_->arrivals_for(place_.gpu), payload_wanted};
-    }
-    for (size_t i = place_.at; !to_gpu && place_.bytes_left > 0 && i < place_.targets.size() && count < kTargetsPerCall;
-         ++i) {
-      iovec view = place_.targets[i];
-      if (view.iov_base == nullptr) {
-        view.iov_base = context_->discard.data();
-        view.iov_len = std::min(view.iov_len, context_->discard.size());
-        discarded = view.iov_len;
-      }
-      views[count++] = view;
-      payload_wanted += view.iov_len;
-      if (discarded > 0) break;
-    }
-    size_t have = 0;
-    size_t room = 0;
-    if (payload_wanted == place_.bytes_left) {
-      have = head_.size();
-      if (have > 0) std::memcpy(scratch, head_.data(), have);
-      // A bulk connection reads no further than the next head, so that payloads need not be copied out of the scratch.
-      room = is_bulk_ ? std::max(kBulkHeadBytes, head_wanted_) - have : ConnectionContext::kScratchBytes - have;
-      views[count++] = {scratch + have, room};
-    }
-    const ssize_t got = socket_.receive({views.data(), count});
+    const ReceiveViews to = receive_views();
+    const ssize_t got = socket_.receive({to.views.data(), to.count});
     if (got == 0) {
       break_off("the peer closed the connection");
       return true;
@@ -282,26 +308,8 @@ bool Connection::receive() {
     }
     moved = true;
     const auto size = static_cast<uint64_t>(got);
-    if (payload_wanted > 0) {
-      const uint64_t placed = std::min(size, payload_wanted);
-      if (to_gpu) {
-        place_.copy_in(context_->arrivals->base(), placed);
-      } else {
-        place_.placed(placed);
-      }
-      if (place_.bytes_left == 0) {
-        place_.clear();
-        if (!on_frame()) {
-          reject_peer(reject_reason_);
-          return true;
-        }
-        if (broken_) return true;
-      }
-      if (size > placed && !parse(size - placed)) return true;
-    } else if (!parse(have + size)) {
-      return true;
-    }
-    if (size < payload_wanted + room) {
+    if (!take(to, size)) return true;
+    if (size < to.bytes()) {
       if (socket_.tls && socket_.tls->end_waits()) continue;
       break;  // drained
     }
@@ -352,12 +360,7 @@ bool Connection::parse(size_t size) {
       size -= present;
     }
     if (place_.bytes_left > 0) break;
-    place_.clear();
-    if (!on_frame()) {
-      reject_peer(reject_reason_);
-      return false;
-    }
-    if (broken_) return false;
+    if (!end_frame()) return false;
   }
   head_.assign(at, at + size);
   return true;

@@ -150,12 +150,15 @@ class Connection final : public Pollable {
   void detach(Stream* stream);
   void close(bool abort);
   bool on_head(const FrameHeader& header, std::span<const std::byte> meta);
-  bool on_frame();
+  bool end_frame();
   void on_reset();
   bool fill(TxBatch& batch, const Stream* asker);
   bool flush();
   bool flush_sealed();
   void break_sending(const std::string& why);
+  struct ReceiveViews;
+  ReceiveViews receive_views();
+  bool take(const ReceiveViews& from, uint64_t size);
   bool parse(size_t size);
   void reject_peer(const std::string& why);
   void watch_out(bool on);
