@@ -1,5 +1,6 @@
 // The initiator's side of private memory: pieces and reads go through the rings in chunks, and what comes back.
 #include <algorithm>
+#include <deque>
 #include <new>
 #include <utility>
 
@@ -28,6 +29,69 @@ void count_timed(Outgoing& link, Timed timed, uint64_t bytes) {
   if (timed != Timed::kNot) link.staged_bytes[timed == Timed::kBulk] += bytes;
 }
 
+// What one entry stages of a queue's head: a part of a long piece, or many short pieces of one transfer that go to one
+// region.
+struct WriteChunk {
+  uint64_t data_bytes;
+  uint32_t pieces = 1;          // at the head of the queue
+  uint32_t finished = 0;        // of them: all, or none where the rest of one is still to come
+  uint64_t finished_bytes = 0;  // likewise, with what was staged of it before
+  uint32_t units = 0;           // of the immediate, that the finished count
+
+  uint64_t table_bytes() const { return pieces * sizeof(StagedPiece); }
+};
+
+// Whether it may share a chunk with the first.
+bool goes_with(const WorkRequest& next, const WorkRequest& first) {
+  return next.op == WorkOp::kWrite && next.context == first.context && next.tag == first.tag &&
+         next.remote == first.remote && next.has_imm == first.has_imm &&
+         (!next.has_imm || imm_of_wire(next.wire_imm) == imm_of_wire(first.wire_imm));  // targets of a scatter
+}
+
+uint32_t units_of(const WorkRequest& request) { return request.has_imm ? units_of_wire(request.wire_imm) : 0; }
+
+WriteChunk cut_chunk(const std::deque<RailQueue::Pending>& pending, uint64_t chunk_bytes) {
+  const WorkRequest& first = pending.front().request;
+  const uint64_t left_bytes = first.length_bytes - pending.front().done_bytes;
+  WriteChunk chunk{.data_bytes = std::min(left_bytes, chunk_bytes)};
+  if (chunk.data_bytes < left_bytes) return chunk;
+  chunk.finished = 1;
+  chunk.finished_bytes = first.length_bytes;
+  chunk.units = units_of(first);
+  while (chunk.pieces < kStagedPiecesMax && chunk.pieces < pending.size()) {
+    const WorkRequest& next = pending[chunk.pieces].request;
+    if (!goes_with(next, first) || chunk.data_bytes + next.length_bytes > chunk_bytes) break;
+    chunk.data_bytes += next.length_bytes;
+    chunk.finished_bytes += next.length_bytes;
+    chunk.units += units_of(next);
+    ++chunk.pieces;
+    ++chunk.finished;
+  }
+  return chunk;
+}
+
+// Copies the chunk into its block: a table of its pieces, and their bytes. False: they cannot be had from our GPU.
+bool stage_chunk(const std::deque<RailQueue::Pending>& pending, const WriteChunk& chunk, device::Copier& copier,
+                 std::byte* block) {
+  const int gpu = gpu_of(pending.front().request);  // of all pieces: they are of one transfer
+  auto* table = reinterpret_cast<StagedPiece*>(block);
+  std::byte* data = block + chunk.table_bytes();
+  for (uint32_t i = 0; i < chunk.pieces; ++i) {
+    const WorkRequest& request = pending[i].request;
+    const uint64_t from = pending[i].done_bytes;
+    // The head may have been staged in part before; whoever follows it goes whole.
+    const uint64_t bytes = chunk.pieces == 1 ? chunk.data_bytes : request.length_bytes - from;
+    table[i] = {request.remote_offset + from, static_cast<uint32_t>(bytes), 0};
+    if (gpu >= 0) {
+      copier.begin(gpu, data, request.local + from, bytes);
+    } else {
+      copy_cached(data, request.local + from, bytes);
+    }
+    data += bytes;
+  }
+  return gpu < 0 || copier.finish();
+}
+
 }  // namespace
 
 // The slot for the entry that is published next. Its array appears with the first staged entry of the rail.
@@ -39,6 +103,7 @@ InFlight& ShmTransport::inflight_slot(RailQueue& rail) {
   }
   return rail.inflight[rail.writer.position() % kRingEntries];
 }
+
 uint32_t ShmTransport::push_pending(Outgoing& link, RailQueue& rail) {
   uint32_t pushed = 0;
   while (pushed < kChunksPerPoll && !rail.pending.empty()) {
@@ -54,95 +119,52 @@ uint32_t ShmTransport::push_pending(Outgoing& link, RailQueue& rail) {
   return pushed;
 }
 
-// Stages one chunk: a part of a long piece, or many short pieces of one transfer that go to one region.
 bool ShmTransport::push_write_chunk(Outgoing& link, RailQueue& rail) {
   if (!has_room(link, rail)) return false;
-  const RailQueue::Pending& head = rail.pending.front();
-  const WorkRequest& first = head.request;
-  uint32_t pieces = 1;
-  uint32_t finished = 0;
+  const WorkRequest& first = rail.pending.front().request;
   Import& import = *static_cast<ShmKey*>(first.remote)->import;
-  const int gpu = gpu_of(first);  // of all pieces: they are of one transfer
+  const int gpu = gpu_of(first);
   const bool is_gpu = gpu >= 0 || import.is_gpu;
-  const uint64_t chunk_bytes = is_gpu ? kGpuChunkBytes : kStageChunkBytes;
-  uint64_t data_bytes = std::min(first.length_bytes - head.done_bytes, chunk_bytes);
-  uint32_t units = 0;
-  if (head.done_bytes + data_bytes == first.length_bytes) {
-    finished = 1;
-    units = first.has_imm ? units_of_wire(first.wire_imm) : 0;
-    while (pieces < kStagedPiecesMax && pieces < rail.pending.size()) {
-      const WorkRequest& next = rail.pending[pieces].request;
-      if (next.op != WorkOp::kWrite || next.context != first.context || next.tag != first.tag ||
-          next.remote != first.remote || next.has_imm != first.has_imm ||
-          (next.has_imm && imm_of_wire(next.wire_imm) != imm_of_wire(first.wire_imm)) ||  // targets of a scatter
-          data_bytes + next.length_bytes > chunk_bytes) {
-        break;
-      }
-      data_bytes += next.length_bytes;
-      units += next.has_imm ? units_of_wire(next.wire_imm) : 0;
-      ++pieces;
-      ++finished;
-    }
-  }
-  const uint64_t table_bytes = pieces * sizeof(StagedPiece);
+  WriteChunk chunk = cut_chunk(rail.pending, is_gpu ? kGpuChunkBytes : kStageChunkBytes);
   uint64_t stage_at = 0;
   // Blocks begin on a line, so that tables are aligned and neighbours do not share lines.
-  const uint64_t block_bytes = (table_bytes + data_bytes + kLine - 1) / kLine * kLine;
+  const uint64_t block_bytes = (chunk.table_bytes() + chunk.data_bytes + kLine - 1) / kLine * kLine;
   std::byte* block = rail.writer.reserve(block_bytes, &stage_at);
   if (block == nullptr) return false;
-  if (timed_as(is_gpu, data_bytes, first.bulk) != Timed::kNot) begin_timing(link);
-  auto* table = reinterpret_cast<StagedPiece*>(block);
-  std::byte* data = block + table_bytes;
+  if (timed_as(is_gpu, chunk.data_bytes, first.bulk) != Timed::kNot) begin_timing(link);
   if (gpu >= 0) pin(link, gpu);
-  uint64_t moved = 0;
-  uint64_t retired_bytes = 0;
-  for (uint32_t i = 0; i < pieces; ++i) {
-    const RailQueue::Pending& pending = rail.pending[i];
-    const uint64_t from = pending.done_bytes;
-    // The head may have been staged in part before; whoever follows it goes whole.
-    const uint64_t bytes = pieces == 1 ? data_bytes : pending.request.length_bytes - from;
-    if (finished > 0) retired_bytes += pending.request.length_bytes;
-    table[i] = {pending.request.remote_offset + from, static_cast<uint32_t>(bytes), 0};
-    if (gpu >= 0) {
-      copier_.begin(gpu, data, pending.request.local + from, bytes);
-    } else {
-      copy_cached(data, pending.request.local + from, bytes);
-    }
-    data += bytes;
-    moved += bytes;
-  }
-  const bool failed = gpu >= 0 && !copier_.finish();
-  if (failed) finished = std::max(finished, 1u);  // of a long piece nothing more is tried
-  import.bytes_moved += moved;
+  const bool failed = !stage_chunk(rail.pending, chunk, copier_, block);
+  if (failed) chunk.finished = std::max(chunk.finished, 1u);  // of a long piece nothing more is tried
+  import.bytes_moved += chunk.data_bytes;
   inflight_slot(rail) = {.context = first.context,
-                         .bytes = retired_bytes,
+                         .bytes = chunk.finished_bytes,
                          .stage_head = rail.writer.stage_head(),
                          .tag = first.tag,
-                         .retires = finished,
+                         .retires = chunk.finished,
                          .staged = true,
                          .cut = false,
-                         .timed = timed_as(is_gpu, retired_bytes, first.bulk),
+                         .timed = timed_as(is_gpu, chunk.finished_bytes, first.bulk),
                          .failed = failed,
                          .wanted_back = false};
   ++rail.staged_inflight;
   Entry& entry = rail.writer.next();
   entry.kind = EntryKind::kStagedWrite;
   if (failed) entry.status.store(kEntryWithdrawn, std::memory_order_relaxed);  // published with the entry
-  entry.has_imm = units > 0 ? 1 : 0;
+  entry.has_imm = chunk.units > 0 ? 1 : 0;
   entry.work = {.region_id = import.region_id,
                 .offset = 0,
                 .stage_at = stage_at,
-                .stage_bytes = static_cast<uint32_t>(table_bytes + data_bytes),
-                .pieces = pieces,
+                .stage_bytes = static_cast<uint32_t>(chunk.table_bytes() + chunk.data_bytes),
+                .pieces = chunk.pieces,
                 .wire_imm = imm_of_wire(first.wire_imm),
-                .units = units,
+                .units = chunk.units,
                 .tag = 0,
                 .reserved = first.bulk ? 1u : 0u};
   rail.writer.publish(entry);
-  if (finished == 0) {
-    rail.pending.front().done_bytes += data_bytes;
+  if (chunk.finished == 0) {
+    rail.pending.front().done_bytes += chunk.data_bytes;
   } else {
-    rail.pending.erase(rail.pending.begin(), rail.pending.begin() + finished);
+    rail.pending.erase(rail.pending.begin(), rail.pending.begin() + chunk.finished);
   }
   return true;
 }
