@@ -205,6 +205,7 @@ class EngineCore final : public Sink, public Actor {
   bool try_enter(uint8_t mark = 1);
   [[noreturn]] void throw_closed_meanwhile() const;
   Deadline tend_watchdog();
+  class Visit;  // of a thread in wait_until()
   WaitResult wait_on_stage(const std::function<bool()>& ready, Deadline deadline, const InterruptCheck& interrupted);
   void leave();
   void leave_awake();

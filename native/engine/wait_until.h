@@ -18,6 +18,56 @@ inline void take_nap(Deadline until) {
 // For wait_until() where nobody says that ready() may have become true: looks again soon.
 inline void nap(EngineCore::Guest& /*guest*/, Deadline until) { take_nap(until); }
 
+// A guest's stay in the engine: counted, so that the worker makes way, and the progress holder whenever it can be.
+class EngineCore::Visit {
+ public:
+  explicit Visit(EngineCore& core) : core_(core), assists_(core.options_.polling != Polling::kSpin) { step_in(); }
+
+  void step_in() {
+    if (assists_) core_.guests_.fetch_add(1, std::memory_order_relaxed);
+  }
+  void step_out() {
+    // Who holds the lock just now sees in leave() that the news are taken, and that nobody is on the way to them.
+    if (std::exchange(guest_.has_news, false) && !holding_ && !core_.closed() && core_.try_enter()) {
+      holding_ = true;
+      if (!core_.closed()) core_.round();
+    }
+    if (std::exchange(guest_.is_in_front, false)) core_.transports_.sleeping_place().leave_front();
+    let_go();
+    if (assists_) core_.guests_.fetch_sub(1, std::memory_order_relaxed);
+  }
+
+  bool is_holding() const { return holding_; }
+  // Becomes the holder, if nobody is. True: just now.
+  bool enter() {
+    if (holding_ || !assists_) return false;
+    holding_ = core_.try_enter();
+    return holding_;
+  }
+  void let_go() {
+    if (std::exchange(holding_, false)) core_.leave();
+  }
+  // As the holder. Whether anything moved.
+  bool drive() {
+    guest_.has_news = false;
+    return core_.round() > 0;
+  }
+  // Still a guest, but in nobody's way.
+  template <typename Sleep>
+  void sleep(Sleep& how, Deadline until) {
+    let_go();
+    if (assists_) core_.guests_.fetch_sub(1, std::memory_order_relaxed);
+    how(guest_, until);
+    if (assists_) core_.guests_.fetch_add(1, std::memory_order_relaxed);
+  }
+
+ private:
+  EngineCore& core_;
+  const bool assists_;
+  bool holding_ = false;
+  Guest guest_;
+};
+
 template <typename Ready, typename Sleep>
 WaitResult EngineCore::wait_until(Ready&& ready, Sleep&& sleep, Deadline deadline, const InterruptCheck& interrupted) {
   constexpr int64_t kInterruptEveryNs = 50'000'000;
@@ -27,35 +77,17 @@ WaitResult EngineCore::wait_until(Ready&& ready, Sleep&& sleep, Deadline deadlin
   if (is_staged()) [[unlikely]]
     return wait_on_stage(ready, deadline, interrupted);
   const bool manual = options_.polling == Polling::kManual;
-  const bool assists = options_.polling != Polling::kSpin;
-  bool holding = false;
-  Guest guest;
-  SleepingPlace& place = transports_.sleeping_place();
   WaitResult result = WaitResult::kReady;
   int64_t spin_until = 0;
   const int64_t begin = now_ns();
   int64_t next_interrupt = begin + kInterruptEveryNs;
   // Without time one round, however much is left to move: who asks again and again drives so, too.
   uint32_t moving_rounds = begin >= deadline ? kMovingRoundsPerClock - 1 : 0;
-  const auto step_in = [&] {
-    if (assists) guests_.fetch_add(1, std::memory_order_relaxed);
-  };
-  const auto step_out = [&] {
-    // Who holds the lock just now sees in leave() that the news are taken, and that nobody is on the way to them.
-    if (std::exchange(guest.has_news, false) && !holding && !closed() && try_enter()) {
-      holding = true;
-      if (!closed()) round();
-    }
-    if (std::exchange(guest.is_in_front, false)) place.leave_front();
-    if (std::exchange(holding, false)) leave();
-    if (assists) guests_.fetch_sub(1, std::memory_order_relaxed);
-  };
-  step_in();
+  Visit visit(*this);
   for (int rounds = 0;; ++rounds) {
     if (ready()) break;
     if (closed()) {  // close() completes everything: wait for it to have done so, out of its way
-      if (holding) leave();
-      holding = false;
+      visit.let_go();
       if (drained_.load(std::memory_order_acquire)) {
         result = ready() ? WaitResult::kReady : WaitResult::kClosed;
         break;
@@ -63,22 +95,15 @@ WaitResult EngineCore::wait_until(Ready&& ready, Sleep&& sleep, Deadline deadlin
       std::this_thread::yield();
       continue;
     }
-    if (!holding && assists) {
-      holding = try_enter();
-      if (holding && closed()) continue;  // close() may have had the lock in between, and be past it
-    }
-    bool moved = false;
-    if (holding) {
-      guest.has_news = false;
-      moved = round() > 0;
-    }
+    if (visit.enter() && closed()) continue;  // close() may have had the lock in between, and be past it
+    const bool moved = visit.is_holding() && visit.drive();
     if (moved) {
       spin_until = 0;
       rounds = -1;  // the first idle round looks at the clock
       // Now and then others do, too: there is no idle one while somebody goes on submitting.
       if (++moving_rounds % kMovingRoundsPerClock != 0) continue;
       if (ready()) break;  // before the time is up
-    } else if (holding) {
+    } else if (visit.is_holding()) {
       cpu_relax();
       if (rounds % kRoundsPerClock != 0) continue;
     } else {
@@ -91,9 +116,10 @@ WaitResult EngineCore::wait_until(Ready&& ready, Sleep&& sleep, Deadline deadlin
     }
     if (now >= next_interrupt) {
       next_interrupt = now + kInterruptEveryNs;
-      step_out();  // asking takes as long as others keep the GIL, and as signals' handlers take: the worker drives
+      visit
+          .step_out();  // asking takes as long as others keep the GIL, and as signals' handlers take: the worker drives
       const bool ends = interrupted && interrupted();
-      step_in();
+      visit.step_in();
       if (ends) {
         result = WaitResult::kInterrupted;
         break;
@@ -104,18 +130,12 @@ WaitResult EngineCore::wait_until(Ready&& ready, Sleep&& sleep, Deadline deadlin
     if (now < spin_until) continue;
     // Idle for long enough: sleep.
     const Deadline until = std::min(deadline, next_interrupt);
-    if (holding) {
-      leave();
-      holding = false;
-    }
-    if (assists) guests_.fetch_sub(1, std::memory_order_relaxed);
     // Where nobody else drives, look again soon: the waiter in front may have gone for good.
-    sleep(guest, manual ? std::min(until, now + 1'000'000) : until);
-    if (assists) guests_.fetch_add(1, std::memory_order_relaxed);
+    visit.sleep(sleep, manual ? std::min(until, now + 1'000'000) : until);
     spin_until = 1;  // after a sleep: look, help once, sleep again
     rounds = -1;
   }
-  step_out();
+  visit.step_out();
   return result;
 }
 
