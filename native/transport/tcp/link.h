@@ -97,6 +97,12 @@ class Sharer final : public Stream {
 struct OutChannel final : Connector::Owner {
   OutChannel(TcpTransport* transport, OutLink* link, uint32_t index) : transport(transport), link(link), index(index) {}
   void on_connect_result(ConnectResult result) override;
+  // Its connection is there.
+  void on_opened();
+  // There is none: tries again later. was_sharing: the attempt was a Sharer's.
+  void on_attempt_failed(const ConnectResult& result, bool was_sharing);
+  // What a failed attempt says of the peer: whether it is gone, or elsewhere.
+  void judge_peer(const ConnectResult& result);
   // Posts operations into a batch.
   void fill(TxBatch& batch);
   // Whether the kernel has all of this operation. Else no peer can have placed it, and its source is still to be read.

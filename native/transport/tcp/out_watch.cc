@@ -111,7 +111,6 @@ void TcpTransport::start_attempt(OutChannel& channel) {
 }
 
 void OutChannel::on_connect_result(ConnectResult result) {
-  const int64_t now = transport->now();
   if (result.kind == ConnectResult::Kind::kUp && is_open()) {
     stream->leave(sharer != nullptr ? "moved over to the connection that the peer made"
                                     : "silent, and a new connection got through");
@@ -135,26 +134,35 @@ void OutChannel::on_connect_result(ConnectResult result) {
     }
   }
   if (result.kind == ConnectResult::Kind::kUp) {
-    opened_at_ns = now;
-    acked_at_opening = acked;
-    bytes_acked_at_opening = bytes_acked;
-    carried_bytes = 0;
-    pinged_ns = 0;
-    moved_ns = now;
-    outq_bytes = 0;
-    broken_at_ns = 0;
-    trouble.clear();
-    link->down_since_ns = 0;
-    link->held_since_ns = 0;
-    link->refusal.clear();
-    if (!link->up) {
-      link->up = true;
-      transport->sink().on_link_up(*link);
-    }
-    if (in_doubt) transport->tick_soon();
-    transport->mark_dirty(*link);
-    return;
+    on_opened();
+  } else {
+    on_attempt_failed(result, was_sharing);
   }
+}
+
+void OutChannel::on_opened() {
+  opened_at_ns = transport->now();
+  acked_at_opening = acked;
+  bytes_acked_at_opening = bytes_acked;
+  carried_bytes = 0;
+  pinged_ns = 0;
+  moved_ns = opened_at_ns;
+  outq_bytes = 0;
+  broken_at_ns = 0;
+  trouble.clear();
+  link->down_since_ns = 0;
+  link->held_since_ns = 0;
+  link->refusal.clear();
+  if (!link->up) {
+    link->up = true;
+    transport->sink().on_link_up(*link);
+  }
+  if (in_doubt) transport->tick_soon();
+  transport->mark_dirty(*link);
+}
+
+void OutChannel::on_attempt_failed(const ConnectResult& result, bool was_sharing) {
+  const int64_t now = transport->now();
   retry_pause_ns = retry_pause_ns == 0 ? kRetryFirstNs : std::min(2 * retry_pause_ns, kRetryMaxNs);
   retry_at_ns = now + retry_pause_ns;
   shuns_sharing = was_sharing;
@@ -165,13 +173,16 @@ void OutChannel::on_connect_result(ConnectResult result) {
     // It broke when it was to move over: that was no end of a move, as OutStream::on_broken had to take it for.
     if (stream != nullptr) transport->sink().on_rail_broken(*link, link->pairs[pair()].rail);
   }
+  if (!link->doom) judge_peer(result);
+}
+
+void OutChannel::judge_peer(const ConnectResult& result) {
   bool is_reached = false;  // by another channel
   bool others = false;      // that still may come up, or are
   link->for_each_channel([&](OutChannel& other) {
     is_reached = is_reached || other.is_open();
     others = others || other.is_open() || other.is_connecting();
   });
-  if (link->doom) return;
   if (result.kind == ConnectResult::Kind::kRefused && result.code != RefusalCode::kStale &&
       result.code != RefusalCode::kFull) {
     const bool leaves = result.code == RefusalCode::kClosing;
