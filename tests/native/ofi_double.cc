@@ -13,9 +13,7 @@ namespace {
 
 using namespace libfabric_double;
 
-constexpr uint64_t kContextMark = 0xc0ffee0ddba11;
 constexpr size_t kNameBytes = 32;
-constexpr int kBadRemoteAddress = 7, kUnknownPeer = 14;  // of the provider
 
 LibfabricDouble::World* g_world = nullptr;
 
@@ -63,98 +61,6 @@ int register_memory(struct fid* object, const fi_mr_attr* attributes, uint64_t f
   return 0;
 }
 
-// --- what an operation does ---
-
-void complete(Queue& queue, const Completion& completion) {
-  if (queue.entries.size() >= queue.size) g_world->violate("the completion queue ran over");
-  queue.entries.push_back(completion);
-}
-
-bool deliver_message(Operation& operation, Endpoint& target) {
-  if (target.receives.empty()) return false;  // receiver not ready: the device tries again, for ever
-  const Receive receive = target.receives.front();
-  target.receives.pop_front();
-  std::memcpy(receive.buffer, operation.payload.data(), std::min(receive.bytes, operation.payload.size()));
-  Completion completion;
-  completion.entry = {receive.context, FI_RECV | FI_MSG, operation.payload.size(), nullptr, 0};
-  complete(*target.queue, completion);
-  return true;
-}
-
-int touch_memory(const Operation& operation, Endpoint& target) {
-  // RDMA needs an address handle of the initiator's device at the target.
-  const auto& names = target.domain->addresses->names;
-  if (std::none_of(names.begin(), names.end(),
-                   [&](const auto& entry) { return entry.second.device == operation.from->name.device; }))
-    return kUnknownPeer;
-  const auto found = target.domain->memories.find(operation.key);
-  if (found == target.domain->memories.end()) return kBadRemoteAddress;
-  const Memory& memory = *found->second;
-  const uint64_t needed = operation.kind == Operation::Kind::kRead ? FI_REMOTE_READ : FI_REMOTE_WRITE;
-  const auto base = reinterpret_cast<uint64_t>(memory.base);
-  if ((memory.access & needed) == 0 || operation.remote < base ||
-      operation.remote + operation.bytes > base + memory.bytes)
-    return kBadRemoteAddress;
-  auto* const remote = memory.reached + (operation.remote - base);
-  if (operation.kind == Operation::Kind::kRead) {
-    std::memcpy(operation.local, remote, operation.bytes);
-  } else if (operation.bytes != 0) {
-    std::memcpy(remote, operation.local, operation.bytes);
-  }
-  return 0;
-}
-
-// False: not now.
-bool carry_out(Operation& operation) {
-  if (g_world->frozen.contains(operation.to.device)) return false;
-  Completion completion;
-  completion.entry.op_context = operation.context;
-  completion.entry.flags = operation.kind == Operation::Kind::kWrite  ? FI_WRITE | FI_RMA
-                           : operation.kind == Operation::Kind::kRead ? FI_READ | FI_RMA
-                                                                      : FI_SEND | FI_MSG;
-  Endpoint* const target = g_world->find(operation.to);
-  if (const auto failing = g_world->failing.find(operation.to.device); failing != g_world->failing.end()) {
-    completion.status = failing->second;
-  } else if (target == nullptr) {
-    completion.status = 9;  // no such queue pair
-  } else if (operation.kind == Operation::Kind::kSend) {
-    if (!deliver_message(operation, *target)) return false;
-  } else {
-    completion.status = touch_memory(operation, *target);
-    if (completion.status == 0 && operation.has_imm) {
-      Completion arrival;
-      if (target->domain->direct && g_world->settings.imms_eat_receives) {
-        if (target->receives.empty()) return false;
-        arrival.entry.op_context = target->receives.front().context;
-        target->receives.pop_front();
-      }
-      arrival.entry = {arrival.entry.op_context, FI_REMOTE_WRITE | FI_RMA | FI_REMOTE_CQ_DATA, operation.bytes, nullptr,
-                       operation.imm & 0xffffffff};
-      complete(*target->queue, arrival);
-    }
-  }
-  completion.error = completion.status != 0 ? FI_EIO : 0;
-  uint64_t mark;
-  std::memcpy(&mark, operation.context, sizeof mark);
-  if (mark != kContextMark) g_world->violate("a context was touched or reused before its completion");
-  --operation.from->outstanding;
-  complete(*operation.from->queue, completion);
-  return true;
-}
-
-void progress() {
-  std::vector<std::list<Operation>::iterator> order;
-  for (auto at = g_world->pending.begin(); at != g_world->pending.end(); ++at) order.push_back(at);
-  std::shuffle(order.begin(), order.end(), g_world->random);
-  for (const auto& at : order) {
-    if (at->wait != 0) {
-      --at->wait;
-    } else if (carry_out(*at)) {
-      g_world->pending.erase(at);
-    }
-  }
-}
-
 // --- queues ---
 
 ssize_t read_sunk(void* buffer, size_t count) {
@@ -171,7 +77,7 @@ ssize_t read_queue(fid_cq* object, void* buffer, size_t count) {
   auto* queue = reinterpret_cast<Queue*>(object);
   if (!g_world->sunk.empty()) return read_sunk(buffer, count);
   if (g_world->broken_queues.contains(queue->device)) return -FI_EIO;
-  if (queue->entries.empty()) progress();
+  if (queue->entries.empty()) g_world->progress();
   if (queue->entries.empty()) return -FI_EAGAIN;
   if (queue->entries.front().error != 0) return -FI_EAVAIL;
   auto* out = static_cast<fi_cq_data_entry*>(buffer);

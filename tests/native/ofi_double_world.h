@@ -20,6 +20,9 @@
 
 namespace crossrail::test::libfabric_double {
 
+// What a context is filled with while its operation is under way.
+inline constexpr uint64_t kContextMark = 0xc0ffee0ddba11;
+
 struct Addresses;
 struct Domain;
 
@@ -133,6 +136,13 @@ struct LibfabricDouble::World {
     }
     return nullptr;
   }
+
+  // --- the devices, in ofi_double_devices.cc ---
+  // Carries out whatever has waited for long enough and can be.
+  void progress();
+  bool carry_out(libfabric_double::Operation& operation);  // false: not now
+  bool deliver_message(libfabric_double::Operation& operation, libfabric_double::Endpoint& target);
+  void complete(libfabric_double::Queue& queue, const libfabric_double::Completion& completion);
 };
 
 }  // namespace crossrail::test

@@ -1,10 +1,9 @@
-// The parts of the tcp transport that need no connection: hashes, the handshake's messages, pairs of rails, queues, batches.
+// The parts of the tcp transport that need no connection: the handshake's messages, pairs of rails, batches of frames.
 #include <doctest/doctest.h>
 #include <poll.h>
 
 #include <algorithm>
 #include <cstring>
-#include <deque>
 #include <random>
 #include <string>
 #include <vector>
@@ -18,20 +17,11 @@
 #include "transport/tcp/poller.h"
 #include "transport/tcp/region_table.h"
 #include "util/clock.h"
-#include "util/ring_queue.h"
 #include "util/sha256.h"
 
 namespace crossrail::tcp {
 
 namespace {
-
-std::span<const uint8_t> bytes_of(std::string_view text) {
-  return {reinterpret_cast<const uint8_t*>(text.data()), text.size()};
-}
-
-std::string hash_of(std::string_view text) { return to_hex(sha256({bytes_of(text)})); }
-
-std::string mac_of(const Bytes& key, std::string_view text) { return to_hex(hmac_sha256(key, {bytes_of(text)})); }
 
 Endpoint v4(uint8_t a, uint8_t b, uint8_t c, uint8_t d, uint8_t prefix = 24) {
   return {.family = 4, .ip = {a, b, c, d}, .port = 1, .prefix_bits = prefix};
@@ -74,57 +64,6 @@ void refuses_all_but_whole(const Bytes& whole, Decode&& decode) {
 }
 
 }  // namespace
-
-TEST_CASE("SHA-256 gives what FIPS 180-4 says") {
-  CHECK(hash_of("") == "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855");
-  CHECK(hash_of("abc") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad");
-  CHECK(hash_of("abcdbcdecdefdefgefghfghighijhijkijkljklmklmnlmnomnopnopq") ==
-        "248d6a61d20638b8e5c026930c3e6039a33ce45964ff2167f6ecedd419db06c1");
-  CHECK(
-      hash_of("abcdefghbcdefghicdefghijdefghijkefghijklfghijklmghijklmnhijklmnoijklmnopjklmnopqklmnopqrlmnopqrsmnopqrst"
-              "nopqrstu") == "cf5b16a778af8380036ce59e7b0492370b249b11e8f07a51afac45037afee9d1");
-  CHECK(hash_of(std::string(1'000'000, 'a')) == "cdc76e5c9914fb9281a1c7e284d73e67f1809a48a497200e046d39ccc7112cd0");
-}
-
-TEST_CASE("SHA-256 does not care how its input is cut") {
-  const std::string text(300, 'x');
-  for (size_t length = 0; length <= text.size(); ++length) {
-    const std::string_view all(text.data(), length);
-    const Digest whole = sha256({bytes_of(all)});
-    const size_t cut = length / 3;
-    CHECK(sha256({bytes_of(all.substr(0, cut)), bytes_of(all.substr(cut))}) == whole);
-  }
-}
-
-TEST_CASE("HMAC-SHA-256 gives what RFC 4231 says") {
-  CHECK(mac_of(Bytes(20, 0x0b), "Hi There") == "b0344c61d8db38535ca8afceaf0bf12b881dc200c9833da726e9376c2e32cff7");
-  CHECK(mac_of({'J', 'e', 'f', 'e'}, "what do ya want for nothing?") ==
-        "5bdcc146bf60754e6a042426089575c75a003f089d2739839dec58b964ec3843");
-  CHECK(mac_of(Bytes(20, 0xaa), std::string(50, '\xdd')) ==
-        "773ea91e36800e46854db8ebd09181a72959098b3ef8c122d9635514ced565fe");
-  Bytes counted(25);
-  for (size_t i = 0; i < counted.size(); ++i) counted[i] = static_cast<uint8_t>(i + 1);
-  CHECK(mac_of(counted, std::string(50, '\xcd')) == "82558a389a443c0ea4cc819899f2083a85f0faa3e578f8077a2e3ff46729665b");
-  CHECK(mac_of(Bytes(131, 0xaa), "Test Using Larger Than Block-Size Key - Hash Key First") ==
-        "60e431591ee0b67f0d8a26aacbf5b77f8e0bc6213728c5140546040f0ee37f54");
-  CHECK(
-      mac_of(Bytes(131, 0xaa),
-             "This is a test using a larger than block-size key and a larger than block-size data. The key needs to be "
-             "hashed before being used by the HMAC algorithm.") ==
-      "9b09ffa71b942fcb27635fbcd5b0e944bfdc63644f0713938a7f51535c3a35e2");
-}
-
-TEST_CASE("digests are compared whole") {
-  const Digest a = sha256({});
-  Digest b = a;
-  CHECK(equal_in_constant_time(a, b));
-  for (size_t i = 0; i < b.size(); ++i) {
-    b[i] ^= 1;
-    CHECK(!equal_in_constant_time(a, b));
-    b[i] ^= 1;
-  }
-  CHECK(!equal_in_constant_time(a, std::span(b).first(31)));
-}
 
 TEST_CASE("messages of the handshake come back as they were, whole or not at all") {
   const Hello sent = hello();
@@ -248,63 +187,6 @@ TEST_CASE("both sides compute the same pairs, and use every rail that has a coun
     CHECK(pairs == mirrored);
     CHECK(pairs.size() <= ours.size() + theirs.size());
     for (const RailPair& pair : pairs) CHECK(ours[pair.rail].family == theirs[pair.peer_rail].family);
-  }
-}
-
-TEST_CASE("a ring queue behaves as a deque") {
-  std::mt19937 random(3);
-  RingQueue<uint32_t> ring;
-  std::deque<uint32_t> model;
-  for (uint32_t step = 0; step < 200'000; ++step) {
-    switch (random() % 16) {
-      case 0:
-      case 1:
-        ring.push_front(step);
-        model.push_front(step);
-        break;
-      case 2:
-        ring.filter([&](uint32_t item) { return item % 3 != step % 3; });
-        std::erase_if(model, [&](uint32_t item) { return item % 3 == step % 3; });
-        break;
-      case 3:
-        if (random() % 50 == 0) {
-          ring.clear();
-          model.clear();
-          ring.release();
-          CHECK(ring.capacity() == 0);
-        }
-        break;
-      case 4:
-      case 5:
-      case 6:
-      case 7:
-      case 8:
-        if (!model.empty()) {
-          CHECK(ring.pop_front() == model.front());
-          model.pop_front();
-        }
-        break;
-      case 9: {
-        const auto run = ring.first_run(1 + random() % 8);
-        CHECK(run.empty() == model.empty());
-        REQUIRE(run.size() <= model.size());
-        CHECK(std::equal(run.begin(), run.end(), model.begin()));
-        ring.drop_front(run.size());
-        model.erase(model.begin(), model.begin() + static_cast<std::ptrdiff_t>(run.size()));
-        break;
-      }
-      default:
-        CHECK(ring.push_back(step) == step);
-        model.push_back(step);
-    }
-    REQUIRE(ring.size() == model.size());
-    const auto is_like = [&](uint32_t item) { return item % 64 == step % 64; };
-    CHECK(ring.any_of(is_like) == std::ranges::any_of(model, is_like));
-    if (model.empty()) continue;
-    CHECK(ring.front() == model.front());
-    CHECK(ring.back() == model.back());
-    const size_t at = random() % model.size();
-    CHECK(ring[at] == model[at]);
   }
 }
 
