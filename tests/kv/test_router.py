@@ -1,4 +1,4 @@
-"""Whom a router chooses, and who is a member: nodes here are scripts, and the network is in memory."""
+"""A router at work: nodes here are scripts, and the network is in memory."""
 
 import asyncio
 import random
@@ -14,134 +14,17 @@ from crossrail.kv import messages as m
 from crossrail.kv import router as router_module
 from crossrail.kv.layout import KvLayout
 from crossrail.kv.mailbox import Mailbox
-from crossrail.kv.membership import Member, NotYet, Roster
-from crossrail.kv.placement import Refusals
+from crossrail.kv.membership import Roster
 from crossrail.kv.router import Router, RouterOptions
 from crossrail.kv.router_requests import Adopted, Overloaded
-from crossrail.kv.selection import Candidate, PrefixMemory, rank
 from tests.kv.conftest import until
-from tests.support.kv_cluster import LAYOUT, prompt_of
+from tests.support.kv_cluster import LAYOUT, node_record, prompt_of
 from tests.support.kv_net import MemoryWire, Net
 from tests.support.limits import WAIT_S
 from tests.support.seeds import Seed
 
 OPTIONS = RouterOptions(heartbeat_s=0.05, lease_s=0.4, queue_s=0.3, ask_s=0.2, sweep_s=0.02)
 SHORT = m.Sampling(max_tokens=3)
-
-
-def record(name: str, role: m.Role = "decoder", address: bytes = b"", layout: KvLayout = LAYOUT) -> m.NodeRecord:
-    return m.NodeRecord(name, address or name.encode(), layout.to_wire(), role=role, model="model")
-
-
-# --- membership ---
-
-
-def test_node_not_heard_of_for_a_lease_is_gone() -> None:
-    roster, gone = Roster(lease_s=2.0), []
-    roster.on_gone(lambda member, why: gone.append((member.name, why)))
-    roster.join(record("d0"), m.Load(), 10.0)
-    assert roster.heartbeat("d0", b"d0", m.Load(requests=3), 11.5)
-    roster.sweep(13.4, lambda _: False)
-    assert [member.load.requests for member in roster.members("decoder")] == [3] and not gone
-    roster.sweep(13.6, lambda _: False)
-    assert gone == [("d0", "node 'd0' was not heard of for 2 s")]
-    assert not roster.heartbeat("d0", b"d0", m.Load(), 13.7)
-
-
-def test_second_node_of_a_name_is_refused_while_the_first_is_heard_of() -> None:
-    roster, second = Roster(lease_s=2.0), record("d0", address=b"second")
-    roster.join(record("d0", address=b"first"), m.Load(), 0.0)
-    for now_s in (0.1, 0.5):  # a heartbeat may have been on its way as the first one died
-        with pytest.raises(NotYet, match="another node has the name 'd0': waiting"):
-            roster.join(second, m.Load(), now_s)
-        assert roster.heartbeat("d0", b"first", m.Load(), now_s)
-    with pytest.raises(xr.UsageError, match="another node has the name 'd0', and lives"):
-        roster.join(second, m.Load(), 1.1)
-    assert [member.address for member in roster.members("decoder")] == [b"first"]
-    with pytest.raises(NotYet):  # nothing is kept of what was refused
-        roster.join(second, m.Load(), 1.2)
-
-
-def test_node_restarted_under_its_name_joins_when_the_old_one_is_gone() -> None:
-    roster, gone = Roster(lease_s=2.0), []
-    roster.on_gone(lambda member, why: gone.append(member.address))
-    roster.join(record("d0", address=b"old"), m.Load(), 0.0)
-    with pytest.raises(NotYet):
-        roster.join(record("d0", address=b"new"), m.Load(), 0.1)
-    roster.excuse(1.0, 0.2)  # the router stood still: that says nothing of who lives
-    with pytest.raises(NotYet):
-        roster.join(record("d0", address=b"new"), m.Load(), 0.3)
-    roster.sweep(0.4, lambda address: address == b"old")
-    roster.join(record("d0", address=b"new"), m.Load(), 0.5)
-    assert gone == [b"old"] and [member.address for member in roster.members("decoder")] == [b"new"]
-    assert not roster.heartbeat("d0", b"old", m.Load(), 0.6)  # should it thaw
-
-
-def test_node_of_another_layout_is_refused_with_both_sides() -> None:
-    roster = Roster(lease_s=2.0)
-    roster.join(record("p0", "prefiller"), m.Load(), 0.0)
-    with pytest.raises(
-        xr.UsageError, match=r"(?s)'d0' does not fit 'p0'.*head_dim: ours 16, theirs 8.*16 float16.*8 f"
-    ):
-        roster.join(record("d0", layout=replace(LAYOUT, head_dim=16)), m.Load(), 0.1)
-    roster.join(record("d0", layout=replace(LAYOUT, tp=2, page_tokens=16, order="NHD")), m.Load(), 0.2)
-
-
-def test_malformed_layout_is_refused() -> None:
-    with pytest.raises(xr.UsageError, match="a layout has the fields"):
-        Roster(2.0).join(m.NodeRecord("d0", b"d0", {"layers": 3}, role="decoder", model="model"), m.Load(), 0.0)
-
-
-# --- selection ---
-
-
-def candidate(name: str, waiting: int, cached: int) -> Candidate:
-    return Candidate(Member(record(name), LAYOUT, m.Load(), 0.0), waiting, cached)
-
-
-def test_least_work_is_chosen_and_what_is_cached_is_no_work() -> None:
-    idle, busy, busy_knows = candidate("a", 100, 0), candidate("b", 500, 0), candidate("c", 500, 900)
-    assert [c.member.name for c in rank([busy, idle], 1000)] == ["a", "b"]
-    assert [c.member.name for c in rank([busy, idle, busy_knows], 1000)] == ["c", "a", "b"]
-    assert [c.member.name for c in rank([candidate("z", 5, 0), candidate("y", 5, 0)], 10)] == ["y", "z"]
-
-
-def test_prefix_memory_forgets_the_oldest() -> None:
-    memory = PrefixMemory(names_max=3)
-    names = [bytes([n]) for n in range(5)]
-    memory.note(b"d0", names[:3])
-    assert memory.match(b"d0", names) == 3 and memory.match(b"d1", names) == 0
-    memory.note(b"d0", names[3:])
-    assert memory.match(b"d0", names) == 0 and memory.match(b"d0", names[2:]) == 3
-    memory.forget(b"d0")
-    assert memory.match(b"d0", names[2:]) == 0
-
-
-def test_refusal_is_believed_for_what_needs_no_less_room_until_there_is_news() -> None:
-    refusals = Refusals()
-    refusals.note(b"d0", 100, "too large", 0.0)
-    assert [refusals.of(b"d0", tokens, 0.1) for tokens in (99, 100, 101)] == ["", "too large", "too large"]
-    refusals.note(b"d0", 50, "full", 0.1)
-    assert refusals.of(b"d0", 60, 0.2) == "full" and not refusals.of(b"d1", 60, 0.2)
-    refusals.news(b"d0")
-    assert not refusals.of(b"d0", 100, 0.2)
-    refusals.note(b"d0", 100, "too large", 0.2)
-    assert refusals.of(b"d0", 60, 0.3) == "" and refusals.of(b"d0", 100, 0.3) and not refusals.of(b"d0", 100, 10.0)
-    refusals.keep({b"d1"})
-    assert not refusals._decoders
-
-
-def test_prefixes_of_many_nodes_have_room_in_common() -> None:
-    memory = PrefixMemory(names_max=100, of_all_max=200)
-    names = [bytes([n]) for n in range(100)]
-    for _ in range(2):
-        for node in range(10):
-            memory.note(b"d%d" % node, names)
-    assert [memory.match(b"d%d" % node, names[-20:]) for node in range(10)] == [20] * 10
-    assert sum(map(len, memory._nodes.values())) == 200
-
-
-# --- a router and scripted decoders ---
 
 
 @dataclass
@@ -202,7 +85,7 @@ class Town:
         mailbox.handle(m.Start, script.on_start)
         mailbox.handle(m.Cancel, script.on_cancel)
         mailbox.start()
-        join = m.Join(record(name, address=mailbox.address, layout=layout), load or m.Load())
+        join = m.Join(node_record(name, address=mailbox.address, layout=layout), load or m.Load())
         await mailbox.ask(self.router.mailbox.address, join, m.Joined, WAIT_S)
         return script
 
@@ -365,7 +248,7 @@ async def test_draining_decoder_gets_nothing(town: Town) -> None:
 async def test_same_prefix_goes_where_it_was(town: Town) -> None:
     town.router.options = replace(OPTIONS, lease_s=10.0)
     scripts = [await town.add(name) for name in ("a", "b", "c")]
-    fetched = record("p", "prefiller", town.net.wire("p").address)
+    fetched = node_record("p", "prefiller", town.net.wire("p").address)
     town.router.roster.join(fetched, m.Load(), asyncio.get_running_loop().time() + 1e6)
     where: dict[int, set[str]] = {}
     for seed in (1, 2, 3, 1, 2, 3):
@@ -384,7 +267,7 @@ async def test_prefiller_found_for_a_request_whose_client_left_has_nothing_to_do
     town.router.options = replace(OPTIONS, queue_s=WAIT_S)
     town.patient()
     script = await town.add("a", "pause")
-    only = record("p", "prefiller", town.net.wire("p").address)
+    only = node_record("p", "prefiller", town.net.wire("p").address)
     town.router.roster.join(only, m.Load(), asyncio.get_running_loop().time())
     client = asyncio.ensure_future(town.complete(count=1000))
     await script.paused.wait()
@@ -403,7 +286,7 @@ async def test_prefiller_found_for_a_request_whose_client_left_has_nothing_to_do
 async def test_prefiller_that_was_missed_and_is_back_has_only_what_it_was_given_since(town: Town) -> None:
     town.patient()
     script = await town.add("a", "pause")
-    sent, back = town.router._placement._sent, record("p", "prefiller", town.net.wire("p").address)
+    sent, back = town.router._placement._sent, node_record("p", "prefiller", town.net.wire("p").address)
     clients = []
     for count in (1000, 500):
         town.router.roster.join(back, m.Load(), asyncio.get_running_loop().time())
@@ -424,7 +307,7 @@ async def test_nothing_is_kept_of_a_node_that_went_as_it_was_given_a_request(tow
     town.patient()
     script = await town.add("a")
     now_s = asyncio.get_running_loop().time()
-    town.router.roster.join(record("p", "prefiller", town.net.wire("p").address), m.Load(), now_s)
+    town.router.roster.join(node_record("p", "prefiller", town.net.wire("p").address), m.Load(), now_s)
     asked, goes_on = asyncio.Event(), asyncio.Event()
 
     async def start_late(router: bytes, start: m.Start) -> m.Message:
@@ -465,7 +348,7 @@ async def test_prefiller_that_was_heard_of_since_it_was_full_is_asked_before_a_b
     town.patient()
     script = await town.add("a", "pause")
     loop = asyncio.get_running_loop()
-    nodes = {name: record(name, "prefiller", town.net.wire(name).address) for name in ("p1", "p2", "p3")}
+    nodes = {name: node_record(name, "prefiller", town.net.wire(name).address) for name in ("p1", "p2", "p3")}
     for name, node in nodes.items():
         town.router.roster.join(node, m.Load(queued_tokens=10_000 if name == "p3" else 0), loop.time())
     client = asyncio.ensure_future(town.complete(count=1000))
@@ -492,7 +375,7 @@ async def test_wait_for_the_decoders_pages_is_no_wait_for_a_prefiller_with_room(
     town.router.options = replace(OPTIONS, queue_s=1.0)
     town.patient()
     script = await town.add("a", "pause")
-    only = record("p", "prefiller", town.net.wire("p").address)
+    only = node_record("p", "prefiller", town.net.wire("p").address)
     town.router.roster.join(only, m.Load(), asyncio.get_running_loop().time())
     client = asyncio.ensure_future(town.complete(count=1000))
     await script.paused.wait()
@@ -514,7 +397,7 @@ async def test_wait_for_the_decoders_pages_is_no_wait_for_a_prefiller_with_room(
 
 async def test_join_for_somebody_else_is_refused(town: Town) -> None:
     script = await town.add("a")
-    stolen = m.Join(record("b", address=b"elsewhere"), m.Load())
+    stolen = m.Join(node_record("b", address=b"elsewhere"), m.Load())
     answer = await script.mailbox.ask(town.router.mailbox.address, stolen, m.JoinRefused, WAIT_S)
     assert "an address that is not its own" in answer.reason
 

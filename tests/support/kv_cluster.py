@@ -155,3 +155,7 @@ async def monolithic(prompt: Tokens, sampling: m.Sampling) -> list[int]:
 
 def prompt_of(count: int, seed: int = 1) -> Tokens:
     return np.random.default_rng(seed).integers(0, 256, count).astype(np.int32)
+
+
+def node_record(name: str, role: m.Role = "decoder", address: bytes = b"", layout: KvLayout = LAYOUT) -> m.NodeRecord:
+    return m.NodeRecord(name, address or name.encode(), layout.to_wire(), role=role, model="model")
