@@ -116,8 +116,8 @@ WaitResult EngineCore::wait_until(Ready&& ready, Sleep&& sleep, Deadline deadlin
     }
     if (now >= next_interrupt) {
       next_interrupt = now + kInterruptEveryNs;
-      visit
-          .step_out();  // asking takes as long as others keep the GIL, and as signals' handlers take: the worker drives
+      // Asking takes as long as others keep the GIL, and as signals' handlers take: the worker drives.
+      visit.step_out();
       const bool ends = interrupted && interrupted();
       visit.step_in();
       if (ends) {
