@@ -11,6 +11,7 @@ from crossrail.kv import messages as m
 from crossrail.kv.decoder import Decoder
 from crossrail.kv.errors import DuplicateRequest
 from crossrail.kv.router import Router
+from crossrail.kv.router_requests import Overloaded
 from tests.kv.conftest import quiet, start, until
 from tests.kv.steps import (
     GREEDY,
@@ -258,4 +259,53 @@ async def test_one_name_at_two_routers_is_two_requests_at_a_prefiller(cluster: C
     assert [each.router.counts["redispatched"] for each in (cluster, second)] == [0, 0]
     await quiet(cluster)
     await quiet(second)
+    await second.close()
+
+
+async def test_large_request_does_not_wait_for_ever_behind_small_ones_of_another_router(cluster: Cluster) -> None:
+    second = Cluster(router_options=replace(ROUTER, queue_s=WAIT_S))
+    second.add_router("router-2")
+    cluster.also = [second.where]
+    await start(cluster, token_s=SLOW_S)
+    for node in cluster.nodes.values():
+        await asyncio.wait_for(node.links[1].joined.wait(), WAIT_S)
+    large = prompt_of(LAYOUT.pages * LAYOUT.page_tokens - GREEDY.max_tokens, seed=99)
+    longer = m.Sampling(max_tokens=40, ignore_end=True)
+
+    async def small_ones(seed: int) -> None:
+        prompt = prompt_of(80 + seed, seed)
+        expected = await monolithic(prompt, longer)
+        while not waiting.done():
+            tokens, end = await second.complete(prompt, longer)
+            assert tokens == expected, end
+
+    waiting: asyncio.Future[tuple[list[int], m.End]] = asyncio.get_running_loop().create_future()
+    others = [asyncio.ensure_future(small_ones(seed)) for seed in range(6)]
+    await until(lambda: cluster.nodes["d0"].load().requests >= 3, "the decoder is full")
+    waiting = asyncio.ensure_future(cluster.complete(large, GREEDY))
+    tokens, end = await waiting
+    assert tokens == await monolithic(large, GREEDY), end
+    await asyncio.gather(*others)
+    await quiet(cluster)
+    await second.close()
+
+
+async def test_room_kept_for_a_request_whose_client_left_is_soon_had_by_others(cluster: Cluster) -> None:
+    second = Cluster(router_options=replace(ROUTER, queue_s=WAIT_S))
+    second.add_router("router-2")
+    cluster.router.options = replace(ROUTER, queue_s=1.0)
+    cluster.also = [second.where]
+    await start(cluster, token_s=SLOW_S)
+    await asyncio.wait_for(cluster.nodes["d0"].links[1].joined.wait(), WAIT_S)
+    decoder, long = cluster.nodes["d0"], m.Sampling(max_tokens=200, ignore_end=True)
+    first = asyncio.ensure_future(second.complete(PROMPT, long))
+    await until(lambda: decoder.load().requests, "it has a request")
+    large = asyncio.ensure_future(cluster.complete(prompt_of(LAYOUT.pages * LAYOUT.page_tokens - 8), GREEDY))
+    await until(lambda: decoder._kept_room._of, "room is kept for a large one")
+    with pytest.raises(Overloaded):
+        await large
+    assert not first.done()
+    assert (await second.complete(PROMPT, GREEDY))[0] == await monolithic(PROMPT, GREEDY)
+    await first
+    await quiet(cluster)
     await second.close()

@@ -23,6 +23,7 @@ from crossrail.errors import CrossrailError, UsageError
 from crossrail.kv import messages as m
 from crossrail.kv.errors import DuplicateRequest, NoPages
 from crossrail.kv.fetch import Fetcher
+from crossrail.kv.kept_room import KeptRoom
 from crossrail.kv.layout import KvLayout, compatible
 from crossrail.kv.mailbox import Mailbox, NoAnswer
 from crossrail.kv.memory import RankMemory
@@ -79,6 +80,7 @@ class Decoder(Node):
         self._lacking = 0  # requests that need pages again
         self._turn = asyncio.Lock()  # of those, first come, first served
         self._room = asyncio.Event()  # set when pages came back
+        self._kept_room = KeptRoom()
         self._closing = False
         mailbox.handle(m.Start, self._on_start)
         mailbox.handle(m.Cancel, self._on_cancel)
@@ -145,7 +147,7 @@ class Decoder(Node):
             left = start.sampling.max_tokens - start.generated
             self._check_size(context, left)
             link = next((link for link in self.links if link.address == sender), None)
-            busy = self._too_busy()
+            busy = self._kept_for_another(sender, start) or self._too_busy()
             if link is None:  # its answer to our Join is late, or we left it
                 busy = f"node {self.name!r} is no member of that router yet, or any more"
             if busy or link is None:
@@ -159,6 +161,7 @@ class Decoder(Node):
             return m.StartRefused(start.request, m.clipped(error), busy=False, is_duplicate=True)
         except UsageError as error:
             return m.StartRefused(start.request, m.clipped(error), busy=False)
+        self._kept_room.end(sender, start.request)
         timeline = Timeline(asyncio.get_running_loop().time)
         serving = Serving(start.request, link, sender, start.placement, context, start.sampling, timeline, reception)
         serving.tokens += context[len(context) - start.generated :].tolist()
@@ -192,7 +195,17 @@ class Decoder(Node):
             return f"node {self.name!r} serves {len(self._servings)} requests, which is its most"
         return ""
 
+    def _kept_for_another(self, router: bytes, start: m.Start) -> str:
+        """Why this one has to wait. One that has waited long is the next, if none is."""
+        now_s = asyncio.get_running_loop().time()
+        if start.has_waited:
+            self._kept_room.ask(router, start.request, now_s)
+        if self._kept_room.is_for_another(router, start.request, now_s):
+            return f"node {self.name!r} is kept for a request that has waited longer"
+        return ""
+
     async def _on_cancel(self, sender: bytes, cancel: m.Cancel) -> m.Message:
+        self._kept_room.end(sender, cancel.request)
         serving = self._servings.get(cancel.request)
         # Names may come from clients, and another router may have one of this name that we have refused. Who has placed
         # ours is heard, and who is in its stead.

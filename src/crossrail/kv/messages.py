@@ -184,7 +184,8 @@ class Start(_OfRequest, frozen=True, tag=True):
 
     placement: number of its first attempt at a prefiller; each time the router gives the request to a decoder it has
     another, larger one. generated: how many of the tokens, the last of them, earlier decoders have generated; they are
-    counted in sampling.max_tokens, and not sent again.
+    counted in sampling.max_tokens, and not sent again. has_waited: for long: if it is refused for want of room, nothing
+    else is to be taken before it, as long as it is asked again.
     """
 
     tokens: TokenBytes
@@ -194,6 +195,7 @@ class Start(_OfRequest, frozen=True, tag=True):
     placement: Attempt = 1
     generated: Index = 0
     traceparent: TraceParent = ""
+    has_waited: bool = False
 
 
 class Started(_OfRequest, frozen=True, tag=True):

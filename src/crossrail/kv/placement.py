@@ -104,6 +104,9 @@ class Placement:
         """It waits no more."""
         self._kept.pop(running.request, None)
 
+    def is_kept_for(self, decoder: Member, running: Running) -> bool:
+        return self._kept.get(running.request) == decoder.address
+
     def is_kept(self, decoder: Member, running: Running) -> bool:
         """For another request."""
         return any(address == decoder.address for request, address in self._kept.items() if request != running.request)

@@ -3,7 +3,8 @@
 Life of a request here:
 1. admitted, unless `requests_max` are under way (Overloaded).
 2. given to a decoder, together with the prefiller that it is to ask. A decoder that is busy or silent is passed over.
-   One that has waited half of `queue_s` has a decoder kept for it, which takes nothing younger until it goes on.
+   One that has waited half of `queue_s` has a decoder kept for it, which takes nothing younger until it goes on, of no
+   router: it is told so.
 3. tokens come from the decoder, in order, repeated until taken.
 4. a decoder whose prefiller dies asks for another; the client sees nothing but time.
 5. a decoder that dies or leaves: another one goes on behind the tokens that are here; of those that die, `restarts_max`
@@ -315,6 +316,7 @@ class Router(AsyncClosing):
             running.placement,
             generated,
             running.traceparent,
+            self._placement.is_kept_for(decoder, running),
         )
         try:
             answer = await self._mailbox.ask(decoder.address, start, (m.Started, m.StartRefused), self.options.ask_s)
