@@ -1,6 +1,7 @@
 """Membership in a real etcd: nodes and routers that come, go, stand still and lose it, and etcd that goes away."""
 
 import asyncio
+import base64
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -102,6 +103,34 @@ async def test_node_whose_lease_ends_is_gone_and_comes_back(cluster: Cluster, pl
     await until(lambda: names(cluster.router, "decoder") == ["d0"], "d0 is back")
     await until(lambda: cluster.nodes["d0"].links[0].joined.is_set(), "and joined")
     await assert_serves(cluster)
+
+
+async def test_records_that_somebody_removes_are_back(listed_often: None, cluster: Cluster, place: Place) -> None:
+    """Though their leases live: as of an operator who tidies up."""
+    await start(cluster)
+    gone: list[str] = []
+    assert cluster.router is not None
+    cluster.router.roster.on_gone(lambda member, why: gone.append(why))
+    async with client(place) as etcd:
+        for key in (place.nodes + "d0", place.routers + "router"):
+            await etcd._ask("kv/deleterange", {"key": base64.b64encode(key.encode()).decode()})
+        await until(lambda: gone, "d0 is gone")
+        await until(lambda: names(cluster.router, "decoder") == ["d0"], "d0 is back", 3 * LEASE_S)
+        await until(lambda: cluster.nodes["d0"].links[0].joined.is_set(), "and joined")
+        assert place.routers + "router" in (await etcd.list(place.routers))[0]
+    await assert_serves(cluster)
+
+
+async def test_node_whose_record_was_removed_and_its_name_taken_is_refused(
+    listed_often: None, cluster: Cluster, place: Place
+) -> None:
+    await start(cluster)
+    async with client(place) as etcd:
+        key = place.nodes + "d0"
+        await etcd._ask("kv/deleterange", {"key": base64.b64encode(key.encode()).decode()})
+        assert await etcd.put_if_ours(key, b"another's", await etcd.grant(30))
+        with pytest.raises(Superseded, match=r"another process has .*/d0 in etcd, and keeps it"):
+            await asyncio.wait_for(asyncio.shield(cluster.nodes["d0"].refused), WAIT_S)
 
 
 async def test_node_that_neither_dies_nor_keeps_its_lease_alive_is_gone(cluster: Cluster) -> None:

@@ -105,6 +105,11 @@ class Etcd:
                 return True
         return False
 
+    async def has(self, key: str, value: bytes, lease: int) -> bool:
+        """Whether the key has this value, under this lease."""
+        found = (await self._ask("kv/range", {"key": _b64(key.encode())})).get("kvs", [])
+        return any((pair.get("value"), pair.get("lease")) == (_b64(value), str(lease)) for pair in found)
+
     async def left_s(self, key: str) -> float:
         """How long the lease of a key lasts if it is not kept alive, rounded down to seconds; 0 when it has none."""
         found = (await self._ask("kv/range", {"key": _b64(key.encode())})).get("kvs", [])

@@ -24,7 +24,7 @@ log = logging.getLogger("crossrail.kv")
 
 _MAC_BYTES = 32
 _RETRY_S = 0.5
-_LIST_EVERY_S = 30.0  # whatever a watch may have missed is seen by then
+_LIST_EVERY_S = 30.0  # whatever a watch may have missed is seen by then, and that our own record is gone
 _ALIVE_PER_LEASE = 3  # so that two may be lost
 _ASKED_PER_LEASE = 4  # members: two of them may be silent, and the third still keeps the lease alive
 _ASK_S_MAX = 3.0
@@ -110,7 +110,8 @@ class Registration:
 
     Whoever has the name keeps it: the first time it is waited whether that one's lease ends, as a dead one's does. When
     ours is lost later - we stood still, or etcd lost it - the record comes back under a new one, unless somebody else
-    has the name by then. While etcd does not answer it tries on.
+    has the name by then. So does a record that somebody removed although its lease lives, within half a minute. While
+    etcd does not answer it tries on.
     there: set while the record is in etcd, as far as we know. lease: its lease then.
     """
 
@@ -126,16 +127,24 @@ class Registration:
     async def run(self) -> None:
         """Until it is cancelled. Raises Superseded."""
         absence = _Absence(self._key, "kept alive")
+        clock = asyncio.get_running_loop().time
+        seen_s = 0.0
         while True:
             try:
                 if self.lease is None:
                     await self._write()
+                    seen_s = clock()
                     absence.is_over()
                 await asyncio.sleep(self._lease_s / _ALIVE_PER_LEASE)
                 assert self.lease is not None
                 if not await self._etcd.keep_alive(self.lease):
                     log.warning("the lease of %s has ended; it is registered again", self._key)
                     self._forget_lease()
+                elif clock() - seen_s > _LIST_EVERY_S:
+                    if not await self._etcd.has(self._key, self._value, self.lease):
+                        log.warning("%s was removed from etcd, or replaced; it is registered again", self._key)
+                        self._forget_lease()
+                    seen_s = clock()
                 absence.is_over()
             except EtcdError as error:
                 absence.tell(error)
