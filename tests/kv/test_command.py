@@ -209,18 +209,18 @@ def test_node_that_does_not_fit_says_why_and_ends(services: Services, tmp_path: 
 def test_node_without_a_router_says_why_once_and_when_it_has_one(services: Services) -> None:
     """It looks twice a second, maybe for days; in silence its operator would look for days, too."""
     node = services.start("decoder", "d0", "--router", f"http://{services.place}", secret="another")
-    eventually(lambda: "d0 has no router" in services.complaints(), "it says so", pause_s=0.05)
+    eventually(lambda: "d0 has not joined its router" in services.complaints(), "it says so", pause_s=0.05)
     assert "takes the cluster's secret, and it is another one" in services.complaints()
     node.kill()
 
     services.kill("router")
     services.add("decoder", "d1")
-    eventually(lambda: "d1 has no router" in services.complaints(), "it says so", pause_s=0.05)
+    eventually(lambda: "d1 has not joined its router" in services.complaints(), "it says so", pause_s=0.05)
     assert services.place in services.complaints()
     services.add_router()
     services.joined("d1")
-    eventually(lambda: "d1 has joined its router" in services.complaints(), "it says so", pause_s=0.05)
-    assert services.complaints().count("d0 has no router") == 1
+    eventually(lambda: "d1 has joined router 'router'" in services.complaints(), "it says so", pause_s=0.05)
+    assert services.complaints().count("d0 has not joined its router") == 1
 
 
 def test_top_in_a_pipe_shows_the_nodes_and_ends(services: Services) -> None:

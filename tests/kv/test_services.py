@@ -208,7 +208,8 @@ async def test_router_that_cannot_be_found_for_a_reason_without_words_is_told(
 
     cluster.also = [find]
     cluster.add(Decoder, "d0")
-    await until(lambda: "node d0 has no router yet, and keeps trying: TimeoutError" in caplog.text, "it is told")
+    told = "node d0 has not joined its router, and keeps trying: TimeoutError"
+    await until(lambda: told in caplog.text, "it is told")
 
 
 async def test_trouble_whose_numbers_alone_change_is_told_once(
@@ -224,7 +225,7 @@ async def test_trouble_whose_numbers_alone_change_is_told_once(
     cluster.also = [find]
     cluster.add(Decoder, "d0")
     await until(lambda: asked >= 4, "it is tried again")
-    assert caplog.text.count("node d0 has no router") == 1 and "send of 191 bytes failed" in caplog.text
+    assert caplog.text.count("node d0 has not joined its router") == 1 and "send of 191 bytes failed" in caplog.text
 
 
 async def test_wrong_secret_never_joins(cluster: Cluster) -> None:

@@ -309,3 +309,16 @@ async def test_room_kept_for_a_request_whose_client_left_is_soon_had_by_others(c
     await first
     await quiet(cluster)
     await second.close()
+
+
+async def test_log_says_which_of_two_routers_is_lost(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    second = Cluster()
+    second.add_router("router-2")
+    cluster.also = [second.where]
+    await start(cluster)
+    for node in cluster.nodes.values():
+        await asyncio.wait_for(node.links[1].joined.wait(), WAIT_S)
+    await second.close()
+    await until(lambda: "node d0 has lost router 'router-2', and keeps trying: " in caplog.text, "it says so")
+    assert "node d0 has lost router 'router'" not in caplog.text
+    await assert_still_serves(cluster)

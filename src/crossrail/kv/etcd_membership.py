@@ -194,7 +194,7 @@ class EtcdPresence:
             return
         self._untaken.is_over(name)
         if name not in self._links:
-            self._links[name] = self._node.add_link(self._find(name))
+            self._links[name] = self._node.add_link(self._find(name), name)
 
     def _find(self, name: str) -> FindRouter:
         async def find() -> bytes:

@@ -64,11 +64,14 @@ class RouterLink:
 
     address: where the router is; None while it is not known, or does not know us.
     found: where it was last, or will be: who joins is known to the router some time before it hears so.
+    router: its name, as far as it is known; a node may have several, and its log says which it means.
     """
 
-    def __init__(self, node: Node, find: FindRouter) -> None:
+    def __init__(self, node: Node, find: FindRouter, router: str = "") -> None:
         self._node = node
         self._find = find
+        self._router = f"router {router!r}" if router else "its router"
+        self._had_joined = False
         self.address: bytes | None = None
         self.found: bytes | None = None
         self.joined = asyncio.Event()
@@ -102,11 +105,14 @@ class RouterLink:
         """
         reason = _NUMBER.sub("0", trouble)
         if not self._node.draining and reason != self._trouble:
-            log.warning("node %s has no router yet, and keeps trying: %s", self._node.name, trouble)
+            what = "has lost" if self._had_joined else "has not joined"
+            log.warning("node %s %s %s, and keeps trying: %s", self._node.name, what, self._router, trouble)
             self._trouble = reason
 
-    def _tell_joined(self) -> None:
-        log.log(logging.WARNING if self._trouble else logging.INFO, "node %s has joined its router", self._node.name)
+    def _tell_joined(self, router: str) -> None:
+        self._router, self._had_joined = f"router {router!r}", True
+        level = logging.WARNING if self._trouble else logging.INFO
+        log.log(level, "node %s has joined %s", self._node.name, self._router)
         self._trouble = ""
 
     async def leave(self) -> None:
@@ -131,7 +137,7 @@ class RouterLink:
             raise Refused(f"node {self._node.name!r} was refused: {answer.reason}")
         self.address = address
         self.joined.set()
-        self._tell_joined()
+        self._tell_joined(answer.router)
         self._node.on_joined(self)
         return answer
 
@@ -213,9 +219,9 @@ class Node(AsyncClosing):
         for link in self.links:
             self._run_link(link)
 
-    def add_link(self, find: FindRouter) -> RouterLink:
-        """Joins one more router. After start()."""
-        self.links.append(RouterLink(self, find))
+    def add_link(self, find: FindRouter, router: str = "") -> RouterLink:
+        """Joins one more router, of this name if it is known. After start()."""
+        self.links.append(RouterLink(self, find, router))
         self._run_link(self.links[-1])
         return self.links[-1]
 
