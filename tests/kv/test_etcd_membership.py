@@ -221,6 +221,21 @@ async def test_router_that_does_not_come_back_is_looked_for_no_longer(
     await assert_serves(cluster)
 
 
+async def test_node_of_a_cluster_without_routers_says_so_once(
+    listed_often: None, place: Place, nothing_leaks: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As of a cluster whose name is mistyped: nothing else would tell its operator."""
+    cluster = Cluster(place=place)
+    cluster.add(Decoder, "d0")
+    words = f"node d0: etcd has no router yet, and waits for one: below {place.routers}"
+    await until(lambda: words in caplog.text, "it says so")
+    await asyncio.sleep(0.5)
+    cluster.add_router()
+    await until(lambda: f"node d0: etcd has a router now: below {place.routers}" in caplog.text, "it says so")
+    assert caplog.text.count("node d0: etcd has") == 2
+    await cluster.close()
+
+
 async def test_records_of_another_secret_are_not_taken(cluster: Cluster, place: Place) -> None:
     await start(cluster)
     cluster.add(Decoder, "stranger", secret=b"guessed")

@@ -167,18 +167,18 @@ class Etcd:
         for endpoint in tuple(self._endpoints):
             try:
                 async with self._session.post(_url(endpoint, what), json=question, timeout=timeout) as response:
-                    answer: Any = json.loads(await response.read())
-                    if not isinstance(answer, dict) or not answer.keys() & {wanted, "error"}:
-                        raise ValueError(f"its answer to {what} is not etcd's")
+                    answer, status = _object(await response.read()), f"{response.status} {response.reason}"
             except _TROUBLES as error:
                 troubles.append(f"{endpoint}: {trouble(error)}")
             else:
-                code = int(answer.get("code", 0))
-                if "error" not in answer:
-                    return dict(answer)
-                if code != _UNAVAILABLE:
+                if not answer.keys() & {wanted, "error"}:
+                    troubles.append(f"{endpoint}: its answer to {what} is not etcd's: {status}")
+                elif "error" not in answer:
+                    return answer
+                elif (code := int(answer.get("code", 0))) != _UNAVAILABLE:
                     raise EtcdError(f"etcd at {endpoint}, {what}: {answer['error']}", code)
-                troubles.append(f"{endpoint}: {answer['error']}")
+                else:
+                    troubles.append(f"{endpoint}: {answer['error']}")
             self._pass_over(endpoint)
         # In an order of its own: who was asked first changes, and the same trouble is told once.
         raise EtcdError(f"no member of etcd answers: {'; '.join(sorted(troubles))}")
@@ -189,6 +189,15 @@ class Etcd:
             self._endpoints.append(self._endpoints.pop(0))
             for response in self._watches:
                 response.close()
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    """Empty when it is none."""
+    try:
+        answer: Any = json.loads(body)
+    except ValueError:
+        return {}
+    return answer if isinstance(answer, dict) else {}
 
 
 def _url(endpoint: str, what: str) -> str:

@@ -152,6 +152,7 @@ class EtcdPresence:
         self._links: dict[str, RouterLink] = {}
         self._gone_s: dict[str, float] = {}  # by router that we have a link with: since when it is not there
         self._untaken = _Untaken("router")
+        self._misses_routers = False
         self._etcd = place.open(node.options.lease_s)
         key = place.nodes + node.name
         value = self._seal.close(key, _record_encoder.encode(node.record))
@@ -172,6 +173,14 @@ class EtcdPresence:
         for name, value in found.items():
             self._on_change(name, value)
         self._unlink()
+        self._tell_if_alone()
+
+    def _tell_if_alone(self) -> None:
+        """Nobody else would: it may be a cluster that does not exist. Once, and when it is over."""
+        if self._misses_routers == bool(self._links):
+            self._misses_routers = not self._links
+            state = "has no router yet, and waits for one" if self._misses_routers else "has a router now"
+            log.warning("node %s: etcd %s: below %s", self._node.name, state, self._place.routers)
 
     def _unlink(self) -> None:
         """From routers that do not come back: where each has a new name they would be looked for for ever."""
@@ -195,6 +204,7 @@ class EtcdPresence:
         self._untaken.is_over(name)
         if name not in self._links:
             self._links[name] = self._node.add_link(self._find(name), name)
+            self._tell_if_alone()
 
     def _find(self, name: str) -> FindRouter:
         async def find() -> bytes:
