@@ -161,7 +161,8 @@ class Decoder(Node):
             return m.StartRefused(start.request, m.clipped(error), busy=False, is_duplicate=True)
         except UsageError as error:
             return m.StartRefused(start.request, m.clipped(error), busy=False)
-        self._kept_room.end(sender, start.request)
+        if self._kept_room.end(sender, start.request):
+            self._report_room()
         timeline = Timeline(asyncio.get_running_loop().time)
         serving = Serving(start.request, link, sender, start.placement, context, start.sampling, timeline, reception)
         serving.tokens += context[len(context) - start.generated :].tolist()
@@ -205,7 +206,8 @@ class Decoder(Node):
         return ""
 
     async def _on_cancel(self, sender: bytes, cancel: m.Cancel) -> m.Message:
-        self._kept_room.end(sender, cancel.request)
+        if self._kept_room.end(sender, cancel.request):
+            self._report_room()
         serving = self._servings.get(cancel.request)
         # Names may come from clients, and another router may have one of this name that we have refused. Who has placed
         # ours is heard, and who is in its stead.

@@ -27,7 +27,9 @@ class KeptRoom:
     def is_for_another(self, router: bytes, request: str, now_s: float) -> bool:
         return now_s < self._until_s and self._of != (router, request)
 
-    def end(self, router: bytes, request: str) -> None:
-        """It has started, or nobody wants it any more."""
-        if self._of == (router, request):
+    def end(self, router: bytes, request: str) -> bool:
+        """It has started, or nobody wants it any more. Whether room was kept for it: others may have been refused."""
+        was_kept = self._of == (router, request)
+        if was_kept:
             self._of, self._until_s = None, -math.inf
+        return was_kept
