@@ -2,8 +2,10 @@
 
 import asyncio
 import base64
+import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -17,7 +19,8 @@ from crossrail.kv.prefiller import Prefiller
 from crossrail.kv.router import Router
 from tests.kv.conftest import quiet, start, until
 from tests.support.etcd import ETCD, EtcdServer
-from tests.support.kv_cluster import SECRET, Cluster, monolithic, prompt_of
+from tests.support.kv_cluster import ROUTER, SECRET, Cluster, monolithic, prompt_of
+from tests.support.kv_net import BadWire
 from tests.support.limits import WAIT_S
 
 pytestmark = pytest.mark.skipif(ETCD is None, reason="no etcd here (Debian: etcd-server)")
@@ -140,6 +143,32 @@ async def test_node_that_neither_dies_nor_keeps_its_lease_alive_is_gone(cluster:
     await until(lambda: names(cluster.router, "decoder") == ["d0"], "d1 is gone")
     await assert_serves(cluster)
     await cluster.presences.pop("d1").close()
+
+
+async def test_decoder_cut_off_from_its_router_alone_is_done_without_until_it_is_heard_of(
+    nothing_leaks: None, place: Place
+) -> None:
+    """etcd has its record all the time, and its engine is not seen to have ended."""
+    options = replace(ROUTER, lease_s=0.8)
+    cluster = Cluster(place=place, router_options=options, spoil=lambda wire: BadWire(wire, random.Random(1), 0, 0, 0))
+    cluster.add_router()
+    await start(cluster, decoders=2, token_s=0.0004)
+    await until(lambda: names(cluster.router, "decoder") == ["d0", "d1"], "both are there")
+    prompt, long = prompt_of(60), m.Sampling(max_tokens=60, ignore_end=True)
+    asked = asyncio.ensure_future(cluster.complete(prompt, long))
+    decoders = [node for node in cluster.nodes.values() if isinstance(node, Decoder)]
+    await until(lambda: any(each.tokens for node in decoders for each in node._servings.values()), "it has begun")
+    (busy,) = [node for node in decoders if node._servings]
+    cluster.spoilt[busy.name]._loss = 1.0
+    tokens, end = await asyncio.wait_for(asked, WAIT_S)
+    assert tokens == await monolithic(prompt, long), end
+    assert busy.name not in names(cluster.router, "decoder")
+    async with client(place) as etcd:
+        assert place.nodes + busy.name in (await etcd.list(place.nodes))[0]
+    cluster.spoilt[busy.name]._loss = 0.0
+    await until(lambda: busy.name in names(cluster.router, "decoder"), "it is back", 2 * WAIT_S)
+    await assert_serves(cluster)
+    await cluster.close()
 
 
 async def test_etcd_restarted_nobody_is_missed(cluster: Cluster, etcd_server: EtcdServer) -> None:

@@ -2,9 +2,10 @@
 
 A node puts its record there under a lease and keeps that alive; a router takes it for a member as long as the record is
 there. Routers are there too, so nodes find them without a URL, whichever come and go. What travels between a node and a
-router is the same as without etcd, the node's load first of all; only what silence means is etcd's to say.
+router is the same as without etcd, the node's load first of all; only what silence means is etcd's to say
+first. A router that nevertheless hears nothing of a member is cut off from it, and does without it until it does.
 
-While etcd is away everything stays as it is: nobody joins, and nobody is missed but whose engine is seen to have ended.
+While etcd is away everything stays as it is: nobody joins, and nobody is missed who is heard of.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from crossrail.kv.rendezvous import RouterNotFound
 
 log = logging.getLogger("crossrail.kv")
 
+_SILENT_LEASES = 2  # of a router: by then etcd knows who died or stands still, and who is silent is cut off from here
 _ROUTER_GONE_S = 60.0  # one of its name may come back, and ask for what it had begun; then it is forgotten
 _record_encoder = msgspec.msgpack.Encoder()
 _record_decoder = msgspec.msgpack.Decoder(NodeRecord)
@@ -56,7 +58,8 @@ class EtcdRoster(Roster):
 
     lease_s: of this router's own record, and how long a record may be missing after etcd was away: its owner may not
     have noticed yet that it has to be written again.
-    Invariant: a member's record is in `_records`, or is missing for less than lease_s.
+    Invariant: a member's record is in `_records`, or is missing for less than lease_s. Who has a record is a member,
+    unless he was silent for long, and until he joins again.
     """
 
     def __init__(self, lease_s: float, place: Place, secret: bytes) -> None:
@@ -96,6 +99,8 @@ class EtcdRoster(Roster):
         for member in self.all():
             if is_lost(member.address):
                 self.remove(member, f"node {member.name!r} died or closed")
+            elif (silent_s := now_s - member.heard_s) > _SILENT_LEASES * self.lease_s:
+                self.remove(member, f"node {member.name!r} is in etcd, but was not heard of here for {silent_s:.1f} s")
 
     # --- what etcd says ---
 
