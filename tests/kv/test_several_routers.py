@@ -25,7 +25,7 @@ from tests.kv.steps import (
     reach,
     under_way,
 )
-from tests.support.kv_cluster import LAYOUT, ROUTER, Cluster, monolithic, prompt_of
+from tests.support.kv_cluster import LAYOUT, NODE, ROUTER, Cluster, monolithic, prompt_of
 from tests.support.limits import WAIT_S
 
 
@@ -165,7 +165,7 @@ async def test_next_router_does_not_learn_of_a_cancel_that_the_one_before_did_no
     router = await next_router(cluster)
     await assert_still_serves(cluster)
     assert router.adopted("r1") is None
-    await until(lambda: not cluster.nodes["d0"].load().requests, "it takes no place any more")
+    await until(lambda: not cluster.nodes["d0"]._servings, "nothing is kept of it")
 
 
 async def test_next_router_does_not_learn_what_the_one_before_did_not_want(cluster: Cluster) -> None:
@@ -183,7 +183,7 @@ async def test_next_router_does_not_learn_what_the_one_before_did_not_want(clust
     await client
     await assert_still_serves(cluster)
     assert router.adopted("r1") is None
-    await until(lambda: not cluster.nodes["d0"].load().requests, "it takes no place any more")
+    await until(lambda: not cluster.nodes["d0"]._servings, "nothing is kept of it")
 
 
 async def test_two_routers_share_nodes(cluster: Cluster) -> None:
@@ -322,3 +322,25 @@ async def test_log_says_which_of_two_routers_is_lost(cluster: Cluster, caplog: p
     await until(lambda: "node d0 has lost router 'router-2', and keeps trying: " in caplog.text, "it says so")
     assert "node d0 has lost router 'router'" not in caplog.text
     await assert_still_serves(cluster)
+
+
+async def test_what_ran_for_a_router_that_is_gone_takes_no_place_of_others_once_it_has_ended(cluster: Cluster) -> None:
+    """Its end is kept for the next router at that URL, which may never come."""
+    second = Cluster(router_options=replace(ROUTER, queue_s=WAIT_S / 2))
+    second.add_router("router-2")
+    cluster.also = [second.where]
+    cluster.node_options = replace(NODE, requests_max=2)
+    await start(cluster, token_s=SLOW_S)
+    await asyncio.wait_for(cluster.nodes["d0"].links[1].joined.wait(), WAIT_S)
+    decoder = cluster.nodes["d0"]
+    clients = [asyncio.ensure_future(cluster.complete(PROMPT, GREEDY, request=name)) for name in ("r1", "r2")]
+    await until(lambda: decoder.load().requests == 2, "its places are taken")
+    await cluster.close_router()
+    await asyncio.gather(*clients)
+    assert (await second.complete(PROMPT, GREEDY))[0] == await monolithic(PROMPT, GREEDY)
+    await until(lambda: not decoder.load().requests, "it has nothing to do")
+    assert not decoder.load().queued_tokens and len(decoder._servings) == 2
+    router = cluster.add_router("router-again")
+    await until(lambda: all((found := router.adopted(r)) and found.end for r in ("r1", "r2")), "both are told")
+    await quiet(cluster)
+    await second.close()

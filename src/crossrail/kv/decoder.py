@@ -5,8 +5,8 @@ Life of a request here:
 2. fetching: a prefiller writes the KV (fetch.py); if it is lost, the router names another. While no prefiller has room
    the pages are given back; who has to have pages again comes before all that is new.
 3. decoding: token by token; each goes to the router at once, and is kept until the router has taken it.
-4. ended: pages are given back, the router is told why. A stop (client gone, deadline, router's word) ends it at any
-   point.
+4. ended: pages and its place are given back, the router is told why. A stop (client gone, deadline, router's word)
+   ends it at any point.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ log = logging.getLogger("crossrail.kv")
 
 _ENDED_KEPT = 16384
 _ROUTER_GONE_S = 60.0  # how long what has ended is kept for a router that is not there
+_UNTOLD_KEPT = 4096  # of what has ended and its router has not taken, the latest
 _TOLD_KEPT = 64  # of requests whose end was taken, the latest: their router may die before it has told its client
 _TOLD_KEPT_S = 10.0
 _REASSIGN_S = 60.0  # a router may wait for a prefiller to join before it answers
@@ -86,14 +87,21 @@ class Decoder(Node):
         mailbox.handle(m.Cancel, self._on_cancel)
 
     def load(self) -> m.Load:
+        active = self._active()
         return m.Load(
-            requests=len(self._servings),
-            queued_tokens=sum(len(serving.context) + serving.left for serving in self._servings.values()),
+            requests=len(active),
+            queued_tokens=sum(len(serving.context) + serving.left for serving in active),
             pages_free=self.pool.available,
             pages_total=self.pool.pages,
             pages_quarantined=self.pool.report().pages[PageState.QUARANTINED],
             draining=self.draining,
         )
+
+    def _active(self) -> list[Serving]:
+        """What has not ended. Of the others only their end is still to be told, which may take a minute if their router
+        is gone, and takes no place.
+        """
+        return [serving for serving in self._servings.values() if serving.end is None]
 
     def running(self, link: RouterLink) -> list[str]:
         wanted = [serving for serving in self._servings.values() if not serving.is_unwanted]
@@ -192,8 +200,8 @@ class Decoder(Node):
             return f"node {self.name!r} is draining"
         if self._lacking:
             return f"node {self.name!r} has requests that wait for pages"
-        if len(self._servings) >= self.options.requests_max:
-            return f"node {self.name!r} serves {len(self._servings)} requests, which is its most"
+        if (active := len(self._active())) >= self.options.requests_max:
+            return f"node {self.name!r} serves {active} requests, which is its most"
         return ""
 
     def _kept_for_another(self, router: bytes, start: m.Start) -> str:
@@ -307,6 +315,8 @@ class Decoder(Node):
             timer.cancel()
             self._give_back(serving)
         serving.finish(end)
+        self._report_room()
+        self._let_go_of_untold()
         span.end(end.detail or end.reason if end.reason in ("error", "overloaded", "deadline") else "")
         await asyncio.wait([delivery])
         if serving.is_told:
@@ -315,7 +325,12 @@ class Decoder(Node):
         del self._servings[serving.request]
         self._remember_ended(serving.request, serving.placement)
         self._count_active(len(self._servings))
-        self._report_room()
+
+    def _let_go_of_untold(self) -> None:
+        untold = [serving for serving in self._servings.values() if serving.end is not None]
+        for serving in untold[:-_UNTOLD_KEPT]:
+            serving.is_unwanted = True
+            serving.changed.set()
 
     async def _run(self, serving: Serving, start: m.Start, deadline_s: float) -> m.End:
         if serving.tokens and (serving.left == 0 or self._ends_it(serving)):
