@@ -1,6 +1,8 @@
 """Routers that are restarted while requests run, and several at a time."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +12,7 @@ from crossrail.kv import decoder as decoder_module
 from crossrail.kv import messages as m
 from crossrail.kv.decoder import Decoder
 from crossrail.kv.errors import DuplicateRequest
+from crossrail.kv.prefiller import Prefiller
 from crossrail.kv.router import Router
 from crossrail.kv.router_requests import Overloaded
 from tests.kv.conftest import quiet, start, until
@@ -344,3 +347,41 @@ async def test_what_ran_for_a_router_that_is_gone_takes_no_place_of_others_once_
     await until(lambda: all((found := router.adopted(r)) and found.end for r in ("r1", "r2")), "both are told")
     await quiet(cluster)
     await second.close()
+
+
+@asynccontextmanager
+async def router_and_prefiller_gone(cluster: Cluster) -> AsyncIterator[Cluster]:
+    """Of a request r1 at d0, at once, as of one host. Another router is there, in what this yields, and then p1."""
+    second = Cluster(router_options=replace(ROUTER, queue_s=WAIT_S))
+    second.add_router("router-2")
+    cluster.also = [second.where]
+    await under_way(cluster, "running", request="r1")
+    await asyncio.wait_for(cluster.nodes["d0"].links[1].joined.wait(), WAIT_S)
+    await cluster.close_router()
+    await cluster.kill("p0")
+    joined = cluster.add(Prefiller, "p1").links[1].joined
+    await asyncio.wait_for(joined.wait(), WAIT_S)
+    yield second
+    await quiet(cluster)
+    await second.close()
+
+
+async def test_request_without_router_and_prefiller_holds_no_pages_and_goes_on_with_the_next(cluster: Cluster) -> None:
+    async with router_and_prefiller_gone(cluster) as second:
+        large = prompt_of(LAYOUT.pages * LAYOUT.page_tokens - GREEDY.max_tokens, seed=2)
+        tokens, end = await second.complete(large, GREEDY)
+        assert tokens == await monolithic(large, GREEDY), end
+        router = cluster.add_router("router-again")
+        await until(lambda: (found := router.adopted("r1")) and found.end, "it ends")
+        assert router.adopted("r1").tokens == await monolithic(PROMPT, GREEDY), router.adopted("r1").end
+
+
+async def test_request_without_router_and_prefiller_ends_when_no_router_comes(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoder_module, "_ROUTER_GONE_S", 2.0)
+    async with router_and_prefiller_gone(cluster):
+        serving = cluster.nodes["d0"]._servings["r1"]
+        await until(lambda: serving.end, "it ends")
+        assert serving.end.detail.startswith("no router for 2 s after its prefiller was lost: ")
+        await until(lambda: not cluster.nodes["d0"]._servings, "nothing is kept of it")

@@ -41,7 +41,8 @@ from crossrail.kv.wire import Unreachable
 log = logging.getLogger("crossrail.kv")
 
 _ENDED_KEPT = 16384
-_ROUTER_GONE_S = 60.0  # how long what has ended is kept for a router that is not there
+# How long what has ended is kept for a router that is not there, and what needs it to go on waits for it.
+_ROUTER_GONE_S = 60.0
 _UNTOLD_KEPT = 4096  # of what has ended and its router has not taken, the latest
 _TOLD_KEPT = 64  # of requests whose end was taken, the latest: their router may die before it has told its client
 _TOLD_KEPT_S = 10.0
@@ -402,7 +403,11 @@ class Decoder(Node):
             reception = await self._pages_of(serving)
 
     async def _reassigned(self, serving: Serving, lost: m.PrefillerLost) -> tuple[m.NodeRef, int]:
-        """The router's next choice; waits for the router, should it be gone, until the request is stopped."""
+        """The router's next choice. Should the router be gone, the next one is waited for: without pages after a while,
+        and not for ever, since no client waits any more.
+        """
+        clock = asyncio.get_running_loop().time
+        gone_s: float | None = None  # since when
         while True:
             serving.raise_if_stopped()
             if serving.link.address is not None:
@@ -415,6 +420,14 @@ class Decoder(Node):
                     if answer.prefiller is None:
                         raise Stopped("overloaded" if answer.busy else "error", answer.reason)
                     return answer.prefiller, answer.attempt
+            gone_s = clock() if gone_s is None else gone_s
+            if clock() - gone_s > self.options.ask_s and serving.reception is not None:
+                self._give_back(serving)
+                self._report_room()
+            if clock() - gone_s > _ROUTER_GONE_S:
+                raise Stopped(
+                    "error", f"no router for {_ROUTER_GONE_S:g} s after its prefiller was lost: {lost.reason}"
+                )
             await asyncio.sleep(self.options.retry_s)
 
     # --- telling the router ---
