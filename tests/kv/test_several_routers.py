@@ -350,18 +350,35 @@ async def test_what_ran_for_a_router_that_is_gone_takes_no_place_of_others_once_
 
 
 @asynccontextmanager
-async def router_and_prefiller_gone(cluster: Cluster) -> AsyncIterator[Cluster]:
-    """Of a request r1 at d0, at once, as of one host. Another router is there, in what this yields, and then p1."""
+async def router_and_prefiller_gone(cluster: Cluster, stands: bool = False) -> AsyncIterator[Cluster]:
+    """Of a request r1 at d0, at once, as of one host. Another router is there, in what this yields, and then p1.
+
+    stands: the router is there, and says nothing, until this context ends.
+    """
     second = Cluster(router_options=replace(ROUTER, queue_s=WAIT_S))
     second.add_router("router-2")
     cluster.also = [second.where]
-    await under_way(cluster, "running", request="r1")
+    client = await under_way(cluster, "running", request="r1")
     await asyncio.wait_for(cluster.nodes["d0"].links[1].joined.wait(), WAIT_S)
-    await cluster.close_router()
+    thawed = asyncio.Event()
+    if stands:
+        mailbox = cluster.router.mailbox
+        answer = mailbox._answer
+
+        async def late_answer(*arguments: Any) -> None:
+            await thawed.wait()
+            await answer(*arguments)
+
+        mailbox._answer = late_answer
+    else:
+        await cluster.close_router()
     await cluster.kill("p0")
     joined = cluster.add(Prefiller, "p1").links[1].joined
     await asyncio.wait_for(joined.wait(), WAIT_S)
     yield second
+    thawed.set()
+    tokens, end = await client
+    assert not stands or tokens == await monolithic(PROMPT, GREEDY), end
     await quiet(cluster)
     await second.close()
 
@@ -385,3 +402,10 @@ async def test_request_without_router_and_prefiller_ends_when_no_router_comes(
         await until(lambda: serving.end, "it ends")
         assert serving.end.detail.startswith("no router for 2 s after its prefiller was lost: ")
         await until(lambda: not cluster.nodes["d0"]._servings, "nothing is kept of it")
+
+
+async def test_request_whose_router_stands_still_holds_no_pages_without_a_prefiller(cluster: Cluster) -> None:
+    async with router_and_prefiller_gone(cluster, stands=True) as second:
+        large = prompt_of(LAYOUT.pages * LAYOUT.page_tokens - GREEDY.max_tokens, seed=2)
+        tokens, end = await second.complete(large, GREEDY)
+        assert tokens == await monolithic(large, GREEDY), end

@@ -392,8 +392,7 @@ class Decoder(Node):
                 return reception, (prefiller, attempt)
             except PrefillerGone as gone:
                 if gone.busy:
-                    self._give_back(serving)
-                    self._report_room()
+                    self._let_go_of_pages(serving)
                 serving.timeline.add(f"lost attempt {attempt}", begun)
                 who = (prefiller.node, prefiller.address)
                 lost = m.PrefillerLost(serving.request, attempt, *who, m.clipped(gone), serving.placement, gone.busy)
@@ -403,32 +402,42 @@ class Decoder(Node):
             reception = await self._pages_of(serving)
 
     async def _reassigned(self, serving: Serving, lost: m.PrefillerLost) -> tuple[m.NodeRef, int]:
-        """The router's next choice. Should the router be gone, the next one is waited for: without pages after a while,
-        and not for ever, since no client waits any more.
+        """The router's next choice. Should the router be gone, the next one is waited for, though not for ever: no
+        client waits any more. Whoever waits long has no pages meanwhile.
         """
-        clock = asyncio.get_running_loop().time
-        gone_s: float | None = None  # since when
-        while True:
-            serving.raise_if_stopped()
-            if serving.link.address is not None:
-                try:
-                    asking = self.mailbox.ask(serving.link.address, lost, m.Reassigned, _REASSIGN_S)
-                    answer = await serving.unless_stopped(asking)
-                except (NoAnswer, Unreachable) as error:
-                    log.warning("request %s lost its prefiller, and its router: %s", serving.request, error)
-                else:
+        loop = asyncio.get_running_loop()
+        give_up_s = loop.time() + _ROUTER_GONE_S
+        timer = loop.call_later(self.options.ask_s, self._let_go_of_pages, serving)
+        try:
+            while True:
+                serving.raise_if_stopped()
+                if (answer := await self._ask_for_another(serving, lost)) is not None:
                     if answer.prefiller is None:
                         raise Stopped("overloaded" if answer.busy else "error", answer.reason)
                     return answer.prefiller, answer.attempt
-            gone_s = clock() if gone_s is None else gone_s
-            if clock() - gone_s > self.options.ask_s and serving.reception is not None:
-                self._give_back(serving)
-                self._report_room()
-            if clock() - gone_s > _ROUTER_GONE_S:
-                raise Stopped(
-                    "error", f"no router for {_ROUTER_GONE_S:g} s after its prefiller was lost: {lost.reason}"
-                )
-            await asyncio.sleep(self.options.retry_s)
+                if loop.time() > give_up_s:
+                    long = f"no router for {_ROUTER_GONE_S:g} s after its prefiller was lost"
+                    raise Stopped("error", f"{long}: {lost.reason}")
+                await asyncio.sleep(self.options.retry_s)
+        finally:
+            timer.cancel()
+
+    async def _ask_for_another(self, serving: Serving, lost: m.PrefillerLost) -> m.Reassigned | None:
+        """None when its router is gone, or does not answer."""
+        if serving.link.address is None:
+            return None
+        try:
+            asking = self.mailbox.ask(serving.link.address, lost, m.Reassigned, _REASSIGN_S)
+            return await serving.unless_stopped(asking)
+        except (NoAnswer, Unreachable) as error:
+            log.warning("request %s lost its prefiller, and its router: %s", serving.request, error)
+            return None
+
+    def _let_go_of_pages(self, serving: Serving) -> None:
+        """Between two attempts, when nothing is written to them."""
+        if serving.reception is not None:
+            self._give_back(serving)
+            self._report_room()
 
     # --- telling the router ---
 
