@@ -112,7 +112,6 @@ RegionRef Engine::register_memory(void* base, uint64_t length_bytes, Access acce
   if (length_bytes > (uint64_t{1} << 48))
     throw UsageError("the buffer's length " + text(length_bytes) + " exceeds 2**48");
   auto local = core_->transports_.register_memory(static_cast<std::byte*>(base), length_bytes, access, memory);
-  core_->region_made();
   return RegionRef::adopt(new Region(Ref<Engine>::share(this), std::move(local), access));
 }
 
@@ -121,7 +120,6 @@ RegionRef Engine::alloc(uint64_t length_bytes, bool populate) {
   if (length_bytes == 0) throw UsageError("nbytes = 0: a region has at least one byte");
   if (length_bytes > (uint64_t{1} << 48)) throw UsageError("nbytes = " + text(length_bytes) + " exceeds 2**48");
   auto local = core_->transports_.allocate(length_bytes, populate);
-  core_->region_made();
   return RegionRef::adopt(new Region(Ref<Engine>::share(this), std::move(local), Access::kRemoteWrite));
 }
 

@@ -34,6 +34,7 @@ Region::Region(Ref<Engine> engine, LocalRegions local, Access access)
   descriptor_.memory = memory_;
   if (needs_flush_) engine_->core().flush_gpu_before_counts(gpu_);
   show(local_);
+  engine_->core().region_made();
 }
 
 Region::~Region() {

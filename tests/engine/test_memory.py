@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -180,13 +181,19 @@ def test_array_outlives_its_engine() -> None:
     assert (array == 3).all()
 
 
+def shared_mappings() -> int:
+    """Of memory that engines share."""
+    return Path("/proc/self/maps").read_text().count("/memfd:crossrail")
+
+
 def test_many_allocations_come_and_go(engine: xr.Engine) -> None:
-    before = engine.stats()["regions_open"]
+    before, mapped = engine.stats()["regions_open"], shared_mappings()
 
     for _ in range(300):
         engine.alloc(65_536).close()
 
     assert engine.stats()["regions_open"] == before
+    assert shared_mappings() == mapped
 
 
 def test_closed_regions_that_are_held_are_not_counted_as_open(engine: xr.Engine) -> None:
@@ -247,7 +254,7 @@ def test_descriptor_that_others_ask_for_during_revoke_is_never_an_old_one(engine
 
 
 def test_dropped_regions_are_closed(engine: xr.Engine) -> None:
-    before = engine.stats()["regions_open"]
+    before, mapped = engine.stats()["regions_open"], shared_mappings()
 
     for _ in range(50):
         engine.alloc(4096)
@@ -255,6 +262,7 @@ def test_dropped_regions_are_closed(engine: xr.Engine) -> None:
     gc.collect()
 
     eventually(lambda: engine.stats()["regions_open"] == before, "dropped regions closed", WAIT_S + NEVER_S)
+    eventually(lambda: shared_mappings() == mapped, "their memory is given back")
 
 
 def test_memory_that_was_not_registered_is_refused_in_words(engine: Any, other: xr.Engine) -> None:

@@ -62,7 +62,8 @@ def test_heartbeats_need_no_pool_and_pass_one_that_is_full(
     here, there = open_engine(transport=transport, heartbeat_s=0.005), open_engine("there", transport=transport)
     pool = there.submit_recvs(1, 64)
     here.connect(there.address, WAIT_S)
-    messages = [here.submit_send(there.address, i.to_bytes(2)) for i in range(600)]  # more than may be under way
+    # More than may be under way.
+    messages = [here.submit_send(there.address, i.to_bytes(2, "little")) for i in range(600)]
     eventually(lambda: any(message.done for message in messages), "the pool full")
     answered = here.explain(there.address).heartbeat
     before = answered.answered if answered else 0
@@ -70,7 +71,7 @@ def test_heartbeats_need_no_pool_and_pass_one_that_is_full(
     # More than any window has room for behind messages that nobody takes.
     eventually(lambda: (beat := here.explain(there.address).heartbeat) and beat.answered >= before + 150, "150 more")
 
-    assert {pool.recv(WAIT_S).data for _ in messages} == {i.to_bytes(2) for i in range(600)}
+    assert {pool.recv(WAIT_S).data for _ in messages} == {i.to_bytes(2, "little") for i in range(600)}
 
 
 @over_processes

@@ -17,14 +17,16 @@ def crossrail_threads() -> list[str]:
 
 
 def open_fds() -> dict[int, str]:
-    """Every open file descriptor and what it is; without those of NVIDIA's driver, which keeps what it has opened."""
+    """Every open file descriptor and what it is; without those of NVIDIA's driver and of matplotlib's fonts, which keep
+    what they have opened.
+    """
     fds = {}
     for name in os.listdir("/proc/self/fd"):
         try:
             target = os.readlink(f"/proc/self/fd/{name}")
         except OSError:  # the one of listdir itself
             continue
-        if not target.startswith("/dev/nvidia"):
+        if not target.startswith("/dev/nvidia") and "/mpl-data/fonts/" not in target:
             fds[int(name)] = target
     return fds
 
