@@ -9,6 +9,7 @@ import pytest
 
 from crossrail import sim
 from crossrail.kv.access import Access
+from crossrail.kv.prefiller import Prefiller
 from crossrail.sim.scenarios import Scenario
 from crossrail.sim.scenarios import play as play_scenario
 from tests.kv.town import (
@@ -101,6 +102,37 @@ def test_who_was_away_until_engines_gave_it_up_is_found_again(who: str, fault: s
             await asyncio.sleep(AWAY_S)
             found = [sentence for guard in town.guards.values() for sentence in guard.check()]
             assert not found and not cluster.busy_pages()
+            await cluster.close()
+
+        sim.run(main, world=world, limit_s=600)
+
+
+def test_request_without_a_prefiller_waits_as_long_as_its_router_has_it_wait(seed: Seed) -> None:
+    """Which may be longer than a decoder waits for a router that is gone."""
+    with sim.World(seed=seed.number()) as world:
+        town = Town(world, replace(SMALL, prefillers=1, decoders=1, requests=1, troubles_max=0))
+
+        async def main(_: sim.World) -> None:
+            cluster = town.cluster
+            await town.run(freeze)
+            assert cluster.router is not None
+            cluster.router.options = replace(cluster.router.options, queue_s=120.0)
+            prompt = prompt_of(200)
+            under_way = asyncio.ensure_future(cluster.complete(prompt, GREEDY))
+            await asyncio.sleep(0.2)  # half of it is computed
+            await town.kill("prefiller-1")
+            await asyncio.sleep(100.0)
+            assert not under_way.done()
+            town.add(Prefiller)
+            tokens, end = await under_way
+            assert tokens == await monolithic(prompt, GREEDY), end
+
+            under_way = asyncio.ensure_future(cluster.complete(prompt_of(200, seed=2), GREEDY))
+            await asyncio.sleep(0.2)
+            await town.kill("prefiller-3")
+            begun_s = world.now_s
+            end = (await under_way)[1]
+            assert "no other prefiller within 120 s" in end.detail and world.now_s - begun_s < 130
             await cluster.close()
 
         sim.run(main, world=world, limit_s=600)

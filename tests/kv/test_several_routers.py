@@ -409,3 +409,24 @@ async def test_request_whose_router_stands_still_holds_no_pages_without_a_prefil
         large = prompt_of(LAYOUT.pages * LAYOUT.page_tokens - GREEDY.max_tokens, seed=2)
         tokens, end = await second.complete(large, GREEDY)
         assert tokens == await monolithic(large, GREEDY), end
+
+
+async def test_request_whose_router_stands_still_asks_the_one_that_takes_its_place(cluster: Cluster) -> None:
+    """Which has no word of the first one's: that still lives, and may go on one day."""
+    cluster.router.options = replace(ROUTER, lease_s=0.5)
+    first, client = cluster.router, await under_way(cluster, "running", request="r1")
+
+    async def never(*_: Any) -> None:
+        await asyncio.Event().wait()
+
+    first.mailbox._answer = never
+    await cluster.kill("p0")
+    serving = cluster.nodes["d0"]._servings["r1"]
+    await until(lambda: serving.reception is None, "it waits without pages")
+    router = cluster.add_router("router-again")
+    cluster.add(Prefiller, "p1")
+    await until(lambda: (found := router.adopted("r1")) and found.end, "it ends")
+    assert router.adopted("r1").tokens == await monolithic(PROMPT, GREEDY), router.adopted("r1").end
+    await first.close()
+    await client
+    await assert_still_serves(cluster)

@@ -46,7 +46,6 @@ _ROUTER_GONE_S = 60.0
 _UNTOLD_KEPT = 4096  # of what has ended and its router has not taken, the latest
 _TOLD_KEPT = 64  # of requests whose end was taken, the latest: their router may die before it has told its client
 _TOLD_KEPT_S = 10.0
-_REASSIGN_S = 60.0  # a router may wait for a prefiller to join before it answers
 _TOKENS_AT_ONCE = 4096
 _NAME_SHOWN = 28  # characters of four bytes at most, so that 129 characters take no more than 256 bytes
 
@@ -397,41 +396,61 @@ class Decoder(Node):
                 who = (prefiller.node, prefiller.address)
                 lost = m.PrefillerLost(serving.request, attempt, *who, m.clipped(gone), serving.placement, gone.busy)
             begun = serving.timeline.now()
-            prefiller, attempt = await self._reassigned(serving, lost)
+            prefiller, attempt = await self._reassigned(serving, lost, deadline_s)
             serving.timeline.add(f"another prefiller {attempt}", begun)
             reception = await self._pages_of(serving)
 
-    async def _reassigned(self, serving: Serving, lost: m.PrefillerLost) -> tuple[m.NodeRef, int]:
-        """The router's next choice. Should the router be gone, the next one is waited for, though not for ever: no
-        client waits any more. Whoever waits long has no pages meanwhile.
-        """
-        loop = asyncio.get_running_loop()
-        give_up_s = loop.time() + _ROUTER_GONE_S
-        timer = loop.call_later(self.options.ask_s, self._let_go_of_pages, serving)
+    async def _reassigned(self, serving: Serving, lost: m.PrefillerLost, deadline_s: float) -> tuple[m.NodeRef, int]:
+        """The router's next choice. Whoever waits long for it has no pages meanwhile."""
+        serving.raise_if_stopped()
+        timer = asyncio.get_running_loop().call_later(self.options.ask_s, self._let_go_of_pages, serving)
         try:
-            while True:
-                serving.raise_if_stopped()
-                if (answer := await self._ask_for_another(serving, lost)) is not None:
-                    if answer.prefiller is None:
-                        raise Stopped("overloaded" if answer.busy else "error", answer.reason)
-                    return answer.prefiller, answer.attempt
-                if loop.time() > give_up_s:
-                    long = f"no router for {_ROUTER_GONE_S:g} s after its prefiller was lost"
-                    raise Stopped("error", f"{long}: {lost.reason}")
-                await asyncio.sleep(self.options.retry_s)
+            answer = await serving.unless_stopped(self._ask_for_another(serving, lost, deadline_s))
         finally:
             timer.cancel()
+        if answer.prefiller is None:
+            raise Stopped("overloaded" if answer.busy else "error", answer.reason)
+        return answer.prefiller, answer.attempt
 
-    async def _ask_for_another(self, serving: Serving, lost: m.PrefillerLost) -> m.Reassigned | None:
-        """None when its router is gone, or does not answer."""
-        if serving.link.address is None:
-            return None
-        try:
-            asking = self.mailbox.ask(serving.link.address, lost, m.Reassigned, _REASSIGN_S)
-            return await serving.unless_stopped(asking)
-        except (NoAnswer, Unreachable) as error:
-            log.warning("request %s lost its prefiller, and its router: %s", serving.request, error)
-            return None
+    async def _ask_for_another(self, serving: Serving, lost: m.PrefillerLost, deadline_s: float) -> m.Reassigned:
+        """Of whichever router there is. How long it looks for a prefiller is its choice, and one that says nothing may
+        only stand still: it is waited for until another is there in its stead, or none.
+        """
+        loop = asyncio.get_running_loop()
+        address = await self._next_router(serving, None, lost)
+        while True:
+            ask = self.mailbox.ask(address, lost, m.Reassigned, max(deadline_s - loop.time(), 0.0))
+            asking = asyncio.ensure_future(ask)
+            changing = asyncio.ensure_future(self._next_router(serving, address, lost))
+            try:
+                await asyncio.wait([asking, changing], return_when=asyncio.FIRST_COMPLETED)
+                if asking.done():
+                    return asking.result()
+                address = changing.result()
+            except (NoAnswer, Unreachable) as error:
+                log.warning("request %s lost its prefiller, and its router: %s", serving.request, error)
+                await asyncio.sleep(self.options.retry_s)
+                address = await self._next_router(serving, None, lost)
+            finally:
+                asking.cancel()
+                changing.cancel()
+                await asyncio.gather(asking, changing, return_exceptions=True)
+
+    async def _next_router(self, serving: Serving, before: bytes | None, lost: m.PrefillerLost) -> bytes:
+        """Where it is, once it is not there any more, or when there is one. Stopped when there is none for long: no
+        client waits any more.
+        """
+        clock = asyncio.get_running_loop().time
+        there_s = clock()
+        while (address := serving.link.address) in (None, before):
+            if address is not None:
+                there_s = clock()
+            elif clock() - there_s > _ROUTER_GONE_S:
+                long = f"no router for {_ROUTER_GONE_S:g} s after its prefiller was lost"
+                raise Stopped("error", f"{long}: {lost.reason}")
+            await asyncio.sleep(self.options.retry_s)
+        assert address is not None
+        return address
 
     def _let_go_of_pages(self, serving: Serving) -> None:
         """Between two attempts, when nothing is written to them."""
