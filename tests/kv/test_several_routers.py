@@ -430,3 +430,23 @@ async def test_request_whose_router_stands_still_asks_the_one_that_takes_its_pla
     await first.close()
     await client
     await assert_still_serves(cluster)
+
+
+async def test_request_that_waits_for_the_word_of_a_router_that_is_gone_takes_no_place(cluster: Cluster) -> None:
+    """Nor does it run beside as many as may, once it has the word of the next router."""
+    cluster.node_options = replace(NODE, requests_max=1)
+    async with router_and_prefiller_gone(cluster) as second:
+        decoder = cluster.nodes["d0"]
+        await until(lambda: decoder._servings["r1"].reception is None, "it has no pages")
+        assert not decoder.load().requests and not decoder.load().queued_tokens
+        long = m.Sampling(max_tokens=100, ignore_end=True)
+        other = asyncio.ensure_future(second.complete(PROMPT[:50], long))
+        await until(lambda: decoder.load().requests, "another runs in its place")
+        router = cluster.add_router("router-again")
+        await until(lambda: decoder._lacking, "it is to go on")
+        while not other.done():
+            assert sum(serving.reception is not None for serving in decoder._servings.values()) <= 1
+            await asyncio.sleep(0.002)
+        assert (await other)[0] == await monolithic(PROMPT[:50], long)
+        await until(lambda: (found := router.adopted("r1")) and found.end, "it ends")
+        assert router.adopted("r1").tokens == await monolithic(PROMPT, GREEDY), router.adopted("r1").end

@@ -99,9 +99,13 @@ class Decoder(Node):
 
     def _active(self) -> list[Serving]:
         """What has not ended. Of the others only their end is still to be told, which may take a minute if their router
-        is gone, and takes no place.
+        is gone, and takes no place. Nor does what waits without pages for a router that is gone.
         """
-        return [serving for serving in self._servings.values() if serving.end is None]
+        return [
+            serving
+            for serving in self._servings.values()
+            if serving.end is None and (serving.reception is not None or serving.link.address is not None)
+        ]
 
     def running(self, link: RouterLink) -> list[str]:
         wanted = [serving for serving in self._servings.values() if not serving.is_unwanted]
@@ -262,18 +266,24 @@ class Decoder(Node):
         return reception
 
     async def _reserve_again(self, serving: Serving) -> None:
-        """For one that has no pages any more: in its turn, and as soon as there are enough."""
+        """For one that has no pages any more: in its turn, and as soon as there are enough, and a place: another may
+        have its own.
+        """
         give_up_s = serving.timeline.now() + self.options.pages_s
         async with self._turn:
             while True:
                 self._room.clear()
-                try:
-                    serving.reception = self._reserve(self._new_name(serving), serving.context, serving.left)
-                    return
-                except NoPages as error:
-                    if (left_s := give_up_s - serving.timeline.now()) <= 0:
-                        long = f"node {self.name!r} had no pages for it again within {self.options.pages_s:g} s"
-                        raise Stopped("overloaded", f"{long}: {error.why}") from None
+                having = sum(other.reception is not None for other in self._servings.values())
+                why = f"it serves {having} requests, which is its most"
+                if having < self.options.requests_max:
+                    try:
+                        serving.reception = self._reserve(self._new_name(serving), serving.context, serving.left)
+                        return
+                    except NoPages as error:
+                        why = error.why
+                if (left_s := give_up_s - serving.timeline.now()) <= 0:
+                    long = f"node {self.name!r} had no pages for it again within {self.options.pages_s:g} s"
+                    raise Stopped("overloaded", f"{long}: {why}")
                 await set_in_time(self._room, left_s)
 
     def _new_name(self, serving: Serving) -> str:
