@@ -181,7 +181,19 @@ async def test_watch_that_is_cancelled_whenever_leaves_no_connection() -> None:
     server.close()
 
 
-@pytest.mark.parametrize("answer", [b"{}", b"[]", b'"yes"', b"no JSON"])
+NO_ETCD = [
+    b"{}",
+    b"[]",
+    b'"yes"',
+    b"no JSON",
+    b'{"error": "no backend", "code": "SERVICE_UNAVAILABLE"}',
+    b'{"error": "no backend", "code": null}',
+    b'{"error": "Not Found"}',
+    b'{"error": "Not Found", "code": 404}',
+]
+
+
+@pytest.mark.parametrize("answer", NO_ETCD)
 async def test_whoever_is_no_etcd_is_passed_over(place: Place, answer: bytes) -> None:
     async with impostor(answer) as endpoint:
         async with Etcd([endpoint]) as etcd:

@@ -26,6 +26,7 @@ with needs(__name__, "'crossrail[kv]'"):
 
 _EVENT_BYTES_MAX = 16 << 20
 # gRPC's codes, in an answer's "code".
+_CODES = range(1, 17)
 _NOT_FOUND = 5
 _UNAVAILABLE = 14
 # RuntimeError: the session was closed meanwhile.
@@ -171,11 +172,11 @@ class Etcd:
             except _TROUBLES as error:
                 troubles.append(f"{endpoint}: {trouble(error)}")
             else:
-                if not answer.keys() & {wanted, "error"}:
-                    troubles.append(f"{endpoint}: its answer to {what} is not etcd's: {status}")
-                elif "error" not in answer:
+                if wanted in answer and "error" not in answer:
                     return answer
-                elif (code := int(answer.get("code", 0))) != _UNAVAILABLE:
+                if (code := _error_code(answer)) is None:
+                    troubles.append(f"{endpoint}: its answer to {what} is not etcd's: {status}")
+                elif code != _UNAVAILABLE:
                     raise EtcdError(f"etcd at {endpoint}, {what}: {answer['error']}", code)
                 else:
                     troubles.append(f"{endpoint}: {answer['error']}")
@@ -198,6 +199,12 @@ def _object(body: bytes) -> dict[str, Any]:
     except ValueError:
         return {}
     return answer if isinstance(answer, dict) else {}
+
+
+def _error_code(answer: dict[str, Any]) -> int | None:
+    """gRPC's, of etcd's errors; None: this is none of them. Proxies have errors of their own, and other codes."""
+    code = answer.get("code") if "error" in answer else None
+    return code if type(code) is int and code in _CODES else None
 
 
 def _url(endpoint: str, what: str) -> str:
