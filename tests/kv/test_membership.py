@@ -1,13 +1,17 @@
 """Who is a member, and under which name: the roster by itself, on times that the tests make up."""
 
+import asyncio
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 import crossrail as xr
 from crossrail.kv import messages as m
+from crossrail.kv.etcd_membership import EtcdRoster
+from crossrail.kv.etcd_records import Place, Seal
 from crossrail.kv.membership import NotYet, Roster
-from tests.support.kv_cluster import LAYOUT, node_record
+from tests.support.kv_cluster import LAYOUT, SECRET, node_record
 
 
 def test_node_not_heard_of_for_a_lease_is_gone() -> None:
@@ -64,3 +68,19 @@ def test_node_of_another_layout_is_refused_with_both_sides() -> None:
 def test_malformed_layout_is_refused() -> None:
     with pytest.raises(xr.UsageError, match="a layout has the fields"):
         Roster(2.0).join(m.NodeRecord("d0", b"d0", {"layers": 3}, role="decoder", model="model"), m.Load(), 0.0)
+
+
+@pytest.mark.parametrize(("heartbeat_s", "silent_s"), [(0.5, 2.0), (5.0, 15.0)])
+async def test_member_in_etcd_is_missed_after_two_leases_and_not_before_its_third_report(
+    heartbeat_s: float, silent_s: float
+) -> None:
+    place, gone = Place(("127.0.0.1:1",), "never-asked"), []
+    roster = EtcdRoster(1.0, place, SECRET, heartbeat_s)
+    roster.on_gone(lambda member, why: gone.append(member.name))
+    record = msgspec.msgpack.encode(node_record("d0"))
+    roster._on_change("d0", Seal(SECRET).close(place.nodes + "d0", record))
+    heard_s = asyncio.get_running_loop().time()
+    roster.sweep(heard_s + silent_s - 0.1, lambda _: False)
+    assert not gone
+    roster.sweep(heard_s + silent_s + 0.1, lambda _: False)
+    assert gone == ["d0"]

@@ -58,7 +58,8 @@ class Cluster:
         return Mailbox(wire, secret, resend_s=0.2)
 
     def add_router(self, name: str = "router") -> Router:
-        membership = EtcdRoster(self.router_options.lease_s, self.place, SECRET) if self.place is not None else None
+        options, place = self.router_options, self.place
+        membership = EtcdRoster(options.lease_s, place, SECRET, options.heartbeat_s) if place is not None else None
         self.router = Router(name, self.mailbox(name), self.router_options, membership)
         self.router.start()
         return self.router

@@ -27,6 +27,7 @@ from crossrail.kv.rendezvous import RouterNotFound
 log = logging.getLogger("crossrail.kv")
 
 _SILENT_LEASES = 2  # of a router: by then etcd knows who died or stands still, and who is silent is cut off from here
+_SILENT_REPORTS = 3  # so that two may be late
 _ROUTER_GONE_S = 60.0  # one of its name may come back, and ask for what it had begun; then it is forgotten
 _record_encoder = msgspec.msgpack.Encoder()
 _record_decoder = msgspec.msgpack.Decoder(NodeRecord)
@@ -57,13 +58,15 @@ class EtcdRoster(Roster):
     """The members that etcd has records of. Threads: the event loop's.
 
     lease_s: of this router's own record, and how long a record may be missing after etcd was away: its owner may not
-    have noticed yet that it has to be written again.
-    Invariant: a member's record is in `_records`, or is missing for less than lease_s. Who has a record is a member,
-    unless he was silent for long, and until he joins again.
+    have noticed yet that it has to be written again. heartbeat_s: how often members report, as the router tells them.
+    Invariant: a member's record is in `_records`; in etcd it may be missing for lease_s. Who has a record is a member,
+    unless he died or left, does not fit the others, or was silent for long: then he is one again when he joins, or has
+    another record.
     """
 
-    def __init__(self, lease_s: float, place: Place, secret: bytes) -> None:
+    def __init__(self, lease_s: float, place: Place, secret: bytes, heartbeat_s: float = 1.0) -> None:
         super().__init__(lease_s)
+        self._silent_s = max(_SILENT_LEASES * lease_s, _SILENT_REPORTS * heartbeat_s)
         self._place = place
         self._seal = Seal(secret)
         self._records: dict[str, NodeRecord] = {}
@@ -99,7 +102,7 @@ class EtcdRoster(Roster):
         for member in self.all():
             if is_lost(member.address):
                 self.remove(member, f"node {member.name!r} died or closed")
-            elif (silent_s := now_s - member.heard_s) > _SILENT_LEASES * self.lease_s:
+            elif (silent_s := now_s - member.heard_s) > self._silent_s:
                 self.remove(member, f"node {member.name!r} is in etcd, but was not heard of here for {silent_s:.1f} s")
 
     # --- what etcd says ---

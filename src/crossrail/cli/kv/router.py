@@ -49,7 +49,7 @@ _PORT_MAX = 65535
     requests_max="Maximum number of requests in progress; further ones get status 429.",
     tokens_max="Maximum sum of their prompts and max_tokens; further requests get status 429.",
     heartbeat_s="Seconds between reports of a node.",
-    lease_s="Seconds without a report after which a node is gone.",
+    lease_s="Seconds without a report after which a node is gone; with etcd twice that, or three reports if longer.",
     queue_s="Seconds that a request may wait for room at a node.",
     request_s="Seconds that a request may take in total.",
 )
@@ -71,7 +71,8 @@ async def _serve(host: str, port: int, tokenizer: Tokenizer | None, options: dic
     name, settings = options["name"], chosen(_DEFAULTS, options)
     place = Place.from_url(options["membership"]) if options["membership"] != "embedded" else None
     async with opened(name, options) as service:
-        membership = EtcdRoster(settings.lease_s, place, service.secret) if place is not None else None
+        beat_s = settings.heartbeat_s
+        membership = EtcdRoster(settings.lease_s, place, service.secret, beat_s) if place is not None else None
         serving = Router(name, service.mailbox, settings, membership)
         front = Front(serving, tokenizer, service.secret)
         serving.start()
