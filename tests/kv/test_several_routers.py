@@ -301,14 +301,16 @@ async def test_room_kept_for_a_request_whose_client_left_is_soon_had_by_others(c
     await start(cluster, token_s=SLOW_S)
     await asyncio.wait_for(cluster.nodes["d0"].links[1].joined.wait(), WAIT_S)
     decoder, long = cluster.nodes["d0"], m.Sampling(max_tokens=200, ignore_end=True)
+    whole = prompt_of(LAYOUT.pages * LAYOUT.page_tokens - GREEDY.max_tokens)
     first = asyncio.ensure_future(second.complete(PROMPT, long))
     await until(lambda: decoder.load().requests, "it has a request")
-    large = asyncio.ensure_future(cluster.complete(prompt_of(LAYOUT.pages * LAYOUT.page_tokens - 8), GREEDY))
+    large = asyncio.ensure_future(cluster.complete(whole, GREEDY, request="large"))
     await until(lambda: decoder._kept_room._of, "room is kept for a large one")
     with pytest.raises(Overloaded):
         await large
     assert not first.done()
-    assert (await second.complete(PROMPT, GREEDY))[0] == await monolithic(PROMPT, GREEDY)
+    await until(lambda: not decoder._kept_room._of, "it is told", 1.0)
+    assert (await second.complete(PROMPT, GREEDY, request="large"))[0] == await monolithic(PROMPT, GREEDY)
     await first
     await quiet(cluster)
     await second.close()

@@ -47,6 +47,8 @@ _UNTOLD_KEPT = 4096  # of what has ended and its router has not taken, the lates
 _TOLD_KEPT = 64  # of requests whose end was taken, the latest: their router may die before it has told its client
 _TOLD_KEPT_S = 10.0
 _TOKENS_AT_ONCE = 4096
+# Of room that is kept, beside the time that its router may wait for another decoder's answer before it asks again.
+_KEPT_S = 1.0
 _NAME_SHOWN = 28  # characters of four bytes at most, so that 129 characters take no more than 256 bytes
 
 
@@ -81,7 +83,7 @@ class Decoder(Node):
         self._lacking = 0  # requests that need pages again
         self._turn = asyncio.Lock()  # of those, first come, first served
         self._room = asyncio.Event()  # set when pages came back
-        self._kept_room = KeptRoom()
+        self._kept_room = KeptRoom(self.options.ask_s + _KEPT_S)
         self._closing = False
         mailbox.handle(m.Start, self._on_start)
         mailbox.handle(m.Cancel, self._on_cancel)
@@ -173,7 +175,7 @@ class Decoder(Node):
             return m.StartRefused(start.request, m.clipped(error), busy=False, is_duplicate=True)
         except UsageError as error:
             return m.StartRefused(start.request, m.clipped(error), busy=False)
-        if self._kept_room.end(sender, start.request):
+        if self._kept_room.start(sender, start.request):
             self._report_room()
         timeline = Timeline(asyncio.get_running_loop().time)
         serving = Serving(start.request, link, sender, start.placement, context, start.sampling, timeline, reception)
@@ -211,8 +213,8 @@ class Decoder(Node):
     def _kept_for_another(self, router: bytes, start: m.Start) -> str:
         """Why this one has to wait. One that has waited long is the next, if none is."""
         now_s = asyncio.get_running_loop().time()
-        if start.has_waited:
-            self._kept_room.ask(router, start.request, now_s)
+        if start.has_waited and self._kept_room.ask(router, start.request, now_s):
+            self._report_room()
         if self._kept_room.is_for_another(router, start.request, now_s):
             return f"node {self.name!r} is kept for a request that has waited longer"
         return ""
@@ -220,6 +222,8 @@ class Decoder(Node):
     async def _on_cancel(self, sender: bytes, cancel: m.Cancel) -> m.Message:
         if self._kept_room.end(sender, cancel.request):
             self._report_room()
+        if not cancel.placement:  # its name is not used up: it never was here
+            return m.Taken(wanted=False)
         serving = self._servings.get(cancel.request)
         # Names may come from clients, and another router may have one of this name that we have refused. Who has placed
         # ours is heard, and who is in its stead.

@@ -216,11 +216,11 @@ class StartRefused(_OfRequest, frozen=True, tag=True):
 class Cancel(_OfRequest, frozen=True, tag=True):
     """Nobody wants this placement, nor earlier ones, any more. The answer says that it was heard.
 
-    The end comes as Tokens.
+    The end comes as Tokens. placement 0: it has none here; it waits here no more, and no room is to be kept for it.
     """
 
     reason: Text
-    placement: Attempt = 1
+    placement: Index = 1
 
 
 class Reassigned(_OfAttempt, frozen=True, tag=True):

@@ -100,9 +100,9 @@ class Placement:
         """Tokens for which this decoder needs room, as far as is known here."""
         return max(weight(running) - self._candidate(decoder, running).cached_tokens, 0)
 
-    def release(self, running: Running) -> None:
-        """It waits no more."""
-        self._kept.pop(running.request, None)
+    def release(self, running: Running) -> bytes | None:
+        """It waits no more. Returns the address of the decoder that was kept for it, if one was."""
+        return self._kept.pop(running.request, None)
 
     def is_kept_for(self, decoder: Member, running: Running) -> bool:
         return self._kept.get(running.request) == decoder.address

@@ -249,7 +249,11 @@ class Router(AsyncClosing):
         try:
             await self._try_to_place(running)
         finally:
-            self._placement.release(running)
+            kept = self._placement.release(running)
+            if kept is not None and (running.decoder is None or running.decoder.address != kept):
+                # Others are to have it at once. One that it was just offered to hears so by the offer, or its cancel.
+                cancel = m.Cancel(running.request, "it waits here no more", 0)
+                self._mailbox.spawn(self._tell_cancelled(kept, cancel), "giving up kept room")
 
     async def _try_to_place(self, running: Running) -> None:
         give_up_s = min(_now_s() + self.options.queue_s, running.deadline_s)
@@ -401,14 +405,14 @@ class Router(AsyncClosing):
     def _cancel(self, running: Running, why: str) -> None:
         if running.decoder is not None:
             cancel = m.Cancel(running.request, why, running.placement)
-            self._mailbox.spawn(self._tell_cancelled(running.decoder, cancel), "cancelling")
+            self._mailbox.spawn(self._tell_cancelled(running.decoder.address, cancel), "cancelling")
 
-    async def _tell_cancelled(self, decoder: Member, cancel: m.Cancel) -> None:
+    async def _tell_cancelled(self, decoder: bytes, cancel: m.Cancel) -> None:
         try:
-            await self._mailbox.ask(decoder.address, cancel, m.Taken, self.options.lease_s)
+            await self._mailbox.ask(decoder, cancel, m.Taken, self.options.lease_s)
         except (Unreachable, NoAnswer) as error:
             # When it comes back it offers tokens, and hears then that nobody wants them.
-            log.info("cancel of %s did not reach %s: %s", cancel.request, decoder.name, error)
+            log.info("cancel of %s did not reach its decoder: %s", cancel.request, error)
 
     # --- what nodes say ---
 
