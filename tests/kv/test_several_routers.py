@@ -452,3 +452,36 @@ async def test_request_that_waits_for_the_word_of_a_router_that_is_gone_takes_no
         assert (await other)[0] == await monolithic(PROMPT[:50], long)
         await until(lambda: (found := router.adopted("r1")) and found.end, "it ends")
         assert router.adopted("r1").tokens == await monolithic(PROMPT, GREEDY), router.adopted("r1").end
+
+
+async def test_end_that_a_decoder_kept_no_longer_is_generated_anew(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for a router that stood still for more than a minute: it waits for what nobody will tell it."""
+    monkeypatch.setattr(decoder_module, "_ROUTER_GONE_S", 0.5)
+    cluster.router.options, cluster.router.roster.lease_s = replace(ROUTER, lease_s=0.5), WAIT_S
+    client = await under_way(cluster, "running", request="r1")
+    mailbox, decoder = cluster.router.mailbox, cluster.nodes["d0"]
+    with monkeypatch.context() as away:
+        away.setattr(mailbox, "_sort", lambda *_: None)
+        await until(lambda: not decoder._servings, "it has ended, and nothing is kept of it")
+        assert not decoder.links[0].joined.is_set()
+    tokens, end = await asyncio.wait_for(client, WAIT_S)
+    assert tokens == await monolithic(PROMPT, GREEDY), end
+    assert cluster.router.counts["restarted"] == 1
+    await assert_still_serves(cluster)
+
+
+async def test_join_that_is_late_ends_nothing(cluster: Cluster) -> None:
+    """It was sent before what runs now was placed."""
+    await start(cluster, token_s=SLOW_S)
+    decoder = cluster.nodes["d0"]
+    client = asyncio.ensure_future(cluster.complete(PROMPT, GREEDY, request="r1"))
+    await reach(cluster, "running")
+    await decoder.mailbox.ask(
+        cluster.router.mailbox.address, m.Join(decoder.record, decoder.load(), [], 1), m.Joined, WAIT_S
+    )
+    tokens, end = await client
+    assert tokens == await monolithic(PROMPT, GREEDY), end
+    assert not cluster.router.counts["restarted"]
+    await quiet(cluster)

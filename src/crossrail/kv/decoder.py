@@ -111,7 +111,11 @@ class Decoder(Node):
 
     def running(self, link: RouterLink) -> list[str]:
         wanted = [serving for serving in self._servings.values() if not serving.is_unwanted]
-        return [serving.request for serving in [*wanted, *self._just_told()] if serving.link is link]
+        # Of its router, too, if that is known by two links: what it does not hear of here is begun anew.
+        its = (
+            serving for serving in [*wanted, *self._just_told()] if link.found == serving.router or serving.link is link
+        )
+        return [serving.request for serving in its]
 
     def needs(self, link: RouterLink) -> bool:
         return any(serving.link is link for serving in self._servings.values())

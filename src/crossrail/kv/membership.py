@@ -23,8 +23,8 @@ log = logging.getLogger("crossrail.kv")
 @dataclass
 class Member:
     """One incarnation of a node. heard_s: when it was last heard of, on the event loop's clock; later by what was
-    excused since. told_s: when its load came. has_left: it has said that it goes. rivals: other incarnations of its
-    name that want to join, by address: how often it was heard of since.
+    excused since. told_s: when its load came. has_left: it has said that it goes. join_number: of its latest
+    Join. rivals: other incarnations of its name that want to join, by address: how often it was heard of since.
     """
 
     record: NodeRecord
@@ -33,6 +33,7 @@ class Member:
     heard_s: float
     told_s: float = 0.0
     has_left: bool = False
+    join_number: int = 0
     rivals: dict[bytes, int] = field(default_factory=dict)
 
     @property

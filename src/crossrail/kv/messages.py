@@ -112,11 +112,16 @@ class _Reason(Struct, frozen=True):
 
 
 class Join(Struct, frozen=True, tag=True):
-    """A node offers itself; again after the router was restarted. running: requests that go on meanwhile."""
+    """A node offers itself; again after the router was restarted. running: requests that go on meanwhile.
+
+    number: of this incarnation's Joins, in the order in which they say what is running; 0: unknown. Until one is
+    answered, nothing is begun for its router.
+    """
 
     record: NodeRecord
     load: Load
     running: Annotated[list[Name], Meta(max_length=100_000)] = []
+    number: Index = 0
 
 
 class Joined(Struct, frozen=True, tag=True):

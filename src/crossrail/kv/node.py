@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import re
 from abc import abstractmethod
@@ -128,13 +129,14 @@ class RouterLink:
                 log.info("node %s left without a word: %s", self._node.name, error)
 
     async def _join(self, address: bytes) -> m.Joined:
-        question = m.Join(self._node.record, self._node.load(), self._node.running(self))
-        kinds = (m.Joined, m.JoinRefused)
-        answer: m.Joined | m.JoinRefused = await self._node.mailbox.ask(
-            address, question, kinds, self._node.options.join_s
-        )
-        if isinstance(answer, m.JoinRefused):
-            raise Refused(f"node {self._node.name!r} was refused: {answer.reason}")
+        node, kinds = self._node, (m.Joined, m.JoinRefused)
+        while True:
+            question = m.Join(node.record, node.load(), node.running(self), next(node.joins))
+            answer: m.Joined | m.JoinRefused = await node.mailbox.ask(address, question, kinds, node.options.join_s)
+            if isinstance(answer, m.JoinRefused):
+                raise Refused(f"node {node.name!r} was refused: {answer.reason}")
+            if set(question.running) <= set(node.running(self)):
+                break  # else the router believes in what is here no more, as an end that was kept for long
         self.address = address
         self.joined.set()
         self._tell_joined(answer.router)
@@ -192,6 +194,7 @@ class Node(AsyncClosing):
         ]
         self.record = m.NodeRecord(name, mailbox.address, model.layout.to_wire(), role=self.role, model=model.name)
         self.draining = False
+        self.joins = itertools.count(1)
         self.refused: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.links = [RouterLink(self, find) for find in find_routers]
         self._link_tasks: dict[RouterLink, asyncio.Task[None]] = {}

@@ -428,9 +428,25 @@ class Router(AsyncClosing):
         for request in join.running:
             if not self._knows(request):
                 self._adopted.add(request, sender)
+        self._restart_what_is_not_running(sender, join)
         self._refusals.news(sender)
         self._room.set()
         return m.Joined(self.name, self.options.heartbeat_s, self.options.lease_s)
+
+    def _restart_what_is_not_running(self, sender: bytes, join: m.Join) -> None:
+        """What a decoder had and has not any more: we stood still, or were cut off, for longer than it keeps an end.
+
+        It begins nothing for us between a Join and our answer; so what it has now is not missing in its latest Join,
+        but may be missing in one before that, which is late.
+        """
+        member = next((member for member in self.roster.members("decoder") if member.address == sender), None)
+        if member is None or join.number <= member.join_number:
+            return
+        member.join_number = join.number
+        there = set(join.running)
+        for running in self._running.values():
+            if running.decoder is member and running.is_charged and running.request not in there:
+                self._on_decoder_gone(running, member, f"node {member.name!r} has it no more")
 
     async def _on_heartbeat(self, sender: bytes, heartbeat: m.Heartbeat) -> m.Message:
         self._refusals.news(sender)
