@@ -485,3 +485,37 @@ async def test_join_that_is_late_ends_nothing(cluster: Cluster) -> None:
     assert tokens == await monolithic(PROMPT, GREEDY), end
     assert not cluster.router.counts["restarted"]
     await quiet(cluster)
+
+
+async def test_of_too_many_untold_ends_those_are_dropped_that_ended_first_and_have_no_router(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoder_module, "_UNTOLD_KEPT", 2)
+    second = Cluster()
+    router = second.add_router("router-2")
+    cluster.also = [second.where]
+    await start(cluster, token_s=SLOW_S)
+    decoder = cluster.nodes["d0"]
+    await asyncio.wait_for(decoder.links[1].joined.wait(), WAIT_S)
+    router.mailbox.handle(m.Tokens, never_taken)
+    here = asyncio.ensure_future(second.complete(PROMPT[:50], GREEDY, request="told late"))
+    await until(lambda: (found := decoder._servings.get("told late")) and found.end, "it has ended")
+    names = ["long", "r2", "r3"]
+    lengths = [m.Sampling(max_tokens=max_tokens, ignore_end=True) for max_tokens in (200, 8, 8)]
+    clients = [
+        asyncio.ensure_future(cluster.complete(PROMPT[:50], sampling, request=name))
+        for name, sampling in zip(names, lengths, strict=True)
+    ]
+    await until(lambda: decoder._servings.keys() >= set(names), "all are there")
+    await cluster.close_router()
+    await asyncio.gather(*clients)
+    await until(lambda: decoder._servings["long"].end, "the first one has ended last")
+    await until(lambda: len(decoder._servings) == 2, "the others are dropped")
+    assert decoder._servings.keys() == {"told late", "long"}
+    here.cancel()
+    await second.close()
+
+
+async def never_taken(_: bytes, __: m.Tokens) -> m.Message:
+    await asyncio.Event().wait()
+    raise AssertionError

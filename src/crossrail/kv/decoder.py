@@ -43,7 +43,7 @@ log = logging.getLogger("crossrail.kv")
 _ENDED_KEPT = 16384
 # How long what has ended is kept for a router that is not there, and what needs it to go on waits for it.
 _ROUTER_GONE_S = 60.0
-_UNTOLD_KEPT = 4096  # of what has ended and its router has not taken, the latest
+_UNTOLD_KEPT = 4096  # of what has ended and its router, which is gone, has not taken: what has ended last
 _TOLD_KEPT = 64  # of requests whose end was taken, the latest: their router may die before it has told its client
 _TOLD_KEPT_S = 10.0
 _TOKENS_AT_ONCE = 4096
@@ -77,6 +77,7 @@ class Decoder(Node):
         )
         self._fetcher = Fetcher(mailbox, self.options, self.receiver, self._report_room)
         self._servings: dict[str, Serving] = {}
+        self._untold: dict[str, Serving] = {}  # of those, what has ended, in this order
         self._ended: OrderedDict[str, int] = OrderedDict()  # by request, the latest placement
         self._told: deque[Serving] = deque(maxlen=_TOLD_KEPT)
         self._replacements = 0
@@ -333,6 +334,7 @@ class Decoder(Node):
             timer.cancel()
             self._give_back(serving)
         serving.finish(end)
+        self._untold[serving.request] = serving
         self._report_room()
         self._let_go_of_untold()
         span.end(end.detail or end.reason if end.reason in ("error", "overloaded", "deadline") else "")
@@ -340,15 +342,16 @@ class Decoder(Node):
         if serving.is_told:
             serving.ended_s = loop.time()
             self._told.append(serving)
-        del self._servings[serving.request]
+        del self._servings[serving.request], self._untold[serving.request]
         self._remember_ended(serving.request, serving.placement)
         self._count_active(len(self._servings))
 
     def _let_go_of_untold(self) -> None:
-        untold = [serving for serving in self._servings.values() if serving.end is not None]
-        for serving in untold[:-_UNTOLD_KEPT]:
-            serving.is_unwanted = True
-            serving.changed.set()
+        if (over := len(self._untold) - _UNTOLD_KEPT) > 0:
+            nowhere = [serving for serving in self._untold.values() if serving.link.address is None]
+            for serving in nowhere[:over]:
+                serving.is_unwanted = True
+                serving.changed.set()
 
     async def _run(self, serving: Serving, start: m.Start, deadline_s: float) -> m.End:
         if serving.tokens and (serving.left == 0 or self._ends_it(serving)):
