@@ -2,8 +2,9 @@
 
 Life of a request here:
 1. started: pages for the prompt and all that may be generated are reserved, or the router is told to look elsewhere.
-2. fetching: a prefiller writes the KV (fetch.py); if it is lost, the router names another. While no prefiller has room
-   the pages are given back; who has to have pages again comes before all that is new.
+2. fetching: a prefiller writes the KV (fetch.py); if it is lost, the router names another. Meanwhile the pages are
+   given back: at once where the prefiller had no room, else once the router has said nothing for ask_s, whatever the
+   reason. Who has to have pages again comes before all that is new.
 3. decoding: token by token; each goes to the router at once, and is kept until the router has taken it.
 4. ended: pages and its place are given back, the router is told why. A stop (client gone, deadline, router's word)
    ends it at any point.

@@ -110,8 +110,9 @@ class Registration:
 
     Whoever has the name keeps it: the first time it is waited whether that one's lease ends, as a dead one's does. When
     ours is lost later - we stood still, or etcd lost it - the record comes back under a new one, unless somebody else
-    has the name by then. So does a record that somebody removed although its lease lives, within half a minute. While
-    etcd does not answer it tries on.
+    has the name by then. So does a record that somebody removed although its lease lives: that is looked for about
+    every half minute, or, where a third of the lease is longer, as often as the lease is kept alive. While etcd does
+    not answer it tries on.
     there: set while the record is in etcd, as far as we know. lease: its lease then.
     """
 

@@ -44,7 +44,8 @@ class NodeOptions:
     requests_max: requests that a decoder serves concurrently. pages_s: how long a prefiller, or a decoder that had to
         give pages back, waits for some before it gives up a request.
     probe_s: how often a decoder asks its prefiller for progress. silent_s: a prefiller that does not answer for this
-        long is given up. ask_s: how long an answer to other questions may take.
+        long is given up. ask_s: how long an answer to other questions may take; a decoder that waits for longer to be
+        named another prefiller gives the request's pages back until it is.
     """
 
     join_s: float = 3.0

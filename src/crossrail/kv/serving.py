@@ -46,7 +46,7 @@ class Serving:
     is_unwanted: its router has cancelled it, or said so when it was given tokens: that one knows how it ends, and the
     next one need not.
     placement: as in Start. reception: of the current attempt; None: it has no pages now, since those it had were given
-    back while no prefiller has room, or are quarantined.
+    back while it waits for another prefiller, or are quarantined.
     """
 
     request: str
