@@ -316,6 +316,36 @@ async def test_room_kept_for_a_request_whose_client_left_is_soon_had_by_others(c
     await second.close()
 
 
+@pytest.mark.parametrize("starts", [False, True], ids=["client leaves", "starts elsewhere"])
+async def test_decoder_hears_at_once_that_room_is_needed_no_longer(cluster: Cluster, starts: bool) -> None:
+    second = Cluster(router_options=replace(ROUTER, queue_s=WAIT_S))
+    second.add_router("router-2")
+    cluster.router.options = replace(ROUTER, queue_s=4.0)
+    cluster.also = [second.where]
+    cluster.add(Decoder, "d0", token_s=10 * SLOW_S)
+    await start(cluster, decoders=0)
+    for node in cluster.nodes.values():
+        await asyncio.wait_for(node.links[1].joined.wait(), WAIT_S)
+    decoder, long = cluster.nodes["d0"], m.Sampling(max_tokens=300, ignore_end=True)
+    first = asyncio.ensure_future(second.complete(PROMPT, long))
+    await until(lambda: decoder.load().requests, "it has a request")
+    whole = prompt_of(LAYOUT.pages * LAYOUT.page_tokens - GREEDY.max_tokens)
+    large = asyncio.ensure_future(cluster.complete(whole, GREEDY, request="large"))
+    await until(lambda: decoder._kept_room._of, "room is kept for a large one")
+    if starts:
+        cluster.add(Decoder, "d1")
+        await until(lambda: cluster.nodes["d1"].load().requests, "it starts elsewhere")
+    else:
+        large.cancel()
+    assert not first.done()
+    await until(lambda: not decoder._kept_room._of, "it is told", 1.0)
+    if starts:
+        assert (await large)[0] == await monolithic(whole, GREEDY)
+    await first
+    await quiet(cluster)
+    await second.close()
+
+
 async def test_log_says_which_of_two_routers_is_lost(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
     second = Cluster()
     second.add_router("router-2")
