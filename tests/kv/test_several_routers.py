@@ -336,6 +336,7 @@ async def test_decoder_hears_at_once_that_room_is_needed_no_longer(cluster: Clus
         cluster.add(Decoder, "d1")
         await until(lambda: cluster.nodes["d1"].load().requests, "it starts elsewhere")
     else:
+        await asyncio.sleep(0.1)  # it was refused, and waits
         large.cancel()
     assert not first.done()
     await until(lambda: not decoder._kept_room._of, "it is told", 1.0)
