@@ -204,6 +204,21 @@ async def test_whoever_is_no_etcd_is_passed_over(place: Place, answer: bytes) ->
             assert await etcd.grant(5) > 0
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b'{"error": "no leader", "message": "no leader", "code": 14}',
+        b'{"error": {"grpc_code": 14, "http_code": 503, "message": "no leader"}}',  # of a stream
+    ],
+)
+async def test_etcd_that_cannot_answer_now_is_passed_over(place: Place, answer: bytes) -> None:
+    async with impostor(answer) as endpoint, Etcd([endpoint]) as etcd:
+        with pytest.raises(EtcdError, match=r"no member of etcd answers: .*: .*no leader"):
+            await etcd.keep_alive(1)
+        async with Etcd([endpoint, *place.endpoints]) as other:
+            assert not await other.keep_alive(1)
+
+
 async def test_absence_is_told_once_for_each_reason_and_when_it_is_over(
     place: Place, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

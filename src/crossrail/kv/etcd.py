@@ -202,9 +202,12 @@ def _object(body: bytes) -> dict[str, Any]:
 
 
 def _error_code(answer: dict[str, Any]) -> int | None:
-    """gRPC's, of etcd's errors; None: this is none of them. Proxies have errors of their own, and other codes."""
-    code = answer.get("code") if "error" in answer else None
-    return code if type(code) is int and code in _CODES else None
+    """gRPC's, of etcd's errors, which streams such as lease/keepalive have in an object of its own; None: this is none
+    of them. Proxies have errors of their own, and other codes.
+    """
+    error = answer.get("error")
+    code = error.get("grpc_code") if isinstance(error, dict) else answer.get("code")
+    return code if "error" in answer and type(code) is int and code in _CODES else None
 
 
 def _url(endpoint: str, what: str) -> str:
