@@ -374,8 +374,8 @@ async def test_what_ran_for_a_router_that_is_gone_takes_no_place_of_others_once_
     await cluster.close_router()
     await asyncio.gather(*clients)
     assert (await second.complete(PROMPT, GREEDY))[0] == await monolithic(PROMPT, GREEDY)
-    await until(lambda: not decoder.load().requests, "it has nothing to do")
-    assert not decoder.load().queued_tokens and len(decoder._servings) == 2
+    await until(lambda: not decoder.load().requests and len(decoder._servings) == 2, "two ends are left to be told")
+    assert not decoder.load().queued_tokens
     router = cluster.add_router("router-again")
     await until(lambda: all((found := router.adopted(r)) and found.end for r in ("r1", "r2")), "both are told")
     await quiet(cluster)
