@@ -13,6 +13,7 @@ from tools.dev.venv import ensure_extra
 
 PYTHON_MIN_PERCENT = 90.0
 NATIVE_MIN_PERCENT = 85.0
+TESTS_FAILED = 1  # of pytest's exit codes, the only one by which it ran to its end
 
 # Counters are shared by threads. What a process that is killed has counted is lost.
 FLAGS = "--coverage -fprofile-update=atomic -fprofile-abs-path"
@@ -50,6 +51,10 @@ def coverage(arguments: list[str]) -> int:
     native = _native()
     say(f"Python: {python:.1f} % of lines (at least {PYTHON_MIN_PERCENT:g}); see {pages / 'python' / 'index.html'}")
     say(f"C++:    {native:.1f} % of lines (at least {NATIVE_MIN_PERCENT:g}); see {pages / 'native' / 'index.html'}")
+    if pytest_code == TESTS_FAILED:
+        say("some Python tests failed, above. They count nothing here: under a tracer a test may miss its deadline, and")
+        say("a child that is forked while others are traced may hang. ./dev test is what judges them")
+        pytest_code = 0
     return code or pytest_code or int(python < PYTHON_MIN_PERCENT or native < NATIVE_MIN_PERCENT)
 
 
