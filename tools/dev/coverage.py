@@ -52,8 +52,8 @@ def coverage(arguments: list[str]) -> int:
     say(f"Python: {python:.1f} % of lines (at least {PYTHON_MIN_PERCENT:g}); see {pages / 'python' / 'index.html'}")
     say(f"C++:    {native:.1f} % of lines (at least {NATIVE_MIN_PERCENT:g}); see {pages / 'native' / 'index.html'}")
     if pytest_code == TESTS_FAILED:
-        say("some Python tests failed, above. They count nothing here: under a tracer a test may miss its deadline, and")
-        say("a child that is forked while others are traced may hang. ./dev test is what judges them")
+        say("some Python tests failed, above. That decides nothing here: traced, one may be late, and a child that is")
+        say("forked beside traced threads may hang. ./dev test judges them")
         pytest_code = 0
     return code or pytest_code or int(python < PYTHON_MIN_PERCENT or native < NATIVE_MIN_PERCENT)
 
