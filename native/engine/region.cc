@@ -45,7 +45,7 @@ Region::~Region() {
     return;
   }
   hide(Why::kClosed);
-  // relaxed: whoever closed it had a reference, and gave it up before this.
+  // relaxed: whoever closed it had a reference; the last one to be dropped acquires what went before the others.
   if (phase_.load(std::memory_order_relaxed) != kClosed) engine_->core().region_gone();
 }
 

@@ -13,7 +13,7 @@ from crossrail.kv import messages as m
 from crossrail.kv.decoder import Decoder
 from crossrail.kv.errors import DuplicateRequest
 from crossrail.kv.prefiller import Prefiller
-from crossrail.kv.router import Router
+from crossrail.kv.router import Router, RouterOptions
 from crossrail.kv.router_requests import Overloaded
 from tests.kv.conftest import quiet, start, until
 from tests.kv.steps import (
@@ -36,6 +36,20 @@ async def next_router(cluster: Cluster) -> Router:
     """In the place of the one that there is."""
     await cluster.close_router()
     return cluster.add_router("router-again")
+
+
+def second_router(cluster: Cluster, options: RouterOptions = ROUTER) -> Cluster:
+    """That of another, whose nodes are those of this one, from now on."""
+    second = Cluster(router_options=options)
+    second.add_router("router-2")
+    cluster.also = [second.where]
+    return second
+
+
+async def both_joined(cluster: Cluster) -> None:
+    """The nodes of both routers, each of them."""
+    for node in cluster.nodes.values():
+        await asyncio.wait_for(node.links[1].joined.wait(), WAIT_S)
 
 
 @pytest.mark.parametrize("step", [step for step in STEPS if step != "asked"])
@@ -190,12 +204,9 @@ async def test_next_router_does_not_learn_what_the_one_before_did_not_want(clust
 
 
 async def test_two_routers_share_nodes(cluster: Cluster) -> None:
-    second = Cluster()
-    second.add_router("router-2")
-    cluster.also = [second.where]
+    second = second_router(cluster)
     await start(cluster, token_s=SLOW_S / 10)
-    await asyncio.wait_for(cluster.nodes["d0"].links[1].joined.wait(), WAIT_S)
-    await asyncio.wait_for(cluster.nodes["p0"].links[1].joined.wait(), WAIT_S)
+    await both_joined(cluster)
     prompts = [prompt_of(50 + n, seed=n) for n in range(8)]
     sides = [cluster, second] * 4
     results = await asyncio.gather(*(side.complete(p, GREEDY) for side, p in zip(sides, prompts, strict=True)))
@@ -221,12 +232,9 @@ async def test_cancel_of_another_router_ends_nothing(cluster: Cluster) -> None:
 
 
 async def test_name_that_was_used_at_another_router_is_told_as_such(cluster: Cluster) -> None:
-    second = Cluster()
-    second.add_router("router-2")
-    cluster.also = [second.where]
+    second = second_router(cluster)
     await start(cluster, token_s=SLOW_S)
-    for node in cluster.nodes.values():
-        await asyncio.wait_for(node.links[1].joined.wait(), WAIT_S)
+    await both_joined(cluster)
     first = asyncio.ensure_future(cluster.complete(PROMPT, GREEDY, request="r1"))
     await until(lambda: cluster.nodes["d0"].load().requests, "the decoder has it")
     with pytest.raises(DuplicateRequest, match="'r1' is or was under way at node 'd0'"):
@@ -266,12 +274,9 @@ async def test_one_name_at_two_routers_is_two_requests_at_a_prefiller(cluster: C
 
 
 async def test_large_request_does_not_wait_for_ever_behind_small_ones_of_another_router(cluster: Cluster) -> None:
-    second = Cluster(router_options=replace(ROUTER, queue_s=WAIT_S))
-    second.add_router("router-2")
-    cluster.also = [second.where]
+    second = second_router(cluster, replace(ROUTER, queue_s=WAIT_S))
     await start(cluster, token_s=SLOW_S)
-    for node in cluster.nodes.values():
-        await asyncio.wait_for(node.links[1].joined.wait(), WAIT_S)
+    await both_joined(cluster)
     large = prompt_of(LAYOUT.pages * LAYOUT.page_tokens - GREEDY.max_tokens, seed=99)
     longer = m.Sampling(max_tokens=40, ignore_end=True)
 
@@ -293,13 +298,11 @@ async def test_large_request_does_not_wait_for_ever_behind_small_ones_of_another
     await second.close()
 
 
-async def test_room_kept_for_a_request_whose_client_left_is_soon_had_by_others(cluster: Cluster) -> None:
-    second = Cluster(router_options=replace(ROUTER, queue_s=WAIT_S))
-    second.add_router("router-2")
+async def test_room_kept_for_a_request_that_gave_up_is_soon_had_by_others(cluster: Cluster) -> None:
     cluster.router.options = replace(ROUTER, queue_s=1.0)
-    cluster.also = [second.where]
+    second = second_router(cluster, replace(ROUTER, queue_s=WAIT_S))
     await start(cluster, token_s=SLOW_S)
-    await asyncio.wait_for(cluster.nodes["d0"].links[1].joined.wait(), WAIT_S)
+    await both_joined(cluster)
     decoder, long = cluster.nodes["d0"], m.Sampling(max_tokens=200, ignore_end=True)
     whole = prompt_of(LAYOUT.pages * LAYOUT.page_tokens - GREEDY.max_tokens)
     first = asyncio.ensure_future(second.complete(PROMPT, long))
@@ -318,14 +321,11 @@ async def test_room_kept_for_a_request_whose_client_left_is_soon_had_by_others(c
 
 @pytest.mark.parametrize("starts", [False, True], ids=["client leaves", "starts elsewhere"])
 async def test_decoder_hears_at_once_that_room_is_needed_no_longer(cluster: Cluster, starts: bool) -> None:
-    second = Cluster(router_options=replace(ROUTER, queue_s=WAIT_S))
-    second.add_router("router-2")
     cluster.router.options = replace(ROUTER, queue_s=4.0)
-    cluster.also = [second.where]
+    second = second_router(cluster, replace(ROUTER, queue_s=WAIT_S))
     cluster.add(Decoder, "d0", token_s=10 * SLOW_S)
     await start(cluster, decoders=0)
-    for node in cluster.nodes.values():
-        await asyncio.wait_for(node.links[1].joined.wait(), WAIT_S)
+    await both_joined(cluster)
     decoder, long = cluster.nodes["d0"], m.Sampling(max_tokens=300, ignore_end=True)
     first = asyncio.ensure_future(second.complete(PROMPT, long))
     await until(lambda: decoder.load().requests, "it has a request")
@@ -348,12 +348,9 @@ async def test_decoder_hears_at_once_that_room_is_needed_no_longer(cluster: Clus
 
 
 async def test_log_says_which_of_two_routers_is_lost(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
-    second = Cluster()
-    second.add_router("router-2")
-    cluster.also = [second.where]
+    second = second_router(cluster)
     await start(cluster)
-    for node in cluster.nodes.values():
-        await asyncio.wait_for(node.links[1].joined.wait(), WAIT_S)
+    await both_joined(cluster)
     await second.close()
     await until(lambda: "node d0 has lost router 'router-2', and keeps trying: " in caplog.text, "it says so")
     assert "node d0 has lost router 'router'" not in caplog.text
@@ -362,12 +359,10 @@ async def test_log_says_which_of_two_routers_is_lost(cluster: Cluster, caplog: p
 
 async def test_what_ran_for_a_router_that_is_gone_takes_no_place_of_others_once_it_has_ended(cluster: Cluster) -> None:
     """Its end is kept for the next router at that URL, which may never come."""
-    second = Cluster(router_options=replace(ROUTER, queue_s=WAIT_S / 2))
-    second.add_router("router-2")
-    cluster.also = [second.where]
+    second = second_router(cluster, replace(ROUTER, queue_s=WAIT_S / 2))
     cluster.node_options = replace(NODE, requests_max=2)
     await start(cluster, token_s=SLOW_S)
-    await asyncio.wait_for(cluster.nodes["d0"].links[1].joined.wait(), WAIT_S)
+    await both_joined(cluster)
     decoder = cluster.nodes["d0"]
     clients = [asyncio.ensure_future(cluster.complete(PROMPT, GREEDY, request=name)) for name in ("r1", "r2")]
     await until(lambda: decoder.load().requests == 2, "its places are taken")
@@ -388,11 +383,9 @@ async def router_and_prefiller_gone(cluster: Cluster, stands: bool = False) -> A
 
     stands: the router is there, and says nothing, until this context ends.
     """
-    second = Cluster(router_options=replace(ROUTER, queue_s=WAIT_S))
-    second.add_router("router-2")
-    cluster.also = [second.where]
+    second = second_router(cluster, replace(ROUTER, queue_s=WAIT_S))
     client = await under_way(cluster, "running", request="r1")
-    await asyncio.wait_for(cluster.nodes["d0"].links[1].joined.wait(), WAIT_S)
+    await both_joined(cluster)
     thawed = asyncio.Event()
     if stands:
         mailbox = cluster.router.mailbox
@@ -522,13 +515,11 @@ async def test_of_too_many_untold_ends_those_are_dropped_that_ended_first_and_ha
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decoder_module, "_UNTOLD_KEPT", 2)
-    second = Cluster()
-    router = second.add_router("router-2")
-    cluster.also = [second.where]
+    second = second_router(cluster)
     await start(cluster, token_s=SLOW_S)
     decoder = cluster.nodes["d0"]
-    await asyncio.wait_for(decoder.links[1].joined.wait(), WAIT_S)
-    router.mailbox.handle(m.Tokens, never_taken)
+    await both_joined(cluster)
+    second.router.mailbox.handle(m.Tokens, never_taken)
     here = asyncio.ensure_future(second.complete(PROMPT[:50], GREEDY, request="told late"))
     await until(lambda: (found := decoder._servings.get("told late")) and found.end, "it has ended")
     names = ["long", "r2", "r3"]

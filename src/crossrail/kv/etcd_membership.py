@@ -64,7 +64,7 @@ class EtcdRoster(Roster):
     another record.
     """
 
-    def __init__(self, lease_s: float, place: Place, secret: bytes, heartbeat_s: float = 1.0) -> None:
+    def __init__(self, lease_s: float, place: Place, secret: bytes, heartbeat_s: float) -> None:
         super().__init__(lease_s)
         self._silent_s = max(_SILENT_LEASES * lease_s, _SILENT_REPORTS * heartbeat_s)
         self._place = place

@@ -137,7 +137,9 @@ class RouterLink:
             if isinstance(answer, m.JoinRefused):
                 raise Refused(f"node {node.name!r} was refused: {answer.reason}")
             if set(question.running) <= set(node.running(self)):
-                break  # else the router believes in what is here no more, as an end that was kept for long
+                # Else the router believes in what is here no more, as an end that was kept for long. What runs for it
+                # gets only less until it is joined.
+                break
         self.address = address
         self.joined.set()
         self._tell_joined(answer.router)

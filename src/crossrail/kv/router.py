@@ -250,10 +250,11 @@ class Router(AsyncClosing):
             await self._try_to_place(running)
         finally:
             kept = self._placement.release(running)
-            if kept is not None and (running.decoder is None or running.decoder.address != kept):
+            decoder = None if kept is None else self._decoder_at(kept)
+            if decoder is not None and decoder is not running.decoder:
                 # Others are to have it at once. One that it was just offered to hears so by the offer, or its cancel.
                 cancel = m.Cancel(running.request, "it waits here no more", 0)
-                self._mailbox.spawn(self._tell_cancelled(kept, cancel), "giving up kept room")
+                self._mailbox.spawn(self._tell_cancelled(decoder, cancel), "giving up kept room")
 
     async def _try_to_place(self, running: Running) -> None:
         give_up_s = min(_now_s() + self.options.queue_s, running.deadline_s)
@@ -405,16 +406,19 @@ class Router(AsyncClosing):
     def _cancel(self, running: Running, why: str) -> None:
         if running.decoder is not None:
             cancel = m.Cancel(running.request, why, running.placement)
-            self._mailbox.spawn(self._tell_cancelled(running.decoder.address, cancel), "cancelling")
+            self._mailbox.spawn(self._tell_cancelled(running.decoder, cancel), "cancelling")
 
-    async def _tell_cancelled(self, decoder: bytes, cancel: m.Cancel) -> None:
+    async def _tell_cancelled(self, decoder: Member, cancel: m.Cancel) -> None:
         try:
-            await self._mailbox.ask(decoder, cancel, m.Taken, self.options.lease_s)
+            await self._mailbox.ask(decoder.address, cancel, m.Taken, self.options.lease_s)
         except (Unreachable, NoAnswer) as error:
             # When it comes back it offers tokens, and hears then that nobody wants them.
-            log.info("cancel of %s did not reach its decoder: %s", cancel.request, error)
+            log.info("cancel of %s did not reach %s: %s", cancel.request, decoder.name, error)
 
     # --- what nodes say ---
+
+    def _decoder_at(self, address: bytes) -> Member | None:
+        return next((member for member in self.roster.members("decoder") if member.address == address), None)
 
     async def _on_join(self, sender: bytes, join: m.Join) -> m.Message:
         if join.record.address != sender:
@@ -439,7 +443,7 @@ class Router(AsyncClosing):
         It begins nothing for us between a Join and our answer; so what it has now is not missing in its latest Join,
         but may be missing in one before that, which is late.
         """
-        member = next((member for member in self.roster.members("decoder") if member.address == sender), None)
+        member = self._decoder_at(sender)
         if member is None or join.number <= member.join_number:
             return
         member.join_number = join.number
@@ -504,7 +508,7 @@ class Router(AsyncClosing):
     def _adopted_as_running(self, lost: m.PrefillerLost, sender: bytes) -> Running | None:
         """A request of an earlier router, as far as choosing a prefiller goes: nothing is known of its prompt."""
         adopted = self._adopted.get(lost.request)
-        decoder = next((member for member in self.roster.members("decoder") if member.address == sender), None)
+        decoder = self._decoder_at(sender)
         if adopted is None or adopted.decoder != sender or decoder is None:
             return None
         if adopted.running is None or adopted.running.placement != lost.placement:
