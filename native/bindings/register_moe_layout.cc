@@ -145,6 +145,12 @@ void register_layout(nb::module_& part) {
           },
           nb::arg("group"), nb::arg("rank"))
       .def(
+          "far_index",
+          [](const Layout& self, nb::handle group, nb::handle rank) {
+            return self.far_index(to_group(self, group), to_rank_of(self, rank));
+          },
+          nb::arg("group"), nb::arg("rank"), "Which of the slots for far rows of that rank is the group's.")
+      .def(
           "far_groups", [](const Layout& self, nb::handle rank) { return self.far_groups(to_rank_of(self, rank)); },
           nb::arg("rank"));
 }

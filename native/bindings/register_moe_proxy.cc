@@ -65,6 +65,9 @@ void register_moe_proxy(nb::module_& module) {
       .def("watch", &ProxyHandle::watch, nb::arg("near"), nb::arg("rank"), nb::arg("board"),
            nb::sig("def watch(self, near: crossrail._core.Address, rank: int, board: memoryview) -> None"))
       .def(
+          "reach", [](const ProxyHandle& self, uint32_t rank) { self.get().reach(rank); }, nb::arg("rank"),
+          "From now on whoever packs rows for that far rank writes them there by himself.")
+      .def(
           "leave_out",
           [](const ProxyHandle& self, uint32_t rank, nb::handle timeout_s) {
             return self.wait(timeout_s, [rank](moe::Proxy& proxy, Deadline) {

@@ -115,7 +115,7 @@ Proxy::Member& Proxy::member(uint32_t rank) {
 
 std::vector<uint32_t> Proxy::imms_for(uint32_t rank) const {
   std::vector<uint32_t> imms;
-  for (const Ref<ImmCounter>& counter : const_cast<Proxy*>(this)->member(rank).counters) imms.push_back(counter->imm());
+  for (const Ref<ImmCounter>& counter : member(rank).counters) imms.push_back(counter->imm());
   return imms;
 }
 
@@ -132,6 +132,9 @@ void Proxy::connect(uint32_t rank, FarRegions<RemoteRegionRef> regions, std::spa
 void Proxy::watch(PeerRef near, uint32_t rank, const Word& farewell) {
   watched_.push_back({std::move(near), rank, &farewell});
 }
+
+void Proxy::reach(uint32_t rank) { member(rank).is_reached = true; }
+bool Proxy::is_reached(uint32_t rank) const { return member(rank).is_reached; }
 
 void Proxy::leave_out(uint32_t rank) {
   for (Member& member : members_) member.is_left_out |= member.rank == rank;
@@ -203,7 +206,7 @@ void Proxy::send_rows(uint32_t round) {
     const int32_t rows = std::accumulate(first, first + layout_.expert_count(to.rank), 0);
     // Also of no rows: the other side cannot know that yet, and counts one write of each.
     add(to, FarStep::kRows, round, from, at_rows(memory_.rows_in, round) + to.slot_offset,
-        static_cast<uint64_t>(std::min(rows, slot)) * memory_.stride_bytes);
+        to.is_reached ? 0 : static_cast<uint64_t>(std::min(rows, slot)) * memory_.stride_bytes);
     from += static_cast<uint64_t>(rows) * memory_.stride_bytes;
   }
   post(FarStep::kRows, round);
@@ -249,7 +252,8 @@ void Proxy::send_results(uint32_t round, const Placement* placement) {
       group_before = group;
     }
     if (placement != nullptr) target = static_cast<uint64_t>(placement->route_start(group, rank_)) * memory_.y_bytes;
-    add(to, FarStep::kResults, round, from, at_rows(memory_.results_in, round) + target, group_bytes);
+    add(to, FarStep::kResults, round, from, at_rows(memory_.results_in, round) + target,
+        to.is_reached ? 0 : group_bytes);
   }
   post(FarStep::kResults, round);
 }

@@ -81,6 +81,10 @@ class Proxy {
   // Of ranks that share our memory: who waits for anyone gives up when one of them is lost, unless it said farewell, by
   // this word, which lives as long as we do. Whoever waits here has all words of this half.
   void watch(PeerRef near, uint32_t rank, const Word& farewell);
+  // From now on whoever packs rows for that far rank writes them there by himself: those that fit our slot, before
+  // send_rows, and all results, before send_results. Here they are only counted.
+  void reach(uint32_t rank);
+  bool is_reached(uint32_t rank) const;
   // Goes on without that rank, far or watched: nothing is written to it or waited for from it any more, nor said of it.
   void leave_out(uint32_t rank);
 
@@ -126,6 +130,7 @@ class Proxy {
     std::array<uint32_t, kFarSteps * kParities> imms{};  // there
     std::array<Ref<ImmCounter>, kFarSteps * kParities> counters;
     uint64_t slot_offset = 0;  // there, in rows_in: of the slot that only we write
+    bool is_reached = false;
     bool is_left_out = false;
     std::optional<int64_t> farewell_ns;  // when a wait first saw that it has left
   };
@@ -162,6 +167,7 @@ class Proxy {
     return static_cast<size_t>(step) * kParities + parity_of(round);
   }
   Member& member(uint32_t rank);
+  const Member& member(uint32_t rank) const { return const_cast<Proxy*>(this)->member(rank); }
   // Offsets in the region of routes, and in that of rows.
   uint64_t at_routes(uint64_t part, uint32_t round) const {
     return part + parity_of(round) * memory_.routes_parity_bytes;

@@ -91,7 +91,7 @@ void StreamProxy::fail(StreamFailure failure) {
 void StreamProxy::let_go() {
   const uint32_t experts = layout_.expert_count(rank_);
   for (uint64_t parity = 0; parity < kParities; ++parity) {
-    std::fill_n(at<int32_t>(parts_.numbers, parity), 3, 0);
+    std::fill_n(at<int32_t>(parts_.numbers, parity), 2, 0);
     std::fill_n(at<int32_t>(parts_.expert_rows, parity), experts, 0);
     std::fill_n(at<int32_t>(parts_.expert_offsets, parity), experts + 1, 0);
   }
@@ -270,13 +270,25 @@ void StreamProxy::write_tables(const Open& round) {
   const std::vector<int32_t> own = placement.rows_of(group_, rank_);
   Move* to = std::copy(moves.begin(), moves.end(), at<Move>(parts_.moves, round.number));
   for (size_t i = 0; i < own.size(); ++i) *to++ = {-1 - static_cast<int32_t>(i), own[i]};
-  const std::vector<int32_t> returns = placement.return_far(rank_).rows;
-  std::copy(own.begin(), own.end(),
-            std::copy(returns.begin(), returns.end(), at<int32_t>(parts_.returns, round.number)));
   int32_t* const numbers = at<int32_t>(parts_.numbers, round.number);
   numbers[0] = static_cast<int32_t>(moves.size() + own.size());
-  numbers[1] = static_cast<int32_t>(returns.size());
-  numbers[2] = static_cast<int32_t>(own.size());
+  numbers[1] = static_cast<int32_t>(write_returns(placement, at<Return>(parts_.returns, round.number)));
+}
+
+size_t StreamProxy::write_returns(const Placement& placement, Return* to) const {
+  const Return* const first = to;
+  const Ranges returns = placement.return_far(rank_);
+  const auto packed = static_cast<int32_t>(layout_.shape().world);
+  for (const uint32_t rank : proxy_.far_ranks()) {  // each a group of its own
+    const bool is_reached = proxy_.is_reached(rank);
+    const int32_t begin = returns.starts[rank];
+    const int32_t shift = is_reached ? placement.route_start(rank, rank_) - begin : 0;
+    for (int32_t i = begin; i < returns.starts[rank + 1]; ++i)
+      *to++ = {returns.rows[static_cast<size_t>(i)], is_reached ? static_cast<int32_t>(rank) : packed, i + shift};
+  }
+  int32_t place = 0;
+  for (const int32_t row : placement.rows_of(group_, rank_)) *to++ = {row, static_cast<int32_t>(rank_), place++};
+  return static_cast<size_t>(to - first);
 }
 
 bool StreamProxy::take(Open& round, FarStep step, int64_t now) {

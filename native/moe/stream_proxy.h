@@ -8,9 +8,10 @@
 //   asked, then waits for kFree                      kFree: what was sent of this parity's last round has gone
 //   routes, int32 [max_tokens * top_k], in the board
 //   -> kRoutes                                       counts them, sends them
-//   packs rows_out -> kPacked                        sends rows; once it has all routes, the remainder; tables
+//   packs rows_out; writes rows for ranks that       sends the other rows; once it has all routes, the remainder; tables
+//   it reaches (Proxy::reach) there -> kPacked
 //   waits for kRows; moves rows as the tables say    once all rows are here -> kRows
-//   packs results_out -> kReturned                   sends results
+//   packs and writes results likewise -> kReturned   sends the other results
 //   waits for kResults; sums -> kEnded               once all results are here -> kResults
 //                                                    once ended, and all that was sent has gone -> kFree
 //
@@ -42,13 +43,21 @@ inline constexpr size_t kStreamWords = 8;
 // Where things are in the board, pinned memory that the GPU reads and writes: the words at its start; then these parts for
 // rounds of even number, and parity_bytes behind each for those of odd ones. In bytes; all multiples of 64.
 struct StreamBoard {
-  uint64_t numbers = 0;         // int32 [3]: moves, results for far ranks, results for ourselves
+  uint64_t numbers = 0;         // int32 [2]: moves, returns
   uint64_t routes = 0;          // int32 [max_tokens * top_k]: expert, or -1 for none
   uint64_t expert_rows = 0;     // int32 [experts of the rank]
   uint64_t expert_offsets = 0;  // int32 [experts of the rank + 1], as Placement::expert_offsets
   uint64_t moves = 0;           // int32 [groups * routes_max][2]: row of rows_in, or -1 - i of our own i-th; output row
-  uint64_t returns = 0;         // int32 [groups * routes_max]: output rows, those for far ranks first
+  uint64_t returns = 0;         // Return [groups * routes_max]
   uint64_t parity_bytes = 0;
+};
+
+// A result: output row `from` goes to row `to` of that rank's results, if it is reached or our own; else, with as many as there
+// are ranks, of results_out.
+struct Return {
+  int32_t from;
+  int32_t target;
+  int32_t to;
 };
 
 // What ended the rounds.
@@ -111,6 +120,7 @@ class StreamProxy {
   bool end(Open& round, int64_t now);
   void place(Open& round);
   void write_tables(const Open& round);
+  size_t write_returns(const Placement& placement, Return* to) const;
   // What has come of a step: all, in which case nothing failed; else, now and then, looks for what keeps it.
   bool take(Open& round, FarStep step, int64_t now);
   bool is_time_to_look(Open& round, int64_t now);

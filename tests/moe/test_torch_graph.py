@@ -45,16 +45,63 @@ def dispatch_and_check(part: GraphAllToAll, batch: Batch) -> None:
 @pytest.mark.parametrize("engine", [{}, TCP], ids=["shm", "tcp"])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"private_tokens": 1}, {"layout": "grouped", "padding": 4}, {"proxy_cpu": min(os.sched_getaffinity(0))}],
+    [
+        {},
+        {"private_tokens": 1},
+        {"layout": "grouped", "padding": 4},
+        {"proxy_cpu": min(os.sched_getaffinity(0))},
+        {"peer_access": False},
+        {"peer_access": False, "private_tokens": 1},
+    ],
     ids=str,
 )
 def test_rounds_are_exact(engine: dict[str, Any], options: dict[str, Any], seed: Seed) -> None:
     random = seed.rng()
     with Ranks(3, engine, GraphAllToAll, **CONFIG, **options) as ranks:
-        assert "kernels: reference" in ranks.parts[0].explain()
+        explained = ranks.parts[0].explain()
+        assert "kernels: reference" in explained
+        if not options.get("peer_access", True):
+            assert "other ranks: by the engine, peer_access is False" in explained
+        elif engine:
+            assert "ranks 1, 2: by the engine, tcp: " in explained
+        else:
+            assert "ranks 1, 2: kernels write to their memory" in explained
         for _ in range(6):
             batches = batches_of(random, 3)
             ranks.each(lambda part, rank, b=batches: whole_round(part, rank, b))
+
+
+@pytest.mark.parametrize("private_tokens", [None, 1])
+def test_ranks_that_write_to_others_themselves_among_those_that_do_not(private_tokens: int | None, seed: Seed) -> None:
+    random = seed.rng()
+
+    def make(engine: Any, group: Any, **config: Any) -> Any:
+        return GraphAllToAll(engine, group, peer_access=group.rank != 1, **config)
+
+    with Ranks(3, None, make, private_tokens=private_tokens, **CONFIG) as ranks:
+        assert sorted(ranks.parts[0]._far.reached) == [1, 2] and not ranks.parts[1]._far.reached
+        for _ in range(6):
+            batches = batches_of(random, 3)
+            ranks.each(lambda part, rank, b=batches: whole_round(part, rank, b))
+
+
+def test_the_engine_moves_no_rows_to_ranks_that_kernels_reach(seed: Seed) -> None:
+    random = seed.rng()
+    moved = []
+    for peer_access in (True, False):
+        with Ranks(2, None, GraphAllToAll, peer_access=peer_access, private_tokens=TOKENS * TOP_K, **CONFIG) as ranks:
+            before = ranks.engines[0].stats()["bytes_written"]
+            batches = [draw(random, TOKENS, HIDDEN, EXPERTS, TOP_K, BLOCK) for _ in range(2)]
+            ranks.each(lambda part, rank, b=batches: whole_round(part, rank, b))
+            moved.append(ranks.engines[0].stats()["bytes_written"] - before)
+    routes = 4 * EXPERTS
+    assert moved[0] == routes < moved[1]
+
+
+def test_kernels_write_nothing_to_others_once_the_rounds_have_ended(seed: Seed) -> None:
+    batch = draw(seed.rng(), 4, HIDDEN, EXPERTS, TOP_K, BLOCK)
+    with Ranks(2, None, GraphAllToAll, **CONFIG) as ranks:
+        graph_rounds.check_writes_to_others(ranks.parts[0], batch)
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
@@ -194,9 +241,10 @@ def test_a_rank_that_does_not_come_is_named_after_the_timeout(seed: Seed) -> Non
         ranks.each(run)
 
 
-def test_a_rank_that_closes_ends_the_others_rounds(seed: Seed) -> None:
+@pytest.mark.parametrize("engine", [{}, TCP], ids=["shm", "tcp"])
+def test_a_rank_that_closes_ends_the_others_rounds(engine: dict[str, Any], seed: Seed) -> None:
     batches = batches_of(seed.rng(), 2)
-    with Ranks(2, TCP, GraphAllToAll, **CONFIG) as ranks:
+    with Ranks(2, engine, GraphAllToAll, **CONFIG) as ranks:
 
         def run(part: GraphAllToAll, rank: int) -> None:
             whole_round(part, rank, batches)
@@ -209,9 +257,10 @@ def test_a_rank_that_closes_ends_the_others_rounds(seed: Seed) -> None:
         ranks.each(run)
 
 
-def test_a_lost_rank_ends_the_others_rounds(seed: Seed) -> None:
+@pytest.mark.parametrize("engine", [{}, TCP], ids=["shm", "tcp"])
+def test_a_lost_rank_ends_the_others_rounds(engine: dict[str, Any], seed: Seed) -> None:
     batches = batches_of(seed.rng(), 3)
-    with Ranks(3, TCP, GraphAllToAll, **CONFIG) as ranks:
+    with Ranks(3, engine, GraphAllToAll, **CONFIG) as ranks:
         ranks.each(lambda part, rank: whole_round(part, rank, batches))
         ranks.engines[2].close()
 

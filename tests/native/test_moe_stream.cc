@@ -35,12 +35,12 @@ StreamBoard board_parts() {
   uint64_t end = kStreamWords * sizeof(device::RoundWords);
   const uint64_t begin = end;
   const auto place = [&end](uint64_t bytes) { return std::exchange(end, end + (bytes + 63) / 64 * 64); };
-  parts.numbers = place(12);
+  parts.numbers = place(8);
   parts.routes = place(4 * kTokens * kTopK);
   parts.expert_rows = place(4 * kExperts);
   parts.expert_offsets = place(4 * (kExperts + 1));
   parts.moves = place(8 * 2 * kTokens * kTopK);
-  parts.returns = place(4 * 2 * kTokens * kTopK);
+  parts.returns = place(sizeof(Return) * 2 * kTokens * kTopK);
   parts.parity_bytes = end - begin;
   return parts;
 }
@@ -55,6 +55,7 @@ struct StreamRank {
       : memory(of),
         rank(number),
         rows(ranks.regions[number].rows->base()),
+        private_rows(layout.shape().private_rows),
         proxy(ranks.engines[number], number == 0 ? ranks.here : ranks.there, layout, number, board.bytes, parts,
               {.timeout_ns = timeout_ns, .rows_max = 2 * kTokens, .routes_max = kTokens * kTopK}) {}
 
@@ -62,9 +63,10 @@ struct StreamRank {
   T* at(uint64_t part) {
     return reinterpret_cast<T*>(board.bytes + part + number % 2 * parts.parity_bytes);
   }
-  std::byte* row(uint64_t part, uint64_t index) {
-    return rows + part + number % 2 * memory.rows_parity_bytes + index * kRowBytes;
+  std::byte* row_at(std::byte* base, uint64_t part, uint64_t index) const {
+    return base + part + number % 2 * memory.rows_parity_bytes + index * kRowBytes;
   }
+  std::byte* row(uint64_t part, uint64_t index) const { return row_at(rows, part, index); }
   uint64_t address(uint64_t& of) { return reinterpret_cast<uint64_t>(&of); }
   void open() { device::open_round({}, address(rounds), address(number), proxy.free_and_asked()); }
   void publish(StreamWord word) { device::publish_round({}, address(number), proxy.words(word)); }
@@ -79,8 +81,11 @@ struct StreamRank {
       routes[token * kTopK + 1] = static_cast<int32_t>(kExperts / 2 + token);
     }
     publish(StreamWord::kRoutes);
-    for (uint32_t token = 0; token < kTokens; ++token)
-      std::memset(row(memory.rows_out, token), byte_of(rank, token), kRowBytes);
+    for (uint32_t token = 0; token < kTokens; ++token) {
+      const bool is_direct = reached != nullptr && token < private_rows;
+      std::byte* const to = is_direct ? row_at(reached, memory.rows_in, token) : row(memory.rows_out, token);
+      std::memset(to, byte_of(rank, token), kRowBytes);
+    }
     publish(StreamWord::kPacked);
   }
   // Rows of the other rank that the moves name, each where it should be.
@@ -103,12 +108,20 @@ struct StreamRank {
   }
   void combine_send() {
     const int32_t* const numbers = at<int32_t>(parts.numbers);
-    REQUIRE(numbers[1] == kTokens);
-    REQUIRE(numbers[2] == kTokens);
-    const int32_t* const returns = at<int32_t>(parts.returns);
-    for (uint32_t i = 0; i < kTokens; ++i) {
-      const auto expert = static_cast<uint32_t>(returns[i]) / (2 * kTokens);
-      std::memset(row(memory.results_out, i), byte_of(rank, expert), kRowBytes);
+    REQUIRE(numbers[1] == 2 * kTokens);
+    const Return* const returns = at<Return>(parts.returns);
+    for (uint32_t i = 0; i < 2 * kTokens; ++i) {
+      const Return& each = returns[i];
+      const auto expert = static_cast<uint32_t>(each.from) / (2 * kTokens);
+      if (i >= kTokens) {  // for ourselves
+        CHECK(each.target == static_cast<int32_t>(rank));
+        CHECK(each.to == static_cast<int32_t>(expert));
+        continue;
+      }
+      CHECK(each.target == static_cast<int32_t>(reached == nullptr ? 2 : 1 - rank));
+      std::byte* const to = reached == nullptr ? row(memory.results_out, static_cast<uint64_t>(each.to))
+                                               : row_at(reached, memory.results_in, static_cast<uint64_t>(each.to));
+      std::memset(to, byte_of(rank, expert), kRowBytes);
     }
     publish(StreamWord::kReturned);
   }
@@ -127,24 +140,40 @@ struct StreamRank {
   const FarMemory memory;
   const uint32_t rank;
   std::byte* const rows;
+  std::byte* reached = nullptr;  // rows of the other rank, once we write there
+  const uint32_t private_rows;
   Board board;
   uint64_t rounds = 0;
   uint64_t number = 0;
   StreamProxy proxy;
 };
 
+// Who writes rows to the other by itself.
+enum class Reach : uint8_t { kNone, kOneWay, kBoth };
+void begin(Reach reach, TwoRanks& ranks, StreamRank& here, StreamRank& there) {
+  if (reach == Reach::kNone) return;
+  ranks.here.reach(1);
+  here.reached = ranks.regions[1].rows->base();
+  if (reach == Reach::kOneWay) return;
+  ranks.there.reach(0);
+  there.reached = ranks.regions[0].rows->base();
+}
+
 FarMemory rows_memory() { return parts(2, 4 * kTokens * kTopK, kRowBytes, kRowBytes); }
 
 }  // namespace
 
-TEST_CASE("moe stream: rounds of two ranks, whose rows fit their slots or do not") {
-  for (const uint32_t private_rows : {2u, kTokens}) {
+TEST_CASE("moe stream: rounds of two ranks, whose rows fit their slots or do not, who write to each other or do not") {
+  for (const auto& [private_rows, reached] :
+       {std::pair{2u, Reach::kNone}, std::pair{kTokens, Reach::kNone}, std::pair{2u, Reach::kOneWay},
+        std::pair{2u, Reach::kBoth}, std::pair{kTokens, Reach::kBoth}}) {
     const Layout layout(shape(private_rows));
     const FarMemory memory = rows_memory();
     TwoRanks ranks(layout, memory);
     {
       StreamRank here(ranks, layout, memory, 0, kDeadlineNs);
       StreamRank there(ranks, layout, memory, 1, kDeadlineNs);
+      begin(reached, ranks, here, there);
       const auto run = [](StreamRank& rank) {
         for (int round = 0; round < 40; ++round) {
           rank.dispatch_send();

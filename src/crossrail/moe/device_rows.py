@@ -54,6 +54,9 @@ class DeviceRows:
         """Whether the engine is: regions are to be closed then."""
         return not self._engine.closed
 
+    def map(self, descriptor: xr.RegionDescriptor, timeout_s: float) -> Any:
+        raise UsageError("memory of GPUs is not mapped")
+
     def given(self, array: Any, name: str, dtypes: tuple[str, ...], shape: tuple[int | None, ...]) -> Any:
         return tensor_on(self.device, array, name, dtypes, shape)
 

@@ -11,7 +11,7 @@ import numpy as np
 
 import crossrail as xr
 from crossrail import _core
-from crossrail.errors import WaitTimeout
+from crossrail.errors import TransportError, UsageError, WaitTimeout
 from crossrail.moe.arrays import Array
 from crossrail.moe.board import PARITIES
 from crossrail.moe.config import TAG_BYTES, Config
@@ -38,7 +38,8 @@ class _Half:
 class Far:
     """One per AllToAll whose ranks do not all share memory. Threads: one at a time.
 
-    memory: what is where. proxy: the native half, for a thread of its own instead of the calls here.
+    memory: what is where. proxy: the native half, for a thread of its own instead of the calls here. reached, once
+    reach() was called: far ranks' memory of rows, uint8, that we write to by ourselves; unreached: why not of others.
 
     Lifecycle: 1. made, and start_thread() perhaps. 2. card() is given to all ranks, and connect() gets theirs. 3.
     rounds. 4. stop_thread().
@@ -47,6 +48,7 @@ class Far:
     def __init__(self, engine: xr.Engine, config: Config, layout: _core.moe.Layout, rank: int, rows: RowMemory) -> None:
         self._engine = engine
         self._config = config
+        self._layout = layout
         self._memory = rows
         self._rank = rank
         self.memory = memory = FarMemory.of(config, layout)
@@ -65,6 +67,8 @@ class Far:
         self.private_rows = memory.bounds.private_rows
         self._addresses: dict[int, xr.Address] = {}
         self._rows_of: dict[int, xr.RegionDescriptor] = {}  # far ranks' memory of rows
+        self.reached: dict[int, Any] = {}
+        self.unreached: dict[int, str] = {}
         self._halves = [self._half(memory.rows, parity) for parity in range(PARITIES)]
 
     def _half(self, part: FarPart, parity: int) -> _Half:
@@ -123,6 +127,27 @@ class Far:
         deadline = time.monotonic() + timeout_s
         for write in writes:
             write.wait(max(deadline - time.monotonic(), 0))
+
+    def reach(self, timeout_s: float) -> None:
+        """Maps memory of rows of those far ranks that are on this host, where it can be mapped. Rows for them that have
+        room in our slot, and results, are then to be written there, instead of packed, before they are sent.
+        """
+        for rank, rows in self._rows_of.items():
+            path = self._engine.explain(self._addresses[rank])
+            if path.transport != "shm":
+                self.unreached[rank] = f"{path.transport}: {path.reason}"
+                continue
+            try:
+                self.reached[rank] = self._memory.map(rows, timeout_s)
+            except (UsageError, TransportError) as error:
+                self.unreached[rank] = str(error)
+            else:
+                self.proxy.reach(rank)
+
+    def slot_at(self, rank: int) -> int:
+        """The row of that rank's rows_in at which the slot is that only we write."""
+        layout = self._layout
+        return layout.far_index(self._rank // self._config.dp_size, rank) * self.private_rows
 
     def watch(self, rank: int, board: memoryview) -> None:
         """One that shares memory with us, this board: waits end when it is lost, unless it said farewell."""

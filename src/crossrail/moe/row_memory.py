@@ -62,6 +62,9 @@ class RowMemory(Protocol):
 
     def shared_block(self, nbytes: int) -> SharedBlock: ...
 
+    def map(self, descriptor: xr.RegionDescriptor, timeout_s: float) -> Any:
+        """Another rank's shared block, uint8, for kernels of ours, for as long as it is held. Raises as Engine.map."""
+
     def given(self, array: Any, name: str, dtypes: tuple[str, ...], shape: tuple[int | None, ...]) -> Any:
         """What a caller gave as an argument of that name, to be read or written here; shape: None for any length.
         UsageError when it is none of these types, of another shape, has strides, or is elsewhere.
@@ -112,6 +115,9 @@ class HostRows:
 
     def shared_block(self, nbytes: int) -> SharedHostBlock:
         return SharedHostBlock(self._engine, nbytes)
+
+    def map(self, descriptor: xr.RegionDescriptor, timeout_s: float) -> Array:
+        return np.frombuffer(self._engine.map(descriptor, timeout_s), np.uint8)
 
     def given(self, array: Any, name: str, dtypes: tuple[str, ...], shape: tuple[int | None, ...]) -> Array:
         return to_host(array, name, dtypes, shape)

@@ -12,9 +12,9 @@ import torch
 from crossrail.moe.graph import GraphAllToAll
 from crossrail.moe.graph.triton import TritonGraphKernels
 from tests.moe.batches import draw
-from tests.moe.graph_rounds import whole_round
+from tests.moe.graph_rounds import check_writes_to_others, whole_round
 from tests.moe.ranks import Ranks
-from tests.moe.test_torch_gpu import BLOCK, CONFIG, EXPERTS, TCP, TOKENS, TOP_K
+from tests.moe.test_torch_gpu import BLOCK, CONFIG, EXPERTS, HIDDEN, TCP, TOKENS, TOP_K
 from tests.support.seeds import Seed
 
 _ONE_AT_A_TIME = threading.Lock()  # Triton's interpreter is for one thread
@@ -38,18 +38,25 @@ class OneAtATime:
         return call
 
 
+@pytest.mark.parametrize("engine", [{}, TCP], ids=["shm", "tcp"])
 @pytest.mark.parametrize(
     "options", [{}, {"private_tokens": 1, "layout": "grouped", "padding": 2}, {"hidden": 45}], ids=str
 )
-def test_rounds_are_exact(options: dict[str, Any], seed: Seed) -> None:
+def test_rounds_are_exact(engine: dict[str, Any], options: dict[str, Any], seed: Seed) -> None:
     """With 45 numbers rows are moved byte by byte."""
     random = seed.rng()
     config = CONFIG | options
-    with Ranks(2, TCP, GraphAllToAll, kernels=OneAtATime(TritonGraphKernels()), **config) as ranks:
+    with Ranks(2, engine, GraphAllToAll, kernels=OneAtATime(TritonGraphKernels()), **config) as ranks:
         for _ in range(3):
             tokens = [int(count) for count in random.integers(0, TOKENS + 1, 2)]
             batches = [draw(random, n, config["hidden"], EXPERTS, TOP_K, BLOCK, 0.1) for n in tokens]
             ranks.each(lambda part, rank, b=batches: whole_round(part, rank, b))
+
+
+def test_kernels_write_nothing_to_others_once_the_rounds_have_ended(seed: Seed) -> None:
+    batch = draw(seed.rng(), 4, HIDDEN, EXPERTS, TOP_K, BLOCK)
+    with Ranks(2, None, GraphAllToAll, kernels=OneAtATime(TritonGraphKernels()), **CONFIG) as ranks:
+        check_writes_to_others(ranks.parts[0], batch)
 
 
 def test_sums_are_nan_once_the_rounds_have_ended() -> None:

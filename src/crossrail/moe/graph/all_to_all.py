@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -96,6 +96,8 @@ class GraphAllToAll:
 
     Arguments are those of AllToAll, but for these. device: whose tensors all arguments and results are, as "cuda:0";
     None: the host, where each half waits in its call: to try it, and for tests. layout: "masked" by default.
+    peer_access: kernels write rows and results to other ranks on this host by themselves, where their memory can be
+    mapped: explain() says whose. False: all go by the engine; each rank decides for what it sends.
     proxy_cpu: the core of the thread, which it then keeps busy; None: wherever this process may run, with short sleeps.
     kernels: None: Triton's on a GPU, torch's own operations in host memory.
     Not there: on_lost="mask", node_sums, dp_size above 1. Refused: engines with polling="manual".
@@ -129,6 +131,7 @@ class GraphAllToAll:
         layout: str = "masked",
         capacity_factor: float | None = None,
         timeout_s: float = 30.0,
+        peer_access: bool = True,
         proxy_cpu: int | None = None,
         kernels: GraphKernels | None = None,
     ) -> None:
@@ -140,6 +143,7 @@ class GraphAllToAll:
         check_seconds(timeout_s=timeout_s)
         self.rank = group.rank
         self._engine = engine
+        self._peer_access = peer_access
         self._timeout_s = timeout_s
         self._is_gpu = is_gpu(device)
         self._rows = row_memory(engine, device, None, config)
@@ -174,12 +178,14 @@ class GraphAllToAll:
         config, rank = self.config, self.rank
         self._layout, self._far = layout, far
         first = min(rank * config.experts_per_rank, config.experts)
-        self._own = Own(first, first + self._layout.expert_count(rank), config.experts)
+        self._own = Own(rank, first, first + self._layout.expert_count(rank), config.experts, config.experts_per_rank)
+        if self._peer_access:
+            far.reach(self._timeout_s)
         masked = config.layout == "masked"
         self._room = (self._own.end - first) * config.rows_per_expert if masked else config.rows_max
         with told(f"memory for rounds on {self.device}"):
             self._board = GraphBoard(config, self._own.end - first, self._is_gpu)
-            self._memory = GraphMemory(config, far, self.device)
+            self._memory = GraphMemory(config, far, rank, self.device)
             self._rounds = torch.zeros(1, dtype=torch.int64, device=self.device)
         if self._is_gpu:
             self._prepare_kernels()
@@ -374,7 +380,20 @@ class GraphAllToAll:
             f"  board of rounds {self._board.nbytes / 1e6:.1f} MB{' of pinned memory' * self._is_gpu}, rows that "
             f"travel {travels / 1e6:.1f} MB, those that stay {self._memory.own_nbytes / 1e6:.1f} MB\n"
             f"  each dispatch makes tensors, and its experts as many results: {output / 1e6:.1f} MB"
+            f"{self._explain_ways()}"
         )
+
+    def _explain_ways(self) -> str:
+        assert self._far is not None
+        reached = sorted(self._far.reached)
+        lines = [f"ranks {_listed(reached)}: kernels write to their memory"] if reached else []
+        ranks_by_reason: dict[str, list[int]] = {}
+        for rank, reason in sorted(self._far.unreached.items()):
+            ranks_by_reason.setdefault(reason, []).append(rank)
+        lines += [f"ranks {_listed(ranks)}: by the engine, {reason}" for reason, ranks in ranks_by_reason.items()]
+        if not self._peer_access and self._far.ranks:
+            lines.append("other ranks: by the engine, peer_access is False")
+        return "".join(f"\n  {line}" for line in lines)
 
     def close(self) -> None:
         """Waits for what was launched on the device, gives the memory back, and tells ranks that wait for this one.
@@ -519,6 +538,10 @@ class GraphAllToAll:
         if self._far is not None and (self._peers is None or self._peers.far is None):
             self._far.close(self._timeout_s)
         self._words.close(self._timeout_s)
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(str(rank) for rank in ranks)
 
 
 def _kernels(is_on_gpu: bool) -> GraphKernels:

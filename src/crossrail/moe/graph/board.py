@@ -17,7 +17,7 @@ _LINE = 64
 class GraphBoard:
     """routes, numbers, moves, returns, expert_rows, expert_offsets: int32, where each begins for rounds of even number;
     those of odd number are `stride` numbers behind. Memory of the host, which kernels read and write in place. There is
-    room for routes_max routes, and rows_max moves.
+    room for routes_max routes, and rows_max moves and returns. What is in them: native/moe/stream_proxy.h.
     """
 
     def __init__(self, config: Config, experts: int, is_pinned: bool) -> None:
@@ -25,12 +25,12 @@ class GraphBoard:
         self.routes_max = config.max_tokens * config.top_k
         self.rows_max = config.groups * config.routes_to_rank_max
         sizes = {
-            "numbers": 12,
+            "numbers": 8,
             "routes": 4 * self.routes_max,
             "expert_rows": 4 * experts,
             "expert_offsets": 4 * (experts + 1),
             "moves": 8 * self.rows_max,
-            "returns": 4 * self.rows_max,
+            "returns": 12 * self.rows_max,
         }
         part = FarPart.of(sizes)
         words = _core.moe.STREAM_WORDS_BYTES

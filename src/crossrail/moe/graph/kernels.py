@@ -11,11 +11,13 @@ from crossrail.moe.graph.memory import GraphMemory
 
 @dataclass(frozen=True)
 class Own:
-    """Experts of this rank, [first, end) of so many."""
+    """Experts of this rank, [first, end) of so many; per_rank: of each rank but perhaps the last."""
 
+    rank: int
     first: int
     end: int
     experts: int
+    per_rank: int
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,9 @@ class GraphKernels(Protocol):
         """
 
     def send(self, memory: GraphMemory, own: Own, x: Any, scales: Any | None, routes: Routes, number: Any) -> None:
-        """Rows of far experts go to rows_out, by (expert, token, k), those of our own to own_rows likewise. Sets
-        routes.where.
+        """Each rank's rows, by (expert, token, k), go to memory.row_targets, as many as it has room for there; what is
+        left of other ranks' to rows_out, where each has the place that it would have if all went there. Sets
+        routes.where. Nothing, and -1, when the number is -1: the rounds have ended.
         """
 
     def take(
@@ -55,7 +58,7 @@ class GraphKernels(Protocol):
         """Rows that have come, to where the board's moves say. counts, offsets: int32, likewise."""
 
     def give(self, memory: GraphMemory, board: GraphBoard, y: Any, number: Any) -> None:
-        """Rows of y, to results_out and own_results as the board's returns say."""
+        """Rows of y, to memory.result_targets as the board's returns say."""
 
     def sum(self, memory: GraphMemory, out: Any, where: Any, weights: Any, accumulate: bool, number: Any) -> None:
         """As Kernels.reduce; but NaN throughout when the number is -1: the rounds have ended."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,17 +30,54 @@ class Rows:
         return part.view(kind).view(self.count, self.width // kind.itemsize)
 
 
-class GraphMemory:
-    """rows_in, results_in, rows_out, results_out: for far ranks, as moe/proxy.h has them. own_rows, own_results: what a
-    rank's tokens have to do with its own experts.
+@dataclass(frozen=True)
+class Targets:
+    """Where kernels may write rows, by number. rows: None where there is nothing. addresses: int64 [2, numbers], on the
+    device, of even and of odd rounds; 0: nothing. counts: int32 [numbers], rows that each has.
     """
 
-    def __init__(self, config: Config, far: Far, device: Any) -> None:
+    rows: Sequence[Rows | None]
+    addresses: Any
+    counts: Any
+
+    @classmethod
+    def of(cls, rows: Sequence[Rows | None], device: Any) -> Targets:
+        addresses = [
+            [0 if one is None else one.first.data_ptr() + parity * one.stride for one in rows]
+            for parity in range(PARITIES)
+        ]
+        counts = [0 if one is None else one.count for one in rows]
+        return cls(
+            rows,
+            torch.tensor(addresses, dtype=torch.int64, device=device),
+            torch.tensor(counts, dtype=torch.int32, device=device),
+        )
+
+    @property
+    def known(self) -> list[Rows]:
+        return [one for one in self.rows if one is not None]
+
+
+class GraphMemory:
+    """rows_in, results_in, rows_out, results_out: for far ranks, as moe/proxy.h has them. own_rows, own_results: what a
+    rank's tokens have to do with its own experts. row_targets: by rank, our slot in the memory of those that we reach,
+    and own_rows. result_targets: likewise, and results_out at the end.
+    """
+
+    def __init__(self, config: Config, far: Far, rank: int, device: Any) -> None:
         memory = far.memory.rows
-        far_bytes = _tensor(far.bytes)
+
+        def rows_of(whole: Any, name: str, width: int, skipped: int = 0) -> Rows:
+            """Of that part of a rank's memory of rows, without the first ones."""
+            count = memory.sizes[name] // width - skipped
+            return Rows(_tensor(whole)[memory.offsets[name] + skipped * width :], count, width, memory.parity_bytes)
 
         def far_rows(name: str, width: int) -> Rows:
-            return Rows(far_bytes[memory.offsets[name] :], memory.sizes[name] // width, width, memory.parity_bytes)
+            return rows_of(far.bytes, name, width)
+
+        def slot_at(other: int) -> Rows:
+            rows = rows_of(far.reached[other], "rows_in", config.stride_bytes, far.slot_at(other))
+            return replace(rows, count=far.private_rows)
 
         def own_rows(width: int) -> Rows:
             count = config.routes_to_rank_max
@@ -51,6 +89,13 @@ class GraphMemory:
         self.results_in, self.results_out = (far_rows(name, config.y_bytes) for name in ("results_in", "results_out"))
         self.own_rows, self.own_results = own_rows(config.stride_bytes), own_rows(config.y_bytes)
         self.own_nbytes = len(self.own_rows.first) + len(self.own_results.first)
+        slots: list[Rows | None] = [None] * config.world
+        results: list[Rows | None] = [None] * config.world
+        for other, whole in far.reached.items():
+            slots[other], results[other] = slot_at(other), rows_of(whole, "results_in", config.y_bytes)
+        slots[rank], results[rank] = self.own_rows, self.own_results
+        self.row_targets = Targets.of(slots, device)
+        self.result_targets = Targets.of([*results, self.results_out], device)
         # As sums take them: source 2 * parity has a rank's own, the one behind it those of far ranks.
         self.sources = [
             rows.typed(parity, config.out_dtype)

@@ -35,6 +35,10 @@ class ReferenceGraphKernels:
 
     def send(self, memory: GraphMemory, own: Own, x: Any, scales: Any | None, routes: Routes, number: Any) -> None:
         parity, top_k = _parity(number), routes.kept.shape[1]
+        flat = routes.where.view(-1, 2)
+        flat.fill_(-1)
+        if int(number) < 0:
+            return
         kept = routes.kept.flatten()
         valid = torch.nonzero((kept >= 0) & (kept < own.experts)).flatten()
         order = valid[torch.argsort(kept[valid], stable=True)]
@@ -42,14 +46,18 @@ class ReferenceGraphKernels:
         is_own = (experts >= own.first) & (experts < own.end)
         position = torch.arange(len(order))
         own_row = position - int((experts < own.first).sum())
-        flat = routes.where.view(-1, 2)
-        flat.fill_(-1)
         flat[order] = torch.stack([2 * parity + (~is_own).int(), torch.where(is_own, own_row, position)], 1).int()
-        for rows, chosen in ((memory.rows_out, order[~is_own]), (memory.own_rows, order[is_own])):
-            chosen = chosen[: rows.count]
-            if len(chosen) > 0:
-                target = _of(rows, parity)
-                self._kernels.pack(target, x, scales, (chosen // top_k).int())
+        tokens = (order // top_k).int()
+        packed = 0  # of rows_out
+        for rank, target in enumerate(memory.row_targets.rows):
+            chosen = tokens[experts // own.per_rank == rank]
+            room = 0 if target is None else min(target.count, len(chosen))
+            if target is not None and room > 0:
+                self._kernels.pack(_of(target, parity)[:room], x, scales, chosen[:room])
+            if rank != own.rank:
+                if room < len(chosen):
+                    self._kernels.pack(_of(memory.rows_out, parity)[packed + room :], x, scales, chosen[room:])
+                packed += len(chosen)
 
     def take(
         self, memory: GraphMemory, board: GraphBoard, x: Any, scales: Any | None, counts: Any, offsets: Any, number: Any
@@ -68,11 +76,11 @@ class ReferenceGraphKernels:
     def give(self, memory: GraphMemory, board: GraphBoard, y: Any, number: Any) -> None:
         parity = _parity(number)
         begin = parity * board.stride
-        far, own = (int(n) for n in board.numbers[begin + 1 : begin + 3])
-        returns = board.returns[begin : begin + far + own]
-        for rows, table in ((memory.results_out, returns[:far]), (memory.own_results, returns[far:])):
-            if len(table) > 0:
-                self._kernels.pack(_of(rows, parity), y, None, table.contiguous())
+        returns = board.returns[begin : begin + 3 * int(board.numbers[begin + 1])].view(-1, 3)
+        for number_of, rows in enumerate(memory.result_targets.rows):
+            table = returns[returns[:, 1] == number_of]
+            if rows is not None and len(table) > 0:
+                _of(rows, parity)[table[:, 2]] = y.view(torch.uint8)[table[:, 0]]
 
     def sum(self, memory: GraphMemory, out: Any, where: Any, weights: Any, accumulate: bool, number: Any) -> None:
         if int(number) < 0:

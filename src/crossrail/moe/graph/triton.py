@@ -43,14 +43,14 @@ class TritonGraphKernels:
         if kept.numel() == 0:
             return
         rows_code.count_routes[(own.experts,)](kept, routes.counts, routes.slots, kept.numel(), BLOCK=_COUNT_BLOCK)
-        dtype = _widest(memory.rows_out, memory.own_rows, tensors=(x, scales))
+        targets = memory.row_targets
+        dtype = _widest(memory.rows_out, *targets.known, tensors=(x, scales))
         number_of, scale_of = _seen(x, dtype), _seen(x[:, :0] if scales is None else scales, dtype)
         stride = memory.rows_out.width // dtype.itemsize
         code.send_rows[(kept.numel(), triton.cdiv(stride, _COPY_BLOCK))](
-            _all(memory.rows_out, dtype), _all(memory.own_rows, dtype), routes.where, number_of, scale_of, kept,
-            routes.counts, routes.slots, number, memory.rows_out.stride // dtype.itemsize,
-            memory.own_rows.stride // dtype.itemsize, memory.own_rows.count, own.first, own.end, own.experts,
-            number_of.shape[1], scale_of.shape[1], stride,
+            _all(memory.rows_out, dtype), targets.addresses, targets.counts, routes.where, number_of, scale_of, kept,
+            routes.counts, routes.slots, number, memory.rows_out.stride // dtype.itemsize, len(targets.rows), own.first,
+            own.end, own.experts, own.per_rank, number_of.shape[1], scale_of.shape[1], stride,
             TOP_K=kept.shape[1], EXPERTS=triton.next_power_of_2(own.experts), BLOCK=_COPY_BLOCK,
         )  # fmt: skip
 
@@ -72,14 +72,13 @@ class TritonGraphKernels:
     def give(self, memory: GraphMemory, board: GraphBoard, y: Any, number: Any) -> None:
         if len(y) == 0:
             return
-        dtype = _widest(memory.results_out, memory.own_results, tensors=(y,))
+        targets = memory.result_targets
+        dtype = _widest(*targets.known, tensors=(y,))
         given = _seen(y, dtype)
         width = given.shape[1]
         code.give_rows[(min(board.rows_max, _PROGRAMS), triton.cdiv(width, _COPY_BLOCK))](
-            _all(memory.results_out, dtype), _all(memory.own_results, dtype), given, board.numbers, board.returns,
-            number, board.stride, memory.results_out.stride // dtype.itemsize,
-            memory.own_results.stride // dtype.itemsize, memory.results_out.count, memory.own_results.count,
-            len(y), width, BLOCK=_COPY_BLOCK,
+            targets.addresses, targets.counts, given, board.numbers, board.returns, number, board.stride,
+            len(targets.rows), len(y), width, BLOCK=_COPY_BLOCK,
         )  # fmt: skip
 
     def sum(self, memory: GraphMemory, out: Any, where: Any, weights: Any, accumulate: bool, number: Any) -> None:

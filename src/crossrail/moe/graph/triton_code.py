@@ -44,7 +44,8 @@ def share_routes(
 @triton.jit
 def send_rows(
     rows_out,
-    own_rows,
+    addresses,
+    rooms,
     where,
     x,
     scales,
@@ -53,11 +54,11 @@ def send_rows(
     slots,
     number,
     rows_out_odd,
-    own_odd,
-    own_count,
+    ranks,
     first,
     last,
     experts,
+    experts_per_rank,
     width,
     extra,
     stride,
@@ -65,35 +66,40 @@ def send_rows(
     EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program for each route and block of its row. [first, last): our experts."""
+    """A program for each route and block of its row. [first, last): our experts. addresses, rooms: [2, ranks], [ranks],
+    of memory.row_targets.
+    """
     route = tl.program_id(0)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    parity = tl.load(number) & 1
+    of_round = tl.load(number)
+    parity = of_round & 1
     expert = tl.load(kept + route)
     all_experts = tl.arange(0, EXPERTS)
     count = tl.load(counts + all_experts, mask=all_experts < experts, other=0)
-    before = tl.sum(tl.where(all_experts < expert, count, 0), 0)
-    before_own = tl.sum(tl.where(all_experts < first, count, 0), 0)
-    own = tl.sum(tl.where((all_experts >= first) & (all_experts < last), count, 0), 0)
-    goes = (expert >= 0) & (expert < experts)
+    goes = (expert >= 0) & (expert < experts) & (of_round >= 0)
     is_own = (expert >= first) & (expert < last)
+    rank = expert // experts_per_rank
+    before = tl.sum(tl.where(all_experts < expert, count, 0), 0)
+    before_rank = tl.sum(tl.where(all_experts < rank * experts_per_rank, count, 0), 0)
+    own = tl.sum(tl.where((all_experts >= first) & (all_experts < last), count, 0), 0)
     position = before + tl.load(slots + route, mask=goes, other=0)  # of others there is none
-    own_row = position - before_own
+    row = position - before_rank
     far_row = tl.where(expert >= last, position - own, position)
     token = (route // TOP_K).to(tl.int64)
     end = tl.where(goes, width + extra, 0)
     value = tl.load(x + token * width + at, mask=(at < width) & (at < end), other=0)
     value = value | tl.load(scales + token * extra + at - width, mask=(at >= width) & (at < end), other=0)
+    address = tl.load(addresses + parity * ranks + rank, mask=goes, other=0)
+    fits = row < tl.load(rooms + rank, mask=goes, other=0)  # nowhere, where there is no address
+    direct_end = tl.where(goes & fits, stride, 0)
     # Of experts that a token names twice there may be more than there is room for: whoever counts refuses that.
-    own_end = tl.where(goes & is_own & (own_row < own_count), stride, 0)
-    far_end = tl.where(goes & (is_own == 0), stride, 0)
-    tl.store(own_rows + parity * own_odd + own_row.to(tl.int64) * stride + at, value, mask=at < own_end)
+    far_end = tl.where(goes & (fits == 0) & (is_own == 0), stride, 0)
+    tl.store(address.to(rows_out.dtype) + row.to(tl.int64) * stride + at, value, mask=at < direct_end)
     tl.store(rows_out + parity * rows_out_odd + far_row.to(tl.int64) * stride + at, value, mask=at < far_end)
     if tl.program_id(1) == 0:
         source = 2 * parity.to(tl.int32) + tl.where(is_own, 0, 1)
-        row = tl.where(is_own, own_row, position)
         tl.store(where + 2 * route, tl.where(goes, source, -1))
-        tl.store(where + 2 * route + 1, tl.where(goes, row, -1))
+        tl.store(where + 2 * route + 1, tl.where(goes, tl.where(is_own, row, position), -1))
 
 
 @triton.jit
@@ -150,37 +156,35 @@ def take_rows(
 
 @triton.jit
 def give_rows(
-    results_out,
-    own_results,
+    addresses,
+    rooms,
     y,
     numbers,
     returns,
     number,
     board_stride,
-    results_out_odd,
-    own_odd,
-    results_out_count,
-    own_count,
+    targets,
     rows,
     width,
     BLOCK: tl.constexpr,
 ):
-    """A program for each block of a row, and some of the returns."""
+    """A program for each block of a row, and some of the returns. addresses, rooms: [2, targets], [targets], of
+    memory.result_targets.
+    """
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     parity = tl.load(number) & 1
     board = parity * board_stride
-    far = tl.load(numbers + board + 1)
-    own = tl.load(numbers + board + 2)
-    for place in range(tl.program_id(0), far + own, tl.num_programs(0)):
-        row = tl.load(returns + board + place).to(tl.int64)
-        to = tl.where(place < far, place, place - far).to(tl.int64)
-        known = (row >= 0) & (row < rows) & (to < tl.where(place < far, results_out_count, own_count))
+    count = tl.load(numbers + board + 1)
+    for place in range(tl.program_id(0), count, tl.num_programs(0)):
+        row = tl.load(returns + board + 3 * place).to(tl.int64)
+        target = tl.load(returns + board + 3 * place + 1)
+        to = tl.load(returns + board + 3 * place + 2).to(tl.int64)
+        known = (row >= 0) & (row < rows) & (target >= 0) & (target < targets) & (to >= 0)
+        known = known & (to < tl.load(rooms + target, mask=known, other=0))  # nowhere, where there is no address
+        address = tl.load(addresses + parity * targets + target, mask=known, other=0)
         end = tl.where(known, width, 0)
         value = tl.load(y + row * width + at, mask=at < end, other=0)
-        far_end = tl.where(place < far, end, 0)
-        own_end = tl.where(place < far, 0, end)
-        tl.store(results_out + parity * results_out_odd + to * width + at, value, mask=at < far_end)
-        tl.store(own_results + parity * own_odd + to * width + at, value, mask=at < own_end)
+        tl.store(address.to(y.dtype) + to * width + at, value, mask=at < end)
 
 
 @triton.jit(do_not_specialize=["count"])
