@@ -68,6 +68,9 @@ void register_moe_proxy(nb::module_& module) {
           "reach", [](const ProxyHandle& self, uint32_t rank) { self.get().reach(rank); }, nb::arg("rank"),
           "From now on whoever packs rows for that far rank writes them there by himself.")
       .def(
+          "hear", [](const ProxyHandle& self, uint32_t rank) { self.get().hear(rank); }, nb::arg("rank"),
+          "That rank does so here, and signals it.")
+      .def(
           "leave_out",
           [](const ProxyHandle& self, uint32_t rank, nb::handle timeout_s) {
             return self.wait(timeout_s, [rank](moe::Proxy& proxy, Deadline) {

@@ -83,17 +83,18 @@ class StreamProxyHandle {
     const WithoutGil no_gil;
     device::open_round({gpu_, stream}, rounds, number, proxy.free_and_asked());
   }
-  void publish(const std::string& word, uint64_t number, uint64_t stream) const {
+  void publish(const std::string& word, uint64_t number, uint64_t stream, uint64_t table, uint64_t count) const {
     moe::StreamProxy& proxy = get();
     const StreamWord which = word_of(word);
     const WithoutGil no_gil;
-    device::publish_round({gpu_, stream}, number, proxy.words(which));
+    device::publish_round({gpu_, stream}, number, proxy.words(which), {table, count});
   }
-  void await(const std::string& word, uint64_t number, uint64_t stream) const {
+  void await(const std::string& word, uint64_t number, uint64_t stream, uint64_t table, uint64_t count,
+             bool needs_words) const {
     moe::StreamProxy& proxy = get();
     const StreamWord which = word_of(word);
     const WithoutGil no_gil;
-    device::await_round({gpu_, stream}, number, proxy.words(which));
+    device::await_round({gpu_, stream}, number, proxy.words(which), {table, count}, needs_words);
   }
   nb::object failure() const {
     const std::optional<moe::StreamFailure> failure = get().failure();
@@ -145,9 +146,13 @@ void register_moe_stream_proxy(nb::module_& module) {
       .def("open", &StreamProxyHandle::open, nb::arg("rounds"), nb::arg("number"), nb::arg("stream"),
            "Launches: the next round; its number is put where `number` is.")
       .def("publish", &StreamProxyHandle::publish, nb::arg("word"), nb::arg("number"), nb::arg("stream"),
-           "Launches: tells the thread that the round has got there: 'routes', 'packed', 'returned', 'ended'.")
+           nb::arg("table") = 0, nb::arg("count") = 0,
+           "Launches: tells the thread that the round has got there: 'routes', 'packed', 'returned', 'ended'; and "
+           "others "
+           "by signals, so many, at the addresses that are in the table: see device/round_words.h.")
       .def("wait", &StreamProxyHandle::await, nb::arg("word"), nb::arg("number"), nb::arg("stream"),
-           "Launches: until the thread has got there: 'rows', 'results'.")
+           nb::arg("table") = 0, nb::arg("count") = 0, nb::arg("needs_words") = true,
+           "Launches: until the thread has got there, 'rows', 'results', if it needs_words, and others by signals.")
       .def("failure", &StreamProxyHandle::failure,
            nb::sig("def failure(self) -> tuple[str, int, str, str, int, object] | None"),
            "What ended the rounds: result, rank, detail, step, round, counts. Raises what the thread met.")

@@ -24,7 +24,9 @@ static_assert(kPiecesPerLaunch * sizeof(Piece) == 4080);  // below; at most 4096
 // neighbours access neighbours. First units of 16 bytes, as many as there are whole ones and the ends allow, then bytes.
 // open_round, publish_round, await_round: of two words on lines of their own that of the round's parity; see round_words.h. The
 // acquire of a wait, and the fence before a store, are for the whole system, and so pair with the CPU's release and acquire
-// in StreamProxy. What kernels that follow in the stream read is ordered by the end of this one.
+// in StreamProxy, and signals with each other. What kernels that follow in the stream read is ordered by the end of this one.
+// Signals are shared by the threads of a warp, i, i + 32, ...; the word, behind PCIe, is looked at first, then each sixteenth
+// time, and as soon as only it is missing.
 constexpr const char* kImage = R"(
 .version 7.0
 .target sm_70
@@ -123,42 +125,104 @@ opened:
   @%over st.global.u64 [%number], %now;
   ret;
 }
-.visible .entry crossrail_publish_round(.param .u64 number, .param .u64 words)
+.visible .entry crossrail_publish_round(.param .u64 number, .param .u64 table, .param .u64 count, .param .u64 words)
 {
-  .reg .u64 %number, %word, %round, %line;
+  .reg .pred %over, %first;
+  .reg .b32 %thread;
+  .reg .u64 %number, %table, %count, %word, %round, %parity, %line, %index, %at;
   ld.param.u64 %number, [number];
+  ld.param.u64 %table, [table];
+  ld.param.u64 %count, [count];
   ld.param.u64 %word, [words];
   cvta.to.global.u64 %number, %number;
   cvta.to.global.u64 %word, %word;
   ld.global.u64 %round, [%number];
-  and.b64 %line, %round, 1;
-  shl.b64 %line, %line, 6;
+  and.b64 %parity, %round, 1;
+  shl.b64 %line, %parity, 6;
   add.u64 %word, %word, %line;
+  mov.u32 %thread, %tid.x;
+  cvt.u64.u32 %index, %thread;
+  setp.eq.u64 %first, %index, 0;
   fence.acq_rel.sys;
-  st.relaxed.sys.global.u64 [%word], %round;
+  setp.eq.u64 %over, %round, 0xffffffffffffffff;
+  @%over bra told;
+  mul.lo.u64 %at, %parity, %count;
+  shl.b64 %at, %at, 3;
+  add.u64 %table, %table, %at;
+tell:
+  setp.ge.u64 %over, %index, %count;
+  @%over bra told;
+  shl.b64 %at, %index, 3;
+  add.u64 %at, %table, %at;
+  ld.u64 %at, [%at];
+  st.relaxed.sys.u64 [%at], %round;
+  add.u64 %index, %index, 32;
+  bra tell;
+told:
+  @%first st.relaxed.sys.global.u64 [%word], %round;
   ret;
 }
-.visible .entry crossrail_await_round(.param .u64 number, .param .u64 words)
+.visible .entry crossrail_await_round(.param .u64 number, .param .u64 table, .param .u64 count, .param .u64 needs_words,
+                                      .param .u64 words)
 {
-  .reg .pred %come, %over;
-  .reg .u64 %number, %word, %round, %now;
+  .reg .pred %come, %over, %signalled, %needed, %skips;
+  .reg .b32 %thread, %looks, %rest;
+  .reg .u64 %number, %table, %count, %needs, %word, %round, %parity, %now, %first, %index, %at;
   ld.param.u64 %number, [number];
+  ld.param.u64 %table, [table];
+  ld.param.u64 %count, [count];
+  ld.param.u64 %needs, [needs_words];
   ld.param.u64 %word, [words];
   cvta.to.global.u64 %number, %number;
   cvta.to.global.u64 %word, %word;
   ld.global.u64 %round, [%number];
-  and.b64 %now, %round, 1;
-  shl.b64 %now, %now, 6;
+  and.b64 %parity, %round, 1;
+  shl.b64 %now, %parity, 6;
   add.u64 %word, %word, %now;
+  mul.lo.u64 %at, %parity, %count;
+  shl.b64 %at, %at, 3;
+  add.u64 %table, %table, %at;
+  setp.ne.u64 %needed, %needs, 0;
+  mov.u32 %thread, %tid.x;
+  cvt.u64.u32 %first, %thread;
+  mov.u32 %looks, 0;
 again:
-  ld.acquire.sys.global.u64 %now, [%word];
+  mov.u64 %index, %first;
+  setp.eq.u64 %come, %index, %index;
+look:
+  setp.ge.u64 %over, %index, %count;
+  @%over bra looked;
+  shl.b64 %at, %index, 3;
+  add.u64 %at, %table, %at;
+  ld.u64 %at, [%at];
+  ld.acquire.sys.u64 %now, [%at];
   setp.ge.u64 %come, %now, %round;
-  @%come bra here;
-  nanosleep.u32 100;
-  bra again;
-here:
+  @!%come bra looked;
+  add.u64 %index, %index, 32;
+  bra look;
+looked:
+  vote.sync.all.pred %signalled, %come, 0xffffffff;
+  not.pred %skips, %needed;
+  and.pred %skips, %skips, %signalled;
+  @%skips bra done;
+  and.b32 %rest, %looks, 15;
+  add.u32 %looks, %looks, 1;
+  setp.ne.u32 %skips, %rest, 0;
+  not.pred %over, %signalled;
+  and.pred %skips, %skips, %over;
+  @%skips bra pause;
+  ld.acquire.sys.global.u64 %now, [%word];
   setp.eq.u64 %over, %now, 0xffffffffffffffff;
-  @%over st.global.u64 [%number], %now;
+  @%over bra ended;
+  setp.ge.u64 %come, %now, %round;
+  and.pred %come, %come, %signalled;
+  @%come bra done;
+pause:
+  nanosleep.u32 40;
+  bra again;
+ended:
+  st.global.u64 [%number], %now;
+done:
   ret;
 }
 )";

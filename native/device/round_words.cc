@@ -14,9 +14,11 @@ namespace crossrail::device {
 namespace {
 
 constexpr const char* kWhatFor = "a kernel of rounds";
+constexpr unsigned kWarp = 32;  // threads, which share the signals
 
 // arguments: of the kernel but the last, which are the words.
-void launch(const RoundStream& on, void* Kernels::* kernel, std::span<uint64_t> arguments, const void* words) {
+void launch(const RoundStream& on, void* Kernels::* kernel, unsigned threads, std::span<uint64_t> arguments,
+            const void* words) {
   std::string why;
   const Driver* const driver = find_driver(&why);
   if (driver == nullptr)
@@ -30,12 +32,13 @@ void launch(const RoundStream& on, void* Kernels::* kernel, std::span<uint64_t> 
     if (const int code = driver->pinned_address(&address, const_cast<void*>(words), 0); code != 0)
       fail(*driver, "cuMemHostGetDevicePointer", code, "the GPU does not reach the words of rounds", "see nvidia-smi");
   }
-  std::array<void*, 3> given{};
+  std::array<void*, 5> given{};
   size_t count = 0;
   for (uint64_t& argument : arguments) given[count++] = &argument;
   given[count] = &address;
   void* const stream = reinterpret_cast<void*>(on.stream);  // NOLINT(performance-no-int-to-ptr)
-  if (const int code = driver->launch_kernel(function, 1, 1, 1, 1, 1, 1, 0, stream, given.data(), nullptr); code != 0) {
+  const int code = driver->launch_kernel(function, 1, 1, 1, threads, 1, 1, 0, stream, given.data(), nullptr);
+  if (code != 0) {
     fail(*driver, "cuLaunchKernel", code,
          "cannot launch " + std::string(kWhatFor) + " on GPU " + std::to_string(on.gpu),
          "the stream must be alive and of that GPU, in a capture the captured one, and no earlier kernel may have "
@@ -47,18 +50,33 @@ uint64_t& number_at(uint64_t address) {
   return *reinterpret_cast<uint64_t*>(address);  // NOLINT(performance-no-int-to-ptr)
 }
 
+std::atomic_ref<uint64_t> signal_at(const Signals& signals, uint64_t round, uint64_t index) {
+  return std::atomic_ref(number_at(number_at(signals.table + (round % 2 * signals.count + index) * sizeof(uint64_t))));
+}
+
+// acquire: pairs with the release in publish_round, of another process perhaps.
+bool have_come(const Signals& signals, uint64_t round) {
+  for (uint64_t i = 0; i < signals.count; ++i) {
+    if (signal_at(signals, round, i).load(std::memory_order_acquire) < round) return false;
+  }
+  return true;
+}
+
 // The thread that publishes ends this, at the latest when it is stopped: see StreamProxy.
-void wait_here(const RoundWords& words, uint64_t& number) {
+void wait_here(const RoundWords& words, uint64_t& number, const Signals& from = {}, bool needs_words = true) {
   const uint64_t round = number;
-  for (int spins = 0; !has_come(words, round); ++spins) {
+  for (int spins = 0;; ++spins) {
+    const bool is_signalled = have_come(from, round);
+    if (is_signalled && !needs_words) return;
+    const uint64_t word = words[round % 2].round.load(std::memory_order_acquire);  // as has_come()
+    if (word == kNoRound) number = kNoRound;
+    if (word == kNoRound || (is_signalled && word >= round)) return;
     if (spins < 64) {
       cpu_relax();
     } else {
       std::this_thread::yield();
     }
   }
-  // relaxed: has_come() was the acquire.
-  if (words[round % 2].round.load(std::memory_order_relaxed) == kNoRound) number = kNoRound;
 }
 
 }  // namespace
@@ -66,7 +84,7 @@ void wait_here(const RoundWords& words, uint64_t& number) {
 void open_round(const RoundStream& on, uint64_t rounds, uint64_t number, std::array<RoundWords, 2>& free_and_asked) {
   if (on.gpu >= 0) {
     std::array<uint64_t, 2> arguments{rounds, number};
-    return launch(on, &Kernels::open_round, arguments, &free_and_asked);
+    return launch(on, &Kernels::open_round, 1, arguments, &free_and_asked);
   }
   const uint64_t round = ++number_at(rounds);
   number_at(number) = round;
@@ -74,16 +92,23 @@ void open_round(const RoundStream& on, uint64_t rounds, uint64_t number, std::ar
   wait_here(free_and_asked[0], number_at(number));
 }
 
-void publish_round(const RoundStream& on, uint64_t number, RoundWords& words) {
-  if (on.gpu < 0) return publish(words, number_at(number));
-  std::array<uint64_t, 1> arguments{number};
-  launch(on, &Kernels::publish_round, arguments, &words);
+void publish_round(const RoundStream& on, uint64_t number, RoundWords& words, const Signals& to) {
+  if (on.gpu >= 0) {
+    std::array<uint64_t, 3> arguments{number, to.table, to.count};
+    return launch(on, &Kernels::publish_round, kWarp, arguments, &words);
+  }
+  const uint64_t round = number_at(number);
+  // release: pairs with the acquire in have_come().
+  for (uint64_t i = 0; i < to.count && round != kNoRound; ++i)
+    signal_at(to, round, i).store(round, std::memory_order_release);
+  publish(words, round);
 }
 
-void await_round(const RoundStream& on, uint64_t number, const RoundWords& words) {
-  if (on.gpu < 0) return wait_here(words, number_at(number));
-  std::array<uint64_t, 1> arguments{number};
-  launch(on, &Kernels::await_round, arguments, &words);
+void await_round(const RoundStream& on, uint64_t number, const RoundWords& words, const Signals& from,
+                 bool needs_words) {
+  if (on.gpu < 0) return wait_here(words, number_at(number), from, needs_words);
+  std::array<uint64_t, 4> arguments{number, from.table, from.count, needs_words ? 1u : 0u};
+  launch(on, &Kernels::await_round, kWarp, arguments, &words);
 }
 
 }  // namespace crossrail::device

@@ -32,6 +32,14 @@ inline void publish(RoundWords& words, uint64_t round) {
   words[round % 2].round.store(round, std::memory_order_release);
 }
 
+// Words in memory of other ranks that kernels reach, or of our own that theirs reach: by them a rank tells others how far it
+// is without the CPU. table: address, in memory of the stream, of uint64_t [2][count], addresses of such words, which are
+// uint64_t, for rounds of even and of odd number. Each holds the latest round of its parity that its writer has told.
+struct Signals {
+  uint64_t table = 0;
+  uint64_t count = 0;
+};
+
 // Where such steps are done. Threads: any; the order of steps is that of their streams.
 struct RoundStream {
   int gpu = -1;         // -1: none; steps are done by the calling thread, before the call returns
@@ -43,9 +51,11 @@ struct RoundStream {
 // The next round: counts up *rounds, puts its number into *number, says so in asked, and waits until it may begin, by the word
 // in free. rounds, number: addresses of that stream's memory. free_and_asked: two pairs.
 void open_round(const RoundStream& on, uint64_t rounds, uint64_t number, std::array<RoundWords, 2>& free_and_asked);
-// Says that the round has got there: everything before it in the stream is done, and seen by who sees the word.
-void publish_round(const RoundStream& on, uint64_t number, RoundWords& words);
-// Until it has got there. *number becomes kNoRound where nobody publishes any more.
-void await_round(const RoundStream& on, uint64_t number, const RoundWords& words);
+// Says that the round has got there: everything before it in the stream is done, and seen by who sees the word or a signal.
+void publish_round(const RoundStream& on, uint64_t number, RoundWords& words, const Signals& to = {});
+// Until it has got there by the words, if it needs_words, and by all signals. *number becomes kNoRound where nobody publishes
+// any more.
+void await_round(const RoundStream& on, uint64_t number, const RoundWords& words, const Signals& from = {},
+                 bool needs_words = true);
 
 }  // namespace crossrail::device

@@ -135,6 +135,7 @@ void Proxy::watch(PeerRef near, uint32_t rank, const Word& farewell) {
 
 void Proxy::reach(uint32_t rank) { member(rank).is_reached = true; }
 bool Proxy::is_reached(uint32_t rank) const { return member(rank).is_reached; }
+void Proxy::hear(uint32_t rank) { member(rank).is_heard = true; }
 
 void Proxy::leave_out(uint32_t rank) {
   for (Member& member : members_) member.is_left_out |= member.rank == rank;
@@ -384,6 +385,14 @@ bool Proxy::take(FarStep step, uint32_t round) {
     const Member& source = members_[next];
     const uint32_t expected = source.is_left_out ? 0 : expected_of(step, round, next);
     if (expected != 0 && !source.counters[slot_of(step, round)]->try_consume(expected)) return false;
+  }
+  return true;
+}
+
+bool Proxy::has_come_unsignalled(FarStep step, uint32_t round) {
+  for (size_t i = 0; i < members_.size(); ++i) {
+    const uint32_t signalled = members_[i].is_heard && step != FarStep::kRoutes ? 1 : 0;
+    if (expected_of(step, round, i) > signalled && !has_come(step, round, members_[i].rank)) return false;
   }
   return true;
 }

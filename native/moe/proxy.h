@@ -85,6 +85,8 @@ class Proxy {
   // send_rows, and all results, before send_results. Here they are only counted.
   void reach(uint32_t rank);
   bool is_reached(uint32_t rank) const;
+  // That rank does so here, and signals it (device::Signals): who waits for the signal need not wait for its counts.
+  void hear(uint32_t rank);
   // Goes on without that rank, far or watched: nothing is written to it or waited for from it any more, nor said of it.
   void leave_out(uint32_t rank);
 
@@ -115,6 +117,8 @@ class Proxy {
   FarOutcome wait(FarStep step, uint32_t round, Deadline deadline, const InterruptCheck& interrupted);
   // Without waiting: takes what has come of this step. Whether that is all; what may have failed meanwhile, wait() says.
   bool take(FarStep step, uint32_t round);
+  // Whether all of this step has come but what is signalled. Takes nothing.
+  bool has_come_unsignalled(FarStep step, uint32_t round);
   // Whether nothing of what was written from this parity's memory is under way any more.
   bool has_sent(uint32_t round) const;
   // Whether all of this step has come from that far rank, in the round last opened of that parity. Takes nothing.
@@ -131,6 +135,7 @@ class Proxy {
     std::array<Ref<ImmCounter>, kFarSteps * kParities> counters;
     uint64_t slot_offset = 0;  // there, in rows_in: of the slot that only we write
     bool is_reached = false;
+    bool is_heard = false;
     bool is_left_out = false;
     std::optional<int64_t> farewell_ns;  // when a wait first saw that it has left
   };

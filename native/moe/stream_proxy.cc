@@ -175,11 +175,11 @@ bool StreamProxy::advance(Open& round, int64_t now) {
       }
       proxy_.send_results(wire(round.number), &*round.placement);
       round.stage = Stage::kCombine;
+      round.is_told = false;
       round.since_ns = now;
       return true;
     case Stage::kCombine:
-      if (!take(round, FarStep::kResults, now)) return false;
-      device::publish(words(StreamWord::kResults), round.number);
+      if (!take_and_tell(round, FarStep::kResults, StreamWord::kResults, now)) return false;
       round.stage = Stage::kEnding;
       round.since_ns = now;
       return true;
@@ -211,10 +211,18 @@ bool StreamProxy::dispatch(Open& round, int64_t now) {
     round.since_ns = now;
     return round.is_sent = true;
   }
-  if (!take(round, FarStep::kRows, now)) return false;
-  device::publish(words(StreamWord::kRows), round.number);
+  if (!take_and_tell(round, FarStep::kRows, StreamWord::kRows, now)) return false;
   round.stage = Stage::kExperts;
   return true;
+}
+
+bool StreamProxy::take_and_tell(Open& round, FarStep step, StreamWord word, int64_t now) {
+  const bool has_all = take(round, step, now);
+  if (!round.is_told && (has_all || proxy_.has_come_unsignalled(step, wire(round.number)))) {
+    device::publish(words(word), round.number);
+    round.is_told = true;
+  }
+  return has_all;
 }
 
 // A next round of this parity begins once all that we wrote for this one has gone. If some of it never will, that is a reason

@@ -10,10 +10,13 @@
 //   -> kRoutes                                       counts them, sends them
 //   packs rows_out; writes rows for ranks that       sends the other rows; once it has all routes, the remainder; tables
 //   it reaches (Proxy::reach) there -> kPacked
-//   waits for kRows; moves rows as the tables say    once all rows are here -> kRows
+//   waits for kRows; moves rows as the tables say    once all rows are here but those that are signalled -> kRows
 //   packs and writes results likewise -> kReturned   sends the other results
-//   waits for kResults; sums -> kEnded               once all results are here -> kResults
-//                                                    once ended, and all that was sent has gone -> kFree
+//   waits for kResults; sums -> kEnded               likewise -> kResults
+//                                                    once ended, and all that was sent and is to come has -> kFree
+//
+// Ranks that reach each other's memory tell each other by signals there (device::Signals) what their kernels have written;
+// here that is counted too, as a write of no bytes, to know who is late or lost.
 //
 // What goes wrong ends the thread, and no kernel waits any more: all words then stand at the last round there can be, and
 // the tables of the round are empty. failure() says what it was.
@@ -105,6 +108,7 @@ class StreamProxy {
     Stage stage = Stage::kDispatch;
     bool is_packed = false;
     bool is_sent = false;                // all of our rows
+    bool is_told = false;                // that the GPU may go on, but for what is signalled to it
     std::optional<Placement> placement;  // once all routes are here
     std::vector<int32_t> counts;         // [groups][experts], with placement
     int64_t since_ns = 0;                // when we began to wait for others
@@ -123,6 +127,8 @@ class StreamProxy {
   size_t write_returns(const Placement& placement, Return* to) const;
   // What has come of a step: all, in which case nothing failed; else, now and then, looks for what keeps it.
   bool take(Open& round, FarStep step, int64_t now);
+  // Likewise; tells the GPU as soon as it may go on, which may be before all has come.
+  bool take_and_tell(Open& round, FarStep step, StreamWord word, int64_t now);
   bool is_time_to_look(Open& round, int64_t now);
   // Our own part of a step does not come, and the GPU is at the next round of this parity: it would wait for ever.
   void check_own(Open& round, FarStep step, int64_t now);

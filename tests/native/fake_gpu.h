@@ -384,7 +384,7 @@ struct FakeCalls {
       if (grid_x == 0 || grid_y == 0 || grid_z != 1 || kernels.launch_error != 0) return 1;
       return g_gpu->copy_pieces(static_cast<const uint64_t*>(arguments[0]), grid_x, static_cast<Stream*>(stream));
     }
-    if ((grid_x | grid_y | grid_z | block_x | block_y | block_z) != 1) return 1;
+    if ((grid_x | grid_y | grid_z | block_y | block_z) != 1 || block_x != FakeKernels::threads(function)) return 1;
     auto* const given = stream == nullptr ? kernels.default_stream(current_gpu()) : static_cast<UserStream*>(stream);
     return kernels.launch(function, given, arguments, current_gpu());
   }

@@ -31,7 +31,7 @@ class FakeKernels {
     uint64_t address;
     uint64_t delta;
     const void* round = nullptr;  // a kernel of rounds, one of round_kernels(); and its arguments
-    std::array<uint64_t, 3> arguments{};
+    std::array<uint64_t, 5> arguments{};
   };
   struct Stream {
     int gpu = 0;
@@ -127,7 +127,7 @@ class FakeKernels {
     const std::lock_guard lock(mutex_);
     if (const size_t kernel = round_kernel(function); kernel < kRoundKernels.size()) {
       Launch launch{.address = 0, .delta = 0, .round = function, .arguments = {}};
-      for (size_t i = 0; i < (kernel == 0 ? 3 : 2); ++i) launch.arguments[i] = *static_cast<uint64_t*>(arguments[i]);
+      for (size_t i = 0; i < kArguments[kernel]; ++i) launch.arguments[i] = *static_cast<uint64_t*>(arguments[i]);
       stream->launched.push_back(launch);
       return 0;
     }
@@ -140,11 +140,15 @@ class FakeKernels {
     return 0;
   }
   static bool copies(const void* function) { return function == &copying_; }
+  static unsigned threads(const void* function) {
+    return function == &round_kernels_[1] || function == &round_kernels_[2] ? 32 : 1;
+  }
   Stream* default_stream(int gpu) { return &default_streams_.at(static_cast<size_t>(gpu)); }
 
  private:
   static constexpr std::array<std::string_view, 3> kRoundKernels{"crossrail_open_round", "crossrail_publish_round",
                                                                  "crossrail_await_round"};
+  static constexpr std::array<size_t, 3> kArguments{3, 4, 5};  // the last are words; count and table are before
   static size_t round_kernel(const void* function) {
     size_t kernel = 0;
     while (kernel < kRoundKernels.size() && function != &round_kernels_[kernel]) ++kernel;
@@ -157,7 +161,7 @@ class FakeKernels {
       return reinterpret_cast<std::atomic<uint64_t>*>(address);  // NOLINT(performance-no-int-to-ptr)
     };
     const size_t kernel = round_kernel(launch.round);
-    const uint64_t words = launch.arguments[kernel == 0 ? 2 : 1] - kAlias;
+    const uint64_t words = launch.arguments[kArguments[kernel] - 1] - kAlias;
     if (words % 64 != 0 || !is_mapped(words) || !is_mapped(words + 127)) std::abort();
     std::atomic<uint64_t>* const number = at(launch.arguments[kernel == 0 ? 1 : 0]);
     if (kernel == 0) {  // once: not to be run again
@@ -165,10 +169,21 @@ class FakeKernels {
       *at(words + 128 + *number % 2 * 64) = number->load();
     }
     std::atomic<uint64_t>* const word = at(words + *number % 2 * 64);
-    if (kernel == 1) *word = number->load();
-    const bool has_come = *word >= *number;
-    if (kernel != 1 && *word == ~uint64_t{0}) *number = ~uint64_t{0};
-    return has_come;
+    constexpr uint64_t kNone = ~uint64_t{0};
+    bool is_signalled = true;
+    for (uint64_t i = 0; kernel != 0 && i < launch.arguments[2]; ++i) {
+      std::atomic<uint64_t>* const signal = at(*at(launch.arguments[1] + (*number % 2 * launch.arguments[2] + i) * 8));
+      if (kernel == 1 && *number != kNone) *signal = number->load();
+      is_signalled &= *signal >= *number;
+    }
+    if (kernel == 1) {
+      *word = number->load();
+      return true;
+    }
+    const bool needs_words = kernel == 0 || launch.arguments[3] != 0;
+    if (is_signalled && !needs_words) return true;
+    if (*word == kNone) *number = kNone;
+    return *word == kNone || (is_signalled && *word >= *number);
   }
 
   void forbidden_while_capturing() {

@@ -1,6 +1,7 @@
 // Kernels of rounds (device/round_words.h), by the double of CUDA's driver and without a GPU.
 #include <doctest/doctest.h>
 
+#include <algorithm>
 #include <array>
 #include <string>
 #include <vector>
@@ -75,6 +76,66 @@ TEST_CASE("gpu rounds: kernels take the number when they run, and know the words
   }
   CHECK(rig.page.packed[0].round == 2);
   CHECK(rig.page.packed[1].round == 3);
+}
+
+TEST_CASE("gpu rounds: signals of others are told and awaited, with the words or without") {
+  Rig rig;
+  REQUIRE(rig.cuda.kernels.pinned(address(&rig.page), sizeof(Page), 3) == 0);
+  std::array<uint64_t, 80> even{};  // more than a warp has threads
+  std::array<uint64_t, 80> odd{};
+  std::vector<uint64_t> table;
+  for (std::array<uint64_t, 80>* half : {&even, &odd}) {
+    for (uint64_t& signal : *half) table.push_back(address(&signal));
+  }
+  const device::Signals all{address(table.data()), 80};
+  const auto told = [](const std::array<uint64_t, 80>& half, uint64_t round) {
+    return std::all_of(half.begin(), half.end(), [&](uint64_t signal) { return signal == round; });
+  };
+  for (const device::RoundStream& on : {device::RoundStream{}, rig.on_gpu()}) {
+    const auto run = [&] { return on.gpu < 0 || rig.cuda.kernels.run(rig.taken()); };
+    const uint64_t first = on.gpu < 0 ? 3 : 5;
+    for (rig.number = first; rig.number < first + 2; ++rig.number) {
+      device::publish_round(on, address(&rig.number), rig.page.packed, all);
+      CHECK(run());
+      CHECK(told(rig.number % 2 == 0 ? even : odd, rig.number));
+      CHECK(device::has_come(rig.page.packed, rig.number));
+      device::await_round(on, address(&rig.number), rig.page.packed, all);
+      CHECK(run());
+      device::await_round(on, address(&rig.number), rig.page.free_and_asked[0], all, false);  // whose words stand at 0
+      CHECK(run());
+    }
+    CHECK(told(even, first + 1));
+    CHECK(told(odd, first));
+  }
+  rig.number = 7;
+  device::await_round(rig.on_gpu(), address(&rig.number), rig.page.packed, all, false);
+  const FakeKernels::Launch await = rig.taken();
+  std::fill(odd.begin(), odd.end(), 7);
+  odd[79] = 5;
+  CHECK_FALSE(rig.cuda.kernels.run(await));
+  odd[79] = 7;
+  CHECK(rig.cuda.kernels.run(await));
+}
+
+TEST_CASE("gpu rounds: where the rounds have ended, nothing is signalled, and no signal is waited for") {
+  Rig rig;
+  REQUIRE(rig.cuda.kernels.pinned(address(&rig.page), sizeof(Page), 3) == 0);
+  std::array<uint64_t, 2> signals{};
+  const std::array<uint64_t, 2> table{address(&signals[0]), address(&signals[1])};
+  const device::Signals one{address(table.data()), 1};
+  for (const device::RoundStream& on : {device::RoundStream{}, rig.on_gpu()}) {
+    const auto run = [&] { return on.gpu < 0 || rig.cuda.kernels.run(rig.taken()); };
+    for (device::RoundWord& word : rig.page.packed) word.round = device::kNoRound;
+    for (const bool needs_words : {true, false}) {
+      rig.number = 3;
+      device::await_round(on, address(&rig.number), rig.page.packed, one, needs_words);
+      CHECK(run());
+      CHECK(rig.number == device::kNoRound);
+      device::publish_round(on, address(&rig.number), rig.page.free_and_asked[0], one);
+      CHECK(run());
+    }
+  }
+  CHECK(signals == std::array<uint64_t, 2>{});
 }
 
 TEST_CASE("gpu rounds: where nobody publishes any more, nobody waits, and the number says so") {

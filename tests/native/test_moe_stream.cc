@@ -2,6 +2,7 @@
 #include <doctest/doctest.h>
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <optional>
 #include <thread>
@@ -49,6 +50,9 @@ struct alignas(4096) Board {
   std::byte bytes[16384]{};
 };
 
+// device::Signals of one other rank: addresses for even rounds and for odd ones; 0: none.
+using Table = std::array<uint64_t, 2>;
+
 // One rank: its stream is the thread that calls.
 struct StreamRank {
   StreamRank(TwoRanks& ranks, const Layout& layout, const FarMemory& of, uint32_t number, int64_t timeout_ns)
@@ -69,8 +73,15 @@ struct StreamRank {
   std::byte* row(uint64_t part, uint64_t index) const { return row_at(rows, part, index); }
   uint64_t address(uint64_t& of) { return reinterpret_cast<uint64_t>(&of); }
   void open() { device::open_round({}, address(rounds), address(number), proxy.free_and_asked()); }
-  void publish(StreamWord word) { device::publish_round({}, address(number), proxy.words(word)); }
-  void await(StreamWord word) { device::await_round({}, address(number), proxy.words(word)); }
+  void publish(StreamWord word, const Table& to = {}) {
+    device::publish_round({}, address(number), proxy.words(word), signals_of(to));
+  }
+  void await(StreamWord word, const Table& from = {}, bool needs_words = true) {
+    device::await_round({}, address(number), proxy.words(word), signals_of(from), needs_words);
+  }
+  static device::Signals signals_of(const Table& table) {
+    return {reinterpret_cast<uint64_t>(table.data()), table[0] == 0 ? 0u : 1u};
+  }
 
   // Token t goes to expert t of our own and of the other rank's, with a byte that tells rank, token and round.
   void dispatch_send() {
@@ -86,11 +97,11 @@ struct StreamRank {
       std::byte* const to = is_direct ? row_at(reached, memory.rows_in, token) : row(memory.rows_out, token);
       std::memset(to, byte_of(rank, token), kRowBytes);
     }
-    publish(StreamWord::kPacked);
+    publish(StreamWord::kPacked, rows_to);
   }
   // Rows of the other rank that the moves name, each where it should be.
   void dispatch_recv() {
-    await(StreamWord::kRows);
+    await(StreamWord::kRows, rows_from);
     const int32_t* const numbers = at<int32_t>(parts.numbers);
     REQUIRE(numbers[0] == 2 * kTokens);
     const Move* const moves = at<Move>(parts.moves);
@@ -123,10 +134,10 @@ struct StreamRank {
                                                : row_at(reached, memory.results_in, static_cast<uint64_t>(each.to));
       std::memset(to, byte_of(rank, expert), kRowBytes);
     }
-    publish(StreamWord::kReturned);
+    publish(StreamWord::kReturned, results_to);
   }
   void combine_recv() {
-    await(StreamWord::kResults);
+    await(StreamWord::kResults, results_from, results_from[0] == 0);
     const uint64_t first = rank == 0 ? kTokens : 0;  // of our routes to the other rank
     for (uint32_t i = 0; i < kTokens; ++i)
       CHECK(*row(memory.results_in, first + i) == static_cast<std::byte>(byte_of(1 - rank, i)));
@@ -142,6 +153,9 @@ struct StreamRank {
   std::byte* const rows;
   std::byte* reached = nullptr;  // rows of the other rank, once we write there
   const uint32_t private_rows;
+  // Signals that we write, in the other rank's memory, and that it writes, in ours.
+  Table rows_to{}, results_to{}, rows_from{}, results_from{};
+  std::array<uint64_t, 4> signals{};
   Board board;
   uint64_t rounds = 0;
   uint64_t number = 0;
@@ -151,12 +165,16 @@ struct StreamRank {
 // Who writes rows to the other by itself.
 enum class Reach : uint8_t { kNone, kOneWay, kBoth };
 void begin(Reach reach, TwoRanks& ranks, StreamRank& here, StreamRank& there) {
-  if (reach == Reach::kNone) return;
-  ranks.here.reach(1);
-  here.reached = ranks.regions[1].rows->base();
-  if (reach == Reach::kOneWay) return;
-  ranks.there.reach(0);
-  there.reached = ranks.regions[0].rows->base();
+  const auto connect = [&](Proxy& proxy, StreamRank& from, Proxy& to_proxy, StreamRank& to) {
+    proxy.reach(to.rank);
+    to_proxy.hear(from.rank);
+    from.reached = ranks.regions[to.rank].rows->base();
+    const auto signal = [&to](size_t index) { return reinterpret_cast<uint64_t>(&to.signals[index]); };
+    from.rows_to = to.rows_from = {signal(0), signal(1)};
+    from.results_to = to.results_from = {signal(2), signal(3)};
+  };
+  if (reach != Reach::kNone) connect(ranks.here, here, ranks.there, there);
+  if (reach == Reach::kBoth) connect(ranks.there, there, ranks.here, here);
 }
 
 FarMemory rows_memory() { return parts(2, 4 * kTokens * kTopK, kRowBytes, kRowBytes); }

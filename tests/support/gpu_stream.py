@@ -50,7 +50,7 @@ class _Launch(ctypes.Structure):
         ("address", ctypes.c_uint64),
         ("delta", ctypes.c_uint64),
         ("round", ctypes.c_void_p),
-        ("arguments", ctypes.c_uint64 * 3),
+        ("arguments", ctypes.c_uint64 * 5),
     )
 
 

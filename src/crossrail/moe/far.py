@@ -40,6 +40,7 @@ class Far:
 
     memory: what is where. proxy: the native half, for a thread of its own instead of the calls here. reached, once
     reach() was called: far ranks' memory of rows, uint8, that we write to by ourselves; unreached: why not of others.
+    heard: ranks that write to ours by themselves, and signal it.
 
     Lifecycle: 1. made, and start_thread() perhaps. 2. card() is given to all ranks, and connect() gets theirs. 3.
     rounds. 4. stop_thread().
@@ -69,6 +70,7 @@ class Far:
         self._rows_of: dict[int, xr.RegionDescriptor] = {}  # far ranks' memory of rows
         self.reached: dict[int, Any] = {}
         self.unreached: dict[int, str] = {}
+        self.heard: list[int] = []
         self._halves = [self._half(memory.rows, parity) for parity in range(PARITIES)]
 
     def _half(self, part: FarPart, parity: int) -> _Half:
@@ -143,6 +145,12 @@ class Far:
                 self.unreached[rank] = str(error)
             else:
                 self.proxy.reach(rank)
+
+    def hear(self, ranks: list[int]) -> None:
+        """Those write here by themselves, and signal it."""
+        self.heard = ranks
+        for rank in ranks:
+            self.proxy.hear(rank)
 
     def slot_at(self, rank: int) -> int:
         """The row of that rank's rows_in at which the slot is that only we write."""

@@ -10,6 +10,7 @@ from crossrail.moe.board import PARITIES
 from crossrail.moe.bounds import Bounds
 from crossrail.moe.config import Config
 
+SIGNALS = ("rows", "results")
 _LINE = 64
 
 
@@ -41,8 +42,8 @@ class FarPart:
 
 @dataclass(frozen=True)
 class FarMemory:
-    """routes: host memory, routes_in and routes_out. rows: rows_in, results_in, rows_out and results_out. See
-    moe/proxy.h.
+    """routes: host memory, routes_in and routes_out. rows: rows_in, results_in, rows_out and results_out, see
+    moe/proxy.h; and signals of ranks that write there by themselves, uint64 [SIGNALS, world].
     """
 
     bounds: Bounds
@@ -67,6 +68,7 @@ class FarMemory:
                 "results_in": bounds.result_rows * config.y_bytes,
                 "rows_out": bounds.sent_rows * config.stride_bytes,
                 "results_out": bounds.returned_rows * config.y_bytes,
+                "signals": 8 * len(SIGNALS) * config.world,
             }
         )
         return cls(bounds, routes, rows, route_bytes, config.stride_bytes, config.y_bytes)
@@ -74,7 +76,8 @@ class FarMemory:
     def as_native(self) -> tuple[int, ...]:
         """In the order of the native FarMemory."""
         routes, rows = self.routes, self.rows
+        offsets = (rows.offsets[name] for name in ("rows_in", "results_in", "rows_out", "results_out"))
         return (
-            *routes.offsets.values(), routes.parity_bytes, *rows.offsets.values(), rows.parity_bytes,
+            *routes.offsets.values(), routes.parity_bytes, *offsets, rows.parity_bytes,
             self.route_bytes, self.stride_bytes, self.y_bytes,
         )  # fmt: skip

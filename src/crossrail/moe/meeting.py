@@ -66,9 +66,10 @@ def meet_far(
         agreement.connect([one["agreement"] for one in cards], addresses, timeout_s)
 
 
-def all_are_ready(group: Group, timeout_s: float) -> None:
-    """The last exchange, after meet_far: nobody writes before all have connected."""
-    _tell(group, "connected", {}, timeout_s)
+def all_are_ready(group: Group, far: Far, timeout_s: float) -> None:
+    """The last exchange, after meet_far: nobody writes before all have connected, and know who reaches their memory."""
+    cards = _tell(group, "connected", {"reached": sorted(far.reached)}, timeout_s)
+    far.hear([rank for rank in far.ranks if group.rank in cards[rank]["reached"]])
 
 
 def make_layout(config: Config, node_size: int) -> _core.moe.Layout:

@@ -90,7 +90,7 @@ class Peers:
             meet_far(group, far, self.agreement, self._addresses, timeout_s)
             if prepare is not None:
                 prepare(self.layout, far)
-            all_are_ready(group, timeout_s)
+            all_are_ready(group, far, timeout_s)
         except BaseException:
             self.close(timeout_s)
             raise

@@ -26,6 +26,7 @@ from crossrail.moe.graph.board import GraphBoard
 from crossrail.moe.graph.kernels import GraphKernels, Own, Routes
 from crossrail.moe.graph.memory import GraphMemory
 from crossrail.moe.graph.reference import ReferenceGraphKernels
+from crossrail.moe.graph.signals import Signals
 from crossrail.moe.group import Group
 from crossrail.moe.peers import Peers
 from crossrail.moe.rounds import Stage
@@ -194,6 +195,8 @@ class GraphAllToAll:
     def _begin(self, proxy_cpu: int | None) -> None:
         config = self.config
         assert self._far is not None
+        with told(f"memory for rounds on {self.device}"):
+            self._signals = Signals(config, self._far, self.rank, self.device)
         room = config.rows_per_expert if config.layout == "masked" else config.rows_max
         self._proxy = _core.moe.StreamProxy(
             self._far.proxy, self._layout, self.rank, self._board.memory, self._board.parts, room,
@@ -271,9 +274,9 @@ class GraphAllToAll:
             opened.stream = stream
             self._proxy.open(self._rounds.data_ptr(), number.data_ptr(), stream)
             self._kernels.share(self._board, routes.kept, chosen, count, number)
-            self._proxy.publish("routes", number.data_ptr(), stream)
+            self._publish("routes", number, stream)
             self._kernels.send(self._memory, self._own, values, factors, routes, number)
-            self._proxy.publish("packed", number.data_ptr(), stream)
+            self._publish("packed", number, stream, "rows")
         self._recent.append(weakref.ref(opened))
         return opened
 
@@ -289,7 +292,7 @@ class GraphAllToAll:
         self._require(opened, Stage.SENT, "dispatch_recv")
         with self._launching(opened) as stream:
             x, scales, counts, offsets = opened.outputs = opened.outputs or self._outputs()
-            self._proxy.wait("rows", opened.number.data_ptr(), stream)
+            self._wait("rows", opened.number, stream)
             self._kernels.take(self._memory, self._board, x, scales, counts, offsets, opened.number)
         opened.stage = Stage.RECEIVED
         return GraphDispatched(x, scales, counts, offsets, self._room, opened)
@@ -322,7 +325,7 @@ class GraphAllToAll:
         given = self._given(y, "y", (self.config.out_dtype,), (dispatched.rows, self.config.hidden))
         with self._launching(opened) as stream:
             self._kernels.give(self._memory, self._board, given, opened.number)
-            self._proxy.publish("returned", opened.number.data_ptr(), stream)
+            self._publish("returned", opened.number, stream, "results")
         opened.stage = Stage.RETURNED
 
     def combine_recv(
@@ -334,9 +337,9 @@ class GraphAllToAll:
         self._require(opened, Stage.RETURNED, "combine_recv")
         sums, factors = self._sums_given(opened, weights, out, accumulate)
         with self._launching(opened) as stream:
-            self._proxy.wait("results", opened.number.data_ptr(), stream)
+            self._wait("results", opened.number, stream)
             self._kernels.sum(self._memory, sums, opened.routes.where, factors, accumulate, opened.number)
-            self._proxy.publish("ended", opened.number.data_ptr(), stream)
+            self._publish("ended", opened.number, stream)
         opened.stage = Stage.ENDED
         return sums if out is None else out
 
@@ -448,6 +451,18 @@ class GraphAllToAll:
                     if tensor is not None:
                         tensor.record_stream(stream)
             yield stream.cuda_stream
+
+    def _publish(self, word: str, number: Any, stream: int, step: str | None = None) -> None:
+        """To the thread; and, of a step, to ranks that we reach."""
+        if step is None:
+            self._proxy.publish(word, number.data_ptr(), stream)
+        else:
+            told = self._signals.sent[step]
+            self._proxy.publish(word, number.data_ptr(), stream, told.at, told.count)
+
+    def _wait(self, step: str, number: Any, stream: int) -> None:
+        awaited, needs_words = self._signals.awaited[step], self._signals.needs_words[step]
+        self._proxy.wait(step, number.data_ptr(), stream, awaited.at, awaited.count, needs_words)
 
     def _new_routes(self, tokens: int) -> Routes:
         shape = (tokens, self.config.top_k)

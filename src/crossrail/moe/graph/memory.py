@@ -70,7 +70,7 @@ class GraphMemory:
         def rows_of(whole: Any, name: str, width: int, skipped: int = 0) -> Rows:
             """Of that part of a rank's memory of rows, without the first ones."""
             count = memory.sizes[name] // width - skipped
-            return Rows(_tensor(whole)[memory.offsets[name] + skipped * width :], count, width, memory.parity_bytes)
+            return Rows(to_tensor(whole)[memory.offsets[name] + skipped * width :], count, width, memory.parity_bytes)
 
         def far_rows(name: str, width: int) -> Rows:
             return rows_of(far.bytes, name, width)
@@ -104,5 +104,5 @@ class GraphMemory:
         ]
 
 
-def _tensor(array: Any) -> Any:
+def to_tensor(array: Any) -> Any:
     return array if isinstance(array, torch.Tensor) else torch.from_numpy(array)

@@ -1,0 +1,55 @@
+"""Words by which kernels of ranks that reach each other's memory tell each other how far they are, without the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from crossrail.moe.board import PARITIES
+from crossrail.moe.config import Config
+from crossrail.moe.far import Far
+from crossrail.moe.far_memory import SIGNALS
+from crossrail.moe.graph.memory import to_tensor
+
+
+@dataclass(frozen=True)
+class SignalTable:
+    """addresses: int64 [2, count] on the device, of even and of odd rounds; see native/device/round_words.h."""
+
+    addresses: Any
+
+    @property
+    def count(self) -> int:
+        return int(self.addresses.shape[1])
+
+    @property
+    def at(self) -> int:
+        return int(self.addresses.data_ptr()) if self.count > 0 else 0
+
+
+class Signals:
+    """By step, "rows" and "results". sent: to ranks that we reach. awaited: of those that reach us. needs_words: if
+    the thread has to say something too, as where other ranks' rows belong, or that they are here.
+    """
+
+    def __init__(self, config: Config, far: Far, rank: int, device: Any) -> None:
+        memory = far.memory.rows
+
+        def table(step: str, words: Sequence[tuple[Any, int]]) -> SignalTable:
+            """words: in which rank's memory of rows, and whose."""
+            begin = memory.offsets["signals"] + 8 * SIGNALS.index(step) * config.world
+            addresses = [
+                [
+                    to_tensor(whole).data_ptr() + parity * memory.parity_bytes + begin + 8 * whose
+                    for whole, whose in words
+                ]
+                for parity in range(PARITIES)
+            ]
+            return SignalTable(torch.tensor(addresses, dtype=torch.int64, device=device).view(PARITIES, len(words)))
+
+        self.sent = {step: table(step, [(whole, rank) for whole in far.reached.values()]) for step in SIGNALS}
+        self.awaited = {step: table(step, [(far.bytes, source) for source in far.heard]) for step in SIGNALS}
+        self.needs_words = {"rows": True, "results": len(far.heard) < len(far.ranks)}
