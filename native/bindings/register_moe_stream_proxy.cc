@@ -154,7 +154,7 @@ void register_moe_stream_proxy(nb::module_& module) {
            nb::arg("table") = 0, nb::arg("count") = 0, nb::arg("needs_words") = true,
            "Launches: until the thread has got there, 'rows', 'results', if it needs_words, and others by signals.")
       .def("failure", &StreamProxyHandle::failure,
-           nb::sig("def failure(self) -> tuple[str, int, str, str, int, object] | None"),
+           nb::sig("def failure(self) -> tuple[str, int, str, str, int, typing.Any] | None"),
            "What ended the rounds: result, rank, detail, step, round, counts. Raises what the thread met.")
       .def(
           "set_timeout",

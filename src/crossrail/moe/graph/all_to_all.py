@@ -6,7 +6,6 @@ import contextlib
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -15,17 +14,18 @@ from crossrail import _core
 from crossrail._extras import needs
 from crossrail._options import check_seconds
 from crossrail._torch import is_tensor, told, wait_for_kernels
-from crossrail.errors import CrossrailError, EngineClosed, UsageError, WaitTimeout
+from crossrail.errors import CrossrailError, EngineClosed, UsageError
 from crossrail.moe.arrays import check_tensor, tensor_on, to_count
-from crossrail.moe.board import PARITIES, BoardLayout
-from crossrail.moe.capacity import find_overflow
+from crossrail.moe.board import BoardLayout
 from crossrail.moe.config import OUT_DTYPES, Config
 from crossrail.moe.device_rows import DeviceRows
 from crossrail.moe.far import Far
 from crossrail.moe.graph.board import GraphBoard
+from crossrail.moe.graph.failures import found_failure
 from crossrail.moe.graph.kernels import GraphKernels, Own, Routes
 from crossrail.moe.graph.memory import GraphMemory
 from crossrail.moe.graph.reference import ReferenceGraphKernels
+from crossrail.moe.graph.rounds import GraphDispatched, GraphRound
 from crossrail.moe.graph.signals import Signals
 from crossrail.moe.group import Group
 from crossrail.moe.peers import Peers
@@ -37,51 +37,6 @@ with needs(__name__, "'crossrail[torch]'"):
     import torch
 
 _OPEN_MAX = 2
-_HALVES = {
-    "routes": "dispatch of round {}",
-    "rows": "rows of dispatch of round {}",
-    "results": "combine of round {}",
-    "sent": "part of round {}",
-}
-
-
-@dataclass(eq=False)
-class GraphRound:
-    """Between dispatch_send and combine_recv. In a captured graph it stands for one round of each replay.
-
-    number: int64 [1], on the device: the round that it is when kernels of it run. tokens: rows of x. stage: what was
-    called for it last.
-    """
-
-    number: Any
-    tokens: int
-    routes: Routes
-    weights: Any | None
-    owner: GraphAllToAll
-    stage: Stage = Stage.SENT
-    outputs: tuple[Any, Any | None, Any, Any] | None = None  # x, scales, counts, offsets, once somebody asked
-    stream: int = 0  # of dispatch_send
-
-    def __repr__(self) -> str:
-        return f"<GraphRound of {self.tokens} tokens, after {self.stage.value}>"
-
-
-@dataclass(frozen=True, eq=False)
-class GraphDispatched:
-    """Rows for this rank's experts, once the kernels before have run.
-
-    x: [rows, hidden] of dtype. scales: float32 [rows, blocks] or None. counts: int32 [experts of the rank], rows of
-    each. offsets: int32 [experts of the rank + 1], first row of each. rows: as many as there may be, whatever came:
-    with layout "masked" room for each expert, with "grouped" for all of them, of which offsets[-1] are used. Rows that
-    belong to no route are not written.
-    """
-
-    x: Any
-    scales: Any | None
-    counts: Any
-    offsets: Any
-    rows: int
-    round: GraphRound
 
 
 class GraphAllToAll:
@@ -519,29 +474,7 @@ class GraphAllToAll:
 
     def _found_failure(self) -> CrossrailError | None:
         assert self._peers is not None
-        try:
-            found = self._proxy.failure()
-        except CrossrailError as error:  # as an index that is none of an expert's
-            return error
-        if found is None:
-            return None
-        result, rank, detail, step, number, counts = found
-        if result == "overflow":
-            placement = _core.moe.Placement(self._layout, counts.reshape(self.config.groups, self.config.experts))
-            return find_overflow(self.config, number, placement)
-        if result == "late" and rank == self.rank:
-            return UsageError(
-                f"round {number + PARITIES} was begun, and round {number} is not ended after {self._timeout_s:g} s: "
-                "each dispatch_send takes a combine_recv, also in graphs that are replayed. The rounds of this "
-                "GraphAllToAll have ended"
-            )
-        trouble = self._peers.trouble((result, rank, detail), _HALVES[step].format(number), self._timeout_s)
-        if result != "late":
-            return trouble
-        return WaitTimeout(
-            f"{str(trouble).partition('. Nothing is lost')[0]}. The rounds of this GraphAllToAll have ended. Next: see "
-            "whether that rank makes the same calls as this one, and make a new one, on all ranks"
-        )
+        return found_failure(self._proxy, self._peers, self._layout, self.config, self.rank, self._timeout_s)
 
     def _close_memory(self) -> None:
         if self._proxy is not None:
