@@ -1,13 +1,16 @@
 """Rounds of GraphAllToAll in replayed CUDA graphs, beside launches one by one, AllToAll's, and a copy of the bytes.
 
     ./dev run python benchmarks/moe_graph.py [--tokens 128] [--ranks 2 4] [--transport shm] [--cpus] [--polling spin]
+                                             [--kernels]
 
 Each rank is a process, and all share one GPU: start CUDA's MPS before (nvidia-cuda-mps-control -d), or processes take
 turns of milliseconds and that is all there is to see. With CUDA_DEVICE_MAX_CONNECTIONS=32 MPS has no room for four. A
 pass begins when all ranks have come; printed is the median over passes of the slowest rank, per round of a dispatch and
-a combine, with no work of experts between. Copy: torch's, on each rank at once, of the bytes that it gets in a round.
+a combine, with no work of experts between. Replayed and launched: kernels write to the other ranks' memory; engine:
+replayed with peer_access=False, so that it moves all rows. Copy: torch's, on each rank at once, of the bytes that it
+gets in a round.
 Rows are float8 with scales there and bfloat16 back, as in `crossrail bench moe`. --cpus: the thread of each rank has a
-core of its own. What combine gives is checked.
+core of its own. --kernels: rank 0 also prints what each kernel of a replay takes. What combine gives is checked.
 """
 
 from __future__ import annotations
@@ -41,7 +44,16 @@ def tokens_of(rank: int, tokens: int) -> tuple[Any, Any, Any, Any]:
     return x.view(torch.float8_e4m3fn), scales, indices, torch.full((tokens, TOP_K), 1 / TOP_K, device="cuda")
 
 
-def run_rank(pipe: Any, gate: Any, rank: int, tokens: int, options: dict[str, Any], has_core: bool) -> None:
+def show_kernels(replay: Callable[[], None]) -> None:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        replay()
+        torch.cuda.synchronize()
+    print(profile.key_averages().table(sort_by="cuda_time_total", row_limit=20, max_name_column_width=40), flush=True)
+
+
+def run_rank(
+    pipe: Any, gate: Any, rank: int, tokens: int, options: dict[str, Any], has_core: bool, shows_kernels: bool
+) -> None:
     """A process of its own. Sends its address, takes all of them, twice; then sends its times."""
     given = tokens_of(rank, tokens)
     layout = "masked" if tokens <= 512 else "grouped"
@@ -64,27 +76,36 @@ def run_rank(pipe: Any, gate: Any, rank: int, tokens: int, options: dict[str, An
         return EngineGroup(engine, [xr.Address.from_bytes(each) for each in pipe.recv()])
 
     cpu = sorted(os.sched_getaffinity(0))[-1 - rank] if has_core else None
-    with (
-        xr.Engine(f"rank-{rank}", **options) as engine,
-        meet(engine) as group,
-        GraphAllToAll(engine, group, proxy_cpu=cpu, **sizes) as part,
-    ):
-        got = part.dispatch(*given)
-        y = got.x.float().bfloat16()
-        rows = int(got.counts.sum())
-        is_right = torch.equal(part.combine(y, got), wanted)
+    is_right = True
+    for name, peer_access in (("engine", False), ("replayed", True)):
+        with (
+            xr.Engine(f"rank-{rank}", **options) as engine,
+            meet(engine) as group,
+            GraphAllToAll(engine, group, peer_access=peer_access, proxy_cpu=cpu, **sizes) as part,
+        ):
+            got = part.dispatch(*given)
+            y = got.x.float().bfloat16()
+            rows = int(got.counts.sum())
+            is_right &= torch.equal(part.combine(y, got), wanted)
 
-        def rounds() -> None:
-            for _ in range(ROUNDS):
-                part.combine(y, part.dispatch(*given))
+            def rounds(part: GraphAllToAll = part, y: Any = y) -> None:
+                for _ in range(ROUNDS):
+                    part.combine(y, part.dispatch(*given))
 
-        timed("launched", rounds)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            rounds()
-        timed("replayed", graph.replay)
-        part.check()
-        del graph
+            if peer_access:
+                timed("launched", rounds)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                rounds()
+            timed(name, graph.replay)
+            part.check()
+            if shows_kernels and peer_access:
+                if rank == 0:
+                    print(part.explain())
+                gate.wait(DEADLINE_S)
+                show_kernels(graph.replay) if rank == 0 else graph.replay()
+                torch.cuda.synchronize()
+            del graph
     nbytes = rows * (HIDDEN + 4 * BLOCKS) + tokens * TOP_K * 2 * HIDDEN
     copied = torch.empty(2, nbytes, dtype=torch.uint8, device="cuda")
     timed("copy", lambda: [copied[0].copy_(copied[1]) for _ in range(ROUNDS)])
@@ -102,17 +123,17 @@ def run_rank(pipe: Any, gate: Any, rank: int, tokens: int, options: dict[str, An
     pipe.send((times, nbytes, is_right))
 
 
-def measure(ranks: int, tokens: int, options: dict[str, Any], have_cores: bool) -> None:
+def measure(ranks: int, tokens: int, options: dict[str, Any], have_cores: bool, shows_kernels: bool) -> None:
     context = multiprocessing.get_context("spawn")
     gate = context.Barrier(ranks)
     pipes, children = [], []
     for rank in range(ranks):
         ours, theirs = context.Pipe()
-        arguments = (theirs, gate, rank, tokens, options, have_cores)
+        arguments = (theirs, gate, rank, tokens, options, have_cores, shows_kernels)
         children.append(context.Process(target=run_rank, args=arguments, daemon=True))
         children[-1].start()
         pipes.append(ours)
-    for _ in range(2):
+    for _ in range(3):
         addresses = [pipe.recv() for pipe in pipes]
         for pipe in pipes:
             pipe.send(addresses)
@@ -127,7 +148,8 @@ def measure(ranks: int, tokens: int, options: dict[str, Any], have_cores: bool) 
     }
     print(
         f"{ranks} ranks, {tokens:5} tokens  {results[0][1] / 1e6:7.2f} MB each  replayed {took['replayed']:7.0f} us  "
-        f"launched {took['launched']:7.0f}  AllToAll {took['AllToAll']:7.0f}  copy {took['copy']:6.0f}",
+        f"engine {took['engine']:7.0f}  launched {took['launched']:7.0f}  AllToAll {took['AllToAll']:7.0f}  "
+        f"copy {took['copy']:6.0f}",
         flush=True,
     )
 
@@ -139,11 +161,13 @@ def main() -> None:
     parser.add_argument("--transport", default="shm")
     parser.add_argument("--cpus", action="store_true")
     parser.add_argument("--polling", default="adaptive")
+    parser.add_argument("--kernels", action="store_true")
     given = parser.parse_args()
     print(torch.cuda.get_device_name(), "torch", torch.__version__)
     for ranks in given.ranks:
         for tokens in given.tokens:
-            measure(ranks, tokens, {"transport": given.transport, "polling": given.polling}, given.cpus)
+            options = {"transport": given.transport, "polling": given.polling}
+            measure(ranks, tokens, options, given.cpus, given.kernels)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from triton.compiler import ASTSource
 from crossrail.moe.graph import triton as graph_launching
 from crossrail.moe.graph import triton_code as graph_code
 from crossrail.moe.graph.kernels import Own, Routes
-from crossrail.moe.graph.memory import Rows
+from crossrail.moe.graph.memory import Rows, Targets
 from crossrail.moe.kernels import triton as launching
 from crossrail.moe.kernels import triton_code
 
@@ -111,17 +111,19 @@ def launch_rounds(kernels: graph_launching.TritonGraphKernels) -> None:
     for width in (8, 4, 2, 1):
         rows = Rows(torch.zeros(16 * 8 * width, dtype=torch.uint8), 8, 8 * width, 64 * width)
         memory: Any = SimpleNamespace(
-            **dict.fromkeys(("rows_in", "rows_out", "results_in", "results_out", "own_rows", "own_results"), rows)
+            **dict.fromkeys(("rows_in", "rows_out", "results_in", "results_out", "own_rows", "own_results"), rows),
+            **dict.fromkeys(("row_targets", "result_targets"), Targets.of([rows, None, rows], "cpu")),
         )
         x = torch.zeros((TOKENS, 3 * width), dtype=torch.uint8)
         for scales in (None, torch.zeros((TOKENS, width), dtype=torch.uint8)):
-            kernels.send(memory, Own(0, 2, EXPERTS), x, scales, routes, number)
+            kernels.send(memory, Own(0, 0, 2, EXPERTS, 2), x, scales, routes, number)
             kernels.take(memory, board, x, scales, numbers[:2], numbers[:3], number)
         kernels.give(memory, board, torch.zeros((TOKENS, 8 * width), dtype=torch.uint8), number)
-    summed: Any = SimpleNamespace(sources=[torch.zeros((5, 16))])
-    for wanted in FLOATS:
+    for given, wanted in itertools.product(FLOATS, FLOATS):
+        summed: Any = SimpleNamespace(sources=[torch.zeros((5, 16), dtype=given)])
         out = torch.zeros((TOKENS, 16), dtype=wanted)
-        kernels.sum(summed, out, routes.where, torch.zeros((TOKENS, TOP_K)), False, number)
+        for accumulate in (False, True):
+            kernels.sum(summed, out, routes.where, torch.zeros((TOKENS, TOP_K)), accumulate, number)
 
 
 def main() -> None:

@@ -19,7 +19,6 @@ with needs(__name__, "'crossrail[triton]'"):
 
 _COPY_BLOCK = 1024  # elements of a row that one program moves
 _COUNT_BLOCK = 1024
-_MARK_BLOCK = 8192
 _PROGRAMS = 528  # of those that share out the rows of a table whose length only they know: four for each SM of an H100
 _TYPES = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
@@ -82,11 +81,7 @@ class TritonGraphKernels:
         )  # fmt: skip
 
     def sum(self, memory: GraphMemory, out: Any, where: Any, weights: Any, accumulate: bool, number: Any) -> None:
-        self._kernels.reduce(out, memory.sources, where, weights, accumulate)
-        if out.numel() > 0:
-            stored = out.view(torch.int16) if out.dtype == torch.bfloat16 else out
-            grid = (triton.cdiv(out.numel(), _MARK_BLOCK),)
-            code.mark_rows[grid](stored, number, out.numel(), IS_BFLOAT16=stored is not out, BLOCK=_MARK_BLOCK)
+        self._kernels.reduce_unless_ended(out, memory.sources, where, weights, accumulate, number)
 
 
 def _widest(*rows: Rows, tensors: tuple[Any | None, ...]) -> Any:

@@ -185,14 +185,3 @@ def give_rows(
         end = tl.where(known, width, 0)
         value = tl.load(y + row * width + at, mask=at < end, other=0)
         tl.store(address.to(y.dtype) + to * width + at, value, mask=at < end)
-
-
-@triton.jit(do_not_specialize=["count"])
-def mark_rows(out, number, count, IS_BFLOAT16: tl.constexpr, BLOCK: tl.constexpr):
-    """NaN where the rounds have ended. bfloat16 is seen as int16."""
-    if tl.load(number) < 0:
-        at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        if IS_BFLOAT16:
-            tl.store(out + at, tl.full((BLOCK,), 0x7FC0, tl.int16), mask=at < count)
-        else:
-            tl.store(out + at, tl.full((BLOCK,), float("nan"), tl.float32), mask=at < count)

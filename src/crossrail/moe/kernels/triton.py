@@ -74,6 +74,12 @@ class TritonKernels:
     def reduce(
         self, out: Any, sources: Sequence[Any], where: Any, weights: Any | None, accumulate: bool = False
     ) -> None:
+        self.reduce_unless_ended(out, sources, where, weights, accumulate, None)
+
+    def reduce_unless_ended(
+        self, out: Any, sources: Sequence[Any], where: Any, weights: Any | None, accumulate: bool, number: Any | None
+    ) -> None:
+        """reduce(), but NaN throughout where the number, int64 [1] on the device, is negative when the kernel runs."""
         checks.reduce(out, sources, where, weights, self._checked)
         tokens, hidden = out.shape
         if tokens == 0 or hidden == 0:
@@ -85,12 +91,14 @@ class TritonKernels:
             lengths,
             where,
             out if weights is None else weights,
+            addresses if number is None else number,
             len(sources),
             hidden,
             TOP_K=where.shape[1],
             FORMAT=_FORMATS[sources[0].dtype if sources else out.dtype],
             OUT_FORMAT=_FORMATS[out.dtype],
             HAS_WEIGHTS=weights is not None,
+            HAS_NUMBER=number is not None,
             ACCUMULATE=accumulate,
             BLOCK=_SUM_BLOCK,
             enable_fp_fusion=False,  # a fused product and sum has other bits than the other implementations'

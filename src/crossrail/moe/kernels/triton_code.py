@@ -137,16 +137,20 @@ def reduce_rows(
     lengths,
     where,
     weights,
+    number,
     sources,
     hidden,
     TOP_K: tl.constexpr,
     FORMAT: tl.constexpr,
     OUT_FORMAT: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
+    HAS_NUMBER: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program for each token and block of its row. Launched without fused multiply-add."""
+    """A program for each token and block of its row. Launched without fused multiply-add. number: of a round; the sums
+    are NaN when it is negative.
+    """
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < hidden
@@ -171,6 +175,8 @@ def reduce_rows(
         if HAS_WEIGHTS:
             term = term * tl.load(weights + place)
         total = tl.where(given, total + term, total)
+    if HAS_NUMBER:
+        total = tl.where(tl.load(number) < 0, float("nan"), total)
     tl.store(out + token * hidden + at, narrowed(total, OUT_FORMAT), mask=inside)
 
 
