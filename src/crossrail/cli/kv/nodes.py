@@ -72,6 +72,7 @@ _node_options = together(
         _DEFAULTS,
         probe_s="Seconds between probes of peers.",
         silent_s="Seconds without an answer after which a peer is given up as lost.",
+        pages_s="Seconds that a request may wait for KV pages, once it has been accepted.",
         lease_s="With etcd: lease of the node's record, in seconds; a node that stands still for longer is gone.",
     ),
     service_options,
