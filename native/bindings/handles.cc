@@ -37,10 +37,23 @@ nb::object RegionHandle::take_quiet_buffer() {
 
 void RegionHandle::check_viewable() const {
   if (core()->base() == kPhantomBase) throw UsageError("a phantom region has no memory to look at");
-  if (core()->memory() != MemoryKind::kHost)
-    throw UsageError("the region is memory of cuda:" + std::to_string(core()->gpu()) +
-                     ", which the CPU cannot look at: use the tensor that was registered");
+  if (core()->memory() != MemoryKind::kHost) {
+    const std::string device = "cuda:" + std::to_string(core()->gpu());
+    throw UsageError("the region is memory of " + device + ", which the CPU cannot look at: use " +
+                     (core()->is_own_gpu_memory() ? "torch.as_tensor(region, device='" + device + "')"
+                                                  : std::string("the tensor that was registered")));
+  }
+  check_not_closed();
+}
+
+void RegionHandle::check_not_closed() const {
   if (core()->closed()) throw UsageError("the region is closed: its memory may belong to somebody else by now");
+}
+
+void RegionHandle::give_to_kernels() const {
+  CROSSRAIL_ASSERT(core()->is_own_gpu_memory());
+  check_not_closed();
+  core()->give_to_kernels();
 }
 
 void RegionHandle::export_view(PyObject* self, Py_buffer* view, int flags) {

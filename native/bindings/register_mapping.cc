@@ -1,7 +1,10 @@
-// A peer's memory, mapped: what Engine.map gives a memoryview of.
+// A peer's memory, mapped: what Engine.map gives a memoryview of, or, of a GPU's, an array of Numba's protocol.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
 
 #include <memory>
+#include <string>
+#include <utility>
 
 #include "bindings/bindings.h"
 #include "bindings/convert.h"
@@ -22,6 +25,12 @@ struct MappingHandle {
   uint64_t length_bytes = 0;
 };
 
+// Likewise, for kernels. A forked child leaves it alone.
+struct GpuMappingHandle {
+  MappingHandle of;
+  int gpu = 0;
+};
+
 int get_buffer(PyObject* self, Py_buffer* view, int flags) {
   const auto* handle = nb::inst_ptr<MappingHandle>(self);
   return PyBuffer_FillInfo(view, self, handle->mapping.base, static_cast<Py_ssize_t>(handle->length_bytes), 0, flags);
@@ -29,42 +38,76 @@ int get_buffer(PyObject* self, Py_buffer* view, int flags) {
 
 PyType_Slot slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(get_buffer)}, {0, nullptr}};
 
-nb::object map(Self self, nb::handle descriptor, nb::handle timeout_s) {
+void check_kind(const RegionDescriptor& descriptor, int gpu) {
+  if (descriptor.memory == MemoryKind::kHost && gpu >= 0)
+    throw UsageError("device is 'cuda:" + std::to_string(gpu) + "', must be None: the region is host memory");
+  if (descriptor.memory == MemoryKind::kCuda && gpu < 0)
+    throw UsageError(
+        "device is None, and the region is memory of a GPU: name the GPU whose kernels are to use it, as "
+        "device='cuda:0'");
+}
+
+// gpu: -1 for host memory.
+nb::object map(Self self, nb::handle descriptor, nb::handle timeout_s, int gpu) {
   const EngineRef engine = self.p->core();
-  const RemoteRegionRef region = self.p->remote(to_descriptor(descriptor, "descriptor"));
+  DescriptorHandle& given = to_descriptor(descriptor, "descriptor");
+  check_kind(*given.value, gpu);
+  const RemoteRegionRef region = self.p->remote(given);
   const Deadline deadline = to_deadline(timeout_s, engine->clock());
   MappingHandle handle{.mapping = {}, .length_bytes = region->length_bytes()};
   Status status = Status::kPending;
   const WaitResult result =
-      wait_without_gil([&] { return engine->map(*region, deadline, interrupted, &handle.mapping, &status); });
+      wait_without_gil([&] { return engine->map(*region, gpu, deadline, interrupted, &handle.mapping, &status); });
   const Address& owner = region->peer()->address();
   if (result == WaitResult::kTimeout) {
     raise_object(make_error("connect_timeout", self.h, to_text(owner.name), owner.pid, timeout_s));
   }
   if (result == WaitResult::kClosed) status = Status::kEngineClosed;
   if (status != Status::kDone) {
-    const std::string note = engine->closed() ? std::string() : engine->explain(*region->peer()).note;
-    raise_object(make_error("map_failed", self.h, status_name(status), to_text(owner.name), handle.length_bytes,
-                            region->descriptor().region_id, to_text(note)));
+    std::string note = handle.mapping.trouble;
+    if (note.empty() && !engine->closed()) note = engine->explain(*region->peer()).note;
+    raise_object(make_error(gpu < 0 ? "map_failed" : "gpu_map_failed", self.h, status_name(status), to_text(owner.name),
+                            handle.length_bytes, region->descriptor().region_id, to_text(note)));
   }
+  if (gpu >= 0) return nb::cast(GpuMappingHandle{.of = std::move(handle), .gpu = gpu});
   nb::object object = nb::cast(std::move(handle));
   return nb::steal(PyMemoryView_FromObject(object.ptr()));
+}
+
+nb::dict cuda_array(const GpuMappingHandle& self) {
+  nb::dict shown;
+  shown["shape"] = nb::make_tuple(self.of.length_bytes);
+  shown["typestr"] = "|u1";
+  shown["data"] = nb::make_tuple(reinterpret_cast<uint64_t>(self.of.mapping.base), false);
+  shown["version"] = 3;
+  return shown;
+}
+
+std::string show(const GpuMappingHandle& self) {
+  return "<GpuMapping of " + std::to_string(self.of.length_bytes) + " bytes for cuda:" + std::to_string(self.gpu) + ">";
 }
 
 }  // namespace
 
 void register_mapping(nb::module_& module, nb::class_<EngineHandle>& engine) {
   nb::class_<MappingHandle>(module, "_Mapping", nb::is_final(), nb::type_slots(slots));
-  engine.def("map", &map, nb::arg("descriptor").none(), nb::arg("timeout_s").none() = 5.0,
-             nb::sig("def map(self, descriptor: RegionDescriptor, timeout_s: float | None = 5.0) -> memoryview"),
-             R"(A peer's memory as a memoryview of format "B", read and write: what its engine.alloc made, on this host.
-
-For those who agree between themselves who writes what and when: what is done by the view is outside of the engine's
-contract. No count comes of it, and neither close() nor revoke() of the region keeps it out. The memory lives as long as
-the view does, also after the peer closed the region or died: then the bytes are as they were left, and no one else's.
-Connects to the peer at first use. Blocks, GIL released; any thread.
-Raises UsageError for memory that this process cannot map (another host, memory that was registered instead of
-allocated), RemoteRegionClosed, PeerLost, WaitTimeout, EngineClosed.)");
+  nb::class_<GpuMappingHandle>(
+      module, "GpuMapping", nb::is_final(),
+      "A peer's GPU memory, mapped for kernels of one of ours: what Engine.map(device=) returns. It lives as long as "
+      "this, "
+      "or a tensor made of it (torch.as_tensor(mapping, device=mapping.device)), and until kernels that use it have "
+      "ended.")
+      .def_prop_ro(
+          "nbytes", [](const GpuMappingHandle& self) { return self.of.length_bytes; }, "Length in bytes.")
+      .def_prop_ro(
+          "device", [](const GpuMappingHandle& self) { return "cuda:" + std::to_string(self.gpu); },
+          nb::sig("def device(self) -> str"), "The GPU whose kernels reach it, as 'cuda:0'.")
+      .def_prop_ro("__cuda_array_interface__", &cuda_array,
+                   nb::sig("def __cuda_array_interface__(self) -> dict[str, typing.Any]"),
+                   "Numba's protocol, which torch, CuPy and others speak: bytes in one dimension.")
+      .def("__repr__", &show);
+  engine.def("_map", &map, nb::arg("descriptor").none(), nb::arg("timeout_s").none(), nb::arg("gpu"),
+             nb::sig("def _map(self, descriptor: RegionDescriptor, timeout_s: float | None, gpu: int) -> typing.Any"));
 }
 
 }  // namespace crossrail::bindings

@@ -31,14 +31,15 @@ void init_registered(RegionHandle* self, EngineArgument engine, uint64_t address
   new (self) RegionHandle(engine, std::move(region), std::move(owner), writable);
 }
 
-void init_allocated(RegionHandle* self, EngineArgument engine, nb::handle nbytes_object, nb::handle populate_object) {
+void init_allocated(RegionHandle* self, EngineArgument engine, nb::handle nbytes_object, nb::handle populate_object,
+                    int gpu) {
   const uint64_t nbytes = to_u64(nbytes_object, "nbytes");
   const bool populate = to_bool(populate_object, "populate");
   const EngineRef core = engine.p->core();
   RegionRef region;
   {
     WithoutGil no_gil;
-    region = core->alloc(nbytes, populate);
+    region = gpu < 0 ? core->alloc(nbytes, populate) : core->alloc_on_gpu(nbytes, gpu);
   }
   new (self) RegionHandle(engine, std::move(region), nb::object(), true);
 }
@@ -135,7 +136,7 @@ void register_region(nb::module_& module) {
            nb::sig("def __init__(self, engine: Engine, address: int, nbytes: int, access: str, writable: bool, "
                    "owner: object, is_cuda: bool) -> None"))
       .def("__init__", &init_allocated, nb::arg("engine"), nb::arg("nbytes").none(), nb::arg("populate").none(),
-           nb::sig("def __init__(self, engine: Engine, nbytes: int, populate: bool) -> None"))
+           nb::arg("gpu"), nb::sig("def __init__(self, engine: Engine, nbytes: int, populate: bool, gpu: int) -> None"))
       .def("__init__", &init_phantom, nb::arg("engine"), nb::arg("nbytes").none(),
            nb::sig("def __init__(self, engine: Engine, nbytes: int) -> None"))
       .def_prop_ro(
@@ -195,6 +196,13 @@ void register_region(nb::module_& module) {
 The descriptor has new keys, so peers with an older descriptor stay locked out. Raises UsageError if peers are not locked
 out, if one may still be using the memory, or if the region is closed; TransportError if a NIC does not register the
 memory. Any thread.)")
+      .def_prop_ro(
+          "_is_own_gpu_memory", [](const RegionHandle& self) { return self.core()->is_own_gpu_memory(); },
+          nb::sig("def _is_own_gpu_memory(self) -> bool"), "Whether the engine allocated it on a GPU.")
+      .def(
+          "_give_to_kernels", [](const RegionHandle& self) { self.give_to_kernels(); },
+          nb::sig("def _give_to_kernels(self) -> None"),
+          "Of such memory: it is given back once kernels that are under way then have ended.")
       .def(
           "_memoryview",
           [](nb::pointer_and_handle<RegionHandle> self) {

@@ -6,15 +6,14 @@
 #include <utility>
 
 #include "device/capture.h"
+#include "device/stream.h"
 #include "util/errors.h"
 
 namespace crossrail::device {
 
 namespace {
 
-// cuda.h: CU_STREAM_NON_BLOCKING, CU_MEMHOSTREGISTER_PORTABLE.
-constexpr unsigned kNonBlocking = 1;
-constexpr unsigned kPortable = 1;
+constexpr unsigned kPortable = 1;  // cuda.h: CU_MEMHOSTREGISTER_PORTABLE
 
 constexpr uint64_t kWide = 16;  // bytes that a thread of the kernel moves at once,
 // or one by one where an end is odd: then longer pieces are better left to the driver.
@@ -48,7 +47,7 @@ Copier::Stream* Copier::stream_of(int gpu) {
   if (streams_.size() <= index) streams_.resize(index + 1);
   Stream& stream = streams_[index];
   if (stream.handle == nullptr) {
-    if (const int code = driver_->create_stream(&stream.handle, kNonBlocking); code != 0) {
+    if (const int code = make_stream(*driver_, &stream.handle); code != 0) {
       stream.handle = nullptr;
       note("cuStreamCreate", gpu, code);
       return nullptr;

@@ -91,6 +91,22 @@ std::string bind_all(void* handle, Driver* t) {
   bind(handle, "cuIpcOpenMemHandle_v2", &t->open_ipc_handle);
   bind(handle, "cuIpcCloseMemHandle", &t->close_ipc_handle);
   bind(handle, "cuStreamGetCtx", &t->stream_context);
+  bind(handle, "cuStreamCreateWithPriority", &t->create_stream_with_priority);
+  bind(handle, "cuCtxGetStreamPriorityRange", &t->stream_priorities);
+  bind(handle, "cuMemCreate", &t->create_memory);
+  bind(handle, "cuMemRelease", &t->release_memory);
+  bind(handle, "cuMemAddressReserve", &t->reserve_addresses);
+  bind(handle, "cuMemAddressFree", &t->free_addresses);
+  bind(handle, "cuMemMap", &t->map_memory);
+  bind(handle, "cuMemUnmap", &t->unmap_memory);
+  bind(handle, "cuMemSetAccess", &t->set_access);
+  bind(handle, "cuMemGetAllocationGranularity", &t->memory_granularity);
+  bind(handle, "cuMemExportToShareableHandle", &t->export_memory);
+  bind(handle, "cuMemImportFromShareableHandle", &t->import_memory);
+  bind(handle, "cuMemRetainAllocationHandle", &t->retain_memory);
+  bind(handle, "cuDeviceCanAccessPeer", &t->can_access_peer);
+  bind(handle, "cuMemsetD8Async", &t->fill_async);
+  bind(handle, "cuCtxSynchronize", &t->synchronize_context);
   return missing;
 }
 

@@ -15,6 +15,28 @@ namespace crossrail::device {
 
 using IpcHandle = std::array<uint8_t, 64>;  // cuda.h: CUipcMemHandle, a structure of nothing else
 
+// cuda.h: CUmemLocation, CUmemAllocationProp, CUmemAccessDesc.
+struct MemoryLocation {
+  int type;
+  int id;
+};
+struct MemoryProperties {
+  int type;
+  int handle_types;
+  MemoryLocation location;
+  void* win32_meta_data;
+  uint8_t compression_type;
+  uint8_t is_for_rdma;
+  uint16_t usage;
+  uint8_t reserved[4];
+};
+static_assert(sizeof(MemoryProperties) == 32);
+struct MemoryAccess {
+  MemoryLocation location;
+  int flags;
+};
+static_assert(sizeof(MemoryAccess) == 12);
+
 // What is called of libcuda.so.1. The results are CUresult: 0 is success.
 struct Driver {
   int (*init)(unsigned flags);
@@ -50,6 +72,26 @@ struct Driver {
   int (*pinned_address)(uint64_t* address, void* pinned, unsigned flags);
   int (*context_device)(int* device);
   int (*stream_context)(void* stream, void** context);
+  // Older than CUDA 5.5: null.
+  int (*create_stream_with_priority)(void** stream, unsigned flags, int priority);
+  int (*stream_priorities)(int* least, int* greatest);
+  // Virtual memory management, see vmm.h. Older than CUDA 10.2, the last 11.0: null.
+  int (*create_memory)(uint64_t* handle, size_t bytes, const MemoryProperties* wanted, unsigned long long flags);
+  int (*release_memory)(uint64_t handle);
+  int (*reserve_addresses)(uint64_t* address, size_t bytes, size_t alignment, uint64_t wanted,
+                           unsigned long long flags);
+  int (*free_addresses)(uint64_t address, size_t bytes);
+  int (*map_memory)(uint64_t address, size_t bytes, size_t offset, uint64_t handle, unsigned long long flags);
+  int (*unmap_memory)(uint64_t address, size_t bytes);
+  int (*set_access)(uint64_t address, size_t bytes, const MemoryAccess* wanted, size_t count);
+  int (*memory_granularity)(size_t* bytes, const MemoryProperties* wanted, int kind);
+  int (*export_memory)(void* fd, uint64_t handle, int kind, unsigned long long flags);
+  int (*import_memory)(uint64_t* handle, void* fd, int kind);
+  int (*retain_memory)(uint64_t* handle, void* address);
+  // Likewise for its users; every driver that has the above has these.
+  int (*can_access_peer)(int* can, int device, int owner);
+  int (*fill_async)(uint64_t address, unsigned char value, size_t bytes, void* stream);
+  int (*synchronize_context)();
 };
 
 // [any] Opened with the first call and never closed. Null: not here, or no GPU; *why says what and what helps.

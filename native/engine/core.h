@@ -123,9 +123,9 @@ class EngineCore final : public Sink, public Actor {
   std::vector<PeerRef> peers();
   void forget_peer(Peer& peer);
   PeerExplanation explain(Peer& peer);
-  Status map(Peer& peer, RemoteRegion& region, Mapping* mapping);  // progress holder
-  bool knows(const Peer& peer) const;                              // not forgotten
-  void start_connect(Peer& peer);                                  // progress holder
+  Status map(Peer& peer, RemoteRegion& region, int gpu, Mapping* mapping);  // progress holder
+  bool knows(const Peer& peer) const;                                       // not forgotten
+  void start_connect(Peer& peer);                                           // progress holder
   // Progress holder. A connected peer is seen to be slow or frozen, or to move again: an event, if that is news.
   void set_liveness(Peer& peer, PeerState state, const std::string& detail);
   void pool_closed(ReceivePool* pool);

@@ -115,12 +115,28 @@ RegionRef Engine::register_memory(void* base, uint64_t length_bytes, Access acce
   return RegionRef::adopt(new Region(Ref<Engine>::share(this), std::move(local), access));
 }
 
-RegionRef Engine::alloc(uint64_t length_bytes, bool populate) {
-  core_->check_usable();
+static void check_length(uint64_t length_bytes) {
   if (length_bytes == 0) throw UsageError("nbytes = 0: a region has at least one byte");
   if (length_bytes > (uint64_t{1} << 48)) throw UsageError("nbytes = " + text(length_bytes) + " exceeds 2**48");
+}
+
+RegionRef Engine::alloc(uint64_t length_bytes, bool populate) {
+  core_->check_usable();
+  check_length(length_bytes);
   auto local = core_->transports_.allocate(length_bytes, populate);
   return RegionRef::adopt(new Region(Ref<Engine>::share(this), std::move(local), Access::kRemoteWrite));
+}
+
+RegionRef Engine::alloc_on_gpu(uint64_t length_bytes, int gpu) {
+  core_->check_usable();
+  check_length(length_bytes);
+  core_->transports_.check_moves_gpu_memory();
+  const auto memory = device::MappedMemory::map(device::PhysicalMemory::create(gpu, length_bytes), gpu);
+  memory->open_to_neighbours();
+  memory->clear();
+  auto local =
+      core_->transports_.register_memory(memory->base(), length_bytes, Access::kRemoteWrite, MemoryKind::kCuda);
+  return RegionRef::adopt(new Region(Ref<Engine>::share(this), std::move(local), Access::kRemoteWrite, memory));
 }
 
 RegionRef Engine::register_phantom(uint64_t length_bytes) {
@@ -164,8 +180,17 @@ WaitResult Engine::connect(Peer& peer, Deadline deadline, const InterruptCheck& 
   return peer.state() == PeerState::kLost ? WaitResult::kClosed : WaitResult::kReady;
 }
 
-WaitResult Engine::map(RemoteRegion& region, Deadline deadline, const InterruptCheck& interrupted, Mapping* mapping,
-                       Status* status) {
+// Here, and not by the progress holder: the driver takes its time.
+static void map_physical(int gpu, Mapping* mapping) {
+  const std::shared_ptr<device::MappedMemory> memory = device::MappedMemory::map(mapping->physical, gpu);
+  memory->give_to_kernels(gpu);
+  mapping->base = memory->base() + mapping->offset;
+  mapping->memory = memory;
+  mapping->physical.reset();
+}
+
+WaitResult Engine::map(RemoteRegion& region, int gpu, Deadline deadline, const InterruptCheck& interrupted,
+                       Mapping* mapping, Status* status) {
   static constexpr int64_t kLookEveryNs = 200'000;
   Peer& peer = *region.peer();
   const WaitResult connected = connect(peer, deadline, interrupted);
@@ -173,7 +198,8 @@ WaitResult Engine::map(RemoteRegion& region, Deadline deadline, const InterruptC
   if (connected != WaitResult::kReady)
     return connected == WaitResult::kClosed && !closed() ? WaitResult::kReady : connected;
   while (true) {
-    core_->run_as_holder([&] { *status = core_->map(peer, region, mapping); });
+    core_->run_as_holder([&] { *status = core_->map(peer, region, gpu, mapping); });
+    if (*status == Status::kDone && mapping->physical != nullptr) map_physical(gpu, mapping);
     if (*status != Status::kPending) return closed() ? WaitResult::kClosed : WaitResult::kReady;
     // The peer is asked once per region and incarnation: a look now and then is cheap enough.
     const Deadline next_look = std::min(deadline, clock().now_ns() + kLookEveryNs);

@@ -293,6 +293,9 @@ class Engine : public RefCounted<Engine> {
   RegionRef register_memory(void* base, uint64_t length_bytes, Access access, MemoryKind memory = MemoryKind::kHost);
   // Zeroed memory, page aligned, that peers of this host map: the fast target and source. populate: fault it in now.
   RegionRef alloc(uint64_t length_bytes, bool populate);
+  // The same in the memory of that GPU: peers' GPUs map it (device/vmm.h). Waits until it is zero, for no kernel of the user's.
+  // Throws UsageError: there is no such GPU; TransportError: its driver, or no transport, gives such memory.
+  RegionRef alloc_on_gpu(uint64_t length_bytes, int gpu);
   // sim only: as long as one likes, without any memory: transfers with it are counted and take their time, and move no byte.
   RegionRef register_phantom(uint64_t length_bytes);
   // Cached: the same descriptor gives the same object. Does not connect.
@@ -306,8 +309,9 @@ class Engine : public RefCounted<Engine> {
   // A peer's memory at an address of ours: memory of its alloc(), on our host. `status`: kDone, or why not, as
   // Transport::map and the peer say it; meaningless unless kReady. Connects. What the mapping's owner does with it is
   // outside of the contract: it is not counted, nor refused by a close() or revoke() of the region, which keeps living
-  // with the mapping.
-  WaitResult map(RemoteRegion& region, Deadline deadline, const InterruptCheck& interrupted, Mapping* mapping,
+  // with the mapping. gpu: of ours, for whose kernels memory of a GPU is mapped: its alloc_on_gpu(), or other physical
+  // memory; -1: host memory. Throws TransportError: that GPU does not reach it.
+  WaitResult map(RemoteRegion& region, int gpu, Deadline deadline, const InterruptCheck& interrupted, Mapping* mapping,
                  Status* status);
   std::vector<PeerRef> peers() const;
   PeerExplanation explain(Peer& peer);

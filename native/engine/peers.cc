@@ -209,10 +209,13 @@ void EngineCore::set_liveness(Peer& peer, PeerState state, const std::string& de
              peer.address().name, detail});
 }
 
-Status EngineCore::map(Peer& peer, RemoteRegion& region, Mapping* mapping) {
+Status EngineCore::map(Peer& peer, RemoteRegion& region, int gpu, Mapping* mapping) {
   if (closed()) return Status::kEngineClosed;
   if (peer.link_ == nullptr) return Status::kPeerLost;
-  return peer.route_.transport->map(*key_of(peer, region), mapping);
+  const Status status = peer.route_.transport->map(*peer.link_, *key_of(peer, region), gpu, mapping);
+  // The owner knows better than a descriptor how long the region is.
+  const bool is_longer = status == Status::kDone && region.length_bytes() > mapping->length_bytes;
+  return is_longer ? Status::kOutOfBounds : status;
 }
 
 PeerExplanation EngineCore::explain(Peer& peer) {

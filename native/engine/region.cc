@@ -17,8 +17,9 @@ constexpr size_t kRevokedKept = 1024;  // for who is late: of one older than tha
 
 }  // namespace
 
-Region::Region(Ref<Engine> engine, LocalRegions local, Access access)
+Region::Region(Ref<Engine> engine, LocalRegions local, Access access, std::shared_ptr<device::MappedMemory> own)
     : engine_(std::move(engine)),
+      own_(std::move(own)),
       local_(std::move(local)),
       base_(local_.base()),
       length_bytes_(local_.length_bytes()),

@@ -4,11 +4,13 @@
 #include <atomic>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "device/vmm.h"
 #include "engine/transports.h"
 #include "engine/waiting.h"
 #include "transport/descriptor.h"
@@ -26,7 +28,7 @@ class Peer;
 // Lifecycle: 1. open. 2. closing: no new submit, peers refused. 3. closed: nothing touches the memory any more.
 // While it is open, peers may be locked out and let in again, any number of times: admitted -> revoking -> revoked ->
 // admitted, each time under an id and keys that were never used before. So a descriptor names one generation of peers.
-// Owner of the memory: the caller, from registration until close() returned kReady; the engine for alloc().
+// Owner of the memory: the caller, from registration until close() returned kReady; the engine for alloc() and alloc_on_gpu().
 // Threads: any.
 class Region {
  public:
@@ -43,6 +45,10 @@ class Region {
   // Of a GPU's: its ordinal, else -1; by what means NICs were given it, for people.
   int gpu() const { return gpu_; }
   const std::string& given_by() const { return given_by_; }
+  // Memory of a GPU that is the engine's, and lives as long as this; not what somebody registered.
+  bool is_own_gpu_memory() const { return own_ != nullptr; }
+  // Kernels of the user's may use that from now on: they are waited for before it is given back.
+  void give_to_kernels() { own_->give_to_kernels(gpu_); }
   // Engine-owned or shared memory: peers of this host can map it.
   bool is_mapped() const { return is_mapped_; }
   // What peers of the present generation are to be given. Throws UsageError while they are locked out.
@@ -89,7 +95,7 @@ class Region {
   friend class Engine;
   friend class EngineCore;
   friend class RegionUse;
-  Region(Ref<Engine> engine, LocalRegions local, Access access);
+  Region(Ref<Engine> engine, LocalRegions local, Access access, std::shared_ptr<device::MappedMemory> own = {});
   ~Region();
   // A transfer's use: a reference and an operation in flight, in one atomic. seq_cst: who begins and then looks at
   // closed(), and close(), which does the reverse: one sees the other.
@@ -108,7 +114,8 @@ class Region {
   WaitResult wait_until(const std::function<bool()>& ready, Deadline deadline, const InterruptCheck& interrupted);
   WaitResult move_own_transfers(Deadline deadline, const InterruptCheck& interrupted);
 
-  const Ref<Engine> engine_;  // the transports must outlive what follows
+  const Ref<Engine> engine_;                         // the transports must outlive what follows
+  const std::shared_ptr<device::MappedMemory> own_;  // of alloc_on_gpu(); it outlives what follows, too
   // The transports' halves. Before the first revoke() local_ is all there is. Then peers and our own transfers part:
   // local_ is exchanged for one that no peer knows (by the progress holder, who reads it without the mutex), shown_ is
   // what peers know, or last knew, and first_ what shown_ was before the first renew(): it may own the memory, and is

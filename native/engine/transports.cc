@@ -197,15 +197,19 @@ uint32_t TransportSet::gpu_transports() const {
   return mask;
 }
 
+void TransportSet::check_moves_gpu_memory() const {
+  if (std::any_of(traits_.begin(), traits_.begin() + size_,
+                  [](const Traits& each) { return each.moves_gpu_memory || each.copies_gpu_memory; }))
+    return;
+  throw TransportError("register", 0,
+                       "the memory is a GPU's, and this engine's transport, " + transport_names(address().transports) +
+                           ", moves host memory only",
+                       "open the engine with another: transport='auto'");
+}
+
 LocalRegions TransportSet::register_gpu_memory(std::byte* base, uint64_t length_bytes, Access access) {
+  check_moves_gpu_memory();
   const bool for_nics = gpu_transports() != 0;
-  if (!for_nics && std::none_of(traits_.begin(), traits_.begin() + size_,
-                                [](const Traits& each) { return each.copies_gpu_memory; })) {
-    throw TransportError("register", 0,
-                         "the memory is a GPU's, and this engine's transport, " +
-                             transport_names(address().transports) + ", moves host memory only",
-                         "open the engine with another: transport='auto'");
-  }
   const device::GpuMemory memory(base, length_bytes, for_nics);
   LocalRegions region(&region_ids_, base, length_bytes);
   region.memory_ = MemoryKind::kCuda;

@@ -88,6 +88,8 @@ class TransportSet {
   LocalRegions register_memory(std::byte* base, uint64_t length_bytes, Access access,
                                MemoryKind memory = MemoryKind::kHost);
   LocalRegions allocate(uint64_t length_bytes, bool populate);
+  // Throws TransportError: none of them does.
+  void check_moves_gpu_memory() const;
   // Fills in what the transports tell peers of the region.
   void describe(const LocalRegions& region, RegionDescriptor* descriptor) const;
   void revoke_region(LocalRegions& region);

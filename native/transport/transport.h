@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "device/cuda.h"
+#include "device/vmm.h"
 #include "transport/descriptor.h"
 #include "transport/stage.h"
 #include "transport/types.h"
@@ -67,6 +68,11 @@ inline constexpr uint32_t kServicesQueuedMax = 64;       // of one link, accepte
 struct Mapping {
   std::shared_ptr<const void> memory;
   std::byte* base = nullptr;
+  uint64_t length_bytes = 0;  // of the region, as its owner says
+  // Of a GPU's, instead: what is still to be mapped, and where the region begins in it.
+  std::shared_ptr<const device::PhysicalMemory> physical;
+  uint64_t offset = 0;
+  std::string trouble;  // of kAccessDenied, kTransportFailed; may be empty
 };
 
 // One piece of work for one rail. 64 bytes: a cache line per piece.
@@ -198,8 +204,9 @@ class Transport {
   virtual void disconnect(Link& link) = 0;
   virtual std::unique_ptr<RemoteKey> resolve(Link& link, const RegionDescriptor& descriptor) = 0;
   // kPending: the peer has not answered yet what region that is, ask again. kDone: `out` is filled. kAccessDenied: this
-  // process cannot touch that memory. kRegionClosed, kRegionRevoked and others: the peer refuses.
-  virtual Status map(const RemoteKey&, Mapping* /*out*/) { return Status::kAccessDenied; }
+  // process cannot touch that memory. kRegionClosed, kRegionRevoked and others: the peer refuses. gpu: of ours, whose kernels
+  // are to reach memory of a GPU; -1: host memory.
+  virtual Status map(Link&, const RemoteKey&, int /*gpu*/, Mapping* /*out*/) { return Status::kAccessDenied; }
   virtual std::vector<PathReport> explain(Link& link) = 0;
   // [any] Why none of that peer's rails is in reach of ours (other kinds of links, another user's memory); empty: some is,
   // or nobody can tell.

@@ -5,7 +5,7 @@
 """
 
 from crossrail import _interrupt, _libfabric
-from crossrail._core import Address, Message, PeerGroup, RegionDescriptor, Transfer, __version__
+from crossrail._core import Address, GpuMapping, Message, PeerGroup, RegionDescriptor, Transfer, __version__
 from crossrail.counters import CountTicket, ImmCounter
 from crossrail.engine import Engine
 from crossrail.errors import (
@@ -46,6 +46,7 @@ __all__ = [
     "EngineClosed",
     "EngineEvent",
     "Explanation",
+    "GpuMapping",
     "Heartbeat",
     "ImmCounter",
     "LateWrite",

@@ -262,6 +262,21 @@ def map_failed(
     )
 
 
+def gpu_map_failed(
+    engine: _core.Engine, status: str, peer: str, nbytes: int, region: int, note: str
+) -> errors.CrossrailError:
+    what = f"map of {nbytes} bytes of a GPU of {_peer(engine, peer)} (its region {region})"
+    because = f" ({note})" if note else ""
+    if status == "access-denied":
+        return errors.UsageError(
+            f"{what}: this process cannot map that memory{because}. It must come from the peer's "
+            "engine.alloc(device=...), on this host, and be reached by shm: engine.explain(peer) says what is used"
+        )
+    if status == "transport-failed":
+        return errors.TransportError("map", 0, f"{what} failed{because}", "see engine.explain(peer)")
+    return map_failed(engine, status, peer, nbytes, region, note)
+
+
 def no_loop(engine: _core.Engine) -> errors.UsageError:
     return errors.UsageError(
         f"engine '{engine.name}' is awaited where no asyncio event loop is running. Next: await it on one "

@@ -12,11 +12,12 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from crossrail import _core, _options, _raise, _stage
 from crossrail._buffers import memory_of
-from crossrail._core import Address, Message
+from crossrail._core import Address, GpuMapping, Message, RegionDescriptor
+from crossrail._devices import gpu_of
 from crossrail._notify import Callbacks, CallbackThread, log, log_raised, weakly
 from crossrail._ordered import OrderedWeakSet
 from crossrail._text import plain
@@ -265,12 +266,47 @@ class Engine(_core.Engine):
         """
         return Region(self, nbytes)
 
-    def alloc(self, nbytes: int, *, populate: bool = False) -> Region:
+    def alloc(self, nbytes: int, *, populate: bool = False, device: object = None) -> Region:
         """Allocates zeroed, page-aligned memory that peers on this host map: the fastest source and target.
 
-        populate: fault the pages in now. The memory lives as long as the region or a view of it. Any thread.
+        populate: fault the pages in now. device: a GPU of this process, as "cuda:0" or a torch.device; None: host
+        memory. Any thread.
+        The memory lives as long as the region or a view of it; on a GPU, as the region or a tensor of it:
+        `torch.as_tensor(region, device=region.device)` copies nothing. It is given back once kernels that may use it
+        have ended; nobody waits for these meanwhile. GPU memory is allocated in units of 2 MiB, by CUDA's virtual
+        memory management. Raises UsageError if there is no such GPU; TransportError without NVIDIA's driver, or if
+        it cannot share such memory: register memory of torch then.
         """
-        return Region(self, nbytes, populate)
+        return Region(self, nbytes, populate, gpu_of(device))
+
+    @overload
+    def map(
+        self, descriptor: RegionDescriptor, timeout_s: float | None = 5.0, *, device: None = None
+    ) -> memoryview: ...
+    @overload
+    def map(self, descriptor: RegionDescriptor, timeout_s: float | None = 5.0, *, device: object) -> GpuMapping: ...
+    def map(
+        self, descriptor: RegionDescriptor, timeout_s: float | None = 5.0, *, device: object = None
+    ) -> memoryview | GpuMapping:
+        """A peer's memory, on this host: what its engine.alloc made, as a memoryview of format "B", read and write.
+
+        Memory of a GPU as a GpuMapping instead, for kernels of `device`, a GPU of this process that reaches the
+        owner's: `torch.as_tensor(mapping, device=mapping.device)` is a tensor of it. It must come from
+        engine.alloc(device=...), or be other memory that CUDA's virtual memory management gives to processes; what
+        cudaMalloc made is refused, since its owner may free it. Within a process the mapping is at the owner's own
+        address, if the engine allocated it.
+
+        For those who agree between themselves who writes what and when: what is done through the mapping is outside of
+        the engine's contract. No count comes of it, and neither close() nor revoke() of the region keeps it out. The
+        memory lives as long as the mapping does (a view of it, a tensor, kernels that use that), also after the peer
+        closed the region or died: then the bytes are as they were left, and no one else's. Connects to the peer at
+        first use. Blocks, GIL released; any thread.
+        Raises UsageError for memory that this process cannot map (another host, memory that was registered instead of
+        allocated, a device for host memory or none for a GPU's), TransportError where the driver refuses (a GPU that
+        `device` does not reach), RemoteRegionClosed, PeerLost, WaitTimeout, EngineClosed.
+        """
+        mapped: memoryview | GpuMapping = self._map(descriptor, timeout_s, gpu_of(device))
+        return mapped
 
     # ---- messages and counting
 

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from crossrail import _core, _options, _raise
+from crossrail._buffers import GpuBytes
 from crossrail._core import RegionDescriptor
 from crossrail.errors import EngineClosed, UsageError
 from crossrail.poison import Poisoned
@@ -36,6 +37,19 @@ class Region(_core.Region):
         UsageError for memory of a GPU, and if the region is closed.
         """
         return self._memoryview()
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """Of memory of a GPU that Engine.alloc made: its bytes, for torch.as_tensor(region, device=region.device), CuPy
+        and others. What they make of it keeps the memory alive.
+
+        Raises AttributeError for other memory, UsageError if the region is closed.
+        """
+        if not self._is_own_gpu_memory:
+            what = "host memory" if self.device == "cpu" else "memory that was registered: use the tensor"
+            raise AttributeError(f"the region has no __cuda_array_interface__: it is {what}")
+        self._give_to_kernels()
+        return GpuBytes(self.base, self.nbytes).__cuda_array_interface__
 
     def array(self, dtype: npt.DTypeLike = "uint8", shape: int | tuple[int, ...] | None = None) -> npt.NDArray[Any]:
         """The memory as a numpy array of this dtype and shape, without a copy. shape None: all of it in one dimension.

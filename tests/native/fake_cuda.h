@@ -3,6 +3,9 @@
 
 #include <doctest/doctest.h>
 
+#include <cstddef>
+#include <cstring>
+
 #include "device/cuda.h"
 #include "fake_gpu.h"
 
@@ -10,7 +13,8 @@ namespace crossrail::test {
 
 class FakeCuda : public FakeGpu {
  public:
-  FakeCuda() {
+  // is_old: a driver before virtual memory management, and before priorities of streams.
+  explicit FakeCuda(bool is_old = false) {
     static const device::Driver table = {
         .init = FakeCalls::init,
         .error_string = FakeCalls::error_string,
@@ -40,13 +44,37 @@ class FakeCuda : public FakeGpu {
         .pinned_address = FakeCalls::pinned_address,
         .context_device = FakeCalls::context_device,
         .stream_context = FakeCalls::stream_context,
+        .create_stream_with_priority = FakeCalls::create_stream_with_priority,
+        .stream_priorities = FakeCalls::stream_priorities,
+        .create_memory = FakeCalls::create_memory<device::MemoryProperties>,
+        .release_memory = FakeCalls::release_memory,
+        .reserve_addresses = FakeCalls::reserve_addresses,
+        .free_addresses = FakeCalls::free_addresses,
+        .map_memory = FakeCalls::map_memory,
+        .unmap_memory = FakeCalls::unmap_memory,
+        .set_access = FakeCalls::set_access<device::MemoryAccess>,
+        .memory_granularity = [](size_t* bytes, const device::MemoryProperties* wanted,
+                                 int kind) { return FakeCalls::memory_granularity(bytes, wanted, kind); },
+        .export_memory = FakeCalls::export_memory,
+        .import_memory = FakeCalls::import_memory,
+        .retain_memory = FakeCalls::retain_memory,
+        .can_access_peer = FakeCalls::can_access_peer,
+        .fill_async = FakeCalls::fill_async,
+        .synchronize_context = FakeCalls::synchronize_context,
     };
-    device::replace_driver(&table);
+    static const device::Driver old = [] {
+      device::Driver without{};
+      std::memcpy(&without, &table, offsetof(device::Driver, create_stream_with_priority));
+      return without;
+    }();
+    device::replace_driver(is_old ? &old : &table);
   }
   ~FakeCuda() {
     CHECK(pinned() == 0);
     CHECK(streams() == 0);
     CHECK(imports() == 0);
+    CHECK(mappings() == 0);
+    CHECK(handles() == 0);
     device::replace_driver(nullptr);
   }
   FakeCuda(const FakeCuda&) = delete;

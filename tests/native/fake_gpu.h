@@ -11,6 +11,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
@@ -20,10 +21,12 @@
 #include <mutex>
 #include <set>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
 #include "fake_kernels.h"
+#include "fake_vmm.h"
 
 namespace crossrail::test {
 
@@ -42,6 +45,10 @@ class FakeGpu {
   std::atomic<int> ipc_error{0};           // of both ends
   std::atomic<int> copy_error{0};          // of the wait for a stream
   std::atomic<uint32_t> copies_good{~0u};  // so many go well before copy_error
+  FakeVmm vmm;                             // its switches are for before engines are there
+  std::atomic<int> out_of_reach{-1};       // a GPU that reaches no other's memory, nor is reached
+  std::atomic<bool> kernels_run{false};    // of the user's: contexts are waited for until they end
+  bool knows_mappings = true;              // newer drivers: where they begin, and what has a handle of IPC
 
   // What was done.
   uint32_t flushes = 0;
@@ -75,6 +82,30 @@ class FakeGpu {
     unmap(it->first, it->second);
     allocations_.erase(it);
   }
+  // As torch's expandable segments: so many pieces of physical memory (FakeVmm::kUnit each) one after the other, in a longer
+  // range of addresses.
+  std::byte* allocate_segments(uint64_t count, bool is_shareable, int ordinal = 0) {
+    const std::lock_guard lock(mutex_);
+    uint64_t address = 0;
+    if (vmm.reserve(&address, (count + 1) * FakeVmm::kUnit) != 0) std::abort();
+    for (uint64_t i = 0; i < count; ++i) {
+      uint64_t handle = 0;
+      if (vmm.create(&handle, FakeVmm::kUnit, ordinal, is_shareable, true) != 0) std::abort();
+      if (map_physical(address + i * FakeVmm::kUnit, FakeVmm::kUnit, handle) != 0) std::abort();
+      allocations_[address + i * FakeVmm::kUnit].access = ~0u;
+      vmm.release(handle);
+    }
+    return FakeVmm::at(address);
+  }
+  void free_segments(const std::byte* address) {
+    const std::lock_guard lock(mutex_);
+    uint64_t bytes = 0;
+    const uint64_t base = vmm.reservation_of(reinterpret_cast<uint64_t>(address), 1, &bytes);
+    for (auto it = allocations_.lower_bound(base); it != allocations_.end() && it->first < base + bytes;) {
+      if (unmap_physical((it++)->first, FakeVmm::kUnit) != 0) std::abort();
+    }
+    if (vmm.give_back(base, bytes) != 0) std::abort();
+  }
   // The bytes at an address of the GPU, as its kernels see them.
   std::byte* bytes_at(const std::byte* address) {
     const std::lock_guard lock(mutex_);
@@ -95,6 +126,17 @@ class FakeGpu {
     const std::lock_guard lock(mutex_);
     return imported_.size();
   }
+  // Mappings of physical memory, and handles, without those of a test's own.
+  uint64_t mappings() {
+    const std::lock_guard lock(mutex_);
+    return static_cast<uint64_t>(std::count_if(allocations_.begin(), allocations_.end(), [&](const auto& each) {
+      return each.second.handle != 0 && !each.second.is_tests;
+    }));
+  }
+  uint64_t handles() {
+    const std::lock_guard lock(mutex_);
+    return vmm.handles();
+  }
 
  private:
   friend struct FakeCalls;
@@ -104,6 +146,9 @@ class FakeGpu {
     int file;
     int ordinal;
     uint64_t id;
+    uint64_t handle = 0;   // of physical memory that is mapped there; else cudaMalloc's
+    uint32_t access = ~0;  // which GPUs may, as a mask
+    bool is_tests = false;
   };
   // What is in a CUipcMemHandle of ours: where another process finds the allocation's bytes.
   struct Shared {
@@ -122,14 +167,57 @@ class FakeGpu {
     void* const bar = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
     if (address == MAP_FAILED || bar == MAP_FAILED) std::abort();
     const std::lock_guard lock(mutex_);
-    allocations_[reinterpret_cast<uint64_t>(address)] = {bytes, static_cast<std::byte*>(bar), file, ordinal,
-                                                         ++last_id_};
+    allocations_[reinterpret_cast<uint64_t>(address)] = {
+        .bytes = bytes, .bar = static_cast<std::byte*>(bar), .file = file, .ordinal = ordinal, .id = ++last_id_};
     return static_cast<std::byte*>(address);
   }
   static void unmap(uint64_t address, const Allocation& allocation) {
     ::munmap(reinterpret_cast<void*>(address), allocation.bytes);  // NOLINT(performance-no-int-to-ptr)
     ::munmap(allocation.bar, allocation.bytes);
     ::close(allocation.file);
+  }
+
+  // --- virtual memory management; the mutex is held
+
+  int map_physical(uint64_t address, uint64_t bytes, uint64_t handle) {
+    const FakeVmm::Physical* const physical = vmm.find(handle);
+    if (physical == nullptr || bytes % FakeVmm::kUnit != 0 || bytes > physical->bytes) return 1;
+    if (vmm.reservation_of(address, bytes) == 0 || find(address) != allocations_.end()) return 1;
+    const int file = ::fcntl(physical->file, F_DUPFD_CLOEXEC, 0);
+    void* const bar = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    if (file < 0 || bar == MAP_FAILED) std::abort();
+    allocations_[address] = {.bytes = bytes,
+                             .bar = static_cast<std::byte*>(bar),
+                             .file = file,
+                             .ordinal = physical->ordinal,
+                             .id = ++last_id_,
+                             .handle = handle,
+                             .access = 0,
+                             .is_tests = physical->is_tests};
+    return vmm.retain(handle);
+  }
+  int unmap_physical(uint64_t address, uint64_t bytes) {
+    const auto it = allocations_.find(address);
+    if (it == allocations_.end() || it->second.handle == 0 || it->second.bytes != bytes) return 1;
+    ::munmap(it->second.bar, bytes);
+    ::close(it->second.file);
+    vmm.release(it->second.handle);
+    allocations_.erase(it);
+    return 0;
+  }
+  int set_access(uint64_t address, uint64_t bytes, int gpu) {
+    const auto it = allocations_.find(address);
+    if (it == allocations_.end() || it->second.handle == 0 || it->second.bytes != bytes) return 1;
+    if (gpu < 0 || gpu >= FakeKernels::kGpus) return 101;
+    if (gpu != it->second.ordinal && (gpu == out_of_reach || it->second.ordinal == out_of_reach)) return 217;
+    it->second.access |= 1u << gpu;
+    return 0;
+  }
+  // Whether a copy on the GPU whose context is current may touch that.
+  bool reaches(uint64_t address) {
+    const std::lock_guard lock(mutex_);
+    const auto it = find(address);
+    return it == allocations_.end() || (it->second.access & 1u << kernels.gpu_of(context_current)) != 0;
   }
 
   Allocations::iterator find(uint64_t address) {
@@ -140,7 +228,7 @@ class FakeGpu {
   }
   struct Stream {
     struct Copy {
-      uint64_t to, from;
+      uint64_t to, from;  // from nowhere: zeros
       size_t bytes;
     };
     std::vector<Copy> begun;
@@ -155,6 +243,7 @@ class FakeGpu {
   }
   int copy_async(uint64_t to, uint64_t from, size_t bytes, Stream* stream) {
     if (contexts_current != 1) return 1;
+    if (!reaches(to) || !reaches(from)) return 700;
     ++copies;
     stream->begun.push_back({to, from, bytes});
     return 0;
@@ -163,7 +252,10 @@ class FakeGpu {
   int copy_pieces(const uint64_t* pieces, size_t count, Stream* stream) {
     if (contexts_current != 1) return 1;
     ++copies;
-    for (; count > 0; --count, pieces += 3) stream->begun.push_back({pieces[0], pieces[1], pieces[2]});
+    for (; count > 0; --count, pieces += 3) {
+      if (!reaches(pieces[0]) || !reaches(pieces[1])) return 700;
+      stream->begun.push_back({pieces[0], pieces[1], pieces[2]});
+    }
     return 0;
   }
   int synchronize(Stream* stream) {
@@ -172,7 +264,12 @@ class FakeGpu {
     const bool fails = copy_error != 0 && copies_good == 0;
     if (copy_error != 0 && copies_good > 0) --copies_good;
     for (const auto& [to, from, bytes] : std::exchange(stream->begun, {})) {
-      if (!fails) std::memcpy(anywhere(to, bytes), anywhere(from, bytes), bytes);
+      if (fails) continue;
+      if (from == 0) {
+        std::memset(anywhere(to, bytes), 0, bytes);
+      } else {
+        std::memcpy(anywhere(to, bytes), anywhere(from, bytes), bytes);
+      }
     }
     return fails ? copy_error.load() : 0;
   }
@@ -181,6 +278,7 @@ class FakeGpu {
     const auto it = allocations_.find(address);
     if (contexts_current != 1 || it == allocations_.end()) return 1;
     if (ipc_error != 0) return ipc_error;
+    if (it->second.handle != 0) return 1;
     const Shared shared{::getpid(), it->second.file, it->second.bytes};
     std::memcpy(handle, &shared, sizeof shared);
     return 0;
@@ -250,18 +348,33 @@ class FakeGpu {
       case 9:
         *static_cast<int*>(value) = it->second.ordinal;
         return 0;
+      case 10:
+        *static_cast<int*>(value) = it->second.handle == 0;
+        return knows_mappings ? 0 : 1;
       case 11:
-        *static_cast<uint64_t*>(value) = it->first;
+        *static_cast<uint64_t*>(value) = it->second.handle == 0 ? it->first : vmm.reservation_of(address, 1);
         return 0;
-      case 12:
+      case 12: {
+        uint64_t bytes = it->second.bytes;
+        if (it->second.handle != 0) vmm.reservation_of(address, 1, &bytes);
+        *static_cast<uint64_t*>(value) = bytes;
+        return 0;
+      }
+      case 18:
         *static_cast<uint64_t*>(value) = it->second.bytes;
-        return 0;
+        return knows_mappings ? 0 : 1;
+      case 19:
+        *static_cast<uint64_t*>(value) = it->first;
+        return knows_mappings ? 0 : 1;
       default:
         return 1;
     }
   }
   int device_attribute(int* value, int attribute) const {
     *value = attribute == 124   ? exports_dma_buf
+             : attribute == 102 ? vmm.has_vmm
+             : attribute == 103 ? vmm.gives_fds
+             : attribute == 110 ? vmm.has_vmm
              : attribute == 75  ? kernels.capability.load()
              : attribute == 118 ? writes_ordering
              : attribute == 117 ? flush_options
@@ -334,6 +447,14 @@ struct FakeCalls {
     ++g_gpu->streams_;
     return 0;
   }
+  static int stream_priorities(int* least, int* greatest) {
+    *least = 0;
+    *greatest = -5;
+    return FakeGpu::contexts_current == 1 ? 0 : 201;
+  }
+  static int create_stream_with_priority(void** stream, unsigned flags, int priority) {
+    return priority == -5 ? create_stream(stream, flags) : 1;
+  }
   static int destroy_stream(void* stream) {
     delete static_cast<Stream*>(stream);
     --g_gpu->streams_;
@@ -370,6 +491,83 @@ struct FakeCalls {
   }
   static int close_ipc_handle(uint64_t address) { return g_gpu->close_ipc_handle(address); }
 
+  // --- virtual memory management. Properties: CUmemAllocationProp; Access: CUmemAccessDesc.
+  template <typename Properties>
+  static int create_memory(uint64_t* handle, size_t bytes, const Properties* wanted, unsigned long long flags) {
+    if (!may_manage() || wanted->type != 1 || wanted->location.type != 1 || flags != 0) return 1;
+    const std::lock_guard lock(g_gpu->mutex_);
+    return g_gpu->vmm.create(handle, bytes, wanted->location.id, wanted->handle_types == 1);
+  }
+  static int release_memory(uint64_t handle) {
+    if (!may_manage()) return 1;
+    const std::lock_guard lock(g_gpu->mutex_);
+    return g_gpu->vmm.release(handle);
+  }
+  static int reserve_addresses(uint64_t* address, size_t bytes, size_t alignment, uint64_t wanted,
+                               unsigned long long flags) {
+    if (!may_manage() || alignment != 0 || wanted != 0 || flags != 0) return 1;
+    const std::lock_guard lock(g_gpu->mutex_);
+    return g_gpu->vmm.reserve(address, bytes);
+  }
+  static int free_addresses(uint64_t address, size_t bytes) {
+    if (!may_manage()) return 1;
+    const std::lock_guard lock(g_gpu->mutex_);
+    if (g_gpu->find(address) != g_gpu->allocations_.end()) return 1;
+    return g_gpu->vmm.give_back(address, bytes);
+  }
+  static int map_memory(uint64_t address, size_t bytes, size_t offset, uint64_t handle, unsigned long long flags) {
+    if (!may_manage() || offset != 0 || flags != 0) return 1;
+    const std::lock_guard lock(g_gpu->mutex_);
+    return g_gpu->map_physical(address, bytes, handle);
+  }
+  static int unmap_memory(uint64_t address, size_t bytes) {
+    if (!may_manage()) return 1;
+    const std::lock_guard lock(g_gpu->mutex_);
+    return g_gpu->unmap_physical(address, bytes);
+  }
+  template <typename Access>
+  static int set_access(uint64_t address, size_t bytes, const Access* wanted, size_t count) {
+    if (!may_manage() || count != 1 || wanted->location.type != 1 || wanted->flags != 3) return 1;
+    const std::lock_guard lock(g_gpu->mutex_);
+    return g_gpu->set_access(address, bytes, wanted->location.id);
+  }
+  static int memory_granularity(size_t* bytes, const void*, int kind) {
+    *bytes = FakeVmm::kUnit;
+    return kind == 0 ? 0 : 1;
+  }
+  static int export_memory(void* fd, uint64_t handle, int kind, unsigned long long flags) {
+    if (!may_manage() || kind != 1 || flags != 0) return 1;
+    const std::lock_guard lock(g_gpu->mutex_);
+    return g_gpu->vmm.share(static_cast<int*>(fd), handle);
+  }
+  static int import_memory(uint64_t* handle, void* fd, int kind) {
+    if (!may_manage() || kind != 1) return 1;
+    const std::lock_guard lock(g_gpu->mutex_);
+    return g_gpu->vmm.import(handle, static_cast<int>(reinterpret_cast<intptr_t>(fd)));
+  }
+  static int retain_memory(uint64_t* handle, void* address) {
+    if (!may_manage()) return 1;
+    const std::lock_guard lock(g_gpu->mutex_);
+    const auto it = g_gpu->find(reinterpret_cast<uint64_t>(address));
+    if (it == g_gpu->allocations_.end() || it->second.handle == 0) return 1;
+    *handle = it->second.handle;
+    return g_gpu->vmm.retain(*handle);
+  }
+  static int can_access_peer(int* can, int device, int owner) {
+    *can = device != g_gpu->out_of_reach && owner != g_gpu->out_of_reach;
+    return 0;
+  }
+  static int fill_async(uint64_t address, unsigned char value, size_t bytes, void* stream) {
+    if (!may_manage() || value != 0) return 1;
+    static_cast<Stream*>(stream)->begun.push_back({address, 0, bytes});
+    return 0;
+  }
+  static int synchronize_context() {
+    if (FakeGpu::contexts_current != 1) return 201;
+    while (g_gpu->kernels_run) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    return 0;
+  }
+
   static int exchange_capture_mode(int* mode) { return FakeKernels::exchange_capture_mode(mode); }
   static int load_module(void** module, const void* image) {
     return g_gpu->kernels.load(module, static_cast<const char*>(image), current_gpu());
@@ -403,6 +601,10 @@ struct FakeCalls {
 
  private:
   using UserStream = FakeKernels::Stream;
+  static bool may_manage() {
+    g_gpu->kernels.forbidden_while_capturing();
+    return FakeGpu::contexts_current == 1 && g_gpu->vmm.has_vmm;
+  }
   static int current_gpu() { return g_gpu->kernels.gpu_of(FakeGpu::context_current); }
   static inline thread_local std::vector<void*> contexts_;
 };

@@ -70,6 +70,9 @@ class FakeKernels {
 
   // --- the driver's part
 
+  void forbidden_while_capturing() {
+    if (mode_ != 2) is_capturing_ = false;
+  }
   void* context(int gpu) { return &contexts_.at(static_cast<size_t>(gpu)); }
   int gpu_of(const void* context) const {
     for (int gpu = 0; gpu < kGpus; ++gpu) {
@@ -186,9 +189,6 @@ class FakeKernels {
     return *word == kNone || (is_signalled && *word >= *number);
   }
 
-  void forbidden_while_capturing() {
-    if (mode_ != 2) is_capturing_ = false;
-  }
   bool is_mapped(uint64_t address) const {
     auto it = mapped_.upper_bound(address);
     if (it == mapped_.begin()) return false;

@@ -50,19 +50,19 @@ TEST_CASE("gpu ipc: an allocation is mapped once, and as long as somebody has it
   const device::SharedRange ours = device::share(device::GpuMemory(memory + 256, 4096, false));
   REQUIRE(ours.is_shared());
   CHECK(ours.offset == 256);
-  CHECK_THROWS_WITH_AS(device::ImportedMemory(ours, 0), doctest::Contains("201"), TransportError);  // our own
+  CHECK_THROWS_WITH_AS(device::ImportedMemory(ours, 4096, 0), doctest::Contains("201"), TransportError);  // our own
 
   const Twin twin;
   const device::SharedRange theirs = share_of(twin, ours);
-  auto first = std::make_unique<device::ImportedMemory>(theirs, 0);
-  const auto second = std::make_unique<device::ImportedMemory>(theirs, 0);
+  auto first = std::make_unique<device::ImportedMemory>(theirs, 4096, 0);
+  const auto second = std::make_unique<device::ImportedMemory>(theirs, 4096, 0);
   CHECK(first->base() == second->base());
   CHECK(cuda.imports() == 1);
-  *cuda.bytes_at(first->base() + 300) = std::byte{7};
+  *cuda.bytes_at(first->base() + 44) = std::byte{7};
   CHECK(*cuda.bytes_at(memory + 300) == std::byte{7});
   first.reset();
   CHECK(cuda.imports() == 1);
-  CHECK(*cuda.bytes_at(second->base() + 300) == std::byte{7});
+  CHECK(*cuda.bytes_at(second->base() + 44) == std::byte{7});
 }
 
 TEST_CASE("gpu ipc: another allocation of a handle that is still mapped is not taken for the first") {
@@ -73,10 +73,10 @@ TEST_CASE("gpu ipc: another allocation of a handle that is still mapped is not t
   device::SharedRange later = theirs;
   ++later.allocation_id;
   {
-    const device::ImportedMemory first(theirs, 0);
-    CHECK_THROWS_WITH_AS(device::ImportedMemory(later, 0), doctest::Contains("freed"), TransportError);
+    const device::ImportedMemory first(theirs, 4096, 0);
+    CHECK_THROWS_WITH_AS(device::ImportedMemory(later, 4096, 0), doctest::Contains("freed"), TransportError);
   }
-  const device::ImportedMemory second(later, 0);
+  const device::ImportedMemory second(later, 4096, 0);
   CHECK(cuda.imports() == 1);
 }
 
@@ -89,9 +89,21 @@ TEST_CASE("gpu ipc: what cannot be shared says why") {
   CHECK(refused.why_not.find("801") != std::string::npos);
   cuda.ipc_error = 0;
   device::SharedRange garbage;
+  garbage.by = device::SharedBy::kIpc;
   garbage.allocation_id = 1;
   garbage.handle.fill(0xA5);
-  CHECK_THROWS_AS(device::ImportedMemory(garbage, 0), TransportError);
+  CHECK_THROWS_AS(device::ImportedMemory(garbage, 4096, 0), TransportError);
+  CHECK(cuda.imports() == 0);
+}
+
+TEST_CASE("gpu ipc: a range that its owner says is longer than its allocation is not mapped") {
+  FakeCuda cuda;
+  const device::SharedRange ours = device::share(device::GpuMemory(cuda.allocate(kBytes) + 256, 4096, false));
+  const Twin twin;
+  device::SharedRange theirs = share_of(twin, ours);
+  CHECK_THROWS_WITH_AS(device::ImportedMemory(theirs, kBytes, 0), doctest::Contains("past the end"), TransportError);
+  theirs.offset = ~uint64_t{0};
+  CHECK_THROWS_WITH_AS(device::ImportedMemory(theirs, 4096, 0), doctest::Contains("past the end"), TransportError);
   CHECK(cuda.imports() == 0);
 }
 

@@ -5,7 +5,13 @@
 #include <sys/wait.h>
 
 #include <csignal>
+#include <cstring>
+#include <filesystem>
+#include <iterator>
+#include <string>
+#include <vector>
 
+#include "fake_cuda.h"
 #include "shm_packets.h"
 #include "shm_rig.h"
 
@@ -35,6 +41,57 @@ void be_welcomed(Node& node, const Fd& socket, const Fd& segment) {
   REQUIRE(
       send_packet(socket.get(), honest_hello(make_identity("stranger", transport_bit(TransportKind::kShm), 1)), fds));
   REQUIRE(next_packet(node, socket.get()) == kWelcome);
+}
+
+// Who was connected to, and is no engine.
+struct Impostor {
+  explicit Impostor(Node* node) : node(node) {
+    socklen_t length = 0;
+    const sockaddr_un name = control_socket_of(target, &length);
+    REQUIRE(bind(listener.get(), reinterpret_cast<const sockaddr*>(&name), length) == 0);
+    REQUIRE(listen(listener.get(), 1) == 0);
+    link = node->transport.connect(std::make_shared<const Address>(target));
+    socket = Fd(accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC));
+    REQUIRE(next_packet(*node, socket.get()) == kHello);
+    const Fd home = sealed_memory("home", sizeof(HomeSegment), true);
+    const Fd bell(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+    Writer welcome;
+    welcome.put(static_cast<uint8_t>(kWelcome));
+    welcome.put(uint64_t{1});
+    const int fds[] = {home.get(), bell.get()};
+    REQUIRE(send_packet(socket.get(), welcome.bytes(), fds));
+    REQUIRE(turn_until({node}, [&] { return node->sink.ups == 1; }));
+  }
+
+  Node* const node;
+  const Address target = make_identity("target", transport_bit(TransportKind::kShm), 1);
+  const Fd listener{::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0)};
+  Link* link = nullptr;
+  Fd socket;
+};
+
+size_t open_fds() {
+  return static_cast<size_t>(std::distance(std::filesystem::directory_iterator("/proc/self/fd"), {}));
+}
+
+// What a peer answers that has memory of a GPU.
+Bytes gpu_facts(uint8_t by, uint64_t offset, uint64_t allocation_bytes) {
+  Writer answer;
+  answer.put(static_cast<uint8_t>(kImported));
+  answer.put(kRegionId);
+  answer.put(static_cast<uint8_t>(Status::kDone));
+  answer.put(static_cast<uint8_t>(Access::kRemoteWrite));
+  answer.put(uint64_t{4096});  // address
+  answer.put(uint64_t{4096});  // length
+  answer.put(uint64_t{0});     // offset in shared memory
+  answer.put(uint8_t{1});
+  answer.put(by);
+  answer.put(offset);
+  answer.put_bytes(device::IpcHandle{});
+  answer.put(uint64_t{1});
+  answer.put(allocation_bytes);
+  answer.put_text("");
+  return std::move(answer.bytes());
 }
 
 }  // namespace
@@ -114,32 +171,99 @@ TEST_CASE("shm: who lost only its connection is waited for in a copy until it ha
 TEST_CASE("shm: who was connected to is not shown our regions") {
   Node node("initiator");
   const auto region = node.transport.allocate(kRegionId, 8192, true);
-  const Address target = make_identity("target", transport_bit(TransportKind::kShm), 1);
-  const Fd listener(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
-  socklen_t length = 0;
-  const sockaddr_un name = control_socket_of(target, &length);
-  REQUIRE(bind(listener.get(), reinterpret_cast<const sockaddr*>(&name), length) == 0);
-  REQUIRE(listen(listener.get(), 1) == 0);
-  node.transport.connect(std::make_shared<const Address>(target));
-  const Fd socket(accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC));
-  REQUIRE(next_packet(node, socket.get()) == kHello);
-  const Fd home = sealed_memory("home", sizeof(HomeSegment), true);
-  const Fd bell(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
-  Writer welcome;
-  welcome.put(static_cast<uint8_t>(kWelcome));
-  welcome.put(uint64_t{1});
-  const int fds[] = {home.get(), bell.get()};
-  REQUIRE(send_packet(socket.get(), welcome.bytes(), fds));
-  REQUIRE(turn_until({&node}, [&] { return node.sink.ups == 1; }));
+  const Impostor impostor(&node);
 
   Writer import;
   import.put(static_cast<uint8_t>(kImport));
   import.put(kRegionId);
-  REQUIRE(send_packet(socket.get(), import.bytes(), {}));
+  import.put(uint8_t{0});
+  REQUIRE(send_packet(impostor.socket.get(), import.bytes(), {}));
 
-  CHECK(next_packet(node, socket.get()) == kRefuse);
-  CHECK(next_packet(node, socket.get()) == 0);
+  CHECK(next_packet(node, impostor.socket.get()) == kRefuse);
+  CHECK(next_packet(node, impostor.socket.get()) == 0);
   CHECK(turn_until({&node}, [&] { return !node.sink.why_down.empty(); }));
+}
+
+TEST_CASE("shm: what a peer says of memory of a GPU is checked, and descriptors that come with it are closed") {
+  test::FakeCuda cuda;
+  constexpr auto kByVmm = static_cast<uint8_t>(device::SharedBy::kVmm);
+  size_t lie = 0;
+  for (const size_t descriptors : {size_t{0}, size_t{1}, size_t{4}}) {
+    Node node("initiator");
+    const auto own = node.transport.register_gpu_memory(kRegionId, device::GpuMemory(cuda.allocate(8192), 4096, false),
+                                                        Access::kRemoteWrite);
+    const Impostor impostor(&node);
+    RegionDescriptor descriptor;
+    descriptor.region_id = kRegionId;
+    descriptor.memory = MemoryKind::kCuda;
+    const Fd junk = sealed_memory("junk", 4096, false);
+    const std::vector<int> fds(descriptors, junk.get());
+    const size_t before = open_fds();
+    {
+      auto key = node.transport.resolve(*impostor.link, descriptor);
+      REQUIRE(next_packet(node, impostor.socket.get()) == kImport);
+      REQUIRE(send_packet(impostor.socket.get(), gpu_facts(kByVmm, 0, test::FakeVmm::kUnit), fds));
+      Mapping mapping;
+      Status status = Status::kPending;
+      REQUIRE(turn_until({&node}, [&] {
+        status = node.transport.map(*impostor.link, *key, 0, &mapping);
+        return status != Status::kPending;
+      }));
+      CHECK(status == Status::kTransportFailed);
+      CHECK(mapping.trouble.find(descriptors == 0 ? "gave no handle" : "CUDA error 1") != std::string::npos);
+    }
+    CHECK(open_fds() == before);
+
+    // Past the end of its allocation, at an offset that wraps, in no way that we know.
+    const Bytes lies[] = {gpu_facts(kByVmm, 1, 4096), gpu_facts(kByVmm, ~uint64_t{0}, 1 << 20),
+                          gpu_facts(kByVmm + 1, 0, test::FakeVmm::kUnit)};
+    REQUIRE(send_packet(impostor.socket.get(), lies[lie++], fds));
+    CHECK(next_packet(node, impostor.socket.get()) == kRefuse);
+    CHECK(turn_until({&node}, [&] { return !node.sink.why_down.empty(); }));
+    CHECK(cuda.handles() == 0);
+  }
+}
+
+TEST_CASE("shm: a descriptor of memory of a GPU is made for who wants one, and not kept") {
+  test::FakeCuda cuda;
+  std::byte* const segments = cuda.allocate_segments(1, true);
+  {
+    Node node("target");
+    const auto region =
+        node.transport.register_gpu_memory(kRegionId, device::GpuMemory(segments, 4096, false), Access::kRemoteWrite);
+    const Fd segment = sealed_memory("link", link_segment_bytes(1), true);
+    const Fd stranger(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+    socklen_t length = 0;
+    const sockaddr_un name = control_socket_of(node.transport.address(), &length);
+    REQUIRE(connect(stranger.get(), reinterpret_cast<const sockaddr*>(&name), length) == 0);
+    be_welcomed(node, stranger, segment);
+    const size_t before = open_fds();
+    for (const bool is_refused : {false, true}) {
+      cuda.vmm.export_error = is_refused ? 304 : 0;
+      for (const uint8_t wants : {uint8_t{0}, uint8_t{1}}) {
+        Writer import;
+        import.put(static_cast<uint8_t>(kImport));
+        import.put(kRegionId);
+        import.put(wants);
+        REQUIRE(send_packet(stranger.get(), import.bytes(), {}));
+        uint8_t bytes[2048];
+        alignas(cmsghdr) char ancillary[CMSG_SPACE(sizeof(int))];
+        iovec vector{.iov_base = bytes, .iov_len = sizeof bytes};
+        msghdr header{
+            .msg_iov = &vector, .msg_iovlen = 1, .msg_control = ancillary, .msg_controllen = sizeof ancillary};
+        REQUIRE(recvmsg(stranger.get(), &header, MSG_CMSG_CLOEXEC) > 0);
+        CHECK(bytes[0] == kImported);
+        const cmsghdr* const item = CMSG_FIRSTHDR(&header);
+        REQUIRE((item != nullptr) == (wants == 1 && !is_refused));
+        if (item == nullptr) continue;
+        int fd = -1;
+        std::memcpy(&fd, CMSG_DATA(item), sizeof fd);
+        CHECK(device::PhysicalMemory::import(Fd(fd), test::FakeVmm::kUnit, 0) != nullptr);
+      }
+    }
+    CHECK(turn_until({&node}, [&] { return open_fds() == before; }));
+  }
+  cuda.free_segments(segments);
 }
 
 }  // namespace crossrail::shm

@@ -22,7 +22,7 @@ struct Pair {
     auto key = here.transport.resolve(*link, descriptor);
     REQUIRE(turn_until({&here, &there}, [&] {
       Mapping none;
-      return here.transport.map(*key, &none) != Status::kPending;
+      return here.transport.map(*link, *key, -1, &none) != Status::kPending;
     }));
     return key;
   }

@@ -20,6 +20,7 @@ from crossrail import _core
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE_BYTES = 4096
+SEGMENT_BYTES = 2 << 20
 
 
 def driver_file() -> Path:
@@ -74,9 +75,13 @@ class FakeGpu:
         self.driver.fake_run_launch.argtypes = [ctypes.c_void_p]
         self.driver.fake_refuse_kernels.argtypes = [ctypes.c_int] * 2
         self.refuse_kernels()
-        for name in ("fake_allocate", "fake_bytes_at", "fake_copies", "fake_waits", "fake_pinned", "fake_imports"):
+        self.driver.fake_free_segments.argtypes = [ctypes.c_uint64]
+        self.driver.fake_allocate_segments.argtypes = [ctypes.c_uint64, ctypes.c_int]
+        for name in ("fake_allocate", "fake_bytes_at", "fake_copies", "fake_waits", "fake_pinned", "fake_imports",
+                     "fake_allocate_segments", "fake_mappings", "fake_handles"):  # fmt: skip
             getattr(self.driver, name).restype = ctypes.c_uint64
         self._allocated: list[int] = []
+        self._segments: list[int] = []
         _core._replace_gpu_driver(file)
 
     def allocate(self, nbytes: int, ordinal: int = 0) -> GpuMemory:
@@ -110,6 +115,43 @@ class FakeGpu:
         """Memory is neither given to other processes nor mapped from them, with that CUDA error; 0: it is again."""
         self.driver.fake_fail_ipc(code)
 
+    def segments(self, count: int, *, is_shareable: bool = True) -> GpuMemory:
+        """As torch's expandable segments: pieces of physical memory of SEGMENT_BYTES each, one after the other."""
+        address = int(self.driver.fake_allocate_segments(count, int(is_shareable)))
+        self._segments.append(address)
+        return GpuMemory(self, address, count * SEGMENT_BYTES)
+
+    def free_segments(self, memory: GpuMemory) -> None:
+        self._segments.remove(memory.address)
+        self.driver.fake_free_segments(memory.address)
+
+    def memory_of(self, array: Any) -> GpuMemory:
+        """What an array of Numba's protocol is: a region of Engine.alloc's, a GpuMapping."""
+        interface = array.__cuda_array_interface__
+        assert (interface["typestr"], interface["data"][1]) == ("|u1", False)
+        return GpuMemory(self, interface["data"][0], interface["shape"][0])
+
+    @property
+    def mappings(self) -> int:
+        """Of physical memory, made by engines: their own, and other processes'."""
+        return int(self.driver.fake_mappings())
+
+    def set_vmm(self, *, has_vmm: bool = True, gives_fds: bool = True) -> None:
+        """What the driver has of virtual memory management."""
+        self.driver.fake_set_vmm(int(has_vmm), int(gives_fds))
+
+    def fail_vmm(self, *, create: int = 0, export: int = 0, import_: int = 0) -> None:
+        """CUDA errors of the calls that create, export and import physical memory; 0: none."""
+        self.driver.fake_fail_vmm(create, export, import_)
+
+    def put_out_of_reach(self, ordinal: int) -> None:
+        """That GPU reaches no other's memory, and no other reaches its; -1: all do."""
+        self.driver.fake_put_out_of_reach(ordinal)
+
+    def run_kernels(self, do_run: bool) -> None:
+        """Kernels of the user's run, for which contexts are waited for, or none do."""
+        self.driver.fake_run_kernels(int(do_run))
+
     def refuse_kernels(self, *, pin: int = 0, launch: int = 0) -> None:
         """CUDA errors of the calls that pin memory and that launch; 0: none."""
         self.driver.fake_refuse_kernels(pin, launch)
@@ -118,7 +160,13 @@ class FakeGpu:
         """The memory is gone, and the true driver is the driver again. is_checked: engines must have left nothing."""
         self.fail_copies(0)
         self.fail_ipc(0)
+        self.fail_vmm()
+        self.set_vmm()
+        self.put_out_of_reach(-1)
+        self.run_kernels(False)
         _core._replace_gpu_driver("")
+        while self._segments:
+            self.driver.fake_free_segments(self._segments.pop())
         while self._allocated:
             self.driver.fake_free(self._allocated.pop())
         assert not is_checked or not (kept := self._kept()), f"engines keep {kept}: is one not closed?"
@@ -127,8 +175,14 @@ class FakeGpu:
         """What engines have of the driver, after garbage collection and some patience; empty: nothing."""
         deadline = time.monotonic() + timeout_s
         while True:
-            kept = (int(self.driver.fake_streams()), int(self.driver.fake_pinned()), self.imports)
-            if not any(kept) or time.monotonic() > deadline:
-                return "{} streams, {} pinned ranges, {} imports".format(*kept) if any(kept) else ""
+            kept = {
+                "streams": int(self.driver.fake_streams()),
+                "pinned ranges": int(self.driver.fake_pinned()),
+                "imports": self.imports,
+                "mappings": self.mappings,
+                "handles": int(self.driver.fake_handles()),
+            }
+            if not any(kept.values()) or time.monotonic() > deadline:
+                return ", ".join(f"{count} {what}" for what, count in kept.items() if count)
             gc.collect()
             time.sleep(0.01)

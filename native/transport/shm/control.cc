@@ -120,8 +120,8 @@ void Control::connect(uint64_t link_id, const std::shared_ptr<const Address>& ad
           .segment = std::move(segment),
           .rail_count = rail_count});
 }
-void Control::import_region(uint64_t link_id, uint64_t region_id) {
-  submit({.kind = Command::Kind::kImport, .link_id = link_id, .region_id = region_id});
+void Control::import_region(uint64_t link_id, uint64_t region_id, bool wants_handle) {
+  submit({.kind = Command::Kind::kImport, .link_id = link_id, .region_id = region_id, .wants_handle = wants_handle});
 }
 void Control::ping(uint64_t link_id) { submit({.kind = Command::Kind::kPing, .link_id = link_id}); }
 void Control::drop(uint64_t link_id) { submit({.kind = Command::Kind::kDrop, .link_id = link_id}); }
@@ -249,6 +249,7 @@ void Control::handle_command(Command& command) {
       return;
     }
     case Command::Kind::kImport:
+      body.put(static_cast<uint8_t>(command.wants_handle));
       if (Connection* connection = find(command.link_id)) send(*connection, kImport, body.bytes());
       return;
     case Command::Kind::kPing:

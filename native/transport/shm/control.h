@@ -37,6 +37,7 @@ struct ControlEvent {
   bool orderly = false;                      // kOutDown: it said goodbye
   uint64_t region_id = 0;                    // kImported, kRegionClosed
   RegionFacts facts = {};                    // kImported
+  Fd memory = {};                            // kImported, of a GPU's memory: what device::PhysicalMemory imports
   std::string text = {};                     // reason of kOutDown, kInDown, kProtocolError
 };
 
@@ -55,7 +56,8 @@ class Control {
   // Starts connecting; kOutUp or kOutDown follows.
   void connect(uint64_t link_id, const std::shared_ptr<const Address>& address, std::shared_ptr<MemoryMap> segment,
                uint32_t rail_count);
-  void import_region(uint64_t link_id, uint64_t region_id);
+  // wants_handle: of memory of a GPU also what it is mapped by, which may be a descriptor.
+  void import_region(uint64_t link_id, uint64_t region_id, bool wants_handle);
   void ping(uint64_t link_id);
   void drop(uint64_t link_id);
   // Of a link to us that is over, after kInDown.
@@ -78,6 +80,7 @@ class Control {
     Kind kind;
     uint64_t link_id = 0;
     uint64_t region_id = 0;
+    bool wants_handle = false;              // of kImport
     Status status = Status::kRegionClosed;  // of kRegionClosed
     std::shared_ptr<const Address> address = {};
     std::shared_ptr<MemoryMap> segment = {};

@@ -11,7 +11,7 @@
 
 namespace crossrail::shm {
 
-inline constexpr uint16_t kControlVersion = 4;
+inline constexpr uint16_t kControlVersion = 5;
 
 enum PacketType : uint8_t { kHello = 1, kWelcome, kRefuse, kImport, kImported, kRegionGone, kPing, kPong, kGoodbye };
 

@@ -224,9 +224,46 @@ void Control::on_region_gone(Connection& connection, std::span<const uint8_t> bo
   emit(std::move(event));
 }
 
+// Of memory of a GPU: how others reach it. A descriptor of physical memory is made for each who wants one: regions are many,
+// and few are mapped.
+static Fd put_shared(Writer& reply, device::SharedRange shared, bool wants_handle) {
+  Fd memory;
+  if (wants_handle && shared.by == device::SharedBy::kVmm) {
+    try {
+      memory = shared.physical->share();
+    } catch (const TransportError& error) {
+      shared.by = device::SharedBy::kNothing;
+      shared.why_not = error.call() + ": " + error.text();
+    }
+  }
+  reply.put(static_cast<uint8_t>(shared.by));
+  reply.put(shared.offset);
+  reply.put_bytes(shared.handle);
+  reply.put(shared.allocation_id);
+  reply.put(shared.allocation_bytes);
+  reply.put_text(std::string_view(shared.why_not).substr(0, 255));
+  return memory;
+}
+
+static device::SharedRange get_shared(Reader& reader, uint64_t length_bytes) {
+  device::SharedRange shared;
+  const auto by = reader.get<uint8_t>();
+  shared.offset = reader.get<uint64_t>();
+  reader.get_bytes(shared.handle);
+  shared.allocation_id = reader.get<uint64_t>();
+  shared.allocation_bytes = reader.get<uint64_t>();
+  shared.why_not = reader.get_text();
+  if (by > static_cast<uint8_t>(device::SharedBy::kVmm)) throw UsageError("memory shared in an unknown way");
+  shared.by = static_cast<device::SharedBy>(by);
+  if (shared.by == device::SharedBy::kVmm && !fits(shared.offset, length_bytes, shared.allocation_bytes))
+    throw UsageError("memory of a GPU past the end of its allocation");
+  return shared;
+}
+
 void Control::on_import(Connection& connection, std::span<const uint8_t> body) {
   Reader reader(body);
   const auto region_id = reader.get<uint64_t>();
+  const bool wants_handle = reader.get<uint8_t>() != 0;
   if (!reader.finished()) throw UsageError("malformed import");
   const RegionFacts facts = regions_->facts(region_id);
   // Closed from here on, a command that says so is still to come.
@@ -239,18 +276,10 @@ void Control::on_import(Connection& connection, std::span<const uint8_t> body) {
   reply.put(facts.length_bytes);
   reply.put(facts.map_offset);
   reply.put(static_cast<uint8_t>(facts.is_gpu));
-  if (facts.is_gpu) {
-    reply.put_bytes(facts.shared.handle);
-    reply.put(facts.shared.allocation_id);
-    reply.put(facts.shared.offset);
-    reply.put_text(std::string_view(facts.shared.why_not).substr(0, 255));
-  }
-  if (facts.map) {
-    const int fds[] = {facts.map->fd()};
-    send(connection, kImported, reply.bytes(), fds);
-  } else {
-    send(connection, kImported, reply.bytes());
-  }
+  Fd memory;
+  if (facts.is_gpu) memory = put_shared(reply, facts.shared, wants_handle);
+  const int fd = memory ? memory.get() : facts.map ? facts.map->fd() : -1;
+  send(connection, kImported, reply.bytes(), fd < 0 ? std::span<const int>() : std::span(&fd, 1));
 }
 
 void Control::on_imported(Connection& connection, std::span<const uint8_t> body, std::vector<Fd> fds, bool lacks_fds) {
@@ -263,17 +292,14 @@ void Control::on_imported(Connection& connection, std::span<const uint8_t> body,
   event.facts.length_bytes = reader.get<uint64_t>();
   event.facts.map_offset = reader.get<uint64_t>();
   event.facts.is_gpu = reader.get<uint8_t>() != 0;
-  if (event.facts.is_gpu) {
-    reader.get_bytes(event.facts.shared.handle);
-    event.facts.shared.allocation_id = reader.get<uint64_t>();
-    event.facts.shared.offset = reader.get<uint64_t>();
-    event.facts.shared.why_not = reader.get_text();
-  }
+  if (event.facts.is_gpu) event.facts.shared = get_shared(reader, event.facts.length_bytes);
   if (!reader.finished()) throw UsageError("malformed import reply");
   event.facts.status = status == static_cast<uint8_t>(Status::kDone) ? Status::kDone : gone_from_peer(status);
   if (event.facts.status == Status::kDone && lacks_fds) {
     event.facts.status = Status::kTransportFailed;  // this region only: the peer is fine
     event.text = out_of_fds("recvmsg").what();
+  } else if (event.facts.status == Status::kDone && event.facts.is_gpu) {
+    if (!fds.empty()) event.memory = std::move(fds[0]);
   } else if (event.facts.status == Status::kDone && !fds.empty()) {
     const uint64_t end = event.facts.map_offset + event.facts.length_bytes;
     if (end < event.facts.length_bytes) throw UsageError("import reply with a range that wraps");

@@ -39,13 +39,12 @@ std::byte* ShmTransport::reach_by_gpu(Import& import, int gpu) {
   const auto [entry, is_new] = import.reached.try_emplace(gpu);
   if (is_new) {
     try {
-      if (!import.shared.is_shared()) throw TransportError("import", 0, import.shared.why_not);
-      entry->second = std::make_unique<device::ImportedMemory>(import.shared, gpu);
+      entry->second = std::make_unique<device::ImportedMemory>(import.shared, import.length_bytes, gpu);
     } catch (const TransportError& error) {
       import.why_staged = error.text();
     }
   }
-  return entry->second == nullptr ? nullptr : entry->second->base() + import.shared.offset;
+  return entry->second == nullptr ? nullptr : entry->second->base();
 }
 
 // Whether a piece that waits goes this way. One whose first bytes went another is ended as it was begun.

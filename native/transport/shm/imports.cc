@@ -3,6 +3,7 @@
 
 #include "transport/shm/shm_transport.h"
 #include "util/clock.h"
+#include "util/errors.h"
 
 namespace crossrail::shm {
 
@@ -13,6 +14,8 @@ std::unique_ptr<RemoteKey> ShmTransport::resolve(Link& link, const RegionDescrip
   if (!import) {
     import = std::make_shared<Import>();
     import->region_id = descriptor.region_id;
+    // It is most likely wanted then; else it is asked for when it is.
+    import->wants_handle = descriptor.memory == MemoryKind::kCuda && own_gpu_.load(std::memory_order_relaxed) >= 0;
     ask(outgoing, *import);
   }
   return std::make_unique<ShmKey>(import);
@@ -23,7 +26,11 @@ void ShmTransport::ask(Outgoing& link, Import& import) {
   import.state = Import::State::kPending;
   ++link.imports_pending;
   if (link.outstanding++ == 0) link.moved_ns = now_ns();
-  if (link.up) control_->import_region(link.id, import.region_id);  // else once it is
+  if (link.up) send_ask(link, import);  // else once it is
+}
+
+void ShmTransport::send_ask(const Outgoing& link, const Import& import) {
+  control_->import_region(link.id, import.region_id, import.wants_handle && !link.same_process);
 }
 
 // Those that no key names any more, and their mappings: of regions that are closed, or that nothing is written to now.
@@ -36,20 +43,63 @@ void ShmTransport::forget_imports(Outgoing& link) {
   link.imports_sweep_at = std::max(kImportsKept, 2 * link.imports.size());
 }
 
-Status ShmTransport::map(const RemoteKey& key, Mapping* out) {
-  const Import& import = *static_cast<const ShmKey&>(key).import;
+Status ShmTransport::map(Link& link, const RemoteKey& key, int gpu, Mapping* out) {
+  Import& import = *static_cast<const ShmKey&>(key).import;
+  out->length_bytes = import.length_bytes;
   switch (import.state) {
     case Import::State::kPending:
       return Status::kPending;
     case Import::State::kPrivate:
-      return Status::kAccessDenied;
+      if (!import.is_gpu || gpu < 0) return Status::kAccessDenied;
+      return map_gpu(static_cast<Outgoing&>(link), import, gpu, out);
     case Import::State::kRefused:
       return import.status;
     case Import::State::kDirect:
       break;
   }
-  if (!import.map) return Status::kAccessDenied;  // private memory of our own process: nobody keeps it for us
-  *out = {import.map, import.base};
+  if (!import.map || gpu >= 0)
+    return Status::kAccessDenied;  // private memory of our own process: nobody keeps it for us
+  out->memory = import.map;
+  out->base = import.base;
+  return Status::kDone;
+}
+
+// What may be handed out stays what it is, whatever its owner does: physical memory, and no cudaMalloc's.
+Status ShmTransport::map_gpu(Outgoing& link, Import& import, int gpu, Mapping* out) {
+  if (!allows(import.access, Access::kRemoteWrite)) {
+    out->trouble = "the region is not open for remote writes";
+    return Status::kAccessDenied;
+  }
+  if (import.shared.by != device::SharedBy::kVmm) {
+    out->trouble = import.shared.is_shared() ? "cudaMalloc gave it, and its owner may free it" : import.shared.why_not;
+    return Status::kAccessDenied;
+  }
+  int none = -1;
+  own_gpu_.compare_exchange_strong(none, gpu, std::memory_order_relaxed);
+  if (import.lacks_handle()) {
+    import.wants_handle = true;
+    ask(link, import);
+    return Status::kPending;
+  }
+  try {
+    if (!import.is_local) {
+      if (import.shared.physical == nullptr) throw TransportError("import", 0, import.why_staged);
+      out->physical = import.shared.physical;
+    } else if (const auto own = device::MappedMemory::find(import.remote_base, import.length_bytes); own != nullptr) {
+      own->give_to_kernels(gpu);
+      out->memory = own;
+      out->base = reinterpret_cast<std::byte*>(import.remote_base);  // NOLINT(performance-no-int-to-ptr)
+    } else {                                                         // of a mapping that is not ours to keep
+      out->physical = device::PhysicalMemory::retain(import.remote_base, import.shared.allocation_bytes, gpu);
+    }
+  } catch (const TransportError& error) {
+    out->trouble = error.call() + ": " + error.text();
+    return Status::kTransportFailed;
+  }
+  out->offset = import.shared.offset;
+  // In our own process the address alone would name what came there after it: by now it is kept, and was not gone.
+  if (import.is_local && !is_open(link, import.region_id))
+    return is_revoked(link, import.region_id) ? Status::kRegionRevoked : Status::kRegionClosed;
   return Status::kDone;
 }
 
@@ -71,6 +121,7 @@ void ShmTransport::take_import(Outgoing& link, ControlEvent event) {
   import.is_gpu = facts.is_gpu;
   import.shared = std::move(facts.shared);
   import.reached.clear();
+  import.why_staged.clear();
   if (facts.status != Status::kDone) {
     import.state = Import::State::kRefused;
     import.map.reset();  // from an answer before, see post_one()
@@ -81,6 +132,7 @@ void ShmTransport::take_import(Outgoing& link, ControlEvent event) {
   } else if (import.is_gpu) {
     import.state = Import::State::kPrivate;
     import.is_local = link.same_process;
+    if (!import.is_local && import.shared.by == device::SharedBy::kVmm) take_handle(import, std::move(event.memory));
   } else if (link.same_process && (facts.map || private_path_ == 0)) {
     // An explicit private_path holds inside a process too: that is how tests reach it.
     import.state = Import::State::kDirect;
@@ -96,6 +148,19 @@ void ShmTransport::take_import(Outgoing& link, ControlEvent event) {
   }
 }
 
+// At once, so that no descriptor is kept. Who does not want the memory for a GPU has not opened a driver for it either.
+void ShmTransport::take_handle(Import& import, Fd memory) const {
+  if (!import.wants_handle) return;
+  const int gpu = own_gpu_.load(std::memory_order_relaxed);
+  try {
+    if (!memory) throw TransportError("import", 0, "its owner gave no handle of the memory");
+    import.shared.physical = device::PhysicalMemory::import(memory, import.shared.allocation_bytes, gpu);
+  } catch (const TransportError& error) {
+    import.why_staged = error.call() + ": " + error.text();
+    import.shared.why_not = import.why_staged;
+  }
+}
+
 void ShmTransport::close_import(Outgoing& link, uint64_t region_id, Status status) {
   const auto found = link.imports.find(region_id);
   if (found == link.imports.end() || found->second->state == Import::State::kPending) return;
@@ -105,6 +170,7 @@ void ShmTransport::close_import(Outgoing& link, uint64_t region_id, Status statu
   found->second->text = text_of_gone(status);
   found->second->map.reset();
   found->second->reached.clear();
+  found->second->shared = {};
 }
 
 }  // namespace crossrail::shm

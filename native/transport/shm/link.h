@@ -40,12 +40,18 @@ struct Import {
   device::SharedRange shared;                                      // of a GPU's: how those of ours reach it,
   std::map<int, std::unique_ptr<device::ImportedMemory>> reached;  // and by which they do; null: not, see why_staged
   std::string why_staged;
+  bool wants_handle = false;  // the owner was asked for what it is mapped by, too
   bool was_copied_by_gpu = false;
   std::shared_ptr<MemoryMap> map;
   // For explain(). Rate over pieces long enough to be worth timing.
   uint64_t bytes_moved = 0;
   uint64_t timed_bytes = 0;
   int64_t timed_ns = 0;
+
+  // Whether it has to be asked for before a GPU of ours can reach it.
+  bool lacks_handle() const {
+    return state == State::kPrivate && is_gpu && !is_local && shared.by == device::SharedBy::kVmm && !wants_handle;
+  }
 };
 
 inline std::string text_of_gone(Status status) {

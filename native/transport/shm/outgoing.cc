@@ -38,6 +38,10 @@ bool ShmTransport::is_revoked(const Outgoing& link, uint64_t region_id) {
   return open_id_of(link, region_id).load(std::memory_order_relaxed) == (region_id | kRevokedId);
 }
 
+bool ShmTransport::is_open(const Outgoing& link, uint64_t region_id) {
+  return open_id_of(link, region_id).load(std::memory_order_seq_cst) == region_id;
+}
+
 // Announces that we are about to touch the region, then checks that it is still open. From true until clear_hazards()
 // the owner's close() waits for us. The store and the load are seq_cst, and so are the owner's withdrawal of the id and
 // its look at the hazard (RegionTable::withdraw, is_region_quiet): one of the two sides sees the other.
@@ -250,6 +254,11 @@ bool ShmTransport::post_one(Outgoing& link, RailQueue& rail, const WorkRequest& 
   if (rail.open_imm_count > 0 && link.hazard != import.region_id) flush_imms(link, rail);
   if (request.has_imm && !room_for_imm(link, rail, request.wire_imm)) return false;
   const bool is_gpu = import.is_gpu || gpu_of(request) >= 0;  // nothing that a CPU copies straight into place
+  if (gpu_of(request) >= 0 && private_path_ == 0 && import.lacks_handle()) {
+    import.wants_handle = true;
+    ask(link, import);  // the work waits for the answer
+    return false;
+  }
   bool done = false;
   if (import.state == Import::State::kDirect && !is_gpu) {
     if (!copy_direct(link, request, next)) return refuse_gone();

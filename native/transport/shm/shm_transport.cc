@@ -72,6 +72,8 @@ std::unique_ptr<LocalRegion> ShmTransport::register_memory(uint64_t id, std::byt
 
 std::unique_ptr<LocalRegion> ShmTransport::register_gpu_memory(uint64_t id, const device::GpuMemory& memory,
                                                                Access access) {
+  int none = -1;
+  own_gpu_.compare_exchange_strong(none, memory.gpu().ordinal, std::memory_order_relaxed);
   return regions_.add(id, memory.base(), memory.length_bytes(), access, memory.gpu().ordinal, device::share(memory));
 }
 
@@ -165,7 +167,7 @@ void ShmTransport::handle_outgoing(Outgoing& link, ControlEvent event) {
       link.pid = event.pid;
       link.same_process = event.same_process;
       link.moved_ns = now_ns();
-      for (const auto& [region_id, import] : link.imports) control_->import_region(link.id, region_id);
+      for (const auto& [region_id, import] : link.imports) send_ask(link, *import);
       sink_->on_link_up(link);
       break;
     case ControlEvent::Kind::kOutDown:

@@ -5,7 +5,8 @@
 //   local   both engines live in one process: the same, for any memory.
 //   staged  private memory: through a ring of cache-sized chunks; the initiator copies in, the target copies out.
 //           Memory of GPUs too, if the other side is a host's: the driver copies between it and the chunks.
-//   cuda-ipc  memory of GPUs on both sides: the initiator's GPU copies, where it reaches the target's (else staged).
+//   cuda-ipc, cuda-vmm  memory of GPUs on both sides: the initiator's GPU copies, where it reaches the target's (else
+//           staged), by CUDA's IPC or by descriptors of physical memory.
 //   cross-memory attach  private memory: process_vm_writev/readv by the initiator, where the kernel allows it.
 #pragma once
 
@@ -40,7 +41,7 @@ class ShmTransport final : public Transport {
 
   Link* connect(const std::shared_ptr<const Address>& address) override;
   void disconnect(Link& link) override;
-  Status map(const RemoteKey& key, Mapping* out) override;
+  Status map(Link& link, const RemoteKey& key, int gpu, Mapping* out) override;
   std::unique_ptr<RemoteKey> resolve(Link& link, const RegionDescriptor& descriptor) override;
   std::vector<PathReport> explain(Link& link) override;
   std::string why_out_of_reach(const Address& peer) const override { return why_refused(peer); }
@@ -72,6 +73,7 @@ class ShmTransport final : public Transport {
   // --- initiator ---
   // outgoing.cc
   bool touch(Outgoing& link, uint64_t region_id);
+  static bool is_open(const Outgoing& link, uint64_t region_id);
   static bool is_revoked(const Outgoing& link, uint64_t region_id);
   void clear_hazards();
   bool copy_direct(Outgoing& link, const WorkRequest& request, const WorkRequest* next);
@@ -86,6 +88,9 @@ class ShmTransport final : public Transport {
   void flush_imms(Outgoing& link, RailQueue& rail);
   // imports.cc
   void ask(Outgoing& link, Import& import);
+  void send_ask(const Outgoing& link, const Import& import);
+  Status map_gpu(Outgoing& link, Import& import, int gpu, Mapping* out);
+  void take_handle(Import& import, Fd memory) const;
   void forget_imports(Outgoing& link);
   void take_import(Outgoing& link, ControlEvent event);
   void close_import(Outgoing& link, uint64_t region_id, Status status);
@@ -146,6 +151,9 @@ class ShmTransport final : public Transport {
   Traits traits_;
   const Address address_;
   const int private_path_;
+  // Of those that this engine has had memory of, the first: what we are given is imported there. -1: none yet. relaxed: it
+  // says nothing of anything else.
+  std::atomic<int> own_gpu_{-1};
   std::shared_ptr<MemoryMap> home_map_;
   HomeSegment* home_;
   const WakeEvent bell_ = WakeEvent::create();

@@ -153,7 +153,9 @@ std::vector<PathReport> ShmTransport::explain(Link& base) {
       case Import::State::kPrivate: {
         if (import->is_gpu) {
           if (import->was_copied_by_gpu) {
-            report.path = import->is_local ? "local" : "cuda-ipc";
+            report.path = import->is_local                              ? "local"
+                          : import->shared.by == device::SharedBy::kVmm ? "cuda-vmm"
+                                                                        : "cuda-ipc";
             report.reason = "the region is memory of a GPU, and our GPU copies to and from it; host memory is staged";
             break;
           }

@@ -180,6 +180,7 @@ void ShmTransport::flush_link(Outgoing& link, Status status, const std::string& 
     import->text = detail;
     import->map.reset();
     import->reached.clear();
+    import->shared = {};
   }
   link.reads_open = 0;
   link.responses_due = 0;

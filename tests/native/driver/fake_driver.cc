@@ -92,6 +92,72 @@ CROSSRAIL_CALL int cuMemHostGetDevicePointer_v2(uint64_t* address, void* pinned,
 CROSSRAIL_CALL int cuCtxGetDevice(int* device) { return FakeCalls::context_device(device); }
 CROSSRAIL_CALL int cuStreamGetCtx(void* stream, void** context) { return FakeCalls::stream_context(stream, context); }
 
+CROSSRAIL_CALL int cuStreamCreateWithPriority(void** stream, unsigned flags, int priority) {
+  return FakeCalls::create_stream_with_priority(stream, flags, priority);
+}
+CROSSRAIL_CALL int cuCtxGetStreamPriorityRange(int* least, int* greatest) {
+  return FakeCalls::stream_priorities(least, greatest);
+}
+
+// --- virtual memory management ---
+
+struct CUmemLocation {
+  int type;
+  int id;
+};
+struct CUmemAllocationProp {
+  int type;
+  int handle_types;
+  CUmemLocation location;
+  void* win32_meta_data;
+  unsigned char compression_type;
+  unsigned char gpu_direct_rdma_capable;
+  unsigned short usage;
+  unsigned char reserved[4];
+};
+struct CUmemAccessDesc {
+  CUmemLocation location;
+  int flags;
+};
+CROSSRAIL_CALL int cuMemCreate(uint64_t* handle, size_t bytes, const CUmemAllocationProp* wanted,
+                               unsigned long long flags) {
+  return FakeCalls::create_memory(handle, bytes, wanted, flags);
+}
+CROSSRAIL_CALL int cuMemRelease(uint64_t handle) { return FakeCalls::release_memory(handle); }
+CROSSRAIL_CALL int cuMemAddressReserve(uint64_t* address, size_t bytes, size_t alignment, uint64_t wanted,
+                                       unsigned long long flags) {
+  return FakeCalls::reserve_addresses(address, bytes, alignment, wanted, flags);
+}
+CROSSRAIL_CALL int cuMemAddressFree(uint64_t address, size_t bytes) {
+  return FakeCalls::free_addresses(address, bytes);
+}
+CROSSRAIL_CALL int cuMemMap(uint64_t address, size_t bytes, size_t offset, uint64_t handle, unsigned long long flags) {
+  return FakeCalls::map_memory(address, bytes, offset, handle, flags);
+}
+CROSSRAIL_CALL int cuMemUnmap(uint64_t address, size_t bytes) { return FakeCalls::unmap_memory(address, bytes); }
+CROSSRAIL_CALL int cuMemSetAccess(uint64_t address, size_t bytes, const CUmemAccessDesc* wanted, size_t count) {
+  return FakeCalls::set_access(address, bytes, wanted, count);
+}
+CROSSRAIL_CALL int cuMemGetAllocationGranularity(size_t* bytes, const CUmemAllocationProp* wanted, int kind) {
+  return FakeCalls::memory_granularity(bytes, wanted, kind);
+}
+CROSSRAIL_CALL int cuMemExportToShareableHandle(void* fd, uint64_t handle, int kind, unsigned long long flags) {
+  return FakeCalls::export_memory(fd, handle, kind, flags);
+}
+CROSSRAIL_CALL int cuMemImportFromShareableHandle(uint64_t* handle, void* fd, int kind) {
+  return FakeCalls::import_memory(handle, fd, kind);
+}
+CROSSRAIL_CALL int cuMemRetainAllocationHandle(uint64_t* handle, void* address) {
+  return FakeCalls::retain_memory(handle, address);
+}
+CROSSRAIL_CALL int cuDeviceCanAccessPeer(int* can, int device, int owner) {
+  return FakeCalls::can_access_peer(can, device, owner);
+}
+CROSSRAIL_CALL int cuMemsetD8Async(uint64_t address, unsigned char value, size_t bytes, void* stream) {
+  return FakeCalls::fill_async(address, value, bytes, stream);
+}
+CROSSRAIL_CALL int cuCtxSynchronize() { return FakeCalls::synchronize_context(); }
+
 // --- what a test asks ---
 
 CROSSRAIL_CALL uint64_t fake_allocate(uint64_t bytes, int ordinal) {
@@ -112,6 +178,24 @@ CROSSRAIL_CALL void fake_fail_copies(int code, uint32_t good) {
   gpu().copies_good = good;
   gpu().copy_error = code;
 }
+CROSSRAIL_CALL uint64_t fake_allocate_segments(uint64_t count, int is_shareable) {
+  return reinterpret_cast<uint64_t>(gpu().allocate_segments(count, is_shareable != 0));
+}
+CROSSRAIL_CALL void fake_free_segments(uint64_t address) { gpu().free_segments(pointer(address)); }
+CROSSRAIL_CALL uint64_t fake_mappings() { return gpu().mappings(); }
+CROSSRAIL_CALL uint64_t fake_handles() { return gpu().handles(); }
+CROSSRAIL_CALL void fake_set_vmm(int has_vmm, int gives_fds) {
+  gpu().vmm.has_vmm = has_vmm != 0;
+  gpu().vmm.gives_fds = gives_fds != 0;
+}
+// CUDA errors of the calls that create, export and import physical memory; 0: none.
+CROSSRAIL_CALL void fake_fail_vmm(int create_error, int export_error, int import_error) {
+  gpu().vmm.create_error = create_error;
+  gpu().vmm.export_error = export_error;
+  gpu().vmm.import_error = import_error;
+}
+CROSSRAIL_CALL void fake_put_out_of_reach(int ordinal) { gpu().out_of_reach = ordinal; }
+CROSSRAIL_CALL void fake_run_kernels(int do_run) { gpu().kernels_run = do_run != 0; }
 CROSSRAIL_CALL void fake_set_managed(int is_managed) { gpu().is_managed = is_managed != 0; }
 
 // Streams of the user's: tests/support/gpu_stream.py.

@@ -1,0 +1,96 @@
+// Memory of GPUs by CUDA's virtual memory management: physical memory has handles, which travel as file descriptors, and is
+// mapped where somebody wants it.
+#pragma once
+
+#include <sys/types.h>
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "device/cuda.h"
+#include "util/memory_map.h"
+
+namespace crossrail::device {
+
+// A handle of ours. The memory is there as long as any handle, descriptor or mapping of it is, in whatever process: its
+// first owner may free it, or die. Any thread. In a forked child, where CUDA does not work, nothing is given back.
+class PhysicalMemory {
+ public:
+  // New, of that GPU: whole units of the driver's (2 MiB), whose bytes are anything. Throws UsageError: there is no such GPU;
+  // TransportError: the driver is missing, too old, or refuses.
+  static std::shared_ptr<const PhysicalMemory> create(int gpu, uint64_t bytes);
+  // What is mapped at an address of that GPU, where some such mapping begins; bytes: of it. Throws TransportError: nothing
+  // is, since cudaMalloc gave it.
+  static std::shared_ptr<const PhysicalMemory> retain(uint64_t address, uint64_t bytes, int gpu);
+  // Of a descriptor that share() made, in any process. bytes: what that one says; mapping checks it. gpu: some one of ours.
+  // Throws TransportError.
+  static std::shared_ptr<const PhysicalMemory> import(const Fd& fd, uint64_t bytes, int gpu);
+
+  ~PhysicalMemory();
+  PhysicalMemory(const PhysicalMemory&) = delete;
+  PhysicalMemory& operator=(const PhysicalMemory&) = delete;
+
+  // A descriptor that any process may import. Throws TransportError: not of memory that was made without.
+  Fd share() const;
+  uint64_t length_bytes() const { return length_bytes_; }
+  uint64_t handle() const { return handle_; }
+
+ private:
+  PhysicalMemory(const Driver& driver, int gpu, uint64_t handle, uint64_t length_bytes);
+  const Driver& driver_;
+  const int gpu_;
+  const uint64_t handle_;
+  const uint64_t length_bytes_;
+  const pid_t process_;
+};
+
+// All of it at an address of ours, for kernels and copies of one GPU at least. Any thread.
+class MappedMemory {
+ public:
+  // Throws TransportError: that GPU does not reach the memory, or its length is none.
+  static std::shared_ptr<MappedMemory> map(std::shared_ptr<const PhysicalMemory> physical, int gpu);
+  // The one that these addresses of ours are in; null: of none, or not wholly.
+  static std::shared_ptr<MappedMemory> find(uint64_t address, uint64_t bytes);
+
+  ~MappedMemory();
+  MappedMemory(const MappedMemory&) = delete;
+  MappedMemory& operator=(const MappedMemory&) = delete;
+
+  std::byte* base() const { return base_; }
+  uint64_t length_bytes() const { return physical_->length_bytes(); }
+  // Copies of all our GPUs that can are to reach it too, not only those of the one that it was mapped for.
+  void open_to_neighbours();
+  // Kernels of the user's on that GPU may use it from now on. They are waited for before it is unmapped: with the last
+  // reference begins a thread that does both. Throws TransportError: that GPU does not reach it.
+  void give_to_kernels(int gpu);
+  // Zeros, and returns when they are there. Waits for no kernel of the user's. Throws TransportError.
+  void clear();
+
+ private:
+  MappedMemory(std::shared_ptr<const PhysicalMemory> physical, int gpu);
+  static void let_go(MappedMemory* memory);
+  int set_access(int gpu);
+  void wait_for_kernels();
+
+  const std::shared_ptr<const PhysicalMemory> physical_;
+  const Driver& driver_;
+  const int gpu_;
+  const pid_t process_;
+  std::byte* base_ = nullptr;
+  // By ordinal; those above 63 are not counted, and not shared with. relaxed: whoever sets one has a reference, and the
+  // last to let go acquires what the others did.
+  std::atomic<uint64_t> open_to_{0};
+  std::atomic<uint64_t> given_to_{0};
+};
+
+// Why that GPU's memory cannot be had so, with what helps; empty: it can. Throws TransportError where the driver fails.
+std::string why_no_vmm(const Driver& driver, int gpu);
+
+// Where what is mapped at an address begins, and how long it is. Of cudaMalloc's memory: the allocation. False: the driver
+// does not say.
+bool mapping_of(const Driver& driver, uint64_t address, Allocation* mapping);
+
+}  // namespace crossrail::device
