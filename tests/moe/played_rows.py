@@ -48,8 +48,10 @@ class PlayedRows(DeviceRows):
     def __init__(self, engine: xr.Engine, device: Any, kernels: Any) -> None:
         super().__init__(engine, device, ReferenceKernels() if kernels is None else kernels)
         self.name = f"memory of {device}"
+        self._gpu = "cuda:0"
         self.stream = Stream()
         self._memories: dict[int, GpuMemory] = {}
+        self._kept: list[Any] = []
 
     def registered(self, tensor: Any) -> xr.Region:
         return self._engine.register(self._memories[tensor.data_ptr()])
@@ -58,7 +60,13 @@ class PlayedRows(DeviceRows):
         return torch.device("cpu")  # of the tensors that are seen
 
     def _empty_bytes(self, nbytes: int) -> Any:
-        memory = self.gpu.allocate(nbytes)
+        return self._seen_of(self.gpu.allocate(nbytes))
+
+    def _seen(self, memory: xr.Region | xr.GpuMapping) -> Any:
+        self._kept.append(memory)  # as a tensor of it would
+        return self._seen_of(self.gpu.memory_of(memory))
+
+    def _seen_of(self, memory: GpuMemory) -> Any:
         seen = torch.from_numpy(memory.bytes)
         self._memories[seen.data_ptr()] = memory
         return seen

@@ -11,7 +11,7 @@ import numpy as np
 import crossrail as xr
 from crossrail._extras import needs
 from crossrail._torch import is_tensor, told, wait_for_kernels
-from crossrail.errors import UsageError
+from crossrail.errors import TransportError, UsageError
 from crossrail.moe.arrays import Array, tensor_on, to_host
 from crossrail.moe.kernels import Kernels
 from crossrail.moe.row_memory import INDEX_TYPES
@@ -27,19 +27,29 @@ class DeviceRows:
         """kernels: of tensors; None: Triton's. UsageError where there is no such GPU, or no Triton."""
         self._engine = engine
         self.device = self._found(torch.device(device))
+        self._gpu = str(self.device)  # whose memory it is; in tests the tensors are seen elsewhere
         self._kernels = kernels_of_a_gpu() if kernels is None else kernels
         self.name = f"memory of {self.device}"
         self.kernels = self._kernels.name
         self._busy: set[Any] = set()  # streams that we launched on since settle()
 
     def block(self, nbytes: int) -> DeviceBlock:
-        return DeviceBlock(self, self._bytes(nbytes), False)
+        return DeviceBlock(self, self._bytes(nbytes), None)
 
     def shared_block(self, nbytes: int) -> DeviceBlock:
-        """Blocks until all kernels have ended: torch gives memory out again that some may still be using."""
-        tensor = self._bytes(nbytes)
-        wait_for_kernels([str(self.device)])
-        return DeviceBlock(self, tensor, True)
+        """The engine's memory, which kernels of other processes can be given; torch's, where the driver has none such.
+        Blocks then until all kernels have ended: torch gives memory out again that some may still be using.
+        """
+        try:
+            region = self._engine.alloc(max(nbytes, 1), device=self._gpu)
+        except TransportError:
+            tensor = self._bytes(nbytes)
+            wait_for_kernels([str(self.device)])
+            return DeviceBlock(self, tensor, self.registered(tensor))
+        return DeviceBlock(self, self._seen(region), region)
+
+    def map(self, descriptor: xr.RegionDescriptor, timeout_s: float) -> Any:
+        return self._seen(self._engine.map(descriptor, timeout_s, device=self._gpu))
 
     def _bytes(self, nbytes: int) -> Any:
         with told(f"{nbytes} bytes of {self.device}"):
@@ -53,9 +63,6 @@ class DeviceRows:
     def is_open(self) -> bool:
         """Whether the engine is: regions are to be closed then."""
         return not self._engine.closed
-
-    def map(self, descriptor: xr.RegionDescriptor, timeout_s: float) -> Any:
-        raise UsageError("memory of GPUs is not mapped")
 
     def given(self, array: Any, name: str, dtypes: tuple[str, ...], shape: tuple[int | None, ...]) -> Any:
         return tensor_on(self.device, array, name, dtypes, shape)
@@ -103,6 +110,10 @@ class DeviceRows:
 
     # ---- what tests play
 
+    def _seen(self, memory: xr.Region | xr.GpuMapping) -> Any:
+        """As a tensor, which keeps it."""
+        return torch.as_tensor(memory, device=self.device)
+
     def _found(self, device: torch.device) -> torch.device:
         """With its number."""
         if not torch.cuda.is_available():
@@ -127,12 +138,13 @@ class DeviceRows:
 
 
 class DeviceBlock:
-    """See Block. It keeps its memory from torch's allocator until it is closed."""
+    """See Block. Its memory is given back with the last array of it."""
 
-    def __init__(self, rows: DeviceRows, tensor: Any, is_shared: bool) -> None:
+    def __init__(self, rows: DeviceRows, tensor: Any, region: xr.Region | None) -> None:
+        """region: of the tensor, where peers write to it."""
         self._rows = rows
         self._tensor = tensor
-        self._region = rows.registered(tensor) if is_shared else None
+        self._region = region
         self.nbytes = len(tensor)
 
     @property
