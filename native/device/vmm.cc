@@ -94,14 +94,19 @@ std::string why_no_vmm(const Driver& driver, int gpu) {
   return {};
 }
 
-std::shared_ptr<const PhysicalMemory> PhysicalMemory::create(int gpu, uint64_t bytes) {
-  const Driver& driver = need_driver("alloc");
+void check_gpu(int gpu, const char* call) {
+  const Driver& driver = need_driver(call);
   int count = 0;
   if (const int code = driver.device_count(&count); code != 0)
     fail(driver, "cuDeviceGetCount", code, "cannot count the GPUs");
-  if (gpu < 0 || gpu >= count)
-    throw UsageError("device is 'cuda:" + std::to_string(gpu) + "', and GPUs are numbered from 0, " +
-                     std::to_string(count) + " in all");
+  if (gpu >= 0 && gpu < count) return;
+  throw UsageError("device is 'cuda:" + std::to_string(gpu) + "', and GPUs are numbered from 0, " +
+                   std::to_string(count) + " in all");
+}
+
+std::shared_ptr<const PhysicalMemory> PhysicalMemory::create(int gpu, uint64_t bytes) {
+  check_gpu(gpu, "alloc");
+  const Driver& driver = need_driver("alloc");
   if (const std::string why = why_no_vmm(driver, gpu); !why.empty()) throw TransportError("alloc", 0, why, kInstead);
   MemoryProperties wanted{};
   wanted.type = kPinned;

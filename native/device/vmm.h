@@ -86,6 +86,9 @@ class MappedMemory {
   std::atomic<uint64_t> given_to_{0};
 };
 
+// Throws UsageError: there is no such GPU; TransportError: no driver. call: for the error.
+void check_gpu(int gpu, const char* call);
+
 // Why that GPU's memory cannot be had so, with what helps; empty: it can. Throws TransportError where the driver fails.
 std::string why_no_vmm(const Driver& driver, int gpu);
 

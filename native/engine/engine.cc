@@ -192,6 +192,7 @@ static void map_physical(int gpu, Mapping* mapping) {
 WaitResult Engine::map(RemoteRegion& region, int gpu, Deadline deadline, const InterruptCheck& interrupted,
                        Mapping* mapping, Status* status) {
   static constexpr int64_t kLookEveryNs = 200'000;
+  if (gpu >= 0) device::check_gpu(gpu, "map");
   Peer& peer = *region.peer();
   const WaitResult connected = connect(peer, deadline, interrupted);
   *status = Status::kPeerLost;

@@ -310,7 +310,7 @@ class Engine : public RefCounted<Engine> {
   // Transport::map and the peer say it; meaningless unless kReady. Connects. What the mapping's owner does with it is
   // outside of the contract: it is not counted, nor refused by a close() or revoke() of the region, which keeps living
   // with the mapping. gpu: of ours, for whose kernels memory of a GPU is mapped: its alloc_on_gpu(), or other physical
-  // memory; -1: host memory. Throws TransportError: that GPU does not reach it.
+  // memory; -1: host memory. Throws UsageError: there is no such GPU; TransportError: it does not reach the memory.
   WaitResult map(RemoteRegion& region, int gpu, Deadline deadline, const InterruptCheck& interrupted, Mapping* mapping,
                  Status* status);
   std::vector<PeerRef> peers() const;

@@ -386,9 +386,14 @@ def test_a_gpu_out_of_reach_is_refused_in_the_drivers_words(gpu: FakeGpu, open_e
         own = open_engine("there", transport="shm").alloc(64, device="cuda:0")
         with pytest.raises(xr.TransportError, match=r"out of reach on GPU 1.*CUDA error 217"):
             here.map(own.descriptor, WAIT_S, device="cuda:1")
+        another = open_engine("another", transport="shm")
         gpu.fail_vmm(import_=999)
         with pytest.raises(xr.TransportError, match="CUDA error 999"):
-            open_engine("another", transport="shm").map(other.remote, WAIT_S, device="cuda:0")
+            another.map(other.remote, WAIT_S, device="cuda:0")
+        gpu.fail_vmm()
+        assert another.map(other.remote, WAIT_S, device="cuda:0").nbytes == NBYTES
+        with pytest.raises(xr.UsageError, match="'cuda:2', and GPUs are numbered"):
+            another.map(other.remote, WAIT_S, device="cuda:2")
 
 
 def test_a_network_maps_no_gpu(gpu: FakeGpu, open_engine: EngineFactory) -> None:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
@@ -139,38 +136,3 @@ def test_between_processes(open_engine: EngineFactory, options: dict[str, Any], 
         assert child.poll(WAIT_S) and child.recv() == value * BYTES
     paths = {path.path for path in here.explain(theirs.owner).paths}
     assert ("cuda-ipc" in paths) == (options["transport"] == "shm")
-
-
-def test_memory_that_cannot_be_shared_is_staged(open_engine: EngineFactory) -> None:
-    """By its name: torch's expandable segments are not cudaMalloc's."""
-    program = """
-import faulthandler, sys, torch
-import crossrail as xr
-faulthandler.dump_traceback_later(60, exit=True)
-memory = torch.zeros(1 << 20, dtype=torch.uint8, device="cuda")
-torch.cuda.synchronize()
-with xr.Engine("child", transport="shm") as engine:
-    region = engine.register(memory)
-    print(region.descriptor.to_bytes().hex(), flush=True)
-    engine.imm_counter(1).wait(1, 60)
-    print(int(memory.sum(dtype=torch.int64)), flush=True)
-    sys.stdin.read()
-"""
-    here, src = open_engine("here", transport="shm"), noise(1 << 20, "cuda")
-    torch.cuda.synchronize()
-    region = here.register(src)
-    segments = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-    child = subprocess.Popen([sys.executable, "-c", program], env=os.environ | segments, text=True,
-                             stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # fmt: skip
-    with child:
-        assert child.stdout is not None and child.stdin is not None
-        try:
-            theirs = xr.RegionDescriptor.from_bytes(bytes.fromhex(child.stdout.readline()))
-            here.submit_write(region, theirs, imm=1).wait(WAIT_S)
-            assert int(child.stdout.readline()) == int(src.sum(dtype=torch.int64))
-            (path,) = here.explain(theirs.owner).paths
-            assert path.path == "staged" and "CUDA error" in path.reason
-            child.stdin.close()
-            assert child.wait(WAIT_S) == 0
-        finally:
-            child.kill()

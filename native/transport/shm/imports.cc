@@ -94,6 +94,7 @@ Status ShmTransport::map_gpu(Outgoing& link, Import& import, int gpu, Mapping* o
     }
   } catch (const TransportError& error) {
     out->trouble = error.call() + ": " + error.text();
+    import.wants_handle = false;  // whoever asks again may be luckier: it may have been descriptors that were lacking
     return Status::kTransportFailed;
   }
   out->offset = import.shared.offset;

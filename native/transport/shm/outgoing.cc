@@ -254,7 +254,7 @@ bool ShmTransport::post_one(Outgoing& link, RailQueue& rail, const WorkRequest& 
   if (rail.open_imm_count > 0 && link.hazard != import.region_id) flush_imms(link, rail);
   if (request.has_imm && !room_for_imm(link, rail, request.wire_imm)) return false;
   const bool is_gpu = import.is_gpu || gpu_of(request) >= 0;  // nothing that a CPU copies straight into place
-  if (gpu_of(request) >= 0 && private_path_ == 0 && import.lacks_handle()) {
+  if (import.is_gpu && private_path_ == 0 && import.lacks_handle() && gpu_of(request) >= 0) {
     import.wants_handle = true;
     ask(link, import);  // the work waits for the answer
     return false;
