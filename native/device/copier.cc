@@ -177,6 +177,8 @@ static std::byte* allocate_pages(uint64_t bytes) {
   return static_cast<std::byte*>(memory);
 }
 
-PinnedBuffer::PinnedBuffer(int gpu, uint64_t bytes) : memory_(allocate_pages(bytes)), pinned_(gpu, base(), bytes) {}
+HostBuffer::HostBuffer(uint64_t bytes, int gpu) : memory_(allocate_pages(bytes)) {
+  if (gpu >= 0) pinned_.emplace(gpu, base(), bytes);
+}
 
 }  // namespace crossrail::device

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -71,18 +72,20 @@ class PinnedMemory {
   bool is_pinned_ = false;
 };
 
-// Memory of the host of its own, pinned if the driver lets us. Throws std::bad_alloc.
-class PinnedBuffer {
+// Memory of the host of its own, pinned if the driver lets us.
+class HostBuffer {
  public:
-  PinnedBuffer(int gpu, uint64_t bytes);
+  // gpu: as PinnedMemory has it; -1: it is not to be pinned. Throws std::bad_alloc.
+  explicit HostBuffer(uint64_t bytes, int gpu = -1);
   std::byte* base() const { return memory_.get(); }
+  bool is_pinned() const { return pinned_ && pinned_->is_pinned(); }
 
  private:
   struct Free {
     void operator()(std::byte* memory) const { std::free(memory); }
   };
   const std::unique_ptr<std::byte, Free> memory_;
-  const PinnedMemory pinned_;
+  std::optional<PinnedMemory> pinned_;
 };
 
 }  // namespace crossrail::device

@@ -33,18 +33,18 @@ void TxBatch::view(const std::byte* data, size_t size) {
   pending_bytes_ += size;
 }
 
-std::byte* TxBatch::stage(int gpu, size_t size) {
-  CROSSRAIL_ASSERT(size <= kStageBytes);
-  if (stage_ < stages_.size() && staged_bytes_ + size > kStageBytes) {
-    ++stage_;
+std::byte* TxBatch::stage(size_t size) {
+  CROSSRAIL_ASSERT(size <= StagePool::kStageBytes);
+  if (stages_.empty() || staged_bytes_ + size > StagePool::kStageBytes) {
+    stages_.push_back(stage_pool_->take());
     staged_bytes_ = 0;
   }
-  if (stage_ == stages_.size()) stages_.push_back(std::make_unique<device::PinnedBuffer>(gpu, kStageBytes));
-  return stages_[stage_]->base() + std::exchange(staged_bytes_, staged_bytes_ + size);
+  return stages_.back()->base() + std::exchange(staged_bytes_, staged_bytes_ + size);
 }
 
 void TxBatch::clear() {
-  stage_ = staged_bytes_ = 0;
+  for (std::unique_ptr<device::HostBuffer>& stage : stages_) stage_pool_->give(std::move(stage));
+  stages_.clear();
   copied_bytes_ = 0;
   views_.clear();
   detached_.clear();

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "device/copier.h"
+#include "transport/tcp/stage_pool.h"
 #include "util/memory_map.h"
 
 namespace crossrail::tcp {
@@ -20,9 +21,12 @@ class TxBatch {
  public:
   static constexpr size_t kBytes = 64 << 10;
   static constexpr size_t kViewsMax = 1020;  // a little less than IOV_MAX
-  static constexpr size_t kStageBytes = 1 << 20;
 
-  TxBatch() : bytes_(std::make_unique_for_overwrite<std::byte[]>(kBytes)) { views_.reserve(kViewsMax + 4); }
+  // stages: for payloads of GPUs; outlives the batch.
+  explicit TxBatch(StagePool* stages = nullptr)
+      : stage_pool_(stages), bytes_(std::make_unique_for_overwrite<std::byte[]>(kBytes)) {
+    views_.reserve(kViewsMax + 4);
+  }
   bool empty() const { return first_ == views_.size(); }
   // Room for `bytes` copied and `views` more.
   bool has_room(size_t bytes, size_t views = 1) const {
@@ -35,8 +39,8 @@ class TxBatch {
     copy(&value, sizeof value);
   }
   void view(const std::byte* data, size_t size);
-  // Memory of the host for what is copied out of that GPU, at most kStageBytes; valid until clear(). For view().
-  std::byte* stage(int gpu, size_t size);
+  // Memory of the host for what is copied out of a GPU, at most StagePool::kStageBytes; valid until clear(). For view().
+  std::byte* stage(size_t size);
   void clear();
 
   uint64_t pending_bytes() const { return pending_bytes_; }
@@ -59,6 +63,7 @@ class TxBatch {
     uint64_t first_operation;
     uint64_t end_bytes;
   };
+  StagePool* const stage_pool_;
   const std::unique_ptr<std::byte[]> bytes_;
   size_t copied_bytes_ = 0;
   std::vector<iovec> views_;
@@ -67,10 +72,8 @@ class TxBatch {
   uint64_t sent_bytes_ = 0;
   std::vector<Mark> marks_;
   std::vector<std::unique_ptr<std::byte[]>> detached_;
-  // Kept from batch to batch: as many as what is gathered at once needs.
-  std::vector<std::unique_ptr<device::PinnedBuffer>> stages_;
-  size_t stage_ = 0;         // the one in use
-  size_t staged_bytes_ = 0;  // of it
+  std::vector<std::unique_ptr<device::HostBuffer>> stages_;
+  size_t staged_bytes_ = 0;  // of the last one
 };
 
 // Where the bytes of a payload go, in order. A null base discards.

@@ -251,7 +251,7 @@ Connection::ReceiveViews Connection::receive_views() {
   to.to_gpu = place_.gpu >= 0 && place_.bytes_left > 0;
   if (to.to_gpu) {
     to.payload_bytes = std::min<uint64_t>(place_.bytes_left, ConnectionContext::kArrivalsBytes);
-    to.views[to.count++] = {context_->arrivals_for(place_.gpu), to.payload_bytes};
+    to.views[to.count++] = {context_->arrivals_of_gpus(), to.payload_bytes};
   } else if (place_.bytes_left > 0) {
     for (size_t i = place_.at; i < place_.targets.size() && to.count < kTargetsPerCall; ++i) {
       iovec view = place_.targets[i];

@@ -24,7 +24,7 @@ class Connection;
 // What all connections of one transport share. Progress holder.
 struct ConnectionContext {
   static constexpr size_t kScratchBytes = 128 << 10;
-  static constexpr size_t kArrivalsBytes = 1 << 20;
+  static constexpr size_t kArrivalsBytes = StagePool::kStageBytes;
   explicit ConnectionContext(Poller* poller) : poller(poller), scratch(kScratchBytes), discard(kScratchBytes) {}
   // Sockets that brought something of late: asked directly, which is cheaper than asking epoll first.
   void note_hot(Connection* connection);
@@ -39,7 +39,7 @@ struct ConnectionContext {
   // Left epoll, which did not take them back: asked now and then, as if it had news.
   void ask_unwatched();
   std::vector<Connection*> unwatched;
-  std::byte* arrivals_for(int gpu);
+  std::byte* arrivals_of_gpus();
   std::unique_ptr<TxBatch> take_batch();
   void give_batch(std::unique_ptr<TxBatch> batch);
 
@@ -47,9 +47,10 @@ struct ConnectionContext {
   int64_t now = 0;  // a little old, of the current poll
   std::vector<std::byte> scratch;
   std::vector<std::byte> discard;
+  StagePool stages;
   std::vector<std::unique_ptr<TxBatch>> batches;
   device::Copier copier;
-  std::unique_ptr<device::PinnedBuffer> arrivals;  // once something of a GPU's has arrived: what is copied on to it
+  std::unique_ptr<device::HostBuffer> arrivals;  // once something of a GPU's has arrived: what is copied on to it
 };
 
 // Which half of a link a stream is: our operations and the answers to them, or the peer's and ours.

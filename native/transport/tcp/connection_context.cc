@@ -43,13 +43,13 @@ void ConnectionContext::ask_unwatched() {
   for (Connection* connection : std::exchange(unwatched, {})) connection->ask();
 }
 
-std::byte* ConnectionContext::arrivals_for(int gpu) {
-  if (!arrivals) arrivals = std::make_unique<device::PinnedBuffer>(gpu, kArrivalsBytes);
+std::byte* ConnectionContext::arrivals_of_gpus() {
+  if (!arrivals) arrivals = stages.take();
   return arrivals->base();
 }
 
 std::unique_ptr<TxBatch> ConnectionContext::take_batch() {
-  if (batches.empty()) return std::make_unique<TxBatch>();
+  if (batches.empty()) return std::make_unique<TxBatch>(&stages);
   std::unique_ptr<TxBatch> batch = std::move(batches.back());
   batches.pop_back();
   return batch;

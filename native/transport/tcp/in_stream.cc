@@ -269,7 +269,7 @@ const std::byte* InStream::readable(const TcpRegion& region, uint64_t offset, ui
     const std::byte* const data = region.base + offset;
     return region.has_faulted && !is_readable(data, length) ? nullptr : data;
   }
-  std::byte* const copy = batch.stage(region.gpu, length);
+  std::byte* const copy = batch.stage(length);
   return transport_->connections().copier.copy(region.gpu, copy, region.base + offset, length) ? copy : nullptr;
 }
 

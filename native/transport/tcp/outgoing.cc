@@ -200,7 +200,7 @@ size_t OutChannel::put_writes(TxBatch& batch, RingQueue<WorkRequest>& queue, siz
   std::byte* staged = nullptr;
   if (gpu >= 0 && bytes > 0) {
     device::Copier& copier = transport->connections().copier;
-    staged = batch.stage(gpu, bytes);
+    staged = batch.stage(bytes);
     std::byte* at = staged;
     for (size_t i = 0; i < count; at += queue[i++].length_bytes)
       copier.begin(gpu, at, queue[i].local, queue[i].length_bytes);
@@ -234,7 +234,7 @@ void OutChannel::put_part(TxBatch& batch) {
   const bool ends = current_offset + length == current->length_bytes;
   const std::byte* data = current->local + current_offset;
   if (const int gpu = gpu_of(*current); gpu >= 0) {
-    std::byte* const staged = batch.stage(gpu, length);
+    std::byte* const staged = batch.stage(length);
     if (!transport->connections().copier.copy(gpu, staged, data, length)) {
       put_failed(batch);
       sent.push_back(*current);

@@ -108,6 +108,7 @@ std::unique_ptr<LocalRegion> TcpTransport::register_memory(uint64_t id, std::byt
 
 std::unique_ptr<LocalRegion> TcpTransport::register_gpu_memory(uint64_t id, const device::GpuMemory& memory,
                                                                Access access) {
+  connections_.stages.prepare(memory.gpu().ordinal);
   return regions_.add(id, memory.base(), memory.length_bytes(), access, memory.gpu().ordinal);
 }
 

@@ -1,0 +1,32 @@
+#include "transport/tcp/stage_pool.h"
+
+#include <utility>
+
+namespace crossrail::tcp {
+
+void StagePool::prepare(int gpu) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (std::exchange(is_prepared_, true)) return;
+  }
+  for (size_t i = 0; i < kStages; ++i) give(std::make_unique<device::HostBuffer>(kStageBytes, gpu));
+}
+
+std::unique_ptr<device::HostBuffer> StagePool::take() {
+  {
+    const std::lock_guard lock(mutex_);
+    if (!free_.empty()) {
+      std::unique_ptr<device::HostBuffer> stage = std::move(free_.back());
+      free_.pop_back();
+      return stage;
+    }
+  }
+  return std::make_unique<device::HostBuffer>(kStageBytes);
+}
+
+void StagePool::give(std::unique_ptr<device::HostBuffer> stage) {
+  const std::lock_guard lock(mutex_);
+  if (stage->is_pinned()) free_.push_back(std::move(stage));
+}
+
+}  // namespace crossrail::tcp

@@ -1,0 +1,34 @@
+// Host memory through which payloads of GPUs go.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "device/copier.h"
+
+namespace crossrail::tcp {
+
+// The driver pins memory no sooner than kernels that are under way have ended, if some thread of the user's waits for them in
+// a copy; and unpins it never before (measured on an H100, driver 580). Such a kernel may wait for what the worker is about to
+// do. So stages are pinned by who registers a GPU's memory, and kept; the worker never asks for more.
+// Threads: any.
+class StagePool {
+ public:
+  static constexpr size_t kStageBytes = size_t{1} << 20;
+  static constexpr size_t kStages = 16;  // a batch takes one or two: more of them under way at once take slower memory
+
+  // The first call makes the stages. gpu: whose driver pins them.
+  void prepare(int gpu);
+  // One that nobody has; where there is none, memory that is not pinned.
+  std::unique_ptr<device::HostBuffer> take();
+  void give(std::unique_ptr<device::HostBuffer> stage);
+
+ private:
+  std::mutex mutex_;  // guards all of it
+  bool is_prepared_ = false;
+  std::vector<std::unique_ptr<device::HostBuffer>> free_;
+};
+
+}  // namespace crossrail::tcp
