@@ -54,7 +54,7 @@ def show_kernels(replay: Callable[[], None]) -> None:
 def run_rank(
     pipe: Any, gate: Any, rank: int, tokens: int, options: dict[str, Any], has_core: bool, shows_kernels: bool
 ) -> None:
-    """A process of its own. Sends its address, takes all of them, twice; then sends its times."""
+    """A process of its own. For each engine sends its address, and takes all; then sends its times."""
     given = tokens_of(rank, tokens)
     layout = "masked" if tokens <= 512 else "grouped"
     sizes: dict[str, Any] = {"experts": EXPERTS, "hidden": HIDDEN, "top_k": TOP_K, "max_tokens": tokens,

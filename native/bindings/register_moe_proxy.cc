@@ -87,7 +87,7 @@ void register_moe_proxy(nb::module_& module) {
             bool has_come = false;
             const FarStep awaited = to_step(step);
             const nb::tuple told = self.wait(timeout_s, [&](moe::Proxy& proxy, Deadline) {
-              has_come = proxy.has_come(awaited, round, rank);
+              has_come = proxy.has_come_from(awaited, round, rank);
               return moe::FarOutcome{};
             });
             return nb::cast<std::string>(told[0]) == "ready" && has_come;

@@ -150,9 +150,10 @@ void register_moe_stream_proxy(nb::module_& module) {
            "Launches: tells the thread that the round has got there: 'routes', 'packed', 'returned', 'ended'; and "
            "others "
            "by signals, so many, at the addresses that are in the table: see device/round_words.h.")
-      .def("wait", &StreamProxyHandle::await, nb::arg("word"), nb::arg("number"), nb::arg("stream"),
-           nb::arg("table") = 0, nb::arg("count") = 0, nb::arg("needs_words") = true,
-           "Launches: until the thread has got there, 'rows', 'results', if it needs_words, and others by signals.")
+      .def(
+          "wait", &StreamProxyHandle::await, nb::arg("word"), nb::arg("number"), nb::arg("stream"),
+          nb::arg("table") = 0, nb::arg("count") = 0, nb::arg("needs_words") = true,
+          "Launches: until the thread has got there, 'rows', 'results', if it needs_words, and other ranks by signals.")
       .def("failure", &StreamProxyHandle::failure,
            nb::sig("def failure(self) -> tuple[str, int, str, str, int, typing.Any] | None"),
            "What ended the rounds: result, rank, detail, step, round, counts. Raises what the thread met.")

@@ -274,7 +274,7 @@ void Proxy::send_sums(uint32_t round, uint32_t partner, uint64_t first_row, uint
 
 // In order: all that it owed to those who wait has come, so that none of them gives up because of it.
 bool Proxy::has_ended(uint32_t far_rank, FarStep step, uint32_t round) {
-  return has_come(FarStep::kFarewell, 0, far_rank) && has_come(step, round, far_rank);
+  return has_come_from(FarStep::kFarewell, 0, far_rank) && has_come_from(step, round, far_rank);
 }
 
 FarOutcome Proxy::trouble(std::optional<FarStep> step, uint32_t round, Member& awaited) {
@@ -343,7 +343,7 @@ void Proxy::say_farewell(std::optional<uint32_t> why, Deadline deadline) {
   const uint64_t to = at_farewell(memory_.routes_in + rank_ * memory_.route_bytes);
   for (const Member& member : members_) {
     if (member.regions.rows && member.regions.rows->peer()->state() != PeerState::kLost &&
-        !has_come(FarStep::kFarewell, 0, member.rank))
+        !has_come_from(FarStep::kFarewell, 0, member.rank))
       add(member, FarStep::kFarewell, 0, from, to, length);
   }
   post(FarStep::kFarewell, 0);
@@ -390,9 +390,9 @@ bool Proxy::take(FarStep step, uint32_t round) {
 }
 
 bool Proxy::has_come_unsignalled(FarStep step, uint32_t round) {
-  for (size_t i = 0; i < members_.size(); ++i) {
+  for (size_t i = next_[slot_of(step, round)]; i < members_.size(); ++i) {
     const uint32_t signalled = members_[i].is_heard && step != FarStep::kRoutes ? 1 : 0;
-    if (expected_of(step, round, i) > signalled && !has_come(step, round, members_[i].rank)) return false;
+    if (expected_of(step, round, i) > signalled && !has_come(step, round, i)) return false;
   }
   return true;
 }
@@ -425,8 +425,11 @@ FarOutcome Proxy::wait(FarStep step, uint32_t round, Deadline deadline, const In
   return failed_write(step, round);
 }
 
-bool Proxy::has_come(FarStep step, uint32_t round, uint32_t rank) {
-  const auto index = static_cast<size_t>(&member(rank) - members_.data());
+bool Proxy::has_come_from(FarStep step, uint32_t round, uint32_t rank) {
+  return has_come(step, round, static_cast<size_t>(&member(rank) - members_.data()));
+}
+
+bool Proxy::has_come(FarStep step, uint32_t round, size_t index) {
   if (index < next_[slot_of(step, round)]) return true;
   return members_[index].counters[slot_of(step, round)]->poll() >= expected_of(step, round, index);
 }

@@ -23,7 +23,8 @@
 
 namespace crossrail::moe {
 
-// What a rank has for far rows, the same on all ranks: two regions, these parts of each twice. In bytes, from its start.
+// What a rank has for far rows, the same on all ranks: two regions, these parts of each twice, and others that are nothing to
+// us (signals, device/round_words.h). In bytes, from its start.
 struct FarMemory {
   // Of routes, which the host reads and writes.
   uint64_t routes_in = 0;            // [world] rows of route_bytes, by source rank
@@ -122,7 +123,7 @@ class Proxy {
   // Whether nothing of what was written from this parity's memory is under way any more.
   bool has_sent(uint32_t round) const;
   // Whether all of this step has come from that far rank, in the round last opened of that parity. Takes nothing.
-  bool has_come(FarStep step, uint32_t round, uint32_t rank);
+  bool has_come_from(FarStep step, uint32_t round, uint32_t rank);
 
  private:
   struct Member {
@@ -193,6 +194,7 @@ class Proxy {
   FarOutcome trouble(std::optional<FarStep> step, uint32_t round, Member& awaited);
   bool has_left(Member& member, bool was_refused);
   bool has_ended(uint32_t far_rank, FarStep step, uint32_t round);
+  bool has_come(FarStep step, uint32_t round, size_t index);
 
   const EngineRef engine_;
   const Layout& layout_;

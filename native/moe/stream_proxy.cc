@@ -87,16 +87,21 @@ void StreamProxy::fail(StreamFailure failure) {
   stopping_.store(true, std::memory_order_relaxed);  // of this thread
 }
 
-// No kernel waits any more, nor finds anything to do.
-void StreamProxy::let_go() {
-  const uint32_t experts = layout_.expert_count(rank_);
-  for (uint64_t parity = 0; parity < kParities; ++parity) {
-    std::fill_n(at<int32_t>(parts_.numbers, parity), 2, 0);
-    std::fill_n(at<int32_t>(parts_.expert_rows, parity), experts, 0);
-    std::fill_n(at<int32_t>(parts_.expert_offsets, parity), experts + 1, 0);
+// Results that the GPU has made of a round which it was told to go on with: others wait for them, and the GPU, which may know
+// by signals that the round is over, for nothing of us.
+void StreamProxy::send_last_results() {
+  for (std::optional<Open>& round : rounds_) {
+    const bool are_due = round && round->is_told && round->stage <= Stage::kExperts;
+    if (are_due && device::has_come(words(StreamWord::kReturned), round->number))
+      proxy_.send_results(wire(round->number), &*round->placement);
   }
+}
+
+// No kernel waits any more, and each finds in place of its round's number that there is nothing to do. What it was told before
+// stays true: the tables of a round whose rows are here are its own to the end.
+void StreamProxy::let_go() {
   for (const StreamWord word : {StreamWord::kFree, StreamWord::kRows, StreamWord::kResults}) {
-    // release: pairs with the acquire of a kernel's wait, which then sees the empty tables.
+    // release: pairs with the acquire of a kernel's wait.
     for (device::RoundWord& one : words(word)) one.round.store(device::kNoRound, std::memory_order_release);
   }
 }
@@ -122,6 +127,10 @@ void StreamProxy::run() {
     } else {
       pause(now - moved_ns);
     }
+  }
+  try {
+    send_last_results();
+  } catch (const std::exception&) {  // the engine is closed, or out of memory: who waits for us is told by that
   }
   let_go();
 }
@@ -170,6 +179,7 @@ bool StreamProxy::advance(Open& round, int64_t now) {
       return dispatch(round, now);
     case Stage::kExperts:
       if (!device::has_come(words(StreamWord::kReturned), round.number)) {
+        check_others(round, now);
         check_own(round, FarStep::kResults, now);
         return false;
       }
@@ -312,6 +322,13 @@ bool StreamProxy::is_time_to_look(Open& round, int64_t now) {
   if (now < round.next_look_ns) return false;
   round.next_look_ns = now + kLookNs;
   return true;
+}
+
+// While the GPU may wait for a signal of a rank that was counted: it may have died between the two.
+void StreamProxy::check_others(Open& round, int64_t now) {
+  if (!is_time_to_look(round, now)) return;
+  const FarOutcome outcome = proxy_.wait(FarStep::kResults, wire(round.number), 0, {});
+  if (outcome.result != FarResult::kLate) check(round, FarStep::kResults, outcome, now);
 }
 
 void StreamProxy::check_own(Open& round, FarStep step, int64_t now) {

@@ -18,8 +18,9 @@
 // Ranks that reach each other's memory tell each other by signals there (device::Signals) what their kernels have written;
 // here that is counted too, as a write of no bytes, to know who is late or lost.
 //
-// What goes wrong ends the thread, and no kernel waits any more: all words then stand at the last round there can be, and
-// the tables of the round are empty. failure() says what it was.
+// What goes wrong ends the thread, and no kernel waits any more: all words then stand at the last round there can be, and a
+// kernel that waits for one puts that in place of its round's number, by which those that follow do nothing. A round whose
+// rows were told goes on as far as signals carry it. failure() says what went wrong.
 #pragma once
 
 #include <array>
@@ -62,6 +63,7 @@ struct Return {
   int32_t target;
   int32_t to;
 };
+static_assert(sizeof(Return) == 12);  // as moe/graph/board.py has it
 
 // What ended the rounds.
 struct StreamFailure {
@@ -132,8 +134,10 @@ class StreamProxy {
   bool is_time_to_look(Open& round, int64_t now);
   // Our own part of a step does not come, and the GPU is at the next round of this parity: it would wait for ever.
   void check_own(Open& round, FarStep step, int64_t now);
+  void check_others(Open& round, int64_t now);
   void check(const Open& round, FarStep step, const FarOutcome& outcome, int64_t now);
   void fail(StreamFailure failure);
+  void send_last_results();
   void let_go();
   void pause(int64_t idle_ns) const;
   template <typename T>

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
+import weakref
 from typing import Any
 
 import numpy as np
@@ -114,7 +116,8 @@ def test_any_number_of_ranks(size: int, seed: Seed) -> None:
             ranks.each(lambda part, rank, b=batches: whole_round(part, rank, b))
 
 
-def test_ranks_of_both_kinds(seed: Seed) -> None:
+@pytest.mark.parametrize("engine", [{}, TCP], ids=["shm", "tcp"])
+def test_ranks_of_both_kinds(engine: dict[str, Any], seed: Seed) -> None:
     """One with rows in host memory among others whose rounds are on streams."""
     random = seed.rng()
 
@@ -126,14 +129,15 @@ def test_ranks_of_both_kinds(seed: Seed) -> None:
     def run(part: Any, rank: int, batches: list[Batch]) -> None:
         (test_torch_gpu.whole_round if rank == 1 else whole_round)(part, rank, batches)
 
-    with Ranks(3, TCP, make, layout="grouped", **CONFIG) as ranks:
+    with Ranks(3, engine, make, layout="grouped", **CONFIG) as ranks:
         ranks.parts[1]._memory.device = torch.device("cpu")  # as that test asks
         for _ in range(4):
             batches = batches_of(random, 3)
             ranks.each(lambda part, rank, b=batches: run(part, rank, b))
 
 
-def test_two_rounds_under_way(seed: Seed) -> None:
+@pytest.mark.parametrize("engine", [{}, TCP], ids=["shm", "tcp"])
+def test_two_rounds_under_way(engine: dict[str, Any], seed: Seed) -> None:
     random = seed.rng()
 
     def overlapped(part: GraphAllToAll, rank: int, both: list[list[Batch]]) -> None:
@@ -148,7 +152,7 @@ def test_two_rounds_under_way(seed: Seed) -> None:
         for got, batches in zip(received, both, strict=True):
             assert np.array_equal(part.combine_recv(got).numpy(), expected_sums(batches[rank]))
 
-    with Ranks(2, TCP, GraphAllToAll, **CONFIG) as ranks:
+    with Ranks(2, engine, GraphAllToAll, **CONFIG) as ranks:
         for _ in range(4):
             both = [batches_of(random, 2), batches_of(random, 2)]
             ranks.each(lambda part, rank, both=both: overlapped(part, rank, both))
@@ -215,6 +219,67 @@ def test_sums_are_nan_once_the_rounds_have_ended(seed: Seed) -> None:
             assert out.isnan().all()
 
 
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("engine", [{}, TCP], ids=["shm", "tcp"])
+def test_sums_are_right_or_nan_when_the_rounds_end_between_the_halves(
+    engine: dict[str, Any], size: int, seed: Seed
+) -> None:
+    """Of a rank whose thread gave up after rows were told: what others hear of it is true."""
+    batches = batches_of(seed.rng(), size)
+    before = [Batch(b.x, b.scales, b.indices, b.weights + 1) for b in batches]  # whose results are stale
+
+    def run(part: GraphAllToAll, rank: int) -> None:
+        for _ in range(2):
+            whole_round(part, rank, before)
+        got = part.dispatch(*given(part, batches[rank]))
+        y = made_of(part, got) + 1
+        if rank == 0:
+            part._proxy.stop()
+        part.combine_send(y, got)
+        sums = torch.zeros((len(batches[rank].x), HIDDEN))
+        part._wait("results", got.round.number, 0)
+        part._kernels.sum(part._memory, sums, got.round.routes.where, got.round.weights, False, got.round.number)
+        batch = batches[rank]
+        wanted = expected_sums(batch) + np.where(batch.indices >= 0, batch.weights, 0).sum(axis=1)[:, None]
+        assert np.array_equal(sums.numpy(), wanted) or sums.isnan().all()
+
+    with Ranks(size, engine, GraphAllToAll, **CONFIG) as ranks:
+        for part in ranks.parts:
+            part.timeout_s = 0.5
+        ranks.each(run)
+        for part in ranks.parts:
+            part._is_told = True  # of what was done to it
+
+
+def test_who_closes_after_its_last_round_ends_no_others_rounds(seed: Seed) -> None:
+    """Others may be told later than it knows by signals that the round is over."""
+    random = seed.rng()
+    for _ in range(8):
+        with Ranks(2, None, GraphAllToAll, **CONFIG) as ranks:
+            batches = batches_of(random, 2)
+
+            def run(part: GraphAllToAll, rank: int, batches: list[Batch] = batches) -> None:
+                whole_round(part, rank, batches)
+                if rank == 0:
+                    part.close()
+                else:
+                    time.sleep(0.25)  # a farewell counts after a tenth of a second
+                    part.check()
+
+            ranks.each(run)
+
+
+def test_what_is_mapped_of_others_is_given_back_by_close(seed: Seed) -> None:
+    batches = batches_of(seed.rng(), 2)
+    with Ranks(2, None, GraphAllToAll, **CONFIG) as ranks:
+        mapped = [weakref.ref(theirs) for part in ranks.parts for theirs in part._far.reached.values()]
+        ranks.each(lambda part, rank: whole_round(part, rank, batches))
+        for part in ranks.parts:
+            part.close()
+        gc.collect()
+        assert [ref() for ref in mapped] == [None, None]
+
+
 def test_a_round_of_another_is_refused(seed: Seed) -> None:
     batch = draw(seed.rng(), 4, HIDDEN, EXPERTS, TOP_K, BLOCK)
     with Ranks(1, None, GraphAllToAll, **CONFIG) as ranks, Ranks(1, None, GraphAllToAll, **CONFIG) as others:
@@ -226,9 +291,10 @@ def test_a_round_of_another_is_refused(seed: Seed) -> None:
         part.combine(made_of(part, got), got)
 
 
-def test_a_rank_that_does_not_come_is_named_after_the_timeout(seed: Seed) -> None:
+@pytest.mark.parametrize("engine", [{}, TCP], ids=["shm", "tcp"])
+def test_a_rank_that_does_not_come_is_named_after_the_timeout(engine: dict[str, Any], seed: Seed) -> None:
     batches = batches_of(seed.rng(), 3)
-    with Ranks(3, TCP, GraphAllToAll, **CONFIG, timeout_s=0.5) as ranks:
+    with Ranks(3, engine, GraphAllToAll, **CONFIG, timeout_s=0.5) as ranks:
 
         def run(part: GraphAllToAll, rank: int) -> None:
             if rank == 1:

@@ -223,7 +223,7 @@ TEST_CASE("moe proxy: what is counted a little after a farewell is taken, and wh
     return ranks.there.wait(step, 1, deadline_in(seconds), {}).result;
   };
   ranks.here.say_farewell({}, deadline_in(60));
-  while (!ranks.there.has_come(FarStep::kFarewell, 0, 0)) std::this_thread::yield();
+  while (!ranks.there.has_come_from(FarStep::kFarewell, 0, 0)) std::this_thread::yield();
   CHECK(wait(FarStep::kRoutes, 0.001) == FarResult::kLate);  // one look at the end
   ranks.here.send_routes(1, std::vector<int32_t>(kExperts));
   CHECK(wait(FarStep::kRoutes, 60) == FarResult::kReady);
@@ -254,10 +254,10 @@ TEST_CASE("moe proxy: a write that failed at a rank that had all of its last rou
   for (const bool is_last : {true, false}) {
     TwoRanks ranks(layout, memory);
     ranks.there.send_routes(1, std::vector<int32_t>(kExperts));
-    while (!ranks.here.has_come(FarStep::kRoutes, 1, 1)) std::this_thread::yield();
+    while (!ranks.here.has_come_from(FarStep::kRoutes, 1, 1)) std::this_thread::yield();
     ranks.here.send_results(1, nullptr);
     if (is_last) ranks.here.say_farewell({}, deadline_in(60));
-    while (!ranks.there.has_come(FarStep::kResults, 1, 0)) std::this_thread::yield();
+    while (!ranks.there.has_come_from(FarStep::kResults, 1, 0)) std::this_thread::yield();
     ranks.engines[0]->close(deadline_in(10));
     const PeerRef gone = ranks.engines[1]->peer(ranks.regions[0].rows->descriptor().owner);
     while (gone->state() != PeerState::kLost) std::this_thread::yield();

@@ -163,6 +163,7 @@ class DeviceBlock:
     def close(self, timeout_s: float) -> None:
         if self._region is not None and self._rows.is_open:
             self._region.close(timeout_s)
+        self._tensor = None
 
 
 def kernels_of_a_gpu() -> Kernels:

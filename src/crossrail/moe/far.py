@@ -254,6 +254,8 @@ class Far:
         for region in (*(door for both in self._doors.values() for door in both), self.routes):
             region.close(timeout_s)
         self._rows.close(timeout_s)
+        self._halves.clear()
+        self.reached.clear()
 
     def farewell(self, why: int | None, timeout_s: float) -> None:
         """Nothing of ours comes any more: who waits for us is told. why: as Peers has it."""

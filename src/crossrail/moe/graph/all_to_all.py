@@ -123,6 +123,7 @@ class GraphAllToAll:
             if self._far is None:  # of one rank alone
                 self._prepare(self._peers.layout, Far(engine, config, self._peers.layout, group.rank, self._rows))
             self._begin(proxy_cpu)
+            self._explanation = self._explained()
         except BaseException:
             self._close_memory()
             raise
@@ -178,7 +179,8 @@ class GraphAllToAll:
             self._kernels.give(self._memory, self._board, y, number)
             sums = torch.empty((tokens, config.hidden), dtype=y.dtype, device=self.device)
             weights = torch.ones((tokens, config.top_k), device=self.device)
-            self._kernels.sum(self._memory, sums, routes.where, weights, False, number)
+            for accumulate in (False, True):
+                self._kernels.sum(self._memory, sums, routes.where, weights, accumulate, number)
         wait_for_kernels([str(self.device)])
 
     def __repr__(self) -> str:
@@ -327,31 +329,7 @@ class GraphAllToAll:
 
     def explain(self) -> str:
         """Where rows are, what touches them, and how much memory this takes: print it."""
-        config = self.config
-        assert self._far is not None
-        travels, output = self._far.memory.rows.nbytes, self._room * (config.x_row_bytes + config.y_bytes)
-        return (
-            f"rank {self.rank} of {config.world}: {self._own.end - self._own.first} of {config.experts} experts, "
-            f"room for {self._room} rows\n"
-            f"  rows: in {self._rows.name}\n"
-            f"  kernels: {self._kernels.name}, {'launched on the current stream' if self._is_gpu else 'in each call'}\n"
-            f"  board of rounds {self._board.nbytes / 1e6:.1f} MB{' of pinned memory' * self._is_gpu}, rows that "
-            f"travel {travels / 1e6:.1f} MB, those that stay {self._memory.own_nbytes / 1e6:.1f} MB\n"
-            f"  each dispatch makes tensors, and its experts as many results: {output / 1e6:.1f} MB"
-            f"{self._explain_ways()}"
-        )
-
-    def _explain_ways(self) -> str:
-        assert self._far is not None
-        reached = sorted(self._far.reached)
-        lines = [f"ranks {_listed(reached)}: kernels write to their memory"] if reached else []
-        ranks_by_reason: dict[str, list[int]] = {}
-        for rank, reason in sorted(self._far.unreached.items()):
-            ranks_by_reason.setdefault(reason, []).append(rank)
-        lines += [f"ranks {_listed(ranks)}: by the engine, {reason}" for reason, ranks in ranks_by_reason.items()]
-        if not self._peer_access and self._far.ranks:
-            lines.append("other ranks: by the engine, peer_access is False")
-        return "".join(f"\n  {line}" for line in lines)
+        return self._explanation
 
     def close(self) -> None:
         """Waits for what was launched on the device, gives the memory back, and tells ranks that wait for this one.
@@ -407,13 +385,42 @@ class GraphAllToAll:
                         tensor.record_stream(stream)
             yield stream.cuda_stream
 
+    def _explained(self) -> str:
+        config = self.config
+        assert self._far is not None
+        travels, output = self._far.memory.rows.nbytes, self._room * (config.x_row_bytes + config.y_bytes)
+        return (
+            f"rank {self.rank} of {config.world}: {self._own.end - self._own.first} of {config.experts} experts, "
+            f"room for {self._room} rows\n"
+            f"  rows: in {self._rows.name}\n"
+            f"  kernels: {self._kernels.name}, {'launched on the current stream' if self._is_gpu else 'in each call'}\n"
+            f"  board of rounds {self._board.nbytes / 1e6:.1f} MB{' of pinned memory' * self._is_gpu}, rows that "
+            f"travel {travels / 1e6:.1f} MB, those that stay {self._memory.own_nbytes / 1e6:.1f} MB\n"
+            f"  each dispatch makes tensors, and its experts as many results: {output / 1e6:.1f} MB"
+            f"{self._explain_ways()}"
+        )
+
+    def _explain_ways(self) -> str:
+        assert self._far is not None
+        reached = sorted(self._far.reached)
+        lines = [f"ranks {_listed(reached)}: kernels write to their memory"] if reached else []
+        ranks_by_reason: dict[str, list[int]] = {}
+        for rank, reason in sorted(self._far.unreached.items()):
+            ranks_by_reason.setdefault(reason, []).append(rank)
+        lines += [f"ranks {_listed(ranks)}: by the engine, {reason}" for reason, ranks in ranks_by_reason.items()]
+        if not self._peer_access and self._far.ranks:
+            lines.append("other ranks: by the engine, peer_access is False")
+        if self._far.heard:
+            lines.append(f"ranks {_listed(self._far.heard)}: their kernels write to our memory")
+        return "".join(f"\n  {line}" for line in lines)
+
     def _publish(self, word: str, number: Any, stream: int, step: str | None = None) -> None:
         """To the thread; and, of a step, to ranks that we reach."""
         if step is None:
             self._proxy.publish(word, number.data_ptr(), stream)
         else:
-            told = self._signals.sent[step]
-            self._proxy.publish(word, number.data_ptr(), stream, told.at, told.count)
+            sent = self._signals.sent[step]
+            self._proxy.publish(word, number.data_ptr(), stream, sent.at, sent.count)
 
     def _wait(self, step: str, number: Any, stream: int) -> None:
         awaited, needs_words = self._signals.awaited[step], self._signals.needs_words[step]
@@ -479,6 +486,8 @@ class GraphAllToAll:
     def _close_memory(self) -> None:
         if self._proxy is not None:
             self._proxy.stop()
+        for name in ("_memory", "_signals"):  # with what is mapped of others
+            self.__dict__.pop(name, None)
         if self._peers is not None:
             self._peers.close(self._timeout_s)
         if self._engine.closed:

@@ -33,7 +33,8 @@ class Routes:
 
 
 class GraphKernels(Protocol):
-    """Each reads the round's number, int64 [1] on the device, when it runs. None waits or allocates.
+    """Each reads the round's number, int64 [1] on the device, when it runs: -1 if the rounds had ended before the GPU
+    was told what it needs. Nothing goes anywhere then, and sums are NaN throughout. None waits or allocates.
 
     Indices that are none of an expert's make no row; the thread that posts refuses them. It has 32 bits of each: what
     does not fit is told as the largest number.
@@ -49,16 +50,18 @@ class GraphKernels(Protocol):
     def send(self, memory: GraphMemory, own: Own, x: Any, scales: Any | None, routes: Routes, number: Any) -> None:
         """Each rank's rows, by (expert, token, k), go to memory.row_targets, as many as it has room for there; what is
         left of other ranks' to rows_out, where each has the place that it would have if all went there. Sets
-        routes.where. Nothing, and -1, when the number is -1: the rounds have ended.
+        routes.where; -1 when the rounds have ended.
         """
 
     def take(
         self, memory: GraphMemory, board: GraphBoard, x: Any, scales: Any | None, counts: Any, offsets: Any, number: Any
     ) -> None:
-        """Rows that have come, to where the board's moves say. counts, offsets: int32, likewise."""
+        """Rows that have come, to where the board's moves say. counts, offsets: int32, likewise; 0 when the rounds have
+        ended.
+        """
 
     def give(self, memory: GraphMemory, board: GraphBoard, y: Any, number: Any) -> None:
         """Rows of y, to memory.result_targets as the board's returns say."""
 
     def sum(self, memory: GraphMemory, out: Any, where: Any, weights: Any, accumulate: bool, number: Any) -> None:
-        """As Kernels.reduce; but NaN throughout when the number is -1: the rounds have ended."""
+        """As Kernels.reduce; but NaN throughout when the rounds have ended."""

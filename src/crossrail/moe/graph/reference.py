@@ -62,6 +62,10 @@ class ReferenceGraphKernels:
     def take(
         self, memory: GraphMemory, board: GraphBoard, x: Any, scales: Any | None, counts: Any, offsets: Any, number: Any
     ) -> None:
+        if int(number) < 0:
+            counts.zero_()
+            offsets.zero_()
+            return
         parity = _parity(number)
         begin = parity * board.stride
         moves = board.moves[begin : begin + 2 * int(board.numbers[begin])].view(-1, 2)
@@ -74,11 +78,13 @@ class ReferenceGraphKernels:
         offsets.copy_(board.expert_offsets[begin : begin + len(offsets)])
 
     def give(self, memory: GraphMemory, board: GraphBoard, y: Any, number: Any) -> None:
+        if int(number) < 0:
+            return
         parity = _parity(number)
         begin = parity * board.stride
         returns = board.returns[begin : begin + 3 * int(board.numbers[begin + 1])].view(-1, 3)
-        for number_of, rows in enumerate(memory.result_targets.rows):
-            table = returns[returns[:, 1] == number_of]
+        for target, rows in enumerate(memory.result_targets.rows):
+            table = returns[returns[:, 1] == target]
             if rows is not None and len(table) > 0:
                 _of(rows, parity)[table[:, 2]] = y.view(torch.uint8)[table[:, 0]]
 

@@ -130,9 +130,10 @@ def take_rows(
 ):
     """A program for each block of a row, and some of the moves. experts: of ours."""
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    parity = tl.load(number) & 1
+    of_round = tl.load(number)
+    parity = of_round & 1
     board = parity * board_stride
-    count = tl.load(numbers + board)
+    count = tl.where(of_round >= 0, tl.load(numbers + board), 0)
     for move in range(tl.program_id(0), count, tl.num_programs(0)):
         source = tl.load(moves + board + 2 * move)
         to = tl.load(moves + board + 2 * move + 1).to(tl.int64)
@@ -148,9 +149,10 @@ def take_rows(
         tl.store(scales + to * extra + at - width, value, mask=(at >= width) & (at < end))
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         expert = tl.arange(0, EXPERTS)
-        rows = tl.load(expert_rows + board + expert, mask=expert < experts, other=0)
+        told = tl.where(of_round >= 0, experts, -1)
+        rows = tl.load(expert_rows + board + expert, mask=expert < told, other=0)
         tl.store(counts + expert, rows, mask=expert < experts)
-        begin = tl.load(expert_offsets + board + expert, mask=expert <= experts, other=0)
+        begin = tl.load(expert_offsets + board + expert, mask=expert <= told, other=0)
         tl.store(offsets + expert, begin, mask=expert <= experts)
 
 
@@ -172,9 +174,10 @@ def give_rows(
     memory.result_targets.
     """
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    parity = tl.load(number) & 1
+    of_round = tl.load(number)
+    parity = of_round & 1
     board = parity * board_stride
-    count = tl.load(numbers + board + 1)
+    count = tl.where(of_round >= 0, tl.load(numbers + board + 1), 0)
     for place in range(tl.program_id(0), count, tl.num_programs(0)):
         row = tl.load(returns + board + 3 * place).to(tl.int64)
         target = tl.load(returns + board + 3 * place + 1)
