@@ -43,17 +43,7 @@ void RegionHandle::check_viewable() const {
                      (core()->is_own_gpu_memory() ? "torch.as_tensor(region, device='" + device + "')"
                                                   : std::string("the tensor that was registered")));
   }
-  check_not_closed();
-}
-
-void RegionHandle::check_not_closed() const {
   if (core()->closed()) throw UsageError("the region is closed: its memory may belong to somebody else by now");
-}
-
-void RegionHandle::give_to_kernels() const {
-  CROSSRAIL_ASSERT(core()->is_own_gpu_memory());
-  check_not_closed();
-  core()->give_to_kernels();
 }
 
 void RegionHandle::export_view(PyObject* self, Py_buffer* view, int flags) {

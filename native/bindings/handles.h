@@ -61,8 +61,6 @@ class RegionHandle : public RingNode {
   nb::object take_quiet_buffer();
   // Throws UsageError for a region that refuses use: its memory may belong to somebody else by now.
   void check_viewable() const;
-  // Likewise. Of a GPU's memory that the engine allocated.
-  void give_to_kernels() const;
   // Buffer protocol.
   void export_view(PyObject* self, Py_buffer* view, int flags);
   void unexport_view();
@@ -72,7 +70,6 @@ class RegionHandle : public RingNode {
   void detach();
 
  private:
-  void check_not_closed() const;
   EngineHandle* engine_;
   nb::object engine_object_;
   Held<Region> region_;

@@ -200,10 +200,6 @@ memory. Any thread.)")
           "_is_own_gpu_memory", [](const RegionHandle& self) { return self.core()->is_own_gpu_memory(); },
           nb::sig("def _is_own_gpu_memory(self) -> bool"), "Whether the engine allocated it on a GPU.")
       .def(
-          "_give_to_kernels", [](const RegionHandle& self) { self.give_to_kernels(); },
-          nb::sig("def _give_to_kernels(self) -> None"),
-          "Of such memory: it is given back once kernels that are under way then have ended.")
-      .def(
           "_memoryview",
           [](nb::pointer_and_handle<RegionHandle> self) {
             self.p->check_viewable();

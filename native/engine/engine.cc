@@ -134,6 +134,7 @@ RegionRef Engine::alloc_on_gpu(uint64_t length_bytes, int gpu) {
   const auto memory = device::MappedMemory::map(device::PhysicalMemory::create(gpu, length_bytes), gpu);
   memory->open_to_neighbours();
   memory->clear();
+  memory->give_to_kernels(gpu);  // of the user's, who has the address
   auto local =
       core_->transports_.register_memory(memory->base(), length_bytes, Access::kRemoteWrite, MemoryKind::kCuda);
   return RegionRef::adopt(new Region(Ref<Engine>::share(this), std::move(local), Access::kRemoteWrite, memory));

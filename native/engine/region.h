@@ -47,8 +47,6 @@ class Region {
   const std::string& given_by() const { return given_by_; }
   // Memory of a GPU that is the engine's, and lives as long as this; not what somebody registered.
   bool is_own_gpu_memory() const { return own_ != nullptr; }
-  // Kernels of the user's may use that from now on: they are waited for before it is given back.
-  void give_to_kernels() { own_->give_to_kernels(gpu_); }
   // Engine-owned or shared memory: peers of this host can map it.
   bool is_mapped() const { return is_mapped_; }
   // What peers of the present generation are to be given. Throws UsageError while they are locked out.

@@ -48,7 +48,8 @@ class Region(_core.Region):
         if not self._is_own_gpu_memory:
             what = "host memory" if self.device == "cpu" else "memory that was registered: use the tensor"
             raise AttributeError(f"the region has no __cuda_array_interface__: it is {what}")
-        self._give_to_kernels()
+        if self.closed:
+            raise UsageError("the region is closed: its memory may belong to somebody else by now")
         return GpuBytes(self.base, self.nbytes).__cuda_array_interface__
 
     def array(self, dtype: npt.DTypeLike = "uint8", shape: int | tuple[int, ...] | None = None) -> npt.NDArray[Any]:

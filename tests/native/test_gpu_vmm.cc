@@ -247,6 +247,7 @@ TEST_CASE("gpu vmm: a region of the engine's own is written, revoked, renewed, a
   }
   here->close(0);
   there->close(0);
+  CHECK(until([&] { return cuda.mappings() == 0 && cuda.handles() == 0; }));
 }
 
 TEST_CASE("gpu vmm: within a process a region is mapped where its owner has it, and outlives it there") {
