@@ -41,6 +41,24 @@ def test_written_bytes_equal(
         assert paths == ({"staged"} if from_gpu != to_gpu and to_gpu else {"local"})
 
 
+def test_a_worker_of_tcp_pins_nothing(gpu: FakeGpu, open_engine: EngineFactory, seed: Seed) -> None:
+    """To pin waits for kernels, which may wait for the worker. More payloads are under way here than there are stages."""
+    nbytes = 40 << 20
+    options = {"transport": "tcp", "rails": ["127.0.0.1"] * 4}
+    here, there = open_engine("here", **options), open_engine("there", **options)
+    noise = seed.rng().integers(0, 256, nbytes, np.uint8)
+    source, target = gpu.array(noise), gpu.allocate(nbytes)
+    region, remote = here.register(source), there.register(target)
+    pinned = gpu.pinned
+    assert pinned > 0
+    for _ in range(2):
+        here.submit_write(region, remote.descriptor, imm=1)
+        there.imm_counter(1).wait(1, WAIT_S)
+        there.submit_read(remote, region.descriptor).wait(WAIT_S)
+        assert gpu.pinned == pinned
+    np.testing.assert_array_equal(target.bytes, noise)
+
+
 def test_an_address_is_a_gpus_if_the_driver_knows_it(gpu: FakeGpu, open_engine: EngineFactory) -> None:
     memory, host = gpu.allocate(8192), np.zeros(8192, np.uint8)
     assert _core._is_gpu_address(memory.address + 8191)

@@ -132,6 +132,11 @@ class FakeGpu:
         return GpuMemory(self, interface["data"][0], interface["shape"][0])
 
     @property
+    def pinned(self) -> int:
+        """Ranges of the host's memory that are pinned."""
+        return int(self.driver.fake_pinned())
+
+    @property
     def mappings(self) -> int:
         """Of physical memory, made by engines: their own, and other processes'."""
         return int(self.driver.fake_mappings())
