@@ -20,6 +20,7 @@ from triton.compiler import ASTSource
 
 from crossrail.moe.graph import triton as graph_launching
 from crossrail.moe.graph import triton_code as graph_code
+from crossrail.moe.graph.board import Tables
 from crossrail.moe.graph.kernels import Own, Routes
 from crossrail.moe.graph.memory import Rows, Targets
 from crossrail.moe.kernels import triton as launching
@@ -46,7 +47,7 @@ class Compiler:
         self.compiled: set[Any] = set()
         for module in (triton_code, graph_code):
             for name, kernel in list(vars(module).items()):
-                if isinstance(kernel, triton.JITFunction) and name.endswith(("_rows", "_routes")):
+                if isinstance(kernel, triton.JITFunction) and name.endswith(("_rows", "_routes", "_tables")):
                     setattr(module, name, _Launched(self, kernel))
 
     def compile(self, kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any], fuses: bool) -> None:
@@ -100,8 +101,10 @@ def launch_all(kernels: launching.TritonKernels) -> None:
 def launch_rounds(kernels: graph_launching.TritonGraphKernels) -> None:
     """Those of GraphAllToAll, likewise."""
     numbers = torch.zeros(64, dtype=torch.int32)
-    names = ("numbers", "routes", "moves", "returns", "expert_rows", "expert_offsets")
-    board: Any = SimpleNamespace(**dict.fromkeys(names, numbers), stride=64, routes_max=TOKENS * TOP_K, rows_max=8)
+    tables = Tables(numbers, numbers, numbers, numbers, numbers)
+    board: Any = SimpleNamespace(
+        tables=tables, near=tables, routes=numbers, stride=64, routes_max=TOKENS * TOP_K, rows_max=8
+    )
     number = torch.zeros(1, dtype=torch.int64)
     kept, slots = (torch.zeros((TOKENS, TOP_K), dtype=torch.int32) for _ in range(2))
     routes = Routes(kept, torch.zeros((TOKENS, TOP_K, 2), dtype=torch.int32), numbers[:EXPERTS], slots)

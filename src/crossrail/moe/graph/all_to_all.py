@@ -141,7 +141,7 @@ class GraphAllToAll:
         masked = config.layout == "masked"
         self._room = (self._own.end - first) * config.rows_per_expert if masked else config.rows_max
         with told(f"memory for rounds on {self.device}"):
-            self._board = GraphBoard(config, self._own.end - first, self._is_gpu)
+            self._board = GraphBoard(config, self._own.end - first, self.device)
             self._memory = GraphMemory(config, far, rank, self.device)
             self._rounds = torch.zeros(1, dtype=torch.int64, device=self.device)
         if self._is_gpu:

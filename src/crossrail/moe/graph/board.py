@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,13 +15,25 @@ from crossrail.moe.far_memory import FarPart
 _LINE = 64
 
 
+@dataclass(frozen=True)
+class Tables:
+    """What the thread tells kernels, for rounds of even number; see native/moe/stream_proxy.h. int32."""
+
+    numbers: Any
+    moves: Any
+    returns: Any
+    expert_rows: Any
+    expert_offsets: Any
+
+
 class GraphBoard:
-    """routes, numbers, moves, returns, expert_rows, expert_offsets: int32, where each begins for rounds of even number;
-    those of odd number are `stride` numbers behind. Memory of the host, which kernels read and write in place. There is
-    room for routes_max routes, and rows_max moves and returns. What is in them: native/moe/stream_proxy.h.
+    """routes, int32, and tables: where each begins for rounds of even number; those of odd number are `stride` numbers
+    behind. Memory of the host, which kernels read and write in place. There is
+    room for routes_max routes, and rows_max moves and returns. What is in them: native/moe/stream_proxy.h. near: the
+    same tables on the device, for kernels that read each of them many times.
     """
 
-    def __init__(self, config: Config, experts: int, is_pinned: bool) -> None:
+    def __init__(self, config: Config, experts: int, device: Any) -> None:
         """experts: of this rank."""
         self.routes_max = config.max_tokens * config.top_k
         self.rows_max = config.groups * config.routes_to_rank_max
@@ -35,7 +48,7 @@ class GraphBoard:
         part = FarPart.of(sizes)
         words = _core.moe.STREAM_WORDS_BYTES
         nbytes = words + PARITIES * part.parity_bytes
-        whole = torch.empty(nbytes + _LINE, dtype=torch.uint8, pin_memory=is_pinned)
+        whole = torch.empty(nbytes + _LINE, dtype=torch.uint8, pin_memory=device.type != "cpu")
         begin = -whole.data_ptr() % _LINE
         self._bytes = whole[begin : begin + nbytes].zero_()
         self.stride = part.parity_bytes // 4
@@ -43,9 +56,10 @@ class GraphBoard:
         self.parts = (*(words + offset for offset in part.offsets.values()), part.parity_bytes)
         numbers = self._bytes.view(torch.int32)
         arrays = {name: numbers[(words + offset) // 4 :] for name, offset in part.offsets.items()}
-        self.numbers, self.routes = arrays["numbers"], arrays["routes"]
-        self.expert_rows, self.expert_offsets = arrays["expert_rows"], arrays["expert_offsets"]
-        self.moves, self.returns = arrays["moves"], arrays["returns"]
+        self.routes = arrays.pop("routes")
+        self.tables = Tables(**arrays)
+        copied = torch.zeros(PARITIES * self.stride, dtype=torch.int32, device=device)
+        self.near = Tables(**{name: copied[part.offsets[name] // 4 :] for name in arrays})
 
     @property
     def memory(self) -> Any:

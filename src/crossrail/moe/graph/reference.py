@@ -68,21 +68,21 @@ class ReferenceGraphKernels:
             return
         parity = _parity(number)
         begin = parity * board.stride
-        moves = board.moves[begin : begin + 2 * int(board.numbers[begin])].view(-1, 2)
+        moves = board.tables.moves[begin : begin + 2 * int(board.tables.numbers[begin])].view(-1, 2)
         is_own = moves[:, 0] < 0
         own = torch.stack([-1 - moves[:, 0], moves[:, 1]], 1)[is_own]
         for rows, table in ((memory.rows_in, moves[~is_own]), (memory.own_rows, own)):
             if len(table) > 0:
                 self._kernels.pull(x, scales, _of(rows, parity), table.contiguous())
-        counts.copy_(board.expert_rows[begin : begin + len(counts)])
-        offsets.copy_(board.expert_offsets[begin : begin + len(offsets)])
+        counts.copy_(board.tables.expert_rows[begin : begin + len(counts)])
+        offsets.copy_(board.tables.expert_offsets[begin : begin + len(offsets)])
 
     def give(self, memory: GraphMemory, board: GraphBoard, y: Any, number: Any) -> None:
         if int(number) < 0:
             return
         parity = _parity(number)
         begin = parity * board.stride
-        returns = board.returns[begin : begin + 3 * int(board.numbers[begin + 1])].view(-1, 3)
+        returns = board.tables.returns[begin : begin + 3 * int(board.tables.numbers[begin + 1])].view(-1, 3)
         for target, rows in enumerate(memory.result_targets.rows):
             table = returns[returns[:, 1] == target]
             if rows is not None and len(table) > 0:

@@ -59,13 +59,18 @@ class TritonGraphKernels:
         dtype = _widest(memory.rows_in, memory.own_rows, tensors=(x, scales))
         number_of, scale_of = _seen(x, dtype), _seen(x[:, :0] if scales is None else scales, dtype)
         width, extra = number_of.shape[1], scale_of.shape[1]
+        tables, near = board.tables, board.near
+        code.fetch_tables[(triton.cdiv(max(3 * board.rows_max, 1), _COUNT_BLOCK),)](
+            near.numbers, near.moves, near.returns, tables.numbers, tables.moves, tables.returns, tables.expert_rows,
+            tables.expert_offsets, counts, offsets, number, board.stride, len(counts),
+            EXPERTS=triton.next_power_of_2(len(counts) + 1), BLOCK=_COUNT_BLOCK,
+        )  # fmt: skip
         grid = (min(max(board.rows_max, 1), _PROGRAMS), triton.cdiv(width + extra, _COPY_BLOCK))
         code.take_rows[grid](
-            number_of, scale_of, _all(memory.rows_in, dtype), _all(memory.own_rows, dtype), board.numbers, board.moves,
-            board.expert_rows, board.expert_offsets, counts, offsets, number, board.stride,
+            number_of, scale_of, _all(memory.rows_in, dtype), _all(memory.own_rows, dtype), near.numbers, near.moves,
+            number, board.stride,
             memory.rows_in.stride // dtype.itemsize, memory.own_rows.stride // dtype.itemsize, memory.rows_in.count,
-            memory.own_rows.count, len(x), len(counts), width, extra, memory.rows_in.width // dtype.itemsize,
-            EXPERTS=triton.next_power_of_2(len(counts) + 1), BLOCK=_COPY_BLOCK,
+            memory.own_rows.count, len(x), width, extra, memory.rows_in.width // dtype.itemsize, BLOCK=_COPY_BLOCK,
         )  # fmt: skip
 
     def give(self, memory: GraphMemory, board: GraphBoard, y: Any, number: Any) -> None:
@@ -76,7 +81,7 @@ class TritonGraphKernels:
         given = _seen(y, dtype)
         width = given.shape[1]
         code.give_rows[(min(board.rows_max, _PROGRAMS), triton.cdiv(width, _COPY_BLOCK))](
-            targets.addresses, targets.counts, given, board.numbers, board.returns, number, board.stride,
+            targets.addresses, targets.counts, given, board.near.numbers, board.near.returns, number, board.stride,
             len(targets.rows), len(y), width, BLOCK=_COPY_BLOCK,
         )  # fmt: skip
 

@@ -103,6 +103,46 @@ def send_rows(
 
 
 @triton.jit
+def fetch_tables(
+    near_numbers,
+    near_moves,
+    near_returns,
+    numbers,
+    moves,
+    returns,
+    expert_rows,
+    expert_offsets,
+    counts,
+    offsets,
+    number,
+    board_stride,
+    experts,
+    EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """What the thread told, from the host's memory to ours, once for all who read it there. experts: of ours."""
+    of_round = tl.load(number)
+    board = (of_round & 1) * board_stride
+    is_told = of_round >= 0
+    known = tl.where(is_told, tl.load(numbers + board), 0)
+    given = tl.where(is_told, tl.load(numbers + board + 1), 0)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    move = tl.load(moves + board + at, mask=at < 2 * known, other=0)
+    place = tl.load(returns + board + at, mask=at < 3 * given, other=0)
+    tl.store(near_moves + board + at, move, mask=at < 2 * known)
+    tl.store(near_returns + board + at, place, mask=at < 3 * given)
+    if tl.program_id(0) == 0:
+        expert = tl.arange(0, EXPERTS)
+        told = tl.where(is_told, experts, -1)
+        rows = tl.load(expert_rows + board + expert, mask=expert < told, other=0)
+        begin = tl.load(expert_offsets + board + expert, mask=expert <= told, other=0)
+        tl.store(counts + expert, rows, mask=expert < experts)
+        tl.store(offsets + expert, begin, mask=expert <= experts)
+        tl.store(near_numbers + board, known)
+        tl.store(near_numbers + board + 1, given)
+
+
+@triton.jit
 def take_rows(
     x,
     scales,
@@ -110,10 +150,6 @@ def take_rows(
     own_rows,
     numbers,
     moves,
-    expert_rows,
-    expert_offsets,
-    counts,
-    offsets,
     number,
     board_stride,
     rows_in_odd,
@@ -121,14 +157,12 @@ def take_rows(
     rows_in_count,
     own_count,
     outputs,
-    experts,
     width,
     extra,
     stride,
-    EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program for each block of a row, and some of the moves. experts: of ours."""
+    """A program for each block of a row, and some of the moves."""
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     of_round = tl.load(number)
     parity = of_round & 1
@@ -147,13 +181,6 @@ def take_rows(
         end = tl.where(known, width + extra, 0)
         tl.store(x + to * width + at, value, mask=(at < width) & (at < end))
         tl.store(scales + to * extra + at - width, value, mask=(at >= width) & (at < end))
-    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
-        expert = tl.arange(0, EXPERTS)
-        told = tl.where(of_round >= 0, experts, -1)
-        rows = tl.load(expert_rows + board + expert, mask=expert < told, other=0)
-        tl.store(counts + expert, rows, mask=expert < experts)
-        begin = tl.load(expert_offsets + board + expert, mask=expert <= told, other=0)
-        tl.store(offsets + expert, begin, mask=expert <= experts)
 
 
 @triton.jit

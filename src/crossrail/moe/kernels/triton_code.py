@@ -157,7 +157,7 @@ def reduce_rows(
     total = tl.zeros((BLOCK,), tl.float32)
     if ACCUMULATE:
         total = widened(tl.load(out + token * hidden + at, mask=inside, other=0), OUT_FORMAT)
-    for k in range(TOP_K):
+    for k in tl.static_range(TOP_K):  # unrolled: rows are loaded side by side
         place = token * TOP_K + k
         source = tl.load(where + 2 * place)
         row = tl.load(where + 2 * place + 1).to(tl.int64)
