@@ -42,7 +42,7 @@ def test_written_bytes_equal(
 
 
 def test_a_worker_of_tcp_pins_nothing(gpu: FakeGpu, open_engine: EngineFactory, seed: Seed) -> None:
-    """To pin waits for kernels, which may wait for the worker. More payloads are under way here than there are stages."""
+    """To pin waits for kernels, which may wait for the worker. There are more payloads under way than stages."""
     nbytes = 40 << 20
     options = {"transport": "tcp", "rails": ["127.0.0.1"] * 4}
     here, there = open_engine("here", **options), open_engine("there", **options)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,19 @@ from crossrail.moe import Dispatched
 from crossrail.moe.graph import GraphAllToAll, GraphDispatched
 from tests.moe.batches import Batch, expected_sums, expert_of_row, outputs
 from tests.moe.test_rounds import check_dispatched, first_expert
+from tests.support.limits import WAIT_S
+
+
+def to_host(tensor: Any) -> Any:
+    """As numpy, once the current stream is there. Polled: while a thread is in a copy to pageable memory, the driver
+    keeps others of the process waiting, as to allocate; and ranks of one process wait for each other.
+    """
+    if tensor.is_cuda:
+        deadline = time.monotonic() + 2 * WAIT_S
+        while not torch.cuda.current_stream().query():
+            assert time.monotonic() < deadline, "the stream does not end"
+            time.sleep(1e-4)
+    return tensor.cpu().numpy()
 
 
 def given(part: GraphAllToAll, batch: Batch) -> tuple[Any, Any, Any, Any]:
@@ -22,8 +37,8 @@ def given(part: GraphAllToAll, batch: Batch) -> tuple[Any, Any, Any, Any]:
 
 def check(part: GraphAllToAll, got: GraphDispatched, batches: list[Batch]) -> None:
     """Waits for the device."""
-    x, scales = got.x.view(torch.uint8).cpu().numpy(), got.scales.cpu().numpy()
-    counts, offsets = got.counts.cpu().numpy(), got.offsets.cpu().numpy()
+    x, scales = to_host(got.x.view(torch.uint8)), to_host(got.scales)
+    counts, offsets = to_host(got.counts), to_host(got.offsets)
     rows = int(offsets[-1])
     seen = Dispatched(x[:rows], scales[:rows], counts, offsets, rows, got.round)  # type: ignore[arg-type]
     room = part.config.rows_per_expert if part.config.layout == "masked" else None
@@ -32,17 +47,18 @@ def check(part: GraphAllToAll, got: GraphDispatched, batches: list[Batch]) -> No
 
 def made_of(part: GraphAllToAll, got: GraphDispatched) -> Any:
     """What experts make of rows. Waits for the device."""
-    x, counts, offsets = got.x.view(torch.uint8).cpu().numpy(), got.counts.cpu().numpy(), got.offsets.cpu().numpy()
+    x, counts, offsets = (to_host(each) for each in (got.x.view(torch.uint8), got.counts, got.offsets))
     first = first_expert(part)  # type: ignore[arg-type]
     return torch.from_numpy(outputs(x, expert_of_row(counts, offsets, first, got.rows))).to(part.device)
 
 
-def whole_round(part: GraphAllToAll, rank: int, batches: list[Batch]) -> None:
+def whole_round(part: GraphAllToAll, rank: int, batches: list[Batch], take: Callable[[Any], Any] = to_host) -> None:
+    """take: how sums come to the host."""
     x, scales, indices, weights = given(part, batches[rank])
     got = part.dispatch(x, scales, indices, weights)
     check(part, got, batches)
     sums = part.combine(made_of(part, got), got)
-    assert np.array_equal(sums.cpu().numpy(), expected_sums(batches[rank]))
+    assert np.array_equal(take(sums), expected_sums(batches[rank]))
 
 
 def check_writes_to_others(part: GraphAllToAll, batch: Batch) -> None:

@@ -20,6 +20,9 @@ with needs(__name__, "'crossrail[torch]'"):
     import torch
 
 
+_MAPPED = 3  # cudaHostRegisterPortable and Mapped
+
+
 class DeviceRows:
     """A RowMemory of one GPU. Kernels run on the stream that is current when they are asked for."""
 
@@ -36,10 +39,14 @@ class DeviceRows:
     def block(self, nbytes: int) -> DeviceBlock:
         return DeviceBlock(self, self._bytes(nbytes), None)
 
-    def shared_block(self, nbytes: int) -> DeviceBlock:
-        """The engine's memory, which kernels of other processes can be given; torch's, where the driver has none such.
-        Blocks then until all kernels have ended: torch gives memory out again that some may still be using.
+    def shared_block(self, nbytes: int, on_host: bool) -> DeviceBlock:
+        """On a GPU the engine's memory, which kernels of other processes can be given; torch's, where the driver has
+        none such. Blocks then until all kernels have ended: torch gives memory out again that some may still use.
         """
+        if on_host:
+            self.name = f"memory of the host, pinned for {self.device}"
+            region = self._engine.alloc(max(nbytes, 1))
+            return PinnedBlock(self, self._pinned(region), region)
         try:
             region = self._engine.alloc(max(nbytes, 1), device=self._gpu)
         except TransportError:
@@ -114,6 +121,18 @@ class DeviceRows:
         """As a tensor, which keeps it."""
         return torch.as_tensor(memory, device=self.device)
 
+    def _pinned(self, region: xr.Region) -> Any:
+        """As a tensor of the host's, which kernels take; until _unpin()."""
+        tensor = torch.from_numpy(region.array())
+        with told(f"pinning {region.nbytes} bytes; see ulimit -l"), torch.cuda.device(self.device):
+            torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), len(tensor), _MAPPED)))
+        return tensor
+
+    def _unpin(self, tensor: Any) -> None:
+        """Waits for kernels."""
+        with told("unpinning memory"), torch.cuda.device(self.device):
+            torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())))
+
     def _found(self, device: torch.device) -> torch.device:
         """With its number."""
         if not torch.cuda.is_available():
@@ -164,6 +183,16 @@ class DeviceBlock:
         if self._region is not None and self._rows.is_open:
             self._region.close(timeout_s)
         self._tensor = None
+
+
+class PinnedBlock(DeviceBlock):
+    """One of the host's memory."""
+
+    def close(self, timeout_s: float) -> None:
+        tensor = self._tensor
+        super().close(timeout_s)
+        if tensor is not None:
+            self._rows._unpin(tensor)
 
 
 def kernels_of_a_gpu() -> Kernels:

@@ -46,7 +46,15 @@ class Far:
     rounds. 4. stop_thread().
     """
 
-    def __init__(self, engine: xr.Engine, config: Config, layout: _core.moe.Layout, rank: int, rows: RowMemory) -> None:
+    def __init__(
+        self,
+        engine: xr.Engine,
+        config: Config,
+        layout: _core.moe.Layout,
+        rank: int,
+        rows: RowMemory,
+        rows_on_host: bool = False,
+    ) -> None:
         self._engine = engine
         self._config = config
         self._layout = layout
@@ -54,7 +62,7 @@ class Far:
         self._rank = rank
         self.memory = memory = FarMemory.of(config, layout)
         self.routes = engine.alloc(memory.routes.nbytes)
-        self._rows = rows.shared_block(memory.rows.nbytes)
+        self._rows = rows.shared_block(memory.rows.nbytes, rows_on_host)
         self.rows = self._rows.region
         self._masks = config.on_lost == "mask"
         self.proxy = _core.moe.Proxy(

@@ -80,7 +80,11 @@ class Peers:
         self.near = Near(engine, group.rank, ranks, boards, addresses, board_layout, own_rows, masks)
         if len(near) == group.size:
             return
-        self.far = far = Far(engine, config, self.layout, group.rank, memory)
+        # Kernels wait for what the engine does, where there is something to prepare for them. It is then not to call
+        # the driver, which may wait for them; tcp has that copy what is a GPU's.
+        needs_driver = any(engine.explain(one.address).transport == "tcp" for one in members if one.board is None)
+        rows_on_host = prepare is not None and needs_driver
+        self.far = far = Far(engine, config, self.layout, group.rank, memory, rows_on_host)
         try:
             has_thread, cpu = proxy
             if has_thread:

@@ -60,7 +60,8 @@ class RowMemory(Protocol):
 
     def block(self, nbytes: int) -> Block: ...
 
-    def shared_block(self, nbytes: int) -> SharedBlock: ...
+    def shared_block(self, nbytes: int, on_host: bool) -> SharedBlock:
+        """on_host: in memory of the host, which kernels reach too, so that an engine needs no driver to touch it."""
 
     def map(self, descriptor: xr.RegionDescriptor, timeout_s: float) -> Any:
         """Another rank's shared block, uint8, for kernels of ours, for as long as it is held. Raises as Engine.map."""
@@ -113,7 +114,7 @@ class HostRows:
     def block(self, nbytes: int) -> HostBlock:
         return HostBlock(nbytes, self._is_dense)
 
-    def shared_block(self, nbytes: int) -> SharedHostBlock:
+    def shared_block(self, nbytes: int, on_host: bool) -> SharedHostBlock:
         return SharedHostBlock(self._engine, nbytes)
 
     def map(self, descriptor: xr.RegionDescriptor, timeout_s: float) -> Array:

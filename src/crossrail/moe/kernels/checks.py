@@ -113,7 +113,9 @@ def dequantize(codes: Any, scales: Any, block: int, dtype: str) -> None:
 
 
 def _together(*tensors: Any) -> None:
-    devices = {str(tensor.device) for tensor in tensors if isinstance(tensor, torch.Tensor)}
+    """But for memory of the host that a GPU reaches as its own."""
+    given = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
+    devices = {str(tensor.device) for tensor in given if tensor.device.type != "cpu" or not tensor.is_pinned()}
     if len(devices) > 1:
         raise UsageError(f"tensors are on {' and '.join(sorted(devices))}, must be on one device")
 
