@@ -42,6 +42,7 @@ def tensor_of(memory: Any) -> Any:
 
 
 def free_bytes() -> int:
+    """On the whole GPU: such tests have it to themselves."""
     gc.collect()
     torch.cuda.empty_cache()
     return int(torch.cuda.mem_get_info()[0])
@@ -77,6 +78,8 @@ def test_what_kernels_use_is_kept_for_them(open_engine: EngineFactory) -> None:
     region = engine.alloc(BYTES, device="cuda:0")
     tensor, seen = tensor_of(region), torch.zeros(1, dtype=torch.int64, device="cuda:0")
     side, done = torch.cuda.Stream(), torch.cuda.Event()
+    with torch.cuda.stream(side):
+        int(tensor.add_(0).sum(dtype=torch.int64))  # to load a kernel waits for those that run
     torch.cuda.synchronize()
     with torch.cuda.stream(side):
         torch.cuda._sleep(2 * SECOND)
