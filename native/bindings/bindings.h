@@ -19,6 +19,7 @@ void register_devices(nanobind::module_& module);
 void register_engine(nanobind::module_& module);
 void register_operations(nanobind::class_<EngineHandle>& engine);  // the submits of engine.h
 void register_mapping(nanobind::module_& module, nanobind::class_<EngineHandle>& engine);
+void register_pinned(nanobind::module_& module);
 void register_flight(nanobind::module_& module, nanobind::class_<EngineHandle>& engine);
 void register_traffic(nanobind::class_<EngineHandle>& engine);
 void register_poison(nanobind::module_& module);

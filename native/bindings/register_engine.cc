@@ -315,6 +315,7 @@ those too.)")
   register_peers(engine);
   register_operations(engine);
   register_mapping(module, engine);
+  register_pinned(module);
   register_flight(module, engine);
   register_traffic(engine);
 }

@@ -1,5 +1,6 @@
 // A peer's memory, mapped: what Engine.map gives a memoryview of, or, of a GPU's, an array of Numba's protocol.
 #include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
 
 #include <memory>
@@ -83,6 +84,15 @@ nb::dict cuda_array(const GpuMappingHandle& self) {
   return shown;
 }
 
+// DLPack's capsule. Unlike an address it says for which GPU the memory is mapped: torch takes an address to be of the GPU
+// whose memory it is, and copies what it should not.
+nb::object dlpack(nb::pointer_and_handle<GpuMappingHandle> self, const nb::kwargs&) {
+  const size_t shape[1] = {self.p->of.length_bytes};
+  const nb::ndarray<> array(self.p->of.mapping.base, 1, shape, self.h, nullptr, nb::dtype<uint8_t>(),
+                            nb::device::cuda::value, self.p->gpu);
+  return nb::cast(array, nb::rv_policy::reference);  // without a framework, the capsule
+}
+
 std::string show(const GpuMappingHandle& self) {
   return "<GpuMapping of " + std::to_string(self.of.length_bytes) + " bytes for cuda:" + std::to_string(self.gpu) + ">";
 }
@@ -95,8 +105,7 @@ void register_mapping(nb::module_& module, nb::class_<EngineHandle>& engine) {
       module, "GpuMapping", nb::is_final(),
       "A peer's GPU memory, mapped for kernels of one of ours: what Engine.map(device=) returns. It lives as long as "
       "this, "
-      "or a tensor made of it (torch.as_tensor(mapping, device=mapping.device)), and until kernels that use it have "
-      "ended.")
+      "or a tensor made of it (torch.from_dlpack(mapping)), and until kernels that use it have ended.")
       .def_prop_ro(
           "nbytes", [](const GpuMappingHandle& self) { return self.of.length_bytes; }, "Length in bytes.")
       .def_prop_ro(
@@ -105,6 +114,12 @@ void register_mapping(nb::module_& module, nb::class_<EngineHandle>& engine) {
       .def_prop_ro("__cuda_array_interface__", &cuda_array,
                    nb::sig("def __cuda_array_interface__(self) -> dict[str, typing.Any]"),
                    "Numba's protocol, which torch, CuPy and others speak: bytes in one dimension.")
+      .def("__dlpack__", &dlpack, nb::sig("def __dlpack__(self, **kwargs: typing.Any) -> typing.Any"),
+           "For torch.from_dlpack and others. No stream is waited for: there is none of ours.")
+      .def(
+          "__dlpack_device__",
+          [](const GpuMappingHandle& self) { return nb::make_tuple(nb::device::cuda::value, self.gpu); },
+          nb::sig("def __dlpack_device__(self) -> tuple[int, int]"))
       .def("__repr__", &show);
   engine.def("_map", &map, nb::arg("descriptor").none(), nb::arg("timeout_s").none(), nb::arg("gpu"),
              nb::sig("def _map(self, descriptor: RegionDescriptor, timeout_s: float | None, gpu: int) -> typing.Any"));

@@ -13,7 +13,8 @@ namespace crossrail::device {
 
 namespace {
 
-constexpr unsigned kPortable = 1;  // cuda.h: CU_MEMHOSTREGISTER_PORTABLE
+constexpr unsigned kPortable = 1;  // cuda.h: CU_MEMHOSTREGISTER_PORTABLE, _DEVICEMAP
+constexpr unsigned kMapped = 2;
 
 constexpr uint64_t kWide = 16;  // bytes that a thread of the kernel moves at once,
 // or one by one where an end is odd: then longer pieces are better left to the driver.
@@ -150,12 +151,13 @@ bool Copier::finish() {
   return !std::exchange(failed_, false);
 }
 
-PinnedMemory::PinnedMemory(int gpu, std::byte* base, uint64_t bytes) : driver_(find_driver()), gpu_(gpu), base_(base) {
+PinnedMemory::PinnedMemory(int gpu, std::byte* base, uint64_t bytes, bool for_kernels)
+    : driver_(find_driver()), gpu_(gpu), base_(base) {
   CROSSRAIL_ASSERT(driver_ != nullptr);
   try {
     const CurrentContext current(*driver_, gpu);
     const OutsideCapture outside(*driver_);
-    is_pinned_ = driver_->pin_host(base, bytes, kPortable) == 0;
+    is_pinned_ = driver_->pin_host(base, bytes, for_kernels ? kPortable | kMapped : kPortable) == 0;
   } catch (const TransportError&) {  // the GPU has failed: the copy to come says so
   }
 }

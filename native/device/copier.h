@@ -58,8 +58,8 @@ class Copier {
 // the driver. Where it refuses (a limit on locked memory), is_pinned() says so, and copies are slower.
 class PinnedMemory {
  public:
-  // gpu: whose context asks for it; it holds for all. base: on a page.
-  PinnedMemory(int gpu, std::byte* base, uint64_t bytes);
+  // gpu: whose context asks for it; it holds for all. base: on a page. for_kernels: they use it too, by its own address.
+  PinnedMemory(int gpu, std::byte* base, uint64_t bytes, bool for_kernels = false);
   ~PinnedMemory();
   PinnedMemory(const PinnedMemory&) = delete;
   PinnedMemory& operator=(const PinnedMemory&) = delete;

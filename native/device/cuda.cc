@@ -227,7 +227,7 @@ Allocation allocation_of(const void* address) {
 CurrentContext::CurrentContext(const Driver& driver, int ordinal) : driver_(driver) {
   {
     static std::mutex mutex;
-    static std::vector<void*> retained;
+    static auto& retained = *new std::vector<void*>;  // a thread that unmaps may outlive other statics
     static const Driver* of = nullptr;
     const std::lock_guard lock(mutex);
     if (of != &driver) retained.clear();  // another double

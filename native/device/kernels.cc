@@ -260,7 +260,7 @@ Kernels load(const Driver& driver, int gpu, const char* what_for) {
 
 const Kernels& kernels_of(const Driver& driver, int gpu, const char* what_for) {
   static std::mutex mutex;
-  static std::map<int, Kernels> loaded;
+  static auto& loaded = *new std::map<int, Kernels>;  // as in CurrentContext
   static const Driver* of = nullptr;
   const std::lock_guard lock(mutex);
   if (of != &driver) loaded.clear();  // another double

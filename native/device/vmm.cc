@@ -3,8 +3,11 @@
 #include <pthread.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <chrono>
 #include <map>
 #include <mutex>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -32,6 +35,12 @@ constexpr int kGranularityMin = 0;
 
 constexpr const char* kInstead = "register memory of torch instead: engine.register(torch.zeros(..., device='cuda'))";
 constexpr int kMaskBits = 64;
+// Between looks whether a context can be waited for.
+constexpr std::chrono::milliseconds kFirstPause{20};
+constexpr std::chrono::milliseconds kLongestPause{1000};
+
+// cuda.h: CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED to _CAPTURED_EVENT and CAPTURE_WRONG_THREAD.
+constexpr bool is_of_captures(int code) { return code >= 900 && code <= 908; }
 
 constexpr uint64_t bit(int gpu) { return gpu < kMaskBits ? uint64_t{1} << gpu : 0; }
 
@@ -216,11 +225,12 @@ MappedMemory::~MappedMemory() {
 }
 
 std::shared_ptr<MappedMemory> MappedMemory::find(uint64_t address, uint64_t bytes) {
+  std::shared_ptr<MappedMemory> memory;  // let go after the mutex, which its end takes too
   const std::lock_guard lock(registry().mutex);
   auto found = registry().mappings.upper_bound(address);
   if (found == registry().mappings.begin()) return nullptr;
   --found;
-  std::shared_ptr<MappedMemory> memory = found->second.lock();
+  memory = found->second.lock();
   if (memory == nullptr) return nullptr;
   const uint64_t offset = address - found->first;
   if (offset > memory->length_bytes() || bytes > memory->length_bytes() - offset) return nullptr;
@@ -277,7 +287,12 @@ void MappedMemory::wait_for_kernels() {
     try {
       const CurrentContext current(driver_, gpu);
       const OutsideCapture outside(driver_);
-      driver_.synchronize_context();
+      // No context can be waited for while a stream of it is captured: asked again, at longer and longer intervals.
+      auto pause = kFirstPause;
+      for (int code = driver_.synchronize_context(); is_of_captures(code); code = driver_.synchronize_context()) {
+        std::this_thread::sleep_for(pause);
+        pause = std::min(2 * pause, kLongestPause);
+      }
     } catch (const TransportError&) {  // the GPU has failed, and its kernels with it
     }
   }
@@ -296,7 +311,6 @@ void MappedMemory::let_go(MappedMemory* memory) {
     if (std::exchange(registry().is_waiting, true)) return;
   }
   const auto wait = [] {
-    pthread_setname_np(pthread_self(), "crossrail-unmap");
     for (;;) {
       std::vector<MappedMemory*> leaving;
       {
@@ -314,9 +328,12 @@ void MappedMemory::let_go(MappedMemory* memory) {
     }
   };
   try {
-    start_thread(wait).detach();
-  } catch (const TransportError&) {  // then here
-    wait();
+    std::thread thread = start_thread(wait);
+    pthread_setname_np(thread.native_handle(), "crossrail-unmap");
+    thread.detach();
+  } catch (const TransportError&) {  // the next one tries again
+    const std::lock_guard lock(registry().mutex);
+    registry().is_waiting = false;
   }
 }
 

@@ -291,7 +291,7 @@ class Engine(_core.Engine):
         """A peer's memory, on this host: what its engine.alloc made, as a memoryview of format "B", read and write.
 
         Memory of a GPU as a GpuMapping instead, for kernels of `device`, a GPU of this process that reaches the
-        owner's: `torch.as_tensor(mapping, device=mapping.device)` is a tensor of it. It must come from
+        owner's: `torch.from_dlpack(mapping)` is a tensor of it. It must come from
         engine.alloc(device=...), or be other memory that CUDA's virtual memory management gives to processes; what
         cudaMalloc made is refused, since its owner may free it. Within a process the mapping is at the owner's own
         address, if the engine allocated it.

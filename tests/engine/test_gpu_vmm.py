@@ -4,6 +4,7 @@ double of the driver.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import signal
@@ -299,6 +300,16 @@ def test_where_it_is_refused_bytes_are_staged_and_explain_says_why(
         assert re.search(reason, why), why
 
 
+def dlpack_of(array: Any) -> tuple[int, int, int]:
+    """Address, kind of device and its number, of a DLTensor."""
+    capsule = array.__dlpack__(stream=1, max_version=(1, 0))
+    pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer_of.restype, pointer_of.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    at = pointer_of(capsule, b"dltensor")
+    kind, number = (ctypes.c_int32 * 2).from_address(at + 8)
+    return ctypes.c_uint64.from_address(at).value, kind, number
+
+
 def test_a_peers_memory_is_mapped_for_kernels(gpu: FakeGpu, open_engine: EngineFactory) -> None:
     here = open_engine(transport="shm")
     with owner() as other:
@@ -309,6 +320,8 @@ def test_a_peers_memory_is_mapped_for_kernels(gpu: FakeGpu, open_engine: EngineF
         assert (mapped.nbytes, mapped.device) == (NBYTES, "cuda:1")
         assert repr(mapped) == f"<GpuMapping of {NBYTES} bytes for cuda:1>"
         assert not hasattr(mapped, "__dict__")
+        assert mapped.__dlpack_device__() == (2, 1)  # kDLCUDA
+        assert dlpack_of(mapped) == (mapped.__cuda_array_interface__["data"][0], 2, 1)
         bytes_ = gpu.memory_of(mapped).bytes
         bytes_[:] = np.arange(NBYTES, dtype=np.uint32).astype(np.uint8)  # a kernel
         assert other.ask("sum") == crc(bytes_)

@@ -129,7 +129,7 @@ def test_ranks_of_both_kinds(engine: dict[str, Any], seed: Seed) -> None:
     def run(part: Any, rank: int, batches: list[Batch]) -> None:
         (test_torch_gpu.whole_round if rank == 1 else whole_round)(part, rank, batches)
 
-    with Ranks(3, engine, make, layout="grouped", **CONFIG) as ranks:
+    with Ranks(3, engine, make, layout="grouped", private_tokens=TOKENS, **CONFIG) as ranks:
         ranks.parts[1]._memory.device = torch.device("cpu")  # as that test asks
         for _ in range(4):
             batches = batches_of(random, 3)

@@ -564,6 +564,7 @@ struct FakeCalls {
   }
   static int synchronize_context() {
     if (FakeGpu::contexts_current != 1) return 201;
+    if (g_gpu->kernels.is_capturing()) return 900;
     while (g_gpu->kernels_run) std::this_thread::sleep_for(std::chrono::milliseconds(1));
     return 0;
   }

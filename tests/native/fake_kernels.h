@@ -49,6 +49,7 @@ class FakeKernels {
   // Between these, calls that CUDA forbids during a capture break it, unless their thread is in relaxed mode.
   void begin_capture() { is_capturing_ = true; }
   bool end_capture() { return is_capturing_.exchange(false); }
+  bool is_capturing() const { return is_capturing_; }
 
   // The oldest that was launched there and not taken. False: none.
   bool take(Stream* stream, Launch* launch) {

@@ -118,6 +118,18 @@ TEST_CASE("gpu vmm: what kernels may use is unmapped once they have ended, and w
   CHECK(until([&] { return cuda.mappings() == 0 && cuda.handles() == 0; }));
 }
 
+TEST_CASE("gpu vmm: no mapping ends while somebody captures a graph, which no context can be waited for in") {
+  FakeCuda cuda;
+  auto memory = MappedMemory::map(PhysicalMemory::create(0, kUnit), 0);
+  memory->give_to_kernels(0);
+  cuda.kernels.begin_capture();
+  memory.reset();
+  std::this_thread::sleep_for(std::chrono::milliseconds(60));
+  CHECK(cuda.mappings() == 1);
+  CHECK(cuda.kernels.end_capture());
+  CHECK(until([&] { return cuda.mappings() == 0 && cuda.handles() == 0; }));
+}
+
 TEST_CASE("gpu vmm: a GPU that does not reach the memory is refused, and nothing is left of the attempt") {
   FakeCuda cuda;
   cuda.out_of_reach = 1;

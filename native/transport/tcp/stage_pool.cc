@@ -5,11 +5,9 @@
 namespace crossrail::tcp {
 
 void StagePool::prepare(int gpu) {
-  {
-    const std::lock_guard lock(mutex_);
-    if (std::exchange(is_prepared_, true)) return;
-  }
-  for (size_t i = 0; i < kStages; ++i) give(std::make_unique<device::HostBuffer>(kStageBytes, gpu));
+  const std::lock_guard lock(preparing_);
+  for (size_t i = 0; i < kStages && !is_prepared_; ++i) give(std::make_unique<device::HostBuffer>(kStageBytes, gpu));
+  is_prepared_ = true;
 }
 
 std::unique_ptr<device::HostBuffer> StagePool::take() {

@@ -19,15 +19,16 @@ class StagePool {
   static constexpr size_t kStageBytes = size_t{1} << 20;
   static constexpr size_t kStages = 16;  // a batch takes one or two: more of them under way at once take slower memory
 
-  // The first call makes the stages. gpu: whose driver pins them.
+  // The first call makes the stages, and others wait for it. gpu: whose driver pins them.
   void prepare(int gpu);
   // One that nobody has; where there is none, memory that is not pinned.
   std::unique_ptr<device::HostBuffer> take();
   void give(std::unique_ptr<device::HostBuffer> stage);
 
  private:
-  std::mutex mutex_;  // guards all of it
+  std::mutex preparing_;  // taken first; guards is_prepared_
   bool is_prepared_ = false;
+  std::mutex mutex_;  // guards free_
   std::vector<std::unique_ptr<device::HostBuffer>> free_;
 };
 

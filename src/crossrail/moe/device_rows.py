@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 import crossrail as xr
+from crossrail import _core
 from crossrail._extras import needs
 from crossrail._torch import is_tensor, told, wait_for_kernels
 from crossrail.errors import TransportError, UsageError
@@ -18,9 +19,6 @@ from crossrail.moe.row_memory import INDEX_TYPES
 
 with needs(__name__, "'crossrail[torch]'"):
     import torch
-
-
-_MAPPED = 3  # cudaHostRegisterPortable and Mapped
 
 
 class DeviceRows:
@@ -46,7 +44,8 @@ class DeviceRows:
         if on_host:
             self.name = f"memory of the host, pinned for {self.device}"
             region = self._engine.alloc(max(nbytes, 1))
-            return PinnedBlock(self, self._pinned(region), region)
+            pinned = _core.PinnedMemory(region.view(), self.device.index)
+            return DeviceBlock(self, torch.from_numpy(region.array()), region, pinned)
         try:
             region = self._engine.alloc(max(nbytes, 1), device=self._gpu)
         except TransportError:
@@ -119,19 +118,13 @@ class DeviceRows:
 
     def _seen(self, memory: xr.Region | xr.GpuMapping) -> Any:
         """As a tensor, which keeps it."""
-        return torch.as_tensor(memory, device=self.device)
-
-    def _pinned(self, region: xr.Region) -> Any:
-        """As a tensor of the host's, which kernels take; until _unpin()."""
-        tensor = torch.from_numpy(region.array())
-        with told(f"pinning {region.nbytes} bytes; see ulimit -l"), torch.cuda.device(self.device):
-            torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), len(tensor), _MAPPED)))
+        address = memory.__cuda_array_interface__["data"][0]
+        tensor = torch.as_tensor(memory, device=self.device)
+        if tensor.data_ptr() != address and isinstance(memory, xr.GpuMapping):  # a copy: it is another GPU's memory
+            tensor = torch.from_dlpack(memory)
+        if (tensor.device, tensor.data_ptr()) != (self.device, address):
+            raise UsageError(f"torch sees memory that is mapped for {self.device} as {tensor.device}'s")
         return tensor
-
-    def _unpin(self, tensor: Any) -> None:
-        """Waits for kernels."""
-        with told("unpinning memory"), torch.cuda.device(self.device):
-            torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())))
 
     def _found(self, device: torch.device) -> torch.device:
         """With its number."""
@@ -159,8 +152,11 @@ class DeviceRows:
 class DeviceBlock:
     """See Block. Its memory is given back with the last array of it."""
 
-    def __init__(self, rows: DeviceRows, tensor: Any, region: xr.Region | None) -> None:
-        """region: of the tensor, where peers write to it."""
+    def __init__(
+        self, rows: DeviceRows, tensor: Any, region: xr.Region | None, pinned: _core.PinnedMemory | None = None
+    ) -> None:
+        """region: of the tensor, where peers write to it. pinned: what lets kernels have it, if it is the host's."""
+        self._pinned = pinned
         self._rows = rows
         self._tensor = tensor
         self._region = region
@@ -182,17 +178,7 @@ class DeviceBlock:
     def close(self, timeout_s: float) -> None:
         if self._region is not None and self._rows.is_open:
             self._region.close(timeout_s)
-        self._tensor = None
-
-
-class PinnedBlock(DeviceBlock):
-    """One of the host's memory."""
-
-    def close(self, timeout_s: float) -> None:
-        tensor = self._tensor
-        super().close(timeout_s)
-        if tensor is not None:
-            self._rows._unpin(tensor)
+        self._tensor = self._pinned = None
 
 
 def kernels_of_a_gpu() -> Kernels:

@@ -18,11 +18,12 @@ from crossrail.moe.group import Group
 
 @dataclass(frozen=True)
 class Member:
-    """One rank. board: its memory, if we share that."""
+    """One rank. board: its memory, if we share that. uses_tcp: some rank is reached by tcp from there."""
 
     rank: int
     address: xr.Address
     board: memoryview | None
+    uses_tcp: bool
 
 
 def meet(engine: xr.Engine, group: Group, config: Config, board: xr.Region, timeout_s: float) -> list[Member]:
@@ -42,7 +43,12 @@ def meet(engine: xr.Engine, group: Group, config: Config, board: xr.Region, time
             boards.update(_map_boards(engine, group.rank, descriptors, timeout_s))
     except CrossrailError as error:
         trouble = str(error)
-    report: dict[str, Any] = {"mapped": sorted(boards), "trouble": trouble}
+    uses_tcp = any(
+        engine.explain(descriptor.owner).transport == "tcp"
+        for rank, descriptor in enumerate(descriptors)
+        if rank != group.rank
+    )
+    report: dict[str, Any] = {"mapped": sorted(boards), "trouble": trouble, "uses_tcp": uses_tcp}
     reports = _tell(group, "memory", report, timeout_s)
     for rank, told in enumerate(reports):
         if told["trouble"]:
@@ -50,7 +56,7 @@ def meet(engine: xr.Engine, group: Group, config: Config, board: xr.Region, time
     size = _node_size(config, [set(told["mapped"]) for told in reports])
     mates = range(group.rank // size * size, (group.rank // size + 1) * size)
     return [
-        Member(rank, descriptor.owner, boards[rank] if rank in mates else None)
+        Member(rank, descriptor.owner, boards[rank] if rank in mates else None, bool(reports[rank]["uses_tcp"]))
         for rank, descriptor in enumerate(descriptors)
     ]
 

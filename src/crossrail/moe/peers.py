@@ -81,11 +81,10 @@ class Peers:
         if len(near) == group.size:
             return
         # Kernels wait for what the engine does, where there is something to prepare for them. It is then not to call
-        # the driver, which may wait for them; tcp has that copy what is a GPU's.
-        needs_driver = any(engine.explain(one.address).transport == "tcp" for one in members if one.board is None)
-        rows_on_host = prepare is not None and needs_driver
-        self.far = far = Far(engine, config, self.layout, group.rank, memory, rows_on_host)
+        # the driver, which may wait for them; tcp has that copy what is a GPU's, and so does shm between GPU and host.
+        rows_on_host = prepare is not None and any(member.uses_tcp for member in members)
         try:
+            self.far = far = Far(engine, config, self.layout, group.rank, memory, rows_on_host)
             has_thread, cpu = proxy
             if has_thread:
                 far.start_thread(cpu)

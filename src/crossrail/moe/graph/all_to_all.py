@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -44,7 +45,8 @@ class GraphAllToAll:
 
     No half waits for the GPU, or needs to know what is in a tensor. What other ranks have to do with a round is seen to
     by a thread, which reads from pinned memory how far the GPU is, posts, and lets kernels go on. Its rounds are those
-    of AllToAll: ranks of both may be in one group, if those set node_size=1, on_lost="raise" and the same arguments.
+    of AllToAll: ranks of both may be in one group, if those set node_size=1, on_lost="raise" and the same arguments,
+    private_tokens among them.
 
     A replay of a graph is the rounds that were captured, each with a number of its own. All ranks begin rounds in the
     same order; where a rank has two open at once, on two streams, the caller orders their dispatch_sends by events.
@@ -52,6 +54,8 @@ class GraphAllToAll:
 
     Arguments are those of AllToAll, but for these. device: whose tensors all arguments and results are, as "cuda:0";
     None: the host, where each half waits in its call: to try it, and for tests. layout: "masked" by default.
+    private_tokens: rows for which each rank has room before counts are known; None: all that can come, so that nothing
+    is sent later, behind kernels that wait.
     peer_access: kernels write rows and results to other ranks on this host by themselves, where their memory can be
     mapped: explain() says whose. False: all go by the engine; each rank decides for what it sends.
     proxy_cpu: the core of the thread, which it then keeps busy; None: wherever this process may run, with short sleeps.
@@ -96,6 +100,8 @@ class GraphAllToAll:
             scale_block=scale_block, out_dtype=out_dtype, private_tokens=private_tokens, padding=padding, layout=layout,
             node_size=1, dp_size=1, capacity_factor=capacity_factor, on_lost="raise",
         )  # fmt: skip
+        if private_tokens is None:  # room for all costs no memory: what one slot has more, the remainder has less
+            self.config = config = dataclasses.replace(config, private_tokens=config.routes_to_rank_max)
         check_seconds(timeout_s=timeout_s)
         self.rank = group.rank
         self._engine = engine
@@ -158,6 +164,12 @@ class GraphAllToAll:
             self._far.proxy, self._layout, self.rank, self._board.memory, self._board.parts, room,
             config.routes_to_rank_max, self._timeout_s, proxy_cpu, self.device.index if self._is_gpu else -1,
         )  # fmt: skip
+        if self._is_gpu:  # to load these too, before one waits
+            with self._launching() as stream:
+                number = torch.zeros(1, dtype=torch.int64, device=self.device)
+                self._proxy.publish("ended", number.data_ptr(), stream)
+                self._proxy.wait("rows", number.data_ptr(), stream)
+            wait_for_kernels([str(self.device)])
 
     def _prepare_kernels(self) -> None:
         """Compiles and loads them, by a round without rows that nobody else hears of. Others begin after it."""
