@@ -279,12 +279,15 @@ class Engine(_core.Engine):
         """
         return Region(self, nbytes, populate, gpu_of(device))
 
-    @overload
-    def map(
-        self, descriptor: RegionDescriptor, timeout_s: float | None = 5.0, *, device: None = None
-    ) -> memoryview: ...
-    @overload
-    def map(self, descriptor: RegionDescriptor, timeout_s: float | None = 5.0, *, device: object) -> GpuMapping: ...
+    if TYPE_CHECKING:  # typing keeps overloads, and by them this module, beyond the interpreter's end
+
+        @overload
+        def map(
+            self, descriptor: RegionDescriptor, timeout_s: float | None = 5.0, *, device: None = None
+        ) -> memoryview: ...
+        @overload
+        def map(self, descriptor: RegionDescriptor, timeout_s: float | None = 5.0, *, device: object) -> GpuMapping: ...
+
     def map(
         self, descriptor: RegionDescriptor, timeout_s: float | None = 5.0, *, device: object = None
     ) -> memoryview | GpuMapping:

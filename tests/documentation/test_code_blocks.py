@@ -163,7 +163,7 @@ def test_memory_for_kernels_of_other_processes(gpu: FakeGpu) -> None:
             self.bytes += value
 
     allocates, maps = blocks()["docs/gpu-memory.md"][1].split("\n\n")
-    torch = SimpleNamespace(as_tensor=Tensor)
+    torch = SimpleNamespace(as_tensor=Tensor, from_dlpack=lambda mapping: Tensor(mapping, device=mapping.device))
     with xr.Engine("owner") as owner, xr.Engine("here") as here:
         names: dict[str, Any] = {"engine": owner, "torch": torch}
         exec(allocates, names)

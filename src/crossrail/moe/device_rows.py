@@ -48,7 +48,8 @@ class DeviceRows:
             return DeviceBlock(self, torch.from_numpy(region.array()), region, pinned)
         try:
             region = self._engine.alloc(max(nbytes, 1), device=self._gpu)
-        except TransportError:
+        except TransportError as error:
+            self.name = f"memory of {self.device} that torch gave, which other ranks cannot map: {error}"
             tensor = self._bytes(nbytes)
             wait_for_kernels([str(self.device)])
             return DeviceBlock(self, tensor, self.registered(tensor))
