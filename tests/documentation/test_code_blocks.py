@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,6 @@ import crossrail as xr
 from crossrail.topology import Topology
 from tests.contract.setups import why_not
 from tests.documentation.blocks import blocks, pages, strange_fences
-from tests.support.fake_gpu import FakeGpu
 from tests.support.limits import WAIT_S
 from tests.support.process import REPOSITORY
 from tests.topology import trees
@@ -152,24 +150,6 @@ def test_memory_of_a_gpu() -> None:
             exec(ast.unparse(opens), {"xr": xr})
     assert "engine.register(torch.empty(" in ast.unparse(registers)
     assert hasattr(xr.Region, "gpudirect") and "pool.gpudirect" in ast.unparse(shows[-1])
-
-
-def test_memory_for_kernels_of_other_processes(gpu: FakeGpu) -> None:
-    class Tensor:
-        def __init__(self, given: Any, device: str) -> None:
-            self.bytes, self.device = gpu.memory_of(given).bytes, device
-
-        def add_(self, value: int) -> None:
-            self.bytes += value
-
-    allocates, maps = blocks()["docs/gpu-memory.md"][1].split("\n\n")
-    torch = SimpleNamespace(as_tensor=Tensor, from_dlpack=lambda mapping: Tensor(mapping, device=mapping.device))
-    with xr.Engine("owner") as owner, xr.Engine("here") as here:
-        names: dict[str, Any] = {"engine": owner, "torch": torch}
-        exec(allocates, names)
-        exec(maps, {"engine": here, "torch": torch, "descriptor": names["region"].descriptor})
-        assert set(names["pool"].bytes) == {1} and names["pool"].device == "cuda:0"
-        del names
 
 
 def test_watchdog_and_poison(tmp_path: Path) -> None:
