@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
-import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -15,8 +11,8 @@ import pytest
 import crossrail as xr
 from tests.conftest import EngineFactory
 from tests.support.fake_gpu import FakeGpu
+from tests.support.gpu_owner import Owner, crc, owner_of, path_of
 from tests.support.limits import WAIT_S, eventually
-from tests.support.process import start_script
 from tests.support.seeds import Seed
 
 NBYTES = 3 << 20
@@ -56,47 +52,8 @@ gpu.close()
 """
 
 
-class Owner:
-    def __init__(self, script: subprocess.Popen[str]) -> None:
-        self.script = script
-        self.remotes = [self.descriptor() for _ in range(2)]
-
-    def descriptor(self) -> xr.RegionDescriptor:
-        return xr.RegionDescriptor.from_bytes(bytes.fromhex(self.line()))
-
-    def line(self) -> str:
-        assert self.script.stdout is not None and self.script.stderr is not None
-        return self.script.stdout.readline().strip() or pytest.fail(self.script.stderr.read())
-
-    def tell(self, word: str, number: int) -> None:
-        assert self.script.stdin is not None
-        self.script.stdin.write(f"{word} {number}\n")
-        self.script.stdin.flush()
-
-    def ask(self, word: str, number: int) -> str:
-        self.tell(word, number)
-        return self.line()
-
-
-@contextmanager
-def owner(ipc_error: int = 0) -> Iterator[Owner]:
-    with start_script(OWNER, str(ipc_error)) as script:
-        try:
-            yield Owner(script)
-            assert script.stdin is not None
-            script.stdin.close()
-            assert script.wait(WAIT_S) in (0, -signal.SIGKILL), script.stderr and script.stderr.read()
-        finally:
-            script.kill()
-
-
-def crc(array: np.ndarray[Any, Any]) -> str:
-    return str(zlib.crc32(array))
-
-
-def path_of(engine: xr.Engine, remote: xr.RegionDescriptor) -> tuple[set[str], str]:
-    paths = engine.explain(remote.owner).paths
-    return {path.path for path in paths}, " ".join(path.reason for path in paths)
+def owner(ipc_error: int = 0) -> AbstractContextManager[Owner]:
+    return owner_of(OWNER, str(ipc_error), regions=2)
 
 
 def write_for_ever(engine: xr.Engine, region: xr.Region, remote: xr.RegionDescriptor) -> None:

@@ -7,12 +7,8 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-import signal
-import subprocess
 import types
-import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -22,9 +18,9 @@ import crossrail as xr
 from crossrail._devices import HOST, gpu_of
 from tests.conftest import EngineFactory
 from tests.support.fake_gpu import FakeGpu, GpuMemory
+from tests.support.gpu_owner import Owner, crc, owner_of, path_of
 from tests.support.leaks import open_fds
 from tests.support.limits import WAIT_S, eventually
-from tests.support.process import start_script
 from tests.support.seeds import Seed
 
 NBYTES = 3 << 20
@@ -83,45 +79,8 @@ gpu.close()
 """
 
 
-class Owner:
-    def __init__(self, script: subprocess.Popen[str]) -> None:
-        self.script = script
-        self.remote = self.descriptor(self.line())
-
-    @staticmethod
-    def descriptor(text: str) -> xr.RegionDescriptor:
-        return xr.RegionDescriptor.from_bytes(bytes.fromhex(text))
-
-    def line(self) -> str:
-        assert self.script.stdout is not None and self.script.stderr is not None
-        return self.script.stdout.readline().strip() or pytest.fail(self.script.stderr.read())
-
-    def ask(self, word: str, number: int = 0) -> str:
-        assert self.script.stdin is not None
-        self.script.stdin.write(f"{word} {number}\n")
-        self.script.stdin.flush()
-        return self.line()
-
-
-@contextmanager
-def owner(kind: str = "alloc", export_error: int = 0) -> Iterator[Owner]:
-    with start_script(OWNER, kind, str(export_error)) as script:
-        try:
-            yield Owner(script)
-            assert script.stdin is not None
-            script.stdin.close()
-            assert script.wait(WAIT_S) in (0, -signal.SIGKILL), script.stderr and script.stderr.read()
-        finally:
-            script.kill()
-
-
-def crc(array: np.ndarray[Any, Any]) -> str:
-    return str(zlib.crc32(array))
-
-
-def path_of(engine: xr.Engine, remote: xr.RegionDescriptor) -> tuple[set[str], str]:
-    paths = engine.explain(remote.owner).paths
-    return {path.path for path in paths}, " ".join(path.reason for path in paths)
+def owner(kind: str = "alloc", export_error: int = 0) -> AbstractContextManager[Owner]:
+    return owner_of(OWNER, kind, str(export_error))
 
 
 def noise(seed: Seed, nbytes: int = NBYTES) -> np.ndarray[Any, np.dtype[np.uint8]]:
