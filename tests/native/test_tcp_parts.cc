@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <memory>
 #include <random>
 #include <string>
 #include <vector>
@@ -16,6 +17,7 @@
 #include "transport/tcp/link.h"
 #include "transport/tcp/poller.h"
 #include "transport/tcp/region_table.h"
+#include "transport/tcp/stage_pool.h"
 #include "util/clock.h"
 #include "util/sha256.h"
 
@@ -396,6 +398,20 @@ TEST_CASE("a region is quiet once nobody uses it, and nobody starts to after it 
   auto again = table.add(5, memory.data(), memory.size(), Access::kRemoteWrite);
   region.reset();  // whose id another has by now
   CHECK(table.use(5));
+}
+
+TEST_CASE("tcp stages: what cannot be pinned is kept as well, as many as there would be otherwise") {
+  StagePool pool;
+  std::vector<std::unique_ptr<device::HostBuffer>> taken;
+  for (size_t i = 0; i < StagePool::kStages + 4; ++i) taken.push_back(pool.take());
+  CHECK(pool.kept() == 0);
+  for (std::unique_ptr<device::HostBuffer>& stage : taken) {
+    CHECK_FALSE(stage->is_pinned());
+    pool.give(std::move(stage));
+  }
+  CHECK(pool.kept() == StagePool::kStages);
+  const std::unique_ptr<device::HostBuffer> again = pool.take();
+  CHECK(pool.kept() == StagePool::kStages - 1);
 }
 
 }  // namespace crossrail::tcp

@@ -24,7 +24,11 @@ std::unique_ptr<device::HostBuffer> StagePool::take() {
 
 void StagePool::give(std::unique_ptr<device::HostBuffer> stage) {
   const std::lock_guard lock(mutex_);
-  if (stage->is_pinned()) free_.push_back(std::move(stage));
+  if (stage->is_pinned()) {
+    free_.push_back(std::move(stage));
+  } else if (free_.size() < kStages) {
+    free_.insert(free_.begin(), std::move(stage));  // taken when no pinned one is left
+  }
 }
 
 }  // namespace crossrail::tcp

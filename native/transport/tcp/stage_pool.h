@@ -21,9 +21,15 @@ class StagePool {
 
   // The first call makes the stages, and others wait for it. gpu: whose driver pins them.
   void prepare(int gpu);
-  // One that nobody has; where there is none, memory that is not pinned.
+  // One that nobody has, a pinned one if there is any; where there is none, new memory, which is not pinned.
   std::unique_ptr<device::HostBuffer> take();
+  // Those that are not pinned, as where the limit of locked memory (ulimit -l) forbids it, are kept too, but not more than that.
   void give(std::unique_ptr<device::HostBuffer> stage);
+  // For tests: of those that nobody has.
+  size_t kept() {
+    const std::lock_guard lock(mutex_);
+    return free_.size();
+  }
 
  private:
   std::mutex preparing_;  // taken first; guards is_prepared_
