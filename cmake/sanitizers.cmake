@@ -17,3 +17,5 @@ endif()
 # -O2 and -g each source takes up to twice as long to compile.
 add_compile_options(${CROSSRAIL_SANITIZE_FLAGS} -fno-omit-frame-pointer -O1 -g1)
 add_link_options(${CROSSRAIL_SANITIZE_FLAGS})
+# Functions that one thread at a time may enter check that it is the one (util/spinlock.h).
+add_compile_definitions(CROSSRAIL_CHECK_HOLDERS)

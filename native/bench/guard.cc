@@ -9,18 +9,12 @@
 namespace crossrail::bench {
 
 Guard::Guard(const char* what, double timeout_s, InterruptCheck interrupted)
-    : what_(what),
-      timeout_s_(timeout_s),
-      deadline_(deadline_in(timeout_s)),
-      interrupted_(std::move(interrupted)),
-      interrupt_due_ns_(now_ns() + kInterruptPeriodNs) {}
+    : what_(what), timeout_s_(timeout_s), deadline_(deadline_in(timeout_s)), interrupted_(std::move(interrupted)) {}
 
 void Guard::look() {
   const int64_t now = now_ns();
   if (now > deadline_) check(WaitResult::kTimeout);
-  if (now < interrupt_due_ns_) return;
-  interrupt_due_ns_ = now + kInterruptPeriodNs;
-  if (interrupted_ && interrupted_()) throw Interrupted();
+  if (interrupted_.is_due(now) && interrupted_.ask(now)) throw Interrupted();
 }
 
 void Guard::check(WaitResult result) const {

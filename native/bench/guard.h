@@ -39,13 +39,11 @@ class Guard {
 
  private:
   static constexpr uint32_t kTurnsMask = 4095;
-  static constexpr int64_t kInterruptPeriodNs = 50'000'000;
 
   const char* what_;
   double timeout_s_;
   Deadline deadline_;
   InterruptCheck interrupted_;
-  int64_t interrupt_due_ns_;
   uint32_t turns_ = 0;
 };
 

@@ -27,8 +27,8 @@ int64_t fill_work_requests(std::span<const int64_t> dst_pages, std::span<const i
 int64_t flag_ping_pong(std::span<std::byte> page, bool first, uint64_t start, uint64_t rounds, Guard& guard);
 
 // `count` records of 8 bytes and a number through a bare ring of 256 cache lines in memory that two processes map: the
-// most that one-way small operations can reach. `memory` holds kStreamBytes; its first run starts from zeroed memory, and
-// `start` is the sum of the counts of the runs before, as above.
+// most that one-way small operations can reach. `memory` holds kStreamBytes; its first run starts from zeroed memory,
+// and `start` is the sum of the counts of the runs before, as above.
 inline constexpr size_t kStreamBytes = 32 * 1024;
 int64_t slot_stream(std::span<std::byte> memory, bool producer, uint64_t start, uint64_t count, Guard& guard);
 

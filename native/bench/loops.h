@@ -33,8 +33,8 @@ struct WriteLoop {
 };
 int64_t run_writes(Engine& engine, const WriteLoop& loop, Ack ack, Guard& guard);
 
-// `op_count` reads of `length_bytes`, `window` of them in flight, through a span likewise. The peer does nothing: the clock
-// stops when the last of them is here.
+// `op_count` reads of `length_bytes`, `window` of them in flight, through a span likewise. The peer does nothing: the
+// clock stops when the last of them is here.
 struct ReadLoop {
   Region* dst = nullptr;
   RemoteRegion* src = nullptr;
@@ -73,8 +73,9 @@ struct ScatterLoop {
 };
 int64_t run_scatters(Engine& engine, const ScatterLoop& loop, Ack ack, Guard& guard);
 
-// `rounds` round trips of a write of `length_bytes`, a multiple of 8, with an immediate. With `verify`, its first and last
-// words are a running number and the side that they arrive at checks them once they were counted; that pass is not for timing.
+// `rounds` round trips of a write of `length_bytes`, a multiple of 8, with an immediate. With `verify`, its first and
+// last words are a running number and the side that they arrive at checks them once they were counted; that pass is not
+// for timing.
 struct PingPong {
   Region* src = nullptr;
   RemoteRegion* dst = nullptr;

@@ -36,7 +36,7 @@ void Rig::close() {
   engine_->close(deadline_in(kCloseTimeoutS));
   bool all_closed = true;
   for (const RegionRef& region : regions_) {
-    all_closed &= region->close(deadline_in(kCloseTimeoutS), nullptr) != WaitResult::kTimeout;
+    all_closed &= region->close(deadline_in(kCloseTimeoutS), {}) != WaitResult::kTimeout;
   }
   regions_.clear();
   engine_ = nullptr;

@@ -19,8 +19,8 @@ enum class SocketWait : uint8_t {
   kBlock  // they sleep in the kernel
 };
 
-// What makes a bare socket fast; call it before bind or connect, at both ends. No Nagle, and Reno in place of the system's
-// congestion control where that is allowed: BBR paces, which costs a tenth of loopback's throughput and more.
+// What makes a bare socket fast; call it before bind or connect, at both ends. No Nagle, and Reno in place of the
+// system's congestion control where that is allowed: BBR paces, which costs a tenth of loopback's throughput and more.
 void tune_socket(int fd);
 
 // `count` messages of `message_bytes`, each at the next place of the memory, walking through it; each is acknowledged
@@ -34,8 +34,8 @@ struct SocketStream {
 int64_t socket_stream(int fd, std::span<std::byte> memory, bool sender, const SocketStream& loop, Guard& guard);
 
 // Page src_pages[i] of the sender's memory to page dst_pages[i] of the receiver's, for each i: in batches of a table of
-// targets and the pages behind it, gathered and scattered by the kernel. Each batch is acknowledged, two may be under way.
-// The receiver uses dst_pages only for its length.
+// targets and the pages behind it, gathered and scattered by the kernel. Each batch is acknowledged, two may be under
+// way. The receiver uses dst_pages only for its length.
 struct SocketPages {
   std::span<const int64_t> src_pages;
   std::span<const int64_t> dst_pages;

@@ -1,7 +1,7 @@
 // How the measured loops wait: for a transfer, for a count, for the oldest of the transfers in flight.
 //
-// With Polling::kManual the waiting thread drives the engine. All throw when a transfer fails, the time is up or the user
-// interrupts. Threads: the loop's.
+// With Polling::kManual the waiting thread drives the engine. All throw when a transfer fails, the time is up or the
+// user interrupts. Threads: the loop's.
 #pragma once
 
 #include <cstddef>

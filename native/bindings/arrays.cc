@@ -44,15 +44,15 @@ const void* aligned(const Py_buffer& view, std::vector<uint64_t>& copy) {
 }
 
 // "a list", "an array of shape (3, 4), strides (32, 8), dtype float64".
-std::string describe(nb::handle given) {
-  return nb::cast<std::string>(package_attribute("crossrail._raise", "describe_array")(given));
+std::string describe(nb::handle given, const nb::object& argument = nb::none()) {
+  return nb::cast<std::string>(package_attribute("crossrail._raise", "describe_array")(given, argument));
 }
 
 std::string index_rule(const char* argument, nb::handle given) {
   return std::string(argument) +
          " must be a one-dimensional contiguous array (numpy, torch or any buffer) of int32, uint32, int64 or uint64, "
          "not " +
-         describe(given);
+         describe(given, nb::str(argument));
 }
 
 std::string size_rule(const char* argument, size_t count, nb::handle given) {

@@ -7,10 +7,9 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
-#include <string>
 
 #include "bench/guard.h"
-#include "util/errors.h"
+#include "bindings/gil.h"
 
 namespace crossrail::bindings {
 
@@ -33,28 +32,13 @@ inline std::span<const uint8_t> as_span(const nb::bytes& bytes) {
 }
 // The Python error is set when this says stop; Interrupted carries nothing.
 inline bool python_interrupted() {
+  park_if_exiting();
   nb::gil_scoped_acquire gil;
   return PyErr_CheckSignals() != 0;
 }
 
 inline bench::Guard make_guard(const char* what, double timeout_s) {
   return bench::Guard(what, timeout_s, python_interrupted);
-}
-
-template <typename T>
-struct Choice {
-  const char* word;
-  T value;
-};
-
-template <typename T, size_t N>
-T choose(const char* argument, const std::string& word, const Choice<T> (&choices)[N]) {
-  std::string allowed;
-  for (const Choice<T>& choice : choices) {
-    if (word == choice.word) return choice.value;
-    allowed += (allowed.empty() ? "" : ", ") + std::string(choice.word);
-  }
-  throw UsageError(std::string(argument) + " is \"" + word + "\" and must be one of " + allowed);
 }
 
 }  // namespace crossrail::bindings

@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <string_view>
 
+#include "bindings/gil.h"
 #include "bindings/raise.h"
 #include "engine/engine.h"
 #include "transport/descriptor.h"
@@ -169,6 +170,7 @@ void BufferView::release() {
 }
 
 bool interrupted() {
+  park_if_exiting();
   nb::gil_scoped_acquire gil;
   return PyErr_CheckSignals() != 0;
 }

@@ -11,7 +11,7 @@
 namespace crossrail::bindings {
 
 namespace {
-std::atomic<bool> exiting{false};  // written by a holder of the GIL
+std::atomic<bool> exiting{false};  // written by the thread that ends the interpreter
 std::atomic<int> threads_out{0};
 }  // namespace
 
@@ -23,9 +23,13 @@ WithoutGil::WithoutGil() {
 
 WithoutGil::~WithoutGil() {
   if (state_ == nullptr) return;
-  while (exiting.load(std::memory_order_relaxed)) pause();
+  park_if_exiting();
   PyEval_RestoreThread(state_);
   threads_out.fetch_sub(1, std::memory_order_relaxed);
+}
+
+void park_if_exiting() {
+  while (exiting.load(std::memory_order_relaxed)) pause();
 }
 
 void begin_exit(double timeout_s) {
@@ -34,8 +38,8 @@ void begin_exit(double timeout_s) {
   while (threads_out.load(std::memory_order_relaxed) > 0 && now_ns() < deadline) {
     std::this_thread::sleep_for(std::chrono::microseconds(100));
   }
+  exiting.store(true, std::memory_order_relaxed);  // before we ask for the GIL, for which others may wait by then
   PyEval_RestoreThread(state);
-  exiting.store(true, std::memory_order_relaxed);
 }
 
 void forget_other_threads() { threads_out.store(0, std::memory_order_relaxed); }

@@ -23,6 +23,9 @@ class WithoutGil {
   PyThreadState* state_ = nullptr;  // null: we kept the GIL
 };
 
+// Nobody may ask for the GIL any more: whoever would stays parked here. Called without it.
+void park_if_exiting();
+
 // The interpreter is about to end and all engines are closed. Waits up to timeout_s for those who are out.
 void begin_exit(double timeout_s);
 

@@ -1,6 +1,7 @@
 // The Python-side halves of the core's objects: what an instance of a crossrail._core class holds.
 //
-// Threads: the holder of the GIL. Who gives the GIL up around a native call keeps a Ref to everything that the call uses.
+// Threads: the holder of the GIL. Who gives the GIL up around a native call keeps a Ref to everything that the call
+// uses.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -33,8 +33,8 @@ NB_MODULE(_core_of_main, module) {
   register_bench(module);
 }
 
-// Of other interpreters than the main one nanobind fails in a way that takes what the main one has from it: refused before
-// it is asked.
+// Of other interpreters than the main one nanobind fails in a way that takes what the main one has from it: refused
+// before it is asked.
 extern "C" NB_EXPORT PyObject* PyInit__core() {
   if (PyInterpreterState_GetID(PyInterpreterState_Get()) == 0) return PyInit__core_of_main();
   PyErr_SetString(

@@ -47,23 +47,10 @@ inline const char* result_name(moe::FarResult result) {
 class ProxyHandle {
  public:
   ProxyHandle(nb::pointer_and_handle<EngineHandle> given, const moe::Layout& layout, uint32_t rank,
-              const std::array<uint64_t, 11>& memory, const RegionHandle& routes, const RegionHandle& rows, bool masks)
+              const moe::FarMemory& memory, const RegionHandle& routes, const RegionHandle& rows, bool masks)
       : engine(nb::borrow(given.h)), engine_(given.p) {
-    const auto& [routes_in, routes_out, routes_parity, rows_in, results_in, rows_out, results_out, rows_parity, route,
-                 stride, y] = memory;
-    const moe::FarMemory parts{.routes_in = routes_in,
-                               .routes_out = routes_out,
-                               .routes_parity_bytes = routes_parity,
-                               .rows_in = rows_in,
-                               .results_in = results_in,
-                               .rows_out = rows_out,
-                               .results_out = results_out,
-                               .rows_parity_bytes = rows_parity,
-                               .route_bytes = route,
-                               .stride_bytes = stride,
-                               .y_bytes = y};
     const moe::FarRegions<RegionRef> regions{routes.core(), rows.core()};
-    proxy_ = std::make_unique<moe::Proxy>(given.p->core(), layout, rank, parts, regions, masks);
+    proxy_ = std::make_unique<moe::Proxy>(given.p->core(), layout, rank, memory, regions, masks);
   }
   ~ProxyHandle() {
     if (generation_ == fork_generation) return;  // what there is to end is the parent's
@@ -81,7 +68,7 @@ class ProxyHandle {
 
   void start_thread(nb::handle cpu) {
     const EngineOptions& options = engine_->core()->options();
-    if (options.stage != nullptr) throw UsageError("proxy is 'thread', and simulated engines have no threads");
+    if (options.simulation != nullptr) throw UsageError("proxy is 'thread', and simulated engines have no threads");
     const int32_t number = cpu.is_none() ? -1 : static_cast<int32_t>(to_u32(cpu, "proxy_cpu", INT32_MAX));
     thread_ = std::make_unique<moe::ProxyThread>(get(), number, options.spin_ns);
   }

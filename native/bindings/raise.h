@@ -9,7 +9,8 @@ namespace nb = nanobind;
 
 namespace crossrail::bindings {
 
-// An attribute of a module of the package, imported at first use: the package imports us first. Borrowed, never dropped.
+// An attribute of a module of the package, imported at first use: the package imports us first. Borrowed, never
+// dropped.
 nb::handle package_attribute(const char* module, const char* name);
 
 // Raises the exception that function `name` of crossrail._raise makes of the arguments.

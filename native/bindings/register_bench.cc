@@ -24,6 +24,7 @@
 #include "bench/rig.h"
 #include "bindings/bench_arguments.h"
 #include "bindings/bindings.h"
+#include "bindings/choices.h"
 #include "bindings/convert.h"
 #include "bindings/explanation.h"
 #include "util/errors.h"
@@ -42,12 +43,6 @@ Bytes from_bytes(const nb::bytes& bytes) {
   const std::span<const uint8_t> span = as_span(bytes);
   return Bytes(span.begin(), span.end());
 }
-
-constexpr Choice<Polling> kPollings[] = {
-    {"adaptive", Polling::kAdaptive}, {"spin", Polling::kSpin}, {"manual", Polling::kManual}};
-constexpr Choice<TlsVerify> kTlsVerifies[] = {{"chain", TlsVerify::kChain}, {"name", TlsVerify::kName}};
-constexpr Choice<PrivatePath> kPrivatePaths[] = {
-    {"auto", PrivatePath::kAuto}, {"staged", PrivatePath::kStaged}, {"cma", PrivatePath::kCrossMemoryAttach}};
 
 // How many, or what each is bound to.
 using Rails = std::variant<uint32_t, std::vector<std::string>>;
@@ -290,7 +285,8 @@ void register_rig(nb::module_& module) {
           },
           "addresses"_a)
       .def(
-          "view", [](nb::pointer_and_handle<Rig> self, size_t index) { return view(self.h, index); }, "index"_a)
+          "view", [](nb::pointer_and_handle<Rig> self, size_t index) { return view(self.h, index); }, "index"_a,
+          nb::sig("def view(self, index: int) -> numpy.typing.NDArray[numpy.uint8]"))
       .def(
           "connect",
           [](Rig& rig, const nb::bytes& address, double timeout_s) {
@@ -302,7 +298,7 @@ void register_rig(nb::module_& module) {
           },
           "address"_a, "timeout_s"_a)
       .def("paths", &paths, "address"_a)
-      .def("explain", &explain, "address"_a)
+      .def("explain", &explain, "address"_a, nb::sig("def explain(self, address: bytes) -> tuple[typing.Any, ...]"))
       .def(
           "drive",
           [](Rig& rig, double seconds) {

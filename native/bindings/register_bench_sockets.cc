@@ -1,5 +1,5 @@
-// crossrail._core.bench: the limits that are bare TCP sockets (bench/sockets.h). Sockets are file descriptors, which the
-// caller opens and closes.
+// crossrail._core.bench: the limits that are bare TCP sockets (bench/sockets.h). Sockets are file descriptors, which
+// the caller opens and closes.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
@@ -9,6 +9,7 @@
 #include "bench/sockets.h"
 #include "bindings/bench_arguments.h"
 #include "bindings/bindings.h"
+#include "bindings/choices.h"
 
 using namespace nanobind::literals;
 

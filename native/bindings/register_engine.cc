@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "bindings/bindings.h"
+#include "bindings/choices.h"
 #include "bindings/convert.h"
 #include "bindings/engine_handle.h"
 #include "bindings/explanation.h"
@@ -20,25 +21,6 @@ namespace crossrail::bindings {
 namespace {
 
 using Self = nb::pointer_and_handle<EngineHandle>;
-
-template <typename T>
-using Choice = std::pair<const char*, T>;
-
-template <typename T, size_t N>
-T choose(const char* argument, const std::string& given, const Choice<T> (&choices)[N]) {
-  std::string names;
-  for (const auto& [name, value] : choices) {
-    if (given == name) return value;
-    names += std::string(names.empty() ? "" : ", ") + "'" + name + "'";
-  }
-  throw UsageError(std::string(argument) + " is '" + given + "', must be one of " + names);
-}
-
-constexpr Choice<Polling> kPollings[] = {
-    {"adaptive", Polling::kAdaptive}, {"spin", Polling::kSpin}, {"manual", Polling::kManual}};
-constexpr Choice<TlsVerify> kTlsVerifies[] = {{"chain", TlsVerify::kChain}, {"name", TlsVerify::kName}};
-constexpr Choice<PrivatePath> kPrivatePaths[] = {
-    {"auto", PrivatePath::kAuto}, {"staged", PrivatePath::kStaged}, {"cma", PrivatePath::kCrossMemoryAttach}};
 
 // A number, or what each rail is bound to.
 void set_rails(EngineOptions* options, nb::handle rails) {
@@ -65,7 +47,7 @@ void init(Self self, const std::string& name, const std::string& transport, nb::
           double peer_timeout_s, const std::string& polling, double spin_us, nb::handle worker_cpu,
           nb::handle submit_queue_depth, nb::handle imm_counters_max, nb::handle message_bytes_max,
           double watcher_poll_us, double connect_timeout_s, const std::string& private_path, double heartbeat_s,
-          const std::tuple<int, uint32_t, uint32_t, uint32_t, uint32_t>& rdma,
+          const std::tuple<nb::object, nb::object, nb::object, nb::object, nb::object>& rdma,
           const std::tuple<nb::object, nb::object, std::string, bool>& observed, nb::handle world, nb::handle host) {
   EngineOptions options;
   options.name = name;
@@ -90,8 +72,13 @@ void init(Self self, const std::string& name, const std::string& transport, nb::
   options.connect_timeout_ns = to_ns(connect_timeout_s, "connect_timeout_s", 1e9, 1e-3, 1e6);
   if (heartbeat_s != 0) options.heartbeat_ns = to_ns(heartbeat_s, "heartbeat_s", 1e9, 1e-3, 1e6);
   options.private_path = choose("private_path", private_path, kPrivatePaths);
-  std::tie(options.rdma.gid_index, options.rdma.traffic_class, options.rdma.service_level, options.rdma.path_mtu_bytes,
-           options.rdma.partition) = rdma;
+  const auto& [gid_index, traffic_class, service_level, path_mtu, partition] = rdma;
+  const bool by_choice = gid_index.equal(nb::int_(-1));
+  options.rdma.gid_index = by_choice ? -1 : static_cast<int32_t>(to_u32(gid_index, "rdma.gid_index", 255));
+  options.rdma.traffic_class = to_u32(traffic_class, "rdma.traffic_class", 255);
+  options.rdma.service_level = to_u32(service_level, "rdma.service_level", 15);
+  options.rdma.path_mtu_bytes = to_u32(path_mtu, "rdma.path_mtu", 4096);
+  options.rdma.partition = to_u32(partition, "rdma.partition", 0xffff);
   options.rdma.provider = std::move(word.provider);
   const auto& [recorder_entries, watchdog_s, dump_directory, counts_traffic] = observed;
   options.recorder_entries = to_u32(recorder_entries, "recorder_entries", 1 << 20);
@@ -99,8 +86,8 @@ void init(Self self, const std::string& name, const std::string& transport, nb::
   options.dump_directory = dump_directory;
   options.counts_traffic = counts_traffic;
   if (!world.is_none()) {
-    options.stage = nb::cast<const SimWorldHandle&>(world).world;
-    options.stage_host = to_u32(host, "host");
+    options.simulation = nb::cast<const SimWorldHandle&>(world).world;
+    options.simulated_host = to_u32(host, "host");
   }
   new (self.p) EngineHandle(self.h.ptr(), options);
 }

@@ -31,9 +31,7 @@ void dump_to(Self self, const std::string& path, const std::string& reason) {
   int error = 0;
   {
     WithoutGil no_gil;
-    FileSink sink(path.c_str(), true);
-    if (sink.error() == 0) engine->dump(reason, &sink);
-    error = sink.error();
+    error = dump_to_file(engine->core(), path, reason);
   }
   if (error != 0) {
     errno = error;

@@ -84,8 +84,8 @@ nb::dict cuda_array(const GpuMappingHandle& self) {
   return shown;
 }
 
-// DLPack's capsule. Unlike an address it says for which GPU the memory is mapped: torch takes an address to be of the GPU
-// whose memory it is, and copies what it should not.
+// DLPack's capsule. Unlike an address it says for which GPU the memory is mapped: torch takes an address to be of the
+// GPU whose memory it is, and copies what it should not.
 nb::object dlpack(nb::pointer_and_handle<GpuMappingHandle> self, const nb::kwargs&) {
   const size_t shape[1] = {self.p->of.length_bytes};
   const nb::ndarray<> array(self.p->of.mapping.base, 1, shape, self.h, nullptr, nb::dtype<uint8_t>(),

@@ -1,4 +1,5 @@
-// crossrail._core.moe: kernels of dispatch and combine, on rows in host memory. crossrail.moe.kernels says what they do.
+// crossrail._core.moe: kernels of dispatch and combine, on rows in host memory. crossrail.moe.kernels says what they
+// do.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>

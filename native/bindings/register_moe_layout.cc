@@ -187,7 +187,14 @@ void register_placement(nb::module_& part) {
       .def(
           "most_routes", [=](const Placement& self, nb::handle rank) { return self.most_routes(rank_of(self, rank)); },
           nb::arg("rank"))
-      .def("first_over", &Placement::first_over, nb::arg("rows"), nb::arg("routes"))
+      .def(
+          "first_over",
+          [](const Placement& self, int64_t rows, int32_t routes, const std::vector<uint32_t>& left_out) {
+            return self.first_over(rows, routes, left_out);
+          },
+          nb::arg("rows"), nb::arg("routes"), nb::arg("left_out"),
+          nb::sig("def first_over(self, rows: int, routes: int, left_out: collections.abc.Sequence[int]) -> "
+                  "int | None"))
       .def(
           "routes_to", [=](const Placement& self, nb::handle rank) { return self.routes_to(rank_of(self, rank)); },
           nb::arg("rank"))

@@ -1,11 +1,9 @@
 // crossrail._core.moe: rows for ranks that share no memory with us. See moe/proxy.h.
 #include <nanobind/nanobind.h>
-#include <nanobind/stl/array.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include <array>
 #include <optional>
 #include <string>
 #include <vector>
@@ -24,6 +22,22 @@ namespace {
 using moe::FarStep;
 using moe::Layout;
 using moe::Placement;
+
+void make_far_memory(moe::FarMemory* self, uint64_t routes_in, uint64_t routes_out, uint64_t routes_parity_bytes,
+                     uint64_t rows_in, uint64_t results_in, uint64_t rows_out, uint64_t results_out,
+                     uint64_t rows_parity_bytes, uint64_t route_bytes, uint64_t stride_bytes, uint64_t y_bytes) {
+  new (self) moe::FarMemory{.routes_in = routes_in,
+                            .routes_out = routes_out,
+                            .routes_parity_bytes = routes_parity_bytes,
+                            .rows_in = rows_in,
+                            .results_in = results_in,
+                            .rows_out = rows_out,
+                            .results_out = results_out,
+                            .rows_parity_bytes = rows_parity_bytes,
+                            .route_bytes = route_bytes,
+                            .stride_bytes = stride_bytes,
+                            .y_bytes = y_bytes};
+}
 
 FarStep to_step(const std::string& name) {
   if (name == "routes") return FarStep::kRoutes;
@@ -48,14 +62,20 @@ nb::object routes_of(const ProxyHandle& self, uint32_t round, uint32_t rank) {
 
 void register_moe_proxy(nb::module_& module) {
   nb::module_ part = module.def_submodule("moe");
+  nb::class_<moe::FarMemory>(part, "FarMemory", nb::is_final(),
+                             "Where the parts of a Proxy's two regions are: see moe/proxy.h.")
+      .def("__init__", &make_far_memory, nb::kw_only(), nb::arg("routes_in"), nb::arg("routes_out"),
+           nb::arg("routes_parity_bytes"), nb::arg("rows_in"), nb::arg("results_in"), nb::arg("rows_out"),
+           nb::arg("results_out"), nb::arg("rows_parity_bytes"), nb::arg("route_bytes"), nb::arg("stride_bytes"),
+           nb::arg("y_bytes"));
   nb::class_<ProxyHandle>(part, "Proxy", nb::is_final(), nb::type_slots(engine_slots<ProxyHandle>))
-      .def(nb::init<nb::pointer_and_handle<EngineHandle>, const Layout&, uint32_t, const std::array<uint64_t, 11>&,
+      .def(nb::init<nb::pointer_and_handle<EngineHandle>, const Layout&, uint32_t, const moe::FarMemory&,
                     const RegionHandle&, const RegionHandle&, bool>(),
            nb::keep_alive<1, 3>(), nb::arg("engine"), nb::arg("layout"), nb::arg("rank"), nb::arg("memory"),
            nb::arg("routes"), nb::arg("rows"), nb::arg("masks") = false,
            nb::sig("def __init__(self, engine: crossrail._core.Engine, layout: Layout, rank: int, memory: "
-                   "collections.abc.Sequence[int], routes: crossrail._core.Region, rows: crossrail._core.Region, "
-                   "masks: bool = False) -> None"))
+                   "FarMemory, routes: crossrail._core.Region, rows: crossrail._core.Region, masks: bool = False) -> "
+                   "None"))
       .def("far_ranks", [](const ProxyHandle& self) { return self.get().far_ranks(); })
       .def(
           "imms_for", [](const ProxyHandle& self, uint32_t rank) { return self.get().imms_for(rank); }, nb::arg("rank"))
@@ -123,12 +143,12 @@ void register_moe_proxy(nb::module_& module) {
       .def(
           "say_farewell",
           [](const ProxyHandle& self, std::optional<uint32_t> why, double timeout_s) {
-            self.wait(nb::float_(timeout_s), [why](moe::Proxy& proxy, Deadline deadline) {
-              proxy.say_farewell(why, deadline);
-              return moe::FarOutcome{};
+            return self.wait(nb::float_(timeout_s), [why](moe::Proxy& proxy, Deadline deadline) {
+              return proxy.say_farewell(why, deadline, interrupted);
             });
           },
-          nb::arg("why").none(), nb::arg("timeout_s"), "why: a number for those who are told.")
+          nb::arg("why").none(), nb::arg("timeout_s"), "why: a number for those who are told.",
+          nb::sig("def say_farewell(self, why: int | None, timeout_s: float) -> tuple[str, int, str]"))
       .def(
           "why_left", [](const ProxyHandle& self, uint32_t rank) { return self.get().why_left(rank); }, nb::arg("rank"),
           "What a far rank that has said farewell gave with it; written by that rank.")

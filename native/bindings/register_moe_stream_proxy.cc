@@ -1,11 +1,10 @@
 // crossrail._core.moe: rounds whose steps are kernels on a stream. See moe/stream_proxy.h and device/round_words.h.
 #include <nanobind/nanobind.h>
-#include <nanobind/stl/array.h>
 #include <nanobind/stl/string.h>
 
 #include <algorithm>
-#include <array>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -36,27 +35,34 @@ const char* step_name(moe::FarStep step) {
   return "";
 }
 
+void make_board(moe::StreamBoard* self, uint64_t numbers, uint64_t routes, uint64_t expert_rows,
+                uint64_t expert_offsets, uint64_t moves, uint64_t returns, uint64_t parity_bytes) {
+  new (self) moe::StreamBoard{.numbers = numbers,
+                              .routes = routes,
+                              .expert_rows = expert_rows,
+                              .expert_offsets = expert_offsets,
+                              .moves = moves,
+                              .returns = returns,
+                              .parity_bytes = parity_bytes};
+}
+
+std::string result_of(const moe::StreamFailure& failure) {
+  return failure.is_over ? "overflow" : result_name(failure.outcome.result);
+}
+
 class StreamProxyHandle {
  public:
   StreamProxyHandle(const ProxyHandle& proxy, const moe::Layout& layout, uint32_t rank, nb::handle board,
-                    const std::array<uint64_t, 7>& parts, int32_t rows_max, int32_t routes_max, double timeout_s,
+                    const moe::StreamBoard& parts, int32_t rows_max, int32_t routes_max, double timeout_s,
                     nb::handle cpu, int32_t gpu)
       : board_(board, "board", MoeArray::Use::kWrite, 1), gpu_(gpu) {
     const EngineRef& engine = proxy.core_engine();
-    if (engine->options().polling == Polling::kManual || engine->options().stage != nullptr)
+    if (engine->options().polling == Polling::kManual || engine->options().simulation != nullptr)
       throw UsageError(
           "rounds on a stream take an engine with a thread of its own: not polling='manual', not simulated");
-    const auto& [numbers, routes, expert_rows, expert_offsets, moves, returns, parity] = parts;
     proxy_ = std::make_unique<moe::StreamProxy>(
         engine, proxy.get(), layout, rank,
-        std::span<std::byte>(static_cast<std::byte*>(board_.data()), board_.numbers<uint8_t>().size()),
-        moe::StreamBoard{.numbers = numbers,
-                         .routes = routes,
-                         .expert_rows = expert_rows,
-                         .expert_offsets = expert_offsets,
-                         .moves = moves,
-                         .returns = returns,
-                         .parity_bytes = parity},
+        std::span<std::byte>(static_cast<std::byte*>(board_.data()), board_.numbers<uint8_t>().size()), parts,
         moe::StreamProxy::Options{.cpu = cpu.is_none() ? -1 : static_cast<int32_t>(to_u32(cpu, "proxy_cpu", INT32_MAX)),
                                   .spin_ns = engine->options().spin_ns,
                                   .timeout_ns = to_ns(timeout_s),
@@ -97,12 +103,10 @@ class StreamProxyHandle {
     device::await_round({gpu_, stream}, number, proxy.words(which), {table, count}, needs_words);
   }
   nb::object failure() const {
-    const std::optional<moe::StreamFailure> failure = get().failure();
+    std::optional<moe::StreamFailure> failure = get().failure();
     if (!failure) return nb::none();
     if (failure->error) std::rethrow_exception(failure->error);
-    const std::string result = failure->is_over ? "overflow" : result_name(failure->outcome.result);
-    return nb::make_tuple(result, failure->outcome.rank, to_text(failure->outcome.detail), step_name(failure->step),
-                          failure->round, to_numpy(failure->counts));
+    return nb::cast(std::move(*failure));
   }
   void stop() const {
     moe::StreamProxy& proxy = get();
@@ -133,14 +137,27 @@ class StreamProxyHandle {
 void register_moe_stream_proxy(nb::module_& module) {
   nb::module_ part = module.def_submodule("moe");
   part.attr("STREAM_WORDS_BYTES") = moe::kStreamWords * sizeof(device::RoundWords);
+  nb::class_<moe::StreamBoard>(part, "StreamBoard", nb::is_final(),
+                               "Where things are in the board: see moe/stream_proxy.h.")
+      .def("__init__", &make_board, nb::kw_only(), nb::arg("numbers"), nb::arg("routes"), nb::arg("expert_rows"),
+           nb::arg("expert_offsets"), nb::arg("moves"), nb::arg("returns"), nb::arg("parity_bytes"));
+  nb::class_<moe::StreamFailure>(
+      part, "StreamFailure", nb::is_final(),
+      "What ended the rounds. result: as of Proxy.wait, or 'overflow'; counts: int32, [groups * experts].")
+      .def_prop_ro("result", &result_of)
+      .def_prop_ro("rank", [](const moe::StreamFailure& self) { return self.outcome.rank; })
+      .def_prop_ro("detail", [](const moe::StreamFailure& self) { return to_text(self.outcome.detail); })
+      .def_prop_ro("step", [](const moe::StreamFailure& self) { return step_name(self.step); })
+      .def_prop_ro("round", [](const moe::StreamFailure& self) { return self.round; })
+      .def_prop_ro("counts", [](const moe::StreamFailure& self) { return to_numpy(self.counts); });
   nb::class_<StreamProxyHandle>(part, "StreamProxy", nb::is_final())
-      .def(nb::init<const ProxyHandle&, const moe::Layout&, uint32_t, nb::handle, const std::array<uint64_t, 7>&,
-                    int32_t, int32_t, double, nb::handle, int32_t>(),
+      .def(nb::init<const ProxyHandle&, const moe::Layout&, uint32_t, nb::handle, const moe::StreamBoard&, int32_t,
+                    int32_t, double, nb::handle, int32_t>(),
            nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::arg("proxy"), nb::arg("layout"), nb::arg("rank"),
-           nb::arg("board"), nb::arg("parts"), nb::arg("rows_max"), nb::arg("routes_max"), nb::arg("timeout_s"),
-           nb::arg("cpu").none(), nb::arg("gpu"),
+           nb::arg("board"), nb::arg("parts"), nb::kw_only(), nb::arg("rows_max"), nb::arg("routes_max"),
+           nb::arg("timeout_s"), nb::arg("cpu").none(), nb::arg("gpu"),
            nb::sig("def __init__(self, proxy: Proxy, layout: Layout, rank: int, board: object, parts: "
-                   "collections.abc.Sequence[int], rows_max: int, routes_max: int, timeout_s: float, cpu: int | None, "
+                   "StreamBoard, *, rows_max: int, routes_max: int, timeout_s: float, cpu: int | None, "
                    "gpu: int) -> None"),
            "gpu: whose streams; -1: steps are done by the calling thread.")
       .def("open", &StreamProxyHandle::open, nb::arg("rounds"), nb::arg("number"), nb::arg("stream"),
@@ -154,9 +171,8 @@ void register_moe_stream_proxy(nb::module_& module) {
           "wait", &StreamProxyHandle::await, nb::arg("word"), nb::arg("number"), nb::arg("stream"),
           nb::arg("table") = 0, nb::arg("count") = 0, nb::arg("needs_words") = true,
           "Launches: until the thread has got there, 'rows', 'results', if it needs_words, and other ranks by signals.")
-      .def("failure", &StreamProxyHandle::failure,
-           nb::sig("def failure(self) -> tuple[str, int, str, str, int, typing.Any] | None"),
-           "What ended the rounds: result, rank, detail, step, round, counts. Raises what the thread met.")
+      .def("failure", &StreamProxyHandle::failure, nb::sig("def failure(self) -> StreamFailure | None"),
+           "What ended the rounds. Raises what the thread met.")
       .def(
           "set_timeout",
           [](const StreamProxyHandle& self, double timeout_s) {

@@ -1,4 +1,5 @@
-// The words of ranks that share memory (moe/words.h), as Python has them: one board for each rank, with words at its start.
+// The words of ranks that share memory (moe/words.h), as Python has them: one board for each rank, with words at its
+// start.
 #include <nanobind/nanobind.h>
 
 #include <nanobind/stl/vector.h>

@@ -239,7 +239,9 @@ void register_operations(nb::class_<EngineHandle>& engine) {
 
 Any thread. Returns at once; blocks (GIL released) only while the submit queue is full. src must not change until the
 transfer completes. imm: 0..2**28-1. A write of length 0 moves nothing but is counted. Long writes are split over all
-rails unless rail names one. Not ordered with other operations. UsageError for what can be checked now: ranges, access.
+rails unless rail names one. Not ordered with other operations. src and the target must not overlap, where both are
+memory of one process: pieces are not copied in an order that would allow it. UsageError for what can be checked now:
+ranges, access, and an overlap within this engine.
 verify: takes a checksum of src now, on this thread; the target's engine compares it with its memory before it counts,
 and only then is the transfer done. If they differ, nothing is counted and the transfer fails with ChecksumMismatch.
 No one else may write to the target range meanwhile. Costs one pass over the bytes on each side.
@@ -273,7 +275,8 @@ to meanwhile; the transfer is done after that, and fails with ChecksumMismatch i
 
 Page p is page_bytes bytes at offset + stride * p; strides default to page_bytes. src_pages and dst_pages are
 one-dimensional contiguous arrays (numpy, torch on the CPU, any buffer) of int32, uint32, int64 or uint64 and of equal
-length; they are copied before this returns. Target pages may overlap: which write lands last is then undefined.
+length; they are copied before this returns. Target pages may overlap: which write lands last is then undefined. They
+must not overlap with src's.
 Any thread; blocks only while the submit queue is full. Pages are not ordered.
 verify: as in submit_write, in groups of 960 pages, each of which is counted as a whole or not at all; pages must then
 not overlap at the target.

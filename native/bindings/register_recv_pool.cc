@@ -58,11 +58,12 @@ nb::object recv(ReceivePoolHandle& self, nb::handle timeout_s) {
   const Ref<ReceivePool> pool = self.pool.ref();
   const Deadline deadline = to_deadline(timeout_s, pool->clock());
   std::vector<Message> messages;
+  const InterruptCheck check = interrupted;  // of the whole, also where other threads take what wakes us
   for (;;) {
     pool->poll(1, &messages);
     if (!messages.empty()) return to_python(self, messages.front());
     if (pool->closed()) raise_object(make_error("pool_closed", self.engine));
-    const WaitResult result = wait_without_gil([&] { return pool->wait(deadline, interrupted); });
+    const WaitResult result = wait_without_gil([&] { return pool->wait(deadline, check); });
     if (result == WaitResult::kTimeout) raise_object(make_error("recv_timeout", self.engine, timeout_s));
   }
 }

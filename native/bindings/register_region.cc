@@ -44,6 +44,18 @@ void init_allocated(RegionHandle* self, EngineArgument engine, nb::handle nbytes
   new (self) RegionHandle(engine, std::move(region), nb::object(), true);
 }
 
+// is_for_mapping tells it from the other constructors.
+void init_for_mapping(RegionHandle* self, EngineArgument engine, nb::handle nbytes_object, nb::handle) {
+  const uint64_t nbytes = to_u64(nbytes_object, "nbytes");
+  const EngineRef core = engine.p->core();
+  RegionRef region;
+  {
+    WithoutGil no_gil;
+    region = core->alloc_for_mapping(nbytes);
+  }
+  new (self) RegionHandle(engine, std::move(region), nb::object(), true);
+}
+
 void init_phantom(RegionHandle* self, EngineArgument engine, nb::handle nbytes_object) {
   const uint64_t nbytes = to_u64(nbytes_object, "nbytes");
   new (self) RegionHandle(engine, engine.p->core()->register_phantom(nbytes), nb::object(), true);
@@ -137,6 +149,8 @@ void register_region(nb::module_& module) {
                    "owner: object, is_cuda: bool) -> None"))
       .def("__init__", &init_allocated, nb::arg("engine"), nb::arg("nbytes").none(), nb::arg("populate").none(),
            nb::arg("gpu"), nb::sig("def __init__(self, engine: Engine, nbytes: int, populate: bool, gpu: int) -> None"))
+      .def("__init__", &init_for_mapping, nb::arg("engine"), nb::arg("nbytes"), nb::arg("is_for_mapping"),
+           nb::sig("def __init__(self, engine: Engine, nbytes: int, is_for_mapping: bool) -> None"))
       .def("__init__", &init_phantom, nb::arg("engine"), nb::arg("nbytes").none(),
            nb::sig("def __init__(self, engine: Engine, nbytes: int) -> None"))
       .def_prop_ro(

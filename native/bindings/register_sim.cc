@@ -21,8 +21,8 @@ namespace {
 
 using Self = SimWorldHandle&;
 
-// As NicProfile.as_tuple(): name, bytes/s, works/s, latency, completion, jitter, overhead (ns), ordered, names its paths,
-// works, bytes of a work.
+// As NicProfile.as_tuple(): name, bytes/s, works/s, latency, completion, jitter, overhead (ns), ordered, names its
+// paths, works, bytes of a work.
 using RailTuple =
     std::tuple<std::string, uint64_t, uint64_t, int64_t, int64_t, int64_t, int64_t, bool, bool, uint32_t, uint64_t>;
 
@@ -49,10 +49,11 @@ Deadline clock_time(nb::handle since_begin_ns) {
              : static_cast<Deadline>(to_u64(since_begin_ns, "deadline_ns", kLatest)) + sim::World::kOriginNs;
 }
 
-// Goes on until the notifier has something ("news"), callbacks of the user are due ("callbacks"), the deadline is reached
-// ("deadline": the clock stands there), nothing is left to happen and there is no deadline ("idle"), or so many steps or
-// some real time have passed, or the clock is past the limit ("more"). goes_on: after "more", with nothing done in between
-// that the world could know of. How much real time there was may decide nothing, so watchers are not woken then.
+// Goes on until the notifier has something ("news"), callbacks of the user are due ("callbacks"), the deadline is
+// reached ("deadline": the clock stands there), nothing is left to happen and there is no deadline ("idle"), or so many
+// steps or some real time have passed, or the clock is at the limit, where it stops ("more"). goes_on: after "more",
+// with nothing done in between that the world could know of. How much real time there was may decide nothing, so
+// watchers are not woken then.
 const char* run_until(Self self, nb::handle deadline_ns, nb::handle notifier, uint32_t steps_max, nb::handle limit_ns,
                       bool goes_on) {
   constexpr int64_t kRealNsMax = 20'000'000;
@@ -70,18 +71,19 @@ const char* run_until(Self self, nb::handle deadline_ns, nb::handle notifier, ui
   for (uint32_t steps = 1;; ++steps) {
     if (watched && watched->has_posts()) return "news";
     if (callbacks && callbacks->has_posts()) return "callbacks";
-    switch (world->advance(until)) {
-      case Stage::Step::kMoved:
+    switch (world->advance(until, limit)) {
+      case Simulation::Step::kMoved:
         if (limit != kNoDeadline && world->now_ns() >= limit) return "more";
         if (steps == steps_max || (steps % kStepsPerLook == 0 && now_ns() >= end_ns)) return "more";
         break;
-      case Stage::Step::kReached:
+      case Simulation::Step::kReached:
         if (watched && watched->has_posts()) return "news";
-        return callbacks && callbacks->has_posts() ? "callbacks" : "deadline";
-      case Stage::Step::kIdle:
+        if (callbacks && callbacks->has_posts()) return "callbacks";
+        return limit < until ? "more" : "deadline";
+      case Simulation::Step::kIdle:
         if (watched && watched->has_posts()) return "news";
         return callbacks && callbacks->has_posts() ? "callbacks" : "idle";
-      case Stage::Step::kHeld:
+      case Simulation::Step::kHeld:
         return "more";
     }
   }
@@ -104,43 +106,44 @@ void on_fabric(Self self, nb::handle at_ns, Change change) {
   });
 }
 
+// fault: a number of its own for a fault that ends by itself; 0 for one that lasts until all are ended, and to end all.
 void register_faults(nb::class_<SimWorldHandle>& world) {
   world
       .def(
           "set_rail_up",
-          [](Self self, uint32_t host, uint32_t rail, bool up, nb::handle at_ns) {
-            on_fabric(self, at_ns, [=](sim::Fabric& fabric) { fabric.set_rail_up(host, rail, up); });
+          [](Self self, uint32_t host, uint32_t rail, bool up, nb::handle at_ns, sim::FaultNumber fault) {
+            on_fabric(self, at_ns, [=](sim::Fabric& fabric) { fabric.set_rail_up(host, rail, up, fault); });
           },
-          nb::arg("host"), nb::arg("rail"), nb::arg("up"), nb::arg("at_ns").none(),
-          nb::sig("def set_rail_up(self, host: int, rail: int, up: bool, at_ns: int | None) -> None"))
+          nb::arg("host"), nb::arg("rail"), nb::arg("up"), nb::arg("at_ns").none(), nb::arg("fault"),
+          nb::sig("def set_rail_up(self, host: int, rail: int, up: bool, at_ns: int | None, fault: int) -> None"))
       .def(
           "set_rail_full",
-          [](Self self, uint32_t host, uint32_t rail, bool full, nb::handle at_ns) {
-            on_fabric(self, at_ns, [=](sim::Fabric& fabric) { fabric.set_rail_full(host, rail, full); });
+          [](Self self, uint32_t host, uint32_t rail, bool full, nb::handle at_ns, sim::FaultNumber fault) {
+            on_fabric(self, at_ns, [=](sim::Fabric& fabric) { fabric.set_rail_full(host, rail, full, fault); });
           },
-          nb::arg("host"), nb::arg("rail"), nb::arg("full"), nb::arg("at_ns").none(),
-          nb::sig("def set_rail_full(self, host: int, rail: int, full: bool, at_ns: int | None) -> None"))
+          nb::arg("host"), nb::arg("rail"), nb::arg("full"), nb::arg("at_ns").none(), nb::arg("fault"),
+          nb::sig("def set_rail_full(self, host: int, rail: int, full: bool, at_ns: int | None, fault: int) -> None"))
       .def(
           "set_slowness",
-          [](Self self, uint32_t host, uint32_t rail, uint32_t permille, nb::handle at_ns) {
-            on_fabric(self, at_ns, [=](sim::Fabric& fabric) { fabric.set_slowness(host, rail, permille); });
+          [](Self self, uint32_t host, uint32_t rail, uint32_t permille, nb::handle at_ns, sim::FaultNumber fault) {
+            on_fabric(self, at_ns, [=](sim::Fabric& fabric) { fabric.set_slowness(host, rail, permille, fault); });
           },
-          nb::arg("host"), nb::arg("rail"), nb::arg("permille"), nb::arg("at_ns").none(),
-          nb::sig("def set_slowness(self, host: int, rail: int, permille: int, at_ns: int | None) -> None"))
+          nb::arg("host"), nb::arg("rail"), nb::arg("permille"), nb::arg("at_ns").none(), nb::arg("fault"),
+          nb::sig("def set_slowness(self, host: int, rail: int, permille: int, at_ns: int | None, fault: int) -> None"))
       .def(
           "set_partition",
-          [](Self self, uint32_t a, uint32_t b, bool parted, nb::handle at_ns) {
-            on_fabric(self, at_ns, [=](sim::Fabric& fabric) { fabric.set_partition(a, b, parted); });
+          [](Self self, uint32_t a, uint32_t b, bool parted, nb::handle at_ns, sim::FaultNumber fault) {
+            on_fabric(self, at_ns, [=](sim::Fabric& fabric) { fabric.set_partition(a, b, parted, fault); });
           },
-          nb::arg("a"), nb::arg("b"), nb::arg("parted"), nb::arg("at_ns").none(),
-          nb::sig("def set_partition(self, a: int, b: int, parted: bool, at_ns: int | None) -> None"))
+          nb::arg("a"), nb::arg("b"), nb::arg("parted"), nb::arg("at_ns").none(), nb::arg("fault"),
+          nb::sig("def set_partition(self, a: int, b: int, parted: bool, at_ns: int | None, fault: int) -> None"))
       .def(
           "set_silence",
-          [](Self self, uint32_t source, uint32_t to, bool silent, nb::handle at_ns) {
-            on_fabric(self, at_ns, [=](sim::Fabric& fabric) { fabric.set_silence(source, to, silent); });
+          [](Self self, uint32_t source, uint32_t to, bool silent, nb::handle at_ns, sim::FaultNumber fault) {
+            on_fabric(self, at_ns, [=](sim::Fabric& fabric) { fabric.set_silence(source, to, silent, fault); });
           },
-          nb::arg("source"), nb::arg("to"), nb::arg("silent"), nb::arg("at_ns").none(),
-          nb::sig("def set_silence(self, source: int, to: int, silent: bool, at_ns: int | None) -> None"))
+          nb::arg("source"), nb::arg("to"), nb::arg("silent"), nb::arg("at_ns").none(), nb::arg("fault"),
+          nb::sig("def set_silence(self, source: int, to: int, silent: bool, at_ns: int | None, fault: int) -> None"))
       .def(
           "set_failing",
           [](Self self, uint32_t host, nb::handle rail, uint32_t chance_ppm, uint64_t count, nb::handle at_ns) {
@@ -153,13 +156,14 @@ void register_faults(nb::class_<SimWorldHandle>& world) {
                   "-> None"))
       .def(
           "set_withholding",
-          [](Self self, uint32_t host, nb::handle rail, bool withholds, nb::handle at_ns) {
+          [](Self self, uint32_t host, nb::handle rail, bool withholds, nb::handle at_ns, sim::FaultNumber fault) {
             on_fabric(self, at_ns, [=, rail = to_rail(rail)](sim::Fabric& fabric) {
-              fabric.set_withholding(host, rail, withholds);
+              fabric.set_withholding(host, rail, withholds, fault);
             });
           },
-          nb::arg("host"), nb::arg("rail").none(), nb::arg("withholds"), nb::arg("at_ns").none(),
-          nb::sig("def set_withholding(self, host: int, rail: int | None, withholds: bool, at_ns: int | None) -> None"))
+          nb::arg("host"), nb::arg("rail").none(), nb::arg("withholds"), nb::arg("at_ns").none(), nb::arg("fault"),
+          nb::sig("def set_withholding(self, host: int, rail: int | None, withholds: bool, at_ns: int | None, fault: "
+                  "int) -> None"))
       .def(
           "set_registrations_to_fail",
           [](Self self, uint32_t host, nb::handle rail, uint64_t count, nb::handle at_ns) {
@@ -179,11 +183,11 @@ void register_faults(nb::class_<SimWorldHandle>& world) {
           nb::sig("def set_datagram_faults(self, loss_ppm: int, doubling_ppm: int, at_ns: int | None) -> None"))
       .def(
           "freeze",
-          [](Self self, uint32_t engine, bool frozen, nb::handle at_ns) {
-            at(self, at_ns, [=](sim::World& native) { native.freeze(engine, frozen); });
+          [](Self self, uint32_t engine, bool frozen, nb::handle at_ns, sim::FaultNumber fault) {
+            at(self, at_ns, [=](sim::World& native) { native.freeze(engine, frozen, fault); });
           },
-          nb::arg("engine"), nb::arg("frozen"), nb::arg("at_ns").none(),
-          nb::sig("def freeze(self, engine: int, frozen: bool, at_ns: int | None) -> None"))
+          nb::arg("engine"), nb::arg("frozen"), nb::arg("at_ns").none(), nb::arg("fault"),
+          nb::sig("def freeze(self, engine: int, frozen: bool, at_ns: int | None, fault: int) -> None"))
       .def(
           "kill",
           [](Self self, uint32_t engine, nb::handle at_ns) {
@@ -192,13 +196,13 @@ void register_faults(nb::class_<SimWorldHandle>& world) {
           nb::arg("engine"), nb::arg("at_ns").none(), nb::sig("def kill(self, engine: int, at_ns: int | None) -> None"))
       .def(
           "freeze_host",
-          [](Self self, uint32_t host, bool frozen, nb::handle at_ns) {
+          [](Self self, uint32_t host, bool frozen, nb::handle at_ns, sim::FaultNumber fault) {
             at(self, at_ns, [=](sim::World& native) {
-              for (const uint32_t engine : native.engines_on(host)) native.freeze(engine, frozen);
+              for (const uint32_t engine : native.engines_on(host)) native.freeze(engine, frozen, fault);
             });
           },
-          nb::arg("host"), nb::arg("frozen"), nb::arg("at_ns").none(),
-          nb::sig("def freeze_host(self, host: int, frozen: bool, at_ns: int | None) -> None"))
+          nb::arg("host"), nb::arg("frozen"), nb::arg("at_ns").none(), nb::arg("fault"),
+          nb::sig("def freeze_host(self, host: int, frozen: bool, at_ns: int | None, fault: int) -> None"))
       .def(
           "kill_host",
           [](Self self, uint32_t host, nb::handle at_ns) {
@@ -214,7 +218,7 @@ void register_faults(nb::class_<SimWorldHandle>& world) {
 
 void register_sim(nb::module_& module) {
   nb::class_<SimWorldHandle> world(module, "SimWorld", nb::is_final(), "The native half of crossrail.sim.World.");
-  world.def(nb::init<uint64_t, size_t>(), nb::arg("seed"), nb::arg("log_lines_max"))
+  world.def(nb::init<uint64_t, size_t, uint64_t>(), nb::arg("seed"), nb::arg("log_lines_max"), nb::arg("twin"))
       .def("add_host", &add_host, nb::arg("name"), nb::arg("rails"), nb::arg("local"))
       .def_prop_ro(
           "now_ns", [](Self self) { return self.world->now_ns() - sim::World::kOriginNs; },

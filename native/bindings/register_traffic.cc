@@ -18,12 +18,13 @@ nb::tuple to_tuple(const RailCounts& counts) {
                         static_cast<double>(counts.latency_sum_ns) * 1e-9, latencies);
 }
 
-nb::tuple traffic(Self self) {
+nb::tuple traffic(Self self, double timeout_s) {
+  const int64_t patience_ns = to_ns(timeout_s, "timeout_s", 1e9, 0, 1e6);
   const EngineRef engine = self.p->core();
   TrafficReport found;
   {
     WithoutGil no_gil;
-    found = engine->traffic();
+    found = engine->traffic(patience_ns);
   }
   nb::list rails;
   for (const RailTrafficReport& rail : found.rails)
@@ -38,17 +39,18 @@ nb::tuple traffic(Self self) {
   nb::list bounds;
   for (uint32_t i = 0; i + 1 < kLatencyBuckets; ++i)
     bounds.append(static_cast<double>(uint64_t{1} << (kLatencyFirstBits + i)) * 1e-9);
-  return nb::make_tuple(rails, peers, bounds);
+  return nb::make_tuple(rails, peers, bounds, found.is_whole, found.hangs);
 }
 
 }  // namespace
 
 void register_traffic(nb::class_<EngineHandle>& engine) {
   engine.def(
-      "_traffic", &traffic,
-      nb::sig("def _traffic(self) -> tuple[list[tuple[str, int, tuple[int, int, int, int, int, float, list[int]], "
+      "_traffic", &traffic, nb::arg("timeout_s"),
+      nb::sig("def _traffic(self, timeout_s: float) -> tuple[list[tuple[str, int, tuple[int, int, int, int, int, "
+              "float, list[int]], "
               "int]], list[tuple[str, str, str, tuple[int, int, int, int, int, float, list[int]], int, int, int, "
-              "int, list[tuple[str, int]]]], list[float]]"));
+              "int, list[tuple[str, int]]]], list[float], bool, bool]"));
 }
 
 }  // namespace crossrail::bindings

@@ -13,7 +13,8 @@ namespace crossrail::bindings {
 
 // Engines keep the native world, not this; the Python world keeps this, and is kept by its engines' callers.
 struct SimWorldHandle {
-  SimWorldHandle(uint64_t seed, size_t log_lines_max) : world(std::make_shared<sim::World>(seed, log_lines_max)) {}
+  SimWorldHandle(uint64_t seed, size_t log_lines_max, uint64_t twin)
+      : world(std::make_shared<sim::World>(seed, log_lines_max, twin)) {}
 
   // `run` must not refer to what keeps this alive, but weakly: nobody collects a cycle through here.
   void set_callbacks(Ref<Notifier> notifier, nb::object run) {

@@ -6,7 +6,8 @@
 namespace crossrail::device {
 
 // Calls on this thread are none of a graph's that this or some other thread captures meanwhile: the driver forbids some
-// (to allocate, pin, load, wait) while it captures, and gives the graph up. A launch on the captured stream is captured.
+// (to allocate, pin, load, wait) while it captures, and gives the graph up. A launch on the captured stream is
+// captured.
 class OutsideCapture {
  public:
   explicit OutsideCapture(const Driver& driver) : driver_(driver) { exchange(); }

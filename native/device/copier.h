@@ -14,7 +14,8 @@
 
 namespace crossrail::device {
 
-// On a stream of its own for each GPU: it waits for no kernel of the user's, and none of them for it, as it is with a NIC.
+// On a stream of its own for each GPU: it waits for no kernel of the user's, and none of them for it, as it is with a
+// NIC.
 // Invariant: when finish() has returned, nothing that was begun touches memory any more.
 // One thread at a time: the progress holder.
 class Copier {
@@ -26,8 +27,8 @@ class Copier {
 
   // Begins one: `to` or `from` is memory of that GPU, the other is the host's. Both have to stay until finish().
   void begin(int gpu, std::byte* to, const std::byte* from, uint64_t bytes);
-  // Likewise, both are memory of GPUs, which that one reaches. Short ones are gathered, and copied together by a kernel: to
-  // ask the driver for each of them takes microseconds.
+  // Likewise, both are memory of GPUs, which that one reaches. Short ones are gathered, and copied together by a
+  // kernel: to ask the driver for each of them takes microseconds.
   void begin_between(int gpu, std::byte* to, const std::byte* from, uint64_t bytes);
   // Waits for all that was begun. False: not all of it was copied, see trouble(), and what was is there in part.
   bool finish();
@@ -54,11 +55,12 @@ class Copier {
   std::string trouble_;
 };
 
-// Memory of the host that GPUs reach by themselves, for as long as this is there: copies are then not staged once more by
-// the driver. Where it refuses (a limit on locked memory), is_pinned() says so, and copies are slower.
+// Memory of the host that GPUs reach by themselves, for as long as this is there: copies are then not staged once more
+// by the driver. Where it refuses (a limit on locked memory), is_pinned() says so, and copies are slower.
 class PinnedMemory {
  public:
-  // gpu: whose context asks for it; it holds for all. base: on a page. for_kernels: they use it too, by its own address.
+  // gpu: whose context asks for it; it holds for all. base: on a page. for_kernels: they use it too, by its own
+  // address.
   PinnedMemory(int gpu, std::byte* base, uint64_t bytes, bool for_kernels = false);
   ~PinnedMemory();
   PinnedMemory(const PinnedMemory&) = delete;

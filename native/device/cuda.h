@@ -1,5 +1,5 @@
-// NVIDIA's driver, opened at run time: what memory of a GPU a NIC has to be told about, copies, sharing between processes, and
-// two kernels (kernels.h).
+// NVIDIA's driver, opened at run time: what memory of a GPU a NIC has to be told about, copies, sharing between
+// processes, and two kernels (kernels.h).
 //
 // Numbers and names are those of CUDA's public driver interface (cuda.h). The headers are not needed to build.
 #pragma once
@@ -161,8 +161,8 @@ class GpuMemory {
   std::string why_;
 };
 
-// Whether an address is memory of a GPU. False without asking where this process has not opened the driver: nobody in it
-// can have such an address then.
+// Whether an address is memory of a GPU. False without asking where this process has not opened the driver: nobody in
+// it can have such an address then.
 bool is_gpu_address(const void* address);
 
 struct Allocation {

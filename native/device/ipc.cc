@@ -17,8 +17,8 @@ constexpr unsigned kLazyPeerAccess = 1;
 
 constexpr const char* kInSeveral = "the range is in several allocations of CUDA's";
 
-// What is mapped in this process, by the GPU that copies and the handle. A handle may come again once its allocation was
-// freed, and as long as the old one is mapped the driver gives out that: allocation_id tells.
+// What is mapped in this process, by the GPU that copies and the handle. A handle may come again once its allocation
+// was freed, and as long as the old one is mapped the driver gives out that: allocation_id tells.
 struct Mapping {
   uint64_t allocation_id = 0;
   uint64_t base = 0;

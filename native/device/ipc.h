@@ -1,4 +1,5 @@
-// Memory of a GPU that another process of this host reaches by itself: by CUDA's IPC, or by descriptors of physical memory.
+// Memory of a GPU that another process of this host reaches by itself: by CUDA's IPC, or by descriptors of physical
+// memory.
 #pragma once
 
 #include <cstddef>
@@ -32,16 +33,17 @@ struct SharedRange {
   bool is_shared() const { return by != SharedBy::kNothing; }
 };
 
-// Of memory that torch or cudaMalloc gave, or PhysicalMemory. A range over several allocations is not shared, nor what was
-// mapped without leave to be (torch's expandable_segments, which depends on its version).
+// Of memory that torch or cudaMalloc gave, or PhysicalMemory. A range over several allocations is not shared, nor what
+// was mapped without leave to be (torch's expandable_segments, which depends on its version).
 SharedRange share(const GpuMemory& memory);
 
-// Another process's allocation, mapped here as long as one of these is there. On that GPU of ours it may be copied from and to.
+// Another process's allocation, mapped here as long as one of these is there. On that GPU of ours it may be copied from
+// and to.
 class ImportedMemory {
  public:
-  // gpu: of ours, which is to copy. Throws TransportError: the driver does not map it (the owner's GPU is out of reach, or in
-  // another container), or not so much of it as the range needs, or one that the owner has freed since is still mapped here
-  // by the same handle. Any thread.
+  // gpu: of ours, which is to copy. Throws TransportError: the driver does not map it (the owner's GPU is out of reach,
+  // or in another container), or not so much of it as the range needs, or one that the owner has freed since is still
+  // mapped here by the same handle. Any thread.
   // length_bytes: of the range.
   ImportedMemory(const SharedRange& range, uint64_t length_bytes, int gpu);
   ~ImportedMemory();

@@ -16,17 +16,18 @@ constexpr int kComputeCapabilityMin = 7;  // fence and red with a scope
 
 static_assert(kPiecesPerLaunch * sizeof(Piece) == 4080);  // below; at most 4096
 
-// add_to_word: the kernels before it in the stream have ended, and the fence orders what they wrote before the addition for
-// the whole system: whoever reads the sum with acquire, on the CPU, sees their writes, and so does what it then starts. It
-// pairs with the acquire of WatcherThread::look_at and Watcher::value.
+// add_to_word: the kernels before it in the stream have ended, and the fence orders what they wrote before the addition
+// for the whole system: whoever reads the sum with acquire, on the CPU, sees their writes, and so does what it then
+// starts. It pairs with the acquire of WatcherThread::look_at and Watcher::value.
 //
 // copy_pieces: block (x, y) has part y of piece x. Thread i of all of a piece's takes units i, i + stride, ..., so that
-// neighbours access neighbours. First units of 16 bytes, as many as there are whole ones and the ends allow, then bytes.
-// open_round, publish_round, await_round: of two words on lines of their own that of the round's parity; see round_words.h. The
-// acquire of a wait, and the fence before a store, are for the whole system, and so pair with the CPU's release and acquire
-// in StreamProxy, and signals with each other. What kernels that follow in the stream read is ordered by the end of this one.
-// Signals are shared by the threads of a warp, i, i + 32, ...; the word, behind PCIe, is looked at first, then each sixteenth
-// time, and as soon as only it is missing.
+// neighbours access neighbours. First units of 16 bytes, as many as there are whole ones and the ends allow, then
+// bytes.
+// open_round, publish_round, await_round: of two words on lines of their own that of the round's parity; see
+// round_words.h. The acquire of a wait, and the fence before a store, are for the whole system, and so pair with the
+// CPU's release and acquire in StreamProxy, and signals with each other. What kernels that follow in the stream read is
+// ordered by the end of this one. Signals are shared by the threads of a warp, i, i + 32, ...; the word, behind PCIe,
+// is looked at first, then each sixteenth time, and as soon as only it is missing.
 constexpr const char* kImage = R"(
 .version 7.0
 .target sm_70

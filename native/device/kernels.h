@@ -1,4 +1,5 @@
-// The kernels that we launch, in PTX: the driver compiles them for the GPU at hand, and nothing of CUDA is needed to build.
+// The kernels that we launch, in PTX: the driver compiles them for the GPU at hand, and nothing of CUDA is needed to
+// build.
 #pragma once
 
 #include <cstddef>
@@ -20,19 +21,19 @@ inline constexpr size_t kPiecesPerLaunch = 170;  // as many as a kernel's argume
 struct Kernels {
   // (uint64_t word, uint64_t delta), one thread: adds behind a fence for the whole system.
   void* add_to_word = nullptr;
-  // (Piece pieces[kPiecesPerLaunch]), grid: pieces x parts of each, any number of threads: copies them, all at once. Pieces
-  // whose ends are both on 16 bytes go 16 bytes at a time, others byte by byte.
+  // (Piece pieces[kPiecesPerLaunch]), grid: pieces x parts of each, any number of threads: copies them, all at once.
+  // Pieces whose ends are both on 16 bytes go 16 bytes at a time, others byte by byte.
   void* copy_pieces = nullptr;
   // Rounds whose steps are kernels (round_words.h): (uint64_t rounds, uint64_t number, uint64_t words), one thread;
-  // (uint64_t number, uint64_t table, uint64_t count, uint64_t words), and (uint64_t number, uint64_t table, uint64_t count,
-  // uint64_t needs_words, uint64_t words), a warp.
+  // (uint64_t number, uint64_t table, uint64_t count, uint64_t words), and (uint64_t number, uint64_t table, uint64_t
+  // count, uint64_t needs_words, uint64_t words), a warp.
   void* open_round = nullptr;
   void* publish_round = nullptr;
   void* await_round = nullptr;
 };
 
-// The GPU's context is current. Loaded once and kept, since graphs have them. what_for: for the error. Throws TransportError:
-// the GPU is older than Volta, or the driver refuses. Any thread, also while a graph is captured.
+// The GPU's context is current. Loaded once and kept, since graphs have them. what_for: for the error. Throws
+// TransportError: the GPU is older than Volta, or the driver refuses. Any thread, also while a graph is captured.
 const Kernels& kernels_of(const Driver& driver, int gpu, const char* what_for);
 
 }  // namespace crossrail::device

@@ -1,10 +1,10 @@
-// Rounds whose steps are kernels on streams of the user's: how they learn a round's number, tell the CPU how far they are, and
-// wait for what the CPU does. All that is launched is captured with its stream, so the number is in memory: a graph that is
-// replayed takes another one each time.
+// Rounds whose steps are kernels on streams of the user's: how they learn a round's number, tell the CPU how far they
+// are, and wait for what the CPU does. All that is launched is captured with its stream, so the number is in memory: a
+// graph that is replayed takes another one each time.
 //
-// A *number* is a uint64_t in memory of the GPU, one for each round that was opened or captured. Words are pairs on cache lines
-// of their own, in pinned memory: the first for rounds of even number. A word holds the latest round of its parity that has
-// got there.
+// A *number* is a uint64_t in memory of the GPU, one for each round that was opened or captured. Words are pairs on
+// cache lines of their own, in pinned memory: the first for rounds of even number. A word holds the latest round of its
+// parity that has got there.
 #pragma once
 
 #include <array>
@@ -13,8 +13,8 @@
 
 namespace crossrail::device {
 
-// Where nobody publishes any more: words stand here then, so that all has come, and whoever waits puts it in place of the
-// round's number, by which later kernels know.
+// Where nobody publishes any more: words stand here then, so that all has come, and whoever waits puts it in place of
+// the round's number, by which later kernels know.
 inline constexpr uint64_t kNoRound = ~uint64_t{0};
 
 struct alignas(64) RoundWord {
@@ -32,9 +32,10 @@ inline void publish(RoundWords& words, uint64_t round) {
   words[round % 2].round.store(round, std::memory_order_release);
 }
 
-// Words in memory of other ranks that kernels reach, or of our own that theirs reach: by them a rank tells others how far it
-// is without the CPU. table: address, in memory of the stream, of uint64_t [2][count], addresses of such words, which are
-// uint64_t, for rounds of even and of odd number. Each holds the latest round of its parity that its writer has told.
+// Words in memory of other ranks that kernels reach, or of our own that theirs reach: by them a rank tells others how
+// far it is without the CPU. table: address, in memory of the stream, of uint64_t [2][count], addresses of such words,
+// which are uint64_t, for rounds of even and of odd number. Each holds the latest round of its parity that its writer
+// has told.
 struct Signals {
   uint64_t table = 0;
   uint64_t count = 0;
@@ -48,13 +49,14 @@ struct RoundStream {
 
 // All throw TransportError where the driver is missing or refuses; nothing was launched then.
 
-// The next round: counts up *rounds, puts its number into *number, says so in asked, and waits until it may begin, by the word
-// in free. rounds, number: addresses of that stream's memory. free_and_asked: two pairs.
+// The next round: counts up *rounds, puts its number into *number, says so in asked, and waits until it may begin, by
+// the word in free. rounds, number: addresses of that stream's memory. free_and_asked: two pairs.
 void open_round(const RoundStream& on, uint64_t rounds, uint64_t number, std::array<RoundWords, 2>& free_and_asked);
-// Says that the round has got there: everything before it in the stream is done, and seen by who sees the word or a signal.
+// Says that the round has got there: everything before it in the stream is done, and seen by who sees the word or a
+// signal.
 void publish_round(const RoundStream& on, uint64_t number, RoundWords& words, const Signals& to = {});
-// Until it has got there by the words, if it needs_words, and by all signals. *number becomes kNoRound where nobody publishes
-// any more.
+// Until it has got there by the words, if it needs_words, and by all signals. *number becomes kNoRound where nobody
+// publishes any more.
 void await_round(const RoundStream& on, uint64_t number, const RoundWords& words, const Signals& from = {},
                  bool needs_words = true);
 

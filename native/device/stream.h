@@ -6,8 +6,8 @@
 namespace crossrail::device {
 
 // One that neither waits for the default stream nor lets it wait, and that goes before others where the driver has
-// priorities: streams of different ones do not share a queue of the hardware, in which what is launched behind a kernel that
-// waits would wait too. The GPU's context is current. Returns the driver's code.
+// priorities: streams of different ones do not share a queue of the hardware, in which what is launched behind a kernel
+// that waits would wait too. The GPU's context is current. Returns the driver's code.
 inline int make_stream(const Driver& driver, void** stream) {
   constexpr unsigned kNonBlocking = 1;  // cuda.h: CU_STREAM_NON_BLOCKING
   *stream = nullptr;

@@ -173,7 +173,8 @@ Fd PhysicalMemory::share() const {
 }
 
 bool mapping_of(const Driver& driver, uint64_t address, Allocation* mapping) {
-  // Not kPointerRange...: of mapped memory that is the range of addresses that was reserved, with any number of mappings.
+  // Not kPointerRange...: of mapped memory that is the range of addresses that was reserved, with any number of
+  // mappings.
   return driver.pointer_attribute(&mapping->base, kPointerMappingBase, address) == 0 &&
          driver.pointer_attribute(&mapping->length_bytes, kPointerMappingBytes, address) == 0 &&
          address - mapping->base < mapping->length_bytes;
@@ -298,8 +299,8 @@ void MappedMemory::wait_for_kernels() {
   }
 }
 
-// Whoever drops the last reference does not wait: a kernel may be waiting for something that this very thread is to do. So a
-// thread waits, for all that there are, and ends.
+// Whoever drops the last reference does not wait: a kernel may be waiting for something that this very thread is to do.
+// So a thread waits, for all that there are, and ends.
 void MappedMemory::let_go(MappedMemory* memory) {
   if (memory->given_to_.load(std::memory_order_relaxed) == 0 || ::getpid() != memory->process_) {
     delete memory;

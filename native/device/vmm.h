@@ -1,5 +1,5 @@
-// Memory of GPUs by CUDA's virtual memory management: physical memory has handles, which travel as file descriptors, and is
-// mapped where somebody wants it.
+// Memory of GPUs by CUDA's virtual memory management: physical memory has handles, which travel as file descriptors,
+// and is mapped where somebody wants it.
 #pragma once
 
 #include <sys/types.h>
@@ -19,14 +19,14 @@ namespace crossrail::device {
 // first owner may free it, or die. Any thread. In a forked child, where CUDA does not work, nothing is given back.
 class PhysicalMemory {
  public:
-  // New, of that GPU: whole units of the driver's (2 MiB), whose bytes are anything. Throws UsageError: there is no such GPU;
-  // TransportError: the driver is missing, too old, or refuses.
+  // New, of that GPU: whole units of the driver's (2 MiB), whose bytes are anything. Throws UsageError: there is no
+  // such GPU; TransportError: the driver is missing, too old, or refuses.
   static std::shared_ptr<const PhysicalMemory> create(int gpu, uint64_t bytes);
-  // What is mapped at an address of that GPU, where some such mapping begins; bytes: of it. Throws TransportError: nothing
-  // is, since cudaMalloc gave it.
+  // What is mapped at an address of that GPU, where some such mapping begins; bytes: of it. Throws TransportError:
+  // nothing is, since cudaMalloc gave it.
   static std::shared_ptr<const PhysicalMemory> retain(uint64_t address, uint64_t bytes, int gpu);
-  // Of a descriptor that share() made, in any process. bytes: what that one says; mapping checks it. gpu: some one of ours.
-  // Throws TransportError.
+  // Of a descriptor that share() made, in any process. bytes: what that one says; mapping checks it. gpu: some one of
+  // ours. Throws TransportError.
   static std::shared_ptr<const PhysicalMemory> import(const Fd& fd, uint64_t bytes, int gpu);
 
   ~PhysicalMemory();
@@ -92,8 +92,8 @@ void check_gpu(int gpu, const char* call);
 // Why that GPU's memory cannot be had so, with what helps; empty: it can. Throws TransportError where the driver fails.
 std::string why_no_vmm(const Driver& driver, int gpu);
 
-// Where what is mapped at an address begins, and how long it is. Of cudaMalloc's memory: the allocation. False: the driver
-// does not say.
+// Where what is mapped at an address begins, and how long it is. Of cudaMalloc's memory: the allocation. False: the
+// driver does not say.
 bool mapping_of(const Driver& driver, uint64_t address, Allocation* mapping);
 
 }  // namespace crossrail::device

@@ -41,15 +41,15 @@ void after_fork_in_child() {
 EngineCore::EngineCore(Engine* engine, const EngineOptions& options)
     : engine_(engine),
       options_(options),
-      recorder_(options.recorder_entries, options.stage.get(), is_staged() ? 0 : FlightRecorder::kBurstNs),
+      recorder_(options.recorder_entries, options.simulation.get(), is_simulated() ? 0 : FlightRecorder::kBurstNs),
       transfers_(engine, this),
       submits_(options.submit_queue_depth),
       imms_(options.imm_counters_max),
-      watchers_(std::make_shared<WatcherThread>(options.watcher_poll_ns, options.stage == nullptr,
+      watchers_(std::make_shared<WatcherThread>(options.watcher_poll_ns, options.simulation == nullptr,
                                                 [this] { on_word_changed(); })),
       heartbeats_(this, options.heartbeat_ns),
       seat_(this, options),
-      transports_(options, {options.stage.get(), options.stage_host, seat_.number}, this),
+      transports_(options, {options.simulation.get(), options.simulated_host, seat_.number}, this),
       live_(this) {
   std::vector<FlightRecorder::Rails> rails;
   for (uint32_t i = 0; i < transports_.size(); ++i)
@@ -64,10 +64,10 @@ EngineCore::EngineCore(Engine* engine, const EngineOptions& options)
   }
   if (options_.watchdog_ns > 0) {
     watchdog_ = std::make_unique<Watchdog>(this, options_.watchdog_ns);
-    if (!is_staged()) watchdog_->start();
+    if (!is_simulated()) watchdog_->start();
   }
-  if (is_staged()) {
-    options_.stage->wake(seat_.number);
+  if (is_simulated()) {
+    options_.simulation->wake(seat_.number);
     return;
   }
   // Last: nothing that may fail comes after it.
@@ -130,8 +130,9 @@ void EngineCore::abandon_after_fork() {
 }
 
 uint64_t EngineCore::inflight() const {
-  // finished_ first: a transfer that starts and ends between the two loads must not make the difference negative. acquire:
-  // pairs with the release in bump(), before which the holder took that transfer from the queue, or counted it.
+  // finished_ first: a transfer that starts and ends between the two loads must not make the difference negative.
+  // acquire: pairs with the release in bump(), before which the holder took that transfer from the queue, or counted
+  // it.
   const uint64_t finished = finished_.load(std::memory_order_acquire);
   return submits_.pushed() + started_here_.load(std::memory_order_acquire) - finished;
 }
@@ -151,6 +152,7 @@ void EngineCore::drain_after_close() {
 }
 
 void EngineCore::finish_submits() {
+  assert_holder();
   Transfer* transfer;
   while (submits_.try_pop(&transfer)) {
     bump(taken_);

@@ -4,7 +4,7 @@
 // A thread that waits (or submits something short) while the worker sleeps takes the lock and does the work itself
 // rather than wake the worker: this saves two context switches, and with two cores decides whether a round trip costs
 // one or ten microseconds. Whoever leaves makes sure that somebody will see what comes next (leave()).
-// Everything marked "progress holder" is guarded by the progress lock.
+// Everything marked "progress holder" is guarded by the progress lock; its functions begin with assert_holder().
 #pragma once
 
 #include <algorithm>
@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <initializer_list>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -34,6 +35,7 @@
 #include "engine/triggers.h"
 #include "engine/verification.h"
 #include "engine/watcher_thread.h"
+#include "util/errors.h"
 #include "util/mpsc_queue.h"
 #include "util/spinlock.h"
 
@@ -48,17 +50,16 @@ class EngineCore final : public Sink, public Actor {
 
   // Throws EngineClosedError when closed, or in a forked child.
   void check_usable() const;
-  // Under tables_mutex_. Those that only the table still knows, once there are many: peers that show a new descriptor for
-  // each request would fill it else. To be let go without the mutex.
+  // Under tables_mutex_. Once there are many, removes those that only the table holds, as peers that show a new
+  // descriptor for each request would fill it. The caller drops them without the mutex.
   std::vector<RemoteRegionRef> take_unused_remote_regions();
-  // Under tables_mutex_. Peers that were lost and that only the tables still know, but for the newest, once there are many:
-  // programs whose peers come and go for weeks, and never forget_peer(), would fill the table else. To be let go without
-  // the mutex.
+  // Under tables_mutex_. Once there are many, removes lost peers that only the tables hold, except the newest, as peers
+  // that come and go for weeks without forget_peer() would fill the table. The caller drops them without the mutex.
   std::vector<PeerRef> take_lost_peers();
-  // [any] but the progress holder. What peers had done before they were refused may lie in queues that nobody has looked
-  // into since: counted when this returns, so that no count of theirs comes later.
+  // [any] but the progress holder. Counts what peers did before they were refused and nobody has polled yet, so that no
+  // count of theirs comes after this returns.
   void count_arrivals();
-  // [any] From now on what NICs wrote to that GPU is flushed before an immediate is counted or a read is done.
+  // [any] From now on the engine flushes NICs' writes to that GPU before it counts an immediate or completes a read.
   void flush_gpu_before_counts(int ordinal);
   // [any] For tests.
   size_t remote_regions_known() const {
@@ -66,9 +67,9 @@ class EngineCore final : public Sink, public Actor {
     return remote_regions_.size();
   }
   bool forked() const;
-  // On a stage: no thread of ours drives.
-  bool is_staged() const { return options_.stage != nullptr; }
-  const Clock& clock() const { return is_staged() ? static_cast<const Clock&>(*options_.stage) : real_clock(); }
+  // In a simulation: no thread of ours drives.
+  bool is_simulated() const { return options_.simulation != nullptr; }
+  const Clock& clock() const { return is_simulated() ? static_cast<const Clock&>(*options_.simulation) : real_clock(); }
   bool is_worker() const { return worker_.get_id() == std::this_thread::get_id(); }
   bool close(Deadline drain_deadline, const InterruptCheck& interrupted = {});
   bool closed() const { return closed_.load(std::memory_order_seq_cst); }
@@ -81,21 +82,25 @@ class EngineCore final : public Sink, public Actor {
   void request_cancel_scan();
   // Runs `work` as the progress holder.
   void run_as_holder(const std::function<void()>& work);
+  // The same by then, on the real clock. False: whoever is the holder has not let go of it, nothing was done.
+  bool run_as_holder(const std::function<void()>& work, Deadline until);
+  // [progress holder] For tests: a round of a holder that does not let go of it.
+  void make_round() { round(); }
   bool progress();
   // Transfers accepted and not complete.
   uint64_t inflight() const;
-  // The same without what engines tell each other.
+  // The same without services.
   uint64_t users_inflight() const;
-  // There is work that nobody is told of otherwise: has somebody drive, soon.
+  // Has some thread drive soon, for work that nothing else announces.
   void wake();
-  // [any] A word that transfers wait for has changed, or is watched no more. Begins what is due as the holder, if that is free:
-  // another thread takes longer to wake than the first bytes take to post. The worker goes on.
+  // [any] A word that transfers wait for has changed, or is watched no more. Takes the progress lock if it is free, and
+  // begins what is due: waking another thread takes longer than posting the first bytes. The worker goes on.
   void on_word_changed();
 
   // A thread in wait_until().
   struct Guest {
-    bool is_in_front = false;  // of the worker, where the transports' news wake it
-    bool has_news = false;     // was woken by some that nobody has looked at yet
+    bool is_in_front = false;  // arrivals wake it instead of the worker
+    bool has_news = false;     // arrivals woke it, and nobody has polled since
   };
 
   // Blocks until ready(), driving the engine when no worker does. sleep(guest, until) blocks at most until then, and
@@ -103,15 +108,15 @@ class EngineCore final : public Sink, public Actor {
   template <typename Ready, typename Sleep>
   WaitResult wait_until(Ready&& ready, Sleep&& sleep, Deadline deadline, const InterruptCheck& interrupted);
 
-  // For sleep() above: blocks while *word == expected, until wake_sleepers(word) or the deadline; may return early. In
-  // front of the worker if nobody else is there.
+  // For sleep() above: blocks while *word == expected, until wake_sleepers(word) or the deadline; may return early.
+  // Sleeps in front of the worker if no other guest does.
   void sleep_on(Guest& guest, std::atomic<uint32_t>* word, uint32_t expected, Deadline until);
   // After a change of the word. [any]
   void wake_sleepers(std::atomic<uint32_t>* word);
 
-  // Actor, from inside Stage::advance.
+  // Actor, from inside Simulation::advance.
   bool turn() override;
-  Deadline next_timer() const override { return stage_timer_; }
+  Deadline next_timer() const override { return simulated_timer_; }
   bool watches() const override { return watchers_->has_any(); }
   bool is_busy() const override;
   uint64_t outcomes() const override;
@@ -126,7 +131,7 @@ class EngineCore final : public Sink, public Actor {
   Status map(Peer& peer, RemoteRegion& region, int gpu, Mapping* mapping);  // progress holder
   bool knows(const Peer& peer) const;                                       // not forgotten
   void start_connect(Peer& peer);                                           // progress holder
-  // Progress holder. A connected peer is seen to be slow or frozen, or to move again: an event, if that is news.
+  // Progress holder. A connected peer is slow or frozen, or moves again. Adds an event if its state changed.
   void set_liveness(Peer& peer, PeerState state, const std::string& detail);
   void pool_closed(ReceivePool* pool);
   void add_event(EngineEvent event);
@@ -135,17 +140,18 @@ class EngineCore final : public Sink, public Actor {
   const std::string& name() const { return options_.name; }
   const std::string& dump_directory() const { return options_.dump_directory; }
   EngineStats stats() const;
-  TrafficReport traffic();  // not while the holder hangs
+  // patience_ns: so long is waited for the holder, for each peer, on the real clock.
+  TrafficReport traffic(int64_t patience_ns);
   const FlightRecorder& recorder() const { return recorder_; }
-  // Accepted, and not seen by the holder yet.
+  // Accepted submits that the holder has not taken yet.
   uint64_t submits_waiting() const {
     // taken_ first, so that the difference is not negative.
     const uint64_t taken = taken_.load(std::memory_order_acquire);
     return submits_.pushed() - taken;
   }
   void dump(std::string_view reason, TextSink* sink) const;
-  // Calls visit for every engine of the process, none of which can close meanwhile. False, and nothing visited: not
-  // patient, and the list is being changed by a thread that does not get on.
+  // Calls visit for every engine of the process; none can close meanwhile. Without `patient`, returns false and visits
+  // none if another thread holds the list for long.
   static bool visit_live(bool patient, const std::function<void(EngineCore&)>& visit);
 
   // Sink, progress holder
@@ -165,15 +171,15 @@ class EngineCore final : public Sink, public Actor {
   void on_sent_again(Link& link, uint32_t rail, uint32_t count) override;
   Status status_of_gone(uint64_t region_id) override;  // any thread
 
-  // From the submitting thread: an empty transfer, and its way into the queue.
+  // The submitting thread takes an empty transfer, fills it and hands it over.
   TransferRef make_transfer(OpKind kind);
   static TransferWork& work_of(Transfer& transfer) { return *transfer.work_; }
   // `short_work`: posting it costs no more than waking the worker would.
   TransferRef hand_over(TransferRef transfer, bool short_work);
-  // Of a filled one, likewise. Whether it will wait: then handing it over costs next to nothing.
+  // Before a filled one is handed over. Returns whether it will wait; then hand_over() is cheap.
   static bool set_trigger(TransferWork& work, const Trigger& trigger);
-  // Of a filled one with verify=True, before it is handed over. Reads all that is to be sent: on the submitting thread, so
-  // that nobody else waits meanwhile.
+  // Before a filled one with verify=True is handed over. Reads the whole source on the submitting thread, so that no
+  // other thread waits for it.
   void plan_verification(TransferWork& work);
   // Regions that peers may name, by id. Any thread.
   void list_region(uint64_t id, Region* region);
@@ -196,17 +202,25 @@ class EngineCore final : public Sink, public Actor {
  private:
   friend class Engine;
   friend class Verifications;
-  // kBlocked: this one; others of the queue may get further. kFull: nothing of this queue is tried, until something is retired.
+  // kBlocked: this transfer is stuck, others of its queue may move. kFull: the queue is tried again once something
+  // retires.
   enum class Progress : uint8_t { kAllPosted, kMore, kBlocked, kFull };
 
-  // --- driving (driving.cc; on a stage, staged.cc) ---
+  // --- driving (driving.cc; in a simulation, simulated.cc) ---
+  // Checked in builds with a sanitizer: others do not pay for it.
+  void assert_holder() const {
+#ifdef CROSSRAIL_CHECK_HOLDERS
+    CROSSRAIL_ASSERT(progress_lock_.is_mine());
+#endif
+  }
   void worker_main();
   bool drive_until_idle();
   bool try_enter(uint8_t mark = 1);
   [[noreturn]] void throw_closed_meanwhile() const;
   Deadline tend_watchdog();
   class Visit;  // of a thread in wait_until()
-  WaitResult wait_on_stage(const std::function<bool()>& ready, Deadline deadline, const InterruptCheck& interrupted);
+  WaitResult wait_in_simulation(const std::function<bool()>& ready, Deadline deadline,
+                                const InterruptCheck& interrupted);
   void leave();
   void leave_awake();
   void submit_here(Transfer* transfer);
@@ -241,11 +255,13 @@ class EngineCore final : public Sink, public Actor {
   bool hold(Transfer* transfer);
   void begin(Transfer* transfer);
   uint32_t begin_triggered();
-  bool may_post(const TransferWork& work) const;
+  static uint64_t round_bytes_max(const Peer& peer);
+  bool may_post(const Peer& peer, const PostItem& item) const;
   void start_item(Peer& peer, Transfer* transfer, uint32_t target);
   uint32_t post_backlogs();
+  uint32_t post_turns(std::initializer_list<RingQueue<PostItem> PeerWork::*> queues, size_t* next);
   uint32_t post_backlog(Peer& peer, RingQueue<PostItem>& backlog);
-  static bool is_short(const Peer& peer, const PostItem& item);
+  static bool is_short(const PostItem& item);
   Progress advance(Peer& peer, const PostItem& item);
   Progress post_range(Peer& peer, Transfer* transfer);
   void count_in_round(const TransferWork& work, uint64_t bytes);
@@ -360,26 +376,27 @@ class EngineCore final : public Sink, public Actor {
         services_begun{0}, services_ended{0};
   } counters_;
 
-  // Its place on a stage, if it has one: entered before its NICs are made, left after they are gone.
+  // Its place in a simulation, if it has one: entered before its NICs are made, left after they are gone.
   struct Seat {
     Seat(Actor* actor, const EngineOptions& options)
-        : stage(options.stage.get()),
-          number(stage != nullptr ? stage->enter(actor, options.stage_host, options.name) : 0) {}
+        : simulation(options.simulation.get()),
+          number(simulation != nullptr ? simulation->enter(actor, options.simulated_host, options.name) : 0) {}
     ~Seat() {
-      if (stage != nullptr) stage->leave(number);
+      if (simulation != nullptr) simulation->leave(number);
     }
     Seat(const Seat&) = delete;
     Seat& operator=(const Seat&) = delete;
-    Stage* const stage;
+    Simulation* const simulation;
     const uint32_t number;
   } seat_;
-  Deadline stage_timer_ = kNoDeadline;  // as of the last turn
-  Deadline watch_at_ = 0;               // on a stage: when the watchdog looks again
-  uint64_t watched_moves_ = 0;          // what moves_ was, and since when
+  Deadline simulated_timer_ = kNoDeadline;  // as of the last turn
+  Deadline watch_at_ = 0;                   // in a simulation: when the watchdog looks again
+  uint64_t watched_moves_ = 0;              // what moves_ was, and since when
   int64_t watched_since_ = 0;
   TransportSet transports_;  // their threads call us: built after what that needs
 
-  // Known to the handlers of fork. A member, and after all that may fail to open: an engine that does not open is forgotten.
+  // Registers the engine with the handlers of fork. It comes after all members that may fail to open, so that an engine
+  // that does not open is not registered.
   struct Live {
     explicit Live(EngineCore* engine);
     ~Live();

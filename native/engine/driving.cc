@@ -33,9 +33,10 @@ bool EngineCore::has_work() {
 // what came before is seen by has_work(). A ring that fell between arm() and unlock() may have woken a worker that
 // found the lock taken and slept again: then the bell is no longer armed, and we ring once more.
 void EngineCore::leave() {
-  if (is_staged()) {
+  assert_holder();
+  if (is_simulated()) {
     progress_lock_.unlock();
-    options_.stage->wake(seat_.number);
+    options_.simulation->wake(seat_.number);
     return;
   }
   transports_.arm();
@@ -51,9 +52,10 @@ void EngineCore::leave() {
   if (work || unwatched || oversleeps || !transports_.is_armed()) transports_.sleeping_place().call_behind();
 }
 
-// For who does not sleep next. Without a worker there is nobody whom bells would wake: they stay off, and peers spare the
-// system call.
+// For who does not sleep next. Without a worker there is nobody whom bells would wake: they stay off, and peers spare
+// the system call.
 void EngineCore::leave_awake() {
+  assert_holder();
   if (worker_.joinable()) {
     leave();
     return;
@@ -64,12 +66,14 @@ void EngineCore::leave_awake() {
 
 // What has ended may be what others wait for to be posted, and whoever drives may leave before it posts again.
 uint32_t EngineCore::poll_transports() {
+  assert_holder();
   const uint32_t moved = transports_.poll();
   runnable_ = runnable_ || (moved > 0 && !busy_.empty());
   return moved;
 }
 
 uint32_t EngineCore::round() {
+  assert_holder();
   constexpr uint32_t kIdleRounds = 32;  // take longer than entries of a burst are apart
   bump(counters_.rounds);
   // acq_rel: pairs with the release in wake(): what the caller wants looked at is seen by what follows.
@@ -150,8 +154,8 @@ void EngineCore::worker_main() {
   }
 }
 
-// The worker's turn, which begins as the holder: until nothing has moved for spin_ns, a guest asks, or the engine stops.
-// Whether it is the holder at the end; if not, somebody else is, who arms the bells as it leaves.
+// The worker's turn, which begins as the holder: until nothing has moved for spin_ns, a guest asks, or the engine
+// stops. Whether it is the holder at the end; if not, somebody else is, who arms the bells as it leaves.
 bool EngineCore::drive_until_idle() {
   const bool spins = options_.polling == Polling::kSpin;
   bool holds = true;
@@ -171,8 +175,8 @@ bool EngineCore::drive_until_idle() {
     if (idle_since == 0) idle_since = now;
     if (now - idle_since >= options_.spin_ns) break;
     if (now - idle_since < kYieldAfterNs) continue;
-    // Whom we have just woken may need this very core. What it submits it posts itself, since it finds the lock free, and
-    // need not wait until we have the core again.
+    // Whom we have just woken may need this very core. What it submits it posts itself, since it finds the lock free,
+    // and need not wait until we have the core again.
     if (std::exchange(holds, false)) progress_lock_.unlock();
     std::this_thread::yield();
   }
@@ -180,12 +184,13 @@ bool EngineCore::drive_until_idle() {
 }
 
 void EngineCore::wake() {
-  if (is_staged()) {
-    options_.stage->wake(seat_.number);
+  if (is_simulated()) {
+    options_.simulation->wake(seat_.number);
     return;
   }
-  // By the bells, and not by calling the worker, who might find the lock taken: whoever is about to leave either sees the
-  // flag in has_work(), which comes after arm(), or is armed before the fence in Transport::wake(), and sees that rung.
+  // By the bells, and not by calling the worker, who might find the lock taken: whoever is about to leave either sees
+  // the flag in has_work(), which comes after arm(), or is armed before the fence in Transport::wake(), and sees that
+  // rung.
   look_wanted_.store(true, std::memory_order_release);
   transports_.wake();
 }
@@ -213,23 +218,37 @@ void EngineCore::wake_sleepers(std::atomic<uint32_t>* word) {
   if (in_front_.load(std::memory_order_relaxed) == word) transports_.sleeping_place().call_front();
 }
 
-void EngineCore::run_as_holder(const std::function<void()>& work) {
+void EngineCore::run_as_holder(const std::function<void()>& work) { run_as_holder(work, kNoDeadline); }
+
+bool EngineCore::run_as_holder(const std::function<void()>& work, Deadline until) {
+  constexpr uint32_t kTriesPerLook = 64;  // at the clock
+  constexpr auto kNap = std::chrono::microseconds(50);
   guests_.fetch_add(1, std::memory_order_relaxed);
-  while (!try_enter()) std::this_thread::yield();
+  bool enters = try_enter();
+  for (uint32_t tries = 1; !enters; ++tries) {
+    std::this_thread::yield();
+    if (until != kNoDeadline && tries % kTriesPerLook == 0) {
+      if (now_ns() >= until) break;
+      std::this_thread::sleep_for(kNap);
+    }
+    enters = try_enter();
+  }
   guests_.fetch_sub(1, std::memory_order_relaxed);
+  if (!enters) return false;
   work();
   if (closed()) {
     progress_lock_.unlock();  // there is nobody to hand over to
   } else {
     leave();
   }
+  return true;
 }
 
 bool EngineCore::progress() {
-  if (is_staged()) {
-    const Stage::Wait wait(options_.stage.get());
-    options_.stage->wake(seat_.number);
-    return options_.stage->advance(clock().now_ns()) == Stage::Step::kMoved;
+  if (is_simulated()) {
+    const Simulation::Wait wait(options_.simulation.get());
+    options_.simulation->wake(seat_.number);
+    return options_.simulation->advance(clock().now_ns()) == Simulation::Step::kMoved;
   }
   if (!try_enter()) return false;
   if (closed()) {
@@ -246,6 +265,7 @@ bool EngineCore::progress() {
 // Short work while nobody drives: posted here, as the progress holder, without the queue. As long as nobody else knows
 // of the transfer, nothing about it needs an atomic.
 void EngineCore::submit_here(Transfer* transfer) {
+  assert_holder();
   TransferWork& work = *transfer->work_;
   take_submits();  // what came before us
   bump(started_here_);
@@ -265,9 +285,9 @@ void EngineCore::submit(Transfer* transfer) {
   int attempts = 0;
   while (!submits_.try_push(transfer)) {
     // Back-pressure: help until there is room. The engine cannot close under us for good: close() empties the queue.
-    if (is_staged()) {
+    if (is_simulated()) {
       bool pushed = false;
-      wait_on_stage([&] { return closed() || (pushed = submits_.try_push(transfer)); }, kNoDeadline, {});
+      wait_in_simulation([&] { return closed() || (pushed = submits_.try_push(transfer)); }, kNoDeadline, {});
       if (pushed) break;
       continue;
     }
@@ -280,8 +300,8 @@ void EngineCore::submit(Transfer* transfer) {
       cpu_relax();
     }
   }
-  if (is_staged()) {
-    options_.stage->wake(seat_.number);
+  if (is_simulated()) {
+    options_.simulation->wake(seat_.number);
   } else {
     transports_.wake();
   }
@@ -291,8 +311,8 @@ void EngineCore::submit(Transfer* transfer) {
 
 void EngineCore::request_cancel_scan() {
   cancel_scan_.store(true, std::memory_order_release);
-  if (is_staged()) {
-    options_.stage->wake(seat_.number);
+  if (is_simulated()) {
+    options_.simulation->wake(seat_.number);
   } else {
     transports_.wake();
   }

@@ -1,17 +1,20 @@
 #include "engine/dump_triggers.h"
 
+#include <poll.h>
 #include <pthread.h>
 #include <semaphore.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
+#include <climits>
 #include <csignal>
 #include <cstdio>
 #include <cstring>
 
 #include "engine/core.h"
 #include "engine/flight_dump.h"
+#include "util/clock.h"
 #include "util/errors.h"
 #include "util/thread.h"
 
@@ -35,31 +38,71 @@ void put_name(std::string_view name, std::array<char, 80>* text) {
   (*text)[length] = 0;
 }
 
-void say(const EngineCore& core, const DumpOutcome& outcome, const char* reason) {
-  std::array<char, 1400> line;
-  const int length =
-      outcome.written()
-          ? std::snprintf(line.data(), line.size(), "crossrail: %s: flight recorder of engine '%s' is in %s\n", reason,
-                          core.name().c_str(), outcome.path.data())
-          : std::snprintf(line.data(), line.size(),
-                          "crossrail: %s: flight recorder of engine '%s' was not written to %s: errno %d\n", reason,
-                          core.name().c_str(), outcome.path.data(), outcome.error);
-  // To nobody who could do something about it if this fails.
-  [[maybe_unused]] const ssize_t told =
-      write(STDERR_FILENO, line.data(), std::min(line.size() - 1, static_cast<size_t>(length)));
+// To standard error, which may be a pipe that nobody reads: what it does not take soon is lost.
+void say(std::string_view text) {
+  constexpr int64_t kPatienceNs = 500'000'000;
+  const Deadline until = now_ns() + kPatienceNs;
+  while (!text.empty()) {
+    const int64_t left_ns = until - now_ns();
+    pollfd out{STDERR_FILENO, POLLOUT, 0};
+    if (left_ns <= 0 || poll(&out, 1, static_cast<int>(left_ns / 1'000'000) + 1) == 0) return;
+    if ((out.revents & ~POLLOUT) != 0) return;   // nobody is there to read it
+    if ((out.revents & POLLOUT) == 0) continue;  // interrupted
+    // A pipe that is ready for anything takes so much without blocking.
+    const ssize_t written = write(STDERR_FILENO, text.data(), std::min<size_t>(text.size(), PIPE_BUF));
+    if (written > 0) text.remove_prefix(static_cast<size_t>(written));
+    if (written < 0 && errno != EINTR && errno != EAGAIN) return;
+  }
 }
 
-// False: somebody holds the list of engines, and is not going to let go of it.
+// What is to be said of several engines, one line each. Allocates nothing.
+class Lines {
+ public:
+  void add(const EngineCore& core, const DumpOutcome& outcome, const char* reason) {
+    char* const line = text_.data() + filled_;
+    const size_t room = text_.size() - filled_;
+    const int length =
+        outcome.written()
+            ? std::snprintf(line, room, "crossrail: %s: flight recorder of engine '%s' is in %s\n", reason,
+                            core.name().c_str(), outcome.path.data())
+            : std::snprintf(line, room,
+                            "crossrail: %s: flight recorder of engine '%s' was not written to %s: errno %d\n", reason,
+                            core.name().c_str(), outcome.path.data(), outcome.error);
+    if (length > 0 && static_cast<size_t>(length) < room) {
+      filled_ += static_cast<size_t>(length);
+    } else {
+      ++left_out_;
+    }
+  }
+  void say_all() const {
+    say({text_.data(), filled_});
+    if (left_out_ == 0) return;
+    std::array<char, 80> line;
+    const int length =
+        std::snprintf(line.data(), line.size(), "crossrail: the same was done for %u more engines\n", left_out_);
+    say({line.data(), static_cast<size_t>(length)});
+  }
+
+ private:
+  std::array<char, 32 << 10> text_;
+  size_t filled_ = 0;
+  uint32_t left_out_ = 0;
+};
+
+// False: somebody holds the list of engines, and is not going to let go of it. What is said comes when the list is free
+// again: standard error may take its time.
 bool dump_all(const char* reason, std::string_view directory, bool patient) {
-  return EngineCore::visit_live(patient, [&](EngineCore& core) {
-    say(core, dump_to_directory(core, directory.empty() ? core.dump_directory() : directory, reason), reason);
+  Lines lines;
+  const bool visited = EngineCore::visit_live(patient, [&](EngineCore& core) {
+    lines.add(core, dump_to_directory(core, directory.empty() ? core.dump_directory() : directory, reason), reason);
   });
+  lines.say_all();
+  return visited;
 }
 
 void on_failed_assert() {
   if (dump_all("failed assertion", {}, false)) return;
-  constexpr std::string_view kBusy = "crossrail: no flight recorder is written: the list of engines is being changed\n";
-  [[maybe_unused]] const ssize_t told = write(STDERR_FILENO, kBusy.data(), kBusy.size());
+  say("crossrail: no flight recorder is written: the list of engines is being changed\n");
 }
 
 // --- signals ---
@@ -74,6 +117,11 @@ sem_t* wanted_dumps() {
 
 constinit std::atomic<sem_t*> handler_semaphore{nullptr};
 constinit std::atomic<SignalDump*> the_dump{nullptr};
+
+// A handler that returns goes on with the instruction that failed, for ever.
+bool is_of_a_crash(int signal_number) {
+  return signal_number == SIGSEGV || signal_number == SIGBUS || signal_number == SIGFPE || signal_number == SIGILL;
+}
 
 void on_signal(int) {
   const int saved = errno;
@@ -92,13 +140,11 @@ DumpOutcome dump_to_directory(EngineCore& core, std::string_view directory, std:
     const int number = last_number.fetch_add(1, std::memory_order_relaxed) + 1;
     std::snprintf(outcome.path.data(), outcome.path.size(), "%.*s/crossrail-%s-%d-%d.flight",
                   static_cast<int>(directory.size()), directory.data(), name.data(), getpid(), number);
-    FileSink file(outcome.path.data(), false);
+    FileSink file(outcome.path.data(), FileSink::Target::kNew);
     outcome.error = file.error();
     if (outcome.error == EEXIST) continue;  // of a process that had our number before
-    if (outcome.error == 0) {
-      core.dump(reason, &file);
-      outcome.error = file.error();
-    }
+    if (outcome.error == 0) core.dump(reason, &file);
+    outcome.error = file.finish();
     break;
   }
   return outcome;
@@ -110,6 +156,10 @@ SignalDump::SignalDump(int signal_number, std::string directory)
     : signal_number_(signal_number), directory_(std::move(directory)), owner_pid_(getpid()) {
   constexpr size_t kDirectoryBytesMax = 512;
   if (directory_.size() > kDirectoryBytesMax) throw UsageError("directory is a path of more than 512 bytes");
+  if (is_of_a_crash(signal_number)) {
+    throw UsageError("signum = " + std::to_string(signal_number) +
+                     " comes of a crash, which would begin anew once its handler returns: choose another signum");
+  }
   struct sigaction before{};
   if (sigaction(signal_number, nullptr, &before) != 0)
     throw UsageError("signum = " + std::to_string(signal_number) + " is no signal that can be handled");
@@ -117,7 +167,7 @@ SignalDump::SignalDump(int signal_number, std::string directory)
   SignalDump* other = the_dump.load(std::memory_order_acquire);
   if (other != nullptr && other->owner_pid_ == getpid())
     throw UsageError("signal " + std::to_string(other->signal_number_) + " dumps already: close() that first");
-  const bool is_ours = other != nullptr && other->signal_number_ == signal_number;  // of our parent before a fork
+  const bool is_ours = before.sa_handler == &on_signal;  // of our parent before a fork
   if (!is_ours && before.sa_handler != SIG_DFL && before.sa_handler != SIG_IGN)
     throw UsageError("signal " + std::to_string(signal_number) + " has a handler already: choose another signum");
   sem_t* const semaphore = wanted_dumps();
@@ -142,19 +192,22 @@ SignalDump::SignalDump(int signal_number, std::string directory)
 
 void SignalDump::close() {
   if (stopping_.exchange(true, std::memory_order_acq_rel)) return;
+  // acquire: pairs with the release in the constructor. Another one's: this is a forked child that has asked anew, and
+  // the handler may be of that.
+  if (the_dump.load(std::memory_order_acquire) == this) {
+    struct sigaction action{};
+    // Somebody may have taken the signal over since.
+    if (sigaction(signal_number_, nullptr, &action) == 0 && action.sa_handler == &on_signal) {
+      action = {};
+      action.sa_handler = SIG_DFL;
+      sigaction(signal_number_, &action, nullptr);
+    }
+    the_dump.store(nullptr, std::memory_order_release);  // last: who asks anew has to find the signal free
+  }
   if (getpid() != owner_pid_) {
     new std::thread(std::move(thread_));  // leaked: a thread that is not in this process cannot be joined
     return;
   }
-  struct sigaction action{};
-  // Somebody may have taken the signal over since.
-  if (sigaction(signal_number_, nullptr, &action) == 0 && action.sa_handler == &on_signal) {
-    action = {};
-    action.sa_handler = SIG_DFL;
-    sigaction(signal_number_, &action, nullptr);
-  }
-  SignalDump* self = this;
-  the_dump.compare_exchange_strong(self, nullptr, std::memory_order_acq_rel);
   sem_post(wanted_dumps());
   thread_.join();
 }

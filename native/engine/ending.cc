@@ -13,6 +13,7 @@ constexpr size_t kTargetsKept = 128;
 
 void EngineCore::on_retired(Link& link, void* context, uint32_t tag, uint32_t count, uint64_t bytes, Status status,
                             const std::string& detail) {
+  assert_holder();
   auto* transfer = static_cast<Transfer*>(context);
   TransferWork& work = *transfer->work_;
   if (is_mutated_now(Mutation::kForgetCompletion, 100)) return;
@@ -33,6 +34,7 @@ void EngineCore::on_retired(Link& link, void* context, uint32_t tag, uint32_t co
 
 // The transfer's item was cut before (scan_cancels), or all of it posted: nothing is posted until we know what is left.
 void EngineCore::on_withdrawn(Link& link, void* context, uint32_t tag, uint64_t bytes) {
+  assert_holder();
   auto* transfer = static_cast<Transfer*>(context);
   TransferWork& work = *transfer->work_;
   Peer& peer = *static_cast<Peer*>(link.user);
@@ -74,6 +76,7 @@ bool EngineCore::is_partly_counted(TransferWork& work) {
 // A fraction of a count must not stay with the receiver, where it would add up with others to a count that never was:
 // the cancel came too late, and what is missing is posted (again).
 void EngineCore::go_on(Transfer* transfer) {
+  assert_holder();
   TransferWork& work = *transfer->work_;
   Peer& peer = work.peer();
   if (closed()) {
@@ -100,6 +103,7 @@ void EngineCore::close_item(Transfer* transfer) { --transfer->work_->open_items;
 
 // What is left of the item will not be posted.
 void EngineCore::fail_item(const PostItem& item, Status status, const Peer& peer, const std::string& detail) {
+  assert_holder();
   TransferWork& work = *item.transfer->work_;
   if (work.kind == OpKind::kScatter) work.targets[item.target].is_broken = true;
   fail(item.transfer, status, peer, detail);
@@ -108,6 +112,7 @@ void EngineCore::fail_item(const PostItem& item, Status status, const Peer& peer
 
 // Notes the first failure. The transfer completes once nothing of it is under way any more.
 void EngineCore::fail(Transfer* transfer, Status status, const Peer& peer, const std::string& detail) {
+  assert_holder();
   TransferWork& work = *transfer->work_;
   if (work.failure != Status::kDone) return;
   work.failure = status;
@@ -117,6 +122,7 @@ void EngineCore::fail(Transfer* transfer, Status status, const Peer& peer, const
 }
 
 void EngineCore::finish_if_done(Transfer* transfer) {
+  assert_holder();
   TransferWork& work = *transfer->work_;
   if (work.open_items > 0 || work.retired < work.posted || transfer->done()) return;
   if (work.has_plan && work.verify->open > 0) return;
@@ -136,6 +142,7 @@ void EngineCore::finish_if_done(Transfer* transfer) {
 }
 
 void EngineCore::finish(Transfer* transfer, Status status) {
+  assert_holder();
   TransferWork& work = *transfer->work_;
   if (work.kind == OpKind::kService) {
     on_service_ended(work, status);
@@ -162,7 +169,8 @@ void EngineCore::finish(Transfer* transfer, Status status) {
   }
   Region* const local = std::exchange(work.local, nullptr);
   if (local != nullptr && !unseen) local->end_op();
-  // As of single writes what they go to is kept: the next scatter most likely goes to the same, and then takes no references.
+  // As of single writes what they go to is kept: the next scatter most likely goes to the same, and then takes no
+  // references.
   if (work.targets.size() > kTargetsKept) work.targets.clear();
   bump(finished_);
   if (unseen) {
@@ -174,6 +182,7 @@ void EngineCore::finish(Transfer* transfer, Status status) {
 
 // Of those that wait for a word, that peer's; null: all.
 void EngineCore::fail_triggered(const Peer* peer, Status status, const std::string& detail) {
+  assert_holder();
   if (triggers_.empty()) return;
   const auto is_its = [&](const Transfer* transfer) { return peer == nullptr || &transfer->work_->peer() == peer; };
   for (Transfer* transfer : triggers_.take(is_its)) {
@@ -183,6 +192,7 @@ void EngineCore::fail_triggered(const Peer* peer, Status status, const std::stri
 }
 
 void EngineCore::fail_backlogs(Peer& peer, Status status, const std::string& detail) {
+  assert_holder();
   fail_triggered(&peer, status, detail);
   peer.track_->queued.store(0, std::memory_order_relaxed);
   for (auto* backlog : {&peer.work_->backlog, &peer.work_->shorts, &peer.work_->messages, &peer.work_->services}) {
@@ -197,6 +207,7 @@ void EngineCore::fail_backlogs(Peer& peer, Status status, const std::string& det
 // Takes cancelled transfers out of the queues, ours and, as far as the peer has not begun, the transport's. What the
 // peer has begun runs to its end: only then is the cancellation reported, which is what makes it safe to act on.
 void EngineCore::scan_cancels() {
+  assert_holder();
   // acq_rel: pairs with the release in request_cancel_scan. Either we see the requests of everybody whose flag we take
   // away, or their flag stays; a plain store could pass the loads below.
   cancel_scan_.exchange(false, std::memory_order_acq_rel);

@@ -78,9 +78,9 @@ Engine::~Engine() {
 // The last reference may be a transfer's that the worker completes after its user dropped everything. The worker cannot
 // join itself: somebody else ends the engine then.
 void Engine::destroy() {
-  if (core_->is_staged()) {
-    const std::shared_ptr<Stage> stage = options().stage;  // outlives us
-    stage->after_turn([this] { delete this; });
+  if (core_->is_simulated()) {
+    const std::shared_ptr<Simulation> simulation = options().simulation;  // outlives us
+    simulation->after_turn([this] { delete this; });
   } else if (core_->is_worker()) {
     std::thread([this] { delete this; }).detach();
   } else {
@@ -127,6 +127,13 @@ RegionRef Engine::alloc(uint64_t length_bytes, bool populate) {
   return RegionRef::adopt(new Region(Ref<Engine>::share(this), std::move(local), Access::kRemoteWrite));
 }
 
+RegionRef Engine::alloc_for_mapping(uint64_t length_bytes) {
+  core_->check_usable();
+  check_length(length_bytes);
+  auto local = core_->transports_.allocate(length_bytes, false, true);
+  return RegionRef::adopt(new Region(Ref<Engine>::share(this), std::move(local), Access::kRemoteWrite));
+}
+
 RegionRef Engine::alloc_on_gpu(uint64_t length_bytes, int gpu) {
   core_->check_usable();
   check_length(length_bytes);
@@ -142,7 +149,7 @@ RegionRef Engine::alloc_on_gpu(uint64_t length_bytes, int gpu) {
 
 RegionRef Engine::register_phantom(uint64_t length_bytes) {
   core_->check_usable();
-  if (options().stage == nullptr) {
+  if (options().simulation == nullptr) {
     throw UsageError("register_phantom is for simulated engines: this one, with transport " +
                      transport_names(address().transports) + ", moves real bytes and needs real memory");
   }
@@ -279,9 +286,9 @@ uint32_t Engine::seat() const { return core_->seat_.number; }
 
 EngineStats Engine::stats() const { return core_->stats(); }
 
-TrafficReport Engine::traffic() {
+TrafficReport Engine::traffic(int64_t patience_ns) {
   core_->check_usable();
-  return core_->traffic();
+  return core_->traffic(patience_ns);
 }
 
 void Engine::dump(std::string_view reason, TextSink* sink) const { core_->dump(reason, sink); }

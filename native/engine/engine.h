@@ -1,8 +1,8 @@
 // The engine: every operation of the contract, over whatever transport carries it.
 //
-// Contract: reliable and unordered. No two operations are ordered, not even on one rail; all synchronisation is counting
-// of immediates at the receiver. Every accepted submit completes exactly once. The interface follows the paper's
-// TransferEngine (arXiv 2510.27656, figure 2) in spirit; counting, cancel and peer life are our own.
+// Contract: reliable and unordered. No two operations are ordered, not even on one rail; all synchronisation is
+// counting of immediates at the receiver. Every accepted submit completes exactly once. The interface follows the
+// paper's TransferEngine (arXiv 2510.27656, figure 2) in spirit; counting, cancel and peer life are our own.
 //
 // Threads: everything here may be called from any thread, except inside InterruptCheck. Nothing calls back into the
 // user: completions are posted to Notifiers.
@@ -43,9 +43,6 @@ enum class Polling : uint8_t {
   kManual     // no worker thread: submit, wait and progress() of the caller's threads drive the engine
 };
 
-// How bytes reach memory that the peer cannot map.
-enum class PrivatePath : uint8_t { kAuto, kStaged, kCrossMemoryAttach };
-
 struct EngineOptions {
   std::string name;  // 1..64 bytes
   // Each at most once. Which one a peer is reached by is decided per peer: see choose_transport in engine/routes.h.
@@ -54,8 +51,8 @@ struct EngineOptions {
   // an event; a machine without one is none.
   bool adds_rdma = false;
   uint32_t rail_count = 1;  // 1..kRailsMax; of tcp, verbs and ofi each, where present: shm then has one
-  // What rails are bound to: an IP address, an interface, of verbs and ofi also a device or port ("mlx5_0:1"); empty: the
-  // default. With adds_rdma each transport takes those that mean something to it (engine/rail_names.h).
+  // What rails are bound to: an IP address, an interface, of verbs and ofi also a device or port ("mlx5_0:1"); empty:
+  // the default. With adds_rdma each transport takes those that mean something to it (engine/rail_names.h).
   std::vector<std::string> rails;
   uint16_t port = 0;                         // tcp: listen here, 0 anywhere
   std::string secret;                        // tcp, verbs, ofi: peers must know the same one
@@ -76,9 +73,10 @@ struct EngineOptions {
   int64_t watchdog_ns = 0;              // 0: none; else what waits and has not moved for so long is a kStalled event
   bool counts_traffic = true;           // per peer and rail: Engine::traffic
   std::string dump_directory = "/tmp";  // where the watchdog, a signal and a failed assertion write the flight recorder
-  // sim, and only with it: the world, and which of its hosts. The engine then has no threads: who waits drives the world.
-  std::shared_ptr<Stage> stage;
-  uint32_t stage_host = 0;
+  // sim, and only with it: the world, and which of its hosts. The engine then has no threads: who waits drives the
+  // world.
+  std::shared_ptr<Simulation> simulation;
+  uint32_t simulated_host = 0;
 };
 
 // Something that happened outside of any transfer.
@@ -127,7 +125,8 @@ class Peer : public RefCounted<Peer> {
   Link* link_ = nullptr;
   std::unique_ptr<PeerWork> work_;
   const Route route_;  // here: what posting asks of it lies in one cache line with link_
-  // By rail, of a transport whose rails the engine chooses. Null: another one, which says on_sent, or nothing is counted.
+  // By rail, of a transport whose rails the engine chooses. Null: another one, which says on_sent, or nothing is
+  // counted.
   RailTraffic* const posted_;
   const std::shared_ptr<PeerTrack> track_;
 };
@@ -148,11 +147,11 @@ class PeerGroup : public RefCounted<PeerGroup> {
 };
 using PeerGroupRef = Ref<PeerGroup>;
 
-// A submit that begins later: once `watcher`'s word has reached `threshold`, or gone past it, counted modulo 2**64. It is
-// checked and accepted now, and its engine begins it by itself, whichever of its threads sees the word. Until then it moves
-// nothing, and ends as others do: cancelled, by its peer's loss, by the close of region or engine, which wait for it as for
-// others. Where the word is closed first it is cancelled. The source may change until the word does; that change is what it is read after (release, or a GPU's
-// system-wide fence).
+// A submit that begins later: once `watcher`'s word has reached `threshold`, or gone past it, counted modulo 2**64. It
+// is checked and accepted now, and its engine begins it by itself, whichever of its threads sees the word. Until then
+// it moves nothing, and ends as others do: cancelled, by its peer's loss, by the close of region or engine, which wait
+// for it as for others. Where the word is closed first it is cancelled. The source may change until the word does; that
+// change is what it is read after (release, or a GPU's system-wide fence).
 struct Trigger {
   Watcher* watcher = nullptr;  // of the same engine; null: begins at once
   uint64_t threshold = 0;
@@ -202,8 +201,8 @@ struct PagedWriteRequest {
   Trigger trigger = {};
 };
 
-// Slice i: lengths[i] bytes from src + src_offsets[i] to dsts[i] + dst_offsets[i]. Each target counts 1, of `imm`, or where
-// there are `imms`, as many as targets, of imms[i] (kNoImm: this one counts nothing).
+// Slice i: lengths[i] bytes from src + src_offsets[i] to dsts[i] + dst_offsets[i]. Each target counts 1, of `imm`, or
+// where there are `imms`, as many as targets, of imms[i] (kNoImm: this one counts nothing).
 // Arrays are copied at submit. With a group, dsts[i] must belong to the group's i-th peer.
 struct ScatterRequest {
   Region* src = nullptr;
@@ -243,12 +242,13 @@ struct PeerExplanation {
   Heartbeat heartbeat;  // answered == 0: none was
 };
 
-// What engine.traffic shows. Rails have the sum of all peers, those that are gone included; peers that are lost are left out.
+// What engine.traffic shows. Rails have the sum of all peers, those that are gone included; peers that are lost are
+// left out.
 struct RailTrafficReport {
   const char* transport;
   uint32_t rail;
   RailCounts counts;
-  uint64_t depth = 0;  // works on it that are not over
+  uint64_t depth = 0;  // works on it that are not over; see TrafficReport::is_whole
 };
 struct PeerTrafficReport {
   std::string peer;
@@ -261,6 +261,8 @@ struct PeerTrafficReport {
   std::vector<PathExplanation> paths;  // ways that bytes go
 };
 struct TrafficReport {
+  bool is_whole = true;  // false: whoever drives did not let us in for each peer: depths and paths of some are missing
+  bool hangs = false;    // it never did, and made no round meanwhile
   std::vector<RailTrafficReport> rails;
   std::vector<PeerTrafficReport> peers;
 };
@@ -293,10 +295,14 @@ class Engine : public RefCounted<Engine> {
   RegionRef register_memory(void* base, uint64_t length_bytes, Access access, MemoryKind memory = MemoryKind::kHost);
   // Zeroed memory, page aligned, that peers of this host map: the fast target and source. populate: fault it in now.
   RegionRef alloc(uint64_t length_bytes, bool populate);
-  // The same in the memory of that GPU: peers' GPUs map it (device/vmm.h). Waits until it is zero, for no kernel of the user's.
-  // Throws UsageError: there is no such GPU; TransportError: its driver, or no transport, gives such memory.
+  // The same for those who only map it: no transfer takes it, and no NIC is told of it, which would pin all its pages.
+  // (Only an engine that has nothing but NICs registers it.)
+  RegionRef alloc_for_mapping(uint64_t length_bytes);
+  // The same in the memory of that GPU: peers' GPUs map it (device/vmm.h). Waits until it is zero, for no kernel of the
+  // user's. Throws UsageError: there is no such GPU; TransportError: its driver, or no transport, gives such memory.
   RegionRef alloc_on_gpu(uint64_t length_bytes, int gpu);
-  // sim only: as long as one likes, without any memory: transfers with it are counted and take their time, and move no byte.
+  // sim only: as long as one likes, without any memory: transfers with it are counted and take their time, and move no
+  // byte.
   RegionRef register_phantom(uint64_t length_bytes);
   // Cached: the same descriptor gives the same object. Does not connect.
   RemoteRegionRef remote_region(const RegionDescriptor& descriptor);
@@ -330,11 +336,12 @@ class Engine : public RefCounted<Engine> {
   // --- counting ---
   // The one counter of this number; kept by the engine until release_imm.
   Ref<ImmCounter> imm_counter(uint32_t imm);
-  // A number that nobody uses, from the upper half of the number space, and its counter. Never one that was handed out and
-  // not released, that has a counter, or for which something arrived since it was released.
+  // A number that nobody uses, from the upper half of the number space, and its counter. Never one that was handed out
+  // and not released, that has a counter, or for which something arrived since it was released.
   Ref<ImmCounter> alloc_imm();
   // The user says: quiesced, no peer will send it any more. Drops the counter; alloc_imm may hand the number out again,
-  // once all others were. Throws UsageError while somebody waits for it, or a part of a count has arrived; force drops both.
+  // once all others were. Throws UsageError while somebody waits for it, or a part of a count has arrived; force drops
+  // both.
   void release_imm(uint32_t imm, bool force = false);
   Ref<Watcher> alloc_watcher(Notifier* notifier, uint64_t cookie);
 
@@ -344,8 +351,9 @@ class Engine : public RefCounted<Engine> {
   void set_event_notifier(Notifier* notifier, uint64_t cookie);
   std::vector<EngineEvent> take_events();
   EngineStats stats() const;
-  // Asks the progress holder, once for each peer: not while it hangs.
-  TrafficReport traffic();
+  // Asks the progress holder, once for each peer, and waits for it for so long each time, on the real clock. Not again
+  // once that was in vain, and for 3 s or patience_ns in all, whichever is longer.
+  TrafficReport traffic(int64_t patience_ns);
   // Writes what the flight recorder holds, and what waits for whom, as engine/flight_dump.h says. Also once closed.
   void dump(std::string_view reason, TextSink* sink) const;
 

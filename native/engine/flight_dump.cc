@@ -1,25 +1,34 @@
 #include "engine/flight_dump.h"
 
 #include <fcntl.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cerrno>
+#include <cstdio>
 #include <cstring>
 #include <ctime>
+#include <utility>
 
 #include "engine/core.h"
 
 namespace crossrail {
 
-FileSink::FileSink(const char* path, bool replaces)
-    : fd_(open(path, O_WRONLY | O_CREAT | O_CLOEXEC | O_NOFOLLOW | (replaces ? O_TRUNC : O_EXCL), 0600)) {
+FileSink::FileSink(const char* path, Target target)
+    : path_(path),
+      is_new_(target == Target::kNew),
+      fd_(open(path, O_WRONLY | O_CLOEXEC | O_NOFOLLOW | (is_new_ ? O_CREAT | O_EXCL : 0), 0600)) {
   if (fd_ < 0) error_ = errno;
 }
 
-FileSink::~FileSink() {
-  if (fd_ >= 0) close(fd_);
+int FileSink::finish() {
+  if (fd_ < 0) return error_;
+  if (close(std::exchange(fd_, -1)) != 0 && errno != EINTR && error_ == 0) error_ = errno;
+  if (is_new_ && error_ != 0) unlink(path_);
+  return error_;
 }
 
 void FileSink::write(std::string_view text) {
@@ -48,7 +57,8 @@ void JsonLines::raw(std::string_view text) {
   }
 }
 
-// Names and details may hold any bytes. Bytes from 128 on are left as they are: whoever reads replaces what is no UTF-8.
+// Names and details may hold any bytes. Bytes from 128 on are left as they are: whoever reads replaces what is no
+// UTF-8.
 void JsonLines::value(std::string_view text) {
   constexpr char kHex[] = "0123456789abcdef";
   raw("\"");
@@ -173,6 +183,33 @@ void EngineCore::dump(std::string_view reason, TextSink* sink) const {
     out.line("note", scale.to_ns(note->ticks), note->kind, note->peer, note->detail);
   put_rings(out, recorder_, scale);
   out.line("end");
+}
+
+int dump_to_file(const EngineCore& core, const std::string& path, std::string_view reason) {
+  constexpr int kNamesTried = 1000;
+  static std::atomic<uint64_t> last_number{0};
+  struct stat there{};
+  if (lstat(path.c_str(), &there) == 0 && !S_ISREG(there.st_mode)) {
+    if (S_ISLNK(there.st_mode)) return ELOOP;
+    FileSink device(path.c_str(), FileSink::Target::kDevice);
+    if (device.error() == 0) core.dump(reason, &device);
+    return device.finish();
+  }
+  const std::string directory = path.substr(0, path.rfind('/') + 1);  // with its slash, or empty
+  for (int i = 0; i < kNamesTried; ++i) {
+    const uint64_t number = last_number.fetch_add(1, std::memory_order_relaxed);
+    const std::string unready =
+        directory + ".crossrail-" + std::to_string(getpid()) + "-" + std::to_string(number) + ".part";
+    FileSink file(unready.c_str(), FileSink::Target::kNew);
+    if (file.error() == EEXIST) continue;  // of a process that had our number before
+    if (file.error() == 0) core.dump(reason, &file);
+    if (file.finish() != 0) return file.error();
+    if (rename(unready.c_str(), path.c_str()) == 0) return 0;
+    const int error = errno;
+    unlink(unready.c_str());
+    return error;
+  }
+  return EEXIST;
 }
 
 }  // namespace crossrail

@@ -1,8 +1,8 @@
 // Writes down what a FlightRecorder holds, for src/crossrail/flight.py to read: JSON lines, version 1.
 //
-// One line tells the engine and why this was written; then a line for each count, peer, note, ring and entry, each an array
-// whose first element says which; entries are in the order of time and name their ring by its number. The last line is
-// ["end"], so that a file that was cut short is told from one that is whole.
+// One line tells the engine and why this was written; then a line for each count, peer, note, ring and entry, each an
+// array whose first element says which; entries are in the order of time and name their ring by its number. The last
+// line is ["end"], so that a file that was cut short is told from one that is whole.
 #pragma once
 
 #include <array>
@@ -35,22 +35,37 @@ class StringSink final : public TextSink {
   std::string text_;
 };
 
-// Into a new file, that only this user may read. Owner of the descriptor: the sink.
+// Into a new file, that only this user may read. One that cannot be written to its end is removed. Owner of the
+// descriptor: the sink.
 class FileSink final : public TextSink {
  public:
-  // replaces: an existing file of that name, else it must not exist; a symbolic link is never followed.
-  FileSink(const char* path, bool replaces);
-  ~FileSink() override;
+  enum class Target : uint8_t {
+    kNew,    // there must be no file of that name
+    kDevice  // what is there, such as a pipe, and stays
+  };
+  // path: outlives the sink. A symbolic link is never followed.
+  FileSink(const char* path, Target target);
+  ~FileSink() override { finish(); }
   FileSink(const FileSink&) = delete;
   FileSink& operator=(const FileSink&) = delete;
   void write(std::string_view text) override;
-  // errno of the first call that failed, or 0.
+  // Nothing more comes. errno of the first call that failed, or 0. Idempotent.
+  int finish();
+  // The same until now.
   int error() const { return error_; }
 
  private:
+  const char* const path_;
+  const bool is_new_;
   int fd_;
   int error_ = 0;
 };
+
+class EngineCore;
+
+// Writes the recorder to a new file of that name, mode 0600. An existing one is replaced once the new one is whole; a
+// device or pipe is written to. Returns errno, or 0. Any thread.
+int dump_to_file(const EngineCore& core, const std::string& path, std::string_view reason);
 
 // Builds JSON in a buffer of its own; flushes when that is full and at the end.
 class JsonLines {

@@ -76,8 +76,8 @@ bool FlightRing::read(uint64_t at, FlightEntry* entry) const {
   return true;
 }
 
-// While entries come slowly each has a reading of its own. In a burst a reading serves twice as many as the one before, up
-// to a bound: the more of them there were, the more are taken for some of them should a pause come now.
+// While entries come slowly each has a reading of its own. In a burst a reading serves twice as many as the one before,
+// up to a bound: the more of them there were, the more are taken for some of them should a pause come now.
 void FlightRecorder::read_clock() {
   constexpr int64_t kUsesMax = 32;
   const int64_t now = clock_.ticks();

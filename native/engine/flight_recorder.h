@@ -1,14 +1,15 @@
-// The last operations and events of an engine, kept for the day when it hangs: a bounded ring for each rail, and one for
-// what belongs to none.
+// The last operations and events of an engine, kept for the day when it hangs: a bounded ring for each rail, and one
+// for what belongs to none.
 //
 // Threads: the progress holder writes, without locks, system calls or allocation. Anybody reads at any time, also while
 // the holder hangs or the process is about to abort. What is overwritten while it is read is told from what is whole
 // (FlightRing::read).
 //
-// Both are made for bursts of short operations, where reading the clock or writing an entry for each would show. In a burst
-// (read_clock) one reading serves many entries, each a tick later than the one before: no two have the same time, so that
-// time orders the entries of all rings. And a transfer that is over at once, just as the one before, is counted in that
-// one's entry (repeat); what reads the ring tells them apart again, since nothing but their number and tick differs.
+// Both are made for bursts of short operations, where reading the clock or writing an entry for each would show. In a
+// burst (read_clock) one reading serves many entries, each a tick later than the one before: no two have the same time,
+// so that time orders the entries of all rings. And a transfer that is over at once, just as the one before, is counted
+// in that one's entry (repeat); what reads the ring tells them apart again, since nothing but their number and tick
+// differs.
 #pragma once
 
 #include <algorithm>
@@ -39,7 +40,8 @@ enum class FlightState : uint8_t {
   kDone,
   kFailed,
   kCancelled,
-  // of works, that is pieces of a transfer, in the ring of their rail, or in the engine's where that is the transport's affair
+  // of works, that is pieces of a transfer, in the ring of their rail, or in the engine's where that is the transport's
+  // affair
   kPosted,     // the transport has them
   kMoved,      // posted, and over already
   kSent,       // the transport put them on this rail
@@ -71,15 +73,15 @@ struct FlightEntry {
   uint32_t imm = kNoImm;
   uint32_t count = 0;  // works, targets, arrivals; kCountMax means that or more
   uint32_t op = 0;     // OpKind + 1, or kNoOp
-  // count is how many transfers did this, one after the other: numbered from `transfer` on, each a tick after the one before,
-  // each with one work and `bytes`.
+  // count is how many transfers did this, one after the other: numbered from `transfer` on, each a tick after the one
+  // before, each with one work and `bytes`.
   bool repeats = false;
   FlightState state = FlightState::kSubmitted;
 };
 
 // The last `capacity` entries. One writer, any readers.
-// Invariant: entry number n lies in slot n modulo capacity; head_ entries have been written whole. Of an entry that repeats
-// only the count still changes, which is one word, and only while it is the last.
+// Invariant: entry number n lies in slot n modulo capacity; head_ entries have been written whole. Of an entry that
+// repeats only the count still changes, which is one word, and only while it is the last.
 class FlightRing {
  public:
   // capacity: a power of two.
@@ -100,8 +102,8 @@ class FlightRing {
     const uint64_t at = head_.load(std::memory_order_relaxed);
     if (std::exchange(last_repeats_, entry.repeats)) [[unlikely]]
       add_repetitions();
-    // Pairs with the acquire fence in read(): a reader that got one of the words below also gets the head that was stored
-    // before them, and sees that the slot is being overwritten.
+    // Pairs with the acquire fence in read(): a reader that got one of the words below also gets the head that was
+    // stored before them, and sees that the slot is being overwritten.
     std::atomic_thread_fence(std::memory_order_release);
     Slot& slot = slots_[at & mask_];
     slot[0].store(static_cast<uint64_t>(entry.ticks), std::memory_order_relaxed);
@@ -181,8 +183,8 @@ struct FlightNote {
 class FlightRecorder {
  public:
   static constexpr int64_t kBurstNs = 256;
-  // entries: of each ring, a power of two; 0: off. simulated: null, or the clock of a simulated engine. burst_ns: entries
-  // that on average are less than this apart share readings of the clock; 0: each has one of its own.
+  // entries: of each ring, a power of two; 0: off. simulated: null, or the clock of a simulated engine. burst_ns:
+  // entries that on average are less than this apart share readings of the clock; 0: each has one of its own.
   FlightRecorder(uint32_t entries, const Clock* simulated, int64_t burst_ns);
   // Of the engine's transports, in its order of them. Once, before anything is recorded of a rail.
   struct Rails {
@@ -212,8 +214,8 @@ class FlightRecorder {
     record(transport, rail, entry);
     repeated_ = {ring_of(transport, rail).last_count(), peer, entry.bytes, kind_of(entry.imm, entry.op, rail)};
   }
-  // True: the last entry is by record_repeatable() and tells of this transfer too, the next after it, by one count more. It
-  // must be of the same transport.
+  // True: the last entry is by record_repeatable() and tells of this transfer too, the next after it, by one count
+  // more. It must be of the same transport.
   bool repeat(const void* peer, uint32_t rail, uint32_t imm, uint32_t op, uint64_t bytes) {
     const Repeated& last = repeated_;
     if (last.peer != peer || last.bytes != bytes || last.kind != kind_of(imm, op, rail) || ticks_ == ticks_end_)

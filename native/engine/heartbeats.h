@@ -1,10 +1,10 @@
 // Whether peers still move, also those that nothing is asked of: EngineOptions::heartbeat_ns.
 //
-// A heartbeat is a service message without content. That the peer's engine has taken it is told by the transport, so that
-// the time until then is a round trip through both engines. One is under way per peer at most.
+// A heartbeat is a service message without content. That the peer's engine has taken it is told by the transport, so
+// that the time until then is a round trip through both engines. One is under way per peer at most.
 //   answered within an interval            connected
 //   an interval without an answer          slow
-//   kFrozenAfter intervals without one     frozen: its network, or kernel, takes what we send, and the process stands still
+//   kFrozenAfter intervals without one     frozen: its kernel or network takes what we send, the process stands still
 //   lost                                   is the transport's to say, which a heartbeat under way makes look
 #pragma once
 

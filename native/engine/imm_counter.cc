@@ -13,8 +13,13 @@
 namespace crossrail {
 
 namespace {
+// What the word of a blocked thread says.
+constexpr uint32_t kAwake = 0;
 constexpr uint32_t kServed = 1;
 constexpr uint32_t kClosed = 2;
+constexpr uint32_t kAsleep = 3;
+
+bool is_over(uint32_t word) { return word == kServed || word == kClosed; }
 }  // namespace
 
 ImmCounter::ImmCounter(Ref<Engine> engine, uint32_t imm) : engine_(std::move(engine)), imm_(imm) {}
@@ -25,8 +30,8 @@ const Clock& ImmCounter::clock() const { return engine_->clock(); }
 uint64_t ImmCounter::poll() const { return poll_units() / kUnitsPerCount; }
 
 bool ImmCounter::try_consume(uint64_t count) {
-  // Whoever queues goes first. A waiter that queues at this moment may see us overtake it: both asked at once. The flag is
-  // looked at for fairness alone, and the units are taken seq_cst.
+  // Whoever queues goes first. A waiter that queues at this moment may see us overtake it: both asked at once. The flag
+  // is looked at for fairness alone, and the units are taken seq_cst.
   return !has_waiters_.load(std::memory_order_acquire) && take(count * kUnitsPerCount);
 }
 
@@ -46,6 +51,13 @@ void ImmCounter::arrive(uint64_t units) {
   if (has_waiters_.load(std::memory_order_seq_cst)) serve();
 }
 
+// It may return from wait() at once, so its word is not touched after this but by the wake-up call, which is harmless
+// on a word that is gone. acq_rel: the release pairs with the acquire of the blocked thread, which either is seen
+// asleep here, or sees this before it sleeps (both change the word by a read-modify-write).
+void ImmCounter::tell(std::atomic<uint32_t>* word, uint32_t what) {
+  if (word->exchange(what, std::memory_order_acq_rel) == kAsleep) engine_->core().wake_sleepers(word);
+}
+
 // First come, first served: a big wait at the head holds back small ones behind it, and starves never.
 void ImmCounter::serve() {
   std::lock_guard lock(lock_);
@@ -53,11 +65,7 @@ void ImmCounter::serve() {
     Waiter& waiter = waiters_.front();
     if (!take(waiter.units)) return;
     if (waiter.futex != nullptr) {
-      // release: pairs with the acquire of the woken thread. It may return from wait() at once, so its word is not
-      // touched after the wake-up call, which itself is harmless on a word that is gone.
-      std::atomic<uint32_t>* word = waiter.futex;
-      word->store(kServed, std::memory_order_release);
-      engine_->core().wake_sleepers(word);
+      tell(waiter.futex, kServed);
     } else {
       waiter.notifier->post(waiter.cookie);
     }
@@ -80,8 +88,7 @@ void ImmCounter::close() {
   closed_.store(true, std::memory_order_release);  // pairs with the acquire in closed(): the engine's end is seen, too
   for (Waiter& waiter : waiters_) {
     if (waiter.futex != nullptr) {
-      waiter.futex->store(kClosed, std::memory_order_release);  // as in serve()
-      engine_->core().wake_sleepers(waiter.futex);
+      tell(waiter.futex, kClosed);
     } else {
       waiter.notifier->post(waiter.cookie);
     }
@@ -133,37 +140,32 @@ bool ImmCounter::cancel_notify(uint64_t ticket) {
   return true;
 }
 
+// Queues before it drives: whoever asks later is served later.
 WaitResult ImmCounter::wait(uint64_t count, Deadline deadline, const InterruptCheck& interrupted) {
   if (try_consume(count)) return WaitResult::kReady;
-  if (closed()) return WaitResult::kClosed;
-  std::atomic<uint32_t> word{0};
-  uint64_t ticket = 0;  // not queued yet
-  const auto ready = [&] {
-    return ticket == 0 ? try_consume(count) || closed() : word.load(std::memory_order_acquire) != 0;
-  };
+  std::atomic<uint32_t> word{kAwake};
+  uint64_t ticket;
+  {
+    std::lock_guard lock(lock_);
+    if (closed()) return WaitResult::kClosed;
+    ticket = next_ticket_++;
+    waiters_.push_back({ticket, count * kUnitsPerCount, nullptr, &word, 0});
+    has_waiters_.store(true, std::memory_order_seq_cst);
+  }
+  serve();
+  // acquire: pairs with the release in tell().
+  const auto ready = [&] { return is_over(word.load(std::memory_order_acquire)); };
   const auto sleep = [&](EngineCore::Guest& guest, Deadline until) {
-    if (ticket == 0) {
-      {
-        std::lock_guard lock(lock_);
-        if (closed()) {
-          word.store(kClosed, std::memory_order_relaxed);
-          ticket = ~uint64_t{0};
-          return;
-        }
-        ticket = next_ticket_++;
-        waiters_.push_back({ticket, count * kUnitsPerCount, nullptr, &word, 0});
-        has_waiters_.store(true, std::memory_order_seq_cst);
-      }
-      serve();
-    }
-    if (word.load(std::memory_order_acquire) == 0) engine_->core().sleep_on(guest, &word, 0, until);
+    uint32_t seen = kAwake;
+    if (!word.compare_exchange_strong(seen, kAsleep, std::memory_order_acq_rel)) return;
+    engine_->core().sleep_on(guest, &word, kAsleep, until);
+    seen = kAsleep;
+    word.compare_exchange_strong(seen, kAwake, std::memory_order_acq_rel);  // else it is over
   };
   const WaitResult result = engine_->core().wait_until(ready, sleep, deadline, interrupted);
-  if (ticket == 0) return result == WaitResult::kReady && closed() ? WaitResult::kClosed : result;
-  // Queued: our word is on this stack, so leave the queue before returning. Served in the last moment counts.
-  if (word.load(std::memory_order_acquire) == 0 && cancel_notify(ticket)) return result;
-  // acquire: pairs with the release in serve().
-  while (word.load(std::memory_order_acquire) == 0) cpu_relax();
+  // Our word is on this stack, so leave the queue before returning. Served in the last moment counts.
+  if (!ready() && cancel_notify(ticket)) return result;
+  while (!ready()) cpu_relax();
   const bool is_served = word.load(std::memory_order_acquire) == kServed;
   if (result == WaitResult::kInterrupted) {  // nobody would learn that the counts were taken while the check ran
     if (is_served) arrive(count * kUnitsPerCount);

@@ -63,10 +63,11 @@ class ImmCounter : public RefCounted<ImmCounter> {
     uint64_t ticket;
     uint64_t units;
     Ref<Notifier> notifier;        // or
-    std::atomic<uint32_t>* futex;  // of a blocked thread: 1 = served, 2 = closed
+    std::atomic<uint32_t>* futex;  // of a blocked thread
     uint64_t cookie;
   };
   void serve();
+  void tell(std::atomic<uint32_t>* word, uint32_t what);
   // Takes units if there are as many.
   bool take(uint64_t needed);
 

@@ -12,8 +12,8 @@
 namespace crossrail {
 
 // Invariant: at most capacity counters; arrivals of further numbers are refused by find_or_add, never dropped silently.
-// Invariant: a number that allocate() gives had no counter: it was released, or never given, and nothing arrived for it since.
-// Threads: any. flush_arrivals, note_arrival: progress holder.
+// Invariant: a number that allocate() gives had no counter: it was released, or never given, and nothing arrived for it
+// since. Threads: any. flush_arrivals, note_arrival: progress holder.
 class ImmTable {
  public:
   // Allocated are numbers from `first` on.

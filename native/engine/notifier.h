@@ -1,4 +1,5 @@
-// From worker to whoever wants to know: a lock-free stack of cookies and an eventfd that becomes readable when it fills.
+// From worker to whoever wants to know: a lock-free stack of cookies and an eventfd that becomes readable when it
+// fills.
 #pragma once
 
 #include <atomic>

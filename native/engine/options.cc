@@ -37,7 +37,7 @@ void check_transports(const EngineOptions& options) {
   const bool simulated = (transports & transport_bit(TransportKind::kSim)) != 0;
   if (simulated && transports != transport_bit(TransportKind::kSim))
     throw UsageError("transport 'sim' cannot be combined with others: its time is virtual");
-  if (simulated != (options.stage != nullptr))
+  if (simulated != (options.simulation != nullptr))
     throw UsageError(simulated ? "transport 'sim' needs a world: open the engine inside `with sim.World():`, or by "
                                  "world.host(...).engine(...)"
                                : "an engine in a simulated world has transport 'sim' and no other");

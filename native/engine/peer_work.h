@@ -17,10 +17,10 @@ struct PostItem {
   uint32_t target;  // of scatter and barrier
 };
 
-// A work request whose time is taken: one at a time of each peer, and when it was posted nothing else of its transfer was
-// under way. The next of that transfer that is over is taken for it; without order, that may be a later slice of the same.
-// In bursts 0 to 3 are passed over, in turn, from one time to the next: always the first would be taken else, which goes by
-// the same rail each time.
+// A work request whose time is taken: one at a time of each peer, and when it was posted nothing else of its transfer
+// was under way. The next of that transfer that is over is taken for it; without order, that may be a later slice of
+// the same. In bursts 0 to 3 are passed over, in turn, from one time to the next: always the first would be taken else,
+// which goes by the same rail each time.
 struct TimedWork {
   const Transfer* transfer = nullptr;  // null: none
   int64_t since_ns = 0;
@@ -34,7 +34,7 @@ struct TimedWork {
 // Invariant: is_busy exactly when the peer is in EngineCore::busy_.
 struct PeerWork {
   RingQueue<PostItem> backlog;   // one-sided
-  RingQueue<PostItem> shorts;    // likewise, but for Traits::short_bytes_max: not behind all that is long
+  RingQueue<PostItem> shorts;    // likewise, up to kShortBytesMax: not behind all that is long
   RingQueue<PostItem> messages;  // kept apart: a receiver without buffers holds back messages only
   RingQueue<PostItem> services;  // of the engines themselves: before all others
   Heartbeat heartbeat;
@@ -42,9 +42,9 @@ struct PeerWork {
   bool is_busy = false;
   std::string note;  // why lost or frozen
 
-  // Nothing waits: memory of a long queue is given back.
+  // Nothing waits: memory of a long queue is given back. What grows it again is a burst as long.
   void end_busy() {
-    constexpr size_t kKeptMax = 4096;
+    constexpr size_t kKeptMax = 256;
     is_busy = false;
     for (auto* queue : {&backlog, &shorts, &messages, &services}) {
       if (queue->capacity() > kKeptMax) queue->release();

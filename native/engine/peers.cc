@@ -41,8 +41,8 @@ bool is_linked(PeerState state) {
   return state == PeerState::kConnected || state == PeerState::kSlow || state == PeerState::kFrozen;
 }
 
-// One incarnation is one engine. Only where it is reached may be told differently, through forwarded ports, say: the way
-// that was told first is taken. All else that differs was changed, or made up.
+// One incarnation is one engine. Only where it is reached may be told differently, through forwarded ports, say: the
+// way that was told first is taken. All else that differs was changed, or made up.
 void check_same(const Peer& peer, const Address& address) {
   const Address& known = peer.address();
   const auto identity = [](const Address& of) { return std::tie(of.name, of.host, of.net, of.pid, of.transports); };
@@ -98,6 +98,7 @@ bool EngineCore::knows(const Peer& peer) const {
 }
 
 void EngineCore::start_connect(Peer& peer) {
+  assert_holder();
   if (peer.link_ != nullptr || peer.state() == PeerState::kLost || closed()) return;
   if (!knows(peer)) {  // an operation that began before it was forgotten: a second link to the same engine must not be
     peer.work_->note = kForgotten;
@@ -188,12 +189,14 @@ std::vector<PeerRef> EngineCore::peers() {
 }
 
 void EngineCore::set_state(Peer& peer, PeerState state, FlightState shown) {
+  assert_holder();
   peer.state_.store(state, std::memory_order_release);
   peer.track_->state.store(state, std::memory_order_relaxed);
   recorder_.record({.peer = peer.track_->id, .count = 1, .state = shown});
 }
 
 void EngineCore::set_liveness(Peer& peer, PeerState state, const std::string& detail) {
+  assert_holder();
   const PeerState before = peer.state();
   if (before == state || !is_linked(before)) return;
   const bool moves = state == PeerState::kConnected;
@@ -210,6 +213,7 @@ void EngineCore::set_liveness(Peer& peer, PeerState state, const std::string& de
 }
 
 Status EngineCore::map(Peer& peer, RemoteRegion& region, int gpu, Mapping* mapping) {
+  assert_holder();
   if (closed()) return Status::kEngineClosed;
   if (peer.link_ == nullptr) return Status::kPeerLost;
   const Status status = peer.route_.transport->map(*peer.link_, *key_of(peer, region), gpu, mapping);

@@ -1,8 +1,8 @@
 // Fills memory that nobody should write to any more with a pattern, and finds out whether somebody did.
 //
-// The bytes depend on where they lie and on a number drawn for each poisoning: neither zeros, nor a copy of other poisoned
-// memory, nor what an earlier poisoning left pass for them. A write of a single byte goes unseen once in 256, of eight once
-// in 2^64.
+// The bytes depend on where they lie and on a number drawn for each poisoning: neither zeros, nor a copy of other
+// poisoned memory, nor what an earlier poisoning left pass for them. A write of a single byte goes unseen once in 256,
+// of eight once in 2^64.
 #pragma once
 
 #include <array>

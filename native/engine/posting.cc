@@ -15,6 +15,8 @@ constexpr uint64_t kQueuedPerRound = uint64_t{4} << 20;  // Where posting only q
 }  // namespace
 
 uint32_t EngineCore::take_submits() {
+  assert_holder();
+  round_bytes_ = 0;
   uint32_t taken = 0;
   Transfer* transfer;
   while (taken < kSubmitsPerRound && submits_.try_pop(&transfer)) {
@@ -26,6 +28,7 @@ uint32_t EngineCore::take_submits() {
 }
 
 void EngineCore::start(Transfer* transfer) {
+  assert_holder();
   TransferWork& work = *transfer->work_;
   work.serial = ++last_serial_;
   if (!work.at_once) record_transfer(FlightState::kSubmitted, *transfer);
@@ -43,6 +46,7 @@ void EngineCore::start(Transfer* transfer) {
 
 // True: it waits for its word; or has ended, since that is watched no more.
 bool EngineCore::hold(Transfer* transfer) {
+  assert_holder();
   TransferWork& work = *transfer->work_;
   Peer& peer = work.peer();
   if (peer.link_ == nullptr) start_connect(peer);      // meanwhile
@@ -61,7 +65,7 @@ bool EngineCore::hold(Transfer* transfer) {
 }
 
 void EngineCore::on_word_changed() {
-  if (is_staged() || !try_enter()) {
+  if (is_simulated() || !try_enter()) {
     wake();
     return;
   }
@@ -69,22 +73,30 @@ void EngineCore::on_word_changed() {
     progress_lock_.unlock();
     return;
   }
-  round_bytes_ = 0;
   first_bytes_only_ = true;
   if (begin_triggered() > 0) bump(moves_);
   first_bytes_only_ = false;
   leave_awake();
 }
 
-// Whether it may be posted by who begins it. One that has no short work to begin with is queued, too.
-bool EngineCore::may_post(const TransferWork& work) const {
-  if (!first_bytes_only_) return true;
+// How much a round posts to such peers.
+uint64_t EngineCore::round_bytes_max(const Peer& peer) {
+  return peer.route_.traits->balances_rails ? kQueuedPerRound : kBytesPerRound;
+}
+
+// Whether it may be posted by who begins it. One that has no short work to begin with is queued, too; and a long one
+// once this round has posted enough: those submitted behind it are to be heard of before all of them are copied.
+bool EngineCore::may_post(const Peer& peer, const PostItem& item) const {
+  const TransferWork& work = *item.transfer->work_;
+  if (!first_bytes_only_) return is_short(item) || round_bytes_ < round_bytes_max(peer);
   return round_bytes_ < kFirstBytes &&
          (work.kind == OpKind::kPagedWrites ? work.page_bytes : work.length_bytes) <= kFirstBytes;
 }
 
 uint32_t EngineCore::begin_triggered() {
+  assert_holder();
   if (triggers_.empty()) return 0;
+  round_bytes_ = 0;
   const std::vector<Triggers::Due> due = triggers_.take_due();
   for (const auto& [transfer, word] : due) {
     TransferWork& work = *transfer->work_;
@@ -103,6 +115,7 @@ uint32_t EngineCore::begin_triggered() {
 }
 
 void EngineCore::begin(Transfer* transfer) {
+  assert_holder();
   TransferWork& work = *transfer->work_;
   work.first_rail = work.rail != kAnyRail ? work.rail : next_rail_;
   if (++next_rail_ == transports_.rail_count()) next_rail_ = 0;
@@ -118,17 +131,17 @@ void EngineCore::begin(Transfer* transfer) {
   finish_if_done(transfer);
 }
 
-// One work that a transport with room for short ones takes beside all others. Those of one peer keep their turns among them.
-bool EngineCore::is_short(const Peer& peer, const PostItem& item) {
+// One short work. Those of one peer keep their turns among them.
+bool EngineCore::is_short(const PostItem& item) {
   const TransferWork& work = *item.transfer->work_;
-  const uint64_t limit = peer.route_.traits->short_bytes_max;
-  if (limit == 0 || work.bulk || work.has_plan || work.kind == OpKind::kPagedWrites) return false;
+  if (work.bulk || work.has_plan || work.kind == OpKind::kPagedWrites) return false;
   const bool has_targets = work.kind == OpKind::kScatter || work.kind == OpKind::kBarrier;
-  return (has_targets ? work.targets[item.target].length_bytes : work.length_bytes) <= limit;
+  return (has_targets ? work.targets[item.target].length_bytes : work.length_bytes) <= kShortBytesMax;
 }
 
 // Posts at once what nothing else is queued before; queues the rest.
 void EngineCore::start_item(Peer& peer, Transfer* transfer, uint32_t target) {
+  assert_holder();
   if (peer.link_ == nullptr) start_connect(peer);
   const PostItem item{transfer, target};
   if (peer.state() == PeerState::kLost) {
@@ -139,9 +152,9 @@ void EngineCore::start_item(Peer& peer, Transfer* transfer, uint32_t target) {
   const OpKind kind = transfer->work_->kind;
   auto& backlog = kind == OpKind::kSend      ? waiting.messages
                   : kind == OpKind::kService ? waiting.services
-                  : is_short(peer, item)     ? waiting.shorts
+                  : is_short(item)           ? waiting.shorts
                                              : waiting.backlog;
-  if (backlog.empty() && may_post(*transfer->work_) && advance(peer, item) == Progress::kAllPosted) {
+  if (backlog.empty() && may_post(peer, item) && advance(peer, item) == Progress::kAllPosted) {
     close_item(transfer);
     return;
   }
@@ -151,26 +164,27 @@ void EngineCore::start_item(Peer& peer, Transfer* transfer, uint32_t target) {
 }
 
 void EngineCore::mark_busy(Peer& peer) {
+  assert_holder();
   note_queued(peer);
   if (std::exchange(peer.work_->is_busy, true)) return;
   busy_.push_back(PeerRef::share(&peer));
 }
 
+// Short work of all peers does not share a round's bytes with what is long. They go first by turns: what is long may
+// need the same room for a part of it.
 uint32_t EngineCore::post_backlogs() {
-  round_bytes_ = 0;
+  assert_holder();
   runnable_ = false;
   if (busy_.empty()) return 0;
-  uint32_t moved = 0;
-  for (size_t i = 0; i < busy_.size(); ++i) {
-    const PeerRef peer = busy_[i];  // posting may lose the peer
-    moved += post_backlog(*peer, peer->work_->services);
-    moved += post_backlog(*peer, peer->work_->messages);
-    // By turns: what is long may need the same room for a part of it.
-    PeerWork& work = *peer->work_;
-    moved += post_backlog(*peer, shorts_first_ ? work.shorts : work.backlog);
-    moved += post_backlog(*peer, shorts_first_ ? work.backlog : work.shorts);
-  }
+  size_t next = 0;
+  const auto post_short = [&] {
+    return post_turns({&PeerWork::services, &PeerWork::messages, &PeerWork::shorts}, &next);
+  };
+  uint32_t moved = shorts_first_ ? post_short() : 0;
+  moved += post_turns({&PeerWork::backlog}, &next);
+  if (!shorts_first_) moved += post_short();
   shorts_first_ = !shorts_first_;
+  std::rotate(busy_.begin(), busy_.begin() + static_cast<std::ptrdiff_t>(next), busy_.end());
   std::erase_if(busy_, [](const PeerRef& peer) {
     note_queued(*peer);
     PeerWork& work = *peer->work_;
@@ -182,11 +196,29 @@ uint32_t EngineCore::post_backlogs() {
   return moved;
 }
 
+// A turn for each busy peer, until the round has posted its bytes. *next: the first that got none, if any: the next
+// round begins there.
+uint32_t EngineCore::post_turns(std::initializer_list<RingQueue<PostItem> PeerWork::*> queues, size_t* next) {
+  round_bytes_ = 0;
+  uint32_t moved = 0;
+  const size_t count = busy_.size();  // posting may add some
+  for (size_t i = 0; i < count; ++i) {
+    const PeerRef peer = busy_[i];  // posting may lose the peer
+    if (round_bytes_ >= round_bytes_max(*peer)) {
+      if (*next == 0) *next = i;
+      continue;
+    }
+    for (const auto queue : queues) moved += post_backlog(*peer, (*peer->work_).*queue);
+  }
+  return moved;
+}
+
 // One round over a peer's queue, each item a turn; ends when everything that was tried is blocked.
 uint32_t EngineCore::post_backlog(Peer& peer, RingQueue<PostItem>& backlog) {
+  assert_holder();
   uint32_t moved = 0;
   uint32_t blocked = 0;
-  const uint64_t bytes_max = peer.route_.traits->balances_rails ? kQueuedPerRound : kBytesPerRound;
+  const uint64_t bytes_max = round_bytes_max(peer);
   for (uint32_t turn = 0; turn < kItemsPerTurn && blocked < backlog.size() && round_bytes_ < bytes_max; ++turn) {
     const PostItem item = backlog.front();
     const uint32_t posted_before = item.transfer->work_->posted;
@@ -216,6 +248,7 @@ uint32_t EngineCore::post_backlog(Peer& peer, RingQueue<PostItem>& backlog) {
 }
 
 EngineCore::Progress EngineCore::advance(Peer& peer, const PostItem& item) {
+  assert_holder();
   TransferWork& work = *item.transfer->work_;
   const bool has_targets = work.kind == OpKind::kScatter || work.kind == OpKind::kBarrier;  // each fails for itself
   if ((work.failure != Status::kDone && !has_targets) || work.cut_short)

@@ -31,6 +31,7 @@ EngineStats EngineCore::stats() const {
 // --- progress holder ---
 
 void EngineCore::record_transfer(FlightState state, const Transfer& transfer) {
+  assert_holder();
   const TransferWork& work = *transfer.work_;
   const bool has_targets = work.kind == OpKind::kScatter || work.kind == OpKind::kBarrier;
   recorder_.record({.bytes = work.length_bytes,
@@ -45,6 +46,7 @@ void EngineCore::record_transfer(FlightState state, const Transfer& transfer) {
 // Works of one transfer that went to a transport, to one of its rails, or ended there.
 void EngineCore::record_works(FlightState state, const Peer& peer, uint32_t rail, const Transfer& transfer,
                               uint32_t count, uint64_t bytes) {
+  assert_holder();
   const TransferWork& work = *transfer.work_;
   recorder_.record(peer.route_.index, rail,
                    {.bytes = bytes,
@@ -58,15 +60,18 @@ void EngineCore::record_works(FlightState state, const Peer& peer, uint32_t rail
 
 void EngineCore::record_posted(Peer& peer, uint32_t rail, uint32_t accepted, uint32_t completed, uint64_t bytes,
                                const Transfer& transfer) {
+  assert_holder();
   // What was retired through the sink meanwhile is counted already: below zero for a moment.
   if (accepted > completed) bump(peer.track_->outstanding, accepted - completed);
   record_works(accepted > completed ? FlightState::kPosted : FlightState::kMoved, peer, rail, transfer, accepted,
                bytes);
 }
 
-// The first, and most likely only, work of a transfer that nobody else knows of was over at once. Since every transfer is
-// recorded in some way (finish), those that repeat each other without another entry between them are numbered in a row.
+// The first, and most likely only, work of a transfer that nobody else knows of was over at once. Since every transfer
+// is recorded in some way (finish), those that repeat each other without another entry between them are numbered in a
+// row.
 void EngineCore::record_first_moved(const Peer& peer, uint32_t rail, uint64_t bytes, const TransferWork& work) {
+  assert_holder();
   recorder_.record_repeatable(&peer, peer.route_.index, rail,
                               {.bytes = bytes,
                                .transfer = work.serial,
@@ -90,6 +95,7 @@ void EngineCore::note_queued(Peer& peer) {
 
 // Arrivals of one number that come one after the other are one entry.
 void EngineCore::record_arrivals() {
+  assert_holder();
   if (arrived_count_ == 0) return;
   recorder_.record(
       {.bytes = arrived_units_, .imm = arrived_imm_, .count = arrived_count_, .state = FlightState::kArrived});

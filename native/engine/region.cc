@@ -26,6 +26,7 @@ Region::Region(Ref<Engine> engine, LocalRegions local, Access access, std::share
       access_(access),
       is_mapped_(local_.is_mapped()),
       memory_(local_.memory()),
+      is_plain_(memory_ == MemoryKind::kHost && !local_.is_for_mapping()),
       gpu_(local_.gpu()),
       needs_flush_(local_.needs_flush()),
       given_by_(local_.given_by()) {
@@ -141,12 +142,13 @@ WaitResult Region::wait_until(const std::function<bool()>& ready, Deadline deadl
   if (ready()) return WaitResult::kReady;
   WaitResult result = engine_->core().wait_until(ready, nap, deadline, interrupted);
   // Nobody would drive a simulated peer meanwhile.
-  if (result == WaitResult::kClosed && engine_->core().is_staged())
+  if (result == WaitResult::kClosed && engine_->core().is_simulated())
     return ready() ? WaitResult::kReady : WaitResult::kTimeout;
   while (result == WaitResult::kClosed) {
     if (ready()) return WaitResult::kReady;
-    if (now_ns() >= deadline) return WaitResult::kTimeout;
-    if (interrupted && interrupted()) return WaitResult::kInterrupted;
+    const int64_t now = now_ns();
+    if (now >= deadline) return WaitResult::kTimeout;
+    if (interrupted.is_due(now) && interrupted.ask(now)) return WaitResult::kInterrupted;
     take_nap(deadline);
   }
   return result;
@@ -160,8 +162,8 @@ bool Region::is_fence_up() const {
          engine_->core().transports().is_region_quiet(*shown_);
 }
 
-// Likewise. Submitters first: one that stops being one has begun its operation, if it goes on. The loads of inflight_ops
-// pair with the release in EngineCore::finish. No NIC is asked to forget what our own transfers still use.
+// Likewise. Submitters first: one that stops being one has begun its operation, if it goes on. The loads of
+// inflight_ops pair with the release in EngineCore::finish. No NIC is asked to forget what our own transfers still use.
 bool Region::is_quiet() const {
   EngineCore& core = engine_->core();
   if (core.is_submitting() || inflight_ops() != 0) return false;
@@ -268,8 +270,8 @@ void Region::renew() {
 void Region::begin_close() {
   if (closed()) return;
   const bool forked = engine_->core().forked();
-  // Before the phase changes: a second closer, who finds it closing, has to find the lock taken (is_quiet) until peers are
-  // refused, too. A child's copy of the lock may be held for ever.
+  // Before the phase changes: a second closer, who finds it closing, has to find the lock taken (is_quiet) until peers
+  // are refused, too. A child's copy of the lock may be held for ever.
   std::unique_lock lock(fencing_, std::defer_lock);
   if (!forked) lock.lock();
   uint8_t expected = kOpen;

@@ -28,8 +28,8 @@ class Peer;
 // Lifecycle: 1. open. 2. closing: no new submit, peers refused. 3. closed: nothing touches the memory any more.
 // While it is open, peers may be locked out and let in again, any number of times: admitted -> revoking -> revoked ->
 // admitted, each time under an id and keys that were never used before. So a descriptor names one generation of peers.
-// Owner of the memory: the caller, from registration until close() returned kReady; the engine for alloc() and alloc_on_gpu().
-// Threads: any.
+// Owner of the memory: the caller, from registration until close() returned kReady; the engine for alloc() and
+// alloc_on_gpu(). Threads: any.
 class Region {
  public:
   Region(const Region&) = delete;
@@ -42,6 +42,8 @@ class Region {
   uint64_t length_bytes() const { return length_bytes_; }
   Access access() const { return access_; }
   MemoryKind memory() const { return memory_; }
+  // Of the host, and for transfers: not of alloc_for_mapping().
+  bool is_plain() const { return is_plain_; }
   // Of a GPU's: its ordinal, else -1; by what means NICs were given it, for people.
   int gpu() const { return gpu_; }
   const std::string& given_by() const { return given_by_; }
@@ -57,11 +59,12 @@ class Region {
   bool closed() const { return phase_.load(std::memory_order_seq_cst) != kOpen; }
 
   // Locks peers out: refuses them from now on, and blocks until none of them can touch the memory any more. Our own
-  // transfers go on with it. Descriptors given out so far never work again. kTimeout: refused they are, but one is still
-  // at it (quarantined()): call again. Throws UsageError when closed, TransportError when a NIC does not take the memory
-  // a second time; then nothing has changed.
+  // transfers go on with it. Descriptors given out so far never work again. kTimeout: refused they are, but one is
+  // still at it (quarantined()): call again. Throws UsageError when closed, TransportError when a NIC does not take the
+  // memory a second time; then nothing has changed.
   WaitResult revoke(Deadline deadline, const InterruptCheck& interrupted);
-  // Lets peers in again, by a new descriptor. Throws UsageError unless revoke() has returned kReady, and TransportError.
+  // Lets peers in again, by a new descriptor. Throws UsageError unless revoke() has returned kReady, and
+  // TransportError.
   void renew();
   // Peers are locked out, or are being so.
   bool revoked() const { return fence_.load(std::memory_order_acquire) != kAdmitted; }
@@ -86,7 +89,8 @@ class Region {
   // Whether peers may name it by this id now.
   bool is_open_as(uint64_t id) const { return shown_id_.load(std::memory_order_seq_cst) == id; }
 
-  // close() without drain: the transfers that use it are to be cancelled. relaxed: asked again after request_cancel_scan.
+  // close() without drain: the transfers that use it are to be cancelled. relaxed: asked again after
+  // request_cancel_scan.
   bool cancels_ops() const { return cancels_ops_.load(std::memory_order_relaxed); }
 
  private:
@@ -126,6 +130,7 @@ class Region {
   const Access access_;
   const bool is_mapped_;
   const MemoryKind memory_;
+  const bool is_plain_;
   const int gpu_;
   const bool needs_flush_;
   const std::string given_by_;
@@ -133,8 +138,8 @@ class Region {
   // the progress holder only tries to lock it: revoke() becomes the holder while it has it.
   mutable std::mutex fencing_;
   RegionDescriptor descriptor_;
-  // Under which id peers may name it; 0: under none. seq_cst: who begins a use counts itself, then looks at this; who ends
-  // all uses clears this, then looks at the count.
+  // Under which id peers may name it; 0: under none. seq_cst: who begins a use counts itself, then looks at this; who
+  // ends all uses clears this, then looks at the count.
   std::atomic<uint64_t> shown_id_{0};
   std::atomic<uint32_t> peer_uses_{0};
   enum : uint8_t { kAdmitted, kRevoking, kRevoked };

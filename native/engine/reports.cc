@@ -8,6 +8,7 @@
 namespace crossrail {
 
 void EngineCore::on_link_up(Link& link) {
+  assert_holder();
   auto& peer = *static_cast<Peer*>(link.user);
   set_state(peer, PeerState::kConnected, FlightState::kConnected);
   bump(peer.track_->moves);
@@ -17,6 +18,7 @@ void EngineCore::on_link_up(Link& link) {
 }
 
 void EngineCore::on_link_down(Link& link, const std::string& reason, bool orderly) {
+  assert_holder();
   const PeerRef peer = PeerRef::share(static_cast<Peer*>(link.user));
   peer->link_ = nullptr;
   peer->work_->note = reason;
@@ -36,10 +38,12 @@ void EngineCore::on_link_down(Link& link, const std::string& reason, bool orderl
 }
 
 void EngineCore::on_link_frozen(Link& link, bool frozen, const std::string& detail) {
+  assert_holder();
   set_liveness(*static_cast<Peer*>(link.user), frozen ? PeerState::kFrozen : PeerState::kConnected, detail);
 }
 
 void EngineCore::on_protocol_error(const std::string& peer, const std::string& detail) {
+  assert_holder();
   add_event({EngineEvent::Kind::kProtocolError, peer, detail});
 }
 
@@ -50,6 +54,7 @@ void EngineCore::flush_gpu_before_counts(int ordinal) {
 
 // What NICs wrote to GPUs whose writes come in late is waited for. False, and an event: it cannot be.
 bool EngineCore::flush_gpus(uint64_t gpus, const std::string& what) {
+  assert_holder();
   try {
     for (; gpus != 0; gpus &= gpus - 1) device::flush_writes(std::countr_zero(gpus));
     return true;
@@ -60,8 +65,8 @@ bool EngineCore::flush_gpus(uint64_t gpus, const std::string& what) {
 }
 
 void EngineCore::count_arrivals() {
-  constexpr int kTurnsMax = 1000;       // others may go on for ever
-  if (closed() || is_staged()) return;  // in a simulation what arrives takes its virtual time
+  constexpr int kTurnsMax = 1000;          // others may go on for ever
+  if (closed() || is_simulated()) return;  // in a simulation what arrives takes its virtual time
   run_as_holder([this] {
     for (int turn = 0; turn < kTurnsMax && !closed() && poll_transports() > 0; ++turn) {
     }
@@ -71,6 +76,7 @@ void EngineCore::count_arrivals() {
 }
 
 void EngineCore::on_imm(uint32_t imm, uint64_t units) {
+  assert_holder();
   // acquire: pairs with flush_gpu_before_counts(), before which no peer knew of the region.
   if (const uint64_t gpus = gpus_to_flush_.load(std::memory_order_acquire); gpus != 0) [[unlikely]] {
     if (!flush_gpus(gpus, "an arrival of immediate " + std::to_string(imm))) return;
@@ -91,6 +97,7 @@ void EngineCore::on_imm(uint32_t imm, uint64_t units) {
 }
 
 Sink::Offer EngineCore::on_message(const std::shared_ptr<const Address>& sender, std::span<const uint8_t> payload) {
+  assert_holder();
   const uint64_t version = pool_version_.load(std::memory_order_acquire);
   if (version != pool_version_seen_) {
     std::lock_guard lock(tables_mutex_);

@@ -1,5 +1,5 @@
-// What engines tell each other beside their users' operations (WorkOp::kService). Little-endian, versioned, bounds-checked:
-// it comes from outside.
+// What engines tell each other beside their users' operations (WorkOp::kService). Little-endian, versioned,
+// bounds-checked: it comes from outside.
 #pragma once
 
 #include <cstdint>
@@ -25,8 +25,9 @@ enum class ServiceKind : uint8_t {
 
 struct Ping {};
 
-// To the peer of a checked operation, once its bytes are in place: is this the sum of yours? If so, count the immediate.
-// The bytes are those of the pages offset + stride_bytes * pages[i], one after the other; a range is one page.
+// To the peer of a checked operation, once its bytes are in place: is this the sum of yours? If so, count the
+// immediate. The bytes are those of the pages offset + stride_bytes * pages[i], one after the other; a range is one
+// page.
 inline constexpr size_t kPagesPerQuestion = 960;
 struct Question {
   uint64_t token = 0;  // the asker's

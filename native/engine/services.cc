@@ -19,6 +19,7 @@ constexpr uint32_t kBadServicesTold = 16;  // of one engine's life: whoever send
 
 // A transfer like others, but nobody's: it is not in the user's statistics.
 void EngineCore::send_service(Peer& peer, Bytes payload, uint64_t token) {
+  assert_holder();
   Transfer* const transfer = transfers_.take();
   TransferWork& work = *transfer->work_;
   work.kind = OpKind::kService;
@@ -32,6 +33,7 @@ void EngineCore::send_service(Peer& peer, Bytes payload, uint64_t token) {
 }
 
 void EngineCore::on_service_ended(const TransferWork& work, Status status) {
+  assert_holder();
   bump(counters_.services_ended);
   switch (static_cast<ServiceKind>(work.payload[1])) {
     case ServiceKind::kPing:
@@ -50,6 +52,7 @@ void EngineCore::on_service_ended(const TransferWork& work, Status status) {
 }
 
 void EngineCore::tell(const Address& address, Bytes payload, uint64_t token) {
+  assert_holder();
   if (closed()) return;
   try {
     const PeerRef peer = add_peer(address);
@@ -64,10 +67,12 @@ void EngineCore::tell(const Address& address, Bytes payload, uint64_t token) {
 // --- hearing ---
 
 void EngineCore::on_service(const std::shared_ptr<const Address>& sender, std::span<const uint8_t> payload) {
+  assert_holder();
   services_in_.push_back({sender, Bytes(payload.begin(), payload.end())});
 }
 
 uint32_t EngineCore::serve() {
+  assert_holder();
   uint32_t moved = 0;
   if (!services_in_.empty()) {
     for (const ServiceNote& note : std::exchange(services_in_, {})) {

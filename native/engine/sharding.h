@@ -9,7 +9,8 @@
 
 namespace crossrail {
 
-// For each number of pieces 1..16: the first `first_count` take one share code, the rest another. Every row is one count.
+// For each number of pieces 1..16: the first `first_count` take one share code, the rest another. Every row is one
+// count.
 struct ShareRow {
   uint8_t first_count, first_code, rest_code;
 };

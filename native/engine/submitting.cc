@@ -1,5 +1,5 @@
-// Operations, on the submitting thread: what is wrong with the arguments is thrown here and nothing has happened; else a
-// transfer is filled and handed over.
+// Operations, on the submitting thread: what is wrong with the arguments is thrown here and nothing has happened; else
+// a transfer is filled and handed over.
 #include <algorithm>
 #include <bit>
 #include <string>
@@ -87,7 +87,9 @@ inline void check_remote(const RemoteRegion* region, const char* name, Access ne
 }
 
 // Memory of a GPU, on either side, goes by transports that leave it to NICs, or have the driver copy it.
-[[gnu::cold, gnu::noinline]] void check_gpu(const Region& local, const RemoteRegion& remote, bool verify) {
+[[gnu::cold, gnu::noinline]] void check_special(const Region& local, const RemoteRegion& remote, bool verify) {
+  if (local.memory() == MemoryKind::kHost && !local.is_plain())
+    throw UsageError("our memory was allocated for peers of this host to map it, and not for transfers");
   const Peer& peer = *remote.peer();
   const bool is_ours = local.memory() != MemoryKind::kHost;
   const std::string what = is_ours ? "our memory is on cuda:" + text(static_cast<uint64_t>(local.gpu()))
@@ -100,9 +102,28 @@ inline void check_remote(const RemoteRegion* region, const char* name, Access ne
   if (verify) throw UsageError("verify computes checksums on the CPU, and " + what + ": check it there");
 }
 inline void check_memory(const Region& local, const RemoteRegion& remote, bool verify) {
-  if (local.memory() == MemoryKind::kHost && remote.descriptor().memory == MemoryKind::kHost) [[likely]]
+  if (local.is_plain() && remote.descriptor().memory == MemoryKind::kHost) [[likely]]
     return;
-  check_gpu(local, remote, verify);
+  check_special(local, remote, verify);
+}
+
+// Copies within an engine's own memory begin at the front, in pieces: what they overwrote before they read it is gone.
+// A copy onto itself changes nothing.
+[[gnu::cold, gnu::noinline]] void check_overlap(EngineCore& core, const std::byte* local, const RemoteRegion& remote,
+                                                uint64_t remote_offset, uint64_t length_bytes) {
+  const RegionUse region = core.use_region(remote.descriptor().region_id);
+  if (!region) return;
+  const auto ours = reinterpret_cast<uint64_t>(local);
+  const auto theirs = reinterpret_cast<uint64_t>(region->base()) + remote_offset;
+  if (ours == theirs || ours + length_bytes <= theirs || theirs + length_bytes <= ours) return;
+  throw UsageError("src and dst are the same memory of this engine, " +
+                   text(ours < theirs ? theirs - ours : ours - theirs) + " bytes apart, and overlap with length " +
+                   text(length_bytes) + ": copy through another buffer");
+}
+inline void check_overlap(EngineCore& core, const Region& local, uint64_t local_offset, const RemoteRegion& remote,
+                          uint64_t remote_offset, uint64_t length_bytes) {
+  if (remote.descriptor().owner.incarnation == core.transports().address().incarnation) [[unlikely]]
+    check_overlap(core, local.base() + local_offset, remote, remote_offset, length_bytes);
 }
 
 void check_trigger(const Trigger& trigger, const EngineCore& core, bool verify) {
@@ -164,7 +185,7 @@ TransferRef EngineCore::hand_over(TransferRef transfer, bool short_work) {
   Region* const local = transfer->work_->local;
   // The caller's reference, and the engine's until completion. Not published yet: no atomic addition needed.
   transfer->word_.store(2 * Transfer::kOneRef, std::memory_order_relaxed);
-  const bool here = short_work && options_.polling != Polling::kSpin && !is_staged() && try_enter(kSubmitting);
+  const bool here = short_work && options_.polling != Polling::kSpin && !is_simulated() && try_enter(kSubmitting);
   if (!here && local != nullptr) local->begin_op();
   // Between our caller's look and now. From try_enter or begin_op on, close() waits for us; before it, we see it.
   if (local != nullptr && local->closed()) {
@@ -193,6 +214,7 @@ TransferRef Engine::submit_write(const WriteRequest& request) {
   if (request.trigger.watcher != nullptr) check_trigger(request.trigger, *core_, request.verify);
   check_range("src", request.src_offset, request.length_bytes, request.src->length_bytes());
   check_range("dst", request.dst_offset, request.length_bytes, request.dst->length_bytes());
+  check_overlap(*core_, *request.src, request.src_offset, *request.dst, request.dst_offset, request.length_bytes);
   check_imm(request.imm);
   check_rail(request.rail, rail_count());
   TransferRef transfer = core_->make_transfer(OpKind::kWrite);
@@ -217,6 +239,7 @@ TransferRef Engine::submit_read(const ReadRequest& request) {
   check_memory(*request.dst, *request.src, request.verify);
   check_range("dst", request.dst_offset, request.length_bytes, request.dst->length_bytes());
   check_range("src", request.src_offset, request.length_bytes, request.src->length_bytes());
+  check_overlap(*core_, *request.dst, request.dst_offset, *request.src, request.src_offset, request.length_bytes);
   check_rail(request.rail, rail_count());
   TransferRef transfer = core_->make_transfer(OpKind::kRead);
   TransferWork& work = EngineCore::work_of(*transfer);
@@ -323,6 +346,7 @@ TransferRef Engine::submit_scatter(const ScatterRequest& request) {
     // Checked on our copy: the caller's arrays may change meanwhile.
     check_range("src", target.src_offset, target.length_bytes, request.src->length_bytes());
     check_range("dsts", target.dst_offset, target.length_bytes, dst->length_bytes());
+    check_overlap(*core_, *request.src, target.src_offset, *dst, target.dst_offset, target.length_bytes);
     if (__builtin_add_overflow(work.length_bytes, target.length_bytes, &work.length_bytes)) throw_total("dsts", count);
     if (!target.peer->route_.traits->balances_rails) bytes_here += target.length_bytes;
   }

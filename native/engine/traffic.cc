@@ -1,16 +1,19 @@
-// What went where, and how long it took: counted as works are posted, sent and retired, and put together when asked for.
+// What went where, and how long it took: counted as works are posted, sent and retired, and put together when asked
+// for.
 #include "engine/traffic.h"
 
 #include <algorithm>
 #include <mutex>
 
 #include "engine/core.h"
+#include "util/clock.h"
 
 namespace crossrail {
 
 // --- progress holder ---
 
 void EngineCore::start_timing(Peer& peer, uint32_t rail, uint32_t accepted, const Transfer* transfer) {
+  assert_holder();
   TimedWork& timed = peer.work_->timed;
   const TransferWork& work = *transfer->work_;
   if (timed.transfer != nullptr) timed.in_burst = true;
@@ -26,6 +29,7 @@ void EngineCore::start_timing(Peer& peer, uint32_t rail, uint32_t accepted, cons
 
 // rail: where it was over, or kAnyRail: where it was posted.
 void EngineCore::end_timing(Peer& peer, uint32_t rail, const Transfer* transfer, bool is_good) {
+  assert_holder();
   TimedWork& timed = peer.work_->timed;
   if (timed.transfer != transfer) return;
   timed.transfer = nullptr;
@@ -33,23 +37,27 @@ void EngineCore::end_timing(Peer& peer, uint32_t rail, const Transfer* transfer,
 }
 
 void EngineCore::on_sent(Link& link, uint32_t rail, void* context, uint32_t count, uint64_t bytes, uint32_t imms) {
+  assert_holder();
   const Peer& peer = *static_cast<Peer*>(link.user);
   if (peer.track_->rail_count > 0) peer.track_->rails[rail].count(count, bytes, imms);
   record_works(FlightState::kSent, peer, rail, *static_cast<Transfer*>(context), count, bytes);
 }
 
 void EngineCore::on_over(Link& link, uint32_t rail, void* context, uint32_t count, uint64_t bytes) {
+  assert_holder();
   Peer& peer = *static_cast<Peer*>(link.user);
   end_timing(peer, rail, static_cast<Transfer*>(context), true);
   record_works(FlightState::kRetired, peer, rail, *static_cast<Transfer*>(context), count, bytes);
 }
 
 void EngineCore::on_rail_broken(Link& link, uint32_t rail) {
+  assert_holder();
   const PeerTrack& track = *static_cast<Peer*>(link.user)->track_;
   if (track.rail_count > 0) bump(track.rails[rail].broken);
 }
 
 void EngineCore::on_sent_again(Link& link, uint32_t rail, uint32_t count) {
+  assert_holder();
   const PeerTrack& track = *static_cast<Peer*>(link.user)->track_;
   if (track.rail_count > 0) bump(track.rails[rail].again, count);
 }
@@ -62,8 +70,10 @@ void EngineCore::keep_counts(const Peer& peer) {
 
 // --- any thread ---
 
-TrafficReport EngineCore::traffic() {
+TrafficReport EngineCore::traffic(int64_t patience_ns) {
+  constexpr int64_t kAllPeersNs = 3'000'000'000;  // while we are let in, but late each time
   TrafficReport report;
+  const Deadline last = now_ns() + std::max(patience_ns, kAllPeersNs);
   std::vector<PeerRef> known;
   std::array<uint32_t, kTransportsMax> first{};
   {
@@ -83,6 +93,7 @@ TrafficReport EngineCore::traffic() {
       if (peer->state() != PeerState::kLost) known.push_back(peer);
     }
   }
+  bool was_let_in = false;
   for (const PeerRef& peer : known) {
     const PeerTrack& track = *peer->track_;
     PeerTrafficReport& shown = report.peers.emplace_back();
@@ -96,7 +107,8 @@ TrafficReport EngineCore::traffic() {
     shown.queued = track.queued.load(std::memory_order_relaxed);
     shown.refused = track.refused.load(std::memory_order_relaxed);
     shown.failed = track.failed.load(std::memory_order_relaxed);
-    run_as_holder([&] {
+    if (!report.is_whole) continue;
+    const auto ask = [&] {
       if (peer->link_ == nullptr || closed()) return;
       Transport& transport = *peer->route_.transport;
       for (uint32_t rail = 0; rail < track.rail_count; ++rail)
@@ -105,7 +117,12 @@ TrafficReport EngineCore::traffic() {
         shown.paths.push_back(
             {std::move(path.what), std::move(path.path), std::move(path.reason), path.gb_per_s, path.bytes});
       }
-    });
+    };
+    const uint64_t rounds = counters_.rounds.load(std::memory_order_relaxed);
+    report.is_whole = run_as_holder(ask, std::min(now_ns() + patience_ns, last));
+    was_let_in = was_let_in || report.is_whole;
+    // A holder that is merely busy makes rounds, whether or not it makes room for us.
+    report.hangs = !was_let_in && counters_.rounds.load(std::memory_order_relaxed) == rounds;
   }
   return report;
 }

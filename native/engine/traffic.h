@@ -16,7 +16,8 @@ inline void bump(std::atomic<uint64_t>& counter, uint64_t by = 1) {
   counter.store(counter.load(std::memory_order_relaxed) + by, std::memory_order_release);
 }
 
-// Durations by powers of two: bucket 0 has those below 2^kLatencyFirstBits ns, each further one twice as far, the last the rest.
+// Durations by powers of two: bucket 0 has those below 2^kLatencyFirstBits ns, each further one twice as far, the last
+// the rest.
 inline constexpr uint32_t kLatencyFirstBits = 8;
 inline constexpr uint32_t kLatencyBuckets = 28;  // the last but one ends at 2^34 ns, 17 s
 
@@ -43,8 +44,8 @@ struct alignas(64) RailTraffic {
     bump(bytes, more_bytes);
     if (more_imms != 0) bump(imms, more_imms);
   }
-  // Whether to take the time of a post, in case it is over at once: of few, since looking at the clock twice takes as long
-  // as posting a short write. Of long works, where that does not show, always.
+  // Whether to take the time of a post, in case it is over at once: of few, since looking at the clock twice takes as
+  // long as posting a short write. Of long works, where that does not show, always.
   bool times_next(uint64_t post_works, uint64_t post_bytes) const {
     constexpr uint64_t kWritesPerSample = 256, kPagesPerSample = 16384, kLongBytes = 256 << 10;  // powers of two
     const uint64_t mask = (post_works == 1 ? kWritesPerSample : kPagesPerSample) - 1;

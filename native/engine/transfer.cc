@@ -34,7 +34,8 @@ Transfer::Transfer(EngineCore* core) : core_(core), work_(std::make_unique<Trans
 Transfer::~Transfer() = default;
 
 void Transfer::release() {
-  // Ours is the only reference: nobody can add another, so no atomic subtraction is needed. Common: the engine's is gone.
+  // Ours is the only reference: nobody can add another, so no atomic subtraction is needed. Common: the engine's is
+  // gone.
   // acquire: pairs with the release of whoever dropped the one before.
   if (word_.load(std::memory_order_acquire) / kOneRef == 1) {
     core_->transfers().give_back(this);

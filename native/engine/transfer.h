@@ -58,8 +58,9 @@ class alignas(64) Transfer {
 
   // Asks for cancellation and returns at once. The transfer completes as kCancelled once no piece of it can touch
   // memory any more, or as what it became before. False when it was complete already.
-  // What is counted is whole: a cancelled write is not counted at all; of a scatter or barrier each target, and of paged
-  // writes each page, counts 1 or nothing. A write of which the receiver has counted a part already runs to its end, kDone.
+  // What is counted is whole: a cancelled write is not counted at all; of a scatter or barrier each target, and of
+  // paged writes each page, counts 1 or nothing. A write of which the receiver has counted a part already runs to its
+  // end, kDone.
   bool cancel();
 
   bool is_cancel_requested() const { return cancel_requested_.load(std::memory_order_acquire); }
@@ -82,8 +83,8 @@ class alignas(64) Transfer {
     Ref<Notifier> notifier;
     uint64_t cookie;
   };
-  // word_: status, then two flags, then references. One word, so that completing and dropping the engine's reference are
-  // one atomic; also the futex of blocked waiters.
+  // word_: status, then two flags, then references. One word, so that completing and dropping the engine's reference
+  // are one atomic; also the futex of blocked waiters.
   static constexpr uint32_t kStatusMask = 0xff;
   static constexpr uint32_t kHasSleeper = 0x100;   // some thread sleeps on the word
   static constexpr uint32_t kHasListener = 0x200;  // somebody is in listeners_, or about to be

@@ -43,8 +43,8 @@ struct ScatterTarget {
 // TransferInfo are final once the transfer is complete.
 // Invariant: complete when open_items == 0 and retired == posted.
 struct alignas(64) TransferWork {
-  // What a single write touches comes first, in two cache lines: with hundreds of transfers in flight every further line
-  // would be a miss in the first-level cache.
+  // What a single write touches comes first, in two cache lines: with hundreds of transfers in flight every further
+  // line would be a miss in the first-level cache.
   OpKind kind = OpKind::kWrite;
   Status failure = Status::kDone;
   bool bulk = false;

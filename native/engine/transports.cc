@@ -20,6 +20,7 @@ LocalRegions::LocalRegions(LocalRegions&& other) noexcept
       memory_(other.memory_),
       gpu_(other.gpu_),
       needs_flush_(other.needs_flush_),
+      is_for_mapping_(other.is_for_mapping_),
       halves_(std::move(other.halves_)) {}
 
 LocalRegions::~LocalRegions() {
@@ -40,6 +41,7 @@ void LocalRegions::swap(LocalRegions& other) noexcept {
   std::swap(memory_, other.memory_);
   std::swap(gpu_, other.gpu_);
   std::swap(needs_flush_, other.needs_flush_);
+  std::swap(is_for_mapping_, other.is_for_mapping_);
   halves_.swap(other.halves_);
 }
 
@@ -64,7 +66,8 @@ uint32_t mask_of(const EngineOptions& options) {
 
 constexpr uint32_t kNetworkTransports = transport_bit(TransportKind::kTcp) | kRdmaTransports;
 
-// shm moves bytes with one core either way; its rails are there to be tested, and beside a network's they only cost memory.
+// shm moves bytes with one core either way; its rails are there to be tested, and beside a network's they only cost
+// memory.
 uint32_t rails_of(TransportKind kind, const EngineOptions& options, uint32_t mask) {
   const bool is_network = (transport_bit(kind) & kNetworkTransports) != 0;
   return !is_network && (mask & kNetworkTransports) != 0 ? 1 : options.rail_count;
@@ -82,10 +85,10 @@ TransportOptions options_for(TransportKind kind, const EngineOptions& options, P
           .peer_timeout_ns = options.peer_timeout_ns,
           .message_bytes_max = options.message_bytes_max,
           .connect_timeout_ns = options.connect_timeout_ns,
-          .private_path = static_cast<int>(options.private_path),
+          .private_path = options.private_path,
           .rdma = options.rdma,
-          .clock = place.stage != nullptr ? place.stage : &real_clock(),
-          .entropy = place.stage != nullptr ? place.stage : &kernel_entropy(),
+          .clock = place.simulation != nullptr ? place.simulation : &real_clock(),
+          .entropy = place.simulation != nullptr ? place.simulation : &kernel_entropy(),
           .place = place};
 }
 
@@ -105,8 +108,8 @@ bool any_hardware(std::span<const RdmaPort> ports) {
 
 TransportSet::TransportSet(const EngineOptions& options, Place place, Sink* sink) {
   const uint32_t mask = mask_of(options);
-  Address identity = place.stage != nullptr
-                         ? make_identity_on(*place.stage, place.host, options.name, mask)
+  Address identity = place.simulation != nullptr
+                         ? make_identity_on(*place.simulation, place.host, options.name, mask)
                          : make_identity(options.name, mask, rails_of(TransportKind::kShm, options, mask));
   Opened opened;
   EngineOptions rest = options;
@@ -118,7 +121,7 @@ TransportSet::TransportSet(const EngineOptions& options, Place place, Sink* sink
     opened[number] = open_transport(kind, options_for(kind, rest, place, identity), sink);
     identity = opened[number]->address();
   }
-  keep(std::move(opened), place.stage != nullptr);
+  keep(std::move(opened), place.simulation != nullptr);
   for (uint32_t i = 0; i < size_; ++i) transports_[i]->complete_address(identity);
 }
 
@@ -158,7 +161,7 @@ std::vector<std::string> TransportSet::add_rdma(const EngineOptions& options, Ad
   return rails_left;
 }
 
-void TransportSet::keep(Opened opened, bool is_staged) {
+void TransportSet::keep(Opened opened, bool is_simulated) {
   for (uint32_t number = 1; number <= kTransportKinds; ++number) {
     if (opened[number] == nullptr) continue;
     kinds_[size_] = static_cast<TransportKind>(number);
@@ -169,7 +172,7 @@ void TransportSet::keep(Opened opened, bool is_staged) {
     ++size_;
   }
   first_ = sleepers_[0];
-  if (!is_staged) sleeping_place_ = std::make_unique<SleepingPlace>(std::span(sleepers_.data(), size_));
+  if (!is_simulated) sleeping_place_ = std::make_unique<SleepingPlace>(std::span(sleepers_.data(), size_));
 }
 
 Route TransportSet::choose(const Address& peer) const {
@@ -222,11 +225,12 @@ LocalRegions TransportSet::register_gpu_memory(std::byte* base, uint64_t length_
   return region;
 }
 
-LocalRegions TransportSet::allocate(uint64_t length_bytes, bool populate) {
+LocalRegions TransportSet::allocate(uint64_t length_bytes, bool populate, bool is_for_mapping) {
   LocalRegions region(&region_ids_, nullptr, length_bytes);
+  region.is_for_mapping_ = is_for_mapping;
   region.halves_[0] = first_->allocate(region.id_, length_bytes, populate);
   region.base_ = region.halves_[0]->base;
-  for (uint32_t i = 1; i < size_; ++i) {
+  for (uint32_t i = 1; i < size_ && !is_for_mapping; ++i) {
     region.halves_[i] = transports_[i]->register_memory(region.id_, region.base(), length_bytes, Access::kRemoteWrite);
   }
   return region;

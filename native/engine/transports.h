@@ -29,12 +29,13 @@ class LocalRegions {
   std::byte* base() const { return base_; }
   uint64_t length_bytes() const { return length_bytes_; }
   bool is_mapped() const { return halves_[0] != nullptr && halves_[0]->is_mapped; }
+  bool is_for_mapping() const { return is_for_mapping_; }
   MemoryKind memory() const { return memory_; }
   // Of a GPU's memory: which GPU, whether NICs' writes to it have to be flushed, and by what means they were given it.
   int gpu() const { return gpu_; }
   bool needs_flush() const { return needs_flush_; }
   std::string given_by() const;
-  // Null for a transport that does not move this kind of memory.
+  // Null for a transport that does not move this kind of memory, and for all but the first of memory to be mapped only.
   LocalRegion* on(uint32_t transport) const { return halves_[transport].get(); }
   // In a forked child, where the transports' locks may be held for ever: never destroyed.
   void leak();
@@ -51,6 +52,7 @@ class LocalRegions {
   MemoryKind memory_ = MemoryKind::kHost;
   int gpu_ = -1;
   bool needs_flush_ = false;
+  bool is_for_mapping_ = false;
   std::array<std::unique_ptr<LocalRegion>, kTransportsMax> halves_;
 };
 
@@ -65,8 +67,8 @@ struct Route {
 
 // Threads: what Transport says of the call of the same name.
 // Invariant: in the order of TransportKind, so that shm is the first where it is present: it allocates, since only its
-// memory can be mapped by peers. Opened in the opposite order: each adds its rails to the address that the next one then
-// shows to its peers; those opened first hear of the rest by complete_address().
+// memory can be mapped by peers. Opened in the opposite order: each adds its rails to the address that the next one
+// then shows to its peers; those opened first hear of the rest by complete_address().
 class TransportSet {
  public:
   // `sink` must outlive the set. Throws TransportError, UsageError.
@@ -87,7 +89,8 @@ class TransportSet {
   // --- memory [any] ---
   LocalRegions register_memory(std::byte* base, uint64_t length_bytes, Access access,
                                MemoryKind memory = MemoryKind::kHost);
-  LocalRegions allocate(uint64_t length_bytes, bool populate);
+  // is_for_mapping: no transfer will use it, so that only the first transport has to know it.
+  LocalRegions allocate(uint64_t length_bytes, bool populate, bool is_for_mapping = false);
   // Throws TransportError: none of them does.
   void check_moves_gpu_memory() const;
   // Fills in what the transports tell peers of the region.
@@ -133,7 +136,7 @@ class TransportSet {
     for (uint32_t i = 1; i < size_; ++i) next = std::min(next, transports_[i]->next_timer());
     return next;
   }
-  SleepingPlace& sleeping_place() { return *sleeping_place_; }  // not on a stage
+  SleepingPlace& sleeping_place() { return *sleeping_place_; }  // not in a simulation
   // Who sleeps, sleeps on all: ringing one is enough.
   void wake() { first_->wake(); }
   void close();
@@ -143,7 +146,7 @@ class TransportSet {
   LocalRegions register_gpu_memory(std::byte* base, uint64_t length_bytes, Access access);
   using Opened = std::array<std::unique_ptr<Transport>, kTransportKinds + 1>;  // by kind
   std::vector<std::string> add_rdma(const EngineOptions& options, Address* identity, Opened* opened, Sink* sink);
-  void keep(Opened opened, bool is_staged);
+  void keep(Opened opened, bool is_simulated);
 
   RegionIds region_ids_;
   std::vector<Absent> absent_;

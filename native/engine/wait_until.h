@@ -70,17 +70,15 @@ class EngineCore::Visit {
 
 template <typename Ready, typename Sleep>
 WaitResult EngineCore::wait_until(Ready&& ready, Sleep&& sleep, Deadline deadline, const InterruptCheck& interrupted) {
-  constexpr int64_t kInterruptEveryNs = 50'000'000;
   constexpr int kRoundsPerClock = 32;
   constexpr uint32_t kMovingRoundsPerClock = 16;  // they are longer: each moves a MiB or so
   if (forked()) return WaitResult::kClosed;
-  if (is_staged()) [[unlikely]]
-    return wait_on_stage(ready, deadline, interrupted);
+  if (is_simulated()) [[unlikely]]
+    return wait_in_simulation(ready, deadline, interrupted);
   const bool manual = options_.polling == Polling::kManual;
   WaitResult result = WaitResult::kReady;
   int64_t spin_until = 0;
   const int64_t begin = now_ns();
-  int64_t next_interrupt = begin + kInterruptEveryNs;
   // Without time one round, however much is left to move: who asks again and again drives so, too.
   uint32_t moving_rounds = begin >= deadline ? kMovingRoundsPerClock - 1 : 0;
   Visit visit(*this);
@@ -110,26 +108,25 @@ WaitResult EngineCore::wait_until(Ready&& ready, Sleep&& sleep, Deadline deadlin
       std::this_thread::yield();  // who drives may need this very core to make way
     }
     const int64_t now = now_ns();
-    if (now >= deadline) {
-      result = WaitResult::kTimeout;
-      break;
-    }
-    if (now >= next_interrupt) {
-      next_interrupt = now + kInterruptEveryNs;
+    if (interrupted.is_due(now)) {  // before the time is up: it may be one slice of a wait
       // Asking takes as long as others keep the GIL, and as signals' handlers take: the worker drives.
       visit.step_out();
-      const bool ends = interrupted && interrupted();
+      const bool ends = interrupted.ask(now);
       visit.step_in();
       if (ends) {
         result = WaitResult::kInterrupted;
         break;
       }
     }
+    if (now >= deadline) {
+      result = WaitResult::kTimeout;
+      break;
+    }
     if (moved) continue;
     if (spin_until == 0) spin_until = now + options_.spin_ns;
     if (now < spin_until) continue;
     // Idle for long enough: sleep.
-    const Deadline until = std::min(deadline, next_interrupt);
+    const Deadline until = std::min(deadline, interrupted.due_ns(now));
     // Where nobody else drives, look again soon: the waiter in front may have gone for good.
     visit.sleep(sleep, manual ? std::min(until, now + 1'000'000) : until);
     spin_until = 1;  // after a sleep: look, help once, sleep again

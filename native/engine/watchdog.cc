@@ -82,12 +82,13 @@ void Watchdog::run() {
 void Watchdog::look(int64_t now) {
   const FlightRecorder& recorder = core_->recorder();
   const EngineStats stats = core_->stats();
+  std::vector<Stall> stalls;
   // Submits that nobody takes over: with polling="manual" nobody drives, otherwise the progress holder itself hangs.
   if (finder_.look(kEngineItself, core_->submits_waiting(), stats.worker_rounds, now)) {
-    tell("", counted(core_->submits_waiting(), "submitted operation") + " of " +
-                 std::to_string(stats.transfers_inflight) +
-                 " in flight were not picked up: no thread has driven the engine for " +
-                 seconds_text(finder_.still_ns(kEngineItself, now)));
+    stalls.push_back({"", counted(core_->submits_waiting(), "submitted operation") + " of " +
+                              std::to_string(stats.transfers_inflight) +
+                              " in flight were not picked up: no thread has driven the engine for " +
+                              seconds_text(finder_.still_ns(kEngineItself, now))});
   }
   for (size_t i = 0; const auto track = recorder.track(i); ++i) {
     const uint64_t outstanding = track->outstanding.load(std::memory_order_relaxed);
@@ -95,22 +96,50 @@ void Watchdog::look(int64_t now) {
     const uint64_t moves = track->moves.load(std::memory_order_relaxed);
     if (!finder_.look(track->id, outstanding + queued, moves, now)) continue;
     const PeerState state = track->state.load(std::memory_order_relaxed);
-    tell(track->name, counted(outstanding, "work request") + " under way and " + counted(queued, "operation") +
-                          " waiting for peer '" + track->name + "' (pid " + std::to_string(track->pid) + ", " +
-                          track->transport + ", " + peer_state_name(state) + ") have not moved for " +
-                          seconds_text(finder_.still_ns(track->id, now)) +
-                          (stats.worker_rounds == rounds_before_ ? "; nobody drives the engine" : ""));
+    stalls.push_back({track->name, counted(outstanding, "work request") + " under way and " +
+                                       counted(queued, "operation") + " waiting for peer '" + track->name + "' (pid " +
+                                       std::to_string(track->pid) + ", " + track->transport + ", " +
+                                       peer_state_name(state) + ") have not moved for " +
+                                       seconds_text(finder_.still_ns(track->id, now)) +
+                                       (stats.worker_rounds == rounds_before_ ? "; nobody drives the engine" : "")});
   }
+  if (!stalls.empty()) tell(stalls, now);
   rounds_before_ = stats.worker_rounds;
 }
 
 // The dump comes first: the event takes a lock.
-void Watchdog::tell(const std::string& peer, const std::string& what) {
-  const DumpOutcome dump = dump_to_directory(*core_, core_->dump_directory(), "stall: " + what);
-  const std::string where = dump.written() ? std::string("flight recorder: ") + dump.path.data()
-                                           : std::string("its flight recorder was not written to ") + dump.path.data() +
-                                                 ": " + std::strerror(dump.error);
-  core_->add_event({EngineEvent::Kind::kStalled, peer, what + "; " + where});
+void Watchdog::tell(const std::vector<Stall>& stalls, int64_t now) {
+  const std::string where = dump(stalls, now);
+  for (const Stall& stall : stalls)
+    core_->add_event({EngineEvent::Kind::kStalled, stall.peer, stall.what + "; " + where});
+}
+
+std::string Watchdog::dump(const std::vector<Stall>& stalls, int64_t now) {
+  constexpr size_t kToldInFull = 8;  // of the others the names
+  if (dumps_ > 0 && (dumps_ >= kDumpsMax || now - dumped_ns_ < kDumpPauseNs)) {
+    return "no new recording, for " +
+           (dumps_ >= kDumpsMax ? "the watchdog of this engine has written " + std::to_string(kDumpsMax)
+                                : "the last one is " + seconds_text(now - dumped_ns_) + " old") +
+           ": " + dumped_to_;
+  }
+  std::string reason = "stall: ";
+  for (size_t i = 0; i < stalls.size(); ++i) {
+    if (i < kToldInFull) {
+      reason += (i == 0 ? "" : "; ") + stalls[i].what;
+    } else {
+      reason += (i == kToldInFull ? "; and of peers '" : "', '") + stalls[i].peer;
+    }
+  }
+  if (stalls.size() > kToldInFull) reason += "'";
+  const DumpOutcome outcome = dump_to_directory(*core_, core_->dump_directory(), reason);
+  if (!outcome.written()) {
+    return std::string("its flight recorder was not written to ") + outcome.path.data() + ": " +
+           std::strerror(outcome.error);
+  }
+  ++dumps_;
+  dumped_ns_ = now;
+  dumped_to_ = outcome.path.data();
+  return "flight recorder: " + dumped_to_;
 }
 
 }  // namespace crossrail

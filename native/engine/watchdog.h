@@ -7,6 +7,7 @@
 #include <mutex>
 #include <string>
 #include <thread>
+#include <vector>
 
 namespace crossrail {
 
@@ -33,8 +34,11 @@ class StallFinder {
   std::map<uint32_t, Seen> seen_;  // whom something waits for
 };
 
-// Looks at an engine's peers, and at whether anybody drives it, from a thread of its own: the progress holder may be what
-// hangs. It takes no lock that the holder keeps while it works.
+// Looks at an engine's peers, and at whether anybody drives it, from a thread of its own: the progress holder may be
+// what hangs. It takes no lock that the holder keeps while it works.
+//
+// Recordings are large and stalls may be many, so there is one for all that is found in one look, and none within
+// kDumpPauseNs of the last one or after kDumpsMax of them. What gets none is told all the same.
 // Threads: start, stop: one at a time. look: the watchdog's own thread, or whoever drives an engine without threads.
 class Watchdog {
  public:
@@ -44,19 +48,31 @@ class Watchdog {
   void stop();
   void abandon_after_fork();
 
+  static constexpr int64_t kDumpPauseNs = 60'000'000'000;
+  static constexpr uint32_t kDumpsMax = 16;
+
   // One look. now: in nanoseconds, of any one clock.
   void look(int64_t now);
   // How often to look, for a stall to be told within a quarter of its patience.
   int64_t pause_ns() const { return pause_ns_; }
 
  private:
+  struct Stall {
+    std::string peer;  // empty: the engine itself
+    std::string what;
+  };
   void run();
-  void tell(const std::string& peer, const std::string& what);
+  void tell(const std::vector<Stall>& stalls, int64_t now);
+  // Where these were written down, or why not.
+  std::string dump(const std::vector<Stall>& stalls, int64_t now);
 
   EngineCore* const core_;
   const int64_t pause_ns_;
   StallFinder finder_;
   uint64_t rounds_before_ = 0;  // at the look before
+  uint32_t dumps_ = 0;          // written,
+  int64_t dumped_ns_ = 0;       // the last one when,
+  std::string dumped_to_;       // and where
   std::mutex mutex_;            // guards stopping_
   std::condition_variable changed_;
   bool stopping_ = false;

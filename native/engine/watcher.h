@@ -15,10 +15,10 @@ namespace crossrail {
 class WatcherThread;
 
 // One watched word. Intermediate values may be skipped; none is reported twice and the last one is always reported.
-// Changes by add() and store() are announced by whoever makes them. Others - a kernel's, a store through the address - only
-// looking can find: a thread begins to look when the address is asked for, and not before, since it costs a part of a core.
-// Transfers may wait for it (Trigger in engine/engine.h): the progress holder looks at the word too, as long as some do.
-// Threads: add()/store()/value()/take()/word()/add_on() from any thread.
+// Changes by add() and store() are announced by whoever makes them. Others - a kernel's, a store through the address -
+// only looking can find: a thread begins to look when the address is asked for, and not before, since it costs a part
+// of a core. Transfers may wait for it (Trigger in engine/engine.h): the progress holder looks at the word too, as long
+// as some do. Threads: add()/store()/value()/take()/word()/add_on() from any thread.
 class Watcher : public RefCounted<Watcher> {
  public:
   ~Watcher();
@@ -28,10 +28,10 @@ class Watcher : public RefCounted<Watcher> {
   void store(uint64_t value);
   // announce: else the caller sees to what follows from it.
   void add(uint64_t delta, bool announce = true);
-  // Adds once all that the stream of that GPU (-1: ask the driver) was given before has ended: by a kernel, which a stream
-  // that is captured takes into its graph. The word is found by looking, as with word(). This object has to stay until
-  // the kernel has run, and while a graph that has it may be launched. Throws as device::WordAdder::add, and UsageError in
-  // a simulated engine.
+  // Adds once all that the stream of that GPU (-1: ask the driver) was given before has ended: by a kernel, which a
+  // stream that is captured takes into its graph. The word is found by looking, as with word(). This object has to stay
+  // until the kernel has run, and while a graph that has it may be launched. Throws as device::WordAdder::add, and
+  // UsageError in a simulated engine.
   void add_on(uint64_t stream, int gpu, uint64_t delta);
 
   // After a notification: the value last taken and the current one; equal when another take was faster.
@@ -65,8 +65,8 @@ class Watcher : public RefCounted<Watcher> {
   uint32_t slot_;
   Ref<Notifier> notifier_;
   uint64_t cookie_;
-  // For whoever has changed the word, or seen it changed: the holder has to look. seq_cst: either we see who waits, or that
-  // one, who said so before it looked (add_waiting), sees the word at least as new as we do.
+  // For whoever has changed the word, or seen it changed: the holder has to look. seq_cst: either we see who waits, or
+  // that one, who said so before it looked (add_waiting), sees the word at least as new as we do.
   bool has_waiting() const {
     std::atomic_thread_fence(std::memory_order_seq_cst);
     return waiting_.load(std::memory_order_relaxed) > 0;

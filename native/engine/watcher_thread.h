@@ -17,12 +17,13 @@
 
 namespace crossrail {
 
-// Lifecycle: 1. made with the engine; no thread. 2. starts when a word's address is first asked for, and looks while such a
-// watcher is open. 3. stop().
+// Lifecycle: 1. made with the engine; no thread. 2. starts when a word's address is first asked for, and looks while
+// such a watcher is open. 3. stop().
 // Threads: any.
 class WatcherThread {
  public:
-  // has_thread: else somebody calls look(), and nothing is announced in between: a simulated engine acts in its own turn.
+  // has_thread: else somebody calls look(), and nothing is announced in between: a simulated engine acts in its own
+  // turn.
   // on_awaited: a word that transfers wait for has changed, or is watched no more; any thread, not after stop().
   WatcherThread(int64_t poll_ns, bool has_thread, std::function<void()> on_awaited);
   ~WatcherThread();
@@ -56,7 +57,7 @@ class WatcherThread {
 
   const int64_t poll_ns_;
   const bool has_thread_;
-  const std::function<void()> on_awaited_;  // not under the mutex, which a stage's turns take
+  const std::function<void()> on_awaited_;  // not under the mutex, which a simulation's turns take
   const std::unique_ptr<std::atomic<uint64_t>, Unmap> words_;
   device::WordAdder adder_;
   std::mutex mutex_;  // guards everything below

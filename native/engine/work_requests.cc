@@ -25,13 +25,20 @@ union Batch {
 
 bool is_of_gpu(const TransferWork& work) { return work.local != nullptr && work.local->gpu() >= 0; }
 
+// Whether slices may land, or fail, one without the other: the one with the immediate is then posted after the others
+// are done. On rails with order that is so where the CPU has a driver copy, which may refuse one copy and do the next.
+bool fails_in_parts(const Traits& traits, const TransferWork& work, const RemoteRegion* dst) {
+  const bool is_gpu = is_of_gpu(work) || (dst != nullptr && dst->descriptor().memory != MemoryKind::kHost);
+  return !traits.fifo_rails || (traits.copies_gpu_memory && is_gpu);
+}
+
 // Largest power of two <= value, value in 1..256: its log2.
 constexpr uint32_t floor_log2(uint64_t value) { return 63 - static_cast<uint32_t>(__builtin_clzll(value)); }
 
 }  // namespace
 
-// How a contiguous range is cut on its way to this peer. Decided once, when the link is up: what was begun one way must not
-// be ended another.
+// How a contiguous range is cut on its way to this peer. Decided once, when the link is up: what was begun one way must
+// not be ended another.
 void EngineCore::plan_range(const Peer& peer, TransferWork& work) {
   const Traits& traits = *peer.route_.traits;
   work.pieces = 1;
@@ -70,6 +77,7 @@ uint32_t EngineCore::rail_for(const Peer& peer, const TransferWork& work, uint32
 // bytes: of all requests.
 uint32_t EngineCore::post(Peer& peer, uint32_t rail, std::span<const WorkRequest> requests, uint64_t bytes,
                           Transfer* transfer) {
+  assert_holder();
   TransferWork& work = *transfer->work_;
   uint32_t completed = 0;
   // Counted before: the transport may retire some through the sink while it posts.
@@ -115,13 +123,15 @@ void EngineCore::count_in_round(const TransferWork& work, uint64_t bytes) {
   round_bytes_ += is_of_gpu(work) ? bytes / kGpuBytesForOne : bytes;
 }
 
-// After post() took too little. Of a transport that chooses rails: its queue for such works to this peer is full, as it most
-// likely is for those behind it. Of others it says something about a rail, or a region whose owner has not answered yet.
+// After post() took too little. Of a transport that chooses rails: its queue for such works to this peer is full, as it
+// most likely is for those behind it. Of others it says something about a rail, or a region whose owner has not
+// answered yet.
 EngineCore::Progress EngineCore::refused(uint32_t rail) {
   return rail == kAnyRail ? Progress::kFull : Progress::kBlocked;
 }
 
 RemoteKey* EngineCore::key_of(Peer& peer, RemoteRegion& region) {
+  assert_holder();
   if (!region.key_) region.key_ = peer.route_.transport->resolve(*peer.link_, region.descriptor());
   return region.key_.get();
 }
@@ -142,6 +152,7 @@ WorkRequest EngineCore::range_request(const Peer& peer, const TransferWork& work
 
 // A range in one piece and one slice: one work request and no bookkeeping.
 EngineCore::Progress EngineCore::post_short_range(Peer& peer, Transfer* transfer, RemoteKey* key) {
+  assert_holder();
   TransferWork& work = *transfer->work_;
   WorkRequest request = range_request(peer, work, key, 0, work.length_bytes);
   request.has_imm = work.imm != kNoImm;
@@ -158,6 +169,7 @@ EngineCore::Progress EngineCore::post_short_range(Peer& peer, Transfer* transfer
 // range travels alone, so that nothing but its own way is waited for. Resumed: once more from the start, without what
 // was kept.
 EngineCore::Progress EngineCore::post_range(Peer& peer, Transfer* transfer) {
+  assert_holder();
   TransferWork& work = *transfer->work_;
   const Traits& traits = *peer.route_.traits;
   RemoteKey* key = key_of(peer, *work.remote);
@@ -165,6 +177,7 @@ EngineCore::Progress EngineCore::post_range(Peer& peer, Transfer* transfer) {
   const uint64_t slice_bytes = work.slice_bytes;
   if (work.pieces == 1 && work.length_bytes <= slice_bytes) return post_short_range(peer, transfer, key);
   const bool imm_alone = work.imm != kNoImm && work.is_evened;
+  const bool in_parts = fails_in_parts(traits, work, work.remote.get());
   uint64_t turn_bytes = 0;
   const uint64_t longest =
       work.pieces == 1 ? work.length_bytes : piece_of(work.length_bytes, work.pieces, 0, kCutAlign).length_bytes;
@@ -178,7 +191,7 @@ EngineCore::Progress EngineCore::post_range(Peer& peer, Transfer* transfer) {
       const uint64_t length = std::min(range.length_bytes - work.slice_offset, slice_bytes);
       const bool last = work.slice_offset + length == range.length_bytes;
       const bool has_imm = work.imm != kNoImm && last && !imm_alone;
-      if (has_imm && !traits.fifo_rails && longest > slice_bytes && work.retired < work.posted &&
+      if (has_imm && longest > slice_bytes && work.retired < work.posted && in_parts &&
           !is_mutated(Mutation::kImmediateBeforeBytes))
         return Progress::kBlocked;
       WorkRequest request = range_request(peer, work, key, range.offset + work.slice_offset, length);
@@ -214,10 +227,12 @@ EngineCore::Progress EngineCore::post_range(Peer& peer, Transfer* transfer) {
 
 // Pages: neighbours on both sides travel as one request worth a power of two of counts; batches go round the rails.
 EngineCore::Progress EngineCore::post_pages(Peer& peer, Transfer* transfer) {
+  assert_holder();
   TransferWork& work = *transfer->work_;
   RemoteKey* key = key_of(peer, *work.remote);
   const Traits& traits = *peer.route_.traits;
-  if (traits.fifo_rails && work.page_bytes > traits.slice_bytes_max) return post_long_pages(peer, transfer, key);
+  if (work.page_bytes > traits.slice_bytes_max && !fails_in_parts(traits, work, work.remote.get()))
+    return post_long_pages(peer, transfer, key);
   const bool can_join = work.local_stride_bytes == work.page_bytes && work.remote_stride_bytes == work.page_bytes;
   const uint64_t fits = std::max<uint64_t>(1, traits.slice_bytes_max / std::max<uint64_t>(1, work.page_bytes));
   const uint64_t run_max = can_join ? std::min<uint64_t>(kPagesPerRequestMax, fits) : 1;
@@ -278,8 +293,10 @@ EngineCore::Progress EngineCore::post_pages(Peer& peer, Transfer* transfer) {
   return Progress::kAllPosted;
 }
 
-// Pages that nothing else should have to wait for: each in slices on one rail, whose order puts the immediate behind them.
+// Pages that nothing else should have to wait for: each in slices on one rail, whose order puts the immediate behind
+// them.
 EngineCore::Progress EngineCore::post_long_pages(Peer& peer, Transfer* transfer, RemoteKey* key) {
+  assert_holder();
   TransferWork& work = *transfer->work_;
   const Traits& traits = *peer.route_.traits;
   for (uint64_t turn_bytes = 0; work.page < work.page_count;) {
@@ -317,12 +334,14 @@ EngineCore::Progress EngineCore::post_long_pages(Peer& peer, Transfer* transfer,
 
 // One target of a scatter or barrier: on one rail, in slices, the last one with the immediate.
 EngineCore::Progress EngineCore::post_target(Peer& peer, Transfer* transfer, ScatterTarget& target) {
+  assert_holder();
   TransferWork& work = *transfer->work_;
   const Traits& traits = *peer.route_.traits;
   const auto index = static_cast<uint32_t>(&target - work.targets.data());
   const uint32_t rail = rail_for(peer, work, index);
   RemoteKey* key = target.dst ? key_of(peer, *target.dst) : nullptr;
-  const bool counts_slices = work.has_plan || (!traits.fifo_rails && target.length_bytes > traits.slice_bytes_max);
+  const bool counts_slices =
+      work.has_plan || (target.length_bytes > traits.slice_bytes_max && fails_in_parts(traits, work, target.dst.get()));
   uint64_t turn_bytes = 0;
   do {
     if (target.is_broken) return Progress::kAllPosted;  // an immediate would count what is not there
@@ -358,6 +377,7 @@ EngineCore::Progress EngineCore::post_target(Peer& peer, Transfer* transfer, Sca
 }
 
 EngineCore::Progress EngineCore::post_message(Peer& peer, Transfer* transfer) {
+  assert_holder();
   TransferWork& work = *transfer->work_;
   WorkRequest request;
   request.op = work.kind == OpKind::kService ? WorkOp::kService : WorkOp::kSend;

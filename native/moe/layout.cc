@@ -195,8 +195,9 @@ int32_t Placement::most_routes(uint32_t rank) const {
   return most;
 }
 
-std::optional<uint32_t> Placement::first_over(int64_t rows, int32_t routes) const {
+std::optional<uint32_t> Placement::first_over(int64_t rows, int32_t routes, std::span<const uint32_t> left_out) const {
   for (uint32_t rank = 0; rank < layout_.shape().world; ++rank) {
+    if (std::ranges::find(left_out, rank) != left_out.end()) continue;
     const int64_t needed = layout_.shape().rows_per_expert > 0 ? fullest_expert(rank) : rows_needed(rank);
     if (needed > rows || most_routes(rank) > routes) return rank;
   }

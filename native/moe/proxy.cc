@@ -259,6 +259,15 @@ void Proxy::send_results(uint32_t round, const Placement* placement) {
   post(FarStep::kResults, round);
 }
 
+void Proxy::refuse(uint32_t round, bool has_sent_rows) {
+  if (!has_sent_rows) {
+    std::ranges::fill(counts_[parity_of(round)], 0);
+    send_rows(round);
+  }
+  send_remainder(round, nullptr);
+  send_results(round, nullptr);
+}
+
 void Proxy::send_sums(uint32_t round, uint32_t partner, uint64_t first_row, uint64_t rows) {
   copy_fence();
   Member& to = member(partner);
@@ -290,7 +299,8 @@ FarOutcome Proxy::trouble(std::optional<FarStep> step, uint32_t round, Member& a
   return failed_write(step, round);
 }
 
-// Whether nothing of it comes any more. was_refused: its regions are closed; its farewell, sent before, may still be to come.
+// Whether nothing of it comes any more. was_refused: its regions are closed; its farewell, sent before, may still be to
+// come.
 bool Proxy::has_left(Member& member, bool was_refused) {
   if (!was_refused && member.counters[slot_of(FarStep::kFarewell, 0)]->poll() == 0) return false;
   const int64_t now = engine_->clock().now_ns();
@@ -328,13 +338,17 @@ uint32_t Proxy::slowest() const {
   return found == members_.end() ? members_.front().rank : found->rank;
 }
 
-void Proxy::say_farewell(std::optional<uint32_t> why, Deadline deadline) {
+FarOutcome Proxy::say_farewell(std::optional<uint32_t> why, Deadline deadline, const InterruptCheck& interrupted) {
+  const FarOutcome cut_short{FarResult::kInterrupted, rank_, {}};
   const auto wait_for_all = [&] {  // whatever becomes of it: who is gone needs neither
     for (const std::vector<Sent>& sent : sent_) {
-      for (const Sent& one : sent) one.transfer->wait(deadline, {});
+      for (const Sent& one : sent) {
+        if (one.transfer->wait(deadline, interrupted) == WaitResult::kInterrupted) return false;
+      }
     }
+    return true;
   };
-  wait_for_all();  // nothing keeps a farewell behind writes that are still under way
+  if (!wait_for_all()) return cut_short;  // nothing keeps a farewell behind writes that are still under way
   // Only a reason takes bytes: those who have closed their regions would refuse them, and close at the same time as we.
   const uint64_t length = why ? sizeof(uint32_t) : 0;
   const uint64_t from = at_farewell(memory_.routes_out);
@@ -347,7 +361,7 @@ void Proxy::say_farewell(std::optional<uint32_t> why, Deadline deadline) {
       add(member, FarStep::kFarewell, 0, from, to, length);
   }
   post(FarStep::kFarewell, 0);
-  wait_for_all();
+  return wait_for_all() ? FarOutcome{} : cut_short;
 }
 
 std::optional<uint32_t> Proxy::why_left(uint32_t rank) const {

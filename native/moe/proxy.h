@@ -1,13 +1,15 @@
-// Rows for ranks that share no memory with us: what is written to whom, and what is waited for. As in arXiv 2510.27656,
-// section 6: routes first; then, before any counts are known, the first rows for each rank into a slot that only we write;
-// then the remainder, at an offset that both sides compute; results come back as one write for each rank. Departures:
-//  - Two of everything, by the parity of the round, and no barriers. A rank opens round n once it has ended round n - 2,
-//    which takes results of all ranks: so each of them has taken its rows of n - 2, and their buffers are free again. And a
-//    rank that has routes of round n of all others knows that these have read its results of n - 2.
-//    (With sums of nodes it has results of one rank of each node, which waited for all of it: see moe/node_sums.h.)
-//  - An immediate for each source, so that what is missing has a name.
+// Rows for ranks that share no memory with us: what is written to whom, and what is waited for. The protocol is that of
+// arXiv 2510.27656, section 6: Routes go first. Before any counts are known, the first rows for each rank go into a
+// slot that only we write. The remainder goes to an offset that both sides compute. Results come back as one write per
+// rank. Two things differ from the paper:
+//  - There are two of every buffer, by the parity of the round, and no barriers. A rank opens round n once it has ended
+//    round n - 2. That took results of all ranks, so each has taken its rows of n - 2, and its buffers are free.
+//    A rank that has the routes of round n of all others knows that they have read its results of n - 2.
+//    (With sums of nodes it has results of one rank of each node, which waited for that node: see moe/node_sums.h.)
+//  - Each source has immediates of its own, so an error can name the rank that is late.
 //
-// Lifecycle: 1. made: it has immediates. 2. connect() for each far rank. 3. rounds. 4. closed with the engine, or destroyed.
+// Lifecycle: 1. Made; it has its immediates. 2. connect() for each far rank. 3. Rounds. 4. Closed with the engine, or
+// destroyed.
 #pragma once
 
 #include <array>
@@ -23,26 +25,27 @@
 
 namespace crossrail::moe {
 
-// What a rank has for far rows, the same on all ranks: two regions, these parts of each twice, and others that are nothing to
-// us (signals, device/round_words.h). In bytes, from its start.
+// The memory that a rank has for far rows: two regions, which have the same parts on all ranks. Offsets are in bytes,
+// from the start of the region. Each part exists twice, once per parity. A region may have more that this file does not
+// use (signals, device/round_words.h).
 struct FarMemory {
-  // Of routes, which the host reads and writes.
+  // In the region of routes, which the host reads and writes.
   uint64_t routes_in = 0;            // [world] rows of route_bytes, by source rank
   uint64_t routes_out = 0;           // one row of route_bytes
   uint64_t routes_parity_bytes = 0;  // from the parts of even rounds to those of odd ones
-  // Of rows, which nobody touches here: they may be in a GPU's memory.
-  uint64_t rows_in = 0;      // rows of stride_bytes: slots, then remainders, as Placement has them
+  // In the region of rows, which may be GPU memory: the proxy never touches its bytes.
+  uint64_t rows_in = 0;      // rows of stride_bytes: slots, then remainders, where Placement puts them
   uint64_t results_in = 0;   // rows of y_bytes, by position in our own order of routes
-  uint64_t rows_out = 0;     // rows of stride_bytes, as Placement::send_far has them
-  uint64_t results_out = 0;  // rows of y_bytes, as Placement::return_far has them
+  uint64_t rows_out = 0;     // rows of stride_bytes, in the order of Placement::send_far
+  uint64_t results_out = 0;  // rows of y_bytes, in the order of Placement::return_far
   uint64_t rows_parity_bytes = 0;
 
-  uint64_t route_bytes = 0;  // int32 [experts], rounded up; the last four bytes are for a farewell
+  uint64_t route_bytes = 0;  // int32 [experts], rounded up; the last four bytes hold the reason of a farewell
   uint64_t stride_bytes = 0;
   uint64_t y_bytes = 0;
 };
 
-// Laid out as FarMemory says.
+// The two regions that FarMemory divides.
 template <typename RegionOf>
 struct FarRegions {
   RegionOf routes;
@@ -53,20 +56,20 @@ enum class FarStep : uint8_t { kRoutes, kRows, kResults, kFarewell };
 inline constexpr uint32_t kFarSteps = 4;
 inline constexpr uint32_t kParities = 2;
 
-// kMaskedOut: a rank that others went on without finds its writes fenced off.
+// kMaskedOut: the others have masked this rank, and have fenced off its writes.
 enum class FarResult : uint8_t { kReady, kLate, kPeerLost, kLeft, kMaskedOut, kFailed, kClosed, kInterrupted };
 struct FarOutcome {
   FarResult result;
-  uint32_t rank;       // that it is about, unless kReady
+  uint32_t rank;       // the rank that the result is about; of no meaning with kReady
   std::string detail;  // of kFailed
 };
 
-// Threads: one at a time.
-// Invariant: of each step and parity, the counters of sources before next_ have given what was expected of them.
+// Threads: one at a time. Invariant: for each step and parity, what was expected of the sources before next_ has been
+// taken from their counters.
 class Proxy {
  public:
-  // The layout outlives the proxy. masks: ranks may be left out; then each has writes of its own, since a batch tells of
-  // one target only what became of it.
+  // The layout outlives the proxy. masks: ranks may be left out. Then each rank gets writes of its own, since a batch
+  // that fails tells what became of one target only.
   Proxy(EngineRef engine, const Layout& layout, uint32_t rank, const FarMemory& memory, FarRegions<RegionRef> regions,
         bool masks = false);
   ~Proxy();
@@ -75,83 +78,88 @@ class Proxy {
 
   // Ascending.
   std::vector<uint32_t> far_ranks() const;
-  // By step and parity: the numbers by which that rank is to count here.
+  // The immediates that the rank is to use for its writes to us, by step and parity.
   std::vector<uint32_t> imms_for(uint32_t rank) const;
-  // What that rank said of itself: its regions, and the numbers by which we count there.
+  // regions, imms: the rank's own, and what its imms_for() gave for us.
   void connect(uint32_t rank, FarRegions<RemoteRegionRef> regions, std::span<const uint32_t> imms);
-  // Of ranks that share our memory: who waits for anyone gives up when one of them is lost, unless it said farewell, by
-  // this word, which lives as long as we do. Whoever waits here has all words of this half.
+  // For a rank that shares our memory. A wait for any rank gives up when this one is lost, unless it has said farewell
+  // by this word. The word outlives the proxy. Whoever waits here has seen the words of all near ranks for this half.
   void watch(PeerRef near, uint32_t rank, const Word& farewell);
-  // From now on whoever packs rows for that far rank writes them there by himself: those that fit our slot, before
-  // send_rows, and all results, before send_results. Here they are only counted.
+  // From now on whoever packs rows for this far rank writes them into its memory: the rows that fit our slot, before
+  // send_rows, and all results, before send_results. The proxy then posts only their counts.
   void reach(uint32_t rank);
   bool is_reached(uint32_t rank) const;
-  // That rank does so here, and signals it (device::Signals): who waits for the signal need not wait for its counts.
+  // That rank writes to our memory in the same way, and signals it (device::Signals). Whoever waits for the signal need
+  // not wait for the rank's counts.
   void hear(uint32_t rank);
-  // Goes on without that rank, far or watched: nothing is written to it or waited for from it any more, nor said of it.
+  // Goes on without this rank, which is far or watched: from now on nothing is written to it, waited for or reported.
   void leave_out(uint32_t rank);
 
-  // --- one round, in this order; what writes returns at once ---
-  // Whether what was written from this parity's memory has gone: it may be filled. False is a failure or a deadline.
+  // --- one round, in this order; calls that write return at once ---
+  // Until all that was written from this parity's memory has left it: then it may be filled again.
   FarOutcome wait_sent(uint32_t round, Deadline deadline, const InterruptCheck& interrupted);
-  // The routes of our own group, [experts], which are kept.
+  // The routes of our own group, [experts]. They are copied.
   void send_routes(uint32_t round, std::span<const int32_t> counts);
-  // The first rows for each rank, out of rows_out.
+  // The first rows for each rank, from rows_out.
   void send_rows(uint32_t round);
-  // Routes of a far rank, [experts], once they have come. Written by that rank: to be checked.
+  // The routes of a far rank, [experts], once they have come. That rank wrote them: the caller checks them.
   std::span<const int32_t> routes_of(uint32_t round, uint32_t rank) const;
-  // The remainder; what wait(kRows) expects follows from it. null: the round came to nothing, there is none.
+  // The remainder. The placement also decides how many writes wait(kRows) expects. null: there is no remainder, as in a
+  // round that was refused.
   void send_remainder(uint32_t round, const Placement* placement);
-  // Results out of results_out; null: there are none.
+  // Results from results_out; null: there are none.
   void send_results(uint32_t round, const Placement* placement);
+  // The rest of a round for which some rank has too little room: no rows unless they are sent, and no results.
+  void refuse(uint32_t round, bool has_sent_rows);
 
-  // Instead of send_results, once for each partner (moe/node_sums.h): so many rows of results_out, from that row on.
+  // Instead of send_results, once for each partner (moe/node_sums.h): `rows` rows of results_out from first_row on.
   void send_sums(uint32_t round, uint32_t partner, uint64_t first_row, uint64_t rows);
 
-  // We take part no more: who waits for us is told, once all that we sent before is there. Returns when all have been told,
-  // or are gone, or at the deadline. why: a number for them, if it has one.
-  void say_farewell(std::optional<uint32_t> why, Deadline deadline);
-  // That of a rank that has said farewell. Written by that rank: to be checked.
+  // Tells the others that we take part no more, once all that we sent before has arrived. Returns when each of them has
+  // been told or is gone, or at the deadline. why: a reason that they can read with why_left, if there is one.
+  // kInterrupted: say it again.
+  FarOutcome say_farewell(std::optional<uint32_t> why, Deadline deadline, const InterruptCheck& interrupted = {});
+  // The reason of a rank that has said farewell. That rank wrote it: the caller checks it.
   std::optional<uint32_t> why_left(uint32_t rank) const;
 
-  // Until all of this step has come. May be repeated after kLate.
+  // Until all of this step has come. May be called again after kLate.
   FarOutcome wait(FarStep step, uint32_t round, Deadline deadline, const InterruptCheck& interrupted);
-  // Without waiting: takes what has come of this step. Whether that is all; what may have failed meanwhile, wait() says.
+  // Takes what has come of this step, without waiting. True: all has come. A failure is reported by wait() only.
   bool take(FarStep step, uint32_t round);
-  // Whether all of this step has come but what is signalled. Takes nothing.
+  // Whether all of this step has come, apart from what is signalled. Takes nothing.
   bool has_come_unsignalled(FarStep step, uint32_t round);
-  // Whether nothing of what was written from this parity's memory is under way any more.
+  // Whether no write from this parity's memory is in flight any more.
   bool has_sent(uint32_t round) const;
-  // Whether all of this step has come from that far rank, in the round last opened of that parity. Takes nothing.
+  // Whether all of this step has come from that far rank, in the last opened round of that parity. Takes nothing.
   bool has_come_from(FarStep step, uint32_t round, uint32_t rank);
 
  private:
   struct Member {
     uint32_t rank;
-    bool is_partner = false;  // sums go to it, and come from it
-    bool sends_rows;          // of our index in its group: rows go between it and us
+    bool is_partner = false;  // sums go to it and come from it
+    bool sends_rows;          // it has our index in its group: rows go between it and us
     uint32_t turn = 0;        // Layout::far_ranks_in_turn
     FarRegions<RemoteRegionRef> regions;
-    std::array<uint32_t, kFarSteps * kParities> imms{};  // there
+    std::array<uint32_t, kFarSteps * kParities> imms{};  // for our writes to it
     std::array<Ref<ImmCounter>, kFarSteps * kParities> counters;
-    uint64_t slot_offset = 0;  // there, in rows_in: of the slot that only we write
+    uint64_t slot_offset = 0;  // in its rows_in, of the slot that only we write
     bool is_reached = false;
     bool is_heard = false;
     bool is_left_out = false;
-    std::optional<int64_t> farewell_ns;  // when a wait first saw that it has left
+    std::optional<int64_t> farewell_ns;  // the time at which a wait first saw that it has left
   };
   struct Watched {
     PeerRef peer;
     uint32_t rank;
-    const Word* farewell;  // null: it is far
+    const Word* farewell;  // null for a far rank
     bool is_left_out = false;
   };
-  // A batch, or the write to one member.
+  // A batch, or a write to one member.
   struct Sent {
     TransferRef transfer;
-    const Member* to;  // null: several
+    const Member* to;  // null for a batch
   };
-  // One member's part of a step; dst null: none.
+  // The write of a step to one member; dst is null where there is none.
   struct Slice {
     const Member* to = nullptr;
     RemoteRegion* dst = nullptr;
@@ -160,7 +168,7 @@ class Proxy {
     uint64_t length_bytes = 0;
     uint32_t imm = 0;
   };
-  // What is posted as one scatter.
+  // The arguments of one scatter.
   struct Batch {
     std::vector<RemoteRegion*> dsts;
     std::vector<uint64_t> src_offsets;
@@ -174,14 +182,14 @@ class Proxy {
   }
   Member& member(uint32_t rank);
   const Member& member(uint32_t rank) const { return const_cast<Proxy*>(this)->member(rank); }
-  // Offsets in the region of routes, and in that of rows.
+  // Offset of a part for this round's parity: in the region of routes, and in that of rows.
   uint64_t at_routes(uint64_t part, uint32_t round) const {
     return part + parity_of(round) * memory_.routes_parity_bytes;
   }
-  // In the region of routes: the last bytes of that row, of even rounds.
+  // Offset of a farewell in the region of routes: the last bytes of that row of even rounds.
   uint64_t at_farewell(uint64_t row) const { return row + memory_.route_bytes - sizeof(uint32_t); }
   uint64_t at_rows(uint64_t part, uint32_t round) const { return part + parity_of(round) * memory_.rows_parity_bytes; }
-  // Adds a write, at most one for each member; and posts what was added, in their turns.
+  // add() notes a write, at most one per member. post() posts all that were noted, by the members' turns.
   void add(const Member& to, FarStep step, uint32_t round, uint64_t from_offset, uint64_t to_offset,
            uint64_t length_bytes);
   void post(FarStep step, uint32_t round);
@@ -190,7 +198,7 @@ class Proxy {
   FarOutcome failed_write(std::optional<FarStep> step, uint32_t round);
   uint32_t rank_of(const TransferInfo& failed) const;
   uint32_t slowest() const;
-  // step: that is waited for; none: until what was sent has gone.
+  // What keeps a wait for `awaited`. step: the one that is waited for; none: the wait is for our own writes.
   FarOutcome trouble(std::optional<FarStep> step, uint32_t round, Member& awaited);
   bool has_left(Member& member, bool was_refused);
   bool has_ended(uint32_t far_rank, FarStep step, uint32_t round);
@@ -206,11 +214,11 @@ class Proxy {
   std::vector<Member> members_;
   std::vector<Watched> watched_;
   std::array<size_t, kFarSteps * kParities> next_{};
-  std::array<std::vector<int32_t>, kParities> counts_;          // ours, of each parity's round
+  std::array<std::vector<int32_t>, kParities> counts_;          // our routes in each parity's round
   std::array<std::vector<uint32_t>, kParities> rows_expected_;  // writes of rows, by member
-  std::array<bool, kParities> takes_sums_{};                    // results come from partners only
+  std::array<bool, kParities> takes_sums_{};                    // whether results come from partners only
   std::array<std::vector<Sent>, kParities> sent_;
-  std::vector<Slice> slices_;  // by turn; none between calls
+  std::vector<Slice> slices_;  // by turn; without dst between calls
   Batch batch_;                // empty between calls; keeps its storage
 };
 

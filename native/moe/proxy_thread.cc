@@ -24,8 +24,8 @@ constexpr int64_t kSleepMaxNs = 1'000'000'000;  // then it looks again, whatever
 }  // namespace
 
 ProxyThread::ProxyThread(Proxy& proxy, int32_t cpu, int64_t spin_ns)
-    // For each round in hand four orders, or three and one for each partner; and the one to stop. A power of two: the number
-    // of an order goes round.
+    // For each round in hand four orders, or three and one for each partner; and the one to stop. A power of two: the
+    // number of an order goes round.
     : proxy_(proxy),
       has_core_(cpu != -1),
       spin_ns_(spin_ns),

@@ -1,10 +1,11 @@
 // A thread that posts for a Proxy: whoever has rows ready says so with a flag, and goes on.
 //
-// Orders are carried out one after the other, in the order in which they were given. While one is under way the proxy is
-// the thread's; after settle() it is the caller's again, until the next order. So the proxy has no lock, and orders and
-// waits see what the ones before them did.
+// Orders are carried out one after the other, in the order in which they were given. While one is under way the proxy
+// is the thread's; after settle() it is the caller's again, until the next order. So the proxy has no lock, and orders
+// and waits see what the ones before them did.
 //
-// Lifecycle: 1. made: runs, pinned if asked. 2. orders. 3. destroyed: what was ordered is carried out first; before the proxy.
+// Lifecycle: 1. made: runs, pinned if asked. 2. orders. 3. destroyed: what was ordered is carried out first; before the
+// proxy.
 #pragma once
 
 #include <array>
@@ -19,12 +20,13 @@
 
 namespace crossrail::moe {
 
-// Threads: everything from one at a time. Not in a forked child, where the thread is missing: leave the object alone there.
+// Threads: everything from one at a time. Not in a forked child, where the thread is missing: leave the object alone
+// there.
 // Invariant: orders from done_ on are in orders_, done_ <= given_ <= done_ + orders_.size().
 class ProxyThread {
  public:
-  // cpu: to run on, or -1 for wherever this process may. Throws UsageError when it cannot run there. spin_ns: how long the
-  // thread looks for orders before it sleeps; with a core of its own it does so without offering that to others.
+  // cpu: to run on, or -1 for wherever this process may. Throws UsageError when it cannot run there. spin_ns: how long
+  // the thread looks for orders before it sleeps; with a core of its own it does so without offering that to others.
   ProxyThread(Proxy& proxy, int32_t cpu, int64_t spin_ns);
   ~ProxyThread();
   ProxyThread(const ProxyThread&) = delete;

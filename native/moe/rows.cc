@@ -12,8 +12,9 @@ namespace crossrail::moe {
 
 namespace {
 
-// Rows that are copied in one call and would push each other out of a core's own caches: with streaming stores a pull of
-// a rank's share of a decode round takes a quarter less (256 rows of 7 KiB: 350 us against 450 for all four sources).
+// Rows that are copied in one call and would push each other out of a core's own caches: with streaming stores a pull
+// of a rank's share of a decode round takes a quarter less (256 rows of 7 KiB: 350 us against 450 for all four
+// sources).
 constexpr size_t kStreamedBytesMin = size_t{1} << 20U;
 
 // Copies rows of `bytes` bytes one by one; who reads them elsewhere is told of them after its end.

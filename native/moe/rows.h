@@ -30,7 +30,8 @@ struct RowsOut {
 };
 
 // Row i of target becomes x[table[i]] | scales[table[i]] | zeros. An empty table: i itself, for as many as x has.
-// scales.bytes 0: none. target.bytes is at least x.bytes + scales.bytes; target has as many rows as are written, or more.
+// scales.bytes 0: none. target.bytes is at least x.bytes + scales.bytes; target has as many rows as are written, or
+// more.
 void pack_rows(const RowsOut& target, const RowsIn& x, const RowsIn& scales, const std::span<const int32_t>* table);
 
 // For each move, x[to] and scales[to] become what pack_rows made of them in source[from].

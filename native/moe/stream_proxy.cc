@@ -87,8 +87,8 @@ void StreamProxy::fail(StreamFailure failure) {
   stopping_.store(true, std::memory_order_relaxed);  // of this thread
 }
 
-// Results that the GPU has made of a round which it was told to go on with: others wait for them, and the GPU, which may know
-// by signals that the round is over, for nothing of us.
+// Results that the GPU has made of a round which it was told to go on with: others wait for them, and the GPU, which
+// may know by signals that the round is over, for nothing of us.
 void StreamProxy::send_last_results() {
   for (std::optional<Open>& round : rounds_) {
     const bool are_due = round && round->is_told && round->stage <= Stage::kExperts;
@@ -97,8 +97,8 @@ void StreamProxy::send_last_results() {
   }
 }
 
-// No kernel waits any more, and each finds in place of its round's number that there is nothing to do. What it was told before
-// stays true: the tables of a round whose rows are here are its own to the end.
+// No kernel waits any more, and each finds in place of its round's number that there is nothing to do. What it was told
+// before stays true: the tables of a round whose rows are here are its own to the end.
 void StreamProxy::let_go() {
   for (const StreamWord word : {StreamWord::kFree, StreamWord::kRows, StreamWord::kResults}) {
     // release: pairs with the acquire of a kernel's wait.
@@ -148,7 +148,10 @@ bool StreamProxy::advance() {
   // Its place is free: the GPU has waited for kFree.
   if (device::has_come(words(StreamWord::kRoutes), next_)) {
     begin(next_++, now);
+    untold_ns_.reset();
     moved = true;
+  } else {
+    check_next(now);
   }
   for (std::optional<Open>& round : rounds_) {
     if (!round || stopping_.load(std::memory_order_relaxed)) continue;
@@ -235,8 +238,8 @@ bool StreamProxy::take_and_tell(Open& round, FarStep step, StreamWord word, int6
   return has_all;
 }
 
-// A next round of this parity begins once all that we wrote for this one has gone. If some of it never will, that is a reason
-// to fail only when a next one is asked for: others may have ended by then, and closed.
+// A next round of this parity begins once all that we wrote for this one has gone. If some of it never will, that is a
+// reason to fail only when a next one is asked for: others may have ended by then, and closed.
 bool StreamProxy::end(Open& round, int64_t now) {
   const uint64_t next = round.number + kParities;
   if (!device::has_come(words(StreamWord::kEnded), round.number)) {
@@ -269,6 +272,7 @@ void StreamProxy::place(Open& round) {
   }
   round.placement.emplace(layout_, round.counts);
   if (round.placement->first_over(options_.rows_max, options_.routes_max)) {
+    proxy_.refuse(wire(round.number), round.is_packed);  // ranks whose calls wait end the round, and want ours for that
     fail({.outcome = {FarResult::kReady, rank_, {}},
           .step = FarStep::kRoutes,
           .round = round.number,
@@ -338,6 +342,18 @@ void StreamProxy::check_own(Open& round, FarStep step, int64_t now) {
   fail({.outcome = {FarResult::kLate, rank_, {}},
         .step = step,
         .round = round.number,
+        .is_over = false,
+        .counts = {},
+        .error = nullptr});
+}
+
+void StreamProxy::check_next(int64_t now) {
+  if (!device::has_come(words(StreamWord::kAsked), next_ + 1)) return;
+  if (!untold_ns_) untold_ns_ = now;
+  if (now - *untold_ns_ < timeout_ns_.load(std::memory_order_relaxed)) return;
+  fail({.outcome = {FarResult::kLate, rank_, {}},
+        .step = FarStep::kRoutes,
+        .round = next_,
         .is_over = false,
         .counts = {},
         .error = nullptr});

@@ -1,26 +1,26 @@
-// Rounds whose steps are kernels on a stream: a thread that sees by words in pinned memory how far the GPU is, posts for it,
-// and tells it by words and tables what has come and where it belongs. Kernels decide nothing but where a rank's own routes
-// go; so a half of dispatch or combine only launches, and can be captured in a CUDA graph. (The paper's host proxy, arXiv
-// 2510.27656 section 6, with places computed here instead of by kernels.)
+// Rounds whose steps are kernels on a stream. A thread reads words in pinned memory to see how far the GPU is. It posts
+// for the GPU, and tells it by words and tables what has come and where it belongs. Kernels decide only where a rank's
+// own routes go. So a half of dispatch or combine only launches kernels, and can be captured in a CUDA graph. (This is
+// the host proxy of arXiv 2510.27656, section 6, except that the host computes the places, not kernels.)
 //
-// A round, by its words (device/round_words.h):
-//   GPU                                              this thread
-//   asked, then waits for kFree                      kFree: what was sent of this parity's last round has gone
-//   routes, int32 [max_tokens * top_k], in the board
-//   -> kRoutes                                       counts them, sends them
-//   packs rows_out; writes rows for ranks that       sends the other rows; once it has all routes, the remainder; tables
-//   it reaches (Proxy::reach) there -> kPacked
-//   waits for kRows; moves rows as the tables say    once all rows are here but those that are signalled -> kRows
-//   packs and writes results likewise -> kReturned   sends the other results
-//   waits for kResults; sums -> kEnded               likewise -> kResults
-//                                                    once ended, and all that was sent and is to come has -> kFree
+// A round, by its words (device/round_words.h); -> publishes a word:
+//   GPU                                          this thread
+//   -> kAsked; waits for kFree
+//   writes routes into the board -> kRoutes      counts the routes and sends the counts
+//   packs rows_out; writes rows to ranks that    sends the other rows; once it has the routes of all ranks, sends the
+//   it reaches (Proxy::reach) -> kPacked         remainder and writes the tables
+//   waits for kRows; moves rows by the tables    -> kRows, once all rows have come, apart from those signalled
+//   packs and writes results -> kReturned        sends the other results
+//   waits for kResults; sums -> kEnded           -> kResults, once all results have come, apart from those signalled
+//                                                -> kFree of the next round of this parity, once this one has ended and
+//                                                all that it sends and receives has left and come
 //
-// Ranks that reach each other's memory tell each other by signals there (device::Signals) what their kernels have written;
-// here that is counted too, as a write of no bytes, to know who is late or lost.
+// Ranks that reach each other's memory signal there (device::Signals) what their kernels have written. The thread
+// counts that too, as a write of no bytes, so that it knows who is late or lost.
 //
-// What goes wrong ends the thread, and no kernel waits any more: all words then stand at the last round there can be, and a
-// kernel that waits for one puts that in place of its round's number, by which those that follow do nothing. A round whose
-// rows were told goes on as far as signals carry it. failure() says what went wrong.
+// A failure ends the thread, and no kernel waits any more: kFree, kRows and kResults are set to the last round there
+// can be. A kernel that waits for one puts this value in place of its round's number, and the kernels behind it then do
+// nothing. A round whose kRows was published goes on as far as signals carry it. failure() says what went wrong.
 #pragma once
 
 #include <array>
@@ -40,24 +40,25 @@
 
 namespace crossrail::moe {
 
-// Free and asked are neighbours, as device::open_round takes them.
+// kFree and kAsked are neighbours, since device::open_round takes both as one range.
 enum class StreamWord : uint8_t { kFree, kAsked, kRoutes, kPacked, kReturned, kEnded, kRows, kResults };
 inline constexpr size_t kStreamWords = 8;
 
-// Where things are in the board, pinned memory that the GPU reads and writes: the words at its start; then these parts for
-// rounds of even number, and parity_bytes behind each for those of odd ones. In bytes; all multiples of 64.
+// Where things are in the board, which is pinned memory that the GPU reads and writes. The words are at its start.
+// These parts follow, for rounds of even number; the part for rounds of odd number is parity_bytes behind each. In
+// bytes; all are multiples of 64.
 struct StreamBoard {
   uint64_t numbers = 0;         // int32 [2]: moves, returns
   uint64_t routes = 0;          // int32 [max_tokens * top_k]: expert, or -1 for none
   uint64_t expert_rows = 0;     // int32 [experts of the rank]
   uint64_t expert_offsets = 0;  // int32 [experts of the rank + 1], as Placement::expert_offsets
-  uint64_t moves = 0;           // int32 [groups * routes_max][2]: row of rows_in, or -1 - i of our own i-th; output row
+  uint64_t moves = 0;           // int32 [groups * routes_max][2]: row of rows_in, or -1 - i: our i-th own; output row
   uint64_t returns = 0;         // Return [groups * routes_max]
   uint64_t parity_bytes = 0;
 };
 
-// A result: output row `from` goes to row `to` of that rank's results, if it is reached or our own; else, with as many as there
-// are ranks, of results_out.
+// Where a result goes: output row `from` to row `to` of the results of rank `target`, if that rank is reached or ours.
+// Else `target` is the number of ranks, and `to` is a row of results_out.
 struct Return {
   int32_t from;
   int32_t target;
@@ -67,30 +68,29 @@ static_assert(sizeof(Return) == 12);  // as moe/graph/board.py has it
 
 // What ended the rounds.
 struct StreamFailure {
-  FarOutcome outcome;  // kReady: is_over or error
-  FarStep step;        // that was waited for, of our own rank where it is late; kFarewell: the end of the round
+  FarOutcome outcome;  // kReady: see is_over and error
+  FarStep step;        // the step that was waited for, by our own rank where that is late; kFarewell: the round's end
   uint64_t round;
-  bool is_over;                 // more rows than there is room for; counts say of what
+  bool is_over;                 // the round has more rows than some rank has room for; counts has how many
   std::vector<int32_t> counts;  // [groups][experts]
   std::exception_ptr error;     // or null
 };
 
-// Invariant: a round of a parity is in rounds_ from the look at kRoutes until all that it wrote, read and was given tables for
-// is done with, which is when kFree of the next round of that parity is published; only then does the GPU write to the board
-// for it, and does any rank write to our rows for it.
-// Owner: the caller, also of all that is given, which outlives it. The proxy is the thread's until stop().
-// Lifecycle: 1. made: runs. 2. stop(), when no kernel that waits for it is to be launched any more.
-// Threads: any; not in a forked child, where the thread is missing.
+// Invariant: a round is in rounds_ from when its kRoutes is seen until nothing of it is in use: what it writes, what it
+// reads, its tables. Then kFree of the next round of its parity is published. Only after that does the GPU write to the
+// board for the next round, and does any rank write to our rows for it. Owner: the caller, also of all arguments, which
+// outlive it. The thread alone uses the proxy until stop(). Lifecycle: 1. Made; the thread runs. 2. stop(), once no
+// more kernels that wait for it will be launched. Threads: any; not in a forked child, where the thread is missing.
 class StreamProxy {
  public:
   struct Options {
-    int32_t cpu = -1;        // to run on; -1: wherever this process may
-    int64_t spin_ns = 0;     // how long it looks without a pause after something moved; with a core of its own for ever
-    int64_t timeout_ns = 0;  // of what it waits for of other ranks
-    int32_t rows_max = 0;    // of a rank's output (layout "masked": of an expert)
-    int32_t routes_max = 0;  // of a group to a rank
+    int32_t cpu = -1;        // the core of the thread; -1: any that this process may use
+    int64_t spin_ns = 0;     // how long it polls without a pause after progress; with a core of its own it never pauses
+    int64_t timeout_ns = 0;  // of each wait for other ranks
+    int32_t rows_max = 0;    // room of a rank's output (layout "masked": of one expert)
+    int32_t routes_max = 0;  // most routes of one group to one rank
   };
-  // Throws UsageError for a core where it may not run.
+  // Throws UsageError for a core that this process may not use.
   StreamProxy(EngineRef engine, Proxy& proxy, const Layout& layout, uint32_t rank, std::span<std::byte> board,
               const StreamBoard& parts, const Options& options);
   ~StreamProxy();
@@ -109,13 +109,13 @@ class StreamProxy {
     uint64_t number = 0;
     Stage stage = Stage::kDispatch;
     bool is_packed = false;
-    bool is_sent = false;                // all of our rows
-    bool is_told = false;                // that the GPU may go on, but for what is signalled to it
-    std::optional<Placement> placement;  // once all routes are here
+    bool is_sent = false;                // all of our rows are sent
+    bool is_told = false;                // the GPU was told to go on; it still waits for signals itself
+    std::optional<Placement> placement;  // once all routes have come
     std::vector<int32_t> counts;         // [groups][experts], with placement
-    int64_t since_ns = 0;                // when we began to wait for others
+    int64_t since_ns = 0;                // the time at which we began to wait for others
     int64_t next_look_ns = 0;
-    std::optional<int64_t> asked_ns;  // when we saw that the GPU waits for the end of this one
+    std::optional<int64_t> asked_ns;  // the time at which we saw that the GPU waits for the end of this round
   };
 
   void run();
@@ -127,13 +127,18 @@ class StreamProxy {
   void place(Open& round);
   void write_tables(const Open& round);
   size_t write_returns(const Placement& placement, Return* to) const;
-  // What has come of a step: all, in which case nothing failed; else, now and then, looks for what keeps it.
+  // Takes what has come of a step. True: all has come, and nothing failed. Else it checks now and then what keeps the
+  // rest.
   bool take(Open& round, FarStep step, int64_t now);
-  // Likewise; tells the GPU as soon as it may go on, which may be before all has come.
+  // As take(). Also tells the GPU as soon as it may go on, which may be before all has come.
   bool take_and_tell(Open& round, FarStep step, StreamWord word, int64_t now);
   bool is_time_to_look(Open& round, int64_t now);
-  // Our own part of a step does not come, and the GPU is at the next round of this parity: it would wait for ever.
+  // Fails if the GPU waits for the next round of this parity, and our own part of this step does not come: the GPU
+  // would wait for ever.
   void check_own(Open& round, FarStep step, int64_t now);
+  // Fails if the GPU has begun the round after next_, and the routes of next_ do not come: that dispatch was cut short,
+  // and all rounds behind it would wait for ever.
+  void check_next(int64_t now);
   void check_others(Open& round, int64_t now);
   void check(const Open& round, FarStep step, const FarOutcome& outcome, int64_t now);
   void fail(StreamFailure failure);
@@ -155,7 +160,8 @@ class StreamProxy {
   const Options options_;
   const std::span<device::RoundWords> words_;
   std::array<std::optional<Open>, kParities> rounds_;
-  uint64_t next_ = 1;  // round to be opened
+  uint64_t next_ = 1;                 // the next round to open
+  std::optional<int64_t> untold_ns_;  // the time at which we saw that the GPU has begun the one after it
   std::vector<int32_t> slots_;
   std::atomic<int64_t> timeout_ns_;  // relaxed: a number by itself
   std::atomic<bool> stopping_{false};

@@ -15,6 +15,12 @@ namespace {
 // How long a sleeper goes without a look at the owner: a rank that dies wakes nobody.
 constexpr int64_t kPeerLookEveryNs = 5'000'000;
 constexpr int64_t kWaitYieldAfterNs = 2'000;  // of spinning: the rank that we wait for may need this very core
+// A sealed word stands still while rounds go on, and 2^31 of them later it would seem to be ahead. So it is pulled
+// along when it is further behind than the first, to the second: both far from where those are who are a few rounds
+// behind us.
+constexpr uint32_t kSealedBehindMax = 1u << 30;
+constexpr uint32_t kSealedBehind = 1u << 29;
+static_assert(kSealedBehind % 2 == 0);  // the parity is kept that says that it is sealed
 
 bool is_lost(const Awaited& awaited) { return awaited.owner != nullptr && awaited.owner->state() == PeerState::kLost; }
 
@@ -23,8 +29,8 @@ bool has_ended(const Watched& lost) {
   return lost.farewell != nullptr && lost.part != nullptr && lost.farewell->poll() > 0 && lost.part->poll() > 0;
 }
 
-// Whether waiting for words[index] has become pointless. Unless it goes on without them, any owner that is lost makes it
-// so: the one that we wait for may have seen it before us, and go no further.
+// Whether waiting for words[index] has become pointless. Unless it goes on without them, any owner that is lost makes
+// it so: the one that we wait for may have seen it before us, and go no further.
 WordsOutcome trouble_with(Engine& engine, std::span<const Awaited> words, std::span<const Watched> watched,
                           size_t index, bool goes_on) {
   if (engine.closed()) return {WordsResult::kClosed, index};
@@ -67,14 +73,18 @@ bool seal(Word& word, uint32_t round) {
     futex_wake_all(&word.value, FutexScope::kShared);
     return true;
   }
-  return static_cast<int32_t>(seen - round) < 0;
+  const bool is_behind = static_cast<int32_t>(seen - round) < 0;
+  // Whoever loses this exchange has been anticipated.
+  if (is_behind && round - seen > kSealedBehindMax)
+    word.value.compare_exchange_strong(seen, round - kSealedBehind - 1, std::memory_order_seq_cst);
+  return is_behind;
 }
 
 WordsOutcome wait_words(Engine& engine, std::span<const Awaited> words, std::span<const Watched> watched,
                         uint32_t round, Deadline deadline, const InterruptCheck& interrupted,
                         std::vector<size_t>* absent) {
   const bool manual = engine.options().polling == Polling::kManual;
-  const bool staged = engine.options().stage != nullptr;
+  const bool simulated = engine.options().simulation != nullptr;
   int64_t spin_until = 0;  // 0: has not begun
   int64_t yield_from = 0;
   int64_t next_look = 0;
@@ -88,7 +98,7 @@ WordsOutcome wait_words(Engine& engine, std::span<const Awaited> words, std::spa
       absent->push_back(i++);
       continue;
     }
-    if (staged) return {WordsResult::kLate, i};
+    if (simulated) return {WordsResult::kLate, i};
     const int64_t now = now_ns();
     if (spin_until == 0) {
       spin_until = now + engine.options().spin_ns;
@@ -102,7 +112,7 @@ WordsOutcome wait_words(Engine& engine, std::span<const Awaited> words, std::spa
       // Its last word may have come just before its end.
       if (trouble.result != WordsResult::kReady && !has_come(*awaited.word, round)) return trouble;
       if (now >= deadline) return {WordsResult::kLate, i};
-      if (interrupted && interrupted()) return {WordsResult::kInterrupted, i};
+      if (interrupted.is_due(now) && interrupted.ask(now)) return {WordsResult::kInterrupted, i};
     }
     if (manual) engine.progress();
     if (now < spin_until) {

@@ -1,11 +1,12 @@
 // Words by which ranks that share memory tell each other how far they are.
 //
-// A word lies in memory that its owner allocated (Engine::alloc) and others map (Engine::map). Its owner publishes rounds in
-// it, and it only grows: the number of a round, modulo 2^32. So whoever waits for a round is not misled by one that is ahead.
+// A word lies in memory that its owner allocated (Engine::alloc) and others map (Engine::map). Its owner publishes
+// rounds in it, and it only grows: the number of a round, modulo 2^32. So whoever waits for a round is not misled by
+// one that is ahead.
 //
-// Who gives up on an owner *seals* the word: from then on nothing is published in it any more, so that all others come to
-// the same end, whenever they look and whatever they know of the owner. The rounds of a word are all even or all odd, and
-// a sealed word is one more than the last of them: its lowest bit tells.
+// Who gives up on an owner *seals* the word: from then on nothing is published in it any more, so that all others come
+// to the same end, whenever they look and whatever they know of the owner. The rounds of a word are all even or all
+// odd, and a sealed word is one more than the last of them: its lowest bit tells.
 //
 // Threads: publish() from one at a time; seal() and wait_words() from any.
 #pragma once
@@ -29,8 +30,8 @@ struct alignas(64) Word {
 };
 static_assert(sizeof(Word) == 64);
 
-// Everything that this thread wrote before, streaming stores too, is seen by whoever sees the word. False: it is sealed,
-// and nothing was published.
+// Everything that this thread wrote before, streaming stores too, is seen by whoever sees the word. False: it is
+// sealed, and nothing was published.
 bool publish(Word& word, uint32_t round);
 
 // For the rounds of that word.
@@ -47,7 +48,8 @@ inline bool has_come(const Word& word, uint32_t round) {
   return static_cast<int32_t>(word.value.load(std::memory_order_acquire) - round) >= 0;
 }
 
-// Seals the word unless it stands at `round` or later. True: it is sealed before that, by us or by another.
+// Seals the word unless it stands at `round` or later. True: it is sealed before that, by us or by another. Of a sealed
+// word somebody asks so in every round, or at least in every 2^30: else it would seem to be ahead after 2^31.
 bool seal(Word& word, uint32_t round);
 
 // What is waited for, and of whom.
@@ -84,8 +86,8 @@ struct WordsOutcome {
 // does but its worker. On a stage nobody else runs while we wait: what has not come then, is late at once.
 // watched: others without whom the wait is as pointless, unless they had done their part and said farewell before they
 // were lost; their indices begin behind those of the words.
-// absent: null, or where the wait goes on without owners that are lost: their words are sealed, and the indices of those
-// that are sealed before `round` are put there. Never kPeerLost then.
+// absent: null, or where the wait goes on without owners that are lost: their words are sealed, and the indices of
+// those that are sealed before `round` are put there. Never kPeerLost then.
 WordsOutcome wait_words(Engine& engine, std::span<const Awaited> words, std::span<const Watched> watched,
                         uint32_t round, Deadline deadline, const InterruptCheck& interrupted,
                         std::vector<size_t>* absent = nullptr);

@@ -26,12 +26,12 @@ Address make_identity(const std::string& name, uint32_t transports, uint32_t rai
   return address;
 }
 
-Address make_identity_on(Stage& stage, uint32_t host, const std::string& name, uint32_t transports) {
+Address make_identity_on(Simulation& simulation, uint32_t host, const std::string& name, uint32_t transports) {
   Address address;
   address.transports = transports;
   address.name = name;
-  address.host = stage.host_name(host);
-  stage.fill(address.incarnation);
+  address.host = simulation.host_name(host);
+  simulation.fill(address.incarnation);
   return address;
 }
 
@@ -52,7 +52,8 @@ std::string read_boot_id() {
 }  // namespace
 
 const std::string& host_identity() {
-  // One that throws is asked again at the next engine: what is kept here, peers compare for as long as the process lives.
+  // One that throws is asked again at the next engine: what is kept here, peers compare for as long as the process
+  // lives.
   static const std::string identity = [] {
     std::string text = read_boot_id();
     return text.empty() ? std::string("unknown-host") : text;

@@ -5,7 +5,7 @@
 #include <string>
 
 #include "transport/descriptor.h"
-#include "transport/stage.h"
+#include "transport/simulation.h"
 
 namespace crossrail {
 
@@ -13,11 +13,11 @@ namespace crossrail {
 // when the kernel gives no random bytes, and as host_identity().
 Address make_identity(const std::string& name, uint32_t transports, uint32_t rail_count);
 
-// The same for an engine on a stage: nothing in it tells of this machine or process.
-Address make_identity_on(Stage& stage, uint32_t host, const std::string& name, uint32_t transports);
+// The same for an engine in a simulation: nothing in it tells of this machine or process.
+Address make_identity_on(Simulation& simulation, uint32_t host, const std::string& name, uint32_t transports);
 
-// Identity of this host: the kernel's boot id. Containers of one host share it. Throws TransportError when the system is
-// too short of descriptors or memory to look.
+// Identity of this host: the kernel's boot id. Containers of one host share it. Throws TransportError when the system
+// is too short of descriptors or memory to look.
 const std::string& host_identity();
 
 // Inode of the calling thread's network namespace, 0 when /proc does not tell.

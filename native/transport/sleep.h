@@ -11,11 +11,11 @@
 
 namespace crossrail {
 
-// Where two threads of an engine sleep until one of its transports has news: in front, a thread that waits for something,
-// and behind it the worker, whom news wake while nobody is in front. So a message wakes the thread that waits for it, and
-// not first the worker, who would then wake that thread.
-// Both return early at times, without news. Who is woken by news drives, or makes sure that somebody does: nobody else was
-// told. What a sleeper must do before is said in transport.h. A call is kept until its sleeper comes.
+// Where two threads of an engine sleep until one of its transports has news: in front, a thread that waits for
+// something, and behind it the worker, whom news wake while nobody is in front. So a message wakes the thread that
+// waits for it, and not first the worker, who would then wake that thread.
+// Both return early at times, without news. Who is woken by news drives, or makes sure that somebody does: nobody else
+// was told. What a sleeper must do before is said in transport.h. A call is kept until its sleeper comes.
 class SleepingPlace {
  public:
   // The transports must outlive its sleepers. Throws TransportError.
@@ -27,7 +27,8 @@ class SleepingPlace {
   // [any] False: somebody is there. Who takes it is the one to drive until he leaves, asleep or awake.
   bool take_front();
   void leave_front();
-  // Until one of the transports is rung, or the call, or the deadline. One thread at a time in each. True: woken by news.
+  // Until one of the transports is rung, or the call, or the deadline. One thread at a time in each. True: woken by
+  // news.
   bool sleep_in_front(Deadline deadline);
   void sleep_behind(Deadline deadline);
   void call_front() const { front_call_.ring(); }    // [any]

@@ -3,10 +3,10 @@
 // Threads: calls marked [any] may come from any thread at any time between open and close. All others come from the
 // progress holder: one thread at a time, ordered by the engine's progress lock.
 //
-// What a transport promises: every accepted work request is retired exactly once, by post(), Sink::on_retired or
-// Sink::on_withdrawn; once it is retired, this side touches neither its source nor its target any more, and, where the status is kDone, the
-// peer has all of it and will count its immediate. Immediates are counted after the bytes they belong to are in place.
-// What it does not promise: any order, unless Traits::fifo_rails.
+// A transport promises: it retires every accepted work request exactly once, by post(), Sink::on_retired or
+// Sink::on_withdrawn. Once one is retired, this side touches neither its source nor its target any more. If its status
+// is kDone, the peer has all of it and will count its immediate. An immediate is counted after its bytes are in place.
+// It promises no order, unless Traits::fifo_rails.
 #pragma once
 
 #include <cstddef>
@@ -19,7 +19,7 @@
 #include "device/cuda.h"
 #include "device/vmm.h"
 #include "transport/descriptor.h"
-#include "transport/stage.h"
+#include "transport/simulation.h"
 #include "transport/types.h"
 #include "util/clock.h"
 
@@ -29,8 +29,8 @@ namespace crossrail {
 class Link {
  public:
   virtual ~Link() = default;
-  // Pairs of rails that it spreads over, those included that are away just now: the same from on_link_up on. Asked only when
-  // Traits::balances_rails: with one, cutting a write gains nothing.
+  // How many pairs of rails the link spreads over, including those that are down. Constant after on_link_up. The engine
+  // asks only if Traits::balances_rails, and does not cut a write for a link with one pair.
   virtual uint32_t lanes() const { return 1; }
   void* user = nullptr;  // the engine's Peer
 };
@@ -41,12 +41,12 @@ class LocalRegion {
   virtual ~LocalRegion() = default;
   std::byte* base = nullptr;
   uint64_t length_bytes = 0;
-  uint64_t id = 0;         // the engine's, given at registration
+  uint64_t id = 0;         // the engine gives it at registration
   bool is_mapped = false;  // peers of this host can map it
   int gpu = -1;            // whose memory it is; -1: the host's
-  // Of an RDMA transport: what the region's descriptor tells peers. The same for the region's life.
+  // The keys that an RDMA transport puts into the region's descriptor. They stay the same for the region's life.
   virtual RdmaKeys rdma_keys() const { return {}; }
-  // Of a GPU's memory: by what means NICs were given it, for people ("dma-buf").
+  // How NICs were given GPU memory, for people ("dma-buf").
   virtual std::string given_by() const { return {}; }
 };
 
@@ -56,20 +56,23 @@ class RemoteKey {
   virtual ~RemoteKey() = default;
 };
 
-// kService: what the peer's engine itself is told (Sink::on_service). At most kServiceBytesMax, kept in place until it is
-// retired; kDone then says that the peer's engine has it. Never held back by the peer's receive pool, nor by messages.
+// kService carries at most kServiceBytesMax to the peer's engine (Sink::on_service). The payload stays in place until
+// the request is retired; kDone says that the peer's engine has it. Neither receive pool nor messages hold it back.
 enum class WorkOp : uint8_t { kWrite, kRead, kSend, kService };
 inline constexpr uint64_t kMessageBytesMax = 256 << 10;  // of kSend, whatever an engine is set to send
 inline constexpr uint64_t kServiceBytesMax = 4000;       // a fragment of rdma
-inline constexpr uint32_t kServicesQueuedMax = 64;       // of one link, accepted and not retired: post() takes no more
+// A one-sided operation of one work request of so few bytes does not wait behind long ones: the engine queues it
+// apart, and tcp has connections for it.
+inline constexpr uint64_t kShortBytesMax = (16 << 10) - 1;
+inline constexpr uint32_t kServicesQueuedMax = 64;  // post() accepts no more than this per link until some retire
 
-// A peer's memory at an address of ours. It stays readable and writable for as long as `memory` is held, whatever becomes
-// of the peer and of its region: afterwards nobody else has it.
+// A peer's memory, mapped here. It stays readable and writable while `memory` is held, even if the peer or its region
+// is gone.
 struct Mapping {
   std::shared_ptr<const void> memory;
   std::byte* base = nullptr;
   uint64_t length_bytes = 0;  // of the region, as its owner says
-  // Of a GPU's, instead: what is still to be mapped, and where the region begins in it.
+  // GPU memory comes as this instead: the caller maps it, and the region begins at `offset`.
   std::shared_ptr<const device::PhysicalMemory> physical;
   uint64_t offset = 0;
   std::string trouble;  // of kAccessDenied, kTransportFailed; may be empty
@@ -86,8 +89,8 @@ struct WorkRequest {
   RemoteKey* remote = nullptr;  // null for kSend, kService, and for an immediate without bytes that concerns no region
   uint64_t remote_offset = 0;
   LocalRegion* local_region = nullptr;  // null for kSend, kService
-  void* context = nullptr;              // given back when retired
-  uint32_t tag = 0;                     // given back likewise; requests of one context may differ in it
+  void* context = nullptr;              // returned when the request is retired
+  uint32_t tag = 0;                     // returned likewise; requests of one context may have different tags
   uint32_t reserved = 0;                // the engine's own
 };
 static_assert(sizeof(WorkRequest) == 64);
@@ -98,48 +101,45 @@ inline int gpu_of(const WorkRequest& request) {
 
 struct Traits {
   uint32_t rail_count = 1;
-  uint64_t slice_bytes_max = 0;  // longest work request it likes: longer writes are cut, so that small ones get between
+  uint64_t slice_bytes_max = 0;  // the engine cuts longer writes, so that short ones get between the slices
   uint64_t message_bytes_max = 0;
   bool fifo_rails = false;  // on one rail of one link, a write's bytes and immediate land no earlier than those of
                             // the writes posted before it
-  // The transport spreads over its rails what is posted with kAnyRail; the engine names a rail only where the user did.
+  // The transport spreads requests with kAnyRail over its rails. The engine names a rail only if the user did.
   bool balances_rails = false;
-  // It has room of its own for works of up to so many bytes that are not `bulk`: the engine keeps none of them waiting
-  // behind longer ones. 0: all queue together.
-  uint64_t short_bytes_max = 0;
-  uint64_t piece_bytes_min = 16 << 10;  // a piece for another rail is worth its overhead from here on
-  bool moves_gpu_memory = false;        // by NICs; else this side's CPU touches sources or targets,
-  bool copies_gpu_memory = false;       // and has the driver copy what is a GPU's
+  uint64_t piece_bytes_min = 16 << 10;  // a shorter piece is not worth another rail's overhead
+  bool moves_gpu_memory = false;        // NICs access GPU memory directly
+  bool copies_gpu_memory = false;       // this side's CPU has the driver copy GPU memory
 };
 
-// What a transport tells the engine, from inside post() and poll(), on the progress holder.
+// A transport calls these from inside post() and poll(), on the progress holder.
 class Sink {
  public:
-  // `count` work requests with this context and tag, `bytes` in all, will not be touched any more. detail: may be
-  // empty.
+  // The transport has let go of `count` work requests with this context and tag, `bytes` in all. detail may be empty.
   virtual void on_retired(Link& link, void* context, uint32_t tag, uint32_t count, uint64_t bytes, Status status,
                           const std::string& detail) = 0;
-  // One work request was taken back (withdraw) and is retired so: its immediate is not counted and never will be, of its
-  // bytes some may be in place. Called once for each; where several of one context and tag go together, `bytes` may be
-  // the sum of theirs at one call and 0 at the others.
+  // One work request was taken back (withdraw), which retires it. Its immediate will never be counted. Some of its
+  // bytes may be in place. If several of one context and tag end together, one call may have the sum of their `bytes`
+  // and the others 0.
   virtual void on_withdrawn(Link& link, void* context, uint32_t tag, uint64_t bytes) = 0;
   // Immediates arrived: `units` 48ths of the number `imm`.
   virtual void on_imm(uint32_t imm, uint64_t units) = 0;
   enum class Offer : uint8_t { kTaken, kHold, kTooLong };
   // A message arrived. kHold: keep it and offer it again at the next poll.
   virtual Offer on_message(const std::shared_ptr<const Address>& sender, std::span<const uint8_t> payload) = 0;
-  // What the peer's engine tells ours: untrusted, 0..kServiceBytesMax bytes. Once for each, in any order. Takes a note.
+  // A kService payload arrived: untrusted, 0..kServiceBytesMax bytes. Once for each, in any order. The sink queues it.
   virtual void on_service(const std::shared_ptr<const Address>& sender, std::span<const uint8_t> payload) = 0;
   virtual void on_link_up(Link& link) = 0;
-  // The peer is gone: post no more. Everything still posted on the link is retired next, then the link is deleted.
-  // What the peer was told is done has been reported (on_imm) before. orderly: its engine was closed, not killed.
+  // The peer is gone: post no more. The transport retires everything posted on the link next, then deletes the link.
+  // It has reported (on_imm) all that the peer was told is done. orderly: the peer's engine was closed, not killed.
   virtual void on_link_down(Link& link, const std::string& reason, bool orderly) = 0;
   virtual void on_link_frozen(Link& link, bool frozen, const std::string& detail) = 0;
   virtual void on_protocol_error(const std::string& peer, const std::string& detail) = 0;
-  // [any] What peers are told that name a region which is not open: kRegionRevoked or, closed or unknown, kRegionClosed.
+  // [any] The status for peers that name a region which is not open: kRegionRevoked, or kRegionClosed for closed and
+  // unknown ones.
   virtual Status status_of_gone(uint64_t /*region_id*/) { return Status::kRegionClosed; }
-  // For the record, of a transport that balances its rails: `count` works of this context, `bytes` in all and `imms` of
-  // them with an immediate, were put on `rail`; or are over there, said before on_retired, not instead.
+  // For the flight recorder, if Traits::balances_rails. on_sent: the transport put `count` works of this context on
+  // `rail`, `bytes` in all, `imms` of them with an immediate. on_over: they ended there; on_retired follows.
   virtual void on_sent(Link& /*link*/, uint32_t /*rail*/, void* /*context*/, uint32_t /*count*/, uint64_t /*bytes*/,
                        uint32_t /*imms*/) {}
   virtual void on_over(Link& /*link*/, uint32_t /*rail*/, void* /*context*/, uint32_t /*count*/, uint64_t /*bytes*/) {}
@@ -172,8 +172,8 @@ class Transport {
 
   virtual const Traits& traits() const = 0;    // [any]
   virtual const Address& address() const = 0;  // [any]
-  // Once, after all transports of the engine are open and before any other call: the engine's whole address, which is
-  // what peers are to be shown. Those opened last know it already.
+  // Called once, after all transports of the engine are open and before any other call, with the whole address that
+  // peers see. The transport opened last knows it already.
   virtual void complete_address(const Address&) {}
 
   // --- memory [any]. id: never used before in this incarnation; its slot (region_slot) is no other open region's ---
@@ -185,16 +185,15 @@ class Transport {
   }
   // Zeroed, page aligned; lives until the LocalRegion is destroyed.
   virtual std::unique_ptr<LocalRegion> allocate(uint64_t id, uint64_t length_bytes, bool populate) = 0;
-  // Refuses peers from now on.
+  // The transport refuses peers from now on.
   virtual void revoke_region(LocalRegion& region) = 0;
-  // True when neither a peer nor our progress holder touches the revoked region any more. Where move_source() means
-  // something, our own work requests that name the region have ended, or were moved, before this is asked.
+  // True once neither a peer nor our progress holder touches the revoked region. If move_source() means something, the
+  // engine's own work requests that name the region have ended, or were moved, before it asks.
   virtual bool is_region_quiet(const LocalRegion& region) = 0;
-  // Progress holder. Names of the peers that may still touch the revoked region, as far as it is known who they are.
+  // Progress holder. Names the known peers that may still touch the revoked region.
   virtual std::vector<std::string> users_of(const LocalRegion&) { return {}; }
-  // Progress holder. Our own work requests that name `from` and are not with a device yet go on with `to`, which is the
-  // same memory. True when none names `from` any more: asked until then. True at once where work requests do not need
-  // the region they name.
+  // Progress holder. Makes our own work requests that are not with a device yet use `to` in place of `from`, the same
+  // memory. True once none names `from`; the engine asks until then. True at once if requests do not need their region.
   virtual bool move_source(const LocalRegion&, LocalRegion&) { return true; }
 
   // --- peers ---
@@ -203,58 +202,57 @@ class Transport {
   // Retires everything posted on the link as kPeerLost and deletes it, without on_link_down.
   virtual void disconnect(Link& link) = 0;
   virtual std::unique_ptr<RemoteKey> resolve(Link& link, const RegionDescriptor& descriptor) = 0;
-  // kPending: the peer has not answered yet what region that is, ask again. kDone: `out` is filled. kAccessDenied: this
-  // process cannot touch that memory. kRegionClosed, kRegionRevoked and others: the peer refuses. gpu: of ours, whose kernels
-  // are to reach memory of a GPU; -1: host memory.
+  // kPending: the peer has not answered yet, ask again. kDone: `out` is filled. kAccessDenied: this process cannot
+  // access that memory. kRegionClosed, kRegionRevoked and others: the peer refuses. gpu: the local GPU whose kernels
+  // shall reach GPU memory; -1: host memory.
   virtual Status map(Link&, const RemoteKey&, int /*gpu*/, Mapping* /*out*/) { return Status::kAccessDenied; }
   virtual std::vector<PathReport> explain(Link& link) = 0;
-  // [any] Why none of that peer's rails is in reach of ours (other kinds of links, another user's memory); empty: some is,
-  // or nobody can tell.
+  // [any] Says why none of our rails reaches that peer (other kinds of links, another user's memory). Empty: one may.
   virtual std::string why_out_of_reach(const Address&) const { return {}; }
   // Empty: rail i to the peer's rail i, modulo how many it has.
   virtual std::vector<RailReport> explain_rails(Link&) { return {}; }
-  // Works that are on this rail of ours towards the peer and not over; 0 where none ever wait.
+  // How many works towards the peer are in flight on this rail of ours; 0 if none ever wait.
   virtual uint64_t rail_depth(Link&, uint32_t /*rail*/) { return 0; }
 
   // --- data ---
-  // `requests`: one or more, all of one op and one context. Takes a prefix of them, as many as there is room for.
-  // *completed: how many of the accepted are done already
-  // (kDone) and are not retired through the sink. May call sink.on_retired for others. A sleeping peer may be woken only
-  // at the next poll(), arm() or let_go(). rail: less than Traits::rail_count; or, with Traits::balances_rails, kAnyRail.
+  // Accepts a prefix of `requests` (one or more, of one op and one context), as many as there is room for. *completed:
+  // how many of these are done already (kDone); the sink is not told of them. May call sink.on_retired for others. May
+  // leave a sleeping peer asleep until the next poll(), arm() or let_go(). rail: below Traits::rail_count, or kAnyRail
+  // if Traits::balances_rails.
   virtual uint32_t post(Link& link, uint32_t rail, std::span<const WorkRequest> requests, uint32_t* completed) = 0;
   // Moves everything that can move now. Returns how many things happened; 0 means idle.
   virtual uint32_t poll() = 0;
 
-  // Takes back what is posted but not begun by the peer, of every context for which wanted() says so. Each such work
-  // request is retired through Sink::on_withdrawn, now or, when the peer is at a part of it, once that part has ended.
-  // What the peer has wholly begun runs to its end and is retired as ever. The last goes first: of the requests of one
-  // context on one rail of one link, what is taken back is a tail, so that an immediate is never counted whose bytes were
-  // taken back. The engine posts no more of these contexts until all of theirs is retired.
+  // Takes back the work requests of each context for which wanted() is true, as far as the peer has not begun them.
+  // Each is retired through Sink::on_withdrawn: now, or once the part that the peer is at has ended. A request that the
+  // peer has wholly begun runs to its end and is retired as ever. Of one context's requests on one rail of one link a
+  // tail is taken back, so that no immediate is counted whose bytes were taken back. The engine posts no more of these
+  // contexts until all of theirs are retired.
   virtual void withdraw(bool (*wanted)(void* context)) = 0;
 
   // --- sleeping (transport/sleep.h), on several transports at once ---
-  // The progress holder arms each, looks once more (has_arrivals), gives up being the holder, and somebody sleeps until
-  // one of the wake_fd()s is readable. While armed, news make it readable, and it stays so until hush(): none is lost
-  // between arming and sleeping. While not armed it should keep quiet.
+  // The progress holder arms each, looks once more (has_arrivals) and stops being the holder. Then somebody sleeps
+  // until a wake_fd() is readable. While armed, an arrival makes it readable, and it stays so until hush(): none is
+  // lost between arming and sleeping. While not armed it should stay quiet.
   virtual void arm() = 0;
   virtual void disarm() = 0;
-  // Instead of arm(), by a progress holder who leaves and does not sleep, where nobody may come back for long: what peers
-  // wait for that needs nothing of them is not put off any more. They are rung, and their memory is let go.
+  // A progress holder calls this instead of arm() if it leaves without sleeping and nobody may drive for long. The
+  // transport does what it had put off for peers: it rings them and lets go of their memory.
   virtual void let_go() {}
   virtual bool is_armed() const = 0;  // [any] armed, and nobody has rung since
   virtual bool has_arrivals() = 0;
-  // poll() wants to be called by then, whatever happens: heartbeats, timeouts. Asked after arm().
+  // When poll() must be called at the latest, for heartbeats and timeouts. Asked after arm().
   virtual Deadline next_timer() const { return kNoDeadline; }
   virtual int wake_fd() const = 0;  // [any] the same for the transport's life
-  // [any] The sleeper found wake_fd() readable: makes it quiet until there are news again, and the transport unarmed, so
-  // that a holder who is about to leave sees that these are taken. False: there were none (an old ring, from when nobody
-  // slept), sleep on. looks_at_once: the sleeper polls as soon as he can; what that alone silences may be left to it.
+  // [any] The sleeper calls this when wake_fd() is readable. Silences it until the next arrival and disarms the
+  // transport, so that a holder who is about to leave sees that the arrivals are taken. False: an old ring, sleep on.
+  // looks_at_once: the sleeper polls as soon as it can, and what polling silences may be left to that.
   virtual bool hush(bool looks_at_once) = 0;
   virtual void wake() = 0;  // [any] only costs a system call if somebody sleeps
 
-  // Tells peers and stops own threads. Everything posted is retired (kEngineClosed) before it returns.
+  // Tells peers and stops own threads. Retires everything posted (kEngineClosed) before it returns.
   virtual void close() = 0;
-  // [any] In the child of a fork: give up what would keep the parent's peers from noticing its death.
+  // [any] In a forked child: gives up what would keep the parent's peers from noticing the parent's death.
   virtual void abandon_after_fork() = 0;
 };
 
@@ -268,11 +266,11 @@ struct RdmaOptions {
   uint32_t partition = 0;       // verbs on InfiniBand: a P_Key, its highest bit does not matter; 0 by choice
 };
 
-// sim: where in which world. Elsewhere there is no stage, and engines have threads.
+// sim: where in which world. Elsewhere there is none, and engines have threads.
 struct Place {
-  Stage* stage = nullptr;
+  Simulation* simulation = nullptr;
   uint32_t host = 0;
-  uint32_t actor = 0;  // of Stage::enter
+  uint32_t actor = 0;  // of Simulation::enter
 };
 
 // tcp: who we are and whom we trust under TLS. Files in PEM form.
@@ -290,12 +288,12 @@ struct TlsOptions {
 };
 
 struct TransportOptions {
-  // Who the engine is, with what the transports opened before have added. Transport::address() is this and what this
-  // transport adds: tcp its endpoints, verbs and ofi theirs.
+  // The engine's address, with what the transports opened before have added. Transport::address() adds what is this
+  // transport's: the endpoints of tcp, verbs or ofi.
   Address identity;
   uint32_t rail_count = 1;
-  // tcp: IP address or interface name of each rail; verbs and ofi: device ("mlx5_0"), port ("mlx5_0:1"), interface or IP
-  // address. Empty: rail_count default ones; for verbs and ofi then 0 means all that are worth it.
+  // tcp: IP address or interface name of each rail; verbs and ofi: device ("mlx5_0"), port ("mlx5_0:1"), interface or
+  // IP address. Empty: rail_count default ones; for verbs and ofi then 0 means all that are worth it.
   std::vector<std::string> rails;
   uint16_t port = 0;   // tcp: 0 ephemeral; rails that share an IP address take port, port + 1, ...
   std::string secret;  // tcp, verbs, ofi: both sides must know it; may be empty
@@ -303,7 +301,7 @@ struct TransportOptions {
   int64_t peer_timeout_ns = 10'000'000'000;  // tcp, verbs, ofi: a peer that is silent for so long is lost
   uint64_t message_bytes_max = 0;
   int64_t connect_timeout_ns = 0;
-  int private_path = 0;  // shm: 0 by measurement, 1 staged, 2 cross-memory attach
+  PrivatePath private_path = PrivatePath::kAuto;  // shm
   RdmaOptions rdma;
   // Of RDMA transports. They outlive the transport.
   Clock* clock = &real_clock();

@@ -33,8 +33,8 @@ inline constexpr uint32_t kAllTransports = transport_bit(TransportKind::kShm) | 
 // "shm and tcp"; "none" for the empty set.
 std::string transport_names(uint32_t transports);
 
-// Region ids: generation << 16 | slot, generation > 0. Drawn by the engine (engine/region_ids.h), the same in all of its
-// transports, never twice in one incarnation. Slots are for tables; two open regions never share one.
+// Region ids: generation << 16 | slot, generation > 0. Drawn by the engine (engine/region_ids.h), the same in all of
+// its transports, never twice in one incarnation. Slots are for tables; two open regions never share one.
 inline constexpr uint32_t kRegionSlotBits = 16;
 inline constexpr uint32_t kRegionSlots = 1u << kRegionSlotBits;
 constexpr uint32_t region_slot(uint64_t region_id) { return static_cast<uint32_t>(region_id & (kRegionSlots - 1)); }
@@ -58,6 +58,9 @@ constexpr bool fits(uint64_t offset, uint64_t length, uint64_t bound) {
 // Where memory is. kCuda: of a GPU, at an address that only its driver and NICs can use. The numbers travel.
 enum class MemoryKind : uint8_t { kHost = 0, kCuda = 1 };
 
+// How bytes reach memory that the peer cannot map. kAuto: the one that measures faster.
+enum class PrivatePath : uint8_t { kAuto, kStaged, kCrossMemoryAttach };
+
 // As users write it.
 inline const char* access_name(Access access) {
   switch (access) {
@@ -79,14 +82,14 @@ inline std::byte* const kPhantomBase =
 enum class Status : uint8_t {
   kPending = 0,
   kDone,
-  kCancelled,     // asked for by the user; nothing of it moves any more
-  kPeerLost,      // the peer died, left, or is of an older incarnation
-  kRegionClosed,  // the remote region was closed, or never existed
-  kRegionRevoked,  // the remote region refuses this generation of peers; where the target does not know better, the one above
-  kOutOfBounds,      // refused by the target: past the region's end
-  kAccessDenied,     // refused by the target: region not open to this operation
-  kMessageTooLong,   // no receive buffer of the target can hold it
-  kEngineClosed,     // our own engine was closed first
+  kCancelled,       // asked for by the user; nothing of it moves any more
+  kPeerLost,        // the peer died, left, or is of an older incarnation
+  kRegionClosed,    // the remote region was closed, or never existed
+  kRegionRevoked,   // the remote region refuses this generation of peers; or the one above, if the target knows no more
+  kOutOfBounds,     // refused by the target: past the region's end
+  kAccessDenied,    // refused by the target: region not open to this operation
+  kMessageTooLong,  // no receive buffer of the target can hold it
+  kEngineClosed,    // our own engine was closed first
   kTransportFailed,  // anything else; the detail says what
   kChecksumMismatch  // a checked write: the target's memory is not what was sent
 };

@@ -12,8 +12,8 @@ class AnonymousPages {
   AnonymousPages() = default;  // none
   // populate: faulted in now. Throws TransportError.
   AnonymousPages(uint64_t length_bytes, bool populate);
-  // Of which perhaps little is ever used: no memory is set aside for the rest. dense: what is used is in one piece, so that
-  // huge pages do not make it more. Throws TransportError.
+  // Of which perhaps little is ever used: no memory is set aside for the rest. dense: what is used is in one piece, so
+  // that huge pages do not make it more. Throws TransportError.
   static AnonymousPages sparse(uint64_t length_bytes, bool dense);
   AnonymousPages(AnonymousPages&& other) noexcept;
   AnonymousPages& operator=(AnonymousPages&& other) noexcept;

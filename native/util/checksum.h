@@ -1,9 +1,9 @@
-// A 64-bit checksum at the speed of memory, to find bytes that are not what was sent. Not against people: who wants to can
-// make two texts of one sum.
+// A 64-bit checksum at the speed of memory, to find bytes that are not what was sent. Not against people: who wants to
+// can make two texts of one sum.
 //
-// Eight independent lanes, a widening multiplication per word: plain C++ that every compiler turns into 64 bytes in some
-// eight cycles, where CRC32C, half as wide, needs an instruction of the newer processors and three interleaved streams to
-// come near.
+// Eight independent lanes, a widening multiplication per word: plain C++ that every compiler turns into 64 bytes in
+// some eight cycles, where CRC32C, half as wide, needs an instruction of the newer processors and three interleaved
+// streams to come near.
 #pragma once
 
 #include <array>

@@ -39,13 +39,15 @@ void copy_lines(uint8_t* target, const uint8_t* source, size_t bytes) {
   }
   std::memcpy(target + at, source + at, bytes - at);
 }
-// How far ahead of the loads we prefetch: past the borders of the processor's pages, where its own prefetcher stops, and
-// soon enough for a miss of the TLB. Measured: half a page is worse than none. Shorter copies look as far as the next one.
+// How far ahead of the loads we prefetch: past the borders of the processor's pages, where its own prefetcher stops,
+// and soon enough for a miss of the TLB. Measured: half a page is worse than none. Shorter copies look as far as the
+// next one.
 constexpr size_t kPrefetchAhead = 8192;
 
-// Into which caches the source is prefetched, though nobody needs it there later. Into the first one, non-temporal or not,
-// each line takes one of the few buffers through which streaming stores leave a core of Intel's: 4.6 GB/s there, and 11 by way
-// of the second, memcpy 6 (Xeon with 300 MiB of L3). On an EPYC it is the other way round, by some percent.
+// Into which caches the source is prefetched, though nobody needs it there later. Into the first one, non-temporal or
+// not, each line takes one of the few buffers through which streaming stores leave a core of Intel's: 4.6 GB/s there,
+// and 11 by way of the second, memcpy 6 (Xeon with 300 MiB of L3). On an EPYC it is the other way round, by some
+// percent.
 enum class Into { kNearest, kSecond };
 
 template <Into kInto>
@@ -53,8 +55,8 @@ inline void prefetch(const uint8_t* at) {
   _mm_prefetch(reinterpret_cast<const char*>(at), kInto == Into::kSecond ? _MM_HINT_T1 : _MM_HINT_NTA);
 }
 
-// Copies whole lines, and prefetches as many from `ahead` on. No branch in the loop: with a choice between two places to
-// prefetch from, pages of 1 KiB were hardly faster than without a prefetch.
+// Copies whole lines, and prefetches as many from `ahead` on. No branch in the loop: with a choice between two places
+// to prefetch from, pages of 1 KiB were hardly faster than without a prefetch.
 template <Into kInto>
 __attribute__((target("avx512f"))) void stream_lines_avx512(uint8_t* target, const uint8_t* source, size_t bytes,
                                                             const uint8_t* ahead) {

@@ -7,8 +7,9 @@
 namespace crossrail {
 
 // Whether the target begins less than a line behind the source, counted within a page. There `rep movsb`, by which C
-// libraries and kernels copy, crawls on some processors: 1.4 GB/s instead of 40 on an EPYC 9004, where the target is up to 31
-// bytes behind. Large arrays of numpy begin 16 bytes into a page, what we allocate at its begin: every read would.
+// libraries and kernels copy, crawls on some processors: 1.4 GB/s instead of 40 on an EPYC 9004, where the target is up
+// to 31 bytes behind. Large arrays of numpy begin 16 bytes into a page, what we allocate at its begin: every read
+// would.
 inline bool lies_behind(const void* target, const void* source) {
   constexpr uintptr_t kPage = 4096;
   constexpr uintptr_t kLine = 64;

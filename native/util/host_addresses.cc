@@ -123,8 +123,8 @@ std::vector<HostAddress> usual_addresses(std::vector<HostAddress> present) {
     if (a.is_virtual != b.is_virtual) return b.is_virtual;
     return a.speed_mbps > b.speed_mbps;
   });
-  // docker0 has the same address on every host, so that peers would take their own for ours: with hardware of one's own,
-  // bridges are taken by name only.
+  // docker0 has the same address on every host, so that peers would take their own for ours: with hardware of one's
+  // own, bridges are taken by name only.
   if (!present.empty() && !present.front().is_virtual) {
     std::erase_if(present, [](const HostAddress& address) { return address.is_bridge; });
   }

@@ -24,15 +24,15 @@ struct HostAddress {
 // between hosts. Throws TransportError.
 std::vector<HostAddress> host_addresses();
 
-// That of `present` which is so written. One that the host lacks stays without netdev; is_loopback of 127/8, all of which
-// is there without being configured. Without text: this is no IP address.
+// That of `present` which is so written. One that the host lacks stays without netdev; is_loopback of 127/8, all of
+// which is there without being configured. Without text: this is no IP address.
 HostAddress parse_address(const std::string& text, const std::vector<HostAddress>& present);
 
 // By address, or the first (IPv4 before IPv6) of an interface. Throws UsageError that begins with "rails: ".
 HostAddress find_address(const std::string& name, const std::vector<HostAddress>& present);
 
-// What to use when nobody says: real devices first, fast ones first, one address of each interface; of one family, since
-// rails of different ones cannot talk to each other. Empty on a host without a network.
+// What to use when nobody says: real devices first, fast ones first, one address of each interface; of one family,
+// since rails of different ones cannot talk to each other. Empty on a host without a network.
 std::vector<HostAddress> usual_addresses(std::vector<HostAddress> present);
 
 }  // namespace crossrail

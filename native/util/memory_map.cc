@@ -55,9 +55,9 @@ MemoryMap::MemoryMap(Fd fd, size_t bytes, uint64_t device, uint64_t inode)
     : fd_(std::move(fd)), bytes_(bytes), device_(device), inode_(inode) {
   void* hint = nullptr;
   if (bytes >= kHugePage) {
-    // An address that is a multiple of the huge page lets the kernel back us with huge pages. The room is only looked for:
-    // of a mapping that fails in a room of ours, nobody knows how much of the room is left. Who takes it from under us
-    // costs us the multiple.
+    // An address that is a multiple of the huge page lets the kernel back us with huge pages. The room is only looked
+    // for: of a mapping that fails in a room of ours, nobody knows how much of the room is left. Who takes it from
+    // under us costs us the multiple.
     void* room = mmap(nullptr, bytes + kHugePage, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (room == MAP_FAILED)
       throw_errno("mmap", "no address space for " + std::to_string(bytes) + " bytes",
@@ -104,8 +104,9 @@ std::shared_ptr<MemoryMap> MemoryMap::find_or_map(Fd fd, size_t bytes_min, bool 
   struct stat info;
   if (fstat(fd.get(), &info) != 0) throw_errno("fstat", "cannot look at shared memory");
   const int seals = fcntl(fd.get(), F_GET_SEALS);
-  if (seals < 0 || (seals & F_SEAL_SHRINK) == 0) {
-    throw TransportError("fcntl", 0, "shared memory from a peer is not sealed against shrinking");
+  constexpr int kSize = F_SEAL_SHRINK | F_SEAL_GROW;  // one mapping serves all who ask for the file, now and later
+  if (seals < 0 || (seals & kSize) != kSize) {
+    throw TransportError("fcntl", 0, "shared memory from a peer is not sealed against shrinking and growing");
   }
   const auto bytes = static_cast<size_t>(info.st_size);
   if (bytes < bytes_min || bytes == 0) {

@@ -21,7 +21,8 @@ class MpscQueue {
 
   // Any thread. False when full.
   bool try_push(const T& value) {
-    // relaxed, here and in the exchange: what a position gives is one turn of a cell, and the cell's sequence orders that.
+    // relaxed, here and in the exchange: what a position gives is one turn of a cell, and the cell's sequence orders
+    // that.
     size_t position = tail_.load(std::memory_order_relaxed);
     for (;;) {
       Cell& cell = cells_[position & mask_];
@@ -54,8 +55,8 @@ class MpscQueue {
     return true;
   }
 
-  // Any thread: how many were pushed so far, or are just being pushed. relaxed: it orders nothing. Whoever has learnt, by
-  // acquire and release, that one was popped, finds it counted.
+  // Any thread: how many were pushed so far, or are just being pushed. relaxed: it orders nothing. Whoever has learnt,
+  // by acquire and release, that one was popped, finds it counted.
   size_t pushed() const { return tail_.load(std::memory_order_relaxed); }
 
   // The consumer. acquire: as in try_pop.

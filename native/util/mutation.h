@@ -1,5 +1,5 @@
-// Deliberate mistakes, to find out whether the checkers find them (./dev sim --mutations). They are in no module but the
-// one of cmake/mutations.cmake: elsewhere is_mutated() is false at compile time, and its mistake is not there.
+// Deliberate mistakes, to find out whether the checkers find them (./dev sim --mutations). They are in no module but
+// the one of cmake/mutations.cmake: elsewhere is_mutated() is false at compile time, and its mistake is not there.
 #pragma once
 
 #include <cstdint>

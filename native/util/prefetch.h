@@ -3,8 +3,8 @@
 
 namespace crossrail {
 
-// The line at `at` is to be written in some tens of nanoseconds, and another core has it, or a farther cache. A hint, without
-// any other effect.
+// The line at `at` is to be written in some tens of nanoseconds, and another core has it, or a farther cache. A hint,
+// without any other effect.
 // The builtin asks for a line to read where the compiler may not assume PREFETCHW, which x86-64 does nothing with where
 // it does not know it: the line would then move twice.
 inline void prefetch_for_write(const void* at) {

@@ -6,8 +6,8 @@
 
 namespace crossrail {
 
-// Whether the kernel can read all of it. It cannot where pages were unmapped, or a file that is mapped was cut short. Any
-// thread; costs a system call a page.
+// Whether the kernel can read all of it. It cannot where pages were unmapped, or a file that is mapped was cut short.
+// Any thread; costs a system call a page.
 bool is_readable(const std::byte* base, uint64_t length_bytes);
 
 inline constexpr const char* kUnreadableText =

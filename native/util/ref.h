@@ -18,8 +18,8 @@ class RefCounted {
   // relaxed: whoever adds a reference already holds one, so the object cannot vanish meanwhile.
   void add_ref() const { refs_.fetch_add(1, std::memory_order_relaxed); }
 
-  // Nobody else has one: true for good where new ones come only from who holds this. acquire: what others did with theirs
-  // is over, and seen; pairs with release().
+  // Nobody else has one: true for good where new ones come only from who holds this. acquire: what others did with
+  // theirs is over, and seen; pairs with release().
   bool is_only_ref() const { return refs_.load(std::memory_order_acquire) == 1; }
 
   void release() const {

@@ -20,8 +20,8 @@ class RingQueue {
   const T& operator[](size_t index) const { return items_[(first_ + index) & (capacity_ - 1)]; }
   T& front() { return (*this)[0]; }
   T& back() { return (*this)[size_ - 1]; }
-  // The first ones, at most so many, as far as they lie side by side: all of them, or those up to where the ring wraps. Valid
-  // until something is put in or taken out.
+  // The first ones, at most so many, as far as they lie side by side: all of them, or those up to where the ring wraps.
+  // Valid until something is put in or taken out.
   std::span<const T> first_run(size_t count_max) const {
     return {items_.get() + first_, std::min({count_max, size_, capacity_ - first_})};
   }

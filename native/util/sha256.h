@@ -1,5 +1,5 @@
-// SHA-256 (FIPS 180-4) and HMAC (RFC 2104), for handshakes of a few hundred bytes. Our own, because the core links nothing
-// beyond libc and libstdc++; the tests hold it against published vectors and against Python's hashlib.
+// SHA-256 (FIPS 180-4) and HMAC (RFC 2104), for handshakes of a few hundred bytes. Our own, because the core links
+// nothing beyond libc and libstdc++; the tests hold it against published vectors and against Python's hashlib.
 #pragma once
 
 #include <array>

@@ -34,11 +34,15 @@ class SpinLock {
   // the other.
   bool try_lock(uint8_t mark = 1) {
     uint8_t free = 0;
-    return held_.load(std::memory_order_relaxed) == 0 &&
-           held_.compare_exchange_strong(free, mark, std::memory_order_seq_cst, std::memory_order_relaxed);
+    const bool mine = held_.load(std::memory_order_relaxed) == 0 &&
+                      held_.compare_exchange_strong(free, mark, std::memory_order_seq_cst, std::memory_order_relaxed);
+#ifdef CROSSRAIL_CHECK_HOLDERS
+    if (mine) holder_.store(std::this_thread::get_id(), std::memory_order_relaxed);
+#endif
+    return mine;
   }
-  // For who must not hang when the holder does not come back, as in a process that is about to abort: gives up after some
-  // milliseconds.
+  // For who must not hang when the holder does not come back, as in a process that is about to abort: gives up after
+  // some milliseconds.
   bool try_lock_for_a_moment() {
     constexpr int kAttempts = 10'000;
     for (int attempts = 0; attempts < kAttempts; ++attempts) {
@@ -51,10 +55,23 @@ class SpinLock {
   bool is_locked() const { return held_.load(std::memory_order_relaxed) != 0; }
   // What the holder passed to try_lock(), or 0. When it no longer is a holder's mark, what that holder did is visible.
   uint8_t mark() const { return held_.load(std::memory_order_seq_cst); }
-  void unlock() { held_.store(0, std::memory_order_release); }
+  void unlock() {
+#ifdef CROSSRAIL_CHECK_HOLDERS
+    holder_.store(std::thread::id(), std::memory_order_relaxed);
+#endif
+    held_.store(0, std::memory_order_release);
+  }
+
+#ifdef CROSSRAIL_CHECK_HOLDERS
+  // relaxed: a thread that holds the lock reads what it wrote itself, and any other one never reads its own id.
+  bool is_mine() const { return holder_.load(std::memory_order_relaxed) == std::this_thread::get_id(); }
+#endif
 
  private:
   std::atomic<uint8_t> held_{0};
+#ifdef CROSSRAIL_CHECK_HOLDERS
+  std::atomic<std::thread::id> holder_{};
+#endif
 };
 
 }  // namespace crossrail

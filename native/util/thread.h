@@ -11,9 +11,9 @@
 
 namespace crossrail {
 
-// While it lives this thread lets no signal in that is meant for the process, and threads that it starts never will: those
-// are for threads that somebody waits on, and for whoever keeps them back there. What a thread's own instructions cause is
-// its own, and profilers' signals come to where time is spent.
+// While it lives this thread lets no signal in that is meant for the process, and threads that it starts never will:
+// those are for threads that somebody waits on, and for whoever keeps them back there. What a thread's own instructions
+// cause is its own, and profilers' signals come to where time is spent.
 class SignalsBlocked {
  public:
   SignalsBlocked() {

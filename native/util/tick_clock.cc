@@ -11,8 +11,8 @@ namespace crossrail {
 namespace {
 
 #if defined(__x86_64__)
-// The counter runs at one rate in every power state (AMD64 Architecture Programmer's Manual, CPUID 8000_0007, EDX bit 8;
-// the same bit with Intel).
+// The counter runs at one rate in every power state (AMD64 Architecture Programmer's Manual, CPUID 8000_0007, EDX bit
+// 8; the same bit with Intel).
 bool has_constant_counter() {
   unsigned eax, ebx, ecx, edx;
   return __get_cpuid(0x80000007, &eax, &ebx, &ecx, &edx) != 0 && (edx & (1u << 8)) != 0;

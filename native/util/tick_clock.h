@@ -1,5 +1,5 @@
-// Time stamps in large numbers: a counter of the processor is read where they are taken, and becomes time where they are
-// read.
+// Time stamps in large numbers: a counter of the processor is read where they are taken, and becomes time where they
+// are read.
 #pragma once
 
 #include <cstdint>
@@ -8,8 +8,8 @@
 
 namespace crossrail {
 
-// Counts at a constant rate where the processor promises one, and in nanoseconds of now_ns() elsewhere. Measured here: 10
-// against 24 ns a reading. Of a simulated engine its world's nanoseconds.
+// Counts at a constant rate where the processor promises one, and in nanoseconds of now_ns() elsewhere. Measured here:
+// 10 against 24 ns a reading. Of a simulated engine its world's nanoseconds.
 // Threads: any.
 class TickClock {
  public:

@@ -47,8 +47,9 @@ struct Single {
   static void store_e4m3(uint8_t* codes, Floats value) { *codes = to_e4m3(value); }
 };
 
-// The processor's own prefetching gives up on as many rows at a time as a token has routes, at each page's end at least:
-// a sum that asks for this many bytes ahead takes a third less (AMD Zen 5, 8 rows of 14 KiB; 512 to 2048 do the same).
+// The processor's own prefetching gives up on as many rows at a time as a token has routes, at each page's end at
+// least: a sum that asks for this many bytes ahead takes a third less (AMD Zen 5, 8 rows of 14 KiB; 512 to 2048 do the
+// same).
 constexpr size_t kPrefetchAheadBytes = 1024;
 
 // Elements [begin, begin + kVectors * V::kWidth) of a sum: the accumulators stay in registers.

@@ -1,4 +1,4 @@
-// An engine on a stage: no thread of ours drives, the world's turns do.
+// An engine in a simulation: no thread of ours drives, the world's turns do.
 #include <algorithm>
 #include <chrono>
 
@@ -7,41 +7,43 @@
 
 namespace crossrail {
 
-// On a stage who waits drives all engines of the world, ours among them; between steps callbacks of the user run here.
-WaitResult EngineCore::wait_on_stage(const std::function<bool()>& ready, Deadline deadline,
-                                     const InterruptCheck& interrupted) {
-  constexpr int64_t kInterruptEveryNs = 50'000'000;
+// In a simulation who waits drives all engines of the world, ours among them; between steps callbacks of the user run
+// here.
+WaitResult EngineCore::wait_in_simulation(const std::function<bool()>& ready, Deadline deadline,
+                                          const InterruptCheck& interrupted) {
   constexpr uint32_t kStepsPerLook = 256;  // at the real clock
   constexpr auto kNap = std::chrono::microseconds(100);
   if (deadline <= 0) return ready() ? WaitResult::kReady : WaitResult::kTimeout;  // who only looks drives nobody
-  Stage& stage = *options_.stage;
-  const Stage::Wait wait(&stage);
-  if (!closed()) stage.wake(seat_.number);  // words that somebody changed, and nobody told us
-  int64_t next_interrupt = now_ns() + kInterruptEveryNs;
+  Simulation& simulation = *options_.simulation;
+  const Simulation::Wait wait(&simulation);
+  if (!closed()) simulation.wake(seat_.number);  // words that somebody changed, and nobody told us
+  const auto is_interrupted = [&] {
+    const int64_t now = now_ns();
+    return interrupted.is_due(now) && interrupted.ask(now);
+  };
   for (uint32_t steps = 1;; ++steps) {
-    if (stage.has_callbacks()) stage.run_callbacks();
+    if (simulation.has_callbacks()) simulation.run_callbacks();
     if (ready()) return WaitResult::kReady;
     if (closed() && drained_.load(std::memory_order_acquire)) return ready() ? WaitResult::kReady : WaitResult::kClosed;
-    const Stage::Step step = closed() ? Stage::Step::kHeld : stage.advance(deadline);
+    const Simulation::Step step = closed() ? Simulation::Step::kHeld : simulation.advance(deadline);
     switch (step) {
-      case Stage::Step::kMoved:
+      case Simulation::Step::kMoved:
         break;
-      case Stage::Step::kReached:
-        return ready() ? WaitResult::kReady : WaitResult::kTimeout;
-      case Stage::Step::kIdle:
+      case Simulation::Step::kReached:
+        if (ready()) return WaitResult::kReady;
+        // It may be one slice of a wait.
+        return is_interrupted() ? WaitResult::kInterrupted : WaitResult::kTimeout;
+      case Simulation::Step::kIdle:
         if (ready()) return WaitResult::kReady;
         throw SimulationIdleError(
             "the simulation is idle: nothing is left to happen that could end this wait of engine '" + options_.name +
             "', which has no deadline");
-      case Stage::Step::kHeld:
+      case Simulation::Step::kHeld:
         std::this_thread::sleep_for(kNap);
         break;
     }
-    if (steps % kStepsPerLook != 0 && step != Stage::Step::kHeld) continue;
-    const int64_t now = now_ns();
-    if (now < next_interrupt) continue;
-    next_interrupt = now + kInterruptEveryNs;
-    if (interrupted && interrupted()) return WaitResult::kInterrupted;
+    if (steps % kStepsPerLook != 0 && step != Simulation::Step::kHeld) continue;
+    if (is_interrupted()) return WaitResult::kInterrupted;
   }
 }
 
@@ -61,20 +63,20 @@ uint64_t EngineCore::outcomes() const {
 
 bool EngineCore::turn() {
   if (closed()) {
-    stage_timer_ = kNoDeadline;
+    simulated_timer_ = kNoDeadline;
     return false;
   }
   if (!try_enter()) return true;  // a thread that connects, or forgets a peer
   watchers_->look();
   const bool moved = round() > 0;  // what was retired may make room for what round() looked at before
   const bool more = moved || has_work();
-  stage_timer_ = std::min(next_due(), tend_watchdog());
+  simulated_timer_ = std::min(next_due(), tend_watchdog());
   progress_lock_.unlock();
   return more;
 }
 
-// The watchdog's turn, where it has no thread. Once a stall was told, nothing more is to come of it: then time need not go
-// on for its sake.
+// The watchdog's turn, where it has no thread. Once a stall was told, nothing more is to come of it: then time need not
+// go on for its sake.
 Deadline EngineCore::tend_watchdog() {
   if (!watchdog_) return kNoDeadline;
   const int64_t now = clock().now_ns();
