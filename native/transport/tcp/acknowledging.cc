@@ -1,4 +1,5 @@
-// What we tell peers about their operations: acknowledgements, which wait a little for company, and what became of messages.
+// What we tell peers about their operations: acknowledgements, which wait a little for company, and what became of
+// messages.
 #include <algorithm>
 #include <utility>
 
@@ -10,9 +11,10 @@ namespace crossrail::tcp {
 namespace {
 
 constexpr uint64_t kTakenPerFrame = 256;
+constexpr size_t kLastRefusalsMax = 64;  // of one channel: our end is not to wait for room in the socket
 
-// A refusal must not be overtaken by the acknowledgement of its operation. It comes first by the connection that both go by;
-// and the initiator has begun no operation so much later before it had heard of it.
+// A refusal must not be overtaken by the acknowledgement of its operation. It comes first by the connection that both
+// go by; and the initiator has begun no operation so much later before it had heard of it.
 bool may_ride(const InChannel& channel, const Connection& by) {
   if (channel.newest_refused == 0 || channel.newest_refused + kOperationsUnderWayMax <= channel.placed) return true;
   return channel.control.empty() && channel.is_open() && channel.stream->connection().get() == &by;
@@ -92,6 +94,35 @@ void put_taken(InLink& link, TxBatch& batch) {
     put_frame(batch, FrameType::kTaken, link.taken[told]);
   }
   link.taken.erase(link.taken.begin(), link.taken.begin() + static_cast<std::ptrdiff_t>(told));
+}
+
+RefusedMeta meta_of_too_long(const MessageOutcome& message) {
+  return {message.id, kMessageRefused, static_cast<uint32_t>(Status::kMessageTooLong)};
+}
+
+std::string text_of_too_long(const MessageOutcome& message) {
+  return "message of " + std::to_string(message.bytes) + " bytes: no receive buffer of the target is as long";
+}
+
+void append_last_words(const InLink& link, InChannel& by) {
+  for (const auto& [index, channel] : link.channels) {
+    if (channel.placed == 0) continue;
+    // Its own refusals are in front already, or were sent. Those of so long ago the initiator knows (may_ride).
+    const auto is_known = [&](const InChannel::Refusal& refusal) {
+      return &channel == &by || refusal.operation + kOperationsUnderWayMax <= channel.placed;
+    };
+    const auto news = std::find_if_not(channel.refusals.begin(), channel.refusals.end(), is_known);
+    if (channel.refusals.end() - news > static_cast<std::ptrdiff_t>(kLastRefusalsMax)) continue;  // not to be overtaken
+    for (auto refusal = news; refusal != channel.refusals.end(); ++refusal) {
+      append_frame(by.control, FrameType::kRefused,
+                   RefusedMeta{refusal->operation, index, static_cast<uint32_t>(refusal->status)}, refusal->text);
+    }
+    append_frame(by.control, FrameType::kAck, AckMeta{link.id, channel.placed, index, 0});
+  }
+  for (const TakenMeta& taken : link.taken) append_frame(by.control, FrameType::kTaken, taken);
+  for (const MessageOutcome& message : link.too_long) {
+    append_frame(by.control, FrameType::kRefused, meta_of_too_long(message), text_of_too_long(message));
+  }
 }
 
 void TcpTransport::hold(InLink& link) {

@@ -39,7 +39,8 @@ class TxBatch {
     copy(&value, sizeof value);
   }
   void view(const std::byte* data, size_t size);
-  // Memory of the host for what is copied out of a GPU, at most StagePool::kStageBytes; valid until clear(). For view().
+  // Memory of the host for what is copied out of a GPU, at most StagePool::kStageBytes; valid until clear(). For
+  // view().
   std::byte* stage(size_t size);
   void clear();
 

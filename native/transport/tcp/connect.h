@@ -25,12 +25,12 @@ struct Rail {
   Fd listener;
 };
 
-// Finds and opens the rails: `names` are IP addresses or netdevs; without names, `count` of the addresses of this host, fastest
-// netdevs first, or loopback when there is nothing else. Throws UsageError or TransportError.
+// Finds and opens the rails: `names` are IP addresses or netdevs; without names, `count` of the addresses of this host,
+// fastest netdevs first, or loopback when there is nothing else. Throws UsageError or TransportError.
 std::vector<Rail> open_rails(const std::vector<std::string>& names, uint32_t count, uint16_t port);
 
-// Which of our rails talks to which of the peer's: rails of a common subnet among themselves, else by index; every rail of
-// the larger side is used. Pure; both sides compute the same.
+// Which of our rails talks to which of the peer's: rails of a common subnet among themselves, else by index; every rail
+// of the larger side is used. Pure; both sides compute the same.
 struct RailPair {
   uint32_t rail;
   uint32_t peer_rail;
@@ -76,6 +76,7 @@ struct ConnectResult {
   Kind kind = Kind::kFailed;
   RefusalCode code = RefusalCode::kMalformed;
   std::string text;
+  bool was_taken = false;                  // kTimeout: somebody is there, but the handshake was not finished
   Socket socket;                           // kUp: of a connection of our own
   std::shared_ptr<Connection> connection;  // kUp: of the peer's, shared
 };
@@ -137,8 +138,8 @@ class Connector final : public Pollable {
   bool ended_ = false;
 };
 
-// The acceptor's half. Invariant: a stranger costs one of these and at most kHandshakeBytesMax bytes, until the deadline; one
-// that knows our tag, with TLS, also a TlsSession.
+// The acceptor's half. Invariant: a stranger costs one of these and at most kHandshakeBytesMax bytes, until the
+// deadline; one that knows our tag, with TLS, also a TlsSession.
 class Acceptor final : public Pollable {
  public:
   class Owner {

@@ -1,6 +1,6 @@
-// One connection after its handshake: cuts what arrives into frames, lets payloads land where their stream says, and sends
-// batches of frames. A *stream* is what one side's operations and the answers to them are; a connection carries one, or
-// one each way: then the kernels' acknowledgements of either direction ride on the other's frames.
+// One connection after its handshake: cuts what arrives into frames, lets payloads land where their stream says, and
+// sends batches of frames. A *stream* is what one side's operations and the answers to them are; a connection carries
+// one, or one each way: then the kernels' acknowledgements of either direction ride on the other's frames.
 #pragma once
 
 #include <array>
@@ -59,8 +59,8 @@ enum class Role : uint8_t { kInitiator = 0, kAcceptor = 1 };
 // Whose doing the end of a stream was, as far as it matters to anybody.
 enum class Blame : uint8_t { kNobody, kPeer };  // kPeer: it broke the protocol
 
-// Lifecycle: 1. on the connection, from construction. 2. over: by the connection's end (on_broken), or because its owner
-// gave it up. It keeps the connection's object, though no longer the socket, until it is destroyed.
+// Lifecycle: 1. on the connection, from construction. 2. over: by the connection's end (on_broken), or because its
+// owner gave it up. It keeps the connection's object, though no longer the socket, until it is destroyed.
 class Stream {
  public:
   Stream(Role role, std::shared_ptr<Connection> connection);
@@ -79,8 +79,8 @@ class Stream {
   void break_off(const std::string& reason);
   // The end of this stream, by the peer's wish: on_broken() is called. The connection ends with its last stream.
   void leave(const std::string& reason);
-  // The same without on_broken(): its owner has given it up. abort: what was sent and not yet read by the peer's process is
-  // thrown away there too, as far as the network lets us say so; that ends the whole connection.
+  // The same without on_broken(): its owner has given it up. abort: what was sent and not yet read by the peer's
+  // process is thrown away there too, as far as the network lets us say so; that ends the whole connection.
   void hang_up(bool abort = false);
 
  protected:

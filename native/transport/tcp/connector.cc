@@ -61,7 +61,9 @@ Connector::Connector(Poller* poller, Owner* owner, const Rail& from, const Endpo
     failed_early_ = true;
     const bool nobody = errno == ECONNREFUSED;
     early_.kind = nobody ? ConnectResult::Kind::kNobodyThere : ConnectResult::Kind::kFailed;
-    early_.text = std::string(call) + " to " + route_ + ": " + std::strerror(errno);
+    const bool at_limit = errno == EMFILE || errno == ENFILE;
+    early_.text = std::string(call) + " to " + route_ + ": " + std::strerror(errno) +
+                  (at_limit ? "; raise the limit on open files (ulimit -n)" : "");
   };
   Fd& fd = socket_.fd;
   fd = Fd(socket(to.family == 6 ? AF_INET6 : AF_INET, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
@@ -139,10 +141,13 @@ void Connector::check_deadline(int64_t now) {
     return fail(ConnectResult::Kind::kTimeout,
                 "no answer from " + route_ + ": the host is down or unreachable, or a firewall drops the packets");
   }
-  fail(ConnectResult::Kind::kTimeout,
-       route_ +
-           " accepted the connection but does not finish the handshake: the process there "
-           "is frozen, or is not a crossrail engine");
+  ConnectResult result;
+  result.kind = ConnectResult::Kind::kTimeout;
+  result.was_taken = true;
+  result.text = route_ +
+                " accepted the connection but does not finish the handshake: the process there is frozen, or is not a "
+                "crossrail engine, or the way there is very slow";
+  end(std::move(result));
 }
 
 bool Connector::send(const Bytes& message) {

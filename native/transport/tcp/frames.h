@@ -34,8 +34,8 @@ std::span<const std::byte> object_bytes(const T& value) {
   return std::as_bytes(std::span(&value, 1));
 }
 
-// Of a header and its metadata, so that bits which flip on the way end the connection. Else they might place bytes elsewhere,
-// or lose an acknowledgement, which nobody asks for again. Not against people: those TLS is for.
+// Of a header and its metadata, so that bits which flip on the way end the connection. Else they might place bytes
+// elsewhere, or lose an acknowledgement, which nobody asks for again. Not against people: those TLS is for.
 // Every step is one-to-one, so that what differs in one word differs to the end, where half of it is kept.
 class HeadSum {
  public:

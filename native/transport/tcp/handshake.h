@@ -7,13 +7,15 @@
 //                                             <-  Accept
 //
 // The key is derived from the shared secret and the acceptor's incarnation, 128 random bits that only its address bytes
-// tell: without a secret, who was never given the address is kept out; with one, who cannot compute HMAC-SHA256 with it.
-// Both proofs cover the whole Hello and both nonces. Without TLS, frames after the handshake are neither encrypted nor signed.
+// tell: without a secret, who was never given the address is kept out; with one, who cannot compute HMAC-SHA256 with
+// it. Both proofs cover the whole Hello and both nonces. Without TLS, frames after the handshake are neither encrypted
+// nor signed.
 //
-// With TLS the initiator first says so, in the clear: StartTls {target tag}. Who does not know the tag of an engine makes it
-// do no TLS. All that follows on this connection, the four messages and every frame, travels in TLS 1.3; both proofs then cover
-// its channel binding too (RFC 9266), so that nobody with a certificate of the same CA can stand in between.
-// An acceptor without TLS refuses StartTls and one with TLS refuses a Hello in the clear, in the clear: neither gives way.
+// With TLS the initiator first says so, in the clear: StartTls {target tag}. Who does not know the tag of an engine
+// makes it do no TLS. All that follows on this connection, the four messages and every frame, travels in TLS 1.3; both
+// proofs then cover its channel binding too (RFC 9266), so that nobody with a certificate of the same CA can stand in
+// between. An acceptor without TLS refuses StartTls and one with TLS refuses a Hello in the clear, in the clear:
+// neither gives way.
 //
 // Either side may answer with a Refusal instead. The first eight bytes of a message mean the same in every version.
 #pragma once
@@ -81,7 +83,8 @@ Bytes encode(const Proof& proof);
 Bytes encode(const Accept& accept);
 Bytes encode(const Refusal& refusal);
 
-// Of the first kHandshakeHeadBytes: how long the whole message is, or nothing when it is none of ours. *version as given.
+// Of the first kHandshakeHeadBytes: how long the whole message is, or nothing when it is none of ours. *version as
+// given.
 std::optional<size_t> handshake_bytes(std::span<const uint8_t> head, uint16_t* version);
 
 // Of a whole message. Nothing when it is malformed or of another kind.

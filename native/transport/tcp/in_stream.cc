@@ -263,7 +263,8 @@ bool InStream::on_read(const FrameHeader& header, std::span<const std::byte> met
   return true;
 }
 
-// The range where the kernel can read it: of a GPU's memory a copy that the batch keeps. Null when there is none to be had.
+// The range where the kernel can read it: of a GPU's memory a copy that the batch keeps. Null when there is none to be
+// had.
 const std::byte* InStream::readable(const TcpRegion& region, uint64_t offset, uint64_t length, TxBatch& batch) {
   if (region.gpu < 0) {
     const std::byte* const data = region.base + offset;
@@ -393,10 +394,7 @@ void InStream::fill_outcomes(TxBatch& batch) {
   for (; told < link.too_long.size() && batch.has_room(sizeof(FrameHeader) + sizeof(RefusedMeta) + kTextBytesMax);
        ++told) {
     const MessageOutcome& message = link.too_long[told];
-    const std::string text =
-        "message of " + std::to_string(message.bytes) + " bytes: no receive buffer of the target is as long";
-    put_frame(batch, FrameType::kRefused,
-              RefusedMeta{message.id, kMessageRefused, static_cast<uint32_t>(Status::kMessageTooLong)}, text);
+    put_frame(batch, FrameType::kRefused, meta_of_too_long(message), text_of_too_long(message));
   }
   link.too_long.erase(link.too_long.begin(), link.too_long.begin() + static_cast<std::ptrdiff_t>(told));
 }

@@ -112,8 +112,9 @@ std::optional<Refusal> TcpTransport::check_hello(const Hello& hello) {
   return std::nullopt;
 }
 
-// Binds an accepted connection to its rail's netdev, as those that we make are: else what we send on it leaves by whatever
-// netdev has the first route to the peer's subnet. One that the kernel does not let us bind is left to its routes.
+// Binds an accepted connection to its rail's netdev, as those that we make are: else what we send on it leaves by
+// whatever netdev has the first route to the peer's subnet. One that the kernel does not let us bind is left to its
+// routes.
 void TcpTransport::keep_to_rail(int fd) {
   sockaddr_storage storage{};
   socklen_t size = sizeof storage;
@@ -126,8 +127,8 @@ void TcpTransport::keep_to_rail(int fd) {
   }
 }
 
-// An engine has one link to us at a time: once it has begun another it does not come back to one that has no connection any
-// more. Else who begins link after link would make us keep each of them for as long as it might come back.
+// An engine has one link to us at a time: once it has begun another it does not come back to one that has no connection
+// any more. Else who begins link after link would make us keep each of them for as long as it might come back.
 void TcpTransport::end_unconnected(const Address& peer) {
   for (auto item = in_.lower_bound({peer.incarnation, 0}); item != in_.end() && item->first.first == peer.incarnation;
        ++item) {
@@ -167,26 +168,26 @@ void TcpTransport::attach_incoming(const Hello& hello, std::shared_ptr<Connectio
   // Asked for twice, the first time in vain; or by a new link of the peer, whose old one ended without a word.
   connection->leave(Role::kAcceptor, "the peer uses the connection again");
   InChannel& channel = begin_epoch(hello);
-  channel.link->unconnected_since_ns = 0;
   channel.stream = std::make_unique<InStream>(this, &channel, std::move(connection));
+  note_connected(*channel.link);
 }
 
 void TcpTransport::on_accepted(Acceptor&, const Hello& hello, Socket socket) {
   InChannel& channel = begin_epoch(hello);
   InLink& link = *channel.link;
   if (!Acceptor::accept(socket)) {  // it will try again
-    if (link.unconnected_since_ns == 0 && !link.is_connected()) link.unconnected_since_ns = now_;
+    note_connected(link);
     return;
   }
-  link.unconnected_since_ns = 0;
   if (hello.sender.host == address_.host) tune_for_loopback(socket.fd.get());
   if (!same_host(hello.sender, address_)) keep_to_rail(socket.fd.get());
   try {
     auto connection = std::make_shared<Connection>(&connections_, std::move(socket), hello.is_bulk);
     channel.stream = std::make_unique<InStream>(this, &channel, std::move(connection));
+    note_connected(link);
     if (link.twin != nullptr) reconsider_attempts(*link.twin);
   } catch (const TransportError& error) {
-    link.unconnected_since_ns = link.is_connected() ? 0 : now_;
+    note_connected(link);
     sink_->on_protocol_error(link.peer->name, std::string("cannot take its connection in: ") + error.what());
   }
 }
@@ -195,10 +196,17 @@ void TcpTransport::on_incoming_broken(InChannel& channel, const InStream& stream
   InLink& link = *channel.link;
   channel.control = {};  // a link may have many channels, and each much that was not read
   if (stream.blame() == Blame::kPeer) sink_->on_protocol_error(link.peer->name, stream.reason());
-  if (!link.is_connected()) link.unconnected_since_ns = now_;
+  note_connected(link);
   // Told by this connection after the initiator had seen its end: it asks only about what it waited for at that time.
   if (!link.over) tell_outcomes_again(link);
   next_tick_ns_ = std::min(next_tick_ns_, now_);
+}
+
+void TcpTransport::note_connected(InLink& link) {
+  const bool was_connected = link.unconnected_since_ns == 0;
+  if (link.is_connected() == was_connected) return;
+  link.unconnected_since_ns = was_connected ? now_ : 0;
+  unconnected_ += was_connected ? 1 : -1;
 }
 
 // Forgets links whose peers said goodbye, or have been gone for longer than they would try to come back.
@@ -220,6 +228,7 @@ void TcpTransport::drop(InLink& link) {
   for (auto& [index, channel] : link.channels) {
     if (channel.stream) bury(std::move(channel.stream));
   }
+  if (link.unconnected_since_ns != 0) --unconnected_;
   if (link.twin != nullptr) link.twin->twin = nullptr;
   std::erase(acks_, &link);
   std::erase(holding_, &link);

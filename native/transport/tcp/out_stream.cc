@@ -29,7 +29,11 @@ namespace {
 void on_acked(TcpTransport& transport, OutChannel& channel, uint64_t placed) {
   OutLink& link = *channel.link;
   channel.moved_ns = transport.now();
-  if (channel.acked < placed) link.vain_connections = 0;
+  if (channel.acked < placed) {
+    link.vain_connections = 0;
+    channel.carried_ns = channel.moved_ns;
+    channel.was_vain = false;
+  }
   while (channel.acked < placed) {
     const WorkRequest request = channel.sent.pop_front();
     const uint64_t operation = ++channel.acked;
@@ -39,24 +43,26 @@ void on_acked(TcpTransport& transport, OutChannel& channel, uint64_t placed) {
     }
     if (request.op != WorkOp::kRead) channel.carried_bytes += request.length_bytes;
     if (request.op != WorkOp::kWrite) continue;  // messages end when taken, reads when their data is here
-    channel.pace.done(request.length_bytes, transport.now());
     const auto refused = channel.refusals.find(operation);
     if (refused != channel.refusals.end()) {
+      channel.note_done(paced_bytes(request.length_bytes));
       transport.retire(link, request, refused->second.status, refused->second.text);
       continue;
     }
     uint32_t count = 1;
     uint64_t bytes = request.length_bytes;
+    uint64_t paced = paced_bytes(bytes);
     while (channel.acked < placed && !channel.refusals.contains(channel.acked + 1) &&
            channel.sent.front().op == WorkOp::kWrite && channel.sent.front().context == request.context &&
            channel.sent.front().tag == request.tag) {
       const uint64_t length = channel.sent.pop_front().length_bytes;
-      channel.pace.done(length, transport.now());
       bytes += length;
+      paced += paced_bytes(length);
       channel.carried_bytes += length;
       ++channel.acked;
       ++count;
     }
+    channel.note_done(paced);
     channel.bytes_acked += bytes;
     link.end(count, transport.now());
     transport.sink().on_over(link, link.pairs[channel.pair()].rail, request.context, count, bytes);
@@ -64,7 +70,6 @@ void on_acked(TcpTransport& transport, OutChannel& channel, uint64_t placed) {
   }
   channel.refusals.erase(channel.refusals.begin(), channel.refusals.upper_bound(channel.acked));
   if (channel.bytes_acked - channel.bytes_acked_at_opening >= kFrameBytesMax) channel.frame_bytes = kFrameBytesMax;
-  if (channel.sent.empty() && channel.sent.capacity() > 64) channel.sent.release();
 }
 
 void end_message(TcpTransport& transport, OutLink& link, SentMessage& message, Status status, const std::string& text) {
@@ -133,13 +138,14 @@ void note_progress(OutChannel& channel, bool any) {
   constexpr uint64_t kFrameBytesMin = kResumeBytes;
   if (any) {
     channel.link->vain_connections = 0;
+    channel.was_vain = false;
   } else if (channel.has_unplaced()) {
     channel.frame_bytes = std::max(channel.frame_bytes / 4, kFrameBytesMin);
   }
 }
 
-// The peer says how much of a broken channel's it has placed. The rest goes out anew, over whatever is usable. False: it
-// cannot be so.
+// The peer says how much of a broken channel's it has placed. The rest goes out anew, over whatever is usable. False:
+// it cannot be so.
 bool settle_doubts(TcpTransport& transport, OutChannel& channel, const ResolvedMeta& resolved) {
   OutLink& link = *channel.link;
   const uint64_t placed = resolved.placed;
@@ -209,7 +215,8 @@ static bool is_refusal(uint64_t status) {
 bool take_ack(OutLink& link, const AckMeta& ack) {
   OutChannel* channel = ack.channel < link.channels.size() ? link.channels[ack.channel].get() : nullptr;
   if (channel == nullptr || ack.placed > channel->acked + channel->sent.size()) return false;
-  // Refusals may have been lost with the connection that broke: the answer to our question brings them, and says as much.
+  // Refusals may have been lost with the connection that broke: the answer to our question brings them, and says as
+  // much.
   if (channel->in_doubt) return true;
   // Believed, its owner could change or free what the kernel is still to read.
   if (!channel->is_sent(ack.placed)) return false;
@@ -360,7 +367,7 @@ bool OutStream::on_read_end(std::span<const std::byte> meta) {
   link.reads.erase(read);
   --channel_->reads_open;
   channel_->reads_bytes -= pending.request.length_bytes;
-  channel_->pace.done(pending.request.length_bytes, transport_->now());
+  channel_->note_done(paced_bytes(pending.request.length_bytes));
   if (is_done) {
     transport_->sink().on_over(link, link.pairs[channel_->pair()].rail, pending.request.context, 1,
                                pending.request.length_bytes);
@@ -384,6 +391,8 @@ void OutStream::on_cut(uint64_t missing_bytes) {
   if (read == channel_->link->reads.end()) return;
   read->second.received_bytes += read_bytes_ - missing_bytes;
   channel_->carried_bytes += read_bytes_ - missing_bytes;
+  channel_->carried_ns = transport_->now();
+  channel_->was_vain = false;
   read->second.failed = read->second.failed || connection()->placement().failed;
 }
 

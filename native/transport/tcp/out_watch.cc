@@ -1,9 +1,9 @@
 // What goes wrong between an initiator and its target: connections that cannot be made, break, or fall silent.
 //
-// One rail of several broken: the link goes on over the others. They carry the question how much of what was sent over the
-// broken channel has been placed; with the answer the rest goes out anew, over any rail. The channel is tried again until
-// the rail is back. All broken: the link waits for one to come back, peer_timeout at most. Nobody listening at the peer's
-// ports any more, or another engine there: the peer is gone, at once.
+// One rail of several broken: the link goes on over the others. They carry the question how much of what was sent over
+// the broken channel has been placed; with the answer the rest goes out anew, over any rail. The channel is tried again
+// until the rail is back. All broken: the link waits for one to come back, peer_timeout at most. Nobody listening at
+// the peer's ports any more, or another engine there: the peer is gone, at once.
 #include <linux/sockios.h>
 #include <sys/ioctl.h>
 
@@ -22,9 +22,12 @@ constexpr int64_t kRetryFirstNs = 20'000'000;
 constexpr int64_t kRetryMaxNs = 1'000'000'000;
 // After a connection that was made, but good for nothing.
 constexpr int64_t kRemakeMaxNs = 160'000'000;
-constexpr int64_t kAttemptNs = 2'000'000'000;
-// Thousands of peers are not connected all at once: each step of a handshake would wait for that of all others, on machines that are
-// short of time until nobody's is finished by its deadline. An attempt without an end after this long is no work, and in nobody's way.
+// An attempt may take so many times as long as the latest that was made: a handshake is three round trips, four with
+// TLS, and more where packets are lost.
+constexpr int64_t kAttemptFactor = 3;
+// Thousands of peers are not connected all at once: each step of a handshake would wait for that of all others, on
+// machines that are short of time until nobody's is finished by its deadline. An attempt without an end after this long
+// is no work, and in nobody's way.
 constexpr size_t kYoungAttemptsMax = 256;
 constexpr int64_t kYoungNs = 500'000'000;
 // Silence after which a peer, or one rail of it, is asked for a sign of life.
@@ -83,19 +86,24 @@ bool TcpTransport::may_attempt(OutLink& link) {
 }
 
 void TcpTransport::start_attempt(OutChannel& channel) {
-  if (start_sharing(channel)) return;
   OutLink& link = *channel.link;
+  if (channel.sharer != nullptr) {
+    channel.shuns_sharing = true;
+    channel.retry_pause_ns = std::max(channel.retry_pause_ns, kRetryFirstNs);
+  } else if (start_sharing(channel)) {
+    return;
+  }
   const RailPair& rails = link.pairs[channel.pair()];
   Hello hello;
   hello.target_tag = target_tag(link.address->incarnation);
   hello.nonce = draw_nonce();
   hello.link_id = link.id;
   hello.channel = channel.index;
-  hello.epoch = channel.epoch = ++link.newest_epoch;
+  hello.epoch = channel.connector_epoch = ++link.newest_epoch;
   hello.resumes = link.up;
   hello.is_bulk = channel.lane() == Lane::kBulk;
   hello.sender = address_;
-  const Deadline deadline = link.up ? now_ + kAttemptNs : link.connect_by_ns;
+  const Deadline deadline = link.up ? now_ + link.attempt_ns : link.connect_by_ns;
   Connector::Purpose purpose{.target = link.address,
                              .key = handshake_key(options_.secret, link.address->incarnation),
                              .hello = encode(hello),
@@ -111,16 +119,30 @@ void TcpTransport::start_attempt(OutChannel& channel) {
 }
 
 void OutChannel::on_connect_result(ConnectResult result) {
-  if (result.kind == ConnectResult::Kind::kUp && is_open()) {
-    stream->leave(sharer != nullptr ? "moved over to the connection that the peer made"
-                                    : "silent, and a new connection got through");
-  }
-  const bool was_sharing = sharer != nullptr;
-  transport->bury(std::move(connector));
-  transport->bury(std::move(sharer));
-  transport->watch(*link);
   link->nobody_at[pair()] = result.kind == ConnectResult::Kind::kNobodyThere;
+  const int64_t longest_ns = std::max(kAttemptNs, transport->options().peer_timeout_ns / 2);
   if (result.kind == ConnectResult::Kind::kUp) {
+    link->attempt_ns = std::clamp(kAttemptFactor * (transport->now() - attempted_ns), kAttemptNs, longest_ns);
+  } else if (result.kind == ConnectResult::Kind::kTimeout && result.was_taken) {
+    link->attempt_ns = std::min(2 * link->attempt_ns, longest_ns);
+  }
+  on_attempt_over(std::move(result), false);
+}
+
+void OutChannel::on_share_result(ConnectResult result) { on_attempt_over(std::move(result), true); }
+
+void OutChannel::on_attempt_over(ConnectResult result, bool was_sharing) {
+  const bool is_up = result.kind == ConnectResult::Kind::kUp;
+  const uint32_t attempt = was_sharing ? sharer->epoch() : connector_epoch;
+  if (is_up && is_open()) {
+    stream->leave(was_sharing ? "moved over to the connection that the peer made"
+                              : "silent, and a new connection got through");
+  }
+  if (is_up || !was_sharing) transport->bury(std::move(connector));
+  if (is_up || was_sharing) transport->bury(std::move(sharer));
+  transport->watch(*link);
+  if (is_up) {
+    epoch = attempt;
     if (stream) transport->bury(std::move(stream));
     try {
       if (result.connection == nullptr) {
@@ -145,9 +167,12 @@ void OutChannel::on_opened() {
   acked_at_opening = acked;
   bytes_acked_at_opening = bytes_acked;
   carried_bytes = 0;
+  kernel_carried_bytes = 0;
   pinged_ns = 0;
+  carried_ns = 0;
   moved_ns = opened_at_ns;
   outq_bytes = 0;
+  if (link->pairs.size() > 1) pace.begin(round_trip_ns(stream->connection()->fd()));
   broken_at_ns = 0;
   trouble.clear();
   link->down_since_ns = 0;
@@ -186,7 +211,8 @@ void OutChannel::judge_peer(const ConnectResult& result) {
   if (result.kind == ConnectResult::Kind::kRefused && result.code != RefusalCode::kStale &&
       result.code != RefusalCode::kFull) {
     const bool leaves = result.code == RefusalCode::kClosing;
-    // While another channel has it, who refuses is somebody else, at an address of a rail that is not the peer's any more.
+    // While another channel has it, who refuses is somebody else, at an address of a rail that is not the peer's any
+    // more.
     if (is_reached && !leaves && result.code != RefusalCode::kUnknownLink) return;
     // What is refused once may be what a box on the way has made of our words. Said twice it holds.
     if (leaves || !link->refusal.empty()) link->doom.emplace(trouble, leaves);
@@ -204,14 +230,31 @@ void OutChannel::judge_peer(const ConnectResult& result) {
 
 bool OutChannel::was_good(int64_t now) const { return now - opened_at_ns >= kRetryMaxNs || acked > acked_at_opening; }
 
-bool OutChannel::passes_only_short() const { return has_unplaced() && carried_bytes < kLongBytesMin; }
+bool OutChannel::passes_only_short() const {
+  return has_unplaced() && std::max(carried_bytes, kernel_carried_bytes) < kLongBytesMin;
+}
+
+void OutChannel::note_vain(const std::string& why) {
+  bool others_serve = false;
+  bool others_carry = false;  // a long operation takes its time: until it is over, only its bytes tell
+  link->for_each_channel([&](const OutChannel& other) {
+    if (&other == this || !other.is_usable()) return;
+    others_serve = true;
+    others_carry = others_carry || other.carries_after(opened_at_ns);
+  });
+  if (others_carry) link->vain_connections = 0;
+  if (others_carry || !(has_unplaced() || (link->queued > 0 && !others_serve))) return;
+  if (++link->vain_connections == 1) link->vain_since_ns = opened_at_ns;
+  link->vain_trouble = why;
+}
 
 void OutStream::on_broken() {
   OutChannel& channel = *channel_;
   OutLink& link = *channel.link;
   const int64_t now = transport_->now();
-  // Who moves over to the peer's connection leaves this one, or the peer ends it first: no trouble either way.
-  if (channel.sharer == nullptr) {
+  // Who moves over to the peer's connection leaves this one, or the peer ends it first: no trouble either way. But not
+  // where the peer's answer is long due.
+  if (channel.sharer == nullptr || channel.sharer->is_overdue(now)) {
     channel.trouble = reason();
     channel.broken_at_ns = now;
     // One that breaks again and again, and was good for nothing, is not remade again and again without a pause.
@@ -230,10 +273,8 @@ void OutStream::on_broken() {
     if (other.asked_through == &channel) other.asked_through = nullptr;
   });
   const bool is_vain = channel.acked == channel.acked_at_opening;
-  if (is_vain && (channel.has_unplaced() || link.queued > 0)) {
-    if (++link.vain_connections == 1) link.vain_since_ns = channel.opened_at_ns;
-    link.vain_trouble = reason();
-  }
+  if (is_vain) channel.note_vain(reason());
+  channel.was_vain = channel.was_vain || (is_vain && channel.has_unplaced());
   if (!channel.in_doubt && channel.has_doubts()) {
     channel.in_doubt = true;
     channel.doubt_epoch = epoch_;
@@ -255,6 +296,8 @@ void TcpTransport::tend(OutLink& link) {
   if (!link.doom && !tend_channels(link)) tend_liveness(link);
   if (!link.doom) tend_vain(link);
   if (link.queued > 0) fail_pinned(link);
+  // Who stood back for a rail that gives no sign takes it on by and by.
+  if (link.queued > 0 && link.pairs.size() > 1) mark_dirty(link);
   if (link.doom) {
     const auto [reason, orderly] = *link.doom;
     take_down(link, reason, orderly);
@@ -266,6 +309,13 @@ void TcpTransport::tend_vain(OutLink& link) {
   if (link.vain_connections < kVainConnectionsMin || link.outstanding == 0) return;
   const int64_t vain_ns = now_ - link.vain_since_ns;
   if (vain_ns < options_.peer_timeout_ns) return;
+  bool others_carry = false;  // seen now and then, maybe never in the short life of one of these
+  link.for_each_channel(
+      [&](const OutChannel& other) { others_carry = others_carry || other.carries_after(link.vain_since_ns); });
+  if (others_carry) {
+    link.vain_connections = 0;
+    return;
+  }
   link.doom.emplace("for " + seconds_text(vain_ns) + " (peer_timeout_s) each of " +
                         std::to_string(link.vain_connections) +
                         " connections to it broke before anything got through: " + link.vain_trouble,
@@ -278,7 +328,6 @@ bool TcpTransport::tend_channels(OutLink& link) {
   bool trying = false;
   link.for_each_channel([&](OutChannel& channel) {
     if (channel.connector) channel.connector->check_deadline(now_);  // may end it
-    if (channel.sharer) channel.sharer->check_deadline(now_);
     if (channel.is_open() && (carrier == nullptr || (carrier->in_doubt && !channel.in_doubt))) carrier = &channel;
   });
   if (link.doom) return true;
@@ -289,7 +338,8 @@ bool TcpTransport::tend_channels(OutLink& link) {
       start_sharing(*channel);
       continue;
     }
-    if (channel == nullptr || !channel->wanted || channel->is_open() || channel->is_connecting()) {
+    const bool waits = channel != nullptr && channel->is_connecting() && !channel->outwaits_sharer(now_);
+    if (channel == nullptr || !channel->wanted || channel->is_open() || waits) {
       trying = trying || (channel != nullptr && channel->is_connecting());
       continue;
     }
@@ -302,9 +352,9 @@ bool TcpTransport::tend_channels(OutLink& link) {
   if (carrier != nullptr) {
     link.for_each_channel([&](OutChannel& channel) {
       if (!channel.in_doubt || channel.asked_through != nullptr) return;
-      // Of the connection before this one, if there is one again, or about to be.
-      const uint32_t epoch = channel.is_open() || channel.is_connecting() ? channel.epoch - 1 : channel.epoch;
-      append_frame(carrier->control, FrameType::kResolve, ResolveMeta{channel.acked, channel.index, epoch});
+      // Nothing was sent by later ones.
+      const ResolveMeta question{channel.acked, channel.index, channel.doubt_epoch};
+      append_frame(carrier->control, FrameType::kResolve, question);
       channel.asked_through = carrier;
       mark_dirty(link);
     });
@@ -379,19 +429,17 @@ void TcpTransport::fail_pinned(OutLink& link) {
   }
 }
 
-// A box on the way that has forgotten its connections drops what they carry without a word, and lets new ones through. So the
-// peer may be there: connections are made beside the silent ones, and take their place once they are up.
+// A box on the way that has forgotten its connections drops what they carry without a word, and lets new ones through.
+// So the peer may be there: connections are made beside the silent ones, and take their place once they are up.
 void TcpTransport::try_anew(OutLink& link) {
   link.for_each_channel([&](OutChannel& channel) {
-    // What is asked of a channel in doubt counts back from the epoch of its last attempt, which must be its connection's.
-    const bool is_due =
-        channel.is_open() && !channel.is_connecting() && !channel.in_doubt && now_ >= channel.retry_at_ns;
+    const bool is_due = channel.is_open() && !channel.is_connecting() && now_ >= channel.retry_at_ns;
     if (channel.lane() == Lane::kBulk && is_due && may_attempt(link)) start_attempt(channel);
   });
 }
 
-// Pings what is silent while we wait for anything. Channels that owe nothing are asked too: their answers tell a silent rail
-// from a silent peer.
+// Pings what is silent while we wait for anything. Channels that owe nothing are asked too: their answers tell a silent
+// rail from a silent peer.
 void TcpTransport::tend_liveness(OutLink& link) {
   if (link.outstanding == 0 && !link.frozen) return;
   int64_t moved = link.waits_since_ns;
@@ -401,10 +449,12 @@ void TcpTransport::tend_liveness(OutLink& link) {
     // The kernel getting rid of bytes that pile up is a sign of life too: long transfers over slow networks are
     // acknowledged seldom. Not of the last ones: the kernel of a frozen peer takes a trickle for a long time.
     if (ioctl(channel.stream->connection()->fd(), SIOCOUTQ, &queued) == 0 && queued != channel.outq_bytes) {
-      if (queued > 0 && queued < channel.outq_bytes) channel.moved_ns = now_;
+      if (queued > 0 && queued < channel.outq_bytes) channel.moved_ns = channel.carried_ns = now_;
       channel.outq_bytes = queued;
     }
     channel.moved_ns = std::max(channel.moved_ns, channel.stream->connection()->last_received_ns());
+    const bool is_suspect = channel.has_short_segments || now_ - channel.moved_ns >= kPingAfterNs;
+    if (is_suspect) channel.kernel_carried_bytes = acknowledged_bytes(channel.stream->connection()->fd());
     moved = std::max(moved, channel.moved_ns);
   });
   link.for_each_channel([&](OutChannel& channel) {

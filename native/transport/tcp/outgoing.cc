@@ -1,6 +1,7 @@
 // Our operations: queued at the link, taken by its channels, gathered into batches.
 #include <algorithm>
 #include <array>
+#include <utility>
 
 #include "transport/tcp/frames.h"
 #include "transport/tcp/tcp_transport.h"
@@ -58,10 +59,29 @@ void OutLink::want(uint32_t rail, Lane lane) {
   transport->tick_soon();
 }
 
+void OutLink::want_all(Lane lane) {
+  bool any = false;
+  for (uint32_t pair = 0; pair < pairs.size(); ++pair) any = !std::exchange(channel(pair, lane).wanted, true) || any;
+  if (!any) return;
+  transport->watch(*this);
+  transport->tick_soon();
+}
+
 OutChannel& OutLink::channel(uint32_t pair, Lane lane) {
   auto& channel = channels[2 * pair + static_cast<uint32_t>(lane)];
   if (!channel) channel = std::make_unique<OutChannel>(transport, this, 2 * pair + static_cast<uint32_t>(lane));
   return *channel;
+}
+
+void OutLink::release_idle() {
+  constexpr size_t kKeptMax = 64;
+  const auto release = [](auto& queue) {
+    if (queue.empty() && queue.capacity() > kKeptMax) queue.release();
+  };
+  for (auto& queue : queues) release(queue);
+  release(sends);
+  release(messages);
+  for_each_channel([&](OutChannel& channel) { release(channel.sent); });
 }
 
 void OutLink::requeue(const WorkRequest& request) {
@@ -72,8 +92,8 @@ void OutLink::requeue(const WorkRequest& request) {
 
 namespace {
 
-// The queue that this channel may take from next, or null. Each lane serves its own queues; the other's too while none of
-// those that should is usable.
+// The queue that this channel may take from next, or null. Each lane serves its own queues; the other's too while none
+// of those that should is usable.
 RingQueue<WorkRequest>* next_queue(OutChannel& channel) {
   OutLink& link = *channel.link;
   const uint32_t rail = link.pairs[channel.pair()].rail;
@@ -138,26 +158,108 @@ bool OutChannel::has_doubts() const {
                      [this](const auto& read) { return read.second.channel == index; });
 }
 
-// The kernel's buffers let a slow rail take on more than its share when the end is near, and then all others wait for it. It
-// stands back once it would be done later than all of what is left over all rails, unless no other would be done sooner.
-// Who stood back is asked again at the next acknowledgement; the one that would be done first never does.
-bool OutChannel::should_take(const WorkRequest& next, size_t queued) const {
-  const uint64_t length = next.length_bytes;
-  const int64_t now = transport->now();
-  if (length < kPacedBytes || link->pairs.size() == 1 || rail_of(next) != kAnyRail || pace.rate(now) == 0) return true;
-  double rate = 0;
-  double soonest_ns = pace.ns_with(length);
-  uint64_t left_bytes = queued * length;
-  bool all_known = true;
-  link->for_each_channel([&](const OutChannel& other) {
-    if (other.lane() != lane() || !other.is_usable()) return;
-    all_known = all_known && other.pace.rate(now) != 0;
-    rate += other.pace.rate(now);
-    left_bytes += other.pace.ahead_bytes();
-    soonest_ns = std::min(soonest_ns, other.pace.ns_with(length));
-  });
-  return !all_known || pace.ns_with(length) <= std::max(soonest_ns, static_cast<double>(left_bytes) / rate);
-}
+// Of what is not pinned to a rail. The kernel's buffers let a slow rail take on more than its share, and then all wait
+// for it. Who stands back is asked again at the next acknowledgement; the one that would be done first never does.
+class OutChannel::Turn {
+ public:
+  Turn(const OutChannel& channel, int64_t now) : channel_(channel), now_(now) {
+    if (channel.link->pairs.size() == 1) return;
+    is_one_of_several_ = true;
+    const auto& queue = channel.link->queue(kAnyRail, channel.lane());
+    if (!queue.empty()) look_at_others(waiting_bytes(queue), paced(queue[0]));
+  }
+  // Whether to take this on. What it says yes to is taken.
+  bool takes(const WorkRequest& next) {
+    if (!is_one_of_several_ || rail_of(next) != kAnyRail) return true;
+    const double bytes = paced(next);
+    // Alone, or for the other lane: as long as others are not connected yet.
+    const bool yes = is_shared_ && lane_of(next) == channel_.lane() ? takes_of_all(bytes) : may_try(bytes);
+    if (!yes) return false;
+    taken_bytes_ += bytes;
+    if (is_shared_) loads_[self_].ahead_bytes += bytes;
+    return true;
+  }
+
+ private:
+  // A channel that nobody has measured yet could be slow: it takes on so much.
+  static constexpr double kUnknownBytes = 256 << 10;
+  // Beside two round trips, so that a channel is busy until its next acknowledgement. It may have been measured in a
+  // moment of great speed.
+  static constexpr double kAheadNs = 2e7;
+  // What is done so soon by one connection stays there: several cost more of the processor, and small operations share
+  // acknowledgements.
+  static constexpr double kSoonSmallNs = 1e6;
+  static constexpr double kSoonBulkNs = 2.5e5;
+  static constexpr double kSoonUnknownBytes = 64 << 10;
+  // What is not known is believed to be better than what is.
+  static constexpr double kHope = 16;
+
+  static double paced(const WorkRequest& request) { return static_cast<double>(paced_bytes(request.length_bytes)); }
+  void look_at_others(double waiting_bytes, double next_bytes) {
+    double most = 0;
+    channel_.link->for_each_channel([&](const OutChannel& other) {
+      if (other.lane() != channel_.lane() || !other.is_usable()) return;
+      const auto ahead = static_cast<double>(other.pace.ahead_bytes());
+      // Whoever would not take it is not waited for.
+      if (&other != &channel_ && !other.pace.is_known() && ahead > 0 && ahead + next_bytes > kUnknownBytes) return;
+      if (&other == &channel_) self_ = count_;
+      if (other.pace.is_known()) most = std::max(most, other.pace.rate(now_));
+      others_[count_++] = &other;
+    });
+    if (count_ < 2) return;
+    is_shared_ = true;
+    const double hoped = most == 0 ? 1 : kHope * most;
+    for (size_t i = 0; i < count_; ++i) {
+      const Pace& pace = others_[i]->pace;
+      const double told = pace.rate(now_);
+      const double rate = pace.is_known() ? told : told == 0 ? hoped : std::min(told, hoped);
+      loads_[i] = {.rate = rate,
+                   .ahead_bytes = static_cast<double>(pace.ahead_bytes()) +
+                                  (most == 0 ? 0 : rate * static_cast<double>(pace.round_trip_ns()))};
+    }
+    share_bytes_ = fair_share(loads(), self_, waiting_bytes);
+  }
+  bool takes_of_all(double bytes) const {
+    if (!may_try(bytes)) return false;
+    if (ahead_bytes() >= most_ahead_bytes()) return false;
+    if (taken_bytes_ + bytes <= share_bytes_) return true;
+    if (ahead_bytes() + bytes <= soon_bytes()) return true;
+    return would_be_first(loads(), self_, bytes) || channel_.pace.is_to_be_tried(bytes, now_);
+  }
+  bool may_try(double bytes) const {
+    return channel_.pace.is_known() || ahead_bytes() == 0 || ahead_bytes() + bytes <= kUnknownBytes;
+  }
+  double most_ahead_bytes() const {
+    const auto round_trip_ns = static_cast<double>(channel_.pace.round_trip_ns());
+    return std::max(kUnknownBytes, channel_.pace.rate(now_) * (2 * round_trip_ns + kAheadNs));
+  }
+  double ahead_bytes() const { return static_cast<double>(channel_.pace.ahead_bytes()) + taken_bytes_; }
+  double soon_bytes() const {
+    const bool is_small = channel_.lane() == Lane::kSmall;
+    if (!channel_.pace.is_known()) return is_small ? kSoonUnknownBytes : 0;
+    return channel_.pace.rate(now_) * (is_small ? kSoonSmallNs : kSoonBulkNs);
+  }
+  std::span<const Load> loads() const { return std::span(loads_).first(count_); }
+  // Of a long queue by its first ones: it was posted by few transfers.
+  static double waiting_bytes(const RingQueue<WorkRequest>& queue) {
+    constexpr size_t kLooked = 64;
+    const size_t looked = std::min(queue.size(), kLooked);
+    double bytes = 0;
+    for (size_t i = 0; i < looked; ++i) bytes += paced(queue[i]);
+    return bytes / static_cast<double>(looked) * static_cast<double>(queue.size());
+  }
+
+  const OutChannel& channel_;
+  const int64_t now_;
+  bool is_one_of_several_ = false;
+  bool is_shared_ = false;  // by several channels that are connected
+  std::array<const OutChannel*, size_t{2} * kRailsMax> others_;
+  std::array<Load, size_t{2} * kRailsMax> loads_;
+  size_t count_ = 0;
+  size_t self_ = 0;
+  double share_bytes_ = 0;
+  double taken_bytes_ = 0;
+};
 
 // Works of one transfer that follow each other in `sent` are told together.
 void OutChannel::tell_sent(size_t first) {
@@ -174,7 +276,7 @@ void OutChannel::tell_sent(size_t first) {
 }
 
 // Short writes to one region go into one frame.
-size_t OutChannel::put_writes(TxBatch& batch, RingQueue<WorkRequest>& queue, size_t room) {
+size_t OutChannel::put_writes(TxBatch& batch, RingQueue<WorkRequest>& queue, size_t room, Turn& turn) {
   const WorkRequest& first = queue.front();
   const int gpu = gpu_of(first);
   size_t count = 0;
@@ -189,7 +291,7 @@ size_t OutChannel::put_writes(TxBatch& batch, RingQueue<WorkRequest>& queue, siz
     if (count > 0 && (bytes + request.length_bytes > frame_bytes || resumed_at(request) > 0)) break;
     const bool copies = gpu < 0 && request.length_bytes <= kCopyBytesMax;
     const size_t more = sizeof(WriteEntry) + (copies ? request.length_bytes : 0);
-    if (!batch.has_room(copied + more, views + 1)) break;
+    if (!batch.has_room(copied + more, views + 1) || (count > 0 && !turn.takes(request))) break;
     copied += more;
     views += (copies && copying) || gpu >= 0 ? 0 : 1;
     copying = copies;
@@ -261,7 +363,7 @@ void OutChannel::put_failed(TxBatch& batch) {
                                "our GPU's memory cannot be copied: " + transport->connections().copier.trouble()});
 }
 
-bool OutChannel::put_next(TxBatch& batch) {
+bool OutChannel::put_next(TxBatch& batch, Turn& turn) {
   if (current) {
     if (!batch.has_room(kRangeHeadBytes, 2)) return false;
     put_part(batch);
@@ -271,7 +373,7 @@ bool OutChannel::put_next(TxBatch& batch) {
   RingQueue<WorkRequest>* const queue = next_queue(*this);
   if (queue == nullptr) return false;
   const WorkRequest& request = queue->front();
-  if (!should_take(request, queue->size())) return false;
+  if (!turn.takes(request)) return false;
   if (request.op == WorkOp::kService) {
     if (!batch.has_room(sizeof(FrameHeader) + request.length_bytes)) return false;
     batch.put(header_of(FrameType::kService, 0, 1, {request.local, request.length_bytes}, {}, 0));
@@ -282,17 +384,19 @@ bool OutChannel::put_next(TxBatch& batch) {
   }
   if (request.op == WorkOp::kWrite) {
     if (request.length_bytes > frame_bytes || resumed_at(request) > 0) {
-      pace.take(request.length_bytes, transport->now());
+      pace.take(paced_bytes(request.length_bytes), transport->now());
       current = queue->pop_front();
       current_offset = resumed_at(*current);
       --link->queued;
       return true;
     }
-    const size_t count = put_writes(batch, *queue, kOperationsUnderWayMax - sent.size());
+    const size_t count = put_writes(batch, *queue, kOperationsUnderWayMax - sent.size(), turn);
+    uint64_t bytes = 0;
     for (size_t i = 0; i < count; ++i) {
-      pace.take(queue->front().length_bytes, transport->now());
+      bytes += paced_bytes(queue->front().length_bytes);
       sent.push_back(queue->pop_front());
     }
+    pace.take(bytes, transport->now());
     link->queued -= count;
     return count > 0;
   }
@@ -306,7 +410,7 @@ bool OutChannel::put_next(TxBatch& batch) {
   link->reads[id] = {.request = request, .channel = index};
   ++reads_open;
   reads_bytes += request.length_bytes;
-  pace.take(request.length_bytes, transport->now());
+  pace.take(paced_bytes(request.length_bytes), transport->now());
   sent.push_back(queue->pop_front());
   --link->queued;
   return true;
@@ -317,12 +421,27 @@ void OutChannel::fill(TxBatch& batch) {
   put_frames(batch, control);
   if (!control.empty()) return;
   const uint64_t others_bytes = batch.pending_bytes();
+  Turn turn(*this, transport->now());
   while (!in_doubt && batch.pending_bytes() - others_bytes < kBatchBytes && sent.size() < kOperationsUnderWayMax) {
     const size_t before = sent.size();
-    if (!put_next(batch)) break;
+    if (!put_next(batch, turn)) break;
     if (sent.size() > before) batch.mark(acked + before + 1);
   }
   tell_sent(sent_before);
+  if (lane() == Lane::kSmall && is_behind()) link->want_all(Lane::kSmall);
+}
+
+void OutChannel::note_done(uint64_t paced) {
+  const bool is_measured = pace.done(paced, transport->now());
+  if (is_measured && link->pairs.size() > 1 && is_open())
+    pace.set_round_trip(round_trip_ns(stream->connection()->fd()));
+}
+
+bool OutChannel::is_behind() const {
+  constexpr uint64_t kBytes = 64 << 10;
+  constexpr double kNs = 5e6;
+  const auto ahead = static_cast<double>(pace.ahead_bytes());
+  return pace.ahead_bytes() >= kBytes && ahead > kNs * pace.rate(transport->now()) && pace.rate(transport->now()) != 0;
 }
 
 bool OutChannel::is_sent(uint64_t operation) const {

@@ -1,56 +1,129 @@
-// How fast a channel moves long pieces, and how many bytes of them it has taken on: when it would be done with one more.
+// How fast the channels of a link move bytes, how many each has taken on, and how many of what waits is its to take.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
+#include <span>
 
 namespace crossrail::tcp {
 
-// Shorter ones do not matter.
-inline constexpr uint64_t kPacedBytes = 128 << 10;
+// What an operation of this length takes of a channel: a short one more than its bytes.
+constexpr uint64_t paced_bytes(uint64_t length) { return length + 1024; }
 
-// Progress holder.
+// Of one channel, in paced bytes. Progress holder.
 class Pace {
  public:
+  // The round trip of a new connection, which may be a faster one than before.
+  void begin(int64_t round_trip_ns) {
+    *this = Pace();
+    round_trip_ns_ = round_trip_ns;
+  }
+  // It was shorter since.
+  void set_round_trip(int64_t ns) { round_trip_ns_ = ns; }
   void take(uint64_t bytes, int64_t now) {
-    if (bytes < kPacedBytes) return;
-    if (ahead_bytes_ == 0) begin(now);
+    // Of what is first nothing is heard for a round trip, however fast it is.
+    if (ahead_bytes_ == 0) busy_since_ns_ = now + round_trip_ns_;
     ahead_bytes_ += bytes;
   }
-  void done(uint64_t bytes, int64_t now) {
-    if (bytes < kPacedBytes) return;
+  // True: the rate was measured by this.
+  bool done(uint64_t bytes, int64_t now) {
+    if (ahead_bytes_ == 0) return false;  // of an earlier connection
     ahead_bytes_ -= std::min(bytes, ahead_bytes_);
-    window_bytes_ += bytes;
-    const int64_t elapsed = now - window_since_ns_;
-    if (elapsed < kWindowNs) return;
-    const double measured = static_cast<double>(window_bytes_) / static_cast<double>(elapsed);
-    const double known = rate(now);
-    rate_ = known == 0 ? measured : (known + measured) / 2;
+    bytes_ += bytes;
+    const int64_t elapsed = busy_ns_ + std::max<int64_t>(now - busy_since_ns_, 0);
+    // Acknowledgements come in bursts: of a short time they tell nothing. Few bytes tell how long they are on
+    // their way, by whatever rail.
+    const bool are_few = bytes_ < kFewBytes;
+    if (bytes_ < kWindowBytes && (elapsed < kWindowNs || are_few)) {
+      if (ahead_bytes_ == 0) busy_ns_ = elapsed;
+      if (ahead_bytes_ == 0 && elapsed >= kWindowNs) bytes_ = busy_ns_ = 0;
+      return false;
+    }
+    const double measured = static_cast<double>(bytes_) / static_cast<double>(std::max(elapsed, kBriefNs));
+    rate_ = is_known() ? (rate_ + measured) / 2 : measured;
     measured_ns_ = now;
-    begin(now);
+    ++measures_;
+    bytes_ = 0;
+    busy_ns_ = 0;
+    busy_since_ns_ = std::max(now, busy_since_ns_);
+    return true;
   }
   // What was taken on goes elsewhere.
   void drop() { ahead_bytes_ = 0; }
 
   uint64_t ahead_bytes() const { return ahead_bytes_; }
-  // Bytes per ns, 0: not known, or no longer. One that was slow for a while must not be passed over for good.
-  double rate(int64_t now) const { return now - measured_ns_ < kBelievedNs ? rate_ : 0; }
-  // When the rate is known.
-  double ns_with(uint64_t bytes) const { return static_cast<double>(ahead_bytes_ + bytes) / rate_; }
+  // The first bytes by a connection may have waited for a retransmission, or for those of others that began too.
+  bool is_known() const { return measures_ >= 2; }
+  int64_t round_trip_ns() const { return round_trip_ns_; }
+  // Bytes per ns, 0: not known. What has been ahead for long without an end bounds what was measured before.
+  double rate(int64_t now) const {
+    const int64_t waited = busy_ns_ + now - busy_since_ns_;
+    const double measured = is_known() ? rate_ : 0;
+    if (ahead_bytes_ == 0 || waited <= kWindowNs) return measured;
+    const double most = static_cast<double>(bytes_ + ahead_bytes_) / static_cast<double>(waited);
+    return is_known() ? std::min(measured, most) : most;
+  }
+  // A slow one has nothing to do, and was measured so long ago that it may take so many bytes to see whether it still
+  // is slow: that takes a twentieth of the time at most.
+  bool is_to_be_tried(double bytes, int64_t now) const {
+    if (!is_known() || ahead_bytes_ != 0) return false;
+    const auto since = static_cast<double>(now - measured_ns_);
+    return since > kBelievedNs && (since > kBelievedMaxNs || since * rate_ > 20 * bytes);
+  }
 
  private:
   // On networks that are done sooner, a wrong choice costs little.
   static constexpr int64_t kWindowNs = 5'000'000;
-  static constexpr int64_t kBelievedNs = 1'000'000'000;
-  void begin(int64_t now) {
-    window_since_ns_ = now;
-    window_bytes_ = 0;
-  }
+  static constexpr uint64_t kWindowBytes = 8 << 20;
+  static constexpr int64_t kBriefNs = 1'000;
+  static constexpr uint64_t kFewBytes = 64 << 10;
+  static constexpr double kBelievedNs = 1e9;
+  static constexpr double kBelievedMaxNs = 30e9;
+  int64_t round_trip_ns_ = 0;
   uint64_t ahead_bytes_ = 0;
-  uint64_t window_bytes_ = 0;
-  int64_t window_since_ns_ = 0;
+  // Since the rate was measured: what got there, how long there was something ahead, without the present time since
+  // when there is.
+  uint64_t bytes_ = 0;
+  int64_t busy_ns_ = 0;
+  int64_t busy_since_ns_ = 0;
   int64_t measured_ns_ = 0;
+  uint32_t measures_ = 0;
   double rate_ = 0;
 };
+
+// A channel that work may go by. rate: bytes per ns. ahead_bytes: what it would be done with before, its round trip
+// included.
+struct Load {
+  double rate;
+  double ahead_bytes;
+
+  double ns_with(double bytes) const { return (ahead_bytes + bytes) / rate; }
+};
+
+// How many of the bytes that wait the channel at `self` is to take on, so that all would be done at the same time
+// ("water-filling").
+inline double fair_share(std::span<const Load> loads, size_t self, double waiting_bytes) {
+  // By which all would be done. Ever fewer of them, without those that are not even done with what they have.
+  double level_ns = std::numeric_limits<double>::infinity();
+  for (size_t round = 0; round < loads.size(); ++round) {
+    double rate = 0;
+    double bytes = waiting_bytes;
+    for (const Load& load : loads) {
+      if (load.ns_with(0) >= level_ns) continue;
+      rate += load.rate;
+      bytes += load.ahead_bytes;
+    }
+    if (rate == 0 || bytes / rate >= level_ns) break;
+    level_ns = bytes / rate;
+  }
+  return level_ns * loads[self].rate - loads[self].ahead_bytes;
+}
+
+// Whether no other would be done sooner with `bytes` more.
+inline bool would_be_first(std::span<const Load> loads, size_t self, double bytes) {
+  const double own_ns = loads[self].ns_with(bytes);
+  return std::all_of(loads.begin(), loads.end(), [&](const Load& other) { return own_ns <= other.ns_with(bytes); });
+}
 
 }  // namespace crossrail::tcp

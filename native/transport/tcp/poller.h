@@ -19,9 +19,9 @@ class Pollable {
   virtual void on_events(uint32_t events) = 0;
 };
 
-// Two epoll sets: the inner one holds the sockets and is what poll() asks; the outer one holds the inner one and a bell, and
-// is what sleepers sleep on. While a thread drives, the inner set is switched off in the outer one: else every packet
-// would also wake the sleeping worker.
+// Two epoll sets: the inner one holds the sockets and is what poll() asks; the outer one holds the inner one and a
+// bell, and is what sleepers sleep on. While a thread drives, the inner set is switched off in the outer one: else
+// every packet would also wake the sleeping worker.
 // Threads: progress holder, except where marked [any].
 class Poller {
  public:
@@ -43,13 +43,13 @@ class Poller {
   void ring();                                   // [any]
   // [any] Silences the bell. True when it had rung.
   bool clear_bell();
-  // A ring at this time or before, once: one that is still to come and is earlier will do. To set a timer takes a virtual
-  // machine longer than a packet does.
+  // A ring at this time or before, once: one that is still to come and is earlier will do. To set a timer takes a
+  // virtual machine longer than a packet does.
   void ring_by(int64_t time_ns);
   // Gives up what the sockets were for. Sleepers may still be at sleep_fd(), and may be rung.
   void close();
-  // In the child of a fork: closes all that is polled, without looking at what it belongs to, which may be in the middle of
-  // a change.
+  // In the child of a fork: closes all that is polled, without looking at what it belongs to, which may be in the
+  // middle of a change.
   void abandon_after_fork();
 
  private:

@@ -100,7 +100,10 @@ void TcpTransport::tick() {
       settled =
           settled && !channel.is_connecting() && !should_move(channel) && (!channel.wanted || channel.is_usable());
     });
-    if (settled) link->is_watched = false;
+    if (settled) {
+      link->is_watched = false;
+      link->release_idle();
+    }
     return settled;
   });
   connections_.ask_unwatched();
@@ -121,16 +124,13 @@ Deadline TcpTransport::next_timer() const {
   const int64_t now = now_ns();
   const Deadline soon = now + kTickNs;
   if (!acceptors_.empty() || listeners_paused_until_ns_ != 0 || !connections_.unwatched.empty()) return soon;
-  Deadline next = kNoDeadline;
-  for (const auto& [key, link] : in_) {
-    if (link->unconnected_since_ns != 0) next = now + 1'000'000'000;
-  }
+  Deadline next = unconnected_ > 0 ? now + 1'000'000'000 : kNoDeadline;
   for (const OutLink* link : watched_) next = std::min(next, std::max(soon, next_look_at(*link, now)));
   return next;
 }
 
-// A rail that is down may stay so for days: it wakes nobody but to be tried again. Nor does a peer that has not answered yet: thousands
-// of engines that wait for one on the same machine would keep it from its work.
+// A rail that is down may stay so for days: it wakes nobody but to be tried again. Nor does a peer that has not
+// answered yet: thousands of engines that wait for one on the same machine would keep it from its work.
 int64_t TcpTransport::next_look_at(const OutLink& link, int64_t now) const {
   if (link.frozen || link.doom || link.held_since_ns != 0 || (link.up && link.outstanding > 0)) return now;
   int64_t next = now + kIdleTickNs;
@@ -140,7 +140,8 @@ int64_t TcpTransport::next_look_at(const OutLink& link, int64_t now) const {
       next = std::min(next, next_rail + 1);
   }
   for (const auto& channel : link.channels) {
-    if (channel == nullptr || !channel->wanted || channel->is_connecting()) continue;
+    if (channel == nullptr || !channel->wanted || (channel->is_connecting() && !channel->outwaits_sharer(now)))
+      continue;
     if (channel->in_doubt || should_move(*channel)) return now;
     if (!channel->is_open()) next = std::min(next, channel->retry_at_ns);
   }
@@ -148,7 +149,8 @@ int64_t TcpTransport::next_look_at(const OutLink& link, int64_t now) const {
 }
 
 void TcpTransport::arm() {
-  // seq_cst fence: pairs with the one in wake(): either it sees us armed and rings, or who looks once more sees its news.
+  // seq_cst fence: pairs with the one in wake(): either it sees us armed and rings, or who looks once more sees its
+  // news.
   armed_.store(true, std::memory_order_relaxed);
   std::atomic_thread_fence(std::memory_order_seq_cst);
   idle_polls_ = 0;

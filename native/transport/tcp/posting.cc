@@ -104,10 +104,15 @@ void TcpTransport::watch(OutLink& link) {
 
 uint32_t TcpTransport::pump(OutLink& link) {
   uint32_t moved = 0;
-  for (size_t i = 0; i < link.channels.size(); ++i) {
-    OutChannel* channel = link.channels[i].get();
-    if (channel == nullptr || !channel->is_open() || channel->stream->connection()->is_blocked()) continue;
-    if (channel->stream->pump()) ++moved;
+  // Twice, since who was asked first may have stood back for another that has its share by now.
+  for (int round = 0; round < 2; ++round) {
+    const uint32_t before = moved;
+    for (size_t i = 0; i < link.channels.size(); ++i) {
+      OutChannel* channel = link.channels[i].get();
+      if (channel == nullptr || !channel->is_open() || channel->stream->connection()->is_blocked()) continue;
+      if (channel->stream->pump()) ++moved;
+    }
+    if (moved == before || link.queued == 0 || link.pairs.size() == 1) break;
   }
   return moved;
 }

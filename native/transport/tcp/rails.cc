@@ -119,8 +119,8 @@ std::vector<RailPair> pair_rails(const std::vector<Endpoint>& ours, const std::v
     for (const uint32_t k : b) taken_there[k] = true;
     pair_up(a, b);
   }
-  // Beside rails that meet, others may be networks of their own. Paired, they would be tried for ever; and a peer that ends
-  // would no longer be seen at once, for which nobody must listen at any of its addresses.
+  // Beside rails that meet, others may be networks of their own. Paired, they would be tried for ever; and a peer that
+  // ends would no longer be seen at once, for which nobody must listen at any of its addresses.
   if (!pairs.empty()) return pairs;
   for (const uint8_t family : {uint8_t{4}, uint8_t{6}}) {  // routed
     std::vector<uint32_t> a;

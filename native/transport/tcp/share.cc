@@ -1,7 +1,7 @@
 // One connection for both directions. Where two engines send each other small operations in turn, a connection each way
-// makes the kernels acknowledge every one of them by a packet of its own; on a common one the answer carries that along.
-// Who accepted a connection of the small lane asks to use it (Sharer) instead of making one. When both made one at the
-// same time, the engine with the larger incarnation moves over to the other's.
+// makes the kernels acknowledge every one of them by a packet of its own; on a common one the answer carries that
+// along. Who accepted a connection of the small lane asks to use it (Sharer) instead of making one. When both made one
+// at the same time, the engine with the larger incarnation moves over to the other's.
 #include <algorithm>
 
 #include "transport/tcp/frames.h"
@@ -10,17 +10,19 @@
 namespace crossrail::tcp {
 
 namespace {
-// The peer's connection is up: it answers in a round trip, or is frozen.
+// The peer's connection is up: it answers in a round trip. After this long it is far away, frozen or cut off, and we
+// make a connection of our own beside the question. A later yes still counts: the peer has moved over by then, and who
+// went elsewhere would end that connection.
 constexpr int64_t kShareNs = 300'000'000;
-// Of frames that the peer does not read: 600 answers at least, and a question of ours for each channel. An engine asks for a
-// connection once, and asks no more before it has the answer or has given up, after kShareNs.
+// Of frames that the peer does not read: 600 answers at least, and a question of ours for each channel. An engine asks
+// for a connection once, and asks no more before it has the answer, or a connection of its own.
 constexpr size_t kShareControlBytesMax = 64 << 10;
 }  // namespace
 
 // --- who asks ---
 
-Sharer::Sharer(OutChannel* channel, std::shared_ptr<Connection> connection, const ShareMeta& share, Deadline deadline)
-    : Stream(Role::kInitiator, std::move(connection)), channel_(channel), share_(share), deadline_(deadline) {}
+Sharer::Sharer(OutChannel* channel, std::shared_ptr<Connection> connection, const ShareMeta& share, Deadline patience)
+    : Stream(Role::kInitiator, std::move(connection)), channel_(channel), share_(share), patience_(patience) {}
 
 void Sharer::fill(TxBatch& batch) {
   if (asked_ || !batch.has_room(sizeof(FrameHeader) + sizeof share_)) return;
@@ -58,14 +60,6 @@ bool Sharer::on_head(const FrameHeader& header, std::span<const std::byte> meta,
   return true;
 }
 
-void Sharer::check_deadline(int64_t now) {
-  if (now < deadline_) return;
-  ConnectResult result;
-  result.kind = ConnectResult::Kind::kTimeout;
-  result.text = "the peer does not answer on the connection that it made";
-  end(std::move(result));
-}
-
 void Sharer::on_broken() {
   ConnectResult result;
   result.text = reason();
@@ -79,7 +73,7 @@ void Sharer::end(ConnectResult result) {
     result.kind = ConnectResult::Kind::kFailed;
     result.text = "the connection that the peer made broke";
   }
-  channel_->on_connect_result(std::move(result));
+  channel_->on_share_result(std::move(result));
 }
 
 // A connection that the peer made over the rails of this channel and that carries no operations of ours yet, or null.
@@ -111,9 +105,8 @@ bool TcpTransport::start_sharing(OutChannel& channel) {
   std::shared_ptr<Connection> connection = may_share(channel) ? find_shareable(channel) : nullptr;
   if (connection == nullptr) return false;
   OutLink& link = *channel.link;
-  const ShareMeta share{link.id, channel.index, channel.epoch = ++link.newest_epoch, link.up};
-  const Deadline deadline = now_ + kShareNs;
-  channel.sharer = std::make_unique<Sharer>(&channel, std::move(connection), share, deadline);
+  const ShareMeta share{link.id, channel.index, ++link.newest_epoch, link.up};
+  channel.sharer = std::make_unique<Sharer>(&channel, std::move(connection), share, now_ + kShareNs);
   channel.sharer->pump();
   return true;
 }

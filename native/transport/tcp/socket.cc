@@ -13,11 +13,17 @@ namespace crossrail::tcp {
 
 namespace {
 
-// Kernels' probes of idle connections: a peer that is unplugged while nothing moves is noticed after about half a minute.
+// Kernels' probes of idle connections: a peer that is unplugged while nothing moves is noticed after about half a
+// minute.
 constexpr int kKeepIdleS = 15;
 constexpr int kKeepIntervalS = 5;
 constexpr int kKeepProbes = 3;
 constexpr int kShortSegmentBytes = 536;
+// tcpi_bytes_acked in the kernel's tcp_info. glibc's ends before it, and linux/tcp.h does not go together with
+// netinet/tcp.h.
+constexpr size_t kBytesAckedAt = 120;
+constexpr size_t kRoundTripMinAt = 148;  // tcpi_min_rtt, us
+constexpr size_t kTcpInfoBytesMax = 256;
 
 void set(int fd, int level, int name, int value) { setsockopt(fd, level, name, &value, sizeof value); }
 
@@ -34,7 +40,8 @@ ssize_t Socket::receive(std::span<const iovec> views) const {
 }
 
 bool Socket::send_message(std::span<const uint8_t> message) const {
-  // Nothing was sent that is not read by now: it fits the empty socket buffer. Flights of TLS, with their certificates, need not.
+  // Nothing was sent that is not read by now: it fits the empty socket buffer. Flights of TLS, with their certificates,
+  // need not.
   if (!tls) {
     return ::send(fd.get(), message.data(), message.size(), MSG_DONTWAIT | MSG_NOSIGNAL) ==
            static_cast<ssize_t>(message.size());
@@ -80,6 +87,23 @@ void tune_for_loopback(int fd) {
 }
 
 void limit_segments(int fd) { set(fd, IPPROTO_TCP, TCP_MAXSEG, kShortSegmentBytes); }
+
+template <typename Value>
+Value tcp_info(int fd, size_t at, Value otherwise) {
+  std::array<std::byte, kTcpInfoBytesMax> info;
+  socklen_t size = info.size();
+  Value value = otherwise;
+  if (getsockopt(fd, IPPROTO_TCP, TCP_INFO, info.data(), &size) != 0) return otherwise;
+  if (size >= at + sizeof value) std::memcpy(&value, &info[at], sizeof value);
+  return value;
+}
+
+uint64_t acknowledged_bytes(int fd) { return tcp_info<uint64_t>(fd, kBytesAckedAt, 0); }
+
+int64_t round_trip_ns(int fd) {
+  const auto us = tcp_info<uint32_t>(fd, kRoundTripMinAt, 0);
+  return us == UINT32_MAX ? 0 : int64_t{us} * 1000;  // nothing was acknowledged yet
+}
 
 socklen_t to_sockaddr(const Endpoint& endpoint, sockaddr_storage* out) {
   std::memset(out, 0, sizeof *out);

@@ -10,10 +10,10 @@
 
 namespace crossrail::tcp {
 
-// The driver pins memory no sooner than kernels that are under way have ended, if some thread of the user's waits for them in
-// a copy; and unpins it never before (measured on an H100, driver 580). Such a kernel may wait for what the worker is about to
-// do. So stages are pinned by who registers a GPU's memory, and kept; the worker never asks for more.
-// Threads: any.
+// The driver pins memory no sooner than kernels that are under way have ended, if some thread of the user's waits for
+// them in a copy; and unpins it never before (measured on an H100, driver 580). Such a kernel may wait for what the
+// worker is about to do. So stages are pinned by who registers a GPU's memory, and kept; the worker never asks for
+// more. Threads: any.
 class StagePool {
  public:
   static constexpr size_t kStageBytes = size_t{1} << 20;
@@ -23,7 +23,8 @@ class StagePool {
   void prepare(int gpu);
   // One that nobody has, a pinned one if there is any; where there is none, new memory, which is not pinned.
   std::unique_ptr<device::HostBuffer> take();
-  // Those that are not pinned, as where the limit of locked memory (ulimit -l) forbids it, are kept too, but not more than that.
+  // Those that are not pinned, as where the limit of locked memory (ulimit -l) forbids it, are kept too, but not more
+  // than that.
   void give(std::unique_ptr<device::HostBuffer> stage);
   // For tests: of those that nobody has.
   size_t kept() {

@@ -49,7 +49,6 @@ TcpTransport::TcpTransport(const TransportOptions& options, Sink* sink)
              .message_bytes_max = options.message_bytes_max,
              .fifo_rails = false,
              .balances_rails = true,
-             .short_bytes_max = kShortBytesMax,
              .piece_bytes_min = kPieceBytesMin,
              .copies_gpu_memory = true};
   raise_descriptor_limit();
@@ -69,6 +68,10 @@ void TcpTransport::close() {
   send_acks(true);
   // First this, since the end of our operations may be the end of connections that carry both.
   for (auto& [key, link] : in_) {
+    tell_outcomes_again(*link);
+    for (auto& [index, channel] : link->channels) {
+      if (channel.is_open()) append_last_words(*link, channel);
+    }
     for (auto& [index, channel] : link->channels) {
       if (!channel.is_open()) continue;
       append_end(channel.control, FrameType::kClosing, "the engine was closed");
@@ -82,6 +85,7 @@ void TcpTransport::close() {
   }
   out_.clear();
   in_.clear();
+  unconnected_ = 0;
   dirty_.clear();
   watched_.clear();
   acks_.clear();

@@ -1,10 +1,11 @@
 // TCP between engines, with nothing but the kernel: the default between hosts that have no RDMA network.
 //
-// The initiator's worker gathers operations into frames and sends them from the regions they are in; the target's worker
-// places them straight into the target's pages, one copy by the kernel on each side. Completion means placed: the target
-// acknowledges. Each peer has, per pair of rails, a connection for small operations and one for large ones.
+// The initiator's worker gathers operations into frames and sends them from the regions they are in; the target's
+// worker places them straight into the target's pages, one copy by the kernel on each side. Completion means placed:
+// the target acknowledges. Each peer has, per pair of rails, a connection for small operations and one for large ones.
 // Who talks to whom: wire.h. How a connection begins: handshake.h. What happens when one breaks: out_watch.cc. The
-// transport's own calls: tcp_transport.cc, posting.cc, acknowledging.cc, polling.cc; peers that come to us: incoming.cc.
+// transport's own calls: tcp_transport.cc, posting.cc, acknowledging.cc, polling.cc; peers that come to us:
+// incoming.cc.
 #pragma once
 
 #include <atomic>
@@ -23,9 +24,9 @@
 
 namespace crossrail::tcp {
 
-// How long an acknowledgement waits for an operation to ride with; and while everybody sleeps, where a timer ends it, for
-// each of the link's rides. A timer that is set at each visit of a thread made a round trip three times as long, and each
-// that rings for nothing wakes somebody.
+// How long an acknowledgement waits for an operation to ride with; and while everybody sleeps, where a timer ends it,
+// for each of the link's rides. A timer that is set at each visit of a thread made a round trip three times as long,
+// and each that rings for nothing wakes somebody.
 inline constexpr int64_t kAckWaitNs = 30'000;
 inline constexpr int64_t kAckSleepNs = 100'000;
 inline constexpr int32_t kRidesMax = 8;
@@ -151,6 +152,8 @@ class TcpTransport final : public Transport, public Acceptor::Owner {
   void offer_held();
   void tend_incoming();
   void drop(InLink& link);
+  // Whether the link has a connection: since when it has none.
+  void note_connected(InLink& link);
   uint32_t poll_sockets();
   void tick();
   // When it is to be tended, while everybody sleeps.
@@ -175,6 +178,7 @@ class TcpTransport final : public Transport, public Acceptor::Owner {
   std::vector<std::unique_ptr<Acceptor>> acceptors_;
   std::vector<std::unique_ptr<OutLink>> out_;
   std::map<std::pair<Incarnation, uint64_t>, std::unique_ptr<InLink>> in_;
+  size_t unconnected_ = 0;  // of in_: those that have an unconnected_since_ns
   std::vector<OutLink*> dirty_;
   std::vector<OutLink*> watched_;
   std::vector<InLink*> acks_;

@@ -10,11 +10,12 @@
 
 namespace crossrail::tcp {
 
-// TLS 1.3 and nothing older; both sides show a certificate, and take the other's if the CAs of `options.ca_file` vouch for it.
-// No session tickets, no resumption: every connection proves who it is.
+// TLS 1.3 and nothing older; both sides show a certificate, and take the other's if the CAs of `options.ca_file` vouch
+// for it. No session tickets, no resumption: every connection proves who it is.
 class TlsContext {
  public:
-  // Reads the files, once. Throws UsageError for one that is missing or holds something else, TransportError without OpenSSL.
+  // Reads the files, once. Throws UsageError for one that is missing or holds something else, TransportError without
+  // OpenSSL.
   explicit TlsContext(const TlsOptions& options);
   ~TlsContext();
   TlsContext(const TlsContext&) = delete;

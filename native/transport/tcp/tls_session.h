@@ -1,4 +1,5 @@
-// TLS on one connection: seals what we send and opens what arrives, on a non-blocking socket. The worker never waits for it.
+// TLS on one connection: seals what we send and opens what arrives, on a non-blocking socket. The worker never waits
+// for it.
 #pragma once
 
 #include <sys/uio.h>
@@ -17,9 +18,10 @@
 namespace crossrail::tcp {
 
 // Lifecycle: 1. handshake(), until it says kDone. 2. receive() and seal(). 3. over, by the first error.
-// What is sealed lies in a buffer of ours until flush() has handed it to the kernel: so OpenSSL never has to wait for room.
-// Invariants: until lift_limit() it reads at most kHandshakeBytesMax bytes in all. The buffer holds kUnsentBytesMax at most.
-// Progress holder.
+// What is sealed lies in a buffer of ours until flush() has handed it to the kernel: so OpenSSL never has to wait for
+// room.
+// Invariants: until lift_limit() it reads at most kHandshakeBytesMax bytes in all. The buffer holds kUnsentBytesMax at
+// most. Progress holder.
 class TlsSession {
  public:
   enum class Side : uint8_t { kInitiator, kAcceptor };
@@ -36,8 +38,8 @@ class TlsSession {
   TlsSession(const TlsSession&) = delete;
   TlsSession& operator=(const TlsSession&) = delete;
 
-  // Goes on as far as what has arrived lets it. kFailed: one of the two does not want the other, see trouble(). kGone: the
-  // connection was closed or broke.
+  // Goes on as far as what has arrived lets it. kFailed: one of the two does not want the other, see trouble(). kGone:
+  // the connection was closed or broke.
   Step handshake();
   // Only as many bytes are read from the socket as it needs, until lift_limit().
   // After the handshake: what the peer's certificate and keys say.
@@ -47,14 +49,14 @@ class TlsSession {
 
   // Who the peer is, is settled.
   void lift_limit();
-  // At most so many bytes are taken from the socket until the next call, and of those that bring no data - a peer may send
-  // new keys for ever - kIdleBytesMax in a row.
+  // At most so many bytes are taken from the socket until the next call, and of those that bring no data - a peer may
+  // send new keys for ever - kIdleBytesMax in a row.
   void begin_turn(uint64_t bytes) {
     turn_left_ = bytes;
     idle_left_ = kIdleBytesMax;
   }
-  // Like recvmsg(2) with MSG_DONTWAIT: fills the views in turn. 0: the connection was closed. -1: errno EAGAIN, or why it
-  // broke; EPROTO: see trouble().
+  // Like recvmsg(2) with MSG_DONTWAIT: fills the views in turn. 0: the connection was closed. -1: errno EAGAIN, or why
+  // it broke; EPROTO: see trouble().
   ssize_t receive(std::span<const iovec> views);
   // Whether bytes lie here that the socket will not tell of.
   bool holds_more() const;

@@ -2,8 +2,8 @@
 //
 // One *link* per direction: the initiator's connections carry its operations, and back come acknowledgements and the
 // data of its reads. A link has *channels*: one per pair of rails and lane. A channel outlives its connections: the
-// operations on it are numbered (from 1, in the order of their frames), and the acceptor remembers the last one it has placed, so
-// that after a broken connection both sides know what was placed and nothing is counted twice.
+// operations on it are numbered (from 1, in the order of their frames), and the acceptor remembers the last one it has
+// placed, so that after a broken connection both sides know what was placed and nothing is counted twice.
 #pragma once
 
 #include <cstddef>
