@@ -1,8 +1,8 @@
 // With Rules::connects: who is let in, what stands, what has ended.
 //
-// Of the two ends of a path the one with the smaller (name of its listener, path number) dials; the other accepts whoever
-// names its path and the token from its offer, once. The end that dials may know the other's offer sooner than the other
-// way round: then the connection stands before connect() is called at the other end.
+// Of the two ends of a path the one with the smaller (name of its listener, path number) dials; the other accepts
+// whoever names its path and the token from its offer, once. The end that dials may know the other's offer sooner than
+// the other way round: then the connection stands before connect() is called at the other end.
 #include <algorithm>
 
 #include "transport/ofi/lines.h"
@@ -15,8 +15,8 @@ namespace crossrail::ofi {
 
 namespace {
 
-// Reading the queue of events costs system calls, and what it tells is seldom urgent: that a connection ended is told by
-// the completion queue too.
+// Reading the queue of events costs system calls, and what it tells is seldom urgent: that a connection ended is told
+// by the completion queue too.
 constexpr int64_t kEventsPause = 250'000;
 constexpr int kEventsMax = 64;  // in one poll
 

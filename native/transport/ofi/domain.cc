@@ -7,9 +7,9 @@ namespace crossrail::ofi {
 
 namespace {
 
-// Entries of the completion queue. A queue of efa that runs over ends the device's use, and what runs into it beside our
-// own works and receives are immediates of any number of peers, which no limit of ours holds back: so as much as the
-// device gives. Other providers' queues grow.
+// Entries of the completion queue. A queue of efa that runs over ends the device's use, and what runs into it beside
+// our own works and receives are immediates of any number of peers, which no limit of ours holds back: so as much as
+// the device gives. Other providers' queues grow.
 constexpr size_t kQueueEntriesMax = 32768;
 constexpr size_t kQueueEntries = 4096;
 constexpr size_t kQueueEntriesMin = 1024;

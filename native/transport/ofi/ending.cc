@@ -1,6 +1,7 @@
 // How paths end: what is under way is closed with its endpoint, its last completions are read, then the layer is told.
 #include <algorithm>
 #include <iterator>
+#include <utility>
 
 #include "transport/ofi/nic.h"
 #include "util/errors.h"
@@ -11,9 +12,12 @@ namespace {
 
 // A provider may report an operation of a closed endpoint late: its memory is kept for so long.
 constexpr int64_t kGraveTime = 1'000'000'000;
-// How long a path that has ended waits for works that others have on the same endpoint. A flush has to end without any peer's
-// help, within kFlushMaxNs of the layer: where one of their peers stands still, they are broken off as well.
+// How long a path that has ended waits for works that others have on the same endpoint. A flush has to end without any
+// peer's help, within kFlushMaxNs of the layer: where one of their peers stands still, they are broken off as well.
 constexpr int64_t kOthersTime = 5'000'000'000;
+// And where the engine stands still meanwhile, without any of them that ends: no peer whose host answers needs longer
+// for the next one. All of them may need longer: each path has up to 4 MiB there.
+constexpr int64_t kOthersHurriedTime = 50'000'000;
 
 }  // namespace
 
@@ -28,7 +32,7 @@ void OfiNic::begin_end(OfiPath& path) {
 
 void OfiNic::replace_transmit() {
   if (transmit_ == nullptr || transmit_->outstanding() == 0) return;
-  condemned_.push_back({std::move(transmit_), now_ + kOthersTime});
+  condemned_.push_back({.endpoint = std::move(transmit_), .until_ns = now_ + kOthersTime});
   try {
     transmit_ = std::make_unique<Endpoint>(*domain_, 0);
   } catch (const TransportError& error) {
@@ -37,23 +41,43 @@ void OfiNic::replace_transmit() {
   }
 }
 
+void OfiNic::hurry() {
+  const int64_t now = now_ns();
+  for (Condemned& condemned : condemned_) {
+    if (std::exchange(condemned.is_hurried, true)) continue;
+    condemned.moved_ns = now;
+    condemned.left = condemned.endpoint->outstanding();
+  }
+}
+
+// Whether its works have had their time, as of the latest reading of the queue: what ended since then is not known yet.
+bool OfiNic::is_overdue(Condemned& condemned, int64_t read_ns) {
+  if (read_ns >= condemned.until_ns) return true;
+  if (!condemned.is_hurried) return false;
+  const uint32_t left = condemned.endpoint->outstanding();
+  if (std::exchange(condemned.left, left) != left) condemned.moved_ns = now_;
+  return read_ns - condemned.moved_ns >= kOthersHurriedTime;
+}
+
 // Closes what can be closed: before the queue is read, so that the reading finds the last completions.
-void OfiNic::tend_endings() {
+void OfiNic::tend_endings(int64_t read_ns) {
   for (OfiPath* path : ending_) {
     if (path->own_ == nullptr || !path->own_->close()) continue;
     closed_.push_back(std::move(path->own_));
   }
   if (lines_) std::ranges::move(lines_->take_closed(), std::back_inserter(closed_));
-  for (auto& [endpoint, until_ns] : condemned_) {
+  for (Condemned& condemned : condemned_) {
+    auto& endpoint = condemned.endpoint;
+    const bool has_time = !is_overdue(condemned, read_ns);
     bool is_needed = false;
     for (const Op* op = endpoint->first(); op != nullptr; op = op->next) {
       if (op->path == nullptr || op->path->is_broken_) continue;
-      is_needed = now_ < until_ns;
+      is_needed = has_time;
       if (is_needed) break;
       op->path->break_by_itself("another path broke, and the operations under way on this one did not end");
     }
-    // Not while an error stands at the queue's head: efa's of 2.4 and 2.5.0 goes on reading by what the endpoint had (libfabric's
-    // pull request 12032).
+    // Not while an error stands at the queue's head: efa's of 2.4 and 2.5.0 goes on reading by what the endpoint had
+    // (libfabric's pull request 12032).
     if (!is_needed && queue_read_to_end_ && endpoint->close()) closed_.push_back(std::move(endpoint));
   }
   std::erase_if(condemned_, [](const Condemned& condemned) { return condemned.endpoint == nullptr; });
@@ -86,7 +110,7 @@ void OfiNic::die(const std::string& reason, rdma::NicEvents& events) {
   events_due_ = false;
   is_port_up_ = false;
   datagrams_.clear();
-  if (transmit_ != nullptr) condemned_.push_back({std::move(transmit_), now_});
+  if (transmit_ != nullptr) condemned_.push_back({.endpoint = std::move(transmit_), .until_ns = now_});
   for (const auto& [id, path] : paths_) {
     path->break_by_itself(reason);
     if (path->is_ending_) continue;

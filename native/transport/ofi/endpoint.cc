@@ -66,8 +66,8 @@ void Endpoint::set_efa_options() {
   int code = fi_setopt(&fid_->fid, FI_OPT_ENDPOINT, FI_OPT_SHARED_MEMORY_PERMITTED, &no, sizeof no);
   if (code != 0 && !(code == -FI_ENOPROTOOPT && domain_.rules().name == "efa-direct"))
     domain_.fail("fi_setopt(FI_OPT_SHARED_MEMORY_PERMITTED)", code);
-  // All data goes by the NIC: no copy by CUDA inside libfabric. Refused where it was built without CUDA: as good. Where it
-  // could reach memory of GPUs in no other way (EOPNOTSUPP), none is given to it.
+  // All data goes by the NIC: no copy by CUDA inside libfabric. Refused where it was built without CUDA: as good. Where
+  // it could reach memory of GPUs in no other way (EOPNOTSUPP), none is given to it.
   code = fi_setopt(&fid_->fid, FI_OPT_ENDPOINT, FI_OPT_CUDA_API_PERMITTED, &no, sizeof no);
   if (code == -FI_EOPNOTSUPP) {
     domain_.info().caps &= ~static_cast<uint64_t>(FI_HMEM);

@@ -68,8 +68,8 @@ class Endpoint {
   Endpoint(const Endpoint&) = delete;
   Endpoint& operator=(const Endpoint&) = delete;
 
-  // Of a connection, once; the listener tells how it went. said: to the other side. Throw TransportError: it can only be
-  // closed then.
+  // Of a connection, once; the listener tells how it went. said: to the other side. Throw TransportError: it can only
+  // be closed then.
   void dial(const Name& to, std::span<const uint8_t> said);
   void accept();
   bool is(const struct fid* object) const { return fid_ != nullptr && object == &fid_->fid; }

@@ -1,5 +1,5 @@
-// Datagrams where a provider has connections only. A line is a connection that one NIC dials to send datagrams to another,
-// and uses in this direction alone: answers come by a line of the other's.
+// Datagrams where a provider has connections only. A line is a connection that one NIC dials to send datagrams to
+// another, and uses in this direction alone: answers come by a line of the other's.
 #pragma once
 
 #include <deque>

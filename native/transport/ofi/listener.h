@@ -23,9 +23,9 @@ struct ConnectionEvent {
   int code = 0;               // of kEnded: 0 it ended, else why there was none (fi_errno)
 };
 
-// One passive endpoint and one event queue, for as long as the NIC. That long, because tcp (of 2.5 at least) keeps, with
-// each socket that it accepted and that has not said yet what it wants, a pointer to the passive endpoint: were that
-// closed earlier, the next byte from such a socket would crash the process.
+// One passive endpoint and one event queue, for as long as the NIC. That long, because tcp (of 2.5 at least) keeps,
+// with each socket that it accepted and that has not said yet what it wants, a pointer to the passive endpoint: were
+// that closed earlier, the next byte from such a socket would crash the process.
 // Threads: the progress holder.
 class Listener {
  public:

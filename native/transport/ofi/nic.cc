@@ -64,13 +64,15 @@ OfiNic::OfiNic(std::shared_ptr<const Library> library, const Rules& rules, Devic
   if (control_) limits_.work_bytes_max = control_->option_bytes(FI_OPT_MAX_RMA_SIZE, limits_.work_bytes_max);
   limits_.path_works_max =
       std::clamp<uint32_t>(static_cast<uint32_t>(std::min<size_t>(info.tx_attr->size, 1u << 20)), 1, kPathWorksMax);
+  shares_ =
+      TransmitShares(static_cast<uint32_t>(std::min<size_t>(info.tx_attr->size, 1u << 20)), limits_.path_works_max);
   limits_.names_imm_paths = rules.endpoint_per_path && info.domain_attr->cq_data_size >= 8;
   limits_.ordered_paths = rules.ordered && limits_.names_imm_paths;
   limits_.takes_gpu_memory = (info.caps & FI_HMEM) != 0;
   doorbell_room_ = rules.keeps_doorbell ? static_cast<uint32_t>(info.tx_attr->size / 2) : 0;
   work_flags_ = FI_COMPLETION | (rules.delivery_complete ? FI_DELIVERY_COMPLETE : 0);
-  // A message of efa's is with the peer's NIC when it is done. Asked for more, the peer's provider answers each with a receipt,
-  // whose end fi_close() waits for (prov/efa: efa_rdm_ep_wait_send).
+  // A message of efa's is with the peer's NIC when it is done. Asked for more, the peer's provider answers each with a
+  // receipt, whose end fi_close() waits for (prov/efa: efa_rdm_ep_wait_send).
   send_flags_ = rules.is_efa ? FI_COMPLETION : work_flags_;
   if (domain_->wait_fd() < 0) return;
   outer_ = Fd(epoll_create1(EPOLL_CLOEXEC));
@@ -190,6 +192,7 @@ ssize_t OfiNic::send_from(Endpoint& from, fi_addr_t to, OfiPath* path, const Pac
     return code;
   }
   from.list(*op);
+  has_posted_ = true;
   return 0;
 }
 
@@ -287,8 +290,17 @@ Deadline OfiNic::next_timer() const {
   if (fences_->wanted.load() != fences_->done.load(std::memory_order_relaxed)) next = now + kMillisecond;
   if (lines_) next = std::min(next, lines_->next_timer());
   // A provider without a descriptor to sleep on is polled: often while something moves, seldom else.
-  if (!outer_) next = now + (now - active_ns_ < 2 * kMillisecond ? kMillisecond / 20 : kMillisecond);
+  if (!outer_) next = now + (is_busy(now) ? kMillisecond / 20 : kMillisecond);
   return next;
+}
+
+// What is under way for longer without anything that moves, is to a peer that stands still.
+bool OfiNic::is_busy(int64_t now) const {
+  const auto has_some = [](const std::unique_ptr<Endpoint>& endpoint) {
+    return endpoint != nullptr && endpoint->outstanding() != 0;
+  };
+  const bool is_under_way = has_some(transmit_) || std::ranges::any_of(condemned_, has_some, &Condemned::endpoint);
+  return has_posted_ || now - active_ns_ < (is_under_way ? 20 : 2) * kMillisecond;
 }
 
 void OfiNic::abandon_after_fork() {

@@ -1,14 +1,14 @@
 // One libfabric domain as a rail.
 //
 // Endpoints, of three kinds of providers:
-// - Rules::connects (tcp). Peers know our listener from our address. A path is a connection, and closing its endpoint ends
-//   all that is under way, in both directions, exactly. Datagrams go by connections too (lines.h).
+// - Rules::connects (tcp). Peers know our listener from our address. A path is a connection, and closing its endpoint
+//   ends all that is under way, in both directions, exactly. Datagrams go by connections too (lines.h).
 // - Rules::endpoint_per_path, without connections (what is not proven). `control_` is what peers know from our address:
 //   datagrams arrive there and leave from it. A path has an endpoint of its own at either end, told in the offers.
 // - Neither (efa). Works and fragments go out by `transmit_` and arrive at control_; libfabric cannot take back what is
 //   under way to one peer, so when a path ends that has something out, transmit_ is replaced: new works of all paths go
-//   by the new one, the old one is closed as soon as nothing of a living path is with it, and with it goes what the dead
-//   path had out.
+//   by the new one, the old one is closed as soon as nothing of a living path is with it, and with it goes what the
+//   dead path had out.
 #pragma once
 
 #include <deque>
@@ -22,6 +22,7 @@
 #include "transport/ofi/listener.h"
 #include "transport/ofi/path.h"
 #include "transport/ofi/registration.h"
+#include "transport/ofi/shares.h"
 #include "transport/rdma/nic.h"
 #include "util/memory_map.h"
 #include "util/pages.h"
@@ -47,6 +48,7 @@ class OfiNic final : public rdma::Nic {
   void send_datagram(std::span<const uint8_t> peer_endpoint, std::span<const uint8_t> bytes) override;
   std::string datagram_trouble(std::span<const uint8_t> peer_endpoint) const override;
   std::unique_ptr<rdma::NicPath> make_path() override;
+  void hurry() override;
   uint32_t poll(rdma::NicEvents& events) override;
   void arm() override;
   bool has_arrivals() override { return pending_; }
@@ -67,6 +69,14 @@ class OfiNic final : public rdma::Nic {
     fi_addr_t address;
     int64_t used_ns;
   };
+  // A replaced transmit_, still with works of living paths, which are waited for until then,
+  struct Condemned {
+    std::unique_ptr<Endpoint> endpoint;
+    int64_t until_ns;
+    bool is_hurried = false;  // or until none of them has ended for some tens of milliseconds
+    int64_t moved_ns = 0;     // when one was last seen to have ended,
+    uint32_t left = 0;        // and how many were left
+  };
   struct Grave {
     std::unique_ptr<Endpoint> endpoint;
     std::vector<Op*> orphans;  // works whose completions never came
@@ -83,6 +93,7 @@ class OfiNic final : public rdma::Nic {
   Endpoint* transmit_of(OfiPath& path) { return path.own_ ? path.own_.get() : transmit_.get(); }
 
   Op* take_work_op();
+  bool is_busy(int64_t now) const;
   bool has_send_room() const;
   Op* take_send_op();  // null: as many are out as there may be
   void give_back(Op& op);
@@ -119,7 +130,8 @@ class OfiNic final : public rdma::Nic {
   void forget_address(OfiPath& path);
   void begin_end(OfiPath& path);
   void replace_transmit();
-  void tend_endings();
+  bool is_overdue(Condemned& condemned, int64_t read_ns);
+  void tend_endings(int64_t read_ns);
   uint32_t finish_endings(rdma::NicEvents& events);
   void bury(std::unique_ptr<Endpoint> endpoint, rdma::NicEvents* events);
   void tend_graves();
@@ -136,6 +148,8 @@ class OfiNic final : public rdma::Nic {
   std::unique_ptr<OfiRegistration> landing_;
   uint64_t work_flags_ = 0;
   uint64_t send_flags_ = 0;
+  // Of transmit_, which all paths share: shares.h.
+  TransmitShares shares_;
   uint32_t doorbell_room_ = 0;  // FI_MORE only while fewer works are out: a full queue would keep what it holds back
   Fd outer_;
   std::vector<int> waits_;  // libfabric's descriptors within outer_
@@ -151,11 +165,6 @@ class OfiNic final : public rdma::Nic {
   std::unique_ptr<Lines> lines_;       // with Rules::connects,
   std::unique_ptr<Endpoint> control_;  // without
   std::unique_ptr<Endpoint> transmit_;
-  // Replaced, still with works of living paths, which are waited for until then.
-  struct Condemned {
-    std::unique_ptr<Endpoint> endpoint;
-    int64_t until_ns;
-  };
   std::vector<Condemned> condemned_;
   std::vector<std::unique_ptr<Endpoint>> closed_;  // their last completions may still lie in the queue
   std::vector<Grave> graves_;
@@ -176,12 +185,13 @@ class OfiNic final : public rdma::Nic {
   bool is_dead_ = false;  // on_device_fatal was said
   bool events_due_ = false;
   bool pending_ = false;
-  uint32_t dropped_ = 0;  // packets that were nonsense
+  bool has_posted_ = false;  // since the last poll()
+  uint32_t dropped_ = 0;     // packets that were nonsense
   int64_t now_ = 0;
   int64_t events_read_ns_ = 0;
   int64_t unready_next_ns_ = 0;
   int64_t datagrams_next_ns_ = 0;
-  int64_t active_ns_ = 0;
+  int64_t active_ns_ = 0;  // when something was posted or moved last
   int64_t port_looked_ns_ = 0;
 };
 

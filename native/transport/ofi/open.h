@@ -29,7 +29,8 @@ struct Candidate {
   uint32_t speed_mbps = 0;
   bool is_software = false;  // the host's processors do what a NIC would
 };
-// What could be rails of a provider ("efa", "tcp" ...; empty: EFA). Empty: none. Throws TransportError without a libfabric.
+// What could be rails of a provider ("efa", "tcp" ...; empty: EFA). Empty: none. Throws TransportError without a
+// libfabric.
 std::vector<Candidate> candidates(const std::string& provider);
 
 // Empty when the provider has at least one device; else why not, and what to do.

@@ -16,6 +16,7 @@ namespace {
 
 constexpr uint32_t kPathReceives = 16;  // 68 KiB for each path; more wait at the sender's side
 constexpr uint32_t kPathSendsMax = 16;
+constexpr size_t kShortBytes = 128;  // of fragments: control, that must get through
 constexpr int64_t kReadyTimeout = 5'000'000'000;
 
 }  // namespace
@@ -92,7 +93,7 @@ void OfiPath::on_standing() {
 
 uint32_t OfiPath::post(std::span<const rdma::NicWork> works) {
   if (!is_ready_) return 0;
-  const uint32_t room = nic_.limits_.path_works_max - std::min(works_out_, nic_.limits_.path_works_max);
+  const uint32_t room = room_for(works_out_, nic_.limits_.path_works_max, nic_.shares_.works_kept());
   const auto count = static_cast<uint32_t>(std::min<size_t>(works.size(), room));
   for (uint32_t i = 0; i < count; ++i) {
     const ssize_t code = post_one(works[i], i + 1 < count);
@@ -103,12 +104,19 @@ uint32_t OfiPath::post(std::span<const rdma::NicWork> works) {
   return count;
 }
 
+// More of that kind.
+uint32_t OfiPath::room_for(uint32_t outstanding, uint32_t path_max, uint32_t kept) const {
+  if (!nic_.shares_endpoints()) return path_max - std::min(outstanding, path_max);
+  return nic_.shares_.room(nic_.transmit_->outstanding(), outstanding, path_max, kept);
+}
+
 ssize_t OfiPath::post_one(const rdma::NicWork& work, bool more) {
   Endpoint& endpoint = *nic_.transmit_of(*this);
   Op* const op = nic_.take_work_op();
   op->path = this;
   op->cookie = work.cookie;
-  // efa-direct before libfabric 2.6 has no RMA without bytes: one goes from the place where nothing matters to the peer's.
+  // efa-direct before libfabric 2.6 has no RMA without bytes: one goes from the place where nothing matters to the
+  // peer's.
   const bool is_filled = work.length_bytes == 0 && nic_.domain_->rules().is_efa;
   const OfiRegistration* const from =
       is_filled ? nic_.landing_.get() : static_cast<const OfiRegistration*>(work.registration);
@@ -143,13 +151,15 @@ ssize_t OfiPath::post_one(const rdma::NicWork& work, bool more) {
     return code;
   }
   endpoint.list(*op);
+  nic_.has_posted_ = true;
   ++works_out_;
   return 0;
 }
 
 void OfiPath::on_refused_post(ssize_t code) {
-  // Of an endpoint that shares its queue, or of a connection: no room. Of a datagram endpoint that worked: it has lost its
-  // connection, and the provider would make another behind our back, on which later works overtake those that were lost.
+  // Of an endpoint that shares its queue, or of a connection: no room. Of a datagram endpoint that worked: it has lost
+  // its connection, and the provider would make another behind our back, on which later works overtake those that were
+  // lost.
   if (code == -FI_EAGAIN && (nic_.shares_endpoints() || nic_.connects())) return;
   if (code == -FI_EAGAIN) {
     break_by_itself("the connection ended");
@@ -159,7 +169,10 @@ void OfiPath::on_refused_post(ssize_t code) {
 }
 
 bool OfiPath::send(std::span<const uint8_t> head, std::span<const uint8_t> body) {
-  if (!is_ready_ || sends_out_ >= kPathSendsMax) return false;
+  if (!is_ready_) return false;
+  const bool is_short = head.size() + body.size() <= kShortBytes;
+  const uint32_t kept = is_short ? nic_.shares_.short_fragments_kept() : nic_.shares_.fragments_kept();
+  if (room_for(sends_out_, kPathSendsMax, kept) == 0) return false;
   return send_packet(Packet::kFragment, 0, head, body);
 }
 
@@ -171,7 +184,7 @@ bool OfiPath::send_packet(Packet kind, uint64_t number, std::span<const uint8_t>
     ++sends_out_;
     return true;
   }
-  if (is_ready_) on_refused_post(code);
+  if (is_ready_ || code != -FI_EAGAIN) on_refused_post(code);  // not ready: a hello, which is tried again
   return false;
 }
 

@@ -32,6 +32,7 @@ class OfiPath final : public rdma::NicPath {
   // False: not with this token, or not any more. Throws TransportError.
   bool accept(fi_info& request, uint64_t token);
   void on_standing();  // the connection
+  uint32_t room_for(uint32_t outstanding, uint32_t path_max, uint32_t kept) const;
   ssize_t post_one(const rdma::NicWork& work, bool more);
   void on_refused_post(ssize_t code);
   bool send_packet(Packet kind, uint64_t number, std::span<const uint8_t> head, std::span<const uint8_t> body);

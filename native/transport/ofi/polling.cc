@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstring>
 #include <fstream>
+#include <utility>
 
 #include "transport/ofi/nic.h"
 #include "util/errors.h"
@@ -65,9 +66,9 @@ bool is_buried(const Op& op) { return op.kind != Op::Kind::kReceive && !op.is_li
 }  // namespace
 
 uint32_t OfiNic::poll(rdma::NicEvents& events) {
-  now_ = now_ns();
+  const int64_t read_ns = std::exchange(now_, now_ns());
   const uint64_t fences_wanted = fences_->wanted.load();  // before the queue is read: see tend_fences
-  tend_endings();
+  tend_endings(read_ns);
   uint32_t moved = read_queue(events);
   // Behind the queue, which may have told already that a connection ended; before fences, which ask those that stand.
   const bool wants_fence = fence_number_ == 0 && fences_wanted != fences_->done.load(std::memory_order_relaxed);
@@ -83,7 +84,7 @@ uint32_t OfiNic::poll(rdma::NicEvents& events) {
   moved += finish_endings(events);
   if (!graves_.empty()) tend_graves();
   if (now_ - port_looked_ns_ > kPortInterval) tend_port(events);
-  if (moved != 0) active_ns_ = now_;
+  if (std::exchange(has_posted_, false) || moved != 0) active_ns_ = now_;
   return moved;
 }
 
@@ -169,8 +170,8 @@ void OfiNic::on_error_entry(rdma::NicEvents& events) {
     case Op::Kind::kReceive:  // too long, or of an endpoint that is closed; a connection ends with it
       ++dropped_;
       events_due_ = connects();
-      // efa may tell so of a message that it has given us before: when its receipt does not get through. It is posted again
-      // since, and twice would mix two messages up; one too few are left where it was not.
+      // efa may tell so of a message that it has given us before: when its receipt does not get through. It is posted
+      // again since, and twice would mix two messages up; one too few are left where it was not.
       if (!connects() && !domain_->rules().is_efa) op->endpoint->post_receive(*op);
       break;
     case Op::Kind::kSend:
@@ -294,7 +295,7 @@ uint32_t OfiNic::tell_breaks(rdma::NicEvents& events) {
   broken.swap(breaking_);
   for (OfiPath* path : broken) {
     path->break_told_ = true;
-    events.on_path_broken(*path, path->reason_);
+    events.on_path_broken(*path, false, path->reason_);
   }
   return static_cast<uint32_t>(broken.size());
 }

@@ -28,6 +28,7 @@ Rules efa_rules(const std::string& name) {
   rules.way = name == "efa-direct" ? 2 : 1;
   rules.endpoint_per_path = false;
   rules.placed_by_software = false;
+  rules.has_descriptor = false;
   rules.keeps_doorbell = true;
   rules.unproven = "written to its documentation and tested against a double of libfabric, not yet run on EFA hardware";
   return rules;
@@ -48,8 +49,8 @@ Info hints_for(const Library& library, const Rules& rules, bool gpu) {
   hints->ep_attr->type = rules.connects ? FI_EP_MSG : FI_EP_RDM;
   hints->domain_attr->mr_mode = FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY;
   if (gpu) hints->domain_attr->mr_mode |= FI_MR_HMEM;
-  // One progress holder at a time for queues and endpoints, but registration comes from any thread. FI_THREAD_COMPLETION
-  // would say just that; tcp of 2.5 crashes in fi_cq_open with it.
+  // One progress holder at a time for queues and endpoints, but registration comes from any thread.
+  // FI_THREAD_COMPLETION would say just that; tcp of 2.5 crashes in fi_cq_open with it.
   hints->domain_attr->threading = FI_THREAD_SAFE;
   // Nothing moves by itself even where AUTO is promised (tcp): the holder polls, or sleeps on the queue's descriptor.
   hints->domain_attr->control_progress = FI_PROGRESS_MANUAL;

@@ -32,7 +32,8 @@ struct Rules {
   // The provider, not a NIC, places peers' bytes: closing a registration does not end what is being placed.
   bool placed_by_software = true;
   // Its queue's descriptor can be slept on. Not those of layered ones (tcp;ofi_rxm): epoll sets within epoll sets, as
-  // deep as the kernel allows, and ours would be one more.
+  // deep as the kernel allows, and ours would be one more. Nor efa's, where a version has one (efa-direct since 2.2,
+  // efa since 2.4): a queue that can be slept on is read through a software queue.
   bool has_descriptor = true;
   bool keeps_doorbell = false;  // FI_MORE saves something
   std::string unproven;         // what nobody has proven of it, to be said to the user; empty: our tests run on it

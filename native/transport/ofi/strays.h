@@ -9,9 +9,9 @@
 
 namespace crossrail::ofi {
 
-// Somebody who is about to dial is a socket without an endpoint until its request has been read. tcp (of 2.5 at least) has
-// no list of those: when the passive endpoint is closed they stay open for as long as the process lives, and whoever is
-// at the other end waits. So they are looked for by their local address before that, and closed after it.
+// Somebody who is about to dial is a socket without an endpoint until its request has been read. tcp (of 2.5 at least)
+// has no list of those: when the passive endpoint is closed they stay open for as long as the process lives, and
+// whoever is at the other end waits. So they are looked for by their local address before that, and closed after it.
 // Threads: any; for as long as no endpoint made of a request at that address is open.
 class Strays {
  public:

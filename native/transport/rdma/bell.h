@@ -10,8 +10,8 @@
 namespace crossrail::rdma {
 
 // Two epoll sets: the inner one holds the NICs' descriptors, the outer one the inner one and an eventfd. While a thread
-// drives, the inner set is switched off in the outer one: a NIC whose descriptors are readable whenever data arrive would
-// wake the sleeping worker for nothing.
+// drives, the inner set is switched off in the outer one: a NIC whose descriptors are readable whenever data arrive
+// would wake the sleeping worker for nothing.
 // Threads: any.
 class Bell {
  public:

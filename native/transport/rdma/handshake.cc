@@ -72,11 +72,12 @@ Path& RdmaTransport::path_for(Session& session, PathKey key) {
   const uint32_t peer_rail = session.key.leads ? key.other_rail : key.leader_rail;
   auto& path = session.paths.emplace_back(std::make_unique<Path>(&session, key, rail, peer_rail));
   path->down_since_ns = now_;
-  set_speed(*path, rails_[rail]->nic->speed_mbps());
+  set_speed(*path);
   return *path;
 }
 
-// Rails of one network talk to each other, else every pair that can; so many pairs that every rail of both sides has one.
+// Rails of one network talk to each other, else every pair that can; so many pairs that every rail of both sides has
+// one.
 void RdmaTransport::pair_paths(Session& session, const Address& peer) {
   const auto& theirs = peer.rdma_on(kind_).endpoints;
   const auto count = static_cast<uint32_t>(rails_.size());
@@ -87,8 +88,7 @@ void RdmaTransport::pair_paths(Session& session, const Address& peer) {
       const auto ours = static_cast<uint8_t>(a[k % a.size()]);
       const auto other = static_cast<uint8_t>(b[k % b.size()]);
       Path& path = path_for(session, session.key.leads ? PathKey{ours, other} : PathKey{other, ours});
-      const uint32_t speed = theirs[other].speed_mbps;
-      if (speed != 0 && (path.speed_mbps == 0 || speed < path.speed_mbps)) set_speed(path, speed);
+      if (path.peer_mbps == 0) hear_speed(path, theirs[other].speed_mbps);
     }
   };
   for (uint32_t k = 0; k < theirs.size(); ++k) session.peer_endpoints[k] = theirs[k].bytes;
@@ -131,11 +131,12 @@ Bytes RdmaTransport::begin(const Session& session, DatagramKind kind, uint32_t r
   return begin_datagram(head);
 }
 
-void RdmaTransport::send_path_datagram(Path& path, DatagramKind kind, const PathBody& body) {
+void RdmaTransport::send_path_datagram(Path& path, DatagramKind kind, PathBody body) {
   Session& session = *path.session;
   const auto endpoint = session.peer_endpoints.find(path.peer_rail);
   if (endpoint == session.peer_endpoints.end()) return;
   Bytes bytes = begin(session, kind, path.rail);
+  body.speed_mbps = rails_[path.rail]->nic->speed_mbps();
   put(bytes, body);
   seal(bytes, session.seal);
   rails_[path.rail]->nic->send_datagram(endpoint->second, bytes);
@@ -156,6 +157,18 @@ void RdmaTransport::refuse(Rail& rail, const DatagramHead& head, RefuseCode code
   rail.nic->send_datagram(head.endpoint, bytes);
 }
 
+// What the peer asked for, and cannot have now, and why.
+void RdmaTransport::refuse_path(const Path& path) {
+  Session& session = *path.session;
+  DatagramHead head;
+  head.kind = session.key.leads ? DatagramKind::kKnock : DatagramKind::kHello;
+  head.to_leader = session.key.leads;
+  head.nonce = session.peer_nonce;
+  head.sender = session.key.peer;
+  head.endpoint = session.peer_endpoints[path.peer_rail];
+  refuse(*rails_[path.rail], head, RefuseCode::kFull, path.trouble);
+}
+
 // --- receiving ---
 
 void RdmaTransport::on_datagram(Rail& rail, std::span<const uint8_t> bytes) {
@@ -165,7 +178,7 @@ void RdmaTransport::on_datagram(Rail& rail, std::span<const uint8_t> bytes) {
     return;
   }
   if (datagram->head.kind == DatagramKind::kRefuse) {
-    on_refuse(*datagram);
+    on_refuse(rail, *datagram);
     return;
   }
   Session* const session = session_of(rail, *datagram, bytes);
@@ -283,15 +296,15 @@ Session* RdmaTransport::session_of(Rail& rail, const Datagram& datagram, std::sp
   return session;
 }
 
-// While a path stands, States tell it, which are numbered: a datagram that comes late must not undo what they said. Where
-// none does, a late one costs a path, by which the next State comes.
+// While a path stands, States tell it, which are numbered: a datagram that comes late must not undo what they said.
+// Where none does, a late one costs a path, by which the next State comes.
 void RdmaTransport::hear_link(Session& session, bool has_link) {
   if (std::ranges::any_of(session.paths, [&](const auto& path) { return is_usable(*path); })) return;
   session.peer_has_link = has_link;
   if (has_link) session.has_left = session.peer_left = false;
 }
 
-void RdmaTransport::on_refuse(const Datagram& datagram) {
+void RdmaTransport::on_refuse(const Rail& rail, const Datagram& datagram) {
   const auto found = std::ranges::find_if(
       sessions_, [&](const auto& item) { return item.second->nonce == datagram.head.nonce && !item.second->is_over; });
   if (found == sessions_.end()) {
@@ -312,9 +325,19 @@ void RdmaTransport::on_refuse(const Datagram& datagram) {
     return;
   }
   switch (body->code) {
-    case RefuseCode::kFull:
-      session.refusal = body->text;
+    case RefuseCode::kFull: {
+      const auto refused = std::ranges::find_if(session.paths, [&](const auto& path) {
+        const auto endpoint = session.peer_endpoints.find(path->peer_rail);
+        return path->rail == rail.index && path->state != PathState::kOpen &&
+               endpoint != session.peer_endpoints.end() && endpoint->second == datagram.head.endpoint;
+      });
+      if (refused == session.paths.end()) {
+        ++garbage_;  // late
+      } else {
+        (*refused)->refusal = body->text;
+      }
       return;
+    }
     case RefuseCode::kClosing:
       doom(session, body->text, true);
       return;
@@ -386,7 +409,10 @@ void RdmaTransport::tend_path(Path& path) {
         send_path_datagram(path, DatagramKind::kKnock, {path.key, path.epoch, 0, {}});
         return;
       }
-      if (!make_nic_path(path)) return;
+      if (!make_nic_path(path)) {
+        if (session.peer_number != 0) refuse_path(path);  // it may have knocked
+        return;
+      }
       ++path.epoch;
       path.state = PathState::kOffered;
       path.state_since_ns = now_;
@@ -416,6 +442,7 @@ void RdmaTransport::tend_path(Path& path) {
 
 void RdmaTransport::on_knock(Session& session, const PathBody& body) {
   Path& path = path_for(session, body.path);
+  hear_speed(path, body.speed_mbps);
   is_watching_ = true;
   switch (path.state) {
     case PathState::kIdle:
@@ -450,17 +477,16 @@ void RdmaTransport::on_hello(Session& session, const PathBody& body) {
   }
   if (!path.doubt.empty()) return;
   if (!make_nic_path(path)) {
-    DatagramHead head;
-    head.kind = DatagramKind::kHello;
-    head.nonce = session.peer_nonce;
-    head.sender = session.key.peer;
-    head.endpoint = session.peer_endpoints[path.peer_rail];
-    refuse(*rails_[path.rail], head, RefuseCode::kFull, path.trouble);
+    refuse_path(path);
     return;
   }
   path.epoch = body.epoch;
   path.peer_token = body.token;
-  if (!connect_path(path, body.offer)) return;
+  hear_speed(path, body.speed_mbps);
+  if (!connect_path(path, body.offer)) {
+    refuse_path(path);
+    return;
+  }
   path.state = PathState::kAccepted;
   path.state_since_ns = now_;
   send_path_datagram(path, DatagramKind::kAccept, {path.key, path.epoch, path.token, path.offer});
@@ -470,7 +496,12 @@ void RdmaTransport::on_accept(Session& session, const PathBody& body) {
   Path* const path = session.find(body.path);
   if (path == nullptr || path->state != PathState::kOffered || path->epoch != body.epoch) return;  // delayed or doubled
   path->peer_token = body.token;
-  if (connect_path(*path, body.offer)) open_path(*path);
+  hear_speed(*path, body.speed_mbps);
+  if (connect_path(*path, body.offer)) {
+    open_path(*path);
+  } else {
+    refuse_path(*path);
+  }
 }
 
 // May be called while a NIC tells: only takes notes.
@@ -481,12 +512,12 @@ void RdmaTransport::open_path(Path& path) {
   path.down_since_ns = 0;
   path.pinged_ns = 0;
   path.trouble.clear();
+  path.refusal.clear();
   path.pong.reset();
   path.ping_due = false;
   path.state_due = path.introduce_due = true;
   ++path.epochs_opened;
   session.quiet_since_ns = 0;
-  session.refusal.clear();
   mark_dirty(session);
   if (!session.link) return;
   session.link->down_since_ns = 0;

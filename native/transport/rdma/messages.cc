@@ -1,8 +1,8 @@
 // What travels as fragments: control, and messages.
 //
 // Messages go by one path at a time. When it breaks, those whose outcome is not known go again, whole, by another: the
-// receiver knows them by their ids, and outcomes are told again. So each is delivered once. Service messages do likewise,
-// under numbers of their own.
+// receiver knows them by their ids, and outcomes are told again. So each is delivered once. Service messages do
+// likewise, under numbers of their own.
 #include <algorithm>
 #include <cstring>
 
@@ -173,8 +173,9 @@ bool RdmaTransport::on_message_chunk(Session& session, std::span<const uint8_t> 
   return true;
 }
 
-// What the sender knows, need not be remembered; and what we hold of that it has given up, with a link that it forgot, and
-// would take up room that its window does not know of. Invariant: outcomes, assemblies and held are of first_open_id and later.
+// What the sender knows, need not be remembered; and what we hold of that it has given up, with a link that it forgot,
+// and would take up room that its window does not know of. Invariant: outcomes, assemblies and held are of
+// first_open_id and later.
 void RdmaTransport::forget_known_outcomes(Session& session, uint64_t first_open_id) {
   if (first_open_id <= session.first_open_id) return;
   session.first_open_id = first_open_id;
@@ -352,10 +353,6 @@ bool RdmaTransport::pump_path_control(Path& path) {
     ++session.states_said;
     path.state_due = false;
   }
-  if (path.introduce_due) {
-    if (!send(FragmentKind::kIntroduce, introduction_)) return false;
-    path.introduce_due = false;
-  }
   if (path.pong) {
     const uint64_t value = *path.pong;
     if (!send(FragmentKind::kPong, {reinterpret_cast<const uint8_t*>(&value), sizeof value})) return false;
@@ -366,6 +363,11 @@ bool RdmaTransport::pump_path_control(Path& path) {
     if (!send(FragmentKind::kPing, {reinterpret_cast<const uint8_t*>(&value), sizeof value})) return false;
     path.ping_due = false;
     path.pinged_ns = now_;
+  }
+  // Last: it is long, and may find no room where those before it do.
+  if (path.introduce_due) {
+    if (!send(FragmentKind::kIntroduce, introduction_)) return false;
+    path.introduce_due = false;
   }
   return true;
 }

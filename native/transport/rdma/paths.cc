@@ -4,7 +4,8 @@
 // 2. The NIC says flushed: nothing of it touches memory any more. What was reported done is done; the rest is in doubt:
 //    the peer may have counted an immediate whose acknowledgement was lost.
 // 3. We ask the peer (Resolve), by any other path, or by datagrams. It breaks off its own end first, so that nothing of
-//    that epoch can arrive any more, and then says how many immediates it has seen, and whether the regions may be touched.
+//    that epoch can arrive any more, and then says how many immediates it has seen, and whether the regions may be
+//    touched.
 // 4. What it has seen is done. What its NIC refused, fails. The rest is posted once more, by any path.
 // Nothing is counted twice, because what may have been counted is never posted again: where the peer cannot tell
 // (NicLimits::names_imm_paths), writes with immediate in doubt fail.
@@ -19,19 +20,21 @@ namespace crossrail::rdma {
 
 namespace {
 
+constexpr size_t kGoneMax = 4096;  // regions of one peer; the oldest have the smallest ids
 constexpr int64_t kAskMaxNs = 500'000'000;
 constexpr int64_t kGoodForNs =
     1'000'000'000;  // a path that broke sooner, and was good for nothing, is remade after a pause
 // Times that a work is to blame for a break. Without order, any that was under way may be: the limit is far.
 constexpr uint32_t kAttemptsMax = 12;
 constexpr uint32_t kAttemptsMaxUnordered = 60;
+constexpr uint32_t kPeersBreaksForAttempt = 5;
 static_assert(kAttemptsMaxUnordered < 64);  // bits of attempts_of()
 
 bool needs_region(const WorkRequest& work) { return work.remote != nullptr; }
 const RdmaKey& key_of(const WorkRequest& work) { return static_cast<const RdmaKey&>(*work.remote); }
 
-// What the peer is asked about works in doubt, the same for the same works. Works that its NIC refused have a span each,
-// which come first; the others one for each region.
+// What the peer is asked about works in doubt, the same for the same works. Works that its NIC refused have a span
+// each, which come first; the others one for each region.
 struct Question {
   std::vector<Span> spans;
   std::vector<size_t> of_work;  // index into spans; kNone
@@ -189,6 +192,9 @@ void RdmaTransport::drain(const std::vector<Path*>& paths) {
   const auto is_drained = [&] {
     return std::ranges::all_of(paths, [](const Path* path) { return path->state != PathState::kBreaking; });
   };
+  if (!is_drained()) {
+    for (auto& rail : rails_) rail->nic->hurry();
+  }
   while (!is_drained()) {
     poll_nics();
     for (Path* path : std::exchange(broken_, {})) start_break(*path);
@@ -314,9 +320,10 @@ void RdmaTransport::on_resolved(Session& session, const ResolvedBody& body) {
 
 // --- settling ---
 
+// provider: what the NIC said when it was refused; empty: nothing did, and the peer told us why it is in vain.
 void RdmaTransport::retire_refused(RdmaLink& link, const WorkRequest& work, Status status,
                                    const std::string& provider) {
-  std::string text = "the peer's NIC refused a ";
+  std::string text = provider.empty() ? "the peer refuses a " : "the peer's NIC refused a ";
   text += work.op == WorkOp::kRead ? "read" : "write";
   text += " of " + std::to_string(work.length_bytes) + " bytes at offset " + std::to_string(work.remote_offset);
   if (needs_region(work)) text += " of its region " + std::to_string(key_of(work).region_id);
@@ -336,12 +343,43 @@ void RdmaTransport::retire_refused(RdmaLink& link, const WorkRequest& work, Stat
   retire(link, work, status, text);
 }
 
+void RdmaTransport::note_gone(RdmaLink& link, const std::vector<Span>& spans, const std::vector<Status>& verdicts) {
+  for (size_t i = 0; i < std::min(spans.size(), verdicts.size()); ++i) {
+    if (verdicts[i] != Status::kRegionClosed && verdicts[i] != Status::kRegionRevoked) continue;
+    link.gone[spans[i].region_id] = verdicts[i];
+    if (link.gone.size() > kGoneMax) link.gone.erase(link.gone.begin());
+  }
+}
+
+// What waits, and names one of them.
+void RdmaTransport::fail_gone(RdmaLink& link) {
+  if (link.gone.empty()) return;
+  std::vector<WorkRequest> failed;
+  for (auto& queue : link.queues) {
+    queue.filter([&](const WorkRequest& work) {
+      if (gone_status(link, work) == Status::kDone) return true;
+      failed.push_back(work);
+      return false;
+    });
+  }
+  link.queued -= failed.size();
+  for (const WorkRequest& work : failed) retire_refused(link, work, gone_status(link, work), "");
+}
+
+std::string RdmaTransport::hint_for(const Path& path) const {
+  const auto endpoint = path.session->peer_endpoints.find(path.peer_rail);
+  if (endpoint == path.session->peer_endpoints.end()) return {};
+  const std::string hint = rails_[path.rail]->nic->silence_hint(endpoint->second);
+  return hint.empty() ? "" : "; " + hint;
+}
+
 void RdmaTransport::settle(Path& path, const ResolvedBody& body) {
   RdmaLink& link = *path.session->link;
   const bool ordered = rails_[path.rail]->nic->limits().ordered_paths;
   const std::vector<WorkRequest> doubt = std::exchange(path.doubt, {});
   const Question question = question_of(doubt);
   path.is_resolving = false;
+  note_gone(link, question.spans, body.verdicts);
   // How many of the immediates in doubt the peer has seen.
   uint64_t in_doubt = 0;
   for (const WorkRequest& work : doubt) in_doubt += work.has_imm ? 1 : 0;
@@ -359,9 +397,13 @@ void RdmaTransport::settle(Path& path, const ResolvedBody& body) {
     if (doubt[i].has_imm && imms++ < seen) seen_end = i + 1;
   }
   // On an ordered path one work is to blame at most, the first that was not carried out: those behind it had no chance.
-  // And none, when the peer broke the path.
+  // And none, when the peer broke the path, or one is known to have: what a NIC refused. But there are NICs that flush
+  // a work without saying what was wrong with it (Soft-RoCE, when packets are too long for its interface): what meets
+  // that again and again ends as well.
   const uint32_t attempts_max = ordered ? kAttemptsMax : kAttemptsMaxUnordered;
-  bool blames = path.cause != Cause::kPeersEnd;
+  const auto is_refused = [](const WorkRequest& work) { return fault_of(work) != WorkFault::kInDoubt; };
+  const bool may_be_ours = path.cause != Cause::kPeersEnd || path.epochs_opened % kPeersBreaksForAttempt == 0;
+  bool blames = may_be_ours && !(ordered && std::ranges::any_of(doubt, is_refused));
   const bool all = !ordered && blames;
   std::vector<WorkRequest> again;
   for (size_t i = 0; i < doubt.size(); ++i) {
@@ -369,7 +411,7 @@ void RdmaTransport::settle(Path& path, const ResolvedBody& body) {
     const WorkFault fault = fault_of(work);
     const bool is_done = knows && work.op == WorkOp::kWrite && fault == WorkFault::kInDoubt &&
                          (ordered ? i < seen_end : work.has_imm && seen > 0);
-    const Status verdict = verdict_of(doubt, i, question, body.verdicts).value_or(Status::kDone);
+    const Status verdict = verdict_of(doubt, i, question, body.verdicts).value_or(gone_status(link, work));
     set_fault(work, WorkFault::kNone);
     if (is_done) {
       path.bytes_done += work.length_bytes;
@@ -387,7 +429,8 @@ void RdmaTransport::settle(Path& path, const ResolvedBody& body) {
     } else if (blames && attempts_of(work) + 1 >= attempts_max) {
       blames = all;
       retire(link, work, Status::kTransportFailed,
-             std::to_string(attempts_max) + " attempts failed, the last on " + pair_text(path) + ": " + path.trouble);
+             std::to_string(attempts_max) + " attempts failed, the last on " + pair_text(path) + ": " + path.trouble +
+                 hint_for(path));
     } else {
       if (blames) add_attempt(work);
       blames = all;
@@ -395,6 +438,7 @@ void RdmaTransport::settle(Path& path, const ResolvedBody& body) {
     }
   }
   requeue(link, again);
+  fail_gone(link);
   if (!again.empty()) sink_->on_sent_again(link, path.rail, static_cast<uint32_t>(again.size()));
   path.retry_at_ns = std::min(path.retry_at_ns, now_ + path.retry_pause_ns);
   tend_soon(*path.session);
@@ -404,6 +448,7 @@ void RdmaTransport::settle_suspects(Path& path, const ResolvedBody& body) {
   const std::vector<WorkRequest> suspects = std::exchange(path.suspects, {});
   const auto asked = std::span(suspects).first(std::exchange(path.asked, 0));
   const Question question = question_of(asked);
+  note_gone(*path.session->link, question.spans, body.verdicts);
   for (size_t i = 0; i < suspects.size(); ++i) {
     WorkRequest work = suspects[i];
     const bool is_local = fault_of(work) == WorkFault::kLocal;
@@ -420,6 +465,7 @@ void RdmaTransport::settle_suspects(Path& path, const ResolvedBody& body) {
       retire_refused(*path.session->link, work, verdict.value_or(Status::kDone), path.fault_text);
     }
   }
+  fail_gone(*path.session->link);
   if (path.suspects.size() == suspects.size())
     return;  // it answers nothing: asked again in a while, and lost in the end
   path.doubt_since_ns = path.ask_at_ns = now_;

@@ -12,6 +12,7 @@ namespace {
 
 constexpr size_t kQueuedMax = 4096;      // of one link: the rest waits in the engine
 constexpr size_t kSendsQueuedMax = 256;  // messages, likewise
+constexpr size_t kPassedMax = 256;       // that others may pass, since each time looks at all of them
 constexpr uint64_t kBatchBytes =
     256 << 10;  // in works handed to a path at once, when there are other paths that could take some
 // Of the fastest rail, posted and not done; slower ones have in proportion, so that all end together.
@@ -25,7 +26,25 @@ bool RdmaTransport::is_usable(const Path& path) const {
   return path.state == PathState::kOpen && !path.is_broken && rails_[path.rail]->is_up;
 }
 
-void RdmaTransport::set_speed(Path& path, uint32_t mbps) {
+// Our NICs' may have changed.
+void RdmaTransport::set_speeds() {
+  fastest_mbps_ = 0;
+  for (const auto& rail : rails_) fastest_mbps_ = std::max(fastest_mbps_, rail->nic->speed_mbps());
+  for (auto& [key, session] : sessions_) {
+    for (auto& path : session->paths) set_speed(*path);
+  }
+}
+
+void RdmaTransport::hear_speed(Path& path, uint32_t mbps) {
+  if (mbps == 0) return;
+  path.peer_mbps = mbps;
+  set_speed(path);
+}
+
+void RdmaTransport::set_speed(Path& path) {
+  const uint32_t own_mbps = rails_[path.rail]->nic->speed_mbps();
+  const uint32_t mbps =
+      own_mbps == 0 || path.peer_mbps == 0 ? std::max(own_mbps, path.peer_mbps) : std::min(own_mbps, path.peer_mbps);
   path.speed_mbps = mbps;
   path.window_bytes = mbps == 0 || fastest_mbps_ == 0
                           ? kWindowBytes
@@ -37,11 +56,20 @@ bool RdmaTransport::has_room(const Path& path, uint64_t length_bytes) const {
   return path.outstanding_bytes == 0 || path.outstanding_bytes + length_bytes <= path.window_bytes;
 }
 
-// The one that would be done with it first; of equally good ones, that of the rail that has waited longest: each peer has
-// paths of its own, and a scatter to many peers would else go all by their first rail.
-Path* RdmaTransport::best_path(Session& session, uint32_t rail, uint64_t length_bytes) {
+// Whether the peer's NIC at its end knows the region: one that was gone when the region was made does not, and the path
+// to it may not have broken yet.
+bool RdmaTransport::is_known_by(const Path& path, const WorkRequest& request) {
+  if (request.remote == nullptr || request.length_bytes == 0) return true;
+  return static_cast<const RdmaKey&>(*request.remote).keys.keys[path.peer_rail] != kNoKey;
+}
+
+// The one that would be done with it first; of equally good ones, that of the rail that has waited longest: each peer
+// has paths of its own, and a scatter to many peers would else go all by their first rail.
+Path* RdmaTransport::best_path(Session& session, uint32_t rail, const WorkRequest& request) {
+  const uint64_t length_bytes = request.length_bytes;
   const auto is_open = [&](const Path& path) {
-    return (rail == kAnyRail || path.rail == rail) && is_usable(path) && has_room(path, length_bytes);
+    return (rail == kAnyRail || path.rail == rail) && is_usable(path) && has_room(path, length_bytes) &&
+           is_known_by(path, request);
   };
   if (session.paths.size() == 1) return is_open(*session.paths.front()) ? session.paths.front().get() : nullptr;
   Path* best = nullptr;
@@ -92,6 +120,7 @@ uint32_t RdmaTransport::post_some(Path& path, std::span<const WorkRequest> reque
     const WorkRequest& request = requests[count];
     if (request.length_bytes > work_bytes_max_) break;
     if (count > 0 && (outstanding + request.length_bytes > path.window_bytes || bytes >= bytes_max)) break;
+    if (!is_known_by(path, request)) break;
     nic_works_[count] = nic_work(request, path, cookie++);
     bytes += request.length_bytes;
     outstanding += request.length_bytes;
@@ -141,13 +170,36 @@ uint32_t RdmaTransport::post(Link& link, uint32_t rail, std::span<const WorkRequ
     out.busy_since_ns = out.waits_since_ns = now_;
     is_watching_ = true;
   }
+  if (out.gone.empty()) return post_open(out, rail, requests);
+  const auto is_vain = [&](const WorkRequest& request) { return gone_status(out, request) != Status::kDone; };
+  auto next = requests.begin();
+  while (next != requests.end()) {
+    for (; next != requests.end() && is_vain(*next); ++next) {
+      WorkRequest vain = *next;
+      vain.reserved = 0;
+      ++out.outstanding;
+      retire_refused(out, vain, gone_status(out, vain), "");
+    }
+    const auto end = std::find_if(next, requests.end(), is_vain);
+    if (next == end) break;
+    const std::span<const WorkRequest> open(next, end);
+    const uint32_t accepted = post_open(out, rail, open);
+    next += accepted;
+    if (accepted < open.size()) break;
+  }
+  return static_cast<uint32_t>(next - requests.begin());
+}
+
+// Requests that the peer is not known to refuse.
+uint32_t RdmaTransport::post_open(RdmaLink& out, uint32_t rail, std::span<const WorkRequest> requests) {
+  Session& session = *out.session;
   const bool is_service = requests.front().op == WorkOp::kService;
   const bool sends = is_service || requests.front().op == WorkOp::kSend;
   auto& queue = is_service ? out.services : sends ? out.sends : out.queue(rail);
   uint32_t taken = 0;
   if (!sends && queue.empty()) {
     while (taken < requests.size()) {
-      Path* const path = best_path(session, rail, requests[taken].length_bytes);
+      Path* const path = best_path(session, rail, requests[taken]);
       if (path == nullptr) break;
       const uint32_t accepted = post_some(*path, requests.subspan(taken), rail);
       taken += accepted;
@@ -175,23 +227,46 @@ bool RdmaTransport::pump_works(Session& session) {
   return all;
 }
 
+// Whether it waits for a path to be made, while others are open: they do not know its region.
+bool RdmaTransport::is_cut_off(const Session& session, uint32_t rail, const WorkRequest& request) const {
+  if (rail != kAnyRail) return false;
+  bool is_any_usable = false;
+  for (const auto& path : session.paths) {
+    if (!is_usable(*path)) continue;
+    if (is_known_by(*path, request)) return false;
+    is_any_usable = true;
+  }
+  return is_any_usable;
+}
+
 bool RdmaTransport::pump_queue(Session& session, uint32_t rail) {
   RdmaLink& link = *session.link;
   auto& queue = link.queue(rail);
+  std::vector<WorkRequest> passed;  // cut off: they stay before all others
+  bool has_room = true;
   while (!queue.empty()) {
     if (queue.front().length_bytes > work_bytes_max_) {
       --link.queued;
       cut(link, queue.pop_front());
       continue;
     }
-    Path* const path = best_path(session, rail, queue.front().length_bytes);
-    if (path == nullptr) return true;  // what makes room again marks us dirty
+    Path* const path = best_path(session, rail, queue.front());
+    if (path == nullptr) {
+      // What makes room again, or opens a path, marks us dirty.
+      if (passed.size() >= kPassedMax || !is_cut_off(session, rail, queue.front())) break;
+      passed.push_back(queue.pop_front());
+      continue;
+    }
     const uint32_t accepted = post_some(*path, queue.first_run(kBatch), kRequeued);
     queue.drop_front(accepted);
     link.queued -= accepted;
-    if (accepted == 0) return false;
+    if (accepted == 0) {
+      has_room = false;
+      break;
+    }
   }
-  return true;
+  for (auto work = passed.rbegin(); work != passed.rend(); ++work) queue.push_front(*work);
+  return has_room;
 }
 
 // What is with a NIC keeps the registration it was posted with; all else goes on with the other one.

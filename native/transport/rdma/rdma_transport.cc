@@ -30,7 +30,7 @@ std::vector<int> fds_of(const std::vector<std::unique_ptr<Nic>>& nics) {
 RdmaTransport::RdmaTransport(TransportKind kind, const TransportOptions& options,
                              std::vector<std::unique_ptr<Nic>> nics, Sink* sink)
     : sink_(sink), kind_(kind), options_(options), address_(options.identity) {
-  if (options.place.stage == nullptr) {
+  if (options.place.simulation == nullptr) {
     bell_.emplace(fds_of(nics));
     clock_mask_ = kPollsPerClock - 1;
   }
@@ -170,8 +170,8 @@ void RdmaTransport::disconnect(Link& link) {
   tend_soon(session);
 }
 
-// The engine knows owners by their incarnation: a forged descriptor may name one with fewer rails than it has. Each rail gets
-// a key, if need be one that the peer's NIC refuses.
+// The engine knows owners by their incarnation: a forged descriptor may name one with fewer rails than it has. Each
+// rail gets a key, if need be one that the peer's NIC refuses.
 std::unique_ptr<RemoteKey> RdmaTransport::resolve(Link& link, const RegionDescriptor& descriptor) {
   RdmaKeys keys = descriptor.rdma_on(kind_);
   keys.keys.resize(static_cast<RdmaLink&>(link).address->rdma_on(kind_).endpoints.size());
@@ -196,7 +196,7 @@ std::vector<PathReport> RdmaTransport::explain(Link& link) {
     } else if (!rails_[path->rail]->is_up) {
       report.reason += ", down: " + rails_[path->rail]->trouble;
     } else {
-      report.reason += path->trouble.empty() ? ", connecting" : ", down: " + path->trouble;
+      report.reason += path->why_down().empty() ? ", connecting" : ", down: " + path->why_down();
     }
     if (path->epochs_opened > 1) report.reason += ", remade " + std::to_string(path->epochs_opened - 1) + " times";
     report.bytes = path->bytes_done;
@@ -263,7 +263,8 @@ void RdmaTransport::Rail::on_work_failed(NicPath& nic_path, uint64_t cookie, Nic
     transport->mark_dirty(*path->session);  // its window has room
     return;
   }
-  transport->mark_broken(*path, Cause::kHere, said);
+  const bool by_peer = fault == NicFault::kFlushed && nic->limits().ordered_paths;
+  transport->mark_broken(*path, by_peer ? Cause::kPeersEnd : Cause::kHere, said);
 }
 
 void RdmaTransport::Rail::on_imm(NicPath* nic_path, uint32_t imm) {
@@ -305,8 +306,9 @@ void RdmaTransport::Rail::on_nobody(std::span<const uint8_t> peer_endpoint) {
   transport->deserted_.emplace_back(peer_endpoint.begin(), peer_endpoint.end());
 }
 
-void RdmaTransport::Rail::on_path_broken(NicPath& nic_path, const std::string& reason) {
-  if (Path* const path = path_of(nic_path)) transport->mark_broken(*path, Cause::kHere, reason);
+void RdmaTransport::Rail::on_path_broken(NicPath& nic_path, bool by_peer, const std::string& reason) {
+  if (Path* const path = path_of(nic_path))
+    transport->mark_broken(*path, by_peer ? Cause::kPeersEnd : Cause::kHere, reason);
 }
 
 void RdmaTransport::Rail::on_path_flushed(NicPath& nic_path) {
@@ -316,15 +318,17 @@ void RdmaTransport::Rail::on_path_flushed(NicPath& nic_path) {
 }
 
 void RdmaTransport::Rail::on_port(bool up, const std::string& detail) {
-  is_up = up && !is_dead;
+  is_up = up && !is_dead.load(std::memory_order_relaxed);
+  if (!is_up && down_since_ns == 0) down_since_ns = transport->now_;
   trouble = detail;
   transport->ports_changed_.push_back(index);
 }
 
 void RdmaTransport::Rail::on_device_fatal(const std::string& reason) {
-  is_dead = true;
   is_up = false;
   trouble = reason;
+  // release: pairs with register_on, whose region's works the holder must not give to this rail any more.
+  is_dead.store(true, std::memory_order_release);
   transport->ports_changed_.push_back(index);
 }
 
@@ -447,7 +451,8 @@ void RdmaTransport::retire(RdmaLink& link, const WorkRequest& request, Status st
 // --- sleeping ---
 
 void RdmaTransport::arm() {
-  // seq_cst fence: pairs with the one in wake(): either it sees us armed and rings, or who looks once more sees its news.
+  // seq_cst fence: pairs with the one in wake(): either it sees us armed and rings, or who looks once more sees its
+  // news.
   armed_.store(true, std::memory_order_relaxed);
   std::atomic_thread_fence(std::memory_order_seq_cst);
   polls_ = clock_mask_;  // who slept looks at the clock first
@@ -467,7 +472,7 @@ void RdmaTransport::disarm() {
 bool RdmaTransport::has_arrivals() {
   if (closed_) return false;
   if (!dirty_.empty() || !datagrams_.empty() || !deserted_.empty() || !said_.empty() || !broken_.empty() ||
-      !flushed_.empty() || any_over_)
+      !flushed_.empty() || !ports_changed_.empty() || any_over_)
     return true;
   return std::ranges::any_of(rails_, [](const auto& rail) { return rail->nic->has_arrivals(); });
 }

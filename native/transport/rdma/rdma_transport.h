@@ -1,9 +1,9 @@
 // The Transport contract over RDMA NICs, whatever library drives them (nic.h). Paths, links, counting, failure.
 //
 // Two engines have one session (session.h), and in it a path per pair of rails. What we post waits in the link's queue
-// and goes by whichever path has room; a path has a bounded window, so rails of any speed end together. Completion means
-// that the peer's NIC has placed it. Messages travel as fragments by one path at a time, and end when the peer's pool
-// took them.
+// and goes by whichever path has room; a path has a bounded window, so rails of any speed end together. Completion
+// means that the peer's NIC has placed it. Messages travel as fragments by one path at a time, and end when the peer's
+// pool took them.
 //
 //   handshake.cc  datagrams, how sessions and paths begin
 //   paths.cc      how paths break, and what becomes of works in doubt
@@ -11,8 +11,8 @@
 //   messages.cc   fragments, messages, outcomes
 //   watch.cc      timers: liveness, paths that are to be made again, ends of links
 //
-// Who calls whom: NICs report from inside poll() only, and the layer then only takes notes (NicEvents); what is to be done
-// about them is done afterwards (act()), so that a NIC is never called from inside itself.
+// Who calls whom: NICs report from inside poll() only, and the layer then only takes notes (NicEvents); what is to be
+// done about them is done afterwards (act()), so that a NIC is never called from inside itself.
 #pragma once
 
 #include <atomic>
@@ -82,6 +82,7 @@ class RdmaTransport final : public Transport {
  private:
   using RegisterAt = std::function<std::unique_ptr<Registration>(Nic&)>;
   void register_on(uint32_t rail, Registrations& registered, const RegisterAt& register_at);
+  void check_reach(const RdmaRegion& region) const;
   std::unique_ptr<RdmaRegion> make_region(std::byte* base, uint64_t length_bytes, Access access, bool is_gpu = false);
   std::unique_ptr<LocalRegion> add_region(std::unique_ptr<RdmaRegion> region, uint64_t id,
                                           const RegisterAt& register_at);
@@ -96,7 +97,7 @@ class RdmaTransport final : public Transport {
     void on_fragment(NicPath* path, std::span<const uint8_t> bytes) override;
     void on_datagram(std::span<const uint8_t> bytes) override;
     void on_nobody(std::span<const uint8_t> peer_endpoint) override;
-    void on_path_broken(NicPath& path, const std::string& reason) override;
+    void on_path_broken(NicPath& path, bool by_peer, const std::string& reason) override;
     void on_path_flushed(NicPath& path) override;
     void on_port(bool is_up, const std::string& detail) override;
     void on_device_fatal(const std::string& reason) override;
@@ -106,7 +107,8 @@ class RdmaTransport final : public Transport {
     const uint32_t index;
     const std::unique_ptr<Nic> nic;
     bool is_up = true;
-    bool is_dead = false;
+    std::atomic<bool> is_dead{false};  // the device is gone for good. Holder; who registers memory reads it
+    int64_t down_since_ns = 0;         // 0: it is up, or was not since it was opened
     std::string trouble;
   };
 
@@ -136,7 +138,7 @@ class RdmaTransport final : public Transport {
   Path& path_for(Session& session, PathKey key);
   void pair_paths(Session& session, const Address& peer);
   void on_datagram(Rail& rail, std::span<const uint8_t> bytes);
-  void on_refuse(const Datagram& datagram);
+  void on_refuse(const Rail& rail, const Datagram& datagram);
   void on_sealed(Session& session, const Datagram& datagram);
   Session* session_of(Rail& rail, const Datagram& datagram, std::span<const uint8_t> bytes);
   void hear_link(Session& session, bool has_link);
@@ -144,8 +146,9 @@ class RdmaTransport final : public Transport {
   void on_hello(Session& session, const PathBody& body);
   void on_accept(Session& session, const PathBody& body);
   void refuse(Rail& rail, const DatagramHead& head, RefuseCode code, const std::string& text);
+  void refuse_path(const Path& path);
   Bytes begin(const Session& session, DatagramKind kind, uint32_t rail) const;
-  void send_path_datagram(Path& path, DatagramKind kind, const PathBody& body);
+  void send_path_datagram(Path& path, DatagramKind kind, PathBody body);
   void tend_path(Path& path);
   bool make_nic_path(Path& path);
   bool connect_path(Path& path, const Bytes& offer);
@@ -168,15 +171,21 @@ class RdmaTransport final : public Transport {
   bool send_to_peer(Path& path, FragmentKind kind, const Bytes& fragment_body, DatagramKind datagram_kind,
                     bool by_datagram_too);
   void retire_refused(RdmaLink& link, const WorkRequest& work, Status status, const std::string& provider);
+  void note_gone(RdmaLink& link, const std::vector<Span>& spans, const std::vector<Status>& verdicts);
+  void fail_gone(RdmaLink& link);
+  std::string hint_for(const Path& path) const;
   void drain(const std::vector<Path*>& paths);
   void give_up(Path& path);
 
   // --- posting.cc ---
   bool is_usable(const Path& path) const;
-  Path* best_path(Session& session, uint32_t rail, uint64_t length_bytes);
+  Path* best_path(Session& session, uint32_t rail, const WorkRequest& request);
+  static bool is_known_by(const Path& path, const WorkRequest& request);
   bool has_room(const Path& path, uint64_t length_bytes) const;
+  bool is_cut_off(const Session& session, uint32_t rail, const WorkRequest& request) const;
   static constexpr uint32_t kRequeued = ~1u;  // for post_some: routing and attempts are noted already
   uint32_t post_some(Path& path, std::span<const WorkRequest> requests, uint32_t rail);
+  uint32_t post_open(RdmaLink& link, uint32_t rail, std::span<const WorkRequest> requests);
   void tell_sent(Path& path, uint32_t accepted);
   bool pump_works(Session& session);
   bool pump_queue(Session& session, uint32_t rail);
@@ -190,7 +199,9 @@ class RdmaTransport final : public Transport {
   void excuse(Session& session, int64_t away_ns);
   void excuse_nics(Session& session, int64_t away_ns);
   NicWork nic_work(const WorkRequest& request, const Path& path, uint64_t cookie) const;
-  void set_speed(Path& path, uint32_t mbps);
+  void set_speed(Path& path);
+  void hear_speed(Path& path, uint32_t mbps);
+  void set_speeds();
 
   // --- messages.cc ---
   Path* path_of_fragment(Rail& rail, NicPath* nic_path, uint64_t token);
@@ -228,10 +239,12 @@ class RdmaTransport final : public Transport {
   void end_session(Session& session, const std::string& reason);
   void forget(Session& session);
   void on_port(Rail& rail);
+  void excuse_silence(Session& session, uint32_t rail, int64_t away_ns);
   void on_nobody(const Bytes& endpoint);
   bool is_watched(const Session& session) const;
   void say_bye(Session& session, const std::string& text);
   std::string pair_text(const Path& path) const;
+  std::string down_text(const Session& session) const;
   std::string open_text(const Session& session) const;
   std::string own_trouble(const Session& session) const;
 
@@ -248,7 +261,7 @@ class RdmaTransport final : public Transport {
   uint64_t work_bytes_max_ = 0;            // of all NICs
   static constexpr size_t kBatch = 32;     // works handed to a path at once
   std::array<NicWork, kBatch> nic_works_;  // scratch of post_some: to make it anew would cost as much as to post one
-  std::optional<Bell> bell_;               // none on a stage, where nobody sleeps
+  std::optional<Bell> bell_;               // none in a simulation, where nobody sleeps
   std::map<Session::Key, std::unique_ptr<Session>> sessions_;
   std::map<uint64_t, Path*> tokens_;  // of paths that have a NicPath
   uint64_t next_session_number_ = 1;

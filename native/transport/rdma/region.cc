@@ -8,9 +8,15 @@ RdmaRegion::~RdmaRegion() {
 }
 
 RdmaKeys RdmaRegion::rdma_keys() const {
-  RdmaKeys keys{.base = registered->by_rail.front()->remote_base, .keys = {}};
+  const Registration* const known = registered->any();
+  RdmaKeys keys{.base = known == nullptr ? 0 : known->remote_base, .keys = {}};
   for (const auto& registration : registered->by_rail) keys.keys.push_back(registration->key);
   return keys;
+}
+
+std::string RdmaRegion::given_by() const {
+  const Registration* const known = registered->any();
+  return known == nullptr ? std::string() : known->given_by;
 }
 
 void RdmaRegion::revoke() const {

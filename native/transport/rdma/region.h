@@ -31,7 +31,7 @@ class RdmaRegion final : public LocalRegion {
   ~RdmaRegion() override;
 
   RdmaKeys rdma_keys() const override;
-  std::string given_by() const override { return registered->by_rail.front()->given_by; }
+  std::string given_by() const override;
   const Registration* on(uint32_t rail) const { return registered->by_rail[rail].get(); }
   // Threads: any.
   bool is_quiet() const;

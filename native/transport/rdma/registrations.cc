@@ -30,6 +30,11 @@ bool Registrations::is_quiet() const {
   return std::ranges::all_of(by_rail, [](const auto& registration) { return registration->is_quiet(); });
 }
 
+const Registration* Registrations::any() const {
+  const auto found = std::ranges::find_if(by_rail, is_known_at);
+  return found == by_rail.end() ? nullptr : found->get();
+}
+
 SharedRegistrations::Place SharedRegistrations::place_of(const RdmaRegion& region) {
   return {bits_of(region), begin_of(region), region.id};
 }

@@ -1,7 +1,7 @@
 // What the NICs of a transport know of one piece of memory, and how regions share it.
 //
-// Shared are registrations for our own use alone (Access::kLocal): sources, and what a region keeps for itself while its
-// peers are locked out. They admit no peer, so nobody has to lose one while others go on. What peers may reach is
+// Shared are registrations for our own use alone (Access::kLocal): sources, and what a region keeps for itself while
+// its peers are locked out. They admit no peer, so nobody has to lose one while others go on. What peers may reach is
 // registered for each region by itself: its key has to die with it, and a key dies with its registration.
 //
 // Nothing is kept for later. A region joins another's registrations only while that one is open and covers it: until it
@@ -22,10 +22,15 @@ namespace crossrail::rdma {
 
 class RdmaRegion;
 
+// False: its rail's device is gone.
+inline bool is_known_at(const std::shared_ptr<Registration>& registration) { return registration->key != kNoKey; }
+
 // One piece of memory, at every NIC.
 struct Registrations {
   void revoke() const;
   bool is_quiet() const;
+  // Null: there is no NIC left that knows it.
+  const Registration* any() const;
 
   std::vector<std::shared_ptr<Registration>> by_rail;  // one for all rails that share what they know
   uint32_t users = 0;                                  // regions that share it, under the lock of SharedRegistrations
@@ -37,12 +42,13 @@ struct Registrations {
 class SharedRegistrations {
  public:
   // Gives it the registrations of an open region that covers it. False: there is none, it needs its own.
-  // Memory of GPUs is joined for the same range only: the driver takes registrations away when one of the allocations below
-  // them is freed, and a smaller region must not lose its own by that.
+  // Memory of GPUs is joined for the same range only: the driver takes registrations away when one of the allocations
+  // below them is freed, and a smaller region must not lose its own by that.
   bool join(RdmaRegion& region);
   // It has registrations of its own: others may join it from now on, if they could use these.
   void add(const RdmaRegion& region);
-  // It uses its registrations no more, and nobody joins it. True: no other region uses them, the caller is to revoke them.
+  // It uses its registrations no more, and nobody joins it. True: no other region uses them, the caller is to revoke
+  // them.
   bool leave(const RdmaRegion& region);
 
  private:

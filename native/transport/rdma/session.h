@@ -1,4 +1,5 @@
-// What there is between two engines: a session, in it a path for each pair of rails, and the link of our own operations.
+// What there is between two engines: a session, in it a path for each pair of rails, and the link of our own
+// operations.
 #pragma once
 
 #include <array>
@@ -67,14 +68,15 @@ inline void* context_of(const WorkRequest& work) {
 }
 
 // One pair of rails. Lifecycle of an epoch:
-//   kIdle      no path at the NIC; nothing of earlier epochs is under way here, though `doubt` may wait for the peer's word
+//   kIdle      no path at the NIC; nothing of earlier epochs is under way here, but `doubt` may await the peer's word
 //   kOffered   leader: Hello is out, again and again until Accept comes
 //   kAccepted  other: its Accept is out; the first thing that arrives by the path says that the leader has it
 //   kOpen      works and fragments may go
 //   kBreaking  break_off() was called; ends in kIdle when the NIC says flushed
 // Invariants: `works` are exactly those posted and not reported, with cookies first_cookie ... in order.
-// An epoch is offered only while `doubt` is empty on the leader's side, and accepted only while it is on the other's: so
-// at most one epoch is in doubt at a time, and it is the latest that was connected: closed_seen is all that may be asked for.
+// An epoch is offered only while `doubt` is empty on the leader's side, and accepted only while it is on the other's:
+// so at most one epoch is in doubt at a time, and it is the latest that was connected: closed_seen is all that may be
+// asked for.
 enum class PathState : uint8_t { kIdle, kOffered, kAccepted, kOpen, kBreaking };
 
 // Why a path breaks.
@@ -93,6 +95,8 @@ struct Path {
   const uint32_t rail;
   const uint32_t peer_rail;
 
+  const std::string& why_down() const { return refusal.empty() ? trouble : refusal; }
+
   PathState state = PathState::kIdle;
   uint32_t epoch = 0;  // the latest that was made here
   std::unique_ptr<NicPath> nic_path;
@@ -101,9 +105,11 @@ struct Path {
   bool is_flushed = false;
   Cause cause = Cause::kHere;  // of the latest break
   std::string trouble;         // why it is not open; for people
+  std::string refusal;         // or why the peer cannot have it now: its word since the path was last open
   uint64_t token = 0;          // ours
   uint64_t peer_token = 0;
   Bytes offer;                // of nic_path, as we tell it
+  uint32_t peer_mbps = 0;     // of the peer's NIC, 0 unknown
   uint32_t speed_mbps = 0;    // of the slower end, 0 unknown
   uint64_t window_bytes = 0;  // that may be outstanding, by its speed
 
@@ -201,12 +207,22 @@ struct RdmaLink final : Link {
     bool orderly;
   };
   std::optional<Doom> doom;  // goes down once all is flushed
+  // Regions of the peer that its engine said are closed or revoked, which is for ever: no id is used twice. What names
+  // one fails without being posted, since each refusal breaks the path for both sides.
+  std::map<uint64_t, Status> gone;
   int64_t connect_by_ns = 0;
   int64_t waits_since_ns = 0;
   int64_t down_since_ns = 0;  // no path open since; 0: one is
   int64_t busy_ns = 0;        // with something outstanding
   int64_t busy_since_ns = 0;
 };
+
+// What the peer said of the region that the work touches. kDone: nothing against it.
+inline Status gone_status(const RdmaLink& link, const WorkRequest& work) {
+  if (link.gone.empty() || work.remote == nullptr || work.length_bytes == 0) return Status::kDone;
+  const auto found = link.gone.find(static_cast<const RdmaKey&>(*work.remote).region_id);
+  return found == link.gone.end() ? Status::kDone : found->second;
+}
 
 struct Session {
   // Whom it is with. Of two engines there is one; of an engine with itself two, one for each role.
@@ -230,8 +246,8 @@ struct Session {
   uint32_t peer_rail_count = kRailsMax;         // what its address has; until that is known, what any may have
   std::string peer_name = "a peer";
   std::unique_ptr<RdmaLink> link;
-  // A session that neither side has a link for ends when both have said so (StateBody::leaves): whoever said it and wants to
-  // connect after all begins a new session.
+  // A session that neither side has a link for ends when both have said so (StateBody::leaves): whoever said it and
+  // wants to connect after all begins a new session.
   bool peer_has_link = false;
   bool has_left = false;     // we said so,
   int64_t left_at_ns = 0;    // then
@@ -243,7 +259,6 @@ struct Session {
   bool is_urgent = false;
   bool is_blocked = false;     // has something to send or post for which a NIC has no room
   int64_t quiet_since_ns = 0;  // no path is open since; 0: one is
-  std::string refusal;         // why the peer said no for now
 
   // --- the peer's messages ---
   std::map<uint64_t, Assembly> assemblies;

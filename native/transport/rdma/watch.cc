@@ -43,8 +43,8 @@ void RdmaTransport::finish_tending() {
   if (any_over_ || !broken_.empty() || !dirty_.empty()) act();
 }
 
-// This session is to be looked at in this poll or the next. To have a tick look at all of them, for each change of each, took
-// the square of their number while many connect.
+// This session is to be looked at in this poll or the next. To have a tick look at all of them, for each change of
+// each, took the square of their number while many connect.
 void RdmaTransport::tend_soon(Session& session) {
   is_watching_ = true;
   if (!std::exchange(session.is_urgent, true)) urgent_.push_back(&session);
@@ -86,7 +86,12 @@ bool RdmaTransport::is_watched(const Session& session) const {
 }
 
 void RdmaTransport::tend(Session& session) {
-  if (session.is_over) return;
+  if (session.is_over) {  // it only waits for NICs, which may not keep their promise
+    for (auto& path : session.paths) {
+      if (path->state == PathState::kBreaking) tend_path(*path);
+    }
+    return;
+  }
   for (auto& path : session.paths) {
     tend_path(*path);
     if ((path->is_resolving || !path->suspects.empty()) && now_ >= path->ask_at_ns) ask(*path);
@@ -144,13 +149,27 @@ std::string RdmaTransport::own_trouble(const Session& session) const {
   return "";
 }
 
+// Of each path that is down, why. Those that say the same are named together.
+std::string RdmaTransport::down_text(const Session& session) const {
+  std::vector<std::pair<std::string, std::string>> reasons;  // and the paths
+  for (const auto& path : session.paths) {
+    const std::string& why = path->why_down();
+    if (why.empty()) continue;
+    const auto known = std::ranges::find(reasons, why, [](const auto& reason) { return reason.first; });
+    if (known == reasons.end()) {
+      reasons.emplace_back(why, pair_text(*path));
+    } else {
+      known->second += ", " + pair_text(*path);
+    }
+  }
+  std::string text;
+  for (const auto& [why, pairs] : reasons) text += (text.empty() ? "" : "; ") + pairs + ": " + why;
+  return text;
+}
+
 // Our operations wait for paths no longer than they were promised to.
 void RdmaTransport::tend_link(Session& session) {
   RdmaLink& link = *session.link;
-  std::string trouble = session.refusal;
-  for (const auto& path : session.paths) {
-    if (trouble.empty() && !path->trouble.empty()) trouble = pair_text(*path) + ": " + path->trouble;
-  }
   if (session.paths.empty()) {
     doom(session, "none of our NICs reaches any of the peer's: they are on networks of different kinds", false);
   } else if (session.has_open_path()) {
@@ -158,6 +177,7 @@ void RdmaTransport::tend_link(Session& session) {
     link.down_since_ns = 0;
   } else if (!link.is_up) {
     if (now_ < link.connect_by_ns) return;
+    std::string trouble = down_text(session);
     if (const std::string own = own_trouble(session); trouble.empty() && !own.empty()) {
       trouble = "no answer from its NIC; " + own;
     } else if (trouble.empty()) {
@@ -165,7 +185,7 @@ void RdmaTransport::tend_link(Session& session) {
     }
     doom(session, trouble, false);
   } else if (link.down_since_ns != 0 && now_ - link.down_since_ns >= options_.peer_timeout_ns) {
-    doom(session, "no path to it for " + seconds_text(now_ - link.down_since_ns) + ": " + trouble, false);
+    doom(session, "no path to it for " + seconds_text(now_ - link.down_since_ns) + ": " + down_text(session), false);
   }
   if (session.is_over) return;
   for (const auto& path : session.paths) {
@@ -187,8 +207,8 @@ std::string RdmaTransport::open_text(const Session& session) const {
   return text;
 }
 
-// Pings what is silent while we wait for anything. Paths that owe nothing are asked too: their answers tell a silent path
-// from a silent peer.
+// Pings what is silent while we wait for anything. Paths that owe nothing are asked too: their answers tell a silent
+// path from a silent peer.
 void RdmaTransport::tend_liveness(Session& session) {
   RdmaLink* const link = session.link.get();
   const bool waits = link != nullptr && link->is_up && (link->outstanding > 0 || link->is_frozen);
@@ -212,6 +232,16 @@ void RdmaTransport::tend_liveness(Session& session) {
   }
   if (!waits || !session.has_open_path()) return;
   const int64_t silent = now_ - moved;
+  // With all open paths on ports of ours that are down we cannot hear it: nothing is said of the peer.
+  if (std::ranges::none_of(session.paths, [&](const auto& path) { return is_usable(*path); })) {
+    if (silent >= options_.peer_timeout_ns) {
+      doom(session,
+           "no path to it for " + seconds_text(silent) +
+               " (peer_timeout_s) with operations under way: " + own_trouble(session),
+           false);
+    }
+    return;
+  }
   if (silent >= options_.peer_timeout_ns) {
     doom(session,
          "silent for " + seconds_text(silent) + " (peer_timeout_s) with operations under way on " + open_text(session) +
@@ -226,32 +256,43 @@ void RdmaTransport::tend_liveness(Session& session) {
   }
 }
 
-// What was to go by one rail and no other, and that rail has been away for too long.
+// What was to go by one rail and no other, or into a region that some rails of the peer do not know, and those that are
+// left have been away for too long.
 void RdmaTransport::fail_pinned(RdmaLink& link) {
-  for (uint32_t rail = 0; rail < rails_.size(); ++rail) {
-    auto& queue = link.queue(rail);
-    if (queue.empty()) continue;
+  for (size_t i = 0; i < link.queues.size(); ++i) {
+    const uint32_t rail = static_cast<uint32_t>(i) - 1;  // 0 - 1 is kAnyRail
+    auto& queue = link.queues[i];
     std::string trouble;
-    const bool patient = std::ranges::any_of(link.session->paths, [&](const auto& path) {
-      if (path->rail != rail) return false;
-      trouble = path->trouble;
-      return path->down_since_ns == 0 || now_ - path->down_since_ns < options_.peer_timeout_ns;
-    });
-    if (patient) continue;
+    const auto is_patient = [&](const WorkRequest& work) {
+      return std::ranges::any_of(link.session->paths, [&](const auto& path) {
+        if ((rail != kAnyRail && path->rail != rail) || !is_known_by(*path, work)) return false;
+        trouble = path->trouble;
+        return path->down_since_ns == 0 || now_ - path->down_since_ns < options_.peer_timeout_ns;
+      });
+    };
     std::vector<WorkRequest> failed;
-    while (!queue.empty()) failed.push_back(queue.pop_front());
+    while (!queue.empty() && !is_patient(queue.front())) failed.push_back(queue.pop_front());
+    if (failed.empty()) continue;
     link.queued -= failed.size();
+    mark_dirty(*link.session);  // what stood behind them may go
     for (const WorkRequest& work : failed) {
-      retire(link, work, Status::kTransportFailed, "rail " + std::to_string(rail) + " is down: " + trouble);
+      std::string text = rail == kAnyRail ? "no rail is left by which the peer's region can be reached"
+                                          : "rail " + std::to_string(rail) + " is down";
+      if (!trouble.empty()) text += ": " + trouble;
+      retire(link, work, Status::kTransportFailed, text);
     }
   }
 }
 
 // With another rail to go by, a port that went down is left at once. With none, retries of the NIC may outlast it.
 void RdmaTransport::on_port(Rail& rail) {
+  if (rail.is_up) set_speeds();
+  const int64_t down_ns = rail.is_up && rail.down_since_ns != 0 ? now_ - std::exchange(rail.down_since_ns, 0) : 0;
   for (auto& [key, session] : sessions_) {
     const bool has_other = std::ranges::any_of(
         session->paths, [&](const auto& path) { return path->rail != rail.index && is_usable(*path); });
+    // Of a path that stayed open nothing could be heard meanwhile.
+    if (down_ns > 0) excuse_silence(*session, rail.index, down_ns);
     for (auto& path : session->paths) {
       if (path->rail != rail.index) continue;
       if (rail.is_up) {
@@ -264,6 +305,18 @@ void RdmaTransport::on_port(Rail& rail) {
   }
   is_watching_ = true;
   next_tick_ns_ = 0;
+}
+
+void RdmaTransport::excuse_silence(Session& session, uint32_t rail, int64_t away_ns) {
+  bool is_excused = false;
+  for (auto& path : session.paths) {
+    if (path->rail != rail || path->state != PathState::kOpen) continue;
+    const int64_t heard_ns = std::max({path->heard_ns, path->worked_ns, path->opened_at_ns});
+    path->heard_ns = std::min(heard_ns + away_ns, now_);
+    is_excused = true;
+  }
+  if (RdmaLink* const link = session.link.get(); link != nullptr && is_excused)
+    link->waits_since_ns = std::min(link->waits_since_ns + away_ns, now_);
 }
 
 // A peer is gone when nobody is at any of the endpoints that we would reach it by.

@@ -83,6 +83,7 @@ void put(Bytes& bytes, const PathBody& body) {
     writer.put(body.token);
     writer.put(static_cast<uint8_t>(body.offer.size()));
     writer.put_bytes(body.offer);
+    writer.put(body.speed_mbps);
   });
 }
 
@@ -177,6 +178,7 @@ std::optional<PathBody> decode_path(std::span<const uint8_t> bytes) {
   body.epoch = reader.get<uint32_t>();
   body.token = reader.get<uint64_t>();
   body.offer = get_short(reader, kOfferBytesMax);
+  body.speed_mbps = reader.get<uint32_t>();
   if (!reader.finished() || !is_rail(body.path) || body.offer.size() > kOfferBytesMax) return std::nullopt;
   return body;
 }

@@ -1,8 +1,8 @@
 // What two rdma layers say to each other. Little-endian, bounds-checked.
 //
-// Datagrams make paths, and ask about broken ones when no path is left; each is sealed with HMAC-SHA256 under a key that
-// both incarnations and the secret give. Fragments travel on paths and need no seal: who is at the other end of a path is
-// known since it was made.
+// Datagrams make paths, and ask about broken ones when no path is left; each is sealed with HMAC-SHA256 under a key
+// that both incarnations and the secret give. Fragments travel on paths and need no seal: who is at the other end of a
+// path is known since it was made.
 //
 // Of two engines the one with the smaller incarnation *leads*: it makes the epochs of all paths between them, whoever
 // wants to talk. The other asks for them (Knock). So both may connect at once, and nothing has to be untangled.
@@ -22,7 +22,7 @@
 
 namespace crossrail::rdma {
 
-inline constexpr uint16_t kProtocolVersion = 5;
+inline constexpr uint16_t kProtocolVersion = 6;
 inline constexpr size_t kMacBytes = 16;
 inline constexpr size_t kTextBytesMax = 400;
 
@@ -61,6 +61,7 @@ struct PathBody {
   uint32_t epoch = 0;
   uint64_t token = 0;  // what fragments to the sender begin with, on this path and epoch
   Bytes offer;
+  uint32_t speed_mbps = 0;  // of the sender's NIC now, 0 unknown: its address tells that of the time when it was opened
 };
 
 enum class RefuseCode : uint8_t { kMalformed = 1, kVersion, kNotMe, kAuthentication, kUnknownSession, kClosing, kFull };
@@ -138,7 +139,8 @@ enum class FragmentKind : uint8_t {
 };
 inline constexpr size_t kFragmentHeadBytes = 9;
 
-// Fragments come in any order, so states are numbered: from 1, in this session and direction, and only later ones count.
+// Fragments come in any order, so states are numbered: from 1, in this session and direction, and only later ones
+// count.
 struct StateBody {
   uint32_t number = 0;
   bool has_link = false;

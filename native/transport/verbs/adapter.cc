@@ -29,8 +29,8 @@ std::string remedy_for(int error) {
 }
 
 unsigned flags_for(Access access) {
-  // Relaxed ordering: without it PCIe keeps fast NICs below their rate. The completion of a write is not relaxed, so it still
-  // comes after the bytes.
+  // Relaxed ordering: without it PCIe keeps fast NICs below their rate. The completion of a write is not relaxed, so it
+  // still comes after the bytes.
   unsigned flags = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_RELAXED_ORDERING;
   switch (access) {
     case Access::kLocal:
@@ -143,8 +143,8 @@ void VerbsRegistration::revoke() { (void)forget(); }
 
 bool VerbsRegistration::is_quiet() const { return forget(); }
 
-// The kernel returns once the NIC has forgotten the memory. It refuses while an operation of a peer still holds on to it: then
-// this is called again. A device that is gone (EIO) has forgotten everything.
+// The kernel returns once the NIC has forgotten the memory. It refuses while an operation of a peer still holds on to
+// it: then this is called again. A device that is gone (EIO) has forgotten everything.
 bool VerbsRegistration::forget() const {
   const std::lock_guard lock(mutex_);
   if (memory_ == nullptr) return true;

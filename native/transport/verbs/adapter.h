@@ -41,8 +41,8 @@ struct Adapter {
   std::shared_ptr<OpenDevice> device;
   PortDetail detail;
   RdmaOptions options;
-  // Where in the port's table its GID is: elsewhere, when its address was taken away and given back. Relaxed: who reads the
-  // old one makes a route that fails, and asks again.
+  // Where in the port's table its GID is: elsewhere, when its address was taken away and given back. Relaxed: who reads
+  // the old one makes a route that fails, and asks again.
   mutable std::atomic<int> gid_index;
 };
 
@@ -72,7 +72,8 @@ class VerbsRegistration final : public rdma::Registration {
   uint32_t local_key_ = 0;
 };
 
-// Registers, and says what helps where it fails. *is_read_only: the memory may not be written, and the NIC may not either.
+// Registers, and says what helps where it fails. *is_read_only: the memory may not be written, and the NIC may not
+// either.
 Memory register_with(const Adapter& adapter, void* base, uint64_t length_bytes, Access access,
                      bool* is_read_only = nullptr);
 

@@ -1,7 +1,9 @@
 #include "transport/verbs/datagrams.h"
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <utility>
 
 #include "transport/verbs/route.h"
 #include "util/entropy.h"
@@ -80,9 +82,9 @@ void Datagrams::send(std::span<const uint8_t> endpoint, std::span<const uint8_t>
   if (is_broken_ || payload.size() > rdma::kDatagramBytesMax) return;
   Route* route = route_of(endpoint);
   if (route == nullptr) return;
-  if (route->state == RouteState::kKnown) {
+  if (route->handle != nullptr) {
     post(*route, payload);
-  } else if (route->state == RouteState::kAsked) {
+  } else if (route->is_asked) {
     route->waiting.assign(payload.begin(), payload.end());
   }
 }
@@ -90,45 +92,67 @@ void Datagrams::send(std::span<const uint8_t> endpoint, std::span<const uint8_t>
 // Null: it is no endpoint of our network, or there are too many.
 Datagrams::Route* Datagrams::route_of(std::span<const uint8_t> bytes) {
   const std::string key(reinterpret_cast<const char*>(bytes.data()), bytes.size());
-  const int64_t now = now_ns();
-  if (const auto known = routes_.find(key); known != routes_.end()) {
-    const RouteState state = known->second.state;
-    const int64_t life = state == RouteState::kNone ? kNoRouteLifeNs : kRouteLifeNs;
-    if (state == RouteState::kAsked || now - known->second.since_ns < life || !may_forget()) return &known->second;
-    routes_.erase(known);
+  auto found = routes_.find(key);
+  if (found == routes_.end()) {
+    const std::optional<Endpoint> endpoint = decode_endpoint(bytes);
+    if (!endpoint || nearness(adapter_->detail.endpoint, *endpoint) == 0) return nullptr;
+    if (routes_.size() >= kRoutesMax) {
+      if (!may_forget()) return nullptr;
+      std::erase_if(routes_, [](const auto& entry) { return !entry.second.is_asked; });
+      if (routes_.size() >= kRoutesMax) return nullptr;
+    }
+    found = routes_.try_emplace(key).first;
+    found->second.queue_pair = endpoint->queue_pair;
+    found->second.queue_key = endpoint->queue_key;
   }
-  const std::optional<Endpoint> endpoint = decode_endpoint(bytes);
-  if (!endpoint || nearness(adapter_->detail.endpoint, *endpoint) == 0) return nullptr;
-  if (routes_.size() >= kRoutesMax) {
-    if (!may_forget()) return nullptr;
-    std::erase_if(routes_, [](const auto& entry) { return entry.second.state != RouteState::kAsked; });
-    if (routes_.size() >= kRoutesMax) return nullptr;
+  Route& route = found->second;
+  if (!route.is_asked && now_ns() >= route.ask_at_ns) {
+    route.is_asked = resolver_.ask(key, route.pause_ns == 0 ? Resolver::Urgency::kFirst : Resolver::Urgency::kAgain);
   }
-  if (!resolver_.ask(key)) return nullptr;
-  Route& route = routes_[key];
-  route.queue_pair = endpoint->queue_pair;
-  route.queue_key = endpoint->queue_key;
-  route.since_ns = now;
   return &route;
 }
 
 void Datagrams::forget_routes() {
-  for (auto& [key, route] : routes_)
-    if (route.state == RouteState::kKnown) route.since_ns = now_ns() - kRouteLifeNs;
+  for (auto& [key, route] : routes_) {
+    retire(std::move(route.handle));
+    route.ask_at_ns = route.pause_ns = 0;
+    route.is_outdated = route.is_asked;
+  }
+}
+
+void Datagrams::ask_again() {
+  for (auto& [key, route] : routes_) {
+    if (route.pause_ns != 0) route.ask_at_ns = route.pause_ns = 0;
+  }
+}
+
+void Datagrams::retire(AddressHandle handle) {
+  if (handle != nullptr && !may_forget()) retired_.push_back(std::move(handle));
 }
 
 uint32_t Datagrams::send_waiting() {
+  if (may_forget()) retired_.clear();
   uint32_t sent = 0;
   for (Resolver::Answer& answer : resolver_.take_answers()) {
     const auto asked = routes_.find(answer.endpoint);
     if (asked == routes_.end()) continue;
     Route& route = asked->second;
-    route.handle = std::move(answer.handle);
-    route.state = route.handle == nullptr ? RouteState::kNone : RouteState::kKnown;
-    route.since_ns = now_ns();
-    const std::vector<uint8_t> waiting = std::exchange(route.waiting, {});
-    if (route.state == RouteState::kKnown && !waiting.empty() && !is_broken_) post(route, waiting);
     ++sent;
+    if (std::exchange(route.is_outdated, false)) {
+      route.is_asked = resolver_.ask(answer.endpoint, Resolver::Urgency::kFirst);
+      continue;
+    }
+    route.is_asked = false;
+    const std::vector<uint8_t> waiting = std::exchange(route.waiting, {});
+    if (answer.handle == nullptr) {  // one that was good once may be again
+      route.pause_ns = std::clamp(2 * route.pause_ns, kVainMinNs, kVainMaxNs);
+      route.ask_at_ns = now_ns() + route.pause_ns;
+      continue;
+    }
+    retire(std::exchange(route.handle, std::move(answer.handle)));
+    route.pause_ns = 0;
+    route.ask_at_ns = now_ns() + kRouteLifeNs;
+    if (!waiting.empty() && !is_broken_) post(route, waiting);
   }
   return sent;
 }

@@ -30,6 +30,8 @@ class Datagrams {
   uint32_t send_waiting();
   // Those that are known begin at another place of the port's table than its address is at now.
   void forget_routes();
+  // What was in vain may not be now: the port came up.
+  void ask_again();
   bool has_answers() const { return resolver_.has_answers(); }
   // These two throw TransportError when the queue pair cannot be set up anew after an error.
   void on_sent(const ibv_wc& completion);
@@ -38,22 +40,25 @@ class Datagrams {
   void used(const ibv_wc& completion);
 
  private:
-  enum class RouteState : uint8_t { kAsked, kKnown, kNone };
   struct Route {
-    RouteState state = RouteState::kAsked;
-    AddressHandle handle;
+    AddressHandle handle;  // null: none was found. The latest that was, in use while a new one is asked for
+    bool is_asked = false;
+    bool is_outdated = false;  // what was asked for: asked once more
     uint32_t queue_pair = 0;
     uint32_t queue_key = 0;
-    int64_t since_ns = 0;
-    std::vector<uint8_t> waiting;  // the latest, while asked
+    int64_t ask_at_ns = 0;         // next, unless it is asked
+    int64_t pause_ns = 0;          // between questions in vain; 0: the last was not
+    std::vector<uint8_t> waiting;  // the latest, while asked and without a handle
   };
   // Addresses of the link layer change with the machine behind them; what was not found may come.
   static constexpr int64_t kRouteLifeNs = 60'000'000'000;
-  static constexpr int64_t kNoRouteLifeNs = 200'000'000;
+  static constexpr int64_t kVainMinNs = 200'000'000;
+  static constexpr int64_t kVainMaxNs = 3'000'000'000;
   static constexpr size_t kRoutesMax = 4096;
 
   Route* route_of(std::span<const uint8_t> endpoint);
   bool may_forget() const { return sends_outstanding_ == 0; }  // a work request refers to its route
+  void retire(AddressHandle handle);
   void post(const Route& route, std::span<const uint8_t> payload);
   void post_receive(uint32_t slot);
   void to_ready();
@@ -70,6 +75,7 @@ class Datagrams {
   bool is_broken_ = false;              // being flushed
   std::vector<uint32_t> slots_unused_;  // of receives, while broken
   std::unordered_map<std::string, Route> routes_;
+  std::vector<AddressHandle> retired_;  // that work requests may still refer to
   Resolver resolver_;
 };
 

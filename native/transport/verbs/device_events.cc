@@ -77,12 +77,14 @@ void VerbsNic::on_device_event(const ibv_async_event& event) {
   const char* what = library().event_type_str(event.event_type);
   switch (event.event_type) {
     case IBV_EVENT_QP_FATAL:
-    case IBV_EVENT_QP_REQ_ERR:
-    case IBV_EVENT_QP_ACCESS_ERR:
       static_cast<VerbsPath*>(event.element.qp->qp_context)->note_trouble(what);
       return;
+    case IBV_EVENT_QP_REQ_ERR:
+    case IBV_EVENT_QP_ACCESS_ERR:  // something of the peer's was refused
+      static_cast<VerbsPath*>(event.element.qp->qp_context)->note_trouble(what, true);
+      return;
     case IBV_EVENT_QP_LAST_WQE_REACHED:
-      static_cast<VerbsPath*>(event.element.qp->qp_context)->on_queue_pair_idle();
+      static_cast<VerbsPath*>(event.element.qp->qp_context)->on_queue_pair_idle(event.element.qp);
       return;
     case IBV_EVENT_PORT_ACTIVE:
     case IBV_EVENT_PORT_ERR:
@@ -113,8 +115,11 @@ void VerbsNic::on_port_event(const char* what, rdma::NicEvents& events) {
   const std::optional<int> index = gid_index_now(adapter_->context(), adapter_->detail);
   if (index && *index != adapter_->gid_index.exchange(*index, std::memory_order_relaxed)) datagrams_->forget_routes();
   const bool is_up = index.has_value();
-  if (is_up == is_port_up_) return;
+  const uint32_t mbps = is_up ? speed_mbps_now(adapter_->detail.port) : 0;
+  const bool is_other = mbps != 0 && mbps != speed_mbps_.exchange(mbps, std::memory_order_relaxed);
+  if (is_up == is_port_up_ && !is_other) return;
   is_port_up_ = is_up;
+  if (is_up) datagrams_->ask_again();
   events.on_port(is_up, what);
 }
 
@@ -127,7 +132,7 @@ void VerbsNic::on_fatal(const std::string& reason, rdma::NicEvents& events) {
   events.on_device_fatal(reason);
   for (VerbsPath* path : paths_) {
     if (path == nullptr) continue;
-    path->tell_broken(events, "the device is gone: " + reason);
+    path->tell_broken(events, false, "the device is gone: " + reason);
     path->finish(events);
   }
   draining_.clear();

@@ -7,7 +7,8 @@
 
 namespace crossrail::verbs {
 
-// What cannot be destroyed stays with the kernel until the process ends: there is nobody to tell, and nothing to be done.
+// What cannot be destroyed stays with the kernel until the process ends: there is nobody to tell, and nothing to be
+// done.
 template <auto Member>
 struct Destroy {
   template <typename Object>

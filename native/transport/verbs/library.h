@@ -1,5 +1,5 @@
-// libibverbs, opened at run time: what is built here also runs where there is no RDMA. Its structures and inline functions
-// come from its headers; the functions that it exports are called through this table.
+// libibverbs, opened at run time: what is built here also runs where there is no RDMA. Its structures and inline
+// functions come from its headers; the functions that it exports are called through this table.
 #pragma once
 
 #include <infiniband/verbs.h>

@@ -14,14 +14,19 @@ namespace {
 
 constexpr const char* kRemedy = "`crossrail doctor` lists what is missing; transport 'tcp' needs no such NIC";
 
-bool is_named(const PortDetail& detail, const std::string& name) {
-  const Port& port = detail.port;
-  return name == port.name || name == port.device || (!port.netdev.empty() && name == port.netdev) ||
-         std::find(detail.addresses.begin(), detail.addresses.end(), name) != detail.addresses.end();
+bool is_among(const std::vector<std::string>& names, const std::string& name) {
+  return std::ranges::find(names, name) != names.end();
 }
 
-bool is_address(const PortDetail& detail, const std::string& name) {
-  return std::find(detail.addresses.begin(), detail.addresses.end(), name) != detail.addresses.end();
+bool is_named(const PortDetail& detail, const std::string& name) {
+  const Port& port = detail.port;
+  return name == port.name || name == port.device || is_among(detail.netdevs, name) || is_among(detail.addresses, name);
+}
+
+// Whether it names some of the port's GIDs, and not the port alone. An interface does, unless the GID is chosen by
+// number.
+bool names_gids(const PortDetail& detail, const std::string& name, const RdmaOptions& options) {
+  return is_among(detail.addresses, name) || (options.gid_index < 0 && is_among(detail.netdevs, name));
 }
 
 std::string present_text(const std::vector<Device>& devices, const RdmaOptions& options) {
@@ -43,7 +48,8 @@ std::shared_ptr<OpenDevice> open_device(const std::string& name) {
   throw TransportError("ibv_open_device", ENODEV, name + " is gone", kRemedy);
 }
 
-// A port that is down now may be asked for by name: it is used when it comes up. Of a device those that are up come first.
+// A port that is down now may be asked for by name: it is used when it comes up. Of a device those that are up come
+// first.
 PortDetail find_named(const std::vector<Device>& devices, const std::string& name, const RdmaOptions& options) {
   std::vector<std::pair<const Device*, PortDetail>> named;
   for (const Device& device : devices) {
@@ -52,8 +58,8 @@ PortDetail find_named(const std::vector<Device>& devices, const std::string& nam
   }
   std::ranges::stable_partition(named, [](const auto& item) { return item.second.port.is_active; });
   for (const auto& [device, any] : named) {
-    const std::string address = is_address(any, name) ? name : std::string();
-    for (const PortDetail& detail : inspect_ports(*device, options, address)) {
+    const std::string only = names_gids(any, name, options) ? name : std::string();
+    for (const PortDetail& detail : inspect_ports(*device, options, only)) {
       if (detail.port.number != any.port.number) continue;
       if (detail.port.gid_index < 0)
         throw TransportError("open_nics", ENODEV, detail.port.name + " cannot be used: " + detail.port.trouble,

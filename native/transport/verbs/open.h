@@ -1,5 +1,5 @@
-// The verbs transport's NICs: which ports there are, and one rdma::Nic for each that is wanted. Present in every build; one
-// without libibverbs' headers has absent.cc behind it.
+// The verbs transport's NICs: which ports there are, and one rdma::Nic for each that is wanted. Present in every build;
+// one without libibverbs' headers has absent.cc behind it.
 #pragma once
 
 #include <cstdint>
@@ -35,9 +35,9 @@ std::vector<Port> ports();
 // [any] Empty: the library is here and a port can be used. Else what is missing and what helps.
 std::string missing();
 
-// One Nic for each port that options.rails names. Without names: options.rail_count of them, 0 for one on each usable port;
-// hardware comes before software, fast before slow, and where there are fewer ports than rails they are taken in turns.
-// Throws TransportError; UsageError for a name that is nothing here.
+// One Nic for each port that options.rails names. Without names: options.rail_count of them, 0 for one on each usable
+// port; hardware comes before software, fast before slow, and where there are fewer ports than rails they are taken in
+// turns. Throws TransportError; UsageError for a name that is nothing here.
 std::vector<std::unique_ptr<rdma::Nic>> open_nics(const TransportOptions& options);
 
 }  // namespace crossrail::verbs

@@ -95,8 +95,9 @@ struct Partition {
   uint16_t key = kDefaultPartition;
 };
 
-// The wanted one, else the first that the port is a full member of, as UCX has it: limited members do not hear each other, and
-// which place of the table is whose is the subnet manager's choice (Azure: 0x800b and 0x7fff in either order).
+// The wanted one, else the first that the port is a full member of, as UCX has it: limited members do not hear each
+// other, and which place of the table is whose is the subnet manager's choice (Azure: 0x800b and 0x7fff in either
+// order).
 std::optional<Partition> choose_partition(ibv_context* context, const ibv_port_attr& attributes, uint8_t port,
                                           uint32_t wanted) {
   constexpr uint16_t kNumber = 0x7fff;
@@ -153,12 +154,12 @@ uint8_t prefix_bits_of(const Gid& gid) {
   return 0;
 }
 
-const Candidate* choose(std::vector<Candidate>& gids, const RdmaOptions& options, const std::string& address) {
+const Candidate* choose(std::vector<Candidate>& gids, const RdmaOptions& options, const std::string& only) {
   std::sort(gids.begin(), gids.end(), better);
   for (const Candidate& candidate : gids) {
     if (candidate.index > kGidIndexMax) continue;
     if (options.gid_index >= 0 && candidate.index != static_cast<uint32_t>(options.gid_index)) continue;
-    if (!address.empty() && address_text(candidate.gid) != address) continue;
+    if (!only.empty() && address_text(candidate.gid) != only && netdev_name(candidate.netdev_index) != only) continue;
     return &candidate;
   }
   return nullptr;
@@ -171,7 +172,7 @@ uint8_t mtu_of(const ibv_port_attr& attributes, const RdmaOptions& options) {
   return mtu;
 }
 
-PortDetail inspect(const Device& device, uint8_t number, const RdmaOptions& options, const std::string& address) {
+PortDetail inspect(const Device& device, uint8_t number, const RdmaOptions& options, const std::string& only) {
   PortDetail detail;
   Port& port = detail.port;
   port.name = device.name + ":" + std::to_string(number);
@@ -192,12 +193,15 @@ PortDetail inspect(const Device& device, uint8_t number, const RdmaOptions& opti
   detail.endpoint.wants_global_route = is_ethernet || (attributes.flags & IBV_QPF_GRH_REQUIRED) != 0;
 
   std::vector<Candidate> gids = gids_of(device.context.get(), number);
-  const Candidate* chosen = choose(gids, options, address);
-  for (const Candidate& candidate : gids) detail.addresses.push_back(address_text(candidate.gid));
+  const Candidate* chosen = choose(gids, options, only);
+  for (const Candidate& candidate : gids) {
+    detail.addresses.push_back(address_text(candidate.gid));
+    if (std::string netdev = netdev_name(candidate.netdev_index); !netdev.empty()) detail.netdevs.push_back(netdev);
+  }
   if (chosen == nullptr) {
     port.trouble = options.gid_index >= 0 ? "it has no GID " + std::to_string(options.gid_index)
-                   : address.empty()      ? "it has no GID; give its network interface an IP address"
-                                          : "no GID of it is " + address;
+                   : only.empty()         ? "it has no GID; give its network interface an IP address"
+                                          : "no GID of it that can be used is of " + only;
     return detail;
   }
   port.gid_index = static_cast<int>(chosen->index);
@@ -258,7 +262,7 @@ std::vector<Device> open_devices(const std::string& only) {
   return devices;
 }
 
-std::vector<PortDetail> inspect_ports(const Device& device, const RdmaOptions& options, const std::string& address) {
+std::vector<PortDetail> inspect_ports(const Device& device, const RdmaOptions& options, const std::string& only) {
   std::vector<PortDetail> found;
   ibv_device_attr attributes{};
   if (device.context == nullptr || library().query_device(device.context.get(), &attributes) != 0) {
@@ -268,9 +272,11 @@ std::vector<PortDetail> inspect_ports(const Device& device, const RdmaOptions& o
     return found;
   }
   for (uint32_t number = 1; number <= attributes.phys_port_cnt; ++number)
-    found.push_back(inspect(device, static_cast<uint8_t>(number), options, address));
+    found.push_back(inspect(device, static_cast<uint8_t>(number), options, only));
   return found;
 }
+
+uint32_t speed_mbps_now(const Port& port) { return rate_mbps(port.device, port.number); }
 
 std::optional<int> gid_index_now(ibv_context* context, const PortDetail& detail) {
   ibv_port_attr attributes;

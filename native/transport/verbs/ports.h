@@ -18,7 +18,8 @@ struct PortDetail {
   Endpoint endpoint;  // its queue pair comes later
   uint64_t work_bytes_max = 0;
   uint16_t partition_index = 0;        // of the port's table of P_Keys
-  std::vector<std::string> addresses;  // all that it could be used under
+  std::vector<std::string> addresses;  // all that it could be used under,
+  std::vector<std::string> netdevs;    // and the interfaces that they are of: the port's own, VLANs on it
 };
 
 // A device that libibverbs lists; its context is null when it could not be opened, with the reason in `trouble`.
@@ -31,8 +32,11 @@ struct Device {
 // [any] only: the name of the one that is wanted; empty: all.
 std::vector<Device> open_devices(const std::string& only = {});
 
-// [any] address: only GIDs of this IP address are considered; empty: the best.
-std::vector<PortDetail> inspect_ports(const Device& device, const RdmaOptions& options, const std::string& address);
+// [any] only: GIDs of this IP address or interface are considered; empty: the best.
+std::vector<PortDetail> inspect_ports(const Device& device, const RdmaOptions& options, const std::string& only);
+
+// Of the port now, 0 unknown. One that is down says what its slowest lane could do.
+uint32_t speed_mbps_now(const Port& port);
 
 // Where the port's GID is now; nothing: the port is not active, or does not have the address any more that peers know.
 std::optional<int> gid_index_now(ibv_context* context, const PortDetail& detail);

@@ -11,7 +11,8 @@ namespace crossrail::verbs {
 // --- of each path ---
 inline constexpr uint32_t kPathWorks = 256;     // 256 KiB in flight with pages of 1 KiB: 400 Gbit/s for 5 us
 inline constexpr uint32_t kPathFragments = 64;  // sent and not acknowledged
-// Small payloads go along with the work request, which saves the NIC a read of memory. More would make each entry of a queue larger.
+// Small payloads go along with the work request, which saves the NIC a read of memory. More would make each entry of a
+// queue larger.
 inline constexpr uint32_t kWorkInlineBytes = 64;
 inline constexpr uint32_t kFragmentInlineBytes = 128;
 
@@ -20,22 +21,39 @@ inline constexpr uint32_t kFragmentInlineBytes = 128;
 inline constexpr uint32_t kImmReceives = 4096;
 inline constexpr uint32_t kFragmentReceives = 256;
 inline constexpr uint32_t kDatagramReceives = 128;
-inline constexpr uint32_t kFragmentSlots = 128;  // that all paths send from
+inline constexpr uint32_t kFragmentSlots =
+    128;  // that all paths send from, to begin with, and so many more when they are used up
 inline constexpr uint32_t kDatagramSlots = 32;
 inline constexpr uint32_t kReplenishChain = 64;
 inline constexpr uint32_t kDatagramHeaderBytes = 40;  // what the NIC puts in front of a datagram: its route
 
-// The queue of receive completions: each posted receive makes one entry, and is posted again only after that was taken. So
-//   the receives of immediates + those of fragments + those of datagrams.
-inline constexpr uint32_t kReceiveEntries = kImmReceives + kFragmentReceives + kDatagramReceives;
+// The queue of receive completions: each posted receive makes one entry, and is posted again only after that was taken.
+// So
+//   the receives of immediates + those of fragments + those of datagrams,
+// and, of devices in software, what their queue takes beyond the receives of fragments (Receives::make_up_for_path):
+// they round up to a power of two, from one more.
+inline constexpr uint32_t kFragmentSpares = kFragmentReceives;
+inline constexpr uint32_t kReceiveEntries = kImmReceives + kFragmentReceives + kFragmentSpares + kDatagramReceives;
+static_assert(kReceiveEntries < 8192, "devices round up to a power of two: no more of it for the spares");
 
-// The queue of send completions: a work request makes at most one entry (with one in every few signalled, or failing, each
-// one). All paths together have at most kSendsOutstanding posted that are not known to be finished, however many paths
-// there are; what a path left behind is subtracted only once the queue was seen empty. So
+// The queue of send completions: a work request makes at most one entry (with one in every few signalled, or failing,
+// each one). All paths together have at most kSendsOutstanding posted that are not known to be finished, however many
+// paths there are; what a path left behind is subtracted only once the queue was seen empty. So
 //   works and fragments of all paths + datagrams.
-inline constexpr uint32_t kSendsOutstanding = 8192;
+inline constexpr uint32_t kSendsOutstanding = 16000;
 inline constexpr uint32_t kSendEntries = kSendsOutstanding + kDatagramSlots;
 static_assert(kSendsOutstanding >= kPathWorks + kPathFragments);
+static_assert(kSendEntries < 16384, "devices round up to a power of two, some from one more");
+// Three quarters are for whoever comes: a path has no more works, and no more fragments, than this part of what is left
+// of them, which lets 40 paths be full. The last quarter is kept for paths that have no more than a few: some 340 peers
+// can stand still, with all that was posted to them, and leave room for others. Short fragments (pings, and answers to
+// them) have room where others have none.
+inline constexpr uint32_t kShareDivisor = 8;
+inline constexpr uint32_t kSendsKept = kSendsOutstanding / 4;
+inline constexpr uint32_t kPathWorksKept = 4;
+inline constexpr uint32_t kPathFragmentsKept = 4;
+inline constexpr uint32_t kPathShortFragmentsKept = 8;
+static_assert((kSendsOutstanding - kSendsKept - kPathWorks) / kShareDivisor >= kPathWorks, "alone it has all its room");
 
 // At least every so manieth work of a path is signalled, and always the last one of a call.
 inline constexpr uint32_t kSignalEvery = 32;

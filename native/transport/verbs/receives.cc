@@ -2,6 +2,8 @@
 
 #include <cerrno>
 
+#include "util/errors.h"
+
 namespace crossrail::verbs {
 
 namespace {
@@ -41,6 +43,21 @@ void Receives::replenish_imms() {
     if (refused != nullptr) imms_missing_ -= static_cast<uint32_t>(refused - imm_chain_.data());
     return;
   }
+}
+
+void Receives::make_up_for_path() {
+  if (!slots_missing_.empty()) return;
+  uint32_t slot = slots_.take();
+  if (slot == Slots::kNone) {
+    try {
+      slots_.grow();
+    } catch (const TransportError&) {  // a limit on locked memory: tried again with the next one
+      return;
+    }
+    slot = slots_.take();
+  }
+  slots_missing_.push_back(slot);
+  replenish_fragments();
 }
 
 void Receives::replenish_fragments() {

@@ -11,7 +11,8 @@
 
 namespace crossrail::verbs {
 
-// Progress holder. Two queues, since a receive is used up by whatever comes next: an immediate must not eat a fragment's slot.
+// Progress holder. Two queues, since a receive is used up by whatever comes next: an immediate must not eat a
+// fragment's slot.
 class Receives {
  public:
   explicit Receives(const Adapter& adapter);  // throws TransportError
@@ -22,8 +23,12 @@ class Receives {
   void used_imm() { ++imms_missing_; }
   void used_fragment(uint32_t slot) { slots_missing_.push_back(slot); }
   std::span<const uint8_t> fragment(uint32_t slot, uint32_t length_bytes) { return {slots_.at(slot), length_bytes}; }
-  // Posts what was used up. What the NIC does not take now is tried again with the next call; a peer waits meanwhile, its NIC
-  // repeats without end.
+  // Of a device in software, when a path has ended. Soft-RoCE (since Linux 6.4) forgets the receive of a fragment that
+  // was arriving then, and says so to nobody. A spare one takes its place: the queue has room for it where one was
+  // lost, and until it is full by the device's rounding. Then the spare waits.
+  void make_up_for_path();
+  // Posts what was used up. What the NIC does not take now is tried again with the next call; a peer waits meanwhile,
+  // its NIC repeats without end.
   void replenish() {
     if (imms_missing_ > 0) replenish_imms();
     if (!slots_missing_.empty()) replenish_fragments();

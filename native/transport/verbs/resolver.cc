@@ -9,8 +9,8 @@ namespace crossrail::verbs {
 
 Resolver::Resolver(std::shared_ptr<const Adapter> adapter, std::function<void()> on_answer)
     : adapter_(std::move(adapter)), on_answer_(std::move(on_answer)) {
-  thread_ = start_thread([this] { run(); });
-  ::pthread_setname_np(thread_.native_handle(), "crossrail-route");
+  threads_.reserve(kThreadsMax);
+  start();
 }
 
 Resolver::~Resolver() {
@@ -18,17 +18,30 @@ Resolver::~Resolver() {
     const std::lock_guard lock(mutex_);
     is_closing_ = true;
   }
-  news_.notify_one();
-  thread_.join();
+  news_.notify_all();
+  for (std::thread& thread : threads_) thread.join();
 }
 
-bool Resolver::ask(const std::string& endpoint) {
+// The holder's alone, as threads_ is.
+void Resolver::start() {
+  threads_.push_back(start_thread([this] { run(); }));
+  ::pthread_setname_np(threads_.back().native_handle(), "crossrail-route");
+}
+
+bool Resolver::ask(const std::string& endpoint, Urgency urgency) {
+  bool lacks_thread = false;
   {
     const std::lock_guard lock(mutex_);
-    if (questions_.size() >= kQuestionsMax) return false;
-    questions_.push_back(endpoint);
+    if (waiting(urgency).size() >= kQuestionsMax) return false;
+    waiting(urgency).push_back(endpoint);
+    lacks_thread = may_ask() && idle_ < questions_[0].size() + (may_ask_again() ? 1 : 0);
   }
   news_.notify_one();
+  if (!lacks_thread || threads_.size() == kThreadsMax) return true;
+  try {
+    start();
+  } catch (const TransportError&) {  // those that there are come to it
+  }
   return true;
 }
 
@@ -42,13 +55,18 @@ std::vector<Resolver::Answer> Resolver::take_answers() {
 void Resolver::run() {
   std::unique_lock lock(mutex_);
   for (;;) {
-    news_.wait(lock, [this] { return is_closing_ || !questions_.empty(); });
+    ++idle_;
+    news_.wait(lock, [this] { return is_closing_ || may_ask(); });
+    --idle_;
     if (is_closing_) return;
-    const std::string endpoint = std::move(questions_.front());
-    questions_.pop_front();
+    const Urgency urgency = waiting(Urgency::kFirst).empty() ? Urgency::kAgain : Urgency::kFirst;
+    const std::string endpoint = std::move(waiting(urgency).front());
+    waiting(urgency).pop_front();
+    if (urgency == Urgency::kAgain) ++asking_again_;
     lock.unlock();
     Answer found = answer(endpoint);
     lock.lock();
+    if (urgency == Urgency::kAgain) --asking_again_;
     answers_.push_back(std::move(found));
     has_answers_.store(true, std::memory_order_relaxed);
     on_answer_();

@@ -1,7 +1,8 @@
-// Finds routes to endpoints beside the progress holder: where a neighbour does not answer, the kernel takes a second and
-// more to say so, and other peers must not wait for that.
+// Finds routes to endpoints beside the progress holder: where a neighbour does not answer, the kernel takes a second
+// and more to say so, and other peers must not wait for that.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <condition_variable>
 #include <deque>
@@ -17,25 +18,36 @@
 
 namespace crossrail::verbs {
 
-// A thread of its own, which the constructor starts, as asking may not fail; destruction waits for the question it is at.
+// Threads of its own, more as questions wait; the constructor starts the first, as asking may not fail. Destruction
+// waits for the questions they are at.
 class Resolver {
  public:
   struct Answer {
     std::string endpoint;
     AddressHandle handle;  // null: no route
   };
+  // Those that had no answer the last time most likely take their second again: they come last, and never take all
+  // threads.
+  enum class Urgency : uint8_t { kFirst, kAgain };
 
-  // on_answer: called on the resolver's thread after each answer, to wake the holder. Throws TransportError.
+  // on_answer: called on a thread of the resolver's after each answer, to wake the holder; by one at a time. Throws
+  // TransportError.
   Resolver(std::shared_ptr<const Adapter> adapter, std::function<void()> on_answer);
   ~Resolver();
 
   // False: too many are being asked for.
-  bool ask(const std::string& endpoint);
+  bool ask(const std::string& endpoint, Urgency urgency);
   std::vector<Answer> take_answers();
   bool has_answers() const { return has_answers_.load(std::memory_order_relaxed); }
 
  private:
-  static constexpr size_t kQuestionsMax = 256;
+  static constexpr size_t kQuestionsMax = 256;  // of each urgency
+  static constexpr size_t kThreadsMax = 8;
+  static constexpr size_t kThreadsForAgain = 2;
+  std::deque<std::string>& waiting(Urgency urgency) { return questions_[static_cast<size_t>(urgency)]; }
+  bool may_ask_again() const { return !questions_[1].empty() && asking_again_ < kThreadsForAgain; }
+  bool may_ask() const { return !questions_[0].empty() || may_ask_again(); }
+  void start();
   void run();
   Answer answer(const std::string& endpoint) const;
 
@@ -43,11 +55,13 @@ class Resolver {
   const std::function<void()> on_answer_;
   std::mutex mutex_;  // of all below
   std::condition_variable news_;
-  std::deque<std::string> questions_;
+  std::array<std::deque<std::string>, 2> questions_;  // by urgency
   std::vector<Answer> answers_;
   std::atomic<bool> has_answers_{false};  // spares the holder the lock; whoever reads it late reads it at the next poll
+  size_t idle_ = 0;                       // threads
+  size_t asking_again_ = 0;               // likewise
   bool is_closing_ = false;
-  std::thread thread_;
+  std::vector<std::thread> threads_;
 };
 
 }  // namespace crossrail::verbs

@@ -7,6 +7,7 @@
 
 #include <array>
 #include <cerrno>
+#include <utility>
 
 #include "util/errors.h"
 
@@ -15,9 +16,6 @@ namespace crossrail::verbs {
 namespace {
 
 enum class Source : uint32_t { kCompletions, kDevice, kBell };
-
-// The channel keeps an event for each ring that nobody took: at most two a time that it was armed.
-constexpr uint32_t kArmsBetweenDrains = 16;
 
 void set_nonblocking(int fd) {
   const int flags = ::fcntl(fd, F_GETFL);
@@ -48,19 +46,18 @@ Sleeper::Sleeper(ibv_context* context)
   fds_.push_back(set_.get());
 }
 
+// A ring is taken from its channel before the queue is armed again: libmlx5 numbers its arming by the rings that were
+// taken, and the NIC takes a second one of the same number, after it has rung, for a repetition. One that comes between
+// the two wakes who sleeps, and is found by hush().
 void Sleeper::arm(ibv_cq* sends, ibv_cq* receives) {
-  if (may_have_rung_) {
-    hush();
-    may_have_rung_ = false;
-  }
-  if (++arms_since_drain_ >= kArmsBetweenDrains) drain_channel();
+  if (std::exchange(may_have_rung_, false)) hush();
+  if (has_rung_.exchange(false, std::memory_order_acquire)) drain_channel();
   ibv_req_notify_cq(sends, 0);
   ibv_req_notify_cq(receives, 0);
   is_armed_ = true;
 }
 
 void Sleeper::drain_channel() {
-  arms_since_drain_ = 0;
   ibv_cq* queue = nullptr;
   void* user = nullptr;
   while (library().get_cq_event(channel_.get(), &queue, &user) == 0) library().ack_cq_events(queue, 1);
@@ -71,14 +68,16 @@ void Sleeper::ring() {
   [[maybe_unused]] const ssize_t written = ::write(bell_.get(), &one, sizeof one);
 }
 
-// release: pairs with take_device_news(): who sees the flag looks at the device after the edge was taken. A flag set late only
-// means that the holder, which the sleeper wakes next, sees it.
+// release: pairs with take_device_news() and with arm(): who sees a flag looks at the source after the edge was taken.
+// A flag set late only means that the holder, which the sleeper wakes next, sees it.
 void Sleeper::hush() {
   std::array<epoll_event, 3> events;
   const int count = ::epoll_wait(set_.get(), events.data(), static_cast<int>(events.size()), 0);
-  for (int i = 0; i < count; ++i)
-    if (events[static_cast<size_t>(i)].data.u32 == static_cast<uint32_t>(Source::kDevice))
-      device_news_.store(true, std::memory_order_release);
+  for (int i = 0; i < count; ++i) {
+    const uint32_t source = events[static_cast<size_t>(i)].data.u32;
+    if (source == static_cast<uint32_t>(Source::kDevice)) device_news_.store(true, std::memory_order_release);
+    if (source == static_cast<uint32_t>(Source::kCompletions)) has_rung_.store(true, std::memory_order_release);
+  }
 }
 
 void Sleeper::abandon_after_fork() {

@@ -1,5 +1,5 @@
-// What a sleeper sleeps on: one descriptor that is readable when a completion came after arm(), the device has something to
-// say, or a route was found.
+// What a sleeper sleeps on: one descriptor that is readable when a completion came after arm(), the device has
+// something to say, or a route was found.
 #pragma once
 
 #include <atomic>
@@ -12,8 +12,8 @@
 namespace crossrail::verbs {
 
 // Threads: progress holder, except where marked [any].
-// An epoll set of three descriptors, edge-triggered: hush() makes it quiet by taking the edges, without reading the sources, so
-// it may run beside a holder that does; a new event is a new edge, so none is lost between the two.
+// An epoll set of three descriptors, edge-triggered: hush() makes it quiet by taking the edges, without reading the
+// sources, so it may run beside a holder that does; a new event is a new edge, so none is lost between the two.
 class Sleeper {
  public:
   explicit Sleeper(ibv_context* context);  // throws TransportError
@@ -38,7 +38,7 @@ class Sleeper {
   std::vector<int> fds_;
   bool is_armed_ = false;
   bool may_have_rung_ = false;
-  uint32_t arms_since_drain_ = 0;
+  std::atomic<bool> has_rung_{false};  // the channel's edge was taken, with what stands in it
   std::atomic<bool> device_news_{false};
 };
 

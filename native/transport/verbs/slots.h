@@ -15,11 +15,21 @@ class Slots {
  public:
   static constexpr uint32_t kNone = ~0u;
 
+  // Throws TransportError, as grow() does.
   Slots(const Adapter& adapter, uint32_t count, uint32_t slot_bytes)
-      : slot_bytes_(slot_bytes), bytes_(make_pages(size_t{count} * slot_bytes)) {
-    memory_ = register_with(adapter, bytes_.get(), size_t{count} * slot_bytes, Access::kLocal);
-    free_.reserve(count);
-    for (uint32_t slot = count; slot > 0; --slot) free_.push_back(slot - 1);
+      : slot_bytes_(slot_bytes), block_slots_(count), adapter_(adapter) {
+    grow();
+  }
+
+  // As many more as there were at the beginning.
+  void grow() {
+    const size_t bytes = size_t{block_slots_} * slot_bytes_;
+    Block block{make_pages(bytes), nullptr};
+    block.memory = register_with(adapter_, block.bytes.get(), bytes, Access::kLocal);
+    const auto first = static_cast<uint32_t>(blocks_.size()) * block_slots_;
+    blocks_.push_back(std::move(block));
+    free_.reserve(first + block_slots_);
+    for (uint32_t slot = block_slots_; slot > 0; --slot) free_.push_back(first + slot - 1);
   }
 
   // kNone: all are in use.
@@ -31,17 +41,25 @@ class Slots {
   }
   void give_back(uint32_t slot) { free_.push_back(slot); }
 
-  uint8_t* at(uint32_t slot) { return reinterpret_cast<uint8_t*>(bytes_.get()) + size_t{slot} * slot_bytes_; }
+  uint8_t* at(uint32_t slot) {
+    return reinterpret_cast<uint8_t*>(blocks_[slot / block_slots_].bytes.get()) +
+           size_t{slot % block_slots_} * slot_bytes_;
+  }
   uint32_t slot_bytes() const { return slot_bytes_; }
   // Of the first `length` bytes of a slot.
   ibv_sge entry(uint32_t slot, uint32_t length) {
-    return {reinterpret_cast<uint64_t>(at(slot)), length, memory_->lkey};
+    return {reinterpret_cast<uint64_t>(at(slot)), length, blocks_[slot / block_slots_].memory->lkey};
   }
 
  private:
-  uint32_t slot_bytes_;
-  Pages bytes_;  // destroyed after memory_ below
-  Memory memory_;
+  struct Block {
+    Pages bytes;  // destroyed after the memory
+    Memory memory;
+  };
+  const uint32_t slot_bytes_;
+  const uint32_t block_slots_;
+  const Adapter& adapter_;
+  std::vector<Block> blocks_;
   std::vector<uint32_t> free_;
 };
 

@@ -43,6 +43,7 @@ VerbsNic::VerbsNic(std::shared_ptr<OpenDevice> device, PortDetail detail, const 
           std::make_unique<Datagrams>(adapter_, sends_.get(), receives_done_.get(), [this] { sleeper_.ring(); })),
       description_(describe(adapter_->detail.port)),
       is_port_up_(adapter_->detail.port.is_active),
+      speed_mbps_(adapter_->detail.port.speed_mbps),
       budget_(kSendsOutstanding) {
   Endpoint endpoint = adapter_->detail.endpoint;
   endpoint.queue_pair = datagrams_->number();
@@ -79,6 +80,15 @@ void VerbsNic::send_datagram(std::span<const uint8_t> peer_endpoint, std::span<c
   if (fatal_.empty()) datagrams_->send(peer_endpoint, bytes);
 }
 
+// Datagrams have at most 1024 bytes, and pass where longer packets do not.
+std::string VerbsNic::silence_hint(std::span<const uint8_t> peer_endpoint) const {
+  const std::optional<Endpoint> peer = decode_endpoint(peer_endpoint);
+  const uint8_t mtu = peer ? std::min(adapter_->detail.endpoint.mtu, peer->mtu) : uint8_t{0};
+  if (mtu <= IBV_MTU_1024) return {};
+  return "packets have up to " + std::to_string(128u << mtu) +
+         " bytes (the path MTU): if a switch on the way drops such, RdmaOptions(path_mtu=1024) makes them shorter";
+}
+
 std::unique_ptr<rdma::NicPath> VerbsNic::make_path() {
   if (!fatal_.empty()) throw TransportError("make_path", EIO, name() + ": the device is gone: " + fatal_);
   if (free_.empty()) {
@@ -93,6 +103,18 @@ std::unique_ptr<rdma::NicPath> VerbsNic::make_path() {
   by_queue_pair_[path->messages_->qp_num] = path.get();
   by_queue_pair_[path->works_->qp_num] = path.get();
   return path;
+}
+
+// Those that a peer which stands still keeps are missed by nobody else: there are more then, at most one for each of
+// the budget.
+uint32_t VerbsNic::take_fragment_slot() {
+  if (const uint32_t slot = fragment_slots_->take(); slot != Slots::kNone) return slot;
+  try {
+    fragment_slots_->grow();
+  } catch (const TransportError&) {  // a limit on locked memory: tried again with what comes next
+    return Slots::kNone;
+  }
+  return fragment_slots_->take();
 }
 
 VerbsPath* VerbsNic::path_by_queue_pair(uint32_t number) {
@@ -150,7 +172,7 @@ uint32_t VerbsNic::tell_troubles(rdma::NicEvents& events) {
   for (const uint32_t index : std::exchange(troubled_, {})) {
     VerbsPath* path = path_by_index(index);
     if (path == nullptr || path->trouble_.empty()) continue;
-    path->tell_broken(events, std::exchange(path->trouble_, {}));
+    path->tell_broken(events, path->is_trouble_peers_, std::exchange(path->trouble_, {}));
     ++told;
   }
   return told;
@@ -160,7 +182,10 @@ uint32_t VerbsNic::drain_paths(rdma::NicEvents& events) {
   const int64_t now = now_ns();
   const auto is_drained = [&](uint32_t index) {
     VerbsPath* path = path_by_index(index);
-    return path == nullptr || path->drain(events, now);
+    if (path == nullptr) return true;
+    const bool is_over = path->drain(events, now);
+    if (is_over && !adapter_->detail.port.is_hardware) receives_->make_up_for_path();
+    return is_over;
   };
   return static_cast<uint32_t>(std::erase_if(draining_, is_drained));
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -38,7 +39,7 @@ class VerbsNic final : public rdma::Nic {
 
   const std::string& name() const override { return adapter_->name(); }
   const std::string& description() const override { return description_; }
-  uint32_t speed_mbps() const override { return adapter_->detail.port.speed_mbps; }
+  uint32_t speed_mbps() const override { return speed_mbps_.load(std::memory_order_relaxed); }
   const std::string& fabric() const override { return fabric_; }
   std::span<const uint8_t> endpoint() const override { return endpoint_; }
   const rdma::NicLimits& limits() const override { return limits_; }
@@ -48,6 +49,7 @@ class VerbsNic final : public rdma::Nic {
   bool shares_registrations_with(const rdma::Nic& other) const override;
   bool is_port_up() const override { return is_port_up_; }
   void send_datagram(std::span<const uint8_t> peer_endpoint, std::span<const uint8_t> bytes) override;
+  std::string silence_hint(std::span<const uint8_t> peer_endpoint) const override;
   std::unique_ptr<rdma::NicPath> make_path() override;
   uint32_t poll(rdma::NicEvents& events) override;
   void arm() override { sleeper_.arm(sends_.get(), receives_done_.get()); }
@@ -81,6 +83,7 @@ class VerbsNic final : public rdma::Nic {
 
   uint32_t tell_troubles(rdma::NicEvents& events);
   uint32_t drain_paths(rdma::NicEvents& events);
+  uint32_t take_fragment_slot();
   VerbsPath* path_by_index(uint32_t index) const { return index < paths_.size() ? paths_[index] : nullptr; }
   VerbsPath* path_by_queue_pair(uint32_t number);
   void forget_queue_pairs(const VerbsPath& path);
@@ -102,8 +105,9 @@ class VerbsNic final : public rdma::Nic {
   rdma::NicLimits limits_;
 
   bool is_port_up_ = false;
-  const char* port_news_ = nullptr;  // what the device said of our port, to be looked into by poll(); null: nothing
-  std::string fatal_;                // why the device is gone; empty: it is not
+  std::atomic<uint32_t> speed_mbps_;  // [any] reads it
+  const char* port_news_ = nullptr;   // what the device said of our port, to be looked into by poll(); null: nothing
+  std::string fatal_;                 // why the device is gone; empty: it is not
   bool is_fatal_told_ = false;
   uint32_t budget_ = 0;       // work requests that may still be posted: queues.h
   uint32_t budget_owed_ = 0;  // to be given back once the queue of send completions was seen empty

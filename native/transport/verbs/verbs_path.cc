@@ -16,7 +16,8 @@ namespace {
 
 constexpr uint32_t kPsnMask = 0xffffff;
 constexpr uint8_t kTimeout = 14;  // 4.096 us * 2^14 = 67 ms until a packet is sent again
-// So a NIC that does not answer is given up after about half a second to two. Not 7: Soft-RoCE takes that for "for ever".
+// So a NIC that does not answer is given up after about half a second to two. Not 7: Soft-RoCE takes that for "for
+// ever".
 constexpr uint8_t kRetries = 6;
 constexpr uint8_t kRnrForever = 7;   // a peer without receives is waited for
 constexpr uint8_t kMinRnrTimer = 4;  // 0.04 ms
@@ -132,6 +133,9 @@ rdma::NicFault fault_of(ibv_wc_status status) {
   return rdma::NicFault::kUnreachable;
 }
 
+// Of a queue pair that nothing of ours has failed on: its other half, which answers the peer, refused something.
+bool is_flush(const ibv_wc& completion) { return completion.status == IBV_WC_WR_FLUSH_ERR; }
+
 std::string text_of(const ibv_wc& completion) {
   return std::string(library().wc_status_str(completion.status)) + " (vendor code " +
          std::to_string(completion.vendor_err) + ")";
@@ -182,11 +186,11 @@ void VerbsPath::connect(std::span<const uint8_t> peer_endpoint, std::span<const 
   state_ = State::kConnected;
 }
 
-// The queue has room for all that the budget of the path lets in, so a refusal is the device's or our fault: the path breaks.
-// What was taken before it may lack a signalled one behind it, and comes back by the flush.
+// The queue has room for all that the budget of the path lets in, so a refusal is the device's or our fault: the path
+// breaks. What was taken before it may lack a signalled one behind it, and comes back by the flush.
 uint32_t VerbsPath::post(std::span<const rdma::NicWork> works) {
   if (state_ != State::kConnected) return 0;
-  const uint32_t room = std::min(kPathWorks - works_outstanding(), nic_.budget_);
+  const uint32_t room = room_for(works_outstanding(), kPathWorks, kPathWorksKept);
   const auto wanted = static_cast<uint32_t>(std::min<size_t>(works.size(), room));
   uint32_t taken = 0;
   while (taken < wanted) {
@@ -214,10 +218,13 @@ uint32_t VerbsPath::post(std::span<const rdma::NicWork> works) {
 bool VerbsPath::send(std::span<const uint8_t> head, std::span<const uint8_t> body) {
   const size_t length = head.size() + body.size();
   CROSSRAIL_ASSERT(length <= rdma::kFragmentBytesMax);
-  if (state_ != State::kConnected || fragments_outstanding_ == kPathFragments || nic_.budget_ == 0) return false;
+  if (state_ != State::kConnected) return false;
   std::array<uint8_t, kFragmentInlineBytes> inline_bytes;
   const bool is_inline = length <= fragment_inline_bytes_;
-  const uint32_t slot = is_inline ? kInline : nic_.fragment_slots_->take();
+  const bool is_short = length <= kFragmentInlineBytes;
+  const uint32_t kept = is_short ? kPathShortFragmentsKept : kPathFragmentsKept;
+  if (room_for(fragments_outstanding_, kPathFragments, kept) == 0) return false;
+  const uint32_t slot = is_inline ? kInline : nic_.take_fragment_slot();
   if (!is_inline && slot == Slots::kNone) return false;
   uint8_t* bytes = is_inline ? inline_bytes.data() : nic_.fragment_slots_->at(slot);
   std::copy(head.begin(), head.end(), bytes);
@@ -241,6 +248,14 @@ bool VerbsPath::send(std::span<const uint8_t> head, std::span<const uint8_t> bod
   ++fragments_outstanding_;
   --nic_.budget_;
   return true;
+}
+
+// Of the NIC's budget: queues.h.
+uint32_t VerbsPath::room_for(uint32_t outstanding, uint32_t path_max, uint32_t kept) const {
+  const uint32_t free = nic_.budget_ > kSendsKept ? nic_.budget_ - kSendsKept : 0;
+  const uint32_t share = std::min(free / kShareDivisor, path_max);
+  if (outstanding < share) return share - outstanding;
+  return outstanding < kept ? std::min(kept - outstanding, nic_.budget_) : 0;
 }
 
 void VerbsPath::break_off(const std::string&) {
@@ -278,7 +293,7 @@ void VerbsPath::on_work(const ibv_wc& completion, rdma::NicEvents& events) {
   if (before > 0) events.on_work_done(*this, cookie - 1, true);
   const std::string text = text_of(completion);
   events.on_work_failed(*this, cookie, fault_of(completion.status), completion.status, text);
-  tell_broken(events, text);
+  tell_broken(events, is_flush(completion), text);
 }
 
 void VerbsPath::on_fragment_sent(const ibv_wc& completion, rdma::NicEvents& events) {
@@ -290,28 +305,30 @@ void VerbsPath::on_fragment_sent(const ibv_wc& completion, rdma::NicEvents& even
     slots_.erase(std::find(slots_.begin(), slots_.end(), slot));
     nic_.fragment_slots_->give_back(slot);
   }
-  if (completion.status != IBV_WC_SUCCESS) tell_broken(events, text_of(completion));
+  if (completion.status != IBV_WC_SUCCESS) tell_broken(events, is_flush(completion), text_of(completion));
 }
 
-void VerbsPath::note_trouble(std::string trouble) {
+void VerbsPath::note_trouble(std::string trouble, bool by_peer) {
   trouble_ = std::move(trouble);
+  is_trouble_peers_ = by_peer;
   nic_.troubled_.push_back(index_);
 }
 
-void VerbsPath::tell_broken(rdma::NicEvents& events, const std::string& reason) {
+void VerbsPath::tell_broken(rdma::NicEvents& events, bool by_peer, const std::string& reason) {
   if (state_ != State::kConnected) return;
   state_ = State::kBroken;
-  events.on_path_broken(*this, reason);
+  events.on_path_broken(*this, by_peer, reason);
 }
 
 // The peer's writes are at an end once the queue pairs take no receives any more (the device says so, or should have by
 // now) and all that came before was taken from the queue of receive completions.
 bool VerbsPath::drain(rdma::NicEvents& events, int64_t now) {
-  const bool is_idle = queue_pairs_idle_ >= kBothQueuePairs || now >= idle_by_ns_;
+  const bool is_idle = (are_messages_idle_ && are_works_idle_) || now >= idle_by_ns_;
   if (is_idle && receives_due_ == 0) receives_due_ = nic_.receives_passed_ + kReceiveEntries;
   const bool is_received = is_idle && nic_.receives_passed_ >= receives_due_;
   const bool is_quiet = works_outstanding() == 0 && fragments_outstanding_ == 0;
-  // What was received lies in our own queue, and is taken however late we come to it: the peer was told that it is done.
+  // What was received lies in our own queue, and is taken however late we come to it: the peer was told that it is
+  // done.
   if (!is_received || (!is_quiet && now < give_up_ns_)) return false;
   finish(events);
   return true;

@@ -1,5 +1,6 @@
-// What reaches one NIC of one peer: two reliable queue pairs, one for messages, one for writes and reads. Two, since both
-// immediates and messages use up receives in the order they come: in one queue an immediate would eat a message's buffer.
+// What reaches one NIC of one peer: two reliable queue pairs, one for messages, one for writes and reads. Two, since
+// both immediates and messages use up receives in the order they come: in one queue an immediate would eat a message's
+// buffer.
 #pragma once
 
 #include <cstdint>
@@ -15,8 +16,10 @@ namespace crossrail::verbs {
 class VerbsNic;
 
 // Progress holder.
-// Lifecycle, as rdma::NicPath has it: 1. made: queue pairs initialised. 2. connected. 3. broken: an error was seen and told.
-// 4. draining, from break_off() on: queue pairs in error state, what was posted comes back. 5. flushed: queue pairs destroyed.
+// Lifecycle, as rdma::NicPath has it: 1. made: queue pairs initialised. 2. connected. 3. broken: an error was seen and
+// told.
+// 4. draining, from break_off() on: queue pairs in error state, what was posted comes back. 5. flushed: queue pairs
+//    destroyed.
 // Invariants: works with cookies below oldest_ are reported, those from posted_ on are not posted.
 //   The NIC's budget is less by posted_ - oldest_ + fragments_outstanding_.
 class VerbsPath final : public rdma::NicPath {
@@ -35,21 +38,24 @@ class VerbsPath final : public rdma::NicPath {
  private:
   friend class VerbsNic;
   enum class State : uint8_t { kMade, kConnected, kBroken, kDraining, kFlushed };
-  static constexpr uint32_t kBothQueuePairs = 2;
 
   // --- called by the NIC, from poll() ---
   void on_work(const ibv_wc& completion, rdma::NicEvents& events);
   void on_fragment_sent(const ibv_wc& completion, rdma::NicEvents& events);
   // Tells once that it is broken, unless the layer knows.
-  void tell_broken(rdma::NicEvents& events, const std::string& reason);
+  void tell_broken(rdma::NicEvents& events, bool by_peer, const std::string& reason);
   // Likewise, with the NIC's next poll().
-  void note_trouble(std::string trouble);
-  void on_queue_pair_idle() { ++queue_pairs_idle_; }
+  void note_trouble(std::string trouble, bool by_peer = false);
+  // May be said several times of one: Soft-RoCE since Linux 6.4 does.
+  void on_queue_pair_idle(const ibv_qp* queue_pair) {
+    (queue_pair == messages_.get() ? are_messages_idle_ : are_works_idle_) = true;
+  }
   // While draining: true once it is flushed and was said to be.
   bool drain(rdma::NicEvents& events, int64_t now);
   // Destroys the queue pairs, reports what they left as failed, says that all is flushed.
   void finish(rdma::NicEvents& events);
 
+  uint32_t room_for(uint32_t outstanding, uint32_t path_max, uint32_t kept) const;
   uint32_t works_outstanding() const { return static_cast<uint32_t>(posted_ - oldest_); }
   void to_error_state();
   void give_up_fragments();
@@ -70,10 +76,12 @@ class VerbsPath final : public rdma::NicPath {
   uint32_t fragments_outstanding_ = 0;
   std::vector<uint32_t> slots_;  // of fragments with the NIC
   std::string trouble_;          // to be told by the NIC's next poll()
+  bool is_trouble_peers_ = false;
   // Draining.
-  uint32_t queue_pairs_idle_ = 0;  // those that the device said take no receive any more
-  int64_t idle_by_ns_ = 0;         // when it is believed without having been said
-  int64_t give_up_ns_ = 0;         // when it is not waited for any longer
+  bool are_messages_idle_ = false;  // the device said that this queue pair takes no receive any more,
+  bool are_works_idle_ = false;     // and this one
+  int64_t idle_by_ns_ = 0;          // when it is believed without having been said
+  int64_t give_up_ns_ = 0;          // when it is not waited for any longer
   uint64_t receives_due_ =
       0;  // nic_.receives_passed_ by which all that had come when it was idle is taken; 0: it is not
 };

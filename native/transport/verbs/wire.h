@@ -1,5 +1,5 @@
-// What peers tell each other about ports and paths. Both travel as bytes in addresses and handshakes of the layer above: they
-// come from outside and are checked.
+// What peers tell each other about ports and paths. Both travel as bytes in addresses and handshakes of the layer
+// above: they come from outside and are checked.
 #pragma once
 
 #include <array>
@@ -50,8 +50,8 @@ struct Offer {
 std::vector<uint8_t> encode(const Offer& offer);
 std::optional<Offer> decode_offer(std::span<const uint8_t> bytes);
 
-// InfiniBand: the LID by which routers know a subnet's port from outside, where its GID carries one (NVIDIA's FLID, bytes 4 and
-// 5); else 0. The subnet itself is in bytes 6 and 7 then.
+// InfiniBand: the LID by which routers know a subnet's port from outside, where its GID carries one (NVIDIA's FLID,
+// bytes 4 and 5); else 0. The subnet itself is in bytes 6 and 7 then.
 uint16_t router_lid(const Gid& gid);
 // Of InfiniBand: no router between them.
 bool share_subnet(const Gid& a, const Gid& b);
