@@ -66,8 +66,8 @@ class ChannelReader {
 };
 
 // Where the producer is. One thread at a time.
-// Invariant: entries in [consumed_, position_) are with the consumer; stage bytes in [stage_tail_, stage_head_) (counted
-// without wrapping) belong to them.
+// Invariant: entries in [consumed_, position_) are with the consumer; stage bytes in [stage_tail_, stage_head_)
+// (counted without wrapping) belong to them.
 class ChannelWriter {
  public:
   ChannelWriter() = default;

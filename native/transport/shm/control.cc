@@ -322,7 +322,8 @@ void Control::start_connect(Connection& connection) {
   send(connection, kHello, body.bytes(), fds);
 }
 
-// Learns the peer's pid and gets a pidfd. Without one (old kernel, other pid namespace) the socket alone tells of death.
+// Learns the peer's pid and gets a pidfd. Without one (old kernel, other pid namespace) the socket alone tells of
+// death.
 void Control::watch_process(Connection& connection) {
   ucred credentials{};
   socklen_t length = sizeof credentials;

@@ -47,7 +47,8 @@ std::string why_refused(const Address& peer);
 
 class Control {
  public:
-  // home, bell: passed to peers; bell outlives us. waker: wake() is called from the control thread when there are events.
+  // home, bell: passed to peers; bell outlives us. waker: wake() is called from the control thread when there are
+  // events.
   Control(const Address& address, std::shared_ptr<MemoryMap> home, const WakeEvent* bell, RegionTable* regions,
           int64_t connect_timeout_ns, Transport* waker);
   ~Control();

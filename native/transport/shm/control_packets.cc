@@ -36,8 +36,9 @@ std::unique_ptr<PeerHome> open_home(Fd map, Fd bell) {
   return home;
 }
 
-// Who connects asks, who is connected to answers. Links are numbered on each side for itself, so that an answer from who
-// connected would be taken for one on some link of ours; and who asks is held back (may_read) and listed as a toucher.
+// Who connects asks, who is connected to answers. Links are numbered on each side for itself, so that an answer from
+// who connected would be taken for one on some link of ours; and who asks is held back (may_read) and listed as a
+// toucher.
 bool is_from_right_side(uint8_t type, bool is_initiator) {
   switch (type) {
     case kHello:
@@ -224,8 +225,8 @@ void Control::on_region_gone(Connection& connection, std::span<const uint8_t> bo
   emit(std::move(event));
 }
 
-// Of memory of a GPU: how others reach it. A descriptor of physical memory is made for each who wants one: regions are many,
-// and few are mapped.
+// Of memory of a GPU: how others reach it. A descriptor of physical memory is made for each who wants one: regions are
+// many, and few are mapped.
 static Fd put_shared(Writer& reply, device::SharedRange shared, bool wants_handle) {
   Fd memory;
   if (wants_handle && shared.by == device::SharedBy::kVmm) {
@@ -315,8 +316,9 @@ void Control::on_imported(Connection& connection, std::span<const uint8_t> body,
 
 void Control::send(Connection& connection, uint8_t type, std::span<const uint8_t> body, std::span<const int> fds) {
   if (connection.lost) return;
-  // The rest is bounded: an initiator is read only while its answers go out, of a region's end it is told once for each time
-  // that it asked, and what we ask is of our own doing. A peer that is slow, or stopped, may leave tens of thousands waiting.
+  // The rest is bounded: an initiator is read only while its answers go out, of a region's end it is told once for each
+  // time that it asked, and what we ask is of our own doing. A peer that is slow, or stopped, may leave tens of
+  // thousands waiting.
   if (type == kPong && connection.outbox.size() >= kOutboxMax) {
     lose(connection, "it does not read its control socket");
     return;

@@ -1,7 +1,7 @@
 // The initiator's side of memory of GPUs that its own GPU reaches: copied by that, and not through the host.
 //
-// A GPU's copy is begun in microseconds and waited for in ten, so as many as there are go together: of a rail's queue all
-// that lead to the same region. While they are under way the region's owner waits for us (touch), and so do we.
+// A GPU's copy is begun in microseconds and waited for in ten, so as many as there are go together: of a rail's queue
+// all that lead to the same region. While they are under way the region's owner waits for us (touch), and so do we.
 #include <algorithm>
 #include <deque>
 #include <string>
@@ -51,7 +51,8 @@ std::byte* ShmTransport::reach_by_gpu(Import& import, int gpu) {
 bool ShmTransport::goes_by_gpu(const RailQueue::Pending& pending) {
   Import& import = import_of(pending.request);
   const int gpu = gpu_of(pending.request);
-  if (!import.is_gpu || gpu < 0 || private_path_ != 0 || pending.done_bytes > 0 || pending.read != nullptr)
+  if (!import.is_gpu || gpu < 0 || private_path_ != PrivatePath::kAuto || pending.done_bytes > 0 ||
+      pending.read != nullptr)
     return false;
   return import.state != Import::State::kPrivate || reach_by_gpu(import, gpu) != nullptr;
 }

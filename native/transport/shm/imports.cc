@@ -36,7 +36,8 @@ void ShmTransport::send_ask(const Outgoing& link, const Import& import) {
 // Those that no key names any more, and their mappings: of regions that are closed, or that nothing is written to now.
 void ShmTransport::forget_imports(Outgoing& link) {
   clear_hazards();
-  // Not one that is being asked for: its answer is counted. A key that is being let go elsewhere meanwhile is met again.
+  // Not one that is being asked for: its answer is counted. A key that is being let go elsewhere meanwhile is met
+  // again.
   std::erase_if(link.imports, [](const auto& entry) {
     return entry.second->state != Import::State::kPending && entry.second.use_count() == 1;
   });
@@ -134,7 +135,7 @@ void ShmTransport::take_import(Outgoing& link, ControlEvent event) {
     import.state = Import::State::kPrivate;
     import.is_local = link.same_process;
     if (!import.is_local && import.shared.by == device::SharedBy::kVmm) take_handle(import, std::move(event.memory));
-  } else if (link.same_process && (facts.map || private_path_ == 0)) {
+  } else if (link.same_process && (facts.map || private_path_ == PrivatePath::kAuto)) {
     // An explicit private_path holds inside a process too: that is how tests reach it.
     import.state = Import::State::kDirect;
     import.is_local = true;

@@ -244,7 +244,8 @@ void ShmTransport::add_incoming(ControlEvent event) {
   incoming_.push_back(std::move(link));
 }
 
-// Takes what is still valid in its rings. A ring holds at most kRingEntries entries; more would be a peer that still writes.
+// Takes what is still valid in its rings. A ring holds at most kRingEntries entries; more would be a peer that still
+// writes.
 void ShmTransport::drain(Incoming& link) {
   for (uint32_t round = 0; round <= kRingEntries / kMessagesPerPoll && drain_messages(link) > 0; ++round) {
   }

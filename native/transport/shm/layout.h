@@ -29,8 +29,8 @@ struct HomeSegment {
   uint32_t magic;
   uint32_t version;
   Bell bell;
-  // Slot s holds the id of the open region in it; the same with kRevokedId, when that one was revoked and nobody has the
-  // slot since; or 0: closed or closing. See region_slot().
+  // Slot s holds the id of the open region in it; the same with kRevokedId, when that one was revoked and nobody has
+  // the slot since; or 0: closed or closing. See region_slot().
   alignas(kLine) std::atomic<uint64_t> region_ids[kRegionSlots];
 };
 
@@ -44,7 +44,8 @@ struct PeerHome {
 // --- one per link: from one initiator to one target, made by the initiator ---
 
 inline constexpr uint32_t kRingEntries = 1024;  // per channel; a power of two
-// Staging ring per channel; twice the chunk at least. Longer than the nearest caches: it is what either side may be ahead.
+// Staging ring per channel; twice the chunk at least. Longer than the nearest caches: it is what either side may be
+// ahead.
 inline constexpr uint64_t kStageBytes = uint64_t{2} << 20;
 inline constexpr uint64_t kStageChunkBytes = uint64_t{64} << 10;  // beside source and target in the second-level cache
 inline constexpr uint64_t kGpuChunkBytes = uint64_t{512}

@@ -64,8 +64,8 @@ class ShmKey final : public RemoteKey {
   const std::shared_ptr<Import> import;
 };
 
-// Staged work whose rate says which way private memory goes, and for which transfers. Short work waits for its turn more
-// than for its bytes, and memory of GPUs has no choice.
+// Staged work whose rate says which way private memory goes, and for which transfers. Short work waits for its turn
+// more than for its bytes, and memory of GPUs has no choice.
 enum class Timed : uint8_t { kNot, kShort, kBulk };
 inline constexpr uint64_t kTimedStagedMin = 32 << 10;
 inline Timed timed_as(bool is_gpu, uint64_t bytes, bool bulk) {
@@ -120,6 +120,7 @@ struct RailQueue {
                                                              &std::free};  // by position; allocated at first use
   uint64_t retired = 0;                                                    // positions before this are retired
   uint32_t staged_inflight = 0;
+  bool was_full = false;          // something was not posted for want of room, of which there has been none since
   Status sticky = Status::kDone;  // of the earlier chunks of the request at the head
   // Immediates whose bytes are in place, not yet published.
   std::array<ImmPair, kImmPairsMax> open_imms;
@@ -134,9 +135,11 @@ inline constexpr uint64_t kTrialBytes = uint64_t{32} << 20;  // moved each way b
 // Attaching costs the initiator alone, but stalls on the kernel's page work.
 inline constexpr double kAttachMargin = 1.15;
 
+inline constexpr uint64_t kAttachBytesMin = 64 << 10;  // below, staging packs pieces and beats a system call each
+
 // Which way private memory goes, found by trying both on real traffic. Long transfers and others choose for themselves:
-// who waits for each of short ones pays for waking the target rather than for bytes. Works whose target lies behind their
-// source (lies_behind()) attach at a rate of their own: the kernel's copy may crawl there, and ours does not.
+// who waits for each of short ones pays for waking the target rather than for bytes. Works whose target lies behind
+// their source (lies_behind()) attach at a rate of their own: the kernel's copy may crawl there, and ours does not.
 struct PrivateChoice {
   enum class Way : uint8_t { kTry, kStaged, kAttach };
   // Rate of a path, GB/s of its best window.
@@ -165,8 +168,12 @@ struct PrivateChoice {
   std::string reason = "staged until enough has been moved to compare it with cross-memory attach";
 
   bool attaches(bool is_behind) const { return !tries_staged && attaching[is_behind].way != Way::kStaged; }
-  // The works that there were, where there were only those behind.
-  bool attaches() const { return attaches(attaching[0].trial.bytes == 0 && attaching[1].trial.bytes >= kTrialBytes); }
+  // Of the works that there were: of those behind, where there were no others.
+  bool attaches() const { return attaches(attaching[0].trial.bytes == 0 && attaching[1].trial.bytes > 0); }
+  // It would be time to attach some, and all that came were too short for it.
+  bool has_only_short() const {
+    return !tries_staged && attaching[0].way == Way::kTry && attaching[0].trial.bytes + attaching[1].trial.bytes == 0;
+  }
   uint64_t bytes() const { return staged.bytes + attaching[0].trial.bytes + attaching[1].trial.bytes; }
   void settle(Way way, std::string why) {
     tries_staged = false;
@@ -215,8 +222,9 @@ struct Outgoing final : Link {
   std::array<PrivateChoice, 2> choices;    // by WorkRequest::bulk
   std::array<uint64_t, 2> staged_bytes{};  // likewise: of timed work that is done, since time_staging()
   uint32_t outstanding = 0;                // staged entries, messages, reads and imports that wait for the target
+  uint32_t full_queues = 0;                // with was_full: what the engine keeps waits for the target to make room
   uint32_t withdrawn = 0;                  // entries that were taken back, and whose staging is not free yet
-  // Liveness: when something outstanding last moved, and the question whether it still lives.
+  // Liveness: when something that waits for the target last moved, and the question whether it still lives.
   int64_t moved_ns = 0;
   int64_t pinged_ns = 0;   // 0: no ping under way
   int64_t staging_ns = 0;  // since when timed work is staged, or since the last of it was done; 0: there is none
@@ -225,9 +233,12 @@ struct Outgoing final : Link {
   void settle_private_path(PrivateChoice::Way way, const std::string& why) {
     for (PrivateChoice& choice : choices) choice.settle(way, why);
   }
-  // What was taken back still has its place in the rings, which nothing else gets until the target has passed it; so have
-  // answers to cancelled reads until we have.
-  bool awaits_target() const { return outstanding > 0 || withdrawn > 0 || responses_due > 0; }
+  // What was taken back still has its place in the rings, which nothing else gets until the target has passed it; so
+  // have answers to cancelled reads until we have.
+  bool awaits_target() const { return awaits_progress() || withdrawn > 0 || responses_due > 0; }
+  // What does not move meanwhile raises the question whether the target lives. Writes into its memory are done at once,
+  // so that of those only a full ring tells.
+  bool awaits_progress() const { return outstanding > 0 || full_queues > 0; }
 };
 
 struct Incoming {

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <utility>
 
 #include "transport/shm/shm_transport.h"
 #include "transport/wire_imm.h"
@@ -14,8 +15,7 @@ namespace crossrail::shm {
 
 namespace {
 
-constexpr uint64_t kTimedBytesMin = 64 << 10;   // shorter copies are not worth two looks at the clock
-constexpr uint64_t kAttachBytesMin = 64 << 10;  // below, staging packs pieces and beats a system call each
+constexpr uint64_t kTimedBytesMin = 64 << 10;  // shorter copies are not worth two looks at the clock
 
 // Whether lies_behind() holds of what cross-memory attach would copy.
 bool goes_behind(const WorkRequest& request) {
@@ -32,8 +32,8 @@ static const std::atomic<uint64_t>& open_id_of(const Outgoing& link, uint64_t re
   return link.home->segment->region_ids[region_slot(region_id)];
 }
 
-// That it was open we know: the owner told us of it. A mark says that it was revoked; without one the slot may be another
-// region's by now, or may have been, and only the owner knows what became of this one: it has to be asked.
+// That it was open we know: the owner told us of it. A mark says that it was revoked; without one the slot may be
+// another region's by now, or may have been, and only the owner knows what became of this one: it has to be asked.
 bool ShmTransport::is_revoked(const Outgoing& link, uint64_t region_id) {
   return open_id_of(link, region_id).load(std::memory_order_relaxed) == (region_id | kRevokedId);
 }
@@ -141,10 +141,16 @@ bool ShmTransport::room_for_imm(Outgoing& link, RailQueue& rail, uint32_t wire) 
 
 // Room for one more entry: the target has consumed the one that lay there, and we have retired it.
 bool ShmTransport::has_room(Outgoing& link, RailQueue& rail) {
-  if (!rail.writer.has_room()) return false;
-  if (!rail.inflight || rail.writer.position() - rail.retired < kRingEntries) return true;
-  retire_staged(link, rail);
-  return rail.writer.position() - rail.retired < kRingEntries;
+  const auto holds_one_more = [&] {
+    if (!rail.writer.has_room()) return false;
+    if (!rail.inflight || rail.writer.position() - rail.retired < kRingEntries) return true;
+    retire_staged(link, rail);
+    return rail.writer.position() - rail.retired < kRingEntries;
+  };
+  if (holds_one_more()) return true;
+  if (!link.awaits_progress()) link.moved_ns = now_ns();
+  if (!std::exchange(rail.was_full, true)) ++link.full_queues;
+  return false;
 }
 
 void ShmTransport::add_imm(RailQueue& rail, uint32_t wire) {
@@ -254,7 +260,7 @@ bool ShmTransport::post_one(Outgoing& link, RailQueue& rail, const WorkRequest& 
   if (rail.open_imm_count > 0 && link.hazard != import.region_id) flush_imms(link, rail);
   if (request.has_imm && !room_for_imm(link, rail, request.wire_imm)) return false;
   const bool is_gpu = import.is_gpu || gpu_of(request) >= 0;  // nothing that a CPU copies straight into place
-  if (import.is_gpu && private_path_ == 0 && import.lacks_handle() && gpu_of(request) >= 0) {
+  if (import.is_gpu && private_path_ == PrivatePath::kAuto && import.lacks_handle() && gpu_of(request) >= 0) {
     import.wants_handle = true;
     ask(link, import);  // the work waits for the answer
     return false;
@@ -265,11 +271,12 @@ bool ShmTransport::post_one(Outgoing& link, RailQueue& rail, const WorkRequest& 
     done = true;
   } else if (request.length_bytes == 0) {
     done = true;
-  } else if (!is_gpu && (request.length_bytes >= kAttachBytesMin || private_path_ == 2) &&
-             link.choices[request.bulk].attaches(goes_behind(request))) {
-    // From before the path changed. Such bytes may be taken back yet, also out of the ring (withdraw_queue, flush_link);
-    // then nothing must count them.
-    if (request.has_imm && is_staging(rail, request.context)) return false;
+  } else if (
+      !is_gpu && (request.length_bytes >= kAttachBytesMin || private_path_ == PrivatePath::kCrossMemoryAttach) &&
+      link.choices[request.bulk].attaches(goes_behind(request)) &&
+      // What is staged may be taken back yet, also out of the ring (withdraw_queue, flush_link): nothing must count
+      // it then, and what is taken back of a transfer is its tail. So what follows it is staged, too.
+      !is_staging(rail, request.context)) {
     if (!touch(link, import.region_id)) return refuse_gone();
     done = copy_attached(link, request);
   }

@@ -16,8 +16,8 @@ namespace crossrail::shm {
 
 namespace {
 
-// Gives the file all its pages; 0 or an errno. In pieces: where a signal comes, kernels give back what the call has taken
-// so far (EINTR), and a timer would keep a long one from ever getting to its end.
+// Gives the file all its pages; 0 or an errno. In pieces: where a signal comes, kernels give back what the call has
+// taken so far (EINTR), and a timer would keep a long one from ever getting to its end.
 int fill_in(const MemoryMap& map) {
   constexpr off_t kPieceBytes = 2 << 20;
   const auto bytes = static_cast<off_t>(map.size());
@@ -196,7 +196,8 @@ RegionFacts RegionTable::facts(uint64_t region_id) {
 
 const RegionTable::Target* RegionTable::find(uint64_t region_id) const {
   const uint32_t slot = region_slot(region_id);
-  if (region_id == 0 || home_->region_ids[slot].load(std::memory_order_seq_cst) != region_id) return nullptr;
+  if (region_id == 0 || (region_id & kRevokedId) != 0) return nullptr;  // what a revoked one leaves in its slot
+  if (home_->region_ids[slot].load(std::memory_order_seq_cst) != region_id) return nullptr;
   return &targets_[slot];
 }
 

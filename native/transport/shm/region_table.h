@@ -17,8 +17,8 @@ namespace crossrail::shm {
 
 class RegionTable;
 
-// Lifecycle: 1. open: id in the home segment. 2. revoked: id gone from it, peers refuse. 3. destroyed: the engine may use
-// the slot again, under a new generation.
+// Lifecycle: 1. open: id in the home segment. 2. revoked: id gone from it, peers refuse. 3. destroyed: the engine may
+// use the slot again, under a new generation.
 class ShmRegion final : public LocalRegion {
  public:
   ShmRegion(RegionTable* table, Access access) : access(access), table_(table) {}
@@ -64,7 +64,8 @@ class RegionTable {
     return maps_.size();
   }
 
-  // The open region of this id, or null. The caller holds `executing` = id, so that it stays valid (see ShmTransport::is_region_quiet).
+  // The open region of this id, or null. The caller holds `executing` = id, so that it stays valid (see
+  // ShmTransport::is_region_quiet).
   struct Target {
     std::byte* base;
     uint64_t length_bytes;
@@ -73,12 +74,12 @@ class RegionTable {
   };
   const Target* find(uint64_t region_id) const;
 
-  // --- who touches regions directly: the initiators of links to us. Listed from before they learn that they are welcome,
-  // so that nobody touches a region unseen ---
+  // --- who touches regions directly: the initiators of links to us. Listed from before they learn that they are
+  // welcome, so that nobody touches a region unseen ---
   // process: its pidfd, none where its processes are invisible to us.
   void add_toucher(uint64_t link_id, std::string name, std::shared_ptr<MemoryMap> segment, Fd process);
-  // The link is over on our side. Its initiator may not have heard, go on touching, and be stopped at it: it stays listed
-  // until it has given the link up or died; one whose end nobody would tell us does not.
+  // The link is over on our side. Its initiator may not have heard, go on touching, and be stopped at it: it stays
+  // listed until it has given the link up or died; one whose end nobody would tell us does not.
   void drop_toucher(uint64_t link_id);
   // Of those dropped, who touches nothing any more. True: some may yet, ask again.
   bool forget_gone();

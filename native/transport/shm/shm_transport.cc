@@ -18,7 +18,8 @@ constexpr uint32_t kHazardPolls = 64;
 constexpr int64_t kQuietTimeoutNs = 100'000'000;
 
 HomeSegment* make_home(MemoryMap& map) {
-  // Not constructed: memfd memory is zero, which is what every field starts as, and writing zeros would make it resident.
+  // Not constructed: memfd memory is zero, which is what every field starts as, and writing zeros would make it
+  // resident.
   auto* home = reinterpret_cast<HomeSegment*>(map.data());
   home->magic = kLayoutMagic;
   home->version = kLayoutVersion;
@@ -33,6 +34,7 @@ ShmTransport::ShmTransport(const TransportOptions& options, Sink* sink)
               .slice_bytes_max = kSliceBytes,
               .message_bytes_max = options.message_bytes_max,
               .fifo_rails = true,
+              .piece_bytes_min = kAttachBytesMin,  // that rails do not make pieces too short for the faster way
               .copies_gpu_memory = true},
       address_(options.identity),
       private_path_(options.private_path),
@@ -48,7 +50,8 @@ void ShmTransport::close() {
   closed_ = true;
   for (auto& link : outgoing_) flush_link(*link, Status::kEngineClosed, "the engine was closed");
   // Peers that are just copying into our memory finish. One that is stopped in the middle of a copy is not waited for
-  // longer, and not forgotten either: its region goes on being in use (is_region_quiet), so that nobody frees the memory.
+  // longer, and not forgotten either: its region goes on being in use (is_region_quiet), so that nobody frees the
+  // memory.
   regions_.revoke_all();
   const Deadline patience = now_ns() + kQuietTimeoutNs;
   while (regions_.is_touched(0) && now_ns() < patience) std::this_thread::yield();
@@ -110,9 +113,9 @@ Link* ShmTransport::connect(const std::shared_ptr<const Address>& address) {
   for (uint32_t rail = 0; rail < link->rail_count; ++rail) {
     link->rails[rail].writer = ChannelWriter(&link->segment->channels[kFirstRailChannel + rail]);
   }
-  if (private_path_ == 1) {
+  if (private_path_ == PrivatePath::kStaged) {
     link->settle_private_path(PrivateChoice::Way::kStaged, "asked for by private_path");
-  } else if (private_path_ == 2) {
+  } else if (private_path_ == PrivatePath::kCrossMemoryAttach) {
     link->settle_private_path(PrivateChoice::Way::kAttach, "asked for by private_path");
   }
   control_->connect(link->id, address, link->segment_map, link->rail_count);
@@ -232,7 +235,7 @@ bool ShmTransport::has_arrivals() {
     const auto confirmed = [](RailQueue& queue) {
       const uint64_t before = queue.writer.consumed();
       queue.writer.refresh();
-      return queue.staged_inflight > 0 && queue.writer.consumed() != before;
+      return (queue.staged_inflight > 0 || queue.was_full) && queue.writer.consumed() != before;
     };
     if (confirmed(link->messages) || confirmed(link->services)) return true;
     for (RailQueue& rail : link->rails) {
@@ -271,8 +274,8 @@ void ShmTransport::ring(HomeSegment& home, const WakeEvent& bell) {
   }
 }
 
-// There are news for this peer. A full fence after each of them would wait for their cache lines to arrive; one for all,
-// at the next poll or arm, does not. A peer that is seen to sleep already is woken at once.
+// There are news for this peer. A full fence after each of them would wait for their cache lines to arrive; one for
+// all, at the next poll or arm, does not. A peer that is seen to sleep already is woken at once.
 void ShmTransport::ring_later(PeerHome& home) {
   if (home.segment->bell.armed.load(std::memory_order_relaxed) != 0) {
     std::atomic_thread_fence(std::memory_order_seq_cst);

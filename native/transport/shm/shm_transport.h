@@ -80,6 +80,8 @@ class ShmTransport final : public Transport {
   bool copy_attached(Outgoing& link, const WorkRequest& request);
   uint32_t post_messages(Outgoing& link, RailQueue& queue, EntryKind kind, std::span<const WorkRequest> requests);
   static bool is_staging(const RailQueue& rail, const void* context);
+  static bool is_begun(const RailQueue& rail);
+  static void uncount_head(RailQueue& rail, const void* context);
   bool post_one(Outgoing& link, RailQueue& rail, const WorkRequest& request, const WorkRequest* next,
                 uint32_t* completed);
   bool has_room(Outgoing& link, RailQueue& rail);
@@ -110,6 +112,7 @@ class ShmTransport final : public Transport {
   bool refuse_head(Outgoing& link, RailQueue& rail, Status status, const std::string& text);
   // watching.cc
   uint32_t poll_outgoing(Outgoing& link, int64_t now);
+  static uint32_t note_room(Outgoing& link);
   static void time_staging(Outgoing& link, int64_t since, int64_t now);
   static void weigh_private_paths(const Outgoing& link, PrivateChoice& choice);
   void check_liveness(Outgoing& link, int64_t now);
@@ -150,9 +153,9 @@ class ShmTransport final : public Transport {
   Sink* const sink_;
   Traits traits_;
   const Address address_;
-  const int private_path_;
-  // Of those that this engine has had memory of, the first: what we are given is imported there. -1: none yet. relaxed: it
-  // says nothing of anything else.
+  const PrivatePath private_path_;
+  // Of those that this engine has had memory of, the first: what we are given is imported there. -1: none yet. relaxed:
+  // it says nothing of anything else.
   std::atomic<int> own_gpu_{-1};
   std::shared_ptr<MemoryMap> home_map_;
   HomeSegment* home_;

@@ -119,6 +119,15 @@ uint32_t ShmTransport::push_pending(Outgoing& link, RailQueue& rail) {
   return pushed;
 }
 
+// Whether chunks are on their way of the request at the head, which is not (wholly) in the ring yet.
+bool ShmTransport::is_begun(const RailQueue& rail) {
+  for (uint64_t at = rail.retired; rail.staged_inflight > 0 && at < rail.writer.position(); ++at) {
+    const InFlight& slot = rail.inflight[at % kRingEntries];
+    if (slot.staged && slot.context != nullptr && slot.retires == 0) return true;
+  }
+  return false;
+}
+
 bool ShmTransport::push_write_chunk(Outgoing& link, RailQueue& rail) {
   if (!has_room(link, rail)) return false;
   const WorkRequest& first = rail.pending.front().request;
@@ -126,6 +135,8 @@ bool ShmTransport::push_write_chunk(Outgoing& link, RailQueue& rail) {
   const int gpu = gpu_of(first);
   const bool is_gpu = gpu >= 0 || import.is_gpu;
   WriteChunk chunk = cut_chunk(rail.pending, is_gpu ? kGpuChunkBytes : kStageChunkBytes);
+  // A driver may refuse one copy and do the next: the chunk that counts waits until those before it are there.
+  if (import.is_gpu && chunk.units > 0 && rail.pending.front().done_bytes > 0 && is_begun(rail)) return false;
   uint64_t stage_at = 0;
   // Blocks begin on a line, so that tables are aligned and neighbours do not share lines.
   const uint64_t block_bytes = (chunk.table_bytes() + chunk.data_bytes + kLine - 1) / kLine * kLine;
@@ -215,6 +226,13 @@ bool ShmTransport::push_read_chunks(Outgoing& link, RailQueue& rail) {
   return pushed;
 }
 
+// A chunk of the request at the head has failed: what is still to come of it counts nothing.
+void ShmTransport::uncount_head(RailQueue& rail, const void* context) {
+  if (rail.pending.empty()) return;
+  RailQueue::Pending& head = rail.pending.front();
+  if (head.done_bytes > 0 && head.request.context == context) head.request.has_imm = false;
+}
+
 uint32_t ShmTransport::retire_staged(Outgoing& link, RailQueue& rail) {
   if (rail.staged_inflight == 0) {
     rail.retired = std::max(rail.retired, rail.writer.consumed());
@@ -233,8 +251,10 @@ uint32_t ShmTransport::retire_staged(Outgoing& link, RailQueue& rail) {
       --link.withdrawn;
       continue;
     }
-    if (slot.failed) rail.sticky = Status::kTransportFailed;
-    if (rail.sticky == Status::kDone) rail.sticky = status_from_peer(rail.writer.status_of(rail.retired));
+    if (rail.sticky == Status::kDone) {
+      rail.sticky = slot.failed ? Status::kTransportFailed : status_from_peer(rail.writer.status_of(rail.retired));
+      if (rail.sticky != Status::kDone && slot.retires == 0) uncount_head(rail, slot.context);
+    }
     if (slot.retires == 0) continue;
     const Status outcome = std::exchange(rail.sticky, Status::kDone);
     link.outstanding -= slot.retires;

@@ -57,15 +57,31 @@ uint32_t ShmTransport::poll_outgoing(Outgoing& link, int64_t now) {
       gpu_copies_wait_ = gpu_copies_wait_ || (waits_for_us && goes_by_gpu(rail.pending.front()));
     }
   }
+  if (link.full_queues > 0) moved += note_room(link);  // last: the above learns of room as well
   time_staging(link, since, now);
   if (!is_staging) link.staging_ns = 0;
   if (moved + pushed > 0) {
     ring_later(*link.home);
     link.moved_ns = now;
-  } else if (link.outstanding > 0) {
+  } else if (link.awaits_progress()) {
     check_liveness(link, now);
   }
   return moved + pushed;
+}
+
+// Of how many queues that were full the target has taken something since.
+uint32_t ShmTransport::note_room(Outgoing& link) {
+  uint32_t freed = 0;
+  const auto look = [&](RailQueue& queue) {
+    if (!queue.was_full || !queue.writer.has_room()) return;
+    queue.was_full = false;
+    ++freed;
+  };
+  look(link.messages);
+  look(link.services);
+  for (RailQueue& rail : link.rails) look(rail);
+  link.full_queues -= freed;
+  return freed;
 }
 
 // What of the timed work was done since the last of it was, or since it began.
@@ -167,9 +183,13 @@ std::vector<PathReport> ShmTransport::explain(Link& base) {
           break;
         }
         const PrivateChoice& choice = link.choices[link.choices[1].bytes() >= link.choices[0].bytes()];
-        report.path = choice.attaches() ? "cross-memory-attach" : "staged";
-        report.reason = "the region is private memory of the peer; " + choice.reason;
-        if (!choice.attaches()) report.gb_per_s = choice.staged.best;
+        const bool attaches = choice.attaches() && !choice.has_only_short();
+        report.path = attaches ? "cross-memory-attach" : "staged";
+        report.reason = "the region is private memory of the peer; ";
+        report.reason += choice.has_only_short() ? "pieces shorter than " + std::to_string(kAttachBytesMin >> 10) +
+                                                       " KiB are staged, and none that are longer were attached yet"
+                                                 : choice.reason;
+        if (!attaches) report.gb_per_s = choice.staged.best;
         break;
       }
     }

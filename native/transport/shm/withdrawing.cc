@@ -54,8 +54,8 @@ void ShmTransport::withdraw_queue(Outgoing& link, RailQueue& rail, bool (*wanted
   settle();
 }
 
-// A target without a free buffer takes the message at its head and puts it back, over and over. One that was to be taken
-// back just then is tried again until it is ours, or delivered.
+// A target without a free buffer takes the message at its head and puts it back, over and over. One that was to be
+// taken back just then is tried again until it is ours, or delivered.
 uint32_t ShmTransport::retry_messages(Outgoing& link) {
   RailQueue& queue = link.messages;
   link.messages_wanted = false;
@@ -135,6 +135,7 @@ void ShmTransport::flush_link(Outgoing& link, Status status, const std::string& 
   link.segment->revoked.store(1, std::memory_order_seq_cst);
   if (hazardous_ == &link) clear_hazards();
   const auto flush_queue = [&](RailQueue& rail) {
+    rail.was_full = false;
     if (link.up) retire_staged(link, rail);
     for (uint64_t position = rail.retired; position < rail.writer.position() && rail.staged_inflight > 0; ++position) {
       InFlight& slot = rail.inflight[position % kRingEntries];
@@ -185,6 +186,7 @@ void ShmTransport::flush_link(Outgoing& link, Status status, const std::string& 
   link.reads_open = 0;
   link.responses_due = 0;
   link.outstanding = 0;
+  link.full_queues = 0;
   link.withdrawn = 0;
   link.imports_pending = 0;
   link.up = false;

@@ -30,10 +30,16 @@ uint32_t Fabric::add_host(const std::string& name, std::vector<NicModel> rails, 
 
 uint32_t Fabric::add(SimNic* nic) {
   nics_.push_back(nic);
+  nic_places_.push_back({nic->host, nic->rail});
   return static_cast<uint32_t>(nics_.size() - 1);
 }
 
 void Fabric::remove(SimNic* nic) { nics_[nic->number] = nullptr; }
+
+// A killed engine's NIC is gone, though its user may not have let go of the engine yet.
+bool Fabric::has_nic(uint32_t number) const {
+  return number < nics_.size() && nics_[number] != nullptr && !nics_[number]->is_dead;
+}
 
 PathId Fabric::add(SimPath* path) {
   PathId id{static_cast<uint32_t>(paths_.size()), next_path_number_++};
@@ -89,10 +95,9 @@ SimRegistration* Fabric::registration_of(uint64_t key) const {
 void Fabric::wake(const SimNic& nic) { wake_(nic.actor); }
 
 void Fabric::note_connect(const SimPath& path) {
-  const SimNic* const peer = nics_[path.peer_nic];
-  if (peer == nullptr) return;
-  log_->note(now() - World::kOriginNs, path.nic->host, LogWord::kConnect, path.nic->actor, path.nic->rail, peer->host,
-             peer->rail);
+  const NicPlace& peer = nic_places_[path.peer_nic];
+  log_->note(now() - World::kOriginNs, path.nic->host, LogWord::kConnect, path.nic->actor, path.nic->rail, peer.host,
+             peer.rail);
 }
 
 // --- what is in reach ---
@@ -112,7 +117,8 @@ bool Fabric::reaches(uint32_t from_host, uint32_t from_rail, const SimNic* to) c
 
 // --- how paths end ---
 
-// What is not reported yet may still be carried out until the path is flushed, or not: on an ordered path the first ones.
+// What is not reported yet may still be carried out until the path is flushed, or not: on an ordered path the first
+// ones.
 void Fabric::give_up_some(SimPath& path) {
   const uint64_t count = path.works.size();
   const uint64_t cut = path.works.empty() ? 0 : prng_->below(count + 1);
@@ -124,13 +130,13 @@ void Fabric::give_up_some(SimPath& path) {
   }
 }
 
-void Fabric::break_path(SimPath& path, const std::string& reason) {
+void Fabric::break_path(SimPath& path, const std::string& reason, bool by_peer) {
   if (path.is_broken) return;
   path.is_broken = true;
   give_up_some(path);
   log_->note(now() - World::kOriginNs, path.nic->host, LogWord::kBreak, path.nic->actor, path.nic->rail);
   if (path.is_broken_off) return;
-  path.nic->push({.kind = SimNic::NewsKind::kBroken, .path = &path}, reason);
+  path.nic->push({.kind = SimNic::NewsKind::kBroken, .by_peer = by_peer, .path = &path}, reason);
   wake(*path.nic);
 }
 

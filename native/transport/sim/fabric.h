@@ -1,11 +1,11 @@
 // The network of a world: hosts with rails, the engines' NICs on them, and what is under way.
 //
-// A work goes like this: it takes up the sender's wire, then the receiver's, in the order in which works get there, which is
-// not that of posting where many hosts write to one; its bytes arrive in parts, at several moments
+// A work goes like this: it takes up the sender's wire, then the receiver's, in the order in which works get there,
+// which is not that of posting where many hosts write to one; its bytes arrive in parts, at several moments
 // and in any order; then the immediate is told and the sender hears of it, whichever comes first. On an ordered path
-// works land, and are told, in the order of posting. A retry comes where the peer does not answer; when retries run out,
-// the path breaks. After a break every work not reported yet may be carried out or not (on an ordered path: some first
-// ones are) until the path is flushed; from then on nothing of it happens.
+// works land, and are told, in the order of posting. A retry comes where the peer does not answer; when retries run
+// out, the path breaks. After a break every work not reported yet may be carried out or not (on an ordered path: some
+// first ones are) until the path is flushed; from then on nothing of it happens.
 //
 //   fabric.cc   hosts, NICs, paths, keys      works.cc    works under way
 //   faults.cc   what goes wrong on purpose    parcels.cc  fragments and datagrams
@@ -16,8 +16,8 @@
 #include <array>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
-#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -27,6 +27,7 @@
 #include "transport/sim/log.h"
 #include "transport/sim/model.h"
 #include "transport/sim/prng.h"
+#include "transport/sim/standing_faults.h"
 
 namespace crossrail::sim {
 
@@ -43,7 +44,7 @@ struct Faults {
   uint32_t fail_chance_ppm = 0;  // of works posted here
   uint64_t fail_count = 0;       // the next so many
   uint64_t registrations_to_fail = 0;
-  bool withholds = false;  // completions
+  StandingFaults withholdings;  // of completions
 };
 
 // A rail of a host: the engines of the host share it.
@@ -52,8 +53,11 @@ struct Rail {
   Wire out;
   Wire in;
   bool is_up = true;
+  StandingFaults downs;  // is_up: none
   bool is_full = false;  // takes no works for a while
+  StandingFaults fulls;  // is_full: any
   uint32_t slowness_permille = 1000;
+  StandingFaults slownesses;  // slowness_permille: of the last
   Faults faults;
 };
 
@@ -108,22 +112,24 @@ class Fabric {
   // A NIC's news: its engine gets a turn.
   void wake(const SimNic& nic);
   void note_connect(const SimPath& path);
-  bool has_nic(uint32_t number) const { return number < nics_.size() && nics_[number] != nullptr; }
+  bool has_nic(uint32_t number) const;
 
   void happen(const Event& event);
 
   // A registration on that rail is to fail: one less of those that were asked for.
   bool take_failed_registration(uint32_t host, uint32_t rail);
 
-  // --- faults (faults.cc). rail: one, or kAnyRail for the host as a whole ---
-  void set_rail_up(uint32_t host, uint32_t rail, bool up);
-  void set_rail_full(uint32_t host, uint32_t rail, bool full);
-  void set_slowness(uint32_t host, uint32_t rail, uint32_t permille);
-  void set_partition(uint32_t a, uint32_t b, bool parted);
+  // --- faults (faults.cc). rail: one, or kAnyRail for the host as a whole. fault: which of its kind there begins, or
+  // ends; kEveryFault ends all ---
+  void set_rail_up(uint32_t host, uint32_t rail, bool up, FaultNumber fault);
+  void set_rail_full(uint32_t host, uint32_t rail, bool full, FaultNumber fault);
+  // permille: 1000 ends. Of several the one that began last counts.
+  void set_slowness(uint32_t host, uint32_t rail, uint32_t permille, FaultNumber fault);
+  void set_partition(uint32_t a, uint32_t b, bool parted, FaultNumber fault);
   // One way alone: what goes the other way arrives, and its acknowledgement does not.
-  void set_silence(uint32_t from, uint32_t to, bool silent);
+  void set_silence(uint32_t from, uint32_t to, bool silent, FaultNumber fault);
   void set_failing(uint32_t host, uint32_t rail, uint32_t chance_ppm, uint64_t count);
-  void set_withholding(uint32_t host, uint32_t rail, bool withholds);
+  void set_withholding(uint32_t host, uint32_t rail, bool withholds, FaultNumber fault);
   void set_registrations_to_fail(uint32_t host, uint32_t rail, uint64_t count);
   void set_datagram_faults(uint32_t loss_ppm, uint32_t doubling_ppm);
   // The engine's process is gone: what left its NICs still arrives, nothing else.
@@ -188,7 +194,7 @@ class Fabric {
   bool is_silent(uint32_t from, uint32_t to) const;
   // Whether what comes from there arrives at that NIC now.
   bool reaches(uint32_t from_host, uint32_t from_rail, const SimNic* to) const;
-  void break_path(SimPath& path, const std::string& reason);
+  void break_path(SimPath& path, const std::string& reason, bool by_peer = false);
   void give_up_some(SimPath& path);
   void flush(SimPath& path);
 
@@ -230,7 +236,13 @@ class Fabric {
   EventLog* const log_;
   const std::function<void(uint32_t)> wake_;
   std::deque<Host> hosts_;
+  // Where a NIC is or was: what is under way to one that is gone takes as long, whoever still holds its engine.
+  struct NicPlace {
+    uint32_t host;
+    uint32_t rail;
+  };
   std::vector<SimNic*> nics_;  // by number; null: gone
+  std::vector<NicPlace> nic_places_;
   std::vector<SimPath*> paths_;
   std::vector<uint32_t> free_paths_;
   uint32_t next_path_number_ = 1;
@@ -244,8 +256,11 @@ class Fabric {
   uint64_t next_parcel_number_ = 1;
   uint64_t works_under_way_ = 0;
   uint64_t parcels_under_way_ = 0;
-  std::set<std::pair<uint32_t, uint32_t>> partitions_;
-  std::set<std::pair<uint32_t, uint32_t>> silences_;  // from, to
+  using FaultsByHosts = std::map<std::pair<uint32_t, uint32_t>, StandingFaults>;
+  // Begins or ends one there. Whether it began, or none is left.
+  static bool change(FaultsByHosts& faults, std::pair<uint32_t, uint32_t> hosts, bool begins, FaultNumber fault);
+  FaultsByHosts partitions_;  // only where there is one
+  FaultsByHosts silences_;    // from, to; only where there is one
   uint32_t datagram_loss_ppm_ = 0;
   uint32_t datagram_doubling_ppm_ = 0;
   Totals totals_;

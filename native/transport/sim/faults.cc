@@ -8,8 +8,10 @@
 
 namespace crossrail::sim {
 
-void Fabric::set_rail_up(uint32_t host, uint32_t rail, bool up) {
-  if (std::exchange(hosts_[host].rails[rail].is_up, up) == up) return;
+void Fabric::set_rail_up(uint32_t host, uint32_t rail, bool up, FaultNumber fault) {
+  Rail& changed = hosts_[host].rails[rail];
+  changed.downs.change(!up, fault);
+  if (changed.downs.any() == up || std::exchange(changed.is_up, up) == up) return;
   log_->note(now() - World::kOriginNs, host, LogWord::kFault, up ? FaultWord::kRailUp : FaultWord::kRailDown, rail);
   for (SimNic* nic : nics_) {
     if (nic == nullptr || nic->is_dead || nic->host != host || nic->rail != rail) continue;
@@ -18,8 +20,10 @@ void Fabric::set_rail_up(uint32_t host, uint32_t rail, bool up) {
   }
 }
 
-void Fabric::set_rail_full(uint32_t host, uint32_t rail, bool full) {
-  if (std::exchange(hosts_[host].rails[rail].is_full, full) == full) return;
+void Fabric::set_rail_full(uint32_t host, uint32_t rail, bool full, FaultNumber fault) {
+  Rail& changed = hosts_[host].rails[rail];
+  changed.fulls.change(full, fault);
+  if (changed.fulls.any() != full || std::exchange(changed.is_full, full) == full) return;
   log_->note(now() - World::kOriginNs, host, LogWord::kFault, full ? FaultWord::kQueueFull : FaultWord::kQueueRoom,
              rail);
   for (SimNic* nic : nics_) {
@@ -29,27 +33,32 @@ void Fabric::set_rail_full(uint32_t host, uint32_t rail, bool full) {
   }
 }
 
-void Fabric::set_slowness(uint32_t host, uint32_t rail, uint32_t permille) {
-  hosts_[host].rails[rail].slowness_permille = permille;
-  log_->note(now() - World::kOriginNs, host, LogWord::kFault, FaultWord::kSlow, permille);
+void Fabric::set_slowness(uint32_t host, uint32_t rail, uint32_t permille, FaultNumber fault) {
+  Rail& changed = hosts_[host].rails[rail];
+  if (permille == 1000) {
+    changed.slownesses.end(fault);
+  } else {
+    changed.slownesses.begin(fault, permille);
+  }
+  changed.slowness_permille = changed.slownesses.value_or(1000);
+  log_->note(now() - World::kOriginNs, host, LogWord::kFault, FaultWord::kSlow, changed.slowness_permille);
 }
 
-void Fabric::set_partition(uint32_t a, uint32_t b, bool parted) {
-  const std::pair<uint32_t, uint32_t> pair{std::min(a, b), std::max(a, b)};
-  if (parted) {
-    partitions_.insert(pair);
-  } else {
-    partitions_.erase(pair);
-  }
+bool Fabric::change(FaultsByHosts& faults, std::pair<uint32_t, uint32_t> hosts, bool begins, FaultNumber fault) {
+  StandingFaults& there = faults[hosts];
+  there.change(begins, fault);
+  if (there.any()) return begins;
+  faults.erase(hosts);
+  return true;
+}
+
+void Fabric::set_partition(uint32_t a, uint32_t b, bool parted, FaultNumber fault) {
+  if (!change(partitions_, {std::min(a, b), std::max(a, b)}, parted, fault)) return;
   log_->note(now() - World::kOriginNs, a, LogWord::kFault, parted ? FaultWord::kPartition : FaultWord::kHeal, b);
 }
 
-void Fabric::set_silence(uint32_t from, uint32_t to, bool silent) {
-  if (silent) {
-    silences_.insert({from, to});
-  } else {
-    silences_.erase({from, to});
-  }
+void Fabric::set_silence(uint32_t from, uint32_t to, bool silent, FaultNumber fault) {
+  if (!change(silences_, {from, to}, silent, fault)) return;
   log_->note(now() - World::kOriginNs, from, LogWord::kFault, silent ? FaultWord::kSilence : FaultWord::kSound, to);
 }
 
@@ -70,7 +79,7 @@ bool Fabric::draws_failure(uint32_t host, uint32_t rail) {
 }
 
 bool Fabric::withholds(uint32_t host, uint32_t rail) const {
-  return hosts_[host].faults.withholds || hosts_[host].rails[rail].faults.withholds;
+  return hosts_[host].faults.withholdings.any() || hosts_[host].rails[rail].faults.withholdings.any();
 }
 
 bool Fabric::take_failed_registration(uint32_t host, uint32_t rail) {
@@ -88,8 +97,11 @@ void Fabric::set_failing(uint32_t host, uint32_t rail, uint32_t chance_ppm, uint
   log_->note(now() - World::kOriginNs, host, LogWord::kFault, FaultWord::kFailWorks, count != 0 ? count : chance_ppm);
 }
 
-void Fabric::set_withholding(uint32_t host, uint32_t rail, bool withholds) {
-  if (std::exchange(faults_of(host, rail).withholds, withholds) == withholds) return;
+void Fabric::set_withholding(uint32_t host, uint32_t rail, bool withholds, FaultNumber fault) {
+  StandingFaults& there = faults_of(host, rail).withholdings;
+  const bool before = there.any();
+  there.change(withholds, fault);
+  if (there.any() == before) return;
   log_->note(now() - World::kOriginNs, host, LogWord::kFault, withholds ? FaultWord::kWithhold : FaultWord::kRelease,
              rail == kAnyRail ? 0 : rail);
   if (withholds) return;

@@ -56,6 +56,21 @@ const char* deed_name(uint64_t fault) {
   return "?";
 }
 
+// Without what separates values and lines: "decoder 0" is "decoder%200".
+std::string escaped(const std::string& name) {
+  constexpr char kHex[] = "0123456789ABCDEF";
+  std::string text;
+  for (const char letter : name) {
+    const auto byte = static_cast<unsigned char>(letter);
+    if (byte <= ' ' || byte == 0x7f || byte == '%') {
+      text += {'%', kHex[byte >> 4], kHex[byte & 15]};
+    } else {
+      text += letter;
+    }
+  }
+  return text;
+}
+
 }  // namespace
 
 void EventLog::name_host(const std::string& name) {
@@ -65,7 +80,7 @@ void EventLog::name_host(const std::string& name) {
 
 void EventLog::name_engine(const std::string& name) {
   mix(name);
-  engines_.push_back(name);
+  engines_.push_back(escaped(name));
 }
 
 void EventLog::mix(std::string_view text) {

@@ -2,6 +2,8 @@
 //
 //   1500 node0 post engine=prefill0 rail=0 work=7 op=write bytes=4096 imm=12 to=node1/0
 //   3712 node1 land work=7
+//
+// In names of engines spaces, control characters and % are escaped as in a URL (%20).
 #pragma once
 
 #include <array>

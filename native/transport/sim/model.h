@@ -1,4 +1,5 @@
-// What simulated rails can do, and how long things take on them. Integers only, so that every machine computes the same.
+// What simulated rails can do, and how long things take on them. Integers only, so that every machine computes the
+// same.
 #pragma once
 
 #include <algorithm>

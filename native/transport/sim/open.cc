@@ -7,8 +7,8 @@
 namespace crossrail::sim {
 
 std::vector<std::unique_ptr<rdma::Nic>> open_nics(const TransportOptions& options) {
-  // The only stage there is.
-  auto* const world = static_cast<World*>(options.place.stage);
+  // The only simulation there is.
+  auto* const world = static_cast<World*>(options.place.simulation);
   std::lock_guard lock(world->lock());
   const Host& host = world->fabric().host(options.place.host);
   std::vector<uint32_t> rails;

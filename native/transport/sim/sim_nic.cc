@@ -197,7 +197,7 @@ void SimNic::tell(rdma::NicEvents& events, const News& news) {
       events.on_datagram(detail.bytes);
       break;
     case NewsKind::kBroken:
-      events.on_path_broken(*news.path, detail.text);
+      events.on_path_broken(*news.path, news.by_peer, detail.text);
       break;
     case NewsKind::kFlushed:
       events.on_path_flushed(*news.path);

@@ -41,14 +41,14 @@ class SimRegistration final : public rdma::Registration {
 
  private:
   World* const world_;
-  // Without the world's lock, which turns hold while they look at an engine's regions. seq_cst: enter() counts before it
-  // looks, revoke() says so before is_quiet() looks, so one of the two sees the other.
+  // Without the world's lock, which turns hold while they look at an engine's regions. seq_cst: enter() counts before
+  // it looks, revoke() says so before is_quiet() looks, so one of the two sees the other.
   std::atomic<bool> is_revoked_{false};
   std::atomic<uint32_t> arriving_{0};
 };
 
-// The peer's end of a path is another SimPath. Invariant: `works` holds those posted, from first_cookie on, the first of
-// which is not reported.
+// The peer's end of a path is another SimPath. Invariant: `works` holds those posted, from first_cookie on, the first
+// of which is not reported.
 class SimPath final : public rdma::NicPath {
  public:
   SimPath(World* world, SimNic* nic);
@@ -127,6 +127,7 @@ class SimNic final : public rdma::Nic {
     NewsKind kind;
     rdma::NicFault fault = rdma::NicFault::kFlushed;
     bool is_up = false;
+    bool by_peer = false;  // kBroken
     uint32_t imm = 0;
     SimPath* path = nullptr;
     uint64_t cookie = 0;

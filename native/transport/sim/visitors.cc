@@ -16,7 +16,7 @@ Visitors::Visitor& Visitors::find() {
 void Visitors::begin_wait() {
   Visitor& visitor = self();
   ++visitor.waits;
-  visitor.looking_at = visitor.looked = moves_ - 1;  // not yet
+  visitor.looked = moves_ - 1;  // not yet; what had moved when it last went to look it has looked at once it comes back
 }
 
 void Visitors::end_wait() {

@@ -8,8 +8,8 @@
 namespace crossrail::sim {
 
 // With one thread, as it should be, none of this matters. Else time stands still until all threads wait and have looked
-// at what moved last. A thread that was not heard of for kPatienceNs of real time does something else, or is gone: nobody
-// waits for it until it comes back.
+// at what moved last. A thread that was not heard of for kPatienceNs of real time does something else, or is gone:
+// nobody waits for it until it comes back.
 // Threads: whoever has the world's lock.
 class Visitors {
  public:

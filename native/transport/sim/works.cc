@@ -64,7 +64,8 @@ void Fabric::leave_key(Work& item) {
   if (registration->leave()) wake(*registration->nic);
 }
 
-// It places nothing any more: what it was arriving at need not wait until its path is flushed, which takes its owner's turn.
+// It places nothing any more: what it was arriving at need not wait until its path is flushed, which takes its owner's
+// turn.
 void Fabric::give_up(Work& item) {
   item.given_up = true;
   leave_key(item);
@@ -72,7 +73,7 @@ void Fabric::give_up(Work& item) {
 
 void Fabric::post(SimPath& path, const rdma::NicWork& work) {
   const SimNic& nic = *path.nic;
-  const SimNic* const peer = nics_[path.peer_nic];
+  const NicPlace& peer = nic_places_[path.peer_nic];
   const uint32_t slot = new_work();
   Work& item = works_[slot];
   item.work = work;
@@ -89,7 +90,7 @@ void Fabric::post(SimPath& path, const rdma::NicWork& work) {
   path.works.push_back({.slot = slot});
   log_->note(now() - World::kOriginNs, nic.host, LogWord::kPost, nic.actor, nic.rail, item.number,
              work.op == rdma::NicOp::kRead ? 1 : 0, work.length_bytes, work.has_imm ? uint64_t{work.imm} + 1 : 0,
-             peer == nullptr ? nic.host : peer->host, peer == nullptr ? nic.rail : peer->rail);
+             peer.host, peer.rail);
   plan(path, slot);
 }
 
@@ -97,13 +98,13 @@ void Fabric::post(SimPath& path, const rdma::NicWork& work) {
 void Fabric::plan(SimPath& path, uint32_t slot) {
   Work& item = works_[slot];
   const SimNic& nic = *path.nic;
-  const SimNic* const peer = nics_[path.peer_nic] == nullptr ? &nic : nics_[path.peer_nic];
+  const NicPlace& peer = nic_places_[path.peer_nic];
   const bool reads = item.work.op == rdma::NicOp::kRead;
   const uint64_t bytes = item.work.length_bytes;
-  Host& source = hosts_[reads ? peer->host : nic.host];
-  Host& sink = hosts_[reads ? nic.host : peer->host];
-  Rail& out = source.rails[reads ? peer->rail : nic.rail];
-  const bool is_local = peer->host == nic.host && peer != &nic;
+  Host& source = hosts_[reads ? peer.host : nic.host];
+  Host& sink = hosts_[reads ? nic.host : peer.host];
+  Rail& out = source.rails[reads ? peer.rail : nic.rail];
+  const bool is_local = peer.host == nic.host && path.peer_nic != nic.number;
   const int64_t latency_ns =
       is_local ? source.local_model.latency_ns : hosts_[nic.host].rails[nic.rail].model.latency_ns;
   Wire::Time from = now() * Wire::kPerNs;
@@ -119,7 +120,7 @@ void Fabric::plan(SimPath& path, uint32_t slot) {
   const Wire::Time length = length_on(out, bytes);
   const Wire::Time start = out.out.take(from, gap_on(out, length));
   item.leaves_ns = Wire::ns(start);
-  item.in = &sink.rails[reads ? nic.rail : peer->rail];
+  item.in = &sink.rails[reads ? nic.rail : peer.rail];
   item.reaches = start + latency_ns * Wire::kPerNs;
   item.trails = item.reaches + length;
   int64_t at_ns = Wire::ns(item.reaches);
@@ -231,7 +232,7 @@ void Fabric::refuse(uint32_t slot, SimPath* to) {
   }
   const bool breaks = works_[slot].is_ordered && to != nullptr;
   fail_work(*path, slot, rdma::NicFault::kRemoteAccess, "remote access error");
-  if (breaks) break_path(*to, "it refused a work of the peer");
+  if (breaks) break_path(*to, "it refused a work of the peer", true);
 }
 
 void Fabric::refuse_arrivals(const SimRegistration& registration) {
@@ -348,8 +349,7 @@ void Fabric::release_withheld(SimPath& path) {
 
 bool Fabric::lacks_answer(uint32_t slot, SimPath& path) {
   Work& item = works_[slot];
-  const SimNic* const to = nics_[item.to_nic];
-  if (to == nullptr || !is_silent(to->host, item.from_host)) return false;
+  if (!is_silent(nic_places_[item.to_nic].host, item.from_host)) return false;
   if (item.retry_until_ns == 0) item.retry_until_ns = now() + kRetryMaxNs;
   path.awaits_answer = true;
   if (now() < item.retry_until_ns) {

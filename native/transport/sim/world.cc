@@ -16,25 +16,33 @@ constexpr int64_t kLongGapNs = 1'000'000;
 constexpr int kEventsPerStep = 64;
 // Only timers of idle engines for so long: whatever is waited for never comes. Less than the pause between their pings.
 constexpr int64_t kCalmNsMax = 30'000'000'000;
-// The same when somebody is busy for ever, with a message that nobody receives: beyond what engines wait for each other.
+// The same when somebody is busy for ever, with a message that nobody receives: beyond what engines wait for each
+// other.
 constexpr int64_t kStuckNsMax = 1'000'000'000'000;
 constexpr int64_t kPatiences = 4;
 
-// Not of the seed: two worlds of one seed are two.
-std::string draw_id() {
+// Of the seed, and of neither stream of choices. Addresses carry it: were it random, whatever is made of their bytes -
+// the length of something compressed, say - would differ from run to run.
+std::string id_of(uint64_t seed, uint64_t twin) {
+  Prng ids(seed ^ 0x6964206f66206120);
+  uint64_t bits = ids.next();
+  for (uint64_t i = 0; i < twin; ++i) bits = ids.next();
   uint8_t bytes[8];
-  kernel_entropy().fill(bytes);
+  for (uint8_t& byte : bytes) {
+    byte = static_cast<uint8_t>(bits);
+    bits >>= 8;
+  }
   return to_hex(bytes);
 }
 
 }  // namespace
 
-World::World(uint64_t seed, size_t log_lines_max)
+World::World(uint64_t seed, size_t log_lines_max, uint64_t twin)
     : prng_(seed),
       entropy_(~seed),
       log_(log_lines_max),
       fabric_(&now_ns_, &prng_, &events_, &log_, [this](uint32_t actor) { wake(actor); }),
-      id_(draw_id()) {}
+      id_(id_of(seed, twin)) {}
 
 World::~World() = default;
 
@@ -81,6 +89,7 @@ uint32_t World::enter(Actor* actor, uint32_t host, const std::string& name) {
 void World::leave(uint32_t actor) {
   std::lock_guard lock(mutex_);
   Seat& seat = seats_[actor];
+  if (seat.actor == nullptr) return;  // killed: what is left of it goes whenever its user lets go
   seat.actor = nullptr;
   log_.note(log_time(), seat.host, LogWord::kEngineClose, actor);
 }
@@ -217,10 +226,10 @@ bool World::happens(const Event& event, std::unique_lock<std::recursive_mutex>* 
   return false;
 }
 
-Stage::Step World::advance(Deadline until) {
+Simulation::Step World::advance(Deadline until, Deadline limit) {
   std::unique_lock held(mutex_);
   visitors_.come_back();
-  const Step step = go_on(until, &held);
+  const Step step = go_on(until, limit, &held);
   if (!held.owns_lock()) return step;
   visitors_.go_look();
   if (!after_turn_.empty()) {
@@ -231,23 +240,25 @@ Stage::Step World::advance(Deadline until) {
   return step;
 }
 
-Stage::Step World::go_on(Deadline until, std::unique_lock<std::recursive_mutex>* held) {
+Simulation::Step World::go_on(Deadline until, Deadline limit, std::unique_lock<std::recursive_mutex>* held) {
   for (const Event& event : postponed_) events_.push(event.at_ns, event.kind, event.what, event.detail);
   postponed_.clear();
   until = std::max(until, now_ns_);
+  const Deadline end_ns = std::max(std::min(until, limit), now_ns_);
   for (int count = 0; count < kEventsPerStep; ++count) {
-    const bool ends = events_.empty() || events_.top().at_ns > until;
-    const int64_t next_ns = ends ? until : events_.top().at_ns;
+    const bool ends = events_.empty() || events_.top().at_ns > end_ns;
+    const int64_t next_ns = ends ? end_ns : events_.top().at_ns;
     if (next_ns - now_ns_ > kLongGapNs) {
       if (!visitors_.has_looked()) return Step::kMoved;  // another thread's doing
       if (visitors_.others_act()) return Step::kHeld;
     }
-    if (ends && until == kNoDeadline) return Step::kIdle;
+    if (until == kNoDeadline) {
+      if (events_.empty() || (events_.top().kind == EventKind::kTimer && is_idle())) return Step::kIdle;
+    }
     if (ends) {
-      now_ns_ = until;
+      now_ns_ = end_ns;
       return Step::kReached;
     }
-    if (until == kNoDeadline && events_.top().kind == EventKind::kTimer && is_idle()) return Step::kIdle;
     const Event event = events_.pop();
     now_ns_ = std::max(now_ns_, event.at_ns);
     if (happens(event, held)) return Step::kMoved;
@@ -299,11 +310,12 @@ void World::at(int64_t at_ns, std::function<void()> deed) {
   deed();
 }
 
-void World::freeze(uint32_t actor, bool frozen) {
+void World::freeze(uint32_t actor, bool frozen, FaultNumber fault) {
   std::lock_guard lock(mutex_);
   Seat& seat = seats_[actor];
-  if (seat.is_frozen == frozen || seat.actor == nullptr) return;
-  seat.is_frozen = frozen;
+  if (seat.actor == nullptr) return;
+  seat.freezes.change(frozen, fault);
+  if (seat.freezes.any() != frozen || std::exchange(seat.is_frozen, frozen) == frozen) return;
   log_.note(log_time(), seat.host, frozen ? LogWord::kFrozen : LogWord::kThawed, actor);
   if (!frozen) wake(actor);
 }
@@ -319,6 +331,8 @@ void World::kill(uint32_t actor) {
     fabric_.kill(actor);
   }
   dying->die();
+  std::lock_guard lock(mutex_);
+  seats_[actor].actor = nullptr;
 }
 
 std::vector<uint32_t> World::engines_on(uint32_t host) const {

@@ -1,10 +1,11 @@
 // A simulated world: a seed, a virtual clock, hosts with rails, and the engines on them, which it gives their turns.
 //
-// Everything that happens is an event at a moment of the clock; of two at the same moment the one that was planned first
-// comes first. All choices come from the seed. So one thread that does the same things again sees the same, byte for
-// byte; several threads are safe, and nothing more.
+// Everything that happens is an event at a moment of the clock; of two at the same moment the one that was planned
+// first comes first. All choices come from the seed. So one thread that does the same things again sees the same, byte
+// for byte; several threads are safe, and nothing more.
 //
-// Threads: any; one at a time is inside (mutex_). Nobody holds the lock while callbacks of the user run, or an engine dies.
+// Threads: any; one at a time is inside (mutex_). Nobody holds the lock while callbacks of the user run, or an engine
+// dies.
 #pragma once
 
 #include <functional>
@@ -19,19 +20,20 @@
 #include "transport/sim/log.h"
 #include "transport/sim/prng.h"
 #include "transport/sim/visitors.h"
-#include "transport/stage.h"
+#include "transport/simulation.h"
 
 namespace crossrail::sim {
 
-class World final : public Stage {
+class World final : public Simulation {
  public:
-  World(uint64_t seed, size_t log_lines_max);
+  // twin: sets worlds of the same seed apart, which are otherwise alike to the last bit.
+  World(uint64_t seed, size_t log_lines_max, uint64_t twin = 0);
   ~World() override;
 
   // Virtual time begins here on the clock, which is never 0.
   static constexpr int64_t kOriginNs = 1'000'000'000;
 
-  // --- Stage ---
+  // --- Simulation ---
   int64_t now_ns() const override;
   void pass() override;
   void fill(std::span<uint8_t> bytes) override;
@@ -40,10 +42,13 @@ class World final : public Stage {
   void wake(uint32_t actor) override;
   void after_turn(std::function<void()> deed) override;
   std::string host_name(uint32_t host) const override;
-  Step advance(Deadline until) override;
+  Step advance(Deadline until) override { return advance(until, kNoDeadline); }
   bool has_callbacks() const override { return has_callbacks_ && has_callbacks_(); }
   void run_callbacks() override;
 
+  // The same, but the clock stops at `limit`, for whoever waits for longer: then too kReached. With no `until`, nothing
+  // left to happen is still kIdle.
+  Step advance(Deadline until, Deadline limit);
   // Somebody begins to wait: engines with watched words look at them.
   void wake_watchers();
   // Nothing is under way, nobody is busy, no fault is scheduled: only timers of idle engines are left.
@@ -53,12 +58,13 @@ class World final : public Stage {
 
   // --- what happens on purpose: at once when at_ns is not in the future, else then ---
   void at(int64_t at_ns, std::function<void()> deed);
-  void freeze(uint32_t actor, bool frozen);
+  // fault: which freeze begins, or ends; kEveryFault ends all.
+  void freeze(uint32_t actor, bool frozen, FaultNumber fault);
   void kill(uint32_t actor);
   // Those that are there now, in the order in which they came.
   std::vector<uint32_t> engines_on(uint32_t host) const;
 
-  const std::string& id() const { return id_; }  // of this world and no other: what addresses carry
+  const std::string& id() const { return id_; }  // of this seed and twin and no other: what addresses carry
   std::vector<std::string> log_lines() const;
   std::string log_digest() const;
   Totals totals() const;
@@ -79,6 +85,7 @@ class World final : public Stage {
     Actor* actor = nullptr;  // null: left, or killed
     uint32_t host = 0;
     bool is_frozen = false;
+    StandingFaults freezes;             // is_frozen: any
     bool has_news = false;              // while frozen
     int64_t turn_at_ns = kNoDeadline;   // a turn is scheduled
     int64_t timer_ns = kNoDeadline;     // what it asked for,
@@ -88,7 +95,7 @@ class World final : public Stage {
   void give_turn(uint32_t number);
   bool look_at_timer(uint32_t number, int64_t at_ns);
   bool is_idle();
-  Step go_on(Deadline until, std::unique_lock<std::recursive_mutex>* held);
+  Step go_on(Deadline until, Deadline limit, std::unique_lock<std::recursive_mutex>* held);
   bool happens(const Event& event, std::unique_lock<std::recursive_mutex>* held);
 
   mutable std::recursive_mutex mutex_;
