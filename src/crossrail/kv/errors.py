@@ -1,4 +1,7 @@
-"""What crossrail.kv raises beside what the engine does."""
+"""What users of crossrail.kv have to expect beside what the engine raises.
+
+Errors that one of its parts raises for another one, and nobody else sees, stand with these parts.
+"""
 
 from __future__ import annotations
 
@@ -33,3 +36,31 @@ class TransferStopped(CrossrailError):
 
 class SurplusCount(CrossrailError):
     """More counts arrived than the request's plan makes: two prefillers wrote it, or one with another plan."""
+
+
+class RouterNotFound(CrossrailError):
+    """Nobody answers at its URL, or not as a router does."""
+
+
+class NodeRefused(CrossrailError):
+    """A router does not take this node, and will not: the words say why."""
+
+
+class Superseded(CrossrailError):
+    """Another process has its record in etcd under our name."""
+
+
+class Overloaded(CrossrailError):
+    """No room now: ask again later. HTTP 429."""
+
+
+class Unavailable(CrossrailError):
+    """There is no node that could do it. HTTP 503."""
+
+
+class UnknownModel(CrossrailError):
+    """No node has this model, nor had it lately. HTTP 404."""
+
+
+class RequestFailed(CrossrailError):
+    """It ended without being finished; the words say why. HTTP 502."""

@@ -14,12 +14,15 @@ import numpy.typing as npt
 from msgspec import Meta, Struct
 
 from crossrail.control.language import Language
+from crossrail.control.mailbox import RESEND_S, Mailbox
 from crossrail.control.messages import Failed as Failed
 from crossrail.control.messages import Text as Text
 from crossrail.control.messages import clipped as clipped
+from crossrail.control.wire import Wire
 from crossrail.errors import UsageError
 
 TOKENS_MAX = 1 << 20
+SECONDS_MAX = 1e7  # more than the month that commands take
 
 NAME_CHARS_MAX = 128
 Name = Annotated[str, Meta(min_length=1, max_length=NAME_CHARS_MAX)]
@@ -27,10 +30,11 @@ AddressBytes = Annotated[bytes, Meta(min_length=1, max_length=4096)]
 TokenBytes = Annotated[bytes, Meta(max_length=4 * TOKENS_MAX)]
 Index = Annotated[int, Meta(ge=0, le=1 << 40)]
 Attempt = Annotated[int, Meta(ge=1, le=1 << 20)]
-Seconds = Annotated[float, Meta(ge=0.0, le=1e7)]  # more than the month that commands take
+Seconds = Annotated[float, Meta(ge=0.0, le=SECONDS_MAX)]
 Plain = dict[str, Any]
 Role = Literal["prefiller", "decoder"]
 TraceParent = Annotated[str, Meta(max_length=55)]  # of W3C Trace Context, or empty
+Ended = Literal["written", "failed"]  # an attempt
 EndReason = Literal["stop", "length", "cancelled", "deadline", "overloaded", "error"]
 
 
@@ -112,7 +116,8 @@ class _Reason(Struct, frozen=True):
 
 
 class Join(Struct, frozen=True, tag=True):
-    """A node offers itself; again after the router was restarted. running: requests that go on meanwhile.
+    """A node offers itself; again after the router was restarted. running: requests that go on meanwhile, and then
+    those that have ended and are kept for the router, in the order in which they did: `ended` of them.
 
     number: of this incarnation's Joins, in the order in which they say what is running; 0: unknown. Until one is
     answered, nothing is begun for its router.
@@ -122,6 +127,7 @@ class Join(Struct, frozen=True, tag=True):
     load: Load
     running: Annotated[list[Name], Meta(max_length=100_000)] = []
     number: Index = 0
+    ended: Index = 0
 
 
 class Joined(Struct, frozen=True, tag=True):
@@ -159,13 +165,14 @@ class Tokens(_OfRequest, frozen=True, tag=True):
     """Tokens of a request from index `first` on, and how it ended, if it did. Repeated until taken.
 
     Indices count from the first token behind the client's prompt, whichever decoder generated it.
-    placement: that of the Start which these answer.
+    placement: that of the Start which these answer. elsewhere: it has ended here only, and another decoder may go on.
     """
 
     first: Index
     tokens: TokenBytes
     end: End | None = None
     placement: Attempt = 1
+    elsewhere: bool = False
 
 
 class PrefillerLost(_OfAttempt, frozen=True, tag=True):
@@ -195,7 +202,7 @@ class Start(_OfRequest, frozen=True, tag=True):
 
     tokens: TokenBytes
     sampling: Sampling
-    deadline_s: Seconds
+    timeout_s: Seconds
     prefiller: NodeRef | None = None
     placement: Attempt = 1
     generated: Index = 0
@@ -244,7 +251,7 @@ class Dispatch(_OfAttempt, frozen=True, tag=True):
 
     tokens: TokenBytes
     ticket: Plain
-    deadline_s: Seconds
+    timeout_s: Seconds
     traceparent: TraceParent = ""
 
 
@@ -267,11 +274,14 @@ class Progress(_OfAttempt, frozen=True, tag=True):
     """state unknown: nothing of it will be written. failed: nor any more, and detail says why.
 
     timeline: what is known by now, begin_s since the prefiller took the request.
+    model_silent_s: of an attempt that is still to be computed: how long the model, whatever it computes, has announced
+        no layer; 0 while it has nothing to do.
     """
 
     state: Literal["queued", "running", "written", "failed", "unknown"]
     detail: Text = ""
     timeline: Annotated[list[Span], Meta(max_length=4096)] = []
+    model_silent_s: Seconds = 0.0
 
 
 class Withdraw(_OfAttempt, frozen=True, tag=True):
@@ -304,6 +314,17 @@ class Envelope(Struct, frozen=True):
 
 
 LANGUAGE = Language(b"crossrail kv control", Envelope)
+
+
+def mailbox(wire: Wire, secret: bytes, resend_s: float = RESEND_S) -> Mailbox:
+    """A mailbox in this language: one per engine."""
+    return Mailbox(wire, secret, LANGUAGE, resend_s)
+
+
+def check_name(name: str) -> None:
+    """UsageError for one that no message can have, of a node or a router."""
+    if not 1 <= len(name) <= NAME_CHARS_MAX:
+        raise UsageError(f"name {clipped(name)!r} has {len(name)} characters, must have 1..{NAME_CHARS_MAX}")
 
 
 def pack_tokens(tokens: npt.ArrayLike) -> bytes:

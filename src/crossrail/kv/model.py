@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from crossrail.errors import UsageError
-from crossrail.kv.layout import KvLayout
 from crossrail.kv.messages import Sampling
 from crossrail.kv.sampling import sample
+from crossrail.kv.transfer.layout import KvLayout
 
 Tokens: TypeAlias = npt.NDArray[np.int32]
 Logits: TypeAlias = npt.NDArray[np.float32]
@@ -54,14 +54,17 @@ class Model(Protocol):
     tail_bytes: int
 
     def check(self, prompt: Tokens, max_tokens: int) -> None:
-        """UsageError for a prompt that this model cannot run, or not with this many tokens after it."""
+        """UsageError for a prompt that this model cannot run, or not with this many tokens after it. Whatever else it
+        raises refuses the request too, and is logged.
+        """
 
     async def prefill(
         self, cache: Cache, tokens: Tokens, start: int, pages: Pages, layer_done: Callable[[], None]
     ) -> bytes:
         """Writes the KV of tokens[start:]; that of earlier tokens is already there. Returns the tail.
 
-        layer_done: called after each layer, once others may read what it wrote.
+        layer_done: called once after each layer, before prefill() returns and once others may read what the layer
+            wrote; on any thread.
         """
 
     async def step(self, cache: Cache, token: int, position: int, pages: Pages, tail: bytes) -> tuple[Logits, bytes]:

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from crossrail.kv.layout import KvLayout
 from crossrail.kv.model import Cache, Logits, Pages, Tokens, check_vocabulary
+from crossrail.kv.transfer.layout import KvLayout
 
 _U64 = npt.NDArray[np.uint64]
 _VOCABULARY = 257  # bytes, and the end

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from crossrail._extras import needs
 from crossrail.errors import UsageError
-from crossrail.kv.layout import dtype_name
 from crossrail.kv.models.hosted import HostedModel, HostOptions
+from crossrail.kv.transfer.layout import dtype_name
 
 with needs(__name__, "'crossrail[transformers]'"):
     import torch

@@ -21,10 +21,10 @@ import numpy as np
 
 from crossrail._extras import needs
 from crossrail.errors import UsageError
-from crossrail.kv.layout import KvLayout, Order
 from crossrail.kv.model import Cache, Logits, Pages, Tokens, check_vocabulary
 from crossrail.kv.models.paged import Row, paged_cache
 from crossrail.kv.models.steps import Steps, until_over
+from crossrail.kv.transfer.layout import KvLayout, Order
 
 with needs(__name__, "'crossrail[transformers]'"):
     import torch

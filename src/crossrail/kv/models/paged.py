@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from crossrail._extras import needs
 from crossrail.kv import model as kv
-from crossrail.kv.layout import KvLayout
+from crossrail.kv.transfer.layout import KvLayout
 
 with needs(__name__, "'crossrail[transformers]'"):
     import torch

@@ -1,0 +1,408 @@
+"""Where HTTP clients connect: one that is slow or silent costs a descriptor, and does not keep it for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import resource
+import socket
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+from crossrail._extras import needs
+from crossrail.control.deadlines import in_time
+from crossrail.control.messages import clipped
+
+with needs(__name__, "'crossrail[kv]'"):
+    from aiohttp import web
+    from aiohttp.http import HttpProcessingError, HttpVersion11
+
+PATIENCE_S = 60.0
+_BACKLOG = 1024  # clients that connect while the loop is busy; those behind them try again after a second
+_AT_ONCE = 8  # of them, that asyncio accepts before it looks at anything else, so before they are counted here
+# Of the process, for its engine and its files, and for connections that are not counted yet, or not closed yet.
+_DESCRIPTORS_KEPT_SHARE, _DESCRIPTORS_KEPT_MIN = 0.25, 64
+_CLOSE_S = 1.0  # for answers that are on their way; aiohttp would wait a minute, and the same again
+_PIPELINED_S = (
+    1.0  # for a request behind which more was sent than is read ahead: meanwhile no end is seen of its client
+)
+_LINGER_S = 10.0  # for the rest of a body that was refused, so that its sender reads why
+_BODY_BYTES_MAX = 16 << 20
+_BODIES_BYTES_MAX = 256 << 20
+_SMALL_BYTES = 64 << 10  # of each body, which are not counted: whoever holds back large ones keeps nobody else out
+
+_LINE_END = "\n"
+_OF_CLIENTS = (HttpProcessingError, web.RequestPayloadError, ConnectionResetError)  # what they do to us
+
+HttpHandler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Refuse = Callable[[int, str], web.Response]
+
+
+def _in_plain_text(status: int, words: str) -> web.Response:
+    return web.Response(status=status, text=words + "\n")
+
+
+class Listener:
+    """Listens for an application, of aiohttp. Threads: that of the event loop.
+
+    patience_s: in which a client must have sent its first request, the body of each, and have taken what is written to
+    it; slower ones are cut off, and idle ones between requests. aiohttp waits for ever for the first three.
+    refuse: makes the answer with this status and words, for what HTTP itself refuses: a path that is not there, a
+    method, a body that is too large, bytes that are no HTTP; and for what a handler raises, which is logged.
+    body_bytes_max, bodies_bytes_max: of a body, and of all that are read or worked on at a time.
+    connections_max: None: as many as the limit of open files leaves room for. Beyond them, the oldest that has asked
+    nothing is cut off; if there is none, the one that has been idle between requests the longest; if there is none
+    either, the new one is answered 503. Without a bound asyncio would meet the limit, and log some tens of thousands
+    of lines a second.
+    Who sends so much behind a request that aiohttp reads no further is cut off unless that is answered within a second:
+    that he leaves could not be seen.
+    Lifecycle: 1. made. 2. an application of its route()s. 3. start(). 4. close().
+    """
+
+    def __init__(
+        self,
+        patience_s: float = PATIENCE_S,
+        refuse: Refuse = _in_plain_text,
+        body_bytes_max: int = _BODY_BYTES_MAX,
+        bodies_bytes_max: int = _BODIES_BYTES_MAX,
+        connections_max: int | None = None,
+    ) -> None:
+        self._patience_s = patience_s
+        self.refuse = refuse
+        self._body_bytes_max = body_bytes_max
+        self._bodies_bytes_max = bodies_bytes_max
+        self._bodies_bytes = 0
+        self._connections_max = connections_max or _connections_max()
+        self._connections: set[_Connection] = set()
+        self._silent: dict[_Connection, asyncio.TimerHandle] = {}  # those that have asked nothing so far, oldest first
+        self._idle: dict[_Connection, None] = {}  # those whose requests are all answered, since the longest first
+        self._log = logging.getLogger(__name__)
+        self._runner: web.AppRunner | None = None
+        self._server: asyncio.Server | None = None
+
+    def route(self, method: str, path: str, handler: HttpHandler) -> web.RouteDef:
+        """Of an application. Of its clients it is known that they have asked something; answers are written here."""
+
+        async def answer(request: web.Request) -> web.StreamResponse:
+            if isinstance(request.protocol, _Connection):
+                self.is_heard(request.protocol)
+            response = await self._answer(handler, request)
+            with self.taking(request):
+                await response.prepare(request)
+                await response.write_eof()
+            return response
+
+        return web.RouteDef(method, path, answer, {"expect_handler": self._expected})
+
+    def is_heard(self, connection: _Connection) -> None:
+        """It has asked something, or is gone."""
+        if (timer := self._silent.pop(connection, None)) is not None:
+            timer.cancel()
+
+    def is_answered(self, connection: _Connection) -> None:
+        """Its request is; the next may follow."""
+        self._idle.pop(connection, None)
+        if connection in self._connections:
+            self._idle[connection] = None
+
+    def is_asking(self, connection: _Connection) -> None:
+        """Its next request comes."""
+        self._idle.pop(connection, None)
+
+    def is_gone(self, connection: _Connection) -> None:
+        self.is_heard(connection)
+        self.is_asking(connection)
+        self._connections.discard(connection)
+
+    @asynccontextmanager
+    async def body(self, request: web.Request) -> AsyncIterator[bytearray]:
+        """All of it, for as long as the context lasts: it takes room of bodies_bytes_max until then, and is empty
+        behind it. Raises what is answered when it is too large, there is no room, it does not come in time, or is not
+        encoded as its headers say; after the latter two the connection ends.
+        """
+        data = bytearray()
+        refusal: web.HTTPException
+        try:
+            try:
+                await in_time(self._read(request, data), self._patience_s)
+            except asyncio.TimeoutError:
+                refusal = web.HTTPRequestTimeout(text=f"the request did not come in {self._patience_s:g} s")
+            except web.RequestPayloadError as error:
+                cause = error.__cause__
+                why = cause.message if isinstance(cause, HttpProcessingError) else "it was cut off"
+                refusal = web.HTTPBadRequest(text=f"the request's body cannot be read: {why}")
+            else:
+                yield data
+                return
+            refusal.force_close()
+            raise refusal
+        finally:
+            self._release(data)
+
+    async def _read(self, request: web.Request, data: bytearray) -> None:
+        while piece := await request.content.readany():
+            self._bodies_bytes -= _counted(data)
+            data += piece
+            self._bodies_bytes += _counted(data)
+            if len(data) > self._body_bytes_max:
+                raise web.HTTPRequestEntityTooLarge(
+                    self._body_bytes_max, text=f"the body has more than {self._body_bytes_max} bytes"
+                )
+            if self._bodies_bytes > self._bodies_bytes_max and _counted(data):
+                self._release(data)  # before another one is read, which may have room then
+                raise web.HTTPTooManyRequests(
+                    text=f"bodies of requests take {self._bodies_bytes_max} bytes already, the most that is kept of all"
+                )
+
+    def _release(self, data: bytearray) -> None:
+        self._bodies_bytes -= _counted(data)
+        data.clear()
+
+    @contextmanager
+    def taking(self, request: web.Request) -> Iterator[None]:
+        """While the answer to it is written: a client that does not take that is cut off, which cancels the handler, or
+        raises ConnectionResetError.
+        """
+        timer = asyncio.get_running_loop().call_later(self._patience_s, _abort, request.transport)
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    async def start(self, app: web.Application, host: str, port: int, log: logging.Logger, **options: Any) -> int:
+        """Listens; returns the port, which the system chooses for 0. OSError when it cannot.
+
+        log: where aiohttp and we report; what clients send is not reported. options: of AppRunner.
+        """
+        app.add_routes([self.route("*", "/{path:.*}", self._not_there)])
+        self._log = log
+        self._runner = web.AppRunner(app, access_log=None, logger=log, shutdown_timeout=_CLOSE_S, **options)
+        await self._runner.setup()
+        try:
+            self._server = await asyncio.get_running_loop().create_server(self._accept, host, port, backlog=_AT_ONCE)
+        except BaseException:
+            await self.close()
+            raise
+        for listening in self._server.sockets:  # asyncio takes one number for both
+            with socket.socket(fileno=os.dup(listening.fileno())) as same:
+                same.listen(_BACKLOG)
+        return int(self._server.sockets[0].getsockname()[1])
+
+    async def close(self) -> None:
+        """Stops listening; requests under way are cut off, unless they end within a second. Idempotent."""
+        server, self._server = self._server, None
+        runner, self._runner = self._runner, None
+        if server is not None:
+            server.close()
+        for timer in self._silent.values():
+            timer.cancel()
+        self._silent.clear()
+        if runner is not None:
+            await runner.cleanup()
+
+    async def _answer(self, handler: HttpHandler, request: web.Request) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except web.HTTPException as error:
+            return self.refusal_of(error)
+        except Exception as error:
+            if isinstance(error, _OF_CLIENTS) or request.writer.output_size > 0:
+                raise
+            self._log.exception("%s %s failed", request.method, request.path)
+            return self.refuse(500, failure(error))
+
+    def refusal_of(self, error: web.HTTPException) -> web.StreamResponse:
+        refusal = self.refuse(error.status, (error.text or error.reason).rstrip())
+        if error.keep_alive is False:
+            refusal.force_close()
+        return refusal
+
+    async def _not_there(self, request: web.Request) -> web.StreamResponse:
+        """For what no other route takes."""
+        own = request.match_info.route.resource
+        methods: set[str] = set()
+        for other in request.app.router.resources():
+            if other is not own:
+                methods |= (await other.resolve(request))[1]
+        if not methods:
+            return self.refuse(404, f"there is no {request.path} here")
+        refusal = self.refuse(405, f"{request.path} takes {' or '.join(sorted(methods))}, not {request.method}")
+        refusal.headers["Allow"] = ", ".join(sorted(methods))
+        return refusal
+
+    async def _expected(self, request: web.Request) -> web.StreamResponse | None:
+        """As aiohttp's own, which cannot say of bytes that are no text that it does not know them."""
+        if request.headers["Expect"].lower() != "100-continue":
+            return self.refuse(417, "Expect: only 100-continue is known")
+        if request.version == HttpVersion11 and request.transport is not None:
+            request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        return None
+
+    def _accept(self) -> asyncio.Protocol:
+        assert self._runner is not None
+        assert self._runner.server is not None  # since its setup()
+        if len(self._connections) >= self._connections_max:
+            spare = self._spare()
+            if spare is None:
+                return _Refused(
+                    self.refuse(503, f"{len(self._connections)} connections are open, the most that may be")
+                )
+            self._cut_off(spare)
+        connection = _Connection(
+            self,
+            self._runner.server,
+            access_log=None,
+            logger=self._log,
+            keepalive_timeout=self._patience_s,
+            lingering_time=min(_LINGER_S, self._patience_s),
+        )
+        self._connections.add(connection)
+        loop = asyncio.get_running_loop()
+        self._silent[connection] = loop.call_later(self._patience_s, self._cut_off, connection)
+        return connection
+
+    def _spare(self) -> _Connection | None:
+        """One that has no request under way."""
+        silent = next(iter(self._silent), None)
+        return silent or next((connection for connection in self._idle if connection.is_idle), None)
+
+    def _cut_off(self, connection: _Connection) -> None:
+        self.is_gone(connection)
+        connection.cut_off()
+
+
+class _Connection(web.RequestHandler):
+    """aiohttp's, whose own answers and reports are the listener's affair."""
+
+    __slots__ = ("_is_cut_off", "_listener", "_looked_at", "_looking")
+
+    def __init__(self, listener: Listener, server: web.Server, **options: Any) -> None:
+        super().__init__(server, loop=asyncio.get_running_loop(), **options)
+        self._listener = listener
+        self._is_cut_off = False
+        self._looking: asyncio.TimerHandle | None = None  # while nothing is read because too much is here
+        self._looked_at: web.BaseRequest | None = None  # which request ran then
+
+    @property
+    def is_idle(self) -> bool:
+        """It waits for a request, and none of the next is there."""
+        return self._waiter is not None and not self._waiter.done()
+
+    def cut_off(self) -> None:
+        """Also where it has no transport yet: asyncio accepts several before it connects the first."""
+        self._is_cut_off = True
+        self.force_close()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        if self._is_cut_off:
+            assert isinstance(transport, asyncio.Transport)
+            transport.abort()
+        super().connection_made(transport)
+
+    def data_received(self, data: bytes) -> None:
+        if self.is_idle:
+            self._listener.is_asking(self)
+        super().data_received(data)
+        if self._is_deaf and self._looking is None:
+            self._look_later()
+
+    @property
+    def _is_deaf(self) -> bool:
+        """Requests wait behind the one that runs, and nothing more is read."""
+        transport = self.transport
+        return bool(self._messages) and isinstance(transport, asyncio.Transport) and not transport.is_reading()
+
+    def _look_later(self) -> None:
+        self._looked_at = self._current_request
+        self._looking = asyncio.get_running_loop().call_later(_PIPELINED_S, self._look)
+
+    def _look(self) -> None:
+        self._looking = None
+        if self._is_deaf and self._current_request is not None and self._current_request is self._looked_at:
+            _abort(self.transport)
+        elif self._is_deaf:
+            self._look_later()
+        else:
+            self._looked_at = None
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._listener.is_gone(self)
+        if self._looking is not None:
+            self._looking.cancel()
+        self._looking = self._looked_at = None
+        super().connection_lost(exc)
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """For bytes that are no HTTP, and for what a handler raises in the middle of its answer."""
+        if not isinstance(exc, HttpProcessingError) or request.writer.output_size > 0:
+            return super().handle_error(request, status, exc, message)
+        self._listener.is_heard(self)
+        why = (message or "it is no HTTP").partition(_LINE_END)[0].rstrip(":")
+        refusal = self._listener.refuse(status, f"the request cannot be read: {why}")
+        refusal.force_close()
+        return refusal
+
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, *more: Any
+    ) -> tuple[web.StreamResponse, bool]:
+        """What no route was found for has no path: OPTIONS *, CONNECT."""
+        if isinstance(resp, web.HTTPException):
+            resp = self._listener.refusal_of(resp)
+        finished = await super().finish_response(request, resp, *more)
+        self._listener.is_answered(self)
+        return finished
+
+    def log_exception(self, *words: Any, **options: Any) -> None:
+        """Clients that are gone are no events: aiohttp would report a traceback for each."""
+        if not isinstance(options.get("exc_info"), _OF_CLIENTS):
+            super().log_exception(*words, **options)
+
+
+class _Refused(asyncio.Protocol):
+    """A connection that there is no room for: it is told so, whatever it asks, and ends."""
+
+    def __init__(self, refusal: web.Response) -> None:
+        body = (refusal.text or "").encode()
+        head = [
+            f"HTTP/1.1 {refusal.status} {refusal.reason}",
+            *(f"{name}: {value}" for name, value in refusal.headers.items() if name != "Content-Length"),
+            f"Content-Length: {len(body)}",
+            "Connection: close",
+        ]
+        self._answer = "\r\n".join([*head, "", ""]).encode() + body
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        transport.write(self._answer)
+        transport.close()
+
+
+def _connections_max() -> int:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return sys.maxsize
+    return max(soft - max(int(soft * _DESCRIPTORS_KEPT_SHARE), _DESCRIPTORS_KEPT_MIN), 1)
+
+
+def failure(error: Exception) -> str:
+    """What a client is told of what is no mistake of its own; the whole of it is logged."""
+    return clipped(f"{type(error).__name__}: {error}; the server's log says where")
+
+
+def _counted(body: bytearray) -> int:
+    return max(len(body) - _SMALL_BYTES, 0)
+
+
+def _abort(transport: asyncio.Transport | None) -> None:
+    """None: its client is gone already."""
+    if transport is not None:
+        transport.abort()

@@ -1,0 +1,59 @@
+"""How nodes find a router: its HTTP front tells the address of its engine to whoever knows the secret."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from urllib.parse import urlsplit
+
+from crossrail._extras import needs
+from crossrail.errors import UsageError
+from crossrail.kv.errors import RouterNotFound
+from crossrail.kv.http.client_errors import client_error_text
+from crossrail.kv.services.node import FindRouter
+
+with needs(__name__, "'crossrail[kv]'"):
+    import aiohttp
+
+PATH = "/kv/router"
+_TIMEOUT_S = 3.0
+_ADDRESS_BYTES_MAX = 4096
+_LINE_END = "\n"
+
+
+def token(secret: bytes) -> str:
+    """What proves at the HTTP front that one knows the secret. It opens nothing but the address."""
+    return hmac.digest(secret, b"crossrail kv rendezvous", "sha256").hex()
+
+
+def check_url(url: str) -> None:
+    """UsageError for what can be no router's: it would be asked for ever."""
+    try:
+        parts = urlsplit(url)
+        is_whole = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_whole = False
+    if not is_whole:
+        raise UsageError(f"router is {url!r}, must be a URL as http://HOST:8000")
+
+
+def find_by_http(url: str, secret: bytes) -> FindRouter:
+    """Asks the router whose front is at `url` ("http://host:port"), anew each time: it may have been restarted."""
+
+    async def find() -> bytes:
+        headers = {"Authorization": f"Bearer {token(secret)}"}
+        timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=timeout) as session,
+                session.get(url.rstrip("/") + PATH, headers=headers) as response,
+            ):
+                if response.status != 200:
+                    said = (await response.content.read(500)).decode(errors="replace").strip()
+                    # A router says why in a line; anything else that listens there may answer with a page.
+                    raise RouterNotFound(f"{url} answered {response.status}: {said.partition(_LINE_END)[0]}")
+                return await response.content.read(_ADDRESS_BYTES_MAX)
+        except (aiohttp.ClientError, asyncio.TimeoutError) as error:
+            raise RouterNotFound(f"{url}: {client_error_text(error)}") from None
+
+    return find

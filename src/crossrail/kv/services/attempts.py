@@ -1,0 +1,66 @@
+"""What those who write KV remember of attempts: how they ended, for who asks again, and of which nobody can say so."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from crossrail._latest import Latest
+from crossrail.control.deadlines import loop_time_s
+from crossrail.control.mailbox import Mailbox
+from crossrail.kv import messages as m
+from crossrail.kv.transfer.job import Doubts, SendJob
+
+# Who asks, by incarnation: names may come from clients, and two routers may have given one to two decoders. For which
+# request, or part of it. The how manieth time.
+Key = tuple[bytes, str, int]
+
+
+class OfAttempt(Protocol):
+    """A message about an attempt."""
+
+    @property
+    def request(self) -> str: ...
+
+    @property
+    def attempt(self) -> int: ...
+
+
+class AttemptBook:
+    """Of one writer. Threads: the event loop's.
+
+    ended: how attempts ended, by key, the latest `kept`. What is in it is refused when it is asked for once more, also
+    when it was withdrawn before it came.
+    """
+
+    def __init__(self, mailbox: Mailbox, kept: int) -> None:
+        self._wire = mailbox.wire
+        self.ended: Latest[Key, m.Progress] = Latest(kept)
+        self._doubts = Doubts()
+
+    def key_of(self, decoder: bytes, about: OfAttempt) -> Key:
+        """decoder: its address, as of who sent the message."""
+        return self._wire.identity(decoder), about.request, about.attempt
+
+    def end(
+        self, key: Key, job: SendJob | None, state: m.Ended, detail: str = "", timeline: Sequence[m.Span] = ()
+    ) -> None:
+        """Nothing of it will be written any more. job: that did, None: nothing was."""
+        self._doubts.note(key, job)
+        self.ended[key] = m.Progress(key[1], key[2], state, m.clipped(detail), list(timeline))
+
+    def quiesced(self, key: Key, job: SendJob | None = None) -> m.Quiesced:
+        """The answer to a Withdraw, once its job was cancelled and has ended. TransferStopped: what was sent before may
+        still arrive.
+        """
+        self._doubts.note(key, job)
+        self._doubts.check(key)
+        return m.Quiesced(key[1], key[2])
+
+    def why_unwanted(self, decoder: bytes, deadline_at_s: float) -> str:
+        """Why whoever asked for an attempt cannot want it any more; empty: he may."""
+        if self._wire.is_lost(decoder):
+            return "its decoder is gone"
+        if loop_time_s() >= deadline_at_s:
+            return "its decoder's time is up"
+        return ""

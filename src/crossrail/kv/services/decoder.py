@@ -1,0 +1,510 @@
+"""The decoder: has a prompt's KV sent here, runs the last prompt token and all that follow, and tells the router.
+
+Life of a request here:
+1. started: pages for the prompt and all that may be generated are reserved, or the router is told to look elsewhere.
+2. fetching: a prefiller writes the KV (fetch.py); if it is lost, the router names another. Meanwhile the pages are
+   given back: at once where the prefiller had no room, else once the router has said nothing for answer_timeout_s,
+   whatever the reason. Who has to have pages again comes before all that is new.
+3. decoding: token by token; each goes to the router at once, and is kept until the router has taken it.
+4. ended: pages and its place are given back, the router is told why. A stop (client gone, deadline, router's word)
+   ends it at any point. If the model hangs, its requests end here at once, and go on at other decoders; their pages
+   stay until the model has let go of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from msgspec import structs
+
+from crossrail._latest import Latest
+from crossrail.control.deadlines import loop_time_s, set_in_time
+from crossrail.control.mailbox import Mailbox
+from crossrail.errors import CrossrailError, UsageError
+from crossrail.kv import messages as m
+from crossrail.kv.errors import DuplicateRequest, NoPages
+from crossrail.kv.model import Model, Tokens, generate
+from crossrail.kv.services.fetch import Fetcher
+from crossrail.kv.services.kept_room import KeptRoom
+from crossrail.kv.services.model_watch import ModelWatch
+from crossrail.kv.services.node import FindRouter, Node, NodeOptions, RequestsOf, RouterLink
+from crossrail.kv.services.serving import PrefillerGone, Serving, Stopped
+from crossrail.kv.services.timeline import Timeline
+from crossrail.kv.services.to_router import ToRouter
+from crossrail.kv.services.told import Told
+from crossrail.kv.services.tracing import RequestSpan
+from crossrail.kv.transfer.layout import KvLayout, compatible
+from crossrail.kv.transfer.memory import RankMemory
+from crossrail.kv.transfer.pages import PageState
+from crossrail.kv.transfer.prefix import page_hashes
+from crossrail.kv.transfer.receiver import KvReceiver
+from crossrail.kv.transfer.reception import Reception
+
+log = logging.getLogger("crossrail.kv")
+
+_ENDED_KEPT = 16384
+_UNTOLD_KEPT = 4096  # of what has ended and its router, which is gone, has not taken: what has ended last
+# Of requests whose end was taken: 400 a second. A router adopts as many of each decoder, and _UNTOLD_KEPT more.
+_TOLD_KEPT_S, _TOLD_KEPT, _TOLD_KEPT_BYTES = 10.0, 4096, 64 << 20
+_TIMELINE_WAIT_S = (
+    0.2  # of an end for what its prefiller spent its time on; one that lives says so in some milliseconds
+)
+# Of room that is kept, beside the time that its router may wait for another decoder's answer before it asks again.
+_KEPT_S = 1.0
+_NAME_SHOWN = 28  # characters of four bytes at most, so that 129 characters take no more than 256 bytes
+
+
+class Decoder(Node):
+    """A Node that decodes."""
+
+    role: m.Role = "decoder"
+
+    def __init__(
+        self,
+        name: str,
+        mailbox: Mailbox,
+        model: Model,
+        ranks: Mapping[int, RankMemory],
+        find_routers: Sequence[FindRouter],
+        options: NodeOptions | None = None,
+    ) -> None:
+        super().__init__(name, mailbox, model, ranks, find_routers, options)
+        self.receiver = KvReceiver(
+            model.layout,
+            [ranks[rank] for rank in sorted(ranks)],
+            self.pool,
+            tail_bytes=model.tail_bytes,
+            # Quarantined requests keep theirs while others take their place.
+            tail_slots=2 * self.options.requests_max,
+        )
+        self._fetcher = Fetcher(mailbox, self.options, self.receiver, self._report_room)
+        self._servings: dict[str, Serving] = {}
+        self._untold: dict[str, Serving] = {}  # of those, what has ended, in this order
+        self._ended: Latest[str, int] = Latest(_ENDED_KEPT)  # by request, the latest placement
+        self._told = Told(_TOLD_KEPT_S, _TOLD_KEPT, _TOLD_KEPT_BYTES)
+        self._replacements = 0
+        self._lacking = 0  # requests that need pages again
+        self._turn = asyncio.Lock()  # of those, first come, first served
+        self._room = asyncio.Event()  # set when pages came back
+        self._kept_room = KeptRoom(self.options.answer_timeout_s + _KEPT_S)
+        self._to_router = ToRouter(mailbox, self.options, self._let_go_of_pages)
+        self._model_watch = ModelWatch(name, self.options.model_timeout_s, "has computed no token")
+        self._held_by_model: set[asyncio.Task[m.End]] = set()  # of requests that have ended, but for a call of it
+        mailbox.handle(m.Start, self._on_start)
+        mailbox.handle(m.Cancel, self._on_cancel)
+
+    def start(self) -> None:
+        super().start()
+        self.mailbox.spawn(self._hand_over_when_model_hangs(), "watching the model")
+
+    def load(self) -> m.Load:
+        active = self._active()
+        return m.Load(
+            requests=len(active),
+            queued_tokens=sum(len(serving.context) + serving.left for serving in active),
+            pages_free=self.pool.available,
+            pages_total=self.pool.pages,
+            pages_quarantined=self.pool.report().pages[PageState.QUARANTINED],
+            draining=self.draining,
+        )
+
+    def _active(self) -> list[Serving]:
+        """What has not ended. Of the others only their end is still to be told, which may take a minute if their router
+        is gone, and takes no place. Nor does what waits without pages for a router that is gone.
+        """
+        return [
+            serving
+            for serving in self._servings.values()
+            if serving.end is None and (serving.reception is not None or serving.link.address is not None)
+        ]
+
+    def requests_of(self, link: RouterLink) -> RequestsOf:
+        def is_its(serving: Serving) -> bool:
+            # Of its router, too, if that is known by two links: what it does not hear of here is begun anew.
+            return link.found == serving.router or serving.link is link
+
+        its = [serving for serving in self._servings.values() if not serving.is_unwanted and is_its(serving)]
+        untold = [name for name, serving in self._untold.items() if not serving.is_unwanted and is_its(serving)]
+        told = [
+            serving
+            for serving in self._told.latest()
+            if is_its(serving) and serving.request not in self._servings  # by that name it was placed anew
+        ]
+        ended = set(untold)
+        return RequestsOf([serving.request for serving in its if serving.request not in ended], untold, told)
+
+    def needs(self, link: RouterLink) -> bool:
+        return any(serving.link is link for serving in self._servings.values())
+
+    def on_joined(self, link: RouterLink, told: list[Serving]) -> None:
+        for serving in self._servings.values():
+            if serving.link is link:
+                serving.offer_again()
+        for serving in told:
+            if serving.link is link:  # should it be the same router, it says that it knows
+                serving.offer_again()
+                self.mailbox.spawn(self._to_router.deliver(serving), f"tokens of {serving.request}, once more")
+
+    async def close(self) -> None:
+        """Stops requests, waits for prefillers to be quiet as long as the options say, and ends. Idempotent.
+
+        Leaves the routers first, so that they have others go on with the requests. What these end with here is offered
+        once. Raises WaitTimeout, with all else closed, while a prefiller stands still in the middle of a copy to here.
+        """
+        self._to_router.closing = self.draining = True
+        if self._servings:
+            await self._leave()
+        for serving in self._servings.values():
+            serving.stop("error", f"decoder {self.name!r} is closing")
+        if self._servings:
+            await self.drain(2 * self.options.prefiller_timeout_s)
+        await super().close()
+        for working in list(self._held_by_model):
+            await _cancelled(working)
+        await self.receiver.shut()
+
+    # --- what the router says ---
+
+    async def _on_start(self, sender: bytes, start: m.Start) -> m.Message:
+        serving = self._servings.get(start.request)
+        # Not by its link: a router that had given us up may place it here again before we know that we are back.
+        if serving is not None and serving.router == sender and serving.placement <= start.placement:
+            if serving.placement == start.placement:
+                return m.Started(start.request)
+            serving.stop("cancelled", "its router has placed it anew")
+            return m.StartRefused(start.request, f"node {self.name!r} is ending an earlier placement of it", busy=True)
+        try:
+            context = m.unpack_tokens(start.tokens)
+            self._check(start, context)
+            left = start.sampling.max_tokens - start.generated
+            self._check_size(context, left)
+            link = next((link for link in self.links if link.address == sender), None)
+            busy = self._kept_for_another(sender, start) or self._too_busy()
+            if link is None:  # its answer to our Join is late, or we left it
+                busy = f"node {self.name!r} is no member of that router yet, or any more"
+            if busy or link is None:
+                return m.StartRefused(start.request, busy, busy=True)
+            # Last: room is made for it by giving up pages whose content is known.
+            reception = self._reserve(start.request, context, left)
+        except NoPages as error:
+            # Without its name: the router says so to others as well, which need no less.
+            return m.StartRefused(start.request, m.clipped(f"node {self.name!r}: {error.why}"), busy=True)
+        except DuplicateRequest as error:
+            return m.StartRefused(start.request, m.clipped(error), busy=False, is_duplicate=True)
+        except UsageError as error:
+            return m.StartRefused(start.request, m.clipped(error), busy=False)
+        if self._kept_room.start(sender, start.request):
+            self._report_room()
+        timeline = Timeline(asyncio.get_running_loop().time)
+        serving = Serving(start.request, link, sender, start.placement, context, start.sampling, timeline, reception)
+        serving.tokens += context[len(context) - start.generated :].tolist()
+        serving.taken = start.generated
+        self._servings[start.request] = serving
+        self._count_active(len(self._servings))
+        self.mailbox.spawn(self._serve(serving, start), f"request {start.request}")
+        return m.Started(start.request)
+
+    def _check(self, start: m.Start, context: Tokens) -> None:
+        """UsageError for what no decoder could do, DuplicateRequest for a name that was used."""
+        if start.request in self._servings or start.placement <= self._ended.get(start.request, 0):
+            raise DuplicateRequest(f"request {start.request!r} is or was under way at node {self.name!r}")
+        if not len(context) or (len(context) > 1) != (start.prefiller is not None):
+            raise UsageError("a prompt has at least one token, and a prefiller from two tokens on")
+        if start.generated > min(start.sampling.max_tokens, len(context) - 1):
+            raise UsageError(
+                f"{start.generated} of {len(context)} tokens cannot be generated ones, of at most "
+                f"{start.sampling.max_tokens}"
+            )
+        self._check_by_model(start, context)
+        if start.prefiller is not None:
+            compatible(self.model.layout, KvLayout.from_wire(start.prefiller.layout))
+
+    def _check_by_model(self, start: m.Start, context: Tokens) -> None:
+        try:
+            self.model.check(context, start.sampling.max_tokens - start.generated)
+        except UsageError:
+            raise
+        except Exception as error:  # of a model of the user's own: he is told, and no other decoder is asked
+            log.exception("request %s: check() of model %s failed", start.request, self.model.name)
+            raised = f"{type(error).__name__}: {error}"
+            raise UsageError(f"check() of model {self.model.name!r} at node {self.name!r} raised {raised}") from None
+
+    def _too_busy(self) -> str:
+        if self.draining:
+            return f"node {self.name!r} is draining"
+        if why := self._model_watch.hangs:
+            return why
+        if self._held_by_model:
+            return f"the model of node {self.name!r} hung, and has not let go of {len(self._held_by_model)} requests"
+        if self._lacking:
+            return f"node {self.name!r} has requests that wait for pages"
+        if (active := len(self._active())) >= self.options.requests_max:
+            return f"node {self.name!r} serves {active} requests, which is its most"
+        return ""
+
+    def _kept_for_another(self, router: bytes, start: m.Start) -> str:
+        """Why this one has to wait. One that has waited long is the next, if none is."""
+        now_s = loop_time_s()
+        if start.has_waited and self._kept_room.ask(router, start.request, now_s):
+            self._report_room()
+        if self._kept_room.is_for_another(router, start.request, now_s):
+            return f"node {self.name!r} is kept for a request that has waited longer"
+        return ""
+
+    async def _on_cancel(self, sender: bytes, cancel: m.Cancel) -> m.Message:
+        if self._kept_room.end(sender, cancel.request):
+            self._report_room()
+        if not cancel.placement:  # its name is not used up: it never was here
+            return m.Taken(wanted=False)
+        serving = self._servings.get(cancel.request)
+        # Names may come from clients, and another router may have one of this name that we have refused. Who has placed
+        # ours is heard, and who is in its stead.
+        if serving is not None and sender not in (serving.router, serving.link.found):
+            return m.Taken(wanted=False)
+        self._remember_ended(cancel.request, cancel.placement)  # its Start may still be on the way
+        if serving is None or serving.placement > cancel.placement:
+            return m.Taken(wanted=False)
+        serving.is_unwanted = serving.is_unwanted or sender == serving.router
+        serving.stop("cancelled", cancel.reason)
+        return m.Taken()
+
+    # --- pages ---
+
+    def _check_size(self, context: Tokens, left: int) -> None:
+        """UsageError when there never will be enough pages."""
+        wanted = self.model.layout.pages_of(len(context) + left)
+        if wanted > self.pool.pages:
+            raise UsageError(
+                f"{len(context)} + {left} tokens take {wanted} pages, node {self.name!r} has {self.pool.pages}"
+            )
+
+    def _reserve(self, request: str, context: Tokens, left: int) -> Reception:
+        """NoPages when there are too few now."""
+        return self.receiver.reserve(request, len(context) - 1, room_tokens=1 + left, names=self._names(context))
+
+    def _names(self, context: Tokens) -> list[bytes]:
+        """Of the pages that a prefiller fills: the last token is run here."""
+        return page_hashes(context[:-1], self.model.layout.page_tokens, salt=self.model.name.encode())
+
+    async def _pages_of(self, serving: Serving) -> Reception:
+        """Those that it has, or else others as soon as there are any."""
+        reception = serving.reception
+        if reception is None:
+            begun = serving.timeline.now()
+            self._lacking += 1
+            try:
+                await serving.unless_stopped(self._reserve_again(serving))
+            finally:
+                self._lacking -= 1
+            serving.timeline.add("pages", begun)
+            reception = serving.reception
+        assert reception is not None
+        return reception
+
+    async def _reserve_again(self, serving: Serving) -> None:
+        """For one that has no pages any more: in its turn, and as soon as there are enough, and a place: another may
+        have its own.
+        """
+        give_up_s = serving.timeline.now() + self.options.page_wait_s
+        async with self._turn:
+            while True:
+                self._room.clear()
+                having = sum(other.reception is not None for other in self._servings.values())
+                why = f"it serves {having} requests, which is its most"
+                if having < self.options.requests_max:
+                    try:
+                        serving.reception = self._reserve(self._new_name(serving), serving.context, serving.left)
+                        return
+                    except NoPages as error:
+                        why = error.why
+                if (left_s := give_up_s - serving.timeline.now()) <= 0:
+                    long = f"node {self.name!r} had no pages for it again within {self.options.page_wait_s:g} s"
+                    raise Stopped("overloaded", f"{long}: {why}")
+                await set_in_time(self._room, left_s)
+
+    def _new_name(self, serving: Serving) -> str:
+        """For pages of it while quarantined ones may have its own. Longer than any name that a message can have."""
+        self._replacements += 1
+        return f"{serving.request[:_NAME_SHOWN]} again {self._replacements}".ljust(m.NAME_CHARS_MAX + 1)
+
+    def _give_back(self, serving: Serving) -> None:
+        """Its pages, unless somebody may still write there, who is seen to elsewhere."""
+        reception, serving.reception = serving.reception, None
+        if reception is not None and reception.state in (PageState.RESERVED, PageState.IN_USE):
+            reception.release()
+            self._room.set()  # who waits for pages does not wait until the router has heard of it, too
+
+    def _report_room(self) -> None:
+        self._room.set()
+        for link in self.links:
+            link.report_soon()
+
+    # --- serving ---
+
+    async def _serve(self, serving: Serving, start: m.Start) -> None:
+        loop = asyncio.get_running_loop()
+        about: dict[str, str | int] = {"crossrail.request": start.request, "crossrail.node": self.name}
+        span = RequestSpan("crossrail.kv.decode", start.traceparent, about)
+        serving.traceparent = span.traceparent
+        timer = loop.call_later(start.timeout_s, serving.stop, "deadline", "its time was up")
+        delivery = self.mailbox.spawn(self._to_router.deliver(serving), f"tokens of {serving.request}")
+        working = asyncio.ensure_future(self._run(serving, start, loop_time_s() + start.timeout_s))
+        working.add_done_callback(partial(self._on_worked, serving))  # before whoever waits for it
+        try:
+            end = await self._end_of_work(serving, working)
+        finally:
+            timer.cancel()
+            if not working.done():
+                self._held_by_model.add(working)
+                working.add_done_callback(self._on_let_go)
+        serving.finish(end)
+        self._untold[serving.request] = serving
+        self._report_room()
+        self._let_go_of_untold()
+        span.end(end.detail or end.reason if end.reason in ("error", "overloaded", "deadline") else "")
+        await asyncio.wait([delivery])
+        if serving.is_told:
+            self._told.add(serving)
+        del self._servings[serving.request], self._untold[serving.request]
+        self._remember_ended(serving.request, serving.placement)
+        self._count_active(len(self._servings))
+
+    def _on_worked(self, serving: Serving, working: asyncio.Task[m.End]) -> None:
+        self._give_back(serving)
+        if not working.cancelled():
+            working.exception()  # of one that was handed over, nobody asks for it
+
+    async def _end_of_work(self, serving: Serving, working: asyncio.Task[m.End]) -> m.End:
+        """How it ended, or that the model hangs. Cancelled, it cancels the work and waits for its end."""
+        handing_over = asyncio.ensure_future(serving.handed_over.wait())
+        try:
+            await asyncio.wait([working, handing_over], return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                serving.raise_if_stopped()
+            return working.result()
+        except Stopped as stopped:
+            return m.End(stopped.reason, m.clipped(stopped), serving.timeline.spans)
+        except CrossrailError as error:
+            return m.End("error", m.clipped(error), serving.timeline.spans)
+        except asyncio.CancelledError:
+            await _cancelled(working)
+            raise
+        except Exception as error:
+            log.exception("request %s failed", serving.request)
+            return m.End("error", m.clipped(f"{type(error).__name__}: {error}"), serving.timeline.spans)
+        finally:
+            handing_over.cancel()
+
+    async def _hand_over_when_model_hangs(self) -> None:
+        while True:
+            why = await self._model_watch.wait()
+            its = [serving for serving in self._servings.values() if serving.is_decoding]
+            if handed_over := sum(serving.hand_over(why) for serving in its):
+                log.error("%s; requests that are to go on elsewhere: %d", why, handed_over)
+
+    def _on_let_go(self, working: asyncio.Task[m.End]) -> None:
+        """The model does not touch its pages any more."""
+        self._held_by_model.discard(working)
+        self._report_room()
+
+    def _let_go_of_untold(self) -> None:
+        if (over := len(self._untold) - _UNTOLD_KEPT) > 0:
+            nowhere = [serving for serving in self._untold.values() if serving.link.address is None]
+            for serving in nowhere[:over]:
+                serving.is_unwanted = True
+                serving.changed.set()
+
+    async def _run(self, serving: Serving, start: m.Start, deadline_at_s: float) -> m.End:
+        if serving.tokens and (serving.left == 0 or self._ends_it(serving)):
+            return self._end_of(serving)  # the decoder before had only not told the end
+        reception = serving.reception
+        assert reception is not None
+        tail = None
+        told: asyncio.Task[None] | None = None
+        if start.prefiller is not None:
+            reception, fetched = await self._fetch(serving, reception, start.prefiller, deadline_at_s)
+            tail = bytes(reception.tail()) if self.model.tail_bytes else b""
+            if fetched is not None:
+                reception.lease.publish(self._names(serving.context))
+                told = self.mailbox.spawn(self._add_timeline(serving, *fetched), "a prefiller's timeline")
+        else:
+            reception.lease.fill()
+            reception.lease.use()
+        begun = serving.timeline.now()
+        pages = reception.lease.pages
+        sampling = structs.replace(serving.sampling, max_tokens=serving.left)
+        is_first = True
+        with self._model_watch.computing(), serving.decoding():
+            async for token in generate(self.model, self.cache, serving.context, pages, sampling, tail):
+                self._model_watch.heard()
+                serving.raise_if_stopped()
+                if is_first:
+                    serving.timeline.add("first token", begun)
+                    is_first = False
+                serving.add(token)
+        serving.timeline.add("decode", begun)
+        if told is not None:
+            await asyncio.wait([told], timeout=_TIMELINE_WAIT_S)  # what comes later is in the end if it is told again
+        return self._end_of(serving)
+
+    def _ends_it(self, serving: Serving) -> bool:
+        return serving.tokens[-1] in self.model.end_tokens and not serving.sampling.ignore_end
+
+    def _end_of(self, serving: Serving) -> m.End:
+        return m.End("stop" if self._ends_it(serving) else "length", "", serving.timeline.spans)
+
+    async def _add_timeline(self, serving: Serving, prefiller: m.NodeRef, attempt: int) -> None:
+        dispatched_s = next((span.begin_s for span in reversed(serving.timeline.spans) if span.name == "dispatch"), 0.0)
+        spans = await self._fetcher.timeline_of(prefiller, serving.request, attempt)
+        serving.timeline.add_all("prefiller: ", spans, dispatched_s)
+
+    async def _fetch(
+        self, serving: Serving, reception: Reception, prefiller: m.NodeRef, deadline_at_s: float
+    ) -> tuple[Reception, tuple[m.NodeRef, int] | None]:
+        """Where the prompt's KV is, and who has sent it at last, at which attempt. None: all of it was known here."""
+        attempt = serving.placement
+        while True:
+            serving.raise_if_stopped()
+            if reception.needs_nothing:
+                await reception.arrived()
+                return reception, None
+            begun = serving.timeline.now()
+            try:
+                await self._fetcher.attempt(serving, prefiller, attempt, max(deadline_at_s - loop_time_s(), 0.0))
+                return reception, (prefiller, attempt)
+            except PrefillerGone as gone:
+                if gone.busy:
+                    self._let_go_of_pages(serving)
+                serving.timeline.add(f"lost attempt {attempt}", begun)
+                who = (prefiller.node, prefiller.address)
+                lost = m.PrefillerLost(serving.request, attempt, *who, m.clipped(gone), serving.placement, gone.busy)
+            begun = serving.timeline.now()
+            prefiller, attempt = await self._to_router.another_prefiller(serving, lost, deadline_at_s)
+            serving.timeline.add(f"another prefiller {attempt}", begun)
+            reception = await self._pages_of(serving)
+
+    def _let_go_of_pages(self, serving: Serving) -> None:
+        """Between two attempts, when nothing is written to them."""
+        if serving.reception is not None:
+            self._give_back(serving)
+            self._report_room()
+
+    def _remember_ended(self, request: str, placement: int) -> None:
+        self._ended[request] = max(placement, self._ended.get(request, 0))
+
+
+async def _cancelled(work: asyncio.Task[m.End]) -> None:
+    """Returns when it has ended, however often we are cancelled meanwhile; raises the cancellation then."""
+    cancelled: asyncio.CancelledError | None = None
+    work.cancel()
+    while not work.done():
+        try:
+            await asyncio.wait([work])
+        except asyncio.CancelledError as error:
+            cancelled = error
+            work.cancel()  # again: its code may have lost the first
+    if cancelled is not None:
+        raise cancelled

@@ -1,0 +1,162 @@
+"""How a decoder gets a prompt's KV: from one prefiller after another, until one has sent it all.
+
+An attempt ends in one of these ways, and in no other are its pages used again:
+- arrived: the count is complete.
+- refused: the prefiller said that it wrote nothing and will not.
+- withdrawn: it confirmed that nothing can land any more.
+- fenced: it is gone, or does not answer. Its way to our memory is shut, so whatever it still sends lands nowhere.
+- quarantined: it cannot be shut out, because it stands still in the middle of a copy. The pages stay out of use, the
+  request has none and needs others, and a task tries on until it can be.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from crossrail.control.mailbox import Mailbox, NoAnswer
+from crossrail.control.wire import Unreachable
+from crossrail.errors import CrossrailError, PeerLost, UsageError, WaitTimeout
+from crossrail.kv import messages as m
+from crossrail.kv.services.node import NodeOptions
+from crossrail.kv.services.serving import PrefillerGone, Serving
+from crossrail.kv.services.watching import Watch, lost_before_arrival
+from crossrail.kv.transfer.layout import KvLayout
+from crossrail.kv.transfer.receiver import KvReceiver
+from crossrail.kv.transfer.reception import Reception
+
+log = logging.getLogger("crossrail.kv")
+
+
+class Fetcher:
+    """Makes attempts. Threads: the event loop's.
+
+    on_released(): called when quarantined pages came back.
+    """
+
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        options: NodeOptions,
+        receiver: KvReceiver,
+        on_released: Callable[[], None],
+    ) -> None:
+        self._mailbox = mailbox
+        self._options = options
+        self._receiver = receiver
+        self._on_released = on_released
+
+    async def attempt(self, serving: Serving, prefiller: m.NodeRef, attempt: int, left_s: float) -> None:
+        """Returns when all is there. Raises PrefillerGone, Stopped, or what this node cannot ask of any prefiller, with
+        the pages quiet or quarantined. The request has pages.
+        """
+        key = (serving.request, attempt)
+        reception = serving.reception
+        assert reception is not None
+        begun = serving.timeline.now()
+        try:
+            target = reception.dispatch(KvLayout.from_wire(prefiller.layout), self._writer(prefiller))
+        except UsageError as mismatch:
+            raise PrefillerGone(str(mismatch)) from None
+        self._mailbox.wire.try_anew(prefiller.address)  # the router believes in it again
+        tokens = m.pack_tokens(serving.context[:-1])
+        question = m.Dispatch(*key, tokens, target.to_wire(), left_s, serving.traceparent)
+        kinds = (m.Dispatched, m.DispatchRefused)
+        try:
+            answer = await self._mailbox.ask(prefiller.address, question, kinds, self._options.answer_timeout_s)
+        except CrossrailError as error:
+            await self._withdraw(serving, reception, prefiller, attempt)
+            if isinstance(error, NoAnswer | Unreachable):
+                raise PrefillerGone(str(error)) from None
+            raise
+        if isinstance(answer, m.DispatchRefused):
+            await reception.withdraw(_confirmed, 1.0)
+            raise PrefillerGone(answer.reason, answer.busy)
+        serving.timeline.add("dispatch", begun)
+        if why := await self._lost_before_arrival(serving, reception, prefiller, key):
+            await self._withdraw(serving, reception, prefiller, attempt)
+            serving.raise_if_stopped()
+            raise PrefillerGone(why)
+        serving.timeline.add("transfer", begun)
+
+    async def timeline_of(self, prefiller: m.NodeRef, request: str, attempt: int) -> list[m.Span]:
+        """What the prefiller spent its time on; empty when it does not say so soon."""
+        pause_s = 0.02
+        for _ in range(5):
+            try:
+                question = m.Probe(request, attempt)
+                progress = await self._mailbox.ask(
+                    prefiller.address, question, m.Progress, self._options.answer_timeout_s
+                )
+            except (NoAnswer, Unreachable) as error:
+                log.info("no timeline of %s from %s: %s", request, prefiller.node, error)
+                return []
+            if progress.timeline:
+                return progress.timeline
+            await asyncio.sleep(pause_s)
+            pause_s *= 2
+        return []
+
+    async def _lost_before_arrival(
+        self, serving: Serving, reception: Reception, prefiller: m.NodeRef, key: tuple[str, int]
+    ) -> str:
+        """Empty when all has arrived; else why it will not, or that it was stopped."""
+        options, who = self._options, f"prefiller {prefiller.node!r}"
+        watch = Watch(
+            self._mailbox,
+            prefiller.address,
+            who,
+            *key,
+            options.probe_s,
+            options.prefiller_timeout_s,
+            model_timeout_s=options.model_timeout_s,
+        )
+        return await lost_before_arrival(reception.arrived(), [watch], serving.stop_wanted)
+
+    async def _withdraw(self, serving: Serving, reception: Reception, prefiller: m.NodeRef, attempt: int) -> None:
+        """Afterwards serving.reception is quiet, or None if this one had to be quarantined."""
+        try:
+            await reception.withdraw(
+                lambda: self._ask_to_stop(prefiller, serving.request, attempt), self._options.prefiller_timeout_s
+            )
+            return
+        except (WaitTimeout, NoAnswer, Unreachable) as error:
+            log.warning("request %s, attempt %d: %s; it is fenced off", serving.request, attempt, error)
+        try:
+            await self._shut_out(reception, prefiller)
+        except WaitTimeout as error:
+            log.warning("request %s, attempt %d: %s; its pages are quarantined", serving.request, attempt, error)
+            self._mailbox.spawn(self._reclaim(reception, prefiller), "reclaiming pages")
+            serving.reception = None
+
+    async def _shut_out(self, reception: Reception, prefiller: m.NodeRef) -> None:
+        """Ends all that this incarnation of a prefiller has under way here. WaitTimeout: a copy of it stands still."""
+        await self._receiver.fence(self._writer(prefiller), self._options.prefiller_timeout_s)
+        await reception.withdraw(_confirmed, self._options.prefiller_timeout_s)
+
+    def _writer(self, prefiller: m.NodeRef) -> str:
+        return self._mailbox.wire.identity(prefiller.address).hex()
+
+    async def _ask_to_stop(self, prefiller: m.NodeRef, request: str, attempt: int) -> None:
+        wait_s = self._options.prefiller_timeout_s
+        try:
+            await self._mailbox.ask(prefiller.address, m.Withdraw(request, attempt), m.Quiesced, wait_s)
+        except Unreachable as error:
+            if self._mailbox.wire.is_lost(prefiller.address):
+                raise PeerLost(str(error)) from None
+            raise
+
+    async def _reclaim(self, reception: Reception, prefiller: m.NodeRef) -> None:
+        while True:
+            try:
+                await self._shut_out(reception, prefiller)
+                break
+            except WaitTimeout as error:
+                log.info("pages of %s stay quarantined: %s", reception.request, error)
+        reception.release()
+        self._on_released()
+
+
+async def _confirmed() -> None:
+    """For a withdrawal of what is known to be quiet."""

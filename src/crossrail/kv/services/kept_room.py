@@ -1,0 +1,55 @@
+"""What comes back at a decoder is kept for one request that has waited long, so that it starts although smaller ones
+would always fit, whichever routers they come from."""
+
+from __future__ import annotations
+
+import math
+
+KEPT_IN_A_ROW_S = 10.0  # then others have a turn: how long a request may wait is its router's choice, and not theirs
+_YIELDED_S = 1.0
+
+
+class KeptRoom:
+    """Threads: the event loop's. Times: its clock. Requests are those of a router, since two may have given one name.
+
+    kept_s: after its router's last word. That one asks more than once a second, but while another decoder that it asks
+    is silent; when it dies, it says nothing.
+    Invariant: one has it at most, the first that asked, until it has started, was not heard of for kept_s, or has had
+    it for KEPT_IN_A_ROW_S. Then it has it again once another request has started, or after a second.
+    """
+
+    def __init__(self, kept_s: float) -> None:
+        self._kept_s = kept_s
+        self._of: tuple[bytes, str] | None = None
+        self._since_s = self._until_s = -math.inf
+        self._yielding: tuple[bytes, str] | None = None
+        self._yielding_until_s = -math.inf
+
+    def ask(self, router: bytes, request: str, now_s: float) -> bool:
+        """This one has waited long, and waits for room here. Whether its turn is over, and others may start."""
+        asker = (router, request)
+        if self.is_for_another(router, request, now_s) or (asker == self._yielding and now_s < self._yielding_until_s):
+            return False
+        if self._of != asker or now_s >= self._until_s:
+            self._since_s = now_s
+        elif now_s - self._since_s >= KEPT_IN_A_ROW_S:
+            self._yielding, self._yielding_until_s = asker, now_s + _YIELDED_S
+            return self.end(router, request)
+        self._of, self._until_s = asker, now_s + self._kept_s
+        return False
+
+    def is_for_another(self, router: bytes, request: str, now_s: float) -> bool:
+        return now_s < self._until_s and self._of != (router, request)
+
+    def start(self, router: bytes, request: str) -> bool:
+        """It has started: as end(), and who has yielded to it needs to no longer."""
+        if self._yielding != (router, request):
+            self._yielding = None
+        return self.end(router, request)
+
+    def end(self, router: bytes, request: str) -> bool:
+        """It has started, or nobody wants it any more. Whether room was kept for it: others may have been refused."""
+        was_kept = self._of == (router, request)
+        if was_kept:
+            self._of, self._until_s = None, -math.inf
+        return was_kept

@@ -1,0 +1,309 @@
+"""What prefillers and decoders have in common: they belong to routers, report, drain and leave."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import re
+from abc import abstractmethod
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from crossrail._closing import AsyncClosing
+from crossrail._options import check_counts, check_seconds, check_waits
+from crossrail.control.deadlines import loop_time_s, set_in_time
+from crossrail.control.mailbox import Mailbox, NoAnswer
+from crossrail.control.wire import Unreachable
+from crossrail.errors import CrossrailError, UsageError
+from crossrail.kv import messages as m
+from crossrail.kv.errors import NodeRefused
+from crossrail.kv.model import Cache, Model
+from crossrail.kv.services.membership import refuse
+from crossrail.kv.transfer.memory import RankMemory
+from crossrail.kv.transfer.pages import PagePool
+
+if TYPE_CHECKING:
+    from crossrail.kv.services.serving import Serving
+
+log = logging.getLogger("crossrail.kv")
+
+_NUMBER = re.compile(r"\d+")
+
+# Where a router is now: its address, or an exception when it cannot be found.
+FindRouter = Callable[[], Awaitable[bytes]]
+
+
+@dataclass(frozen=True)
+class NodeOptions:
+    """Options of prefillers and decoders.
+
+    join_s: how long a router may take to answer. retry_s: pause before looking for a router again. lease_s: of the
+        node's record in etcd, if it has one.
+    chunk_tokens: tokens per prefill step. queue_max: requests that a prefiller accepts besides the one it works on.
+    queue_tokens_max: once their prompts have so many tokens it accepts no further ones; this bounds its memory.
+    requests_max: requests that a decoder serves concurrently. page_wait_s: how long a prefiller, or a decoder that had
+        to give pages back, waits for some before it gives up a request.
+    probe_s: how often a decoder asks its prefiller for progress. prefiller_timeout_s: a prefiller that does not answer
+        for this long is given up. model_timeout_s: so is one whose model computes and has announced no layer for this
+        long, and a decoder whose model has computed no token; neither takes anything new meanwhile.
+    answer_timeout_s: how long an answer to other questions may take; a decoder that waits for longer to be named
+        another prefiller gives the request's pages back until it is.
+    UsageError for an invalid value.
+    """
+
+    join_s: float = 3.0
+    retry_s: float = 0.5
+    chunk_tokens: int = 2048
+    queue_max: int = 256
+    queue_tokens_max: int = 1 << 24
+    requests_max: int = 256
+    probe_s: float = 1.0
+    prefiller_timeout_s: float = 4.0
+    model_timeout_s: float = 120.0
+    answer_timeout_s: float = 3.0
+    page_wait_s: float = 30.0
+    lease_s: float = 4.0
+
+    def __post_init__(self) -> None:
+        check_waits(m.SECONDS_MAX, join_s=self.join_s, retry_s=self.retry_s, probe_s=self.probe_s, lease_s=self.lease_s)
+        check_waits(
+            m.SECONDS_MAX,
+            prefiller_timeout_s=self.prefiller_timeout_s,
+            model_timeout_s=self.model_timeout_s,
+            answer_timeout_s=self.answer_timeout_s,
+        )
+        check_seconds(page_wait_s=self.page_wait_s)
+        check_counts(1, chunk_tokens=self.chunk_tokens, requests_max=self.requests_max)
+        check_counts(1, queue_max=self.queue_max, queue_tokens_max=self.queue_tokens_max)
+
+
+class RequestsOf(NamedTuple):
+    """Requests of a router. running: go on. untold: have ended, and it has not taken that. told: it has, not long ago.
+
+    untold and told: in the order in which they ended.
+    """
+
+    running: list[str]
+    untold: list[str]
+    told: list[Serving]
+
+    def names(self) -> list[str]:
+        return [*self.running, *(serving.request for serving in self.told), *self.untold]
+
+
+class RouterLink:
+    """This node's membership with one router, for as long as the node lives, through restarts of the router.
+
+    address: where the router is; None while it is not known, or does not know us.
+    found: where it was last, or will be: who joins is known to the router some time before it hears so.
+    router: its name, as far as it is known; a node may have several, and its log says which it means.
+    """
+
+    def __init__(self, node: Node, find: FindRouter, router: str = "") -> None:
+        self._node = node
+        self._find = find
+        self._router = f"router {router!r}" if router else "its router"
+        self._had_joined = False
+        self.address: bytes | None = None
+        self.found: bytes | None = None
+        self.joined = asyncio.Event()
+        self._report_now = asyncio.Event()
+        self._left = False
+        self._trouble = ""  # why there is no router, as it was told last
+
+    def report_soon(self) -> None:
+        """Something changed that the router should know before the next heartbeat."""
+        self._report_now.set()
+
+    async def run(self) -> None:
+        """Joins, reports, joins again when it must; ends when it is refused, or has left."""
+        while not self._left:
+            try:
+                address = self.found = await self._find()
+                self._node.mailbox.wire.try_anew(address)  # who was cut off from it for long has given it up
+                await self._stay(address, await self._join(address))
+            except NodeRefused as refusal:
+                self._node.refuse(refusal)
+                return
+            except (CrossrailError, OSError, asyncio.TimeoutError) as error:
+                self._tell_trouble(str(error) or type(error).__name__)
+            self.address = None
+            self.joined.clear()
+            await asyncio.sleep(self._node.options.retry_s)
+
+    def _tell_trouble(self, trouble: str) -> None:
+        """Once for each reason, whatever its numbers: it is tried again twice a second, maybe for days. Who leaves
+        needs none.
+        """
+        reason = _NUMBER.sub("0", trouble)
+        if not self._node.draining and reason != self._trouble:
+            what = "has lost" if self._had_joined else "has not joined"
+            log.warning("node %s %s %s, and keeps trying: %s", self._node.name, what, self._router, trouble)
+            self._trouble = reason
+
+    def _tell_joined(self, router: str) -> None:
+        self._router, self._had_joined = f"router {router!r}", True
+        level = logging.WARNING if self._trouble else logging.INFO
+        log.log(level, "node %s has joined %s", self._node.name, self._router)
+        self._trouble = ""
+
+    async def leave(self) -> None:
+        """Says goodbye, if the router can be reached, and does not come back. Idempotent."""
+        if self._left:
+            return
+        self._left = True
+        self.report_soon()
+        if self.address is not None:
+            try:
+                await self._node.mailbox.ask(self.address, m.Leave(self._node.name), m.Taken, 1.0)
+            except (Unreachable, NoAnswer) as error:
+                log.info("node %s left without a word: %s", self._node.name, error)
+
+    async def _join(self, address: bytes) -> m.Joined:
+        node, kinds = self._node, (m.Joined, m.JoinRefused)
+        told = node.requests_of(self).told  # all these are told again, also what would be kept no longer by then
+        while True:
+            its = node.requests_of(self)._replace(told=told)
+            ended = len(its.told) + len(its.untold)
+            question = m.Join(node.record, node.load(), its.names(), next(node.joins), ended)
+            answer: m.Joined | m.JoinRefused = await node.mailbox.ask(address, question, kinds, node.options.join_s)
+            if isinstance(answer, m.JoinRefused):
+                raise NodeRefused(f"node {node.name!r} was refused: {answer.reason}")
+            if {*its.running, *its.untold} <= set(node.requests_of(self).names()):
+                # Else the router believes in what is here no more, as an end that was kept for long. What runs for it
+                # gets only less until it is joined.
+                break
+        self.address = address
+        self.joined.set()
+        self._tell_joined(answer.router)
+        self._node.on_joined(self, told)
+        return answer
+
+    async def _stay(self, address: bytes, terms: m.Joined) -> None:
+        """Reports until the router does not know us, or does not answer for a lease."""
+        heard_s = loop_time_s()
+        while True:
+            await set_in_time(self._report_now, terms.heartbeat_s)
+            self._report_now.clear()
+            try:
+                question = m.Heartbeat(self._node.name, self._node.load())
+                answer = await self._node.mailbox.ask(address, question, m.HeartbeatTaken, terms.lease_s)
+            except NoAnswer:
+                if loop_time_s() - heard_s > terms.lease_s:
+                    raise
+                continue
+            if not answer.member:
+                raise NoAnswer("the router does not know this node any more")
+            heard_s = loop_time_s()
+
+
+class Node(AsyncClosing):
+    """A prefiller or a decoder: base class. Threads: the event loop's.
+
+    Lifecycle: 1. made. 2. start(). 3. drain(): what is there is finished, nothing new taken. 4. close().
+    ranks: memory of each rank of the model's layout, by rank. find_routers: one for each router that it is to serve.
+    refused: raises what a router, or whoever keeps the members, has against the node.
+    Owner of the mailbox, the memory and the engine: whoever made them; they stay open until after close().
+    """
+
+    role: m.Role
+
+    def __init__(
+        self,
+        name: str,
+        mailbox: Mailbox,
+        model: Model,
+        ranks: Mapping[int, RankMemory],
+        find_routers: Sequence[FindRouter],
+        options: NodeOptions | None = None,
+    ) -> None:
+        m.check_name(name)
+        if sorted(ranks) != list(range(model.layout.tp)):
+            raise UsageError(f"ranks {sorted(ranks)} are given, a node has all of its layout's {model.layout.tp}")
+        self.name = name
+        self.mailbox = mailbox
+        self.model = model
+        self.options = options or NodeOptions()
+        self.pool = PagePool(model.layout.pages, model.layout.page_tokens)
+        self.cache: Cache = [
+            [ranks[rank].layer(layer) for layer in range(model.layout.layers)] for rank in range(model.layout.tp)
+        ]
+        self.record = m.NodeRecord(name, mailbox.address, model.layout.to_wire(), role=self.role, model=model.name)
+        self.draining = False
+        self.joins = itertools.count(1)
+        self.refused: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.links = [RouterLink(self, find) for find in find_routers]
+        self._link_tasks: dict[RouterLink, asyncio.Task[None]] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def __repr__(self) -> str:
+        state = "draining" if self.draining else f"of {sum(link.joined.is_set() for link in self.links)} routers"
+        return f"<{type(self).__name__} {self.name!r} with {self.model.name}, {state}>"
+
+    @abstractmethod
+    def load(self) -> m.Load:
+        """What a router is told."""
+
+    def requests_of(self, link: RouterLink) -> RequestsOf:
+        """What came from this router."""
+        return RequestsOf([], [], [])
+
+    def needs(self, link: RouterLink) -> bool:
+        """Whether something here is to be told to this router, should it come back."""
+        return False
+
+    def on_joined(self, link: RouterLink, told: list[Serving]) -> None:  # not every node has something to do then
+        """The router knows us, for the first time or again. told: of requests_of(), as it has heard."""
+
+    def start(self) -> None:
+        """Begins to take messages, and joins the routers."""
+        self.mailbox.start()
+        for link in self.links:
+            self._run_link(link)
+
+    def add_link(self, find: FindRouter, router: str = "") -> RouterLink:
+        """Joins one more router, of this name if it is known. After start()."""
+        self.links.append(RouterLink(self, find, router))
+        self._run_link(self.links[-1])
+        return self.links[-1]
+
+    def drop_link(self, link: RouterLink) -> bool:
+        """Looks no longer for a router of add_link(). False: we are its member, or something here waits for it."""
+        if link.joined.is_set() or self.needs(link):
+            return False
+        self.links.remove(link)
+        self._link_tasks.pop(link).cancel()
+        return True
+
+    def refuse(self, why: CrossrailError) -> None:
+        """It is not wanted here, and will not be: whoever awaits `refused` hears the first such reason."""
+        refuse(self.refused, why)
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Takes nothing new, waits until all that is here has ended, and leaves. False when that took too long."""
+        self.draining = True
+        for link in self.links:
+            link.report_soon()
+        ended = await set_in_time(self._idle, timeout_s)
+        await self._leave()
+        return ended
+
+    async def close(self) -> None:
+        """Ends what is under way. Idempotent."""
+        await self.mailbox.close()
+
+    async def _leave(self) -> None:
+        await asyncio.gather(*(link.leave() for link in self.links))
+
+    def _run_link(self, link: RouterLink) -> None:
+        self._link_tasks[link] = self.mailbox.spawn(link.run(), f"membership of {self.name}")
+
+    def _count_active(self, active: int) -> None:
+        """To be called whenever the number of requests under way changes."""
+        if active:
+            self._idle.clear()
+        else:
+            self._idle.set()

@@ -1,0 +1,187 @@
+"""Which nodes a router gives a request to, and what it has given to whom."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import get_args
+
+from crossrail.errors import UsageError
+from crossrail.kv.messages import Role
+from crossrail.kv.model import Tokens
+from crossrail.kv.services.membership import Member, Membership
+from crossrail.kv.services.router_requests import Running
+from crossrail.kv.services.selection import PrefixMemory, cost
+from crossrail.kv.transfer.prefix import page_hashes
+
+_PREFIX_TOKENS = 64  # of a block in the router's own memory of prefixes; nodes have pages of their own sizes
+
+
+def prefix_names(prompt: Tokens) -> list[bytes]:
+    """Of a prompt's blocks, as Placement knows them."""
+    return page_hashes(prompt, _PREFIX_TOKENS)
+
+
+class ModelsSeen:
+    """Models that nodes have, or had in the last keep_s: they may come back, and requests wait for them.
+
+    Nothing is unknown until keep_s after start(): nodes are still to join then. Times: the event loop's clock.
+    """
+
+    def __init__(self, membership: Membership) -> None:
+        self._membership = membership
+        self._started_s = math.inf
+        self._seen_s: dict[str, float] = {}
+
+    def start(self, now_s: float) -> None:
+        """From now on nodes may join."""
+        self._started_s = now_s
+
+    def look(self, now_s: float, keep_s: float) -> None:
+        """To be called regularly."""
+        for role in get_args(Role):
+            self._seen_s |= {member.record.model: now_s for member in self._membership.members(role)}
+        self._seen_s = {model: seen_s for model, seen_s in self._seen_s.items() if now_s - seen_s <= keep_s}
+
+    def is_unknown(self, model: str, now_s: float, keep_s: float) -> bool:
+        self.look(now_s, keep_s)
+        return model not in self._seen_s and now_s - self._started_s > keep_s
+
+    def names(self) -> list[str]:
+        return sorted(self._seen_s)
+
+
+class Placement:
+    """Threads: the event loop's.
+
+    Invariant: what is counted as under way at a node is the prompts of requests whose `prefiller` it is, and the
+    weights of those that are charged to it as their `decoder`.
+    Invariant: a decoder is kept for one request at most, and a request has one kept at most.
+    """
+
+    def __init__(self, membership: Membership) -> None:
+        self._membership = membership
+        self._prefixes = PrefixMemory()
+        self._sent: Counter[bytes] = Counter()  # tokens under way, by address
+        self._kept: dict[str, bytes] = {}  # by request that has waited too long for room: a decoder
+        self._kept_for: dict[bytes, str] = {}  # the same, by the decoder
+
+    def best(self, members: Sequence[Member], running: Running) -> Member:
+        """The one that takes the request soonest, as far as is known here."""
+        tokens = len(running.prompt)
+
+        def cost_at(member: Member) -> tuple[int, int, str]:
+            waiting = max(member.load.queued_tokens, self._sent.get(member.address, 0))
+            return cost(waiting, self._cached_tokens(member, running), tokens, member.name)
+
+        return min(members, key=cost_at)
+
+    def prefillers(self, running: Running, model: str) -> list[Member]:
+        """Those with this model that take requests, and have pages enough for it."""
+        return [
+            member
+            for member in self._membership.members("prefiller")
+            if member.record.model == model and not member.load.draining and running.prefill_tokens <= member.tokens_max
+        ]
+
+    def prefill_tokens(self) -> dict[str, int]:
+        """By model: how long a prompt may be for one of the prefillers that take requests."""
+        longest: dict[str, int] = {}
+        for member in self._membership.members("prefiller"):
+            if not member.load.draining:
+                longest[member.record.model] = max(longest.get(member.record.model, 0), member.tokens_max)
+        return longest
+
+    def check_length(self, prompt_tokens: int, model: str | None) -> None:
+        """UsageError when there are prefillers, draining ones too, and none of them has pages enough for a prompt."""
+        there = [member for member in self._membership.members("prefiller") if model in (None, member.record.model)]
+        largest = max(there, key=lambda member: member.tokens_max, default=None)
+        if largest is not None and prompt_tokens - 1 > largest.tokens_max:
+            pages, there_are = largest.layout.pages_of(prompt_tokens - 1), largest.layout.pages
+            raise UsageError(
+                f"the {prompt_tokens} tokens of the prompt take {pages} pages at prefiller {largest.name!r}, which has "
+                f"{there_are}, and no other has room for more tokens"
+            )
+
+    def keep(self, running: Running, decoder: Member) -> None:
+        """From now on this one takes no younger request, so that what runs there leaves room for this one.
+
+        Else one that is as large as a decoder's memory would wait for ever behind small ones, which always fit.
+        """
+        self.release(running)
+        self._kept[running.request], self._kept_for[decoder.address] = decoder.address, running.request
+
+    def room_at(self, decoder: Member, running: Running) -> int:
+        """Tokens for which this decoder needs room, as far as is known here."""
+        return max(weight(running) - self._cached_tokens(decoder, running), 0)
+
+    def names_at(self, node: Member) -> Mapping[bytes, None]:
+        """Of prompts' blocks that are there, as far as is known here."""
+        return self._prefixes.names_at(node.address)
+
+    def release(self, running: Running) -> bytes | None:
+        """It waits no more. Returns the address of the decoder that was kept for it, if one was."""
+        decoder = self._kept.pop(running.request, None)
+        if decoder is not None:
+            del self._kept_for[decoder]
+        return decoder
+
+    def kept_for(self, decoder: Member) -> str | None:
+        """The request that it is kept for."""
+        return self._kept_for.get(decoder.address)
+
+    def is_kept_for(self, decoder: Member, running: Running) -> bool:
+        return self.kept_for(decoder) == running.request
+
+    def is_kept(self, decoder: Member, running: Running) -> bool:
+        """For another request."""
+        return self.kept_for(decoder) not in (None, running.request)
+
+    def give(self, running: Running, decoder: Member, prefiller: Member | None) -> None:
+        """The decoder has taken it, and asks this prefiller. Of who is gone by now nothing is counted."""
+        running.decoder, running.model, running.is_charged = decoder, decoder.record.model, self._is_member(decoder)
+        if running.is_charged:
+            self._sent[decoder.address] += weight(running)
+            self._prefixes.note(decoder.address, running.names)
+        self.assign(running, prefiller)
+
+    def assign(self, running: Running, prefiller: Member | None) -> None:
+        """Counts the prompt as work of its prefiller, from now on until it has another or ends."""
+        if running.prefiller is not None:
+            self._discharge(running.prefiller, len(running.prompt))
+        if prefiller is not None and not self._is_member(prefiller):
+            prefiller = None
+        running.prefiller = prefiller
+        if prefiller is not None:
+            self._sent[prefiller.address] += len(running.prompt)
+            self._prefixes.note(prefiller.address, running.names)
+
+    def take_back(self, running: Running) -> None:
+        """Neither of its nodes has anything to do for it any more."""
+        if running.decoder is not None and running.is_charged:
+            self._discharge(running.decoder, weight(running))
+        running.is_charged = False
+        self.assign(running, None)
+
+    def forget(self, member: Member) -> None:
+        """It is gone."""
+        self._prefixes.forget(member.address)
+        self._sent.pop(member.address, None)
+        if (request := self._kept_for.pop(member.address, None)) is not None:
+            del self._kept[request]
+
+    def _cached_tokens(self, member: Member, running: Running) -> int:
+        return self._prefixes.match(member.address, running.names) * _PREFIX_TOKENS
+
+    def _is_member(self, node: Member) -> bool:
+        return any(member is node for member in self._membership.members(node.record.role))
+
+    def _discharge(self, member: Member, tokens: int) -> None:
+        if member.address in self._sent:  # else it is gone, and forgotten
+            self._sent[member.address] -= tokens
+
+
+def weight(running: Running) -> int:
+    """Tokens that a decoder keeps for it, at most."""
+    return len(running.prompt) + running.sampling.max_tokens

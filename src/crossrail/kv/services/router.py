@@ -1,0 +1,557 @@
+"""The router: takes requests, chooses a prefiller and a decoder for each, and sees them to their end.
+
+Life of a request here:
+1. admitted, unless `requests_max` are under way (Overloaded).
+2. waits for its turn at a decoder (waiting.py), and is given to it together with the prefiller that it is to ask. A
+   decoder that is busy or silent is passed over. A request that has waited half of `queue_s` has a decoder kept for it,
+   which takes nothing younger until it goes on, of no router: it is told so.
+3. tokens come from the decoder, in order, repeated until taken.
+4. a decoder whose prefiller dies asks for another; the client sees nothing but time.
+5. a decoder that dies or leaves: another one goes on behind the tokens that are here; of those that die, `restarts_max`
+   times. What the one before had generated and not told is generated again; no client sees a token twice.
+6. ended: by the decoder's word; or because the client is gone, or time is up, or nobody can go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections import Counter
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from functools import partial
+
+from crossrail._closing import AsyncClosing
+from crossrail._options import check_counts, check_seconds, check_waits
+from crossrail.control.deadlines import in_time, loop_time_s, set_in_time
+from crossrail.control.mailbox import Mailbox, NoAnswer
+from crossrail.control.wire import Unreachable
+from crossrail.errors import CrossrailError, UsageError
+from crossrail.kv import messages as m
+from crossrail.kv.errors import DuplicateRequest, Overloaded, Unavailable, UnknownModel
+from crossrail.kv.model import Tokens
+from crossrail.kv.services.membership import Member, Membership, Roster, refuse
+from crossrail.kv.services.placement import ModelsSeen, Placement, prefix_names, weight
+from crossrail.kv.services.redispatch import Redispatch, nobody_waits
+from crossrail.kv.services.router_requests import Adopted, Adoptions, Chunk, Ends, Running
+from crossrail.kv.services.tracing import checked
+from crossrail.kv.services.waiting import Refusal, Waiter, Waiting
+
+log = logging.getLogger("crossrail.kv")
+
+_REFUSED: dict[type[CrossrailError], str] = {
+    DuplicateRequest: "duplicate",
+    UsageError: "invalid",
+    UnknownModel: "unknown-model",
+    Overloaded: "overloaded",
+    Unavailable: "unavailable",
+}
+
+
+@dataclass(frozen=True)
+class RouterOptions:
+    """Options of a router.
+
+    heartbeat_s: how often nodes report. lease_s: a node that has not reported for this long is gone.
+    requests_max: requests in progress; further ones are Overloaded. tokens_max: the same for the sum of their prompts
+        and max_tokens; a request is always taken when it is the only one. queue_s: how long a request waits for a node
+        with room. request_timeout_s: how long one may take in total. answer_timeout_s: how long a node may take to
+        answer.
+    attempts_max: prefillers that a decoder tries. restarts_max: how many decoders may die during a request before it
+        fails. sweep_s: how often members are checked.
+    UsageError for an invalid value.
+    """
+
+    heartbeat_s: float = 1.0
+    lease_s: float = 4.0
+    requests_max: int = 1024
+    tokens_max: int = 1 << 26
+    queue_s: float = 10.0
+    request_timeout_s: float = 600.0
+    answer_timeout_s: float = 3.0
+    attempts_max: int = 8
+    restarts_max: int = 2
+    sweep_s: float = 0.25
+
+    def __post_init__(self) -> None:
+        check_waits(m.SECONDS_MAX, heartbeat_s=self.heartbeat_s, lease_s=self.lease_s, sweep_s=self.sweep_s)
+        check_waits(m.SECONDS_MAX, request_timeout_s=self.request_timeout_s, answer_timeout_s=self.answer_timeout_s)
+        check_seconds(queue_s=self.queue_s)
+        check_counts(1, requests_max=self.requests_max, tokens_max=self.tokens_max, attempts_max=self.attempts_max)
+        check_counts(0, restarts_max=self.restarts_max)
+
+
+class Router(AsyncClosing):
+    """Threads: the event loop's. start(), then complete() any number of times side by side, then close().
+
+    membership: who is there; None: whoever joins by message, as long as its heartbeats come: heartbeat_s is at most
+        half of lease_s then.
+    refused: since start(); raises why it may have no nodes, as when another router has its name.
+    """
+
+    refused: asyncio.Future[None]
+
+    def __init__(
+        self,
+        name: str,
+        mailbox: Mailbox,
+        options: RouterOptions | None = None,
+        membership: Membership | None = None,
+    ) -> None:
+        m.check_name(name)
+        self.name = name
+        self.options = options or RouterOptions()
+        self.roster = membership or _roster(self.options)
+        # Requests by how they ended, each once: an EndReason, or how it was refused. Beside them, how often one got
+        # another prefiller ("redispatched"), or another decoder ("restarted").
+        self.counts: Counter[str] = Counter()
+        self._mailbox = mailbox
+        self._running: dict[str, Running] = {}
+        self._ended = Ends()
+        self._adopted = Adoptions()
+        self._looked_s = 0.0  # after members, on the event loop's clock
+        self._is_closing = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._numbers = itertools.count(1)
+        self._arrivals = itertools.count(1)
+        self._tokens = 0  # of requests under way, by their weight
+        self._placement = Placement(self.roster)
+        self._waiting = Waiting(self.roster, self._placement)
+        self._redispatch = Redispatch(self._placement)
+        self._models = ModelsSeen(self.roster)
+        self.roster.on_gone(self._on_gone)
+        mailbox.handle(m.Join, self._on_join)
+        mailbox.handle(m.Heartbeat, self._on_heartbeat)
+        mailbox.handle(m.Leave, self._on_leave)
+        mailbox.handle(m.Tokens, self._on_tokens)
+        mailbox.handle(m.PrefillerLost, self._on_prefiller_lost)
+
+    def __repr__(self) -> str:
+        return f"<Router {self.name!r}, {self.requests} requests>"
+
+    @property
+    def requests(self) -> int:
+        """Under way."""
+        return len(self._running)
+
+    @property
+    def mailbox(self) -> Mailbox:
+        """That it was made with."""
+        return self._mailbox
+
+    def start(self) -> None:
+        """Begins to take messages."""
+        self._mailbox.start()
+        self.refused = asyncio.get_running_loop().create_future()
+        self.roster.start(self.name, self._mailbox, partial(refuse, self.refused))
+        self._looked_s = loop_time_s()
+        self._models.start(self._looked_s)
+        self._mailbox.spawn(self._sweep(), "looking after members")
+        self._mailbox.spawn(self._waiting.run(), "giving turns to requests that wait")
+        self._mailbox.spawn(self._waiting.look(), "looking after requests that wait")
+
+    @property
+    def is_closing(self) -> bool:
+        """It takes no more requests: since drain(), or close()."""
+        return self._is_closing
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Takes no more requests, and waits until those under way have ended. False when that took too long."""
+        self._is_closing = True
+        return await set_in_time(self._idle, timeout_s)
+
+    async def close(self) -> None:
+        """Takes no more requests and ends those under way here, whose clients are told why. Idempotent.
+
+        Decoders go on with theirs until another router is there. Call it while clients can still hear of their end.
+        """
+        self._is_closing = True
+        for running in self._running.values():
+            running.finish("error", "the router is closing")
+        self._waiting.end()
+        await self._mailbox.close()
+        await self.roster.close()
+
+    def adopted(self, request: str) -> Adopted | None:
+        """A request that was begun by an earlier router, as far as it is known."""
+        return self._adopted.get(request)
+
+    def ended(self, request: str) -> m.End | None:
+        """How a request ended; None when it did not, or too long ago. The latest few hundred have their timelines."""
+        return self._ended.get(request)
+
+    def new_name(self) -> str:
+        """For a request; no other router, nor this one, gives it to another."""
+        return f"{self._mailbox.wire.identity(self._mailbox.address).hex()[:16]}-{next(self._numbers)}"
+
+    # --- requests ---
+
+    async def complete(
+        self,
+        prompt: Tokens,
+        sampling: m.Sampling,
+        *,
+        model: str | None = None,
+        request: str | None = None,
+        timeout_s: float | None = None,
+        traceparent: str = "",
+    ) -> AsyncGenerator[Chunk, None]:
+        """Chunks of tokens that follow the prompt; the last has an end. Leaving the iteration cancels the request.
+
+        model: which, None: that of any node; one that no node has had for queue_s is unknown. request: its name, None:
+        a new one. timeout_s: how long it may take in total, at most the router's request_timeout_s.
+        traceparent: of the trace that spans of it belong to (crossrail.kv.services.tracing).
+        Raises UsageError, DuplicateRequest, UnknownModel, Overloaded, Unavailable; all before the first chunk.
+        """
+        try:
+            running = self._admit(prompt, sampling, model, request, timeout_s)
+        except CrossrailError as error:
+            self.counts[_outcome(error)] += 1
+            raise
+        running.traceparent = checked(traceparent)
+        try:
+            try:
+                await self._place(running)
+            except CrossrailError as error:
+                self.counts[_outcome(error)] += 1
+                self._forget(running)  # nobody has it: there is nothing to cancel
+                raise
+            while True:
+                chunk = await self._next_chunk(running)
+                running.end = chunk.end
+                yield chunk
+                if chunk.end is not None:
+                    return
+        finally:
+            self._drop(running)
+
+    def has_enough(self, request: str, why: str) -> None:
+        """Whoever iterates complete() has all he wants, and leaves: it ends as "stop", not as cancelled."""
+        running = self._running.get(request)
+        if running is not None and not running.ended:
+            running.ended = True
+            running.end = m.End("stop", why)
+            self._cancel(running, why)
+
+    def _admit(
+        self, prompt: Tokens, sampling: m.Sampling, model: str | None, request: str | None, timeout_s: float | None
+    ) -> Running:
+        if len(prompt) == 0:
+            raise UsageError("the prompt is empty: at least one token is needed")
+        if len(prompt) + sampling.max_tokens > m.TOKENS_MAX:
+            raise UsageError(f"{len(prompt)} + {sampling.max_tokens} tokens, at most {m.TOKENS_MAX} are served")
+        if self._is_closing:
+            raise Unavailable(f"router {self.name!r} is closing")
+        request = request or self.new_name()
+        if self._knows(request):
+            raise DuplicateRequest(f"request {request!r} is or was under way: names are used once")
+        if model is not None and self._models.is_unknown(model, loop_time_s(), self.options.queue_s):
+            names = ", ".join(self._models.names()) or "none"
+            raise UnknownModel(f"no node of router {self.name!r} has model {model!r}; there are {names}")
+        self._placement.check_length(len(prompt), model)
+        if len(self._running) >= self.options.requests_max:
+            raise Overloaded(f"{len(self._running)} requests are under way, at most {self.options.requests_max} may be")
+        tokens = self._tokens
+        if tokens and tokens + len(prompt) + sampling.max_tokens > self.options.tokens_max:
+            raise Overloaded(f"requests of {tokens} tokens are under way, at most {self.options.tokens_max} may be")
+        patience_s = (
+            self.options.request_timeout_s if timeout_s is None else min(timeout_s, self.options.request_timeout_s)
+        )
+        deadline_at_s = loop_time_s() + patience_s
+        number = next(self._arrivals)
+        running = Running(request, prompt, sampling, prefix_names(prompt), deadline_at_s, model, number)
+        self._running[request] = running
+        self._tokens += weight(running)
+        self._idle.clear()
+        return running
+
+    def _knows(self, request: str) -> bool:
+        return request in self._running or any(known.get(request) is not None for known in (self._ended, self._adopted))
+
+    async def _place(self, running: Running) -> None:
+        """Finds a decoder that takes it, or returns because it has ended meanwhile."""
+        try:
+            await self._try_to_place(running)
+        finally:
+            kept = self._placement.release(running)
+            decoder = None if kept is None else self._decoder_at(kept)
+            if kept is not None:
+                self._waiting.news(kept)
+            if decoder is not None and decoder is not running.decoder:
+                # Others are to have it at once. One that it was just offered to hears so by the offer, or its cancel.
+                cancel = m.Cancel(running.request, "it waits here no more", 0)
+                self._mailbox.spawn(self._tell_cancelled(decoder, cancel), "giving up kept room")
+
+    async def _try_to_place(self, running: Running) -> None:
+        begun_s, queue_s = loop_time_s(), self.options.queue_s
+        give_up_s, grace_s = min(begun_s + queue_s, running.deadline_at_s), self.options.answer_timeout_s
+        with self._waiting.queued(running, begun_s + queue_s / 2) as waiter:
+            while (decoder := await self._waiting.turn(waiter, give_up_s, grace_s)) is not None:
+                refusal = await self._offer(running, decoder)
+                self._waiting.answered(waiter, refusal)
+                if refusal is None:
+                    return
+            if not running.ended:
+                self._give_up(waiter)
+
+    def _give_up(self, waiter: Waiter) -> None:
+        """Raises why nobody has taken it, or ends it if its own time is up."""
+        running = waiter.running
+        decoders = [member for member in self.roster.members("decoder") if not member.load.draining]
+        if not any(running.model in (None, member.record.model) for member in decoders):
+            of = f" for model {running.model!r}" if running.model else ""
+            others = sorted({repr(member.record.model) for member in self.roster.members("decoder")})
+            there = f"; there are some for {', '.join(others)}" if of and others else ""
+            raise Unavailable(waiter.why or f"no decoder{of} has joined router {self.name!r}{there}")
+        lacking = self._waiting.lacks_prefiller(waiter)
+        why = self._no_prefiller(running, lacking) if lacking else waiter.why or self._waiting.why_not(waiter)
+        if loop_time_s() >= running.deadline_at_s:
+            running.finish("deadline", f"no node took it before its time was up; the last one said: {why}")
+            return
+        if lacking:
+            raise Unavailable(why)
+        raise Overloaded(f"no node took the request within {self.options.queue_s:g} s; the last one said: {why}")
+
+    def _no_prefiller(self, running: Running, model: str) -> str:
+        is_there = any(member.record.model == model for member in self.roster.members("prefiller"))
+        having = f" with pages for {running.prefill_tokens} tokens" if is_there else ""
+        return f"no prefiller for model {model!r}{having} has joined router {self.name!r}"
+
+    async def _offer(self, running: Running, decoder: Member) -> Refusal | None:
+        """None when the decoder has taken it."""
+        prefiller = None
+        context = running.context
+        if len(context) > 1:
+            able = self._placement.prefillers(running, decoder.record.model)
+            if not able:
+                self._waiting.prefillers_changed()
+                return Refusal(self._no_prefiller(running, decoder.record.model))
+            prefiller = self._placement.best(able, running)
+        generated = len(running.tokens)
+        running.decoder, running.placement = decoder, running.attempt
+        running.failed.clear()
+        running.note_room()
+        start = m.Start(
+            running.request,
+            m.pack_tokens(context),
+            running.sampling,
+            max(running.deadline_at_s - loop_time_s(), 0.0),
+            None if prefiller is None else prefiller.record.ref,
+            running.placement,
+            generated,
+            running.traceparent,
+            self._placement.is_kept_for(decoder, running),
+        )
+        try:
+            answer = await self._mailbox.ask(
+                decoder.address, start, (m.Started, m.StartRefused), self.options.answer_timeout_s
+            )
+        except (Unreachable, NoAnswer) as error:
+            if len(running.tokens) == generated and not running.ended:
+                # It may have begun all the same: what comes from it is refused from now on, and ends there.
+                self._cancel(running, "it was given to another decoder")
+                running.decoder = None
+                running.attempt += 1
+                # Believed for long: else the first that waits would be offered to a silent one again and again.
+                long_s = self.options.answer_timeout_s if isinstance(error, NoAnswer) else None
+                return Refusal(f"node {decoder.name!r}: {error}", long_s)
+            answer = m.Started(running.request)  # which is only late
+        if isinstance(answer, m.StartRefused):
+            running.decoder = None
+            if answer.is_duplicate:
+                raise DuplicateRequest(answer.reason)
+            if not answer.busy:
+                raise UsageError(answer.reason)
+            return Refusal(answer.reason)
+        if self._running.get(running.request) is running:  # else its client has left, and the decoder was told
+            self._placement.give(running, decoder, prefiller)
+            if not any(member is decoder for member in self.roster.members("decoder")):
+                self._on_decoder_gone(running, decoder, f"node {decoder.name!r} went as it took the request")
+        return None
+
+    def _on_decoder_gone(self, running: Running, decoder: Member, why: str) -> None:
+        """Another one is to go on, unless too many have died, maybe of this request."""
+        self._placement.take_back(running)
+        running.decoder = None
+        if running.ended:
+            return
+        if not decoder.has_left:
+            if running.restarts >= self.options.restarts_max:
+                running.finish("error", f"its decoder is gone: {why}; so were {running.restarts} before")
+                return
+            running.restarts += 1
+        running.attempt += 1
+        self.counts["restarted"] += 1
+        log.info("request %s goes on behind %d tokens elsewhere: %s", running.request, len(running.tokens), why)
+        self._mailbox.spawn(self._restart(running, why), "restarting a request")
+
+    async def _restart(self, running: Running, why: str) -> None:
+        try:
+            await self._place(running)
+        except CrossrailError as error:
+            running.finish("error", f"its decoder is gone: {why}; nobody else goes on with it: {error}")
+
+    async def _next_chunk(self, running: Running) -> Chunk:
+        left_s = running.deadline_at_s - loop_time_s()
+        try:
+            return await in_time(running.chunks.get(), left_s)
+        except asyncio.TimeoutError:
+            running.ended = True
+            self._cancel(running, "its time is up")
+            return Chunk([], m.End("deadline", "the router's time for it was up"))
+
+    def _drop(self, running: Running) -> None:
+        """Forgets a request; one that has not ended is cancelled at its decoder."""
+        if not self._forget(running):
+            return
+        if not running.ended:
+            running.ended = True
+            self._cancel(running, "the client is gone")
+        end = running.end or m.End("cancelled", "the client is gone")
+        self.counts[end.reason] += 1
+        self._ended.keep(running.request, end)
+        self._placement.take_back(running)
+        if running.decoder is not None:
+            self._waiting.news(running.decoder.address)
+
+    def _forget(self, running: Running) -> bool:
+        """Whether it was known."""
+        known = self._running.pop(running.request, None) is not None
+        if known:
+            self._tokens -= weight(running)
+        if not self._running:
+            self._idle.set()
+        return known
+
+    def _cancel(self, running: Running, why: str) -> None:
+        if running.decoder is not None:
+            cancel = m.Cancel(running.request, why, running.placement)
+            self._mailbox.spawn(self._tell_cancelled(running.decoder, cancel), "cancelling")
+
+    async def _tell_cancelled(self, decoder: Member, cancel: m.Cancel) -> None:
+        try:
+            await self._mailbox.ask(decoder.address, cancel, m.Taken, self.options.lease_s)
+        except (Unreachable, NoAnswer) as error:
+            # When it comes back it offers tokens, and hears then that nobody wants them.
+            log.info("cancel of %s did not reach %s: %s", cancel.request, decoder.name, error)
+
+    # --- what nodes say ---
+
+    def _decoder_at(self, address: bytes) -> Member | None:
+        return next((member for member in self.roster.members("decoder") if member.address == address), None)
+
+    async def _on_join(self, sender: bytes, join: m.Join) -> m.Message:
+        if join.record.address != sender:
+            return m.JoinRefused(f"node {join.record.node!r} gives an address that is not its own")
+        self._look_after_members()  # it may come in a dead one's stead
+        try:
+            self.roster.join(join.record, join.load, loop_time_s())
+        except UsageError as refusal:
+            log.warning("refused: %s", refusal)
+            return m.JoinRefused(m.clipped(refusal))
+        going = len(join.running) - join.ended
+        for index, request in enumerate(join.running):
+            if request not in self._running and self._ended.get(request) is None:
+                self._adopted.add(request, sender, has_ended=index >= going)
+        self._restart_what_is_not_running(sender, join)
+        self._waiting.prefillers_changed()
+        self._waiting.news(sender)
+        return m.Joined(self.name, self.options.heartbeat_s, self.options.lease_s)
+
+    def _restart_what_is_not_running(self, sender: bytes, join: m.Join) -> None:
+        """What a decoder had and has not any more: we stood still, or were cut off, for longer than it keeps an end.
+
+        It begins nothing for us between a Join and our answer; so what it has now is not missing in its latest Join,
+        but may be missing in one before that, which is late.
+        """
+        member = self._decoder_at(sender)
+        if member is None or join.number <= member.join_number:
+            return
+        member.join_number = join.number
+        there = set(join.running)
+        for running in self._running.values():
+            if running.decoder is member and running.is_charged and running.request not in there:
+                self._on_decoder_gone(running, member, f"node {member.name!r} has it no more")
+
+    async def _on_heartbeat(self, sender: bytes, heartbeat: m.Heartbeat) -> m.Message:
+        decoder = self._decoder_at(sender)
+        before = None if decoder is None else decoder.load
+        is_member = self.roster.heartbeat(heartbeat.node, sender, heartbeat.load, loop_time_s())
+        if before is not None:
+            self._waiting.heard(sender, before)
+        else:
+            self._waiting.prefillers_changed()
+        return m.HeartbeatTaken(is_member)
+
+    async def _on_leave(self, sender: bytes, leave: m.Leave) -> m.Message:
+        self.roster.leave(leave.node, sender)
+        return m.Taken()
+
+    async def _on_tokens(self, sender: bytes, tokens: m.Tokens) -> m.Message:
+        numbers = m.unpack_tokens(tokens.tokens).tolist()
+        running = self._running.get(tokens.request)
+        if running is not None and running.is_placed(sender, tokens.placement):
+            assert running.decoder is not None
+            running.decoder.heard_s = loop_time_s()
+            gone = tokens.end if tokens.elsewhere and running.is_charged else None
+            running.take(tokens.first, numbers, tokens.end if gone is None else None)
+            if gone is not None:
+                self._on_decoder_gone(running, running.decoder, gone.detail)
+            elif running.tokens and running.prefiller is not None:
+                self._placement.assign(running, None)  # a first token: the prefiller has done its part
+            return m.Taken(wanted=not running.ended or tokens.end is not None)
+        return m.Taken(wanted=self._adopted.take(tokens.request, sender, tokens.first, numbers, tokens.end))
+
+    async def _on_prefiller_lost(self, sender: bytes, lost: m.PrefillerLost) -> m.Message:
+        running = self._running.get(lost.request) or self._adopted_as_running(lost, sender)
+        if running is None:
+            return nobody_waits(lost)
+        self._look_after_members()
+        queue_s, attempts_max = self.options.queue_s, self.options.attempts_max
+        answer = await self._redispatch.answer(running, sender, lost, queue_s=queue_s, attempts_max=attempts_max)
+        self.counts["redispatched"] += answer.prefiller is not None
+        return answer
+
+    def _adopted_as_running(self, lost: m.PrefillerLost, sender: bytes) -> Running | None:
+        decoder = self._decoder_at(sender)
+        return None if decoder is None else self._adopted.as_running(lost, decoder)
+
+    def _on_gone(self, member: Member, why: str) -> None:
+        log.info("gone: %s", why)
+        self._placement.forget(member)
+        self._adopted.on_gone(member.address)
+        self._waiting.prefillers_changed()
+        for running in self._running.values():
+            if running.prefiller is member:  # forgotten with it: should it come back, this is not its work any more
+                self._placement.assign(running, None)
+            # One that it was only offered to goes to another, once it has not answered.
+            if running.decoder is member and running.is_charged:
+                self._on_decoder_gone(running, member, why)
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(self.options.sweep_s)
+            self._look_after_members()
+
+    def _look_after_members(self) -> None:
+        now_s = loop_time_s()
+        if (stood_s := now_s - self._looked_s - self.options.sweep_s) > 0:
+            self.roster.excuse(stood_s, now_s)
+        self._looked_s = now_s
+        self.roster.sweep(now_s, self._mailbox.wire.is_lost)
+        self._models.look(now_s, self.options.queue_s)
+
+
+def _outcome(error: CrossrailError) -> str:
+    """How a request that was refused is counted."""
+    return next((outcome for kind, outcome in _REFUSED.items() if isinstance(error, kind)), "error")
+
+
+def _roster(options: RouterOptions) -> Roster:
+    """UsageError when members would be missed between two of their heartbeats."""
+    beat_s, lease_s = options.heartbeat_s, options.lease_s
+    if 2 * beat_s > lease_s:
+        raise UsageError(f"heartbeat_s={beat_s:g} must be at most half of lease_s={lease_s:g}: one beat may be late")
+    return Roster(lease_s)

@@ -1,0 +1,142 @@
+"""One request at a decoder: what is known of it, and how it is told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from crossrail.errors import CrossrailError
+from crossrail.kv import messages as m
+from crossrail.kv.model import Tokens
+from crossrail.kv.services.node import RouterLink
+from crossrail.kv.services.timeline import Timeline
+from crossrail.kv.transfer.reception import Reception
+
+_T = TypeVar("_T")
+
+
+class Stopped(CrossrailError):
+    """Somebody does not want it any more, or its time is up."""
+
+    def __init__(self, reason: m.EndReason, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
+
+
+class PrefillerGone(CrossrailError):
+    """This attempt comes to nothing, and its pages are quiet, or quarantined. Another may be made.
+
+    busy: as in DispatchRefused.
+    """
+
+    def __init__(self, why: str, busy: bool = False) -> None:
+        super().__init__(why)
+        self.busy = busy
+
+
+@dataclass
+class Serving:
+    """A request that this decoder runs.
+
+    Invariant: `tokens` only grows, until `end` is set, once; its router has taken the first `taken` of them.
+    context: the client's prompt and what earlier decoders have generated; they are the first of `tokens` too.
+    router: who has placed it here; link: where its tokens go, to the next one at that URL if it is gone.
+    is_unwanted: its router has cancelled it, or said so when it was given tokens: that one knows how it ends, and the
+    next one need not.
+    placement: as in Start. reception: of the current attempt; None: it has no pages now, since those it had were given
+    back while it waits for another prefiller, or are quarantined.
+    is_decoding: the model has it. handed_over: it has ended here, and the model still has it. goes_elsewhere: another
+    decoder may go on with it.
+    """
+
+    request: str
+    link: RouterLink
+    router: bytes
+    placement: int
+    context: Tokens
+    sampling: m.Sampling
+    timeline: Timeline
+    reception: Reception | None
+    traceparent: str = ""  # of its span here
+    tokens: list[int] = field(default_factory=list)
+    end: m.End | None = None
+    taken: int = 0
+    end_taken: bool = False
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    stop_wanted: asyncio.Event = field(default_factory=asyncio.Event)
+    is_unwanted: bool = False
+    is_decoding: bool = False
+    handed_over: asyncio.Event = field(default_factory=asyncio.Event)
+    goes_elsewhere: bool = False
+    _stop: Stopped | None = None
+
+    @property
+    def left(self) -> int:
+        """Tokens that may still be generated."""
+        return self.sampling.max_tokens - len(self.tokens)
+
+    @property
+    def is_told(self) -> bool:
+        """Its router has taken all of it, and wanted it. What it does not want ends without that."""
+        return self.end_taken and self.taken == len(self.tokens) and self._stop is None
+
+    def stop(self, reason: m.EndReason, detail: str) -> None:
+        """Ends it as soon as it can be. The first reason is the one."""
+        if self._stop is None:
+            self._stop = Stopped(reason, detail)
+        self.stop_wanted.set()
+
+    def hand_over(self, why: str) -> bool:
+        """Ends it here, without waiting for the model, which hangs. Whether another decoder is to go on: it was not
+        to end anyway.
+        """
+        if self.handed_over.is_set():
+            return False
+        self.goes_elsewhere = self._stop is None
+        self.stop("error", why)
+        self.handed_over.set()
+        return self.goes_elsewhere
+
+    @contextmanager
+    def decoding(self) -> Iterator[None]:
+        self.is_decoding = True
+        try:
+            yield
+        finally:
+            self.is_decoding = False
+
+    def raise_if_stopped(self) -> None:
+        if self._stop is not None:
+            raise self._stop
+
+    async def unless_stopped(self, work: Awaitable[_T]) -> _T:
+        """The result of this work; Stopped, and the work cancelled, when the request is stopped before."""
+        working = asyncio.ensure_future(work)
+        stopping = asyncio.ensure_future(self.stop_wanted.wait())
+        try:
+            await asyncio.wait([working, stopping], return_when=asyncio.FIRST_COMPLETED)
+            self.raise_if_stopped()
+            return working.result()
+        finally:
+            working.cancel()
+            stopping.cancel()
+            await asyncio.gather(working, stopping, return_exceptions=True)
+
+    def add(self, token: int) -> None:
+        """One more."""
+        self.tokens.append(token)
+        self.changed.set()
+
+    def finish(self, end: m.End) -> None:
+        """It has ended, and its pages are given back."""
+        self.end = end
+        self.changed.set()
+
+    def offer_again(self) -> None:
+        """Its router was restarted, and knows nothing of it."""
+        self.taken = 0
+        self.end_taken = False
+        self.changed.set()

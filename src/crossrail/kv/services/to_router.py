@@ -1,0 +1,139 @@
+"""What a decoder says to the router of a request, and asks it: through restarts of the router."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from crossrail.control.deadlines import loop_time_s
+from crossrail.control.mailbox import Mailbox, NoAnswer
+from crossrail.control.wire import Unreachable
+from crossrail.kv import messages as m
+from crossrail.kv.services.node import NodeOptions
+from crossrail.kv.services.serving import Serving, Stopped
+
+log = logging.getLogger("crossrail.kv")
+
+# How long what has ended is kept for a router that is not there, and what needs it to go on waits for it.
+_ROUTER_GONE_S = 60.0
+_TOKENS_AT_ONCE = 4096
+
+
+class ToRouter:
+    """Threads: the event loop's.
+
+    let_go_of_pages: of a request that waits long for a prefiller. closing: since the decoder is, ends are offered once.
+    """
+
+    def __init__(self, mailbox: Mailbox, options: NodeOptions, let_go_of_pages: Callable[[Serving], None]) -> None:
+        self._mailbox = mailbox
+        self._options = options
+        self._let_go_of_pages = let_go_of_pages
+        self.closing = False
+
+    async def deliver(self, serving: Serving) -> None:
+        """Sends tokens as they come, until the end was taken, or the router stays away after it.
+
+        Where nobody waits for the end, or the decoder closes, it is offered once.
+        """
+        kept_s: float | None = None  # since when it has ended and nobody takes that
+        while not serving.end_taken:
+            await serving.changed.wait()
+            serving.changed.clear()
+            if serving.taken == len(serving.tokens) and serving.end is None:
+                continue
+            if await self._offer(serving):
+                kept_s = None
+                continue
+            if serving.end is not None:
+                if self.closing or serving.is_unwanted:
+                    return
+                kept_s = loop_time_s() if kept_s is None else kept_s
+                if loop_time_s() - kept_s > _ROUTER_GONE_S:
+                    log.warning("request %s ended (%s) and no router took it", serving.request, serving.end.reason)
+                    return
+            await asyncio.sleep(self._options.retry_s)
+            serving.changed.set()
+
+    async def _offer(self, serving: Serving) -> bool:
+        """One message with what the router has not taken yet. False when it was not taken."""
+        address, first = serving.link.address, serving.taken
+        if address is None:
+            return False
+        tokens = serving.tokens[first : first + _TOKENS_AT_ONCE]
+        is_last = first + len(tokens) == len(serving.tokens)
+        end = serving.end if is_last else None
+        elsewhere = end is not None and serving.goes_elsewhere
+        message = m.Tokens(serving.request, first, m.pack_tokens(tokens), end, serving.placement, elsewhere)
+        try:
+            answer = await self._mailbox.ask(address, message, m.Taken, self._options.answer_timeout_s)
+        except (NoAnswer, Unreachable) as error:
+            log.info("tokens of %s were not taken: %s", serving.request, error)
+            return False
+        if not answer.wanted:
+            serving.is_unwanted = True
+            serving.stop("cancelled", "its router does not know it, or does not want it any more")
+            serving.end_taken = serving.end is not None
+            return True
+        if serving.link.address == address and serving.taken == first:  # else it is offered to another from the start
+            serving.taken = first + len(tokens)
+            serving.end_taken = end is not None
+        if serving.taken < len(serving.tokens) or (serving.end is not None and not serving.end_taken):
+            serving.changed.set()
+        return True
+
+    async def another_prefiller(
+        self, serving: Serving, lost: m.PrefillerLost, deadline_at_s: float
+    ) -> tuple[m.NodeRef, int]:
+        """The router's next choice, and the number of that attempt. Raises Stopped.
+
+        Whoever waits long for it has no pages meanwhile.
+        """
+        serving.raise_if_stopped()
+        timer = asyncio.get_running_loop().call_later(self._options.answer_timeout_s, self._let_go_of_pages, serving)
+        try:
+            answer = await serving.unless_stopped(self._ask_for_another(serving, lost, deadline_at_s))
+        finally:
+            timer.cancel()
+        if answer.prefiller is None:
+            raise Stopped("overloaded" if answer.busy else "error", answer.reason)
+        return answer.prefiller, answer.attempt
+
+    async def _ask_for_another(self, serving: Serving, lost: m.PrefillerLost, deadline_at_s: float) -> m.Reassigned:
+        """Of whichever router there is. How long it looks for a prefiller is its choice, and one that says nothing may
+        only stand still: it is waited for until another is there in its stead, or none.
+        """
+        address = await self._next_router(serving, None, lost)
+        while True:
+            ask = self._mailbox.ask(address, lost, m.Reassigned, max(deadline_at_s - loop_time_s(), 0.0))
+            asking = asyncio.ensure_future(ask)
+            changing = asyncio.ensure_future(self._next_router(serving, address, lost))
+            try:
+                await asyncio.wait([asking, changing], return_when=asyncio.FIRST_COMPLETED)
+                if asking.done():
+                    return asking.result()
+                address = changing.result()
+            except (NoAnswer, Unreachable) as error:
+                log.warning("request %s lost its prefiller, and its router: %s", serving.request, error)
+                await asyncio.sleep(self._options.retry_s)
+                address = await self._next_router(serving, None, lost)
+            finally:
+                asking.cancel()
+                changing.cancel()
+                await asyncio.gather(asking, changing, return_exceptions=True)
+
+    async def _next_router(self, serving: Serving, before: bytes | None, lost: m.PrefillerLost) -> bytes:
+        """Where it is, once it is not there any more, or when there is one. Stopped when there is none for long: no
+        client waits any more.
+        """
+        there_s = loop_time_s()
+        while (address := serving.link.address) in (None, before):
+            if address is not None:
+                there_s = loop_time_s()
+            elif loop_time_s() - there_s > _ROUTER_GONE_S:
+                long = f"no router for {_ROUTER_GONE_S:g} s after its prefiller was lost"
+                raise Stopped("error", f"{long}: {lost.reason}")
+            await asyncio.sleep(self._options.retry_s)
+        assert address is not None
+        return address

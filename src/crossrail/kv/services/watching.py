@@ -1,0 +1,90 @@
+"""Whether KV that is still missing can still come: what a decoder finds out about whoever is to write it."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from crossrail.control.deadlines import loop_time_s
+from crossrail.control.mailbox import Mailbox, NoAnswer
+from crossrail.control.wire import Unreachable
+from crossrail.errors import CrossrailError
+from crossrail.kv import messages as m
+
+_LOOK_S = 0.1  # between looks at whether an engine is gone
+
+
+@dataclass(frozen=True)
+class Watch:
+    """Asks one writer how far it is with an attempt of a request, every probe_s.
+
+    Who is silent for timeout_s is lost, as is who answers while its model has announced no layer for model_timeout_s.
+    writer: its address; who: it, in words. is_only_writer: what it says to have written is all. Threads: the event
+    loop's.
+    """
+
+    mailbox: Mailbox
+    writer: bytes
+    who: str
+    request: str
+    attempt: int
+    probe_s: float
+    timeout_s: float
+    is_only_writer: bool = True
+    model_timeout_s: float = math.inf
+
+    async def until_lost(self) -> str:
+        """Returns why nothing more is to be expected, as soon as that is so."""
+        heard_s = asked_s = loop_time_s()
+        has_written = False
+        while True:
+            await asyncio.sleep(min(_LOOK_S, self.probe_s))
+            if self.mailbox.wire.is_lost(self.writer):
+                return f"{self.who} died or closed"
+            if loop_time_s() - asked_s < self.probe_s:
+                continue
+            asked_s = loop_time_s()
+            try:
+                probe = m.Probe(self.request, self.attempt)
+                progress = await self.mailbox.ask(self.writer, probe, m.Progress, self.probe_s)
+            except Unreachable as error:
+                return f"{self.who} cannot be reached: {error}"
+            except NoAnswer:
+                if loop_time_s() - heard_s > self.timeout_s:
+                    return f"{self.who} has not answered for {self.timeout_s:g} s"
+                continue
+            heard_s = loop_time_s()
+            if progress.state in ("failed", "unknown"):
+                return f"{self.who} gave it up: {progress.detail or progress.state}"
+            if progress.model_silent_s > self.model_timeout_s:
+                return f"{self.who} answers, but its model has announced no layer for {self.model_timeout_s:g} s"
+            if progress.state == "written" and self.is_only_writer:
+                if has_written:
+                    return f"{self.who} says that it has written all, and not all was counted"
+                has_written = True  # counts come after bytes, and may be behind this answer
+
+
+async def lost_before_arrival(arrival: Awaitable[None], watches: Sequence[Watch], stop: asyncio.Event) -> str:
+    """Empty when all has arrived; else why it will not, or "stopped".
+
+    arrival: raises a CrossrailError when too much has come, or nothing can be waited for any more.
+    """
+    arrived = asyncio.ensure_future(arrival)
+    lost = [asyncio.ensure_future(watch.until_lost()) for watch in watches]
+    stopped = asyncio.ensure_future(stop.wait())
+    tasks: list[asyncio.Future[Any]] = [arrived, stopped, *lost]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if arrived.done():
+            arrived.result()
+            return ""
+        return next((watch.result() for watch in lost if watch.done()), "stopped")
+    except CrossrailError as error:
+        return str(error)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
