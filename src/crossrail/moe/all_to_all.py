@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from types import TracebackType
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 
@@ -12,18 +13,17 @@ import crossrail as xr
 from crossrail import _core
 from crossrail._options import check_seconds
 from crossrail._torch import is_tensor
-from crossrail.errors import EngineClosed, UsageError, WaitTimeout
-from crossrail.moe import masking
-from crossrail.moe.arrays import Array
-from crossrail.moe.board import PARITIES, RETURNED, SENT, BoardLayout, output_arrays, output_bytes
-from crossrail.moe.capacity import find_overflow
-from crossrail.moe.config import OUT_DTYPES, Config
+from crossrail.errors import UsageError, WaitTimeout
+from crossrail.moe.config import Config
 from crossrail.moe.group import Group
 from crossrail.moe.kernels import Kernels
+from crossrail.moe.links.board import PARITIES, RETURNED, SENT, Board, BoardLayout, output_arrays, output_bytes
+from crossrail.moe.masking.routes import drop_results, drop_routes
 from crossrail.moe.peers import Peers
-from crossrail.moe.rounds import Dispatched, Round, Stage, round_meant
-from crossrail.moe.row_memory import Block, is_gpu, row_memory
-from crossrail.moe.tokens import tokens_given, weights_given
+from crossrail.moe.placing import Placing
+from crossrail.moe.rounds import Dispatched, Round, Stage, check_usable, round_meant
+from crossrail.moe.rows.factory import is_gpu, row_memory
+from crossrail.moe.tokens import sums_given, tokens_given, weights_given
 from crossrail.observe.durations import Durations
 
 _DURATION_BOUNDS_S = (25e-6, 50e-6, 1e-4, 25e-5, 5e-4, 1e-3, 25e-4, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.5, 1.0, 10.0)
@@ -125,26 +125,25 @@ class AllToAll:
         self.timeout_s = timeout_s
         self._memory = row_memory(engine, device, kernels, self.config)
         self._masks = on_lost == "mask"
-        board_layout = BoardLayout(self.config, holds_rows=not is_gpu(device))
-        self._board = engine.alloc(board_layout.nbytes)
-        board_layout.begin(self._board.view())
-        self._blocks: list[Block] = []
-        try:
-            self._inbox = self._block(output_bytes(self.config))
-            own_rows = self._block(board_layout.rows_bytes) if board_layout.rows_bytes else None
-            posting = proxy == "thread", proxy_cpu
-            self._peers = Peers(
-                engine, group, self.config, self._board, board_layout, self._memory, own_rows, posting, timeout_s
-            )
-        except BaseException:
-            self._close_memory()
-            raise
+        layout_of_board = BoardLayout(self.config, holds_rows=not is_gpu(device))
+        with contextlib.ExitStack() as undo:
+            self._inbox = self._memory.block(output_bytes(self.config))
+            undo.callback(self._inbox.close, timeout_s)
+            own_rows = self._memory.block(layout_of_board.rows_bytes) if layout_of_board.rows_bytes else None
+            self._board = Board(engine, layout_of_board, own_rows)
+            undo.callback(self._board.close, timeout_s)
+            self._peers = Peers(engine, group, self.config, self._board, self._memory, timeout_s)
+            undo.callback(self._peers.close, timeout_s)
+            if proxy == "thread" and self._peers.far is not None:
+                self._peers.far.start_thread(proxy_cpu)
+            self._peers.ready(group, timeout_s)
+            undo.pop_all()
         self._layout, self._near, self._far = self._peers.layout, self._peers.near, self._peers.far
         self.node_size = len(self._near.ranks)
         self._outputs = [output_arrays(self.config, self._inbox, parity) for parity in range(PARITIES)]
         self._ordinal = 0  # of the last round that was opened
         self._open: dict[int, Round] = {}  # by parity
-        self._unsettled: dict[int, Round] = {}  # by parity: a round that came to nothing, until all ranks know
+        self._placing = Placing(self.config, self._peers, self.rank, self._open)
         self._closed = False
         self._stats = {"rounds": 0, "tokens_sent": 0, "rows_received": 0, "bytes_received": 0, "bytes_summed": 0}
         self._durations = Durations(_DURATION_BOUNDS_S)
@@ -177,7 +176,8 @@ class AllToAll:
     ) -> Round:
         """Opens a round: offers our tokens to the ranks of their experts. Does not wait.
 
-        The arrays may be reused when it returns.
+        The arrays may be reused when it returns. After an error it may be called again, unless a part was sent already
+        (an interrupt, memory that ran out): then all further calls raise CrossrailError, and the others are told.
         x: [T, hidden] of dtype. scales: float32 [T, blocks], or None without scale_block. indices: int32 or int64 [T,
             top_k], experts of each token, all different; -1: none. weights: float32 [T, top_k], kept for combine, or
             None. All are C-contiguous, of numpy or torch, in host memory or on the device.
@@ -197,29 +197,37 @@ class AllToAll:
         memory = self._memory
         given = tokens_given(config, memory, x, scales, indices, weights, num_tokens)
         tokens = given.count
-        self._settle(parity)
+        self._placing.settle(parity, self.timeout_s)
         self._peers.check_alive()
         memory.settle()  # of this parity's last round: far ranks write there once they have our routes
         half = self._near.own[parity]
-        routes = masking.drop_routes(config, given.routes, self._peers.masked)
+        routes = drop_routes(config, given.routes, self._peers.silent_in(number))
         slots = np.empty((tokens, config.top_k), np.int32)
         counts = np.empty(config.experts, np.int32)
         _core.moe.count(routes, config.experts, counts, slots)
         order = np.asarray(_core.moe.sort_routes(routes, slots, counts))
         half.order[: len(order)] = order
         half.counts[:] = counts
-        if self._far is not None:  # first, since it takes longest
-            self._peers.send_routes(number, counts, self.timeout_s)
-            self._far.send_rows(number, given.x, given.scales, given.weights, self._routes_for_far(counts, order))
-        if tokens > 0:
-            memory.pack(half.rows, given.x, given.scales, None)
-        self._ordinal = ordinal
-        kept = None if given.weights is None else memory.copy_of(given.weights)
-        self._open[parity] = opened = Round(
-            number, ordinal, begun_s, tokens, len(order), routes.copy(), slots, kept, is_tensor(x)
-        )
-        self._near.publish(SENT, number)
-        self._peers.opened(opened)
+        if self._far is not None:
+            self._peers.wait_sent(number, self.timeout_s)
+        try:
+            if self._far is not None:  # first, since it takes longest
+                self._far.send_routes(number, counts)
+                routes_for_far = self._placing.routes_for_far(counts, order)
+                self._far.send_rows(number, given.x, given.scales, given.weights, routes_for_far)
+            if tokens > 0:
+                memory.pack(half.rows, given.x, given.scales, None)
+            kept = None if given.weights is None else memory.copy_of(given.weights)
+            self._open[parity] = opened = Round(
+                number, ordinal, begun_s, tokens, len(order), routes.copy(), slots, kept, is_tensor(x)
+            )
+            self._ordinal = ordinal
+            self._near.publish(SENT, number)
+            self._peers.opened(opened)
+        except BaseException as error:
+            if self._far is not None or parity in self._open:  # else nobody was told
+                self._peers.give_up(f"dispatch_send of round {number}", error)
+            raise
         self._stats["rounds"] += 1
         self._stats["tokens_sent"] += tokens
         return opened
@@ -232,7 +240,7 @@ class AllToAll:
         config = self.config
         if config.layout != "masked":
             raise UsageError(f"layout is {config.layout!r}: what arrives is known before only with layout 'masked'")
-        rows = self._layout.expert_count(self.rank) * config.rows_per_expert
+        rows = config.output_rows(self._layout.expert_count(self.rank))
         x, scales = self._outputs[opened.number % PARITIES]
         return (
             self._memory.shown(x[:rows], config.dtype, opened.is_tensor),
@@ -250,7 +258,7 @@ class AllToAll:
         self._round_of(opened, "dispatch_recv", Round).require(Stage.SENT, "dispatch_recv")
         config, memory, rank, parity = self.config, self._memory, self.rank, opened.number % PARITIES
         if opened.placement is None:
-            self._place(opened, self.timeout_s)
+            self._placing.place(opened, self.timeout_s)
         placement = opened.placement
         x, scales = self._outputs[parity]
         for group, source in enumerate(opened.sources):
@@ -314,6 +322,10 @@ class AllToAll:
     def expert_output(self, dispatched: Dispatched) -> Any:
         """Where the experts may write their outputs, so that combine_send copies nothing: [rows, hidden] of
         out_dtype.
+
+        Ranks that share memory read it in their combine_recv, which may be later than ours. So from combine_send on it
+        must stay as it is until the round after the next is received, as `dispatched.x` does: by then all ranks have
+        ended this round.
         """
         opened = self._round_of(dispatched, "expert_output", Dispatched)
         opened.require(Stage.RECEIVED, "expert_output")
@@ -324,8 +336,8 @@ class AllToAll:
     def combine_send(self, y: Any, dispatched: Dispatched) -> None:
         """Offers our experts' outputs to the ranks that the rows came from. Does not wait.
 
-        y: [rows, hidden] of out_dtype, C-contiguous, in the order of dispatched.x: either expert_output(), filled, or
-            any other array, which is copied. Rows of padding are ignored.
+        y: [rows, hidden] of out_dtype, C-contiguous, in the order of dispatched.x: either expert_output(), filled,
+            which must stay as it is for a while yet, or any other array, which is copied. Rows of padding are ignored.
         """
         self._check_usable()
         opened = self._round_of(dispatched, "combine_send", Dispatched)
@@ -334,10 +346,17 @@ class AllToAll:
         if y is None or y is not opened.output:
             values = self._memory.given(y, "y", (self.config.out_dtype,), (dispatched.rows, self.config.hidden))
             self._memory.copy(kept, values)
-        if self._far is not None and self._peers.sums is None:
-            self._far.send_results(opened.number, opened.placement, kept)
-        opened.stage = Stage.RETURNED
-        self._near.publish(RETURNED, opened.number)
+        far = self._far if self._peers.sums is None else None
+        if far is not None:
+            far.pack_results(opened.number, opened.placement, kept)
+        try:
+            if far is not None:
+                far.send_results(opened.number, opened.placement)
+            opened.stage = Stage.RETURNED
+            self._near.publish(RETURNED, opened.number)
+        except BaseException as error:
+            self._peers.give_up(f"combine_send of {opened}", error)
+            raise
 
     def combine_recv(
         self, answered: Dispatched | Round, weights: Any | None = None, *, out: Any | None = None,
@@ -359,22 +378,16 @@ class AllToAll:
     def _sums_given(self, opened: Round, weights: Any | None, out: Any | None, accumulate: bool) -> tuple[Any, Any]:
         """Where sums go, and their weights. UsageError."""
         config, memory = self.config, self._memory
-        if accumulate and out is None:
-            raise UsageError("accumulate is set and out is None: there is nothing to add to")
         if weights is not None and config.node_sums:
             raise UsageError("weights are given to combine: with node_sums dispatch takes them")
         factors = opened.weights if weights is None else weights_given(config, memory, weights, opened.tokens)
-        if factors is None:
-            raise UsageError("weights is None, and dispatch was given none")
-        shape = (opened.tokens, config.hidden)
-        sums = memory.empty(shape, config.out_dtype) if out is None else memory.given(out, "out", OUT_DTYPES, shape)
-        return sums, factors
+        return sums_given(config, memory, opened.tokens, factors, out, accumulate), factors
 
     def _sum(self, opened: Round, sums: Any, factors: Any, out: Any | None, accumulate: bool) -> Any:
         """Waits for all results. Ends the round."""
         config, memory, parity = self.config, self._memory, opened.number % PARITIES
         absent = self._peers.wait_results(opened, self.timeout_s)
-        where = masking.drop_results(config, opened.where, opened.indices, absent)
+        where = drop_results(config, opened.where, opened.indices, absent)
         if opened.tokens > 0:
             memory.reduce(sums, self._peers.results(opened.number), where, factors, accumulate)
         if self._masks:
@@ -397,7 +410,7 @@ class AllToAll:
         try:
             if opened.stage is Stage.SENT:
                 if opened.placement is None:
-                    self._place(opened, 0)
+                    self._placing.place(opened, 0)
                 self._peers.wait_rows(opened.number, 0)
             elif opened.stage is Stage.RETURNED:
                 self._peers.wait_results(opened, 0)
@@ -439,7 +452,7 @@ class AllToAll:
 
     def explain(self) -> str:
         """Which ranks share memory, and how much memory this takes: print it."""
-        config, board = self.config, self._board.nbytes / 1e6
+        config, board = self.config, self._board.region.nbytes / 1e6
         node = [rank for rank in self._near.ranks if rank != self.rank]
         return (
             f"rank {self.rank} of {config.world}: {self._layout.expert_count(self.rank)} of {config.experts} experts, "
@@ -459,11 +472,11 @@ class AllToAll:
         try:
             self._memory.settle()  # torch gives out again what is given back here
         finally:
-            if not self._closed:
-                self._closed = True
-                self._peers.farewell(self.timeout_s)
+            self._closed = True
+            self._peers.farewell(self.timeout_s)
             self._peers.close(self.timeout_s)
-            self._close_memory()
+            self._board.close(self.timeout_s)
+            self._inbox.close(self.timeout_s)
 
     def __enter__(self) -> AllToAll:
         return self
@@ -476,65 +489,9 @@ class AllToAll:
     # ---- parts
 
     def _check_usable(self) -> None:
-        if self._closed:
-            raise UsageError("this AllToAll is closed")
-        if self._engine.closed:
-            raise EngineClosed(f"engine {self._engine.name!r} was closed")
+        check_usable("AllToAll", self._closed, self._engine)
+        if (given_up := self._peers.given_up) is not None:
+            raise given_up
 
     def _round_of(self, given: Any, call: str, *kinds: type[Round | Dispatched]) -> Round:
         return round_meant(given, call, kinds, self._open.values())
-
-    def _routes_for_far(self, counts: Array, order: Array) -> Array:
-        """Routes of the rows that go to far ranks, in their order. Our own routes decide alone."""
-        table = np.zeros((self.config.groups, self.config.experts), np.int32)
-        table[self.rank // self.config.dp_size] = counts
-        ranges = _core.moe.Placement(self._layout, table).send_far(self.rank, order)
-        return np.asarray(cast(tuple[Any, Any], ranges)[0])
-
-    def _place(self, opened: Round, timeout_s: float) -> None:
-        """Waits for the routes of all, decides where rows go, and has the rest of ours sent."""
-        number = opened.number
-        opened.sources = self._peers.wait_sources(opened, timeout_s)
-        counts = self._peers.counts(number, opened.sources)
-        placement = _core.moe.Placement(self._layout, counts)
-        refusal = find_overflow(self.config, number, placement)  # all see the same counts, and come to the same end
-        if refusal is not None:
-            self._refuse(opened, timeout_s)
-            raise refusal
-        if self._far is not None and not self._masks:
-            self._far.send_remainder(number, placement)
-        opened.placement = placement
-
-    def _refuse(self, opened: Round, timeout_s: float) -> None:
-        """Ends a round without results: all ranks do, and tell each other as they would with some. After WaitTimeout
-        it may be called again.
-        """
-        number, parity = opened.number, opened.number % PARITIES
-        if self._far is not None:
-            if not opened.is_refused and not self._masks:
-                self._far.send_remainder(number, None)
-            opened.is_refused = True
-            # For those that came before anybody knew: the next round's are counted alike.
-            self._peers.wait_rows(number, timeout_s)
-            self._far.send_results(number, None, None)
-        self._near.publish(RETURNED, number)
-        opened.stage = Stage.ENDED
-        del self._open[parity]
-        self._unsettled[parity] = opened
-
-    def _settle(self, parity: int) -> None:
-        """A round that was refused has ended once all ranks have said so: until then one may still read our counts."""
-        opened = self._unsettled.get(parity)
-        if opened is not None:
-            self._peers.wait_results(opened, self.timeout_s)
-            del self._unsettled[parity]
-
-    def _close_memory(self) -> None:
-        if not self._engine.closed:
-            self._board.close(self.timeout_s)
-        for block in self._blocks:
-            block.close(self.timeout_s)
-
-    def _block(self, nbytes: int) -> Block:
-        self._blocks.append(self._memory.block(nbytes))
-        return self._blocks[-1]

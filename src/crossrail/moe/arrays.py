@@ -19,12 +19,14 @@ from crossrail.errors import UsageError
 from crossrail.moe.config import NUMPY_TYPES
 
 Array = npt.NDArray[Any]
+INDEX_TYPES = ("int32", "int64")  # of routes as callers give them
 
 
 def to_host(given: Any, name: str, dtypes: tuple[str, ...], shape: tuple[int | None, ...]) -> Array:
     """The same memory as an array of numpy. shape: None where any length will do.
 
-    UsageError that names the argument for another shape or type, for strides, and for memory of a device.
+    UsageError that names the argument for another shape or type, for strides, for elements that are not at multiples of
+    their size, and for memory of a device.
     """
     if isinstance(given, np.ndarray):
         array = given
@@ -38,6 +40,8 @@ def to_host(given: Any, name: str, dtypes: tuple[str, ...], shape: tuple[int | N
     check_shape(array.shape, name, shape)
     if not array.flags.c_contiguous:
         raise UsageError(f"{name} has strides {array.strides}, must be C-contiguous")
+    if not array.flags.aligned:
+        raise UsageError(_misplaced(name, array.ctypes.data, array.itemsize))
     return array
 
 
@@ -61,9 +65,11 @@ def check_shape(given: Sequence[int], name: str, shape: tuple[int | None, ...]) 
 
 
 def check_tensor(given: Any, name: str, dtypes: tuple[str, ...]) -> str:
-    """Which of these types a tensor of torch is of. UsageError for another one, and for strides."""
+    """Which of these types a tensor of torch is of. UsageError for another one, for strides, and as of to_host()."""
     if not given.is_contiguous():
         raise UsageError(f"{name} has strides {given.stride()}, must be C-contiguous")
+    if given.numel() > 0 and given.data_ptr() % given.element_size():
+        raise UsageError(_misplaced(name, given.data_ptr(), given.element_size()))
     dtype = str(given.dtype).removeprefix("torch.")
     if dtype not in dtypes:
         raise UsageError(f"{name} is of type {dtype}, must be of {' or '.join(dtypes)}")
@@ -90,6 +96,10 @@ def to_count(given: Any, bound: int) -> int:
     if not 0 <= count <= bound:
         raise UsageError(f"num_tokens is {count}, must be in 0..{bound}, the rows of x")
     return count
+
+
+def _misplaced(name: str, address: int, itemsize: int) -> str:
+    return f"{name} begins at {address:#x}, must be at a multiple of {itemsize} bytes"
 
 
 @functools.cache

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from crossrail import _core
 from crossrail.moe.config import Config
 from crossrail.moe.errors import CapacityExceeded
 
 
-def find_overflow(config: Config, number: int, placement: _core.moe.Placement) -> CapacityExceeded | None:
-    """What to raise when some rank has too little room in round `number`."""
+def find_overflow(
+    config: Config, number: int, placement: _core.moe.Placement, silent: Sequence[int] = ()
+) -> CapacityExceeded | None:
+    """What to raise when some rank has too little room in round `number`.
+
+    silent: as in Round: they take no rows, and of routes to them not all ranks see the same counts.
+    """
     masked = config.layout == "masked"
-    there = config.rows_per_expert if masked else config.rows_max
+    there = config.rows_limit
     # A group can send no more to a rank, unless a token names an expert twice: send buffers are no longer.
     most = config.routes_to_rank_max
-    rank = placement.first_over(there, most)
+    rank = placement.first_over(there, most, silent)
     if rank is None:
         return None
     needed = placement.fullest_expert(rank) if masked else placement.rows_needed(rank)

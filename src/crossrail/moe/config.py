@@ -135,6 +135,15 @@ class Config:
         """Room for the output of dispatch at a rank, in rows."""
         return bounds.output_rows(self)
 
+    @property
+    def rows_limit(self) -> int:
+        """Room that a round needs more of is refused: of a rank's output, in layout "masked" of each of its experts."""
+        return self.rows_per_expert if self.layout == "masked" else self.rows_max
+
+    def output_rows(self, experts: int) -> int:
+        """Room for the output of dispatch at a rank with so many experts."""
+        return experts * self.rows_per_expert if self.layout == "masked" else self.rows_max
+
     def encode(self) -> str:
         return json.dumps(dataclasses.asdict(self))
 

@@ -10,10 +10,10 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import crossrail as xr
+from crossrail._closing import Closing
 from crossrail._extras import needs
 from crossrail.errors import CrossrailError, UsageError, WaitTimeout
 
@@ -50,7 +50,7 @@ class Group(Protocol):
         """What each rank gave, by rank; every rank calls it, in the same order of calls. Raises WaitTimeout."""
 
 
-class EngineGroup:
+class EngineGroup(Closing):
     """Ranks that know each other's engines: by the messages of these. It opens the engine's receive pool; close() it.
 
     addresses: of all ranks, by rank, the engine's own among them.
@@ -90,13 +90,13 @@ class EngineGroup:
 
     def all_gather(self, data: bytes, timeout_s: float) -> list[bytes]:
         """As of Group: a message to each of the others."""
-        deadline = time.monotonic() + timeout_s
+        deadline_at_s = time.monotonic() + timeout_s
         exchange, self._exchange = self._exchange, self._exchange + 1
         others = [rank for rank in range(self.size) if rank != self.rank]
         sent = self._send(others, exchange, data)
         # First what comes: everybody's buffers would fill if all waited for their own to be taken.
         while missing := [rank for rank in others if not self._is_whole(exchange, rank)]:
-            if self._take(missing, max(deadline - time.monotonic(), 0.0), timeout_s):
+            if self._take(missing, max(deadline_at_s - time.monotonic(), 0.0), timeout_s):
                 continue
             # Whoever has made a later group, and owes us something in this one, has given this one up.
             gone = max(missing, key=lambda rank: self._ahead.get(rank, 0))
@@ -111,7 +111,7 @@ class EngineGroup:
                 sent += self._send(others, exchange, data)
         for rank, transfer in sent:
             try:
-                transfer.wait(max(deadline - time.monotonic(), 0.0))
+                transfer.wait(max(deadline_at_s - time.monotonic(), 0.0))
             except WaitTimeout:
                 transfer.cancel()
                 raise WaitTimeout(
@@ -142,14 +142,6 @@ class EngineGroup:
         self._arrived.clear()
         self._parts.clear()
         self._take_early()
-
-    def __enter__(self) -> EngineGroup:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _packets(self, exchange: int, data: bytes) -> list[bytes]:
         parts = max(1, -(-len(data) // _PART_BYTES))

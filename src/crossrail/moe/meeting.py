@@ -9,11 +9,11 @@ from typing import Any
 import crossrail as xr
 from crossrail import _core
 from crossrail.errors import CrossrailError, UsageError
-from crossrail.moe.agreement import Agreement
 from crossrail.moe.bounds import private_rows
 from crossrail.moe.config import Config, check_agreement
-from crossrail.moe.far import Far
 from crossrail.moe.group import Group
+from crossrail.moe.links.far import Far
+from crossrail.moe.masking.agreement import Agreement
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,9 @@ class RoundCollector(Collector):
     def __init__(self, models: Mapping[str, AllToAll]) -> None:
         self._models = models
 
+    def __repr__(self) -> str:
+        return f"<RoundCollector of {', '.join(self._models) or 'nothing'}>"
+
     def collect(self) -> Iterator[Metric]:
         """As Prometheus wants it."""
         models = dict(self._models)

@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
 
 import crossrail as xr
-from crossrail import _core
 from crossrail.errors import CrossrailError, UsageError
-from crossrail.moe import masking
-from crossrail.moe.agreement import Agreement
 from crossrail.moe.arrays import Array
-from crossrail.moe.board import PARITIES, RETURNED, SENT, BoardLayout
 from crossrail.moe.config import Config
-from crossrail.moe.far import Far
+from crossrail.moe.errors import MaskedOut
 from crossrail.moe.group import Group
+from crossrail.moe.links.board import PARITIES, RETURNED, SENT, Board
+from crossrail.moe.links.far import Far
+from crossrail.moe.links.near import Near
+from crossrail.moe.links.node_sums import NodeSums
+from crossrail.moe.masking.agreement import Agreement
+from crossrail.moe.masking.routes import sources_of
+from crossrail.moe.masking.views import COMBINE, DISPATCH
 from crossrail.moe.meeting import all_are_ready, make_layout, meet, meet_far
-from crossrail.moe.near import Near
-from crossrail.moe.node_sums import NodeSums
+from crossrail.moe.outcome import Outcome, error_of
 from crossrail.moe.rounds import Round
-from crossrail.moe.row_memory import Block, RowMemory
-from crossrail.moe.troubles import trouble
-from crossrail.moe.views import COMBINE, DISPATCH
+from crossrail.moe.rows.interface import RowMemory
 
+_GIVE_UP_S = 5.0  # for the farewell; what cannot be said by then is said when it is closed
 _HALVES = {DISPATCH: ("dispatch", SENT, "routes"), COMBINE: ("combine", RETURNED, "results")}
 
 
@@ -37,6 +39,8 @@ class Peers:
     node_sums, what our node returns to them. agreement: with on_lost="mask", unless all share memory. layout: where
     rows go. waited_s: in all calls here so far.
     Owner: board is the caller's; what far allocates is ours, until close().
+    Lifecycle: 1. made: met, and connected to far ranks. 2. ready(). 3. rounds. 4. farewell(). 5. close(), also after a
+    failure of ready().
     """
 
     def __init__(
@@ -44,16 +48,13 @@ class Peers:
         engine: xr.Engine,
         group: Group,
         config: Config,
-        board: xr.Region,
-        board_layout: BoardLayout,
+        board: Board,
         memory: RowMemory,
-        own_rows: Block | None,
-        proxy: tuple[bool, int | None],
         timeout_s: float,
-        prepare: Callable[[_core.moe.Layout, Far], None] | None = None,
+        kernels_wait: bool = False,
     ) -> None:
-        """Meets them, as all of them do. own_rows: ours, where the board holds none. proxy: whether a thread posts to
-        far ranks, and on which core. prepare: called once we are connected to far ranks, before any rank has met all.
+        """Meets them, as all of them do. kernels_wait: ours do so, on a GPU, for what the engine does; then even a rank
+        alone has a far.
 
         Raises UsageError for arguments that differ, or cannot be here; WaitTimeout, PeerLost, EngineClosed.
         """
@@ -64,11 +65,13 @@ class Peers:
         self._engine = engine
         self._config = config
         self._rank = group.rank
-        members = meet(engine, group, config, board, timeout_s)
+        members = meet(engine, group, config, board.region, timeout_s)
         self._addresses = [member.address for member in members]
-        self._all_sources = masking.sources(config, group.rank, ())
+        self._all_sources = sources_of(config, group.rank, ())
         self._lost: int | None = None  # the rank that we cannot go on without
         self._late: int | None = None  # the rank that the last wait was for in vain
+        self._given_up: str | None = None  # what ended in the middle, and by what
+        self._has_said_farewell = False
         near = [member for member in members if member.board is not None]
         masks_far = config.on_lost == "mask" and len(near) < group.size
         if masks_far:
@@ -77,33 +80,32 @@ class Peers:
         masks = config.on_lost == "mask" and not masks_far  # by words, which all map
         boards = [member.board for member in near if member.board is not None]
         ranks, addresses = [member.rank for member in near], [member.address for member in near]
-        self.near = Near(engine, group.rank, ranks, boards, addresses, board_layout, own_rows, masks)
-        if len(near) == group.size:
+        self.near = Near(engine, group.rank, ranks, boards, addresses, board.layout, board.rows, masks)
+        if len(near) == group.size and not kernels_wait:
             return
-        # Kernels wait for what the engine does, where there is something to prepare for them. It is then not to call
-        # the driver, which may wait for them; tcp has that copy what is a GPU's, and so does shm between GPU and host.
-        rows_on_host = prepare is not None and any(member.uses_tcp for member in members)
+        # An engine that kernels wait for is not to call the driver, which may wait for them; tcp has that copy what is
+        # a GPU's, and so does shm between GPU and host.
+        rows_on_host = kernels_wait and any(member.uses_tcp for member in members)
         try:
             self.far = far = Far(engine, config, self.layout, group.rank, memory, rows_on_host)
-            has_thread, cpu = proxy
-            if has_thread:
-                far.start_thread(cpu)
             if masks_far:
                 self.agreement = Agreement(engine, group.size, group.rank, self.near, far, timeout_s)
             meet_far(group, far, self.agreement, self._addresses, timeout_s)
-            if prepare is not None:
-                prepare(self.layout, far)
-            all_are_ready(group, far, timeout_s)
+            for rank in far.ranks:
+                self.near.watch(rank, members[rank].address, far.imms_of(rank))
+            for rank, theirs in zip(ranks, boards, strict=True):
+                if rank != group.rank:
+                    far.watch(rank, theirs)
+            if config.node_sums:
+                self.sums = NodeSums(self.layout, group.rank, self.near.boards, far, memory, config.max_tokens)
         except BaseException:
             self.close(timeout_s)
             raise
-        for rank in far.ranks:
-            self.near.watch(rank, members[rank].address, far.imms_of(rank))
-        for rank, theirs in zip(ranks, boards, strict=True):
-            if rank != group.rank:
-                far.watch(rank, theirs)
-        if config.node_sums:
-            self.sums = NodeSums(self.layout, group.rank, self.near.boards, far, memory, config.max_tokens)
+
+    def ready(self, group: Group, timeout_s: float) -> None:
+        """Until all are. Others write here from then on: what is to be prepared before that, is by now."""
+        if self.far is not None:
+            all_are_ready(group, self.far, timeout_s)
 
     # ---- what is known of a round
 
@@ -130,14 +132,13 @@ class Peers:
         near = [self.near.halves[rank, number % PARITIES].y for rank in self.near.ranks]
         return near if self.far is None else [*near, self.far.results(number)]
 
-    def send_routes(self, number: int, counts: Array, timeout_s: float) -> None:
-        """Ours to far ranks, once the memory of the round before the last is free again."""
+    def wait_sent(self, number: int, timeout_s: float) -> None:
+        """Until the memory of the round before the last is free again: then ours can be sent to far ranks."""
         assert self.far is not None
-        told = self.far.wait_sent(number, timeout_s)
+        outcome = self.far.wait_sent(number, timeout_s)
         # Where ranks are masked it is for those who wait to see to one that is lost.
-        if not (self.agreement is not None and told[0] in ("peer-lost", "failed")):
-            self._check(told, f"dispatch of round {number}", timeout_s)
-        self.far.send_routes(number, counts)
+        if not (self.agreement is not None and outcome.result in ("peer-lost", "failed")):
+            self._check(outcome, f"dispatch of round {number}", timeout_s)
 
     # ---- waiting; all raise PeerLost, WaitTimeout, EngineClosed, and UsageError when a rank has closed its AllToAll
 
@@ -147,12 +148,19 @@ class Peers:
             return
         for rank, address in enumerate(self._addresses):
             if rank != self._rank and self._engine.peer_state(address) == "lost":
-                raise self._trouble("peer-lost", rank, "", 0.0)
+                raise self._error(Outcome("peer-lost", rank), "", 0.0)
 
     @property
     def masked(self) -> tuple[int, ...]:
         """With on_lost="mask": ranks that calls so far went on without, ascending."""
         return tuple(sorted(self.near.masked)) if self.agreement is None else self.agreement.masked
+
+    def silent_in(self, number: int) -> Collection[int]:
+        """With on_lost="mask": ranks to which no routes are to go in that round. One that is masked is not among them
+        as long as it may take part in its dispatch: with dp_size, ranks of a group know of it at different times, and
+        would send different counts of the same tokens.
+        """
+        return self.near.silent_in(number) if self.agreement is None else self.agreement.masked
 
     def check_not_masked(self, number: int, timeout_s: float) -> None:
         """MaskedOut when others have masked us, and may write to what we have just read for this round."""
@@ -165,7 +173,7 @@ class Peers:
         """Until the routes of all are here. Of each group the rank whose rows come to us, as in Round."""
         absent = self._wait(opened, DISPATCH, timeout_s)
         opened.silent = tuple(absent)
-        return masking.sources(self._config, self._rank, absent) if absent else self._all_sources
+        return sources_of(self._config, self._rank, absent) if absent else self._all_sources
 
     def wait_rows(self, number: int, timeout_s: float) -> None:
         """For rows of far ranks; where ranks are masked they came with the routes."""
@@ -182,8 +190,13 @@ class Peers:
         """
         if self.sums is not None and not opened.has_sent_sums and not opened.is_refused:
             self._wait_near(opened, COMBINE, timeout_s)
-            self.sums.send(opened.number, opened.placement)
-            opened.has_sent_sums = True
+            try:
+                self.sums.send(opened.number, opened.placement)
+                opened.has_sent_sums = True
+            except BaseException as error:
+                if self.sums.begun == opened.number:
+                    self.give_up(f"sums of round {opened.number}", error)
+                raise
         opened.absent = tuple(self._wait(opened, COMBINE, timeout_s))
         return opened.absent
 
@@ -196,72 +209,92 @@ class Peers:
             absent = self._wait_near(opened, half, timeout_s)
             if self.far is not None:
                 name, _, step = _HALVES[half]
-                told = self.far.wait(step, opened.number, timeout_s)
-                self._check(told, f"{name} of round {opened.number}", timeout_s)
+                self._check(
+                    self.far.wait(step, opened.number, timeout_s), f"{name} of round {opened.number}", timeout_s
+                )
             return absent
         finally:
             self.waited_s += time.monotonic() - begin
 
     def _wait_near(self, opened: Round, half: int, timeout_s: float) -> list[int]:
         name, word, _ = _HALVES[half]
-        result, rank, absent = self.near.wait(word, opened.number, timeout_s)
-        self._check((result, rank, ""), f"{name} of round {opened.number}", timeout_s)
+        outcome, absent = self.near.wait(word, opened.number, timeout_s)
+        self._check(outcome, f"{name} of round {opened.number}", timeout_s)
         return absent
 
-    def _check(self, told: tuple[str, int, str], half: str, timeout_s: float) -> None:
-        result, rank, detail = told
-        self._late = rank if result == "late" and timeout_s > 0 else None  # who only looks has not waited
-        if result != "ready":
-            raise self._trouble(result, rank, half, timeout_s, detail)
+    def _check(self, outcome: Outcome, half: str, timeout_s: float) -> None:
+        is_late = outcome.result == "late" and timeout_s > 0  # who only looks has not waited
+        self._late = outcome.rank if is_late else None
+        if outcome.result != "ready":
+            raise self._error(outcome, half, timeout_s)
 
-    def trouble(self, told: tuple[str, int, str], half: str, timeout_s: float) -> CrossrailError:
+    def error_of(self, outcome: Outcome, half: str, timeout_s: float) -> CrossrailError:
         """Of a wait that somebody else made: what to raise."""
-        result, rank, detail = told
-        self._late = rank if result == "late" else None
-        return self._trouble(result, rank, half, timeout_s, detail)
+        self._late = outcome.rank if outcome.result == "late" else None
+        return self._error(outcome, half, timeout_s)
 
-    def _trouble(self, result: str, rank: int, half: str, timeout_s: float, detail: str = "") -> CrossrailError:
+    def _error(self, outcome: Outcome, half: str, timeout_s: float) -> CrossrailError:
         """What to raise. Of a rank that gave up since another one was lost, that is what is told, and passed on; of one
         that waited for another in vain, that too.
         """
+        result, rank, _ = outcome
         lost, late = self._reason_of(rank) if result in ("left", "peer-lost") else (None, None)
         if lost == self._rank:
-            result, detail = "peer-lost", "it lost sight of this rank, and has closed its AllToAll"
+            outcome = Outcome("peer-lost", rank, "it lost sight of this rank, and has closed its AllToAll")
         elif lost is not None:
-            result, detail = "peer-lost", f"rank {rank} lost sight of it, and has closed its AllToAll"
-            rank, half = lost, ""
+            outcome = Outcome("peer-lost", lost, f"rank {rank} lost sight of it, and has closed its AllToAll")
+            half = ""
         elif late is not None:
             who = "this rank" if late == self._rank else f"rank {late} ({self._addresses[late].name!r})"
-            detail = f"it had waited for {who} in vain" + (", and closed its AllToAll" if result == "peer-lost" else "")
-        if result == "peer-lost":
-            self._lost = rank
-        return trouble(self._engine, result, rank, self._addresses[rank], half, timeout_s, detail)
+            ending = ", and closed its AllToAll" if result == "peer-lost" else ""
+            outcome = Outcome(result, rank, f"it had waited for {who} in vain{ending}")
+        if outcome.result == "peer-lost":
+            self._lost = outcome.rank
+        return error_of(self._engine, outcome, self._addresses[outcome.rank], half, timeout_s)
 
     def _reason_of(self, rank: int) -> tuple[int | None, int | None]:
         """Whom that rank has lost, and for whom it had waited in vain, if its farewell says so: by number, or by that
         plus how many ranks there are.
         """
-        told, world = None, len(self._addresses)
+        why, world = None, len(self._addresses)
         if rank in self.near.ranks:
-            told = self.near.why_left(rank)
+            why = self.near.why_left(rank)
         elif self.far is not None:
-            told = self.far.why_left(rank)
-        if told is None or not 0 <= told < 2 * world:
+            why = self.far.why_left(rank)
+        if why is None or not 0 <= why < 2 * world:
             return None, None
-        return (told, None) if told < world else (None, told - world)
+        return (why, None) if why < world else (None, why - world)
 
     # ---- the end
 
+    def give_up(self, what: str, error: BaseException) -> None:
+        """Others were told a part of this, and `error` kept the rest. They count what comes, so it cannot be repeated:
+        we take part no more, and say so. Waits some seconds at most, also in calls that do not wait.
+        """
+        if isinstance(error, MaskedOut):
+            return  # they go on without us already
+        self._given_up = f"{what} failed after a part of it was sent: {error!r}"
+        with contextlib.suppress(CrossrailError):
+            self.farewell(_GIVE_UP_S)
+
+    @property
+    def given_up(self) -> CrossrailError | None:
+        """What to raise once it has."""
+        if self._given_up is None:
+            return None
+        return CrossrailError(f"{self._given_up}. Next: close it, and make a new one, on all ranks")
+
     def farewell(self, timeout_s: float) -> None:
-        """Nothing of ours comes any more."""
+        """Nothing of ours comes any more. Idempotent."""
+        if self._has_said_farewell:
+            return
         if self.agreement is not None and not self._engine.closed:
             self.agreement.farewell(timeout_s)
         why = self._lost  # as _reason_of() reads it
         if why is None and self._late is not None:
             why = len(self._addresses) + self._late
         self.near.farewell(why)
-        if self.far is not None and not self._engine.closed:
-            self.far.farewell(why, timeout_s)
+        self._has_said_farewell = self.far is None or self._engine.closed or self.far.farewell(why, timeout_s)
 
     def close(self, timeout_s: float) -> None:
         """Gives back what far ranks write to. Idempotent. WaitTimeout while one is in the middle of that."""
@@ -271,6 +304,7 @@ class Peers:
                 self.far.close(timeout_s)
         if self.agreement is not None:
             self.agreement.close(timeout_s)
+        self._has_said_farewell = True  # what is closed can be told no more
 
 
 def _with_room_for_all(config: Config) -> Config:

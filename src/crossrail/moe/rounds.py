@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from crossrail.errors import UsageError
+import crossrail as xr
+from crossrail.errors import EngineClosed, UsageError
 from crossrail.moe.arrays import Array
 
 
@@ -81,6 +82,14 @@ class Dispatched:
     offsets: Any
     rows: int
     round: Round
+
+
+def check_usable(kind: str, is_closed: bool, engine: xr.Engine) -> None:
+    """UsageError for an AllToAll, of that kind, that is closed; EngineClosed."""
+    if is_closed:
+        raise UsageError(f"this {kind} is closed")
+    if engine.closed:
+        raise EngineClosed(f"engine {engine.name!r} was closed")
 
 
 def round_meant(

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
+
+import numpy as np
 
 from crossrail.errors import UsageError
 from crossrail.moe.arrays import Array, to_count
-from crossrail.moe.config import Config
-from crossrail.moe.row_memory import RowMemory
+from crossrail.moe.config import OUT_DTYPES, Config
+from crossrail.moe.rows.interface import RowMemory
+
+
+class Arrays(Protocol):
+    """Of one kind of memory: as RowMemory has them."""
+
+    def given(self, array: Any, name: str, dtypes: tuple[str, ...], shape: tuple[int | None, ...]) -> Any: ...
+
+    def empty(self, shape: tuple[int, int], dtype: str) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -35,9 +44,8 @@ def tokens_given(
     """The arguments of dispatch_send. UsageError that names the argument, and what it has to be."""
     values = memory.given(x, "x", (config.dtype,), (None, config.hidden))
     count = len(values) if num_tokens is None else to_count(num_tokens, len(values))
-    if count > config.max_tokens:
-        raise UsageError(f"x has {count} tokens, max_tokens is {config.max_tokens}")
-    factors = scales_given(config, memory.given, scales, len(values))
+    check_count(config, count)
+    factors = scales_given(config, memory, scales, len(values))
     routes = memory.routes(indices, (len(values), config.top_k))
     given = None if weights is None else weights_given(config, memory, weights, count)
     if given is None and config.node_sums:
@@ -45,18 +53,40 @@ def tokens_given(
     return Tokens(count, values[:count], None if factors is None else factors[:count], routes[:count], given)
 
 
-def weights_given(config: Config, memory: RowMemory, weights: Any, tokens: int) -> Any:
+def weights_given(config: Config, arrays: Arrays, weights: Any, tokens: int) -> Any:
     """Of so many tokens, [tokens, top_k]; there may be more in what is given."""
-    array = memory.given(weights, "weights", ("float32",), (None, config.top_k))
+    array = arrays.given(weights, "weights", ("float32",), (None, config.top_k))
     if len(array) < tokens:
         raise UsageError(f"weights has {len(array)} rows, the round has {tokens} tokens")
     return array[:tokens]
 
 
-def scales_given(config: Config, given: Callable[..., Any], scales: Any | None, tokens: int) -> Any | None:
-    """given: as of RowMemory."""
+def sums_given(
+    config: Config, arrays: Arrays, tokens: int, weights: Any | None, out: Any | None, accumulate: bool
+) -> Any:
+    """Where the sums of so many tokens go: out, checked, or a new array. weights: None: there are none."""
+    if accumulate and out is None:
+        raise UsageError("accumulate is set and out is None: there is nothing to add to")
+    if weights is None:
+        raise UsageError("weights is None, and dispatch was given none")
+    shape = (tokens, config.hidden)
+    if out is None:
+        return arrays.empty(shape, config.out_dtype)
+    if isinstance(out, np.ndarray) and not out.flags.writeable:
+        raise UsageError("out is read-only, must be an array that can be written to")
+    return arrays.given(out, "out", OUT_DTYPES, shape)
+
+
+def check_count(config: Config, tokens: int) -> None:
+    """UsageError for more than a rank has room for."""
+    if tokens > config.max_tokens:
+        raise UsageError(f"x has {tokens} tokens, max_tokens is {config.max_tokens}")
+
+
+def scales_given(config: Config, arrays: Arrays, scales: Any | None, tokens: int) -> Any | None:
+    """Of so many tokens."""
     if config.blocks == 0:
         if scales is not None:
             raise UsageError("scales are given, and scale_block is None")
         return None
-    return given(scales, "scales", ("float32",), (tokens, config.blocks))
+    return arrays.given(scales, "scales", ("float32",), (tokens, config.blocks))

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from crossrail import _core
-from crossrail.moe.board import PARITIES
 from crossrail.moe.config import Config
-from crossrail.moe.far_memory import FarPart
+from crossrail.moe.links.board import PARITIES
+from crossrail.moe.links.far_memory import FarPart
 
 _LINE = 64
 
@@ -27,10 +27,10 @@ class Tables:
 
 
 class GraphBoard:
-    """routes, int32, and tables: where each begins for rounds of even number; those of odd number are `stride` numbers
-    behind. Memory of the host, which kernels read and write in place. There is
-    room for routes_max routes, and rows_max moves and returns. What is in them: native/moe/stream_proxy.h. near: the
-    same tables on the device, for kernels that read each of them many times.
+    """routes, int32, and tables begin at the part for rounds of even number; that of odd rounds is `stride` numbers
+    behind. They are host memory that kernels read and write in place, with room for routes_max routes, and rows_max
+    moves and returns. native/moe/stream_proxy.h says what is in them. near: the same tables on the device, for kernels
+    that read each of them many times.
     """
 
     def __init__(self, config: Config, experts: int, device: Any) -> None:
@@ -53,9 +53,10 @@ class GraphBoard:
         self._bytes = whole[begin : begin + nbytes].zero_()
         self.stride = part.parity_bytes // 4
         # The native half counts from the board's start.
-        self.parts = (*(words + offset for offset in part.offsets.values()), part.parity_bytes)
+        offsets = {name: words + offset for name, offset in part.offsets.items()}
+        self.as_native = _core.moe.StreamBoard(**offsets, parity_bytes=part.parity_bytes)
         numbers = self._bytes.view(torch.int32)
-        arrays = {name: numbers[(words + offset) // 4 :] for name, offset in part.offsets.items()}
+        arrays = {name: numbers[offset // 4 :] for name, offset in offsets.items()}
         self.routes = arrays.pop("routes")
         self.tables = Tables(**arrays)
         copied = torch.zeros(PARITIES * self.stride, dtype=torch.int32, device=device)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from crossrail import _core
 from crossrail.errors import CrossrailError, UsageError, WaitTimeout
-from crossrail.moe.board import PARITIES
 from crossrail.moe.capacity import find_overflow
 from crossrail.moe.config import Config
+from crossrail.moe.links.board import PARITIES
+from crossrail.moe.outcome import Outcome
 from crossrail.moe.peers import Peers
 
 _HALVES = {
@@ -18,7 +21,7 @@ _HALVES = {
 
 
 def found_failure(
-    proxy: _core.moe.StreamProxy, peers: Peers, layout: _core.moe.Layout, config: Config, rank: int, timeout_s: float
+    proxy: _core.moe.StreamProxy, peers: Peers, config: Config, rank: int, timeout_s: float
 ) -> CrossrailError | None:
     """None while they go on."""
     try:
@@ -27,20 +30,26 @@ def found_failure(
         return error
     if found is None:
         return None
-    result, about, detail, step, number, counts = found
-    if result == "overflow":
-        placement = _core.moe.Placement(layout, counts.reshape(config.groups, config.experts))
-        return find_overflow(config, number, placement)
-    if result == "late" and about == rank:
+    number = found.round
+    if found.result == "overflow":
+        counts = np.asarray(found.counts).reshape(config.groups, config.experts)
+        return find_overflow(config, number, _core.moe.Placement(peers.layout, counts))
+    outcome = Outcome.of_native(found.result, found.rank, found.detail)
+    if outcome.result == "late" and outcome.rank == rank and found.step == "routes":
+        return UsageError(
+            f"round {number + 1} was begun, and round {number} has not told its routes after {timeout_s:g} s: its "
+            "dispatch_send failed half way while it was captured. The rounds of this GraphAllToAll have ended"
+        )
+    if outcome.result == "late" and outcome.rank == rank:
         return UsageError(
             f"round {number + PARITIES} was begun, and round {number} is not ended after {timeout_s:g} s: "
             "each dispatch_send takes a combine_recv, also in graphs that are replayed. The rounds of this "
             "GraphAllToAll have ended"
         )
-    trouble = peers.trouble((result, about, detail), _HALVES[step].format(number), timeout_s)
-    if result != "late":
-        return trouble
+    raised = peers.error_of(outcome, _HALVES[found.step].format(number), timeout_s)
+    if outcome.result != "late":
+        return raised
     return WaitTimeout(
-        f"{str(trouble).partition('. Nothing is lost')[0]}. The rounds of this GraphAllToAll have ended. Next: see "
+        f"{str(raised).partition('. Nothing is lost')[0]}. The rounds of this GraphAllToAll have ended. Next: see "
         "whether that rank makes the same calls as this one, and make a new one, on all ranks"
     )

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from crossrail.moe.board import PARITIES
 from crossrail.moe.config import Config
-from crossrail.moe.far import Far
+from crossrail.moe.links.board import PARITIES
+from crossrail.moe.links.far import Far
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from crossrail.moe.graph.kernels import Routes
 from crossrail.moe.rounds import Stage
 
 if TYPE_CHECKING:
     from crossrail.moe.graph.all_to_all import GraphAllToAll
+
+
+class Outputs(NamedTuple):
+    """What a dispatch fills, as GraphDispatched has it."""
+
+    x: Any
+    scales: Any | None
+    counts: Any
+    offsets: Any
 
 
 @dataclass(eq=False)
@@ -26,7 +35,7 @@ class GraphRound:
     weights: Any | None
     owner: GraphAllToAll
     stage: Stage = Stage.SENT
-    outputs: tuple[Any, Any | None, Any, Any] | None = None  # x, scales, counts, offsets, once somebody asked
+    outputs: Outputs | None = None  # once somebody asked
     stream: int = 0  # of dispatch_send
 
     def __repr__(self) -> str:

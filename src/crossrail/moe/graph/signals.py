@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from crossrail.moe.board import PARITIES
 from crossrail.moe.config import Config
-from crossrail.moe.far import Far
-from crossrail.moe.far_memory import SIGNALS
 from crossrail.moe.graph.memory import to_tensor
+from crossrail.moe.links.board import PARITIES
+from crossrail.moe.links.far import Far
+from crossrail.moe.links.far_memory import SIGNALS
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 import crossrail as xr
 from crossrail.errors import CrossrailError, WaitTimeout
-from crossrail.moe.board import PARITIES
-from crossrail.moe.views import Record, record_bytes
+from crossrail.moe.links.board import PARITIES
+from crossrail.moe.masking.views import Record, record_bytes
 
 _WORD_BYTES = 16  # a value and its complement
 _VIEW_SHIFT = 40  # a confirmation: number of the view, then the mark
@@ -27,7 +27,7 @@ _OUT_WORDS = 8
 Marks = npt.NDArray[np.uint64]
 
 
-class Box:
+class Confirmations:
     """One rank's, and the way to those of others. Threads: one at a time. Owner: what it allocates, until close().
 
     Parts: confirmations [world][parity]; records that came, by rank, our own among them; records that leave; what we
@@ -49,7 +49,7 @@ class Box:
         self._words = np.frombuffer(view, np.uint64, world * PARITIES * 2).reshape(world, PARITIES, 2)
         self._out = np.frombuffer(view, np.uint64, _OUT_WORDS * 2, self._out_at).reshape(_OUT_WORDS, 2)
         self._bytes = np.frombuffer(view, np.uint8)
-        self._boxes: dict[int, xr.RegionDescriptor] = {}
+        self._regions: dict[int, xr.RegionDescriptor] = {}
         self._imms: dict[int, int] = {}
         self._next_out = 0
         self._confirming: list[tuple[xr.Transfer, int, list[int]]] = []  # of the last ones: also which word, to whom
@@ -63,11 +63,11 @@ class Box:
 
     def card(self) -> dict[str, Any]:
         """What the others need to know of it."""
-        return {"box": self.region.descriptor.to_bytes().hex(), "imm": self.news.imm}
+        return {"region": self.region.descriptor.to_bytes().hex(), "imm": self.news.imm}
 
     def connect(self, rank: int, card: dict[str, Any]) -> None:
         """card: of that rank."""
-        self._boxes[rank] = xr.RegionDescriptor.from_bytes(bytes.fromhex(card["box"]))
+        self._regions[rank] = xr.RegionDescriptor.from_bytes(bytes.fromhex(card["region"]))
         self._imms[rank] = card["imm"]
 
     # ---- confirmations
@@ -93,7 +93,7 @@ class Box:
     def _write_word(self, word: int, mark: int, ranks: list[int]) -> xr.Transfer:
         to = (self._rank * PARITIES + mark // 2 % PARITIES) * _WORD_BYTES
         return self._engine.submit_scatter(
-            self.region, [self._boxes[rank] for rank in ranks], lengths=_WORD_BYTES,
+            self.region, [self._regions[rank] for rank in ranks], lengths=_WORD_BYTES,
             src_offsets=self._out_at + word * _WORD_BYTES, dst_offsets=to, imm=[self._imms[rank] for rank in ranks],
         )  # fmt: skip
 
@@ -133,7 +133,7 @@ class Box:
             begin = self._leaving_at + rank * self._slot_bytes
             nbytes = self._put(begin, record)
             moved = self._engine.submit_write(
-                self.region, self._boxes[rank], nbytes, src_offset=begin,
+                self.region, self._regions[rank], nbytes, src_offset=begin,
                 dst_offset=self._records_at + self._rank * self._slot_bytes, imm=self._imms[rank],
             )  # fmt: skip
             self._sent[rank] = (moved, self._serial)
@@ -145,7 +145,7 @@ class Box:
             return before
         self._collect(rank)
         self._reads[rank] = self._engine.submit_read(
-            self.region, self._boxes[rank], self._slot_bytes, dst_offset=self._reading_at + rank * self._slot_bytes,
+            self.region, self._regions[rank], self._slot_bytes, dst_offset=self._reading_at + rank * self._slot_bytes,
             src_offset=self._records_at + rank * self._slot_bytes,
         )  # fmt: skip
         return self._reads[rank]
@@ -156,7 +156,7 @@ class Box:
             if self._reads[rank].done:
                 self._collect(rank)
         found, self._was_read = self._was_read, []
-        for rank in self._boxes:
+        for rank in self._regions:
             begin = self._records_at + rank * self._slot_bytes
             digest = self._bytes[begin : begin + 8].tobytes()
             if digest != self._seen.get(rank, bytes(8)):
@@ -175,11 +175,14 @@ class Box:
             self._was_read.append(record)
 
     def _take(self, rank: int, begin: int) -> Record | None:
-        told = Record.decode(self._bytes[begin : begin + self._slot_bytes].tobytes())
-        if told is None or told[1].rank != rank or told[0] <= self._serials.get(rank, 0):
+        decoded = Record.decode(self._bytes[begin : begin + self._slot_bytes].tobytes())
+        if decoded is None:
             return None
-        self._serials[rank] = told[0]
-        return told[1]
+        serial, record = decoded
+        if record.rank != rank or serial <= self._serials.get(rank, 0):
+            return None
+        self._serials[rank] = serial
+        return record
 
     def _put(self, begin: int, record: Record) -> int:
         data = np.frombuffer(record.encode(self._serial), np.uint8)
@@ -189,11 +192,11 @@ class Box:
 
     # ---- waiting and the end
 
-    def wait_news(self, patience_s: float) -> None:
+    def wait_news(self, timeout_s: float) -> None:
         """Until something was written here, or that time has passed."""
-        if patience_s > 0:
+        if timeout_s > 0:
             try:
-                self.news.wait(1, patience_s)
+                self.news.wait(1, timeout_s)
             except WaitTimeout:
                 return
         if (count := self.news.poll()) > 0:

@@ -1,7 +1,7 @@
 """How the ranks that are left agree on who that is, and on the last half of each that is not: Paxos, once per view.
 
-Pure: hears records, is told the time, and says what its own record is. Who carries records is box.py's business; they
-may be late, be lost or come in any order, and each replaces the one before.
+Pure: hears records, is told the time, and says what its own record is. confirmations.py carries records; they may be
+late, be lost or come in any order, and each replaces the one before.
 
 One decision, from view v to v + 1, in ballots; a ballot's number names its leader, and is greater than any it knew:
   1. The leader asks for promises. A member promises the greatest ballot that it has seen; from then on, until v + 1, it
@@ -20,14 +20,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from crossrail.moe.views import Lasts, Record, View
+from crossrail.moe.masking.views import Lasts, Record, View
 
 PATIENCE_S = 0.5  # until the next rank in turn takes over from a leader that gets nowhere
 
 Got = Callable[[], tuple[Lasts, ...]]
 
 
-class Council:
+class Paxos:
     """One rank's part. Threads: one at a time."""
 
     def __init__(self, rank: int, world: int) -> None:

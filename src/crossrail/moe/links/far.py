@@ -13,11 +13,12 @@ import crossrail as xr
 from crossrail import _core
 from crossrail.errors import TransportError, UsageError, WaitTimeout
 from crossrail.moe.arrays import Array
-from crossrail.moe.board import PARITIES
 from crossrail.moe.config import TAG_BYTES, Config
-from crossrail.moe.far_memory import FarMemory, FarPart
-from crossrail.moe.node_sums import tags_of
-from crossrail.moe.row_memory import RowMemory
+from crossrail.moe.links.board import PARITIES
+from crossrail.moe.links.far_memory import FarMemory, FarPart
+from crossrail.moe.links.node_sums import tags_of
+from crossrail.moe.outcome import Outcome
+from crossrail.moe.rows.interface import RowMemory
 
 _SETTLE_S = 5.0  # for the thread that posts, which has little to do
 _FENCE_S = 1e-3
@@ -134,9 +135,9 @@ class Far:
         """
         nbytes = min(_TRIAL_BYTES, self.memory.rows.nbytes)
         writes = [self._engine.submit_write(self.rows, theirs, length=nbytes) for theirs in self._rows_of.values()]
-        deadline = time.monotonic() + timeout_s
+        deadline_at_s = time.monotonic() + timeout_s
         for write in writes:
-            write.wait(max(deadline - time.monotonic(), 0))
+            write.wait(max(deadline_at_s - time.monotonic(), 0))
 
     def reach(self, timeout_s: float) -> None:
         """Maps memory of rows of those far ranks that are on this host, where it can be mapped. Rows for them that have
@@ -170,16 +171,16 @@ class Far:
         self.proxy.watch(self._addresses[rank], rank, board)
 
     def imms_of(self, rank: int) -> list[int]:
-        """By the words of moe/board.py, the numbers by which a far rank tells us what those tell of near ones."""
+        """By the words of board.py, the numbers by which a far rank tells us what those tell of near ones."""
         imms = self.proxy.imms_for(rank)
         routes, _, results, farewell = (imms[step : step + PARITIES] for step in range(0, len(imms), PARITIES))
         return [farewell[0], *routes, *results]
 
     # ---- dispatch
 
-    def wait_sent(self, number: int, timeout_s: float) -> tuple[str, int, str]:
-        """Until the memory of the round before the last is free again: result, rank, detail."""
-        return self.proxy.wait_sent(number, timeout_s)
+    def wait_sent(self, number: int, timeout_s: float) -> Outcome:
+        """Until the memory of the round before the last is free again."""
+        return Outcome.of_native(*self.proxy.wait_sent(number, timeout_s))
 
     def send_routes(self, number: int, counts: Array) -> None:
         """Our routes, into that memory."""
@@ -214,13 +215,15 @@ class Far:
 
     # ---- combine
 
-    def send_results(self, number: int, placement: _core.moe.Placement | None, y: Any | None) -> None:
-        """Rows of y, outputs of our experts, to where they came from; none of either: only that there are none."""
-        if placement is not None and y is not None:
-            table = np.asarray(cast(tuple[Any, Any], placement.return_far(self._rank))[0])
-            if len(table) > 0:
-                self._memory.pack(self._halves[number % PARITIES].results_out_bytes, y, None, table)
+    def pack_results(self, number: int, placement: _core.moe.Placement, y: Any) -> None:
+        """Rows of y, outputs of our experts, in the order in which send_results() sends them."""
+        table = np.asarray(cast(tuple[Any, Any], placement.return_far(self._rank))[0])
+        if len(table) > 0:
+            self._memory.pack(self._halves[number % PARITIES].results_out_bytes, y, None, table)
         self._memory.settle()
+
+    def send_results(self, number: int, placement: _core.moe.Placement | None) -> None:
+        """What was packed, to where it came from; without a placement: only that there is nothing."""
         self.proxy.send_results(number, placement)
 
     def sums_out(self, number: int, first_row: int, rows: int) -> Any:
@@ -235,9 +238,9 @@ class Far:
 
     # ---- waiting
 
-    def wait(self, step: str, number: int, timeout_s: float) -> tuple[str, int, str]:
-        """Until "routes", "rows" or "results" of the round are here from all: result, whom it is about, detail."""
-        return self.proxy.wait(step, number, timeout_s)
+    def wait(self, step: str, number: int, timeout_s: float) -> Outcome:
+        """Until "routes", "rows" or "results" of the round are here from all."""
+        return Outcome.of_native(*self.proxy.wait(step, number, timeout_s))
 
     def has_come(self, step: str, number: int, rank: int) -> bool:
         """Whether all of that is here from that rank; also "farewell"."""
@@ -265,9 +268,9 @@ class Far:
         self._halves.clear()
         self.reached.clear()
 
-    def farewell(self, why: int | None, timeout_s: float) -> None:
-        """Nothing of ours comes any more: who waits for us is told. why: as Peers has it."""
-        self.proxy.say_farewell(why, timeout_s)
+    def farewell(self, why: int | None, timeout_s: float) -> bool:
+        """Nothing of ours comes any more: who waits for us is told. why: as Peers has it. Whether it was posted."""
+        return Outcome.of_native(*self.proxy.say_farewell(why, timeout_s)).result == "ready"
 
     def why_left(self, rank: int) -> int | None:
         """What that far rank gave in its farewell. Written by that rank: to be checked."""

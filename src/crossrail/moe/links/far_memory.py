@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from crossrail import _core
-from crossrail.moe.board import PARITIES
 from crossrail.moe.bounds import Bounds
 from crossrail.moe.config import Config
+from crossrail.moe.links.board import PARITIES
 
 SIGNALS = ("rows", "results")
 _LINE = 64
@@ -73,11 +73,19 @@ class FarMemory:
         )
         return cls(bounds, routes, rows, route_bytes, config.stride_bytes, config.y_bytes)
 
-    def as_native(self) -> tuple[int, ...]:
-        """In the order of the native FarMemory."""
-        routes, rows = self.routes, self.rows
-        offsets = (rows.offsets[name] for name in ("rows_in", "results_in", "rows_out", "results_out"))
-        return (
-            *routes.offsets.values(), routes.parity_bytes, *offsets, rows.parity_bytes,
-            self.route_bytes, self.stride_bytes, self.y_bytes,
-        )  # fmt: skip
+    def as_native(self) -> _core.moe.FarMemory:
+        """What a Proxy needs of it."""
+        routes, rows = self.routes.offsets, self.rows.offsets
+        return _core.moe.FarMemory(
+            routes_in=routes["routes_in"],
+            routes_out=routes["routes_out"],
+            routes_parity_bytes=self.routes.parity_bytes,
+            rows_in=rows["rows_in"],
+            results_in=rows["results_in"],
+            rows_out=rows["rows_out"],
+            results_out=rows["results_out"],
+            rows_parity_bytes=self.rows.parity_bytes,
+            route_bytes=self.route_bytes,
+            stride_bytes=self.stride_bytes,
+            y_bytes=self.y_bytes,
+        )

@@ -1,16 +1,32 @@
-"""Why a wait for another rank ended without what it waited for, in words."""
+"""How a wait for another rank ended, and the error to raise where that was without what it waited for."""
 
 from __future__ import annotations
+
+from typing import Literal, NamedTuple, cast
 
 import crossrail as xr
 from crossrail.errors import CrossrailError, EngineClosed, PeerLost, TransferError, UsageError, WaitTimeout
 from crossrail.moe.errors import masked_out
 
+Result = Literal["ready", "late", "left", "peer-lost", "masked-out", "failed", "engine-closed"]
 
-def trouble(
-    engine: xr.Engine, result: str, rank: int, address: xr.Address, half: str, timeout_s: float, detail: str = ""
-) -> CrossrailError:
-    """What to raise. result: as the native half says it; half: what was due of the rank, "" where nothing was."""
+
+class Outcome(NamedTuple):
+    """rank: whom it is about; of no meaning where the result is "ready". detail: of the native half, or ""."""
+
+    result: Result
+    rank: int
+    detail: str = ""
+
+    @classmethod
+    def of_native(cls, result: str, rank: int, detail: str = "") -> Outcome:
+        """As the native half tells it, which knows the same results."""
+        return cls(cast(Result, result), rank, detail)
+
+
+def error_of(engine: xr.Engine, outcome: Outcome, address: xr.Address, half: str, timeout_s: float) -> CrossrailError:
+    """What to raise. address: of the rank. half: what was due of it, "" where nothing was."""
+    result, rank, detail = outcome
     who = f"rank {rank} ({address.name!r}, pid {address.pid})"
     during = f" before its {half}" if half else ""
     if result == "engine-closed":

@@ -12,8 +12,8 @@ import numpy as np
 
 from crossrail import _core
 from crossrail.moe.arrays import Array
-from crossrail.moe.board import PARITIES, Half
-from crossrail.moe.row_memory import RowMemory
+from crossrail.moe.links.board import PARITIES, Half
+from crossrail.moe.rows.interface import RowMemory
 
 
 class SumsOut(Protocol):
@@ -53,6 +53,7 @@ class NodeSums:
         self._memory = memory
         self._max_tokens = max_tokens
         self._partners = _core.moe.partners(layout, rank)
+        self.begun: int | None = None  # the round of which somebody was sent something
 
     def send(self, number: int, placement: _core.moe.Placement) -> None:
         """Once all of the node have returned: a partner's sums leave while the next one's are made."""
@@ -63,4 +64,5 @@ class NodeSums:
             first, rows = i * self._max_tokens, len(where)
             if rows > 0:
                 self._memory.reduce(self._far.sums_out(number, first, rows), outputs, where, weights)
+            self.begun = number
             self._far.send_sums(number, partner, first, rows)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import crossrail as xr
 from crossrail import _core
-from crossrail.moe.board import FAREWELL, PARITIES, RETURNED, SENT, VIEW, WORDS, BoardLayout
 from crossrail.moe.errors import masked_out
-from crossrail.moe.row_memory import Block
+from crossrail.moe.links.board import FAREWELL, PARITIES, RETURNED, SENT, VIEW, WORDS, BoardLayout
+from crossrail.moe.outcome import Outcome
+from crossrail.moe.rows.interface import Block
 
 
 class Near:
@@ -35,6 +36,7 @@ class Near:
         own = self.ranks.index(rank)
         owners = [None if other == rank else address for other, address in zip(ranks, addresses, strict=True)]
         self.masked: set[int] = set()
+        self._silent: tuple[set[int], set[int]] = (set(), set())  # by parity: whose word of dispatch is sealed
         self._words = _core.moe.Words(engine, boards, owners, own, WORDS, masks)
         self.boards = [[layout.half(board, parity, rows) for parity in range(PARITIES)] for board in boards]
         self.own = self.boards[own]
@@ -52,7 +54,7 @@ class Near:
         self._words.leave_out([*self.ranks, *self._watched].index(rank))
 
     def announce(self, view: int) -> None:
-        """Tells those who read our memory that the ranks that are left are those of this view (moe/views.py)."""
+        """Tells those who read our memory that the ranks that are left are those of this view (masking/views.py)."""
         self._words.publish(VIEW, 2 * view)
 
     def is_ahead(self, view: int) -> bool:
@@ -63,6 +65,10 @@ class Near:
         """Whether that rank, which shares memory with us, has published it."""
         word = what if what == FAREWELL else what + number % PARITIES
         return self._words.has_come(self.ranks.index(rank), word, number)
+
+    def silent_in(self, number: int) -> Collection[int]:
+        """Ranks that were silent in an earlier round of that parity, and so are in this one, at every rank."""
+        return self._silent[number % PARITIES]
 
     def publish(self, what: int, number: int) -> None:
         """We are through with this half of the round: others may read what it wrote. PeerLost when they have masked
@@ -85,11 +91,12 @@ class Near:
         number = self._words.value(self.ranks.index(rank), FAREWELL) // PARITIES
         return number - 2 if number >= 2 else None
 
-    def wait(self, what: int, number: int, timeout_s: float) -> tuple[str, int, list[int]]:
-        """Until all have published it: result, whom it is about, and the ranks that were lost before they did: none,
-        unless these are masked.
-        """
+    def wait(self, what: int, number: int, timeout_s: float) -> tuple[Outcome, list[int]]:
+        """Until all have published it. Also the ranks that were lost before they did: none, unless these are masked."""
         result, index, boards = self._words.wait(what + number % PARITIES, number, timeout_s)
         absent = [self.ranks[board] for board in boards]
         self.masked.update(absent)
-        return result, -1 if result == "ready" else [*self.ranks, *self._watched][index], absent
+        if what == SENT:
+            self._silent[number % PARITIES].update(absent)
+        rank = -1 if result == "ready" else [*self.ranks, *self._watched][index]
+        return Outcome.of_native(result, rank), absent

@@ -1,7 +1,7 @@
 """on_lost="mask" where not all ranks share memory: a half counts once all confirm it, and who is lost is masked by all.
 
 Who has all of a half tells everybody, and goes on when everybody has said so. So when a rank is lost, either nobody has
-gone on from a half, or everybody has all of it: the ranks that are left agree on its last half (council.py), and on who
+gone on from a half, or everybody has all of it: the ranks that are left agree on its last half (paxos.py), and on who
 is left, and nothing that a call returned has to be taken back. Then its writes are fenced off: it has a registration of
 our memory of its own, which is revoked.
 
@@ -16,16 +16,16 @@ from typing import Any
 import numpy as np
 
 import crossrail as xr
-from crossrail.errors import WaitTimeout
-from crossrail.moe.board import FAREWELL, PARITIES, RETURNED, SENT
-from crossrail.moe.box import Box
-from crossrail.moe.council import Council
+from crossrail.errors import CrossrailError, WaitTimeout
 from crossrail.moe.errors import NoMajority, masked_out
-from crossrail.moe.far import Far
-from crossrail.moe.near import Near
+from crossrail.moe.links.board import FAREWELL, PARITIES, RETURNED, SENT
+from crossrail.moe.links.far import Far
+from crossrail.moe.links.near import Near
+from crossrail.moe.masking.confirmations import Confirmations
+from crossrail.moe.masking.paxos import Paxos
+from crossrail.moe.masking.views import COMBINE, DISPATCH, Lasts, View
+from crossrail.moe.outcome import Outcome, error_of
 from crossrail.moe.rounds import Round
-from crossrail.moe.troubles import trouble
-from crossrail.moe.views import COMBINE, DISPATCH, Lasts, View
 
 _SLICE_S = 5e-3  # of a wait for data, until we look at what others say
 _TROUBLED_SLICE_S = 1e-3
@@ -47,30 +47,30 @@ class Agreement:
         self._engine = engine
         self._rank, self._world = rank, world
         self._near, self._far = near, far
-        self._box = Box(engine, world, rank)
-        self._council = Council(rank, world)
+        self._confirmations = Confirmations(engine, world, rank)
+        self._paxos = Paxos(rank, world)
         self._addresses: Sequence[xr.Address] = []
         self._notes: dict[int, str] = {}  # why we suspect a rank
         self._rounds: dict[int, Round] = {}  # by parity: the last that was opened
         self._passed = [-1] * PARITIES  # marks: nothing yet
         self._confirmed = [-1] * PARITIES  # in this view
         self._fences: list[int] = []  # masked ranks whose writes are not fenced off yet
-        self._frozen_s: dict[int, float] = {}  # since when, as far as we saw
+        self._frozen_at_s: dict[int, float] = {}  # since when, as far as we saw
         self._frozen_max_s = timeout_s * _FROZEN_SHARE
-        self._asked_s = 0.0
+        self._asked_at_s = 0.0
         self._last_words: list[xr.Transfer] | None = None  # asked for when too few were left
-        self._last_words_s = 0.0
-        self._next_step_s = 0.0
-        self._members = np.array(self._council.view.members)
+        self._last_words_deadline_at_s = 0.0
+        self._next_step_at_s = 0.0
+        self._members = np.array(self._paxos.view.members)
 
     @property
     def masked(self) -> tuple[int, ...]:
         """Ranks that are masked so far, ascending."""
-        return tuple(sorted(self._council.view.lasts))
+        return tuple(sorted(self._paxos.view.lasts))
 
     def card(self) -> dict[str, Any]:
         """What others need to know of it."""
-        return self._box.card()
+        return self._confirmations.card()
 
     def connect(self, cards: Sequence[dict[str, Any]], addresses: Sequence[xr.Address], timeout_s: float) -> None:
         """cards, addresses: of all ranks."""
@@ -78,7 +78,7 @@ class Agreement:
         for rank, card in enumerate(cards):
             if rank != self._rank:
                 self._engine.connect(addresses[rank], timeout_s)
-                self._box.connect(rank, card)
+                self._confirmations.connect(rank, card)
 
     def open(self, opened: Round) -> None:
         """A round was opened: what is said of it concerns this one."""
@@ -93,19 +93,19 @@ class Agreement:
         a rank has closed its AllToAll.
         """
         mark, parity = 2 * opened.ordinal + half, opened.ordinal % PARITIES
-        deadline_s = self._engine._now_s + timeout_s
+        deadline_at_s = self._engine._now_s + timeout_s
         while self._passed[parity] < mark:
-            left_s = max(deadline_s - self._engine._now_s, 0.0)
+            left_s = max(deadline_at_s - self._engine._now_s, 0.0)
             late = self._gather(opened, half, min(left_s, self._slice_s))
             missing: list[int] = []
             has_confirmed = late is None and not self._fences and self._confirm(mark)
             if has_confirmed:
-                missing = self._box.unconfirmed(self._council.view.number, mark, self._members)
+                missing = self._confirmations.unconfirmed(self._paxos.view.number, mark, self._members)
                 if not missing:
                     self._passed[parity] = mark
                     break
                 late = missing[0]
-            left_s = max(deadline_s - self._engine._now_s, 0.0)
+            left_s = max(deadline_at_s - self._engine._now_s, 0.0)
             if self._is_time_to_step(left_s):
                 if self._step():
                     continue
@@ -113,42 +113,41 @@ class Agreement:
                 if left_s <= 0:
                     raise self._give_up(opened, half, late, timeout_s)
             # While data is missing, the wait for it has been one already.
-            if has_confirmed or self._council.is_troubled or self._fences:
-                self._box.wait_news(min(left_s, self._slice_s))
+            if has_confirmed or self._paxos.is_troubled or self._fences:
+                self._confirmations.wait_news(min(left_s, self._slice_s))
             elif late is None:
-                self._box.wait_news(min(left_s, _RETRY_S))
-        return self._council.view.absent(mark)
+                self._confirmations.wait_news(min(left_s, _RETRY_S))
+        return self._paxos.view.absent(mark)
 
     @property
     def _slice_s(self) -> float:
-        return _TROUBLED_SLICE_S if self._council.is_troubled or self._fences else _SLICE_S
+        return _TROUBLED_SLICE_S if self._paxos.is_troubled or self._fences else _SLICE_S
 
     def _is_time_to_step(self, left_s: float) -> bool:
         now_s = self._engine._now_s
-        if left_s > 0 and now_s < self._next_step_s and not self._council.is_troubled and not self._fences:
+        if left_s > 0 and now_s < self._next_step_at_s and not self._paxos.is_troubled and not self._fences:
             return False
-        self._next_step_s = now_s + _SLICE_S
+        self._next_step_at_s = now_s + _SLICE_S
         return True
 
     def _gather(self, opened: Round, half: int, slice_s: float) -> int | None:
         """Waits a little for what members have to send us. Who is late, None: nobody."""
         name, word = _HALVES[half]
-        result, rank, _ = self._near.wait(word, opened.number, slice_s)
-        told = [(result, rank, "")]
+        outcomes = [self._near.wait(word, opened.number, slice_s)[0]]
         steps = _STEPS[half]
         for step in steps:
-            told.append(self._far.wait(step, opened.number, slice_s if told[-1][0] == "ready" else 0.0))
+            outcomes.append(self._far.wait(step, opened.number, slice_s if outcomes[-1].result == "ready" else 0.0))
         late = None
-        for result, rank, detail in told:
-            if result in ("peer-lost", "failed"):
-                self._suspect(rank, detail)
-            elif result == "masked-out":
+        for outcome in outcomes:
+            if outcome.result in ("peer-lost", "failed"):
+                self._suspect(outcome.rank, outcome.detail)
+            elif outcome.result == "masked-out":
                 raise masked_out()
-            elif result not in ("ready", "late"):
-                raise trouble(self._engine, result, rank, self._addresses[rank], f"{name} of round {opened.number}", 0)
-            late = rank if result != "ready" and late is None else late
+            elif outcome.result not in ("ready", "late"):
+                raise self._error(outcome, f"{name} of round {opened.number}")
+            late = outcome.rank if outcome.result != "ready" and late is None else late
         # Of a rank that is lost, what it sent before counts.
-        if late is None or not all(self._has(rank, opened, half) for rank in self._council.view.members):
+        if late is None or not all(self._has(rank, opened, half) for rank in self._paxos.view.members):
             return late
         for step in steps:
             self._far.wait(step, opened.number, 0.0)  # counts that have come are taken, or the next round had them
@@ -166,9 +165,9 @@ class Agreement:
         parity = mark // 2 % PARITIES
         if self._confirmed[parity] >= mark:
             return True
-        if self._council.is_frozen:
+        if self._paxos.is_frozen:
             return False
-        if not self._box.confirm(self._council.view.number, mark, self._council.view.members):
+        if not self._confirmations.confirm(self._paxos.view.number, mark, self._paxos.view.members):
             return False
         self._confirmed[parity] = mark
         return True
@@ -176,11 +175,11 @@ class Agreement:
     def _check_none_left(self, missing: list[int], opened: Round, half: int) -> None:
         """UsageError when one that has not confirmed has closed its AllToAll: its confirmations came before."""
         for rank in missing:
-            if self._has_left(rank) and rank in self._box.unconfirmed(
-                self._council.view.number, 2 * opened.ordinal + half, self._members
+            if self._has_left(rank) and rank in self._confirmations.unconfirmed(
+                self._paxos.view.number, 2 * opened.ordinal + half, self._members
             ):
                 name = f"{_HALVES[half][0]} of round {opened.number}"
-                raise trouble(self._engine, "left", rank, self._addresses[rank], name, 0)
+                raise self._error(Outcome("left", rank), name)
 
     def _has_left(self, rank: int) -> bool:
         if rank == self._rank:
@@ -193,46 +192,46 @@ class Agreement:
 
     def _step(self) -> bool:
         """Goes on with what others said. Whether the view is another one. Raises MaskedOut, NoMajority."""
-        self._box.repeat_failed()
-        for record in self._box.fresh():
-            self._council.hear(record)
+        self._confirmations.repeat_failed()
+        for record in self._confirmations.fresh():
+            self._paxos.hear(record)
         now_s = self._engine._now_s
         self._look_at_members(now_s)
-        view = self._council.step(now_s, self._got)
+        view = self._paxos.step(now_s, self._got)
         if view is not None:
             self._adopt(view)
         self._fences = [rank for rank in self._fences if not self._far.shut_out(rank)]
-        if self._council.view.number > 0:
+        if self._paxos.view.number > 0:
             for passed in self._passed:  # who has not gone on from a half wants it confirmed in the new view, too
                 self._confirm(passed)
-        living = [rank for rank in self._council.view.members if rank not in self._council.suspects]
-        if self._council.is_troubled or self._council.view.number > 0:
-            self._box.publish(self._council.record, living)
-        if self._council.is_hopeless:
+        living = [rank for rank in self._paxos.view.members if rank not in self._paxos.suspects]
+        if self._paxos.is_troubled or self._paxos.view.number > 0:
+            self._confirmations.publish(self._paxos.record, living)
+        if self._paxos.is_hopeless:
             self._end_hopeless(now_s)
-        elif now_s >= self._asked_s + _ASK_EVERY_S:
-            for rank in living if self._asked_s > 0 else []:
+        elif now_s >= self._asked_at_s + _ASK_EVERY_S:
+            for rank in living if self._asked_at_s > 0 else []:
                 if rank != self._rank:
-                    self._box.ask(rank)
-            self._asked_s = now_s
+                    self._confirmations.ask(rank)
+            self._asked_at_s = now_s
         return view is not None
 
     def _look_at_members(self, now_s: float) -> None:
-        for rank in self._council.view.members:
+        for rank in self._paxos.view.members:
             state = "" if rank == self._rank else self._engine.peer_state(self._addresses[rank])
             if state == "lost":
                 # One that has left in order has told all that it had. It has no vote any more if there is to be one.
-                if self._council.is_troubled or not self._has_left(rank):
+                if self._paxos.is_troubled or not self._has_left(rank):
                     self._suspect(rank, "")
             elif state != "frozen":
-                self._frozen_s.pop(rank, None)
-            elif now_s > self._frozen_s.setdefault(rank, now_s) + self._frozen_max_s:
-                self._suspect(rank, f"frozen for {now_s - self._frozen_s[rank]:.3g} s")
+                self._frozen_at_s.pop(rank, None)
+            elif now_s > self._frozen_at_s.setdefault(rank, now_s) + self._frozen_max_s:
+                self._suspect(rank, f"frozen for {now_s - self._frozen_at_s[rank]:.3g} s")
 
     def _suspect(self, rank: int, detail: str) -> None:
         if rank not in self._notes:
             self._notes[rank] = detail or self._engine.explain(self._addresses[rank]).note
-        self._council.suspect(rank)
+        self._paxos.suspect(rank)
 
     def _got(self) -> tuple[Lasts, ...]:
         """By rank, the mark of the last half of each parity that we have all of."""
@@ -265,27 +264,27 @@ class Agreement:
 
     def check_still_in(self, timeout_s: float) -> None:
         """MaskedOut when a rank whose memory we have just read may have written to it, having gone on without us."""
-        deadline_s = self._engine._now_s + timeout_s
-        while self._near.is_ahead(self._council.view.number):
-            if not self._step() and self._engine._now_s >= deadline_s:
+        deadline_at_s = self._engine._now_s + timeout_s
+        while self._near.is_ahead(self._paxos.view.number):
+            if not self._step() and self._engine._now_s >= deadline_at_s:
                 raise NoMajority("the ranks of this node decided on who is left, and this rank was not told", op="moe")
-            self._box.wait_news(_TROUBLED_SLICE_S)
+            self._confirmations.wait_news(_TROUBLED_SLICE_S)
 
     # ---- what ends it
 
     def _end_hopeless(self, now_s: float) -> None:
         """Too few are left. If the others have masked us meanwhile, they may still say so: asked once more."""
-        view, suspects = self._council.view, sorted(self._council.suspects)
+        view, suspects = self._paxos.view, sorted(self._paxos.suspects)
         if self._last_words is None:
             for rank in suspects:
                 self._engine.forget_peer(self._addresses[rank])  # else nothing goes there any more
-            self._last_words = [self._box.ask(rank) for rank in suspects]
-            self._last_words_s = now_s + _LAST_WORDS_S
-        if now_s < self._last_words_s and not all(one.done for one in self._last_words):
+            self._last_words = [self._confirmations.ask(rank) for rank in suspects]
+            self._last_words_deadline_at_s = now_s + _LAST_WORDS_S
+        if now_s < self._last_words_deadline_at_s and not all(one.done for one in self._last_words):
             return
-        for record in self._box.fresh():
-            self._council.hear(record)
-        if (decided := self._council.step(now_s, self._got)) is not None:
+        for record in self._confirmations.fresh():
+            self._paxos.hear(record)
+        if (decided := self._paxos.step(now_s, self._got)) is not None:
             self._adopt(decided)
             return
         names = ", ".join(f"{rank} ({self._addresses[rank].name!r}: {self._notes[rank]})" for rank in suspects)
@@ -295,11 +294,11 @@ class Agreement:
             op="moe", peer=self._addresses[suspects[0]].name, status="peer-lost",
         )  # fmt: skip
 
-    def _give_up(self, opened: Round, half: int, late: int | None, timeout_s: float) -> Exception:
+    def _give_up(self, opened: Round, half: int, late: int | None, timeout_s: float) -> CrossrailError:
         name = f"{_HALVES[half][0]} of round {opened.number}"
-        if self._council.is_troubled:
-            awaited = self._council.awaited()
-            suspects = sorted(self._council.suspects)
+        if self._paxos.is_troubled:
+            awaited = self._paxos.awaited()
+            suspects = sorted(self._paxos.suspects)
             return WaitTimeout(
                 f"{name}: ranks {suspects} are lost, and within {timeout_s:g} s it was not agreed who goes on; ranks "
                 f"{awaited} have not answered. Nothing is lost: wait again. Next: see whether these make the same calls"
@@ -307,12 +306,15 @@ class Agreement:
         if self._fences:
             return WaitTimeout(f"{name}: masked rank {self._fences[0]} is in the middle of a write to us: wait again")
         rank = self._rank if late is None else late
-        return trouble(self._engine, "late", rank, self._addresses[rank], name, timeout_s)
+        return self._error(Outcome("late", rank), name, timeout_s)
+
+    def _error(self, outcome: Outcome, half: str, timeout_s: float = 0.0) -> CrossrailError:
+        return error_of(self._engine, outcome, self._addresses[outcome.rank], half, timeout_s)
 
     def farewell(self, timeout_s: float) -> None:
         """Nothing of ours comes any more: what we confirmed arrives first."""
-        self._box.settle(timeout_s)
+        self._confirmations.settle(timeout_s)
 
     def close(self, timeout_s: float) -> None:
         """Gives its memory back. Idempotent."""
-        self._box.close(timeout_s)
+        self._confirmations.close(timeout_s)

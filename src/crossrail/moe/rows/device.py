@@ -13,9 +13,8 @@ from crossrail import _core
 from crossrail._extras import needs
 from crossrail._torch import is_tensor, told, wait_for_kernels
 from crossrail.errors import TransportError, UsageError
-from crossrail.moe.arrays import Array, tensor_on, to_host
+from crossrail.moe.arrays import INDEX_TYPES, Array, tensor_on, to_host
 from crossrail.moe.kernels import Kernels
-from crossrail.moe.row_memory import INDEX_TYPES
 
 with needs(__name__, "'crossrail[torch]'"):
     import torch
@@ -39,7 +38,8 @@ class DeviceRows:
 
     def shared_block(self, nbytes: int, on_host: bool) -> DeviceBlock:
         """On a GPU the engine's memory, which kernels of other processes can be given; torch's, where the driver has
-        none such. Blocks then until all kernels have ended: torch gives memory out again that some may still use.
+        none such. Blocks then until all kernels have ended: torch gives memory out again that some may still use. All
+        of it is zero: words that kernels wait for may lie there (graph/signals.py).
         """
         if on_host:
             self.name = f"memory of the host, pinned for {self.device}"
@@ -52,6 +52,8 @@ class DeviceRows:
             self.name = f"memory of {self.device} that torch gave, which other ranks cannot map: {error}"
             tensor = self._bytes(nbytes)
             wait_for_kernels([str(self.device)])
+            self._launch(tensor.zero_)
+            self.settle()
             return DeviceBlock(self, tensor, self.registered(tensor))
         return DeviceBlock(self, self._seen(region), region)
 

@@ -1,4 +1,4 @@
-"""Rounds without ranks that were lost (on_lost="mask"). Pure functions.
+"""Routes of a round without ranks that were lost (on_lost="mask"). Pure functions.
 
 Who is missing in which half of which round, one word in memory that all map decides (native/moe/words.h); or, where not
 all ranks share memory, those that are left (agreement.py).
@@ -14,7 +14,7 @@ from crossrail.moe.arrays import Array
 from crossrail.moe.config import Config
 
 
-def sources(config: Config, rank: int, absent: Collection[int]) -> list[int | None]:
+def sources_of(config: Config, rank: int, absent: Collection[int]) -> list[int | None]:
     """Of each group of ranks with the same tokens, whose rows come to this rank: the one of its own index in the group,
     where that is absent the first that is not; None: all are.
     """
@@ -25,11 +25,11 @@ def sources(config: Config, rank: int, absent: Collection[int]) -> list[int | No
     return found
 
 
-def drop_routes(config: Config, routes: Array, masked: Collection[int]) -> Array:
-    """The same, int32 or int64 [tokens, top_k], with -1 where the expert is on a masked rank."""
-    if not masked:
+def drop_routes(config: Config, routes: Array, silent: Collection[int]) -> Array:
+    """The same, int32 or int64 [tokens, top_k], with -1 where the expert is on one of these ranks."""
+    if not silent:
         return routes
-    is_dropped = np.isin(routes // config.experts_per_rank, list(masked)) & (routes >= 0)
+    is_dropped = np.isin(routes // config.experts_per_rank, list(silent)) & (routes >= 0)
     return np.where(is_dropped, -1, routes).astype(routes.dtype, copy=False)
 
 

@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+import crossrail as xr
 from crossrail import _core
 from crossrail.moe.config import NUMPY_TYPES, Config
-from crossrail.moe.row_memory import Block
+from crossrail.moe.rows.interface import Block
 
 PARITIES = 2
 # Words, by index: the farewell, which is 2, or 4 + 2 * n of who says why, as peers.py has n; then two of each; then
-# twice the number of the view (moe/views.py).
+# twice the number of the view (masking/views.py).
 FAREWELL, SENT, RETURNED, VIEW = 0, 1, 3, 5
 WORDS = VIEW + 1
 _BEFORE_ODD = 0xFFFFFFFF  # two before the first round, 1
@@ -85,6 +86,24 @@ class BoardLayout:
             arrays[name] = None if rows is None else rows.array(dtype, shape, offset)
             offset += _part_bytes(dtype, shape)
         return Half(**arrays)
+
+
+class Board:
+    """Our own, in new memory. region: of it. rows: where ours are, of a board that holds none; None: nowhere."""
+
+    def __init__(self, engine: xr.Engine, layout: BoardLayout, rows: Block | None) -> None:
+        self._engine = engine
+        self.layout = layout
+        self.rows = rows
+        self.region = engine._alloc_for_mapping(layout.nbytes)
+        layout.begin(self.region.view())
+
+    def close(self, timeout_s: float) -> None:
+        """Idempotent. WaitTimeout while a peer is in the middle of a write to it."""
+        if not self._engine.closed:
+            self.region.close(timeout_s)
+        if self.rows is not None:
+            self.rows.close(timeout_s)
 
 
 def output_bytes(config: Config) -> int:

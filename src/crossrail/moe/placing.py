@@ -1,0 +1,85 @@
+"""Where the rows of a round go at each rank, and the end of rounds for which some rank has too little room."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import numpy as np
+
+from crossrail import _core
+from crossrail.moe.arrays import Array
+from crossrail.moe.capacity import find_overflow
+from crossrail.moe.config import Config
+from crossrail.moe.links.board import PARITIES, RETURNED
+from crossrail.moe.peers import Peers
+from crossrail.moe.rounds import Round, Stage
+
+
+class Placing:
+    """One per AllToAll. Threads: one at a time. open: its rounds by parity; one that is refused is taken out."""
+
+    def __init__(self, config: Config, peers: Peers, rank: int, open_rounds: dict[int, Round]) -> None:
+        self._config = config
+        self._peers = peers
+        self._rank = rank
+        self._open = open_rounds
+        self._unsettled: dict[int, Round] = {}  # by parity: a round that came to nothing, until all ranks know
+
+    def routes_for_far(self, counts: Array, order: Array) -> Array:
+        """Routes of the rows that go to far ranks, in their order. Our own routes decide alone."""
+        table = np.zeros((self._config.groups, self._config.experts), np.int32)
+        table[self._rank // self._config.dp_size] = counts
+        ranges = _core.moe.Placement(self._peers.layout, table).send_far(self._rank, order)
+        return np.asarray(cast(tuple[Any, Any], ranges)[0])
+
+    def place(self, opened: Round, timeout_s: float) -> None:
+        """Waits for the routes of all, decides where rows go, and has the rest of ours sent. CapacityExceeded, and what
+        a wait raises.
+        """
+        peers, number = self._peers, opened.number
+        opened.sources = peers.wait_sources(opened, timeout_s)
+        placement = _core.moe.Placement(peers.layout, peers.counts(number, opened.sources))
+        refusal = find_overflow(self._config, number, placement, opened.silent)  # all come to the same end
+        if refusal is not None:
+            self._refuse(opened, timeout_s)
+            raise refusal
+        try:
+            if peers.far is not None and not self._masks:
+                peers.far.send_remainder(number, placement)
+            opened.placement = placement
+        except BaseException as error:
+            peers.give_up(f"dispatch of round {number}", error)
+            raise
+
+    def settle(self, parity: int, timeout_s: float) -> None:
+        """A round that was refused has ended once all ranks have said so: until then one may still read our counts."""
+        opened = self._unsettled.get(parity)
+        if opened is not None:
+            self._peers.wait_results(opened, timeout_s)
+            del self._unsettled[parity]
+
+    @property
+    def _masks(self) -> bool:
+        return self._config.on_lost == "mask"
+
+    def _refuse(self, opened: Round, timeout_s: float) -> None:
+        """Ends a round without results: all ranks do, and tell each other as they would with some. After WaitTimeout
+        it may be called again.
+        """
+        peers, number, parity = self._peers, opened.number, opened.number % PARITIES
+        if peers.far is not None:
+            if not opened.is_refused and not self._masks:
+                peers.far.send_remainder(number, None)
+            opened.is_refused = True
+            # For those that came before anybody knew: the next round's are counted alike.
+            peers.wait_rows(number, timeout_s)
+        try:
+            if peers.far is not None:
+                peers.far.send_results(number, None)
+            peers.near.publish(RETURNED, number)
+            opened.stage = Stage.ENDED
+            del self._open[parity]
+            self._unsettled[parity] = opened
+        except BaseException as error:
+            peers.give_up(f"the end of round {number}", error)
+            raise
