@@ -11,12 +11,12 @@ from collections.abc import Awaitable, Sequence
 from typing import Any, NamedTuple
 
 from crossrail.control.mailbox import Mailbox, NoAnswer
+from crossrail.control.wire import Unreachable
 from crossrail.errors import PeerLost, WaitTimeout
 from crossrail.integrations.instance import Instance, Worker
 from crossrail.kv import KvReceiver, Reception
 from crossrail.kv import messages as m
-from crossrail.kv.watching import Watch, lost_before_arrival
-from crossrail.kv.wire import Unreachable
+from crossrail.kv.services.watching import Watch, lost_before_arrival
 
 log = logging.getLogger("crossrail.integrations")
 
@@ -30,11 +30,11 @@ class Part(NamedTuple):
 
 
 class Asker:
-    """Threads: the event loop's. silent_s: who answers nothing for so long has failed. probe_s: time between looks."""
+    """Threads: the event loop's. timeout_s: who answers nothing for so long has failed. probe_s: time between looks."""
 
-    def __init__(self, mailbox: Mailbox, silent_s: float, probe_s: float) -> None:
+    def __init__(self, mailbox: Mailbox, timeout_s: float, probe_s: float) -> None:
         self._mailbox = mailbox
-        self._silent_s = silent_s
+        self._timeout_s = timeout_s
         self._probe_s = probe_s
 
     async def ask(self, worker: Worker, question: object, answer: Any, timeout_s: float) -> Any:
@@ -69,7 +69,7 @@ class Asker:
                 part.name,
                 part.attempt,
                 self._probe_s,
-                self._silent_s,
+                self._timeout_s,
                 is_only,
             )
             for worker in workers
@@ -80,19 +80,19 @@ class Asker:
         """Returns when nothing can land in the request's pages any more, however long that takes."""
         while True:
             try:
-                await reception.withdraw(lambda: self.stop(part), self._silent_s)
+                await reception.withdraw(lambda: self.stop(part), self._timeout_s)
                 return
             except (WaitTimeout, NoAnswer, Unreachable) as error:
                 log.warning("transfer %s: %s; its producer is shut out", reception.request, error)
             try:
-                await receiver.fence(part.instance.writer, self._silent_s)
+                await receiver.fence(part.instance.writer, self._timeout_s)
             except WaitTimeout as error:
                 log.warning("transfer %s: %s; its blocks stay out of use", reception.request, error)
 
     async def stop(self, part: Part) -> None:
         """Returns when all ranks say that nothing of it is under way. Raises PeerLost, NoAnswer, Unreachable."""
         try:
-            await self.ask_all(part.instance, m.Withdraw(part.name, part.attempt), (m.Quiesced,), self._silent_s)
+            await self.ask_all(part.instance, m.Withdraw(part.name, part.attempt), (m.Quiesced,), self._timeout_s)
         except Unreachable as error:
             if any(self._mailbox.wire.is_lost(worker.address) for worker in part.instance.workers):
                 raise PeerLost(str(error)) from None

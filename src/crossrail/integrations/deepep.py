@@ -25,11 +25,11 @@ import crossrail as xr
 from crossrail._extras import needs
 from crossrail.errors import CrossrailError, UsageError
 from crossrail.moe import AllToAll, Dispatched, TorchGroup
-from crossrail.moe.board import PARITIES, BoardLayout
 from crossrail.moe.config import Config
-from crossrail.moe.device_rows import kernels_of_a_gpu
 from crossrail.moe.graph import GraphAllToAll, GraphDispatched
 from crossrail.moe.kernels import CpuKernels, Kernels
+from crossrail.moe.links.board import PARITIES, BoardLayout
+from crossrail.moe.rows.device import kernels_of_a_gpu
 
 with needs(__name__, "'crossrail[torch]'"):
     import torch
@@ -282,6 +282,9 @@ class Buffer:
     def get_next_low_latency_combine_buffer(self, handle: Handle) -> torch.Tensor:
         """Where experts may write what they make, of the shape of recv_x, bfloat16: in host memory combine then copies
         nothing. On a GPU it copies the rows that are sent, from wherever they are.
+
+        In host memory other ranks read it, even after our combine has returned: from low_latency_combine on it must
+        stay as it is until the second-next dispatch is received.
         """
         dispatched = handle.received()
         if isinstance(dispatched, Dispatched):

@@ -16,8 +16,8 @@ import msgspec
 from msgspec import Meta, Struct
 
 from crossrail.errors import UsageError
-from crossrail.kv.layout import KvLayout, differences
 from crossrail.kv.messages import AddressBytes, Name, Plain, Text
+from crossrail.kv.transfer.layout import KvLayout, differences
 
 VERSION = 1
 LINE_MAX = 1 << 20

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
+from crossrail._files import SECRET_BYTES_MAX, read_at_most
 from crossrail.engine import SECRET_VARIABLE
 from crossrail.errors import UsageError
 
@@ -20,7 +20,7 @@ def shared_secret(secret_file: str | None, who: str, options: str) -> bytes:
         where = f"the environment variable {SECRET_VARIABLE}"
     else:
         try:
-            secret = Path(secret_file).read_bytes().strip()
+            secret = read_at_most(secret_file, SECRET_BYTES_MAX, "secret").strip()
         except OSError as error:
             raise UsageError(f"secret_file: {error}") from None
         where = f"secret_file={secret_file!r}"

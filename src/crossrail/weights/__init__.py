@@ -4,32 +4,49 @@ Inventories say who holds what, make_plan() says once and for all who sends what
 WeightController, WeightTrainer and WeightReceiver are the services that do (docs/weights.md).
 """
 
-from crossrail.weights.errors import NotFinite, Refused, TornWeights, UpdateFailed, WatermarkTooSmall
+from typing import TYPE_CHECKING
+
+from crossrail._lazy import lazily
+from crossrail.weights.errors import (
+    MemberRefused,
+    NotFinite,
+    PlanError,
+    TornWeights,
+    Unheld,
+    UpdateFailed,
+    WatermarkTooSmall,
+)
 from crossrail.weights.inventory.holdings import Holding, Inventory, RegionInfo
 from crossrail.weights.inventory.memory import WeightMemory
-from crossrail.weights.planning.check import PlanError, check_plan
+from crossrail.weights.planning.check import check_plan
 from crossrail.weights.planning.plan import Plan
 from crossrail.weights.planning.planner import PlanOptions, make_plan
 from crossrail.weights.services import messages
 from crossrail.weights.services.controller import WeightController
-from crossrail.weights.services.receiver import Reading, WeightReceiver
+from crossrail.weights.services.reading import Reading
+from crossrail.weights.services.receiver import WeightReceiver
 from crossrail.weights.services.reports import ControllerOptions, UpdateReport
 from crossrail.weights.services.trainer import WeightTrainer
 from crossrail.weights.step.step import StepReport
+
+if TYPE_CHECKING:
+    from crossrail.weights.services.metrics import UpdateCollector
 
 __all__ = [
     "ControllerOptions",
     "Holding",
     "Inventory",
+    "MemberRefused",
     "NotFinite",
     "Plan",
     "PlanError",
     "PlanOptions",
     "Reading",
-    "Refused",
     "RegionInfo",
     "StepReport",
     "TornWeights",
+    "Unheld",
+    "UpdateCollector",
     "UpdateFailed",
     "UpdateReport",
     "WatermarkTooSmall",
@@ -41,3 +58,5 @@ __all__ = [
     "make_plan",
     "messages",
 ]
+
+__getattr__ = lazily(__name__, {"UpdateCollector": "services.metrics"})  # needs prometheus_client

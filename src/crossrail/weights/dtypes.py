@@ -25,7 +25,8 @@ ITEM_BYTES = np.array([8, 4, 2, 2, 1, 1, 8, 4, 2, 1, 1, 1])
 FP8 = DTYPES.index("float8_e4m3fn")
 FLOAT32 = DTYPES.index("float32")
 BFLOAT16 = DTYPES.index("bfloat16")
-FLOATS = tuple(range(6))
+CASTS = ("float64", "float32", "float16", "bfloat16")  # into each other
+QUANTISED = ("float32", "bfloat16")  # into float8_e4m3fn with scales
 
 
 def dtype_code(dtype: object) -> int:

@@ -27,7 +27,7 @@ class WatermarkTooSmall(UsageError):
         self.needed_bytes = needed_bytes
 
 
-class Refused(CrossrailError):
+class MemberRefused(CrossrailError):
     """A controller does not take this trainer or inference rank, and will not: the words say why."""
 
 
@@ -46,3 +46,11 @@ class UpdateFailed(CrossrailError):
 
 class TornWeights(CrossrailError):
     """These weights are part old, part new, because an update in place failed: only another update makes them whole."""
+
+
+class Unheld(UsageError):
+    """Something that targets want is held by no trainer: one that joins may hold it."""
+
+
+class PlanError(CrossrailError):
+    """A plan that must not be carried out with these inventories: it was made for others, or is wrong."""

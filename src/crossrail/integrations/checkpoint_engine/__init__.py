@@ -21,14 +21,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from crossrail._extras import needs
-from crossrail.integrations.checkpoint_engine.errors import UpdateFailed
+from crossrail.integrations.checkpoint_engine.errors import CheckpointUpdateFailed
 
 if TYPE_CHECKING:
     from crossrail.integrations.checkpoint_engine.cpu import use_cpu
     from crossrail.integrations.checkpoint_engine.server import ParameterServer
     from crossrail.integrations.checkpoint_engine.store import P2PStore
 
-__all__ = ["P2PStore", "ParameterServer", "UpdateFailed", "use_cpu"]
+__all__ = ["CheckpointUpdateFailed", "P2PStore", "ParameterServer", "use_cpu"]
 
 _MODULES = {"P2PStore": "store", "ParameterServer": "server", "use_cpu": "cpu"}
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from crossrail._extras import needs
 from crossrail.errors import CrossrailError, RemoteRegionClosed, UsageError, WaitTimeout
-from crossrail.integrations.checkpoint_engine.errors import UpdateFailed
+from crossrail.integrations.checkpoint_engine.errors import CheckpointUpdateFailed
 from crossrail.integrations.checkpoint_engine.meeting import Done, Meeting
 from crossrail.integrations.checkpoint_engine.store import P2PStore, give_up
 from crossrail.integrations.checkpoint_engine.worker import Worker
@@ -81,12 +81,13 @@ class Delivery:
         self._buffer: torch.Tensor | None = torch.empty(
             2 * self._half_bytes, dtype=torch.uint8, device=device.device_type
         )
+        device.device_module.synchronize()  # torch gives memory out again that kernels may still be using
         self._handle: Any = theirs.reduce_tensor(self._buffer)
         self._region: Region | None = store.engine.register(self._buffer, access="local")
         self._reads: list[Transfer] = []
 
     def run(self, worker: Worker, meeting: Meeting) -> None:
-        """Raises UpdateFailed, and what reads raise."""
+        """Raises CheckpointUpdateFailed, and what reads raise."""
         self._begin(0)
         worker.send(self._handle)
         for at, (_, bucket) in enumerate(self._buckets):
@@ -94,7 +95,6 @@ class Delivery:
             worker.answer()  # it has loaded the bucket before, and the next may be read over that
             self._begin(at + 1)
             worker.send(theirs._to_named_tensor(bucket.items, at % 2 * self._half_bytes))
-            meeting.sign(at)
         worker.answer()
         meeting.exchange("loaded", Done())  # no worker finishes before all have everything
         worker.send(None)
@@ -141,13 +141,14 @@ class Delivery:
             except WaitTimeout:
                 meeting.look()
                 if time.monotonic() > deadline:
-                    raise UpdateFailed(
+                    raise CheckpointUpdateFailed(
                         f"a bucket of rank {owner} has not come within {meeting.timeout_s:g} s"
                     ) from None
             except RemoteRegionClosed as error:
                 gone = "that rank has unregistered, or replaced, the checkpoint since gather_metas or get_metas"
-                raise UpdateFailed(f"the weights of rank {owner} are gone, {gone}: {error}") from error
+                raise CheckpointUpdateFailed(f"the weights of rank {owner} are gone, {gone}: {error}") from error
             except CrossrailError as error:
-                raise UpdateFailed(f"the weights of rank {owner} cannot be read: {error}") from error
+                raise CheckpointUpdateFailed(f"the weights of rank {owner} cannot be read: {error}") from error
             else:
                 self._reads.pop()
+        meeting.sign()

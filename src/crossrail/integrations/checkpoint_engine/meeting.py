@@ -17,7 +17,7 @@ from msgspec import Struct
 
 import crossrail as xr
 from crossrail.errors import CrossrailError
-from crossrail.integrations.checkpoint_engine.errors import UpdateFailed
+from crossrail.integrations.checkpoint_engine.errors import CheckpointUpdateFailed
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 _LOOK_S = 0.05  # between looks at whether another has failed
 _PAUSE_S = (0.001, 0.05)  # between looks at what others have said: the first, and the longest
 _LEAVING_S = 5.0
+_OWN_WORD_S = 2.0  # for whoever is out of time in a step of its own: what it says of it tells more than its silence
 _FAILED = "failed"
 
 
@@ -51,7 +52,7 @@ T = TypeVar("T", Hello, Done)
 
 class Meeting:
     """One rank's part in one call. A context manager: what is raised within is told to the others, and raised as
-    UpdateFailed.
+    CheckpointUpdateFailed.
 
     Threads: one. number: of this call among all such of this rank, the same at all ranks. timeout_s: how long a wait
     may be without a sign of whom it is for.
@@ -66,6 +67,8 @@ class Meeting:
         self.call = call
         self._watched: tuple[int, xr.Engine, xr.Address] | None = None
         self._said: list[str] = []
+        self._signs_given = 0
+        self._has_begun = False  # all ranks have
         self._look_at = 0.0
         self._is_known = False  # to all ranks, that it has failed
         self._is_told = False  # by this one
@@ -81,13 +84,13 @@ class Meeting:
         self.tell(error)
         why = str(error) if self._is_known else self._why(error)
         if isinstance(error, Exception):
-            raise UpdateFailed(f"{self.call} failed: {why}") from error
+            raise CheckpointUpdateFailed(f"{self.call} failed: {why}") from error
 
     def tell(self, error: BaseException) -> None:
         """Tells the others that this rank has failed, unless they know. Before anything that takes time."""
         if not self._is_known and not self._is_told:
             self._is_told = True
-            with suppress(UpdateFailed):  # of the store: whoever waits there has lost it too
+            with suppress(CheckpointUpdateFailed):  # of the store: whoever waits there has lost it too
                 self._set(_FAILED, self._why(error))
 
     def _why(self, error: BaseException) -> str:
@@ -95,26 +98,27 @@ class Meeting:
         return f"rank {self._rank}: {why}"
 
     def exchange(self, stage: str, said: T) -> list[T]:
-        """What all ranks have said at this stage, by rank, once all have. Raises UpdateFailed."""
+        """What all ranks have said at this stage, by rank, once all have. Raises CheckpointUpdateFailed."""
         key = self._key(stage, self._rank)
         self._set(key, msgspec.json.encode(said).decode())
         self._said.append(key)
         keys = [self._key(stage, rank) for rank in range(self._ranks)]
-        deadline = time.monotonic() + self.timeout_s
-        signs: list[bytes] = []
+        signs = None if self._has_begun else dict[int, bytes]()  # of late ranks at the last look at them
+        deadline = time.monotonic() + (_OWN_WORD_S if self._has_begun else self.timeout_s)
         pause_s, longest_s = _PAUSE_S
         while not self._has(keys):
             try:
                 self.look()
-            except UpdateFailed:
+            except CheckpointUpdateFailed:
                 if self._has(keys):  # and whoever is gone had nothing more to do
                     break
                 raise
             if time.monotonic() > deadline:
                 late = [rank for rank in range(self._ranks) if not self._has(keys[rank : rank + 1])]
-                if signs == (signs := self._signs(late)) or not late:
-                    raise UpdateFailed(
-                        f"nothing arrived from {_named(late)} for {self.timeout_s:g} s (waiting for {stage})"
+                before, signs = signs, self._signs(late)
+                if before is not None and (silent := [rank for rank in late if signs[rank] == before.get(rank, b"")]):
+                    raise CheckpointUpdateFailed(
+                        f"nothing arrived from {_named(silent)} for {self.timeout_s:g} s (waiting for {stage})"
                     )
                 deadline = time.monotonic() + self.timeout_s
             time.sleep(pause_s)
@@ -124,14 +128,20 @@ class Meeting:
             return [msgspec.json.decode(each, type=type(said)) for each in self._store.multi_get(keys)]
 
     def agree(self, hello: Hello) -> list[Hello]:
-        """The beginning: all ranks make the same call, and none refuses. Raises UpdateFailed that says who does not."""
+        """The beginning: all ranks make the same call, and none refuses.
+
+        Raises CheckpointUpdateFailed, which says who does not.
+        """
         all_said = self.exchange("begin", hello)
         for rank, said in enumerate(all_said):
             if said.call != hello.call:
-                raise UpdateFailed(f"rank {rank} called {said.call} meanwhile: all ranks must make the same calls")
+                raise CheckpointUpdateFailed(
+                    f"rank {rank} called {said.call} meanwhile: all ranks must make the same calls"
+                )
         if refusals := [f"rank {rank}: {said.refusal}" for rank, said in enumerate(all_said) if said.refusal]:
             self._is_known = True
-            raise UpdateFailed("; ".join(refusals[:4]))
+            raise CheckpointUpdateFailed("; ".join(refusals[:4]))
+        self._has_begun = True
         return all_said
 
     def watch(self, engine: xr.Engine, addresses: list[xr.Address]) -> None:
@@ -140,13 +150,21 @@ class Meeting:
         if watched != self._rank:
             engine.connect(addresses[watched], self.timeout_s)
             self._watched = watched, engine, addresses[watched]
+            self.sign()
 
-    def sign(self, number: int) -> None:
-        """Something was done: whoever waits for this rank goes on waiting."""
-        self._set(self._key("sign", self._rank), str(number))
+    def sign(self) -> None:
+        """A step that may take timeout_s was done: whoever waits for this rank goes on waiting."""
+        key = self._key("sign", self._rank)
+        if not self._signs_given:
+            self._said.append(key)
+        self._signs_given += 1
+        self._set(key, str(self._signs_given))
 
     def look(self) -> None:
-        """Raises UpdateFailed when another rank has failed, or the watched one is gone. To be called while waiting."""
+        """To be called while waiting.
+
+        Raises CheckpointUpdateFailed when another rank has failed, or the watched one is gone.
+        """
         if (now := time.monotonic()) < self._look_at:
             return
         self._look_at = now + _LOOK_S
@@ -154,7 +172,9 @@ class Meeting:
         if self._watched is not None:
             rank, engine, address = self._watched
             if engine.peer_state(address) == "lost":
-                raise UpdateFailed(f"rank {rank} is gone: {engine.explain(address).note or 'its connection is lost'}")
+                raise CheckpointUpdateFailed(
+                    f"rank {rank} is gone: {engine.explain(address).note or 'its connection is lost'}"
+                )
 
     def leave(self) -> None:
         """The last of it. The store is rank 0's and ends with it: it stays a moment, until all others have left."""
@@ -169,7 +189,7 @@ class Meeting:
     def forget(self) -> None:
         """Takes back what this rank has said. To be called once all ranks have begun the next call."""
         for key in self._said:
-            with suppress(UpdateFailed), self._told():
+            with suppress(CheckpointUpdateFailed), self._told():
                 self._store.delete_key(key)
         self._said.clear()
 
@@ -177,12 +197,12 @@ class Meeting:
         if self._has([_FAILED]):
             self._is_known = True
             with self._told():
-                raise UpdateFailed(self._store.get(self._key(_FAILED)).decode())
+                raise CheckpointUpdateFailed(self._store.get(self._key(_FAILED)).decode())
 
-    def _signs(self, ranks: list[int]) -> list[bytes]:
+    def _signs(self, ranks: list[int]) -> dict[int, bytes]:
         with self._told():
-            keys = [self._key("sign", rank) for rank in ranks]
-            return [self._store.get(key) if self._store.check([key]) else b"" for key in keys]
+            keys = {rank: self._key("sign", rank) for rank in ranks}
+            return {rank: self._store.get(key) if self._store.check([key]) else b"" for rank, key in keys.items()}
 
     def _key(self, stage: str, rank: int | None = None) -> str:
         return f"crossrail/{self._number}/{stage}" + ("" if rank is None else f"/{rank}")
@@ -197,14 +217,14 @@ class Meeting:
 
     @contextmanager
     def _told(self) -> Iterator[None]:
-        """What the store raises, as UpdateFailed."""
+        """What the store raises, as CheckpointUpdateFailed."""
         try:
             yield
-        except UpdateFailed:
+        except CheckpointUpdateFailed:
             raise
         except RuntimeError as error:
             text = str(error).partition("\n")[0]
-            raise UpdateFailed(
+            raise CheckpointUpdateFailed(
                 f"the store at rank 0 does not answer, has it died? {type(error).__name__}: {text}"
             ) from error
 

@@ -21,15 +21,22 @@ from crossrail.integrations.checkpoint_engine.worker import Worker
 with needs(__name__, "'crossrail[checkpoint-engine]'"):
     import checkpoint_engine.distributed as dist
     import checkpoint_engine.ps as theirs
+    import torch
     from checkpoint_engine.data_types import DataToGather, MemoryBufferMetaList, MemoryBufferMetas
     from checkpoint_engine.device_utils import get_ip
 
 _PARTS = {
     theirs.ParameterServer.__init__: "self rank world_size auto_pg gpu_count mem_fraction master_addr master_port",
+    theirs.ParameterServer.register_checkpoint: (
+        "self checkpoint_name files named_tensors use_shared_memory_pool use_inplace_pin_memory"
+    ),
+    theirs.ParameterServer.unregister_checkpoint: "self checkpoint_name force",
     theirs.ParameterServer.gather_metas: "self checkpoint_name",
     theirs.ParameterServer.load_metas: "self metas",
     theirs.ParameterServer.update: "self checkpoint_name req_func timeout ranks",
     theirs.ParameterServer._get_memory_pool: "self checkpoint_name",
+    theirs.ParameterServer._register_parameters_to_p2p_store: "self checkpoint_name",
+    theirs.ParameterServer._unregister_parameters_from_p2p_store: "self checkpoint_name",
     theirs.ParameterServer._bind_zmq_socket: "self",
     theirs._gen_h2d_buckets: "global_metas bucket_size local_topo remote_topo ranks",
     theirs._to_named_tensor: "metas offset",
@@ -42,7 +49,7 @@ class ParameterServer(theirs.ParameterServer):  # type: ignore[misc, unused-igno
 
     Every rank that is to be updated reads all buckets from the memory in which their owners registered them, one-sided,
     while its worker loads the bucket before. No process group is used, and ranks outside of `ranks` only wait. Device
-    memory: two buckets. Threads: one at a time, as theirs. What fails raises UpdateFailed on all ranks.
+    memory: two buckets. Threads: one at a time, as theirs. What fails raises CheckpointUpdateFailed on all ranks.
     """
 
     def __init__(
@@ -69,6 +76,7 @@ class ParameterServer(theirs.ParameterServer):  # type: ignore[misc, unused-igno
         self._meetings = 0
         self._last: Meeting | None = None
         self._metas_name: str | None = None  # the checkpoint whose metas these are; None: of another's, or none
+        self._gathered: list[bytes] = []  # of its part here, by what others read it; empty: there is none
 
         def open_store(device_manager: Any) -> P2PStore:
             self._opened = P2PStore(
@@ -87,8 +95,41 @@ class ParameterServer(theirs.ParameterServer):  # type: ignore[misc, unused-igno
                     self._opened.close()
                 raise
 
+    def register_checkpoint(
+        self,
+        checkpoint_name: str,
+        *,
+        files: list[str] | None = None,
+        named_tensors: dict[str, torch.Tensor] | None = None,
+        use_shared_memory_pool: bool = False,
+        use_inplace_pin_memory: bool = True,
+    ) -> None:
+        """As theirs. The shared pool's next user is read by other keys than the one before."""
+        super().register_checkpoint(
+            checkpoint_name,
+            files=files,
+            named_tensors=named_tensors,
+            use_shared_memory_pool=use_shared_memory_pool,
+            use_inplace_pin_memory=use_inplace_pin_memory,
+        )
+        if use_shared_memory_pool and not all(self._descriptors(checkpoint_name)):
+            try:
+                self._register_parameters_to_p2p_store(checkpoint_name)
+            except BaseException:
+                self.unregister_checkpoint(checkpoint_name)
+                raise
+
+    def unregister_checkpoint(self, checkpoint_name: str, force: bool = False) -> None:
+        """As theirs: the shared pool is kept unless forced. Returns when nobody reads the checkpoint any more.
+
+        WaitTimeout: somebody still reads it; it is closed to others: call it again.
+        """
+        if checkpoint_name == self._current_shared_memory_pool_user and self._pool(checkpoint_name) and not force:
+            self._unregister_parameters_from_p2p_store(checkpoint_name)
+        super().unregister_checkpoint(checkpoint_name, force)
+
     def gather_metas(self, checkpoint_name: str, *, timeout: timedelta = timedelta(minutes=10)) -> None:
-        """What all ranks have registered under this name, as theirs. All ranks call it. Raises UpdateFailed.
+        """What all ranks have registered under this name, as theirs. All ranks call it. Raises CheckpointUpdateFailed.
 
         timeout: how long to wait for a rank.
         """
@@ -105,6 +146,7 @@ class ParameterServer(theirs.ParameterServer):  # type: ignore[misc, unused-igno
                 if metas.memory_buffer_metas_list
             }
             self._metas_name = checkpoint_name
+            self._gathered = self._descriptors(checkpoint_name)
 
     def load_metas(self, metas: dict[int, Any]) -> None:
         """Of another group of ranks, from its get_metas(), as theirs: update() then reads their weights.
@@ -132,8 +174,8 @@ class ParameterServer(theirs.ParameterServer):  # type: ignore[misc, unused-igno
         req_func: called on these ranks with (device uuid, socket) of every rank, in a thread; it makes the engine's
         workers call update_weights_from_ipc, and may return before they have. timeout: how long any step may take: a
         bucket on its way, the worker with a bucket, another rank without a sign. Returns on every rank when all have
-        succeeded; otherwise raises UpdateFailed, which says what failed on which rank, on every one that still lives.
-        Workers that have begun then get an exception in place of the next bucket.
+        succeeded; otherwise raises CheckpointUpdateFailed, which says what failed on which rank, on every one that
+        still lives. Workers that have begun then get an exception in place of the next bucket.
         """
         chosen = sorted(set(ranks or []))
         try:
@@ -163,6 +205,7 @@ class ParameterServer(theirs.ParameterServer):  # type: ignore[misc, unused-igno
         buckets = in_turns(metas, bucket_bytes_max(metas, free_bytes, self._mem_fraction), self._rank)
         delivery = Delivery(self._opened, self.device_manager, metas, buckets)
         try:
+            meeting.sign()  # making the buffer took its time, and the worker may take timeout_s from here on
             socket, paths = self._bind_zmq_socket()
             with Worker(socket, partial(req_func, paths), meeting) as worker:
                 delivery.run(worker, meeting)
@@ -175,15 +218,27 @@ class ParameterServer(theirs.ParameterServer):  # type: ignore[misc, unused-igno
             return f"no rank has a checkpoint {checkpoint_name!r}: register_checkpoint, then gather_metas or load_metas"
         if self._metas_name not in (None, checkpoint_name):
             return f"its metas are those of {self._metas_name!r}: gather_metas({checkpoint_name!r}) first"
+        if self._metas_name and self._gathered and self._gathered != self._descriptors(checkpoint_name):
+            return (
+                f"it has unregistered, or replaced, its part of {checkpoint_name!r} since gather_metas: "
+                f"gather_metas({checkpoint_name!r}) first"
+            )
         if ranks and not 0 <= ranks[0] <= ranks[-1] < self._world_size:
             return f"ranks={ranks} must be in 0..{self._world_size - 1}"
         return ""
 
-    def _own_metas(self, checkpoint_name: str) -> Any:
+    def _pool(self, checkpoint_name: str) -> list[Any]:
+        """Its buffers here. A rank may have no part of it."""
         try:
-            pool = self._get_memory_pool(checkpoint_name)
-        except RuntimeError:  # a rank may have no part of it
-            pool = []
+            return list(self._get_memory_pool(checkpoint_name))
+        except (RuntimeError, AssertionError):  # the latter: of a shared pool
+            return []
+
+    def _descriptors(self, checkpoint_name: str) -> list[bytes]:
+        return self._opened.descriptors_of([each.buffer for each in self._pool(checkpoint_name)])
+
+    def _own_metas(self, checkpoint_name: str) -> Any:
+        pool = self._pool(checkpoint_name)
         buffers = [MemoryBufferMetas(metas=each.metas, ptr=each.buffer.data_ptr(), size=each.size) for each in pool]
         return DataToGather(
             memory_buffer_metas_list=buffers,

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import crossrail as xr
@@ -89,16 +90,25 @@ class P2PStore:
         self.named_tensors |= named_tensors
 
     def unregister_named_tensors(self, names: list[str]) -> int:
-        """How many. Returns when nobody reads them any more; who tries is refused.
+        """How many of these there were. Returns when nobody reads them any more; who tries is refused.
 
-        WaitTimeout: somebody still reads one, which stays named, and is closed to others: call it again.
+        WaitTimeout: somebody still reads one; all are closed to others, and stay named: call it again. Names that are
+        not registered, or are not any more, count as done.
         """
-        if unknown := [name for name in names if name not in self._regions]:
-            raise UsageError(f"{unknown[0]!r} is not registered")
-        for name in names:
-            self._regions[name].close()
+        regions = {name: self._regions[name] for name in names if name in self._regions}
+        for region in regions.values():
+            with suppress(WaitTimeout):
+                region.close(0.0)  # no new reads of any, before one that is slow is waited for
+        for region in regions.values():
+            region.close()
+        for name in regions:
             del self._regions[name], self.named_tensors[name]
-        return len(names)
+        return len(regions)
+
+    def descriptors_of(self, tensors: Sequence[torch.Tensor]) -> list[bytes]:
+        """By what others read each; empty: it is not registered. One that is registered anew has another."""
+        of_address = {region.base: bytes(region.descriptor) for region in self._regions.values() if not region.closed}
+        return [of_address.get(tensor.data_ptr(), b"") for tensor in tensors]
 
     def batch_transfer_sync_read(
         self, target_hostname: str, buf_ptrs: list[int], remote_ptrs: list[int], lens: list[int]

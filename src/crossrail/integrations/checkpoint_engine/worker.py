@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from crossrail._extras import needs
-from crossrail.integrations.checkpoint_engine.errors import UpdateFailed
+from crossrail.integrations.checkpoint_engine.errors import CheckpointUpdateFailed
 from crossrail.integrations.checkpoint_engine.meeting import Meeting
 
 with needs(__name__, "'crossrail[checkpoint-engine]'"):
@@ -64,18 +64,20 @@ class Worker:
                 log.warning("the update failed, and the request to the inference engine has not returned yet")
 
     def send(self, message: Any) -> None:
-        """Waits for the worker to connect, if it has not yet. Raises UpdateFailed."""
+        """Waits for the worker to connect, if it has not yet. Raises CheckpointUpdateFailed."""
         self._await(zmq.POLLOUT, "has not connected")
         self._socket.send_pyobj(message)
         self._is_its_turn = True
 
     def answer(self) -> None:
-        """Waits for the worker's answer. Raises UpdateFailed when it is a bad one."""
+        """Waits for the worker's answer. Raises CheckpointUpdateFailed when it is a bad one."""
         self._await(zmq.POLLIN, "has not answered")
         said = self._socket.recv()
         self._is_its_turn = False
         if said:
-            raise UpdateFailed(f"its worker could not load the weights:\n{said.decode(errors='replace').rstrip()}")
+            raise CheckpointUpdateFailed(
+                f"its worker could not load the weights:\n{said.decode(errors='replace').rstrip()}"
+            )
 
     def _await(self, event: int, what: str) -> None:
         deadline = time.monotonic() + self._meeting.timeout_s
@@ -83,7 +85,8 @@ class Worker:
             self._raise_of_request()
             self._meeting.look()
             if time.monotonic() > deadline:
-                raise UpdateFailed(f"its worker {what} within {self._meeting.timeout_s:g} s")
+                raise CheckpointUpdateFailed(f"its worker {what} within {self._meeting.timeout_s:g} s")
+        self._meeting.sign()
 
     def _end(self, why: str) -> None:
         """Tells the worker, if it is there: it waits for a message without an end."""
@@ -102,7 +105,7 @@ class Worker:
     def _raise_of_request(self) -> None:
         if self._error is not None:
             error = self._error
-            raise UpdateFailed(
+            raise CheckpointUpdateFailed(
                 f"its request to the inference engine failed: {type(error).__name__}: {error}"
             ) from error
 
@@ -112,7 +115,7 @@ class Worker:
             self._thread.join(_SLICE_MS / 1000)
             self._meeting.look()
             if time.monotonic() > deadline:
-                raise UpdateFailed(
+                raise CheckpointUpdateFailed(
                     f"its request to the inference engine has not returned {self._meeting.timeout_s:g} s after its "
                     "worker was done"
                 )

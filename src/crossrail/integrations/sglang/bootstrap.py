@@ -25,7 +25,7 @@ from crossrail.errors import CrossrailError, UsageError
 from crossrail.integrations.instance import Instance, Worker, opened_line, sealed_line
 from crossrail.integrations.loop_thread import LoopThread
 from crossrail.kv import messages as m
-from crossrail.kv.listener import PATIENCE_S, Listener
+from crossrail.kv.http.listener import PATIENCE_S, Listener
 
 log = logging.getLogger("crossrail.sglang")
 _http_log = logging.getLogger("crossrail.sglang.http")

@@ -9,6 +9,7 @@ A prefiller on this host that stands still in the middle of a copy cannot be shu
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 from dataclasses import dataclass, field
@@ -17,18 +18,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from crossrail.control.deadlines import in_time, set_in_time
+from crossrail.control.deadlines import in_time, loop_time_s, set_in_time
 from crossrail.control.mailbox import NoAnswer
+from crossrail.control.wire import Unreachable
 from crossrail.errors import CrossrailError
 from crossrail.integrations.asking import Asker, Part
 from crossrail.integrations.instance import Instance, Worker, mismatch, rank_name
 from crossrail.integrations.sglang.memory import AuxRows, wait_for_kernels
 from crossrail.integrations.sglang.messages import Aux, Destination
-from crossrail.integrations.sglang.node import Node
+from crossrail.integrations.sglang.node import RankNode
 from crossrail.integrations.sglang.state import Poll, Progress
 from crossrail.kv import KvLayout, KvReceiver, PageState, Reception, foreign_lease
 from crossrail.kv import messages as m
-from crossrail.kv.wire import Unreachable
 
 log = logging.getLogger("crossrail.sglang")
 
@@ -54,14 +55,14 @@ class Pull:
     is_begun: bool = False
 
 
-class Decoder:
+class DecodeSide:
     """Threads: the event loop's."""
 
-    def __init__(self, node: Node, aux: AuxRows) -> None:
+    def __init__(self, node: RankNode, aux: AuxRows) -> None:
         self._node = node
         self._aux = aux
         self._mailbox = node.mailbox
-        self._asker = Asker(node.mailbox, node.options.silent_s, node.options.probe_s)
+        self._asker = Asker(node.mailbox, node.options.prefiller_timeout_s, node.options.probe_s)
         self._receivers: dict[KvLayout, KvReceiver] = {}
         self._pulls: dict[tuple[str, int], Pull] = {}
         self._attempts = itertools.count(1)
@@ -72,13 +73,24 @@ class Decoder:
         self._mailbox.start()
 
     async def close(self) -> None:
-        """Gives up what is under way, as far as prefillers answer in time, and takes our memory back from all."""
+        """Gives up what is under way, as far as prefillers answer in time, and takes our memory back from all.
+
+        Raises WaitTimeout while one stands still in the middle of a copy to here.
+        """
         for pull in self._pulls.values():
             self.abort(pull, "the decoder is closing")
         if self._tasks:
-            await asyncio.wait(self._tasks, timeout=2 * self._node.options.silent_s)
-        for receiver in self._receivers.values():
-            receiver.close()
+            await asyncio.wait(self._tasks, timeout=2 * self._node.options.prefiller_timeout_s)
+        ends = await asyncio.gather(*(receiver.shut() for receiver in self._receivers.values()), return_exceptions=True)
+        for end in ends:
+            if end is not None:
+                raise end
+
+    def shut_out(self) -> None:
+        """The last of close() again, if it raised: the engine may be closed by then, and the loop ended. Blocks."""
+        with contextlib.ExitStack() as ends:  # each, whatever the others raise
+            for receiver in self._receivers.values():
+                ends.callback(receiver.close)
 
     # ---- what SGLang says
 
@@ -153,7 +165,9 @@ class Decoder:
             question = Destination(name, pull.attempt, target.to_wire(), load_s, prefix_tokens)
             answers = (m.Dispatched, m.DispatchRefused)
             self._asker.try_anew(pull.instance)
-            for answer in await self._asker.ask_all(pull.instance, question, answers, self._node.options.silent_s):
+            for answer in await self._asker.ask_all(
+                pull.instance, question, answers, self._node.options.prefiller_timeout_s
+            ):
                 if isinstance(answer, m.DispatchRefused):
                     raise PullFailed(f"the prefiller refuses: {answer.reason}")
             await self._arrive(reception, pull, part)
@@ -194,11 +208,10 @@ class Decoder:
 
     async def _all_there(self, reception: Reception, pull: Pull, load_s: float) -> None:
         """Aux first: while it is missing the pages are still the prefiller's, and can be taken back."""
-        clock = asyncio.get_running_loop().time
-        deadline = clock() + load_s
+        deadline_at_s = loop_time_s() + load_s
         if not await set_in_time(pull.rows_came, load_s):
             raise PullFailed(f"its aux did not come within {load_s:g} s")
-        await reception.arrived(max(deadline - clock(), 0.0))
+        await reception.arrived(max(deadline_at_s - loop_time_s(), 0.0))
 
     async def _on_aux(self, sender: bytes, aux: Aux) -> m.Message:
         """Only from rank 0 of the prefiller that was asked."""

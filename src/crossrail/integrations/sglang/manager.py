@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 from crossrail.errors import CrossrailError, UsageError
 from crossrail.integrations.instance import Instance
 from crossrail.integrations.sglang import bootstrap
-from crossrail.integrations.sglang.decode import Decoder
+from crossrail.integrations.sglang.decode import DecodeSide
 from crossrail.integrations.sglang.memory import AuxRows, read_pool
-from crossrail.integrations.sglang.node import Node
+from crossrail.integrations.sglang.node import RankNode
 from crossrail.integrations.sglang.options import OPTIONS_VARIABLE, SglangOptions
-from crossrail.integrations.sglang.prefill import Prefiller
+from crossrail.integrations.sglang.prefill import PrefillSide
 
 log = logging.getLogger("crossrail.sglang")
 
@@ -60,13 +60,13 @@ class Manager:
         self._place = place
         self._stopped = threading.Event()
         self._registering: threading.Thread | None = None
-        self.node = Node(f"sglang-{mode}-{place.rank}", place.rank, pool, options, secret)
+        self.node = RankNode(f"sglang-{mode}-{place.rank}", place.rank, pool, options, secret)
         try:
             if mode == "prefill":
-                self.prefiller = Prefiller(self.node, self.aux)
-                self._half: Prefiller | Decoder = self.prefiller
+                self.prefiller = PrefillSide(self.node, self.aux)
+                self._half: PrefillSide | DecodeSide = self.prefiller
             else:
-                self.decoder = Decoder(self.node, self.aux)
+                self.decoder = DecodeSide(self.node, self.aux)
                 self._half = self.decoder
             self.node.call(self._half.start())
         except BaseException:
@@ -76,7 +76,11 @@ class Manager:
         self._missing: dict[str, str] = {}
 
     def close(self) -> None:
-        """Nothing reads or writes SGLang's memory any more when it returns. Idempotent."""
+        """Nothing reads or writes SGLang's memory any more when it returns. Idempotent.
+
+        Raises WaitTimeout, with all else closed, while a prefiller stands still in the middle of a copy to here; so
+        does a later call.
+        """
         self._stopped.set()
         if self._registering is not None:
             self._registering.join(_ASK_S + 1.0)
@@ -86,6 +90,8 @@ class Manager:
                 self.node.call(self._half.close())
             finally:
                 self.node.close()
+        elif isinstance(self._half, DecodeSide):
+            self._half.shut_out()
 
     # ---- a prefiller
 

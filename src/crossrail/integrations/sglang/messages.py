@@ -7,7 +7,7 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from crossrail.control.language import Language
-from crossrail.control.mailbox import Mailbox
+from crossrail.control.mailbox import RESEND_S, Mailbox
 from crossrail.control.wire import Wire
 from crossrail.kv import messages as m
 
@@ -27,7 +27,7 @@ class Destination(Struct, frozen=True, tag=True):
     request: m.Name
     attempt: m.Attempt
     ticket: m.Plain
-    deadline_s: m.Seconds
+    timeout_s: m.Seconds
     prefix_tokens: m.Index = 0
 
 
@@ -56,6 +56,6 @@ class Envelope(Struct, frozen=True):
 LANGUAGE = Language(b"crossrail sglang control", Envelope)
 
 
-def open_mailbox(wire: Wire, secret: bytes) -> Mailbox:
-    """For these messages. The rest is crossrail.control.mailbox's."""
-    return Mailbox(wire, secret, LANGUAGE)
+def mailbox(wire: Wire, secret: bytes, resend_s: float = RESEND_S) -> Mailbox:
+    """A mailbox in this language: one per engine."""
+    return Mailbox(wire, secret, LANGUAGE, resend_s)

@@ -13,12 +13,13 @@ from typing import Any, TypeVar
 
 import crossrail as xr
 from crossrail.control.mailbox import Mailbox
+from crossrail.control.wire import EngineWire
 from crossrail.integrations.loop_thread import LoopThread
+from crossrail.integrations.ports import port_of_rank
 from crossrail.integrations.sglang.memory import Pool
-from crossrail.integrations.sglang.messages import open_mailbox
+from crossrail.integrations.sglang.messages import mailbox
 from crossrail.integrations.sglang.options import SglangOptions
 from crossrail.kv import KvLayout, RankMemory
-from crossrail.kv.wire import EngineWire
 
 log = logging.getLogger("crossrail.sglang")
 
@@ -33,7 +34,7 @@ class PagesNotQuiet(BaseException):
     """
 
 
-class Node:
+class RankNode:
     """One rank's engine and loop. Threads: any, but one at a time for each call.
 
     Lifecycle: 1. made: registered and running. 2. close(), after whoever runs on the loop has ended. Idempotent.
@@ -49,7 +50,7 @@ class Node:
             name,
             transport=options.transport,
             rails=options.rails,
-            port=options.port + rank if options.port else 0,
+            port=port_of_rank(options.port, rank, options.rails),
             secret=secret,
         )
         self._regions = [self.engine.register(buffer) for buffer in pool.buffers]
@@ -60,7 +61,7 @@ class Node:
 
     async def _begin(self) -> tuple[EngineWire, Mailbox]:
         wire = EngineWire(self.engine)
-        return wire, open_mailbox(wire, self.secret)
+        return wire, mailbox(wire, self.secret)
 
     def memory(self, layout: KvLayout) -> RankMemory:
         """The pool by this layout of it."""

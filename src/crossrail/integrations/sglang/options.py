@@ -20,10 +20,12 @@ class SglangOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     secret_file: its content, without whitespace around it, is the secret that all instances share; None: the value of
     CROSSRAIL_SECRET. One of the two must be there.
-    transport, rails, port: as of crossrail.Engine, one engine a rank; a port gets the rank added, 0: any.
+    transport, rails, port: as of crossrail.Engine, one engine a rank; a rank's port is `rails` further
+    than that of the rank before it, 0: any.
     bootstrap_s: how long a prefiller's request waits for its decoder's pages. load_s: how long a decoder's waits for
     its KV, from when it has pages for it.
-    silent_s: a prefiller that answers nothing for so long has failed. probe_s: how often it is asked meanwhile.
+    prefiller_timeout_s: a prefiller that answers nothing for so long has failed. probe_s: how often it is asked
+    meanwhile.
     register_s: how often a prefiller's rank tells its bootstrap server that it is there. A rank that was not heard for
     three times as long is forgotten.
     quiesce_s: how long SGLang's scheduler waits, when it takes pages back, for writes that touch them; then it ends.
@@ -35,7 +37,7 @@ class SglangOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     port: Annotated[int, Meta(ge=0, le=65000)] = 0
     bootstrap_s: Seconds = 300.0
     load_s: Seconds = 300.0
-    silent_s: Seconds = 5.0
+    prefiller_timeout_s: Seconds = 5.0
     probe_s: Seconds = 1.0
     register_s: Seconds = 2.0
     quiesce_s: Seconds = 30.0

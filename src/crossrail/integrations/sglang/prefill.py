@@ -12,33 +12,32 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from crossrail._latest import Latest
+from crossrail.control.deadlines import loop_time_s
 from crossrail.control.mailbox import NoAnswer
+from crossrail.control.wire import Unreachable
 from crossrail.errors import CrossrailError, UsageError
 from crossrail.integrations.instance import Worker, parse_rank_name
 from crossrail.integrations.sglang.memory import AuxRows
 from crossrail.integrations.sglang.messages import Aux, Destination
-from crossrail.integrations.sglang.node import Node
+from crossrail.integrations.sglang.node import RankNode
 from crossrail.integrations.sglang.state import Poll, Progress
 from crossrail.kv import NOT_YET, KvSender, KvTarget, SendJob, foreign_lease
 from crossrail.kv import messages as m
-from crossrail.kv.job import Doubts
-from crossrail.kv.plan import plan_transfer
-from crossrail.kv.wire import Unreachable
+from crossrail.kv.services.attempts import AttemptBook, Key
+from crossrail.kv.transfer.plan import plan_transfer
 
 log = logging.getLogger("crossrail.sglang")
 
 _TICK_S = 0.25
 _EARLY_MAX = 4096  # asks for rooms that SGLang has not shown to us yet
 _REMEMBERED = 4096  # asks and rooms that have ended, for what comes late
-
-Key = tuple[bytes, str, int]  # who asks, by incarnation; for which part; the how manieth time
 
 
 @dataclass(eq=False)
@@ -49,7 +48,7 @@ class _Ask:
     decoder: bytes
     target: KvTarget
     prefix_tokens: int
-    deadline_s: float
+    deadline_at_s: float
     job: SendJob | None = None
 
     @property
@@ -87,10 +86,10 @@ class Room:
     bytes_sent: int = 0
 
 
-class Prefiller:
+class PrefillSide:
     """Threads: the event loop's, but for what says otherwise."""
 
-    def __init__(self, node: Node, aux: AuxRows) -> None:
+    def __init__(self, node: RankNode, aux: AuxRows) -> None:
         self.layout = node.pool.layout()
         self.worker = Worker(node.wire.address, self.layout.to_wire(), node.pool.form)
         self._node = node
@@ -98,9 +97,8 @@ class Prefiller:
         self._mailbox = node.mailbox
         self._rooms: dict[int, Room] = {}
         self._early: dict[Key, _Ask] = {}
-        self._ended: OrderedDict[Key, m.Progress] = OrderedDict()
-        self._doubts = Doubts()
-        self._over: OrderedDict[int, _Over] = OrderedDict()
+        self._book = AttemptBook(node.mailbox, _REMEMBERED)
+        self._over: Latest[int, _Over] = Latest(_REMEMBERED)
 
     async def start(self) -> None:
         self._sender = KvSender(self.layout, {self._node.rank: self._node.memory(self.layout)})
@@ -119,7 +117,7 @@ class Prefiller:
     # ---- what SGLang says
 
     async def open(self, number: int) -> Room:
-        room = Room(number, self._now())
+        room = Room(number, loop_time_s())
         if number in self._rooms:
             room.progress.fail(f"room {number} is under way already")
             room.progress.end()
@@ -222,7 +220,7 @@ class Prefiller:
         """Every rank of the decoder takes them, or the room fails."""
 
         async def send(ask: _Ask) -> None:
-            left_s = max(ask.deadline_s - self._now(), 0.0)
+            left_s = max(ask.deadline_at_s - loop_time_s(), 0.0)
             taken = await self._mailbox.ask(ask.decoder, Aux(*ask.key[1:], rows), m.Taken, left_s)
             if not taken.wanted:
                 raise NoAnswer(f"{ask.key[1]} does not want it any more")
@@ -258,12 +256,9 @@ class Prefiller:
             return
         if progress.error:
             log.warning("room %d: %s", room.number, progress.error)
+        state: m.Ended = "failed" if progress.error else "written"
         for key, ask in room.asks.items():
-            self._doubts.note(key, ask.job)
-            state, detail = ("failed", progress.error) if progress.error else ("written", "")
-            self._remember(
-                m.Progress(key[1], key[2], "failed" if state == "failed" else "written", m.clipped(detail)), key
-            )
+            self._book.end(key, ask.job, state, progress.error)
         if progress.error and not room.asks:
             self._give_up(room.number, progress.error, by_us=True)
         if self._rooms.get(room.number) is room:
@@ -273,17 +268,17 @@ class Prefiller:
     # ---- what decoders say
 
     async def _on_destination(self, sender: bytes, asked: Destination) -> m.Message:
-        key = self._key(sender, asked.request, asked.attempt)
+        key = self._book.key_of(sender, asked)
         answer = (asked.request, asked.attempt)
         name, rank, tp = parse_rank_name(asked.request)
         if not name.isdecimal():
             raise UsageError(f"{asked.request!r:.140} names no room")
         number = int(name)
-        if key in self._ended:
-            return m.DispatchRefused(*answer, m.clipped(f"this attempt has ended: {self._ended[key].detail}"))
+        if key in self._book.ended:
+            return m.DispatchRefused(*answer, m.clipped(f"this attempt has ended: {self._book.ended[key].detail}"))
         over = self._over.pop(number, None)
         if over is not None and over.by_us and number not in self._rooms:
-            self._remember(m.Progress(*answer, "failed", m.clipped(over.why)), key)
+            self._book.end(key, None, "failed", over.why)
             return m.DispatchRefused(*answer, m.clipped(over.why))
         try:
             target = KvTarget.from_wire(asked.ticket)
@@ -295,7 +290,7 @@ class Prefiller:
         room = self._rooms.get(number)
         if key in self._early or (room is not None and key in room.asks):
             return m.Dispatched(*answer)
-        ask = _Ask(key, sender, target, asked.prefix_tokens, self._now() + asked.deadline_s)
+        ask = _Ask(key, sender, target, asked.prefix_tokens, loop_time_s() + asked.timeout_s)
         if room is None:
             if len(self._early) >= _EARLY_MAX:
                 return m.DispatchRefused(*answer, f"{_EARLY_MAX} requests wait here that nobody prefills")
@@ -307,10 +302,10 @@ class Prefiller:
         return m.Dispatched(*answer)
 
     async def _on_probe(self, sender: bytes, probe: m.Probe) -> m.Message:
-        key = self._key(sender, probe.request, probe.attempt)
+        key = self._book.key_of(sender, probe)
         answer = (probe.request, probe.attempt)
-        if key in self._ended:
-            return self._ended[key]
+        if key in self._book.ended:
+            return self._book.ended[key]
         if key in self._early:
             return m.Progress(*answer, "queued")
         room = self._room_of(key)
@@ -322,12 +317,10 @@ class Prefiller:
 
     async def _on_withdraw(self, sender: bytes, withdraw: m.Withdraw) -> m.Message:
         """Answers once nothing of it can land any more; its Destination, should it still come, is refused."""
-        key = self._key(sender, withdraw.request, withdraw.attempt)
+        key = self._book.key_of(sender, withdraw)
         number = int(parse_rank_name(withdraw.request)[0])
-        answer = m.Quiesced(withdraw.request, withdraw.attempt)
-        if key in self._ended:
-            self._doubts.check(key)
-            return answer
+        if key in self._book.ended:
+            return self._book.quiesced(key)
         why = "the decoder gave it up"
         room = self._rooms.get(number)
         ask = self._early.pop(key, None) or (room.asks.get(key) if room is not None else None)
@@ -337,38 +330,35 @@ class Prefiller:
             other[:2] == key[:2] and other[2] > key[2] for other in room.asks
         ):  # else it is about an older one
             self._fail(room, why)
-        if ask is not None and ask.job is not None:
-            await ask.job.cancel(why)
-            self._doubts.note(key, ask.job)
-        if key not in self._ended:
-            self._remember(m.Progress(withdraw.request, withdraw.attempt, "failed", why), key)
-        self._doubts.check(key)
-        return answer
+        job = ask.job if ask is not None else None
+        if job is not None:
+            await job.cancel(why)
+        if key not in self._book.ended:
+            self._book.end(key, job, "failed", why)
+        return self._book.quiesced(key, job)
 
     # ---- time
 
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(_TICK_S)
-            now = self._now()
+            now_s = loop_time_s()
             for room in list(self._rooms.values()):
-                self._look_at(room, now)
+                self._look_at(room, now_s)
             for key, ask in list(self._early.items()):
-                if now > ask.deadline_s or self._mailbox.wire.is_lost(ask.decoder):
+                if self._book.why_unwanted(ask.decoder, ask.deadline_at_s):
                     del self._early[key]
-                    self._remember(m.Progress(key[1], key[2], "failed", "nobody prefilled it in time"), key)
-            for number in [number for number, over in self._over.items() if now > over.until_s]:
+                    self._book.end(key, None, "failed", "nobody prefilled it in time")
+            for number in [number for number, over in self._over.items() if now_s > over.until_s]:
                 del self._over[number]
 
-    def _look_at(self, room: Room, now: float) -> None:
+    def _look_at(self, room: Room, now_s: float) -> None:
         bootstrap_s = self._node.options.bootstrap_s
-        if room.progress.poll is Poll.BOOTSTRAPPING and now > room.begun_s + bootstrap_s:
+        if room.progress.poll is Poll.BOOTSTRAPPING and now_s > room.begun_s + bootstrap_s:
             self._fail(room, f"no decoder had pages for room {room.number} within {bootstrap_s:g} s")
         for ask in room.asks.values():
-            if self._mailbox.wire.is_lost(ask.decoder):
-                self._fail(room, "the decoder is gone")
-            elif now > ask.deadline_s:
-                self._fail(room, "the decoder's time is up")
+            if why := self._book.why_unwanted(ask.decoder, ask.deadline_at_s):
+                self._fail(room, why)
 
     # ---- what ended
 
@@ -376,21 +366,8 @@ class Prefiller:
         room = self._rooms.get(int(parse_rank_name(key[1])[0]))
         return room if room is not None and key in room.asks else None
 
-    def _remember(self, progress: m.Progress, key: Key) -> None:
-        self._ended[key] = progress
-        if len(self._ended) > _REMEMBERED:
-            self._ended.popitem(last=False)
-
     def _give_up(self, number: int, why: str, *, by_us: bool) -> None:
-        self._over[number] = _Over(why, by_us, self._now() + self._node.options.bootstrap_s)
-        if len(self._over) > _REMEMBERED:
-            self._over.popitem(last=False)
-
-    def _key(self, sender: bytes, name: str, attempt: int) -> Key:
-        return self._mailbox.wire.identity(sender), name, attempt
-
-    def _now(self) -> float:
-        return asyncio.get_running_loop().time()
+        self._over[number] = _Over(why, by_us, loop_time_s() + self._node.options.bootstrap_s)
 
 
 def _count(pages: npt.NDArray[np.uint32] | None) -> int:

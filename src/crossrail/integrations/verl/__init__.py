@@ -13,6 +13,6 @@ backend.py: the class that verl makes         pairing.py: who sends which part t
 from __future__ import annotations
 
 from crossrail.integrations.verl.backend import CrossrailCheckpointEngine
-from crossrail.integrations.verl.waiting import UpdateFailed
+from crossrail.integrations.verl.errors import VerlUpdateFailed
 
-__all__ = ["CrossrailCheckpointEngine", "UpdateFailed"]
+__all__ = ["CrossrailCheckpointEngine", "VerlUpdateFailed"]

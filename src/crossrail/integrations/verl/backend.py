@@ -115,7 +115,8 @@ class CrossrailCheckpointEngine(CheckpointEngine):
             update.close()
 
     async def send_weights(self, weights: Any, global_steps: int | None = None) -> dict[str, float]:
-        """weights: (name, tensor) pairs, the same on all trainer ranks. Raises UpdateFailed, and what weights raise.
+        """weights: (name, tensor) pairs, the same on all trainer ranks. Raises VerlUpdateFailed, what weights raise,
+        and what else goes wrong on this rank; the rest of the weights was then asked for, with the other trainer ranks.
 
         Returns verl's metrics: seconds, bytes that this rank sent to all its targets.
         """
@@ -130,7 +131,7 @@ class CrossrailCheckpointEngine(CheckpointEngine):
     async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:
         """(name, tensor) pairs in the trainer's order. A tensor is valid until the next pair is asked for: copy it.
 
-        Raises UpdateFailed.
+        Raises VerlUpdateFailed.
         """
         update, peers = self._ready("receive_weights")
         is_over = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from crossrail import Engine
+from crossrail._torch import wait_for_kernels
 from crossrail.integrations.verl.buckets import ALIGN, DIGEST_BYTES, TABLE_BYTES
 
 SHARES_MAX = 4096
@@ -20,9 +21,10 @@ class Memory:
     def __init__(self, engine: Engine, bucket_bytes: int, device: str) -> None:
         self.bucket_bytes = bucket_bytes // ALIGN * ALIGN
         self._buffer: torch.Tensor | None = torch.empty(2 * self.bucket_bytes, dtype=torch.uint8, device=device)
+        self.devices = [str(self._buffer.device)] if self._buffer.is_cuda else []
+        wait_for_kernels(self.devices)  # torch gives memory out again that kernels may still be using
         self.weights = engine.register(self._buffer)
         self.tables = engine.alloc(2 * HALF_TABLES_BYTES)
-        self.devices = [str(self._buffer.device)] if self._buffer.is_cuda else []
 
     def half(self, index: int) -> torch.Tensor:
         """Its bytes, a view."""

@@ -9,6 +9,8 @@ A share's bytes are in place before its table, or the digest of it, is written, 
 from __future__ import annotations
 
 import asyncio
+import logging
+import traceback
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -19,7 +21,9 @@ from crossrail._torch import wait_for_kernels
 from crossrail.integrations.verl.buckets import ALIGN, DIGEST_BYTES, TABLE_BYTES, Plan, Table, digest, encode
 from crossrail.integrations.verl.memory import HALF_TABLES_BYTES, Memory
 from crossrail.integrations.verl.pairing import Share
-from crossrail.integrations.verl.waiting import Peers, UpdateFailed
+from crossrail.integrations.verl.waiting import Peers
+
+log = logging.getLogger("crossrail.verl")
 
 
 class Sender:
@@ -46,20 +50,23 @@ class Sender:
         self.sent_bytes = 0
 
     async def run(self, weights: Any) -> None:
-        """weights: (name, tensor) pairs, by an iterator of either kind. Raises UpdateFailed, and what that raises.
+        """weights: (name, tensor) pairs, by an iterator of either kind. Raises VerlUpdateFailed, what that raises, and
+        what else went wrong here, such as too little memory.
 
         Rollout ranks are told of a failure at once. If it was not the weights', the rest of them is still asked for:
-        the other trainer ranks may be gathering them with us, and would wait.
+        the other trainer ranks may be gathering them with us, and would wait. Not when this is cancelled.
         """
-        failure: UpdateFailed | None = None
+        failure: Exception | None = None
         try:
             async for name, weight in _each(weights):
                 if failure is not None:
                     continue
                 try:
                     await self._put(name, weight)
-                except UpdateFailed as error:
+                except Exception as error:
                     failure = error
+                    traceback.clear_frames(error.__traceback__)  # which hold tensors, maybe for want of memory
+                    log.warning("an update of weights has failed; gathering the rest with the others: %s", error)
                     self._peers.give_up(self._memory.tables)
             if failure is not None:
                 raise failure
@@ -83,6 +90,9 @@ class Sender:
             weight = weight.to(self._dtype)
         data = weight.contiguous().reshape(-1).view(torch.uint8)
         dtype = str(weight.dtype).removeprefix("torch.")
+        # A GPU may read it later than copy_() returns, when who makes the weights has put the next one there.
+        is_late = bool(self._memory.devices) and data.device.type == "cpu" and data.is_pinned()
+        is_copied = False
         for piece in self._plan.place(name, dtype, tuple(weight.shape), data.numel()):
             if piece is None:
                 await self._send(is_last=False)
@@ -92,6 +102,9 @@ class Sender:
                 begin = piece.begin + first - piece.at
                 half = self._memory.half(self._index % 2)
                 half[first:end].copy_(data[begin : begin + end - first], non_blocking=True)
+                is_copied = True
+        if is_late and is_copied:
+            await asyncio.to_thread(wait_for_kernels, self._memory.devices)
 
     async def _send(self, *, is_last: bool) -> None:
         """What is in this half; then the other one can be filled."""

@@ -6,17 +6,14 @@ import asyncio
 from collections.abc import Sequence
 
 from crossrail import Engine, ImmCounter
-from crossrail.control.deadlines import in_time
+from crossrail.control.deadlines import in_time, loop_time_s
 from crossrail.errors import CrossrailError, WaitTimeout
+from crossrail.integrations.verl.errors import VerlUpdateFailed
 from crossrail.integrations.verl.pairing import Rank
 from crossrail.regions import Region
 from crossrail.transfers import Transfer
 
 _LOOK_EVERY_S = 0.5
-
-
-class UpdateFailed(CrossrailError, RuntimeError):
-    """An update of verl's weights came to nothing. The rollout's weights may be part old, part new."""
 
 
 class Peers:
@@ -36,22 +33,21 @@ class Peers:
         return ", ".join(rank.name for rank in self.ranks)
 
     async def until(self, counter: ImmCounter, count: int, what: str) -> None:
-        """Takes so many counts. Raises UpdateFailed."""
-        clock = asyncio.get_running_loop().time
-        deadline_s = clock() + self.timeout_s
+        """Takes so many counts. Raises VerlUpdateFailed."""
+        deadline_at_s = loop_time_s() + self.timeout_s
         while True:
             try:
-                await counter.wait_async(count, min(_LOOK_EVERY_S, max(0.0, deadline_s - clock())))
+                await counter.wait_async(count, min(_LOOK_EVERY_S, max(0.0, deadline_at_s - loop_time_s())))
                 return
             except WaitTimeout:
                 self._look()
-                if clock() >= deadline_s:
-                    raise UpdateFailed(
+                if loop_time_s() >= deadline_at_s:
+                    raise VerlUpdateFailed(
                         f"{what}: not within {self.timeout_s:g} s (timeout_s), from {self.names}"
                     ) from None
 
     async def done(self, transfers: Sequence[Transfer], what: str) -> None:
-        """All have ended well. Raises UpdateFailed; they have ended then, too, but for those to a frozen peer."""
+        """All have ended well. Raises VerlUpdateFailed; they have ended then, too, but for those to a frozen peer."""
         error = ""
         for transfer in transfers:
             if error:
@@ -65,7 +61,7 @@ class Peers:
                 error = error or f"{what}: {failure}"
         if error:
             self._look()
-            raise UpdateFailed(error)
+            raise VerlUpdateFailed(error)
 
     def tell(self, region: Region, *, immediates: Sequence[int]) -> Transfer:
         """Counts one of each rank's immediate, and moves nothing. region: any of ours."""
@@ -82,7 +78,7 @@ class Peers:
 
     def _look(self) -> None:
         if self._gave_up.poll():
-            raise UpdateFailed(f"a rank at the other end gave up, of {self.names}: its log says why")
+            raise VerlUpdateFailed(f"a rank at the other end gave up, of {self.names}: its log says why")
         for rank in self.ranks:
             if self._engine.peer_state(rank.address) == "lost":
-                raise UpdateFailed(f"{rank.name} died, or cannot be reached any more")
+                raise VerlUpdateFailed(f"{rank.name} died, or cannot be reached any more")

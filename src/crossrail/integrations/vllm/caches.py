@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from crossrail.errors import UsageError
 from crossrail.kv import KvLayout
-from crossrail.kv.layout import Kind, Order
+from crossrail.kv.transfer.layout import Kind, Order
 
 # Of vLLM 0.32, whose caches are [blocks, heads, tokens, content] whatever the backend. CPU_ATTN has K of a head's block
 # transposed, in one way or another; these of GPUs split the content into K and, behind it, V; MLA's is the latent.

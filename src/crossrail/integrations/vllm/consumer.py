@@ -18,6 +18,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from crossrail.control.deadlines import loop_time_s
+from crossrail.control.mailbox import Mailbox, NoAnswer
+from crossrail.control.wire import Unreachable
 from crossrail.errors import CrossrailError
 from crossrail.integrations.asking import Asker, Part
 from crossrail.integrations.instance import Instance, Worker, mismatch, rank_name
@@ -25,8 +28,6 @@ from crossrail.integrations.vllm import orders as o
 from crossrail.integrations.vllm.options import VllmOptions
 from crossrail.kv import KvLayout, KvReceiver, KvTarget, PageState, RankMemory, Reception, foreign_lease
 from crossrail.kv import messages as m
-from crossrail.kv.mailbox import Mailbox, NoAnswer
-from crossrail.kv.wire import Unreachable
 
 log = logging.getLogger("crossrail.vllm")
 
@@ -79,7 +80,7 @@ class Consumer:
         self._rank = rank
         self._options = options
         self._on_loaded = on_loaded
-        self._asker = Asker(mailbox, options.silent_s, options.probe_s)
+        self._asker = Asker(mailbox, options.producer_timeout_s, options.probe_s)
         self._receiver = KvReceiver(self.layout, {rank: memory}, None)
         self._pending: dict[str, _Pending] = {}
         self._attempts = itertools.count()
@@ -87,12 +88,19 @@ class Consumer:
         mailbox.spawn(self._beat(), "telling producers that we still want")
 
     async def close(self) -> None:
-        """Gives up loads under way, as far as producers answer in time, and takes our memory back from all of them."""
+        """Gives up loads under way, as far as producers answer in time, and takes our memory back from all of them.
+
+        Raises WaitTimeout while one stands still in the middle of a copy to here.
+        """
         tasks = [pending.task for pending in self._pending.values() if pending.task is not None]
         for pending in self._pending.values():
             pending.stop.set()
         if tasks:
-            await asyncio.wait(tasks, timeout=self._options.silent_s)
+            await asyncio.wait(tasks, timeout=self._options.producer_timeout_s)
+        await self._receiver.shut()
+
+    def shut_out(self) -> None:
+        """The last of close() again, if it raised: the engine may be closed by then, and the loop ended. Blocks."""
         self._receiver.close()
 
     # ---- what vLLM says
@@ -121,8 +129,7 @@ class Consumer:
     # ---- one load
 
     async def _load(self, load: o.Load, pending: _Pending) -> None:
-        clock = asyncio.get_running_loop().time
-        begun = clock()
+        begun = loop_time_s()
         how, why = "failed", ""
         try:
             await self._fetch(load, pending)
@@ -135,7 +142,7 @@ class Consumer:
         if pending.stop.is_set() and how == "failed":
             how = "cancelled"
         self._pending.pop(load.request, None)
-        self._end(load, how, clock() - begun, why)
+        self._end(load, how, loop_time_s() - begun, why)
 
     def _end(self, load: o.Load, how: str, seconds: float, why: str) -> None:
         self.counts[how] += 1
@@ -180,7 +187,9 @@ class Consumer:
         question = m.Dispatch(target.request, pending.attempt, load.prompt, target.to_wire(), self._options.load_s)
         answers = (m.Dispatched, m.DispatchRefused)
         self._asker.try_anew(pending.wanted.instance)
-        for answer in await self._asker.ask_all(pending.wanted.instance, question, answers, self._options.silent_s):
+        for answer in await self._asker.ask_all(
+            pending.wanted.instance, question, answers, self._options.producer_timeout_s
+        ):
             if isinstance(answer, m.DispatchRefused):
                 raise LoadFailed(f"the producer refuses: {answer.reason}")
 

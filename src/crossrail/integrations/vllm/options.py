@@ -18,14 +18,16 @@ class VllmOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     secret_file: its content, without whitespace around it, is the secret that all instances share; None: the value of
     CROSSRAIL_SECRET. One of the two must be there.
-    transport, rails, port: as of crossrail.Engine, one engine a worker; a port gets the worker's rank added, 0: any.
+    transport, rails, port: as of crossrail.Engine, one engine a worker; a worker's port is `rails` further than
+    that of the rank before it, 0: any.
     instance_file: where a producer writes what others have to know of it (one line), for proxies that ask decoders
     before a prompt is prefilled; "" : nowhere.
     layerwise: KV leaves layer by layer, during the forward pass, to decoders that have asked by then. False: after it.
     lease_s: how long a prefilled prompt waits for a decoder that does not show itself. heartbeat_s: how often a
     decoder whose own blocks are all taken says that it is still going to come; less than a third of lease_s.
     load_s: how long a decoder waits for a prompt's KV, from when it has blocks for it; then the load has failed.
-    silent_s: a producer that answers nothing for so long has failed. probe_s: how often it is asked meanwhile.
+    producer_timeout_s: a producer that answers nothing for so long has failed. probe_s: how often it is asked
+    meanwhile.
     watcher_poll_us: pause between looks at how many layers are computed, once this instance has prefilled for another.
     quiesce_s: how long a preemption waits for writes out of the blocks it takes. idle_s: how long a step with nothing
     to compute waits for news; without it vLLM's loop would take a whole core while blocks wait to be freed.
@@ -40,7 +42,7 @@ class VllmOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lease_s: Seconds = 30.0
     heartbeat_s: Seconds = 5.0
     load_s: Seconds = 60.0
-    silent_s: Seconds = 5.0
+    producer_timeout_s: Seconds = 5.0
     probe_s: Seconds = 1.0
     watcher_poll_us: Annotated[float, Meta(ge=1.0, le=100_000.0)] = 200.0
     quiesce_s: Seconds = 10.0

@@ -11,31 +11,31 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
+from crossrail._latest import Latest
+from crossrail.control.deadlines import loop_time_s
+from crossrail.control.mailbox import Mailbox
 from crossrail.errors import CrossrailError, UsageError
 from crossrail.integrations.instance import parse_rank_name
 from crossrail.integrations.vllm import orders as o
 from crossrail.integrations.vllm.options import VllmOptions
 from crossrail.kv import NOT_YET, KvLayout, KvSender, KvTarget, RankMemory, SendJob, foreign_lease
 from crossrail.kv import messages as m
-from crossrail.kv.job import Doubts
-from crossrail.kv.mailbox import Mailbox
-from crossrail.kv.plan import plan_transfer
-from crossrail.kv.sender import Step
+from crossrail.kv.services.attempts import AttemptBook, Key
+from crossrail.kv.transfer.plan import plan_transfer
+from crossrail.kv.transfer.sender import Step
 
 log = logging.getLogger("crossrail.vllm")
 
 _TICK_S = 0.5
 _UNSEEN_MAX = 4096  # transfers that decoders ask for and that were not shown to us yet
 _REMEMBERED = 4096  # asks and transfers that have ended, for those who ask again
-
-Key = tuple[bytes, str, int]  # who asks, by incarnation; for which part; the how manieth time
 
 
 @dataclass
@@ -49,7 +49,7 @@ class _Ask:
     decoder: bytes
     target: KvTarget
     prompt: bytes
-    deadline_s: float
+    deadline_at_s: float
     job: SendJob | None = None
     sent: int = 0
 
@@ -135,9 +135,8 @@ class Producer:
         self._made: Senders | None = None
         self._offers: dict[str, _Offer] = {}  # by request
         self._by_transfer: dict[str, _Offer] = {}
-        self._ended: OrderedDict[Key, m.Progress] = OrderedDict()
-        self._doubts = Doubts()
-        self._over: OrderedDict[str, str] = OrderedDict()  # transfers, and why nobody can have them any more
+        self._book = AttemptBook(mailbox, _REMEMBERED)
+        self._over: Latest[str, str] = Latest(_REMEMBERED)  # transfers, and why nobody can have them any more
         mailbox.handle(m.Dispatch, self._on_dispatch)
         mailbox.handle(m.Probe, self._on_probe)
         mailbox.handle(m.Withdraw, self._on_withdraw)
@@ -208,13 +207,13 @@ class Producer:
             offer = self._by_transfer[new.transfer_id] = _Offer(new.transfer_id)
         offer.request, offer.tokens, offer.prompt = new.request, new.tokens, new.prompt
         offer.pages = np.full(self._layout.pages_of(new.tokens), NOT_YET, np.uint32)
-        offer.heard_s = self._now()
+        offer.heard_s = loop_time_s()
         self._offers[new.request] = offer
 
     def _hold(self, offer: _Offer, dropped: str) -> None:
         offer.held = True
         offer.dropped = offer.dropped or dropped
-        offer.heard_s = self._now()
+        offer.heard_s = loop_time_s()
         if dropped:
             for ask in list(offer.asks.values()):
                 self._stop(offer, ask, dropped)
@@ -263,7 +262,8 @@ class Producer:
         return ""
 
     async def _finish(self, offer: _Offer, ask: _Ask, job: SendJob) -> None:
-        state, detail = "written", ""
+        state: m.Ended = "written"
+        detail = ""
         try:
             await job.finish()
         except CrossrailError as error:
@@ -277,15 +277,12 @@ class Producer:
         elif not ask.job.stopped:
             self._mailbox.spawn(ask.job.cancel(why), f"stopping {ask.target.request}")
 
-    def _end(self, offer: _Offer, ask: _Ask, state: str, detail: str) -> None:
+    def _end(self, offer: _Offer, ask: _Ask, state: m.Ended, detail: str) -> None:
         """No write for this ask is under way any more, nor will be."""
-        assert state in ("written", "failed")
-        _, name, attempt = ask.key
+        name = ask.key[1]
         del offer.asks[ask.key]
         offer.ended_ranks.add(parse_rank_name(name)[1])
-        progress = m.Progress(name, attempt, "written" if state == "written" else "failed", m.clipped(detail))
-        self._remember(ask.key, progress)
-        self._doubts.note(ask.key, ask.job)
+        self._book.end(ask.key, ask.job, state, detail)
         self.counts[state] += 1
         if state == "failed":
             log.warning("transfer %s: %s", name, detail)
@@ -302,17 +299,15 @@ class Producer:
             del self._by_transfer[offer.transfer_id]
             why = offer.dropped or ("its lease has run out" if expired else "its decoder has had it")
             self._over[offer.transfer_id] = why
-            if len(self._over) > _REMEMBERED:
-                self._over.popitem(last=False)
         self._on_sent(offer.request)
 
     # ---- what decoders say
 
     async def _on_dispatch(self, sender: bytes, dispatch: m.Dispatch) -> m.Message:
-        key = self._key(sender, dispatch.request, dispatch.attempt)
+        key = self._book.key_of(sender, dispatch)
         answer = (dispatch.request, dispatch.attempt)
         transfer_id, _, tp = parse_rank_name(dispatch.request)
-        if key in self._ended:
+        if key in self._book.ended:
             return m.DispatchRefused(*answer, "this attempt has ended")
         if transfer_id in self._over and transfer_id not in self._by_transfer:
             return m.DispatchRefused(*answer, m.clipped(f"transfer {transfer_id}: {self._over[transfer_id]}"))
@@ -328,7 +323,7 @@ class Producer:
         offer = self._heard(transfer_id, tp)
         if key in offer.asks:
             return m.Dispatched(*answer)
-        ask = _Ask(key, sender, target, dispatch.tokens, self._now() + dispatch.deadline_s)
+        ask = _Ask(key, sender, target, dispatch.tokens, loop_time_s() + dispatch.timeout_s)
         refusal_words = offer.dropped or (offer.request and self._unfit(offer, ask))
         if refusal_words:
             return m.DispatchRefused(*answer, m.clipped(refusal_words))
@@ -337,10 +332,10 @@ class Producer:
         return m.Dispatched(*answer)
 
     async def _on_probe(self, sender: bytes, probe: m.Probe) -> m.Message:
-        key = self._key(sender, probe.request, probe.attempt)
+        key = self._book.key_of(sender, probe)
         answer = (probe.request, probe.attempt)
-        if key in self._ended:
-            return self._ended[key]
+        if key in self._book.ended:
+            return self._book.ended[key]
         transfer_id, _, tp = parse_rank_name(probe.request)
         offer = self._by_transfer.get(transfer_id)
         if offer is None:
@@ -350,30 +345,29 @@ class Producer:
         return m.Progress(*answer, "queued" if ask is None or ask.job is None else "running")
 
     async def _on_withdraw(self, sender: bytes, withdraw: m.Withdraw) -> m.Message:
-        key = self._key(sender, withdraw.request, withdraw.attempt)
+        key = self._book.key_of(sender, withdraw)
         transfer_id, rank, tp = parse_rank_name(withdraw.request)
         offer = self._by_transfer.get(transfer_id)
         ask = offer.asks.get(key) if offer is not None else None
         why = "its decoder withdrew it"
-        if ask is not None and ask.job is not None:
-            await ask.job.cancel(why)
-            self._doubts.note(key, ask.job)
+        job = ask.job if ask is not None else None
+        if job is not None:
+            await job.cancel(why)
         elif offer is not None and ask is not None:
             self._end(offer, ask, "failed", why)
         else:
-            self._remember(key, m.Progress(withdraw.request, withdraw.attempt, "failed", why))
+            self._book.end(key, None, "failed", why)
             if offer is not None:
                 self._heard(transfer_id, tp).ended_ranks.add(rank)
                 self._end_if_over(offer)
-        self._doubts.check(key)
-        return m.Quiesced(withdraw.request, withdraw.attempt)
+        return self._book.quiesced(key, job)
 
     def _heard(self, transfer_id: str, tp: int) -> _Offer:
         """A decoder of so many ranks shows that it wants this."""
         offer = self._by_transfer.get(transfer_id)
         if offer is None:
             offer = self._by_transfer[transfer_id] = _Offer(transfer_id)
-        offer.heard_s = self._now()
+        offer.heard_s = loop_time_s()
         offer.tp = tp
         return offer
 
@@ -385,13 +379,10 @@ class Producer:
                 self._look_at(offer)
 
     def _look_at(self, offer: _Offer) -> None:
-        now = self._now()
         for ask in list(offer.asks.values()):
-            if self._mailbox.wire.is_lost(ask.decoder):
-                self._stop(offer, ask, "its decoder is gone")
-            elif now > ask.deadline_s:
-                self._stop(offer, ask, "its decoder's time is up")
-        expired = now - offer.heard_s > self._options.lease_s
+            if why := self._book.why_unwanted(ask.decoder, ask.deadline_at_s):
+                self._stop(offer, ask, why)
+        expired = loop_time_s() - offer.heard_s > self._options.lease_s
         if not expired or offer.asks:
             return
         if not offer.request:  # asked for, withdrawn, and never seen
@@ -400,14 +391,3 @@ class Producer:
             log.warning("transfer %s: no decoder came within %g s", offer.transfer_id, self._options.lease_s)
             self.counts["lease expired"] += 1
             self._end_if_over(offer, expired=True)
-
-    def _remember(self, key: Key, progress: m.Progress) -> None:
-        self._ended[key] = progress
-        if len(self._ended) > _REMEMBERED:
-            self._ended.popitem(last=False)
-
-    def _key(self, sender: bytes, name: str, attempt: int) -> Key:
-        return self._mailbox.wire.identity(sender), name, attempt
-
-    def _now(self) -> float:
-        return asyncio.get_running_loop().time()

@@ -9,6 +9,7 @@ weights_worker.py is the part without vLLM, weights_trainer.py drives instances 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from crossrail.errors import UsageError
+from crossrail.integrations.ports import port_of_rank
 from crossrail.integrations.vllm.plugin import PLAIN_VARIABLE
 from crossrail.integrations.vllm.weights_worker import Link, WeightsWorker
 from crossrail.weights.inventory.families import names_of
@@ -74,7 +76,12 @@ class CrossrailWeightTransferEngine(WeightTransferEngine[CrossrailInitInfo, Cros
             raise UsageError(
                 "weight transfer by crossrail does not update quantised models: their layout is a backend's"
             )
+        if getattr(vllm_config.model_config, "enable_sleep_mode", False):
+            raise UsageError(
+                "enable_sleep_mode: weight transfer by crossrail needs parameters that stay where they are in memory"
+            )
         self._worker: WeightsWorker | None = None
+        self._is_torn = False  # as the last worker has left them
 
     def init_transfer_engine(self, init_info: CrossrailInitInfo) -> None:
         """Joins the controller. Called again: leaves, and joins anew."""
@@ -86,13 +93,15 @@ class CrossrailWeightTransferEngine(WeightTransferEngine[CrossrailInitInfo, Cros
             rank=init_info.first_rank + rank,
             transport=init_info.transport,
             rails=init_info.rails,
-            port=init_info.port + rank if init_info.port else 0,
+            port=port_of_rank(init_info.port, rank, init_info.rails),
             secret_file=init_info.secret_file,
             join_s=init_info.join_s,
         )
         ranks = Ranks(get_tensor_model_parallel_rank(), parallel.tensor_parallel_size)
         config = self.model_config.hf_text_config.to_dict()
-        self._worker = WeightsWorker(link, lambda memory: add_model(memory, self.model, config, ranks))
+        self._worker = WeightsWorker(
+            link, lambda memory: add_model(memory, self.model, config, ranks), is_torn=self._is_torn
+        )
 
     def start_weight_update(self) -> None:
         """Comes before the controller is asked for the update."""
@@ -113,10 +122,14 @@ class CrossrailWeightTransferEngine(WeightTransferEngine[CrossrailInitInfo, Cros
         self._opened()
 
     def shutdown(self) -> None:
-        """Nothing is written into the model any more when it returns. Idempotent."""
-        worker, self._worker = self._worker, None
-        if worker is not None:
-            worker.close()
+        """Nothing is written into the model any more when it returns. Idempotent.
+
+        Raises WaitTimeout while a writer stands still in the model, whose memory must stay: call it again.
+        """
+        if self._worker is not None:
+            self._worker.close()
+            self._is_torn = self._worker.is_torn
+            self._worker = None
 
     def _opened(self) -> WeightsWorker:
         if self._worker is None:
@@ -139,6 +152,9 @@ def add_model(memory: WeightMemory, model: torch.nn.Module, config: dict[str, An
                 )
             if ".experts." in name:
                 raise UsageError(f"{name}: experts are laid out by the kernel that vLLM chose, not as they were loaded")
+            # What is added is an alias, which stays where it is when the parameter gets other memory, or another one
+            # takes its place.
+            memory.watch(name, partial(_address_of, module, own_name))
             if tensor.data_ptr() in shared:  # tied: written once
                 continue
             shared.add(tensor.data_ptr())
@@ -146,6 +162,12 @@ def add_model(memory: WeightMemory, model: torch.nn.Module, config: dict[str, An
                 _add_vocabulary(memory, name, tensor, module)
             else:
                 add_tensor(memory, names, name, tensor, ranks=ranks)
+
+
+def _address_of(module: torch.nn.Module, own_name: str) -> int:
+    """Where this parameter of the module's lies now; 0: it has none."""
+    parameter = module._parameters.get(own_name)
+    return 0 if parameter is None else parameter.data_ptr()
 
 
 def _add_vocabulary(memory: WeightMemory, name: str, tensor: torch.Tensor, module: Any) -> None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from crossrail._closing import Closing
+from crossrail.errors import UsageError
 from crossrail.weights.services.controller import OnProgress, WeightController
 from crossrail.weights.services.reports import UpdateReport
 
@@ -36,17 +40,28 @@ class VllmInstance:
     init_info: dict[str, Any] | None = None
 
 
-class VllmUpdates:
-    """Instances that are updated together. Threads: the event loop's.
+class VllmUpdates(Closing):
+    """Instances that are updated together. Threads: the event loop's, and one of its own for each instance.
 
     Lifecycle: 1. made. 2. join(). 3. update() for each version, while all trainers publish it. Generation must be
     paused by whoever calls, or be at rest between steps; and prefix caches reset afterwards, since what is in them was
-    computed with other weights.
+    computed with other weights. 4. close().
     """
 
     def __init__(self, controller: WeightController, instances: Sequence[VllmInstance]) -> None:
         self._controller = controller
         self._instances = list(instances)
+        # Not the loop's threads: the controller needs one of them to answer those whom these calls wait for.
+        self._threads = [ThreadPoolExecutor(1, f"crossrail-vllm-{i}") for i in range(len(self._instances))]
+        self._is_closed = False
+
+    def close(self) -> None:
+        """Ends the threads; a call that is under way, of an update that was cancelled, ends first. Returns at once.
+        Idempotent. The instances stay inference ranks of the controller.
+        """
+        self._is_closed = True
+        for thread in self._threads:
+            thread.shutdown(wait=False)
 
     async def join(self) -> None:
         """All workers of all instances become inference ranks of the controller: 0, 1, ... in the order given.
@@ -54,12 +69,13 @@ class VllmUpdates:
         Raises what a client raises.
         """
         first = 0
-        joining = []
+        infos = []
         for instance in self._instances:
-            info = {"controller": self._controller.address.hex(), "first_rank": first, **(instance.init_info or {})}
-            joining.append(asyncio.to_thread(instance.client.init_weight_transfer_engine, info))
+            infos.append(
+                {"controller": self._controller.address.hex(), "first_rank": first, **(instance.init_info or {})}
+            )
             first += instance.workers
-        await _all(joining)
+        await self._each(lambda client, i: client.init_weight_transfer_engine(infos[i]))
 
     async def update(
         self, version: int, timeout_s: float = 60.0, on_progress: OnProgress | None = None
@@ -69,25 +85,29 @@ class VllmUpdates:
         Raises what WeightController.update() raises, once no instance waits for it any more. Instances may be torn then
         (their own errors say so) and must not generate until an update succeeds; the same version may be tried again.
         """
-        await self._each(lambda client: client.start_weight_update())
+        await self._each(lambda client, _: client.start_weight_update())
         info = {"version": version, "timeout_s": timeout_s}
-        receiving = asyncio.ensure_future(self._each(lambda client: client.update_weights(info)))
+        receiving = asyncio.ensure_future(self._each(lambda client, _: client.update_weights(info)))
         try:
             report = await self._controller.update(version, timeout_s, on_progress)
         except BaseException:
             await asyncio.gather(receiving, return_exceptions=True)
             raise
         await receiving
-        await self._each(lambda client: client.finish_weight_update(str(version)))
+        await self._each(lambda client, _: client.finish_weight_update(str(version)))
         return report
 
-    async def _each(self, call: Callable[[VllmClient], None]) -> None:
-        await _all([asyncio.to_thread(call, instance.client) for instance in self._instances])
-
-
-async def _all(calls: Sequence[Any]) -> None:
-    """Returns when all have ended, also those beside one that failed: threads cannot be taken back."""
-    outcomes = await asyncio.gather(*calls, return_exceptions=True)
-    for outcome in outcomes:
-        if isinstance(outcome, BaseException):
-            raise outcome
+    async def _each(self, call: Callable[[VllmClient, int], None]) -> None:
+        """With each client and its index. Returns when all have ended, also those beside one that failed: threads
+        cannot be taken back.
+        """
+        if self._is_closed:
+            raise UsageError("these VllmUpdates are closed")
+        loop = asyncio.get_running_loop()
+        calls = [
+            loop.run_in_executor(thread, contextvars.copy_context().run, call, instance.client, i)
+            for i, (thread, instance) in enumerate(zip(self._threads, self._instances, strict=True))
+        ]
+        for outcome in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(outcome, BaseException):
+                raise outcome

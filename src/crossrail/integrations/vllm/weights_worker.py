@@ -11,10 +11,10 @@ import os
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent import futures
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import crossrail as xr
+from crossrail._files import SECRET_BYTES_MAX, read_at_most
 from crossrail.control.mailbox import Mailbox
 from crossrail.control.wire import EngineWire
 from crossrail.engine import SECRET_VARIABLE
@@ -28,6 +28,7 @@ from crossrail.weights.services.versions import State
 
 log = logging.getLogger("crossrail.vllm")
 
+_LEAVE_S = 5.0  # for the controller's answer, and again for writers to be fenced off
 _PATIENCE_S = 10.0 + FENCE_S  # beyond what a call may take: the receiver may be fencing already, by its own deadline
 T = TypeVar("T")
 
@@ -52,7 +53,7 @@ class Link:
         """UsageError when there is none."""
         if self.secret_file is not None:
             try:
-                secret = Path(self.secret_file).read_bytes().strip()
+                secret = read_at_most(self.secret_file, SECRET_BYTES_MAX, "secret").strip()
             except OSError as error:
                 raise UsageError(f"secret_file: {error}") from None
         else:
@@ -65,24 +66,26 @@ class Link:
 class WeightsWorker:
     """Open when made: registered, and joined. Threads: the caller's, one at a time; its calls block.
 
-    fill: adds what lies where to the memory; it must stay there until close() has returned.
+    fill: adds what lies where to the memory; it must stay there until close() has returned. is_torn: these weights are
+        part old, part new, as a worker before this one has left them.
     Raises what join() raises, and UsageError.
     """
 
-    def __init__(self, link: Link, fill: Callable[[WeightMemory], None]) -> None:
+    def __init__(self, link: Link, fill: Callable[[WeightMemory], None], *, is_torn: bool = False) -> None:
         self._link = link
         secret = link.secret()
         self._engine = xr.Engine(
             f"vllm-weights-{link.rank}", transport=link.transport, rails=link.rails, port=link.port, secret=secret
         )
         self._memory = WeightMemory(self._engine, "target", link.rank)
+        self._memory.is_torn = is_torn
         self._loop = LoopThread("crossrail-weights")
         self._box: Mailbox | None = None
         self._wire: EngineWire | None = None
         self._receiver: WeightReceiver | None = None
         self._before: tuple[int, int] | None = None  # failures and commits
         self._is_joined = False
-        self._is_closed = False
+        self._ending: futures.Future[None] | None = None
         try:
             fill(self._memory)
             self._call(self._begin(secret), link.join_s)
@@ -90,8 +93,14 @@ class WeightsWorker:
             self.close()
             raise
 
+    @property
+    def is_torn(self) -> bool:
+        """The weights are part old, part new, until an update is complete. Also after close()."""
+        return self._memory.is_torn
+
     def start(self) -> None:
         """Before an update is asked for: what fails, or is completed, from now on is that one."""
+        self._check_open()
         assert self._receiver is not None
         self._before = self._receiver.failures, self._receiver.commits
 
@@ -103,19 +112,24 @@ class WeightsWorker:
         says that they are not yet, and it says if weights are torn. That may take until a writer that stands still is
         given up (FENCE_S), and join_s more while the controller is silent.
         """
+        self._check_open()
         self._call(self._receive(version, timeout_s), timeout_s + FENCE_S + self._link.join_s)
 
     def close(self) -> None:
-        """Leaves; nothing is written any more when it returns. Idempotent."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        try:
-            self._call(self._end(), 0.0)
-        finally:
-            self._loop.close()
-            self._memory.close()
-            self._engine.close()
+        """Leaves; nothing is written any more when it returns. Idempotent.
+
+        Raises WaitTimeout while a writer stands still in the memory, which must stay then: call it again. No update
+        comes meanwhile.
+        """
+        if self._ending is None or (self._ending.done() and self._ending.exception() is not None):
+            self._ending = self._loop.start(self._end())
+        self._wait(self._ending, 2 * _LEAVE_S)
+        self._loop.close()
+        was_open = not self._engine.closed
+        self._memory.close()
+        self._engine.close()
+        if was_open and self.is_torn:
+            log.warning("rank %d: the weights are torn: update them before they are used", self._link.rank)
 
     # ---- on the loop
 
@@ -156,7 +170,7 @@ class WeightsWorker:
         What to tell if writers may still be at it, else nothing.
         """
         try:
-            await receiver.join(self._link.controller, self._link.join_s)
+            await receiver.join(self._link.controller, self._link.join_s, displaces=False)
         except CrossrailError as error:
             if receiver.state is State.RECEIVING:  # the receiver goes on trying, by the attempt's deadline
                 return f"; writers are not locked out yet: {error}"
@@ -166,16 +180,23 @@ class WeightsWorker:
     async def _end(self) -> None:
         if self._receiver is not None:
             if self._is_joined:
-                await self._receiver.leave()
-            await self._receiver.close()
+                await self._receiver.leave(_LEAVE_S)
+                self._is_joined = False
+            await self._receiver.close(FENCE_S)
         if self._box is not None:
             await self._box.close()
         if self._wire is not None:
             self._wire.close()
 
     def _call(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        future = self._loop.start(work)
+        return self._wait(self._loop.start(work), timeout_s)
+
+    def _wait(self, future: futures.Future[T], timeout_s: float) -> T:
         timeout_s += _PATIENCE_S
         if not futures.wait([future], timeout_s).done:  # it goes on, so that writers are locked out in the end
             raise WaitTimeout(f"weights of rank {self._link.rank}: no end within {timeout_s:g} s")
         return future.result()
+
+    def _check_open(self) -> None:
+        if self._ending is not None:
+            raise UsageError(f"weights of rank {self._link.rank}: close() was called, they take no more updates")

@@ -11,6 +11,7 @@ a step of it still to run.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Coroutine, Sequence
@@ -18,8 +19,10 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import crossrail as xr
+from crossrail.control.wire import EngineWire
 from crossrail.integrations.instance import Worker, fingerprint
 from crossrail.integrations.loop_thread import LoopThread
+from crossrail.integrations.ports import port_of_rank
 from crossrail.integrations.vllm import stats
 from crossrail.integrations.vllm.consumer import Consumer, Loaded
 from crossrail.integrations.vllm.kernels import Event, Kernels
@@ -27,8 +30,7 @@ from crossrail.integrations.vllm.options import VllmOptions
 from crossrail.integrations.vllm.orders import Orders
 from crossrail.integrations.vllm.producer import LiveStep, Producer
 from crossrail.kv import KvLayout, RankMemory
-from crossrail.kv.mailbox import Mailbox
-from crossrail.kv.wire import EngineWire
+from crossrail.kv.messages import mailbox
 
 log = logging.getLogger("crossrail.vllm")
 
@@ -52,6 +54,7 @@ class WorkerSide:
         self._secret = secret
         self._loop: LoopThread | None = None
         self._engine: xr.Engine | None = None
+        self._takes_back: Consumer | None = None  # there, from when on producers may write into vLLM's memory
         self._orders = Orders()
         self._step: LiveStep | None = None
         self._saved: set[int] = set()
@@ -85,7 +88,7 @@ class WorkerSide:
             self._name,
             transport=options.transport,
             rails=options.rails,
-            port=options.port + self._rank if options.port else 0,
+            port=port_of_rank(options.port, self._rank, options.rails),
             secret=self._secret,
             watcher_poll_us=options.watcher_poll_us,
         )
@@ -100,33 +103,41 @@ class WorkerSide:
     async def _begin(self, layout: KvLayout, form: dict[str, str]) -> Worker:
         assert self._engine is not None
         self._wire = EngineWire(self._engine)
-        self._mailbox = Mailbox(self._wire, self._secret)
+        self._mailbox = mailbox(self._wire, self._secret)
         description = Worker(self._wire.address, layout.to_wire(), form)
         self._producer = Producer(self._mailbox, layout, self._rank, self._memory, self._options, self._on_sent)
         self._consumer = Consumer(self._mailbox, description, self._rank, self._memory, self._options, self._on_loaded)
+        self._takes_back = self._consumer
         self._mailbox.start()
         return description
 
     def close(self) -> None:
-        """Ends what is under way; nothing reads or writes the KV caches any more when it returns. Idempotent."""
+        """Ends what is under way; nothing reads or writes the KV caches any more when it returns. Idempotent.
+
+        Raises WaitTimeout, with all else closed, while a producer stands still in the middle of a copy to here; so does
+        a later call.
+        """
         if self._engine is None:
+            if self._takes_back is not None:
+                self._takes_back.shut_out()
             return
-        for kernels in (self._sending, self._loading):
-            if kernels is not None:
-                kernels.close(_JOIN_S)
-        if self._loop is not None:
-            try:
-                self._call(self._end(), timeout_s=_PATIENCE_S + self._options.silent_s)
-            finally:
-                self._loop.close()
-        self._engine.close()
-        self._engine = None
+        engine, self._engine = self._engine, None
+        with contextlib.ExitStack() as ends:  # last first, each whatever the others raise
+            ends.callback(engine.close)
+            if self._loop is not None:
+                ends.callback(self._loop.close)
+                patience_s = _PATIENCE_S + self._options.producer_timeout_s
+                ends.callback(lambda: self._call(self._end(), timeout_s=patience_s))
+            for kernels in (self._sending, self._loading):
+                if kernels is not None:
+                    ends.callback(kernels.close, _JOIN_S)
 
     async def _end(self) -> None:
-        await self._consumer.close()
-        await self._producer.close()
-        await self._mailbox.close()
-        self._wire.close()
+        async with contextlib.AsyncExitStack() as ends:
+            ends.callback(self._wire.close)
+            ends.push_async_callback(self._mailbox.close)
+            ends.push_async_callback(self._producer.close)
+            ends.push_async_callback(self._consumer.close)
 
     # ---- a step, in this order
 

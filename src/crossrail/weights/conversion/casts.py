@@ -14,12 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from crossrail.errors import UsageError
+from crossrail.weights.dtypes import CASTS
 
 Array = npt.NDArray[Any]
 
 _PIECE_ELEMENTS = 1 << 17  # their scratch stays in the caches
 _KEPT_AS = {"bfloat16": np.uint16, "float8_e4m3fn": np.uint8, "float8_e5m2": np.uint8}
-_CASTS = ("float64", "float32", "float16", "bfloat16")
 
 
 def storage(dtype: str) -> np.dtype[Any]:
@@ -29,9 +29,9 @@ def storage(dtype: str) -> np.dtype[Any]:
 
 def check_cast(source: str, target: str, name: str) -> None:
     """UsageError, naming the parameter, when elements of one type do not become the other here."""
-    if source != target and not (source in _CASTS and target in _CASTS):
+    if source != target and not (source in CASTS and target in CASTS):
         raise UsageError(
-            f"{name}: {source} does not become {target}: only {', '.join(_CASTS)} are cast into each other, and "
+            f"{name}: {source} does not become {target}: only {', '.join(CASTS)} are cast into each other, and "
             f"float8_e4m3fn is made with scales"
         )
 

@@ -7,17 +7,20 @@ and x is about e4m3 * scale: the scale is what checkpoints call `weight_scale_in
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from crossrail.errors import UsageError
+from crossrail.weights.conversion.casts import pieces
 from crossrail.weights.errors import NotFinite
 
 BLOCK = 128
 LARGEST = 448.0
 
+_PIECE_ELEMENTS = 1 << 20  # quantised at once
 _INFINITY = 0x7F800000  # float32's bits; whatever is above it is no number
 _SMALLEST_NORMAL = 0x3C800000  # bits of 2**-6: below it e4m3 has steps of 2**-9
 _STEPS = np.float32(2**14)  # float32 has steps of 2**-9 there: adding it rounds to them, ties to even
@@ -43,7 +46,7 @@ def index_in_whole(start: tuple[int, ...], at: tuple[int, ...]) -> tuple[int, ..
 
 
 class BlockQuantiser:
-    """Quantises matrices, with scratch memory that is made at first use of a width and kept.
+    """Quantises matrices, in pieces: with scratch memory of 9 MiB at most, which is kept.
 
     Threads: one at a time.
     """
@@ -75,23 +78,52 @@ class BlockQuantiser:
             raise UsageError(f"{name}: scales {scales.shape} of {scales.dtype} for a matrix {values.shape}")
         if values.dtype not in (np.dtype(np.float32), np.dtype(np.uint16)):
             raise UsageError(f"{name}: values of {values.dtype}, must be float32, or uint16 for the bits of bfloat16")
-        if min(rows, high) * columns > self._elements:
-            self._make_scratch(min(rows, high) * columns)
-        starts = np.arange(0, columns, broad)
-        widths = np.diff(np.append(starts, columns))
-        for band, row in enumerate(range(0, rows, high)):
-            band_values = values[row : row + high]
-            wide = self._widened(band_values)
-            magnitudes = np.bitwise_and(wide.view(np.uint32), 0x7FFFFFFF, out=self._part(self._bits, wide.shape))
-            # Magnitudes are ordered as their bits are, and what is no finite number is above all that are.
-            largest = np.maximum.reduceat(magnitudes.max(axis=0), starts)
-            if largest.max() >= _INFINITY:
-                at = np.argwhere(magnitudes >= _INFINITY)[0]
-                raise NotFinite(name, (row + int(at[0]), int(at[1])), float(wide[tuple(at)]))
-            amax = np.maximum(largest.view(np.float32), AMAX_MIN)
-            np.divide(amax, np.float32(LARGEST), out=scales[band])
-            np.divide(wide, np.repeat(scales[band], widths), out=wide)
-            self._round(wide, out[row : row + high])
+        needed = min(min(rows, high) * columns, _PIECE_ELEMENTS)
+        if needed > self._elements:
+            self._make_scratch(needed)
+        if min(rows, high) * min(columns, broad) > _PIECE_ELEMENTS:
+            for band, at in np.ndindex(*scales.shape):
+                some = np.s_[band * high : (band + 1) * high, at * broad : (at + 1) * broad]
+                if not self._large_block(values[some], out[some], scales[band, at : at + 1]):
+                    raise self._not_finite(values, name)
+            return
+        step = max(_PIECE_ELEMENTS // (min(rows, high) * broad), 1) * broad
+        for begin in range(0, columns, step):
+            end = min(begin + step, columns)
+            starts = np.arange(0, end - begin, broad)
+            widths = np.diff(np.append(starts, end - begin))
+            for band, row in enumerate(range(0, rows, high)):
+                wide = self._widened(values[row : row + high, begin:end])
+                factors = scales[band, begin // broad : begin // broad + len(starts)]
+                if not _set_scales(np.maximum.reduceat(self._magnitudes(wide).max(axis=0), starts), factors):
+                    raise self._not_finite(values, name)
+                np.divide(wide, np.repeat(factors, widths), out=wide)
+                self._round(wide, out[row : row + high, begin:end])
+
+    def _large_block(self, values: npt.NDArray[Any], out: Bytes, scales: Floats) -> bool:
+        """One block that is longer than a piece, in two passes. scales: its one. False when something is not finite."""
+        largest = [self._magnitudes(self._widened(piece)).max() for piece, _ in pieces(values, out, _PIECE_ELEMENTS)]
+        if not _set_scales(np.array([max(largest)], np.uint32), scales):
+            return False
+        for piece, piece_out in pieces(values, out, _PIECE_ELEMENTS):
+            wide = self._widened(piece)
+            np.divide(wide, scales[0], out=wide)
+            self._round(wide, piece_out)
+        return True
+
+    def _magnitudes(self, wide: Floats) -> Words:
+        """As bits, in our scratch. Ordered as the magnitudes are; what is no finite number is above all that are."""
+        bits: Words = self._part(self._bits, wide.shape)
+        return np.bitwise_and(wide.view(np.uint32), 0x7FFFFFFF, out=bits)
+
+    def _not_finite(self, values: npt.NDArray[Any], name: str) -> NotFinite:
+        """Of the first, row by row."""
+        for row, line in enumerate(values):
+            for begin in range(0, len(line), self._elements):
+                wide = self._widened(line[begin : begin + self._elements])
+                for at in np.flatnonzero(~np.isfinite(wide))[:1].tolist():
+                    return NotFinite(name, (row, begin + at), float(wide[at]))
+        raise AssertionError("all of it is finite")
 
     def _round(self, values: Floats, out: Bytes) -> None:
         """To the nearest e4m3. values: at most 448 and a bit, which rounds to 448; they are used up."""
@@ -130,4 +162,12 @@ class BlockQuantiser:
 
     @staticmethod
     def _part(scratch: npt.NDArray[Any], shape: tuple[int, ...]) -> npt.NDArray[Any]:
-        return scratch[: shape[0] * shape[1]].reshape(shape)
+        return scratch[: math.prod(shape)].reshape(shape)
+
+
+def _set_scales(largest: Words, scales: Floats) -> bool:
+    """From the magnitudes of blocks, as bits. False when one is not finite."""
+    if largest.max() >= _INFINITY:
+        return False
+    np.divide(np.maximum(largest.view(np.float32), AMAX_MIN), np.float32(LARGEST), out=scales)
+    return True

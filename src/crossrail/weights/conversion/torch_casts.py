@@ -7,6 +7,7 @@ Needs torch.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from typing import Any, TypeAlias
 
 from crossrail._extras import needs
@@ -97,13 +98,19 @@ def quantise(
     rows, columns = values.shape[-2:]
     if scales.shape != (*values.shape[:-2], blocks(rows, high), blocks(columns, broad)):
         raise UsageError(f"{name}: scales {tuple(scales.shape)} for values {tuple(values.shape)} in blocks {block}")
-    bands = max(_PIECE_ELEMENTS // max(high * columns, 1), 1)
+    high, broad = max(min(high, rows), 1), max(min(broad, columns), 1)
+    across = max(min(_PIECE_ELEMENTS // (high * broad), scales.shape[-1]), 1)  # blocks that are quantised at once
+    bands = max(_PIECE_ELEMENTS // (high * broad * across), 1)
     for index in _indices(values.shape[:-2]):
         matrix, codes, factors = values[index], out[index], scales[index]
         is_bad = []
-        for band in range(0, factors.shape[0], bands):
-            some = slice(band * high, (band + bands) * high)
-            is_bad.append(_quantise(_float32(matrix[some]), codes[some], factors[band : band + bands], high, broad))
+        for band, first in product(range(0, factors.shape[0], bands), range(0, factors.shape[1], across)):
+            some = slice(band * high, (band + bands) * high), slice(first * broad, (first + across) * broad)
+            made = factors[band : band + bands, first : first + across]
+            if high * broad > _PIECE_ELEMENTS:
+                is_bad.append(_quantise_large(matrix[some], codes[some], made))
+            else:
+                is_bad.append(_quantise(_float32(matrix[some]), codes[some], made, high, broad))
         checks.note(torch.stack(is_bad).any(), matrix, name, start, index)
 
 
@@ -115,12 +122,29 @@ def _quantise(wide: Tensor, out: Tensor, scales: Tensor, high: int, broad: int) 
         wide = torch.nn.functional.pad(wide, (0, across * broad - columns, 0, bands * high - rows))
     tiles = wide.reshape(bands, high, across, broad)
     amax = tiles.abs().amax((1, 3))
-    # Divided by a tensor: by a number, GPUs multiply with its reciprocal, which is rounded twice.
-    made = amax.clamp(min=float(AMAX_MIN)) / torch.full((1,), LARGEST, dtype=torch.float32, device=wide.device)
+    made = _scales(amax)
     scales.copy_(made)
     codes = (tiles / made[:, None, :, None]).to(torch.float8_e4m3fn).view(torch.uint8)
     out.copy_(codes.reshape(bands * high, across * broad)[:rows, :columns])
     return ~torch.isfinite(amax).all()
+
+
+def _quantise_large(values: Tensor, out: Tensor, scales: Tensor) -> Tensor:
+    """The same of one block, in two passes over its pieces. values: as they are. scales: of shape (1, 1)."""
+    amax = torch.zeros((1, 1), dtype=torch.float32, device=values.device)
+    for piece, _ in pieces(values, out, _PIECE_ELEMENTS):
+        amax = torch.maximum(amax, _float32(piece).abs().amax())  # NaN, if either is
+    made = _scales(amax)
+    scales.copy_(made)
+    for piece, out_piece in pieces(values, out, _PIECE_ELEMENTS):
+        codes = (_float32(piece) / made).to(torch.float8_e4m3fn).view(torch.uint8)
+        out_piece.copy_(codes.reshape(out_piece.shape))
+    return ~torch.isfinite(amax).all()
+
+
+def _scales(amax: Tensor) -> Tensor:
+    # Divided by a tensor: by a number, GPUs multiply with its reciprocal, which is rounded twice.
+    return amax.clamp(min=float(AMAX_MIN)) / torch.full((1,), LARGEST, dtype=torch.float32, device=amax.device)
 
 
 def _float32(values: Tensor) -> Tensor:

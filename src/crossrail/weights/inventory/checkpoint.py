@@ -6,7 +6,9 @@ tensors. Files are mapped, not read: pages come in as they are written to infere
 
 from __future__ import annotations
 
+import heapq
 import json
+import math
 import mmap
 import re
 from collections import Counter
@@ -26,7 +28,10 @@ from crossrail.weights.conversion.casts import storage
 from crossrail.weights.inventory.holdings import DIMS
 from crossrail.weights.inventory.memory import WeightMemory
 
+READERS_MAX = 1 << 16
 _HEADER_BYTES_MAX = 100 << 20
+_DIMS_MAX = 64  # numpy's
+_SHAPE_TOLD = 120  # characters, in an error
 _LENGTH_BYTES = 8
 _LFS = b"version https://git-lfs"
 _INDEX = "model.safetensors.index.json"
@@ -43,7 +48,7 @@ _Tensor: TypeAlias = tuple[str, npt.NDArray[Any]]  # its dtype, by our name for 
 
 class _Entry(Struct):
     dtype: str
-    shape: tuple[Annotated[int, Meta(ge=0)], ...]
+    shape: Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(max_length=_DIMS_MAX)]
     data_offsets: tuple[Annotated[int, Meta(ge=0)], Annotated[int, Meta(ge=0)]]
 
 
@@ -79,18 +84,21 @@ class Checkpoint:
 
     def memory(self, engine: xr.Engine, rank: int, count: int, names: Sequence[str] | None = None) -> WeightMemory:
         """What rank `rank` of `count` readers holds, as a trainer would: whole tensors, about as many bytes each.
+        UsageError for more than READERS_MAX.
 
         names: those wanted; None: all. Experts that lie there one by one are also held as parts of a stack of all of
         them, under the name without a number, as families.py has it: inference ranks may want either.
         """
+        if not 0 <= rank < count <= READERS_MAX:
+            raise UsageError(f"reader {rank} of {count} is none: there may be {READERS_MAX}, numbered from 0")
         memory = WeightMemory(engine, "trainer", rank)
-        held = [0] * count
+        held = [(0, reader) for reader in range(count)]  # the least first
         wanted = self.names if names is None else names
         stacks = self._stacks(wanted)
         for name in sorted(wanted, key=lambda name: (-self._tensor(name)[1].nbytes, name)):
-            reader = held.index(min(held))
             dtype, array = self._tensor(name)
-            held[reader] += array.nbytes
+            nbytes, reader = held[0]
+            heapq.heapreplace(held, (nbytes + array.nbytes, reader))
             if reader == rank:
                 memory.add(name, array, dtype=dtype)
                 if name in stacks:
@@ -214,14 +222,19 @@ def _check_apart(file: Path, entries: Mapping[str, _Entry]) -> None:
 def _tensor_of(file: Path, name: str, entry: _Entry, mapped: mmap.mmap, begin: int) -> _Tensor:
     dtype = _DTYPES[entry.dtype]
     kind = storage(dtype)
-    count = int(np.prod(entry.shape, dtype=object))
+    count = math.prod(entry.shape)
     first, last = entry.data_offsets
     if last - first != count * kind.itemsize or begin + last > len(mapped):
-        raise UsageError(f"{file}: {name!r} of shape {entry.shape} in {entry.dtype} does not lie at {first}..{last}")
+        raise UsageError(f"{file}: {name!r} of shape {_told(entry)} in {entry.dtype} does not lie at {first}..{last}")
     try:
         return dtype, np.frombuffer(mapped, kind, count, begin + first).reshape(entry.shape)
     except ValueError as error:  # of no elements, in dimensions that numpy cannot count
-        raise UsageError(f"{file}: {name!r} of shape {entry.shape}: {error}") from None
+        raise UsageError(f"{file}: {name!r} of shape {_told(entry)}: {error}") from None
+
+
+def _told(entry: _Entry) -> str:
+    shape = str(entry.shape)
+    return shape if len(shape) <= _SHAPE_TOLD else f"{shape[:_SHAPE_TOLD]}..."
 
 
 def _files(path: Path) -> tuple[list[Path], dict[str, Path]]:
@@ -249,4 +262,7 @@ def _indexed(index: Path) -> dict[str, Path]:
         found = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise UsageError(f"{index}: no index: {error}") from None
+    for file in found.values():
+        if Path(file).is_absolute() or ".." in Path(file).parts:
+            raise UsageError(f"{index}: {file!r} is not in its folder")
     return {name: index.parent / file for name, file in found.items()}

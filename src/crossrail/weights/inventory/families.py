@@ -93,6 +93,7 @@ def names_of(config: Mapping[str, Any]) -> Names:
         )
     try:
         shape = _shape(config, latent=kind in ("deepseek_v3", "kimi_k2"), normed=kind.startswith("qwen3"))
+        block = _block_of(config)
     except KeyError as error:
         raise UsageError(f"the configuration of a {kind} model has no {error.args[0]!r}") from None
     except _NoSize as error:
@@ -100,9 +101,8 @@ def names_of(config: Mapping[str, Any]) -> Names:
     shapes = {tensor.name: tensor.shape for tensor in shape.tensors()}
     if config.get("tie_word_embeddings", False):
         del shapes["lm_head.weight"]
-    rows, columns = config.get("quantization_config", {}).get("weight_block_size") or (128, 128)
     units = {"heads": shape.heads, "kv_heads": shape.kv_heads or shape.heads}
-    return Names(_RULES[kind], shapes, units, (rows, columns))
+    return Names(_RULES[kind], shapes, units, block)
 
 
 class _NoSize(ValueError):
@@ -127,6 +127,20 @@ class _Sizes:
     def get(self, name: str, default: int) -> int:
         """What it is if it is there and not 0."""
         return (self.of(name, 0) if name in self._config else 0) or default
+
+
+def _block_of(config: Mapping[str, Any]) -> tuple[int, int]:
+    """Rows and columns that share an fp8 scale."""
+    quantised = config.get("quantization_config", {})
+    if not isinstance(quantised, Mapping):
+        raise _NoSize(f"quantization_config is {str(quantised)!r:.80}, must be a mapping")
+    block = quantised.get("weight_block_size")
+    if block is None:
+        return 128, 128
+    if not isinstance(block, list | tuple) or len(block) != 2:
+        raise _NoSize(f"weight_block_size is {str(block)!r:.80}, must be rows and columns")
+    rows, columns = (_Sizes({"weight_block_size": size})["weight_block_size"] for size in block)
+    return rows, columns
 
 
 def _shape(config: Mapping[str, Any], *, latent: bool, normed: bool) -> ModelShape:

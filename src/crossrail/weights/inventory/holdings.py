@@ -7,6 +7,7 @@ shard is a smaller box, and neither side knows how the other cuts.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -120,11 +121,12 @@ class Inventory:
         meshes: Sequence[str],
         rows: Rows,
     ) -> None:
+        check_member(role, rank)
         self.role: Role = role
-        self.rank = rank
+        self.rank = operator.index(rank)  # numpy's numbers and texts are no others
         self.regions = tuple(regions)
-        self.names = tuple(names)
-        self.meshes = tuple(meshes)
+        self.names = _plain(names)
+        self.meshes = _plain(meshes)
         self.rows = rows
         self._check()
         rows.flags.writeable = False
@@ -192,7 +194,6 @@ class Inventory:
 
     def _check(self) -> None:
         rows = self.rows
-        check_member(self.role, self.rank)
         if rows.dtype != HOLDING or rows.ndim != 1:
             raise UsageError(f"rows must be one-dimensional and of the dtype HOLDING, not {rows.dtype}")
         if len(set(self.names)) != len(self.names):
@@ -262,7 +263,7 @@ def check_member(role: object, rank: object) -> None:
     """UsageError for what is none of a trainer or an inference rank."""
     if role not in ("trainer", "target"):
         raise UsageError(f"role={role!r} must be 'trainer' or 'target'")
-    if not isinstance(rank, int | np.integer) or not 0 <= rank <= _RANK_MAX:
+    if isinstance(rank, bool) or not isinstance(rank, int | np.integer) or not 0 <= rank <= _RANK_MAX:
         raise UsageError(f"rank={rank!r} must be a whole number in 0..{_RANK_MAX}")
 
 
@@ -311,6 +312,11 @@ def _check_strides(name: str, extent: Sequence[int], strides: Sequence[int], ite
                 "between its innermost elements is not taken. Next: hold a contiguous copy, and add that"
             )
         span += (count - 1) * stride
+
+
+def _plain(texts: Sequence[str]) -> tuple[str, ...]:
+    """Python's, also of texts of another class, as numpy's are."""
+    return tuple(map(str, texts))
 
 
 def _check_text(what: str, text: object, least: int, most: int) -> None:

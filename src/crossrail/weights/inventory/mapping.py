@@ -116,7 +116,7 @@ class Names:
 
         name, shape: of the tensor that this rank of tensor and expert parallelism has. box: the part of it that is
         here, of an FSDP shard for instance; None: all. strides: bytes, of what is here; None: packed.
-        UsageError when the name is unknown, or the shape is not what the rules give.
+        UsageError when the name is unknown, the shape is not what the rules give, or scales are of parts of blocks.
         """
         spans, extent = self._spans(name, ranks)
         if tuple(shape) != extent:
@@ -161,6 +161,10 @@ class Names:
             block: Shape = ()
             if scales:
                 block = (*[1] * (len(shape) - 2), *self._block[max(2 - len(shape), 0) :])
+                _check_whole_blocks(name, full, shape, box, block)
+                if part is not rule.parts[-1]:
+                    stacked = rule.experts or expert is not None
+                    _check_inner(name, full, box, block, rule.along + stacked)
                 box = tuple((start // size, -(-stop // size)) for (start, stop), size in zip(box, block, strict=True))
                 shape = tuple(-(-extent // size) for extent, size in zip(shape, block, strict=True))
             inner = box[1:] if expert is not None else box
@@ -198,6 +202,28 @@ class Names:
             units = self._units[part.units] if part.units else shape[dim]
             box[dim] = _piece(name, shape[dim], units, ranks.tp_rank, ranks.tp)
         return tuple(box)
+
+
+def _check_whole_blocks(name: str, full: str, shape: Shape, box: Box, block: Shape) -> None:
+    """A rank that has part of a block would get the scale of all of it, and count blocks from its own beginning."""
+    for dim, ((start, stop), extent, size) in enumerate(zip(box, shape, block, strict=True)):
+        if start % size or (stop % size and stop != extent):
+            raise UsageError(
+                f"{name!r}: this rank has {start}:{stop} of the {extent} of dimension {dim} of {full!r}, which is not "
+                f"in whole fp8 blocks of {size}: no kernel reads such scales right. Next: fewer ranks of tensor "
+                "parallelism, or divide experts by expert parallelism"
+            )
+
+
+def _check_inner(name: str, full: str, box: Box, block: Shape, along: int) -> None:
+    """What lies behind it in a fused tensor has to begin with a block: kernels count them over all rows together, and
+    vLLM refuses such a layer (its validate_fp8_block_shape).
+    """
+    if along < len(box) and (rows := box[along][1] - box[along][0]) % block[along]:
+        raise UsageError(
+            f"{name!r}: {full!r} has {rows} of dimension {along} here, which is not in whole fp8 blocks of "
+            f"{block[along]}, and another parameter lies behind it: no kernel reads such scales right"
+        )
 
 
 def _expert(name: str, word: str) -> int:

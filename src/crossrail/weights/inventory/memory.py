@@ -10,13 +10,13 @@ import threading
 from bisect import bisect_right, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 
 import crossrail as xr
 from crossrail._buffers import gpu_allocation
+from crossrail._closing import Closing
 from crossrail.errors import UsageError
 from crossrail.weights import gpu
 from crossrail.weights.conversion.casts import storage
@@ -31,6 +31,7 @@ from crossrail.weights.inventory.holdings import (
     checked_dtype,
 )
 
+_DLPACK_CUDA = 2  # of dlpack.h
 _PADDING_BYTES = 512  # allocators hand out a GPU's memory in multiples of that: smaller gaps in one are nobody's
 
 
@@ -54,16 +55,20 @@ class _Piece:
     owner: object
     is_cuda: bool = False
     is_read_only: bool = False
+    gpu: str = ""  # such as "cuda:0", where the array says it
 
 
-class WeightMemory:
+class WeightMemory(Closing):
     """What one process holds of a model. Made empty; filled by add(); then registered, all at once, by inventory().
 
     Allocations are registered whole, and neighbours as one region: a model has thousands of tensors, and each region
     takes an entry at every NIC. Neighbours have no unused page between them (NICs take whole pages anyway); on a GPU
-    they are pieces that torch's allocator cut from one allocation of the driver.
+    they are pieces that torch's allocator cut from one allocation of the driver. In a simulation, which must not depend
+    on where arrays happen to lie, neighbours stay regions of their own.
     regions: memory that is registered already (Engine.alloc: peers on this host then write it directly). Arrays in them
         need no registration of their own; the caller closes these regions.
+    is_torn: an update into these arrays has begun, and none has been completed since: they are part old, part new. Of
+        an inference rank: its WeightReceiver keeps it up to date, and the next one on this memory begins with it.
     Owner of the arrays: the caller; they are kept alive until close(). Threads: one at a time; inventory() and close()
     may be called on any thread, and wait for each other.
     """
@@ -71,18 +76,27 @@ class WeightMemory:
     def __init__(self, engine: xr.Engine, role: Role, rank: int, regions: Sequence[xr.Region] = ()) -> None:
         check_member(role, rank)
         self.engine = engine
+        self._is_simulated = engine._world is not None
         self.role: Role = role
-        self.rank = rank
+        self.rank = operator.index(rank)
         self.regions: list[xr.Region] = list(regions)
         self._given = len(self.regions)
         self._made: list[tuple[int, int]] = []  # of regions that were made here, disjoint: begin and index, ascending
         self._added: list[tuple[Holding, _Piece]] = []
         self._watched: list[tuple[str, Callable[[], int], int]] = []
+        self._gpus: set[str] = set()  # of arrays that say it
         self._inventory: Inventory | None = None
         self._registering = threading.Lock()
+        self._is_closed = False
+        self.is_torn = False
 
     def __repr__(self) -> str:
         return f"<WeightMemory of {self.role} {self.rank}, {len(self._added)} tensors>"
+
+    @property
+    def closed(self) -> bool:
+        """close() was called, or one of its regions was closed."""
+        return self._is_closed or any(region.closed for region in self.regions)
 
     def add(
         self,
@@ -136,7 +150,13 @@ class WeightMemory:
             return piece
         holding = Holding(name, piece.dtype, whole, place, 0, 0, piece.strides, mesh, scale_of, _block_of(name, block))
         check_holding(holding)
+        if scale_of is not None and any(size != 1 for size in holding.block[:-2]):
+            raise UsageError(
+                f"{name}: blocks of {holding.block} share a scale, must be 1 in all dimensions but the last two"
+            )
         self._added.append((holding, piece))
+        if piece.gpu:
+            self._gpus.add(piece.gpu)
         return piece
 
     def watch(self, name: str, address: Callable[[], int]) -> None:
@@ -156,12 +176,20 @@ class WeightMemory:
                     "one with a new WeightMemory"
                 )
 
+    def gpus(self) -> list[str]:
+        """Of what was added: "cuda:0" and its like. Before inventory() without those of arrays that are neither torch's
+        nor speak DLPack. Any thread.
+        """
+        return sorted({*self._gpus, *gpu.gpus_of(list(self.regions))})
+
     def inventory(self) -> Inventory:
         """Registers what is not registered yet, and says what is stored where, with current descriptors.
 
         The first call takes some 50 us for each array: run it in a thread if an event loop must go on meanwhile.
         """
         with self._registering:
+            if self.closed:
+                raise UsageError(f"memory of {self.role} {self.rank} was closed")
             if self._inventory is None:
                 self._register()
             infos = [RegionInfo(bytes(region.descriptor), region.nbytes) for region in self.regions]
@@ -180,13 +208,45 @@ class WeightMemory:
         which may be used as long as the regions are open.
         """
         piece = _piece_of("like()", array, None)
+        if 0 in piece.extent:  # it lies nowhere
+            return array
         index = self._region_of(piece)
         if index is None:
             raise UsageError("the array lies in none of the regions of this memory")
+        if regions[index].device != "cpu" and regions[index] is self.regions[index]:
+            return array
+        return self._view(piece, index, regions)
+
+    def copy_from(self, regions: Sequence[xr.Region]) -> None:
+        """Copies what lies in these regions, as many and as long as ours, to where our arrays are, which are whole
+        then, and torn if it fails in the middle. Blocks; any thread. Nobody may read or write the arrays meanwhile.
+
+        On a GPU, waits for its kernels before and after. UsageError once it was closed.
+        """
+        with self._registering:
+            if self.closed:
+                raise UsageError(f"memory of {self.role} {self.rank} was closed")
+            devices = gpu.gpus_of(regions)
+            views = []
+            for _, piece in self._added:
+                index = self._region_of(piece)
+                assert index is not None
+                views.append((self._view(piece, index, self.regions), self._view(piece, index, regions)))
+            gpu.wait_for_kernels(devices)
+            self.is_torn = True
+            for own, other in views:
+                if isinstance(own, np.ndarray):
+                    own[...] = other
+                else:
+                    with gpu.told("copying weights back from spare memory"):
+                        own.copy_(other)
+            gpu.wait_for_kernels(devices)
+            self.is_torn = False
+
+    def _view(self, piece: _Piece, index: int, regions: Sequence[xr.Region]) -> Any:
+        """What lies in the region of this index where the piece lies in ours."""
         offset = piece.address - self.regions[index].base
         if regions[index].device != "cpu":
-            if regions[index] is self.regions[index]:
-                return array
             return gpu.tensor_at(regions[index], offset, piece.extent, piece.strides, piece.dtype)
         memory = regions[index].array()
         return np.ndarray(piece.extent, storage(piece.dtype), memory.data, offset, piece.strides)
@@ -194,6 +254,7 @@ class WeightMemory:
     def close(self) -> None:
         """Closes the regions that were made here, and lets go of the arrays. Idempotent."""
         with self._registering:
+            self._is_closed = True
             for region in self.regions[self._given :]:
                 region.close()
             del self.regions[self._given :]
@@ -202,9 +263,11 @@ class WeightMemory:
             self._watched.clear()
 
     def _register(self) -> None:
-        blocks = {(piece.block, piece.is_cuda) for _, piece in self._added if self._region_of(piece) is None}
+        blocks = dict.fromkeys(
+            (piece.block, piece.is_cuda) for _, piece in self._added if self._region_of(piece) is None
+        )
         access = "read" if self.role == "trainer" else "write"
-        for begin, end in _merged(sorted(blocks)):
+        for begin, end in _as_added(list(blocks)) if self._is_simulated else _merged(sorted(blocks), _next_to):
             self.regions.append(self.engine.register((begin, end - begin), access=access))
             insort(self._made, (begin, len(self.regions) - 1))
 
@@ -233,22 +296,23 @@ class WeightMemory:
             )  # fmt: skip
         return placed
 
-    def __enter__(self) -> WeightMemory:
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+def _as_added(blocks: Sequence[tuple[tuple[int, int], bool]]) -> list[tuple[int, int]]:
+    """What overlaps made one, in the order in which it was added: nothing of where the allocator had put it."""
+    merged = _merged(sorted(blocks), lambda end, _: end)
+    begins = [begin for begin, _ in merged]
+    return list(dict.fromkeys(merged[bisect_right(begins, begin) - 1] for (begin, _), _ in blocks))
 
 
-def _merged(blocks: Sequence[tuple[tuple[int, int], bool]]) -> list[tuple[int, int]]:
+def _merged(
+    blocks: Sequence[tuple[tuple[int, int], bool]], next_to: Callable[[int, bool], int]
+) -> list[tuple[int, int]]:
     """Neighbours made one; ascending. On a GPU only within an allocation: the driver maps no two."""
     merged: list[tuple[int, int]] = []
     before: tuple[int, int] | None = None
     for (begin, end), is_cuda in blocks:
         allocation = gpu_allocation(begin) if is_cuda else None
-        if merged and allocation == before and begin < _next_to(merged[-1][1], is_cuda):
+        if merged and allocation == before and begin < next_to(merged[-1][1], is_cuda):
             merged[-1] = merged[-1][0], max(merged[-1][1], end)
         else:
             merged.append((begin, end))
@@ -316,7 +380,14 @@ def _cuda_piece(name: str, array: Any, dtype: object) -> _Piece:
         raise UsageError(f"{name}: the array is reversed, strides {strides}")
     begin, is_read_only = int(interface["data"][0]), bool(interface["data"][1])
     block = begin, begin + _span(shape, strides, stored.itemsize)
-    return _Piece(begin, strides, shape, kind, block, array, True, is_read_only)
+    return _Piece(begin, strides, shape, kind, block, array, True, is_read_only, _gpu_of(array))
+
+
+def _gpu_of(array: Any) -> str:
+    """As DLPack tells it; "" where it is not spoken."""
+    asked = getattr(array, "__dlpack_device__", None)
+    kind, number = (0, 0) if asked is None else asked()
+    return f"cuda:{int(number)}" if int(kind) == _DLPACK_CUDA else ""
 
 
 def _named(stored: np.dtype[Any]) -> str:
@@ -356,4 +427,5 @@ def _torch_piece(name: str, tensor: Any, dtype: object) -> _Piece:
     kind = _kind_of(name, str(tensor.dtype).removeprefix("torch."), dtype)
     block = begin, begin + stored.nbytes()
     owner, is_cuda = _Tensor(tensor, stored), tensor.device.type == "cuda"
-    return _Piece(tensor.data_ptr(), strides, tuple(tensor.shape), kind, block, owner, is_cuda)
+    on = str(tensor.device) if is_cuda else ""
+    return _Piece(tensor.data_ptr(), strides, tuple(tensor.shape), kind, block, owner, is_cuda, gpu=on)

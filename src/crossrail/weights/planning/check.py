@@ -11,16 +11,13 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from crossrail.errors import CrossrailError, UsageError
+from crossrail.errors import UsageError
 from crossrail.weights.dtypes import DTYPES, FLOAT32, ITEM_BYTES, dtype_code
+from crossrail.weights.errors import PlanError
 from crossrail.weights.inventory.holdings import DIMS, REGION_BYTES_MAX, Inventory, c_strides
 from crossrail.weights.planning.boxes import Boxes, Ints, distinct, find_fault, ranges
 from crossrail.weights.planning.plan import Plan
 from crossrail.weights.planning.tables import Side, Tables, join
-
-
-class PlanError(CrossrailError):
-    """A plan that must not be carried out with these inventories: it was made for others, or is wrong."""
 
 
 class _Runs(NamedTuple):
@@ -57,7 +54,7 @@ def check_plan(plan: Plan, trainers: Sequence[Inventory], targets: Sequence[Inve
         ]
     )
     if _SPAN * (int(memory.max(initial=0)) + 1) > _PLACE_MAX:
-        raise PlanError(f"the targets have more than {_PLACE_MAX // _SPAN} regions together")
+        raise PlanError(f"the inference ranks have more than {_PLACE_MAX // _SPAN} regions together")
     held, written = memory[: len(joined.target.rank)], memory[len(joined.target.rank) :]
     runs = _holding_runs(joined.target, held)
     _check_claims(joined, runs)
@@ -120,8 +117,8 @@ def _check_claims(joined: Tables, runs: _Runs) -> None:
     for run in clash[:1]:
         one, two = (joined.names[rows["name"][runs.row[i]]] for i in (run, run + 1))
         raise UsageError(
-            f"{one!r} and {two!r} lie in the same memory of target {rank[runs.row[run]]}. Next: add a tensor that has "
-            "two names (tied weights) under one of them"
+            f"{one!r} and {two!r} lie in the same memory of inference rank {rank[runs.row[run]]}. Next: add a tensor "
+            "that has two names (tied weights) under one of them"
         )
 
 
@@ -160,7 +157,8 @@ def _refuse(joined: Tables, runs: _Runs, place: int, what: str) -> NoReturn:
     run = max(int(np.searchsorted(runs.place, place, "right")) - 1, 0)
     row = runs.row[run]
     name = joined.names[rows["name"][row]]
-    raise PlanError(f"{name!r}: byte {place % _SPAN} of region {rows['region'][row]} of target {rank[row]} {what}")
+    where = f"byte {place % _SPAN} of region {rows['region'][row]} of inference rank {rank[row]}"
+    raise PlanError(f"{name!r}: {where} {what}")
 
 
 # --- the right elements ---
@@ -319,7 +317,7 @@ def _packed_stop(rows: Any, row: Ints, first: Ints) -> Ints:
 def _expect(right: Any, joined: Tables, row: Ints, what: str) -> None:
     for i in np.flatnonzero(~right)[:1]:
         rows, rank = joined.target
-        raise PlanError(f"{joined.names[rows['name'][row[i]]]!r} of target {rank[row[i]]} {what}")
+        raise PlanError(f"{joined.names[rows['name'][row[i]]]!r} of inference rank {rank[row[i]]} {what}")
 
 
 # --- gathered whole, from where it is ---

@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
+from crossrail._files import read_at_most
 from crossrail.errors import UsageError
 from crossrail.weights.dtypes import DTYPES, dtype_code
 from crossrail.weights.inventory.holdings import DIMS, REGION_BYTES_MAX
@@ -31,6 +32,7 @@ from crossrail.weights.planning.boxes import Ints, ranges
 Rows: TypeAlias = npt.NDArray[Any]
 
 VERSION = 1
+_FILE_BYTES_MAX = 1 << 30
 _RANK_MAX = (1 << 31) - 1
 
 # trainer: rank. mesh: index into the plan's. group: groups run one after another at each trainer.
@@ -131,7 +133,7 @@ class Plan:
     def expected(self, target: int) -> int:
         """How many counts a complete update makes at this target: the number of its writes."""
         if target not in self.targets:
-            raise UsageError(f"target {target} is not in this plan")
+            raise UsageError(f"inference rank {target} is not in this plan")
         return self.expectations[target]
 
     @cached_property
@@ -225,7 +227,7 @@ class Plan:
     def load(cls, path: str | Path) -> Plan:
         """From a file that save() wrote. UsageError, OSError."""
         try:
-            return cls.from_bytes(Path(path).read_bytes())
+            return cls.from_bytes(read_at_most(path, _FILE_BYTES_MAX, "plan"))
         except UsageError as error:
             raise UsageError(f"{path}: {error}") from None
 

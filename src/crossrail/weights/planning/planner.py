@@ -13,8 +13,10 @@ from typing import Literal, get_args
 
 import numpy as np
 
+from crossrail._options import check_whole
 from crossrail.errors import UsageError
 from crossrail.weights.dtypes import ITEM_BYTES
+from crossrail.weights.errors import Unheld
 from crossrail.weights.inventory.holdings import Inventory
 from crossrail.weights.planning import balance, relay, tables
 from crossrail.weights.planning.assemble import Slices, assemble
@@ -23,7 +25,7 @@ from crossrail.weights.planning.check import check_plan
 from crossrail.weights.planning.plan import Plan, ranks_of
 from crossrail.weights.planning.sources import Sources, cells_of, sources_of
 from crossrail.weights.planning.speeds import check_speeds, costs_of
-from crossrail.weights.planning.tables import Forms, Tables, Unheld, Wants
+from crossrail.weights.planning.tables import Forms, Tables, Wants
 
 Gather = Literal["needed", "full"]
 
@@ -55,6 +57,7 @@ class PlanOptions:
     def __post_init__(self) -> None:
         if self.gather not in get_args(Gather):
             raise UsageError(f"gather={self.gather!r} must be one of {', '.join(get_args(Gather))}")
+        check_whole(write_bytes_min=self.write_bytes_min, task_bytes_max=self.task_bytes_max)
         for name in ("write_bytes_min", "task_bytes_max"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name}={getattr(self, name)} must be 1 or more")

@@ -67,6 +67,8 @@ def summary(plan: Plan) -> Summary:
 
 
 def _spread(ranks: tuple[int, ...], owner: Ints, amount: Ints) -> Spread:
+    if not ranks:
+        return Spread(0.0, 0.0, 0.0)
     sums = np.bincount(np.searchsorted(ranks, owner), weights=amount, minlength=len(ranks))
     return Spread(float(sums.min()), float(sums.mean()), float(sums.max()))
 
@@ -82,8 +84,13 @@ def matrix(plan: Plan) -> npt.NDArray[np.float64]:
 
 
 def heat_map(plan: Plan, rows_max: int = 32, columns_max: int = 64) -> list[str]:
-    """The matrix as lines of text, darker where more goes; neighbouring ranks are added up until it fits."""
-    cells = _shrunk(_shrunk(matrix(plan), rows_max).T, columns_max).T
+    """The matrix as lines of text, darker where more goes; neighbouring ranks are added up until it fits. Without
+    ranks of a side there are none.
+    """
+    whole = matrix(plan)
+    if not whole.size:
+        return []
+    cells = _shrunk(_shrunk(whole, rows_max).T, columns_max).T
     level = np.ceil(cells / max(cells.max(), 1) * (len(_SHADES) - 1)).astype(int)
     return ["".join(_SHADES[shade] * (2 if cells.shape[1] * 2 <= columns_max else 1) for shade in row) for row in level]
 
@@ -106,7 +113,9 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def draw(plan: Plan, path: str | Path) -> None:
-    """The matrix as a PNG. Needs matplotlib: `pip install crossrail[bench]`. Blocks."""
+    """The matrix as a PNG. Needs matplotlib: `pip install crossrail[bench]`. Blocks. UsageError where there is none."""
+    if not (plan.trainers and plan.targets):
+        raise UsageError("a plan without trainers or without targets cannot be drawn")
     figure = new_figure(8, 7)
     axes = figure.subplots()
     cells = np.ma.masked_equal(matrix(plan) / 1e9, 0)  # white: nothing at all

@@ -8,8 +8,9 @@ import numpy as np
 
 from crossrail.errors import UsageError
 from crossrail.weights.dtypes import ITEM_BYTES
+from crossrail.weights.errors import Unheld
 from crossrail.weights.planning.boxes import Boxes, Ints, columns_of, distinct, find_fault, grid, ranges, unique_pairs
-from crossrail.weights.planning.tables import Forms, Tables, Unheld
+from crossrail.weights.planning.tables import Forms, Tables
 
 
 class Sources(NamedTuple):

@@ -11,6 +11,7 @@ from statistics import median_high, median_low
 
 import numpy as np
 
+from crossrail._options import check_numbers
 from crossrail.errors import UsageError
 from crossrail.weights.dtypes import ITEM_BYTES, dtype_code
 from crossrail.weights.planning.boxes import Ints, volume
@@ -23,6 +24,7 @@ _SAME = 0.25  # a speed that changed by less is the one that it was: plans are n
 
 def check_speeds(speeds: Mapping[int, float]) -> None:
     """UsageError for a speed that is none."""
+    check_numbers(**{f"speeds: that of trainer {rank}": speed for rank, speed in speeds.items()})
     for rank, speed in speeds.items():
         if not (isfinite(speed) and speed > 0):
             raise UsageError(f"speeds: trainer {rank} has {speed}; must be above 0, 1 is as fast as one not named")

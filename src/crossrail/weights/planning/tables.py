@@ -9,15 +9,14 @@ import numpy as np
 import numpy.typing as npt
 
 from crossrail.errors import UsageError
-from crossrail.weights.dtypes import DTYPES, FLOATS, FP8
+from crossrail.weights.dtypes import CASTS, DTYPES, FP8, QUANTISED, dtype_code
+from crossrail.weights.errors import Unheld
 from crossrail.weights.inventory.holdings import DIMS, HOLDING, Inventory, Role
 from crossrail.weights.planning.boxes import Boxes, Ints, columns_of, distinct, find_fault, overlaps
 
 _SHOWN = 5
-
-
-class Unheld(UsageError):
-    """Something that targets want is held by no trainer: one that joins may hold it."""
+_CASTS = [dtype_code(name) for name in CASTS]
+_QUANTISED = [dtype_code(name) for name in QUANTISED]
 
 
 class Side(NamedTuple):
@@ -97,7 +96,8 @@ def _check_same(tables: Tables, sides: Sequence[tuple[Role, Side]], field: str, 
     bad = differ.any(axis=1) if differ.ndim > 1 else differ
     if bad.any():
         row = int(np.argmax(bad))
-        owners = [f"{role} {rank}" for role, side in sides for rank in side.rank]
+        called = {"trainer": "trainer", "target": "inference rank"}
+        owners = [f"{called[role]} {rank}" for role, side in sides for rank in side.rank]
         pair = [f"{_text(field, rows[i])} at {owners[i]}" for i in (first[name[row]], row)]
         raise UsageError(f"{tables.names[name[row]]!r} {what}: {' and '.join(pair)}")
 
@@ -129,15 +129,25 @@ def match(tables: Tables, ignore: Sequence[str]) -> tuple[Forms, Wants]:
     _check_grids(tables, scales, shape)
     block[quantised] = _blocks(tables, param, scales, quantised)
     _check_covered(tables, param, scales, np.flatnonzero(quantised), block)
-    castable = np.isin(dtype, FLOATS) & np.isin(source_dtype[param], FLOATS)
-    for row in np.flatnonzero((dtype != source_dtype[param]) & ~castable)[:1]:
-        have, want = DTYPES[source_dtype[param[row]]], DTYPES[dtype[row]]
-        raise UsageError(f"{names[param[row]]!r}: target {target.rank[row]} wants {want}, trainers have {have}")
+    _check_made(tables, param, source_dtype[param], dtype, scales | quantised)
     _check_extra(tables, np.unique(param), ignore)
 
     first, form = distinct(columns_of(param, dtype, block))
     forms = Forms(param[first], dtype[first], block[first], shape[param[first]], source_dtype[param[first]])
     return forms, Wants(np.arange(len(rows)), form, scales)
+
+
+def _check_made(tables: Tables, param: Ints, have: Ints, want: Ints, quantised: npt.NDArray[np.bool_]) -> None:
+    """Each dtype can be made of what trainers have, as conversion/ does it. have, want: of each row of the targets."""
+    rank = tables.target.rank
+    castable = (have == want) | (np.isin(have, _CASTS) & np.isin(want, _CASTS))
+    for row in np.flatnonzero(np.where(quantised, ~np.isin(have, _QUANTISED), ~castable))[:1]:
+        why = f"{tables.names[param[row]]!r}: inference rank {rank[row]} wants {DTYPES[want[row]]}"
+        if quantised[row]:
+            raise UsageError(
+                f"{why} with scales, trainers have {DTYPES[have[row]]}: it is made of {' and '.join(QUANTISED)} only"
+            )
+        raise UsageError(f"{why}, trainers have {DTYPES[have[row]]}")
 
 
 def _check_grids(tables: Tables, scales: npt.NDArray[np.bool_], shape: Ints) -> None:
@@ -160,7 +170,8 @@ def _blocks(tables: Tables, param: Ints, scales: npt.NDArray[np.bool_], wanted: 
     found[found] = key[order][at[found]] == key[wanted][found]
     for row in np.flatnonzero(wanted)[~found][:1]:
         raise UsageError(
-            f"{tables.names[param[row]]!r}: target {tables.target.rank[row]} wants float8_e4m3fn, and no scales of it"
+            f"{tables.names[param[row]]!r}: inference rank {tables.target.rank[row]} wants float8_e4m3fn, and no "
+            "scales of it"
         )
     block: Ints = tables.target.rows["block"][order[at]]
     return block
@@ -179,7 +190,7 @@ def _check_covered(tables: Tables, param: Ints, scales: npt.NDArray[np.bool_], v
         row = values[fault.key]
         dims, what = int(rows["dims"][row]), "scales twice" if fault.claims else "no scales"
         raise UsageError(
-            f"{tables.names[param[row]]!r}: target {rank[row]} has float8_e4m3fn, and {what} of its blocks "
+            f"{tables.names[param[row]]!r}: inference rank {rank[row]} has float8_e4m3fn, and {what} of its blocks "
             f"{fault.where(dims)}"
         )
 
@@ -193,7 +204,10 @@ def _check_extra(tables: Tables, used: Ints, ignore: Sequence[str]) -> None:
     shared = np.isin(kind, kind[~extra])
     found = np.unique(rows["name"][extra & ~shared])
     ignored = np.array([tables.names[name] in ignore for name in found], bool)
-    what = "held by trainers and wanted by no target. Next: if that is meant, name it in PlanOptions(ignore=)"
+    what = (
+        "held by trainers and wanted by no target. Next: if that is meant, name it in PlanOptions(ignore=), or by "
+        "--ignore of `crossrail weights load`"
+    )
     _refuse_names(tables.names, found[~ignored], what)
 
 

@@ -2,5 +2,5 @@
 
 task.py says what is rewarded; policy.py trains, in one process for each shard; serving.py generates, from fused tensors
 as vLLM has them; conversion.py makes the same tensors from a checkpoint, with torch alone, to compare. policy.py needs
-`crossrail[transformers]`. `crossrail weights rl` runs it.
+`crossrail[weights]`. `crossrail weights rl` runs it.
 """

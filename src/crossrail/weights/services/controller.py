@@ -1,9 +1,9 @@
 """Plans updates and says when they begin. No weight passes through it.
 
 An update: 1. RollCall to all: who is gone is left out. 2. plan, if anybody came or went. 3. Open: inference ranks make
-a buffer ready. 4. Go: trainers write. 5. Await: inference ranks have counted all. 6. Commit to all. If anything goes
-wrong from 2 to 5: Abort to all. Whoever does not answer Commit or Abort is left out of the next plan; it ends the
-attempt by its own deadline.
+a buffer ready. 4. Go: trainers write. 5. Await: inference ranks have counted all. 6. Commit to inference ranks. 7.
+Commit to trainers. If anything goes wrong from 2 to 5: Abort to all; if no inference rank answers in 6: Abort to
+trainers. Whoever does not answer Commit or Abort is left out of the next plan; it ends the attempt by its own deadline.
 """
 
 from __future__ import annotations
@@ -17,28 +17,30 @@ from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
 from crossrail._options import check_seconds
+from crossrail.control.deadlines import loop_time_s
 from crossrail.control.mailbox import Mailbox, NoAnswer
 from crossrail.control.messages import clipped
 from crossrail.control.wire import Unreachable
 from crossrail.errors import CrossrailError, UsageError
-from crossrail.weights.errors import UpdateFailed
+from crossrail.weights.errors import Unheld, UpdateFailed
 from crossrail.weights.inventory.holdings import Role
 from crossrail.weights.planning.plan import Plan
 from crossrail.weights.planning.planner import PlanOptions, make_plan
 from crossrail.weights.planning.speeds import Pace
-from crossrail.weights.planning.tables import Unheld
 from crossrail.weights.services import messages as m
 from crossrail.weights.services.members import Member, assigns_of
 from crossrail.weights.services.reports import ATTEMPTS, ControllerOptions, UpdateReport, UpdateTotals
 from crossrail.weights.services.roster import Roster
 from crossrail.weights.services.versions import checked_version
 from crossrail.weights.step.step import StepReport
+from crossrail.weights.threads import in_thread
 
 log = logging.getLogger("crossrail.weights")
 
 _ROLL_CALL_S = 1.0  # and at most this part of the update's time: who is slow or frozen is waited for by the update
 _ROLL_CALL_PART = 0.25
 _WHO_S = 0.5  # for trainers to say why an update is late, once it has failed
+_LAG_S = 5.0  # that a question outlives the update which asks it: the update's deadline ends both, and says who is late
 _NAMED = 8  # of those who are late
 _T = TypeVar("_T")
 
@@ -108,48 +110,38 @@ class WeightController:
         Raises UpdateFailed once the update is aborted everywhere: inference ranks with spare memory keep the version
         that they had, those without report torn weights. Another update() may succeed, with a new plan if a member was
         lost; also where nobody else holds what a trainer held that went. Who was lost before it is left out, if it can
-        be, and named in the report's left_out. UsageError if the members' holdings do not fit
-        together otherwise, or while another update is in progress; and whatever on_progress raises.
+        be, and named in the report's left_out; so is who could not be told that it is complete, while any inference
+        rank could. UsageError if the members' holdings do not fit together otherwise, or while another update is in
+        progress; and whatever on_progress raises.
         If it is cancelled, it first aborts everywhere, which may take options.abort_s; or commits, if everything has
-        arrived. Members that join meanwhile take part in the next update.
+        arrived, which may take twice as long. Cancelled again meanwhile it returns at once, and this goes on: until
+        then it is in progress. Members that join meanwhile take part in the next update.
         """
         version = checked_version(version)
         check_seconds(timeout_s=timeout_s)
         timeout_s = min(timeout_s, m.SECONDS_MAX)
         if self._under_way is not None:
-            raise UsageError(f"the update to version {self._under_way} is under way: one at a time")
-        report = UpdateReport(version)
-        for member in self._roster.lost():  # before they count as lost in the middle of it
-            self._leave_out(member, "it died, closed, or was silent for too long", report)
+            raise UsageError(
+                f"the update to version {self._under_way} is under way: one at a time, and one that was cancelled or "
+                "has failed is under way until it is aborted everywhere"
+            )
         self._under_way = version
-        self._attempt = _attempts[self._mailbox] = _attempts[self._mailbox] + 1
-        self._lost = asyncio.get_running_loop().create_future()
-        loop = asyncio.get_running_loop()
-        begun = loop.time()
+        # In a task of its own, which is cancelled once: whoever cancels us again does not wait for its end.
+        task = asyncio.ensure_future(self._update(version, timeout_s, on_progress or _unseen))
+        task.add_done_callback(self._over)
         try:
-            try:
-                work = self._run(version, report, begun + timeout_s, on_progress or _unseen)
-                await self._in_time(work, timeout_s)
-            except asyncio.CancelledError:
-                self.totals.cancelled += 1
-                await _to_its_end(self._abort("the update was cancelled"))
-                raise
-            except Exception as error:
-                self.totals.failed += 1
-                is_ours = isinstance(error, CrossrailError | asyncio.TimeoutError)
-                why = str(error) if is_ours else f"{type(error).__name__}: {error}"
-                await _to_its_end(self._abort(why))
-                if isinstance(error, UsageError) or not is_ours:
-                    raise
-                raise UpdateFailed(version, why) from error
-            await _to_its_end(self._commit(version, report))
-            report.total_s = loop.time() - begun
-            self.totals.add(report)
-            return report
-        finally:
-            self._under_way = None
-            self._lost.cancel()
-            self._lost = None
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.cancel()
+            await asyncio.wait([task])
+            raise
+
+    def _over(self, task: asyncio.Task[UpdateReport]) -> None:
+        self._under_way = None
+        lost, self._lost = self._lost, None
+        for ended in (task, lost):
+            if ended is not None and not ended.cancel() and not ended.cancelled():
+                ended.exception()  # seen, also where nobody waits for it any more
 
     # ---- members
 
@@ -172,24 +164,59 @@ class WeightController:
 
     # ---- an update
 
-    async def _in_time(self, work: Awaitable[None], timeout_s: float) -> None:
-        """Ends early when somebody of it goes."""
-        task = asyncio.ensure_future(work)
-        assert self._lost is not None
-        both: list[asyncio.Future[Any]] = [task, self._lost]
+    async def _update(self, version: int, timeout_s: float, on_progress: OnProgress) -> UpdateReport:
+        """As update(). Cancelled once at most."""
+        report = UpdateReport(version)
+        for member in self._roster.lost():  # before they count as lost in the middle of it
+            self._leave_out(member, "it died, closed, or was silent for too long", report)
+        self._attempt = _attempts[self._mailbox] = _attempts[self._mailbox] + 1
+        self._lost = asyncio.get_running_loop().create_future()
+        begun = loop_time_s()
         try:
-            await asyncio.wait(both, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            work = self._run(version, report, begun + timeout_s, on_progress)
+            if not await self._in_time(work, begun + timeout_s):
+                raise asyncio.TimeoutError(f"not complete within {timeout_s:g} s{await self._who_is_late(version)}")
+        except asyncio.CancelledError:
+            self.totals.cancelled += 1
+            await _to_its_end(self._abort("the update was cancelled"))
+            raise
+        except Exception as error:
+            self.totals.failed += 1
+            is_ours = isinstance(error, CrossrailError | asyncio.TimeoutError)
+            why = str(error) if is_ours else f"{type(error).__name__}: {error}"
+            await _to_its_end(self._abort(why))
+            if isinstance(error, UsageError) or not is_ours:
+                raise
+            raise UpdateFailed(version, why) from error
+        await _to_its_end(self._commit(version, report))
+        report.total_s = loop_time_s() - begun
+        self.totals.add(report)
+        return report
+
+    async def _in_time(self, work: Awaitable[None], deadline_at_s: float) -> bool:
+        """Whether it was done by then. Ends early when somebody of it goes."""
+        loop = asyncio.get_running_loop()
+        task = asyncio.ensure_future(work)
+        overdue = loop.create_future()
+        # At that very instant: members have deadlines of their own, a moment later, which do not say who is late.
+        timer = loop.call_at(deadline_at_s, overdue.set_result, None)
+        assert self._lost is not None
+        ends: list[asyncio.Future[Any]] = [task, self._lost, overdue]
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         finally:
+            timer.cancel()
             if not task.done():
                 task.cancel()
-                await asyncio.wait([task])
+                await _ended(task)
         if not task.cancelled():
-            return task.result()
+            task.result()
+            return True
         if self._lost.done():
             self._lost.result()
-        raise asyncio.TimeoutError(f"not complete within {timeout_s:g} s{await self._who_is_late()}")
+        return False
 
-    async def _who_is_late(self) -> str:
+    async def _who_is_late(self, version: int) -> str:
         """Of the update whose time is up, in words. Who only waits for another is named when no other is."""
 
         async def why(member: Member, asked: str) -> str:
@@ -199,6 +226,8 @@ class WeightController:
                 far = await self._mailbox.ask(member.address, m.AskProgress(), m.Progress, _WHO_S)
             except (NoAnswer, Unreachable):
                 return f"{member} does not answer"
+            if far.withdrawn == version:
+                return f"{member} has called publish(), and that was cancelled or out of time"
             return "" if far.is_offered else f"{member} has not called publish()"
 
         told = await asyncio.gather(*(why(*each) for each in self._late.items()))
@@ -211,7 +240,7 @@ class WeightController:
 
         async def call(member: Member) -> None:
             try:
-                await self._mailbox.ask(member.address, m.RollCall(), m.Taken, timeout_s)
+                await self._ask(member, m.RollCall(), m.Taken, timeout_s)
             except Unreachable as error:
                 self._leave_out(member, f"it is gone: {error}", report)
             except NoAnswer as error:
@@ -224,12 +253,10 @@ class WeightController:
         finally:
             self._planned = planned
 
-    async def _run(self, version: int, report: UpdateReport, deadline: float, on_progress: OnProgress) -> None:
-        loop = asyncio.get_running_loop()
-        clock = loop.time
+    async def _run(self, version: int, report: UpdateReport, deadline_at_s: float, on_progress: OnProgress) -> None:
         self._late.clear()
-        await self._roll_call(deadline - clock(), report)
-        begun = clock()
+        await self._roll_call(deadline_at_s - loop_time_s(), report)
+        begun = loop_time_s()
         members = self._roster.all()
         taking_part = {str(member) for member in members}  # also who has joined again already
         report.left_out = [name for name in report.left_out if name not in taking_part]
@@ -237,24 +264,24 @@ class WeightController:
         if self.plan is None or members != self._planned or speeds != self._speeds:
             self._planned, self._speeds = members, speeds
             on_progress("plan", 0, 1)
-            self.plan = await loop.run_in_executor(None, self._make_plan)
+            self.plan = await in_thread(self._make_plan)
             self._roster.went.clear()
-            await self._distribute(self.plan, deadline, on_progress)
-            report.plan_s = clock() - begun
+            await self._distribute(self.plan, deadline_at_s, on_progress)
+            report.plan_s = loop_time_s() - begun
         report.speeds = speeds
         plan, trainers, targets = self.plan, *self._planned_by_role()
         digest, attempt = plan.digest, self._attempt
         imm = self._imm_of(attempt)
 
-        begun = clock()
-        left_s = deadline - begun
+        begun = loop_time_s()
+        left_s = deadline_at_s - begun
         on_progress("open", 0, len(targets))
         opening = m.Open(version, attempt, digest, imm, left_s)
         opened = await self._stage(targets, lambda _: opening, m.Opened, left_s)
-        report.open_s = clock() - begun
+        report.open_s = loop_time_s() - begun
 
-        begun = clock()
-        left_s = deadline - begun
+        begun = loop_time_s()
+        left_s = deadline_at_s - begun
         buffers = [(member.rank, answer.buffer) for member, answer in zip(targets, opened, strict=True)]
         go = m.Go(version, attempt, digest, imm, imm + 1, buffers, left_s)
         whole = int(plan.writes["nbytes"].sum())
@@ -264,8 +291,8 @@ class WeightController:
             member.rank: StepReport(**each.report)  # type: ignore[arg-type]  # ints stay ints
             for member, each in zip(trainers, sent, strict=True)
         }
-        await self._stage(targets, lambda _: m.Await(version, attempt), m.Whole, deadline - clock())
-        report.transfer_s = clock() - begun
+        await self._stage(targets, lambda _: m.Await(version, attempt), m.Whole, deadline_at_s - loop_time_s())
+        report.transfer_s = loop_time_s() - begun
         self._pace.note(plan, {rank: step.own_s for rank, step in report.steps.items()})
         on_progress("write", whole, whole)
 
@@ -289,17 +316,25 @@ class WeightController:
             more = f", and {len(went) - _NAMED} more" if len(went) > _NAMED else ""
             raise CrossrailError(f"{error}. Gone since the last plan: {gone}{more}") from None
 
+    async def _ask(self, member: Member, question: object, answer: type[_T], timeout_s: float) -> _T:
+        """The answer. Raises NoAnswer; Unreachable when it is gone, or was closed."""
+        kinds: tuple[type[_T | m.Closed], ...] = (answer, m.Closed)
+        got: _T | m.Closed = await self._mailbox.ask(member.address, question, kinds, timeout_s)
+        if isinstance(got, m.Closed):
+            raise Unreachable(got.reason)
+        return got
+
     async def _stage(
         self, members: list[Member], question: Callable[[Member], object], answer: type[_T], timeout_s: float
     ) -> list[_T]:
-        """As _all(); and remembers who has not answered yet."""
+        """As _all(), of an update that ends within timeout_s; and remembers who has not answered yet."""
 
         def asked(member: Member) -> object:
             words = question(member)
             self._late[member] = type(words).__name__
             return words
 
-        return await self._all(members, asked, answer, timeout_s, self._late.pop)
+        return await self._all(members, asked, answer, timeout_s + _LAG_S, self._late.pop)
 
     async def _all(
         self,
@@ -313,7 +348,7 @@ class WeightController:
 
         async def one(member: Member) -> _T:
             try:
-                got = await self._mailbox.ask(member.address, question(member), answer, max(timeout_s, 0.0))
+                got = await self._ask(member, question(member), answer, max(timeout_s, 0.0))
                 answered(member)
                 return got
             except Unreachable as error:
@@ -324,17 +359,26 @@ class WeightController:
 
         return await _together(one(member) for member in members)
 
-    async def _distribute(self, plan: Plan, deadline: float, on_progress: OnProgress) -> None:
+    async def _distribute(self, plan: Plan, deadline_at_s: float, on_progress: OnProgress) -> None:
         """Tells everybody their part of it, and waits until trainers have made theirs ready."""
         trainers, targets = self._planned_by_role()
-        loop = asyncio.get_running_loop()
-        assigns = await loop.run_in_executor(None, assigns_of, plan, trainers, targets, self._roster.gone)
+        assigns = await in_thread(assigns_of, plan, self._attempt, trainers, targets, self._roster.gone)
         expects = {rank: m.Expect(plan.digest, count) for rank, count in plan.expectations.items()}
-        left_s = deadline - loop.time()
+        left_s = deadline_at_s - loop_time_s()
         whole = len(plan.tasks)
+
+        def piece(at: int) -> Callable[[Member], m.Assign]:
+            return lambda member: assigns[member.rank][at]
+
+        async def assign() -> None:
+            for at in range(max(map(len, assigns.values()), default=0) - 1):  # mostly there is one
+                longer = [member for member in trainers if at + 1 < len(assigns[member.rank])]
+                await self._stage(longer, piece(at), m.Taken, deadline_at_s - loop_time_s())
+            await self._stage(trainers, piece(-1), m.Taken, deadline_at_s - loop_time_s())
+
         async with self._watching(trainers, lambda far: on_progress("ready", sum(p.ready for p in far), whole)):
             told = await asyncio.gather(
-                self._stage(trainers, lambda member: assigns[member.rank], m.Taken, left_s),
+                assign(),
                 self._stage(targets, lambda member: expects[member.rank], m.Taken, left_s),
                 return_exceptions=True,
             )
@@ -347,28 +391,76 @@ class WeightController:
         """Ends an attempt everywhere, and leaves out whoever does not answer that."""
         self.plan = None  # descriptors of inference ranks change, and somebody may be missing
         abort = m.Abort(self._attempt, clipped(why))
-        for member, answer in (await self._tell(self._roster.all(), abort, m.Aborted)).items():
-            if member.role == "target" and answer.regions:
+        told = await self._tell(self._roster.all(), abort, m.Aborted, self._roster.drop)
+        for member, answer in told.items():
+            if member.role == "trainer":
+                continue
+            counts = [[len(regions) for regions in buffers if regions] for buffers in (answer.regions, member.buffers)]
+            if counts[0] != counts[1]:
+                self._roster.drop(member, "its answer to Abort has other regions than those that it joined with")
+            else:
                 member.buffers = answer.regions
         self._planned = []
 
     async def _commit(self, version: int, report: UpdateReport) -> None:
-        """All is everywhere: who cannot be told any more does not undo it for the others."""
-        clock = asyncio.get_running_loop().time
-        begun = clock()
-        theirs = [member for member in self._planned if member in self._roster]
-        await self._tell(theirs, m.Commit(version, self._attempt), m.Taken)
+        """All is everywhere: who cannot be told any more does not undo it for the others. Trainers are told last:
+        where publish() returns, ranks have switched. UpdateFailed, everywhere, when none has answered.
+        """
+        begun = loop_time_s()
+        trainers, targets = self._planned_by_role()
+        commit = m.Commit(version, self._attempt)
+        why: dict[Member, str] = {}
+        switched = await self._tell_planned(targets, commit, m.Taken, why)
+        self._name_lost(version, targets, why, switched, report)
+        if targets and not switched:
+            self.totals.failed += 1
+            named = ", ".join(f"{member}: {why[member]}" for member in targets[:_NAMED])
+            failed = f"no inference rank has answered that it has it: {named}"
+            await self._tell_planned(trainers, m.Abort(self._attempt, clipped(failed)), m.Aborted, why)
+            raise UpdateFailed(version, failed)
         self.version = version
-        report.commit_s = clock() - begun
+        told = await self._tell_planned(trainers, commit, m.Taken, why)
+        self._name_lost(version, trainers, why, told, report)
+        report.commit_s = loop_time_s() - begun
 
-    async def _tell(self, members: list[Member], message: object, answer: type[_T]) -> dict[Member, _T]:
-        """The answers of those who gave one; the others are members no more."""
+    async def _tell_planned(
+        self, planned: list[Member], message: object, answer: type[_T], why: dict[Member, str]
+    ) -> set[Member]:
+        """Those of them who have answered. why: of each of the others. A trainer that has joined anew is told too: its
+        publish() goes on, while an inference rank has ended what it was in.
+        """
+        there: dict[Member, Member] = {}
+        for member in planned:
+            now = self._roster.now(member)
+            if now is not None and (now is member or member.role == "trainer"):
+                there[now] = member
+            else:
+                why[member] = "it went just before"
+
+        def lost(now: Member, reason: str) -> None:
+            self._roster.drop(now, reason)
+            why[there[now]] = reason
+
+        return {there[now] for now in await self._tell(list(there), message, answer, lost)}
+
+    def _name_lost(
+        self, version: int, members: list[Member], why: dict[Member, str], told: set[Member], report: UpdateReport
+    ) -> None:
+        for member in members:
+            if member not in told:
+                log.warning("version %d is complete, but maybe not at %s: %s", version, member, why[member])
+                report.left_out.append(str(member))
+
+    async def _tell(
+        self, members: list[Member], message: object, answer: type[_T], lost: Callable[[Member, str], object]
+    ) -> dict[Member, _T]:
+        """The answers of those who gave one; lost(member, why) is called for each of the others."""
 
         async def one(member: Member) -> tuple[Member, _T] | None:
             try:
-                return member, await self._mailbox.ask(member.address, message, answer, self._options.abort_s)
+                return member, await self._ask(member, message, answer, self._options.abort_s)
             except (NoAnswer, Unreachable) as error:
-                self._roster.drop(member, f"it did not answer {type(message).__name__}: {error}")
+                lost(member, f"it did not answer {type(message).__name__}: {error}")
                 return None
 
         told = await asyncio.gather(*(one(member) for member in members))
@@ -429,8 +521,15 @@ async def _together(works: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
 async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
     """Awaits it also when we are cancelled meanwhile, and then is cancelled. A second time it goes on without us."""
     task = asyncio.ensure_future(work)
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen, also where we are cancelled
+    await _ended(task)
+    task.result()
+
+
+async def _ended(task: asyncio.Future[Any]) -> None:
+    """As _to_its_end(), of what has begun, however it ends."""
     try:
-        await asyncio.shield(task)
+        await asyncio.wait([task])
     except asyncio.CancelledError:
         await asyncio.wait([task])
         raise

@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import weakref
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from crossrail.control.mailbox import Mailbox, NoAnswer
+from crossrail.control.deadlines import loop_time_s
+from crossrail.control.mailbox import Handler, Mailbox
+from crossrail.control.messages import clipped
 from crossrail.control.wire import Unreachable, Wire
-from crossrail.errors import UsageError
-from crossrail.weights.errors import Refused
+from crossrail.errors import CrossrailError, UsageError
 from crossrail.weights.inventory.holdings import Inventory, Role
 from crossrail.weights.inventory.memory import WeightMemory
 from crossrail.weights.planning.plan import Plan
@@ -39,22 +40,29 @@ async def _nothing() -> None:
 
 @dataclass(eq=False)
 class Member:
-    """One incarnation of a trainer or inference rank. buffers: descriptors of each of its memories."""
+    """One incarnation of a trainer or inference rank. buffers: descriptors of each of its memories.
+
+    number: of its Join.
+    """
 
     role: Role
     rank: int
     address: bytes
     inventory: Inventory
     buffers: list[list[bytes]]
+    number: int = 0
 
     def __str__(self) -> str:
         return f"{'trainer' if self.role == 'trainer' else 'inference rank'} {self.rank}"
 
 
 def assigns_of(
-    plan: Plan, trainers: Sequence[Member], targets: Sequence[Member], gone: list[bytes]
-) -> dict[int, m.Assign]:
-    """By trainer's rank. gone: whom they need not wait for any more. Blocks: it compresses all of the plan."""
+    plan: Plan, attempt: int, trainers: Sequence[Member], targets: Sequence[Member], gone: list[bytes]
+) -> dict[int, list[m.Assign]]:
+    """By trainer's rank, in the order in which they are to be sent. gone: whom they need not wait for any more.
+
+    Blocks: it compresses all of the plan. UsageError, which names the trainer, for a part that is too long to be sent.
+    """
     groups = sorted(set(plan.tasks["group"].tolist()))
     addresses = [m.Member(member.rank, member.address) for member in trainers]
     peers = {
@@ -73,13 +81,12 @@ def assigns_of(
         for index in range(len(member.buffers[0]))
     }
 
-    def assign(rank: int) -> m.Assign:
+    def assign(rank: int) -> list[m.Assign]:
         part = plan.of_trainer(rank)
         gathered = np.unique(part.gathers[["trainer", "region"]]).tolist()
         written = np.unique(part.writes[["target", "region"]]).tolist()
-        return m.Assign(
-            plan.digest,
-            m.packed(part.to_bytes()),
+        assignment = m.Assignment(
+            part.to_bytes(),
             groups,
             addresses,
             [peers[key] for key in gathered if key[0] != rank],
@@ -87,6 +94,14 @@ def assigns_of(
             list(gone),
             meets_first,
         )
+        try:
+            pieces = m.in_pieces(m.packed(assignment.to_bytes()))
+        except UsageError as error:
+            raise UsageError(
+                f"trainer {rank}: its part of the plan, {len(assignment.targets)} regions of inference ranks: {error}. "
+                "Next: more trainers, or fewer and larger allocations at the inference ranks"
+            ) from None
+        return [m.Assign(plan.digest, attempt, at, len(pieces), piece) for at, piece in enumerate(pieces)]
 
     return {member.rank: assign(member.rank) for member in trainers}
 
@@ -114,15 +129,14 @@ async def until_reached(
     Each time who is at this address is looked for anew: it may have been frozen or cut off, and a try may only end what
     is left here of a connection that it has given up. Raises Unreachable when the time is over, and what else it does.
     """
-    clock = asyncio.get_running_loop().time
-    deadline = clock() + for_s
+    deadline_at_s = loop_time_s() + for_s
     pause_s = _AGAIN_S
     while True:
         try:
-            await work(deadline - clock())
+            await work(deadline_at_s - loop_time_s())
             return
         except Unreachable:
-            if clock() + pause_s >= deadline:
+            if loop_time_s() + pause_s >= deadline_at_s:
                 raise
         await asyncio.sleep(pause_s)
         if not is_wanted():
@@ -134,15 +148,26 @@ async def until_reached(
 class Membership:
     """Of a trainer or inference rank: whether it takes part, as far as it is concerned; left out, it joins again.
 
-    join: its own, to the controller of an address, within so many seconds. Threads: the event loop's.
+    join: its own, to the controller of an address, within so many seconds. closed_why: why it takes part no more, ""
+        while it does; broken_why: why its memory cannot be used any more. Threads: the event loop's.
     UsageError for a mailbox that another one has; it has it until close().
     """
 
-    def __init__(self, who: str, mailbox: Mailbox, join: Callable[[bytes, float], Awaitable[None]]) -> None:
+    def __init__(
+        self,
+        who: str,
+        mailbox: Mailbox,
+        join: Callable[[bytes, float], Awaitable[None]],
+        closed_why: Callable[[], str],
+        broken_why: Callable[[], str],
+    ) -> None:
         self._who = who
+        self._closed_why, self._broken_why = closed_why, broken_why
         self._mailbox = mailbox
         self._join = join
         self._takes_part = False
+        self.out_why = ""  # why it takes no part in updates, where it was not the one to end that
+        self._join_number = 0
         self._joining: asyncio.Task[None] | None = None  # again, by itself
         other = _memberships.setdefault(id(mailbox), self)
         if other is not self:
@@ -162,11 +187,56 @@ class Membership:
         self._takes_part = False
         self._stop()
 
+    def handle(self, handlers: Mapping[type, Handler], while_whole: Mapping[type, Handler]) -> None:
+        """Takes these questions from the mailbox. What is closed answers Closed to them; and to those of while_whole
+        what has lost its memory, or has left, does, which still ends what it has begun.
+        """
+
+        def unless(handler: Handler, why: Callable[[], str]) -> Handler:
+            async def answer(sender: bytes, question: object) -> object:
+                return m.Closed(clipped(reason)) if (reason := why()) else await handler(sender, question)
+
+            return answer
+
+        for kind, handler in handlers.items():
+            self._mailbox.handle(kind, unless(handler, self._closed_why))
+        for kind, handler in while_whole.items():
+            self._mailbox.handle(
+                kind, unless(handler, lambda: self._closed_why() or self._broken_why() or self._left_why())
+            )
+
     def close(self) -> None:
         """As end(), and the mailbox may be another one's."""
         self.end()
         if _memberships.get(id(self._mailbox)) is self:  # close() may be called again, after another one has it
             del _memberships[id(self._mailbox)]
+
+    @property
+    def is_again(self) -> bool:
+        """Whether the join() that runs is one by itself."""
+        return self._joining is not None and self._joining is asyncio.current_task()
+
+    def next_join(self) -> int:
+        """The number of the Join that it sends now: whatever was said of earlier ones is over."""
+        self._takes_part, self.out_why = True, ""
+        self._join_number = next_word(self._mailbox)
+        return self._join_number
+
+    def refused(self, why: str) -> None:
+        """So it was answered."""
+        self._takes_part = False
+        self.out_why = f"{self._who} takes no part in updates: it was refused: {why}. Next: join()"
+
+    def displaced(self, why: str, number: int) -> bool:
+        """The controller says so: another has joined under its rank since its Join of this number. It does not join
+        again by itself. Whether that is news: it may have joined anew since.
+        """
+        if not self._takes_part or number < self._join_number:
+            return False
+        self.end()
+        self.out_why = f"{self._who} takes no part in updates any more: {why}"
+        log.warning("%s takes no part in updates any more: %s", self._who, why)
+        return True
 
     def left_out(self, why: str, controller: bytes, before: Callable[[], Awaitable[None]] = _nothing) -> None:
         """The controller says so. before: runs before it joins again."""
@@ -175,6 +245,9 @@ class Membership:
         log.warning("%s was left out: %s; it joins again", self._who, why)
         if self._joining is None or self._joining.done():
             self._joining = self._mailbox.spawn(self._join_again(controller, before), "joining again")
+
+    def _left_why(self) -> str:
+        return "" if self._takes_part else self.out_why or f"{self._who} has left"
 
     def _stop(self) -> None:
         if self._joining is not None:
@@ -185,5 +258,6 @@ class Membership:
         wire = self._mailbox.wire
         try:
             await until_reached(lambda left_s: self._join(controller, left_s), wire, controller, _JOIN_AGAIN_S)
-        except (NoAnswer, Refused, Unreachable) as error:
-            log.warning("%s takes no part in updates: it could not join again: %s. Next: join()", self._who, error)
+        except CrossrailError as error:
+            self.out_why = f"{self._who} takes no part in updates: it could not join again: {error}. Next: join()"
+            log.warning("%s", self.out_why)

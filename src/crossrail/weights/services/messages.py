@@ -8,16 +8,19 @@ from __future__ import annotations
 import zlib
 from typing import Annotated
 
+import msgspec
 from msgspec import Meta, Struct
 
 from crossrail.control.language import Language
-from crossrail.control.mailbox import Mailbox
+from crossrail.control.mailbox import RESEND_S, Mailbox
 from crossrail.control.messages import Failed, Text
 from crossrail.control.wire import Wire
 from crossrail.errors import UsageError
 from crossrail.weights.services.versions import VERSION_MAX
 
 UNPACKED_MAX = 1 << 30
+PIECE_BYTES = 4 << 20  # of what is longer than a message may be
+PIECES_MAX = UNPACKED_MAX // PIECE_BYTES
 SECONDS_MAX = 1e6
 
 Rank = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
@@ -48,16 +51,26 @@ def unpacked(data: bytes) -> bytes:
     return plain
 
 
+def in_pieces(data: bytes) -> list[bytes]:
+    """Of PIECE_BYTES at most. UsageError for more than PIECES_MAX."""
+    pieces = [data[at : at + PIECE_BYTES] for at in range(0, len(data), PIECE_BYTES)] or [b""]
+    if len(pieces) > PIECES_MAX:
+        raise UsageError(f"{len(data)} bytes, at most {PIECES_MAX * PIECE_BYTES} are sent")
+    return pieces
+
+
 class Join(Struct, frozen=True, tag=True):
     """A trainer or inference rank offers itself. inventory: packed(Inventory.to_bytes()).
 
     number: of its Joins and Leaves, ascending: messages overtake each other, and the last that it said counts.
     spare: of an inference rank that is double-buffered, its second memory: a descriptor for each region.
+    is_again: it was left out, and joins again by itself; refused while another has its rank.
     """
 
     number: Count
     inventory: bytes
     spare: Descriptors = []
+    is_again: bool = False
 
 
 class Joined(Struct, frozen=True, tag=True):
@@ -103,13 +116,25 @@ class Member(Struct, frozen=True, array_like=True):
 
 
 class Assign(Struct, frozen=True, tag=True):
-    """A trainer's part of a plan. plan: which; part: packed(Plan.of_trainer().to_bytes()); groups: of the whole plan.
+    """A piece of packed(Assignment.to_bytes()), of so many. plan: which, for an attempt.
+
+    Answered at once while others are missing, and the last one when the trainer is ready.
+    """
+
+    plan: Digest
+    attempt: Attempt
+    piece: Annotated[int, Meta(ge=0, lt=PIECES_MAX)]
+    pieces: Annotated[int, Meta(ge=1, le=PIECES_MAX)]
+    data: Annotated[bytes, Meta(max_length=PIECE_BYTES)]
+
+
+class Assignment(Struct, frozen=True):
+    """A trainer's part of a plan. part: Plan.of_trainer().to_bytes(); groups: of the whole plan.
 
     gone: those whom this trainer need not wait for any more. meets_first: trainers read from each other, which none may
     begin before all offer their weights.
     """
 
-    plan: Digest
     part: bytes
     groups: Annotated[list[Count], Meta(max_length=1 << 20)]
     trainers: Annotated[list[Member], Meta(max_length=1 << 20)]
@@ -117,6 +142,18 @@ class Assign(Struct, frozen=True, tag=True):
     targets: Annotated[list[TargetRegion], Meta(max_length=1 << 24)]
     gone: Annotated[list[AddressBytes], Meta(max_length=1 << 20)] = []
     meets_first: bool = False
+
+    def to_bytes(self) -> bytes:
+        """MessagePack."""
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Assignment:
+        """The inverse. UsageError for anything else."""
+        try:
+            return msgspec.msgpack.decode(data, type=cls)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise UsageError(f"not a valid assignment: {error}") from None
 
 
 class Expect(Struct, frozen=True, tag=True):
@@ -131,13 +168,13 @@ class Taken(Struct, frozen=True, tag=True):
 
 
 class Open(Struct, frozen=True, tag=True):
-    """Make ready for a version: its writes count on `imm`. They come within deadline_s, or it has failed."""
+    """Make ready for a version: its writes count on `imm`. They come within timeout_s, or it has failed."""
 
     version: Version
     attempt: Attempt
     plan: Digest
     imm: Count
-    deadline_s: Seconds
+    timeout_s: Seconds
 
 
 class Opened(Struct, frozen=True, tag=True):
@@ -155,7 +192,7 @@ class Go(Struct, frozen=True, tag=True):
     imm: Count
     barrier_imm: Count
     buffers: Annotated[list[tuple[Rank, int]], Meta(max_length=1 << 20)]
-    deadline_s: Seconds
+    timeout_s: Seconds
 
 
 class Sent(Struct, frozen=True, tag=True):
@@ -176,7 +213,9 @@ class Whole(Struct, frozen=True, tag=True):
 
 
 class Commit(Struct, frozen=True, tag=True):
-    """All inference ranks have all of it, or all trainers have written: this version is the current one now."""
+    """To an inference rank: all of them have all of it; this version is the current one now. To a trainer: those that
+    could be told have switched to it.
+    """
 
     version: Version
     attempt: Attempt
@@ -196,7 +235,16 @@ class Aborted(Struct, frozen=True, tag=True):
 
 
 class Evicted(Struct, frozen=True, tag=True):
-    """Whoever gets this did not answer in time, and is in no plan any more: it may join again."""
+    """Whoever gets this is in no plan any more. It did not answer in time, and may join again; displaced: another has
+    joined under its rank since its Join of this number.
+    """
+
+    reason: Text
+    displaced: Count | None = None
+
+
+class Closed(Struct, frozen=True, tag=True):
+    """The answer of whoever lives and takes part no more, to any question: it, or its memory, was closed."""
 
     reason: Text
 
@@ -212,17 +260,19 @@ class AskProgress(Struct, frozen=True, tag=True):
 class Progress(Struct, frozen=True, tag=True):
     """ready: tasks of its part of a plan that are made ready. written_bytes: of the step under way, or of the last.
 
-    is_offered: publish() is under way.
+    is_offered: publish() is under way. withdrawn: the version that the last one offered, if that was cancelled or ran
+        out of time, and no update has failed since.
     """
 
     ready: Count
     written_bytes: Count
     is_offered: bool = False
+    withdrawn: Version | None = None
 
 
 Message = (
     Join | Joined | JoinRefused | Leave | Assign | Expect | Taken | Open | Opened | Go | Sent | Await | Whole | Commit
-    | Abort | Aborted | Evicted | RollCall | AskProgress | Progress | Failed
+    | Abort | Aborted | Evicted | Closed | RollCall | AskProgress | Progress | Failed
 )  # fmt: skip
 
 
@@ -237,6 +287,6 @@ class Envelope(Struct, frozen=True):
 _LANGUAGE = Language(b"crossrail weights control", Envelope)
 
 
-def mailbox(wire: Wire, secret: bytes, resend_s: float = 0.5) -> Mailbox:
+def mailbox(wire: Wire, secret: bytes, resend_s: float = RESEND_S) -> Mailbox:
     """A mailbox in this language: one per engine."""
     return Mailbox(wire, secret, _LANGUAGE, resend_s)

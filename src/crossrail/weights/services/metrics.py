@@ -20,15 +20,18 @@ class UpdateCollector(Collector):
     def __init__(self, controller: WeightController) -> None:
         self._controller = controller
 
+    def __repr__(self) -> str:
+        return f"<UpdateCollector of {self._controller!r}>"
+
     def collect(self) -> Iterator[Metric]:
         """As Prometheus wants it."""
         controller, totals = self._controller, self._controller.totals
-        yield gauge("crossrail_weight_version", "The last that was completed; -1: none.", {(): controller.version}, [])
+        yield gauge("crossrail_weights_version", "The last that was completed; -1: none.", {(): controller.version}, [])
         members = {(role,): len(controller.ranks(role)) for role in _ROLES}
-        yield gauge("crossrail_weight_members", "Trainers and inference ranks that are there.", members, ["role"])
+        yield gauge("crossrail_weights_members", "Trainers and inference ranks that are there.", members, ["role"])
         outcomes = {("done",): totals.done, ("failed",): totals.failed, ("cancelled",): totals.cancelled}
-        yield counter("crossrail_weight_updates", "Updates by how they ended.", outcomes, ["outcome"])
-        yield counter("crossrail_weight_written_bytes", "Of updates that are done.", {(): totals.written_bytes}, [])
+        yield counter("crossrail_weights_updates", "Updates by how they ended.", outcomes, ["outcome"])
+        yield counter("crossrail_weights_written_bytes", "Of updates that are done.", {(): totals.written_bytes}, [])
         stages = {(stage,): seconds for stage, seconds in totals.stage_s.items()}
-        yield counter("crossrail_weight_stage_seconds", "Of updates that are done, by stage.", stages, ["stage"])
-        yield histogram("crossrail_weight_update_seconds", "Of updates that are done.", {(): totals.durations}, [])
+        yield counter("crossrail_weights_stage_seconds", "Of updates that are done, by stage.", stages, ["stage"])
+        yield histogram("crossrail_weights_update_seconds", "Of updates that are done.", {(): totals.durations}, [])

@@ -3,36 +3,49 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import crossrail as xr
 from crossrail._closing import AsyncClosing
-from crossrail.control.deadlines import in_time
+from crossrail.control.deadlines import in_time, loop_time_s
 from crossrail.control.mailbox import Mailbox, NoAnswer
 from crossrail.control.wire import Unreachable
 from crossrail.errors import CrossrailError, UsageError, WaitTimeout
 from crossrail.weights import gpu
-from crossrail.weights.errors import Refused, UpdateFailed
+from crossrail.weights.errors import MemberRefused, UpdateFailed
 from crossrail.weights.inventory.memory import WeightMemory
 from crossrail.weights.services import messages as m
+from crossrail.weights.services.fencing import fence
 from crossrail.weights.services.members import Membership, next_word, packed_inventory
+from crossrail.weights.services.reading import Reading
+from crossrail.weights.services.spare import ClosingSpare
 from crossrail.weights.services.versions import State, Versions
+from crossrail.weights.threads import in_thread
 
 log = logging.getLogger("crossrail.weights")
 
 _GRACE_S = 5.0  # beyond an update's deadline, for the controller's own word that it failed
 FENCE_S = 30.0  # how long a writer may stand still in a copy until whoever fences it off hears of that
-_FENCE_AGAIN_S = 1.0
+_FENCE_TURN_S = 1.0  # of that, until whoever else fences gets a turn
+_FENCE_AGAIN_S, _FENCE_AGAIN_MAX_S = 1.0, 30.0
 
-Hook = Callable[[int], Awaitable[None]]
+Hook = Callable[[int], Awaitable[object] | object]
 
 
-async def _nothing(_version: int) -> None:
+def _nothing(_version: int) -> None:
     return
+
+
+def _say_why_s(timeout_s: float) -> float:
+    """How long before the end of an update's time its opening is given up: what holds it up is said while the
+    controller still listens, also on busy hosts.
+    """
+    return max(0.05 * timeout_s, min(0.25 * timeout_s, 0.5))
 
 
 @dataclass
@@ -43,10 +56,26 @@ class _Attempt:
     version: int
     counter: xr.ImmCounter
     expected: int
-    deadline_s: float  # on the loop's clock
+    deadline_at_s: float  # on the loop's clock
     timer: asyncio.TimerHandle | None = None
     is_whole: bool = False
     is_failed: bool = False
+    unfenced: list[xr.Region] | None = None  # of a failed one: what its writers may still get into
+
+
+def _heard(task: asyncio.Task[None]) -> None:
+    """Of what it raises, which the loop complains of when nobody waits for it any more."""
+    if not task.cancelled():
+        task.exception()
+
+
+def _is_true(task: asyncio.Task[bool]) -> bool:
+    """What has ended came to that."""
+    return not task.cancelled() and task.exception() is None and task.result()
+
+
+def _has_failed(task: asyncio.Task[None]) -> bool:
+    return task.done() and (task.cancelled() or task.exception() is not None)
 
 
 class WeightReceiver(AsyncClosing):
@@ -56,7 +85,8 @@ class WeightReceiver(AsyncClosing):
         not read, and the old version stays usable until the new one is complete. Without it updates are in place,
         between `pause` and `resume`, and a failed one leaves torn weights, which reading() refuses.
     pause(version), resume(version): of the inference engine; called before weights are written in place, and after a
-        commit. Both are optional. A failed update does not resume. Weights on a GPU are not written before all kernels
+        commit. Both are optional, and coroutine functions, or functions that do not block: they run on the event loop.
+        A failed update does not resume. Weights on a GPU are not written before all kernels
         have ended that torch had launched when pause() returned and the last reading() of them ended; for other
         kernels, pause() has to wait.
     failures: how many attempts this rank knows to have failed; commits: how many were completed here.
@@ -82,29 +112,34 @@ class WeightReceiver(AsyncClosing):
         self._has_spare = spare
         self._pause, self._resume = pause, resume
         self._buffers: list[list[xr.Region]] = []
-        self._versions = Versions(2 if spare else 1)
+        self._versions = Versions(2 if spare else 1, is_torn=memory.is_torn)
         self._reading_tasks: list[asyncio.Task[Any] | None] = []  # once for each reading() that is open
         self._changed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._controller = b""
+        self._has_joined = False
         self._expected: tuple[str, int] | None = None
         self._attempt: _Attempt | None = None
         self._attempt_max = 0  # attempts up to this one are over, also those whose Open is still on its way
+        self._kernels: asyncio.Task[None] | None = None  # the last wait for them
         self._fencing = asyncio.Lock()
-        self._membership = Membership(f"inference rank {self.rank}", mailbox, self.join)
+        self._membership = Membership(
+            f"inference rank {self.rank}", mailbox, self.join, self._closed_why, self._broken_why
+        )
         self._is_closed = False
+        self._spare: ClosingSpare | None = None  # from close() on
+        self._freeing: asyncio.Task[None] | None = None
         self.failures = 0
         self.commits = 0
         self._why = ""
-        for kind, handler in (
-            (m.RollCall, self._on_roll_call),
-            (m.Expect, self._on_expect),
-            (m.Open, self._on_open),
-            (m.Await, self._on_await),
-            (m.Commit, self._on_commit),
-            (m.Abort, self._on_abort),
-            (m.Evicted, self._on_evicted),
-        ):
-            mailbox.handle(kind, handler)
+        self._membership.handle(
+            {
+                m.Await: self._on_await,
+                m.Commit: self._on_commit,
+                m.Abort: self._on_abort,
+                m.Evicted: self._on_evicted,
+            },
+            while_whole={m.RollCall: self._on_roll_call, m.Expect: self._on_expect, m.Open: self._on_open},
+        )
 
     def __repr__(self) -> str:
         return f"<WeightReceiver {self.rank}, version {self.version}{', closed' if self._is_closed else ''}>"
@@ -119,29 +154,40 @@ class WeightReceiver(AsyncClosing):
         """Of the weights that reading() gives."""
         return self._versions.state
 
-    async def join(self, controller: bytes, timeout_s: float = 30.0) -> None:
+    async def join(self, controller: bytes, timeout_s: float = 30.0, *, displaces: bool = True) -> None:
         """Offers this rank to the controller at this address, or to another one. Registers the memory.
 
-        Raises Refused, NoAnswer, Unreachable; WaitTimeout while a writer of a failed update has stopped in our memory.
+        displaces: False: refused while another process that lives has joined under this rank.
+        Raises MemberRefused, NoAnswer, Unreachable; WaitTimeout while a writer of a failed update has stopped in our
+        memory; UsageError after close(), and for what is no address: then nothing has changed.
         """
+        self._check_may_join()
+        self._mailbox.wire.identity(controller)
         self._membership.begin()
         if controller != self._controller:
             self._controller, self._attempt_max = controller, 0
         await self._fail("it joins anew")
-        inventory = await asyncio.to_thread(packed_inventory, self.memory)
+        inventory = await in_thread(packed_inventory, self.memory)
         if not self._buffers:
-            buffers = [self.memory.regions]
-            if self._has_spare:
-                buffers.append(await asyncio.to_thread(self._alloc_spare))
-            self._buffers = self._buffers or buffers
-        self._is_closed = False
+            spare_regions = await in_thread(self._alloc_spare) if self._has_spare else []
+            if self._buffers or self._is_closed:  # another join() was faster, or close() has been called
+                for region in spare_regions:
+                    region.close()
+            else:
+                own = list(self.memory.regions)  # the memory's own list is emptied when it is closed
+                self._buffers = [own, spare_regions] if self._has_spare else [own]
+                # Known only since the inventory: a receiver before this one may have been copying back until then.
+                self._versions = Versions(len(self._buffers), is_torn=self.memory.is_torn)
+        self._check_may_join()
         self._check_memory()
         spare = [bytes(region.descriptor) for region in self._buffers[-1]] if self._has_spare else []
-        question = m.Join(next_word(self._mailbox), inventory, spare)
+        question = m.Join(self._membership.next_join(), inventory, spare, self._membership.is_again or not displaces)
         answer: m.Joined | m.JoinRefused
         answer = await self._mailbox.ask(controller, question, (m.Joined, m.JoinRefused), timeout_s)
         if isinstance(answer, m.JoinRefused):
-            raise Refused(f"inference rank {self.rank} was refused: {answer.reason}")
+            self._membership.refused(answer.reason)
+            raise MemberRefused(f"inference rank {self.rank} was refused: {answer.reason}")
+        self._has_joined = True
 
     @asynccontextmanager
     async def reading(self, timeout_s: float = 60.0) -> AsyncIterator[Reading]:
@@ -152,12 +198,11 @@ class WeightReceiver(AsyncClosing):
         after close().
         Close it between uses: with spare memory the next update but one waits for it, in place the next one.
         """
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout_s
+        deadline_at_s = loop_time_s() + timeout_s
         task = asyncio.current_task()
         self._check_open()
         while (buffer := self._versions.begin_reading(is_nested=task in self._reading_tasks)) is None:
-            await self._wait_changed(deadline, f"no whole weights within {timeout_s:g} s: an update is under way")
+            await self._wait_changed(deadline_at_s, f"no whole weights within {timeout_s:g} s: an update is under way")
             self._check_open()
         self._reading_tasks.append(task)
         try:
@@ -170,12 +215,13 @@ class WeightReceiver(AsyncClosing):
     async def wait_version(self, version: int, timeout_s: float) -> None:
         """Returns once this version, or a later one, is complete here.
 
-        Raises WaitTimeout; UsageError if close() is called meanwhile.
+        Raises WaitTimeout; UsageError once this rank takes no part in updates: another has joined under it, or it could
+        not join again, or is closed.
         """
-        deadline = asyncio.get_running_loop().time() + timeout_s
+        deadline_at_s = loop_time_s() + timeout_s
         while self.version < version:
-            self._check_not_closed()
-            await self._wait_changed(deadline, f"version {version} not complete within {timeout_s:g} s")
+            self._check_takes_part()
+            await self._wait_changed(deadline_at_s, f"version {version} not complete within {timeout_s:g} s")
 
     def has_come(self, version: int, commits: int) -> bool:
         """Whether an update has brought exactly this version since self.commits had this value."""
@@ -186,35 +232,45 @@ class WeightReceiver(AsyncClosing):
     ) -> None:
         """Returns once an update has brought exactly this version, which may be the current one, or an older one.
 
-        Raises UpdateFailed as soon as an attempt has failed; WaitTimeout; UsageError if close() is called meanwhile.
+        Raises UpdateFailed as soon as an attempt has failed; WaitTimeout; UsageError as wait_version().
         failures, commits: the values of self.failures and self.commits before the update was requested, since it may
             end before this is called.
         """
-        deadline = asyncio.get_running_loop().time() + timeout_s
+        deadline_at_s = loop_time_s() + timeout_s
         known = self.failures if failures is None else failures
         before = self.commits if commits is None else commits
         while not self.has_come(version, before):
             if self.failures > known:
                 raise UpdateFailed(version, self._why)
-            self._check_not_closed()
-            await self._wait_changed(deadline, f"version {version} not complete within {timeout_s:g} s")
+            self._check_takes_part()
+            await self._wait_changed(deadline_at_s, f"version {version} not complete within {timeout_s:g} s")
 
     async def leave(self, timeout_s: float = 5.0) -> None:
-        """Leaves: the next update is without this rank."""
+        """Leaves: the next update is without this rank. One in progress fails, here too: its writers are fenced off,
+        which goes on after timeout_s if one stands still. UsageError before join().
+        """
+        if not self._controller:
+            raise UsageError(f"inference rank {self.rank} has joined no controller that it could leave")
         self._membership.end()
         try:
             await self._mailbox.ask(self._controller, m.Leave(next_word(self._mailbox)), m.Taken, timeout_s)
         except (NoAnswer, Unreachable) as error:
             log.info("inference rank %d left without a word: %s", self.rank, error)
+        # Nobody else says so: the controller forgets who leaves.
+        ending = self._mailbox.spawn(self._fail_at_last("it has left"), "ending an update that it has left")
+        await asyncio.wait([ending], timeout=timeout_s)
 
     async def close(self, timeout_s: float = FENCE_S) -> None:
         """Ends an update in progress and frees the spare memory; the memory that was passed in stays. Idempotent.
 
+        If the last version is in the spare memory, it is copied into the memory that was passed in, unless somebody
+        still reads that one, or it was closed. The memory keeps in mind whether it is torn, for another receiver.
         Raises WaitTimeout if a trainer has stopped in the middle of a copy into this memory for timeout_s. Nothing is
-        closed then: the memory must stay, and close() may be called again.
+        closed then: the memory must stay, and close() may be called again. So it may if it raises that spare memory is
+        still in use: it tries again what is left of it.
         """
         self._membership.end()
-        if self._attempt is not None:
+        while self._attempt is not None:  # another may have begun by the time that one was fenced off
             try:
                 await self._fail("the inference rank is closing", timeout_s)
             except WaitTimeout as error:
@@ -222,13 +278,21 @@ class WeightReceiver(AsyncClosing):
                     f"inference rank {self.rank} cannot be closed yet, somebody may still write its weights: {error}. "
                     "Next: end that process, or let it go on, and close() again"
                 ) from None
-        for regions in self._buffers[1:]:
-            for region in regions:
-                region.close()
-        self._buffers.clear()
-        self._is_closed = True
-        self._membership.close()
-        self._notify()
+        if not self._is_closed:
+            self._is_closed = True
+            buffers, self._buffers = self._buffers, []
+            self._membership.close()
+            self._notify()
+            if self._kernels is not None:
+                self._kernels.cancel()  # its thread ends with the kernels
+            if buffers[1:]:
+                version = self.version if self._versions.is_first_outdated else None
+                self._spare = ClosingSpare(self.memory, buffers[1], version)
+        if self._spare is None:
+            return
+        if self._freeing is None or _has_failed(self._freeing):
+            self._freeing = asyncio.ensure_future(in_thread(self._spare.free))
+        await asyncio.shield(self._freeing)  # cancelled or not, also of a close() before
 
     # ---- what the controller says
 
@@ -241,16 +305,40 @@ class WeightReceiver(AsyncClosing):
 
     def _check_open(self) -> None:
         self._check_not_closed()
-        if not self._buffers:
+        if not self._has_joined:
             raise UsageError(f"inference rank {self.rank} has not joined yet: join() comes first")
 
+    def _closed_why(self) -> str:
+        return f"inference rank {self.rank} is closed" if self._is_closed else ""
+
+    def _check_takes_part(self) -> None:
+        self._check_not_closed()
+        if self._membership.out_why:
+            raise UsageError(self._membership.out_why)
+
     def _check_not_closed(self) -> None:
+        if why := self._closed_why():
+            raise UsageError(why)
+
+    def _check_may_join(self) -> None:
         if self._is_closed:
-            raise UsageError(f"inference rank {self.rank} is closed")
+            raise UsageError(f"{self._closed_why()}. Next: make another WeightReceiver, and join() that")
+
+    def _broken_why(self) -> str:
+        for regions in self._buffers:
+            for index, region in enumerate(regions):
+                if region.closed:
+                    return (
+                        f"inference rank {self.rank}: memory of its weights was closed (its region {index}, "
+                        f"{region.nbytes} bytes), it takes no more updates"
+                    )
+        if self.memory.closed:  # of which all regions are its owner's
+            return f"inference rank {self.rank}: memory of its weights was closed, it takes no more updates"
+        return ""
 
     def _check_memory(self) -> None:
-        if any(region.closed for regions in self._buffers for region in regions):
-            raise UsageError(f"inference rank {self.rank}: memory of its weights was closed, it takes no more updates")
+        if why := self._broken_why():
+            raise UsageError(why)
 
     async def _on_roll_call(self, _sender: bytes, _: m.RollCall) -> m.Taken:
         return m.Taken()
@@ -260,6 +348,7 @@ class WeightReceiver(AsyncClosing):
         if self._attempt is not None:
             raise UsageError(f"inference rank {self.rank} is in the middle of an update")
         self._expected = expect.plan, expect.count
+        self._has_joined = True  # its controller counts on it, though the answer to its join() may have been lost
         return m.Taken()
 
     async def _on_open(self, sender: bytes, opened: m.Open) -> m.Opened:
@@ -277,16 +366,17 @@ class WeightReceiver(AsyncClosing):
         if counter.poll():
             raise UsageError(f"immediate {opened.imm} has counts already: something else uses it on this engine")
         self._attempt_max = opened.attempt
-        deadline = loop.time() + opened.deadline_s
-        attempt = self._attempt = _Attempt(opened.attempt, opened.version, counter, self._expected[1], deadline)
+        deadline_at_s = loop_time_s() + opened.timeout_s
+        attempt = self._attempt = _Attempt(opened.attempt, opened.version, counter, self._expected[1], deadline_at_s)
         try:
             self.memory.check_in_place()  # before the pause, which a refused update does not end
+            open_by_s = deadline_at_s - _say_why_s(opened.timeout_s)
             if not self._has_spare:
-                await in_time(self._pause(opened.version), opened.deadline_s)
+                await self._pause_by(open_by_s, opened.version)
+            self._check_current(attempt)
             with self._versions.opening():
-                await self._wait_unread(deadline)
-            if self._attempt is not attempt:
-                raise UsageError(f"attempt {opened.attempt} is over")
+                await self._wait_unread(attempt, open_by_s)
+            self._check_current(attempt)
             self.memory.check_in_place()
         except BaseException:
             if self._attempt is attempt:
@@ -294,27 +384,62 @@ class WeightReceiver(AsyncClosing):
             self._notify()  # readers may come again
             raise
         buffer = self._versions.open()
-        attempt.timer = loop.call_at(deadline + _GRACE_S, self._overdue, attempt)
+        self.memory.is_torn = self._versions.is_first_torn
+        attempt.timer = loop.call_at(deadline_at_s + _GRACE_S, self._overdue, attempt)
         self._notify()
         return m.Opened(buffer)
 
-    async def _wait_unread(self, deadline: float) -> None:
-        """Until neither a reader nor a kernel is at the memory that is to be written. No reader comes meanwhile."""
-        loop = asyncio.get_running_loop()
-        devices = gpu.gpus_of(self._buffers[self._versions.back])
+    def _check_current(self, attempt: _Attempt) -> None:
+        if self._attempt is not attempt:
+            raise UsageError(f"attempt {attempt.number} is over")
+
+    async def _pause_by(self, deadline_at_s: float, version: int) -> None:
+        try:
+            await in_time(self._call("pause", self._pause, version), deadline_at_s - loop_time_s())
+        except asyncio.TimeoutError:
+            raise WaitTimeout(f"inference rank {self.rank}: pause({version}) has not returned") from None
+
+    async def _call(self, name: str, hook: Hook, version: int) -> None:
+        try:
+            pending = hook(version)
+            if inspect.isawaitable(pending):
+                await pending
+        except Exception as error:
+            log.exception("inference rank %d: %s(%d) raised", self.rank, name, version)
+            what = f"{type(error).__name__}: {error}"
+            raise CrossrailError(f"inference rank {self.rank}: {name}({version}) raised {what}") from error
+
+    async def _wait_unread(self, attempt: _Attempt, deadline_at_s: float) -> None:
+        """Until neither a reader nor a kernel is at the memory that is to be written. No reader comes meanwhile.
+
+        UsageError as soon as the attempt is over.
+        """
         while not self._versions.may_open:
-            await self._wait_changed(deadline, f"inference rank {self.rank}: somebody still reads the weights")
+            await self._wait_changed(deadline_at_s, f"inference rank {self.rank}: somebody still reads the weights")
+            self._check_current(attempt)  # close() has taken the buffers else
+        devices = gpu.gpus_of(self._buffers[self._versions.back])
         if not devices:
             return
-        try:
-            await in_time(asyncio.to_thread(gpu.wait_for_kernels, devices), deadline - loop.time())
-        except asyncio.TimeoutError:
-            raise WaitTimeout(f"inference rank {self.rank}: kernels on {devices[0]} still run") from None
+        why = f"inference rank {self.rank}: kernels on {devices[0]} still run"
+        if self._kernels is not None:  # of an attempt that gave up: one thread waits, not one for each attempt
+            await self._wait_kernels(self._kernels, attempt, deadline_at_s, why)
+        # Anew: kernels may have been launched since that began.
+        ended = self._kernels = asyncio.ensure_future(in_thread(gpu.wait_for_kernels, devices))
+        ended.add_done_callback(_heard)
+        await self._wait_kernels(ended, attempt, deadline_at_s, why)
+        ended.result()
+
+    async def _wait_kernels(
+        self, kernels: asyncio.Task[None], attempt: _Attempt, deadline_at_s: float, why: str
+    ) -> None:
+        while not kernels.done():
+            await self._wait_changed(deadline_at_s, why, kernels)
+            self._check_current(attempt)
 
     async def _on_await(self, sender: bytes, question: m.Await) -> m.Whole:
         attempt = self._current(sender, question.attempt)
         if attempt.expected and not attempt.is_whole:
-            left_s = attempt.deadline_s - asyncio.get_running_loop().time()
+            left_s = attempt.deadline_at_s - loop_time_s()
             await attempt.counter.wait_async(attempt.expected, max(left_s, 0.0))
         if attempt.counter.poll():
             raise CrossrailError(
@@ -329,17 +454,19 @@ class WeightReceiver(AsyncClosing):
             raise UsageError(f"inference rank {self.rank} has not counted all of version {attempt.version}")
         self._end(attempt)
         self._versions.commit(attempt.version)
+        self.memory.is_torn = self._versions.is_first_torn
         self.commits += 1
         self._notify()
-        await self._resume(attempt.version)
+        await self._call("resume", self._resume, attempt.version)
         return m.Taken()
 
     async def _on_abort(self, sender: bytes, abort: m.Abort) -> m.Aborted:
         self._check_controller(sender)
+        is_late = abort.attempt < self._attempt_max  # another has begun since
         self._attempt_max = max(self._attempt_max, abort.attempt)
         if self._attempt is not None and self._attempt.number <= abort.attempt:
             await self._fail(abort.reason)
-        else:
+        elif not is_late:
             self._note_failure(abort.reason)
         async with self._fencing:  # our own deadline may have begun it
             self._check_memory()
@@ -347,7 +474,12 @@ class WeightReceiver(AsyncClosing):
 
     async def _on_evicted(self, sender: bytes, evicted: m.Evicted) -> m.Taken:
         self._check_controller(sender)
-        self._membership.left_out(evicted.reason, sender, lambda: self._fail_at_last("it joins anew"))
+        if evicted.displaced is not None:
+            if self._membership.displaced(evicted.reason, evicted.displaced):
+                self._note_failure(evicted.reason)
+                self._mailbox.spawn(self._fail_at_last(evicted.reason), "ending an update that is not for it any more")
+        else:
+            self._membership.left_out(evicted.reason, sender, lambda: self._fail_at_last("it joins anew"))
         return m.Taken()
 
     def _current(self, sender: bytes, number: int) -> _Attempt:
@@ -364,38 +496,62 @@ class WeightReceiver(AsyncClosing):
             self._mailbox.spawn(self._fail_at_last(why), "an overdue update")
 
     async def _fail_at_last(self, why: str) -> None:
-        """As _fail(), but tries again for as long as a writer stands still: it may thaw, or be killed."""
-        attempt = self._attempt
+        """As _fail(), but tries again for as long as a writer stands still, which may thaw, or be killed; or a NIC does
+        not register memory anew.
+        """
+        attempt, pause_s = self._attempt, _FENCE_AGAIN_S
         while attempt is not None and self._attempt is attempt:
             try:
                 await self._fail(why)
-            except WaitTimeout as error:
+            except CrossrailError as error:
                 log.warning("inference rank %d is not fenced off, and takes no updates: %s", self.rank, error)
-                await asyncio.sleep(_FENCE_AGAIN_S)
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, _FENCE_AGAIN_MAX_S)
 
     async def _fail(self, why: str, timeout_s: float = FENCE_S) -> None:
         """Fences off all writers: returns when nothing of this attempt can land any more.
 
         Raises WaitTimeout when one stands still in the middle of a copy; it goes on being the current attempt.
+        timeout_s begins now, also while another _fail() tries: they take turns.
         """
-        attempt = self._attempt
+        attempt, left_s = self._attempt, timeout_s
         if attempt is None:
             return
         log.warning("inference rank %d: version %d failed: %s", self.rank, attempt.version, why)
-        async with self._fencing:
-            if self._attempt is not attempt:
+        while True:
+            asked_at_s = loop_time_s()
+            await self._fencing.acquire()
+            left_s = max(left_s - (loop_time_s() - asked_at_s), 0.0)
+            turn_s = min(left_s, _FENCE_TURN_S)
+            # It goes on when we are cancelled: no other may revoke and renew meanwhile what a thread of ours does.
+            turn = asyncio.ensure_future(self._fence_and_release(attempt, turn_s))
+            try:
+                if await asyncio.shield(turn):
+                    self._note_failure(why)  # here: who hears of it runs after close(), which waits for us, has gone on
                 return
+            except asyncio.CancelledError:
+                turn.add_done_callback(lambda ended: self._note_failure(why) if _is_true(ended) else None)
+                raise
+            except WaitTimeout:
+                left_s -= turn_s
+                if left_s <= 0:
+                    raise
+
+    async def _fence_and_release(self, attempt: _Attempt, timeout_s: float) -> bool:
+        """A turn of _fail(), which has _fencing. Whether it has ended the attempt; another may have."""
+        try:
+            if self._attempt is not attempt:
+                return False
             attempt.is_failed = True  # and stays the current one, so that no other begins, until all writers are out
             if self._versions.is_receiving:
-                back = self._versions.back
-                loop = asyncio.get_running_loop()
-                for region in self._buffers[back]:
-                    if not region.closed:  # else nobody gets in either
-                        await loop.run_in_executor(None, region.revoke, timeout_s)
-                        region.renew()
+                if attempt.unfenced is None:
+                    attempt.unfenced = list(self._buffers[self._versions.back])
+                await in_thread(fence, attempt.unfenced, timeout_s)
                 self._versions.abort()
             self._end(attempt)
-        self._note_failure(why)
+            return True
+        finally:
+            self._fencing.release()
 
     def _note_failure(self, why: str) -> None:
         self.failures += 1
@@ -413,23 +569,9 @@ class WeightReceiver(AsyncClosing):
         changed, self._changed = self._changed, asyncio.get_running_loop().create_future()
         changed.set_result(None)
 
-    async def _wait_changed(self, deadline: float, why: str) -> None:
-        left_s = deadline - asyncio.get_running_loop().time()
-        if left_s <= 0 or not (await asyncio.wait([self._changed], timeout=left_s))[0]:
+    async def _wait_changed(self, deadline_at_s: float, why: str, *others: asyncio.Future[Any]) -> None:
+        """Or until one of the others has ended."""
+        left_s = deadline_at_s - loop_time_s()
+        ends: list[asyncio.Future[Any]] = [self._changed, *others]
+        if left_s <= 0 or not (await asyncio.wait(ends, timeout=left_s, return_when=asyncio.FIRST_COMPLETED))[0]:
             raise WaitTimeout(why)
-
-
-@dataclass(frozen=True)
-class Reading:
-    """Weights of one version. regions: where they lie, as many and as long as those of the memory's inventory."""
-
-    version: int
-    regions: Sequence[xr.Region]
-    _memory: WeightMemory
-
-    def like(self, array: Any) -> Any:
-        """The weights that are read where this array of the memory is: itself, or its place in the spare memory.
-
-        A numpy array; on a GPU what was added, or a torch tensor. See WeightMemory.like.
-        """
-        return self._memory.like(array, self.regions)

@@ -21,8 +21,9 @@ class ControllerOptions:
 
     imm_first: the first of 2**20 immediates that updates use on the engines of all members. They are in the lower
         half, which engines do not hand out.
-    abort_s: how long members may take to end an attempt, or to commit one. evict_s: how long a member that was left out
-        is told so. progress_s: how often trainers are asked for their progress.
+    abort_s: how long members may take to end an attempt, or to commit one: inference ranks, then trainers.
+    evict_s: how long a member that was left out is told so. progress_s: how often trainers are asked for their
+    progress.
     straggler_ratio: a trainer that was busy this many times as long as the median, and took that many times as long per
         byte, gets less to send in a new plan from the next update on (speeds.measured). None: all are treated alike.
     UsageError for an invalid value.
@@ -48,8 +49,9 @@ class UpdateReport:
     """How long an update took, in seconds. plan_s: planning and announcing it; 0 if nobody joined, left or slowed down.
 
     steps: of each trainer, by rank. speeds: of trainers, as the plan assumed them; all others were taken as equal.
-    left_out: names of members that were lost or could not be reached as it began, and did not take part, such as
-        "inference rank 1". If one lives, it has the version from before, and joins again by itself.
+    left_out: names of members that may not have this version, such as "inference rank 1": they were lost or could not
+        be reached as it began, and did not take part; or have not answered Commit. If one lives, it has the version
+        from before, or this one, and joins again by itself.
     """
 
     version: int

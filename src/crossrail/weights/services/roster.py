@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable
 
-from crossrail.control.deadlines import set_in_time
+from crossrail.control.deadlines import loop_time_s, set_in_time
 from crossrail.control.mailbox import Mailbox, NoAnswer
 from crossrail.control.messages import clipped
 from crossrail.control.wire import Unreachable
@@ -14,6 +14,7 @@ from crossrail.errors import UsageError, WaitTimeout
 from crossrail.weights.inventory.holdings import Inventory, Role
 from crossrail.weights.services import messages as m
 from crossrail.weights.services.members import Member, until_reached
+from crossrail.weights.threads import in_thread
 
 log = logging.getLogger("crossrail.weights")
 
@@ -47,21 +48,26 @@ class Roster:
         """Whether this incarnation of it is there."""
         return self.members.get((member.role, member.rank)) is member
 
+    def now(self, member: Member) -> Member | None:
+        """It, or what it has joined anew as since; None: it is not there, or another has its rank."""
+        now = self.members.get((member.role, member.rank))
+        return now if now is not None and now.address == member.address else None
+
     def all(self) -> list[Member]:
         """Trainers, then inference ranks; each by rank."""
         return [*self.of("trainer"), *self.of("target")]
 
     def of(self, role: Role) -> list[Member]:
         """By rank."""
-        return [self.members[key] for key in sorted(self.members) if key[0] == role]
+        there = dict(self.members)  # who reads metrics is another thread
+        return [there[key] for key in sorted(there) if key[0] == role]
 
     async def ready(self, wanted: list[tuple[Role, int]], timeout_s: float) -> None:
         """Returns when these have joined. Raises WaitTimeout, which names those that have not."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout_s
+        deadline_at_s = loop_time_s() + timeout_s
         while missing := [key for key in wanted if key not in self.members]:
             self._joined.clear()
-            if not await set_in_time(self._joined, deadline - loop.time()):
+            if not await set_in_time(self._joined, deadline_at_s - loop_time_s()):
                 names = ", ".join(f"{role} {rank}" for role, rank in missing[:16])
                 raise WaitTimeout(f"not there within {timeout_s:g} s: {names}", len(wanted) - len(missing), len(wanted))
 
@@ -81,8 +87,24 @@ class Roster:
             return False
         self._remove(member, why)
         evicted = m.Evicted(clipped(why))
-        self._mailbox.spawn(self._tell_evicted(member, evicted), f"telling {member} that it is left out")
+
+        async def tell() -> None:
+            await self._tell_evicted(member, evicted)
+
+        self._mailbox.spawn(tell(), f"telling {member} that it is left out")
         return True
+
+    def _displace(self, member: Member) -> None:
+        """Another has joined under its rank: it is told, for it may live, and is not to do the same in turn."""
+        why = f"another {member} has joined"
+        self._remove(member, why)
+        told = m.Evicted(f"{why}. Next: a rank of its own for each, and join()", displaced=member.number)
+
+        async def tell() -> None:
+            if await self._tell_evicted(member, told):
+                log.warning("%s joined from two places: the first one lives, and takes no part any more", member)
+
+        self._mailbox.spawn(tell(), f"telling {member} that another has its rank")
 
     def _hear(self, sender: bytes, number: int) -> None:
         """Of a Join or Leave."""
@@ -96,16 +118,20 @@ class Roster:
         self._hear(sender, join.number)
         try:
             async with self._reading:
-                inventory = await asyncio.to_thread(_inventory_of, join)
+                inventory = await in_thread(_inventory_of, join)
         except UsageError as error:
             return m.JoinRefused(clipped(error))
         if self._is_late(sender, join.number):
             raise UsageError("it has left, or joined anew, since it asked")
         buffers = [[region.descriptor for region in inventory.regions]] + ([join.spare] if join.spare else [])
-        member = Member(inventory.role, inventory.rank, sender, inventory, buffers)
+        member = Member(inventory.role, inventory.rank, sender, inventory, buffers, join.number)
         before = self.members.get((member.role, member.rank))
-        if before is not None:
-            self._remove(before, "another incarnation of it has joined, or it joined again")
+        if before is not None and before.address != sender:
+            if join.is_again:
+                return m.JoinRefused(f"another {member} has joined since it was left out")
+            self._displace(before)
+        elif before is not None:
+            self._remove(before, "it joined again")
         self.members[member.role, member.rank] = member
         if member.role == "trainer":
             self.went.pop(member.rank, None)
@@ -131,13 +157,20 @@ class Roster:
         self.gone.append(member.address)
         self._on_out(member, why)
 
-    async def _tell_evicted(self, member: Member, evicted: m.Evicted) -> None:
+    async def _tell_evicted(self, member: Member, evicted: m.Evicted) -> bool:
         """Until it knows, or another has its place: who was frozen or cut off comes back, also after our engine has
-        given it up.
+        given it up. Whether it knows.
         """
+        knows = False
+
+        async def tell(left_s: float) -> None:
+            nonlocal knows
+            await self._mailbox.ask(member.address, evicted, m.Taken, left_s)
+            knows = True
+
         try:
             await until_reached(
-                lambda left_s: self._mailbox.ask(member.address, evicted, m.Taken, left_s),
+                tell,
                 self._mailbox.wire,
                 member.address,
                 self._evict_s,
@@ -145,6 +178,7 @@ class Roster:
             )
         except (NoAnswer, Unreachable) as error:
             log.info("%s does not know that it is left out: %s", member, error)
+        return knows
 
 
 def _inventory_of(join: m.Join) -> Inventory:

@@ -4,29 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
 
 import crossrail as xr
 from crossrail._closing import AsyncClosing
-from crossrail._options import check_seconds
-from crossrail.control.deadlines import in_time, set_in_time
+from crossrail._options import check_seconds, check_whole
+from crossrail.control.deadlines import in_time, loop_time_s, set_in_time
 from crossrail.control.mailbox import Mailbox, NoAnswer
 from crossrail.control.wire import Unreachable
 from crossrail.errors import CrossrailError, UsageError
 from crossrail.weights import gpu
-from crossrail.weights.errors import Refused, UpdateFailed, WatermarkTooSmall
+from crossrail.weights.errors import MemberRefused, UpdateFailed, WatermarkTooSmall
 from crossrail.weights.inventory.memory import WeightMemory
 from crossrail.weights.services import messages as m
-from crossrail.weights.services.assigned import Assigned
+from crossrail.weights.services.assigned import Assigned, Pieces
 from crossrail.weights.services.members import Membership, next_word, packed_inventory
 from crossrail.weights.services.versions import checked_version
 from crossrail.weights.step.arena import Arena, aligned
 from crossrail.weights.step.barrier import EngineBarrier, MakeBarrier
 from crossrail.weights.step.preparer import Preparer, preparer_for
 from crossrail.weights.step.step import Places, Step, StepReport
+from crossrail.weights.threads import in_thread
 
 log = logging.getLogger("crossrail.weights")
 
@@ -41,7 +42,7 @@ class WeightTrainer(AsyncClosing):
     mailbox: from messages.mailbox(), started by whoever made it; one per trainer or inference rank.
     memory: of role "trainer"; join() registers it. tmp_bytes_max: the watermark, the most memory that tasks use
         together. All of it is allocated when a plan first needs any, and nothing after that except what torch takes to
-        convert.
+        convert, or numpy: 10 MiB.
     preparer: makes what is written; None: torch on the GPU that holds most of the memory, numpy if none is on a GPU.
     Lifecycle: 1. made. 2. join(). 3. publish() for each update. 4. leave(), if others are to continue without it.
     5. close(). Owner of mailbox, engine and memory: whoever made them; they stay open until after close().
@@ -57,6 +58,9 @@ class WeightTrainer(AsyncClosing):
     ) -> None:
         if memory.role != "trainer":
             raise UsageError(f"memory of a {memory.role} given to a trainer")
+        check_whole(tmp_bytes_max=tmp_bytes_max)
+        if tmp_bytes_max < 0:
+            raise UsageError(f"tmp_bytes_max is {tmp_bytes_max}, must be 0 or more")
         self.rank = memory.rank
         self.memory = memory
         self.last_report: StepReport | None = None
@@ -68,26 +72,28 @@ class WeightTrainer(AsyncClosing):
         self._executor = ThreadPoolExecutor(1, f"crossrail-weights-{self.rank}")
         self._preparer = preparer
         self._controller = b""
+        self._pieces = Pieces()
         self._assigned: Assigned | None = None
         self._offer: _Offer | None = None
+        self._withdrawn: int | None = None  # as m.Progress has it
         self._offered = asyncio.Event()
         self._step: Step | None = None
         self._going: asyncio.Task[StepReport] | None = None
         self._attempt_max = 0  # attempts up to this one are over, also those whose Go is still on its way
+        self._step_attempt = 0  # the last that a step was for
         self._lingering: list[xr.Transfer] = []
-        self._membership = Membership(f"trainer {self.rank}", mailbox, self.join)
+        self._membership = Membership(f"trainer {self.rank}", mailbox, self.join, self._closed_why, self._broken_why)
         self._barrier_imm: int | None = None  # of the last attempt
         self._is_closed = False
-        for kind, handler in (
-            (m.RollCall, self._on_roll_call),
-            (m.Assign, self._on_assign),
-            (m.Go, self._on_go),
-            (m.Commit, self._on_commit),
-            (m.Abort, self._on_abort),
-            (m.Evicted, self._on_evicted),
-            (m.AskProgress, self._on_progress),
-        ):
-            mailbox.handle(kind, handler)
+        self._membership.handle(
+            {
+                m.Commit: self._on_commit,
+                m.Abort: self._on_abort,
+                m.Evicted: self._on_evicted,
+                m.AskProgress: self._on_progress,
+            },
+            while_whole={m.RollCall: self._on_roll_call, m.Assign: self._on_assign, m.Go: self._on_go},
+        )
 
     def __repr__(self) -> str:
         return f"<WeightTrainer {self.rank}{', closed' if self._is_closed else ''}>"
@@ -95,47 +101,66 @@ class WeightTrainer(AsyncClosing):
     async def join(self, controller: bytes, timeout_s: float = 30.0) -> None:
         """Offers this rank to the controller at this address, or to another one. Registers the memory.
 
-        Raises Refused, NoAnswer, Unreachable.
+        Raises MemberRefused, NoAnswer, Unreachable; UsageError after close(), and for what is no address: then nothing
+        has changed.
         """
+        self._check_may_join()
+        self._mailbox.wire.identity(controller)
         self._membership.begin()
         await self._stop_step()
         if controller != self._controller:
-            self._controller, self._attempt_max = controller, 0
+            self._controller, self._attempt_max, self._step_attempt, self._pieces = controller, 0, 0, Pieces()
+            self._withdrawn = None
             if self._offer is not None:
-                self._offer.attempt = 0
-        inventory = await asyncio.to_thread(packed_inventory, self.memory)
-        question = m.Join(next_word(self._mailbox), inventory)
+                self._offer.attempt = self._offer.after = 0
+        inventory = await in_thread(packed_inventory, self.memory)
+        self._check_may_join()
+        question = m.Join(self._membership.next_join(), inventory, is_again=self._membership.is_again)
         answer: m.Joined | m.JoinRefused
         answer = await self._mailbox.ask(controller, question, (m.Joined, m.JoinRefused), timeout_s)
         if isinstance(answer, m.JoinRefused):
-            raise Refused(f"trainer {self.rank} was refused: {answer.reason}")
+            self._membership.refused(answer.reason)
+            raise MemberRefused(f"trainer {self.rank} was refused: {answer.reason}")
 
     def publish(self, version: int, timeout_s: float = 60.0) -> Coroutine[Any, Any, StepReport]:
-        """Offers the current weights, and returns when this version is complete at all inference ranks.
+        """Offers the current weights, and returns when this version is complete at all inference ranks, and each has
+        switched to it, and resumed, or was left out (UpdateReport.left_out).
 
+        It may be called before join(), and then waits for that too, within timeout_s.
         The weights must not change until it returns or raises. The update runs once all trainers offer the version that
-        the controller was asked for. Raises UpdateFailed: it is complete nowhere, unless this trainer alone was cut
-        off. Offer it again, or a later one; if `asked_for` of the error is a number, offer that version, or this
-        trainer fails again.
+        the controller was asked for. Raises UpdateFailed: no inference rank is known to have switched to it, unless
+        this trainer alone was cut off or out of time, or the controller died as it told them to. Offer it again, or a
+        later one; if `asked_for` of the error is a number, offer that version, or this trainer fails again. Cancelled,
+        it withdraws the offer: an update that has begun with it fails at once, one that has not waits for another
+        offer, until its time is up.
         Weights on GPUs: nothing is sent before everything has ended that torch had queued on the calling thread's
         current stream of each GPU. For other kernels, wait before the call. The call itself may be made on any thread;
         the coroutine runs on the event loop's. The call raises UsageError for a tensor that was moved after it was
-        added.
+        added, and where memory was closed.
         """
         check_seconds(timeout_s=timeout_s)
+        if why := self._broken_why():
+            raise UsageError(why)
         self.memory.check_in_place()
-        return self._publish(checked_version(version), timeout_s, gpu.launched(gpu.gpus_of(self.memory.regions)))
+        return self._publish(checked_version(version), timeout_s, gpu.launched(self.memory.gpus()))
 
     async def _publish(self, version: int, timeout_s: float, kernels: Sequence[Any]) -> StepReport:
-        if self._is_closed:
-            raise UsageError(f"trainer {self.rank} is closed")
+        if why := self._closed_why() or self._membership.out_why:
+            raise UsageError(why)
         if self._offer is not None:
             raise UsageError(f"trainer {self.rank} offers version {self._offer.version} already: one update at a time")
-        self._offer = _Offer(version, asyncio.get_running_loop().create_future(), kernels)
+        waits = self._going is not None and not self._going.done()  # for this offer
+        after = self._step_attempt - 1 if waits else self._attempt_max
+        self._offer = _Offer(version, asyncio.get_running_loop().create_future(), kernels, after)
+        self._withdrawn = None
         self._offered.set()
         try:
             return await in_time(self._offer.done, timeout_s)
+        except asyncio.CancelledError:
+            self._withdrawn = version
+            raise
         except asyncio.TimeoutError:
+            self._withdrawn = version
             why = f"trainer {self.rank}: not complete within {timeout_s:g} s: {self._why_late()}"
             raise UpdateFailed(version, why) from None
         finally:
@@ -149,17 +174,27 @@ class WeightTrainer(AsyncClosing):
             return "it has joined no controller. Next: join()"
         if self._mailbox.wire.is_lost(self._controller):
             return "the controller is gone: it died, closed, or was silent for too long. Next: join() one that is there"
+        if self._membership.out_why:
+            return self._membership.out_why
         if not self._offer.attempt:
             return "the controller has not asked this trainer for it"
         return "the controller has asked for it, and has not said that all inference ranks have it"
 
     async def leave(self, timeout_s: float = 5.0) -> None:
-        """Leaves: the next update is without this rank. Not needed if the process has ended."""
+        """Leaves: the next update is without this rank. One in progress fails, and a pending publish() raises
+        UpdateFailed. Not needed if the process has ended.
+
+        UsageError before join().
+        """
+        if not self._controller:
+            raise UsageError(f"trainer {self.rank} has joined no controller that it could leave")
         self._membership.end()
         try:
             await self._mailbox.ask(self._controller, m.Leave(next_word(self._mailbox)), m.Taken, timeout_s)
         except (NoAnswer, Unreachable) as error:
             log.info("trainer %d left without a word: %s", self.rank, error)
+        self._fail(f"trainer {self.rank} has left")  # nobody else says so: the controller forgets who leaves
+        await self._stop_step()
 
     async def close(self) -> None:
         """Ends a step in progress and frees its memory; a pending publish() raises UpdateFailed. Idempotent."""
@@ -178,6 +213,18 @@ class WeightTrainer(AsyncClosing):
 
     # ---- what the controller says
 
+    def _closed_why(self) -> str:
+        return f"trainer {self.rank} is closed" if self._is_closed else ""
+
+    def _check_may_join(self) -> None:
+        if self._is_closed:
+            raise UsageError(f"{self._closed_why()}. Next: make another WeightTrainer, and join() that")
+
+    def _broken_why(self) -> str:
+        if not self.memory.closed:
+            return ""
+        return f"trainer {self.rank}: memory of its weights was closed, it takes part in no more updates"
+
     def _check_controller(self, sender: bytes) -> None:
         if sender != self._controller:
             raise UsageError(f"trainer {self.rank} belongs to another controller")
@@ -187,29 +234,37 @@ class WeightTrainer(AsyncClosing):
 
     async def _on_assign(self, sender: bytes, assign: m.Assign) -> m.Taken:
         self._check_controller(sender)
+        if assign.attempt <= self._attempt_max:
+            raise UsageError(f"attempt {assign.attempt} is over")
         if self._going is not None:
             raise UsageError(f"trainer {self.rank} is in the middle of an update")
-        for address in assign.gone:  # transfers to them end now
-            self._engine.forget_peer(address)
+        data = self._pieces.add(assign)
+        if data is None:
+            return m.Taken()
         self._drop_assigned()
-        assigned = self._assigned = Assigned(assign, self.rank)
+        assigned = self._assigned = Assigned(assign.plan, assign.attempt, data, self.rank)
         # In the thread of conversions: there are none now, and one that was dropped ends there first.
-        await asyncio.get_running_loop().run_in_executor(self._executor, assigned.make)
-        if self._assigned is not assigned:
-            raise UsageError(f"plan {assigned.plan} is not wanted any more")
+        await self._run_for(assigned, assigned.open)
+        for address in assigned.gone:  # transfers to them end now
+            self._engine.forget_peer(address)
+        await self._run_for(assigned, assigned.make)
         self._try_anew(assigned)
         if (largest := assigned.largest) is not None:
             if largest.piece_bytes > self._tmp_bytes_max:
                 raise WatermarkTooSmall(largest.name, largest.piece_bytes, self._tmp_bytes_max)
-            await asyncio.get_running_loop().run_in_executor(self._executor, self._make_arena)
-            if self._assigned is not assigned:
-                raise UsageError(f"plan {assigned.plan} is not wanted any more")
+            await self._run_for(assigned, self._make_arena)
         return m.Taken()
+
+    async def _run_for(self, assigned: Assigned, work: Callable[[], None]) -> None:
+        """In the executor's thread. UsageError when meanwhile this assignment is not wanted any more."""
+        await asyncio.get_running_loop().run_in_executor(self._executor, work)
+        if self._assigned is not assigned:
+            raise UsageError(f"plan {assigned.plan} is not wanted any more")
 
     def _try_anew(self, assigned: Assigned) -> None:
         """Whoever is in the plan is there: one that we gave up was frozen, or cut off, and would stay lost to us."""
         descriptors = (*assigned.peers.values(), *assigned.targets.values())
-        for address in {*assigned.trainers.values(), *(descriptor.owner for descriptor in descriptors)}:
+        for address in dict.fromkeys([*assigned.trainers.values(), *(each.owner for each in descriptors)]):
             if self._engine.peer_state(address) == "lost":
                 self._engine.forget_peer(address)
 
@@ -232,7 +287,7 @@ class WeightTrainer(AsyncClosing):
             raise UsageError(f"trainer {self.rank} is in the middle of another update")
         if self._assigned is None or not self._assigned.is_ready or self._assigned.plan != go.plan:
             raise UsageError(f"trainer {self.rank} does not know plan {go.plan}")
-        self._attempt_max = go.attempt
+        self._attempt_max = self._step_attempt = go.attempt
         self._step = None
         if self._barrier_imm is not None:  # others may have come to that barrier when we did not
             self._engine.imm_counter(self._barrier_imm).release(force=True)
@@ -245,7 +300,7 @@ class WeightTrainer(AsyncClosing):
                 raise
             raise CrossrailError("its step was stopped") from None
         except CrossrailError as error:
-            self._fail_soon(f"trainer {self.rank}: {error}")
+            self._fail_soon(go.attempt, f"trainer {self.rank}: {error}")
             raise
         finally:
             if going.done():
@@ -253,21 +308,20 @@ class WeightTrainer(AsyncClosing):
         return m.Sent(asdict(self.last_report))
 
     async def _go(self, assigned: Assigned, go: m.Go) -> StepReport:
-        clock = asyncio.get_running_loop().time
-        deadline = clock() + go.deadline_s
-        if not await set_in_time(self._offered, go.deadline_s):
-            raise CrossrailError(f"version {go.version} was not offered in {go.deadline_s:g} s")
+        deadline_at_s = loop_time_s() + go.timeout_s
+        if not await set_in_time(self._offered, go.timeout_s):
+            raise CrossrailError(f"version {go.version} was not offered in {go.timeout_s:g} s")
         offer = self._offer
         assert offer is not None
+        offer.attempt = go.attempt
         if offer.version != go.version:
             offer.asked_for = go.version
             raise UsageError(f"trainer {self.rank} offers version {offer.version}, asked for is {go.version}")
-        offer.attempt = go.attempt
         while not gpu.have_ended(offer.kernels):
-            if clock() > deadline:
-                raise CrossrailError(f"its GPU has not made version {go.version} in {go.deadline_s:g} s")
+            if loop_time_s() > deadline_at_s:
+                raise CrossrailError(f"its GPU has not made version {go.version} in {go.timeout_s:g} s")
             await asyncio.sleep(_KERNELS_S)
-        await self._quiet(deadline - clock())
+        await self._quiet(deadline_at_s - loop_time_s())
         buffers = dict(go.buffers)
         targets = {
             (rank, region): descriptor
@@ -278,17 +332,17 @@ class WeightTrainer(AsyncClosing):
         places = Places(self._arena, self.memory.regions, assigned.peers, targets, go.imm)
         others = [address for rank, address in assigned.trainers.items() if rank != self.rank]
         barrier = self._make_barrier(self._engine, others, go.barrier_imm)
-        step = self._step = Step(
-            self._engine, assigned.tasks, assigned.groups, arena, places, barrier, self._executor, self._preparer,
-            meets_first=assigned.meets_first,
-        )  # fmt: skip
         try:
-            return await in_time(step.run(deadline - clock()), deadline - clock())
+            step = self._step = Step(
+                self._engine, assigned.tasks, assigned.groups, arena, places, barrier, self._executor, self._preparer,
+                meets_first=assigned.meets_first,
+            )  # fmt: skip
+            return await in_time(step.run(deadline_at_s - loop_time_s()), deadline_at_s - loop_time_s())
         except asyncio.TimeoutError:
-            raise CrossrailError(f"not done in {go.deadline_s:g} s") from None
+            raise CrossrailError(f"not done in {go.timeout_s:g} s") from None
         finally:
             barrier.close()
-            self._lingering = step.pending
+            self._lingering = self._step.pending if self._step is not None else []
 
     async def _on_commit(self, sender: bytes, commit: m.Commit) -> m.Taken:
         self._check_controller(sender)
@@ -300,23 +354,34 @@ class WeightTrainer(AsyncClosing):
 
     async def _on_abort(self, sender: bytes, abort: m.Abort) -> m.Aborted:
         self._check_controller(sender)
+        # It may be late: what belongs to an attempt that has begun since goes on, and so does what was offered since.
         self._attempt_max = max(self._attempt_max, abort.attempt)
-        if self._assigned is not None and not self._assigned.is_ready:
+        self._pieces.clear(abort.attempt)
+        if self._assigned is not None and not self._assigned.is_ready and self._assigned.attempt <= abort.attempt:
             self._drop_assigned()
-        await self._stop_step()
-        if self._offer is not None:
-            self._fail(abort.reason)
+        offer, withdrawn = self._offer, self._withdrawn
+        if self._step_attempt <= abort.attempt:
+            await self._stop_step()
+        if offer is not None and offer.after < abort.attempt and offer.attempt <= abort.attempt:
+            offer.fail(abort.reason)
+        if self._withdrawn == withdrawn:
+            self._withdrawn = None
         return m.Aborted()
 
     async def _on_evicted(self, sender: bytes, evicted: m.Evicted) -> m.Taken:
         self._check_controller(sender)
-        self._membership.left_out(evicted.reason, sender)
+        if evicted.displaced is not None:
+            if self._membership.displaced(evicted.reason, evicted.displaced):
+                self._fail(f"trainer {self.rank}: {evicted.reason}")
+                await self._stop_step()
+        else:
+            self._membership.left_out(evicted.reason, sender)
         return m.Taken()
 
     async def _on_progress(self, sender: bytes, _: m.AskProgress) -> m.Progress:
         report = StepReport() if self._step is None else self._step.report
         ready = 0 if self._assigned is None else len(self._assigned.tasks)
-        return m.Progress(ready, report.written_bytes, self._offer is not None)
+        return m.Progress(ready, report.written_bytes, self._offer is not None, self._withdrawn)
 
     # ---- ending
 
@@ -324,9 +389,9 @@ class WeightTrainer(AsyncClosing):
         if self._offer is not None:
             self._offer.fail(why)
 
-    def _fail_soon(self, why: str) -> None:
+    def _fail_soon(self, attempt: int, why: str) -> None:
         """The controller's abort comes before, and names what ended the update; this says only what it did here."""
-        if self._offer is not None:
+        if self._offer is not None and self._offer.attempt == attempt:
             asyncio.get_running_loop().call_later(ABORT_S, self._offer.fail, why)
 
     async def _stop_step(self) -> None:
@@ -337,13 +402,12 @@ class WeightTrainer(AsyncClosing):
 
     async def _quiet(self, timeout_s: float) -> None:
         """Waits for transfers of a failed attempt, which use the arena and sources. UpdateFailed when they go on."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout_s
+        deadline_at_s = loop_time_s() + timeout_s
         while self._lingering:
             transfer = self._lingering[-1]
             if not transfer.done:
                 waiting = asyncio.ensure_future(_until_done(transfer))
-                await asyncio.wait([waiting], timeout=max(deadline - loop.time(), 0.0))
+                await asyncio.wait([waiting], timeout=max(deadline_at_s - loop_time_s(), 0.0))
                 waiting.cancel()
             if not transfer.done:
                 raise CrossrailError(f"a {transfer.kind} to or from {transfer.peer} of a failed update goes on")
@@ -351,13 +415,14 @@ class WeightTrainer(AsyncClosing):
 
 
 class _Offer:
-    """What publish() waits for. attempt: that has begun to send it, 0: none has. asked_for: the version that the
-    controller asked for, if it was another one.
+    """What publish() waits for. attempt: that has begun to send it, 0: none has. after: attempts up to this one were
+    over when it was made. asked_for: the version that the controller asked for, if it was another one.
     """
 
-    def __init__(self, version: int, done: asyncio.Future[StepReport], kernels: Sequence[Any]) -> None:
+    def __init__(self, version: int, done: asyncio.Future[StepReport], kernels: Sequence[Any], after: int) -> None:
         self.version = version
         self.attempt = 0
+        self.after = after
         self.asked_for: int | None = None
         self.done = done
         self.kernels = kernels

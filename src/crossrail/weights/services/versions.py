@@ -24,6 +24,8 @@ class State(Enum):
 def checked_version(version: object) -> int:
     """A version's number, of whatever kind of whole number. UsageError for anything else."""
     try:
+        if isinstance(version, bool):
+            raise TypeError
         number = operator.index(version)  # type: ignore[arg-type]  # that is the question
     except TypeError:
         raise UsageError(f"version is {version!r}, must be a whole number") from None
@@ -42,10 +44,13 @@ class Versions:
     Threads: one.
     """
 
-    def __init__(self, buffers: int) -> None:
+    def __init__(self, buffers: int, *, is_torn: bool = False) -> None:
+        """is_torn: what is there at first is; else it is whole, and no version of ours."""
         self.front = 0
         self._versions: list[int] = [-1] * buffers
-        self._states = [State.WHOLE] * buffers  # what is there at first is whole, and no version of ours
+        self._states = [State.WHOLE] * buffers
+        if is_torn:
+            self._states[0] = State.TORN
         self._readers = [0] * buffers
         self._openings = 0  # updates that wait for readers to go
 
@@ -62,6 +67,16 @@ class Versions:
     def state(self) -> State:
         """Of the front."""
         return self._states[self.front]
+
+    @property
+    def is_first_torn(self) -> bool:
+        """The buffer that is the front at first is torn, or an update goes into it."""
+        return self._states[0] is not State.WHOLE
+
+    @property
+    def is_first_outdated(self) -> bool:
+        """The front is the other buffer, which is whole, and nobody reads this one."""
+        return self.front != 0 and not self._readers[0]
 
     @property
     def is_receiving(self) -> bool:
@@ -108,9 +123,8 @@ class Versions:
         TornWeights when an update in place has failed.
         """
         if self.state is State.TORN:
-            raise TornWeights(
-                f"an update in place failed after version {self.version}: these weights are part old, part new"
-            )
+            after = f" after version {self.version}" if self.version >= 0 else ""
+            raise TornWeights(f"an update in place failed{after}: these weights are part old, part new")
         if self.state is State.RECEIVING or (self._openings and self.back == self.front and not is_nested):
             return None
         self._readers[self.front] += 1

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from crossrail.errors import UsageError
 from crossrail.weights.conversion.casts import check_cast, storage
-from crossrail.weights.dtypes import DTYPES, ITEM_BYTES, dtype_code
+from crossrail.weights.dtypes import DTYPES, ITEM_BYTES, QUANTISED, dtype_code
 from crossrail.weights.inventory.holdings import c_strides
 from crossrail.weights.planning.boxes import Ints
 from crossrail.weights.planning.plan import Plan, Rows
@@ -199,8 +199,8 @@ class _Some:
             return
         if not is_quantised:
             check_cast(param.dtype, target, param.name)
-        elif param.dtype not in ("float32", "bfloat16"):
-            raise UsageError(f"{param.name}: {param.dtype} is not quantised, only float32 and bfloat16 are")
+        elif param.dtype not in QUANTISED:
+            raise UsageError(f"{param.name}: {param.dtype} is not quantised, only {' and '.join(QUANTISED)} are")
         self._checked.add((param.dtype, target, is_quantised))
 
     def _is_packed(self, at: int, outputs: range, param: _Param) -> bool:

@@ -128,15 +128,15 @@ class Step:
         """
         clock = asyncio.get_running_loop().time
         begun, began_code = clock(), time.thread_time()
-        deadline = begun + timeout_s
+        deadline_at_s = begun + timeout_s
         self._arena.reset_peak()
         try:
             if self._meets_first:  # who has not come may still be changing what we would read
-                await self._meet_others(deadline)
+                await self._meet_others(deadline_at_s)
             for group in self._groups:
                 self._schedule.enter(group)
                 await self._move_until(lambda: self._schedule.is_prepared)
-                await self._meet_others(deadline)
+                await self._meet_others(deadline_at_s)
             await self._move_until(lambda: self._schedule.is_over)
         finally:
             await self._end()
@@ -145,11 +145,11 @@ class Step:
         self.report.peak_bytes = self._arena.peak_bytes
         return self.report
 
-    async def _meet_others(self, deadline: float) -> None:
+    async def _meet_others(self, deadline_at_s: float) -> None:
         """The barrier; what is being written goes on meanwhile."""
         clock = asyncio.get_running_loop().time
         entered = clock()
-        meeting = asyncio.ensure_future(self._barrier.wait(max(deadline - entered, 0.0)))
+        meeting = asyncio.ensure_future(self._barrier.wait(max(deadline_at_s - entered, 0.0)))
         try:
             await self._move_until(meeting.done, meeting)
         finally:

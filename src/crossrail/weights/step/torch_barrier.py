@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from datetime import timedelta
 from typing import Any
 
 from crossrail._extras import needs
 from crossrail.errors import WaitTimeout
 from crossrail.weights.step.barrier import MakeBarrier
+from crossrail.weights.threads import in_thread
 
 _TIMEOUT_MIN_S = 0.001  # torch counts in these, and takes -1 of them for its own half hour
 
@@ -30,7 +30,7 @@ class TorchBarrier:
 
     async def wait(self, timeout_s: float) -> None:
         """See Barrier."""
-        await asyncio.get_running_loop().run_in_executor(None, self._wait, timeout_s)
+        await in_thread(self._wait, timeout_s)
 
     def _wait(self, timeout_s: float) -> None:
         with needs("TorchBarrier", "'crossrail[torch]'"):
