@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from crossrail.doctor.finding import Finding, Fix, note, ok, warning
 from crossrail.doctor.host import Host
@@ -15,6 +16,7 @@ _FAST_CLOCKS = {"tsc", "kvm-clock", "hyperv_clocksource_tsc_page", "arch_sys_cou
 _CLOCK_SLOW_NS = 400
 _WAKE_SLOW_US = 50
 _STEAL_HIGH = 0.05
+_THROTTLED_MUCH = 0.01  # of periods of 0.1 s: a stop in 10 s of work
 _MEANS_ITSELF = ("intel_pstate", "amd-pstate-epp")  # drivers whose "powersave" follows the load
 
 
@@ -58,18 +60,45 @@ def parse_list(text: str) -> list[int]:
     return numbers
 
 
+@dataclass(frozen=True)
+class _Quota:
+    """Of one group. throttled: in how many of its periods everything in it stood still."""
+
+    cores: float
+    seen: str
+    throttled: int
+    periods: int
+
+    @property
+    def share(self) -> float:
+        """Of periods that were cut short."""
+        return self.throttled / self.periods if self.periods else 0.0
+
+
 def quota(host: Host) -> Iterator[Finding]:
     """A share of time, after which everything stands still until the next period."""
     check = "cpu.quota"
-    cores, path = _quota(host)
-    throttled, periods = _throttling(host)
-    if cores is None:
+    files = host.control_files("cpu", "cpu.cfs_quota_us", "cpu.max")
+    if not files and not host.sees_control_groups("cpu"):
+        yield note(
+            check,
+            "whether a control group has a CPU quota is unknown",
+            "/proc/self/cgroup, /sys/fs/cgroup: no group is in sight",
+            "with a quota, threads that spin use it up; then all stand still for up to 0.1 s",
+        )
+        return
+    quotas = _quotas(host, files)
+    if not quotas:
         yield ok(check, "no CPU quota", "cpu.max, cpu.cfs_quota_us")
-    elif throttled and periods:
+        return
+    smallest = min(quotas, key=lambda quota: quota.cores)
+    worst = max(quotas, key=lambda quota: quota.share)
+    cores = smallest.cores
+    if worst.share >= _THROTTLED_MUCH:
         yield warning(
             check,
-            f"the CPU quota of {cores:g} cores stopped this container in {throttled / periods:.0%} of periods",
-            f"{path}; nr_throttled {throttled:,} of {periods:,}",
+            f"the CPU quota of {worst.cores:g} cores stopped this container in {worst.share:.0%} of periods",
+            worst.seen,
             "each time all threads stand still for the rest of the period, up to 0.1 s: peers see it frozen",
             *_quota_fixes(),
         )
@@ -77,13 +106,13 @@ def quota(host: Host) -> Iterator[Finding]:
         yield note(
             check,
             f"a CPU quota of {cores:g} cores on {len(host.cpus())} of them",
-            path,
+            smallest.seen,
             "threads that spin use it up; then all stand still for the rest of the period, up to 0.1 s",
             Fix('xr.Engine(polling="adaptive", spin_us=5)', "spin less"),
             *_quota_fixes(),
         )
     else:
-        yield ok(check, f"CPU quota: {cores:g} cores", path)
+        yield ok(check, f"CPU quota: {cores:g} cores", smallest.seen)
 
 
 def _quota_fixes() -> tuple[Fix, ...]:
@@ -96,25 +125,25 @@ def _quota_fixes() -> tuple[Fix, ...]:
     )
 
 
-def _quota(host: Host) -> tuple[float | None, str]:
-    """(cores, where), the smallest of all groups above us."""
-    found: list[tuple[float, str]] = []
-    for path, text in host.control_files("cpu", "cpu.cfs_quota_us", "cpu.max"):
+def _quotas(host: Host, files: list[tuple[str, str]]) -> list[_Quota]:
+    """Of our group and all above it. Each group counts its own quota's periods alone: a parent's stops are there."""
+    found = []
+    for path, text in files:
+        folder, _, name = path.rpartition("/")
         words = text.split()
-        if path.endswith("cpu.cfs_quota_us"):
-            words.append(host.read(path.replace("quota", "period")) or "")
+        if name == "cpu.cfs_quota_us":
+            words.append(host.read(f"{folder}/cpu.cfs_period_us") or "")
         if len(words) == 2 and all(re.fullmatch(r"\d{1,12}", word) for word in words) and int(words[1]):
-            found.append((int(words[0]) / int(words[1]), f"{path} {' '.join(words)}"))
-    return min(found) if found else (None, "")
+            throttled, periods = _throttling(host.read(f"{folder}/cpu.stat") or "")
+            seen = f"{path} {' '.join(words)}; nr_throttled {throttled:,} of {periods:,}"
+            found.append(_Quota(int(words[0]) / int(words[1]), seen, throttled, periods))
+    return found
 
 
-def _throttling(host: Host) -> tuple[int, int]:
-    """(throttled, periods) of our own group."""
-    for _, text in host.control_files("cpu", "cpu.stat", "cpu.stat"):
-        counts = dict(re.findall(r"^(nr_throttled|nr_periods) (\d{1,18})$", text, re.MULTILINE))
-        if len(counts) == 2:
-            return int(counts["nr_throttled"]), int(counts["nr_periods"])
-    return 0, 0
+def _throttling(stat: str) -> tuple[int, int]:
+    """(throttled, periods)."""
+    counts = dict(re.findall(r"^(nr_throttled|nr_periods) (\d{1,18})$", stat, re.MULTILINE))
+    return (int(counts["nr_throttled"]), int(counts["nr_periods"])) if len(counts) == 2 else (0, 0)
 
 
 def governor(host: Host) -> Iterator[Finding]:

@@ -12,7 +12,7 @@ class Severity(enum.Enum):
     OK = "ok"  # looked at, nothing to do
     NOTE = "note"  # worth knowing; nothing is wrong
     WARNING = "warning"  # transfers will be slow, or fail under load
-    ERROR = "error"  # something that this machine is there for does not work
+    ERROR = "error"  # something that this machine is there for does not work, or could not be looked at
 
     @property
     def rank(self) -> int:

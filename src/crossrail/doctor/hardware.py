@@ -7,6 +7,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from crossrail.errors import UsageError
+from crossrail.topology import Topology
+from crossrail.topology.rails import left_out
+
 if TYPE_CHECKING:
     from crossrail.doctor.host import Host
 
@@ -150,6 +154,21 @@ class Hardware:
         return [port for device in self.rdma for port in device.ports]
 
     @cached_property
+    def left_out(self) -> dict[str, str]:
+        """RDMA devices that no engine takes by itself beside the others, by the topology, each with its reason."""
+        try:
+            topology = Topology.read(self._host.path("/sys"), proc=self._host.path("/proc"))
+        except (UsageError, OSError):  # there is no /sys
+            return {}
+        ours = {device.name for device in self.rdma}
+        return {name: reason for name, reason in left_out(topology).items() if name in ours}
+
+    @cached_property
+    def rail_ports(self) -> list[Port]:
+        """Of the RDMA devices that engines take, or of all where they would take none."""
+        return [port for port in self.ports if port.device not in self.left_out] or self.ports
+
+    @cached_property
     def pci(self) -> list[PciDevice]:
         """What is on the PCI buses that this machine (or container) sees."""
         return [self._pci_device(address) for address in self._host.names(PCI)]
@@ -176,10 +195,13 @@ class Hardware:
 
     @cached_property
     def rails(self) -> list[Interface]:
-        """The interfaces that carry transfers: those of RDMA ports, else the physical ones that are up."""
-        of_ports = {name for port in self.ports for name in port.netdevs}
+        """The interfaces that carry transfers: those of the RDMA ports that are rails, else the physical ones that are
+        up.
+        """
+        of_ports = {name for port in self.rail_ports for name in port.netdevs}
         rails = [interface for interface in self.interfaces if interface.name in of_ports]
-        return rails or [interface for interface in self.interfaces if interface.physical and interface.up]
+        of_others = {name for port in self.ports if port not in self.rail_ports for name in port.netdevs}
+        return rails or [i for i in self.interfaces if i.physical and i.up and i.name not in of_others]
 
     def gids(self, port: Port) -> list[Gid]:
         """Entries of its table that are in use."""

@@ -48,14 +48,17 @@ class Host:
     # ---- files
 
     def path(self, path: str) -> Path:
-        """Where an absolute path of the machine lies here."""
-        return self.root / path.lstrip("/")
+        """Where a path of the machine lies here; a relative one is of the working directory. OSError without one."""
+        whole = path if path.startswith("/") else f"{Path.cwd()}/{path}"
+        return self.root / whole.lstrip("/")
 
     def read(self, path: str) -> str | None:
-        """The beginning of a text file, stripped; None when it cannot be read. Bytes that are no UTF-8 are replaced."""
+        """The beginning of a text file, stripped; None when it cannot be read. Bytes that are no UTF-8 become what they
+        are in names of files: an interface that a file names has the same name there.
+        """
         try:
             with self.path(path).open("rb") as file:
-                return file.read(_FILE_BYTES_MAX).decode(errors="replace").strip("\0 \t\r\n")
+                return file.read(_FILE_BYTES_MAX).decode(errors="surrogateescape").strip("\0 \t\r\n")
         except (OSError, ValueError):
             return None
 
@@ -210,6 +213,11 @@ class Host:
         """Devices, read when asked for and kept."""
         return Hardware(self)
 
+    @property
+    def page_bytes(self) -> int:
+        """In which the kernel counts memory: 4096, or 65536 on some aarch64 kernels."""
+        return os.sysconf("SC_PAGE_SIZE")
+
     @cached_property
     def memory_bytes(self) -> int:
         """RAM of the machine; 0 when unknown."""
@@ -222,25 +230,31 @@ class Host:
 
     def control_files(self, controller: str, v1_name: str, v2_name: str) -> list[tuple[str, str]]:
         """(path, text) of a cgroup's control file, of our own group and every one above it."""
+        paths = [f"{folder}/{v1_name if is_v1 else v2_name}" for folder, is_v1 in self._control_folders(controller)]
+        return [(path, text) for path in paths if (text := self.read(path)) is not None]
+
+    def sees_control_groups(self, controller: str) -> bool:
+        """Whether any group that could hold the controller's files is in sight. Every group lists its processes."""
+        folders = self._control_folders(controller)
+        of_v1 = [folder for folder, is_v1 in folders if is_v1]  # it is there then, and nowhere else
+        return any(self.exists(f"{folder}/cgroup.procs") for folder in of_v1 or [folder for folder, _ in folders])
+
+    def _control_folders(self, controller: str) -> list[tuple[str, bool]]:
+        """(folder, of version 1) where our own group and those above it may be."""
         found = []
         for line in (self.read("/proc/self/cgroup") or "").splitlines():
             controllers, _, group = line.partition(":")[2].partition(":")
             if controllers == "":
-                tops, name = ["/sys/fs/cgroup", "/sys/fs/cgroup/unified"], v2_name
+                tops, is_v1 = ["/sys/fs/cgroup", "/sys/fs/cgroup/unified"], False
             elif controller in controllers.split(","):
-                tops, name = (
-                    [f"/sys/fs/cgroup/{folder}" for folder in dict.fromkeys((controllers, controller))],
-                    v1_name,
-                )
+                tops = [f"/sys/fs/cgroup/{folder}" for folder in dict.fromkeys((controllers, controller))]
+                is_v1 = True
             else:
                 continue
             group_path = PurePosixPath("/" if ".." in group else group or "/")
             for top in tops:
                 for folder in (group_path, *group_path.parents):
-                    path = str(PurePosixPath(top + "/" + str(folder).lstrip("/")) / name)
-                    text = self.read(path)
-                    if text is not None:
-                        found.append((path, text))
+                    found.append((str(PurePosixPath(f"{top}/{str(folder).lstrip('/')}")), is_v1))
         return found
 
     # ---- what must be tried

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import resource
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from crossrail.doctor.finding import Finding, Fix, error, note, ok, warning
 from crossrail.doctor.host import Host
@@ -31,6 +32,8 @@ def memlock(host: Host) -> Iterator[Finding]:
         yield ok(check, f"locked memory: {size(soft)}; only RDMA locks memory, and there is no RDMA device", seen)
     elif exempt:
         yield ok(check, f"locked memory: {size(soft)}, which CAP_IPC_LOCK overrides", seen)
+    elif 0 < host.memory_bytes * _rails(host) <= soft:
+        yield ok(check, f"locked memory: {size(soft)}, enough for all that this machine has", seen)
     else:
         make = error if soft < _MEMLOCK_LOW_BYTES else warning
         yield make(
@@ -38,9 +41,14 @@ def memlock(host: Host) -> Iterator[Finding]:
             f"only {size(soft)} of memory may be locked",
             seen,
             f'registering more than {size(soft)} in this process fails with ENOMEM ("Cannot allocate memory"), however '
-            "much is free: often at the first large pool, and not at start-up",
+            "much is free: often at the first large pool, and not at start-up; a region counts once for each RDMA rail",
             *_memlock_fixes(host, hard),
         )
+
+
+def _rails(host: Host) -> int:
+    """How often a region may be registered: the kernel counts its pages each time (ib_umem_get, pinned_vm)."""
+    return max(len({port.device for port in host.hardware.rail_ports}), 1)
 
 
 def _memlock_fixes(host: Host, hard: int | None) -> Iterator[Fix]:
@@ -174,24 +182,34 @@ def overcommit(host: Host) -> Iterator[Finding]:
 
 
 def memory_group(host: Host) -> Iterator[Finding]:
-    """The cgroup's memory limit, against which shared memory counts too."""
+    """The cgroups' memory limits, against which shared memory counts too. The group with the least room is told."""
     check = "limits.memory-group"
+    files = host.control_files("memory", "memory.limit_in_bytes", "memory.max")
     limits = [
-        (int(text), path)
-        for path, text in host.control_files("memory", "memory.limit_in_bytes", "memory.max")
+        _MemoryLimit(path, int(text), *_usage(host, path))
+        for path, text in files
         if text.isdecimal() and len(text) < 20 and int(text) < _NO_LIMIT_BYTES
     ]
+    if not files and not host.sees_control_groups("memory"):
+        yield note(
+            check,
+            "whether a control group limits memory is unknown",
+            "/proc/self/cgroup, /sys/fs/cgroup: no group is in sight",
+            "beyond a limit the kernel kills a process (exit code 137)",
+        )
+        return
     if not limits:
         yield ok(check, "no memory limit of a control group", "memory.max, memory.limit_in_bytes")
         return
-    limit_bytes, path = min(limits)
-    used_path = path.replace("memory.limit_in_bytes", "memory.usage_in_bytes").replace("memory.max", "memory.current")
-    used_bytes = host.read_int(used_path) or 0
-    seen = f"{path}: {size(limit_bytes)}, in use {size(used_bytes)}"
-    if limit_bytes - used_bytes < _HEADROOM_LOW_BYTES:
+    tightest = min(limits, key=lambda limit: limit.left_bytes)
+    seen = (
+        f"{tightest.path}: {size(tightest.limit_bytes)}, in use {size(tightest.used_bytes)} and "
+        f"{size(tightest.cache_bytes)} of page cache that can be dropped"
+    )
+    if tightest.left_bytes < _HEADROOM_LOW_BYTES:
         yield warning(
             check,
-            f"the memory limit leaves {size(max(limit_bytes - used_bytes, 0))}",
+            f"the memory limit leaves {size(max(tightest.left_bytes, 0))}",
             seen,
             "engine.alloc memory is charged to the process that touches it first; beyond the limit the kernel kills a "
             "process (exit code 137) and its peers lose it",
@@ -199,4 +217,31 @@ def memory_group(host: Host) -> Iterator[Finding]:
             Fix("resources: {limits: {memory: 64Gi}}", "kubernetes"),
         )
     else:
-        yield ok(check, f"memory limit {size(limit_bytes)}, of which {size(used_bytes)} are used", seen)
+        title = f"memory limit {size(tightest.limit_bytes)}, of which {size(tightest.used_bytes)} are used"
+        yield ok(check, title, seen)
+
+
+@dataclass(frozen=True)
+class _MemoryLimit:
+    """Of one group and all below it. used_bytes: without cache_bytes, which the kernel drops before it kills."""
+
+    path: str
+    limit_bytes: int
+    used_bytes: int
+    cache_bytes: int
+
+    @property
+    def left_bytes(self) -> int:
+        """Negative where the limit was lowered below what is used."""
+        return self.limit_bytes - self.used_bytes
+
+
+def _usage(host: Host, limit_path: str) -> tuple[int, int]:
+    """(used, page cache that is not used any more) of the group whose limit stands in that file, in bytes."""
+    folder, _, name = limit_path.rpartition("/")
+    is_v1 = name == "memory.limit_in_bytes"
+    charged = host.read_int(f"{folder}/{'memory.usage_in_bytes' if is_v1 else 'memory.current'}") or 0
+    field = "total_inactive_file" if is_v1 else "inactive_file"
+    match = re.search(rf"^{field} (\d{{1,19}})$", host.read(f"{folder}/memory.stat") or "", re.MULTILINE)
+    cache = min(int(match[1]), charged) if match else 0
+    return charged - cache, cache

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Iterator
 
 from crossrail.doctor.finding import Finding, Fix, note, ok, warning
@@ -81,7 +83,7 @@ def rails_alike(host: Host) -> Iterator[Finding]:
                 f"ethtool {next(rail.name for rail in rails if rail.mbit_per_s == min(speeds))}", "what was negotiated"
             ),
         )
-    of_roce = {name for port in host.hardware.ports if port.link_layer == "Ethernet" for name in port.netdevs}
+    of_roce = {name for port in host.hardware.rail_ports if port.link_layer == "Ethernet" for name in port.netdevs}
     short = [rail for rail in rails if rail.mtu < _JUMBO_MTU and rail.name in of_roce]
     if short:
         yield warning(
@@ -118,7 +120,8 @@ def routing(host: Host) -> Iterator[Finding]:
     subnets: dict[tuple[str, str], list[str]] = {}
     for line in (host.read("/proc/net/route") or "").splitlines()[1:]:
         words = line.split()
-        if len(words) >= 8 and words[1] != "00000000" and words[2] == "00000000":
+        # Zeroconf's route stands at any number of interfaces, with or without an address there; nobody's rails use it.
+        if len(words) >= 8 and words[1] != "00000000" and words[2] == "00000000" and not _is_zeroconf(words[1]):
             subnets.setdefault((words[1], words[7]), []).append(words[0])
     shared = [sorted(set(names)) for names in subnets.values() if len(set(names)) > 1]
     if not shared:
@@ -145,6 +148,13 @@ def routing(host: Host) -> Iterator[Finding]:
             *sysctl(host, "net.ipv4.conf.all.arp_ignore", "1"),
             *sysctl(host, "net.ipv4.conf.all.arp_announce", "2"),
         )
+
+
+def _is_zeroconf(destination: str) -> bool:
+    """Whether an address as /proc/net/route writes it, in this machine's order of bytes, is of 169.254/16."""
+    if re.fullmatch(r"[0-9A-Fa-f]{8}", destination) is None:
+        return False
+    return int(destination, 16).to_bytes(4, sys.byteorder)[:2] == bytes((169, 254))
 
 
 def _setting(host: Host, interface: str, name: str) -> int:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 _FOLDER = Path(__file__).resolve().parent
 _LIBRARIES_DEADLINE_S = 10.0
@@ -101,7 +101,7 @@ class _Ran:
 def _run(arguments: Sequence[str], deadline_s: float) -> _Ran:
     """Runs it without input, in a process group of its own that does not outlive the deadline."""
     # Files, not pipes: what a grandchild holds open cannot keep us waiting.
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+    with _file_in_memory() as out, _file_in_memory() as err:
         process = subprocess.Popen(arguments, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True)
         code: int | None
         try:
@@ -116,6 +116,14 @@ def _run(arguments: Sequence[str], deadline_s: float) -> _Ran:
         err.seek(0)
         lines = [parsed for line in out.read(_OUTPUT_BYTES_MAX).splitlines() if (parsed := _parse(line)) is not None]
         return _Ran(code, lines, err.read(_OUTPUT_BYTES_MAX).decode(errors="replace").strip())
+
+
+def _file_in_memory() -> IO[bytes]:
+    """Where nothing can be written, as in a container with a read-only root, there is no place for another."""
+    try:
+        return os.fdopen(os.memfd_create("crossrail-doctor"), "w+b")
+    except OSError:  # a sandbox without memfd: shm does not open there, and the selftest is to say so
+        return tempfile.TemporaryFile()
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

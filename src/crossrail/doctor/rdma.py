@@ -68,14 +68,16 @@ def _any_netdev(host: Host) -> str:
 def ports(host: Host) -> Iterator[Finding]:
     """Each must be active: one dead rail of eight fails whatever is spread over eight."""
     check = "rdma.ports"
-    every = host.hardware.ports
+    every = host.hardware.rail_ports
     if not every:
         return
     down = [port for port in every if not port.is_active]
     if not down:
-        yield ok(check, f"{len(every)} of {len(every)} ports active", f"{INFINIBAND}/*/ports/*/state")
+        seen = f"{INFINIBAND}/*/ports/*/state{_not_counted(host)}"
+        yield ok(check, f"{len(every)} of {len(every)} ports active", seen)
         return
     seen = "; ".join(f"{port.name}: {port.state}, {port.physical}, {port.link_layer}" for port in down)
+    seen += _not_counted(host)
     fixes = tuple(dict.fromkeys(fix for port in down for fix in _port_fixes(host, port)))
     if len(down) == len(every):
         yield error(
@@ -90,6 +92,12 @@ def ports(host: Host) -> Iterator[Finding]:
         f"{share:.0%} of the bandwidth is missing, and peers that pair rails by index reach nothing through these",
         *fixes,
     )
+
+
+def _not_counted(host: Host) -> str:
+    """Devices that no engine takes: what is wrong with them costs nothing, and what they could do is no bandwidth."""
+    names = [f"{name} ({reason})" for name, reason in host.hardware.left_out.items()]
+    return f"; not counted: {listing(names, 4)}" if names else ""
 
 
 def _port_fixes(host: Host, port: Port) -> Iterator[Fix]:
@@ -109,8 +117,10 @@ def rates(host: Host) -> Iterator[Finding]:
     """Ports of one kind should run at one rate."""
     check = "rdma.rates"
     by_kind: dict[str, list[Port]] = {}
+    counted = set(host.hardware.rail_ports)
     for device in host.hardware.nics:
-        by_kind.setdefault(device.kind, []).extend(port for port in device.ports if port.is_active and port.gbit_per_s)
+        members = [port for port in device.ports if port in counted and port.is_active and port.gbit_per_s]
+        by_kind.setdefault(device.kind, []).extend(members)
     for kind, members in by_kind.items():
         rates = {port.gbit_per_s or 0.0 for port in members}
         if not rates:
@@ -120,14 +130,14 @@ def rates(host: Host) -> Iterator[Finding]:
             yield ok(
                 check,
                 f"{kind}: {len(members)} x {rates.pop():g} Gb/s = {total / 8:.0f} GB/s",
-                f"{INFINIBAND}/*/ports/*/rate",
+                f"{INFINIBAND}/*/ports/*/rate{_not_counted(host)}",
             )
             continue
         slow = [port for port in members if (port.gbit_per_s or 0.0) < max(rates)]
         yield warning(
             check,
             f"{kind} ports run at different rates: {listing([port.name for port in slow])} below {max(rates):g} Gb/s",
-            "; ".join(f"{port.name}: {port.gbit_per_s:g} Gb/s" for port in members),
+            "; ".join(f"{port.name}: {port.gbit_per_s:g} Gb/s" for port in members) + _not_counted(host),
             f"a write split evenly ends with the slowest rail: {len(members) * min(rates) / 8:.0f} instead of "
             f"{len(members) * max(rates) / 8:.0f} GB/s",
             *(Fix(f"mlxlink -d {port.device} -p {port.number}", "what was negotiated, and why") for port in slow[:2]),
@@ -138,7 +148,7 @@ def gids(host: Host) -> Iterator[Finding]:
     """RoCE addresses: version 2, and one that a router forwards."""
     check = "rdma.gids"
     good = []
-    for port in host.hardware.ports:
+    for port in host.hardware.rail_ports:
         if port.link_layer != "Ethernet" or not port.is_active:
             continue
         table = host.hardware.gids(port)
@@ -162,11 +172,12 @@ def gids(host: Host) -> Iterator[Finding]:
                 address,
             )
         elif table:
-            yield error(
+            yield warning(
                 check,
                 f"{port.name} has no RoCE v2 GID",
                 seen,
-                "RoCE v1 is not routed, and not offered by crossrail: this rail cannot be used",
+                "RoCE v1 is not routed: this rail reaches peers on the same Ethernet segment only, and of those only "
+                "such as use v1 too",
                 Fix(sudo(host, f"cma_roce_mode -d {port.device} -p {port.number} -m 2"), "ConnectX-3"),
                 address,
             )
@@ -187,7 +198,7 @@ def partitions(host: Host) -> Iterator[Finding]:
     """InfiniBand's P_Keys: one that this port is a full member of."""
     check = "rdma.partitions"
     good = []
-    for port in host.hardware.ports:
+    for port in host.hardware.rail_ports:
         if port.link_layer != "InfiniBand" or not port.is_active:
             continue
         keys = host.hardware.partitions(port)
@@ -271,7 +282,9 @@ def namespace(host: Host) -> Iterator[Finding]:
     check = "rdma.namespace"
     ours = set(host.names(NET))
     strange = [
-        port for port in host.hardware.ports if port.link_layer == "Ethernet" and not ours.intersection(port.netdevs)
+        port
+        for port in host.hardware.rail_ports
+        if port.link_layer == "Ethernet" and not ours.intersection(port.netdevs)
     ]
     strange = [port for port in strange if port.is_active]
     if strange:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from crossrail.doctor.finding import Finding, Fix, Severity, warning
+from crossrail.doctor.finding import Finding, Fix, Severity, error
 from crossrail.doctor.host import Host
 from crossrail.doctor.topics import NAMES, TOPICS, Check
 
@@ -29,7 +29,7 @@ class Report:
         return sum(finding.severity is severity for finding in self.findings)
 
     def exit_status(self, *, strict: bool) -> int:
-        """0: nothing wrong. 1: an error; with strict, also a warning."""
+        """0: nothing wrong. 1: an error, or a check that failed itself; with strict, also a warning."""
         bad = self.count(Severity.ERROR) + (self.count(Severity.WARNING) if strict else 0)
         return 1 if bad else 0
 
@@ -68,7 +68,9 @@ def _selects(name: str, check: str) -> bool:
 
 
 def _run_one(host: Host, topic: str, check: Check, only: Sequence[str]) -> list[Finding]:
-    """Those that `only` chooses. That a check failed is told in any case: it may have been about them."""
+    """Those that `only` chooses. That a check failed is told in any case: it may have been about them. It is an error:
+    what nobody looked at must not pass for fine.
+    """
     findings: list[Finding] = []
     try:
         for finding in check(host):
@@ -76,7 +78,7 @@ def _run_one(host: Host, topic: str, check: Check, only: Sequence[str]) -> list[
                 findings.append(finding)
     except Exception:
         findings.append(
-            warning(
+            error(
                 f"{topic}.{check.__name__.replace('_', '-')}",
                 "this check itself failed: please report it",
                 traceback.format_exc(limit=-3),
@@ -101,14 +103,19 @@ def to_json(report: Report, *, strict: bool, version: str) -> dict[str, Any]:
     }
 
 
+def as_unicode(text: str) -> str:
+    """With "?" for bytes of names that are no UTF-8: JSON could escape them, and many of its readers refuse that."""
+    return text.encode(errors="replace").decode()
+
+
 def finding_to_json(finding: Finding) -> dict[str, Any]:
     """One of them."""
     return {
         "check": finding.check,
         "topic": finding.topic,
         "severity": finding.severity.value,
-        "title": finding.title[:_TEXT_MAX],
-        "seen": finding.seen[:_TEXT_MAX],
-        "cost": finding.cost[:_TEXT_MAX],
-        "fixes": [{"for": fix.where, "command": fix.command} for fix in finding.fixes],
+        "title": as_unicode(finding.title[:_TEXT_MAX]),
+        "seen": as_unicode(finding.seen[:_TEXT_MAX]),
+        "cost": as_unicode(finding.cost[:_TEXT_MAX]),
+        "fixes": [{"for": as_unicode(fix.where), "command": as_unicode(fix.command)} for fix in finding.fixes],
     }

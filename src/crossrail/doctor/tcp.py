@@ -14,7 +14,6 @@ _WINDOW_GOOD_BYTES = 4 << 20
 _WINDOW_WANTED = "4096 131072 67108864"
 _BACKLOG_GOOD = 512
 _PORTS_GOOD = 16_000
-_PAGE_BYTES = 4096
 _MEMORY_LOW_BYTES = 128 << 20
 _MEMORY_SHARE = 32  # the kernel's own choice is a twentieth
 _FAST_CONTROLS = ("cubic", "reno", "dctcp", "htcp")
@@ -79,10 +78,10 @@ def memory(host: Host) -> Iterator[Finding]:
     limits = host.read_ints(f"{_IPV4}/tcp_mem")
     if len(limits) != 3:
         return
-    pressure_bytes, most_bytes = limits[1] * _PAGE_BYTES, limits[2] * _PAGE_BYTES
-    used_bytes = _socket_pages(host) * _PAGE_BYTES
+    pressure_bytes, most_bytes = limits[1] * host.page_bytes, limits[2] * host.page_bytes
+    used_bytes = _socket_pages(host) * host.page_bytes
     seen = f"net.ipv4.tcp_mem = {' '.join(map(str, limits))} pages; in use {size(used_bytes)}"
-    pages = host.memory_bytes // _PAGE_BYTES
+    pages = host.memory_bytes // host.page_bytes
     fixes = sysctl(host, "net.ipv4.tcp_mem", f"{pages // 16} {pages // 8} {pages // 4}") if pages else ()
     if used_bytes > pressure_bytes:
         yield warning(

@@ -6,7 +6,9 @@ with serve_metrics(engine):  # for Prometheus
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from crossrail._lazy import lazily
 
 if TYPE_CHECKING:
     from crossrail.observe.metrics import EngineCollector
@@ -15,20 +17,14 @@ if TYPE_CHECKING:
 
 __all__ = ["EngineCollector", "MetricsServer", "Traffic", "read_traffic", "serve_metrics"]
 
-_HOMES = {
-    "EngineCollector": "metrics",
-    "MetricsServer": "server",
-    "serve_metrics": "server",
-    "Traffic": "traffic",
-    "read_traffic": "traffic",
-}
-
-
-def __getattr__(name: str) -> Any:
-    """Imported when first used: who only draws a trace need not wait for prometheus_client."""
-    import importlib
-
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{home}"), name)
+# Who only draws a trace need not wait for prometheus_client.
+__getattr__ = lazily(
+    __name__,
+    {
+        "EngineCollector": "metrics",
+        "MetricsServer": "server",
+        "serve_metrics": "server",
+        "Traffic": "traffic",
+        "read_traffic": "traffic",
+    },
+)

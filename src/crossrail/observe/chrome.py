@@ -15,8 +15,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple, TextIO
+
+from crossrail._closing import Closing
 
 
 class Track(NamedTuple):
@@ -26,7 +27,7 @@ class Track(NamedTuple):
     thread: int
 
 
-class ChromeTrace:
+class ChromeTrace(Closing):
     """Writes events as they come: nothing is kept but the names of tracks, so a trace may be longer than memory.
 
     Times are whole nanoseconds of any one clock, in any order. The same calls give the same bytes. One thread at a
@@ -98,14 +99,6 @@ class ChromeTrace:
             return
         self._open = False
         self._stream.write("\n]}\n")
-
-    def __enter__(self) -> ChromeTrace:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _identity(self) -> int:
         self._next_id += 1

@@ -9,14 +9,16 @@ from dataclasses import dataclass, field, replace
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from crossrail import Engine
+from crossrail import Engine, _options
 from crossrail.errors import EngineClosed, UsageError
 from crossrail.observe.durations import Durations
 from crossrail.observe.families import counter, gauge, histogram
-from crossrail.observe.traffic import Counts, PeerTraffic, RailTraffic, read_traffic
+from crossrail.observe.traffic import Counts, PeerTraffic, RailTraffic, Traffic, read_traffic
 
 PEERS_MAX = 256
 _UNITS_PER_COUNT = 48
+_PATIENCE_S = 1.0  # with whoever drives an engine,
+_PATIENCE_HANGING_S = 0.01  # and while it hangs, without a round since: scrapes must not pile up
 Key = tuple[str, ...]  # values of labels
 
 _ENGINE_COUNTERS: dict[str, tuple[str, str]] = {
@@ -79,11 +81,16 @@ class EngineCollector(Collector):
         names = [engine.name for engine in engines]
         if len(set(names)) != len(names):
             raise UsageError(f"engines {names} are told apart by their names, and some are the same")
+        _options.check_whole(peers_max=peers_max)
+        if peers_max < 0:
+            raise UsageError(f"peers_max is {peers_max}, must be 0 or more")
         self._engines = engines
         self._peers_max = peers_max
         # By engine and name, by when we first saw them: who is shown stays until it goes.
         self._shown: dict[str, dict[str, _Steady]] = {}
-        self._lock = threading.Lock()  # guards _shown: scrapes may overlap, and what was read first has to come first
+        self._hanging: dict[str, int] = {}  # engines, when we last looked, and what rounds they had made
+        # Guards both: scrapes may overlap, and what was read first has to come first.
+        self._lock = threading.Lock()
 
     def __repr__(self) -> str:
         return f"<EngineCollector of {', '.join(map(repr, self._engines))}>"
@@ -95,12 +102,13 @@ class EngineCollector(Collector):
         rails: dict[Key, RailTraffic] = {}
         peers: dict[Key, PeerTraffic] = {}
         hidden: dict[Key, int] = {}
+        hanging: dict[Key, int] = {}
         bounds_s: Sequence[float] = ()
         for engine in self._engines:
             name = engine.name
             try:
                 with self._lock:
-                    traffic = read_traffic(engine)
+                    traffic = self._read(engine)
                     shown = self._follow(name, traffic.peers)
                 stats[name] = engine.stats()
             except EngineClosed:
@@ -111,11 +119,26 @@ class EngineCollector(Collector):
             rails |= {(name, rail.transport, str(rail.rail)): rail for rail in traffic.rails}
             peers |= {(name, peer.name): peer for peer in shown}
             hidden[name,] = len(traffic.peers) - len(shown)
+            hanging[name,] = int(traffic.hangs)
         yield gauge("crossrail_engine_open", "1 while the engine is open.", open_ones, ["engine"])
+        yield gauge(
+            "crossrail_engine_hangs",
+            "1 while a thread is in the engine, driving it, and does not come out again: it hangs there.",
+            hanging,
+            ["engine"],
+        )
         yield from _engine_metrics(stats)
         yield from _rail_metrics(rails, bounds_s)
         yield gauge("crossrail_peers_hidden", "Names of peers beyond those that are shown.", hidden, ["engine"])
         yield from _peer_metrics(peers, bounds_s)
+
+    def _read(self, engine: Engine) -> Traffic:
+        rounds = engine.stats()["worker_rounds"]
+        hangs_yet = self._hanging.pop(engine.name, None) == rounds
+        traffic = read_traffic(engine, _PATIENCE_HANGING_S if hangs_yet else _PATIENCE_S)
+        if traffic.hangs:
+            self._hanging[engine.name] = rounds
+        return traffic
 
     def _follow(self, engine: str, there: Mapping[str, PeerTraffic]) -> list[PeerTraffic]:
         """Those that are shown, with their counters as they are shown."""
@@ -146,7 +169,7 @@ def _engine_metrics(stats: Mapping[str, Mapping[str, int]]) -> Iterator[Metric]:
 def _rail_metrics(rails: Mapping[Key, RailTraffic], bounds_s: Sequence[float]) -> Iterator[Metric]:
     labels = ["engine", "transport", "rail"]
     yield from _count_metrics("crossrail_rail", {key: rail.counts for key, rail in rails.items()}, labels, bounds_s)
-    depths = {key: rail.depth for key, rail in rails.items()}
+    depths = {key: rail.depth for key, rail in rails.items() if rail.depth is not None}
     yield gauge("crossrail_rail_depth", "Works that are on the rail and not over.", depths, labels)
 
 

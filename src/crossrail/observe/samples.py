@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import urllib.request
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from http.client import HTTPException
@@ -11,6 +10,7 @@ from http.client import HTTPException
 from prometheus_client.parser import text_string_to_metric_families
 
 from crossrail.errors import CrossrailError, UsageError
+from crossrail.observe.http import open_url
 
 _ANSWER_BYTES_MAX = 64 << 20
 _HOW_TO_SERVE = (
@@ -63,7 +63,7 @@ def scrape(url: str, timeout_s: float) -> Scrape:
             f"{url!r} is not the address of a metrics endpoint: write for example http://127.0.0.1:9478/metrics"
         )
     try:
-        with urllib.request.urlopen(url, timeout=timeout_s) as answer:
+        with open_url(url, timeout_s) as answer:
             data = answer.read(_ANSWER_BYTES_MAX + 1)
     except (OSError, HTTPException, ValueError) as error:
         reason = getattr(error, "reason", error)  # of a URLError, what was behind it

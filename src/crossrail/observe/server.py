@@ -3,35 +3,38 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import operator
-import os
 import re
+import socket
 import threading
-from types import TracebackType
+from socketserver import TCPServer, ThreadingMixIn
 from typing import Any
-from wsgiref.simple_server import WSGIServer
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.registry import Collector
 
 from crossrail import Engine, _options
+from crossrail._closing import Closing
 from crossrail.errors import TransportError, UsageError
 from crossrail.observe.metrics import PEERS_MAX, EngineCollector
 
 DEFAULT_PORT = 9478
 PATIENCE_S = 10.0
+_PATIENCE_MAX_S = 86400.0
 # prometheus_client compares versions as tuples of numbers, and fails where one is anything else.
 _BAD_VERSION = re.compile(r"version=(?!\d{1,9}(\.\d{1,9})*\s*([;,]|$))", re.ASCII)
 
 
-class MetricsServer:
+class MetricsServer(Closing):
     """Made by serve_metrics(). url: what to scrape. port: where it listens. registry: for metrics of your own."""
 
     def __init__(self, registry: CollectorRegistry, server: WSGIServer, thread: threading.Thread) -> None:
         self.registry = registry
         self._server = server
         self._thread = thread
-        host = str(server.server_address[0])
+        host = _shown(server.socket.getsockname())
         self.port = server.server_port
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}/metrics"
         self._closed = False
@@ -48,13 +51,11 @@ class MetricsServer:
         self._server.server_close()
         self._thread.join()
 
-    def __enter__(self) -> MetricsServer:
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+def _shown(place: tuple[Any, ...]) -> str:
+    """The host of an address, with the interface that a link-local one of IPv6 is of."""
+    scope = place[3] if len(place) > 3 else 0
+    return f"{place[0]}%{socket.if_indextoname(scope)}" if scope else str(place[0])
 
 
 def serve_metrics(
@@ -63,20 +64,25 @@ def serve_metrics(
 ) -> MetricsServer:  # fmt: skip
     """Serves the metrics of these over HTTP, from a thread of its own, until it is closed.
 
-    observed: engines, and collectors of prometheus_client: crossrail.weights.services.metrics.UpdateCollector,
-    crossrail.moe.metrics.RoundCollector, your own. port: 0: any that is free. host: address to listen at, of this host;
-    "0.0.0.0" is all of them, and then anybody who reaches it reads names of peers and how much they move.
+    observed: engines, and collectors of prometheus_client: crossrail.kv.RouterCollector,
+    crossrail.weights.UpdateCollector, crossrail.moe.RoundCollector, your own. port: 0: any that is free. host: address
+    to listen at, of this host; "0.0.0.0" is all of them, and then anybody who reaches it reads names of peers and how
+    much they move.
     peers_max: of each engine, see EngineCollector. patience_s: a client that sends, or takes, nothing for so long is
     cut off: each has a thread.
 
     Engines stay the caller's, and may close before it. Raises TransportError when it cannot listen there, UsageError
-    for two engines of one name, a port out of 0..65535, and what is neither engine nor collector.
+    for two engines of one name, a port out of 0..65535, a host or a time that is none, and what is neither engine nor
+    collector.
     """
     for each in observed:
         if not isinstance(each, Engine) and not callable(getattr(each, "collect", None)):
             raise UsageError(f"observed are engines and collectors, one after the other, not {type(each).__name__}")
     _options.check_texts(host=host)
     _options.check_whole(port=port)
+    _options.check_numbers(patience_s=patience_s)
+    if not 0 < patience_s <= _PATIENCE_MAX_S:
+        raise UsageError(f"patience_s is {patience_s}, must be more than 0 and at most {_PATIENCE_MAX_S:g} seconds")
     port = operator.index(port)
     if not 0 <= port <= 65535:
         raise UsageError(f"port is {port}, must be in 0..65535")
@@ -85,31 +91,69 @@ def serve_metrics(
     for each in observed:
         if not isinstance(each, Engine):
             registry.register(each)
-    try:
-        server, thread = start_http_server(port, host, registry)
-    except OSError as error:
-        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
-        raise TransportError(
-            "bind", error.errno or 0, f"cannot serve metrics at {host}:{port}: {reason}", "choose another port, or 0"
-        ) from None
-    server.RequestHandlerClass = _hardened(server.RequestHandlerClass, patience_s)
+    server = _open(host, port)
+    server.patience_s = patience_s
+    server.set_app(make_wsgi_app(registry))
+    thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
+    thread.start()
     return MetricsServer(registry, server, thread)
 
 
-def _hardened(handler: Any, patience_s: float) -> Any:
-    """That of prometheus_client waits for ever for a request, complains of clients that are gone, and trusts them."""
+def _open(host: str, port: int) -> _Server:
+    try:
+        family, _, _, _, place = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        # All of the place: an IPv6 address may be of one interface, as in fe80::1%eth0.
+        return _Server(family, place)
+    except UnicodeError:
+        raise UsageError(f"host is {host!r}, which is not the name of a host") from None
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise TransportError(
+            "bind", error.errno or 0, f"cannot serve metrics at {host}:{port}: {reason}", _remedy(error)
+        ) from None
 
-    class Hardened(handler):  # type: ignore[misc]  # a private class of prometheus_client, known at run time only
-        timeout = patience_s
 
-        def handle(self) -> None:
-            with contextlib.suppress(TimeoutError, ConnectionError):
-                super().handle()
+def _remedy(error: OSError) -> str:
+    if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+        return 'host is an address of this host, "127.0.0.1", or "0.0.0.0" for all of them'
+    return "choose another port, or 0" if error.errno in (errno.EADDRINUSE, errno.EACCES) else ""
 
-        def get_environ(self) -> dict[str, Any]:
-            environ: dict[str, Any] = super().get_environ()
-            if _BAD_VERSION.search(environ.get("HTTP_ACCEPT", "")):
-                del environ["HTTP_ACCEPT"]  # who asks for what cannot be gets the default
-            return environ
 
-    return Hardened
+class _Server(ThreadingMixIn, WSGIServer):
+    """A thread for each request, which is not waited for at the end."""
+
+    daemon_threads = True
+    patience_s = PATIENCE_S
+
+    def __init__(self, family: socket.AddressFamily, place: Any) -> None:
+        self.address_family = family
+        super().__init__(place, _Handler)
+
+    def server_bind(self) -> None:
+        """As of http.server, without asking a name server for the name of this host."""
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+        self.setup_environ()
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        request.settimeout(self.patience_s)
+        super().finish_request(request, client_address)
+
+
+class _Handler(WSGIRequestHandler):
+    """Clients may be silent, gone, or send anything: they are not waited for, not told of, and not trusted."""
+
+    def handle(self) -> None:
+        with contextlib.suppress(TimeoutError, ConnectionError):
+            super().handle()
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - its name there
+        """Nothing: there is a request every few seconds."""
+
+    def get_environ(self) -> dict[str, Any]:
+        environ: dict[str, Any] = super().get_environ()
+        if _BAD_VERSION.search(environ.get("HTTP_ACCEPT", "")):
+            del environ["HTTP_ACCEPT"]  # who asks for what cannot be gets the default
+        return environ

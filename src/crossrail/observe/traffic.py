@@ -54,12 +54,12 @@ class Counts:
 
 @dataclass
 class RailTraffic:
-    """depth: works on the rail that are not over."""
+    """depth: works on the rail that are not over; None where not Traffic.is_whole."""
 
     transport: str
     rail: int
     counts: Counts
-    depth: int
+    depth: int | None
 
 
 @dataclass
@@ -84,20 +84,27 @@ class PeerTraffic:
 
 @dataclass
 class Traffic:
-    """peers: by name. bounds_s: upper bounds of latencies in seconds, ascending; one bucket more is for others."""
+    """peers: by name. bounds_s: upper bounds of latencies in seconds, ascending; one bucket more is for others.
+
+    is_whole: False where whoever drives the engine did not answer in time for each peer, so depths of rails and paths
+    of some peers are missing. hangs: it answered for none and made no round meanwhile, so it is not merely busy.
+    """
 
     rails: list[RailTraffic]
     peers: dict[str, PeerTraffic]
     bounds_s: list[float]
+    is_whole: bool
+    hangs: bool
 
 
-def read_traffic(engine: Engine) -> Traffic:
+def read_traffic(engine: Engine, timeout_s: float = 1.0) -> Traffic:
     """What it counts now. Peers that are lost or forgotten are left out; rails keep what went to them.
 
-    Any thread; takes microseconds for each peer. Asks whoever drives the engine, so it waits while that one hangs.
-    Raises EngineClosed.
+    Any thread; takes microseconds for each peer. Asks whoever drives the engine, once for each peer, and waits for it
+    for timeout_s seconds each time, until that was in vain once, and no longer than 3 s or timeout_s in all. Then the
+    answer lacks what only that one knows. Raises EngineClosed.
     """
-    rails, rows, bounds_s = engine._traffic()
+    rails, rows, bounds_s, is_whole, hangs = engine._traffic(timeout_s)
     peers: dict[str, PeerTraffic] = {}
     for name, transport, state, counts, outstanding, queued, refused, failed, paths in rows:
         peer = peers.setdefault(name, PeerTraffic(name))
@@ -110,5 +117,8 @@ def read_traffic(engine: Engine) -> Traffic:
         peer.failed += failed
         for path, nbytes in paths:
             peer.paths[path] += nbytes
-    shown = [RailTraffic(transport, rail, Counts(*counts), depth) for transport, rail, counts, depth in rails]
-    return Traffic(shown, peers, bounds_s)
+    shown = [
+        RailTraffic(transport, rail, Counts(*counts), depth if is_whole else None)
+        for transport, rail, counts, depth in rails
+    ]
+    return Traffic(shown, peers, bounds_s, is_whole, hangs)

@@ -18,11 +18,13 @@ import crossrail
 from crossrail import _core
 from crossrail._ordered import OrderedWeakSet
 from crossrail.errors import SimulationIdle, UsageError, WaitTimeout
+from crossrail.sim.collecting import collect, collecting_on_time
 
 # So many turns of the loop without a wait take no time. Further ones take _SPIN_NS each: who polls with
 # `await asyncio.sleep(0)` would else hold the clock for ever.
 _SPINS_FREE = 1000
 _SPIN_NS = 1000
+_TURNS_PER_COLLECTION = 20_000
 _TASKS_TOLD_MAX = 8
 _END_PATIENCE_NS = 60 * 10**9  # virtual, for tasks that are cancelled at the end
 _INNER = tuple(str(Path(module.__file__).parent) for module in (asyncio, crossrail) if module.__file__)
@@ -42,7 +44,8 @@ class Drivable(Protocol):
         self, deadline_ns: int | None, limit_ns: int | None, notifier: _core.Notifier | None, *, goes_on: bool
     ) -> str:
         """Lets the world go on until the notifier has something ("news"), a callback ran, a while of real time has
-        passed or the clock is past the limit ("more"), or the deadline is reached: then the clock stands there.
+        passed or the clock is at the limit, where it stops ("more"), or the deadline is reached: then the clock stands
+        there.
         "idle": there is no deadline, and nothing is left to happen. goes_on: the last outcome was "more", and nothing
         was done since.
         """
@@ -64,7 +67,9 @@ class SimEventLoop(asyncio.BaseEventLoop):
     """The loop of one world, from World.event_loop(). Tasks, timers, queues, locks, to_thread: as ever.
 
     time() is the virtual clock, in seconds. A loop in which all tasks wait for what can never happen raises
-    SimulationIdle, with their names and places; one that reaches limit_s (virtual seconds of the world) WaitTimeout.
+    SimulationIdle, with their names and places; one that reaches limit_s (virtual seconds of the world) WaitTimeout:
+    the clock stops there.
+    While it runs, Python collects garbage each so many turns of the loop, and not when it likes.
     Functions given to run_in_executor run at once, in this thread, and take no virtual time. There are no sockets,
     pipes, subprocesses or signal handlers. Threads: the one that runs it.
     """
@@ -78,6 +83,7 @@ class SimEventLoop(asyncio.BaseEventLoop):
         self._on_news: asyncio.Handle | None = None
         self._is_poked = False
         self._spins = 0
+        self._turns = 0
         self._numbers = itertools.count()
         self._tasks: OrderedWeakSet[asyncio.Task[Any]] = OrderedWeakSet()
         self._asyncgens: OrderedWeakSet[Any] = OrderedWeakSet()  # BaseEventLoop's; in this order they are closed
@@ -95,10 +101,18 @@ class SimEventLoop(asyncio.BaseEventLoop):
         state = "closed" if self.is_closed() else "running" if self.is_running() else "open"
         return f"<SimEventLoop at {self.time():.9f} s, {state}>"
 
+    def run_forever(self) -> None:
+        """As ever."""
+        with collecting_on_time():
+            super().run_forever()
+
     # ---- what BaseEventLoop asks of those who know how to wait
 
     def select(self, timeout: float | None) -> list[asyncio.Handle]:
         """Waits for at most so many virtual seconds, None: for ever. The callbacks that are due."""
+        self._turns += 1
+        if self._turns % _TURNS_PER_COLLECTION == 0:
+            collect()
         now_ns = self.world.now_ns
         deadline_ns = None if timeout is None else now_ns + self._spun_ns(math.ceil(timeout * 1e9))
         if self._limit_ns is not None and now_ns >= self._limit_ns:
@@ -106,7 +120,7 @@ class SimEventLoop(asyncio.BaseEventLoop):
         outcome = self.world._advance(deadline_ns, self._limit_ns, self._notifier, goes_on=False)
         # Some real time has passed, and signals' handlers have run. For the world it is the same wait: with a deadline
         # computed anew, how fast this machine is would decide where the clock stands in the end.
-        while outcome == "more" and not self._is_poked and not self._is_past_limit():
+        while outcome == "more" and not self._is_poked and not self._is_at_limit():
             outcome = self.world._advance(deadline_ns, self._limit_ns, self._notifier, goes_on=True)
         is_poked, self._is_poked = self._is_poked, False  # by a signal handler, while the world went on
         if outcome == "idle" and not is_poked:
@@ -116,7 +130,7 @@ class SimEventLoop(asyncio.BaseEventLoop):
             )
         return [self._on_news] if outcome == "news" and self._on_news is not None else []
 
-    def _is_past_limit(self) -> bool:
+    def _is_at_limit(self) -> bool:
         return self._limit_ns is not None and self.world.now_ns >= self._limit_ns
 
     def _spun_ns(self, wait_ns: int) -> int:
@@ -215,7 +229,11 @@ def run_on(world: Drivable, main: Coroutine[Any, Any, _T], *, limit_s: float | N
     if asyncio._get_running_loop() is not None:
         main.close()
         raise UsageError("an event loop runs in this thread already: call crossrail.sim.run() from outside of it")
-    loop = SimEventLoop(world, limit_s=limit_s)
+    with collecting_on_time():
+        return _run_to_the_end(SimEventLoop(world, limit_s=limit_s), main)
+
+
+def _run_to_the_end(loop: SimEventLoop, main: Coroutine[Any, Any, _T]) -> _T:
     hidden: tuple[type[Exception], ...] = ()
     try:
         return loop.run_until_complete(main)
@@ -224,7 +242,8 @@ def run_on(world: Drivable, main: Coroutine[Any, Any, _T], *, limit_s: float | N
         raise
     finally:
         try:
-            loop._limit_ns = world.now_ns + _END_PATIENCE_NS
+            loop._limit_ns = loop.world.now_ns + _END_PATIENCE_NS
+            loop._spins = 0  # the end takes no time unless a task wants some
             with contextlib.suppress(*hidden):
                 _cancel_tasks(loop)
                 loop.run_until_complete(loop.shutdown_asyncgens())

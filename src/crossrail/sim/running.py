@@ -21,8 +21,8 @@ def run(
     """Runs main(world) as asyncio.run() would, on the clock of a new world of that seed, or of the one given.
 
     A new world is the current one meanwhile, and closed afterwards. limit_s: virtual seconds since the world began
-    after which the run is given up with WaitTimeout. Raises what main raises, and SimulationIdle when nothing can ever
-    wake it. Blocks; not from inside a running event loop's tasks.
+    after which the run is given up with WaitTimeout; the clock stops there. Raises what main raises, and SimulationIdle
+    when nothing can ever wake it. Blocks; not from inside a running event loop's tasks.
     """
     if world is not None:
         return run_on(world, main(world), limit_s=limit_s)

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from crossrail.errors import UsageError
 
@@ -134,8 +135,11 @@ class _Picture:
 def _parse(line: str) -> tuple[float, str, str, dict[str, str]]:
     """A line of World.log: microseconds, host, what happened, and its values."""
     try:
-        time_ns, host, what, *values = line.split()
-        return int(time_ns) / 1e3, host, what, dict(value.split("=", 1) for value in values)
+        time_ns, host, what, *given = line.split(" ")
+        values = dict(value.split("=", 1) for value in given)
+        if "engine" in values:
+            values["engine"] = unquote(values["engine"])
+        return int(time_ns) / 1e3, host, what, values
     except ValueError:
         raise UsageError(f"{line!r} is not a line of a world's event log") from None
 

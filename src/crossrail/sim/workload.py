@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from crossrail.campaign.actions import Actions, Refused, refusals
+from crossrail.campaign.actions import Actions, NothingDone, refusals
 from crossrail.campaign.books import Arena, Bytes, Op
 from crossrail.campaign.checkers import UNTOUCHED, CheckFailed
 from crossrail.engine import Engine
@@ -125,7 +125,7 @@ class Workload(Actions[Engine]):
         """A checked write that is damaged on its way."""
         engine, peer = self._pair()
         if peer.closed:
-            raise Refused
+            raise NothingDone
         with refusals():
             self.ledger.spoiled_write(self._source(engine), self._target(peer), self._length(), self.ledger.tally(peer))
 
@@ -134,7 +134,7 @@ class Workload(Actions[Engine]):
         engine = self.random.choice(self._living())
         targets = [arena for arena in self.targets.values() if arena.older]
         if not targets:
-            raise Refused
+            raise NothingDone
         target = self.random.choice(targets)
         by = self.random.choice(target.older)
         tally = self._tally(cast("Engine", target.engine))
@@ -145,7 +145,7 @@ class Workload(Actions[Engine]):
         engine = self.random.choice(self._living())
         arena = self.random.choice([self.sources, self.targets])[id(engine)]
         if arena.region.closed:
-            raise Refused
+            raise NothingDone
         with _failed_registrations():
             is_out = self.ledger.revoke_arena(arena, self.random.choice([0.0, 0.01, 10.0]))
             if is_out and self.random.random() < 0.5:
@@ -155,7 +155,7 @@ class Workload(Actions[Engine]):
         """One of those that are revoked, or are to be."""
         arenas = [arena for arena in self._arenas_in_use() if arena.is_fencing or arena.is_fenced]
         if not arenas:
-            raise Refused
+            raise NothingDone
         arena = self.random.choice(arenas)
         with _failed_registrations():
             if arena.is_fenced or self.ledger.revoke_arena(arena, 0.01):

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import product
+from itertools import count, product
 from types import TracebackType
 from typing import Any, TypeVar
 
-from crossrail import _core, _stage
+from crossrail import _core, _simulation
 from crossrail.engine import Engine
 from crossrail.errors import UsageError
-from crossrail.sim import profiles
+from crossrail.sim import collecting, profiles
 from crossrail.sim.loop import SimEventLoop
 from crossrail.sim.profiles import LocalProfile, NicProfile
 
@@ -24,8 +26,10 @@ _CHANCES = 1_000_000
 _ALL_LINES = (1 << 64) - 1
 _SLOWNESS_MAX = 1e6
 _CLOSE_PATIENCE_S = 0.5
+_EVERY_FAULT = 0  # of a kind and place: a fault without an end begins as this, and calls that end faults end all
 
 _current: list[World] = []
+_twins: dict[int, set[int]] = {}  # by seed, the numbers of worlds that are not closed
 
 
 def current() -> World:
@@ -47,9 +51,10 @@ class Host:
     def engine(self, name: str | None = None, *, rails: int | Sequence[str] | None = None, **options: Any) -> Engine:
         """An engine on this host: an ordinary crossrail.Engine, with its options.
 
-        rails: a number of the host's rails, or their numbers as a list of text ("0", "2"); None: all.
+        name: None: "engine1", "engine2" and so on, within the world. rails: a number of the host's rails, or their
+        numbers as a list of text ("0", "2"); None: all.
         """
-        with _stage.at(self._place()):
+        with _simulation.at(self._place()):
             return Engine(name, transport="sim", rails=len(self.rails) if rails is None else rails, **options)
 
     @property
@@ -57,8 +62,11 @@ class Host:
         """Those opened here and not closed or killed, in the order of opening."""
         return [engine for engine, host in self.world._engines.items() if host is self and not engine.closed]
 
-    def _place(self) -> _stage.Place:
-        return _stage.Place(self.world, self.world._native, self._index, self.world._callbacks_of, self._opened)
+    def _place(self) -> _simulation.Place:
+        world = self.world
+        return _simulation.Place(
+            world, world._native, self._index, world._next_engine_name, world._callbacks_of, self._opened
+        )
 
     def _opened(self, engine: _core.Engine) -> None:
         assert isinstance(engine, Engine)
@@ -82,8 +90,12 @@ class World:
     keep_log: keep the lines of `log`, or this many of the last ones; `log_digest` always covers all.
     Its engines belong to the world: you need not keep a reference to them.
     Lifecycle: 1. open; inside `with` it is the current world, where Engine(transport="sim") opens on a host of its own.
-    2. close(): closes its engines. Threads: one. Several are safe, but runs then differ.
+    2. close(): closes its engines. Threads: one. Several are safe, but runs then differ. Inside `with`, and while a
+    loop of it runs, Python collects garbage at moments that are the same in every run (docs/simulator.md, Replay).
     Times (at_s, for_s) are virtual seconds since the world began; None: now, and forever.
+    Faults of one kind may overlap: one that ends leaves the others as they are, and of slow() the one that began last
+    counts. A call that ends faults - rail_up(), heal(), thaw(), slow() with factor 1 - ends all of that kind that have
+    begun there by then, whatever their for_s.
     """
 
     def __init__(self, seed: int = 0, *, keep_log: bool | int = False) -> None:
@@ -94,12 +106,14 @@ class World:
         log_lines_max = (_ALL_LINES if keep_log else 0) if isinstance(keep_log, bool) else keep_log
         if log_lines_max < 0:
             raise UsageError(f"keep_log is {keep_log}, must be True, False or a number of lines")
-        self._native = _core.SimWorld(seed, log_lines_max)
-        self._hub = _stage.CallbackHub()
-        _stage.connect_callbacks(self._native, self._hub)
+        self._native = _core.SimWorld(seed, log_lines_max, self._take_twin())
+        self._hub = _simulation.CallbackHub()
+        _simulation.connect_callbacks(self._native, self._hub)
         self._hosts: dict[str, Host] = {}
         self._engines: dict[Engine, Host] = {}
         self._own_hosts = 0
+        self._unnamed = count(1)
+        self._fault_numbers = count(1)
 
     # ---- hosts
 
@@ -124,15 +138,27 @@ class World:
         """In the order in which they were made."""
         return list(self._hosts.values())
 
-    def _place(self, rails: int | Sequence[str]) -> _stage.Place:
+    def _place(self, rails: int | Sequence[str]) -> _simulation.Place:
         """For an engine that named no host: one of its own."""
         self._own_hosts += 1
         count = rails if isinstance(rails, int) else len(rails)
         profile = profiles.rails_of(profiles.DEFAULT)
         return self.host(f"host{self._own_hosts}", profile * max(1, min(count, 16)))._place()
 
-    def _callbacks_of(self, engine_name: str) -> _stage.StageCallbacks:
-        return _stage.StageCallbacks(self._hub, engine_name)
+    def _next_engine_name(self) -> str:
+        """Of an engine that was given none. Names are part of the log, so nothing of the process is in it."""
+        return f"engine{next(self._unnamed)}"
+
+    def _callbacks_of(self, engine_name: str) -> _simulation.SimulatedCallbacks:
+        return _simulation.SimulatedCallbacks(self._hub, engine_name)
+
+    def _take_twin(self) -> int:
+        """A number by which addresses of open worlds of this seed differ; 0 where there is no other."""
+        taken = _twins.setdefault(self.seed, set())
+        twin = next(number for number in itertools.count() if number not in taken)
+        taken.add(twin)
+        self._give_twin_back = weakref.finalize(self, taken.discard, twin)
+        return twin
 
     # ---- time
 
@@ -149,8 +175,8 @@ class World:
     def run(self, for_s: float | None = None, *, until: Callable[[], object] | None = None) -> bool:
         """Lets the world run: for so long, until the condition is true, or until no event is left.
 
-        True if the condition came true, or if there was none. Your callbacks run here. A transfer that waits for its
-        peer, or a scheduled fault, is an event that is left.
+        True if the condition came true, or if there was none. It is asked after each step of the world, and only looks.
+        Your callbacks run here. A transfer that waits for its peer, or a scheduled fault, is an event that is left.
         """
         deadline_ns = None if for_s is None else self.now_ns + _ns(for_s)
         steps_max = 1 if until is not None else _STEPS_PER_LOOK
@@ -159,7 +185,7 @@ class World:
             if until is not None and until():
                 return True
             outcome = self._native.run_until(deadline_ns, None, steps_max, goes_on=goes_on)
-            goes_on = outcome == "more" and until is None
+            goes_on = outcome == "more"  # and a condition only looks
             if outcome == "callbacks":
                 self._hub.run()
             elif outcome in ("deadline", "idle") or (deadline_ns is None and until is None and self._native.is_calm):
@@ -175,7 +201,7 @@ class World:
     def _advance(
         self, deadline_ns: int | None, limit_ns: int | None, notifier: _core.Notifier | None, *, goes_on: bool
     ) -> str:
-        """For the event loop, which says what it wants. Past the limit the clock goes by one event at most."""
+        """For the event loop, which says what it wants. The clock stops at the limit."""
         outcome = self._native.run_until(deadline_ns, notifier, limit_ns=limit_ns, goes_on=goes_on)
         if outcome == "callbacks":
             self._hub.run()
@@ -191,7 +217,7 @@ class World:
     def rail_up(self, host: Host, rail: int, *, at_s: float | None = None) -> None:
         """Plugs it in again."""
         self._check_rail(host, rail)
-        self._native.set_rail_up(host._index, rail, True, self._at_ns(at_s))
+        self._native.set_rail_up(host._index, rail, True, self._at_ns(at_s), _EVERY_FAULT)
 
     def fill_queue(self, host: Host, rail: int, *, at_s: float | None = None, for_s: float | None = None) -> None:
         """The rail accepts no new work requests, like a NIC whose queues are full."""
@@ -205,7 +231,9 @@ class World:
         self._check_rail(host, rail)
         if not 0.001 <= factor <= _SLOWNESS_MAX:
             raise UsageError(f"factor is {factor}, must be 0.001 to 1e6")
-        self._twice(at_s, for_s, partial(self._native.set_slowness, host._index, rail), round(factor * 1000), 1000)
+        change = partial(self._native.set_slowness, host._index, rail)
+        permille = round(factor * 1000)
+        self._twice(at_s, None if permille == 1000 else for_s, change, permille, 1000)
 
     def partition(
         self, these: Iterable[Host], those: Iterable[Host], *, at_s: float | None = None, for_s: float | None = None
@@ -217,7 +245,7 @@ class World:
     def heal(self, these: Iterable[Host], those: Iterable[Host], *, at_s: float | None = None) -> None:
         """Ends a partition."""
         for a, b in self._pairs(these, those):
-            self._native.set_partition(a._index, b._index, False, self._at_ns(at_s))
+            self._native.set_partition(a._index, b._index, False, self._at_ns(at_s), _EVERY_FAULT)
 
     def silence(
         self, these: Iterable[Host], those: Iterable[Host], *, at_s: float | None = None, for_s: float | None = None
@@ -247,7 +275,7 @@ class World:
         """The process continues."""
         freeze = self._freezing(what)
         if freeze is not None:
-            freeze(False, self._at_ns(at_s))
+            freeze(False, self._at_ns(at_s), _EVERY_FAULT)
 
     # Of these, rail None means the host: a fault of its own, beside those of its rails, and ended by itself.
 
@@ -302,7 +330,7 @@ class World:
             raise UsageError(f"{engine!r} is not in this world")
         return not engine.closed
 
-    def _freezing(self, what: Engine | Host) -> Callable[[bool, int | None], None] | None:
+    def _freezing(self, what: Engine | Host) -> Callable[[bool, int | None, int], None] | None:
         """What freezes it, or thaws it. A host: the engines that it has when that happens."""
         if isinstance(what, Host):
             self._check_host(what)
@@ -310,13 +338,17 @@ class World:
         return partial(self._native.freeze, what._seat) if self._has(what) else None
 
     def _twice(
-        self, at_s: float | None, for_s: float | None, change: Callable[[_T, int | None], None], begin: _T, end: _T
+        self, at_s: float | None, for_s: float | None, change: Callable[[_T, int | None, int], None], begin: _T, end: _T
     ) -> None:
-        """Something begins, and after for_s ends."""
+        """Something begins, and after for_s ends. Its number says that this is its end, and not another's."""
         at_ns = self._at_ns(at_s)
-        change(begin, at_ns)
-        if for_s is not None:
-            change(end, (self.now_ns if at_ns is None else at_ns) + _ns(for_s))
+        if for_s is None:
+            change(begin, at_ns, _EVERY_FAULT)
+            return
+        end_ns = (self.now_ns if at_ns is None else at_ns) + _ns(for_s)
+        number = next(self._fault_numbers)
+        change(begin, at_ns, number)
+        change(end, end_ns, number)
 
     def _at_ns(self, at_s: float | None) -> int | None:
         return None if at_s is None else _ns(at_s)
@@ -354,6 +386,7 @@ class World:
         for engine in reversed(self._engines):
             engine.close(_CLOSE_PATIENCE_S)
         self._engines.clear()
+        self._give_twin_back()
 
     def _keep(self, engine: Engine, host: Host) -> None:
         """Engines are the world's: who opened one may drop it. Those that were closed or killed go."""
@@ -363,16 +396,20 @@ class World:
         self._engines[engine] = host
 
     def __enter__(self) -> World:
+        collecting.begin()
         _current.append(self)
-        _stage.enter(self)
+        _simulation.enter(self)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _current.remove(self)
-        _stage.leave(self)
-        self.close()
+        try:
+            _current.remove(self)
+            _simulation.leave(self)
+            self.close()
+        finally:
+            collecting.end()
 
     def __repr__(self) -> str:
         return f"<World of seed {self.seed} at {self.now_s:.9f} s, {len(self._hosts)} hosts>"

@@ -116,6 +116,9 @@ NicKind: TypeAlias = Literal[
 ]  # fmt: skip
 NetKind: TypeAlias = Literal["ethernet", "bond", "wireless", "usb", "veth", "virtual", "loopback", "representor"]
 RDMA_KINDS: frozenset[NicKind] = frozenset({"efa", "infiniband", "roce", "rdma"})
+UPPER_KINDS: frozenset[NicKind] = frozenset(
+    {"bond", "virtual", "veth"}
+)  # the place of one is that of what it stands on
 
 
 @dataclass(frozen=True)
@@ -192,7 +195,8 @@ class Nic:
     """What could become a rail: one RDMA device with its net devices, or one net device without RDMA.
 
     name: of the RDMA device if there is one, else of the net device, else the PCI address. Unique in a Topology.
-    pci: where it is; of a bond, its first member's place; None for what is no PCI device.
+    pci: where it is; of a bond, or of what stands on another device, the first place below; None where that is no PCI
+    device.
     """
 
     name: str
@@ -241,7 +245,7 @@ class Nic:
     @property
     def names(self) -> frozenset[str]:
         """Every name it goes by: RDMA device, net devices, PCI address."""
-        place = {str(self.pci.address)} if self.pci is not None and self.kind != "bond" else set()
+        place = {str(self.pci.address)} if self.pci is not None and self.kind not in UPPER_KINDS else set()
         return frozenset({self.name, *(d.name for d in self.net_devices), *place})
 
 
@@ -348,7 +352,7 @@ class Topology:
         name = text.strip().lower()
         address = PciAddress.parse(name)
         for gpu in self.gpus:
-            if name in (gpu.name, gpu.uuid.lower()) or address == gpu.pci.address:
+            if name == gpu.name or (gpu.uuid and name == gpu.uuid.lower()) or address == gpu.pci.address:
                 return gpu
         for node in self.numa_nodes:
             if name == node.name:

@@ -255,14 +255,15 @@ def _net_names_of(rdma: RdmaDevice, net_devices: Sequence[NetDevice]) -> list[st
 
 
 def _place(devices: Sequence[NetDevice], by_name: Mapping[str, NetDevice]) -> PciFunction | None:
-    """Where the hardware is: of a bond or of what stands on another device, its first member's place."""
-    for device in devices:
+    """Where the hardware is: of a bond or of what stands on another device, as a VLAN does, the first place below."""
+    seen: set[str] = set()
+    left = list(devices)
+    while left:
+        device = left.pop(0)
         if device.pci is not None:
             return device.pci
-        members = [by_name[name] for name in device.lowers if name in by_name] if device.kind == "bond" else []
-        for member in members:
-            if member.pci is not None:
-                return member.pci
+        seen.add(device.name)
+        left[:0] = [by_name[name] for name in device.lowers if name in by_name and name not in seen]
     return None
 
 

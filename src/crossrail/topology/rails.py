@@ -19,7 +19,19 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from crossrail.errors import UsageError
-from crossrail.topology.model import RDMA_KINDS, Device, Distance, Gpu, Host, Nic, Topology
+from crossrail.topology.model import (
+    RDMA_KINDS,
+    UPPER_KINDS,
+    Cpu,
+    Device,
+    Distance,
+    Gpu,
+    Host,
+    NetDevice,
+    Nic,
+    NumaNode,
+    Topology,
+)
 from crossrail.topology.sharing import Reach, Shares, deal, fastest, reach, speed_of
 
 Need: TypeAlias = Literal["efa", "verbs", "ip"]
@@ -67,7 +79,8 @@ def choose_rails(
     limit: most rails, at least 1. only: names (RDMA device, net device or PCI address) of the NICs to use, exactly
     those, as far as they are up; also the way to storage NICs and other things left out by default. need: "efa",
     "verbs" (RDMA that is not EFA) or "ip" (net devices; RDMA is no advantage then, and a net device without an address
-    is none if the topology was read with addresses); None takes RDMA before IP.
+    is none if the topology was read with addresses: a VLAN or bridge above that has one stands in); None takes RDMA
+    before IP.
     Raises UsageError for a name that is not there or a limit below 1.
     """
     if limit is not None and limit < 1:
@@ -76,12 +89,24 @@ def choose_rails(
         raise UsageError(f"need={need!r} must be one of {', '.join(_NEEDS)}")
     if isinstance(device, str):
         device = topology.device(device)
+    elif not isinstance(device, (Gpu, NumaNode, Cpu, Host)):
+        raise UsageError(f"device must be one of the topology, or its name as text, not {type(device).__name__}")
     chooser = _Chooser(topology, device, need)
     if only is None:
         chooser.choose()
     else:
         chooser.take(frozenset([only] if isinstance(only, str) else only))
     return chooser.verdict(limit)
+
+
+def left_out(topology: Topology) -> dict[str, str]:
+    """By name, the NICs that are rails of no device by themselves while others are, each with its reason. Pure.
+
+    They are not hardware of their own, of a poorer sort, of another model and far slower than the fastest, or under no
+    GPU's switch where others are (steps 2 to 4, and strays). Not what may be missed: a rail of a faster one's model,
+    which has trained at a low rate, and what is down, unless it is no hardware of its own.
+    """
+    return _Chooser(topology, Host(), None).left_out()
 
 
 class _Chooser:
@@ -108,6 +133,20 @@ class _Chooser:
             self._explain(fallback, "loopback: nothing else is up, so peers on this host alone")
             return
         self._keep_near()
+
+    def left_out(self) -> dict[str, str]:
+        """Steps 2 to 4 and strays, without what drops rails that are down or have trained at a low rate."""
+        working = [nic for nic in self._left if nic.up and (nic.rdma_up or nic.kind not in RDMA_KINDS)]
+        self._left.sort(key=lambda nic: nic not in working)  # of two that share a port, the one that works
+        self._drop(self._not_hardware)
+        self._drop(self._shared_port())
+        self._left = [nic for nic in self._left if nic in working]
+        self._keep_best_sort()
+        self._drop_slow(even_of_one_model=False)
+        if self._left:
+            shares = deal(self._topology, self._left)
+            self._drop(lambda nic: "under no GPU's switch, unlike others" if shares.is_stray(nic) else None)
+        return self._reasons
 
     def take(self, names: frozenset[str]) -> None:
         """Exactly those, if they are up."""
@@ -198,10 +237,33 @@ class _Chooser:
             return f"software RDMA on {below}"
         if nic.kind == "representor":
             return "switch side of a virtual function"
+        if self._stands_in(nic):
+            first = next(n for n in self._topology.nics if n.pci == nic.pci and n.up and self._stands_in(n))
+            return None if first is nic else f"on the same port as {first.name}"
         if nic.kind == "virtual" or (nic.kind == "veth" and self._sees_hardware()):
             flavour = nic.net_devices[0].flavour
             return f"virtual ({flavour})" if flavour else "virtual"
         return self._covered(nic)
+
+    def _stands_in(self, nic: Nic) -> bool:
+        """True for a VLAN or bridge that has the address which IP asks for, and on hardware that has none itself."""
+        if self._need != "ip" or nic.kind != "virtual" or nic.pci is None:
+            return False
+        device = nic.net_devices[0]
+        addressed = bool(device.ip_addresses) and device.flavour in ("vlan", "bridge")
+        return addressed and not any(below.ip_addresses for below in self._below(device))
+
+    def _below(self, device: NetDevice) -> Iterable[NetDevice]:
+        """Everything that it stands on, also by way of others."""
+        by_name = {other.name: other for other in self._topology.net_devices}
+        found: dict[str, NetDevice] = {}
+        left = list(device.lowers)
+        while left:
+            name = left.pop()
+            if name in by_name and name not in found:
+                found[name] = by_name[name]
+                left += by_name[name].lowers
+        return found.values()
 
     def _sees_hardware(self) -> bool:
         """False in a container that has only a veth: then that is the way out, beside RDMA devices if it has any."""
@@ -219,7 +281,9 @@ class _Chooser:
 
     def _shared_port(self) -> Callable[[Nic], str | None]:
         """A virtual function shares the wire of its physical one; of several, one is enough."""
-        users = {nic.pci.address: nic for nic in reversed(self._left) if nic.pci is not None and nic.kind != "bond"}
+        users = {
+            nic.pci.address: nic for nic in reversed(self._left) if nic.pci is not None and nic.kind not in UPPER_KINDS
+        }
         first: dict[object, Nic] = {}
 
         def reason(nic: Nic) -> str | None:
@@ -249,12 +313,14 @@ class _Chooser:
             return 3
         return 2 if nic.kind in ("wireless", "usb") else 1
 
-    def _drop_slow(self) -> None:
+    def _drop_slow(self, even_of_one_model: bool = True) -> None:
         top = max((speed_of(nic) for nic in self._left), default=0.0)
+        slow = {nic.name for nic in self._left if nic.speed_gbps is not None and nic.speed_gbps * _SLOW_DIVISOR < top}
+        quick_models = set() if even_of_one_model else {_model(nic) for nic in self._left if nic.name not in slow}
         self._drop(
             lambda nic: (
-                f"{nic.speed_gbps:g} Gb/s, where the fastest has {top:g}"
-                if nic.speed_gbps is not None and nic.speed_gbps * _SLOW_DIVISOR < top
+                f"{_speed(nic)}, where the fastest has {top:g}"
+                if nic.name in slow and _model(nic) not in quick_models
                 else None
             )
         )
@@ -343,6 +409,11 @@ def _farther(far: Reach, near: Reach) -> str:
 def _down(nic: Nic) -> str:
     says_it = "down" in nic.state.lower() or "unknown" in nic.state
     return nic.state if says_it else f"down ({nic.state})"
+
+
+def _model(nic: Nic) -> tuple[int, int, int] | None:
+    """The class tells InfiniBand from Ethernet: NVIDIA's virtual functions have one device number in all models."""
+    return None if nic.pci is None else (nic.pci.vendor, nic.pci.device, nic.pci.class_code)
 
 
 def _speed(nic: Nic) -> str:

@@ -7,6 +7,7 @@ CONNECTIONS_PER_HOST_MAX connections at a time. Every connection has a deadline 
 from __future__ import annotations
 
 import contextlib
+import errno
 import selectors
 import socket
 import threading
@@ -26,6 +27,11 @@ _BACKLOG = 64
 _BUFFER_BYTES = 1 << 20
 _LINES_MAX = 500
 _REFUSAL_S = 1.0
+_OTHER_PORT = "choose another port: crossrail doctor --listen PORT"
+_REMEDIES = {
+    errno.EADDRINUSE: f"ss -ltnp shows who has it; {_OTHER_PORT}",
+    errno.EACCES: f"ports of such numbers are for root (net.ipv4.ip_unprivileged_port_start); {_OTHER_PORT}",
+}
 
 
 class Listener:
@@ -45,7 +51,8 @@ class Listener:
     ) -> None:
         """port: 0 for any. rails: what to tell a peer that connected to the given address of ours.
 
-        say: gets lines for people, from any thread. bind: the one address to listen on; all of them without.
+        say: gets lines for people, from any thread, after what they are about; it neither blocks nor raises.
+        bind: the one address to listen on; all of them without.
         """
         self._rails = rails
         self._version = version
@@ -153,6 +160,10 @@ class Listener:
         serve[Kind(request.kind)](connection, host, request)
 
     def _send_rails(self, connection: socket.socket, host: str, request: Frame) -> None:
+        here = str(connection.getsockname()[0]).removeprefix("::ffff:")
+        rails = wire.encode_rails(self._rails(here))
+        answer = wire.encode(Frame(Kind.RAILS, len(rails), version=self._version))
+        wire.send_all(connection, answer + rails, time.monotonic() + wire.GRACE_S)
         if request.version == self._version:
             self._tell(f"{host} (crossrail {request.version}) begins")
         else:
@@ -160,10 +171,6 @@ class Listener:
                 f"{host} begins. It runs crossrail {request.version or 'unknown'}, this side {self._version}: "
                 "use one version"
             )
-        here = str(connection.getsockname()[0]).removeprefix("::ffff:")
-        rails = wire.encode_rails(self._rails(here))
-        answer = wire.encode(Frame(Kind.RAILS, len(rails), version=self._version))
-        wire.send_all(connection, answer + rails, time.monotonic() + wire.GRACE_S)
 
     def _echo(self, connection: socket.socket, host: str, request: Frame) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -237,5 +244,5 @@ def _listen(port: int, bind: str) -> socket.socket:
     try:
         return socket.create_server((bind, port), family=family, backlog=_BACKLOG, dualstack_ipv6=dual)
     except OSError as error:
-        remedy = "ss -ltnp shows who has it; choose another port: crossrail doctor --listen PORT"
-        raise TransportError("bind", error.errno or 0, f"cannot listen on port {port}", remedy) from None
+        text = f"cannot listen on port {port}: {error.strerror or error}"
+        raise TransportError("bind", error.errno or 0, text, _REMEDIES.get(error.errno or 0, "")) from None

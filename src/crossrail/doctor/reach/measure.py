@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from ipaddress import ip_address
+from typing import Any
 
 from crossrail.doctor.reach import wire
 from crossrail.doctor.reach.rails import Rail
@@ -145,7 +146,7 @@ def resolve(target: str, port: int) -> list[str]:
     def look_up() -> None:
         try:
             entries = socket.getaddrinfo(target, port, type=socket.SOCK_STREAM)
-            found.extend(dict.fromkeys(str(entry[4][0]) for entry in entries))
+            found.extend(dict.fromkeys(_address(entry[4]) for entry in entries))
         except (OSError, UnicodeError) as error:
             failure.append(str(getattr(error, "strerror", None) or error))
 
@@ -162,12 +163,26 @@ def resolve(target: str, port: int) -> list[str]:
     return found[:_ADDRESSES_MAX]
 
 
+def _address(place: tuple[Any, ...]) -> str:
+    """With the interface that a link-local one of IPv6 is of, as in fe80::1%eth0; by number where sockets would not
+    take its name.
+    """
+    scope = place[3] if len(place) > 3 else 0
+    if not scope:
+        return str(place[0])
+    name = socket.if_indextoname(scope)
+    return f"{place[0]}%{name if name.isascii() else scope}"
+
+
 def possible_pairs(here: Sequence[Rail], there: Sequence[Rail], reached: str) -> list[Pair]:
-    """Each of ours with each of theirs that speaks the same IP. reached: where the peer answered."""
-    loopback = ip_address(reached.partition("%")[0]).is_loopback
+    """Each of ours with each of theirs that speaks the same IP. reached: where the peer answered; a link-local address
+    is none that engines could use.
+    """
+    loopback = ip_address(reached).is_loopback
     # A peer may name any address; loopback ones would lead to ourselves.
     there = [rail for rail in there if rail.is_loopback == loopback]
-    if not any(rail.address == reached for rail in there):  # it is behind address translation
+    is_known = any(rail.address == reached for rail in there)
+    if not is_known and not ip_address(reached).is_link_local:  # it is behind address translation
         there = [Rail("?", reached, 0, None), *there]
     return [Pair(a, b) for a in here for b in there[:_ADDRESSES_MAX] if a.is_ipv6 == b.is_ipv6]
 
@@ -360,7 +375,7 @@ class _Prober:
         """By that address and interface, as the engine's TCP does. What goes to this very machine never leaves it."""
         if not here.is_loopback and there not in self.own_addresses:
             with contextlib.suppress(PermissionError):  # kernels before 5.7 ask for CAP_NET_RAW
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, here.interface.encode() + b"\0")
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, os.fsencode(here.interface) + b"\0")
         connection.bind((here.address, 0))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from rich.console import Console
@@ -12,7 +12,7 @@ from rich.table import Table
 from crossrail._text import rate_text
 from crossrail.doctor.finding import Finding, Severity
 from crossrail.doctor.reach.measure import Matrix, Pair
-from crossrail.doctor.report import Report, finding_to_json
+from crossrail.doctor.report import Report, as_unicode, finding_to_json
 from crossrail.doctor.show import printable, show_finding, summary
 
 JSON_FORMAT = "crossrail.doctor.peer"
@@ -68,11 +68,16 @@ def to_json(matrix: Matrix, findings: list[Finding], *, strict: bool, version: s
         "version": JSON_VERSION,
         "crossrail": version,
         "peer_crossrail": matrix.peer_version,
-        "target": matrix.target,
+        "target": as_unicode(matrix.target),
         "port": matrix.port,
         "addresses": [asdict(attempt) for attempt in matrix.attempts],
-        "pairs": [asdict(pair) for pair in matrix.pairs],
+        "pairs": [asdict(_in_unicode(pair)) for pair in matrix.pairs],
         "summary": {severity.value: report.count(severity) for severity in Severity},
         "exit_status": report.exit_status(strict=strict),
         "findings": [finding_to_json(finding) for finding in findings],
     }
+
+
+def _in_unicode(pair: Pair) -> Pair:
+    here, there = (replace(rail, interface=as_unicode(rail.interface)) for rail in (pair.here, pair.there))
+    return replace(pair, here=here, there=there)

@@ -120,9 +120,9 @@ def check_request(frame: Frame) -> Status:
 
 
 def encode_rails(rails: list[Rail]) -> bytes:
-    """At most RAILS_MAX of them."""
+    """At most RAILS_MAX of them. JSON has no place for names that are no UTF-8: they go as the peer would show them."""
     return msgspec.json.encode(
-        [_Rail(rail.interface, rail.address, rail.mtu, rail.mbit_per_s or 0) for rail in rails[:RAILS_MAX]]
+        [_Rail(clean(rail.interface), rail.address, rail.mtu, rail.mbit_per_s or 0) for rail in rails[:RAILS_MAX]]
     )
 
 

@@ -43,7 +43,10 @@ class Checks:
         self.that(got == expected, f"{what}: {got}, expected {expected}")
 
     def same_bytes(self, what: str, got: npt.NDArray[Any], expected: npt.NDArray[Any]) -> None:
-        """Both of the same length; names the first byte that differs."""
+        """Of the same shape too; names the first byte that differs."""
+        if got.shape != expected.shape:
+            self.that(False, f"{what}: an array of shape {got.shape}, expected {expected.shape}")
+            return
         wrong = np.flatnonzero(got != expected)
         first = int(wrong[0]) if len(wrong) else 0
         self.that(

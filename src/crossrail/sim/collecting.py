@@ -1,0 +1,87 @@
+"""When Python's garbage collector runs in a simulation: at moments that are the same in every run.
+
+What only a reference cycle holds - a region, a transfer, an engine - is closed by the collector. The automatic one runs
+when so many objects have been made since it last ran, in whatever the process did before too.
+"""
+
+from __future__ import annotations
+
+import gc
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+_lock = threading.RLock()  # of a finalizer too, which may run anywhere
+_open = 0  # how many simulations, one within another or in other threads; the following are of the outermost
+_was_enabled = False
+_has_frozen = False
+
+
+def collect() -> None:
+    """Collects garbage. Ctrl-C waits meanwhile: what its handler raises in a finalizer, or in a function of
+    gc.callbacks, is printed and lost.
+    """
+    on_interrupt = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(on_interrupt):
+        gc.collect()
+        return
+    came: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda number, frame: came.append((number, frame)))
+    try:
+        gc.collect()
+    finally:
+        signal.signal(signal.SIGINT, on_interrupt)
+    if came:
+        on_interrupt(*came[0])
+
+
+@contextmanager
+def collecting_on_time() -> Iterator[None]:
+    """From begin() to end()."""
+    begin()
+    try:
+        yield
+    finally:
+        end()
+
+
+def begin() -> None:
+    """Until as many end(), garbage is collected only when somebody says gc.collect(), and at the last end().
+
+    What is garbage already is left as it is: until the end nobody looks at older objects, which also makes collections
+    quick.
+    """
+    global _open, _was_enabled, _has_frozen
+    with _lock:
+        _open += 1
+        if _open > 1:
+            return
+        _was_enabled = gc.isenabled()
+        gc.disable()
+        _has_frozen = gc.get_freeze_count() == 0
+        if _has_frozen:
+            gc.freeze()
+    if not _has_frozen:  # the program keeps frozen objects of its own, which could not be told from ours
+        try:
+            collect()
+        except BaseException:  # Ctrl-C
+            end()
+            raise
+
+
+def end() -> None:
+    """See begin()."""
+    global _open
+    try:
+        if _open == 1:
+            collect()  # runs finalizers, one of which may begin a simulation of its own
+    finally:
+        with _lock:
+            _open -= 1
+            if _open == 0:
+                if _has_frozen:
+                    gc.unfreeze()
+                if _was_enabled:
+                    gc.enable()
