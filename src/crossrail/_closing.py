@@ -10,11 +10,14 @@ S = TypeVar("S", bound="Closing")
 A = TypeVar("A", bound="AsyncClosing")
 
 
-class Closing(ABC):
-    """`with` closes it at the end."""
+class Closing:
+    """`with` closes it at the end. No ABC, whose metaclass a class of the native module cannot have."""
 
-    @abstractmethod
-    def close(self) -> None: ...
+    __slots__ = ()
+
+    def close(self) -> None:
+        """The subclass has it."""
+        raise NotImplementedError
 
     def __enter__(self: S) -> S:
         return self

@@ -260,7 +260,7 @@ def _run(owner: weakref.ref[CallbackThread], notifier: _core.Notifier) -> None:
 
 
 class Callbacks(Protocol):
-    """Runs an engine's callbacks: CallbackThread, or in a simulated world whoever waits there (crossrail._stage)."""
+    """Runs an engine's callbacks: CallbackThread, or whoever waits in a simulated world (crossrail._simulation)."""
 
     notifier: _core.Notifier
 

@@ -39,6 +39,14 @@ def check_seconds(**options: object) -> None:
             raise UsageError(f"{argument} is {value}, must be seconds, 0 or more")
 
 
+def check_waits(longest_s: float, **options: object) -> None:
+    """UsageError unless each is a time that a wait can last, in seconds: more than 0, at most longest_s."""
+    check_numbers(**options)
+    for argument, value in options.items():
+        if not 0 < value <= longest_s:  # type: ignore[operator]  # a number, maybe none of those that compare
+            raise UsageError(f"{argument} is {value}, must be seconds, more than 0 and at most {longest_s:g}")
+
+
 def check_given(**options: object) -> None:
     """UsageError for None: these have defaults, and no meaning of None."""
     for argument, value in options.items():
@@ -56,6 +64,14 @@ def check_whole(**options: object) -> None:
         except TypeError:
             pass
         raise UsageError(f"{argument} must be a whole number, not {_kind(value)}")
+
+
+def check_counts(least: int, **options: object) -> None:
+    """UsageError unless each is a whole number, `least` or more."""
+    check_whole(**options)
+    for argument, value in options.items():
+        if value < least:  # type: ignore[operator]  # a whole number
+            raise UsageError(f"{argument} is {value}, must be {least} or more")
 
 
 def check_timeout(timeout_s: object) -> None:

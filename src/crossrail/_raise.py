@@ -305,8 +305,11 @@ def check_callable(fn: object, argument: str) -> None:
         raise errors.UsageError(f"{argument} must be callable, not {type(fn).__name__}")
 
 
-def describe_array(given: object) -> str:
-    """What somebody gave where an array of whole numbers belongs: the properties that decide, and no contents."""
+def describe_array(given: object, argument: str | None = None) -> str:
+    """What somebody gave where an array of whole numbers belongs: the properties that decide, and no contents.
+
+    argument: where a list is refused, whatever is in it.
+    """
     facts = []
     for name in ("shape", "strides", "dtype", "format", "device"):
         try:
@@ -317,5 +320,6 @@ def describe_array(given: object) -> str:
             facts.append(f"{name} {tuple(value) if name == 'shape' else value}")
     kind = type(given).__name__
     if isinstance(given, (list, tuple)):
-        return f"{kind} of length {len(given)} (numpy.asarray(pages, dtype=numpy.int64) makes an array)"
+        advice = f" (numpy.asarray({argument}, dtype=numpy.int64) makes an array)" if argument else ""
+        return f"{kind} of length {len(given)}{advice}"
     return f"{kind} with {', '.join(facts)}" if facts else kind

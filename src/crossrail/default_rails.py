@@ -5,17 +5,22 @@ engine.py imports this when it is first needed, and this imports crossrail.topol
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
 from collections.abc import Iterable, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from crossrail._notify import log
-from crossrail.interfaces import read_topology
+from crossrail._raise import no_thread
+from crossrail.errors import UsageError
 
 if TYPE_CHECKING:
     from crossrail.topology import Need, RailChoice, Topology
 
+_CPUS_MAX = 1024  # of a cpu_set_t, which the worker is pinned with
 RDMA_DEVICES = Path("/sys/class/infiniband")
 
 # What the rails of a transport must offer, the first for which there is a NIC. Others leave the choice to the engine's
@@ -41,7 +46,9 @@ def default_rails(transport: str, rails: int | Sequence[str]) -> int | Sequence[
     needs = [need for word in words for need in _NEEDS[word]] if all(word in _NEEDS for word in words) else []
     if not isinstance(rails, int) or rails < 1 or not needs or not _has_rdma():
         return rails
-    topology = read_topology()
+    from crossrail.topology.addresses import read_this_machine
+
+    topology = read_this_machine()
     for need in needs:
         names = rail_names(topology, need, rails)
         if names:
@@ -80,11 +87,44 @@ def auto_worker_cpu(transport: str, rails: int | Sequence[str]) -> int | None:
     if transport in ("shm", "null"):
         log.info("worker_cpu='auto': transport %r uses no NIC; the worker is not pinned", transport)
         return None
-    topology = read_topology()
+    from crossrail.topology.addresses import read_this_machine
+
+    topology = read_this_machine()
     cpu, reason = core_near(topology, _rails_of(topology, rails), os.sched_getaffinity(0))
     where = "the worker is not pinned" if cpu is None else f"the worker is pinned to core {cpu}"
     log.info("worker_cpu='auto': %s; %s", reason, where)
     return cpu
+
+
+def check_worker_cpu(cpu: object) -> None:
+    """UsageError for a core that this process cannot be given. Of what is no number the engine says it."""
+    if isinstance(cpu, bool) or not isinstance(cpu, Integral):
+        return
+    usable = usable_cpus()
+    if int(cpu) not in usable:
+        from crossrail.topology.sysfs import format_cpu_list
+
+        cores = format_cpu_list(tuple(usable))
+        raise UsageError(f"worker_cpu is {cpu}, must be a core that this process may use: {cores}")
+
+
+def usable_cpus() -> set[int]:
+    """Those of the cpuset: a thread of ours may be pinned to one to which the calling thread is not."""
+    found = os.sched_getaffinity(0)
+
+    def look() -> None:
+        nonlocal found
+        with contextlib.suppress(OSError):  # a sandbox that lets nobody be pinned
+            os.sched_setaffinity(0, range(_CPUS_MAX))
+        found = os.sched_getaffinity(0)
+
+    thread = threading.Thread(target=look, name="crossrail-cpus")
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise no_thread(error) from None
+    thread.join()
+    return found
 
 
 def core_near(topology: Topology, choice: RailChoice, affinity: Iterable[int]) -> tuple[int | None, str]:

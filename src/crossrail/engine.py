@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from crossrail import _core, _options, _raise, _stage
+from crossrail import _core, _options, _raise, _simulation
 from crossrail._buffers import memory_of
 from crossrail._core import Address, GpuMapping, Message, RegionDescriptor
 from crossrail._devices import gpu_of
@@ -66,7 +66,8 @@ class Engine(_core.Engine):
     thread. An engine that is garbage-collected while open is closed with a ResourceWarning; engines that are still
     open when the interpreter exits are closed. A forked child cannot use it; the parent can continue to.
 
-    name: for people to read, 1..64 bytes of UTF-8. None: "<program>-<pid>".
+    name: for people to read, 1..64 bytes of UTF-8. None: "<program>-<pid>", in a simulation "engine1"
+        and so on.
     transport: "auto" uses shm, tcp, and verbs or ofi if there is such a device: shm for a peer on this host, and for
         others the first of verbs, ofi, tcp that both sides have. Or one of "shm" (processes of one host), "tcp",
         "verbs" (ConnectX and other RC-capable NICs), "ofi" (AWS EFA), "ofi:tcp" (ofi over that libfabric provider),
@@ -82,8 +83,8 @@ class Engine(_core.Engine):
     peer_timeout_s: a peer on another host that is silent for so long is lost.
     polling: "adaptive" (spin for spin_us, then sleep), "spin" (for a dedicated core) or "manual" (your threads drive
         the engine in submits, waits and progress()).
-    worker_cpu: core to pin the worker thread to. "auto": the first core this process may use on the NUMA node of the
-        rails; not pinned if that node is unknown, which is logged.
+    worker_cpu: core to pin the worker thread to, of those that this process may use. "auto": the first of them on the
+        NUMA node of the rails; not pinned if that node is unknown, which is logged.
     submit_queue_depth: a power of two, 16..65536. A submit blocks while the queue is full.
     imm_counters_max: most distinct immediates in use.
     message_bytes_max: longest message, up to 256 KiB.
@@ -96,8 +97,8 @@ class Engine(_core.Engine):
     rdma: options of verbs and ofi.
     recorder_entries: size of each ring of the flight recorder (one per rail, one for the rest), a power of two,
         64..2**20; 0: no recorder.
-    watchdog_s: an operation without progress for so long causes an event, "stalled", and the recorder is written to a
-        file, once per stall. None: no watchdog.
+    watchdog_s: an operation without progress for so long causes an event, "stalled", once per stall, and the recorder
+        is written to a file: at most once a minute and 16 times in all. None: no watchdog.
     dump_dir: existing directory for the files of the watchdog, dump_on_signal and failed assertions. None: the value of
         CROSSRAIL_DUMP_DIR, of TMPDIR, or /tmp.
     counts_traffic: count traffic per peer and rail for crossrail.observe; costs next to nothing (docs/metrics.md).
@@ -135,13 +136,16 @@ class Engine(_core.Engine):
         require: str | None = None,
     ) -> None:
         clauses = None if require is None else _parse_policy(require)
-        name = _default_name() if name is None else name
-        _options.check_texts(name=name, transport=transport, polling=polling, private_path=private_path)
+        _options.check_texts(
+            name="" if name is None else name, transport=transport, polling=polling, private_path=private_path
+        )
         _options.check_numbers(
             peer_timeout_s=peer_timeout_s, spin_us=spin_us, watcher_poll_us=watcher_poll_us,
             connect_timeout_s=connect_timeout_s, heartbeat_s=0.0 if heartbeat_s is None else heartbeat_s,
             watchdog_s=0.0 if watchdog_s is None else watchdog_s,
         )  # fmt: skip
+        if heartbeat_s == 0:
+            raise UsageError("heartbeat_s is 0, must be 0.001..1000000, or None: no probes")
         _options.check_given(
             rails=rails, port=port, submit_queue_depth=submit_queue_depth, imm_counters_max=imm_counters_max,
             message_bytes_max=message_bytes_max, recorder_entries=recorder_entries,
@@ -153,11 +157,13 @@ class Engine(_core.Engine):
         _options.check_kind(rdma, "rdma", RdmaOptions, "RdmaOptions or None")
         _options.check_kind(counts_traffic, "counts_traffic", bool, "True or False")
         dump_dir = default_directory() if dump_dir is None else _options.directory(dump_dir, "dump_dir")
-        place = _stage.place(transport, rails)
+        place = _simulation.place(transport, rails)
+        if name is None:
+            name = _default_name() if place is None else place.default_name()
         rails = _default_rails(transport, rails)
-        if isinstance(worker_cpu, str):
+        if worker_cpu is not None:
             worker_cpu = _worker_cpu(worker_cpu, transport, rails)
-        self._world = None if place is None else place.stage  # kept as long as the engine
+        self._world = None if place is None else place.simulation  # kept as long as the engine
         super().__init__(
             name, transport, rails, port, _secret_bytes(secret), tls_of(tls, transport), peer_timeout_s, polling,
             spin_us, worker_cpu, submit_queue_depth, imm_counters_max, message_bytes_max, watcher_poll_us,
@@ -166,6 +172,7 @@ class Engine(_core.Engine):
             place and place.world, place and place.host,
         )  # fmt: skip
         self._on_event: Callable[[EngineEvent], object] | None = None
+        self._watchers: OrderedWeakSet[Watcher] = OrderedWeakSet()
         self._known_lost: dict[str, None] = {}  # by name, the oldest first
         self._callbacks: Callbacks = CallbackThread(name) if place is None else place.callbacks(name)
         self._event_cookie = self._callbacks.register(weakly(self._handle_events), once=False)
@@ -182,7 +189,7 @@ class Engine(_core.Engine):
 
         Waits up to timeout_s seconds for transfers to complete; the rest complete with EngineClosed. Regions, pools,
         counters and watchers are closed too; callbacks that are due still run. Ctrl-C ends the wait: KeyboardInterrupt
-        comes once the engine is closed. Does nothing in a forked child.
+        comes once the engine is closed. What was given as callbacks is let go of. Does nothing in a forked child.
         """
         if self._inherited:
             return
@@ -197,7 +204,22 @@ class Engine(_core.Engine):
             self._is_open = False
             _open_engines.discard(self)
             self._log_events()
+            if self._on_event is not None or len(self._watchers) > 0:
+                self._let_go_last()
         self._callbacks.close(_CALLBACK_PATIENCE_S)
+
+    def _let_go_last(self) -> None:
+        """Lets go of what nothing calls any more, behind all that is due.
+
+        It may refer to an array over a region, and that to this engine. The collector cannot look into arrays, so such
+        a cycle has to be cut here.
+        """
+        self._callbacks.notifier.post(self._callbacks.register(weakly(self._let_go)))
+
+    def _let_go(self) -> None:
+        self._on_event = None
+        for watcher in self._watchers:
+            watcher._let_go()
 
     def __enter__(self) -> Engine:
         if self.closed:
@@ -215,10 +237,16 @@ class Engine(_core.Engine):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # close() waits for transfers; the loop goes on meanwhile, and they may need it to end.
+        # close() waits for transfers; the loop goes on meanwhile, and they may need it to end. Not on a thread of the
+        # loop's own: all of those may be in waits that only close() ends.
         import asyncio  # slow to import, and who runs a loop has done it
+        from concurrent.futures import ThreadPoolExecutor
 
-        await asyncio.get_running_loop().run_in_executor(None, self.close)
+        executor = ThreadPoolExecutor(1, "crossrail-close")
+        try:
+            await asyncio.get_running_loop().run_in_executor(executor, self.close)
+        finally:
+            executor.shutdown(wait=False)
 
     def __del__(self) -> None:
         if not getattr(self, "_is_open", False) or self._inherited:
@@ -279,6 +307,10 @@ class Engine(_core.Engine):
         """
         return Region(self, nbytes, populate, gpu_of(device))
 
+    def _alloc_for_mapping(self, nbytes: int) -> Region:
+        """As alloc() in host memory, for those who only map it: no transfer takes it, and no NIC pins its pages."""
+        return Region(self, nbytes, True)
+
     if TYPE_CHECKING:  # typing keeps overloads, and by them this module, beyond the interpreter's end
 
         @overload
@@ -334,17 +366,22 @@ class Engine(_core.Engine):
 
     def alloc_watcher(self, on_change: Callable[[int, int], object]) -> Watcher:
         """A 64-bit word in memory; on_change(old, new) is called on the callback thread after it has changed."""
-        return Watcher(self, on_change)
+        watcher = Watcher(self, on_change)
+        self._watchers.add(watcher)
+        return watcher
 
     # ---- what happens
 
-    def on_event(self, fn: Callable[[EngineEvent], object]) -> None:
-        """Calls fn with each EngineEvent on the engine's callback thread, instead of logging it.
+    def on_event(self, fn: Callable[[EngineEvent], object] | None) -> None:
+        """Calls fn with each EngineEvent on the engine's callback thread, instead of logging it. One fn at a time.
 
-        An exception in fn is logged, and does not stop later events.
+        An exception in fn is logged, and does not stop later events. None: events are logged again.
         Without fn events go to logging.getLogger("crossrail"): at once if the engine has callbacks of any kind,
         otherwise when a wait fails and at close.
         """
+        if fn is None:
+            self._on_event = None
+            return
         _raise.check_callable(fn, "fn")
         before, self._on_event = self._on_event, fn  # first: the thread that starts takes the events that are waiting
         try:
@@ -353,6 +390,8 @@ class Engine(_core.Engine):
             self._on_event = before
             raise
         self._callbacks.notifier.post(self._event_cookie)  # for those that came before
+        if not self._is_open:
+            self._let_go_last()
         self._callbacks.start()
 
     def explain(self, peer: Address | bytes) -> Explanation:
@@ -381,9 +420,10 @@ class Engine(_core.Engine):
     def dump(self, path: str | os.PathLike[str] | None = None, *, reason: str = "asked for") -> str | None:
         """The contents of the flight recorder, and which operation waits for which peer: as text, or written to a file.
 
-        path: the file to write or replace, for `crossrail trace` and crossrail.flight.read_dump; only this user can
-        read it. None: returns the text. reason: recorded in the file. Works on a closed engine too. Any thread, even
-        while another hangs in this engine. Raises TransportError if the file cannot be written.
+        path: the file, for `crossrail trace` and crossrail.flight.read_dump: a new one that only this user can read,
+        which replaces what was there once it is whole. None: returns the text. reason: recorded in the file. Works on a
+        closed engine too. Any thread, even while another hangs in this engine. Raises TransportError if the file cannot
+        be written.
         """
         _options.check_texts(reason=reason)
         if path is not None:
@@ -407,9 +447,10 @@ class Engine(_core.Engine):
 
     def _handle_events(self) -> None:
         for kind, peer, detail in self._take_events():
-            if self._on_event is not None:
+            fn = self._on_event
+            if fn is not None:
                 try:
-                    self._on_event(EngineEvent(kind, peer, detail))
+                    fn(EngineEvent(kind, peer, detail))
                 except BaseException:  # the others of this batch are told nowhere else
                     log_raised(self.name, "on_event")
             else:
@@ -461,12 +502,15 @@ def _default_name() -> str:
     return f"{program.encode(errors='replace')[:48].decode(errors='ignore') or 'python'}-{os.getpid()}"
 
 
-def _worker_cpu(given: str, transport: str, rails: int | Sequence[str]) -> int | None:
-    if given != "auto":
-        raise UsageError(f"worker_cpu is {given!r}, must be the number of a core, 'auto' or None")
+def _worker_cpu(given: int | str, transport: str, rails: int | Sequence[str]) -> int | None:
     with _loading():
-        from crossrail.default_rails import auto_worker_cpu
-    return auto_worker_cpu(transport, rails)
+        from crossrail.default_rails import auto_worker_cpu, check_worker_cpu
+    if given == "auto":
+        return auto_worker_cpu(transport, rails)
+    if isinstance(given, str):
+        raise UsageError(f"worker_cpu is {given!r}, must be the number of a core, 'auto' or None")
+    check_worker_cpu(given)
+    return given
 
 
 def _secret_bytes(secret: str | bytes | None) -> bytes:

@@ -12,17 +12,18 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from crossrail import _core, _options
+from crossrail._closing import Closing
+from crossrail._files import read_at_most
 from crossrail._text import plain
 from crossrail.errors import UsageError
 
 DIRECTORY_VARIABLE = "CROSSRAIL_DUMP_DIR"
 FORMAT_VERSION = 1
 _UNITS_PER_COUNT = 48
+_FILE_BYTES_MAX = 256 << 20
 _ENTRIES_SHOWN = 40  # by text()
 
 
@@ -179,7 +180,7 @@ def row_of(dump: FlightDump, entry: FlightEntry) -> tuple[str, ...]:
 
 def read_dump(path: str | os.PathLike[str]) -> FlightDump:
     """Reads a file that a dump wrote. Raises UsageError when it is none, damaged or cut short; OSError."""
-    return parse_dump(Path(path).read_bytes(), os.fspath(path))
+    return parse_dump(read_at_most(path, _FILE_BYTES_MAX, "flight recording"), os.fspath(path))
 
 
 def parse_dump(data: bytes, what: str) -> FlightDump:
@@ -306,7 +307,7 @@ def _signed(number: int) -> int:
 # --- writing by signal ---
 
 
-class SignalDump:
+class SignalDump(Closing):
     """A signal that dumps every engine of the process: made by dump_on_signal(), ended by close(). One at a time."""
 
     def __init__(self, native: _core._SignalDump) -> None:
@@ -314,15 +315,9 @@ class SignalDump:
 
     def close(self) -> None:
         """Gives the signal its default action back. Idempotent; one thread at a time."""
+        global _signal_dumps
         self._native.close()
-
-    def __enter__(self) -> SignalDump:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+        _signal_dumps = tuple(kept for kept in _signal_dumps if kept is not self)
 
 
 _signal_dumps: Sequence[SignalDump] = ()  # kept: who asks for it at start-up need not keep the object
@@ -336,10 +331,11 @@ def dump_on_signal(signum: int = signal.SIGUSR2, directory: str | os.PathLike[st
 
     Works while all of the process hangs, in a wait of ours or with the GIL: the native handler only wakes a thread of
     our own, which needs neither. It interrupts nothing and calls no Python. Not written is what is asked for while an
-    engine is being opened, closed or forked, until that ends. In a forked child it is without effect.
+    engine is being opened, closed or forked, until that ends. A forked child ignores the signal; it may close what it
+    inherited, or ask anew.
 
-    Raises UsageError when the signal has a handler already, Python's or another's, when the directory is not there, or
-    there is a SignalDump that was not closed. Any thread.
+    Raises UsageError when the signal has a handler already, Python's or another's, is one of a crash (SIGSEGV, SIGBUS,
+    SIGFPE, SIGILL), when the directory is not there, or there is a SignalDump that was not closed. Any thread.
     """
     global _signal_dumps
     place = "" if directory is None else _options.directory(directory, "directory")
@@ -349,5 +345,9 @@ def dump_on_signal(signum: int = signal.SIGUSR2, directory: str | os.PathLike[st
 
 
 def default_directory() -> str:
-    """Where engines dump to that were not told: CROSSRAIL_DUMP_DIR, else TMPDIR, else /tmp."""
-    return os.environ.get(DIRECTORY_VARIABLE) or os.environ.get("TMPDIR") or "/tmp"
+    """Where engines dump to that were not told: CROSSRAIL_DUMP_DIR, else TMPDIR, else /tmp. UsageError when the first
+    is set and no directory in which this user can make files.
+    """
+    if chosen := os.environ.get(DIRECTORY_VARIABLE):
+        return _options.directory(chosen, DIRECTORY_VARIABLE)
+    return os.environ.get("TMPDIR") or "/tmp"

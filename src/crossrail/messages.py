@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import AsyncIterator, Callable
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from crossrail import _core, _options, _raise
+from crossrail._closing import Closing
 from crossrail._core import Message
 from crossrail._notify import LoopNotifier, arrival, callbacks_of, log_raised, loop_time, resolve, weakly
 from crossrail.errors import EngineClosed, UsageError
@@ -21,7 +21,7 @@ __all__ = ["Message", "ReceivePool"]
 _BATCH = 64  # messages per turn on the callback thread, so that other callbacks get theirs
 
 
-class ReceivePool(_core.ReceivePool):
+class ReceivePool(_core.ReceivePool, Closing):
     """Buffers for messages to this engine. Made by Engine.submit_recvs; one pool is open at a time.
 
     A pool whose buffers are all taken holds senders back; nothing is lost. Messages are taken by poll, recv, recv_async
@@ -132,14 +132,6 @@ class ReceivePool(_core.ReceivePool):
             self._callbacks.notifier.post(self._cookie)
         else:
             self._callbacks.forget(self._cookie)
-
-    def __enter__(self) -> ReceivePool:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         if not hasattr(self, "_callbacks"):

@@ -22,7 +22,7 @@ class EngineEvent:
     "checksum-mismatch": a peer's write with verify=True is not in our memory as it was sent; it was not counted.
     "protocol-error": malformed bytes; the peer was disconnected, or, if the detail says so, they were ignored.
     "stalled" (from watchdog_s): what waits for this peer has not moved; without a peer: nobody drives the engine. The
-        detail says where the flight recorder was written.
+        detail says where the flight recorder was written, or why it was not.
     "transport-absent": the device exists, but did not open: peers are reached by a slower transport.
     peer: its name, may be empty.
     """

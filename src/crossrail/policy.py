@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 from crossrail import _core
 from crossrail.errors import TransportError, UsageError
-from crossrail.interfaces import read_topology
 
 if TYPE_CHECKING:
     from crossrail.engine import Engine
@@ -260,7 +259,9 @@ def _missing(clauses: Iterable[Clause]) -> dict[str, str]:
 
 def _engine_speed(engine: Engine) -> tuple[float | None, str]:
     """Of the network that is fastest: bytes to one peer go over one."""
-    found = [speed_of(engine.address.endpoints, read_topology())]
+    from crossrail.topology.addresses import read_this_machine
+
+    found = [speed_of(engine.address.endpoints, read_this_machine())]
     for transport in sorted(_RDMA & set(engine.address.transports)):
         speeds = engine.address.rail_speeds(transport)
         found.append(
@@ -284,8 +285,10 @@ def _path_speed(explanation: Explanation) -> tuple[float | None, str]:
     pairs = round(explanation.gb_per_s_expected * 8, 6)
     if explanation.transport in _RDMA:
         return pairs, f"the slower end of each of {len(explanation.rails)} pairs of rails, by their ports"
+    from crossrail.topology.addresses import read_this_machine
+
     # explain() adds up pairs of rails; two that share an interface of ours also share its speed.
-    ours, reason = speed_of([here for here, _ in explanation.endpoints], read_topology())
+    ours, reason = speed_of([here for here, _ in explanation.endpoints], read_this_machine())
     if ours is not None and ours < pairs:
         return ours, reason
     return pairs, f"the slower end of each of {len(explanation.endpoints)} pairs of rails, by their interfaces"

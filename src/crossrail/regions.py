@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -10,6 +9,7 @@ import numpy.typing as npt
 
 from crossrail import _core, _options, _raise
 from crossrail._buffers import GpuBytes
+from crossrail._closing import Closing
 from crossrail._core import RegionDescriptor
 from crossrail.errors import EngineClosed, UsageError
 from crossrail.poison import Poisoned
@@ -17,7 +17,7 @@ from crossrail.poison import Poisoned
 __all__ = ["Region", "RegionDescriptor"]
 
 
-class Region(_core.Region):
+class Region(_core.Region, Closing):
     """Memory of this process that transfers and peers may use. Engine.register and Engine.alloc make it.
 
     Lifecycle: 1. open. 2. closing: new use is refused, by this process and by peers. 3. closed: nothing touches the
@@ -120,14 +120,6 @@ class Region(_core.Region):
         then.
         """
         self._revoke(timeout_s)
-
-    def __enter__(self) -> Region:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         try:

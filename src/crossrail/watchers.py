@@ -3,32 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import TracebackType
 
 import numpy as np
 import numpy.typing as npt
 
 from crossrail import _core, _raise
-from crossrail._notify import callbacks_of
+from crossrail._closing import Closing
+from crossrail._notify import callbacks_of, weakly
 from crossrail._torch import stream_of
 from crossrail.errors import EngineClosed
 
 
-class Watcher(_core.Watcher):
+class Watcher(_core.Watcher, Closing):
     """A word, zero at first, and a call of on_change(old, new) after it changed. Made by Engine.alloc_watcher.
 
     Values in between may be skipped, none is reported twice, the last is always reported. What add() and store() change
     is announced at once; for what others write, a thread looks at the word every watcher_poll_us from the first use of
     `address`, `array` or add_on() on, which takes a part of a core.
     on_change runs on the engine's callback thread; if it raises, that is logged and watching goes on. Watching ends
-    with close() or with the engine. Any thread.
+    with close(), with the engine, or when this object is collected: hold it, or its array. Any thread.
     """
 
     def __init__(self, engine: _core.Engine, on_change: Callable[[int, int], object]) -> None:
         _raise.check_callable(on_change, "on_change")
         callbacks = callbacks_of(engine)
         callbacks.start()
-        self._cookie = callbacks.register(self._changed, once=False)
+        self._cookie = callbacks.register(weakly(self._changed), once=False)
         self._on_change = on_change
         try:
             super().__init__(engine, callbacks.notifier, self._cookie)
@@ -68,19 +68,19 @@ class Watcher(_core.Watcher):
         """
         self._close()
         self._callbacks.forget(self._cookie)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        self._on_change = _ignore  # it may refer to our array, and that to us: see Engine._let_go_last
+
+    def __del__(self) -> None:
+        if hasattr(self, "_callbacks"):  # else it did not open
+            self.close()
 
     def _changed(self) -> None:
         old, new = self._take()
         if old != new:
             self._on_change(old, new)
-
-    def __enter__(self) -> Watcher:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         if not hasattr(self, "_callbacks"):
@@ -89,3 +89,7 @@ class Watcher(_core.Watcher):
             return f"<Watcher at {self.address:#x}: {self.value}>"
         except EngineClosed:
             return _raise.inherited(self)
+
+
+def _ignore(_old: int, _new: int) -> None:
+    """Instead of an on_change that is called no more."""

@@ -76,7 +76,7 @@ class Actions(ABC, Generic[E]):
         actions = self._actions()
         name = self.random.choices(list(actions), [weight for weight, _ in actions.values()])[0]
         self.done[name] = self.done.get(name, 0) + 1
-        with contextlib.suppress(Refused):
+        with contextlib.suppress(NothingDone):
             actions[name][1]()
 
     def ends_within(self, limit_s: float) -> bool:
@@ -98,7 +98,7 @@ class Actions(ABC, Generic[E]):
     def _living(self) -> list[E]:
         living = [engine for engine in self.engines if not engine.closed]
         if not living:
-            raise Refused
+            raise NothingDone
         return living
 
     def _source(self, engine: E) -> Arena:
@@ -170,7 +170,7 @@ class Actions(ABC, Generic[E]):
     def _read(self) -> None:
         engine, peer = self._pair()
         if peer.closed:  # its memory cannot be filled any more
-            raise Refused
+            raise NothingDone
         with refusals():
             self.ledger.read(self._target(engine), self._source(peer), self._length(), **self._checked())
 
@@ -285,7 +285,7 @@ class Actions(ABC, Generic[E]):
             raise CheckFailed(f"all faults are over, and {op} of {engine.name!r} to {peer.name!r} fails: {why}")
 
 
-class Refused(Exception):
+class NothingDone(Exception):
     """There is nobody to do it, or the engine said no to a submit, as it may."""
 
 
@@ -297,7 +297,7 @@ def refusals() -> Iterator[None]:
     except (UsageError, TransportError) as error:
         if "closed" not in str(error):
             raise
-        raise Refused from error
+        raise NothingDone from error
 
 
 def _why(op: Op) -> str:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from crossrail.campaign.actions import Actions, Refused
+from crossrail.campaign.actions import Actions, NothingDone
 from crossrail.campaign.books import Arena, Op, Tally
 from crossrail.campaign.checkers import CheckFailed
 from crossrail.campaign.players import Players
@@ -76,7 +76,7 @@ class Round(Actions[RemoteEngine]):
                 continue
             fresh = self.players.take_arena(engine)
             if fresh is None:
-                raise Refused
+                raise NothingDone
             self.ledger.adopt(fresh)
             arenas[id(engine)] = fresh
 
@@ -92,7 +92,7 @@ class Round(Actions[RemoteEngine]):
         try:
             return super()._tally(engine)
         except LookupError:
-            raise Refused from None
+            raise NothingDone from None
 
     def _checked(self) -> dict[str, Any]:
         return {"verify": True} if self.random.random() < 0.15 else {}
@@ -163,7 +163,7 @@ class Round(Actions[RemoteEngine]):
     def _be_busy(self) -> None:
         """So that what goes wrong does so in the midst of something."""
         for _ in range(self.random.randint(0, 6)):
-            with contextlib.suppress(Refused):
+            with contextlib.suppress(NothingDone):
                 self.random.choice([self._write, self._write, self._paged, self._read, self._send])()
         self.pass_time(10 ** self.random.uniform(-5, -3))
 

@@ -10,7 +10,7 @@ from collections import Counter
 from crossrail.campaign.checkers import CheckFailed
 from crossrail.campaign.players import Players
 from crossrail.campaign.rounds import Round
-from crossrail.campaign.usage import Usage, growth
+from crossrail.campaign.usage import Usage, growth, growth_text
 
 SPARED = "player-0"
 _FAULTS = ("kill", "freeze", "cut", "rail-down", "close-engine", "close-region", "revoke")
@@ -78,7 +78,7 @@ class Campaign:
             f"({self.rounds / seconds:.1f} a second)\n"
             f"  {sum(self.ended.values())} operations: {_listed(self.ended)}\n"
             f"  {self.started} processes; drawn: {faults}\n"
-            f"  {SPARED}, never killed: {'; '.join(self.growth()) or 'nothing grew'}"
+            f"  {SPARED}, never killed: {growth_text(self.samples)}"
         )
 
 

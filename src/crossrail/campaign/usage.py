@@ -99,6 +99,13 @@ def growth(samples: Sequence[Usage]) -> list[str]:
     return found
 
 
+def growth_text(samples: Sequence[Usage]) -> str:
+    """What grew, for people; of too few samples, that nobody looked."""
+    if len(samples) < _SAMPLES_MIN:
+        return f"nobody looked whether it grew: of {len(samples)} samples in a row, where {_SAMPLES_MIN} tell something"
+    return "; ".join(growth(samples)) or "nothing grew"
+
+
 def plot(values: Sequence[int]) -> str:
     """A line of bars from zero to the highest, each the mean of its share of the values."""
     columns = min(_PLOT_COLUMNS, len(values))

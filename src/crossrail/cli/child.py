@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from crossrail._closing import Closing
 from crossrail.errors import CrossrailError
 
 _EXIT_GRACE_S = 2.0
@@ -31,7 +32,7 @@ class ChildFailed(CrossrailError):
     """The other process ended, did not answer in time, or answered with an error."""
 
 
-class Child:
+class Child(Closing):
     """The parent's end. A context manager; leaving it ends the child.
 
     Invariant: at most one call is waited for: the last one begun.
@@ -60,12 +61,6 @@ class Child:
     def alive(self) -> bool:
         """Whether it still runs."""
         return self._process.poll() is None
-
-    def __enter__(self) -> Child:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
 
     def call(self, command: str, timeout_s: float = 60.0, **arguments: Any) -> Any:
         """Run a command in the child and return what it answers."""
@@ -168,7 +163,7 @@ class Child:
         return ChildFailed(f"{self.role} (pid {self.pid}) {_describe_exit(code)} before it was done")
 
 
-class Children:
+class Children(Closing):
     """Several that do the same at once, and may wait for each other. A context manager; leaving it ends all."""
 
     def __init__(self, children: Sequence[Child]) -> None:
@@ -179,12 +174,6 @@ class Children:
 
     def __getitem__(self, index: int) -> Child:
         return self._children[index]
-
-    def __enter__(self) -> Children:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
 
     def all(self, command: str, timeout_s: float = 60.0, **arguments: Any) -> list[Any]:
         """What each answers to the same command."""

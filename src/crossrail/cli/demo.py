@@ -19,15 +19,17 @@ from typing import Any
 import click
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TransferSpeedColumn
 from rich.table import Table
 
 import crossrail as xr
 from crossrail._text import plain
 from crossrail.cli.child import Child
+from crossrail.cli.console import open_console, text_column
 from crossrail.cli.demo_plan import Segment, split_file
 from crossrail.cli.memory import check_memory
 from crossrail.cli.source import SourceFile, default_file
+from crossrail.cli.tables import Fitted
 from crossrail.cli.text import format_bytes, format_count, gb_per_s, size
 from crossrail.errors import CrossrailError, UsageError, WaitTimeout
 
@@ -118,7 +120,7 @@ class Demo:
         rounds = self._warm_up(segments[0])
         rounds_each = max(1, -(-rounds // len(segments)))
         total_bytes = sum(segment.total_bytes for segment in segments) * rounds_each
-        task = self.progress.add_task(escape(plain(self.plan.file.name)), total=total_bytes)
+        task = self.progress.add_task(plain(self.plan.file.name), total=total_bytes)
         for index, segment in enumerate(segments):
             if index > 0:
                 self.outcome.sent_sha256 = self._load(segment)
@@ -242,7 +244,12 @@ def _run(plan: Plan, console: Console) -> bool:
     source_bytes = max(segment.nbytes for segment in segments)
     check_memory("the demo", 2 * pool_bytes + source_bytes, "make the pool smaller with --pool-bytes")
     receiver = Receiver(plan, pool_bytes)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
+    columns = (
+        text_column("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+    )
     with (
         receiver.engine,
         Child("crossrail.cli.demo_writer", "the writing process") as writer,
@@ -258,7 +265,7 @@ def _run(plan: Plan, console: Console) -> bool:
         )
         outcome = Demo(plan, receiver, writer, progress).run(segments)
         explained = writer.call("explain")
-    console.print(_summary(plan, segments, outcome, explained))
+    console.print(Fitted(_summary(plan, segments, outcome, explained)))
     return outcome.intact
 
 
@@ -299,5 +306,5 @@ def command(
     if seed is None:
         seed = secrets.randbits(32)
     plan = Plan(file or default_file(), rails, receiver_rails, page_bytes, pool_bytes, rounds, private, seed)
-    if not _run(plan, Console()):
+    if not _run(plan, open_console()):
         raise CrossrailError(f"what arrived is not what was sent; repeat with --seed {seed}")

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import crossrail as xr
+from crossrail import _core
 from crossrail.cli.child import answer_calls
 from crossrail.cli.demo_plan import Segment, shuffled_pages, tail_places
-from crossrail.cli.native import load_native
 from crossrail.cli.source import SourceFile
 
 # Pages of one submit: enough to amortise the call, few enough that the receiver sees the count grow.
@@ -82,7 +82,6 @@ class Writer:
 
     def copy(self) -> int:
         """The same bytes by one thread's memcpy, copy after copy into a pool of our own. Returns nanoseconds."""
-        native = load_native()
         segment = self._segment
         source = self._source.array()[: segment.nbytes]
         pool = self._own_pool.array()
@@ -90,7 +89,7 @@ class Writer:
         took_ns = 0
         for copy in range(segment.copies):
             target = pool[copy * copy_bytes : copy * copy_bytes + segment.nbytes]
-            took_ns += native.copy_in_calls(target, source, _COPY_CALL_BYTES)
+            took_ns += _core.bench.copy_in_calls(target, source, _COPY_CALL_BYTES)
         return took_ns
 
     def explain(self) -> dict[str, Any]:

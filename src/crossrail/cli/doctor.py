@@ -7,13 +7,16 @@ import importlib.metadata
 import ipaddress
 import json
 import re
-import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import click
-from rich.console import Console
+from rich.text import Text
 
+from crossrail._text import plain
+from crossrail.cli.background import background_console
+from crossrail.cli.console import in_one_piece, open_console
 from crossrail.cli.text import FloatRange
 from crossrail.doctor.host import Host
 from crossrail.doctor.reach import wire
@@ -77,12 +80,12 @@ def _is_ipv6(text: str) -> bool:
 @contextlib.contextmanager
 def _progress(quiet: bool) -> Iterator[Callable[[str], None]]:
     """What is being done, on a terminal, gone afterwards."""
-    console = Console(stderr=True)
+    console = open_console(stderr=True)
     if quiet or not console.is_terminal:
         yield lambda _: None
         return
     with console.status("") as status:
-        yield lambda line: status.update(line.replace("[", r"\["))
+        yield lambda line: status.update(Text(plain(line)))
 
 
 def _examine(only: tuple[str, ...], *, as_json: bool, strict: bool) -> int:
@@ -93,11 +96,12 @@ def _examine(only: tuple[str, ...], *, as_json: bool, strict: bool) -> int:
     return report.exit_status(strict=strict)
 
 
+@in_one_piece()
 def _print_report(report: Report, *, as_json: bool, strict: bool) -> None:
     if as_json:
         click.echo(json.dumps(to_json(report, strict=strict, version=_version()), indent=2))
     elif report.findings:
-        show_report(report, Console())
+        show_report(report, open_console())
     else:
         click.echo("nothing to say about that")
 
@@ -114,17 +118,16 @@ def _measure(target: str, seconds: float, *, as_json: bool, strict: bool) -> int
     if as_json:
         click.echo(json.dumps(content, indent=2))
     else:
-        show_matrix(matrix, findings, Console())
+        show_matrix(matrix, findings, open_console())
     return int(content["exit_status"])
 
 
 def _listen(port: int, minutes: float) -> None:
-    host, lock = Host(), threading.Lock()
+    with background_console() as console:
+        _answer(port, minutes, Host(), partial(console.print, markup=False, soft_wrap=True))
 
-    def say(line: str) -> None:
-        with lock:
-            click.echo(line)
 
+def _answer(port: int, minutes: float, host: Host, say: Callable[[str], None]) -> None:
     def rails_for(address: str) -> list[Rail]:
         return local_rails(host, loopback=address.startswith("127.") or address == "::1")
 
@@ -180,7 +183,7 @@ def command(
     Changes nothing by itself. Topics: crossrail, libraries, rdma, gpu, network, tcp, limits, container, cpu,
     environment.
 
-    Exit code: 0 no errors, 1 errors (with --strict also warnings), 2 wrong usage.
+    Exit code: 0 no errors, 1 errors, also of a check itself (with --strict also warnings), 2 wrong usage.
     """
     if sum(chosen for chosen in (peer is not None, listen is not None, bool(only))) > 1:
         raise UsageError("--peer, --listen and --only exclude each other")

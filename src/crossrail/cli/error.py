@@ -18,10 +18,11 @@ def command(code: str | None) -> None:
         click.echo("\n".join(texts))
         return
     asked = _simple(code)
-    found = [name for name, text in texts.items() if asked in (_simple(name), _simple(text[1:].partition("`")[0]))]
-    if not found:
-        raise UsageError(f"{code!r} is no error code; `crossrail error` lists those there are")
-    click.echo("\n\n".join(f"{name}\n{texts[name]}" for name in found))
+    for name, text in texts.items():
+        if asked in (_simple(name), _simple(text[1:].partition("`")[0])):
+            click.echo(f"{name}\n{text}")
+            return
+    raise UsageError(f"{code!r} is no error code; `crossrail error` lists those there are")
 
 
 def _simple(name: str) -> str:

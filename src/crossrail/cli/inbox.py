@@ -26,26 +26,26 @@ _SHOWN_MAX = 80
 _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)
 
 
-class Refused(CrossrailError):
+class FileRefused(CrossrailError):
     """The push cannot be stored. The text says why, to the pusher."""
 
 
 def split_path(dst: str) -> list[str]:
-    """Components of a relative path, or Refused."""
+    """Components of a relative path, or FileRefused."""
     components = dst.split("/")
     if dst.startswith("/"):
-        raise Refused(f"{_shown(dst)} is an absolute path; give one relative to the served directory")
+        raise FileRefused(f"{_shown(dst)} is an absolute path; give one relative to the served directory")
     if len(components) > _DEPTH_MAX:
-        raise Refused(f"{_shown(dst)} is deeper than {_DEPTH_MAX} directories")
+        raise FileRefused(f"{_shown(dst)} is deeper than {_DEPTH_MAX} directories")
     for component in components:
         if component in ("", ".", ".."):
-            raise Refused(f"{_shown(dst)} has an empty, '.' or '..' component")
+            raise FileRefused(f"{_shown(dst)} has an empty, '.' or '..' component")
         if len(component.encode()) > _COMPONENT_BYTES_MAX:
-            raise Refused(f"{_shown(dst)} has a component longer than {_COMPONENT_BYTES_MAX} bytes")
+            raise FileRefused(f"{_shown(dst)} has a component longer than {_COMPONENT_BYTES_MAX} bytes")
         if not component.isprintable():
-            raise Refused(f"{_shown(dst)} has unprintable characters")
+            raise FileRefused(f"{_shown(dst)} has unprintable characters")
     if components[-1].endswith(_PART_SUFFIX):
-        raise Refused(f"{_shown(dst)} ends with {_PART_SUFFIX}, which is kept for files that are still coming in")
+        raise FileRefused(f"{_shown(dst)} ends with {_PART_SUFFIX}, which is kept for files that are still coming in")
     return components
 
 
@@ -68,23 +68,25 @@ class Inbox:
         fd = os.dup(self._fd)
         try:
             PartFile(fd, "", str(self.root), force=False).discard()
-        except Refused as refusal:
+        except FileRefused as refusal:
             os.close(fd)
             raise UsageError(f"--dir {refusal}; choose another, or give this user the right to write there") from None
 
     def create(self, dst: str, nbytes: int, *, force: bool) -> PartFile:
-        """A file that will become `dst`. Refused when it must not or cannot."""
+        """A file that will become `dst`. FileRefused when it must not or cannot."""
         components = split_path(dst)
         try:
             return self._create(components, dst, nbytes, force)
         except OSError as error:  # a directory that may not be searched, no descriptors, a file system that fails
-            raise Refused(f"{_shown(dst)}: cannot be stored at the target: {error.strerror}") from None
+            raise FileRefused(f"{_shown(dst)}: cannot be stored at the target: {error.strerror}") from None
 
     def _create(self, components: list[str], dst: str, nbytes: int, force: bool) -> PartFile:
+        if os.fstat(self._fd).st_nlink == 0:
+            raise FileRefused(f"{_shown(dst)} cannot be stored: the served directory was deleted at the target")
         status = os.fstatvfs(self._fd)
         free_bytes = status.f_bavail * status.f_frsize
         if nbytes + _SPARE_BYTES > free_bytes:
-            raise Refused(
+            raise FileRefused(
                 f"{nbytes} bytes do not fit: {free_bytes} are free at the target, and {_SPARE_BYTES} of them stay free"
             )
         directory_fd = self._enter(components[:-1], dst)
@@ -101,7 +103,7 @@ class Inbox:
             try:
                 inner = os.open(directory, _DIRECTORY_FLAGS, dir_fd=fd)
             except OSError as error:
-                raise Refused(
+                raise FileRefused(
                     f"{_shown(dst)}: cannot enter {directory!r} at the target: {error.strerror}; directories are not "
                     "made, nor links followed"
                 ) from None
@@ -117,9 +119,9 @@ def _check_final(directory_fd: int, name: str, dst: str, force: bool) -> None:
     except FileNotFoundError:
         return
     if stat.S_ISDIR(status.st_mode):
-        raise Refused(f"{_shown(dst)} is a directory at the target; add a slash to store into it")
+        raise FileRefused(f"{_shown(dst)} is a directory at the target; add a slash to store into it")
     if not force:
-        raise Refused(f"{_shown(dst)} exists at the target; push with --force to replace it")
+        raise FileRefused(f"{_shown(dst)} exists at the target; push with --force to replace it")
 
 
 class PartFile:
@@ -140,7 +142,7 @@ class PartFile:
         try:
             self._fd = self._open_file()
         except OSError as error:
-            raise Refused(f"{_shown(self._dst)}: cannot write there: {error.strerror}") from None
+            raise FileRefused(f"{_shown(self._dst)}: cannot write there: {error.strerror}") from None
         self._is_open = True
 
     def _open_file(self) -> int:
@@ -155,21 +157,21 @@ class PartFile:
         return fd
 
     def append(self, data: memoryview) -> None:
-        """Write all of it. Refused when the disk is full or the like."""
+        """Write all of it. FileRefused when the disk is full or the like."""
         while data:
             try:
                 data = data[os.write(self._fd, data) :]
             except OSError as error:
-                raise Refused(f"{_shown(self._dst)}: cannot write at the target: {error.strerror}") from None
+                raise FileRefused(f"{_shown(self._dst)}: cannot write at the target: {error.strerror}") from None
 
     def commit(self, mode: int) -> None:
-        """Give the file its name, at once and whole. Refused when another took it meanwhile and force is off."""
+        """Give the file its name, at once and whole. FileRefused when another took it meanwhile and force is off."""
         try:
             os.close(os.dup(self._fd))  # NFS and its like tell at a close, of any descriptor, what they could not write
             os.fchmod(self._fd, mode & 0o777 & ~_umask())
             self._rename()
         except OSError as error:
-            raise Refused(f"{_shown(self._dst)}: cannot be given its name: {error.strerror}") from None
+            raise FileRefused(f"{_shown(self._dst)}: cannot be given its name: {error.strerror}") from None
         finally:
             self.discard()
 

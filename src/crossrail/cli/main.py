@@ -75,9 +75,15 @@ class CommandGroup(click.Group):
             formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """As click does; what it complains of is clipped."""
-        with clipped_complaints():
-            return super().parse_args(ctx, args)
+        """As click does; what it complains of is clipped. --help and --version print here, to what may be full."""
+        try:
+            with clipped_complaints():
+                return super().parse_args(ctx, args)
+        except BrokenPipeError:
+            raise  # click's own
+        except OSError as error:
+            click.echo(said_of(error), err=True)
+            ctx.exit(1)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command; what it raises becomes one line on stderr and an exit code."""

@@ -92,7 +92,7 @@ class Meeting:
             self._listener = _listening_socket(self._host, self._port)
         except OSError as error:
             where = f"port {self._port}" if self._host is None else f"{self._host} port {self._port}"
-            raise CrossrailError(f"cannot listen on {where}: {error.strerror}; choose another") from None
+            raise CrossrailError(f"cannot listen on {where}: {_reason(error)}; choose another") from None
         self._listener.setblocking(False)
         self._accepting = asyncio.ensure_future(self._accept())
         return self
@@ -161,6 +161,11 @@ class Meeting:
             signed = _proof(self._secret, b"answers", ours, theirs, self._address)
             writer.write(_ANSWER.pack(1, len(self._address), signed) + self._address)
         await writer.drain()
+
+
+def _reason(error: OSError) -> str:
+    """Python adds the address to that of a bind()."""
+    return os.strerror(error.errno) if error.errno and error.errno > 0 else str(error.strerror or error)
 
 
 def _listening_socket(at: str | None, port: int) -> socket.socket:

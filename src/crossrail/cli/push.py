@@ -13,13 +13,13 @@ from typing import TypeVar
 
 import click
 import numpy as np
-from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
 
 import crossrail as xr
 from crossrail._text import plain, rate_text
 from crossrail.cli import wire
+from crossrail.cli.console import open_console, text_column
 from crossrail.cli.meeting import shared_secret
 from crossrail.cli.rendezvous import resolve
 from crossrail.cli.service import tls_options
@@ -52,6 +52,7 @@ class Pusher:
         self._stored: set[int] = set()
         self._digest = hashlib.sha256()
         self._transfers: list[xr.Transfer] = []
+        self._has_ended = False  # all was sent: the server may have stored the file, whatever we hear of it
 
     def run(
         self, dst: str, *, force: bool, on_accepted: Callable[[], object], on_stored: Callable[[int], object]
@@ -62,6 +63,7 @@ class Pusher:
             slots = self._accepted(self._receive(wire.Accept))
             on_accepted()
             self._write_all(slots, on_stored)
+            self._has_ended = True
             self._send(wire.End(self._push, self._digest.hexdigest()))
             return self._checked(self._receive(wire.Done))
         except BaseException:
@@ -137,15 +139,15 @@ class Pusher:
                 if message.push == self._push:
                     return message
         raise CrossrailError(
-            f"the server (pid {self._server.pid} of its host) did not answer for {_ANSWER_TIMEOUT_S:g} s, so the file "
-            "was not stored: it is stopped, its disk hangs, or its answers do not get through; look at what "
+            f"the server (pid {self._server.pid} of its host) did not answer for {_ANSWER_TIMEOUT_S:g} s, so "
+            f"{self._what_is_known()}: it is stopped, its disk hangs, or its answers do not get through; look at what "
             "it prints, then push again"
         )
 
     def _raise_if_gone(self) -> None:
         if self._engine.peer_state(self._server) == "lost":
             raise CrossrailError(
-                f"the server is gone, so the file was not stored: {self._engine.explain(self._server).note}"
+                f"the server is gone, so {self._what_is_known()}: {self._engine.explain(self._server).note}"
             )
         for transfer in self._transfers:
             error = transfer.exception() if transfer.done else None
@@ -156,6 +158,11 @@ class Pusher:
                 )
             if error is not None:
                 raise error
+
+    def _what_is_known(self) -> str:
+        if self._has_ended:
+            return f"it is unknown whether the file was stored (compare its SHA-256, {self._digest.hexdigest()})"
+        return "the file was not stored"
 
     def _send(self, message: wire.Message) -> None:
         self._engine.submit_send(self._server, wire.encode(message)).wait(_ANSWER_TIMEOUT_S)
@@ -247,8 +254,13 @@ def _push(
     force: bool,
     quiet: bool,
 ) -> None:
-    console = Console(quiet=quiet)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
+    console = open_console(quiet=quiet)
+    columns = (
+        text_column("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+    )
     with (
         xr.Engine(rails=rails, tls=tls) as engine,
         engine.submit_recvs(_MESSAGES_HELD, wire.MESSAGE_BYTES_MAX) as pool,
@@ -257,7 +269,7 @@ def _push(
         begun = time.monotonic()
         engine.connect(server)
         # Not shown before the server has agreed: what it refuses is one line, and no bar that stands at 0.
-        task = progress.add_task(escape(plain(source.path.name)), total=source.nbytes, visible=False)
+        task = progress.add_task(plain(source.path.name), total=source.nbytes, visible=False)
         done = Pusher(engine, pool, server, source).run(
             dst,
             force=force,
@@ -273,7 +285,6 @@ def _push(
         f"[green]stored[/green] as {escape(done.path)}: {format_bytes(source.nbytes)}, "
         f"{rate_text(gb_per_s(source.nbytes, seconds))}, SHA-256 ok {done.sha256}",
         soft_wrap=True,
-        highlight=False,
     )
 
 

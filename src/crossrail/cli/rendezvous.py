@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import crossrail as xr
+from crossrail._files import read_at_most
 from crossrail.cli import meeting
 from crossrail.errors import CrossrailError, UsageError
 
@@ -153,6 +154,8 @@ def resolve(target: str, secret: bytes = b"") -> tuple[xr.Address, str]:
     if target.startswith(meeting.SCHEME):
         host, port, dst = meeting.split_url(target)
         return meeting.ask(host, port, secret), dst
+    if target.startswith("["):
+        raise UsageError(f"{target}: another host is tcp://{target.partition('/')[0]}/")
     name, _, dst = target.partition(":")
     by_path = "/" in name
     path = Path(name) if by_path else runtime_dir() / (check_name(name) + _SUFFIX)
@@ -164,12 +167,15 @@ def resolve(target: str, secret: bytes = b"") -> tuple[xr.Address, str]:
 def _no_such_serve(name: str) -> str:
     names = living_names()
     running = f"running: {', '.join(names)}" if names else "none is running; start one with: crossrail serve"
-    return f"no crossrail serve named {name!r} runs on this host ({running}). On other hosts: tcp://HOST:PORT/"
+    return (
+        f"no crossrail serve of this user named {name!r} is known in {runtime_dir()} ({running}). With another "
+        "XDG_RUNTIME_DIR there it is in another folder; on other hosts: tcp://HOST:PORT/"
+    )
 
 
 def _read_address(path: Path) -> xr.Address:
     try:
-        content: Any = json.loads(path.read_bytes()[:_FILE_BYTES_MAX])
+        content: Any = json.loads(read_at_most(path, _FILE_BYTES_MAX, "address file of crossrail serve"))
         same_format, host, text = content["format"] == _FORMAT, content["host"], content["address"]
         address = xr.Address.from_bytes(bytes.fromhex(text))
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:

@@ -8,22 +8,25 @@ import hashlib
 import secrets
 import signal
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
 
 import crossrail as xr
 from crossrail._text import plain, rate_text
 from crossrail.cli import wire
-from crossrail.cli.inbox import Inbox, PartFile, Refused
+from crossrail.cli.background import background_console
+from crossrail.cli.console import text_column
+from crossrail.cli.inbox import FileRefused, Inbox, PartFile
 from crossrail.cli.meeting import DEFAULT_PORT, SCHEME, Meeting, shared_secret
 from crossrail.cli.rendezvous import Published, publish
-from crossrail.cli.service import records_on_signal, tls_options
+from crossrail.cli.service import rails_behind, records_on_signal, tls_options
 from crossrail.cli.text import FloatRange, format_bytes, gb_per_s
 from crossrail.cli.text import rails as rails_type
 from crossrail.control.deadlines import in_time
@@ -34,7 +37,7 @@ _PAGE_BYTES = 64 << 10
 _SLOT_BYTES = 8 << 20
 _SLOTS = 4
 _LOOK_PERIOD_S = 0.25
-_SEND_TIMEOUT_S = 10.0
+_LAST_WORDS_TIMEOUT_S = 10.0
 _CLOSE_TIMEOUT_S = 2.0
 _MESSAGES_HELD = 256
 
@@ -116,10 +119,9 @@ class Session:
         """True when the file was stored. Never raises for what the pusher or the disk does."""
         try:
             part = self._server.inbox.create(self._offer.dst, self._offer.nbytes, force=self._offer.force)
-        except Refused as refusal:
+        except FileRefused as refusal:
             self._server.say(f"[yellow]refused[/yellow] {escape(str(refusal))}")
-            with contextlib.suppress(PusherGone):
-                await self.send(wire.Refuse(self._offer.push, str(refusal)))
+            await self.tell_end(wire.Refuse(self._offer.push, str(refusal)))
             return False
         try:
             await self._receive(part)
@@ -127,17 +129,19 @@ class Session:
         except PusherGone as gone:
             self._quiesced = True
             self._server.say(f"[red]dropped[/red] {escape(self._offer.dst)}: {escape(str(gone))}; nothing was stored")
+            if not self._aborted:  # one that was stopped reads it once it goes on; nobody waits for that
+                with contextlib.suppress(CrossrailError):
+                    self._submit(wire.Failed(self._offer.push, f"{gone}; nothing was stored"))
         except (CrossrailError, MemoryError) as error:
             self._server.say(f"[red]failed[/red] {escape(self._offer.dst)}: {escape(str(error))}; nothing was stored")
-            with contextlib.suppress(PusherGone):
-                await self.send(wire.Failed(self._offer.push, str(error)))
+            await self.tell_end(wire.Failed(self._offer.push, str(error)))
         finally:
             part.discard()
         return False
 
     async def _receive(self, part: PartFile) -> None:
         slots = Slots(self._server.engine, self._offer.nbytes)
-        task = self._server.progress.add_task(escape(self._offer.dst), total=self._offer.nbytes)
+        task = self._server.progress.add_task(plain(self._offer.dst), total=self._offer.nbytes)
         try:
             await self.send(self._accept(slots))
             for index in range(slots.layout.segments):
@@ -184,11 +188,13 @@ class Session:
         self._quiesced = True  # every segment was counted in full, and there are no others
         sha256 = self._digest.hexdigest()
         if self._end.result().sha256 != sha256:
-            raise Refused("the SHA-256 of what arrived is not that of what was sent")
-        await _in_thread(part.commit, self._offer.mode)
+            raise FileRefused("the SHA-256 of what arrived is not that of what was sent")
+        await _to_its_end(self._commit(part, sha256))  # also on Ctrl-C: what is stored is told to be
+
+    async def _commit(self, part: PartFile, sha256: str) -> None:
+        await asyncio.to_thread(part.commit, self._offer.mode)
+        await self.tell_end(wire.Done(self._offer.push, self._offer.dst, sha256))
         self._report(sha256)
-        with contextlib.suppress(PusherGone):  # it is stored, whether the pusher still listens or not
-            await self.send(wire.Done(self._offer.push, self._offer.dst, sha256))
 
     def _report(self, sha256: str) -> None:
         seconds = time.monotonic() - self._begun
@@ -198,17 +204,28 @@ class Session:
         )
 
     async def send(self, message: wire.Message) -> None:
-        """PusherGone when it cannot be delivered."""
-        transfer = self._server.engine.submit_send(self._peer, wire.encode(message))
+        """PusherGone when it cannot be delivered, or is not taken for as long as a push may be idle."""
+        idle_s = self._server.limits.idle_timeout_s
+        transfer = self._submit(message)
         try:
-            await in_time(_completion(transfer), _SEND_TIMEOUT_S)
+            await in_time(_completion(transfer), idle_s)
         except asyncio.TimeoutError:
             transfer.cancel()
-            raise PusherGone(f"{plain(self._peer.name)} took no message for {_SEND_TIMEOUT_S:g} s") from None
+            raise PusherGone(f"{plain(self._peer.name)} took no message for {idle_s:g} s (was it stopped?)") from None
         except PeerLost:
             raise self._ended() from None
         except TransferError as error:
             raise PusherGone(str(error)) from None
+
+    async def tell_end(self, message: wire.Message) -> None:
+        """The last message of a push, which is over whether the pusher listens or not. One that is stopped reads it
+        later, if this process still runs.
+        """
+        with contextlib.suppress(asyncio.TimeoutError, CrossrailError):
+            await in_time(_completion(self._submit(message)), _LAST_WORDS_TIMEOUT_S)
+
+    def _submit(self, message: wire.Message) -> xr.Transfer:
+        return self._server.engine.submit_send(self._peer, wire.encode(message))
 
     def _lost(self) -> bool:
         return self._server.engine.peer_state(self._peer) == "lost"
@@ -226,12 +243,17 @@ class Session:
     def _raise_if_idle(self, since: float) -> None:
         idle_s = self._server.limits.idle_timeout_s
         if time.monotonic() - since > idle_s:
-            raise Refused(f"nothing arrived for {idle_s:g} s")
+            raise FileRefused(f"nothing arrived for {idle_s:g} s")
 
 
 async def _in_thread(work: Callable[..., None], *arguments: object) -> None:
-    """As asyncio.to_thread, but whoever is cancelled waits for the thread first: what it uses is closed next."""
-    running = asyncio.ensure_future(asyncio.to_thread(work, *arguments))
+    """As asyncio.to_thread, but whoever is cancelled waits for the thread first."""
+    await _to_its_end(asyncio.to_thread(work, *arguments))
+
+
+async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
+    """Whoever is cancelled waits for the work first: what it uses is closed next."""
+    running = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None
     while not running.done():
         try:
@@ -263,7 +285,7 @@ class Server:
 
     def say(self, markup: str) -> None:
         """One line above the bars."""
-        self.progress.console.print(markup, soft_wrap=True, highlight=False)
+        self.progress.console.print(markup, soft_wrap=True)
 
     async def run(self, *, once: bool) -> bool:
         """Serve until cancelled; with `once`, until the first push ended. Returns whether that one was stored."""
@@ -324,8 +346,7 @@ class Server:
 
     async def _refuse_busy(self, session: Session, offer: wire.Offer) -> None:
         reason = f"{self.limits.pushes_max} pushes are under way already; try again later"
-        with contextlib.suppress(PusherGone):
-            await session.send(wire.Refuse(offer.push, reason))
+        await session.tell_end(wire.Refuse(offer.push, reason))
 
 
 @dataclass(frozen=True)
@@ -340,13 +361,16 @@ class Options:
     tls: xr.TlsConfig | None
 
 
-def _announce(published: Published, directory: Path, engine: xr.Engine, remote: str) -> None:
+def _announce(console: Console, published: Published, directory: Path, engine: xr.Engine, remote: str) -> None:
     plural = "rail" if engine.rails == 1 else "rails"
-    click.echo(f"serving {directory} as {published.name} over {engine.rails} {plural}. Push from another shell:")
-    click.echo(f"    crossrail push FILE {published.name}:")
+    lines = [
+        f"serving {plain(str(directory))} as {published.name} over {engine.rails} {plural}. Push from another shell:",
+        f"    crossrail push FILE {published.name}:",
+    ]
     if remote:
-        click.echo("or from another host:")
-        click.echo(f"    {remote}")
+        lines += ["or from another host:", f"    {remote}"]
+    for line in lines:
+        console.print(line, markup=False, soft_wrap=True)
     click.echo("Ctrl-C ends it.", err=True)
 
 
@@ -369,9 +393,9 @@ def _engine_port(listen: int | None) -> int:
 
 
 def _open_engine(options: Options, secret: bytes) -> xr.Engine:
-    return xr.Engine(
-        "crossrail-serve", rails=options.rails, port=_engine_port(options.listen), secret=secret, tls=options.tls
-    )
+    port = _engine_port(options.listen)
+    with rails_behind("--listen", options.listen or 0):
+        return xr.Engine("crossrail-serve", rails=options.rails, port=port, secret=secret, tls=options.tls)
 
 
 async def _serve(options: Options, limits: Limits) -> bool:
@@ -381,9 +405,14 @@ async def _serve(options: Options, limits: Limits) -> bool:
     secret = shared_secret()
     if options.listen is not None and not secret:
         secret = secrets.token_hex(16).encode()
-    console = Console()
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
+    columns = (
+        text_column("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+    )
     with (
+        background_console() as console,
         Inbox(options.directory) as inbox,
         _open_engine(options, secret) as engine,
         publish(options.name, engine.address) as published,
@@ -392,7 +421,7 @@ async def _serve(options: Options, limits: Limits) -> bool:
         inbox.check_writable()
         async with _reachable(engine, options, secret) as remote:
             server = Server(engine, inbox, progress, limits)
-            _announce(published, options.directory, engine, remote)
+            _announce(console, published, options.directory, engine, remote)
             return await server.run(once=options.once)
 
 
@@ -425,7 +454,8 @@ async def _serve(options: Options, limits: Limits) -> bool:
     type=FloatRange(0.5, 86400),
     default=60.0,
     show_default=True,
-    help="Seconds without data after which a push is aborted.",
+    help="Seconds without data after which a push is aborted. A pusher on another host that does not answer at all is "
+    "given up after 10 s.",
 )
 @tls_options
 @records_on_signal()

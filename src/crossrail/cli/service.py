@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import logging
 import os
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import click
 
+from crossrail._files import SECRET_BYTES_MAX, read_at_most
 from crossrail.cli.text import rails
 from crossrail.engine import SECRET_VARIABLE, Engine
-from crossrail.errors import UsageError
+from crossrail.errors import CrossrailError, TransportError, UsageError
 from crossrail.flight import dump_on_signal
 from crossrail.tls import CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE, TlsConfig, exposure_of_key
 
@@ -106,14 +109,43 @@ engine_options = together(
 )
 
 
+def secret_of(file: Path | None) -> bytes:
+    """Of the file, which must have one, else of the environment, which need not: empty then."""
+    if file is None:
+        return os.environb.get(SECRET_VARIABLE.encode(), b"")
+    secret = read_at_most(file, SECRET_BYTES_MAX, "secret").strip()
+    if not secret:
+        raise UsageError(f"--secret-file {file} is empty")
+    return secret
+
+
 def read_secret(file: Path | None) -> bytes:
-    """Of the file, else of the environment. UsageError when there is none: whoever can reach a node without one could
-    give it work.
-    """
-    secret = file.read_bytes().strip() if file is not None else os.environb.get(SECRET_VARIABLE.encode(), b"")
+    """As secret_of(). UsageError when there is none: whoever can reach a node without one could give it work."""
+    secret = secret_of(file)
     if not secret:
         raise UsageError(f"a secret that all nodes share is needed: --secret-file, or {SECRET_VARIABLE}")
     return secret
+
+
+@contextlib.contextmanager
+def rails_behind(option: str, port: int) -> Iterator[None]:
+    """Around opening an engine whose rails listen behind the port of that option: one that is taken is told by it."""
+    try:
+        yield
+    except TransportError as error:
+        if error.code != errno.EADDRINUSE:
+            raise
+        raise CrossrailError(
+            f"{option} {port}: {error.text}; choose another PORT, the rails use those from PORT+1 on"
+        ) from None
+
+
+def name_of_host(host: str, engine: Engine) -> str:
+    """What to write in a URL of a service that listens on `host`: of all addresses ("", 0.0.0.0) a rail's."""
+    if host in ("", "0.0.0.0", "::"):
+        endpoints = engine.address.endpoints
+        host = endpoints[0].rpartition(":")[0].strip("[]") if endpoints else socket.gethostname()
+    return f"[{host}]" if ":" in host else host
 
 
 @contextlib.contextmanager

@@ -16,15 +16,17 @@ from typing import Any
 import click
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress
 from rich.table import Table
 
-from crossrail.cli.sim_players import Task, play_each
+from crossrail.cli.console import open_console, text_column
+from crossrail.cli.main import said_of
+from crossrail.cli.sim_players import Task, play_each, play_one
 from crossrail.cli.tables import Fitted
 from crossrail.cli.text import OutputFile, format_bytes, format_count
-from crossrail.errors import UsageError
+from crossrail.errors import CrossrailError, UsageError
 from crossrail.sim import timeline
-from crossrail.sim.scenarios import SCENARIOS, Outcome, Scenario, find, play
+from crossrail.sim.scenarios import SCENARIOS, Outcome, Scenario, find
 
 _JSON_FORMAT = 1
 _SEED_BITS = 31
@@ -40,10 +42,15 @@ def _choose(names: Sequence[str]) -> list[Scenario]:
 
 
 def _play_all(tasks: Sequence[Task], jobs: int, console: Console) -> list[Outcome]:
-    """All outcomes, in the order of the tasks; on a terminal a bar meanwhile. One run stays in this process."""
+    """All outcomes, in the order of the tasks; on a terminal a bar meanwhile."""
     if len(tasks) == 1:
-        return [tasks[0].play()]
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[failed]}"))
+        return [play_one(tasks[0])]
+    columns = (
+        text_column("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        text_column("{task.fields[failed]}"),
+    )
     outcomes, failed = [], 0
     with (
         Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress,
@@ -116,7 +123,7 @@ def _tell_failure(outcome: Outcome, console: Console, *, in_full: bool) -> None:
         f"\n{outcome.scenario} with seed {outcome.seed} failed: {len(outcome.failures)} of "
         f"{format_count(outcome.checks, 'check')}",
         style="red",
-        highlight=False,
+        markup=False,
     )
     for failure in outcome.failures[:_FAILURES_TOLD_MAX]:
         click.echo(f"  {failure}")
@@ -138,8 +145,10 @@ def _to_json(outcomes: Sequence[Outcome]) -> dict[str, Any]:
 def _write_pictures(outcomes: Sequence[Outcome], trace: Path | None, log: Path | None) -> None:
     """Of the first run that failed, else of the first: run once more, now with the log kept."""
     chosen = next((outcome for outcome in outcomes if not outcome.ok), outcomes[0])
-    again = play(find(chosen.scenario)[0], chosen.seed, keep_log=True if log is not None else _TRACE_LINES_MAX)
+    again = play_one(Task(chosen.scenario, chosen.seed, False, True if log is not None else _TRACE_LINES_MAX))
     about = f"{again.scenario}, seed {again.seed}"
+    if not again.digest:  # its process ended first
+        raise CrossrailError(f"no event log of {about}: {again.failures[0]}, and the log with it")
     if log is not None:
         log.write_text("".join(f"{line}\n" for line in again.log), encoding="utf-8")
         click.echo(f"event log of {about}: {log}", err=True)
@@ -213,18 +222,21 @@ def command(
     Exit code: 0 all checks passed, 1 some failed (the command that replays the run is printed), 2 wrong usage.
     """
     if list_only:
-        for scenario in SCENARIOS.values():
-            click.echo(f"{scenario.name:16} {scenario.title}")
+        click.echo("\n".join(f"{scenario.name:16} {scenario.title}" for scenario in SCENARIOS.values()))
         return
     scenarios = _choose(names)
     first = secrets.randbits(_SEED_BITS) if seed is None else seed
     tasks = [Task(scenario.name, number, twice) for scenario in scenarios for number in range(first, first + runs)]
-    outcomes = _play_all(tasks, jobs or len(os.sched_getaffinity(0)), Console(stderr=True))
+    try:
+        outcomes = _play_all(tasks, jobs or len(os.sched_getaffinity(0)), open_console(stderr=True))
+    except KeyboardInterrupt:
+        click.echo(f"\n{_seeds_text(first, runs)}", err=True)
+        raise
     failed = [outcome for outcome in outcomes if not outcome.ok]
     if as_json:
         click.echo(json.dumps(_to_json(outcomes), indent=2))
     else:
-        console = Console()
+        console = open_console()
         console.print(Fitted(_table(outcomes)))
         for name, of_one in _by_scenario(outcomes):
             if figures := _figures(of_one):
@@ -235,8 +247,13 @@ def command(
             _tell_failure(outcome, console, in_full=len(failed) == 1)
         if len(failed) > _REPLAYS_TOLD_MAX:
             click.echo(f"\nand {len(failed) - _REPLAYS_TOLD_MAX} more runs failed; --json has all")
-    if trace is not None or log is not None:
-        _write_pictures(outcomes, trace, log)  # last: a run that crashed will do so again
+    if trace is not None or log is not None:  # last: a run that crashed may do so again
+        try:
+            _write_pictures(outcomes, trace, log)
+        except (CrossrailError, OSError) as error:
+            if not failed:
+                raise
+            click.echo(said_of(error), err=True)  # that checks failed is what the exit code tells
     if failed:
         raise click.exceptions.Exit(1)
 

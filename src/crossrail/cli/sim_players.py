@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import logging
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections.abc import Generator, Iterable, Iterator
 from multiprocessing import resource_tracker
@@ -20,16 +22,17 @@ _END_PATIENCE_S = 5.0
 
 
 class Task(NamedTuple):
-    """One run. twice: run it once more, the event logs must be equal."""
+    """One run. twice: run it once more, the event logs must be equal. keep_log: as of World."""
 
     scenario: str
     seed: int
     twice: bool
+    keep_log: bool | int = False
 
     def play(self) -> Outcome:
         """In this process."""
         scenario = find(self.scenario)[0]
-        outcome = play(scenario, self.seed)
+        outcome = play(scenario, self.seed, keep_log=self.keep_log)
         if self.twice:
             outcome.compare(play(scenario, self.seed))
         return outcome
@@ -38,11 +41,11 @@ class Task(NamedTuple):
 class _Player:
     """A process that plays one task after another."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, shows_crash: bool = False) -> None:
         self.task: Task | None = None
         self._took = False  # as far as we know
         self.connection, theirs = _CONTEXT.Pipe()
-        self._process = _CONTEXT.Process(target=_serve, args=(theirs,), daemon=True)
+        self._process = _CONTEXT.Process(target=_serve, args=(theirs, shows_crash), daemon=True)
         # Ctrl-C goes to all of the terminal: it waits until _serve says that it is ours alone. The tracker of
         # multiprocessing, which the first start of a process starts, would unblock SIGINT.
         resource_tracker.ensure_running()
@@ -88,10 +91,13 @@ class _Player:
         self.connection.close()
 
 
-def play_each(tasks: Iterable[Task], jobs: int) -> Generator[Outcome, None, None]:
-    """Their outcomes, in the order in which they end. Blocks. Closing it ends the processes."""
+def play_each(tasks: Iterable[Task], jobs: int, *, shows_crash: bool = False) -> Generator[Outcome, None, None]:
+    """Their outcomes, in the order in which they end. Blocks. Closing it ends the processes.
+
+    shows_crash: a process that crashes says on standard error where.
+    """
     left = iter(tasks)
-    players = [_Player() for _ in range(jobs)]
+    players = [_Player(shows_crash=shows_crash) for _ in range(jobs)]
     try:
         for player in players:
             _give_next(player, left)
@@ -103,7 +109,7 @@ def play_each(tasks: Iterable[Task], jobs: int) -> Generator[Outcome, None, None
                 yield player.take()
                 if not player.is_alive:
                     player.stop()
-                    players[index] = player = _Player()
+                    players[index] = player = _Player(shows_crash=shows_crash)
                 _give_next(player, left)
     finally:
         for player in players:
@@ -116,7 +122,18 @@ def _give_next(player: _Player, left: Iterator[Task]) -> None:
         player.give(task)
 
 
-def _serve(connection: Connection) -> None:
+def play_one(task: Task) -> Outcome:
+    """Its outcome, also where its process crashes, which says where. Blocks."""
+    with contextlib.closing(play_each([task], 1, shows_crash=True)) as played:
+        return next(played)
+
+
+def _serve(connection: Connection, shows_crash: bool) -> None:
+    if shows_crash:  # a run that is played alone: one may look into it
+        with contextlib.suppress(RuntimeError, ValueError, OSError):  # without standard error
+            faulthandler.enable()
+        with contextlib.suppress(OSError):  # multiprocessing has put /dev/null in its place
+            sys.stdin = open(0, closefd=False)  # noqa: SIM115
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started us ends us
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     logging.getLogger("crossrail").setLevel(logging.ERROR)
@@ -127,6 +144,10 @@ def _serve(connection: Connection) -> None:
         except (EOFError, OSError):
             return
         outcome = task.play()
+        for stream in (sys.stdout, sys.stderr):  # we are killed in the end
+            if stream is not None:
+                with contextlib.suppress(OSError, ValueError):
+                    stream.flush()
         with contextlib.suppress(OSError):  # nobody is left to hear it
             connection.send(outcome)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass
@@ -14,15 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 _ENDLESS = 1 << 16  # columns: nothing is wrapped there
-_PIPE_COLUMNS = 140
-
-
-def wide_console(pipe_columns: int = _PIPE_COLUMNS) -> Console:
-    """Of standard output. A pipe or a file, which have no width, have so many columns unless COLUMNS says otherwise."""
-    console = Console(highlight=False)
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = pipe_columns
-    return console
+_FOLDED_LEAST = 24  # columns, of one whose words may be broken (overflow="fold")
 
 
 @dataclass(frozen=True)
@@ -46,8 +37,10 @@ class Fitted:
             yield self.table
             return
         widest = widths.index(max(widths))
-        longest_word = max(cell.minimum for cell in sizes[widest])
-        if self.table.columns[widest].no_wrap or widths[widest] + spare < longest_word:
+        least = max(cell.minimum for cell in sizes[widest])
+        if self.table.columns[widest].overflow == "fold":
+            least = min(least, _FOLDED_LEAST)
+        if self.table.columns[widest].no_wrap or widths[widest] + spare < least:
             yield from _lines(console, self.table)
         else:
             yield _wrapping_only(self.table, widest)

@@ -2,24 +2,41 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import time
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import click
 from rich import box
+from rich.cells import cell_len
 from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from crossrail._text import plain
-from crossrail.cli.tables import wide_console
+from crossrail.cli.console import open_console
 from crossrail.cli.text import FloatRange, url_of
-from crossrail.observe.samples import Interval, scrape
+from crossrail.observe.samples import Interval, Labels, Scrape, scrape
 
 _DEFAULT_URL = "http://127.0.0.1:9478/metrics"
 _TIMEOUT_S = 5.0
 _BAD_STATES = {"slow": "yellow", "frozen": "red", "connecting": "yellow"}
+_WORD_MIN = 4  # of names and the like, where numbers need the room
+# What is looked at, and the labels without which it says nothing. Whoever passes metrics on may drop some.
+_LABELS = {
+    "crossrail_engine_open": ("engine",),
+    "crossrail_rail_works_total": ("engine", "transport", "rail"),
+    "crossrail_rail_latency_seconds_bucket": ("engine", "transport", "rail", "le"),
+    "crossrail_peer_outstanding": ("engine", "peer"),
+    "crossrail_peer_latency_seconds_bucket": ("engine", "peer", "le"),
+    "crossrail_weights_updates_total": ("outcome",),
+    "crossrail_moe_rounds_total": ("model",),
+    "crossrail_moe_round_seconds_bucket": ("model", "le"),
+    "crossrail_kv_time_to_first_token_seconds_bucket": ("le",),
+}
 
 
 @click.command("top")
@@ -40,11 +57,11 @@ def command(url: str, once: bool, every_s: float) -> None:
     Ctrl-C ends it.
     """
     url = _whole(url)
-    console = wide_console()
+    console = open_console()
     before = scrape(url, _TIMEOUT_S)
     time.sleep(every_s)
     now = scrape(url, _TIMEOUT_S)
-    if once or not console.is_terminal:
+    if once or not console.is_terminal or console.is_dumb_terminal:
         console.print(picture(Interval(before, now), console.width))
         return
     with Live(picture(Interval(before, now), console.width), console=console, screen=True, auto_refresh=False) as live:
@@ -65,9 +82,43 @@ def picture(interval: Interval, width: int) -> RenderableType:
     for engine in interval.now.values_of("crossrail_engine_open", "engine"):
         parts += _engine(interval, engine, width)
     parts += [Text(line) for line in (*_updates(interval), *_rounds(interval), *_requests(interval))]
+    parts += [Text(f"passed over: {line}", "yellow") for line in _partial(interval.now)]
     if not parts:
         parts.append(Text("metrics are served there, and none of crossrail"))
     return Group(*parts)
+
+
+def _partial(now: Scrape) -> list[str]:
+    """The metrics of which some samples lack a label, and which."""
+    lines = []
+    for name, labels in _LABELS.items():
+        lacking = [label for label in labels if any(not _has(label, has) for has, _ in now.of(name))]
+        if lacking:
+            lines.append(f"{name} without {', '.join(lacking)}")
+    return lines
+
+
+def _has(label: str, has: Labels) -> bool:
+    """And, of a histogram's bound, whether that is a number."""
+    if label == "le" and label in has:
+        with contextlib.suppress(ValueError):
+            return not math.isnan(float(has[label]))
+        return False
+    return label in has
+
+
+def _whole_of(now: Scrape, name: str, **of: str) -> Iterator[tuple[Labels, float]]:
+    """The samples that have all labels that they need."""
+    return ((has, value) for has, value in now.of(name, **of) if all(_has(label, has) for label in _LABELS[name]))
+
+
+def _quantile(interval: Interval, name: str, share: float, **of: str) -> float | None:
+    """None also where a bound is missing: the others alone would be another distribution."""
+    buckets = f"{name}_bucket"
+    for scraped in (interval.before, interval.now):
+        if any(not _has("le", has) for has, _ in scraped.of(buckets, **of)):
+            return None
+    return interval.quantile(name, share, **of)
 
 
 def _engine(interval: Interval, engine: str, width: int) -> list[RenderableType]:
@@ -85,7 +136,7 @@ def _engine(interval: Interval, engine: str, width: int) -> list[RenderableType]
         head.append(f", {failed:.0f} failed", "bold red")
     hidden = now.total("crossrail_peers_hidden", engine=engine)
     parts: list[RenderableType] = [head, _rails(interval, engine, width)]
-    if any(now.of("crossrail_peer_outstanding", engine=engine)):
+    if any(_whole_of(now, "crossrail_peer_outstanding", engine=engine)):
         parts.append(_peers(interval, engine, width))
     if hidden:
         parts.append(Text(f"and {hidden:.0f} peers more", "dim"))
@@ -119,9 +170,23 @@ def _table(columns: tuple[_Column, ...], width: int) -> Table:
                 column.title,
                 justify="right" if column.is_number else "left",
                 no_wrap=True,
-                overflow="ellipsis",
-                ratio=None if column.is_number else 1,
+                overflow="crop" if column.is_number else "ellipsis",
             )
+    return table
+
+
+def _fitted(table: Table, width: int) -> Table:
+    """With words cut as far as it takes for all numbers to be whole."""
+    widths = [max(cell_len(str(cell)) for cell in (column.header, *column.cells)) for column in table.columns]
+    of_words = [index for index, column in enumerate(table.columns) if column.overflow == "ellipsis"]
+    between = 2 * (len(widths) - 1)  # the padding of a column, and the line after it
+    while sum(widths) + between > width:
+        longest = max(of_words, key=widths.__getitem__)
+        if widths[longest] <= _WORD_MIN:
+            break
+        widths[longest] -= 1
+    for index in of_words:
+        table.columns[index].max_width = widths[index]
     return table
 
 
@@ -132,14 +197,15 @@ def _add(table: Table, columns: tuple[_Column, ...], width: int, cells: list[str
 
 def _rails(interval: Interval, engine: str, width: int) -> Table:
     table = _table(_RAIL_COLUMNS, width)
-    for has, depth in interval.now.of("crossrail_rail_depth", engine=engine):
+    for has, _ in _whole_of(interval.now, "crossrail_rail_works_total", engine=engine):
         of = {"engine": engine, "transport": has["transport"], "rail": has["rail"]}
         cells = [f"{plain(has['transport'])}:{plain(has['rail'])}", *_speeds(interval, "crossrail_rail", of)]
-        cells += [f"{depth:.0f}", *_latencies(interval, "crossrail_rail", of)]
+        depth = next((f"{value:.0f}" for _, value in interval.now.of("crossrail_rail_depth", **of)), "-")  # -: not told
+        cells += [depth, *_latencies(interval, "crossrail_rail", of)]
         retried = interval.now.total("crossrail_rail_retried_works_total", **of)
         broken = interval.now.total("crossrail_rail_broken_paths_total", **of)
         _add(table, _RAIL_COLUMNS, width, [*cells, _bad(retried, "yellow"), _bad(broken, "yellow")])
-    return table
+    return _fitted(table, width)
 
 
 def _peers(interval: Interval, engine: str, width: int) -> Table:
@@ -148,7 +214,7 @@ def _peers(interval: Interval, engine: str, width: int) -> Table:
     # The busiest first: screens end.
     speeds = {
         has["peer"]: interval.rate("crossrail_peer_bytes_total", engine=engine, peer=has["peer"])
-        for has, _ in now.of("crossrail_peer_outstanding", engine=engine)
+        for has, _ in _whole_of(now, "crossrail_peer_outstanding", engine=engine)
     }
     for peer in sorted(speeds, key=lambda name: (-speeds[name], name)):
         of = {"engine": engine, "peer": peer}
@@ -168,7 +234,7 @@ def _peers(interval: Interval, engine: str, width: int) -> Table:
         failed = now.total("crossrail_peer_failed_transfers_total", **of)
         retried = now.total("crossrail_peer_retried_works_total", **of)
         _add(table, _PEER_COLUMNS, width, [*cells, _bad(failed, "red"), _bad(retried, "yellow")])
-    return table
+    return _fitted(table, width)
 
 
 def _speeds(interval: Interval, prefix: str, of: dict[str, str]) -> list[str]:
@@ -178,7 +244,7 @@ def _speeds(interval: Interval, prefix: str, of: dict[str, str]) -> list[str]:
 
 
 def _latencies(interval: Interval, prefix: str, of: dict[str, str]) -> list[str]:
-    return [_time(interval.quantile(f"{prefix}_latency_seconds", share, **of)) for share in (0.5, 0.99)]
+    return [_time(_quantile(interval, f"{prefix}_latency_seconds", share, **of)) for share in (0.5, 0.99)]
 
 
 def _bad(count: float, style: str) -> Text:
@@ -190,13 +256,13 @@ def _bad(count: float, style: str) -> Text:
 
 def _updates(interval: Interval) -> list[str]:
     now = interval.now
-    if "crossrail_weight_version" not in now:
+    if "crossrail_weights_version" not in now:
         return []
-    ended = {has["outcome"]: value for has, value in now.of("crossrail_weight_updates_total")}
+    ended = {has["outcome"]: value for has, value in _whole_of(now, "crossrail_weights_updates_total")}
     done = ended.get("done", 0)
-    mean_s = now.total("crossrail_weight_update_seconds_sum") / done if done else 0.0
+    mean_s = now.total("crossrail_weights_update_seconds_sum") / done if done else 0.0
     return [
-        f"weights: version {now.total('crossrail_weight_version'):.0f}; {done:.0f} updates of {_time(mean_s)} on "
+        f"weights: version {now.total('crossrail_weights_version'):.0f}; {done:.0f} updates of {_time(mean_s)} on "
         f"average, {ended.get('failed', 0):.0f} failed"
     ]
 
@@ -205,7 +271,7 @@ def _rounds(interval: Interval) -> list[str]:
     now, lines = interval.now, []
     for model in now.values_of("crossrail_moe_rounds_total", "model"):
         of = {"model": model}
-        p50, p99 = (_time(interval.quantile("crossrail_moe_round_seconds", share, **of)) for share in (0.5, 0.99))
+        p50, p99 = (_time(_quantile(interval, "crossrail_moe_round_seconds", share, **of)) for share in (0.5, 0.99))
         lines.append(
             f"moe {plain(model)}: {_short(interval.rate('crossrail_moe_rounds_total', **of))} rounds/s, p50 {p50}, "
             f"p99 {p99}, {100 * interval.rate('crossrail_moe_waited_seconds_total', **of):.0f} % waiting"
@@ -217,7 +283,7 @@ def _requests(interval: Interval) -> list[str]:
     now = interval.now
     if "crossrail_kv_requests" not in now:
         return []
-    first_token = _time(interval.quantile("crossrail_kv_time_to_first_token_seconds", 0.5))
+    first_token = _time(_quantile(interval, "crossrail_kv_time_to_first_token_seconds", 0.5))
     return [
         f"kv router: {now.total('crossrail_kv_requests'):.0f} requests under way, "
         f"{_short(interval.rate('crossrail_kv_requests_ended_total'))}/s ended, first token after {first_token} (p50)"

@@ -19,7 +19,8 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from crossrail.cli.tables import wide_console
+from crossrail.cli.console import in_one_piece, open_console
+from crossrail.cli.tables import Fitted
 from crossrail.cli.text import format_count
 from crossrail.default_rails import default_rails
 from crossrail.errors import UsageError
@@ -40,6 +41,7 @@ from crossrail.topology.describe import usual_devices
 from crossrail.topology.sysfs import format_cpu_list, natural
 
 _PIPE_COLUMNS = 100
+_CORES_COLUMNS = 20  # two ranges of three digits each
 _NAMES_COLUMNS = 44  # four names such as rdmap113s0
 _OTHER_COLUMNS = 56  # of a line of the tree, beside the names
 _KIND_COLUMNS = 11
@@ -246,10 +248,16 @@ def _print_choices(
         names = _list_names([rail.nic.name for rail in choice.rails], _NAMES_COLUMNS) if choice.rails else "none"
         cores = worker_cpus(topology, choice, affinity).cpus
         style = "" if choice.rails else "red"
-        table.add_row(choice.device.name, Text(names, style), Text(choice.reason), format_cpu_list(cores))
+        table.add_row(choice.device.name, Text(names, style), Text(choice.reason), _core_list(cores))
     console.print()
-    console.print(table)
+    console.print(Fitted(table))
     _print_left_out(console, choices)
+
+
+def _core_list(cpus: tuple[int, ...]) -> str:
+    """Of a long list, lines are broken between numbers, not within them."""
+    text = format_cpu_list(cpus)
+    return text if len(text) <= _CORES_COLUMNS else text.replace(",", ", ")
 
 
 def _table() -> Table:
@@ -266,7 +274,7 @@ def _print_left_out(console: Console, choices: Sequence[RailChoice]) -> None:
             reasons[candidate.nic.name] = candidate
     if reasons:
         console.print()
-        console.print(_reasons_table("used by none", reasons.values()))
+        console.print(Fitted(_reasons_table("used by none", reasons.values())))
 
 
 def _reasons_table(title: str, candidates: Iterable[Candidate]) -> Table:
@@ -291,7 +299,7 @@ def _print_choice(console: Console, topology: Topology, choice: RailChoice, affi
     place = f" ({device.pci.address})" if isinstance(device, Gpu) else ""
     workers = worker_cpus(topology, choice, affinity)
     console.print(Text.assemble(("Rails of ", "bold"), (device.name, "bold green"), f"{place}: {choice.reason}"))
-    console.print(Text(f"worker cores: {format_cpu_list(workers.cpus) or 'unknown'} ({workers.reason})\n"))
+    console.print(Text(f"worker cores: {_core_list(workers.cpus) or 'unknown'} ({workers.reason})\n"))
     table = _table()
     for header in ("rail", "kind", "speed", "distance", "why"):
         table.add_column(header, justify="right" if header == "speed" else "left")
@@ -300,10 +308,10 @@ def _print_choice(console: Console, topology: Topology, choice: RailChoice, affi
         why = Text(rail.reason, "dim")
         table.add_row(Text(_names([nic], 0), "green"), _kind(nic), _speed(nic), rail.distance.name, why)
     if choice.rails:
-        console.print(table)
+        console.print(Fitted(table))
         console.print()
     if choice.rejected:
-        console.print(_reasons_table("left out", choice.rejected))
+        console.print(Fitted(_reasons_table("left out", choice.rejected)))
 
 
 # --- the command ---
@@ -325,7 +333,7 @@ def _show(
 ) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal without Unicode gets "?" for our arrows
-    console = wide_console(_PIPE_COLUMNS)
+    console = open_console(pipe_columns=_PIPE_COLUMNS)
     choices = [choose_rails(topology, device, need=need) for device in devices]
     if chosen:
         _print_choice(console, topology, choices[0], affinity)
@@ -354,6 +362,7 @@ def _show(
     type=click.Choice(["efa", "verbs", "ip"]),
     help="Only NICs that offer this [default: RDMA if there is any, else IP].",
 )
+@in_one_piece()
 def command(root: Path | None, as_json: bool, name: str | None, need: str | None) -> None:
     """Show the GPUs and NICs, which NICs serve which device, and why.
 

@@ -9,7 +9,8 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from crossrail.cli.tables import Fitted, wide_console
+from crossrail.cli.console import in_one_piece, open_console
+from crossrail.cli.tables import Fitted
 from crossrail.cli.text import OutputFile
 from crossrail.errors import UsageError
 from crossrail.flight import COLUMNS, FlightDump, FlightEntry, read_dump, row_of
@@ -56,6 +57,7 @@ def _table(dump: FlightDump, entries: list[FlightEntry]) -> Table:
     type=OutputFile(),
     help="Write a Chrome trace to this file instead, for ui.perfetto.dev or chrome://tracing.",
 )
+@in_one_piece()
 def command(files: tuple[Path, ...], peer: str | None, rail: str | None, last: int | None, chrome: Path | None) -> None:
     """Show a flight recording: from engine.dump(path), crossrail.dump_on_signal(), a watchdog or a crash.
 
@@ -78,7 +80,7 @@ def command(files: tuple[Path, ...], peer: str | None, rail: str | None, last: i
         return
     (dump,) = dumps
     entries = select(dump, peer=peer, rail=rail, last=last or _LAST_SHOWN)
-    console = wide_console()
+    console = open_console()
     for line in dump.summary():
         console.print(Text(line), soft_wrap=True)
     console.print()

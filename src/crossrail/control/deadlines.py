@@ -9,6 +9,11 @@ from typing import TypeVar
 _T = TypeVar("_T")
 
 
+def loop_time_s() -> float:
+    """Now, on the clock of the running event loop: what every instant of services is told on."""
+    return asyncio.get_running_loop().time()
+
+
 async def in_time(work: Awaitable[_T], timeout_s: float, undo: Callable[[_T], object] | None = None) -> _T:
     """The result of this work, which is cancelled, and has ended, when it takes longer: asyncio.TimeoutError.
 

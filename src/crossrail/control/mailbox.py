@@ -14,7 +14,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from crossrail._closing import AsyncClosing
-from crossrail.control.deadlines import in_time
+from crossrail._latest import Latest
+from crossrail.control.deadlines import in_time, loop_time_s
 from crossrail.control.language import Language, Letter
 from crossrail.control.messages import Failed, clipped
 from crossrail.control.seal import Rejected, Sealer
@@ -45,8 +46,9 @@ class Mailbox(AsyncClosing):
     """One per wire, as wires are of engines. Threads: the event loop's.
 
     Lifecycle: 1. made. 2. handle() for each type of question. 3. start(). 4. close(): questions end with NoAnswer.
-    dropped: messages that were not taken, by kind: those of seal.Rejected, "type", "unasked", "no-handler", and "old":
-    a question as old as some whose answers are kept no longer, so that it may have been run.
+    dropped: messages that were not taken, by kind: those of seal.Rejected, "type", "unasked", "no-handler", "error":
+    one that we failed to handle; and "old": a question as old as some whose answers are kept no longer, so that it may
+    have been run.
     """
 
     def __init__(self, wire: Wire, secret: bytes, language: Language, resend_s: float = RESEND_S) -> None:
@@ -62,7 +64,7 @@ class Mailbox(AsyncClosing):
         self._waiting: dict[int, tuple[bytes, asyncio.Future[object]]] = {}  # by ask: of whom, and the answer
         self._answered: OrderedDict[tuple[bytes, int], bytes] = OrderedDict()  # by who asked and ask
         self._answered_bytes = 0
-        self._let_go: OrderedDict[bytes, int] = OrderedDict()  # by who asked, the newest ask whose answer is not kept
+        self._let_go: Latest[bytes, int] = Latest(_ASKERS_KEPT)  # by who asked, the newest ask whose answer is not kept
         self._being_answered: set[tuple[bytes, int]] = set()
         self._tasks: dict[asyncio.Task[None], None] = {}  # a set in the order in which they were made
         self._unsorted: Counter[str] = Counter()
@@ -75,8 +77,8 @@ class Mailbox(AsyncClosing):
 
     @property
     def dropped(self) -> Counter[str]:
-        """How many messages were not taken, by kind."""
-        return self._unsorted + self._sealer.rejected
+        """How many messages were not taken, by kind. Any thread."""
+        return Counter(self._unsorted) + Counter(self._sealer.rejected)
 
     def handle(self, kind: type, handler: Handler) -> None:
         """Questions of this type go to handler(sender's address, message); what it returns is the answer.
@@ -86,7 +88,11 @@ class Mailbox(AsyncClosing):
         self._handlers[kind] = handler
 
     def start(self) -> None:
-        """Begins to receive, in tasks of the running event loop."""
+        """Begins to receive, in tasks of the running event loop. Raises UsageError where none runs."""
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            raise UsageError("Mailbox.start() outside of a coroutine: its event loop has to be running") from None
         self.spawn(self._receive(), "receive")
 
     async def close(self) -> None:
@@ -177,6 +183,9 @@ class Mailbox(AsyncClosing):
                 self._tell_dropped(rejection.kind, str(rejection))
             except UsageError as error:
                 self._drop("type", str(error))
+            except Exception as error:  # a mistake of ours: it costs this packet, and not all that come after it
+                self._unsorted["error"] += 1
+                self._tell_dropped("error", f"{type(error).__name__}: {error}", exc_info=True)
 
     async def _packets(self) -> AsyncIterator[tuple[bytes, bytes]]:
         try:
@@ -189,13 +198,14 @@ class Mailbox(AsyncClosing):
         self._unsorted[kind] += 1
         self._tell_dropped(kind, why)
 
-    def _tell_dropped(self, kind: str, why: str) -> None:
-        now_s = asyncio.get_running_loop().time()
+    def _tell_dropped(self, kind: str, why: str, exc_info: bool = False) -> None:
+        now_s = loop_time_s()
         told_s, more = self._told.get(kind, (float("-inf"), 0))
         if now_s - told_s < _TELL_AGAIN_S:
             self._told[kind] = (told_s, more + 1)
             return
-        log.warning("dropped a message: %s%s", why, f"; and {more} more of this kind since the last line" * bool(more))
+        again = f"; and {more} more of this kind since the last line" if more else ""
+        log.warning("dropped a message: %s%s", why, again, exc_info=exc_info)
         self._told[kind] = (now_s, 0)
 
     def _sort(self, sender: bytes, envelope: Letter) -> None:
@@ -231,8 +241,6 @@ class Mailbox(AsyncClosing):
             self._answered_bytes -= len(oldest)
             self._let_go[identity] = max(ask, self._let_go.get(identity, 0))
             self._let_go.move_to_end(identity)
-        while len(self._let_go) > _ASKERS_KEPT:
-            self._let_go.popitem(last=False)
 
     async def _answer(self, sender: bytes, key: tuple[bytes, int], handler: Handler, question: object) -> None:
         try:

@@ -41,16 +41,24 @@ class Rejected(CrossrailError):
 
 
 @dataclass
+class _Partial:
+    """A message of so many parts, of which these, by index, have come."""
+
+    parts: int
+    pieces: dict[int, bytes] = field(default_factory=dict)
+
+
+@dataclass
 class _Sender:
     """What is known of one sender.
 
     Invariant: bit i of `seen` says that packet `highest - i` was taken; what is older than the window counts as taken.
-    partial: by its first packet's number, a message's parts by index. partial_packets: how many they are in all.
+    partial: messages by the number of their first packet. partial_packets: how many packets of them have come in all.
     """
 
     highest: int = -1
     seen: int = 0
-    partial: dict[int, dict[int, bytes]] = field(default_factory=dict)
+    partial: dict[int, _Partial] = field(default_factory=dict)
     partial_packets: int = 0
 
     def take(self, number: int) -> bool:
@@ -157,13 +165,15 @@ class Sealer:
 
 
 def _assemble(sender: _Sender, first: int, part: int, parts: int, payload: bytes) -> bytes | None:
-    pieces = sender.partial.setdefault(first, {})
-    pieces[part] = payload
+    message = sender.partial.setdefault(first, _Partial(parts))
+    if message.parts != parts:
+        raise Rejected("malformed", f"part {part} of {parts}, and others of that message say of {message.parts}")
+    message.pieces[part] = payload
     sender.partial_packets += 1
-    if len(pieces) == parts:
-        sender.partial_packets -= len(sender.partial.pop(first))
-        return b"".join(pieces[index] for index in range(parts))
+    if len(message.pieces) == parts:
+        sender.partial_packets -= len(sender.partial.pop(first).pieces)
+        return b"".join(message.pieces[index] for index in range(parts))
     while sender.partial_packets > _PARTIAL_MAX and len(sender.partial) > 1:
         # The oldest has waited longest for parts that were lost; whoever sent it asks again.
-        sender.partial_packets -= len(sender.partial.pop(next(iter(sender.partial))))
+        sender.partial_packets -= len(sender.partial.pop(next(iter(sender.partial))).pieces)
     return None

@@ -20,7 +20,7 @@ from crossrail.campaign.soak.chaos import KINDS
 from crossrail.campaign.soak.records import EMPTY, Stage
 from crossrail.campaign.soak.rounds import SPARED, Round
 from crossrail.campaign.soak.seats import RAILS, Seats
-from crossrail.campaign.usage import Usage, growth, plot
+from crossrail.campaign.usage import Usage, growth, growth_text, plot
 
 FAILURES_MAX = 5  # then it is over: what is broken that often is not seen better by more of it
 
@@ -150,5 +150,8 @@ class Soak:
             for field in fields(Usage):
                 values = [asdict(sample)[field.name] for sample in samples]
                 lines.append(f"{who:>14} {field.name:>11} {plot(values)} {min(values)} to {max(values)}")
-        lines += [f"GROWTH: {finding}" for finding in self.growth()] or ["nothing grew"]
+        lines += [f"GROWTH: {finding}" for finding in self.growth()]
+        lines += [f"{who}: {growth_text(samples)}" for who, samples in self.samples.items() if not growth(samples)]
+        if not self.samples:  # a failure has ended the processes
+            lines.append(growth_text([]))
         return "\n".join(lines)

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
+from crossrail import _core
 from crossrail.cli.bench import api_loops
 from crossrail.cli.bench.pair import Pair
 from crossrail.cli.bench.spec import Bar, Measure, Sample, SampleStream
@@ -154,7 +155,7 @@ def _submit_samples(pair: Pair) -> SampleStream:
     with _sides(pair) as side, pair.on_all_cores():
         _time_submits(side, 10)
         while True:
-            limit_us = _time_nothing(pair, side, batches)
+            limit_us = _time_nothing(side, batches)
             yield Sample(_time_submits(side, batches), limit_us)
 
 
@@ -175,8 +176,8 @@ def _time_submits(side: api_loops.Side, batches: int) -> float:
     return statistics.median(took_ns) / 1e3
 
 
-def _time_nothing(pair: Pair, side: api_loops.Side, batches: int) -> float:
-    clock, nothing = time.perf_counter_ns, pair.native.nothing
+def _time_nothing(side: api_loops.Side, batches: int) -> float:
+    clock, nothing = time.perf_counter_ns, _core.bench.nothing
     src, dst = side.region, side.partner
     took_ns: list[int] = []
     for _ in range(batches * _SUBMIT_BATCH):

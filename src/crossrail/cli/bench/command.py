@@ -7,8 +7,9 @@ from contextlib import closing
 from typing import Any
 
 import click
+from click.core import ParameterSource
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID
 
 from crossrail.cli.bench import (
     api,
@@ -32,11 +33,13 @@ from crossrail.cli.bench.outputs import Outputs, output_options
 from crossrail.cli.bench.pair import Pair, Settings, check_cpus, choose_cpus
 from crossrail.cli.bench.peers.command import peers
 from crossrail.cli.bench.spec import Measure, Result
-from crossrail.cli.tables import Fitted
+from crossrail.cli.console import open_console, text_column
+from crossrail.cli.memory import check_memory
 from crossrail.cli.text import cpu_pair, size
 from crossrail.errors import CrossrailError, UsageError
 
 _QUICK_RUNS = 3
+_POOLS = 3  # source and copy here, the target there; private memory takes as much again
 
 
 def all_measures(transport: str) -> list[Measure]:
@@ -65,10 +68,11 @@ def choose(names: Sequence[str], transport: str) -> list[Measure]:
     return [m for m in known if not names or any(m.name.startswith(name) for name in names)]
 
 
-def run(measures: Sequence[Measure], settings: Settings, runs: int, console: Console) -> list[Result]:
-    """Measure after measure. One that fails is reported and does not stop the others, unless the peer is gone."""
-    results = []
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+def run(measures: Sequence[Measure], settings: Settings, runs: int, console: Console, results: list[Result]) -> None:
+    """Measure after measure, into results. One that fails is reported and does not stop the others, unless the peer is
+    gone.
+    """
+    columns = (text_column("{task.description}"), BarColumn(), MofNCompleteColumn())
     with (
         Pair(settings) as pair,
         Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress,
@@ -89,8 +93,18 @@ def run(measures: Sequence[Measure], settings: Settings, runs: int, console: Con
                 pair.reset()
             result.note = pair.note
             if not console.is_terminal:
-                console.print(report.one_line(result), highlight=False, markup=False, soft_wrap=True)
-    return results
+                console.print(report.one_line(result), markup=False, soft_wrap=True)
+
+
+def _refuse_options(ctx: click.Context) -> None:
+    """Before a subcommand they would do nothing."""
+    for option in ctx.command.params:
+        if ctx.get_parameter_source(option.name or "") is ParameterSource.COMMANDLINE:
+            what = ctx.invoked_subcommand
+            raise UsageError(
+                f"{option.opts[0]} before `{what}` is of `crossrail bench` itself; what `bench {what}` takes comes "
+                f"after it: crossrail bench {what} --help"
+            )
 
 
 def _sample(measure: Measure, pair: Pair, result: Result, runs: int, progress: Progress, task: TaskID) -> None:
@@ -150,24 +164,25 @@ def command(
     each measure.
     """
     if ctx.invoked_subcommand is not None:
+        _refuse_options(ctx)
         return
     measures = choose(only, transport)
     if list_only:
-        for measure in measures:
-            click.echo(f"{measure.name:22} {measure.title}")
+        click.echo("\n".join(f"{measure.name:22} {measure.title}" for measure in measures))
         return
-    written = Outputs.chosen(outputs)
+    written = Outputs.chosen(outputs, measures)
     settings = Settings(cpus or choose_cpus(), pool_bytes, transport, quick, stand_in)
     check_cpus(settings.cpus)
-    console = Console()
-    console.print(report.describe_machine(), highlight=False, markup=False)
+    check_memory("the benchmark", _POOLS * pool_bytes, "make the pools smaller with --pool-bytes")
+    console = open_console()
+    console.print(report.describe_machine(), markup=False)
     if settings.cpus[0] == settings.cpus[1]:
         console.print("both processes share one core: figures of two processes mean little", style="yellow")
     busy = report.busy_share(settings.cpus)
     report.warn_if_busy(busy, console)
-    results = run(measures, settings, runs or (_QUICK_RUNS if quick else 5), console)
-    console.print(Fitted(report.make_table(results, console.width)))
-    written.write(results, settings.to_json(), busy, console)
+    results: list[Result] = []
+    with written.of(results, settings.to_json(), busy, console):
+        run(measures, settings, runs or (_QUICK_RUNS if quick else 5), console, results)
     verdicts = {result.verdict for result in results}
     if "error" in verdicts or (strict and "miss" in verdicts):
         raise click.exceptions.Exit(1)

@@ -21,6 +21,7 @@ from crossrail.cli.bench.interval import Interval, of_quotient
 from crossrail.cli.bench.report import ratio_text
 from crossrail.cli.bench.saved import Saved, read_json
 from crossrail.cli.bench.spec import Result
+from crossrail.cli.console import open_console
 from crossrail.errors import UsageError
 
 _MACHINE_KEYS = ("cpu", "cores", "cores_usable", "caches", "memory", "kernel")
@@ -117,6 +118,9 @@ def _change(old: Result, new: Result) -> Change | str:
 
 
 def _warnings(old: Saved, new: Saved) -> Iterator[str]:
+    for run in (old, new):
+        if run.only_part:
+            yield f"ONLY A PART of {run.name} was measured: {_short(run.only_part)}"
     differing = [key for key in _MACHINE_KEYS if old.machine.get(key) != new.machine.get(key)]
     if differing:
         told = "; ".join(f"{key} {_short(old.machine.get(key))} -> {_short(new.machine.get(key))}" for key in differing)
@@ -140,13 +144,13 @@ def _short(value: object) -> str:
 def show(comparison: Comparison, console: Console) -> None:
     """Warnings first: they say how to read the rest."""
     for warning in comparison.warnings:
-        console.print(warning, style="bold yellow", markup=False, highlight=False, soft_wrap=True)
+        console.print(warning, style="bold yellow", markup=False, soft_wrap=True)
     if comparison.changes:
         console.print(_table(comparison, console.width))
     else:
         console.print("no measure is in both", markup=False)
     for note in comparison.notes:
-        console.print(note, markup=False, highlight=False, soft_wrap=True)
+        console.print(note, markup=False, soft_wrap=True)
 
 
 def _table(comparison: Comparison, width: int) -> Table:
@@ -217,5 +221,5 @@ def compare_command(old: Path, new: Path, fail_slower: float | None) -> None:
     the machine's limit where both runs have it; unlike the figures themselves, these do not drift with the machine.
     """
     comparison = compare(read_json(old), read_json(new))
-    show(comparison, Console())
+    show(comparison, open_console())
     fail_if_slower(comparison, fail_slower)

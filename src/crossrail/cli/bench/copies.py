@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from crossrail import _core
+from crossrail.cli.bench.arrays import Indices
 from crossrail.cli.bench.paged import paged_measure
 from crossrail.cli.bench.pair import Link, Pair, Pool, alternate, permutation
 from crossrail.cli.bench.passes import (
@@ -16,7 +18,6 @@ from crossrail.cli.bench.passes import (
     verified_writes,
 )
 from crossrail.cli.bench.spec import Bar, Measure, Point, Sample, SampleStream
-from crossrail.cli.native import Indices
 
 _KIB = 1 << 10
 _MIB = 1 << 20
@@ -60,13 +61,13 @@ def _write_samples(pair: Pair, nbytes: int, window: int, *, private: bool) -> Sa
     write = verified_writes(pair, link, pool, nbytes, window)
     moved = pool.nbytes // nbytes * nbytes
     while True:
-        copy_ns, write_ns = alternate(passes_per_sample(pair), lambda: _copy_pool(pair, link, pool), write)
+        copy_ns, write_ns = alternate(passes_per_sample(pair), lambda: _copy_pool(link, pool), write)
         pair.note = link.unmapped_paths() if private else ""
         yield Sample(moved / write_ns, pool.nbytes / copy_ns)
 
 
-def _copy_pool(pair: Pair, link: Link, pool: Pool) -> int:
-    return pair.native.copy_in_calls(link.rig.view(pool.own), link.rig.view(pool.src), _COPY_CALL_BYTES)
+def _copy_pool(link: Link, pool: Pool) -> int:
+    return _core.bench.copy_in_calls(link.rig.view(pool.own), link.rig.view(pool.src), _COPY_CALL_BYTES)
 
 
 # --- paged writes ---
@@ -83,11 +84,11 @@ def _paged_measures() -> Iterator[Measure]:
 
 
 def _page_copies(
-    pair: Pair, link: Link, pool: Pool, src_pages: Indices, dst_pages: Indices, page_bytes: int
+    _pair: Pair, link: Link, pool: Pool, src_pages: Indices, dst_pages: Indices, page_bytes: int
 ) -> Callable[[], int]:
     def copy() -> int:
         own, src = link.rig.view(pool.own), link.rig.view(pool.src)
-        return pair.native.copy_pages(own, src, dst_pages, src_pages, page_bytes)
+        return _core.bench.copy_pages(own, src, dst_pages, src_pages, page_bytes)
 
     return copy
 
@@ -116,7 +117,7 @@ def _scatter_samples(pair: Pair) -> SampleStream:
         links.verify()
         while True:
             own, src = links.link.rig.view(links.own), links.link.rig.view(links.src)
-            copy_ns = pair.native.copy_pages(own, src, dst_pages, src_pages, SCATTER_BYTES)
+            copy_ns = _core.bench.copy_pages(own, src, dst_pages, src_pages, SCATTER_BYTES)
             limit_us = copy_ns / pages * SCATTER_PEERS / 1e3
             yield Sample(links.scatter(count) / count / 1e3, limit_us)
     finally:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from crossrail.cli.native import BenchFabric, Indices, Memory, Native
+from crossrail import _core
+from crossrail.cli.bench.arrays import Indices, Memory
 
 if TYPE_CHECKING:
     from crossrail.cli.bench.pair import Link, Pair, Pool
@@ -22,7 +23,7 @@ class BareFabric:
         self._provider = provider
         self._rail = rail
         self._open_for: Pool | None = None
-        self._loop: BenchFabric | None = None
+        self._loop: _core.bench.FabricLoop | None = None
         self._target = (0, 0)
 
     def writes(self, pair: Pair, link: Link, pool: Pool, nbytes: int, window: int) -> int:
@@ -41,10 +42,10 @@ class BareFabric:
         pair.child.finish()
         return took_ns
 
-    def _opened(self, pair: Pair, link: Link, pool: Pool) -> BenchFabric:
+    def _opened(self, pair: Pair, link: Link, pool: Pool) -> _core.bench.FabricLoop:
         """Both ends, over the memory of this pool; kept until another pool comes."""
         if self._loop is None or self._open_for is not pool:
-            self._loop = pair.native.FabricLoop(self._provider, self._rail)
+            self._loop = _core.bench.FabricLoop(self._provider, self._rail)
             name, base, key = pair.child.call(
                 "fabric_open", provider=self._provider, rail=self._rail, key=link.key, region=pool.target
             )
@@ -58,13 +59,11 @@ class BareFabric:
 class FabricPeer:
     """The second process's end."""
 
-    def __init__(self, native: Native) -> None:
-        self._native = native
-        self._loop: BenchFabric | None = None
+    _loop: _core.bench.FabricLoop | None = None
 
     def open(self, provider: str, rail: str, memory: Memory) -> list[str | int]:
         """Returns [name, base, key] for the first process."""
-        self._loop = self._native.FabricLoop(provider, rail)
+        self._loop = _core.bench.FabricLoop(provider, rail)
         base, key = self._loop.add_memory(memory)
         return [self._loop.name.hex(), base, key]
 

@@ -9,6 +9,7 @@ import time
 
 import numpy as np
 
+from crossrail import _core
 from crossrail.cli.bench.kv_sides import KvDecoder, KvPrefiller, from_text
 from crossrail.cli.bench.pair import Pair, alternate, permutation
 from crossrail.cli.bench.passes import fill, passes_per_sample
@@ -75,7 +76,7 @@ def _request_samples(pair: Pair) -> SampleStream:
         return time.perf_counter_ns() - begun
 
     def copy() -> float:
-        return pair.native.copy_pages(own.array(), prefiller.bytes, blocks, in_order, _PAGE_BYTES)
+        return _core.bench.copy_pages(own.array(), prefiller.bytes, blocks, in_order, _PAGE_BYTES)
 
     try:
         fill(prefiller.bytes, seed=7)
@@ -107,7 +108,7 @@ def _page_samples(pair: Pair) -> SampleStream:
         return took_ns
 
     def fill_requests() -> float:
-        return pair.native.fill_work_requests(indices, indices, layout.block_bytes, 1)
+        return _core.bench.fill_work_requests(indices, indices, layout.block_bytes, 1)
 
     try:
         with pair.on_all_cores():

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 import crossrail as xr
-from crossrail.cli.native import Indices, Memory
+from crossrail.cli.bench.arrays import Indices, Memory
 from crossrail.control.deadlines import in_time
 from crossrail.kv import KvLayout, KvReceiver, KvSender, KvTarget, PagePool, RankMemory, Reception, SendJob
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,14 @@ from typing import Any
 import click
 from rich.console import Console
 
-from crossrail.cli.bench.compare import compare, fail_if_slower, share, show
+from crossrail.cli.bench.compare import Comparison, compare, fail_if_slower, share, show
 from crossrail.cli.bench.page import write_page
-from crossrail.cli.bench.plot import check_plot, write_plot
+from crossrail.cli.bench.plot import can_draw, check_plot, write_plot
+from crossrail.cli.bench.report import make_table
 from crossrail.cli.bench.saved import Saved, read_json, save, to_json
-from crossrail.cli.bench.spec import Result
+from crossrail.cli.bench.spec import Line, Result
 from crossrail.cli.service import together
+from crossrail.cli.tables import Fitted
 from crossrail.cli.text import OutputFile
 from crossrail.errors import UsageError
 
@@ -54,33 +57,57 @@ class Outputs:
     fail_slower: float | None
 
     @staticmethod
-    def chosen(options: Mapping[str, Any]) -> Outputs:
-        """By output_options. UsageError for what could not be done once all is measured."""
+    def chosen(options: Mapping[str, Any], lines: Iterable[Line] | None = None) -> Outputs:
+        """By output_options. UsageError for what could not be done once all is measured.
+
+        lines: what is to be measured; None when that depends on the other side.
+        """
         old, plot = options["compare_path"], options["plot_path"]
         if options["fail_slower"] is not None and old is None:
             raise UsageError("--fail-slower needs an older run to compare with: --compare OLD.json")
         if plot is not None:
             check_plot(plot)
+            if lines is not None and not any(can_draw(line) for line in lines):
+                raise UsageError(f"--plot {plot}: nothing of what is to be measured can be drawn")
         return Outputs(options["json_path"], plot, options["html_path"], old and read_json(old), options["fail_slower"])
 
-    def write(self, results: list[Result], settings: Mapping[str, Any], busy: float, console: Console) -> None:
-        """All that was asked for, the JSON first: what fails later has not lost the figures.
+    @contextmanager
+    def of(self, results: list[Result], settings: Mapping[str, Any], busy: float, console: Console) -> Iterator[None]:
+        """Around the measuring, which fills both: shows them in the end and writes all that was asked for.
 
-        May raise click's Exit, by --fail-slower.
+        What was measured before an error or Ctrl-C too, marked as a part. May raise click's Exit, by --fail-slower.
         """
-        content = to_json(results, settings, busy)
+        try:
+            yield
+        except (Exception, KeyboardInterrupt) as error:
+            had = [result for result in results if result.samples]
+            if had:
+                why = "it was interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
+                console.print(f"only a part was measured: {why}", style="yellow", markup=False)
+                console.print(Fitted(make_table(had, console.width)))
+                self._write(had, settings, busy, console, why)
+            raise
+        console.print(Fitted(make_table(results, console.width)))
+        comparison = self._write(results, settings, busy, console)
+        if comparison is not None:
+            fail_if_slower(comparison, self.fail_slower)
+
+    def _write(
+        self, results: list[Result], settings: Mapping[str, Any], busy: float, console: Console, only_part: str = ""
+    ) -> Comparison | None:
+        """The JSON first: what fails later has not lost the figures."""
+        content = to_json(results, settings, busy, only_part)
         if self.json_path is not None:
             save(self.json_path, content)
         run = Saved(
             "this run", results, content["machine"], content["settings"], content["command"], content["date"],
-            content["version"],
+            content["version"], only_part,
         )  # fmt: skip
         comparison = None if self.old is None else compare(self.old, run)
         if comparison is not None:
             show(comparison, console)
-        if self.plot_path is not None:
-            write_plot(self.plot_path, results)
+        if self.plot_path is not None and not write_plot(self.plot_path, results):
+            click.echo(f"warning: --plot {self.plot_path}: nothing that can be drawn was measured", err=True)
         if self.html_path is not None:
             write_page(self.html_path, run, comparison)
-        if comparison is not None:
-            fail_if_slower(comparison, self.fail_slower)
+        return comparison

@@ -63,6 +63,8 @@ def _page(run: Saved, comparison: Comparison | None) -> Iterator[str]:
     yield "<h1>crossrail bench</h1>"
     yield f'<p class="soft">{_text(run.date)} &middot; crossrail {_text(run.version)}</p>'
     yield f'<code class="command">{_text(run.command)}</code>'
+    if run.only_part:
+        yield f'<p class="warning">Only a part was measured: {_text(run.only_part)}</p>'
     yield from _description("Machine", run.machine)
     if comparison is not None:
         yield from _changes(comparison)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from crossrail.cli.bench.arrays import Indices
 from crossrail.cli.bench.pair import Link, Pair, Pool, permutation
 from crossrail.cli.bench.passes import PAGED_WINDOW, Pass, samples_beside, verified_paged_writes
 from crossrail.cli.bench.spec import Bar, Measure, Point, SampleStream
-from crossrail.cli.native import Indices
 
 _KIB = 1 << 10
 

@@ -11,9 +11,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from crossrail import _core
+from crossrail.cli.bench.arrays import Indices
 from crossrail.cli.bench.sockets import Sockets
 from crossrail.cli.child import Child
-from crossrail.cli.native import BenchRig, Indices, Native, load_native
 from crossrail.errors import CrossrailError, UsageError
 from crossrail.tls import tls_of
 
@@ -92,7 +93,7 @@ class Link:
         self.key = key
         self.is_manual = options.get("polling") == "manual"
         options |= pair.settings.rig_options
-        self.rig: BenchRig = pair.native.Rig(f"bench-{key}", **options)
+        self.rig: _core.bench.Rig = _core.bench.Rig(f"bench-{key}", **options)
         peer_address = pair.child.call("open_rig", key=key, **options)
         self.peer_address = bytes.fromhex(peer_address)
         self.control = self.rig.alloc(_CONTROL_BYTES)
@@ -158,10 +159,9 @@ class Pair:
     def __init__(self, settings: Settings) -> None:
         """Start and pin the peer, and pin this process."""
         self.settings = settings
-        self.native: Native = load_native()
         self._affinity = os.sched_getaffinity(0)
         self.shared_fd = os.memfd_create("crossrail-bench")
-        os.ftruncate(self.shared_fd, self.native.SHARED_BYTES)
+        os.ftruncate(self.shared_fd, _core.bench.SHARED_BYTES)
         self.child = Child(_PEER_MODULE, "the receiving process", cpu=settings.cpus[1], pass_fds=(self.shared_fd,))
         os.sched_setaffinity(0, {settings.cpus[0]})
         self.note = ""  # of the measure that runs; see Result.note
@@ -215,7 +215,7 @@ class Pair:
     def sockets(self) -> Sockets:
         """The bare connection to the peer, opened when first asked for."""
         if self._sockets is None:
-            self._sockets = Sockets(self.native, self.child, quick=self.settings.quick)
+            self._sockets = Sockets(self.child, quick=self.settings.quick)
         return self._sockets
 
     def cpu_ns(self) -> int:
@@ -246,7 +246,7 @@ class Pair:
         """The bare flag between the two processes, one way. Invariant: both sides count the same rounds."""
         rounds, start = rounds or self.settings.scaled(50_000), self._flag_rounds
         self.child.start("flag_ping_pong", fd=self.shared_fd, start=start, rounds=rounds)
-        took_ns = self.native.flag_ping_pong(self.shared_fd, first=True, start=start, rounds=rounds)
+        took_ns = _core.bench.flag_ping_pong(self.shared_fd, first=True, start=start, rounds=rounds)
         self.child.finish()
         self._flag_rounds += rounds
         return took_ns / rounds / 2
@@ -255,7 +255,7 @@ class Pair:
         """Records per second through the bare ring."""
         count, start = self.settings.scaled(2_000_000), self._stream_records
         self.child.start("slot_stream", fd=self.shared_fd, start=start, count=count)
-        took_ns = self.native.slot_stream(self.shared_fd, producer=True, start=start, count=count)
+        took_ns = _core.bench.slot_stream(self.shared_fd, producer=True, start=start, count=count)
         self.child.finish()
         self._stream_records += count
         return count / took_ns * 1e9

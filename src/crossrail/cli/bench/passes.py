@@ -7,9 +7,10 @@ from collections.abc import Callable
 
 import numpy as np
 
+from crossrail import _core
+from crossrail.cli.bench.arrays import Indices, Memory
 from crossrail.cli.bench.pair import IMM_ACK, IMM_DATA, Link, Pair, Pool, alternate
 from crossrail.cli.bench.spec import Sample, SampleStream
-from crossrail.cli.native import Indices, Memory
 from crossrail.errors import CrossrailError
 
 _PAGES_PER_CALL = 4096
@@ -44,7 +45,7 @@ def verified_writes(pair: Pair, link: Link, pool: Pool, nbytes: int, window: int
 
     def write() -> int:
         link.start_receiving(count)
-        took_ns = pair.native.run_writes(
+        took_ns = _core.bench.run_writes(
             link.rig,
             pool.src,
             pool.remote,
@@ -76,7 +77,7 @@ def verified_paged_writes(
 
     def write() -> int:
         link.start_receiving(len(dst_pages))
-        took_ns = pair.native.run_paged_writes(
+        took_ns = _core.bench.run_paged_writes(
             link.rig,
             pool.src,
             src_pages,
@@ -95,7 +96,7 @@ def verified_paged_writes(
     fill(source, seed=page_bytes)
     pair.child.call("clear", key=link.key, region=pool.target)
     write()
-    pair.native.copy_pages(own, source, dst_pages, src_pages, page_bytes)
+    _core.bench.copy_pages(own, source, dst_pages, src_pages, page_bytes)
     expected = hashlib.sha256(own.data).hexdigest()
     pair.verify(link, pool.target, expected, f"paged writes of {page_bytes} bytes")
     return write
@@ -123,7 +124,7 @@ class ScatterLinks:
     def scatter(self, count: int) -> int:
         """Nanoseconds for so many calls, until all eight have counted them all."""
         self.link.start_receiving(count, self.keys)
-        took_ns = self._pair.native.run_scatters(
+        took_ns = _core.bench.run_scatters(
             self.link.rig,
             self.src,
             self.remotes,

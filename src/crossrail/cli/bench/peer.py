@@ -9,12 +9,12 @@ import time
 from typing import Any
 
 import crossrail as xr
+from crossrail import _core
 from crossrail.cli.bench import api_loops
 from crossrail.cli.bench.fabric import FabricPeer
 from crossrail.cli.bench.kv_sides import KvDecoder, to_text
 from crossrail.cli.bench.sockets import SocketPeer
 from crossrail.cli.child import answer_calls
-from crossrail.cli.native import BenchRig, load_native
 from crossrail.kv import KvLayout
 
 _LET_GO_S = 0.001
@@ -24,10 +24,9 @@ class Peer:
     """State between calls. Rigs and engines are known by the keys that the parent gave them."""
 
     def __init__(self) -> None:
-        self._native = load_native()
-        self._sockets = SocketPeer(self._native)
-        self._fabric = FabricPeer(self._native)
-        self._rigs: dict[str, BenchRig] = {}
+        self._sockets = SocketPeer()
+        self._fabric = FabricPeer()
+        self._rigs: dict[str, _core.bench.Rig] = {}
         self._manual: set[str] = set()  # keys of rigs that nobody drives between calls
         self._engines: list[xr.Engine] = []
         self._side: api_loops.Side | None = None
@@ -37,7 +36,7 @@ class Peer:
 
     def open_rig(self, key: str, **options: Any) -> str:
         """Returns its address."""
-        self._rigs[key] = self._native.Rig(key, **options)
+        self._rigs[key] = _core.bench.Rig(key, **options)
         if options.get("polling") == "manual":
             self._manual.add(key)
         return self._rigs[key].address.hex()
@@ -78,7 +77,7 @@ class Peer:
 
     def receive(self, keys: list[str], **arguments: Any) -> int:
         """Count arrivals at each rig, then answer from the first one."""
-        took_ns = self._native.run_receivers([self._rigs[key] for key in keys], **arguments)
+        took_ns = _core.bench.run_receivers([self._rigs[key] for key in keys], **arguments)
         self._let_go(keys)
         return took_ns
 
@@ -90,19 +89,19 @@ class Peer:
 
     def ping_pong(self, key: str, src: int, dst: int, landing: int, **arguments: Any) -> int:
         """The second side of the ping-pong."""
-        took_ns = self._native.run_ping_pong(self._rigs[key], src, dst, landing, first=False, **arguments)
+        took_ns = _core.bench.run_ping_pong(self._rigs[key], src, dst, landing, first=False, **arguments)
         self._let_go([key])
         return took_ns
 
     def messages(self, key: str, peer: str, **arguments: Any) -> int:
         """The receiver of messages."""
-        took_ns = self._native.run_messages(self._rigs[key], bytes.fromhex(peer), sender=False, **arguments)
+        took_ns = _core.bench.run_messages(self._rigs[key], bytes.fromhex(peer), sender=False, **arguments)
         self._let_go([key])
         return took_ns
 
     def message_ping_pong(self, key: str, peer: str, **arguments: Any) -> int:
         """The second side of the ping-pong of messages."""
-        took_ns = self._native.run_message_ping_pong(self._rigs[key], bytes.fromhex(peer), first=False, **arguments)
+        took_ns = _core.bench.run_message_ping_pong(self._rigs[key], bytes.fromhex(peer), first=False, **arguments)
         self._let_go([key])
         return took_ns
 
@@ -150,11 +149,11 @@ class Peer:
 
     def flag_ping_pong(self, fd: int, start: int, rounds: int) -> int:
         """The second side of the bare flag."""
-        return self._native.flag_ping_pong(fd, first=False, start=start, rounds=rounds)
+        return _core.bench.flag_ping_pong(fd, first=False, start=start, rounds=rounds)
 
     def slot_stream(self, fd: int, start: int, count: int) -> int:
         """The consumer of the bare ring."""
-        return self._native.slot_stream(fd, producer=False, start=start, count=count)
+        return _core.bench.slot_stream(fd, producer=False, start=start, count=count)
 
     # --- KV cache ---
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from crossrail.cli.bench.report import figure
-from crossrail.cli.bench.spec import Point, Result
+from crossrail.cli.bench.spec import Line, Point, Result
 from crossrail.errors import UsageError
 
 # Okabe and Ito's colours, which people who see few colours can tell apart.
@@ -55,16 +55,16 @@ _MINOR_SPAN_MAX = 1e4  # over more powers of ten, numbers between them run into 
 _Draw = Callable[[Any, list[Result]], None]
 
 
-def check_plot(path: Path | None = None) -> None:
+def check_plot(path: Path | None = None, option: str = "--plot") -> None:
     """UsageError when there is nothing to draw with, or the suffix is of no picture; asked before the measuring."""
     if not can_plot():
-        raise UsageError("--plot needs matplotlib: pip install 'crossrail[bench]'")
+        raise UsageError(f"{option} needs matplotlib: pip install 'crossrail[bench]'")
     if path is not None:
         formats = _pyplot().figure().canvas.get_supported_filetypes()
         _pyplot().close()
         suffix = path.suffix.removeprefix(".").lower()
         if suffix not in formats:
-            raise UsageError(f"--plot {path}: its suffix must be one of {', '.join(sorted(formats))}")
+            raise UsageError(f"{option} {path}: its suffix must be one of {', '.join(sorted(formats))}")
 
 
 def can_plot() -> bool:
@@ -72,11 +72,18 @@ def can_plot() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def write_plot(path: Path, results: list[Result]) -> None:
-    """All panels for which there are figures, one below the other."""
+def can_draw(line: Line) -> bool:
+    """Whether there is a panel for what is measured there."""
+    if line.point is not None and (line.point.kind == "latency" or line.unit == "GB/s"):
+        return True
+    return bool(line.limit) and (line.bar is not None or line.point is None)
+
+
+def write_plot(path: Path, results: list[Result]) -> bool:
+    """All panels for which there are figures, one below the other. False, and no file, when there are none."""
     panels = _panels(results)
     if not panels:
-        raise UsageError(f"--plot {path}: no measure has figures to draw")
+        return False
     heights = [height for _, _, height in panels]
     with _Styled() as pyplot:
         drawing, axes = pyplot.subplots(
@@ -91,6 +98,7 @@ def write_plot(path: Path, results: list[Result]) -> None:
             draw(place, shown)
         drawing.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
         pyplot.close(drawing)
+    return True
 
 
 def svgs(results: list[Result]) -> list[str]:
@@ -113,7 +121,7 @@ def _panels(results: list[Result]) -> list[tuple[_Draw, list[Result], float]]:
     spread = [result for result in results if result.ecdf]
     bars = [r for r in results if r.ratio is not None and (r.measure.bar is not None or r.measure.point is None)]
     panels: list[tuple[_Draw, list[Result], float]] = []
-    if len({result.measure.point.nbytes for result in curves if result.measure.point}) > 1:
+    if curves:
         panels.append((_draw_throughput, curves, _CURVE_IN))
     if spread:
         panels.append((_draw_latency, spread, _CURVE_IN))

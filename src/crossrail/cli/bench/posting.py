@@ -5,12 +5,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
 from typing import NamedTuple
 
+from crossrail import _core
 from crossrail.cli.bench.pair import IMM_DATA, Pair, permutation
 from crossrail.cli.bench.spec import Bar, Measure, Sample, SampleStream
-from crossrail.cli.native import BenchRig
 
 _PAGE_BYTES = 8 << 10
 _PAGE_COUNT = 4096
@@ -91,9 +90,9 @@ Poster = Callable[[_Watched], AbstractContextManager[Callable[[int], int]]]
 
 
 @contextmanager
-def _null_rigs(pair: Pair, count: int, watched: _Watched = _ALL) -> Iterator[list[BenchRig]]:
+def _null_rigs(count: int, watched: _Watched = _ALL) -> Iterator[list[_core.bench.Rig]]:
     rigs = [
-        pair.native.Rig(f"bench-null-{i}", transport="null", polling="manual", **watched._asdict())
+        _core.bench.Rig(f"bench-null-{i}", transport="null", polling="manual", **watched._asdict())
         for i in range(count)
     ]
     try:
@@ -106,9 +105,9 @@ def _null_rigs(pair: Pair, count: int, watched: _Watched = _ALL) -> Iterator[lis
 def _paged_samples(pair: Pair) -> SampleStream:
     src_pages, dst_pages = permutation(_PAGE_COUNT, 1), permutation(_PAGE_COUNT, 2)
     rounds = pair.settings.scaled(1000)
-    with _paged_poster(pair) as post:
+    with _paged_poster() as post:
         while True:
-            fill_ns = pair.native.fill_work_requests(dst_pages, src_pages, _PAGE_BYTES, rounds)
+            fill_ns = _core.bench.fill_work_requests(dst_pages, src_pages, _PAGE_BYTES, rounds)
             pages = rounds * _PAGE_COUNT
             yield Sample(pages / post(rounds) * 1e3, pages / fill_ns * 1e3)
 
@@ -130,11 +129,11 @@ def _counted_write_samples(pair: Pair) -> SampleStream:
 
 
 def _paged_beside(pair: Pair, less: _Watched) -> SampleStream:
-    return _samples_beside(pair, partial(_paged_poster, pair), less, _TURN_ROUNDS, _TURN_ROUNDS * _PAGE_COUNT)
+    return _samples_beside(pair, _paged_poster, less, _TURN_ROUNDS, _TURN_ROUNDS * _PAGE_COUNT)
 
 
 def _writes_beside(pair: Pair, less: _Watched) -> SampleStream:
-    return _samples_beside(pair, partial(_write_poster, pair), less, _TURN_WRITES, _TURN_WRITES)
+    return _samples_beside(pair, _write_poster, less, _TURN_WRITES, _TURN_WRITES)
 
 
 def _samples_beside(pair: Pair, poster: Poster, less: _Watched, calls: int, operations: int) -> SampleStream:
@@ -152,14 +151,14 @@ def _samples_beside(pair: Pair, poster: Poster, less: _Watched, calls: int, oper
 
 
 @contextmanager
-def _paged_poster(pair: Pair, watched: _Watched = _ALL) -> Iterator[Callable[[int], int]]:
+def _paged_poster(watched: _Watched = _ALL) -> Iterator[Callable[[int], int]]:
     """Posts all pages so many times over, and returns how long that took in nanoseconds."""
     src_pages, dst_pages = permutation(_PAGE_COUNT, 1), permutation(_PAGE_COUNT, 2)
-    with _null_rigs(pair, 2, watched) as (rig, target):
+    with _null_rigs(2, watched) as (rig, target):
         src, dst = rig.alloc(_MEMORY_BYTES), rig.remote(target.descriptor(target.alloc(_MEMORY_BYTES)))
 
         def post(count: int) -> int:
-            return pair.native.run_paged_writes(
+            return _core.bench.run_paged_writes(
                 rig,
                 src,
                 src_pages,
@@ -177,13 +176,13 @@ def _paged_poster(pair: Pair, watched: _Watched = _ALL) -> Iterator[Callable[[in
 
 
 @contextmanager
-def _write_poster(pair: Pair, watched: _Watched) -> Iterator[Callable[[int], int]]:
+def _write_poster(watched: _Watched) -> Iterator[Callable[[int], int]]:
     """Posts so many writes of a word, and returns how long that took in nanoseconds."""
-    with _null_rigs(pair, 2, watched) as (rig, target):
+    with _null_rigs(2, watched) as (rig, target):
         src, dst = rig.alloc(_MEMORY_BYTES), rig.remote(target.descriptor(target.alloc(_MEMORY_BYTES)))
 
         def post(count: int) -> int:
-            return pair.native.run_writes(
+            return _core.bench.run_writes(
                 rig, src, dst, nbytes=8, span_bytes=2048, count=count, window=_WRITE_WINDOW, imm=IMM_DATA
             )
 
@@ -194,14 +193,14 @@ def _write_poster(pair: Pair, watched: _Watched) -> Iterator[Callable[[int], int
 def _scatter_samples(pair: Pair) -> SampleStream:
     count = pair.settings.scaled(200_000)
     indices = permutation(_SCATTER_PEERS, 3)
-    with _null_rigs(pair, _SCATTER_PEERS + 1) as rigs:
+    with _null_rigs(_SCATTER_PEERS + 1) as rigs:
         rig, targets = rigs[0], rigs[1:]
         src = rig.alloc(_MEMORY_BYTES)
         dsts = [rig.remote(target.descriptor(target.alloc(_MEMORY_BYTES // 64))) for target in targets]
         group = rig.group([target.address for target in targets])
 
         def post(calls: int) -> int:
-            return pair.native.run_scatters(
+            return _core.bench.run_scatters(
                 rig,
                 src,
                 dsts,
@@ -215,5 +214,5 @@ def _scatter_samples(pair: Pair) -> SampleStream:
 
         post(100)
         while True:
-            fill_ns = pair.native.fill_work_requests(indices, indices, _SLICE_BYTES, count)
+            fill_ns = _core.bench.fill_work_requests(indices, indices, _SLICE_BYTES, count)
             yield Sample(post(count) / count / 1e3, fill_ns / count / 1e3)

@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Protocol
 
+from crossrail.cli.bench.arrays import Indices
 from crossrail.cli.bench.fabric import BareFabric
 from crossrail.cli.bench.paged import paged_measure
 from crossrail.cli.bench.pair import LOOPBACK, Link, Pair, Pool
 from crossrail.cli.bench.passes import samples_beside, verified_writes
 from crossrail.cli.bench.small import verified_ping_pong
 from crossrail.cli.bench.spec import Bar, Measure, Point, Sample, SampleStream
-from crossrail.cli.native import Indices
 
 _KIB = 1 << 10
 _MIB = 1 << 20

@@ -59,7 +59,10 @@ def make_table(results: list[Result], width: int) -> Table:
 def _fitting(rows: list[dict[str, str]], width: int) -> list[str]:
     """The columns for which there is room."""
     titles = ["measure", "value", "unit", "limit", "ratio", "95 %", "bar", ""]
-    widths = {title: max(len(title), *(Text.from_markup(row[title]).cell_len for row in rows)) for title in titles}
+    widths = {
+        title: max(len(title), *(Text.from_markup(row[title], emoji=False).cell_len for row in rows))
+        for title in titles
+    }
     for title in _EXPENDABLE:
         if 1 + sum(widths[left] + 3 for left in titles) <= width:  # a space on either side, and lines between
             break

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from crossrail._files import read_at_most
 from crossrail._text import plain
 from crossrail.cli.bench.machine import machine, version
 from crossrail.cli.bench.spec import Line, Point, Result, Sample
@@ -25,8 +26,10 @@ _FORMATS_READ = (1, 2)
 _FILE_BYTES_MAX = 64 << 20
 
 
-def to_json(results: list[Result], settings: Mapping[str, Any], busy: float) -> dict[str, Any]:
-    """Everything that is needed to judge the figures, and to repeat them. settings: what they were taken with."""
+def to_json(results: list[Result], settings: Mapping[str, Any], busy: float, only_part: str = "") -> dict[str, Any]:
+    """Everything that is needed to judge the figures, and to repeat them. settings: what they were taken with.
+    only_part: why there is no more.
+    """
     return {
         "format": FORMAT,
         "command": plain(" ".join(["crossrail", *sys.argv[1:]])),  # JSON has no names that are no UTF-8
@@ -34,6 +37,7 @@ def to_json(results: list[Result], settings: Mapping[str, Any], busy: float) -> 
         "version": version(),
         "machine": machine(),
         "busy_before": round(busy, 3),
+        "only_part": plain(only_part) or None,
         "settings": dict(settings),
         "results": [_result_json(result) for result in results],
     }
@@ -113,13 +117,14 @@ class _File(msgspec.Struct):
     command: str = ""
     date: str = ""
     version: str = ""
+    only_part: str | None = None
     machine: dict[str, Any] = msgspec.field(default_factory=dict)
     settings: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A run that was written to a file, or the one just taken. name: what to call it."""
+    """A run that was written to a file, or the one just taken. name: what to call it. only_part: why not all of it."""
 
     name: str
     results: list[Result]
@@ -128,14 +133,13 @@ class Saved:
     command: str = ""
     date: str = ""
     version: str = ""
+    only_part: str = ""
 
 
 def read_json(path: Path) -> Saved:
     """What `--json` wrote. UsageError, in one line, for anything else. Bars are not read: they may have moved since."""
     try:
-        if path.stat().st_size > _FILE_BYTES_MAX:
-            raise UsageError(f"{path} has more than {_FILE_BYTES_MAX >> 20} MiB: not written by crossrail bench --json")
-        data = path.read_bytes()
+        data = read_at_most(path, _FILE_BYTES_MAX, "file of crossrail bench --json")
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from None
     try:
@@ -150,4 +154,5 @@ def read_json(path: Path) -> Saved:
         raise UsageError(f"{path} was not written by crossrail bench --json: {error}") from None
     results = [result.opened() for result in file.results]
     command, date, version_then = plain(file.command), plain(file.date), plain(file.version)
-    return Saved(plain(str(path)), results, file.machine, file.settings, command, date, version_then)
+    only_part = plain(file.only_part or "")
+    return Saved(plain(str(path)), results, file.machine, file.settings, command, date, version_then, only_part)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from crossrail import _core
 from crossrail.cli.bench.pair import IMM_ACK, IMM_DATA, Link, Pair, alternate, alternate_briefly
 from crossrail.cli.bench.spec import Bar, Measure, Sample, SampleStream
 
@@ -51,7 +52,7 @@ def verified_ping_pong(pair: Pair, link: Link) -> Callable[[int], float]:
             rounds=count,
             verify=verify,
         )
-        took_ns = pair.native.run_ping_pong(
+        took_ns = _core.bench.run_ping_pong(
             link.rig,
             link.control,
             link.control_there,
@@ -85,7 +86,7 @@ def _rate_samples(pair: Pair) -> SampleStream:
 
     def write(operations: int) -> int:
         link.start_receiving(operations)
-        took_ns = pair.native.run_writes(
+        took_ns = _core.bench.run_writes(
             link.rig,
             link.control,
             link.control_there,

@@ -10,8 +10,9 @@ import time
 
 import numpy as np
 
+from crossrail import _core
+from crossrail.cli.bench.arrays import Indices, Memory
 from crossrail.cli.child import Child
-from crossrail.cli.native import Indices, Memory, Native
 
 _HOST = "127.0.0.1"
 _TIMEOUT_S = 10.0
@@ -21,16 +22,15 @@ _CONNECTS = 50
 class Sockets:
     """The first process's end, and the clock. Calls give nanoseconds; `wait` is "spin" or "block"."""
 
-    def __init__(self, native: Native, child: Child, *, quick: bool) -> None:
+    def __init__(self, child: Child, *, quick: bool) -> None:
         """Connect to the peer."""
-        self._native = native
         self._child = child
         self._quick = quick
         self._unserved_port: int | None = None
-        with _listener(native) as listener:
+        with _listener() as listener:
             child.start("socket_connect", port=listener.getsockname()[1])
             self._socket = listener.accept()[0]
-        native.tune_socket(self._socket.fileno())
+        _core.bench.tune_socket(self._socket.fileno())
         child.finish()
 
     def close(self) -> None:
@@ -42,7 +42,7 @@ class Sockets:
     ) -> int:
         """Messages through `src`, to the peer's region `target` of rig `key`."""
         self._child.start("socket_stream", key=key, region=target, nbytes=nbytes, count=count, window=window, wait=wait)
-        took_ns = self._native.socket_stream(
+        took_ns = _core.bench.socket_stream(
             self._socket.fileno(), src, sender=True, nbytes=nbytes, count=count, window=window, wait=wait
         )
         self._child.finish()
@@ -68,7 +68,7 @@ class Sockets:
             page_bytes=page_bytes,
             batch_pages=batch_pages,
         )
-        took_ns = self._native.socket_pages(
+        took_ns = _core.bench.socket_pages(
             self._socket.fileno(),
             src,
             sender=True,
@@ -84,7 +84,7 @@ class Sockets:
         """Half a round trip."""
         rounds = (20_000 if wait == "spin" else 5_000) // (10 if self._quick else 1)
         self._child.start("socket_ping_pong", nbytes=nbytes, rounds=rounds, wait=wait)
-        took_ns = self._native.socket_ping_pong(
+        took_ns = _core.bench.socket_ping_pong(
             self._socket.fileno(), first=True, nbytes=nbytes, rounds=rounds, wait=wait
         )
         self._child.finish()
@@ -94,7 +94,7 @@ class Sockets:
         """One message of a stream of small ones."""
         count = 100_000 if self._quick else 1_000_000
         self._child.start("socket_messages", nbytes=nbytes, count=count)
-        took_ns = self._native.socket_messages(self._socket.fileno(), sender=True, nbytes=nbytes, count=count)
+        took_ns = _core.bench.socket_messages(self._socket.fileno(), sender=True, nbytes=nbytes, count=count)
         self._child.finish()
         return took_ns / count
 
@@ -105,7 +105,7 @@ class Sockets:
         took_ns = 0
         for _ in range(_CONNECTS):
             with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as client:
-                self._native.tune_socket(client.fileno())
+                _core.bench.tune_socket(client.fileno())
                 begun = time.perf_counter_ns()
                 client.connect((_HOST, self._unserved_port))
                 took_ns += time.perf_counter_ns() - begun
@@ -119,28 +119,24 @@ class SocketPeer:
     _socket: socket.socket | None = None
     _listener: socket.socket | None = None
 
-    def __init__(self, native: Native) -> None:
-        """Opens nothing yet."""
-        self._native = native
-
     def connect(self, port: int) -> None:
         """In place of the connection before, if there was one."""
         if self._socket is not None:
             self._socket.close()
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        self._native.tune_socket(self._socket.fileno())
+        _core.bench.tune_socket(self._socket.fileno())
         self._socket.connect((_HOST, port))
 
     def stream(self, memory: Memory, *, nbytes: int, count: int, window: int, wait: str) -> int:
         """Take messages into the memory."""
-        return self._native.socket_stream(
+        return _core.bench.socket_stream(
             self._fd(), memory, sender=False, nbytes=nbytes, count=count, window=window, wait=wait
         )
 
     def pages(self, memory: Memory, *, page_count: int, page_bytes: int, batch_pages: int) -> int:
         """Take pages to where the sender says."""
         unused = np.zeros(page_count, np.int64)
-        return self._native.socket_pages(
+        return _core.bench.socket_pages(
             self._fd(),
             memory,
             sender=False,
@@ -152,16 +148,16 @@ class SocketPeer:
 
     def ping_pong(self, *, nbytes: int, rounds: int, wait: str) -> int:
         """Send each back."""
-        return self._native.socket_ping_pong(self._fd(), first=False, nbytes=nbytes, rounds=rounds, wait=wait)
+        return _core.bench.socket_ping_pong(self._fd(), first=False, nbytes=nbytes, rounds=rounds, wait=wait)
 
     def messages(self, *, nbytes: int, count: int) -> int:
         """Take small messages."""
-        return self._native.socket_messages(self._fd(), sender=False, nbytes=nbytes, count=count)
+        return _core.bench.socket_messages(self._fd(), sender=False, nbytes=nbytes, count=count)
 
     def listen(self) -> int:
         """On a port of its own; returns it."""
         if self._listener is None:
-            self._listener = _listener(self._native)
+            self._listener = _listener()
         port: int = self._listener.getsockname()[1]
         return port
 
@@ -176,9 +172,9 @@ class SocketPeer:
         return self._socket.fileno()
 
 
-def _listener(native: Native) -> socket.socket:
+def _listener() -> socket.socket:
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    native.tune_socket(listener.fileno())
+    _core.bench.tune_socket(listener.fileno())
     listener.settimeout(_TIMEOUT_S)
     listener.bind((_HOST, 0))
     listener.listen()

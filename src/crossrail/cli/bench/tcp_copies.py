@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 
+from crossrail.cli.bench.arrays import Indices
 from crossrail.cli.bench.paged import paged_measure
 from crossrail.cli.bench.pair import Link, Pair, Pool, alternate
 from crossrail.cli.bench.passes import (
@@ -16,7 +17,6 @@ from crossrail.cli.bench.passes import (
     verified_writes,
 )
 from crossrail.cli.bench.spec import Bar, Measure, Point, Sample, SampleStream
-from crossrail.cli.native import Indices
 
 _KIB = 1 << 10
 _MIB = 1 << 20

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 
-from crossrail import RegionDescriptor
+from crossrail import RegionDescriptor, _core
 from crossrail.cli.bench.pair import Pair, alternate
 from crossrail.cli.bench.small import verified_ping_pong
 from crossrail.cli.bench.spec import Bar, Measure, Sample, SampleStream
@@ -89,7 +89,7 @@ def _message_samples(pair: Pair) -> SampleStream:
     def send(messages: int, *, verify: bool = False) -> int:
         arguments = {"nbytes": _MESSAGE_BYTES, "count": messages, "window": _MESSAGE_WINDOW}
         pair.child.start("messages", key=link.key, peer=link.rig.address.hex(), verify=verify, **arguments)
-        took_ns = pair.native.run_messages(link.rig, link.peer_address, sender=True, verify=verify, **arguments)
+        took_ns = _core.bench.run_messages(link.rig, link.peer_address, sender=True, verify=verify, **arguments)
         link.finish()
         return took_ns
 
@@ -108,7 +108,7 @@ def _message_ping_pong_samples(pair: Pair) -> SampleStream:
     def ping_pong(count: int, *, verify: bool = False) -> float:
         arguments = {"nbytes": _MESSAGE_BYTES, "count": count}
         pair.child.start("message_ping_pong", key=link.key, peer=link.rig.address.hex(), verify=verify, **arguments)
-        took_ns = pair.native.run_message_ping_pong(link.rig, link.peer_address, first=True, verify=verify, **arguments)
+        took_ns = _core.bench.run_message_ping_pong(link.rig, link.peer_address, first=True, verify=verify, **arguments)
         link.finish()
         return took_ns / count / 2
 
@@ -137,7 +137,7 @@ def _newcomer_samples(pair: Pair, part: str) -> SampleStream:
 
 def _newcomer_ns(pair: Pair, descriptor: bytes) -> tuple[int, int]:
     """The handshake; and the write until it is done, which is when the peer has it and has said so."""
-    rig = pair.native.Rig("bench-newcomer", polling="adaptive", **pair.settings.rig_options)
+    rig = _core.bench.Rig("bench-newcomer", polling="adaptive", **pair.settings.rig_options)
     try:
         src = rig.alloc(_REGION_BYTES)
         time.sleep(0.002)  # both workers are asleep
@@ -147,7 +147,7 @@ def _newcomer_ns(pair: Pair, descriptor: bytes) -> tuple[int, int]:
         time.sleep(0.002)
         writing = time.perf_counter_ns()
         dst = rig.remote(descriptor)
-        pair.native.run_writes(
+        _core.bench.run_writes(
             rig, src, dst, nbytes=_WORD_BYTES, span_bytes=_REGION_BYTES, count=1, window=1, timeout_s=5.0
         )
         return connected - begun, time.perf_counter_ns() - writing

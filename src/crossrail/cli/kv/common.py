@@ -16,16 +16,18 @@ from typing import Any, TypeVar
 import click
 
 import crossrail as xr
+from crossrail._options import encoded
 from crossrail.cli.service import Decorator, engine_options, read_secret, records_on_signal, together
 from crossrail.cli.text import seconds
+from crossrail.control.mailbox import Mailbox
+from crossrail.control.wire import EngineWire
 from crossrail.errors import UsageError
-from crossrail.kv.layout import KvLayout
-from crossrail.kv.mailbox import Mailbox
+from crossrail.kv.messages import mailbox
 from crossrail.kv.model import Model, Tokenizer
-from crossrail.kv.node import NodeOptions, log
-from crossrail.kv.router import RouterOptions
+from crossrail.kv.services.node import NodeOptions, log
+from crossrail.kv.services.router import RouterOptions
 from crossrail.kv.toy import ToyModel, ToyTokenizer
-from crossrail.kv.wire import EngineWire
+from crossrail.kv.transfer.layout import KvLayout
 
 Options = TypeVar("Options", NodeOptions, RouterOptions)
 
@@ -34,6 +36,7 @@ _TOY_LAYOUT: dict[str, int | str] = {
     "order": "HND", "tp": 1,
 }  # fmt: skip
 _EXAMPLES = ("qwen3", "llama", "deepseek")  # crossrail.kv.models.EXAMPLES, which imports transformers
+_ENGINE_NAME_BYTES_MAX, _ITS_BEGINNING_BYTES = 64, 16
 MEMBERSHIP_HELP = "etcd://HOST:PORT,HOST:PORT/CLUSTER, where a cluster's nodes and routers are"
 
 
@@ -117,7 +120,11 @@ async def opened(name: str, options: Mapping[str, Any]) -> AsyncIterator[Service
     with (
         records_on_signal(),
         xr.Engine(
-            name, transport=options["transport"], rails=options["rails"], port=options["port"], secret=secret
+            engine_name(name),
+            transport=options["transport"],
+            rails=options["rails"],
+            port=options["port"],
+            secret=secret,
         ) as engine,
     ):
         wire = EngineWire(engine)
@@ -125,10 +132,22 @@ async def opened(name: str, options: Mapping[str, Any]) -> AsyncIterator[Service
         # Why it has no router, and whom it refuses, is for whoever runs a service: commands let only errors through.
         log.setLevel(logging.WARNING)
         try:
-            yield Service(engine, Mailbox(wire, secret), secret, end)
+            yield Service(engine, mailbox(wire, secret), secret, end)
         finally:
             log.setLevel(level)
             wire.close()
+
+
+def engine_name(name: str) -> str:
+    """A service's name, without its middle where it is too long for an engine's: a role stands first in it, and last
+    the end of its host's name, by which pods of one deployment differ, and the process.
+    """
+    whole = encoded(name, "--name")
+    if len(whole) <= _ENGINE_NAME_BYTES_MAX:
+        return name
+    first = whole[:_ITS_BEGINNING_BYTES].decode(errors="ignore")
+    last = whole[_ITS_BEGINNING_BYTES + 3 - _ENGINE_NAME_BYTES_MAX :].decode(errors="ignore")
+    return f"{first}...{last}"
 
 
 def tell(words: str) -> None:

@@ -13,12 +13,14 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Event
 
 import click
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from crossrail.cli.console import open_console
 from crossrail.cli.group import require
 from crossrail.cli.kv.common import open_model, open_tokenizer, parse_options, tokenizer_of
 from crossrail.cli.kv.local import Client, Processes
@@ -80,12 +82,20 @@ def _words(options: dict[str, str]) -> list[str]:
     return [word for key, value in options.items() for word in ("--model-option", f"{key}={value}")]
 
 
-def _kill_the_busy_one(client: Client, processes: Processes, console: Console) -> None:
+def _kill_the_busy_one(client: Client, processes: Processes, console: Console, is_over: Event) -> None:
+    """is_over: all tokens are there, or none will come."""
+
     def busy() -> list[str]:
         return [n["node"] for n in client.nodes() if n["role"] == "prefiller" and n["queued_tokens"] > 0]
 
-    processes.until(lambda: bool(busy()), "a prefiller works on the prompt")
-    name = busy()[0]
+    while not (names := busy()):
+        if is_over.is_set():
+            raise CrossrailError(
+                "--kill: no prefiller was seen at work before all tokens were there, so none was killed. Next: a "
+                "longer prompt (--prompt-tokens), or a slower toy (--token-us)"
+            )
+        processes.look("a prefiller works on the prompt")
+    name = names[0]
     processes.kill(name)
     console.print(f"[red]killed[/red] {name} (pid {processes.pid(name)}) in the middle of the prompt")
 
@@ -235,13 +245,17 @@ def demo(
     alone_model = open_model(
         plan.model, plan.model_options
     )  # first: what is wrong with it is then told once, and at once
-    console = Console()
+    console = open_console()
     processes = Processes(secrets.token_hex(16))
     try:
         client = _start(processes, plan, console)
         with ThreadPoolExecutor(1) as beside:
-            killing = beside.submit(_kill_the_busy_one, client, processes, console) if kills else None
-            outcome = _generate(client, plan, console)
+            is_over = Event()
+            killing = beside.submit(_kill_the_busy_one, client, processes, console, is_over) if kills else None
+            try:
+                outcome = _generate(client, plan, console)
+            finally:
+                is_over.set()
             if killing is not None:
                 killing.result()
         _show_timeline(client, outcome.request, out, console)

@@ -58,12 +58,16 @@ class Processes:
         """CrossrailError when it takes too long, or one of them ends meanwhile that was not killed here."""
         deadline = time.monotonic() + _START_TIMEOUT_S
         while not condition():
-            for name, process in self._by_name.items():
-                if name not in self._killed and process.poll() is not None:
-                    raise CrossrailError(f"{name} ended with exit code {process.returncode} before {what}")
             if time.monotonic() > deadline:
                 raise CrossrailError(f"not within {_START_TIMEOUT_S:g} s: {what}")
-            time.sleep(_LOOK_S)
+            self.look(what)
+
+    def look(self, what: str) -> None:
+        """Waits a little. CrossrailError when one of them has ended that was not killed here, before `what`."""
+        for name, process in self._by_name.items():
+            if name not in self._killed and process.poll() is not None:
+                raise CrossrailError(f"{name} ended with exit code {process.returncode} before {what}")
+        time.sleep(_LOOK_S)
 
     def pid(self, name: str) -> int:
         return self._by_name[name].pid

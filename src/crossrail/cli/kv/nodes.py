@@ -25,13 +25,13 @@ from crossrail.cli.kv.common import (
 from crossrail.cli.service import together
 from crossrail.cli.text import seconds
 from crossrail.errors import UsageError
-from crossrail.kv.decoder import Decoder
-from crossrail.kv.etcd_membership import EtcdPresence
-from crossrail.kv.etcd_records import Place
-from crossrail.kv.memory import RankMemory
-from crossrail.kv.node import Node, NodeOptions
-from crossrail.kv.prefiller import Prefiller
-from crossrail.kv.rendezvous import check_url, find_by_http
+from crossrail.kv.etcd.membership import EtcdPresence
+from crossrail.kv.etcd.records import Place
+from crossrail.kv.http.rendezvous import check_url, find_by_http
+from crossrail.kv.services.decoder import Decoder
+from crossrail.kv.services.node import Node, NodeOptions
+from crossrail.kv.services.prefiller import Prefiller
+from crossrail.kv.transfer.memory import RankMemory
 from crossrail.observe import serve_metrics
 
 _DEFAULTS = NodeOptions()
@@ -71,8 +71,9 @@ _node_options = together(
     options_of(
         _DEFAULTS,
         probe_s="Seconds between probes of peers.",
-        silent_s="Seconds without an answer after which a peer is given up as lost.",
-        pages_s="Seconds that a request may wait for KV pages, once it has been accepted.",
+        prefiller_timeout_s="Seconds without an answer after which a peer is given up as lost.",
+        model_timeout_s="Seconds that a model may compute without a layer (prefiller) or a token (decoder).",
+        page_wait_s="Seconds that a request may wait for KV pages, once it has been accepted.",
         lease_s="With etcd: lease of the node's record, in seconds; a node that stands still for longer is gone.",
     ),
     service_options,
@@ -128,6 +129,8 @@ async def _serve(kind: type[Node], options: dict[str, Any]) -> None:
             else:
                 await drained(f"{kind.role} {name}", node.drain, options["drain_s"], service.end)
         finally:
-            await node.close()
-            if presence is not None:
-                await presence.close()
+            try:
+                await node.close()
+            finally:
+                if presence is not None:
+                    await presence.close()

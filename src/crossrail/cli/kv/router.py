@@ -18,13 +18,14 @@ from crossrail.cli.kv.common import (
     tell,
     until_ended_or_refused,
 )
+from crossrail.cli.service import name_of_host
 from crossrail.cli.text import seconds
 from crossrail.errors import CrossrailError, UsageError
-from crossrail.kv.etcd_membership import EtcdRoster
-from crossrail.kv.etcd_records import Place
-from crossrail.kv.http import Front
+from crossrail.kv.etcd.membership import EtcdRoster
+from crossrail.kv.etcd.records import Place
+from crossrail.kv.http.front import Front
 from crossrail.kv.model import Tokenizer
-from crossrail.kv.router import Router, RouterOptions
+from crossrail.kv.services.router import Router, RouterOptions
 
 _DEFAULTS = RouterOptions()
 _PORT_MAX = 65535
@@ -51,7 +52,7 @@ _PORT_MAX = 65535
     heartbeat_s="Seconds between reports of a node.",
     lease_s="Seconds without a report after which a node is gone; with etcd twice that, or three reports if longer.",
     queue_s="Seconds that a request may wait for room at a node.",
-    request_s="Seconds that a request may take in total.",
+    request_timeout_s="Seconds that a request may take in total.",
 )
 @click.option(
     "--drain-s",
@@ -78,7 +79,7 @@ async def _serve(host: str, port: int, tokenizer: Tokenizer | None, options: dic
         serving.start()
         try:
             port = await _listening(front, host, port)
-            tell(f"router {name} serves http://{f'[{host}]' if ':' in host else host}:{port}")
+            tell(f"router {name} serves http://{name_of_host(host, service.engine)}:{port}")
             await until_ended_or_refused(service.end, serving.refused)
             if (drain_s := options["drain_s"]) is not None and not service.end.is_deserted:
                 await drained(f"router {name}", serving.drain, drain_s, service.end)
@@ -91,5 +92,7 @@ async def _serve(host: str, port: int, tokenizer: Tokenizer | None, options: dic
 async def _listening(front: Front, host: str, port: int) -> int:
     try:
         return await front.start(host, port)
+    except UnicodeError:
+        raise UsageError(f"--listen: {host!r} is not the name of a host") from None
     except OSError as error:
         raise CrossrailError(f"--listen {host}:{port}: {error.strerror or error}; choose another") from None

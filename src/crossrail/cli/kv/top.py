@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import json
 import time
-import urllib.request
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -16,9 +15,11 @@ from rich.table import Table
 from rich.text import Text
 
 from crossrail._text import plain
-from crossrail.cli.tables import Fitted, wide_console
+from crossrail.cli.console import open_console
+from crossrail.cli.tables import Fitted
 from crossrail.cli.text import FloatRange, seconds, url_of
 from crossrail.errors import CrossrailError
+from crossrail.observe.http import open_url
 
 _TIMEOUT_S = 3.0
 _ANSWER_BYTES_MAX = 64 << 20
@@ -46,8 +47,8 @@ def top(url: str, once: bool, every_s: float, patience_s: float) -> None:
 
     HOST:PORT is enough as a URL. Ctrl-C ends it.
     """
-    console = wide_console()
-    if once or not console.is_terminal:
+    console = open_console()
+    if once or not console.is_terminal or console.is_dumb_terminal:
         console.print(Fitted(_table(_ask(url))))
         return
     table = _table(_ask(url))
@@ -76,7 +77,7 @@ def _follow(
 
 def _ask(url: str) -> dict[str, Any]:
     try:
-        with urllib.request.urlopen(url.rstrip("/") + "/v1/nodes", timeout=_TIMEOUT_S) as response:
+        with open_url(url.rstrip("/") + "/v1/nodes", _TIMEOUT_S) as response:
             answer: Any = json.loads(response.read(_ANSWER_BYTES_MAX))
     except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
         reason = getattr(error, "reason", None) or error

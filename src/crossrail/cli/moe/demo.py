@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from crossrail.cli.child import Child, Children
+from crossrail.cli.console import open_console
 from crossrail.cli.group import require
 from crossrail.cli.service import check_transport, transport_option
 from crossrail.cli.tables import Fitted
@@ -42,10 +43,10 @@ def demo(ranks: int, experts: int, tokens: int, seed: int, transport: str) -> No
     process.
     """
     check_transport(transport)
-    require("moe demo", "transformers", "torch", "transformers")
+    require("moe demo", "moe", "torch", "transformers")
     from crossrail.cli.moe.model import ModelSpec
 
-    console = Console()
+    console = open_console()
     with (
         tempfile.TemporaryDirectory(prefix="crossrail-moe-") as folder,
         Children([Child("crossrail.cli.moe.rank", f"rank {rank}") for rank in range(ranks)]) as crew,

@@ -8,9 +8,9 @@ from typing import Any
 
 import click
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
+from crossrail.cli.console import open_console
 from crossrail.cli.moe.published import CLUSTERS, FIGURES, TOKENS, Figure, cluster_of
 from crossrail.cli.moe.simulate import Outcome, Setting, simulate
 from crossrail.cli.tables import Fitted
@@ -68,7 +68,7 @@ def sim(
     The wire is that of Table 2 of arXiv 2510.27656; the kernels are those of its Figure 10 and of data sheets.
     Nothing is fitted to the published figures; docs/moe.md says what that leaves open.
     """
-    console = Console()
+    console = open_console()
     found: list[dict[str, Any]] = []
     shapes = tuple(TOKENS) if shape == "both" else (shape,)
     clusters = tuple(CLUSTERS) if cluster == "both" else (cluster,)
@@ -80,7 +80,7 @@ def sim(
                 setting = Setting(cluster_of(name), count, TOKENS[one], rounds, private_tokens, node_sums, seed)
                 step = f"{len(found) + 1} of {total}: {one}, {name}, {count} ranks"
                 if not console.is_terminal:
-                    console.print(step, highlight=False)
+                    console.print(step)
                 with console.status(step):
                     outcome = simulate(setting)
                 figure = FIGURES[one][name].get(count)

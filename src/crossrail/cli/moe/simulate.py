@@ -18,7 +18,7 @@ from crossrail import _core, sim
 from crossrail.cli.moe.published import NODE_SIZE, TOKENS, Cluster, Gpu, KernelTimes
 from crossrail.errors import TransferError, UsageError
 from crossrail.moe.config import Config
-from crossrail.moe.far_memory import FarMemory
+from crossrail.moe.links.far_memory import FarMemory
 from crossrail.moe.meeting import make_layout
 
 EXPERTS, HIDDEN, TOP_K = 256, 7168, 8

@@ -23,9 +23,11 @@ from rich.console import Console
 from rich.table import Table
 
 import crossrail as xr
+from crossrail.cli.console import open_console
 from crossrail.cli.service import transport_option
 from crossrail.cli.tables import Fitted
 from crossrail.cli.text import OutputFile, format_bytes, gb_per_s, size
+from crossrail.cli.weights.common import naming
 from crossrail.cli.weights.gloo import GlooFleet
 from crossrail.cli.weights.players import Player, Players
 from crossrail.control.wire import EngineWire
@@ -98,7 +100,7 @@ def bench(
     json_path: Path | None,
 ) -> None:
     """Measure updates of a model from trainers to inference ranks."""
-    console = Console()
+    console = open_console()
     model = ToyModel.of_bytes(nbytes, _HIDDEN, _INTERMEDIATE)
     has_gloo = not no_gloo and importlib.util.find_spec("torch") is not None
     if not no_gloo and not has_gloo:
@@ -108,14 +110,15 @@ def bench(
     measured = asyncio.run(_measure(player, targets, rounds, has_gloo, console))
     _show(measured, model, console)
     if json_path is not None:
-        json_path.write_text(json.dumps({row.title: {"unit": row.unit, "values": row.values} for row in measured}))
+        with naming(json_path):
+            json_path.write_text(json.dumps({row.title: {"unit": row.unit, "values": row.values} for row in measured}))
 
 
 async def _measure(player: Player, targets: int, rounds: int, has_gloo: bool, console: Console) -> list[_Row]:
     secret = secrets.token_hex(16)
     players = Players(secret)
     gloo = GlooFleet(player.model, player.count, targets) if has_gloo else None
-    with xr.Engine("controller", transport=player.transport) as engine:
+    with xr.Engine("controller", transport=player.transport, secret=secret.encode()) as engine:
         wire = EngineWire(engine)
         box = mailbox(wire, secret.encode())
         controller = WeightController(box)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from math import gcd
+from pathlib import Path
 
 import click
 
@@ -23,6 +26,17 @@ cluster_options = together(
     click.option("--target-experts", type=int, help="Inference ranks over which the experts are spread."),
     click.option("--layers", type=click.IntRange(1, 1000), help="Number of layers [default: all of the model's]."),
 )
+
+
+@contextmanager
+def naming(file: Path) -> Iterator[None]:
+    """What fails while this file is written names it: of a full disk Python names none."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(file)) from None
 
 
 def check_model(name: str) -> None:

@@ -12,10 +12,11 @@ import secrets
 from dataclasses import replace
 
 import click
-from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 import crossrail as xr
+from crossrail.cli.console import open_console
 from crossrail.cli.service import transport_option
 from crossrail.cli.tables import Fitted
 from crossrail.cli.text import format_bytes, gb_per_s
@@ -61,7 +62,7 @@ def demo(versions: int, trainers: int, mib: int, transport: str, kills: bool) ->
 class _Demo:
     def __init__(self, versions: int, trainers: int, model: ToyModel, transport: str) -> None:
         self._versions, self._trainers, self._model, self._transport = versions, trainers, model, transport
-        self._console = Console()
+        self._console = open_console()
         self._table = Table(title="updates; equal: to what converting the whole checkpoint gives, bit for bit")
         for column in ("version", "written", "plan ms", "transfer ms", "GB/s", "slowest stage", "equal"):
             self._table.add_column(column, justify="right", no_wrap=True)
@@ -69,7 +70,7 @@ class _Demo:
     async def run(self, kills: bool) -> None:
         secret = secrets.token_hex(16)
         players = Players(secret)
-        with xr.Engine("controller", transport=self._transport) as engine:
+        with xr.Engine("controller", transport=self._transport, secret=secret.encode()) as engine:
             wire = EngineWire(engine)
             box = mailbox(wire, secret.encode())
             controller = WeightController(box)
@@ -127,7 +128,7 @@ class _Demo:
         try:
             return await update  # it was quicker than the kill
         except UpdateFailed as error:
-            self._console.print(f"[red]killed[/red] trainer {victim}: {error}")
+            self._console.print(f"[red]killed[/red] trainer {victim}: {escape(str(error))}")
         await players.start(self._trainer(controller, victim, version))
         return await controller.update(version, _UPDATE_S, show)
 

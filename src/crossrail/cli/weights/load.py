@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Iterator
+import signal
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -20,16 +21,18 @@ from rich.console import Console
 
 import crossrail as xr
 from crossrail._text import rate_text
+from crossrail.cli.console import open_console
 from crossrail.cli.service import engine_options, read_secret, records_on_signal
 from crossrail.cli.text import RAILS_MAX, OutputFile, format_bytes, format_count, gb_per_s, seconds, size
+from crossrail.cli.weights.common import naming
 from crossrail.cli.weights.progress import showing_update
 from crossrail.control.mailbox import Mailbox
 from crossrail.control.wire import EngineWire
 from crossrail.errors import CrossrailError, UsageError
-from crossrail.weights.inventory.checkpoint import Checkpoint
+from crossrail.weights.inventory.checkpoint import READERS_MAX, Checkpoint
 from crossrail.weights.services.controller import WeightController
 from crossrail.weights.services.messages import mailbox
-from crossrail.weights.services.reports import UpdateReport
+from crossrail.weights.services.reports import ControllerOptions, UpdateReport
 from crossrail.weights.services.trainer import WeightTrainer
 
 _LOOK_S = 0.2
@@ -53,9 +56,11 @@ class _Options:
 
 
 def _reader(text: str) -> tuple[int, int]:
-    match = re.fullmatch(r"(\d+)/(\d+)", text)
-    if match is None or not int(match[1]) < int(match[2]):
-        raise click.BadParameter(f"{text!r} is not an index and a number of readers, as 0/1 or 2/4")
+    match = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text)
+    if match is None or not int(match[1]) < int(match[2]) <= READERS_MAX:
+        raise click.BadParameter(
+            f"{text!r} is not an index and a number of readers, as 0/1 or 2/4, with at most {READERS_MAX} readers"
+        )
     return int(match[1]), int(match[2])
 
 
@@ -63,7 +68,7 @@ def _reader(text: str) -> tuple[int, int]:
 @click.argument("checkpoint", type=click.Path(exists=True, path_type=Path))
 @click.option(
     "--targets",
-    type=click.IntRange(1),
+    type=click.IntRange(1, READERS_MAX),
     default=1,
     show_default=True,
     help="Number of inference ranks to wait for; they are numbered from 0.",
@@ -134,9 +139,35 @@ def load(checkpoint: Path, secret_file: Path | None, **options: Any) -> None:
         raise UsageError("reader 0 is the controller; the others need its address: --controller")
     source = Checkpoint(checkpoint)
     try:
-        asyncio.run(_load(source, chosen, Console()))
+        ended_by = asyncio.run(_until_signal(_load(source, chosen, open_console())))
     finally:
         source.close()
+    if ended_by is not None:
+        click.echo(f"ended by {ended_by.name}", err=True)
+        click.get_current_context().exit(128 + ended_by)
+
+
+async def _until_signal(work: Coroutine[Any, Any, None]) -> signal.Signals | None:
+    """Which of SIGTERM and SIGHUP ended it, with its files put away; None: it came to its own end."""
+    loop, task, came = asyncio.get_running_loop(), asyncio.ensure_future(work), []
+
+    def end(number: signal.Signals) -> None:
+        came.append(number)
+        task.cancel()
+
+    handled = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) is signal.SIG_DFL]
+    for number in handled:  # not one that nohup, or a program around this one, has taken
+        loop.add_signal_handler(number, end, number)
+    try:
+        await task
+    except asyncio.CancelledError:
+        if not came:
+            raise
+        return came[0]
+    finally:
+        for number in handled:
+            loop.remove_signal_handler(number)
+    return None
 
 
 async def _load(source: Checkpoint, options: _Options, console: Console) -> None:
@@ -147,7 +178,7 @@ async def _load(source: Checkpoint, options: _Options, console: Console) -> None
     async with _reading(source, names, options) as trainer:
         if options.controller is not None:
             await trainer.join(_address(options.controller), options.wait_s)
-            step = await trainer.publish(options.version, options.wait_s + options.timeout_s)
+            step = await trainer.publish(options.version, _patience_s(options))
             console.print(f"reader {trainer.rank} wrote {format_bytes(step.written_bytes)}")
             return
         async with _opened("load", options, options.port) as (_, box):
@@ -161,17 +192,27 @@ async def _load(source: Checkpoint, options: _Options, console: Console) -> None
     )
 
 
+def _patience_s(options: _Options) -> float:
+    """Of publish(): until all have joined, the update is over, and ranks have switched."""
+    return options.wait_s + options.timeout_s + ControllerOptions().abort_s
+
+
 async def _lead(
     trainer: WeightTrainer, controller: WeightController, options: _Options, console: Console
 ) -> UpdateReport:
     await trainer.join(controller.address, options.wait_s)
     with _told(controller.address.hex(), options.address_file, console):
         await _everybody(controller, options, console)
-        offered = asyncio.ensure_future(trainer.publish(options.version, options.wait_s + options.timeout_s))
+        offered = asyncio.ensure_future(trainer.publish(options.version, _patience_s(options)))
         try:
             with showing_update(console, f"version {options.version}") as show:
                 report = await controller.update(options.version, options.timeout_s, show)
             await offered
+            if lost := [name for name in report.left_out if not name.startswith("trainer")]:
+                raise CrossrailError(
+                    f"version {options.version} may not be at {', '.join(lost)}, which went meanwhile. Next: restart "
+                    "what died, and load once more"
+                )
             return report
         finally:
             offered.cancel()
@@ -226,12 +267,13 @@ async def _opened(name: str, options: _Options, port: int) -> AsyncIterator[tupl
 def _told(address: str, file: Path | None, console: Console) -> Iterator[None]:
     """Says where the controller is, as long as it is there."""
     if file is None:
-        console.print(f"controller: {address}", soft_wrap=True, highlight=False)
+        console.print(f"controller: {address}", soft_wrap=True)
         yield
         return
     written = file.with_name(f"{file.name}.new")
-    written.write_text(f"{address}\n")
-    written.replace(file)  # whoever looks finds all of it or none
+    with naming(file):
+        written.write_text(f"{address}\n")
+        written.replace(file)  # whoever looks finds all of it or none
     try:
         yield
     finally:

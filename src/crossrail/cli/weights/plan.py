@@ -7,14 +7,18 @@ import time
 from pathlib import Path
 
 import click
-from rich.console import Console
 
+from crossrail._files import read_at_most
+from crossrail._text import plain
+from crossrail.cli.console import open_console
 from crossrail.cli.text import OutputFile
 from crossrail.cli.weights.common import check_model, cluster_options, sides_of
 from crossrail.cli.weights.show import print_summary
 from crossrail.errors import UsageError
 from crossrail.weights import Inventory, PlanOptions, make_plan
 from crossrail.weights.planning.planner import Gather
+
+_INVENTORY_BYTES_MAX = 1 << 30
 
 
 @click.command()
@@ -52,7 +56,7 @@ def plan(
     else:
         check_model(model)
         found = [one for side in sides_of(model, **sizes) for one in side]
-    console = Console()
+    console = open_console()
     began_s, began_cpu_s = time.perf_counter(), time.process_time()
     trainers = [one for one in found if one.role == "trainer"]
     targets = [one for one in found if one.role == "target"]
@@ -63,11 +67,11 @@ def plan(
     console.print(f"planned and proved in {took_s:.1f} s ({took_cpu_s:.1f} s of CPU), {peak / 2**30:.2f} GiB at most")
     if output is not None:
         made.save(output)
-        console.print(f"saved to {output}")
+        console.print(f"saved to {plain(str(output))}", markup=False, soft_wrap=True)
 
 
 def _read(file: Path) -> Inventory:
     try:
-        return Inventory.from_bytes(file.read_bytes())
+        return Inventory.from_bytes(read_at_most(file, _INVENTORY_BYTES_MAX, "inventory"))
     except UsageError as error:
         raise UsageError(f"{file}: {error}") from None

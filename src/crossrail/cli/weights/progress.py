@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TimeElapsedColumn
 
+from crossrail.cli.console import text_column
 from crossrail.cli.text import format_bytes
 from crossrail.weights.services.controller import OnProgress, Stage
 
@@ -23,9 +24,9 @@ _WORDS: dict[Stage, str] = {
 def showing_update(console: Console, title: str) -> Iterator[OnProgress]:
     """What it gives is for WeightController.update(on_progress=). The bar is gone at the end."""
     columns = (
-        TextColumn("{task.description}"),
+        text_column("{task.description}"),
         BarColumn(),
-        TextColumn("{task.fields[amount]}"),
+        text_column("{task.fields[amount]}"),
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:

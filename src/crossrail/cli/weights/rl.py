@@ -6,11 +6,12 @@ import asyncio
 from statistics import fmean
 
 import click
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.progress import BarColumn, Progress
 from rich.table import Table
 
+from crossrail.cli.console import open_console, text_column
 from crossrail.cli.group import require
 from crossrail.cli.service import transport_option
 from crossrail.cli.tables import Fitted
@@ -30,13 +31,17 @@ def rl(steps: int, trainers: int, batch: int, seed: int, transport: str) -> None
 
     After each update both inference ranks compare all their weights with the converted checkpoint.
     """
-    require("weights rl", "transformers", "torch", "transformers")
+    require("weights rl", "weights", "torch", "transformers")
     asyncio.run(_show(RlOptions(steps, trainers, batch, seed, transport)))
 
 
 async def _show(options: RlOptions) -> None:
-    console = Console()
-    progress = Progress(TextColumn("step {task.completed}/{task.total}"), BarColumn(), TextColumn("{task.description}"))
+    console = open_console()
+    progress = Progress(
+        text_column("step {task.completed}/{task.total}"),
+        BarColumn(),
+        text_column("{task.description}"),
+    )
     bar = progress.add_task("", total=options.steps)
     table = Table(title="reward: part of the sampled tokens that are even")
     columns = ("step", *(f"reward {each.label}" for each in SERVED), "gap", "written", "transfer ms", "equal tensors")

@@ -120,7 +120,7 @@ async def run_rl(options: RlOptions, on_phase: OnPhase, on_step: Callable[[RlSte
 async def _fleet(options: RlOptions, folder: Path, on_phase: OnPhase) -> AsyncIterator[_Fleet]:
     secret = secrets.token_hex(16)
     players = Players(secret)
-    with xr.Engine("controller", transport=options.transport) as engine:
+    with xr.Engine("controller", transport=options.transport, secret=secret.encode()) as engine:
         wire = EngineWire(engine)
         box = mailbox(wire, secret.encode())
         controller = WeightController(box)

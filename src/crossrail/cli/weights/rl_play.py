@@ -24,7 +24,8 @@ from crossrail.control.wire import EngineWire
 from crossrail.engine import SECRET_VARIABLE
 from crossrail.weights.rl.task import CONFIG, Rollout
 from crossrail.weights.services.messages import mailbox
-from crossrail.weights.services.receiver import Reading, WeightReceiver
+from crossrail.weights.services.reading import Reading
+from crossrail.weights.services.receiver import WeightReceiver
 from crossrail.weights.services.trainer import WeightTrainer
 
 _TIMEOUT_S = 300.0  # whoever started us gives up before

@@ -10,8 +10,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from crossrail._text import plain
+from crossrail.cli.bench.plot import check_plot
+from crossrail.cli.console import in_one_piece, open_console
 from crossrail.cli.tables import Fitted
 from crossrail.cli.text import OutputFile, format_bytes, format_count
+from crossrail.cli.weights.common import naming
 from crossrail.weights import Plan
 from crossrail.weights.planning.show import Spread, differences, draw, heat_map, summary
 
@@ -51,16 +55,20 @@ def print_summary(console: Console, plan: Plan) -> None:
 @click.option("--compare", type=_FILE, help="Another plan: show the differences; exit code 1 if there are any.")
 @click.option("--draw", "image", type=OutputFile(), help="Write the heat map as a PNG.")
 @click.pass_context
+@in_one_piece()
 def show(ctx: click.Context, file: Path, compare: Path | None, image: Path | None) -> None:
     """Show the plan in FILE: figures, and how much each trainer (rows) sends to each target (columns)."""
-    console = Console()
+    if image is not None:
+        check_plot(image, "--draw")
+    console = open_console()
     plan = Plan.load(file)
     print_summary(console, plan)
     for line in heat_map(plan, columns_max=max(console.width - 4, 16)):
-        console.print(f"  {line}", no_wrap=True, highlight=False)
+        console.print(f"  {line}", no_wrap=True)
     if image is not None:
-        draw(plan, image)
-        console.print(f"drawn to {image}")
+        with naming(image):
+            draw(plan, image)
+        console.print(f"drawn to {plain(str(image))}", markup=False, soft_wrap=True)
     if compare is not None:
         lines = differences(plan, Plan.load(compare))
         for line in lines[:_LINES_MAX]:

@@ -10,14 +10,16 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from crossrail._text import plain
+from crossrail.cli.bench.plot import check_plot
+from crossrail.cli.console import open_console
 from crossrail.cli.tables import Fitted
 from crossrail.cli.text import OutputFile, format_bytes, size
 from crossrail.cli.weights import drawing
 from crossrail.cli.weights.cases import SWEPT, WAYS, Case, as_json, sweep_of
-from crossrail.cli.weights.common import check_model, cluster_of, cluster_options
+from crossrail.cli.weights.common import check_model, cluster_of, cluster_options, naming
 from crossrail.cli.weights.simulate import Outcome, Setting
 from crossrail.errors import UsageError
-from crossrail.weights.planning.show import check_drawing
 
 _FORMAT = 2
 
@@ -71,16 +73,17 @@ def sim(
     """
     check_model(model)
     if image is not None:
-        check_drawing()
+        check_plot(image)
     setting = Setting(
         watermark_bytes=watermark, rails=rails, rail_down=rail_down, down_ms=down_ms,
         straggler=straggler, slow_link=slow_link, seed=seed,
     )  # fmt: skip
     case = Case(model, sizes, WAYS[way], setting)
-    console = Console()
+    console = open_console()
     content = _one(console, case, image) if sweep is None else _swept(console, case, *sweep_of(sweep), image)
     if file is not None:
-        file.write_text(json.dumps({"format": _FORMAT, "model": model, **content}, indent=1))
+        with naming(file):
+            file.write_text(json.dumps({"format": _FORMAT, "model": model, **content}, indent=1))
 
 
 def _one(console: Console, case: Case, image: Path | None) -> dict[str, object]:
@@ -91,8 +94,9 @@ def _one(console: Console, case: Case, image: Path | None) -> dict[str, object]:
         outcomes = case.run(status.update)
     _print(console, outcomes)
     if image is not None:
-        drawing.timeline(outcomes, title, image)
-        console.print(f"drawn to {image}")
+        with naming(image):
+            drawing.timeline(outcomes, title, image)
+        console.print(f"drawn to {plain(str(image))}", markup=False, soft_wrap=True)
     return {"outcomes": {name: as_json(outcome) for name, outcome in outcomes.items()}}
 
 
@@ -117,8 +121,9 @@ def _swept(console: Console, case: Case, name: str, values: tuple[float, ...], i
                 table.add_row(shown, way, f"{one.total_s * 1e3:,.0f} ms", bound, one.bound, f"{one.over_bound:.2f}")
     console.print(Fitted(table))
     if image is not None:
-        drawing.sweep(points, f"{case.model}: one update", name, image)
-        console.print(f"drawn to {image}")
+        with naming(image):
+            drawing.sweep(points, f"{case.model}: one update", name, image)
+        console.print(f"drawn to {plain(str(image))}", markup=False, soft_wrap=True)
     found = [
         {"value": value, "outcomes": {way: as_json(outcome) for way, outcome in outcomes.items()}}
         for value, outcomes in points

@@ -32,7 +32,10 @@ def place(text: str, *, port_min: int) -> tuple[str, int]:
         raise click.BadParameter(f"{text!r} is not HOST:PORT")
     if not port_min <= port <= 65535:
         raise click.BadParameter(f"{text!r}: the port must be {port_min} to 65535")
-    return parts.hostname or "", port
+    host = parts.hostname or ""
+    if host.isdecimal():  # which the C library would take for an address, 80 for 0.0.0.80
+        raise click.BadParameter(f"{text!r} has no host, and is no port without a colon: write :{host}, or HOST:{host}")
+    return host, port
 
 
 def bind_place(text: str) -> tuple[str, int]:

@@ -61,7 +61,7 @@ class Post:
         return message if message.run == self.run else None
 
     def receive(self, kind: type[_M], timeout_s: float) -> _M:
-        """The next message, which must be of that kind. CrossrailError for Refused and Failed, and when it is late."""
+        """The next message, which must be of that kind. CrossrailError for Refusal and Failed, and when it is late."""
         deadline = time.monotonic() + timeout_s
         while (left_s := deadline - time.monotonic()) > 0:
             message = self.next(left_s)
@@ -73,7 +73,7 @@ class Post:
 
     def raise_if_failed(self, message: wire.Message) -> None:
         """CrossrailError for a message that is no answer."""
-        if isinstance(message, (wire.Refused, wire.Failed)):
+        if isinstance(message, (wire.Refusal, wire.Failed)):
             raise CrossrailError(f"{self._who} says: {_printable(message.reason)}")
         if isinstance(message, wire.Bye):
             raise PeerGone(f"{self._who} gave up")

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress
 
 import crossrail as xr
 from crossrail.cli.bench import report
@@ -23,9 +23,9 @@ from crossrail.cli.bench.hosts.workers import EngineOptions, Workers
 from crossrail.cli.bench.outputs import Outputs, output_options
 from crossrail.cli.bench.pair import choose_cpus
 from crossrail.cli.bench.spec import Result
-from crossrail.cli.meeting import ask, shared_secret
-from crossrail.cli.service import transport_option
-from crossrail.cli.tables import Fitted
+from crossrail.cli.console import open_console, text_column
+from crossrail.cli.meeting import ask
+from crossrail.cli.service import secret_of, transport_option
 from crossrail.cli.text import FloatRange, cpu_list, size
 from crossrail.cli.text import rails as rails_type
 from crossrail.engine import SECRET_VARIABLE
@@ -121,8 +121,7 @@ def run_command(target: tuple[str, int], **options: Any) -> None:
     """
     outputs = Outputs.chosen(options)
     host, port = target
-    secret_file = options["secret_file"]
-    secret = secret_file.read_bytes().strip() if secret_file is not None else shared_secret()
+    secret = secret_of(options["secret_file"])
     plan = Plan(
         options["only"] or KINDS, options["sizes"], options["windows"], options["latency_sizes"], options["seconds"],
         options["warmup"], options["runs"],
@@ -131,11 +130,14 @@ def run_command(target: tuple[str, int], **options: Any) -> None:
     if rails is None:
         rails = loopback_rails(host) if is_loopback(host) and options["transport"] != "shm" else 1
     engines = EngineOptions(options["transport"], rails, secret)
-    console = Console()
+    console = open_console()
     serve = ask(host, port, secret, BENCH)
     busy = report.busy_share(choose_cpus())
     report.warn_if_busy(busy, console)
+    results: list[Result] = []
+    settings: dict[str, Any] = {}
     with (
+        outputs.of(results, settings, busy, console),
         xr.Engine(
             "bench-run",
             transport=engines.transport,
@@ -149,40 +151,35 @@ def run_command(target: tuple[str, int], **options: Any) -> None:
         engine.connect(serve)
         post = Post(engine, pool, serve, secrets.randbits(62), f"the server at {host}", lambda _: None)
         try:
-            results, settings = _measure_all(post, workers, engines, plan, options, console)
+            _measure_all(post, workers, engines, plan, options, console, results, settings)
         finally:
             post.try_send(wire.Bye(run=post.run))
-    console.print(Fitted(report.make_table(results, console.width)))
-    outputs.write(results, settings, busy, console)
 
 
 def _measure_all(
-    post: Post, workers: Workers, engines: EngineOptions, plan: Plan, options: dict[str, Any], console: Console
-) -> tuple[list[Result], dict[str, Any]]:
-    """Meets, then point after point. Returns the results and what they were taken with."""
+    post: Post,
+    workers: Workers,
+    engines: EngineOptions,
+    plan: Plan,
+    options: dict[str, Any],
+    console: Console,
+    results: list[Result],
+    settings: dict[str, Any],
+) -> None:
+    """Meets, then point after point. Fills the results and what they are taken with."""
     span = span_bytes(options["memory"], len(workers), plan.sizes)
     welcome = _meet(post, workers, engines, span, options["polling"])
     driver = Driver(post, workers, span, options["timeout_s"])
     explanation = driver.explain()
-    console.print(f"here:  {report.describe_machine()}", highlight=False, markup=False, soft_wrap=True)
-    console.print(f"there: {report.describe_machine(welcome.machine)}", highlight=False, markup=False, soft_wrap=True)
-    console.print(str(explanation), highlight=False, markup=False, soft_wrap=True)
+    console.print(f"here:  {report.describe_machine()}", markup=False, soft_wrap=True)
+    console.print(f"there: {report.describe_machine(welcome.machine)}", markup=False, soft_wrap=True)
+    console.print(str(explanation), markup=False, soft_wrap=True)
     cores = min(len(os.sched_getaffinity(0)), welcome.cores)
     limit = Limit(driver, explanation.transport, spins=2 * len(workers) <= cores)
     if limit.missing:
         console.print(limit.missing, style="yellow", markup=False)
     points = list(plan.points())
-    results = []
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=len(points) * plan.runs)
-        for point in points:
-            progress.update(task, description=f"{point.kind} {point.nbytes}")
-            result = measure(driver, point, plan, limit, lambda: progress.advance(task))
-            results.append(result)
-            if not console.is_terminal:
-                console.print(report.one_line(result), highlight=False, markup=False, soft_wrap=True)
-    settings = {
+    settings |= {
         "transport": explanation.transport,
         "path": str(explanation),
         "processes": len(workers),
@@ -192,7 +189,15 @@ def _measure_all(
         **plan.to_json(),
         "there": welcome.machine,
     }
-    return results, settings
+    columns = (text_column("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=len(points) * plan.runs)
+        for point in points:
+            progress.update(task, description=f"{point.kind} {point.nbytes}")
+            result = measure(driver, point, plan, limit, lambda: progress.advance(task))
+            results.append(result)
+            if not console.is_terminal:
+                console.print(report.one_line(result), markup=False, soft_wrap=True)
 
 
 def _meet(post: Post, workers: Workers, engines: EngineOptions, span: int, polling: str) -> wire.Welcome:

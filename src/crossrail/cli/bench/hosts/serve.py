@@ -6,11 +6,10 @@ import contextlib
 import os
 import secrets
 import signal
-import socket
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,13 @@ from rich.console import Console
 
 import crossrail as xr
 from crossrail._text import plain
+from crossrail.cli.background import background_console
 from crossrail.cli.bench.hosts import wire
 from crossrail.cli.bench.hosts.places import DEFAULT_PORT, MeetingThread, bind_place, is_loopback, loopback_rails
 from crossrail.cli.bench.hosts.post import LOOK_S, MESSAGES_HELD, Post
 from crossrail.cli.bench.hosts.workers import EngineOptions, Workers
 from crossrail.cli.bench.machine import machine
-from crossrail.cli.meeting import shared_secret
-from crossrail.cli.service import records_on_signal, transport_option
+from crossrail.cli.service import name_of_host, rails_behind, records_on_signal, secret_of, transport_option
 from crossrail.cli.text import cpu_list, format_bytes, format_count, size
 from crossrail.cli.text import rails as rails_type
 from crossrail.engine import SECRET_VARIABLE
@@ -63,7 +62,13 @@ class Server:
     """Takes one run after another. Threads: the one that calls serve()."""
 
     def __init__(
-        self, engine: xr.Engine, pool: xr.ReceivePool, options: EngineOptions, limits: Limits, cpus: list[int]
+        self,
+        engine: xr.Engine,
+        pool: xr.ReceivePool,
+        options: EngineOptions,
+        limits: Limits,
+        cpus: list[int],
+        console: Console,
     ) -> None:
         """The parts, all open; the caller closes them. options: of workers' engines."""
         self._engine = engine
@@ -71,7 +76,7 @@ class Server:
         self._options = options
         self._limits = limits
         self._cpus = cpus
-        self._console = Console()
+        self._console = console
 
     def serve(self, *, once: bool) -> bool:
         """Until interrupted; with `once`, until the first run is over. Whether that one ended well."""
@@ -104,7 +109,7 @@ class Server:
         return None  # the rest of a run that is over
 
     def _refuse(self, peer: xr.Address, run: int, reason: str) -> None:
-        self._post(peer, run).try_send(wire.Refused(run=run, reason=reason))
+        self._post(peer, run).try_send(wire.Refusal(run=run, reason=reason))
 
     def _on_stranger(self, received: xr.Message) -> None:
         """In the middle of a run of somebody else."""
@@ -138,7 +143,7 @@ class Server:
 
     def _say(self, what: str, peer: xr.Address, about: str) -> None:
         text = f"{what} {peer.name} (pid {peer.pid}): {about}"
-        self._console.print(plain(text), markup=False, highlight=False, soft_wrap=True)
+        self._console.print(plain(text), markup=False, soft_wrap=True)
 
 
 class _Session:
@@ -223,17 +228,28 @@ _COMMANDS: dict[str, Any] = {
 }
 
 
-def _announce(host: str, port: int, secret: bytes, drawn: bool, engine: xr.Engine) -> None:
+def _announce(console: Console, host: str, port: int, secret: bytes, drawn: bool, engine: xr.Engine) -> None:
     """What to type on the other side."""
-    name = host
-    if not host or host in ("0.0.0.0", "::"):
-        endpoints = engine.address.endpoints
-        name = endpoints[0].rpartition(":")[0].strip("[]") if endpoints else socket.gethostname()
-    name = f"[{name}]" if ":" in name else name
+    name = name_of_host(host, engine)
     setting = f"{SECRET_VARIABLE}={secret.decode()} " if drawn else ""
-    click.echo("ready to measure. On the other host, or in another shell:")
-    click.echo(f"    {setting}crossrail bench run {name}:{port}")
+    for line in (
+        "ready to measure. On the other host, or in another shell:",
+        f"    {setting}crossrail bench run {name}:{port}",
+    ):
+        console.print(line, markup=False, soft_wrap=True)
     click.echo("Ctrl-C ends it.", err=True)
+
+
+def _open_engine(options: EngineOptions, listen: int, port: int) -> xr.Engine:
+    with rails_behind("--bind", listen):
+        return xr.Engine(
+            "bench-serve",
+            transport=options.transport,
+            rails=options.rails,
+            port=port,
+            secret=options.secret,
+            message_bytes_max=wire.MESSAGE_BYTES_MAX,
+        )
 
 
 @contextlib.contextmanager
@@ -294,7 +310,7 @@ def serve_command(
     Anyone who knows the secret can start workers here, which use memory and cores while the run lasts.
     """
     host, port = bind
-    secret = secret_file.read_bytes().strip() if secret_file is not None else shared_secret()
+    secret = secret_of(secret_file)
     drawn = not secret
     if drawn:
         secret = secrets.token_hex(16).encode()
@@ -305,20 +321,12 @@ def serve_command(
     own, behind = (options.of_worker(index)["port"] for index in (0, 1))
     with (
         _orderly_end(),
-        xr.Engine(
-            "bench-serve",
-            transport=transport,
-            rails=rails,
-            port=own,
-            secret=secret,
-            message_bytes_max=wire.MESSAGE_BYTES_MAX,
-        ) as engine,
+        background_console() as console,
+        _open_engine(options, port, own) as engine,
         engine.submit_recvs(MESSAGES_HELD, wire.MESSAGE_BYTES_MAX) as pool,
         MeetingThread(host, port, secret, engine.address) as meeting,
     ):
-        _announce(host, meeting.port, secret, drawn, engine)
-        server = Server(
-            engine, pool, EngineOptions(transport, rails, secret, behind), Limits(processes_max, memory_max), cpus
-        )
+        _announce(console, host, meeting.port, secret, drawn, engine)
+        server = Server(engine, pool, replace(options, port=behind), Limits(processes_max, memory_max), cpus, console)
         if not server.serve(once=once):
             raise click.exceptions.Exit(1)

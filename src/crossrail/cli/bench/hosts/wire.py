@@ -1,6 +1,6 @@
 """The messages between `bench run` and `bench serve`, and the bounds of what one side believes of the other.
 
-Life of a run: Hello -> Welcome (or Refused); Meet -> Met; then any number of Step -> Done, one at a time, each a piece
+Life of a run: Hello -> Welcome (or Refusal); Meet -> Met; then any number of Step -> Done, one at a time, each a piece
 of work for all workers of the serve, done at the same time as those of the run do theirs; Bye. Failed instead of an
 answer ends the run. Each message carries the version of this protocol; of another version's message nothing else is
 looked at.
@@ -111,7 +111,7 @@ class Done(_Message, tag="done"):
     answers: Annotated[list[Text], Meta(max_length=PROCESSES_MAX)]
 
 
-class Refused(_Message, tag="refused"):
+class Refusal(_Message, tag="refused"):
     """Serve: no, and why. There is no run."""
 
     reason: Text
@@ -127,7 +127,7 @@ class Bye(_Message, tag="bye"):
     """Run: that was all."""
 
 
-Message = Hello | Welcome | Meet | Met | Step | Done | Refused | Failed | Bye
+Message = Hello | Welcome | Meet | Met | Step | Done | Refusal | Failed | Bye
 
 
 class _Head(msgspec.Struct):

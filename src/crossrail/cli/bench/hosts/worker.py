@@ -15,10 +15,11 @@ from typing import Any
 
 import numpy as np
 
+from crossrail import _core
+from crossrail.cli.bench.arrays import Indices, Memory
 from crossrail.cli.bench.hosts.wire import CONTROL_BYTES
 from crossrail.cli.bench.passes import fill
 from crossrail.cli.child import answer_calls
-from crossrail.cli.native import BenchRig, Indices, Memory, load_native
 from crossrail.errors import CrossrailError
 from crossrail.tls import tls_of
 
@@ -33,8 +34,7 @@ class Worker:
     """State between calls. memory: what the other side writes to and reads from; own: the like that it cannot see."""
 
     def __init__(self) -> None:
-        self._native = load_native()
-        self._rig: BenchRig
+        self._rig: _core.bench.Rig
         self._memory = self._own = self._control = self._far_memory = self._far_control = 0
         self._span_bytes = 0
         self._peer = b""
@@ -47,7 +47,7 @@ class Worker:
         self, name: str, transport: str, rails: int | list[str], port: int, secret: str, span_bytes: int, polling: str
     ) -> dict[str, str]:
         """The engine and its memory, faulted in; under TLS if the environment says so. Returns a wire.Part."""
-        self._rig = self._native.Rig(
+        self._rig = _core.bench.Rig(
             name, transport=transport, rails=rails, polling=polling, port=port, secret=bytes.fromhex(secret),
             tls=tls_of(None, transport),
         )  # fmt: skip
@@ -107,7 +107,7 @@ class Worker:
         """So many writes through the span, until the other side has counted them all and said so."""
         self._gate(first=True, timeout_s=timeout_s)
         begun = time.monotonic_ns()
-        self._native.run_writes(
+        _core.bench.run_writes(
             self._rig, self._memory, self._far_memory, nbytes=nbytes, span_bytes=span_bytes, count=count,
             window=window, imm=IMM_DATA, ack=IMM_ACK, timeout_s=timeout_s,
         )  # fmt: skip
@@ -116,7 +116,7 @@ class Worker:
     def read(self, nbytes: int, window: int, count: int, span_bytes: int, timeout_s: float) -> list[int]:
         """So many reads through the span, into the own memory."""
         begun = time.monotonic_ns()
-        self._native.run_reads(
+        _core.bench.run_reads(
             self._rig, self._own, self._far_memory, nbytes=nbytes, span_bytes=span_bytes, count=count, window=window,
             timeout_s=timeout_s,
         )  # fmt: skip
@@ -128,7 +128,7 @@ class Worker:
         src, dst = self._permutations(span_bytes // nbytes)
         self._gate(first=True, timeout_s=timeout_s)
         begun = time.monotonic_ns()
-        self._native.run_paged_writes(
+        _core.bench.run_paged_writes(
             self._rig, self._memory, src[:pages], self._far_memory, dst[:pages], page_bytes=nbytes,
             batch_pages=PAGES_PER_CALL, rounds=rounds, window=window, imm=IMM_DATA, ack=IMM_ACK, timeout_s=timeout_s,
         )  # fmt: skip
@@ -145,7 +145,7 @@ class Worker:
     def ping_pong(self, nbytes: int, count: int, verify: bool, timeout_s: float, first: bool = True) -> list[int]:
         """Round trips. Returns how long each took, in ns; the second side nothing."""
         round_ns = np.zeros(count if first else 0, np.int64)
-        self._native.run_ping_pong(
+        _core.bench.run_ping_pong(
             self._rig, self._control, self._far_control, self._control, imm_out=IMM_PING, imm_in=IMM_PING,
             rounds=count, first=first, verify=verify, nbytes=nbytes, round_ns=round_ns if first else None,
             timeout_s=timeout_s,
@@ -158,7 +158,7 @@ class Worker:
     def receive(self, count: int, timeout_s: float) -> None:
         """Count so many arrivals, then say so."""
         self._gate(first=False, timeout_s=timeout_s)
-        self._native.run_receivers(
+        _core.bench.run_receivers(
             [self._rig], imm=IMM_DATA, count=count, reply_src=self._control, reply_dst=self._far_control,
             reply_imm=IMM_ACK, timeout_s=timeout_s,
         )  # fmt: skip
@@ -169,7 +169,7 @@ class Worker:
         """memcpy in calls of so many bytes, once through the span, in one thread. As `write`."""
         calls = min(nbytes, _COPY_CALL_BYTES)
         begun = time.monotonic_ns()
-        self._native.copy_in_calls(self._view(self._own, span_bytes), self._view(self._memory, span_bytes), calls)
+        _core.bench.copy_in_calls(self._view(self._own, span_bytes), self._view(self._memory, span_bytes), calls)
         return [begun, time.monotonic_ns()]
 
     def copy_pages(self, nbytes: int, span_bytes: int) -> list[int]:
@@ -177,7 +177,7 @@ class Worker:
         src, dst = self._permutations(span_bytes // nbytes)
         own, memory = self._view(self._own, span_bytes), self._view(self._memory, span_bytes)
         begun = time.monotonic_ns()
-        self._native.copy_pages(own, memory, dst, src, nbytes)
+        _core.bench.copy_pages(own, memory, dst, src, nbytes)
         return [begun, time.monotonic_ns()]
 
     def listen(self, timeout_s: float) -> str:
@@ -194,7 +194,7 @@ class Worker:
     def connect_bare(self, host: str, port: int, token: str, timeout_s: float) -> None:
         """To where the other side listens."""
         self._bare = socket.create_connection((host, port), timeout_s)
-        self._native.tune_socket(self._bare.fileno())
+        _core.bench.tune_socket(self._bare.fileno())
         self._bare.sendall(bytes.fromhex(token))
 
     def _accept_bare(self, timeout_s: float) -> socket.socket:
@@ -209,7 +209,7 @@ class Worker:
             if not hmac.compare_digest(given, self._token):
                 connection.close()
                 raise CrossrailError("somebody else connected to the port of the bare limit")
-            self._native.tune_socket(connection.fileno())
+            _core.bench.tune_socket(connection.fileno())
             self._bare = connection
         return self._bare
 
@@ -219,7 +219,7 @@ class Worker:
         """Messages over the bare connection, through as much memory. As `write`."""
         bare = self._accept_bare(timeout_s)
         begun = time.monotonic_ns()
-        self._native.socket_stream(
+        _core.bench.socket_stream(
             bare.fileno(), self._view(self._memory, span_bytes), sender=sender, nbytes=nbytes, count=count,
             window=window, wait="spin" if spin else "block", timeout_s=timeout_s,
         )  # fmt: skip
@@ -227,7 +227,7 @@ class Worker:
 
     def _gate(self, *, first: bool, timeout_s: float) -> None:
         """Returns on both sides within a message's time once both are here."""
-        self._native.run_ping_pong(
+        _core.bench.run_ping_pong(
             self._rig, self._control, self._far_control, self._control, imm_out=IMM_GATE, imm_in=IMM_GATE, rounds=1,
             first=first, timeout_s=timeout_s,
         )  # fmt: skip

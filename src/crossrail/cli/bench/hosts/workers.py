@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from crossrail._closing import Closing
 from crossrail.cli.bench.hosts import wire
 from crossrail.cli.bench.hosts.post import Post
 from crossrail.cli.child import Child, ChildFailed, Children
@@ -49,7 +50,7 @@ class EngineOptions:
         return {"transport": self.transport, "rails": rails, "port": port, "secret": self.secret.hex()}
 
 
-class Workers:
+class Workers(Closing):
     """A context manager; leaving it ends the processes. Invariant: at most one command is under way."""
 
     def __init__(self, count: int, cpus: Sequence[int] = ()) -> None:
@@ -66,12 +67,6 @@ class Workers:
 
     def __len__(self) -> int:
         return len(self._children)
-
-    def __enter__(self) -> Workers:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Ends all. Idempotent."""

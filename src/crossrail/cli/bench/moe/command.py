@@ -20,8 +20,8 @@ from crossrail.cli.bench.moe.work import SHAPES, MoeShape, memory_bytes
 from crossrail.cli.bench.outputs import Outputs, output_options
 from crossrail.cli.bench.pair import choose_cpus
 from crossrail.cli.bench.spec import Bar, Line, Result, Sample
+from crossrail.cli.console import open_console
 from crossrail.cli.memory import check_memory
-from crossrail.cli.tables import Fitted
 from crossrail.errors import CrossrailError, UsageError
 
 _STEPS = ("dispatch", "combine")
@@ -95,7 +95,7 @@ def moe(
         raise UsageError("--kernels measures without engines: leave --transport out")
     transport = transport or "shm"
     written = Outputs.chosen(outputs)
-    console = Console()
+    console = open_console()
     without_gloo = "--no-gloo" if no_gloo else "" if importlib.util.find_spec("torch") else "torch is not installed"
     without_mpi = "--no-mpi" if no_mpi else mpi.missing()
     chosen = [SHAPES[name] for name in dict.fromkeys(shapes or SHAPES)]
@@ -107,16 +107,15 @@ def moe(
         if why and not kernels:
             console.print(f"{name}: left out, {why}")
     options = _Options(transport, runs, _QUICK_ROUNDS if quick else _ROUNDS, not without_gloo, not without_mpi)
-    console.print(report.describe_machine(), highlight=False, markup=False)
+    console.print(report.describe_machine(), markup=False)
     busy = report.busy_share(choose_cpus())
     results: list[Result] = []
-    for shape in chosen:
-        for count in of_ranks:
-            measure = _measure_kernels if kernels else _measure
-            results += measure(shape, count, options, console)
-    console.print(Fitted(report.make_table(results, console.width)))
     settings = {"transport": transport, "runs": runs, "quick": quick, "kernels": kernels}
-    written.write(results, settings, busy, console)
+    with written.of(results, settings, busy, console):
+        for shape in chosen:
+            for count in of_ranks:
+                measure = _measure_kernels if kernels else _measure
+                results += measure(shape, count, options, console)
     verdicts = {result.verdict for result in results}
     if "error" in verdicts or (strict and "miss" in verdicts):
         raise click.exceptions.Exit(1)
@@ -146,13 +145,13 @@ def _measure(shape: MoeShape, count: int, options: _Options, console: Console) -
         for result in results:
             result.error = str(error)
     for result in results:
-        console.print(report.one_line(result), highlight=False, markup=False, soft_wrap=True)
+        console.print(report.one_line(result), markup=False, soft_wrap=True)
         yield result
 
 
 def _measure_kernels(shape: MoeShape, count: int, options: _Options, console: Console) -> Iterator[Result]:
     for result in measure_kernels(shape, count, options.runs, options.rounds[shape.name]):
-        console.print(report.one_line(result), highlight=False, markup=False, soft_wrap=True)
+        console.print(report.one_line(result), markup=False, soft_wrap=True)
         yield result
 
 

@@ -14,7 +14,6 @@ import numpy.typing as npt
 from crossrail import _core
 from crossrail.cli.bench.moe.work import MoeShape, RankWork, expert_output, routes
 from crossrail.cli.bench.spec import Bar, Line, Result, Sample
-from crossrail.cli.native import load_native
 from crossrail.errors import CrossrailError
 from crossrail.moe.kernels import CpuKernels, cpu_levels
 
@@ -45,7 +44,7 @@ class _Stage:
     """Boards of all ranks in shared memory, as near ranks map them, and the output of rank 0."""
 
     def __init__(self, shape: MoeShape, ranks: int) -> None:
-        self._shape, self._native, self._kernels = shape, load_native(), CpuKernels()
+        self._shape, self._kernels = shape, CpuKernels()
         stride = -(-shape.row_bytes // _ROW_UNIT) * _ROW_UNIT
         counts = np.zeros((ranks, shape.experts), np.int32)
         self._indices = [routes(shape, rank) for rank in range(ranks)]
@@ -85,7 +84,7 @@ class _Stage:
         half = len(self._scratch) // 2
         for _ in range(rounds):
             dst, src = self._scratch[:nbytes], self._scratch[half : half + nbytes]
-            copies.append(self._native.copy_in_calls(dst, src, nbytes) / 1e3)
+            copies.append(_core.bench.copy_in_calls(dst, src, nbytes) / 1e3)
             began_ns = time.perf_counter_ns()
             act()
             took.append((time.perf_counter_ns() - began_ns) / 1e3)

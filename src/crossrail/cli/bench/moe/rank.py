@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 import crossrail as xr
+from crossrail import _core
 from crossrail.cli.bench.moe.gate import Gate
 from crossrail.cli.bench.moe.ordinary import Ordinary
 from crossrail.cli.bench.moe.work import SCALE_BLOCK, MoeShape, RankWork, expert_output, rows_between
 from crossrail.cli.child import answer_calls
-from crossrail.cli.native import load_native
 from crossrail.errors import CrossrailError
 from crossrail.moe import AllToAll, Dispatched, EngineGroup
 
@@ -30,9 +30,6 @@ Times = dict[str, list[tuple[int, int]]]  # by what: of each round, when this ra
 
 class _Rank:
     """Lifecycle: open, join, verify, then run as often as one likes."""
-
-    def __init__(self) -> None:
-        self._native = load_native()
 
     def open(self, name: str, transport: str) -> str:
         """The engine's address in hexadecimal."""
@@ -129,7 +126,7 @@ class _Rank:
         self._all_to_all.combine(y, dispatched, self._work.weights, out=self._out)
 
     def _copy(self, dst: npt.NDArray[np.uint8], src: npt.NDArray[np.uint8]) -> None:
-        self._native.copy_in_calls(dst, src, _COPY_CALL_BYTES)
+        _core.bench.copy_in_calls(dst, src, _COPY_CALL_BYTES)
 
     def _check_rows(self, dispatched: Dispatched) -> None:
         """Of each expert by (source rank, token, k), as the source has them."""

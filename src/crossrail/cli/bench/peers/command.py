@@ -15,6 +15,8 @@ from crossrail.cli.bench.peers.base import Offer
 from crossrail.cli.bench.peers.pair import Settings
 from crossrail.cli.bench.peers.turn import Outcome, Turn, take_turns
 from crossrail.cli.bench.peers.work import shapes
+from crossrail.cli.console import open_console
+from crossrail.cli.memory import check_memory
 from crossrail.cli.tables import Fitted
 from crossrail.cli.text import FloatRange, OutputFile, cpu_pair, size
 
@@ -68,14 +70,15 @@ def peers(
     the machine's speed affects all alike. Every shape is checked byte by byte in a pass that is not timed. A library
     that crashes or hangs gets a line in the tables. docs/comparison.md says what is compared, and what cannot be.
     """
-    console = Console()
+    console = open_console()
     if list_only:
         console.print(Fitted(report.listing(offers.OFFERS)))
         return
     chosen = offers.choose([name.strip() for name in only.split(",") if name.strip()])
     settings = Settings(cpus or choose_cpus(), pool_bytes, timeout_s)
     check_cpus(settings.cpus)
-    console.print(machine.describe_machine(), highlight=False, markup=False)
+    check_memory("the benchmark", 2 * pool_bytes, "make the pools smaller with --pool-bytes")
+    console.print(machine.describe_machine(), markup=False)
     if settings.cpus[0] == settings.cpus[1]:
         console.print("both processes share one core: figures of two processes mean little", style="yellow")
     busy = machine.busy_share(settings.cpus)
@@ -84,7 +87,7 @@ def peers(
     outcomes = []
     for offer in chosen:
         if missing := offers.missing(offer):
-            console.print(f"{offer.name}: left out, no {missing}", highlight=False, markup=False)
+            console.print(f"{offer.name}: left out, no {missing}", markup=False)
         else:
             outcomes.append(Outcome(offer))
     work = shapes(quick=quick)
@@ -105,4 +108,4 @@ def peers(
 
 def _tell(console: Console, offer: Offer, turn: Turn) -> None:
     line = report.one_line(offer, turn.figures, turn.failures)
-    console.print(line, highlight=False, markup=False, soft_wrap=True)
+    console.print(line, markup=False, soft_wrap=True)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from crossrail import _core
 from crossrail.cli.bench.peers.base import Memory, Pages, Role, Side, private_memory
 
 _LOOPBACK = "127.0.0.1"
@@ -40,9 +41,7 @@ class Memcpy(Side):
 
     def send_pages(self, page_bytes: int, src: Pages, dst: Pages) -> None:
         """A native loop over the pages, as a library would have it."""
-        from crossrail.cli.native import load_native
-
-        load_native().copy_pages(self._target[: self.pool_bytes], self.memory[: self.pool_bytes], dst, src, page_bytes)
+        _core.bench.copy_pages(self._target[: self.pool_bytes], self.memory[: self.pool_bytes], dst, src, page_bytes)
 
     def message(self, nbytes: int) -> None:
         """Nobody waits for it."""

@@ -20,29 +20,30 @@ from crossrail.errors import UsageError
 class Place(NamedTuple):
     """One of the hosts of a world."""
 
-    stage: Stage
-    world: _core.SimWorld  # the stage's native half
+    simulation: Simulation
+    world: _core.SimWorld  # the simulation's native half
     host: int
-    callbacks: Callable[[str], StageCallbacks]  # of an engine by this name
+    default_name: Callable[[], str]  # of an engine that was given none: the same in every run
+    callbacks: Callable[[str], SimulatedCallbacks]  # of an engine by this name
     opened: Callable[[_core.Engine], None]
 
 
-class Stage(Protocol):
+class Simulation(Protocol):
     def _place(self, rails: int | Sequence[str]) -> Place:
         """A host for an engine that asked for no particular one."""
         ...
 
 
-_stages: list[Stage] = []  # that are current, the innermost last
+_simulations: list[Simulation] = []  # that are current, the innermost last
 _asked: list[Place] = []  # for the engine that is just being opened
 
 
-def enter(stage: Stage) -> None:
-    _stages.append(stage)
+def enter(simulation: Simulation) -> None:
+    _simulations.append(simulation)
 
 
-def leave(stage: Stage) -> None:
-    _stages.remove(stage)
+def leave(simulation: Simulation) -> None:
+    _simulations.remove(simulation)
 
 
 @contextmanager
@@ -62,12 +63,12 @@ def place(transport: str, rails: int | Sequence[str]) -> Place | None:
         return None
     if _asked:
         return _asked.pop()
-    if not _stages:
+    if not _simulations:
         raise UsageError(
             "transport is 'sim', and there is no world: open the engine inside `with crossrail.sim.World():`, or by "
             "world.host(...).engine(...)"
         )
-    return _stages[-1]._place(rails)
+    return _simulations[-1]._place(rails)
 
 
 class CallbackHub:
@@ -113,7 +114,7 @@ class CallbackHub:
             log_raised(engine_name, "a callback")
 
 
-class StageCallbacks:
+class SimulatedCallbacks:
     """One engine's share of the hub, as CallbackThread has it."""
 
     def __init__(self, hub: CallbackHub, engine_name: str) -> None:

@@ -1,0 +1,26 @@
+"""Reading files that a user names: what is named by mistake need not end (/dev/zero), or fit into memory."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from crossrail.errors import UsageError
+
+SECRET_BYTES_MAX = 4096  # of a file with a secret, which has 1024 at most
+_PIECE_BYTES = 1 << 20
+
+
+def read_at_most(path: str | os.PathLike[str], nbytes_max: int, what: str) -> bytes:
+    """All of a file. UsageError when it has more than nbytes_max; what: it is taken for that. OSError."""
+    data = bytearray()
+    with Path(path).open("rb", buffering=0) as file:
+        while piece := file.read(min(_PIECE_BYTES, nbytes_max + 1 - len(data))):
+            data += piece
+            if len(data) > nbytes_max:
+                raise UsageError(f"{os.fspath(path)} has more than {_size(nbytes_max)}: it is no {what}")
+    return bytes(data)
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes >> 20} MiB" if nbytes >= 1 << 20 else f"{nbytes} bytes"

@@ -1,0 +1,62 @@
+"""The one way to open a rich console, so that every command prints alike."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+from collections.abc import Iterator
+from typing import IO
+
+from rich.console import Console
+from rich.progress import TextColumn
+
+_PIPE_COLUMNS = 140
+
+
+def open_console(
+    *, stderr: bool = False, quiet: bool = False, file: IO[str] | None = None, pipe_columns: int = _PIPE_COLUMNS
+) -> Console:
+    """Of standard output, or of `file`. Names and paths stay as they are: no `:word:` becomes a picture, no number a
+    colour. Markup is obeyed: what comes from outside is escaped, or printed with markup=False.
+
+    A pipe or a file, which have no width, have pipe_columns, unless COLUMNS says otherwise. 0 says nothing, as shells
+    without a terminal set it.
+    """
+    environment = {name: value for name, value in os.environ.items() if not _says_nothing(name, value)}
+    console = Console(stderr=stderr, quiet=quiet, file=file, emoji=False, highlight=False, _environ=environment)
+    if not console.is_terminal and "COLUMNS" not in environment:
+        console.width = pipe_columns
+    return console
+
+
+def text_column(template: str) -> TextColumn:
+    """Of a progress bar: its text as it is, without markup, which a file's name may look like."""
+    return TextColumn(template, markup=False)
+
+
+@contextlib.contextmanager
+def in_one_piece() -> Iterator[None]:
+    """What is printed meanwhile reaches a pipe or a file at the end, at once.
+
+    A reader that wants the first lines only (`| head -1`) does not end the command so, and its exit status is its own.
+    For answers that are short, and there within moments.
+    """
+    out = sys.stdout
+    if not isinstance(out, io.TextIOWrapper) or out.isatty():
+        yield
+        return
+    out.flush()
+    held = io.TextIOWrapper(io.BytesIO(), out.encoding, out.errors, write_through=True)
+    sys.stdout = held
+    try:
+        yield
+    finally:
+        sys.stdout = out
+        out.buffer.write(held.detach().getvalue())
+        out.flush()
+
+
+def _says_nothing(name: str, value: str) -> bool:
+    return name in ("COLUMNS", "LINES") and not (value.isdecimal() and int(value) > 0)
