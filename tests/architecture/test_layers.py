@@ -94,11 +94,15 @@ def normalised(path: PurePosixPath) -> str:
 
 # --- Python ---
 
-# A layer is the first component below crossrail: a package named here, or "engine" for all other modules at
-# the top. _core is the native module. Nobody but __main__ imports the command line.
+# A layer is the first component below crossrail: a package named here, "errors" for the modules of ERRORS, or "engine"
+# for all other modules at the top. _core is the native module. All may use errors. Nobody but __main__ imports the
+# command line.
+ERRORS = ("errors", "_text")
 PYTHON_MAY_USE: dict[str, set[str]] = {
     "_core": set(),
-    "engine": {"_core"},
+    "errors": set(),
+    "topology": set(),
+    "engine": {"_core", "topology"},
     "campaign": {"engine"},
     "sim": {"engine", "observe", "campaign", "_core"},
     "testing": {"engine", "sim"},
@@ -109,30 +113,101 @@ PYTHON_MAY_USE: dict[str, set[str]] = {
     "moe": {"engine", "observe", "_core"},
     "integrations": {"engine", "observe", "control", "kv", "weights", "moe"},
     "doctor": {"engine", "_core", "topology"},
-    "cli": {"engine", "_core", "sim", "observe", "control", "kv", "weights", "moe", "integrations", "doctor"},
+    "cli": {
+        "engine",
+        "_core",
+        "sim",
+        "observe",
+        "control",
+        "kv",
+        "weights",
+        "moe",
+        "integrations",
+        "doctor",
+        "topology",
+    },
     "__main__": {"cli"},
 }
 # The same within a layer, of its packages and modules; its __init__, which only names things, may use all of them.
 PARTS_MAY_USE: dict[str, dict[str, set[str]]] = {
+    "kv": {
+        "errors": set(),
+        "messages": set(),
+        "sampling": {"messages"},
+        "transfer": {"errors"},
+        "model": {"messages", "sampling", "transfer"},
+        "toy": {"model", "transfer"},
+        "models": {"model", "transfer"},
+        "services": {"errors", "messages", "model", "transfer"},
+        "http": {"errors", "messages", "model", "services"},
+        "etcd": {"errors", "http", "messages", "services"},
+    },
     "weights": {
         "dtypes": set(),
         "errors": set(),
         "gpu": set(),
-        "conversion": {"errors"},
+        "threads": set(),
+        "conversion": {"dtypes", "errors"},
         "inventory": {"dtypes", "gpu", "conversion"},
-        "planning": {"dtypes", "inventory"},
-        "step": {"dtypes", "errors", "gpu", "conversion", "inventory", "planning"},
-        "services": {"errors", "gpu", "inventory", "planning", "step"},
+        "planning": {"dtypes", "errors", "inventory"},
+        "step": {"dtypes", "errors", "gpu", "threads", "conversion", "inventory", "planning"},
+        "services": {"errors", "gpu", "threads", "inventory", "planning", "step"},
         "toy": {"conversion", "inventory"},
         "rl": {"conversion", "inventory"},
+    },
+    "moe": {
+        "bounds": set(),
+        "errors": set(),
+        "group": set(),
+        "kernels": set(),
+        "config": {"bounds"},
+        "arrays": {"config"},
+        "capacity": {"config", "errors"},
+        "outcome": {"errors"},
+        "rounds": {"arrays"},
+        "rows": {"arrays", "config", "kernels"},
+        "tokens": {"arrays", "config", "rows"},
+        "links": {"arrays", "bounds", "config", "errors", "outcome", "rows"},
+        "masking": {"arrays", "config", "errors", "links", "outcome", "rounds"},
+        "meeting": {"bounds", "config", "group", "links", "masking"},
+        "peers": {"arrays", "config", "errors", "group", "links", "masking", "meeting", "outcome", "rounds", "rows"},
+        "placing": {"arrays", "capacity", "config", "links", "peers", "rounds"},
+        "all_to_all": {
+            "config",
+            "group",
+            "kernels",
+            "links",
+            "masking",
+            "peers",
+            "placing",
+            "rounds",
+            "rows",
+            "tokens",
+        },
+        "metrics": {"all_to_all"},
+        "graph": {
+            "arrays",
+            "capacity",
+            "config",
+            "group",
+            "kernels",
+            "links",
+            "outcome",
+            "peers",
+            "rounds",
+            "rows",
+            "tokens",
+        },
     },
 }
 
 
 def python_layer(module: str) -> str:
     """The layer of a module's full name."""
-    parts = module.split(".")
-    return parts[1] if len(parts) > 1 and parts[1] in PYTHON_MAY_USE else "engine"
+    name = module.partition(".")[2].partition(".")[0]
+    if name in ERRORS:
+        return "errors"
+    return name if name in PYTHON_MAY_USE else "engine"
 
 
 def python_violations(sources: Mapping[str, str]) -> list[str]:
@@ -144,7 +219,7 @@ def python_violations(sources: Mapping[str, str]) -> list[str]:
         for target in sorted(set(imported_modules(module, path, sources[path], modules))):
             target_layer = python_layer(target)
             if target_layer != layer:
-                if target_layer not in PYTHON_MAY_USE[layer]:
+                if target_layer not in {"errors", *PYTHON_MAY_USE[layer]}:
                     found.append(f"{path} imports {target}: {layer} must not use {target_layer}")
             elif layer in PARTS_MAY_USE and (part := python_part(module)):
                 target_part = python_part(target)
@@ -247,7 +322,10 @@ def test_upward_include_rejected(path: str, line: str, complaint: str) -> None:
 SOUND_PYTHON = {
     "crossrail/__init__.py": "from crossrail.engine import Engine\nfrom ._core import version",
     "crossrail/__main__.py": "from crossrail.cli import main",
-    "crossrail/engine.py": "from . import _core\nimport numpy",
+    "crossrail/_text.py": "",
+    "crossrail/errors.py": "from crossrail._text import plain",
+    "crossrail/topology/__init__.py": "from crossrail.errors import UsageError",
+    "crossrail/engine.py": "from . import _core\nimport numpy\n\ndef f():\n    from crossrail import topology",
     "crossrail/kv/__init__.py": "from .base import Layout",
     "crossrail/kv/base.py": "from crossrail import Engine\nfrom ..engine import Engine",
     "crossrail/weights/__init__.py": "import crossrail.engine\nfrom crossrail.weights.planning.plan import Plan",
@@ -264,6 +342,8 @@ SOUND_PYTHON = {
         ("crossrail/engine.py", "from crossrail.kv import Layout", "engine must not use kv"),
         ("crossrail/engine.py", "from . import kv", "engine must not use kv"),
         ("crossrail/__init__.py", "from .cli import main", "engine must not use cli"),
+        ("crossrail/topology/__init__.py", "from crossrail.engine import Engine", "topology must not use engine"),
+        ("crossrail/_text.py", "from crossrail.topology import Topology", "errors must not use topology"),
         (
             "crossrail/weights/plan.py",
             "def f():\n    from crossrail.kv.base import Layout",
@@ -278,6 +358,7 @@ SOUND_PYTHON = {
         ("crossrail/weights/errors.py", "from .planning.plan import Plan", "errors must not use planning"),
         ("crossrail/weights/planning/plan.py", "from crossrail.weights import Plan", "planning must not use all of"),
         ("crossrail/weights/new.py", "from crossrail.weights import errors", "new must not use errors"),
+        ("crossrail/kv/transfer/plan.py", "from ..services.node import Node", "transfer must not use services"),
         ("crossrail/kv/base.py", "from crossrail import _core", "kv must not use _core"),
         ("crossrail/kv/base.py", "import crossrail._core", "kv must not use _core"),
     ],

@@ -60,4 +60,7 @@ def test_a_failure_prints_the_command_that_repeats_it(said: dict[str, str]) -> N
 
 
 def test_a_summary_of_nothing_is_one() -> None:
-    assert "shm: 0 rounds from 7, 0 failed" in Campaign("shm", 7).summary()
+    summary = Campaign("shm", 7).summary()
+
+    assert "shm: 0 rounds from 7, 0 failed" in summary
+    assert "player-0, never killed: nobody looked whether it grew: of 0 samples" in summary

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from crossrail.campaign.usage import Usage, growth, plot
+from crossrail.campaign.usage import Usage, growth, growth_text, plot
 
 STEADY = [
     Usage(
@@ -48,7 +48,16 @@ def test_a_leak_is_found() -> None:
 
 
 def test_few_samples_tell_nothing() -> None:
-    assert growth([replace(STEADY[0], fds=number * 100) for number in range(99)]) == []
+    few = [replace(STEADY[0], fds=number * 100) for number in range(99)]
+
+    assert growth(few) == []
+    assert growth_text(few) == "nobody looked whether it grew: of 99 samples in a row, where 100 tell something"
+
+
+def test_what_grew_is_told_in_words() -> None:
+    assert growth_text(STEADY) == "nothing grew"
+    leaking = [replace(sample, fds=sample.fds + number // 10) for number, sample in enumerate(STEADY)]
+    assert growth_text(leaking) == growth(leaking)[0]
 
 
 def test_a_plot_is_as_high_as_its_values() -> None:

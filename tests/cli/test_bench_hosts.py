@@ -227,6 +227,28 @@ def test_serve_survives_a_run_that_is_killed_in_the_middle(serve: Serve) -> None
     assert status == 0, err
 
 
+def test_serve_goes_on_when_nobody_reads_what_it_says() -> None:
+    """As after `crossrail bench serve | head -2`, which shows the command for the other side."""
+    with subprocess.Popen(
+        [*COMMAND, "serve", "--bind", "127.0.0.1:0"],
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(),
+    ) as process:  # fmt: skip
+        try:
+            assert process.stdout is not None and process.stderr is not None
+            target = [process.stdout.readline() for _ in range(2)][1].split()[-1]
+            process.stdout.close()
+            for _ in range(2):
+                status, _, err = run(target, *QUICK, "--only", "latency", "--latency-sizes", "8")
+                assert status == 0, err
+            assert process.poll() is None
+            process.terminate()
+            with process.stderr:
+                assert "Traceback" not in process.stderr.read()
+            assert process.wait(WAIT_S) == 0
+        finally:
+            process.kill()
+
+
 def test_serve_survives_ctrl_c_in_a_run(serve: Serve) -> None:
     seen = len(serve.lines)
     with start(serve.target, "--seconds", "5", "--memory", "2M") as process:
@@ -238,13 +260,18 @@ def test_serve_survives_ctrl_c_in_a_run(serve: Serve) -> None:
     serve.wait_for("bench-run", seen + 1)  # it was told, or found out
 
 
-def test_run_says_that_the_serve_was_killed() -> None:
-    with serving() as serve, start(serve.target, "--seconds", "5", "--memory", "2M") as process:
+def test_run_says_that_the_serve_was_killed_and_keeps_what_it_has(tmp_path: Path) -> None:
+    file = tmp_path / "part.json"
+    options = ("--seconds", "0.5", "--memory", "2M", "--only", "write", "--runs", "2", "--json", str(file))
+    with serving() as serve, start(serve.target, *options) as process:
         until_connected(process)
+        assert process.stdout is not None and any(line.startswith("write-1k-w1 ") for line in process.stdout)
         os.killpg(serve.process.pid, signal.SIGKILL)
-        _, err = process.communicate(timeout=LONG_S)
+        out, err = process.communicate(timeout=LONG_S)
 
     assert process.returncode == 1 and len(err.splitlines()) == 1, err
+    assert "only a part was measured: " in out and "write-1k-w1" in measured(file)
+    assert json.loads(file.read_text())["only_part"]
     assert re.search(r"ended|lost|did not (answer|connect)|cannot be reached", err)
 
 
@@ -284,7 +311,7 @@ def test_run_of_another_version_is_told_both(serve: Serve) -> None:
         engine.submit_send(peer, hello).wait(WAIT_S)
         answer = wire.decode(pool.recv(WAIT_S).data)
 
-    assert isinstance(answer, wire.Refused)
+    assert isinstance(answer, wire.Refusal)
     assert f"version {wire.VERSION}" in answer.reason and "you 99" in answer.reason
 
 
@@ -304,7 +331,7 @@ def test_run_that_wants_too_much_is_refused(serve: Serve, change: dict[str, int]
         engine.submit_send(peer, wire.encode(wire.Hello(**wanted))).wait(WAIT_S)  # type: ignore[arg-type]
         answer = wire.decode(pool.recv(WAIT_S).data)
 
-    assert isinstance(answer, wire.Refused) and words in answer.reason
+    assert isinstance(answer, wire.Refusal) and words in answer.reason
 
 
 def test_messages_out_of_turn_end_the_run_and_not_the_serve(serve: Serve) -> None:
@@ -320,7 +347,7 @@ def test_messages_out_of_turn_end_the_run_and_not_the_serve(serve: Serve) -> Non
         engine.submit_send(peer, wire.encode(wire.Step(run=7, what="receive"))).wait(WAIT_S)
         failed = wire.decode(pool.recv(WAIT_S).data)
 
-    assert isinstance(busy, wire.Refused) and "another run is under way" in busy.reason
+    assert isinstance(busy, wire.Refusal) and "another run is under way" in busy.reason
     assert isinstance(failed, wire.Failed) and "out of turn" in failed.reason
 
 
@@ -431,7 +458,9 @@ def test_places_are_taken_apart(text: str, found: tuple[str, int]) -> None:
     assert target_place(text) == bind_place(text) == found
 
 
-@pytest.mark.parametrize("text", ["", ":0", ":80", "a:b", "host:99999", "[::1", "user@host:80", "host:80/path", "a b"])
+@pytest.mark.parametrize(
+    "text", ["", ":0", ":80", "a:b", "host:99999", "[::1", "user@host:80", "host:80/path", "a b", "80"]
+)
 def test_places_that_are_none_are_refused(text: str) -> None:
     status, line = refused(text)
     assert status == 2 and "HOST:PORT" in line

@@ -16,16 +16,19 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 from rich.console import Console
 
 from crossrail.cli.bench import page, plot, report
 from crossrail.cli.bench.compare import compare
+from crossrail.cli.bench.outputs import Outputs
 from crossrail.cli.bench.saved import FORMAT, Saved, read_json, to_json
 from crossrail.cli.bench.spec import Bar, Line, Point, Sample
 from crossrail.cli.bench.spec import Result as Figure
 from crossrail.cli.main import main
+from crossrail.errors import CrossrailError
 
 STEADY = (2.0, 2.02, 1.99, 2.01)
 FASTER = (3.0, 3.02, 2.99, 3.01)
@@ -295,6 +298,66 @@ def test_picture_is_of_the_kind_that_its_name_says(suffix: str, begins: bytes, t
 
 def test_picture_of_no_known_kind_is_refused_before_the_work(tmp_path: Path) -> None:
     assert "suffix must be one of" in refused("bench", "--quick", "--plot", tmp_path / "out.docx")
+
+
+def test_picture_of_nothing_is_refused_before_the_work(tmp_path: Path) -> None:
+    file = tmp_path / "out.png"
+    assert "nothing of what is to be measured can be drawn" in refused("bench", "--only=sim", "--plot", file)
+
+
+def test_picture_of_a_single_size_shows_it(tmp_path: Path) -> None:
+    file = tmp_path / "out.svg"
+    assert plot.write_plot(file, [figure("write-4k-w1", STEADY, point=Point("write", 4096, 1))])
+    assert "4 KiB" in file.read_text()
+
+
+def test_what_cannot_be_drawn_costs_no_other_output(tmp_path: Path) -> None:
+    """Also not the exit status that a check in CI waits for."""
+    old, page, picture = (
+        written(tmp_path / "old.json", figure("a", FASTER, limit=None)),
+        tmp_path / "p",
+        tmp_path / "q.png",
+    )
+    outputs = Outputs(None, picture, page, read_json(old), 0.1)
+    results: list[Figure] = []
+
+    with pytest.raises(click.exceptions.Exit), outputs.of(results, {}, 0.0, Console(file=io.StringIO())):
+        results.append(figure("a", STEADY, limit=None))
+
+    assert "title of a" in page.read_text() and not picture.exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "why"), [(KeyboardInterrupt(), "it was interrupted"), (CrossrailError("gone <b>"), "gone <b>")]
+)
+def test_part_that_was_measured_is_kept_and_marked(error: BaseException, why: str, tmp_path: Path) -> None:
+    file, page, screen = tmp_path / "part.json", tmp_path / "page", io.StringIO()
+    results = [figure("a", STEADY), figure("begun", ())]
+
+    with pytest.raises(type(error)), Outputs(file, None, page, None, None).of(results, {}, 0.0, Console(file=screen)):
+        raise error
+
+    part = read_json(file)
+    assert ([result.measure.name for result in part.results], part.only_part) == (["a"], why)
+    assert f"only a part was measured: {why}" in screen.getvalue()
+    assert "Only a part was measured" in page.read_text() and "<b>" not in page.read_text()
+    warnings = compare(part, read_json(written(tmp_path / "whole.json", figure("a", STEADY)))).warnings
+    assert any(f"ONLY A PART of {file} was measured: {why}" in warning for warning in warnings)
+
+
+def test_nothing_measured_leaves_no_file(tmp_path: Path) -> None:
+    file = tmp_path / "part.json"
+    with pytest.raises(KeyboardInterrupt), Outputs(file, None, None, None, None).of([], {}, 0.0, Console()):
+        raise KeyboardInterrupt
+    assert not file.exists()
+
+
+@pytest.mark.parametrize("words", [["compare", "FILE", "FILE"], ["run", "host"], ["serve"], ["moe"], ["peers"]])
+def test_option_before_a_subcommand_is_refused(words: list[str], tmp_path: Path) -> None:
+    file = written(tmp_path / "a.json", figure("a", STEADY))
+    given = [str(file) if word == "FILE" else word for word in words]
+    for option in (["--json", str(tmp_path / "out")], ["--quick"], ["--runs", "3"]):
+        assert f"{option[0]} before `{words[0]}`" in refused("bench", *option, *given)
 
 
 def test_picture_draws_curves_limits_and_distribution(tmp_path: Path) -> None:

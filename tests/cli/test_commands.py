@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.contract.setups import why_not
-from tests.support.limits import WAIT_S
+from tests.support.limits import WAIT_S, eventually
 from tests.support.process import REPOSITORY
 from tests.support.seeds import Seed
 
@@ -183,6 +183,45 @@ def test_server_that_is_terminated_fails_only_when_a_push_was_wanted(
 
     assert server.returncode == status, f"{out}\n{err}"
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("output", ["closed", "full", "paused"])
+def test_file_is_stored_and_so_told_whatever_becomes_of_the_output(output: str, payload: Path, tmp_path: Path) -> None:
+    read_end, write_end = os.pipe()
+    with (
+        open(read_end, "rb", buffering=0) as reader,
+        open(write_end, "wb", buffering=0) as writer,
+        open("/dev/full", "wb") as full,
+        subprocess.Popen(
+            [*COMMAND, "serve", "--dir=inbox"],
+            stdout=full if output == "full" else writer,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=tmp_path,
+            stdin=subprocess.DEVNULL,
+        ) as server,
+    ):
+        try:
+            eventually((tmp_path / "run/crossrail/inbox.serve").exists, "it serves", LONG_S)
+            if output == "closed":
+                assert reader.read(1000)  # as `| head` does
+                reader.close()
+            if output == "paused":
+                os.set_blocking(write_end, False)
+                while writer.write(b"x") is not None:
+                    pass
+                os.set_blocking(write_end, True)
+
+            for name in ("one", "two"):
+                assert "SHA-256 ok" in succeeded(crossrail("push", payload, f"inbox:{name}"))
+            assert server.poll() is None
+            server.terminate()
+            _, errors = server.communicate(timeout=WAIT_S)
+        finally:
+            server.kill()
+    assert server.returncode == 0 and "Traceback" not in errors
+    assert ("warning: standard output: " in errors) == (output != "paused")
+    assert {file.read_bytes() for file in (tmp_path / "inbox").iterdir()} == {payload.read_bytes()}
 
 
 def test_server_takes_one_push_after_another(payload: Path, tmp_path: Path) -> None:

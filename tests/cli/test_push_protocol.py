@@ -7,6 +7,7 @@ import io
 import json
 import mmap
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -26,7 +27,7 @@ import crossrail as xr
 from crossrail.cli import push as push_module
 from crossrail.cli import rendezvous, source, wire
 from crossrail.cli.demo_plan import shuffled_pages, split_file, tail_places
-from crossrail.cli.inbox import Inbox, PartFile, Refused
+from crossrail.cli.inbox import FileRefused, Inbox, PartFile
 from crossrail.cli.main import main
 from crossrail.cli.push import Pusher, destination
 from crossrail.cli.serve import Limits, Server
@@ -139,7 +140,7 @@ def root(tmp_path: Path) -> Path:
 def test_destination_outside_or_taken_refused(root: Path, dst: str) -> None:
     before = sorted(root.parent.rglob("*"))
 
-    with Inbox(root) as inbox, pytest.raises(Refused):
+    with Inbox(root) as inbox, pytest.raises(FileRefused):
         inbox.create(dst, 1, force=False)
 
     assert sorted(root.parent.rglob("*")) == before
@@ -193,7 +194,7 @@ def test_forced_file_that_is_interrupted_leaves_nothing_hidden(root: Path, monke
     with Inbox(root) as inbox:
         part = inbox.create("sub/new", 3, force=True)
         monkeypatch.setattr(os, "link", link_and_fail)
-        with pytest.raises(Refused):
+        with pytest.raises(FileRefused):
             part.commit(0o644)
 
     assert os.listdir(root / "sub") == []
@@ -204,7 +205,7 @@ def test_name_taken_in_the_meantime_is_kept(root: Path) -> None:
         part = inbox.create("late", 3, force=False)
         (root / "late").write_text("first")
 
-        with pytest.raises(Refused, match="exists"):
+        with pytest.raises(FileRefused, match="exists"):
             part.commit(0o644)
 
     assert (root / "late").read_text() == "first"
@@ -226,16 +227,23 @@ def test_file_whose_bytes_are_refused_at_its_close_gets_no_name(root: Path, monk
         part.append(memoryview(b"abc"))
         with monkeypatch.context() as full:
             full.setattr(os, "close", fail)
-            with pytest.raises(Refused, match="Disk quota exceeded"):
+            with pytest.raises(FileRefused, match="Disk quota exceeded"):
                 part.commit(0o644)
         assert len(os.listdir("/proc/self/fd")) == before
     assert list((root / "sub").iterdir()) == []
 
 
+def test_directory_that_was_deleted_is_told_as_such(root: Path) -> None:
+    with Inbox(root) as inbox:
+        shutil.rmtree(root)
+        with pytest.raises(FileRefused, match="the served directory was deleted at the target"):
+            inbox.create("new", 5, force=False)
+
+
 def test_file_larger_than_the_disk_refused(root: Path) -> None:
     with (
         Inbox(root) as inbox,
-        pytest.raises(Refused, match=rf"do not fit: \d+ are free at the target, and {16 << 20} "),
+        pytest.raises(FileRefused, match=rf"do not fit: \d+ are free at the target, and {16 << 20} "),
     ):
         inbox.create("big", 1 << 49, force=False)
 
@@ -251,7 +259,7 @@ def test_file_system_that_fails_refuses_and_leaves_no_descriptor(
         before = len(os.listdir("/proc/self/fd"))
         with monkeypatch.context() as broken:
             broken.setattr(os, call, fail)
-            with pytest.raises(Refused, match="'sub/new': cannot be stored at the target: Input/output error"):
+            with pytest.raises(FileRefused, match="'sub/new': cannot be stored at the target: Input/output error"):
                 inbox.create("sub/new", 1, force=False)
         assert len(os.listdir("/proc/self/fd")) == before
 
@@ -273,7 +281,7 @@ async def test_serve_that_ends_waits_for_the_disk(
 
     monkeypatch.setattr(PartFile, "_rename", slow_rename)
     ours, theirs = open_engine(), open_engine()
-    with Inbox(root) as inbox, ours.submit_recvs(4, wire.MESSAGE_BYTES_MAX):
+    with Inbox(root) as inbox, ours.submit_recvs(4, wire.MESSAGE_BYTES_MAX) as pool:
         server = Server(theirs, inbox, Progress(disable=True), Limits(1, WAIT_S))
         serving = asyncio.create_task(server.run(once=False))
         for message in (wire.Offer(1, "sub/new", 0, 0o644, True), wire.End(1, hashlib.sha256().hexdigest())):
@@ -287,8 +295,11 @@ async def test_serve_that_ends_waits_for_the_disk(
         go_on.set()
         await asyncio.wait([serving], timeout=WAIT_S)
 
+        told = [wire.decode((await pool.recv_async(WAIT_S)).data) for _ in range(2)]
+
     assert serving.cancelled()
     assert os.listdir(root / "sub") == ["new"]
+    assert isinstance(told[-1], wire.Done)  # Ctrl-C, and the pusher knows that it is stored
 
 
 async def test_pushes_that_are_given_up_leave_no_immediate_taken(root: Path, open_engine: EngineFactory) -> None:
@@ -297,7 +308,7 @@ async def test_pushes_that_are_given_up_leave_no_immediate_taken(root: Path, ope
     screen = io.StringIO()
     with Inbox(root) as inbox, ours.submit_recvs(16, wire.MESSAGE_BYTES_MAX):
         progress = Progress(console=Console(file=screen, width=1000), disable=True)
-        serving = asyncio.create_task(Server(theirs, inbox, progress, Limits(2, 0.01)).run(once=False))
+        serving = asyncio.create_task(Server(theirs, inbox, progress, Limits(2, 0.1)).run(once=False))
         for push in range(5):  # four immediates each; the one before may still be telling its pusher
             offer = wire.Offer(push, f"file{push}", 32 << 20, 0o644, False)
             await ours.submit_send(theirs.address, wire.encode(offer))
@@ -305,7 +316,28 @@ async def test_pushes_that_are_given_up_leave_no_immediate_taken(root: Path, ope
         serving.cancel()
         await asyncio.wait([serving], timeout=WAIT_S)
 
-    assert screen.getvalue().count("nothing arrived for 0.01 s") == 5
+    assert screen.getvalue().count("nothing arrived for 0.1 s") == 5
+
+
+async def test_pusher_that_takes_no_message_is_dropped_when_it_was_idle_for_too_long_and_reads_why(
+    root: Path, open_engine: EngineFactory
+) -> None:
+    ours, theirs = open_engine("pusher", polling="manual"), open_engine()  # stopped: nobody drives it
+    screen = io.StringIO()
+    with Inbox(root) as inbox, ours.submit_recvs(16, wire.MESSAGE_BYTES_MAX) as pool:
+        progress = Progress(console=Console(file=screen, width=1000), disable=True)
+        serving = asyncio.create_task(Server(theirs, inbox, progress, Limits(1, 0.5)).run(once=False))
+        offer = wire.Offer(7, "file", 100, 0o644, False)
+        await asyncio.to_thread(ours.submit_send(theirs.address, wire.encode(offer)).wait, WAIT_S)
+
+        await asyncio.to_thread(eventually, lambda: "dropped" in screen.getvalue(), "it is dropped", 5)
+        told = [wire.decode(pool.recv(WAIT_S).data)]
+        while not isinstance(told[-1], wire.Failed):  # a stopped pusher has not read the first message either
+            told.append(wire.decode(pool.recv(WAIT_S).data))
+        serving.cancel()
+        await asyncio.wait([serving], timeout=WAIT_S)
+
+    assert told[-1] == wire.Failed(7, "pusher took no message for 0.5 s (was it stopped?); nothing was stored")
 
 
 async def test_message_that_is_none_does_not_steer_the_terminal(root: Path, open_engine: EngineFactory) -> None:
@@ -375,6 +407,20 @@ def test_serve_that_is_silent_is_told_as_such(pusher: Pushing, monkeypatch: pyte
     monkeypatch.setattr(push_module, "_ANSWER_TIMEOUT_S", 0.1)
     with pytest.raises(xr.CrossrailError, match=r"did not answer for 0\.1 s.*is stopped"):
         pusher[0]._next_message()
+
+
+def test_of_a_serve_that_fell_silent_after_all_was_sent_nothing_is_claimed(
+    pusher: Pushing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    push, _, theirs = pusher
+    push._has_ended = True
+    monkeypatch.setattr(push_module, "_ANSWER_TIMEOUT_S", 0.1)
+    with pytest.raises(xr.CrossrailError, match=r"it is unknown whether the file was stored.*SHA-256, e3b0c44"):
+        push._next_message()
+    monkeypatch.undo()
+    theirs.close()
+    with pytest.raises(xr.CrossrailError, match="gone, so it is unknown whether the file was stored"):
+        push._next_message()
 
 
 # --- names ---

@@ -16,6 +16,7 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
+from crossrail.cli import memory
 from crossrail.cli.main import COMMANDS, main
 from crossrail.errors import CrossrailError, PeerLost, UsageError
 from tests.cli.leaves import groups_and_leaves, with_arguments
@@ -127,8 +128,8 @@ main(prog_name="crossrail")
     [
         ("aiohttp", "kv demo", "kv"),
         ("aiohttp", "kv router", "kv"),
-        ("torch", "moe demo", "transformers"),
-        ("transformers", "weights rl", "transformers"),
+        ("torch", "moe demo", "moe"),
+        ("transformers", "weights rl", "weights"),
     ],
 )
 def test_extra_that_is_not_installed(module: str, words: str, extra: str) -> None:
@@ -201,6 +202,37 @@ def test_reader_of_the_output_is_gone(words: list[str]) -> None:
     assert (process.returncode, errors) == (1, "")
 
 
+AT_ONCE = [
+    ["topo"],
+    ["topo", "--json"],
+    ["doctor", "--only", "limits"],
+    ["bench", "--list"],
+    ["sim", "--list"],
+    ["error"],
+]
+
+
+@pytest.mark.parametrize("words", AT_ONCE, ids=" ".join)
+def test_reader_that_takes_the_beginning_only_changes_no_exit_status(words: list[str]) -> None:
+    """As `| head -1`, with pipefail."""
+    with started(*words, stdout=subprocess.PIPE) as process:
+        process.communicate(timeout=LONG_S)
+    with started(*words, stdout=subprocess.PIPE) as beheaded:
+        assert beheaded.stdout and os.read(beheaded.stdout.fileno(), 1)
+        beheaded.stdout.close()
+        errors = beheaded.stderr.read() if beheaded.stderr else ""
+        beheaded.wait(LONG_S)
+    assert (beheaded.returncode, errors) == (process.returncode, "")
+
+
+def test_demo_on_a_narrow_terminal_cuts_nothing_off() -> None:
+    command = [sys.executable, "-m", "crossrail", "demo", "--rounds=1"]
+    environment = os.environ | {"COLUMNS": "20"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=LONG_S, check=True)
+    assert max(map(len, done.stdout.splitlines())) <= 20
+    assert re.search(r"SHA-256\n  ok\s+[0-9a-f]{18}", done.stdout), done.stdout
+
+
 @pytest.mark.parametrize("words", QUICK, ids=" ".join)
 def test_output_on_a_narrow_terminal_without_colour(words: list[str]) -> None:
     with started(*words, stdout=subprocess.PIPE) as process:
@@ -221,6 +253,13 @@ def test_output_that_takes_ascii_alone(words: list[str], tmp_path: Path) -> None
     )  # fmt: skip
     assert done.returncode in (0, 1) and b"error" not in done.stderr and b"Traceback" not in done.stderr, done.stderr
     assert done.stdout.decode("ascii")
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["topo", "--help"], ["sim", "--list"]], ids=" ".join)
+def test_output_that_is_full(words: list[str]) -> None:
+    with open("/dev/full", "w") as full, started(*words, stdout=full) as process:
+        _, errors = process.communicate(timeout=LONG_S)
+    assert (process.returncode, errors) == (1, "error: No space left on device\n")
 
 
 def test_output_that_is_closed() -> None:
@@ -325,6 +364,45 @@ def test_file_with_something_else_in_it(words: list[str], content: bytes, tmp_pa
     result = run(*(str(file) if word == "FILE" else word for word in words))
     assert result.exit_code in (1, 2)
     assert result.stderr.startswith("error: ") and len(result.stderr.splitlines()) == 1, result.stderr
+
+
+ENDLESS = [
+    ["trace", "FILE"],
+    ["bench", "compare", "FILE", "FILE"],
+    ["bench", "--quick", "--only=sim", "--compare=FILE"],
+    ["bench", "run", "127.0.0.1:1", "--secret-file=FILE"],
+    ["bench", "serve", "--bind=127.0.0.1:0", "--secret-file=FILE"],
+    ["kv", "router", "--secret-file=FILE"],
+    ["weights", "load", "model.safetensors", "--secret-file=FILE"],
+    ["weights", "plan", "--inventory=FILE"],
+]
+
+
+@pytest.mark.parametrize("words", ENDLESS, ids=" ".join)
+def test_file_without_end_is_refused(words: list[str], tmp_path: Path) -> None:
+    """It would take all memory first."""
+    write_checkpoint(tmp_path)
+    limit = "import resource, sys; resource.setrlimit(resource.RLIMIT_AS, (6 << 30, 6 << 30)); "
+    start = limit + "from crossrail.cli.main import main; main(prog_name='crossrail')"
+    done = subprocess.run(
+        [sys.executable, "-c", start, *(word.replace("FILE", "/dev/zero") for word in words)],
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, cwd=tmp_path, timeout=LONG_S,
+    )  # fmt: skip
+    errors = [line for line in done.stderr.splitlines() if line.lower().startswith("error: ")]
+    assert done.returncode == 2 and len(errors) == 1 and "Traceback" not in done.stderr, done.stderr
+    assert "/dev/zero has more than" in errors[0]
+
+
+@pytest.mark.parametrize("words", [["bench", "run", "h:1"], ["bench", "serve"], ["kv", "router"]], ids=" ".join)
+def test_empty_secret_of_a_file_is_refused(words: list[str], tmp_path: Path) -> None:
+    (tmp_path / "empty").write_text(" \n")
+    assert f"--secret-file {tmp_path / 'empty'} is empty" in refused(run(*words, "--secret-file", tmp_path / "empty"))
+
+
+@pytest.mark.parametrize("words", [["bench"], ["bench", "peers"]], ids=" ".join)
+def test_more_memory_than_there_is(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "free_bytes", lambda: 1 << 30)
+    assert "1.0 GiB are free; make the pools smaller with --pool-bytes" in refused(run(*words, "--pool-bytes=1G"))
 
 
 @pytest.mark.parametrize(

@@ -63,3 +63,14 @@ def test_rows_without_room_begin_with_their_name_and_leave_out_what_they_lack() 
     assert lines[2].startswith("  value 141.9 GB/s  ratio to limit 1.03x")
     second = lines.index("measure py-await")
     assert lines[second + 1].startswith("  value 338,766 k/s  ok  how pip")
+
+
+def test_words_that_may_be_broken_keep_the_table_on_narrower_screens() -> None:
+    made = Table(show_header=False)
+    made.add_column(no_wrap=True)
+    made.add_column(overflow="fold")
+    made.add_row("SHA-256", "0123456789abcdef" * 4)
+    assert any("│" in line for line in shown(50, Fitted(made)))
+    for width in (50, 30, 20):
+        lines = shown(width, Fitted(made))
+        assert "0123456789abcdef" * 4 in "".join(lines).replace("│", "").replace(" ", "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import select
@@ -13,9 +14,12 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from rich.console import Console
 
 import crossrail as xr
-from crossrail.observe import MetricsServer, serve_metrics
+from crossrail.cli.top import picture
+from crossrail.observe import MetricsServer, Traffic, read_traffic, serve_metrics
+from crossrail.observe.samples import Interval, parse
 from tests.conftest import EngineFactory
 from tests.support.limits import WAIT_S
 
@@ -46,7 +50,7 @@ def test_in_a_pipe_it_prints_once(served: MetricsServer) -> None:
 
     assert shown.returncode == 0, shown.stderr
     assert "\x1b" not in shown.stdout
-    assert shown.stdout.count("engine here:") == 1
+    assert shown.stdout.count("engine here:") == 1 and "passed over" not in shown.stdout
     assert "shm:0" in shown.stdout
     (peer,) = (line for line in shown.stdout.splitlines() if line.startswith("there"))
     assert "connected" in peer and "local" in peer
@@ -62,6 +66,31 @@ def test_narrow_screens_have_fewer_columns(served: MetricsServer, columns: int) 
     assert ("queued" in shown.stdout) == (columns >= 80)
 
 
+@pytest.mark.parametrize("columns", [45, 80, 120])
+def test_long_names_are_cut_and_numbers_are_not(columns: int, open_engine: EngineFactory) -> None:
+    here = open_engine("here")
+    there = [open_engine(f"peer-{number}-{'n' * number * 8}") for number in range(8)]
+    with here.alloc(4096) as src:
+        for target in [one.alloc(4096) for one in there]:
+            here.submit_write(src, target.descriptor, 4096, imm=1).wait(WAIT_S)
+        with serve_metrics(here, port=0) as server:
+            shown = run(server.url, "--every-s", "0.1", COLUMNS=str(columns))
+
+    lines = [line.rstrip() for line in shown.stdout.splitlines()]
+    assert max(map(len, lines)) <= columns
+    header = next(line for line in lines if line.startswith("peer "))
+    peers = [line for line in lines if line.startswith("peer-")]
+    assert len(peers) == 8 and any("\N{HORIZONTAL ELLIPSIS}" in line for line in peers)
+    if columns == 45:
+        assert header.split() == ["peer", "GB/s", "out", "failed"]
+        assert {tuple(line.split()[1:]) for line in peers} == {("0", "0", "0")}
+    assert all(line.endswith("0") for line in peers)
+
+
+def test_proxy_of_the_environment_is_not_asked_for_this_host(served: MetricsServer) -> None:
+    assert run(served.url, "--every-s", "0.1", http_proxy="http://127.0.0.1:9", no_proxy="").returncode == 0
+
+
 def test_short_addresses_will_do(served: MetricsServer) -> None:
     assert run(f"127.0.0.1:{served.port}", "--every-s", "0.1").returncode == 0
 
@@ -71,6 +100,21 @@ def test_closed_engine_is_shown_as_closed(served: MetricsServer, open_engine: En
     with serve_metrics(other, port=0) as server:
         other.close()
         assert "engine other: closed" in run(server.url, "--every-s", "0.1").stdout
+
+
+def test_engine_that_hangs_still_shows_its_rails(served: MetricsServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def hanging(engine: xr.Engine, timeout_s: float) -> Traffic:
+        found = read_traffic(engine, timeout_s)
+        for rail in found.rails:
+            rail.depth = None
+        found.is_whole, found.hangs = False, True
+        return found
+
+    monkeypatch.setattr("crossrail.observe.metrics.read_traffic", hanging)
+    shown = run(served.url, "--every-s", "0.1")
+
+    (line,) = (line for line in shown.stdout.splitlines() if line.startswith("shm:0"))
+    assert line.split()[4] == "-"
 
 
 def test_nobody_there_is_one_line() -> None:
@@ -83,6 +127,42 @@ def test_nobody_there_is_one_line() -> None:
     assert shown.stderr.startswith(f"error: no metrics at {where}: Connection refused; a process serves them after")
     assert "serve_metrics(engine)" in shown.stderr and "--metrics-port PORT" in shown.stderr
     assert shown.stderr.count("\n") == 1
+
+
+PARTIAL = {
+    "a bound": (
+        'crossrail_rail_works_total{engine="a",transport="tcp",rail="0"} 1\n'
+        'crossrail_rail_latency_seconds_bucket{engine="a",transport="tcp",rail="0"} 5',
+        "crossrail_rail_latency_seconds_bucket without le",
+    ),
+    "a bound's number": (
+        'crossrail_rail_works_total{engine="a",transport="tcp",rail="0"} 1\n'
+        'crossrail_rail_latency_seconds_bucket{engine="a",transport="tcp",rail="0",le="much"} 5',
+        "crossrail_rail_latency_seconds_bucket without le",
+    ),
+    "a rail": ('crossrail_rail_works_total{engine="a"} 1', "crossrail_rail_works_total without transport, rail"),
+    "a peer": ('crossrail_peer_outstanding{engine="a"} 1', "crossrail_peer_outstanding without peer"),
+    "an outcome": (
+        "crossrail_weights_version 1\ncrossrail_weights_updates_total 5",
+        "crossrail_weights_updates_total without outcome",
+    ),
+    "a model": ("crossrail_moe_rounds_total 5", "crossrail_moe_rounds_total without model"),
+}
+
+
+@pytest.mark.parametrize("lacking", PARTIAL)
+def test_samples_that_lack_a_label_are_passed_over_and_named(lacking: str) -> None:
+    """As whoever passes metrics on may drop it."""
+    samples, named = PARTIAL[lacking]
+    text = f'crossrail_engine_open{{engine="a"}} 1\n{samples}\n'
+    interval = Interval(parse(text, "there"), parse(text, "there"))
+    console = Console(file=io.StringIO(), width=100)
+
+    console.print(picture(interval, 100))
+
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "engine a:" in shown
+    assert f"passed over: {named}" in shown
 
 
 def test_somebody_else_there_is_one_line() -> None:
@@ -157,6 +237,14 @@ def test_terminal_is_drawn_anew_until_interrupted(served: MetricsServer, screens
     assert screen.end() == (130, "\ninterrupted\n")
     assert SGR.search(screen.seen)
     assert b"\x1b[31m of a long name" not in screen.seen  # what a peer calls itself commands no terminal
+
+
+def test_terminal_without_a_cursor_is_as_a_pipe(served: MetricsServer, screens: list[Screen]) -> None:
+    screen = Screen(served.url, "--every-s", "0.1", TERM="dumb")
+    screens.append(screen)
+    screen.wait_for(b"engine here:", 1)
+    assert screen.end() == (0, "")
+    assert b"\x1b" not in screen.seen
 
 
 def test_no_color_has_none(served: MetricsServer, screens: list[Screen]) -> None:

@@ -125,3 +125,7 @@ def test_command_leaves_the_log_of_its_program_as_it_was(tmp_path: Path) -> None
     before = log.level
     run("weights", "show", tmp_path / "none", status=2)
     assert log.level == before
+
+
+def test_file_that_cannot_be_written_is_named() -> None:
+    assert "/dev/full: No space left on device" in run("weights", "sim", *THIN, "--json", "/dev/full", status=1)

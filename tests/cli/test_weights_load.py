@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import crossrail as xr
 from crossrail.cli.weights.players import Player, Players
+from crossrail.control.wire import EngineWire
 from crossrail.engine import SECRET_VARIABLE
-from crossrail.weights.toy import ToyModel, weights
+from crossrail.weights import WeightReceiver, messages
+from crossrail.weights.toy import ToyModel, ToyTarget, weights
 from tests.weights.safetensors_file import write
 
 pytestmark = pytest.mark.no_sanitizer  # starts an interpreter for each reader and each rank
@@ -81,6 +85,44 @@ async def test_ranks_have_the_checkpoint(tmp_path: Path, readers: int) -> None:
     assert not told.exists()
 
 
+@pytest.mark.timeout(150)
+async def test_rank_that_died_before_the_last_one_came_is_named(tmp_path: Path) -> None:
+    save(tmp_path)
+    told = tmp_path / "controller"
+    players = Players(SECRET)
+    load = await start_load(
+        tmp_path,
+        "--ignore",
+        "mtp.*",
+        "--version",
+        VERSION,
+        "--transport",
+        "shm",
+        "--targets",
+        2,
+        "--address-file",
+        told,
+    )
+    try:
+        while not told.exists():
+            assert load.returncode is None, await ended(load)
+            await asyncio.sleep(0.05)
+        dies, stays = (
+            Player("target", rank, MODEL, told.read_text().strip(), VERSION, VERSION, kind="fused", transport="shm")
+            for rank in range(2)
+        )
+        await players.start(dies)
+        await players.kill(dies.name)
+        await players.start(stays)
+        code, _, err = await ended(load)
+    finally:
+        if load.returncode is None:
+            load.kill()
+            await load.wait()
+        await players.close()
+    assert (code, "may not be at inference rank 0" in err) == (1, True), err
+
+
 async def test_ranks_that_do_not_come_are_named(tmp_path: Path) -> None:
     save(tmp_path)
     code, out, err = await ended(await start_load(tmp_path, "--targets", 2, "--wait-s", 0.5, "--transport", "shm"))
@@ -95,12 +137,56 @@ async def test_needs_a_secret_and_an_address_that_fit(tmp_path: Path) -> None:
         "a secret that all nodes share is needed": await start_load(tmp_path, secret=""),
         "the others need its address": await start_load(tmp_path, "--reader", "1/2"),
         "is not an index and a number": await start_load(tmp_path, "--reader", "2/2"),
+        "with at most 65536 readers": await start_load(tmp_path, "--reader", "0/300000000000"),
+        "300000000000 is not in the range": await start_load(tmp_path, "--targets", "300000000000"),
         "there is no folder": await start_load(tmp_path, "--address-file", tmp_path / "none" / "controller"),
         "no tensor of the checkpoint is left": await start_load(tmp_path, "--ignore", "*"),
     }
     for why, process in cases.items():
         code, _, err = await ended(process)
         assert (code, why in err) == (2, True), err
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+async def test_update_of_a_load_that_is_ended_is_aborted(tmp_path: Path, number: signal.Signals) -> None:
+    save(tmp_path)
+    told = tmp_path / "controller"
+    load = await start_load(tmp_path, "--ignore", "mtp.*", "--transport", "shm", "--address-file", told)
+    engine = xr.Engine("rank", transport="shm")
+    wire = EngineWire(engine)
+    box = messages.mailbox(wire, SECRET.encode())
+    box.start()
+    target = ToyTarget(MODEL, engine, 0, "plain")
+    is_paused, goes_on = asyncio.Event(), asyncio.Event()
+
+    async def pause(_version: int) -> None:
+        is_paused.set()
+        await goes_on.wait()
+
+    receiver = WeightReceiver(box, target.memory, pause=pause)
+    try:
+        while not told.exists():
+            assert load.returncode is None, await ended(load)
+            await asyncio.sleep(0.05)
+        await receiver.join(bytes.fromhex(told.read_text()), PATIENCE_S)
+        await asyncio.wait_for(is_paused.wait(), PATIENCE_S)
+        load.send_signal(number)
+        with pytest.raises(xr.CrossrailError, match="the update was cancelled"):
+            await receiver.receive(VERSION, PATIENCE_S, failures=0)
+        goes_on.set()
+        code, _, err = await ended(load)
+        assert (code, told.exists()) == (128 + number, False), err
+    finally:
+        if load.returncode is None:
+            load.kill()
+            await load.wait()
+        goes_on.set()
+        await receiver.close()
+        await box.close()
+        wire.close()
+        target.memory.close()
+        engine.close()
 
 
 @pytest.mark.timeout(150)
@@ -111,3 +197,23 @@ async def test_tensor_of_an_unknown_type_is_named_and_may_be_ignored(tmp_path: P
     assert (code, "'mtp.packed' is of F4" in " ".join(err.split())) == (2, True), err
     code, _, err = await ended(await start_load(tmp_path, "--ignore", "mtp.*", "--wait-s", 0.5, "--transport", "shm"))
     assert (code, "not there within 0.5 s: target 0" in err) == (1, True), err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+async def test_address_file_goes_with_a_load_that_is_ended(tmp_path: Path, number: signal.Signals) -> None:
+    save(tmp_path)
+    told = tmp_path / "controller"
+    load = await start_load(tmp_path, "--ignore", "mtp.*", "--transport", "shm", "--address-file", told)
+    try:
+        while not told.exists():
+            assert load.returncode is None, await ended(load)
+            await asyncio.sleep(0.05)
+        load.send_signal(number)
+        code, _, err = await ended(load)
+    finally:
+        if load.returncode is None:
+            load.kill()
+            await load.wait()
+    assert code == 128 + number
+    assert ("interrupted" if number is signal.SIGINT else f"ended by {number.name}") in err
+    assert not told.exists()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
+import socket
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,8 @@ from click.testing import CliRunner
 
 from crossrail.cli import memory
 from crossrail.cli.main import main
+from crossrail.cli.service import name_of_host
+from tests.conftest import EngineFactory
 
 OUTPUTS = [
     ["bench", "--json"],
@@ -166,3 +170,46 @@ def test_empty_word_is_not_taken_for_none(command: list[str]) -> None:
 
 def test_more_ranks_than_can_be_described() -> None:
     assert "is not in the range" in refused("weights", "plan", "qwen3-235b", "--trainers", 10**20)
+
+
+# --- where to listen, and whom to reach ---
+
+
+def test_port_alone_is_no_host() -> None:
+    """The C library takes 80 for the address 0.0.0.80."""
+    assert "write :80, or HOST:80" in refused("bench", "serve", "--bind", "80")
+
+
+def test_host_that_is_none_is_told_of_a_router(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CROSSRAIL_SECRET", "of this test")
+    assert "--listen: 'a..b' is not the name of a host" in refused("kv", "router", "--listen", "a..b:8126")
+
+
+def test_address_of_another_host_is_written_as_a_url() -> None:
+    assert "[::1]:7312/x: another host is tcp://[::1]:7312/" in refused("push", __file__, "[::1]:7312/x")
+
+
+def test_name_of_no_serve_is_told_with_where_it_was_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    said = CliRunner().invoke(main, ["push", __file__, "inbox:"])
+    assert said.exit_code == 1
+    assert f"no crossrail serve of this user named 'inbox' is known in {tmp_path}/crossrail" in said.stderr
+    assert "XDG_RUNTIME_DIR" in said.stderr
+
+
+def test_port_of_rails_that_is_taken_is_told_by_the_option() -> None:
+    """Two of `serve --listen`: the engine's own error names a parameter of Python's."""
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        for option in ("serve", "--listen"), ("bench", "serve", "--transport=tcp", "--bind"):
+            value = str(port - 1) if option[0] == "serve" else f":{port - 1}"
+            said = CliRunner().invoke(main, [*option, value])
+            assert said.exit_code == 1 and f"{option[-1]} {port - 1}: cannot listen on " in said.stderr
+            assert "choose another PORT, the rails use those from PORT+1 on" in said.stderr
+
+
+@pytest.mark.parametrize("host", ["", "0.0.0.0", "::"])
+def test_all_addresses_are_told_as_one_that_can_be_reached(host: str, open_engine: EngineFactory) -> None:
+    name = name_of_host(host, open_engine(transport="tcp"))
+    assert ipaddress.ip_address(name.strip("[]")).is_unspecified is False
+    assert name_of_host("fe80::1", open_engine()) == "[fe80::1]"

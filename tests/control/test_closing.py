@@ -8,9 +8,8 @@ import crossrail as xr
 from crossrail.control.mailbox import NoAnswer
 from crossrail.control.wire import EngineWire
 from crossrail.kv import KvLayout, KvReceiver, KvSender, PagePool, RankMemory, messages
-from crossrail.kv.mailbox import Mailbox
-from crossrail.kv.prefiller import Prefiller
-from crossrail.kv.router import Router
+from crossrail.kv.services.prefiller import Prefiller
+from crossrail.kv.services.router import Router
 from crossrail.kv.toy import ToyModel
 from crossrail.weights import WeightMemory, WeightReceiver, WeightTrainer
 from crossrail.weights import messages as weight_messages
@@ -23,7 +22,7 @@ LAYOUT = KvLayout(layers=2, pages=4, page_tokens=4, kv_heads=1, head_dim=8, dtyp
 async def ask_in_vain(engine: xr.Engine) -> None:
     """Leaves with a KeyError, and a question under way."""
     with EngineWire(engine) as wire:
-        async with Mailbox(wire, b"secret") as box:
+        async with messages.mailbox(wire, b"secret") as box:
             box.start()
             kept.append(
                 asyncio.ensure_future(box.ask(box.address, messages.Probe("r", 1), messages.Progress, timeout_s=WAIT_S))
@@ -61,13 +60,13 @@ async def test_a_node_and_a_router(open_engine: EngineFactory) -> None:
     memory = {0: RankMemory.alloc(engine, LAYOUT)}
     with EngineWire(engine) as wire:
         with pytest.raises(KeyError):
-            async with Prefiller("p0", Mailbox(wire, b"secret"), ToyModel(LAYOUT), memory, []) as node:
+            async with Prefiller("p0", messages.mailbox(wire, b"secret"), ToyModel(LAYOUT), memory, []) as node:
                 raise KeyError
     assert node._tails.closed
 
     with EngineWire(open_engine()) as wire:
         with pytest.raises(KeyError):
-            async with Router("r0", Mailbox(wire, b"secret")) as router:
+            async with Router("r0", messages.mailbox(wire, b"secret")) as router:
                 raise KeyError
     assert router.is_closing
 

@@ -19,3 +19,10 @@ async def test_second_mailbox_of_an_engine_is_refused(open_engine: EngineFactory
     wire.close()
     with pytest.raises(xr.UsageError, match="'once' has already carried the messages of a service"):
         EngineWire(engine)
+
+
+def test_start_outside_of_a_running_event_loop_is_refused(open_engine: EngineFactory) -> None:
+    wire = EngineWire(open_engine("early"))
+    with pytest.raises(xr.UsageError, match="its event loop has to be running"):
+        mailbox(wire, b"secret").start()
+    wire.close()

@@ -30,6 +30,7 @@ SUBNET = (
     "rail0\t00004D0A\t00000000\t0001\t0\t0\t0\t00FFFFFF\t0\n"
     "rail1\t00004D0A\t00000000\t0001\t0\t0\t0\t00FFFFFF\t0"
 )
+ZEROCONF = SUBNET.replace("00004D0A", "0000FEA9").replace("00FFFFFF", "0000FFFF")
 CONSTANTS = {
     "RP": "/proc/sys/net/ipv4/conf",
     "THP": "/sys/kernel/mm/transparent_hugepage",
@@ -41,6 +42,7 @@ CONSTANTS = {
     "GPU0": "/sys/bus/pci/devices/0000:40:00.0",
     "EFA_LIBFABRIC": "/opt/amazon/efa/lib/libfabric.so.1",
     "SUBNET": SUBNET,
+    "ZEROCONF": ZEROCONF,
     "IPC_LOCK": f"{CAP_IPC_LOCK:016x}",
     "X1025": "x" * 1025,
     **{f"{count}G": str(count * GIB) for count in (1, 3, 4, 64)},

@@ -3,14 +3,17 @@
 The healthy machines are Tree.plain() and Tree.gpu_server(); on them no check may find a warning or an error.
 """
 
+import json
+import os
 import resource
 from pathlib import Path
 
 import pytest
 
 from crossrail.doctor.finding import Severity
+from crossrail.doctor.host import Host
 from crossrail.doctor.probes import Library, Selftest, TransportTest
-from crossrail.doctor.report import run_checks
+from crossrail.doctor.report import finding_to_json, run_checks
 from crossrail.doctor.topics import TOPICS
 from tests.doctor.cases import Case, read_cases
 from tests.doctor.tree import FakeHost, Tree, severities, the
@@ -166,6 +169,103 @@ def test_fixes_speak_the_distributions_language(tree: Tree, host: FakeHost) -> N
     assert fix.command == "sudo dnf install libibverbs"
 
 
+def test_virtual_functions_are_no_ports_of_their_own(tree: Tree, host: FakeHost) -> None:
+    tree.connectx(0)
+    for number in range(1, 9):
+        guest = number <= 4
+        tree.virtual_function(
+            number, "0000:01:00.0", netdev="" if guest else f"vf{number}", state="1: DOWN" if guest else "4: ACTIVE"
+        )
+
+    findings = run_checks(host, ["rdma", "network"]).findings
+
+    assert the(findings, "rdma.ports").title == "1 of 1 ports active"
+    assert the(findings, "rdma.rates").title == "mlx5: 1 x 400 Gb/s = 50 GB/s"
+    assert "mlx5_5 (virtual function: shares the port of mlx5_0" in the(findings, "rdma.rates").seen
+    assert {check for check, severity in severities(findings).items() if severity in (WARNING, ERROR)} == set()
+
+
+def test_one_virtual_function_that_works_stands_for_a_port_out_of_sight(tree: Tree, host: FakeHost) -> None:
+    tree.pci("0000:01:00.0", 0x15B3, 0x1021, 0x020000, "mlx5_core")
+    tree.virtual_function(1, "0000:01:00.0", state="1: DOWN")
+    tree.virtual_function(2, "0000:01:00.0", netdev="net2")
+
+    findings = run_checks(host, ["rdma"]).findings
+
+    assert the(findings, "rdma.ports").title == "1 of 1 ports active"
+    assert "not counted: mlx5_1" in the(findings, "rdma.ports").seen
+
+
+def test_a_management_port_with_rdma_is_no_rail(tree: Tree, host: FakeHost) -> None:
+    """Azure's ND H100: eight InfiniBand cards, and one of 50 Gb/s for everything else."""
+    for number in range(8):
+        pci = tree.pci(f"0000:{number + 1:02x}:00.0", 0x15B3, 0x101E, 0x020700, "mlx5_core")
+        tree.rdma(f"mlx5_ib{number}", pci, layer="InfiniBand")
+    pci = tree.pci("0000:09:00.0", 0x15B3, 0x1016, 0x020000, "mlx5_core")
+    tree.netdev("eth1", pci, mtu=1500, speed=50_000)
+    port = tree.rdma("mlx5_an0", pci, "eth1", rate="50 Gb/sec (1X EDR)")
+    tree.remove(f"{port}/gids/1")
+
+    findings = run_checks(host, ["rdma", "network"]).findings
+
+    assert the(findings, "rdma.rates").title == "mlx5: 8 x 400 Gb/s = 400 GB/s"
+    assert the(findings, "rdma.rates").seen.endswith("not counted: mlx5_an0 (50 Gb/s, where the fastest has 400)")
+    assert {check for check, severity in severities(findings).items() if severity in (WARNING, ERROR)} == set()
+
+
+@pytest.mark.parametrize("slow", [(3,), tuple(range(1, 8))], ids=["one", "all but one"])
+@pytest.mark.parametrize("management", [False, True])
+def test_rails_that_trained_at_a_low_rate_are_missed(
+    tree: Tree, host: FakeHost, slow: tuple[int, ...], management: bool
+) -> None:
+    """They are of the same model as the fastest; a management port of the same number is told by its class."""
+    for number in range(8):
+        pci = tree.pci(f"0000:{number + 1:02x}:00.0", 0x15B3, 0x101E, 0x020700, "mlx5_core")
+        rate = "10 Gb/sec (4X SDR)" if number in slow else "400 Gb/sec (4X NDR)"
+        tree.rdma(f"mlx5_{number}", pci, layer="InfiniBand", rate=rate)
+    if management:
+        pci = tree.pci("0000:09:00.0", 0x15B3, 0x101E, 0x020000, "mlx5_core")
+        tree.netdev("eth1", pci, speed=50_000)
+        tree.rdma("mlx5_an0", pci, "eth1", rate="50 Gb/sec (1X EDR)")
+
+    findings = run_checks(host, ["rdma.rates", "rdma.ports"]).findings
+
+    assert the(findings, "rdma.ports").title == "8 of 8 ports active"
+    rates = the(findings, "rdma.rates")
+    assert rates.severity is WARNING
+    assert "mlx5_3" in rates.title and "mlx5_0" not in rates.title and "below 400 Gb/s" in rates.title
+    assert "10 instead of 400 GB/s" in rates.cost
+    assert ("not counted: mlx5_an0 (50 Gb/s, where the fastest has 400)" in rates.seen) == management
+
+
+def test_software_devices_alone_are_counted(tree: Tree, host: FakeHost) -> None:
+    tree.rdma("rxe0", "", "eth0", rate="10 Gb/sec (4X)")
+
+    assert the(run_checks(host, ["rdma"]).findings, "rdma.ports").title == "1 of 1 ports active"
+
+
+def test_suggested_memory_of_tcp_is_in_pages_of_this_machine(tree: Tree, host: FakeHost) -> None:
+    tree.write("/proc/sys/net/ipv4/tcp_mem", "10 20 30").write("/proc/meminfo", "MemTotal: 64000000 kB")
+    host.page = 65536
+
+    fix = the(run_checks(host, ["tcp.memory"]).findings, "tcp.memory").fixes[0]
+
+    assert fix.command == "sysctl -w net.ipv4.tcp_mem='62500 125000 250000'"
+
+
+def test_interface_whose_name_is_no_utf8_is_found_where_a_file_names_it(tree: Tree, host: FakeHost) -> None:
+    port = tree.connectx(0)
+    os.rename(tree.path("/sys/class/net/rail0"), os.fsencode(tree.path("/sys/class/net")) + b"/ra\xffil")
+    for index in range(2):
+        tree.write(f"{port}/gid_attrs/ndevs/{index}", b"ra\xffil\n")
+
+    findings = run_checks(host, ["rdma", "network"]).findings
+
+    assert "rdma.namespace" not in severities(findings)
+    for finding in findings:
+        json.dumps(finding_to_json(finding), ensure_ascii=False).encode()
+
+
 def test_old_distributions_are_not_sent_to_packages_that_are_too_old(tree: Tree, host: FakeHost) -> None:
     (fix,) = the(run_checks(host, ["libraries"]).findings, "libraries.libfabric").fixes
     assert "pip install mpich" in fix.command
@@ -187,6 +287,15 @@ def test_the_secret_is_not_shown(host: FakeHost) -> None:
     for value in ("hunter2", "hunter2-hunter2-hunter2", " hunter2"):
         host.environ = {"CROSSRAIL_SECRET": value}
         assert "hunter2" not in str(run_checks(host, ["environment"]).findings)
+
+
+def test_relative_path_is_of_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """OpenSSL takes it so, too."""
+    (tmp_path / "a.pem").touch(mode=0o600)
+    monkeypatch.chdir(tmp_path)
+    host = Host(environ={f"CROSSRAIL_TLS_{name}": "a.pem" for name in ("CERT", "KEY", "CA")})
+    assert the(run_checks(host, ["environment"]).findings, "environment.tls").severity is OK
+    assert host.mode("a.pem") == 0o600 and not host.exists("b.pem")
 
 
 def test_bundled_libraries_are_found(host: FakeHost, tmp_path: Path) -> None:

@@ -139,6 +139,31 @@ def test_listen_and_peer_of_two_processes() -> None:
     assert listener.returncode == 130
 
 
+def test_listener_answers_whoever_reads_what_it_says() -> None:
+    """`crossrail doctor --listen | head -2` is what one types to see the command for the other side."""
+    listener = subprocess.Popen(
+        [sys.executable, "-m", "crossrail", "doctor", "--listen", "0", "--minutes", "0.5"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        assert listener.stdout is not None
+        match = re.search(r"listening on port (\d+)", listener.stdout.readline())
+        assert match is not None
+        listener.stdout.close()
+        for _ in range(2):
+            run = doctor("--peer", f"127.0.0.1:{match[1]}", "--seconds", "0.05", "--json")
+            assert json.loads(run.stdout)["pairs"], run.stdout
+        assert listener.poll() is None
+        listener.send_signal(signal.SIGINT)
+        assert listener.stderr is not None
+        with listener.stderr:
+            errors = listener.stderr.read()
+    finally:
+        listener.kill()
+        listener.wait(LONG_S)
+    assert "Traceback" not in errors and "warning: standard output: Broken pipe" in errors
+
+
 def test_peer_that_nobody_listens_for_is_exit_code_1() -> None:
     run = doctor("--peer", "127.0.0.1:1")
 

@@ -1,8 +1,10 @@
 """What the doctor tries in child processes: whatever happens there, it comes back with words."""
 
+import errno
 import mmap
 import os
 import sys
+import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -119,6 +121,22 @@ def test_output_of_a_child_that_is_no_json_is_passed_over() -> None:
     ran = probes._run([sys.executable, "-c", "print('[1]'); print('x'); print('{\"a\": 1}')"], 10.0)
 
     assert ran.lines == [{"a": 1}]
+
+
+def test_nothing_needs_a_place_to_write_to(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As in a container with a read-only root."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "not there"))
+
+    assert probes._run([sys.executable, "-c", "print('{\"a\": 1}')"], 10.0).lines == [{"a": 1}]
+
+
+def test_without_files_in_memory_there_are_those_of_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str) -> int:
+        raise PermissionError(errno.EPERM, "no memfd in this sandbox")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+
+    assert probes._run([sys.executable, "-c", "print('{\"a\": 1}')"], 10.0).lines == [{"a": 1}]
 
 
 def test_attach_answers_with_an_errno() -> None:

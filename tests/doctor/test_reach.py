@@ -1,11 +1,14 @@
 """Both sides over loopback, and the listener against strangers."""
 
 import contextlib
+import errno
 import json
+import os
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -16,7 +19,7 @@ from crossrail.doctor.reach import measure as measuring
 from crossrail.doctor.reach import wire
 from crossrail.doctor.reach.listen import Listener
 from crossrail.doctor.reach.measure import measure
-from crossrail.doctor.reach.rails import local_rails
+from crossrail.doctor.reach.rails import Rail, local_rails
 from crossrail.doctor.reach.show import to_json
 from crossrail.doctor.reach.verdict import judge
 from crossrail.doctor.reach.wire import Frame, Kind, Status
@@ -124,6 +127,16 @@ def test_json_form_is_the_documented_one(listener: Listener) -> None:
 def test_port_that_is_taken_is_a_clear_error(listener: Listener) -> None:
     with pytest.raises(TransportError, match="choose another port"):
         Listener(listener.port, lambda address: [], "1.0", bind="127.0.0.1")
+
+
+def test_port_for_root_is_said_to_be_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> socket.socket:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(socket, "create_server", refuse)
+    with pytest.raises(TransportError, match=r"cannot listen on port 80: Permission denied.*are for root") as refused:
+        Listener(80, lambda address: [], "1.0")
+    assert "ss -ltnp" not in str(refused.value)
 
 
 # --- the way there does not work ---
@@ -326,3 +339,53 @@ def test_lines_of_a_listener_are_bounded(monkeypatch: pytest.MonkeyPatch, lines:
         eventually(lambda: len(lines) >= 3, "lines, which the listener's threads write")
 
     assert len(lines) == 3 and "no more lines" in lines[-1]
+
+
+# --- interfaces whose names are no UTF-8 ---
+
+ODD = Rail("ra\udcffil", "192.0.2.1", 1500, None)
+
+
+def test_connections_leave_by_an_interface_of_any_name() -> None:
+    options: list[object] = []
+
+    class Connection:
+        def setsockopt(self, level: int, name: int, value: object) -> None:
+            options.append(value)
+
+        def bind(self, address: object) -> None:
+            pass
+
+    measuring._Prober(1, "1.0", 1.0)._leave_by(Connection(), ODD, "192.0.2.2")  # type: ignore[arg-type]
+
+    assert options == [b"ra\xffil\0"]
+
+
+def test_listener_tells_of_an_interface_of_any_name(nothing_leaks: None) -> None:
+    odd = replace(ODD, address="127.0.0.1")
+    with Listener(0, lambda address: [odd], "1.0", bind="127.0.0.1") as listener:
+        matrix = run(listener.port)
+
+    (pair,) = matrix.pairs
+    assert pair.there.interface == "ra?il"
+    assert pair.state == "ok"
+
+
+def test_json_is_unicode_whatever_interfaces_are_called() -> None:
+    matrix = measuring.Matrix("192.0.2.2", 1, pairs=[measuring.Pair(ODD, ODD, "refused")])
+
+    content = to_json(matrix, judge(matrix, "1.0"), strict=False, version="1.0")
+
+    assert content["pairs"][0]["here"]["interface"] == "ra?il"
+    assert json.dumps(content, ensure_ascii=False).encode()
+
+
+@pytest.mark.parametrize(
+    ("name", "address"), [("eth0", "fe80::1%eth0"), ("ra\udcffil", "fe80::1%7")], ids=["usual", "odd"]
+)
+def test_link_local_address_names_an_interface_as_sockets_take_it(
+    name: str, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket, "if_indextoname", lambda index: name)
+
+    assert measuring._address(("fe80::1", 1, 0, 7)) == address

@@ -204,6 +204,12 @@ def test_addresses_that_a_peer_names_cannot_lead_back_to_us() -> None:
     assert [pair.there.address for pair in pairs] == ["192.0.2.9"]
 
 
+def test_link_local_address_keeps_its_interface_and_is_no_rail() -> None:
+    assert measuring.resolve("fe80::1%lo", 1) == ["fe80::1%lo"]
+    rail = Rail("eth0", "2001:db8::1", 1500, None)
+    assert [pair.there for pair in possible_pairs([rail], [rail], "fe80::1%lo")] == [rail]
+
+
 def test_peer_behind_address_translation_is_measured_where_it_answered() -> None:
     pairs = possible_pairs(
         [Rail("eth0", "192.0.2.1", 1500, None)], [Rail("eth0", "10.0.0.5", 1500, None)], "192.0.2.77"

@@ -60,11 +60,12 @@ def test_a_check_that_raises_is_a_finding_and_stops_nothing(
 
     monkeypatch.setitem(topics.TOPICS, "cpu", (broken_one, *topics.TOPICS["cpu"]))
 
-    findings = run_checks(host, ["cpu"]).findings
+    report = run_checks(host, ["cpu"])
 
-    failed = next(finding for finding in findings if finding.check == "cpu.broken-one")
-    assert failed.severity is Severity.WARNING and "of all things" in failed.seen
-    assert len(findings) > 1
+    failed = next(finding for finding in report.findings if finding.check == "cpu.broken-one")
+    assert failed.severity is Severity.ERROR and "of all things" in failed.seen
+    assert len(report.findings) > 1
+    assert report.exit_status(strict=False) == 1, "what nobody looked at must not pass for fine"
 
 
 def test_that_a_check_failed_is_told_also_where_another_one_of_its_topic_was_chosen(

@@ -30,6 +30,7 @@ class FakeHost(Host):
         self.attach: int | None = 0
         self.clock_ns = 50.0
         self.cores = frozenset(range(8))
+        self.page = 4096
         self.user = 0
         self.python_version = (3, 11, 7)
         self.selftest = Selftest(
@@ -48,6 +49,10 @@ class FakeHost(Host):
 
     def cpus(self) -> frozenset[int]:
         return self.cores
+
+    @property
+    def page_bytes(self) -> int:
+        return self.page
 
     @property
     def python(self) -> tuple[int, int, int]:
@@ -177,6 +182,18 @@ class Tree:
         self.netdev(f"rail{number}", pci)
         return self.rdma(f"mlx5_{number}", pci, f"rail{number}")
 
+    def virtual_function(self, number: int, of: str, *, netdev: str = "", state: str = "4: ACTIVE") -> str:
+        """mlx5_N of the physical function at a PCI address. netdev: none where a guest has it. Returns the port's
+        directory.
+        """
+        pci = self.pci(f"{of[:-4]}{number // 8:02x}.{number % 8}", 0x15B3, 0x101E, 0x020000, "mlx5_core")
+        self.link(f"{pci}/physfn", f"/sys/bus/pci/devices/{of}")
+        if netdev:
+            self.netdev(netdev, pci)
+        port = self.rdma(f"mlx5_{number}", pci, netdev)
+        self.write(f"{port}/state", state)
+        return port
+
     def efa(self, number: int) -> str:
         """Returns the port's directory."""
         pci = self.pci(f"0000:{number + 0x20:02x}:00.0", 0x1D0F, 0xEFA1, 0x020000, "efa")
@@ -219,6 +236,7 @@ class Tree:
             "/proc/self/uid_map": "         0          0 4294967295",
             "/proc/self/cgroup": "0::/user.slice",
             "/proc/1/cgroup": "0::/init.scope",
+            "/sys/fs/cgroup/cgroup.procs": 1,
             "/proc/meminfo": "MemTotal:       65536000 kB\nCommitLimit:    32768000 kB\nCommitted_AS:    1000000 kB",
             "/proc/loadavg": "0.10 0.20 0.30 1/100 1234",
             "/proc/stat": "cpu  1000 0 500 9000 10 0 5 0 0 0\ncpu0 1 2 3",

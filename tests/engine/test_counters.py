@@ -96,6 +96,31 @@ def test_waiters_are_served_in_their_order(engine: xr.Engine) -> None:
     assert served == [0, 1, 2]
 
 
+def test_blocking_waits_have_their_place_in_the_order_before_they_sleep(open_engine: EngineFactory) -> None:
+    engine = open_engine(spin_us=1e6)
+    counter = engine.imm_counter(3)
+    served: list[str] = []
+    begins = threading.Event()
+
+    def wait() -> None:
+        begins.set()
+        counter.wait(2, WAIT_S)
+        served.append("first")
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    begins.wait(WAIT_S)
+    time.sleep(0.2)  # it drives the engine by now
+    counter.on_count(1, lambda: served.append("second"))
+
+    arrive_without_looking(engine, 3, 1)
+    never(lambda: served, "the later one served before the first")
+    arrive_without_looking(engine, 3, 2)
+
+    waiter.join(WAIT_S)
+    eventually(lambda: len(served) == 2, "both served")
+
+
 def test_try_consume_does_not_overtake_a_waiter(engine: xr.Engine) -> None:
     counter = engine.imm_counter(3)
     served: list[int] = []

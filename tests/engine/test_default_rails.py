@@ -9,6 +9,7 @@ import pytest
 import crossrail as xr
 from crossrail import default_rails as chooser
 from crossrail.default_rails import auto_worker_cpu, default_rails
+from crossrail.topology import addresses
 from tests.conftest import EngineFactory
 from tests.support.limits import WAIT_S, eventually
 from tests.support.machines import machine, nic, pretend, rdma_nic
@@ -69,7 +70,7 @@ def test_machine_without_rdma_is_not_looked_at(monkeypatch: pytest.MonkeyPatch, 
     (tmp_path / "none").mkdir()
     for folder in (tmp_path / "soft", tmp_path / "none", tmp_path / "missing"):
         monkeypatch.setattr(chooser, "RDMA_DEVICES", folder)
-        monkeypatch.setattr(chooser, "read_topology", lambda: pytest.fail("read"))
+        monkeypatch.setattr(addresses, "read_this_machine", lambda: pytest.fail("read"))
         assert default_rails("auto", 3) == 3
 
 

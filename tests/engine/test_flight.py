@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import time
 from pathlib import Path
 
@@ -223,6 +224,30 @@ def test_file_that_cannot_be_written_is_an_error(engine: xr.Engine, tmp_path: Pa
 def test_file_is_for_this_user_only(engine: xr.Engine, tmp_path: Path) -> None:
     engine.dump(tmp_path / "dump.flight")
     assert os.stat(tmp_path / "dump.flight").st_mode & 0o777 == 0o600
+
+
+def test_file_that_was_there_is_replaced_whatever_its_mode(engine: xr.Engine, tmp_path: Path) -> None:
+    path = tmp_path / "dump.flight"
+    path.write_text("longer " * 100_000)
+    path.chmod(0o644)
+    with path.open() as opened:
+        engine.dump(path)
+        assert opened.read(7) == "longer ", "who had it open sees nothing of ours"
+    assert os.stat(path).st_mode & 0o777 == 0o600
+    assert read_dump(path).engine == engine.name
+    assert os.listdir(tmp_path) == [path.name]
+
+
+def test_link_is_not_followed_and_a_pipe_is_written_to(engine: xr.Engine, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    with pytest.raises(xr.TransportError, match="cannot write the flight recorder"):
+        engine.dump(tmp_path / "link")
+    assert os.listdir(tmp_path) == ["link"]
+    with pytest.raises(xr.TransportError, match="cannot write the flight recorder"):
+        engine.dump("/dev/full")
+    assert stat.S_ISCHR(os.stat("/dev/full").st_mode)
+    engine.dump("/dev/null")
+    assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
 
 
 def test_names_of_peers_do_not_reach_the_terminal_raw(open_engine: EngineFactory, tmp_path: Path) -> None:

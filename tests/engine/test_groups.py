@@ -84,7 +84,7 @@ def test_scatter_needs_targets_of_its_group(engine: xr.Engine, other: xr.Engine)
 @pytest.mark.parametrize(
     ("argument", "value", "words"),
     [
-        ("lengths", [1, 2], "lengths"),
+        ("lengths", [1, 2], "lengths.*one for each of 3 targets, not list of length 2$"),
         ("lengths", np.zeros((3, 1), np.int64), "lengths"),
         ("lengths", [1, -2, 3], "lengths.*-2"),
         ("lengths", -1, "lengths.*-1"),

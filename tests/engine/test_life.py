@@ -10,6 +10,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -82,6 +83,10 @@ def test_any_name_of_64_bytes_works(name: str) -> None:
         ("spin_us", float("nan")),
         ("worker_cpu", 100_000),
         ("worker_cpu", -5),
+        ("worker_cpu", 1023),  # no core of this machine
+        ("worker_cpu", True),
+        ("heartbeat_s", 0),  # None means none
+        ("heartbeat_s", -1.0),
         ("submit_queue_depth", 0),
         ("submit_queue_depth", 15),
         ("submit_queue_depth", 100),
@@ -112,6 +117,26 @@ def test_wrong_option_is_refused_by_name(option: str, value: object) -> None:
 def test_number_out_of_range_is_told_the_options_own_bound(option: str, value: object, bound: str) -> None:
     with pytest.raises(xr.UsageError, match=f"{option} is {value}, must be {bound}"):
         xr.Engine(**({"name": "here"} | {option: value}))
+
+
+def test_core_that_this_process_may_not_use_is_refused_with_those_it_may() -> None:
+    unusable = max(os.sched_getaffinity(0)) + 1000
+    with pytest.raises(xr.UsageError, match=rf"worker_cpu is {unusable}, must be a core .* may use: [\d,-]+$"):
+        xr.Engine("here", worker_cpu=unusable)
+
+
+def test_worker_may_be_pinned_to_a_core_to_which_its_owner_is_not(open_engine: EngineFactory) -> None:
+    cpus = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, cpus[:1])
+    try:
+        engine = open_engine(worker_cpu=cpus[-1])
+        assert os.sched_getaffinity(0) == {cpus[0]}
+    finally:
+        os.sched_setaffinity(0, cpus)
+    events: list[xr.EngineEvent] = []
+    engine.on_event(events.append)
+    engine.connect(engine.address, WAIT_S)
+    assert "protocol-error" not in {event.kind for event in events}
 
 
 def test_unknown_option_is_refused() -> None:
@@ -194,6 +219,18 @@ async def test_engine_is_an_asynchronous_context_manager() -> None:
         await other.imm_counter(1).wait_async(1, timeout_s=WAIT_S)
         await transfer
     assert engine.closed and other.closed
+
+
+async def test_leaving_an_engine_ends_blocking_waits_that_occupy_all_threads_of_the_loop() -> None:
+    loop = asyncio.get_running_loop()
+    loop.set_default_executor(ThreadPoolExecutor(2))
+    async with xr.Engine("here") as engine:
+        waits = [asyncio.ensure_future(asyncio.to_thread(engine.imm_counter(1).wait)) for _ in range(3)]
+        await asyncio.sleep(0.05)
+
+    ends = await asyncio.gather(*waits, return_exceptions=True)
+
+    assert [type(end) for end in ends] == [xr.EngineClosed] * 3
 
 
 def test_nothing_works_after_close(engine: xr.Engine, other: xr.Engine) -> None:
@@ -438,6 +475,50 @@ def cyclic_engine() -> xr.Engine:
     engine.imm_counter(1).on_count(1, lambda: engine.closed)
     engine.submit_barrier(other, 2).add_done_callback(lambda _: engine.closed)
     return engine
+
+
+class Holder:
+    """Has an engine, callbacks of every kind that are its methods, and arrays, into which the collector cannot look."""
+
+    def __init__(self) -> None:
+        self.engine = xr.Engine("held")
+        self.engine.on_event(self.told)
+        self.watcher = self.engine.alloc_watcher(self.told)
+        self.region = self.engine.alloc(1000)
+        self.arrays = [self.region.array(), self.watcher.array]
+        self.pool = self.engine.submit_recvs(1, 16, self.told)
+        self.engine.imm_counter(1).on_count(5, self.told)
+        self.engine.submit_write(self.region, self.region.descriptor, imm=1).add_done_callback(self.told)
+
+    def told(self, *_: object) -> None:
+        self.engine.closed  # noqa: B018 - refers to the engine
+
+
+def test_closed_engine_whose_callbacks_refer_to_arrays_is_collected() -> None:
+    holder = Holder()
+    gone = weakref.ref(holder)
+
+    holder.engine.close()
+    del holder
+
+    eventually(lambda: gc.collect() is not None and gone() is None, "all of it collected")
+
+
+def test_engine_closed_by_its_event_callback_tells_the_rest_and_is_collected(open_engine: EngineFactory) -> None:
+    engine, names = xr.Engine("held"), ["a", "b", "c"]
+    for name in names:
+        engine.connect(open_engine(name).address, WAIT_S)
+    array, gone, told = engine.alloc(8).array(), weakref.ref(engine), []
+
+    def close_at_once(event: xr.EngineEvent, engine: xr.Engine = engine, _array: object = array) -> None:
+        told.append(event.peer)
+        engine.close()
+
+    engine.on_event(close_at_once)  # all three are waiting, and are told together
+    del engine, array, close_at_once
+
+    eventually(lambda: gc.collect() is not None and gone() is None, "the engine collected")
+    assert told == names
 
 
 @unclosed

@@ -301,3 +301,18 @@ def test_staged_targets_of_one_region_count_on_their_own_numbers(open_engine: En
     eventually(
         lambda: [other.imm_counter(imm).poll() for imm in numbers.tolist()] == [rounds] * len(numbers), "all counted"
     )
+
+
+def test_write_within_an_engine_onto_memory_that_it_reads_is_refused(open_engine: EngineFactory) -> None:
+    engine = open_engine()
+    region = engine.alloc(1 << 20)
+    for src, dst in ((0, 1), (1, 0), (0, 4095)):
+        with pytest.raises(xr.UsageError, match=f"{abs(src - dst)} bytes apart, and overlap with length 4096"):
+            engine.submit_write(region, region.descriptor, 4096, src_offset=src, dst_offset=dst)
+        with pytest.raises(xr.UsageError, match="overlap"):
+            engine.submit_read(region, region.descriptor, 4096, src_offset=src, dst_offset=dst)
+        with pytest.raises(xr.UsageError, match="overlap"):
+            engine.submit_scatter(region, [region.descriptor], lengths=4096, src_offsets=src, dst_offsets=dst)
+
+    for src, dst in ((0, 4096), (4096, 0), (7, 7)):
+        engine.submit_write(region, region.descriptor, 4096, src_offset=src, dst_offset=dst).wait(WAIT_S)

@@ -133,6 +133,22 @@ def test_events_are_logged_when_nobody_listens(
     assert all(record.name.split(".")[0] == "crossrail" for record in caplog.records if "other" in record.getMessage())
 
 
+def test_events_are_logged_again_once_the_callback_is_withdrawn(
+    engine: xr.Engine, open_engine: EngineFactory, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "crossrail")
+    told: list[xr.EngineEvent] = []
+    engine.on_event(told.append)
+    engine.connect(open_engine("first").address, WAIT_S)
+    eventually(lambda: told, "the event")
+
+    engine.on_event(None)
+    engine.connect(open_engine("second").address, WAIT_S)
+
+    eventually(lambda: "peer-connected of peer 'second'" in caplog.text, "the log of it")
+    assert [event.peer for event in told] == ["first"]
+
+
 def test_peer_that_is_looked_for_again_and_again_is_a_warning_once(
     engine: xr.Engine, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -3,8 +3,9 @@
 import pytest
 
 import crossrail as xr
-from crossrail import _core, interfaces, policy
+from crossrail import _core, policy
 from crossrail.topology import NetDevice, Nic, Topology
+from crossrail.topology.addresses import interface_addresses
 from tests.conftest import EngineFactory
 from tests.support import sealing
 from tests.support.limits import WAIT_S
@@ -160,9 +161,9 @@ def test_speed_is_the_sum_of_what_is_known_and_the_rest_is_named() -> None:
 
 
 def test_addresses_of_this_machine_are_found(open_engine: EngineFactory) -> None:
-    ips = [ip for found in interfaces.interface_addresses().values() for ip in found]
+    ips = [ip for found in interface_addresses().values() for ip in found]
 
-    assert "127.0.0.1" in interfaces.interface_addresses()["lo"]
+    assert "127.0.0.1" in interface_addresses()["lo"]
     assert ip_of(open_engine(transport="tcp")) in ips
 
 

@@ -10,6 +10,7 @@ import errno
 import numpy as np
 import pytest
 
+import crossrail as xr
 from tests.conftest import EngineFactory, PeerFactory
 from tests.support.limits import WAIT_S
 from tests.support.process import PeerProcess
@@ -93,3 +94,59 @@ def test_what_lies_just_behind_its_source_chooses_for_itself(
             engine.submit_write(mine, remote, nbytes, src_offset=offset).wait(WAIT_S)
 
     assert is_decided(), engine.explain(there.address)
+
+
+@pytest.mark.parametrize("rails", [1, 4])
+def test_rails_do_not_cut_what_could_be_attached_into_pieces_that_are_staged(
+    open_engine: EngineFactory, spawn_peer: PeerFactory, rails: int
+) -> None:
+    nbytes = 200 << 10
+    engine = open_engine(transport="shm", rails=rails)
+    there = peer_that_may_be_attached(spawn_peer).open(transport="shm", rails=rails)
+    mine = engine.register(np.zeros(nbytes, np.uint8))
+    remote = there.memory(nbytes, "private").descriptor
+
+    for _ in range(2 * TRIAL_BYTES // nbytes + 8):
+        engine.submit_write(mine, remote).wait(WAIT_S)
+
+    [path] = [path for path in engine.explain(there.address).paths if path.bytes]
+    assert "measured on this link" in path.reason, path.reason
+
+
+def test_explain_does_not_name_a_way_that_nothing_takes(open_engine: EngineFactory, spawn_peer: PeerFactory) -> None:
+    pages, page_bytes = 1024, 16 << 10
+    engine = open_engine(transport="shm")
+    there = peer_that_may_be_attached(spawn_peer).open(transport="shm")
+    mine = engine.register(np.zeros(pages * page_bytes, np.uint8))
+    remote = there.memory(pages * page_bytes, "private").descriptor
+    shuffled = np.random.default_rng(1).permutation(pages)
+
+    for _ in range(2 * TRIAL_BYTES // (pages * page_bytes) + 4):
+        engine.submit_paged_writes(mine, shuffled, remote, shuffled, page_bytes).wait(WAIT_S)
+
+    [path] = [path for path in engine.explain(there.address).paths if path.bytes]
+    assert (path.path, "shorter than 64 KiB" in path.reason) == ("staged", True), path.reason
+
+
+def test_target_of_a_scatter_is_counted_though_the_region_of_another_was_closed(
+    open_engine: EngineFactory, spawn_peer: PeerFactory
+) -> None:
+    there = spawn_peer().open(transport="shm", polling="manual")
+    closed, kept = there.memory(1 << 20, "private"), there.memory(6 << 20, "private")
+    engine = open_engine(transport="shm", private_path="staged")
+    mine = engine.register(np.full(6 << 20, 7, np.uint8))
+    ready = [engine.submit_write(mine, memory.descriptor, 64, imm=3) for memory in (closed, kept)]
+    there.wait_count(3, 2)
+    for transfer in ready:
+        transfer.wait(WAIT_S)
+
+    scatter = engine.submit_scatter(
+        mine, [closed.descriptor, kept.descriptor], lengths=[1 << 20, 6 << 20], src_offsets=0, dst_offsets=0, imm=[1, 2]
+    )
+    closed.close()
+    there.wait_count(2, 1)
+
+    with pytest.raises(xr.TransferError):
+        scatter.wait(WAIT_S)
+    there.expect_count(1, 0)
+    assert np.frombuffer(kept.content(), np.uint8).min() == 7

@@ -1,8 +1,10 @@
 """Watchers: 64-bit words that call back when they change."""
 
 import ctypes
+import gc
 import itertools
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -194,3 +196,32 @@ def test_closing_the_engine_ends_its_watchers(open_engine: EngineFactory) -> Non
 
     watcher.close()
     never(lambda: changes, "a change after close")
+
+
+def test_dropped_watcher_is_collected_and_cancels_what_waits_for_it(engine: xr.Engine) -> None:
+    src, dst = engine.alloc(8), engine.alloc(8)
+    watcher = engine.alloc_watcher(Changes())
+    waiting = engine.submit_write(src, dst.descriptor, trigger=(watcher, 1))
+    gone = weakref.ref(watcher)
+
+    del watcher
+    gc.collect()
+
+    assert gone() is None
+    with pytest.raises(xr.TransferCancelled):
+        waiting.wait(WAIT_S)
+
+
+def test_dropped_watchers_make_room_for_others(engine: xr.Engine) -> None:
+    for _ in range(600):  # an engine has at most 512
+        engine.alloc_watcher(Changes())
+
+
+def test_array_keeps_its_watcher(engine: xr.Engine) -> None:
+    changes = Changes()
+    array = engine.alloc_watcher(changes).array
+    gc.collect()
+
+    array[0] = 3
+
+    eventually(lambda: changes == [(0, 3)], "the change")

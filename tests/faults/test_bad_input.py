@@ -142,6 +142,11 @@ def test_page_index_of_wrong_dtype_rejected(bench: Bench, which: str, pages: obj
 
 
 @pytest.mark.parametrize("which", ["src_pages", "dst_pages"])
+def test_list_of_page_indices_rejected_with_the_way_to_make_an_array(bench: Bench, which: str) -> None:
+    refused(lambda: bench.paged(**{which: [1, 2]}), which, f"numpy.asarray({which}, dtype=numpy.int64)")
+
+
+@pytest.mark.parametrize("which", ["src_pages", "dst_pages"])
 @pytest.mark.parametrize(
     "pages",
     [np.arange(20)[::2], np.arange(10)[::-1], np.arange(10).reshape(2, 5), np.arange(10).reshape(10, 1), np.array(5)],

@@ -99,3 +99,49 @@ def test_thread_that_ends_while_another_waits_is_no_deadlock() -> None:
     script = run_script(script_that_ends("threading.Thread(target=engine.close).start()"))
 
     assert_clean(script)
+
+
+FROZEN_IN_THE_MIDDLE = """
+    import os, signal, subprocess, sys, threading, time
+    import crossrail as xr
+
+    PEER = '''
+    import sys
+    import crossrail as xr
+
+    target = xr.RegionDescriptor.from_bytes(bytes.fromhex(sys.argv[1]))
+    with xr.Engine("sender", transport="shm") as engine:
+        source = engine.alloc(64 << 20)
+        engine.submit_write(source, target).wait(10)
+        print("goes", flush=True)
+        while True:
+            try:
+                engine.submit_write(source, target).wait(10)
+            except xr.TransferError:
+                break
+    '''
+
+    engine = xr.Engine("here", transport="shm")
+    peers = []
+    for _ in range(20):
+        region = engine.alloc(64 << 20)
+        peer = [sys.executable, "-c", __import__("textwrap").dedent(PEER), bytes(region.descriptor).hex()]
+        peers.append(subprocess.Popen(peer, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL))
+        peers[-1].stdout.readline()
+        peers[-1].send_signal(signal.SIGSTOP)
+        try:
+            region.close(0.2)
+        except xr.WaitTimeout:
+            break  # it stands in the middle of a copy
+        peers[-1].kill()
+    threading.Thread(target=region.close, args=(None,), daemon=True).start()
+    time.sleep(0.2)
+    subprocess.Popen(["sh", "-c", f"sleep 3; kill -9 {peers[-1].pid}"])
+    print("caught" if region.quarantined else "missed")
+"""
+
+
+def test_interpreter_ends_while_a_thread_waits_for_a_frozen_peer_to_leave_memory() -> None:
+    script = run_script(FROZEN_IN_THE_MIDDLE)
+
+    assert (script.returncode, script.stdout) == (0, "caught\n"), script.stderr

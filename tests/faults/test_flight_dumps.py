@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import crossrail as xr
+from crossrail import sim
 from crossrail.flight import FlightDump, read_dump
 from tests.conftest import EngineFactory, PeerFactory
 from tests.support.limits import WAIT_S, eventually, never
@@ -117,11 +118,42 @@ def test_watchdog_that_cannot_write_still_tells(open_engine: EngineFactory, othe
     transfer.wait(WAIT_S)
 
 
+def test_stalls_of_one_look_share_one_recording(tmp_path: Path) -> None:
+    events: list[xr.EngineEvent] = []
+    with sim.World(1) as world:
+        here = world.host("here").engine("here", watchdog_s=5, dump_dir=tmp_path, peer_timeout_s=1000)
+        here.on_event(events.append)
+        others = [world.host(f"n{i}").engine(f"n{i}", peer_timeout_s=1000) for i in range(12)]
+        source, targets = here.alloc(4096), [other.alloc(4096) for other in others]
+        for target in targets:
+            here.submit_write(source, target.descriptor).wait(WAIT_S)
+        world.partition([world.hosts[0]], world.hosts[1:])
+        for target in targets:
+            here.submit_write(source, target.descriptor)
+        world.run(for_s=8)
+
+    stalls = [event for event in events if event.kind == "stalled"]
+    assert {event.peer for event in stalls} == {f"n{i}" for i in range(12)}
+    assert len({event.detail.rpartition("; ")[2] for event in stalls}) == 1
+    reason = only_dump(tmp_path).reason
+    assert all(f"'n{i}'" in reason for i in range(12)) and reason.count("have not moved for") == 8
+
+
 def test_directory_that_takes_no_files_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Root may write everywhere, so the kernel's answer is made up."""
     monkeypatch.setattr("os.access", lambda path, mode: path != str(tmp_path))
     with pytest.raises(xr.UsageError, match=r"^dump_dir = .* this user may not make files"):
         xr.Engine("here", dump_dir=tmp_path)
+
+
+def test_directory_of_the_environment_that_is_not_there_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CROSSRAIL_DUMP_DIR", str(tmp_path / "dumps"))
+    with pytest.raises(xr.UsageError, match=r"^CROSSRAIL_DUMP_DIR = .* is not a directory: make it first"):
+        xr.Engine("here")
+    (tmp_path / "dumps").mkdir()
+    xr.Engine("here").close()
 
 
 # --- signals ---
@@ -192,8 +224,9 @@ def test_signal_dumps_every_engine_of_a_process_that_hangs(tmp_path: Path, where
 def test_signal_that_has_a_handler_or_nowhere_to_write_is_refused() -> None:
     script = """
         import signal, crossrail as xr
+        CRASHES = signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL
         signal.signal(signal.SIGUSR1, lambda *_: None)
-        for wrong in (signal.SIGUSR1, signal.SIGKILL, 0, 4711):
+        for wrong in (signal.SIGUSR1, signal.SIGKILL, 0, 4711, signal.SIGSTOP, *CRASHES):
             try:
                 xr.dump_on_signal(wrong)
             except xr.UsageError as error:
@@ -215,12 +248,14 @@ def test_signal_that_has_a_handler_or_nowhere_to_write_is_refused() -> None:
     done = run_script(script)
     assert_clean(done)
     lines = done.stdout.splitlines()
-    assert len(lines) == 8
+    assert len(lines) == 13
     assert "signal 10 has a handler already" in lines[0]
     assert "signum = 9 " in lines[1] and "signum = 4711" in lines[3]
-    assert "directory = '/nonexistent' is not a directory: make it first (mkdir -p /nonexistent)" in lines[4]
-    assert "directory = '/proc/self/stat' is not a directory" in lines[5] and "directory must be a path" in lines[6]
-    assert "signal 12 dumps already" in lines[7]
+    assert "signum = 19 " in lines[4]
+    assert all("comes of a crash" in line for line in lines[5:9])
+    assert "directory = '/nonexistent' is not a directory: make it first (mkdir -p /nonexistent)" in lines[9]
+    assert "directory = '/proc/self/stat' is not a directory" in lines[10] and "directory must be a path" in lines[11]
+    assert "signal 12 dumps already" in lines[12]
 
 
 def test_closed_signal_dump_gives_the_default_action_back(tmp_path: Path) -> None:
@@ -259,6 +294,101 @@ def test_forked_child_ignores_the_signal_and_may_ask_anew(tmp_path: Path) -> Non
     done = run_script(script, str(tmp_path), timeout_s=40)
     assert_clean(done)
     assert only_dump(tmp_path).engine == "child"
+
+
+@pytest.mark.no_sanitizer
+def test_forked_child_may_close_what_it_inherited_and_ask_anew(tmp_path: Path) -> None:
+    script = """
+        import gc, os, signal, sys, time, crossrail as xr
+        inherited = xr.dump_on_signal(directory=sys.argv[1])
+        child = os.fork()
+        if child == 0:
+            inherited.close()
+            del inherited
+            gc.collect()
+            assert signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL
+            with xr.Engine("child"), xr.dump_on_signal(directory=sys.argv[1]):
+                os.kill(os.getpid(), signal.SIGUSR2)
+                deadline = time.monotonic() + 10
+                while not os.listdir(sys.argv[1]) and time.monotonic() < deadline:
+                    time.sleep(0.01)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        try:
+            xr.dump_on_signal()
+        except xr.UsageError as error:
+            print(error)
+    """
+    done = run_script(script, str(tmp_path), timeout_s=40)
+    assert_clean(done)
+    assert "signal 12 dumps already" in done.stdout, "the parent's is as it was"
+    assert only_dump(tmp_path).engine == "child"
+
+
+@pytest.mark.no_sanitizer
+@pytest.mark.parametrize("inherited", ["dropped", "closed after", "closed first"])
+def test_forked_child_that_asked_anew_is_not_killed_by_its_signal(tmp_path: Path, inherited: str) -> None:
+    """Whatever becomes of the object that it inherited, which is destroyed where nobody kept it."""
+    script = """
+        import os, signal, sys, time, crossrail as xr
+        inherited = xr.dump_on_signal(directory=sys.argv[1])
+        if sys.argv[2] == "dropped":
+            del inherited
+        child = os.fork()
+        if child == 0:
+            if sys.argv[2] == "closed first":
+                inherited.close()
+            xr.dump_on_signal(directory=sys.argv[1])
+            if sys.argv[2] == "closed after":
+                inherited.close()
+            with xr.Engine("child", transport="tcp"):
+                os.kill(os.getpid(), signal.SIGUSR2)
+                deadline = time.monotonic() + 10
+                while not os.listdir(sys.argv[1]) and time.monotonic() < deadline:
+                    time.sleep(0.01)
+            os._exit(0)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    """
+    done = run_script(script, str(tmp_path), inherited, timeout_s=40)
+    assert_clean(done)
+    assert done.stdout.strip() == "0", "how the child ended"
+    assert only_dump(tmp_path).engine == "child"
+
+
+def test_standard_error_that_nobody_reads_holds_nothing_up(tmp_path: Path) -> None:
+    script = """
+        import os, signal, sys, threading, time, crossrail as xr
+        engines = [xr.Engine(f"e{i}", transport="shm") for i in range(3)]
+        xr.dump_on_signal(directory=sys.argv[1])
+        read_end, write_end = os.pipe()
+        os.set_blocking(write_end, False)
+        try:
+            while True:
+                os.write(write_end, b"x" * 4096)
+        except BlockingIOError:
+            pass
+        os.set_blocking(write_end, True)
+        standard_error = os.dup(2)
+        os.dup2(write_end, 2)
+        for count in (3, 8):
+            os.kill(os.getpid(), signal.SIGUSR2)
+            deadline = time.monotonic() + 10
+            while len(os.listdir(sys.argv[1])) < count and time.monotonic() < deadline:
+                time.sleep(0.01)
+            print(len(os.listdir(sys.argv[1])))
+            opening = threading.Thread(
+                target=lambda: engines.extend(xr.Engine(f"n{i}", transport="shm") for i in range(2)), daemon=True
+            )
+            opening.start()
+            opening.join(10)
+            print(opening.is_alive(), flush=True)
+        os.dup2(standard_error, 2)
+        for engine in engines:
+            engine.close()
+    """
+    done = run_script(script, str(tmp_path), timeout_s=60)
+    assert_clean(done)
+    assert done.stdout.split() == ["3", "False", "8", "False"]
 
 
 def test_dump_asked_for_by_another_thread_while_one_waits(engine: xr.Engine, other: xr.Engine) -> None:

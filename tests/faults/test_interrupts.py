@@ -21,6 +21,7 @@ WAITS = {
     "asyncio": "asyncio.run(engine.imm_counter(1).wait_async(1))",
     "manual-counter": "manual.imm_counter(1).wait(1)",
     "manual-transfer": "manual.submit_send(manual.address, b'x').wait()",
+    "map": "engine.map(unseen, timeout_s=None)",
 }
 
 SCRIPT = """
@@ -30,9 +31,10 @@ SCRIPT = """
 
     child = PeerProcess()
     there = child.open()
-    frozen, target = there.address, there.memory(1000).descriptor
-    child.stop()
+    frozen, target, unseen = there.address, there.memory(1000).descriptor, there.memory(1 << 20).descriptor
     engine = xr.Engine("waiting", submit_queue_depth=16, connect_timeout_s=100)
+    BEFORE
+    child.stop()
     manual = xr.Engine("manual", polling="manual")
     src = engine.alloc(1000)
     try:
@@ -68,11 +70,79 @@ def interrupted(script: "subprocess.Popen[str]", after_s: float = 0.3) -> tuple[
 
 @pytest.mark.parametrize("wait", WAITS)
 def test_ctrl_c_ends_a_blocking_wait(wait: str) -> None:
-    with start_script(SCRIPT.replace("WAIT", WAITS[wait])) as script:
+    before = "engine.connect(frozen, 100)" if wait == "map" else "pass"
+    with start_script(SCRIPT.replace("WAIT", WAITS[wait]).replace("BEFORE", before)) as script:
         out, err = interrupted(script)
 
     assert out.split() == ["interrupted", "works"], err
     assert script.returncode == 0, err
+
+
+@pytest.mark.parametrize(
+    ("half", "far"),
+    [("dispatch", "shm"), ("dispatch", "tcp"), ("combine", "shm"), ("combine", "tcp"), ("close", "tcp")],
+)
+def test_ctrl_c_ends_the_wait_for_a_rank_of_experts(far: str, half: str) -> None:
+    source = f"""
+        import os, threading, time
+        import numpy as np
+        import crossrail as xr
+        from crossrail.moe import AllToAll, EngineGroup
+
+        CONFIG = dict(experts=4, hidden=8, top_k=1, max_tokens=4, dtype="float32", scale_block=None,
+                      out_dtype="float32", timeout_s=100, node_size=1)
+        polling = "manual" if "{half}" == "close" else "adaptive"  # of the other, which nobody drives then
+        engines = [
+            xr.Engine(f"rank{{i}}", transport="{far}", polling=polling if i else "adaptive", peer_timeout_s=100)
+            for i in range(2)
+        ]
+        made, is_over = {{}}, threading.Event()
+
+        def drive():
+            while not is_over.is_set():
+                engines[1].progress()
+                time.sleep(0.001)
+
+        def make(i):
+            made[i] = AllToAll(engines[i], EngineGroup(engines[i], [each.address for each in engines]), **CONFIG)
+
+        driver = threading.Thread(target=drive)
+        other = threading.Thread(target=make, args=(1,))
+        driver.start()
+        other.start()
+        make(0)
+        other.join()
+        is_over.set()
+        driver.join()
+        ours, theirs = made[0], made[1]
+        tokens, experts = np.arange(16, dtype=np.float32).reshape(2, 8), np.array([[3], [0]])
+        weights = np.ones((2, 1), np.float32)
+
+        sent = ours.dispatch_send(tokens, None, experts)
+        if "{half}" == "close":
+            print("waiting", flush=True)
+            try:
+                ours.close()
+            except KeyboardInterrupt:
+                print("interrupted", flush=True)
+            os._exit(0)
+        late = theirs.dispatch_send(tokens, None, experts) if "{half}" == "combine" else None
+        if late is not None:
+            received = ours.dispatch_recv(sent)
+        print("waiting", flush=True)
+        try:
+            if late is None:
+                ours.dispatch_recv(sent)
+            else:
+                ours.combine(ours.expert_output(received), received, weights)
+        except KeyboardInterrupt:
+            print("interrupted", flush=True)
+        os._exit(0)
+    """
+    with start_script(source) as script:
+        out, err = interrupted(script)
+
+    assert out == "interrupted\n", err
 
 
 def test_engine_whose_close_is_interrupted_is_closed() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import numpy as np
 import pytest
 
 import crossrail as xr
@@ -98,3 +99,34 @@ def test_cancelled_writes_are_not_counted_when_the_way_changes_under_them(
             break
     assert changes == CHANGES, "it changed between writes only"
     assert (there.count(CAUGHT), there.call("stats")["imm_units_received"] % 48) == (done, 0)
+
+
+@pytest.mark.parametrize("busy_rail", [0, 1])
+def test_what_is_taken_back_of_a_write_is_its_tail_though_the_way_changed_within_it(
+    open_engine: EngineFactory, spawn_peer: PeerFactory, busy_rail: int
+) -> None:
+    """One rail has delivered its part. On the other first slices wait behind another write; later ones could pass."""
+    there = spawn_peer().open(transport="shm", rails=2, polling="manual")
+    target = there.memory(80 << 20, "private")
+    engine = open_engine(transport="shm", rails=2, polling="manual")
+    before, caught_bytes = np.zeros(64 << 20, np.uint8), 8 << 20
+    junk, source = engine.register(before), engine.register(np.full(caught_bytes, 9, np.uint8))
+
+    def turns(*transfers: xr.Transfer, peers: int) -> None:
+        for _ in range(peers):
+            there.call("progress")
+            for _ in range(20):
+                engine.progress()
+        assert all(transfer.done for transfer in transfers)
+
+    almost = engine.submit_write(junk, target.descriptor, 31 << 20)  # of 32 MiB, by which the staged way is measured
+    turns(almost, peers=400)
+    other = engine.submit_write(junk, target.descriptor, 64 << 20, rail=busy_rail)
+    turns(peers=0)
+    write = engine.submit_write(source, target.descriptor, dst_offset=64 << 20, imm=CAUGHT)
+    turns(peers=4)
+    write.cancel()
+    turns(other, write, peers=800)
+
+    whole = np.array_equal(np.frombuffer(target.content(64 << 20, caught_bytes), np.uint8), source.array())
+    assert (write.status == "done", there.count(CAUGHT)) == (whole, int(whole))

@@ -13,11 +13,7 @@ from tests.support.patterns import assert_same_bytes, pattern
 from tests.support.process import PeerProcess
 
 NBYTES = 3_000_001
-
-
-@pytest.fixture
-def child(spawn_peer: PeerFactory) -> PeerProcess:
-    return spawn_peer()
+RING_ENTRIES = 1024  # kRingEntries in native/transport/shm/layout.h
 
 
 def test_frozen_peer_is_shown_as_frozen_and_thaws(engine: xr.Engine, child: PeerProcess) -> None:
@@ -38,6 +34,48 @@ def test_frozen_peer_is_shown_as_frozen_and_thaws(engine: xr.Engine, child: Peer
     transfer.wait(WAIT_S)
     assert there.take()[1] == b"pending"
     assert {"peer-frozen", "peer-thawed"} <= {event.kind for event in events}
+
+
+@pytest.mark.parametrize(("path", "kind"), [("auto", "owned"), ("cma", "private")])
+def test_frozen_peer_is_shown_as_frozen_when_only_its_ring_is_full(
+    open_engine: EngineFactory, child: PeerProcess, path: str, kind: str
+) -> None:
+    events: list[xr.EngineEvent] = []
+    engine = open_engine(private_path=path, rails=2)
+    engine.on_event(events.append)
+    there = child.open()
+    src, remote = engine.alloc(8), there.memory(8, kind)
+    engine.submit_write(src, remote.descriptor).wait(WAIT_S)
+    count = 2 * RING_ENTRIES + 500
+
+    child.stop()
+    transfers = [engine.submit_write(src, remote.descriptor, imm=3) for _ in range(count)]
+    eventually(lambda: engine.peer_state(there.address) == "frozen", "the peer frozen", 5)
+    assert "stopped" in engine.explain(there.address).note
+    assert not transfers[-1].done
+
+    child.resume()
+    for transfer in transfers:
+        transfer.wait(WAIT_S)
+    there.expect_count(3, count)
+    eventually(lambda: engine.peer_state(there.address) == "connected", "the peer thawed", 5)
+    assert {"peer-frozen", "peer-thawed"} <= {event.kind for event in events}
+
+
+def test_busy_peer_with_a_full_ring_is_not_frozen(open_engine: EngineFactory, child: PeerProcess) -> None:
+    engine = open_engine(transport="shm")
+    there = child.open(polling="manual")
+    src, remote = engine.alloc(8), there.memory(8)
+    events: list[xr.EngineEvent] = []
+    engine.on_event(events.append)
+    transfers = [engine.submit_write(src, remote.descriptor, imm=3) for _ in range(2 * RING_ENTRIES)]
+
+    never(lambda: engine.peer_state(there.address) == "frozen", "a peer frozen whose control plane answers", 1.0)
+    assert not transfers[-1].done
+
+    there.expect_count(3, 2 * RING_ENTRIES)
+    for transfer in transfers:
+        transfer.wait(WAIT_S)
 
 
 def test_wait_says_how_much_has_moved_so_far(open_engine: EngineFactory, spawn_peer: PeerFactory) -> None:

@@ -140,13 +140,18 @@ def test_operations_longer_than_every_connection_get_through(wire: Wire, budget_
     assert_same_bytes(dst.array(), pattern(1, nbytes))
 
 
-def test_peer_to_which_nothing_gets_through_is_lost_by_deadline(open_engine: EngineFactory) -> None:
+@pytest.mark.parametrize("swallows_s", [0.0, 0.15, 0.3], ids=["cuts", "swallows", "swallows longer"])
+def test_peer_to_which_nothing_gets_through_is_lost_by_deadline(open_engine: EngineFactory, swallows_s: float) -> None:
+    """Also where a box on the way takes what we send, so that our kernel gets rid of it."""
     common = {"transport": "tcp", "rails": ["127.0.0.1"], "peer_timeout_s": 2.0}
     here, there = open_engine("here", **common), open_engine("there", **common)
     with proxied(there.address) as way:
         here.connect(way.address, WAIT_S)
-        src, dst = here.alloc(1 << 20), there.alloc(1 << 20)
+        src, dst = here.alloc(4 << 20), there.alloc(4 << 20)
         here.submit_write(src, dst.descriptor).wait(WAIT_S)
+        way.proxies[0].shrink_buffers(32 << 10)
+        way.proxies[0].bytes_per_s = 4e6
+        way.proxies[0].swallows_s = swallows_s
         way.proxies[0].next_budget = lambda: 2000  # more than a handshake, less than any frame with data
         way.proxies[0].cut()
 

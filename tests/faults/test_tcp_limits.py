@@ -57,6 +57,36 @@ def test_out_of_descriptors_is_survived_and_said() -> None:
     assert_clean(script)
 
 
+def test_who_connects_without_descriptors_is_told_the_limit() -> None:
+    script = run_script(
+        """
+        import os, resource
+        import crossrail as xr
+        resource.setrlimit(resource.RLIMIT_NOFILE, (60, 60))
+        tcp = {"transport": "tcp", "rails": ["127.0.0.1"]}
+        target, peer = xr.Engine("target", **tcp), xr.Engine("peer", connect_timeout_s=0.3, **tcp)
+        kept = []
+        try:
+            while True:
+                kept.append(os.dup(0))
+        except OSError:
+            pass
+        try:
+            peer.submit_write(peer.alloc(8), target.alloc(8).descriptor).wait(10)
+        except xr.PeerLost as error:
+            assert "ulimit -n" in str(error), error
+        else:
+            raise AssertionError("connected without a descriptor")
+        for fd in kept:
+            os.close(fd)
+        target.close()
+        peer.close()
+        """
+    )
+
+    assert_clean(script)
+
+
 def test_port_taken_is_said_with_the_remedy(open_engine: EngineFactory) -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as listener:
         port = listener.getsockname()[1]

@@ -1,5 +1,6 @@
 """Peers over tcp that freeze, die, come back, idle or do not receive; and 10,000 transfers at once."""
 
+import ctypes
 import itertools
 import queue
 import socket
@@ -11,10 +12,9 @@ import numpy as np
 import pytest
 
 import crossrail as xr
-from tests.conftest import EngineFactory, PeerFactory
+from tests.conftest import EngineFactory
+from tests.faults.loopback import NBYTES, loopback, warmed_up
 from tests.support.limits import DEATH_S, WAIT_S, eventually, never
-from tests.support.node import RemoteEngine
-from tests.support.operations import KINDS, Operations
 from tests.support.patterns import assert_same_bytes, pattern
 from tests.support.process import PeerProcess
 from tests.support.proxy import proxied
@@ -22,40 +22,8 @@ from tests.support.tcp_wire import endpoints_of, reset, with_ports
 
 pytestmark = pytest.mark.timeout(120)
 
-NBYTES = 3_000_001
-ONE = {"transport": "tcp", "rails": ["127.0.0.1"]}
-TWO = {"transport": "tcp", "rails": ["127.0.0.1", "127.0.0.2"]}
-
-
-@pytest.fixture
-def child(spawn_peer: PeerFactory) -> PeerProcess:
-    return spawn_peer()
-
-
-def warmed_up(engine: xr.Engine, child: PeerProcess, **options: object) -> tuple[RemoteEngine, Operations]:
-    """Both lanes of every rail connected, then idle."""
-    there = child.open(**options)
-    there.receive(4, 2000)
-    there.call("discard_messages")
-    mine, remote = engine.register(pattern(1, NBYTES)), there.memory(NBYTES, "private", fill=1)
-    engine.submit_write(mine, remote.descriptor).wait(WAIT_S)
-    engine.submit_write(mine, remote.descriptor, 8).wait(WAIT_S)
-    return there, Operations(engine, mine, [remote.descriptor], imm=5)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_frozen_peer_is_lost_after_its_timeout(open_engine: EngineFactory, child: PeerProcess, kind: str) -> None:
-    engine = open_engine(peer_timeout_s=1.0, **TWO)
-    there, operations = warmed_up(engine, child, **TWO)
-    child.stop()
-
-    transfers = [operations.submit(kind) for _ in range(3)]
-    for transfer in transfers:
-        with pytest.raises(xr.PeerLost, match=r"frozen, or cut off|no rail"):
-            transfer.wait(WAIT_S)
-
-    assert engine.peer_state(there.address) == "lost"
-    child.resume()
+ONE = loopback("tcp", 1)
+TWO = loopback("tcp", 2)
 
 
 def test_trickle_to_a_frozen_peer_does_not_hide_that_it_is_frozen(
@@ -76,27 +44,6 @@ def test_trickle_to_a_frozen_peer_does_not_hide_that_it_is_frozen(
         with pytest.raises(xr.PeerLost):
             transfer.wait(WAIT_S)
     child.resume()
-
-
-@pytest.mark.parametrize("kind", ["write", "read", "send"])
-def test_frozen_peer_that_thaws_in_time_goes_on(open_engine: EngineFactory, child: PeerProcess, kind: str) -> None:
-    engine = open_engine(peer_timeout_s=20.0, **TWO)
-    there, operations = warmed_up(engine, child, **TWO)
-    events: list[xr.EngineEvent] = []
-    engine.on_event(events.append)
-    child.stop()
-    transfers = [operations.submit(kind) for _ in range(3)]
-    eventually(lambda: engine.peer_state(there.address) == "frozen", "the peer frozen")
-    assert engine.explain(there.address).note
-
-    child.resume()
-    for transfer in transfers:
-        transfer.wait(WAIT_S)
-
-    eventually(lambda: engine.peer_state(there.address) == "connected", "the peer thawed")
-    if operations.counts(kind):
-        there.expect_count(5, 3 * operations.counts(kind))
-    eventually(lambda: {"peer-frozen", "peer-thawed"} <= {event.kind for event in events}, "both events")
 
 
 def drive(engine: xr.Engine, for_s: float = 0.1) -> None:
@@ -146,20 +93,6 @@ def test_peer_is_not_lost_because_we_stood_still_while_it_was_away(open_engine: 
     other.imm_counter(1).wait(1, WAIT_S)
 
 
-def test_link_that_idled_longer_than_the_timeout_is_as_good_as_new(open_engine: EngineFactory) -> None:
-    engine, other = open_engine(peer_timeout_s=0.4, **TWO), open_engine("other", **TWO)
-    src, dst = engine.register(pattern(1, NBYTES)), other.alloc(NBYTES)
-    engine.submit_write(src, dst.descriptor, 8).wait(WAIT_S)
-    for how in ({"rail": 1}, {"rail": 0}, {}):
-        time.sleep(0.5)  # longer than the timeout, with nothing to wait for
-        engine.submit_write(src, dst.descriptor, 100, imm=1, **how).wait(WAIT_S)
-        time.sleep(0.5)
-        engine.submit_write(src, dst.descriptor, imm=1, **how).wait(WAIT_S)
-
-    other.imm_counter(1).wait(6, WAIT_S)
-    assert engine.stats()["peers_lost"] == 0
-
-
 def test_receiver_without_buffers_holds_back_messages_only(open_engine: EngineFactory) -> None:
     engine, other = open_engine(**ONE), open_engine("other", **ONE)
     src, dst = engine.register(pattern(1, NBYTES)), other.alloc(NBYTES)
@@ -184,65 +117,6 @@ def test_receiver_without_buffers_holds_back_messages_only(open_engine: EngineFa
     assert sorted(received) == sorted(i.to_bytes(2, "little") for i in range(count - 1))
 
 
-def test_ten_thousand_transfers_outstanding(open_engine: EngineFactory) -> None:
-    engine, other = open_engine(**TWO), open_engine("other", **TWO)
-    count = 10_000
-    src, dst = engine.register(pattern(1, count * 8)), other.register(np.zeros(count * 8, np.uint8))
-
-    transfers = [
-        engine.submit_write(src, dst.descriptor, 8, src_offset=8 * i, dst_offset=8 * i, imm=1) for i in range(count)
-    ]
-    for transfer in transfers:
-        transfer.wait(WAIT_S)
-
-    other.imm_counter(1).wait(count, WAIT_S)
-    assert other.imm_counter(1).poll() == 0
-    assert_same_bytes(dst.array(), pattern(1, count * 8))
-
-
-def test_region_that_closes_under_writes_takes_no_byte_more(open_engine: EngineFactory, child: PeerProcess) -> None:
-    engine = open_engine(**ONE)
-    there = child.open(**ONE)
-    remote = there.memory(NBYTES, "private", fill=1)
-    for _ in range(8):
-        memory = np.zeros(NBYTES, np.uint8)
-        mine = engine.register(memory)
-        stream = there.stream("write", remote, [mine.descriptor], imm=1)
-        mine.close(WAIT_S)
-        memory[:] = 7
-        failed = there.caller.call("failed_stream", stream=stream)
-        assert set(failed["failures"]) <= {"RemoteRegionClosed"}, failed
-        assert (memory == 7).all(), "written after close() had returned"
-        engine.imm_counter(1).wait(failed["done"], WAIT_S)
-        assert engine.imm_counter(1).poll() == 0
-
-
-def test_region_closes_while_its_writer_is_frozen_in_the_middle(open_engine: EngineFactory, child: PeerProcess) -> None:
-    engine = open_engine(**ONE)
-    there = child.open(**ONE)
-    remote = there.memory(64 << 20, "private")
-    mine = engine.register(np.zeros(64 << 20, np.uint8))
-    there.stream("write", remote, [mine.descriptor], imm=1, window=2)
-    child.stop()
-
-    mine.close(WAIT_S)
-
-    child.resume()
-
-
-def test_region_closes_while_a_frozen_peer_reads_it(open_engine: EngineFactory, child: PeerProcess) -> None:
-    engine = open_engine(**ONE)
-    there = child.open(**ONE)
-    remote = there.memory(64 << 20, "private")
-    mine = engine.register(np.zeros(64 << 20, np.uint8))
-    there.stream("read", remote, [mine.descriptor], window=2)
-    child.stop()
-
-    mine.close(WAIT_S)
-
-    child.resume()
-
-
 def test_death_is_seen_at_once(open_engine: EngineFactory, child: PeerProcess) -> None:
     engine = open_engine(**TWO)
     there = child.open(**TWO)
@@ -253,28 +127,6 @@ def test_death_is_seen_at_once(open_engine: EngineFactory, child: PeerProcess) -
 
     with pytest.raises(xr.PeerLost, match="there"):
         transfer.wait(DEATH_S)
-
-
-def test_peer_that_comes_back_under_its_name_is_another(open_engine: EngineFactory, spawn_peer: PeerFactory) -> None:
-    engine = open_engine(**ONE)
-    src = engine.register(pattern(1, 10_000))
-    first = spawn_peer()
-    old = first.open(name="phoenix", **ONE)
-    old_memory = old.memory(10_000)
-    engine.submit_write(src, old_memory.descriptor).wait(WAIT_S)
-    port = endpoints_of(old.address.to_bytes())[0][1]
-    first.kill()
-    first.wait_dead()
-
-    second = spawn_peer()
-    new = second.open(name="phoenix", port=port, **ONE)
-    new_memory = new.memory(10_000)
-    with pytest.raises(xr.PeerLost, match="phoenix"):
-        engine.submit_write(src, old_memory.descriptor).wait(WAIT_S)
-    engine.submit_write(src, new_memory.descriptor, imm=1).wait(WAIT_S)
-
-    new.expect_count(1, 1)
-    assert_same_bytes(new_memory.content(), pattern(1, 10_000))
 
 
 def test_who_waits_for_a_connection_is_told_that_the_peer_was_forgotten(open_engine: EngineFactory) -> None:
@@ -360,3 +212,39 @@ def test_rail_that_stays_away_wakes_an_idle_engine_only_to_try_it(open_engine: E
         between = [after - before for before, after in itertools.pairwise(slept)]
         assert min(between[-3:]) < 25, "of 50 looks a second"
     assert engine.peer_state(there.address) == "connected"
+
+
+def anonymous_kib() -> int:
+    ctypes.CDLL(None).malloc_trim(0)
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+    return int(line.split()[1])
+
+
+@pytest.mark.no_sanitizer  # it keeps what is freed
+def test_peer_that_idles_again_after_a_burst_keeps_little_memory(open_engine: EngineFactory) -> None:
+    hub = open_engine("hub", **ONE)
+    peers = [open_engine(f"peer-{i}", **ONE) for i in range(18)]
+    source = hub.register(np.ones(16 << 20, np.uint8))
+    target = np.zeros(16 << 20, np.uint8)
+    regions = [peer.register(target) for peer in peers]
+    pages = np.random.default_rng(1).permutation(16384).astype(np.uint32)
+
+    def burst(index: int) -> None:
+        under_way = [hub.submit_write(source, regions[index].descriptor, 8) for _ in range(1000)]
+        for write in under_way:
+            write.wait(WAIT_S)
+        hub.submit_paged_writes(source, pages, regions[index].descriptor, pages[::-1].copy(), 1024).wait(WAIT_S)
+
+    for peer in peers:
+        hub.connect(peer.address, WAIT_S)
+    for index in (0, 1, 0, 1):  # what the hub keeps for itself
+        burst(index)
+    time.sleep(1.0)
+    before = anonymous_kib()
+
+    for index in range(2, len(peers)):
+        burst(index)
+    time.sleep(1.0)
+
+    # At both sides, which are this process.
+    assert (anonymous_kib() - before) / (len(peers) - 2) < 200

@@ -5,15 +5,24 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import signal
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import checkpoint_engine.ps
 import pytest
+import torch
 
 import crossrail as xr
 from crossrail.cli.child import Child, ChildFailed, Children
+from crossrail.integrations.checkpoint_engine import CheckpointUpdateFailed, P2PStore, server
+from crossrail.integrations.checkpoint_engine.cpu import CpuDeviceManager
+from crossrail.integrations.checkpoint_engine.delivery import Bucket, Delivery
+from crossrail.integrations.checkpoint_engine.meeting import Done, Hello, Meeting
 from crossrail.integrations.checkpoint_engine.versions import check_parts, check_version
 from tests.integrations.checkpoint_engine_rank import digests, weights
 from tests.support.limits import eventually
@@ -198,15 +207,43 @@ def test_different_calls_refused(world: World) -> None:
     assert all("all ranks must make the same calls" in said for said in world.failures(world.ranks))
 
 
-def test_checkpoint_unregistered_meanwhile(world: World) -> None:
-    world.register("gone", seed=11)
-    world.ranks.all("gather", name="gone")
-    world.ranks[1].call("unregister", name="gone")
-    meeting = world.begin("gone")
-    for rank in range(RANKS):
-        world.workers[rank].start("receive", rank=rank, meeting=meeting)
-    assert all("the weights of rank 1 are gone" in said for said in world.failures(world.ranks))
-    assert all("the update failed" in said for said in world.failures(world.workers))
+@pytest.mark.parametrize("comes_again", [False, True])
+def test_checkpoint_unregistered_meanwhile(world: World, comes_again: bool) -> None:
+    name = f"gone {comes_again}"
+    world.register(name, seed=11)
+    world.ranks.all("gather", name=name)
+    world.ranks[1].call("unregister", name=name)
+    if comes_again:
+        world.ranks[1].call("register", name=name, seed=15, parts=[1])
+    world.begin(name)
+    complaint = f"rank 1: it has unregistered, or replaced, its part of '{name}' since gather_metas"
+    assert all(complaint in said for said in world.failures(world.ranks))
+    if comes_again:
+        world.ranks.all("gather", name=name)
+        assert world.update(name) == [digests(weights(11, 0) | weights(15, 1))] * RANKS
+
+
+def test_shared_pool_that_another_checkpoint_has_taken(world: World, tmp_path: Path) -> None:
+    """Neither this group nor one that reads from it gets the other's bytes under this name."""
+    world.register("pool a", seed=16, use_shared_memory_pool=True)
+    world.ranks.all("gather", name="pool a")
+    metas = world.ranks[0].call("metas")
+    world.ranks[1].call("unregister", name="pool a")
+    world.ranks[1].call("register", name="pool b", seed=17, parts=[1], use_shared_memory_pool=True)
+    joining = World(1, tmp_path)
+    try:
+        world.begin("pool a")
+        complaint = "rank 1: it has unregistered, or replaced, its part of 'pool a' since gather_metas"
+        assert all(complaint in said for said in world.failures(world.ranks))
+        joining.ranks[0].call("load", metas=metas)
+        meeting = joining.begin("pool a")
+        joining.workers[0].start("receive", rank=0, meeting=meeting)
+        assert "the weights of rank 1 are gone" in joining.failures(joining.ranks)[0]
+        assert "the update failed" in joining.failures(joining.workers)[0]
+    finally:
+        joining.close()
+        world.ranks[0].call("unregister", name="pool a")
+        world.ranks[1].call("unregister", name="pool b")
 
 
 @pytest.mark.parametrize("ranks", [None, [0]])
@@ -249,6 +286,112 @@ def test_rank_that_does_not_call(world: World) -> None:
         world.ranks[0].finish(DEADLINE_S)
     with pytest.raises(ChildFailed, match="nothing arrived from rank 1"):  # it was told, if it comes in the end
         world.ranks[1].call("gather", name="one")
+
+
+def test_rank_that_does_not_call_is_missed_after_the_timeout_and_not_after_two() -> None:
+    meeting = Meeting(torch.distributed.HashStore(), 0, 2, 1, "gather_metas('m')", timeout_s=3.0)
+    begun = time.monotonic()
+    with pytest.raises(CheckpointUpdateFailed, match="nothing arrived from rank 1 for 3 s"), meeting:
+        meeting.agree(Hello(meeting.call, "uuid", b"", 0))
+    assert 3.0 <= time.monotonic() - begun < 5.0
+
+
+def test_rank_is_waited_for_as_long_as_it_gives_signs() -> None:
+    store = torch.distributed.HashStore()
+    waiting, slow = (Meeting(store, rank, 2, 1, "update('m')", timeout_s=2.0) for rank in range(2))
+
+    def work() -> None:
+        slow.agree(Hello(slow.call, "uuid", b"", 0))
+        for _ in range(24):
+            time.sleep(0.25)
+            slow.sign()
+        slow.exchange("loaded", Done())
+
+    with ThreadPoolExecutor(1) as executor:
+        working = executor.submit(work)
+        waiting.agree(Hello(waiting.call, "uuid", b"", 0))
+        assert waiting.exchange("loaded", Done()) == [Done()] * 2
+        working.result()
+    begun = time.monotonic()
+    with pytest.raises(CheckpointUpdateFailed, match="nothing arrived from rank 1 for 2 s"):
+        waiting.exchange("end", Done())
+    assert time.monotonic() - begun < 10.0
+
+
+def test_rank_gives_a_sign_between_making_the_buffer_and_waiting_for_its_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Either may take nearly as long as others wait without a sign."""
+    events: list[str] = []
+
+    class Buffer:
+        def __init__(self, *_: object) -> None:
+            events.append("made")
+
+        def run(self, *_: object) -> None:
+            events.append("run")
+
+        def close(self) -> None:
+            events.append("closed")
+
+    for name, stand_in in (
+        ("Delivery", Buffer),
+        ("Worker", lambda *_: nullcontext()),
+        ("bucket_bytes_max", lambda *_: 256),
+        ("in_turns", lambda *_: []),
+    ):
+        monkeypatch.setattr(server, name, stand_in)
+    parameters: Any = server.ParameterServer.__new__(server.ParameterServer)
+    parameters._current_global_parameter_metas = {}
+    parameters._opened, parameters._rank, parameters._mem_fraction = None, 0, 0.9
+    parameters.device_manager = SimpleNamespace(device_module=SimpleNamespace(mem_get_info=lambda: (1024, 1024)))
+    parameters._bind_zmq_socket = lambda: (events.append("waits for its worker"), [])
+    parameters._deliver(lambda _: None, SimpleNamespace(sign=lambda: events.append("sign")))
+    assert events == ["made", "sign", "waits for its worker", "run", "closed"]
+
+
+class Read:
+    """A region that a peer still reads for the first `refusals` calls of close()."""
+
+    def __init__(self, region: xr.Region, refusals: int) -> None:
+        self._region = region
+        self._refusals = refusals
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        self._refusals -= 1
+        if self._refusals >= 0:
+            raise xr.WaitTimeout("still read by a peer")
+        self._region.close(timeout_s)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._region, name)
+
+
+def test_unregistering_tensors_of_which_one_is_still_read_can_be_called_again(environment: None) -> None:
+    store = P2PStore(CpuDeviceManager(), rank=0, transport="shm")
+    names = ["first", "read", "last"]
+    store.register_named_tensors({name: torch.zeros(1024, dtype=torch.uint8) for name in names})
+    regions = dict(store._regions)
+    store._regions["read"] = Read(regions["read"], refusals=2)  # type: ignore[assignment]
+    with pytest.raises(xr.WaitTimeout, match="still read"):
+        store.unregister_named_tensors(names)
+    assert list(store.named_tensors) == names
+    assert regions["first"].closed and regions["last"].closed, "nobody begins to read another meanwhile"
+    assert store.unregister_named_tensors([*names, "never registered"]) == 3
+    assert store.named_tensors == {} and regions["read"].closed
+    assert store.unregister_named_tensors(names) == 0
+    store.close()
+
+
+def test_buffer_is_registered_when_no_kernel_uses_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch gives memory out again that kernels of before are still writing."""
+    events: list[str] = []
+    monkeypatch.setattr(checkpoint_engine.ps, "reduce_tensor", lambda tensor: None)
+    module = SimpleNamespace(synchronize=lambda: events.append("kernels have ended"))
+    engine = SimpleNamespace(register=lambda tensor, access: events.append(f"registered as {access}"))
+    device, store = SimpleNamespace(device_type="cpu", device_module=module), SimpleNamespace(engine=engine)
+    Delivery(store, device, {}, [Bucket(0, SimpleNamespace(size=256))])  # type: ignore[arg-type]
+    assert events == ["kernels have ended", "registered as local"]
 
 
 @pytest.mark.parametrize(

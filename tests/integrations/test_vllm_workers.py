@@ -4,8 +4,11 @@ from collections.abc import Iterator
 
 import pytest
 
+import crossrail as xr
 from crossrail.integrations.vllm.orders import Chunk, Load, Orders
+from crossrail.kv.transfer import receiver as receiver_module
 from tests.integrations.vllm_workers import IMPATIENT, SHORT_LEASE, Open, Side, offer
+from tests.support.kv_copies import Held
 from tests.support.kv_doubts import give_up, lose_writes, note_fences
 
 TOKENS = 30
@@ -68,6 +71,32 @@ def test_producer_that_had_given_its_decoder_up_is_fenced_off(
     assert d.results[0].invalid == set(THEIRS) and len(fenced) == 1
 
 
+def test_worker_whose_producer_stands_still_in_a_copy_closes_all_else(
+    p: Side, d: Side, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(receiver_module, "_SHUT_S", 0.3)
+    p.prefill("a", TOKENS, MINE)
+    p.step(Orders(idle=True, finished=["a"]))
+    d.load("b", p, TOKENS, THEIRS)
+    d.until_received("b")
+    worker = d.workers[0]
+    engine, mailbox = worker._engine, worker._mailbox
+    (access,) = worker._consumer._receiver._accesses.values()
+    regions = list(access._regions)
+    held = Held(access)
+
+    with pytest.raises(xr.WaitTimeout, match="in the middle of a copy"):
+        worker.close()
+
+    assert engine is not None and engine.closed and not mailbox._tasks
+    with pytest.raises(xr.WaitTimeout, match="in the middle of a copy"):
+        worker.close()
+    held.end()
+    worker.close()
+    worker.close()
+    assert all(region.closed for region in regions)
+
+
 def test_layer_by_layer_for_who_asked_before(p: Side, d: Side) -> None:
     """In two chunks, whose blocks are allocated one after the other."""
     d.load("b", p, TOKENS, THEIRS)
@@ -95,6 +124,24 @@ def test_who_asks_in_the_middle_of_a_step_gets_it_after(p: Side, d: Side) -> Non
     d.until_received("b")
 
     d.assert_holds("b", THEIRS, as_of="a")
+
+
+def test_decoder_that_names_blocks_it_does_not_have_ends_its_own_transfer_alone(p: Side, d: Side) -> None:
+    wrong, good = [5, 6, 7, 99], [8, 10, 11, 13]
+    d.load("b", p, TOKENS, wrong)
+    d.load("c", p, TOKENS, THEIRS, transfer="u")
+    p.step(Orders(offers=[offer("a", TOKENS), offer("e", TOKENS, "u")]))
+    p.until(lambda: p.was_asked("t") and p.was_asked("u"), "asked")
+    chunks = [Chunk("a", TOKENS, 0, tuple(MINE)), Chunk("e", TOKENS, 0, tuple(good))]
+    p.step(Orders(chunks=chunks), {"a": (range(4), MINE), "e": (range(4), good)})
+    p.step(Orders(idle=True, finished=["a", "e"]))
+    for request in ("b", "c"):
+        d.until_received(request)
+    for request in ("a", "e"):
+        p.until_sent(request)
+
+    d.assert_holds("c", THEIRS, as_of="e")
+    assert d.results[0].invalid == set(wrong)
 
 
 @pytest.mark.parametrize(("p_tp", "d_tp"), [(2, 1), (1, 2), (4, 2), (8, 2), (2, 8)])

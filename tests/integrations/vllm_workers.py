@@ -25,10 +25,10 @@ PAGE = 8
 LAYERS = 3
 MODEL: dict[str, Any] = {"layers": LAYERS, "kv_heads": 4, "head_dim": 6, "dtype": "float32", "kind": "PACKED"}
 NAMES = [f"layer {i}" for i in range(LAYERS)]
-PATIENT = VllmOptions(transport="shm", load_s=WAIT_S, silent_s=WAIT_S, probe_s=0.1, quiesce_s=WAIT_S)
+PATIENT = VllmOptions(transport="shm", load_s=WAIT_S, producer_timeout_s=WAIT_S, probe_s=0.1, quiesce_s=WAIT_S)
 # A heartbeat may be late by twenty times its period, on a busy machine.
 SHORT_LEASE = msgspec.structs.replace(PATIENT, lease_s=4.0, heartbeat_s=0.2)
-IMPATIENT = msgspec.structs.replace(PATIENT, silent_s=0.5)
+IMPATIENT = msgspec.structs.replace(PATIENT, producer_timeout_s=0.5)
 
 # Opens a Side, closed when the test ends.
 Open = Callable[..., "Side"]

@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator, Callable, Iterator
 import aiohttp
 import pytest
 
-from crossrail.kv.decoder import Decoder
-from crossrail.kv.etcd_records import Place
-from crossrail.kv.http import Front
-from crossrail.kv.prefiller import Prefiller
+from crossrail.kv.etcd.records import Place
+from crossrail.kv.http.front import Front
+from crossrail.kv.services.decoder import Decoder
+from crossrail.kv.services.prefiller import Prefiller
 from crossrail.kv.toy import ToyTokenizer
 from tests.support.etcd import EtcdServer
 from tests.support.kv_cluster import SECRET, Cluster

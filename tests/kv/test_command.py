@@ -5,6 +5,7 @@ import os
 import re
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -19,6 +20,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from crossrail import Engine, UsageError
 from crossrail.cli.kv import common
 from crossrail.cli.main import main
 from tests.support.kv_processes import SECRET, Asking, Services, all_pages_free, monolithic
@@ -183,7 +185,9 @@ def test_second_signal_ends_a_node_at_once(services: Services) -> None:
 
 
 def test_nodes_end_with_whoever_started_them_whatever_is_under_way(tmp_path: Path) -> None:
-    services = Services(tmp_path / "stderr", silent_s=2 * WAIT_S)  # nothing that takes so long is to be waited for
+    services = Services(
+        tmp_path / "stderr", prefiller_timeout_s=2 * WAIT_S
+    )  # nothing that takes so long is to be waited for
     try:
         services.add_router()
         for role, name in (("prefiller", "p0"), ("decoder", "d0")):
@@ -304,6 +308,13 @@ def test_demo_shows_equal_tokens(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "made" / "timeline.json").read_text())["traceEvents"]
 
 
+def test_demo_that_finds_nothing_to_kill_says_so_at_once(tmp_path: Path) -> None:
+    """A prompt of one token has nothing to prefill."""
+    command = [sys.executable, "-m", "crossrail", "kv", "demo", "--kill", "--prompt-tokens", "1", "--token-us", "0"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=50, cwd=tmp_path, env=os.environ)
+    assert run.returncode == 1 and "error: --kill: no prefiller was seen at work" in run.stderr, run.stdout + run.stderr
+
+
 def test_service_without_a_secret_is_refused(tmp_path: Path) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "CROSSRAIL_SECRET"}
     command = [sys.executable, "-m", "crossrail", "kv", "router"]
@@ -318,12 +329,15 @@ def test_service_without_a_secret_is_refused(tmp_path: Path) -> None:
         ["decoder", "--router=ftp://h:1"],
         ["decoder", "--router=http://h:99999"],
         ["prefiller", "--router=http://h:1", "--chunk-tokens=0"],
-        ["prefiller", "--router=http://h:1", "--silent-s=0"],
+        ["prefiller", "--router=http://h:1", "--prefiller-timeout-s=0"],
         ["prefiller", "--router=http://h:1", "--drain-s=-1"],
         ["prefiller", "--router=http://h:1", "--port=-1"],
         ["router", "--listen=127.0.0.1:99999"],
         ["router", "--listen=127.0.0.1:\N{SUPERSCRIPT TWO}"],
         ["router", "--heartbeat-s=-1"],
+        ["router", "--name="],
+        ["router", "--heartbeat-s=2", "--lease-s=1"],
+        ["decoder", "--router=http://h:1", "--name=" + 129 * "n"],
     ],
     ids=" ".join,
 )
@@ -362,6 +376,30 @@ def test_mistake_in_a_function_of_the_users_is_his(
 def test_place_that_is_none_of_this_host_is_named() -> None:
     result = CliRunner(env={"CROSSRAIL_SECRET": SECRET}).invoke(main, ["kv", "router", "--listen=192.0.2.77:1"])
     assert result.exit_code == 1 and result.stderr.startswith("error: --listen 192.0.2.77:1: "), result.output
+
+
+@pytest.mark.parametrize("host", ["n", "llama-3-70b-instruct-prefiller-deployment-7c9d8b6f5d-x2x4q", 64 * "h"])
+def test_node_starts_whatever_the_name_of_its_host(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+
+    def engine(name: str, **_: object) -> None:
+        opened.append(name)
+        raise UsageError("far enough")
+
+    monkeypatch.setattr(socket, "gethostname", lambda: host)
+    monkeypatch.setattr(common.xr, "Engine", engine)
+    CliRunner(env={"CROSSRAIL_SECRET": SECRET}).invoke(main, ["kv", "prefiller", "--router=http://h:1"])
+    (name,) = opened
+    with Engine(name, transport="null"):
+        pass
+    assert name.startswith("prefiller-") and name.endswith(f"{host[-30:]}-{os.getpid()}")
+
+
+def test_name_of_an_engine_is_cut_in_its_middle_and_between_characters() -> None:
+    assert common.engine_name("router") == "router" and common.engine_name(64 * "x") == 64 * "x"
+    for name in (65 * "x", 100 * "é", 40 * "€", 128 * "\N{SLOTH}"):
+        cut = common.engine_name(name)
+        assert 56 < len(cut.encode()) <= 64 and set(cut) == {name[0], "."}
 
 
 def test_package_alone_imports_none_of_it() -> None:

@@ -105,6 +105,25 @@ async def test_pages_come_and_go_while_the_prompt_is_computed(open_engine: Engin
     rank.receiver.close()
 
 
+async def test_a_step_refused_for_one_request_leaves_the_others_of_it_alone(open_engine: EngineFactory) -> None:
+    prefiller, rank = Prefiller(LAYOUT, [open_engine("prefiller")]), Rank(open_engine("decoder"), LAYOUT, 0)
+    reception = rank.adopt("whole")
+    lacking = foreign_lease("lacking", np.full(4, NOT_YET, np.uint32), 8)
+    async with closing(prefiller):
+        whole = prefiller.open(reception.dispatch(LAYOUT))
+        job = prefiller.sender.open(rank.adopt("lacking").dispatch(LAYOUT), lacking)
+        with pytest.raises(xr.UsageError, match="src_pages"):
+            prefiller.sender.begin_step([(whole, TOKENS), (job, TOKENS)])
+
+        await job.cancel("its pages are missing", WAIT_S)
+        await prefiller.prefill(whole, [TOKENS])
+        await reception.arrived(WAIT_S)
+
+    reception.release()
+    rank.assert_holds(prefiller, "whole")
+    rank.receiver.close()
+
+
 async def test_at_rest_waits_for_steps_under_way(open_engine: EngineFactory) -> None:
     prefiller, rank = Prefiller(LAYOUT, [open_engine("prefiller")]), Rank(open_engine("decoder"), LAYOUT, 0)
     reception = rank.adopt("request")
@@ -119,6 +138,49 @@ async def test_at_rest_waits_for_steps_under_way(open_engine: EngineFactory) -> 
         assert not job.settled
         await reception.withdraw(job.cancel, WAIT_S)
     reception.release()
+    rank.receiver.close()
+
+
+async def test_a_layer_counts_for_the_step_that_announces_it_alone(open_engine: EngineFactory) -> None:
+    """Of steps that were begun in advance."""
+    prefiller, rank = Prefiller(LAYOUT, [open_engine("prefiller")]), Rank(open_engine("decoder"), LAYOUT, 0)
+    reception = rank.adopt("request")
+    async with closing(prefiller):
+        job = prefiller.open(reception.dispatch(LAYOUT))
+        first, second = (prefiller.sender.begin_step([(job, end)]) for end in (16, TOKENS))
+        for _ in range(LAYOUT.layers - 1):
+            first.layer_done()
+
+        with pytest.raises(xr.UsageError, match="one begun before it still lacks 1"):
+            second.layer_done()
+        assert (first.layers_left, second.layers_left) == (1, LAYOUT.layers)
+
+        first.layer_done()
+        with pytest.raises(xr.UsageError, match="a step that is over"):
+            first.layer_done()
+        second.layer_done()
+        assert (first.layers_left, second.layers_left) == (0, LAYOUT.layers - 1)
+        await reception.withdraw(job.cancel, WAIT_S)
+    reception.release()
+    rank.receiver.close()
+
+
+async def test_a_layer_may_be_announced_once_the_step_before_was_abandoned(open_engine: EngineFactory) -> None:
+    prefiller, rank = Prefiller(LAYOUT, [open_engine("prefiller")]), Rank(open_engine("decoder"), LAYOUT, 0)
+    dropped, reception = rank.adopt("dropped"), rank.adopt("request")
+    async with closing(prefiller):
+        job = prefiller.open(reception.dispatch(LAYOUT))
+        steps = [
+            prefiller.sender.begin_step([(prefiller.open(dropped.dispatch(LAYOUT)), TOKENS)]),
+            prefiller.sender.begin_step([(job, 16)]),
+            prefiller.sender.begin_step([(job, TOKENS)]),
+        ]
+        steps[1].abandon("the model gave up")
+        with pytest.raises(xr.UsageError, match="one begun before it still lacks 3"):
+            steps[2].layer_done()
+        steps[0].abandon("the model gave up")
+        steps[2].layer_done()
+        assert [step.layers_left for step in steps] == [0, 0, LAYOUT.layers - 1]
     rank.receiver.close()
 
 

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 import crossrail as xr
@@ -322,6 +323,8 @@ async def test_open_refuses_and_leaves_the_lease_alone(prefiller: Prefiller, dec
             prefiller.sender.open(target, lease)
         with pytest.raises(LayoutMismatch, match="layers: prefiller 4, decoder 3"):
             prefiller.sender.open(replace(target, layout=replace(LAYOUT, layers=3)), lease)
+        with pytest.raises(xr.UsageError, match=r"dst_pages has 0\.\.32, must be pages"):
+            prefiller.sender.open(replace(target, pages=np.array([0, 1, 2, 32], np.uint32)), lease)
         assert lease.state is S.RESERVED
         prefiller.open(target)
         with pytest.raises(DuplicateRequest, match="'request' is under way"):
@@ -344,6 +347,21 @@ async def test_chunks_that_do_not_follow_are_refused_and_no_step_begins(
         for job in jobs:
             job.send_tail(prefiller.tail)
             await asyncio.wait_for(job.finish(), WAIT_S)
+
+
+async def test_a_step_that_names_a_job_twice_takes_chunks_that_follow(prefiller: Prefiller, decoder: Decoder) -> None:
+    reception = decoder.reserve("request", 30)
+    async with closing(prefiller):
+        job = prefiller.open(reception.dispatch(LAYOUT, "prefiller"))
+        with pytest.raises(xr.UsageError, match="a chunk up to token 11 must end behind 16"):
+            prefiller.sender.begin_step([(job, 16), (job, 11)])
+
+        await prefiller.step([(job, 16), (job, 30)])
+
+        job.send_tail(prefiller.tail)
+        await asyncio.wait_for(job.finish(), WAIT_S)
+    await reception.arrived(WAIT_S)
+    decoder.assert_holds(reception, prefiller.kv_of("request", 30))
 
 
 async def test_closing_a_sender_ends_its_requests(prefiller: Prefiller, decoder: Decoder) -> None:

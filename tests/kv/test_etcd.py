@@ -8,8 +8,9 @@ import pytest
 
 import crossrail as xr
 from crossrail.kv import messages as m
-from crossrail.kv.etcd import Change, Etcd, EtcdError
-from crossrail.kv.etcd_records import Place, Registration, Seal, Superseded, follow
+from crossrail.kv.errors import Superseded
+from crossrail.kv.etcd.client import Change, Etcd, EtcdError
+from crossrail.kv.etcd.records import Place, Registration, Seal, follow
 from tests.kv.conftest import until
 from tests.support.etcd import ETCD
 from tests.support.limits import WAIT_S
@@ -222,7 +223,7 @@ async def test_etcd_that_cannot_answer_now_is_passed_over(place: Place, answer: 
 async def test_absence_is_told_once_for_each_reason_and_when_it_is_over(
     place: Place, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("crossrail.kv.etcd_records._RETRY_S", 0.01)
+    monkeypatch.setattr("crossrail.kv.etcd.records._RETRY_S", 0.01)
     async with client(place) as etcd:
         registration = Registration(etcd, place.nodes + "a", b"a", 0.3)
         grant, tries = etcd.grant, 0

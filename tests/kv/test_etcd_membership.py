@@ -6,17 +6,21 @@ import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from crossrail.kv import etcd_membership, etcd_records
 from crossrail.kv import messages as m
-from crossrail.kv.decoder import Decoder
-from crossrail.kv.etcd import Etcd
-from crossrail.kv.etcd_membership import EtcdRoster
-from crossrail.kv.etcd_records import Place, Superseded
-from crossrail.kv.prefiller import Prefiller
-from crossrail.kv.router import Router
+from crossrail.kv.errors import Superseded
+from crossrail.kv.etcd import membership as etcd_membership
+from crossrail.kv.etcd import records as etcd_records
+from crossrail.kv.etcd.client import Etcd
+from crossrail.kv.etcd.membership import EtcdRoster
+from crossrail.kv.etcd.records import Place
+from crossrail.kv.services.decoder import Decoder
+from crossrail.kv.services.membership import Roster
+from crossrail.kv.services.prefiller import Prefiller
+from crossrail.kv.services.router import Router
 from tests.kv.conftest import quiet, start, until
 from tests.support.etcd import ETCD, EtcdServer
 from tests.support.kv_cluster import ROUTER, SECRET, Cluster, monolithic, prompt_of
@@ -32,6 +36,12 @@ LEASE_S = 2.0
 def listed_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """To be asked for before a cluster."""
     monkeypatch.setattr(etcd_records, "_LIST_EVERY_S", 0.1)
+
+
+@pytest.fixture
+def looked_for_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By each member, its own record; its watch of the others misses nothing. To be asked for before a cluster."""
+    monkeypatch.setattr(etcd_records, "_LOOK_EVERY_S", 0.1)
 
 
 @pytest.fixture
@@ -108,7 +118,7 @@ async def test_node_whose_lease_ends_is_gone_and_comes_back(cluster: Cluster, pl
     await assert_serves(cluster)
 
 
-async def test_records_that_somebody_removes_are_back(listed_often: None, cluster: Cluster, place: Place) -> None:
+async def test_records_that_somebody_removes_are_back(looked_for_often: None, cluster: Cluster, place: Place) -> None:
     """Though their leases live: as of an operator who tidies up."""
     await start(cluster)
     gone: list[str] = []
@@ -124,14 +134,13 @@ async def test_records_that_somebody_removes_are_back(listed_often: None, cluste
     await assert_serves(cluster)
 
 
-async def test_node_whose_record_was_removed_and_its_name_taken_is_refused(
-    listed_often: None, cluster: Cluster, place: Place
+async def test_node_whose_record_another_has_replaced_is_refused(
+    looked_for_often: None, cluster: Cluster, place: Place
 ) -> None:
     await start(cluster)
     async with client(place) as etcd:
-        key = place.nodes + "d0"
-        await etcd._ask("kv/deleterange", {"key": base64.b64encode(key.encode()).decode()})
-        assert await etcd.put_if_ours(key, b"another's", await etcd.grant(30))
+        key, value = (base64.b64encode(text.encode()).decode() for text in (place.nodes + "d0", "another's"))
+        await etcd._ask("kv/put", {"key": key, "value": value, "lease": str(await etcd.grant(30))})
         with pytest.raises(Superseded, match=r"another process has .*/d0 in etcd, and keeps it"):
             await asyncio.wait_for(asyncio.shield(cluster.nodes["d0"].refused), WAIT_S)
 
@@ -292,3 +301,50 @@ async def test_record_that_is_not_taken_is_told_once(
         await asyncio.sleep(1.0)
         assert [caplog.text.count(f"of {what} 'junk' is not taken") for what in ("node", "router")] == [1, 2]
         await etcd.revoke(lease)
+
+
+async def test_key_that_is_no_text_is_passed_over_and_told_once(
+    listed_often: None, cluster: Cluster, place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Before anybody follows, and while they do: anybody who can write to etcd may put it there."""
+    keys = [below.encode() + key for below in (place.nodes, place.routers) for key in (b"\xff", b"\xfe\xfe")]
+    async with client(place) as etcd:
+
+        async def put(*keys: bytes) -> None:
+            for key in keys:
+                pair = {"key": base64.b64encode(key).decode(), "value": "AAAA"}
+                await etcd._ask("kv/put", pair)
+
+        await put(*keys[::2])
+        await start(cluster)
+        await put(*keys[1::2])
+        await until(lambda: caplog.text.count("is passed over") >= 6, "both nodes and the router have seen theirs")
+        cluster.add(Decoder, "d1")
+        await until(lambda: "d1" in names(cluster.router, "decoder"), "who comes later is seen")
+        await until(lambda: cluster.nodes["d1"].links and cluster.nodes["d1"].links[0].joined.is_set(), "and joins")
+        await asyncio.sleep(1.0)
+        told = [message for message in caplog.messages if "is passed over: it is not in UTF-8" in message]
+        # One client each has d0, p0 and d1 (of routers), and the router (of nodes): two keys.
+        assert len(told) == 8
+    await assert_serves(cluster)
+
+
+async def test_record_that_breaks_what_reads_it_ends_nothing(
+    cluster: Cluster, place: Place, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one of a later version might, that knows the secret."""
+    join = Roster.join
+
+    def breaking(self: Roster, record: m.NodeRecord, *more: Any) -> None:
+        if record.node == "odd":
+            raise ZeroDivisionError("odd")
+        join(self, record, *more)
+
+    monkeypatch.setattr(Roster, "join", breaking)
+    await start(cluster)
+    cluster.add(Decoder, "odd")
+    await until(lambda: "record of node 'odd' is not taken: odd" in caplog.text, "it is told")
+    assert "ZeroDivisionError" in caplog.text
+    cluster.add(Decoder, "d1")
+    await until(lambda: "d1" in names(cluster.router, "decoder"), "who comes later is seen")
+    await assert_serves(cluster)

@@ -8,10 +8,10 @@ import aiohttp
 import pytest
 
 from crossrail.kv import messages as m
-from crossrail.kv.decoder import Decoder
-from crossrail.kv.http import Front
+from crossrail.kv.http.front import Front
 from crossrail.kv.model import Tokens
-from crossrail.kv.prefiller import Prefiller
+from crossrail.kv.services.decoder import Decoder
+from crossrail.kv.services.prefiller import Prefiller
 from crossrail.kv.toy import ToyModel, ToyTokenizer
 from tests.kv.asking import SLOW_S, TEXT, answer_of, body, expected
 from tests.kv.conftest import quiet, start, until

@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 
 from crossrail.kv import messages as m
-from crossrail.kv.http import Front
+from crossrail.kv.http.front import Front
 from crossrail.kv.model import Tokens
 from crossrail.kv.toy import ToyTokenizer
 from tests.kv.asking import SLOW_S, TEXT, answer_of, body, expected
@@ -68,7 +68,8 @@ async def test_router_without_a_tokenizer_takes_token_ids_alone(
         ({"tools": []}, "unknown field `tools`"),
         ({"stop": ""}, "length >= 1 - at `$.stop`"),
         ({"prompt": [1, 2, 300]}, "tokens must be in 0..256, not 1..300"),
-        ({"prompt": "x" * 700}, "take 89 pages"),
+        ({"prompt": "x" * 700}, "take 88 pages"),
+        ({"prompt": "x" * 500, "max_tokens": 200}, "take 88 pages, node 'd0' has 64"),
         ({"prompt": ["a", "b"]}, "`prompt` has 2 entries, not all of them token ids: a list of prompts may"),
         ({"prompt": [1, "b"]}, "`prompt` has 2 entries, not all of them token ids"),
         ({"prompt": [[]]}, "the prompt is empty"),
@@ -171,6 +172,19 @@ async def test_router_that_drains_finishes_and_takes_nothing_new(
     async with await first as response:
         assert (await response.json())["choices"][0]["token_ids"] == await expected()
     assert await drained
+
+
+async def test_request_that_waits_is_told_that_the_router_is_closing(
+    cluster: Cluster, url: str, client: aiohttp.ClientSession
+) -> None:
+    """In the time that its connection is left."""
+    cluster.router.options = replace(ROUTER, queue_s=2 * WAIT_S)
+    waiting = asyncio.ensure_future(client.post(url + "/v1/completions", json=body()))
+    await until(lambda: cluster.router.requests == 1, "it waits for a decoder")
+    await cluster.router.close()
+    async with await asyncio.wait_for(waiting, 1.0) as response:
+        assert response.status == 502
+        assert "the router is closing" in (await response.json())["error"]["message"]
 
 
 async def test_nodes_that_drain_make_no_router_ready(cluster: Cluster, url: str, client: aiohttp.ClientSession) -> None:

@@ -43,7 +43,7 @@ at_a_step = pytest.mark.parametrize("step", STEPS if os.environ.get("CROSSRAIL_K
 def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
     """Of all cases of this file."""
     folder = tmp_path_factory.mktemp("kills")
-    made = Services(folder / "stderr", "tcp", silent_s=3)
+    made = Services(folder / "stderr", "tcp", prefiller_timeout_s=3)
     try:
         made.restore(NODES)  # each case leaves as many descriptors as it has found
         yield made
@@ -145,7 +145,7 @@ async def test_router_stopped_at_a_step(services: Services, step: str, seed: See
 async def test_processes_with_membership_in_etcd(tmp_path: Path) -> None:
     server = EtcdServer(tmp_path / "etcd")
     server.start()
-    services = Services(tmp_path / "stderr", "tcp", f"etcd://{server.endpoint}/test", silent_s=3)
+    services = Services(tmp_path / "stderr", "tcp", f"etcd://{server.endpoint}/test", prefiller_timeout_s=3)
     try:
         nodes = {"p0": "prefiller", "d0": "decoder", "d1": "decoder"}
         services.restore(nodes)

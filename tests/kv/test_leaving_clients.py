@@ -54,9 +54,9 @@ async def test_cancel_twice_and_of_what_is_unknown(cluster: Cluster) -> None:
     await assert_still_serves(cluster)
 
 
-@pytest.mark.parametrize("deadline_s", [0.3, 0.0])
-async def test_deadline_ends_it_at_all_nodes(cluster: Cluster, deadline_s: float) -> None:
+@pytest.mark.parametrize("timeout_s", [0.3, 0.0])
+async def test_deadline_ends_it_at_all_nodes(cluster: Cluster, timeout_s: float) -> None:
     await start(cluster, token_s=10 * SLOW_S)
-    _, end = await cluster.complete(PROMPT, GREEDY, deadline_s=deadline_s)
+    _, end = await cluster.complete(PROMPT, GREEDY, timeout_s=timeout_s)
     assert end.reason == "deadline"
     await quiet(cluster)

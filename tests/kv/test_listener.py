@@ -18,8 +18,8 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from crossrail.kv.http import Front
-from crossrail.kv.listener import Listener
+from crossrail.kv.http.front import Front
+from crossrail.kv.http.listener import Listener
 from crossrail.kv.toy import ToyTokenizer
 from tests.kv.asking import HEAD, answer_of, body
 from tests.kv.conftest import quiet, start, until
@@ -135,7 +135,7 @@ def test_descriptors_that_run_out_fill_no_log() -> None:
     script = """
 import asyncio, logging, resource, socket, sys
 from aiohttp import web
-from crossrail.kv.listener import Listener
+from crossrail.kv.http.listener import Listener
 
 logging.basicConfig(stream=sys.stdout)
 resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
@@ -282,9 +282,39 @@ async def test_client_that_takes_nothing_is_cut_off_and_its_request_given_up(
         data = json.dumps(body(max_tokens=450, stream=True)).encode()
         client.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(data) + data)
         await until(lambda: cluster.router.requests == 1, "the request is under way")
-        await until(lambda: cluster.router.requests == 0, "the request is given up", ROUTER.request_s / 2)
+        await until(lambda: cluster.router.requests == 0, "the request is given up", ROUTER.request_timeout_s / 2)
     await quiet(cluster)
     assert cluster.router.counts.total() == 1
+
+
+@pytest.mark.parametrize("before", [0, 60])
+async def test_client_that_leaves_is_noticed_however_much_it_sent_behind_its_request(
+    cluster: Cluster, url: str, before: int
+) -> None:
+    """So much that nothing more is read of it, and no end is seen."""
+    await start(cluster)
+
+    async def never(*_: object) -> tuple[object, bytes]:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    cluster.nodes["d0"].model.step = never  # type: ignore[assignment]
+    looks = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+    data = json.dumps(body()).encode()
+    asked = HEAD + b"Content-Length: %d\r\n\r\n" % len(data) + data
+    async with connected(int(url.rpartition(":")[2])) as (_, writer):
+        writer.write(before * looks + asked + 500 * looks)
+        await until(lambda: cluster.router.requests == 1, "it is under way")
+    await until(lambda: cluster.router.requests == 0, "it is given up", 5.0)
+    assert cluster.router.counts["cancelled"] == 1
+
+
+async def test_requests_sent_at_once_are_all_answered(url: str) -> None:
+    looks = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
+    async with connected(int(url.rpartition(":")[2])) as (reader, writer):
+        writer.write(299 * looks + looks.replace(b"Host", b"Connection: close\r\nHost"))
+        heard = await asyncio.wait_for(reader.read(), WAIT_S)
+    assert heard.count(b"HTTP/1.1 200 OK") == 300
 
 
 async def test_client_that_is_no_slower_than_its_tokens_is_waited_for(

@@ -1,17 +1,20 @@
 """Decoders that die, freeze or close at every step: another one goes on, and no token comes twice."""
 
 import asyncio
+import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from crossrail.kv import messages as m
-from crossrail.kv.decoder import Decoder
-from crossrail.kv.membership import Roster
-from crossrail.kv.serving import Serving
+from crossrail.kv.models.steps import until_over
+from crossrail.kv.services.decoder import Decoder
+from crossrail.kv.services.membership import Roster
+from crossrail.kv.services.serving import Serving
 from tests.kv.conftest import quiet, start, until
 from tests.kv.steps import GREEDY, PROMPT, SLOW_S, STEPS, assert_still_serves, prefiller, under_way
-from tests.support.kv_cluster import ROUTER, Cluster, monolithic, prompt_of
+from tests.support.kv_cluster import NODE, ROUTER, Cluster, monolithic, prompt_of
 from tests.support.limits import WAIT_S
 
 SAMPLINGS = [m.Sampling(24, ignore_end=True), m.Sampling(24, temperature=0.8, top_p=0.9, seed=7, ignore_end=True)]
@@ -95,7 +98,7 @@ async def test_end_that_a_dead_decoder_had_not_told_is_told_by_another(cluster: 
 
     decoder = cluster.nodes["d0"]
     assert isinstance(decoder, Decoder)
-    tell, decoder._offer = decoder._offer, keep_to_yourself
+    tell, decoder._to_router._offer = decoder._to_router._offer, keep_to_yourself
     for node in cluster.nodes.values():
         node.model.end_tokens = frozenset({whole[12]})
     client = asyncio.ensure_future(cluster.complete(PROMPT, m.Sampling(24)))
@@ -162,3 +165,141 @@ async def test_decoder_that_dies_alone_ends_it_in_words(cluster: Cluster) -> Non
     _, end = await asyncio.wait_for(client, WAIT_S)
     assert end.reason == "error"
     assert "its decoder is gone: node 'd0' died or closed; nobody else goes on with it: no decoder" in end.detail
+
+
+class Hanging:
+    """The model of this decoder, whose next steps wait until they may go on."""
+
+    def __init__(self, cluster: Cluster, name: str) -> None:
+        self.goes_on = asyncio.Event()
+        self.hangs = asyncio.Event()
+        self._model = cluster.nodes[name].model
+        self._step = self._model.step
+        self._model.step = self.step  # type: ignore[method-assign]
+
+    async def step(self, *arguments: Any) -> Any:
+        self.hangs.set()
+        await self.goes_on.wait()
+        return await self._step(*arguments)
+
+
+async def test_requests_of_a_decoder_whose_model_hangs_go_on_elsewhere_behind_what_was_told(cluster: Cluster) -> None:
+    """It answers all the time. Until the model lets go it takes nothing new, and what it had keeps its pages."""
+    cluster.node_options = replace(NODE, model_timeout_s=0.6)
+    await start(cluster, token_s=SLOW_S)
+    d0 = cluster.nodes["d0"]
+    prompts = [prompt_of(40, seed=n) for n in range(3)]
+    clients = [asyncio.ensure_future(cluster.complete(prompt, GREEDY)) for prompt in prompts]
+    await until(lambda: all(len(running.tokens) > 2 for running in cluster.router._running.values()), "tokens come")
+    model = Hanging(cluster, "d0")
+    await asyncio.wait_for(model.hangs.wait(), WAIT_S)
+    await until(lambda: not d0._servings, "it has handed its requests over")
+    assert cluster.busy_pages()["d0"]
+    cluster.add(Decoder, "d1")
+
+    for prompt, client in zip(prompts, clients, strict=True):
+        tokens, end = await asyncio.wait_for(client, WAIT_S)
+        assert (tokens, end.reason) == (await monolithic(prompt, GREEDY), "length")
+    assert cluster.router.counts["restarted"] == len(prompts)
+    await cluster.kill("d1")
+    question = m.Start("new", m.pack_tokens(PROMPT[:1]), GREEDY, 9.0, None)
+    refusal = await cluster.router.mailbox.ask(d0.mailbox.address, question, (m.Started, m.StartRefused), WAIT_S)
+    assert isinstance(refusal, m.StartRefused) and refusal.busy
+    assert "the model of node 'd0' hangs: it has computed no token for" in refusal.reason
+    model.goes_on.set()
+    await until(lambda: "d0" not in cluster.busy_pages(), "its pages are free")
+    await assert_still_serves(cluster)
+
+
+async def test_request_whose_decoders_all_hang_ends_and_says_so(cluster: Cluster) -> None:
+    cluster.node_options = replace(NODE, model_timeout_s=0.3)
+    await start(cluster, token_s=SLOW_S)
+    cluster.router.options = replace(ROUTER, restarts_max=1)
+    cluster.add(Decoder, "d1")
+    models = [Hanging(cluster, name) for name in ("d0", "d1")]
+    _, end = await asyncio.wait_for(cluster.complete(PROMPT, GREEDY), WAIT_S)
+    assert end.reason == "error"
+    assert re.fullmatch(
+        r"its decoder is gone: the model of node 'd.' hangs: it has computed no token for 0\.\d+ s; so were 1 before",
+        end.detail,
+    )
+    for model in models:
+        model.goes_on.set()
+
+
+async def test_decoder_closes_while_its_model_hangs(cluster: Cluster) -> None:
+    """It ends the call by cancelling it."""
+    cluster.node_options = replace(NODE, model_timeout_s=0.3)
+    await start(cluster)
+    d0, model = cluster.nodes["d0"], Hanging(cluster, "d0")
+    client = asyncio.ensure_future(cluster.complete(PROMPT, GREEDY))
+    await asyncio.wait_for(model.hangs.wait(), WAIT_S)
+    await until(lambda: len(d0._held_by_model) == 1, "it has handed it over")
+    await asyncio.wait_for(d0.close(), WAIT_S)
+    assert "d0" not in cluster.busy_pages()
+    cluster.add(Decoder, "d1")
+    assert (await asyncio.wait_for(client, WAIT_S))[0] == await monolithic(PROMPT, GREEDY)
+
+
+async def test_steps_that_take_turns_are_no_hang(cluster: Cluster) -> None:
+    """A request whose own step waits for others is not given up while these go on."""
+    cluster.node_options = replace(NODE, model_timeout_s=0.6)
+    await start(cluster, token_s=SLOW_S)
+    model = cluster.nodes["d0"].model
+    step, turn = model.step, asyncio.Lock()
+
+    async def one_at_a_time(*arguments: Any) -> Any:
+        async with turn:
+            await asyncio.sleep(0.2)
+            return await step(*arguments)
+
+    model.step = one_at_a_time
+    short = m.Sampling(max_tokens=2, ignore_end=True)
+    clients = [cluster.complete(prompt_of(40, seed=n), short) for n in range(5)]
+    assert all(end.reason == "length" for _, end in await asyncio.gather(*clients))
+    assert not cluster.router.counts["restarted"]
+
+
+@pytest.mark.parametrize("handed_over", [True, False])
+async def test_decoder_that_closes_waits_until_the_model_lets_go_of_its_pages(
+    cluster: Cluster, handed_over: bool
+) -> None:
+    """A model's thread computes on, however often the call is cancelled."""
+    cluster.node_options = replace(NODE, model_timeout_s=0.3 if handed_over else WAIT_S, prefiller_timeout_s=0.1)
+    await start(cluster)
+    d0 = cluster.nodes["d0"]
+    step, begun, over = d0.model.step, asyncio.Event(), asyncio.Event()
+
+    async def in_a_thread(*arguments: Any) -> Any:
+        begun.set()
+        asyncio.get_running_loop().call_later(1.5, over.set)
+        await until_over(over)
+        return await step(*arguments)
+
+    d0.model.step = in_a_thread
+    client = asyncio.ensure_future(cluster.complete(PROMPT, GREEDY))
+    await asyncio.wait_for(begun.wait(), WAIT_S)
+    if handed_over:
+        await until(lambda: len(d0._held_by_model) == 1, "it has handed it over")
+    await asyncio.wait_for(d0.close(), WAIT_S)
+    assert over.is_set()
+    assert "d0" not in cluster.busy_pages()
+    cluster.add(Decoder, "d1")
+    assert (await asyncio.wait_for(client, WAIT_S))[0] == await monolithic(PROMPT, GREEDY)
+
+
+async def test_request_that_was_to_end_anyway_ends_when_the_model_hangs_and_goes_nowhere(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    cluster.node_options = replace(NODE, model_timeout_s=0.4)
+    await start(cluster)
+    d0, model = cluster.nodes["d0"], Hanging(cluster, "d0")
+    client = asyncio.ensure_future(cluster.complete(PROMPT, GREEDY))
+    await asyncio.wait_for(model.hangs.wait(), WAIT_S)
+    client.cancel()
+    await until(lambda: not d0._servings, "it has ended")
+    assert len(d0._held_by_model) == 1
+    assert not cluster.router.counts["restarted"]
+    assert "are to go on elsewhere" not in caplog.text
+    model.goes_on.set()
+    await assert_still_serves(cluster)

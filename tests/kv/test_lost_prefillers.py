@@ -1,17 +1,24 @@
 """Prefillers that die, fail or fall silent at every step: another one does it, and no token is wrong."""
 
 import asyncio
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 import crossrail as xr
 from crossrail.kv import messages as m
-from crossrail.kv.job import SendJob
-from crossrail.kv.prefiller import Prefiller
+from crossrail.kv.services.decoder import Decoder
+from crossrail.kv.services.prefiller import Prefiller
+from crossrail.kv.transfer import receiver as receiver_module
+from crossrail.kv.transfer.job import SendJob
 from tests.kv.conftest import quiet, start, until
 from tests.kv.steps import GREEDY, PROMPT, SLOW_S, STEPS, assert_still_serves, prefiller, reach, under_way
 from tests.support.kv_cluster import NODE, Cluster, monolithic, prompt_of
+from tests.support.kv_copies import Held
 from tests.support.kv_doubts import lose_writes, note_fences
 from tests.support.limits import WAIT_S
 
@@ -43,6 +50,29 @@ async def test_model_that_fails_at_one_prefiller_runs_at_another(cluster: Cluste
     await quiet(cluster)
 
 
+async def test_model_that_misses_a_layer_fails_that_request_alone(cluster: Cluster) -> None:
+    await start(cluster)
+    cluster.router.options = replace(cluster.router.options, attempts_max=1)
+    p0 = prefiller(cluster)
+    run, announcers = p0.model.prefill, []
+
+    async def forgetful(cache: Any, tokens: Any, begin: int, pages: Any, layer_done: Callable[[], None]) -> bytes:
+        calls = itertools.count()
+        announcers.append(layer_done)
+        return await run(cache, tokens, begin, pages, lambda: None if next(calls) == 1 else layer_done())
+
+    async def run_that_meets_a_late_word(*arguments: Any) -> bytes:
+        with pytest.raises(xr.UsageError, match="of a step that is over"):
+            announcers[0]()
+        return await run(*arguments)
+
+    p0.model.prefill = forgetful
+    _, end = await cluster.complete(PROMPT, GREEDY)
+    assert end.reason == "error" and "the model announced 3 of 4 layers" in end.detail
+    p0.model.prefill = run_that_meets_a_late_word
+    await assert_still_serves(cluster)
+
+
 async def test_writes_of_a_failed_request_that_do_not_end_keep_nobody_waiting(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -61,7 +91,7 @@ async def test_writes_of_a_failed_request_that_do_not_end_keep_nobody_waiting(
     client.cancel()
     await asyncio.gather(client, return_exceptions=True)
     prompt = prompt_of(30, seed=9)
-    assert (await cluster.complete(prompt, GREEDY, deadline_s=0.9 * NODE.silent_s))[0] == await monolithic(
+    assert (await cluster.complete(prompt, GREEDY, timeout_s=0.9 * NODE.prefiller_timeout_s))[0] == await monolithic(
         prompt, GREEDY
     )
     thaws.set()
@@ -133,6 +163,80 @@ async def test_prefiller_that_is_silent_is_fenced_off_and_harmless_when_it_speak
     frozen.mailbox._sort = heard
     thawed.set()
     await assert_still_serves(cluster)
+
+
+async def test_prefiller_whose_model_hangs_is_replaced_and_takes_nothing_until_it_goes_on(cluster: Cluster) -> None:
+    """Also for what waits in its queue, and what would come. It answers all the time."""
+    cluster.node_options = replace(NODE, model_timeout_s=0.6)
+    await start(cluster)
+    p0, hangs, goes_on = prefiller(cluster), asyncio.Event(), asyncio.Event()
+    run = p0.model.prefill
+
+    async def hanging_run(*arguments: Any) -> bytes:
+        hangs.set()
+        await goes_on.wait()
+        return await run(*arguments)
+
+    p0.model.prefill = hanging_run
+    prompts = [prompt_of(40, seed=n) for n in range(5)]
+    clients = [asyncio.ensure_future(cluster.complete(prompt, GREEDY)) for prompt in prompts[:3]]
+    await asyncio.wait_for(hangs.wait(), WAIT_S)
+    cluster.add(Prefiller, "p1")
+    clients += [asyncio.ensure_future(cluster.complete(prompt, GREEDY)) for prompt in prompts[3:]]
+
+    for prompt, client in zip(prompts, clients, strict=True):
+        assert (await asyncio.wait_for(client, WAIT_S))[0] == await monolithic(prompt, GREEDY)
+
+    await until(lambda: "d0" not in cluster.busy_pages(), "the decoder's pages are free before it goes on")
+    sender = cluster.nodes["d0"].mailbox
+    question = m.Dispatch("new", 1, m.pack_tokens(PROMPT), {}, 9.0)
+    refusal = await sender.ask(p0.mailbox.address, question, (m.Dispatched, m.DispatchRefused), WAIT_S)
+    assert isinstance(refusal, m.DispatchRefused) and "the model of node 'p0' hangs" in refusal.reason
+    await cluster.kill("p1")
+    goes_on.set()
+    await assert_still_serves(cluster)
+
+
+async def test_end_of_a_short_answer_does_not_wait_for_a_prefiller_that_falls_silent_after_its_last_write(
+    cluster: Cluster,
+) -> None:
+    await start(cluster)
+
+    async def says_nothing(*_: object) -> m.Message:
+        await asyncio.Event().wait()
+        raise AssertionError("it waits for ever")
+
+    prefiller(cluster).mailbox.handle(m.Probe, says_nothing)
+    begun_s = time.monotonic()
+    tokens, _ = await cluster.complete(PROMPT, m.Sampling(max_tokens=1, ignore_end=True))
+    assert time.monotonic() - begun_s < NODE.answer_timeout_s / 2
+    assert tokens == await monolithic(PROMPT, m.Sampling(max_tokens=1, ignore_end=True))
+
+
+async def test_model_that_is_slow_and_announces_its_layers_is_waited_for(cluster: Cluster) -> None:
+    cluster.node_options = replace(NODE, model_timeout_s=0.6, chunk_tokens=256)
+    await start(cluster, token_s=0.003)  # 120 tokens: a layer takes 0.36 s, the prompt 1.4 s
+    tokens, _ = await cluster.complete(PROMPT, GREEDY)
+    assert tokens == await monolithic(PROMPT, GREEDY)
+    assert not cluster.router.counts["redispatched"]
+
+
+async def test_decoder_whose_prefiller_stands_still_in_a_copy_closes_all_else(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(receiver_module, "_SHUT_S", 0.3)
+    await start(cluster)
+    await cluster.complete(PROMPT, GREEDY)
+    d0 = cluster.nodes["d0"]
+    assert isinstance(d0, Decoder)
+    (access,) = d0.receiver._accesses.values()
+    held = Held(access)
+
+    with pytest.raises(xr.WaitTimeout, match="in the middle of a copy"):
+        await d0.close()
+
+    assert d0.receiver._tails is not None and d0.receiver._tails.region.closed
+    held.end()
 
 
 async def test_request_is_cancelled_while_its_decoder_waits_for_a_router_that_says_nothing(cluster: Cluster) -> None:

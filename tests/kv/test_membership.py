@@ -8,9 +8,9 @@ import pytest
 
 import crossrail as xr
 from crossrail.kv import messages as m
-from crossrail.kv.etcd_membership import EtcdRoster
-from crossrail.kv.etcd_records import Place, Seal
-from crossrail.kv.membership import NotYet, Roster
+from crossrail.kv.etcd.membership import EtcdRoster
+from crossrail.kv.etcd.records import Place, Seal
+from crossrail.kv.services.membership import NotYet, Roster
 from tests.support.kv_cluster import LAYOUT, SECRET, node_record
 
 

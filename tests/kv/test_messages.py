@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 import crossrail as xr
 from crossrail.cli.text import seconds
 from crossrail.control import mailbox as mailbox_module
+from crossrail.control.mailbox import NoAnswer
 from crossrail.control.seal import OVERHEAD_BYTES, VERSION, Rejected, Sealer
+from crossrail.control.wire import EngineWire, Unreachable
 from crossrail.kv import messages as m
-from crossrail.kv.mailbox import Mailbox, NoAnswer
-from crossrail.kv.wire import EngineWire, Unreachable
 from tests.conftest import EngineFactory
 from tests.fuzz.targets import mutations
 from tests.support.kv_net import MemoryWire, Net
@@ -121,7 +121,20 @@ def test_missing_parts_are_bounded() -> None:
     for _ in range(3000):
         there.open(here.seal(b"x" * 25, THERE)[0], HERE)
         there.open(here.seal(b"x" * 25, THERE)[1], HERE)
-    assert sum(map(len, there._senders[HERE].partial.values())) <= 1024
+    assert sum(len(message.pieces) for message in there._senders[HERE].partial.values()) <= 1024
+
+
+def test_parts_that_do_not_agree_on_how_many_they_are_are_refused() -> None:
+    here, there = sealers(OVERHEAD_BYTES + 10)
+    here._next = 100
+    two = here.seal(b"x" * 15, THERE)
+    here._next = 100
+    seven = here.seal(b"x" * 65, THERE)
+    assert there.open(seven[5], HERE) is None
+
+    assert rejected(there, two[0]) == "malformed"
+
+    assert there.open(here.seal(b"next", THERE)[0], HERE) == b"next"
 
 
 def test_parts_of_many_messages_in_turn_arrive_whole() -> None:
@@ -185,8 +198,8 @@ class Desk:
     """Two mailboxes; `there` answers Probe with Progress, and counts how often each was asked."""
 
     def __init__(self, here: object, there: object, secrets: tuple[bytes, bytes] = (b"s3cret", b"s3cret")) -> None:
-        self.here = Mailbox(here, secrets[0], resend_s=0.02)
-        self.there = Mailbox(there, secrets[1], resend_s=0.02)
+        self.here = m.mailbox(here, secrets[0], resend_s=0.02)
+        self.there = m.mailbox(there, secrets[1], resend_s=0.02)
         self.asked: list[str] = []
         self.there.handle(m.Probe, self.answer)
         self.here.start()
@@ -342,6 +355,20 @@ async def test_flood_of_rubbish_is_told_once_in_a_while(
     assert caplog.records[-1].getMessage().endswith("and 199 more of this kind since the last line")
 
 
+async def test_mistake_of_ours_costs_one_message(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(packet: bytes, sender: bytes) -> bytes:
+        monkeypatch.undo()
+        raise KeyError("a mistake")
+
+    monkeypatch.setattr(desk.there._sealer, "open", fail)
+    assert (await desk.probe("r1")).request == "r1"  # asked again
+    assert desk.there.dropped["error"] == 1
+    assert caplog.records[-1].getMessage() == "dropped a message: KeyError: 'a mistake'"
+    assert caplog.records[-1].exc_info
+
+
 async def test_recorded_packets_do_nothing(desk: Desk) -> None:
     await desk.probe("r1")
     carried = list(
@@ -356,7 +383,7 @@ async def test_recorded_packets_do_nothing(desk: Desk) -> None:
 
 
 async def test_answers_of_others_are_not_taken(desk: Desk) -> None:
-    stranger = Mailbox(net_of(desk).wire("stranger"), b"s3cret")
+    stranger = m.mailbox(net_of(desk).wire("stranger"), b"s3cret")
     net_of(desk).wires[desk.there.address].freeze()
     question = asyncio.ensure_future(desk.probe("r1"))
     await asyncio.sleep(0.01)

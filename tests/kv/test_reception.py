@@ -1,17 +1,20 @@
 """Requests that the decoder gives up: its pages are nobody else's until nothing can land in them any more."""
 
 import asyncio
+import threading
+import time
 from dataclasses import replace
 
 import pytest
 
 import crossrail as xr
 from crossrail.kv import KvLayout, KvTarget, LayoutMismatch, NoPages, PagePool, PagesInUse, PageState, SurplusCount
-from crossrail.kv import receiver as receiver_module
-from crossrail.kv.reception import Reception
+from crossrail.kv.transfer import receiver as receiver_module
+from crossrail.kv.transfer.reception import Reception
 from tests.conftest import EngineFactory
 from tests.kv.conftest import until
 from tests.kv.instances import Decoder, Prefiller, assert_all_free, closing
+from tests.support.kv_copies import Held
 from tests.support.limits import WAIT_S, eventually
 
 LAYOUT = KvLayout(layers=4, pages=8, page_tokens=8, kv_heads=4, head_dim=16, dtype="bfloat16", tp=2)
@@ -377,6 +380,122 @@ async def test_without_an_immediate_to_spare_nothing_is_dispatched(open_engine: 
     await decoder.receiver.fence("prefiller", WAIT_S)
     await first.withdraw(never, WAIT_S)
     second.dispatch(LAYOUT, "prefiller")  # what the first gave back is enough
+
+
+# ---- writers that stand still in the middle of a copy
+
+
+async def fence_again_and_again(decoder: Decoder, writer: str) -> None:
+    while True:
+        try:
+            return await decoder.receiver.fence(writer, 0.2)
+        except xr.WaitTimeout:
+            pass
+
+
+async def test_requests_of_a_writer_that_stands_still_keep_nobody_else_waiting(open_engine: EngineFactory) -> None:
+    decoder = Decoder(replace(LAYOUT, pages=64), [open_engine("decoder")])
+    for index in range(40):
+        decoder.reserve(f"request {index}", 8).dispatch(LAYOUT, "frozen")
+    decoder.reserve("other", 8).dispatch(LAYOUT, "dead")
+    held = Held(decoder.receiver._accesses["frozen"])
+    fences = [asyncio.create_task(fence_again_and_again(decoder, "frozen")) for _ in range(40)]
+    await asyncio.sleep(0.3)
+    begun_s = time.monotonic()
+
+    await decoder.receiver.fence("dead", WAIT_S)
+    await asyncio.to_thread(int)  # as a step of a model
+
+    assert time.monotonic() - begun_s < 2.0
+    assert sum(thread.name.startswith("crossrail-kv-shut") for thread in threading.enumerate()) <= 4
+    assert not any(fence.done() for fence in fences)
+    held.end()
+    await asyncio.wait_for(asyncio.gather(*fences), WAIT_S)
+
+
+async def test_a_writer_that_came_back_is_not_taken_for_an_idle_one(
+    open_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(receiver_module, "_IDLE_KEPT", 2)
+    decoder = Decoder(LAYOUT, [open_engine("decoder")])
+    receptions = [decoder.reserve(f"request {index}", 8) for index in range(5)]
+    for index, reception in enumerate(receptions):
+        reception.dispatch(LAYOUT, f"writer {index}")
+
+    async def lost() -> None:
+        raise xr.PeerLost("cut off for long")
+
+    async def quiet() -> None:
+        pass
+
+    await receptions[0].withdraw(lost, WAIT_S)
+    for reception in receptions[1:]:
+        await reception.withdraw(quiet, WAIT_S)
+
+    receptions[0].dispatch(LAYOUT, "writer 0")
+
+    assert receptions[0].state is S.FILLING
+
+
+async def test_registrations_that_nobody_uses_are_closed_once_their_writer_is_out_of_its_copy(
+    open_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(receiver_module, "_IDLE_KEPT", 1)
+    monkeypatch.setattr(receiver_module, "_SHUT_S", 0.1)
+    decoder = Decoder(LAYOUT, [open_engine("decoder")])
+    reception = decoder.reserve("request", 8)
+
+    async def quiet() -> None:
+        pass
+
+    reception.dispatch(LAYOUT, "frozen")
+    held = Held(decoder.receiver._accesses["frozen"])
+    await reception.withdraw(quiet, WAIT_S)
+    reception.dispatch(LAYOUT, "next")
+    await until(lambda: "not closed yet" in caplog.text, "it is told")
+    await asyncio.sleep(0.3)
+    assert decoder.receiver._retired and caplog.text.count("not closed yet") == 1
+
+    held.end()
+
+    await until(lambda: not decoder.receiver._retired, "they are closed")
+
+
+@pytest.mark.parametrize("is_blocking", [True, False])
+async def test_closing_ends_all_writers_but_the_one_that_stands_still(
+    open_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch, is_blocking: bool
+) -> None:
+    monkeypatch.setattr(receiver_module, "_SHUT_S", 0.3)
+    decoder = Decoder(LAYOUT, [open_engine("decoder")])
+    receiver = decoder.receiver
+    for writer in ("frozen", "good"):
+        decoder.reserve(writer, 8).dispatch(LAYOUT, writer)
+    held, good = Held(receiver._accesses["frozen"]), receiver._accesses["good"]
+
+    async def close() -> None:
+        if is_blocking:
+            receiver.close()
+        else:
+            await receiver.shut()
+
+    ticks = 0
+
+    async def tick() -> None:
+        nonlocal ticks
+        while True:
+            await asyncio.sleep(0.01)
+            ticks += 1
+
+    ticking = asyncio.create_task(tick())
+    with pytest.raises(xr.WaitTimeout, match="in the middle of a copy"):
+        await close()
+    ticking.cancel()
+
+    assert all(region.closed for region in good._regions)
+    assert is_blocking or ticks > 5
+    held.end()
+    await close()
+    await close()
 
 
 @pytest.mark.parametrize(

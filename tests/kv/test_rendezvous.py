@@ -5,7 +5,8 @@ import socket
 import pytest
 from aiohttp import web
 
-from crossrail.kv.rendezvous import RouterNotFound, find_by_http
+from crossrail.kv.errors import RouterNotFound
+from crossrail.kv.http.rendezvous import find_by_http
 from tests.kv.asking import answer_of
 from tests.support.kv_cluster import SECRET, Cluster
 
@@ -26,7 +27,7 @@ async def test_page_of_whoever_is_no_router_is_told_by_its_first_line() -> None:
 
 
 async def test_router_that_says_nothing_is_told_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("crossrail.kv.rendezvous._TIMEOUT_S", 0.1)
+    monkeypatch.setattr("crossrail.kv.http.rendezvous._TIMEOUT_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(RouterNotFound, match=f"{url}: no answer in time$"):

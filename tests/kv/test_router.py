@@ -1,29 +1,31 @@
 """A router at work: nodes here are scripts, and the network is in memory."""
 
 import asyncio
+import contextlib
 import random
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
 
 import crossrail as xr
+from crossrail.control.mailbox import Mailbox
 from crossrail.kv import messages as m
-from crossrail.kv import router as router_module
-from crossrail.kv.layout import KvLayout
-from crossrail.kv.mailbox import Mailbox
-from crossrail.kv.membership import Roster
-from crossrail.kv.router import Router, RouterOptions
-from crossrail.kv.router_requests import Adopted, Overloaded
+from crossrail.kv.errors import Overloaded, Unavailable
+from crossrail.kv.services import redispatch
+from crossrail.kv.services.membership import Roster
+from crossrail.kv.services.router import Router, RouterOptions
+from crossrail.kv.services.router_requests import Adopted
+from crossrail.kv.transfer.layout import KvLayout
 from tests.kv.conftest import until
 from tests.support.kv_cluster import LAYOUT, node_record, prompt_of
 from tests.support.kv_net import MemoryWire, Net
 from tests.support.limits import WAIT_S
 from tests.support.seeds import Seed
 
-OPTIONS = RouterOptions(heartbeat_s=0.05, lease_s=0.4, queue_s=0.3, ask_s=0.2, sweep_s=0.02)
+OPTIONS = RouterOptions(heartbeat_s=0.05, lease_s=0.4, queue_s=0.3, answer_timeout_s=0.2, sweep_s=0.02)
 SHORT = m.Sampling(max_tokens=3)
 
 
@@ -46,9 +48,10 @@ class Script:
     async def on_start(self, router: bytes, start: m.Start) -> m.Message:
         self.started.append(start.request)
         if self.answer == "late":
-            await asyncio.sleep(3 * OPTIONS.ask_s)
-        if self.answer in ("busy", "never"):
-            return m.StartRefused(start.request, f"told to say {self.answer}", self.answer == "busy")
+            await asyncio.sleep(3 * OPTIONS.answer_timeout_s)
+        if self.answer in ("busy", "never", "duplicate"):
+            said, is_busy = f"told to say {self.answer}", self.answer == "busy"
+            return m.StartRefused(start.request, said, is_busy, is_duplicate=self.answer == "duplicate")
         self.mailbox.spawn(self.serve(router, start.request, start.placement), "a script")
         return m.Started(start.request)
 
@@ -80,7 +83,7 @@ class Town:
     async def add(
         self, name: str, answer: str = "serve", load: m.Load | None = None, layout: KvLayout = LAYOUT
     ) -> Script:
-        mailbox = Mailbox(self.net.wire(name), b"s3cret", resend_s=0.05)
+        mailbox = m.mailbox(self.net.wire(name), b"s3cret", resend_s=0.05)
         script = self.scripts[name] = Script(mailbox, answer)
         mailbox.handle(m.Start, script.on_start)
         mailbox.handle(m.Cancel, script.on_cancel)
@@ -104,10 +107,15 @@ class Town:
         return details[0]
 
 
+def prefiller_of(town: Town, name: str) -> m.NodeRecord:
+    """With pages for all prompts of these tests."""
+    return node_record(name, "prefiller", town.net.wire(name).address, replace(LAYOUT, pages=256))
+
+
 @pytest.fixture
 async def town(seed: Seed) -> AsyncIterator[Town]:
     net = Net(random.Random(seed.number()))
-    made = Town(net, Router("router", Mailbox(net.wire("router"), b"s3cret", resend_s=0.05), OPTIONS))
+    made = Town(net, Router("router", m.mailbox(net.wire("router"), b"s3cret", resend_s=0.05), OPTIONS))
     made.router.start()
     yield made
     for script in made.scripts.values():
@@ -129,7 +137,7 @@ async def test_all_busy_is_overloaded_and_says_what_the_last_said(town: Town) ->
 
 
 async def test_requests_that_wait_for_room_do_not_all_ask_after_each_change(town: Town) -> None:
-    town.router.options = replace(OPTIONS, queue_s=WAIT_S, ask_s=WAIT_S)
+    town.router.options = replace(OPTIONS, queue_s=WAIT_S, answer_timeout_s=WAIT_S)
     town.patient()
     full = await town.add("d0", "busy")
     clients = [asyncio.ensure_future(town.complete(seed)) for seed in range(200)]
@@ -152,7 +160,7 @@ async def test_what_no_decoder_could_do_is_asked_of_one_only(town: Town) -> None
 
 async def test_large_request_does_not_wait_behind_small_ones_for_ever(town: Town) -> None:
     """Small ones are always under way, and the large one fits beside none of them."""
-    town.router.options = replace(OPTIONS, queue_s=4.0, ask_s=WAIT_S)
+    town.router.options = replace(OPTIONS, queue_s=4.0, answer_timeout_s=WAIT_S)
     town.patient()
     script = await town.add("a")
     running: set[str] = set()
@@ -231,12 +239,15 @@ async def test_request_that_was_only_offered_to_a_decoder_that_dies_goes_to_anot
     assert [member.name for member in town.router.roster.members("decoder")] == ["b"]
 
 
-async def test_request_that_waits_for_a_decoder_hears_that_the_router_is_closing(town: Town) -> None:
-    town.router.options = replace(OPTIONS, queue_s=WAIT_S)
+@pytest.mark.parametrize("drains", [False, True])
+async def test_request_that_waits_for_a_decoder_hears_that_the_router_is_closing(town: Town, drains: bool) -> None:
+    town.router.options = replace(OPTIONS, queue_s=2 * WAIT_S)
     waiting = asyncio.create_task(town.ends())
     await until(lambda: town.router.requests == 1, "it waits")
+    if drains:
+        assert not await town.router.drain(0.3)
     await town.router.close()
-    assert await waiting == "the router is closing"
+    assert await asyncio.wait_for(waiting, 1.0) == "the router is closing"
 
 
 async def test_draining_decoder_gets_nothing(town: Town) -> None:
@@ -248,7 +259,7 @@ async def test_draining_decoder_gets_nothing(town: Town) -> None:
 async def test_same_prefix_goes_where_it_was(town: Town) -> None:
     town.router.options = replace(OPTIONS, lease_s=10.0)
     scripts = [await town.add(name) for name in ("a", "b", "c")]
-    fetched = node_record("p", "prefiller", town.net.wire("p").address)
+    fetched = prefiller_of(town, "p")
     town.router.roster.join(fetched, m.Load(), asyncio.get_running_loop().time() + 1e6)
     where: dict[int, set[str]] = {}
     for seed in (1, 2, 3, 1, 2, 3):
@@ -263,11 +274,11 @@ async def test_prefiller_found_for_a_request_whose_client_left_has_nothing_to_do
     town: Town, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its decoder asks for another one, there is none, and the client leaves while the router waits for one."""
-    monkeypatch.setattr(router_module, "_SAME_AGAIN_S", WAIT_S)
+    monkeypatch.setattr(redispatch, "_SAME_AGAIN_S", WAIT_S)
     town.router.options = replace(OPTIONS, queue_s=WAIT_S)
     town.patient()
     script = await town.add("a", "pause")
-    only = node_record("p", "prefiller", town.net.wire("p").address)
+    only = prefiller_of(town, "p")
     town.router.roster.join(only, m.Load(), asyncio.get_running_loop().time())
     client = asyncio.ensure_future(town.complete(count=1000))
     await script.paused.wait()
@@ -286,7 +297,7 @@ async def test_prefiller_found_for_a_request_whose_client_left_has_nothing_to_do
 async def test_prefiller_that_was_missed_and_is_back_has_only_what_it_was_given_since(town: Town) -> None:
     town.patient()
     script = await town.add("a", "pause")
-    sent, back = town.router._placement._sent, node_record("p", "prefiller", town.net.wire("p").address)
+    sent, back = town.router._placement._sent, prefiller_of(town, "p")
     clients = []
     for count in (1000, 500):
         town.router.roster.join(back, m.Load(), asyncio.get_running_loop().time())
@@ -303,11 +314,11 @@ async def test_prefiller_that_was_missed_and_is_back_has_only_what_it_was_given_
 @pytest.mark.parametrize("role", ["prefiller", "decoder"])
 async def test_nothing_is_kept_of_a_node_that_went_as_it_was_given_a_request(town: Town, role: m.Role) -> None:
     """Between the question to the decoder and its answer: whoever counts it as a member then never forgets it."""
-    town.router.options = replace(OPTIONS, queue_s=WAIT_S, ask_s=WAIT_S)
+    town.router.options = replace(OPTIONS, queue_s=WAIT_S, answer_timeout_s=WAIT_S)
     town.patient()
     script = await town.add("a")
     now_s = asyncio.get_running_loop().time()
-    town.router.roster.join(node_record("p", "prefiller", town.net.wire("p").address), m.Load(), now_s)
+    town.router.roster.join(prefiller_of(town, "p"), m.Load(), now_s)
     asked, goes_on = asyncio.Event(), asyncio.Event()
 
     async def start_late(router: bytes, start: m.Start) -> m.Message:
@@ -348,7 +359,7 @@ async def test_prefiller_that_was_heard_of_since_it_was_full_is_asked_before_a_b
     town.patient()
     script = await town.add("a", "pause")
     loop = asyncio.get_running_loop()
-    nodes = {name: node_record(name, "prefiller", town.net.wire(name).address) for name in ("p1", "p2", "p3")}
+    nodes = {name: prefiller_of(town, name) for name in ("p1", "p2", "p3")}
     for name, node in nodes.items():
         town.router.roster.join(node, m.Load(queued_tokens=10_000 if name == "p3" else 0), loop.time())
     client = asyncio.ensure_future(town.complete(count=1000))
@@ -371,11 +382,11 @@ async def test_prefiller_that_was_heard_of_since_it_was_full_is_asked_before_a_b
 async def test_wait_for_the_decoders_pages_is_no_wait_for_a_prefiller_with_room(
     town: Town, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(router_module, "_SAME_AGAIN_S", 0.01)
+    monkeypatch.setattr(redispatch, "_SAME_AGAIN_S", 0.01)
     town.router.options = replace(OPTIONS, queue_s=1.0)
     town.patient()
     script = await town.add("a", "pause")
-    only = node_record("p", "prefiller", town.net.wire("p").address)
+    only = prefiller_of(town, "p")
     town.router.roster.join(only, m.Load(), asyncio.get_running_loop().time())
     client = asyncio.ensure_future(town.complete(count=1000))
     await script.paused.wait()
@@ -393,6 +404,84 @@ async def test_wait_for_the_decoders_pages_is_no_wait_for_a_prefiller_with_room(
     assert answer.busy and "no prefiller had room within 1 s" in answer.reason
     script.go_on.set()
     assert await client == [1, 2, 3]
+
+
+async def test_each_request_is_counted_once_however_it_ends(town: Town) -> None:
+    town.router.options = replace(OPTIONS, queue_s=0.1, restarts_max=0)
+    told: dict[str, int] = {}
+
+    async def counted(how: str, request: Awaitable[object]) -> None:
+        with contextlib.suppress(xr.CrossrailError, asyncio.CancelledError):
+            await request
+        told[how] = told.get(how, 0) + 1
+        assert dict(town.router.counts) == told
+
+    await counted("unavailable", town.complete())
+    script = await town.add("a")
+    town.patient()
+    await counted("length", town.complete())
+    await counted("unavailable", town.complete(count=50))  # there is no prefiller
+    for answer, how in (("busy", "overloaded"), ("never", "invalid"), ("duplicate", "duplicate")):
+        script.answer = answer
+        await counted(how, town.complete())
+    await counted("invalid", town.complete(count=0))
+    asking = town.router.complete(prompt_of(1), SHORT, model="strange")
+    town.router._models.start(-1.0)
+    await counted("unknown-model", anext(asking))
+    script.answer = "pause"
+    leaving = asyncio.ensure_future(town.complete())
+    await script.paused.wait()
+    leaving.cancel()
+    await counted("cancelled", leaving)
+    script.paused.clear()
+    dying = asyncio.ensure_future(town.ends())
+    await script.paused.wait()
+    (member,) = town.router.roster.members("decoder")
+    assert isinstance(town.router.roster, Roster)
+    town.router.roster.remove(member, "it died")
+    await counted("error", dying)
+    script.go_on.set()
+
+
+async def test_decoder_that_dies_and_leaves_nobody_to_go_on_counts_one_request(town: Town) -> None:
+    """Which has waited for another one meanwhile."""
+    town.router.options = replace(OPTIONS, queue_s=0.1)
+    script = await town.add("a", "pause")
+    dying = asyncio.ensure_future(town.ends())
+    await script.paused.wait()
+    assert isinstance(town.router.roster, Roster)
+    town.router.roster.remove(town.router.roster.members("decoder")[0], "it died")
+    assert "nobody else goes on with it" in await dying
+    assert dict(town.router.counts) == {"restarted": 1, "error": 1}
+    script.go_on.set()
+
+
+async def test_prompt_that_fits_no_prefiller_is_refused_at_once_and_waits_where_one_that_fitted_has_gone(
+    town: Town,
+) -> None:
+    town.router.options = replace(OPTIONS, queue_s=WAIT_S)
+    town.patient()
+    await town.add("a")
+    small, large = node_record("small", "prefiller"), prefiller_of(town, "large")
+    roster, loop = town.router.roster, asyncio.get_running_loop()
+    assert isinstance(roster, Roster)
+    roster.join(small, m.Load(), loop.time())
+    words = "the 514 tokens of the prompt take 65 pages at prefiller 'small', which has 64, and no other has room for"
+    with pytest.raises(xr.UsageError, match=words):
+        await town.complete(count=514)
+    assert await town.complete(count=513) == [1, 2, 3]
+
+    roster.join(large, m.Load(draining=True), loop.time())  # it fits: another of its size may come
+    waiting = asyncio.ensure_future(town.complete(count=514))
+    await asyncio.sleep(0.05)
+    roster.leave("large", large.address)
+    town.router.options = replace(OPTIONS, queue_s=0.0)
+    assert not waiting.done()
+    roster.join(large, m.Load(), loop.time())
+    assert await waiting == [1, 2, 3]
+    roster.heartbeat("large", large.address, m.Load(draining=True), loop.time())
+    with pytest.raises(Unavailable, match="no prefiller for model 'model' with pages for 513 tokens has joined"):
+        await town.complete(count=514)
 
 
 async def test_join_for_somebody_else_is_refused(town: Town) -> None:
@@ -429,7 +518,7 @@ async def test_decoder_whose_tokens_come_is_not_missed_for_its_heartbeats(town: 
 
 async def test_request_without_room_ends_with_its_own_time(town: Town) -> None:
     await town.add("a", "busy")
-    chunks = town.router.complete(prompt_of(1), SHORT, deadline_s=OPTIONS.queue_s / 3)
+    chunks = town.router.complete(prompt_of(1), SHORT, timeout_s=OPTIONS.queue_s / 3)
     (only,) = [chunk async for chunk in chunks]
     assert only.end is not None and only.end.reason == "deadline" and "told to say busy" in only.end.detail
 
@@ -465,6 +554,6 @@ async def test_tokens_of_a_stranger_are_not_taken(town: Town) -> None:
 
 def test_names_of_requests_differ_between_routers(seed: Seed) -> None:
     net = Net(random.Random(seed.number()))
-    routers = [Router("same", Mailbox(net.wire("same"), b"s3cret")) for _ in range(2)]
+    routers = [Router("same", m.mailbox(net.wire("same"), b"s3cret")) for _ in range(2)]
     names = [router.new_name() for router in routers for _ in range(100)]
     assert len(set(names)) == 200 and np.unique([len(name) for name in names]).max() <= 128

@@ -1,21 +1,18 @@
-"""Whom a router would choose: candidates by their work, prefixes remembered, refusals believed."""
+"""Whom a router would choose: nodes by their work, prefixes remembered, refusals believed."""
 
-from crossrail.kv import messages as m
-from crossrail.kv.membership import Member
-from crossrail.kv.placement import Refusals
-from crossrail.kv.selection import Candidate, PrefixMemory, rank
-from tests.support.kv_cluster import LAYOUT, node_record
+from crossrail.kv.services.selection import PrefixMemory, cost
+from crossrail.kv.services.waiting import KnownRoom, Refusal
 
 
-def candidate(name: str, waiting: int, cached: int) -> Candidate:
-    return Candidate(Member(node_record(name), LAYOUT, m.Load(), 0.0), waiting, cached)
+def names_of(costs: list[tuple[int, int, str]]) -> list[str]:
+    return [name for _, _, name in sorted(costs)]
 
 
 def test_least_work_is_chosen_and_what_is_cached_is_no_work() -> None:
-    idle, busy, busy_knows = candidate("a", 100, 0), candidate("b", 500, 0), candidate("c", 500, 900)
-    assert [c.member.name for c in rank([busy, idle], 1000)] == ["a", "b"]
-    assert [c.member.name for c in rank([busy, idle, busy_knows], 1000)] == ["c", "a", "b"]
-    assert [c.member.name for c in rank([candidate("z", 5, 0), candidate("y", 5, 0)], 10)] == ["y", "z"]
+    idle, busy, busy_knows = cost(100, 0, 1000, "a"), cost(500, 0, 1000, "b"), cost(500, 900, 1000, "c")
+    assert names_of([busy, idle]) == ["a", "b"]
+    assert names_of([busy, idle, busy_knows]) == ["c", "a", "b"]
+    assert names_of([cost(5, 0, 10, "z"), cost(5, 0, 10, "y")]) == ["y", "z"]
 
 
 def test_prefix_memory_forgets_the_oldest() -> None:
@@ -30,17 +27,50 @@ def test_prefix_memory_forgets_the_oldest() -> None:
 
 
 def test_refusal_is_believed_for_what_needs_no_less_room_until_there_is_news() -> None:
-    refusals = Refusals()
-    refusals.note(b"d0", 100, "too large", 0.0)
-    assert [refusals.of(b"d0", tokens, 0.1) for tokens in (99, 100, 101)] == ["", "too large", "too large"]
-    refusals.note(b"d0", 50, "full", 0.1)
-    assert refusals.of(b"d0", 60, 0.2) == "full" and not refusals.of(b"d1", 60, 0.2)
-    refusals.news(b"d0")
-    assert not refusals.of(b"d0", 100, 0.2)
-    refusals.note(b"d0", 100, "too large", 0.2)
-    assert refusals.of(b"d0", 60, 0.3) == "" and refusals.of(b"d0", 100, 0.3) and not refusals.of(b"d0", 100, 10.0)
-    refusals.keep({b"d1"})
-    assert not refusals._decoders
+    room = KnownRoom()
+    room.refused(100, Refusal("too large"), 0.0)
+    assert [room.may_take(tokens) for tokens in (99, 100, 101)] == [True, False, False] and room.until_s == 0.2
+    room.refused(50, Refusal("full"), 0.1)
+    assert not room.may_take(60) and room.said == "full" and room.until_s == 0.1 + 0.4
+    room.news()
+    assert room.may_take(100)
+    room.refused(100, Refusal("too large"), 1.0)
+    assert room.may_take(60) and not room.may_take(100)
+
+
+def test_decoder_that_refused_is_tried_once_and_believed_again_unless_it_has_room() -> None:
+    room = KnownRoom()
+    room.refused(50, Refusal("full"), 0.0)
+    room.try_again()
+    assert room.may_take(100) and room.until_s == float("inf")
+    room.offered()
+    assert not room.may_take(50) and room.may_take(49)
+    for _ in range(2):
+        assert room.refused_tokens == 50
+        room.try_again()
+    assert room.refused_tokens == float("inf"), "all are tried now and then"
+    room.refused(50, Refusal("full"), 0.5)
+    room.refused(100, Refusal("full"), 1.0)
+    assert not room.may_take(50)
+    room.taken(40)
+    assert not room.may_take(50)
+    room.taken(50)
+    assert room.may_take(100)
+
+
+def test_refusal_that_is_heard_again_is_believed_longer_and_one_offer_is_made_at_a_time() -> None:
+    room = KnownRoom()
+    assert room.offers_max == 8
+    for pause_s in (0.2, 0.4, 0.6, 0.6):
+        room.refused(100, Refusal("full"), 0.0)
+        assert room.until_s == pause_s and room.offers_max == 1
+    room.refused(100, Refusal("it is silent", 3.0), 0.0)
+    assert room.until_s == 3.0
+    for offers_max in range(1, 70):
+        room.taken(10)
+        assert room.offers_max == min(offers_max, 64)
+    room.refused(100, Refusal("full"), 0.0)
+    assert room.until_s == 0.2
 
 
 def test_prefixes_of_many_nodes_have_room_in_common() -> None:

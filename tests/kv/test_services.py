@@ -11,14 +11,14 @@ from msgspec import structs
 
 import crossrail as xr
 from crossrail.kv import messages as m
-from crossrail.kv.decoder import Decoder
+from crossrail.kv.errors import NodeRefused
 from crossrail.kv.model import Cache, Logits, Pages, Tokens
-from crossrail.kv.node import Refused
-from crossrail.kv.prefiller import Prefiller
+from crossrail.kv.services.decoder import Decoder
+from crossrail.kv.services.prefiller import Prefiller
 from crossrail.kv.toy import ToyModel
 from tests.kv.conftest import quiet, start, until
 from tests.kv.steps import PROMPT, under_way
-from tests.support.kv_cluster import LAYOUT, Cluster, monolithic, prompt_of
+from tests.support.kv_cluster import LAYOUT, ROUTER, Cluster, monolithic, prompt_of
 from tests.support.kv_net import BadWire
 from tests.support.limits import WAIT_S
 from tests.support.seeds import Seed
@@ -50,14 +50,14 @@ async def test_timeline_has_every_layer_of_every_chunk(cluster: Cluster) -> None
 async def test_prefiller_keeps_timelines_of_the_latest_requests(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("crossrail.kv.prefiller._TIMELINES_KEPT", 2)
+    monkeypatch.setattr("crossrail.kv.services.prefiller._TIMELINES_KEPT", 2)
     await start(cluster)
     for seed in range(4):
         _, end = await cluster.complete(prompt_of(20, seed), m.Sampling(2))
         assert any(span.name.startswith("prefiller: ") for span in end.timeline)
     prefiller = cluster.nodes["p0"]
     assert isinstance(prefiller, Prefiller)
-    kept = [(progress.state, bool(progress.timeline)) for progress in prefiller._ended.values()]
+    kept = [(progress.state, bool(progress.timeline)) for progress in prefiller._book.ended.values()]
     assert kept == [("written", False)] * 2 + [("written", True)] * 2
 
 
@@ -179,7 +179,11 @@ async def test_control_messages_lost_repeated_and_late(
 
 async def test_more_tokens_than_pages_is_refused_in_words(cluster: Cluster) -> None:
     await start(cluster)
-    with pytest.raises(xr.CrossrailError, match=r"600 \+ 10 tokens take 77 pages, node 'd0' has 64"):
+    with pytest.raises(xr.UsageError, match=r"500 \+ 100 tokens take 75 pages, node 'd0' has 64"):
+        await cluster.complete(prompt_of(500), m.Sampling(max_tokens=100))
+    with pytest.raises(
+        xr.UsageError, match=r"the 600 tokens of the prompt take 75 pages at prefiller 'p0', which has 64"
+    ):
         await cluster.complete(prompt_of(600), GREEDY)
     assert (await cluster.complete(prompt_of(10), GREEDY))[1].reason == "length"
 
@@ -196,7 +200,7 @@ async def test_layout_that_does_not_match_is_refused_at_join(
     odd = cluster.add(Decoder, "odd", **changes)
     odd.model.name = cluster.nodes["p0"].model.name
     odd.record = structs.replace(odd.record, model=odd.model.name)
-    with pytest.raises(Refused, match=f"{words}: ours .*, theirs "):
+    with pytest.raises(NodeRefused, match=f"{words}: ours .*, theirs "):
         await asyncio.wait_for(odd.refused, WAIT_S)
 
 
@@ -251,4 +255,24 @@ async def test_prefix_is_computed_once_for_requests_that_come_together(cluster: 
     answers = await asyncio.gather(*(cluster.complete(prompt, GREEDY) for prompt in prompts))
     assert [tokens for tokens, _ in answers] == [await monolithic(prompt, GREEDY) for prompt in prompts]
     assert sum(computed) == 168 + 4 * 8
+    await quiet(cluster)
+
+
+async def test_check_of_a_model_that_raises_is_told_and_logged_once(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At once: it is no node that does not answer, and another one would say the same."""
+    await start(cluster, decoders=2)
+
+    def check(prompt: Tokens, max_tokens: int) -> None:
+        if len(prompt) == 14:
+            raise ZeroDivisionError("14 is unlucky")
+
+    for name in ("d0", "d1"):
+        cluster.nodes[name].model.check = check
+    words = r"check\(\) of model 'toy-.*' at node 'd[01]' raised ZeroDivisionError: 14 is unlucky$"
+    with pytest.raises(xr.UsageError, match=words):
+        await asyncio.wait_for(cluster.complete(prompt_of(14), GREEDY), ROUTER.queue_s / 2)
+    assert caplog.text.count("Traceback") == caplog.text.count("ZeroDivisionError: 14") == 1
+    assert (await cluster.complete(prompt_of(15), GREEDY))[1].reason == "length"
     await quiet(cluster)

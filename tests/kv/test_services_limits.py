@@ -13,13 +13,12 @@ import pytest
 
 import crossrail as xr
 from crossrail.kv import messages as m
-from crossrail.kv.decoder import Decoder
-from crossrail.kv.errors import DuplicateRequest
-from crossrail.kv.pages import PageState
-from crossrail.kv.reception import Reception
-from crossrail.kv.router_requests import Overloaded, Unavailable, UnknownModel
-from crossrail.kv.serving import Serving
-from crossrail.kv.timeline import Timeline
+from crossrail.kv.errors import DuplicateRequest, Overloaded, Unavailable, UnknownModel
+from crossrail.kv.services.decoder import Decoder
+from crossrail.kv.services.serving import Serving
+from crossrail.kv.services.timeline import Timeline
+from crossrail.kv.transfer.pages import PageState
+from crossrail.kv.transfer.reception import Reception
 from tests.kv.asking import body
 from tests.kv.conftest import quiet, start, until
 from tests.kv.steps import GREEDY, PROMPT, SLOW_S, assert_still_serves, full_queue, prefiller
@@ -183,7 +182,9 @@ async def test_prompt_that_gave_its_pages_back_has_some_again_before_what_is_new
     """Else small requests, which always fit, would keep it out."""
     async with without_pages(cluster) as late:
         small = asyncio.ensure_future(cluster.complete(prompt_of(1, seed=5), GREEDY))
-        await until(lambda: cluster.router._refusals._decoders, "the new one is refused")
+        await until(
+            lambda: any(room.said for room in cluster.router._waiting._rooms.values()), "the new one is refused"
+        )
         assert not small.done()
     assert (await late)[0] == await monolithic(prompt_of(250, seed=4), GREEDY)
     assert (await small)[0] == await monolithic(prompt_of(1, seed=5), GREEDY)
@@ -240,7 +241,7 @@ async def test_pages_of_what_is_not_delivered_yet_are_there_for_others(cluster: 
         decoder = cluster.nodes["d0"]
         assert isinstance(decoder, Decoder)
         await until(lambda: len(decoder._servings) == 2, "only the one that has its pages is left")
-        offer = decoder._offer
+        offer = decoder._to_router._offer
 
         async def slow_offer(serving: Serving) -> bool:
             is_taken = await offer(serving)
@@ -248,14 +249,14 @@ async def test_pages_of_what_is_not_delivered_yet_are_there_for_others(cluster: 
                 await held.wait()
             return is_taken
 
-        decoder._offer = slow_offer  # type: ignore[method-assign]
+        decoder._to_router._offer = slow_offer  # type: ignore[method-assign]
     assert (await asyncio.wait_for(late, WAIT_S))[0] == await monolithic(prompt_of(250, seed=4), GREEDY)
     held.set()
     await assert_still_serves(cluster)
 
 
 async def test_prompt_without_pages_for_long_is_told_to_come_later(cluster: Cluster) -> None:
-    async with without_pages(cluster, pages_s=3.0) as late:
+    async with without_pages(cluster, page_wait_s=3.0) as late:
         tokens, end = await late
         assert not tokens and end.reason == "overloaded"
         assert "node 'd0' had no pages for it again within 3 s" in end.detail
@@ -342,7 +343,7 @@ async def test_model_of_a_node_that_just_went_is_waited_for(cluster: Cluster) ->
 async def test_newborn_router_waits_for_nodes_of_any_model(cluster: Cluster) -> None:
     cluster.router.options = replace(ROUTER, queue_s=WAIT_S)  # so long is nothing unknown
     with pytest.raises(Unavailable, match=r"no decoder for model 'toy' has joined router 'router'$"):
-        await anext(cluster.router.complete(PROMPT, GREEDY, model="toy", deadline_s=0.1))
+        await anext(cluster.router.complete(PROMPT, GREEDY, model="toy", timeout_s=0.1))
 
 
 async def test_empty_prompt_is_refused(cluster: Cluster) -> None:

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from crossrail import sim
-from crossrail.kv.access import Access
-from crossrail.kv.prefiller import Prefiller
+from crossrail.kv.services.prefiller import Prefiller
+from crossrail.kv.transfer.access import Access
 from crossrail.sim.scenarios import Scenario
 from crossrail.sim.scenarios import play as play_scenario
 from tests.kv.town import (

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from crossrail.kv.http.text import TextStream
 from crossrail.kv.model import Tokens
-from crossrail.kv.text import TextStream
 from tests.support.seeds import Seed
 
 

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 from crossrail.errors import CrossrailError
-from crossrail.kv.layout import KvLayout
 from crossrail.kv.messages import Sampling
 from crossrail.kv.model import generate
 from crossrail.kv.sampling import sample
 from crossrail.kv.toy import ToyModel
+from crossrail.kv.transfer.layout import KvLayout
 from tests.kv.caches import cache_of
 from tests.support.seeds import Seed
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import crossrail as xr
-from crossrail.kv import KvLayout, KvTarget, PageState, RankMemory, expected_count, page_hashes, sender
+from crossrail.kv import KvLayout, KvTarget, PageState, RankMemory, expected_count, page_hashes
+from crossrail.kv.transfer import sender
 from tests.conftest import EngineFactory
 from tests.kv.instances import CANARY, TAIL_BYTES, Decoder, Prefiller, assert_all_free, closing
 from tests.support.gil import nobody_else_in_python

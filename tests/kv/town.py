@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 import crossrail as xr
 from crossrail import sim
 from crossrail.kv import messages as m
-from crossrail.kv.decoder import Decoder
-from crossrail.kv.node import Node
-from crossrail.kv.prefiller import Prefiller
+from crossrail.kv.services.decoder import Decoder
+from crossrail.kv.services.node import Node
+from crossrail.kv.services.prefiller import Prefiller
 from crossrail.sim.scenarios import Run
 from tests.support.kv_cluster import LAYOUT, NODE, ROUTER, Cluster, monolithic, prompt_of
 from tests.support.kv_guard import PageGuard
@@ -54,8 +54,10 @@ class Town:
         self.cluster = Cluster(
             transport="sim",
             layout=replace(LAYOUT, pages=plan.pages),
-            node_options=replace(NODE, pages_s=20.0),
-            router_options=replace(ROUTER, lease_s=2.0, queue_s=20.0, requests_max=plan.requests, request_s=300.0),
+            node_options=replace(NODE, page_wait_s=20.0),
+            router_options=replace(
+                ROUTER, lease_s=2.0, queue_s=20.0, requests_max=plan.requests, request_timeout_s=300.0
+            ),
         )
         self.ends: Counter[str] = Counter()
         self.troubles: Counter[str] = Counter()
@@ -75,8 +77,8 @@ class Town:
         await asyncio.gather(*(self._request(index) for index in range(self.plan.requests)))
         troubling.cancel()
         await asyncio.wait([troubling])
-        deadline_s = self.world.now_s + QUIET_S
-        while self.cluster.busy_pages() and self.world.now_s < deadline_s:
+        deadline_at_s = self.world.now_s + QUIET_S
+        while self.cluster.busy_pages() and self.world.now_s < deadline_at_s:
             await asyncio.sleep(0.1)
 
     def problems(self) -> list[str]:

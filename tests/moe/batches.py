@@ -77,3 +77,10 @@ def to_bfloat16(values: Array) -> Array:
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
     assert not (bits & 0xFFFF).any(), "not exact in bfloat16"
     return (bits >> 16).astype(np.uint16)
+
+
+def misaligned(array: Any) -> Any:
+    """The same values, one byte off."""
+    copy = np.frombuffer(bytearray(array.nbytes + 1), array.dtype, array.size, 1).reshape(array.shape)
+    copy[...] = array
+    return copy

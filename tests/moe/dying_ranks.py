@@ -18,7 +18,7 @@ import numpy as np
 
 import crossrail as xr
 from crossrail.moe import AllToAll, MaskedOut, NoMajority, Round
-from crossrail.moe.views import COMBINE, DISPATCH
+from crossrail.moe.masking.views import COMBINE, DISPATCH
 from crossrail.sim.scenarios import Run
 from tests.moe.batches import Batch, draw, expected_rows, expected_sums, expert_of_row, outputs
 from tests.moe.baton import BatonGroup, meet
@@ -151,7 +151,7 @@ class Town:
         agreement = self.parts[rank]._peers.agreement
         assert agreement is not None
         end_s = self.run.world.now_s + 3 * PEER_TIMEOUT_S
-        while not agreement._council.is_frozen and self.run.world.now_s < end_s:
+        while not agreement._paxos.is_frozen and self.run.world.now_s < end_s:
             await asyncio.sleep(1e-4)
         await asyncio.sleep(self.run.rng.uniform(0, 3e-4))
         self.kill(rank)

@@ -64,11 +64,11 @@ def whole_round(part: GraphAllToAll, rank: int, batches: list[Batch], take: Call
 def check_writes_to_others(part: GraphAllToAll, batch: Batch) -> None:
     """That its kernels write rows to a rank that they reach in a round, and not when the rounds have ended."""
     x, scales, indices, _ = given(part, batch)
-    theirs = next(iter(part._far.reached.values()))
+    theirs = next(iter(part._peers.far.reached.values()))
     before = theirs.copy()
     for number, is_written in ((-1, False), (2, True)):
-        routes = part._new_routes(len(x))
+        routes = part._steps.new_routes(len(x))
         routes.kept.copy_(indices)
-        part._kernels.send(part._memory, part._own, x, scales, routes, torch.tensor([number]))
+        part._steps.send(x, scales, routes, torch.tensor([number]))
         assert np.array_equal(theirs, before) is not is_written
         assert bool((routes.where >= 0).any()) is is_written

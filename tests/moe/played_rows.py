@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 import crossrail as xr
-from crossrail.moe.device_rows import DeviceRows
 from crossrail.moe.kernels.reference import ReferenceKernels
+from crossrail.moe.rows.device import DeviceRows
 from tests.support.fake_gpu import FakeGpu, GpuMemory
 
 _ONE_AT_A_TIME = threading.Lock()  # Triton's interpreter is for one thread

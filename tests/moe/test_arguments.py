@@ -13,7 +13,7 @@ import crossrail as xr
 from crossrail.moe import AllToAll, CapacityExceeded, EngineGroup
 from crossrail.moe.config import Config
 from tests.conftest import EngineFactory
-from tests.moe.batches import draw
+from tests.moe.batches import draw, misaligned
 from tests.moe.rank import BLOCK, CONFIG, EXPERTS, HIDDEN, TOKENS, TOP_K
 from tests.moe.ranks import Ranks, run_ranks
 from tests.support.limits import WAIT_S
@@ -243,6 +243,16 @@ def test_a_combine_that_is_refused_has_sent_nothing(alone: AllToAll) -> None:
         alone.combine(y, got, BATCH.weights.astype(np.float64))
     with pytest.raises(xr.UsageError, match="out has shape"):
         alone.combine(y, got, BATCH.weights, out=np.zeros((1, HIDDEN), np.float32))
+    out = np.ones((TOKENS, HIDDEN), np.float32)
+    with pytest.raises(xr.UsageError, match="out begins at 0x"):
+        alone.combine(y, got, BATCH.weights, out=misaligned(out))
+    with pytest.raises(xr.UsageError, match="weights begins at 0x"):
+        alone.combine(y, got, misaligned(BATCH.weights))
+    with pytest.raises(xr.UsageError, match="y begins at 0x"):
+        alone.combine(misaligned(y), got, BATCH.weights)
+    out.flags.writeable = False
+    with pytest.raises(xr.UsageError, match="out is read-only"):
+        alone.combine(y, got, BATCH.weights, out=out)
     assert not alone.combine(y, got, BATCH.weights).any()
     with pytest.raises(xr.UsageError, match=r"combine_send of round 1, which has had combine_recv"):
         alone.combine(y, got, BATCH.weights)

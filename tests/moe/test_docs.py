@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from crossrail.moe.board import PARITIES, BoardLayout
 from crossrail.moe.config import Config
+from crossrail.moe.links.board import PARITIES, BoardLayout
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "moe.md"
 MEMORY = re.findall(

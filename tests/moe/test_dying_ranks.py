@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from crossrail.moe.box import Box
-from crossrail.moe.far import Far
-from crossrail.moe.views import View
+from crossrail.moe.links.far import Far
+from crossrail.moe.masking.confirmations import Confirmations
+from crossrail.moe.masking.views import View
 from crossrail.sim.scenarios import Scenario, play
 from tests.moe import dying_ranks
 from tests.support.seeds import Seed
@@ -33,7 +33,7 @@ def complaints(fault: str, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_ranks_that_do_not_wait_for_confirmations_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Box, "unconfirmed", lambda *_: [])
+    monkeypatch.setattr(Confirmations, "unconfirmed", lambda *_: [])
     assert "is not the same to all" in complaints("in-send", monkeypatch)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -11,13 +12,14 @@ import pytest
 
 import crossrail as xr
 from crossrail import _core
-from crossrail.moe import AllToAll
-from crossrail.moe.board import PARITIES, SENT
-from tests.moe.batches import Batch, expected_sums
+from crossrail.moe import AllToAll, CapacityExceeded, Round
+from crossrail.moe.links.board import PARITIES, RETURNED, SENT
+from tests.moe.batches import Array, Batch, expected_sums
 from tests.moe.processes import Meet, Others, kill, meeting
 from tests.moe.rank import CONFIG, Rank, batch_of
 from tests.moe.ranks import Ranks, run_ranks
 from tests.moe.test_rounds import answer, check_dispatched, first_expert
+from tests.support.limits import WAIT_S
 
 
 @pytest.fixture
@@ -124,7 +126,7 @@ def play(ranks: Ranks, number: int, playing: list[int], silent: list[int], maske
 
 def give_up(part: AllToAll, number: int) -> None:
     """Seals that rank's word of the round's dispatch, as one that lost sight of it does."""
-    words = np.frombuffer(part._board.view(), np.uint32).reshape(-1, _core.moe.WORD_BYTES // 4)
+    words = np.frombuffer(part._board.region.view(), np.uint32).reshape(-1, _core.moe.WORD_BYTES // 4)
     words[SENT + number % PARITIES, 0] += 1
 
 
@@ -167,3 +169,81 @@ def test_tokens_of_a_dead_rank_come_from_others_of_its_group(nothing_leaks: None
         give_up(ranks.parts[1], 2)
         for number in (2, 3):
             play(ranks, number, [0, 2, 3], [], [1])
+
+
+@pytest.mark.parametrize("is_sent", [False, True])
+def test_all_ranks_see_alike_whether_there_is_room_whenever_each_learns_of_a_death(
+    is_sent: bool, nothing_leaks: None
+) -> None:
+    """is_sent: the dead rank had sent both rounds; else neither. Rank 0 knows before it sends the second one."""
+    tokens, doomed = 8, 4
+    options = {"experts": 6, "hidden": 16, "top_k": 1, "max_tokens": tokens, "dtype": "float32", "scale_block": None,
+               "out_dtype": "float32", "on_lost": "mask", "dp_size": 2, "capacity_factor": 2.5}  # fmt: skip
+    balanced = np.arange(tokens, dtype=np.int32)[:, None] % 6
+    skewed = np.array([[doomed]] * 7 + [[1]], np.int32)  # more than it has room for, if two groups send so
+    died, sent = threading.Event(), threading.Barrier(6 if is_sent else 5)
+
+    def send(part: AllToAll, value: float, indices: Array) -> Round:
+        x = np.full((tokens, 16), value + part.rank // 2, np.float32)
+        return part.dispatch_send(x, None, indices, np.ones((tokens, 1), np.float32))
+
+    def whole(part: AllToAll, opened: Round) -> Array:
+        got = part.dispatch_recv(opened)
+        part.expert_output(got)[:] = got.x
+        part.combine_send(part.expert_output(got), got)
+        return part.combine_recv(got)
+
+    def run(part: AllToAll, rank: int) -> list[float] | None:
+        whole(part, send(part, 100, balanced))
+        whole(part, send(part, 200, balanced))
+        second = skewed if rank < doomed else balanced
+        if rank == doomed:
+            if is_sent:
+                send(part, 300, balanced)
+                send(part, 400, balanced)
+                sent.wait(WAIT_S)
+            ranks.engines[doomed].close()
+            died.set()
+            return None
+        opened = [send(part, 300, balanced)]
+        if rank != 0:
+            opened.append(send(part, 400, second))
+        sent.wait(WAIT_S)
+        assert died.wait(WAIT_S)
+        if rank == 0:
+            whole(part, opened[0])
+            assert part.masked == (doomed,)
+            opened.append(send(part, 400, second))
+        else:
+            whole(part, opened[0])
+        try:
+            return whole(part, opened[1])[:, 0].tolist()  # type: ignore[no-any-return]
+        except CapacityExceeded:
+            return None
+
+    with Ranks(6, **options) as ranks:
+        got = ranks.each(run)
+    for rank in (0, 1, 2, 3, 5):
+        value = 400.0 + rank // 2
+        kept = [0.0] * 7 + [value] if rank < doomed else [0.0 if i % 6 == doomed else value for i in range(tokens)]
+        assert got[rank] == (None if is_sent else kept), rank
+
+
+def test_a_dead_rank_does_not_come_back_when_numbers_go_round(nothing_leaks: None) -> None:
+    with Ranks(3, on_lost="mask", **CONFIG) as ranks:
+        play(ranks, 1, [0, 1, 2], [], [])
+        give_up(ranks.parts[1], 2)
+        play(ranks, 2, [0, 2], [1], [1])
+        play(ranks, 3, [0, 2], [1], [1])
+        for _ in range(6):
+            skip([ranks.parts[0], ranks.parts[2]], 1 << 30)
+            for _ in range(2):
+                play(ranks, 5, [0, 2], [1], [1])
+
+
+def skip(parts: list[AllToAll], rounds: int) -> None:
+    """As if these had played so many, an even number."""
+    for part in parts:
+        words = np.frombuffer(part._board.region.view(), np.uint32).reshape(-1, _core.moe.WORD_BYTES // 4)
+        words[SENT : RETURNED + PARITIES, 0] += np.uint32(rounds)
+        part._ordinal += rounds

@@ -151,14 +151,14 @@ def test_ranks_that_have_left_in_order_are_not_missed_by_who_still_waits_for_a_c
             got = part.dispatch(batch.x, batch.scales, batch.indices, batch.weights)
             y = np.zeros((got.rows, part.config.hidden), np.float32)
             held: list[tuple[int, int]] = []
-            confirm = agreement._box.confirm
+            confirm = agreement._confirmations.confirm
 
             def hold(view: int, mark: int, to: Sequence[int]) -> bool:
                 held.append((view, mark))
                 return confirm(view, mark, [other for other in to if other != 3])
 
             if rank == 2:
-                agreement._box.confirm = hold  # type: ignore[method-assign]
+                agreement._confirmations.confirm = hold  # type: ignore[method-assign]
             part.combine(y, got)
             if rank < 2:
                 part.close()

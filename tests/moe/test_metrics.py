@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from crossrail.moe.metrics import RoundCollector
+from crossrail.moe import RoundCollector
 from tests.moe.batches import draw
 from tests.moe.ranks import Ranks
 from tests.moe.test_rounds import BLOCK, whole_round

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
 import pytest
 
-from crossrail.moe import AllToAll, CapacityExceeded, Dispatched
+from crossrail.moe import AllToAll, CapacityExceeded, Dispatched, Round
 from tests.moe.batches import Batch, draw, expected_rows, expected_sums, expert_of_row, outputs
 from tests.moe.ranks import Ranks, errors_of
 from tests.support.seeds import Seed
@@ -230,3 +231,37 @@ def test_ranks_that_hold_the_same_tokens_send_each_row_once_and_all_get_the_sums
                 assert np.array_equal(part.combine_recv(got, mine.weights), expected_sums(mine))
 
             ranks.each(run)
+
+
+def test_what_experts_made_is_read_until_the_round_after_the_next_is_received(seed: Seed) -> None:
+    random = seed.rng()
+    batches = [[draw(random, 8, 32, 4, 2, BLOCK) for _ in range(2)] for _ in range(3)]
+    may_overwrite = threading.Event()
+
+    def send(part: AllToAll, number: int) -> Round:
+        mine = batches[number][part.rank]
+        return part.dispatch_send(mine.x, mine.scales, mine.indices, mine.weights)
+
+    def run(part: AllToAll, rank: int) -> None:
+        opened, got = send(part, 0), []
+        for number in (0, 1):
+            got.append(part.dispatch_recv(opened))
+            if number == 0:
+                kept = part.expert_output(got[0])
+            answer(part, got[number], in_place=True)
+            if rank == 0:
+                assert np.array_equal(part.combine_recv(got[number]), expected_sums(batches[number][rank]))
+            opened = send(part, number + 1) if number == 0 or rank == 0 else opened
+        if rank == 0:
+            part.dispatch_recv(opened)
+            may_overwrite.set()
+            kept[:] = np.nan
+        else:
+            assert not may_overwrite.wait(0.2)
+            assert np.array_equal(part.combine_recv(got[0]), expected_sums(batches[0][rank]))
+            opened = send(part, 2)
+            assert np.array_equal(part.combine_recv(got[1]), expected_sums(batches[1][rank]))
+            part.dispatch_recv(opened)
+
+    with Ranks(2, experts=4, hidden=32, top_k=2, max_tokens=8, scale_block=BLOCK, out_dtype="float32") as ranks:
+        ranks.each(run)

@@ -10,7 +10,8 @@ import torch
 
 import crossrail as xr
 from crossrail.errors import CrossrailError
-from crossrail.moe import AllToAll, CapacityExceeded, Dispatched, EngineGroup, device_rows
+from crossrail.moe import AllToAll, CapacityExceeded, Dispatched, EngineGroup
+from crossrail.moe.rows import device
 from tests.conftest import EngineFactory
 from tests.moe.batches import Batch, draw, expected_sums, expert_of_row, outputs
 from tests.moe.played_rows import PlayedRows
@@ -29,7 +30,7 @@ TCP = {"transport": "tcp", "rails": ["127.0.0.1"]}
 @pytest.fixture(autouse=True)
 def played(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PlayedRows, "gpu", gpu, raising=False)
-    monkeypatch.setattr(device_rows, "DeviceRows", PlayedRows)
+    monkeypatch.setattr(device, "DeviceRows", PlayedRows)
 
 
 def batches_of(random: np.random.Generator, ranks: int) -> list[Batch]:
@@ -89,6 +90,24 @@ def test_rounds_are_exact(gpu: FakeGpu, engine: dict[str, Any], options: dict[st
 def test_one_rank_alone(seed: Seed) -> None:
     with Ranks(1, None, device="cuda:0", **CONFIG) as ranks:
         batches = batches_of(seed.rng(), 1)
+        ranks.each(lambda part, rank: whole_round(part, rank, batches))
+
+
+def test_memory_that_torch_has_given_out_before_is_zero_before_others_write_there(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, seed: Seed
+) -> None:
+    used = PlayedRows._empty_bytes
+
+    def empty_bytes(self: PlayedRows, nbytes: int) -> Any:
+        return used(self, nbytes).fill_(0xA5)
+
+    monkeypatch.setattr(PlayedRows, "_empty_bytes", empty_bytes)
+    gpu.set_vmm(has_vmm=False)
+    batches = batches_of(seed.rng(), 2)
+    with Ranks(2, TCP, device="cuda:0", **CONFIG) as ranks:
+        for part in ranks.parts:
+            assert "that torch gave" in part.explain()
+            assert not part._peers.far.bytes.any()
         ranks.each(lambda part, rank: whole_round(part, rank, batches))
 
 

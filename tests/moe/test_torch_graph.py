@@ -26,7 +26,7 @@ from tests.support.seeds import Seed
 
 def has_ended(part: GraphAllToAll) -> bool:
     try:
-        return part._proxy.failure() is not None
+        return part._thread.proxy.failure() is not None
     except CrossrailError:
         return True
 
@@ -81,7 +81,7 @@ def test_ranks_that_write_to_others_themselves_among_those_that_do_not(private_t
         return GraphAllToAll(engine, group, peer_access=group.rank != 1, **config)
 
     with Ranks(3, None, make, private_tokens=private_tokens, **CONFIG) as ranks:
-        assert sorted(ranks.parts[0]._far.reached) == [1, 2] and not ranks.parts[1]._far.reached
+        assert sorted(ranks.parts[0]._peers.far.reached) == [1, 2] and not ranks.parts[1]._peers.far.reached
         for _ in range(6):
             batches = batches_of(random, 3)
             ranks.each(lambda part, rank, b=batches: whole_round(part, rank, b))
@@ -213,9 +213,9 @@ def test_sums_are_nan_once_the_rounds_have_ended(seed: Seed) -> None:
             got = part.dispatch(*given(part, batch))
             part.combine_send(made_of(part, got), got)
             out = torch.zeros((4, HIDDEN), dtype=dtype)
-            part._proxy.stop()
-            part._proxy.wait("results", got.round.number.data_ptr(), 0)
-            part._kernels.sum(part._memory, out, got.round.routes.where, got.round.weights, False, got.round.number)
+            part._thread.stop()
+            part._thread.proxy.wait("results", got.round.number.data_ptr(), 0)
+            part._steps.sum(out, got.round.routes, got.round.weights, False, got.round.number)
             assert out.isnan().all()
 
 
@@ -234,11 +234,11 @@ def test_sums_are_right_or_nan_when_the_rounds_end_between_the_halves(
         got = part.dispatch(*given(part, batches[rank]))
         y = made_of(part, got) + 1
         if rank == 0:
-            part._proxy.stop()
+            part._thread.stop()
         part.combine_send(y, got)
         sums = torch.zeros((len(batches[rank].x), HIDDEN))
-        part._wait("results", got.round.number, 0)
-        part._kernels.sum(part._memory, sums, got.round.routes.where, got.round.weights, False, got.round.number)
+        part._thread.wait("results", got.round.number, 0)
+        part._steps.sum(sums, got.round.routes, got.round.weights, False, got.round.number)
         batch = batches[rank]
         wanted = expected_sums(batch) + np.where(batch.indices >= 0, batch.weights, 0).sum(axis=1)[:, None]
         assert np.array_equal(sums.numpy(), wanted) or sums.isnan().all()
@@ -272,7 +272,7 @@ def test_who_closes_after_its_last_round_ends_no_others_rounds(seed: Seed) -> No
 def test_what_is_mapped_of_others_is_given_back_by_close(seed: Seed) -> None:
     batches = batches_of(seed.rng(), 2)
     with Ranks(2, None, GraphAllToAll, **CONFIG) as ranks:
-        mapped = [weakref.ref(theirs) for part in ranks.parts for theirs in part._far.reached.values()]
+        mapped = [weakref.ref(theirs) for part in ranks.parts for theirs in part._peers.far.reached.values()]
         ranks.each(lambda part, rank: whole_round(part, rank, batches))
         for part in ranks.parts:
             part.close()
@@ -371,6 +371,65 @@ def test_more_rows_than_there_is_room_for(seed: Seed) -> None:
         assert len({str(error) for error in errors}) == 1
         for part in ranks.parts:
             part.close()  # which has been told
+
+
+def test_more_rows_than_there_is_room_for_in_a_group_of_both_kinds(seed: Seed) -> None:
+    """The other kind waits in its calls for what ends the round, also when its place is taken."""
+    batch = draw(seed.rng(), TOKENS, HIDDEN, EXPERTS, TOP_K, BLOCK)
+    batch.indices[:, 0], batch.indices[:, 1:] = 2, -1
+
+    def make(engine: Any, group: Any, **config: Any) -> Any:
+        if group.rank == 1:
+            return AllToAll(engine, group, node_size=1, **config)
+        return GraphAllToAll(engine, group, **config)
+
+    def run(part: Any, rank: int) -> None:
+        part.dispatch(*given(part, batch))
+        if rank != 1:
+            part.check()
+
+    options = {"capacity_factor": 1.0, "layout": "masked", "private_tokens": TOKENS}
+    with Ranks(3, None, make, **CONFIG, **options) as ranks:
+        ranks.parts[1].device = torch.device("cpu")  # as given() asks
+        errors = errors_of(ranks, run, CapacityExceeded)
+        assert len({str(error) for error in errors}) == 1
+        part: Any = ranks.parts[1]
+        part._placing.settle(1, 0.0)  # which waits for their results, and has them
+
+
+@pytest.mark.parametrize("kernel", ["share", "send"])
+def test_a_dispatch_whose_launch_fails_ends_the_rounds_and_others_are_told(kernel: str, seed: Seed) -> None:
+    batches = batches_of(seed.rng(), 2)
+
+    def refuse(*arguments: object) -> None:
+        raise RuntimeError("no memory to compile it")
+
+    def run(part: GraphAllToAll, rank: int) -> None:
+        whole_round(part, rank, batches)
+        if rank == 0:
+            setattr(part._steps.kernels, kernel, refuse)
+            with pytest.raises(RuntimeError, match="no memory to compile it"):
+                part.dispatch_send(*given(part, batches[rank]))
+            with pytest.raises(CrossrailError, match=r"dispatch_send failed after a part of it was sent: .*a new one"):
+                part.dispatch_send(*given(part, batches[rank]))
+            return
+        with pytest.raises(UsageError, match=r"rank 0 .* has closed its AllToAll before its .*dispatch of round 2"):
+            dispatch_and_check(part, batches[rank])
+
+    with Ranks(2, None, GraphAllToAll, **CONFIG) as ranks:
+        ranks.each(run)
+
+
+def test_a_dispatch_that_was_cut_short_does_not_hang_those_behind_it(seed: Seed) -> None:
+    """As where half of it was captured, and is replayed."""
+    batch = draw(seed.rng(), 4, HIDDEN, EXPERTS, TOP_K, BLOCK)
+    with Ranks(1, None, GraphAllToAll, **CONFIG) as ranks:
+        part = ranks.parts[0]
+        part.timeout_s = 0.2
+        whole_round(part, 0, [batch])
+        part._thread.open(torch.empty(1, dtype=torch.int64), 0)
+        with pytest.raises(UsageError, match=r"round 3 was begun, and round 2 has not told its routes after 0\.2 s"):
+            dispatch_and_check(part, batch)
 
 
 def test_a_failure_that_no_call_has_seen_is_raised_by_close(seed: Seed) -> None:

@@ -5,6 +5,7 @@ What they gain in time is printed (-s), never asserted: it is the machine's as m
 
 import statistics
 import time
+from collections import deque
 
 import pytest
 
@@ -34,6 +35,16 @@ class Course:
         started = time.monotonic()
         self.submit(kind, rail, nbytes).wait(2 * WAIT_S)
         return time.monotonic() - started
+
+    def writes(self, nbytes: int, in_flight: int, total_bytes: int) -> None:
+        """One after another, so many at a time."""
+        under_way: deque[xr.Transfer] = deque()
+        for _ in range(total_bytes // nbytes):
+            if len(under_way) == in_flight:
+                under_way.popleft().wait(2 * WAIT_S)
+            under_way.append(self.submit("write", None, nbytes))
+        for transfer in under_way:
+            transfer.wait(2 * WAIT_S)
 
     def shares(self, kind: str) -> list[float]:
         """Of the bytes that one run puts on the netdevs, each rail's part."""
@@ -85,3 +96,21 @@ def test_rails_of_unequal_speed_share_by_speed(network: NetworkFactory, kind: st
     share = (NBYTES / both_s) / (NBYTES / slow_s + NBYTES / fast_s)
     print(f"{kind}: {share:.3f} of the sum of both rails")
     assert 1.5 <= fast / slow <= 6, (slow, fast)
+
+
+@pytest.mark.parametrize(("nbytes", "in_flight"), [(8 << 10, 16), (64 << 10, 16), (1 << 20, 1), (4 << 20, 2)])
+def test_slow_rail_is_left_to_the_fast_ones(network: NetworkFactory, nbytes: int, in_flight: int) -> None:
+    """Whatever comes first, and however short: once it is known to be slow it carries little."""
+    run = course(network, [8, 240, 240])
+    begun_s = time.monotonic()
+    while time.monotonic() - begun_s < 1.5:  # it becomes known
+        run.writes(nbytes, in_flight, 2 << 20)
+
+    before = run.carried()
+    begun_s = time.monotonic()
+    run.writes(nbytes, in_flight, 24 << 20)
+    print(f"{nbytes} bytes, {in_flight} in flight: {24 / (time.monotonic() - begun_s):.0f} MiB/s")
+    slow, *fast = (after - earlier for earlier, after in zip(before, run.carried(), strict=True))
+
+    assert slow <= 0.15 * sum(fast), (slow, fast)
+    assert min(fast) >= 0.2 * sum(fast), (slow, fast)

@@ -7,7 +7,7 @@
 #include <cstring>
 
 #include "device/cuda.h"
-#include "fake_gpu.h"
+#include "fake_driver_calls.h"
 
 namespace crossrail::test {
 

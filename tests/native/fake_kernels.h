@@ -1,5 +1,6 @@
-// Of the double of NVIDIA's driver: streams of the user's, and the kernel that adds to a word of the host. What is launched
-// happens when the test says so. An address that is none of a page that was pinned and mapped for GPUs ends the test.
+// Of the double of NVIDIA's driver: streams of the user's, and the kernel that adds to a word of the host. What is
+// launched happens when the test says so. An address that is none of a page that was pinned and mapped for GPUs ends
+// the test.
 #pragma once
 
 #include <array>

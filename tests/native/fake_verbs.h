@@ -1,15 +1,17 @@
-// A libibverbs of our own behind the real one's table, with one device whose faults the test decides on. Its queue pairs move
-// nothing: a work request is remembered, and completes when the test says so.
+// A libibverbs of our own behind the real one's table, with one device whose faults the test decides on. Its queue
+// pairs move nothing: a work request is remembered, and completes when the test says so.
 #pragma once
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <deque>
 #include <functional>
 #include <map>
 #include <set>
+#include <utility>
 #include <vector>
 
 #include "transport/verbs/library.h"
@@ -34,10 +36,13 @@ struct Fake {
   union ibv_gid gid{};
   uint32_t gid_type = IBV_GID_TYPE_ROCE_V2;
   uint32_t gid_index = 0;
+  std::vector<ibv_gid_entry> more_gids;
   uint32_t inline_bytes_max = 1024;
   std::vector<uint16_t> partitions{0xffff};  // the table of P_Keys
   uint8_t port_flags = 0;                    // IBV_QPF_GRH_REQUIRED
   ibv_mtu mtu = IBV_MTU_4096;
+  // The address handle of a route; may be called by any thread. Null: the neighbour does not answer.
+  std::function<ibv_ah*(const ibv_ah_attr&)> find_route = [](const ibv_ah_attr&) { return new ibv_ah{}; };
   // --- faults ---
   int register_error = 0;
   int dma_buf_error = 0;
@@ -46,13 +51,15 @@ struct Fake {
   int deregister_error = 0;
   int posts_until_error = -1;  // work requests; -1: never
   int post_error = ENOMEM;
-  bool flushes = true;    // queue pairs in error state give back what was posted
-  bool says_idle = true;  // and say that they take no receives any more
-  bool is_sink = false;   // completes what is posted at once, remembers nothing
+  bool flushes = true;                  // queue pairs in error state give back what was posted
+  bool says_idle = true;                // and say that they take no receives any more
+  uint64_t receives_room = UINT64_MAX;  // in queues that paths share
+  bool is_sink = false;                 // completes what is posted at once, remembers nothing
   // --- what happened ---
   uint64_t posted_count = 0;
   uint64_t inline_count = 0;
   uint64_t doorbells = 0;
+  uint64_t receives_posted = 0;  // to queues that paths share
   std::deque<ibv_async_event> events;
   std::deque<ibv_wc> sends;
   std::deque<ibv_wc> receives;
@@ -61,11 +68,25 @@ struct Fake {
   uint64_t registrations = 0;                        // made so far
   std::vector<std::pair<void*, size_t>> registered;  // what they were of, those of dma-bufs aside
   uint32_t domains = 0;                              // protection domains that there are
+  // --- how it rings, as ConnectX and libmlx5 have it ---
+  // A queue is armed under a number, which grows with each ring that is taken from the channel. It rings once, and a
+  // later arming under the number that it rang for is a repetition.
+  struct Bell {
+    uint32_t number = 0;
+    uint32_t rang_for = ~0u;
+    bool is_armed = false;
+  };
+  std::map<ibv_cq*, Bell> bells;
+  std::deque<ibv_cq*> rings;  // in the channel, a byte in its pipe for each
+  int channel_in = -1;
 
   Fake();
   ~Fake();
   // Completes the oldest `count` works of a queue pair; the last with `status`, the others well.
   void complete(FakeQueuePair& queue_pair, size_t count, ibv_wc_status status = IBV_WC_SUCCESS);
+  // What a completion does to a queue that is armed, in two steps, since the channel has it later.
+  bool ring(ibv_cq* queue);
+  void deliver_ring(ibv_cq* queue);
   void tell(ibv_event_type type, ibv_qp* queue_pair = nullptr);
   FakeQueuePair& queue_pair(uint32_t number) { return *queue_pairs.at(number); }
 };
@@ -122,6 +143,18 @@ inline int fake_post_send(ibv_qp* qp, ibv_send_wr* request, ibv_send_wr** refuse
   return 0;
 }
 
+inline int fake_post_receives(ibv_srq*, ibv_recv_wr* request, ibv_recv_wr** refused) {
+  for (; request != nullptr; request = request->next) {
+    if (g_fake->receives_room == 0) {
+      *refused = request;
+      return ENOMEM;
+    }
+    --g_fake->receives_room;
+    ++g_fake->receives_posted;
+  }
+  return 0;
+}
+
 // --- the table ---
 
 inline int fake_query_port(ibv_context*, uint8_t, _compat_ibv_port_attr* out) {
@@ -151,7 +184,8 @@ inline ssize_t fake_query_gids(ibv_context*, ibv_gid_entry* entries, size_t, uin
   entries[0].gid_index = g_fake->gid_index;
   entries[0].port_num = 1;
   entries[0].gid_type = g_fake->gid_type;
-  return 1;
+  std::ranges::copy(g_fake->more_gids, entries + 1);
+  return static_cast<ssize_t>(1 + g_fake->more_gids.size());
 }
 
 inline int fake_query_partition(ibv_context*, uint8_t, int index, __be16* key) {
@@ -209,7 +243,7 @@ inline ibv_comp_channel* fake_create_channel(ibv_context*) {
   int ends[2];
   if (::pipe(ends) != 0) return nullptr;
   channel->fd = ends[0];
-  channel->refcnt = ends[1];
+  channel->refcnt = g_fake->channel_in = ends[1];
   return channel;
 }
 
@@ -217,6 +251,23 @@ inline int fake_destroy_channel(ibv_comp_channel* channel) {
   ::close(channel->fd);
   ::close(channel->refcnt);
   delete channel;
+  return 0;
+}
+
+inline int fake_arm(ibv_cq* queue, int) {
+  Fake::Bell& bell = g_fake->bells[queue];
+  bell.is_armed = bell.rang_for != bell.number;
+  return 0;
+}
+
+inline int fake_take_ring(ibv_comp_channel* channel, ibv_cq** queue, void** user) {
+  if (g_fake->rings.empty()) return -1;
+  char byte;
+  if (::read(channel->fd, &byte, 1) != 1) std::abort();
+  *queue = g_fake->rings.front();
+  *user = nullptr;
+  g_fake->rings.pop_front();
+  ++g_fake->bells[*queue].number;
   return 0;
 }
 
@@ -303,14 +354,14 @@ inline verbs::Library fake_table() {
   table.destroy_comp_channel = fake_destroy_channel;
   table.create_cq = fake_create_cq;
   table.destroy_cq = [](ibv_cq*) { return 0; };
-  table.get_cq_event = [](ibv_comp_channel*, ibv_cq**, void**) { return -1; };
+  table.get_cq_event = fake_take_ring;
   table.ack_cq_events = [](ibv_cq*, unsigned) {};
   table.create_srq = fake_create_srq;
   table.destroy_srq = [](ibv_srq*) { return 0; };
   table.create_qp = fake_create_qp;
   table.modify_qp = fake_modify_qp;
   table.destroy_qp = fake_destroy_qp;
-  table.create_ah = [](ibv_pd*, ibv_ah_attr*) { return new ibv_ah{}; };
+  table.create_ah = [](ibv_pd*, ibv_ah_attr* route) { return g_fake->find_route(*route); };
   table.destroy_ah = [](ibv_ah* ah) {
     delete ah;
     return 0;
@@ -334,10 +385,10 @@ inline Fake::Fake() {
   g_context.async_fd = ends[0];
   g_context.cmd_fd = ends[1];
   g_context.ops.poll_cq = fake_poll;
-  g_context.ops.req_notify_cq = [](ibv_cq*, int) { return 0; };
+  g_context.ops.req_notify_cq = fake_arm;
   g_context.ops.post_send = fake_post_send;
   g_context.ops.post_recv = [](ibv_qp*, ibv_recv_wr*, ibv_recv_wr**) { return 0; };
-  g_context.ops.post_srq_recv = [](ibv_srq*, ibv_recv_wr*, ibv_recv_wr**) { return 0; };
+  g_context.ops.post_srq_recv = fake_post_receives;
   static const verbs::Library table = fake_table();
   verbs::replace_library(&table);
 }
@@ -356,6 +407,18 @@ inline void Fake::complete(FakeQueuePair& queue_pair, size_t count, ibv_wc_statu
     const bool is_bad = i == count && status != IBV_WC_SUCCESS;
     if (is_signalled || is_bad) sends.push_back(completion_of(id, queue_pair.qp, is_bad ? status : IBV_WC_SUCCESS));
   }
+}
+
+inline bool Fake::ring(ibv_cq* queue) {
+  Bell& bell = bells[queue];
+  if (!std::exchange(bell.is_armed, false)) return false;
+  bell.rang_for = bell.number;
+  return true;
+}
+
+inline void Fake::deliver_ring(ibv_cq* queue) {
+  rings.push_back(queue);
+  if (::write(channel_in, "r", 1) != 1) std::abort();
 }
 
 inline void Fake::tell(ibv_event_type type, ibv_qp* queue_pair) {

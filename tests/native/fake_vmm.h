@@ -1,6 +1,6 @@
 // Of the double of NVIDIA's driver: virtual memory management. Physical memory is a file without a name, a handle is a
-// descriptor of it, and so is what other processes get. Reserved addresses fault, and so do mapped ones: their bytes are
-// reached as those of any memory of the double's GPU.
+// descriptor of it, and so is what other processes get. Reserved addresses fault, and so do mapped ones: their bytes
+// are reached as those of any memory of the double's GPU.
 #pragma once
 
 #include <fcntl.h>

@@ -1,5 +1,5 @@
-// A decoder with a planted mistake: it believes a length that comes after four right bytes. ./dev fuzz has to find it, or
-// its finding nothing elsewhere means nothing.
+// A decoder with a planted mistake: it believes a length that comes after four right bytes. ./dev fuzz has to find it,
+// or its finding nothing elsewhere means nothing.
 #include "fuzz.h"
 #include "util/codec.h"
 

@@ -1,5 +1,5 @@
-// A peer of the rdma layer that holds the secret and says what it likes: sealed datagrams, fragments on its path, immediates,
-// broken paths. The layer lives on, and everything it accepted is retired.
+// A peer of the rdma layer that holds the secret and says what it likes: sealed datagrams, fragments on its path,
+// immediates, broken paths. The layer lives on, and everything it accepted is retired.
 #include <deque>
 #include <functional>
 #include <optional>
@@ -145,7 +145,7 @@ class Peer {
     address.name = "fuzzer";
     link_ = layer_->connect(std::make_shared<const Address>(address));
     Bytes hello;
-    put(hello, PathBody{{0, 0}, 1, 77, {9}});
+    put(hello, PathBody{{0, 0}, 1, 77, {9}, 0});
     datagram(DatagramKind::kHello, hello);
     turn();
     if (!port_->token) return;
@@ -175,7 +175,7 @@ class Peer {
         break;
       case 4:
         if (LoosePath* const path = port_->path; path != nullptr && port_->token && !path->is_broken) {
-          port_->tell([path](NicEvents& events) { events.on_path_broken(*path, "the fuzzer"); });
+          port_->tell([path](NicEvents& events) { events.on_path_broken(*path, false, "the fuzzer"); });
         }
         break;
       case 5:
@@ -186,7 +186,7 @@ class Peer {
         break;
       case 7: {  // the next epoch
         Bytes hello;
-        put(hello, PathBody{{0, 0}, ++epoch_, 77, {9}});
+        put(hello, PathBody{{0, 0}, ++epoch_, 77, {9}, 0});
         datagram(DatagramKind::kHello, hello);
         break;
       }

@@ -1,4 +1,5 @@
-// Service messages, as the engine takes them: a message, or words that say why not; and what was understood is what is said.
+// Service messages, as the engine takes them: a message, or words that say why not; and what was understood is what is
+// said.
 #include <variant>
 
 #include "engine/service_wire.h"

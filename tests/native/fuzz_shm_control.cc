@@ -1,5 +1,5 @@
-// A process of this host at an engine's control socket: packets of its own making, with file descriptors or without. The
-// engine's control thread lives on, and answers whoever is honest.
+// A process of this host at an engine's control socket: packets of its own making, with file descriptors or without.
+// The engine's control thread lives on, and answers whoever is honest.
 #include <poll.h>
 #include <sys/eventfd.h>
 

@@ -1,5 +1,5 @@
-// A peer of the tcp transport that holds the secret: after an honest handshake, frames of its own making, on a real socket.
-// The transport lives on, checks every range, and nothing is written outside the region.
+// A peer of the tcp transport that holds the secret: after an honest handshake, frames of its own making, on a real
+// socket. The transport lives on, checks every range, and nothing is written outside the region.
 #include <sys/socket.h>
 
 #include <cstring>

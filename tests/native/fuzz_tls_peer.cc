@@ -1,6 +1,6 @@
-// Who stands between two honest ends of TLS, or in the place of one: garbage instead of a handshake, and records that are
-// changed, cut, dropped, repeated and put in another order. The transport lives on; of what it places, every byte is one
-// that the honest end has sealed, and all before it are in place, too.
+// Who stands between two honest ends of TLS, or in the place of one: garbage instead of a handshake, and records that
+// are changed, cut, dropped, repeated and put in another order. The transport lives on; of what it places, every byte
+// is one that the honest end has sealed, and all before it are in place, too.
 #include <sys/socket.h>
 
 #include <cstring>

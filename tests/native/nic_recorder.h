@@ -29,7 +29,7 @@ struct NicRecorder final : rdma::NicEvents {
   }
   void on_datagram(std::span<const uint8_t> bytes) override { datagrams.emplace_back(bytes.begin(), bytes.end()); }
   void on_nobody(std::span<const uint8_t> endpoint) override { nobody.emplace_back(endpoint.begin(), endpoint.end()); }
-  void on_path_broken(rdma::NicPath& path, const std::string& reason) override { broken[&path] = reason; }
+  void on_path_broken(rdma::NicPath& path, bool, const std::string& reason) override { broken[&path] = reason; }
   void on_path_flushed(rdma::NicPath& path) override { ++flushed[&path]; }
   void on_port(bool is_up, const std::string&) override { ports.push_back(is_up); }
   void on_device_fatal(const std::string& reason) override { fatal = reason; }

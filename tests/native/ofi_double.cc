@@ -112,7 +112,10 @@ fi_ops g_queue_fid_ops = {.size = sizeof(fi_ops), .close = close_queue, .control
 fi_ops_cq g_queue_ops = {.size = sizeof(fi_ops_cq), .read = read_queue, .readerr = read_error, .strerror = queue_error};
 
 int open_queue(fid_domain* domain, fi_cq_attr* attributes, fid_cq** out, void*) {
-  if (attributes->wait_obj != FI_WAIT_NONE) return -FI_ENOSYS;  // efa has nothing to wait on
+  if (attributes->wait_obj != FI_WAIT_NONE) {
+    if (!g_world->settings.offers_descriptor) return -FI_ENOSYS;
+    g_world->violate("a queue that can be slept on is read through a software queue");
+  }
   if (attributes->size > g_world->settings.queue_entries_max) return -FI_EINVAL;
   if (attributes->format != FI_CQ_FORMAT_DATA) return -FI_ENOSYS;
   auto* queue = new Queue;
@@ -238,6 +241,7 @@ ssize_t send_message(fid_ep* object, const fi_msg* message, uint64_t flags) {
   operation.payload.assign(bytes, bytes + message->msg_iov->iov_len);
   if (operation.payload.size() > 8192) g_world->violate("a message longer than the MTU");
   operation.context = message->context;
+  if (g_world->send_error != 0) return g_world->send_error;
   return post(std::move(operation), message->addr);
 }
 
@@ -438,6 +442,8 @@ void LibfabricDouble::fail_towards(uint32_t device, int status) {
   world_->failing.erase(device);
   if (status != 0) world_->failing[device] = status;
 }
+
+void LibfabricDouble::refuse_sends(int code) { world_->send_error = code; }
 
 void LibfabricDouble::break_queue(uint32_t device) { world_->broken_queues.insert(device); }
 

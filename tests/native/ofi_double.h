@@ -22,6 +22,7 @@ struct DoubleSettings {
   uint32_t refuse_percent = 0;  // of posts: -FI_EAGAIN although there is room
   uint32_t delay_max = 6;       // readings of the queue that an operation may wait
   bool takes_shm_option = true;
+  bool offers_descriptor = false;  // of queues: efa-direct since 2.2, efa since 2.4
   bool takes_gpu_memory = true;    // built with CUDA
   bool emulates_writes = false;    // by messages, as devices without RDMA write
   bool imms_eat_receives = false;  // of efa-direct, as devices without unsolicited ones and libfabric before 2.4
@@ -44,6 +45,7 @@ class LibfabricDouble {
   void freeze(uint32_t device, bool frozen);
   // What is sent to them fails with this status of the device (efa_errno.h), 0: nothing does.
   void fail_towards(uint32_t device, int status);
+  void refuse_sends(int code);        // each message, with this code of libfabric's; 0: none
   void break_queue(uint32_t device);  // reading it fails from now on
   // As efa, whose receipt of a message that it has given us does not get through: an error of a receive that is over.
   void fail_receipt(uint32_t device);

@@ -121,6 +121,7 @@ struct LibfabricDouble::World {
   std::set<libfabric_double::Endpoint*> endpoints;
   std::set<uint32_t> frozen;
   std::map<uint32_t, int> failing;
+  int send_error = 0;
   std::set<uint32_t> broken_queues;
   std::set<libfabric_double::Errors*> errors;
   std::map<libfabric_double::Queue*, std::vector<void*>> closed_under;  // contexts of what was under way then

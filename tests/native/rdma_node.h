@@ -26,6 +26,7 @@ struct NodeOptions {
   int64_t peer_timeout_ns = 2'000'000'000;
   int64_t connect_timeout_ns = 2'000'000'000;
   std::vector<uint32_t> speeds = {};
+  Clock* clock = &real_clock();
 };
 
 class Node final : public Sink {
@@ -37,6 +38,7 @@ class Node final : public Sink {
     to.peer_timeout_ns = options.peer_timeout_ns;
     to.connect_timeout_ns = options.connect_timeout_ns;
     to.message_bytes_max = 256 << 10;
+    to.clock = options.clock;
     std::vector<std::unique_ptr<Nic>> owned;
     for (uint32_t i = 0; i < options.rails; ++i) {
       const uint32_t speed = i < options.speeds.size() ? options.speeds[i] : 10'000;

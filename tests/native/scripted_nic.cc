@@ -1,6 +1,7 @@
 #include "scripted_nic.h"
 
 #include <algorithm>
+#include <cerrno>
 #include <cstring>
 #include <functional>
 
@@ -40,15 +41,33 @@ void Net::kill(ScriptedNic& nic) {
   nic.killed = true;
 }
 
+void Net::end_device(ScriptedNic& nic) {
+  std::lock_guard guard(lock);
+  nic.is_dead = true;
+  nic.push({.kind = NicEvent::Kind::kFatal, .text = "the device is gone"});
+  for (auto& [id, path] : paths) {
+    if (path->nic != &nic) continue;
+    break_path(*path, "the device is gone");
+    if (!std::exchange(path->broken_off, true)) nic.push({.kind = NicEvent::Kind::kFlushed, .path = id});
+  }
+}
+
+void Net::set_speed(ScriptedNic& nic, uint32_t mbps) {
+  std::lock_guard guard(lock);
+  nic.speed_mbps_ = mbps;
+  nic.push({.kind = NicEvent::Kind::kPort, .text = "another speed", .up = true});
+}
+
 void Net::freeze(ScriptedNic& nic, bool frozen) {
   std::lock_guard guard(lock);
   nic.frozen = frozen;
 }
 
-void Net::break_all_paths(ScriptedNic& nic) {
+void Net::break_all_paths(ScriptedNic& nic, bool by_peer) {
   std::lock_guard guard(lock);
   for (auto& [id, path] : paths) {
-    if (path->nic == &nic) break_path(*path, "broken by the script");
+    if (path->nic == &nic)
+      break_path(*path, "broken by the script", by_peer ? NicFault::kFlushed : NicFault::kUnreachable);
   }
 }
 
@@ -62,20 +81,24 @@ ScriptedPath* Net::peer_of(const ScriptedPath& path) {
   if (found == paths.end()) return nullptr;
   ScriptedPath* const peer = found->second;
   const bool reaches = peer->peer == path.id && !peer->broken && !peer->broken_off && peer->nic->up && path.nic->up &&
-                       !peer->nic->killed && !path.nic->killed;
+                       !peer->nic->killed && !path.nic->killed && !peer->nic->is_dead && !path.nic->is_dead;
   return reaches ? peer : nullptr;
 }
 
 // As a NIC that goes to the error state: works under way are reported, those carried out and not acknowledged too.
-void Net::break_path(ScriptedPath& path, const std::string& reason) {
+void Net::break_path(ScriptedPath& path, const std::string& reason, NicFault first) {
   if (path.broken) return;
   path.broken = true;
+  NicFault fault = first;
   for (const ScriptedPath::Work& work : path.works) {
-    path.nic->push({.kind = NicEvent::Kind::kFailed, .path = path.id, .cookie = work.work.cookie});
+    path.nic->push({.kind = NicEvent::Kind::kFailed, .path = path.id, .cookie = work.work.cookie, .fault = fault});
+    fault = NicFault::kFlushed;
   }
   path.works.clear();
   path.fragments.clear();
-  if (!path.broken_off) path.nic->push({.kind = NicEvent::Kind::kBroken, .path = path.id, .text = reason});
+  if (path.broken_off) return;
+  path.nic->push(
+      {.kind = NicEvent::Kind::kBroken, .path = path.id, .text = reason, .by_peer = first == NicFault::kFlushed});
 }
 
 void Net::execute(ScriptedPath& path, size_t index) {
@@ -103,8 +126,8 @@ void Net::execute(ScriptedPath& path, size_t index) {
                       .fault = NicFault::kRemoteAccess,
                       .text = "remote access error"});
       if (!options.ordered_paths) return;
-      break_path(path, "a work was refused");
-      break_path(*peer, "refused a work of the peer");
+      break_path(path, "a work was refused", NicFault::kFlushed);
+      break_path(*peer, "refused a work of the peer", NicFault::kFlushed);
       return;
     }
     auto* const remote = reinterpret_cast<std::byte*>(work.remote_address);
@@ -115,7 +138,6 @@ void Net::execute(ScriptedPath& path, size_t index) {
     }
   }
   item.executed = true;
-  ++executed;
   if (work.has_imm) {
     peer->nic->push({.kind = NicEvent::Kind::kImm, .path = options.names_imm_paths ? peer->id : 0, .imm = work.imm});
   }
@@ -129,7 +151,7 @@ void Net::step(int64_t now) {
       continue;
     }
     const auto to = nics.find(datagrams[i].to);
-    if (to != nics.end() && to->second->up && !to->second->killed) {
+    if (to != nics.end() && to->second->up && !to->second->killed && !to->second->is_dead) {
       to->second->push({.kind = NicEvent::Kind::kDatagram, .bytes = std::move(datagrams[i].bytes)});
     }
     datagrams.erase(datagrams.begin() + static_cast<std::ptrdiff_t>(i));
@@ -146,7 +168,8 @@ void Net::step(int64_t now) {
     }
     for (size_t i = 0; i < path.works.size() && !path.broken;) {
       ScriptedPath::Work& item = path.works[i];
-      if (!item.executed && item.exec_due <= now && peer != nullptr && (has_receives || !item.work.has_imm)) {
+      const bool is_due = !item.executed && item.exec_due <= now && !options.holds_works;
+      if (is_due && peer != nullptr && (has_receives || !item.work.has_imm)) {
         if (chance(options.breaks_before)) {
           break_path(path, "retries ran out");
           break;
@@ -195,6 +218,7 @@ ScriptedPath::~ScriptedPath() {
 
 void ScriptedPath::connect(std::span<const uint8_t> peer_endpoint, std::span<const uint8_t> peer_offer) {
   std::lock_guard guard(net->lock);
+  if (!nic->connect_error.empty()) throw TransportError("connect", ENOMEM, nic->connect_error);
   if (peer_offer.size() != 8 || peer_endpoint.size() != 9) throw TransportError("connect", 0, "the offer is malformed");
   peer = u64_of(peer_offer);
   peer_nic = u64_of(peer_endpoint);
@@ -253,13 +277,13 @@ void ScriptedPath::break_off(const std::string& reason) {
   std::lock_guard guard(net->lock);
   if (std::exchange(broken_off, true)) return;
   net->break_path(*this, reason);
-  nic->push({.kind = NicEvent::Kind::kFlushed, .path = id});
+  if (nic->flushes) nic->push({.kind = NicEvent::Kind::kFlushed, .path = id});
 }
 
 // --- nic ---
 
 ScriptedNic::ScriptedNic(Net* net, uint64_t id, std::string name, uint32_t speed_mbps, uint8_t network)
-    : net(net), id(id), name_(std::move(name)), fabric_("scripted"), speed_mbps_(speed_mbps), fds_{bell_.fd()} {
+    : net(net), id(id), speed_mbps_(speed_mbps), name_(std::move(name)), fabric_("scripted"), fds_{bell_.fd()} {
   std::memcpy(endpoint_.data(), &id, sizeof id);
   endpoint_[8] = network;
   limits_ = {.work_bytes_max = net->options.work_bytes_max,
@@ -280,6 +304,7 @@ int ScriptedNic::nearness(std::span<const uint8_t> peer_endpoint) const {
 
 std::unique_ptr<Registration> ScriptedNic::register_memory(std::byte* base, uint64_t length_bytes, Access access) {
   std::lock_guard guard(net->lock);
+  if (is_dead) throw TransportError("register_memory", EIO, name_ + " is gone");
   if (net->regions.size() >= net->options.registrations_max)
     throw TransportError("register_memory", ENOMEM, name_ + " takes no more memory");
   auto registration = std::make_unique<ScriptedRegistration>(net, net->next_id++);
@@ -290,13 +315,13 @@ std::unique_ptr<Registration> ScriptedNic::register_memory(std::byte* base, uint
 
 bool ScriptedNic::is_port_up() const {
   std::lock_guard guard(net->lock);
-  return up;
+  return up && !is_dead;
 }
 
 void ScriptedNic::send_datagram(std::span<const uint8_t> peer_endpoint, std::span<const uint8_t> bytes) {
   std::lock_guard guard(net->lock);
   CROSSRAIL_ASSERT(bytes.size() <= kDatagramBytesMax);
-  if (!up || killed || peer_endpoint.size() != endpoint_.size()) return;
+  if (!up || killed || is_dead || peer_endpoint.size() != endpoint_.size()) return;
   const auto there = net->nics.find(u64_of(peer_endpoint));
   if (net->options.tells_nobody && (there == net->nics.end() || there->second->killed)) {
     push({.kind = NicEvent::Kind::kNobody, .bytes = {peer_endpoint.begin(), peer_endpoint.end()}});
@@ -315,6 +340,8 @@ void ScriptedNic::send_datagram(std::span<const uint8_t> peer_endpoint, std::spa
 
 std::unique_ptr<NicPath> ScriptedNic::make_path() {
   std::lock_guard guard(net->lock);
+  if (is_dead) throw TransportError("make_path", EIO, name_ + " is gone");
+  if (!make_error.empty()) throw TransportError("make_path", ENOMEM, make_error);
   return std::make_unique<ScriptedPath>(net, this, net->next_id++);
 }
 
@@ -360,13 +387,16 @@ uint32_t ScriptedNic::poll(NicEvents& told) {
         told.on_nobody(event.bytes);
         break;
       case NicEvent::Kind::kBroken:
-        told.on_path_broken(*path, event.text);
+        told.on_path_broken(*path, event.by_peer, event.text);
         break;
       case NicEvent::Kind::kFlushed:
         told.on_path_flushed(*path);
         break;
       case NicEvent::Kind::kPort:
         told.on_port(event.up, event.text);
+        break;
+      case NicEvent::Kind::kFatal:
+        told.on_device_fatal(event.text);
         break;
     }
   }

@@ -1,10 +1,12 @@
-// A network of NICs in one process, with which the rdma layer is tested: it delays, reorders what nobody promised to keep
-// in order, loses and doubles datagrams, breaks paths before and after a work was carried out, pulls cables, kills.
+// A network of NICs in one process, with which the rdma layer is tested: it delays, reorders what nobody promised to
+// keep in order, loses and doubles datagrams, breaks paths before and after a work was carried out, pulls cables,
+// kills.
 //
 // Threads: each Nic as nic.h says; the Net itself is locked, so that Nics of several threads can share one.
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <cstdint>
 #include <deque>
 #include <functional>
@@ -36,6 +38,7 @@ struct NetOptions {
   double breaks_before = 0;                 // of works: the path breaks, and the work was not carried out
   double breaks_after = 0;                  // it was, but nobody is told
   bool tells_nobody = false;                // where datagrams go to a NIC that is gone
+  bool holds_works = false;                 // none is carried out
   double refuses_post = 0;                  // of post() and send() calls: no room
   int64_t retry_ns = 3'000'000;             // until a NIC that gets no answer gives up
   uint32_t registrations_max = UINT32_MAX;  // at once, of all NICs; one more fails
@@ -59,11 +62,15 @@ class Net {
 
   // --- the script ---
   void set_port(ScriptedNic& nic, bool up);
+  void set_speed(ScriptedNic& nic, uint32_t mbps);  // of a port that is up
   // Nothing of it answers any more, and it does nothing.
   void kill(ScriptedNic& nic);
+  // Its device is lost: it says so, flushes its paths unasked, and refuses everything.
+  void end_device(ScriptedNic& nic);
   // Its layer is not there: it carries out plain writes, but has no receives, and sends nothing.
   void freeze(ScriptedNic& nic, bool frozen);
-  void break_all_paths(ScriptedNic& nic);
+  // by_peer: each refused something that its peer posted.
+  void break_all_paths(ScriptedNic& nic, bool by_peer = false);
   void inject_datagram(ScriptedNic& to, std::vector<uint8_t> bytes);
   void change(const std::function<void(NetOptions&)>& edit) {
     std::lock_guard guard(lock);
@@ -72,10 +79,6 @@ class Net {
   size_t registrations() {
     std::lock_guard guard(lock);
     return regions.size();
-  }
-  uint64_t works_executed() {
-    std::lock_guard guard(lock);
-    return executed;
   }
 
   // --- for nics ---
@@ -86,7 +89,8 @@ class Net {
   int64_t delay(int64_t max) { return max <= 0 ? 0 : std::uniform_int_distribution<int64_t>(0, max)(random); }
   ScriptedPath* peer_of(const ScriptedPath& path);
   void execute(ScriptedPath& path, size_t index);
-  void break_path(ScriptedPath& path, const std::string& reason);
+  // first: what the first of its works is reported with; kFlushed: nothing of ours is to blame.
+  void break_path(ScriptedPath& path, const std::string& reason, NicFault first = NicFault::kUnreachable);
   int64_t next_due() const;
 
   std::recursive_mutex lock;
@@ -102,7 +106,6 @@ class Net {
   };
   std::vector<Datagram> datagrams;
   uint64_t next_id = 1;
-  uint64_t executed = 0;
 };
 
 class ScriptedRegistration final : public Registration {
@@ -120,13 +123,14 @@ class ScriptedRegistration final : public Registration {
 };
 
 struct NicEvent {
-  enum class Kind { kDone, kFailed, kImm, kFragment, kDatagram, kNobody, kBroken, kFlushed, kPort } kind;
+  enum class Kind { kDone, kFailed, kImm, kFragment, kDatagram, kNobody, kBroken, kFlushed, kPort, kFatal } kind;
   uint64_t path = 0;  // id; 0: none
   uint64_t cookie = 0;
   NicFault fault = NicFault::kFlushed;
   std::string text{};
   uint32_t imm = 0;
   bool up = false;
+  bool by_peer = false;
   std::vector<uint8_t> bytes{};
 };
 
@@ -176,7 +180,7 @@ class ScriptedNic final : public Nic {
   ~ScriptedNic() override;
   const std::string& name() const override { return name_; }
   const std::string& description() const override { return name_; }
-  uint32_t speed_mbps() const override { return speed_mbps_; }
+  uint32_t speed_mbps() const override { return speed_mbps_.load(); }
   const std::string& fabric() const override { return fabric_; }
   std::span<const uint8_t> endpoint() const override { return endpoint_; }
   const NicLimits& limits() const override { return limits_; }
@@ -191,6 +195,7 @@ class ScriptedNic final : public Nic {
   Deadline next_timer() const override;
   const std::vector<int>& fds() const override { return fds_; }
   void hush() override { bell_.silence(); }
+  void hurry() override { ++hurried; }
   void abandon_after_fork() override {}
 
   // Under the net's lock.
@@ -200,13 +205,18 @@ class ScriptedNic final : public Nic {
   bool up = true;
   bool killed = false;
   bool frozen = false;
+  bool is_dead = false;
+  std::string make_error;     // of its paths; empty: none
+  std::string connect_error;  // likewise
+  uint32_t hurried = 0;
+  bool flushes = true;  // paths that are broken off are said to be flushed
   std::deque<NicEvent> events;
   bool armed = false;
+  std::atomic<uint32_t> speed_mbps_;
 
  private:
   const std::string name_;
   const std::string fabric_;
-  const uint32_t speed_mbps_;
   std::array<uint8_t, 9> endpoint_;
   NicLimits limits_;
   WakeEvent bell_ = WakeEvent::create();

@@ -48,7 +48,7 @@ inline TransportOptions shm_options(const std::string& name) {
   options.identity = make_identity(name, transport_bit(TransportKind::kShm), 1);
   options.message_bytes_max = 256 << 10;
   options.connect_timeout_ns = 20'000'000'000;
-  options.private_path = 1;  // staged, also inside a process
+  options.private_path = PrivatePath::kStaged;  // also inside a process
   return options;
 }
 

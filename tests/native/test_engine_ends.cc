@@ -71,7 +71,7 @@ TEST_CASE("peers are forgotten once they were lost, while other threads look at 
   std::thread looker([&] {
     while (!stop.load()) {
       for (const PeerRef& peer : engine->peers()) engine->explain(*peer);
-      engine->traffic();
+      engine->traffic(60'000'000'000);
     }
   });
   const auto meet = [&](int count) {
@@ -94,6 +94,63 @@ TEST_CASE("peers are forgotten once they were lost, while other threads look at 
   meet(70);
   CHECK(engine->peers().size() <= 192);
   engine->close(0);
+}
+
+TEST_CASE("traffic of an engine whose holder hangs is told without what only that one knows") {
+  Pair pair;
+  RegionRef src = pair.a->alloc(4096, false);
+  RegionRef dst = pair.b->alloc(4096, false);
+  const RemoteRegionRef remote = pair.a->remote_region(dst->descriptor());
+  require_done(pair.a->submit_write({.src = src.get(), .dst = remote.get(), .length_bytes = 8}));
+  std::atomic<bool> hangs{false}, stop{false};
+  std::thread holder([&] {
+    pair.a->core().run_as_holder([&] {
+      hangs.store(true);
+      const Deadline deadline = deadline_in(60);
+      while (!stop.load() && now_ns() < deadline) std::this_thread::yield();
+    });
+  });
+  while (!hangs.load()) std::this_thread::yield();
+  const int64_t began = now_ns();
+  const TrafficReport report = pair.a->traffic(20'000'000);
+  CHECK(now_ns() - began < 20'000'000'000);
+  stop.store(true);
+  holder.join();
+  CHECK(report.hangs);
+  CHECK(!report.is_whole);
+  REQUIRE(report.peers.size() == 1);
+  CHECK(report.peers[0].paths.empty());
+  CHECK(report.peers[0].counts.works == 1);
+  const TrafficReport after = pair.a->traffic(60'000'000'000);
+  CHECK(!after.hangs);
+  CHECK(after.is_whole);
+  REQUIRE(after.peers.size() == 1);
+  CHECK(!after.peers[0].paths.empty());
+}
+
+TEST_CASE("an engine that makes rounds does not hang, though its holder lets nobody in") {
+  Pair pair;
+  RegionRef src = pair.a->alloc(64, false);
+  RegionRef dst = pair.b->alloc(64, false);
+  const RemoteRegionRef remote = pair.a->remote_region(dst->descriptor());
+  require_done(pair.a->submit_write({.src = src.get(), .dst = remote.get(), .length_bytes = 8}));
+  std::atomic<bool> stop{false}, holds{false};
+  std::thread holder([&] {
+    pair.a->core().run_as_holder([&] {
+      holds.store(true);
+      const Deadline deadline = deadline_in(60);
+      while (!stop.load() && now_ns() < deadline) {
+        pair.a->core().make_round();
+        std::this_thread::yield();
+      }
+    });
+  });
+  while (!holds.load()) std::this_thread::yield();
+  const TrafficReport report = pair.a->traffic(200'000'000);
+  stop.store(true);
+  holder.join();
+  CHECK(!report.hangs);
+  CHECK(!report.is_whole);
 }
 
 TEST_CASE("a region closes behind the last copy of a peer that its engine has not noticed yet") {

@@ -1,5 +1,6 @@
-// Regions that are revoked and renewed while peers write: what ThreadSanitizer looks at. Engines of one process see each
-// other's memory at one address, so that a copy that goes on after revoke() is a race with what the owner does next.
+// Regions that are revoked and renewed while peers write: what ThreadSanitizer looks at. Engines of one process see
+// each other's memory at one address, so that a copy that goes on after revoke() is a race with what the owner does
+// next.
 #include <doctest/doctest.h>
 
 #include <algorithm>

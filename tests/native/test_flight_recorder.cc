@@ -1,6 +1,7 @@
 // The flight recorder, what makes it be written, and what finds a stall.
 #include <doctest/doctest.h>
 #include <fcntl.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -9,6 +10,7 @@
 #include <csignal>
 #include <filesystem>
 #include <fstream>
+#include <iterator>
 #include <sstream>
 #include <string>
 #include <thread>
@@ -422,6 +424,67 @@ TEST_CASE("the watchdog tells of submits that nobody takes over") {
   }
   watchdog.look(9'000);
   for (const EngineEvent& event : engine->take_events()) CHECK(event.kind != EngineEvent::Kind::kStalled);
+}
+
+TEST_CASE("stalls that come again and again are all told, and written down so often and no more") {
+  TemporaryDirectory directory;
+  EngineRef engine = open_null("flaps", directory.path.native());
+  EngineRef other = open_null("there");
+  constexpr uint64_t kLong = 1 << 20;  // too long to be posted by the submitter
+  RegionRef src = engine->alloc(kLong, false);
+  RemoteRegionRef remote = engine->remote_region(other->alloc(kLong, false)->descriptor());
+  Watchdog watchdog(&engine->core(), 1'000);
+  int64_t now = 0;
+  // One more stall, so long after the one before. What is told of it.
+  const auto stall = [&](int64_t pause_ns) {
+    now += pause_ns;
+    watchdog.look(now - 2'000);
+    engine->submit_write({.src = src.get(), .dst = remote.get(), .length_bytes = kLong});
+    watchdog.look(now - 1'000);
+    watchdog.look(now);
+    while (engine->progress()) {
+    }
+    std::string told;
+    for (const EngineEvent& event : engine->take_events())
+      if (event.kind == EngineEvent::Kind::kStalled) told += event.detail;
+    return told;
+  };
+  const auto files = [&] {
+    return static_cast<size_t>(std::distance(std::filesystem::directory_iterator(directory.path), {}));
+  };
+  CHECK(stall(10'000).find("; flight recorder: ") != std::string::npos);
+  const std::string soon = stall(Watchdog::kDumpPauseNs - 1);
+  CHECK(soon.find("no new recording, for the last one is 59.9 s old: " + directory.path.native()) != std::string::npos);
+  CHECK(files() == 1);
+  CHECK(stall(1).find("; flight recorder: ") != std::string::npos);
+  for (uint32_t i = 2; i < Watchdog::kDumpsMax; ++i) stall(Watchdog::kDumpPauseNs);
+  CHECK(files() == Watchdog::kDumpsMax);
+  CHECK(stall(Watchdog::kDumpPauseNs).find("the watchdog of this engine has written 16: ") != std::string::npos);
+  CHECK(files() == Watchdog::kDumpsMax);
+}
+
+TEST_CASE("of a recording that cannot be written to its end no file is left") {
+  TemporaryDirectory directory;
+  EngineRef engine = open_null("full");
+  const std::string path = directory.path / "here.flight";
+  std::ofstream(path) << "what was there";
+  const pid_t child = fork();  // the limit is the whole process's
+  REQUIRE(child >= 0);
+  if (child == 0) {
+    std::signal(SIGXFSZ, SIG_IGN);
+    const rlimit limit{200, 200};
+    setrlimit(RLIMIT_FSIZE, &limit);
+    const bool fails = dump_to_directory(engine->core(), directory.path.native(), "test").error == EFBIG &&
+                       dump_to_file(engine->core(), path, "test") == EFBIG;
+    _exit(fails ? 0 : 1);
+  }
+  int status = 0;
+  REQUIRE(waitpid(child, &status, 0) == child);
+  CHECK(status == 0);
+  CHECK(directory.only_file() == "what was there");
+  CHECK(dump_to_file(engine->core(), path, "test") == 0);
+  CHECK(directory.only_file().ends_with("[\"end\"]\n"));
+  CHECK(dump_to_file(engine->core(), "/dev/full", "test") == ENOSPC);
 }
 
 }  // namespace crossrail

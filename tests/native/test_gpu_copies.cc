@@ -261,6 +261,76 @@ TEST_CASE("gpu copies: one that fails fails its transfer, is not counted, and ha
   }
 }
 
+TEST_CASE("gpu copies: where one part fails and those behind it go well, nothing is counted") {
+  for (const Case& each : kCases) {
+    for (const uint32_t good : {0u, 1u, 5u}) {
+      CAPTURE(static_cast<int>(each.kind));
+      CAPTURE(each.from_gpu);
+      CAPTURE(each.to_gpu);
+      CAPTURE(good);
+      FakeCuda cuda;
+      const Pair pair(each.kind, each.private_path);
+      constexpr uint64_t kMuch = uint64_t{24} << 20;  // in parts, and each of them in chunks
+      Memory source(cuda, pair.a, each.from_gpu, kMuch);
+      Memory target(cuda, pair.b, each.to_gpu, kMuch);
+      RemoteRegionRef remote = pair.a->remote_region(target.region->descriptor());
+      cuda.copies_good = good;
+      cuda.copies_bad = 1;
+      cuda.copy_error = 1;
+      const TransferRef write = pair.a->submit_write(
+          {.src = source.region.get(), .dst = remote.get(), .length_bytes = kMuch, .imm = 1, .rail = 0});
+      const Status status = Pair::end_of(write);
+      cuda.copy_error = 0;
+      CHECK((status == Status::kTransportFailed || (status == Status::kDone && cuda.copies_bad == 1)));
+      const TransferRef next = pair.a->submit_write(
+          {.src = source.region.get(), .dst = remote.get(), .length_bytes = kPageBytes, .imm = 2, .rail = 0});
+      CHECK(Pair::end_of(next) == Status::kDone);
+      REQUIRE(Pair::until([&] { return pair.b->imm_counter(2)->poll() == 1; }));
+      CHECK(pair.b->imm_counter(1)->poll() == (status == Status::kDone ? 1 : 0));
+    }
+  }
+}
+
+TEST_CASE("gpu copies: a target of a scatter is counted if its own parts went well, whichever it is") {
+  for (const Case& each : kCases) {
+    for (const uint32_t good : {0u, 1u, 4u, 9u}) {
+      CAPTURE(static_cast<int>(each.kind));
+      CAPTURE(each.from_gpu);
+      CAPTURE(each.to_gpu);
+      CAPTURE(good);
+      FakeCuda cuda;
+      const Pair pair(each.kind, each.private_path);
+      constexpr uint64_t kEach = uint64_t{9} << 20;
+      Memory source(cuda, pair.a, each.from_gpu, kEach);
+      Memory target(cuda, pair.b, each.to_gpu, 2 * kEach);
+      fill(source, kEach, 8);
+      RemoteRegionRef remote = pair.a->remote_region(target.region->descriptor());
+      const std::vector<RemoteRegion*> dsts = {remote.get(), remote.get()};
+      const std::vector<uint64_t> lengths = {kEach, kEach}, src_offsets = {0, 0}, dst_offsets = {0, kEach};
+      const std::vector<uint32_t> imms = {1, 2};
+      cuda.copies_good = good;
+      cuda.copies_bad = 1;
+      cuda.copy_error = 1;
+      const TransferRef scatter = pair.a->submit_scatter({.src = source.region.get(),
+                                                          .dsts = dsts,
+                                                          .src_offsets = src_offsets,
+                                                          .dst_offsets = dst_offsets,
+                                                          .lengths = lengths,
+                                                          .imms = imms});
+      Pair::end_of(scatter);
+      cuda.copy_error = 0;
+      const TransferRef next = pair.a->submit_write(
+          {.src = source.region.get(), .dst = remote.get(), .length_bytes = 0, .imm = 3, .rail = 0});
+      CHECK(Pair::end_of(next) == Status::kDone);
+      REQUIRE(Pair::until([&] { return pair.b->imm_counter(3)->poll() == 1; }));
+      for (const uint32_t i : {0u, 1u}) {
+        const bool is_whole = std::memcmp(source.seen, target.seen + i * kEach, kEach) == 0;
+        CHECK(pair.b->imm_counter(1 + i)->poll() == (is_whole ? 1 : 0));
+      }
+    }
+  }
+}
+
 TEST_CASE("gpu copies: nothing lands in a region that was revoked, nor after a cancel") {
   for (const Case& each : kCases) {
     FakeCuda cuda;

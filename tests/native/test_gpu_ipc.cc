@@ -1,4 +1,5 @@
-// Allocations of other processes that are mapped here, by the double of CUDA's driver. Writes to them: tests/engine/test_gpu_ipc.py.
+// Allocations of other processes that are mapped here, by the double of CUDA's driver. Writes to them:
+// tests/engine/test_gpu_ipc.py.
 #include <doctest/doctest.h>
 #include <fcntl.h>
 #include <signal.h>

@@ -1,4 +1,5 @@
-// Memory of GPUs, by doubles of CUDA's driver and of libfabric as EFA: no GPU has run this. verbs: test_verbs_faults.cc.
+// Memory of GPUs, by doubles of CUDA's driver and of libfabric as EFA: no GPU has run this. verbs:
+// test_verbs_faults.cc.
 #include <doctest/doctest.h>
 
 #include <algorithm>

@@ -1,4 +1,5 @@
-// Memory of GPUs by CUDA's virtual memory management, by the double of its driver. Between processes: tests/engine/test_gpu_vmm.py.
+// Memory of GPUs by CUDA's virtual memory management, by the double of its driver. Between processes:
+// tests/engine/test_gpu_vmm.py.
 #include <doctest/doctest.h>
 #include <sys/eventfd.h>
 #include <sys/mman.h>

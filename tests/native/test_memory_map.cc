@@ -24,7 +24,7 @@ uint64_t address_space_bytes() {
 Fd sealed(int seals) {
   Fd fd(memfd_create("test", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   REQUIRE(ftruncate(fd.get(), kBytes) == 0);
-  REQUIRE(fcntl(fd.get(), F_ADD_SEALS, F_SEAL_SHRINK | seals) == 0);
+  REQUIRE(fcntl(fd.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | seals) == 0);
   return fd;
 }
 
@@ -34,6 +34,15 @@ TEST_CASE("memory that cannot be mapped leaves nothing behind") {
   const uint64_t before = address_space_bytes();
   for (int i = 0; i < 20; ++i) CHECK_THROWS_AS(MemoryMap::map(sealed(F_SEAL_WRITE), kBytes), TransportError);
   CHECK(address_space_bytes() < before + 4 * kBytes);
+}
+
+TEST_CASE("memory whose length can change is not mapped") {
+  for (const int seals : {0, F_SEAL_SHRINK, F_SEAL_GROW}) {
+    Fd fd(memfd_create("test", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+    REQUIRE(ftruncate(fd.get(), kBytes) == 0);
+    REQUIRE(fcntl(fd.get(), F_ADD_SEALS, seals) == 0);
+    CHECK_THROWS_AS(MemoryMap::map(std::move(fd), kBytes), TransportError);
+  }
 }
 
 TEST_CASE("large shared memory is mapped once, where huge pages fit, and unmapped") {

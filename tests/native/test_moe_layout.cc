@@ -67,6 +67,8 @@ TEST_CASE("moe layout: rows of a rank") {
   CHECK(placement.first_over(1000, 1000) == std::nullopt);
   CHECK(placement.first_over(placement.rows_needed(0) - 1, 1000) == 0);
   CHECK(placement.first_over(placement.rows_needed(0), placement.most_routes(2) - 1) == 2);
+  CHECK(placement.first_over(0, 1000, std::vector<uint32_t>{0, 1}) == 2);
+  CHECK(placement.first_over(0, 0, std::vector<uint32_t>{3, 1, 0, 2}) == std::nullopt);
   CHECK(placement.route_starts(0) == Numbers{0, 1, 3, 3, 3, 6, 7, 7, 7});
 }
 
@@ -78,7 +80,8 @@ TEST_CASE("moe layout: slots first, remainders behind all slots") {
   CHECK(placement.remainder_start(2, 0) == 4);
   CHECK(placement.remainder_start(3, 0) == 6);
   CHECK(placement.far_rows_needed(0) == 7);
-  // Expert 0: one row of rank 0, then two of rank 2, then three of rank 3; expert 1 from row 8 on, two of rank 2 at last.
+  // Expert 0: one row of rank 0, then two of rank 2, then three of rank 3; expert 1 from row 8 on, two of rank 2 at
+  // last.
   CHECK(pairs(placement.pull_far(0)) ==
         std::vector<std::vector<int32_t>>{{0, 1}, {1, 2}, {4, 11}, {5, 12}, {2, 3}, {3, 4}, {6, 5}});
 }

@@ -1,5 +1,5 @@
-// What posting to 56 ranks costs by itself, beside a transfer for each: where nothing is moved, and through the verbs path
-// onto a table of operations that is a sink.
+// What posting to 56 ranks costs by itself, beside a transfer for each: where nothing is moved, and through the verbs
+// path onto a table of operations that is a sink.
 #include <doctest/doctest.h>
 #include <sched.h>
 
@@ -96,8 +96,8 @@ class Poster {
   }
 
 #if CROSSRAIL_WITH_VERBS
-  // From when the routes are there until the first write of them is posted: the best of many rounds. With a thread of the
-  // proxy's it posts, else the caller.
+  // From when the routes are there until the first write of them is posted: the best of many rounds. With a thread of
+  // the proxy's it posts, else the caller.
   int64_t first_write_ns(verbs_test::Switch& fabric, bool has_thread) {
     const std::vector<int32_t> counts(kExperts, 4);
     std::unique_ptr<ProxyThread> thread;

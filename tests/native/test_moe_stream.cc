@@ -55,13 +55,14 @@ using Table = std::array<uint64_t, 2>;
 
 // One rank: its stream is the thread that calls.
 struct StreamRank {
-  StreamRank(TwoRanks& ranks, const Layout& layout, const FarMemory& of, uint32_t number, int64_t timeout_ns)
+  StreamRank(TwoRanks& ranks, const Layout& layout, const FarMemory& of, uint32_t number, int64_t timeout_ns,
+             int32_t rows_max = 2 * kTokens)
       : memory(of),
         rank(number),
         rows(ranks.regions[number].rows->base()),
         private_rows(layout.shape().private_rows),
         proxy(ranks.engines[number], number == 0 ? ranks.here : ranks.there, layout, number, board.bytes, parts,
-              {.timeout_ns = timeout_ns, .rows_max = 2 * kTokens, .routes_max = kTokens * kTopK}) {}
+              {.timeout_ns = timeout_ns, .rows_max = rows_max, .routes_max = kTokens * kTopK}) {}
 
   template <typename T>
   T* at(uint64_t part) {
@@ -252,6 +253,59 @@ TEST_CASE("moe stream: a GPU that begins a round without having ended the last o
     CHECK(failure->round == 1);
   }
   for (const EngineRef& engine : ranks.engines) engine->close();
+}
+
+TEST_CASE("moe stream: a GPU that never tells the routes of a round that it began is let go, and told") {
+  const Layout layout(shape(kTokens));
+  const FarMemory memory = rows_memory();
+  TwoRanks ranks(layout, memory);
+  {
+    StreamRank here(ranks, layout, memory, 0, kDeadlineNs);
+    here.open();
+    here.proxy.set_timeout(50'000'000);
+    here.dispatch_send();
+    here.await(StreamWord::kRows);
+    CHECK(here.number == device::kNoRound);
+    std::optional<StreamFailure> failure = here.proxy.failure();
+    REQUIRE(failure);
+    CHECK(failure->outcome.result == FarResult::kLate);
+    CHECK(failure->outcome.rank == 0);
+    CHECK(failure->step == FarStep::kRoutes);
+    CHECK(failure->round == 1);
+  }
+  for (const EngineRef& engine : ranks.engines) engine->close();
+}
+
+TEST_CASE("moe stream: of a round with too many rows others get no rows and no results, and need not wait for them") {
+  const Layout layout(shape(kTokens));
+  const FarMemory memory = rows_memory();
+  for (const bool is_packed : {false, true}) {
+    TwoRanks ranks(layout, memory);
+    {
+      StreamRank here(ranks, layout, memory, 0, kDeadlineNs, 1);
+      // The other rank's steps are calls.
+      if (is_packed) {
+        here.dispatch_send();
+      } else {
+        here.open();
+        here.at<int32_t>(here.parts.routes)[0] = here.at<int32_t>(here.parts.routes)[2] = 0;  // two rows of one expert
+        here.publish(StreamWord::kRoutes);
+      }
+      std::vector<int32_t> ours(kExperts, 0);
+      ours[0] = 1;
+      ranks.there.send_routes(1, ours);
+      ranks.there.send_rows(1);
+      for (const FarStep step : {FarStep::kRoutes, FarStep::kRows, FarStep::kResults}) {
+        if (step == FarStep::kRows) ranks.there.refuse(1, true);
+        CHECK(ranks.there.wait(step, 1, deadline_in(20), {}).result == FarResult::kReady);
+      }
+      here.await(StreamWord::kRows);
+      std::optional<StreamFailure> failure = here.proxy.failure();
+      REQUIRE(failure);
+      CHECK(failure->is_over);
+    }
+    for (const EngineRef& engine : ranks.engines) engine->close();
+  }
 }
 
 TEST_CASE("moe stream: stop lets go of who waits") {

@@ -1,4 +1,5 @@
-// Connections of the ofi NIC over libfabric's tcp: who is let in, how ends are noticed, what strangers can do to a port.
+// Connections of the ofi NIC over libfabric's tcp: who is let in, how ends are noticed, what strangers can do to a
+// port.
 #include <arpa/inet.h>
 #include <doctest/doctest.h>
 #include <sys/socket.h>

@@ -3,65 +3,13 @@
 
 #include <algorithm>
 #include <set>
+#include <string>
+#include <vector>
 
-#include "ofi_double.h"
-#include "ofi_rig.h"
-#include "transport/ofi/open.h"
+#include "efa_rig.h"
 #include "util/errors.h"
 
 namespace crossrail::test {
-namespace {
-
-std::unique_ptr<ofi::OfiNic> open_nic(LibfabricDouble& world, const std::string& fabric, const std::string& name) {
-  const auto library = world.library();
-  const ofi::Rules rules = ofi::rules_for(fabric);
-  auto devices = ofi::choose(*library, rules, {name}, 1);
-  return std::make_unique<ofi::OfiNic>(library, rules, std::move(devices.front()));
-}
-
-struct EfaPair {
-  explicit EfaPair(DoubleSettings settings = {}, uint32_t seed = 1, const std::string& fabric = "efa")
-      : world(settings, seed),
-        pair(std::make_unique<OfiPair>(open_nic(world, fabric, "rdmap0s6"), open_nic(world, fabric, "rdmap1s6"))) {
-    pair->connect();
-  }
-  ~EfaPair() {
-    if (pair != nullptr) finish();
-    CHECK(world.violations() == std::vector<std::string>{});
-    CHECK(world.endpoints_open() == 0);
-  }
-  void finish() {
-    if (pair->at_a) CHECK(pair->end(pair->a, pair->at_a));
-    if (pair->at_b) CHECK(pair->end(pair->b, pair->at_b));
-    pair.reset();
-  }
-  std::vector<uint64_t>& done() { return pair->a.events.done[pair->at_a.get()]; }
-  std::vector<NicRecorder::Failure>& failed() { return pair->a.events.failed[pair->at_a.get()]; }
-
-  LibfabricDouble world;
-  std::unique_ptr<OfiPair> pair;
-};
-
-std::vector<rdma::NicWork> pages(const EfaPair& it, uint64_t count) {
-  std::vector<rdma::NicWork> works;
-  for (uint64_t i = 0; i < count; ++i) {
-    works.push_back(it.pair->a.write_to(it.pair->b, i, (i % 200) * 4096, 4096));
-    works.back().has_imm = true;
-    works.back().imm = static_cast<uint32_t>(i);
-  }
-  return works;
-}
-
-bool each_once(std::vector<uint64_t> cookies, uint64_t count) {
-  std::sort(cookies.begin(), cookies.end());
-  if (cookies.size() != count) return false;
-  for (uint64_t i = 0; i < count; ++i) {
-    if (cookies[i] != i) return false;
-  }
-  return true;
-}
-
-}  // namespace
 
 TEST_CASE("ofi efa: devices are found by domain, device and PCI address") {
   LibfabricDouble world({});
@@ -123,7 +71,7 @@ TEST_CASE("ofi efa: shared memory between processes of a host is refused, or the
   DoubleSettings settings;
   settings.takes_shm_option = false;
   LibfabricDouble world(settings);
-  CHECK_THROWS_AS(open_nic(world, "efa", "rdmap0s6"), TransportError);
+  CHECK_THROWS_AS(open_efa_nic(world, "efa", "rdmap0s6"), TransportError);
   CHECK(world.endpoints_open() == 0);
 }
 
@@ -154,7 +102,7 @@ TEST_CASE("ofi efa: every work is done once and every immediate comes once, in a
       EfaPair it(settings, seed, fabric);
       for (size_t i = 0; i < it.pair->a.memory.size(); ++i)
         it.pair->a.memory[i] = static_cast<std::byte>(i * 31 + seed);
-      const auto works = pages(it, 1000);
+      const auto works = efa_pages(it, 1000);
       REQUIRE(it.pair->post(it.pair->a, *it.pair->at_a, works));
       REQUIRE(it.pair->until([&] { return it.done().size() == 1000 && it.pair->b.events.imms.size() == 1000; }));
       CHECK(each_once(it.done(), 1000));
@@ -192,7 +140,7 @@ TEST_CASE("ofi efa: immediates that eat receives leave some for messages") {
   DoubleSettings settings;
   settings.imms_eat_receives = true;
   EfaPair it(settings, 1, "efa-direct");
-  REQUIRE(it.pair->post(it.pair->a, *it.pair->at_a, pages(it, 2000)));
+  REQUIRE(it.pair->post(it.pair->a, *it.pair->at_a, efa_pages(it, 2000)));
   REQUIRE(it.pair->until([&] { return it.done().size() == 2000 && it.pair->b.events.imms.size() == 2000; }));
   REQUIRE(it.pair->until([&] { return it.pair->at_a->send(bytes_of("n"), bytes_of("one")); }));
   CHECK(it.pair->until([&] { return it.pair->b.events.fragments.size() == 1; }));
@@ -224,7 +172,7 @@ TEST_CASE("ofi efa: reads, fragments, datagrams") {
 
 TEST_CASE("ofi efa: a work that the peer's NIC refuses fails alone") {
   EfaPair it;
-  auto works = pages(it, 100);
+  auto works = efa_pages(it, 100);
   works[40].remote_key += 12345;
   works[60].remote_address += 1 << 20;
   REQUIRE(it.pair->post(it.pair->a, *it.pair->at_a, works));
@@ -244,180 +192,18 @@ TEST_CASE("ofi efa: a revoked region is quiet at once, and refuses") {
   EfaPair it;
   it.pair->b.registration->revoke();
   CHECK(it.pair->b.registration->is_quiet());
-  REQUIRE(it.pair->post(it.pair->a, *it.pair->at_a, pages(it, 1)));
+  REQUIRE(it.pair->post(it.pair->a, *it.pair->at_a, efa_pages(it, 1)));
   REQUIRE(it.pair->until([&] { return it.failed().size() == 1; }));
   CHECK(it.failed()[0].fault == rdma::NicFault::kRemoteAccess);
-}
-
-TEST_CASE("ofi efa: a peer that does not answer breaks its path") {
-  EfaPair it;
-  REQUIRE(it.pair->post(it.pair->a, *it.pair->at_a, pages(it, 1)));
-  REQUIRE(it.pair->until([&] { return it.done().size() == 1; }));
-  it.world.fail_towards(1, 13);
-  REQUIRE(it.pair->post(it.pair->a, *it.pair->at_a, pages(it, 20)));
-  REQUIRE(it.pair->until([&] { return it.failed().size() == 20 && it.pair->a.events.broken.size() == 1; }));
-  CHECK(it.failed()[0].fault == rdma::NicFault::kUnreachable);
-  CHECK(it.failed()[1].fault == rdma::NicFault::kFlushed);
-  CHECK(it.pair->at_a->post(pages(it, 1)) == 0);
-}
-
-TEST_CASE("ofi efa: a path to a frozen peer is broken off, and no other peer notices") {
-  for (uint32_t seed = 1; seed <= 10; ++seed) {
-    CAPTURE(seed);
-    DoubleSettings settings;
-    settings.devices = 3;
-    settings.transmit_size = 400;
-    EfaPair it(settings, seed);
-    OfiSide c(open_nic(it.world, "efa", "rdmap2s6"));
-    auto& a = it.pair->a;
-    auto to_c = a.nic->make_path();
-    auto at_c = c.nic->make_path();
-    to_c->connect(c.nic->endpoint(), at_c->offer());
-    at_c->connect(a.nic->endpoint(), to_c->offer());
-    const auto until = [&](const auto& wanted) {
-      return it.pair->until([&] {
-        c.poll();
-        return wanted();
-      });
-    };
-    REQUIRE(until([&] { return to_c->is_sent() && it.pair->at_a->is_sent(); }));
-    const uint32_t endpoints = it.world.endpoints_open();
-
-    it.world.freeze(2, true);
-    std::vector<rdma::NicWork> lost;
-    for (uint64_t i = 0; i < 50; ++i) lost.push_back(a.write_to(c, i, 0, 4096));
-    REQUIRE(to_c->post(lost) == 50);
-    const auto works = pages(it, 100);
-    REQUIRE(it.pair->at_a->post({works.data(), 60}) == 60);
-    to_c->break_off("frozen");
-    REQUIRE(it.pair->at_a->post({works.data() + 60, 40}) == 40);  // by the new endpoint, at once
-    REQUIRE(until([&] { return a.events.flushed[to_c.get()] == 1; }));
-    CHECK(a.events.failed[to_c.get()].size() == 50);
-    CHECK(a.events.failed[to_c.get()][0].fault == rdma::NicFault::kFlushed);
-    it.world.freeze(2, false);
-    REQUIRE(until([&] { return it.done().size() == 100; }));
-    CHECK(each_once(it.done(), 100));
-    CHECK(it.failed().empty());
-    CHECK(it.pair->b.events.imms.size() == 100);
-    CHECK(c.events.imms.empty());
-    CHECK(it.world.endpoints_open() == endpoints);
-    to_c.reset();
-    at_c->break_off("end");
-    REQUIRE(until([&] { return c.events.flushed[at_c.get()] == 1; }));
-    at_c.reset();
-    REQUIRE(it.world.operations_pending() == 0);
-    c.registration.reset();
-    c.nic.reset();
-    it.finish();
-  }
-}
-
-TEST_CASE("ofi efa: a path is flushed in time though a peer of another one stands still") {
-  DoubleSettings settings;
-  settings.devices = 3;
-  EfaPair it(settings);
-  OfiSide c(open_nic(it.world, "efa", "rdmap2s6"));
-  auto& a = it.pair->a;
-  auto to_c = a.nic->make_path();
-  auto at_c = c.nic->make_path();
-  to_c->connect(c.nic->endpoint(), at_c->offer());
-  at_c->connect(a.nic->endpoint(), to_c->offer());
-  REQUIRE(it.pair->until([&] {
-    c.poll();
-    return to_c->is_sent() && it.pair->at_a->is_sent();
-  }));
-  it.world.freeze(1, true);
-  it.world.freeze(2, true);
-  REQUIRE(to_c->post(std::vector{a.write_to(c, 0, 0, 4096)}) == 1);
-  REQUIRE(it.pair->at_a->post(pages(it, 3)) == 3);
-
-  to_c->break_off("frozen");
-
-  CHECK(it.pair->until([&] { return a.events.flushed[to_c.get()] == 1; }, 9));  // of the ten that the layer waits
-  CHECK(a.events.failed[to_c.get()].size() == 1);
-  REQUIRE(a.events.broken.size() == 1);
-  it.pair->at_a->break_off("as it said");
-  CHECK(it.pair->until([&] { return a.events.flushed[it.pair->at_a.get()] == 1; }));
-  CHECK(it.failed().size() == 3);
-  it.world.freeze(1, false);
-  it.world.freeze(2, false);
-  to_c.reset();
-  at_c->break_off("end");
-  REQUIRE(it.pair->until([&] {
-    c.poll();
-    return c.events.flushed[at_c.get()] == 1;
-  }));
-  at_c.reset();
-  c.registration.reset();
-  c.nic.reset();
-  it.pair->at_a.reset();
-}
-
-TEST_CASE("ofi efa: breaking off a path with nothing under way replaces nothing") {
-  EfaPair it;
-  REQUIRE(it.pair->until([&] { return it.pair->at_a->is_sent() && it.pair->at_b->is_sent(); }));
-  const uint32_t endpoints = it.world.endpoints_open();
-  CHECK(it.pair->end(it.pair->a, it.pair->at_a));
-  CHECK(it.world.endpoints_open() == endpoints);
-}
-
-TEST_CASE("ofi efa: completions of an endpoint that was closed may come late") {
-  EfaPair it;
-  REQUIRE(it.pair->until([&] { return it.pair->at_a->is_sent() && it.pair->at_b->is_sent(); }));
-  it.world.freeze(1, true);
-  REQUIRE(it.pair->post(it.pair->a, *it.pair->at_a, pages(it, 20)));
-  REQUIRE(it.pair->end(it.pair->a, it.pair->at_a));
-  it.world.complete_late(0);
-  CHECK_FALSE(it.pair->until([] { return false; }, 1.2));  // until nothing is kept for them any more
-  it.world.freeze(1, false);
-  REQUIRE(it.pair->end(it.pair->b, it.pair->at_b));
-
-  it.pair->connect();
-  REQUIRE(it.pair->post(it.pair->a, *it.pair->at_a, pages(it, 500)));
-  REQUIRE(it.pair->until([&] { return it.done().size() >= 500; }));
-  CHECK(each_once(it.done(), 500));
-}
-
-TEST_CASE("ofi efa: an error of a receive that is over does not post it once more") {
-  EfaPair it;
-  REQUIRE(it.pair->until([&] { return it.pair->at_a->is_sent() && it.pair->at_b->is_sent(); }));
-  it.world.fail_receipt(1);
-  const std::string text = "still heard";
-  REQUIRE(it.pair->at_a->send(bytes_of(text), {}));
-  CHECK(it.pair->until([&] { return it.pair->b.events.fragments.size() == 1; }));
-}
-
-TEST_CASE("ofi efa: what the provider fails at by itself is told, and ends nothing") {
-  EfaPair it;
-  it.world.fail_by_itself(13);
-  it.world.fail_by_itself(14);
-  CHECK(it.pair->until([&] { return !it.pair->a.events.ports.empty() && !it.pair->b.events.ports.empty(); }));
-  CHECK(it.pair->a.events.ports == std::vector<bool>{true});
-  CHECK(it.pair->a.events.broken.empty());
 }
 
 TEST_CASE("ofi efa: a device that carries out writes by messages is refused") {
   DoubleSettings settings;
   settings.emulates_writes = true;
   LibfabricDouble world(settings);
-  CHECK_THROWS_WITH_AS(open_nic(world, "efa", "rdmap0s6"), doctest::Contains("an instance whose EFA has RDMA write"),
-                       TransportError);
+  CHECK_THROWS_WITH_AS(open_efa_nic(world, "efa", "rdmap0s6"),
+                       doctest::Contains("an instance whose EFA has RDMA write"), TransportError);
   CHECK(world.endpoints_open() == 0);
-}
-
-TEST_CASE("ofi efa: a queue that cannot be read any more is the end of the device") {
-  EfaPair it;
-  REQUIRE(it.pair->until([&] { return it.pair->at_a->is_sent() && it.pair->at_b->is_sent(); }));
-  it.world.freeze(1, true);
-  REQUIRE(it.pair->at_a->post(pages(it, 10)) == 10);
-  it.world.break_queue(0);
-  REQUIRE(it.pair->until([&] { return !it.pair->a.events.fatal.empty(); }));
-  REQUIRE(it.pair->until([&] { return it.pair->a.events.flushed[it.pair->at_a.get()] == 1; }));
-  CHECK(it.pair->a.events.broken.size() == 1);
-  CHECK(it.failed().size() == 10);
-  CHECK_FALSE(it.pair->a.nic->is_port_up());
-  CHECK_THROWS_AS(it.pair->a.nic->make_path(), TransportError);
-  it.pair->at_a.reset();
 }
 
 #if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
@@ -435,7 +221,7 @@ TEST_CASE("ofi efa: what posting costs us beside the provider") {
     fan.push_back(std::move(ours));
     fan.push_back(std::move(theirs));
   }
-  const auto works = pages(it, 200);
+  const auto works = efa_pages(it, 200);
   const auto best_of = [&](const auto& post, double count) {
     double best = 1e9;  // of many: what other programs take is not ours
     for (int round = 0; round < 400; ++round) {
@@ -461,6 +247,14 @@ TEST_CASE("ofi efa: what posting costs us beside the provider") {
   }
 }
 #endif
+
+TEST_CASE("ofi efa: where queues could be slept on, none is asked for, since that would be the slow way") {
+  DoubleSettings settings;
+  settings.offers_descriptor = true;
+  for (const char* const provider : {"efa", "efa-direct"}) {
+    EfaPair it(settings, 1, provider);  // its end is the test
+  }
+}
 
 TEST_CASE("ofi efa: the queue is as long as the device has them") {
   DoubleSettings settings;

@@ -5,6 +5,7 @@
 #include <random>
 
 #include "rdma_node.h"
+#include "util/errors.h"
 
 namespace crossrail::rdma::test {
 
@@ -157,6 +158,100 @@ TEST_CASE("rdma: a stale descriptor fails its own write, with words; others go o
   }
 }
 
+TEST_CASE("rdma: a peer whose operations are refused again and again fails none of its target's") {
+  Net net({});
+  Node a(net, "a"), b(net, "b");
+  a.connect(b);
+  REQUIRE(poll_until({&a, &b}, [&] { return a.ups == 1; }));
+  auto src = a.memory(8000), dst = b.memory(8000);
+  net.change([](NetOptions& options) { options.holds_works = true; });
+  std::array<Work, 2> works;
+  a.post({a.request(works[0], WorkOp::kWrite, *src, 0, *dst, 0, 1000, 1),
+          a.request(works[1], WorkOp::kWrite, *src, 0, *dst, 1000, 1000, 1)},
+         [] {});
+  const auto& path = *static_cast<RdmaLink*>(a.link)->session->paths.front();
+  for (uint32_t round = 1; round <= 20; ++round) {
+    CAPTURE(round);
+    const auto is_posted = [&] { return path.epochs_opened == round && path.works.size() == 2; };
+    REQUIRE(poll_until({&a, &b}, is_posted, 20));
+    if (round == 20) net.change([](NetOptions& options) { options.holds_works = false; });
+    net.break_all_paths(*a.nics[0], true);
+  }
+  REQUIRE(poll_until({&a, &b}, [&] { return a.open_works == 0 && b.count(1) == 2; }, 20));
+  for (const Work& work : works) CHECK(work.status == Status::kDone);
+  CHECK(a.downs == 0);
+}
+
+TEST_CASE("rdma: a work that meets nothing but breaks of the peer's fails in the end, and those behind it are done") {
+  Net net({});
+  Node a(net, "a"), b(net, "b");
+  a.connect(b);
+  REQUIRE(poll_until({&a, &b}, [&] { return a.ups == 1; }));
+  auto src = a.memory(8000), dst = b.memory(8000);
+  net.change([](NetOptions& options) { options.holds_works = true; });
+  std::array<Work, 2> works;
+  a.post({a.request(works[0], WorkOp::kWrite, *src, 0, *dst, 0, 1000, 1),
+          a.request(works[1], WorkOp::kWrite, *src, 0, *dst, 1000, 1000, 2)},
+         [] {});
+  const auto& path = *static_cast<RdmaLink*>(a.link)->session->paths.front();
+  uint32_t breaks = 0;
+  for (; works[0].open > 0 && breaks < 100; ++breaks) {
+    const auto is_posted = [&] { return path.epochs_opened == breaks + 1 && !path.works.empty(); };
+    REQUIRE(poll_until({&a, &b}, is_posted, 20));
+    net.break_all_paths(*a.nics[0], true);
+    REQUIRE(poll_until({&a, &b}, [&] { return path.works.empty(); }, 20));
+    poll_until({&a, &b}, [&] { return path.epochs_opened == breaks + 2; }, 20);
+  }
+  net.change([](NetOptions& options) { options.holds_works = false; });
+  REQUIRE(poll_until({&a, &b}, [&] { return a.open_works == 0; }, 20));
+  CHECK(breaks > 40);
+  CHECK(works[0].status == Status::kTransportFailed);
+  CHECK(works[1].status == Status::kDone);
+  CHECK(b.count(1) == 0);
+}
+
+TEST_CASE("rdma: once a region is known to be closed, nothing that names it costs the path") {
+  for (const bool ordered : {true, false}) {
+    CAPTURE(ordered);
+    Net net({.ordered_paths = ordered, .names_imm_paths = ordered, .path_works_max = 4});
+    Node a(net, "a"), b(net, "b");
+    a.connect(b);
+    REQUIRE(poll_until({&a, &b}, [&] { return a.ups == 1; }));
+    auto src = a.memory(8000), good = b.memory(8000), closed = b.memory(8000);
+    a.key(*closed);
+    b.close(*closed);
+    const auto turn = [&] { a.transport->poll(), b.transport->poll(); };
+    // More than the path takes at once: those that wait in the queue are not posted, either.
+    Work bad{.open = 20}, fine{.open = 20};
+    std::vector<WorkRequest> requests;
+    for (int i = 0; i < 20; ++i) {
+      requests.push_back(a.request(bad, WorkOp::kWrite, *src, 0, *closed, 0, 100, 1));
+      requests.push_back(a.request(fine, WorkOp::kWrite, *src, 0, *good, 0, 100, 2));
+    }
+    a.post(requests, turn);
+    REQUIRE(poll_until({&a, &b}, [&] { return a.open_works == 0 && b.count(2) == 20; }));
+    CHECK(bad.status == Status::kRegionClosed);
+    CHECK(fine.status == Status::kDone);
+    const auto& path = *static_cast<RdmaLink*>(a.link)->session->paths.front();
+    const uint32_t epochs = path.epochs_opened;
+    CHECK(epochs <= 3);
+
+    Work again{.open = 10}, on{.open = 10};
+    requests.clear();
+    for (int i = 0; i < 10; ++i) {
+      requests.push_back(a.request(again, WorkOp::kRead, *src, 0, *closed, 0, 100));
+      requests.push_back(a.request(on, WorkOp::kWrite, *src, 0, *good, 0, 100, 3));
+    }
+    a.post(requests, turn);
+    REQUIRE(poll_until({&a, &b}, [&] { return a.open_works == 0 && b.count(3) == 10; }));
+    CHECK(again.status == Status::kRegionClosed);
+    CHECK(again.detail.find("the region is closed") != std::string::npos);
+    CHECK(on.status == Status::kDone);
+    CHECK(path.epochs_opened == epochs);
+    CHECK(b.count(1) == 0);
+  }
+}
+
 TEST_CASE("rdma: where nobody can tell whether an immediate was counted, its write fails; none is counted twice") {
   for (uint64_t seed = 1; seed <= 20; ++seed) {
     CAPTURE(seed);
@@ -243,6 +338,58 @@ TEST_CASE("rdma: a peer that dies or freezes is lost by the deadline, and everyt
     CHECK(a.open_works == 0);
     for (const Work& work : works) CHECK(work.status == Status::kPeerLost);
     CHECK(sent.status == Status::kPeerLost);
+  }
+}
+
+TEST_CASE("rdma: a lost peer's NIC that never flushes is given up in the end, and its works are told") {
+  struct Quick final : Clock {
+    int64_t ahead_ns = 0;
+    int64_t now_ns() const override { return crossrail::now_ns() + ahead_ns; }
+    void pass() override {}
+  } clock;
+  Net net({});
+  NicPath* given_up = nullptr;  // by everybody but us
+  {
+    Node b(net, "b");
+    Node a(net, "a", {.clock = &clock});
+    a.connect(b);
+    REQUIRE(poll_until({&a, &b}, [&] { return a.ups == 1; }));
+    auto src = a.memory(1000), dst = b.memory(1000);
+    net.change([](NetOptions& options) { options.holds_works = true; });
+    a.nics[0]->flushes = false;
+    Work work;
+    a.post({a.request(work, WorkOp::kWrite, *src, 0, *dst, 0, 10)}, [] {});
+    given_up = static_cast<RdmaLink*>(a.link)->session->paths.front()->nic_path.get();
+    b.transport->close();  // says goodbye
+    const auto is_lost = [&] {
+      clock.ahead_ns += 20'000'000;  // no absence: the clock is looked at in every 16th poll
+      return a.downs == 1;
+    };
+    REQUIRE(poll_until({&a}, is_lost));
+    CHECK(work.status == Status::kPeerLost);
+    CHECK(a.errors.size() == 1);
+  }
+  delete given_up;
+}
+
+TEST_CASE("rdma: a port that was opened while it was down, and is faster now, is so at both ends") {
+  for (int round = 0; round < 4; ++round) {  // who leads is drawn
+    Net net({});
+    Node a(net, "a", {.rails = 2, .speeds = {100'000, 10'000}}),
+        b(net, "b", {.rails = 2, .speeds = {100'000, 100'000}});
+    net.set_port(*a.nics[1], false);
+    a.connect(b);
+    b.connect(a);
+    REQUIRE(poll_until({&a, &b}, [&] { return a.ups == 1 && b.ups == 1; }));
+    net.set_speed(*a.nics[1], 100'000);
+    net.set_port(*a.nics[1], true);
+    REQUIRE(poll_until({&a, &b}, [&] { return a.open_paths() == 2 && b.open_paths() == 2; }));
+    for (const Node* node : {&a, &b}) {
+      for (const auto& path : static_cast<RdmaLink*>(node->link)->session->paths) {
+        CHECK(path->speed_mbps == 100'000);
+        CHECK(path->window_bytes == 4 << 20);
+      }
+    }
   }
 }
 
@@ -361,20 +508,18 @@ TEST_CASE("rdma: closing retires what is under way, and the peer forgets an engi
   REQUIRE(poll_until({&b}, [&] { return b.transport->session_count() == 0; }));
 }
 
-TEST_CASE("rdma: a descriptor of a known peer with fewer rails than the peer has is refused by the peer's NIC") {
-  Net net({});
-  Node a(net, "a", {.rails = 2}), b(net, "b", {.rails = 2});
+TEST_CASE("rdma: a wait for paths to be flushed is told to the NICs") {
+  Net net({.holds_works = true});
+  Node a(net, "a"), b(net, "b");
   a.connect(b);
-  REQUIRE(poll_until({&a, &b}, [&] { return a.open_paths() == 2; }));
+  REQUIRE(poll_until({&a, &b}, [&] { return a.ups == 1; }));
   auto src = a.memory(100), dst = b.memory(100);
-  dst->descriptor.rdma_on(TransportKind::kVerbs).keys.clear();
-  const auto key = a.transport->resolve(*a.link, dst->descriptor);
-  REQUIRE(static_cast<RdmaKey&>(*key).keys.keys.size() == 2);
   Work work;
-  a.post({a.request(work, WorkOp::kWrite, *src, 0, *dst, 0, 100)}, [&] { a.transport->poll(), b.transport->poll(); });
-  REQUIRE(poll_until({&a, &b}, [&] { return work.done(); }));
-  CHECK(work.status == Status::kAccessDenied);
-  CHECK(a.downs == 0);
+  a.post({a.request(work, WorkOp::kWrite, *src, 0, *dst, 0, 100)}, [] {});
+  CHECK(a.nics[0]->hurried == 0);
+  a.disconnect();
+  CHECK(a.nics[0]->hurried == 1);
+  CHECK(work.status == Status::kPeerLost);
 }
 
 }  // namespace crossrail::rdma::test

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <random>
+#include <utility>
 
 #include "rdma_node.h"
 
@@ -114,6 +115,54 @@ TEST_CASE("rdma: refused with words: another secret, another engine at the addre
   CHECK(e.down_reason.find("no answer") != std::string::npos);
 }
 
+TEST_CASE("rdma: why a path could not be made or connected is told at the other end, whichever leads") {
+  bool has_been[2][2] = {};
+  for (int round = 0; round < 200; ++round) {
+    const bool is_made = round % 2 == 1;
+    Net net({});
+    Node a(net, "a", {.connect_timeout_ns = 300'000'000}), b(net, "b");
+    const bool leads = a.transport->address().incarnation < b.transport->address().incarnation;
+    if (std::exchange(has_been[is_made][leads], true)) continue;
+    CAPTURE(leads);
+    CAPTURE(is_made);
+    (is_made ? b.nics[0]->connect_error : b.nics[0]->make_error) = "too few queue pairs";
+    a.connect(b);
+    REQUIRE(poll_until({&a, &b}, [&] { return a.downs == 1; }));
+    CHECK_MESSAGE(a.down_reason.find("too few queue pairs") != std::string::npos, a.down_reason);
+  }
+}
+
+TEST_CASE("rdma: when the last path ends, the loss names each path with its own reason") {
+  bool has_led[2] = {};
+  for (int round = 0; round < 100 && !(has_led[0] && has_led[1]); ++round) {
+    Net net({});
+    Node a(net, "a", {.rails = 2, .peer_timeout_ns = 300'000'000}), b(net, "b", {.rails = 2});
+    const bool leads = a.transport->address().incarnation < b.transport->address().incarnation;
+    if (std::exchange(has_led[leads ? 1 : 0], true)) continue;
+    CAPTURE(leads);
+    b.nics[1]->make_error = "too few queue pairs";
+    a.connect(b);
+    const auto state_of = [&](const std::string& what) {
+      for (const PathReport& report : a.transport->explain(*a.link)) {
+        if (report.what == what) return report.reason;
+      }
+      return std::string();
+    };
+    REQUIRE(poll_until({&a, &b}, [&] {
+      return a.ups == 1 && state_of("rail 1 to rail 1").find("too few queue pairs") != std::string::npos;
+    }));
+    net.set_port(*b.nics[0], false);
+    net.break_all_paths(*a.nics[0]);
+    REQUIRE(poll_until({&a, &b}, [&] { return a.downs == 1; }));
+    const size_t refused = a.down_reason.find("too few queue pairs");
+    const size_t own = a.down_reason.find("rail 0 (a:0)"), other = a.down_reason.find("rail 1 (a:1)");
+    INFO(a.down_reason);
+    CHECK(own < other);
+    CHECK(other < refused);
+    CHECK(refused != std::string::npos);
+  }
+}
+
 TEST_CASE("rdma: writes and reads of any length, longer than a work, over unequal numbers of rails") {
   for (const uint32_t rails : {1u, 2u, 3u}) {
     CAPTURE(rails);
@@ -150,8 +199,8 @@ TEST_CASE("rdma: writes and reads of any length, longer than a work, over unequa
   }
 }
 
-// Each write goes to a place of its own, and counts once, whatever breaks. Once it is reported, the source is wiped and the
-// target marked: whatever touches them later shows.
+// Each write goes to a place of its own, and counts once, whatever breaks. Once it is reported, the source is wiped and
+// the target marked: whatever touches them later shows.
 TEST_CASE("rdma: messages arrive once, whole, whatever breaks") {
   for (uint64_t seed = 1; seed <= 20; ++seed) {
     CAPTURE(seed);

@@ -1,4 +1,4 @@
-// What regions share of their registrations, and what they never do, over scripted NICs.
+// What regions share of their registrations, and what they never do, over scripted NICs; and which NICs know a region.
 #include <doctest/doctest.h>
 
 #include <atomic>
@@ -303,6 +303,108 @@ TEST_CASE("registrations: threads that open and close regions over the same memo
   threads.clear();
   CHECK(net.registrations() == others + 2);
   REQUIRE(poll_until({&a, &b}, [&] { return b.count(7) == written; }));
+}
+
+TEST_CASE("rdma: a descriptor of a known peer with fewer rails than the peer has is refused by the peer's NIC") {
+  Net net({});
+  Node a(net, "a", {.rails = 2}), b(net, "b", {.rails = 2});
+  a.connect(b);
+  REQUIRE(poll_until({&a, &b}, [&] { return a.open_paths() == 2; }));
+  auto src = a.memory(100), dst = b.memory(100);
+  dst->descriptor.rdma_on(TransportKind::kVerbs).keys.clear();
+  const auto key = a.transport->resolve(*a.link, dst->descriptor);
+  REQUIRE(static_cast<RdmaKey&>(*key).keys.keys.size() == 2);
+  Work work;
+  a.post({a.request(work, WorkOp::kWrite, *src, 0, *dst, 0, 100)}, [&] { a.transport->poll(), b.transport->poll(); });
+  REQUIRE(poll_until({&a, &b}, [&] { return work.done(); }));
+  CHECK(work.status == Status::kAccessDenied);
+  CHECK(a.downs == 0);
+}
+
+TEST_CASE("rdma: a device that is gone keeps nobody from registering memory, and peers do not write by it") {
+  for (uint32_t gone = 0; gone < 2; ++gone) {
+    CAPTURE(gone);
+    // As EFA: a counted write fails whose path breaks under it.
+    Net net({.ordered_paths = false, .names_imm_paths = false});
+    Node a(net, "a", {.rails = 2}), b(net, "b", {.rails = 2});
+    a.connect(b);
+    b.connect(a);
+    REQUIRE(poll_until({&a, &b}, [&] { return a.open_paths() == 2 && b.open_paths() == 2; }));
+    net.end_device(*a.nics[gone]);
+    a.transport->poll();
+    auto in_a = a.memory(100'000), source = a.memory(100'000, Access::kLocal), in_b = b.memory(100'000);
+    REQUIRE(in_a->descriptor.rdma_on(TransportKind::kVerbs).keys.at(gone) == kNoKey);
+    CHECK(in_a->descriptor.rdma_on(TransportKind::kVerbs).base == reinterpret_cast<uint64_t>(in_a->bytes.data()));
+    fill(in_b->bytes, gone);
+    REQUIRE(b.open_paths() == 2);  // it does not know yet
+    std::vector<Work> ours(50), theirs(50);
+    const auto turn = [&] { a.transport->poll(), b.transport->poll(); };
+    for (uint32_t i = 0; i < 50; ++i) {
+      a.post({a.request(ours[i], WorkOp::kWrite, *source, 2000 * i, *in_b, 2000 * i, 1, 1)}, turn);
+      b.post({b.request(theirs[i], WorkOp::kWrite, *in_b, 2000 * i, *in_a, 2000 * i, 2000, 2)}, turn);
+    }
+    CHECK(poll_until({&a, &b}, [&] { return a.open_works == 0 && b.open_works == 0; }));
+    for (const Work& work : theirs) CHECK_MESSAGE(work.status == Status::kDone, work.detail);
+    for (const Work& work : ours) CHECK_MESSAGE(work.status == Status::kDone, work.detail);
+    CHECK(a.count(2) == 50);
+    CHECK(a.downs + b.downs == 0);
+    a.close(*in_a);
+    a.close(*source);
+  }
+}
+
+TEST_CASE("rdma: with every device gone, memory for peers is refused in words, sources are not") {
+  Net net({});
+  Node a(net, "a", {.rails = 2});
+  auto before = a.memory(1000);
+  for (ScriptedNic* nic : a.nics) net.end_device(*nic);
+  a.transport->poll();
+  CHECK_THROWS_WITH_AS(a.memory(1000), doctest::Contains("the devices of all rails are gone: a:0, a:1"),
+                       TransportError);
+  auto source = a.memory(1000, Access::kLocal);
+  a.close(*source);
+  a.close(*before);
+}
+
+TEST_CASE("rdma: a region that no rail in reach knows fails its write in the end, and keeps no other back") {
+  Net net({});
+  Node a(net, "a", {.rails = 2}), b(net, "b", {.rails = 2});
+  a.connect(b);
+  REQUIRE(poll_until({&a, &b}, [&] { return a.open_paths() == 2; }));
+  auto src = a.memory(1000), known = b.memory(1000), unknown = b.memory(1000);
+  unknown->descriptor.rdma_on(TransportKind::kVerbs).keys = {kNoKey, kNoKey};
+  Work lost, other;
+  const auto turn = [&] { a.transport->poll(), b.transport->poll(); };
+  a.post({a.request(lost, WorkOp::kWrite, *src, 0, *unknown, 0, 100, 1),
+          a.request(other, WorkOp::kWrite, *src, 0, *known, 0, 100, 1)},
+         turn);
+  REQUIRE(poll_until({&a, &b}, [&] { return lost.done() && other.done(); }));
+  CHECK(lost.status == Status::kTransportFailed);
+  CHECK(lost.detail.find("no rail is left") != std::string::npos);
+  CHECK(other.status == Status::kDone);
+}
+
+TEST_CASE("rdma: writes that wait for the only path to their region let others pass, and go when it is back") {
+  Net net({});
+  Node a(net, "a", {.rails = 2}), b(net, "b", {.rails = 2});
+  a.connect(b);
+  REQUIRE(poll_until({&a, &b}, [&] { return a.open_paths() == 2; }));
+  auto src = a.memory(1000), known = b.memory(1000), half_known = b.memory(1000);
+  half_known->descriptor.rdma_on(TransportKind::kVerbs).keys.at(0) = kNoKey;
+  net.set_port(*b.nics[1], false);
+  net.break_all_paths(*a.nics[1]);
+  REQUIRE(poll_until({&a, &b}, [&] { return a.open_paths() == 1; }));
+  std::vector<Work> waiting(3), others(100);
+  const auto turn = [&] { a.transport->poll(), b.transport->poll(); };
+  for (uint32_t i = 0; i < 100; ++i) {
+    if (i % 40 == 0) a.post({a.request(waiting[i / 40], WorkOp::kWrite, *src, 0, *half_known, 0, 100, 1)}, turn);
+    a.post({a.request(others[i], WorkOp::kWrite, *src, 0, *known, 0, 100, 2)}, turn);
+  }
+  REQUIRE(poll_until({&a, &b}, [&] { return a.open_works == 3 && b.count(2) == 100; }, 1));
+  net.set_port(*b.nics[1], true);
+  REQUIRE(poll_until({&a, &b}, [&] { return a.open_works == 0 && b.count(1) == 3; }));
+  for (const Work& work : waiting) CHECK_MESSAGE(work.status == Status::kDone, work.detail);
+  for (const Work& work : others) CHECK_MESSAGE(work.status == Status::kDone, work.detail);
 }
 
 }  // namespace crossrail::rdma::test

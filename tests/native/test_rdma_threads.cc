@@ -1,4 +1,5 @@
-// The rdma layer with a thread per engine, each sleeping when idle: what ThreadSanitizer looks at, and lost wake-ups show in.
+// The rdma layer with a thread per engine, each sleeping when idle: what ThreadSanitizer looks at, and lost wake-ups
+// show in.
 #include <doctest/doctest.h>
 
 #include <atomic>

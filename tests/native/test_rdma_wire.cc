@@ -44,7 +44,7 @@ TEST_CASE("rdma: of a datagram of another version who sent it is read, to be tol
 TEST_CASE("rdma: datagrams are read as they were written") {
   const Digest key = sha256({});
   Bytes bytes = begin_datagram(head_of(DatagramKind::kHello));
-  put(bytes, PathBody{{3, 9}, 4711, 99, Bytes(kOfferBytesMax, 7)});
+  put(bytes, PathBody{{3, 9}, 4711, 99, Bytes(kOfferBytesMax, 7), 100'000});
   seal(bytes, key);
   CHECK(is_sealed(bytes, key));
   const auto datagram = decode_datagram(bytes);

@@ -46,6 +46,21 @@ TEST_CASE("shm: memory that is gone is swept up now and then, and not by every a
   }
 }
 
+TEST_CASE("shm: what a revoked region leaves in its slot names no region") {
+  const auto home = MemoryMap::create("home", sizeof(HomeSegment));
+  CountingSink sink;
+  RegionTable table(reinterpret_cast<HomeSegment*>(home->data()), &sink);
+  const uint64_t id = uint64_t{1} << kRegionSlotBits;
+  const std::unique_ptr<ShmRegion> region = table.allocate(id, 4096, false);
+  REQUIRE(table.find(id) != nullptr);
+  CHECK(table.find(id | kRevokedId) == nullptr);
+
+  table.revoke(*region);
+
+  CHECK(table.find(id) == nullptr);
+  CHECK(table.find(id | kRevokedId) == nullptr);
+}
+
 TEST_CASE("shm: signals do not keep memory from being populated, however long that takes") {
   const auto home = MemoryMap::create("home", sizeof(HomeSegment));
   CountingSink sink;

@@ -34,8 +34,8 @@ EngineRef open_engine(const std::shared_ptr<World>& world, const std::string& na
   EngineOptions options;
   options.name = name;
   options.transports = {TransportKind::kSim};
-  options.stage = world;
-  options.stage_host = host;
+  options.simulation = world;
+  options.simulated_host = host;
   return Engine::open(options);
 }
 
@@ -92,7 +92,7 @@ TEST_CASE("an engine whose last reference a transfer drops ends after the turn")
   }
   a = nullptr;
   const uint64_t before = world->totals().works;
-  while (world->advance(world->now_ns() + 1'000'000) == Stage::Step::kMoved) {
+  while (world->advance(world->now_ns() + 1'000'000) == Simulation::Step::kMoved) {
   }
   CHECK(world->totals().works == before + 1);
   dst = nullptr;
@@ -124,7 +124,7 @@ TEST_CASE("after a transfer has ended, however it did, nothing of it touches mem
       src = nullptr;
       source.reset();  // ASan sees whoever reads it now
       const std::vector<std::byte> seen = target;
-      while (world->advance(world->now_ns() + 10'000'000) == Stage::Step::kMoved) {
+      while (world->advance(world->now_ns() + 10'000'000) == Simulation::Step::kMoved) {
       }
       CHECK(seen == target);
       a->close();

@@ -143,6 +143,39 @@ TEST_CASE("one region, one id, on every transport; allocated where peers can map
   CHECK(region_slot(*ids.rbegin()) < 2);  // slots come back
 }
 
+TEST_CASE("memory that is only mapped is known to the transport whose peers map it, and no transfer takes it") {
+  Set both({TransportKind::kShm, TransportKind::kNull});
+  LocalRegions mapped = both.transports.allocate(1 << 16, false, true);
+  CHECK(mapped.is_mapped());
+  CHECK(mapped.on(0)->base == mapped.base());
+  CHECK(mapped.on(1) == nullptr);
+  both.transports.revoke_region(mapped);
+  CHECK(both.transports.is_region_quiet(mapped));
+
+  EngineRef here = Engine::open(options_with({TransportKind::kShm, TransportKind::kNull}));
+  EngineRef there = Engine::open(options_with({TransportKind::kNull}));
+  {
+    RegionRef board = here->alloc_for_mapping(4096), plain = here->alloc(4096, false),
+              target = there->alloc(4096, false);
+    CHECK(board->base()[4095] == std::byte{0});
+    RemoteRegionRef remote = here->remote_region(target->descriptor());
+    RemoteRegion* const dsts[] = {remote.get()};
+    const uint64_t offsets[] = {0}, lengths[] = {8};
+    CHECK_THROWS_AS(here->submit_write({.src = board.get(), .dst = remote.get(), .length_bytes = 8}), UsageError);
+    CHECK_THROWS_AS(here->submit_read({.dst = board.get(), .src = remote.get(), .length_bytes = 8}), UsageError);
+    CHECK_THROWS_AS(
+        here->submit_scatter(
+            {.src = board.get(), .dsts = dsts, .src_offsets = offsets, .dst_offsets = offsets, .lengths = lengths}),
+        UsageError);
+    TransferRef sent = here->submit_write({.src = plain.get(), .dst = remote.get(), .length_bytes = 8});
+    CHECK(sent->wait(deadline_in(20), {}) == WaitResult::kReady);
+    for (const RegionRef& region : {board, plain, target})
+      CHECK(region->close(deadline_in(20), {}) == WaitResult::kReady);
+  }
+  here->close();
+  there->close();
+}
+
 TEST_CASE("slots of regions run out, and come back") {
   RegionIds ids;
   std::set<uint64_t> drawn;

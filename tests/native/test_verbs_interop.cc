@@ -89,7 +89,7 @@ struct Heard final : rdma::NicEvents {
   }
   void on_datagram(std::span<const uint8_t>) override {}
   void on_nobody(std::span<const uint8_t>) override {}
-  void on_path_broken(rdma::NicPath&, const std::string&) override {}
+  void on_path_broken(rdma::NicPath&, bool, const std::string&) override {}
   void on_path_flushed(rdma::NicPath&) override { flushed = true; }
   void on_port(bool, const std::string&) override {}
   void on_device_fatal(const std::string&) override {}

@@ -21,10 +21,10 @@ constexpr uint64_t kBytes = 1 << 16;
 
 // An engine with `rails` rails on the one device.
 struct Rig {
-  explicit Rig(uint32_t rails = 2) : memory(kBytes) {
+  explicit Rig(uint32_t rails = 2, std::vector<TransportKind> transports = {TransportKind::kVerbs}) : memory(kBytes) {
     EngineOptions options;
     options.name = "a";
-    options.transports = {TransportKind::kVerbs};
+    options.transports = std::move(transports);
     options.rail_count = rails;
     options.rails = std::vector<std::string>(rails, "fake0");
     options.polling = Polling::kManual;
@@ -71,6 +71,19 @@ TEST_CASE("verbs registrations: once for all rails of a device, under one key") 
     CHECK(rig.count() == 1);
     CHECK(!rig.fake.keys.contains(keys.front()));
   }
+}
+
+TEST_CASE("verbs registrations: none of memory that peers of the host only map") {
+  Rig rig(2, {TransportKind::kShm, TransportKind::kVerbs});
+  const uint64_t made = rig.fake.registrations;
+  RegionRef board = rig.engine->alloc_for_mapping(kBytes);
+  CHECK(rig.fake.registrations == made);
+  CHECK(board->is_mapped());
+  CHECK(keys_of(board) == std::vector<uint64_t>(2, 0));  // as many as a descriptor has, and of nothing
+  RegionRef allocated = rig.engine->alloc(kBytes, false);
+  CHECK(rig.fake.registrations == made + 1);
+  rig.close(board);
+  rig.close(allocated);
 }
 
 TEST_CASE("verbs registrations: sources within an open one cost the device nothing") {
@@ -144,6 +157,31 @@ TEST_CASE("verbs registrations: a device that refuses one leaves those there are
   CHECK(rig.count() == 1);
 }
 
+TEST_CASE("verbs registrations: when the device is gone, peers can still be locked out of what it knew") {
+  for (const bool has_other : {false, true}) {
+    CAPTURE(has_other);
+    std::vector<TransportKind> transports{TransportKind::kVerbs};
+    if (has_other) transports.insert(transports.begin(), TransportKind::kShm);
+    Rig rig(2, transports);
+    RegionRef region = rig.open(0, kBytes, Access::kRemoteWrite);
+    rig.fake.tell(IBV_EVENT_DEVICE_FATAL);
+    rig.fake.register_error = EIO;
+    const Deadline deadline = deadline_in(20);
+    while (!rig.fake.events.empty() && now_ns() < deadline) rig.engine->progress();
+    rig.engine->progress();
+    rig.revoke(region);
+    CHECK(rig.count() == 0);
+    RegionRef source = rig.open(100, 100);
+    if (has_other) {  // where shm's peers reach it
+      region->renew();
+      CHECK(keys_of(region) == std::vector<uint64_t>(2, rdma::kNoKey));
+    } else {
+      CHECK_THROWS_WITH_AS(region->renew(), doctest::Contains("the devices of all rails are gone"), TransportError);
+    }
+    rig.close(region);
+  }
+}
+
 TEST_CASE("verbs registrations: those that the device does not let go of yet are waited for, and not joined") {
   Rig rig;
   RegionRef region = rig.open(), part = rig.open(100, 100);
@@ -183,7 +221,7 @@ TEST_CASE("verbs registrations: rails of one device hear of what concerns them, 
     void on_fragment(rdma::NicPath*, std::span<const uint8_t>) override {}
     void on_datagram(std::span<const uint8_t>) override {}
     void on_nobody(std::span<const uint8_t>) override {}
-    void on_path_broken(rdma::NicPath&, const std::string&) override { ++broken; }
+    void on_path_broken(rdma::NicPath&, bool, const std::string&) override { ++broken; }
     void on_path_flushed(rdma::NicPath&) override {}
     void on_port(bool, const std::string&) override { ++ports; }
     void on_device_fatal(const std::string& reason) override { fatal = reason; }

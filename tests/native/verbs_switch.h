@@ -1,5 +1,6 @@
-// Devices of fake_verbs.h that reach each other, all in this process: messages and datagrams are delivered, so that engines
-// connect; RDMA writes are a sink, which completes them and moves nothing. Measures what posting costs us, without a NIC.
+// Devices of fake_verbs.h that reach each other, all in this process: messages and datagrams are delivered, so that
+// engines connect; RDMA writes are a sink, which completes them and moves nothing. Measures what posting costs us,
+// without a NIC.
 //
 // Threads: one at a time, but for address handles and first_write_ns().
 #pragma once

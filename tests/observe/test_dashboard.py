@@ -15,7 +15,7 @@ from tests.observe.test_metrics import write
 from tests.support.metrics import Samples, collect
 from tests.support.promql import Query, alerts, assert_answered, queries, selectors, unanswered
 
-ENGINE_METRICS = "crossrail_(?!kv_|weight_|moe_)"
+ENGINE_METRICS = "crossrail_(?!kv_|weights_|moe_)"
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def test_every_family_of_metrics_has_a_panel_and_an_alert_can_be_read() -> None:
         re.match(r"crossrail_[a-z]+_", each.name).group() for query in queries() for each in selectors(query)
     )
 
-    assert {"crossrail_rail_", "crossrail_peer_", "crossrail_weight_", "crossrail_moe_", "crossrail_kv_"} <= set(asked)
+    assert {"crossrail_rail_", "crossrail_peer_", "crossrail_weights_", "crossrail_moe_", "crossrail_kv_"} <= set(asked)
     assert len(alerts()) == 8
     assert len({rule["alert"] for rule in alerts()}) == 8
 

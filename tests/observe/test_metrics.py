@@ -7,6 +7,7 @@ import struct
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,8 @@ from prometheus_client.registry import Collector
 
 import crossrail as xr
 from crossrail import sim
-from crossrail.observe import EngineCollector, MetricsServer, read_traffic, serve_metrics
+from crossrail.observe import EngineCollector, MetricsServer, Traffic, read_traffic, serve_metrics
+from crossrail.observe import server as metrics_server
 from tests.conftest import EngineFactory, PeerFactory
 from tests.support.limits import WAIT_S, eventually
 from tests.support.metrics import Samples, assert_documented, collect, names_of, total
@@ -304,6 +306,49 @@ def test_names_of_peers_cannot_forge_metrics(open_engine: EngineFactory) -> None
     assert {sample.labels["peer"] for sample in families["crossrail_peer_state"].samples} == {there.name}
 
 
+def test_engine_that_hangs_says_so_and_holds_up_no_scrape(
+    open_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = open_engine("here", polling="manual")  # no round is made that we do not make
+    other, there = open_engine("other"), open_engine("there")
+    write(here, there)
+    write(other, there)
+    hangs, patiences = True, []
+
+    def traffic(engine: xr.Engine, timeout_s: float) -> Traffic:
+        patiences.append(timeout_s)
+        found = read_traffic(engine, timeout_s)
+        if engine is here and hangs:
+            found.is_whole, found.hangs = False, True
+            for rail in found.rails:
+                rail.depth = None
+            for peer in found.peers.values():
+                peer.paths.clear()
+        return found
+
+    monkeypatch.setattr("crossrail.observe.metrics.read_traffic", traffic)
+    collector = EngineCollector(here, other)
+    for _ in range(2):
+        samples = collect(collector)
+        assert total(samples, "crossrail_engine_hangs", engine="here") == 1
+        assert total(samples, "crossrail_engine_hangs", engine="other") == 0
+        assert total(samples, "crossrail_rail_works_total", engine="here") == 1
+        assert total(samples, "crossrail_rail_depth", engine="other") == 0
+        assert total(samples, "crossrail_rounds_total", engine="here") > 0
+        for name in ("crossrail_rail_depth", "crossrail_peer_path_bytes"):
+            assert all(key != name or ("engine", "here") not in labels for key, labels in samples)
+    here.progress()  # it goes on, and whoever drives it may just be busy
+    collect(collector)
+    collect(collector)
+    hangs = False
+    collect(collector)
+    assert total(collect(collector), "crossrail_engine_hangs", engine="here") == 0
+    first, again = patiences[0], patiences[2]
+    assert first >= 0.5 and again <= 0.1
+    assert patiences[::2] == [first, again, first, again, again, first]
+    assert set(patiences[1::2]) == {first}
+
+
 def test_closed_engine_says_so_and_no_more(open_engine: EngineFactory) -> None:
     here = open_engine("here")
     with serve_metrics(here, port=0) as server:
@@ -350,6 +395,37 @@ def test_what_has_no_metrics_is_refused_at_once(engine: xr.Engine) -> None:
         serve_metrics(engine, port=0, host=None)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ({"host": "a..b"}, "host is 'a..b', which is not the name of a host"),
+        ({"patience_s": "x"}, "patience_s must be a number, not str"),
+        ({"patience_s": -1}, "patience_s is -1, must be more than 0"),
+        ({"patience_s": float("nan")}, "patience_s is nan"),
+        ({"peers_max": "x"}, "peers_max must be a whole number"),
+        ({"peers_max": -1}, "peers_max is -1"),
+    ],
+    ids=str,
+)
+def test_option_that_is_none_is_refused(engine: xr.Engine, option: dict[str, Any], words: str) -> None:
+    with pytest.raises(xr.UsageError, match=words):
+        serve_metrics(engine, port=0, **option)
+
+
+@pytest.mark.parametrize("host", ["nobody.invalid", "203.0.113.9"])
+def test_host_that_is_not_this_one_is_not_helped_by_another_port(engine: xr.Engine, host: str) -> None:
+    with pytest.raises(xr.TransportError, match="Next: host is an address of this host"):
+        serve_metrics(engine, port=0, host=host)
+
+
+def test_address_of_one_interface_is_shown_with_it() -> None:
+    """No other of IPv6 needs one: these are told apart by it."""
+    loopback = socket.if_nametoindex("lo")
+    assert metrics_server._shown(("fe80::1", 9478, 0, loopback)) == "fe80::1%lo"
+    assert metrics_server._shown(("::1", 9478, 0, 0)) == "::1"
+    assert metrics_server._shown(("127.0.0.1", 9478)) == "127.0.0.1"
+
+
 def test_engines_of_one_name_are_refused(open_engine: EngineFactory) -> None:
     with pytest.raises(xr.UsageError, match="same"):
         serve_metrics(open_engine("twin"), open_engine("twin"), port=0)
@@ -368,7 +444,7 @@ def test_every_metric_is_documented(open_engine: EngineFactory) -> None:
     here, there = open_engine("here"), open_engine("there")
     write(here, there)
 
-    assert_documented(scrape(here), "crossrail_(?!kv_|weight_|moe_)")
+    assert_documented(scrape(here), "crossrail_(?!kv_|weights_|moe_)")
 
 
 # --- over RDMA, in the simulator: the layer is that of verbs and ofi ---

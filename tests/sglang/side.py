@@ -26,7 +26,7 @@ PATIENT: dict[str, Any] = {
     "transport": "shm",
     "bootstrap_s": WAIT_S,
     "load_s": WAIT_S,
-    "silent_s": WAIT_S,
+    "prefiller_timeout_s": WAIT_S,
     "probe_s": 0.1,
     "register_s": 0.1,
     "quiesce_s": WAIT_S,

@@ -11,8 +11,10 @@ import pytest
 
 import crossrail as xr
 from crossrail.integrations.sglang.node import PagesNotQuiet
+from crossrail.kv.transfer import receiver as receiver_module
 from tests.sglang.conftest import Open
 from tests.sglang.side import FAILED, PAGE, SUCCESS, WAITING, Side, failure, send, until
+from tests.support.kv_copies import Held
 from tests.support.kv_doubts import give_up, lose_writes, note_fences
 from tests.support.limits import eventually, never
 from tests.support.ports import free_port
@@ -304,6 +306,31 @@ def test_a_prefiller_that_sglang_gives_up_to_look_for(
     why = failure(receiver).failure_reason
     assert f"nobody listens at {elsewhere}" in why and "--disaggregation-bootstrap-port" in why
     assert caplog.text.count(f"no prefiller at {elsewhere}") == 1
+
+
+def test_a_decoder_whose_prefiller_stands_still_in_a_copy_is_not_said_to_be_closed(
+    p: Side, d: Side, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(receiver_module, "_SHUT_S", 0.3)
+    sender, receiver = p.sender(1), d.receiver(1)
+    ask(receiver)
+    until(WAITING, sender)
+    send(p, sender, "before", MINE, 0)
+    until(SUCCESS, sender, receiver)
+    core = d.manager.core
+    (kv_receiver,) = core.decoder._receivers.values()
+    (access,) = kv_receiver._accesses.values()
+    regions = list(access._regions)
+    held = Held(access)
+
+    for _ in range(2):
+        with pytest.raises(xr.WaitTimeout, match="in the middle of a copy"):
+            d.close()
+        assert core.node.engine.closed
+    held.end()
+    d.close()
+    d.close()
+    assert all(region.closed for region in regions)
 
 
 def test_a_bootstrap_server_that_was_restarted_hears_of_all_ranks_again(

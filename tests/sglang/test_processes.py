@@ -64,7 +64,7 @@ def test_a_decoder_that_is_killed(start: Start, open_side: Open) -> None:
 
 def test_a_prefiller_that_stands_still_is_shut_out(start: Start, open_side: Open) -> None:
     """Its pages are given up without its word, and what it sends when it goes on lands nowhere."""
-    p, d = start("prefill"), open_side("decode", options={"silent_s": 0.5})
+    p, d = start("prefill"), open_side("decode", options={"prefiller_timeout_s": 0.5})
     receiver = half_way(p, d)
     p.signal(signal.SIGSTOP)
     until(FAILED, receiver)

@@ -17,6 +17,10 @@ async def odd(run: Run) -> None:
     run.check.that(run.world.seed % 2 == 0, "the seed is odd")
 
 
+async def named_in_words(run: Run) -> None:
+    run.check.that(False, run.host("a").engine("decoder 0").name)
+
+
 async def differs(run: Run) -> None:
     global calls
     calls += 1
@@ -28,6 +32,11 @@ async def crashes(run: Run) -> None:
     run.check.that(True, "")
     if run.world.seed == 3:
         os.kill(os.getpid(), signal.SIGABRT)
+
+
+async def talks(run: Run) -> None:
+    run.check.that(True, "")
+    print("says something")
 
 
 async def named_abroad(run: Run) -> None:

@@ -3,12 +3,16 @@
 import json
 import os
 import re
+import signal
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from crossrail.sim.scenarios import SCENARIOS
-from tests.cli.test_commands import crossrail, failed, succeeded
+from tests.cli.test_commands import COMMAND, crossrail, failed, succeeded
+from tests.support.limits import WAIT_S
+from tests.support.process import REPOSITORY, run_script
 
 OWN = "tests.sim.own_scenarios"
 ODD = f"{OWN}:odd"
@@ -25,6 +29,16 @@ def test_a_run_is_summed_up_in_a_table() -> None:
 
     for word in ("pair", "virtual", "works", "both ways", "Gb/s", "ok", "seed 7"):
         assert word in text, f"no {word} in:\n{text}"
+
+
+def test_what_a_run_prints_is_shown_and_standard_error_may_be_closed() -> None:
+    command = [*COMMAND, "sim", "--scenario", f"{OWN}:talks", "--seed", "1"]
+    run = subprocess.run(
+        ["sh", "-c", '"$@" 2>&-', "sh", *command], stdout=subprocess.PIPE, text=True, timeout=WAIT_S, cwd=REPOSITORY,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}, check=False,
+    )  # fmt: skip
+
+    assert (run.returncode, run.stdout.count("says something")) == (0, 1), run.stdout
 
 
 def test_many_runs_are_one_line_and_many_seeds() -> None:
@@ -84,6 +98,34 @@ def test_trace_and_log_are_of_the_first_failing_run(tmp_path: Path) -> None:
     assert log.exists()
 
 
+def test_trace_of_engines_whose_names_have_spaces(tmp_path: Path) -> None:
+    status, text = sim("--scenario", f"{OWN}:named_in_words", "--seed", 1, "--trace", tmp_path / "trace.json")
+
+    assert status == 1, text
+    assert "engine-open decoder 0" in (tmp_path / "trace.json").read_text()
+
+
+@pytest.mark.parametrize(("seed", "status"), [(1, 1), (2, 2)])
+def test_checks_that_failed_are_status_1_also_where_the_picture_is_refused(
+    tmp_path: Path, seed: int, status: int
+) -> None:
+    script = """
+        import sys
+        from crossrail.cli.main import main
+        from crossrail.errors import UsageError
+        from crossrail.sim import timeline
+        def refuse(*_, **__):
+            raise UsageError("no picture of that")
+        timeline.write_chrome_trace = refuse
+        main(["sim", *sys.argv[1:]])
+    """
+    run = run_script(script, "--scenario", ODD, "--seed", str(seed), "--trace", str(tmp_path / "trace.json"))
+
+    assert run.returncode == status, run.stderr
+    assert ("the seed is odd" in run.stdout) == (status == 1)
+    assert "error: no picture of that" in run.stderr
+
+
 def test_the_log_of_one_seed_is_the_same_to_the_byte(tmp_path: Path) -> None:
     logs = [tmp_path / "first", tmp_path / "second"]
     for log in logs:
@@ -120,6 +162,28 @@ def test_a_run_that_crashes_is_told_and_the_others_go_on() -> None:
     assert [run["seed"] for run in content["runs"]] == [1, 2, 3, 4, 5, 6]
     assert [run["failures"] for run in content["runs"] if not run["ok"]] == [["its process was ended by SIGABRT"]]
     assert "--seed 3" in content["runs"][2]["replay"]
+
+
+def test_a_single_run_that_crashes_is_told_with_its_seed_and_where_it_was(tmp_path: Path) -> None:
+    run = crossrail("sim", "--scenario", f"{OWN}:crashes", "--seed", 3)
+    assert run.returncode == 1
+    assert "1 failed" in run.stdout and "its process was ended by SIGABRT" in run.stdout and "--seed 3" in run.stdout
+    assert "in crashes" in run.stderr and "own_scenarios.py" in run.stderr
+
+    replay = crossrail("sim", "--scenario", f"{OWN}:crashes", "--seed", 3, "--trace", tmp_path / "trace.json")
+    assert replay.returncode == 1 and "its process was ended by SIGABRT" in replay.stdout
+    assert f"error: no event log of {OWN}:crashes, seed 3: its process was ended by SIGABRT" in replay.stderr
+
+
+def test_a_drawn_seed_is_told_to_who_interrupts_the_run() -> None:
+    with subprocess.Popen(
+        [*COMMAND, "sim", "--scenario", f"{OWN}:takes_long"],
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=REPOSITORY,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None and process.stdout.readline() == "begun\n"
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 130 and re.fullmatch(r"\nseed \d+\n\ninterrupted\n", errors)
 
 
 @pytest.mark.parametrize(

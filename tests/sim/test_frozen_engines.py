@@ -89,3 +89,48 @@ def test_an_own_port_that_is_down_is_named_when_a_peer_is_not_reached() -> None:
 
         with pytest.raises(xr.PeerLost, match=r"our NIC a/0 is down: unplugged"):
             a.submit_write(src, dst.descriptor).wait(30)
+
+
+@pytest.mark.parametrize("rails", [1, 2])
+def test_a_peer_is_not_called_frozen_because_our_own_ports_are_down(rails: int) -> None:
+    with sim.World(1) as world:
+        hosts = world.host("a", f"{rails}xplain"), world.host("b", f"{rails}xplain")
+        a, b = hosts[0].engine("a", peer_timeout_s=10), hosts[1].engine("b", peer_timeout_s=10)
+        src, dst = a.alloc(4096), b.alloc(4096)
+        a.submit_write(src, dst.descriptor).wait(5)
+        world.run(5)
+        for rail in range(rails):
+            world.rail_down(hosts[0], rail)
+        world.run(1)
+        transfer = a.submit_write(src, dst.descriptor)
+
+        states = states_while(world, a, b, transfer)
+
+        assert states == {"connected"}
+        with pytest.raises(xr.PeerLost, match=r"no path to it for 10.*our NIC a/[01] is down: unplugged"):
+            transfer.wait(0)
+
+
+def test_a_port_that_comes_back_in_time_costs_nothing() -> None:
+    with sim.World(1) as world:
+        hosts = world.host("a", "plain"), world.host("b", "plain")
+        a, b = hosts[0].engine("a", peer_timeout_s=10), hosts[1].engine("b", peer_timeout_s=10)
+        src, dst = a.alloc(4096), b.alloc(4096)
+        a.submit_write(src, dst.descriptor).wait(5)
+        world.rail_down(hosts[0], 0, at_s=world.now_s + 1, for_s=9)
+        world.run(2)
+        transfer = a.submit_write(src, dst.descriptor)
+
+        states = states_while(world, a, b, transfer)
+
+        assert states == {"connected"}
+        transfer.wait(0)
+
+
+def states_while(world: sim.World, here: xr.Engine, there: xr.Engine, transfer: xr.Transfer) -> set[str]:
+    """What `here` thought of `there` until the transfer ended."""
+    states = set()
+    while not transfer.done and world.now_s < 60:
+        states.add(here.peer_state(there.address))
+        world.run(0.25)
+    return states

@@ -6,6 +6,7 @@ import pytest
 
 import crossrail as xr
 from crossrail import sim
+from tests.support.process import assert_clean, run_script
 
 
 def log_and_digest(keep_log: bool | int, seed: int = 1) -> tuple[list[str], str]:
@@ -55,6 +56,31 @@ async def sleeps_over_much_work(world: sim.World) -> tuple[int, str]:
 
 def test_how_fast_the_machine_is_decides_nothing() -> None:
     assert len({sim.run(sleeps_over_much_work, seed=5) for _ in range(4)}) == 1
+
+
+UNNAMED = """
+    import crossrail as xr
+    from crossrail import sim
+    with sim.World(5) as world:
+        a, b = world.host("a").engine(), xr.Engine(transport="sim")
+        source, target = a.alloc(4096), b.alloc(4096)
+        a.submit_write(source, target.descriptor).wait()
+        print(a.name, b.name, world.log_digest)
+"""
+
+
+def test_unnamed_engines_are_the_same_in_every_process() -> None:
+    first, second = run_script(UNNAMED), run_script(UNNAMED)
+
+    assert_clean(first)
+    assert first.stdout.startswith("engine1 engine2 ") and first.stdout == second.stdout
+
+
+def test_names_of_engines_are_one_word_each() -> None:
+    with sim.World(1, keep_log=True) as world:
+        world.host("a").engine("decoder 0\n50%\x7f\u00e9")
+
+        assert world.log == ["0 a engine-open engine=decoder%200%0A50%25%7F\u00e9"]
 
 
 def test_a_negative_number_of_lines_is_refused() -> None:

@@ -1,6 +1,7 @@
 """The event loop on the virtual clock."""
 
 import asyncio
+import functools
 import gc
 import re
 import signal
@@ -263,6 +264,27 @@ def test_ctrl_c_ends_a_run_that_goes_on_for_ever() -> None:
         sim.run(main)
 
 
+def test_ctrl_c_while_garbage_is_collected_ends_a_run() -> None:
+    """As hypothesis does, somebody may be told of collections; what is raised there is lost."""
+
+    async def main(world: sim.World) -> None:
+        await beat(1e-3, [])
+
+    def interrupt(phase: str, _info: dict[str, int]) -> None:
+        if phase == "stop" and loops:
+            loops.clear()
+            signal.raise_signal(signal.SIGINT)
+
+    loops = [1]
+    gc.callbacks.append(interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            sim.run(main, limit_s=1000.0)
+    finally:
+        gc.callbacks.remove(interrupt)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 def test_ctrl_c_in_the_middle_of_a_task_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     """asyncio would report the exception of a task that nobody awaits any more."""
 
@@ -339,3 +361,97 @@ def test_two_runs_of_one_seed_are_the_same_to_the_byte() -> None:
 def test_a_limit_that_is_no_number_of_seconds_is_refused(limit_s: float) -> None:
     with sim.World() as world, pytest.raises(xr.UsageError, match="limit_s"):
         world.event_loop(limit_s=limit_s)
+
+
+def test_the_clock_stops_at_the_limit() -> None:
+    async def sleeps(world: sim.World) -> None:
+        world.rail_down(world.host("a"), 0, at_s=50)
+        await asyncio.sleep(100)
+
+    async def waits_for_nothing(world: sim.World) -> None:
+        world.rail_down(world.host("a"), 0, at_s=50)
+        await asyncio.get_running_loop().create_future()
+
+    async def is_busy(world: sim.World) -> None:
+        await beat(1e-3, [])
+
+    for main in (sleeps, waits_for_nothing, is_busy):
+        world = sim.World(keep_log=True)
+        with pytest.raises(xr.WaitTimeout, match="limit of 10 s"):
+            sim.run(main, world=world, limit_s=10)
+        assert world.now_s == 10
+        assert not [line for line in world.log if "rail-down" in line]
+        world.close()
+
+
+class Holder:
+    """What only the collector ends: it holds itself, and something."""
+
+    def __init__(self, held: object) -> None:
+        self.itself, self.held = self, held
+
+
+def test_garbage_is_collected_at_the_same_moments_in_each_run() -> None:
+    async def main(world: sim.World, litter: int) -> None:
+        a, b = (world.host(name).engine(name) for name in "ab")
+        source = a.alloc(64)
+        for _ in range(3):
+            region = b.alloc(64)
+            descriptor = region.descriptor
+            Holder(region)
+            del region
+            await asyncio.sleep(1)
+            for _ in range(litter):
+                Holder(None)
+            await a.submit_write(source, descriptor, imm=1)  # as long as the region is open
+        for _ in range(25_000):
+            await asyncio.sleep(0)
+        with pytest.raises(xr.RemoteRegionClosed):
+            await a.submit_write(source, descriptor, imm=1)
+
+    digests, frozen = set(), gc.get_freeze_count()  # pytest may have frozen what was imported
+    for litter in (0, 300, 20_000):
+        with sim.World(3) as world:
+            assert not gc.isenabled()
+            sim.run(functools.partial(main, litter=litter), world=world)
+            digests.add(world.log_digest)
+        assert gc.isenabled() and gc.get_freeze_count() <= frozen
+    assert len(digests) == 1
+
+
+def test_who_keeps_garbage_collection_off_finds_it_off_afterwards() -> None:
+    async def main(world: sim.World) -> None:
+        assert not gc.isenabled()
+
+    gc.disable()
+    try:
+        sim.run(main)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_who_lets_go_of_a_killed_engine_changes_nothing() -> None:
+    async def main(world: sim.World, kept: list[object]) -> None:
+        home, b = world.host("a"), world.host("b").engine("b", peer_timeout_s=2)
+        source, engine = b.alloc(4096), home.engine("a.1")
+        target = engine.alloc(4096)
+        kept.append(target)
+        descriptor = target.descriptor
+        await b.submit_write(source, descriptor, imm=1)
+        writes = [b.submit_write(source, descriptor, imm=1) for _ in range(4)]
+        world.kill(engine)
+        del engine, target
+        if len(kept) > 1:
+            kept.clear()
+        home.engine("a.2")
+        await asyncio.sleep(1e-7)
+        writes += [b.submit_write(source, descriptor, imm=1) for _ in range(4)]
+        await asyncio.gather(*writes, return_exceptions=True)
+
+    digests = set()
+    for kept in ([], [None]):
+        with sim.World(3) as world:
+            sim.run(functools.partial(main, kept=kept), world=world)
+            digests.add(world.log_digest)
+    assert len(digests) == 1

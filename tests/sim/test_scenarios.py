@@ -7,6 +7,7 @@ import pytest
 
 import crossrail as xr
 from crossrail.sim.scenarios import SCENARIOS, Run, Scenario, play
+from crossrail.sim.scenarios.base import Checks
 from tests.support.seeds import Seed
 
 LONG = "weight-fanout"  # a million works: one seed is enough, and a sanitizer makes minutes of it
@@ -41,6 +42,14 @@ def test_other_seeds_are_other_runs() -> None:
 
 
 # --- the checkers bite ---
+
+
+@pytest.mark.parametrize(("got", "expected"), [(0, 1), (1, 100), (100, 1), (3, 4)])
+def test_bytes_of_unequal_length_are_not_the_same(got: int, expected: int) -> None:
+    checks = Checks()
+    checks.same_bytes("what arrived", np.zeros(got, np.uint8), np.zeros(expected, np.uint8))
+
+    assert checks.failures == [f"what arrived: an array of shape ({got},), expected ({expected},)"]
 
 
 def test_late_packets_are_seen_where_memory_is_taken_back_without_close(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 import crossrail as xr
+from crossrail import sim
 from crossrail.sim.timeline import write_chrome_trace
 
 LOG = """\
@@ -28,6 +29,18 @@ def drawn(tmp_path: Path, log: list[str]) -> list[dict[str, Any]]:
     trace = json.loads(file.read_text())
     assert trace["otherData"] == {"title": "a test"}
     return list(trace["traceEvents"])
+
+
+def test_names_of_engines_are_shown_as_they_are(tmp_path: Path) -> None:
+    with sim.World(1, keep_log=True) as world:
+        a, b = world.host("a").engine("decoder 0, 50% rail=7"), world.host("b").engine("b")
+        source, target = a.alloc(64), b.alloc(64)
+        a.submit_write(source, target.descriptor).wait(1)
+        events = drawn(tmp_path, world.log)
+
+    names = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert "decoder 0, 50% rail=7 rail 0 #0" in names
+    assert any(event["name"] == "engine-open decoder 0, 50% rail=7" for event in events)
 
 
 def test_works_are_spans_from_post_to_completion(tmp_path: Path) -> None:

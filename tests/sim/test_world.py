@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 import crossrail as xr
 from crossrail import sim
 from tests.sim.workload import run_workload
+from tests.support.limits import WAIT_S
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -112,9 +114,51 @@ def test_run_for_until_and_to_the_end() -> None:
         assert b.imm_counter(1).poll() == 1
 
 
-def test_callbacks_run_in_the_thread_that_waits() -> None:
-    import threading
+@pytest.mark.parametrize("watches", [False, True])
+def test_a_condition_is_waited_for_over_long_pauses(watches: bool) -> None:
+    asked = 0
 
+    def never() -> bool:
+        nonlocal asked
+        asked += 1
+        assert asked < 1000, f"asked again and again at {world.now_s} s"
+        return False
+
+    with sim.World(1) as world:
+        a, b = pair_of(world)
+        source, target = a.alloc(64), b.alloc(64)
+        a.submit_write(source, target.descriptor).wait(1)
+        watcher = a.alloc_watcher(lambda old, new: None) if watches else None
+        began_s = world.now_s
+        assert not world.run(5.0, until=never)
+        assert world.now_s == pytest.approx(began_s + 5)
+        world.freeze(b, at_s=began_s + 6)
+        assert world.run(until=lambda: world.now_s >= began_s + 6)
+        assert world.now_s == pytest.approx(began_s + 6)
+        world.partition([world.hosts[0]], [world.hosts[1]])
+        transfer = a.submit_write(source, target.descriptor)
+        assert world.run(60.0, until=lambda: transfer.done)
+        assert transfer.status == "peer-lost"
+        if watcher is not None:
+            watcher.close()
+
+
+def test_conditions_of_several_threads_are_waited_for() -> None:
+    with sim.World(1) as world:
+        pair_of(world)
+        results: list[bool] = []
+        threads = [
+            threading.Thread(target=lambda: results.append(world.run(2.0, until=lambda: False)), daemon=True)
+            for _ in range(2)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(WAIT_S)
+        assert results == [False, False]
+
+
+def test_callbacks_run_in_the_thread_that_waits() -> None:
     seen: list[tuple[object, ...]] = []
     with sim.World(1) as world:
         a, b = pair_of(world)

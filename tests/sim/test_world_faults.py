@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -397,6 +400,82 @@ def test_what_becomes_of_a_host_becomes_of_all_engines_that_it_has_by_then() -> 
         world.run(1)
 
         assert all(engine.closed for engine in engines)
+
+
+Fault = Callable[..., None]
+OVERLAPPING: dict[str, tuple[Callable[[sim.World, sim.Host, sim.Host], Fault], str, str]] = {
+    "rail_down": (lambda world, a, b: partial(world.rail_down, a, 0), "kind=rail-down", "kind=rail-up"),
+    "fill_queue": (lambda world, a, b: partial(world.fill_queue, a, 0), "kind=queue-full", "kind=queue-room"),
+    "slow": (lambda world, a, b: partial(world.slow, a, 0, 5.0), "kind=slow value=5000", "kind=slow value=1000"),
+    "partition": (lambda world, a, b: partial(world.partition, [a], [b]), "kind=partition", "kind=heal"),
+    "silence": (lambda world, a, b: partial(world.silence, [a], [b]), "kind=silence", "kind=sound"),
+    "withhold": (
+        lambda world, a, b: partial(world.withhold_completions, a), "kind=withhold-completions", "kind=release-comp"
+    ),
+    "withhold on a rail": (
+        lambda world, a, b: partial(world.withhold_completions, a, rail=0), "kind=withhold", "kind=release"
+    ),
+    "freeze": (lambda world, a, b: partial(world.freeze, a.engines[0]), "frozen", "thawed"),
+    "freeze a host": (lambda world, a, b: partial(world.freeze, a), "frozen", "thawed"),
+}  # fmt: skip
+
+
+def times_of(world: sim.World, what: str) -> list[float]:
+    return [int(line.split()[0]) * 1e-9 for line in world.log if f" {what}" in line]
+
+
+def world_of_one_engine(stack: ExitStack) -> tuple[sim.World, sim.Host, sim.Host]:
+    world = stack.enter_context(sim.World(1, keep_log=True))
+    hosts = world.host("a"), world.host("b")
+    hosts[0].engine("a")
+    return world, *hosts
+
+
+@pytest.mark.parametrize("kind", OVERLAPPING)
+def test_a_fault_that_ends_leaves_others_of_its_kind_as_they_are(kind: str) -> None:
+    with ExitStack() as stack:
+        world, a, b = world_of_one_engine(stack)
+        fault, begins, ends = OVERLAPPING[kind][0](world, a, b), *OVERLAPPING[kind][1:]
+        fault(at_s=0.1, for_s=1.0)
+        fault(at_s=0.5, for_s=10.0)
+        world.run(20)
+        assert times_of(world, begins)[0] == pytest.approx(0.1)
+        assert times_of(world, ends) == [pytest.approx(10.5)]
+
+        fault(at_s=20.1, for_s=1.0)
+        fault(at_s=20.5)  # for ever
+        world.run(100)
+        assert len(times_of(world, ends)) == 1
+
+
+def test_what_ends_faults_ends_all_that_have_begun_and_no_later_one() -> None:
+    with ExitStack() as stack:
+        world, a, b = world_of_one_engine(stack)
+        (engine,) = a.engines
+        for begin, end, ends in (
+            (partial(world.rail_down, a, 0), partial(world.rail_up, a, 0), "kind=rail-up"),
+            (partial(world.partition, [a], [b]), partial(world.heal, [a], [b]), "kind=heal"),
+            (partial(world.freeze, engine), partial(world.thaw, engine), "thawed"),
+            (partial(world.slow, a, 0, 5), partial(world.slow, a, 0, 1), "kind=slow value=1000"),
+        ):
+            now_s = world.now_s
+            begin(at_s=now_s + 1, for_s=10.0)
+            begin(at_s=now_s + 2)
+            end(at_s=now_s + 3)
+            begin(at_s=now_s + 4, for_s=20.0)
+            world.run(30)
+            assert times_of(world, ends) == [pytest.approx(now_s + 3), pytest.approx(now_s + 24)], ends
+
+
+def test_of_several_slownesses_the_one_that_began_last_counts() -> None:
+    with ExitStack() as stack:
+        world, a, _ = world_of_one_engine(stack)
+        world.slow(a, 0, 2, at_s=1, for_s=10)
+        world.slow(a, 0, 7, at_s=2, for_s=3)
+        world.run(20)
+
+        values = [line.rpartition("=")[2] for line in world.log if "kind=slow" in line]
+        assert values == ["2000", "7000", "2000", "1000"]
 
 
 def test_a_count_below_zero_is_refused() -> None:

@@ -55,8 +55,7 @@ class Host:
 
     def limit(self, rail: int, mbit: int) -> None:
         """What leaves by this rail goes no faster than that, and waits for 200 ms at most."""
-        shape = f"tbf rate {mbit}mbit burst 64kb latency 200ms"
-        run(f"tc -n {self.namespace} qdisc replace dev rail{rail} root {shape}")
+        shape(self.namespace, f"rail{rail}", mbit)
 
     def down(self, rail: int) -> None:
         """Pulls the plug: nothing comes or goes, and nobody is told but this host and the other end of the cable."""
@@ -184,6 +183,10 @@ class Hosts:
         self._children.append(PeerProcess(prefix=on_host(self._hosts[name].namespace)))
         return self._children[-1]
 
+    def limit_incoming(self, name: str, rail: int, mbit: int) -> None:
+        """What comes to this rail of a host, as Host.limit(). On switches only."""
+        shape(f"{self._prefix}net", f"port{list(self._hosts).index(name)}-{rail}", mbit)
+
     def _make(self) -> None:
         middle = f"{self._prefix}net"
         hosts = list(self._hosts.values())
@@ -255,6 +258,10 @@ def why_not() -> str:
     finally:
         remove([name])
     return ""
+
+
+def shape(namespace: str, netdev: str, mbit: int) -> None:
+    run(f"tc -n {namespace} qdisc replace dev {netdev} root tbf rate {mbit}mbit burst 64kb latency 200ms")
 
 
 def on_host(namespace: str) -> list[str]:

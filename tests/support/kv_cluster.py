@@ -8,26 +8,28 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 import crossrail as xr
+from crossrail.control.mailbox import Mailbox
+from crossrail.control.wire import EngineWire, Wire
 from crossrail.kv import messages as m
-from crossrail.kv.etcd_membership import EtcdPresence, EtcdRoster
-from crossrail.kv.etcd_records import Place
-from crossrail.kv.layout import KvLayout
-from crossrail.kv.mailbox import Mailbox
-from crossrail.kv.memory import RankMemory
+from crossrail.kv.etcd.membership import EtcdPresence, EtcdRoster
+from crossrail.kv.etcd.records import Place
 from crossrail.kv.model import Model, Tokens, generate
-from crossrail.kv.node import FindRouter, Node, NodeOptions
-from crossrail.kv.pages import PageState
-from crossrail.kv.router import Router, RouterOptions
-from crossrail.kv.router_requests import Chunk
+from crossrail.kv.services.node import FindRouter, Node, NodeOptions
+from crossrail.kv.services.router import Router, RouterOptions
+from crossrail.kv.services.router_requests import Chunk
 from crossrail.kv.toy import ToyModel
-from crossrail.kv.wire import EngineWire, Wire
+from crossrail.kv.transfer.layout import KvLayout
+from crossrail.kv.transfer.memory import RankMemory
+from crossrail.kv.transfer.pages import PageState
 from tests.support.kv_net import BadWire
 
 SECRET = b"of these tests"
 LAYOUT = KvLayout(layers=4, pages=64, page_tokens=8, kv_heads=4, head_dim=8, dtype="float16")
 # Short enough that a test sees deaths, long enough that a busy machine makes none up.
-NODE = NodeOptions(retry_s=0.05, chunk_tokens=32, probe_s=0.3, silent_s=1.5, ask_s=1.5)
-ROUTER = RouterOptions(heartbeat_s=0.2, lease_s=6.0, queue_s=5.0, request_s=40.0, ask_s=1.5, sweep_s=0.05)
+NODE = NodeOptions(retry_s=0.05, chunk_tokens=32, probe_s=0.3, prefiller_timeout_s=1.5, answer_timeout_s=1.5)
+ROUTER = RouterOptions(
+    heartbeat_s=0.2, lease_s=6.0, queue_s=5.0, request_timeout_s=40.0, answer_timeout_s=1.5, sweep_s=0.05
+)
 
 
 @dataclass
@@ -55,7 +57,7 @@ class Cluster:
         wire: Wire = self.wires[name]
         if self.spoil is not None:
             wire = self.spoilt[name] = self.spoil(wire)
-        return Mailbox(wire, secret, resend_s=0.2)
+        return m.mailbox(wire, secret, resend_s=0.2)
 
     def add_router(self, name: str = "router") -> Router:
         options, place = self.router_options, self.place

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 import crossrail as xr
+from crossrail.control.wire import EngineWire, Unreachable
 from crossrail.kv import KvReceiver, SendJob
-from crossrail.kv.wire import EngineWire, Unreachable
 
 
 def give_up(monkeypatch: pytest.MonkeyPatch, wire: EngineWire, *addresses: bytes) -> set[bytes]:

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from crossrail.kv.node import Node
-from crossrail.kv.pages import PageLease, PageState
+from crossrail.kv.services.node import Node
+from crossrail.kv.transfer.pages import PageLease, PageState
 
 _POISON = 0xA5
 

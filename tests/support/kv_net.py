@@ -5,8 +5,8 @@ import random
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
+from crossrail.control.wire import Unreachable, Wire
 from crossrail.errors import UsageError
-from crossrail.kv.wire import Unreachable, Wire
 
 
 @dataclass

@@ -30,13 +30,15 @@ SAMPLING = Sampling(16, temperature=0.9, seed=11, ignore_end=True)
 class Services:
     """A router and nodes in processes. membership: in etcd; empty: in the router.
 
-    silent_s: of nodes; a machine on which living ones are silent for longer has them given up again and again.
+    prefiller_timeout_s: a machine on which living ones are silent for longer has them given up again and again.
     """
 
-    def __init__(self, log: Path, transport: str = "auto", membership: str = "", silent_s: float = 1.5) -> None:
+    def __init__(
+        self, log: Path, transport: str = "auto", membership: str = "", prefiller_timeout_s: float = 1.5
+    ) -> None:
         self._log_file = log
         self._log = log.open("wb")
-        self._silent_s = silent_s
+        self._prefiller_timeout_s = prefiller_timeout_s
         self._transport = transport
         self._membership = membership
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
@@ -64,7 +66,7 @@ class Services:
             "--heartbeat-s",
             "0.1",
             "--lease-s",
-            str(2 * self._silent_s),
+            str(2 * self._prefiller_timeout_s),
             *more,
         ]
         process = self.start("router", "router", *arguments)
@@ -75,7 +77,17 @@ class Services:
         words = [word for pair in (OPTIONS | options).items() for word in ("--model-option", "=".join(pair))]
         chunk = ["--chunk-tokens", "128"] if role == "prefiller" else []
         router = [] if self._membership else ["--router", f"http://{self.place}"]
-        return self.start(role, name, "--probe-s", "0.3", "--silent-s", str(self._silent_s), *router, *chunk, *words)
+        return self.start(
+            role,
+            name,
+            "--probe-s",
+            "0.3",
+            "--prefiller-timeout-s",
+            str(self._prefiller_timeout_s),
+            *router,
+            *chunk,
+            *words,
+        )
 
     def get(self, path: str) -> Any:
         with closing(http.client.HTTPConnection(self.place, timeout=WAIT_S)) as connection:

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 
 import pytest
 
-from crossrail import default_rails, policy
 from crossrail.topology import (
     CpuId,
     NetDevice,
@@ -17,6 +16,7 @@ from crossrail.topology import (
     RdmaDevice,
     RdmaPort,
     Topology,
+    addresses,
 )
 
 NODES = (NumaNode(NumaId(0), (CpuId(0), CpuId(1))), NumaNode(NumaId(1), (CpuId(2), CpuId(3))))
@@ -38,8 +38,7 @@ def machine(*nics: Nic, nodes: tuple[NumaNode, ...] = NODES) -> Topology:
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, topology: Topology, affinity: Sequence[int] = range(4)) -> None:
-    for module in (policy, default_rails):
-        monkeypatch.setattr(module, "read_topology", lambda: topology)
+    monkeypatch.setattr(addresses, "read_this_machine", lambda: topology)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(affinity))
 
 

@@ -99,6 +99,9 @@ class Node:
     def event_kinds(self, engine: str) -> list[str]:
         return [event.kind for event in self._events[engine]]
 
+    def progress(self, engine: str) -> int:
+        return self._engines[engine].progress()
+
     def stats(self, engine: str) -> dict[str, int]:
         return dict(self._engines[engine].stats())
 

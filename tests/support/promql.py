@@ -18,7 +18,7 @@ from tests.support.metrics import Samples
 PEER_STATES = {"unknown", "connecting", "connected", "slow", "frozen"}
 
 _FUNCTIONS = {"rate", "increase", "deriv", "histogram_quantile", "sum", "max", "topk"}
-_KEYWORDS = {"and", "on", "group_left"}
+_KEYWORDS = {"and", "or", "on", "group_left"}
 _TOKEN = re.compile(
     r"""\s+ | (?P<range>\[[^\]]*\]) | (?P<matchers>\{[^}]*\}) | (?P<word>[a-zA-Z_]\w*)
       | (?P<number>\d+(\.\d+)?) | (?P<sign>[()+*/,-] | [<>=!]=? | ==)""",

@@ -1,10 +1,12 @@
-"""A TCP relay between two engines that can cut, stall or corrupt what passes. One thread, one selector."""
+"""A TCP relay between two engines that can cut, stall, delay or corrupt what passes. One thread, one selector."""
 
 import contextlib
 import selectors
 import socket
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 
 import crossrail as xr
 from tests.support.tcp_wire import endpoints_of, reset, with_ports
@@ -19,9 +21,23 @@ class _Pipe:
         self.source = source
         self.sink = sink
         self.is_forward = is_forward  # from who connected to who was connected to
+        self.late: deque[tuple[float, bytes]] = deque()  # what was read, and when it is passed on; b"": the end
         self.waiting = b""
         self.passed_bytes = 0
+        self.is_read = False  # to its end
+        self.pauses_until_s = 0.0
         self.ended = False
+
+    def read(self, delay_s: float) -> bytes | None:
+        """What is to be passed on now. None: nothing, b"": its end."""
+        if not self.is_read:
+            with contextlib.suppress(BlockingIOError):
+                data = self.source.recv(CHUNK_BYTES)
+                self.is_read = not data
+                self.late.append((time.monotonic() + delay_s, data))
+        if not self.late or time.monotonic() < self.late[0][0]:
+            return None
+        return self.late.popleft()[1]
 
 
 class _Relay:
@@ -31,6 +47,7 @@ class _Relay:
         self.near = near
         self.far = far
         self.budget_bytes = budget_bytes  # cut once so many have passed, both directions together
+        self.ends_at_s: float | None = None  # once they have
         # By a reset: what an engine has not read yet is lost too. Else it still reads what has passed.
         self.is_abrupt = is_abrupt
         self.pipes = (_Pipe(near, far, True), _Pipe(far, near, False))
@@ -55,24 +72,37 @@ class TcpProxy:
         self._lock = threading.RLock()
         self._relays: list[_Relay] = []
         self._stalled = False
+        self.delay_s = 0.0  # of what passes, in either direction: half a round trip
+        self.bytes_per_s: float | None = None  # of each direction of each connection
         self._forgotten: list[_Relay] = []
         self._away = False
         self._corruptions: list[tuple[bool, int]] = []
         self._stop = False
         self.next_budget: Callable[[], int | None] = lambda: None
+        self.swallows_s = 0.0  # for so long it takes what comes beyond the budget, and passes nothing on
         self.connections_made = 0
         self.tap: bytearray | None = None  # all that passes, if it is wanted
         self._thread = threading.Thread(target=self._run, name=f"proxy-{self.port}", daemon=True)
         self._thread.start()
 
     # --- faults ---
-    def cut(self) -> int:
+
+    def shrink_buffers(self, nbytes: int) -> None:
+        """Of connections that are made from now on, the one that it takes in."""
+        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, nbytes)
+
+    def cut(self, spare: Sequence[object] = ()) -> int:
         """Resets every connection at both ends; what is on its way is lost. Returns how many there were."""
         with self._lock:
-            count = len(self._relays)
-            for relay in list(self._relays):
+            relays = [relay for relay in self._relays if relay not in spare]
+            for relay in relays:
                 self._reset(relay)
-        return count
+        return len(relays)
+
+    def connections(self) -> list[object]:
+        """Those that are open, the oldest first: to be named to other calls."""
+        with self._lock:
+            return list(self._relays)
 
     def stall(self, stalled: bool = True) -> None:
         """Passes nothing on until told otherwise; connections stay, and new ones are taken."""
@@ -80,10 +110,10 @@ class TcpProxy:
             self._stalled = stalled
         self._wake_write.send(b"x")
 
-    def forget(self) -> None:
+    def forget(self, spare: Sequence[object] = ()) -> None:
         """As a firewall that was restarted: drops what existing connections carry, and tells nobody. New ones pass."""
         with self._lock:
-            self._forgotten = list(self._relays)
+            self._forgotten = [relay for relay in self._relays if relay not in spare]
 
     def go_away(self, away: bool = True) -> None:
         """Cuts everything and takes new connections only to reset them, until told otherwise."""
@@ -122,6 +152,8 @@ class TcpProxy:
                     elif key.fileobj is self._wake_read:
                         with contextlib.suppress(BlockingIOError):
                             self._wake_read.recv(100)
+                if self.bytes_per_s is not None:
+                    time.sleep(0.001)  # what waits would be shown at once
                 if not self._stalled:
                     for relay in list(self._relays):
                         if relay not in self._forgotten:
@@ -141,6 +173,8 @@ class TcpProxy:
             for end in (near, far):
                 end.setblocking(False)
                 end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                if self.bytes_per_s is not None:
+                    end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, CHUNK_BYTES)
                 self._selector.register(end, selectors.EVENT_READ)
             self.connections_made += 1
             self._relays.append(_Relay(near, far, self.next_budget(), self.connections_made % 2 == 0))
@@ -158,18 +192,21 @@ class TcpProxy:
 
     def _move(self, relay: _Relay, pipe: _Pipe) -> None:
         for _ in range(16):
+            if time.monotonic() < pipe.pauses_until_s:
+                return
             if not pipe.waiting:
                 if pipe.ended:
                     return
-                try:
-                    data = pipe.source.recv(CHUNK_BYTES)
-                except BlockingIOError:
+                data = pipe.read(self.delay_s)
+                if pipe.is_read:
+                    with contextlib.suppress(KeyError):
+                        self._selector.unregister(pipe.source)
+                if data is None:
                     return
                 if not data:
                     pipe.ended = True
                     with contextlib.suppress(OSError):
                         pipe.sink.shutdown(socket.SHUT_WR)
-                    self._selector.unregister(pipe.source)
                     return
                 if self.tap is not None:
                     self.tap += data
@@ -178,6 +215,11 @@ class TcpProxy:
             if relay.budget_bytes is not None:
                 room = min(room, relay.budget_bytes - sum(p.passed_bytes for p in relay.pipes))
                 if room <= 0:
+                    relay.ends_at_s = relay.ends_at_s or time.monotonic() + self.swallows_s
+                    if time.monotonic() < relay.ends_at_s:
+                        pipe.pauses_until_s = time.monotonic() + len(pipe.waiting) / (self.bytes_per_s or 1e9)
+                        pipe.waiting = b""
+                        return
                     if relay.is_abrupt:
                         raise ConnectionResetError("the budget of this connection")
                     self._drop(relay)
@@ -187,6 +229,8 @@ class TcpProxy:
             except BlockingIOError:
                 return
             pipe.passed_bytes += sent
+            if self.bytes_per_s is not None:
+                pipe.pauses_until_s = time.monotonic() + sent / self.bytes_per_s
             pipe.waiting = pipe.waiting[sent:]
 
     def _damaged(self, pipe: _Pipe, data: bytes) -> bytes:

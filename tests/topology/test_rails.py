@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from crossrail import UsageError
+from crossrail.default_rails import core_near
 from crossrail.topology import RailChoice, Topology, choose_rails, worker_cpus
+from crossrail.topology.rails import left_out
 from crossrail.topology.sysfs import format_cpu_list
 from tests.topology import trees
 from tests.topology.conftest import Build
@@ -244,6 +246,73 @@ def test_rdma_device_of_a_bond_is_used_in_place_of_all_below(build: Build) -> No
     assert rails(choose_rails(topology, "host", only="bond0.100", need="ip")) == ["bond0.100"]
 
 
+def vlans(machine: Machine, *names: str) -> None:
+    """Above eth0, on the second of two NUMA nodes."""
+    machine.numa("0-7", "8-15")
+    place = machine.pci(root("0000:80", 1) / "0000:80:03.0", trees.ETHERNET, trees.MELLANOX, driver="mlx5_core")
+    machine.net("eth0", place)
+    for name in names:
+        machine.net(name, uevent="DEVTYPE=vlan", lowers=("eth0",))
+
+
+def test_vlan_is_where_the_hardware_below_is(machine: Machine) -> None:
+    vlans(machine, "eth0.100")
+    topology = Topology.read(machine.sys)
+
+    choice = choose_rails(topology, "host", only=["eth0.100"])
+
+    assert core_near(topology, choice, range(16)) == (8, "the rails are on numa1")
+    assert rails(choose_rails(topology, "host", only=["0000:80:03.0"])) == ["eth0"], "the address is the NIC's alone"
+
+
+def test_vlan_of_a_bond_is_where_its_first_member_is(build: Build) -> None:
+    topology = build(trees.bonded)
+
+    places = {nic.name: nic.pci for nic in topology.nics}
+
+    assert places["bond0.100"] is not None
+    assert places["bond0.100"] == places["enp23s0f0np0"]
+
+
+def test_vlan_stands_in_for_a_nic_without_an_address(machine: Machine) -> None:
+    vlans(machine, "eth0.100", "eth0.200")
+    topology = Topology.read(machine.sys, addresses={"eth0.100": ["10.0.0.1"], "eth0.200": ["10.0.1.1"]})
+
+    choice = choose_rails(topology, "host", need="ip")
+
+    assert rails(choice) == ["eth0.100"]
+    assert reason(choice, "eth0") == "no IP address"
+    assert reason(choice, "eth0.200") == "on the same port as eth0.100"
+    assert core_near(topology, choice, range(16))[0] == 8
+
+
+def test_vlan_beside_an_address_of_the_nic_is_no_rail(machine: Machine) -> None:
+    vlans(machine, "eth0.100")
+    topology = Topology.read(machine.sys, addresses={"eth0": ["10.0.0.1"], "eth0.100": ["10.0.1.1"]})
+
+    choice = choose_rails(topology, "host", need="ip")
+
+    assert rails(choice) == ["eth0"]
+    assert reason(choice, "eth0.100") == "virtual (vlan)"
+
+
+def test_bridge_that_has_the_address_of_its_hardware_stands_in(machine: Machine) -> None:
+    vlans(machine)
+    (machine.net("br0", lowers=("eth0",)) / "bridge").mkdir()
+    (machine.net("docker0") / "bridge").mkdir()
+    topology = Topology.read(machine.sys, addresses={"br0": ["10.0.0.1"], "docker0": ["172.17.0.1"]})
+
+    assert rails(choose_rails(topology, "host", need="ip")) == ["br0"]
+
+
+def test_devices_that_stand_on_each_other_in_a_circle(machine: Machine) -> None:
+    for name, lower in (("a.1", "b.1"), ("b.1", "a.1")):
+        machine.net(name, uevent="DEVTYPE=vlan", lowers=(lower,))
+    topology = Topology.read(machine.sys, addresses={"a.1": ["10.0.0.1"]})
+
+    assert rails(choose_rails(topology, "host", need="ip")) == []
+
+
 def test_loopback_when_nothing_else_is_up(machine: Machine) -> None:
     machine.lo()
     machine.net("eth0", machine.pci(root("0000:00") / "0000:00:03.0", trees.ETHERNET, trees.VIRTIO), state="down")
@@ -383,6 +452,12 @@ def test_nonsense_rejected(build: Build, options: dict[str, object], words: str)
         choose_rails(topology, "host", **options)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("device", [0, None, ["gpu0"]])
+def test_what_is_no_device_is_rejected(build: Build, device: object) -> None:
+    with pytest.raises(UsageError, match=f"its name as text, not {type(device).__name__}"):
+        choose_rails(build(trees.cloud_vm), device)  # type: ignore[arg-type]
+
+
 # --- cores ---
 
 
@@ -434,3 +509,26 @@ def test_worker_cpus_of_a_node_that_is_memory_alone_are_of_the_nearest_with_core
     topology = Topology.read(machine.sys)
 
     assert worker_cpus(topology, choose_rails(topology, "host")).cpus == (4, 5, 6, 7)
+
+
+# --- what nobody takes ---
+
+
+def test_storage_and_management_are_left_out_for_every_device(build: Build) -> None:
+    topology = build(trees.dgx)
+
+    reasons = left_out(topology)
+
+    chosen = {name for gpu in rails_by_gpu(topology) for name in gpu} | set(rails(choose_rails(topology, "host")))
+    assert chosen.isdisjoint(reasons)
+    assert {nic.name for nic in topology.nics if nic.up} == chosen | reasons.keys()
+
+
+def test_a_rail_that_is_down_or_slower_is_missed_and_not_left_out(machine: Machine) -> None:
+    for index, (gbps, state) in enumerate(((400, "4: ACTIVE"), (100, "4: ACTIVE"), (400, "1: DOWN"))):
+        place = machine.pci(
+            root("0000:00") / f"0000:00:0{index + 3}.0", trees.ETHERNET, trees.MELLANOX, driver="mlx5_core"
+        )
+        machine.rdma(f"mlx5_{index}", place, layer="InfiniBand", gbps=gbps, state=state)
+
+    assert left_out(Topology.read(machine.sys)) == {}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from crossrail import UsageError
-from crossrail.topology import Cpu, Distance, Gpu, Host, Nic, PciAddress, PciFunction, Topology
+from crossrail.topology import Cpu, Distance, Gpu, Host, Nic, PciAddress, PciFunction, Topology, addresses
 from crossrail.topology.model import pci_distance
 from crossrail.topology.sysfs import format_cpu_list, natural, parse_cpu_list
 from tests.topology import trees
@@ -243,6 +244,22 @@ def test_unknown_device_rejected_with_those_that_exist(build: Build, name: str) 
 
     with pytest.raises(UsageError, match=r"gpu0, gpu1.*numa1.*cpu0.*host"):
         topology.device(name)
+
+
+def test_empty_name_is_not_that_of_a_gpu_without_a_uuid(build: Build) -> None:
+    """As where the driver does not say one."""
+    topology = build(trees.p5)
+    nameless = replace(topology, gpus=tuple(replace(gpu, uuid="") for gpu in topology.gpus))
+    for name in ("", " "):
+        with pytest.raises(UsageError, match="is not known here"):
+            nameless.device(name)
+
+
+def test_ipv6_addresses_of_an_interface_of_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "if_inet6").write_bytes(b"20010db8000000000000000000000001 03 40 00 80 ra\xffil\n")
+    monkeypatch.setattr(addresses, "Path", lambda path: tmp_path / Path(path).name)
+
+    assert addresses._ipv6_addresses() == [("ra\udcffil", "2001:db8::1")]
 
 
 def test_pci_addresses_survive_text() -> None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import importlib
+import io
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from rich.console import Console
+from rich.text import Text
 
 from crossrail.cli import main
+from crossrail.cli.topo import _core_list
 from tests.topology import trees
 from tests.topology.trees import Machine, scratch
 
@@ -51,6 +55,21 @@ def test_every_machine_is_shown_in_100_columns(top: Path, make: Callable[[Machin
     shown = [line for line in text.splitlines() if not line.startswith(("note:", "read from"))]
     assert max(map(len, shown)) <= 100, text
     assert "\x1b" not in text
+
+
+@pytest.mark.parametrize("columns", [30, 40, 55, 80])
+def test_numbers_are_whole_on_narrow_screens(top: Path, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    trees.p5(Machine(top))
+    monkeypatch.setenv("COLUMNS", str(columns))
+
+    for text in (succeeded(topo("--root", top)), succeeded(topo("--root", top, "--device", "gpu6"))):
+        assert {"48-95,144-191", "rdmap181s0", "rdmap184s0"} <= {word.rstrip(",") for word in text.split()}
+
+
+def test_long_list_of_cores_is_broken_between_numbers() -> None:
+    cores = tuple(range(0, 128, 2))
+    lines = Text(_core_list(cores)).wrap(Console(file=io.StringIO()), 30)
+    assert [int(word) for line in lines for word in line.plain.replace(",", " ").split()] == list(cores)
 
 
 def test_tree_and_choices_of_a_p5(top: Path) -> None:

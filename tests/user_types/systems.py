@@ -11,14 +11,11 @@ from typing_extensions import assert_type
 
 import crossrail as xr
 from crossrail import kv, sim, topology, weights
-from crossrail.kv.decoder import Decoder
-from crossrail.kv.mailbox import Mailbox
-from crossrail.kv.memory import RankMemory
-from crossrail.kv.messages import Sampling
+from crossrail.control.mailbox import Mailbox
+from crossrail.control.wire import EngineWire
+from crossrail.kv import Decoder, Prefiller, RankMemory, Router
+from crossrail.kv.messages import Sampling, mailbox
 from crossrail.kv.model import Cache, Logits, Model, Pages, Tokenizer, Tokens, check_vocabulary
-from crossrail.kv.prefiller import Prefiller
-from crossrail.kv.router import Router
-from crossrail.kv.wire import EngineWire
 
 # --- kv as a library ---
 
@@ -122,7 +119,7 @@ class Bytes:
 
 async def services(engine: xr.Engine, layout: kv.KvLayout, secret: bytes) -> list[int]:
     wire = EngineWire(engine)
-    router = Router("router", Mailbox(wire, secret))
+    router = Router("router", mailbox(wire, secret))
     router.start()
     model: Model = Adder(layout)
     tokenizer: Tokenizer = Bytes()
@@ -131,7 +128,7 @@ async def services(engine: xr.Engine, layout: kv.KvLayout, secret: bytes) -> lis
         return wire.address
 
     memory = {0: RankMemory.alloc(engine, layout)}
-    nodes = [kind("node", Mailbox(wire, secret), model, memory, [find_router]) for kind in (Prefiller, Decoder)]
+    nodes = [kind("node", mailbox(wire, secret), model, memory, [find_router]) for kind in (Prefiller, Decoder)]
     tokens: list[int] = []
     async for chunk in router.complete(tokenizer.encode("hello"), Sampling(max_tokens=4)):
         tokens += chunk.tokens
@@ -148,7 +145,7 @@ async def trained(engine: xr.Engine, controller: bytes, secret: bytes) -> weight
     memory = weights.WeightMemory(engine, "trainer", 0)
     memory.add("layers.0.up", np.zeros((64, 64), np.float32), dtype="bfloat16", mesh="dp")
     assert_type(memory.inventory(), weights.Inventory)
-    trainer = weights.WeightTrainer(Mailbox(EngineWire(engine), secret), memory, tmp_bytes_max=1 << 20)
+    trainer = weights.WeightTrainer(weights.messages.mailbox(EngineWire(engine), secret), memory, tmp_bytes_max=1 << 20)
     await trainer.join(controller, timeout_s=30)
     report = await trainer.publish(1)
     assert_type(report.total_s, float)

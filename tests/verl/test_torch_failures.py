@@ -9,9 +9,10 @@ import pytest
 import torch
 
 import crossrail as xr
-from crossrail.integrations.verl import UpdateFailed
+from crossrail.integrations.verl import VerlUpdateFailed
 from tests.support.limits import WAIT_S
 from tests.verl.cluster import Cluster, is_same, some_weights
+from tests.verl.conftest import SECRET
 
 Make = Callable[..., Any]
 
@@ -57,7 +58,7 @@ async def test_rollout_that_cannot_load_a_tensor(make: Make) -> None:
         ),
         WAIT_S,
     )
-    assert isinstance(ends[0], UpdateFailed) and "gave up" in str(ends[0])
+    assert isinstance(ends[0], VerlUpdateFailed) and "gave up" in str(ends[0])
     assert len(asked) == 60, "other trainer ranks may be gathering the rest"
     assert isinstance(ends[1], dict) and isinstance(ends[2], MemoryError) and ends[3] == 60, (
         "the other pair is not hurt"
@@ -75,7 +76,41 @@ async def test_trainer_whose_weights_raise(make: Make) -> None:
     ends = await cluster.update([broken(), many()])
     assert isinstance(ends[0], RuntimeError) and "gathering failed" in str(ends[0])
     for end in ends[1:]:
-        assert isinstance(end, UpdateFailed) and "gave up" in str(end)
+        assert isinstance(end, VerlUpdateFailed) and "gave up" in str(end)
+    await assert_works(cluster)
+
+
+@pytest.mark.parametrize("where", ["tensor", "kernels"])
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, xr.CrossrailError])
+async def test_trainer_on_which_something_else_fails_gathers_the_rest(
+    make: Make, monkeypatch: pytest.MonkeyPatch, error: type[Exception], where: str
+) -> None:
+    """The other trainer ranks sit in a collective with it: it goes on until all have been gathered."""
+    cluster = Cluster(make, 2, 1, bucket_bytes=64 << 10)
+    asked: list[str] = []
+
+    class Broken(torch.Tensor):
+        def detach(self) -> torch.Tensor:
+            raise error("no memory left")
+
+    def noted() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, weight in many():
+            asked.append(name)
+            yield name, weight.as_subclass(Broken) if where == "tensor" and len(asked) == 20 else weight
+
+    def fails(_devices: object) -> None:
+        if len(asked) >= 20:
+            raise error("no memory left")
+
+    if where == "kernels":
+        monkeypatch.setattr("crossrail.integrations.verl.sending.wait_for_kernels", fails)
+    ends = await cluster.update([noted(), many()])
+    assert isinstance(ends[0], error) and "no memory left" in str(ends[0])
+    assert len(asked) == 60, "other trainer ranks may be gathering the rest"
+    for end in ends[1:]:
+        assert isinstance(end, Exception)
+    monkeypatch.undo()
+    monkeypatch.setenv("CROSSRAIL_SECRET", SECRET)
     await assert_works(cluster)
 
 
@@ -83,7 +118,7 @@ async def test_trainers_that_yield_different_weights(make: Make) -> None:
     cluster = Cluster(make, 2, 1, bucket_bytes=64 << 10)
     weights = dict(many(8))
     ends = await cluster.update([weights.items(), reversed(weights.items())])
-    assert isinstance(ends[2], UpdateFailed) and "in another order" in str(ends[2])
+    assert isinstance(ends[2], VerlUpdateFailed) and "in another order" in str(ends[2])
     await assert_works(cluster)
 
 
@@ -91,9 +126,9 @@ async def test_rank_that_died(make: Make) -> None:
     cluster = Cluster(make, 1, 2, bucket_bytes=64 << 10)
     cluster.begin()
     cluster.rollouts[0]._engine.close()
-    with pytest.raises(UpdateFailed, match=r"verl-.*(lost|died|closed|left|gone)"):
+    with pytest.raises(VerlUpdateFailed, match=r"verl-.*(lost|died|closed|left|gone)"):
         await asyncio.wait_for(cluster.trainers[0].send_weights(many()), WAIT_S)
-    with pytest.raises(UpdateFailed, match="gave up"):
+    with pytest.raises(VerlUpdateFailed, match="gave up"):
         async for _ in cluster.rollouts[1].receive_weights():
             pass
 
@@ -103,7 +138,7 @@ async def test_trainer_that_died_before_it_sent_anything(make: Make) -> None:
     cluster.begin()
     cluster.rollouts[0]._engine.connect(cluster.trainers[0]._engine.address)
     cluster.trainers[0]._engine.close()
-    with pytest.raises(UpdateFailed, match="died"):
+    with pytest.raises(VerlUpdateFailed, match="died"):
         async for _ in cluster.rollouts[0].receive_weights():
             pass
 
@@ -111,17 +146,17 @@ async def test_trainer_that_died_before_it_sent_anything(make: Make) -> None:
 async def test_trainer_that_does_not_come(make: Make) -> None:
     cluster = Cluster(make, 1, 1, timeout_s=0.2)
     cluster.begin()
-    with pytest.raises(UpdateFailed, match=r"bucket 0 of the weights: not within 0\.2 s \(timeout_s\), from verl-"):
+    with pytest.raises(VerlUpdateFailed, match=r"bucket 0 of the weights: not within 0\.2 s \(timeout_s\), from verl-"):
         async for _ in cluster.rollouts[0].receive_weights():
             pass
-    with pytest.raises(UpdateFailed, match="gave up"):
+    with pytest.raises(VerlUpdateFailed, match="gave up"):
         await asyncio.wait_for(cluster.trainers[0].send_weights(many()), WAIT_S)
 
 
 async def test_rollout_that_does_not_take_buckets(make: Make) -> None:
     cluster = Cluster(make, 1, 1, bucket_bytes=64 << 10, timeout_s=0.5)
     cluster.begin()
-    with pytest.raises(UpdateFailed, match=r"bucket 2 of the weights: no room for it: not within 0\.5 s"):
+    with pytest.raises(VerlUpdateFailed, match=r"bucket 2 of the weights: no room for it: not within 0\.5 s"):
         await asyncio.wait_for(cluster.trainers[0].send_weights(many()), WAIT_S)
 
 
@@ -129,7 +164,7 @@ async def test_weights_of_another_step(make: Make) -> None:
     cluster = Cluster(make, 1, 1)
     cluster.begin()
     sent = asyncio.ensure_future(cluster.trainers[0].send_weights(many(2), global_steps=7))
-    with pytest.raises(UpdateFailed, match="step 7 came, those of step 8"):
+    with pytest.raises(VerlUpdateFailed, match="step 7 came, those of step 8"):
         async for _ in cluster.rollouts[0].receive_weights(global_steps=8):
             pass
     await asyncio.wait_for(sent, WAIT_S)

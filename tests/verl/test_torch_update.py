@@ -1,13 +1,15 @@
 """Updates of verl's weights: every rollout rank gets every tensor, whoever sends which part of it."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from tests.verl.cluster import Cluster, Weights, as_sent, is_same, some_weights
+from crossrail.integrations.verl import memory, sending
+from tests.verl.cluster import Cluster, Weights, as_sent, is_same, received, some_weights
 
 Make = Callable[..., Any]
 
@@ -71,3 +73,49 @@ async def test_tensor_stays_what_it_is_until_the_next_is_asked_for(make: Make) -
     cluster.begin()
     _, seen = await asyncio.wait_for(asyncio.gather(cluster.trainers[0].send_weights(weights.items()), look()), 20)
     assert seen == 40
+
+
+async def test_generator_may_reuse_pinned_memory(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, of which there is none here: what copy_() begins is done when kernels are waited for."""
+    copy, late = torch.Tensor.copy_, list[tuple[torch.Tensor, torch.Tensor]]()
+
+    def begin_copy(to: torch.Tensor, of: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        if not non_blocking:
+            return copy(to, of)
+        late.append((to, of))
+        return to
+
+    def wait_for_kernels(devices: list[str]) -> None:
+        assert devices == ["cuda:0"]
+        while late:
+            copy(*late.pop())
+
+    monkeypatch.setattr(torch.Tensor, "copy_", begin_copy)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)
+    monkeypatch.setattr(sending, "wait_for_kernels", wait_for_kernels)
+    buffer = torch.empty(8 << 10, dtype=torch.bfloat16)
+    weights = {str(i): torch.full_like(buffer, float(i)) for i in range(10)}  # several to a bucket
+
+    def each() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, weight in weights.items():
+            copy(buffer, weight)
+            yield name, buffer
+
+    cluster = Cluster(make, 1, 1, bucket_bytes=64 << 10)
+    cluster.begin()
+    cluster.trainers[0]._update.memory.devices = ["cuda:0"]
+    both = asyncio.gather(cluster.trainers[0].send_weights(each()), received(cluster.rollouts[0].receive_weights()))
+    _, came = await asyncio.wait_for(both, 20)
+    assert_came([came], weights)
+
+
+def test_buckets_are_registered_when_no_kernel_uses_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch gives memory out again that kernels of before are still writing."""
+    events: list[Any] = []
+    buffer = SimpleNamespace(is_cuda=True, device="cuda:1")
+    engine: Any = SimpleNamespace(register=lambda given: events.append(given), alloc=lambda nbytes: None)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", lambda *_, **__: buffer)
+        patch.setattr(memory, "wait_for_kernels", lambda devices: events.append(list(devices)))
+        memory.Memory(engine, 1 << 20, "cuda:1")
+    assert events == [["cuda:1"], buffer]

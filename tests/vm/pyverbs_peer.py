@@ -137,12 +137,6 @@ class Peer:
         raise TimeoutError(f"no completion in {PATIENCE_S} s")
 
 
-def _gid(text: str):
-    from pyverbs.addr import GID
-
-    return GID(text)
-
-
 def main() -> None:
     peer = Peer(sys.argv[1])
     assert IBV_WC_SUCCESS == 0

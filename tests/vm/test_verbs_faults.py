@@ -17,7 +17,7 @@ from tests.support.limits import WAIT_S, eventually, never
 from tests.support.node import LocalNode, RemoteEngine
 from tests.support.operations import Operations
 from tests.support.patterns import assert_same_bytes, pattern
-from tests.vm.conftest import Cables
+from tests.vm.conftest import Cables, run
 
 NBYTES = 1 << 20
 OURS = ["rxe0", "rxe1"]
@@ -283,3 +283,66 @@ def test_region_larger_than_one_work_request(open_engine: EngineFactory, open_th
 
     there.expect_count(1, 1)
     assert target.digest() == hashlib.sha256(source.array()).hexdigest()
+
+
+def test_stale_descriptor_tried_again_and_again_fails_nothing_of_its_targets(open_engine: EngineFactory) -> None:
+    here = open_engine(transport="verbs", rails=OURS[:1])
+    there = open_engine(transport="verbs", rails=THEIRS[:1])
+    mine, live, theirs = here.alloc(4096), here.alloc(8 * NBYTES), there.alloc(8 * NBYTES)
+    stale = there.alloc(4096)
+    here.submit_write(mine, stale.descriptor).wait(WAIT_S)
+    stale.close()
+
+    innocent = there.submit_write(theirs, live.descriptor, imm=1)
+    refused = 0
+    while not innocent.done or refused < 20:
+        with pytest.raises(xr.TransferError):
+            here.submit_write(mine, stale.descriptor).wait(NOTICED_S)
+        refused += 1
+
+    innocent.wait(NOTICED_S)
+    here.imm_counter(1).wait(1, NOTICED_S)
+
+
+def test_peers_that_stand_still_keep_no_message_from_others(open_engine: EngineFactory) -> None:
+    still = [open_engine(transport="verbs", rails=[rail], polling="manual") for rail in ("rxe1", "rxe2")]
+    awake = open_engine(transport="verbs", rails=["rxe3"])
+    pool = awake.submit_recvs(8, 4096)
+    senders = [open_engine(transport="verbs", rails=["rxe0"], message_bytes_max=256 << 10) for _ in range(2)]
+    for sender in senders:
+        for peer in (*still, awake):
+            source, target = sender.alloc(8), peer.alloc(8)
+            met = sender.submit_write(source, target.descriptor)
+            eventually(lambda met=met: moved(still) and met.done, "the peers met", NOTICED_S)
+            met.wait(0)
+
+    waiting = [s.submit_send(peer.address, bytes(256 << 10)) for _ in range(4) for s in senders for peer in still]
+    time.sleep(1)
+    senders[0].submit_send(awake.address, b"on").wait(NOTICED_S)
+
+    assert not any(transfer.done for transfer in waiting)
+    pool.close()
+
+
+def moved(engines: list[xr.Engine]) -> bool:
+    for engine in engines:
+        engine.progress()
+    return True
+
+
+def test_silent_neighbours_keep_nobody_waiting_who_answers(open_engine: EngineFactory, cables: Cables) -> None:
+    silent = [open_engine(transport="verbs", rails=["rxe3"]) for _ in range(8)]
+    addresses = [engine.address for engine in silent]
+    for engine in silent:
+        engine.close()
+    live = open_engine(transport="verbs", rails=["rxe2"])
+    cables.pull(3)
+    run("ip", "neigh", "flush", "to", "10.77.0.4")
+    here = open_engine(transport="verbs", rails=["rxe0"])
+    for address in addresses:
+        here.submit_send(address, b"hello")
+
+    started = time.monotonic()
+    here.connect(live.address, NOTICED_S)
+
+    assert time.monotonic() - started < 5

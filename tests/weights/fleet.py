@@ -177,3 +177,7 @@ class Fleet:
             wire.close()
         for engine in self.engines.values():
             engine.close()
+
+
+async def unanswered(_sender: bytes, _question: object) -> object:
+    return await asyncio.get_running_loop().create_future()

@@ -15,7 +15,6 @@ from crossrail.weights import Holding, Inventory, Plan, PlanError, PlanOptions, 
 from crossrail.weights.planning.plan import TABLES
 from tests.weights.memory import Process
 
-BOX = tuple[tuple[int, int], ...]
 INVENTORIES = tuple[list[Inventory], list[Inventory]]
 
 
@@ -145,7 +144,7 @@ def test_two_writes_exchanged_refused(inventories: INVENTORIES) -> None:
     writes["offset"][rows] = writes["offset"][rows[::-1]]
     assert len(rows) == 2
 
-    with pytest.raises(PlanError, match="'w' of target 1 gets other elements"):
+    with pytest.raises(PlanError, match="'w' of inference rank 1 gets other elements"):
         check_plan(replace(plan, writes=writes), *inventories)
 
 
@@ -159,7 +158,7 @@ def test_plan_for_other_ranks_refused(inventories: INVENTORIES) -> None:
 def test_target_whose_holdings_overlap_refused(inventories: INVENTORIES) -> None:
     clash = [Holding.whole("w", "bfloat16", (64, 32), 0, 0), Holding.whole("n", "float32", (8,), 0, 4092)]
 
-    with pytest.raises(UsageError, match="'w' and 'n' lie in the same memory of target 0"):
+    with pytest.raises(UsageError, match="'w' and 'n' lie in the same memory of inference rank 0"):
         make_plan(inventories[0], [Process("target", 0, clash, 8192).inventory])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from pathlib import Path
 
 import numpy as np
@@ -252,4 +253,59 @@ def test_experts_that_make_no_stack_are_only_themselves(
     checkpoint = Checkpoint(tmp_path)
     with checkpoint.memory(engine, 0, 1) as memory:
         assert sorted(memory.inventory().names) == sorted(tensors)
+    checkpoint.close()
+
+
+@pytest.mark.parametrize("dims", [65, 100_000])
+def test_shape_of_many_dimensions_is_refused_at_once_and_in_few_words(tmp_path: Path, dims: int) -> None:
+    file = tmp_path / "bad.safetensors"
+    write(file, {"w": np.zeros(4, np.uint16)}, shape=[(1 << 63) - 1] * dims)
+    begun = time.process_time()
+    with pytest.raises(xr.UsageError, match=r"'w': .*length") as refused:
+        Checkpoint(file)
+    assert time.process_time() - begun < 5.0  # of minutes that the product of all takes
+    assert len(str(refused.value)) < 1000
+
+
+def test_long_shape_is_cut_off_in_the_error(tmp_path: Path) -> None:
+    file = tmp_path / "bad.safetensors"
+    write(file, {"w": np.zeros(4, np.uint16)}, shape=[(1 << 63) - 1] * 64)
+    with pytest.raises(xr.UsageError, match=r"'w' of shape \(92.*\.\.\. in BF16 does not lie at 0\.\.8") as refused:
+        Checkpoint(file)
+    assert len(str(refused.value)) < 1000
+
+
+@pytest.mark.parametrize("out", ["../one.safetensors", "/one.safetensors", "a/../../one.safetensors"])
+def test_index_that_names_a_file_elsewhere_is_refused(tmp_path: Path, out: str) -> None:
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    write(tmp_path / "one.safetensors", {"w": np.zeros(4, np.uint16)})
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": out}}))
+    with pytest.raises(xr.UsageError, match=r"one\.safetensors' is not in its folder"):
+        Checkpoint(folder)
+
+
+def test_index_may_name_a_folder_below_and_links(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    (folder / "parts").mkdir(parents=True)
+    write(tmp_path / "blob", {"w": np.zeros(4, np.uint16)})
+    (folder / "parts" / "one.safetensors").symlink_to(tmp_path / "blob")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": "parts/one.safetensors"}}))
+    checkpoint = Checkpoint(folder)
+    assert checkpoint.names == ["w"]
+    checkpoint.close()
+
+
+def test_readers_have_about_as_many_bytes_each(engine: xr.Engine, tmp_path: Path) -> None:
+    sizes = [7, 5, 5, 4, 3, 3, 1]
+    write(tmp_path / "a.safetensors", {f"w{i}": np.zeros(1000 * n, np.uint16) for i, n in enumerate(sizes)})
+    checkpoint = Checkpoint(tmp_path)
+    held = []
+    for rank in range(3):
+        with checkpoint.memory(engine, rank, 3) as memory:
+            held.append(sorted(memory.inventory().names))
+    assert held == [["w0", "w5"], ["w1", "w3"], ["w2", "w4", "w6"]]
+    for rank, count in ((0, 65537), (3, 3), (-1, 3)):
+        with pytest.raises(xr.UsageError, match=f"reader {rank} of {count} is none: there may be 65536"):
+            checkpoint.memory(engine, rank, count)
     checkpoint.close()

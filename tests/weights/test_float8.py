@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import crossrail as xr
+from crossrail.weights.conversion import float8
 from crossrail.weights.conversion.float8 import BLOCK, BlockQuantiser, blocks
 from crossrail.weights.errors import NotFinite
 from tests.support.seeds import Seed
@@ -132,6 +133,30 @@ def test_not_finite_is_refused_by_name_and_place(bad: float) -> None:
     with pytest.raises(NotFinite, match=r"^w\[200, 333\] is") as raised:
         quantised(values)
     assert raised.value.index == (200, 333)
+
+
+@pytest.mark.parametrize("block", [(128, 128), (1, 128), (300, 400), (300, 7), (5, 400), (1000, 1000)], ids=str)
+@pytest.mark.parametrize("kind", [np.float32, np.uint16])
+def test_scratch_has_an_end_and_pieces_change_nothing(
+    monkeypatch: pytest.MonkeyPatch, block: tuple[int, int], kind: type, seed: Seed
+) -> None:
+    values = seed.rng().standard_normal((300, 400)).astype(np.float32)
+    if kind is np.uint16:
+        values = (values.view(np.uint32) >> 16).astype(np.uint16)
+    grid = blocks(300, block[0]), blocks(400, block[1])
+    whole, scales = np.zeros(values.shape, np.uint8), np.zeros(grid, np.float32)
+    BlockQuantiser().quantise(values, whole, scales, "w", block)
+
+    monkeypatch.setattr(float8, "_PIECE_ELEMENTS", 1000)
+    quantiser = BlockQuantiser()
+    out, again = np.zeros(values.shape, np.uint8), np.zeros(grid, np.float32)
+    quantiser.quantise(values, out, again, "w", block)
+    assert quantiser._wide.size <= 1000
+    assert np.array_equal(out, whole) and np.array_equal(again, scales)
+
+    values[7, 390] = values[250, 3] = np.array(0x7F80, np.uint16) if kind is np.uint16 else np.inf
+    with pytest.raises(NotFinite, match=r"^w\[7, 390\] is inf"):
+        quantiser.quantise(values, out, again, "w", block)
 
 
 def test_scratch_is_made_once() -> None:

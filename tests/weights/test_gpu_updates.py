@@ -160,6 +160,16 @@ async def test_what_has_to_be_prepared_takes_torch(
             await offer
 
 
+class InTorchsWords:
+    """An array that says on which GPU it is, as a tensor does."""
+
+    def __init__(self, array: OnGpu) -> None:
+        self.__cuda_array_interface__ = array.__cuda_array_interface__
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 2, 0
+
+
 class Event:
     """Of a stream: query() says whether all before it has ended."""
 
@@ -194,6 +204,24 @@ async def test_nothing_is_sent_before_kernels_that_came_before_publish_have_ende
         step.is_done = True
         await asyncio.gather(offer, update)
         assert (rows.wanted == 7.0).all()
+
+
+async def test_kernels_are_waited_for_by_an_offer_that_comes_before_the_trainer_has_joined(
+    gpu_world: GpuWorld, make_fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[str]] = []
+    monkeypatch.setattr(weights_gpu, "launched", lambda devices: asked.append(devices) or [])
+    fleet = make_fleet(trainer_count=0)
+    await fleet.start(targets=[])
+    box = fleet.mailbox("trainer")
+    weights = gpu_world.on_gpu(gpu_world.allocate(16).view(np.float32))
+    with WeightMemory(fleet.engines["trainer"], "trainer", 0) as memory:
+        memory.add("w", InTorchsWords(weights))
+        async with WeightTrainer(box, memory) as trainer:
+            trainer.publish(1).close()
+            await trainer.join(fleet.controller.address, PATIENCE_S)
+            trainer.publish(1).close()
+    assert asked == [["cuda:0"]] * 2
 
 
 async def test_kernels_that_never_end_fail_the_update(
@@ -262,6 +290,59 @@ async def test_reader_that_comes_while_kernels_are_waited_for_waits_for_the_upda
     await update
     assert len(waited) == 1
     await fleet.assert_holds(1, [0])
+
+
+async def test_update_that_is_aborted_while_kernels_are_waited_for_lets_readers_in(
+    gpu_world: GpuWorld, make_fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_end, waited = threading.Event(), threading.Event()
+
+    def wait(_devices: list[str]) -> None:
+        waited.set()
+        assert may_end.wait(PATIENCE_S)
+
+    fleet = make_fleet(spare=False, target_memory=gpu_world.memory)
+    controller = await fleet.start(targets=[0])
+    with monkeypatch.context() as patched:
+        patched.setattr(weights_gpu, "wait_for_kernels", wait)
+        updating = asyncio.ensure_future(controller.update(1, PATIENCE_S))
+        while not waited.is_set():
+            await asyncio.sleep(0.01)
+        updating.cancel()
+        await asyncio.gather(updating, return_exceptions=True)
+        async with fleet.receivers[0].reading(1.0) as reading:
+            assert reading.version == -1
+        may_end.set()
+    await fleet.update(2)
+    await fleet.assert_holds(2)
+
+
+async def test_attempts_that_give_up_on_kernels_leave_one_thread_that_waits_for_them(
+    gpu_world: GpuWorld, make_fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_end, waiting = threading.Event(), list[threading.Thread]()
+
+    def wait(_devices: list[str]) -> None:
+        waiting.append(threading.current_thread())
+        assert may_end.wait(PATIENCE_S)
+
+    fleet = make_fleet(spare=False, target_memory=gpu_world.memory)
+    controller = await fleet.start(targets=[0])
+    with monkeypatch.context() as patched:
+        patched.setattr(weights_gpu, "wait_for_kernels", wait)
+        for version in (1, 2, 3):
+            with pytest.raises(UpdateFailed):
+                await controller.update(version, 0.5)
+        assert len(waiting) == 1 and waiting[0].is_alive()
+        updating = asyncio.ensure_future(fleet.update(4))
+        while fleet.receivers[0]._attempt is None:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        assert len(waiting) == 1
+        may_end.set()
+        await updating
+        assert len(waiting) == 2  # also for what was launched since the first began
+    await fleet.assert_holds(4)
 
 
 # --- memory ---

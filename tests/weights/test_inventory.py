@@ -131,3 +131,23 @@ def test_rows_of_another_dtype_refused() -> None:
         Inventory("target", 0, REGIONS, [], [], np.zeros(1))
     with pytest.raises(UsageError, match="names no parameter"):
         Inventory("target", 0, REGIONS, [], [], np.zeros(1, HOLDING))
+
+
+class Name(str):
+    """A text of a class of its own."""
+
+
+@pytest.mark.parametrize("text", [np.str_, Name])
+def test_numbers_and_texts_of_other_classes_travel_as_pythons(text: type) -> None:
+    values = Holding.whole(text("w"), "float8_e4m3fn", (4, 4), 0, 0, mesh=text("m"))
+    scales = Holding.whole(text("s"), "float32", (1, 1), 0, 64, scale_of=text("w"), block=(4, 4))
+    inventory = Inventory.of("target", np.int64(3), [RegionInfo(b"", 1024)], [values, scales])
+
+    assert list(Inventory.from_bytes(inventory.to_bytes()).holdings) == list(inventory.holdings)
+    assert type(inventory.rank) is int and {type(name) for name in (*inventory.names, *inventory.meshes)} == {str}
+
+
+@pytest.mark.parametrize("rank", [True, 1.0, "1", -1, None])
+def test_rank_that_is_none_is_refused(rank: Any) -> None:
+    with pytest.raises(UsageError, match=f"rank={rank!r} must be a whole number"):
+        Inventory.of("target", rank, [], [])

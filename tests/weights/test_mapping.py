@@ -153,6 +153,34 @@ def test_scales_of_a_fused_tensor_count_blocks(rank: int) -> None:
     ]
 
 
+@pytest.mark.parametrize("name", ["w13_weight", "w2_weight"])
+@pytest.mark.parametrize("rank", range(4))
+def test_scales_of_ranks_that_divide_a_block_are_refused(name: str, rank: int) -> None:
+    config = {**QWEN3_MOE, "moe_intermediate_size": 768, "hidden_size": 256}
+    names = names_of(config)
+    full = f"{LAYER}.mlp.experts.{name}_scale_inv"
+    count = names.shapes[f"{LAYER}.mlp.experts.gate_proj.weight"][0]
+    for tp, refused in ((4, True), (3, False), (2, False), (1, False)):
+        if rank >= tp:
+            continue
+        shape = (count, 2 * (768 // tp // 128), 2) if name == "w13_weight" else (count, 2, 768 // tp // 128)
+        if refused:
+            why = f"this rank has {192 * rank}:{192 * rank + 192} of the 768 of dimension . of .*blocks of 128"
+            with pytest.raises(UsageError, match=why):
+                names.holdings(full, "float32", shape, 0, 0, ranks=Ranks(tp_rank=rank, tp=tp))
+        else:
+            assert names.holdings(full, "float32", shape, 0, 0, ranks=Ranks(tp_rank=rank, tp=tp))
+
+
+def test_last_block_of_scales_may_be_short() -> None:
+    names = Names([Rule("w", (Part("w", 0),))], {"w": (300, 100)})
+    assert names.holdings("w_scale_inv", "float32", (3, 1), 0, 0)
+    with pytest.raises(
+        UsageError, match=r"has 150:300 of the 300 of dimension 0 of 'w', which is not in whole fp8 blo"
+    ):
+        names.holdings("w_scale_inv", "float32", (2, 1), 0, 0, ranks=Ranks(1, 2))
+
+
 def test_scale_of_a_number_is_one() -> None:
     names = Names([], {"gate": (), "row": (9,)}, block=(4, 8))
 
@@ -283,3 +311,32 @@ def test_expert_that_is_no_number_is_refused() -> None:
     name = f"{LAYER}.mlp.experts.shared.gate_proj.weight"
     with pytest.raises(UsageError, match="'shared' stands where the number of an expert should"):
         names_of(QWEN3_MOE).holdings(name, "float32", (16, 32), 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("quantised", "text"),
+    [
+        ("fp8", "quantization_config is 'fp8', must be a mapping"),
+        ({"weight_block_size": [128]}, r"weight_block_size is '\[128\]', must be rows and columns"),
+        ({"weight_block_size": 128}, "weight_block_size is '128', must be rows and columns"),
+        ({"weight_block_size": [0, 128]}, "weight_block_size is 0, must be a whole number, 1 or more"),
+        ({"weight_block_size": ["128", 128]}, "weight_block_size is '128', must be a whole number"),
+    ],
+)
+def test_quantisation_that_is_none_is_refused(quantised: object, text: str) -> None:
+    with pytest.raises(UsageError, match=f"a llama model: {text}"):
+        names_of(LLAMA | {"quantization_config": quantised})
+
+
+def test_scales_of_a_fused_tensor_whose_parts_do_not_begin_with_a_block_are_refused() -> None:
+    fused = [Rule("ab", (Part("a", 0), Part("b", 0)))]
+    for rows, is_refused in ((717, True), (640, False)):
+        names = Names(fused, {"a": (rows, 256), "b": (717, 256)})  # the last may end in the middle of one
+        shape = (-(-rows // 128) + 6, 2)
+        if is_refused:
+            with pytest.raises(
+                UsageError, match="'ab_scale_inv': 'a' has 717 of dimension 0 here, which is not in whole"
+            ):
+                names.holdings("ab_scale_inv", "float32", shape, 0, 0)
+        else:
+            assert [one.offset for one in names.holdings("ab_scale_inv", "float32", shape, 0, 0)] == [0, 5 * 2 * 4]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from crossrail.weights.services.metrics import UpdateCollector
+from crossrail.weights import UpdateCollector
 from tests.support.metrics import assert_documented, collect, total
 from tests.support.promql import assert_answered
 from tests.weights.conftest import MakeFleet
@@ -20,15 +20,15 @@ async def test_updates_are_counted_by_how_they_ended(make_fleet: MakeFleet) -> N
 
     samples = collect(UpdateCollector(fleet.controller))
 
-    assert total(samples, "crossrail_weight_version") == 2
-    assert total(samples, "crossrail_weight_updates_total", outcome="done") == 2
-    assert total(samples, "crossrail_weight_updates_total", outcome="failed") == 1
-    assert total(samples, "crossrail_weight_updates_total", outcome="cancelled") == 0
-    assert total(samples, "crossrail_weight_written_bytes_total") == sum(report.written_bytes for report in reports)
+    assert total(samples, "crossrail_weights_version") == 2
+    assert total(samples, "crossrail_weights_updates_total", outcome="done") == 2
+    assert total(samples, "crossrail_weights_updates_total", outcome="failed") == 1
+    assert total(samples, "crossrail_weights_updates_total", outcome="cancelled") == 0
+    assert total(samples, "crossrail_weights_written_bytes_total") == sum(report.written_bytes for report in reports)
     for stage in ("plan", "open", "transfer", "commit"):
         spent_s = sum(getattr(report, f"{stage}_s") for report in reports)
-        assert abs(total(samples, "crossrail_weight_stage_seconds_total", stage=stage) - spent_s) < 1e-9
-    assert total(samples, "crossrail_weight_update_seconds_count") == 2
-    assert total(samples, "crossrail_weight_members", role="trainer") == 1
-    assert_documented(samples, "crossrail_weight_")
-    assert_answered(samples, "crossrail_weight_")
+        assert abs(total(samples, "crossrail_weights_stage_seconds_total", stage=stage) - spent_s) < 1e-9
+    assert total(samples, "crossrail_weights_update_seconds_count") == 2
+    assert total(samples, "crossrail_weights_members", role="trainer") == 1
+    assert_documented(samples, "crossrail_weights_")
+    assert_answered(samples, "crossrail_weights_")

@@ -54,7 +54,7 @@ def test_shapes_that_differ() -> None:
     other = Holding.whole("w", "bfloat16", (4, 8), 0, 0)
 
     pair = "'w' has different shapes: (8, 4) at trainer 0 and (4, 8) at"
-    assert refused([(W,)], [(other,)]) == f"{pair} target 0"
+    assert refused([(W,)], [(other,)]) == f"{pair} inference rank 0"
     assert refused([(W,), (other,)], [(W,)]) == f"{pair} trainer 1"
 
 
@@ -63,7 +63,43 @@ def test_dtypes_that_differ_at_trainers_and_that_cannot_be_cast() -> None:
         [(W,), (Holding.whole("w", "float32", (8, 4), 0, 0),)], [(W,)]
     )
     whole_numbers = Holding.whole("w", "int32", (8, 4), 0, 0)
-    assert refused([(W,)], [(whole_numbers,)]) == "'w': target 0 wants int32, trainers have bfloat16"
+    assert refused([(W,)], [(whole_numbers,)]) == "'w': inference rank 0 wants int32, trainers have bfloat16"
+
+
+def one(dtype: str, name: str = "w") -> Holding:
+    return Holding.whole(name, dtype, (8, 4), 0, 0)
+
+
+def scales(*grid: int, block: tuple[int, ...]) -> Holding:
+    return Holding.whole("s", "float32", grid, 0, 64, scale_of="w", block=block)
+
+
+@pytest.mark.parametrize(
+    ("have", "want"),
+    [
+        ("float8_e4m3fn", "bfloat16"),
+        ("float8_e5m2", "float32"),
+        ("float32", "float8_e5m2"),
+        ("int8", "uint8"),
+        ("bool", "float32"),
+    ],
+)
+def test_casts_that_there_are_not(have: str, want: str) -> None:
+    assert refused([(one(have),)], [(one(want),)]) == f"'w': inference rank 0 wants {want}, trainers have {have}"
+
+
+@pytest.mark.parametrize("have", ["float64", "float16", "float8_e5m2", "int32"])
+def test_what_is_not_quantised(have: str) -> None:
+    found = refused([(one(have),)], [(one("float8_e4m3fn"), scales(2, 1, block=(4, 4)))])
+    assert found == (
+        f"'w': inference rank 0 wants float8_e4m3fn with scales, trainers have {have}: "
+        "it is made of float32 and bfloat16 only"
+    )
+
+
+def test_scales_of_what_trainers_have_as_fp8_without_them() -> None:
+    found = refused([(one("float8_e4m3fn"),)], [(one("float8_e4m3fn"), scales(2, 1, block=(4, 4)))])
+    assert "wants float8_e4m3fn with scales, trainers have float8_e4m3fn: it is made of" in found
 
 
 def test_claims_that_overlap() -> None:
@@ -89,7 +125,7 @@ def test_the_same_box_listed_twice() -> None:
 
 def test_fp8_without_scales_and_scales_of_another_grid() -> None:
     quantised = Holding.whole("w", "float8_e4m3fn", (8, 4), 0, 0)
-    assert refused([(W,)], [(quantised,)]) == "'w': target 0 wants float8_e4m3fn, and no scales of it"
+    assert refused([(W,)], [(quantised,)]) == "'w': inference rank 0 wants float8_e4m3fn, and no scales of it"
 
     scales = Holding.whole("s", "float32", (3, 1), 0, 64, scale_of="w", block=(4, 4))
     assert refused([(W,)], [(quantised, scales)]).startswith("'s': shape [3, 1")
@@ -101,7 +137,7 @@ def test_scales_that_do_not_cover_the_blocks_of_their_values() -> None:
 
     found = refused([(W,)], [(quantised, half)])
 
-    assert found == "'w': target 0 has float8_e4m3fn, and no scales of its blocks [1:2, 0:1]"
+    assert found == "'w': inference rank 0 has float8_e4m3fn, and no scales of its blocks [1:2, 0:1]"
 
 
 def test_ranks_twice_roles_exchanged_and_nobody_at_all() -> None:
@@ -117,7 +153,18 @@ def test_ranks_twice_roles_exchanged_and_nobody_at_all() -> None:
             make_plan(trainers, targets)
 
 
-@pytest.mark.parametrize("options", [{"gather": "some"}, {"write_bytes_min": 0}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gather": "some"},
+        {"write_bytes_min": 0},
+        {"write_bytes_min": 1e5},
+        {"task_bytes_max": 1e8},
+        {"task_bytes_max": True},
+        {"speeds": {0: "fast"}},
+        {"speeds": {0: 0.0}},
+    ],
+)
 def test_options_that_are_none(options: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=next(iter(options))):
         PlanOptions(**options)

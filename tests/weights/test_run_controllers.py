@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from typing import Any
 
 import pytest
@@ -164,6 +165,49 @@ async def test_another_controller_takes_over_in_the_middle_of_an_update(make_fle
         assert all(receiver.state is State.TORN for receiver in fleet.receivers.values())
     await fleet.update(3)
     await fleet.assert_holds(3)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_update_that_is_cancelled_again_and_again_is_under_way_until_it_has_ended(
+    make_fleet: MakeFleet, caplog: pytest.LogCaptureFixture, fails: bool
+) -> None:
+    fleet = make_fleet(trainer_count=2)
+    controller = await fleet.start(targets=[0, 1])
+    await fleet.update(1)
+    receiver, come, may_answer = fleet.receivers[0], asyncio.Event(), asyncio.Event()
+
+    async def slowly(sender: bytes, abort: m.Abort) -> object:
+        come.set()
+        await may_answer.wait()
+        return await receiver._on_abort(sender, abort)
+
+    async def refuse(_sender: bytes, _question: m.Open) -> object:
+        raise xr.UsageError("not now")
+
+    fleet.mailboxes["target-0"].handle(m.Abort, slowly)
+    if fails:
+        fleet.mailboxes["target-1"].handle(m.Open, refuse)
+    update = asyncio.ensure_future(controller.update(2, PATIENCE_S))
+    while not any(each._attempt for each in fleet.receivers.values()) and not come.is_set():
+        await asyncio.sleep(0.005)
+    if not fails:
+        update.cancel()
+    await asyncio.wait_for(come.wait(), PATIENCE_S)
+    for _ in range(2):
+        update.cancel()
+        await asyncio.sleep(0.01)
+    assert update.cancelled()
+    with pytest.raises(xr.UsageError, match="update to version 2 is under way"):
+        await controller.update(3, PATIENCE_S)
+    may_answer.set()
+    while controller._under_way is not None:
+        await asyncio.sleep(0.005)
+    assert (controller.totals.failed, controller.totals.cancelled) == ((1, 0) if fails else (0, 1))
+    fleet.mailboxes["target-1"].handle(m.Open, fleet.receivers[1]._on_open)
+    assert (await fleet.update(3)).written_bytes
+    await fleet.assert_holds(3)
+    gc.collect()
+    assert "never retrieved" not in caplog.text
 
 
 @pytest.mark.parametrize("offered", [[], [0], [0, 1]], ids=str)

@@ -14,7 +14,7 @@ import pytest
 import crossrail as xr
 from crossrail.control.mailbox import NoAnswer
 from crossrail.control.wire import Unreachable
-from crossrail.weights.errors import UpdateFailed
+from crossrail.weights.errors import MemberRefused, UpdateFailed
 from crossrail.weights.inventory.holdings import Role
 from crossrail.weights.services import members
 from crossrail.weights.services import messages as m
@@ -23,6 +23,7 @@ from crossrail.weights.services.receiver import WeightReceiver
 from crossrail.weights.services.reports import UpdateReport
 from crossrail.weights.services.trainer import WeightTrainer
 from crossrail.weights.services.versions import State
+from tests.weights import small_model as small
 from tests.weights.conftest import MakeFleet
 from tests.weights.fleet import PATIENCE_S, SECRET, Fleet
 
@@ -183,7 +184,7 @@ async def test_holdings_that_do_not_fit_together_are_no_failed_update_because_so
     memory.add("norm", allocate(192).view(np.int32), dtype="int32")
     receiver = WeightReceiver(box, memory)
     await receiver.join(controller.address, PATIENCE_S)
-    with pytest.raises(xr.UsageError, match="'norm': target 1 wants int32, trainers have bfloat16"):
+    with pytest.raises(xr.UsageError, match="'norm': inference rank 1 wants int32, trainers have bfloat16"):
         await controller.update(2, PATIENCE_S)
     await receiver.close()
     memory.close()
@@ -246,11 +247,134 @@ async def test_last_word_counts_in_whatever_order_they_come(make_fleet: MakeFlee
     assert 1 in controller.ranks(role)
 
 
+@pytest.mark.parametrize("role", ["trainer", "target"])
+async def test_second_of_the_same_rank_takes_its_place_and_the_first_is_told(
+    make_fleet: MakeFleet, caplog: pytest.LogCaptureFixture, role: Role
+) -> None:
+    fleet = make_fleet(trainer_count=2)
+    controller = await fleet.start()
+    first: Any = fleet.trainers[1] if role == "trainer" else fleet.receivers[1]
+    who = f"{'trainer' if role == 'trainer' else 'inference rank'} 1"
+    waiting = asyncio.ensure_future(first.publish(1) if role == "trainer" else first.receive(1, PATIENCE_S))
+    await (fleet.add_trainer if role == "trainer" else fleet.add_target)(1, "second")
+    with pytest.raises(UpdateFailed, match=f"another {who} has joined. Next: a rank of its own for each"):
+        await waiting
+    while "joined from two places" not in caplog.text:
+        await asyncio.sleep(0.01)
+    assert f"{who} joined from two places: the first one lives, and takes no part any more" in caplog.text
+    assert f"{who} takes no part in updates any more: another {who} has joined" in caplog.text
+    await fleet.update(1)
+    await fleet.assert_holds(1)
+    assert not first._membership._takes_part
+    with pytest.raises(xr.UsageError, match=f"{who} takes no part in updates any more: another {who} has joined"):
+        await (first.publish(2) if role == "trainer" else first.receive(2, PATIENCE_S))  # at once
+    if role == "target":
+        with pytest.raises(MemberRefused, match="another inference rank 1 has joined"):
+            await first.join(controller.address, PATIENCE_S, displaces=False)
+
+    # What another one says late does not end a membership that was begun since.
+    number = first._membership._join_number
+    await first.join(controller.address, PATIENCE_S)
+    late = m.Evicted("late", displaced=number)
+    await fleet.mailboxes["controller"].ask(first._mailbox.address, late, m.Taken, PATIENCE_S)
+    assert first._membership._takes_part and "late" not in caplog.text
+    await first.close()
+
+
+@pytest.mark.parametrize("role", ["trainer", "target"])
+async def test_who_joins_again_by_itself_displaces_nobody(
+    make_fleet: MakeFleet, caplog: pytest.LogCaptureFixture, role: Role
+) -> None:
+    """It was frozen, say, and left out, and another was started under its rank."""
+    fleet = make_fleet(trainer_count=2)
+    controller = await fleet.start()
+    first: Any = fleet.trainers[1] if role == "trainer" else fleet.receivers[1]
+    member = controller._roster.members[role, 1]
+    controller._roster._remove(member, "it did not answer")
+    await (fleet.add_trainer if role == "trainer" else fleet.add_target)(1, "second")
+    second = controller._roster.members[role, 1]
+    told = m.Evicted("it did not answer")
+    await fleet.mailboxes["controller"].ask(member.address, told, m.Taken, PATIENCE_S)
+    await asyncio.wait_for(asyncio.shield(first._membership._joining), PATIENCE_S)
+    assert controller._roster.members[role, 1] is second
+    assert re.search(
+        r"1 takes no part in updates: it could not join again: .* was refused: another .* 1 has", caplog.text
+    )
+    await fleet.update(1)
+    await fleet.assert_holds(1)
+    await first.close()
+
+
+async def test_who_has_not_joined_cannot_leave(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(trainer_count=1)
+    await fleet.start(targets=[0])
+    receiver = WeightReceiver(fleet.mailbox("target"), fleet.memory("target", "target", np.int64(1))[0])
+    trainer_memory = fleet.memory(fleet.mailbox("trainer") and "trainer", "trainer", 1)[0]
+    for limit in (1e9, -1, None, True):
+        with pytest.raises(xr.UsageError, match="tmp_bytes_max"):
+            WeightTrainer(fleet.mailboxes["trainer"], trainer_memory, tmp_bytes_max=limit)  # type: ignore[arg-type]
+    trainer = WeightTrainer(fleet.mailboxes["trainer"], trainer_memory)
+    for member in (receiver, trainer):
+        with pytest.raises(xr.UsageError, match=r"(trainer|inference rank) 1 has joined no controller that it could"):
+            await member.leave()
+        await member.close()
+
+
+async def test_join_that_raised_has_not_joined(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(trainer_count=1)
+    await fleet.start(targets=[0])
+    box, (memory, allocate) = fleet.mailbox("target"), fleet.memory("target", "target", 1)
+    fleet.sinks[1] = small.Target(memory, allocate)
+    receiver = fleet.receivers[1] = WeightReceiver(box, memory)
+    trainer = WeightTrainer(fleet.mailbox("trainer"), fleet.memory("trainer", "trainer", 1)[0])
+    for member in (receiver, trainer):
+        with pytest.raises(xr.UsageError, match="address bytes are malformed"):
+            await member.join(b"junk", 1)
+        with pytest.raises(xr.UsageError, match="has joined no controller that it could leave"):
+            await member.leave()
+    with pytest.raises(UpdateFailed, match=r"it has joined no controller\. Next: join\(\)"):
+        await trainer.publish(1, 0.1)
+    await trainer.close()
+    with pytest.raises(NoAnswer):
+        await receiver.join(fleet.mailbox("nobody").address, 0.2)
+
+    with pytest.raises(xr.UsageError, match="has not joined yet"):
+        async with receiver.reading():
+            pass
+
+    await receiver.join(fleet.controller.address)
+    with pytest.raises(xr.UsageError, match="malformed"):
+        await receiver.join(b"junk", 1)
+    async with receiver.reading() as reading:
+        assert reading.version == -1
+    await fleet.update(1)
+    await fleet.assert_holds(1)
+
+
+async def test_publish_may_be_called_before_join(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(trainer_count=1)
+    await fleet.start(targets=[0])
+    box, (memory, allocate) = fleet.mailbox("again"), fleet.memory("again", "trainer", 0)
+    fleet.sources[0] = small.Trainer(memory, 1, allocate, fleet.dtype)
+    await fleet.trainers[0].leave()
+    await fleet.trainers[0].close()
+    fleet.trainers[0] = WeightTrainer(box, memory)
+    offer = asyncio.ensure_future(fleet.publish(1))
+    await asyncio.sleep(0.05)
+    assert not offer.done()
+
+    await fleet.trainers[0].join(fleet.controller.address)
+    await fleet.controller.update(1, PATIENCE_S)
+
+    await offer
+    await fleet.assert_holds(1)
+
+
 async def _left_out(join: Callable[[bytes, float], Awaitable[None]], wire: Any) -> None:
     """Returns when it has joined again, or gives up."""
     tasks: list[asyncio.Future[None]] = []
     mailbox: Any = SimpleNamespace(wire=wire, spawn=lambda work, _: tasks.append(asyncio.ensure_future(work)))
-    membership = members.Membership("trainer 0", mailbox, join)
+    membership = members.Membership("trainer 0", mailbox, join, str, str)
     membership.begin()
     membership.left_out("it did not answer", b"controller")
     await asyncio.gather(*tasks)

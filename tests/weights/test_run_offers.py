@@ -69,6 +69,32 @@ async def test_trainer_whose_step_is_stopped_says_so_once(make_fleet: MakeFleet)
         await updating
 
 
+async def test_offer_that_was_withdrawn_before_the_update_began_is_named(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(trainer_count=2)
+    await fleet.start()
+    withdrawn = asyncio.ensure_future(fleet.publish(1, [0]))
+    while fleet.trainers[0]._offer is None:
+        await asyncio.sleep(0)
+    withdrawn.cancel()
+    await asyncio.gather(withdrawn, return_exceptions=True)
+    other = asyncio.ensure_future(fleet.publish(1, [1]))
+    with pytest.raises(UpdateFailed, match=r"trainer 0 has called publish\(\), and that was cancelled or out of time"):
+        await fleet.controller.update(1, 1.0)
+    with pytest.raises(UpdateFailed):
+        await other
+    await fleet.update(2)
+    await fleet.assert_holds(2)
+
+
+async def test_offer_of_another_version_that_was_withdrawn_is_no_reason(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(trainer_count=1)
+    await fleet.start()
+    with pytest.raises(UpdateFailed, match="the controller has not asked this trainer for it"):
+        await fleet.trainers[0].publish(1, 0.05)
+    with pytest.raises(UpdateFailed, match=r"trainer 0 has not called publish\(\)"):
+        await fleet.controller.update(5, 1.0)
+
+
 async def test_late_commit_is_not_taken_for_what_is_offered_since(make_fleet: MakeFleet) -> None:
     fleet = make_fleet(trainer_count=1)
     await fleet.start(targets=[0])
@@ -101,7 +127,7 @@ async def test_late_commit_is_not_taken_for_what_is_offered_since(make_fleet: Ma
             assert np.array_equal(reading.like(fleet.sinks[0].arrays[key]), wanted)
 
 
-@pytest.mark.parametrize("version", ["1", 1.0, -1, 1 << 63, None])
+@pytest.mark.parametrize("version", ["1", 1.0, -1, 1 << 63, None, True])
 async def test_version_that_is_none_is_refused_at_the_call(make_fleet: MakeFleet, version: Any) -> None:
     fleet = make_fleet(trainer_count=1)
     await fleet.start()
@@ -172,3 +198,56 @@ async def test_publish_whose_time_is_up_says_what_the_controller_did(
     await asyncio.gather(*updating, return_exceptions=True)
     if what == "alone":
         await trainer.close()
+
+
+async def test_offer_that_is_made_before_the_abort_comes_is_for_the_next_attempt(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(trainer_count=2)
+    await fleet.start(targets=[0])
+    trainer = fleet.trainers[0]
+    update = asyncio.ensure_future(fleet.controller.update(1, PATIENCE_S))
+    with pytest.raises(UpdateFailed, match="not complete within 1 s: the controller has asked for it"):
+        await fleet.publish(1, [0], 1.0)  # trainer 1 offers nothing
+    again = asyncio.ensure_future(trainer.publish(1, PATIENCE_S))
+    with pytest.raises(UpdateFailed, match="its step was stopped"):
+        await update
+    assert not again.done()
+    other = asyncio.ensure_future(fleet.publish(1, [1]))
+    await fleet.controller.update(1, PATIENCE_S)
+    await asyncio.gather(again, other)
+    await fleet.assert_holds(1)
+
+
+@pytest.mark.parametrize("offers", ["before", "behind"])
+async def test_offer_that_an_attempt_waits_for_ends_with_it(make_fleet: MakeFleet, offers: str) -> None:
+    fleet = make_fleet(trainer_count=2)
+    await fleet.start(targets=[0])
+    offer = asyncio.ensure_future(fleet.publish(1, [0])) if offers == "before" else None
+    update = asyncio.ensure_future(fleet.controller.update(1, PATIENCE_S))
+    while fleet.trainers[0]._going is None:
+        await asyncio.sleep(0.005)
+    offer = offer or asyncio.ensure_future(fleet.publish(1, [0]))
+    while fleet.trainers[0]._offer is None:
+        await asyncio.sleep(0)
+    update.cancel()
+    with pytest.raises(UpdateFailed, match="the update was cancelled"):
+        await asyncio.wait_for(offer, PATIENCE_S / 2)
+    await asyncio.gather(update, return_exceptions=True)
+
+
+async def test_abort_that_is_late_ends_nothing_of_the_attempt_that_has_begun_since(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(trainer_count=2)
+    controller = await fleet.start(targets=[0])
+    await fleet.update(1)
+    update = asyncio.ensure_future(controller.update(2, PATIENCE_S))
+    offer = asyncio.ensure_future(fleet.publish(2, [0]))
+    while fleet.trainers[0]._going is None or fleet.trainers[0]._offer is None:
+        await asyncio.sleep(0.005)
+    failures = fleet.receivers[0].failures
+    for member in (fleet.trainers[0], fleet.receivers[0]):
+        late = m.Abort(controller._attempt - 1, "late")
+        await fleet.mailboxes["controller"].ask(member._mailbox.address, late, m.Aborted, PATIENCE_S)
+    other = asyncio.ensure_future(fleet.publish(2, [1]))
+    await update
+    await asyncio.gather(offer, other)
+    assert fleet.receivers[0].failures == failures
+    await fleet.assert_holds(2)

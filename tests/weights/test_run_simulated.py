@@ -61,7 +61,10 @@ async def fail_at(world: sim.World, kind: str, role: str, moment_s: float, rng: 
     assert loop.time() - begun < 2 * DEADLINE_S + OPTIONS.abort_s + 1.0
     alive = [each for each in fleet.receivers if role != "target" or each != rank]
     assert all(fleet.receivers[each].version == (2 if came_through else 1) for each in alive)
-    if not came_through:
+    if came_through:  # and so did publish(), after ranks had switched
+        lost = {rank} if role == "trainer" else set()
+        assert not [outcome for each, outcome in outcomes.items() if each not in lost and outcome is not None], outcomes
+    else:
         assert all(isinstance(outcome, xr.CrossrailError) for outcome in outcomes.values()), outcomes
     await fleet.assert_holds(2 if came_through else 1, alive)
     # Another takes its place, and all goes on.

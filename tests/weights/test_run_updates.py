@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 import crossrail as xr
+from crossrail.weights.errors import UpdateFailed
 from crossrail.weights.planning.plan import Plan
 from crossrail.weights.planning.planner import PlanOptions
 from crossrail.weights.services import controller, roster
@@ -140,6 +142,57 @@ async def test_update_in_place_waits_for_readers_and_pauses(make_fleet: MakeFlee
     await update
     assert calls == ["pause 1", "resume 1"]
     await fleet.assert_holds(1)
+
+
+async def test_hooks_may_be_plain_functions(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(spare=False)
+    await fleet.start()
+    calls: list[str] = []
+    fleet.receivers[1]._pause = lambda version: calls.append(f"pause {version}")
+    fleet.receivers[1]._resume = lambda version: calls.append(f"resume {version}")
+    await fleet.update(1)
+    assert calls == ["pause 1", "resume 1"]
+    await fleet.assert_holds(1)
+
+
+async def test_pause_that_raises_is_named(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(trainer_count=1, spare=False)
+    await fleet.start(targets=[1])
+
+    def fail(_version: int) -> None:
+        raise RuntimeError("no")
+
+    fleet.receivers[1]._pause = fail
+    assert "inference rank 1: pause(1) raised RuntimeError: no" in await fleet.failing_update(1)
+
+
+@pytest.mark.parametrize("by", ["pause", "reader"])
+async def test_whatever_keeps_an_update_in_place_from_opening_is_named(
+    make_fleet: MakeFleet, caplog: pytest.LogCaptureFixture, by: str
+) -> None:
+    fleet = make_fleet(spare=False)
+    await fleet.start()
+    receiver, is_over = fleet.receivers[1], asyncio.Event()
+
+    async def hold(_version: int) -> None:
+        await is_over.wait()
+
+    async def read() -> None:
+        async with receiver.reading(PATIENCE_S):
+            await is_over.wait()
+
+    if by == "pause":
+        receiver._pause = hold
+    reader = asyncio.ensure_future(read() if by == "reader" else asyncio.sleep(0))
+    await asyncio.sleep(0)
+    said = await fleet.failing_update(1, 1.0)
+    assert ("pause(1) has not returned" if by == "pause" else "somebody still reads the weights") in said
+    assert "inference rank 1" in said
+    assert "Traceback" not in caplog.text
+    is_over.set()
+    await reader
+    await fleet.update(2)
+    await fleet.assert_holds(2)
 
 
 async def test_readers_that_always_come_again_do_not_keep_an_update_in_place_waiting(make_fleet: MakeFleet) -> None:
@@ -336,3 +389,25 @@ async def test_loop_goes_on_while_thousands_of_arrays_join(
     assert went_on.is_set()
     await fleet.update(1)
     await fleet.assert_holds(1)
+
+
+async def test_calls_of_the_program_that_block_in_the_loops_threads_hold_up_no_update(make_fleet: MakeFleet) -> None:
+    """Members join, a plan is made, ranks are opened and fenced, and no thread is left behind."""
+    fleet = make_fleet(trainer_count=2, spare=True)
+    let_go, loop = threading.Event(), asyncio.get_running_loop()
+    pool = ThreadPoolExecutor(2)
+    loop.set_default_executor(pool)
+    blocked = [loop.run_in_executor(None, let_go.wait, 2 * PATIENCE_S) for _ in range(3)]
+    try:
+        controller = await asyncio.wait_for(fleet.start(), PATIENCE_S)
+        await asyncio.wait_for(fleet.update(1), PATIENCE_S)
+        offered = asyncio.ensure_future(fleet.publish(2, [0]))
+        with pytest.raises(UpdateFailed):
+            await asyncio.wait_for(controller.update(2, 0.5), PATIENCE_S)  # fences
+        await asyncio.gather(offered, return_exceptions=True)
+        await asyncio.wait_for(fleet.update(3), PATIENCE_S)
+        await fleet.assert_holds(3)
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("crossrail-weights_")]
+    finally:
+        let_go.set()
+        await asyncio.gather(*blocked)

@@ -10,7 +10,7 @@ import pytest
 
 from crossrail.errors import UsageError
 from crossrail.weights import Holding, Inventory, Plan, make_plan
-from crossrail.weights.planning.show import differences, heat_map, matrix, summary
+from crossrail.weights.planning.show import differences, draw, heat_map, matrix, summary
 from tests.weights.memory import Process
 
 
@@ -97,7 +97,20 @@ def test_plan_in_a_file(plan: Plan, tmp_path: Path) -> None:
 
 
 def test_rank_that_is_not_in_the_plan_refused(plan: Plan) -> None:
-    with pytest.raises(UsageError, match="target 9"):
+    with pytest.raises(UsageError, match="inference rank 9"):
         plan.expected(9)
     with pytest.raises(UsageError, match="trainer 9"):
         plan.of_trainer(9)
+
+
+def test_plan_without_ranks_has_figures_and_nothing_to_draw(plan: Plan, tmp_path: Path) -> None:
+    empty = replace(
+        plan, trainers=(), targets=(), params=(),
+        **{name: getattr(plan, name)[:0] for name in ("tasks", "parts", "gathers", "outputs", "writes")},
+    )  # fmt: skip
+    figures = summary(empty)
+    assert (figures.nbytes, figures.sent, figures.received) == (0, (0, 0, 0), (0, 0, 0))
+    assert heat_map(empty) == []
+    assert differences(plan, empty)
+    with pytest.raises(UsageError, match="cannot be drawn"):
+        draw(empty, tmp_path / "x.png")

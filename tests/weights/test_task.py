@@ -1,27 +1,21 @@
-"""Tasks made ready from a plan do, byte for byte, what converting the whole checkpoint by hand does."""
+"""Tasks made ready from a plan: what is joined, what is quantised and what is refused."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 import crossrail as xr
+from crossrail.weights.inventory.holdings import Holding, Inventory, RegionInfo
 from crossrail.weights.inventory.memory import WeightMemory
+from crossrail.weights.planning.plan import Param
 from crossrail.weights.planning.planner import make_plan
-from crossrail.weights.step.preparer import NumpyPreparer
 from crossrail.weights.step.ready import ready_tasks
 from tests.conftest import EngineFactory
 from tests.weights.float8_values import decoded
-from tests.weights.replay import IN_A_SHARD, refused, run_task, update_all
-
-
-@pytest.mark.parametrize("gather", ["needed", "full"])
-@pytest.mark.parametrize("count", [1, 3, 4])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_all_targets_get_what_conversion_gives(gather: Any, count: int, dtype: str, open_engine: EngineFactory) -> None:
-    update_all(open_engine(transport="null"), gather, count, dtype, NumpyPreparer())
+from tests.weights.replay import run_task
 
 
 def test_rows_of_one_length_are_one_submit(open_engine: EngineFactory) -> None:
@@ -67,32 +61,31 @@ def test_numbers_and_rows_are_quantised_as_matrices_are(shape: tuple[int, ...], 
         assert (np.abs(decoded(codes[at])).max()) == 448
 
 
-@pytest.mark.parametrize(("shape", "block", "at"), IN_A_SHARD, ids=str)
-def test_what_is_not_finite_is_told_where_it_is_in_the_whole_parameter(
-    shape: tuple[int, ...], block: tuple[int, ...], at: tuple[int, ...], open_engine: EngineFactory
-) -> None:
-    error = refused(open_engine(transport="null"), shape, block, at, NumpyPreparer())
-    assert (error.parameter, error.index) == ("w", at)
-    assert str(error).startswith(f"w[{', '.join(map(str, at))}] is nan" if at else "w is nan")
-
-
 def test_scales_of_several_matrices_together_are_refused_by_name(open_engine: EngineFactory) -> None:
     engine = open_engine(transport="null")
-    with WeightMemory(engine, "trainer", 0) as source, WeightMemory(engine, "target", 0) as target:
-        source.add("layer.w", np.zeros((4, 4, 4), np.float32))
+    with WeightMemory(engine, "target", 0) as target:
         target.add("layer.w", np.zeros((4, 4, 4), np.uint8), dtype="float8_e4m3fn")
-        target.add("layer.w_scale", np.zeros((2, 1, 1), np.float32), scale_of="layer.w", block=(2, 128, 128))
-        plan = make_plan([source.inventory()], [target.inventory()])
-        with pytest.raises(xr.UsageError, match=r"layer\.w: blocks of \(2, 128, 128\) share a scale"):
-            list(ready_tasks(plan, 0))
+        with pytest.raises(xr.UsageError, match=r"layer\.w_scale: blocks of \(2, 128, 128\) share a scale"):
+            target.add("layer.w_scale", np.zeros((2, 1, 1), np.float32), scale_of="layer.w", block=(2, 128, 128))
 
 
-def test_quantising_other_than_float32_and_bfloat16_is_refused_by_name(open_engine: EngineFactory) -> None:
-    engine = open_engine(transport="null")
-    with WeightMemory(engine, "trainer", 0) as source, WeightMemory(engine, "target", 0) as target:
-        source.add("layer.w", np.zeros((4, 4), np.float16))
-        target.add("layer.w", np.zeros((4, 4), np.uint8), dtype="float8_e4m3fn")
-        target.add("layer.w_scale", np.zeros((1, 1), np.float32), scale_of="layer.w", block=(128, 128))
-        plan = make_plan([source.inventory()], [target.inventory()])
-        with pytest.raises(xr.UsageError, match=r"layer\.w: float16 is not quantised"):
-            list(ready_tasks(plan, 0))
+@pytest.mark.parametrize(
+    ("block", "dtype", "why"),
+    [
+        ((2, 128, 128), "float32", r"blocks of \(2, 128, 128\) share a scale"),
+        ((1, 128, 128), "float16", "float16 is not quantised, only float32 and bfloat16 are"),
+    ],
+)
+def test_plan_that_cannot_be_carried_out_is_refused_by_name(block: tuple[int, ...], dtype: str, why: str) -> None:
+    """make_plan() makes none such, but it comes from another process."""
+    shape, grid = (4, 4, 4), [-(-4 // size) for size in block]
+    regions = [RegionInfo(b"", 1024)]
+    trainer = Inventory.of("trainer", 0, regions, [Holding.whole("layer.w", "float32", shape, 0, 0)])
+    wanted = [
+        Holding.whole("layer.w", "float8_e4m3fn", shape, 0, 0),
+        Holding.whole("s", "float32", grid, 0, 512, scale_of="layer.w", block=block),
+    ]
+    plan = make_plan([trainer], [Inventory.of("target", 0, regions, wanted)])
+    plan = replace(plan, params=(Param("layer.w", dtype, shape),))
+    with pytest.raises(xr.UsageError, match=rf"layer\.w: {why}"):
+        list(ready_tasks(plan, 0))

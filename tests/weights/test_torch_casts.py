@@ -146,6 +146,29 @@ def test_quantised_in_pieces_and_from_strided_views(seed: Seed, monkeypatch: pyt
     assert_quantised_alike(whole.T[5:, 9:], (128, 128))
 
 
+@pytest.mark.parametrize("block", [(700, 400), (1000, 1000), (128, 128), (300, 7), (1, 400), (700, 1)], ids=str)
+def test_no_more_than_a_piece_is_widened_at_once(
+    seed: Seed, monkeypatch: pytest.MonkeyPatch, block: tuple[int, int]
+) -> None:
+    values = seed.rng().standard_normal((700, 400)).astype(np.float32)
+    wanted = quantised(values, block)
+    sizes = []
+
+    def spied(some: Any) -> Any:
+        sizes.append(some.numel())
+        return widened(some)
+
+    widened = torch_casts._float32
+    monkeypatch.setattr(torch_casts, "_float32", spied)
+    monkeypatch.setattr(torch_casts, "_PIECE_ELEMENTS", 17_000)
+    out, scales = quantised(values, block)
+    assert np.array_equal(out, wanted[0]) and np.array_equal(scales, wanted[1])
+    assert max(sizes) <= 17_000
+    values[699, 399] = np.nan
+    with pytest.raises(NotFinite, match=r"^w\[699, 399\] is nan"):
+        quantised(values, block)
+
+
 def test_leading_dimensions_count_matrices(seed: Seed) -> None:
     values = seed.rng().standard_normal((2, 3, 130, 40)).astype(np.float32)
     out, scales = torch.zeros(values.shape, dtype=torch.uint8), torch.zeros(2, 3, 2, 1)

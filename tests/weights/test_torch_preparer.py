@@ -20,16 +20,9 @@ from crossrail.weights.step.torch_preparer import TorchPreparer
 from tests.conftest import EngineFactory
 from tests.weights.conftest import MakeFleet
 from tests.weights.memory import fill_trainers
-from tests.weights.replay import IN_A_SHARD, Plain, refused, run_task, update_all
+from tests.weights.replay import Plain, run_task
 from tests.weights.small_model import MODEL, Target, Trainer, plain, weights_of
 from tests.weights.worlds import World, worlds
-
-
-@pytest.mark.parametrize("gather", ["needed", "full"])
-@pytest.mark.parametrize("count", [1, 3, 4])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_all_targets_get_what_conversion_gives(gather: Any, count: int, dtype: str, open_engine: EngineFactory) -> None:
-    update_all(open_engine(transport="null"), gather, count, dtype, TorchPreparer("cpu"))
 
 
 @given(worlds(matrix_blocks=True))
@@ -132,14 +125,6 @@ async def test_torch_without_memory_fails_the_update_and_the_next_comes_through(
     assert "documentation" not in why
     await fleet.update(2)
     await fleet.assert_holds(2)
-
-
-@pytest.mark.parametrize(("shape", "block", "at"), IN_A_SHARD, ids=str)
-def test_what_is_not_finite_is_told_where_it_is_in_the_whole_parameter(
-    shape: tuple[int, ...], block: tuple[int, ...], at: tuple[int, ...], open_engine: EngineFactory
-) -> None:
-    error = refused(open_engine(transport="null"), shape, block, at, TorchPreparer("cpu"))
-    assert (error.parameter, error.index) == ("w", at)
 
 
 def test_same_refusal_of_the_same_task(open_engine: EngineFactory) -> None:

@@ -8,6 +8,7 @@ import sys
 import threading
 import types
 from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,6 +23,7 @@ from crossrail.integrations.vllm.weights_trainer import VllmInstance, VllmUpdate
 from crossrail.integrations.vllm.weights_worker import Link, WeightsWorker
 from crossrail.weights import UpdateFailed, messages
 from crossrail.weights.services.receiver import WeightReceiver
+from crossrail.weights.services.versions import State
 from tests.support.limits import eventually
 from tests.weights import small_model as small
 from tests.weights.conftest import MakeFleet
@@ -40,6 +42,7 @@ class Instance:
     calls: list[str] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     is_receiving: threading.Event = field(default_factory=threading.Event)
+    join_s: float = PATIENCE_S
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         address = bytes.fromhex(init_info["controller"])
@@ -48,7 +51,7 @@ class Instance:
             def fill(memory: Any, rank: int = rank) -> None:
                 self.sinks[rank] = small.Target(memory, small.plain)
 
-            link = Link(address, init_info["first_rank"] + rank, "shm", join_s=PATIENCE_S)
+            link = Link(address, init_info["first_rank"] + rank, "shm", join_s=self.join_s)
             self.workers[rank] = WeightsWorker(link, fill)
 
     def start_weight_update(self) -> None:
@@ -116,9 +119,9 @@ async def scene(make_fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch) -> Async
     fleet = make_fleet(trainer_count=2)
     controller = await fleet.start(targets=[])
     instance = Instance()
-    updates = VllmUpdates(controller, [VllmInstance(instance, HALVES)])
-    await updates.join()
-    yield Scene(fleet, instance, updates)
+    with VllmUpdates(controller, [VllmInstance(instance, HALVES)]) as updates:
+        await updates.join()
+        yield Scene(fleet, instance, updates)
     await asyncio.to_thread(instance.close)
 
 
@@ -128,6 +131,26 @@ async def test_update_runs_while_the_instance_is_in_update_weights(scene: Scene)
         assert report.version == version
         scene.instance.assert_holds(version)
     assert scene.instance.calls == ["start", "update", "finish 1", "start", "update", "finish 2"]
+
+
+async def test_instances_keep_no_thread_of_the_loop(make_fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which the controller needs one to take in the workers that their calls wait for."""
+    monkeypatch.setenv(SECRET_VARIABLE, SECRET.decode())
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    fleet = make_fleet(trainer_count=2)
+    controller = await fleet.start(targets=[])
+    instance = Instance(join_s=10.0)
+    updates = VllmUpdates(controller, [VllmInstance(instance, HALVES)])
+    try:
+        await updates.join()
+        scene = Scene(fleet, instance, updates)
+        await scene.published(1, lambda: updates.update(1, PATIENCE_S))
+        instance.assert_holds(1)
+    finally:
+        updates.close()
+        await asyncio.to_thread(instance.close)
+    with pytest.raises(xr.UsageError, match="closed"):
+        await updates.update(2)
 
 
 async def test_nothing_is_written_before_the_instance_lets_it(scene: Scene) -> None:
@@ -261,6 +284,27 @@ async def test_writer_that_cannot_be_locked_out_is_told(scene: Scene, monkeypatc
     await heal(scene)  # left out for that, they join again once it goes on
 
 
+async def test_worker_that_takes_over_torn_weights_says_so(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    """vLLM's init_weight_transfer_engine, called again."""
+    await scene.published(1, lambda: scene.updates.update(1, PATIENCE_S))
+    instance = scene.instance
+    await torn(scene, lambda: None)
+    instance.errors.clear()
+    for rank, worker in instance.workers.items():
+        await asyncio.to_thread(worker.close)
+        assert worker.is_torn
+
+        def fill(memory: Any, rank: int = rank) -> None:
+            instance.sinks[rank] = small.Target(memory, small.plain)
+
+        instance.workers[rank] = await asyncio.to_thread(WeightsWorker, worker._link, fill, is_torn=worker.is_torn)
+    assert caplog.text.count("the weights are torn: update them before they are used") >= HALVES
+    with pytest.raises(UpdateFailed, match="the weights are torn: update them"):  # that nobody asks for
+        await asyncio.to_thread(instance.update_weights, {"version": 1, "timeout_s": 0.2})
+    await heal(scene)
+    assert not any(worker.is_torn for worker in instance.workers.values())
+
+
 async def test_time_that_is_up_locks_writers_out(scene: Scene) -> None:
     """Nobody publishes: it ends by the instance's own clock, and fails at the controller."""
     update = asyncio.ensure_future(scene.fleet.controller.update(1, PATIENCE_S))
@@ -270,6 +314,61 @@ async def test_time_that_is_up_locks_writers_out(scene: Scene) -> None:
         await update
     await scene.published(1, lambda: scene.updates.update(1, PATIENCE_S))
     scene.instance.assert_holds(1)
+
+
+async def test_close_that_meets_a_writer_that_stands_still_can_be_called_again(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def stands_still(*_: object) -> None:
+        raise xr.WaitTimeout("a write stands still")
+
+    opened = asyncio.Event()
+    update = scene.fleet.controller.update(1, PATIENCE_S, lambda stage, *_: opened.set() if stage == "write" else None)
+    updating = asyncio.ensure_future(update)  # nobody publishes
+    receiving = asyncio.to_thread(scene.instance.update_weights, {"version": 1, "timeout_s": PATIENCE_S})
+    waiting = asyncio.ensure_future(receiving)
+    await asyncio.wait_for(opened.wait(), PATIENCE_S)
+    worker = scene.instance.workers[0]
+    assert worker._receiver is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(worker._receiver, "_fail", stands_still)
+        for _ in range(2):
+            with pytest.raises(xr.WaitTimeout, match=r"cannot be closed yet.* a write stands still"):
+                await asyncio.to_thread(worker.close)
+            assert worker._receiver.state is State.RECEIVING and not worker._engine.closed
+    with pytest.raises(xr.UsageError, match=r"close\(\) was called"):
+        worker.start()
+    await asyncio.to_thread(worker.close)
+    assert worker._receiver.state is State.TORN and worker._engine.closed
+    for ended in (updating, waiting):
+        with pytest.raises(UpdateFailed):
+            await ended
+    worker.close()  # once more does nothing
+
+
+async def test_close_waits_for_leave_and_then_for_the_fence(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that it says which writer stands still, not that there was no end."""
+    worker = scene.instance.workers[0]
+    receiver = worker._receiver
+    assert receiver is not None
+    close = receiver.close
+
+    async def leaves_slowly(timeout_s: float) -> None:
+        await asyncio.sleep(2 * timeout_s)
+
+    async def closes_in_vain(timeout_s: float) -> None:
+        await asyncio.sleep(timeout_s)
+        raise xr.WaitTimeout("cannot be closed yet: a write stands still")
+
+    with monkeypatch.context() as patch:
+        for name, value in (("_LEAVE_S", 1.0), ("FENCE_S", 1.0), ("_PATIENCE_S", 2.5)):
+            patch.setattr(weights_worker, name, value)
+        patch.setattr(receiver, "leave", leaves_slowly)
+        patch.setattr(receiver, "close", closes_in_vain)
+        with pytest.raises(xr.WaitTimeout, match="a write stands still"):
+            await asyncio.to_thread(worker.close)
+    monkeypatch.setattr(receiver, "close", close)
+    await asyncio.to_thread(worker.close)
 
 
 async def test_controller_that_is_not_there(monkeypatch: pytest.MonkeyPatch, scene: Scene) -> None:

@@ -130,6 +130,8 @@ class CountedRegion:
 
 
 class CountingEngine:
+    _world = None
+
     def register(self, block: tuple[int, int], *, access: str) -> CountedRegion:
         return CountedRegion(block)
 
@@ -184,3 +186,27 @@ def test_memory_that_is_closed_while_it_is_registered_waits(engine: xr.Engine) -
         assert len(inventory.result(60).regions) == 1
         closing.result(60)
     assert memory.regions == []
+
+
+def test_array_of_no_elements_is_read_as_itself(engine: xr.Engine) -> None:
+    with WeightMemory(engine, "target", 0) as memory:
+        full, empty = np.zeros((8, 6), np.float32), np.zeros((0, 6), np.float32)
+        memory.add("w", full)
+        memory.add("shard", empty, shape=(8, 6), box=((8, 8), (0, 6)))
+        memory.inventory()
+        assert memory.like(empty, memory.regions) is empty
+
+
+@pytest.mark.parametrize(("told", "gpus"), [((2, 3), ["cuda:3"]), ((1, 0), []), (None, [])])
+def test_gpus_of_what_was_added_are_known_before_it_is_registered(
+    engine: xr.Engine, told: tuple[int, int] | None, gpus: list[str]
+) -> None:
+    interface = {"shape": (4,), "typestr": "<f4", "data": (1 << 40, False), "version": 3}
+    array = SimpleNamespace(__cuda_array_interface__=interface)
+    if told is not None:
+        array.__dlpack_device__ = lambda: told
+    with WeightMemory(engine, "trainer", 0) as memory:
+        memory.add("host", np.zeros(4, np.float32))
+        assert memory.gpus() == []
+        memory.add("w", array)
+        assert memory.gpus() == gpus

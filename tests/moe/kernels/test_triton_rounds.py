@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from crossrail.moe import device_rows
 from crossrail.moe.kernels.triton import TritonKernels
+from crossrail.moe.rows import device
 from tests.moe.played_rows import PlayedRows
 from tests.moe.ranks import Ranks
 from tests.moe.test_torch_gpu import CONFIG, TCP, batches_of, whole_round
@@ -15,7 +15,7 @@ from tests.support.seeds import Seed
 
 def test_rounds_are_exact(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, seed: Seed) -> None:
     monkeypatch.setattr(PlayedRows, "gpu", gpu, raising=False)
-    monkeypatch.setattr(device_rows, "DeviceRows", PlayedRows)
+    monkeypatch.setattr(device, "DeviceRows", PlayedRows)
     random = seed.rng()
     with Ranks(2, TCP, device="cuda:0", kernels=TritonKernels(checked=False), **CONFIG) as ranks:
         assert "kernels: triton" in ranks.parts[0].explain()

@@ -1,6 +1,6 @@
-// libcuda.so.1, the double of NVIDIA's driver for Python's tests (tests/support/fake_gpu.py): the calls that the core looks
-// up, and what a test asks of its GPU. In no wheel: tests/native/CMakeLists.txt builds it for developers.
-#include "fake_gpu.h"
+// libcuda.so.1, the double of NVIDIA's driver for Python's tests (tests/support/fake_gpu.py): the calls that the core
+// looks up, and what a test asks of its GPU. In no wheel: tests/native/CMakeLists.txt builds it for developers.
+#include "fake_driver_calls.h"
 
 namespace crossrail::test {
 namespace {
@@ -196,7 +196,6 @@ CROSSRAIL_CALL void fake_fail_vmm(int create_error, int export_error, int import
 }
 CROSSRAIL_CALL void fake_put_out_of_reach(int ordinal) { gpu().out_of_reach = ordinal; }
 CROSSRAIL_CALL void fake_run_kernels(int do_run) { gpu().kernels_run = do_run != 0; }
-CROSSRAIL_CALL void fake_set_managed(int is_managed) { gpu().is_managed = is_managed != 0; }
 
 // Streams of the user's: tests/support/gpu_stream.py.
 CROSSRAIL_CALL FakeKernels::Stream* fake_make_stream(int gpu) { return new FakeKernels::Stream{.gpu = gpu}; }

@@ -6,17 +6,17 @@ import random
 
 import pytest
 
-from crossrail.moe.council import PATIENCE_S, Council
-from crossrail.moe.views import COMBINE, DISPATCH, Lasts, Record, View, record_bytes
+from crossrail.moe.masking.paxos import PATIENCE_S, Paxos
+from crossrail.moe.masking.views import COMBINE, DISPATCH, Lasts, Record, View, record_bytes
 from tests.support.seeds import Seed
 
 
 class Chamber:
-    """Councils that hear of each other whatever the seed lets them. Marks of a rank at another only grow."""
+    """Members that hear of each other whatever the seed lets them. Marks of a rank at another only grow."""
 
     def __init__(self, seed: int, size: int) -> None:
         self.random = random.Random(seed)
-        self.councils = [Council(rank, size) for rank in range(size)]
+        self.members = [Paxos(rank, size) for rank in range(size)]
         self.got = [[[self.random.randint(1, 9), self.random.randint(1, 9)] for _ in range(size)] for _ in range(size)]
         self.decided: dict[int, View] = {}
         self.dead: set[int] = set()
@@ -27,21 +27,21 @@ class Chamber:
         return tuple((even, odd) for even, odd in self.got[rank])
 
     def step(self, rank: int) -> None:
-        council = self.councils[rank]
-        before = council.record
-        view = council.step(self.now_s, lambda: self.marks(rank))
+        member = self.members[rank]
+        before = member.record
+        view = member.step(self.now_s, lambda: self.marks(rank))
         if view is not None:
             assert self.decided.setdefault(view.number, view) == view, "two decisions of one view"
             if rank not in view.members:
                 self.dead.add(rank)
-        if council.record != before:
+        if member.record != before:
             self.tell(rank)
 
     def tell(self, rank: int) -> None:
-        """As a box does: none overtakes another, and each replaces those before it, so that some are never seen."""
-        for other in set(range(len(self.councils))) - {rank}:
+        """As Confirmations does: none overtakes another; each replaces those before it, so that some are never seen."""
+        for other in set(range(len(self.members))) - {rank}:
             waiting = self.on_their_way.setdefault((rank, other), [])
-            waiting.append(self.councils[rank].record)
+            waiting.append(self.members[rank].record)
             del waiting[: -self.random.randint(1, 3)]
 
     def deliver(self) -> None:
@@ -51,14 +51,14 @@ class Chamber:
         if not self.on_their_way[way]:
             del self.on_their_way[way]
         if way[1] not in self.dead:
-            self.councils[way[1]].hear(record)
+            self.members[way[1]].hear(record)
 
     def suspect(self, by: int, rank: int) -> None:
-        self.councils[by].suspect(rank)
+        self.members[by].suspect(rank)
         self.tell(by)
 
     def run_randomly(self, steps: int, suspicions: float, deaths: int) -> None:
-        size = len(self.councils)
+        size = len(self.members)
         for _ in range(steps):
             self.now_s += self.random.expovariate(1 / 0.02)
             living = [rank for rank in range(size) if rank not in self.dead]
@@ -78,15 +78,15 @@ class Chamber:
     def settle(self) -> None:
         """Everything arrives, and whoever lives notices who does not."""
         for _ in range(200):
-            living = [rank for rank in range(len(self.councils)) if rank not in self.dead]
+            living = [rank for rank in range(len(self.members)) if rank not in self.dead]
             for rank in living:
-                for gone in self.dead & set(self.councils[rank].view.members):
+                for gone in self.dead & set(self.members[rank].view.members):
                     self.suspect(rank, gone)
                 self.step(rank)
             while self.on_their_way:
                 self.deliver()
             self.now_s += PATIENCE_S / 4
-            if not any(self.councils[rank].is_troubled and not self.councils[rank].is_hopeless for rank in living):
+            if not any(self.members[rank].is_troubled and not self.members[rank].is_hopeless for rank in living):
                 return
 
 
@@ -106,11 +106,11 @@ def test_those_that_are_left_agree_when_ranks_die(seed: Seed, size: int) -> None
         chamber.run_randomly(100, suspicions=0.0, deaths=0)
         chamber.settle()
         living = [rank for rank in range(size) if rank not in chamber.dead]
-        views = [chamber.councils[rank].view for rank in living]
+        views = [chamber.members[rank].view for rank in living]
         if 2 * len(living) > size or 0 in living:
             assert all(view == views[0] and view.members == tuple(living) for view in views)
         else:
-            assert all(chamber.councils[rank].is_hopeless for rank in living)
+            assert all(chamber.members[rank].is_hopeless for rank in living)
 
 
 def test_a_masked_rank_is_part_of_what_all_others_have_of_it() -> None:
@@ -118,19 +118,19 @@ def test_a_masked_rank_is_part_of_what_all_others_have_of_it() -> None:
     chamber.got = [[[10, 10]] * 4, [[10, 10]] * 4, [[8, 11], [9, 9], [9, 9], [9, 9]], [[12, 7]] * 4]
     chamber.dead = {0}
     chamber.settle()
-    assert chamber.councils[1].view == View(1, (1, 2, 3), {0: (8, 7)})
+    assert chamber.members[1].view == View(1, (1, 2, 3), {0: (8, 7)})
 
 
 def test_a_leader_that_dies_after_its_proposal_was_accepted_by_some_binds_the_next_one() -> None:
     chamber = Chamber(1, 5)
-    first, second, third = (chamber.councils[rank] for rank in (0, 1, 2))
+    first, second, third = (chamber.members[rank] for rank in (0, 1, 2))
     first.suspect(4)
     for _ in range(2):  # promises, acceptances; of rank 1 only the last is heard by nobody but rank 2
         chamber.step(0)
         for rank in (1, 2, 3):
-            chamber.councils[rank].hear(first.record)
+            chamber.members[rank].hear(first.record)
             chamber.step(rank)
-            first.hear(chamber.councils[rank].record)
+            first.hear(chamber.members[rank].record)
         chamber.step(0)
     assert first.view.number == 1
     assert third.record.accepted is not None
@@ -138,7 +138,7 @@ def test_a_leader_that_dies_after_its_proposal_was_accepted_by_some_binds_the_ne
 
     chamber.dead = {0, 4}
     for rank in (1, 2, 3):
-        chamber.councils[rank].suspect(0)
+        chamber.members[rank].suspect(0)
     chamber.settle()
 
     assert chamber.decided[1] == first.view

@@ -1,0 +1,252 @@
+"""What an inference rank holds after an update that failed, after close(), and for the next receiver."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+import crossrail as xr
+from crossrail.weights import gpu as weights_gpu
+from crossrail.weights.errors import TornWeights
+from crossrail.weights.inventory.memory import WeightMemory
+from crossrail.weights.services.receiver import WeightReceiver
+from crossrail.weights.services.versions import State
+from tests.weights import small_model as small
+from tests.weights.conftest import MakeFleet
+from tests.weights.fleet import PATIENCE_S, Fleet
+
+
+async def test_update_in_place_that_fails_leaves_torn_weights_until_the_next(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(spare=False)
+    await fleet.start()
+    await fleet.update(1)
+    await fleet.drop_trainer(1)
+    await fleet.failing_update(2)
+    for receiver in fleet.receivers.values():
+        # The one whose Open was not sent before the loss was noticed still has its old weights.
+        if receiver.state is State.TORN:
+            with pytest.raises(TornWeights, match="after version 1"):
+                async with receiver.reading(1.0):
+                    pass
+        else:
+            assert receiver.version == 1
+    await fleet.add_trainer(1, "another-trainer-1")
+    await fleet.update(3)
+    await fleet.assert_holds(3)
+
+
+async def opened_and_cancelled(fleet: Fleet, version: int, rank: int) -> None:
+    """An update for which trainer 1 does not come, and trainer 0 may have written its half."""
+    offered = asyncio.ensure_future(fleet.publish(version, [0], 2 * PATIENCE_S))
+    updating = asyncio.ensure_future(fleet.controller.update(version, 2 * PATIENCE_S))
+    while not fleet.receivers[rank]._versions.is_receiving:
+        await asyncio.sleep(0.005)
+    updating.cancel()
+    await asyncio.gather(offered, updating, return_exceptions=True)
+
+
+async def another_receiver(fleet: Fleet, rank: int) -> WeightReceiver:
+    """On the same memory, once the one before is closed."""
+    box = fleet.receivers[rank]._mailbox
+    memory = fleet.sinks[rank].memory
+    receiver = fleet.receivers[rank] = WeightReceiver(box, memory, spare=fleet.spare)
+    await receiver.join(fleet.controller.address, PATIENCE_S)
+    return receiver
+
+
+async def test_torn_weights_are_torn_for_another_receiver_too(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(trainer_count=2, spare=False)
+    await fleet.start(targets=[0])
+    await fleet.update(1)
+    await opened_and_cancelled(fleet, 2, 0)
+    await fleet.receivers[0].close()
+    assert fleet.sinks[0].memory.is_torn
+    receiver = await another_receiver(fleet, 0)
+    with pytest.raises(TornWeights, match="an update in place failed: these"):
+        async with receiver.reading(1.0):
+            pass
+    await fleet.update(3)
+    await fleet.assert_holds(3)
+    await receiver.close()
+    assert not fleet.sinks[0].memory.is_torn
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+@pytest.mark.parametrize("is_torn", [True, False])
+async def test_version_in_spare_memory_is_brought_back_by_close(
+    make_fleet: MakeFleet, is_torn: bool, mapped: bool
+) -> None:
+    fleet = make_fleet(trainer_count=2, spare=True, mapped=mapped)
+    await fleet.start()
+    await fleet.update(1)
+    receiver, sink = fleet.receivers[0], fleet.sinks[0]
+    beside = sink.memory.regions[0].array()[-64:]  # of that region, and no weight
+    if mapped:
+        beside[:] = 7
+    if is_torn:
+        await opened_and_cancelled(fleet, 2, 0)
+    assert sink.memory.is_torn == is_torn
+    await asyncio.gather(receiver.close(), receiver.close())
+    assert not sink.memory.is_torn
+    weights = small.weights_of(1)
+    for key, wanted in sink.expected(weights).items():
+        assert np.array_equal(sink.arrays[key], wanted), key
+    if mapped:
+        assert (beside == 7).all()
+    receiver = await another_receiver(fleet, 0)
+    assert (receiver.version, receiver.state) == (-1, State.WHOLE)
+    await fleet.update(3)
+    await fleet.assert_holds(3)
+
+
+async def test_memory_that_is_still_read_or_cannot_be_copied_to_keeps_what_it_has(
+    make_fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fleet = make_fleet(trainer_count=2, spare=True)
+    await fleet.start(targets=[0])
+    receiver, sink = fleet.receivers[0], fleet.sinks[0]
+    async with receiver.reading(PATIENCE_S):  # what was there first
+        await fleet.update(1)
+        await receiver.close()
+        assert not any(array.any() for array in sink.arrays.values()) and not sink.memory.is_torn
+    receiver = await another_receiver(fleet, 0)
+    await fleet.update(2)
+
+    def broken(*_: object) -> None:
+        raise xr.CrossrailError("no view of this memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(WeightMemory, "_view", broken)
+        await receiver.close()
+    assert "version 2 is lost with its spare memory, and what is left is older: CrossrailError: no view" in caplog.text
+    assert not sink.memory.is_torn
+
+
+class InUse:
+    """A region of which close() raises as long as somebody uses it."""
+
+    def __init__(self, region: xr.Region) -> None:
+        self._region = region
+        self.is_used = True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._region, name)
+
+    def close(self, *timeout_s: float) -> None:
+        if self.is_used:
+            raise xr.WaitTimeout("region is still in use by a transfer of ours")
+        self._region.close(*timeout_s)
+
+
+async def test_spare_memory_that_is_still_in_use_is_freed_by_a_later_close(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(trainer_count=2, spare=True, mapped=False)
+    await fleet.start(targets=[0])
+    await fleet.update(1)
+    receiver, sink = fleet.receivers[0], fleet.sinks[0]
+    spare = list(receiver._buffers[1])
+    assert len(spare) > 2
+    used: Any = InUse(spare[1])
+    receiver._buffers[1][1] = used
+    for _ in range(2):
+        with pytest.raises(xr.WaitTimeout, match="still in use by a transfer"):
+            await receiver.close()
+        assert [region.closed for region in spare] == [region is not spare[1] for region in spare]
+    used.is_used = False
+    await receiver.close()
+    assert all(region.closed for region in spare)
+    for key, wanted in sink.expected(small.weights_of(1)).items():
+        assert np.array_equal(sink.arrays[key], wanted), key
+    await receiver.close()
+
+
+async def test_spare_memory_stays_open_while_it_is_copied_back_though_close_is_cancelled(
+    make_fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet = make_fleet(trainer_count=2, spare=True)
+    await fleet.start(targets=[0])
+    await fleet.update(1)
+    receiver, sink = fleet.receivers[0], fleet.sinks[0]
+    spare, copy_from = list(receiver._buffers[1]), WeightMemory.copy_from
+    has_begun, may_go_on, closed_before = threading.Event(), threading.Event(), list[bool]()
+
+    def slow_copy_from(memory: WeightMemory, regions: list[xr.Region]) -> None:
+        has_begun.set()
+        assert may_go_on.wait(PATIENCE_S)
+        closed_before.extend(region.closed for region in regions)
+        copy_from(memory, regions)
+
+    monkeypatch.setattr(WeightMemory, "copy_from", slow_copy_from)
+    closing = asyncio.ensure_future(receiver.close())
+    while not has_begun.is_set():
+        await asyncio.sleep(0.01)
+    assert receiver._freeing is not None
+    for task in (closing, receiver._freeing):  # as at the end of asyncio.run()
+        task.cancel()
+    await asyncio.gather(closing, receiver._freeing, return_exceptions=True)
+    assert not any(region.closed for region in spare)
+    again = asyncio.ensure_future(receiver.close())
+    await asyncio.sleep(0.1)
+    assert not any(region.closed for region in spare)
+    may_go_on.set()
+    await again
+    assert closed_before == [False] * len(spare) and all(region.closed for region in spare)
+    for key, wanted in sink.expected(small.weights_of(1)).items():
+        assert np.array_equal(sink.arrays[key], wanted), key
+
+
+async def test_receiver_that_is_made_while_weights_are_copied_back_has_whole_weights_once_they_are(
+    make_fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet = make_fleet(trainer_count=2, spare=True)
+    await fleet.start(targets=[0])
+    await fleet.update(1)
+    memory, may_go_on = fleet.sinks[0].memory, threading.Event()
+
+    def copying(_devices: list[str]) -> None:
+        if memory.is_torn:
+            assert may_go_on.wait(PATIENCE_S)
+
+    monkeypatch.setattr(weights_gpu, "wait_for_kernels", copying)
+    closing = asyncio.ensure_future(fleet.receivers[0].close())
+    while not memory.is_torn:
+        await asyncio.sleep(0.01)
+    closing.cancel()
+    joining = asyncio.ensure_future(another_receiver(fleet, 0))
+    await asyncio.sleep(0.1)
+    may_go_on.set()
+    receiver = await joining
+    assert not memory.is_torn and receiver.state is State.WHOLE
+    async with receiver.reading(PATIENCE_S) as reading:
+        for key, wanted in fleet.sinks[0].expected(small.weights_of(1)).items():
+            assert np.array_equal(reading.like(fleet.sinks[0].arrays[key]), wanted), key
+    await fleet.update(2)
+    await fleet.assert_holds(2)
+    await asyncio.gather(closing, return_exceptions=True)
+
+
+async def test_update_in_place_that_is_aborted_while_it_waits_for_a_reader_lets_others_read(
+    make_fleet: MakeFleet,
+) -> None:
+    fleet = make_fleet(trainer_count=2, spare=False)
+    controller = await fleet.start()
+    await fleet.update(1)
+    receiver = fleet.receivers[1]
+    async with receiver.reading(PATIENCE_S):
+        offered = asyncio.ensure_future(fleet.publish(2))
+        updating = asyncio.ensure_future(controller.update(2, PATIENCE_S))
+        while not receiver._versions._openings:
+            await asyncio.sleep(0.005)
+        updating.cancel()
+        await asyncio.gather(updating, offered, return_exceptions=True)
+
+        async def read() -> int:
+            async with receiver.reading(1.0) as reading:
+                return reading.version
+
+        assert await asyncio.create_task(read()) == 1  # of another task, as are other requests
+    await fleet.update(3)
+    await fleet.assert_holds(3)
