@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tools.dev.arguments import no_arguments, take_flag
 from tools.dev.build import locked, prepare, set_up
+from tools.dev.comments import WIDTH, too_wide, wrapped
 from tools.dev.processes import PYTHON, ROOT, must, run_bounded, say, tool
 from tools.dev.venv import ensure_extra
 
@@ -36,11 +37,21 @@ def check(arguments: list[str]) -> int:
         say(f"{name}: {'ok' if code == 0 else 'FAILED'} ({time.monotonic() - started:.1f} s)")
         if code != 0:
             failed.append(name)
+    if not comments_fit():
+        failed.append("comments")
     if tidy and not run_tidy(folder):
         failed.append("clang-tidy")
     if failed:
         say(f"FAILED: {', '.join(failed)}. './dev format' repairs formatting.")
     return 1 if failed else 0
+
+
+def comments_fit() -> bool:
+    found = [f"{file}:{line}" for file in native_files() for line in too_wide((ROOT / file).read_text())]
+    for place in found[:10]:
+        say(f"{place}: a comment of more than {WIDTH} columns")
+    say(f"comments: {f'FAILED ({len(found)} are too wide)' if found else 'ok'}")
+    return not found
 
 
 def run_tidy(folder: Path) -> bool:
@@ -83,6 +94,10 @@ def format_(arguments: list[str]) -> int:
     with locked():
         set_up()
     must([tool("clang-format"), "-i", *native_files()], timeout_s=300)
+    for file in native_files():
+        text = (ROOT / file).read_text()
+        if too_wide(text):
+            (ROOT / file).write_text(wrapped(text))
     must([tool("ruff"), "check", "--fix-only", "--quiet", "."], timeout_s=300)
     must([tool("ruff"), "format", "."], timeout_s=300)
     return 0
