@@ -50,7 +50,7 @@ def test_frozen_peer_is_shown_as_frozen_and_thaws(engine: xr.Engine, child: Peer
     there.receive(1, 16)
     transfer.wait(WAIT_S)
     assert there.take()[1] == b"pending"
-    assert {"peer-frozen", "peer-thawed"} <= {event.kind for event in events}
+    eventually(lambda: {"peer-frozen", "peer-thawed"} <= {event.kind for event in events}, "both events")
 
 
 @pytest.mark.parametrize(("path", "kind"), [("auto", "owned"), ("cma", "private")])
@@ -75,7 +75,7 @@ def test_frozen_peer_is_shown_as_frozen_when_only_its_ring_is_full(
         transfer.wait(WAIT_S)
     there.expect_count(3, len(transfers))
     eventually(lambda: engine.peer_state(there.address) == "connected", "the peer thawed", 5)
-    assert {"peer-frozen", "peer-thawed"} <= {event.kind for event in events}
+    eventually(lambda: {"peer-frozen", "peer-thawed"} <= {event.kind for event in events}, "both events")
 
 
 def test_busy_peer_with_a_full_ring_is_not_frozen(open_engine: EngineFactory, child: PeerProcess) -> None:
