@@ -162,10 +162,20 @@ WaitResult ImmCounter::wait(uint64_t count, Deadline deadline, const InterruptCh
     seen = kAsleep;
     word.compare_exchange_strong(seen, kAwake, std::memory_order_acq_rel);  // else it is over
   };
-  const WaitResult result = engine_->core().wait_until(ready, sleep, deadline, interrupted);
   // Our word is on this stack, so leave the queue before returning. Served in the last moment counts.
-  if (!ready() && cancel_notify(ticket)) return result;
-  while (!ready()) cpu_relax();
+  const auto leave = [&] {
+    if (!ready() && cancel_notify(ticket)) return false;
+    while (!ready()) cpu_relax();
+    return true;
+  };
+  WaitResult result;
+  try {
+    result = engine_->core().wait_until(ready, sleep, deadline, interrupted);
+  } catch (...) {  // a simulation in which nothing is left to happen
+    if (leave() && word.load(std::memory_order_acquire) == kServed) arrive(count * kUnitsPerCount);
+    throw;
+  }
+  if (!leave()) return result;
   const bool is_served = word.load(std::memory_order_acquire) == kServed;
   if (result == WaitResult::kInterrupted) {  // nobody would learn that the counts were taken while the check ran
     if (is_served) arrive(count * kUnitsPerCount);

@@ -76,6 +76,11 @@ def test_a_wait_for_what_never_comes_raises() -> None:
         with pytest.raises(sim.SimulationIdle, match="nothing is left to happen"):
             b.imm_counter(1).wait(1)
 
+        src, dst = a.alloc(8), b.alloc(8)
+        a.submit_write(src, dst.descriptor, imm=1).wait(1)
+        world.run()
+        assert b.imm_counter(1).poll() == 1  # whoever gave up gets nothing
+
 
 def test_a_wait_for_a_message_that_nobody_takes_raises() -> None:
     with sim.World(1) as world:
@@ -238,6 +243,16 @@ def test_between_phantom_and_memory_nothing_moves() -> None:
         a.submit_write(phantom, real.descriptor, imm=1).wait(1)
 
         assert (real.array() == 7).all()
+
+
+def test_phantoms_of_one_engine_are_not_the_same_memory() -> None:
+    with sim.World(1) as world:
+        a = world.host("a").engine("a")
+        src, dst = a.register_phantom(1 << 20), a.register_phantom(1 << 20)
+
+        a.submit_write(src, dst.descriptor, 8192, dst_offset=4096, imm=1).wait(1)
+
+        a.imm_counter(1).wait(1, 1)
 
 
 def test_phantoms_are_for_simulated_engines(open_engine: object) -> None:
