@@ -13,10 +13,19 @@ namespace crossrail::bindings {
 namespace {
 std::atomic<bool> exiting{false};  // written by the thread that ends the interpreter
 std::atomic<int> threads_out{0};
+thread_local bool ends_interpreter = false;  // runs what is left of its exit handlers, and keeps the GIL for them
+
+[[noreturn]] void park() {
+  for (;;) pause();
+}
 }  // namespace
 
 WithoutGil::WithoutGil() {
-  if (exiting.load(std::memory_order_relaxed)) return;
+  if (ends_interpreter) return;
+  if (exiting.load(std::memory_order_relaxed)) {
+    PyEval_SaveThread();
+    park();
+  }
   threads_out.fetch_add(1, std::memory_order_relaxed);
   state_ = PyEval_SaveThread();
 }
@@ -29,7 +38,7 @@ WithoutGil::~WithoutGil() {
 }
 
 void park_if_exiting() {
-  while (exiting.load(std::memory_order_relaxed)) pause();
+  if (exiting.load(std::memory_order_relaxed) && !ends_interpreter) park();
 }
 
 void begin_exit(double timeout_s) {
@@ -38,6 +47,7 @@ void begin_exit(double timeout_s) {
   while (threads_out.load(std::memory_order_relaxed) > 0 && now_ns() < deadline) {
     std::this_thread::sleep_for(std::chrono::microseconds(100));
   }
+  ends_interpreter = true;
   exiting.store(true, std::memory_order_relaxed);  // before we ask for the GIL, for which others may wait by then
   PyEval_RestoreThread(state);
 }

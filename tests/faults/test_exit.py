@@ -145,3 +145,47 @@ def test_interpreter_ends_while_a_thread_waits_for_a_frozen_peer_to_leave_memory
     script = run_script(FROZEN_IN_THE_MIDDLE)
 
     assert (script.returncode, script.stdout) == (0, "caught\n"), script.stderr
+
+
+def test_engine_of_an_exit_handler_behind_ours_waits_as_ever() -> None:
+    script = run_script("""
+    import atexit
+
+    def late():
+        import crossrail as xr
+        with xr.Engine("late", transport="shm") as engine:
+            try:
+                engine.imm_counter(1).wait(1, timeout_s=0.3)  # longer than it takes to look for signals
+            except xr.WaitTimeout:
+                print("waited", flush=True)
+
+    atexit.register(late)
+    import crossrail
+    """)
+
+    assert_clean(script)
+    assert script.stdout == "waited\n"
+
+
+def test_daemon_thread_with_a_new_engine_does_not_hold_up_exit_handlers_behind_ours() -> None:
+    script = run_script("""
+    import atexit, threading, time
+
+    def late():
+        begun.set()
+        time.sleep(0.5)
+        print("ended", flush=True)
+
+    atexit.register(late)
+    import crossrail as xr
+
+    def wait_in_vain():
+        begun.wait()
+        xr.Engine("daemon", transport="shm").imm_counter(1).wait(1)
+
+    begun = threading.Event()
+    threading.Thread(target=wait_in_vain, daemon=True).start()
+    """)
+
+    assert_clean(script)
+    assert script.stdout == "ended\n"
