@@ -74,18 +74,21 @@ def test_memory_is_a_tensor_zero_and_given_back_with_its_last_use(open_engine: E
 
 def test_what_kernels_use_is_kept_for_them(open_engine: EngineFactory) -> None:
     engine = open_engine()
+    side, done, seen = torch.cuda.Stream(), torch.cuda.Event(), torch.zeros(1, dtype=torch.int64, device="cuda:0")
+
+    def work(tensor: Any, cycles: int) -> None:
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(cycles)
+            tensor.add_(1)
+            seen.copy_(tensor.sum(dtype=torch.int64))
+            done.record()
+
+    work(noise(BYTES), 1)  # torch's streams and the kernels are there from now on: loading one waits for those that run
+    torch.cuda.synchronize()
     free = free_bytes()
     region = engine.alloc(BYTES, device="cuda:0")
-    tensor, seen = tensor_of(region), torch.zeros(1, dtype=torch.int64, device="cuda:0")
-    side, done = torch.cuda.Stream(), torch.cuda.Event()
-    with torch.cuda.stream(side):
-        int(tensor.add_(0).sum(dtype=torch.int64))  # to load a kernel waits for those that run
-    torch.cuda.synchronize()
-    with torch.cuda.stream(side):
-        torch.cuda._sleep(2 * SECOND)
-        tensor.add_(1)
-        seen.copy_(tensor.sum(dtype=torch.int64))
-        done.record()
+    tensor = tensor_of(region)
+    work(tensor, 2 * SECOND)
     begin = time.monotonic()
     del tensor
     region.close()
@@ -94,7 +97,6 @@ def test_what_kernels_use_is_kept_for_them(open_engine: EngineFactory) -> None:
     assert time.monotonic() - begin < 0.5 and not done.query()  # who drops it does not wait
     side.synchronize()
     assert int(seen) == BYTES
-    del seen
     eventually(lambda: free_bytes() > free - BYTES // 2, "the memory is given back")
 
 
