@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
@@ -11,13 +13,15 @@ import pytest
 
 import crossrail as xr
 from crossrail.weights import gpu as weights_gpu
-from crossrail.weights.errors import TornWeights
+from crossrail.weights.errors import TornWeights, UpdateFailed
 from crossrail.weights.inventory.memory import WeightMemory
+from crossrail.weights.services import messages as m
 from crossrail.weights.services.receiver import WeightReceiver
+from crossrail.weights.services.reports import ControllerOptions
 from crossrail.weights.services.versions import State
 from tests.weights import small_model as small
 from tests.weights.conftest import MakeFleet
-from tests.weights.fleet import PATIENCE_S, Fleet
+from tests.weights.fleet import PATIENCE_S, Fleet, unanswered
 
 
 async def test_update_in_place_that_fails_leaves_torn_weights_until_the_next(make_fleet: MakeFleet) -> None:
@@ -39,14 +43,145 @@ async def test_update_in_place_that_fails_leaves_torn_weights_until_the_next(mak
     await fleet.assert_holds(3)
 
 
-async def opened_and_cancelled(fleet: Fleet, version: int, rank: int) -> None:
+async def begun_and_cancelled(fleet: Fleet, version: int) -> None:
     """An update for which trainer 1 does not come, and trainer 0 may have written its half."""
     offered = asyncio.ensure_future(fleet.publish(version, [0], 2 * PATIENCE_S))
     updating = asyncio.ensure_future(fleet.controller.update(version, 2 * PATIENCE_S))
-    while not fleet.receivers[rank]._versions.is_receiving:
+    while fleet.trainers[0]._going is None:
         await asyncio.sleep(0.005)
     updating.cancel()
     await asyncio.gather(offered, updating, return_exceptions=True)
+
+
+@asynccontextmanager
+async def opening(fleet: Fleet, version: int) -> AsyncIterator[None]:
+    """Meanwhile an update waits for inference rank 0 to pause, all others are open, and no trainer writes yet. In the
+    end it is cancelled.
+    """
+    may_pause = asyncio.Event()
+    fleet.receivers[0]._pause = lambda _version: may_pause.wait()
+    others = [receiver for rank, receiver in fleet.receivers.items() if rank]
+    offered = asyncio.ensure_future(fleet.publish(version))
+    updating = asyncio.ensure_future(fleet.controller.update(version, 2 * PATIENCE_S))
+    while not all(receiver._versions.is_receiving for receiver in others):
+        await asyncio.sleep(0.005)
+    yield
+    updating.cancel()
+    outcomes = await asyncio.gather(updating, offered, return_exceptions=True)
+    assert [type(outcome) for outcome in outcomes] == [asyncio.CancelledError, UpdateFailed]
+    may_pause.set()
+
+
+@pytest.mark.parametrize("was_torn", [False, True])
+async def test_update_that_fails_before_trainers_write_leaves_weights_as_they_were(
+    make_fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch, was_torn: bool
+) -> None:
+    fleet = make_fleet(trainer_count=2, spare=False)
+    await fleet.start()
+    await fleet.update(1)
+    if was_torn:
+        await begun_and_cancelled(fleet, 2)
+    fenced = list[xr.Region]()
+    with monkeypatch.context() as patched:
+        patched.setattr(xr.Region, "revoke", lambda region, _timeout_s: fenced.append(region))
+        async with opening(fleet, 3):
+            assert all(fleet.sinks[rank].memory.is_torn for rank in (1, 2))
+    state = State.TORN if was_torn else State.WHOLE
+    for rank, receiver in fleet.receivers.items():
+        assert (receiver.state, receiver.memory.is_torn) == (state, was_torn), rank
+    assert not fenced
+    if not was_torn:
+        await fleet.assert_holds(1)
+    await fleet.update(4)
+    await fleet.assert_holds(4)
+
+
+async def test_spare_memory_that_no_trainer_has_written_is_what_it_was(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(trainer_count=2, spare=True)
+    await fleet.start()
+    await fleet.update(1)  # into the spare memory, so that the next one goes into the other
+    async with fleet.receivers[0].reading(PATIENCE_S):
+        await fleet.update(2)
+        offered = asyncio.ensure_future(fleet.publish(3))  # waits for that reader
+        updating = asyncio.ensure_future(fleet.controller.update(3, PATIENCE_S))
+        while not fleet.receivers[1]._versions.is_receiving:
+            await asyncio.sleep(0.005)
+        updating.cancel()
+        await asyncio.gather(updating, offered, return_exceptions=True)
+    assert fleet.receivers[1]._versions._states == [State.WHOLE] * 2
+    await fleet.assert_holds(2)
+
+
+@pytest.mark.parametrize("told", ["nothing", "another attempt", "no more than that it has failed", "writes have begun"])
+async def test_weights_are_torn_unless_it_is_certain_that_no_trainer_writes(make_fleet: MakeFleet, told: str) -> None:
+    fleet = make_fleet(trainer_count=2, spare=False, options=ControllerOptions(abort_s=1.0))
+    controller = await fleet.start()
+    await fleet.update(1)
+    receiver, box = fleet.receivers[1], fleet.mailboxes["target-1"]
+    async with opening(fleet, 2):
+        assert receiver._attempt is not None
+        number = receiver._attempt.number
+        if told == "nothing":
+            box.handle(m.Abort, unanswered)  # it is left out, and joins again
+        else:
+            abort = {
+                "another attempt": m.Abort(number + 1, "later", has_begun=False),
+                "no more than that it has failed": m.Abort(number, "as older controllers say it"),
+                "writes have begun": m.Abort(number, "a trainer died", has_begun=True),
+            }[told]
+            await fleet.mailboxes["controller"].ask(receiver._mailbox.address, abort, m.Aborted, PATIENCE_S)
+    await controller.ready([], [1], PATIENCE_S)
+    while receiver._attempt is not None:
+        await asyncio.sleep(0.005)
+    assert receiver.state is State.TORN and receiver.memory.is_torn
+    assert fleet.receivers[2].state is State.WHOLE
+
+
+async def test_attempt_of_another_controller_is_not_known_to_be_unwritten(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(trainer_count=2, spare=False)
+    await fleet.start()
+    await fleet.update(1)
+    receiver, second = fleet.receivers[1], fleet.mailbox("second")
+    async with opening(fleet, 2):
+        assert receiver._attempt is not None
+        receiver._controller = second.address  # as join() has it, before it has ended what it was in
+        abort = m.Abort(receiver._attempt.number, "of the same number", has_begun=False)
+        await second.ask(receiver._mailbox.address, abort, m.Aborted, PATIENCE_S)
+        assert receiver.state is State.TORN
+        receiver._controller = fleet.controller.address
+
+
+async def test_fence_that_is_under_way_ends_though_no_trainer_writes(
+    make_fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet = make_fleet(trainer_count=2, spare=False)
+    await fleet.start()
+    await fleet.update(1)
+    receiver, revoke = fleet.receivers[1], xr.Region.revoke
+    fences, may_fence = threading.Event(), threading.Event()
+
+    def slow_revoke(region: xr.Region, timeout_s: float) -> None:
+        fences.set()
+        assert may_fence.wait(PATIENCE_S)
+        revoke(region, timeout_s)
+
+    monkeypatch.setattr(xr.Region, "revoke", slow_revoke)
+    async with opening(fleet, 2):
+        attempt = receiver._attempt
+        assert attempt is not None
+        receiver._overdue(attempt)
+        await asyncio.to_thread(fences.wait, PATIENCE_S)
+        abort = m.Abort(attempt.number, "rank 0 does not pause", has_begun=False)
+        told = fleet.mailboxes["controller"].ask(receiver._mailbox.address, abort, m.Aborted, PATIENCE_S)
+        asking = asyncio.ensure_future(told)
+        while not attempt.is_unwritten:
+            await asyncio.sleep(0.005)
+        may_fence.set()
+        await asking
+        assert receiver.state is State.WHOLE and not receiver.memory.is_torn
+        assert not any(region.revoked for region in receiver.memory.regions)
+    await fleet.update(3)
+    await fleet.assert_holds(3)
 
 
 async def another_receiver(fleet: Fleet, rank: int) -> WeightReceiver:
@@ -62,7 +197,7 @@ async def test_torn_weights_are_torn_for_another_receiver_too(make_fleet: MakeFl
     fleet = make_fleet(trainer_count=2, spare=False)
     await fleet.start(targets=[0])
     await fleet.update(1)
-    await opened_and_cancelled(fleet, 2, 0)
+    await begun_and_cancelled(fleet, 2)
     await fleet.receivers[0].close()
     assert fleet.sinks[0].memory.is_torn
     receiver = await another_receiver(fleet, 0)
@@ -88,7 +223,7 @@ async def test_version_in_spare_memory_is_brought_back_by_close(
     if mapped:
         beside[:] = 7
     if is_torn:
-        await opened_and_cancelled(fleet, 2, 0)
+        await begun_and_cancelled(fleet, 2)
     assert sink.memory.is_torn == is_torn
     await asyncio.gather(receiver.close(), receiver.close())
     assert not sink.memory.is_torn

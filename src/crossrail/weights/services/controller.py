@@ -4,6 +4,7 @@ An update: 1. RollCall to all: who is gone is left out. 2. plan, if anybody came
 a buffer ready. 4. Go: trainers write. 5. Await: inference ranks have counted all. 6. Commit to inference ranks. 7.
 Commit to trainers. If anything goes wrong from 2 to 5: Abort to all; if no inference rank answers in 6: Abort to
 trainers. Whoever does not answer Commit or Abort is left out of the next plan; it ends the attempt by its own deadline.
+What an Abort ends before 4 has left no trace in any inference rank's memory.
 """
 
 from __future__ import annotations
@@ -76,6 +77,7 @@ class WeightController:
         self._roster = Roster(mailbox, self._options.evict_s, lambda: self.version, self._on_out)
         self._planned: list[Member] = []  # those whom the current plan is for
         self._attempt = _attempts.setdefault(mailbox, 0)
+        self._has_begun = False  # a trainer may have been told to write, in this attempt
         self._under_way: int | None = None  # the version
         self._lost: asyncio.Future[None] | None = None  # of the update under way: somebody of it went
         self._late: dict[Member, str] = {}  # who has not answered yet what the update waits for, and what that is
@@ -108,11 +110,11 @@ class WeightController:
             of 1), "ready" (tasks that trainers have prepared; these two only if a member joined or left), "open"
             (inference ranks), "write" (bytes).
         Raises UpdateFailed once the update is aborted everywhere: inference ranks with spare memory keep the version
-        that they had, those without report torn weights. Another update() may succeed, with a new plan if a member was
-        lost; also where nobody else holds what a trainer held that went. Who was lost before it is left out, if it can
-        be, and named in the report's left_out; so is who could not be told that it is complete, while any inference
-        rank could. UsageError if the members' holdings do not fit together otherwise, or while another update is in
-        progress; and whatever on_progress raises.
+        that they had; so do those without if no trainer had been told to write, else they report torn weights. Another
+        update() may succeed, with a new plan if a member was lost; also where nobody else holds what a trainer held
+        that went. Who was lost before it is left out, if it can be, and named in the report's left_out; so is who could
+        not be told that it is complete, while any inference rank could. UsageError if the members' holdings do not fit
+        together otherwise, or while another update is in progress; and whatever on_progress raises.
         If it is cancelled, it first aborts everywhere, which may take options.abort_s; or commits, if everything has
         arrived, which may take twice as long. Cancelled again meanwhile it returns at once, and this goes on: until
         then it is in progress. Members that join meanwhile take part in the next update.
@@ -170,6 +172,7 @@ class WeightController:
         for member in self._roster.lost():  # before they count as lost in the middle of it
             self._leave_out(member, "it died, closed, or was silent for too long", report)
         self._attempt = _attempts[self._mailbox] = _attempts[self._mailbox] + 1
+        self._has_begun = False
         self._lost = asyncio.get_running_loop().create_future()
         begun = loop_time_s()
         try:
@@ -286,6 +289,7 @@ class WeightController:
         go = m.Go(version, attempt, digest, imm, imm + 1, buffers, left_s)
         whole = int(plan.writes["nbytes"].sum())
         async with self._watching(trainers, lambda far: on_progress("write", sum(p.written_bytes for p in far), whole)):
+            self._has_begun = True
             sent = await self._stage(trainers, lambda _: go, m.Sent, left_s)
         report.steps = {
             member.rank: StepReport(**each.report)  # type: ignore[arg-type]  # ints stay ints
@@ -390,7 +394,7 @@ class WeightController:
     async def _abort(self, why: str) -> None:
         """Ends an attempt everywhere, and leaves out whoever does not answer that."""
         self.plan = None  # descriptors of inference ranks change, and somebody may be missing
-        abort = m.Abort(self._attempt, clipped(why))
+        abort = m.Abort(self._attempt, clipped(why), self._has_begun)
         told = await self._tell(self._roster.all(), abort, m.Aborted, self._roster.drop)
         for member, answer in told.items():
             if member.role == "trainer":

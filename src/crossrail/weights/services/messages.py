@@ -222,10 +222,14 @@ class Commit(Struct, frozen=True, tag=True):
 
 
 class Abort(Struct, frozen=True, tag=True):
-    """This attempt has failed. Answered once nothing of it can land any more, or is written."""
+    """This attempt has failed. Answered once nothing of it can land any more, or is written.
+
+    has_begun: False: no trainer was told to write, and none will be. Who does not say may have told them.
+    """
 
     attempt: Attempt
     reason: Text
+    has_begun: bool = True
 
 
 class Aborted(Struct, frozen=True, tag=True):

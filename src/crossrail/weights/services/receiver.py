@@ -54,12 +54,14 @@ class _Attempt:
 
     number: int
     version: int
+    controller: bytes
     counter: xr.ImmCounter
     expected: int
     deadline_at_s: float  # on the loop's clock
     timer: asyncio.TimerHandle | None = None
     is_whole: bool = False
     is_failed: bool = False
+    is_unwritten: bool = False  # and stays so: its controller has ended it before any trainer was to write
     unfenced: list[xr.Region] | None = None  # of a failed one: what its writers may still get into
 
 
@@ -83,7 +85,8 @@ class WeightReceiver(AsyncClosing):
 
     memory: of role "target"; its arrays are what is written. spare: twice the memory. Updates go into the half that is
         not read, and the old version stays usable until the new one is complete. Without it updates are in place,
-        between `pause` and `resume`, and a failed one leaves torn weights, which reading() refuses.
+        between `pause` and `resume`, and one that fails once trainers write, or of whose end nothing was heard, leaves
+        torn weights, which reading() refuses.
     pause(version), resume(version): of the inference engine; called before weights are written in place, and after a
         commit. Both are optional, and coroutine functions, or functions that do not block: they run on the event loop.
         A failed update does not resume. Weights on a GPU are not written before all kernels
@@ -194,8 +197,8 @@ class WeightReceiver(AsyncClosing):
         """The weights of one version, which nobody writes while this is open.
 
         Waits while an update in place is in progress, or waits for readers to finish; but not within another reading()
-        of the same task. Raises TornWeights if an update in place has failed, WaitTimeout; UsageError before join() and
-        after close().
+        of the same task. Raises TornWeights if an update in place has failed that may have written, WaitTimeout;
+        UsageError before join() and after close().
         Close it between uses: with spare memory the next update but one waits for it, in place the next one.
         """
         deadline_at_s = loop_time_s() + timeout_s
@@ -367,7 +370,9 @@ class WeightReceiver(AsyncClosing):
             raise UsageError(f"immediate {opened.imm} has counts already: something else uses it on this engine")
         self._attempt_max = opened.attempt
         deadline_at_s = loop_time_s() + opened.timeout_s
-        attempt = self._attempt = _Attempt(opened.attempt, opened.version, counter, self._expected[1], deadline_at_s)
+        attempt = self._attempt = _Attempt(
+            opened.attempt, opened.version, sender, counter, self._expected[1], deadline_at_s
+        )
         try:
             self.memory.check_in_place()  # before the pause, which a refused update does not end
             open_by_s = deadline_at_s - _say_why_s(opened.timeout_s)
@@ -464,7 +469,11 @@ class WeightReceiver(AsyncClosing):
         self._check_controller(sender)
         is_late = abort.attempt < self._attempt_max  # another has begun since
         self._attempt_max = max(self._attempt_max, abort.attempt)
-        if self._attempt is not None and self._attempt.number <= abort.attempt:
+        attempt = self._attempt
+        if attempt is not None and attempt.number <= abort.attempt:
+            # One of another number, or another controller's, may be at its writes.
+            if (attempt.number, attempt.controller) == (abort.attempt, sender) and not abort.has_begun:
+                attempt.is_unwritten = True
             await self._fail(abort.reason)
         elif not is_late:
             self._note_failure(abort.reason)
@@ -544,10 +553,15 @@ class WeightReceiver(AsyncClosing):
                 return False
             attempt.is_failed = True  # and stays the current one, so that no other begins, until all writers are out
             if self._versions.is_receiving:
-                if attempt.unfenced is None:
+                if attempt.unfenced is None and not attempt.is_unwritten:
                     attempt.unfenced = list(self._buffers[self._versions.back])
-                await in_thread(fence, attempt.unfenced, timeout_s)
-                self._versions.abort()
+                if attempt.unfenced is not None:  # what was begun ends: a region that was revoked is renewed
+                    await in_thread(fence, attempt.unfenced, timeout_s)
+                if attempt.is_unwritten:
+                    self._versions.withdraw()
+                    self.memory.is_torn = self._versions.is_first_torn
+                else:
+                    self._versions.abort()
             self._end(attempt)
             return True
         finally:

@@ -38,7 +38,7 @@ class Versions:
     """One buffer, updated in place while nobody reads; or two, of which one is read while the other is written.
 
     Lifecycle of an update: 1. opening(): no new reader of the buffer that it goes into, until the last one has gone and
-    it may_open. 2. open(). 3. commit() or abort().
+    it may_open. 2. open(). 3. commit(), abort() or withdraw().
     front: the buffer that is read; back: the one that the next update goes into, or the current one does.
     Invariant: a buffer that is RECEIVING has no readers; with two, the front is never RECEIVING.
     Threads: one.
@@ -49,6 +49,7 @@ class Versions:
         self.front = 0
         self._versions: list[int] = [-1] * buffers
         self._states = [State.WHOLE] * buffers
+        self._opened = State.WHOLE  # what the back was, as the last update opened
         if is_torn:
             self._states[0] = State.TORN
         self._readers = [0] * buffers
@@ -100,7 +101,7 @@ class Versions:
     def open(self) -> int:
         """The buffer that an update is written into from here on."""
         assert self.may_open
-        self._states[self.back] = State.RECEIVING
+        self._opened, self._states[self.back] = self._states[self.back], State.RECEIVING
         return self.back
 
     def commit(self, version: int) -> None:
@@ -115,6 +116,11 @@ class Versions:
         """Some of it may be there: what lay in that buffer is lost."""
         assert self._states[self.back] is State.RECEIVING
         self._states[self.back] = State.TORN
+
+    def withdraw(self) -> None:
+        """None of it is there, nor comes any more: that buffer is what it was."""
+        assert self._states[self.back] is State.RECEIVING
+        self._states[self.back] = self._opened
 
     def begin_reading(self, *, is_nested: bool = False) -> int | None:
         """The buffer to read, which nobody writes until end_reading(); None: not now, an update in place is under way.
