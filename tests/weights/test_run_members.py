@@ -281,6 +281,35 @@ async def test_second_of_the_same_rank_takes_its_place_and_the_first_is_told(
     await first.close()
 
 
+def waiting_for(member: Any, version: int) -> list[asyncio.Future[Any]]:
+    """Everything of this trainer or inference rank that waits for an update to this version."""
+    if isinstance(member, WeightTrainer):
+        return [asyncio.ensure_future(member.publish(version, 2 * PATIENCE_S))]
+    waits = (member.wait_version(version, 2 * PATIENCE_S), member.receive(version, 2 * PATIENCE_S))
+    return [asyncio.ensure_future(wait) for wait in waits]
+
+
+async def assert_told(waiting: list[asyncio.Future[Any]], why: str) -> None:
+    for outcome in await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), PATIENCE_S):
+        assert isinstance(outcome, xr.UsageError | UpdateFailed) and why in str(outcome), outcome
+
+
+@pytest.mark.parametrize("role", ["trainer", "target"])
+async def test_who_waits_for_an_update_hears_that_its_rank_was_refused(make_fleet: MakeFleet, role: Role) -> None:
+    fleet = make_fleet(trainer_count=2)
+    controller = await fleet.start()
+    member: Any = fleet.trainers[1] if role == "trainer" else fleet.receivers[1]
+
+    async def refuse(_sender: bytes, _join: m.Join) -> m.JoinRefused:
+        return m.JoinRefused("it does not fit")
+
+    fleet.mailboxes["controller"].handle(m.Join, refuse)
+    waiting = waiting_for(member, 1)
+    with pytest.raises(MemberRefused, match="it does not fit"):
+        await member.join(controller.address, PATIENCE_S)
+    await assert_told(waiting, "takes no part in updates: it was refused: it does not fit. Next: join()")
+
+
 @pytest.mark.parametrize("role", ["trainer", "target"])
 async def test_who_joins_again_by_itself_displaces_nobody(
     make_fleet: MakeFleet, caplog: pytest.LogCaptureFixture, role: Role
@@ -293,9 +322,11 @@ async def test_who_joins_again_by_itself_displaces_nobody(
     controller._roster._remove(member, "it did not answer")
     await (fleet.add_trainer if role == "trainer" else fleet.add_target)(1, "second")
     second = controller._roster.members[role, 1]
+    waiting = waiting_for(first, 1)
     told = m.Evicted("it did not answer")
     await fleet.mailboxes["controller"].ask(member.address, told, m.Taken, PATIENCE_S)
     await asyncio.wait_for(asyncio.shield(first._membership._joining), PATIENCE_S)
+    await assert_told(waiting, f"another {member} has joined since it was left out")
     assert controller._roster.members[role, 1] is second
     assert re.search(
         r"1 takes no part in updates: it could not join again: .* was refused: another .* 1 has", caplog.text
@@ -370,14 +401,16 @@ async def test_publish_may_be_called_before_join(make_fleet: MakeFleet) -> None:
     await fleet.assert_holds(1)
 
 
-async def _left_out(join: Callable[[bytes, float], Awaitable[None]], wire: Any) -> None:
-    """Returns when it has joined again, or gives up."""
+async def _left_out(join: Callable[[bytes, float], Awaitable[None]], wire: Any) -> list[str]:
+    """Returns when it has joined again, or gives up: why, then, as it is told."""
     tasks: list[asyncio.Future[None]] = []
     mailbox: Any = SimpleNamespace(wire=wire, spawn=lambda work, _: tasks.append(asyncio.ensure_future(work)))
-    membership = members.Membership("trainer 0", mailbox, join, str, str)
+    told: list[str] = []
+    membership = members.Membership("trainer 0", mailbox, join, str, str, lambda: told.append(membership.out_why))
     membership.begin()
     membership.left_out("it did not answer", b"controller")
     await asyncio.gather(*tasks)
+    return told
 
 
 async def test_who_was_left_out_looks_for_its_controller_until_it_answers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -391,7 +424,7 @@ async def test_who_was_left_out_looks_for_its_controller_until_it_answers(monkey
         if len(lefts) < 3:
             raise Unreachable("frozen")
 
-    await _left_out(join, wire)
+    assert not await _left_out(join, wire)
     assert looked_for == [b"controller"] * 2
     assert 500 < lefts[2] <= lefts[0] <= 600
 
@@ -400,7 +433,8 @@ async def test_who_cannot_join_again_says_so_without_a_trace(caplog: pytest.LogC
     async def join(_controller: bytes, _left_s: float) -> None:
         raise NoAnswer("no answer to Join within 600 s")
 
-    await _left_out(join, SimpleNamespace())
+    told = await _left_out(join, SimpleNamespace())
+    assert len(told) == 1 and told[0].startswith("trainer 0 takes no part in updates: it could not join again: no ans")
     assert [(record.levelname, record.exc_info) for record in caplog.records] == [("WARNING", None)] * 2
     assert "trainer 0 takes no part in updates: it could not join again: no answer" in caplog.text
 

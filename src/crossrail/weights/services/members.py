@@ -149,7 +149,8 @@ class Membership:
     """Of a trainer or inference rank: whether it takes part, as far as it is concerned; left out, it joins again.
 
     join: its own, to the controller of an address, within so many seconds. closed_why: why it takes part no more, ""
-        while it does; broken_why: why its memory cannot be used any more. Threads: the event loop's.
+        while it does; broken_why: why its memory cannot be used any more. on_out: called once out_why says why joining
+        has failed. Threads: the event loop's.
     UsageError for a mailbox that another one has; it has it until close().
     """
 
@@ -160,9 +161,10 @@ class Membership:
         join: Callable[[bytes, float], Awaitable[None]],
         closed_why: Callable[[], str],
         broken_why: Callable[[], str],
+        on_out: Callable[[], object],
     ) -> None:
         self._who = who
-        self._closed_why, self._broken_why = closed_why, broken_why
+        self._closed_why, self._broken_why, self._on_out = closed_why, broken_why, on_out
         self._mailbox = mailbox
         self._join = join
         self._takes_part = False
@@ -226,6 +228,7 @@ class Membership:
         """So it was answered."""
         self._takes_part = False
         self.out_why = f"{self._who} takes no part in updates: it was refused: {why}. Next: join()"
+        self._on_out()
 
     def displaced(self, why: str, number: int) -> bool:
         """The controller says so: another has joined under its rank since its Join of this number. It does not join
@@ -261,3 +264,4 @@ class Membership:
         except CrossrailError as error:
             self.out_why = f"{self._who} takes no part in updates: it could not join again: {error}. Next: join()"
             log.warning("%s", self.out_why)
+            self._on_out()

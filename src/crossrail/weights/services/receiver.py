@@ -126,7 +126,7 @@ class WeightReceiver(AsyncClosing):
         self._kernels: asyncio.Task[None] | None = None  # the last wait for them
         self._fencing = asyncio.Lock()
         self._membership = Membership(
-            f"inference rank {self.rank}", mailbox, self.join, self._closed_why, self._broken_why
+            f"inference rank {self.rank}", mailbox, self.join, self._closed_why, self._broken_why, self._notify
         )
         self._is_closed = False
         self._spare: ClosingSpare | None = None  # from close() on

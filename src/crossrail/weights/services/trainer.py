@@ -82,7 +82,9 @@ class WeightTrainer(AsyncClosing):
         self._attempt_max = 0  # attempts up to this one are over, also those whose Go is still on its way
         self._step_attempt = 0  # the last that a step was for
         self._lingering: list[xr.Transfer] = []
-        self._membership = Membership(f"trainer {self.rank}", mailbox, self.join, self._closed_why, self._broken_why)
+        self._membership = Membership(
+            f"trainer {self.rank}", mailbox, self.join, self._closed_why, self._broken_why, self._on_out
+        )
         self._barrier_imm: int | None = None  # of the last attempt
         self._is_closed = False
         self._membership.handle(
@@ -384,6 +386,9 @@ class WeightTrainer(AsyncClosing):
         return m.Progress(ready, report.written_bytes, self._offer is not None, self._withdrawn)
 
     # ---- ending
+
+    def _on_out(self) -> None:
+        self._fail(self._membership.out_why)
 
     def _fail(self, why: str) -> None:
         if self._offer is not None:
