@@ -223,6 +223,17 @@ def test_checkpoint_unregistered_meanwhile(world: World, comes_again: bool) -> N
         assert world.update(name) == [digests(weights(11, 0) | weights(15, 1))] * RANKS
 
 
+def test_part_registered_since_refused(world: World) -> None:
+    world.ranks[0].call("register", name="late", seed=18, parts=[0])
+    assert world.ranks.all("gather", name="late") == [[0], [0]]
+    world.ranks[1].call("register", name="late", seed=18, parts=[1])
+    world.begin("late")
+    complaint = "rank 1: it has registered its part of 'late' since gather_metas: gather_metas('late') first"
+    assert all(complaint in said for said in world.failures(world.ranks))
+    world.ranks.all("gather", name="late")
+    assert world.update("late") == [whole(18)] * RANKS
+
+
 def test_shared_pool_that_another_checkpoint_has_taken(world: World, tmp_path: Path) -> None:
     """Neither this group nor one that reads from it gets the other's bytes under this name."""
     world.register("pool a", seed=16, use_shared_memory_pool=True)

@@ -218,9 +218,10 @@ class ParameterServer(theirs.ParameterServer):  # type: ignore[misc, unused-igno
             return f"no rank has a checkpoint {checkpoint_name!r}: register_checkpoint, then gather_metas or load_metas"
         if self._metas_name not in (None, checkpoint_name):
             return f"its metas are those of {self._metas_name!r}: gather_metas({checkpoint_name!r}) first"
-        if self._metas_name and self._gathered and self._gathered != self._descriptors(checkpoint_name):
+        if self._metas_name and self._gathered != self._descriptors(checkpoint_name):
+            done = "unregistered, or replaced," if self._gathered else "registered"
             return (
-                f"it has unregistered, or replaced, its part of {checkpoint_name!r} since gather_metas: "
+                f"it has {done} its part of {checkpoint_name!r} since gather_metas: "
                 f"gather_metas({checkpoint_name!r}) first"
             )
         if ranks and not 0 <= ranks[0] <= ranks[-1] < self._world_size:
