@@ -111,6 +111,8 @@ async def test_update_that_is_cancelled_while_ranks_switch_is_told_to_trainers_a
     assert controller.version == 1
     while controller._under_way is not None:
         await asyncio.sleep(0.01)
+    totals = controller.totals
+    assert (totals.done, totals.failed, totals.cancelled, sum(totals.durations.counts)) == (1, 0, 0, 1)
     await fleet.update(2)
     await fleet.assert_holds(2)
 

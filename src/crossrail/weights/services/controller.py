@@ -191,9 +191,7 @@ class WeightController:
             if isinstance(error, UsageError) or not is_ours:
                 raise
             raise UpdateFailed(version, why) from error
-        await _to_its_end(self._commit(version, report))
-        report.total_s = loop_time_s() - begun
-        self.totals.add(report)
+        await _to_its_end(self._commit(version, report, begun))
         return report
 
     async def _in_time(self, work: Awaitable[None], deadline_at_s: float) -> bool:
@@ -406,9 +404,11 @@ class WeightController:
                 member.buffers = answer.regions
         self._planned = []
 
-    async def _commit(self, version: int, report: UpdateReport) -> None:
+    async def _commit(self, version: int, report: UpdateReport, begun_s: float) -> None:
         """All is everywhere: who cannot be told any more does not undo it for the others. Trainers are told last:
         where publish() returns, ranks have switched. UpdateFailed, everywhere, when none has answered.
+
+        Counts the update, which began at begun_s: whoever waits for this may be cancelled.
         """
         begun = loop_time_s()
         trainers, targets = self._planned_by_role()
@@ -425,7 +425,9 @@ class WeightController:
         self.version = version
         told = await self._tell_planned(trainers, commit, m.Taken, why)
         self._name_lost(version, trainers, why, told, report)
-        report.commit_s = loop_time_s() - begun
+        ended = loop_time_s()
+        report.commit_s, report.total_s = ended - begun, ended - begun_s
+        self.totals.add(report)
 
     async def _tell_planned(
         self, planned: list[Member], message: object, answer: type[_T], why: dict[Member, str]

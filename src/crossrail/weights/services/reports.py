@@ -72,7 +72,9 @@ class UpdateReport:
 
 @dataclass
 class UpdateTotals:
-    """Of all updates of a controller. written_bytes, stage_s and durations: of those that are done."""
+    """Of all updates of a controller. written_bytes, stage_s and durations: of those that are done, also where
+    update() was cancelled as they committed.
+    """
 
     done: int = 0
     failed: int = 0
