@@ -1,7 +1,8 @@
-"""A trainer of toys in a process of its own, with torch's barrier over gloo: python -m tests.weights.gloo_trainer SPEC.
+"""A trainer of toys in a process of its own, one of a gloo group: python -m tests.weights.gloo_trainer SPEC.
 
-It says {"joined": true}, then does what lines of JSON tell it: {"barrier": seconds} waits there, {"publish": version}
-trains and publishes. To each it says {"done": ...} or {"failed": why}. It ends when its standard input does.
+It says {"joined": true}, then does what lines of JSON tell it: {"barrier": seconds, "imm": number} waits there,
+{"publish": version} trains and publishes. To each it says {"done": ...} or {"failed": why}. It ends when its standard
+input does.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ async def play(spec: dict[str, Any]) -> None:
     box = mailbox(wire, os.environb[SECRET_VARIABLE.encode()])
     box.start()
     toy = ToyTrainer(ToyModel(**spec["model"]), engine, rank, count)
-    trainer = WeightTrainer(box, toy.memory, make_barrier=TorchBarrier.of(None))
+    make_barrier = TorchBarrier.of(None)
+    trainer = WeightTrainer(box, toy.memory, make_barrier=make_barrier)
     toy.train(0)
     await trainer.join(bytes.fromhex(spec["controller"]), PATIENCE_S)
     say(joined=True)
@@ -45,7 +47,8 @@ async def play(spec: dict[str, Any]) -> None:
         order = json.loads(line)
         try:
             if "barrier" in order:
-                await TorchBarrier(None).wait(order["barrier"])
+                others = [engine.address] * (count - 1)  # it only counts them
+                await make_barrier(engine, others, order["imm"]).wait(order["barrier"])
             else:
                 toy.train(order["publish"])
                 await trainer.publish(order["publish"], PATIENCE_S)

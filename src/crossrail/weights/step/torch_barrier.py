@@ -1,47 +1,81 @@
-"""The barrier of trainers by torch.distributed, on the CPU's network, for those who have a gloo group anyway."""
+"""The barrier of trainers by the store of a torch.distributed group, for those who have one anyway."""
 
 from __future__ import annotations
 
-from datetime import timedelta
+import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
 from crossrail._extras import needs
-from crossrail.errors import WaitTimeout
+from crossrail.errors import CrossrailError, WaitTimeout
 from crossrail.weights.step.barrier import MakeBarrier
 from crossrail.weights.threads import in_thread
 
-_TIMEOUT_MIN_S = 0.001  # torch counts in these, and takes -1 of them for its own half hour
+_PAUSE_S = (0.0005, 0.02)  # between looks at whether all have come: the first, and the longest
 
 
 class TorchBarrier:
-    """monitored_barrier() of a gloo group, in a thread. For WeightTrainer(make_barrier=TorchBarrier.of(group)).
+    """Counts trainers in the store of their group, in a thread. For WeightTrainer(make_barrier=TorchBarrier.of(group)).
 
-    A collective cannot be taken back: a trainer whose update was aborted while it waits here waits until the time is
-    up before it takes part in the next, and one that died takes the group with it. EngineBarrier has neither trouble.
+    Each attempt has keys of its own: what trainers have left there of one that failed is nothing to the next. gloo's
+    monitored_barrier() pairs calls by their number instead, which differs between trainers once an attempt has failed.
+    Like the group it ends with the process that keeps the store, mostly rank 0; EngineBarrier needs none.
     """
 
-    def __init__(self, group: Any) -> None:
-        self._group = group
+    def __init__(self, open_store: Callable[[], Any], trainers: int, imm: int, used: list[str]) -> None:
+        """open_store: a torch.distributed.Store of these trainers; called in the thread. imm: only this attempt's.
+
+        used: keys that this trainer has in the store. Those of attempts before, which are over, are taken out of it.
+        """
+        self._open_store = open_store
+        self._trainers = trainers
+        self._keys = f"crossrail/barrier/{imm}/"
+        self._used = used
+        self._waits = 0
+        self._is_closed = threading.Event()
 
     @staticmethod
     def of(group: Any) -> MakeBarrier:
-        """What makes them. group: of all trainers, on gloo; None: the default group."""
-        return lambda _engine, _others, _imm: TorchBarrier(group)
+        """What makes them. group: of all trainers, of any backend; None: the default group."""
+        used: list[str] = []
+        return lambda _engine, others, imm: TorchBarrier(lambda: _store_of(group), len(others) + 1, imm, used)
 
     async def wait(self, timeout_s: float) -> None:
         """See Barrier."""
-        await in_thread(self._wait, timeout_s)
+        self._waits += 1
+        came = f"{self._keys}{self._waits}"
+        all_came = f"{came}/all"
+        over = [key for key in self._used if not key.startswith(self._keys)]
+        self._used[:] = [*(key for key in self._used if key.startswith(self._keys)), came, all_came]
+        await in_thread(self._wait, came, all_came, over, timeout_s)
 
-    def _wait(self, timeout_s: float) -> None:
-        with needs("TorchBarrier", "'crossrail[torch]'"):
-            import torch.distributed as dist
-
-        if timeout_s < _TIMEOUT_MIN_S:
-            raise WaitTimeout(f"barrier over gloo: {timeout_s:.3g} s are left, it was not entered")
+    def _wait(self, came: str, all_came: str, over: list[str], timeout_s: float) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        store = self._open_store()
         try:
-            dist.monitored_barrier(self._group, timedelta(seconds=timeout_s))
+            for key in over:
+                store.delete_key(key)
+            if store.add(came, 1) == self._trainers:
+                store.set(all_came, "")
+            pause_s, longest_s = _PAUSE_S
+            while not store.check([all_came]):
+                if time.monotonic() >= deadline_s:
+                    there = f"{store.add(came, 0)} of {self._trainers} trainers"
+                    raise WaitTimeout(f"barrier over torch's store: {there} have come in {timeout_s:.3g} s")
+                if self._is_closed.wait(pause_s):
+                    raise WaitTimeout("barrier over torch's store: it was closed")
+                pause_s = min(2 * pause_s, longest_s)
         except RuntimeError as error:
-            raise WaitTimeout(f"barrier over gloo: {error}") from None
+            raise CrossrailError(f"barrier over torch's store: {str(error).partition(chr(10))[0]}") from error
 
     def close(self) -> None:
-        """Nothing: the group is the caller's."""
+        """Whoever waits here stops. The group is the caller's."""
+        self._is_closed.set()
+
+
+def _store_of(group: Any) -> Any:
+    with needs("TorchBarrier", "'crossrail[torch]'"):
+        import torch.distributed.distributed_c10d as c10d
+
+    return c10d._get_process_group_store(c10d._get_default_group() if group is None else group)
