@@ -348,7 +348,7 @@ async def test_decoder_hears_the_end_of_a_request_whose_prefillers_all_gave_long
     await script.paused.wait()
     lost = m.PrefillerLost(script.started[0], 1, "p", b"elsewhere", "x" * 2000)
     answer = await script.mailbox.ask(town.router.mailbox.address, lost, m.Reassigned, WAIT_S)
-    assert answer.prefiller is None and answer.reason.startswith("1 prefillers were tried: xxx")
+    assert answer.prefiller is None and answer.reason.startswith("1 attempts failed (prefillers that were tried: 1): xxx")
     script.go_on.set()
     assert await client == [1, 2, 3]
 
@@ -375,6 +375,31 @@ async def test_prefiller_that_was_heard_of_since_it_was_full_is_asked_before_a_b
         assert answer.prefiller is not None
         asked.append(answer.prefiller.node)
     assert asked == ["p2", "p3", "p2"]  # and not p1, which is the best of those that are full
+    script.go_on.set()
+    assert await client == [1, 2, 3]
+
+
+async def test_prefiller_where_an_attempt_failed_is_asked_again_only_once_all_have_failed(
+    town: Town, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However much the others have to do, also when they have no room."""
+    monkeypatch.setattr(redispatch, "_SAME_AGAIN_S", 0.01)
+    town.patient()
+    script = await town.add("a", "pause")
+    nodes = {name: prefiller_of(town, name) for name in ("p1", "p2", "p3")}
+    for name, node in nodes.items():
+        load = m.Load(queued_tokens=10_000 if name == "p3" else 0)
+        town.router.roster.join(node, load, asyncio.get_running_loop().time())
+    client = asyncio.ensure_future(town.complete(count=1000))
+    await script.paused.wait()
+    asked = ["p1"]
+    for attempt, busy in enumerate((False, False, True, True, False), 1):
+        who = (asked[-1], nodes[asked[-1]].address)
+        lost = m.PrefillerLost(script.started[0], attempt, *who, "it hangs, or is full", busy=busy)
+        answer = await script.mailbox.ask(town.router.mailbox.address, lost, m.Reassigned, WAIT_S)
+        assert answer.prefiller is not None
+        asked.append(answer.prefiller.node)
+    assert asked[:5] == ["p1", "p2", "p3", "p3", "p3"] and asked[5] in ("p1", "p2")
     script.go_on.set()
     assert await client == [1, 2, 3]
 

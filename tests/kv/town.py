@@ -24,7 +24,7 @@ from tests.support.kv_guard import PageGuard
 
 GREEDY = m.Sampling(max_tokens=6, ignore_end=True)
 TOKEN_S = 0.0005
-REASONS = ("its decoder is gone", "prefillers were tried", "no other prefiller within", "no node took the request")
+REASONS = ("its decoder is gone", "prefillers that were tried", "no other prefiller within", "no node took the request")
 QUIET_S = 60.0  # virtual: for what is left when all requests have ended
 
 

@@ -31,7 +31,7 @@ class Redispatch:
     ) -> m.Reassigned:
         """Which prefiller the decoder that lost one is to ask; or why none.
 
-        queue_s: how long it waits for one that is there, and for one that has room. attempts_max: that it tries.
+        queue_s: how long it waits for one that is there, and for one that has room. attempts_max: that may fail.
         """
         if running.decoder is None or not running.waits_at(sender, lost.placement):
             return nobody_waits(lost)
@@ -41,9 +41,10 @@ class Redispatch:
                 return m.Reassigned(lost.request, lost.attempt, None, m.clipped(why), busy=True)
         else:
             running.note_room()
-            running.failed.add(lost.attempt)
+            running.failed[lost.attempt] = lost.address
         if len(running.failed) >= attempts_max:
-            why = f"{len(running.failed)} prefillers were tried: {lost.reason}"
+            tried = len(set(running.failed.values()))
+            why = f"{len(running.failed)} attempts failed (prefillers that were tried: {tried}): {lost.reason}"
             return m.Reassigned(lost.request, lost.attempt, None, m.clipped(why))
         log.info("request %s, attempt %d: prefiller %s: %s", lost.request, lost.attempt, lost.node, lost.reason)
         found = await self._other(running, running.decoder.record.model, lost, queue_s)
@@ -59,22 +60,23 @@ class Redispatch:
 
     async def _other(self, running: Running, model: str, lost: m.PrefillerLost, queue_s: float) -> Member | None:
         """One that is there, or comes within queue_s. The same again, after a pause, if there is no other, or the
-        others have no room either.
+        others have no room either. One where an attempt has failed only if there is no other.
         """
         same_after_s = loop_time_s() + _SAME_AGAIN_S * (lost.attempt - lost.placement + 1)
         give_up_s = loop_time_s() + queue_s
+        failed = set(running.failed.values())
         self._seeking += 1
         try:
             while True:
                 there = self._placement.prefillers(running, model)
-                others = [member for member in there if member.address != lost.address]
+                able = [member for member in there if member.address not in failed] or there
+                others = [member for member in able if member.address != lost.address]
                 # One that was full is another again once it has been heard since.
                 heard = [member for member in others if running.full.get(member.address, 0.0) < member.told_s]
                 if heard:
                     return self._placement.best(heard, running)
-                able = others or there
                 if running.ended or loop_time_s() >= min(give_up_s, same_after_s if able else give_up_s):
-                    return self._placement.best(able, running) if able else None
+                    return self._placement.best(others or able, running) if able else None
                 pause_s = _SEEK_S * max(1.0, self._seeking / _SEEKING_AT_ONCE)
                 await asyncio.sleep(max(min(pause_s, give_up_s - loop_time_s()), 0.0))
         finally:

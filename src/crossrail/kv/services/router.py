@@ -58,8 +58,8 @@ class RouterOptions:
         and max_tokens; a request is always taken when it is the only one. queue_s: how long a request waits for a node
         with room. request_timeout_s: how long one may take in total. answer_timeout_s: how long a node may take to
         answer.
-    attempts_max: prefillers that a decoder tries. restarts_max: how many decoders may die during a request before it
-        fails. sweep_s: how often members are checked.
+    attempts_max: attempts at prefillers that may fail at one decoder. restarts_max: how many decoders may die during a
+        request before it fails. sweep_s: how often members are checked.
     UsageError for an invalid value.
     """
 

@@ -52,7 +52,8 @@ class Running:
     attempt: int = 1
     placement: int = 1
     restarts: int = 0  # decoders that died
-    failed: set[int] = field(default_factory=set)  # attempts since it was placed, but for those that found no room
+    # Attempts since it was placed, but for those that found no room, and the addresses of their prefillers.
+    failed: dict[int, bytes] = field(default_factory=dict)
     # Of the latest, if no other has come between: since when (later by what was no wait for room), and when each
     # prefiller said so last, by its address.
     no_room_s: float | None = None
