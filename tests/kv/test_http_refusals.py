@@ -198,6 +198,17 @@ async def test_nodes_that_drain_make_no_router_ready(cluster: Cluster, url: str,
     await asyncio.gather(running, drained)
 
 
+async def test_nodes_whose_models_hang_make_no_router_ready(
+    cluster: Cluster, url: str, client: aiohttp.ClientSession
+) -> None:
+    await start(cluster)
+    (member,) = cluster.router.roster.members("decoder")
+    cluster.nodes["d0"].load = lambda: m.Load(hangs=True)  # type: ignore[method-assign]
+    await until(lambda: member.load.hangs, "the router has heard of it")
+    async with client.get(url + "/health") as response:
+        assert (response.status, await response.json()) == (503, {"prefillers": 1, "decoders": 0})
+
+
 async def test_decoder_that_dies_ends_a_stream_in_words(
     cluster: Cluster, url: str, client: aiohttp.ClientSession
 ) -> None:

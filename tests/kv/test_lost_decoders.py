@@ -206,8 +206,11 @@ async def test_requests_of_a_decoder_whose_model_hangs_go_on_elsewhere_behind_wh
     refusal = await cluster.router.mailbox.ask(d0.mailbox.address, question, (m.Started, m.StartRefused), WAIT_S)
     assert isinstance(refusal, m.StartRefused) and refusal.busy
     assert "the model of node 'd0' hangs: it has computed no token for" in refusal.reason
+    (told,) = [member for member in cluster.router.roster.members("decoder") if member.name == "d0"]
+    await until(lambda: told.load.hangs, "the router has heard of it")
     model.goes_on.set()
     await until(lambda: "d0" not in cluster.busy_pages(), "its pages are free")
+    await until(lambda: not told.load.hangs, "the router has heard that it goes on")
     await assert_still_serves(cluster)
 
 

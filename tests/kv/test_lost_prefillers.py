@@ -192,9 +192,12 @@ async def test_prefiller_whose_model_hangs_is_replaced_and_takes_nothing_until_i
     sender = cluster.nodes["d0"].mailbox
     question = m.Dispatch("new", 1, m.pack_tokens(PROMPT), {}, 9.0)
     refusal = await sender.ask(p0.mailbox.address, question, (m.Dispatched, m.DispatchRefused), WAIT_S)
-    assert isinstance(refusal, m.DispatchRefused) and "the model of node 'p0' hangs" in refusal.reason
+    assert isinstance(refusal, m.DispatchRefused) and "the model of node 'p0' hangs" in refusal.reason and refusal.busy
+    (told,) = [member for member in cluster.router.roster.members("prefiller") if member.name == "p0"]
+    await until(lambda: told.load.hangs, "the router has heard of it")
     await cluster.kill("p1")
     goes_on.set()
+    await until(lambda: not told.load.hangs, "and that it goes on")
     await assert_still_serves(cluster)
 
 

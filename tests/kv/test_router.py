@@ -39,6 +39,7 @@ class Script:
     answer: str = "serve"
     pace_s: float = 0.0
     started: list[str] = field(default_factory=list)
+    prefillers: list[str] = field(default_factory=list)  # that it was to ask
     cancelled: list[str] = field(default_factory=list)
     unwanted: list[str] = field(default_factory=list)
     paused: asyncio.Event = field(default_factory=asyncio.Event)
@@ -47,6 +48,8 @@ class Script:
 
     async def on_start(self, router: bytes, start: m.Start) -> m.Message:
         self.started.append(start.request)
+        if start.prefiller is not None:
+            self.prefillers.append(start.prefiller.node)
         if self.answer == "late":
             await asyncio.sleep(3 * OPTIONS.answer_timeout_s)
         if self.answer in ("busy", "never", "duplicate"):
@@ -250,10 +253,11 @@ async def test_request_that_waits_for_a_decoder_hears_that_the_router_is_closing
     assert await asyncio.wait_for(waiting, 1.0) == "the router is closing"
 
 
-async def test_draining_decoder_gets_nothing(town: Town) -> None:
-    draining = await town.add("a", load=m.Load(draining=True))
+@pytest.mark.parametrize("load", [m.Load(draining=True), m.Load(hangs=True)], ids=["draining", "hanging"])
+async def test_decoder_that_takes_no_requests_gets_nothing(town: Town, load: m.Load) -> None:
+    idle = await town.add("a", load=load)
     await town.add("b", load=m.Load(queued_tokens=10_000))
-    assert await town.complete() == [1, 2, 3] and draining.started == []
+    assert await town.complete() == [1, 2, 3] and idle.started == []
 
 
 async def test_same_prefix_goes_where_it_was(town: Town) -> None:
@@ -402,6 +406,27 @@ async def test_prefiller_where_an_attempt_failed_is_asked_again_only_once_all_ha
     assert asked[:5] == ["p1", "p2", "p3", "p3", "p3"] and asked[5] in ("p1", "p2")
     script.go_on.set()
     assert await client == [1, 2, 3]
+
+
+async def test_prefiller_whose_model_hangs_is_not_asked_though_it_has_nothing_to_do(town: Town) -> None:
+    town.patient()
+    script = await town.add("a")
+    loads = {"p1": m.Load(hangs=True), "p2": m.Load(queued_tokens=10_000)}
+    for name, load in loads.items():
+        town.router.roster.join(prefiller_of(town, name), load, asyncio.get_running_loop().time())
+    assert await town.complete(count=1000) == [1, 2, 3]
+    assert script.prefillers == ["p2"]
+
+
+@pytest.mark.parametrize("role", ["prefiller", "decoder"])
+async def test_request_where_all_models_hang_is_told_so(town: Town, role: m.Role) -> None:
+    town.patient()
+    hangs = m.Load(hangs=True)
+    await town.add("d1", load=hangs if role == "decoder" else None)
+    p1 = prefiller_of(town, "p1")
+    town.router.roster.join(p1, hangs if role == "prefiller" else m.Load(), asyncio.get_running_loop().time())
+    with pytest.raises(Unavailable, match=f"no {role} takes requests: the model hangs at node '{role[0]}1'"):
+        await town.complete(count=1000)
 
 
 async def test_wait_for_the_decoders_pages_is_no_wait_for_a_prefiller_with_room(

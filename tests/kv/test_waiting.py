@@ -304,6 +304,19 @@ async def test_request_that_fits_only_where_nothing_is_taken_is_told_what_the_ot
     assert not town.offered
 
 
+async def test_decoder_that_is_kept_takes_requests(refusals_are_believed: None, town: Town) -> None:
+    for name in ("d0", "d1"):
+        town.add(name, 0)
+    d0, d1 = town.router.roster.members("decoder")
+    d0.load = m.Load(hangs=True)
+    client = town.come("r0")
+    await until(lambda: town.offered == ["r0"] and is_quiet(town), "it is refused")
+    town.router._waiting._keep(asyncio.get_running_loop().time() + 2 * WAIT_S)
+    assert [town.router._placement.kept_for(member) for member in (d0, d1)] == [None, "r0"]
+    client.cancel()
+    await asyncio.wait([client])
+
+
 async def test_request_behind_others_is_told_so(town: Town) -> None:
     town.router.options = RouterOptions(queue_s=0.3, answer_timeout_s=0.1)
     town.add("d0", 5)

@@ -39,7 +39,10 @@ EndReason = Literal["stop", "length", "cancelled", "deadline", "overloaded", "er
 
 
 class Load(Struct, frozen=True):
-    """What a node has to do. queued_tokens: prompt tokens not yet prefilled, or tokens in decoding requests."""
+    """What a node has to do. queued_tokens: prompt tokens not yet prefilled, or tokens in decoding requests.
+
+    draining: it takes no requests, and will end. hangs: nor does it until its model goes on.
+    """
 
     requests: Index = 0
     queued_tokens: Index = 0
@@ -47,6 +50,11 @@ class Load(Struct, frozen=True):
     pages_total: Index = 0
     pages_quarantined: Index = 0
     draining: bool = False
+    hangs: bool = False
+
+    @property
+    def takes_requests(self) -> bool:
+        return not (self.draining or self.hangs)
 
 
 class NodeRef(Struct, frozen=True):
@@ -260,7 +268,9 @@ class Dispatched(_OfAttempt, frozen=True, tag=True):
 
 
 class DispatchRefused(_OfAttempt, frozen=True, tag=True):
-    """Nothing was and nothing will be written. busy: for lack of room; the same one may take it later."""
+    """Nothing was and nothing will be written. busy: for lack of room, or its model hangs; the same one may take it
+    later.
+    """
 
     reason: Text
     busy: bool = False

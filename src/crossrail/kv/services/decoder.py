@@ -109,6 +109,7 @@ class Decoder(Node):
             pages_total=self.pool.pages,
             pages_quarantined=self.pool.report().pages[PageState.QUARANTINED],
             draining=self.draining,
+            hangs=bool(self._model_watch.hangs or self._held_by_model),
         )
 
     def _active(self) -> list[Serving]:

@@ -82,14 +82,16 @@ class Placement:
         return [
             member
             for member in self._membership.members("prefiller")
-            if member.record.model == model and not member.load.draining and running.prefill_tokens <= member.tokens_max
+            if member.load.takes_requests
+            and member.record.model == model
+            and running.prefill_tokens <= member.tokens_max
         ]
 
     def prefill_tokens(self) -> dict[str, int]:
         """By model: how long a prompt may be for one of the prefillers that take requests."""
         longest: dict[str, int] = {}
         for member in self._membership.members("prefiller"):
-            if not member.load.draining:
+            if member.load.takes_requests:
                 longest[member.record.model] = max(longest.get(member.record.model, 0), member.tokens_max)
         return longest
 

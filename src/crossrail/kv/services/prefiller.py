@@ -116,6 +116,7 @@ class Prefiller(Node):
             pages_total=self.pool.pages,
             pages_quarantined=self.pool.report().pages[PageState.QUARANTINED],
             draining=self.draining,
+            hangs=bool(self._model_watch.hangs),
         )
 
     async def close(self) -> None:
@@ -133,7 +134,7 @@ class Prefiller(Node):
             return m.Dispatched(*answer)
         if refusal := self._refusal(key):
             return m.DispatchRefused(*answer, m.clipped(refusal))
-        if busy := self._too_busy():
+        if busy := self._model_watch.hangs or self._too_busy():
             return m.DispatchRefused(*answer, m.clipped(busy), busy=True)
         try:
             target = KvTarget.from_wire(dispatch.ticket)
@@ -164,7 +165,7 @@ class Prefiller(Node):
             return "this attempt has ended"
         if self.draining:
             return f"node {self.name!r} is draining"
-        return self._model_watch.hangs
+        return ""
 
     def _too_busy(self) -> str:
         if self._full():

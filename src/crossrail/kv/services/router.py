@@ -299,12 +299,13 @@ class Router(AsyncClosing):
     def _give_up(self, waiter: Waiter) -> None:
         """Raises why nobody has taken it, or ends it if its own time is up."""
         running = waiter.running
-        decoders = [member for member in self.roster.members("decoder") if not member.load.draining]
+        decoders = [member for member in self.roster.members("decoder") if member.load.takes_requests]
         if not any(running.model in (None, member.record.model) for member in decoders):
             of = f" for model {running.model!r}" if running.model else ""
             others = sorted({repr(member.record.model) for member in self.roster.members("decoder")})
             there = f"; there are some for {', '.join(others)}" if of and others else ""
-            raise Unavailable(waiter.why or f"no decoder{of} has joined router {self.name!r}{there}")
+            none = waiter.why or f"no decoder{of} has joined router {self.name!r}{there}"
+            raise Unavailable(self._hanging("decoder", running.model, 0) or none)
         lacking = self._waiting.lacks_prefiller(waiter)
         why = self._no_prefiller(running, lacking) if lacking else waiter.why or self._waiting.why_not(waiter)
         if loop_time_s() >= running.deadline_at_s:
@@ -314,7 +315,21 @@ class Router(AsyncClosing):
             raise Unavailable(why)
         raise Overloaded(f"no node took the request within {self.options.queue_s:g} s; the last one said: {why}")
 
+    def _hanging(self, role: m.Role, model: str | None, tokens: int) -> str:
+        """That those with pages for so many tokens are there and hang, in words; empty: there is none. model: or any."""
+        hanging = [
+            member.name
+            for member in self.roster.members(role)
+            if member.load.hangs and model in (None, member.record.model) and tokens <= member.tokens_max
+        ]
+        if not hanging:
+            return ""
+        more = f" and {len(hanging) - 1} more" if len(hanging) > 1 else ""
+        return f"no {role} takes requests: the model hangs at node {hanging[0]!r}{more}"
+
     def _no_prefiller(self, running: Running, model: str) -> str:
+        if hanging := self._hanging("prefiller", model, running.prefill_tokens):
+            return hanging
         is_there = any(member.record.model == model for member in self.roster.members("prefiller"))
         having = f" with pages for {running.prefill_tokens} tokens" if is_there else ""
         return f"no prefiller for model {model!r}{having} has joined router {self.name!r}"

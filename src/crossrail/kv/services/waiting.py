@@ -218,7 +218,11 @@ class Waiting:
         if (member := self._there.get(address)) is None:
             return
         now = member.load
-        if (before.requests, before.pages_free, before.draining) == (now.requests, now.pages_free, now.draining):
+        if (before.requests, before.pages_free, before.takes_requests) == (
+            now.requests,
+            now.pages_free,
+            now.takes_requests,
+        ):
             self._rooms[address].try_one()
         else:
             self._rooms[address].news()
@@ -248,7 +252,7 @@ class Waiting:
 
     def _why_none_suits(self, waiter: Waiter) -> str:
         """Though there are decoders for its model that take requests: a larger one may come back, or drains."""
-        taking = [m for m in self._decoders() if not m.load.draining and _has_model(waiter.running, m)]
+        taking = [m for m in self._decoders() if m.load.takes_requests and _has_model(waiter.running, m)]
         largest = max(taking, key=lambda member: member.tokens_max, default=None)
         if largest is None:
             return "no decoder takes requests"
@@ -331,7 +335,7 @@ class Waiting:
 
     def _first_at(self, member: Member) -> Waiter | None:
         room = self._rooms[member.address]
-        if member.load.draining or room.offers >= room.offers_max:
+        if not member.load.takes_requests or room.offers >= room.offers_max:
             return None
         if (request := self._placement.kept_for(member)) is not None:
             only = self._by_name.get(request)
@@ -357,7 +361,7 @@ class Waiting:
         """However much room it has now. A decoder that has too few pages is asked if all have: it says so in words."""
         running = waiter.running
         return (
-            not member.load.draining
+            member.load.takes_requests
             and _has_model(running, member)
             and (waiter.tokens <= member.tokens_max or waiter.tokens > self._decode_tokens.get(running.model, 0))
             and waiter.prefill_tokens <= self._prefill_tokens.get(member.record.model, 0)
@@ -411,7 +415,7 @@ class Waiting:
 
     def _keep(self, now_s: float) -> None:
         """A decoder for each that has waited long, in their order, as far as there are any."""
-        there = [member for member in self._decoders() if not member.load.draining]
+        there = [member for member in self._decoders() if member.load.takes_requests]
         having = {self._placement.kept_for(member) for member in there}
         free = [member for member in there if self._placement.kept_for(member) is None]
         models = {None, *(member.record.model for member in free)}
