@@ -1,6 +1,7 @@
 """Requests that wait for a decoder: whose turn it is, and what that costs where many wait."""
 
 import asyncio
+import contextlib
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -9,14 +10,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from crossrail.control.mailbox import NoAnswer
 from crossrail.control.wire import Wire
 from crossrail.kv import messages as m
 from crossrail.kv.errors import Overloaded
 from crossrail.kv.services import waiting
+from crossrail.kv.services.membership import Roster
+from crossrail.kv.services.placement import Placement
 from crossrail.kv.services.router import Router, RouterOptions
-from crossrail.kv.services.waiting import Waiting
+from crossrail.kv.services.router_requests import Running
+from crossrail.kv.services.waiting import Refusal, Waiter, Waiting
 from tests.kv.conftest import until
 from tests.support.kv_cluster import LAYOUT, node_record
 from tests.support.limits import WAIT_S
@@ -244,6 +249,64 @@ async def test_change_costs_no_look_at_all_who_wait(town: Town, monkeypatch: pyt
     for client in clients:
         client.cancel()
     await asyncio.gather(*clients, return_exceptions=True)
+
+
+class Crowd:
+    """300 requests for model "full", whose decoders have refused, beside as many decoders of model "idle"."""
+
+    decoders, waiters = 32, 300
+
+    def __init__(self, stack: contextlib.ExitStack, prefillers: bool) -> None:
+        self.stack = stack
+        self.now_s = asyncio.get_running_loop().time()
+        roster = Roster(WAIT_S)
+        for model in ("full", "idle"):
+            for index in range(self.decoders):
+                record = structs.replace(node_record(f"{model}{index}"), model=model)
+                roster.join(record, m.Load(), self.now_s)
+            if prefillers:
+                roster.join(structs.replace(node_record(f"p-{model}", "prefiller"), model=model), m.Load(), self.now_s)
+        self.waiting = Waiting(roster, Placement(roster))
+        self.waiting.prefillers_changed()
+        for member in self.waiting._decoders():
+            if member.record.model == "full":
+                self.waiting._rooms[member.address].refused(1, Refusal("full"), self.now_s)
+        self.crowd = [self.come("full", number) for number in range(self.waiters)]
+        self.waiting._next()  # closes what is open since it is new
+
+    def come(self, model: str, number: int) -> Waiter:
+        prompt = np.arange(40, dtype=np.int32)
+        running = Running(f"r{number}", prompt, SHORT, [], self.now_s + WAIT_S, model, number)
+        return self.stack.enter_context(self.waiting.queued(running, self.now_s))
+
+
+@pytest.mark.parametrize("what", ["refused", "come", "come-elsewhere", "keep"])
+async def test_decoders_that_do_not_suit_those_who_wait_cost_no_look_at_each_of_them(
+    monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    with contextlib.ExitStack() as stack:
+        town = Crowd(stack, prefillers=what != "keep")
+        looks = 0
+        suits = Waiting._suits
+
+        def counted(*arguments: Any) -> bool:
+            nonlocal looks
+            looks += 1
+            return suits(*arguments)
+
+        monkeypatch.setattr(Waiting, "_suits", counted)
+        found = None
+        if what == "refused":
+            town.waiting._look_for(town.crowd[100])
+        elif what == "come":
+            town.come("full", town.waiters)
+        elif what == "come-elsewhere":
+            found = town.come("idle", town.waiters)
+        else:  # no prefiller has any of these models, so there is no decoder to be kept
+            town.waiting._keep(town.now_s)
+        turn = town.waiting._next()
+        assert (turn and turn[0]) is found
+        assert looks <= 2 * (town.waiters + 2 * town.decoders), "not all of them times decoders"
 
 
 async def test_all_decoders_that_were_full_and_have_room_again_get_their_next(

@@ -17,6 +17,7 @@ comes, or was refused, is looked at for all decoders. Those that nothing happene
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 from bisect import insort
 from collections.abc import Iterator
@@ -46,6 +47,7 @@ _COMPARED = (
 _TRIED_AT_ONCE = 16  # decoders, after a while, beside those that are kept: these are to hear of it
 
 _number_of = attrgetter("number")
+_Kind = tuple[str, int]
 
 
 @dataclass(frozen=True)
@@ -317,12 +319,13 @@ class Waiting:
         found: Waiter | None = None
         where: list[Member] = []
         full = 0
+        first_suiting: dict[_Kind, int] = {}
         self._decoders()
         for member in list(self._open.values()):
             was_full = self._rooms[member.address].offers_max == 1
             if was_full and full == _COMPARED:
                 continue
-            waiter = self._first_at(member)
+            waiter = self._first_at(member, first_suiting)
             if waiter is None:
                 del self._open[member.address]
                 continue
@@ -333,7 +336,8 @@ class Waiting:
                 where.append(member)
         return None if found is None else (found, self._placement.best(where, found.running))
 
-    def _first_at(self, member: Member) -> Waiter | None:
+    def _first_at(self, member: Member, first_suiting: dict[_Kind, int]) -> Waiter | None:
+        """first_suiting: in `_idle`, as far as it has been looked for: decoders of one kind pass over all before it."""
         room = self._rooms[member.address]
         if not member.load.takes_requests or room.offers >= room.offers_max:
             return None
@@ -342,9 +346,13 @@ class Waiting:
             if only is None or only.decoder is not None or not self._may_have(only, member, room):
                 return None
             return only
+        kind = _kind_of(member)
+        if (first := first_suiting.get(kind)) is None:
+            indices = (index for index, waiter in enumerate(self._idle) if self._suits(waiter, member))
+            first = first_suiting[kind] = next(indices, len(self._idle))
         # Most are passed over here: they need as much room as one that was refused, and nothing of theirs is there.
         refused_tokens, names = math.inf if room.is_tried else room.refused_tokens, self._placement.names_at(member)
-        for waiter in self._idle:
+        for waiter in itertools.islice(self._idle, first, None):
             is_possible = waiter.tokens < refused_tokens or waiter.first_name in names
             if is_possible and self._may_have(waiter, member, room):
                 return waiter
@@ -378,11 +386,12 @@ class Waiting:
     # --- what is to be looked at ---
 
     def _look_for(self, waiter: Waiter) -> None:
-        """At all that may have room for it."""
+        """At all that may have room for it. Not at others, where all that wait would be looked at in vain."""
         for member in self._decoders():
             may_take = self._rooms[member.address].may_take(waiter.tokens)
             if may_take or waiter.first_name in self._placement.names_at(member):
-                self._look_at(member)
+                if self._suits(waiter, member):
+                    self._look_at(member)
 
     def _look_at(self, member: Member) -> None:
         if self._idle:
@@ -417,20 +426,28 @@ class Waiting:
         """A decoder for each that has waited long, in their order, as far as there are any."""
         there = [member for member in self._decoders() if member.load.takes_requests]
         having = {self._placement.kept_for(member) for member in there}
-        free = [member for member in there if self._placement.kept_for(member) is None]
-        models = {None, *(member.record.model for member in free)}
+        free: dict[_Kind, list[Member]] = {}
+        for member in there:
+            if self._placement.kept_for(member) is None:
+                free.setdefault(_kind_of(member), []).append(member)
         for waiter in self._idle:
             if not free:
                 return
             running = waiter.running
-            if now_s < waiter.keep_at_s or running.request in having or running.model not in models or running.ended:
+            if now_s < waiter.keep_at_s or running.request in having or running.ended:
                 continue
-            fitting = [member for member in free if self._suits(waiter, member)]
-            if fitting:
-                best = self._placement.best(fitting, running)
+            suiting = [kind for kind, alike in free.items() if self._suits(waiter, alike[0])]
+            if suiting:
+                best = self._placement.best([member for kind in suiting for member in free[kind]], running)
                 self._placement.keep(running, best)
-                free.remove(best)
+                free[_kind_of(best)].remove(best)
+                free = {kind: alike for kind, alike in free.items() if alike}
                 self.news(best.address)  # it is to hear that it is kept
+
+
+def _kind_of(decoder: Member) -> _Kind:
+    """Those of one kind that take requests suit the same requests."""
+    return decoder.record.model, decoder.tokens_max
 
 
 def _has_model(running: Running, member: Member) -> bool:
