@@ -23,7 +23,7 @@ from click.testing import CliRunner
 from crossrail import Engine, UsageError
 from crossrail.cli.kv import common
 from crossrail.cli.main import main
-from tests.support.kv_processes import SECRET, Asking, Services, all_pages_free, monolithic
+from tests.support.kv_processes import SECRET, Asking, Services, all_pages_free, model_options, monolithic
 from tests.support.limits import WAIT_S, eventually
 
 
@@ -182,6 +182,22 @@ def test_second_signal_ends_a_node_at_once(services: Services) -> None:
     assert "d0: ended when told to, before all was finished" in services.complaints()
     asking.join(2 * WAIT_S)
     assert asking.trouble or asking.error
+
+
+@pytest.mark.parametrize(("role", "name"), [("prefiller", "p0"), ("decoder", "d0")])
+def test_second_signal_ends_a_node_whose_model_hangs(services: Services, role: str, name: str) -> None:
+    """However long the model keeps its pages."""
+    hanging = ["--model", "tests.support.hanging_model:make", "--model-timeout-s", "0.3", "--drain-s", "0.1"]
+    services.add("decoder" if role == "prefiller" else "prefiller", "other")
+    node = services.start(role, name, "--router", f"http://{services.place}", *hanging, *model_options())
+    services.joined(name, "other")
+    Asking(services)
+    eventually(lambda: services.nodes()[name]["hangs"], "its model hangs", pause_s=0.05)
+    services.signal(name, signal.SIGTERM)
+    eventually(lambda: name not in services.nodes(), "it has left", pause_s=0.05)
+    services.signal(name, signal.SIGTERM)
+    assert node.wait(WAIT_S) == 1
+    assert f"{role} {name}: ended when told to, before it was closed: its model hangs" in services.complaints()
 
 
 def test_nodes_end_with_whoever_started_them_whatever_is_under_way(tmp_path: Path) -> None:

@@ -27,6 +27,11 @@ OPTIONS = {"layers": "4", "pages": "256", "token_us": "300"}  # 900 tokens: a se
 SAMPLING = Sampling(16, temperature=0.9, seed=11, ignore_end=True)
 
 
+def model_options(**options: str) -> list[str]:
+    """Words of the command line: those of all tests, but for these."""
+    return [word for pair in (OPTIONS | options).items() for word in ("--model-option", "=".join(pair))]
+
+
 class Services:
     """A router and nodes in processes. membership: in etcd; empty: in the router.
 
@@ -74,7 +79,7 @@ class Services:
         self.place = process.stdout.readline().decode().strip().rpartition("//")[2]
 
     def add(self, role: str, name: str, **options: str) -> subprocess.Popen[bytes]:
-        words = [word for pair in (OPTIONS | options).items() for word in ("--model-option", "=".join(pair))]
+        words = model_options(**options)
         chunk = ["--chunk-tokens", "128"] if role == "prefiller" else []
         router = [] if self._membership else ["--router", f"http://{self.place}"]
         return self.start(

@@ -1,0 +1,20 @@
+"""For `--model`: a toy that hangs in each call, and lets go of its pages for no cancellation, as a thread does."""
+
+import asyncio
+import contextlib
+from typing import Any, NoReturn
+
+from crossrail.cli.kv.common import open_model
+from crossrail.kv.model import Model
+
+
+def make(**options: str) -> Model:
+    model: Any = open_model("toy", options)
+    model.prefill = model.step = _hang
+    return model  # type: ignore[no-any-return]  # it is one
+
+
+async def _hang(*_: object) -> NoReturn:
+    while True:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
