@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from crossrail.errors import CrossrailError
 from crossrail.kv import messages as m
 from crossrail.kv.models.steps import until_over
 from crossrail.kv.services.decoder import Decoder
@@ -173,6 +174,7 @@ class Hanging:
     def __init__(self, cluster: Cluster, name: str) -> None:
         self.goes_on = asyncio.Event()
         self.hangs = asyncio.Event()
+        self.fails: Exception | None = None  # the first step that goes on
         self._model = cluster.nodes[name].model
         self._step = self._model.step
         self._model.step = self.step  # type: ignore[method-assign]
@@ -180,6 +182,9 @@ class Hanging:
     async def step(self, *arguments: Any) -> Any:
         self.hangs.set()
         await self.goes_on.wait()
+        fails, self.fails = self.fails, None
+        if fails is not None:
+            raise fails
         return await self._step(*arguments)
 
 
@@ -241,6 +246,25 @@ async def test_decoder_closes_while_its_model_hangs(cluster: Cluster) -> None:
     await asyncio.wait_for(d0.close(), WAIT_S)
     assert "d0" not in cluster.busy_pages()
     cluster.add(Decoder, "d1")
+    assert (await asyncio.wait_for(client, WAIT_S))[0] == await monolithic(PROMPT, GREEDY)
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, CrossrailError])
+async def test_what_a_model_that_hung_raises_is_logged(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture, kind: type[Exception]
+) -> None:
+    cluster.node_options = replace(NODE, model_timeout_s=0.3)
+    await start(cluster)
+    d0, model = cluster.nodes["d0"], Hanging(cluster, "d0")
+    client = asyncio.ensure_future(cluster.complete(PROMPT, GREEDY))
+    await asyncio.wait_for(model.hangs.wait(), WAIT_S)
+    await until(lambda: len(d0._held_by_model) == 1, "it has handed it over")
+    model.fails = kind("out of luck")
+    model.goes_on.set()
+    await until(lambda: not d0._held_by_model, "it has let go")
+    (failed,) = [record for record in caplog.records if "which was handed over, failed: out of luck" in record.message]
+    assert bool(failed.exc_info) == (kind is RuntimeError)
+    assert "the model of node 'd0' has let go of all requests that were handed over" in caplog.text
     assert (await asyncio.wait_for(client, WAIT_S))[0] == await monolithic(PROMPT, GREEDY)
 
 

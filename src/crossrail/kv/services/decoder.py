@@ -360,7 +360,7 @@ class Decoder(Node):
             timer.cancel()
             if not working.done():
                 self._held_by_model.add(working)
-                working.add_done_callback(self._on_let_go)
+                working.add_done_callback(partial(self._on_let_go, serving))
         serving.finish(end)
         self._untold[serving.request] = serving
         self._report_room()
@@ -376,7 +376,7 @@ class Decoder(Node):
     def _on_worked(self, serving: Serving, working: asyncio.Task[m.End]) -> None:
         self._give_back(serving)
         if not working.cancelled():
-            working.exception()  # of one that was handed over, nobody asks for it
+            working.exception()  # seen: of one that is cancelled, nobody asks for it
 
     async def _end_of_work(self, serving: Serving, working: asyncio.Task[m.End]) -> m.End:
         """How it ended, or that the model hangs. Cancelled, it cancels the work and waits for its end."""
@@ -406,9 +406,15 @@ class Decoder(Node):
             if handed_over := sum(serving.hand_over(why) for serving in its):
                 log.error("%s; requests that are to go on elsewhere: %d", why, handed_over)
 
-    def _on_let_go(self, working: asyncio.Task[m.End]) -> None:
-        """The model does not touch its pages any more."""
+    def _on_let_go(self, serving: Serving, working: asyncio.Task[m.End]) -> None:
+        """The model does not touch its pages any more. What it raised is told nowhere else."""
         self._held_by_model.discard(working)
+        error = None if working.cancelled() else working.exception()
+        if error is not None and not isinstance(error, Stopped):
+            trace = None if isinstance(error, CrossrailError) else error
+            log.error("request %s, which was handed over, failed: %s", serving.request, error, exc_info=trace)
+        if not self._held_by_model:
+            log.warning("the model of node %r has let go of all requests that were handed over", self.name)
         self._report_room()
 
     def _let_go_of_untold(self) -> None:
