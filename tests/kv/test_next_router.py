@@ -2,14 +2,18 @@
 
 import asyncio
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from crossrail.kv import messages as m
 from crossrail.kv.services import router_requests as router_requests_module
 from crossrail.kv.services import to_router
 from crossrail.kv.services.router import Router
+from crossrail.kv.services.serving import Serving
+from crossrail.kv.services.timeline import Timeline
 from tests.kv.conftest import quiet, start, until
 from tests.kv.steps import (
     GREEDY,
@@ -22,7 +26,7 @@ from tests.kv.steps import (
     reach,
     under_way,
 )
-from tests.support.kv_cluster import ROUTER, Cluster, monolithic, prompt_of
+from tests.support.kv_cluster import NODE, ROUTER, Cluster, monolithic, prompt_of
 from tests.support.limits import WAIT_S
 
 
@@ -239,3 +243,25 @@ async def test_next_router_does_not_learn_what_the_one_before_did_not_want(clust
     await assert_still_serves(cluster)
     assert router.adopted("r1") is None
     await until(lambda: not cluster.nodes["d0"]._servings, "nothing is kept of it")
+
+
+async def test_all_who_deliver_one_request_end_once_its_end_is_taken() -> None:
+    """As when its router was lost and found again before it had the end once more."""
+    asked, goes_on = [], asyncio.Event()
+
+    async def ask(_: bytes, tokens: m.Tokens, *__: object) -> m.Taken:
+        asked.append(tokens)
+        await goes_on.wait()
+        return m.Taken()
+
+    link: Any = SimpleNamespace(address=b"router")
+    timeline = Timeline(asyncio.get_running_loop().time)
+    serving = Serving("r1", link, b"router", 1, np.zeros(1, np.int32), GREEDY, timeline, None)
+    serving.add(7)
+    serving.finish(m.End("length"))
+    teller = to_router.ToRouter(SimpleNamespace(ask=ask), NODE, lambda _: None)  # type: ignore[arg-type]
+    delivering = [asyncio.ensure_future(teller.deliver(serving)) for _ in range(3)]
+    await until(lambda: asked, "one of them has offered it")
+    goes_on.set()
+    await asyncio.wait_for(asyncio.gather(*delivering), WAIT_S)
+    assert len(asked) == 1 and serving.end_taken

@@ -35,13 +35,20 @@ class ToRouter:
     async def deliver(self, serving: Serving) -> None:
         """Sends tokens as they come, until the end was taken, or the router stays away after it.
 
-        Where nobody waits for the end, or the decoder closes, it is offered once.
+        Where nobody waits for the end, or the decoder closes, it is offered once. Several may deliver one, as when its
+        router is lost and found more than once: that it has ended wakes them all.
         """
+        try:
+            await self._deliver(serving)
+        finally:
+            serving.changed.set()
+
+    async def _deliver(self, serving: Serving) -> None:
         kept_s: float | None = None  # since when it has ended and nobody takes that
         while not serving.end_taken:
             await serving.changed.wait()
             serving.changed.clear()
-            if serving.taken == len(serving.tokens) and serving.end is None:
+            if serving.end_taken or (serving.taken == len(serving.tokens) and serving.end is None):
                 continue
             if await self._offer(serving):
                 kept_s = None
