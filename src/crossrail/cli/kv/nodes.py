@@ -36,8 +36,8 @@ from crossrail.kv.transfer.memory import RankMemory
 from crossrail.observe import serve_metrics
 
 _DEFAULTS = NodeOptions()
-# To be closed in, where a second signal came before that began: a peer that stands still takes 8 s, and a model that hangs
-# heeds its cancellation at once, or not at all.
+# To be closed in, where a second signal came before that began: a peer that stands still takes 8 s, and a model that
+# hangs heeds its cancellation at once, or not at all.
 _CLOSE_S, _CLOSE_HUNG_S = 10.0, 1.0
 
 _node_options = together(

@@ -326,7 +326,8 @@ class Front:
     async def _health(self, _: web.Request) -> web.Response:
         roles: tuple[m.Role, ...] = ("prefiller", "decoder")
         counts = {
-            f"{role}s": sum(member.load.takes_requests for member in self._router.roster.members(role)) for role in roles
+            f"{role}s": sum(member.load.takes_requests for member in self._router.roster.members(role))
+            for role in roles
         }
         is_ready = all(counts.values()) and not self._router.is_closing
         return web.json_response(counts, status=200 if is_ready else 503)

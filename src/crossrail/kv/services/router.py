@@ -316,7 +316,7 @@ class Router(AsyncClosing):
         raise Overloaded(f"no node took the request within {self.options.queue_s:g} s; the last one said: {why}")
 
     def _hanging(self, role: m.Role, model: str | None, tokens: int) -> str:
-        """That those with pages for so many tokens are there and hang, in words; empty: there is none. model: or any."""
+        """That those with pages for so many tokens are there and hang, in words; or empty. model None: any."""
         hanging = [
             member.name
             for member in self.roster.members(role)

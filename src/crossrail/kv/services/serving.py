@@ -83,6 +83,11 @@ class Serving:
         """Its router has taken all of it, and wanted it. What it does not want ends without that."""
         return self.end_taken and self.taken == len(self.tokens) and self._stop is None
 
+    @property
+    def has_news(self) -> bool:
+        """Its router has not taken all of it, and its end if it has one."""
+        return not self.end_taken and (self.taken < len(self.tokens) or self.end is not None)
+
     def stop(self, reason: m.EndReason, detail: str) -> None:
         """Ends it as soon as it can be. The first reason is the one."""
         if self._stop is None:

@@ -48,7 +48,7 @@ class ToRouter:
         while not serving.end_taken:
             await serving.changed.wait()
             serving.changed.clear()
-            if serving.end_taken or (serving.taken == len(serving.tokens) and serving.end is None):
+            if not serving.has_news:
                 continue
             if await self._offer(serving):
                 kept_s = None

@@ -389,9 +389,9 @@ class Waiting:
         """At all that may have room for it. Not at others, where all that wait would be looked at in vain."""
         for member in self._decoders():
             may_take = self._rooms[member.address].may_take(waiter.tokens)
-            if may_take or waiter.first_name in self._placement.names_at(member):
-                if self._suits(waiter, member):
-                    self._look_at(member)
+            may_have = may_take or waiter.first_name in self._placement.names_at(member)
+            if may_have and self._suits(waiter, member):
+                self._look_at(member)
 
     def _look_at(self, member: Member) -> None:
         if self._idle:
