@@ -32,6 +32,7 @@ from crossrail.cli.meeting import ask
 from crossrail.peers import Explanation, PathExplanation
 from tests.support.certificates import Authority
 from tests.support.limits import WAIT_S
+from tests.support.ports import free_port
 
 SECRET = "0123456789abcdef"
 COMMAND = [sys.executable, "-m", "crossrail", "bench"]
@@ -363,9 +364,7 @@ def test_run_that_ends_early_is_said_to_have_given_up(serve: Serve) -> None:
 
 
 def test_nobody_is_there() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    status, line = refused(f"127.0.0.1:{port}")
+    status, line = refused(f"127.0.0.1:{free_port()}")
     assert status == 1 and "bench serve --bind" in line
 
 

@@ -7,7 +7,6 @@ import os
 import re
 import select
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ from crossrail.observe import MetricsServer, Traffic, read_traffic, serve_metric
 from crossrail.observe.samples import Interval, parse
 from tests.conftest import EngineFactory
 from tests.support.limits import WAIT_S
+from tests.support.ports import free_port
 
 SGR = re.compile(rb"\x1b\[[0-9;]*m")
 
@@ -118,8 +118,7 @@ def test_engine_that_hangs_still_shows_its_rails(served: MetricsServer, monkeypa
 
 
 def test_nobody_there_is_one_line() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    port = free_port()
     shown = run(f"127.0.0.1:{port}")
 
     assert shown.returncode == 1

@@ -14,6 +14,7 @@ from crossrail.cli import memory
 from crossrail.cli.main import main
 from crossrail.cli.service import name_of_host
 from tests.conftest import EngineFactory
+from tests.support.ports import free_port
 
 OUTPUTS = [
     ["bench", "--json"],
@@ -199,8 +200,8 @@ def test_name_of_no_serve_is_told_with_where_it_was_looked_for(tmp_path: Path, m
 
 def test_port_of_rails_that_is_taken_is_told_by_the_option() -> None:
     """Two of `serve --listen`: the engine's own error names a parameter of Python's."""
-    with socket.create_server(("", 0)) as server:
-        port = server.getsockname()[1]
+    port = free_port(neighbours=1) + 1
+    with socket.create_server(("", port)):
         for option in ("serve", "--listen"), ("bench", "serve", "--transport=tcp", "--bind"):
             value = str(port - 1) if option[0] == "serve" else f":{port - 1}"
             said = CliRunner().invoke(main, [*option, value])

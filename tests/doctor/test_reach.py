@@ -27,6 +27,7 @@ from crossrail.errors import TransportError
 from tests.doctor.reaching import LOOPBACK, rails, run
 from tests.doctor.tree import severities
 from tests.support.limits import WAIT_S, eventually
+from tests.support.ports import free_port
 from tests.support.seeds import Seed
 
 
@@ -140,11 +141,6 @@ def test_port_for_root_is_said_to_be_so(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 # --- the way there does not work ---
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def test_refused_connection_is_explained() -> None:

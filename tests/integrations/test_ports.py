@@ -15,7 +15,7 @@ ADDRESS = "127.0.0.73"  # of nobody else's
 
 @pytest.mark.parametrize("rails", [1, [ADDRESS], [ADDRESS, ADDRESS]])
 def test_ranks_whose_rails_share_an_address_meet_at_no_port(rails: int | Sequence[str]) -> None:
-    first = free_port() // 2  # below those that the kernel gives out
+    first = free_port(neighbours=5)
     engines = []
     try:
         for rank in range(3):

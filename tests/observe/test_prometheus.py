@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 import subprocess
 import urllib.error
 import urllib.parse
@@ -21,6 +20,7 @@ from tests.conftest import EngineFactory
 from tests.observe.test_dashboard import ENGINE_METRICS
 from tests.observe.test_metrics import write
 from tests.support.limits import WAIT_S, eventually
+from tests.support.ports import free_port
 from tests.support.promql import queries, selectors
 
 CONFIG = """
@@ -34,8 +34,7 @@ scrape_configs:
 
 class Prometheus:
     def __init__(self, folder: Path, target_port: int) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self._url = f"http://127.0.0.1:{free.getsockname()[1]}"
+        self._url = f"http://127.0.0.1:{free_port()}"
         config = folder / "prometheus.yml"
         config.write_text(CONFIG.format(rules=ALERTS, port=target_port))
         self._log = (folder / "log").open("w")

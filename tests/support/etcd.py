@@ -1,8 +1,6 @@
 """A real etcd of one member, in a process of its own, with its data in a folder that outlives it."""
 
-import random
 import shutil
-import socket
 import subprocess
 import time
 import urllib.error
@@ -10,6 +8,7 @@ import urllib.request
 from pathlib import Path
 
 from tests.support.limits import WAIT_S
+from tests.support.ports import free_port
 
 ETCD = shutil.which("etcd")
 
@@ -19,7 +18,7 @@ class EtcdServer:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._client, self._peer = _free_port(), _free_port()
+        self._client, self._peer = free_port(), free_port()
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -62,14 +61,3 @@ class EtcdServer:
                 return b'"true"' in response.read()
         except (urllib.error.URLError, ConnectionError):
             return False
-
-
-def _free_port() -> int:
-    """Below those that the kernel gives to whoever asks for any: a connection may get one before etcd does."""
-    while True:
-        with socket.socket() as listening:
-            try:
-                listening.bind(("127.0.0.1", random.SystemRandom().randrange(10_000, 32_000)))
-            except OSError:
-                continue
-            return int(listening.getsockname()[1])

@@ -1,10 +1,37 @@
 """A port of this host for a server that has to be told one."""
 
+import os
+import random
 import socket
 
+FIRST, LAST = 10_000, 32_000  # below those that the kernel gives to whoever asks for any, as every connection does
 
-def free_port() -> int:
-    """Of 127.0.0.1. Free when it was looked at: whoever cannot bind it says so."""
+_given: set[int] = set()
+
+
+def free_port(neighbours: int = 0) -> int:
+    """Of 127.0.0.1, with so many free ones behind it. None of them is given out twice, nor to another xdist worker."""
+    first, last = _slice()
+    while True:
+        port = random.SystemRandom().randrange(first, last - neighbours)
+        wanted = range(port, port + neighbours + 1)
+        if _given.isdisjoint(wanted) and all(map(_is_free, wanted)):
+            _given.update(wanted)
+            return port
+
+
+def _slice() -> tuple[int, int]:
+    """Of this worker."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    count = max(int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")), worker + 1)  # one that crashed has a successor
+    width = (LAST - FIRST) // count
+    return FIRST + worker * width, FIRST + (worker + 1) * width
+
+
+def _is_free(port: int) -> bool:
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+        return True

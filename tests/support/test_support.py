@@ -1,6 +1,7 @@
 """The tests' own tools: a leak check that finds leaks, seeds that replay, skips that are counted."""
 
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -11,6 +12,7 @@ import pytest
 from tests.support.leaks import Snapshot
 from tests.support.limits import WAIT_S, eventually, never
 from tests.support.patterns import assert_same_bytes, pattern
+from tests.support.ports import FIRST, LAST, free_port
 from tests.support.process import REPOSITORY, PeerProcess
 from tests.support.seeds import Seed
 
@@ -111,3 +113,20 @@ def test_failure_shows_the_command_that_replays_it(tmp_path: Path) -> None:
     assert "./dev test" in run.stdout
     assert "--seed 4711" in run.stdout
     assert "seed = 4711" in run.stdout
+
+
+def test_ports_are_none_that_the_kernel_gives_out_and_nobody_gets_one_of_anothers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first_of_any, _ = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    if first_of_any < LAST:
+        pytest.skip(f"the kernel of this host gives out ports from {first_of_any} on")
+    monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", "3")
+    of_worker = []
+    for worker in range(3):
+        monkeypatch.setenv("PYTEST_XDIST_WORKER", f"gw{worker}")
+        of_worker.append([free_port() for _ in range(50)])
+
+    assert max(of_worker[0]) < min(of_worker[1]) and max(of_worker[1]) < min(of_worker[2])
+    assert min(of_worker[0]) >= FIRST and max(of_worker[2]) < LAST
+    assert len({*of_worker[0], *of_worker[1], *of_worker[2]}) == 150
