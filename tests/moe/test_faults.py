@@ -84,12 +84,12 @@ def test_a_rank_that_stands_still_is_named_and_the_wait_can_be_repeated(meet: Me
         here.dispatch_recv(number)
     other.resume()
     other.call("dispatch_send")
+    here.give_up_after(WAIT_S)
     here.dispatch_recv(number)
 
 
 def test_a_rank_that_dispatches_twice_waits_for_the_others_in_vain(meet: Meet) -> None:
     here, (other,) = meet(2)
-    here.give_up_after(NEVER_S)
     first, second = here.dispatch_send(), here.dispatch_send()
     with pytest.raises(
         xr.UsageError, match=r"round 3 takes the place of round 1 \(after dispatch_send\), which is open"
@@ -97,6 +97,7 @@ def test_a_rank_that_dispatches_twice_waits_for_the_others_in_vain(meet: Meet) -
         here.dispatch_send()
     other.call("dispatch_send")
     here.dispatch_recv(first)
+    here.give_up_after(NEVER_S)
     with pytest.raises(xr.WaitTimeout, match=r"rank 1 .* has not sent its dispatch of round 2"):
         here.dispatch_recv(second)
     here.combine_send(first)
