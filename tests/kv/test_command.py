@@ -48,12 +48,15 @@ def status_of(services: Services, path: str) -> int:
 
 
 def busy_prefiller(services: Services) -> str:
-    def busy() -> list[str]:
+    found: list[str] = []
+
+    def busy() -> bool:
         nodes = services.nodes().values()
-        return [node["node"] for node in nodes if node["role"] == "prefiller" and node["queued_tokens"]]
+        found.extend(node["node"] for node in nodes if node["role"] == "prefiller" and node["queued_tokens"])
+        return bool(found)
 
     eventually(busy, "a prefiller works on the prompt", pause_s=0.02)
-    return busy()[0]
+    return found[0]
 
 
 async def test_killed_prefiller_costs_time_and_nothing_else(services: Services) -> None:

@@ -143,7 +143,7 @@ class SlowTokenizer(ToyTokenizer):
 
     def encode(self, text: str) -> Tokens:
         self.begun.set()
-        assert self.go_on.wait(1.0), "nothing else went on meanwhile"
+        assert self.go_on.wait(WAIT_S), "nothing else went on meanwhile"
         return super().encode(text[: len(TEXT)])
 
 

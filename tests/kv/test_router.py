@@ -261,7 +261,7 @@ async def test_decoder_that_takes_no_requests_gets_nothing(town: Town, load: m.L
 
 
 async def test_same_prefix_goes_where_it_was(town: Town) -> None:
-    town.router.options = replace(OPTIONS, lease_s=10.0)
+    town.patient()
     scripts = [await town.add(name) for name in ("a", "b", "c")]
     fetched = prefiller_of(town, "p")
     town.router.roster.join(fetched, m.Load(), asyncio.get_running_loop().time() + 1e6)

@@ -20,7 +20,7 @@ from tests.kv.conftest import quiet, start, until
 from tests.kv.steps import PROMPT, under_way
 from tests.support.kv_cluster import LAYOUT, ROUTER, Cluster, monolithic, prompt_of
 from tests.support.kv_net import BadWire
-from tests.support.limits import WAIT_S
+from tests.support.limits import NEVER_S, WAIT_S
 from tests.support.seeds import Seed
 
 GREEDY = m.Sampling(max_tokens=10, ignore_end=True)
@@ -235,9 +235,11 @@ async def test_trouble_whose_numbers_alone_change_is_told_once(
 async def test_wrong_secret_never_joins(cluster: Cluster) -> None:
     await start(cluster)
     stranger = cluster.add(Decoder, "stranger", secret=b"guessed")
-    await asyncio.sleep(0.5)
+    assert cluster.router is not None
+    mailbox = cluster.router.mailbox
+    await until(lambda: mailbox.dropped["secret"] > 0, "it has asked")
+    await asyncio.sleep(NEVER_S)
     assert not stranger.links[0].joined.is_set()
-    assert cluster.router is not None and cluster.router.mailbox.dropped["secret"] > 0
 
 
 async def test_prefix_is_computed_once_for_requests_that_come_together(cluster: Cluster) -> None:

@@ -77,7 +77,7 @@ async def test_request_waits_for_pages_and_gets_them(cluster: Cluster) -> None:
 async def test_no_client_is_told_the_name_of_anothers_request(cluster: Cluster) -> None:
     """One that needs as much room as another that has just been refused is not even offered to the decoder."""
     await start(cluster, token_s=20 * SLOW_S)
-    cluster.router.options = replace(ROUTER, queue_s=0.3)
+    cluster.router.options = replace(ROUTER, queue_s=2.0)  # in which the decoder refuses the first of them
     running = asyncio.ensure_future(cluster.complete(prompt_of(300), GREEDY))
     await until(lambda: cluster.nodes["d0"].load().requests, "it has most of the pages")
     refused = await asyncio.gather(

@@ -15,7 +15,7 @@ from crossrail.kv.transfer import sender
 from tests.conftest import EngineFactory
 from tests.kv.instances import CANARY, TAIL_BYTES, Decoder, Prefiller, assert_all_free, closing
 from tests.support.gil import nobody_else_in_python
-from tests.support.limits import WAIT_S
+from tests.support.limits import NEVER_S, WAIT_S, eventually
 
 LAYOUT = KvLayout(layers=3, pages=32, page_tokens=8, kv_heads=4, head_dim=16, dtype="bfloat16", tp=2)
 
@@ -340,11 +340,14 @@ async def test_without_its_tail_a_request_has_not_arrived(engines: tuple[xr.Engi
     reception = decoder.reserve("request", 10)
     count = sum(expected_count(LAYOUT, LAYOUT, rank, 10, tail=rank == 0) for rank in range(2))
     async with closing(prefiller):
-        job = prefiller.open(reception.dispatch(LAYOUT))
+        target = reception.dispatch(LAYOUT)
+        job = prefiller.open(target)
         await prefiller.step([(job, 10)])
+        counter = engines[1].imm_counter(target.ranks[0].imm)  # of both ranks
+        eventually(lambda: counter.poll() == count - 1, "all but the tail")
 
         with pytest.raises(xr.WaitTimeout, match=f"{count - 1} of {count} arrived"):
-            await reception.arrived(0.5)
+            await reception.arrived(NEVER_S)
 
         assert not job.settled
         job.send_tail(prefiller.tail)
