@@ -9,6 +9,7 @@ import pytest
 from crossrail.doctor.reach import measure as measuring
 from crossrail.doctor.reach import wire
 from tests.doctor.tree import FakeHost, Tree
+from tests.support.limits import SLOWNESS, WAIT_S
 
 
 @pytest.fixture
@@ -38,3 +39,13 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "GRACE_S", 0.6)
     monkeypatch.setattr(measuring, "_BEFORE_THE_PEER_S", 0.1)
     monkeypatch.setattr(measuring, "_BUSY_PAUSE_S", 0.01)
+
+
+@pytest.fixture
+def short_grace(monkeypatch: pytest.MonkeyPatch) -> float:
+    """What streams and round trips have, in seconds, where a peer lets it run out. Requests are answered in time."""
+    grace_s = 1.5 * SLOWNESS
+    monkeypatch.setattr(wire, "FRAME_DEADLINE_S", WAIT_S)
+    monkeypatch.setattr(wire, "GRACE_S", grace_s)
+    monkeypatch.setattr(measuring, "_BEFORE_THE_PEER_S", 0.1)
+    return grace_s
