@@ -1,7 +1,6 @@
 """The tests' own tools: a leak check that finds leaks, seeds that replay, skips that are counted."""
 
 import os
-import socket
 import subprocess
 import sys
 import threading
