@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from crossrail.kv import messages as m
+from crossrail.kv.services.node import Node
 from crossrail.kv.services.prefiller import Prefiller
 from tests.kv.conftest import quiet, start, until
 from tests.support.kv_cluster import NODE, Cluster, monolithic, prompt_of
@@ -82,6 +83,18 @@ async def full_queue(
     await until(lambda: len(p0._queue) == 2, "the queue is full")
     yield [first, *waiting]
     goes_on.set()
+
+
+def hold(decoder: Node) -> asyncio.Event:
+    """Its model computes no token until this event."""
+    run, goes_on = decoder.model.step, asyncio.Event()
+
+    async def held_step(*arguments: Any) -> Any:
+        await goes_on.wait()
+        return await run(*arguments)
+
+    decoder.model.step = held_step
+    return goes_on
 
 
 async def assert_still_serves(cluster: Cluster) -> None:

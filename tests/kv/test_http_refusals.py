@@ -15,6 +15,7 @@ from crossrail.kv.model import Tokens
 from crossrail.kv.toy import ToyTokenizer
 from tests.kv.asking import SLOW_S, TEXT, answer_of, body, expected
 from tests.kv.conftest import quiet, start, until
+from tests.kv.steps import hold
 from tests.support.kv_cluster import ROUTER, SECRET, Cluster, prompt_of
 from tests.support.limits import WAIT_S
 
@@ -188,13 +189,15 @@ async def test_request_that_waits_is_told_that_the_router_is_closing(
 
 
 async def test_nodes_that_drain_make_no_router_ready(cluster: Cluster, url: str, client: aiohttp.ClientSession) -> None:
-    await start(cluster, token_s=SLOW_S)
+    await start(cluster)
+    goes_on = hold(cluster.nodes["d0"])
     running = asyncio.ensure_future(cluster.complete(prompt_of(100), m.Sampling(8)))
     await until(lambda: cluster.nodes["d0"].load().requests, "the decoder has something to do")
     drained = asyncio.ensure_future(cluster.nodes["d0"].drain(WAIT_S))
     await until(lambda: cluster.router.roster.members("decoder")[0].load.draining, "the router has heard of it")
     async with client.get(url + "/health") as response:
         assert (response.status, await response.json()) == (503, {"prefillers": 1, "decoders": 0})
+    goes_on.set()
     await asyncio.gather(running, drained)
 
 

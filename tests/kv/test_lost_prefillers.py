@@ -22,6 +22,9 @@ from tests.support.kv_copies import Held
 from tests.support.kv_doubts import lose_writes, note_fences
 from tests.support.limits import WAIT_S
 
+# Nobody else is given up, however busy the machine is.
+PATIENT = replace(NODE, prefiller_timeout_s=WAIT_S, answer_timeout_s=WAIT_S)
+
 
 @pytest.mark.parametrize("step", [step for step in STEPS if step != "asked"])
 async def test_prefiller_that_dies_at_a_step_is_replaced(cluster: Cluster, step: str) -> None:
@@ -78,6 +81,7 @@ async def test_writes_of_a_failed_request_that_do_not_end_keep_nobody_waiting(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As those to a decoder that stands still: the prefiller goes on with the next request."""
+    cluster.node_options = PATIENT
     await start(cluster, token_s=SLOW_S)
     thaws, cancel = asyncio.Event(), SendJob.cancel
 
@@ -92,9 +96,8 @@ async def test_writes_of_a_failed_request_that_do_not_end_keep_nobody_waiting(
     client.cancel()
     await asyncio.gather(client, return_exceptions=True)
     prompt = prompt_of(30, seed=9)
-    assert (await cluster.complete(prompt, GREEDY, timeout_s=0.9 * NODE.prefiller_timeout_s))[0] == await monolithic(
-        prompt, GREEDY
-    )
+    tokens, _ = await cluster.complete(prompt, GREEDY, timeout_s=0.9 * PATIENT.prefiller_timeout_s)
+    assert tokens == await monolithic(prompt, GREEDY)
     thaws.set()
     await assert_still_serves(cluster)
 
@@ -204,6 +207,7 @@ async def test_prefiller_whose_model_hangs_is_replaced_and_takes_nothing_until_i
 async def test_end_of_a_short_answer_does_not_wait_for_a_prefiller_that_falls_silent_after_its_last_write(
     cluster: Cluster,
 ) -> None:
+    cluster.node_options = PATIENT
     await start(cluster)
 
     async def says_nothing(*_: object) -> m.Message:
@@ -213,13 +217,28 @@ async def test_end_of_a_short_answer_does_not_wait_for_a_prefiller_that_falls_si
     prefiller(cluster).mailbox.handle(m.Probe, says_nothing)
     begun_s = time.monotonic()
     tokens, _ = await cluster.complete(PROMPT, m.Sampling(max_tokens=1, ignore_end=True))
-    assert time.monotonic() - begun_s < NODE.answer_timeout_s / 2
+    assert time.monotonic() - begun_s < PATIENT.answer_timeout_s / 2
     assert tokens == await monolithic(PROMPT, m.Sampling(max_tokens=1, ignore_end=True))
 
 
 async def test_model_that_is_slow_and_announces_its_layers_is_waited_for(cluster: Cluster) -> None:
-    cluster.node_options = replace(NODE, model_timeout_s=0.6, chunk_tokens=256)
-    await start(cluster, token_s=0.003)  # 120 tokens: a layer takes 0.36 s, the prompt 1.4 s
+    cluster.node_options = replace(NODE, model_timeout_s=0.6, probe_s=0.02, chunk_tokens=256)
+    await start(cluster, token_s=2 * SLOW_S)  # 120 tokens: 5 looks in each layer
+    p0, now_s = prefiller(cluster), 0.0
+    run = p0.model.prefill
+
+    async def slow_run(cache: Any, tokens: Any, begin: int, pages: Any, layer_done: Callable[[], None]) -> bytes:
+        """As the watch sees it: each layer takes less than may be, all of them more."""
+
+        def announce() -> None:
+            nonlocal now_s
+            layer_done()
+            now_s += 0.4
+
+        return await run(cache, tokens, begin, pages, announce)
+
+    p0._model_watch._now_s = lambda: now_s
+    p0.model.prefill = slow_run
     tokens, _ = await cluster.complete(PROMPT, GREEDY)
     assert tokens == await monolithic(PROMPT, GREEDY)
     assert not cluster.router.counts["redispatched"]

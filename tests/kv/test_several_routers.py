@@ -21,6 +21,7 @@ from tests.kv.steps import (
     PROMPT,
     SLOW_S,
     assert_still_serves,
+    hold,
     jobs,
     prefiller,
     reach,
@@ -142,18 +143,20 @@ async def test_large_request_does_not_wait_for_ever_behind_small_ones_of_another
 async def test_room_kept_for_a_request_that_gave_up_is_soon_had_by_others(cluster: Cluster) -> None:
     cluster.router.options = replace(ROUTER, queue_s=1.0)
     second = second_router(cluster, replace(ROUTER, queue_s=WAIT_S))
-    await start(cluster, token_s=SLOW_S)
+    await start(cluster)
     await both_joined(cluster)
     decoder, long = cluster.nodes["d0"], m.Sampling(max_tokens=200, ignore_end=True)
     whole = prompt_of(LAYOUT.pages * LAYOUT.page_tokens - GREEDY.max_tokens)
+    goes_on = hold(decoder)
     first = asyncio.ensure_future(second.complete(PROMPT, long))
     await until(lambda: decoder.load().requests, "it has a request")
     large = asyncio.ensure_future(cluster.complete(whole, GREEDY, request="large"))
     await until(lambda: decoder._kept_room._of, "room is kept for a large one")
     with pytest.raises(Overloaded):
         await large
-    assert not first.done()
     await until(lambda: not decoder._kept_room._of, "it is told", 1.0)
+    assert not first.done()
+    goes_on.set()
     assert (await second.complete(PROMPT, GREEDY, request="large"))[0] == await monolithic(PROMPT, GREEDY)
     await first
     await quiet(cluster)
@@ -164,10 +167,10 @@ async def test_room_kept_for_a_request_that_gave_up_is_soon_had_by_others(cluste
 async def test_decoder_hears_at_once_that_room_is_needed_no_longer(cluster: Cluster, starts: bool) -> None:
     cluster.router.options = replace(ROUTER, queue_s=4.0)
     second = second_router(cluster, replace(ROUTER, queue_s=WAIT_S))
-    cluster.add(Decoder, "d0", token_s=10 * SLOW_S)
-    await start(cluster, decoders=0)
+    await start(cluster)
     await both_joined(cluster)
     decoder, long = cluster.nodes["d0"], m.Sampling(max_tokens=300, ignore_end=True)
+    goes_on = hold(decoder)
     first = asyncio.ensure_future(second.complete(PROMPT, long))
     await until(lambda: decoder.load().requests, "it has a request")
     whole = prompt_of(LAYOUT.pages * LAYOUT.page_tokens - GREEDY.max_tokens)
@@ -179,8 +182,9 @@ async def test_decoder_hears_at_once_that_room_is_needed_no_longer(cluster: Clus
     else:
         await asyncio.sleep(0.1)  # it was refused, and waits
         large.cancel()
-    assert not first.done()
     await until(lambda: not decoder._kept_room._of, "it is told", 1.0)
+    assert not first.done()
+    goes_on.set()
     if starts:
         assert (await large)[0] == await monolithic(whole, GREEDY)
     await first
