@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +21,7 @@ from crossrail.weights.services.receiver import WeightReceiver
 from crossrail.weights.services.reports import ControllerOptions, UpdateReport
 from crossrail.weights.services.trainer import WeightTrainer
 from crossrail.weights.step.preparer import Preparer
+from tests.support.limits import NEVER_S
 from tests.weights import small_model as small
 
 SECRET = b"of these tests"
@@ -144,6 +145,19 @@ class Fleet:
         outcomes = await asyncio.gather(*offered, return_exceptions=True)
         assert all(isinstance(outcome, xr.CrossrailError) for outcome in outcomes), outcomes
         return why
+
+    def run_out_of_time(self, when: Callable[[], object]) -> None:
+        """The next update has the time that it was given until this is so, and NEVER_S from then on."""
+        controller, in_time = self.controller, self.controller._in_time
+
+        async def in_time_from_then(work: Awaitable[None], deadline_at_s: float) -> bool:
+            controller._in_time = in_time  # type: ignore[method-assign]
+            loop, task = asyncio.get_running_loop(), asyncio.ensure_future(work)
+            while not when() and not task.done() and loop.time() < deadline_at_s:
+                await asyncio.sleep(0.005)
+            return await in_time(task, loop.time() + NEVER_S)
+
+        controller._in_time = in_time_from_then  # type: ignore[method-assign]
 
     async def assert_holds(self, version: int, ranks: Sequence[int] | None = None) -> None:
         """These inference ranks read exactly this version."""

@@ -27,12 +27,18 @@ async def test_who_is_late_is_named(make_fleet: MakeFleet) -> None:
     fleet = make_fleet(trainer_count=3)
     controller = await fleet.start()
     published = [asyncio.ensure_future(fleet.publish(1, [rank])) for rank in (0, 2)]
+    fleet.run_out_of_time(
+        lambda: (
+            all(trainer._going is not None for trainer in fleet.trainers.values())
+            and all(fleet.trainers[rank]._offer is not None for rank in (0, 2))
+        )
+    )
     with pytest.raises(
         UpdateFailed,
-        match=r"1 failed: (not complete within 1 s: trainer 1 has not called publish\(\)|"
+        match=rf"1 failed: (not complete within {PATIENCE_S:g} s: trainer 1 has not called publish\(\)|"
         r"trainer 1: Go: version 1 was not offered in)[^,]*$",
     ):
-        await controller.update(1, 1.0)
+        await controller.update(1, PATIENCE_S)
     for outcome in await asyncio.gather(*published, return_exceptions=True):
         assert isinstance(outcome, UpdateFailed)
         assert "trainer 1" in str(outcome)

@@ -488,8 +488,9 @@ async def test_rank_that_could_not_be_fenced_joins_again_once_it_can(
 
     monkeypatch.setattr(xr.Region, "revoke", revoke_behind_a_frozen_writer)
     offer = asyncio.ensure_future(fleet.publish(2, [0]))
+    fleet.run_out_of_time(lambda: receiver._attempt is not None and fleet.trainers[0]._going is not None)
     with pytest.raises(UpdateFailed):
-        await fleet.controller.update(2, 1.0)
+        await fleet.controller.update(2, PATIENCE_S)
     with pytest.raises(UpdateFailed):
         await offer
     await fleet.controller.ready(range(2), [0, 1], PATIENCE_S)

@@ -18,6 +18,7 @@ from crossrail.weights.services import controller, roster
 from crossrail.weights.services.receiver import WeightReceiver
 from crossrail.weights.step.preparer import NumpyPreparer
 from crossrail.weights.step.step import Step
+from tests.support.limits import SLOWNESS
 from tests.weights.conftest import MakeFleet
 from tests.weights.fleet import PATIENCE_S
 from tests.weights.small_model import TARGETS
@@ -172,6 +173,7 @@ async def test_whatever_keeps_an_update_in_place_from_opening_is_named(
 ) -> None:
     fleet = make_fleet(spare=False)
     await fleet.start()
+    await fleet.update(1)
     receiver, is_over = fleet.receivers[1], asyncio.Event()
 
     async def hold(_version: int) -> None:
@@ -185,14 +187,15 @@ async def test_whatever_keeps_an_update_in_place_from_opening_is_named(
         receiver._pause = hold
     reader = asyncio.ensure_future(read() if by == "reader" else asyncio.sleep(0))
     await asyncio.sleep(0)
-    said = await fleet.failing_update(1, 1.0)
-    assert ("pause(1) has not returned" if by == "pause" else "somebody still reads the weights") in said
+    # The plan is there: opening is all that has to begin in this time. Who opens answers at its end, with the reason.
+    said = await fleet.failing_update(2, 2.0 * SLOWNESS)
+    assert ("pause(2) has not returned" if by == "pause" else "somebody still reads the weights") in said
     assert "inference rank 1" in said
     assert "Traceback" not in caplog.text
     is_over.set()
     await reader
-    await fleet.update(2)
-    await fleet.assert_holds(2)
+    await fleet.update(3)
+    await fleet.assert_holds(3)
 
 
 async def test_readers_that_always_come_again_do_not_keep_an_update_in_place_waiting(make_fleet: MakeFleet) -> None:
@@ -221,7 +224,7 @@ async def test_a_reading_within_another_does_not_wait_for_the_update_that_waits_
     receiver = fleet.receivers[1]
     async with receiver.reading(PATIENCE_S) as outer:
         update = asyncio.ensure_future(fleet.update(1))
-        while not receiver._versions._openings:
+        while not receiver._versions._openings and not update.done():
             await asyncio.sleep(0.01)
         async with receiver.reading(PATIENCE_S) as inner:
             assert inner.version == outer.version
@@ -241,10 +244,14 @@ async def test_readers_come_again_when_an_update_that_waited_for_one_gives_up(ma
     await fleet.start()
     receiver = fleet.receivers[1]
     async with receiver.reading(PATIENCE_S):
-        update = asyncio.ensure_future(fleet.failing_update(1, timeout_s=1.0))
-        while not receiver._versions._openings:
+        late_waits = asyncio.Event()
+        fleet.run_out_of_time(late_waits.is_set)
+        update = asyncio.ensure_future(fleet.failing_update(1))
+        while not receiver._versions._openings and not update.done():
             await asyncio.sleep(0.01)
         late = asyncio.create_task(read_once(receiver, PATIENCE_S))
+        await asyncio.sleep(0)
+        late_waits.set()
         await update
         await late
 

@@ -24,7 +24,7 @@ from crossrail.integrations.vllm.weights_worker import Link, WeightsWorker
 from crossrail.weights import UpdateFailed, messages
 from crossrail.weights.services.receiver import WeightReceiver
 from crossrail.weights.services.versions import State
-from tests.support.limits import eventually
+from tests.support.limits import SLOWNESS, eventually
 from tests.weights import small_model as small
 from tests.weights.conftest import MakeFleet
 from tests.weights.fleet import PATIENCE_S, SECRET, Fleet
@@ -224,7 +224,7 @@ async def test_update_that_fails_while_it_is_open_tears(scene: Scene) -> None:
     scene.instance.assert_holds(1)
 
 
-async def torn(scene: Scene, until_torn: Callable[[], None], timeout_s: float = 1.0) -> list[str]:
+async def torn(scene: Scene, until_torn: Callable[[], None], timeout_s: float = 1.0 * SLOWNESS) -> list[str]:
     """What workers say of an update that is open and comes to nothing; until_torn() is called once it is open."""
     opened = asyncio.Event()
     update = scene.fleet.controller.update(1, PATIENCE_S, lambda stage, *_: opened.set() if stage == "write" else None)
