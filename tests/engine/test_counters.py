@@ -100,17 +100,14 @@ def test_blocking_waits_have_their_place_in_the_order_before_they_sleep(open_eng
     engine = open_engine(spin_us=1e6)
     counter = engine.imm_counter(3)
     served: list[str] = []
-    begins = threading.Event()
 
     def wait() -> None:
-        begins.set()
         counter.wait(2, WAIT_S)
         served.append("first")
 
     waiter = threading.Thread(target=wait)
     waiter.start()
-    begins.wait(WAIT_S)
-    time.sleep(0.2)  # it drives the engine by now
+    eventually(lambda: "immediate 3: 0 of 2 arrived" in (engine.dump() or ""), "it waits")
     counter.on_count(1, lambda: served.append("second"))
 
     arrive_without_looking(engine, 3, 1)
@@ -383,19 +380,17 @@ async def test_many_tasks_wait_on_many_counters(engine: xr.Engine) -> None:
 
 
 def test_blocking_wait_lets_other_threads_run(engine: xr.Engine) -> None:
-    ticks: list[float] = []
-    stop = threading.Event()
+    group = engine.add_peer_group([engine.address])
 
-    def tick() -> None:
-        while not stop.is_set():
-            ticks.append(time.monotonic())
+    def tick_and_end_it() -> None:
+        eventually(lambda: "immediate 3: 0 of 1 arrived" in (engine.dump() or ""), "it waits")
+        for _ in range(10):
             time.sleep(0.001)
+        engine.submit_barrier(group, 3)
 
-    ticker = threading.Thread(target=tick)
+    ticker = threading.Thread(target=tick_and_end_it)
     ticker.start()
-    with pytest.raises(xr.WaitTimeout):
-        engine.imm_counter(3).wait(1, NEVER_S)
-    stop.set()
-    ticker.join(WAIT_S)
 
-    assert len(ticks) > 10  # a wait that kept the GIL would let it tick once or twice
+    engine.imm_counter(3).wait(1, WAIT_S)  # one that kept the GIL would never end
+
+    ticker.join(WAIT_S)

@@ -134,9 +134,8 @@ def test_counts_of_a_dead_peer_stay(engine: xr.Engine, spawn_peer: PeerFactory) 
 
     child.kill()
     child.wait_dead()
-    time.sleep(0.1)
 
-    assert engine.imm_counter(3).poll() == 5
+    eventually(lambda: engine.imm_counter(3).poll() == 5, "all that it has written counted")
     engine.imm_counter(3).wait(5, WAIT_S)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.multihost.conftest import NetworkFactory
-from tests.support.limits import WAIT_S
+from tests.support.limits import WAIT_S, eventually
 from tests.support.operations import Operations
 from tests.support.patterns import assert_same_bytes, pattern
 
@@ -35,7 +35,7 @@ def test_delay_and_loss_change_nothing_but_the_time(network: NetworkFactory) -> 
     assert remote.digest() == hashlib.sha256(mine.array()).hexdigest()
     net.here.submit_read(back, remote.descriptor).wait(WAIT_S)
     assert_same_bytes(back.array(), pattern(1, NBYTES))
-    assert net.here.peer_state(net.there.address) == "connected"
+    eventually(lambda: net.here.peer_state(net.there.address) == "connected", "the peer connected")
 
 
 @pytest.mark.parametrize("kind", ["write", "read", "paged_writes"])

@@ -74,7 +74,7 @@ def test_rail_that_fails_loses_nothing_and_comes_back(
     net.hosts[side].down(0)
     flow.submit(20)
     flow.expect_all_done_and_counted_once()
-    assert net.here.peer_state(net.there.address) == "connected"
+    eventually(lambda: net.here.peer_state(net.there.address) == "connected", "the peer connected")
 
     net.hosts[side].up(0)
     carried = net.b.received_bytes(0) + net.b.sent_bytes(0)
