@@ -19,6 +19,7 @@ from tests.support.patterns import assert_same_bytes, pattern
 from tests.support.process import PeerProcess
 from tests.support.proxy import proxied
 from tests.support.tcp_wire import endpoints_of, reset, with_ports
+from tests.support.threads import tasks_named
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -189,8 +190,7 @@ def test_rail_at_whose_address_somebody_else_is_costs_no_peer_that_another_rail_
 
 def wakings() -> int:
     """How often threads of engines went to sleep so far."""
-    tasks = [task for task in Path("/proc/self/task").iterdir() if (task / "comm").read_text() == "crossrail-work\n"]
-    status = [(task / "status").read_text() for task in tasks]
+    status = [Path(f"/proc/self/task/{task}/status").read_text() for task in tasks_named("crossrail-work")]
     return sum(int(text.partition("\nvoluntary_ctxt_switches:")[2].split()[0]) for text in status)
 
 

@@ -497,13 +497,20 @@ def test_formats_that_cannot_be_get_the_default(
     assert capfd.readouterr().err == ""
 
 
+def is_hung_up_on(scraper: socket.socket) -> bool:
+    try:
+        return scraper.recv(1) == b""
+    except ConnectionResetError:  # there was something that the server has not read
+        return True
+
+
 def test_a_scraper_that_says_nothing_or_is_gone_is_let_go(engine: xr.Engine, capfd: pytest.CaptureFixture[str]) -> None:
     with serve_metrics(engine, port=0, patience_s=0.2) as server:
         with socket.create_connection(("127.0.0.1", server.port), WAIT_S) as silent:
-            assert silent.recv(1) == b""
+            assert is_hung_up_on(silent)
         with socket.create_connection(("127.0.0.1", server.port), WAIT_S) as slow:
             slow.sendall(b"GET /metrics HTTP/1.1\r\nHost")
-            assert slow.recv(1) == b""
+            assert is_hung_up_on(slow)
         with socket.create_connection(("127.0.0.1", server.port), WAIT_S) as gone:
             gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # resets it
             gone.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
