@@ -6,6 +6,7 @@ import pytest
 
 from tests.conftest import PeerFactory
 from tests.contract.setups import why_not
+from tests.support.limits import SLOWNESS
 from tests.support.process import assert_clean, run_script
 
 # Held: all that the limit allows, but `left`.
@@ -40,7 +41,7 @@ CONNECTS = (
         b.on_event(events.append)
         for left in range(16):
             events.clear()
-            with xr.Engine("a", transport="shm", connect_timeout_s=0.3) as a:
+            with xr.Engine("a", transport="shm", connect_timeout_s=TIMEOUT) as a:
                 source = source_of(a)
                 starve(left)
                 for target in (allocated, private):
@@ -63,7 +64,7 @@ CONNECTS = (
 
 
 def test_shared_memory_peers_that_run_out_say_so_and_come_back() -> None:
-    script = run_script(CONNECTS)
+    script = run_script(CONNECTS.replace("TIMEOUT", str(1.0 * SLOWNESS)))
 
     assert_clean(script)
     assert int(script.stdout) > 32, "nothing but the second tries succeeded"
@@ -85,19 +86,27 @@ TOLD_ONCE = (
         told = []
         b.on_event(told.append)
         newcomer()
-        time.sleep(1.0)
-        at_rest = open_here()
+        deadline = time.monotonic() + 20
+        before, at_rest = 0, 1
+        while before != at_rest:  # newcomers leave something behind for a while
+            assert time.monotonic() < deadline
+            newcomer()
+            time.sleep(0.1)
+            before, at_rest = at_rest, open_here()
         for _ in range(2):
+            deadline = time.monotonic() + 20
             caller = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             starve(0)
             told.clear()
             caller.connect(f"\\0crossrail.{b.address.incarnation}")
+            while not told:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
             time.sleep(0.5)
             print([event.kind for event in told])
             feed()
             newcomer()
             caller.close()
-            deadline = time.monotonic() + 20
             while open_here() > at_rest:  # or what b gives back ends the next shortage at once
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
