@@ -7,10 +7,11 @@ from tests.support.limits import WAIT_S
 from tests.support.process import assert_clean, run_script
 
 SCRIPT = """
-    import os, signal, time, warnings
+    import os, signal, sys, time, warnings
     import crossrail as xr
 
     warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of threads at fork
+    patience_s = int(sys.argv[1])
     COUNT = 20_000  # far more than sockets hold
     from_owner, to_writer = os.pipe()
     from_writer, to_owner = os.pipe()
@@ -39,7 +40,7 @@ SCRIPT = """
 
     pid = os.fork()
     if pid == 0:
-        signal.alarm(15)
+        signal.alarm(patience_s)
         own()
         os._exit(0)
 
@@ -71,7 +72,7 @@ SCRIPT = """
 
     writer = os.fork()
     if writer == 0:
-        signal.alarm(15)
+        signal.alarm(patience_s)
         write()
         os._exit(0)
 
@@ -92,7 +93,7 @@ SCRIPT = """
 
 
 def test_stopped_peer_of_many_regions_is_not_lost() -> None:
-    assert_clean(run_script(SCRIPT))
+    assert_clean(run_script(SCRIPT, str(int(WAIT_S)), timeout_s=2 * WAIT_S))
 
 
 def test_regions_of_a_peer_that_are_mapped_hold_no_descriptors(
