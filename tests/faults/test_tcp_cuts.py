@@ -3,6 +3,7 @@
 import socket
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 
 import numpy as np
 import pytest
@@ -183,14 +184,14 @@ def test_taken_messages_are_told_again_when_the_word_was_cut_off(wire: Wire) -> 
     wire.connect()
     with wire.there.submit_recvs(1, 16) as pool:
         transfers = [wire.here.submit_send(wire.there.address, bytes([i])) for i in range(20)]
-        assert bytes(pool.recv(WAIT_S).data) == b"\0"
+        got = [bytes(pool.recv(WAIT_S).data)]  # any of them: they come by several rails
         for proxy in wire.proxies:
             proxy.cut()
-        got = {bytes(pool.recv(WAIT_S).data) for _ in range(19)}
+        got += [bytes(pool.recv(WAIT_S).data) for _ in range(19)]
         for transfer in transfers:
             transfer.wait(WAIT_S)
 
-    assert got == {bytes([i]) for i in range(1, 20)}
+    assert sorted(got) == [bytes([i]) for i in range(20)]
 
 
 def test_too_long_message_is_refused_even_if_the_refusal_was_cut_off(wire: Wire) -> None:
@@ -325,7 +326,7 @@ def test_connections_that_something_on_the_way_forgot_are_made_anew(wire: Wire, 
         assert_same_bytes(back.array(), target.array())
     else:
         assert bytes(pool.recv(WAIT_S).data) == b"hello"
-    assert wire.here.peer_state(wire.there.address) == "connected"
+    eventually(lambda: wire.here.peer_state(wire.there.address) == "connected", "the peer connected")
 
 
 def test_peer_that_stays_away_is_lost_after_its_timeout(open_engine: EngineFactory) -> None:
@@ -402,10 +403,15 @@ TWO = {"transport": "tcp", "rails": ["127.0.0.1", "127.0.0.2"]}
 
 @pytest.fixture
 def closed_port() -> Iterator[int]:
-    """Of this host, at which nobody listens."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        yield taken.getsockname()[1]
+    """Of this host, at which nobody listens, at either address."""
+    with ExitStack() as taken:
+        while True:
+            one, two = (taken.enter_context(socket.socket()) for _ in range(2))
+            one.bind(("127.0.0.1", 0))
+            with suppress(OSError):  # another has it
+                two.bind(("127.0.0.2", one.getsockname()[1]))
+                break
+        yield one.getsockname()[1]
 
 
 def with_closed(address: xr.Address, rail: int, closed_port: int) -> xr.Address:
