@@ -17,7 +17,7 @@ import crossrail as xr
 from crossrail import sim
 from crossrail.flight import FlightDump, read_dump
 from tests.conftest import EngineFactory, PeerFactory
-from tests.support.limits import WAIT_S, eventually, never
+from tests.support.limits import SLOWNESS, WAIT_S, eventually, never
 from tests.support.process import assert_clean, run_script, start_script
 
 WATCHDOG_S = 0.4
@@ -78,14 +78,15 @@ def test_watchdog_tells_of_a_frozen_peer_once_a_stall(
 
 def test_watchdog_is_quiet_while_all_goes_well(open_engine: EngineFactory, other: xr.Engine, tmp_path: Path) -> None:
     events: list[xr.EngineEvent] = []
-    here = open_engine(watchdog_s=0.4, dump_dir=tmp_path)  # a busy machine may well stop everybody for 50 ms
+    watchdog_s = 0.8 * SLOWNESS  # a busy machine stops everybody for half a second
+    here = open_engine(watchdog_s=watchdog_s, dump_dir=tmp_path)
     here.on_event(events.append)
     src, dst = here.alloc(1 << 20), other.alloc(1 << 20)
-    deadline = time.monotonic() + 1.0
+    deadline = time.monotonic() + 1.5 * watchdog_s
     while time.monotonic() < deadline:
         here.submit_write(src, dst.descriptor, imm=1).wait(WAIT_S)
         other.imm_counter(1).wait(1, WAIT_S)
-    time.sleep(0.5)  # and while nothing happens
+    time.sleep(1.25 * watchdog_s)  # and while nothing happens
     assert [event.kind for event in events] == ["peer-connected"]
     assert dumps(tmp_path) == 0
 
@@ -393,13 +394,16 @@ def test_standard_error_that_nobody_reads_holds_nothing_up(tmp_path: Path) -> No
 
 def test_dump_asked_for_by_another_thread_while_one_waits(engine: xr.Engine, other: xr.Engine) -> None:
     def wait() -> None:
-        with pytest.raises(xr.WaitTimeout):
-            engine.imm_counter(3).wait(2, 1.0)
+        engine.imm_counter(3).wait(2, WAIT_S)
 
     waiter = threading.Thread(target=wait)
     waiter.start()
     eventually(lambda: "immediate 3: 0 of 2 arrived" in engine.dump(), "the dump tells of the wait")
+    group = engine.add_peer_group([engine.address])
+    for _ in range(2):
+        engine.submit_barrier(group, 3)
     waiter.join(WAIT_S)
+    assert not waiter.is_alive()
 
 
 def test_default_directory_is_configured_by_the_environment(tmp_path: Path) -> None:
