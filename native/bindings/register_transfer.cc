@@ -155,7 +155,8 @@ a frozen peer delays that.)")
           nb::sig("def add_done_callback(self, fn: collections.abc.Callable[[Transfer], object]) -> None"),
           R"(Calls fn(transfer) once on the engine's callback thread, even if the transfer has completed already.
 
-fn may submit, wait, and close regions. An exception in fn is logged, and the engine goes on.)")
+What was added before it completed runs in the order in which it was added. fn may submit, wait, and close regions. An
+exception in fn is logged, and the engine goes on.)")
       .def("exception", &exception, nb::sig("def exception(self) -> Exception | None"),
            "The error that wait() would raise, or None if it is done. Raises UsageError while it is pending. Never "
            "blocks.")

@@ -65,10 +65,15 @@ void Transfer::complete(Status status) {
   release();
 }
 
-void Transfer::tell_listeners(Listener* listener) {
-  while (listener != nullptr) {
-    listener->notifier->post(listener->cookie);
-    delete std::exchange(listener, listener->next);
+void Transfer::tell_listeners(Listener* latest) {
+  Listener* first = nullptr;
+  while (latest != nullptr) {
+    Listener* const below = std::exchange(latest->next, first);
+    first = std::exchange(latest, below);
+  }
+  while (first != nullptr) {
+    first->notifier->post(first->cookie);
+    delete std::exchange(first, first->next);
   }
 }
 

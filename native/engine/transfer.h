@@ -65,7 +65,8 @@ class alignas(64) Transfer {
 
   bool is_cancel_requested() const { return cancel_requested_.load(std::memory_order_acquire); }
 
-  // Posts `cookie` to `notifier` once at completion. False (and nothing will be posted) when complete already.
+  // Posts `cookie` to `notifier` once at completion, behind those that were here before. False (and nothing will be
+  // posted) when complete already. Of one that comes at that very moment the order is not promised.
   bool notify(Notifier* notifier, uint64_t cookie);
 
   TransferInfo info() const;
@@ -98,8 +99,8 @@ class alignas(64) Transfer {
   void complete_unseen(Status status) {
     word_.store(kOneRef | static_cast<uint32_t>(status), std::memory_order_relaxed);
   }
-  // Posts every listener's cookie.
-  void tell_listeners(Listener* listeners);
+  // Posts the cookies of a stack of listeners, those that came first first.
+  void tell_listeners(Listener* latest);
 
   EngineCore* const core_;  // outlives the transfer: the pool keeps the engine while transfers are out
   const std::unique_ptr<TransferWork> work_;

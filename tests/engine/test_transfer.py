@@ -197,15 +197,15 @@ def test_callbacks_share_one_thread_that_is_not_ours(engine: xr.Engine, other: x
     assert threads[0] is not threading.current_thread()
 
 
-def test_every_callback_of_a_transfer_runs(pending: xr.Transfer) -> None:
-    ran: Counter[int] = Counter()
+def test_every_callback_of_a_transfer_runs_in_the_order_in_which_it_was_added(pending: xr.Transfer) -> None:
+    ran: list[int] = []
     for i in range(10):
-        pending.add_done_callback(lambda _, i=i: ran.update([i]))
+        pending.add_done_callback(lambda _, i=i: ran.append(i))
 
     pending.cancel()
 
     eventually(lambda: len(ran) == 10, "10 callbacks")
-    assert ran == Counter(range(10))
+    assert ran == list(range(10))
 
 
 def test_failed_transfer_reaches_its_callback(pending: xr.Transfer, other: xr.Engine) -> None:
