@@ -133,6 +133,7 @@ class EngineCore final : public Sink, public Actor {
   void start_connect(Peer& peer);                                           // progress holder
   // Progress holder. A connected peer is slow or frozen, or moves again. Adds an event if its state changed.
   void set_liveness(Peer& peer, PeerState state, const std::string& detail);
+  void note_received(uint64_t bytes);  // progress holder; before anybody can see the message
   void pool_closed(ReceivePool* pool);
   void add_event(EngineEvent event);
 

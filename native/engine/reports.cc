@@ -22,8 +22,8 @@ void EngineCore::on_link_down(Link& link, const std::string& reason, bool orderl
   const PeerRef peer = PeerRef::share(static_cast<Peer*>(link.user));
   peer->link_ = nullptr;
   peer->work_->note = reason;
-  imms_.flush_arrivals();  // whoever sees that it is lost sees all that it has counted
   record_arrivals();
+  imms_.flush_arrivals();  // whoever sees that it is lost sees all that it has counted
   set_state(*peer, PeerState::kLost, orderly ? FlightState::kLeft : FlightState::kLost);
   bump(counters_.lost);
   fail_backlogs(*peer, Status::kPeerLost, reason);
@@ -70,8 +70,8 @@ void EngineCore::count_arrivals() {
   run_as_holder([this] {
     for (int turn = 0; turn < kTurnsMax && !closed() && poll_transports() > 0; ++turn) {
     }
-    imms_.flush_arrivals();
     record_arrivals();
+    imms_.flush_arrivals();
   });
 }
 
@@ -107,8 +107,6 @@ Sink::Offer EngineCore::on_message(const std::shared_ptr<const Address>& sender,
   if (!pool_in_use_) return Offer::kHold;
   switch (pool_in_use_->offer(sender, payload)) {
     case ReceivePool::Offer::kTaken:
-      bump(counters_.received);
-      recorder_.record({.bytes = payload.size(), .count = 1, .state = FlightState::kReceived});
       return Offer::kTaken;
     case ReceivePool::Offer::kTooLong:
       return Offer::kTooLong;
@@ -117,6 +115,12 @@ Sink::Offer EngineCore::on_message(const std::shared_ptr<const Address>& sender,
       return Offer::kHold;
   }
   return Offer::kHold;
+}
+
+void EngineCore::note_received(uint64_t bytes) {
+  assert_holder();
+  bump(counters_.received);
+  recorder_.record({.bytes = bytes, .count = 1, .state = FlightState::kReceived});
 }
 
 void EngineCore::pool_closed(ReceivePool* pool) {

@@ -64,6 +64,14 @@ def test_stats_count_what_happened(engine: xr.Engine, other: xr.Engine) -> None:
     eventually(lambda: engine.stats()["transfers_cancelled"] == 1, "the cancelled one counted")
 
 
+def test_message_is_counted_before_it_is_there_to_take(engine: xr.Engine, other: xr.Engine) -> None:
+    pool = other.submit_recvs(1, 16)
+    engine.submit_send(other.address, b"abc")
+    eventually(pool.poll, "the message")  # the worker drives, not we
+
+    assert other.stats()["messages_received"] == 1
+
+
 def test_every_accepted_submit_is_counted_once_when_it_ends(engine: xr.Engine, other: xr.Engine) -> None:
     src, dst = engine.alloc(1000), other.alloc(1000)
     transfers = [engine.submit_write(src, dst.descriptor) for _ in range(100)]
