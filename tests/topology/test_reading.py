@@ -262,6 +262,19 @@ def test_ipv6_addresses_of_an_interface_of_any_name(tmp_path: Path, monkeypatch:
     assert addresses._ipv6_addresses() == [("ra\udcffil", "2001:db8::1")]
 
 
+def test_link_local_addresses_are_not_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every net device has one, so it says nothing of which of them IP goes by; the engine takes none either."""
+    (tmp_path / "if_inet6").write_bytes(
+        b"fe800000000000000000000000000001 02 40 20 80 eth0\n"
+        b"fe800000000000000000000000000001 03 40 20 80 eth0.100\n"
+        b"20010db8000000000000000000000001 03 40 00 80 eth0.100\n"
+        b"00000000000000000000000000000001 01 80 10 80 lo\n"
+    )
+    monkeypatch.setattr(addresses, "Path", lambda path: tmp_path / Path(path).name)
+
+    assert addresses._ipv6_addresses() == [("eth0.100", "2001:db8::1"), ("lo", "::1")]
+
+
 def test_pci_addresses_survive_text() -> None:
     for text in ("0000:53:00.0", "10000:e1:1f.7", "0101:00:00.0"):
         assert str(PciAddress.parse(text)) == text

@@ -48,12 +48,16 @@ def _ipv4_addresses() -> list[tuple[str, str]]:
 
 
 def _ipv6_addresses() -> list[tuple[str, str]]:
-    """/proc/net/if_inet6, proc_net(5): address, index, prefix, scope and flags in hexadecimal, then the name."""
+    """/proc/net/if_inet6, proc_net(5): address, index, prefix, scope and flags in hexadecimal, then the name.
+
+    Without link-local ones: every net device has one, and the engine listens on none of them.
+    """
     import socket
 
+    scope_link = b"20"
     lines = [line.split() for line in Path("/proc/net/if_inet6").read_bytes().splitlines()]
     return [
         (os.fsdecode(words[5]), socket.inet_ntop(socket.AF_INET6, bytes.fromhex(words[0].decode())))
         for words in lines
-        if len(words) == 6
+        if len(words) == 6 and words[3] != scope_link
     ]
