@@ -70,6 +70,27 @@ def test_a_rail_is_plugged_in_again_by_hand() -> None:
         assert {line.split("rail=")[1][0] for line in world.log[before:] if " post " in line} == {"0", "1"}
 
 
+def test_a_rail_that_went_down_last_and_stays_away_fails_what_is_bound_to_it() -> None:
+    """Its path is kept while there is no other, and is left as soon as there is one."""
+    with sim.World(3) as world:
+        two = Two(world, "2xplain", nbytes=4096, peer_timeout_s=10)
+        two.write().wait(5)
+        for rail in (1, 0):
+            world.rail_down(two.hosts[0], rail)
+            world.run(1)
+        assert all("down: " in path.reason for path in two.a.explain(two.b.address).paths)
+        world.rail_up(two.hosts[0], 1)
+        world.run(1)
+
+        bound = two.a.submit_write(two.src, two.dst.descriptor, imm=1, rail=0)
+        free = two.write()
+        assert world.run(30, until=lambda: bound.done and free.done)
+        assert (bound.status, free.status) == ("transport-failed", "done")
+        with pytest.raises(xr.TransferError, match=r"rail 0 is down: the port went down"):
+            bound.wait(0)
+        assert two.a.peer_state(two.b.address) == "connected"
+
+
 def test_a_peer_that_is_killed_is_lost_and_what_left_it_still_arrives() -> None:
     with sim.World(4, keep_log=True) as world:
         two = Two(world, nbytes=16 * MIB, peer_timeout_s=1.0)

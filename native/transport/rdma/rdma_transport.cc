@@ -191,10 +191,10 @@ std::vector<PathReport> RdmaTransport::explain(Link& link) {
     report.what = "rail " + std::to_string(path->rail) + " to rail " + std::to_string(path->peer_rail);
     report.path = transport_name(kind_);
     report.reason = rails_[path->rail]->nic->description();
-    if (path->state == PathState::kOpen) {
-      report.reason += ", connected";
-    } else if (!rails_[path->rail]->is_up) {
+    if (!rails_[path->rail]->is_up) {
       report.reason += ", down: " + rails_[path->rail]->trouble;
+    } else if (path->state == PathState::kOpen) {
+      report.reason += ", connected";
     } else {
       report.reason += path->why_down().empty() ? ", connecting" : ", down: " + path->why_down();
     }

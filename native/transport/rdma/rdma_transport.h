@@ -239,6 +239,7 @@ class RdmaTransport final : public Transport {
   void end_session(Session& session, const std::string& reason);
   void forget(Session& session);
   void on_port(Rail& rail);
+  void leave_down_ports(Session& session);
   void excuse_silence(Session& session, uint32_t rail, int64_t away_ns);
   void on_nobody(const Bytes& endpoint);
   bool is_watched(const Session& session) const;

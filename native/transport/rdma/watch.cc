@@ -92,6 +92,7 @@ void RdmaTransport::tend(Session& session) {
     }
     return;
   }
+  leave_down_ports(session);
   for (auto& path : session.paths) {
     tend_path(*path);
     if ((path->is_resolving || !path->suspects.empty()) && now_ >= path->ask_at_ns) ask(*path);
@@ -284,27 +285,30 @@ void RdmaTransport::fail_pinned(RdmaLink& link) {
   }
 }
 
-// With another rail to go by, a port that went down is left at once. With none, retries of the NIC may outlast it.
 void RdmaTransport::on_port(Rail& rail) {
   if (rail.is_up) set_speeds();
   const int64_t down_ns = rail.is_up && rail.down_since_ns != 0 ? now_ - std::exchange(rail.down_since_ns, 0) : 0;
   for (auto& [key, session] : sessions_) {
-    const bool has_other = std::ranges::any_of(
-        session->paths, [&](const auto& path) { return path->rail != rail.index && is_usable(*path); });
     // Of a path that stayed open nothing could be heard meanwhile.
     if (down_ns > 0) excuse_silence(*session, rail.index, down_ns);
     for (auto& path : session->paths) {
-      if (path->rail != rail.index) continue;
-      if (rail.is_up) {
-        path->retry_at_ns = path->retry_pause_ns = 0;
-      } else if (has_other && path->state != PathState::kBreaking) {
-        mark_broken(*path, Cause::kHere, "the port went down: " + rail.trouble);
-      }
+      if (rail.is_up && path->rail == rail.index) path->retry_at_ns = path->retry_pause_ns = 0;
     }
+    leave_down_ports(*session);
     mark_dirty(*session);
   }
   is_watching_ = true;
   next_tick_ns_ = 0;
+}
+
+// With another rail to go by, a port that is down is left: at once, or when there is one again. With none, retries of
+// the NIC may outlast it.
+void RdmaTransport::leave_down_ports(Session& session) {
+  if (std::ranges::none_of(session.paths, [&](const auto& path) { return is_usable(*path); })) return;
+  for (auto& path : session.paths) {
+    const Rail& rail = *rails_[path->rail];
+    if (!rail.is_up) mark_broken(*path, Cause::kHere, "the port went down: " + rail.trouble);
+  }
 }
 
 void RdmaTransport::excuse_silence(Session& session, uint32_t rail, int64_t away_ns) {
