@@ -304,6 +304,29 @@ def test_a_full_queue_delays() -> None:
         two.expect(1)
 
 
+@pytest.mark.parametrize("nic", ["2xcx7", "2xefa200"])
+@pytest.mark.parametrize("pages", [0, 1024])
+def test_a_full_queue_holds_up_no_other_rail(nic: str, pages: int) -> None:
+    """What may go by any rail is done as soon as what is bound to the one that has room."""
+
+    def time_ns(rail: int | None) -> int:
+        with sim.World(12) as world:
+            two = Two(world, nic)
+            world.run(1)
+            world.fill_queue(two.hosts[0], 0)
+            begin_ns = world.now_ns
+            if pages:
+                order = np.arange(pages)[::-1].copy()
+                nbytes = 4 * MIB // pages
+                two.a.submit_paged_writes(two.src, order, two.dst.descriptor, order, nbytes, rail=rail).wait(60)
+            else:
+                two.a.submit_write(two.src, two.dst.descriptor, rail=rail).wait(60)
+            assert np.array_equal(two.dst.array(), two.src.array())
+            return world.now_ns - begin_ns
+
+    assert time_ns(None) <= 1.1 * time_ns(1)
+
+
 def test_a_registration_fails_as_asked() -> None:
     with sim.World(13) as world:
         host = world.host("a")

@@ -64,12 +64,14 @@ bool RdmaTransport::is_known_by(const Path& path, const WorkRequest& request) {
 }
 
 // The one that would be done with it first; of equally good ones, that of the rail that has waited longest: each peer
-// has paths of its own, and a scatter to many peers would else go all by their first rail.
-Path* RdmaTransport::best_path(Session& session, uint32_t rail, const WorkRequest& request) {
+// has paths of its own, and a scatter to many peers would else go all by their first rail. refusing: those whose NICs
+// take nothing now.
+Path* RdmaTransport::best_path(Session& session, uint32_t rail, const WorkRequest& request,
+                               const std::vector<const Path*>& refusing) {
   const uint64_t length_bytes = request.length_bytes;
   const auto is_open = [&](const Path& path) {
     return (rail == kAnyRail || path.rail == rail) && is_usable(path) && has_room(path, length_bytes) &&
-           is_known_by(path, request);
+           is_known_by(path, request) && std::ranges::find(refusing, &path) == refusing.end();
   };
   if (session.paths.size() == 1) return is_open(*session.paths.front()) ? session.paths.front().get() : nullptr;
   Path* best = nullptr;
@@ -198,13 +200,14 @@ uint32_t RdmaTransport::post_open(RdmaLink& out, uint32_t rail, std::span<const 
   auto& queue = is_service ? out.services : sends ? out.sends : out.queue(rail);
   uint32_t taken = 0;
   if (!sends && queue.empty()) {
-    while (taken < requests.size()) {
-      Path* const path = best_path(session, rail, requests[taken]);
+    std::vector<const Path*> refusing;
+    while (taken < requests.size() && requests[taken].length_bytes <= work_bytes_max_) {  // longer ones are cut first
+      Path* const path = best_path(session, rail, requests[taken], refusing);
       if (path == nullptr) break;
       const uint32_t accepted = post_some(*path, requests.subspan(taken), rail);
       taken += accepted;
       out.outstanding += accepted;
-      if (accepted == 0) break;
+      if (accepted == 0) refusing.push_back(path);
     }
   }
   const size_t queued_max = is_service ? kServicesQueuedMax : sends ? kSendsQueuedMax : kQueuedMax;
@@ -243,14 +246,14 @@ bool RdmaTransport::pump_queue(Session& session, uint32_t rail) {
   RdmaLink& link = *session.link;
   auto& queue = link.queue(rail);
   std::vector<WorkRequest> passed;  // cut off: they stay before all others
-  bool has_room = true;
+  std::vector<const Path*> refusing;
   while (!queue.empty()) {
     if (queue.front().length_bytes > work_bytes_max_) {
       --link.queued;
       cut(link, queue.pop_front());
       continue;
     }
-    Path* const path = best_path(session, rail, queue.front());
+    Path* const path = best_path(session, rail, queue.front(), refusing);
     if (path == nullptr) {
       // What makes room again, or opens a path, marks us dirty.
       if (passed.size() >= kPassedMax || !is_cut_off(session, rail, queue.front())) break;
@@ -260,13 +263,11 @@ bool RdmaTransport::pump_queue(Session& session, uint32_t rail) {
     const uint32_t accepted = post_some(*path, queue.first_run(kBatch), kRequeued);
     queue.drop_front(accepted);
     link.queued -= accepted;
-    if (accepted == 0) {
-      has_room = false;
-      break;
-    }
+    if (accepted == 0) refusing.push_back(path);
   }
+  const bool is_refused = !queue.empty() && !refusing.empty();
   for (auto work = passed.rbegin(); work != passed.rend(); ++work) queue.push_front(*work);
-  return has_room;
+  return !is_refused;
 }
 
 // What is with a NIC keeps the registration it was posted with; all else goes on with the other one.

@@ -179,7 +179,8 @@ class RdmaTransport final : public Transport {
 
   // --- posting.cc ---
   bool is_usable(const Path& path) const;
-  Path* best_path(Session& session, uint32_t rail, const WorkRequest& request);
+  Path* best_path(Session& session, uint32_t rail, const WorkRequest& request,
+                  const std::vector<const Path*>& refusing);
   static bool is_known_by(const Path& path, const WorkRequest& request);
   bool has_room(const Path& path, uint64_t length_bytes) const;
   bool is_cut_off(const Session& session, uint32_t rail, const WorkRequest& request) const;
