@@ -132,6 +132,31 @@ TEST_CASE("rdma: why a path could not be made or connected is told at the other 
   }
 }
 
+TEST_CASE("rdma: why our own end cannot be made is told, though the peer's could not be made before") {
+  bool has_led[2] = {};
+  for (int round = 0; round < 100 && !(has_led[0] && has_led[1]); ++round) {
+    Net net({});
+    Node a(net, "a", {.rails = 2}), b(net, "b", {.rails = 2});
+    const bool leads = a.transport->address().incarnation < b.transport->address().incarnation;
+    if (std::exchange(has_led[leads ? 1 : 0], true)) continue;
+    CAPTURE(leads);
+    b.nics[1]->make_error = "too few of theirs";
+    a.connect(b);
+    const auto is_said = [&](const std::string& text) {
+      return std::ranges::any_of(a.transport->explain(*a.link), [&](const PathReport& report) {
+        return report.what == "rail 1 to rail 1" && report.reason.find(text) != std::string::npos;
+      });
+    };
+    REQUIRE(poll_until({&a, &b}, [&] { return is_said("too few of theirs"); }));
+    b.nics[1]->make_error.clear();
+    (leads ? a.nics[1]->connect_error : a.nics[1]->make_error) = "too few of ours";
+    REQUIRE(poll_until({&a, &b}, [&] { return is_said("too few of ours"); }));
+    CHECK(!is_said("too few of theirs"));
+  }
+  CHECK(has_led[0]);
+  CHECK(has_led[1]);
+}
+
 TEST_CASE("rdma: when the last path ends, the loss names each path with its own reason") {
   bool has_led[2] = {};
   for (int round = 0; round < 100 && !(has_led[0] && has_led[1]); ++round) {

@@ -366,6 +366,7 @@ bool RdmaTransport::make_nic_path(Path& path) {
   } catch (const TransportError& error) {
     path.nic_path.reset();
     path.trouble = error.what();
+    path.refusal.clear();
     return false;
   }
   path.nic_path->user = &path;
@@ -386,6 +387,7 @@ bool RdmaTransport::connect_path(Path& path, const Bytes& offer) {
     path.is_connected = true;
   } catch (const TransportError& error) {
     path.trouble = error.what();
+    path.refusal.clear();
     drop_nic_path(path);
     path.state = PathState::kIdle;
     path.closed_epoch = path.epoch;  // it never was, and nothing was seen in it
