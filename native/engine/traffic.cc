@@ -94,6 +94,14 @@ TrafficReport EngineCore::traffic(int64_t patience_ns) {
     }
   }
   bool was_let_in = false;
+  const auto enter = [&](const std::function<void()>& work) {
+    const uint64_t rounds = counters_.rounds.load(std::memory_order_relaxed);
+    report.is_whole = run_as_holder(work, std::min(now_ns() + patience_ns, last));
+    was_let_in = was_let_in || report.is_whole;
+    // A holder that is merely busy makes rounds, whether or not it makes room for us.
+    report.hangs = !was_let_in && counters_.rounds.load(std::memory_order_relaxed) == rounds;
+  };
+  if (known.empty()) enter([] {});
   for (const PeerRef& peer : known) {
     const PeerTrack& track = *peer->track_;
     PeerTrafficReport& shown = report.peers.emplace_back();
@@ -108,7 +116,7 @@ TrafficReport EngineCore::traffic(int64_t patience_ns) {
     shown.refused = track.refused.load(std::memory_order_relaxed);
     shown.failed = track.failed.load(std::memory_order_relaxed);
     if (!report.is_whole) continue;
-    const auto ask = [&] {
+    enter([&] {
       if (peer->link_ == nullptr || closed()) return;
       Transport& transport = *peer->route_.transport;
       for (uint32_t rail = 0; rail < track.rail_count; ++rail)
@@ -117,12 +125,7 @@ TrafficReport EngineCore::traffic(int64_t patience_ns) {
         shown.paths.push_back(
             {std::move(path.what), std::move(path.path), std::move(path.reason), path.gb_per_s, path.bytes});
       }
-    };
-    const uint64_t rounds = counters_.rounds.load(std::memory_order_relaxed);
-    report.is_whole = run_as_holder(ask, std::min(now_ns() + patience_ns, last));
-    was_let_in = was_let_in || report.is_whole;
-    // A holder that is merely busy makes rounds, whether or not it makes room for us.
-    report.hangs = !was_let_in && counters_.rounds.load(std::memory_order_relaxed) == rounds;
+    });
   }
   return report;
 }

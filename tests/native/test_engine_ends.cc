@@ -128,6 +128,29 @@ TEST_CASE("traffic of an engine whose holder hangs is told without what only tha
   CHECK(!after.peers[0].paths.empty());
 }
 
+TEST_CASE("a holder that hangs in an engine without peers is told as well") {
+  EngineRef engine = open_engine("alone");
+  std::atomic<bool> hangs{false}, stop{false};
+  std::thread holder([&] {
+    engine->core().run_as_holder([&] {
+      hangs.store(true);
+      const Deadline deadline = deadline_in(60);
+      while (!stop.load() && now_ns() < deadline) std::this_thread::yield();
+    });
+  });
+  while (!hangs.load()) std::this_thread::yield();
+  const TrafficReport report = engine->traffic(20'000'000);
+  stop.store(true);
+  holder.join();
+  CHECK(report.hangs);
+  CHECK(!report.is_whole);
+  CHECK(report.peers.empty());
+  const TrafficReport after = engine->traffic(60'000'000'000);
+  CHECK(!after.hangs);
+  CHECK(after.is_whole);
+  engine->close(0);
+}
+
 TEST_CASE("an engine that makes rounds does not hang, though its holder lets nobody in") {
   Pair pair;
   RegionRef src = pair.a->alloc(64, false);
