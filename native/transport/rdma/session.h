@@ -105,7 +105,7 @@ struct Path {
   bool is_flushed = false;
   Cause cause = Cause::kHere;  // of the latest break
   std::string trouble;         // why it is not open; for people
-  std::string refusal;         // or why the peer cannot have it now: its word since we last failed to make it
+  std::string refusal;         // or why the peer cannot have it now: its word, which is newer
   uint64_t token = 0;          // ours
   uint64_t peer_token = 0;
   Bytes offer;                // of nic_path, as we tell it
