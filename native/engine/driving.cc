@@ -84,8 +84,8 @@ uint32_t EngineCore::round() {
   moved += begin_triggered();  // behind what looks at the backlogs: that more is due must not be forgotten
   moved += poll_transports();
   moved += serve();
-  record_arrivals();  // first: whoever has been counted for sees it in a dump
-  imms_.flush_arrivals();
+  imms_.flush_arrivals();  // first: somebody waits for that
+  record_arrivals();
   if (moved > 0) {
     bump(moves_);
     idle_rounds_ = 0;

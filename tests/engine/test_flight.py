@@ -32,6 +32,19 @@ def states_of(dump: FlightDump) -> set[str]:
     return {entry.state for entry in dump.entries}
 
 
+def arrivals_of(engine: xr.Engine, count: float, tmp_path: Path) -> list[FlightEntry]:
+    """That so many were counted is recorded after whoever waited for it was woken."""
+    found: list[FlightEntry] = []
+
+    def are_there() -> bool:
+        found[:] = [entry for entry in dump_of(engine, tmp_path).entries if entry.state == "arrived"]
+        return sum(entry.counts for entry in found) >= count
+
+    eventually(are_there, f"{count} arrivals in a dump")
+    assert sum(entry.counts for entry in found) == count
+    return found
+
+
 # --- what it holds ---
 
 
@@ -47,7 +60,7 @@ def test_short_write_at_once_is_one_entry_at_each_side(
     assert [(entry.state, entry.ring, entry.peer, entry.nbytes, entry.imm) for entry in sent] == [
         ("moved", "shm:0", "other", 48, 9)
     ]
-    (arrived,) = [entry for entry in dump_of(other, tmp_path).entries if entry.state == "arrived"]
+    (arrived,) = arrivals_of(other, 1, tmp_path)
     assert (arrived.imm, arrived.counts, arrived.ring) == (9, 1.0, "engine")
 
 
@@ -64,8 +77,7 @@ def test_pages_are_recorded_by_batches_and_counted_exactly(
     works = steps[1:-1]
     assert sum(entry.nbytes for entry in works) == 1 << 20
     assert len(works) < 64
-    arrived = [entry for entry in dump_of(other, tmp_path).entries if entry.state == "arrived"]
-    assert sum(entry.counts for entry in arrived) == 256
+    assert arrivals_of(other, 256, tmp_path)
 
 
 def test_scatter_at_once_is_one_entry_for_all_targets(
@@ -198,10 +210,8 @@ def test_text_tells_who_waits_for_what(engine: xr.Engine, other: xr.Engine) -> N
     src, dst = other.alloc(8), engine.alloc(8)
     other.submit_write(src, dst.descriptor, imm=7).wait(WAIT_S)
     eventually(lambda: engine.imm_counter(7).poll() == 1, "the count arrived")
-    text = engine.dump()
-    assert text is not None
-    assert "waiting: immediate 7: 1 of 3 arrived" in text
-    assert "arrived" in text.splitlines()[-1]
+    eventually(lambda: "arrived" in (engine.dump() or "").splitlines()[-1], "the arrival is recorded")
+    assert "waiting: immediate 7: 1 of 3 arrived" in (engine.dump() or "")
     ticket.cancel()
 
 
