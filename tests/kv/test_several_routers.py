@@ -116,6 +116,7 @@ async def test_one_name_at_two_routers_is_two_requests_at_a_prefiller(cluster: C
 
 
 async def test_large_request_does_not_wait_for_ever_behind_small_ones_of_another_router(cluster: Cluster) -> None:
+    cluster.router.options = replace(ROUTER, queue_s=WAIT_S)
     second = second_router(cluster, replace(ROUTER, queue_s=WAIT_S))
     await start(cluster, token_s=SLOW_S)
     await both_joined(cluster)
