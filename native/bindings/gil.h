@@ -1,10 +1,10 @@
 // Letting the GIL go, such that threads which are still out when the interpreter ends do no harm.
 //
 // Up to Python 3.13 a thread that asks for the GIL of an ending interpreter is ended by pthread_exit, whose unwinding
-// through C++ ends the process instead. So our exit handler closes all engines, which wakes everybody, and waits for those
-// who are out to come back in. From then on the thread that ends the interpreter keeps the GIL, whatever else its exit
-// handlers do with us, and others stay parked, as Python 3.14 does it, where they would come back, or go out anew. Only
-// daemon threads can be concerned: Python has joined the others by then.
+// through C++ ends the process instead. So our exit handler closes all engines, which wakes everybody, and waits for
+// those who are out to come back in. From then on the thread that ends the interpreter keeps the GIL, whatever else its
+// exit handlers do with us, and others stay parked, as Python 3.14 does it, where they would come back, or go out anew.
+// Only daemon threads can be concerned: Python has joined the others by then.
 #pragma once
 
 #include <Python.h>
@@ -24,8 +24,8 @@ class WithoutGil {
   PyThreadState* state_ = nullptr;  // null: we kept the GIL
 };
 
-// Nobody may ask for the GIL any more: whoever would stays parked here, but for the thread that has it. Called in a scope
-// without it.
+// Nobody may ask for the GIL any more: whoever would stays parked here, but for the thread that has it. Called in a
+// scope without it.
 void park_if_exiting();
 
 // The interpreter is about to end and all engines are closed. Waits up to timeout_s for those who are out.
