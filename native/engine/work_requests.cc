@@ -15,7 +15,7 @@ constexpr uint64_t kBytesPerTurn = uint64_t{1} << 20;  // of one transfer before
 constexpr uint32_t kBatchesPerTurn = 4;                // of one paged transfer
 // Of a long range over rails that the transport balances: rails that end at different times idle for half of one each.
 constexpr uint64_t kSlicesPerRail = 32;
-constexpr uint64_t kGpuSlices = 16;  // so many slices in one, of what a GPU copies: that keeps nobody's core
+constexpr uint64_t kGpuSlices = 64;  // so many slices in one, of what a GPU copies: that keeps nobody's core
 
 // Work requests that are made one by one: to make all of them for a few would take longer than to post those.
 union Batch {
@@ -24,6 +24,11 @@ union Batch {
 };
 
 bool is_of_gpu(const TransferWork& work) { return work.local != nullptr && work.local->gpu() >= 0; }
+
+// How long a slice of it may be.
+uint64_t slice_bytes_of(const Traits& traits, const TransferWork& work) {
+  return traits.slice_bytes_max * (traits.fifo_rails && is_of_gpu(work) ? kGpuSlices : 1);
+}
 
 // Whether slices may land, or fail, one without the other: the one with the immediate is then posted after the others
 // are done. On rails with order that is so where the CPU has a driver copy, which may refuse one copy and do the next.
@@ -43,8 +48,7 @@ void EngineCore::plan_range(const Peer& peer, TransferWork& work) {
   const Traits& traits = *peer.route_.traits;
   work.pieces = 1;
   work.is_evened = false;
-  work.slice_bytes = traits.slice_bytes_max;
-  if (traits.fifo_rails && is_of_gpu(work)) work.slice_bytes *= kGpuSlices;
+  work.slice_bytes = slice_bytes_of(traits, work);
   if (work.rail != kAnyRail || work.length_bytes < 2 * traits.piece_bytes_min) return;
   if (!traits.balances_rails) {
     work.pieces = pieces_for(work.length_bytes, traits.rail_count, traits.piece_bytes_min);
@@ -340,13 +344,14 @@ EngineCore::Progress EngineCore::post_target(Peer& peer, Transfer* transfer, Sca
   const auto index = static_cast<uint32_t>(&target - work.targets.data());
   const uint32_t rail = rail_for(peer, work, index);
   RemoteKey* key = target.dst ? key_of(peer, *target.dst) : nullptr;
+  const uint64_t slice_bytes = slice_bytes_of(traits, work);
   const bool counts_slices =
-      work.has_plan || (target.length_bytes > traits.slice_bytes_max && fails_in_parts(traits, work, target.dst.get()));
+      work.has_plan || (target.length_bytes > slice_bytes && fails_in_parts(traits, work, target.dst.get()));
   uint64_t turn_bytes = 0;
   do {
     if (target.is_broken) return Progress::kAllPosted;  // an immediate would count what is not there
     if (turn_bytes >= kBytesPerTurn) return Progress::kMore;
-    const uint64_t length = std::min(target.length_bytes - target.posted_bytes, traits.slice_bytes_max);
+    const uint64_t length = std::min(target.length_bytes - target.posted_bytes, slice_bytes);
     const bool has_imm = target.imm != kNoImm && target.posted_bytes + length == target.length_bytes;
     // Of its own slices: those of other targets would hold it up, and one after the other all of them.
     if (has_imm && target.slices_open > 0) return Progress::kBlocked;
