@@ -334,10 +334,14 @@ def dump_on_signal(signum: int = signal.SIGUSR2, directory: str | os.PathLike[st
     engine is being opened, closed or forked, until that ends. A forked child ignores the signal; it may close what it
     inherited, or ask anew.
 
-    Raises UsageError when the signal has a handler already, Python's or another's, is one of a crash (SIGSEGV, SIGBUS,
-    SIGFPE, SIGILL), when the directory is not there, or there is a SignalDump that was not closed. Any thread.
+    Raises UsageError when signum is no signal's, that signal has a handler already, Python's or another's, is one of a
+    crash (SIGSEGV, SIGBUS, SIGFPE, SIGILL), when the directory is not there, or there is a SignalDump that was not
+    closed. Any thread.
     """
     global _signal_dumps
+    _options.check_whole(signum=signum)
+    if not 0 < signum < signal.NSIG:
+        raise UsageError(f"signum = {signum} is no signal")
     place = "" if directory is None else _options.directory(directory, "directory")
     made = SignalDump(_core._SignalDump(int(signum), place))
     _signal_dumps = (made,)

@@ -31,7 +31,8 @@ class TlsConfig:
     cert: file with this engine's certificate, and those between it and the CA. key: file with its private key, without
         a password. ca: file with the certificates of the CAs to trust. All are PEM files, read when the engine opens.
     verify: "chain": any certificate of the CA is accepted; "name": one of its DNS names must also be the name of the
-        peer's engine, or a wildcard for it.
+        peer's engine, or a wildcard for it. A star stands for one label, and OpenSSL wants two more behind it:
+        "*.kv.lab" is good for "node-1.kv.lab", "*.lab" for nothing.
 
     Needs OpenSSL 3 (libssl.so.3), which is opened at run time. Either both engines use TLS or neither: otherwise they
     refuse each other.

@@ -227,7 +227,7 @@ def test_signal_that_has_a_handler_or_nowhere_to_write_is_refused() -> None:
         import signal, crossrail as xr
         CRASHES = signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL
         signal.signal(signal.SIGUSR1, lambda *_: None)
-        for wrong in (signal.SIGUSR1, signal.SIGKILL, 0, 4711, signal.SIGSTOP, *CRASHES):
+        for wrong in (signal.SIGUSR1, signal.SIGKILL, 0, 4711, signal.SIGSTOP, *CRASHES, "USR1", 1 << 40):
             try:
                 xr.dump_on_signal(wrong)
             except xr.UsageError as error:
@@ -249,14 +249,15 @@ def test_signal_that_has_a_handler_or_nowhere_to_write_is_refused() -> None:
     done = run_script(script)
     assert_clean(done)
     lines = done.stdout.splitlines()
-    assert len(lines) == 13
+    assert len(lines) == 15
     assert "signal 10 has a handler already" in lines[0]
     assert "signum = 9 " in lines[1] and "signum = 4711" in lines[3]
     assert "signum = 19 " in lines[4]
     assert all("comes of a crash" in line for line in lines[5:9])
-    assert "directory = '/nonexistent' is not a directory: make it first (mkdir -p /nonexistent)" in lines[9]
-    assert "directory = '/proc/self/stat' is not a directory" in lines[10] and "directory must be a path" in lines[11]
-    assert "signal 12 dumps already" in lines[12]
+    assert lines[9].startswith("signum must be a whole number, not ") and f"signum = {1 << 40} is no" in lines[10]
+    assert "directory = '/nonexistent' is not a directory: make it first (mkdir -p /nonexistent)" in lines[11]
+    assert "directory = '/proc/self/stat' is not a directory" in lines[12] and "directory must be a path" in lines[13]
+    assert "signal 12 dumps already" in lines[14]
 
 
 def test_closed_signal_dump_gives_the_default_action_back(tmp_path: Path) -> None:
