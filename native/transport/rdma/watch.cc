@@ -19,6 +19,7 @@ constexpr int64_t kPathSilentNs = 2'000'000'000;
 // Peers that only ever talk to us are asked now and then whether they live: their paths cost memory.
 constexpr int64_t kIdlePingNs = 60'000'000'000;
 constexpr int64_t kLeaveNs = 100'000'000;
+constexpr int64_t kStandsNs = 1'000'000'000;  // longer than a NIC may take to notice its port
 
 }  // namespace
 
@@ -291,23 +292,30 @@ void RdmaTransport::on_port(Rail& rail) {
   for (auto& [key, session] : sessions_) {
     // Of a path that stayed open nothing could be heard meanwhile.
     if (down_ns > 0) excuse_silence(*session, rail.index, down_ns);
+    const bool has_other = std::ranges::any_of(session->paths, [&](const auto& path) { return is_usable(*path); });
     for (auto& path : session->paths) {
-      if (rail.is_up && path->rail == rail.index) path->retry_at_ns = path->retry_pause_ns = 0;
+      if (path->rail != rail.index) continue;
+      if (rail.is_up) {
+        path->retry_at_ns = path->retry_pause_ns = 0;
+      } else if (has_other) {
+        mark_broken(*path, Cause::kHere, "the port went down: " + rail.trouble);
+      }
     }
-    leave_down_ports(*session);
     mark_dirty(*session);
   }
   is_watching_ = true;
   next_tick_ns_ = 0;
 }
 
-// With another rail to go by, a port that is down is left: at once, or when there is one again. With none, retries of
-// the NIC may outlast it.
+// With another rail to go by, a port that goes down is left at once. With none, retries of the NIC may outlast it; until
+// another path has stood for a while. Not one that opened since: what we know of ports is late, and it works.
 void RdmaTransport::leave_down_ports(Session& session) {
-  if (std::ranges::none_of(session.paths, [&](const auto& path) { return is_usable(*path); })) return;
+  const auto stands = [&](const auto& path) { return is_usable(*path) && now_ - path->opened_at_ns >= kStandsNs; };
+  if (std::ranges::none_of(session.paths, stands)) return;
   for (auto& path : session.paths) {
     const Rail& rail = *rails_[path->rail];
-    if (!rail.is_up) mark_broken(*path, Cause::kHere, "the port went down: " + rail.trouble);
+    if (!rail.is_up && path->opened_at_ns < rail.down_since_ns)
+      mark_broken(*path, Cause::kHere, "the port went down: " + rail.trouble);
   }
 }
 
