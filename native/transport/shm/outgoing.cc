@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <deque>
+#include <numeric>
 #include <utility>
 
 #include "transport/shm/shm_transport.h"
@@ -16,6 +18,16 @@ namespace crossrail::shm {
 namespace {
 
 constexpr uint64_t kTimedBytesMin = 64 << 10;  // shorter copies are not worth two looks at the clock
+
+// What waits behind it, short or not, waits for all of it.
+constexpr uint64_t kPendingBytesMax = uint64_t{256} << 20;
+constexpr uint64_t kLongBytes = uint64_t{1} << 20;  // of shorter ones as many as fit are soon over
+
+uint64_t bytes_of(const std::deque<RailQueue::Pending>& pending) {
+  return std::accumulate(pending.begin(), pending.end(), uint64_t{0}, [](uint64_t sum, const auto& each) {
+    return sum + each.request.length_bytes - each.done_bytes;
+  });
+}
 
 // Whether lies_behind() holds of what cross-memory attach would copy.
 bool goes_behind(const WorkRequest& request) {
@@ -286,6 +298,7 @@ bool ShmTransport::post_one(Outgoing& link, RailQueue& rail, const WorkRequest& 
     return true;
   }
   if (rail.pending.size() >= kPendingMax) return false;
+  if (request.length_bytes >= kLongBytes && bytes_of(rail.pending) >= kPendingBytesMax) return false;
   rail.pending.push_back({request});
   // Not at once: the more there are, the fewer times they are waited for.
   gpu_copies_wait_ = gpu_copies_wait_ || goes_by_gpu(rail.pending.back());
