@@ -52,6 +52,10 @@ void begin_exit(double timeout_s) {
   PyEval_RestoreThread(state);
 }
 
-void forget_other_threads() { threads_out.store(0, std::memory_order_relaxed); }
+void forget_other_threads() {
+  threads_out.store(0, std::memory_order_relaxed);
+  exiting.store(false, std::memory_order_relaxed);  // its parent is, which forked in an exit handler
+  ends_interpreter = false;
+}
 
 }  // namespace crossrail::bindings
