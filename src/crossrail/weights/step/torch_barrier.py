@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import crossrail as xr
 from crossrail._extras import needs
 from crossrail.errors import CrossrailError, WaitTimeout
 from crossrail.weights.step.barrier import MakeBarrier
@@ -20,7 +22,8 @@ class TorchBarrier:
 
     Each attempt has keys of its own: what trainers have left there of one that failed is nothing to the next. gloo's
     monitored_barrier() pairs calls by their number instead, which differs between trainers once an attempt has failed.
-    Like the group it ends with the process that keeps the store, mostly rank 0; EngineBarrier needs none.
+    Like the group it ends with the process that keeps the store, mostly rank 0; EngineBarrier needs none. A call of the
+    store may last longer than timeout_s: while that process stands still, or another thread of ours waits in the store.
     """
 
     def __init__(self, open_store: Callable[[], Any], trainers: int, imm: int, used: list[str]) -> None:
@@ -38,8 +41,13 @@ class TorchBarrier:
     @staticmethod
     def of(group: Any) -> MakeBarrier:
         """What makes them. group: of all trainers, of any backend; None: the default group."""
-        used: list[str] = []
-        return lambda _engine, others, imm: TorchBarrier(lambda: _store_of(group), len(others) + 1, imm, used)
+        used_by: WeakKeyDictionary[xr.Engine, list[str]] = WeakKeyDictionary()  # a trainer each
+
+        def make(engine: xr.Engine, others: Sequence[xr.Address], imm: int) -> TorchBarrier:
+            used = used_by.setdefault(engine, [])
+            return TorchBarrier(lambda: _store_of(group), len(others) + 1, imm, used)
+
+        return make
 
     async def wait(self, timeout_s: float) -> None:
         """See Barrier."""
