@@ -141,11 +141,11 @@ async def _serve(kind: type[Node], options: dict[str, Any]) -> None:
 
 
 async def _closed(who: str, node: Node, end: EndWanted) -> None:
-    """Closes it, which waits until nothing touches its memory any more. After a second signal the process ends without
-    that: a model that hangs may keep its pages for ever.
+    """Closes it, which waits until nothing touches its memory any more. After a second signal, and where whoever
+    started it is gone, the process ends without that: a model that hangs may keep its pages for ever.
     """
     closing = asyncio.ensure_future(node.close())
-    if end.at_once.is_set():
+    if end.at_once.is_set() or end.is_deserted:
         await asyncio.wait([closing], timeout=_CLOSE_HUNG_S if node.load().hangs else _CLOSE_S)
     else:
         hurrying = asyncio.ensure_future(end.at_once.wait())
@@ -153,6 +153,7 @@ async def _closed(who: str, node: Node, end: EndWanted) -> None:
         hurrying.cancel()
     if not closing.done():
         why = "its model hangs" if node.load().hangs else "its model or a peer has not let go of its memory"
-        click.echo(f"{who}: ended when told to, before it was closed: {why}", err=True)
+        with contextlib.suppress(OSError):  # who would read it may be gone
+            click.echo(f"{who}: ended when told to, before it was closed: {why}", err=True)
         os._exit(1)
     closing.result()

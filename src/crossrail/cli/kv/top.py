@@ -104,6 +104,6 @@ def _table(state: dict[str, Any]) -> Table:
             f"{node['pages_free']} of {node['pages_total']}",
             str(node["pages_quarantined"]),
             f"{node['heard_s_ago']:.1f} s ago",
-            "draining" if node["draining"] else "its model hangs" if node["hangs"] else "",
+            "draining" if node["draining"] else "its model hangs" if node.get("hangs") else "",
         )
     return table
