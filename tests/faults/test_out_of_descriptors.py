@@ -87,12 +87,12 @@ TOLD_ONCE = (
         b.on_event(told.append)
         newcomer()
         deadline = time.monotonic() + 20
-        before, at_rest = 0, 1
-        while before != at_rest:  # newcomers leave something behind for a while
+        at_rest, since = open_here(), time.monotonic()
+        while time.monotonic() < since + 0.5:  # a newcomer leaves something behind for a while
             assert time.monotonic() < deadline
-            newcomer()
-            time.sleep(0.1)
-            before, at_rest = at_rest, open_here()
+            time.sleep(0.05)
+            if open_here() != at_rest:
+                at_rest, since = open_here(), time.monotonic()
         for _ in range(2):
             deadline = time.monotonic() + 20
             caller = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
