@@ -22,10 +22,16 @@ from crossrail.kv.transfer.layout import KvLayout
 from tests.kv.conftest import until
 from tests.support.kv_cluster import LAYOUT, node_record, prompt_of
 from tests.support.kv_net import MemoryWire, Net
-from tests.support.limits import WAIT_S
+from tests.support.limits import SLOWNESS, WAIT_S
 from tests.support.seeds import Seed
 
-OPTIONS = RouterOptions(heartbeat_s=0.05, lease_s=0.4, queue_s=0.3, answer_timeout_s=0.2, sweep_s=0.02)
+OPTIONS = RouterOptions(
+    heartbeat_s=0.05 * SLOWNESS,
+    lease_s=0.4 * SLOWNESS,
+    queue_s=0.3 * SLOWNESS,
+    answer_timeout_s=0.2 * SLOWNESS,
+    sweep_s=0.02,
+)
 SHORT = m.Sampling(max_tokens=3)
 
 
@@ -134,7 +140,7 @@ async def test_busy_decoder_is_passed_over(town: Town) -> None:
 
 async def test_all_busy_is_overloaded_and_says_what_the_last_said(town: Town) -> None:
     await town.add("a", "busy")
-    with pytest.raises(Overloaded, match=r"no node took the request within 0\.3 s.*told to say busy"):
+    with pytest.raises(Overloaded, match=rf"no node took the request within {OPTIONS.queue_s:g} s.*told to say busy"):
         await town.complete()
     assert town.router.requests == 0
 
@@ -458,7 +464,8 @@ async def test_wait_for_the_decoders_pages_is_no_wait_for_a_prefiller_with_room(
 
 
 async def test_each_request_is_counted_once_however_it_ends(town: Town) -> None:
-    town.router.options = replace(OPTIONS, queue_s=0.1, restarts_max=0)
+    impatient = replace(OPTIONS, queue_s=0.1, restarts_max=0)
+    town.router.options = impatient
     told: dict[str, int] = {}
 
     async def counted(how: str, request: Awaitable[object]) -> None:
@@ -470,11 +477,15 @@ async def test_each_request_is_counted_once_however_it_ends(town: Town) -> None:
     await counted("unavailable", town.complete())
     script = await town.add("a")
     town.patient()
-    await counted("length", town.complete())
+    patient = replace(impatient, queue_s=WAIT_S, answer_timeout_s=WAIT_S)
     await counted("unavailable", town.complete(count=50))  # there is no prefiller
-    for answer, how in (("busy", "overloaded"), ("never", "invalid"), ("duplicate", "duplicate")):
+    for answer, how in (
+        ("busy", "overloaded"), ("serve", "length"), ("never", "invalid"), ("duplicate", "duplicate")
+    ):  # fmt: skip
         script.answer = answer
+        town.router.options = impatient if how == "overloaded" else patient
         await counted(how, town.complete())
+    town.router.options = impatient
     await counted("invalid", town.complete(count=0))
     asking = town.router.complete(prompt_of(1), SHORT, model="strange")
     town.router._models.start(-1.0)
@@ -513,7 +524,8 @@ async def test_prompt_that_fits_no_prefiller_is_refused_at_once_and_waits_where_
     town.router.options = replace(OPTIONS, queue_s=WAIT_S)
     town.patient()
     await town.add("a")
-    small, large = node_record("small", "prefiller"), prefiller_of(town, "large")
+    small = node_record("small", "prefiller", town.net.wire("small").address)
+    large = prefiller_of(town, "large")
     roster, loop = town.router.roster, asyncio.get_running_loop()
     assert isinstance(roster, Roster)
     roster.join(small, m.Load(), loop.time())
@@ -549,7 +561,8 @@ async def test_decoder_that_is_frozen_for_a_lease_is_fenced_when_it_thaws(town: 
     running = asyncio.ensure_future(town.ends())
     await script.paused.wait()
     wire.freeze()
-    assert "its decoder is gone: node 'a' was not heard of for 0.4 s" in await asyncio.wait_for(running, WAIT_S)
+    why = f"its decoder is gone: node 'a' was not heard of for {OPTIONS.lease_s:g} s"
+    assert why in await asyncio.wait_for(running, WAIT_S)
     wire.thaw()
     script.go_on.set()
     await asyncio.wait_for(script.refused.wait(), WAIT_S)
