@@ -14,8 +14,10 @@ import torch
 import crossrail as xr
 from crossrail.cli.weights.players import Player, Players
 from crossrail.weights.services.controller import WeightController
+from crossrail.weights.step import torch_barrier
 from crossrail.weights.step.torch_barrier import TorchBarrier
 from crossrail.weights.toy import ToyModel
+from tests.conftest import EngineFactory
 from tests.weights.conftest import MakeFleet
 from tests.weights.fleet import PATIENCE_S, SECRET
 
@@ -154,6 +156,23 @@ async def test_who_has_no_time_left_has_come_all_the_same(left_s: float) -> None
     with pytest.raises(xr.WaitTimeout, match="1 of 2 trainers"):
         await first.wait(left_s)
     await second.wait(left_s)
+
+
+async def test_trainers_of_two_controllers_that_share_what_makes_barriers_keep_their_keys_apart(
+    open_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, make = torch.distributed.HashStore(), TorchBarrier.of(None)
+    monkeypatch.setattr(torch_barrier, "_store_of", lambda _group: store)
+    actor, critic = open_engine("actor"), open_engine("critic")
+
+    first = make(actor, [critic.address], 1)  # the other trainer is of another process
+    waiting = asyncio.ensure_future(first.wait(PATIENCE_S))
+    while not store.check(["crossrail/barrier/1/1"]):
+        await asyncio.sleep(0.005)
+    await make(critic, [], 2).wait(PATIENCE_S)
+
+    await TorchBarrier(lambda: store, 2, 1, []).wait(PATIENCE_S)
+    await waiting
 
 
 async def test_closed_barrier_keeps_no_thread(nothing_leaks: None) -> None:
