@@ -4,8 +4,8 @@
 // through C++ ends the process instead. So our exit handler closes all engines, which wakes everybody, and waits for
 // those who are out to come back in. From then on the thread that ends the interpreter keeps the GIL, whatever else its
 // exit handlers do with us, and others stay parked, as Python 3.14 does it, where they would come back, or go out anew.
-// Only daemon threads can be concerned, since Python has joined the others by then; and threads that begin even later: an
-// engine that an exit handler behind ours opens has no callbacks.
+// Only daemon threads can be concerned, since Python has joined the others by then; and threads that begin even later:
+// an engine that an exit handler behind ours opens has no callbacks.
 #pragma once
 
 #include <Python.h>

@@ -307,8 +307,8 @@ void RdmaTransport::on_port(Rail& rail) {
   next_tick_ns_ = 0;
 }
 
-// With another rail to go by, a port that goes down is left at once. With none, retries of the NIC may outlast it; until
-// another path has stood for a while. Not one that opened since: what we know of ports is late, and it works.
+// With another rail to go by, a port that goes down is left at once. With none, retries of the NIC may outlast it;
+// until another path has stood for a while. Not one that opened since: what we know of ports is late, and it works.
 void RdmaTransport::leave_down_ports(Session& session) {
   const auto stands = [&](const auto& path) { return is_usable(*path) && now_ - path->opened_at_ns >= kStandsNs; };
   if (std::ranges::none_of(session.paths, stands)) return;
