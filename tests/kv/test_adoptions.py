@@ -6,7 +6,7 @@ import pytest
 
 from crossrail.kv import messages as m
 from crossrail.kv.services import router_requests
-from crossrail.kv.services.router_requests import Adoptions
+from crossrail.kv.services.router_requests import Adopted, Adoptions
 
 KEPT = 3
 END = m.End("length")
@@ -104,3 +104,10 @@ def test_one_name_at_two_decoders_is_that_of_the_first(adoptions: Adoptions) -> 
     assert not adoptions.take("r1", b"d1", 0, [1], END)
     assert adoptions.take("r1", b"d0", 0, [2], None)
     assert adoptions.get("r1").tokens == [2] and adoptions.get("r1").end is None
+
+
+def test_tokens_that_come_again_and_late_take_nothing_back() -> None:
+    adopted = Adopted(b"d0")
+    for first, tokens in ((0, [1, 2]), (0, [1, 2, 3]), (0, [1]), (1, [2, 3]), (3, [4]), (2, [3])):
+        adopted.take(first, tokens, None)
+    assert adopted.tokens == [1, 2, 3, 4]

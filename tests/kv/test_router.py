@@ -17,7 +17,6 @@ from crossrail.kv.errors import Overloaded, Unavailable
 from crossrail.kv.services import redispatch
 from crossrail.kv.services.membership import Roster
 from crossrail.kv.services.router import Router, RouterOptions
-from crossrail.kv.services.router_requests import Adopted
 from crossrail.kv.transfer.layout import KvLayout
 from tests.kv.conftest import until
 from tests.support.kv_cluster import LAYOUT, node_record, prompt_of
@@ -595,13 +594,6 @@ async def test_router_that_stood_still_for_a_lease_misses_nobody_for_that(town: 
 
     assert [member.name for member in town.router.roster.members("decoder")] == ["a"]
     await until(lambda: not town.router.roster.members("decoder"), "one that says nothing later is missed")
-
-
-def test_tokens_that_come_again_and_late_take_nothing_back() -> None:
-    adopted = Adopted(b"d0")
-    for first, tokens in ((0, [1, 2]), (0, [1, 2, 3]), (0, [1]), (1, [2, 3]), (3, [4]), (2, [3])):
-        adopted.take(first, tokens, None)
-    assert adopted.tokens == [1, 2, 3, 4]
 
 
 async def test_tokens_of_a_stranger_are_not_taken(town: Town) -> None:
