@@ -9,7 +9,7 @@ import pytest
 
 import crossrail as xr
 from tests.conftest import EngineFactory
-from tests.support.limits import WAIT_S, eventually
+from tests.support.limits import NEVER_S, WAIT_S, eventually
 from tests.support.proxy import ProxiedAddress, TcpProxy, proxied
 
 pytestmark = pytest.mark.timeout(120)
@@ -73,7 +73,7 @@ def test_way_that_has_carried_much_of_a_write_is_not_taken_for_one_that_drops_lo
     assert "short packets" not in str(slow.here.explain(slow.path.address))
 
 
-@pytest.mark.parametrize("kind", ["write", "refused", "refused-before", "message"])
+@pytest.mark.parametrize("kind", ["write", "refused", "refused-often", "refused-before", "message"])
 def test_what_was_counted_before_its_receiver_closed_is_done_whatever_rail_is_slow(
     open_engine: EngineFactory, kind: str
 ) -> None:
@@ -91,11 +91,22 @@ def test_what_was_counted_before_its_receiver_closed_is_done_whatever_rail_is_sl
         pool = there.submit_recvs(4, 100)
 
         if kind == "refused-before":
-            for early in [here.submit_write(src, old, 8, rail=1) for _ in range(100)]:
+
+            def goes_alone() -> bool:
+                before = way.proxies[1].passed_bytes()[0]
+                here.submit_write(src, dst.descriptor, 8, rail=1).wait(WAIT_S)
+                return way.proxies[1].passed_bytes()[0] == before
+
+            eventually(goes_alone, "small writes go by a connection of their own")
+            for early in [here.submit_write(src, old, 8, rail=1) for _ in range(1000)]:
                 with pytest.raises(xr.TransferError, match="closed"):
                     early.wait(WAIT_S)
             for early in [here.submit_write(src, dst.descriptor, 8, rail=1) for _ in range(8192)]:
                 early.wait(WAIT_S)
+        if kind == "refused-often":
+            for early in [here.submit_write(src, old, 8, rail=1) for _ in range(100)]:
+                with pytest.raises(xr.TransferError, match="closed"):
+                    early.wait(WAIT_S)
         refused = here.submit_write(src, old, 8, rail=1) if kind == "refused" else None
         message = here.submit_send(way.address, b"x") if kind == "message" else None
         write = here.submit_write(src, dst.descriptor, imm=1, rail=1)
@@ -107,6 +118,40 @@ def test_what_was_counted_before_its_receiver_closed_is_done_whatever_rail_is_sl
         write.wait(WAIT_S)
         if message is not None:
             message.wait(WAIT_S)
+        if refused is not None:
+            with pytest.raises(xr.TransferError, match="closed"):
+                refused.wait(WAIT_S)
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_last_words_settle_what_a_rail_that_broke_before_them_has_carried(
+    open_engine: EngineFactory, is_refused: bool
+) -> None:
+    """Whoever closes is asked no more about it."""
+    common = {"transport": "tcp", "rails": ["127.0.0.1", "127.0.0.2"]}
+    here, there = open_engine("here", **common), open_engine("there", **common)
+    with proxied(there.address) as way:
+        good, bad = way.proxies
+        here.connect(way.address, WAIT_S)
+        src, dst = here.register(np.ones(1 << 20, np.uint8)), there.register(np.zeros(1 << 20, np.uint8))
+        closed = there.alloc(8)
+        old = closed.descriptor
+        closed.close(WAIT_S)
+        for rail in (0, 1):
+            here.submit_write(src, dst.descriptor, rail=rail).wait(WAIT_S)
+        bad.delay_s = 0.5  # for as long nothing is told by it
+        refused = here.submit_write(src, old, 8, rail=1) if is_refused else None
+        write = here.submit_write(src, dst.descriptor, imm=1, rail=1)
+        there.imm_counter(1).wait(1, WAIT_S)
+
+        good.stall()
+        bad.go_away()
+        time.sleep(NEVER_S)
+        assert not write.done
+        there.close()
+        good.stall(False)
+
+        write.wait(WAIT_S)
         if refused is not None:
             with pytest.raises(xr.TransferError, match="closed"):
                 refused.wait(WAIT_S)

@@ -11,7 +11,7 @@ namespace crossrail::tcp {
 namespace {
 
 constexpr uint64_t kTakenPerFrame = 256;
-constexpr size_t kLastRefusalsMax = 64;  // of one channel: our end is not to wait for room in the socket
+constexpr size_t kLastRefusalsBytesMax = 32 << 10;  // of one channel: our end is not to wait for room in the socket
 
 // A refusal must not be overtaken by the acknowledgement of its operation. It comes first by the connection that both
 // go by; and the initiator has begun no operation so much later before it had heard of it.
@@ -112,12 +112,16 @@ void append_last_words(const InLink& link, InChannel& by) {
       return &channel == &by || refusal.operation + kOperationsUnderWayMax <= channel.placed;
     };
     const auto news = std::find_if_not(channel.refusals.begin(), channel.refusals.end(), is_known);
-    if (channel.refusals.end() - news > static_cast<std::ptrdiff_t>(kLastRefusalsMax)) continue;  // not to be overtaken
+    size_t bytes = 0;
+    for (auto refusal = news; refusal != channel.refusals.end(); ++refusal) {
+      bytes += sizeof(FrameHeader) + sizeof(RefusedMeta) + refusal->text.size();
+    }
+    if (bytes > kLastRefusalsBytesMax) continue;  // not to be overtaken
     for (auto refusal = news; refusal != channel.refusals.end(); ++refusal) {
       append_frame(by.control, FrameType::kRefused,
                    RefusedMeta{refusal->operation, index, static_cast<uint32_t>(refusal->status)}, refusal->text);
     }
-    append_frame(by.control, FrameType::kAck, AckMeta{link.id, channel.placed, index, 0});
+    append_frame(by.control, FrameType::kAck, AckMeta{link.id, channel.placed, index, 1});
   }
   for (const TakenMeta& taken : link.taken) append_frame(by.control, FrameType::kTaken, taken);
   for (const MessageOutcome& message : link.too_long) {

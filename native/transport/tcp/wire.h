@@ -87,7 +87,7 @@ struct AckMeta {
   uint64_t link_id;  // acknowledgements may come on any connection between the two engines
   uint64_t placed;
   uint32_t channel;
-  uint32_t epoch;
+  uint32_t is_last;  // 1: of an acceptor that ends. It places nothing more, and what it refused it has told before
 };
 struct TakenMeta {
   uint64_t link_id;  // like acknowledgements
