@@ -188,6 +188,8 @@ def nothing_leaks(request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixtu
     request.node.funcargs.clear()
     for phase in ("setup", "call", "teardown"):
         caplog.get_records(phase).clear()
+    # What the other fixtures logged while they ended, exceptions and their frames included, is kept for the report too.
+    request.config.pluginmanager.get_plugin("logging-plugin").report_handler.records.clear()
     assert not (leaked := before.leaked_for_good()), f"left behind: {leaked}"
 
 

@@ -39,11 +39,12 @@ CLOSES_WHAT_IS_SUMMED_UP = """
 """
 
 CHANGES_OFFSETS = """
-    import threading
+    import sys, threading
     import numpy as np
     import crossrail as xr
 
     FAR, CALLS = 1 << 40, 20_000
+    sys.setswitchinterval(1e-5)  # else whoever waits gets the GIL back from the other thread after 5 ms
 
     with xr.Engine("a", transport="shm") as a, xr.Engine("b", transport="shm") as b:
         source, region = a.alloc(1 << 16), b.alloc(1 << 16)
