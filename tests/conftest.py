@@ -132,10 +132,16 @@ def transport_of(item: pytest.Item) -> str:
     return getattr(callspec.params.get("setup"), "transport", "") if callspec else ""
 
 
+@pytest.hookimpl(tryfirst=True, optionalhook=True)
+def pytest_handlecrashitem() -> bool:
+    """A worker that died is no matter of the time that it got: its test is not run once more (tools/dev/testing.py)."""
+    return True
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
     report = yield
-    item.stash[FAILED] = item.stash.get(FAILED, False) or report.failed
+    item.stash[FAILED] = (call.when != "setup" and item.stash.get(FAILED, False)) or report.failed
     if report.failed and "seed" in getattr(item, "fixturenames", ()):
         command = f"./dev test {shlex.quote(item.nodeid)} --seed {item.config.getoption('--seed')}"
         report.sections.append(("replay", command))

@@ -19,6 +19,12 @@ NATIVE_TESTS_TIMEOUT_S = 600
 # numpy's threads, which start in each of thousands of processes, spin before they sleep, and have nothing to do.
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
 UBSAN_OPTIONS = "print_stacktrace=1:halt_on_error=1"
+# In CI, on a machine that is shared, a test that fails is run once more, at once. That is bounded and shown, with both
+# outcomes: what fails twice, the fourth of a run, a hang, a sanitizer's report and a worker that died fail it.
+ONCE_MORE = (
+    *("--reruns", "1", "--max-suite-reruns", "3", "--rerun-show-tracebacks"),
+    *("--rerun-except", "from pytest-timeout", "--rerun-except", "Sanitizer|runtime error"),
+)
 # Where Python's tests hardly enter the core: processes that start under a sanitizer take seconds, and find nothing.
 OUTSIDE = (
     "architecture",
@@ -42,7 +48,8 @@ def test(arguments: list[str]) -> int:
     if native_only:
         return code
     # A skip is shown with its reason, always.
-    pytest_code = run_here([PYTHON, "-m", "pytest", "-rfEs", *side_by_side(arguments), *arguments], **ONE_THREAD)
+    command = [PYTHON, "-m", "pytest", "-rfEs", *once_more(), *side_by_side(arguments), *arguments]
+    pytest_code = run_here(command, **ONE_THREAD)
     if code != 0:
         say("FAILED: native tests (above)")
     return code or pytest_code
@@ -83,7 +90,7 @@ def asan(arguments: list[str]) -> int:
     command += ["-m", "not no_sanitizer and not slow", "--timeout=300", "-o", "faulthandler_timeout=330"]
     if selects_nothing(arguments):
         command += [f"--ignore={ROOT / 'tests' / outside}" for outside in OUTSIDE]
-    pytest_code = run_here([*command, *side_by_side(arguments), *arguments])
+    pytest_code = run_here([*command, *once_more(), *side_by_side(arguments), *arguments])
     found = sorted(reports.iterdir())
     for report in found:
         print(report.read_text(errors="replace"))
@@ -129,11 +136,15 @@ def python_under_asan(overlay: Path, reports: Path) -> list[str]:
 
 
 def side_by_side(arguments: Sequence[str]) -> list[str]:
-    """Processes among which pytest shares the whole suite: many of its tests wait more than they compute. What was
-    selected runs in one, which prints as it goes and can be debugged."""
-    if not selects_nothing(arguments):
+    """Processes among which pytest shares the whole suite, or folders of it: many of its tests wait more than they
+    compute. Less than a folder runs in one, which prints as it goes and can be debugged."""
+    if not selects_nothing([argument for argument in arguments if not Path(argument).is_dir()]):
         return []
     return ["-n", str(len(os.sched_getaffinity(0)) + 1), "--dist", "worksteal"]
+
+
+def once_more() -> Sequence[str]:
+    return ONCE_MORE if os.environ.get("CI") == "true" else ()
 
 
 def selects_nothing(arguments: Sequence[str]) -> bool:
