@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import importlib.util
+import itertools
 import os
 import random
 import secrets
@@ -51,6 +52,7 @@ EngineFactory = Callable[..., xr.Engine]
 PeerFactory = Callable[[], PeerProcess]
 
 FAILED = pytest.StashKey[bool]()
+_finished = itertools.count(1)  # tests
 
 # The contract's cases run on the product of rails, memory and processes: thousands per transport, minutes each time.
 CONTRACT_SAMPLE = 4
@@ -124,6 +126,15 @@ def pytest_collection_finish() -> None:
     """What tests import, torch above all, stays: garbage collection after each of them need not look at it again."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_runtest_logfinish() -> None:
+    """Nor at what pytest keeps of each test, some 25 objects: after thousands of them a simulation, which collects
+    garbage twice, would take a second.
+    """
+    if next(_finished) % 100 == 0:
+        gc.collect()
+        gc.freeze()
 
 
 def transport_of(item: pytest.Item) -> str:

@@ -8,7 +8,7 @@ import subprocess
 
 from tools.dev.build import NATIVE_TESTS, build, locked, python_overlay, set_up, verbs_option
 from tools.dev.processes import BUILD, PYTHON, ROOT, environment, must, run_here, say, tool
-from tools.dev.testing import run_native_tests, side_by_side
+from tools.dev.testing import once_more, run_native_tests, side_by_side
 from tools.dev.venv import ensure_extra
 
 PYTHON_MIN_PERCENT = 90.0
@@ -43,7 +43,8 @@ def coverage(arguments: list[str]) -> int:
     variables = {"COVERAGE_FILE": str(data / "counts"), "PYTHONPATH": str(overlay)}
     command = [PYTHON, "-m", "coverage", "run", "-m", "pytest", "-rfEs", "-p", "no:cacheprovider"]
     command += ["-m", "not no_coverage"]
-    pytest_code = run_here([*command, *side_by_side(arguments), *(arguments or ["--sample", "1"])], **variables)
+    command += [*once_more(), *side_by_side(arguments), *(arguments or ["--sample", "1"])]
+    pytest_code = run_here(command, **variables)
     pages = folder / "html"
     shutil.rmtree(pages, ignore_errors=True)
     pages.mkdir()
