@@ -48,7 +48,7 @@ class ProxyHandle {
  public:
   ProxyHandle(nb::pointer_and_handle<EngineHandle> given, const moe::Layout& layout, uint32_t rank,
               const moe::FarMemory& memory, const RegionHandle& routes, const RegionHandle& rows, bool masks)
-      : engine(nb::borrow(given.h)), engine_(given.p) {
+      : engine(nb::borrow(given.h)), engine_(given.p), rank_(rank) {
     const moe::FarRegions<RegionRef> regions{routes.core(), rows.core()};
     proxy_ = std::make_unique<moe::Proxy>(given.p->core(), layout, rank, memory, regions, masks);
   }
@@ -100,6 +100,7 @@ class ProxyHandle {
     get().watch(engine_->peer(address), rank, *static_cast<const moe::Word*>(view.get().buf));
   }
 
+  // Late, and about our own rank: the thread has not posted yet what it was told to.
   template <typename Wait>
   nb::tuple wait(nb::handle timeout_s, Wait wait) const {
     moe::Proxy& proxy = get();
@@ -107,7 +108,7 @@ class ProxyHandle {
     moe::FarOutcome outcome{};
     wait_without_gil([&] {
       const bool is_ours = !thread_ || thread_->settle(deadline);
-      outcome = is_ours ? wait(proxy, deadline) : moe::FarOutcome{moe::FarResult::kLate, proxy.far_ranks().front(), {}};
+      outcome = is_ours ? wait(proxy, deadline) : moe::FarOutcome{moe::FarResult::kLate, rank_, {}};
       return outcome.result == moe::FarResult::kInterrupted ? WaitResult::kInterrupted : WaitResult::kReady;
     });
     return nb::make_tuple(result_name(outcome.result), outcome.rank, to_text(outcome.detail));
@@ -117,6 +118,7 @@ class ProxyHandle {
 
  private:
   EngineHandle* const engine_;
+  const uint32_t rank_;
   std::deque<BufferView> boards_;  // of those that are watched
   std::unique_ptr<moe::Proxy> proxy_;
   std::unique_ptr<moe::ProxyThread> thread_;  // ends before the proxy

@@ -161,7 +161,8 @@ void register_moe_proxy(nb::module_& module) {
             });
           },
           nb::arg("step"), nb::arg("round"), nb::arg("timeout_s").none(),
-          nb::sig("def wait(self, step: str, round: int, timeout_s: float | None) -> tuple[str, int, str]"))
+          nb::sig("def wait(self, step: str, round: int, timeout_s: float | None) -> tuple[str, int, str]"),
+          "'late', and our own rank: the thread that posts has not done so; so with the other waits.")
       .def(
           "wait_sent",
           [](const ProxyHandle& self, uint32_t round, nb::handle timeout_s) {

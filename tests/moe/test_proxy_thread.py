@@ -11,12 +11,13 @@ import pytest
 
 import crossrail as xr
 from crossrail import sim
+from crossrail.moe.outcome import Outcome
 from tests.moe.batches import Batch, draw
 from tests.moe.rank import BLOCK, CONFIG, EXPERTS, HIDDEN, TOKENS, TOP_K
 from tests.moe.ranks import Ranks
 from tests.moe.test_rounds import whole_round
 from tests.moe.test_sim import Town
-from tests.support.limits import NEVER_S
+from tests.support.limits import NEVER_S, WAIT_S, eventually
 from tests.support.seeds import Seed
 from tests.support.threads import tasks_named
 
@@ -100,6 +101,75 @@ def test_an_engine_closed_in_a_round_ends_it(nothing_leaks: None, seed: Seed) ->
         with pytest.raises(xr.EngineClosed):
             part.dispatch_recv(opened)
         timer.join()
+
+
+def test_who_looks_before_its_own_thread_has_posted_finds_itself_late(nothing_leaks: None, seed: Seed) -> None:
+    batches = batches_of(seed, 2)
+    cpu = max(os.sched_getaffinity(0))
+    with Ranks(2, None, proxy="thread", proxy_cpu=cpu, **FAR) as ranks:
+        looked = threading.Barrier(2)
+
+        def play(part: Any, rank: int) -> Outcome | None:
+            mine, found = batches[rank], None
+            if rank == 0:
+                os.sched_setaffinity(0, {cpu})  # of this thread: the one that posts waits for this core, mostly
+            else:
+                looked.wait(WAIT_S)
+            opened = part.dispatch_send(mine.x, mine.scales, mine.indices, mine.weights)
+            if rank == 0:
+                found = part._far.wait("routes", opened.number, 0.0)
+                looked.wait(WAIT_S)
+            got = part.dispatch_recv(opened)
+            part.combine(np.zeros((got.rows, HIDDEN), np.float32), got)
+            return found
+
+        # The other one has not sent either: it is named once our thread has posted.
+        eventually(lambda: ranks.each(play)[0] == Outcome("late", 0), "a look before the thread has posted")
+
+
+@pytest.mark.parametrize("mode", ["raise", "mask"])
+def test_a_wait_that_our_own_thread_keeps_names_this_rank_and_can_be_repeated(
+    nothing_leaks: None, monkeypatch: pytest.MonkeyPatch, mode: str, seed: Seed
+) -> None:
+    batches = batches_of(seed, 2)
+    options = FAR | ({"on_lost": "mask", "private_tokens": None} if mode == "mask" else {})
+    with Ranks(2, None, proxy="thread", **options) as ranks:
+        sent = [
+            part.dispatch_send(b.x, b.scales, b.indices, b.weights)
+            for part, b in zip(ranks.parts, batches, strict=True)
+        ]
+        part = ranks.parts[0]
+        with monkeypatch.context() as patched:
+            patched.setattr(part._far, "wait", lambda *_: Outcome("late", 0))
+            patched.setattr(part._far, "has_come", lambda *_: False)
+            part.timeout_s = NEVER_S
+            with pytest.raises(xr.WaitTimeout, match=r"this rank \(0\) has not posted its own part yet") as raised:
+                part.dispatch_recv(sent[0])
+        assert "rank 1" not in str(raised.value)
+        part.timeout_s = WAIT_S
+
+        def finish(part: Any, rank: int) -> None:
+            got = part.dispatch_recv(sent[rank])
+            part.combine(np.zeros((got.rows, HIDDEN), np.float32), got)
+
+        ranks.each(finish)
+
+
+def test_who_gives_up_since_it_was_late_itself_says_so(
+    nothing_leaks: None, monkeypatch: pytest.MonkeyPatch, seed: Seed
+) -> None:
+    batches = batches_of(seed, 2)
+    with Ranks(2, None, proxy="thread", **FAR) as ranks:
+        late, other = ranks.parts
+        opened = late.dispatch_send(batches[0].x, batches[0].scales, batches[0].indices)
+        with monkeypatch.context() as patched:
+            patched.setattr(late._far, "wait", lambda *_: Outcome("late", 0))
+            late.timeout_s = NEVER_S
+            with pytest.raises(xr.WaitTimeout):
+                late.dispatch_recv(opened)
+        late.close()
+        with pytest.raises(xr.UsageError, match=r"rank 0 .* had not posted its own part in time"):
+            whole_round(other, 1, batches)
 
 
 def test_a_forked_child_is_told_and_can_end(nothing_leaks: None, seed: Seed) -> None:

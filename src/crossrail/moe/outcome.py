@@ -12,7 +12,9 @@ Result = Literal["ready", "late", "left", "peer-lost", "masked-out", "failed", "
 
 
 class Outcome(NamedTuple):
-    """rank: whom it is about; of no meaning where the result is "ready". detail: of the native half, or ""."""
+    """rank: whom it is about; of no meaning where the result is "ready". "late", and our own: the thread that posts for
+    us has not done so yet. detail: of the native half, or "".
+    """
 
     result: Result
     rank: int
@@ -22,6 +24,14 @@ class Outcome(NamedTuple):
     def of_native(cls, result: str, rank: int, detail: str = "") -> Outcome:
         """As the native half tells it, which knows the same results."""
         return cls(cast(Result, result), rank, detail)
+
+
+def unposted_error(rank: int, half: str, timeout_s: float) -> WaitTimeout:
+    """Of a wait before which our own part was to be posted. rank: ours."""
+    return WaitTimeout(
+        f"this rank ({rank}) has not posted its own part yet, {timeout_s:g} s into its wait for the {half}. Nothing is "
+        "lost: wait again. Next: see whether the threads that post (crossrail-moe, crossrail-work) get a core"
+    )
 
 
 def error_of(engine: xr.Engine, outcome: Outcome, address: xr.Address, half: str, timeout_s: float) -> CrossrailError:

@@ -24,7 +24,7 @@ from crossrail.moe.masking.agreement import Agreement
 from crossrail.moe.masking.routes import sources_of
 from crossrail.moe.masking.views import COMBINE, DISPATCH
 from crossrail.moe.meeting import all_are_ready, make_layout, meet, meet_far
-from crossrail.moe.outcome import Outcome, error_of
+from crossrail.moe.outcome import Outcome, error_of, unposted_error
 from crossrail.moe.rounds import Round
 from crossrail.moe.rows.interface import RowMemory
 
@@ -238,6 +238,8 @@ class Peers:
         that waited for another in vain, that too.
         """
         result, rank, _ = outcome
+        if result == "late" and rank == self._rank:
+            return unposted_error(rank, half, timeout_s)
         lost, late = self._reason_of(rank) if result in ("left", "peer-lost") else (None, None)
         if lost == self._rank:
             outcome = Outcome("peer-lost", rank, "it lost sight of this rank, and has closed its AllToAll")
@@ -246,8 +248,9 @@ class Peers:
             half = ""
         elif late is not None:
             who = "this rank" if late == self._rank else f"rank {late} ({self._addresses[late].name!r})"
+            why = f"it had waited for {who} in vain" if late != rank else "it had not posted its own part in time"
             ending = ", and closed its AllToAll" if result == "peer-lost" else ""
-            outcome = Outcome(result, rank, f"it had waited for {who} in vain{ending}")
+            outcome = Outcome(result, rank, f"{why}{ending}")
         if outcome.result == "peer-lost":
             self._lost = outcome.rank
         return error_of(self._engine, outcome, self._addresses[outcome.rank], half, timeout_s)

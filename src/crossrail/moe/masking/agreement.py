@@ -24,7 +24,7 @@ from crossrail.moe.links.near import Near
 from crossrail.moe.masking.confirmations import Confirmations
 from crossrail.moe.masking.paxos import Paxos
 from crossrail.moe.masking.views import COMBINE, DISPATCH, Lasts, View
-from crossrail.moe.outcome import Outcome, error_of
+from crossrail.moe.outcome import Outcome, error_of, unposted_error
 from crossrail.moe.rounds import Round
 
 _SLICE_S = 5e-3  # of a wait for data, until we look at what others say
@@ -309,6 +309,8 @@ class Agreement:
         return self._error(Outcome("late", rank), name, timeout_s)
 
     def _error(self, outcome: Outcome, half: str, timeout_s: float = 0.0) -> CrossrailError:
+        if outcome.result == "late" and outcome.rank == self._rank:
+            return unposted_error(self._rank, half, timeout_s)
         return error_of(self._engine, outcome, self._addresses[outcome.rank], half, timeout_s)
 
     def farewell(self, timeout_s: float) -> None:
