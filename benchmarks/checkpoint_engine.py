@@ -13,14 +13,17 @@ from __future__ import annotations
 import argparse
 import os
 import secrets
-import socket
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 from crossrail.cli.child import Child, Children, answer_calls
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tests.support.ports import free_port
 
 DEADLINE_S = 300.0
 _CHILD = "CROSSRAIL_BENCHMARK_CHILD"  # set for processes that this one starts
@@ -80,12 +83,6 @@ class _Process:
         return sum(given)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def measure(ranks: int, mib: int, rounds: int, keeps_group: bool) -> None:
     os.environ["CROSSRAIL_SECRET"] = secrets.token_hex()
     module = "benchmarks.checkpoint_engine"
@@ -93,7 +90,7 @@ def measure(ranks: int, mib: int, rounds: int, keeps_group: bool) -> None:
         workers = Children([Child(module, f"worker {rank}") for rank in range(ranks)])
         servers = {kind: Children([Child(module, f"{kind} {rank}") for rank in range(ranks)]) for kind in KINDS}
         for kind, group in servers.items():
-            common = {"kind": kind, "ranks": ranks, "port": _free_port(), "mib": mib, "keeps_group": keeps_group}
+            common = {"kind": kind, "ranks": ranks, "port": free_port(), "mib": mib, "keeps_group": keeps_group}
             group.each("open", [common | {"rank": rank} for rank in range(ranks)], DEADLINE_S)
         seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
         for number in range(rounds + 1):
