@@ -6,13 +6,13 @@ import asyncio
 import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import crossrail as xr
 from crossrail._closing import AsyncClosing
-from crossrail.control.deadlines import in_time, loop_time_s
+from crossrail.control.deadlines import loop_time_s
 from crossrail.control.mailbox import Mailbox, NoAnswer
 from crossrail.control.wire import Unreachable
 from crossrail.errors import CrossrailError, UsageError, WaitTimeout
@@ -59,6 +59,8 @@ class _Attempt:
     expected: int
     deadline_at_s: float  # on the loop's clock
     timer: asyncio.TimerHandle | None = None
+    pausing: asyncio.Task[None] | None = None
+    is_paused: bool = False  # its pause() has been called
     is_whole: bool = False
     is_failed: bool = False
     is_unwritten: bool = False  # and stays so: its controller has ended it before any trainer was to write
@@ -88,8 +90,10 @@ class WeightReceiver(AsyncClosing):
         between `pause` and `resume`, and one that fails once trainers write, or of whose end nothing was heard, leaves
         torn weights, which reading() refuses.
     pause(version), resume(version): of the inference engine; called before weights are written in place, and after a
-        commit. Both are optional, and coroutine functions, or functions that do not block: they run on the event loop.
-        A failed update does not resume. Weights on a GPU are not written before all kernels
+        commit. Both are optional, and coroutine functions, or functions that do not block: they run on the event loop,
+        one call at a time. An update that fails cancels a pause() under way. Whatever became of its pause(), resume()
+        is called with the version that is here (-1: none yet) if weights are whole; torn ones are resumed by the next
+        commit, so there may be several pause() before one resume(). Weights on a GPU are not written before all kernels
         have ended that torch had launched when pause() returned and the last reading() of them ended; for other
         kernels, pause() has to wait.
     failures: how many attempts this rank knows to have failed; commits: how many were completed here.
@@ -114,6 +118,9 @@ class WeightReceiver(AsyncClosing):
         self._engine = memory.engine
         self._has_spare = spare
         self._pause, self._resume = pause, resume
+        self._hooks = asyncio.Lock()  # first come, first served
+        self._hook: tuple[str, asyncio.Task[Any] | None] = "", None  # the call that runs, and in what
+        self._resuming: asyncio.Task[None] | None = None  # after the last update that failed
         self._buffers: list[list[xr.Region]] = []
         self._versions = Versions(2 if spare else 1, is_torn=memory.is_torn)
         self._reading_tasks: list[asyncio.Task[Any] | None] = []  # once for each reading() that is open
@@ -281,6 +288,8 @@ class WeightReceiver(AsyncClosing):
                     f"inference rank {self.rank} cannot be closed yet, somebody may still write its weights: {error}. "
                     "Next: end that process, or let it go on, and close() again"
                 ) from None
+        if self._resuming is not None and self._hook[1] is not asyncio.current_task():
+            await asyncio.wait([self._resuming], timeout=timeout_s)
         if not self._is_closed:
             self._is_closed = True
             buffers, self._buffers = self._buffers, []
@@ -377,7 +386,7 @@ class WeightReceiver(AsyncClosing):
             self.memory.check_in_place()  # before the pause, which a refused update does not end
             open_by_s = deadline_at_s - _say_why_s(opened.timeout_s)
             if not self._has_spare:
-                await self._pause_by(open_by_s, opened.version)
+                await self._pause_by(attempt, open_by_s)
             self._check_current(attempt)
             with self._versions.opening():
                 await self._wait_unread(attempt, open_by_s)
@@ -385,7 +394,7 @@ class WeightReceiver(AsyncClosing):
             self.memory.check_in_place()
         except BaseException:
             if self._attempt is attempt:
-                self._end(attempt)
+                self._end_failed(attempt)
             self._notify()  # readers may come again
             raise
         buffer = self._versions.open()
@@ -398,13 +407,35 @@ class WeightReceiver(AsyncClosing):
         if self._attempt is not attempt:
             raise UsageError(f"attempt {attempt.number} is over")
 
-    async def _pause_by(self, deadline_at_s: float, version: int) -> None:
+    async def _pause_by(self, attempt: _Attempt, deadline_at_s: float) -> None:
+        pausing = attempt.pausing = asyncio.ensure_future(self._paused(attempt))
+        pausing.add_done_callback(_heard)
         try:
-            await in_time(self._call("pause", self._pause, version), deadline_at_s - loop_time_s())
-        except asyncio.TimeoutError:
-            raise WaitTimeout(f"inference rank {self.rank}: pause({version}) has not returned") from None
+            await asyncio.wait([pausing], timeout=max(deadline_at_s - loop_time_s(), 0.0))
+            is_late, hook = not pausing.done(), self._hook[0] or f"pause({attempt.version})"
+        finally:
+            pausing.cancel()  # not waited for: whatever hook comes next does that
+        self._check_current(attempt)
+        if is_late:
+            raise WaitTimeout(f"inference rank {self.rank}: {hook} has not returned")
+        pausing.result()
+
+    async def _paused(self, attempt: _Attempt) -> None:
+        async with self._hooks:
+            attempt.is_paused = True
+            await self._call("pause", self._pause, attempt.version)
+
+    async def _resumed(self, version: int) -> None:
+        async with self._hooks:
+            await self._call("resume", self._resume, version)
+
+    async def _resumed_with_what_is_here(self) -> None:
+        with suppress(CrossrailError):  # it is logged, and nobody waits for it
+            await self._resumed(self.version)
 
     async def _call(self, name: str, hook: Hook, version: int) -> None:
+        """With _hooks."""
+        self._hook = f"{name}({version})", asyncio.current_task()
         try:
             pending = hook(version)
             if inspect.isawaitable(pending):
@@ -413,6 +444,8 @@ class WeightReceiver(AsyncClosing):
             log.exception("inference rank %d: %s(%d) raised", self.rank, name, version)
             what = f"{type(error).__name__}: {error}"
             raise CrossrailError(f"inference rank {self.rank}: {name}({version}) raised {what}") from error
+        finally:
+            self._hook = "", None
 
     async def _wait_unread(self, attempt: _Attempt, deadline_at_s: float) -> None:
         """Until neither a reader nor a kernel is at the memory that is to be written. No reader comes meanwhile.
@@ -462,7 +495,7 @@ class WeightReceiver(AsyncClosing):
         self.memory.is_torn = self._versions.is_first_torn
         self.commits += 1
         self._notify()
-        await self._call("resume", self._resume, attempt.version)
+        await self._resumed(attempt.version)
         return m.Taken()
 
     async def _on_abort(self, sender: bytes, abort: m.Abort) -> m.Aborted:
@@ -527,6 +560,8 @@ class WeightReceiver(AsyncClosing):
         if attempt is None:
             return
         log.warning("inference rank %d: version %d failed: %s", self.rank, attempt.version, why)
+        if attempt.pausing is asyncio.current_task():
+            attempt.pausing = None  # pause() itself has called close(), say, and goes on
         while True:
             asked_at_s = loop_time_s()
             await self._fencing.acquire()
@@ -562,7 +597,7 @@ class WeightReceiver(AsyncClosing):
                     self.memory.is_torn = self._versions.is_first_torn
                 else:
                     self._versions.abort()
-            self._end(attempt)
+            self._end_failed(attempt)
             return True
         finally:
             self._fencing.release()
@@ -577,6 +612,14 @@ class WeightReceiver(AsyncClosing):
         if attempt.timer is not None:
             attempt.timer.cancel()
         attempt.counter.release(force=True)
+
+    def _end_failed(self, attempt: _Attempt) -> None:
+        """Whoever uses the weights goes on, if they are whole. Not waited for: that may take its time."""
+        self._end(attempt)
+        if attempt.pausing is not None:
+            attempt.pausing.cancel()
+        if attempt.is_paused and self._versions.state is State.WHOLE:
+            self._resuming = self._mailbox.spawn(self._resumed_with_what_is_here(), "resuming after a failed update")
 
     def _notify(self) -> None:
         """Something changed that tasks may wait for."""
