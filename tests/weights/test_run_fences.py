@@ -9,9 +9,12 @@ import time
 import pytest
 
 import crossrail as xr
+from crossrail.control.deadlines import loop_time_s
+from crossrail.control.mailbox import NoAnswer
 from crossrail.weights.errors import UpdateFailed
 from crossrail.weights.inventory.holdings import Role
 from crossrail.weights.services import messages as m
+from crossrail.weights.services import receiver as module
 from crossrail.weights.services.versions import State
 from tests.weights.conftest import MakeFleet
 from tests.weights.fleet import PATIENCE_S, unanswered
@@ -183,3 +186,24 @@ async def test_fence_takes_one_thread_and_a_region_that_stands_still_does_not_ke
     assert not {bytes(region.descriptor) for region in regions} & set(before)
     updating.cancel()
     await asyncio.gather(offered, updating, return_exceptions=True)
+
+
+async def test_who_leaves_waits_for_one_time_in_all(make_fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = make_fleet(trainer_count=1, spare=False)
+    await fleet.start(targets=[0])
+    receiver, now_s, skew_s, may_end = fleet.receivers[0], loop_time_s, 0.0, asyncio.Event()
+
+    async def deaf(_to: bytes, _question: object, _answer: object, timeout_s: float) -> object:
+        nonlocal skew_s
+        skew_s += timeout_s
+        raise NoAnswer("all of the time is over")
+
+    async def stands_still(_why: str) -> None:
+        await may_end.wait()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "loop_time_s", lambda: now_s() + skew_s)
+        patched.setattr(receiver._mailbox, "ask", deaf)
+        patched.setattr(receiver, "_fail_at_last", stands_still)
+        await asyncio.wait_for(receiver.leave(3600.0), PATIENCE_S)
+    may_end.set()

@@ -261,6 +261,7 @@ class WeightReceiver(AsyncClosing):
         """
         if not self._controller:
             raise UsageError(f"inference rank {self.rank} has joined no controller that it could leave")
+        deadline_at_s = loop_time_s() + timeout_s
         self._membership.end()
         try:
             await self._mailbox.ask(self._controller, m.Leave(next_word(self._mailbox)), m.Taken, timeout_s)
@@ -268,7 +269,7 @@ class WeightReceiver(AsyncClosing):
             log.info("inference rank %d left without a word: %s", self.rank, error)
         # Nobody else says so: the controller forgets who leaves.
         ending = self._mailbox.spawn(self._fail_at_last("it has left"), "ending an update that it has left")
-        await asyncio.wait([ending], timeout=timeout_s)
+        await asyncio.wait([ending], timeout=max(deadline_at_s - loop_time_s(), 0.0))
 
     async def close(self, timeout_s: float = FENCE_S) -> None:
         """Ends an update in progress and frees the spare memory; the memory that was passed in stays. Idempotent.
