@@ -86,8 +86,10 @@ class StreamProxyHandle {
   }
   void open(uint64_t rounds, uint64_t number, uint64_t stream) const {
     moe::StreamProxy& proxy = get();
-    const WithoutGil no_gil;
-    device::open_round({gpu_, stream}, rounds, number, proxy.free_and_asked());
+    wait_without_gil([&] {
+      const bool is_begun = device::open_round({gpu_, stream}, rounds, number, proxy.free_and_asked(), interrupted);
+      return is_begun ? WaitResult::kReady : WaitResult::kInterrupted;
+    });
   }
   void publish(const std::string& word, uint64_t number, uint64_t stream, uint64_t table, uint64_t count) const {
     moe::StreamProxy& proxy = get();
@@ -98,9 +100,12 @@ class StreamProxyHandle {
   void await(const std::string& word, uint64_t number, uint64_t stream, uint64_t table, uint64_t count,
              bool needs_words) const {
     moe::StreamProxy& proxy = get();
-    const StreamWord which = word_of(word);
-    const WithoutGil no_gil;
-    device::await_round({gpu_, stream}, number, proxy.words(which), {table, count}, needs_words);
+    const device::RoundWords& words = proxy.words(word_of(word));
+    wait_without_gil([&] {
+      const device::RoundStream on{gpu_, stream};
+      const bool has_come = device::await_round(on, number, words, {table, count}, needs_words, interrupted);
+      return has_come ? WaitResult::kReady : WaitResult::kInterrupted;
+    });
   }
   nb::object failure() const {
     std::optional<moe::StreamFailure> failure = get().failure();

@@ -6,6 +6,7 @@
 #include "device/capture.h"
 #include "device/cuda.h"
 #include "device/kernels.h"
+#include "util/clock.h"
 #include "util/errors.h"
 #include "util/spinlock.h"
 
@@ -15,6 +16,7 @@ namespace {
 
 constexpr const char* kWhatFor = "a kernel of rounds";
 constexpr unsigned kWarp = 32;  // threads, which share the signals
+constexpr int64_t kAskEveryNs = 50'000'000;
 
 // arguments: of the kernel but the last, which are the words.
 void launch(const RoundStream& on, void* Kernels::* kernel, unsigned threads, std::span<uint64_t> arguments,
@@ -62,34 +64,43 @@ bool have_come(const Signals& signals, uint64_t round) {
   return true;
 }
 
-// The thread that publishes ends this, at the latest when it is stopped: see StreamProxy.
-void wait_here(const RoundWords& words, uint64_t& number, const Signals& from = {}, bool needs_words = true) {
+// The thread that publishes ends this, at the latest when it is stopped: see StreamProxy. False: interrupted.
+bool wait_here(const RoundWords& words, uint64_t& number, const Interrupted& interrupted, const Signals& from = {},
+               bool needs_words = true) {
   const uint64_t round = number;
+  int64_t ask_at = 0;  // 0: has not yielded yet
   for (int spins = 0;; ++spins) {
     const bool is_signalled = have_come(from, round);
-    if (is_signalled && !needs_words) return;
+    if (is_signalled && !needs_words) return true;
     const uint64_t word = words[round % 2].round.load(std::memory_order_acquire);  // as has_come()
     if (word == kNoRound) number = kNoRound;
-    if (word == kNoRound || (is_signalled && word >= round)) return;
+    if (word == kNoRound || (is_signalled && word >= round)) return true;
     if (spins < 64) {
       cpu_relax();
-    } else {
-      std::this_thread::yield();
+      continue;
     }
+    std::this_thread::yield();
+    const int64_t now = now_ns();
+    if (ask_at == 0) ask_at = now + kAskEveryNs;
+    if (now < ask_at) continue;
+    ask_at = now + kAskEveryNs;
+    if (interrupted && interrupted()) return false;
   }
 }
 
 }  // namespace
 
-void open_round(const RoundStream& on, uint64_t rounds, uint64_t number, std::array<RoundWords, 2>& free_and_asked) {
+bool open_round(const RoundStream& on, uint64_t rounds, uint64_t number, std::array<RoundWords, 2>& free_and_asked,
+                const Interrupted& interrupted) {
   if (on.gpu >= 0) {
     std::array<uint64_t, 2> arguments{rounds, number};
-    return launch(on, &Kernels::open_round, 1, arguments, &free_and_asked);
+    launch(on, &Kernels::open_round, 1, arguments, &free_and_asked);
+    return true;
   }
   const uint64_t round = ++number_at(rounds);
   number_at(number) = round;
   publish(free_and_asked[1], round);
-  wait_here(free_and_asked[0], number_at(number));
+  return wait_here(free_and_asked[0], number_at(number), interrupted);
 }
 
 void publish_round(const RoundStream& on, uint64_t number, RoundWords& words, const Signals& to) {
@@ -104,11 +115,12 @@ void publish_round(const RoundStream& on, uint64_t number, RoundWords& words, co
   publish(words, round);
 }
 
-void await_round(const RoundStream& on, uint64_t number, const RoundWords& words, const Signals& from,
-                 bool needs_words) {
-  if (on.gpu < 0) return wait_here(words, number_at(number), from, needs_words);
+bool await_round(const RoundStream& on, uint64_t number, const RoundWords& words, const Signals& from, bool needs_words,
+                 const Interrupted& interrupted) {
+  if (on.gpu < 0) return wait_here(words, number_at(number), interrupted, from, needs_words);
   std::array<uint64_t, 4> arguments{number, from.table, from.count, needs_words ? 1u : 0u};
   launch(on, &Kernels::await_round, kWarp, arguments, &words);
+  return true;
 }
 
 }  // namespace crossrail::device

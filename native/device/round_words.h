@@ -10,6 +10,7 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
+#include <functional>
 
 namespace crossrail::device {
 
@@ -48,16 +49,20 @@ struct RoundStream {
 };
 
 // All throw TransportError where the driver is missing or refuses; nothing was launched then.
+// A wait of the calling thread asks interrupted, if there is one, every 50 ms whether to end. False: it has ended so.
+// An await_round may be repeated then.
+using Interrupted = std::function<bool()>;
 
 // The next round: counts up *rounds, puts its number into *number, says so in asked, and waits until it may begin, by
 // the word in free. rounds, number: addresses of that stream's memory. free_and_asked: two pairs.
-void open_round(const RoundStream& on, uint64_t rounds, uint64_t number, std::array<RoundWords, 2>& free_and_asked);
+bool open_round(const RoundStream& on, uint64_t rounds, uint64_t number, std::array<RoundWords, 2>& free_and_asked,
+                const Interrupted& interrupted = {});
 // Says that the round has got there: everything before it in the stream is done, and seen by who sees the word or a
 // signal.
 void publish_round(const RoundStream& on, uint64_t number, RoundWords& words, const Signals& to = {});
 // Until it has got there by the words, if it needs_words, and by all signals. *number becomes kNoRound where nobody
 // publishes any more.
-void await_round(const RoundStream& on, uint64_t number, const RoundWords& words, const Signals& from = {},
-                 bool needs_words = true);
+bool await_round(const RoundStream& on, uint64_t number, const RoundWords& words, const Signals& from = {},
+                 bool needs_words = true, const Interrupted& interrupted = {});
 
 }  // namespace crossrail::device

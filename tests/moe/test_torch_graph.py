@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
+import threading
 import time
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -14,7 +18,7 @@ import torch
 
 from crossrail.errors import CrossrailError, PeerLost, UsageError, WaitTimeout
 from crossrail.moe import AllToAll, CapacityExceeded
-from crossrail.moe.graph import GraphAllToAll
+from crossrail.moe.graph import GraphAllToAll, GraphDispatched
 from tests.moe import graph_rounds, test_torch_gpu
 from tests.moe.batches import Batch, draw, expected_sums
 from tests.moe.graph_rounds import given, made_of, whole_round
@@ -305,6 +309,61 @@ def test_a_rank_that_does_not_come_is_named_after_the_timeout(engine: dict[str, 
                 part.dispatch_send(*given(part, batches[rank]))
 
         ranks.each(run)
+
+
+class _Signalled(Exception):
+    """What the handler raises, as that of Ctrl-C does."""
+
+
+@contextmanager
+def signalled() -> Iterator[None]:
+    """The main thread gets a signal every now and then; the handler raises once, when it is likely to wait."""
+    seen: list[int] = []
+    is_over = threading.Event()
+
+    def handle(number: int, _frame: object) -> None:
+        seen.append(number)
+        if len(seen) == 3:
+            raise _Signalled
+
+    def send() -> None:
+        while not is_over.wait(0.1):
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    sender = threading.Thread(target=send)
+    sender.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        sender.join()
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_signal_ends_a_half_that_waits_and_it_may_be_called_again(seed: Seed) -> None:
+    batches = batches_of(seed.rng(), 2)
+    with Ranks(2, None, GraphAllToAll, **CONFIG) as ranks:
+        part = ranks.parts[0]
+        opened = part.dispatch_send(*given(part, batches[0]))
+        with signalled(), pytest.raises(_Signalled):
+            part.dispatch_recv(opened)
+
+        def dispatch(part: GraphAllToAll, rank: int) -> GraphDispatched:
+            return part.dispatch_recv(opened) if rank == 0 else part.dispatch(*given(part, batches[1]))
+
+        got = ranks.each(dispatch)
+        graph_rounds.check(part, got[0], batches)
+        part.combine_send(made_of(part, got[0]), got[0])
+        with signalled(), pytest.raises(_Signalled):
+            part.combine_recv(got[0])
+
+        def combine(part: GraphAllToAll, rank: int) -> Any:
+            return part.combine_recv(got[0]) if rank == 0 else part.combine(made_of(part, got[1]), got[1])
+
+        for rank, sums in enumerate(ranks.each(combine)):
+            assert np.array_equal(graph_rounds.to_host(sums), expected_sums(batches[rank]))
+        ranks.each(lambda part, rank: whole_round(part, rank, batches))
 
 
 @pytest.mark.parametrize("engine", [{}, TCP], ids=["shm", "tcp"])

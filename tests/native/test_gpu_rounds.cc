@@ -55,6 +55,27 @@ TEST_CASE("gpu rounds: without a GPU steps are done by the caller") {
   device::await_round(here, address(&number), page.packed);
 }
 
+TEST_CASE("gpu rounds: a caller that waits may be interrupted, and wait again") {
+  Page page;
+  uint64_t rounds = 6;
+  uint64_t number = 0;
+  const device::RoundStream here;
+  int asked = 0;
+  const auto interrupted = [&] { return ++asked == 2; };
+  CHECK_FALSE(device::open_round(here, address(&rounds), address(&number), page.free_and_asked, interrupted));
+  CHECK(asked == 2);
+  CHECK(number == 7);
+  asked = 0;
+  CHECK_FALSE(device::await_round(here, address(&number), page.packed, {}, true, interrupted));
+  CHECK(asked == 2);
+  CHECK(number == 7);
+  const auto comes = [&] {
+    device::publish(page.packed, 7);
+    return false;
+  };
+  CHECK(device::await_round(here, address(&number), page.packed, {}, true, comes));
+}
+
 TEST_CASE("gpu rounds: kernels take the number when they run, and know the words by the GPU's address") {
   Rig rig;
   REQUIRE(rig.cuda.kernels.pinned(address(&rig.page), sizeof(Page), 3) == 0);
