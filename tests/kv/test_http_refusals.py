@@ -5,6 +5,7 @@ import io
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import aiohttp
 import pytest
@@ -16,7 +17,7 @@ from crossrail.kv.toy import ToyTokenizer
 from tests.kv.asking import SLOW_S, TEXT, answer_of, body, expected
 from tests.kv.conftest import quiet, start, until
 from tests.kv.steps import hold
-from tests.support.kv_cluster import ROUTER, SECRET, Cluster, prompt_of
+from tests.support.kv_cluster import NODE, ROUTER, SECRET, Cluster, prompt_of
 from tests.support.limits import WAIT_S
 
 
@@ -210,6 +211,28 @@ async def test_nodes_whose_models_hang_make_no_router_ready(
     await until(lambda: member.load.hangs, "the router has heard of it")
     async with client.get(url + "/health") as response:
         assert (response.status, await response.json()) == (503, {"prefillers": 1, "decoders": 0})
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_request_whose_only_prefiller_hangs_is_told_what_new_ones_are_told(
+    cluster: Cluster, url: str, client: aiohttp.ClientSession, stream: bool
+) -> None:
+    cluster.node_options = replace(NODE, model_timeout_s=0.3)
+    await start(cluster)
+    run, goes_on = cluster.nodes["p0"].model.prefill, asyncio.Event()
+
+    async def hanging_run(*arguments: Any) -> bytes:
+        cluster.router.options = replace(ROUTER, queue_s=0.3)
+        await goes_on.wait()
+        return await run(*arguments)
+
+    cluster.nodes["p0"].model.prefill = hanging_run
+    for words in ("no other prefiller within 0.3 s after 'p0': ", "the model hangs at node 'p0'"):
+        async with client.post(url + "/v1/completions", json=body(stream=stream)) as response:
+            assert (response.status, response.headers["Retry-After"]) == (503, "1")
+            assert words in (await response.json())["error"]["message"]
+    assert cluster.router.counts["unavailable"] == 2
+    goes_on.set()
 
 
 async def test_decoder_that_dies_ends_a_stream_in_words(

@@ -35,7 +35,7 @@ Plain = dict[str, Any]
 Role = Literal["prefiller", "decoder"]
 TraceParent = Annotated[str, Meta(max_length=55)]  # of W3C Trace Context, or empty
 Ended = Literal["written", "failed"]  # an attempt
-EndReason = Literal["stop", "length", "cancelled", "deadline", "overloaded", "error"]
+EndReason = Literal["stop", "length", "cancelled", "deadline", "overloaded", "unavailable", "error"]
 
 
 class Load(Struct, frozen=True):
@@ -244,11 +244,11 @@ class Cancel(_OfRequest, frozen=True, tag=True):
 
 
 class Reassigned(_OfAttempt, frozen=True, tag=True):
-    """prefiller None: there is no other, or the request is unknown; reason says so. busy: none has room now."""
+    """prefiller None: there is no other, or the request is unknown; reason says so. ends: how the request ends then."""
 
     prefiller: NodeRef | None
     reason: Text = ""
-    busy: bool = False
+    ends: EndReason = "error"
 
 
 # --- decoder to prefiller ---

@@ -58,7 +58,7 @@ _STATUS: dict[type[Exception], int] = {
     Unavailable: 503,
     RequestFailed: 502,
 }
-_END_STATUS: dict[str, int] = {"error": 502, "overloaded": 429, "deadline": 504, "cancelled": 499}
+_END_STATUS: dict[str, int] = {"error": 502, "overloaded": 429, "unavailable": 503, "deadline": 504, "cancelled": 499}
 
 _log = logging.getLogger("crossrail.kv.http")
 

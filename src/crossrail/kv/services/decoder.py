@@ -54,6 +54,7 @@ _TIMELINE_WAIT_S = (
 )
 # Of room that is kept, beside the time that its router may wait for another decoder's answer before it asks again.
 _KEPT_S = 1.0
+_NO_FAILURE: tuple[m.EndReason, ...] = ("stop", "length", "cancelled")
 _NAME_SHOWN = 28  # characters of four bytes at most, so that 129 characters take no more than 256 bytes
 
 
@@ -365,7 +366,7 @@ class Decoder(Node):
         self._untold[serving.request] = serving
         self._report_room()
         self._let_go_of_untold()
-        span.end(end.detail or end.reason if end.reason in ("error", "overloaded", "deadline") else "")
+        span.end("" if end.reason in _NO_FAILURE else end.detail or end.reason)
         await asyncio.wait([delivery])
         if serving.is_told:
             self._told.add(serving)

@@ -38,7 +38,7 @@ class Redispatch:
         if lost.busy:
             if running.note_full(lost.address, loop_time_s()) >= queue_s:
                 why = f"no prefiller had room within {queue_s:g} s; the last one said: {lost.reason}"
-                return m.Reassigned(lost.request, lost.attempt, None, m.clipped(why), busy=True)
+                return m.Reassigned(lost.request, lost.attempt, None, m.clipped(why), "overloaded")
         else:
             running.note_room()
             running.failed[lost.attempt] = lost.address
@@ -52,7 +52,7 @@ class Redispatch:
             return nobody_waits(lost)
         if found is None:
             why = f"no other prefiller within {queue_s:g} s after {lost.node!r}: {lost.reason}"
-            return m.Reassigned(lost.request, lost.attempt, None, m.clipped(why))
+            return m.Reassigned(lost.request, lost.attempt, None, m.clipped(why), "unavailable")
         running.attempt = lost.attempt + 1
         running.reassigned_s = loop_time_s()
         self._placement.assign(running, found)

@@ -104,7 +104,7 @@ class ToRouter:
         finally:
             timer.cancel()
         if answer.prefiller is None:
-            raise Stopped("overloaded" if answer.busy else "error", answer.reason)
+            raise Stopped(answer.ends, answer.reason)
         return answer.prefiller, answer.attempt
 
     async def _ask_for_another(self, serving: Serving, lost: m.PrefillerLost, deadline_at_s: float) -> m.Reassigned:
