@@ -462,6 +462,41 @@ async def test_wait_for_the_decoders_pages_is_no_wait_for_a_prefiller_with_room(
     assert await client == [1, 2, 3]
 
 
+@pytest.mark.parametrize("how", ["goes on", "joins again"])
+async def test_prefiller_that_failed_is_tried_again_once_it_is_back_and_the_other_is_full(
+    town: Town, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setattr(redispatch, "_SAME_AGAIN_S", 0.01)
+    town.router.options = replace(OPTIONS, queue_s=WAIT_S)
+    town.patient()
+    script, roster, loop = await town.add("a", "pause"), town.router.roster, asyncio.get_running_loop()
+    assert isinstance(roster, Roster)
+    broken, full = prefiller_of(town, "p"), prefiller_of(town, "q")
+    roster.join(broken, m.Load(), loop.time())
+    client = asyncio.ensure_future(town.complete(count=1000))
+    await script.paused.wait()
+    roster.join(full, m.Load(), loop.time())
+
+    async def after(attempt: int, lost: m.NodeRecord, is_busy: bool) -> m.NodeRef | None:
+        why = m.PrefillerLost(script.started[0], attempt, lost.node, lost.address, "no luck", busy=is_busy)
+        return (await script.mailbox.ask(town.router.mailbox.address, why, m.Reassigned, WAIT_S)).prefiller
+
+    assert await after(1, broken, is_busy=False) == full.ref
+    roster.heartbeat("p", broken.address, m.Load(), loop.time())
+    assert await after(2, full, is_busy=True) == full.ref  # nothing says that it would not fail again
+    if how == "goes on":
+        roster.heartbeat("p", broken.address, m.Load(hangs=True), loop.time())
+        roster.heartbeat("p", broken.address, m.Load(), loop.time())
+    else:
+        roster.leave("p", broken.address)
+        roster.join(broken, m.Load(), loop.time())
+    assert await after(3, full, is_busy=True) == broken.ref
+    assert await after(4, broken, is_busy=False) == full.ref
+    assert await after(5, full, is_busy=True) == full.ref
+    script.go_on.set()
+    assert await client == [1, 2, 3]
+
+
 async def test_each_request_is_counted_once_however_it_ends(town: Town) -> None:
     impatient = replace(OPTIONS, queue_s=0.1, restarts_max=0)
     town.router.options = impatient

@@ -24,8 +24,9 @@ log = logging.getLogger("crossrail.kv")
 @dataclass
 class Member:
     """One incarnation of a node. heard_s: when it was last heard of, on the event loop's clock; later by what was
-    excused since. told_s: when its load came. has_left: it has said that it goes. join_number: of its latest
-    Join. rivals: other incarnations of its name that want to join, by address: how often it was heard of since.
+    excused since. told_s: when its load came. ready_s: since when it takes requests, if it does. has_left: it has said
+    that it goes. join_number: of its latest Join. rivals: other incarnations of its name that want to join, by address:
+    how often it was heard of since.
     """
 
     record: NodeRecord
@@ -33,6 +34,7 @@ class Member:
     load: Load
     heard_s: float
     told_s: float = 0.0
+    ready_s: float = 0.0
     has_left: bool = False
     join_number: int = 0
     rivals: dict[bytes, int] = field(default_factory=dict)
@@ -49,6 +51,13 @@ class Member:
     def tokens_max(self) -> int:
         """That its pages are enough for."""
         return self.layout.pages * self.layout.page_tokens
+
+    def tell(self, load: Load, now_s: float) -> None:
+        """It says what it has to do."""
+        if not self.load.takes_requests:
+            self.ready_s = now_s
+        self.load = load
+        self.heard_s = self.told_s = now_s
 
 
 Gone = Callable[[Member, str], None]
@@ -154,11 +163,11 @@ class Roster(Membership):
                     raise UsageError(f"node {record.node!r} does not fit {other.name!r}: {mismatch}") from None
         before = self._members.get(record.node)
         if before is None:
-            self._members[record.node] = Member(record, layout, load, now_s, now_s)
+            self._members[record.node] = Member(record, layout, load, now_s, now_s, now_s)
             self._sort()
         elif before.address == record.address:  # the same again: whoever has it keeps a member
-            before.record, before.layout, before.load = record, layout, load
-            before.heard_s = before.told_s = now_s
+            before.record, before.layout = record, layout
+            before.tell(load, now_s)
             self._sort()
         else:
             self._refuse_rival(before, record.address)
@@ -174,8 +183,7 @@ class Roster(Membership):
         member = self._members.get(node)
         if member is None or member.address != address:
             return False
-        member.load = load
-        member.heard_s = member.told_s = now_s
+        member.tell(load, now_s)
         member.rivals = {rival: heard + 1 for rival, heard in member.rivals.items()}
         return True
 

@@ -40,8 +40,7 @@ class Redispatch:
                 why = f"no prefiller had room within {queue_s:g} s; the last one said: {lost.reason}"
                 return m.Reassigned(lost.request, lost.attempt, None, m.clipped(why), "overloaded")
         else:
-            running.note_room()
-            running.failed[lost.attempt] = lost.address
+            running.note_failed(lost.attempt, lost.address, loop_time_s())
         if len(running.failed) >= attempts_max:
             tried = len(set(running.failed.values()))
             why = f"{len(running.failed)} attempts failed (prefillers that were tried: {tried}): {lost.reason}"
@@ -60,16 +59,16 @@ class Redispatch:
 
     async def _other(self, running: Running, model: str, lost: m.PrefillerLost, queue_s: float) -> Member | None:
         """One that is there, or comes within queue_s. The same again, after a pause, if there is no other, or the
-        others have no room either. One where an attempt has failed only if there is no other.
+        others have no room either. One where an attempt has failed only if there is no other, or if it has joined, or
+        its model has gone on, since then.
         """
         same_after_s = loop_time_s() + _SAME_AGAIN_S * (lost.attempt - lost.placement + 1)
         give_up_s = loop_time_s() + queue_s
-        failed = set(running.failed.values())
         self._seeking += 1
         try:
             while True:
                 there = self._placement.prefillers(running, model)
-                able = [member for member in there if member.address not in failed] or there
+                able = [member for member in there if not _has_failed(member, running)] or there
                 others = [member for member in able if member.address != lost.address]
                 # One that was full is another again once it has been heard since.
                 heard = [member for member in others if running.full.get(member.address, 0.0) < member.told_s]
@@ -81,6 +80,11 @@ class Redispatch:
                 await asyncio.sleep(max(min(pause_s, give_up_s - loop_time_s()), 0.0))
         finally:
             self._seeking -= 1
+
+
+def _has_failed(prefiller: Member, running: Running) -> bool:
+    failed_s = running.failed_s.get(prefiller.address)
+    return failed_s is not None and prefiller.ready_s <= failed_s
 
 
 def nobody_waits(lost: m.PrefillerLost) -> m.Reassigned:

@@ -347,6 +347,7 @@ class Router(AsyncClosing):
         generated = len(running.tokens)
         running.decoder, running.placement = decoder, running.attempt
         running.failed.clear()
+        running.failed_s.clear()
         running.note_room()
         start = m.Start(
             running.request,

@@ -52,8 +52,10 @@ class Running:
     attempt: int = 1
     placement: int = 1
     restarts: int = 0  # decoders that died
-    # Attempts since it was placed, but for those that found no room, and the addresses of their prefillers.
+    # Attempts since it was placed, but for those that found no room: the addresses of their prefillers, and when each
+    # prefiller failed last, by its address.
     failed: dict[int, bytes] = field(default_factory=dict)
+    failed_s: dict[bytes, float] = field(default_factory=dict)
     # Of the latest, if no other has come between: since when (later by what was no wait for room), and when each
     # prefiller said so last, by its address.
     no_room_s: float | None = None
@@ -88,6 +90,12 @@ class Running:
         """An attempt did not fail for want of room: what did before it says nothing any more."""
         self.no_room_s = self.reassigned_s = None
         self.full.clear()
+
+    def note_failed(self, attempt: int, prefiller: bytes, now_s: float) -> None:
+        """This one was lost, or failed."""
+        self.note_room()
+        self.failed[attempt] = prefiller
+        self.failed_s[prefiller] = now_s
 
     def note_full(self, prefiller: bytes, now_s: float) -> float:
         """This one had no room. Returns how long the request has waited for one that has, which is the time that the
