@@ -187,20 +187,36 @@ def test_second_signal_ends_a_node_at_once(services: Services) -> None:
     assert asking.trouble or asking.error
 
 
-@pytest.mark.parametrize(("role", "name"), [("prefiller", "p0"), ("decoder", "d0")])
-def test_second_signal_ends_a_node_whose_model_hangs(services: Services, role: str, name: str) -> None:
-    """However long the model keeps its pages."""
-    hanging = ["--model", "tests.support.hanging_model:make", "--model-timeout-s", "0.3", "--drain-s", "0.1"]
+def hanging_node(services: Services, role: str, name: str, model_timeout_s: float) -> subprocess.Popen[bytes]:
+    """With a request, whose pages its model keeps for ever."""
+    hanging = ["--model", "tests.support.hanging_model:make", "--model-timeout-s", str(model_timeout_s)]
     services.add("decoder" if role == "prefiller" else "prefiller", "other")
-    node = services.start(role, name, "--router", f"http://{services.place}", *hanging, *model_options())
+    router = ["--router", f"http://{services.place}", "--drain-s", "0.1"]
+    node = services.start(role, name, *router, *hanging, *model_options())
     services.joined(name, "other")
     Asking(services)
+    eventually(lambda: "a call of the model hangs" in services.complaints(), "its model hangs", pause_s=0.05)
+    return node
+
+
+@pytest.mark.parametrize(("role", "name"), [("prefiller", "p0"), ("decoder", "d0")])
+def test_one_signal_ends_a_node_whose_model_hangs(services: Services, role: str, name: str) -> None:
+    """However long the model keeps its pages."""
+    node = hanging_node(services, role, name, model_timeout_s=0.3)
     eventually(lambda: services.nodes()[name]["hangs"], "its model hangs", pause_s=0.05)
+    services.signal(name, signal.SIGTERM)
+    assert node.wait(WAIT_S) == 1
+    assert f"{role} {name}: ended after 1 s more, before it was closed: its model hangs" in services.complaints()
+
+
+@pytest.mark.parametrize(("role", "name"), [("prefiller", "p0"), ("decoder", "d0")])
+def test_second_signal_ends_a_node_whose_model_does_not_let_go(services: Services, role: str, name: str) -> None:
+    node = hanging_node(services, role, name, model_timeout_s=WAIT_S)  # it is not known to hang: this takes 10 s
     services.signal(name, signal.SIGTERM)
     eventually(lambda: name not in services.nodes(), "it has left", pause_s=0.05)
     services.signal(name, signal.SIGTERM)
     assert node.wait(WAIT_S) == 1
-    assert f"{role} {name}: ended when told to, before it was closed: its model hangs" in services.complaints()
+    assert f"{role} {name}: ended when told to, before it was closed: its model or a peer" in services.complaints()
 
 
 def test_nodes_end_with_whoever_started_them_whatever_is_under_way(tmp_path: Path) -> None:

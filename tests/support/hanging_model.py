@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import sys
 from typing import Any, NoReturn
 
 from crossrail.cli.kv.common import open_model
@@ -15,6 +16,7 @@ def make(**options: str) -> Model:
 
 
 async def _hang(*_: object) -> NoReturn:
+    print("a call of the model hangs", file=sys.stderr, flush=True)
     while True:
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.Event().wait()

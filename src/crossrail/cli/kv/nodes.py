@@ -36,8 +36,8 @@ from crossrail.kv.transfer.memory import RankMemory
 from crossrail.observe import serve_metrics
 
 _DEFAULTS = NodeOptions()
-# To be closed in, where a second signal came before that began: a peer that stands still takes 8 s, and a model that
-# hangs heeds its cancellation at once, or not at all.
+# To be closed in: a peer that stands still takes twice prefiller_timeout_s, which is 8 s, and a model that hangs heeds
+# its cancellation at once, or not at all.
 _CLOSE_S, _CLOSE_HUNG_S = 10.0, 1.0
 
 _node_options = together(
@@ -141,19 +141,21 @@ async def _serve(kind: type[Node], options: dict[str, Any]) -> None:
 
 
 async def _closed(who: str, node: Node, end: EndWanted) -> None:
-    """Closes it, which waits until nothing touches its memory any more. After a second signal, and where whoever
-    started it is gone, the process ends without that: a model that hangs may keep its pages for ever.
+    """Closes it, which waits until nothing touches its memory any more; but the process ends without that after some
+    seconds, and at once at a second signal: a model that hangs may keep its pages for ever.
     """
-    closing = asyncio.ensure_future(node.close())
-    if end.at_once.is_set() or end.is_deserted:
-        await asyncio.wait([closing], timeout=_CLOSE_HUNG_S if node.load().hangs else _CLOSE_S)
-    else:
-        hurrying = asyncio.ensure_future(end.at_once.wait())
-        await asyncio.wait([closing, hurrying], return_when=asyncio.FIRST_COMPLETED)
-        hurrying.cancel()
+    closing, hurrying = asyncio.ensure_future(node.close()), asyncio.ensure_future(end.at_once.wait())
+    is_hurried = end.at_once.is_set() or end.is_deserted
+    close_s = _CLOSE_S if is_hurried else max(_CLOSE_S, 2 * node.options.prefiller_timeout_s + _CLOSE_HUNG_S)
+    close_s = _CLOSE_HUNG_S if node.load().hangs else close_s
+    await asyncio.wait(
+        [closing] if is_hurried else [closing, hurrying], timeout=close_s, return_when=asyncio.FIRST_COMPLETED
+    )
+    hurrying.cancel()
     if not closing.done():
+        ended = "when told to" if end.at_once.is_set() or end.is_deserted else f"after {close_s:g} s more"
         why = "its model hangs" if node.load().hangs else "its model or a peer has not let go of its memory"
         with contextlib.suppress(OSError):  # who would read it may be gone
-            click.echo(f"{who}: ended when told to, before it was closed: {why}", err=True)
+            click.echo(f"{who}: ended {ended}, before it was closed: {why}", err=True)
         os._exit(1)
     closing.result()
