@@ -12,6 +12,7 @@ from crossrail.kv import messages as m
 from crossrail.kv.models.steps import until_over
 from crossrail.kv.services.decoder import Decoder
 from crossrail.kv.services.membership import Roster
+from crossrail.kv.services.prefiller import Prefiller
 from crossrail.kv.services.serving import Serving
 from tests.kv.conftest import quiet, start, until
 from tests.kv.steps import GREEDY, PROMPT, SLOW_S, STEPS, assert_still_serves, prefiller, under_way
@@ -220,6 +221,41 @@ async def test_requests_of_a_decoder_whose_model_hangs_go_on_elsewhere_behind_wh
     model.goes_on.set()
     await until(lambda: "d0" not in cluster.busy_pages(), "its pages are free")
     await until(lambda: not told.load.hangs, "the router has heard that it goes on")
+    await assert_still_serves(cluster)
+
+
+async def test_request_that_waits_for_pages_of_a_decoder_whose_model_hangs_goes_on_elsewhere(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster.add(Prefiller, "p0")
+    cluster.node_options = replace(NODE, model_timeout_s=0.6, page_wait_s=2 * WAIT_S)
+    d0 = cluster.add(Decoder, "d0")
+    assert isinstance(d0, Decoder)
+    await asyncio.wait_for(cluster.joined(), WAIT_S)
+    monkeypatch.setattr(prefiller(cluster), "_too_busy", lambda: "it is full")
+    reserve_again, lacks_pages = d0._reserve_again, asyncio.Event()
+
+    async def watched(serving: Serving) -> None:
+        lacks_pages.set()
+        await reserve_again(serving)
+
+    monkeypatch.setattr(d0, "_reserve_again", watched)
+    long, late_prompt, prompt = m.Sampling(max_tokens=300, ignore_end=True), prompt_of(250), prompt_of(1)
+    late = asyncio.ensure_future(cluster.complete(late_prompt, GREEDY))
+    await until(lambda: cluster.router.counts["redispatched"], "it was refused, and gave its pages back")
+    lacks_pages.clear()  # it may have had them at once
+    model = Hanging(cluster, "d0")
+    other = asyncio.ensure_future(cluster.complete(prompt, long))
+    await asyncio.wait_for(model.hangs.wait(), WAIT_S)
+    await asyncio.wait_for(lacks_pages.wait(), WAIT_S)
+    monkeypatch.undo()
+    await until(lambda: not d0._servings, "it has handed both over")
+    cluster.add(Decoder, "d1")
+
+    assert (await asyncio.wait_for(late, WAIT_S))[0] == await monolithic(late_prompt, GREEDY)
+    assert (await asyncio.wait_for(other, WAIT_S))[0] == await monolithic(prompt, long)
+    assert cluster.router.counts["restarted"] == 2
+    model.goes_on.set()
     await assert_still_serves(cluster)
 
 

@@ -7,8 +7,8 @@ Life of a request here:
    whatever the reason. Who has to have pages again comes before all that is new.
 3. decoding: token by token; each goes to the router at once, and is kept until the router has taken it.
 4. ended: pages and its place are given back, the router is told why. A stop (client gone, deadline, router's word)
-   ends it at any point. If the model hangs, its requests end here at once, and go on at other decoders; their pages
-   stay until the model has let go of them.
+   ends it at any point. If the model hangs, its requests end here at once, and go on at other decoders, as do those
+   that wait for pages; what it computes keeps its own until the model has let go of them.
 """
 
 from __future__ import annotations
@@ -297,10 +297,12 @@ class Decoder(Node):
         if reception is None:
             begun = serving.timeline.now()
             self._lacking += 1
+            serving.lacks_pages = True
             try:
                 await serving.unless_stopped(self._reserve_again(serving))
             finally:
                 self._lacking -= 1
+                serving.lacks_pages = False
             serving.timeline.add("pages", begun)
             reception = serving.reception
         assert reception is not None
@@ -403,8 +405,11 @@ class Decoder(Node):
     async def _hand_over_when_model_hangs(self) -> None:
         while True:
             why = await self._model_watch.wait()
-            its = [serving for serving in self._servings.values() if serving.is_decoding]
-            if handed_over := sum(serving.hand_over(why) for serving in its):
+            there = list(self._servings.values())
+            handed_over = sum(serving.hand_over(why) for serving in there if serving.is_decoding)
+            # What it computes keeps its pages.
+            handed_over += sum(serving.go_elsewhere(why) for serving in there if serving.lacks_pages)
+            if handed_over:
                 log.error("%s; requests that are to go on elsewhere: %d", why, handed_over)
 
     def _on_let_go(self, serving: Serving, working: asyncio.Task[m.End]) -> None:

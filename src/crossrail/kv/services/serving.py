@@ -48,7 +48,7 @@ class Serving:
     next one need not.
     placement: as in Start. reception: of the current attempt; None: it has no pages now, since those it had were given
     back while it waits for another prefiller, or are quarantined.
-    is_decoding: the model has it. handed_over: it has ended here, and the model still has it. goes_elsewhere: another
+    lacks_pages: it waits for some again. is_decoding: the model has it. handed_over: it has ended here, and the model still has it. goes_elsewhere: another
     decoder may go on with it.
     """
 
@@ -68,6 +68,7 @@ class Serving:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     stop_wanted: asyncio.Event = field(default_factory=asyncio.Event)
     is_unwanted: bool = False
+    lacks_pages: bool = False
     is_decoding: bool = False
     handed_over: asyncio.Event = field(default_factory=asyncio.Event)
     goes_elsewhere: bool = False
@@ -100,10 +101,16 @@ class Serving:
         """
         if self.handed_over.is_set():
             return False
-        self.goes_elsewhere = self._stop is None
-        self.stop("error", why)
         self.handed_over.set()
-        return self.goes_elsewhere
+        return self.go_elsewhere(why)
+
+    def go_elsewhere(self, why: str) -> bool:
+        """Ends it here as soon as it can be, for another decoder to go on. Whether one is to: it was not to end anyway."""
+        if self._stop is not None:
+            return False
+        self.goes_elsewhere = True
+        self.stop("error", why)
+        return True
 
     @contextmanager
     def decoding(self) -> Iterator[None]:
