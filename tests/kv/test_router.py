@@ -37,12 +37,14 @@ SHORT = m.Sampling(max_tokens=3)
 @dataclass
 class Script:
     """A decoder that answers Start as told ("pause": serves only when it may go on), and sends the tokens 1, 2, 3, one
-    after each pace_s.
+    after each pace_s. "hangs": its model does after hangs_after tokens, before the answer, which never comes if is_lost.
     """
 
     mailbox: Mailbox
     answer: str = "serve"
     pace_s: float = 0.0
+    hangs_after: int = 0
+    is_lost: bool = False
     started: list[str] = field(default_factory=list)
     prefillers: list[str] = field(default_factory=list)  # that it was to ask
     cancelled: list[str] = field(default_factory=list)
@@ -60,6 +62,16 @@ class Script:
         if self.answer in ("busy", "never", "duplicate"):
             said, is_busy = f"told to say {self.answer}", self.answer == "busy"
             return m.StartRefused(start.request, said, is_busy, is_duplicate=self.answer == "duplicate")
+        if self.answer == "hangs":
+            end = m.End("error", "it hangs")
+            said = m.pack_tokens(list(range(1, self.hangs_after + 1)))
+            message = m.Tokens(start.request, 0, said, end, start.placement, elsewhere=True)
+            await self.mailbox.ask(router, message, m.Taken, WAIT_S)
+            self.answer = "busy"
+            self.refused.set()
+            while self.is_lost:
+                await asyncio.sleep(WAIT_S)
+            return m.Started(start.request)
         self.mailbox.spawn(self.serve(router, start.request, start.placement), "a script")
         return m.Started(start.request)
 
@@ -460,6 +472,26 @@ async def test_wait_for_the_decoders_pages_is_no_wait_for_a_prefiller_with_room(
     assert answer.ends == "overloaded" and "no prefiller had room within 1 s" in answer.reason
     script.go_on.set()
     assert await client == [1, 2, 3]
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+@pytest.mark.parametrize("hangs_after", [0, 1])
+async def test_request_goes_on_elsewhere_that_its_decoder_gives_up_before_its_answer_has_come(
+    town: Town, hangs_after: int, is_lost: bool
+) -> None:
+    answer_s = OPTIONS.answer_timeout_s if is_lost else WAIT_S
+    town.router.options = replace(OPTIONS, queue_s=WAIT_S, answer_timeout_s=answer_s)
+    town.patient()
+    town.router.roster.join(prefiller_of(town, "p"), m.Load(), asyncio.get_running_loop().time())
+    first = await town.add("a", "hangs")
+    first.hangs_after, first.is_lost = hangs_after, is_lost
+    client = asyncio.ensure_future(town.complete())
+    await asyncio.wait_for(first.refused.wait(), WAIT_S)
+    second = await town.add("b")
+    assert await asyncio.wait_for(client, WAIT_S) == [1, 2, 3]
+    assert second.started == first.started[:1]
+    # One that said nothing is passed over, as any that does not answer.
+    assert town.router.counts["restarted"] == (0 if is_lost and not hangs_after else 1)
 
 
 @pytest.mark.parametrize("how", ["goes on", "joins again"])

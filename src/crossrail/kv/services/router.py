@@ -348,6 +348,7 @@ class Router(AsyncClosing):
         running.decoder, running.placement = decoder, running.attempt
         running.failed.clear()
         running.failed_s.clear()
+        running.given_up = None
         running.note_room()
         start = m.Start(
             running.request,
@@ -383,7 +384,9 @@ class Router(AsyncClosing):
             return Refusal(answer.reason)
         if self._running.get(running.request) is running:  # else its client has left, and the decoder was told
             self._placement.give(running, decoder, prefiller)
-            if not any(member is decoder for member in self.roster.members("decoder")):
+            if running.given_up is not None:
+                self._on_decoder_gone(running, decoder, running.given_up)
+            elif not any(member is decoder for member in self.roster.members("decoder")):
                 self._on_decoder_gone(running, decoder, f"node {decoder.name!r} went as it took the request")
         return None
 
@@ -511,9 +514,11 @@ class Router(AsyncClosing):
         if running is not None and running.is_placed(sender, tokens.placement):
             assert running.decoder is not None
             running.decoder.heard_s = loop_time_s()
-            gone = tokens.end if tokens.elsewhere and running.is_charged else None
+            gone = tokens.end if tokens.elsewhere else None
             running.take(tokens.first, numbers, tokens.end if gone is None else None)
-            if gone is not None:
+            if gone is not None and not running.is_charged:
+                running.given_up = gone.detail  # before we know that it had taken it
+            elif gone is not None:
                 self._on_decoder_gone(running, running.decoder, gone.detail)
             elif running.tokens and running.prefiller is not None:
                 self._placement.assign(running, None)  # a first token: the prefiller has done its part

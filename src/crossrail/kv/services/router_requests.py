@@ -64,6 +64,7 @@ class Running:
     traceparent: str = ""
     tokens: list[int] = field(default_factory=list)
     is_charged: bool = False  # counted among what its decoder has to do
+    given_up: str | None = None  # why its decoder, whose answer has not come yet, wants another one to go on
     ended: bool = False
     end: m.End | None = None  # as the client was told
     chunks: asyncio.Queue[Chunk] = field(default_factory=asyncio.Queue)
