@@ -21,7 +21,8 @@ import pytest
 from click.testing import CliRunner
 
 from crossrail import Engine, UsageError
-from crossrail.cli.kv import common
+from crossrail.cli import memory
+from crossrail.cli.kv import common, nodes
 from crossrail.cli.main import main
 from tests.support.kv_processes import SECRET, Asking, Services, all_pages_free, model_options, monolithic
 from tests.support.limits import WAIT_S, eventually
@@ -411,6 +412,22 @@ def test_mistake_in_a_function_of_the_users_is_his(
 def test_place_that_is_none_of_this_host_is_named() -> None:
     result = CliRunner(env={"CROSSRAIL_SECRET": SECRET}).invoke(main, ["kv", "router", "--listen=192.0.2.77:1"])
     assert result.exit_code == 1 and result.stderr.startswith("error: --listen 192.0.2.77:1: "), result.output
+
+
+@pytest.mark.parametrize("role", ["prefiller", "decoder"])
+def test_node_whose_pages_take_more_memory_than_there_is_is_refused_before_it_takes_any(
+    role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def alloc(*_: object) -> None:
+        raise UsageError("far enough")
+
+    monkeypatch.setattr(nodes.RankMemory, "alloc", alloc)
+    monkeypatch.setattr(memory, "free_bytes", lambda: 2 << 30)
+    runner, node = CliRunner(env={"CROSSRAIL_SECRET": SECRET}), ["kv", role, "--router=http://h:1", "--name=n"]
+    said = [runner.invoke(main, [*node, f"--model-option=pages={pages}"]) for pages in (2_000_000_000, 100_000)]
+    assert [result.exit_code for result in said] == [2, 2]
+    words = f"{role} n, with 2000000000 pages of KV, would use 29.8 TiB of memory and 2.0 GiB are free; use fewer"
+    assert words in said[0].stderr and "far enough" in said[1].stderr, said[0].stderr + said[1].stderr
 
 
 @pytest.mark.parametrize("host", ["n", "llama-3-70b-instruct-prefiller-deployment-7c9d8b6f5d-x2x4q", 64 * "h"])

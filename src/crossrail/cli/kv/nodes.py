@@ -23,6 +23,7 @@ from crossrail.cli.kv.common import (
     tell,
     until_ended_or_refused,
 )
+from crossrail.cli.memory import check_memory
 from crossrail.cli.service import together
 from crossrail.cli.text import seconds
 from crossrail.errors import UsageError
@@ -32,7 +33,9 @@ from crossrail.kv.http.rendezvous import check_url, find_by_http
 from crossrail.kv.services.decoder import Decoder
 from crossrail.kv.services.node import Node, NodeOptions
 from crossrail.kv.services.prefiller import Prefiller
+from crossrail.kv.transfer.layout import KvLayout
 from crossrail.kv.transfer.memory import RankMemory
+from crossrail.kv.transfer.pages import POOL_PAGE_BYTES
 from crossrail.observe import serve_metrics
 
 _DEFAULTS = NodeOptions()
@@ -114,6 +117,7 @@ async def _serve(kind: type[Node], options: dict[str, Any]) -> None:
     for router in options["routers"]:
         check_url(router)
     place = Place.from_url(url) if url else None
+    _check_room(f"{kind.role} {name}", model.layout)
     async with opened(name, options) as service, contextlib.AsyncExitStack() as stack:
         ranks = {rank: RankMemory.alloc(service.engine, model.layout) for rank in range(model.layout.tp)}
         finders = [find_by_http(url, service.secret) for url in options["routers"]]
@@ -138,6 +142,14 @@ async def _serve(kind: type[Node], options: dict[str, Any]) -> None:
             finally:
                 if presence is not None:
                     await presence.close()
+
+
+def _check_room(who: str, layout: KvLayout) -> None:
+    """UsageError when this machine has too little memory for its pages, which take it as they fill: a node that starts
+    all the same is killed some time later.
+    """
+    needed_bytes = layout.tp * layout.rank_bytes + layout.pages * POOL_PAGE_BYTES
+    check_memory(f"{who}, with {layout.pages} pages of KV,", needed_bytes, "use fewer: --model-option pages=N")
 
 
 async def _closed(who: str, node: Node, end: EndWanted) -> None:

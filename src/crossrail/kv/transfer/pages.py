@@ -78,6 +78,9 @@ class Pages(Protocol):
     def _return(self, lease: PageLease) -> None: ...
 
 
+POOL_PAGE_BYTES = 1 + 4 + 4  # of a PagePool, for each page: its state, its references, its place in the stack
+
+
 class PagePool:
     """The pages of one instance: page p is page p at every layer and rank.
 
