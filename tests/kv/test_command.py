@@ -173,6 +173,17 @@ async def test_terminated_node_whose_output_nobody_reads_finishes_what_it_has(se
     assert decoder.wait(WAIT_S) == 0
 
 
+def test_node_whose_output_cannot_be_written_says_so_and_goes_on(services: Services) -> None:
+    with open("/dev/full", "wb") as full:
+        node = services.start("decoder", "d0", "--router", f"http://{services.place}", *model_options(), stdout=full)
+    services.joined("d0")
+    services.signal("d0", signal.SIGTERM)
+    assert node.wait(WAIT_S) == 0
+    (said,) = services.complaints().splitlines()
+    why = "stdout cannot be written (No space left on device), it goes on without"
+    assert said.startswith(f"warning: {why}; it was to say: decoder d0: toy-")
+
+
 def test_second_signal_ends_a_node_at_once(services: Services) -> None:
     services.add("prefiller", "p0")
     decoder = services.add("decoder", "d0", token_us="1000000")

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -49,14 +49,16 @@ class Services:
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self.place = ""
 
-    def start(self, role: str, name: str, *arguments: str, secret: str = SECRET) -> subprocess.Popen[bytes]:
+    def start(
+        self, role: str, name: str, *arguments: str, secret: str = SECRET, stdout: int | IO[bytes] = subprocess.PIPE
+    ) -> subprocess.Popen[bytes]:
         words = [role, "--name", name, "--transport", self._transport, "--until-stdin-closes", *arguments]
         words += ["--membership", self._membership] if self._membership else []
         command = [sys.executable, "-m", "crossrail", "kv", *words]
         process = self._processes[name] = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            stdout=stdout,
             stderr=self._log,
             cwd=REPOSITORY,
             env=os.environ | {"CROSSRAIL_SECRET": secret},
@@ -143,8 +145,8 @@ class Services:
         process.kill()
         process.wait(WAIT_S)
         for pipe in (process.stdin, process.stdout):
-            assert pipe is not None
-            pipe.close()
+            if pipe is not None:
+                pipe.close()
 
     def close(self) -> None:
         for name in list(self._processes):

@@ -151,13 +151,24 @@ def engine_name(name: str) -> str:
 
 
 def tell(words: str) -> None:
-    """A line on stdout. A service goes on when whoever read there is gone, as `head -1` behind a pipe."""
+    """A line on stdout. A service goes on when it cannot be written: whoever read there is gone, as `head -1` behind a
+    pipe, or the disk is full.
+    """
     try:
         click.echo(words)
-    except BrokenPipeError:
+    except OSError as error:
+        if not isinstance(error, BrokenPipeError):
+            why = error.strerror or str(error)
+            complain(f"warning: stdout cannot be written ({why}), it goes on without; it was to say: {words}")
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, 1)  # what else is said, and what is left of this line
         os.close(nowhere)
+
+
+def complain(words: str) -> None:
+    """A line on stderr, if it can be written."""
+    with contextlib.suppress(OSError):
+        click.echo(words, err=True)
 
 
 async def until_ended_or_refused(end: EndWanted, refused: asyncio.Future[None]) -> None:
@@ -186,7 +197,7 @@ async def drained(who: str, drain: Callable[[float], Awaitable[bool]], timeout_s
         has_ended = await drain(0.0)
     if not has_ended:
         why = "when told to" if end.at_once.is_set() else f"after {timeout_s:g} s"
-        click.echo(f"{who}: ended {why}, before all was finished", err=True)
+        complain(f"{who}: ended {why}, before all was finished")
 
 
 def open_model(name: str, options: Mapping[str, str]) -> Model:

@@ -14,6 +14,7 @@ from crossrail.cli.kv.common import (
     MEMBERSHIP_HELP,
     EndWanted,
     chosen,
+    complain,
     drained,
     open_model,
     opened,
@@ -167,7 +168,6 @@ async def _closed(who: str, node: Node, end: EndWanted) -> None:
     if not closing.done():
         ended = "when told to" if end.at_once.is_set() or end.is_deserted else f"after {close_s:g} s more"
         why = "its model hangs" if node.load().hangs else "its model or a peer has not let go of its memory"
-        with contextlib.suppress(OSError):  # who would read it may be gone
-            click.echo(f"{who}: ended {ended}, before it was closed: {why}", err=True)
+        complain(f"{who}: ended {ended}, before it was closed: {why}")
         os._exit(1)
     closing.result()
