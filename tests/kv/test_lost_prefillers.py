@@ -12,6 +12,7 @@ import pytest
 import crossrail as xr
 from crossrail.kv import messages as m
 from crossrail.kv.services.decoder import Decoder
+from crossrail.kv.services.membership import Roster
 from crossrail.kv.services.prefiller import Prefiller
 from crossrail.kv.transfer import receiver as receiver_module
 from crossrail.kv.transfer.job import SendJob
@@ -202,6 +203,27 @@ async def test_prefiller_whose_model_hangs_is_replaced_and_takes_nothing_until_i
     goes_on.set()
     await until(lambda: not told.load.hangs, "and that it goes on")
     await assert_still_serves(cluster)
+
+
+async def test_router_hears_at_once_that_a_prefillers_model_hangs(cluster: Cluster) -> None:
+    cluster.node_options = replace(PATIENT, model_timeout_s=0.3)
+    cluster.router.options = replace(cluster.router.options, heartbeat_s=2 * WAIT_S)
+    assert isinstance(cluster.router.roster, Roster)
+    cluster.router.roster.lease_s = 4 * WAIT_S
+    await start(cluster)
+    (told,) = cluster.router.roster.members("prefiller")
+    p0, goes_on = prefiller(cluster), asyncio.Event()
+    run = p0.model.prefill
+
+    async def hanging_run(*arguments: Any) -> bytes:
+        await goes_on.wait()
+        return await run(*arguments)
+
+    p0.model.prefill = hanging_run
+    client = asyncio.ensure_future(cluster.complete(PROMPT, GREEDY))
+    await until(lambda: told.load.hangs, "the router has heard of it")
+    client.cancel()
+    goes_on.set()
 
 
 async def test_end_of_a_short_answer_does_not_wait_for_a_prefiller_that_falls_silent_after_its_last_write(

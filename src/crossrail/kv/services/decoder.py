@@ -343,8 +343,7 @@ class Decoder(Node):
 
     def _report_room(self) -> None:
         self._room.set()
-        for link in self.links:
-            link.report_soon()
+        self._report_soon()
 
     # --- serving ---
 

@@ -285,8 +285,7 @@ class Node(AsyncClosing):
     async def drain(self, timeout_s: float) -> bool:
         """Takes nothing new, waits until all that is here has ended, and leaves. False when that took too long."""
         self.draining = True
-        for link in self.links:
-            link.report_soon()
+        self._report_soon()
         ended = await set_in_time(self._idle, timeout_s)
         await self._leave()
         return ended
@@ -297,6 +296,11 @@ class Node(AsyncClosing):
 
     async def _leave(self) -> None:
         await asyncio.gather(*(link.leave() for link in self.links))
+
+    def _report_soon(self) -> None:
+        """To all routers."""
+        for link in self.links:
+            link.report_soon()
 
     def _run_link(self, link: RouterLink) -> None:
         self._link_tasks[link] = self.mailbox.spawn(link.run(), f"membership of {self.name}")

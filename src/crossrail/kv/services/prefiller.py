@@ -107,6 +107,7 @@ class Prefiller(Node):
     def start(self) -> None:
         super().start()
         self.mailbox.spawn(self._work(), f"prefilling of {self.name}")
+        self.mailbox.spawn(self._report_when_model_hangs(), "watching the model")
 
     def load(self) -> m.Load:
         return m.Load(
@@ -203,6 +204,14 @@ class Prefiller(Node):
         return self._book.quiesced(key, work.job)
 
     # --- work ---
+
+    async def _report_when_model_hangs(self) -> None:
+        """At once: until they hear of it routers send it what it does not take. That it goes on they hear in time."""
+        while True:
+            await self._model_watch.wait()
+            self._report_soon()
+            while self._model_watch.hangs:
+                await asyncio.sleep(self.options.model_timeout_s / 8)
 
     def _give_up(self, work: _Work, why: str) -> None:
         """Begins nothing more for it; what is under way ends as soon as it can."""
