@@ -37,7 +37,7 @@ SHORT = m.Sampling(max_tokens=3)
 @dataclass
 class Script:
     """A decoder that answers Start as told ("pause": serves only when it may go on), and sends the tokens 1, 2, 3, one
-    after each pace_s. "hangs": its model does after hangs_after tokens, before the answer, which never comes if is_lost.
+    after each pace_s. "hangs": its model does after hangs_after tokens, before the answer; if is_lost, none comes.
     """
 
     mailbox: Mailbox

@@ -56,3 +56,10 @@ class ModelWatch:
             await asyncio.sleep(max(self._timeout_s - self.silent_s, self._timeout_s / 8))
             if why := self.hangs:
                 return why
+
+    async def wait_until_it_goes_on(self) -> None:
+        """Or some time longer."""
+        while True:
+            await asyncio.sleep(self._timeout_s / 8)
+            if not self.hangs:
+                return

@@ -210,8 +210,7 @@ class Prefiller(Node):
         while True:
             await self._model_watch.wait()
             self._report_soon()
-            while self._model_watch.hangs:
-                await asyncio.sleep(self.options.model_timeout_s / 8)
+            await self._model_watch.wait_until_it_goes_on()
 
     def _give_up(self, work: _Work, why: str) -> None:
         """Begins nothing more for it; what is under way ends as soon as it can."""

@@ -345,11 +345,7 @@ class Router(AsyncClosing):
                 return Refusal(self._no_prefiller(running, decoder.record.model))
             prefiller = self._placement.best(able, running)
         generated = len(running.tokens)
-        running.decoder, running.placement = decoder, running.attempt
-        running.failed.clear()
-        running.failed_s.clear()
-        running.given_up = None
-        running.note_room()
+        running.offer_to(decoder)
         start = m.Start(
             running.request,
             m.pack_tokens(context),

@@ -87,6 +87,14 @@ class Running:
         """The same, while somebody waits for its tokens."""
         return not self.ended and self.is_placed(decoder, placement)
 
+    def offer_to(self, decoder: Member) -> None:
+        """A placement begins."""
+        self.decoder, self.placement = decoder, self.attempt
+        self.failed.clear()
+        self.failed_s.clear()
+        self.given_up = None
+        self.note_room()
+
     def note_room(self) -> None:
         """An attempt did not fail for want of room: what did before it says nothing any more."""
         self.no_room_s = self.reassigned_s = None

@@ -48,8 +48,8 @@ class Serving:
     next one need not.
     placement: as in Start. reception: of the current attempt; None: it has no pages now, since those it had were given
     back while it waits for another prefiller, or are quarantined.
-    lacks_pages: it waits for some again. is_decoding: the model has it. handed_over: it has ended here, and the model still has it. goes_elsewhere: another
-    decoder may go on with it.
+    lacks_pages: it waits for some again. is_decoding: the model has it. handed_over: it has ended here, and the model
+    still has it. goes_elsewhere: another decoder may go on with it.
     """
 
     request: str
@@ -105,7 +105,7 @@ class Serving:
         return self.go_elsewhere(why)
 
     def go_elsewhere(self, why: str) -> bool:
-        """Ends it here as soon as it can be, for another decoder to go on. Whether one is to: it was not to end anyway."""
+        """Ends it here as soon as it can be. Whether another decoder is to go on: it was not to end anyway."""
         if self._stop is not None:
             return False
         self.goes_elsewhere = True
