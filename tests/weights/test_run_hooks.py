@@ -14,6 +14,7 @@ from tests.support.limits import SLOWNESS
 from tests.weights.conftest import MakeFleet
 from tests.weights.fleet import PATIENCE_S, Fleet
 
+FOREVER_S = 1e6
 SHORT_S = 2.0 * SLOWNESS  # of an update that has a plan, and is to end in the middle of opening
 
 
@@ -202,3 +203,89 @@ async def test_engine_goes_on_when_its_rank_takes_part_no_more(make_fleet: MakeF
     assert engine.calls == ["pause 2", "pause 2 ends", "resume 1"]
     outcomes = await asyncio.gather(updating, offered, return_exceptions=True)
     assert all(isinstance(outcome, xr.CrossrailError) for outcome in outcomes), outcomes
+
+
+@pytest.mark.parametrize("within", ["itself", "a task of its own"])
+@pytest.mark.parametrize("ends", ["close", "leave"])
+async def test_pause_that_ends_its_rank_goes_on(make_fleet: MakeFleet, ends: str, within: str) -> None:
+    fleet = make_fleet(trainer_count=2, spare=False)
+    await fleet.start(targets=[0])
+    await fleet.update(1)
+    receiver, engine = fleet.receivers[0], Engine(fleet.receivers[0])
+
+    async def pause(version: int) -> None:
+        ending = receiver.close() if ends == "close" else receiver.leave()
+        if within == "itself":
+            await ending
+        else:
+            await asyncio.gather(ending, asyncio.sleep(0))
+        engine.calls.append(f"pause {version} ends")
+
+    receiver._pause = pause
+    await fleet.failing_update(2)
+    await engine.sees(["pause 2 ends", "resume 1"])
+    assert receiver._is_closed == (ends == "close")
+
+
+async def test_resume_after_an_update_that_failed_may_close_its_rank_in_a_task_of_its_own(
+    make_fleet: MakeFleet,
+) -> None:
+    fleet = make_fleet(trainer_count=2, spare=False)
+    await fleet.start(targets=[0])
+    receiver, engine = fleet.receivers[0], Engine(fleet.receivers[0])
+    engine.fails = True
+
+    async def resume(version: int) -> None:
+        await asyncio.gather(receiver.close(FOREVER_S))
+        engine.calls.append(f"closed {version}")
+
+    receiver._resume = resume
+    await fleet.failing_update(1)
+    await engine.sees(["pause 1", "closed -1"])
+
+
+async def test_close_waits_until_a_pause_that_it_cancels_has_ended(make_fleet: MakeFleet) -> None:
+    """Also where nothing is resumed, since weights are torn."""
+    fleet = make_fleet(spare=False)
+    await fleet.start()
+    await fleet.update(1)
+    with fleet.loading_nan(2):
+        await fleet.failing_update(2)
+    receiver, engine = fleet.receivers[0], Engine(fleet.receivers[0])
+    assert receiver.state is State.TORN
+    engine.hangs = engine.clings = True
+    offered = asyncio.ensure_future(fleet.publish(3))
+    updating = asyncio.ensure_future(fleet.controller.update(3, PATIENCE_S))
+    await engine.sees(["pause 3"])
+
+    closing = asyncio.ensure_future(receiver.close())
+    while receiver._attempt is not None:
+        await asyncio.sleep(0.005)
+    assert not closing.done()
+    engine.may_end.set()
+
+    await closing
+    assert engine.calls == ["pause 3", "pause 3 ends"]
+    outcomes = await asyncio.gather(updating, offered, return_exceptions=True)
+    assert all(isinstance(outcome, xr.CrossrailError) for outcome in outcomes), outcomes
+
+
+async def test_pause_that_cleans_up_is_not_cancelled_again(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(trainer_count=2, spare=False)
+    await fleet.start(targets=[0])
+    await fleet.update(1)
+    engine = Engine(fleet.receivers[0])
+    engine.hangs = engine.clings = True
+    offered = asyncio.ensure_future(fleet.publish(2))
+    updating = asyncio.ensure_future(fleet.controller.update(2, SHORT_S))
+    await engine.sees(["pause 2"])
+    [pausing] = fleet.receivers[0]._hook_tasks
+    updating.cancel()
+    await asyncio.gather(updating, offered, return_exceptions=True)
+    while fleet.receivers[0]._attempt is not None:
+        await asyncio.sleep(0.005)
+    await asyncio.sleep(SHORT_S)  # its time to open is over
+
+    assert not pausing.done()
+    engine.may_end.set()
+    await engine.sees(["pause 2", "pause 2 ends", "resume 1"])

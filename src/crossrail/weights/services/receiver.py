@@ -7,6 +7,7 @@ import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,8 @@ _FENCE_TURN_S = 1.0  # of that, until whoever else fences gets a turn
 _FENCE_AGAIN_S, _FENCE_AGAIN_MAX_S = 1.0, 30.0
 
 Hook = Callable[[int], Awaitable[object] | object]
+# The call of a hook that this task is in, or was when it was made.
+_call_of: ContextVar[object] = ContextVar("_call_of", default=None)
 
 
 def _nothing(_version: int) -> None:
@@ -119,8 +122,8 @@ class WeightReceiver(AsyncClosing):
         self._has_spare = spare
         self._pause, self._resume = pause, resume
         self._hooks = asyncio.Lock()  # first come, first served
-        self._hook: tuple[str, asyncio.Task[Any] | None] = "", None  # the call that runs, and in what
-        self._resuming: asyncio.Task[None] | None = None  # after the last update that failed
+        self._hook: tuple[str, object] = "", None  # the call that runs: its text, and what _call_of has in it
+        self._hook_tasks: set[asyncio.Task[None]] = set()  # but for resume() after a commit
         self._buffers: list[list[xr.Region]] = []
         self._versions = Versions(2 if spare else 1, is_torn=memory.is_torn)
         self._reading_tasks: list[asyncio.Task[Any] | None] = []  # once for each reading() that is open
@@ -289,8 +292,8 @@ class WeightReceiver(AsyncClosing):
                     f"inference rank {self.rank} cannot be closed yet, somebody may still write its weights: {error}. "
                     "Next: end that process, or let it go on, and close() again"
                 ) from None
-        if self._resuming is not None and self._hook[1] is not asyncio.current_task():
-            await asyncio.wait([self._resuming], timeout=timeout_s)
+        if self._hook_tasks and not self._is_in_hook():
+            await asyncio.wait(self._hook_tasks, timeout=timeout_s)
         if not self._is_closed:
             self._is_closed = True
             buffers, self._buffers = self._buffers, []
@@ -411,11 +414,13 @@ class WeightReceiver(AsyncClosing):
     async def _pause_by(self, attempt: _Attempt, deadline_at_s: float) -> None:
         pausing = attempt.pausing = asyncio.ensure_future(self._paused(attempt))
         pausing.add_done_callback(_heard)
+        self._keep_until_done(pausing)
         try:
             await asyncio.wait([pausing], timeout=max(deadline_at_s - loop_time_s(), 0.0))
             is_late, hook = not pausing.done(), self._hook[0] or f"pause({attempt.version})"
         finally:
-            pausing.cancel()  # not waited for: whatever hook comes next does that
+            if self._attempt is attempt:  # else it was cancelled already, and may be cleaning up
+                pausing.cancel()  # not waited for: whatever hook comes next does that
         self._check_current(attempt)
         if is_late:
             raise WaitTimeout(f"inference rank {self.rank}: {hook} has not returned")
@@ -436,7 +441,9 @@ class WeightReceiver(AsyncClosing):
 
     async def _call(self, name: str, hook: Hook, version: int) -> None:
         """With _hooks."""
-        self._hook = f"{name}({version})", asyncio.current_task()
+        call = object()
+        self._hook = f"{name}({version})", call
+        token = _call_of.set(call)
         try:
             pending = hook(version)
             if inspect.isawaitable(pending):
@@ -447,6 +454,15 @@ class WeightReceiver(AsyncClosing):
             raise CrossrailError(f"inference rank {self.rank}: {name}({version}) raised {what}") from error
         finally:
             self._hook = "", None
+            _call_of.reset(token)
+
+    def _is_in_hook(self) -> bool:
+        """Whether the hook that runs has called us, in its own task or in one of those that it has made."""
+        return self._hook[1] is not None and _call_of.get() is self._hook[1]
+
+    def _keep_until_done(self, task: asyncio.Task[None]) -> None:
+        self._hook_tasks.add(task)
+        task.add_done_callback(self._hook_tasks.discard)
 
     async def _wait_unread(self, attempt: _Attempt, deadline_at_s: float) -> None:
         """Until neither a reader nor a kernel is at the memory that is to be written. No reader comes meanwhile.
@@ -561,7 +577,7 @@ class WeightReceiver(AsyncClosing):
         if attempt is None:
             return
         log.warning("inference rank %d: version %d failed: %s", self.rank, attempt.version, why)
-        if attempt.pausing is asyncio.current_task():
+        if attempt.is_paused and self._is_in_hook():
             attempt.pausing = None  # pause() itself has called close(), say, and goes on
         while True:
             asked_at_s = loop_time_s()
@@ -620,7 +636,8 @@ class WeightReceiver(AsyncClosing):
         if attempt.pausing is not None:
             attempt.pausing.cancel()
         if attempt.is_paused and self._versions.state is State.WHOLE:
-            self._resuming = self._mailbox.spawn(self._resumed_with_what_is_here(), "resuming after a failed update")
+            resuming = self._mailbox.spawn(self._resumed_with_what_is_here(), "resuming after a failed update")
+            self._keep_until_done(resuming)
 
     def _notify(self) -> None:
         """Something changed that tasks may wait for."""
