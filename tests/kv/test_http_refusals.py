@@ -244,8 +244,8 @@ async def test_decoder_that_dies_ends_a_stream_in_words(
         await cluster.kill("d0")
         rest = (await response.content.read()).decode()
     error = json.loads(next(line for line in rest.split("data: ") if line.startswith('{"error"')))["error"]
-    assert error["message"].startswith("error: its decoder is gone")
-    assert (error["type"], error["code"]) == ("server_error", 502)
+    assert error["message"].startswith("unavailable: its decoder is gone")
+    assert (error["type"], error["code"]) == ("server_error", 503)
 
 
 @pytest.mark.parametrize(

@@ -165,7 +165,7 @@ async def test_decoder_that_dies_alone_ends_it_in_words(cluster: Cluster) -> Non
     client = await under_way(cluster, "running")
     await cluster.kill("d0")
     _, end = await asyncio.wait_for(client, WAIT_S)
-    assert end.reason == "error"
+    assert end.reason == "unavailable"
     assert "its decoder is gone: node 'd0' died or closed; nobody else goes on with it: no decoder" in end.detail
 
 

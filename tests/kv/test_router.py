@@ -580,7 +580,7 @@ async def test_decoder_that_dies_and_leaves_nobody_to_go_on_counts_one_request(t
     assert isinstance(town.router.roster, Roster)
     town.router.roster.remove(town.router.roster.members("decoder")[0], "it died")
     assert "nobody else goes on with it" in await dying
-    assert dict(town.router.counts) == {"restarted": 1, "error": 1}
+    assert dict(town.router.counts) == {"restarted": 1, "unavailable": 1}
     script.go_on.set()
 
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import re
 
 from crossrail.cli.text import format_bytes
+from crossrail.doctor.host import Host
+from crossrail.doctor.limits import memory_limits
 from crossrail.errors import UsageError
 
 
-def free_bytes() -> int | None:
-    """What programs may take; None where nobody can say: in a container without /proc."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+def free_bytes(host: Host | None = None) -> int | None:
+    """What programs may take, and what the limits of this process's control groups leave; None where nobody can say: in
+    a container without /proc.
+    """
+    host = Host() if host is None else host
+    available = re.search(r"^MemAvailable: +(\d+) kB$", host.read("/proc/meminfo") or "", re.MULTILINE)
+    left = [max(limit.left_bytes, 0) for limit in memory_limits(host) or ()]
+    return min([int(available[1]) * 1024, *left]) if available else min(left, default=None)
 
 
 def check_memory(who: str, needed_bytes: int, remedy: str) -> None:

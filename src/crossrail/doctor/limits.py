@@ -184,13 +184,8 @@ def overcommit(host: Host) -> Iterator[Finding]:
 def memory_group(host: Host) -> Iterator[Finding]:
     """The cgroups' memory limits, against which shared memory counts too. The group with the least room is told."""
     check = "limits.memory-group"
-    files = host.control_files("memory", "memory.limit_in_bytes", "memory.max")
-    limits = [
-        _MemoryLimit(path, int(text), *_usage(host, path))
-        for path, text in files
-        if text.isdecimal() and len(text) < 20 and int(text) < _NO_LIMIT_BYTES
-    ]
-    if not files and not host.sees_control_groups("memory"):
+    limits = memory_limits(host)
+    if limits is None and not host.sees_control_groups("memory"):
         yield note(
             check,
             "whether a control group limits memory is unknown",
@@ -221,8 +216,20 @@ def memory_group(host: Host) -> Iterator[Finding]:
         yield ok(check, title, seen)
 
 
+def memory_limits(host: Host) -> list[MemoryLimit] | None:
+    """Of this process's groups. None: no file of theirs is in sight."""
+    files = host.control_files("memory", "memory.limit_in_bytes", "memory.max")
+    if not files:
+        return None
+    return [
+        MemoryLimit(path, int(text), *_usage(host, path))
+        for path, text in files
+        if text.isdecimal() and len(text) < 20 and int(text) < _NO_LIMIT_BYTES
+    ]
+
+
 @dataclass(frozen=True)
-class _MemoryLimit:
+class MemoryLimit:
     """Of one group and all below it. used_bytes: without cache_bytes, which the kernel drops before it kills."""
 
     path: str

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import socket
+import sys
 from typing import Any
 
 import click
@@ -168,6 +169,8 @@ async def _closed(who: str, node: Node, end: EndWanted) -> None:
     if not closing.done():
         ended = "when told to" if end.at_once.is_set() or end.is_deserted else f"after {close_s:g} s more"
         why = "its model hangs" if node.load().hangs else "its model or a peer has not let go of its memory"
+        if (error := sys.exc_info()[1]) is not None:  # what it ends for: nobody else says so any more
+            complain(f"{who}: {error}")
         complain(f"{who}: ended {ended}, before it was closed: {why}")
         os._exit(1)
     closing.result()

@@ -47,6 +47,8 @@ _REFUSED: dict[type[CrossrailError], str] = {
     Overloaded: "overloaded",
     Unavailable: "unavailable",
 }
+# How a request ends whose decoder is gone, where no other can be had.
+_ENDS: dict[type[CrossrailError], m.EndReason] = {Overloaded: "overloaded", Unavailable: "unavailable"}
 
 
 @dataclass(frozen=True)
@@ -406,7 +408,8 @@ class Router(AsyncClosing):
         try:
             await self._place(running)
         except CrossrailError as error:
-            running.finish("error", f"its decoder is gone: {why}; nobody else goes on with it: {error}")
+            ends = _ENDS.get(type(error), "error")
+            running.finish(ends, f"its decoder is gone: {why}; nobody else goes on with it: {error}")
 
     async def _next_chunk(self, running: Running) -> Chunk:
         left_s = running.deadline_at_s - loop_time_s()
