@@ -112,7 +112,12 @@ class PeerProcess:
                     pipe.close()
                 except BrokenPipeError:  # a last command it never read
                     pass
+        if self._errors.closed:
+            return
+        errors = self.errors()
         self._errors.close()
+        # Of UBSan, which reports nowhere else: the test may have seen no more than a peer that is gone.
+        assert "runtime error: " not in errors, errors
 
     def _read(self, length: int, deadline: float) -> bytes:
         assert self._process.stdout is not None

@@ -215,14 +215,12 @@ static bool is_refusal(uint64_t status) {
 bool take_ack(OutLink& link, const AckMeta& ack) {
   OutChannel* channel = ack.channel < link.channels.size() ? link.channels[ack.channel].get() : nullptr;
   if (channel == nullptr || ack.placed > channel->acked + channel->sent.size()) return false;
-  if (channel->in_doubt) {
-    // Refusals may have been lost with the connection that broke: the answer to our question brings them, and says as
-    // much. Last words do, too, and of who says them no answer will come.
-    if (ack.is_last == 0 || ack.placed < channel->acked) return true;
-    return settle_doubts(*link.transport, *channel, {ack.placed, 0, ack.channel, 0});
-  }
+  // Refusals may have been lost with the connection that broke: the answer to our question brings them, and says as
+  // much. Last words do, too, and of who says them no answer will come.
+  if (channel->in_doubt && (ack.is_last == 0 || ack.placed < channel->acked)) return true;
   // Believed, its owner could change or free what the kernel is still to read.
   if (!channel->is_sent(ack.placed)) return false;
+  if (channel->in_doubt) return settle_doubts(*link.transport, *channel, {ack.placed, 0, ack.channel, 0});
   on_acked(*link.transport, *channel, ack.placed);
   if (link.queued > 0) link.transport->mark_dirty(link);
   return true;

@@ -14,7 +14,7 @@ import torch
 import crossrail as xr
 from crossrail._options import check_seconds
 from crossrail._torch import is_tensor, wait_for_kernels
-from crossrail.errors import CrossrailError, UsageError
+from crossrail.errors import CrossrailError, TransportError, UsageError
 from crossrail.moe.arrays import INDEX_TYPES
 from crossrail.moe.config import Config
 from crossrail.moe.graph.explain import explained
@@ -186,7 +186,7 @@ class GraphAllToAll:
                 steps.send(values, factors, routes, number)
                 thread.publish("packed", number, stream, "rows")
             except BaseException as error:
-                if is_begun or not isinstance(error, CrossrailError):  # of open(): nothing was launched
+                if is_begun or not isinstance(error, TransportError | UsageError):  # of open(): nothing was launched
                     self._give_up(error)
                 raise
         self._recent.append(weakref.ref(opened))
