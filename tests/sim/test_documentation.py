@@ -19,7 +19,8 @@ def test_the_test_of_two_minutes_passes_with_many_seeds(pytester: pytest.Pyteste
     pytester.makeconftest(CONFTEST)
     pytester.makepyfile(test_push=TEST)
 
-    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", "-p", "no:asyncio", "--sim-runs", "20")
+    without = ("-p", "no:cacheprovider", "-p", "no:asyncio", "-p", "no:rerunfailures")
+    result = pytester.runpytest_inprocess(*without, "--sim-runs", "20")
 
     result.assert_outcomes(passed=20)
 

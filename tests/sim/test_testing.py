@@ -47,7 +47,7 @@ def user(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.P
 
 
 PYTEST = (sys.executable, "-m", "pytest")
-WITHOUT = ("-p", "no:cacheprovider", "-p", "no:asyncio")
+WITHOUT = ("-p", "no:cacheprovider", "-p", "no:asyncio", "-p", "no:rerunfailures")
 
 
 def run(user: pytest.Pytester, *arguments: str) -> pytest.RunResult:
