@@ -33,6 +33,7 @@ constexpr int64_t kYoungNs = 500'000'000;
 // Silence after which a peer, or one rail of it, is asked for a sign of life.
 constexpr int64_t kPingAfterNs = 500'000'000;
 constexpr int64_t kFrozenAfterNs = 2'000'000'000;
+constexpr int kPileBytes = 4 << 10;  // in a socket: some forty of the smallest writes
 // One rail is silent while others are not.
 constexpr int64_t kRailSilentNs = 2'000'000'000;
 // A connection that got through less than this and fell silent may have carried no packet of full length.
@@ -447,9 +448,9 @@ void TcpTransport::tend_liveness(OutLink& link) {
     if (!channel.is_open()) return;
     int queued = 0;
     // The kernel getting rid of bytes that pile up is a sign of life too: long transfers over slow networks are
-    // acknowledged seldom. Not of the last ones: the kernel of a frozen peer takes a trickle for a long time.
+    // acknowledged seldom. Not of few: the kernel of a frozen peer takes a trickle for a long time.
     if (ioctl(channel.stream->connection()->fd(), SIOCOUTQ, &queued) == 0 && queued != channel.outq_bytes) {
-      if (queued > 0 && queued < channel.outq_bytes) channel.moved_ns = channel.carried_ns = now_;
+      if (queued >= kPileBytes && queued < channel.outq_bytes) channel.moved_ns = channel.carried_ns = now_;
       channel.outq_bytes = queued;
     }
     channel.moved_ns = std::max(channel.moved_ns, channel.stream->connection()->last_received_ns());
