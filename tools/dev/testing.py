@@ -20,7 +20,8 @@ NATIVE_TESTS_TIMEOUT_S = 600
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
 UBSAN_OPTIONS = "print_stacktrace=1:halt_on_error=1"
 # In CI, on a machine that is shared, a test that fails is run once more, at once. That is bounded and shown, with both
-# outcomes: what fails twice, the fourth of a session, a hang, a sanitizer's report and a worker that died fail it.
+# outcomes: what fails twice, the fourth of a session, what pytest-timeout ends, a sanitizer's report and a worker that
+# died fail it.
 ONCE_MORE = (
     *("--reruns", "1", "--max-suite-reruns", "3", "--rerun-show-tracebacks"),
     *("--rerun-except", "from pytest-timeout", "--rerun-except", "Sanitizer|runtime error"),

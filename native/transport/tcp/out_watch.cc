@@ -33,7 +33,8 @@ constexpr int64_t kYoungNs = 500'000'000;
 // Silence after which a peer, or one rail of it, is asked for a sign of life.
 constexpr int64_t kPingAfterNs = 500'000'000;
 constexpr int64_t kFrozenAfterNs = 2'000'000'000;
-constexpr int kPileBytes = 4 << 10;  // in a socket: some forty of the smallest writes
+// Fewer in a socket, some forty of the smallest writes, tell nothing when they become fewer.
+constexpr int kPileBytes = 4 << 10;
 // One rail is silent while others are not.
 constexpr int64_t kRailSilentNs = 2'000'000'000;
 // A connection that got through less than this and fell silent may have carried no packet of full length.
