@@ -78,7 +78,7 @@ async def test_inference_rank_that_closed_without_leaving_is_left_out(
     async def pause(version: int) -> None:
         paused.append(version)
 
-    fleet.receivers[1]._pause = pause
+    fleet.receivers[1]._hooks.pause = pause
     await fleet.receivers[1].close()
     await others_get(fleet, 2, caplog)
     assert paused == []
@@ -94,7 +94,7 @@ async def test_inference_rank_that_closes_in_the_middle_of_open_says_so(
     async def pause(_version: int) -> None:
         await receiver.close()
 
-    receiver._pause = pause
+    receiver._hooks.pause = pause
     assert "inference rank 1: Open: attempt 1 is over" in await fleet.failing_update(1)
     assert controller.ranks("target") == [0, 2]
     assert not [record for record in caplog.records if record.exc_info]

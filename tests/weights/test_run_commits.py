@@ -24,7 +24,7 @@ async def test_who_does_not_answer_commit_is_named_in_the_report(
     async def resume(_version: int) -> None:
         raise LookupError("no such engine")
 
-    fleet.receivers[2]._resume = resume
+    fleet.receivers[2]._hooks.resume = resume
     report = await fleet.update(1)
     assert report.left_out == ["inference rank 0", "inference rank 2"]
     assert "version 1 is complete, but maybe not at inference rank 0: it did not answer Commit: no ans" in caplog.text
@@ -57,7 +57,7 @@ class SlowToResume:
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet
         self.is_resuming, self.may_go_on = asyncio.Event(), asyncio.Event()
-        fleet.receivers[1]._resume = self.resume
+        fleet.receivers[1]._hooks.resume = self.resume
 
     async def resume(self, _version: int) -> None:
         self.is_resuming.set()

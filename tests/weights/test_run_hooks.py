@@ -28,7 +28,7 @@ class Engine:
         self.fails_after: list[Engine] = []
         self.fails = self.hangs = self.clings = False
         self.may_end = asyncio.Event()
-        receiver._pause, receiver._resume = self.pause, self.resume
+        receiver._hooks.pause, receiver._hooks.resume = self.pause, self.resume
 
     async def pause(self, version: int) -> None:
         self.calls.append(f"pause {version}")
@@ -177,12 +177,12 @@ async def test_resume_after_an_update_that_failed_may_raise(
         raise RuntimeError("no")
 
     receiver = fleet.receivers[0]
-    receiver._resume = resume
+    receiver._hooks.resume = resume
     await fleet.failing_update(1)
     await engine.sees(["pause 1", "resume -1"])
     assert [record.message for record in caplog.records if "resume(-1) raised" in record.message]
     assert fleet.controller.ranks("target") == [0]
-    receiver._resume, engine.fails = engine.resume, False
+    receiver._hooks.resume, engine.fails = engine.resume, False
     await fleet.update(2)
     await fleet.assert_holds(2)
 
@@ -221,7 +221,7 @@ async def test_pause_that_ends_its_rank_goes_on(make_fleet: MakeFleet, ends: str
             await asyncio.gather(ending, asyncio.sleep(0))
         engine.calls.append(f"pause {version} ends")
 
-    receiver._pause = pause
+    receiver._hooks.pause = pause
     await fleet.failing_update(2)
     await engine.sees(["pause 2 ends", "resume 1"])
     assert receiver._is_closed == (ends == "close")
@@ -239,7 +239,7 @@ async def test_resume_after_an_update_that_failed_may_close_its_rank_in_a_task_o
         await asyncio.gather(receiver.close(FOREVER_S))
         engine.calls.append(f"closed {version}")
 
-    receiver._resume = resume
+    receiver._hooks.resume = resume
     await fleet.failing_update(1)
     await engine.sees(["pause 1", "closed -1"])
 
@@ -279,7 +279,7 @@ async def test_pause_that_cleans_up_is_not_cancelled_again(make_fleet: MakeFleet
     offered = asyncio.ensure_future(fleet.publish(2))
     updating = asyncio.ensure_future(fleet.controller.update(2, SHORT_S))
     await engine.sees(["pause 2"])
-    [pausing] = fleet.receivers[0]._hook_tasks
+    [pausing] = fleet.receivers[0]._hooks.tasks
     updating.cancel()
     await asyncio.gather(updating, offered, return_exceptions=True)
     while fleet.receivers[0]._attempt is not None:

@@ -59,7 +59,7 @@ async def opening(fleet: Fleet, version: int) -> AsyncIterator[None]:
     end it is cancelled.
     """
     may_pause = asyncio.Event()
-    fleet.receivers[0]._pause = lambda _version: may_pause.wait()
+    fleet.receivers[0]._hooks.pause = lambda _version: may_pause.wait()
     others = [receiver for rank, receiver in fleet.receivers.items() if rank]
     offered = asyncio.ensure_future(fleet.publish(version))
     updating = asyncio.ensure_future(fleet.controller.update(version, 2 * PATIENCE_S))

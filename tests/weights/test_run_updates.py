@@ -133,7 +133,7 @@ async def test_update_in_place_waits_for_readers_and_pauses(make_fleet: MakeFlee
     async def resume(version: int) -> None:
         calls.append(f"resume {version}")
 
-    fleet.receivers[1]._pause, fleet.receivers[1]._resume = pause, resume
+    fleet.receivers[1]._hooks.pause, fleet.receivers[1]._hooks.resume = pause, resume
     async with fleet.receivers[1].reading(PATIENCE_S):
         update = asyncio.ensure_future(fleet.update(1))
         while not calls:
@@ -149,8 +149,8 @@ async def test_hooks_may_be_plain_functions(make_fleet: MakeFleet) -> None:
     fleet = make_fleet(spare=False)
     await fleet.start()
     calls: list[str] = []
-    fleet.receivers[1]._pause = lambda version: calls.append(f"pause {version}")
-    fleet.receivers[1]._resume = lambda version: calls.append(f"resume {version}")
+    fleet.receivers[1]._hooks.pause = lambda version: calls.append(f"pause {version}")
+    fleet.receivers[1]._hooks.resume = lambda version: calls.append(f"resume {version}")
     await fleet.update(1)
     assert calls == ["pause 1", "resume 1"]
     await fleet.assert_holds(1)
@@ -163,7 +163,7 @@ async def test_pause_that_raises_is_named(make_fleet: MakeFleet) -> None:
     def fail(_version: int) -> None:
         raise RuntimeError("no")
 
-    fleet.receivers[1]._pause = fail
+    fleet.receivers[1]._hooks.pause = fail
     assert "inference rank 1: pause(1) raised RuntimeError: no" in await fleet.failing_update(1)
 
 
@@ -184,7 +184,7 @@ async def test_whatever_keeps_an_update_in_place_from_opening_is_named(
             await is_over.wait()
 
     if by == "pause":
-        receiver._pause = hold
+        receiver._hooks.pause = hold
     reader = asyncio.ensure_future(read() if by == "reader" else asyncio.sleep(0))
     await asyncio.sleep(0)
     # The plan is there: opening is all that has to begin in this time. Who opens answers at its end, with the reason.
@@ -308,7 +308,7 @@ async def test_who_joins_during_an_update_is_in_the_next(
         monkeypatch.setattr(fleet.trainers[1], "_go", writing)
     else:
         monkeypatch.setattr(fleet.receivers[0], "_has_spare", False)  # so that it pauses
-        monkeypatch.setattr(fleet.receivers[0], "_pause", waiting)
+        monkeypatch.setattr(fleet.receivers[0]._hooks, "pause", waiting)
     published = asyncio.ensure_future(fleet.publish(1, [0, 1]))
     update = asyncio.ensure_future(fleet.controller.update(1, PATIENCE_S))
     await asyncio.wait_for(reached.wait(), PATIENCE_S)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +20,7 @@ from crossrail.weights.errors import MemberRefused, UpdateFailed
 from crossrail.weights.inventory.memory import WeightMemory
 from crossrail.weights.services import messages as m
 from crossrail.weights.services.fencing import fence
+from crossrail.weights.services.hooks import Hook, Hooks, no_hook
 from crossrail.weights.services.members import Membership, next_word, packed_inventory
 from crossrail.weights.services.reading import Reading
 from crossrail.weights.services.spare import ClosingSpare
@@ -34,14 +33,6 @@ _GRACE_S = 5.0  # beyond an update's deadline, for the controller's own word tha
 FENCE_S = 30.0  # how long a writer may stand still in a copy until whoever fences it off hears of that
 _FENCE_TURN_S = 1.0  # of that, until whoever else fences gets a turn
 _FENCE_AGAIN_S, _FENCE_AGAIN_MAX_S = 1.0, 30.0
-
-Hook = Callable[[int], Awaitable[object] | object]
-# The call of a hook that this task is in, or was when it was made.
-_call_of: ContextVar[object] = ContextVar("_call_of", default=None)
-
-
-def _nothing(_version: int) -> None:
-    return
 
 
 def _say_why_s(timeout_s: float) -> float:
@@ -68,6 +59,9 @@ class _Attempt:
     is_failed: bool = False
     is_unwritten: bool = False  # and stays so: its controller has ended it before any trainer was to write
     unfenced: list[xr.Region] | None = None  # of a failed one: what its writers may still get into
+
+    def note_paused(self) -> None:
+        self.is_paused = True
 
 
 def _heard(task: asyncio.Task[None]) -> None:
@@ -110,8 +104,8 @@ class WeightReceiver(AsyncClosing):
         memory: WeightMemory,
         *,
         spare: bool = False,
-        pause: Hook = _nothing,
-        resume: Hook = _nothing,
+        pause: Hook = no_hook,
+        resume: Hook = no_hook,
     ) -> None:
         if memory.role != "target":
             raise UsageError(f"memory of a {memory.role} given to an inference rank")
@@ -120,10 +114,7 @@ class WeightReceiver(AsyncClosing):
         self._mailbox = mailbox
         self._engine = memory.engine
         self._has_spare = spare
-        self._pause, self._resume = pause, resume
-        self._hooks = asyncio.Lock()  # first come, first served
-        self._hook: tuple[str, object] = "", None  # the call that runs: its text, and what _call_of has in it
-        self._hook_tasks: set[asyncio.Task[None]] = set()  # but for resume() after a commit
+        self._hooks = Hooks(memory.rank, pause, resume)
         self._buffers: list[list[xr.Region]] = []
         self._versions = Versions(2 if spare else 1, is_torn=memory.is_torn)
         self._reading_tasks: list[asyncio.Task[Any] | None] = []  # once for each reading() that is open
@@ -292,8 +283,8 @@ class WeightReceiver(AsyncClosing):
                     f"inference rank {self.rank} cannot be closed yet, somebody may still write its weights: {error}. "
                     "Next: end that process, or let it go on, and close() again"
                 ) from None
-        if self._hook_tasks and not self._is_in_hook():
-            await asyncio.wait(self._hook_tasks, timeout=timeout_s)
+        if self._hooks.tasks and not self._hooks.is_within():
+            await asyncio.wait(self._hooks.tasks, timeout=timeout_s)
         if not self._is_closed:
             self._is_closed = True
             buffers, self._buffers = self._buffers, []
@@ -414,10 +405,10 @@ class WeightReceiver(AsyncClosing):
     async def _pause_by(self, attempt: _Attempt, deadline_at_s: float) -> None:
         pausing = attempt.pausing = asyncio.ensure_future(self._paused(attempt))
         pausing.add_done_callback(_heard)
-        self._keep_until_done(pausing)
+        self._hooks.keep(pausing)
         try:
             await asyncio.wait([pausing], timeout=max(deadline_at_s - loop_time_s(), 0.0))
-            is_late, hook = not pausing.done(), self._hook[0] or f"pause({attempt.version})"
+            is_late, hook = not pausing.done(), self._hooks.running or f"pause({attempt.version})"
         finally:
             if self._attempt is attempt:  # else it was cancelled already, and may be cleaning up
                 pausing.cancel()  # not waited for: whatever hook comes next does that
@@ -427,42 +418,11 @@ class WeightReceiver(AsyncClosing):
         pausing.result()
 
     async def _paused(self, attempt: _Attempt) -> None:
-        async with self._hooks:
-            attempt.is_paused = True
-            await self._call("pause", self._pause, attempt.version)
-
-    async def _resumed(self, version: int) -> None:
-        async with self._hooks:
-            await self._call("resume", self._resume, version)
+        await self._hooks.call_pause(attempt.version, attempt.note_paused)
 
     async def _resumed_with_what_is_here(self) -> None:
         with suppress(CrossrailError):  # it is logged, and nobody waits for it
-            await self._resumed(self.version)
-
-    async def _call(self, name: str, hook: Hook, version: int) -> None:
-        """With _hooks."""
-        call = object()
-        self._hook = f"{name}({version})", call
-        token = _call_of.set(call)
-        try:
-            pending = hook(version)
-            if inspect.isawaitable(pending):
-                await pending
-        except Exception as error:
-            log.exception("inference rank %d: %s(%d) raised", self.rank, name, version)
-            what = f"{type(error).__name__}: {error}"
-            raise CrossrailError(f"inference rank {self.rank}: {name}({version}) raised {what}") from error
-        finally:
-            self._hook = "", None
-            _call_of.reset(token)
-
-    def _is_in_hook(self) -> bool:
-        """Whether the hook that runs has called us, in its own task or in one of those that it has made."""
-        return self._hook[1] is not None and _call_of.get() is self._hook[1]
-
-    def _keep_until_done(self, task: asyncio.Task[None]) -> None:
-        self._hook_tasks.add(task)
-        task.add_done_callback(self._hook_tasks.discard)
+            await self._hooks.call_resume(self.version)
 
     async def _wait_unread(self, attempt: _Attempt, deadline_at_s: float) -> None:
         """Until neither a reader nor a kernel is at the memory that is to be written. No reader comes meanwhile.
@@ -512,7 +472,7 @@ class WeightReceiver(AsyncClosing):
         self.memory.is_torn = self._versions.is_first_torn
         self.commits += 1
         self._notify()
-        await self._resumed(attempt.version)
+        await self._hooks.call_resume(attempt.version)
         return m.Taken()
 
     async def _on_abort(self, sender: bytes, abort: m.Abort) -> m.Aborted:
@@ -577,7 +537,7 @@ class WeightReceiver(AsyncClosing):
         if attempt is None:
             return
         log.warning("inference rank %d: version %d failed: %s", self.rank, attempt.version, why)
-        if attempt.is_paused and self._is_in_hook():
+        if attempt.is_paused and self._hooks.is_within():
             attempt.pausing = None  # pause() itself has called close(), say, and goes on
         while True:
             asked_at_s = loop_time_s()
@@ -637,7 +597,7 @@ class WeightReceiver(AsyncClosing):
             attempt.pausing.cancel()
         if attempt.is_paused and self._versions.state is State.WHOLE:
             resuming = self._mailbox.spawn(self._resumed_with_what_is_here(), "resuming after a failed update")
-            self._keep_until_done(resuming)
+            self._hooks.keep(resuming)
 
     def _notify(self) -> None:
         """Something changed that tasks may wait for."""

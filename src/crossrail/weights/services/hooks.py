@@ -1,0 +1,75 @@
+"""pause() and resume() of an inference engine: calls that take turns, and that are known from within."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
+
+from crossrail.errors import CrossrailError
+
+log = logging.getLogger("crossrail.weights")
+
+Hook = Callable[[int], Awaitable[object] | object]
+# The call of a hook that this task is in, or was when it was made.
+_call_of: ContextVar[object] = ContextVar("_call_of", default=None)
+
+
+def _nothing() -> None:
+    return
+
+
+def no_hook(_version: int) -> None:
+    return
+
+
+class Hooks:
+    """Of one inference rank. Threads: that of the event loop.
+
+    running: the call that runs, as text; "": none does.
+    tasks: that call hooks, until they have ended; those that were given to keep().
+    """
+
+    def __init__(self, rank: int, pause: Hook, resume: Hook) -> None:
+        self.pause, self.resume = pause, resume
+        self.running = ""
+        self.tasks: set[asyncio.Task[None]] = set()
+        self._rank = rank
+        self._turns = asyncio.Lock()  # first come, first served
+        self._call: object = None  # that runs: what _call_of has in it
+
+    async def call_pause(self, version: int, on_call: Callable[[], None]) -> None:
+        """Once all earlier calls have ended; on_call() is called right before. What the hook raises is logged, and a
+        CrossrailError; so with call_resume().
+        """
+        await self._in_turn("pause", self.pause, version, on_call)
+
+    async def call_resume(self, version: int) -> None:
+        await self._in_turn("resume", self.resume, version, _nothing)
+
+    def is_within(self) -> bool:
+        """Whether the hook that runs has called us, in its own task or in one of those that it has made."""
+        return self._call is not None and _call_of.get() is self._call
+
+    def keep(self, task: asyncio.Task[None]) -> None:
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    async def _in_turn(self, name: str, hook: Hook, version: int, on_call: Callable[[], None]) -> None:
+        async with self._turns:
+            on_call()
+            self.running, self._call = f"{name}({version})", object()
+            token = _call_of.set(self._call)
+            try:
+                pending = hook(version)
+                if inspect.isawaitable(pending):
+                    await pending
+            except Exception as error:
+                log.exception("inference rank %d: %s(%d) raised", self._rank, name, version)
+                what = f"{type(error).__name__}: {error}"
+                raise CrossrailError(f"inference rank {self._rank}: {name}({version}) raised {what}") from error
+            finally:
+                self.running, self._call = "", None
+                _call_of.reset(token)
