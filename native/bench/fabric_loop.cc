@@ -11,6 +11,7 @@ namespace crossrail::bench {
 namespace {
 
 constexpr size_t kEntries = 64;
+constexpr int kLastReads = 64;  // until what the provider owes the peer went out
 
 }  // namespace
 
@@ -35,9 +36,7 @@ FabricLoop::FabricLoop(const std::string& provider, const std::string& rail) {
   name_.resize(bytes);
 }
 
-FabricLoop::~FabricLoop() = default;
-
-FabricLoop::Target FabricLoop::add_memory(std::span<std::byte> memory) {
+BareLoop::Target FabricLoop::add_memory(std::span<std::byte> memory) {
   constexpr uint64_t kAccess = FI_READ | FI_WRITE | FI_REMOTE_READ | FI_REMOTE_WRITE;
   memories_.push_back({memory.data(), domain_->register_memory(memory.data(), memory.size(), kAccess)});
   const bool by_address = domain_->wants(FI_MR_VIRT_ADDR);
@@ -56,7 +55,7 @@ void* FabricLoop::descriptor_of(const std::byte* base) const {
   throw UsageError("the source was not added");
 }
 
-void FabricLoop::post(std::byte* from, uint64_t length_bytes, uint64_t to, uint64_t key, Guard& guard) {
+void FabricLoop::post(std::byte* from, uint64_t length_bytes, uint64_t to, uint64_t key, bool with_imm, Guard& guard) {
   const iovec range{from, length_bytes};
   const fi_rma_iov target{to, length_bytes, key};
   fi_msg_rma message{};
@@ -67,9 +66,9 @@ void FabricLoop::post(std::byte* from, uint64_t length_bytes, uint64_t to, uint6
   message.rma_iov = &target;
   message.rma_iov_count = 1;
   message.data = 1;
+  const uint64_t flags = FI_COMPLETION | FI_DELIVERY_COMPLETE | (with_imm ? FI_REMOTE_CQ_DATA : 0);
   for (;;) {
-    const ssize_t code =
-        fi_writemsg(endpoint_.get(), &message, FI_COMPLETION | FI_DELIVERY_COMPLETE | FI_REMOTE_CQ_DATA);
+    const ssize_t code = fi_writemsg(endpoint_.get(), &message, flags);
     if (code == 0) return;
     if (code != -FI_EAGAIN) domain_->fail("fi_writemsg", static_cast<int>(code));
     read();
@@ -98,7 +97,7 @@ int64_t FabricLoop::writes(std::span<std::byte> source, Target target, uint64_t 
   for (uint64_t posted = 0; completed_ < count; guard.tick()) {
     while (posted < count && posted - completed_ < window) {
       const uint64_t offset = posted++ % places * length_bytes;
-      post(source.data() + offset, length_bytes, target.base + offset, target.key, guard);
+      post(source.data() + offset, length_bytes, target.base + offset, target.key, true, guard);
     }
     read();
   }
@@ -106,7 +105,8 @@ int64_t FabricLoop::writes(std::span<std::byte> source, Target target, uint64_t 
 }
 
 int64_t FabricLoop::pages(std::span<std::byte> source, Target target, std::span<const int64_t> src_pages,
-                          std::span<const int64_t> dst_pages, uint64_t page_bytes, uint32_t window, Guard& guard) {
+                          std::span<const int64_t> dst_pages, uint64_t page_bytes, uint32_t window, bool imm_each,
+                          Guard& guard) {
   if (src_pages.size() != dst_pages.size() || window == 0) throw UsageError("src_pages and dst_pages differ in length");
   const uint64_t count = page_bytes != 0 ? source.size() / page_bytes : 0;
   for (const int64_t page : src_pages) {
@@ -118,7 +118,8 @@ int64_t FabricLoop::pages(std::span<std::byte> source, Target target, std::span<
   for (uint64_t posted = 0; completed_ < src_pages.size(); guard.tick()) {
     while (posted < src_pages.size() && posted - completed_ < window) {
       post(source.data() + static_cast<uint64_t>(src_pages[posted]) * page_bytes, page_bytes,
-           target.base + static_cast<uint64_t>(dst_pages[posted]) * page_bytes, target.key, guard);
+           target.base + static_cast<uint64_t>(dst_pages[posted]) * page_bytes, target.key,
+           imm_each || posted + 1 == src_pages.size(), guard);
       ++posted;
     }
     read();
@@ -126,13 +127,43 @@ int64_t FabricLoop::pages(std::span<std::byte> source, Target target, std::span<
   return now_ns() - start_ns;
 }
 
+int64_t FabricLoop::ping_pong(std::span<std::byte> source, Target target, uint64_t rounds, bool first, Guard& guard) {
+  if (source.size() < kWordBytes) throw UsageError("the source must hold 8 bytes");
+  descriptor_ = descriptor_of(source.data());
+  completed_ = 0;
+  const auto await = [&](const uint64_t& count, uint64_t wanted) {
+    while (count < wanted) {
+      if (read() == 0) guard.tick();
+    }
+  };
+  const int64_t start_ns = now_ns();
+  for (uint64_t round = 1; round <= rounds; ++round) {
+    if (!first) await(arrived_, round);
+    post(source.data(), kWordBytes, target.base, target.key, true, guard);
+    if (first) await(arrived_, round);
+  }
+  await(completed_, rounds);
+  const int64_t took_ns = now_ns() - start_ns;
+  arrived_ -= rounds;
+  progress();
+  return took_ns;
+}
+
 void FabricLoop::receive(uint64_t count, Guard& guard) {
   while (arrived_ < count) {
     if (read() == 0) guard.tick();
   }
   arrived_ -= count;
-  // The acknowledgements of the last ones go out only while the queue is read.
-  for (int i = 0; i < 64; ++i) read();
+  progress();
+}
+
+// Acknowledgements go out only while the queue is read.
+void FabricLoop::progress() {
+  for (int i = 0; i < kLastReads; ++i) read();
+}
+
+std::unique_ptr<BareLoop> open_fabric_loop(const std::string& provider, const std::string& rail) {
+  return std::make_unique<FabricLoop>(provider, rail);
 }
 
 }  // namespace crossrail::bench

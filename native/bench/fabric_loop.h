@@ -1,7 +1,5 @@
-// What bare libfabric can do on this machine: the limit of the engine over ofi, with the same completions.
-//
-// One domain and one endpoint, one process at each end, no engine. The initiator writes, each write with an immediate
-// and complete only when it is delivered (FI_DELIVERY_COMPLETE); the target reads its queue. Threads: the caller's.
+// The bare loop over libfabric: one domain and one endpoint. A write is complete only when it is delivered
+// (FI_DELIVERY_COMPLETE), as the engine asks for it; the target reads its queue.
 #pragma once
 
 #include <cstddef>
@@ -12,43 +10,33 @@
 #include <string>
 #include <vector>
 
-#include "bench/guard.h"
+#include "bench/bare_loop.h"
 #include "transport/ofi/domain.h"
 
 namespace crossrail::bench {
 
-class FabricLoop {
+class FabricLoop final : public BareLoop {
  public:
-  // At an address (tcp) or device of a provider of libfabric. Throws TransportError.
   FabricLoop(const std::string& provider, const std::string& rail);
-  ~FabricLoop();
-  FabricLoop(const FabricLoop&) = delete;
-  FabricLoop& operator=(const FabricLoop&) = delete;
 
-  struct Target {
-    uint64_t base = 0;
-    uint64_t key = 0;
-  };
-  const std::vector<uint8_t>& name() const { return name_; }
-  // Memory that stays where it is until this is destroyed.
-  Target add_memory(std::span<std::byte> memory);
-  void meet(const std::vector<uint8_t>& peer_name);
-
-  // `count` writes of `length_bytes`, each at the next place, `window` of them not complete. Nanoseconds.
+  const std::vector<uint8_t>& name() const override { return name_; }
+  Target add_memory(std::span<std::byte> memory) override;
+  void meet(const std::vector<uint8_t>& peer_name) override;
   int64_t writes(std::span<std::byte> source, Target target, uint64_t length_bytes, uint64_t count, uint32_t window,
-                 Guard& guard);
-  // Page src_pages[i] to page dst_pages[i]. Nanoseconds.
+                 Guard& guard) override;
   int64_t pages(std::span<std::byte> source, Target target, std::span<const int64_t> src_pages,
-                std::span<const int64_t> dst_pages, uint64_t page_bytes, uint32_t window, Guard& guard);
-  // The target: until `count` immediates came.
-  void receive(uint64_t count, Guard& guard);
+                std::span<const int64_t> dst_pages, uint64_t page_bytes, uint32_t window, bool imm_each,
+                Guard& guard) override;
+  int64_t ping_pong(std::span<std::byte> source, Target target, uint64_t rounds, bool first, Guard& guard) override;
+  void receive(uint64_t count, Guard& guard) override;
+  void progress() override;
 
  private:
   struct Entry {
     std::byte* base;
     ofi::Fid<fid_mr> memory;
   };
-  void post(std::byte* from, uint64_t length_bytes, uint64_t to, uint64_t key, Guard& guard);
+  void post(std::byte* from, uint64_t length_bytes, uint64_t to, uint64_t key, bool with_imm, Guard& guard);
   uint64_t read();
   void* descriptor_of(const std::byte* base) const;
 

@@ -132,6 +132,16 @@ int64_t flag_ping_pong(std::span<std::byte> page, bool first, uint64_t start, ui
   return now_ns() - start_ns;
 }
 
+void spin_on_word(std::span<std::byte> word, std::span<int64_t> seen_ns, Guard& guard) {
+  if (word.size() != sizeof(uint64_t)) throw UsageError("the word must have 8 bytes");
+  const auto* counted = reinterpret_cast<const std::atomic<uint64_t>*>(word.data());
+  for (size_t i = 0; i < seen_ns.size(); ++i) {
+    // acquire: as who sends what was written before it.
+    while (counted->load(std::memory_order_acquire) <= i) guard.tick();
+    seen_ns[i] = now_ns();
+  }
+}
+
 int64_t slot_stream(std::span<std::byte> memory, bool producer, uint64_t start, uint64_t count, Guard& guard) {
   if (memory.size() < kStreamBytes) throw UsageError("memory is shorter than kStreamBytes");
   auto* slots = reinterpret_cast<StreamSlot*>(memory.data());

@@ -26,6 +26,10 @@ int64_t fill_work_requests(std::span<const int64_t> dst_pages, std::span<const i
 // The flags count up from `start`, so that a second run on the same page starts where the first one ended.
 int64_t flag_ping_pong(std::span<std::byte> page, bool first, uint64_t start, uint64_t rounds, Guard& guard);
 
+// When a thread that does nothing else sees each value of a word that goes up: seen_ns[i], on now_ns()'s clock, is when
+// it first was more than i. The soonest that anybody can act on it.
+void spin_on_word(std::span<std::byte> word, std::span<int64_t> seen_ns, Guard& guard);
+
 // `count` records of 8 bytes and a number through a bare ring of 256 cache lines in memory that two processes map: the
 // most that one-way small operations can reach. `memory` holds kStreamBytes; its first run starts from zeroed memory,
 // and `start` is the sum of the counts of the runs before, as above.

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "bench/window.h"
 #include "util/clock.h"

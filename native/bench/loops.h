@@ -7,7 +7,6 @@
 
 #include <cstdint>
 #include <span>
-#include <vector>
 
 #include "bench/guard.h"
 #include "engine/engine.h"

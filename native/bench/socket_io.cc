@@ -15,6 +15,10 @@ namespace {
 // How long a blocking call sleeps before it looks at the guard.
 constexpr suseconds_t kLookPeriodUs = 200'000;
 
+size_t of_call(size_t length_bytes, size_t chunk_bytes) {
+  return chunk_bytes == 0 ? length_bytes : std::min(length_bytes, chunk_bytes);
+}
+
 void set_timeout(int fd, int option) {
   const timeval period{.tv_sec = 0, .tv_usec = kLookPeriodUs};
   if (setsockopt(fd, SOL_SOCKET, option, &period, sizeof period) != 0) {
@@ -43,17 +47,17 @@ size_t SocketIo::moved(const char* call, ssize_t result) {
   return 0;
 }
 
-void SocketIo::send_all(const std::byte* bytes, size_t length_bytes) {
+void SocketIo::send_all(const std::byte* bytes, size_t length_bytes, size_t chunk_bytes) {
   while (length_bytes > 0) {
-    const size_t sent = moved("send", send(fd_, bytes, length_bytes, flags_));
+    const size_t sent = moved("send", send(fd_, bytes, of_call(length_bytes, chunk_bytes), flags_));
     bytes += sent;
     length_bytes -= sent;
   }
 }
 
-void SocketIo::recv_all(std::byte* bytes, size_t length_bytes) {
+void SocketIo::recv_all(std::byte* bytes, size_t length_bytes, size_t chunk_bytes) {
   while (length_bytes > 0) {
-    const size_t got = moved("recv", recv(fd_, bytes, length_bytes, flags_));
+    const size_t got = moved("recv", recv(fd_, bytes, of_call(length_bytes, chunk_bytes), flags_));
     bytes += got;
     length_bytes -= got;
   }

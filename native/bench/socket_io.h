@@ -19,9 +19,9 @@ class SocketIo {
  public:
   SocketIo(int fd, SocketWait wait, Guard& guard);
 
-  // All of it.
-  void send_all(const std::byte* bytes, size_t length_bytes);
-  void recv_all(std::byte* bytes, size_t length_bytes);
+  // All of it, in calls of at most chunk_bytes; 0: no such bound.
+  void send_all(const std::byte* bytes, size_t length_bytes, size_t chunk_bytes = 0);
+  void recv_all(std::byte* bytes, size_t length_bytes, size_t chunk_bytes = 0);
   // All of `parts`, whose entries it uses up.
   void send_all(std::span<iovec> parts);
   void recv_all(std::span<iovec> parts);

@@ -144,9 +144,9 @@ int64_t socket_stream(int fd, std::span<std::byte> memory, bool sender, const So
   for (uint64_t done = 1; done <= loop.count; ++done) {
     if (sender) {
       if (done > loop.window) acks.await(done - loop.window);
-      io.send_all(walk.next(), loop.message_bytes);
+      io.send_all(walk.next(), loop.message_bytes, loop.chunk_bytes);
     } else {
-      io.recv_all(walk.next(), loop.message_bytes);
+      io.recv_all(walk.next(), loop.message_bytes, loop.chunk_bytes);
       send_ack(io, done);
     }
   }

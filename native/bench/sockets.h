@@ -24,9 +24,11 @@ enum class SocketWait : uint8_t {
 void tune_socket(int fd);
 
 // `count` messages of `message_bytes`, each at the next place of the memory, walking through it; each is acknowledged
-// with 8 bytes; at most `window` are not acknowledged.
+// with 8 bytes; at most `window` are not acknowledged. chunk_bytes: of a system call at this end, at most; 0: the rest
+// of the message. What is fastest is the caller's to find out: it depends on the caches.
 struct SocketStream {
   uint64_t message_bytes = 0;
+  uint64_t chunk_bytes = 0;
   uint64_t count = 0;
   uint32_t window = 1;
   SocketWait wait = SocketWait::kSpin;

@@ -12,6 +12,7 @@ void register_descriptor(nanobind::module_& module);
 void register_notifier(nanobind::module_& module);
 void register_transfer(nanobind::module_& module);
 void register_region(nanobind::module_& module);
+void register_count_flag(nanobind::module_& module);
 void register_imm_counter(nanobind::module_& module);
 void register_recv_pool(nanobind::module_& module);
 void register_watcher(nanobind::module_& module);
@@ -24,6 +25,7 @@ void register_flight(nanobind::module_& module, nanobind::class_<EngineHandle>& 
 void register_traffic(nanobind::class_<EngineHandle>& engine);
 void register_poison(nanobind::module_& module);
 void register_sim(nanobind::module_& module);
+void register_kv(nanobind::module_& module);
 void register_moe_kernels(nanobind::module_& module);
 void register_moe_layout(nanobind::module_& module);        // into the module of register_moe_kernels
 void register_moe_words(nanobind::module_& module);         // likewise
@@ -33,5 +35,6 @@ void register_moe_node_sums(nanobind::module_& module);     // likewise
 void register_bench(nanobind::module_& module);
 void register_bench_sockets(nanobind::module_& module);  // into the module of register_bench
 void register_bench_fabric(nanobind::module_& module);   // likewise
+void register_bench_moe(nanobind::module_& module);      // likewise
 
 }  // namespace crossrail::bindings

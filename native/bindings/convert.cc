@@ -1,6 +1,5 @@
 #include "bindings/convert.h"
 
-#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <string_view>

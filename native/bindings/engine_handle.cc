@@ -1,6 +1,7 @@
 #include "bindings/engine_handle.h"
 
 #include <algorithm>
+#include <string>
 
 #include "bindings/convert.h"
 

@@ -18,12 +18,14 @@ NB_MODULE(_core_of_main, module) {
   register_transfer(module);
   register_region(module);
   register_imm_counter(module);
+  register_count_flag(module);
   register_recv_pool(module);
   register_watcher(module);
   register_poison(module);
   register_devices(module);
   register_sim(module);
   register_engine(module);
+  register_kv(module);
   register_moe_kernels(module);
   register_moe_layout(module);
   register_moe_words(module);

@@ -1,4 +1,4 @@
-// Arrays of crossrail._core.moe: numpy's, torch's or whose ever speaks DLPack, looked at in place.
+// Arrays of crossrail._core.moe and kv: numpy's, torch's or whose ever speaks DLPack, looked at in place.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -6,7 +6,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <initializer_list>
 #include <span>
 #include <utility>
 #include <vector>

@@ -7,7 +7,6 @@
 #include <cstdint>
 #include <deque>
 #include <memory>
-#include <string>
 #include <vector>
 
 #include "bindings/convert.h"
@@ -53,9 +52,14 @@ class ProxyHandle {
     proxy_ = std::make_unique<moe::Proxy>(given.p->core(), layout, rank, memory, regions, masks);
   }
   ~ProxyHandle() {
-    if (generation_ == fork_generation) return;  // what there is to end is the parent's
-    thread_.release();
-    proxy_.release();
+    if (generation_ != fork_generation) {  // what there is to end is the parent's
+      thread_.release();
+      proxy_.release();
+      return;
+    }
+    const WithoutGil no_gil;
+    thread_.reset();  // it carries out what it was told to, by placements that we keep until then
+    proxy_.reset();
   }
   ProxyHandle(const ProxyHandle&) = delete;
   ProxyHandle& operator=(const ProxyHandle&) = delete;
@@ -69,6 +73,7 @@ class ProxyHandle {
   void start_thread(nb::handle cpu) {
     const EngineOptions& options = engine_->core()->options();
     if (options.simulation != nullptr) throw UsageError("proxy is 'thread', and simulated engines have no threads");
+    if (thread_) throw UsageError("a thread posts already");
     const int32_t number = cpu.is_none() ? -1 : static_cast<int32_t>(to_u32(cpu, "proxy_cpu", INT32_MAX));
     thread_ = std::make_unique<moe::ProxyThread>(get(), number, options.spin_ns);
   }
@@ -93,11 +98,14 @@ class ProxyHandle {
   void connect(uint32_t rank, DescriptorHandle& routes, DescriptorHandle& rows, const std::vector<uint32_t>& imms) {
     get().connect(rank, {engine_->remote(routes), engine_->remote(rows)}, imms);
   }
-  void watch(nb::handle address, uint32_t rank, nb::handle board) {
+  void watch(nb::handle address, uint32_t rank, nb::handle board, uint32_t results) {
     BufferView& view = boards_.emplace_back();
-    if (!view.acquire(board, PyBUF_SIMPLE) || static_cast<size_t>(view.get().len) < sizeof(moe::Word))
+    const size_t words = uint64_t{results} + moe::kParities;
+    if (!view.acquire(board, PyBUF_SIMPLE) || static_cast<size_t>(view.get().len) < words * sizeof(moe::Word))
       throw UsageError("a board has no room for words");
-    get().watch(engine_->peer(address), rank, *static_cast<const moe::Word*>(view.get().buf));
+    const auto* const first = static_cast<const moe::Word*>(view.get().buf);
+    get().watch(engine_->peer(address), rank, *first,
+                std::span<const moe::Word, moe::kParities>(first + results, moe::kParities));
   }
 
   // Late, and about our own rank: the thread has not posted yet what it was told to.

@@ -9,7 +9,6 @@
 
 #include <sys/mman.h>
 
-#include <cerrno>
 #include <optional>
 #include <span>
 #include <string>
@@ -357,6 +356,14 @@ void register_limits(nb::module_& module) {
       "dst_pages"_a, "src_pages"_a, "page_bytes"_a, "rounds"_a);
   module.def("flag_ping_pong", &flag_ping_pong, "fd"_a, nb::kw_only(), "first"_a, "start"_a, "rounds"_a,
              "timeout_s"_a = 60.0, release());
+  module.def(
+      "spin_on_word",
+      [](const Memory& word, const Durations& seen_ns, double timeout_s) {
+        Guard guard = make_guard("spin on a word", timeout_s);
+        nb::gil_scoped_release released;
+        bench::spin_on_word(as_span(word), {seen_ns.data(), seen_ns.size()}, guard);
+      },
+      "word"_a, "seen_ns"_a, "timeout_s"_a = 60.0);
   module.def("slot_stream", &slot_stream, "fd"_a, nb::kw_only(), "producer"_a, "start"_a, "count"_a,
              "timeout_s"_a = 60.0, release());
   module.attr("SHARED_BYTES") = SharedMapping::kBytes;
@@ -376,6 +383,7 @@ void register_bench(nb::module_& module) {
   register_limits(bench);
   register_bench_sockets(bench);
   register_bench_fabric(bench);
+  register_bench_moe(bench);
 }
 
 }  // namespace crossrail::bindings

@@ -22,11 +22,14 @@ using bench::SocketWait;
 constexpr Choice<SocketWait> kWaits[] = {{"spin", SocketWait::kSpin}, {"block", SocketWait::kBlock}};
 
 int64_t socket_stream(int fd, const Memory& memory, bool sender, uint64_t nbytes, uint64_t count, uint32_t window,
-                      const std::string& wait, double timeout_s) {
+                      uint64_t chunk_bytes, const std::string& wait, double timeout_s) {
   nb::gil_scoped_release released;
   Guard guard = make_guard("bare socket stream", timeout_s);
-  const bench::SocketStream loop{
-      .message_bytes = nbytes, .count = count, .window = window, .wait = choose("wait", wait, kWaits)};
+  const bench::SocketStream loop{.message_bytes = nbytes,
+                                 .chunk_bytes = chunk_bytes,
+                                 .count = count,
+                                 .window = window,
+                                 .wait = choose("wait", wait, kWaits)};
   return bench::socket_stream(fd, as_span(memory), sender, loop, guard);
 }
 
@@ -60,7 +63,7 @@ void register_bench_sockets(nb::module_& module) {
   using release = nb::call_guard<nb::gil_scoped_release>;
   module.def("tune_socket", &bench::tune_socket, "fd"_a);
   module.def("socket_stream", &socket_stream, "fd"_a, "memory"_a, nb::kw_only(), "sender"_a, "nbytes"_a, "count"_a,
-             "window"_a, "wait"_a = "spin", "timeout_s"_a = 60.0);
+             "window"_a, "chunk_bytes"_a = 0, "wait"_a = "spin", "timeout_s"_a = 60.0);
   module.def("socket_pages", &socket_pages, "fd"_a, "memory"_a, nb::kw_only(), "sender"_a, "src_pages"_a, "dst_pages"_a,
              "page_bytes"_a, "batch_pages"_a, "wait"_a = "spin", "timeout_s"_a = 60.0);
   module.def("socket_ping_pong", &socket_ping_pong, "fd"_a, nb::kw_only(), "first"_a, "nbytes"_a, "rounds"_a,

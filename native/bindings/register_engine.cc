@@ -47,7 +47,7 @@ void init(Self self, const std::string& name, const std::string& transport, nb::
           double peer_timeout_s, const std::string& polling, double spin_us, nb::handle worker_cpu,
           nb::handle submit_queue_depth, nb::handle imm_counters_max, nb::handle message_bytes_max,
           double watcher_poll_us, double connect_timeout_s, const std::string& private_path, double heartbeat_s,
-          const std::tuple<nb::object, nb::object, nb::object, nb::object, nb::object>& rdma,
+          const std::tuple<nb::object, nb::object, nb::object, nb::object, nb::object, nb::object>& rdma,
           const std::tuple<nb::object, nb::object, std::string, bool>& observed, nb::handle world, nb::handle host) {
   EngineOptions options;
   options.name = name;
@@ -72,13 +72,14 @@ void init(Self self, const std::string& name, const std::string& transport, nb::
   options.connect_timeout_ns = to_ns(connect_timeout_s, "connect_timeout_s", 1e9, 1e-3, 1e6);
   if (heartbeat_s != 0) options.heartbeat_ns = to_ns(heartbeat_s, "heartbeat_s", 1e9, 1e-3, 1e6);
   options.private_path = choose("private_path", private_path, kPrivatePaths);
-  const auto& [gid_index, traffic_class, service_level, path_mtu, partition] = rdma;
+  const auto& [gid_index, traffic_class, service_level, path_mtu, partition, chain_length] = rdma;
   const bool by_choice = gid_index.equal(nb::int_(-1));
   options.rdma.gid_index = by_choice ? -1 : static_cast<int32_t>(to_u32(gid_index, "rdma.gid_index", 255));
   options.rdma.traffic_class = to_u32(traffic_class, "rdma.traffic_class", 255);
   options.rdma.service_level = to_u32(service_level, "rdma.service_level", 15);
   options.rdma.path_mtu_bytes = to_u32(path_mtu, "rdma.path_mtu", 4096);
   options.rdma.partition = to_u32(partition, "rdma.partition", 0xffff);
+  options.rdma.chain_length = to_u32(chain_length, "rdma.chain_length", RdmaOptions::kChainMax, 1);
   options.rdma.provider = std::move(word.provider);
   const auto& [recorder_entries, watchdog_s, dump_directory, counts_traffic] = observed;
   options.recorder_entries = to_u32(recorder_entries, "recorder_entries", 1 << 20);
@@ -241,7 +242,7 @@ void register_engine(nb::module_& module) {
               "float, "
               "worker_cpu: int | None, submit_queue_depth: int, imm_counters_max: int, message_bytes_max: int, "
               "watcher_poll_us: float, connect_timeout_s: float, private_path: str, heartbeat_s: float, rdma: "
-              "tuple[int, int, int, int, int], "
+              "tuple[int, int, int, int, int, int], "
               "observed: tuple[int, float | None, str, bool], world: SimWorld | None, host: int | None) -> None"))
       .def_prop_ro("name", [](Self self) { return to_text(self.p->address()->name); })
       .def_prop_ro(
@@ -259,6 +260,19 @@ void register_engine(nb::module_& module) {
             return nb::tuple(names);
           },
           nb::sig("def _gpu_transports(self) -> tuple[str, ...]"), "Those that move memory of GPUs.")
+      .def_prop_ro(
+          "_rail_devices",
+          [](Self self) {
+            nb::dict devices;
+            for (const auto& [kind, names] : self.p->core()->rail_devices()) {
+              nb::list rails;
+              for (const std::string& name : names) rails.append(to_text(name));
+              devices[transport_name(kind)] = nb::tuple(rails);
+            }
+            return devices;
+          },
+          nb::sig("def _rail_devices(self) -> dict[str, tuple[str, ...]]"),
+          "By transport, what each rail is on: a netdev or a port. Several may share one.")
       .def_prop_ro(
           "rails", [](Self self) { return self.p->rail_count(); },
           "How many it has, on the transport where it has most.")

@@ -44,7 +44,10 @@ void dump_to(Self self, const std::string& path, const std::string& reason) {
 void register_flight(nb::module_& module, nb::class_<EngineHandle>& engine) {
   nb::class_<SignalDump>(module, "_SignalDump")
       .def(nb::init<int, std::string>(), nb::arg("signum"), nb::arg("directory"))
-      .def("close", &SignalDump::close, nb::call_guard<nb::gil_scoped_release>());
+      .def("close", [](SignalDump& self) {
+        WithoutGil no_gil;
+        self.close();
+      });
   engine.def("_dump", &dump, nb::arg("reason"), nb::sig("def _dump(self, reason: str) -> bytes"))
       .def("_dump_to", &dump_to, nb::arg("path"), nb::arg("reason"),
            nb::sig("def _dump_to(self, path: str, reason: str) -> None"));

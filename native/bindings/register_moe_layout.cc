@@ -13,6 +13,7 @@
 #include "bindings/gil.h"
 #include "bindings/moe_arrays.h"
 #include "moe/layout.h"
+#include "util/errors.h"
 
 namespace crossrail::bindings {
 
@@ -24,7 +25,7 @@ using Use = MoeArray::Use;
 
 void make_layout(Layout* self, nb::handle world, nb::handle experts, nb::handle top_k, nb::handle max_tokens,
                  nb::handle dp_size, nb::handle private_rows, nb::handle padding, nb::handle rows_per_expert,
-                 const std::vector<uint32_t>& node_of_rank) {
+                 const std::vector<uint32_t>& node_of_rank, const std::vector<uint32_t>& experts_per_rank) {
   new (self) Layout({.world = to_u32(world, "world"),
                      .experts = to_u32(experts, "experts"),
                      .top_k = to_u32(top_k, "top_k"),
@@ -33,7 +34,8 @@ void make_layout(Layout* self, nb::handle world, nb::handle experts, nb::handle 
                      .private_rows = to_u32(private_rows, "private_rows"),
                      .padding = to_u32(padding, "padding"),
                      .rows_per_expert = to_u32(rows_per_expert, "rows_per_expert"),
-                     .node_of_rank = node_of_rank});
+                     .node_of_rank = node_of_rank,
+                     .experts_per_rank = experts_per_rank});
 }
 
 uint32_t to_rank_of(const Layout& layout, nb::handle rank) { return to_u32(rank, "rank", layout.shape().world - 1); }
@@ -120,11 +122,17 @@ void register_layout(nb::module_& part) {
   nb::class_<Layout>(part, "Layout")
       .def("__init__", &make_layout, nb::kw_only(), nb::arg("world"), nb::arg("experts"), nb::arg("top_k"),
            nb::arg("max_tokens"), nb::arg("dp_size") = 1, nb::arg("private_rows") = 0, nb::arg("padding") = 1,
-           nb::arg("rows_per_expert") = 0, nb::arg("node_of_rank") = std::vector<uint32_t>{})
+           nb::arg("rows_per_expert") = 0, nb::arg("node_of_rank") = std::vector<uint32_t>{},
+           nb::arg("experts_per_rank") = std::vector<uint32_t>{})
       .def_prop_ro("world", [](const Layout& self) { return self.shape().world; })
       .def_prop_ro("groups", &Layout::groups)
       .def_prop_ro("nodes", &Layout::nodes)
-      .def_prop_ro("experts_per_rank", &Layout::experts_per_rank)
+      .def(
+          "rank_of_expert",
+          [](const Layout& self, nb::handle expert) {
+            return self.rank_of_expert(to_u32(expert, "expert", self.shape().experts - 1));
+          },
+          nb::arg("expert"))
       .def(
           "first_expert", [](const Layout& self, nb::handle rank) { return self.first_expert(to_rank_of(self, rank)); },
           nb::arg("rank"))
@@ -189,11 +197,11 @@ void register_placement(nb::module_& part) {
           nb::arg("rank"))
       .def(
           "first_over",
-          [](const Placement& self, int64_t rows, int32_t routes, const std::vector<uint32_t>& left_out) {
-            return self.first_over(rows, routes, left_out);
-          },
+          [](const Placement& self, const std::vector<int64_t>& rows, const std::vector<int32_t>& routes,
+             const std::vector<uint32_t>& left_out) { return self.first_over(rows, routes, left_out); },
           nb::arg("rows"), nb::arg("routes"), nb::arg("left_out"),
-          nb::sig("def first_over(self, rows: int, routes: int, left_out: collections.abc.Sequence[int]) -> "
+          nb::sig("def first_over(self, rows: collections.abc.Sequence[int], routes: collections.abc.Sequence[int], "
+                  "left_out: collections.abc.Sequence[int]) -> "
                   "int | None"))
       .def(
           "routes_to", [=](const Placement& self, nb::handle rank) { return self.routes_to(rank_of(self, rank)); },
@@ -230,6 +238,15 @@ void register_moe_layout(nb::module_& module) {
   register_layout(part);
   register_placement(part);
   part.def("sort_routes", &sort_routes, nb::arg("indices"), nb::arg("slots"), nb::arg("counts"));
+  part.def(
+      "split_evenly",
+      [](nb::handle experts, nb::handle world) {
+        const uint32_t number = to_u32(experts, "experts");
+        const uint32_t ranks = to_u32(world, "world");
+        if (number == 0 || ranks == 0) throw UsageError("experts and world must be 1 or more");
+        return moe::split_evenly(number, ranks);
+      },
+      nb::arg("experts"), nb::arg("world"), "Experts of each rank, where nobody says how many.");
 }
 
 }  // namespace crossrail::bindings

@@ -62,6 +62,8 @@ nb::object routes_of(const ProxyHandle& self, uint32_t round, uint32_t rank) {
 
 void register_moe_proxy(nb::module_& module) {
   nb::module_ part = module.def_submodule("moe");
+  part.attr("FAREWELL_BYTES") = moe::kFarewellBytes;
+  part.attr("FAREWELL_WORDS") = moe::kFarewellWords;
   nb::class_<moe::FarMemory>(part, "FarMemory", nb::is_final(),
                              "Where the parts of a Proxy's two regions are: see moe/proxy.h.")
       .def("__init__", &make_far_memory, nb::kw_only(), nb::arg("routes_in"), nb::arg("routes_out"),
@@ -82,8 +84,10 @@ void register_moe_proxy(nb::module_& module) {
       .def("connect", &ProxyHandle::connect, nb::arg("rank"), nb::arg("routes"), nb::arg("rows"), nb::arg("imms"),
            nb::sig("def connect(self, rank: int, routes: crossrail._core.RegionDescriptor, rows: "
                    "crossrail._core.RegionDescriptor, imms: collections.abc.Sequence[int]) -> None"))
-      .def("watch", &ProxyHandle::watch, nb::arg("near"), nb::arg("rank"), nb::arg("board"),
-           nb::sig("def watch(self, near: crossrail._core.Address, rank: int, board: memoryview) -> None"))
+      .def(
+          "watch", &ProxyHandle::watch, nb::arg("near"), nb::arg("rank"), nb::arg("board"), nb::arg("results"),
+          nb::sig("def watch(self, near: crossrail._core.Address, rank: int, board: memoryview, results: int) -> None"),
+          "A rank with a board here: its word 0 is its farewell, the two from `results` on are those of results.")
       .def(
           "reach", [](const ProxyHandle& self, uint32_t rank) { self.get().reach(rank); }, nb::arg("rank"),
           "From now on whoever packs rows for that far rank writes them there by himself.")
@@ -142,15 +146,23 @@ void register_moe_proxy(nb::module_& module) {
           nb::arg("round"), nb::arg("partner"), nb::arg("first_row"), nb::arg("rows"))
       .def(
           "say_farewell",
-          [](const ProxyHandle& self, std::optional<uint32_t> why, double timeout_s) {
-            return self.wait(nb::float_(timeout_s), [why](moe::Proxy& proxy, Deadline deadline) {
+          [](const ProxyHandle& self, std::optional<uint32_t> number, nb::bytes words, double timeout_s) {
+            const moe::Reason why{number, {words.c_str(), words.size()}};
+            return self.wait(nb::float_(timeout_s), [&why](moe::Proxy& proxy, Deadline deadline) {
               return proxy.say_farewell(why, deadline, interrupted);
             });
           },
-          nb::arg("why").none(), nb::arg("timeout_s"), "why: a number for those who are told.",
-          nb::sig("def say_farewell(self, why: int | None, timeout_s: float) -> tuple[str, int, str]"))
+          nb::arg("number").none(), nb::arg("words"), nb::arg("timeout_s"),
+          "number, words: why, for those who are told; words are cut to FAREWELL_WORDS bytes.",
+          nb::sig("def say_farewell(self, number: int | None, words: bytes, timeout_s: float) -> "
+                  "tuple[str, int, str]"))
       .def(
-          "why_left", [](const ProxyHandle& self, uint32_t rank) { return self.get().why_left(rank); }, nb::arg("rank"),
+          "why_left",
+          [](const ProxyHandle& self, uint32_t rank) {
+            const moe::Reason why = self.get().why_left(rank);
+            return nb::make_tuple(why.number, nb::bytes(why.words.data(), why.words.size()));
+          },
+          nb::arg("rank"), nb::sig("def why_left(self, rank: int) -> tuple[int | None, bytes]"),
           "What a far rank that has said farewell gave with it; written by that rank.")
       .def(
           "wait",

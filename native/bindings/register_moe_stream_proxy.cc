@@ -1,12 +1,14 @@
 // crossrail._core.moe: rounds whose steps are kernels on a stream. See moe/stream_proxy.h and device/round_words.h.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <memory>
 #include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "bindings/bindings.h"
 #include "bindings/convert.h"
@@ -53,21 +55,24 @@ std::string result_of(const moe::StreamFailure& failure) {
 class StreamProxyHandle {
  public:
   StreamProxyHandle(const ProxyHandle& proxy, const moe::Layout& layout, uint32_t rank, nb::handle board,
-                    const moe::StreamBoard& parts, int32_t rows_max, int32_t routes_max, double timeout_s,
-                    nb::handle cpu, int32_t gpu)
+                    const moe::StreamBoard& parts, std::vector<int64_t> rows_limits, std::vector<int32_t> routes_limits,
+                    double timeout_s, nb::handle cpu, int32_t gpu)
       : board_(board, "board", MoeArray::Use::kWrite, 1), gpu_(gpu) {
-    const EngineRef& engine = proxy.core_engine();
+    const EngineRef engine = proxy.core_engine();
     if (engine->options().polling == Polling::kManual || engine->options().simulation != nullptr)
       throw UsageError(
           "rounds on a stream take an engine with a thread of its own: not polling='manual', not simulated");
-    proxy_ = std::make_unique<moe::StreamProxy>(
-        engine, proxy.get(), layout, rank,
-        std::span<std::byte>(static_cast<std::byte*>(board_.data()), board_.numbers<uint8_t>().size()), parts,
-        moe::StreamProxy::Options{.cpu = cpu.is_none() ? -1 : static_cast<int32_t>(to_u32(cpu, "proxy_cpu", INT32_MAX)),
-                                  .spin_ns = engine->options().spin_ns,
-                                  .timeout_ns = to_ns(timeout_s),
-                                  .rows_max = rows_max,
-                                  .routes_max = routes_max});
+    const moe::StreamProxy::Options options{
+        .cpu = cpu.is_none() ? -1 : static_cast<int32_t>(to_u32(cpu, "proxy_cpu", INT32_MAX)),
+        .spin_ns = engine->options().spin_ns,
+        .timeout_ns = to_ns(timeout_s),
+        .gpu = gpu,
+        .rows_limits = std::move(rows_limits),
+        .routes_limits = std::move(routes_limits)};
+    const std::span<std::byte> memory(static_cast<std::byte*>(board_.data()), board_.numbers<uint8_t>().size());
+    moe::Proxy& posting = proxy.get();
+    const WithoutGil no_gil;  // the driver allocates words, and tries them
+    proxy_ = std::make_unique<moe::StreamProxy>(engine, posting, layout, rank, memory, parts, options);
   }
   ~StreamProxyHandle() {
     if (generation_ == fork_generation) {
@@ -87,7 +92,8 @@ class StreamProxyHandle {
   void open(uint64_t rounds, uint64_t number, uint64_t stream) const {
     moe::StreamProxy& proxy = get();
     wait_without_gil([&] {
-      const bool is_begun = device::open_round({gpu_, stream}, rounds, number, proxy.free_and_asked(), interrupted);
+      const bool is_begun = device::open_round({gpu_, stream}, rounds, number, proxy.told(StreamWord::kFree),
+                                               proxy.words(StreamWord::kAsked), interrupted);
       return is_begun ? WaitResult::kReady : WaitResult::kInterrupted;
     });
   }
@@ -100,13 +106,15 @@ class StreamProxyHandle {
   void await(const std::string& word, uint64_t number, uint64_t stream, uint64_t table, uint64_t count,
              bool needs_words) const {
     moe::StreamProxy& proxy = get();
-    const device::RoundWords& words = proxy.words(word_of(word));
+    const device::ToldWords told = proxy.told(told_of(word));
     wait_without_gil([&] {
       const device::RoundStream on{gpu_, stream};
-      const bool has_come = device::await_round(on, number, words, {table, count}, needs_words, interrupted);
+      const bool has_come = device::await_round(on, number, told, {table, count}, needs_words, interrupted);
       return has_come ? WaitResult::kReady : WaitResult::kInterrupted;
     });
   }
+  bool tells_in_gpu() const { return get().tells_in_gpu(); }
+  std::string why_pinned() const { return get().why_pinned(); }
   nb::object failure() const {
     std::optional<moe::StreamFailure> failure = get().failure();
     if (!failure) return nb::none();
@@ -118,6 +126,11 @@ class StreamProxyHandle {
     const WithoutGil no_gil;
     proxy.stop();
   }
+  void close() const {
+    moe::StreamProxy& proxy = get();
+    const WithoutGil no_gil;
+    proxy.close();
+  }
   static int64_t to_ns(double timeout_s) { return static_cast<int64_t>(std::min(timeout_s, 1e9) * 1e9); }
 
  private:
@@ -126,9 +139,12 @@ class StreamProxyHandle {
     if (name == "packed") return StreamWord::kPacked;
     if (name == "returned") return StreamWord::kReturned;
     if (name == "ended") return StreamWord::kEnded;
+    throw UsageError("word is '" + name + "', must be one of routes, packed, returned, ended");
+  }
+  static StreamWord told_of(const std::string& name) {
     if (name == "rows") return StreamWord::kRows;
     if (name == "results") return StreamWord::kResults;
-    throw UsageError("word is '" + name + "', must be one of routes, packed, returned, ended, rows, results");
+    throw UsageError("word is '" + name + "', must be rows or results");
   }
 
   const MoeArray board_;
@@ -156,13 +172,15 @@ void register_moe_stream_proxy(nb::module_& module) {
       .def_prop_ro("round", [](const moe::StreamFailure& self) { return self.round; })
       .def_prop_ro("counts", [](const moe::StreamFailure& self) { return to_numpy(self.counts); });
   nb::class_<StreamProxyHandle>(part, "StreamProxy", nb::is_final())
-      .def(nb::init<const ProxyHandle&, const moe::Layout&, uint32_t, nb::handle, const moe::StreamBoard&, int32_t,
-                    int32_t, double, nb::handle, int32_t>(),
+      .def(nb::init<const ProxyHandle&, const moe::Layout&, uint32_t, nb::handle, const moe::StreamBoard&,
+                    std::vector<int64_t>, std::vector<int32_t>, double, nb::handle, int32_t>(),
            nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::arg("proxy"), nb::arg("layout"), nb::arg("rank"),
-           nb::arg("board"), nb::arg("parts"), nb::kw_only(), nb::arg("rows_max"), nb::arg("routes_max"),
+           nb::arg("board"), nb::arg("parts"), nb::kw_only(), nb::arg("rows_limits"), nb::arg("routes_limits"),
            nb::arg("timeout_s"), nb::arg("cpu").none(), nb::arg("gpu"),
            nb::sig("def __init__(self, proxy: Proxy, layout: Layout, rank: int, board: object, parts: "
-                   "StreamBoard, *, rows_max: int, routes_max: int, timeout_s: float, cpu: int | None, "
+                   "StreamBoard, *, rows_limits: collections.abc.Sequence[int], routes_limits: "
+                   "collections.abc.Sequence[int], "
+                   "timeout_s: float, cpu: int | None, "
                    "gpu: int) -> None"),
            "gpu: whose streams; -1: steps are done by the calling thread.")
       .def("open", &StreamProxyHandle::open, nb::arg("rounds"), nb::arg("number"), nb::arg("stream"),
@@ -176,6 +194,9 @@ void register_moe_stream_proxy(nb::module_& module) {
           "wait", &StreamProxyHandle::await, nb::arg("word"), nb::arg("number"), nb::arg("stream"),
           nb::arg("table") = 0, nb::arg("count") = 0, nb::arg("needs_words") = true,
           "Launches: until the thread has got there, 'rows', 'results', if it needs_words, and other ranks by signals.")
+      .def_prop_ro("tells_in_gpu", &StreamProxyHandle::tells_in_gpu,
+                   "Whether words that kernels wait for are in the memory of their GPU, by GDRCopy.")
+      .def_prop_ro("why_pinned", &StreamProxyHandle::why_pinned, "Why they are in pinned memory; empty without a GPU.")
       .def("failure", &StreamProxyHandle::failure, nb::sig("def failure(self) -> StreamFailure | None"),
            "What ended the rounds. Raises what the thread met.")
       .def(
@@ -184,7 +205,9 @@ void register_moe_stream_proxy(nb::module_& module) {
             self.get().set_timeout(StreamProxyHandle::to_ns(timeout_s));
           },
           nb::arg("timeout_s"))
-      .def("stop", &StreamProxyHandle::stop, "Ends the thread; nothing waits for it any more. Idempotent.");
+      .def("stop", &StreamProxyHandle::stop, "Ends the thread; nothing waits for it any more. Idempotent.")
+      .def("close", &StreamProxyHandle::close,
+           "Stops, and gives the GPU's memory back. No kernel that waits for it may run any more. Idempotent.");
 }
 
 }  // namespace crossrail::bindings

@@ -2,12 +2,14 @@
 // start.
 #include <nanobind/nanobind.h>
 
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/vector.h>
 
-#include <algorithm>
 #include <atomic>
 #include <deque>
+#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "bindings/bindings.h"
@@ -64,12 +66,12 @@ class Words {
   Words& operator=(const Words&) = delete;
 
   // Word 0 is the farewell.
-  void watch(nb::handle peer, const std::vector<uint32_t>& imms) {
+  void watch(nb::handle peer, const std::vector<uint32_t>& imms, bool is_taken_meanwhile) {
     if (imms.size() > count_) throw UsageError("imms has " + std::to_string(imms.size()) + " numbers");
-    FarRank& rank = watched_.emplace_back();
-    rank.peer = Held<Peer>(engine_->peer(peer));
+    FarRank rank{.peer = Held<Peer>(engine_->peer(peer)), .counters = {}, .is_taken_meanwhile = is_taken_meanwhile};
     for (const uint32_t imm : imms) rank.counters.emplace_back(engine_->core()->imm_counter(imm));
     rank.counters.resize(count_);
+    watched_.push_back(std::move(rank));
     is_left_out_.push_back(false);
   }
   // index: of a board, or behind these of a watched rank.
@@ -81,8 +83,8 @@ class Words {
   bool publish(size_t index, uint32_t round) { return moe::publish(word(own_, index), round); }
   bool is_sealed(size_t index, uint32_t round) { return moe::is_sealed(word(own_, index), round); }
 
-  nb::tuple wait(size_t index, uint32_t round, nb::handle timeout_s) {
-    if (index >= count_) throw UsageError("no such word");
+  nb::tuple wait(size_t index, uint32_t round, nb::handle timeout_s, std::optional<size_t> then) {
+    if (index >= count_ || (then && *then >= count_)) throw UsageError("no such word");
     const EngineRef core = engine_->core();
     const Deadline deadline = to_deadline(timeout_s, core->clock());
     std::vector<moe::Awaited> awaited;
@@ -92,6 +94,7 @@ class Words {
       index_of.push_back(rank);
       awaited.push_back({.word = &word(rank, index),
                          .farewell = &word(rank, 0),
+                         .then = then ? &word(rank, *then) : nullptr,
                          .owner = owners_[rank] ? owners_[rank].ref().get() : nullptr,
                          .is_masked = is_masked_[rank]});
     }
@@ -102,7 +105,11 @@ class Words {
       const auto counter = [&](size_t of) {
         return watched_[i].counters[of] ? watched_[i].counters[of].ref().get() : nullptr;
       };
-      watched.push_back({.peer = watched_[i].peer.ref().get(), .part = counter(index), .farewell = counter(0)});
+      watched.push_back({.peer = watched_[i].peer.ref().get(),
+                         .part = counter(index),
+                         .farewell = counter(0),
+                         .then = then ? counter(*then) : nullptr,
+                         .is_taken_meanwhile = watched_[i].is_taken_meanwhile});
     }
     moe::WordsOutcome outcome{};
     std::vector<size_t> absent;
@@ -133,6 +140,7 @@ class Words {
   struct FarRank {
     Held<Peer> peer;
     std::vector<Held<ImmCounter>> counters;  // by word
+    bool is_taken_meanwhile = false;
   };
   moe::Word& word(size_t rank, size_t index) {
     if (rank >= boards_.size() || index >= count_) throw UsageError("no such word");
@@ -173,21 +181,26 @@ void register_moe_words(nb::module_& module) {
       .def("has_come", &Words::has_come, nb::arg("rank"), nb::arg("index"), nb::arg("round"),
            "Whether that word of that board stands at the round, or later.")
       .def("value", &Words::value, nb::arg("rank"), nb::arg("index"), "Where that word of that board stands.")
-      .def("watch", &Words::watch, nb::arg("peer"), nb::arg("imms"),
-           nb::sig("def watch(self, peer: crossrail._core.Address, imms: collections.abc.Sequence[int]) -> None"),
+      .def("watch", &Words::watch, nb::arg("peer"), nb::arg("imms"), nb::arg("is_taken_meanwhile"),
+           nb::sig("def watch(self, peer: crossrail._core.Address, imms: collections.abc.Sequence[int], "
+                   "is_taken_meanwhile: bool) -> None"),
            "A rank without a board here, whose loss ends waits too, unless it had ended in order. imms: by word, the "
            "numbers\n"
-           "by which it counts here what words tell of others.")
+           "by which it counts here what words tell of others. Unless counts are taken while words are waited for, "
+           "waits end\n"
+           "when it leaves before its part, too.")
       .def(
           "leave_out", &Words::leave_out, nb::arg("index"),
           "Waits go on without that board's words; or without looking at that watched rank, counted behind the boards.")
       .def("wait", &Words::wait, nb::arg("index"), nb::arg("round"), nb::arg("timeout_s").none(),
-           nb::sig("def wait(self, index: int, round: int, timeout_s: float | None) -> "
+           nb::arg("then") = nb::none(),
+           nb::sig("def wait(self, index: int, round: int, timeout_s: float | None, then: int | None = None) -> "
                    "tuple[str, int, list[int]]"),
            R"(Until that word of every board stands at the round or later: ('ready', boards, []).
 
-Else 'late', 'left' or 'engine-closed', and the first board whose word does not; or 'peer-lost', and whose owner is lost:
-from the number of boards on, of those watched. With masks nobody waits for who is lost: its word is sealed, and the
+Else 'late' or 'engine-closed', and the first board whose word does not; or 'peer-lost' or 'left', and whose owner is:
+from the number of boards on, of those watched. then: the word that owners set later in that round; without masks one
+that has left before it has left, too. With masks nobody waits for who is lost: its word is sealed, and the
 boards whose word is sealed before that round are listed. Blocks, GIL released.)");
 }
 

@@ -6,6 +6,7 @@
 
 #include "bindings/bindings.h"
 #include "bindings/convert.h"
+#include "bindings/fork.h"
 #include "device/copier.h"
 #include "util/errors.h"
 
@@ -35,6 +36,10 @@ class PinnedHandle {
     }
   }
   ~PinnedHandle() {
+    if (generation_ != fork_generation) {
+      pinned_.release();  // what is pinned is the parent's
+      return;
+    }
     const WithoutGil no_gil;  // it waits for kernels
     pinned_.reset();
   }
@@ -44,6 +49,7 @@ class PinnedHandle {
  private:
   BufferView memory_;
   std::unique_ptr<device::PinnedMemory> pinned_;
+  const uint32_t generation_ = fork_generation;
 };
 
 }  // namespace

@@ -1,6 +1,5 @@
 #include <nanobind/nanobind.h>
 
-#include <algorithm>
 #include <vector>
 
 #include "bindings/bindings.h"

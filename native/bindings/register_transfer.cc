@@ -1,13 +1,13 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
-#include <optional>
 #include <string>
 
 #include "bindings/bindings.h"
 #include "bindings/convert.h"
 #include "bindings/handles.h"
 #include "bindings/raise.h"
+#include "transport/sim/world.h"
 
 namespace crossrail::bindings {
 
@@ -72,10 +72,12 @@ nb::object exception(const TransferHandle& self) {
   return exception_of(self);
 }
 
-nb::object triggered_at(const TransferHandle& self) {
-  const int64_t at_ns = self.transfer->info().triggered_ns;
+// In seconds; on a simulated engine, since its world began.
+nb::object time_of(const TransferHandle& self, int64_t TransferInfo::* what) {
+  const int64_t at_ns = self.transfer->info().*what;
   if (at_ns == kNoTrigger || at_ns == kUntriggered) return nb::none();
-  return nb::float_(static_cast<double>(at_ns) / 1e9);
+  const bool is_simulated = &self.transfer->clock() != &real_clock();
+  return nb::float_(static_cast<double>(at_ns - (is_simulated ? sim::World::kOriginNs : 0)) / 1e9);
 }
 
 std::string represent(const TransferHandle& self) {
@@ -116,9 +118,16 @@ Dropping the object does not stop the transfer.)")
       .def_prop_ro(
           "imm", [](const TransferHandle& self) { return imm_of(self.transfer->info()); },
           nb::sig("def imm(self) -> int | None"), "Its immediate, or None. None also where each target has its own.")
-      .def_prop_ro("triggered_at", &triggered_at, nb::sig("def triggered_at(self) -> float | None"),
-                   "When it began, of one with a trigger: seconds, as time.monotonic() (on a simulated engine its "
-                   "world's time).\nNone: it waits for the trigger, or has none.")
+      .def_prop_ro(
+          "triggered_at", [](const TransferHandle& self) { return time_of(self, &TransferInfo::triggered_ns); },
+          nb::sig("def triggered_at(self) -> float | None"),
+          "When it began, of one with a trigger: seconds, as time.monotonic() (on a simulated engine its "
+          "world's time).\nNone: it waits for the trigger, or has none.")
+      .def_prop_ro(
+          "completed_at", [](const TransferHandle& self) { return time_of(self, &TransferInfo::ended_ns); },
+          nb::sig("def completed_at(self) -> float | None"),
+          "When the engine saw it complete, in any way, of one with a trigger: as triggered_at, whenever Python "
+          "looks.\nNone: it is pending, or has no trigger.")
       .def_prop_ro(
           "_engine", [](const TransferHandle& self) { return self.engine; }, nb::sig("def _engine(self) -> Engine"))
       .def(
@@ -147,7 +156,7 @@ Cancelling the task that awaits does not cancel the transfer; cancel() does.)")
 The transfer then completes: as cancelled, once no part of it can touch memory any more, or as done if it was too late
 to stop it. Nothing is counted in part: a cancelled write counts nothing, and each page or each target of a scatter
 counts 1 or nothing. It is too late once the receiver has begun to count the write, which then runs to its end, even if
-a frozen peer delays that.)")
+a frozen peer delays that. A message that waits for a buffer of the receiver's pool is given back.)")
       .def(
           "add_done_callback",
           [](Self self, nb::handle fn) { package_attribute("crossrail.transfers", "add_done_callback")(self.h, fn); },

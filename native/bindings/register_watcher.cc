@@ -34,6 +34,7 @@ void close(const WatcherHandle& self) {
 
 int get_buffer(PyObject* self, Py_buffer* view, int flags) {
   try {
+    if (!nb::inst_ready(self)) throw UsageError("this Watcher was never made: its __init__ has not run");
     const Ref<Watcher>& watcher = nb::inst_ptr<WatcherHandle>(self)->watcher.ref();
     return PyBuffer_FillInfo(view, self, watcher->word(), sizeof(uint64_t), 0, flags);
   } catch (const std::exception& error) {

@@ -6,6 +6,7 @@
 #include <memory>
 #include <utility>
 
+#include "bindings/gil.h"
 #include "bindings/handles.h"
 #include "transport/sim/world.h"
 
@@ -22,11 +23,13 @@ struct SimWorldHandle {
     // Dropped with the GIL, wherever the last engine goes.
     const std::shared_ptr<nb::object> shared(new nb::object(std::move(run)), [](nb::object* object) {
       if (Py_IsInitialized() == 0) return;  // leaked: there is nobody left to give it back to
+      park_if_exiting();
       const nb::gil_scoped_acquire gil;
       delete object;
     });
     world->set_callbacks([notifier = std::move(notifier)] { return notifier->has_posts(); },
                          [shared] {
+                           park_if_exiting();
                            const nb::gil_scoped_acquire gil;
                            (*shared)();
                          });

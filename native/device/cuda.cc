@@ -79,6 +79,8 @@ std::string bind_all(void* handle, Driver* t) {
   take("cuMemcpyAsync", &t->copy_async);
   take("cuMemHostRegister_v2", &t->pin_host);
   take("cuMemHostUnregister", &t->unpin_host);
+  take("cuMemAlloc_v2", &t->allocate);
+  take("cuMemFree_v2", &t->free);
   take("cuModuleLoadData", &t->load_module);
   take("cuModuleGetFunction", &t->module_function);
   take("cuLaunchKernel", &t->launch_kernel);
@@ -227,18 +229,19 @@ Allocation allocation_of(const void* address) {
 CurrentContext::CurrentContext(const Driver& driver, int ordinal) : driver_(driver) {
   {
     static std::mutex mutex;
-    static auto& retained = *new std::vector<void*>;  // a thread that unmaps may outlive other statics
+    static auto& retained = *new std::map<int, void*>;  // a thread that unmaps may outlive other statics
     static const Driver* of = nullptr;
     const std::lock_guard lock(mutex);
     if (of != &driver) retained.clear();  // another double
     of = &driver;
-    const auto index = static_cast<size_t>(ordinal);
-    if (retained.size() <= index) retained.resize(index + 1, nullptr);
-    if (retained[index] == nullptr) {
-      if (const int code = driver.retain_context(&retained[index], ordinal); code != 0)
+    auto found = retained.find(ordinal);
+    if (found == retained.end()) {
+      void* context = nullptr;
+      if (const int code = driver.retain_context(&context, ordinal); code != 0)
         fail(driver, "cuDevicePrimaryCtxRetain", code, "cannot use GPU " + std::to_string(ordinal));
+      found = retained.emplace(ordinal, context).first;
     }
-    handle_ = retained[index];
+    handle_ = found->second;
   }
   if (const int code = driver.push_context(handle_); code != 0)
     fail(driver, "cuCtxPushCurrent", code, "cannot use GPU " + std::to_string(ordinal));

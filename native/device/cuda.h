@@ -7,7 +7,6 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
-#include <memory>
 #include <string>
 #include <vector>
 
@@ -55,6 +54,8 @@ struct Driver {
   int (*copy_async)(uint64_t to, uint64_t from, size_t bytes, void* stream);
   int (*pin_host)(void* base, size_t bytes, unsigned flags);
   int (*unpin_host)(void* base);
+  int (*allocate)(uint64_t* address, size_t bytes);
+  int (*free)(uint64_t address);
   // Older than CUDA 11.7, 11.3, 10.1: null.
   int (*export_range)(void* handle, uint64_t address, size_t bytes, int kind, unsigned long long flags);
   int (*flush_writes)(int target, int scope);

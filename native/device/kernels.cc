@@ -20,6 +20,10 @@ static_assert(kPiecesPerLaunch * sizeof(Piece) == 4080);  // below; at most 4096
 // for the whole system: whoever reads the sum with acquire, on the CPU, sees their writes, and so does what it then
 // starts. It pairs with the acquire of WatcherThread::look_at and Watcher::value.
 //
+// await_counts: given, taken and missed are at 0, 64 and 72 of CountWords. The acquire pairs with the release of
+// CountFlag::give, and what kernels that follow in the stream read is ordered by the end of this one. taken and missed
+// are stored for kernels that follow, and for a CPU that has waited for the stream.
+//
 // copy_pieces: block (x, y) has part y of piece x. Thread i of all of a piece's takes units i, i + stride, ..., so that
 // neighbours access neighbours. First units of 16 bytes, as many as there are whole ones and the ends allow, then
 // bytes.
@@ -41,6 +45,43 @@ constexpr const char* kImage = R"(
   cvta.to.global.u64 %address, %address;
   fence.acq_rel.sys;
   red.relaxed.sys.global.add.u64 [%address], %delta;
+  ret;
+}
+.visible .entry crossrail_await_counts(.param .u64 words, .param .u64 count, .param .u64 timeout)
+{
+  .reg .pred %come, %over;
+  .reg .u64 %words, %count, %timeout, %given, %wanted, %missed, %begin, %now, %ended;
+  ld.param.u64 %words, [words];
+  ld.param.u64 %count, [count];
+  ld.param.u64 %timeout, [timeout];
+  cvta.to.global.u64 %words, %words;
+  ld.relaxed.sys.global.u64 %missed, [%words+72];
+  setp.ne.u64 %over, %missed, 0;
+  @%over bra done;
+  ld.relaxed.sys.global.u64 %wanted, [%words+64];
+  add.u64 %wanted, %wanted, %count;
+  mov.u64 %begin, %globaltimer;
+again:
+  ld.acquire.sys.global.u64 %given, [%words];
+  and.b64 %ended, %given, 0x8000000000000000;
+  xor.b64 %given, %given, %ended;
+  setp.ge.u64 %come, %given, %wanted;
+  @%come bra come;
+  setp.ne.u64 %over, %ended, 0;
+  @%over bra missed;
+  mov.u64 %now, %globaltimer;
+  sub.u64 %now, %now, %begin;
+  setp.ge.u64 %over, %now, %timeout;
+  @%over bra missed;
+  nanosleep.u32 100;
+  bra again;
+missed:
+  or.b64 %count, %count, %ended;
+  st.relaxed.sys.global.u64 [%words+72], %count;
+  bra done;
+come:
+  st.relaxed.sys.global.u64 [%words+64], %wanted;
+done:
   ret;
 }
 .visible .entry crossrail_copy_pieces(.param .align 8 .b8 pieces[4080])
@@ -98,23 +139,26 @@ narrow:
 done:
   ret;
 }
-.visible .entry crossrail_open_round(.param .u64 rounds, .param .u64 number, .param .u64 words)
+.visible .entry crossrail_open_round(.param .u64 rounds, .param .u64 number, .param .u64 free, .param .u64 asked)
 {
   .reg .pred %come, %over;
-  .reg .u64 %rounds, %number, %word, %round, %now;
+  .reg .u64 %rounds, %number, %word, %asked, %round, %now;
   ld.param.u64 %rounds, [rounds];
   ld.param.u64 %number, [number];
-  ld.param.u64 %word, [words];
+  ld.param.u64 %word, [free];
+  ld.param.u64 %asked, [asked];
   cvta.to.global.u64 %rounds, %rounds;
   cvta.to.global.u64 %number, %number;
   cvta.to.global.u64 %word, %word;
+  cvta.to.global.u64 %asked, %asked;
   atom.relaxed.gpu.global.add.u64 %round, [%rounds], 1;
   add.u64 %round, %round, 1;
   st.global.u64 [%number], %round;
   and.b64 %now, %round, 1;
   shl.b64 %now, %now, 6;
   add.u64 %word, %word, %now;
-  st.relaxed.sys.global.u64 [%word+128], %round;
+  add.u64 %asked, %asked, %now;
+  st.relaxed.sys.global.u64 [%asked], %round;
 again:
   ld.acquire.sys.global.u64 %now, [%word];
   setp.ge.u64 %come, %now, %round;
@@ -247,6 +291,7 @@ Kernels load(const Driver& driver, int gpu, const char* what_for) {
     fail(driver, "cuModuleLoadData", code, std::string("cannot load ") + what_for + on, kUpdate);
   Kernels kernels;
   for (const auto& [name, kernel] : {std::pair{"crossrail_add_to_word", &kernels.add_to_word},
+                                     std::pair{"crossrail_await_counts", &kernels.await_counts},
                                      std::pair{"crossrail_copy_pieces", &kernels.copy_pieces},
                                      std::pair{"crossrail_open_round", &kernels.open_round},
                                      std::pair{"crossrail_publish_round", &kernels.publish_round},

@@ -21,12 +21,14 @@ inline constexpr size_t kPiecesPerLaunch = 170;  // as many as a kernel's argume
 struct Kernels {
   // (uint64_t word, uint64_t delta), one thread: adds behind a fence for the whole system.
   void* add_to_word = nullptr;
+  // (uint64_t words, uint64_t count, uint64_t timeout_ns), one thread: waits for counts (CountWords, host_words.h).
+  void* await_counts = nullptr;
   // (Piece pieces[kPiecesPerLaunch]), grid: pieces x parts of each, any number of threads: copies them, all at once.
   // Pieces whose ends are both on 16 bytes go 16 bytes at a time, others byte by byte.
   void* copy_pieces = nullptr;
-  // Rounds whose steps are kernels (round_words.h): (uint64_t rounds, uint64_t number, uint64_t words), one thread;
-  // (uint64_t number, uint64_t table, uint64_t count, uint64_t words), and (uint64_t number, uint64_t table, uint64_t
-  // count, uint64_t needs_words, uint64_t words), a warp.
+  // Rounds whose steps are kernels (round_words.h): (uint64_t rounds, uint64_t number, uint64_t free, uint64_t asked),
+  // one thread; (uint64_t number, uint64_t table, uint64_t count, uint64_t words), and (uint64_t number, uint64_t
+  // table, uint64_t count, uint64_t needs_words, uint64_t words), a warp.
   void* open_round = nullptr;
   void* publish_round = nullptr;
   void* await_round = nullptr;

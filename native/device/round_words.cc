@@ -1,5 +1,7 @@
 #include "device/round_words.h"
 
+#include <algorithm>
+#include <initializer_list>
 #include <span>
 #include <string>
 
@@ -18,26 +20,36 @@ constexpr const char* kWhatFor = "a kernel of rounds";
 constexpr unsigned kWarp = 32;  // threads, which share the signals
 constexpr int64_t kAskEveryNs = 50'000'000;
 
-// arguments: of the kernel but the last, which are the words.
-void launch(const RoundStream& on, void* Kernels::* kernel, unsigned threads, std::span<uint64_t> arguments,
-            const void* words) {
+// As kernels on the GPU that is current know it.
+uint64_t address_of(const Driver& driver, const ToldWords& told) {
+  uint64_t address = told.gpu_address;
+  if (address != 0) return address;
+  void* const words = const_cast<RoundWords*>(&told.words);
+  if (const int code = driver.pinned_address(&address, words, 0); code != 0)
+    fail(driver, "cuMemHostGetDevicePointer", code, "the GPU does not reach the words of rounds", "see nvidia-smi");
+  return address;
+}
+
+// numbers, and words behind them: the kernel's arguments.
+void launch(const RoundStream& on, void* Kernels::* kernel, unsigned threads, std::span<uint64_t> numbers,
+            std::initializer_list<ToldWords> words) {
   std::string why;
   const Driver* const driver = find_driver(&why);
   if (driver == nullptr)
     throw TransportError("launch", 0, "rounds on a GPU need NVIDIA's driver: " + why, "without a GPU use host memory");
   const CurrentContext current(*driver, on.gpu);
-  uint64_t address = 0;
+  std::array<uint64_t, 2> addresses{};
   void* function = nullptr;
   {
     const OutsideCapture outside(*driver);
     function = kernels_of(*driver, on.gpu, kWhatFor).*kernel;
-    if (const int code = driver->pinned_address(&address, const_cast<void*>(words), 0); code != 0)
-      fail(*driver, "cuMemHostGetDevicePointer", code, "the GPU does not reach the words of rounds", "see nvidia-smi");
+    std::transform(words.begin(), words.end(), addresses.begin(),
+                   [&](const ToldWords& told) { return address_of(*driver, told); });
   }
-  std::array<void*, 5> given{};
+  std::array<void*, 6> given{};
   size_t count = 0;
-  for (uint64_t& argument : arguments) given[count++] = &argument;
-  given[count] = &address;
+  for (uint64_t& number : numbers) given[count++] = &number;
+  for (size_t i = 0; i < words.size(); ++i) given[count++] = &addresses[i];
   void* const stream = reinterpret_cast<void*>(on.stream);  // NOLINT(performance-no-int-to-ptr)
   const int code = driver->launch_kernel(function, 1, 1, 1, threads, 1, 1, 0, stream, given.data(), nullptr);
   if (code != 0) {
@@ -90,23 +102,23 @@ bool wait_here(const RoundWords& words, uint64_t& number, const Interrupted& int
 
 }  // namespace
 
-bool open_round(const RoundStream& on, uint64_t rounds, uint64_t number, std::array<RoundWords, 2>& free_and_asked,
+bool open_round(const RoundStream& on, uint64_t rounds, uint64_t number, const ToldWords& free, RoundWords& asked,
                 const Interrupted& interrupted) {
   if (on.gpu >= 0) {
-    std::array<uint64_t, 2> arguments{rounds, number};
-    launch(on, &Kernels::open_round, 1, arguments, &free_and_asked);
+    std::array<uint64_t, 2> numbers{rounds, number};
+    launch(on, &Kernels::open_round, 1, numbers, {free, asked});
     return true;
   }
   const uint64_t round = ++number_at(rounds);
   number_at(number) = round;
-  publish(free_and_asked[1], round);
-  return wait_here(free_and_asked[0], number_at(number), interrupted);
+  publish(asked, round);
+  return wait_here(free.words, number_at(number), interrupted);
 }
 
 void publish_round(const RoundStream& on, uint64_t number, RoundWords& words, const Signals& to) {
   if (on.gpu >= 0) {
-    std::array<uint64_t, 3> arguments{number, to.table, to.count};
-    return launch(on, &Kernels::publish_round, kWarp, arguments, &words);
+    std::array<uint64_t, 3> numbers{number, to.table, to.count};
+    return launch(on, &Kernels::publish_round, kWarp, numbers, {words});
   }
   const uint64_t round = number_at(number);
   // release: pairs with the acquire in have_come().
@@ -115,11 +127,11 @@ void publish_round(const RoundStream& on, uint64_t number, RoundWords& words, co
   publish(words, round);
 }
 
-bool await_round(const RoundStream& on, uint64_t number, const RoundWords& words, const Signals& from, bool needs_words,
+bool await_round(const RoundStream& on, uint64_t number, const ToldWords& told, const Signals& from, bool needs_words,
                  const Interrupted& interrupted) {
-  if (on.gpu < 0) return wait_here(words, number_at(number), interrupted, from, needs_words);
-  std::array<uint64_t, 4> arguments{number, from.table, from.count, needs_words ? 1u : 0u};
-  launch(on, &Kernels::await_round, kWarp, arguments, &words);
+  if (on.gpu < 0) return wait_here(told.words, number_at(number), interrupted, from, needs_words);
+  std::array<uint64_t, 4> numbers{number, from.table, from.count, needs_words ? 1u : 0u};
+  launch(on, &Kernels::await_round, kWarp, numbers, {told});
   return true;
 }
 

@@ -3,8 +3,8 @@
 // graph that is replayed takes another one each time.
 //
 // A *number* is a uint64_t in memory of the GPU, one for each round that was opened or captured. Words are pairs on
-// cache lines of their own, in pinned memory: the first for rounds of even number. A word holds the latest round of its
-// parity that has got there.
+// cache lines of their own, the first for rounds of even number. A word holds the latest round of its parity that has
+// got there. Words are in pinned memory; those that the CPU publishes may be in the GPU's (gdrcopy.h).
 #pragma once
 
 #include <array>
@@ -33,6 +33,14 @@ inline void publish(RoundWords& words, uint64_t round) {
   words[round % 2].round.store(round, std::memory_order_release);
 }
 
+// Words that the CPU publishes, as kernels that wait for them know them. gpu_address: where those of BarMemory are; 0:
+// they are pinned, and the driver knows.
+struct ToldWords {
+  ToldWords(const RoundWords& at, uint64_t in_gpu = 0) : words(at), gpu_address(in_gpu) {}  // NOLINT(*-explicit-*)
+  const RoundWords& words;
+  uint64_t gpu_address;
+};
+
 // Words in memory of other ranks that kernels reach, or of our own that theirs reach: by them a rank tells others how
 // far it is without the CPU. table: address, in memory of the stream, of uint64_t [2][count], addresses of such words,
 // which are uint64_t, for rounds of even and of odd number. Each holds the latest round of its parity that its writer
@@ -54,15 +62,15 @@ struct RoundStream {
 using Interrupted = std::function<bool()>;
 
 // The next round: counts up *rounds, puts its number into *number, says so in asked, and waits until it may begin, by
-// the word in free. rounds, number: addresses of that stream's memory. free_and_asked: two pairs.
-bool open_round(const RoundStream& on, uint64_t rounds, uint64_t number, std::array<RoundWords, 2>& free_and_asked,
+// the word in free. rounds, number: addresses of that stream's memory.
+bool open_round(const RoundStream& on, uint64_t rounds, uint64_t number, const ToldWords& free, RoundWords& asked,
                 const Interrupted& interrupted = {});
 // Says that the round has got there: everything before it in the stream is done, and seen by who sees the word or a
 // signal.
 void publish_round(const RoundStream& on, uint64_t number, RoundWords& words, const Signals& to = {});
 // Until it has got there by the words, if it needs_words, and by all signals. *number becomes kNoRound where nobody
 // publishes any more.
-bool await_round(const RoundStream& on, uint64_t number, const RoundWords& words, const Signals& from = {},
+bool await_round(const RoundStream& on, uint64_t number, const ToldWords& told, const Signals& from = {},
                  bool needs_words = true, const Interrupted& interrupted = {});
 
 }  // namespace crossrail::device

@@ -5,7 +5,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <chrono>
 
 #include "engine/dump_triggers.h"
 #include "engine/watchdog.h"
@@ -192,7 +191,7 @@ bool EngineCore::close(Deadline drain_deadline, const InterruptCheck& interrupte
     transports_.close();
     verifications_.fail(nullptr, Status::kEngineClosed, "the engine was closed");
     verifications_.drop_jobs();
-    imms_.flush_arrivals();
+    imms_.end_arrivals();
     for (auto& [incarnation, peer] : peers) peer->link_ = nullptr;
     busy_.clear();
     pool_in_use_ = nullptr;

@@ -8,6 +8,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cstdint>
 #include <deque>
@@ -117,7 +118,7 @@ class EngineCore final : public Sink, public Actor {
   // Actor, from inside Simulation::advance.
   bool turn() override;
   Deadline next_timer() const override { return simulated_timer_; }
-  bool watches() const override { return watchers_->has_any(); }
+  bool has_changed_words() const override;
   bool is_busy() const override;
   uint64_t outcomes() const override;
   int64_t patience_ns() const override { return std::max(options_.peer_timeout_ns, options_.connect_timeout_ns); }
@@ -131,6 +132,8 @@ class EngineCore final : public Sink, public Actor {
   Status map(Peer& peer, RemoteRegion& region, int gpu, Mapping* mapping);  // progress holder
   bool knows(const Peer& peer) const;                                       // not forgotten
   void start_connect(Peer& peer);                                           // progress holder
+  // Progress holder. False: it was told already, and there has been no link since.
+  bool tell_lost(Peer& peer, EngineEvent::Kind kind, const std::string& reason);
   // Progress holder. A connected peer is slow or frozen, or moves again. Adds an event if its state changed.
   void set_liveness(Peer& peer, PeerState state, const std::string& detail);
   void note_received(uint64_t bytes);  // progress holder; before anybody can see the message
@@ -189,8 +192,8 @@ class EngineCore final : public Sink, public Actor {
 
   // --- what engines tell each other (services.cc), progress holder; not from inside a Sink call ---
   void send_service(Peer& peer, Bytes payload, uint64_t token);
-  // The same to whoever asked us, whom we may not know yet.
-  void tell(const Address& address, Bytes payload, uint64_t token);
+  // The same to whoever asked us, whom we may not know yet. False: it is not sent, and no end of it comes.
+  bool tell(const Address& address, Bytes payload, uint64_t token);
   static Heartbeat& heartbeat_of(Peer& peer) { return peer.work_->heartbeat; }
 
   void region_made() { counters_.regions.fetch_add(1, std::memory_order_relaxed); }
@@ -215,7 +218,7 @@ class EngineCore final : public Sink, public Actor {
 #endif
   }
   void worker_main();
-  bool drive_until_idle();
+  bool drive_until_idle(int64_t spin_ns);
   bool try_enter(uint8_t mark = 1);
   [[noreturn]] void throw_closed_meanwhile() const;
   Deadline tend_watchdog();
@@ -265,7 +268,7 @@ class EngineCore final : public Sink, public Actor {
   static bool is_short(const PostItem& item);
   Progress advance(Peer& peer, const PostItem& item);
   Progress post_range(Peer& peer, Transfer* transfer);
-  void count_in_round(const TransferWork& work, uint64_t bytes);
+  void count_in_round(const Peer& peer, const TransferWork& work, uint64_t bytes, uint32_t requests = 1);
   static Progress refused(uint32_t rail);
   Progress post_short_range(Peer& peer, Transfer* transfer, RemoteKey* key);
   static WorkRequest range_request(const Peer& peer, const TransferWork& work, RemoteKey* key, uint64_t offset,
@@ -297,7 +300,9 @@ class EngineCore final : public Sink, public Actor {
   // --- services.cc, progress holder ---
   uint32_t serve();
   void on_service_ended(const TransferWork& work, Status status);
-  Deadline next_due() const { return std::min(transports_.next_timer(), heartbeats_.next_timer()); }
+  Deadline next_due() const {
+    return std::min({transports_.next_timer(), heartbeats_.next_timer(), verifications_.next_timer()});
+  }
 
   Engine* const engine_;
   const EngineOptions options_;
@@ -315,6 +320,7 @@ class EngineCore final : public Sink, public Actor {
   SpinLock progress_lock_;
   std::atomic<uint32_t> guests_{0};                        // threads that want the lock: the worker makes way
   std::atomic<std::atomic<uint32_t>*> in_front_{nullptr};  // the word of the guest who sleeps in front
+  Patience guests_patience_{options_.spin_ns};
   std::atomic<bool> stopping_{false};
   std::atomic<bool> closed_{false};   // no new submits
   std::atomic<bool> drained_{false};  // and all old ones are complete

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <thread>
 #include <utility>
 
 #include "engine/core.h"
@@ -112,6 +113,7 @@ void EngineCore::worker_main() {
   constexpr uint32_t kQuietSleepsMax = 10;
   uint64_t moves_seen = 0;
   uint32_t quiet_sleeps = 0;  // in a row during which nothing moved
+  Patience patience(options_.spin_ns);
   while (!stopping_.load(std::memory_order_acquire)) {
     const bool wanted = guests_.load(std::memory_order_relaxed) != 0;
     if (wanted && !progress_lock_.is_locked()) {
@@ -122,7 +124,7 @@ void EngineCore::worker_main() {
     bool knows_timer = false;
     Deadline timer = kNoDeadline;
     uint64_t moves_at_timer = 0;
-    if (!wanted && try_enter() && drive_until_idle()) {
+    if (!wanted && try_enter() && drive_until_idle(patience.spin_ns())) {
       transports_.arm();
       const bool work = has_work();
       if (work) transports_.disarm();
@@ -148,7 +150,11 @@ void EngineCore::worker_main() {
     std::atomic_thread_fence(std::memory_order_seq_cst);  // see leave()
     // A guest who came and went since we had the timer may have set an earlier one, and not have seen wakes_at_.
     const bool is_stale = knows_timer && moves_.load(std::memory_order_relaxed) != moves_at_timer;
-    if (!is_stale) transports_.sleeping_place().sleep_behind(until);
+    if (!is_stale) {
+      const int64_t slept_at = now_ns();
+      transports_.sleeping_place().sleep_behind(until);
+      patience.note_sleep(now_ns() - slept_at);
+    }
     wakes_at_.store(0, std::memory_order_relaxed);
     sleeps_for_good_.store(false, std::memory_order_relaxed);
   }
@@ -156,7 +162,7 @@ void EngineCore::worker_main() {
 
 // The worker's turn, which begins as the holder: until nothing has moved for spin_ns, a guest asks, or the engine
 // stops. Whether it is the holder at the end; if not, somebody else is, who arms the bells as it leaves.
-bool EngineCore::drive_until_idle() {
+bool EngineCore::drive_until_idle(int64_t spin_ns) {
   const bool spins = options_.polling == Polling::kSpin;
   bool holds = true;
   int64_t idle_since = 0;
@@ -173,7 +179,7 @@ bool EngineCore::drive_until_idle() {
     if (spins) continue;
     const int64_t now = now_ns();
     if (idle_since == 0) idle_since = now;
-    if (now - idle_since >= options_.spin_ns) break;
+    if (now - idle_since >= spin_ns) break;
     if (now - idle_since < kYieldAfterNs) continue;
     // Whom we have just woken may need this very core. What it submits it posts itself, since it finds the lock free,
     // and need not wait until we have the core again.

@@ -173,6 +173,7 @@ void EngineCore::finish(Transfer* transfer, Status status) {
   // references.
   if (work.targets.size() > kTargetsKept) work.targets.clear();
   bump(finished_);
+  if (work.has_trigger) work.ended_ns = clock().now_ns();
   if (unseen) {
     transfer->complete_unseen(status);
   } else {

@@ -1,8 +1,11 @@
 #include "engine/engine.h"
 
+#include <sys/mman.h>
+#include <unistd.h>
+
 #include <algorithm>
-#include <bit>
-#include <cstring>
+#include <cerrno>
+#include <mutex>
 #include <thread>
 
 #include "engine/core.h"
@@ -103,7 +106,29 @@ const Address& Engine::address() const { return core_->transports_.address(); }
 uint32_t Engine::rail_count() const { return core_->transports_.rail_count(); }
 uint32_t Engine::gpu_transports() const { return core_->transports_.gpu_transports(); }
 
+std::vector<std::pair<TransportKind, std::vector<std::string>>> Engine::rail_devices() const {
+  std::vector<std::pair<TransportKind, std::vector<std::string>>> found;
+  const TransportSet& transports = core_->transports_;
+  for (uint32_t i = 0; i < transports.size(); ++i) {
+    if (!transports.rail_devices(i).empty()) found.emplace_back(transports.kind_at(i), transports.rail_devices(i));
+  }
+  return found;
+}
+
 // --- memory ---
+
+// Whoever moves bytes would end with SIGSEGV there. MS_ASYNC writes nothing: the kernel only looks for gaps.
+static void check_mapped(void* base, uint64_t length_bytes) {
+  const uint64_t page_bytes = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
+  const auto address = reinterpret_cast<uint64_t>(base);
+  const uint64_t first = address / page_bytes * page_bytes;
+  uint64_t end = 0;
+  const bool wraps = __builtin_add_overflow(address, length_bytes, &end);
+  if (!wraps && msync(reinterpret_cast<void*>(first), end - first, MS_ASYNC) == 0) return;  // NOLINT(*-int-to-ptr)
+  if (!wraps && errno != ENOMEM) return;  // it says nothing about the memory
+  throw UsageError("of the " + text(length_bytes) + " bytes at address " + text(address) +
+                   " some are not mapped in this process: is it the address of another one, or memory that was freed?");
+}
 
 RegionRef Engine::register_memory(void* base, uint64_t length_bytes, Access access, MemoryKind memory) {
   core_->check_usable();
@@ -111,6 +136,8 @@ RegionRef Engine::register_memory(void* base, uint64_t length_bytes, Access acce
   if (length_bytes == 0) throw UsageError("the buffer is empty: a region has at least one byte");
   if (length_bytes > (uint64_t{1} << 48))
     throw UsageError("the buffer's length " + text(length_bytes) + " exceeds 2**48");
+  const bool is_touched = core_->transports_.address().transports != transport_bit(TransportKind::kNull);
+  if (memory == MemoryKind::kHost && base != kPhantomBase && is_touched) check_mapped(base, length_bytes);
   auto local = core_->transports_.register_memory(static_cast<std::byte*>(base), length_bytes, access, memory);
   return RegionRef::adopt(new Region(Ref<Engine>::share(this), std::move(local), access));
 }
@@ -260,6 +287,7 @@ void Engine::release_imm(uint32_t imm, bool force) { core_->imms_.release(imm, f
 
 Ref<Watcher> Engine::alloc_watcher(Notifier* notifier, uint64_t cookie) {
   core_->check_usable();
+  if (core_->options_.simulation) core_->options_.simulation->watches_words(core_->seat_.number);
   return core_->watchers_->add(core_->watchers_, notifier, cookie);
 }
 

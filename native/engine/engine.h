@@ -8,12 +8,12 @@
 // user: completions are posted to Notifiers.
 #pragma once
 
-#include <array>
 #include <cstdint>
 #include <memory>
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "engine/heartbeats.h"
@@ -288,6 +288,8 @@ class Engine : public RefCounted<Engine> {
   const Address& address() const;
   uint32_t rail_count() const;      // of the transport that has most
   uint32_t gpu_transports() const;  // mask of those that move memory of GPUs
+  // Of each transport whose rails are on something: the netdev or port of each rail, of which several may share one.
+  std::vector<std::pair<TransportKind, std::vector<std::string>>> rail_devices() const;
 
   // --- memory ---
   // memory kCuda: base is what cudaMalloc or torch gave. Throws TransportError where no transport of this engine moves

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <string>
-#include <vector>
 
 #include "engine/core.h"
 #include "engine/service_wire.h"

@@ -58,7 +58,12 @@ void ImmCounter::tell(std::atomic<uint32_t>* word, uint32_t what) {
   if (word->exchange(what, std::memory_order_acq_rel) == kAsleep) engine_->core().wake_sleepers(word);
 }
 
-// First come, first served: a big wait at the head holds back small ones behind it, and starves never.
+void ImmCounter::note_waiters() {
+  has_waiters_.store(!waiters_.empty() || flag_, std::memory_order_seq_cst);  // see arrive()
+}
+
+// First come, first served: a big wait at the head holds back small ones behind it, and starves never. What is left is
+// the flag's.
 void ImmCounter::serve() {
   std::lock_guard lock(lock_);
   while (!waiters_.empty()) {
@@ -71,7 +76,35 @@ void ImmCounter::serve() {
     }
     waiters_.pop_front();
   }
-  has_waiters_.store(false, std::memory_order_seq_cst);
+  // seq_cst, as in take(): else units that came before the flag was seen could be missed here, and lie until the next.
+  while (const uint64_t counts = flag_ ? units_.load(std::memory_order_seq_cst) / kUnitsPerCount : 0) {
+    if (take(counts * kUnitsPerCount)) flag_->give(counts);
+  }
+  note_waiters();
+}
+
+Ref<CountFlag> ImmCounter::raise() {
+  auto flag = Ref<CountFlag>::adopt(new CountFlag(!engine_->core().is_simulated()));
+  {
+    std::lock_guard lock(lock_);
+    if (closed()) throw EngineClosedError("the counter of immediate " + std::to_string(imm_) + " is closed");
+    if (flag_) throw UsageError("immediate " + std::to_string(imm_) + " has a flag already: close that one first");
+    flag_ = flag;
+    note_waiters();
+  }
+  serve();
+  return flag;
+}
+
+void ImmCounter::lower(CountFlag* flag) {
+  {
+    std::lock_guard lock(lock_);
+    if (flag_.get() != flag) return;
+    flag->end();
+    flag_ = nullptr;
+    note_waiters();
+  }
+  if (const uint64_t left = flag->take_back(); left > 0) arrive(left * kUnitsPerCount);
 }
 
 bool ImmCounter::try_waiting(uint64_t* needed_units, uint64_t* units) const {
@@ -94,7 +127,9 @@ void ImmCounter::close() {
     }
   }
   waiters_.clear();
-  has_waiters_.store(false, std::memory_order_seq_cst);
+  if (flag_) flag_->end();
+  flag_ = nullptr;
+  note_waiters();
 }
 
 void ImmCounter::check_settled() const {
@@ -102,6 +137,7 @@ void ImmCounter::check_settled() const {
   {
     std::lock_guard lock(lock_);  // whoever was just served may be here before serve() has taken it off the list
     if (!waiters_.empty()) throw UsageError(what + "somebody waits for it");
+    if (flag_) throw UsageError(what + "a flag is raised for it");
   }
   if (const uint64_t part = poll_units() % kUnitsPerCount; part != 0) {
     throw UsageError(
@@ -121,7 +157,7 @@ uint64_t ImmCounter::notify(uint64_t count, Notifier* notifier, uint64_t cookie)
       return ticket;
     }
     waiters_.push_back({ticket, count * kUnitsPerCount, Ref<Notifier>::share(notifier), nullptr, cookie});
-    has_waiters_.store(true, std::memory_order_seq_cst);
+    note_waiters();
   }
   serve();
   return ticket;
@@ -134,7 +170,7 @@ bool ImmCounter::cancel_notify(uint64_t ticket) {
         std::find_if(waiters_.begin(), waiters_.end(), [&](const Waiter& waiter) { return waiter.ticket == ticket; });
     if (found == waiters_.end()) return false;
     waiters_.erase(found);
-    if (waiters_.empty()) has_waiters_.store(false, std::memory_order_seq_cst);
+    note_waiters();
   }
   serve();  // it may have held back smaller ones
   return true;
@@ -150,7 +186,7 @@ WaitResult ImmCounter::wait(uint64_t count, Deadline deadline, const InterruptCh
     if (closed()) return WaitResult::kClosed;
     ticket = next_ticket_++;
     waiters_.push_back({ticket, count * kUnitsPerCount, nullptr, &word, 0});
-    has_waiters_.store(true, std::memory_order_seq_cst);
+    note_waiters();
   }
   serve();
   // acquire: pairs with the release in tell().

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <deque>
 
+#include "engine/count_flag.h"
 #include "engine/notifier.h"
 #include "engine/waiting.h"
 #include "transport/types.h"
@@ -18,8 +19,8 @@ class Engine;
 // Arrivals of one immediate number. Credit semantics: a wait of n consumes n, and arrivals before anyone asks are kept.
 // Threads: everything from any thread; arrive() from the progress holder.
 // Invariant: units_ = 48 * (arrived - consumed) >= 0.
-// Invariant: waiters_ not empty implies has_waiters_, and no prefix of waiters_ could be served from units_ once the
-// thread that last changed either has left serve().
+// Invariant: waiters_ not empty, or a flag, implies has_waiters_, and no prefix of waiters_ could be served from units_
+// once the thread that last changed either has left serve(); nor, if none waits, a flag be given whole counts.
 class ImmCounter : public RefCounted<ImmCounter> {
  public:
   ImmCounter(Ref<Engine> engine, uint32_t imm);
@@ -43,8 +44,14 @@ class ImmCounter : public RefCounted<ImmCounter> {
   uint64_t notify(uint64_t count, Notifier* notifier, uint64_t cookie);
   // True: withdrawn, nothing was taken and no cookie comes. False: served already, the cookie comes or came.
   bool cancel_notify(uint64_t ticket);
+  // From now on every whole count that nobody waited for before it came goes to a flag, and with it to kernels of a
+  // GPU. Throws UsageError while another is raised, EngineClosedError once closed.
+  Ref<CountFlag> raise();
+  // Ends that flag, and takes back what was given and not taken. No kernel waits by it any more. Idempotent.
+  void lower(CountFlag* flag);
   const Clock& clock() const;  // that deadlines of wait() are points on
-  // Throws UsageError when counts are expected for certain: somebody waits, or a part of one has arrived.
+  // Throws UsageError when counts are expected for certain: somebody waits, a flag is raised, or a part of one has
+  // arrived.
   void check_settled() const;
   // True once the engine was closed: notified waiters then got nothing.
   bool closed() const { return closed_.load(std::memory_order_acquire); }
@@ -70,14 +77,17 @@ class ImmCounter : public RefCounted<ImmCounter> {
   void tell(std::atomic<uint32_t>* word, uint32_t what);
   // Takes units if there are as many.
   bool take(uint64_t needed);
+  // Under the lock, after a change of waiters_ or flag_.
+  void note_waiters();
 
   const Ref<Engine> engine_;
   const uint32_t imm_;
   std::atomic<uint64_t> units_{0};
   std::atomic<bool> has_waiters_{false};
   std::atomic<bool> closed_{false};
-  mutable SpinLock lock_;  // guards waiters_ and next_ticket_
+  mutable SpinLock lock_;  // guards what follows
   std::deque<Waiter> waiters_;
+  Ref<CountFlag> flag_;  // raised, or null
   uint64_t next_ticket_ = 1;
 };
 

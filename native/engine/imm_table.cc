@@ -76,8 +76,6 @@ void ImmTable::close_all() {
     releases_.fetch_add(1, std::memory_order_release);
   }
   for (auto& [imm, counter] : counters) counter->close();
-  gathered_units_ = 0;
-  last_ = nullptr;
 }
 
 bool ImmTable::note_arrival(Engine* engine, uint32_t imm, uint64_t units) {
@@ -95,6 +93,11 @@ bool ImmTable::note_arrival(Engine* engine, uint32_t imm, uint64_t units) {
 void ImmTable::flush_arrivals() {
   if (gathered_units_ == 0) return;
   last_->arrive(std::exchange(gathered_units_, 0));
+}
+
+void ImmTable::end_arrivals() {
+  flush_arrivals();
+  last_ = nullptr;
 }
 
 }  // namespace crossrail

@@ -13,7 +13,7 @@ namespace crossrail {
 
 // Invariant: at most capacity counters; arrivals of further numbers are refused by find_or_add, never dropped silently.
 // Invariant: a number that allocate() gives had no counter: it was released, or never given, and nothing arrived for it
-// since. Threads: any. flush_arrivals, note_arrival: progress holder.
+// since. Threads: any. note_arrival, flush_arrivals, end_arrivals: progress holder.
 class ImmTable {
  public:
   // Allocated are numbers from `first` on.
@@ -45,6 +45,8 @@ class ImmTable {
   // False: the table is full and the arrival is lost.
   bool note_arrival(Engine* engine, uint32_t imm, uint64_t units);
   void flush_arrivals();
+  // The last ones: keeps no counter any more.
+  void end_arrivals();
 
  private:
   static constexpr uint32_t kFirstAllocated = 1u << (kImmBits - 1);

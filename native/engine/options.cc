@@ -23,6 +23,8 @@ void check_rdma(const RdmaOptions& options) {
                                                options.path_mtu_bytes >= 256 && options.path_mtu_bytes <= 4096),
                "rdma.path_mtu", text(options.path_mtu_bytes), "256, 512, 1024, 2048, 4096, or 0: the port's");
   check_option(options.partition <= 0xffff, "rdma.partition", text(options.partition), "0..0xffff");
+  check_option(options.chain_length >= 1 && options.chain_length <= RdmaOptions::kChainMax, "rdma.chain_length",
+               text(options.chain_length), "1..32");
 }
 
 void check_transports(const EngineOptions& options) {

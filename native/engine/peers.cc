@@ -1,6 +1,8 @@
 // Peers: made, connected, in what state, forgotten, explained.
 #include <algorithm>
+#include <mutex>
 #include <tuple>
+#include <utility>
 
 #include "engine/core.h"
 #include "engine/path_speed.h"
@@ -24,7 +26,7 @@ std::vector<RailReport> expected_rails(const Route& route, const Address& own, c
 }
 
 void add_rails(PeerExplanation& explanation, std::span<const RailReport> rails, TransportKind kind, const Address& own,
-               const Address& peer) {
+               std::span<const std::string> own_devices, const Address& peer) {
   for (const RailReport& rail : rails) {
     RailExplanation& shown = explanation.rails.emplace_back();
     shown.rail = rail.rail;
@@ -34,7 +36,7 @@ void add_rails(PeerExplanation& explanation, std::span<const RailReport> rails, 
       shown.peer_endpoint = to_text(peer.endpoints[rail.peer_rail]);
     }
   }
-  explanation.gb_per_s_expected = expected_gb_per_s(rails, kind, own, peer);
+  explanation.gb_per_s_expected = expected_gb_per_s(rails, kind, own, own_devices, peer);
 }
 
 bool is_linked(PeerState state) {
@@ -112,8 +114,16 @@ void EngineCore::start_connect(Peer& peer) {
   } catch (const TransportError& error) {  // no memory or descriptors for a link: the peer is out of reach
     peer.work_->note = error.what();
     set_state(peer, PeerState::kLost, FlightState::kLost);
-    add_event({EngineEvent::Kind::kPeerLost, peer.address().name, error.what()});
+    tell_lost(peer, EngineEvent::Kind::kPeerLost, error.what());
   }
+}
+
+// Once: to whom we answer is tried again and again (UntoldAnswers), though nobody may be there.
+bool EngineCore::tell_lost(Peer& peer, EngineEvent::Kind kind, const std::string& reason) {
+  assert_holder();
+  if (std::exchange(peer.work_->is_told_lost, true)) return false;
+  add_event({kind, peer.address().name, reason});
+  return true;
 }
 
 void EngineCore::forget_peer(Peer& peer) {
@@ -246,7 +256,8 @@ PeerExplanation EngineCore::explain(Peer& peer) {
     }
   });
   if (rails.empty()) rails = expected_rails(route, route.transport->address(), peer.address());
-  add_rails(explanation, rails, route.kind, route.transport->address(), peer.address());
+  add_rails(explanation, rails, route.kind, route.transport->address(), transports_.rail_devices(route.index),
+            peer.address());
   return explanation;
 }
 

@@ -10,7 +10,7 @@ namespace {
 constexpr uint32_t kSubmitsPerRound = 64;
 constexpr uint32_t kItemsPerTurn = 256;                  // of one peer in a round,
 constexpr uint64_t kBytesPerRound = uint64_t{1} << 20;   // and bytes in all: then arrivals are looked at again.
-constexpr uint64_t kQueuedPerRound = uint64_t{4} << 20;  // Where posting only queues: the transport sees to its turns.
+constexpr uint64_t kQueuedPerRound = uint64_t{4} << 20;  // Where posting only queues: see count_in_round().
 
 }  // namespace
 
@@ -81,7 +81,7 @@ void EngineCore::on_word_changed() {
 
 // How much a round posts to such peers.
 uint64_t EngineCore::round_bytes_max(const Peer& peer) {
-  return peer.route_.traits->balances_rails ? kQueuedPerRound : kBytesPerRound;
+  return peer.route_.traits->moves_while_posting ? kBytesPerRound : kQueuedPerRound;
 }
 
 // Whether it may be posted by who begins it. One that has no short work to begin with is queued, too; and a long one

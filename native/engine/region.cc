@@ -1,7 +1,6 @@
 #include "engine/region.h"
 
 #include <algorithm>
-#include <thread>
 
 #include "engine/core.h"
 #include "engine/engine.h"

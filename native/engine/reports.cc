@@ -1,5 +1,7 @@
 // What the transports report, on the progress holder: links, immediates, messages.
 #include <bit>
+#include <memory>
+#include <mutex>
 
 #include "device/cuda.h"
 #include "engine/core.h"
@@ -11,6 +13,7 @@ void EngineCore::on_link_up(Link& link) {
   assert_holder();
   auto& peer = *static_cast<Peer*>(link.user);
   set_state(peer, PeerState::kConnected, FlightState::kConnected);
+  peer.work_->is_told_lost = false;
   bump(peer.track_->moves);
   bump(counters_.connected);
   runnable_ = true;
@@ -25,7 +28,6 @@ void EngineCore::on_link_down(Link& link, const std::string& reason, bool orderl
   record_arrivals();
   imms_.flush_arrivals();  // whoever sees that it is lost sees all that it has counted
   set_state(*peer, PeerState::kLost, orderly ? FlightState::kLeft : FlightState::kLost);
-  bump(counters_.lost);
   fail_backlogs(*peer, Status::kPeerLost, reason);
   verifications_.fail(peer.get(), Status::kPeerLost, reason);
   {
@@ -34,7 +36,8 @@ void EngineCore::on_link_down(Link& link, const std::string& reason, bool orderl
       if (region->peer() == peer.get()) region->key_.reset();
     }
   }
-  add_event({orderly ? EngineEvent::Kind::kPeerLeft : EngineEvent::Kind::kPeerLost, peer->address().name, reason});
+  if (tell_lost(*peer, orderly ? EngineEvent::Kind::kPeerLeft : EngineEvent::Kind::kPeerLost, reason))
+    bump(counters_.lost);
 }
 
 void EngineCore::on_link_frozen(Link& link, bool frozen, const std::string& detail) {

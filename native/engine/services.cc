@@ -1,4 +1,5 @@
 // What engines tell each other beside their users' operations: who sends it, who hears it.
+#include <optional>
 #include <string>
 #include <utility>
 #include <variant>
@@ -44,23 +45,23 @@ void EngineCore::on_service_ended(const TransferWork& work, Status status) {
       break;
     case ServiceKind::kVerdict:
       // That we have lost the asker does not mean that it has lost us: links are one-way.
-      if (status == Status::kPeerLost) {
-        verifications_.on_untold(work.receiver->address(), work.payload, work.service_token);
-      }
+      verifications_.on_told(work.receiver->address(), work.payload, work.service_token, status == Status::kPeerLost);
       break;
   }
 }
 
-void EngineCore::tell(const Address& address, Bytes payload, uint64_t token) {
+bool EngineCore::tell(const Address& address, Bytes payload, uint64_t token) {
   assert_holder();
-  if (closed()) return;
+  if (closed()) return false;
   try {
     const PeerRef peer = add_peer(address);
     // Given up before, and here it is.
     if (peer->state() == PeerState::kLost) set_state(*peer, PeerState::kUnknown, FlightState::kForgotten);
     send_service(*peer, std::move(payload), token);
+    return true;
   } catch (const UsageError& error) {
     on_protocol_error(address.name, std::string("cannot answer its question: ") + error.what());
+    return false;
   }
 }
 

@@ -1,6 +1,8 @@
 // An engine in a simulation: no thread of ours drives, the world's turns do.
 #include <algorithm>
 #include <chrono>
+#include <mutex>
+#include <thread>
 
 #include "engine/core.h"
 #include "engine/watchdog.h"
@@ -46,6 +48,8 @@ WaitResult EngineCore::wait_in_simulation(const std::function<bool()>& ready, De
     if (is_interrupted()) return WaitResult::kInterrupted;
   }
 }
+
+bool EngineCore::has_changed_words() const { return watchers_->has_changes(); }
 
 bool EngineCore::is_busy() const {
   if (inflight() > 0) return true;

@@ -2,6 +2,7 @@
 // a transfer is filled and handed over.
 #include <algorithm>
 #include <bit>
+#include <mutex>
 #include <string>
 
 #include "engine/core.h"
@@ -65,6 +66,18 @@ inline void check_rail(uint32_t rail, uint32_t rail_count) {
 }
 inline void check_local(const Region* region, const char* name, const Engine* engine, Engine* owner) {
   if (region == nullptr || engine != owner || region->closed()) throw_local(region, name, engine, owner);
+}
+
+[[gnu::cold, noreturn]] void throw_not_of_group(size_t index, const Address& owner, const Address& member) {
+  const std::string what = "dsts[" + text(index) + "] belongs to '" + owner.name + "'";
+  if (owner.incarnation == member.incarnation) {
+    throw UsageError(what + ", which forget_peer() was called for since the group was made: make a new group");
+  }
+  if (owner.name == member.name) {
+    throw UsageError(what + ", the group's peer there is another engine of that name: if it was restarted, get new " +
+                     "descriptors from it and make a new group with its new address");
+  }
+  throw UsageError(what + ", the group's peer there is '" + member.name + "'");
 }
 
 // Of one operation: what it moves is counted in 64 bits, however often pages or targets name the same bytes.
@@ -333,8 +346,7 @@ TransferRef Engine::submit_scatter(const ScatterRequest& request) {
     }
     check_memory(*request.src, *dst, request.verify);
     if (request.group != nullptr && request.group->peers()[i].get() != dst->peer()) {
-      throw UsageError("dsts[" + text(i) + "] belongs to '" + dst->peer()->address().name +
-                       "', the group's peer there is '" + request.group->peers()[i]->address().name + "'");
+      throw_not_of_group(i, dst->peer()->address(), request.group->peers()[i]->address());
     }
     ScatterTarget& target = work.targets[i];
     if (target.dst.get() != dst) target.dst = RemoteRegionRef::share(dst);
@@ -348,7 +360,7 @@ TransferRef Engine::submit_scatter(const ScatterRequest& request) {
     check_range("dsts", target.dst_offset, target.length_bytes, dst->length_bytes());
     check_overlap(*core_, *request.src, target.src_offset, *dst, target.dst_offset, target.length_bytes);
     if (__builtin_add_overflow(work.length_bytes, target.length_bytes, &work.length_bytes)) throw_total("dsts", count);
-    if (!target.peer->route_.traits->balances_rails) bytes_here += target.length_bytes;
+    if (target.peer->route_.traits->moves_while_posting) bytes_here += target.length_bytes;
   }
   work.targets_total = count;
   work.local = request.src;

@@ -1,5 +1,6 @@
 #include "engine/transfer.h"
 
+#include <mutex>
 #include <thread>
 
 #include "engine/core.h"
@@ -132,6 +133,7 @@ TransferInfo Transfer::info() const {
                     .sum_found = 0,
                     .detail = {},
                     .triggered_ns = work_->triggered_ns.load(std::memory_order_relaxed),
+                    .ended_ns = kNoTrigger,
                     .failed_peer = {}};
   if (work_->kind == OpKind::kScatter || work_->kind == OpKind::kBarrier) {
     info.peer = std::to_string(work_->targets_total) + " peers";
@@ -146,6 +148,7 @@ TransferInfo Transfer::info() const {
   if (work_->failed_peer) info.peer = work_->failed_peer->name;
   info.failed_peer = work_->failed_peer;
   info.detail = work_->detail;
+  info.ended_ns = work_->ended_ns;
   if (work_->verify) {
     info.sum_sent = work_->verify->sum_sent;
     info.sum_found = work_->verify->sum_found;

@@ -42,7 +42,8 @@ struct TransferInfo {
   uint64_t sum_sent;                           // of kChecksumMismatch: what was sent,
   uint64_t sum_found;                          // and what the target's memory has
   std::string detail;                          // more about a failure, may be empty
-  int64_t triggered_ns;                        // when it began, by its engine's clock; or one of the two below
+  int64_t triggered_ns;                        // when it began, by its engine's clock; or one of the two above
+  int64_t ended_ns;                            // the same, when it completed; kNoTrigger while it is pending
   std::shared_ptr<const Address> failed_peer;  // of a failure: whose `peer` is the name of; null where there is none
 };
 

@@ -34,6 +34,7 @@ void TransferWork::recycle() {
   if (std::exchange(has_plan, false)) verify.reset();
   if (std::exchange(has_trigger, false)) {
     triggered_ns.store(kNoTrigger, std::memory_order_relaxed);
+    ended_ns = kNoTrigger;
     trigger = nullptr;
   }
   local = nullptr;  // of one that was filled and never handed over

@@ -101,6 +101,7 @@ struct alignas(64) TransferWork {
   Ref<Watcher> trigger;  // until the holder has seen to it
   uint64_t threshold = 0;
   std::atomic<int64_t> triggered_ns{kNoTrigger};  // [any] reads it
+  int64_t ended_ns = kNoTrigger;                  // published with the status
 
   // of a failure
   std::shared_ptr<const Address> failed_peer;

@@ -168,6 +168,7 @@ void TransportSet::keep(Opened opened, bool is_simulated) {
     transports_[size_] = std::move(opened[number]);
     sleepers_[size_] = transports_[size_].get();
     traits_[size_] = transports_[size_]->traits();
+    rail_devices_[size_] = transports_[size_]->rail_devices();
     rail_count_ = std::max(rail_count_, traits_[size_].rail_count);
     ++size_;
   }
@@ -232,6 +233,7 @@ LocalRegions TransportSet::allocate(uint64_t length_bytes, bool populate, bool i
   region.base_ = region.halves_[0]->base;
   for (uint32_t i = 1; i < size_ && !is_for_mapping; ++i) {
     region.halves_[i] = transports_[i]->register_memory(region.id_, region.base(), length_bytes, Access::kRemoteWrite);
+    region.halves_[i]->maps_file = false;  // of ours nobody cuts anything
   }
   return region;
 }

@@ -79,7 +79,8 @@ class TransportSet {
   TransportKind kind_at(uint32_t index) const { return kinds_[index]; }
   const Address& address() const { return first_->address(); }
   uint32_t rail_count() const { return rail_count_; }  // of the transport that has most
-  uint32_t gpu_transports() const;                     // mask of those that move memory of GPUs
+  const std::vector<std::string>& rail_devices(uint32_t index) const { return rail_devices_[index]; }
+  uint32_t gpu_transports() const;  // mask of those that move memory of GPUs
   // What EngineOptions::adds_rdma would have added.
   std::span<const Absent> absent() const { return absent_; }
 
@@ -155,6 +156,7 @@ class TransportSet {
   uint32_t rail_count_ = 1;
   std::array<TransportKind, kTransportsMax> kinds_{};
   std::array<Traits, kTransportsMax> traits_;
+  std::array<std::vector<std::string>, kTransportsMax> rail_devices_;
   std::array<Transport*, kTransportsMax> sleepers_{};
   std::array<std::unique_ptr<Transport>, kTransportsMax> transports_;
   std::unique_ptr<SleepingPlace> sleeping_place_;

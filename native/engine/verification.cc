@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <utility>
+#include <vector>
 
 #include "engine/core.h"
 #include "util/errors.h"
@@ -11,8 +12,9 @@ namespace crossrail {
 
 namespace {
 
-constexpr size_t kJobsMax = 16384;  // questions of all peers that wait: 64 MiB at most
-constexpr uint64_t kToldMax = 3;    // times that an answer is tried: an asker that is dead is so then, too
+constexpr size_t kJobsMax = 16384;                           // questions of all peers that wait: 64 MiB at most
+static_assert(UntoldAnswers::kAnswersMax >= kJobsMax);       // of an asker that asked so much and was forgotten
+constexpr uint32_t kGivenUpTold = 16;                        // of one engine's life: who makes one may make many
 constexpr uint64_t kSummedBytesPerTurn = uint64_t{1} << 20;  // summed up before others get a turn
 
 std::string hex_text(uint64_t value) {
@@ -181,9 +183,15 @@ void Verifications::on_question(const std::shared_ptr<const Address>& sender, Qu
   }
 }
 
-void Verifications::on_untold(const Address& asker, const Bytes& verdict, uint64_t told) {
-  // Not now: a transport may be in the middle of giving the asker up.
-  if (told + 1 < kToldMax) untold_.push_back({asker, verdict, told + 1});
+void Verifications::on_told(const Address& asker, const Bytes& verdict, uint64_t told, bool is_untold) {
+  if (told > 0) untold_.on_ended();
+  if (!is_untold) return;
+  // Not now, at the soonest in the next work(): a transport may be in the middle of giving the asker up.
+  const auto given_up = untold_.add(now_ns(), {asker, verdict, told});
+  if (!given_up || ++given_up_ > kGivenUpTold) return;
+  core_->on_protocol_error(given_up->asker.name,
+                           "an answer to its checked operation is given up: it could not be reached, and " +
+                               std::to_string(UntoldAnswers::kAnswersMax) + " answers are kept already");
 }
 
 // Of a read: what has come. True: that is done, or there is nothing to do.
@@ -214,13 +222,20 @@ uint32_t Verifications::ask_open(uint64_t* budget) {
   return moved;
 }
 
+int64_t Verifications::now_ns() const { return core_->clock().now_ns(); }
+
+// Those that are due by now. What fails on the spot is due later, or in the next work().
+uint32_t Verifications::tell_again() {
+  std::vector<UntoldAnswers::Answer> due = untold_.take_due(now_ns());
+  for (UntoldAnswers::Answer& again : due) {
+    if (!core_->tell(again.asker, std::move(again.verdict), again.told)) untold_.on_ended();
+  }
+  return static_cast<uint32_t>(due.size());
+}
+
 uint32_t Verifications::work() {
   uint64_t budget = kSummedBytesPerTurn;
-  uint32_t moved = ask_open(&budget);
-  for (Untold& again : std::exchange(untold_, {})) {
-    ++moved;
-    core_->tell(again.asker, std::move(again.verdict), again.told);
-  }
+  uint32_t moved = ask_open(&budget) + tell_again();
   while (!jobs_.empty() && budget > 0) {
     ++moved;
     if (!advance(jobs_.front(), &budget)) break;

@@ -13,7 +13,9 @@
 #include "engine/region.h"
 #include "engine/service_wire.h"
 #include "engine/transfer.h"
+#include "engine/untold_answers.h"
 #include "util/checksum.h"
+#include "util/clock.h"
 
 namespace crossrail {
 
@@ -61,9 +63,15 @@ class Verifications {
 
   // --- of peers' ---
   void on_question(const std::shared_ptr<const Address>& sender, Question question);
-  // An answer did not reach the asker, who may live: it was forgotten here, say. told: how often it was tried before.
-  void on_untold(const Address& asker, const Bytes& verdict, uint64_t told);
-  bool has_work() const { return !jobs_.empty() || !unsent_.empty() || !untold_.empty(); }
+  // An answer that was sent has ended. is_untold: it did not reach the asker, who may live: it was forgotten here, or
+  // we had no descriptor to connect with. told: how often it was tried before.
+  void on_told(const Address& asker, const Bytes& verdict, uint64_t told, bool is_untold);
+  // Asked at every round: looks at the clock only where it matters.
+  bool has_work() const {
+    return !jobs_.empty() || !unsent_.empty() || (untold_.next() != kNoDeadline && untold_.has_due(now_ns()));
+  }
+  // When the next answer is to be told again.
+  Deadline next_timer() const { return untold_.next(); }
   // Asks, and sums up a little more. Returns how many questions were asked, answered or came further.
   uint32_t work();
   // Answers nobody any more.
@@ -90,24 +98,22 @@ class Verifications {
     size_t page = 0;
     uint64_t done_bytes = 0;  // of that page
   };
-  struct Untold {
-    Address asker;
-    Bytes verdict;
-    uint64_t told;
-  };
   static Question question_of(const Open& open, uint64_t token);
   uint32_t ask_open(uint64_t* budget);
   static bool sum_up(Open& open, uint64_t* budget);
   void end(uint64_t token, Status status, const std::string& detail, uint64_t sum_found);
   bool advance(Job& job, uint64_t* budget);
   void answer(const Job& job);
+  uint32_t tell_again();
+  int64_t now_ns() const;
 
   EngineCore* const core_;
   std::map<uint64_t, Open> open_;  // by token
   std::deque<uint64_t> unsent_;    // tokens; those that are not in open_ any more are skipped
   uint64_t next_token_ = 1;
   std::deque<Job> jobs_;
-  std::vector<Untold> untold_;  // answers to be told again
+  UntoldAnswers untold_;
+  uint32_t given_up_ = 0;  // of those
 };
 
 }  // namespace crossrail

@@ -37,6 +37,7 @@ class EngineCore::Visit {
     if (assists_) core_.guests_.fetch_sub(1, std::memory_order_relaxed);
   }
 
+  bool is_in_front() const { return guest_.is_in_front; }
   bool is_holding() const { return holding_; }
   // Becomes the holder, if nobody is. True: just now.
   bool enter() {
@@ -123,13 +124,15 @@ WaitResult EngineCore::wait_until(Ready&& ready, Sleep&& sleep, Deadline deadlin
       break;
     }
     if (moved) continue;
-    if (spin_until == 0) spin_until = now + options_.spin_ns;
+    if (spin_until == 0) spin_until = now + guests_patience_.spin_ns();
     if (now < spin_until) continue;
     // Idle for long enough: sleep.
     const Deadline until = std::min(deadline, interrupted.due_ns(now));
     // Where nobody else drives, look again soon: the waiter in front may have gone for good.
     visit.sleep(sleep, manual ? std::min(until, now + 1'000'000) : until);
-    spin_until = 1;  // after a sleep: look, help once, sleep again
+    // After a sleep that was worth it: look, help once, sleep again.
+    const bool was_short = visit.is_in_front() && guests_patience_.note_sleep(now_ns() - now);
+    spin_until = was_short ? 0 : 1;
     rounds = -1;
   }
   visit.step_out();

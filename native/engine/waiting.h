@@ -1,6 +1,8 @@
 // How a blocking wait ends, and how it lets its caller in between.
 #pragma once
 
+#include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <type_traits>
@@ -15,6 +17,39 @@ enum class WaitResult : uint8_t {
   kTimeout,      // the deadline passed first
   kInterrupted,  // the interrupt check said stop (Ctrl-C)
   kClosed        // the engine was closed first
+};
+
+// How long a thread that finds nothing to do spins before it sleeps: the engine's spin_ns, and up to 16 times that
+// after sleeps that ended so soon that going to sleep took longer. They end so again and again where a provider without
+// a NIC moves bytes whenever it is polled, which no round sees. Now and then it is tried whether a sleep is worth it
+// again: news that come in time for who spins for long would keep him at it for ever.
+class Patience {
+ public:
+  explicit Patience(int64_t spin_ns) : spin_ns_(spin_ns) {}
+  // For the spin that begins now.
+  int64_t spin_ns() {
+    const uint32_t doublings = doublings_.load(std::memory_order_relaxed);
+    if (doublings == 0) return spin_ns_;
+    const uint32_t spins = spins_.load(std::memory_order_relaxed) + 1;
+    spins_.store(spins, std::memory_order_relaxed);
+    if (spins % kSpinsPerTry == 0) doublings_.store(doublings - 1, std::memory_order_relaxed);
+    return spin_ns_ << doublings;
+  }
+  // True: it is better to spin once more than to sleep again.
+  bool note_sleep(int64_t slept_ns) {
+    const bool was_short = slept_ns < spin_ns_ / 2;
+    const uint32_t doublings = doublings_.load(std::memory_order_relaxed);
+    doublings_.store(was_short ? std::min(doublings + 1, kDoublingsMax) : 0, std::memory_order_relaxed);
+    return was_short;
+  }
+
+ private:
+  static constexpr uint32_t kDoublingsMax = 4;
+  static constexpr uint32_t kSpinsPerTry = 32;
+  const int64_t spin_ns_;
+  // Relaxed, and changed in two steps: what several threads learn at a time is a guess in any case.
+  std::atomic<uint32_t> doublings_{0};
+  std::atomic<uint32_t> spins_{0};
 };
 
 // How a blocking wait asks its caller whether to go on: Ctrl-C. Asked on the waiting thread about every 50 ms; may take

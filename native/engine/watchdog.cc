@@ -3,9 +3,7 @@
 #include <pthread.h>
 
 #include <algorithm>
-#include <array>
 #include <chrono>
-#include <cstdio>
 #include <cstring>
 
 #include "engine/core.h"

@@ -8,7 +8,12 @@
 #include <sys/mman.h>
 #include <sys/prctl.h>
 
+#include <algorithm>
 #include <ctime>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
 
 #include "util/spinlock.h"
 #include "util/thread.h"
@@ -66,7 +71,7 @@ WatcherThread::WatcherThread(int64_t poll_ns, bool has_thread, std::function<voi
       has_thread_(has_thread),
       on_awaited_(std::move(on_awaited)),
       words_(map_words(kBytes)),
-      adder_(words_.get(), kBytes) {
+      for_gpus_(words_.get(), kBytes) {
   for (uint32_t slot = kWords; slot > 0; --slot) free_slots_.push_back(slot - 1);
 }
 
@@ -83,6 +88,7 @@ Ref<Watcher> WatcherThread::add(const std::shared_ptr<WatcherThread>& self, Noti
   word->store(0, std::memory_order_release);
   auto watcher = Ref<Watcher>::adopt(new Watcher(self, word, slot, Ref<Notifier>::share(notifier), cookie));
   watchers_.push_back(watcher.get());
+  watcher_count_.store(watchers_.size(), std::memory_order_relaxed);
   return watcher;
 }
 
@@ -107,7 +113,7 @@ void WatcherThread::announce(Watcher* watcher, bool is_told) {
 void WatcherThread::add_on(Watcher* watcher, uint64_t stream, int gpu, uint64_t delta) {
   if (!has_thread_) throw UsageError("a kernel runs in real time, and a simulated engine does not: use add()");
   expose(watcher);
-  adder_.add(watcher->word_, delta, stream, gpu);
+  for_gpus_.add(watcher->word_, delta, stream, gpu);
 }
 
 void WatcherThread::remove(Watcher* watcher) {
@@ -117,6 +123,7 @@ void WatcherThread::remove(Watcher* watcher) {
     watcher->is_registered_ = false;
     if (watcher->is_exposed_) --exposed_count_;
     std::erase(watchers_, watcher);
+    watcher_count_.store(watchers_.size(), std::memory_order_relaxed);
     watcher->closed_.store(true, std::memory_order_release);
   }
   if (watcher->has_waiting()) on_awaited_();
@@ -141,6 +148,7 @@ void WatcherThread::stop() {
     watcher->closed_.store(true, std::memory_order_release);
   }
   watchers_.clear();
+  watcher_count_.store(0, std::memory_order_relaxed);
   exposed_count_ = 0;
 }
 
@@ -148,13 +156,15 @@ void WatcherThread::stop() {
 void WatcherThread::abandon_after_fork() { new std::thread(std::move(thread_)); }
 
 void WatcherThread::look() {
+  if (watcher_count_.load(std::memory_order_relaxed) == 0) return;
   std::lock_guard lock(mutex_);
   look_at_all();
 }
 
-bool WatcherThread::has_any() {
+bool WatcherThread::has_changes() {
+  if (watcher_count_.load(std::memory_order_relaxed) == 0) return false;
   std::lock_guard lock(mutex_);
-  return !watchers_.empty();
+  return std::ranges::any_of(watchers_, [](const Watcher* watcher) { return watcher->value() != watcher->seen_; });
 }
 
 bool WatcherThread::look_at(Watcher* watcher) {

@@ -4,9 +4,6 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
-#include <mutex>
-#include <thread>
-#include <vector>
 
 #include "engine/notifier.h"
 
@@ -30,7 +27,7 @@ class Watcher : public RefCounted<Watcher> {
   void add(uint64_t delta, bool announce = true);
   // Adds once all that the stream of that GPU (-1: ask the driver) was given before has ended: by a kernel, which a
   // stream that is captured takes into its graph. The word is found by looking, as with word(). This object has to stay
-  // until the kernel has run, and while a graph that has it may be launched. Throws as device::WordAdder::add, and
+  // until the kernel has run, and while a graph that has it may be launched. Throws as device::HostWords::add, and
   // UsageError in a simulated engine.
   void add_on(uint64_t stream, int gpu, uint64_t delta);
 

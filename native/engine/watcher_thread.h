@@ -12,7 +12,7 @@
 #include <thread>
 #include <vector>
 
-#include "device/word_adder.h"
+#include "device/host_words.h"
 #include "engine/watcher.h"
 
 namespace crossrail {
@@ -38,7 +38,7 @@ class WatcherThread {
   // Likewise, by a kernel: see Watcher::add_on.
   void add_on(Watcher* watcher, uint64_t stream, int gpu, uint64_t delta);
   void look();
-  bool has_any();
+  bool has_changes();  // since it was looked at last
   void stop();
   void abandon_after_fork();
 
@@ -59,10 +59,13 @@ class WatcherThread {
   const bool has_thread_;
   const std::function<void()> on_awaited_;  // not under the mutex, which a simulation's turns take
   const std::unique_ptr<std::atomic<uint64_t>, Unmap> words_;
-  device::WordAdder adder_;
+  device::HostWords for_gpus_;
   std::mutex mutex_;  // guards everything below
   std::condition_variable changed_;
   std::vector<Watcher*> watchers_;
+  // Written under the mutex. Read without it, relaxed, by who is asked at every step of a simulation: most engines have
+  // none, and one that another thread adds meanwhile is seen at the next step.
+  std::atomic<size_t> watcher_count_ = 0;
   size_t exposed_count_ = 0;  // of watchers_
   std::vector<uint32_t> free_slots_;
   bool stopping_ = false;

@@ -121,10 +121,14 @@ uint32_t EngineCore::post(Peer& peer, uint32_t rail, std::span<const WorkRequest
   return accepted;
 }
 
-// What a GPU copies is only begun here, and waited for by the transport: the more at once the better.
-void EngineCore::count_in_round(const TransferWork& work, uint64_t bytes) {
+// What a GPU copies is only begun here, and waited for by the transport: the more at once the better. To queue a long
+// request takes no longer than to queue a short one: a round of them is as many requests, not as many bytes.
+void EngineCore::count_in_round(const Peer& peer, const TransferWork& work, uint64_t bytes, uint32_t requests) {
   constexpr uint64_t kGpuBytesForOne = 64;
-  round_bytes_ += is_of_gpu(work) ? bytes / kGpuBytesForOne : bytes;
+  constexpr uint64_t kQueuedBytes = 16 << 10;  // of a request, at most
+  if (is_of_gpu(work)) bytes /= kGpuBytesForOne;
+  if (!peer.route_.traits->moves_while_posting) bytes = std::min(bytes, requests * kQueuedBytes);
+  round_bytes_ += bytes;
 }
 
 // After post() took too little. Of a transport that chooses rails: its queue for such works to this peer is full, as it
@@ -164,7 +168,7 @@ EngineCore::Progress EngineCore::post_short_range(Peer& peer, Transfer* transfer
   request.context = transfer;
   const uint32_t rail = rail_for(peer, work, 0);
   if (post(peer, rail, {&request, 1}, work.length_bytes, transfer) == 0) return refused(rail);
-  count_in_round(work, work.length_bytes);
+  count_in_round(peer, work, work.length_bytes);
   return Progress::kAllPosted;
 }
 
@@ -213,7 +217,7 @@ EngineCore::Progress EngineCore::post_range(Peer& peer, Transfer* transfer) {
       if (work.retired != retired_before && work.failure == Status::kDone) bump(work.bytes_retired, length);
       if (work.failure != Status::kDone) return Progress::kAllPosted;
       turn_bytes += length;
-      count_in_round(work, length);
+      count_in_round(peer, work, length);
     }
     work.piece = 0;
     work.slice_offset += slice_bytes;
@@ -288,7 +292,7 @@ EngineCore::Progress EngineCore::post_pages(Peer& peer, Transfer* transfer) {
       work.page += batch.requests[i].reserved;
       accepted_bytes += batch.requests[i].length_bytes;
     }
-    count_in_round(work, accepted_bytes);
+    count_in_round(peer, work, accepted_bytes, accepted);
     if (at_once) bump(work.bytes_retired, accepted_bytes);
     if (work.failure != Status::kDone) return Progress::kAllPosted;
     if (work.rail == kAnyRail && ++work.first_rail >= peer.route_.traits->rail_count) work.first_rail = 0;
@@ -327,7 +331,7 @@ EngineCore::Progress EngineCore::post_long_pages(Peer& peer, Transfer* transfer,
     if (work.retired != retired_before) bump(work.bytes_retired, length);
     work.slice_offset += length;
     turn_bytes += length;
-    count_in_round(work, length);
+    count_in_round(peer, work, length);
     if (!is_last) continue;
     work.slice_offset = 0;
     ++work.page;
@@ -376,7 +380,7 @@ EngineCore::Progress EngineCore::post_target(Peer& peer, Transfer* transfer, Sca
     if (work.retired != retired_before && work.failure == Status::kDone) bump(work.bytes_retired, length);
     target.posted_bytes += length;
     turn_bytes += length;
-    count_in_round(work, length);
+    count_in_round(peer, work, length);
   } while (target.posted_bytes < target.length_bytes);
   return Progress::kAllPosted;
 }

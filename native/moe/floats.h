@@ -2,7 +2,6 @@
 // All conversions round to nearest, ties to even. They go by the bits alone, so that no compiler option changes them.
 #pragma once
 
-#include <algorithm>
 #include <bit>
 #include <cstddef>
 #include <cstdint>

@@ -51,6 +51,17 @@ void require_expert(Index expert, size_t experts, size_t route) {
 
 }  // namespace
 
+std::vector<uint32_t> split_evenly(uint32_t experts, uint32_t world) {
+  const uint64_t each = (uint64_t{experts} - 1) / world + 1;
+  std::vector<uint32_t> counts(world);
+  uint64_t left = experts;
+  for (uint32_t& count : counts) {
+    count = static_cast<uint32_t>(std::min(each, left));
+    left -= count;
+  }
+  return counts;
+}
+
 Layout::Layout(LayoutShape shape) : shape_(std::move(shape)) {
   require(shape_.world >= 1, "world", shape_.world, "1 or more");
   require(shape_.experts >= 1, "experts", shape_.experts, "1 or more");
@@ -58,7 +69,15 @@ Layout::Layout(LayoutShape shape) : shape_(std::move(shape)) {
   require(shape_.dp_size >= 1 && shape_.world % shape_.dp_size == 0, "dp_size", shape_.dp_size,
           "a divisor of world, " + std::to_string(shape_.world));
   require(shape_.padding >= 1, "padding", shape_.padding, "1 or more");
-  experts_per_rank_ = (shape_.experts - 1) / shape_.world + 1;
+  const std::vector<uint32_t> counts =
+      shape_.experts_per_rank.empty() ? split_evenly(shape_.experts, shape_.world) : shape_.experts_per_rank;
+  require(counts.size() == shape_.world, "len(experts_per_rank)", counts.size(),
+          "world, " + std::to_string(shape_.world));
+  const uint64_t sum = std::accumulate(counts.begin(), counts.end(), uint64_t{0});
+  require(sum == shape_.experts, "sum of experts_per_rank", sum, "experts, " + std::to_string(shape_.experts));
+  experts_per_rank_max_ = *std::max_element(counts.begin(), counts.end());
+  first_experts_.assign(shape_.world + size_t{1}, 0);
+  std::partial_sum(counts.begin(), counts.end(), first_experts_.begin() + 1);
   node_of_rank_ = shape_.node_of_rank.empty() ? std::vector<uint32_t>(shape_.world) : shape_.node_of_rank;
   require(node_of_rank_.size() == shape_.world, "len(node_of_rank)", node_of_rank_.size(),
           "world, " + std::to_string(shape_.world));
@@ -72,18 +91,21 @@ Layout::Layout(LayoutShape shape) : shape_(std::move(shape)) {
   const auto bound = static_cast<unsigned __int128>(kRowsMax);
   const auto wide = [](uint64_t value) { return static_cast<unsigned __int128>(value); };
   const unsigned __int128 routes = wide(groups()) * shape_.max_tokens * shape_.top_k;
-  const unsigned __int128 rows = routes + wide(experts_per_rank_) * (shape_.padding - 1) +
+  const unsigned __int128 rows = routes + wide(experts_per_rank_max_) * (shape_.padding - 1) +
                                  wide(groups()) * shape_.private_rows +
-                                 wide(experts_per_rank_) * shape_.rows_per_expert;
+                                 wide(experts_per_rank_max_) * shape_.rows_per_expert;
   if (rows > bound) {
     throw UsageError(
         "world, max_tokens, top_k, padding, private_rows and rows_per_expert make more rows than 2**31 - 1 "
         "at one rank");
   }
+  rank_of_expert_.reserve(shape_.experts);
+  for (uint32_t rank = 0; rank < shape_.world; ++rank)
+    rank_of_expert_.insert(rank_of_expert_.end(), counts[rank], rank);
 }
 
-uint32_t Layout::first_expert(uint32_t rank) const {
-  return static_cast<uint32_t>(std::min<uint64_t>(uint64_t{rank} * experts_per_rank_, shape_.experts));
+void Layout::require_rank(uint32_t rank) const {
+  require(rank < shape_.world, "rank", rank, "less than world, " + std::to_string(shape_.world));
 }
 
 std::vector<uint32_t> Layout::near_ranks(uint32_t rank) const {
@@ -147,7 +169,7 @@ Placement::Placement(const Layout& layout, std::span<const int32_t> counts)
   }
   offsets_.resize(shape.experts);
   for (uint32_t expert = 0; expert < shape.experts; ++expert) {
-    const uint32_t local = expert % layout.experts_per_rank();
+    const uint32_t local = expert - layout.first_expert(layout.rank_of_expert(expert));
     if (shape.rows_per_expert > 0) {
       offsets_[expert] = int64_t{local} * shape.rows_per_expert;
     } else if (local > 0) {
@@ -195,11 +217,15 @@ int32_t Placement::most_routes(uint32_t rank) const {
   return most;
 }
 
-std::optional<uint32_t> Placement::first_over(int64_t rows, int32_t routes, std::span<const uint32_t> left_out) const {
+std::optional<uint32_t> Placement::first_over(std::span<const int64_t> rows, std::span<const int32_t> routes,
+                                              std::span<const uint32_t> left_out) const {
+  if (rows.size() != layout_.shape().world || routes.size() != rows.size())
+    throw UsageError("rows and routes have " + std::to_string(rows.size()) + " and " + std::to_string(routes.size()) +
+                     " numbers, must be one for each rank");
   for (uint32_t rank = 0; rank < layout_.shape().world; ++rank) {
     if (std::ranges::find(left_out, rank) != left_out.end()) continue;
     const int64_t needed = layout_.shape().rows_per_expert > 0 ? fullest_expert(rank) : rows_needed(rank);
-    if (needed > rows || most_routes(rank) > routes) return rank;
+    if (needed > rows[rank] || most_routes(rank) > routes[rank]) return rank;
   }
   return std::nullopt;
 }

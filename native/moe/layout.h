@@ -2,9 +2,9 @@
 // has that table and computes the same places from it, so no rank is sent an offset.
 //
 // Words: a *route* is one (token, k) whose expert is not masked. A *group* is dp_size consecutive ranks that hold the
-// same tokens; the group is the source of its routes. Rank r has experts [r * El, (r + 1) * El), where El is
-// ceil(experts / world); the last ranks may have fewer, or none. Group g sends to rank d from its member of d's index,
-// g * dp_size + d % dp_size. The group is *near* d if that member and d are on one node, else *far*.
+// same tokens; the group is the source of its routes. Experts are numbered rank by rank; a rank may have none. Group g
+// sends to rank d from its member of d's index, g * dp_size + d % dp_size. The group is *near* d if that member and d
+// are on one node, else *far*.
 //
 // The routes of a group are ordered by (expert, token, k). `starts[e]` is the position of its first route to expert e.
 // Far rows arrive in a receive buffer. The first `private_rows` of each far group arrive in a slot of its own, which
@@ -29,7 +29,12 @@ struct LayoutShape {
   uint32_t padding = 1;                // each expert's rows begin at a multiple of this
   uint32_t rows_per_expert = 0;        // layout "masked": room for each expert, full or not; 0: layout "grouped"
   std::vector<uint32_t> node_of_rank;  // ranks with the same number share memory; empty: all ranks do
+  std::vector<uint32_t> experts_per_rank = {};  // [world], `experts` in all; empty: split_evenly
 };
+
+// ceil(experts / world) for each rank, as far as there are so many: the last ranks get fewer, or none. Both are 1 or
+// more.
+std::vector<uint32_t> split_evenly(uint32_t experts, uint32_t world);
 
 // A row of a source, and the output row to which it goes.
 struct Move {
@@ -56,11 +61,14 @@ class Layout {
   explicit Layout(LayoutShape shape);
 
   const LayoutShape& shape() const { return shape_; }
+  // Throws UsageError where there is no such rank.
+  void require_rank(uint32_t rank) const;
   uint32_t groups() const { return shape_.world / shape_.dp_size; }
-  uint32_t experts_per_rank() const { return experts_per_rank_; }
-  uint32_t first_expert(uint32_t rank) const;
+  uint32_t experts_per_rank_max() const { return experts_per_rank_max_; }
+  // Of `world`: how many experts there are.
+  uint32_t first_expert(uint32_t rank) const { return first_experts_[rank]; }
   uint32_t expert_count(uint32_t rank) const { return first_expert(rank + 1) - first_expert(rank); }
-  uint32_t rank_of_expert(uint32_t expert) const { return expert / experts_per_rank_; }
+  uint32_t rank_of_expert(uint32_t expert) const { return rank_of_expert_[expert]; }
   uint32_t node_of(uint32_t rank) const { return node_of_rank_[rank]; }  // from 0 on
   uint32_t nodes() const { return nodes_; }
   uint32_t group_of(uint32_t rank) const { return rank / shape_.dp_size; }
@@ -80,8 +88,10 @@ class Layout {
 
  private:
   LayoutShape shape_;
-  uint32_t experts_per_rank_;
-  std::vector<uint32_t> node_of_rank_;  // numbered from 0 on, in the order of the names given
+  uint32_t experts_per_rank_max_ = 0;
+  std::vector<uint32_t> first_experts_;   // [world + 1]
+  std::vector<uint32_t> rank_of_expert_;  // [experts]
+  std::vector<uint32_t> node_of_rank_;    // numbered from 0 on, in the order of the names given
   uint32_t nodes_ = 0;
 };
 
@@ -111,9 +121,10 @@ class Placement {
   int64_t far_rows_needed(uint32_t rank) const;
   // Routes to the rank, of the group that has most.
   int32_t most_routes(uint32_t rank) const;
-  // The first rank whose output (layout "masked": whose fullest expert) needs more than `rows`, or that gets more than
-  // `routes` from one group. left_out: ranks that are not looked at.
-  std::optional<uint32_t> first_over(int64_t rows, int32_t routes, std::span<const uint32_t> left_out = {}) const;
+  // The first rank whose output (layout "masked": whose fullest expert) needs more than its `rows`, or that gets more
+  // than its `routes` from one group. rows, routes: [world]; UsageError else. left_out: ranks that are not looked at.
+  std::optional<uint32_t> first_over(std::span<const int64_t> rows, std::span<const int32_t> routes,
+                                     std::span<const uint32_t> left_out = {}) const;
 
   // starts[e] of a group, for the rank's first expert.
   int32_t route_start(uint32_t group, uint32_t rank) const;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <string>
+#include <utility>
 
 #include "util/errors.h"
 
@@ -23,11 +24,17 @@ size_t first_tag(const Placement& placement, uint32_t rank, uint32_t origin) {
   return first;
 }
 
-// Calls visit(route, node) for each that is not masked, token by token.
+// Calls visit(route, node) for each that is not masked, token by token. Throws UsageError for an index of no expert.
 template <typename Index, typename Visit>
 void visit_routes(const Layout& layout, std::span<const Index> indices, Visit visit) {
   for (size_t route = 0; route < indices.size(); ++route) {
-    if (indices[route] >= 0) visit(route, layout.node_of(layout.rank_of_expert(static_cast<uint32_t>(indices[route]))));
+    const Index expert = indices[route];
+    if (expert < 0) continue;
+    if (expert >= static_cast<int64_t>(layout.shape().experts)) {
+      throw UsageError("indices: route " + std::to_string(route) + " goes to expert " + std::to_string(expert) +
+                       ", must be less than " + std::to_string(layout.shape().experts));
+    }
+    visit(route, layout.node_of(layout.rank_of_expert(static_cast<uint32_t>(expert))));
   }
 }
 

@@ -36,7 +36,7 @@ std::vector<uint32_t> partners(const Layout& layout, uint32_t rank);
 uint32_t far_node(const Layout& layout, uint32_t origin, uint32_t partner);
 
 // How many of the origin's tokens have routes to each node: rows that it gets of each far one. indices: [tokens *
-// top_k].
+// top_k]. Throws UsageError for an index of no expert.
 template <typename Index>
 std::vector<int32_t> node_tokens(const Layout& layout, std::span<const Index> indices);
 

@@ -1,6 +1,7 @@
 #include "moe/proxy.h"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <numeric>
 #include <utility>
@@ -8,6 +9,7 @@
 #include "moe/node_sums.h"
 #include "util/copy.h"
 #include "util/errors.h"
+#include "util/mutation.h"
 
 namespace crossrail::moe {
 
@@ -15,8 +17,6 @@ namespace {
 
 // How long a wait goes without a look at who is lost: a rank that dies counts nothing.
 constexpr int64_t kLookEveryNs = 5'000'000;
-// How long after a farewell writes that were done before it may still be counted: done there is not yet counted here.
-constexpr int64_t kAfterFarewellNs = 100'000'000;
 
 FarResult result_of(Status status, bool masks) {
   switch (status) {
@@ -55,15 +55,20 @@ void check_same_length(uint32_t rank, const char* what, const RemoteRegion& thei
 }
 
 // In a farewell. 0, as memory of the engine is, is no reason.
-void store_why(std::byte* to, uint32_t why) {
-  const uint32_t number = why + 1;
+void store_why(std::byte* to, const Reason& why) {
+  const uint32_t number = why.number ? *why.number + 1 : 0;
   std::memcpy(to, &number, sizeof number);
+  std::memset(to + sizeof number, 0, kFarewellWords);
+  std::memcpy(to + sizeof number, why.words.data(), std::min<size_t>(why.words.size(), kFarewellWords));
 }
 
-std::optional<uint32_t> load_why(const std::byte* from) {
+Reason load_why(const std::byte* from) {
+  std::array<char, kFarewellBytes> copy;  // the other side may write meanwhile
+  std::memcpy(copy.data(), from, copy.size());
   uint32_t number;
-  std::memcpy(&number, from, sizeof number);
-  return number == 0 ? std::nullopt : std::optional(number - 1);
+  std::memcpy(&number, copy.data(), sizeof number);
+  const auto words = std::span(copy).subspan<sizeof number>();
+  return {number == 0 ? std::nullopt : std::optional(number - 1), {words.begin(), std::ranges::find(words, '\0')}};
 }
 
 }  // namespace
@@ -77,6 +82,9 @@ Proxy::Proxy(EngineRef engine, const Layout& layout, uint32_t rank, const FarMem
       memory_(memory),
       regions_(std::move(regions)),
       masks_(masks) {
+  layout.require_rank(rank);
+  if (memory.route_bytes < layout.shape().experts * sizeof(int32_t) + kFarewellBytes)
+    throw UsageError("route_bytes is " + std::to_string(memory.route_bytes) + ": no room for routes and a farewell");
   const uint32_t dp_size = layout.shape().dp_size;
   for (uint32_t other = 0; other < layout.shape().world; ++other) {
     if (layout.same_node(other, rank)) continue;
@@ -84,11 +92,12 @@ Proxy::Proxy(EngineRef engine, const Layout& layout, uint32_t rank, const FarMem
     member.rank = other;
     member.sends_rows = other % dp_size == rank % dp_size;
     member.slot_offset = uint64_t{layout.far_index(group_, other)} * layout.shape().private_rows * memory.stride_bytes;
+    if (is_mutated(Mutation::kSlotOneRowLate)) member.slot_offset += memory.stride_bytes;
     for (Ref<ImmCounter>& counter : member.counters) counter = engine_->alloc_imm();
   }
   const std::vector<uint32_t> ranks = layout.far_ranks_in_turn(rank);
   for (uint32_t turn = 0; turn < ranks.size(); ++turn) member(ranks[turn]).turn = turn;
-  slices_.resize(members_.size());
+  batch_.resize(members_.size());
   for (auto& expected : rows_expected_) expected.resize(members_.size());
 }
 
@@ -126,11 +135,11 @@ void Proxy::connect(uint32_t rank, FarRegions<RemoteRegionRef> regions, std::spa
   check_same_length(rank, "rows", *regions.rows, *regions_.rows);
   to.regions = std::move(regions);
   std::copy(imms.begin(), imms.end(), to.imms.begin());
-  watched_.push_back({PeerRef::share(to.regions.rows->peer()), rank, nullptr});
+  watched_.push_back({PeerRef::share(to.regions.rows->peer()), rank, nullptr, nullptr});
 }
 
-void Proxy::watch(PeerRef near, uint32_t rank, const Word& farewell) {
-  watched_.push_back({std::move(near), rank, &farewell});
+void Proxy::watch(PeerRef near, uint32_t rank, const Word& farewell, std::span<const Word, kParities> results) {
+  watched_.push_back({std::move(near), rank, &farewell, results.data()});
 }
 
 void Proxy::reach(uint32_t rank) { member(rank).is_reached = true; }
@@ -144,39 +153,64 @@ void Proxy::leave_out(uint32_t rank) {
 
 // --- what is written ---
 
+uint64_t Proxy::at_rows(uint64_t part, uint32_t round) const {
+  if (is_mutated(Mutation::kOneParity)) return part;
+  return part + parity_of(round) * memory_.rows_parity_bytes;
+}
+
+void Proxy::Batch::resize(size_t members) {
+  to.resize(members);
+  dsts.resize(members);
+  src_offsets.resize(members);
+  dst_offsets.resize(members);
+  lengths.resize(members);
+  imms.resize(members);
+}
+
+void Proxy::Batch::move(size_t from, size_t here) {
+  to[here] = to[from];
+  dsts[here] = dsts[from];
+  src_offsets[here] = src_offsets[from];
+  dst_offsets[here] = dst_offsets[from];
+  lengths[here] = lengths[from];
+  imms[here] = imms[from];
+}
+
 void Proxy::add(const Member& to, FarStep step, uint32_t round, uint64_t from_offset, uint64_t to_offset,
                 uint64_t length_bytes) {
   if (to.is_left_out) return;
-  slices_[to.turn] = {&to,          region_of(step, to.regions).get(), from_offset, to_offset,
-                      length_bytes, to.imms[slot_of(step, round)]};
+  batch_.to[to.turn] = &to;
+  batch_.dsts[to.turn] = region_of(step, to.regions).get();
+  batch_.src_offsets[to.turn] = from_offset;
+  batch_.dst_offsets[to.turn] = to_offset;
+  batch_.lengths[to.turn] = length_bytes;
+  batch_.imms[to.turn] = to.imms[slot_of(step, round)];
 }
 
 void Proxy::post(FarStep step, uint32_t round) {
-  for (Slice& slice : slices_) {
-    if (slice.dst == nullptr) continue;
-    batch_.dsts.push_back(std::exchange(slice.dst, nullptr));
-    batch_.src_offsets.push_back(slice.src_offset);
-    batch_.dst_offsets.push_back(slice.dst_offset);
-    batch_.lengths.push_back(slice.length_bytes);
-    batch_.imms.push_back(slice.imm);
-    if (masks_) post_batch(step, round, slice.to);
+  struct Emptied {  // also if a submit throws
+    std::vector<RemoteRegion*>& dsts;
+    ~Emptied() { std::ranges::fill(dsts, nullptr); }
+  } const emptied{batch_.dsts};
+  size_t count = 0;
+  for (size_t turn = 0; turn < batch_.dsts.size(); ++turn) {
+    if (batch_.dsts[turn] == nullptr) continue;
+    if (count != turn) batch_.move(turn, count);
+    ++count;
   }
-  if (!batch_.dsts.empty()) post_batch(step, round, nullptr);
+  const size_t part = masks_ ? 1 : count;
+  for (size_t begin = 0; begin < count; begin += part) post_part(step, round, begin, part);
 }
 
-void Proxy::post_batch(FarStep step, uint32_t round, const Member* to) {
+void Proxy::post_part(FarStep step, uint32_t round, size_t begin, size_t count) {
+  const auto of = [&]<typename T>(std::vector<T>& all) { return std::span(all).subspan(begin, count); };
   sent_[parity_of(round)].push_back({engine_->submit_scatter({.src = region_of(step, regions_).get(),
-                                                              .dsts = batch_.dsts,
-                                                              .src_offsets = batch_.src_offsets,
-                                                              .dst_offsets = batch_.dst_offsets,
-                                                              .lengths = batch_.lengths,
-                                                              .imms = batch_.imms}),
-                                     to});
-  batch_.dsts.clear();
-  batch_.src_offsets.clear();
-  batch_.dst_offsets.clear();
-  batch_.lengths.clear();
-  batch_.imms.clear();
+                                                              .dsts = of(batch_.dsts),
+                                                              .src_offsets = of(batch_.src_offsets),
+                                                              .dst_offsets = of(batch_.dst_offsets),
+                                                              .lengths = of(batch_.lengths),
+                                                              .imms = of(batch_.imms)}),
+                                     masks_ ? batch_.to[begin] : nullptr});
 }
 
 void Proxy::send_routes(uint32_t round, std::span<const int32_t> counts) {
@@ -214,6 +248,7 @@ void Proxy::send_rows(uint32_t round) {
 }
 
 std::span<const int32_t> Proxy::routes_of(uint32_t round, uint32_t rank) const {
+  layout_.require_rank(rank);
   const std::byte* row = regions_.routes->base() + at_routes(memory_.routes_in, round) + rank * memory_.route_bytes;
   return {reinterpret_cast<const int32_t*>(row), layout_.shape().experts};
 }
@@ -226,7 +261,8 @@ void Proxy::send_remainder(uint32_t round, const Placement* placement) {
     const Member& other = members_[i];
     expected[i] = other.sends_rows ? 1 : 0;
     if (!other.sends_rows || placement == nullptr) continue;
-    if (placement->routes(layout_.group_of(other.rank), rank_) > slot) ++expected[i];
+    if (placement->routes(layout_.group_of(other.rank), rank_) > slot && !is_mutated(Mutation::kForgetRemainder))
+      ++expected[i];
     const int32_t rows = placement->routes(group_, other.rank);
     if (rows > slot) {
       const auto target = static_cast<uint64_t>(placement->remainder_start(group_, other.rank));
@@ -295,8 +331,31 @@ FarOutcome Proxy::trouble(std::optional<FarStep> step, uint32_t round, Member& a
                                                      : step && has_ended(watched.rank, *step, round);
     if (!step || !is_over) return {FarResult::kPeerLost, watched.rank, {}};
   }
-  if (has_left(awaited, false)) return {FarResult::kLeft, awaited.rank, {}};
+  if (step) {
+    if (const auto gone = left_before(*step, round)) return {FarResult::kLeft, *gone, {}};
+  } else if (has_left(awaited, false)) {
+    return {FarResult::kLeft, awaited.rank, {}};
+  }
   return failed_write(step, round);
+}
+
+// A rank of which nothing comes any more, and this step has not, or what it owes the round after that: whoever is
+// waited for now, the round does not end.
+std::optional<uint32_t> Proxy::left_before(FarStep step, uint32_t round) {
+  const bool results_are_owed = !masks_ && step != FarStep::kResults;
+  for (size_t i = 0; i < members_.size(); ++i) {
+    Member& member = members_[i];
+    if (member.is_left_out || !has_left(member, false)) continue;
+    const bool owes_results = results_are_owed && !has_come(FarStep::kResults, round, i);
+    if (owes_results || !has_come(step, round, i)) return member.rank;
+  }
+  for (const Watched& watched : watched_) {
+    if (watched.farewell == nullptr || watched.is_left_out || !results_are_owed) continue;
+    // acquire: what its owner published before the farewell is seen here.
+    if (watched.farewell->value.load(std::memory_order_acquire) == 0) continue;
+    if (!moe::has_come(watched.results[parity_of(round)], round)) return watched.rank;
+  }
+  return std::nullopt;
 }
 
 // Whether nothing of it comes any more. was_refused: its regions are closed; its farewell, sent before, may still be to
@@ -338,7 +397,7 @@ uint32_t Proxy::slowest() const {
   return found == members_.end() ? members_.front().rank : found->rank;
 }
 
-FarOutcome Proxy::say_farewell(std::optional<uint32_t> why, Deadline deadline, const InterruptCheck& interrupted) {
+FarOutcome Proxy::say_farewell(const Reason& why, Deadline deadline, const InterruptCheck& interrupted) {
   const FarOutcome cut_short{FarResult::kInterrupted, rank_, {}};
   const auto wait_for_all = [&] {  // whatever becomes of it: who is gone needs neither
     for (const std::vector<Sent>& sent : sent_) {
@@ -350,10 +409,11 @@ FarOutcome Proxy::say_farewell(std::optional<uint32_t> why, Deadline deadline, c
   };
   if (!wait_for_all()) return cut_short;  // nothing keeps a farewell behind writes that are still under way
   // Only a reason takes bytes: those who have closed their regions would refuse them, and close at the same time as we.
-  const uint64_t length = why ? sizeof(uint32_t) : 0;
+  const bool has_reason = why.number || !why.words.empty();
+  const uint64_t length = has_reason ? kFarewellBytes : 0;
   const uint64_t from = at_farewell(memory_.routes_out);
   std::byte* const base = regions_.routes->base();
-  if (why && base != kPhantomBase) store_why(base + from, *why);
+  if (has_reason && base != kPhantomBase) store_why(base + from, why);
   const uint64_t to = at_farewell(memory_.routes_in + rank_ * memory_.route_bytes);
   for (const Member& member : members_) {
     if (member.regions.rows && member.regions.rows->peer()->state() != PeerState::kLost &&
@@ -364,7 +424,8 @@ FarOutcome Proxy::say_farewell(std::optional<uint32_t> why, Deadline deadline, c
   return wait_for_all() ? FarOutcome{} : cut_short;
 }
 
-std::optional<uint32_t> Proxy::why_left(uint32_t rank) const {
+Reason Proxy::why_left(uint32_t rank) const {
+  layout_.require_rank(rank);
   return load_why(regions_.routes->base() + at_farewell(memory_.routes_in + rank * memory_.route_bytes));
 }
 

@@ -40,7 +40,7 @@ struct FarMemory {
   uint64_t results_out = 0;  // rows of y_bytes, in the order of Placement::return_far
   uint64_t rows_parity_bytes = 0;
 
-  uint64_t route_bytes = 0;  // int32 [experts], rounded up; the last four bytes hold the reason of a farewell
+  uint64_t route_bytes = 0;  // int32 [experts], rounded up; the last kFarewellBytes hold the reason of a farewell
   uint64_t stride_bytes = 0;
   uint64_t y_bytes = 0;
 };
@@ -64,6 +64,15 @@ struct FarOutcome {
   std::string detail;  // of kFailed
 };
 
+// Why a rank takes part no more, as its farewell tells it: a number that its peers can read, and words for people.
+// Words are cut to kFarewellWords bytes, and end at the first that is 0.
+struct Reason {
+  std::optional<uint32_t> number = {};
+  std::string words = {};
+};
+inline constexpr uint32_t kFarewellBytes = 256;
+inline constexpr uint32_t kFarewellWords = kFarewellBytes - sizeof(uint32_t);
+
 // Threads: one at a time. Invariant: for each step and parity, what was expected of the sources before next_ has been
 // taken from their counters.
 class Proxy {
@@ -83,8 +92,9 @@ class Proxy {
   // regions, imms: the rank's own, and what its imms_for() gave for us.
   void connect(uint32_t rank, FarRegions<RemoteRegionRef> regions, std::span<const uint32_t> imms);
   // For a rank that shares our memory. A wait for any rank gives up when this one is lost, unless it has said farewell
-  // by this word. The word outlives the proxy. Whoever waits here has seen the words of all near ranks for this half.
-  void watch(PeerRef near, uint32_t rank, const Word& farewell);
+  // by this word, or when it has said that before the word of its results. results: by parity. The words outlive the
+  // proxy. Whoever waits here has seen the words of all near ranks for this half.
+  void watch(PeerRef near, uint32_t rank, const Word& farewell, std::span<const Word, kParities> results);
   // From now on whoever packs rows for this far rank writes them into its memory: the rows that fit our slot, before
   // send_rows, and all results, before send_results. The proxy then posts only their counts.
   void reach(uint32_t rank);
@@ -116,11 +126,11 @@ class Proxy {
   void send_sums(uint32_t round, uint32_t partner, uint64_t first_row, uint64_t rows);
 
   // Tells the others that we take part no more, once all that we sent before has arrived. Returns when each of them has
-  // been told or is gone, or at the deadline. why: a reason that they can read with why_left, if there is one.
+  // been told or is gone, or at the deadline. why: what they can read with why_left, if there is something.
   // kInterrupted: say it again.
-  FarOutcome say_farewell(std::optional<uint32_t> why, Deadline deadline, const InterruptCheck& interrupted = {});
+  FarOutcome say_farewell(const Reason& why, Deadline deadline, const InterruptCheck& interrupted = {});
   // The reason of a rank that has said farewell. That rank wrote it: the caller checks it.
-  std::optional<uint32_t> why_left(uint32_t rank) const;
+  Reason why_left(uint32_t rank) const;
 
   // Until all of this step has come. May be called again after kLate.
   FarOutcome wait(FarStep step, uint32_t round, Deadline deadline, const InterruptCheck& interrupted);
@@ -152,6 +162,7 @@ class Proxy {
     PeerRef peer;
     uint32_t rank;
     const Word* farewell;  // null for a far rank
+    const Word* results;   // [kParities], likewise
     bool is_left_out = false;
   };
   // A batch, or a write to one member.
@@ -159,22 +170,16 @@ class Proxy {
     TransferRef transfer;
     const Member* to;  // null for a batch
   };
-  // The write of a step to one member; dst is null where there is none.
-  struct Slice {
-    const Member* to = nullptr;
-    RemoteRegion* dst = nullptr;
-    uint64_t src_offset = 0;
-    uint64_t dst_offset = 0;
-    uint64_t length_bytes = 0;
-    uint32_t imm = 0;
-  };
-  // The arguments of one scatter.
+  // The arguments of one scatter: what a step writes to each member, by turn. dsts is null where there is nothing.
   struct Batch {
+    std::vector<const Member*> to;
     std::vector<RemoteRegion*> dsts;
     std::vector<uint64_t> src_offsets;
     std::vector<uint64_t> dst_offsets;
     std::vector<uint64_t> lengths;
     std::vector<uint32_t> imms;
+    void resize(size_t members);
+    void move(size_t from, size_t here);
   };
   static uint32_t parity_of(uint32_t round) { return round % kParities; }
   static size_t slot_of(FarStep step, uint32_t round) {
@@ -187,13 +192,14 @@ class Proxy {
     return part + parity_of(round) * memory_.routes_parity_bytes;
   }
   // Offset of a farewell in the region of routes: the last bytes of that row of even rounds.
-  uint64_t at_farewell(uint64_t row) const { return row + memory_.route_bytes - sizeof(uint32_t); }
-  uint64_t at_rows(uint64_t part, uint32_t round) const { return part + parity_of(round) * memory_.rows_parity_bytes; }
-  // add() notes a write, at most one per member. post() posts all that were noted, by the members' turns.
+  uint64_t at_farewell(uint64_t row) const { return row + memory_.route_bytes - kFarewellBytes; }
+  uint64_t at_rows(uint64_t part, uint32_t round) const;
+  // add() notes a write, at most one per member. post() posts all that were noted, by the members' turns; with masks_
+  // each by itself.
   void add(const Member& to, FarStep step, uint32_t round, uint64_t from_offset, uint64_t to_offset,
            uint64_t length_bytes);
   void post(FarStep step, uint32_t round);
-  void post_batch(FarStep step, uint32_t round, const Member* to);
+  void post_part(FarStep step, uint32_t round, size_t begin, size_t count);
   uint32_t expected_of(FarStep step, uint32_t round, size_t member) const;
   FarOutcome failed_write(std::optional<FarStep> step, uint32_t round);
   uint32_t rank_of(const TransferInfo& failed) const;
@@ -201,6 +207,7 @@ class Proxy {
   // What keeps a wait for `awaited`. step: the one that is waited for; none: the wait is for our own writes.
   FarOutcome trouble(std::optional<FarStep> step, uint32_t round, Member& awaited);
   bool has_left(Member& member, bool was_refused);
+  std::optional<uint32_t> left_before(FarStep step, uint32_t round);
   bool has_ended(uint32_t far_rank, FarStep step, uint32_t round);
   bool has_come(FarStep step, uint32_t round, size_t index);
 
@@ -218,8 +225,7 @@ class Proxy {
   std::array<std::vector<uint32_t>, kParities> rows_expected_;  // writes of rows, by member
   std::array<bool, kParities> takes_sums_{};                    // whether results come from partners only
   std::array<std::vector<Sent>, kParities> sent_;
-  std::vector<Slice> slices_;  // by turn; without dst between calls
-  Batch batch_;                // empty between calls; keeps its storage
+  Batch batch_;  // without dsts between calls
 };
 
 }  // namespace crossrail::moe

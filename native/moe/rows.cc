@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "util/copy.h"
@@ -58,13 +59,24 @@ template <typename Index>
 
 template <typename Index>
 void count_routes(std::span<const Index> indices, uint32_t top_k, std::span<int32_t> counts, std::span<int32_t> slots) {
-  const auto experts = static_cast<int64_t>(counts.size());
-  const auto bad =
-      std::find_if(indices.begin(), indices.end(), [experts](Index index) { return index < -1 || index >= experts; });
-  if (bad != indices.end()) refuse_index(*bad, static_cast<size_t>(bad - indices.begin()), top_k, counts.size());
+  using Unsigned = std::make_unsigned_t<Index>;
+  const auto experts = static_cast<Unsigned>(counts.size());
+  // -1 is 0 then, and what is below it large. No early end: so it is done by vectors.
+  const auto is_bad = [experts](Index index) {
+    return static_cast<Unsigned>(static_cast<Unsigned>(index) + 1) > experts;
+  };
+  bool is_any_bad = false;
+  for (const Index index : indices) is_any_bad |= is_bad(index);
+  if (is_any_bad) {
+    const auto bad = std::ranges::find_if(indices, is_bad);
+    if (bad != indices.end()) refuse_index(*bad, static_cast<size_t>(bad - indices.begin()), top_k, counts.size());
+  }
   std::fill(counts.begin(), counts.end(), 0);
   for (size_t route = 0; route < indices.size(); ++route) {
     const Index index = indices[route];
+    // Once more: another thread may write there meanwhile.
+    if (is_bad(index)) [[unlikely]]
+      refuse_index(index, route, top_k, counts.size());
     slots[route] = index < 0 ? -1 : counts[static_cast<size_t>(index)]++;
   }
 }

@@ -17,7 +17,7 @@ namespace crossrail::moe {
 template <typename Index>
 void count_routes(std::span<const Index> indices, uint32_t top_k, std::span<int32_t> counts, std::span<int32_t> slots);
 
-// Rows of `bytes` bytes, each `stride` from the one before; no rows: data may be null.
+// Rows of `bytes` bytes, one behind the other; no rows: data may be null.
 struct RowsIn {
   const std::byte* data = nullptr;
   size_t rows = 0;
@@ -29,7 +29,7 @@ struct RowsOut {
   size_t bytes = 0;
 };
 
-// Row i of target becomes x[table[i]] | scales[table[i]] | zeros. An empty table: i itself, for as many as x has.
+// Row i of target becomes x[table[i]] | scales[table[i]] | zeros. Without a table: i itself, for as many as x has.
 // scales.bytes 0: none. target.bytes is at least x.bytes + scales.bytes; target has as many rows as are written, or
 // more.
 void pack_rows(const RowsOut& target, const RowsIn& x, const RowsIn& scales, const std::span<const int32_t>* table);

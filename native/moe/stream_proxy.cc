@@ -27,15 +27,8 @@ constexpr int64_t kLongPauseNs = 50'000;
 
 uint32_t wire(uint64_t round) { return static_cast<uint32_t>(round); }
 
-std::span<device::RoundWords> begin_words(std::span<std::byte> board, const StreamBoard& parts) {
-  const uint64_t first = kStreamWords * sizeof(device::RoundWords);
-  if (board.size() < first + kParities * parts.parity_bytes ||
-      reinterpret_cast<uintptr_t>(board.data()) % alignof(device::RoundWords) != 0)
-    throw UsageError("the board of rounds is too short, or not aligned to 64 bytes");
-  auto* const words = reinterpret_cast<device::RoundWords*>(board.data());
-  for (size_t i = 0; i < kStreamWords; ++i) new (words + i) device::RoundWords();
-  return {words, kStreamWords};
-}
+constexpr size_t kFirstTold = kStreamWords - kStreamWordsTold;
+static_assert(static_cast<size_t>(StreamWord::kFree) == kFirstTold);
 
 }  // namespace
 
@@ -49,9 +42,10 @@ StreamProxy::StreamProxy(EngineRef engine, Proxy& proxy, const Layout& layout, u
       board_(board),
       parts_(parts),
       options_(options),
-      words_(begin_words(board, parts)),
       timeout_ns_(options.timeout_ns) {
-  for (uint64_t round = 1; round <= kParities; ++round) device::publish(words(StreamWord::kFree), round);
+  layout.require_rank(rank);
+  begin_words();
+  for (uint64_t round = 1; round <= kParities; ++round) tell(StreamWord::kFree, round);
   thread_ = start_thread([this] { run(); });
   pthread_setname_np(thread_.native_handle(), "crossrail-moe");
   if (options.cpu == -1) return;
@@ -67,11 +61,49 @@ StreamProxy::~StreamProxy() { stop(); }
 
 void StreamProxy::stop() {
   stopping_.store(true, std::memory_order_release);  // pairs with the acquire in run()
+  const std::lock_guard lock(joining_);
   if (thread_.joinable()) thread_.join();
 }
 
-std::array<device::RoundWords, 2>& StreamProxy::free_and_asked() {
-  return *reinterpret_cast<std::array<device::RoundWords, 2>*>(&words(StreamWord::kFree));
+void StreamProxy::begin_words() {
+  const uint64_t first = kStreamWords * sizeof(device::RoundWords);
+  if (board_.size() < first + kParities * parts_.parity_bytes ||
+      reinterpret_cast<uintptr_t>(board_.data()) % alignof(device::RoundWords) != 0)
+    throw UsageError("the board of rounds is too short, or not aligned to 64 bytes");
+  if (options_.gpu >= 0) {
+    try {
+      bar_.emplace(options_.gpu, kStreamWordsTold * sizeof(device::RoundWords));
+    } catch (const TransportError& error) {
+      why_pinned_ = error.what();
+    }
+  }
+  auto* const in_board = reinterpret_cast<device::RoundWords*>(board_.data());
+  auto* const in_gpu = bar_ ? reinterpret_cast<device::RoundWords*>(bar_->mapped()) : nullptr;
+  for (size_t i = 0; i < kStreamWords; ++i) {
+    const bool is_in_gpu = in_gpu != nullptr && i >= kFirstTold;
+    words_[i] = new (is_in_gpu ? in_gpu + (i - kFirstTold) : in_board + i) device::RoundWords();
+  }
+}
+
+void StreamProxy::close() {
+  stop();
+  if (!bar_) return;
+  auto* const in_board = reinterpret_cast<device::RoundWords*>(board_.data());
+  for (size_t i = kFirstTold; i < kStreamWords; ++i) words_[i] = new (in_board + i) device::RoundWords();
+  bar_.reset();
+  let_go();
+}
+
+device::ToldWords StreamProxy::told(StreamWord word) {
+  const size_t offset = (static_cast<size_t>(word) - kFirstTold) * sizeof(device::RoundWords);
+  return {words(word), bar_ ? bar_->address() + offset : 0};
+}
+
+// Of GDRCopy's memory a release is not enough: see bar_fence().
+void StreamProxy::tell(StreamWord word, uint64_t round) {
+  if (bar_) device::bar_fence();
+  device::publish(words(word), round);
+  if (bar_) device::bar_fence();
 }
 
 std::optional<StreamFailure> StreamProxy::failure() const {
@@ -100,10 +132,12 @@ void StreamProxy::send_last_results() {
 // No kernel waits any more, and each finds in place of its round's number that there is nothing to do. What it was told
 // before stays true: the tables of a round whose rows are here are its own to the end.
 void StreamProxy::let_go() {
+  if (bar_) device::bar_fence();
   for (const StreamWord word : {StreamWord::kFree, StreamWord::kRows, StreamWord::kResults}) {
     // release: pairs with the acquire of a kernel's wait.
     for (device::RoundWord& one : words(word)) one.round.store(device::kNoRound, std::memory_order_release);
   }
+  if (bar_) device::bar_fence();
 }
 
 void StreamProxy::run() {
@@ -232,7 +266,7 @@ bool StreamProxy::dispatch(Open& round, int64_t now) {
 bool StreamProxy::take_and_tell(Open& round, FarStep step, StreamWord word, int64_t now) {
   const bool has_all = take(round, step, now);
   if (!round.is_told && (has_all || proxy_.has_come_unsignalled(step, wire(round.number)))) {
-    device::publish(words(word), round.number);
+    tell(word, round.number);
     round.is_told = true;
   }
   return has_all;
@@ -252,7 +286,7 @@ bool StreamProxy::end(Open& round, int64_t now) {
   const FarOutcome outcome = proxy_.wait_sent(wire(round.number), 0, {});
   if (outcome.result == FarResult::kReady) {
     round.stage = Stage::kEnded;
-    device::publish(words(StreamWord::kFree), next);
+    tell(StreamWord::kFree, next);
     return true;
   }
   if (!is_asked) {
@@ -266,12 +300,15 @@ bool StreamProxy::end(Open& round, int64_t now) {
 
 void StreamProxy::place(Open& round) {
   const uint32_t experts = layout_.shape().experts;
-  for (const uint32_t rank : proxy_.far_ranks()) {
-    const std::span<const int32_t> row = proxy_.routes_of(wire(round.number), rank);
-    std::copy(row.begin(), row.end(), round.counts.begin() + static_cast<ptrdiff_t>(size_t{rank} * experts));
+  const uint32_t dp_size = layout_.shape().dp_size;
+  for (uint32_t group = 0; group < layout_.groups(); ++group) {
+    if (group == group_) continue;
+    // All of its members tell the same; its rows come to us from this one.
+    const std::span<const int32_t> row = proxy_.routes_of(wire(round.number), group * dp_size + rank_ % dp_size);
+    std::copy(row.begin(), row.end(), round.counts.begin() + static_cast<ptrdiff_t>(size_t{group} * experts));
   }
   round.placement.emplace(layout_, round.counts);
-  if (round.placement->first_over(options_.rows_max, options_.routes_max)) {
+  if (round.placement->first_over(options_.rows_limits, options_.routes_limits)) {
     proxy_.refuse(wire(round.number), round.is_packed);  // ranks whose calls wait end the round, and want ours for that
     fail({.outcome = {FarResult::kReady, rank_, {}},
           .step = FarStep::kRoutes,
@@ -301,11 +338,14 @@ size_t StreamProxy::write_returns(const Placement& placement, Return* to) const 
   const Return* const first = to;
   const Ranges returns = placement.return_far(rank_);
   const auto packed = static_cast<int32_t>(layout_.shape().world);
-  for (const uint32_t rank : proxy_.far_ranks()) {  // each a group of its own
+  std::optional<uint32_t> packed_group;  // once for all of its members that are not reached
+  for (const uint32_t rank : proxy_.far_ranks()) {
+    const uint32_t group = layout_.group_of(rank);
     const bool is_reached = proxy_.is_reached(rank);
-    const int32_t begin = returns.starts[rank];
-    const int32_t shift = is_reached ? placement.route_start(rank, rank_) - begin : 0;
-    for (int32_t i = begin; i < returns.starts[rank + 1]; ++i)
+    if (!is_reached && std::exchange(packed_group, group) == group) continue;
+    const int32_t begin = returns.starts[group];
+    const int32_t shift = is_reached ? placement.route_start(group, rank_) - begin : 0;
+    for (int32_t i = begin; i < returns.starts[group + 1]; ++i)
       *to++ = {returns.rows[static_cast<size_t>(i)], is_reached ? static_cast<int32_t>(rank) : packed, i + shift};
   }
   int32_t place = 0;

@@ -1,5 +1,6 @@
 // Rounds whose steps are kernels on a stream. A thread reads words in pinned memory to see how far the GPU is. It posts
-// for the GPU, and tells it by words and tables what has come and where it belongs. Kernels decide only where a rank's
+// for the GPU, and tells it by words and tables what has come and where it belongs. Its own words are in the GPU's
+// memory where there is GDRCopy, since kernels poll them. Kernels decide only where a rank's
 // own routes go. So a half of dispatch or combine only launches kernels, and can be captured in a CUDA graph. (This is
 // the host proxy of arXiv 2510.27656, section 6, except that the host computes the places, not kernels.)
 //
@@ -31,20 +32,23 @@
 #include <mutex>
 #include <optional>
 #include <span>
+#include <string>
 #include <thread>
 #include <vector>
 
+#include "device/gdrcopy.h"
 #include "device/round_words.h"
 #include "moe/layout.h"
 #include "moe/proxy.h"
 
 namespace crossrail::moe {
 
-// kFree and kAsked are neighbours, since device::open_round takes both as one range.
-enum class StreamWord : uint8_t { kFree, kAsked, kRoutes, kPacked, kReturned, kEnded, kRows, kResults };
+enum class StreamWord : uint8_t { kAsked, kRoutes, kPacked, kReturned, kEnded, kFree, kRows, kResults };
 inline constexpr size_t kStreamWords = 8;
+inline constexpr size_t kStreamWordsTold = 3;  // kFree and those behind it, which the thread publishes
 
-// Where things are in the board, which is pinned memory that the GPU reads and writes. The words are at its start.
+// Where things are in the board, which is pinned memory that the GPU reads and writes. The words are at its start, also
+// those that are not used since they are in the GPU's memory.
 // These parts follow, for rounds of even number; the part for rounds of odd number is parity_bytes behind each. In
 // bytes; all are multiples of 64.
 struct StreamBoard {
@@ -53,7 +57,7 @@ struct StreamBoard {
   uint64_t expert_rows = 0;     // int32 [experts of the rank]
   uint64_t expert_offsets = 0;  // int32 [experts of the rank + 1], as Placement::expert_offsets
   uint64_t moves = 0;           // int32 [groups * routes_max][2]: row of rows_in, or -1 - i: our i-th own; output row
-  uint64_t returns = 0;         // Return [groups * routes_max]
+  uint64_t returns = 0;         // Return [world * routes_max]
   uint64_t parity_bytes = 0;
 };
 
@@ -80,15 +84,17 @@ struct StreamFailure {
 // reads, its tables. Then kFree of the next round of its parity is published. Only after that does the GPU write to the
 // board for the next round, and does any rank write to our rows for it. Owner: the caller, also of all arguments, which
 // outlive it. The thread alone uses the proxy until stop(). Lifecycle: 1. Made; the thread runs. 2. stop(), once no
-// more kernels that wait for it will be launched. Threads: any; not in a forked child, where the thread is missing.
+// more kernels that wait for it will be launched. 3. close(). Threads: any, close() alone; not in a forked child, where
+// the thread is missing.
 class StreamProxy {
  public:
   struct Options {
     int32_t cpu = -1;        // the core of the thread; -1: any that this process may use
     int64_t spin_ns = 0;     // how long it polls without a pause after progress; with a core of its own it never pauses
     int64_t timeout_ns = 0;  // of each wait for other ranks
-    int32_t rows_max = 0;    // room of a rank's output (layout "masked": of one expert)
-    int32_t routes_max = 0;  // most routes of one group to one rank
+    int32_t gpu = -1;        // whose kernels; -1: steps are the calling threads'
+    std::vector<int64_t> rows_limits = {};    // by rank: room of its output (layout "masked": of one expert)
+    std::vector<int32_t> routes_limits = {};  // by rank: most routes of one group to it
   };
   // Throws UsageError for a core that this process may not use.
   StreamProxy(EngineRef engine, Proxy& proxy, const Layout& layout, uint32_t rank, std::span<std::byte> board,
@@ -97,11 +103,18 @@ class StreamProxy {
   StreamProxy(const StreamProxy&) = delete;
   StreamProxy& operator=(const StreamProxy&) = delete;
 
-  device::RoundWords& words(StreamWord word) { return words_[static_cast<size_t>(word)]; }
-  std::array<device::RoundWords, 2>& free_and_asked();
+  // Words that kernels publish.
+  device::RoundWords& words(StreamWord word) { return *words_[static_cast<size_t>(word)]; }
+  // Words that they wait for.
+  device::ToldWords told(StreamWord word);
+  // Where those are; and why not in the memory of the GPU, if there is one.
+  bool tells_in_gpu() const { return bar_.has_value(); }
+  const std::string& why_pinned() const { return why_pinned_; }
   void set_timeout(int64_t timeout_ns) { timeout_ns_.store(timeout_ns, std::memory_order_relaxed); }
   std::optional<StreamFailure> failure() const;
   void stop();
+  // Likewise, once no kernel that waits for it runs any more: gives back what it has of the GPU.
+  void close();
 
  private:
   enum class Stage : uint8_t { kDispatch, kExperts, kCombine, kEnding, kEnded };
@@ -142,6 +155,9 @@ class StreamProxy {
   void check_others(Open& round, int64_t now);
   void check(const Open& round, FarStep step, const FarOutcome& outcome, int64_t now);
   void fail(StreamFailure failure);
+  void begin_words();
+  // Publishes one of ours.
+  void tell(StreamWord word, uint64_t round);
   void send_last_results();
   void let_go();
   void pause(int64_t idle_ns) const;
@@ -158,7 +174,9 @@ class StreamProxy {
   const std::span<std::byte> board_;
   const StreamBoard parts_;
   const Options options_;
-  const std::span<device::RoundWords> words_;
+  std::array<device::RoundWords*, kStreamWords> words_{};
+  std::optional<device::BarMemory> bar_;  // has those that we publish, if it is there
+  std::string why_pinned_;
   std::array<std::optional<Open>, kParities> rounds_;
   uint64_t next_ = 1;                 // the next round to open
   std::optional<int64_t> untold_ns_;  // the time at which we saw that the GPU has begun the one after it
@@ -167,6 +185,7 @@ class StreamProxy {
   std::atomic<bool> stopping_{false};
   mutable std::mutex mutex_;  // guards what follows
   std::optional<StreamFailure> failure_;
+  std::mutex joining_;  // guards the end of the thread, which several may wait for
   std::thread thread_;
 };
 

@@ -1,11 +1,13 @@
 #include "moe/words.h"
 
 #include <algorithm>
+#include <optional>
 #include <thread>
 
 #include "util/clock.h"
 #include "util/copy.h"
 #include "util/futex.h"
+#include "util/mutation.h"
 #include "util/spinlock.h"
 
 namespace crossrail::moe {
@@ -22,7 +24,18 @@ constexpr uint32_t kSealedBehindMax = 1u << 30;
 constexpr uint32_t kSealedBehind = 1u << 29;
 static_assert(kSealedBehind % 2 == 0);  // the parity is kept that says that it is sealed
 
-bool is_lost(const Awaited& awaited) { return awaited.owner != nullptr && awaited.owner->state() == PeerState::kLost; }
+// To be gone on without: it is lost, and did not say farewell before, which is no reason to mask it.
+bool is_lost(const Awaited& awaited) {
+  return awaited.owner != nullptr && awaited.owner->state() == PeerState::kLost &&
+         awaited.farewell->value.load(std::memory_order_acquire) == 0;
+}
+
+// Nothing comes of it any more, although it owes this round something.
+bool has_left(const Awaited& awaited, uint32_t round) {
+  // acquire: what its owner published before the farewell is seen here.
+  if (awaited.farewell->value.load(std::memory_order_acquire) == 0) return false;
+  return !has_come(*awaited.word, round) || (awaited.then != nullptr && !has_come(*awaited.then, round));
+}
 
 // In order: all that it owed to those who wait has come, so that none of them gives up because of it.
 bool has_ended(const Watched& lost) {
@@ -30,9 +43,9 @@ bool has_ended(const Watched& lost) {
 }
 
 // Whether waiting for words[index] has become pointless. Unless it goes on without them, any owner that is lost makes
-// it so: the one that we wait for may have seen it before us, and go no further.
+// it so: the one that we wait for may have seen it before us, and go no further. So does any that left before its part.
 WordsOutcome trouble_with(Engine& engine, std::span<const Awaited> words, std::span<const Watched> watched,
-                          size_t index, bool goes_on) {
+                          size_t index, uint32_t round, bool goes_on) {
   if (engine.closed()) return {WordsResult::kClosed, index};
   for (size_t i = 0; i < words.size() && !goes_on; ++i) {
     if (words[i].owner != nullptr && words[i].owner->state() == PeerState::kLost) return {WordsResult::kPeerLost, i};
@@ -41,8 +54,25 @@ WordsOutcome trouble_with(Engine& engine, std::span<const Awaited> words, std::s
     if (watched[i].peer->state() == PeerState::kLost && !has_ended(watched[i]))
       return {WordsResult::kPeerLost, words.size() + i};
   }
-  if (words[index].farewell->value.load(std::memory_order_acquire) != 0) return {WordsResult::kLeft, index};
+  for (size_t i = goes_on ? index : 0; i < words.size(); ++i) {
+    // One that is sealed is gone on without.
+    const bool is_sealed_off = goes_on && i != index && (words[i].is_masked || is_sealed(*words[i].word, round));
+    if (!is_sealed_off && has_left(words[i], round)) return {WordsResult::kLeft, i};
+  }
   return {WordsResult::kReady, index};
+}
+
+// Whether one of them has left before its part. They tell by writes, of which a farewell may overtake the others: so
+// that counts once it has been there for a while. seen_ns: when the first was seen here, 0: not yet.
+std::optional<size_t> left_before_its_part(std::span<const Watched> watched, int64_t now, int64_t& seen_ns) {
+  for (size_t i = 0; i < watched.size(); ++i) {
+    if (watched[i].is_taken_meanwhile || watched[i].farewell == nullptr || watched[i].part == nullptr) continue;
+    if (watched[i].farewell->poll() == 0) continue;
+    if (seen_ns == 0) seen_ns = now;
+    const bool owes = watched[i].part->poll() == 0 || (watched[i].then != nullptr && watched[i].then->poll() == 0);
+    if (now >= seen_ns + kAfterFarewellNs && owes) return i;
+  }
+  return std::nullopt;
 }
 
 void sleep_on_word(Word& word, uint32_t round, Deadline until) {
@@ -88,9 +118,11 @@ WordsOutcome wait_words(Engine& engine, std::span<const Awaited> words, std::spa
   int64_t spin_until = 0;  // 0: has not begun
   int64_t yield_from = 0;
   int64_t next_look = 0;
+  int64_t farewell_ns = 0;  // when one of `watched` was seen to have left
   for (size_t i = 0; i < words.size();) {
     const Awaited& awaited = words[i];
-    if (has_come(*awaited.word, round)) {
+    const bool is_skipped = is_mutated(Mutation::kSkipLastWord) && i + 1 == words.size();
+    if (is_skipped || has_come(*awaited.word, round)) {
       ++i;
       continue;
     }
@@ -98,7 +130,11 @@ WordsOutcome wait_words(Engine& engine, std::span<const Awaited> words, std::spa
       absent->push_back(i++);
       continue;
     }
-    if (simulated) return {WordsResult::kLate, i};
+    if (simulated) {  // nothing comes while this thread waits: a look is all
+      if (absent != nullptr && is_lost(awaited) && seal(*awaited.word, round)) continue;
+      const WordsOutcome trouble = trouble_with(engine, words, watched, i, round, absent != nullptr);
+      return trouble.result != WordsResult::kReady ? trouble : WordsOutcome{WordsResult::kLate, i};
+    }
     const int64_t now = now_ns();
     if (spin_until == 0) {
       spin_until = now + engine.options().spin_ns;
@@ -108,9 +144,11 @@ WordsOutcome wait_words(Engine& engine, std::span<const Awaited> words, std::spa
     if (now >= std::min(next_look, deadline)) {
       next_look = now + kPeerLookEveryNs;
       if (absent != nullptr && is_lost(awaited) && seal(*awaited.word, round)) continue;
-      const WordsOutcome trouble = trouble_with(engine, words, watched, i, absent != nullptr);
+      const WordsOutcome trouble = trouble_with(engine, words, watched, i, round, absent != nullptr);
       // Its last word may have come just before its end.
       if (trouble.result != WordsResult::kReady && !has_come(*awaited.word, round)) return trouble;
+      if (const auto gone = left_before_its_part(watched, now, farewell_ns))
+        return {WordsResult::kLeft, words.size() + *gone};
       if (now >= deadline) return {WordsResult::kLate, i};
       if (interrupted.is_due(now) && interrupted.ask(now)) return {WordsResult::kInterrupted, i};
     }

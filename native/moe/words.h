@@ -55,9 +55,10 @@ bool seal(Word& word, uint32_t round);
 // What is waited for, and of whom.
 struct Awaited {
   Word* word = nullptr;
-  Word* farewell = nullptr;  // not 0 once the owner has given up for good
-  Peer* owner = nullptr;     // null: ourselves
-  bool is_masked = false;    // with `absent`: not waited for
+  Word* farewell = nullptr;    // not 0 once the owner has given up for good
+  const Word* then = nullptr;  // what the owner owes this round after that; null: nothing
+  Peer* owner = nullptr;       // null: ourselves
+  bool is_masked = false;      // with `absent`: not waited for
 };
 
 // One that has no word here, far away.
@@ -66,28 +67,34 @@ struct Watched {
   // What it counts here in place of these words, and once it has given up for good; null where it counts nothing.
   const ImmCounter* part = nullptr;
   const ImmCounter* farewell = nullptr;
+  const ImmCounter* then = nullptr;
+  // Its counts may be taken before the words have come: that there are none says nothing.
+  bool is_taken_meanwhile = false;
 };
 
 enum class WordsResult : uint8_t {
   kReady,
   kLate,         // the deadline passed
   kPeerLost,     // the owner of one is lost, whether or not its word has come
-  kLeft,         // the owner of one that has not come said farewell
+  kLeft,         // an owner, or one of `watched`, said farewell, and owes the round something
   kClosed,       // our engine was closed
   kInterrupted,  // the interrupt check said stop
 };
+// How long after a farewell from far writes that were done before it may still be counted: done there is not yet
+// counted here.
+inline constexpr int64_t kAfterFarewellNs = 100'000'000;
 struct WordsOutcome {
   WordsResult result;
-  size_t index;  // of the owner that is lost, else of the first that has not come; the number of words when kReady
+  size_t index;  // of the owner that is lost or left, else of the first that has not come; of kReady, how many words
 };
 
 // Returns once all words stand at `round` or later; or once it is certain that one of them never will, or the deadline
 // has passed. Spins for the engine's spin_ns, then sleeps. Drives an engine of Polling::kManual meanwhile, else nothing
 // does but its worker. On a stage nobody else runs while we wait: what has not come then, is late at once.
 // watched: others without whom the wait is as pointless, unless they had done their part and said farewell before they
-// were lost; their indices begin behind those of the words.
-// absent: null, or where the wait goes on without owners that are lost: their words are sealed, and the indices of
-// those that are sealed before `round` are put there. Never kPeerLost then.
+// were lost, or left; their indices begin behind those of the words.
+// absent: null, or where the wait goes on without owners that are lost and did not say farewell: their words are
+// sealed, and the indices of those that are sealed before `round` are put there. Never kPeerLost then.
 WordsOutcome wait_words(Engine& engine, std::span<const Awaited> words, std::span<const Watched> watched,
                         uint32_t round, Deadline deadline, const InterruptCheck& interrupted,
                         std::vector<size_t>* absent = nullptr);

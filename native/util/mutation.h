@@ -24,11 +24,16 @@ enum class Mutation : uint8_t {
   kAcceptStaleIncarnation,  // a restarted engine is taken for the one that had its name before
   kReuseImmediateEarly,     // a number that was released is handed out again at once
   kMessageTwice,            // a message whose acknowledgement was lost is delivered again
+  kRecallTaken,             // a message that was delivered is given back to who cancelled it
   kSkipFenceWait,           // revoke() refuses peers, and does not wait for who is at the region
   kKeepOldKey,              // revoke() leaves the NICs the key that peers know
   kCountUnverified,         // a checked write is counted whatever its sum
   kVerifiedAlsoCounts,      // the immediate of a checked write travels with its bytes as well
   kNeverThaw,               // a peer that stood still is never said to move again
+  kSlotOneRowLate,          // of moe: private rows land a row behind their slot
+  kForgetRemainder,         // of moe: rows that do not fit the slot are not waited for
+  kOneParity,               // of moe: rounds of odd number use the rows' memory of even ones
+  kSkipLastWord,            // of moe: of ranks that share memory the last one is not waited for
 };
 
 #ifdef CROSSRAIL_MUTATIONS

@@ -4,6 +4,11 @@
 #include <bit>
 #include <cstring>
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#include <immintrin.h>
+#endif
+
 namespace crossrail {
 
 namespace {
@@ -24,9 +29,63 @@ uint32_t load_big(const uint8_t* bytes) {
   return __builtin_bswap32(value);
 }
 
+#if defined(__x86_64__)
+
+bool has_sha_instructions() {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  if (__get_cpuid(1, &a, &b, &c, &d) == 0 || (c & bit_SSE4_1) == 0 || (c & bit_SSSE3) == 0) return false;
+  return __get_cpuid_count(7, 0, &a, &b, &c, &d) != 0 && (b & bit_SHA) != 0;
+}
+
+// Intel's SHA extensions: two rounds an instruction. They keep the state as the words ABEF and CDGH, the first highest,
+// and four words of the message in a register.
+__attribute__((target("sha,sse4.1,ssse3"))) void sha256_block_x86(Sha256State& state, const uint8_t* bytes) {
+  const __m128i big_endian = _mm_set_epi64x(0x0c0d0e0f08090a0b, 0x0405060700010203);
+  auto* words = reinterpret_cast<__m128i*>(state.data());
+  const __m128i dcba = _mm_shuffle_epi32(_mm_loadu_si128(words), 0xB1);
+  const __m128i hgfe = _mm_shuffle_epi32(_mm_loadu_si128(words + 1), 0x1B);
+  __m128i abef = _mm_alignr_epi8(dcba, hgfe, 8);
+  __m128i cdgh = _mm_blend_epi16(hgfe, dcba, 0xF0);
+  const __m128i abef_before = abef;
+  const __m128i cdgh_before = cdgh;
+  __m128i w[4];
+  for (size_t i = 0; i < 4; ++i)
+    w[i] = _mm_shuffle_epi8(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes + 16 * i)), big_endian);
+#pragma GCC unroll 16
+  for (size_t i = 0; i < 16; ++i) {  // four rounds each
+    const __m128i now = w[i % 4];
+    const __m128i sum = _mm_add_epi32(now, _mm_loadu_si128(reinterpret_cast<const __m128i*>(kRound.data() + 4 * i)));
+    cdgh = _mm_sha256rnds2_epu32(cdgh, abef, sum);
+    abef = _mm_sha256rnds2_epu32(abef, cdgh, _mm_shuffle_epi32(sum, 0x0E));
+    // The words of four rounds of sixteen later take this one's place.
+    if (i < 12) {
+      const __m128i next = w[(i + 1) % 4];
+      const __m128i last = w[(i + 3) % 4];
+      const __m128i sevenths = _mm_alignr_epi8(last, w[(i + 2) % 4], 4);
+      w[i % 4] = _mm_sha256msg2_epu32(_mm_add_epi32(_mm_sha256msg1_epu32(now, next), sevenths), last);
+    }
+  }
+  abef = _mm_add_epi32(abef, abef_before);
+  cdgh = _mm_add_epi32(cdgh, cdgh_before);
+  const __m128i feba = _mm_shuffle_epi32(abef, 0x1B);
+  const __m128i dchg = _mm_shuffle_epi32(cdgh, 0xB1);
+  _mm_storeu_si128(words, _mm_blend_epi16(feba, dchg, 0xF0));
+  _mm_storeu_si128(words + 1, _mm_alignr_epi8(dchg, feba, 8));
+}
+
+#endif
+
 }  // namespace
 
-void Sha256::block(const uint8_t* bytes) {
+void sha256_block(Sha256State& state, const uint8_t* bytes) {
+#if defined(__x86_64__)
+  static const bool has_instructions = has_sha_instructions();
+  if (has_instructions) return sha256_block_x86(state, bytes);
+#endif
+  sha256_block_portable(state, bytes);
+}
+
+void sha256_block_portable(Sha256State& state, const uint8_t* bytes) {
   std::array<uint32_t, 64> w;
   for (size_t i = 0; i < 16; ++i) w[i] = load_big(bytes + 4 * i);
   for (size_t i = 16; i < 64; ++i) {
@@ -34,7 +93,7 @@ void Sha256::block(const uint8_t* bytes) {
     const uint32_t s1 = std::rotr(w[i - 2], 17) ^ std::rotr(w[i - 2], 19) ^ (w[i - 2] >> 10);
     w[i] = w[i - 16] + s0 + w[i - 7] + s1;
   }
-  auto [a, b, c, d, e, f, g, h] = state_;
+  auto [a, b, c, d, e, f, g, h] = state;
   for (size_t i = 0; i < 64; ++i) {
     const uint32_t s1 = std::rotr(e, 6) ^ std::rotr(e, 11) ^ std::rotr(e, 25);
     const uint32_t t1 = h + s1 + ((e & f) ^ (~e & g)) + kRound[i] + w[i];
@@ -50,7 +109,16 @@ void Sha256::block(const uint8_t* bytes) {
     a = t1 + t2;
   }
   const std::array<uint32_t, 8> add = {a, b, c, d, e, f, g, h};
-  for (size_t i = 0; i < 8; ++i) state_[i] += add[i];
+  for (size_t i = 0; i < 8; ++i) state[i] += add[i];
+}
+
+Digest sha256_bytes(const Sha256State& state) {
+  Digest digest;
+  for (size_t i = 0; i < state.size(); ++i) {
+    const uint32_t word = __builtin_bswap32(state[i]);
+    std::memcpy(digest.data() + 4 * i, &word, sizeof word);
+  }
+  return digest;
 }
 
 void Sha256::update(std::span<const uint8_t> bytes) {
@@ -61,7 +129,7 @@ void Sha256::update(std::span<const uint8_t> bytes) {
     buffered_ += taken;
     bytes = bytes.subspan(taken);
     if (buffered_ < buffer_.size()) return;
-    block(buffer_.data());
+    sha256_block(state_, buffer_.data());
     buffered_ = 0;
   }
 }
@@ -74,12 +142,7 @@ Digest Sha256::finish() {
   std::array<uint8_t, 8> length;
   std::memcpy(length.data(), &big, sizeof big);
   update(length);
-  Digest digest;
-  for (size_t i = 0; i < 8; ++i) {
-    const uint32_t word = __builtin_bswap32(state_[i]);
-    std::memcpy(digest.data() + 4 * i, &word, sizeof word);
-  }
-  return digest;
+  return sha256_bytes(state_);
 }
 
 Digest sha256(std::initializer_list<std::span<const uint8_t>> parts) {

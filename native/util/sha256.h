@@ -1,5 +1,6 @@
-// SHA-256 (FIPS 180-4) and HMAC (RFC 2104), for handshakes of a few hundred bytes. Our own, because the core links
-// nothing beyond libc and libstdc++; the tests hold it against published vectors and against Python's hashlib.
+// SHA-256 (FIPS 180-4) and HMAC (RFC 2104), for handshakes of a few hundred bytes, and for names of pages (kv/). Our
+// own, because the core links nothing beyond libc and libstdc++; the tests hold it against published vectors and
+// against Python's hashlib.
 #pragma once
 
 #include <array>
@@ -12,15 +13,24 @@ namespace crossrail {
 
 using Digest = std::array<uint8_t, 32>;
 
+using Sha256State = std::array<uint32_t, 8>;
+inline constexpr Sha256State kSha256Start = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
+                                             0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
+
+// The compression function: a block of 64 bytes into the state. By the processor's instructions, if it has them.
+void sha256_block(Sha256State& state, const uint8_t* bytes);
+void sha256_block_portable(Sha256State& state, const uint8_t* bytes);  // the same without, for tests
+
+// The state as bytes, in the order of a digest.
+Digest sha256_bytes(const Sha256State& state);
+
 class Sha256 {
  public:
   void update(std::span<const uint8_t> bytes);
   Digest finish();
 
  private:
-  void block(const uint8_t* bytes);
-  std::array<uint32_t, 8> state_ = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
-                                    0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
+  Sha256State state_ = kSha256Start;
   std::array<uint8_t, 64> buffer_{};
   size_t buffered_ = 0;
   uint64_t total_bytes_ = 0;

@@ -1,8 +1,6 @@
 // Where a thread sleeps, beside other descriptors and across processes: an eventfd that is readable once rung.
 #pragma once
 
-#include <cstdint>
-
 #include "util/memory_map.h"
 
 namespace crossrail {

@@ -1,7 +1,6 @@
 // For any processor: loops over a few numbers at a time, which compilers turn into whatever vectors it has.
 #include <algorithm>
 #include <array>
-#include <bit>
 #include <cstddef>
 #include <cstdint>
 

@@ -1,0 +1,78 @@
+// Which page holds which content, and in which order unheld ones are given up.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "kv/page_names.h"
+
+namespace crossrail::kv {
+
+using Page = uint32_t;
+
+// Names of pages 0 .. pages - 1. A page that bears one is held by leases, or unheld; its owner, the pool, says which.
+//
+// All costs are per page of the call, none depends on how many there are. Memory, of which there is none before the
+// first add(), is kPrefixCachePageBytes for each page at most. UsageError for a page out of range; nothing has changed
+// then. Threads: one at a time.
+// Invariant: no two pages bear the same name; every unheld page bears one.
+class PrefixCache {
+ public:
+  explicit PrefixCache(size_t pages);
+
+  size_t pages() const { return pages_; }
+  size_t size() const { return size_; }      // pages that bear names
+  size_t unheld() const { return unheld_; }  // of them
+
+  // The pages of the longest known beginning of names.
+  std::vector<Page> match(std::span<const PageName> names) const;
+  size_t count_unheld(std::span<const Page> pages) const;
+  void hold(std::span<const Page> pages);
+  // Nobody holds these now. Those that bear names are unheld from now on, in this order, and returned.
+  std::vector<Page> let_go(std::span<const Page> pages);
+  // Names held pages, pages[i] names[i]. A page keeps the name it has, a name the page that bears it.
+  void add(std::span<const Page> pages, std::span<const PageName> names);
+  // Takes the names of so many unheld pages, the longest unheld first, and returns the pages.
+  std::vector<Page> evict(size_t count);
+  // Takes all names, also of held pages, and returns the pages that were unheld.
+  std::vector<Page> clear();
+
+ private:
+  // Where the table has a page: linear probing from `hash` on, at most half of the table in use, and no gaps between a
+  // page and its place by hash: removal moves later ones up.
+  struct Slot {
+    uint32_t hash = 0;
+    uint32_t page_and_one = 0;  // 0: empty
+  };
+  struct Neighbours {
+    Page before = kNotUnheld;
+    Page after = kNotUnheld;
+  };
+  static constexpr Page kNotUnheld = UINT32_MAX;
+
+  void check(std::span<const Page> pages) const;
+  bool is_named(Page page) const { return !named_.empty() && named_[page] != 0; }
+  bool is_unheld(Page page) const { return !ring_.empty() && ring_[page].after != kNotUnheld; }
+  uint32_t hash_of(const PageName& name) const;
+  size_t find(const PageName& name, uint32_t hash) const;  // its slot, or the empty one where it would be
+  void unlink(Page page);
+  void forget(Page page);
+
+  size_t pages_;
+  size_t size_ = 0;
+  size_t unheld_ = 0;
+  // Nobody outside can tell which names meet in the table, whose prompts he may choose.
+  std::array<uint64_t, 2> secret_;
+  std::vector<Slot> table_;
+  std::vector<PageName> names_;   // by page
+  std::vector<uint8_t> named_;    // by page
+  std::vector<Neighbours> ring_;  // by page, in the order of eviction; [pages_] is before the first and after the last
+};
+
+// A name, whether there is one, two neighbours, and up to four slots.
+inline constexpr size_t kPrefixCachePageBytes = 32 + 1 + 8 + 32;
+
+}  // namespace crossrail::kv
