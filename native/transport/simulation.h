@@ -22,8 +22,8 @@ class Actor {
   virtual bool turn() = 0;
   // Wants a turn by then. Asked after turn().
   virtual Deadline next_timer() const = 0;
-  // Has words that the user changes without telling anybody.
-  virtual bool watches() const = 0;
+  // The user has changed words of it without telling anybody. Asked once watches_words() was called.
+  virtual bool has_changed_words() const = 0;
   // Something that was begun has not ended yet.
   virtual bool is_busy() const = 0;
   // Grows with everything that its user could have waited for.
@@ -47,6 +47,8 @@ class Simulation : public Clock, public Entropy {
   virtual void leave(uint32_t actor) = 0;
   // [any] It has news, and wants a turn.
   virtual void wake(uint32_t actor) = 0;
+  // [any] From now on it has words that a user may change without telling anybody.
+  virtual void watches_words(uint32_t actor) = 0;
   // Now, or, from inside a turn, right after it: for what must not happen within.
   virtual void after_turn(std::function<void()> deed) = 0;
   // What the engines of that host call it: part of their addresses.

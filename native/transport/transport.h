@@ -43,6 +43,7 @@ class LocalRegion {
   uint64_t length_bytes = 0;
   uint64_t id = 0;         // the engine gives it at registration
   bool is_mapped = false;  // peers of this host can map it
+  bool maps_file = false;  // of the host: a file is mapped there, which may be cut short. As far as the transport cares
   int gpu = -1;            // whose memory it is; -1: the host's
   // The keys that an RDMA transport puts into the region's descriptor. They stay the same for the region's life.
   virtual RdmaKeys rdma_keys() const { return {}; }
@@ -107,6 +108,7 @@ struct Traits {
                             // the writes posted before it
   // The transport spreads requests with kAnyRail over its rails. The engine names a rail only if the user did.
   bool balances_rails = false;
+  bool moves_while_posting = true;      // a post takes as long as its bytes; else it only queues them
   uint64_t piece_bytes_min = 16 << 10;  // a shorter piece is not worth another rail's overhead
   bool moves_gpu_memory = false;        // NICs access GPU memory directly
   bool copies_gpu_memory = false;       // this side's CPU has the driver copy GPU memory
@@ -172,6 +174,8 @@ class Transport {
 
   virtual const Traits& traits() const = 0;    // [any]
   virtual const Address& address() const = 0;  // [any]
+  // Asked when it has opened: what each rail is on, a netdev or a port of a NIC; several may share one. Empty: nothing.
+  virtual std::vector<std::string> rail_devices() const { return {}; }
   // Called once, after all transports of the engine are open and before any other call, with the whole address that
   // peers see. The transport opened last knows it already.
   virtual void complete_address(const Address&) {}
@@ -264,6 +268,9 @@ struct RdmaOptions {
   uint32_t service_level = 0;   // verbs: 0..15
   uint32_t path_mtu_bytes = 0;  // verbs: 256, 512 ... 4096; 0: the port's
   uint32_t partition = 0;       // verbs on InfiniBand: a P_Key, its highest bit does not matter; 0 by choice
+  uint32_t chain_length = 16;   // verbs: work requests behind one doorbell, 1..kChainMax
+
+  static constexpr uint32_t kChainMax = 32;
 };
 
 // sim: where in which world. Elsewhere there is none, and engines have threads.

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <cstdint>
 #include <vector>
 
 #include "transport/transport.h"
@@ -39,6 +40,10 @@ class NullTransport final : public Transport {
   void wake() override;
   void close() override;
   void abandon_after_fork() override {}
+
+  // When something was posted first since this was set to 0, on any null transport; below 0 nobody asks. For
+  // measurements.
+  static inline std::atomic<int64_t> first_post_ns{-1};
 
  private:
   struct NullLink final : Link {};

@@ -1,7 +1,10 @@
 #include "transport/ofi/domain.h"
 
+#include <mutex>
+
 #include "util/entropy.h"
 #include "util/errors.h"
+#include "util/locked_memory.h"
 
 namespace crossrail::ofi {
 
@@ -14,8 +17,6 @@ constexpr size_t kQueueEntriesMax = 32768;
 constexpr size_t kQueueEntries = 4096;
 constexpr size_t kQueueEntriesMin = 1024;
 constexpr size_t kPeersExpected = 256;  // a hint: shm's limit, others grow
-
-constexpr const char* kLimitRemedy = "raise the limit on locked memory (ulimit -l unlimited) or register less";
 
 }  // namespace
 
@@ -100,12 +101,26 @@ void Domain::open_queue() {
   if (fi_control(&queue->fid, FI_GETWAIT, &fd) == 0) wait_fd_ = fd;
 }
 
+void Domain::close() {
+  peers_.reset();
+  queue_.reset();
+  addresses_.reset();
+  const std::unique_lock lock(closing_mutex_);
+  is_closed_ = true;
+  if (domain_ == nullptr || fi_close(&domain_->fid) != 0) return;
+  static_cast<void>(domain_.release());
+  errors_.reset();
+  fabric_.reset();
+}
+
 bool Domain::may_sleep(fid_eq* events) const {
   struct fid* objects[] = {&queue_->fid, events != nullptr ? &events->fid : nullptr};
   return wait_fd_ >= 0 && fi_trywait(fabric_.get(), objects, events != nullptr ? 2 : 1) == 0;
 }
 
 int Domain::register_with(fi_mr_attr* attributes, uint64_t flags, fid_mr** memory) const {
+  const std::shared_lock lock(closing_mutex_);
+  if (is_closed_) throw EngineClosedError("the engine is closed");
   attributes->iov_count = 1;
   for (int attempt = 0;; ++attempt) {
     // Where we choose the key, a random one: that of a region closed long ago opens nothing else.
@@ -127,7 +142,7 @@ Fid<fid_mr> Domain::register_memory(void* base, uint64_t length_bytes, uint64_t 
   attributes.iface = FI_HMEM_SYSTEM;
   fid_mr* memory = nullptr;
   if (const int code = register_with(&attributes, 0, &memory); code != 0)
-    fail("fi_mr_regattr", code, code == -FI_ENOMEM || code == -FI_EPERM ? kLimitRemedy : "");
+    fail("fi_mr_regattr", code, code == -FI_ENOMEM || code == -FI_EPERM ? locked_memory_remedy() : "");
   return Fid<fid_mr>(memory);
 }
 

@@ -8,7 +8,7 @@
 
 #include <map>
 #include <memory>
-#include <span>
+#include <shared_mutex>
 #include <string>
 #include <vector>
 
@@ -71,6 +71,10 @@ class Domain {
   // False: something is there already, or may be. events: a queue to sleep on beside ours, or null.
   bool may_sleep(fid_eq* events) const;
 
+  // All endpoints are closed. What is registered still keeps libfabric's object until ours is destroyed; who registers
+  // from now on gets EngineClosedError.
+  void close();
+
   // [any] Throws TransportError with a remedy.
   Fid<fid_mr> register_memory(void* base, uint64_t length_bytes, uint64_t access) const;
   Fid<fid_mr> register_gpu_memory(const device::GpuMemory& memory, uint64_t access) const;
@@ -88,6 +92,8 @@ class Domain {
 
   const std::shared_ptr<const Library> library_;
   const Rules rules_;
+  mutable std::shared_mutex closing_mutex_;  // held by who registers, shared; by close(), alone
+  bool is_closed_ = false;                   // guarded by it; domain_ may outlive that, for what is registered
   Device device_;
   Fid<fid_fabric> fabric_;
   Fid<fid_eq> errors_;  // until all endpoints are closed

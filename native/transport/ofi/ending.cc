@@ -1,5 +1,4 @@
 // How paths end: what is under way is closed with its endpoint, its last completions are read, then the layer is told.
-#include <algorithm>
 #include <iterator>
 #include <utility>
 

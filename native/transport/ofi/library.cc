@@ -82,7 +82,12 @@ std::shared_ptr<const Library> search() {
     if (library == nullptr) throw TransportError("dlopen", 0, search.notes(), kRemedy);
     return library;
   }
-  if (auto library = search.try_one(kSoname, RTLD_NOLOAD, "already in the process")) return library;
+  // One that is there and cannot be used ends the search: another beside it would be bound to its plugins.
+  if (void* const handle = dlopen(kSoname, RTLD_NOW | RTLD_NOLOAD); handle != nullptr) {
+    dlclose(handle);
+    if (auto library = search.try_one(kSoname, RTLD_NOLOAD, "already in the process")) return library;
+    throw TransportError("dlopen", 0, search.notes() + "; a second one beside it would mix their plugins", kRemedy);
+  }
   for (const char* folder : {"/opt/amazon/efa/lib64/", "/opt/amazon/efa/lib/"}) {
     if (auto library = search.try_one(std::string(folder) + kSoname, 0, folder)) return library;
   }

@@ -36,7 +36,7 @@ struct Library {
 
 // The process's libfabric, opened at the first call that finds one. Looked for, in this order:
 //   1. CROSSRAIL_LIBFABRIC, a path: this one or none.
-//   2. One that the process has already: two copies would mix their plugins.
+//   2. One that the process has already: this one or none, since two copies would mix their plugins.
 //   3. /opt/amazon/efa, where AWS installs it.
 //   4. The system's.
 //   5. Those that look_in() named.

@@ -4,7 +4,6 @@
 #include <rdma/fi_eq.h>
 
 #include <optional>
-#include <span>
 #include <vector>
 
 #include "transport/ofi/domain.h"

@@ -87,14 +87,30 @@ OfiNic::OfiNic(std::shared_ptr<const Library> library, const Rules& rules, Devic
   fds_.push_back(outer_.get());
 }
 
-OfiNic::~OfiNic() {
+OfiNic::~OfiNic() { close(); }
+
+// Not outer_: somebody may sleep on it.
+void OfiNic::close() {
   condemned_.clear();
+  closed_.clear();
+  graves_.clear();
   transmit_.reset();
   control_.reset();
   lines_.reset();
-  // The layer has let go of every path; with the endpoints nothing can come in any more.
+  listener_.reset();
+  // The layer has let go of every path; with the endpoints nothing can come in any more. release: pairs with the
+  // acquire in OfiRegistration::is_quiet(): who sees it may free the memory.
   fences_->done.store(~0ull, std::memory_order_release);
   landing_.reset();
+  free_sends_ = nullptr;
+  send_blocks_.clear();
+  domain_->close();
+}
+
+std::string OfiNic::device() const {
+  const Device& device = domain_->device();
+  if (!device.netdev.empty()) return device.netdev.substr(0, device.netdev.find(':'));  // "eth0:1" is a label
+  return device.is_loopback ? "lo" : name_;
 }
 
 int OfiNic::nearness(std::span<const uint8_t> peer_endpoint) const {
@@ -278,7 +294,7 @@ void OfiNic::hush() {
   if (!outer_) return;
   for (const int fd : waits_) {
     epoll_event event{};
-    epoll_ctl(outer_.get(), EPOLL_CTL_MOD, fd, &event);  // cannot fail: it is in the set
+    epoll_ctl(outer_.get(), EPOLL_CTL_MOD, fd, &event);  // fails only once it was closed
   }
 }
 

@@ -13,6 +13,7 @@
 
 #include <deque>
 #include <memory>
+#include <span>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -36,6 +37,7 @@ class OfiNic final : public rdma::Nic {
   ~OfiNic() override;
 
   const std::string& name() const override { return name_; }
+  std::string device() const override;
   const std::string& description() const override { return description_; }
   uint32_t speed_mbps() const override { return domain_->device().speed_mbps; }
   const std::string& fabric() const override { return domain_->rules().name; }
@@ -55,6 +57,7 @@ class OfiNic final : public rdma::Nic {
   Deadline next_timer() const override;
   const std::vector<int>& fds() const override { return fds_; }
   void hush() override;
+  void close() override;
   void abandon_after_fork() override;
 
  private:

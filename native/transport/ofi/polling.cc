@@ -101,6 +101,8 @@ uint32_t OfiNic::read_queue(rdma::NicEvents& events) {
     if (got > 0) {
       for (ssize_t i = 0; i < got; ++i) on_entry(entries[i], events);
       count += static_cast<uint32_t>(got);
+      // Asked once more the provider would look at the network before we do anything about these.
+      if (!to_end && got < static_cast<ssize_t>(kEntriesAtOnce)) break;
     } else if (got == -FI_EAVAIL) {
       on_error_entry(events);
       ++count;

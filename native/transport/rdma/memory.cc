@@ -1,6 +1,6 @@
 // Regions of an engine, at each of its NICs.
 #include <algorithm>
-#include <cerrno>
+#include <atomic>
 
 #include "transport/rdma/rdma_transport.h"
 #include "util/anonymous_pages.h"

@@ -61,6 +61,9 @@ void RdmaTransport::on_fragment(Path& path, FragmentKind kind, std::span<const u
     case FragmentKind::kOutcomes:
       makes_sense = on_outcomes(session, body);
       break;
+    case FragmentKind::kRecall:
+      makes_sense = on_recall(session, body);
+      break;
     case FragmentKind::kService:
       makes_sense = on_service(session, body);
       break;
@@ -147,8 +150,7 @@ bool RdmaTransport::on_message_chunk(Session& session, std::span<const uint8_t> 
   forget_known_outcomes(session, head->first_open);
   if (head->id < session.first_open_id) return true;  // delayed: the sender knows its outcome
   if (session.outcomes.contains(head->id) && !is_mutated(Mutation::kMessageTwice)) {  // it does not yet
-    if (std::ranges::find(session.untold, head->id) == session.untold.end()) session.untold.push_back(head->id);
-    mark_dirty(session);
+    tell_outcome(session, head->id);
     return true;
   }
   if (session.held.any_of([&](const Session::Held& held) { return held.id == head->id; })) return true;
@@ -190,6 +192,32 @@ void RdmaTransport::forget_known_outcomes(Session& session, uint64_t first_open_
   });
 }
 
+bool RdmaTransport::on_recall(Session& session, std::span<const uint8_t> body) {
+  const auto recall = decode_recall(body);
+  if (!recall) return false;
+  forget_known_outcomes(session, recall->first_open);
+  if (recall->id < session.first_open_id) return true;  // delayed
+  if (is_mutated(Mutation::kRecallTaken)) session.outcomes.erase(recall->id);
+  // Of one that the engine has it is told once more.
+  if (session.outcomes.try_emplace(recall->id, Outcome::kRecalled).second) {
+    if (const auto item = session.assemblies.find(recall->id); item != session.assemblies.end()) {
+      session.held_bytes -= item->second.payload.size();
+      session.assemblies.erase(item);
+    }
+    session.held.filter([&](const Session::Held& held) {
+      if (held.id == recall->id) session.held_bytes -= held.payload.size();
+      return held.id != recall->id;
+    });
+  }
+  tell_outcome(session, recall->id);
+  return true;
+}
+
+void RdmaTransport::tell_outcome(Session& session, uint64_t id) {
+  if (std::ranges::find(session.untold, id) == session.untold.end()) session.untold.push_back(id);
+  mark_dirty(session);
+}
+
 bool RdmaTransport::on_outcomes(Session& session, std::span<const uint8_t> body) {
   Reader reader(body);
   const size_t count = reader.get<uint8_t>();
@@ -197,15 +225,23 @@ bool RdmaTransport::on_outcomes(Session& session, std::span<const uint8_t> body)
   for (size_t i = 0; i < count; ++i) {
     const auto id = reader.get<uint64_t>();
     const auto outcome = reader.get<uint8_t>();
-    if (!reader.ok() || outcome > static_cast<uint8_t>(Outcome::kTooLong)) return false;
+    if (!reader.ok() || outcome > static_cast<uint8_t>(Outcome::kRecalled)) return false;
     if (!session.link || session.link->messages.empty()) continue;
     RdmaLink& link = *session.link;
     const uint64_t first = link.messages.front().id;
     if (id < first || id - first >= link.messages.size()) continue;  // told again
     SentMessage& message = link.messages[id - first];
-    if (std::exchange(message.is_over, true)) continue;
+    if (message.is_over) continue;
+    const bool is_recalled = outcome == static_cast<uint8_t>(Outcome::kRecalled);
+    if (is_recalled && !message.is_recalled) return false;
+    message.is_over = true;
     link.messages_bytes -= message.request.length_bytes;
     const WorkRequest request = message.request;
+    if (is_recalled) {
+      end_outstanding(link, 1);
+      sink_->on_withdrawn(link, request.context, request.tag, request.length_bytes);
+      continue;
+    }
     const bool taken = outcome == static_cast<uint8_t>(Outcome::kTaken);
     retire(link, request, taken ? Status::kDone : Status::kMessageTooLong,
            taken ? ""
@@ -407,9 +443,27 @@ Path* RdmaTransport::message_path(Session& session) {
   link.message_epoch = next->epoch;
   for (size_t i = 0; i < link.services_out.size(); ++i) link.services_out[i].is_sent = false;
   if (link.messages.empty()) return next;
-  for (size_t i = 0; i < link.messages.size(); ++i) link.messages[i].next_chunk = 0;
+  for (size_t i = 0; i < link.messages.size(); ++i) {
+    SentMessage& message = link.messages[i];
+    message.next_chunk = 0;
+    message.is_recall_sent = false;
+    link.has_recalls = link.has_recalls || (message.is_recalled && !message.is_over);
+  }
   link.unsent_id = link.messages.front().id;
   return next;
+}
+
+bool RdmaTransport::pump_recalls(RdmaLink& link, Path& path) {
+  for (size_t i = 0; i < link.messages.size(); ++i) {
+    SentMessage& message = link.messages[i];
+    if (!message.is_recalled || message.is_recall_sent || message.is_over) continue;
+    Bytes body;
+    put(body, RecallBody{message.id, link.messages.front().id});
+    if (!path.nic_path->send(begin_fragment(path.peer_token, FragmentKind::kRecall), body)) return false;
+    message.is_recall_sent = true;
+  }
+  link.has_recalls = false;
+  return true;
 }
 
 bool RdmaTransport::pump_messages(Session& session) {
@@ -420,6 +474,7 @@ bool RdmaTransport::pump_messages(Session& session) {
   Path* const path = message_path(session);
   if (path == nullptr || path->state_due || path->introduce_due) return path == nullptr || pump_path_control(*path);
   if (has_services && !pump_services(session, *path)) return false;
+  if (link.has_recalls && !pump_recalls(link, *path)) return false;
   while (!link.sends.empty() && link.messages.size() < kMessagesUnderWayMax &&
          (link.messages_bytes == 0 || link.messages_bytes + link.sends.front().length_bytes <= kMessageWindowBytes)) {
     const WorkRequest request = link.sends.pop_front();
@@ -432,7 +487,7 @@ bool RdmaTransport::pump_messages(Session& session) {
   link.unsent_id = std::max(link.unsent_id, first);
   for (; link.unsent_id - first < link.messages.size(); ++link.unsent_id) {
     SentMessage& message = link.messages[link.unsent_id - first];
-    if (message.is_over) continue;
+    if (message.is_over || message.is_recalled) continue;
     const auto chunks = static_cast<uint32_t>(chunks_of(message.request.length_bytes));
     for (; message.next_chunk < chunks; ++message.next_chunk) {
       Bytes head = begin_fragment(path->peer_token, FragmentKind::kMessage);

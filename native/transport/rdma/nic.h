@@ -107,7 +107,7 @@ class NicEvents {
   // A fragment that the peer sent() arrived. path: null if not known. The NIC reuses the bytes when the call returns.
   virtual void on_fragment(NicPath* path, std::span<const uint8_t> bytes) = 0;
   virtual void on_datagram(std::span<const uint8_t> bytes) = 0;
-  // The peer's host says that nobody takes datagrams at this endpoint: its process has ended. Not every NIC can tell.
+  // The peer's host says that nobody takes datagrams at this endpoint any more. Not every NIC can tell.
   virtual void on_nobody(std::span<const uint8_t> peer_endpoint) = 0;
   // The path broke by itself. Called at most once, and not after break_off(). The layer calls break_off() next.
   // by_peer: something that the peer did broke it, and none of our works is to blame.
@@ -151,9 +151,10 @@ class Nic {
   virtual ~Nic() = default;
 
   // --- [any], fixed for the Nic's life ---
-  virtual const std::string& name() const = 0;         // "mlx5_0:1", "127.0.0.1": what rails= calls it
-  virtual const std::string& description() const = 0;  // for people, one line: "mlx5_0:1, RoCE v2, 10.0.0.1 on eth2"
-  virtual uint32_t speed_mbps() const = 0;             // 0 unknown. It may change; on_port tells
+  virtual const std::string& name() const = 0;           // "mlx5_0:1", "127.0.0.1": what rails= calls it
+  virtual std::string device() const { return name(); }  // what several of one share
+  virtual const std::string& description() const = 0;    // for people, one line: "mlx5_0:1, RoCE v2, 10.0.0.1 on eth2"
+  virtual uint32_t speed_mbps() const = 0;               // 0 unknown. It may change; on_port tells
   // The kind of network (RdmaRails::fabric), the same for all NICs of a transport: libfabric's provider; "" for verbs.
   virtual const std::string& fabric() const = 0;
   // Where peers reach it, by datagram and by path. At most kEndpointBytesMax, equal for equal ports.
@@ -203,6 +204,11 @@ class Nic {
   virtual const std::vector<int>& fds() const = 0;
   // [any] The sleeper silences fds() until the next arm(); a progress holder may be polling meanwhile.
   virtual void hush() = 0;
+
+  // The engine was closed, and may be kept for long: gives back what peers reach of the NIC, and the buffers for it.
+  // Every path was destroyed; nothing is polled or armed any more. What is [any] goes on, though register_memory() may
+  // throw EngineClosedError.
+  virtual void close() {}
 
   // [any] In a forked child: gives up what would keep the parent's peers from noticing its death; touches nothing else.
   virtual void abandon_after_fork() = 0;

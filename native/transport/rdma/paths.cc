@@ -10,6 +10,7 @@
 // Nothing is counted twice, because what may have been counted is never posted again: where the peer cannot tell
 // (NicLimits::names_imm_paths), writes with immediate in doubt fail.
 #include <algorithm>
+#include <optional>
 #include <span>
 
 #include "transport/rdma/rdma_transport.h"

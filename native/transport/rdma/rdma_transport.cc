@@ -52,6 +52,7 @@ RdmaTransport::RdmaTransport(TransportKind kind, const TransportOptions& options
              .message_bytes_max = options.message_bytes_max,
              .fifo_rails = false,  // a work may go by any path, and once more by another
              .balances_rails = true,
+             .moves_while_posting = false,
              .piece_bytes_min = kPieceBytesMin,
              .moves_gpu_memory =
                  std::ranges::all_of(rails_, [](const auto& rail) { return rail->nic->limits().takes_gpu_memory; })};
@@ -59,6 +60,12 @@ RdmaTransport::RdmaTransport(TransportKind kind, const TransportOptions& options
 }
 
 RdmaTransport::~RdmaTransport() { close(); }
+
+std::vector<std::string> RdmaTransport::rail_devices() const {
+  std::vector<std::string> devices;
+  for (const auto& rail : rails_) devices.push_back(rail->nic->device());
+  return devices;
+}
 
 void RdmaTransport::complete_address(const Address& address) {
   address_ = address;
@@ -110,6 +117,7 @@ void RdmaTransport::close() {
     options_.clock->pass();
   }
   if (bell_) bell_->unwatch();
+  for (auto& rail : rails_) rail->nic->close();
 }
 
 void RdmaTransport::abandon_after_fork() {
@@ -290,7 +298,7 @@ void RdmaTransport::Rail::on_fragment(NicPath* nic_path, std::span<const uint8_t
   path->heard_ns = transport->now_;
   if (path->state == PathState::kAccepted) transport->open_path(*path);
   const uint8_t kind = bytes[8];
-  if (kind < static_cast<uint8_t>(FragmentKind::kState) || kind > static_cast<uint8_t>(FragmentKind::kServed)) {
+  if (kind < static_cast<uint8_t>(FragmentKind::kState) || kind > kFragmentKindMax) {
     transport->mark_broken(*path, Cause::kProtocol, "a fragment of kind " + std::to_string(kind));
     return;
   }

@@ -40,6 +40,7 @@ class RdmaTransport final : public Transport {
 
   const Traits& traits() const override { return traits_; }
   const Address& address() const override { return address_; }
+  std::vector<std::string> rail_devices() const override;
   void complete_address(const Address& address) override;
 
   std::unique_ptr<LocalRegion> register_memory(uint64_t id, std::byte* base, uint64_t length_bytes,
@@ -209,6 +210,8 @@ class RdmaTransport final : public Transport {
   void on_fragment(Path& path, FragmentKind kind, std::span<const uint8_t> body);
   bool on_message_chunk(Session& session, std::span<const uint8_t> body);
   bool on_outcomes(Session& session, std::span<const uint8_t> body);
+  bool on_recall(Session& session, std::span<const uint8_t> body);
+  void tell_outcome(Session& session, uint64_t id);
   bool on_service(Session& session, std::span<const uint8_t> body);
   bool on_served(Session& session, std::span<const uint8_t> body);
   bool pump_served(Session& session, Path& path);
@@ -220,6 +223,7 @@ class RdmaTransport final : public Transport {
   bool pump_control(Session& session);
   bool pump_path_control(Path& path);
   bool pump_outcomes(Session& session, Path& path);
+  bool pump_recalls(RdmaLink& link, Path& path);
   bool pump_messages(Session& session);
   Path* message_path(Session& session);
   void offer_held(Session& session);

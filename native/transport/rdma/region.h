@@ -1,12 +1,10 @@
 // Regions of one engine that peers reach by its RDMA NICs.
 #pragma once
 
-#include <atomic>
 #include <memory>
 #include <mutex>
 #include <unordered_map>
 #include <unordered_set>
-#include <vector>
 
 #include "transport/rdma/nic.h"
 #include "transport/rdma/registrations.h"

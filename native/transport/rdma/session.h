@@ -161,7 +161,9 @@ struct SentMessage {
   WorkRequest request;
   uint64_t id = 0;
   uint32_t next_chunk = 0;
-  bool is_over = false;  // its outcome is known
+  bool is_over = false;         // its outcome is known
+  bool is_recalled = false;     // cancelled: no more of it is sent; it ends when the peer tells its outcome
+  bool is_recall_sent = false;  // by the present path
 };
 
 struct SentService {
@@ -177,24 +179,69 @@ struct Assembly {
   size_t missing = 0;
 };
 
+// Works that no path has taken yet, and how long the long ones of them are together.
+class WorkQueue : RingQueue<WorkRequest> {
+  using Works = RingQueue<WorkRequest>;
+
+ public:
+  using Works::empty, Works::first_run, Works::front, Works::size, Works::operator[];
+  uint64_t long_bytes() const { return long_bytes_; }
+
+  WorkRequest& push_back(const WorkRequest& work) {
+    long_bytes_ += long_bytes_of(work);
+    return Works::push_back(work);
+  }
+  void push_front(const WorkRequest& work) {
+    long_bytes_ += long_bytes_of(work);
+    Works::push_front(work);
+  }
+  WorkRequest pop_front() {
+    long_bytes_ -= long_bytes_of(front());
+    return Works::pop_front();
+  }
+  void drop_front(size_t count) {
+    for (size_t i = 0; i < count; ++i) long_bytes_ -= long_bytes_of((*this)[i]);
+    Works::drop_front(count);
+  }
+  template <typename Keep>
+  void filter(Keep&& keep) {
+    Works::filter([&](const WorkRequest& work) {
+      const bool is_kept = keep(work);
+      if (!is_kept) long_bytes_ -= long_bytes_of(work);
+      return is_kept;
+    });
+  }
+  void clear() {
+    long_bytes_ = 0;
+    Works::clear();
+  }
+
+ private:
+  static uint64_t long_bytes_of(const WorkRequest& work) {
+    return work.length_bytes > kShortBytesMax ? work.length_bytes : 0;
+  }
+  uint64_t long_bytes_ = 0;
+};
+
 // Our operations towards one peer: from connect() until on_link_down or disconnect().
 struct RdmaLink final : Link {
   explicit RdmaLink(Session* session, std::shared_ptr<const Address> address, uint32_t rails)
       : session(session), address(std::move(address)), queues(rails + 1) {}
   uint32_t lanes() const override { return pair_count; }
   // Of `rail`, or kAnyRail.
-  RingQueue<WorkRequest>& queue(uint32_t rail) { return queues[routing_of(rail)]; }
+  WorkQueue& queue(uint32_t rail) { return queues[routing_of(rail)]; }
 
   Session* const session;
   const std::shared_ptr<const Address> address;
   uint32_t pair_count = 1;
-  std::vector<RingQueue<WorkRequest>> queues;  // [0] for any rail, [rail + 1]
+  std::vector<WorkQueue> queues;  // [0] for any rail, [rail + 1]
   std::vector<std::unique_ptr<Whole>> wholes;
-  RingQueue<WorkRequest> services;      // not begun
+  WorkQueue services;                   // not begun
   RingQueue<SentService> services_out;  // begun, consecutive ids
-  RingQueue<WorkRequest> sends;         // not begun
+  WorkQueue sends;                      // not begun
   RingQueue<SentMessage> messages;      // begun, consecutive ids
   uint64_t messages_bytes = 0;          // of those whose outcome is not known
+  bool has_recalls = false;             // some of them may be recalled and not told
   Path* message_path = nullptr;         // that they go by
   uint32_t message_epoch = 0;           // its epoch then
   uint64_t unsent_id = 1;               // of the first message that is not sent whole; all before it are

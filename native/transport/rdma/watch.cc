@@ -69,8 +69,9 @@ void RdmaTransport::look_after(Session& session) {
 
 Deadline RdmaTransport::next_timer() const {
   Deadline next = kNoDeadline;
+  if (closed_) return next;
   for (const auto& rail : rails_) next = std::min(next, rail->nic->next_timer());
-  if (closed_ || sessions_.empty()) return next;
+  if (sessions_.empty()) return next;
   if (!urgent_.empty()) return now_;
   return std::min(next, is_watching_ ? next_tick_ns_ : now_ + kIdleLookNs);
 }
@@ -111,8 +112,12 @@ void RdmaTransport::tend(Session& session) {
   }
   if (session.is_over) return;
   tend_liveness(session);
-  const bool gone = session.quiet_since_ns != 0 && now_ - session.quiet_since_ns > 2 * options_.peer_timeout_ns;
-  if (!session.link && gone) doom(session, "no path to it is left", false);
+  if (!session.link && session.quiet_since_ns != 0) {
+    // Who asked for a path that never stood waits for it as long as its connect() may take.
+    const bool ever_met = std::ranges::any_of(session.paths, [](const auto& path) { return path->epochs_opened > 0; });
+    const int64_t patience = std::max(2 * options_.peer_timeout_ns, ever_met ? 0 : options_.connect_timeout_ns);
+    if (now_ - session.quiet_since_ns > patience) doom(session, "no path to it is left", false);
+  }
 }
 
 // Whatever NICs, and first fragments, have had to say in that time, waits to be looked at.
@@ -180,10 +185,10 @@ void RdmaTransport::tend_link(Session& session) {
   } else if (!link.is_up) {
     if (now_ < link.connect_by_ns) return;
     std::string trouble = down_text(session);
-    if (const std::string own = own_trouble(session); trouble.empty() && !own.empty()) {
-      trouble = "no answer from its NIC; " + own;
-    } else if (trouble.empty()) {
-      trouble = "no answer from its NIC: the engine is gone, or datagrams between the NICs do not pass";
+    if (trouble.empty()) {
+      const std::string own = own_trouble(session);
+      trouble = "no answer from its NIC within " + seconds_text(options_.connect_timeout_ns) +
+                (own.empty() ? ": the engine is gone, or datagrams between the NICs do not pass" : "; " + own);
     }
     doom(session, trouble, false);
   } else if (link.down_since_ns != 0 && now_ - link.down_since_ns >= options_.peer_timeout_ns) {
@@ -342,7 +347,7 @@ void RdmaTransport::on_nobody(const Bytes& endpoint) {
       const auto at = session.peer_endpoints.find(path->peer_rail);
       return at != session.peer_endpoints.end() && session.deserted.contains(at->second);
     });
-    if (is_gone) doom(session, "nobody is at its address any more: its process has ended", false);
+    if (is_gone) doom(session, "nobody is at its address any more: it was closed, or its process has ended", false);
   }
 }
 
@@ -393,7 +398,7 @@ void RdmaTransport::forget(Session& session) {
 // Everything of the link is retired. Nothing of it is with a NIC any more.
 void RdmaTransport::flush_link(RdmaLink& link, Status status, const std::string& detail) {
   std::vector<WorkRequest> left;
-  const auto take = [&](RingQueue<WorkRequest>& queue) {
+  const auto take = [&](WorkQueue& queue) {
     for (size_t i = 0; i < queue.size(); ++i) left.push_back(queue[i]);
     queue.clear();
   };

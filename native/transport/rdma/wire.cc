@@ -302,6 +302,23 @@ std::optional<ServiceHead> decode_service_head(std::span<const uint8_t> body) {
   return head;
 }
 
+void put(Bytes& bytes, const RecallBody& body) {
+  append(bytes, [&](Writer& writer) {
+    writer.put(body.id);
+    writer.put(body.first_open);
+  });
+}
+
+std::optional<RecallBody> decode_recall(std::span<const uint8_t> bytes) {
+  Reader reader(bytes);
+  RecallBody body;
+  body.id = reader.get<uint64_t>();
+  body.first_open = reader.get<uint64_t>();
+  const bool is_good = reader.finished() && body.first_open >= 1 && body.first_open <= body.id &&
+                       body.id - body.first_open < kMessagesUnderWayMax;
+  return is_good ? std::optional(body) : std::nullopt;
+}
+
 void put(Bytes& bytes, const MessageHead& head) {
   append(bytes, [&](Writer& writer) {
     writer.put(head.id);

@@ -22,7 +22,7 @@
 
 namespace crossrail::rdma {
 
-inline constexpr uint16_t kProtocolVersion = 6;
+inline constexpr uint16_t kProtocolVersion = 7;
 inline constexpr size_t kMacBytes = 16;
 inline constexpr size_t kTextBytesMax = 400;
 
@@ -135,8 +135,10 @@ enum class FragmentKind : uint8_t {
   kResolved,
   kBye,      // text
   kService,  // ServiceHead, then the message: what one engine tells the other
-  kServed    // count u8, then for each: id u64. The engine has them
+  kServed,   // count u8, then for each: id u64. The engine has them
+  kRecall    // RecallBody: a message that waits for a buffer shall not have one
 };
+inline constexpr uint8_t kFragmentKindMax = static_cast<uint8_t>(FragmentKind::kRecall);
 inline constexpr size_t kFragmentHeadBytes = 9;
 
 // Fragments come in any order, so states are numbered: from 1, in this session and direction, and only later ones
@@ -158,7 +160,13 @@ inline constexpr size_t kChunkBytes = kFragmentBytesMax - kFragmentHeadBytes - k
 inline constexpr uint64_t kMessagesUnderWayMax = 256;               // consecutive ids, outcome unknown
 inline constexpr uint64_t kMessageWindowBytes = uint64_t{1} << 20;  // of those sent; one may always go
 inline constexpr size_t kOutcomesPerFragment = 200;
-enum class Outcome : uint8_t { kTaken = 0, kTooLong = 1 };
+enum class Outcome : uint8_t { kTaken = 0, kTooLong = 1, kRecalled = 2 };
+
+// Answered by its outcome, which is kRecalled if it had none. It may overtake the message.
+struct RecallBody {
+  uint64_t id = 0;
+  uint64_t first_open = 0;  // as in MessageHead
+};
 
 // Numbered for themselves, since messages may be held back for ever: they go in one fragment each, and again by another
 // path when theirs breaks; the receiver knows them by their ids.
@@ -175,6 +183,8 @@ void put(Bytes& bytes, const StateBody& body);
 std::optional<StateBody> decode_state(std::span<const uint8_t> body);
 void put(Bytes& bytes, const ServiceHead& head);
 std::optional<ServiceHead> decode_service_head(std::span<const uint8_t> body);
+void put(Bytes& bytes, const RecallBody& body);
+std::optional<RecallBody> decode_recall(std::span<const uint8_t> body);
 void put(Bytes& bytes, const MessageHead& head);
 std::optional<MessageHead> decode_message_head(std::span<const uint8_t> body);
 

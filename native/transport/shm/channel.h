@@ -2,14 +2,23 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
 
 #include "transport/shm/layout.h"
 #include "util/prefetch.h"
 
 namespace crossrail::shm {
+
+// What stands in memory that a peer may change while we look: what is checked afterwards is what is used.
+// The fence is for the compiler, which may otherwise read `shared` again instead of keeping the copy.
+template <typename T>
+T copy_of_shared(const T& shared) {
+  const T copy = shared;
+  std::atomic_signal_fence(std::memory_order_seq_cst);
+  return copy;
+}
 
 // Where the consumer is. One thread at a time.
 class ChannelReader {

@@ -18,9 +18,14 @@ constexpr uint8_t code(Status status) { return status == Status::kDone ? 0 : sta
 
 }  // namespace
 
+// Mostly there is nothing: that is found out here, without a call each.
 uint32_t ShmTransport::poll_incoming(Incoming& link) {
-  uint32_t moved = drain_messages(link) + drain_services(link);
-  for (ChannelReader& reader : link.rails) moved += drain_rail(link, reader);
+  uint32_t moved = 0;
+  if (link.messages.has_entry()) moved += drain_messages(link);
+  if (link.services.has_entry()) moved += drain_services(link);
+  for (ChannelReader& reader : link.rails) {
+    if (reader.has_entry()) moved += drain_rail(link, reader);
+  }
   if (moved > 0) ring_later(*link.home);
   return moved;
 }
@@ -36,7 +41,7 @@ uint32_t ShmTransport::drain_messages(Incoming& link) {
       ++taken;
       continue;
     }
-    const uint64_t bytes = entry->work.stage_bytes;
+    const uint64_t bytes = copy_of_shared(entry->work.stage_bytes);
     const std::byte* block = link.messages.block(entry->work.stage_at, bytes);
     Status status = Status::kDone;
     if (entry->kind != EntryKind::kMessage || block == nullptr || bytes > kMessageBytesMax) {
@@ -70,7 +75,7 @@ uint32_t ShmTransport::drain_services(Incoming& link) {
   for (; taken < kMessagesPerPoll; ++taken) {
     const Entry* entry = link.services.peek();
     if (entry == nullptr) break;
-    const uint64_t bytes = entry->work.stage_bytes;
+    const uint64_t bytes = copy_of_shared(entry->work.stage_bytes);
     const std::byte* block = link.services.block(entry->work.stage_at, bytes);
     Status status = Status::kDone;
     if (entry->kind != EntryKind::kService || block == nullptr || bytes > kServiceBytesMax) {
@@ -120,7 +125,7 @@ uint32_t ShmTransport::drain_rail(Incoming& link, ChannelReader& reader) {
 }
 
 Status ShmTransport::execute_write(Incoming& link, const ChannelReader& reader, const Entry& entry) {
-  const auto work = entry.work;  // one copy: the peer may change its memory while we look
+  const auto work = copy_of_shared(entry.work);
   const bool has_imm = entry.has_imm != 0;
   const uint64_t table_bytes = uint64_t{work.pieces} * sizeof(StagedPiece);
   const std::byte* block = reader.block(work.stage_at, work.stage_bytes);
@@ -153,6 +158,7 @@ Status ShmTransport::place(Incoming& link, const RegionTable::Target& target, co
   for (uint32_t i = 0; i < pieces; ++i) {
     StagedPiece piece;
     std::memcpy(&piece, block + i * sizeof piece, sizeof piece);
+    std::atomic_signal_fence(std::memory_order_seq_cst);  // as in copy_of_shared()
     if (piece.length_bytes > block_bytes - data_at || !fits(piece.offset, piece.length_bytes, target.length_bytes)) {
       status = Status::kOutOfBounds;
       break;
@@ -176,7 +182,7 @@ Status ShmTransport::place(Incoming& link, const RegionTable::Target& target, co
 
 // False: the response channel is full.
 bool ShmTransport::answer_read(Incoming& link, const Entry& entry) {
-  const auto work = entry.work;
+  const auto work = copy_of_shared(entry.work);
   ChannelWriter& writer = link.responses.writer;
   if (!writer.has_room()) return false;
   writer.refresh();

@@ -9,6 +9,7 @@
 #include <deque>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -134,12 +135,17 @@ inline constexpr uint64_t kTrialWindowBytes = uint64_t{4} << 20;
 inline constexpr uint64_t kTrialBytes = uint64_t{32} << 20;  // moved each way before they are compared
 // Attaching costs the initiator alone, but stalls on the kernel's page work.
 inline constexpr double kAttachMargin = 1.15;
+// How much is moved the way that was found to be faster before both are tried anew: a trial may have met a peer that
+// had no core, or pages that were touched for the first time. Twice as much each time that it is found again.
+inline constexpr uint64_t kTrustBytesMin = uint64_t{4} << 30;
+inline constexpr uint64_t kTrustBytesMax = uint64_t{256} << 30;
 
 inline constexpr uint64_t kAttachBytesMin = 64 << 10;  // below, staging packs pieces and beats a system call each
 
-// Which way private memory goes, found by trying both on real traffic. Long transfers and others choose for themselves:
-// who waits for each of short ones pays for waking the target rather than for bytes. Works whose target lies behind
-// their source (lies_behind()) attach at a rate of their own: the kernel's copy may crawl there, and ours does not.
+// Which way private memory goes, found by trying both on real traffic, again and again. Long transfers and others
+// choose for themselves: who waits for each of short ones pays for waking the target rather than for bytes. Works whose
+// target lies behind their source (lies_behind()) attach at a rate of their own: the kernel's copy may crawl there, and
+// ours does not.
 struct PrivateChoice {
   enum class Way : uint8_t { kTry, kStaged, kAttach };
   // Rate of a path, GB/s of its best window.
@@ -165,20 +171,44 @@ struct PrivateChoice {
   bool tries_staged = true;  // first of all
   Trial staged;
   std::array<Attaching, 2> attaching;  // by lies_behind()
+  // What was found before, while it is tried anew.
+  std::optional<std::array<Attaching, 2>> found;
+  uint64_t found_bytes = 0;  // moved before both were tried last
+  uint64_t trust_bytes = kTrustBytesMin;
+  bool is_settled = false;  // for good
   std::string reason = "staged until enough has been moved to compare it with cross-memory attach";
 
   bool attaches(bool is_behind) const { return !tries_staged && attaching[is_behind].way != Way::kStaged; }
-  // Of the works that there were: of those behind, where there were no others.
-  bool attaches() const { return attaches(attaching[0].trial.bytes == 0 && attaching[1].trial.bytes > 0); }
+  // As far as it was found. Of the works that there were: of those behind, where there were no others.
+  bool attaches() const {
+    const auto& ways = found ? *found : attaching;
+    const bool is_behind = ways[0].trial.bytes == 0 && ways[1].trial.bytes > 0;
+    return found ? ways[is_behind].way == Way::kAttach : attaches(is_behind);
+  }
   // It would be time to attach some, and all that came were too short for it.
   bool has_only_short() const {
-    return !tries_staged && attaching[0].way == Way::kTry && attaching[0].trial.bytes + attaching[1].trial.bytes == 0;
+    return !found && !tries_staged && attaching[0].way == Way::kTry && trial_bytes() == staged.bytes;
   }
-  uint64_t bytes() const { return staged.bytes + attaching[0].trial.bytes + attaching[1].trial.bytes; }
+  uint64_t bytes() const { return found_bytes + trial_bytes(); }
+  uint64_t trial_bytes() const { return staged.bytes + attaching[0].trial.bytes + attaching[1].trial.bytes; }
   void settle(Way way, std::string why) {
+    is_settled = true;
+    found.reset();
     tries_staged = false;
     for (Attaching& each : attaching) each.way = way;
     reason = std::move(why);
+  }
+  // What was found has held for long enough.
+  bool is_outdated() const {
+    const bool is_found = !found && (attaching[0].way != Way::kTry || attaching[1].way != Way::kTry);
+    return is_found && !is_settled && trial_bytes() >= trust_bytes;
+  }
+  void try_anew() {
+    found = attaching;
+    found_bytes = bytes();
+    tries_staged = true;
+    staged = {};
+    attaching = {};
   }
   // Once the staged way was tried: decides for whom the other one was tried enough. Whether it did.
   bool weigh() {
@@ -190,6 +220,11 @@ struct PrivateChoice {
     }
     // Those behind are never faster than the others: to try them as well would be in vain.
     if (attaching[0].way == Way::kStaged && attaching[1].way == Way::kTry) attaching[1].way = Way::kStaged;
+    if (has_decided && found) {
+      const bool attached = attaches();
+      found.reset();
+      trust_bytes = attaches() == attached ? std::min(2 * trust_bytes, kTrustBytesMax) : kTrustBytesMin;
+    }
     return has_decided;
   }
 };

@@ -271,26 +271,27 @@ uint32_t ShmTransport::retire_staged(Outgoing& link, RailQueue& rail) {
   return retired;
 }
 
+// No more than were asked for: who goes on answering does not keep us from others.
 uint32_t ShmTransport::take_responses(Outgoing& link) {
   uint32_t taken = 0;
-  while (const Entry* entry = link.responses.peek()) {
-    const uint32_t tag = entry->work.tag;
-    const uint64_t stage_at = entry->work.stage_at;
-    const uint32_t bytes = entry->work.stage_bytes;
-    const uint8_t status = entry->has_imm;  // the response's status travels here
-    ReadChunk& chunk = link.read_chunks[tag % kReadChunks];
-    if (entry->kind == EntryKind::kReadResponse && chunk.tag == tag && chunk.read != nullptr) {
+  for (; link.responses_due > 0; --link.responses_due) {
+    const Entry* const entry = link.responses.peek();
+    if (entry == nullptr) break;
+    const auto work = copy_of_shared(entry->work);
+    const uint8_t status = copy_of_shared(entry->has_imm);  // the response's status travels here
+    ReadChunk& chunk = link.read_chunks[work.tag % kReadChunks];
+    if (entry->kind == EntryKind::kReadResponse && chunk.tag == work.tag && chunk.read != nullptr) {
       StagedRead& read = *std::exchange(chunk.read, nullptr);
-      const std::byte* block = link.responses.block(stage_at, bytes);
+      const std::byte* block = link.responses.block(work.stage_at, work.stage_bytes);
       if (status != 0) {
         read.status = status_from_peer(status);
-      } else if (block == nullptr || bytes != chunk.bytes) {
+      } else if (block == nullptr || work.stage_bytes != chunk.bytes) {
         read.status = Status::kTransportFailed;
       } else if (chunk.gpu >= 0) {
         pin(link, chunk.gpu);
-        if (!copier_.copy(chunk.gpu, chunk.local, block, bytes)) read.status = Status::kTransportFailed;
+        if (!copier_.copy(chunk.gpu, chunk.local, block, work.stage_bytes)) read.status = Status::kTransportFailed;
       } else {
-        copy_cached(chunk.local, block, bytes);
+        copy_cached(chunk.local, block, work.stage_bytes);
       }
       if (--read.chunks_open == 0 && read.all_requested) {
         --link.outstanding;
@@ -302,7 +303,6 @@ uint32_t ShmTransport::take_responses(Outgoing& link) {
       }
     }  // else: of a cancelled read
     link.responses.pop(0);
-    if (link.responses_due > 0) --link.responses_due;
     ++taken;
   }
   link.responses.publish();

@@ -1,5 +1,4 @@
 // The initiator's links as a whole: polling, which path private memory takes, whether the peer still moves, explain().
-#include <algorithm>
 #include <fstream>
 #include <utility>
 
@@ -42,7 +41,7 @@ uint32_t ShmTransport::poll_outgoing(Outgoing& link, int64_t now) {
   uint32_t moved = retire_staged(link, link.messages);
   moved += retire_staged(link, link.services);
   if (link.messages_wanted) moved += retry_messages(link);
-  if (link.responses_due > 0) moved += take_responses(link);
+  moved += take_responses(link);
   uint32_t pushed = 0;
   bool is_staging = link.responses_due > 0;
   for (RailQueue& rail : link.rails) {
@@ -93,6 +92,7 @@ void ShmTransport::time_staging(Outgoing& link, int64_t since, int64_t now) {
     choice.staged.add(bytes, now - since);
     link.staging_ns = now;
     if (choice.tries_staged) weigh_private_paths(link, choice);
+    if (choice.is_outdated()) choice.try_anew();
   }
 }
 
@@ -189,7 +189,7 @@ std::vector<PathReport> ShmTransport::explain(Link& base) {
         report.reason += choice.has_only_short() ? "pieces shorter than " + std::to_string(kAttachBytesMin >> 10) +
                                                        " KiB are staged, and none that are longer were attached yet"
                                                  : choice.reason;
-        if (!attaches) report.gb_per_s = choice.staged.best;
+        if (!attaches && choice.staged.best > 0) report.gb_per_s = choice.staged.best;
         break;
       }
     }

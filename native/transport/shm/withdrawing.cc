@@ -1,5 +1,4 @@
 // The initiator takes back what the target has not begun: on cancel, and when a link ends.
-#include <algorithm>
 #include <utility>
 
 #include "transport/shm/shm_transport.h"
@@ -164,7 +163,7 @@ void ShmTransport::flush_link(Outgoing& link, Status status, const std::string& 
       }
     }
   };
-  if (link.up && link.responses_due > 0) take_responses(link);
+  if (link.up) take_responses(link);
   flush_queue(link.messages);
   flush_queue(link.services);
   for (RailQueue& rail : link.rails) flush_queue(rail);

@@ -1,8 +1,8 @@
 // What is to happen, by time.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
-#include <utility>
 #include <vector>
 
 namespace crossrail::sim {

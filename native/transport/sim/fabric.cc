@@ -8,7 +8,8 @@
 
 namespace crossrail::sim {
 
-Fabric::Fabric(const int64_t* now_ns, Prng* prng, EventQueue* events, EventLog* log, std::function<void(uint32_t)> wake)
+Fabric::Fabric(const std::atomic<int64_t>* now_ns, Prng* prng, EventQueue* events, EventLog* log,
+               std::function<void(uint32_t)> wake)
     : now_ns_(now_ns), prng_(prng), events_(events), log_(log), wake_(std::move(wake)) {}
 Fabric::~Fabric() = default;
 

@@ -13,7 +13,7 @@
 // Threads: whoever has the world's lock.
 #pragma once
 
-#include <array>
+#include <atomic>
 #include <deque>
 #include <functional>
 #include <map>
@@ -86,7 +86,8 @@ struct Totals {
 class Fabric {
  public:
   // now: the world's clock. wake: gives that engine a turn.
-  Fabric(const int64_t* now_ns, Prng* prng, EventQueue* events, EventLog* log, std::function<void(uint32_t)> wake);
+  Fabric(const std::atomic<int64_t>* now_ns, Prng* prng, EventQueue* events, EventLog* log,
+         std::function<void(uint32_t)> wake);
   ~Fabric();
 
   // --- hosts ---
@@ -189,7 +190,7 @@ class Fabric {
     uint32_t next_free = kNone;
   };
 
-  int64_t now() const { return *now_ns_; }
+  int64_t now() const { return now_ns_->load(std::memory_order_relaxed); }
   bool are_parted(uint32_t a, uint32_t b) const;
   bool is_silent(uint32_t from, uint32_t to) const;
   // Whether what comes from there arrives at that NIC now.
@@ -230,7 +231,7 @@ class Fabric {
   void arrive_fragment(uint32_t slot);
   void arrive_datagram(uint32_t slot);
 
-  const int64_t* const now_ns_;
+  const std::atomic<int64_t>* const now_ns_;
   Prng* const prng_;
   EventQueue* const events_;
   EventLog* const log_;

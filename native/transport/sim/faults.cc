@@ -1,6 +1,8 @@
 // What goes wrong on purpose.
 #include <algorithm>
 #include <cstring>
+#include <memory>
+#include <utility>
 
 #include "transport/sim/fabric.h"
 #include "transport/sim/sim_nic.h"

@@ -96,7 +96,8 @@ std::string EventLog::digest() const {
 }
 
 void EventLog::write(int64_t at_ns, uint32_t host, LogWord word, const std::array<uint64_t, kValues>& values) {
-  std::string line = std::to_string(at_ns) + " " + hosts_[host] + " ";
+  // "-": what is of all hosts, before there is any.
+  std::string line = std::to_string(at_ns) + " " + (host < hosts_.size() ? hosts_[host] : "-") + " ";
   const auto number = [&](const char* name, uint64_t value) {
     line += std::string(" ") + name + "=" + std::to_string(value);
   };

@@ -1,5 +1,7 @@
 #include "transport/sim/open.h"
 
+#include <mutex>
+
 #include "transport/sim/sim_nic.h"
 #include "transport/sim/world.h"
 #include "util/errors.h"

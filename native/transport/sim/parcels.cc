@@ -1,7 +1,8 @@
 // Fragments of paths, and datagrams.
-#include <algorithm>
 
 #include "transport/sim/fabric.h"
+
+#include <utility>
 #include "transport/sim/sim_nic.h"
 #include "transport/sim/world.h"
 

@@ -1,4 +1,5 @@
 #include <cstring>
+#include <mutex>
 
 #include "transport/sim/sim_nic.h"
 #include "transport/sim/world.h"

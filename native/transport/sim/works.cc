@@ -1,6 +1,7 @@
 // Works under way: when they arrive, and what becomes of them.
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "transport/sim/fabric.h"
 #include "transport/sim/sim_nic.h"

@@ -1,6 +1,7 @@
 #include "transport/sim/world.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "transport/descriptor.h"
 #include "util/errors.h"
@@ -48,11 +49,6 @@ World::~World() = default;
 
 // --- clock, random bits ---
 
-int64_t World::now_ns() const {
-  std::lock_guard lock(mutex_);
-  return now_ns_;
-}
-
 void World::fill(std::span<uint8_t> bytes) {
   std::lock_guard lock(mutex_);
   for (uint8_t& byte : bytes) byte = static_cast<uint8_t>(entropy_.next() >> 56);
@@ -67,11 +63,11 @@ void World::pass() {
       postponed_.push_back(event);
       continue;
     }
-    now_ns_ = std::max(now_ns_, event.at_ns);
+    set_time(std::max(now_ns(), event.at_ns));
     fabric_.happen(event);
     return;
   }
-  now_ns_ += kTurnNsMax;
+  set_time(now_ns() + kTurnNsMax);
 }
 
 // --- engines ---
@@ -106,7 +102,7 @@ void World::wake(uint32_t actor) {
   if (seat.is_frozen) {
     seat.has_news = true;
   } else if (seat.turn_at_ns == kNoDeadline) {
-    schedule_turn(actor, now_ns_ + kTurnNsMin + prng_.up_to(kTurnNsMax - kTurnNsMin));
+    schedule_turn(actor, now_ns() + kTurnNsMin + prng_.up_to(kTurnNsMax - kTurnNsMin));
   }
 }
 
@@ -136,11 +132,11 @@ void World::give_turn(uint32_t number) {
   in_turn_ = false;
   Seat& seat = seats_[number];
   if (more && seat.turn_at_ns == kNoDeadline) {
-    schedule_turn(number, now_ns_ + kTurnNsMin + prng_.up_to(kTurnNsMax - kTurnNsMin));
+    schedule_turn(number, now_ns() + kTurnNsMin + prng_.up_to(kTurnNsMax - kTurnNsMin));
   }
   seat.timer_ns = actor->next_timer();
   if (seat.timer_ns < seat.timer_at_ns) {
-    seat.timer_at_ns = std::max(seat.timer_ns, now_ns_ + 1);
+    seat.timer_at_ns = std::max(seat.timer_ns, now_ns() + 1);
     events_.push(seat.timer_at_ns, EventKind::kTimer, number);
   }
 }
@@ -155,7 +151,7 @@ bool World::look_at_timer(uint32_t number, int64_t at_ns) {
     seat.has_news = true;
     return false;
   }
-  if (seat.timer_ns <= now_ns_) return true;
+  if (seat.timer_ns <= now_ns()) return true;
   seat.timer_at_ns = seat.timer_ns;
   events_.push(seat.timer_at_ns, EventKind::kTimer, number);
   return false;
@@ -180,9 +176,9 @@ bool World::is_idle() {
     outcomes += seat.actor->outcomes();
     patience_ns = std::max(patience_ns, seat.actor->patience_ns());
   }
-  if (std::exchange(outcomes_, outcomes) != outcomes || !deeds_.empty()) stuck_since_ns_ = now_ns_;
-  if (!is_calm()) calm_since_ns_ = now_ns_;
-  return now_ns_ - calm_since_ns_ > kCalmNsMax || now_ns_ - stuck_since_ns_ > kStuckNsMax + kPatiences * patience_ns;
+  if (std::exchange(outcomes_, outcomes) != outcomes || !deeds_.empty()) stuck_since_ns_ = now_ns();
+  if (!is_calm()) calm_since_ns_ = now_ns();
+  return now_ns() - calm_since_ns_ > kCalmNsMax || now_ns() - stuck_since_ns_ > kStuckNsMax + kPatiences * patience_ns;
 }
 
 // Whether anything happened that a waiting thread could see.
@@ -243,12 +239,12 @@ Simulation::Step World::advance(Deadline until, Deadline limit) {
 Simulation::Step World::go_on(Deadline until, Deadline limit, std::unique_lock<std::recursive_mutex>* held) {
   for (const Event& event : postponed_) events_.push(event.at_ns, event.kind, event.what, event.detail);
   postponed_.clear();
-  until = std::max(until, now_ns_);
-  const Deadline end_ns = std::max(std::min(until, limit), now_ns_);
+  until = std::max(until, now_ns());
+  const Deadline end_ns = std::max(std::min(until, limit), now_ns());
   for (int count = 0; count < kEventsPerStep; ++count) {
     const bool ends = events_.empty() || events_.top().at_ns > end_ns;
     const int64_t next_ns = ends ? end_ns : events_.top().at_ns;
-    if (next_ns - now_ns_ > kLongGapNs) {
+    if (next_ns - now_ns() > kLongGapNs) {
       if (!visitors_.has_looked()) return Step::kMoved;  // another thread's doing
       if (visitors_.others_act()) return Step::kHeld;
     }
@@ -256,11 +252,11 @@ Simulation::Step World::go_on(Deadline until, Deadline limit, std::unique_lock<s
       if (events_.empty() || (events_.top().kind == EventKind::kTimer && is_idle())) return Step::kIdle;
     }
     if (ends) {
-      now_ns_ = end_ns;
+      set_time(end_ns);
       return Step::kReached;
     }
     const Event event = events_.pop();
-    now_ns_ = std::max(now_ns_, event.at_ns);
+    set_time(std::max(now_ns(), event.at_ns));
     if (happens(event, held)) return Step::kMoved;
   }
   return Step::kMoved;
@@ -268,9 +264,14 @@ Simulation::Step World::go_on(Deadline until, Deadline limit, std::unique_lock<s
 
 void World::wake_watchers() {
   std::lock_guard lock(mutex_);
-  for (uint32_t number = 0; number < seats_.size(); ++number) {
-    if (seats_[number].actor != nullptr && seats_[number].actor->watches()) wake(number);
+  for (const uint32_t number : watching_) {
+    if (seats_[number].actor != nullptr && seats_[number].actor->has_changed_words()) wake(number);
   }
+}
+
+void World::watches_words(uint32_t actor) {
+  std::lock_guard lock(mutex_);
+  watching_.insert(actor);
 }
 
 void World::begin_wait() {
@@ -289,11 +290,15 @@ void World::set_callbacks(std::function<bool()> is_due, std::function<void()> ru
   run_callbacks_ = std::move(run);
 }
 
-// Meanwhile this thread does not wait: others do not run ahead.
+// Meanwhile this thread does not wait: others do not run ahead. A callback may throw, Ctrl-C for one: the wait that it
+// ends ends itself.
 void World::run_callbacks() {
-  end_wait();
+  struct Pause {
+    World& world;
+    explicit Pause(World& of) : world(of) { world.end_wait(); }
+    ~Pause() { world.begin_wait(); }
+  } const pause(*this);
   run_callbacks_();
-  begin_wait();
 }
 
 // --- deeds ---
@@ -301,7 +306,7 @@ void World::run_callbacks() {
 void World::at(int64_t at_ns, std::function<void()> deed) {
   {
     std::lock_guard lock(mutex_);
-    if (at_ns > now_ns_) {
+    if (at_ns > now_ns()) {
       deeds_[next_deed_] = std::move(deed);
       events_.push(at_ns, EventKind::kDeed, next_deed_++);
       return;

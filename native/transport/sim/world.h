@@ -8,10 +8,11 @@
 // dies.
 #pragma once
 
+#include <atomic>
 #include <functional>
 #include <map>
-#include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -34,12 +35,13 @@ class World final : public Simulation {
   static constexpr int64_t kOriginNs = 1'000'000'000;
 
   // --- Simulation ---
-  int64_t now_ns() const override;
+  int64_t now_ns() const override { return now_ns_.load(std::memory_order_relaxed); }
   void pass() override;
   void fill(std::span<uint8_t> bytes) override;
   uint32_t enter(Actor* actor, uint32_t host, const std::string& name) override;
   void leave(uint32_t actor) override;
   void wake(uint32_t actor) override;
+  void watches_words(uint32_t actor) override;
   void after_turn(std::function<void()> deed) override;
   std::string host_name(uint32_t host) const override;
   Step advance(Deadline until) override { return advance(until, kNoDeadline); }
@@ -49,7 +51,7 @@ class World final : public Simulation {
   // The same, but the clock stops at `limit`, for whoever waits for longer: then too kReached. With no `until`, nothing
   // left to happen is still kIdle.
   Step advance(Deadline until, Deadline limit);
-  // Somebody begins to wait: engines with watched words look at them.
+  // Somebody begins to wait: engines whose watched words have changed look at them.
   void wake_watchers();
   // Nothing is under way, nobody is busy, no fault is scheduled: only timers of idle engines are left.
   bool is_calm() const;
@@ -74,7 +76,8 @@ class World final : public Simulation {
   Fabric& fabric() { return fabric_; }
   Prng& prng() { return prng_; }
   EventLog& log() { return log_; }
-  int64_t log_time() const { return now_ns_ - kOriginNs; }
+  int64_t log_time() const { return now_ns() - kOriginNs; }
+  void set_time(int64_t time_ns) { now_ns_.store(time_ns, std::memory_order_relaxed); }
 
  protected:
   void begin_wait() override;
@@ -99,7 +102,8 @@ class World final : public Simulation {
   bool happens(const Event& event, std::unique_lock<std::recursive_mutex>* held);
 
   mutable std::recursive_mutex mutex_;
-  int64_t now_ns_ = kOriginNs;
+  // Of the holder of mutex_ to change; engines ask for it at every round, without. Relaxed: it orders nothing.
+  std::atomic<int64_t> now_ns_ = kOriginNs;
   Prng prng_;
   Prng entropy_;  // apart: how many bits an engine asks for changes nothing else
   EventLog log_;
@@ -107,6 +111,7 @@ class World final : public Simulation {
   Fabric fabric_;
   const std::string id_;
   std::vector<Seat> seats_;
+  std::set<uint32_t> watching_;   // of seats_, also left ones: those whose words are looked at at each wait
   std::vector<Event> postponed_;  // by pass()
   bool in_turn_ = false;
   std::vector<std::function<void()>> after_turn_;

@@ -96,11 +96,12 @@ void put_taken(InLink& link, TxBatch& batch) {
   link.taken.erase(link.taken.begin(), link.taken.begin() + static_cast<std::ptrdiff_t>(told));
 }
 
-RefusedMeta meta_of_too_long(const MessageOutcome& message) {
-  return {message.id, kMessageRefused, static_cast<uint32_t>(Status::kMessageTooLong)};
+RefusedMeta meta_of(const MessageOutcome& message) {
+  return {message.id, kMessageRefused, static_cast<uint32_t>(message.status)};
 }
 
-std::string text_of_too_long(const MessageOutcome& message) {
+std::string text_of(const MessageOutcome& message) {
+  if (message.status != Status::kMessageTooLong) return {};
   return "message of " + std::to_string(message.bytes) + " bytes: no receive buffer of the target is as long";
 }
 
@@ -124,8 +125,8 @@ void append_last_words(const InLink& link, InChannel& by) {
     append_frame(by.control, FrameType::kAck, AckMeta{link.id, channel.placed, index, 1});
   }
   for (const TakenMeta& taken : link.taken) append_frame(by.control, FrameType::kTaken, taken);
-  for (const MessageOutcome& message : link.too_long) {
-    append_frame(by.control, FrameType::kRefused, meta_of_too_long(message), text_of_too_long(message));
+  for (const MessageOutcome& message : link.untaken) {
+    append_frame(by.control, FrameType::kRefused, meta_of(message), text_of(message));
   }
 }
 
@@ -152,24 +153,33 @@ void TcpTransport::note_outcome(InLink& link, MessageOutcome outcome) {
 }
 
 void TcpTransport::on_taken(InLink& link, uint64_t message_id) {
-  note_outcome(link, {message_id, MessageOutcome::kTaken});
+  note_outcome(link, {message_id, Status::kDone});
   tell_taken(link, message_id);
 }
 
-void TcpTransport::on_too_long(InLink& link, uint64_t message_id, uint64_t bytes) {
-  note_outcome(link, {message_id, bytes});
-  link.too_long.push_back({message_id, bytes});
+void TcpTransport::on_untaken(InLink& link, MessageOutcome outcome) {
+  note_outcome(link, outcome);
+  link.untaken.push_back(outcome);
   ack_later(link, true);
+}
+
+void TcpTransport::recall(InLink& link, uint64_t message_id) {
+  const auto message = std::ranges::find(link.held, message_id, &HeldMessage::id);
+  if (message == link.held.end()) return;
+  link.held_bytes -= message->payload.size();
+  link.held.erase(message);
+  if (link.held.empty()) std::erase(holding_, &link);
+  on_untaken(link, {message_id, Status::kCancelled});
 }
 
 void TcpTransport::tell_outcomes_again(InLink& link) {
   link.taken.clear();
-  link.too_long.clear();
+  link.untaken.clear();
   for (const MessageOutcome& outcome : link.outcomes) {
-    if (outcome.bytes == MessageOutcome::kTaken) {
+    if (outcome.status == Status::kDone) {
       tell_taken(link, outcome.id);
     } else {
-      link.too_long.push_back(outcome);
+      link.untaken.push_back(outcome);
     }
   }
   ack_later(link, true);
@@ -192,7 +202,7 @@ void TcpTransport::offer_held() {
     if (offer == Sink::Offer::kTaken) {
       on_taken(link, message.id);
     } else {
-      on_too_long(link, message.id, message.payload.size());
+      on_untaken(link, {message.id, Status::kMessageTooLong, message.payload.size()});
     }
     link.held_bytes -= message.payload.size();
     link.held.pop_front();

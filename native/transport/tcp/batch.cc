@@ -6,6 +6,7 @@
 
 #include "util/copy.h"
 #include "util/errors.h"
+#include "util/readable.h"
 
 namespace crossrail::tcp {
 
@@ -98,7 +99,7 @@ uint64_t TxBatch::first_unsent() const {
 void Placement::add(std::byte* base, uint64_t length) {
   if (length == 0) return;
   bytes_left += length;
-  if (!targets.empty()) {
+  if (!targets.empty() && !maps_file) {
     iovec& last = targets.back();
     auto* const end = static_cast<std::byte*>(last.iov_base) + last.iov_len;
     if ((base == nullptr && last.iov_base == nullptr) || (last.iov_base != nullptr && end == base)) {
@@ -121,25 +122,45 @@ void Placement::placed(uint64_t size) {
   }
 }
 
-void Placement::copy_in(const std::byte* data, uint64_t size) {
-  bytes_left -= size;
-  while (size > 0) {
+uint64_t Placement::copy_in(const std::byte* data, uint64_t size) {
+  uint64_t copied = 0;
+  while (copied < size) {
     iovec& target = targets[at];
-    const uint64_t taken = std::min<uint64_t>(size, target.iov_len);
+    const uint64_t taken = std::min<uint64_t>(size - copied, target.iov_len);
     if (target.iov_base != nullptr) {
+      auto* const to = static_cast<std::byte*>(target.iov_base);
       if (gpu >= 0) {
-        copier->begin(gpu, static_cast<std::byte*>(target.iov_base), data, taken);
-      } else {
-        copy_cached(target.iov_base, data, taken);
+        copier->begin(gpu, to, data + copied, taken);
+      } else if (!maps_file) {
+        copy_cached(to, data + copied, taken);
+      } else if (!copy_to_file(to, data + copied, taken)) {
+        break;
       }
-      target.iov_base = static_cast<std::byte*>(target.iov_base) + taken;
+      target.iov_base = to + taken;
     }
     target.iov_len -= taken;
-    data += taken;
-    size -= taken;
+    copied += taken;
     if (target.iov_len == 0) ++at;
   }
+  bytes_left -= copied;
   if (gpu >= 0 && !copier->finish()) failed = true;
+  return copied;
+}
+
+bool Placement::skip_unwritable() {
+  bool any_left = false;
+  bool any_gone = false;
+  for (size_t i = at; i < targets.size(); ++i) {
+    iovec& target = targets[i];
+    if (target.iov_base == nullptr) continue;
+    any_left = true;
+    if (is_readable(static_cast<std::byte*>(target.iov_base), target.iov_len)) continue;
+    target.iov_base = nullptr;
+    any_gone = true;
+  }
+  if (!any_gone) discard_all();
+  failed = failed || any_left;
+  return any_left;
 }
 
 void Placement::discard_all() {

@@ -11,6 +11,7 @@
 
 #include "device/copier.h"
 #include "transport/tcp/stage_pool.h"
+#include "transport/transport.h"
 #include "util/memory_map.h"
 
 namespace crossrail::tcp {
@@ -85,11 +86,15 @@ struct Placement {
   // Whose memory all of it is, but for what is discarded. -1: the host's; else every byte has to come by copy_in().
   int gpu = -1;
   device::Copier* copier = nullptr;
-  bool failed = false;  // a copy to that GPU; until the next aim_at()
+  // A file is mapped there. Then each add() is a target of its own, and no byte is placed but by system calls, which
+  // tell of a file that was cut short instead of ending the process.
+  bool maps_file = false;
+  bool failed = false;  // a copy to that GPU, or memory of the host is gone; until the next aim_at()
 
-  // The next payload goes to memory of this GPU, or with -1 of the host.
-  void aim_at(int gpu_or_host) {
-    gpu = gpu_or_host;
+  // The next payload goes to the memory of this region; null: of the host.
+  void aim_at(const LocalRegion* region) {
+    gpu = region == nullptr ? -1 : region->gpu;
+    maps_file = region != nullptr && region->maps_file;
     failed = false;
   }
   void add(std::byte* base, uint64_t length);
@@ -99,11 +104,19 @@ struct Placement {
     at = 0;
     bytes_left = 0;
     gpu = -1;
+    maps_file = false;
   }
+  // Whether some of what the add() of this number was for, of those with bytes, is not in place.
+  bool is_lost(size_t number) const { return failed && (!maps_file || targets[number].iov_base == nullptr); }
+  // Whether payload has to come by copy_in(), if the socket does not place it by system calls.
+  bool needs_copy(bool by_calls) const { return bytes_left > 0 && (gpu >= 0 || (maps_file && !by_calls)); }
   // Advances over `size` bytes that a system call has placed.
   void placed(uint64_t size);
-  // Places bytes that arrived in another buffer.
-  void copy_in(const std::byte* data, uint64_t size);
+  // Places bytes that arrived in another buffer. Returns how many: fewer where memory of the host is gone.
+  uint64_t copy_in(const std::byte* data, uint64_t size);
+  // The kernel could not write to some target that is left: those that are gone are discarded; if none is, all. False:
+  // there was none.
+  bool skip_unwritable();
   // From here on, everything is discarded.
   void discard_all();
   // From here on, whatever was to go into [base, base + length) is discarded.

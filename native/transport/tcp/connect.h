@@ -20,7 +20,8 @@ class Connection;
 // One address of this host that connections leave from and arrive at.
 struct Rail {
   Endpoint endpoint;             // the port: of the listener
-  std::string netdev;            // may be empty: not known
+  std::string device;            // the netdev that has the address
+  std::string netdev;            // the same if it was asked for by that name, else empty
   bool bound_to_netdev = false;  // connections may leave by this netdev only
   Fd listener;
 };

@@ -16,9 +16,6 @@ namespace crossrail::tcp {
 
 namespace {
 
-// Of one connection before others get a turn.
-constexpr uint64_t kReceivePerTurn = uint64_t{4} << 20;
-constexpr uint64_t kSendPerTurn = uint64_t{2} << 20;
 constexpr size_t kViewsPerCall = 1000;
 // A socket seldom has more than this many short pages at once, and the kernel looks at every iovec of a call.
 constexpr size_t kTargetsPerCall = 256;
@@ -189,6 +186,7 @@ Role role_of(FrameType type) {
     case FrameType::kPing:
     case FrameType::kBye:
     case FrameType::kService:
+    case FrameType::kRecall:
       return Role::kAcceptor;
     case FrameType::kReadData:
     case FrameType::kReadEnd:
@@ -227,9 +225,10 @@ bool Connection::on_head(const FrameHeader& header, std::span<const std::byte> m
 
 // All of its payload is in place. False: the connection is broken.
 bool Connection::end_frame() {
-  place_.clear();
   Stream* const to = std::exchange(current_, nullptr);
-  if (to != nullptr && !to->on_frame()) reject_peer(reject_reason_);
+  const bool is_good = to == nullptr || to->on_frame();
+  place_.clear();
+  if (!is_good) reject_peer(reject_reason_);
   return !broken_;
 }
 
@@ -239,7 +238,7 @@ struct Connection::ReceiveViews {
   std::array<iovec, kTargetsPerCall + 1> views;  // written as far as used
   size_t count = 0;
   uint64_t payload_bytes = 0;
-  bool to_gpu = false;    // the payload: over ConnectionContext::arrivals
+  bool by_copy = false;   // the payload: over ConnectionContext::arrivals
   size_t head_bytes = 0;  // of a head that came before: at the beginning of the scratch
   size_t head_room = 0;   // behind them
 
@@ -248,10 +247,10 @@ struct Connection::ReceiveViews {
 
 Connection::ReceiveViews Connection::receive_views() {
   ReceiveViews to;
-  to.to_gpu = place_.gpu >= 0 && place_.bytes_left > 0;
-  if (to.to_gpu) {
+  to.by_copy = place_.needs_copy(!socket_.tls);
+  if (to.by_copy) {
     to.payload_bytes = std::min<uint64_t>(place_.bytes_left, ConnectionContext::kArrivalsBytes);
-    to.views[to.count++] = {context_->arrivals_of_gpus(), to.payload_bytes};
+    to.views[to.count++] = {context_->arrivals_to_copy(), to.payload_bytes};
   } else if (place_.bytes_left > 0) {
     for (size_t i = place_.at; i < place_.targets.size() && to.count < kTargetsPerCall; ++i) {
       iovec view = place_.targets[i];
@@ -277,8 +276,8 @@ Connection::ReceiveViews Connection::receive_views() {
 bool Connection::take(const ReceiveViews& from, uint64_t size) {
   if (from.payload_bytes == 0) return parse(from.head_bytes + size);
   const uint64_t placed = std::min(size, from.payload_bytes);
-  if (from.to_gpu) {
-    place_.copy_in(context_->arrivals->base(), placed);
+  if (from.by_copy) {
+    place(context_->arrivals->base(), placed);
   } else {
     place_.placed(placed);
   }
@@ -286,8 +285,15 @@ bool Connection::take(const ReceiveViews& from, uint64_t size) {
   return size == placed || parse(size - placed);
 }
 
+// Payload that came into a buffer of ours.
+void Connection::place(const std::byte* data, uint64_t size) {
+  for (uint64_t done = place_.copy_in(data, size); done < size; done += place_.copy_in(data + done, size - done)) {
+    place_.skip_unwritable();
+  }
+}
+
 bool Connection::receive() {
-  uint64_t budget = kReceivePerTurn;
+  uint64_t budget = context_->receive_per_turn_bytes;
   bool moved = false;
   if (socket_.tls) socket_.tls->begin_turn(budget);
   while (!broken_) {
@@ -300,7 +306,10 @@ bool Connection::receive() {
     if (got < 0) {
       if (errno == EINTR) continue;
       if (errno != EAGAIN && errno != EWOULDBLOCK) {
-        break_off("the connection broke: " + socket_.error_text());
+        const int error = errno;
+        const std::string why = socket_.error_text();
+        if (error == EFAULT && place_.skip_unwritable()) continue;
+        break_off("the connection broke: " + why);
         return true;
       }
       if (!moved) return false;
@@ -355,7 +364,7 @@ bool Connection::parse(size_t size) {
     size -= head_bytes;
     const uint64_t present = std::min<uint64_t>(size, place_.bytes_left);
     if (present > 0) {
-      place_.copy_in(at, present);
+      place(at, present);
       at += present;
       size -= present;
     }
@@ -383,7 +392,7 @@ bool Connection::fill(TxBatch& batch, const Stream* asker) {
 bool Connection::pump(const Stream* asker) {
   if (broken_ || is_blocked_) return false;
   bool moved = false;
-  uint64_t budget = kSendPerTurn;
+  uint64_t budget = context_->send_per_turn_bytes;
   while (!broken_) {
     if (!batch_) {
       batch_ = context_->take_batch();

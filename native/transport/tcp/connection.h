@@ -39,18 +39,21 @@ struct ConnectionContext {
   // Left epoll, which did not take them back: asked now and then, as if it had news.
   void ask_unwatched();
   std::vector<Connection*> unwatched;
-  std::byte* arrivals_of_gpus();
+  std::byte* arrivals_to_copy();
   std::unique_ptr<TxBatch> take_batch();
   void give_batch(std::unique_ptr<TxBatch> batch);
 
   Poller* poller;
   int64_t now = 0;  // a little old, of the current poll
+  // Of one connection before others get a turn.
+  uint64_t receive_per_turn_bytes = uint64_t{4} << 20;
+  uint64_t send_per_turn_bytes = uint64_t{2} << 20;
   std::vector<std::byte> scratch;
   std::vector<std::byte> discard;
   StagePool stages;
   std::vector<std::unique_ptr<TxBatch>> batches;
   device::Copier copier;
-  std::unique_ptr<device::HostBuffer> arrivals;  // once something of a GPU's has arrived: what is copied on to it
+  std::unique_ptr<device::HostBuffer> arrivals;  // once it was needed: what is copied on, most of it to GPUs
 };
 
 // Which half of a link a stream is: our operations and the answers to them, or the peer's and ours.
@@ -160,6 +163,7 @@ class Connection final : public Pollable {
   struct ReceiveViews;
   ReceiveViews receive_views();
   bool take(const ReceiveViews& from, uint64_t size);
+  void place(const std::byte* data, uint64_t size);
   bool parse(size_t size);
   void reject_peer(const std::string& why);
   void watch_out(bool on);

@@ -43,7 +43,7 @@ void ConnectionContext::ask_unwatched() {
   for (Connection* connection : std::exchange(unwatched, {})) connection->ask();
 }
 
-std::byte* ConnectionContext::arrivals_of_gpus() {
+std::byte* ConnectionContext::arrivals_to_copy() {
   if (!arrivals) arrivals = stages.take();
   return arrivals->base();
 }

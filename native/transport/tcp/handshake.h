@@ -30,7 +30,7 @@
 
 namespace crossrail::tcp {
 
-inline constexpr uint16_t kProtocolVersion = 4;
+inline constexpr uint16_t kProtocolVersion = 5;
 inline constexpr size_t kHandshakeHeadBytes = 8;         // magic, version, total length
 inline constexpr size_t kHandshakeBytesMax = 2048;       // of one message: all that a stranger makes us keep
 inline constexpr uint32_t kHandshakeMagic = 0x54525258;  // "XRRT"

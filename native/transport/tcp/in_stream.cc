@@ -90,6 +90,10 @@ bool InStream::on_head(const FrameHeader& header, std::span<const std::byte> met
     case FrameType::kResolve:
       if (meta.size() != sizeof(ResolveMeta)) return reject_malformed(type_);
       return on_resolve(read_meta<ResolveMeta>(meta));
+    case FrameType::kRecall:
+      if (meta.size() != sizeof(RecallMeta)) return reject_malformed(type_);
+      transport_->recall(link, read_meta<RecallMeta>(meta).message_id);
+      return true;
     case FrameType::kPing:
       if (meta.size() != sizeof(PingMeta)) return reject_malformed(type_);
       append_frame(channel_->control, FrameType::kPong, read_meta<PingMeta>(meta));
@@ -156,7 +160,7 @@ bool InStream::on_write(const FrameHeader& header, std::span<const std::byte> me
   std::memcpy(entries_.data(), meta.data() + sizeof(WriteMeta), count * sizeof(WriteEntry));
   statuses_.clear();
   region_ = region_id == 0 ? RegionUse() : transport_->regions().use(region_id);
-  place.aim_at(region_ ? region_->gpu : -1);
+  place.aim_at(region_ ? region_.operator->() : nullptr);
   uint64_t total = 0;
   for (size_t i = 0; i < count; ++i) {
     const WriteEntry& entry = entries_[i];
@@ -183,20 +187,24 @@ bool InStream::on_write(const FrameHeader& header, std::span<const std::byte> me
 bool InStream::finish_write() {
   // A region that closed while its bytes were on their way.
   const bool closed = region_closed_ || region_.is_revoked();
-  const bool failed = connection()->placement().failed;
+  const Placement& placement = connection()->placement();
+  size_t target = 0;  // of entries with bytes
   uint32_t imm = 0;
   uint64_t units = 0;
   for (size_t i = 0; i < entries_.size(); ++i) {
     const WriteEntry& entry = entries_[i];
     const uint64_t length = entry.length & ~kHasImm;
     bool good = statuses_.empty() || statuses_[i] == Status::kDone;
-    if (good && (closed || (failed && length > 0))) {
+    const bool is_lost = length > 0 && placement.is_lost(target++);
+    if (good && (closed || is_lost)) {
       good = false;
       if (!(operation_refused_ && i == 0)) {
         const Status status = closed ? transport_->sink().status_of_gone(region_id_) : Status::kTransportFailed;
         refuse(channel_->placed + i + 1, status,
                closed ? why_refused(status, region_, region_id_, entry.offset, length)
-                      : "the target cannot copy it to its GPU: " + transport_->connections().copier.trouble());
+               : region_->gpu < 0
+                   ? std::string("the target's ") + kUnwritableText
+                   : "the target cannot copy it to its GPU: " + transport_->connections().copier.trouble());
       }
     }
     if (i == 0) good = good && !operation_refused_;
@@ -312,7 +320,7 @@ bool InStream::on_message(const FrameHeader& header, std::span<const std::byte> 
   InLink& link = *channel_->link;
   if (link.held.size() >= kHeldMax || link.held_bytes > 2 * transport_->message_window_bytes())
     return reject("more messages at once than an engine sends");
-  if (link.taken.size() + link.too_long.size() > kOutcomesMax) return reject("it does not read what we answer");
+  if (link.taken.size() + link.untaken.size() > kOutcomesMax) return reject("it does not read what we answer");
   message_id_ = read_meta<MessageMeta>(meta).message_id;
   link.newest_id = std::max(link.newest_id, message_id_);
   message_.resize(header.payload_bytes);
@@ -336,7 +344,7 @@ bool InStream::finish_message() {
       transport_->hold(link);
       break;
     case Sink::Offer::kTooLong:
-      transport_->on_too_long(link, message_id_, message_.size());
+      transport_->on_untaken(link, {message_id_, Status::kMessageTooLong, message_.size()});
       break;
   }
   transport_->ack_later(link, channel_->placed - channel_->ack_sent >= kAckAtOnceOperations);
@@ -391,12 +399,12 @@ void InStream::fill_outcomes(TxBatch& batch) {
   InLink& link = *channel_->link;
   put_taken(link, batch);
   size_t told = 0;
-  for (; told < link.too_long.size() && batch.has_room(sizeof(FrameHeader) + sizeof(RefusedMeta) + kTextBytesMax);
+  for (; told < link.untaken.size() && batch.has_room(sizeof(FrameHeader) + sizeof(RefusedMeta) + kTextBytesMax);
        ++told) {
-    const MessageOutcome& message = link.too_long[told];
-    put_frame(batch, FrameType::kRefused, meta_of_too_long(message), text_of_too_long(message));
+    const MessageOutcome& message = link.untaken[told];
+    put_frame(batch, FrameType::kRefused, meta_of(message), text_of(message));
   }
-  link.too_long.erase(link.too_long.begin(), link.too_long.begin() + static_cast<std::ptrdiff_t>(told));
+  link.untaken.erase(link.untaken.begin(), link.untaken.begin() + static_cast<std::ptrdiff_t>(told));
 }
 
 void InStream::fill(TxBatch& batch) {

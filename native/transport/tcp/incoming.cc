@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <optional>
 #include <utility>
 
 #include "transport/tcp/frames.h"
@@ -27,13 +28,15 @@ void TcpTransport::accept_all(Listener& listener) {
     Fd fd(accept4(rails_[listener.rail].listener.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
     if (!fd) {
       if (errno == EINTR || errno == ECONNABORTED) continue;
-      if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM) {
+      if (const int error = errno; error == EMFILE || error == ENFILE || error == ENOBUFS || error == ENOMEM) {
         // Looked at again and again it would cost a core: peers wait a little.
         poller_.change(rails_[listener.rail].listener.get(), &listener, 0);
         listeners_paused_until_ns_ = now_ + kAcceptPauseNs;
         if (!std::exchange(strangers_reported_, true)) {
-          sink_->on_protocol_error("", std::string("cannot take in more connections: ") + std::strerror(errno) +
-                                           "; raise the limit on open files (ulimit -n). Said once");
+          const bool is_limit = error == EMFILE || error == ENFILE;
+          sink_->on_protocol_error("", std::string("cannot take in more connections: ") + std::strerror(error) +
+                                           (is_limit ? "; raise the limit on open files (ulimit -n). Said once"
+                                                     : "; the kernel is short of memory. Said once"));
         }
       }
       return;

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <algorithm>
-#include <array>
 #include <cstdint>
 #include <deque>
 #include <map>
@@ -142,6 +141,8 @@ struct OutChannel final : Connector::Owner {
   bool put_next(TxBatch& batch, Turn& turn);
   // Frames as many of the queue's first writes as fit into one frame. Returns how many.
   size_t put_writes(TxBatch& batch, RingQueue<WorkRequest>& queue, size_t room, Turn& turn);
+  // Frames what is to be asked of messages that were cancelled.
+  void put_recalls(TxBatch& batch);
   // Frames the next part of `current`.
   void put_part(TxBatch& batch);
   // Our GPU does not give a write's bytes: frames it without them, uncounted, and fails it here.
@@ -211,6 +212,10 @@ struct SentMessage {
   uint64_t operation = 0;
   uint32_t channel = 0;
   bool over = false;  // retired, or sent anew under another id
+  // Cancelled. It ends when the peer, who may have given it to a buffer, says so; a connection that broke may have lost
+  // the question.
+  bool is_recalled = false;
+  bool is_recall_sent = false;
 };
 
 struct PendingRead {
@@ -290,6 +295,7 @@ struct OutLink final : Link {
   RingQueue<SentMessage> messages;  // by id, from first_message_id
   uint64_t first_message_id = 1;
   uint64_t messages_bytes = 0;  // sent and not taken
+  bool has_recalls = false;     // of messages, some may be recalled and not told
   uint64_t next_read_id = 1;
   std::unordered_map<uint64_t, PendingRead> reads;
 
@@ -410,12 +416,12 @@ inline constexpr size_t kOutcomesMax = 4 * kMessagesUnderWayMax;
 // What became of a message.
 struct MessageOutcome {
   uint64_t id;
-  uint64_t bytes;  // its length if it was too long; else kTaken
-  static constexpr uint64_t kTaken = ~uint64_t{0};
+  Status status;
+  uint64_t bytes = 0;  // of kMessageTooLong: its length
 };
-// How the initiator is told that no buffer had room for it.
-RefusedMeta meta_of_too_long(const MessageOutcome& message);
-std::string text_of_too_long(const MessageOutcome& message);
+// How the initiator is told that no buffer got it.
+RefusedMeta meta_of(const MessageOutcome& message);
+std::string text_of(const MessageOutcome& message);
 
 // Invariant: `placed` counts exactly the operations whose bytes are in place and whose immediates were counted, or
 // which were refused.
@@ -453,7 +459,7 @@ struct InLink {
   uint64_t held_bytes = 0;
   // The channel that sends next tells these.
   std::vector<TakenMeta> taken;
-  std::vector<MessageOutcome> too_long;
+  std::vector<MessageOutcome> untaken;
   // Told already; told again if a connection that may have carried them broke. Ids are later than newest_id -
   // kMessagesUnderWayMax.
   std::deque<MessageOutcome> outcomes;

@@ -72,8 +72,18 @@ void on_acked(TcpTransport& transport, OutChannel& channel, uint64_t placed) {
   if (channel.bytes_acked - channel.bytes_acked_at_opening >= kFrameBytesMax) channel.frame_bytes = kFrameBytesMax;
 }
 
+// The peer gave it to no buffer, and will not.
+void end_recalled(TcpTransport& transport, OutLink& link, SentMessage& message) {
+  message.over = true;
+  link.messages_bytes -= message.request.length_bytes;
+  link.end(1, transport.now());
+  transport.sink().on_withdrawn(link, message.request.context, message.request.tag, message.request.length_bytes);
+}
+
 void end_message(TcpTransport& transport, OutLink& link, SentMessage& message, Status status, const std::string& text) {
-  if (std::exchange(message.over, true)) return;
+  if (message.over) return;
+  if (status == Status::kCancelled) return end_recalled(transport, link, message);
+  message.over = true;
   link.messages_bytes -= message.request.length_bytes;
   if (status == Status::kDone) {
     const uint32_t rail = link.pairs[link.channels[message.channel]->pair()].rail;
@@ -170,6 +180,10 @@ bool settle_doubts(TcpTransport& transport, OutChannel& channel, const ResolvedM
   for (size_t i = link.messages.size(); i > 0; --i) {
     SentMessage& message = link.messages[i - 1];
     if (message.over || message.channel != channel.index || message.operation <= placed) continue;
+    if (message.is_recalled) {
+      end_recalled(transport, link, message);
+      continue;
+    }
     message.over = true;
     link.messages_bytes -= message.request.length_bytes;
     again.push_back(message.request);
@@ -222,7 +236,7 @@ bool take_ack(OutLink& link, const AckMeta& ack) {
   if (!channel->is_sent(ack.placed)) return false;
   if (channel->in_doubt) return settle_doubts(*link.transport, *channel, {ack.placed, 0, ack.channel, 0});
   on_acked(*link.transport, *channel, ack.placed);
-  if (link.queued > 0) link.transport->mark_dirty(link);
+  if (link.queued > 0 || link.has_recalls) link.transport->mark_dirty(link);
   return true;
 }
 
@@ -285,6 +299,7 @@ bool OutStream::on_head(const FrameHeader& header, std::span<const std::byte> me
     case FrameType::kBye:
     case FrameType::kShared:
     case FrameType::kService:
+    case FrameType::kRecall:
       return reject("a frame that does not belong here");
   }
   return reject_malformed(type);
@@ -295,12 +310,15 @@ bool OutStream::on_refused(std::span<const std::byte> meta) {
   OutLink& link = *channel_->link;
   if (meta.size() < sizeof(RefusedMeta)) return reject_malformed(FrameType::kRefused);
   const auto refused = read_meta<RefusedMeta>(meta);
-  if (!is_refusal(refused.status)) return reject_malformed(FrameType::kRefused);
+  const bool is_recalled =
+      refused.channel == kMessageRefused && refused.status == static_cast<uint32_t>(Status::kCancelled);
+  if (!is_refusal(refused.status) && !is_recalled) return reject_malformed(FrameType::kRefused);
   const auto status = static_cast<Status>(refused.status);
   const std::string text = text_of(meta.subspan(sizeof refused));
   if (refused.channel == kMessageRefused) {
     if (SentMessage* message = find_message(link, refused.operation)) {
-      if (!is_sent(link, *message)) return reject_malformed(FrameType::kRefused);
+      if (!is_sent(link, *message) || (is_recalled && !message->is_recalled))
+        return reject_malformed(FrameType::kRefused);
       end_message(*transport_, link, *message, status, text);
     }
     forget_ended_messages(link);
@@ -345,7 +363,7 @@ bool OutStream::on_read_data(const ReadDataMeta& data, uint64_t payload_bytes, P
   const uint64_t resumed = resumed_at(request);
   const uint64_t length = request.length_bytes - resumed;
   if (data.offset > length || payload_bytes > length - data.offset) return reject("more data than was asked for");
-  place.aim_at(gpu_of(request));
+  place.aim_at(request.local_region);
   place.add(request.local + resumed + data.offset, payload_bytes);
   read_id_ = data.read_id;
   read_bytes_ = payload_bytes;
@@ -374,9 +392,10 @@ bool OutStream::on_read_end(std::span<const std::byte> meta) {
                                pending.request.length_bytes);
   }
   transport_->retire(link, pending.request, status,
-                     is_lost
-                         ? "what was read cannot be copied to our GPU: " + transport_->connections().copier.trouble()
-                         : text_of(meta.subspan(sizeof end)));
+                     !is_lost ? text_of(meta.subspan(sizeof end))
+                     : gpu_of(pending.request) < 0
+                         ? std::string("our ") + kUnwritableText
+                         : "what was read cannot be copied to our GPU: " + transport_->connections().copier.trouble());
   if (link.queued > 0) transport_->mark_dirty(link);
   return true;
 }

@@ -268,6 +268,11 @@ void OutStream::on_broken() {
   }
   if (!channel.passes_only_short()) channel.has_short_segments = false;
   channel.control.clear();
+  for (size_t i = 0; i < link.messages.size(); ++i) {
+    if (!std::exchange(link.messages[i].is_recall_sent, false)) continue;
+    link.has_recalls = true;
+    transport_->mark_dirty(link);
+  }
   bool open = false;
   link.for_each_channel([&](OutChannel& other) {
     open = open || other.is_open();

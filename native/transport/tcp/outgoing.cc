@@ -275,6 +275,12 @@ void OutChannel::tell_sent(size_t first) {
   }
 }
 
+// Of a file the kernel takes the bytes, which tells of one that was cut short.
+static bool is_copied(const WorkRequest& request) {
+  const LocalRegion* const region = request.local_region;
+  return request.length_bytes <= kCopyBytesMax && (region == nullptr || !region->maps_file);
+}
+
 // Short writes to one region go into one frame.
 size_t OutChannel::put_writes(TxBatch& batch, RingQueue<WorkRequest>& queue, size_t room, Turn& turn) {
   const WorkRequest& first = queue.front();
@@ -289,7 +295,7 @@ size_t OutChannel::put_writes(TxBatch& batch, RingQueue<WorkRequest>& queue, siz
     const WorkRequest& request = queue[count];
     if (request.op != WorkOp::kWrite || request.remote != first.remote || gpu_of(request) != gpu) break;
     if (count > 0 && (bytes + request.length_bytes > frame_bytes || resumed_at(request) > 0)) break;
-    const bool copies = gpu < 0 && request.length_bytes <= kCopyBytesMax;
+    const bool copies = gpu < 0 && is_copied(request);
     const size_t more = sizeof(WriteEntry) + (copies ? request.length_bytes : 0);
     if (!batch.has_room(copied + more, views + 1) || (count > 0 && !turn.takes(request))) break;
     copied += more;
@@ -322,7 +328,7 @@ size_t OutChannel::put_writes(TxBatch& batch, RingQueue<WorkRequest>& queue, siz
   for (size_t i = 0; i < count; ++i) {
     const WorkRequest& request = queue[i];
     if (request.length_bytes == 0) continue;
-    if (request.length_bytes <= kCopyBytesMax) {
+    if (is_copied(request)) {
       batch.copy(request.local, request.length_bytes);
     } else {
       batch.view(request.local, request.length_bytes);
@@ -416,10 +422,28 @@ bool OutChannel::put_next(TxBatch& batch, Turn& turn) {
   return true;
 }
 
+void OutChannel::put_recalls(TxBatch& batch) {
+  bool has_more = false;
+  for (size_t i = 0; i < link->messages.size(); ++i) {
+    SentMessage& message = link->messages[i];
+    if (!message.is_recalled || message.is_recall_sent || message.over) continue;
+    // Until then it may come after the question.
+    const bool is_there = message.operation <= link->channels[message.channel]->acked;
+    if (is_there && batch.has_room(sizeof(FrameHeader) + sizeof(RecallMeta))) {
+      put_frame(batch, FrameType::kRecall, RecallMeta{message.id});
+      message.is_recall_sent = true;
+    } else {
+      has_more = true;
+    }
+  }
+  link->has_recalls = has_more;
+}
+
 void OutChannel::fill(TxBatch& batch) {
   const size_t sent_before = sent.size();
   put_frames(batch, control);
   if (!control.empty()) return;
+  if (link->has_recalls) put_recalls(batch);
   const uint64_t others_bytes = batch.pending_bytes();
   Turn turn(*this, transport->now());
   while (!in_doubt && batch.pending_bytes() - others_bytes < kBatchBytes && sent.size() < kOperationsUnderWayMax) {

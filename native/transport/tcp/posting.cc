@@ -70,7 +70,6 @@ void TcpTransport::retire(OutLink& link, const WorkRequest& request, Status stat
 void TcpTransport::withdraw(bool (*wanted)(void* context)) {
   for (auto& owned : out_) {
     OutLink& link = *owned;
-    if (link.queued == 0) continue;
     std::vector<WorkRequest> withdrawn;
     const auto take_from = [&](RingQueue<WorkRequest>& queue) {
       if (queue.empty()) return;
@@ -83,6 +82,12 @@ void TcpTransport::withdraw(bool (*wanted)(void* context)) {
     for (auto& queue : link.queues) take_from(queue);
     take_from(link.sends);
     link.queued -= withdrawn.size();
+    for (size_t i = 0; i < link.messages.size(); ++i) {
+      SentMessage& message = link.messages[i];
+      if (message.over || message.is_recalled || !wanted(message.request.context)) continue;
+      message.is_recalled = link.has_recalls = true;
+      mark_dirty(link);
+    }
     for (const WorkRequest& request : withdrawn) {
       link.end(1, now_);
       sink_->on_withdrawn(link, request.context, request.tag, request.length_bytes);

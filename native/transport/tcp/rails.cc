@@ -35,21 +35,31 @@ Endpoint endpoint_of(const HostAddress& address) {
   return endpoint;
 }
 
-// With netdev: connections may leave by that one only.
-std::vector<HostAddress> choose(const std::vector<std::string>& names, uint32_t count) {
+struct Choice {
+  HostAddress address;
+  bool by_netdev = false;  // connections may leave by that one only; asked for by address, the kernel routes
+};
+
+std::vector<Choice> choose(const std::vector<std::string>& names, uint32_t count) {
   const std::vector<HostAddress> present = host_addresses();
-  std::vector<HostAddress> chosen;
+  std::vector<Choice> chosen;
   for (const std::string& name : names) {
-    chosen.push_back(find_address(name, present));
-    if (chosen.back().netdev != name) chosen.back().netdev.clear();  // asked for by address: the kernel routes
+    chosen.push_back({.address = find_address(name, present)});
+    chosen.back().by_netdev = chosen.back().address.netdev == name;
   }
   if (!names.empty()) return chosen;
   const std::vector<HostAddress> usual = usual_addresses(present);
   for (uint32_t i = 0; i < count; ++i) {
-    chosen.push_back(usual.empty() ? parse_address("127.0.0." + std::to_string(i + 1), {}) : usual[i % usual.size()]);
-    chosen.back().netdev.clear();
+    chosen.push_back(
+        {.address = usual.empty() ? parse_address("127.0.0." + std::to_string(i + 1), {}) : usual[i % usual.size()]});
   }
   return chosen;
+}
+
+// All of 127/8 is there without being configured, on one interface.
+std::string device_of(const HostAddress& address) {
+  if (!address.netdev.empty()) return address.netdev.substr(0, address.netdev.find(':'));  // "eth0:1" is a label
+  return address.is_loopback ? "lo" : address.text;
 }
 
 }  // namespace
@@ -57,11 +67,12 @@ std::vector<HostAddress> choose(const std::vector<std::string>& names, uint32_t 
 std::vector<Rail> open_rails(const std::vector<std::string>& names, uint32_t count, uint16_t port) {
   std::vector<Rail> rails;
   std::map<std::array<uint8_t, 16>, uint16_t> used;  // rails per address, when they share one
-  for (const HostAddress& address : choose(names, count)) {
+  for (const auto& [address, by_netdev] : choose(names, count)) {
     Rail rail;
     rail.endpoint = endpoint_of(address);
-    rail.netdev = address.netdev;
-    rail.bound_to_netdev = !address.netdev.empty() && !address.is_loopback;
+    rail.device = device_of(address);
+    rail.netdev = by_netdev ? address.netdev : "";
+    rail.bound_to_netdev = by_netdev && !address.is_loopback;
     const uint16_t offset = used[rail.endpoint.ip]++;
     if (port != 0 && port + offset > UINT16_MAX) {
       throw UsageError("port = " + std::to_string(port) +

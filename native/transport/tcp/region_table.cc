@@ -7,13 +7,14 @@ namespace crossrail::tcp {
 
 TcpRegion::~TcpRegion() { table_->remove(*this); }
 
-std::unique_ptr<TcpRegion> RegionTable::add(uint64_t id, std::byte* base, uint64_t length_bytes, Access access,
-                                            int gpu) {
+std::unique_ptr<TcpRegion> RegionTable::add(uint64_t id, std::byte* base, uint64_t length_bytes, Access access, int gpu,
+                                            bool maps_file) {
   auto region = std::make_unique<TcpRegion>(this, access);
   region->base = base;
   region->length_bytes = length_bytes;
   region->id = id;
   region->gpu = gpu;
+  region->maps_file = maps_file;
   std::lock_guard lock(lock_);
   open_[id] = region.get();
   return region;

@@ -67,7 +67,8 @@ class RegionUse {
 // Threads: any, except use(): progress holder.
 class RegionTable {
  public:
-  std::unique_ptr<TcpRegion> add(uint64_t id, std::byte* base, uint64_t length_bytes, Access access, int gpu = -1);
+  std::unique_ptr<TcpRegion> add(uint64_t id, std::byte* base, uint64_t length_bytes, Access access, int gpu = -1,
+                                 bool maps_file = false);
   std::unique_ptr<TcpRegion> allocate(uint64_t id, uint64_t length_bytes, bool populate);
   void revoke(TcpRegion& region);
   static bool is_quiet(const TcpRegion& region) { return region.users.load(std::memory_order_acquire) == 0; }

@@ -2,7 +2,6 @@
 // makes the kernels acknowledge every one of them by a packet of its own; on a common one the answer carries that
 // along. Who accepted a connection of the small lane asks to use it (Sharer) instead of making one. When both made one
 // at the same time, the engine with the larger incarnation moves over to the other's.
-#include <algorithm>
 
 #include "transport/tcp/frames.h"
 #include "transport/tcp/tcp_transport.h"

@@ -5,12 +5,12 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstring>
 #include <utility>
 
 #include "transport/tcp/frames.h"
 #include "util/entropy.h"
 #include "util/errors.h"
+#include "util/readable.h"
 
 namespace crossrail::tcp {
 
@@ -49,6 +49,7 @@ TcpTransport::TcpTransport(const TransportOptions& options, Sink* sink)
              .message_bytes_max = options.message_bytes_max,
              .fifo_rails = false,
              .balances_rails = true,
+             .moves_while_posting = false,
              .piece_bytes_min = kPieceBytesMin,
              .copies_gpu_memory = true};
   raise_descriptor_limit();
@@ -60,6 +61,12 @@ TcpTransport::TcpTransport(const TransportOptions& options, Sink* sink)
 }
 
 TcpTransport::~TcpTransport() { close(); }
+
+std::vector<std::string> TcpTransport::rail_devices() const {
+  std::vector<std::string> devices;
+  for (const Rail& rail : rails_) devices.push_back(rail.device);
+  return devices;
+}
 
 void TcpTransport::close() {
   if (closed_) return;
@@ -107,7 +114,7 @@ void TcpTransport::abandon_after_fork() { poller_.abandon_after_fork(); }
 
 std::unique_ptr<LocalRegion> TcpTransport::register_memory(uint64_t id, std::byte* base, uint64_t length_bytes,
                                                            Access access) {
-  return regions_.add(id, base, length_bytes, access);
+  return regions_.add(id, base, length_bytes, access, -1, maps_file(base, length_bytes));
 }
 
 std::unique_ptr<LocalRegion> TcpTransport::register_gpu_memory(uint64_t id, const device::GpuMemory& memory,

@@ -13,7 +13,7 @@
 #include <limits>
 #include <map>
 #include <memory>
-#include <mutex>
+#include <optional>
 #include <vector>
 
 #include "transport/tcp/connect.h"
@@ -38,6 +38,7 @@ class TcpTransport final : public Transport, public Acceptor::Owner {
 
   const Traits& traits() const override { return traits_; }
   const Address& address() const override { return address_; }
+  std::vector<std::string> rail_devices() const override;
 
   std::unique_ptr<LocalRegion> register_memory(uint64_t id, std::byte* base, uint64_t length_bytes,
                                                Access access) override;
@@ -93,7 +94,9 @@ class TcpTransport final : public Transport, public Acceptor::Owner {
   // Whoever comes next waits behind them.
   bool holds_messages() const { return !holding_.empty(); }
   void on_taken(InLink& link, uint64_t message_id);
-  void on_too_long(InLink& link, uint64_t message_id, uint64_t bytes);
+  void on_untaken(InLink& link, MessageOutcome outcome);
+  // The initiator wants it back. It gets it, if it waits for a buffer.
+  void recall(InLink& link, uint64_t message_id);
   // Of messages: what was told may have been lost with a connection.
   void tell_outcomes_again(InLink& link);
   // Our operations towards the peer of `link`, by their id; null: over.

@@ -30,11 +30,12 @@ enum class FrameType : uint8_t {
   kBye,      // initiator to acceptor, text: of the link
   kClosing,  // acceptor to initiator, text: of the engine
   // Whoever accepted a connection may ask to use it for operations of its own: to whoever made it.
-  kShare,   // ShareMeta
-  kShared,  // back: SharedMeta, text: yes, or why not
-  kService  // initiator to acceptor: what one engine tells the other, as metadata; an operation of its channel
+  kShare,    // ShareMeta
+  kShared,   // back: SharedMeta, text: yes, or why not
+  kService,  // initiator to acceptor: what one engine tells the other, as metadata; an operation of its channel
+  kRecall    // initiator to acceptor, RecallMeta: a message that waits for a buffer shall not have one
 };
-inline constexpr uint8_t kFrameTypeMax = static_cast<uint8_t>(FrameType::kService);
+inline constexpr uint8_t kFrameTypeMax = static_cast<uint8_t>(FrameType::kRecall);
 
 struct FrameHeader {
   uint8_t type;
@@ -67,6 +68,11 @@ struct ReadMeta {
 struct MessageMeta {
   uint64_t message_id;
 };
+// Of a message whose operation is acknowledged. Answered by a refusal as kCancelled; by nothing if its outcome is
+// known, which is told anyway.
+struct RecallMeta {
+  uint64_t message_id;
+};
 struct ResolveMeta {
   uint64_t acked;  // operations of the channel that the initiator knows to be placed
   uint32_t channel;
@@ -95,7 +101,7 @@ struct TakenMeta {
   uint64_t count;
 };
 struct RefusedMeta {
-  uint64_t operation;  // number on the channel; of a message that is too long, its id
+  uint64_t operation;  // number on the channel; of a message, its id
   uint32_t channel;    // kMessageRefused: a message
   uint32_t status;     // Status
 };

@@ -1,27 +1,17 @@
 #include "transport/verbs/adapter.h"
 
-#include <sys/resource.h>
-
 #include <cerrno>
 #include <cstring>
 
 #include "util/errors.h"
+#include "util/locked_memory.h"
 
 namespace crossrail::verbs {
 
 namespace {
 
-std::string memlock_text() {
-  rlimit limit{};
-  ::getrlimit(RLIMIT_MEMLOCK, &limit);
-  return limit.rlim_cur == RLIM_INFINITY ? "unlimited" : std::to_string(limit.rlim_cur >> 10) + " KiB";
-}
-
 std::string remedy_for(int error) {
-  if (error == ENOMEM || error == EAGAIN) {
-    return "the NIC's memory has to be locked, and this process may lock " + memlock_text() +
-           ": raise it (`ulimit -l unlimited`; LimitMEMLOCK=infinity in systemd; --ulimit memlock=-1 for docker)";
-  }
+  if (error == ENOMEM || error == EAGAIN) return locked_memory_remedy();
   if (error == EACCES || error == EPERM) return "let this user open /dev/infiniband/uverbs*";
   if (error == EFAULT) return "the memory is not mapped, or may not be written";
   if (error == EOPNOTSUPP) return "its driver cannot do that";

@@ -1,6 +1,8 @@
 // What the completion queues say, told to the layer.
 #include <arpa/inet.h>
 
+#include <utility>
+
 #include "transport/verbs/verbs_nic.h"
 #include "util/errors.h"
 

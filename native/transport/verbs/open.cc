@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <map>
+#include <utility>
 
 #include "transport/verbs/ports.h"
 #include "transport/verbs/verbs_nic.h"
@@ -71,7 +72,9 @@ PortDetail find_named(const std::vector<Device>& devices, const std::string& nam
                    present_text(devices, options));
 }
 
-std::vector<PortDetail> choose(const std::vector<Device>& devices, const TransportOptions& options) {
+}  // namespace
+
+std::vector<PortDetail> choose_ports(const std::vector<Device>& devices, const TransportOptions& options) {
   std::vector<PortDetail> chosen;
   for (const std::string& name : options.rails) chosen.push_back(find_named(devices, name, options.rdma));
   if (!options.rails.empty()) return chosen;
@@ -92,8 +95,6 @@ std::vector<PortDetail> choose(const std::vector<Device>& devices, const Transpo
   while (chosen.size() < wanted) chosen.push_back(PortDetail(chosen[chosen.size() - present]));
   return chosen;
 }
-
-}  // namespace
 
 std::vector<Port> ports() {
   std::vector<Port> found;
@@ -119,7 +120,7 @@ std::vector<std::unique_ptr<rdma::Nic>> open_nics(const TransportOptions& option
   if (find_library(&why) == nullptr) throw TransportError("dlopen", ENOENT, why, kRemedy);
   std::map<std::string, std::shared_ptr<OpenDevice>> devices;  // several ports and rails may be of one
   std::vector<std::unique_ptr<rdma::Nic>> nics;
-  for (PortDetail& detail : choose(open_devices(), options)) {
+  for (PortDetail& detail : choose_ports(open_devices(), options)) {
     std::shared_ptr<OpenDevice>& device = devices[detail.port.device];
     if (device == nullptr) device = open_device(detail.port.device);
     nics.push_back(std::make_unique<VerbsNic>(device, std::move(detail), options.rdma));

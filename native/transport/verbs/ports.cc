@@ -7,7 +7,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <array>
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
@@ -254,8 +253,10 @@ std::vector<Device> open_devices(const std::string& only) {
     }
     device.context.reset(library().open_device(list[i]));
     if (device.context == nullptr) {
-      device.trouble = std::string("cannot open it: ") + std::strerror(errno) +
-                       (errno == EACCES || errno == EPERM ? " (is /dev/infiniband/uverbs* open to this user?)" : "");
+      const int error = errno;
+      device.trouble = std::string("cannot open it: ") + std::strerror(error);
+      if (error == EACCES || error == EPERM) device.trouble += " (is /dev/infiniband/uverbs* open to this user?)";
+      if (error == EMFILE) device.trouble += " (raise the limit on open files: ulimit -n)";
     }
   }
   library().free_device_list(list);

@@ -35,6 +35,9 @@ std::vector<Device> open_devices(const std::string& only = {});
 // [any] only: GIDs of this IP address or interface are considered; empty: the best.
 std::vector<PortDetail> inspect_ports(const Device& device, const RdmaOptions& options, const std::string& only);
 
+// [any] Those that open_nics() opens for these options, in its order; not empty. Throws as it does.
+std::vector<PortDetail> choose_ports(const std::vector<Device>& devices, const TransportOptions& options);
+
 // Of the port now, 0 unknown. One that is down says what its slowest lane could do.
 uint32_t speed_mbps_now(const Port& port);
 

@@ -1,10 +1,10 @@
 // How deep the queues are, and what a completion says whom it is about.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 
 #include "transport/rdma/nic.h"
+#include "transport/transport.h"
 
 namespace crossrail::verbs {
 
@@ -57,8 +57,8 @@ static_assert((kSendsOutstanding - kSendsKept - kPathWorks) / kShareDivisor >= k
 
 // At least every so manieth work of a path is signalled, and always the last one of a call.
 inline constexpr uint32_t kSignalEvery = 32;
-// Work requests behind one doorbell.
-inline constexpr uint32_t kChainMax = 16;
+// Work requests behind one doorbell, at most (RdmaOptions::chain_length): as many as a path is handed at once.
+inline constexpr uint32_t kChainMax = RdmaOptions::kChainMax;
 
 // What a work request carries to its completion: kind << 56 | path << 32 | value.
 enum class Tag : uint8_t {

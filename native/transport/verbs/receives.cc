@@ -1,5 +1,6 @@
 #include "transport/verbs/receives.h"
 
+#include <algorithm>
 #include <cerrno>
 
 #include "util/errors.h"

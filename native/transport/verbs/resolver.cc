@@ -2,6 +2,8 @@
 
 #include <pthread.h>
 
+#include <utility>
+
 #include "transport/verbs/route.h"
 #include "util/thread.h"
 

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <atomic>
-#include <cstdint>
 #include <vector>
 
 #include "transport/verbs/handles.h"

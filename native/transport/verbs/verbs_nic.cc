@@ -4,6 +4,8 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <optional>
+#include <utility>
 
 #include "util/errors.h"
 
@@ -58,6 +60,13 @@ VerbsNic::VerbsNic(std::shared_ptr<OpenDevice> device, PortDetail detail, const 
 }
 
 VerbsNic::~VerbsNic() { std::erase(adapter_->device->nics, this); }
+
+// The device stays open, for what is registered and for who sleeps.
+void VerbsNic::close() {
+  datagrams_.reset();
+  fragment_slots_.reset();
+  receives_.reset();
+}
 
 bool VerbsNic::shares_registrations_with(const rdma::Nic& other) const {
   return static_cast<const VerbsNic&>(other).adapter_->device == adapter_->device;

@@ -57,6 +57,7 @@ class VerbsNic final : public rdma::Nic {
   Deadline next_timer() const override;
   const std::vector<int>& fds() const override { return sleeper_.fds(); }
   void hush() override { sleeper_.hush(); }
+  void close() override;
   void abandon_after_fork() override;
 
  private:

@@ -4,6 +4,8 @@
 #include <array>
 #include <cerrno>
 #include <cstring>
+#include <optional>
+#include <utility>
 
 #include "transport/verbs/route.h"
 #include "transport/verbs/verbs_nic.h"
@@ -194,7 +196,7 @@ uint32_t VerbsPath::post(std::span<const rdma::NicWork> works) {
   const auto wanted = static_cast<uint32_t>(std::min<size_t>(works.size(), room));
   uint32_t taken = 0;
   while (taken < wanted) {
-    const uint32_t count = std::min(wanted - taken, kChainMax);
+    const uint32_t count = std::min(wanted - taken, nic_.adapter_->options.chain_length);
     for (uint32_t i = 0; i < count; ++i) {
       const bool is_signalled = ++unsignalled_ >= kSignalEvery || taken + i + 1 == wanted;
       if (is_signalled) unsignalled_ = 0;
