@@ -32,6 +32,8 @@ class FakeCuda : public FakeGpu {
         .copy_async = FakeCalls::copy_async,
         .pin_host = FakeCalls::pin_host,
         .unpin_host = FakeCalls::unpin_host,
+        .allocate = FakeCalls::allocate,
+        .free = FakeCalls::free,
         .export_range = FakeCalls::export_range,
         .flush_writes = FakeCalls::flush_writes,
         .exchange_capture_mode = FakeCalls::exchange_capture_mode,
@@ -72,6 +74,7 @@ class FakeCuda : public FakeGpu {
   ~FakeCuda() {
     CHECK(pinned() == 0);
     CHECK(streams() == 0);
+    CHECK(allocated() == 0);
     CHECK(imports() == 0);
     CHECK(mappings() == 0);
     CHECK(handles() == 0);

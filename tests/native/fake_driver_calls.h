@@ -29,6 +29,7 @@ struct FakeCalls {
   }
   static int device_attribute(int* value, int attribute, int) { return g_gpu->device_attribute(value, attribute); }
   static int retain_context(void** context, int ordinal) {
+    if (ordinal < 0 || ordinal > 1) return 101;  // cuda.h: CUDA_ERROR_INVALID_DEVICE
     *context = g_gpu->kernels.context(ordinal);
     return 0;
   }
@@ -76,6 +77,20 @@ struct FakeCalls {
   static int unpin_host(void* base) {
     g_gpu->kernels.unpinned(reinterpret_cast<uint64_t>(base));
     return g_gpu->set_pinned(reinterpret_cast<uint64_t>(base), false);
+  }
+  static int allocate(uint64_t* address, size_t bytes) {
+    g_gpu->kernels.forbidden_while_capturing();
+    if (FakeGpu::contexts_current != 1 || g_gpu->allocate_error != 0) return g_gpu->allocate_error | 1;
+    ++g_gpu->allocated_;
+    *address = reinterpret_cast<uint64_t>(g_gpu->allocate(bytes, current_gpu()));
+    return 0;
+  }
+  static int free(uint64_t address) {
+    g_gpu->kernels.forbidden_while_capturing();
+    if (FakeGpu::contexts_current != 1) return 1;
+    --g_gpu->allocated_;
+    g_gpu->free(reinterpret_cast<std::byte*>(address));  // NOLINT(performance-no-int-to-ptr)
+    return 0;
   }
   static int export_range(void* handle, uint64_t address, size_t bytes, int, unsigned long long) {
     return g_gpu->export_range(static_cast<int*>(handle), address, bytes);

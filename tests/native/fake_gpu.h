@@ -42,6 +42,7 @@ class FakeGpu {
   int flush_options = 1;      // 0: by nobody but streams
   int export_error = 0;
   int flush_error = 0;
+  int allocate_error = 0;
   std::atomic<int> ipc_error{0};           // of both ends
   std::atomic<int> copy_error{0};          // of the wait for a stream
   std::atomic<uint32_t> copies_good{~0u};  // so many go well before copy_error,
@@ -61,7 +62,14 @@ class FakeGpu {
 
   FakeKernels kernels;
 
-  FakeGpu() { g_gpu = this; }
+  FakeGpu() {
+    g_gpu = this;
+    kernels.gpu_memory = [this](uint64_t address) -> std::byte* {
+      const std::lock_guard lock(mutex_);
+      const auto it = find(address);
+      return it == allocations_.end() ? nullptr : it->second.bar + (address - it->first);
+    };
+  }
   ~FakeGpu() {
     g_gpu = nullptr;
     for (const auto& [address, allocation] : allocations_) unmap(address, allocation);
@@ -123,6 +131,7 @@ class FakeGpu {
     return pinned_.size();
   }
   int streams() const { return streams_; }
+  int allocated() const { return allocated_; }
   uint64_t imports() {
     const std::lock_guard lock(mutex_);
     return imported_.size();
@@ -402,6 +411,7 @@ class FakeGpu {
   std::map<uint64_t, Import> imported_;  // by address
   std::set<uint64_t> pinned_;
   std::atomic<int> streams_{0};
+  std::atomic<int> allocated_{0};     // by the driver's call
   std::map<int, std::byte*> shared_;  // by descriptor, also of those closed since: whoever registered it goes on
 };
 

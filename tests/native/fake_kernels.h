@@ -1,4 +1,5 @@
-// Of the double of NVIDIA's driver: streams of the user's, and the kernel that adds to a word of the host. What is
+// Of the double of NVIDIA's driver: streams of the user's, and the kernels that change words of the host, or wait for
+// them; what is to take time has none, but for a wait of no time at all, which ends at once. What is
 // launched happens when the test says so. An address that is none of a page that was pinned and mapped for GPUs ends
 // the test.
 #pragma once
@@ -9,10 +10,12 @@
 #include <cstdlib>
 #include <cstring>
 #include <deque>
+#include <functional>
 #include <map>
 #include <mutex>
 #include <string>
 #include <string_view>
+#include <tuple>
 #include <utility>
 
 namespace crossrail::test {
@@ -31,7 +34,7 @@ class FakeKernels {
   struct Launch {
     uint64_t address;
     uint64_t delta;
-    const void* round = nullptr;  // a kernel of rounds, one of round_kernels(); and its arguments
+    const void* round = nullptr;  // a kernel of rounds, one of round_kernels(), or that waits; and its arguments
     std::array<uint64_t, 5> arguments{};
   };
   struct Stream {
@@ -46,6 +49,7 @@ class FakeKernels {
   std::atomic<int> launch_error{0};
   std::atomic<int> capability{9};
   std::atomic<uint32_t> loads{0};
+  std::function<std::byte*(uint64_t)> gpu_memory;  // the bytes at an address of the GPU's; null: it is none
 
   // Between these, calls that CUDA forbids during a capture break it, unless their thread is in relaxed mode.
   void begin_capture() { is_capturing_ = true; }
@@ -62,6 +66,7 @@ class FakeKernels {
   }
   // As the GPU does it. False: it waits for a word.
   bool run(const Launch& launch) {
+    if (launch.round == &waiting_) return run_wait(launch);
     if (launch.round != nullptr) return run_round(launch);
     const std::lock_guard lock(mutex_);
     const uint64_t address = launch.address - kAlias;
@@ -116,6 +121,10 @@ class FakeKernels {
       *function = &copying_;
       return 0;
     }
+    if (std::strcmp(name, "crossrail_await_counts") == 0) {
+      *function = &waiting_;
+      return 0;
+    }
     for (size_t i = 0; i < kRoundKernels.size(); ++i) {
       if (kRoundKernels[i] != name) continue;
       *function = &round_kernels_[i];
@@ -136,6 +145,12 @@ class FakeKernels {
       stream->launched.push_back(launch);
       return 0;
     }
+    if (function == &waiting_) {
+      Launch launch{.address = 0, .delta = 0, .round = function, .arguments = {}};
+      for (size_t i = 0; i < 3; ++i) launch.arguments[i] = *static_cast<uint64_t*>(arguments[i]);
+      stream->launched.push_back(launch);
+      return 0;
+    }
     if (static_cast<const Module*>(function)->gpu != gpu) return 400;
     stream->launched.push_back({*static_cast<uint64_t*>(arguments[0]), *static_cast<uint64_t*>(arguments[1])});
     return 0;
@@ -153,27 +168,36 @@ class FakeKernels {
  private:
   static constexpr std::array<std::string_view, 3> kRoundKernels{"crossrail_open_round", "crossrail_publish_round",
                                                                  "crossrail_await_round"};
-  static constexpr std::array<size_t, 3> kArguments{3, 4, 5};  // the last are words; count and table are before
+  static constexpr std::array<size_t, 3> kArguments{4, 4, 5};  // the last are words; count and table are before
   static size_t round_kernel(const void* function) {
     size_t kernel = 0;
     while (kernel < kRoundKernels.size() && function != &round_kernels_[kernel]) ++kernel;
     return kernel;
   }
-  // Numbers are in memory of the GPU, which is the host's here; words are pinned, two of even and odd rounds.
+  // Two words, of even and odd rounds, which are pinned or in memory of the GPU.
+  std::atomic<uint64_t>* words_at(uint64_t address) {
+    const uint64_t host = address - kAlias;
+    if (address % 64 != 0) std::abort();
+    if (is_mapped(host) && is_mapped(host + 127))
+      return reinterpret_cast<std::atomic<uint64_t>*>(host);  // NOLINT(performance-no-int-to-ptr)
+    std::byte* const bytes = gpu_memory ? gpu_memory(address) : nullptr;
+    if (bytes == nullptr) std::abort();
+    return reinterpret_cast<std::atomic<uint64_t>*>(bytes);
+  }
+  // Numbers are in memory of the GPU, which is the host's here.
   bool run_round(const Launch& launch) {
     const std::lock_guard lock(mutex_);
     const auto at = [](uint64_t address) {
       return reinterpret_cast<std::atomic<uint64_t>*>(address);  // NOLINT(performance-no-int-to-ptr)
     };
     const size_t kernel = round_kernel(launch.round);
-    const uint64_t words = launch.arguments[kArguments[kernel] - 1] - kAlias;
-    if (words % 64 != 0 || !is_mapped(words) || !is_mapped(words + 127)) std::abort();
+    std::atomic<uint64_t>* const words = words_at(launch.arguments[kernel == 0 ? 2 : kArguments[kernel] - 1]);
     std::atomic<uint64_t>* const number = at(launch.arguments[kernel == 0 ? 1 : 0]);
     if (kernel == 0) {  // once: not to be run again
       *number = at(launch.arguments[0])->fetch_add(1) + 1;
-      *at(words + 128 + *number % 2 * 64) = number->load();
+      words_at(launch.arguments[3])[*number % 2 * 8] = number->load();
     }
-    std::atomic<uint64_t>* const word = at(words + *number % 2 * 64);
+    std::atomic<uint64_t>* const word = words + *number % 2 * 8;
     constexpr uint64_t kNone = ~uint64_t{0};
     bool is_signalled = true;
     for (uint64_t i = 0; kernel != 0 && i < launch.arguments[2]; ++i) {
@@ -191,6 +215,24 @@ class FakeKernels {
     return *word == kNone || (is_signalled && *word >= *number);
   }
 
+  // Words as device::CountWords: given; on the next line taken, and missed.
+  bool run_wait(const Launch& launch) {
+    const std::lock_guard lock(mutex_);
+    constexpr uint64_t kEnded = uint64_t{1} << 63;
+    const auto [words, count, timeout] =
+        std::tuple(words_at(launch.arguments[0]), launch.arguments[1], launch.arguments[2]);
+    if (words[9] != 0) return true;
+    const uint64_t given = words[0];
+    const uint64_t wanted = words[8] + count;
+    if ((given & ~kEnded) >= wanted) {
+      words[8] = wanted;
+      return true;
+    }
+    if ((given & kEnded) == 0 && timeout > 0) return false;
+    words[9] = count | (given & kEnded);
+    return true;
+  }
+
   bool is_mapped(uint64_t address) const {
     auto it = mapped_.upper_bound(address);
     if (it == mapped_.begin()) return false;
@@ -202,6 +244,7 @@ class FakeKernels {
   static inline std::array<char, kGpus> contexts_{};
   static inline char another_ = 0;
   static inline char copying_ = 0;
+  static inline char waiting_ = 0;
   static inline std::array<char, 3> round_kernels_{};
   static inline std::array<Module, kGpus> modules_{};  // kept by who loaded them, as contexts are, after this one's end
   std::array<Stream, kGpus> default_streams_{Stream{.gpu = 0}, Stream{.gpu = 1}};

@@ -57,6 +57,8 @@ struct Fake {
   bool is_sink = false;                 // completes what is posted at once, remembers nothing
   // --- what happened ---
   uint64_t posted_count = 0;
+  ibv_sge last_entry{};  // of what was posted last
+  uint64_t last_remote_address = 0;
   uint64_t inline_count = 0;
   uint64_t doorbells = 0;
   uint64_t receives_posted = 0;  // to queues that paths share
@@ -135,6 +137,8 @@ inline int fake_post_send(ibv_qp* qp, ibv_send_wr* request, ibv_send_wr** refuse
     }
     if (fake.posts_until_error > 0) --fake.posts_until_error;
     ++fake.posted_count;
+    if (request->num_sge > 0) fake.last_entry = *request->sg_list;
+    fake.last_remote_address = request->wr.rdma.remote_addr;
     if ((request->send_flags & IBV_SEND_INLINE) != 0) ++fake.inline_count;
     const bool is_signalled = (request->send_flags & IBV_SEND_SIGNALED) != 0;
     if (!fake.is_sink) queue_pair.posted.emplace_back(request->wr_id, is_signalled);

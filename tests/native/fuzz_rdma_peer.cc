@@ -1,5 +1,6 @@
 // A peer of the rdma layer that holds the secret and says what it likes: sealed datagrams, fragments on its path,
 // immediates, broken paths. The layer lives on, and everything it accepted is retired.
+#include <cstdint>
 #include <deque>
 #include <functional>
 #include <optional>

@@ -24,6 +24,12 @@ void check_body(Input bytes) {
   }
   decode_state(bytes);
   decode_message_head(bytes);
+  if (const auto body = decode_recall(bytes)) {
+    same(*body, bytes, "a recall is its bytes");
+    require(body->first_open >= 1 && body->first_open <= body->id,
+            "numbers begin with 1, and an open one is not later");
+    require(body->id - body->first_open < kMessagesUnderWayMax, "only so many are open");
+  }
   if (const auto head = decode_service_head(bytes)) {
     same(*head, bytes.first(kServiceHeadBytes), "a service message's head is its first bytes");
     require(head->first_open >= 1 && head->first_open <= head->id,

@@ -27,7 +27,7 @@ inline EngineRef open_engine(const std::string& name, TransportKind kind = Trans
 
 // Parts of memories that have room for `rows` rows of each kind.
 inline FarMemory parts(uint32_t world, uint64_t rows, uint64_t stride_bytes, uint64_t y_bytes) {
-  FarMemory memory{.route_bytes = (kExperts + 1) * 4, .stride_bytes = stride_bytes, .y_bytes = y_bytes};
+  FarMemory memory{.route_bytes = kExperts * 4 + kFarewellBytes, .stride_bytes = stride_bytes, .y_bytes = y_bytes};
   const auto place = [](uint64_t& end, uint64_t bytes) { return std::exchange(end, end + bytes); };
   memory.routes_in = place(memory.routes_parity_bytes, world * memory.route_bytes);
   memory.routes_out = place(memory.routes_parity_bytes, memory.route_bytes);

@@ -38,6 +38,7 @@ fi_ops g_memory_ops = {.size = sizeof(fi_ops), .close = close_memory};
 int register_memory(struct fid* object, const fi_mr_attr* attributes, uint64_t flags, fid_mr** out) {
   auto* domain = reinterpret_cast<Domain*>(object);
   if (attributes->iov_count != 1) return -FI_EINVAL;
+  if (g_world->settings.register_error != 0) return -g_world->settings.register_error;
   const bool is_gpu = attributes->iface == FI_HMEM_CUDA;
   if (is_gpu && !domain->has_hmem) g_world->violate("memory of a GPU, and FI_HMEM was not asked for");
   if (is_gpu && (flags & FI_MR_DMABUF) == 0) return -FI_EOPNOTSUPP;  // no nvidia-peermem here

@@ -27,7 +27,8 @@ struct DoubleSettings {
   bool emulates_writes = false;    // by messages, as devices without RDMA write
   bool imms_eat_receives = false;  // of efa-direct, as devices without unsolicited ones and libfabric before 2.4
   uint64_t rma_bytes_max = 1ull << 30;
-  bool is_sink = false;  // writes go nowhere and are complete at once: what is left is the cost of posting
+  int register_error = 0;  // of fi_mr_regattr; 0: none
+  bool is_sink = false;    // writes go nowhere and are complete at once: what is left is the cost of posting
 };
 
 class LibfabricDouble {

@@ -133,8 +133,10 @@ void Net::execute(ScriptedPath& path, size_t index) {
     auto* const remote = reinterpret_cast<std::byte*>(work.remote_address);
     if (work.op == NicOp::kRead) {
       std::memcpy(work.local, remote, work.length_bytes);
-    } else {
+    } else if (options.moves_bytes) {
       std::memcpy(remote, work.local, work.length_bytes);
+    } else {
+      noted.emplace_back(work.remote_address, work.length_bytes);
     }
   }
   item.executed = true;
@@ -241,6 +243,7 @@ uint32_t ScriptedPath::post(std::span<const NicWork> posted) {
     const uint64_t local_key = posted[i].length_bytes == 0 ? 0 : posted[i].registration->key;
     works.push_back({posted[i], local_key, now, exec_due, exec_due + net->delay(net->options.delay_ns_max)});
   }
+  if (count > 0) net->handed_over.emplace_back(id, count);
   net->step(now);
   if (count < posted.size()) nic->push({.kind = NicEvent::Kind::kDatagram});  // there is room again: poll() moves
   return static_cast<uint32_t>(count);

@@ -44,6 +44,7 @@ struct NetOptions {
   uint32_t registrations_max = UINT32_MAX;  // at once, of all NICs; one more fails
   uint64_t work_bytes_max = uint64_t{1} << 30;
   uint32_t path_works_max = 64;
+  bool moves_bytes = true;  // false: a write is noted instead, in Net::noted
 };
 
 struct NetRegion {
@@ -106,6 +107,8 @@ class Net {
   };
   std::vector<Datagram> datagrams;
   uint64_t next_id = 1;
+  std::vector<std::pair<uint64_t, uint64_t>> noted;      // address and length of writes that moved nothing
+  std::vector<std::pair<uint64_t, size_t>> handed_over;  // path and number of works, of each post() that took some
 };
 
 class ScriptedRegistration final : public Registration {

@@ -2,6 +2,7 @@
 #include <sys/mman.h>
 
 #include <atomic>
+#include <cstring>
 #include <deque>
 #include <thread>
 

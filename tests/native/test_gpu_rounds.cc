@@ -44,7 +44,7 @@ TEST_CASE("gpu rounds: without a GPU steps are done by the caller") {
   uint64_t number = 0;
   device::publish(page.free_and_asked[0], 7);
   const device::RoundStream here;
-  device::open_round(here, address(&rounds), address(&number), page.free_and_asked);
+  device::open_round(here, address(&rounds), address(&number), page.free_and_asked[0], page.free_and_asked[1]);
   CHECK(rounds == 7);
   CHECK(number == 7);
   CHECK(page.free_and_asked[1][1].round == 7);
@@ -62,7 +62,8 @@ TEST_CASE("gpu rounds: a caller that waits may be interrupted, and wait again") 
   const device::RoundStream here;
   int asked = 0;
   const auto interrupted = [&] { return ++asked == 2; };
-  CHECK_FALSE(device::open_round(here, address(&rounds), address(&number), page.free_and_asked, interrupted));
+  CHECK_FALSE(device::open_round(here, address(&rounds), address(&number), page.free_and_asked[0],
+                                 page.free_and_asked[1], interrupted));
   CHECK(asked == 2);
   CHECK(number == 7);
   asked = 0;
@@ -79,7 +80,8 @@ TEST_CASE("gpu rounds: a caller that waits may be interrupted, and wait again") 
 TEST_CASE("gpu rounds: kernels take the number when they run, and know the words by the GPU's address") {
   Rig rig;
   REQUIRE(rig.cuda.kernels.pinned(address(&rig.page), sizeof(Page), 3) == 0);
-  device::open_round(rig.on_gpu(), address(&rig.rounds), address(&rig.number), rig.page.free_and_asked);
+  device::open_round(rig.on_gpu(), address(&rig.rounds), address(&rig.number), rig.page.free_and_asked[0],
+                     rig.page.free_and_asked[1]);
   device::publish_round(rig.on_gpu(), address(&rig.number), rig.page.packed);
   device::await_round(rig.on_gpu(), address(&rig.number), rig.page.packed);
   CHECK(rig.number == 0);
@@ -193,7 +195,8 @@ TEST_CASE("gpu rounds: launches are captured, and nothing that breaks a capture 
   Rig rig;
   REQUIRE(rig.cuda.kernels.pinned(address(&rig.page), sizeof(Page), 3) == 0);
   rig.cuda.kernels.begin_capture();
-  device::open_round(rig.on_gpu(), address(&rig.rounds), address(&rig.number), rig.page.free_and_asked);
+  device::open_round(rig.on_gpu(), address(&rig.rounds), address(&rig.number), rig.page.free_and_asked[0],
+                     rig.page.free_and_asked[1]);
   device::publish_round(rig.on_gpu(), address(&rig.number), rig.page.packed);
   device::await_round(rig.on_gpu(), address(&rig.number), rig.page.packed);
   CHECK(rig.cuda.kernels.end_capture());

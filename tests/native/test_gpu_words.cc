@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "device/word_adder.h"
+#include "device/host_words.h"
 #include "engine/engine.h"
 #include "fake_cuda.h"
 #include "util/clock.h"
@@ -47,7 +47,7 @@ struct Rig {
   FakeCuda cuda;
   std::array<FakeKernels::Stream, 2> streams{FakeKernels::Stream{.gpu = 0}, FakeKernels::Stream{.gpu = 1}};
   Page page;
-  device::WordAdder adder{&page, sizeof(page)};
+  device::HostWords adder{&page, sizeof(page)};
 };
 
 bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
@@ -77,7 +77,7 @@ TEST_CASE("gpu words: the kernel is loaded once a GPU, and streams of either GPU
   CHECK(rig.cuda.kernels.loads <= 2);
   const uint32_t loads = rig.cuda.kernels.loads;
   Page other;
-  device::WordAdder second(&other, sizeof(other));
+  device::HostWords second(&other, sizeof(other));
   second.add(&other.words[0], 1, rig.handle(1), 1);
   CHECK(rig.cuda.kernels.loads == loads);
 
@@ -133,7 +133,7 @@ TEST_CASE("gpu words: refusals say what helps, and nothing is launched") {
   kernels.launch_error = 0;
 
   Page other;
-  device::WordAdder refused(&other, sizeof(other));
+  device::HostWords refused(&other, sizeof(other));
   kernels.pin_error = 2;
   try {
     refused.add(&other.words[0], 1, rig.handle(), -1);
@@ -197,6 +197,14 @@ TEST_CASE("gpu words: an engine's watcher is told, and its word outlives the eng
   rig.run(graph);
   CHECK(watcher->value() == 6);
   CHECK_FALSE(notifier->has_posts());
+}
+
+TEST_CASE("gpu: the driver refuses a GPU that is not there, whatever its number") {
+  const FakeCuda cuda;
+  for (const int gpu : {-1, 2, 1 << 30}) {
+    const auto make_current = [&] { const device::CurrentContext current(*device::find_driver(), gpu); };
+    CHECK_THROWS_AS(make_current(), TransportError);
+  }
 }
 
 }  // namespace crossrail::test

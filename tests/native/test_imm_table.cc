@@ -1,10 +1,13 @@
 #include <doctest/doctest.h>
 
+#include <atomic>
 #include <set>
 #include <thread>
 
 #include "engine/engine.h"
 #include "engine/imm_table.h"
+#include "util/clock.h"
+#include "util/errors.h"
 #include "util/spinlock.h"
 
 namespace crossrail {
@@ -117,6 +120,46 @@ TEST_CASE("immediates: who was just served may give the number back at once") {
     notifier->drain(&cookies);
     REQUIRE(cookies.size() == 1);
   }
+}
+
+TEST_CASE("immediates: between flags that come and go, waits and arrivals no count is lost or had twice") {
+  Table table;
+  const Ref<ImmCounter> counter = table.imms.allocate(table.engine.get());
+  constexpr uint64_t kCountsMin = 200'000;
+  constexpr uint32_t kFlagsWithSome = 20;  // so many had counts, however the threads' turns fall
+  uint64_t arrived = 0;
+  std::atomic<uint64_t> consumed{0};
+  std::atomic<uint32_t> flags_with_some{0};
+  std::atomic<bool> has_arrived{false};
+  std::thread arrivals([&] {
+    for (; arrived < kCountsMin || flags_with_some < kFlagsWithSome; ++arrived) {  // each in two parts
+      counter->arrive(kUnitsPerCount / 3);
+      counter->arrive(kUnitsPerCount - kUnitsPerCount / 3);
+    }
+    has_arrived = true;
+  });
+  std::thread waits([&] {
+    while (!has_arrived) {
+      if (counter->try_consume(2)) consumed += 2;
+      if (counter->wait(3, now_ns() + 20'000, {}) == WaitResult::kReady) consumed += 3;
+    }
+  });
+  while (!has_arrived) {
+    const Ref<CountFlag> flag = counter->raise();
+    for (int i = 0; i < 100; ++i) cpu_relax();
+    counter->lower(flag.get());
+    if (flag->given() > 0) ++flags_with_some;
+    CHECK(flag->has_ended());
+  }
+  arrivals.join();
+  waits.join();
+
+  const Ref<CountFlag> last = counter->raise();
+  CHECK(consumed + last->given() == arrived);  // what flags had and nobody took came back
+  CHECK(counter->poll_units() == 0);
+  counter->close();
+  CHECK(last->has_ended());
+  CHECK_THROWS_AS(counter->raise(), EngineClosedError);
 }
 
 }  // namespace crossrail

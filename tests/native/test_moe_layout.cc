@@ -42,10 +42,18 @@ const Numbers kCounts = {1, 2, 0, 0, 3, 1, 0, 0,   // 7
 
 TEST_CASE("moe layout: experts, groups and nodes") {
   const Layout uneven({.world = 3, .experts = 4});
-  CHECK(uneven.experts_per_rank() == 2);
+  CHECK(uneven.experts_per_rank_max() == 2);
   CHECK(uneven.expert_count(1) == 2);
   CHECK(uneven.expert_count(2) == 0);
   CHECK(uneven.first_expert(2) == 4);
+  const Layout given({.world = 4, .experts = 5, .experts_per_rank = {0, 3, 0, 2}});
+  CHECK(given.experts_per_rank_max() == 3);
+  CHECK(given.first_expert(1) == 0);
+  CHECK(given.expert_count(2) == 0);
+  CHECK(given.rank_of_expert(2) == 1);
+  CHECK(given.rank_of_expert(3) == 3);
+  CHECK_THROWS_AS(Layout({.world = 2, .experts = 5, .experts_per_rank = {1, 3}}), UsageError);
+  CHECK_THROWS_AS(Layout({.world = 2, .experts = 5, .experts_per_rank = {1, 3, 1}}), UsageError);
   CHECK(four_ranks().near_ranks(2) == std::vector<uint32_t>{2, 3});
   CHECK(four_ranks().far_groups(2) == 2);
   CHECK(four_ranks().far_index(3, 0) == 1);
@@ -64,11 +72,18 @@ TEST_CASE("moe layout: rows of a rank") {
   CHECK(placement.expert_offsets(1) == Numbers{0, 0, 0});
   CHECK(placement.fullest_expert(2) == 8);
   CHECK(placement.routes_to(0) == 11);
-  CHECK(placement.first_over(1000, 1000) == std::nullopt);
-  CHECK(placement.first_over(placement.rows_needed(0) - 1, 1000) == 0);
-  CHECK(placement.first_over(placement.rows_needed(0), placement.most_routes(2) - 1) == 2);
-  CHECK(placement.first_over(0, 1000, std::vector<uint32_t>{0, 1}) == 2);
-  CHECK(placement.first_over(0, 0, std::vector<uint32_t>{3, 1, 0, 2}) == std::nullopt);
+  const auto first_over = [&](int64_t rows, int32_t routes, const std::vector<uint32_t>& left_out = {}) {
+    return placement.first_over(std::vector<int64_t>(4, rows), Numbers(4, routes), left_out);
+  };
+  CHECK(first_over(1000, 1000) == std::nullopt);
+  CHECK(first_over(placement.rows_needed(0) - 1, 1000) == 0);
+  CHECK(first_over(placement.rows_needed(0), placement.most_routes(2) - 1) == 2);
+  CHECK(first_over(0, 1000, {0, 1}) == 2);
+  CHECK(first_over(0, 0, {3, 1, 0, 2}) == std::nullopt);
+  std::vector<int64_t> rows(4, 1000);  // each rank has its own
+  rows[2] = placement.rows_needed(2) - 1;
+  CHECK(placement.first_over(rows, Numbers(4, 1000)) == 2);
+  CHECK_THROWS_AS(placement.first_over(rows, Numbers(3, 1000)), UsageError);
   CHECK(placement.route_starts(0) == Numbers{0, 1, 3, 3, 3, 6, 7, 7, 7});
 }
 

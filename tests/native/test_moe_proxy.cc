@@ -240,11 +240,14 @@ TEST_CASE("moe proxy: who refuses writes has left, and his farewell, which says 
   ranks.there.send_rows(1);
   CHECK(ranks.there.wait_sent(1, deadline_in(60), {}).result ==
         FarResult::kReady);  // refused, and yet no reason to give up
-  CHECK(!ranks.there.why_left(0));
-  ranks.here.say_farewell(7, deadline_in(60));
+  CHECK(!ranks.there.why_left(0).number);
+  CHECK(ranks.there.why_left(0).words.empty());
+  const std::string words(300, 'w');
+  ranks.here.say_farewell({.number = 7, .words = words}, deadline_in(60));
   const FarOutcome told = ranks.there.wait(FarStep::kRoutes, 1, deadline_in(60), {});
   CHECK(told.result == FarResult::kLeft);
-  CHECK(ranks.there.why_left(0) == 7);
+  CHECK(ranks.there.why_left(0).number == 7);
+  CHECK(ranks.there.why_left(0).words == words.substr(0, kFarewellWords));
   for (const EngineRef& engine : ranks.engines) engine->close(0);
 }
 

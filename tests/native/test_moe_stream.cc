@@ -3,12 +3,15 @@
 
 #include <algorithm>
 #include <array>
+#include <barrier>
 #include <cstring>
 #include <optional>
 #include <thread>
 #include <vector>
 
 #include "device/round_words.h"
+#include "fake_cuda.h"
+#include "fake_gdrcopy.h"
 #include "moe/stream_proxy.h"
 #include "moe_rig.h"
 #include "util/clock.h"
@@ -56,13 +59,16 @@ using Table = std::array<uint64_t, 2>;
 // One rank: its stream is the thread that calls.
 struct StreamRank {
   StreamRank(TwoRanks& ranks, const Layout& layout, const FarMemory& of, uint32_t number, int64_t timeout_ns,
-             int32_t rows_max = 2 * kTokens)
+             int32_t rows_max = 2 * kTokens, int32_t gpu = -1)
       : memory(of),
         rank(number),
         rows(ranks.regions[number].rows->base()),
         private_rows(layout.shape().private_rows),
         proxy(ranks.engines[number], number == 0 ? ranks.here : ranks.there, layout, number, board.bytes, parts,
-              {.timeout_ns = timeout_ns, .rows_max = rows_max, .routes_max = kTokens * kTopK}) {}
+              {.timeout_ns = timeout_ns,
+               .gpu = gpu,
+               .rows_limits = std::vector<int64_t>(layout.shape().world, rows_max),
+               .routes_limits = std::vector<int32_t>(layout.shape().world, kTokens * kTopK)}) {}
 
   template <typename T>
   T* at(uint64_t part) {
@@ -73,7 +79,10 @@ struct StreamRank {
   }
   std::byte* row(uint64_t part, uint64_t index) const { return row_at(rows, part, index); }
   uint64_t address(uint64_t& of) { return reinterpret_cast<uint64_t>(&of); }
-  void open() { device::open_round({}, address(rounds), address(number), proxy.free_and_asked()); }
+  void open() {
+    device::open_round({}, address(rounds), address(number), proxy.told(StreamWord::kFree),
+                       proxy.words(StreamWord::kAsked));
+  }
   void publish(StreamWord word, const Table& to = {}) {
     device::publish_round({}, address(number), proxy.words(word), signals_of(to));
   }
@@ -211,6 +220,65 @@ TEST_CASE("moe stream: rounds of two ranks, whose rows fit their slots or do not
   }
 }
 
+TEST_CASE("moe stream: what kernels wait for is in the GPU's memory where there is GDRCopy, and let go there too") {
+  const test::FakeCuda cuda;
+  const test::FakeGdrcopy gdrcopy;
+  const Layout layout(shape(kTokens));
+  const FarMemory memory = rows_memory();
+  TwoRanks ranks(layout, memory);
+  {
+    StreamRank here(ranks, layout, memory, 0, kDeadlineNs, 2 * kTokens, 0);
+    StreamRank there(ranks, layout, memory, 1, kDeadlineNs, 2 * kTokens, 1);
+    REQUIRE(here.proxy.tells_in_gpu());
+    CHECK(here.proxy.why_pinned().empty());
+    const auto run = [](StreamRank& rank) {
+      for (int round = 0; round < 10; ++round) {
+        rank.dispatch_send();
+        rank.dispatch_recv();
+        rank.combine_send();
+        rank.combine_recv();
+      }
+    };
+    std::thread other([&] { run(there); });
+    run(here);
+    other.join();
+    for (const StreamWord word : {StreamWord::kFree, StreamWord::kRows, StreamWord::kResults}) {
+      const device::ToldWords told = here.proxy.told(word);
+      CHECK(cuda.kernels.gpu_memory(told.gpu_address) == reinterpret_cast<const std::byte*>(&told.words));
+      const auto* const in_board = reinterpret_cast<const device::RoundWords*>(here.board.bytes);
+      CHECK((&told.words < in_board || &told.words >= in_board + kStreamWords));
+    }
+    here.proxy.stop();
+    here.number = 11;
+    here.await(StreamWord::kRows);
+    CHECK(here.number == device::kNoRound);
+    CHECK(cuda.allocated() == 2);
+    here.proxy.close();
+    here.proxy.close();
+    CHECK(cuda.allocated() == 1);
+    here.number = 12;
+    here.await(StreamWord::kResults);  // as before, by the board
+    CHECK(here.number == device::kNoRound);
+  }
+  for (const EngineRef& engine : ranks.engines) engine->close();
+}
+
+TEST_CASE("moe stream: where GDRCopy refuses, words are pinned, and it is said why") {
+  const test::FakeCuda cuda;
+  test::FakeGdrcopy gdrcopy;
+  gdrcopy.pin_error = EPERM;
+  const Layout layout(shape(kTokens));
+  const FarMemory memory = rows_memory();
+  TwoRanks ranks(layout, memory);
+  {
+    StreamRank here(ranks, layout, memory, 0, kDeadlineNs, 2 * kTokens, 0);
+    CHECK_FALSE(here.proxy.tells_in_gpu());
+    CHECK(here.proxy.why_pinned().find("GDRCopy cannot pin memory of GPU 0") != std::string::npos);
+    CHECK(here.proxy.told(StreamWord::kRows).gpu_address == 0);
+  }
+  for (const EngineRef& engine : ranks.engines) engine->close();
+}
+
 TEST_CASE("moe stream: who waits for a rank that does not come is let go, and told") {
   const Layout layout(shape(kTokens));
   const FarMemory memory = rows_memory();
@@ -319,6 +387,24 @@ TEST_CASE("moe stream: stop lets go of who waits") {
     here.proxy.stop();
     stream.join();
     CHECK_FALSE(here.proxy.failure());
+  }
+  for (const EngineRef& engine : ranks.engines) engine->close();
+}
+
+TEST_CASE("moe stream: several threads may stop it at once") {
+  const Layout layout(shape(kTokens));
+  const FarMemory memory = rows_memory();
+  TwoRanks ranks(layout, memory);
+  for (int i = 0; i < 200; ++i) {
+    StreamRank here(ranks, layout, memory, 0, kDeadlineNs);
+    std::barrier begin(2);
+    std::thread other([&] {
+      begin.arrive_and_wait();
+      CHECK_NOTHROW(here.proxy.stop());
+    });
+    begin.arrive_and_wait();
+    CHECK_NOTHROW(here.proxy.stop());
+    other.join();
   }
   for (const EngineRef& engine : ranks.engines) engine->close();
 }

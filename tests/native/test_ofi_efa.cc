@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "efa_rig.h"
+#include "locked_memory_limit.h"
 #include "util/errors.h"
 
 namespace crossrail::test {
@@ -204,6 +205,21 @@ TEST_CASE("ofi efa: a device that carries out writes by messages is refused") {
   CHECK_THROWS_WITH_AS(open_efa_nic(world, "efa", "rdmap0s6"),
                        doctest::Contains("an instance whose EFA has RDMA write"), TransportError);
   CHECK(world.endpoints_open() == 0);
+}
+
+TEST_CASE("ofi efa: memory that cannot be locked is said with the limit and the remedy") {
+  DoubleSettings settings;
+  settings.register_error = FI_ENOMEM;
+  LibfabricDouble world(settings);
+  const LockedMemoryLimit limit(48 << 10);
+  try {
+    open_efa_nic(world, "efa", "rdmap0s6");
+    FAIL("it was registered");
+  } catch (const TransportError& error) {
+    CHECK(error.code() == FI_ENOMEM);
+    CHECK(error.remedy().find("may lock 48 KiB") != std::string::npos);
+    CHECK(error.remedy().find("ulimit -l unlimited") != std::string::npos);
+  }
 }
 
 #if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)

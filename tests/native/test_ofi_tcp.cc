@@ -8,6 +8,7 @@
 #include <thread>
 
 #include "ofi_rig.h"
+#include "plain_libfabric.h"
 #include "transport/ofi/open.h"
 #include "transport/ofi/wire.h"
 #include "util/errors.h"
@@ -342,21 +343,25 @@ TEST_CASE("ofi tcp: a path to nobody breaks by itself") {
   CHECK(pair.end(pair.a, pair.at_a));
 }
 
-TEST_CASE("ofi tcp: plain libfabric, without a NIC of ours, writes into registered memory and counts") {
+TEST_CASE("ofi tcp: a peer of plain libfabric, without code of ours, writes into registered memory and counts") {
   if (!has_library()) return;
   OfiPair pair(open_nic("127.0.0.1"), open_nic("127.0.0.2"));
   pair.at_b = pair.b.nic->make_path();
   const auto offer = ofi::OfferWords::decode(pair.at_b->offer());
-  OfiStranger stranger("127.0.0.3");
-  REQUIRE(stranger.dial(offer->name, ofi::DialWords{offer->path_id, offer->token}.encode(), [&] { pair.poll(); }));
-  std::string text = "from a stranger";
+  PlainLibfabric stranger(ofi::open_library()->path, "127.0.0.3");
+  std::vector<uint8_t> said(1 + 4 + 8);  // a version, whom it dials, and what shows that it may
+  said[0] = 3;
+  std::memcpy(said.data() + 1, &offer->path_id, 4);
+  std::memcpy(said.data() + 5, &offer->token, 8);
+  stranger.connect({offer->name.begin(), offer->name.end()}, said);
+  REQUIRE(pair.until([&] { return stranger.is_connected(); }));
+  const std::string text = "from a stranger, in plain libfabric";
   const uint64_t data = static_cast<uint64_t>(offer->path_id) << 32 | 4711;
-  fi_context2 context;
-  REQUIRE(fi_writedata(stranger.endpoint->fid(), text.data(), text.size(), nullptr, data, 0,
-                       pair.b.registration->remote_base + 9, pair.b.registration->key, &context) == 0);
+  stranger.write(text, pair.b.registration->remote_base + 9, pair.b.registration->key, data);
+  bool is_done = false;
   REQUIRE(pair.until([&] {
-    stranger.read();
-    return pair.b.events.imms.size() == 1;
+    is_done = stranger.is_done(text) || is_done;
+    return is_done && pair.b.events.imms.size() == 1;
   }));
   CHECK(pair.b.events.imms[0].first == pair.at_b.get());
   CHECK(pair.b.events.imms[0].second == 4711);

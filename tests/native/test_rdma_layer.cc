@@ -1,5 +1,6 @@
 // The rdma layer over scripted NICs, one thread: connecting, what is carried, what is taken back.
 #include <doctest/doctest.h>
+#include <sys/mman.h>
 
 #include <algorithm>
 #include <random>
@@ -224,6 +225,75 @@ TEST_CASE("rdma: writes and reads of any length, longer than a work, over unequa
   }
 }
 
+TEST_CASE("rdma: a write of more than 4 GiB is cut into works that NICs take, and counts once") {
+  for (const uint32_t rails : {1u, 2u}) {
+    CAPTURE(rails);
+    constexpr uint64_t kWorkBytes = uint64_t{1} << 30;
+    constexpr uint64_t kBytes = 5 * kWorkBytes + 12'345;
+    // Reserved, not touched: the NICs note what they were to write.
+    struct Reserved {
+      std::byte* base = static_cast<std::byte*>(
+          ::mmap(nullptr, kBytes, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+      Reserved() { REQUIRE(base != MAP_FAILED); }
+      ~Reserved() { ::munmap(base, kBytes); }
+    } source, target;
+    Net net({.work_bytes_max = kWorkBytes, .moves_bytes = false});
+    Node a(net, "a", {.rails = rails}), b(net, "b", {.rails = rails});
+    a.connect(b);
+    REQUIRE(poll_until({&a, &b}, [&] { return a.ups == 1; }));
+    const auto local = a.transport->register_memory(1, source.base, kBytes, Access::kLocal);
+    const auto remote = b.transport->register_memory(2, target.base, kBytes, Access::kRemoteWrite);
+    RegionDescriptor descriptor;
+    descriptor.owner = b.transport->address();
+    descriptor.region_id = remote->id;
+    descriptor.length_bytes = kBytes;
+    descriptor.access = Access::kRemoteWrite;
+    descriptor.rdma_on(TransportKind::kVerbs) = remote->rdma_keys();
+    const auto key = a.transport->resolve(*a.link, descriptor);
+    Work work;
+    WorkRequest request;
+    request.op = WorkOp::kWrite;
+    request.has_imm = true;
+    request.wire_imm = wire_imm(9, 0);
+    request.local = source.base;
+    request.length_bytes = kBytes;
+    request.local_region = local.get();
+    request.remote = key.get();
+    request.context = &work;
+    a.post({request}, [] {});
+    REQUIRE(poll_until({&a, &b}, [&] { return work.done() && b.count(9) == 1; }));
+    CHECK(work.status == Status::kDone);
+    std::ranges::sort(net.noted);
+    uint64_t next = reinterpret_cast<uint64_t>(target.base);
+    for (const auto& [address, length] : net.noted) {
+      CHECK(address == next);
+      CHECK(length <= kWorkBytes);
+      next += length;
+    }
+    CHECK(next == reinterpret_cast<uint64_t>(target.base) + kBytes);
+  }
+}
+
+TEST_CASE("rdma: posting begins on every rail in the same call, with at most 32 works for a path at a time") {
+  Net net({.holds_works = true, .path_works_max = 256});
+  Node a(net, "a", {.rails = 2}), b(net, "b", {.rails = 2});
+  a.connect(b);
+  REQUIRE(poll_until({&a, &b}, [&] { return a.open_paths() == 2; }));
+  const auto src = a.memory(4096), dst = b.memory(4096);
+  std::vector<Work> works(100);
+  std::vector<WorkRequest> requests;
+  for (Work& work : works) requests.push_back(a.request(work, WorkOp::kWrite, *src, 0, *dst, 0, 8));
+  net.handed_over.clear();
+  a.open_works += 100;
+  uint32_t completed = 0;
+  CHECK(a.transport->post(*a.link, kAnyRail, requests, &completed) == 100);
+  REQUIRE(net.handed_over.size() == 4);
+  CHECK(net.handed_over[0].first != net.handed_over[1].first);
+  for (size_t i = 0; i < 4; ++i) CHECK(net.handed_over[i].second == (i < 3 ? 32 : 4));
+  net.change([](NetOptions& options) { options.holds_works = false; });
+  REQUIRE(poll_until({&a, &b}, [&] { return a.open_works == 0; }));
+}
+
 // Each write goes to a place of its own, and counts once, whatever breaks. Once it is reported, the source is wiped and
 // the target marked: whatever touches them later shows.
 TEST_CASE("rdma: messages arrive once, whole, whatever breaks") {
@@ -303,6 +373,46 @@ TEST_CASE("rdma: what is queued can be taken back, also of requests longer than 
   CHECK(withdrawn >= 18);
   poll_until({&a, &b}, [] { return false; }, 0.02);
   CHECK(b.count(1) == works.size() - static_cast<size_t>(withdrawn));
+}
+
+TEST_CASE("rdma: long works wait in the engine once some are queued, and short ones are let in") {
+  constexpr uint64_t kBytes = uint64_t{1} << 20;
+  Net net({.holds_works = true, .work_bytes_max = kBytes, .path_works_max = 256});
+  Node a(net, "a"), b(net, "b");
+  a.connect(b);
+  REQUIRE(poll_until({&a, &b}, [&] { return a.open_paths() == 1; }));
+  auto src = a.memory(kBytes), dst = b.memory(kBytes);
+  Work longs, shorts;
+  const auto post = [&](Work& work, uint64_t length, size_t count) {
+    const std::vector<WorkRequest> requests(count, a.request(work, WorkOp::kWrite, *src, 0, *dst, 0, length));
+    uint32_t completed = 0;
+    const uint32_t posted = a.transport->post(*a.link, kAnyRail, requests, &completed);
+    work.open += static_cast<int>(posted);
+    a.open_works += static_cast<int>(posted);
+    return posted;
+  };
+  longs.open = shorts.open = 0;
+  constexpr uint32_t kLongs = 4 + 16;  // a window, and four that are queued
+  CHECK(post(longs, kBytes, 100) == kLongs);
+  CHECK(post(longs, kBytes, 1) == 0);
+  CHECK(post(shorts, kShortBytesMax, 3) == 3);
+
+  a.transport->withdraw([](void*) { return true; });  // what is queued
+  CHECK(longs.withdrawn == 16);
+  CHECK(shorts.withdrawn == 3);
+
+  CHECK(post(longs, kBytes, 100) == 16);
+  net.change([](NetOptions& options) { options.holds_works = false; });
+  REQUIRE(poll_until({&a, &b}, [&] { return a.open_works == 0; }));
+  CHECK(longs.bytes == (kLongs * kBytes));
+  CHECK(post(longs, kBytes, 100) == kLongs);  // nothing that has gone is still counted
+  REQUIRE(poll_until({&a, &b}, [&] { return a.open_works == 0; }));
+
+  net.change([](NetOptions& options) { options.holds_works = true; });
+  CHECK(post(shorts, kShortBytesMax, 3000) == 3000);  // more bytes than long ones may have
+  CHECK(post(longs, kBytes, 100) == 16);              // which they do not keep out
+  net.change([](NetOptions& options) { options.holds_works = false; });
+  REQUIRE(poll_until({&a, &b}, [&] { return a.open_works == 0; }));
 }
 
 TEST_CASE("rdma: a work for one rail waits for that rail, and fails when it stays away") {

@@ -116,7 +116,8 @@ TEST_CASE("rdma: fragments of any content break their path, no more") {
   for (int round = 0; round < 300; ++round) {
     REQUIRE(poll_until({&a, &b}, [&] { return a.open_paths() == 1; }));
     Path& path = *static_cast<RdmaLink*>(a.link)->session->paths[0];
-    const auto kind = static_cast<FragmentKind>(1 + random() % 8);  // no goodbye: that ends the session as it should
+    const auto kind = static_cast<FragmentKind>(1 + random() % kFragmentKindMax);
+    if (kind == FragmentKind::kBye) continue;  // that ends the session as it should
     Bytes body(random() % 3 == 0 ? random() % 4000 : random() % 40);
     for (auto& byte : body) byte = static_cast<uint8_t>(random() % 3 == 0 ? random() : random() % 3);
     if (kind == FragmentKind::kState && decode_state(body)) continue;

@@ -43,6 +43,27 @@ void be_welcomed(Node& node, const Fd& socket, const Fd& segment) {
   REQUIRE(next_packet(node, socket.get()) == kWelcome);
 }
 
+// The memory of the link that the next packet, a hello, brings.
+std::shared_ptr<MemoryMap> link_of_hello(Node& node, int socket) {
+  uint8_t bytes[2048];
+  alignas(cmsghdr) char ancillary[CMSG_SPACE(sizeof(int) * 3)];
+  iovec vector{.iov_base = bytes, .iov_len = sizeof bytes};
+  msghdr header{};
+  header.msg_iov = &vector;
+  header.msg_iovlen = 1;
+  header.msg_control = ancillary;
+  header.msg_controllen = sizeof ancillary;
+  ssize_t got = -1;
+  REQUIRE(turn_until({&node}, [&] { return (got = recvmsg(socket, &header, MSG_DONTWAIT | MSG_CMSG_CLOEXEC)) >= 0; }));
+  REQUIRE(got > 0);
+  REQUIRE(bytes[0] == kHello);
+  int fds[3];  // of its home, its bell, the link
+  REQUIRE(header.msg_controllen == CMSG_SPACE(sizeof fds));
+  std::memcpy(fds, CMSG_DATA(CMSG_FIRSTHDR(&header)), sizeof fds);
+  const Fd home(fds[0]), bell(fds[1]);
+  return MemoryMap::map(Fd(fds[2]), link_segment_bytes(1));
+}
+
 // Who was connected to, and is no engine.
 struct Impostor {
   explicit Impostor(Node* node) : node(node) {
@@ -52,7 +73,7 @@ struct Impostor {
     REQUIRE(listen(listener.get(), 1) == 0);
     link = node->transport.connect(std::make_shared<const Address>(target));
     socket = Fd(accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC));
-    REQUIRE(next_packet(*node, socket.get()) == kHello);
+    segment = link_of_hello(*node, socket.get());
     const Fd home = sealed_memory("home", sizeof(HomeSegment), true);
     const Fd bell(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
     Writer welcome;
@@ -66,16 +87,19 @@ struct Impostor {
   Node* const node;
   const Address target = make_identity("target", transport_bit(TransportKind::kShm), 1);
   const Fd listener{::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0)};
+  LinkSegment& rings() const { return *reinterpret_cast<LinkSegment*>(segment->data()); }
+
   Link* link = nullptr;
   Fd socket;
+  std::shared_ptr<MemoryMap> segment;
 };
 
 size_t open_fds() {
   return static_cast<size_t>(std::distance(std::filesystem::directory_iterator("/proc/self/fd"), {}));
 }
 
-// What a peer answers that has memory of a GPU.
-Bytes gpu_facts(uint8_t by, uint64_t offset, uint64_t allocation_bytes) {
+// What a peer answers that has memory of its own, of 4096 bytes.
+Writer begin_facts(bool is_gpu) {
   Writer answer;
   answer.put(static_cast<uint8_t>(kImported));
   answer.put(kRegionId);
@@ -84,7 +108,14 @@ Bytes gpu_facts(uint8_t by, uint64_t offset, uint64_t allocation_bytes) {
   answer.put(uint64_t{4096});  // address
   answer.put(uint64_t{4096});  // length
   answer.put(uint64_t{0});     // offset in shared memory
-  answer.put(uint8_t{1});
+  answer.put(static_cast<uint8_t>(is_gpu));
+  return answer;
+}
+
+Bytes host_facts() { return std::move(begin_facts(false).bytes()); }
+
+Bytes gpu_facts(uint8_t by, uint64_t offset, uint64_t allocation_bytes) {
+  Writer answer = begin_facts(true);
   answer.put(by);
   answer.put(offset);
   answer.put_bytes(device::IpcHandle{});
@@ -182,6 +213,33 @@ TEST_CASE("shm: who was connected to is not shown our regions") {
   CHECK(next_packet(node, impostor.socket.get()) == kRefuse);
   CHECK(next_packet(node, impostor.socket.get()) == 0);
   CHECK(turn_until({&node}, [&] { return !node.sink.why_down.empty(); }));
+}
+
+TEST_CASE("shm: who answers more reads than it was asked for does not keep us for itself") {
+  Node node("initiator");
+  const Impostor impostor(&node);
+  RegionDescriptor descriptor;
+  descriptor.region_id = kRegionId;
+  const auto key = node.transport.resolve(*impostor.link, descriptor);
+  REQUIRE(next_packet(node, impostor.socket.get()) == kImport);
+  REQUIRE(send_packet(impostor.socket.get(), host_facts(), {}));
+  Mapping none;
+  REQUIRE(turn_until({&node},
+                     [&] { return node.transport.map(*impostor.link, *key, -1, &none) == Status::kAccessDenied; }));
+  std::vector<std::byte> local(4096);
+  const WorkRequest read{
+      .op = WorkOp::kRead, .local = local.data(), .length_bytes = local.size(), .remote = key.get(), .context = &node};
+  uint32_t completed = 0;
+  REQUIRE(node.transport.post(*impostor.link, 0, {&read, 1}, &completed) == 1);
+
+  Channel& responses = impostor.rings().channels[kResponseChannel];
+  for (uint32_t i = 0; i < kRingEntries; ++i) {
+    responses.entries[i].kind = EntryKind::kReadResponse;
+    responses.entries[i].sequence.store(i + 1, std::memory_order_release);
+  }
+  node.transport.poll();
+
+  CHECK(responses.consumed.load() == 1);
 }
 
 TEST_CASE("shm: what a peer says of memory of a GPU is checked, and descriptors that come with it are closed") {

@@ -5,7 +5,9 @@
 #include <cstring>
 #include <memory>
 #include <random>
+#include <stdexcept>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "engine/engine.h"
@@ -131,6 +133,23 @@ TEST_CASE("after a transfer has ended, however it did, nothing of it touches mem
       b->close();
     }
   }
+}
+
+TEST_CASE("a wait that a callback ends by throwing is over: time waits for its thread") {
+  constexpr int64_t kFar = World::kOriginNs + 1'000'000'000;
+  World world(1, 0);
+  world.set_callbacks([] { return true; }, [] { throw std::runtime_error("Ctrl-C"); });
+  {
+    const World::Wait wait(&world);
+    // It has looked at all that happened, there and back.
+    for (int i = 0; i < 2; ++i) CHECK(world.advance(World::kOriginNs) == Simulation::Step::kReached);
+    CHECK_THROWS_AS(world.run_callbacks(), std::runtime_error);
+  }
+  // What it does next may be at any moment now.
+  std::thread([&] {
+    const World::Wait wait(&world);
+    CHECK(world.advance(kFar) == Simulation::Step::kHeld);
+  }).join();
 }
 
 }  // namespace crossrail::sim

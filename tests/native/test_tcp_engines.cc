@@ -2,9 +2,12 @@
 #include <dlfcn.h>
 #include <doctest/doctest.h>
 #include <sys/epoll.h>
+#include <sys/socket.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
 #include <string>
 #include <thread>
@@ -195,9 +198,98 @@ TEST_CASE("tcp: a socket that epoll does not take back goes on being read and wr
   for (const EngineRef& engine : {a, b, newcomer}) engine->close(kPatience);
 }
 
+// --- a kernel that is short of memory for the moment ---
+
+namespace {
+
+// So many of the next calls fail with ENOBUFS.
+std::atomic<int> vain_sends{0};
+std::atomic<int> vain_accepts{0};
+std::atomic<int> accepted{0};
+
+bool fails_for_memory(std::atomic<int>& vain) {
+  int left = vain;
+  while (left > 0 && !vain.compare_exchange_weak(left, left - 1)) {
+  }
+  if (left > 0) errno = ENOBUFS;
+  return left > 0;
+}
+
+}  // namespace
+
+TEST_CASE("tcp: a kernel without memory for a socket's bytes is asked again, and no connection breaks of it") {
+  EngineRef a = open("a");
+  EngineRef b = open("b");
+  constexpr uint64_t kBytes = 8 << 20;
+  RegionRef src = a->alloc(kBytes, false);
+  RegionRef dst = b->alloc(kBytes, false);
+  RemoteRegionRef remote = a->remote_region(dst->descriptor());
+  const auto write = [&](uint64_t length) {
+    finish(a->submit_write({.src = src.get(), .dst = remote.get(), .length_bytes = length, .imm = 1}));
+  };
+  int connections = 0;
+  uint32_t writes = 0;
+  // Until all is connected: some connections come after the first bytes.
+  for (int quiet = 0; quiet < 5; ++quiet, writes += 2) {
+    write(8);
+    write(kBytes);
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    if (const int now = accepted; now != connections) quiet = 0;
+    connections = accepted;
+  }
+
+  for (const uint64_t length : {uint64_t{8}, kBytes}) {
+    vain_sends = 100;
+    write(length);
+    CHECK(vain_sends == 0);
+  }
+
+  CHECK(b->imm_counter(1)->wait(writes + 2, deadline_in(60), {}) == WaitResult::kReady);
+  CHECK(accepted == connections);
+  for (const EngineRef& engine : {a, b}) engine->close(kPatience);
+}
+
+TEST_CASE("tcp: a kernel without memory for another connection keeps its peer waiting, not out") {
+  EngineRef target = open("target");
+  RegionRef dst = target->alloc(8, false);
+  EngineRef newcomer = open("newcomer");
+  RegionRef src = newcomer->alloc(8, false);
+  RemoteRegionRef remote = newcomer->remote_region(dst->descriptor());
+
+  vain_accepts = 2;
+  finish(newcomer->submit_write({.src = src.get(), .dst = remote.get(), .length_bytes = 8}));
+
+  CHECK(vain_accepts == 0);
+  const std::vector<EngineEvent> events = target->take_events();
+  CHECK(std::ranges::any_of(events, [](const EngineEvent& event) {
+    return event.detail ==
+           "cannot take in more connections: No buffer space available; the kernel is short of memory. "
+           "Said once";
+  }));
+  for (const EngineRef& engine : {newcomer, target}) engine->close(kPatience);
+}
+
 }  // namespace crossrail
 
-// In front of libc's, for the whole program.
+// In front of libc's, for the whole program. The next ones are a sanitizer's, or libc's.
+extern "C" ssize_t send(int fd, const void* data, size_t size, int flags) {
+  static const auto next = reinterpret_cast<decltype(&send)>(dlsym(RTLD_NEXT, "send"));
+  return crossrail::fails_for_memory(crossrail::vain_sends) ? -1 : next(fd, data, size, flags);
+}
+
+extern "C" ssize_t sendmsg(int fd, const msghdr* message, int flags) {
+  static const auto next = reinterpret_cast<decltype(&sendmsg)>(dlsym(RTLD_NEXT, "sendmsg"));
+  return crossrail::fails_for_memory(crossrail::vain_sends) ? -1 : next(fd, message, flags);
+}
+
+extern "C" int accept4(int fd, sockaddr* address, socklen_t* size, int flags) {
+  static const auto next = reinterpret_cast<decltype(&accept4)>(dlsym(RTLD_NEXT, "accept4"));
+  if (crossrail::fails_for_memory(crossrail::vain_accepts)) return -1;
+  const int taken = next(fd, address, size, flags);
+  if (taken >= 0) ++crossrail::accepted;
+  return taken;
+}
+
 extern "C" int epoll_ctl(int set, int operation, int fd, epoll_event* event) {
   using namespace crossrail;
   if (operation == EPOLL_CTL_ADD && refuses_watches) {
@@ -206,7 +298,6 @@ extern "C" int epoll_ctl(int set, int operation, int fd, epoll_event* event) {
     return -1;
   }
   if (operation == EPOLL_CTL_DEL) ++paused;
-  static const auto next =
-      reinterpret_cast<decltype(&epoll_ctl)>(dlsym(RTLD_NEXT, "epoll_ctl"));  // a sanitizer's, or libc's
+  static const auto next = reinterpret_cast<decltype(&epoll_ctl)>(dlsym(RTLD_NEXT, "epoll_ctl"));
   return next(set, operation, fd, event);
 }

@@ -1,9 +1,12 @@
 // The parts of the tcp transport that need no connection: the handshake's messages, pairs of rails, batches of frames.
 #include <doctest/doctest.h>
 #include <poll.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstring>
+#include <fstream>
 #include <memory>
 #include <random>
 #include <string>

@@ -7,6 +7,7 @@
 #if CROSSRAIL_WITH_VERBS
 
 #include "fake_cuda.h"
+#include "locked_memory_limit.h"
 #include "transport/verbs/queues.h"
 #include "util/errors.h"
 #include "verbs_rig.h"
@@ -21,12 +22,14 @@ TEST_CASE("verbs memory: memory that cannot be locked is said with the limit and
   const auto nic = open_fake();
   std::vector<std::byte> memory(4096);
   fake.register_error = ENOMEM;
+  const test::LockedMemoryLimit limit(48 << 10);
   try {
     (void)nic->register_memory(memory.data(), memory.size(), Access::kRemoteWrite);
     FAIL("it was registered");
   } catch (const TransportError& error) {
     CHECK(error.code() == ENOMEM);
-    CHECK(error.remedy().find("ulimit -l") != std::string::npos);
+    CHECK(error.remedy().find("may lock 48 KiB") != std::string::npos);
+    CHECK(error.remedy().find("ulimit -l unlimited") != std::string::npos);
     CHECK(std::string(error.what()).find("fake0:1") != std::string::npos);
   }
 }

@@ -49,7 +49,8 @@ inline std::unique_ptr<rdma::Nic> open_fake(const RdmaOptions& rdma = {}) {
 
 // A NIC with memory and a path to a peer that only the test knows.
 struct Rig {
-  explicit Rig(const verbs::Endpoint* peer = nullptr) : nic(open_fake()), memory(1 << 16) {
+  explicit Rig(const verbs::Endpoint* peer = nullptr, const RdmaOptions& rdma = {})
+      : nic(open_fake(rdma)), memory(1 << 16) {
     region = nic->register_memory(memory.data(), memory.size(), Access::kRemoteWrite);
     add_path(peer);
   }

@@ -60,6 +60,8 @@ CROSSRAIL_CALL int cuMemHostRegister_v2(void* base, size_t bytes, unsigned flags
   return FakeCalls::pin_host(base, bytes, flags);
 }
 CROSSRAIL_CALL int cuMemHostUnregister(void* base) { return FakeCalls::unpin_host(base); }
+CROSSRAIL_CALL int cuMemAlloc_v2(uint64_t* address, size_t bytes) { return FakeCalls::allocate(address, bytes); }
+CROSSRAIL_CALL int cuMemFree_v2(uint64_t address) { return FakeCalls::free(address); }
 CROSSRAIL_CALL int cuMemGetHandleForAddressRange(void* handle, uint64_t address, size_t bytes, int kind,
                                                  unsigned long long flags) {
   return FakeCalls::export_range(handle, address, bytes, kind, flags);
@@ -203,7 +205,7 @@ CROSSRAIL_CALL void fake_end_stream(FakeKernels::Stream* stream) { delete stream
 CROSSRAIL_CALL int fake_take_launch(FakeKernels::Stream* stream, FakeKernels::Launch* launch) {
   return gpu().kernels.take(stream, launch);
 }
-CROSSRAIL_CALL void fake_run_launch(const FakeKernels::Launch* launch) { gpu().kernels.run(*launch); }
+CROSSRAIL_CALL int fake_run_launch(const FakeKernels::Launch* launch) { return gpu().kernels.run(*launch); }
 CROSSRAIL_CALL void fake_begin_capture() { gpu().kernels.begin_capture(); }
 CROSSRAIL_CALL int fake_end_capture() { return gpu().kernels.end_capture(); }
 // CUDA errors of the calls that pin and that launch; 0: none.
