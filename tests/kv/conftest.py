@@ -16,8 +16,10 @@ from tests.support.etcd import EtcdServer
 from tests.support.kv_cluster import SECRET, Cluster
 from tests.support.limits import WAIT_S
 
+PATIENCE_S = 0.5  # of fronts with clients that are slow on purpose
+
 # Tests on the simulator are there only where that is built.
-collect_ignore = [] if importlib.util.find_spec("crossrail.sim") else ["test_services_sim.py"]
+collect_ignore = [] if importlib.util.find_spec("crossrail.sim") else ["test_services_sim.py", "test_published.py"]
 
 
 @pytest.fixture
@@ -35,6 +37,14 @@ async def url(cluster: Cluster) -> AsyncIterator[str]:
     front = Front(cluster.router, ToyTokenizer(), SECRET)
     port = await front.start("127.0.0.1", 0)
     yield f"http://127.0.0.1:{port}"
+    await front.close()
+
+
+@pytest.fixture
+async def impatient(cluster: Cluster) -> AsyncIterator[int]:
+    """The port of a front that waits for no client long."""
+    front = Front(cluster.router, ToyTokenizer(), SECRET, patience_s=PATIENCE_S)
+    yield await front.start("127.0.0.1", 0)
     await front.close()
 
 

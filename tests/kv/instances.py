@@ -26,15 +26,17 @@ def kv_of(layout: KvLayout, request: str, tokens: int) -> npt.NDArray[Any]:
 
 
 class Instance:
-    """What both have: memory of each rank, of its engine's own or of a GPU."""
+    """What both have: memory of each rank, of its engine's own or of a GPU; or raw: that nobody made for transfers."""
 
-    def __init__(self, layout: KvLayout, engines: Sequence[xr.Engine], gpu: FakeGpu | None) -> None:
+    def __init__(self, layout: KvLayout, engines: Sequence[xr.Engine], gpu: FakeGpu | None, raw: bool = False) -> None:
         self.layout = layout
         self.ranks: list[RankMemory] = []
         self._on_gpu: list[GpuMemory] = []
         for rank in range(layout.tp):
             engine = engines[rank % len(engines)]
-            if gpu is None:
+            if raw:
+                self.ranks.append(RankMemory.register(engine, layout, [np.zeros(layout.rank_bytes, np.uint8)]))
+            elif gpu is None:
                 self.ranks.append(RankMemory.alloc(engine, layout))
             else:
                 self._on_gpu.append(gpu.allocate(layout.rank_bytes, rank % 2))
@@ -52,9 +54,14 @@ class Prefiller(Instance):
     """engines: one for all ranks, or one a rank."""
 
     def __init__(
-        self, layout: KvLayout, engines: Sequence[xr.Engine], seed: int = 1, gpu: FakeGpu | None = None
+        self,
+        layout: KvLayout,
+        engines: Sequence[xr.Engine],
+        seed: int = 1,
+        gpu: FakeGpu | None = None,
+        raw: bool = False,
     ) -> None:
-        super().__init__(layout, engines, gpu)
+        super().__init__(layout, engines, gpu, raw)
         self.engines = engines
         self.pool = PagePool(layout.pages, layout.page_tokens)
         self.sender = KvSender(layout, dict(enumerate(self.ranks)))
@@ -119,8 +126,9 @@ class Decoder(Instance):
         tail: bool = False,
         slots: int = 64,
         gpu: FakeGpu | None = None,
+        raw: bool = False,
     ) -> None:
-        super().__init__(layout, engines, gpu)
+        super().__init__(layout, engines, gpu, raw)
         self.pool = PagePool(layout.pages, layout.page_tokens)
         self.receiver = KvReceiver(
             layout, self.ranks, self.pool, tail_bytes=TAIL_BYTES if tail else 0, tail_slots=slots

@@ -24,7 +24,16 @@ from crossrail import Engine, UsageError
 from crossrail.cli import memory
 from crossrail.cli.kv import common, nodes
 from crossrail.cli.main import main
-from tests.support.kv_processes import SECRET, Asking, Services, all_pages_free, model_options, monolithic
+from tests.support.kv_processes import (
+    SECRET,
+    Asking,
+    Services,
+    all_pages_free,
+    busy_prefiller,
+    killed_prefiller_costs_time_and_nothing_else,
+    model_options,
+    monolithic,
+)
 from tests.support.limits import WAIT_S, eventually
 
 
@@ -48,30 +57,11 @@ def status_of(services: Services, path: str) -> int:
         return error.code
 
 
-def busy_prefiller(services: Services) -> str:
-    found: list[str] = []
-
-    def busy() -> bool:
-        nodes = services.nodes().values()
-        found.extend(node["node"] for node in nodes if node["role"] == "prefiller" and node["queued_tokens"])
-        return bool(found)
-
-    eventually(busy, "a prefiller works on the prompt", pause_s=0.02)
-    return found[0]
-
-
 async def test_killed_prefiller_costs_time_and_nothing_else(services: Services) -> None:
     for role, name in (("prefiller", "p0"), ("prefiller", "p1"), ("decoder", "d0")):
         services.add(role, name)
     services.joined("p0", "p1", "d0")
-    asking = Asking(services)
-    killed = busy_prefiller(services)
-    services.signal(killed, signal.SIGKILL)
-    assert asking.result() == await monolithic()
-    left = "p1" if killed == "p0" else "p0"
-    eventually(lambda: set(services.nodes()) == {left, "d0"}, "the killed one is no member", pause_s=0.05)
-    eventually(lambda: all_pages_free(services, left, "d0"), "all pages are free", pause_s=0.05)
-    assert Asking(services).result() == await monolithic()
+    await killed_prefiller_costs_time_and_nothing_else(services)
 
 
 async def test_stopped_prefiller_is_passed_over_and_harmless_when_it_goes_on(services: Services) -> None:
@@ -345,12 +335,22 @@ def test_top_of_something_else_is_refused_in_words(body: bytes) -> None:
 
 def test_demo_shows_equal_tokens(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "crossrail", "kv", "demo", "--kill", "--prompt-tokens", "700", "--out", "made"]
+    environment = os.environ | {"COLUMNS": "140"}
     run = subprocess.run(
-        [*command, "--token-us", "150"], capture_output=True, text=True, timeout=50, cwd=tmp_path, env=os.environ
+        [*command, "--token-us", "150"], capture_output=True, text=True, timeout=50, cwd=tmp_path, env=environment
     )
     assert run.returncode == 0, run.stdout + run.stderr
     assert "ok: 48 tokens, equal to those of one node alone" in run.stdout
     assert "killed prefiller-" in run.stdout
+    assert "prompt: The quick brown fox" in run.stdout and "... (700 tokens)" in run.stdout
+    drawn = {
+        row[1].strip().split(" x ")[0]: row[2].strip()
+        for line in run.stdout.splitlines()
+        if len(row := line.split("│")) == 6
+    }
+    assert set(drawn["request"]) == {"█"} and len(drawn["request"]) == 72
+    for kind in ("queue", "prefiller: prefill", "prefiller: layer", "prefiller: tail", "another prefiller", "decode"):
+        assert set(drawn[kind]) == {"█", "·"}, run.stdout
     assert "another prefiller" in (tmp_path / "made" / "timeline.svg").read_text()
     assert json.loads((tmp_path / "made" / "timeline.json").read_text())["traceEvents"]
 
@@ -360,6 +360,13 @@ def test_demo_that_finds_nothing_to_kill_says_so_at_once(tmp_path: Path) -> None
     command = [sys.executable, "-m", "crossrail", "kv", "demo", "--kill", "--prompt-tokens", "1", "--token-us", "0"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=50, cwd=tmp_path, env=os.environ)
     assert run.returncode == 1 and "error: --kill: no prefiller was seen at work" in run.stderr, run.stdout + run.stderr
+
+
+@pytest.mark.parametrize(("prompt", "words"), [("", "--prompt is empty"), ("a\udcff", "--prompt is not UTF-8")])
+def test_demo_with_a_prompt_that_is_no_text_starts_nothing(prompt: str, words: str) -> None:
+    """Bytes that are no UTF-8 come from the shell as surrogates."""
+    result = CliRunner().invoke(main, ["kv", "demo", "--prompt", prompt])
+    assert result.exit_code == 2 and words in result.stderr and not result.stdout
 
 
 def test_service_without_a_secret_is_refused(tmp_path: Path) -> None:
@@ -437,7 +444,7 @@ def test_node_whose_pages_take_more_memory_than_there_is_is_refused_before_it_ta
     runner, node = CliRunner(env={"CROSSRAIL_SECRET": SECRET}), ["kv", role, "--router=http://h:1", "--name=n"]
     said = [runner.invoke(main, [*node, f"--model-option=pages={pages}"]) for pages in (2_000_000_000, 100_000)]
     assert [result.exit_code for result in said] == [2, 2]
-    words = f"{role} n, with 2000000000 pages of KV, would use 29.8 TiB of memory and 2.0 GiB are free; use fewer"
+    words = f"{role} n, with 2000000000 pages of KV, would use 30.0 TiB of memory and 2.0 GiB are free; use fewer"
     assert words in said[0].stderr and "far enough" in said[1].stderr, said[0].stderr + said[1].stderr
 
 

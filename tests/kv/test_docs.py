@@ -6,8 +6,7 @@ from pathlib import Path
 import click
 import pytest
 
-from crossrail.cli.kv.nodes import decoder, prefiller
-from crossrail.cli.kv.router import router
+from crossrail.cli.kv.commands import decoder, prefiller, router
 from crossrail.cli.kv.top import top
 from tests.support.process import assert_clean, run_script
 

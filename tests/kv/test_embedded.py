@@ -1,7 +1,10 @@
 """crossrail.kv inside an engine that has its ranks in several processes, and an allocator of its own."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -11,6 +14,7 @@ from crossrail.kv import (
     KvLayout,
     KvReceiver,
     KvTarget,
+    PagePool,
     PagesInUse,
     RankMemory,
     Reception,
@@ -18,7 +22,7 @@ from crossrail.kv import (
     foreign_lease,
 )
 from tests.conftest import EngineFactory
-from tests.kv.instances import Prefiller, closing
+from tests.kv.instances import Prefiller, assert_all_free, closing
 from tests.kv.worlds import bits, fill, rows
 from tests.support.limits import WAIT_S
 
@@ -210,6 +214,46 @@ def test_lease_with_too_few_pages_is_refused(open_engine: EngineFactory) -> None
 def test_receiver_without_a_pool_reserves_nothing(open_engine: EngineFactory) -> None:
     with pytest.raises(xr.UsageError, match="no pool of pages"):
         Rank(open_engine("decoder"), LAYOUT, 0).receiver.reserve("request", 5)
+
+
+@pytest.mark.parametrize("tokens", [True, 5.0, "5", None], ids=repr)
+def test_tokens_are_whole_numbers(open_engine: EngineFactory, tokens: Any) -> None:
+    memory = RankMemory.alloc(open_engine("decoder"), LAYOUT)
+    pool = PagePool(LAYOUT.pages, LAYOUT.page_tokens)
+
+    with pytest.raises(xr.UsageError, match="tokens must be a whole number"):
+        KvReceiver(LAYOUT, [memory], pool).reserve("request", tokens)
+    with pytest.raises(xr.UsageError, match="tokens must be a whole number"):
+        KvReceiver(LAYOUT, [memory], None).adopt("request", tokens, foreign_lease("request", PAGES.copy(), 8))
+
+    assert_all_free(pool)
+
+
+async def test_whole_numbers_may_be_those_of_numpy(open_engine: EngineFactory) -> None:
+    """An engine that counts tokens with numpy has them; in a message they are none."""
+    number: Callable[[int], Any] = np.int64
+    memory = RankMemory.alloc(open_engine("decoder"), LAYOUT)
+    pool = PagePool(number(8), number(8))
+    receiver = KvReceiver(LAYOUT, [memory], pool, tail_bytes=number(40), tail_slots=number(2))
+    lease = foreign_lease("adopted", PAGES.copy(), number(8), prefix_tokens=number(16))
+    receptions = [receiver.reserve("reserved", number(30)), receiver.adopt("adopted", number(30), lease)]
+
+    wires = [msgspec.msgpack.encode(reception.dispatch(LAYOUT, "prefiller").to_wire()) for reception in receptions]
+
+    targets = [KvTarget.from_wire(msgspec.msgpack.decode(wire)) for wire in wires]
+    assert [(target.tokens, target.prefix_tokens, target.tail_bytes) for target in targets] == [
+        (30, 0, 40),
+        (30, 16, 0),
+    ]
+    for reception in receptions:
+        await reception.withdraw(_confirmed, WAIT_S)
+        reception.release()
+    receiver.close()
+    assert_all_free(pool)
+
+
+async def _confirmed() -> None:
+    """What a prefiller says that has nothing under way."""
 
 
 def _compute(prefiller: Prefiller, job: SendJob, pages: np.ndarray, end: int) -> None:

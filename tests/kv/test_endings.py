@@ -376,3 +376,60 @@ async def test_closing_a_sender_ends_its_requests(prefiller: Prefiller, decoder:
         await job.finish()
     job.lease.release()
     assert_all_free(prefiller.pool)
+
+
+async def test_a_closed_sender_takes_nothing(prefiller: Prefiller, decoder: Decoder) -> None:
+    """Nobody would ever end what it is given while, or after, it closes."""
+    job = prefiller.open(decoder.reserve("request", 30).dispatch(LAYOUT, "prefiller"))
+    late = decoder.reserve("late", 30).dispatch(LAYOUT, "prefiller")
+    step = prefiller.sender.begin_step([(job, 16)])
+    closing = asyncio.create_task(prefiller.sender.close())
+    await asyncio.sleep(0)
+
+    for _ in range(2):  # while it closes, and then
+        with pytest.raises(xr.UsageError, match="is closed"):
+            prefiller.open(late)
+        with pytest.raises(xr.UsageError, match="is closed"):
+            prefiller.sender.begin_step([(job, 30)])
+        await asyncio.wait_for(closing, WAIT_S)
+
+    with pytest.raises(xr.UsageError, match="layers=1 must be 0 to 0"):
+        prefiller.sender.layer_done()
+    assert job.settled and not step.layers_left
+    job.lease.release()
+    assert_all_free(prefiller.pool)
+
+
+# ---- shut out by the decoder while it waits
+
+
+@pytest.mark.parametrize("how", ["fence", "close"])
+async def test_whoever_awaits_a_writer_hears_that_it_was_shut_out(decoder: Decoder, how: str) -> None:
+    reception = decoder.reserve("request", 30)
+    reception.dispatch(LAYOUT, "prefiller")
+    arriving = asyncio.ensure_future(reception.arrived())
+    await asyncio.sleep(0.05)
+    assert not arriving.done()
+
+    if how == "fence":
+        await decoder.receiver.fence("prefiller", WAIT_S)
+    else:
+        decoder.receiver.close()
+
+    with pytest.raises(TransferStopped, match="its writer was shut out"):
+        await asyncio.wait_for(arriving, WAIT_S)
+    assert reception.state is S.FILLING
+    await reception.withdraw(asyncio.Event().wait, WAIT_S)  # nobody answers, and need not
+    reception.release()
+
+
+async def test_what_had_come_before_its_writer_was_shut_out_has_arrived(prefiller: Prefiller, decoder: Decoder) -> None:
+    reception = decoder.reserve("request", 30)
+    async with closing(prefiller):
+        job = prefiller.open(reception.dispatch(LAYOUT, "prefiller"))
+        await prefiller.prefill(job, [30])
+        await decoder.receiver.fence("prefiller", WAIT_S)
+
+        await reception.arrived()
+
+    assert reception.state is S.IN_USE

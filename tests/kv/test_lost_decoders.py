@@ -203,6 +203,7 @@ async def test_requests_of_a_decoder_whose_model_hangs_go_on_elsewhere_behind_wh
     )
     model = Hanging(cluster, "d0")
     await asyncio.wait_for(model.hangs.wait(), WAIT_S)
+    handed_over = len(d0._servings)  # on a slow machine the first is done before the last has begun
     await until(lambda: not d0._servings, "it has handed its requests over")
     assert cluster.busy_pages()["d0"]
     cluster.add(Decoder, "d1")
@@ -210,7 +211,7 @@ async def test_requests_of_a_decoder_whose_model_hangs_go_on_elsewhere_behind_wh
     for prompt, client in zip(prompts, clients, strict=True):
         tokens, end = await asyncio.wait_for(client, WAIT_S)
         assert (tokens, end.reason) == (await monolithic(prompt, long), "length")
-    assert cluster.router.counts["restarted"] == len(prompts)
+    assert cluster.router.counts["restarted"] == handed_over
     await cluster.kill("d1")
     question = m.Start("new", m.pack_tokens(PROMPT[:1]), GREEDY, 9.0, None)
     refusal = await cluster.router.mailbox.ask(d0.mailbox.address, question, (m.Started, m.StartRefused), WAIT_S)

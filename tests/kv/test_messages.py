@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import crossrail as xr
 from crossrail.cli.text import seconds
 from crossrail.control import mailbox as mailbox_module
+from crossrail.control.deadlines import in_time
 from crossrail.control.mailbox import NoAnswer
 from crossrail.control.seal import OVERHEAD_BYTES, VERSION, Rejected, Sealer
 from crossrail.control.wire import EngineWire, Unreachable
@@ -96,7 +97,7 @@ def test_other_version_is_named() -> None:
     here, there = sealers()
     packet = bytearray(here.seal(b"x", THERE)[0])
     packet[4] = 99
-    with pytest.raises(Rejected, match=f"version 99, this is {VERSION}"):
+    with pytest.raises(Rejected, match=f"version 99, this side version {VERSION} of"):
         there.open(bytes(packet), HERE)
 
 
@@ -441,4 +442,39 @@ async def test_peers_that_came_and_went_are_dropped(
             assert not wire.is_lost(address)
             assert wire.identity(address).hex() == there.address.incarnation
     assert wire._resolved.cache_info().currsize == 2
+    wire.close()
+
+
+async def test_who_is_gone_is_told_without_what_an_engines_user_would_do_next(open_engine: EngineFactory) -> None:
+    """No descriptors to be got anew, and no address: services see to that, and log this while they do."""
+    with EngineWire(open_engine("here", transport="shm")) as wire:
+        with xr.Engine("there", transport="shm") as there:
+            address = there.address.to_bytes()
+        with pytest.raises(Unreachable, match=r"'there' .* failed: ") as found:
+            await wire.send(address, b"packet")
+    assert "Next:" not in str(found.value)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+async def test_end_of_a_peer_is_told_and_not_looked_for(
+    open_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch, transport: str
+) -> None:
+    rails: list[str] | int = ["127.0.0.1"] if transport == "tcp" else 1
+    engine = open_engine("here", transport=transport, rails=rails)
+    wire, looks = EngineWire(engine), 0
+    is_lost = wire.is_lost
+
+    def look(address: bytes) -> bool:
+        nonlocal looks
+        looks += 1
+        return is_lost(address)
+
+    monkeypatch.setattr(wire, "is_lost", look)
+    with xr.Engine("there", transport=transport, rails=rails) as there, EngineWire(there) as their_wire:
+        await wire.send(their_wire.address, b"packet")
+        waiting = [asyncio.ensure_future(wire.until_lost(their_wire.address)) for _ in range(3)]
+        await asyncio.sleep(0.3)
+        assert looks <= 2 * len(waiting)  # and once more for the event that it is connected
+    await in_time(asyncio.gather(*waiting), WAIT_S)
+    await in_time(wire.until_lost(their_wire.address), WAIT_S)
     wire.close()

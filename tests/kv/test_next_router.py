@@ -14,6 +14,7 @@ from crossrail.kv.services import to_router
 from crossrail.kv.services.router import Router
 from crossrail.kv.services.serving import Serving
 from crossrail.kv.services.timeline import Timeline
+from crossrail.kv.transfer.prefix import NO_NAMES
 from tests.kv.conftest import quiet, start, until
 from tests.kv.steps import (
     GREEDY,
@@ -256,7 +257,7 @@ async def test_all_who_deliver_one_request_end_once_its_end_is_taken() -> None:
 
     link: Any = SimpleNamespace(address=b"router")
     timeline = Timeline(asyncio.get_running_loop().time)
-    serving = Serving("r1", link, b"router", 1, np.zeros(1, np.int32), GREEDY, timeline, None)
+    serving = Serving("r1", link, b"router", 1, np.zeros(1, np.int32), GREEDY, timeline, None, NO_NAMES)
     serving.add(7)
     serving.finish(m.End("length"))
     teller = to_router.ToRouter(SimpleNamespace(ask=ask), NODE, lambda _: None)  # type: ignore[arg-type]

@@ -1,5 +1,6 @@
 """Page leases: no page is reused while anybody may touch it, and every page comes back."""
 
+import hashlib
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
 
 import crossrail as xr
+from crossrail._core import kv as native
 from crossrail.kv import DuplicateRequest, NoPages, PageLease, PagePool, PagesInUse, PageState, page_hashes
+from crossrail.kv.transfer.prefix import PageNames
 
 S = PageState
 WAY_TO = {
@@ -121,7 +124,7 @@ def test_too_many_pages_take_none() -> None:
     assert pool.reserve(6, "request").pages.size == 6
 
 
-def kept(pool: PagePool, owner: str, names: list[bytes], more: int = 0) -> list[int]:
+def kept(pool: PagePool, owner: str, names: PageNames, more: int = 0) -> list[int]:
     """A request that came and went, and left pages with these names behind."""
     lease = pool.reserve(len(names) + more, owner, names=names)
     lease.fill()
@@ -183,6 +186,20 @@ def test_a_name_stays_with_the_page_that_has_it() -> None:
 
     assert pool.reserve(2, "c", names=NAMES[:2]).pages.tolist() == twins[0].pages.tolist()
     assert pool.report().pages[S.FREE] == 4  # the twin's pages are nobody's content
+
+
+def test_no_names_are_any_empty_sequence() -> None:
+    pool = PagePool(4, 4)
+    assert pool.match([]) == 0  # type: ignore[arg-type]
+    lease = pool.reserve(2, "a", names=())  # type: ignore[arg-type]
+    lease.fill()
+    with pytest.raises(xr.UsageError):
+        lease.publish_computed([b"x"])  # type: ignore[arg-type]
+    assert not lease._is_published
+    lease.publish_computed([])  # type: ignore[arg-type]
+    assert page_hashes(range(8), np.int64(4)).shape == (2, 32)  # type: ignore[arg-type]
+    with pytest.raises(xr.UsageError, match=r"must be in 1\.\.4294967295"):
+        page_hashes(range(8), 1 << 40)
 
 
 def test_published_pages_are_not_filled_again() -> None:
@@ -252,13 +269,37 @@ def test_names_cover_all_that_comes_before() -> None:
     names = page_hashes(prompt, 4)
 
     assert len(names) == 2  # 3 tokens are no page
-    assert page_hashes(np.array(prompt, np.uint32), 4) == names
-    assert page_hashes([9, *prompt[1:]], 4)[1] != names[1]
-    assert page_hashes(prompt[4:], 4)[0] != names[1]
-    assert page_hashes(prompt, 4, salt=b"other model")[0] != names[0]
+    assert (page_hashes(np.array(prompt, np.int32), 4) == names).all()
+    others = [
+        page_hashes([9, *prompt[1:]], 4)[1],
+        page_hashes(prompt[4:], 4)[0],
+        page_hashes(prompt, 4, salt=b"other model")[1],
+        page_hashes(prompt, 8)[0],
+    ]
+    assert len({name.tobytes() for name in [*names, *others]}) == 6
 
 
-@pytest.mark.parametrize("tokens", [[[1]], [0.5], np.zeros((2, 2), int)])
+def test_name_is_the_state_of_sha_256_after_the_page() -> None:
+    """So that of a page which is how SHA-256 ends a text is the text's digest."""
+    first = b"crossrail-kv".ljust(28, b"\0") + (16).to_bytes(4, "little") + hashlib.sha256(b"salt").digest()
+    tokens = np.arange(4000, 4032, dtype=np.uint32)
+    end = np.zeros(16, np.uint32)
+    end[0], end[-1] = 0x80, int.from_bytes((8 * (64 + 128)).to_bytes(4, "big"), "little")
+
+    names = page_hashes(np.concatenate([tokens, end]), 16, salt=b"salt")
+
+    assert names[2].tobytes() == hashlib.sha256(first + tokens.tobytes()).digest()
+
+
+def test_small_pages_are_hashed_as_if_filled_up_with_zeros() -> None:
+    padded = np.zeros((5, 16), np.uint32)
+    padded[:, :3] = np.arange(15).reshape(5, 3)
+    first = b"crossrail-kv".ljust(28, b"\0") + (3).to_bytes(4, "little") + hashlib.sha256(b"").digest()
+
+    assert (page_hashes(range(15), 3) == native.page_names(first, padded.reshape(-1), 16)).all()
+
+
+@pytest.mark.parametrize("tokens", [[[1]], [0.5], np.zeros((2, 2), int), [-1], [1 << 32]])
 def test_what_are_no_tokens_is_refused(tokens: Any) -> None:
     with pytest.raises(xr.UsageError, match="tokens must be"):
         page_hashes(tokens, 1)
@@ -289,7 +330,7 @@ class PoolMachine(RuleBasedStateMachine):
             return None
         assert lease.shared == matched and len(lease.pages) == count
         for page, name in zip(lease.pages[:matched], names, strict=False):
-            assert self.content[int(page)] == name, "shared pages hold what their name says"
+            assert self.content[int(page)] == name.tobytes(), "shared pages hold what their name says"
         self.alive.append(lease)
         lease.names = names  # type: ignore[attr-defined]
         return lease
@@ -310,7 +351,7 @@ class PoolMachine(RuleBasedStateMachine):
                 self.content.pop(int(page), None)  # overwritten
         if action == "use":
             for page, name in zip(lease.pages, lease.names, strict=False):  # type: ignore[attr-defined]
-                self.content[int(page)] = name
+                self.content[int(page)] = name.tobytes()
 
     @rule(lease=leases)
     def publish(self, lease: PageLease | None) -> None:

@@ -13,7 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import crossrail as xr
-from crossrail.kv import KvLayout, LayoutMismatch, PageWrites, TransferPlan, expected_count, plan_transfer
+from crossrail.kv import (
+    KvLayout,
+    LayoutMismatch,
+    PagePool,
+    PageWrites,
+    TransferPlan,
+    expected_count,
+    page_hashes,
+    plan_transfer,
+)
 from tests.kv.worlds import POWERS, Request, bits, fill, layout_pairs, requests, rows, whole_kv
 
 MODEL: dict[str, Any] = {"layers": 2, "pages": 16, "page_tokens": 4, "kv_heads": 8, "head_dim": 2, "dtype": "float32"}
@@ -229,6 +238,28 @@ def test_hundred_thousand_pages_take_no_more_python_than_a_hundred() -> None:
 
     assert few == many
     assert sum(len(write.src_pages) for write in plan.writes(pages, pages, range(100_000))) == 100_000 * 4 * 2
+
+
+def test_names_of_hundred_thousand_pages_take_no_more_python_than_of_a_hundred() -> None:
+    """Hashing, publishing, sharing what is there, and giving it up."""
+
+    def share(pages: int) -> None:
+        pool = PagePool(pages, 4)
+        names = page_hashes(np.arange(4 * pages), 4)
+        first = pool.reserve(pages, "first", names=names)
+        first.fill()
+        first.publish_computed(names)
+        first.use()
+        first.release()
+        second = pool.reserve(pages, "second", names=names)
+        assert second.shared == pages
+        second.release()
+        pool.reserve(pages, "third").release()
+        assert pool.match(names) == 0
+
+    few, many = (lines_run(lambda n=n: share(n)) for n in (100, 100_000))
+
+    assert few == many
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,16 @@ from dataclasses import replace
 import pytest
 
 import crossrail as xr
-from crossrail.kv import KvLayout, KvTarget, LayoutMismatch, NoPages, PagePool, PagesInUse, PageState, SurplusCount
+from crossrail.kv import (
+    KvLayout,
+    KvTarget,
+    LayoutMismatch,
+    NoPages,
+    PagePool,
+    PagesInUse,
+    PageState,
+    SurplusCount,
+)
 from crossrail.kv.transfer import receiver as receiver_module
 from crossrail.kv.transfer.reception import Reception
 from tests.conftest import EngineFactory
@@ -33,6 +42,10 @@ def decoder(open_engine: EngineFactory) -> Decoder:
 
 async def never() -> None:
     await asyncio.Event().wait()
+
+
+async def confirmed() -> None:
+    """What a prefiller says that has nothing under way."""
 
 
 async def test_withdrawn_pages_serve_another_attempt(open_engine: EngineFactory, decoder: Decoder) -> None:
@@ -165,6 +178,35 @@ async def test_an_attempt_with_registrations_of_its_own_ends_without_an_answer(
         decoder.assert_untouched(reception.lease.pages)
         assert decoder.ranks[0].engine.imm_counter(target.ranks[0].imm).poll() == 0
         await asyncio.gather(prefiller.prefill(prefiller.open(others), [30]), other.arrived(WAIT_S))
+
+
+@pytest.mark.parametrize("error", [xr.UsageError, ConnectionRefusedError, TimeoutError])
+async def test_whatever_asking_raises_an_attempt_with_registrations_of_its_own_ends(
+    prefiller: Prefiller, decoder: Decoder, error: type[Exception]
+) -> None:
+    async def ask() -> None:
+        raise error("it does not answer")
+
+    reception = decoder.reserve("request", 30)
+    target = reception.dispatch(LAYOUT)
+    async with closing(prefiller):
+        await reception.withdraw(ask, WAIT_S)
+
+        assert reception.state is S.RESERVED
+        await late_write(prefiller, target)
+    decoder.assert_untouched(reception.lease.pages)
+    reception.release()
+    assert_all_free(decoder.pool)
+
+
+async def test_what_was_released_cannot_be_withdrawn(decoder: Decoder) -> None:
+    reception = decoder.reserve("request", 30)
+    reception.dispatch(LAYOUT, "prefiller")
+    await reception.withdraw(confirmed, WAIT_S)
+    reception.release()
+
+    with pytest.raises(xr.UsageError, match="request 'request' was released"):
+        await reception.withdraw(confirmed, WAIT_S)
 
 
 async def test_a_fence_shuts_out_one_writer_and_no_other(open_engine: EngineFactory, decoder: Decoder) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -277,4 +278,26 @@ async def test_check_of_a_model_that_raises_is_told_and_logged_once(
         await asyncio.wait_for(cluster.complete(prompt_of(14), GREEDY), ROUTER.queue_s / 2)
     assert caplog.text.count("Traceback") == caplog.text.count("ZeroDivisionError: 14") == 1
     assert (await cluster.complete(prompt_of(15), GREEDY))[1].reason == "length"
+    await quiet(cluster)
+
+
+@pytest.mark.parametrize(("node", "call"), [("p0", "prefill"), ("d0", "step")])
+async def test_cancellation_that_a_model_raises_itself_fails_that_request_alone(
+    cluster: Cluster, node: str, call: str
+) -> None:
+    """It awaited something that was cancelled, such as work of an executor that was shut down."""
+    await start(cluster)
+    cluster.router.options = replace(cluster.router.options, attempts_max=1)
+    model = cluster.nodes[node].model
+    run = getattr(model, call)
+
+    async def cancelled(*_: object) -> None:
+        raise asyncio.CancelledError
+
+    setattr(model, call, cancelled)
+    _, end = await asyncio.wait_for(cluster.complete(PROMPT, GREEDY), WAIT_S)
+    assert end.reason == "error" and "the model raised CancelledError, and nobody had cancelled it" in end.detail
+    setattr(model, call, run)
+    tokens, end = await asyncio.wait_for(cluster.complete(PROMPT, GREEDY), WAIT_S)
+    assert tokens == await monolithic(PROMPT, GREEDY), end
     await quiet(cluster)

@@ -18,6 +18,7 @@ from crossrail.kv.services.decoder import Decoder
 from crossrail.kv.services.serving import Serving
 from crossrail.kv.services.timeline import Timeline
 from crossrail.kv.transfer.pages import PageState
+from crossrail.kv.transfer.prefix import NO_NAMES
 from crossrail.kv.transfer.reception import Reception
 from tests.kv.asking import body
 from tests.kv.conftest import quiet, start, until
@@ -198,7 +199,7 @@ async def test_nothing_new_comes_between_two_requests_that_need_pages_again(clus
     everything = decoder.receiver.reserve("everything", LAYOUT.pages * LAYOUT.page_tokens)
     waiting = []
     for name in ("r1", "r2"):
-        serving = Serving(name, decoder.links[0], b"", 1, prompt_of(9), GREEDY, Timeline(loop.time), None)
+        serving = Serving(name, decoder.links[0], b"", 1, prompt_of(9), GREEDY, Timeline(loop.time), None, NO_NAMES)
         waiting.append(asyncio.ensure_future(decoder._pages_of(serving)))
     await until(decoder._turn.locked, "they wait")
     reserve, said = decoder._reserve, list[str]()

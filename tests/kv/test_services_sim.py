@@ -1,6 +1,8 @@
 """Router, prefillers and decoders on the simulator, with nodes killed, frozen and added while requests run."""
 
 import asyncio
+import random
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -67,13 +69,35 @@ def test_without_fences_late_writes_are_found(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_hundred_requests_in_flight_while_nodes_die_and_join(seed: Seed) -> None:
-    plan = replace(THOUSAND, prefillers=8, decoders=24, requests=100, every_s=(0.3, 0.3))
+    plan = replace(
+        THOUSAND, prefillers=8, decoders=24, requests=100, every_s=(0.3, 0.3), troubles_min=20, token_s=0.004
+    )
     outcome = play_scenario(Scenario("hundred", "", lambda run: play(run, plan)), seed.number())
     assert outcome.ok, (outcome.failures, outcome.traceback)
 
 
+async def kill_prefillers(town: Town) -> None:
+    for name in [name for name, node in town.cluster.nodes.items() if isinstance(node, Prefiller)]:
+        await town.kill(name)
+
+
+def test_end_of_a_request_for_which_no_prefiller_is_left_is_in_words(seed: Seed) -> None:
+    plan = replace(SMALL, prefillers=1, decoders=1, requests=1, begin_s=0.0, every_s=(0.2, 0.2), troubles_max=1)
+    _, ends, problems = run(seed.number(), kill_prefillers, replace(plan, tokens_min=200))
+    assert (ends, problems) == (Counter(failed=1), [])
+
+
 def test_same_seed_same_story(seed: Seed) -> None:
     assert run(seed.number(), kill_or_freeze) == run(seed.number(), kill_or_freeze)
+
+
+def test_same_story_whatever_the_wall_clock_says(monkeypatch: pytest.MonkeyPatch, seed: Seed) -> None:
+    told = run(seed.number(), kill_or_freeze)
+    day_s = 86400.0
+    draw = random.Random(1)
+    monkeypatch.setattr(time, "time", lambda: draw.uniform(0.0, 20_000 * day_s))
+    monkeypatch.setattr(time, "time_ns", lambda: draw.randrange(1 << 60))
+    assert run(seed.number(), kill_or_freeze) == told
 
 
 @pytest.mark.parametrize("who", ["router", "prefiller-1", "decoder-2"])

@@ -8,6 +8,7 @@ from crossrail.kv import messages as m
 from crossrail.kv.services.serving import Serving
 from crossrail.kv.services.timeline import Timeline
 from crossrail.kv.services.told import Told
+from crossrail.kv.transfer.prefix import NO_NAMES
 
 
 @pytest.fixture
@@ -19,7 +20,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def ended(name: str, prompt: int = 0) -> Serving:
     timeline = Timeline(lambda: 0.0)
-    return Serving(name, None, b"router", 1, np.zeros(prompt, np.int32), m.Sampling(), timeline, None)  # type: ignore[arg-type]
+    return Serving(name, None, b"router", 1, np.zeros(prompt, np.int32), m.Sampling(), timeline, None, NO_NAMES)  # type: ignore[arg-type]
 
 
 def names(told: Told) -> list[str]:

@@ -159,6 +159,13 @@ def test_logits_that_are_no_numbers_are_an_error(wrong: float, temperature: floa
         sample(logits, Sampling(temperature=temperature, seed=3), 7)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("shape", [(), (0,), (1, 9), (9, 1)])
+def test_logits_of_another_shape_are_refused(shape: tuple[int, ...], temperature: float) -> None:
+    with pytest.raises(CrossrailError, match=r"logits for position 7 have the shape \(.*\), not \(vocabulary,\)"):
+        sample(np.ones(shape, np.float32), Sampling(1, temperature=temperature), 7)
+
+
 @pytest.mark.parametrize("top_p", [1.0, 0.9])
 def test_sampling_sorts_no_vocabulary(top_p: float, monkeypatch: pytest.MonkeyPatch) -> None:
     logits = np.random.default_rng(1).standard_normal(151_936).astype(np.float32) * 3

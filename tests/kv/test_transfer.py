@@ -237,6 +237,13 @@ def test_layer_that_there_is_not_is_refused(engines: tuple[xr.Engine, xr.Engine]
         RankMemory.alloc(engines[0], LAYOUT).layer(layer)
 
 
+def test_buffers_are_one_or_one_a_layer(engines: tuple[xr.Engine, xr.Engine]) -> None:
+    with pytest.raises(xr.UsageError, match=f"{LAYOUT.rank_bytes} buffers for 3 layers: there must be 1 or one a"):
+        RankMemory.register(engines[0], LAYOUT, np.zeros(LAYOUT.rank_bytes, np.uint8))
+    with pytest.raises(xr.UsageError, match="2 buffers for 3 layers"):
+        RankMemory.register(engines[0], LAYOUT, [np.zeros(LAYOUT.layer_bytes, np.uint8)] * 2)
+
+
 async def test_nothing_goes_before_its_layer(engines: tuple[xr.Engine, xr.Engine]) -> None:
     prefiller, decoder = Prefiller(LAYOUT, [engines[0]]), Decoder(LAYOUT, [engines[1]])
     reception = decoder.reserve("request", 30)

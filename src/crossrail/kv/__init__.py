@@ -9,39 +9,40 @@ toy.py is one for tests.
 from typing import TYPE_CHECKING
 
 from crossrail._lazy import lazily
-from crossrail.kv.errors import (
-    DuplicateRequest,
-    LayoutMismatch,
-    NodeRefused,
-    NoPages,
-    Overloaded,
-    PagesInUse,
-    RequestFailed,
-    RouterNotFound,
-    Superseded,
-    SurplusCount,
-    TransferStopped,
-    Unavailable,
-    UnknownModel,
-)
-from crossrail.kv.transfer.foreign_pages import NOT_YET, foreign_lease
-from crossrail.kv.transfer.job import LayerTime, SendJob
-from crossrail.kv.transfer.layout import KvLayout, compatible, differences
-from crossrail.kv.transfer.memory import RankMemory
-from crossrail.kv.transfer.pages import PageLease, PagePool, PageState, PoolReport
-from crossrail.kv.transfer.plan import PageWrites, TransferPlan, expected_count, plan_transfer
-from crossrail.kv.transfer.prefix import page_hashes
-from crossrail.kv.transfer.receiver import KvReceiver
-from crossrail.kv.transfer.reception import Reception
-from crossrail.kv.transfer.sender import KvSender, Step
-from crossrail.kv.transfer.target import KvTarget, RankTarget
 
 if TYPE_CHECKING:
+    from crossrail.kv.errors import (
+        DuplicateRequest,
+        LayoutMismatch,
+        NodeRefused,
+        NoPages,
+        Overloaded,
+        PagesInUse,
+        RequestFailed,
+        RouterNotFound,
+        Superseded,
+        SurplusCount,
+        TransferStopped,
+        Unavailable,
+        UnknownModel,
+    )
     from crossrail.kv.services.decoder import Decoder
     from crossrail.kv.services.metrics import RouterCollector
-    from crossrail.kv.services.node import Node, NodeOptions
+    from crossrail.kv.services.node import Node
+    from crossrail.kv.services.options import NodeOptions, RouterOptions
     from crossrail.kv.services.prefiller import Prefiller
-    from crossrail.kv.services.router import Router, RouterOptions
+    from crossrail.kv.services.router import Router
+    from crossrail.kv.transfer.foreign_pages import NOT_YET, foreign_lease
+    from crossrail.kv.transfer.job import LayerTime, SendJob
+    from crossrail.kv.transfer.layout import KvLayout, compatible, differences
+    from crossrail.kv.transfer.memory import RankMemory
+    from crossrail.kv.transfer.pages import PageLease, PagePool, PageState, PoolReport
+    from crossrail.kv.transfer.plan import PageWrites, TransferPlan, expected_count, plan_transfer
+    from crossrail.kv.transfer.prefix import page_hashes
+    from crossrail.kv.transfer.receiver import KvReceiver
+    from crossrail.kv.transfer.reception import Reception
+    from crossrail.kv.transfer.sender import KvSender, Step
+    from crossrail.kv.transfer.target import KvTarget, RankTarget
 
 __all__ = [
     "NOT_YET",
@@ -89,16 +90,58 @@ __all__ = [
     "plan_transfer",
 ]
 
-# Who uses the library alone needs no msgspec, and nobody prometheus_client who counts otherwise.
-__getattr__ = lazily(
-    __name__,
-    {
-        "Decoder": "services.decoder",
-        "Node": "services.node",
-        "NodeOptions": "services.node",
-        "Prefiller": "services.prefiller",
-        "Router": "services.router",
-        "RouterCollector": "services.metrics",
-        "RouterOptions": "services.router",
-    },
-)
+# Who asks `crossrail kv` for help need not wait for numpy. Hidden from type checkers, as in crossrail itself.
+if not TYPE_CHECKING:
+    __getattr__ = lazily(
+        __name__,
+        {
+            "Decoder": "services.decoder",
+            "DuplicateRequest": "errors",
+            "KvLayout": "transfer.layout",
+            "KvReceiver": "transfer.receiver",
+            "KvSender": "transfer.sender",
+            "KvTarget": "transfer.target",
+            "LayerTime": "transfer.job",
+            "LayoutMismatch": "errors",
+            "NOT_YET": "transfer.foreign_pages",
+            "NoPages": "errors",
+            "Node": "services.node",
+            "NodeOptions": "services.options",
+            "NodeRefused": "errors",
+            "Overloaded": "errors",
+            "PageLease": "transfer.pages",
+            "PagePool": "transfer.pages",
+            "PageState": "transfer.pages",
+            "PageWrites": "transfer.plan",
+            "PagesInUse": "errors",
+            "PoolReport": "transfer.pages",
+            "Prefiller": "services.prefiller",
+            "RankMemory": "transfer.memory",
+            "RankTarget": "transfer.target",
+            "Reception": "transfer.reception",
+            "RequestFailed": "errors",
+            "Router": "services.router",
+            "RouterCollector": "services.metrics",
+            "RouterNotFound": "errors",
+            "RouterOptions": "services.options",
+            "SendJob": "transfer.job",
+            "Step": "transfer.sender",
+            "Superseded": "errors",
+            "SurplusCount": "errors",
+            "TransferPlan": "transfer.plan",
+            "TransferStopped": "errors",
+            "Unavailable": "errors",
+            "UnknownModel": "errors",
+            "compatible": "transfer.layout",
+            "differences": "transfer.layout",
+            "expected_count": "transfer.plan",
+            "foreign_lease": "transfer.foreign_pages",
+            "page_hashes": "transfer.prefix",
+            "plan_transfer": "transfer.plan",
+        },
+        modules=["errors", "transfer"],
+    )
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -31,7 +31,7 @@ class NoPages(CrossrailError):
 
 
 class TransferStopped(CrossrailError):
-    """The transfer of a request was cancelled before it was complete."""
+    """The transfer of a request was cancelled before it was complete, or its writer was shut out."""
 
 
 class SurplusCount(CrossrailError):

@@ -20,9 +20,9 @@ from crossrail.control.messages import Text as Text
 from crossrail.control.messages import clipped as clipped
 from crossrail.control.wire import Wire
 from crossrail.errors import UsageError
+from crossrail.kv.limits import SECONDS_MAX as SECONDS_MAX
 
 TOKENS_MAX = 1 << 20
-SECONDS_MAX = 1e7  # more than the month that commands take
 
 NAME_CHARS_MAX = 128
 Name = Annotated[str, Meta(min_length=1, max_length=NAME_CHARS_MAX)]
@@ -87,7 +87,7 @@ class Sampling(Struct, frozen=True):
 
 
 class Span(Struct, frozen=True):
-    """One piece of a request's timeline. begin_s: since the decoder took the request."""
+    """One piece of a request's timeline. begin_s: since the request came to its router."""
 
     name: Name
     begin_s: float
@@ -206,6 +206,7 @@ class Start(_OfRequest, frozen=True, tag=True):
     another, larger one. generated: how many of the tokens, the last of them, earlier decoders have generated; they are
     counted in sampling.max_tokens, and not sent again. has_waited: for long: if it is refused for want of room, nothing
     else is to be taken before it, as long as it is asked again.
+    For its timeline: age_s: since it came to the router; waited_s: of that, how long it has now waited for a decoder.
     """
 
     tokens: TokenBytes
@@ -216,6 +217,8 @@ class Start(_OfRequest, frozen=True, tag=True):
     generated: Index = 0
     traceparent: TraceParent = ""
     has_waited: bool = False
+    age_s: Seconds = 0.0
+    waited_s: Seconds = 0.0
 
 
 class Started(_OfRequest, frozen=True, tag=True):
@@ -331,10 +334,10 @@ def mailbox(wire: Wire, secret: bytes, resend_s: float = RESEND_S) -> Mailbox:
     return Mailbox(wire, secret, LANGUAGE, resend_s)
 
 
-def check_name(name: str) -> None:
-    """UsageError for one that no message can have, of a node or a router."""
+def check_name(name: str, what: str = "name") -> None:
+    """UsageError for one that no message can have, of a node, a router or a model."""
     if not 1 <= len(name) <= NAME_CHARS_MAX:
-        raise UsageError(f"name {clipped(name)!r} has {len(name)} characters, must have 1..{NAME_CHARS_MAX}")
+        raise UsageError(f"{what} {clipped(name)!r} has {len(name)} characters, must have 1..{NAME_CHARS_MAX}")
 
 
 def pack_tokens(tokens: npt.ArrayLike) -> bytes:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Container, Sequence
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
+from crossrail._options import check_counts, check_kind, check_texts
 from crossrail.errors import UsageError
-from crossrail.kv.messages import Sampling
+from crossrail.kv.messages import Sampling, check_name
 from crossrail.kv.sampling import sample
 from crossrail.kv.transfer.layout import KvLayout
+
+__all__ = ["Cache", "Logits", "Model", "Pages", "Tokenizer", "Tokens", "check_vocabulary", "generate"]
 
 Tokens: TypeAlias = npt.NDArray[np.int32]
 Logits: TypeAlias = npt.NDArray[np.float32]
@@ -42,8 +45,8 @@ class Model(Protocol):
 
     Long computations must not block the loop: use `await asyncio.to_thread(...)`.
 
-    name: nodes with different names never serve the same request. tail_bytes: length of what prefill passes on besides
-        the KV. If it is 0, decoders continue as soon as the KV of the last layer has arrived.
+    name: 1 to 128 characters; nodes with different names never serve the same request. tail_bytes: length of what
+        prefill passes on besides the KV. If it is 0, decoders continue as soon as the KV of the last layer has arrived.
     pages, everywhere: those of the request, in order; token t is in pages[t // page_tokens]. Once a call has ended,
         even by cancellation, nothing of it touches them.
     """
@@ -98,6 +101,17 @@ async def generate(
         yield token
         if token in model.end_tokens and not sampling.ignore_end:
             return
+
+
+def check_model(model: Model) -> None:
+    """UsageError for one that no node can serve: it would ask its router for ever to be taken with such a name, or fail
+    every request.
+    """
+    check_kind(model.layout, "the model's layout", KvLayout, "a KvLayout")
+    check_texts(**{"the model's name": model.name})
+    check_name(model.name, "the model's name")
+    check_counts(0, **{"the model's tail_bytes": model.tail_bytes})
+    check_kind(model.end_tokens, "the model's end_tokens", Container, "a set of tokens")
 
 
 def check_vocabulary(tokens: Tokens, vocabulary: int) -> None:

@@ -13,9 +13,12 @@ def sample(logits: npt.NDArray[np.float32], sampling: Sampling, position: int) -
     """The next token. logits: shape (vocabulary,). position: of the token to be drawn, counted from the prompt's first.
 
     Ties go to the smaller token. Same arguments, same token: nothing else takes part. Raises CrossrailError for logits
-    that are not numbers. It runs on a decoder's event loop for each token of each request, so nothing here sorts a
-    whole vocabulary, unless all of it is about equally likely.
+    that are not numbers, or have another shape. It runs on a decoder's event loop for each token of each request, so
+    nothing here sorts a whole vocabulary, unless all of it is about equally likely.
     """
+    if np.ndim(logits) != 1 or not len(logits):
+        shape = np.shape(logits)
+        raise CrossrailError(f"the model's logits for position {position} have the shape {shape}, not (vocabulary,)")
     likeliest = int(np.argmax(logits))  # the first that is no number, if there is one
     if not np.isfinite(logits[likeliest]):
         raise CrossrailError(f"the model's logits for position {position} are not numbers: {logits[likeliest]}")

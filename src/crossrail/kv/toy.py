@@ -14,12 +14,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from crossrail._options import check_seconds, check_whole
+from crossrail.errors import UsageError
 from crossrail.kv.model import Cache, Logits, Pages, Tokens, check_vocabulary
 from crossrail.kv.transfer.layout import KvLayout
 
 _U64 = npt.NDArray[np.uint64]
 _VOCABULARY = 257  # bytes, and the end
 _TAIL_BYTES = 64
+_SEED_MAX = (1 << 128) - 1
 _NOTHING = np.uint64(0)
 _EMBED_TOKEN, _EMBED_POSITION = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD1B54A32D192ED03)
 
@@ -37,13 +40,18 @@ class ToyTokenizer:
 class ToyModel:
     """A Model. Equal seeds and layouts but for pages, order and TP: equal tokens.
 
-    token_s: how long a layer is made to take for each token that it runs: what a transfer can hide behind.
+    seed: 0 to 2**128 - 1. token_s: how long a layer is made to take for each token that it runs: what a transfer can
+    hide behind.
     """
 
     end_tokens = frozenset({_VOCABULARY - 1})
     tail_bytes = _TAIL_BYTES
 
     def __init__(self, layout: KvLayout, seed: int = 1, token_s: float = 0.0) -> None:
+        check_whole(seed=seed)
+        if not 0 <= seed <= _SEED_MAX:
+            raise UsageError(f"seed={seed} must be in 0..2**128-1")
+        check_seconds(token_s=token_s)
         self.name = f"toy-{layout.layers}x{layout.kv_heads}x{layout.head_dim}-{seed}"
         self.layout = layout
         self._token_s = token_s

@@ -5,8 +5,14 @@ from collections.abc import Sequence
 
 import pytest
 
+import crossrail as xr
 from crossrail.kv.models.steps import Steps
 from tests.support.limits import WAIT_S
+
+
+def test_batches_of_nothing_are_refused() -> None:
+    with pytest.raises(xr.UsageError, match="batch_max is 0, must be 1 or more"):
+        Steps(Recorder(), 0)
 
 
 class Recorder:

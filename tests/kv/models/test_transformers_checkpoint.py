@@ -154,6 +154,9 @@ def test_commands_find_model_and_tokenizer_by_directory(open_model: OpenModel, t
         ({"dtype": "int8"}, "models run in float64, float32, bfloat16 or float16"),
         ({"hidden": 100}, "must be a multiple of 64"),
         ({"tp": 3}, "one must be a multiple of the other"),
+        ({"seed": 1 << 64}, r"must be in 0\.\.2\*\*64-1"),
+        ({"batch": 0}, "batch is 0, must be 1 or more"),  # nothing would ever be decoded
+        ({"threads": -1}, "threads is -1, must be 0 or more"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -45,6 +45,34 @@ async def test_tokens_are_those_of_one_node(
     await quiet(cluster)
 
 
+@pytest.mark.parametrize(
+    ("name", "prefiller", "decoder"),
+    [
+        ("qwen3", {}, {"page_tokens": 32}),
+        ("qwen3", {"tp": 8}, {"tp": 8, "page_tokens": 8}),
+        ("llama", {"tp": 2, "page_tokens": 8}, {"tp": 4, "order": "NHD"}),
+        ("deepseek", {"page_tokens": 24}, {"tp": 2}),
+    ],
+    ids=["qwen3", "qwen3-tp8", "llama", "deepseek"],
+)
+async def test_tokens_in_bfloat16_are_those_of_one_node(
+    cluster: Cluster, open_model: OpenModel, name: str, prefiller: dict[str, object], decoder: dict[str, object]
+) -> None:
+    """To the bit, if one request is decoded at a time; they may come together, and be computed in any order."""
+    halves: dict[str, object] = {"dtype": "bfloat16", "batch": 1}
+    await start(cluster, open_model, name, prefiller | halves, decoder | halves)
+    assert {node.model.layout.dtype for node in cluster.nodes.values()} == {"bfloat16"}
+    one = open_model(name, **halves)
+    asked = [
+        (prompt_of(length, seed=length), sampling)
+        for length, sampling in ((100, GREEDY), (65, SEEDED), (33, GREEDY), (32, SEEDED), (2, GREEDY), (1, SEEDED))
+    ]
+    results = await asyncio.gather(*(cluster.complete(prompt, sampling) for prompt, sampling in asked))
+    for (prompt, sampling), (tokens, end) in zip(asked, results, strict=True):
+        assert tokens == await alone(one, prompt, sampling), end
+    await quiet(cluster)
+
+
 async def test_known_prefix_is_neither_computed_nor_sent_again(cluster: Cluster, open_model: OpenModel) -> None:
     await start(cluster, open_model, "qwen3", {}, {"page_tokens": 8})
     one = open_model("qwen3")

@@ -17,8 +17,7 @@ import click
 
 import crossrail as xr
 from crossrail._options import encoded
-from crossrail.cli.service import Decorator, engine_options, read_secret, records_on_signal, together
-from crossrail.cli.text import seconds
+from crossrail.cli.service import read_secret, records_on_signal
 from crossrail.control.mailbox import Mailbox
 from crossrail.control.wire import EngineWire
 from crossrail.errors import UsageError
@@ -31,47 +30,13 @@ from crossrail.kv.transfer.layout import KvLayout
 
 Options = TypeVar("Options", NodeOptions, RouterOptions)
 
-_TOY_LAYOUT: dict[str, int | str] = {
+_TOY_LAYOUT: dict[str, int | str | bool] = {
     "layers": 8, "pages": 512, "page_tokens": 16, "kv_heads": 4, "head_dim": 8, "dtype": "float16", "kind": "GQA",
-    "order": "HND", "tp": 1,
+    "order": "HND", "separate_kv": True, "tp": 1,
 }  # fmt: skip
+_FLAGS = {"true": True, "1": True, "false": False, "0": False}  # as options of other models have them
 _EXAMPLES = ("qwen3", "llama", "deepseek")  # crossrail.kv.models.EXAMPLES, which imports transformers
 _ENGINE_NAME_BYTES_MAX, _ITS_BEGINNING_BYTES = 64, 16
-MEMBERSHIP_HELP = "etcd://HOST:PORT,HOST:PORT/CLUSTER, where a cluster's nodes and routers are"
-
-
-service_options = together(
-    engine_options,
-    click.option(
-        "--port",
-        type=click.IntRange(0, 65535),
-        default=0,
-        show_default=True,
-        help="First port that the engine's TCP rails listen on; 0: any.",
-    ),
-    click.option("--until-stdin-closes", is_flag=True, hidden=True),
-)
-
-
-def options_of(defaults: Any, **helps: str) -> Decorator:
-    """Fields of a dataclass as options, each with its default there and the help given here; all are more than 0."""
-    return together(
-        *(
-            click.option(
-                f"--{field.replace('_', '-')}",
-                type=at_least_one() if isinstance(default := getattr(defaults, field), int) else seconds(),
-                default=default,
-                show_default=True,
-                help=text,
-            )
-            for field, text in helps.items()
-        )
-    )
-
-
-def at_least_one() -> click.IntRange:
-    """The type of a count."""
-    return click.IntRange(1, 1 << 30)
 
 
 def chosen(defaults: Options, options: Mapping[str, Any]) -> Options:
@@ -125,6 +90,7 @@ async def opened(name: str, options: Mapping[str, Any]) -> AsyncIterator[Service
             rails=options["rails"],
             port=options["port"],
             secret=secret,
+            peer_timeout_s=options["peer_timeout_s"],
         ) as engine,
     ):
         wire = EngineWire(engine)
@@ -270,14 +236,26 @@ def _of_transformers(module: str) -> Any:
 def _open_toy(options: dict[str, str]) -> ToyModel:
     try:
         seed = int(options.pop("seed", "1"))
-        token_s = float(options.pop("token_us", "0")) / 1e6
-        given = {key: type(_TOY_LAYOUT[key])(text) for key, text in options.items()}
+        token_us = float(options.pop("token_us", "0"))
+        if not 0 <= token_us <= 1e6:
+            raise ValueError(f"token_us={token_us:g} must be microseconds, 0 to 1e6")
+        given = {key: _toy_value(key, text) for key, text in options.items()}
     except KeyError as error:
         known = ", ".join([*_TOY_LAYOUT, "seed", "token_us"])
         raise UsageError(f"the toy model has no option {error.args[0]!r}; there are {known}") from None
     except ValueError as error:
         raise UsageError(f"option of the toy model: {error}") from None
-    return ToyModel(KvLayout(**(_TOY_LAYOUT | given)), seed, token_s)  # type: ignore[arg-type]  # checked by KvLayout
+    return ToyModel(KvLayout(**(_TOY_LAYOUT | given)), seed, token_us / 1e6)  # type: ignore[arg-type]  # checked by KvLayout
+
+
+def _toy_value(key: str, text: str) -> int | str | bool:
+    """KeyError for no option, ValueError for no value of it."""
+    kind = type(_TOY_LAYOUT[key])
+    if kind is not bool:
+        return kind(text)
+    if text.lower() not in _FLAGS:
+        raise ValueError(f"{key}={text!r} must be true or false")
+    return _FLAGS[text.lower()]
 
 
 def parse_options(pairs: tuple[str, ...]) -> dict[str, str]:

@@ -15,27 +15,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
 
-import click
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
+from crossrail._text import plain
 from crossrail.cli.console import open_console
 from crossrail.cli.group import require
 from crossrail.cli.kv.common import open_model, open_tokenizer, parse_options, tokenizer_of
 from crossrail.cli.kv.local import Client, Processes
-from crossrail.cli.service import check_transport, transport_option
-from crossrail.cli.tables import Fitted
-from crossrail.cli.text import FloatRange, OutputFolder
+from crossrail.cli.kv.picture import show_timeline
+from crossrail.cli.service import check_transport
+from crossrail.cli.text import format_count
 from crossrail.errors import CrossrailError, UsageError
 from crossrail.kv.messages import Sampling
 from crossrail.kv.model import Model, Tokens, generate
 
-_TOKENS_MAX = 1 << 20  # what a router serves at most
-_SEED_MAX = (1 << 63) - 1
 _CHUNK_TOKENS = 256
 _DECODER_PAGE_TOKENS = "32"
 _SMALLEST_VOCABULARY = 64  # of models without a tokenizer
+_PROMPT_SHOWN = 60  # characters
 _TEXT = "The quick brown fox jumps over the lazy dog. "
 
 
@@ -110,7 +108,10 @@ class _Outcome:
 
 
 def _generate(client: Client, plan: _Plan, console: Console) -> _Outcome:
-    """Shows the tokens as they come."""
+    """Shows the prompt, and the tokens as they come."""
+    console.print("[bold]prompt:[/bold]", end=" ")
+    console.print(_shortened(plan), markup=False, highlight=False)
+    console.print("[bold]tokens:[/bold]", end=" ")
     begun = time.monotonic()
     outcome = _Outcome()
     for event in client.complete(plan.prompt, plan.sampling):
@@ -122,6 +123,21 @@ def _generate(client: Client, plan: _Plan, console: Console) -> _Outcome:
         console.print(choice["text"], end="", markup=False, highlight=False)
     console.print()
     return outcome
+
+
+def _shortened(plan: _Plan) -> str:
+    text = plan.prompt if isinstance(plan.prompt, str) else " ".join(map(str, plan.prompt))
+    beginning = text if len(text) <= _PROMPT_SHOWN else f"{text[:_PROMPT_SHOWN]}..."
+    return f"{plain(beginning)} ({format_count(len(plan.tokens()), 'token')})"
+
+
+def _check_prompt(prompt: str) -> None:
+    if not prompt:
+        raise UsageError("--prompt is empty")
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:  # bytes that are none come from the shell as surrogates
+        raise UsageError("--prompt is not UTF-8") from None
 
 
 def _monolithic(model: Model, plan: _Plan) -> _Outcome:
@@ -145,20 +161,7 @@ def _monolithic(model: Model, plan: _Plan) -> _Outcome:
     return asyncio.run(run())
 
 
-def _show_timeline(client: Client, request: str, out: Path | None, console: Console) -> None:
-    spans = client.timeline(request)
-    table = Table(title="where the time went")
-    for column in ("what", "from ms", "for ms"):
-        table.add_column(column, justify="left" if column == "what" else "right")
-    layers = [span for span in spans if "prefiller: layer" in span.name]
-    for span in (span for span in spans if span not in layers):
-        table.add_row(span.name, f"{span.begin_s * 1e3:.2f}", f"{span.length_s * 1e3:.2f}")
-    if layers:
-        longest_ms = max(span.length_s for span in layers) * 1e3
-        table.add_row(f"{len(layers)} transfers of a layer", f"{layers[0].begin_s * 1e3:.2f}", f"<= {longest_ms:.2f}")
-    console.print(Fitted(table))
-    if out is None:
-        return
+def _write_timeline(client: Client, request: str, out: Path, console: Console) -> None:
     out.mkdir(parents=True, exist_ok=True)
     (out / "timeline.json").write_bytes(client.get(f"/v1/requests/{request}/trace"))
     (out / "timeline.svg").write_bytes(client.get(f"/v1/requests/{request}/timeline.svg"))
@@ -167,43 +170,6 @@ def _show_timeline(client: Client, request: str, out: Path | None, console: Cons
     )
 
 
-@click.command()
-@click.option("--model", default="toy", show_default=True, help="Model, as for `crossrail kv prefiller`.")
-@click.option(
-    "--model-option", "model_options", multiple=True, metavar="KEY=VALUE", help="Option of the model; may be repeated."
-)
-@click.option("--prompt", help="The prompt; by default a sentence repeated up to --prompt-tokens.")
-@click.option(
-    "--prompt-tokens",
-    type=click.IntRange(1, _TOKENS_MAX),
-    default=2000,
-    show_default=True,
-    help="Length of that prompt; with a checkpoint's tokenizer in characters.",
-)
-@click.option(
-    "--max-tokens", type=click.IntRange(1, _TOKENS_MAX), default=48, show_default=True, help="Tokens to generate."
-)
-@click.option(
-    "--temperature", type=FloatRange(0, 100), default=0.8, show_default=True, help="Sampling temperature; 0: greedy."
-)
-@click.option("--seed", type=click.IntRange(0, _SEED_MAX), default=7, show_default=True, help="Seed of sampling.")
-@click.option("--prefillers", type=click.IntRange(1, 64), default=2, show_default=True, help="Prefiller processes.")
-@click.option("--decoders", type=click.IntRange(1, 64), default=1, show_default=True, help="Decoder processes.")
-@click.option(
-    "--token-us",
-    type=FloatRange(0, 1e6),
-    default=40.0,
-    show_default=True,
-    help="How long the toy takes for a token in a layer.",
-)
-@click.option("--tp", type=click.IntRange(1, 64), default=1, show_default=True, help="Ranks of each node.")
-@transport_option()
-@click.option("--kill", "kills", is_flag=True, help="Kill the active prefiller in the middle of the prompt.")
-@click.option(
-    "--out",
-    type=OutputFolder(),
-    help="Write a timeline to this folder, as a picture and for chrome://tracing.",
-)
 def demo(
     model: str,
     model_options: tuple[str, ...],
@@ -220,11 +186,11 @@ def demo(
     kills: bool,
     out: Path | None,
 ) -> None:
-    """Run a prompt through several processes and check the tokens against a single node."""
+    """The command; commands.py has its options and its help."""
     require("kv demo", "kv", "aiohttp")  # here rather than in each process that it starts
     check_transport(transport)
-    if prompt == "":
-        raise UsageError("--prompt is empty")
+    if prompt is not None:
+        _check_prompt(prompt)
     tokenizer = tokenizer_of(model)
     text: str | list[int] = prompt or (_TEXT * (prompt_tokens // len(_TEXT) + 1))[:prompt_tokens]
     if tokenizer == "none":
@@ -258,7 +224,9 @@ def demo(
                 is_over.set()
             if killing is not None:
                 killing.result()
-        _show_timeline(client, outcome.request, out, console)
+        show_timeline(client.timeline(outcome.request), console)
+        if out is not None:
+            _write_timeline(client, outcome.request, out, console)
     finally:
         processes.close()
     alone = _monolithic(alone_model, plan)

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from crossrail.engine import SECRET_VARIABLE
+from crossrail._options import SECRET_VARIABLE
 from crossrail.errors import CrossrailError
 from crossrail.kv.messages import Sampling, Span
 

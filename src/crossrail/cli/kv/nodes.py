@@ -9,25 +9,18 @@ import socket
 import sys
 from typing import Any
 
-import click
-
 from crossrail.cli.kv.common import (
-    MEMBERSHIP_HELP,
     EndWanted,
     chosen,
     complain,
     drained,
     open_model,
     opened,
-    options_of,
     parse_options,
-    service_options,
     tell,
     until_ended_or_refused,
 )
 from crossrail.cli.memory import check_memory
-from crossrail.cli.service import together
-from crossrail.cli.text import seconds
 from crossrail.errors import UsageError
 from crossrail.kv.etcd.membership import EtcdPresence
 from crossrail.kv.etcd.records import Place
@@ -45,68 +38,14 @@ _DEFAULTS = NodeOptions()
 # its cancellation at once, or not at all.
 _CLOSE_S, _CLOSE_HUNG_S = 10.0, 1.0
 
-_node_options = together(
-    click.option(
-        "--router", "routers", multiple=True, metavar="URL", help="URL of a router to serve; may be repeated."
-    ),
-    click.option("--membership", metavar="URL", help=f"Instead of --router: {MEMBERSHIP_HELP}."),
-    click.option("--name", help="Name, unique among all nodes; by default role, host and process."),
-    click.option(
-        "--model",
-        default="toy",
-        show_default=True,
-        help="'toy', 'qwen3', 'llama', 'deepseek', a checkpoint's directory, or package.module:function.",
-    ),
-    click.option(
-        "--model-option",
-        "model_options",
-        multiple=True,
-        metavar="KEY=VALUE",
-        help="Option of the model; may be repeated.",
-    ),
-    click.option(
-        "--metrics-port", type=click.IntRange(0, 65535), help="Serve the engine's metrics on this port; 0: any."
-    ),
-    click.option(
-        "--metrics-host", default="127.0.0.1", show_default=True, help="Address of this host where metrics are served."
-    ),
-    click.option(
-        "--drain-s",
-        type=seconds(),
-        default=30.0,
-        show_default=True,
-        help="Seconds to finish requests in progress after SIGTERM.",
-    ),
-    options_of(
-        _DEFAULTS,
-        probe_s="Seconds between probes of peers.",
-        prefiller_timeout_s="Seconds without an answer after which a peer is given up as lost.",
-        model_timeout_s="Seconds that a model may compute without a layer (prefiller) or a token (decoder).",
-        page_wait_s="Seconds that a request may wait for KV pages, once it has been accepted.",
-        lease_s="With etcd: lease of the node's record, in seconds; a node that stands still for longer is gone.",
-    ),
-    service_options,
-)
 
-
-@click.command()
-@options_of(
-    _DEFAULTS,
-    chunk_tokens="Maximum number of tokens per chunk (one step of the model).",
-    queue_max="Maximum number of waiting requests.",
-    queue_tokens_max="Tokens of their prompts from which on no further ones are accepted.",
-)
-@_node_options
 def prefiller(**options: Any) -> None:
-    """Run prompts through the model and write their KV to decoders. On SIGTERM it finishes its requests, then exits."""
+    """The command; commands.py has its options and its help."""
     asyncio.run(_serve(Prefiller, options))
 
 
-@click.command()
-@options_of(_DEFAULTS, requests_max="Maximum number of requests in progress.")
-@_node_options
 def decoder(**options: Any) -> None:
-    """Receive the KV of prompts and generate tokens. On SIGTERM it finishes its requests, then exits."""
+    """The command; commands.py has its options and its help."""
     asyncio.run(_serve(Decoder, options))
 
 

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from crossrail._text import plain
 from crossrail.cli.console import open_console
-from crossrail.cli.tables import Fitted
+from crossrail.cli.tables import Fitted, Screenful
 from crossrail.cli.text import FloatRange, seconds, url_of
 from crossrail.errors import CrossrailError
 from crossrail.observe.http import open_url
@@ -52,8 +52,8 @@ def top(url: str, once: bool, every_s: float, patience_s: float) -> None:
         console.print(Fitted(_table(_ask(url))))
         return
     table = _table(_ask(url))
-    with Live(Fitted(table), console=console, screen=True, auto_refresh=False) as live:
-        _follow(url, table, every_s, patience_s, lambda shown: live.update(shown, refresh=True))
+    with Live(Screenful(Fitted(table)), console=console, screen=True, auto_refresh=False) as live:
+        _follow(url, table, every_s, patience_s, lambda shown: live.update(Screenful(shown), refresh=True))
 
 
 def _follow(

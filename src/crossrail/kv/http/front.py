@@ -7,9 +7,10 @@
     GET  /health, /metrics      200 or 503; Prometheus
     GET  /kv/router             the address of the router's engine, for nodes (rendezvous.py)
 
-Statuses: 400 what was asked makes no sense or is not supported; 404 no node has that model; 408 its body did not come
-in time; 409 that name was used; 413 it is too large; 429 no room now; 500 our mistake, or the tokenizer's; 502 a node
-failed; 503 no node; 504 its time was up. A client that hangs up, or does not take what it is sent, cancels its request.
+Statuses: 400 what was asked makes no sense or is not supported; 404 no node has that model; 408 it did not come in
+time; 409 that name was used; 413 its body is too large; 415 its body is packed; 429 no room now; 431 its head is
+too large; 500 our mistake, or the tokenizer's; 502 a node failed; 503 no node; 504 its time was up. A client that hangs
+up, or does not take what it is sent, cancels its request.
 """
 
 from __future__ import annotations
@@ -183,7 +184,7 @@ class Front:
             rendezvous.PATH: self._address,
         }
         app.add_routes([self._listener.route("GET", path, handler) for path, handler in handlers.items()])
-        app.add_routes([self._listener.route("POST", "/v1/completions", _in_words(self._complete))])
+        app.add_routes([self._listener.route("POST", "/v1/completions", _in_words(self._complete), is_long=True)])
         # A handler whose client is gone is cancelled, and with it the request.
         return await self._listener.start(app, host, port, _log, handler_cancellation=True)
 

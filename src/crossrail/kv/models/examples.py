@@ -21,7 +21,7 @@ _HEAD_DIM = 32
 
 @dataclass(frozen=True)
 class ExampleOptions(HostOptions):
-    """hidden: 64 or a multiple. Half as many K/V heads as heads, but for MLA, which has none."""
+    """seed: 0 to 2**64 - 1. hidden: 64 or a multiple. Half as many K/V heads as heads, but for MLA, which has none."""
 
     seed: int = 1
     layers: int = 4
@@ -32,6 +32,8 @@ def open_example(name: str, options: ExampleOptions) -> HostedModel:
     """One of EXAMPLES. Equal seed, layers, hidden and dtype, and version of torch: equal weights."""
     if options.hidden < 64 or options.hidden % 64 or options.layers < 1:
         raise UsageError(f"hidden={options.hidden} must be a multiple of 64, and layers={options.layers} at least 1")
+    if not 0 <= options.seed < 1 << 64:
+        raise UsageError(f"seed={options.seed} must be in 0..2**64-1")
     config = EXAMPLES[name](options)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(options.seed)

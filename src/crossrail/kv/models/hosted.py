@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from crossrail._extras import needs
+from crossrail._options import check_counts
 from crossrail.errors import UsageError
 from crossrail.kv.model import Cache, Logits, Pages, Tokens, check_vocabulary
 from crossrail.kv.models.paged import Row, paged_cache
@@ -52,6 +53,10 @@ class HostOptions:
     dtype: str = ""
     threads: int = 0
     batch: int = 8
+
+    def __post_init__(self) -> None:
+        check_counts(0, threads=self.threads)
+        check_counts(1, batch=self.batch)
 
 
 class KvShape(NamedTuple):

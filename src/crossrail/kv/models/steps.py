@@ -7,6 +7,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from crossrail._options import check_counts
+
 Work = TypeVar("Work")
 Result = TypeVar("Result")
 
@@ -22,13 +24,14 @@ class _Step(Generic[Work, Result]):
 
 
 class Steps(Generic[Work, Result]):
-    """Runs what waits at the same time together, at most batch_max at once, in the order in which it came.
+    """Runs what waits at the same time together, at most batch_max (1 or more) at once, in the order in which it came.
 
     run: does it; a result for each work, or an exception, which all of them get.
     Threads: one event loop's. Who is cancelled while his step runs waits for its end: it uses his pages.
     """
 
     def __init__(self, run: Callable[[Sequence[Work]], Awaitable[Sequence[Result]]], batch_max: int) -> None:
+        check_counts(1, batch_max=batch_max)
         self._run = run
         self._batch_max = batch_max
         self._waiting: list[_Step[Work, Result]] = []

@@ -29,7 +29,7 @@ from crossrail.kv.errors import DuplicateRequest, NoPages
 from crossrail.kv.model import Model, Tokens, generate
 from crossrail.kv.services.fetch import Fetcher
 from crossrail.kv.services.kept_room import KeptRoom
-from crossrail.kv.services.model_watch import ModelWatch
+from crossrail.kv.services.model_watch import CANCELLED_BY_NOBODY, ModelWatch
 from crossrail.kv.services.node import FindRouter, Node, NodeOptions, RequestsOf, RouterLink
 from crossrail.kv.services.serving import PrefillerGone, Serving, Stopped
 from crossrail.kv.services.timeline import Timeline
@@ -39,7 +39,7 @@ from crossrail.kv.services.tracing import RequestSpan
 from crossrail.kv.transfer.layout import KvLayout, compatible
 from crossrail.kv.transfer.memory import RankMemory
 from crossrail.kv.transfer.pages import PageState
-from crossrail.kv.transfer.prefix import page_hashes
+from crossrail.kv.transfer.prefix import PageNames, page_hashes
 from crossrail.kv.transfer.receiver import KvReceiver
 from crossrail.kv.transfer.reception import Reception
 
@@ -190,7 +190,8 @@ class Decoder(Node):
             if busy or link is None:
                 return m.StartRefused(start.request, busy, busy=True)
             # Last: room is made for it by giving up pages whose content is known.
-            reception = self._reserve(start.request, context, left)
+            names = self._names(context)
+            reception = self._reserve(start.request, context, left, names)
         except NoPages as error:
             # Without its name: the router says so to others as well, which need no less.
             return m.StartRefused(start.request, m.clipped(f"node {self.name!r}: {error.why}"), busy=True)
@@ -200,8 +201,10 @@ class Decoder(Node):
             return m.StartRefused(start.request, m.clipped(error), busy=False)
         if self._kept_room.start(sender, start.request):
             self._report_room()
-        timeline = Timeline(asyncio.get_running_loop().time)
-        serving = Serving(start.request, link, sender, start.placement, context, start.sampling, timeline, reception)
+        timeline = _timeline(start)
+        serving = Serving(
+            start.request, link, sender, start.placement, context, start.sampling, timeline, reception, names
+        )
         serving.tokens += context[len(context) - start.generated :].tolist()
         serving.taken = start.generated
         self._servings[start.request] = serving
@@ -283,11 +286,11 @@ class Decoder(Node):
                 f"{len(context)} + {left} tokens take {wanted} pages, node {self.name!r} has {self.pool.pages}"
             )
 
-    def _reserve(self, request: str, context: Tokens, left: int) -> Reception:
+    def _reserve(self, request: str, context: Tokens, left: int, names: PageNames) -> Reception:
         """NoPages when there are too few now."""
-        return self.receiver.reserve(request, len(context) - 1, room_tokens=1 + left, names=self._names(context))
+        return self.receiver.reserve(request, len(context) - 1, room_tokens=1 + left, names=names)
 
-    def _names(self, context: Tokens) -> list[bytes]:
+    def _names(self, context: Tokens) -> PageNames:
         """Of the pages that a prefiller fills: the last token is run here."""
         return page_hashes(context[:-1], self.model.layout.page_tokens, salt=self.model.name.encode())
 
@@ -320,7 +323,8 @@ class Decoder(Node):
                 why = f"it serves {having} requests, which is its most"
                 if having < self.options.requests_max:
                     try:
-                        serving.reception = self._reserve(self._new_name(serving), serving.context, serving.left)
+                        name = self._new_name(serving)
+                        serving.reception = self._reserve(name, serving.context, serving.left, serving.names)
                         return
                     except NoPages as error:
                         why = error.why
@@ -363,6 +367,7 @@ class Decoder(Node):
             if not working.done():
                 self._held_by_model.add(working)
                 working.add_done_callback(partial(self._on_let_go, serving))
+        serving.timeline.close()
         serving.finish(end)
         self._untold[serving.request] = serving
         self._report_room()
@@ -387,6 +392,8 @@ class Decoder(Node):
             await asyncio.wait([working, handing_over], return_when=asyncio.FIRST_COMPLETED)
             if not working.done():
                 serving.raise_if_stopped()
+            if working.cancelled():
+                raise RuntimeError(CANCELLED_BY_NOBODY)
             return working.result()
         except Stopped as stopped:
             return m.End(stopped.reason, m.clipped(stopped), serving.timeline.spans)
@@ -440,7 +447,7 @@ class Decoder(Node):
             reception, fetched = await self._fetch(serving, reception, start.prefiller, deadline_at_s)
             tail = bytes(reception.tail()) if self.model.tail_bytes else b""
             if fetched is not None:
-                reception.lease.publish(self._names(serving.context))
+                reception.lease.publish(serving.names)
                 told = self.mailbox.spawn(self._add_timeline(serving, *fetched), "a prefiller's timeline")
         else:
             reception.lease.fill()
@@ -506,6 +513,15 @@ class Decoder(Node):
 
     def _remember_ended(self, request: str, placement: int) -> None:
         self._ended[request] = max(placement, self._ended.get(request, 0))
+
+
+def _timeline(start: m.Start) -> Timeline:
+    """Of a request that is taken now. It begins where the request came to its router."""
+    timeline = Timeline(asyncio.get_running_loop().time, start.age_s)
+    if (earlier_s := start.age_s - start.waited_s) > 0:
+        timeline.add("earlier decoders", 0.0, earlier_s)
+    timeline.add("queue", max(earlier_s, 0.0))
+    return timeline
 
 
 async def _cancelled(work: asyncio.Task[m.End]) -> None:

@@ -95,6 +95,10 @@ class Membership(ABC):
         """
 
     @abstractmethod
+    def at(self, address: bytes) -> Member | None:
+        """The member of this address, of either role. Any thread."""
+
+    @abstractmethod
     def on_gone(self, fn: Gone) -> None:
         """Calls fn(member, why) for each that is no member any more."""
 
@@ -134,10 +138,14 @@ class Roster(Membership):
         self.lease_s = lease_s
         self._members: dict[str, Member] = {}
         self._by_role: dict[Role, list[Member]] = {}
+        self._by_address: dict[bytes, Member] = {}
         self._gone: list[Gone] = []
 
     def members(self, role: Role) -> list[Member]:
         return self._by_role.get(role, [])
+
+    def at(self, address: bytes) -> Member | None:
+        return self._by_address.get(address)
 
     def _sort(self) -> None:
         """To be called when a member came, went, or has another record. Not when somebody asks, in whichever thread."""
@@ -145,6 +153,7 @@ class Roster(Membership):
         for member in sorted(self.all(), key=lambda member: member.name):
             by_role[member.record.role].append(member)
         self._by_role = by_role
+        self._by_address = {member.address: member for member in self.all()}
 
     def all(self) -> list[Member]:
         """Of either role."""

@@ -8,6 +8,9 @@ from contextlib import contextmanager
 
 from crossrail.kv import messages as m
 
+# Of a future that it awaits, and that was cancelled, such as an executor's that is shut down: not what ends a service.
+CANCELLED_BY_NOBODY = "the model raised CancelledError, and nobody had cancelled it"
+
 
 class ModelWatch:
     """A model hangs that computes, and has not been heard for longer than timeout_s. Threads: the event loop's.

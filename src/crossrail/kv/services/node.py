@@ -8,19 +8,19 @@ import logging
 import re
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from crossrail._closing import AsyncClosing
-from crossrail._options import check_counts, check_seconds, check_waits
+from crossrail._options import check_seconds
 from crossrail.control.deadlines import loop_time_s, set_in_time
 from crossrail.control.mailbox import Mailbox, NoAnswer
 from crossrail.control.wire import Unreachable
 from crossrail.errors import CrossrailError, UsageError
 from crossrail.kv import messages as m
 from crossrail.kv.errors import NodeRefused
-from crossrail.kv.model import Cache, Model
+from crossrail.kv.model import Cache, Model, check_model
 from crossrail.kv.services.membership import refuse
+from crossrail.kv.services.options import NodeOptions as NodeOptions
 from crossrail.kv.transfer.memory import RankMemory
 from crossrail.kv.transfer.pages import PagePool
 
@@ -33,50 +33,6 @@ _NUMBER = re.compile(r"\d+")
 
 # Where a router is now: its address, or an exception when it cannot be found.
 FindRouter = Callable[[], Awaitable[bytes]]
-
-
-@dataclass(frozen=True)
-class NodeOptions:
-    """Options of prefillers and decoders.
-
-    join_s: how long a router may take to answer. retry_s: pause before looking for a router again. lease_s: of the
-        node's record in etcd, if it has one.
-    chunk_tokens: tokens per prefill step. queue_max: requests that a prefiller accepts besides the one it works on.
-    queue_tokens_max: once their prompts have so many tokens it accepts no further ones; this bounds its memory.
-    requests_max: requests that a decoder serves concurrently. page_wait_s: how long a prefiller, or a decoder that had
-        to give pages back, waits for some before it gives up a request.
-    probe_s: how often a decoder asks its prefiller for progress. prefiller_timeout_s: a prefiller that does not answer
-        for this long is given up. model_timeout_s: so is one whose model computes and has announced no layer for this
-        long, and a decoder whose model has computed no token; neither takes anything new meanwhile.
-    answer_timeout_s: how long an answer to other questions may take; a decoder that waits for longer to be named
-        another prefiller gives the request's pages back until it is.
-    UsageError for an invalid value.
-    """
-
-    join_s: float = 3.0
-    retry_s: float = 0.5
-    chunk_tokens: int = 2048
-    queue_max: int = 256
-    queue_tokens_max: int = 1 << 24
-    requests_max: int = 256
-    probe_s: float = 1.0
-    prefiller_timeout_s: float = 4.0
-    model_timeout_s: float = 120.0
-    answer_timeout_s: float = 3.0
-    page_wait_s: float = 30.0
-    lease_s: float = 4.0
-
-    def __post_init__(self) -> None:
-        check_waits(m.SECONDS_MAX, join_s=self.join_s, retry_s=self.retry_s, probe_s=self.probe_s, lease_s=self.lease_s)
-        check_waits(
-            m.SECONDS_MAX,
-            prefiller_timeout_s=self.prefiller_timeout_s,
-            model_timeout_s=self.model_timeout_s,
-            answer_timeout_s=self.answer_timeout_s,
-        )
-        check_seconds(page_wait_s=self.page_wait_s)
-        check_counts(1, chunk_tokens=self.chunk_tokens, requests_max=self.requests_max)
-        check_counts(1, queue_max=self.queue_max, queue_tokens_max=self.queue_tokens_max)
 
 
 class RequestsOf(NamedTuple):
@@ -220,6 +176,7 @@ class Node(AsyncClosing):
         options: NodeOptions | None = None,
     ) -> None:
         m.check_name(name)
+        check_model(model)
         if sorted(ranks) != list(range(model.layout.tp)):
             raise UsageError(f"ranks {sorted(ranks)} are given, a node has all of its layout's {model.layout.tp}")
         self.name = name
@@ -284,6 +241,7 @@ class Node(AsyncClosing):
 
     async def drain(self, timeout_s: float) -> bool:
         """Takes nothing new, waits until all that is here has ended, and leaves. False when that took too long."""
+        check_seconds(timeout_s=timeout_s)
         self.draining = True
         self._report_soon()
         ended = await set_in_time(self._idle, timeout_s)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import get_args
 
 from crossrail.errors import UsageError
@@ -20,7 +21,7 @@ _PREFIX_TOKENS = 64  # of a block in the router's own memory of prefixes; nodes 
 
 def prefix_names(prompt: Tokens) -> list[bytes]:
     """Of a prompt's blocks, as Placement knows them."""
-    return page_hashes(prompt, _PREFIX_TOKENS)
+    return [name.tobytes() for name in page_hashes(prompt, _PREFIX_TOKENS)]
 
 
 class ModelsSeen:
@@ -55,8 +56,8 @@ class ModelsSeen:
 class Placement:
     """Threads: the event loop's.
 
-    Invariant: what is counted as under way at a node is the prompts of requests whose `prefiller` it is, and the
-    weights of those that are charged to it as their `decoder`.
+    Invariant: what is counted as under way at a node is the prompts of requests whose `prefiller` it is, the weights of
+    those that are charged to it as their `decoder`, and both of those that it is to have if a decoder takes them.
     Invariant: a decoder is kept for one request at most, and a request has one kept at most.
     """
 
@@ -140,8 +141,36 @@ class Placement:
         """For another request."""
         return self.kept_for(decoder) not in (None, running.request)
 
+    def offer(self, node: Member, tokens: int) -> None:
+        """It is to have a request with so much to do, if a decoder takes that. Counted until answered(): else all that
+        come before the first answer would go to the node that was the best for the first.
+        """
+        if self._is_member(node):
+            self._sent[node.address] += tokens
+
+    def answered(self, node: Member, tokens: int) -> None:
+        """The decoder has taken the request, and give() counts it now; or it has not."""
+        if self._is_member(node):  # else it is forgotten
+            self._sent[node.address] -= tokens
+
+    @contextmanager
+    def offered(self, node: Member | None, tokens: int) -> Iterator[None]:
+        """The same, for as long as the context lasts. None: to no node."""
+        if node is None:
+            yield
+            return
+        self.offer(node, tokens)
+        try:
+            yield
+        finally:
+            self.answered(node, tokens)
+
     def give(self, running: Running, decoder: Member, prefiller: Member | None) -> None:
-        """The decoder has taken it, and asks this prefiller. Of who is gone by now nothing is counted."""
+        """The decoder has taken it, and asks this prefiller, or the one that it has been told to ask instead since. Of
+        who is gone by now nothing is counted.
+        """
+        if running.attempt > running.placement:
+            prefiller = running.prefiller
         running.decoder, running.model, running.is_charged = decoder, decoder.record.model, self._is_member(decoder)
         if running.is_charged:
             self._sent[decoder.address] += weight(running)
@@ -168,6 +197,8 @@ class Placement:
 
     def forget(self, member: Member) -> None:
         """It is gone."""
+        if self._membership.at(member.address) is not None:  # under another name it is still there, with all it has
+            return
         self._prefixes.forget(member.address)
         self._sent.pop(member.address, None)
         if (request := self._kept_for.pop(member.address, None)) is not None:

@@ -28,7 +28,7 @@ from crossrail.kv import messages as m
 from crossrail.kv.errors import NoPages, TransferStopped
 from crossrail.kv.model import Model, Tokens
 from crossrail.kv.services.attempts import AttemptBook, Key
-from crossrail.kv.services.model_watch import ModelWatch
+from crossrail.kv.services.model_watch import CANCELLED_BY_NOBODY, ModelWatch
 from crossrail.kv.services.node import FindRouter, Node, NodeOptions
 from crossrail.kv.services.timeline import Timeline
 from crossrail.kv.services.tracing import RequestSpan
@@ -36,7 +36,7 @@ from crossrail.kv.transfer.job import SendJob
 from crossrail.kv.transfer.memory import RankMemory
 from crossrail.kv.transfer.pages import PageLease, PageState
 from crossrail.kv.transfer.plan import plan_transfer
-from crossrail.kv.transfer.prefix import page_hashes
+from crossrail.kv.transfer.prefix import NO_NAMES, PageNames, page_hashes
 from crossrail.kv.transfer.sender import KvSender
 from crossrail.kv.transfer.target import KvTarget
 
@@ -53,7 +53,7 @@ _NAME_CHARS = 40
 class _Work:
     """One attempt of a request. job: from when it runs on. withdrawn: nothing more is to be begun for it.
 
-    name: no other work has it, whatever their requests are called.
+    name: no other work has it, whatever their requests are called. names: of its pages, from when it gets some.
     """
 
     key: Key
@@ -65,6 +65,7 @@ class _Work:
     timeline: Timeline
     span: RequestSpan
     job: SendJob | None = None
+    names: PageNames = field(default_factory=lambda: NO_NAMES)
     withdrawn: str = ""
     is_computed: bool = False  # the model is done with it, one way or the other
     tail_slot: int | None = None
@@ -94,6 +95,7 @@ class Prefiller(Node):
         self._free_tails = list(range(_TAIL_SLOTS))
         self._queue: deque[_Work] = deque()
         self._queued = asyncio.Event()
+        self._is_closing = False
         self._works: dict[Key, _Work] = {}
         self._numbers = itertools.count(1)
         self._book = AttemptBook(mailbox, _ENDED_KEPT)
@@ -122,6 +124,7 @@ class Prefiller(Node):
 
     async def close(self) -> None:
         """Ends what is under way: waits until nothing of it can land any more. Idempotent."""
+        self._is_closing = True
         await super().close()
         await self.sender.close()
         self._tails.close()
@@ -294,7 +297,8 @@ class Prefiller(Node):
         """Pages for all of its tokens, and a place for its tail, as soon as there are any."""
         page_tokens = self.model.layout.page_tokens
         # Its last token is run in any case, for the tail, and must not write into a page that others read.
-        names = self._names(work)[: (len(work.tokens) - 1) // page_tokens]
+        work.names = page_hashes(work.tokens, page_tokens, salt=self.model.name.encode())
+        names = work.names[: (len(work.tokens) - 1) // page_tokens]
         give_up_s = min(work.timeline.now() + self.options.page_wait_s, work.timeline.since_begin(work.deadline_at_s))
         while True:
             self._raise_if_withdrawn(work)
@@ -339,9 +343,8 @@ class Prefiller(Node):
             offset = work.tail_slot * self.model.tail_bytes
             self._tails.view()[offset : offset + len(tail)] = tail
             job.send_tail(self._tails, offset)
-            work.timeline.add("tail posted", work.timeline.now())
         if not job.stopped:  # not only when all is written: requests with the same prefix often come together
-            job.lease.publish_computed(self._names(work))
+            job.lease.publish_computed(work.names)
 
     async def _run_chunk(self, job: SendJob, tokens: Tokens, start: int) -> bytes:
         """Tokens from `start` on go through the model, and their layers leave. Returns the tail."""
@@ -365,7 +368,12 @@ class Prefiller(Node):
             layer_done()
 
         with self._model_watch.computing():
-            return await self.model.prefill(self.cache, tokens, start, job.lease.pages, heard)
+            try:
+                return await self.model.prefill(self.cache, tokens, start, job.lease.pages, heard)
+            except asyncio.CancelledError as error:
+                if self._is_closing:
+                    raise
+                raise RuntimeError(CANCELLED_BY_NOBODY) from error
 
     async def _finish(self, work: _Work, job: SendJob, timer: asyncio.TimerHandle) -> None:
         try:
@@ -391,11 +399,8 @@ class Prefiller(Node):
         finally:
             timer.cancel()
             work.quiet.set()
-            _add_layers(work.timeline, job)
+            _add_writes(work.timeline, job)
             self._release(work, job.lease)
-
-    def _names(self, work: _Work) -> list[bytes]:
-        return page_hashes(work.tokens, self.model.layout.page_tokens, salt=self.model.name.encode())
 
     def _release(self, work: _Work, lease: PageLease) -> None:
         lease.release()
@@ -422,8 +427,10 @@ def _nothing_to_send() -> None:
     """A layer is done, and nobody waits for it."""
 
 
-def _add_layers(timeline: Timeline, job: SendJob) -> None:
-    """A span for each layer of each chunk, from its writes being posted until they were seen to have ended."""
+def _add_writes(timeline: Timeline, job: SendJob) -> None:
+    """A span for the tail, and for each layer of each chunk, from when its writes were begun until they had ended."""
+    if job.tail is not None:
+        timeline.add("tail", *(timeline.since_begin(at_s) for at_s in job.tail))
     posted_s = {(layer.end_tokens, layer.layer): timeline.since_begin(layer.at_s) for layer in job.posted}
     for layer in job.written:
         timeline.add(f"layer {layer.layer}", posted_s[layer.end_tokens, layer.layer], timeline.since_begin(layer.at_s))

@@ -19,11 +19,10 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
 from functools import partial
 
 from crossrail._closing import AsyncClosing
-from crossrail._options import check_counts, check_seconds, check_waits
+from crossrail._options import check_seconds, check_timeout
 from crossrail.control.deadlines import in_time, loop_time_s, set_in_time
 from crossrail.control.mailbox import Mailbox, NoAnswer
 from crossrail.control.wire import Unreachable
@@ -31,7 +30,9 @@ from crossrail.errors import CrossrailError, UsageError
 from crossrail.kv import messages as m
 from crossrail.kv.errors import DuplicateRequest, Overloaded, Unavailable, UnknownModel
 from crossrail.kv.model import Tokens
+from crossrail.kv.services.absence import Absence
 from crossrail.kv.services.membership import Member, Membership, Roster, refuse
+from crossrail.kv.services.options import RouterOptions as RouterOptions
 from crossrail.kv.services.placement import ModelsSeen, Placement, prefix_names, weight
 from crossrail.kv.services.redispatch import Redispatch, nobody_waits
 from crossrail.kv.services.router_requests import Adopted, Adoptions, Chunk, Ends, Running
@@ -49,39 +50,6 @@ _REFUSED: dict[type[CrossrailError], str] = {
 }
 # How a request ends whose decoder is gone, where no other can be had.
 _ENDS: dict[type[CrossrailError], m.EndReason] = {Overloaded: "overloaded", Unavailable: "unavailable"}
-
-
-@dataclass(frozen=True)
-class RouterOptions:
-    """Options of a router.
-
-    heartbeat_s: how often nodes report. lease_s: a node that has not reported for this long is gone.
-    requests_max: requests in progress; further ones are Overloaded. tokens_max: the same for the sum of their prompts
-        and max_tokens; a request is always taken when it is the only one. queue_s: how long a request waits for a node
-        with room. request_timeout_s: how long one may take in total. answer_timeout_s: how long a node may take to
-        answer.
-    attempts_max: attempts at prefillers that may fail at one decoder. restarts_max: how many decoders may die during a
-        request before it fails. sweep_s: how often members are checked.
-    UsageError for an invalid value.
-    """
-
-    heartbeat_s: float = 1.0
-    lease_s: float = 4.0
-    requests_max: int = 1024
-    tokens_max: int = 1 << 26
-    queue_s: float = 10.0
-    request_timeout_s: float = 600.0
-    answer_timeout_s: float = 3.0
-    attempts_max: int = 8
-    restarts_max: int = 2
-    sweep_s: float = 0.25
-
-    def __post_init__(self) -> None:
-        check_waits(m.SECONDS_MAX, heartbeat_s=self.heartbeat_s, lease_s=self.lease_s, sweep_s=self.sweep_s)
-        check_waits(m.SECONDS_MAX, request_timeout_s=self.request_timeout_s, answer_timeout_s=self.answer_timeout_s)
-        check_seconds(queue_s=self.queue_s)
-        check_counts(1, requests_max=self.requests_max, tokens_max=self.tokens_max, attempts_max=self.attempts_max)
-        check_counts(0, restarts_max=self.restarts_max)
 
 
 class Router(AsyncClosing):
@@ -123,6 +91,7 @@ class Router(AsyncClosing):
         self._waiting = Waiting(self.roster, self._placement)
         self._redispatch = Redispatch(self._placement)
         self._models = ModelsSeen(self.roster)
+        self._absence = Absence(name, self.roster)
         self.roster.on_gone(self._on_gone)
         mailbox.handle(m.Join, self._on_join)
         mailbox.handle(m.Heartbeat, self._on_heartbeat)
@@ -161,6 +130,7 @@ class Router(AsyncClosing):
 
     async def drain(self, timeout_s: float) -> bool:
         """Takes no more requests, and waits until those under way have ended. False when that took too long."""
+        check_seconds(timeout_s=timeout_s)
         self._is_closing = True
         return await set_in_time(self._idle, timeout_s)
 
@@ -207,6 +177,7 @@ class Router(AsyncClosing):
         traceparent: of the trace that spans of it belong to (crossrail.kv.services.tracing).
         Raises UsageError, DuplicateRequest, UnknownModel, Overloaded, Unavailable; all before the first chunk.
         """
+        check_timeout(timeout_s)
         try:
             running = self._admit(prompt, sampling, model, request, timeout_s)
         except CrossrailError as error:
@@ -258,12 +229,12 @@ class Router(AsyncClosing):
         tokens = self._tokens
         if tokens and tokens + len(prompt) + sampling.max_tokens > self.options.tokens_max:
             raise Overloaded(f"requests of {tokens} tokens are under way, at most {self.options.tokens_max} may be")
-        patience_s = (
-            self.options.request_timeout_s if timeout_s is None else min(timeout_s, self.options.request_timeout_s)
+        longest_s = self.options.request_timeout_s
+        patience_s = longest_s if timeout_s is None else min(timeout_s, longest_s)
+        now_s, number = loop_time_s(), next(self._arrivals)
+        running = Running(
+            request, prompt, sampling, prefix_names(prompt), now_s + patience_s, model, number, now_s, now_s
         )
-        deadline_at_s = loop_time_s() + patience_s
-        number = next(self._arrivals)
-        running = Running(request, prompt, sampling, prefix_names(prompt), deadline_at_s, model, number)
         self._running[request] = running
         self._tokens += weight(running)
         self._idle.clear()
@@ -303,38 +274,18 @@ class Router(AsyncClosing):
         running = waiter.running
         decoders = [member for member in self.roster.members("decoder") if member.load.takes_requests]
         if not any(running.model in (None, member.record.model) for member in decoders):
-            of = f" for model {running.model!r}" if running.model else ""
-            others = sorted({repr(member.record.model) for member in self.roster.members("decoder")})
-            there = f"; there are some for {', '.join(others)}" if of and others else ""
-            none = waiter.why or f"no decoder{of} has joined router {self.name!r}{there}"
-            raise Unavailable(self._hanging("decoder", running.model, 0) or none)
+            said = f"; the last one said: {waiter.why}" if waiter.why else ""
+            raise Unavailable(self._absence.of_decoders(running.model) + said)
         lacking = self._waiting.lacks_prefiller(waiter)
-        why = self._no_prefiller(running, lacking) if lacking else waiter.why or self._waiting.why_not(waiter)
+        why = waiter.why or self._waiting.why_not(waiter)
+        if lacking:
+            why = self._absence.of_prefillers(lacking, running.prefill_tokens)
         if loop_time_s() >= running.deadline_at_s:
             running.finish("deadline", f"no node took it before its time was up; the last one said: {why}")
             return
         if lacking:
             raise Unavailable(why)
         raise Overloaded(f"no node took the request within {self.options.queue_s:g} s; the last one said: {why}")
-
-    def _hanging(self, role: m.Role, model: str | None, tokens: int) -> str:
-        """That those with pages for so many tokens are there and hang, in words; or empty. model None: any."""
-        hanging = [
-            member.name
-            for member in self.roster.members(role)
-            if member.load.hangs and model in (None, member.record.model) and tokens <= member.tokens_max
-        ]
-        if not hanging:
-            return ""
-        more = f" and {len(hanging) - 1} more" if len(hanging) > 1 else ""
-        return f"no {role} takes requests: the model hangs at node {hanging[0]!r}{more}"
-
-    def _no_prefiller(self, running: Running, model: str) -> str:
-        if hanging := self._hanging("prefiller", model, running.prefill_tokens):
-            return hanging
-        is_there = any(member.record.model == model for member in self.roster.members("prefiller"))
-        having = f" with pages for {running.prefill_tokens} tokens" if is_there else ""
-        return f"no prefiller for model {model!r}{having} has joined router {self.name!r}"
 
     async def _offer(self, running: Running, decoder: Member) -> Refusal | None:
         """None when the decoder has taken it."""
@@ -344,37 +295,40 @@ class Router(AsyncClosing):
             able = self._placement.prefillers(running, decoder.record.model)
             if not able:
                 self._waiting.prefillers_changed()
-                return Refusal(self._no_prefiller(running, decoder.record.model))
+                return Refusal(self._absence.of_prefillers(decoder.record.model, running.prefill_tokens))
             prefiller = self._placement.best(able, running)
-        generated = len(running.tokens)
+        generated, now_s = len(running.tokens), loop_time_s()
         running.offer_to(decoder)
         start = m.Start(
             running.request,
             m.pack_tokens(context),
             running.sampling,
-            max(running.deadline_at_s - loop_time_s(), 0.0),
+            max(running.deadline_at_s - now_s, 0.0),
             None if prefiller is None else prefiller.record.ref,
             running.placement,
             generated,
             running.traceparent,
             self._placement.is_kept_for(decoder, running),
+            now_s - running.came_s,
+            now_s - running.waits_s,
         )
         try:
-            answer = await self._mailbox.ask(
-                decoder.address, start, (m.Started, m.StartRefused), self.options.answer_timeout_s
-            )
+            with self._placement.offered(prefiller, len(running.prompt)):
+                answer = await self._mailbox.ask(
+                    decoder.address, start, (m.Started, m.StartRefused), self.options.answer_timeout_s
+                )
         except (Unreachable, NoAnswer) as error:
             if len(running.tokens) == generated and not running.ended:
                 # It may have begun all the same: what comes from it is refused from now on, and ends there.
                 self._cancel(running, "it was given to another decoder")
-                running.decoder = None
+                self._not_taken(running)
                 running.attempt += 1
                 # Believed for long: else the first that waits would be offered to a silent one again and again.
                 long_s = self.options.answer_timeout_s if isinstance(error, NoAnswer) else None
                 return Refusal(f"node {decoder.name!r}: {error}", long_s)
             answer = m.Started(running.request)  # which is only late
         if isinstance(answer, m.StartRefused):
-            running.decoder = None
+            self._not_taken(running)
             if answer.is_duplicate:
                 raise DuplicateRequest(answer.reason)
             if not answer.busy:
@@ -388,6 +342,11 @@ class Router(AsyncClosing):
                 self._on_decoder_gone(running, decoder, f"node {decoder.name!r} went as it took the request")
         return None
 
+    def _not_taken(self, running: Running) -> None:
+        """By the decoder that it was offered to, which may have asked for another prefiller all the same."""
+        self._placement.take_back(running)
+        running.decoder = None
+
     def _on_decoder_gone(self, running: Running, decoder: Member, why: str) -> None:
         """Another one is to go on, unless too many have died, maybe of this request."""
         self._placement.take_back(running)
@@ -400,6 +359,7 @@ class Router(AsyncClosing):
                 return
             running.restarts += 1
         running.attempt += 1
+        running.waits_s = loop_time_s()
         self.counts["restarted"] += 1
         log.info("request %s goes on behind %d tokens elsewhere: %s", running.request, len(running.tokens), why)
         self._mailbox.spawn(self._restart(running, why), "restarting a request")
@@ -458,7 +418,8 @@ class Router(AsyncClosing):
     # --- what nodes say ---
 
     def _decoder_at(self, address: bytes) -> Member | None:
-        return next((member for member in self.roster.members("decoder") if member.address == address), None)
+        member = self.roster.at(address)
+        return member if member is not None and member.record.role == "decoder" else None
 
     async def _on_join(self, sender: bytes, join: m.Join) -> m.Message:
         if join.record.address != sender:
@@ -494,13 +455,11 @@ class Router(AsyncClosing):
                 self._on_decoder_gone(running, member, f"node {member.name!r} has it no more")
 
     async def _on_heartbeat(self, sender: bytes, heartbeat: m.Heartbeat) -> m.Message:
-        decoder = self._decoder_at(sender)
-        before = None if decoder is None else decoder.load
+        member = self.roster.at(sender)
+        before = heartbeat.load if member is None else member.load
         is_member = self.roster.heartbeat(heartbeat.node, sender, heartbeat.load, loop_time_s())
-        if before is not None:
-            self._waiting.heard(sender, before)
-        else:
-            self._waiting.prefillers_changed()
+        if member is not None:
+            self._waiting.heard(member, before)
         return m.HeartbeatTaken(is_member)
 
     async def _on_leave(self, sender: bytes, leave: m.Leave) -> m.Message:
@@ -540,6 +499,7 @@ class Router(AsyncClosing):
 
     def _on_gone(self, member: Member, why: str) -> None:
         log.info("gone: %s", why)
+        self._absence.note(member, why)
         self._placement.forget(member)
         self._adopted.on_gone(member.address)
         self._waiting.prefillers_changed()

@@ -38,6 +38,7 @@ class Running:
     model: that of whoever has generated tokens; before, the one that was asked for, if one was.
     placement: number of the first attempt at a prefiller since its decoder has it; only that decoder's words about that
     placement count.
+    came_s, waits_s: when it came, and since when it waits for a decoder, on the event loop's clock.
     """
 
     request: str
@@ -47,6 +48,8 @@ class Running:
     deadline_at_s: float  # on the event loop's clock
     model: str | None = None
     number: int = 0  # in the order in which requests came
+    came_s: float = 0.0
+    waits_s: float = 0.0
     decoder: Member | None = None
     prefiller: Member | None = None
     attempt: int = 1

@@ -13,6 +13,7 @@ from crossrail.kv import messages as m
 from crossrail.kv.model import Tokens
 from crossrail.kv.services.node import RouterLink
 from crossrail.kv.services.timeline import Timeline
+from crossrail.kv.transfer.prefix import NO_NAMES, PageNames
 from crossrail.kv.transfer.reception import Reception
 
 _T = TypeVar("_T")
@@ -43,6 +44,7 @@ class Serving:
 
     Invariant: `tokens` only grows, until `end` is set, once; its router has taken the first `taken` of them.
     context: the client's prompt and what earlier decoders have generated; they are the first of `tokens` too.
+    names: of the context's pages that a prefiller fills, until it has ended.
     router: who has placed it here; link: where its tokens go, to the next one at that URL if it is gone.
     is_unwanted: its router has cancelled it, or said so when it was given tokens: that one knows how it ends, and the
     next one need not.
@@ -60,6 +62,7 @@ class Serving:
     sampling: m.Sampling
     timeline: Timeline
     reception: Reception | None
+    names: PageNames
     traceparent: str = ""  # of its span here
     tokens: list[int] = field(default_factory=list)
     end: m.End | None = None
@@ -145,6 +148,7 @@ class Serving:
     def finish(self, end: m.End) -> None:
         """It has ended, and its pages are given back."""
         self.end = end
+        self.names = NO_NAMES
         self.changed.set()
 
     def offer_again(self) -> None:

@@ -11,15 +11,20 @@ from crossrail.kv.messages import Span
 
 _SPANS_MAX = 4096
 _ROW, _LEFT, _WIDTH, _TOP = 22, 190, 900, 34
-_COLOURS = {"queue": "#b0b0b0", "prefill": "#4878cf", "transfer": "#6acc65", "layer": "#6acc65", "tail": "#d65f5f"}
+_COLOURS = {
+    "request": "#404040", "queue": "#b0b0b0", "prefill": "#4878cf", "transfer": "#6acc65", "layer": "#6acc65",
+    "tail": "#d65f5f",
+}  # fmt: skip
 
 
 class Timeline:
-    """Spans of one request at one node. clock: a function of no arguments, seconds; times are since it was made."""
+    """Spans of one request at one node. clock: a function of no arguments, seconds; times are since it was made, or
+    since age_s before that.
+    """
 
-    def __init__(self, clock: Any) -> None:
+    def __init__(self, clock: Any, age_s: float = 0.0) -> None:
         self._clock = clock
-        self._begun_s: float = clock()
+        self._begun_s: float = clock() - age_s
         self.spans: list[Span] = []
 
     def now(self) -> float:
@@ -36,6 +41,11 @@ class Timeline:
             end_s = self.now() if end_s is None else end_s
             self.spans.append(Span(name, begin_s, max(end_s - begin_s, 0.0)))
 
+    def close(self) -> None:
+        """All of it, from its beginning until now, as the first span. Once, at the end."""
+        self.spans.insert(0, Span("request", 0.0, self.now()))
+        del self.spans[_SPANS_MAX:]
+
     def add_all(self, prefix: str, spans: Sequence[Span], begin_s: float) -> None:
         """Those of another node, which began at begin_s of ours, as near as we know."""
         for span in spans[: _SPANS_MAX - len(self.spans)]:
@@ -43,32 +53,45 @@ class Timeline:
 
 
 def chrome_trace(requests: Mapping[str, Sequence[Span]]) -> str:
-    """JSON for chrome://tracing or Perfetto: a process for each request, by name, a row for each kind of span."""
+    """JSON for chrome://tracing or Perfetto: a process for each request, by name, a row for each kind of span.
+
+    A kind has further rows where spans of it overlap: viewers drop what is not one within the other.
+    """
     events: list[dict[str, Any]] = []
     for pid, (request, spans) in enumerate(requests.items(), 1):
         events.append({"ph": "M", "pid": pid, "name": "process_name", "args": {"name": request}})
-        rows = {row: tid for tid, row in enumerate(dict.fromkeys(_row(span) for span in spans), 1)}
-        events += [
-            {"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": row}}
-            for row, tid in rows.items()
-        ]
-        events += [
-            {
-                "ph": "X",
-                "pid": pid,
-                "tid": rows[_row(span)],
-                "name": span.name,
-                "ts": span.begin_s * 1e6,
-                "dur": span.length_s * 1e6,
-            }
-            for span in spans
-        ]
+        rows = ((kind, row) for kind, its in rows_of(spans).items() for row in _side_by_side(its))
+        for tid, (kind, row) in enumerate(rows, 1):
+            events.append({"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": kind}})
+            events += [
+                {
+                    "ph": "X",
+                    "pid": pid,
+                    "tid": tid,
+                    "name": span.name,
+                    "ts": span.begin_s * 1e6,
+                    "dur": span.length_s * 1e6,
+                }
+                for span in row
+            ]
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+
+
+def _side_by_side(spans: Sequence[Span]) -> list[list[Span]]:
+    """As few rows as can be, in each of which no two overlap."""
+    rows: list[list[Span]] = []
+    for span in sorted(spans, key=lambda span: span.begin_s):
+        free = (row for row in rows if row[-1].begin_s + row[-1].length_s <= span.begin_s)
+        if (row := next(free, None)) is not None:
+            row.append(span)
+        else:
+            rows.append([span])
+    return rows
 
 
 def picture(title: str, spans: Sequence[Span]) -> str:
     """An SVG: a row for each kind of span, time from left to right."""
-    rows = list(dict.fromkeys(_row(span) for span in spans))
+    rows = rows_of(spans)
     total_s = max((span.begin_s + span.length_s for span in spans), default=0.0) or 1e-9
     height = _TOP + _ROW * len(rows) + 30
     parts = [
@@ -77,10 +100,10 @@ def picture(title: str, spans: Sequence[Span]) -> str:
         '<rect width="100%" height="100%" fill="white"/>',
         f'<text x="8" y="20" font-size="14">{html.escape(title)}: {total_s * 1e3:.1f} ms</text>',
     ]
-    for index, row in enumerate(rows):
+    for index, (row, its) in enumerate(rows.items()):
         y = _TOP + _ROW * index
         parts.append(f'<text x="8" y="{y + 15}">{html.escape(row)}</text>')
-        for span in (span for span in spans if _row(span) == row):
+        for span in its:
             x = _LEFT + span.begin_s / total_s * _WIDTH
             width = max(span.length_s / total_s * _WIDTH, 1.0)
             note = html.escape(f"{span.name}: {span.length_s * 1e3:.3f} ms from {span.begin_s * 1e3:.3f} ms on")
@@ -95,6 +118,14 @@ def picture(title: str, spans: Sequence[Span]) -> str:
     return "\n".join([*parts, "</svg>"])
 
 
+def rows_of(spans: Sequence[Span]) -> dict[str, list[Span]]:
+    """By kind, in the order in which kinds are first met."""
+    rows: dict[str, list[Span]] = {}
+    for span in spans:
+        rows.setdefault(_row(span), []).append(span)
+    return rows
+
+
 def _row(span: Span) -> str:
     """Layers of all chunks share a row, as do chunks: what is behind the last space only numbers them."""
     name, _, number = span.name.rpartition(" ")
@@ -102,4 +133,5 @@ def _row(span: Span) -> str:
 
 
 def _colour(row: str) -> str:
-    return next((colour for kind, colour in _COLOURS.items() if kind in row), "#956cb4")
+    kind = row.rpartition(": ")[2]  # without who did it
+    return _COLOURS.get(kind, "#956cb4")

@@ -214,12 +214,14 @@ class Waiting:
             self._rooms[address].news()
             self._look_at(member)
 
-    def heard(self, address: bytes, before: Load) -> None:
+    def heard(self, member: Member, before: Load) -> None:
         """The same, of a heartbeat, and what its load was before that: if it is the same, one may try."""
+        now, address = member.load, member.address
+        if member.record.role == "prefiller" and before.takes_requests != now.takes_requests:
+            self.prefillers_changed()
         self._decoders()
-        if (member := self._there.get(address)) is None:
+        if address not in self._there:
             return
-        now = member.load
         if (before.requests, before.pages_free, before.takes_requests) == (
             now.requests,
             now.pages_free,
@@ -283,6 +285,7 @@ class Waiting:
                 waiter.decoder, waiter.room = member, self._rooms[member.address]
                 waiter.room_tokens = self._placement.room_at(member, waiter.running)
                 waiter.room.offered()
+                self._placement.offer(member, waiter.tokens)
                 self._idle.remove(waiter)
                 waiter.has_turn.set()
                 await asyncio.sleep(0)  # others have theirs: a thousand may have come at once
@@ -406,6 +409,7 @@ class Waiting:
         waiter.decoder = waiter.room = None
         insort(self._idle, waiter, key=_number_of)
         room.offers -= 1
+        self._placement.answered(decoder, waiter.tokens)
         if self._rooms.get(decoder.address) is room:  # else it is gone
             self._look_at(self._there[decoder.address])
 

@@ -14,8 +14,6 @@ from crossrail.control.wire import Unreachable
 from crossrail.errors import CrossrailError
 from crossrail.kv import messages as m
 
-_LOOK_S = 0.1  # between looks at whether an engine is gone
-
 
 @dataclass(frozen=True)
 class Watch:
@@ -38,14 +36,21 @@ class Watch:
 
     async def until_lost(self) -> str:
         """Returns why nothing more is to be expected, as soon as that is so."""
+        gone = asyncio.ensure_future(self.mailbox.wire.until_lost(self.writer))
+        try:
+            return await self._until_lost(gone)
+        finally:
+            gone.cancel()
+            await asyncio.gather(gone, return_exceptions=True)
+
+    async def _until_lost(self, gone: asyncio.Future[None]) -> str:
         heard_s = asked_s = loop_time_s()
         has_written = False
         while True:
-            await asyncio.sleep(min(_LOOK_S, self.probe_s))
-            if self.mailbox.wire.is_lost(self.writer):
+            await asyncio.wait([gone], timeout=max(asked_s + self.probe_s - loop_time_s(), 0.0))
+            if gone.done():
+                gone.result()
                 return f"{self.who} died or closed"
-            if loop_time_s() - asked_s < self.probe_s:
-                continue
             asked_s = loop_time_s()
             try:
                 probe = m.Probe(self.request, self.attempt)

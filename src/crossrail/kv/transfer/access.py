@@ -103,6 +103,11 @@ class Access:
         if self._closing is not None:
             self._closing.cancel()
 
+    def note_closed(self) -> None:
+        """Once close() has returned, of a caller who has no use for shut(): whoever waits for its end has it."""
+        self.is_closing = True
+        self._shut.set()
+
     def close(self, timeout_s: float = 5.0) -> None:
         """The same, blocking, timeout_s for each region at most: any thread.
 

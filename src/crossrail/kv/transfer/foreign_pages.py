@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import numpy.typing as npt
 
+from crossrail._options import check_counts, check_kind, check_whole
 from crossrail.errors import UsageError
 from crossrail.kv.transfer.pages import PageLease, PageState
+from crossrail.kv.transfer.prefix import PageNames
 
 NOT_YET = 0xFFFF_FFFF  # where a page of the request is not allocated yet; no transfer takes it for a page
 
@@ -22,7 +22,7 @@ class _ForeignPages:
     def _move(self, lease: PageLease, state: PageState) -> None:
         """The lease knows its state, and nobody else asks."""
 
-    def _publish(self, pages: Sequence[int], names: Sequence[bytes]) -> None:
+    def _publish(self, pages: npt.NDArray[np.uint32], names: PageNames) -> None:
         raise UsageError("these pages are not a pool's: whoever allocated them knows what is to be cached")
 
     def _return(self, lease: PageLease) -> None:
@@ -36,11 +36,14 @@ def foreign_lease(owner: str, pages: npt.NDArray[np.uint32], page_tokens: int, *
     pages: shared, not copied. An allocator that gives a request its pages one by one replaces NOT_YET by them, before a
         step that needs them is begun. prefix_tokens: tokens that are already there, whole pages.
     """
+    check_kind(pages, "pages", np.ndarray, "an array of numpy")
     if pages.dtype != np.uint32 or pages.ndim != 1:
         raise UsageError(f"pages are {pages.dtype} of shape {pages.shape}, must be one row of uint32")
-    shared, rest = divmod(prefix_tokens, page_tokens)
+    check_counts(1, page_tokens=page_tokens)
+    check_whole(prefix_tokens=prefix_tokens)
+    shared, rest = divmod(int(prefix_tokens), int(page_tokens))
     if rest or not 0 <= shared <= len(pages):
         raise UsageError(f"prefix_tokens={prefix_tokens} must be whole pages of {page_tokens}, at most {len(pages)}")
-    lease = PageLease(_ForeignPages(page_tokens), owner, pages, shared)
+    lease = PageLease(_ForeignPages(int(page_tokens)), owner, pages, shared)
     assert lease.state is PageState.RESERVED
     return lease

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from crossrail import Region, Transfer, Watcher
 from crossrail._latest import Latest
+from crossrail._options import check_counts, check_kind, check_timeout
 from crossrail.errors import CrossrailError, PeerLost, UsageError, WaitTimeout
 from crossrail.kv.errors import TransferStopped
 from crossrail.kv.transfer.memory import RankMemory
@@ -42,6 +43,7 @@ class _SentLayer:
     last: int = 0  # how many transfers of the job were submitted with it
     posted_index: int = -1  # of its entry in SendJob.posted
     begun_s: float = math.inf  # the first of its writes that have ended
+    ended_s: float = 0.0  # the last of them
     is_empty: bool = False  # it sends nothing, and is written once it is computed
 
 
@@ -56,7 +58,8 @@ class SendJob:
     Invariant: once it is stopped nothing more is submitted, and what is submitted is in _transfers until it has ended;
     that includes the writes of layers that are not computed yet, which wait in the engine for the word.
     posted, written: when the engine began the writes of each layer (until they have ended: when the layer was seen to
-        be computed); when they were seen to have ended.
+        be computed); when it saw the last of them end.
+    tail: when the writes of the tail were submitted, and seen to have ended; None until then.
     is_in_doubt: a write ended because our engine gave the decoder up, for example after a long freeze. If the decoder
         resumes, bytes in its kernel may still land there: it has to fence us off (Doubts).
     Threads: the event loop's; the sender also submits on other threads, under its lock.
@@ -75,6 +78,7 @@ class SendJob:
         self.lease = lease
         self.posted: list[LayerTime] = []
         self.written: list[LayerTime] = []
+        self.tail: tuple[float, float] | None = None
         self.is_in_doubt = False
         self._ranks = ranks
         self._loop = asyncio.get_running_loop()
@@ -86,6 +90,7 @@ class SendJob:
         self._planned_tokens = target.tokens if needs_nothing else 0
         self._layers_owed = 0
         self._tail_owed = 0 in ranks and target.tail_bytes > 0
+        self._tail_begun_s, self._tail_last = math.inf, 0  # as of _SentLayer
         self._open_steps = 0
         self._transfers: deque[Transfer] = deque()
         self._submitted = self._retired_count = 0  # transfers
@@ -113,12 +118,15 @@ class SendJob:
         """Writes the request's tail, target.tail_bytes of region from offset on, to each rank that takes one.
 
         Call it once, at the sender that has rank 0; region: of that rank's engine. The bytes must stay unchanged until
-        finish() has returned or raised. Does nothing if the job is stopped.
+        finish() has returned or raised. Does nothing if the job is stopped. Raises UsageError when no tail is owed, and
+        for a region or an offset that this cannot be written from: it is owed on.
         """
+        self._check_tail(region, offset)
         with self._lock:
             if not self._tail_owed:
                 raise UsageError(f"request {self.request!r} owes no tail: it has none, it was sent, or rank 0 sends it")
             self._tail_owed = False
+            self._tail_begun_s = self._loop.time()
             for rank in self.target.ranks:
                 if rank is not None and rank.tail is not None:
                     submit = partial(
@@ -131,7 +139,24 @@ class SendJob:
                         imm=rank.imm,
                     )
                     self._submit(submit)
+                    self._tail_last = self._submitted
         self._changed.set()
+
+    def _check_tail(self, region: Region, offset: int) -> None:
+        """What the engine would refuse of the caller's; not of the decoder's, which stops the job."""
+        check_kind(region, "region", Region, "a Region (engine.register(memory) makes one)")
+        check_counts(0, offset=offset)
+        if region.closed:
+            raise UsageError(f"request {self.request!r}: the region of its tail is closed")
+        if 0 in self._ranks and region._engine is not self._ranks[0].engine:
+            raise UsageError(
+                f"request {self.request!r}: its tail is in a region of another engine than rank 0's: {region!r}"
+            )
+        if offset + self.target.tail_bytes > region.nbytes:
+            raise UsageError(
+                f"request {self.request!r}: its tail of {self.target.tail_bytes} bytes from offset {offset} on exceeds "
+                f"the region's {region.nbytes}"
+            )
 
     async def finish(self, timeout_s: float | None = None) -> None:
         """Returns when the job is settled: everything was written, and the pages are complete and free of writers.
@@ -139,6 +164,7 @@ class SendJob:
         Raises the reason if it was stopped, TransferStopped after a cancel; the job is settled then too. WaitTimeout:
         it continues. Cancelling the awaiting task stops nothing. Any number of tasks may call it, any number of times.
         """
+        check_timeout(timeout_s)
         await self._wait([self._end], timeout_s, "settled")
         if self._error is not None:
             raise self._error
@@ -152,6 +178,7 @@ class SendJob:
         Raises WaitTimeout if writes are still in flight, for example to a decoder that froze in the middle of one; the
         job is stopped all the same. May be called any number of times.
         """
+        check_timeout(timeout_s)
         self._stop(TransferStopped(f"request {self.request!r}: {reason}"))
         quiet = asyncio.create_task(self._quiet.wait())
         try:
@@ -165,6 +192,7 @@ class SendJob:
         For allocators that take pages back in the middle of a request and compute them again later, in other pages:
         between at_rest() and the next begin_step nothing reads them. Raises WaitTimeout.
         """
+        check_timeout(timeout_s)
         resting = asyncio.create_task(self._until_at_rest())
         try:
             await self._wait([resting], timeout_s, "at rest")
@@ -197,6 +225,11 @@ class SendJob:
             raise self._error
         begin = self._planned_tokens if begin is None else begin
         target = self.target
+        if target.prefix_tokens == target.tokens:
+            raise UsageError(
+                f"request {self.request!r}: the decoder has the KV of all {target.tokens} tokens: no step is begun for "
+                "it, only its tail is sent, if it has one"
+            )
         if not begin < end <= target.tokens:
             raise UsageError(
                 f"request {self.request!r}: a chunk up to token {end} must end behind {begin} and at most at "
@@ -324,7 +357,9 @@ class SendJob:
             with self._lock:
                 self._transfers.popleft()
                 self._retired_count += 1
-                self._note_written(oldest.triggered_at)
+                self._note_written(oldest.triggered_at, oldest.completed_at)
+                if self._retired_count == self._tail_last and self._error is None:
+                    self.tail = (self._tail_begun_s, self._loop.time())
             self._stirred.set()
 
     def _note_posted(self, sent: _SentLayer, at_s: float) -> None:
@@ -336,15 +371,15 @@ class SendJob:
         else:
             self.posted[sent.posted_index] = time
 
-    def _note_written(self, begun_s: float | None) -> None:
-        """A write has ended; when it began, None: it is no layer's. The lock is held."""
-        if self._to_write and begun_s is not None:
-            self._to_write[0].begun_s = min(self._to_write[0].begun_s, begun_s)
+    def _note_written(self, begun_s: float | None, ended_s: float | None) -> None:
+        """A write has ended; when it began and ended, None: it is no layer's. The lock is held."""
+        if self._to_write and begun_s is not None and ended_s is not None:
+            first = self._to_write[0]
+            first.begun_s, first.ended_s = min(first.begun_s, begun_s), max(first.ended_s, ended_s)
         while self._error is None and self._to_write and self._to_write[0].last <= self._retired_count:
             sent = self._to_write.popleft()
-            if sent.begun_s < math.inf:
-                self._note_posted(sent, sent.begun_s)
-            self.written.append(LayerTime(sent.end, sent.layer, self._loop.time()))
+            self._note_posted(sent, sent.begun_s)
+            self.written.append(LayerTime(sent.end, sent.layer, sent.ended_s))
 
     def _is_posted(self) -> bool:
         return self._planned_tokens == self.target.tokens and not self._layers_owed and not self._tail_owed

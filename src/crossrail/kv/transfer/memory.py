@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy.typing as npt
 
 from crossrail import Engine, Region, RegionDescriptor
 from crossrail._buffers import GpuBytes
+from crossrail._options import check_kind, check_whole
 from crossrail.errors import UsageError
 from crossrail.kv.transfer.layout import KvLayout
 
@@ -23,12 +24,11 @@ class RankMemory:
     """
 
     def __init__(self, engine: Engine, layout: KvLayout, regions: Sequence[Region]) -> None:
+        _check_owner(engine, layout)
         self.engine = engine
         self.layout = layout
         self.regions = tuple(regions)
-        wanted = {1: layout.rank_bytes, layout.layers: layout.layer_bytes}
-        if len(self.regions) not in wanted:
-            raise UsageError(f"{len(self.regions)} regions for {layout.layers} layers: there must be 1 or one a layer")
+        _check_count(len(self.regions), "regions", layout)
         nbytes = layout.rank_bytes if len(self.regions) == 1 else layout.layer_bytes
         for i, region in enumerate(self.regions):
             if region.nbytes != nbytes:
@@ -44,11 +44,14 @@ class RankMemory:
     @classmethod
     def alloc(cls, engine: Engine, layout: KvLayout) -> RankMemory:
         """Zeroed memory allocated by the engine: the fast source and target between processes of one host."""
+        _check_owner(engine, layout)
         return cls(engine, layout, [engine.alloc(layout.rank_bytes)])
 
     @classmethod
     def register(cls, engine: Engine, layout: KvLayout, buffers: Sequence[Any]) -> RankMemory:
         """Existing memory: one buffer with all layers, or one per layer, each as Engine.register takes it."""
+        _check_owner(engine, layout)
+        _check_count(len(buffers), "buffers", layout)  # an array alone would be registered row by row
         return cls(engine, layout, [engine.register(buffer) for buffer in buffers])
 
     def registered_again(self) -> RankMemory:
@@ -85,3 +88,25 @@ class RankMemory:
                 f"layer {layer} is on {region.device}, where the CPU cannot look: use the tensor that was registered"
             )
         return self.layout.layer_view(region.array()[offset : offset + self.layout.layer_bytes])
+
+
+def check_ranks(layout: KvLayout, ranks: Mapping[int, RankMemory]) -> None:
+    """UsageError unless these are ranks of the layout, each with memory of it."""
+    for rank, memory in ranks.items():
+        check_whole(rank=rank)
+        check_kind(memory, f"rank {rank}", RankMemory, "a RankMemory")
+    if not ranks or not all(0 <= rank < layout.tp for rank in ranks):
+        raise UsageError(f"ranks {sorted(ranks)} must be some of 0..{layout.tp - 1}")
+    for rank, memory in ranks.items():
+        if memory.layout != layout:
+            raise UsageError(f"rank {rank} has another layout: {memory.layout.describe()}")
+
+
+def _check_owner(engine: object, layout: object) -> None:
+    check_kind(engine, "engine", Engine, "an Engine")
+    check_kind(layout, "layout", KvLayout, "a KvLayout")
+
+
+def _check_count(count: int, what: str, layout: KvLayout) -> None:
+    if count not in (1, layout.layers):
+        raise UsageError(f"{count} {what} for {layout.layers} layers: there must be 1 or one a layer")

@@ -15,16 +15,17 @@ more. Pages that a lease shares with others (a known prefix) are complete, only 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import IntEnum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
 
+from crossrail._core.kv import PrefixCache
+from crossrail._options import check_counts
 from crossrail.errors import UsageError
 from crossrail.kv.errors import DuplicateRequest, NoPages, PagesInUse
-from crossrail.kv.transfer.prefix_cache import PrefixCache
+from crossrail.kv.transfer.prefix import NO_NAMES, PageNames
 
 
 class PageState(IntEnum):
@@ -73,33 +74,33 @@ class Pages(Protocol):
 
     def _move(self, lease: PageLease, state: PageState) -> None: ...
 
-    def _publish(self, pages: Sequence[int], names: Sequence[bytes]) -> None: ...
+    def _publish(self, pages: npt.NDArray[np.uint32], names: PageNames) -> None: ...
 
     def _return(self, lease: PageLease) -> None: ...
 
 
-POOL_PAGE_BYTES = 1 + 4 + 4  # of a PagePool, for each page: its state, its references, its place in the stack
+# Of a PagePool, for each page: its state, its references, its place in the stack, and what the prefix cache has of it
+# (kPrefixCachePageBytes).
+POOL_PAGE_BYTES = 1 + 4 + 4 + 73
 
 
 class PagePool:
     """The pages of one instance: page p is page p at every layer and rank.
 
-    Threads: one at a time, the event loop's. There is no cost per page, except for pages with names in the prefix
-    cache.
+    Threads: one at a time, the event loop's. No Python runs per page.
     Invariant: every page is in exactly one state; free and cached pages are in no lease.
     Invariant: a page has one reference for each lease that holds it; at 0 it is cached if it has a name, and free
     otherwise.
     """
 
     def __init__(self, pages: int, page_tokens: int) -> None:
-        if pages < 1 or page_tokens < 1:
-            raise UsageError(f"pages={pages} and page_tokens={page_tokens} must be 1 or more")
-        self.page_tokens = page_tokens
+        check_counts(1, pages=pages, page_tokens=page_tokens)
+        self.page_tokens = int(page_tokens)  # numpy's whole numbers are none in a message
         self._state = np.full(pages, PageState.FREE, np.uint8)
         self._references = np.zeros(pages, np.int32)
         self._free = np.arange(pages - 1, -1, -1, dtype=np.uint32)  # a stack, its top at _free_count
         self._free_count = pages
-        self._cache = PrefixCache()
+        self._cache = PrefixCache(pages)
         self._leases: dict[str, PageLease] = {}
 
     def __repr__(self) -> str:
@@ -115,21 +116,20 @@ class PagePool:
         """Pages that a reservation could get now: free ones, and cached ones that no lease holds."""
         return self._free_count + self._cache.evictable
 
-    def match(self, names: Sequence[bytes]) -> int:
+    def match(self, names: PageNames) -> int:
         """How many of these pages, from the first on, are in the prefix cache. names: from page_hashes."""
-        return len(self._cache.match(names))
+        return len(_pages(self._cache.match(_given(names))))
 
-    def reserve(self, count: int, owner: str, *, names: Sequence[bytes] = ()) -> PageLease:
+    def reserve(self, count: int, owner: str, *, names: PageNames = NO_NAMES) -> PageLease:
         """Takes count pages for a request. The first ones are shared with the prefix cache, as far as it has them.
 
         names: of the request's first pages, from page_hashes; leave out those that must not be shared.
         Raises NoPages, and has then taken none; DuplicateRequest while the owner has a lease.
         """
+        check_counts(0, count=count)
         if owner in self._leases:
             raise DuplicateRequest(f"request {owner!r} has a lease already, {self._leases[owner].state}")
-        if count < 0:
-            raise UsageError(f"count={count} must be 0 or more")
-        shared = self._cache.match(names[:count])
+        shared = _pages(self._cache.match(_given(names)[:count]))
         fresh = count - len(shared)
         available = self.available - self._cache.count_evictable(shared)
         if fresh > available:
@@ -140,13 +140,12 @@ class PagePool:
                 available,
             )
         self._cache.hold(shared)
-        known = np.array(shared, np.uint32)
-        self._state[known[self._state[known] == PageState.CACHED]] = PageState.IN_USE
+        self._state[shared[self._state[shared] == PageState.CACHED]] = PageState.IN_USE
         if fresh > self._free_count:
-            self._free_pages(np.array(self._cache.evict(fresh - self._free_count), np.uint32))
+            self._free_pages(_pages(self._cache.evict(fresh - self._free_count)))
         self._free_count -= fresh
         own = self._free[self._free_count : self._free_count + fresh][::-1].copy()
-        pages = np.concatenate([known, own])
+        pages = np.concatenate([shared, own])
         self._references[pages] += 1
         self._state[own] = PageState.RESERVED
         pages.flags.writeable = False
@@ -163,7 +162,7 @@ class PagePool:
 
     def drop_cache(self) -> int:
         """Forgets all names, for example after a change of weights; cached pages become free. Returns how many."""
-        dropped = np.array(self._cache.clear(), np.uint32)
+        dropped = _pages(self._cache.clear())
         self._free_pages(dropped)
         return len(dropped)
 
@@ -172,7 +171,7 @@ class PagePool:
     def _move(self, lease: PageLease, state: PageState) -> None:
         self._state[lease.own] = state
 
-    def _publish(self, pages: Sequence[int], names: Sequence[bytes]) -> None:
+    def _publish(self, pages: npt.NDArray[np.uint32], names: PageNames) -> None:
         self._cache.add(pages, names)
 
     def _return(self, lease: PageLease) -> None:
@@ -182,14 +181,23 @@ class PagePool:
         self._state[lease.pages[held]] = PageState.IN_USE
         # The last first: pages at the end of a prompt are the first to be evicted, since those before serve more.
         unheld = lease.pages[~held][::-1]
-        cached = np.array(self._cache.let_go(unheld.tolist()), np.uint32) if self._cache else unheld[:0]
-        self._state[cached] = PageState.CACHED
+        self._state[_pages(self._cache.let_go(np.ascontiguousarray(unheld)))] = PageState.CACHED
         self._free_pages(unheld[self._state[unheld] != PageState.CACHED])
 
     def _free_pages(self, pages: npt.NDArray[np.uint32]) -> None:
         self._state[pages] = PageState.FREE
         self._free[self._free_count : self._free_count + len(pages)] = pages
         self._free_count += len(pages)
+
+
+def _given(names: PageNames) -> PageNames:
+    """None of them may be any empty sequence."""
+    return NO_NAMES if len(names) == 0 else names
+
+
+def _pages(found: object) -> npt.NDArray[np.uint32]:
+    """What the native cache returns."""
+    return cast("npt.NDArray[np.uint32]", found)
 
 
 class PageLease:
@@ -217,6 +225,14 @@ class PageLease:
         """Number of tokens whose KV is already there."""
         return self.shared * self._pool.page_tokens
 
+    def check_page_tokens(self, page_tokens: int) -> None:
+        """UsageError unless its pages have so many tokens, as those of the layout that it is used with."""
+        if self._pool.page_tokens != page_tokens:
+            raise UsageError(
+                f"the lease of request {self.owner!r} is of pages of {self._pool.page_tokens} tokens, those of the "
+                f"layout have {page_tokens}"
+            )
+
     def fill(self) -> None:
         """From now on somebody else writes: call it before the writer learns about the pages."""
         if self._is_published:
@@ -241,7 +257,7 @@ class PageLease:
             raise self._refusal("confirmed")
         self._move(PageState.RESERVED)
 
-    def publish(self, names: Sequence[bytes]) -> None:
+    def publish(self, names: PageNames) -> None:
         """Lets later requests share the pages with these names, from the request's first page on.
 
         Only while in use. The holder must not write them any more. If another page has a name already, it keeps it.
@@ -250,7 +266,7 @@ class PageLease:
             raise self._refusal("published")
         self._publish(names)
 
-    def publish_computed(self, names: Sequence[bytes]) -> None:
+    def publish_computed(self, names: PageNames) -> None:
         """The same while they are filling, too: whoever writes them has written what the names cover, and says so here.
 
         They may still be sent from; the lease cannot be released before that has ended.
@@ -259,12 +275,12 @@ class PageLease:
             raise self._refusal("published as computed")
         self._publish(names)
 
-    def _publish(self, names: Sequence[bytes]) -> None:
+    def _publish(self, names: PageNames) -> None:
         if len(names) > len(self.pages):
             raise UsageError(f"{len(names)} names for the {len(self.pages)} pages of request {self.owner!r}")
-        self._is_published = True
         own = slice(self.shared, len(names))
-        self._pool._publish(self.pages[own].tolist(), names[own])
+        self._pool._publish(self.pages[own], _given(names)[own])
+        self._is_published = True
 
     def release(self) -> None:
         """Gives all pages back. Raises PagesInUse while anybody else may touch them."""

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from crossrail._options import check_kind, check_whole
 from crossrail.errors import UsageError
 from crossrail.kv.transfer.layout import KvLayout, compatible
 from crossrail.kv.transfer.shard import Route, lanes, route
@@ -119,6 +120,8 @@ def plan_transfer(src: KvLayout, dst: KvLayout, request: str = "") -> TransferPl
 
     request: its name, which decides between source ranks that hold the same heads.
     """
+    check_kind(src, "src", KvLayout, "a KvLayout")
+    check_kind(dst, "dst", KvLayout, "a KvLayout")
     return _plan(src, dst, zlib.crc32(request.encode()) % src.replicas)
 
 
@@ -137,6 +140,7 @@ def expected_count(
 
     It depends neither on how the prompt was cut into chunks nor on which of several equal source ranks sent.
     """
+    check_whole(rank=rank, tokens=tokens, prefix_tokens=prefix_tokens)
     plan = plan_transfer(src, dst)
     if not 0 <= rank < dst.tp:
         raise UsageError(f"rank={rank} must be in 0..{dst.tp - 1}")

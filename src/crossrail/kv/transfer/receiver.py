@@ -9,12 +9,14 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
 from crossrail._closing import Closing
+from crossrail._options import check_counts, check_kind, check_seconds
 from crossrail.errors import CrossrailError, UsageError, WaitTimeout
 from crossrail.kv.errors import NoPages
 from crossrail.kv.transfer.access import Access, Closers, Tails
 from crossrail.kv.transfer.layout import KvLayout
-from crossrail.kv.transfer.memory import RankMemory
+from crossrail.kv.transfer.memory import RankMemory, check_ranks
 from crossrail.kv.transfer.pages import PageLease, PagePool
+from crossrail.kv.transfer.prefix import NO_NAMES, PageNames
 from crossrail.kv.transfer.reception import Reception
 from crossrail.kv.transfer.target import check_request
 
@@ -44,28 +46,29 @@ class KvReceiver(Closing):
         tail_bytes: int = 0,
         tail_slots: int = 64,
     ) -> None:
+        check_kind(layout, "layout", KvLayout, "a KvLayout")
         if not isinstance(ranks, Mapping):
             if len(ranks) != layout.tp:
                 raise UsageError(f"{len(ranks)} ranks are given, the layout has {layout.tp}")
             ranks = dict(enumerate(ranks))
-        if not ranks or not all(0 <= rank < layout.tp for rank in ranks):
-            raise UsageError(f"ranks {sorted(ranks)} must be some of 0..{layout.tp - 1}")
-        for rank, memory in ranks.items():
-            if memory.layout != layout:
-                raise UsageError(f"rank {rank} has another layout: {memory.layout.describe()}")
+        check_ranks(layout, ranks)
+        if pool is not None:
+            check_kind(pool, "pool", PagePool, "a PagePool or None")
         if pool is not None and (pool.pages != layout.pages or pool.page_tokens != layout.page_tokens):
             raise UsageError(
                 f"the pool has {pool.pages} pages of {pool.page_tokens} tokens, the layout {layout.pages} of "
                 f"{layout.page_tokens}"
             )
-        if tail_bytes < 0 or tail_slots < 1:
-            raise UsageError(f"tail_bytes={tail_bytes} must be 0 or more, tail_slots={tail_slots} 1 or more")
+        check_counts(0, tail_bytes=tail_bytes)
+        check_counts(1, tail_slots=tail_slots)
+        tail_bytes = int(tail_bytes)  # numpy's whole numbers are none in a message
         if tail_bytes and 0 not in ranks:
             raise UsageError("tails arrive at rank 0, which another process has")
         self.layout = layout
         self.ranks = dict(ranks)
         self.pool = pool
         self.tail_bytes = tail_bytes
+        self._is_closed = False
         self._closers = Closers()
         self._accesses: OrderedDict[str, Access] = OrderedDict()  # the one dispatched to last at the end
         self._retired: dict[Access, asyncio.Task[None]] = {}  # what is being shut for good
@@ -74,33 +77,37 @@ class KvReceiver(Closing):
     def __repr__(self) -> str:
         return f"<KvReceiver of ranks {sorted(self.ranks)}>"
 
-    def reserve(self, request: str, tokens: int, *, room_tokens: int = 0, names: Sequence[bytes] = ()) -> Reception:
+    def reserve(self, request: str, tokens: int, *, room_tokens: int = 0, names: PageNames = NO_NAMES) -> Reception:
         """Takes pages for `tokens` tokens that will arrive, and for room_tokens that the decoder will add.
 
         names: names of the request's full pages within `tokens`, from page_hashes; pages that the pool already has are
             not sent.
         Raises NoPages or DuplicateRequest, and has then taken nothing.
         """
+        self._check_open()
         check_request(request)
-        if tokens < 0 or room_tokens < 0:
-            raise UsageError(f"tokens={tokens} and room_tokens={room_tokens} must be 0 or more")
+        check_counts(0, tokens=tokens, room_tokens=room_tokens)
         if self.pool is None:
             raise UsageError("this receiver has no pool of pages: adopt() takes a lease of yours")
         full_pages = tokens // self.layout.page_tokens
         if self._tails is not None and not self._tails.free_slots:
             raise NoPages(request, "all room for tails is in use", 1, 0)
         lease = self.pool.reserve(self.layout.pages_of(tokens + room_tokens), request, names=names[:full_pages])
-        return Reception(request, tokens, self.layout, self.ranks, lease, self._tails, self._access_of)
+        return Reception(request, int(tokens), self.layout, self.ranks, lease, self._tails, self._access_of)
 
     def adopt(self, request: str, tokens: int, lease: PageLease) -> Reception:
         """Like reserve(), with a reserved lease of the caller's, whose first prefix_tokens tokens are already here."""
+        self._check_open()
         check_request(request)
+        check_counts(0, tokens=tokens)
+        check_kind(lease, "lease", PageLease, "a PageLease")
+        lease.check_page_tokens(self.layout.page_tokens)
         if not 0 <= lease.prefix_tokens <= tokens or len(lease.pages) < self.layout.pages_of(tokens):
             raise UsageError(
                 f"request {request!r}: the lease has {len(lease.pages)} pages, {lease.prefix_tokens} tokens are there; "
                 f"{tokens} tokens take {self.layout.pages_of(tokens)}"
             )
-        return Reception(request, tokens, self.layout, self.ranks, lease, None, self._access_of)
+        return Reception(request, int(tokens), self.layout, self.ranks, lease, None, self._access_of)
 
     async def fence(self, writer: str, timeout_s: float) -> None:
         """Shuts a prefiller out: once this returns, nothing from it can land here, however late it arrives.
@@ -111,6 +118,7 @@ class KvReceiver(Closing):
         Raises WaitTimeout while the prefiller is in the middle of a copy, for example because it froze there.
         Everything else from it is refused already; call fence() again.
         """
+        check_seconds(timeout_s=timeout_s)
         access = self._accesses.get(writer)
         if access is not None:
             await access.shut(timeout_s)
@@ -120,8 +128,9 @@ class KvReceiver(Closing):
     def close(self) -> None:
         """Closes all registrations of writers, and the memory of tails, after all requests have ended. Idempotent.
 
-        Blocks: in a running loop that others need, shut() is the better one. All that can be closed are, also when
-        WaitTimeout is raised: a writer stands still in the middle of a copy.
+        Afterwards reserve(), adopt() and dispatch() raise UsageError; what is there can still be withdrawn, and
+        released. Blocks: in a running loop that others need, shut() is the better one. All that can be closed are, also
+        when WaitTimeout is raised: a writer stands still in the middle of a copy.
         """
         accesses = self._all_accesses()
         for access in accesses:  # all are refused before one is waited for
@@ -132,6 +141,7 @@ class KvReceiver(Closing):
         for access in accesses:
             try:
                 access.close(0.0 if stuck else _SHUT_S)
+                access.note_closed()
             except WaitTimeout as error:
                 stuck = stuck or error
         self._end(stuck)
@@ -145,7 +155,8 @@ class KvReceiver(Closing):
         self._end(next((end for end in ends if end is not None), None))
 
     def _all_accesses(self) -> list[Access]:
-        """For their end: nothing else closes those that are retired from here on."""
+        """For their end: nothing else closes those that are retired from here on, and no others are made."""
+        self._is_closed = True
         for task in self._retired.values():
             task.cancel()
         return [*self._accesses.values(), *self._retired]
@@ -160,8 +171,13 @@ class KvReceiver(Closing):
         self._accesses.clear()
         self._retired.clear()
 
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise UsageError(f"{self!r} is closed: nothing would arrive")
+
     def _access_of(self, writer: str | None) -> Access:
         """None: one of its own."""
+        self._check_open()
         if writer is None:
             return Access(self.ranks, self._tails, self._closers)
         access = self._accesses.get(writer)

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from crossrail import Engine, ImmCounter
+from crossrail._options import check_kind, check_seconds, check_texts, check_timeout
 from crossrail.control.deadlines import loop_time_s
 from crossrail.errors import CrossrailError, PeerLost, UsageError, WaitTimeout
-from crossrail.kv.errors import PagesInUse, SurplusCount
+from crossrail.kv.errors import PagesInUse, SurplusCount, TransferStopped
 from crossrail.kv.transfer.access import Access, Tails
 from crossrail.kv.transfer.layout import KvLayout
 from crossrail.kv.transfer.pages import PageLease, PageState
@@ -23,7 +24,8 @@ from crossrail.kv.transfer.target import KvTarget, RankTarget
 
 log = logging.getLogger("crossrail.kv")
 
-_SHUT_S = 5.0  # for registrations that nobody writes by any more: they close at once
+_LAST_COUNTS_S = 0.05  # of bytes that were in place when their writer was shut out
+_SHUT_S = 5.0  # for registrations to close: only who stands still in the middle of a copy takes longer
 
 
 @dataclass
@@ -91,6 +93,9 @@ class Reception:
             an attempt can be ended without the prefiller's confirmation.
         Raises LayoutMismatch, or PagesInUse while another attempt is not over; nothing has changed then.
         """
+        check_kind(source, "source", KvLayout, "a KvLayout")
+        if writer is not None:
+            check_texts(writer=writer)
         layout = self._layout
         if self.state is not PageState.RESERVED:
             raise PagesInUse(f"request {self.request!r} cannot be dispatched now: its pages are {self.state}")
@@ -144,9 +149,11 @@ class Reception:
     async def arrived(self, timeout_s: float | None = None) -> None:
         """Returns when all KV and the tail have arrived: the pages are in use, and nobody else writes them.
 
-        Raises WaitTimeout: the transfer continues; call it again, or withdraw(). SurplusCount: the pages are
-        quarantined. If the request needs_nothing, nobody needs to be dispatched to.
+        Raises WaitTimeout: the transfer continues; call it again, or withdraw(). TransferStopped: it does not, its
+        writer was shut out, by fence() or KvReceiver.close(); withdraw() it. SurplusCount: the pages are quarantined.
+        If the request needs_nothing, nobody needs to be dispatched to.
         """
+        check_timeout(timeout_s)
         if self.state is PageState.IN_USE:
             return
         if self.state is PageState.RESERVED and self.needs_nothing:
@@ -170,14 +177,19 @@ class Reception:
         If none of this happens within timeout_s, or ask raises another error: registrations of this attempt alone are
         closed, which ends it too. Shared ones are not; then WaitTimeout or that error is raised, and the pages are
         quarantined: call it again, perhaps after fence(writer).
+        timeout_s is for the confirmation alone. Closing registrations comes on top: for 5 s at most, after which a peer
+        stands still in the middle of a copy, and WaitTimeout is raised, as above.
         A second call while the first is in progress shares its result; cancelling the awaiting task does not stop it.
         Does nothing before dispatch().
         """
+        check_seconds(timeout_s=timeout_s)
         if self._withdrawal is None or self._withdrawal.done():
             if self._is_awaited or self.state is PageState.IN_USE:
                 raise UsageError(f"request {self.request!r}: it arrived, or a task awaits arrived(); end that first")
             if self.state is PageState.RESERVED:
                 return
+            if self.state is PageState.FREE:
+                raise UsageError(f"request {self.request!r} was released: its pages may be somebody else's")
             self._withdrawal = asyncio.create_task(self._withdraw(ask, timeout_s), name=f"kv-withdraw-{self.request}")
             # Whoever awaited it may have been cancelled: what it raises then is in the state of the pages.
             self._withdrawal.add_done_callback(lambda task: task.cancelled() or task.exception())
@@ -197,7 +209,7 @@ class Reception:
 
     async def _take(self, timeout_s: float | None) -> None:
         """Waits for everything, and then the pages are ours alone."""
-        await self._count(timeout_s)
+        await self._count_until_shut(timeout_s)
         if surplus := sum(awaited.counter.poll() for awaited in self._awaited):
             self._has_surplus = True
             self.lease.drain()
@@ -208,6 +220,20 @@ class Reception:
             )
         await self._end_attempt()
         self.lease.use()
+
+    async def _count_until_shut(self, timeout_s: float | None) -> None:
+        """The same as _count(), unless the writer is shut out meanwhile: what has not come then does not come."""
+        assert self._access is not None  # it was dispatched
+        counted = asyncio.ensure_future(self._count(timeout_s))
+        shut = asyncio.ensure_future(self._access.wait_shut())
+        if counted in await _first_of([counted, shut]):
+            return counted.result()
+        try:
+            await self._count(_LAST_COUNTS_S)
+        except WaitTimeout:
+            raise TransferStopped(
+                f"request {self.request!r}: its writer was shut out, by fence() or close(), before all had arrived"
+            ) from None
 
     async def _count(self, timeout_s: float | None) -> None:
         """Takes what is expected, engine by engine; what was taken when it is interrupted stays taken."""
@@ -224,12 +250,13 @@ class Reception:
         try:
             try:
                 await self._await_quiet(ask, timeout_s)
-            except CrossrailError as error:
+            except Exception as error:  # ask is the caller's, and so are its errors
                 if not self._owns_access and not isinstance(error, PeerLost):
                     raise
-                log.info("%s; its way to our memory is shut", error)
+                level = logging.INFO if isinstance(error, CrossrailError) else logging.WARNING
+                log.log(level, "request %r: %s; the way to our memory is shut", self.request, repr(error))
                 assert self._access is not None  # it was dispatched
-                await self._access.shut(timeout_s)
+                await self._access.shut(_SHUT_S)  # of its own: timeout_s may be over
             await self._end_attempt()
         except BaseException:
             if self.state is PageState.DRAINING:
@@ -244,14 +271,7 @@ class Reception:
         # After a surplus the count says nothing: somebody has written more than it counts, and may go on.
         counted = asyncio.ensure_future(asyncio.Event().wait() if self._has_surplus else self._count(None))
         shut = asyncio.ensure_future(self._access.wait_shut())
-        ends: list[asyncio.Future[Any]] = [asked, counted, shut]
-        try:
-            await asyncio.wait(ends, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-            done = [end for end in ends if end.done()]  # before the others are cancelled, and so done as well
-        finally:
-            for end in ends:
-                end.cancel()
-            await asyncio.wait(ends)
+        done = await _first_of([asked, counted, shut], timeout_s)
         if not done:
             raise WaitTimeout(
                 f"request {self.request!r}: its prefiller has not confirmed within {timeout_s:g} s that it stopped"
@@ -275,6 +295,17 @@ class Reception:
 
     def __repr__(self) -> str:
         return f"<Reception of {self.request!r}: {self.tokens} tokens, {self.state}>"
+
+
+async def _first_of(ends: Sequence[asyncio.Future[Any]], timeout_s: float | None = None) -> list[asyncio.Future[Any]]:
+    """Those that are done first, in the order of `ends`; the others have been cancelled, and have ended."""
+    try:
+        await asyncio.wait(ends, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        return [end for end in ends if end.done()]  # before the others are cancelled, and so done as well
+    finally:
+        for end in ends:
+            end.cancel()
+        await asyncio.wait(ends)
 
 
 def _awaited_by_engine(access: Access, counts: dict[int, int]) -> dict[Engine, _Awaited]:

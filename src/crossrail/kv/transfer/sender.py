@@ -15,11 +15,12 @@ from threading import RLock
 
 from crossrail import Watcher
 from crossrail._closing import AsyncClosing
+from crossrail._options import check_kind, check_whole
 from crossrail.errors import UsageError
 from crossrail.kv.errors import DuplicateRequest, TransferStopped
 from crossrail.kv.transfer.job import SendJob
 from crossrail.kv.transfer.layout import KvLayout
-from crossrail.kv.transfer.memory import RankMemory
+from crossrail.kv.transfer.memory import RankMemory, check_ranks
 from crossrail.kv.transfer.pages import PageLease
 from crossrail.kv.transfer.plan import PageWrites, plan_transfer
 from crossrail.kv.transfer.target import KvTarget
@@ -104,14 +105,13 @@ class KvSender(AsyncClosing):
     """
 
     def __init__(self, layout: KvLayout, ranks: Mapping[int, RankMemory]) -> None:
-        if not ranks or not all(0 <= rank < layout.tp for rank in ranks):
-            raise UsageError(f"ranks {sorted(ranks)} must be some of 0..{layout.tp - 1}")
-        for rank, memory in ranks.items():
-            if memory.layout != layout:
-                raise UsageError(f"rank {rank} has another layout: {memory.layout.describe()}")
+        check_kind(layout, "layout", KvLayout, "a KvLayout")
+        check_kind(ranks, "ranks", Mapping, "a mapping from rank to RankMemory")
+        check_ranks(layout, ranks)
         self.layout = layout
         self._ranks = dict(ranks)
         self._jobs: dict[str, SendJob] = {}
+        self._is_closed = False
         # Re-entrant: on a simulated engine a submit may run callbacks, as ours, before it returns.
         self._lock = RLock()
         self._is_pumping = False  # guarded by the lock, as what follows
@@ -142,6 +142,7 @@ class KvSender(AsyncClosing):
         The engines begin to send these layers by themselves.
         Raises UsageError if the steps begun so far have fewer layers left: the surplus would count for a later step.
         """
+        check_whole(layers=layers)
         with self._lock:
             open_layers = (self._next_base - self._watcher.value) % _WORD
             if open_layers >= _WORD // 2:  # the word is past them: somebody's kernel counted too much
@@ -167,12 +168,14 @@ class KvSender(AsyncClosing):
         Raises LayoutMismatch, DuplicateRequest or UsageError, and leaves the lease as it was: also for whatever of the
         target cannot be sent to, so that what a decoder gets wrong does not meet the steps of others.
         """
+        self._check_open()
         wanted: tuple[tuple[object, type], ...] = ((target, KvTarget), (lease, PageLease))
         for given, kind in wanted:
             if not isinstance(given, kind):
                 raise UsageError(f"open() takes a {kind.__name__} there, not an object of type {type(given).__name__}")
         if target.request in self._jobs:
             raise DuplicateRequest(f"request {target.request!r} is under way: {self._jobs[target.request]!r}")
+        lease.check_page_tokens(self.layout.page_tokens)
         plan = plan_transfer(self.layout, target.layout, target.request)
         plan.ready(target.tokens, target.prefix_tokens, 0, target.tokens)  # refuses a prefix that does not fit
         plan.check_dst_pages(target.pages, target.tokens)
@@ -190,15 +193,21 @@ class KvSender(AsyncClosing):
         """Announces what the next step of the model computes: for each job, its tokens up to this end, exclusive.
 
         Call it before the step starts; several steps may be begun in advance. A job's chunks follow each other without
-        a gap, from token 0 (what our own prefix cache had is part of the first chunk) to target.tokens. All index
-        arrays are made here, and the writes of the first layers are submitted, one submit for each pair of ranks; those
-        of the other layers follow while these are computed.
+        a gap, from token 0 (what our own prefix cache had is part of the first chunk) to target.tokens. A job whose
+        target.prefix_tokens are all of its tokens has no chunks, and is refused. All index arrays are made here, and
+        the writes of the first layers are submitted, one submit for each pair of ranks; those of the other layers
+        follow while these are computed.
         A stopped job is accepted too, and the step then only keeps its pages until it is over; a settled job is
-        refused, with the reason why it stopped. If anything is raised, no step has begun.
+        refused, with the reason why it stopped; another sender's job is, since this word does not start its writes. If
+        anything is raised, no step has begun.
         """
+        self._check_open()
         loads: list[_Load] = []
         planned: dict[SendJob, int] = {}
         for job, end in chunks:
+            if getattr(job, "_ranks", None) is not self._ranks:  # the sender's own: its engines have this word
+                raise UsageError(f"begin_step() takes jobs that this sender's open() has made, not {job!r:.200}")
+            check_whole(end=end)
             loads.append(_Load(job, end, job._writes_of(end, planned.get(job))))
             planned[job] = end
         with self._lock:
@@ -211,11 +220,12 @@ class KvSender(AsyncClosing):
         return step
 
     async def close(self) -> None:
-        """Cancels all jobs, waits until they are quiet, and stops watching the word. Open steps are abandoned.
-        Idempotent.
+        """Cancels all jobs, waits until they are quiet, and stops watching the word. Open steps are abandoned, and no
+        others begin. Idempotent.
 
         The engines must still be open, and the model must not count any more.
         """
+        self._is_closed = True
         jobs = list(self._jobs.values())
         await asyncio.gather(*(job.cancel("the sender was closed") for job in jobs))
         for step in list(self._steps):
@@ -223,6 +233,10 @@ class KvSender(AsyncClosing):
         await asyncio.gather(*(job._end for job in jobs))
         for watcher in (self._watcher, *self._followers):
             watcher.close()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise UsageError(f"{self!r} is closed: nobody would send")
 
     # ---- what the word says: on the thread that counts, on the callback thread, or that of the loop
 

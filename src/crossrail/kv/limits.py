@@ -1,0 +1,5 @@
+"""Bounds that messages and options share, for who needs no more of either."""
+
+from __future__ import annotations
+
+SECONDS_MAX = 1e7  # more than the month that commands take

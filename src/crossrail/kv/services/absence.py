@@ -1,0 +1,87 @@
+"""Why nobody takes a request, in words: no node of that role is there, or none that may take it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from crossrail._latest import Latest
+from crossrail.control.deadlines import loop_time_s
+from crossrail.kv import messages as m
+from crossrail.kv.services.membership import Member, Membership
+
+_GONE_KEPT = 1024  # names of nodes
+
+
+class _Gone(NamedTuple):
+    """A node that was a member. at_s: when it went, on the event loop's clock."""
+
+    why: str
+    at_s: float
+    model: str
+
+
+class Absence:
+    """What a router says of nodes that it lacks. Threads: the event loop's."""
+
+    def __init__(self, router: str, membership: Membership) -> None:
+        self._router = router
+        self._membership = membership
+        self._gone: Latest[tuple[m.Role, str], _Gone] = Latest(_GONE_KEPT)
+
+    def note(self, member: Member, why: str) -> None:
+        """It is no member any more."""
+        key = (member.record.role, member.name)
+        self._gone[key] = _Gone(why, loop_time_s(), member.record.model)
+        self._gone.move_to_end(key)
+
+    def of_decoders(self, model: str | None) -> str:
+        """None of this model takes requests. model None: any."""
+        members = self._membership.members("decoder")
+        if hanging := self.hanging("decoder", model, 0):
+            return hanging
+        of = f" for model {model!r}" if model else ""
+        others = sorted({repr(member.record.model) for member in members} - {repr(model)})
+        there = f"; there are some for {', '.join(others)}" if of and others else ""
+        resting = [member.name for member in members if model in (None, member.record.model)]
+        if resting:
+            return f"no decoder{of} takes requests now, also not node {resting[0]!r}{_and_more(resting)}{there}"
+        return self._none_there("decoder", of, model) + there
+
+    def of_prefillers(self, model: str, tokens: int) -> str:
+        """None of this model takes a prompt with so many tokens to prefill."""
+        if hanging := self.hanging("prefiller", model, tokens):
+            return hanging
+        of = f" for model {model!r}"
+        there = [member for member in self._membership.members("prefiller") if member.record.model == model]
+        if not there:
+            return self._none_there("prefiller", of, model)
+        of += f" with pages for {tokens} tokens"
+        resting = [member.name for member in there if tokens <= member.tokens_max]
+        if resting:
+            return f"no prefiller{of} takes requests now, also not node {resting[0]!r}{_and_more(resting)}"
+        return f"no prefiller{of} has joined router {self._router!r}"
+
+    def hanging(self, role: m.Role, model: str | None, tokens: int) -> str:
+        """That those with pages for so many tokens are there and hang; or empty. model None: any."""
+        hanging = [
+            member.name
+            for member in self._membership.members(role)
+            if member.load.hangs and model in (None, member.record.model) and tokens <= member.tokens_max
+        ]
+        if not hanging:
+            return ""
+        return f"no {role} takes requests: the model hangs at node {hanging[0]!r}{_and_more(hanging)}"
+
+    def _none_there(self, role: m.Role, of: str, model: str | None) -> str:
+        """of: the model, in words, or empty."""
+        gone = [went for (was, _), went in self._gone.items() if was == role and model in (None, went.model)]
+        if not gone:
+            return f"no {role}{of} has joined router {self._router!r}"
+        last = gone[-1]
+        which = "the only one" if len(gone) == 1 else f"the last of {len(gone)}"
+        ago_s = loop_time_s() - last.at_s
+        return f"no {role}{of} is left at router {self._router!r}: {last.why}, {ago_s:.1f} s ago; it was {which}"
+
+
+def _and_more(names: list[str]) -> str:
+    return f" and {len(names) - 1} more" if len(names) > 1 else ""

@@ -1,0 +1,73 @@
+"""Options of `crossrail kv` that go to the engine and to the node."""
+
+from dataclasses import fields
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner
+
+import crossrail as xr
+from crossrail.cli.kv import common, nodes
+from crossrail.cli.kv.commands import decoder, prefiller, router
+from crossrail.kv.services.node import NodeOptions
+from crossrail.kv.transfer.layout import KvLayout
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (router, ["--listen", "127.0.0.1:0"]),
+        (prefiller, ["--router", "http://127.0.0.1:1"]),
+        (decoder, ["--router", "http://127.0.0.1:1"]),
+    ],
+)
+@pytest.mark.parametrize(("given", "timeout_s"), [([], 10.0), (["--peer-timeout-s", "2.5"], 2.5)])
+def test_engine_gives_peers_up_after_what_the_command_line_says(
+    command: click.Command, words: list[str], given: list[str], timeout_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, Any] = {}
+
+    def engine(name: str, **options: Any) -> xr.Engine:
+        asked.update(options)
+        raise xr.UsageError("seen")
+
+    monkeypatch.setattr(common.xr, "Engine", engine)
+    monkeypatch.setenv("CROSSRAIL_SECRET", "of this test, long enough")
+    CliRunner().invoke(command, [*words, *given])
+    assert asked["peer_timeout_s"] == timeout_s
+
+
+def test_node_looks_for_its_router_again_after_what_the_command_line_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[NodeOptions] = []
+
+    async def serve(kind: object, options: dict[str, Any]) -> None:
+        seen.append(common.chosen(NodeOptions(), options))
+
+    monkeypatch.setattr(nodes, "_serve", serve)
+    for words in ([], ["--retry-s", "3"]):
+        CliRunner().invoke(decoder, words, catch_exceptions=False)
+    assert [options.retry_s for options in seen] == [0.5, 3.0]
+
+
+def test_toy_takes_every_field_of_a_layout() -> None:
+    """As the page has it."""
+    layout = KvLayout(2, 30, 6, 4, 8, "bfloat16", "MHA", "NHD", separate_kv=False, tp=2)
+    given = {field.name: str(getattr(layout, field.name)) for field in fields(layout)}
+    assert common.open_model("toy", given).layout == layout
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("separate_kv", "maybe", "option of the toy model: separate_kv='maybe' must be true or false"),
+        ("seed", "-1", r"seed=-1 must be in 0\.\.2\*\*128-1"),
+        ("seed", str(1 << 128), r"must be in 0\.\.2\*\*128-1"),
+        ("token_us", "-1", "token_us=-1 must be microseconds, 0 to 1e6"),
+        ("token_us", "nan", "token_us=nan must be microseconds, 0 to 1e6"),  # no timer of the loop would be in order
+        ("token_us", "inf", "token_us=inf must be microseconds, 0 to 1e6"),
+    ],
+)
+def test_toy_says_what_is_wrong_with_an_option(option: str, value: str, words: str) -> None:
+    with pytest.raises(xr.UsageError, match=words):
+        common.open_model("toy", {option: value})
