@@ -46,6 +46,7 @@ class Fleet:
     plan_options: PlanOptions = field(default_factory=lambda: PlanOptions(write_bytes_min=2000))
     secret_of: Callable[[str], bytes] = lambda _: SECRET
     trainer_options: dict[str, Any] = field(default_factory=dict)
+    mesh_of: Callable[[str], str] = lambda _: "fsdp"  # of a parameter at the trainers
     # Of trainers and of inference ranks, instead of `mapped`: from engine, role and rank.
     source_memory: MakeMemory | None = None
     target_memory: MakeMemory | None = None
@@ -104,7 +105,7 @@ class Fleet:
         name = name or f"trainer-{rank}"
         box = self.mailbox(name)
         memory, allocate = self.memory(name, "trainer", rank)
-        self.sources[rank] = small.Trainer(memory, self.trainer_count, allocate, self.dtype)
+        self.sources[rank] = small.Trainer(memory, self.trainer_count, allocate, self.dtype, self.mesh_of)
         options = {"tmp_bytes_max": TMP_BYTES, "preparer": self.make_preparer(), **self.trainer_options}
         trainer = self.trainers[rank] = WeightTrainer(box, memory, **options)
         await trainer.join(self.controller.address, PATIENCE_S)

@@ -17,9 +17,9 @@ from typing import Any
 import torch.distributed as dist
 
 import crossrail as xr
+from crossrail._options import SECRET_VARIABLE
 from crossrail.cli.weights.play import say
 from crossrail.control.wire import EngineWire
-from crossrail.engine import SECRET_VARIABLE
 from crossrail.weights.services.messages import mailbox
 from crossrail.weights.services.trainer import WeightTrainer
 from crossrail.weights.step.torch_barrier import TorchBarrier

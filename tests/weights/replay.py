@@ -58,6 +58,7 @@ def run_task(
     preparer = preparer or NumpyPreparer()
     regions: list[Any] = [Plain(memory) for memory in own]
     preparer.open(regions, Plain(arena))  # type: ignore[arg-type]
+    preparer.load([(task, base)])
     preparer.prepare([(task, base)])
     preparer.close()
     assert (arena[:base] == 0xA5).all() and (arena[base + task.piece_bytes :] == 0xA5).all()

@@ -8,13 +8,15 @@ from pathlib import Path
 
 import numpy as np
 
+_DTYPES = {"uint16": "BF16", "uint8": "F8_E4M3", "float32": "F32"}
+
 
 def write(path: Path, tensors: Mapping[str, np.ndarray], **changes: object) -> None:
-    """All as BF16 (uint16), one behind the other. changes: to what the header says of each."""
+    """One behind the other: uint16 as BF16, uint8 as F8_E4M3. changes: to what the header says of each."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, array in tensors.items():
-        entry = {"dtype": "BF16", "shape": array.shape, "data_offsets": [end, end + array.nbytes]}
+        entry = {"dtype": _DTYPES[array.dtype.name], "shape": array.shape, "data_offsets": [end, end + array.nbytes]}
         header[name] = entry | changes
         end += array.nbytes
     text = json.dumps(header).encode()

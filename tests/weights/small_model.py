@@ -63,9 +63,16 @@ def part(values: Array, box: Box) -> Array:
 
 
 class Trainer:
-    """Rank of count trainers: its shards, all in one block. allocate: bytes as an array."""
+    """Rank of count trainers: its shards, all in one block. allocate: bytes as an array. mesh_of: by parameter."""
 
-    def __init__(self, memory: WeightMemory, count: int, allocate: Callable[[int], Array], dtype: str) -> None:
+    def __init__(
+        self,
+        memory: WeightMemory,
+        count: int,
+        allocate: Callable[[int], Array],
+        dtype: str,
+        mesh_of: Callable[[str], str] = lambda _: "fsdp",
+    ) -> None:
         self.memory, self.dtype = memory, dtype
         self.shards: dict[str, tuple[Box, Array]] = {}
         item = 2 if dtype == "bfloat16" else 4
@@ -78,7 +85,7 @@ class Trainer:
             shard = block[end : end + nbytes].view(np.uint16 if item == 2 else np.float32).reshape(extent)
             end += nbytes
             self.shards[name] = box, shard
-            memory.add(name, shard, shape=MODEL[name][0], box=box, dtype=dtype, mesh="fsdp")
+            memory.add(name, shard, shape=MODEL[name][0], box=box, dtype=dtype, mesh=mesh_of(name))
 
     def load(self, weights: Weights) -> None:
         for name, (box, shard) in self.shards.items():

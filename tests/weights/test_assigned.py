@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import pytest
@@ -28,8 +28,8 @@ def hold(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     go_on = threading.Event()
     make = assigned.ready_tasks
 
-    def slowly(plan: Plan, trainer: int) -> Iterator[ReadyTask]:
-        for index, task in enumerate(make(plan, trainer)):
+    def slowly(plan: Plan, trainer: int, far: Collection[int] = ()) -> Iterator[ReadyTask]:
+        for index, task in enumerate(make(plan, trainer, far)):
             if trainer == 0 and index == 1:
                 assert go_on.wait(PATIENCE_S)
             yield task

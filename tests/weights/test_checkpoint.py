@@ -11,13 +11,17 @@ import numpy as np
 import pytest
 
 import crossrail as xr
+from crossrail.weights import Holding
 from crossrail.weights.inventory.checkpoint import Checkpoint
+from crossrail.weights.inventory.families import names_of
+from crossrail.weights.inventory.mapping import Ranks
 from crossrail.weights.inventory.memory import WeightMemory
 from crossrail.weights.planning.planner import make_plan
 from crossrail.weights.services.trainer import WeightTrainer
 from crossrail.weights.step.ready import ready_tasks
 from tests.weights.conftest import MakeFleet
 from tests.weights.fleet import PATIENCE_S
+from tests.weights.memory import Process
 from tests.weights.replay import run_task
 from tests.weights.safetensors_file import write
 from tests.weights.small_model import weights_of
@@ -234,6 +238,72 @@ def test_experts_one_by_one_are_also_a_stack(engine: xr.Engine, tmp_path: Path, 
     memories.clear()
     for memory in (*sources, *targets):
         memory.close()
+    checkpoint.close()
+
+
+FP8 = {
+    "model_type": "qwen3_moe", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 64, "intermediate_size": 48, "num_experts": 3,
+    "moe_intermediate_size": 16, "quantization_config": {"weight_block_size": [8, 8]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("readers", [1, 2])
+def test_published_fp8_values_and_scales_reach_fused_and_stacked_tensors(
+    engine: xr.Engine, tmp_path: Path, readers: int
+) -> None:
+    """As DeepSeek-V3 is published: they go as they are, nothing is quantised again."""
+    rng = np.random.default_rng(readers)
+    stored: dict[str, np.ndarray] = {}
+    attention, experts = "model.layers.0.self_attn", "model.layers.0.mlp.experts"
+    shapes = {f"{attention}.q_proj": (32, 32), f"{attention}.k_proj": (16, 32), f"{attention}.v_proj": (16, 32)}
+    shapes |= {f"{experts}.{i}.{part}_proj": (16, 32) for i in range(3) for part in ("gate", "up")}
+    shapes |= {f"{experts}.{i}.down_proj": (32, 16) for i in range(3)}
+    for name, (rows, columns) in shapes.items():
+        stored[f"{name}.weight"] = rng.integers(0, 256, (rows, columns), np.uint8)
+        stored[f"{name}.weight_scale_inv"] = rng.random((rows // 8, columns // 8), np.float32)
+    write(tmp_path / "a.safetensors", stored)
+
+    def wanted(kind: str, rank: int) -> dict[str, np.ndarray]:
+        """Of one of two tensor-parallel ranks."""
+
+        def half(name: str, axis: int = 0) -> np.ndarray:
+            return np.split(stored[f"{name}.{kind}"], 2, axis)[rank]
+
+        qkv = [half(f"{attention}.{part}_proj") for part in "qkv"]
+        w13 = [np.concatenate([half(f"{experts}.{i}.{part}_proj") for part in ("gate", "up")]) for i in range(3)]
+        w2 = [half(f"{experts}.{i}.down_proj", 1) for i in range(3)]
+        suffix = kind.removeprefix("weight")
+        return {
+            f"{attention}.qkv_proj.{kind}": np.concatenate(qkv),
+            f"{experts}.w13_weight{suffix}": np.stack(w13),
+            f"{experts}.w2_weight{suffix}": np.stack(w2),
+        }
+
+    names, targets, expected = names_of(FP8), [], []
+    for rank in range(2):
+        held: list[Holding] = []
+        memory = b""
+        for name, array in (wanted("weight", rank) | wanted("weight_scale_inv", rank)).items():
+            dtype = "float32" if name.endswith("_scale_inv") else "float8_e4m3fn"
+            held += names.holdings(name, dtype, array.shape, 0, len(memory), ranks=Ranks(rank, 2))
+            memory += array.tobytes()
+        targets.append(Process("target", rank, held, len(memory)))
+        expected.append(memory)
+    checkpoint = Checkpoint(tmp_path)
+    sources = [checkpoint.memory(engine, rank, readers) for rank in range(readers)]
+    plan = make_plan([one.inventory() for one in sources], [one.inventory for one in targets])
+    memories = {one.rank: [region.array() for region in one.regions] for one in sources}
+    received = {rank: [one.memory] for rank, one in enumerate(targets)}
+
+    for rank in range(readers):
+        for task in ready_tasks(plan.of_trainer(rank), rank):
+            run_task(task, memories[rank], memories, received)
+
+    assert [one.memory.tobytes() for one in targets] == expected
+    memories.clear()
+    for source in sources:
+        source.close()
     checkpoint.close()
 
 

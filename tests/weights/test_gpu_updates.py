@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -38,6 +39,48 @@ async def test_versions_arrive_bit_for_bit(
     for receiver in fleet.receivers.values():
         assert {region.device for regions in receiver._buffers for region in regions} == {"cuda:0"}
     assert gpu_world.gpu.copies > 0
+
+
+class Mixed(GpuWeights):
+    """Of whose arrays every second is on the host, as memory beside a vLLM on a GPU is."""
+
+    def __init__(self, world: GpuWorld, engine: xr.Engine, role: Any, rank: int) -> None:
+        super().__init__(world, engine, role, rank)
+        self.host: list[np.ndarray] = []
+        self._is_turn_of_host = False
+
+    def allocate(self, nbytes: int) -> np.ndarray:
+        self._is_turn_of_host = not self._is_turn_of_host
+        if not self._is_turn_of_host:
+            return self.world.allocate(nbytes)
+        self.host.append(np.zeros(nbytes, np.uint8))
+        return self.host[-1]
+
+    def is_on_host(self, array: np.ndarray) -> bool:
+        return any(np.shares_memory(array, one) for one in self.host)
+
+    def add(self, name: str, array: np.ndarray, **more: Any) -> None:
+        (self.add_host if self.is_on_host(array) else super().add)(name, array, **more)
+
+    def like(self, array: np.ndarray, regions: Sequence[xr.Region]) -> np.ndarray:
+        return array if self.is_on_host(array) else super().like(array, regions)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+async def test_inference_rank_with_some_on_the_gpu_and_some_on_the_host(
+    gpu_world: GpuWorld, make_fleet: MakeFleet, transport: str
+) -> None:
+    def memory(engine: xr.Engine, role: Any, rank: int) -> tuple[WeightMemory, Callable[[int], np.ndarray]]:
+        made = Mixed(gpu_world, engine, role, rank)
+        return made, made.allocate
+
+    fleet = make_fleet(transport, spare=False, target_memory=memory)
+    await fleet.start()
+    for version in (1, 2):
+        await fleet.update(version)
+        await fleet.assert_holds(version)
+    for receiver in fleet.receivers.values():
+        assert {region.device for region in receiver.memory.regions} == {"cpu", "cuda:0"}
 
 
 async def test_readers_keep_their_version_while_the_next_arrives(gpu_world: GpuWorld, make_fleet: MakeFleet) -> None:

@@ -36,6 +36,8 @@ DEEPSEEK = LLAMA | {
     "qk_nope_head_dim": 8,
     "v_head_dim": 8,
 }
+KIMI_K2 = DEEPSEEK | {"model_type": "kimi_k2", "n_shared_experts": 2}
+QWEN2 = LLAMA | {"model_type": "qwen2"}
 LAYER = "model.layers.1"
 
 
@@ -92,8 +94,106 @@ def test_rows_and_columns_of_tensor_parallelism(name: str, axis: int) -> None:
         np.testing.assert_array_equal(filled(held, wanted.shape, whole), wanted)
 
 
+@pytest.mark.parametrize("config", [DEEPSEEK, KIMI_K2])
+def test_latent_attention_of_tensor_parallelism(config: dict[str, Any]) -> None:
+    names = names_of(config)
+    whole = checkpoint(names)
+    attention = f"{LAYER}.self_attn"
+    q_a, kv_a, q_b, kv_b, out = (
+        whole[f"{attention}.{part}.weight"]
+        for part in ("q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "kv_b_proj", "o_proj")
+    )
+    for rank in range(2):
+        for name, wanted in (
+            ("fused_qkv_a_proj", np.concatenate([q_a, kv_a])),  # what precedes the heads is at every rank
+            ("q_a_proj", q_a),
+            ("kv_a_proj_with_mqa", kv_a),
+            ("q_b_proj", rows(q_b, rank, 2)),
+            ("kv_b_proj", rows(kv_b, rank, 2)),
+            ("o_proj", np.split(out, 2, 1)[rank]),
+        ):
+            held = names.holdings(f"{attention}.{name}.weight", "float32", wanted.shape, 0, 0, ranks=Ranks(rank, 2))
+            np.testing.assert_array_equal(filled(held, wanted.shape, whole), wanted, name)
+
+
+@pytest.mark.parametrize("config", [DEEPSEEK, KIMI_K2])
+def test_shared_experts_are_divided_as_a_dense_block(config: dict[str, Any]) -> None:
+    names = names_of(config)
+    whole = checkpoint(names)
+    for of in (f"{LAYER}.mlp.shared_experts", "model.layers.0.mlp"):
+        gate, up, down = (whole[f"{of}.{part}_proj.weight"] for part in ("gate", "up", "down"))
+        for rank in range(2):
+            # Expert parallelism does not divide what every token goes through.
+            ranks = Ranks(tp_rank=rank, tp=2, ep_rank=rank, ep=2)
+            for name, wanted in (
+                ("gate_up_proj", np.concatenate([rows(gate, rank, 2), rows(up, rank, 2)])),
+                ("down_proj", np.split(down, 2, 1)[rank]),
+            ):
+                held = names.holdings(f"{of}.{name}.weight", "float32", wanted.shape, 0, 0, ranks=ranks)
+                np.testing.assert_array_equal(filled(held, wanted.shape, whole), wanted)
+
+
+@pytest.mark.parametrize(
+    ("more", "dense"),
+    [
+        ({"mlp_only_layers": [1, 3]}, [1, 3]),
+        ({"decoder_sparse_step": 2}, [0, 2]),
+        ({"mlp_only_layers": [3], "decoder_sparse_step": 2}, [0, 2, 3]),
+        ({"mlp_only_layers": []}, []),
+    ],
+)
+def test_layers_without_experts_have_a_dense_block(more: dict[str, Any], dense: list[int]) -> None:
+    names = names_of(QWEN3_MOE | {"num_hidden_layers": 4} | more)
+    for layer in range(4):
+        of = f"model.layers.{layer}.mlp"
+        assert (f"{of}.down_proj.weight" in names.shapes) == (layer in dense)
+        assert (f"{of}.experts.down_proj.weight" in names.shapes) == (layer not in dense)
+    for layer in dense:
+        assert names.holdings(f"model.layers.{layer}.mlp.down_proj.weight", "float32", (32, 48), 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("config", "biased"),
+    [
+        (QWEN2, "q k v"),
+        (LLAMA, ""),
+        (LLAMA | {"attention_bias": True}, "q k v o"),
+        (QWEN3_MOE | {"attention_bias": True}, "q k v o"),
+    ],
+)
+def test_biases_are_divided_with_their_projections(config: dict[str, Any], biased: str) -> None:
+    names = names_of(config)
+    whole = checkpoint(names)
+    attention = f"{LAYER}.self_attn"
+    assert [name for name in names.shapes if name.startswith(LAYER) and name.endswith("bias")] == [
+        f"{attention}.{part}_proj.bias" for part in biased.split()
+    ]
+    for rank in range(2):
+        ranks = Ranks(rank, 2)
+        if "q" in biased:
+            wanted = np.concatenate([rows(whole[f"{attention}.{part}_proj.bias"], rank, 2) for part in "qkv"])
+            held = names.holdings(f"{attention}.qkv_proj.bias", "float32", wanted.shape, 0, 0, ranks=ranks)
+            np.testing.assert_array_equal(filled(held, wanted.shape, whole), wanted)
+        if "o" in biased:  # added to the sum of all ranks, so each has all of it
+            wanted = whole[f"{attention}.o_proj.bias"]
+            held = names.holdings(f"{attention}.o_proj.bias", "float32", wanted.shape, 0, 0, ranks=ranks)
+            np.testing.assert_array_equal(filled(held, wanted.shape, whole), wanted)
+
+
+def test_biases_of_latent_attention_and_of_dense_blocks() -> None:
+    latent = {name for name in names_of(DEEPSEEK | {"attention_bias": True}).shapes if name.endswith(".bias")}
+    assert {name.removeprefix(f"{LAYER}.self_attn.") for name in latent if LAYER in name} == {
+        "q_a_proj.bias",
+        "kv_a_proj_with_mqa.bias",
+        "o_proj.bias",
+    }
+    names = names_of(LLAMA | {"mlp_bias": True})
+    assert names.holdings(f"{LAYER}.mlp.gate_up_proj.bias", "float32", (48,), 0, 0, ranks=Ranks(1, 2))
+    assert names.holdings(f"{LAYER}.mlp.down_proj.bias", "float32", (32,), 0, 0, ranks=Ranks(1, 2))
+
+
 @pytest.mark.parametrize("infix", ["", ".routed_experts"])
-@pytest.mark.parametrize("config", [QWEN3_MOE, DEEPSEEK])
+@pytest.mark.parametrize("config", [QWEN3_MOE, DEEPSEEK, KIMI_K2])
 def test_stacked_experts_of_expert_and_tensor_parallelism(config: dict[str, Any], infix: str) -> None:
     names = names_of(config)
     whole = checkpoint(names)
@@ -111,6 +211,37 @@ def test_stacked_experts_of_expert_and_tensor_parallelism(config: dict[str, Any]
                 full = f"{LAYER}.mlp.experts{infix}.{name}"
                 held = names.holdings(full, "float32", wanted.shape, 0, 0, ranks=ranks)
                 np.testing.assert_array_equal(filled(held, wanted.shape, whole), wanted)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_stacked_experts_that_are_named(rank: int) -> None:
+    """Of which each is divided by tensor parallelism, as everything else is."""
+    names = names_of(QWEN3_MOE)
+    whole = checkpoint(names)
+    gate, up = (whole[f"{LAYER}.mlp.experts.{part}_proj.weight"][5:8] for part in ("gate", "up"))
+    wanted = np.concatenate([np.split(gate, 2, 1)[rank], np.split(up, 2, 1)[rank]], axis=1)
+
+    ranks = Ranks(rank, 2, experts=(5, 8))
+    held = names.holdings(f"{LAYER}.mlp.experts.w13_weight", "float32", wanted.shape, 0, 0, ranks=ranks)
+
+    np.testing.assert_array_equal(filled(held, wanted.shape, whole), wanted)
+
+
+@pytest.mark.parametrize("experts", [(5, 9), (3, 3), (-1, 2)])
+def test_experts_that_are_none_are_refused(experts: tuple[int, int]) -> None:
+    with pytest.raises(UsageError, match="has 8 experts, there are no numbers"):
+        names_of(QWEN3_MOE).holdings(
+            f"{LAYER}.mlp.experts.w2_weight", "float32", (1, 32, 16), 0, 0, ranks=Ranks(experts=experts)
+        )
+    with pytest.raises(UsageError, match=r"experts=\(0, 4\) are named and ep=2"):
+        Ranks(ep=2, experts=(0, 4))
+
+
+def test_experts_by_the_name_that_transformers_5_gives_their_number() -> None:
+    config = {name: value for name, value in QWEN3_MOE.items() if name != "num_experts"}
+    assert names_of(config | {"num_local_experts": 8}).shapes == names_of(QWEN3_MOE).shapes
+    with pytest.raises(UsageError, match="a qwen3_moe model has no 'num_local_experts'"):
+        names_of(config)
 
 
 def test_trainers_shard_of_a_fused_tensor_is_cut_where_its_parts_end() -> None:
@@ -299,6 +430,8 @@ def test_null_in_a_configuration_is_as_if_it_were_not_there() -> None:
         (DEEPSEEK | {"q_lora_rank": None}, "a deepseek_v3 model has no 'q_lora_rank'"),
         (LLAMA | {"num_attention_heads": 0}, "a llama model: num_attention_heads is 0, must be a whole number, 1 or"),
         (LLAMA | {"hidden_size": "32"}, "hidden_size is '32', must be"),
+        (QWEN3_MOE | {"mlp_only_layers": 3}, "a qwen3_moe model: mlp_only_layers is '3', must be a list of layers"),
+        (QWEN3_MOE | {"mlp_only_layers": [-1]}, "mlp_only_layers is -1, must be a whole number, 0 or more"),
         (DEEPSEEK | {"first_k_dense_replace": -1}, "first_k_dense_replace is -1, must be a whole number, 0 or more"),
     ],
 )

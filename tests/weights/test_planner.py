@@ -116,3 +116,33 @@ def test_neighbouring_slices_go_as_one_write() -> None:
     plan = make_plan(trainers, [target])
 
     assert plan.writes["nbytes"].tolist() == [192]
+
+
+def test_gathered_pieces_come_from_the_holders_with_the_fewest_bytes() -> None:
+    # The lower half of each parameter has two holders. To whoever sends the others', rank 4 is the next of the two.
+    halves = [((0, 64), (0, 64)), ((64, 128), (0, 64))]
+    names = [f"w{number}" for number in range(12)]
+    trainers = []
+    for rank in range(6):
+        box = halves[rank >= 4]
+        held = [Holding(name, "float32", (128, 64), box, 0, at << 14, mesh="m") for at, name in enumerate(names)]
+        trainers.append(Process("trainer", rank, held, 12 << 14).inventory)
+    wholes = [Holding.whole(name, "bfloat16", (128, 64), 0, at << 14) for at, name in enumerate(names)]
+    targets = [Process("target", 0, wholes, 12 << 14).inventory]
+
+    plan = make_plan(trainers, targets, PlanOptions(gather="full"))
+
+    sender = plan.tasks["trainer"][plan.parts["task"][plan.gathers["part"]]]
+    extent = plan.gathers["stop"] - plan.gathers["start"]
+    fetched = np.bincount(plan.gathers["trainer"], extent.prod(axis=1) * (plan.gathers["trainer"] != sender), 6)
+    assert fetched.tolist() == [4096.0] * 4 + [4 * 4096.0] * 2
+
+
+def test_trainers_begin_with_different_targets() -> None:
+    trainers = sharded("bfloat16", (1024, 64), count=4)
+    targets = replicated(trainers=1, targets=4)[1]
+
+    plan = make_plan(trainers, targets, PlanOptions(write_bytes_min=1))
+
+    first = {int(plan.tasks["trainer"][write["task"]]): int(write["target"]) for write in plan.writes[::-1]}
+    assert first == {0: 0, 1: 1, 2: 2, 3: 3}

@@ -102,6 +102,17 @@ def test_scales_of_what_trainers_have_as_fp8_without_them() -> None:
     assert "wants float8_e4m3fn with scales, trainers have float8_e4m3fn: it is made of" in found
 
 
+def test_group_of_a_mesh_that_no_trainer_has() -> None:
+    held = [(rows(0, 4, mesh="experts"),), (rows(4, 8, mesh="experts"), Holding.whole("n", "float32", (4,), 0, 512))]
+
+    found = refused(held, [(W, N)], groups=(("expert",), ("experts",), ("dense",)))
+    assert found == "groups: no trainer has a mesh 'dense', 'expert', there is '', 'experts'"
+    # An inference rank's is none.
+    assert (
+        refused([(rows(0, 8, mesh="a"),)], [(W,)], groups=(("",),)) == "groups: no trainer has a mesh '', there is 'a'"
+    )
+
+
 def test_claims_that_overlap() -> None:
     found = refused([(rows(0, 5),), (rows(4, 8),)], [(W,)])
 
@@ -163,6 +174,13 @@ def test_ranks_twice_roles_exchanged_and_nobody_at_all() -> None:
         {"task_bytes_max": True},
         {"speeds": {0: "fast"}},
         {"speeds": {0: 0.0}},
+        {"speeds": [0.5]},
+        {"ignore": "value_head.weight"},
+        {"ignore": (1,)},
+        {"groups": ("experts", "dense")},
+        {"groups": "experts"},
+        {"groups": ((1,),)},
+        {"groups": (("experts", "dense"), ("experts",))},
     ],
 )
 def test_options_that_are_none(options: dict[str, Any]) -> None:

@@ -189,3 +189,65 @@ async def test_receiver_that_is_closed_while_it_joins_keeps_no_memory(
         await joining
     assert made and all(region.closed for region in made)
     assert controller.ranks("target") == [0]
+
+
+def answer_late(fleet: Fleet, name: str) -> None:
+    """What this one's mailbox sends from now on takes a while."""
+    wire = fleet.mailboxes[name].wire
+    send = wire.send
+
+    async def late(to: bytes, packet: bytes) -> None:
+        await asyncio.sleep(0.05)
+        await send(to, packet)
+
+    wire.send = late  # type: ignore[method-assign]
+
+
+async def close_all(fleet: Fleet, name: str, member: Any) -> None:
+    """In the order of the documentation."""
+    await member.close()
+    await fleet.mailboxes.pop(name).close()
+    member.memory.close()
+    fleet.engines.pop(name).close()
+
+
+@pytest.mark.parametrize("spare", [True, False])
+async def test_rank_that_is_closed_as_soon_as_it_has_a_version_says_that_it_has_it(
+    make_fleet: MakeFleet, spare: bool
+) -> None:
+    fleet = make_fleet(trainer_count=1, spare=spare)
+    await fleet.start(targets=[0])
+    receiver = fleet.receivers[0]
+    resumed: list[int] = []
+
+    async def resume(version: int) -> None:
+        await asyncio.sleep(0.05)
+        resumed.append(version)
+
+    receiver._hooks.resume = resume
+
+    async def wait_and_end() -> None:
+        await receiver.wait_version(1, PATIENCE_S)
+        answer_late(fleet, "target-0")
+        await close_all(fleet, "target-0", receiver)
+
+    ending = asyncio.ensure_future(wait_and_end())
+    report = await fleet.update(1)
+    await ending
+    assert report.left_out == []
+    assert resumed == [1]
+
+
+async def test_trainer_that_is_closed_as_soon_as_it_has_published_is_not_left_out(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(trainer_count=1)
+    await fleet.start(targets=[0])
+
+    async def publish_and_end() -> None:
+        await fleet.publish(1)
+        answer_late(fleet, "trainer-0")
+        await close_all(fleet, "trainer-0", fleet.trainers[0])
+
+    ending = asyncio.ensure_future(publish_and_end())
+    report = await fleet.controller.update(1, PATIENCE_S)
+    await ending
+    assert report.left_out == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import threading
 from collections.abc import Awaitable
 from typing import Any
 
@@ -13,6 +14,7 @@ import crossrail as xr
 from crossrail.weights.errors import UpdateFailed
 from crossrail.weights.inventory.holdings import Role
 from crossrail.weights.planning.planner import PlanOptions
+from crossrail.weights.services import controller
 from crossrail.weights.services import messages as m
 from crossrail.weights.services.receiver import WeightReceiver
 from crossrail.weights.services.reports import ControllerOptions
@@ -75,6 +77,56 @@ async def test_who_does_not_answer_is_named(make_fleet: MakeFleet, role: Role, h
         assert name in str(outcome)
 
 
+async def test_rank_that_stands_still_while_trainers_write_is_named(
+    make_fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet = make_fleet(trainer_count=2)
+    controller = await fleet.start()
+    await fleet.update(1)
+
+    async def never(*_: Any) -> None:
+        await asyncio.get_running_loop().create_future()
+
+    def is_written_to() -> bool:
+        if any(trainer._going is None or trainer._step is None for trainer in fleet.trainers.values()):
+            return False
+        fleet.mailboxes["target-1"].handle(m.RollCall, unanswered)
+        return True
+
+    with monkeypatch.context() as patched:
+        patched.setattr(EngineBarrier, "wait", never)
+        fleet.run_out_of_time(is_written_to)
+        why = await fleet.failing_update(2)
+    assert why == f"weight update 2 failed: not complete within {PATIENCE_S:g} s: inference rank 1 does not answer"
+    fleet.mailboxes["target-1"].handle(m.RollCall, fleet.receivers[1]._on_roll_call)
+    await controller.ready(range(2), range(3), PATIENCE_S)
+    await fleet.update(3)
+    await fleet.assert_holds(3)
+
+
+async def test_plan_that_takes_longer_than_the_update_may_is_named(
+    make_fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet = make_fleet(trainer_count=1)
+    await fleet.start(targets=[0])
+    begun, ends = threading.Event(), threading.Event()
+    make_plan = controller.make_plan
+
+    def making(*args: Any) -> Any:
+        begun.set()
+        assert ends.wait(PATIENCE_S)
+        return make_plan(*args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(controller, "make_plan", making)
+        fleet.run_out_of_time(begun.is_set)
+        why = await fleet.failing_update(1)
+        ends.set()
+    assert why == f"weight update 1 failed: not complete within {PATIENCE_S:g} s: the plan was still being made"
+    await fleet.update(2)
+    await fleet.assert_holds(2)
+
+
 @pytest.mark.parametrize("missing", ["q", "down"])
 async def test_parameter_that_trainers_lack_is_named(make_fleet: MakeFleet, missing: str) -> None:
     fleet = make_fleet(trainer_count=1)
@@ -95,7 +147,7 @@ async def test_watermark_too_small_says_what_is_needed(make_fleet: MakeFleet) ->
     fleet = make_fleet(plan_options=options, trainer_options={"tmp_bytes_max": 4096})
     await fleet.start()
     why = await fleet.failing_update(1)
-    (needed,) = {int(number) for number in re.findall(r"set it to at least (\d+)", why)}
+    (needed,) = {int(number) for number in re.findall(r"tmp_bytes_max= of WeightTrainer, .* of at least (\d+)", why)}
     assert "watermark is 4096 bytes, preparing" in why
     # Each trainer says what it needs; the largest suffices for all.
     enough = 8 * needed

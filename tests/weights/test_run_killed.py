@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
+from crossrail._options import SECRET_VARIABLE
 from crossrail.cli.weights.players import Player, Players
-from crossrail.engine import SECRET_VARIABLE
 from crossrail.weights.inventory.holdings import Role
 from crossrail.weights.toy import ToyModel
 from tests.weights.conftest import MakeFleet

@@ -34,6 +34,8 @@ async def test_rank_that_never_joins_is_named(make_fleet: MakeFleet) -> None:
     await controller.ready([0, 1], [0], PATIENCE_S)
     with pytest.raises(xr.WaitTimeout, match=r"not there within 0\.1 s: trainer 2, target 1$"):
         await controller.ready(range(3), range(2), 0.1)
+    with pytest.raises(xr.WaitTimeout, match=r": trainer 2, .*, trainer 17, and 3 more$"):
+        await controller.ready(range(20), range(2), 0.1)
 
 
 async def test_wrong_secret_gets_no_answer(make_fleet: MakeFleet) -> None:
@@ -43,7 +45,7 @@ async def test_wrong_secret_gets_no_answer(make_fleet: MakeFleet) -> None:
     memory, allocate = fleet.memory("target-1", "target", 1)
     memory.add("norm", allocate(96).view(np.uint16), dtype="bfloat16")
     receiver = WeightReceiver(box, memory)
-    with pytest.raises(NoAnswer):
+    with pytest.raises(NoAnswer, match=r"inference rank 1: no answer to Join within 1 s\. Next: .* same secret"):
         await receiver.join(controller.address, 1.0)
     assert controller.ranks("target") == [0]
     await receiver.close()
@@ -190,6 +192,37 @@ async def test_holdings_that_do_not_fit_together_are_no_failed_update_because_so
     memory.close()
 
 
+async def test_mailbox_and_memory_of_two_engines_are_refused(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(trainer_count=1)
+    await fleet.start(targets=[0])
+    box = fleet.mailbox("second")
+    with pytest.raises(xr.UsageError, match=r"this mailbox is not of 'trainer-0', the engine of the memory\. Next: "):
+        WeightTrainer(box, fleet.trainers[0].memory)
+    with pytest.raises(xr.UsageError, match="this mailbox is not of 'target-0', the engine of the memory"):
+        WeightReceiver(box, fleet.receivers[0].memory)
+    await WeightTrainer(box, fleet.memory("second", "trainer", 1)[0]).close()  # the mailbox is free as before
+
+
+async def test_ready_refuses_what_are_no_ranks(make_fleet: MakeFleet) -> None:
+    controller = await make_fleet(trainer_count=1).start(targets=[0])
+    for none in (1, None):
+        with pytest.raises(xr.UsageError, match=f"trainers is {none}, must be ranks, such as "):
+            await controller.ready(none, [0], PATIENCE_S)  # type: ignore[arg-type]
+    for rank in ("0", -1, 0.5):
+        with pytest.raises(xr.UsageError, match=f"rank={rank!r} must be a whole number"):
+            await controller.ready([0], [rank], PATIENCE_S)  # type: ignore[list-item]
+    await controller.ready(range(1), iter([0]), PATIENCE_S)
+
+
+async def test_version_to_wait_for_is_a_whole_number(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(trainer_count=1)
+    await fleet.start(targets=[0])
+    receiver = fleet.receivers[0]
+    for wait in (receiver.wait_version, receiver.receive):
+        with pytest.raises(xr.UsageError, match="version must be a whole number, not str"):
+            await wait("1", PATIENCE_S)  # type: ignore[arg-type]
+
+
 async def test_mailbox_of_another_one_is_refused_until_that_is_closed(make_fleet: MakeFleet) -> None:
     fleet = make_fleet(trainer_count=1)
     await fleet.start(targets=[0])
@@ -334,6 +367,30 @@ async def test_who_joins_again_by_itself_displaces_nobody(
     await fleet.update(1)
     await fleet.assert_holds(1)
     await first.close()
+
+
+@pytest.mark.parametrize("role", ["trainer", "target"])
+async def test_join_is_not_overtaken_by_word_of_an_earlier_one(make_fleet: MakeFleet, role: str) -> None:
+    fleet = make_fleet(trainer_count=1)
+    controller = await fleet.start(targets=[0])
+    member = fleet.trainers[0] if role == "trainer" else fleet.receivers[0]
+    roster = controller._roster
+    join, member_before = fleet.mailboxes["controller"]._handlers[m.Join], roster.members[role, 0]  # type: ignore[index]
+
+    async def late_word(sender: bytes, question: m.Join) -> object:
+        fleet.mailboxes["controller"].handle(m.Join, join)
+        told = m.Evicted("it did not answer Abort")  # sent before it joined anew, and slow
+        await fleet.mailboxes["controller"].ask(member_before.address, told, m.Taken, PATIENCE_S)
+        await asyncio.sleep(0.05)
+        return await join(sender, question)
+
+    fleet.mailboxes["controller"].handle(m.Join, late_word)
+    await member.join(controller.address, PATIENCE_S)
+    again = member._membership._joining
+    assert again is not None
+    await asyncio.wait_for(asyncio.shield(again), PATIENCE_S)
+    await fleet.update(1)
+    await fleet.assert_holds(1)
 
 
 async def test_who_has_not_joined_cannot_leave(make_fleet: MakeFleet) -> None:

@@ -57,6 +57,38 @@ async def test_trainer_that_offers_nothing_fails_the_update_in_time(make_fleet: 
     await fleet.assert_holds(2)
 
 
+async def test_who_keeps_a_trainer_waiting_until_its_time_is_up_is_named(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(trainer_count=4)
+    controller = await fleet.start(targets=[0])
+    update = asyncio.ensure_future(controller.update(1, PATIENCE_S))
+    offer = asyncio.ensure_future(fleet.publish(1, [2]))
+    while not all(trainer._going for trainer in fleet.trainers.values()) and not update.done():
+        await asyncio.sleep(0.005)
+
+    with pytest.raises(UpdateFailed, match=r"not complete within 0\.3 s"):
+        await fleet.publish(1, [0], 0.3)
+
+    why = (
+        r"trainer 0: Go: its step was stopped: its publish\(\) was out of time, which was 0.3 s; "
+        r"trainer 1 has not called publish\(\), trainer 3 has not called publish\(\)$"
+    )
+    for ended in (update, offer):
+        with pytest.raises(UpdateFailed, match=why):
+            await ended
+    await fleet.update(1)
+    await fleet.assert_holds(1)
+
+
+async def test_trainer_that_fails_names_nobody_else(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(trainer_count=2)
+    controller = await fleet.start(targets=[0])
+    update = asyncio.ensure_future(controller.update(1, PATIENCE_S))
+    with pytest.raises(UpdateFailed, match=r"offers version 2, asked for is 1$"):
+        await fleet.publish(2, [0])
+    with pytest.raises(UpdateFailed, match=r"trainer 0: Go: trainer 0 offers version 2, asked for is 1$"):
+        await update
+
+
 async def test_trainer_whose_step_is_stopped_says_so_once(make_fleet: MakeFleet) -> None:
     fleet = make_fleet(trainer_count=2)
     await fleet.start(targets=[0])
@@ -65,9 +97,10 @@ async def test_trainer_whose_step_is_stopped_says_so_once(make_fleet: MakeFleet)
     while trainer._going is None and not updating.done():
         await asyncio.sleep(0.01)
 
-    await trainer._stop_step()  # as close() and join() do
+    await trainer._stop_step("it joins anew")  # as join() does
 
-    with pytest.raises(UpdateFailed, match=r"^weight update 1 failed: trainer 0: Go: its step was stopped$"):
+    why = "its step was stopped: it joins anew"
+    with pytest.raises(UpdateFailed, match=f"^weight update 1 failed: trainer 0: Go: {why}$"):
         await updating
 
 
@@ -214,7 +247,8 @@ async def test_offer_that_is_made_before_the_abort_comes_is_for_the_next_attempt
     with pytest.raises(UpdateFailed, match=f"not complete within {NEVER_S} s: the controller has asked for it"):
         await fleet.publish(1, [0], NEVER_S)  # trainer 1 offers nothing
     again = asyncio.ensure_future(trainer.publish(1, PATIENCE_S))
-    with pytest.raises(UpdateFailed, match="its step was stopped"):
+    why = rf"its step was stopped: its publish\(\) was out of time, which was {NEVER_S} s"
+    with pytest.raises(UpdateFailed, match=why):
         await update
     assert not again.done()
     other = asyncio.ensure_future(fleet.publish(1, [1]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,9 @@ class Kernels(TorchPreparer):
 
     def alloc(self, engine: xr.Engine, nbytes: int) -> xr.Region:
         return weights_gpu.alloc(engine, "cuda:0", nbytes)
+
+    def far(self, regions: Sequence[xr.Region]) -> frozenset[int]:
+        return weights_gpu.on_host(regions)
 
     def bytes_of(self, region: xr.Region, offset: int) -> torch.Tensor:
         if region.device == "cpu":
@@ -103,8 +107,9 @@ async def test_one_trainer_with_some_on_the_gpu_and_some_on_the_host(
         assert sorted(region.device for region in source.regions) == ["cpu", "cuda:0"]
         there[:], here[:] = np.random.default_rng(1).random((2, 64, 32))
         offer = asyncio.ensure_future(trainer.publish(1))
-        await fleet.controller.update(1, PATIENCE_S)
+        report = await fleet.controller.update(1, PATIENCE_S)
         await offer
+        assert report.steps[0].load_s > 0
         assert np.array_equal(wanted["there"], there.astype(np.float16))
         assert np.array_equal(wanted["here"], here.astype(np.float16))
         assert scales[0, 0] == here.max() / np.float32(448) and codes.max() == 0x7E

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Collection
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -16,8 +19,10 @@ from crossrail.weights.planning.planner import PlanOptions, make_plan
 from crossrail.weights.step import torch_preparer
 from crossrail.weights.step.preparer import NumpyPreparer, Preparer
 from crossrail.weights.step.ready import ready_tasks
+from crossrail.weights.step.task import ReadyTask, View
 from crossrail.weights.step.torch_preparer import TorchPreparer
 from tests.conftest import EngineFactory
+from tests.weights.allocations import no_engine_memory, python_bytes
 from tests.weights.conftest import MakeFleet
 from tests.weights.memory import fill_trainers
 from tests.weights.replay import Plain, run_task
@@ -32,14 +37,16 @@ def test_any_plan_as_numpy_does_it(world: World) -> None:
     plan = make_plan(*world.inventories, world.options)
     memories = {one.inventory.rank: [one.memory] for one in world.trainers}
 
-    def written(preparer: Preparer) -> dict[int, bytes]:
+    def written(preparer: Preparer, far: Collection[int] = ()) -> dict[int, bytes]:
         received = {one.inventory.rank: [one.memory.copy()] for one in world.targets}
         for rank in memories:
-            for task in ready_tasks(plan.of_trainer(rank), rank):
+            for task in ready_tasks(plan.of_trainer(rank), rank, far):
                 run_task(task, memories[rank], memories, received, preparer)
         return {rank: memory.tobytes() for rank, (memory,) in received.items()}
 
-    assert written(TorchPreparer("cpu")) == written(NumpyPreparer())
+    wanted = written(NumpyPreparer())
+    assert written(TorchPreparer("cpu")) == wanted
+    assert written(TorchPreparer("cpu"), far=[0]) == wanted
 
 
 def test_values_where_their_type_cannot_be_read_are_refused(open_engine: EngineFactory) -> None:
@@ -149,3 +156,70 @@ def test_same_refusal_of_the_same_task(open_engine: EngineFactory) -> None:
             told.append(str(raised.value))
             preparer.close()
         assert told[0] == told[1] and "is -inf" in told[0]
+
+
+def buffers() -> dict[int, int]:
+    """Bytes of all tensors that are there, by where they are."""
+    gc.collect()
+    storages = [one.untyped_storage() for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
+    return {storage.data_ptr(): storage.nbytes() for storage in storages}
+
+
+async def test_torch_keeps_nothing_of_a_step_after_the_first(
+    make_fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    preparer = TorchPreparer("cpu")
+    fleet = make_fleet(trainer_count=1, dtype="float32", make_preparer=lambda: preparer)
+    await fleet.start()
+    await fleet.update(1)
+    arena, before = fleet.trainers[0]._arena, buffers()
+    with no_engine_memory(monkeypatch):
+        left, _ = await python_bytes(fleet, range(3, 6))
+    assert left < 16 << 10
+    assert fleet.trainers[0]._arena is arena
+    assert buffers() == before
+
+
+class Cuda:
+    """Of torch.cuda, what loads take; the CPU makes the copies at once. notes: which half was waited for, or taken."""
+
+    def __init__(self) -> None:
+        self.notes: list[tuple[str, int]] = []
+        self._made = 0
+
+    def stream(self, _: object) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def Event(self, blocking: bool) -> Any:  # noqa: N802 (torch's name)
+        assert blocking
+        notes, number = self.notes, self._made
+        self._made += 1
+
+        class Event:
+            def record(self, _: object) -> None:
+                notes.append(("recorded", number))
+
+            def synchronize(self) -> None:
+                notes.append(("waited for", number))
+
+        return Event()
+
+
+def test_loads_of_memory_that_is_not_pinned_take_turns_in_two_halves(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, empty = Cuda(), torch.empty
+    monkeypatch.setattr(torch_preparer, "_STAGING_BYTES", 4096)
+    values = np.arange(64 * 80, dtype=np.uint16).reshape(64, 80)
+    here, there = values[:, :60], np.zeros((64, 60), np.uint16)
+    loads = ((0, View(0, here.shape, here.strides, here.dtype), View(0, there.shape, there.strides, there.dtype)),)
+    task = ReadyTask("w", 0, None, 0, there.nbytes, (), (), (), 0, 0, loads)
+    preparer = TorchPreparer("cpu")
+    monkeypatch.setattr(preparer, "_load_stream", object())
+    regions: Any = [Plain(each.reshape(-1).view(np.uint8)) for each in (values, there)]
+    preparer.open(regions[:1], regions[1])
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "cuda", cuda)
+        patch.setattr(torch, "empty", lambda *size, pin_memory, **more: empty(*size, **more))
+        preparer.load([(task, 0)])
+    assert np.array_equal(there, here)
+    # Of 7680 bytes, in pieces of 3840, each fills a half. The third event is that of the whole load.
+    assert cuda.notes == [("recorded", 0), ("waited for", 1), ("recorded", 2), ("waited for", 2)]

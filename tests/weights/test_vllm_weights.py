@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import crossrail as xr
-from crossrail.engine import SECRET_VARIABLE
+from crossrail._options import SECRET_VARIABLE
 from crossrail.integrations.vllm import weights_worker
 from crossrail.integrations.vllm.plugin import register
 from crossrail.integrations.vllm.weights_trainer import VllmInstance, VllmUpdates
@@ -43,6 +43,7 @@ class Instance:
     errors: list[str] = field(default_factory=list)
     is_receiving: threading.Event = field(default_factory=threading.Event)
     join_s: float = PATIENCE_S
+    apply: Callable[[int], None] = lambda rank: None
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         address = bytes.fromhex(init_info["controller"])
@@ -52,7 +53,7 @@ class Instance:
                 self.sinks[rank] = small.Target(memory, small.plain)
 
             link = Link(address, init_info["first_rank"] + rank, "shm", join_s=self.join_s)
-            self.workers[rank] = WeightsWorker(link, fill)
+            self.workers[rank] = WeightsWorker(link, fill, apply=lambda rank=rank: self.apply(rank))
 
     def start_weight_update(self) -> None:
         self.calls.append("start")
@@ -131,6 +132,42 @@ async def test_update_runs_while_the_instance_is_in_update_weights(scene: Scene)
         assert report.version == version
         scene.instance.assert_holds(version)
     assert scene.instance.calls == ["start", "update", "finish 1", "start", "update", "finish 2"]
+
+
+async def test_what_has_come_is_applied_before_the_update_ends(scene: Scene) -> None:
+    """On the threads that are in update_weights, when it is complete and nobody writes any more."""
+    applied: list[tuple[int, int]] = []
+
+    def apply(rank: int) -> None:
+        assert threading.current_thread() is not threading.main_thread() and scene.instance.is_receiving.is_set()
+        worker = scene.instance.workers[rank]
+        assert worker._receiver and worker._receiver.state is State.WHOLE and worker.is_torn
+        applied.append((rank, worker._receiver.version))
+
+    scene.instance.apply = apply
+    for version in (1, 2):
+        await scene.published(version, lambda v=version: scene.updates.update(v, PATIENCE_S))
+    assert sorted(applied) == [(rank, version) for rank in range(HALVES) for version in (1, 2)]
+    assert not any(worker.is_torn for worker in scene.instance.workers.values())
+
+
+async def test_what_cannot_be_applied_tears_until_an_update_can(scene: Scene) -> None:
+    def apply(rank: int) -> None:
+        if rank == 1:
+            raise RuntimeError("no such kernel")
+
+    scene.instance.apply = apply
+    with pytest.raises(UpdateFailed, match="no such kernel; the weights are torn: update them"):
+        await scene.published(1, lambda: scene.updates.update(1, PATIENCE_S))
+    assert [worker.is_torn for worker in scene.instance.workers.values()] == [False, True]
+    for worker in scene.instance.workers.values():
+        worker.start()
+    with pytest.raises(UpdateFailed):  # that nobody asks for
+        await asyncio.to_thread(scene.instance.update_weights, {"version": 2, "timeout_s": 0.2})
+    assert ["torn" in error for error in scene.instance.errors].count(True) == 2
+    scene.instance.apply = lambda rank: None
+    await scene.published(1, lambda: scene.updates.update(1, PATIENCE_S))
+    assert not any(worker.is_torn for worker in scene.instance.workers.values())
 
 
 async def test_instances_keep_no_thread_of_the_loop(make_fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,11 +88,20 @@ def test_layout_that_is_not_taken_is_refused_at_once(
         ({"scale_of": "v", "block": 128}, "w: block 128 must be"),
         ({"scale_of": "v", "block": (1.5, 2)}, r"w: block \(1.5, 2\) must be"),
         ({"scale_of": "v", "block": (2,)}, "'w': block .* does not have the 2 dimensions"),
+        ({"scale_of": "v", "block": (128, 0)}, r"'w': scales: blocks must be 1 or more, .* \(128, 0\)"),
+        ({"scale_of": "v", "block": (128, 1 << 70)}, "'w': scales: blocks must be 1 or more"),
+        ({"box": ((0, 8), (0, 6)), "shape": (1 << 70, 6)}, "'w': has too many elements: shape"),
+        ({"box": ((0, 8), (0, 6)), "shape": (1 << 40, 1 << 40)}, "'w': has too many elements: shape"),
     ],
 )
 def test_malformed_options_are_refused_at_once(engine: xr.Engine, options: dict[str, Any], text: str) -> None:
     with WeightMemory(engine, "target", 0) as memory, pytest.raises(xr.UsageError, match=text):
         memory.add("w", ROWS.copy(), **options)
+
+
+def test_scales_that_are_not_float32_are_refused_at_once(engine: xr.Engine) -> None:
+    with WeightMemory(engine, "target", 0) as memory, pytest.raises(xr.UsageError, match="'w': scales must be float32"):
+        memory.add("w", ROWS.astype(np.float16), scale_of="v", block=(2, 2))
 
 
 @pytest.mark.parametrize("name", ["", "n" * 513, "\ud800"])

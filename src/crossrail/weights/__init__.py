@@ -7,30 +7,30 @@ WeightController, WeightTrainer and WeightReceiver are the services that do (doc
 from typing import TYPE_CHECKING
 
 from crossrail._lazy import lazily
-from crossrail.weights.errors import (
-    MemberRefused,
-    NotFinite,
-    PlanError,
-    TornWeights,
-    Unheld,
-    UpdateFailed,
-    WatermarkTooSmall,
-)
-from crossrail.weights.inventory.holdings import Holding, Inventory, RegionInfo
-from crossrail.weights.inventory.memory import WeightMemory
-from crossrail.weights.planning.check import check_plan
-from crossrail.weights.planning.plan import Plan
-from crossrail.weights.planning.planner import PlanOptions, make_plan
-from crossrail.weights.services import messages
-from crossrail.weights.services.controller import WeightController
-from crossrail.weights.services.reading import Reading
-from crossrail.weights.services.receiver import WeightReceiver
-from crossrail.weights.services.reports import ControllerOptions, UpdateReport
-from crossrail.weights.services.trainer import WeightTrainer
-from crossrail.weights.step.step import StepReport
 
 if TYPE_CHECKING:
+    from crossrail.weights.errors import (
+        MemberRefused,
+        NotFinite,
+        PlanError,
+        TornWeights,
+        Unheld,
+        UpdateFailed,
+        WatermarkTooSmall,
+    )
+    from crossrail.weights.inventory.holdings import Holding, Inventory, RegionInfo
+    from crossrail.weights.inventory.memory import WeightMemory
+    from crossrail.weights.planning.check import check_plan
+    from crossrail.weights.planning.plan import Plan
+    from crossrail.weights.planning.planner import PlanOptions, make_plan
+    from crossrail.weights.services import messages
+    from crossrail.weights.services.controller import WeightController
     from crossrail.weights.services.metrics import UpdateCollector
+    from crossrail.weights.services.reading import Reading
+    from crossrail.weights.services.receiver import WeightReceiver
+    from crossrail.weights.services.reports import ControllerOptions, UpdateReport
+    from crossrail.weights.services.trainer import WeightTrainer
+    from crossrail.weights.step.step import StepReport
 
 __all__ = [
     "ControllerOptions",
@@ -59,4 +59,38 @@ __all__ = [
     "messages",
 ]
 
-__getattr__ = lazily(__name__, {"UpdateCollector": "services.metrics"})  # needs prometheus_client
+# Who asks `crossrail weights` for help need not wait for numpy. Hidden from type checkers, as in crossrail itself.
+if not TYPE_CHECKING:
+    __getattr__ = lazily(
+        __name__,
+        {
+            "ControllerOptions": "services.reports",
+            "Holding": "inventory.holdings",
+            "Inventory": "inventory.holdings",
+            "MemberRefused": "errors",
+            "NotFinite": "errors",
+            "Plan": "planning.plan",
+            "PlanError": "errors",
+            "PlanOptions": "planning.planner",
+            "Reading": "services.reading",
+            "RegionInfo": "inventory.holdings",
+            "StepReport": "step.step",
+            "TornWeights": "errors",
+            "Unheld": "errors",
+            "UpdateCollector": "services.metrics",
+            "UpdateFailed": "errors",
+            "UpdateReport": "services.reports",
+            "WatermarkTooSmall": "errors",
+            "WeightController": "services.controller",
+            "WeightMemory": "inventory.memory",
+            "WeightReceiver": "services.receiver",
+            "WeightTrainer": "services.trainer",
+            "check_plan": "planning.check",
+            "make_plan": "planning.planner",
+        },
+        modules=["errors", "inventory", "planning", "services", "services.messages", "step"],
+    )
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

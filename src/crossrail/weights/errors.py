@@ -21,8 +21,8 @@ class WatermarkTooSmall(UsageError):
 
     def __init__(self, task: str, needed_bytes: int, limit_bytes: int) -> None:
         super().__init__(
-            f"the memory watermark is {limit_bytes} bytes, preparing {task} takes {needed_bytes}: set it to at least "
-            f"{needed_bytes}"
+            f"the memory watermark is {limit_bytes} bytes, preparing {task} takes {needed_bytes}. Next: "
+            f"tmp_bytes_max= of WeightTrainer, or --watermark, of at least {needed_bytes}"
         )
         self.needed_bytes = needed_bytes
 

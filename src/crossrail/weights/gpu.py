@@ -28,6 +28,11 @@ def gpus_of(regions: Iterable[xr.Region]) -> list[str]:
     return sorted(nbytes, key=lambda device: (-nbytes[device], device))
 
 
+def on_host(regions: Iterable[xr.Region]) -> frozenset[int]:
+    """Those that are on no GPU, by index."""
+    return frozenset(index for index, region in enumerate(regions) if region.device == "cpu")
+
+
 def alloc(engine: xr.Engine, device: str, nbytes: int) -> xr.Region:
     """Memory that nothing uses: the engine's own on "cpu", torch's on a GPU, of which it is then all zeros or not.
 

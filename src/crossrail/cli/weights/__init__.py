@@ -1,17 +1,20 @@
-"""`crossrail weights`: the group of commands, each imported when it runs."""
+"""`crossrail weights`: the group of commands, each imported when it runs; commands.py has their options."""
 
 from __future__ import annotations
 
 from crossrail.cli.group import LazyGroup
 
 _COMMANDS: dict[str, tuple[str, str]] = {
-    "demo": ("demo", "Trainers update inference ranks in separate processes, checked bit for bit."),
-    "rl": ("rl", "Train a small Qwen3-MoE under FSDP2 and serve it in bf16 with TP 2 and in fp8, updated each step."),
-    "bench": ("bench", "Measure updates on this machine next to memcpy, and to gather and broadcast."),
-    "load": ("load", "Load a safetensors checkpoint into waiting inference ranks: their cold start."),
-    "plan": ("plan", "Plan who sends what to whom, for a known model or from inventories."),
-    "show": ("show", "Show a plan, compare it with another, draw it."),
-    "sim": ("sim", "Simulate an update of hundreds of GPUs and say what limits it."),
+    "demo": ("commands", "Trainers update inference ranks in separate processes, checked bit for bit."),
+    "rl": (
+        "commands",
+        "Train a small Qwen3-MoE under FSDP2 and serve it in bf16 with TP 2 and in fp8, updated each step.",
+    ),
+    "bench": ("commands", "Measure updates on this machine next to memcpy and to other ways."),
+    "load": ("commands", "Load a safetensors checkpoint into waiting inference ranks: their cold start."),
+    "plan": ("commands", "Plan who sends what to whom, for a known model or from inventories."),
+    "show": ("commands", "Show a plan, compare it with another, draw it."),
+    "sim": ("commands", "Simulate an update of hundreds of GPUs and say what limits it."),
     "play": ("play", "One process of demo and bench."),
 }
 

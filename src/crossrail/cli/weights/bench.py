@@ -1,7 +1,8 @@
 """`crossrail weights bench`: updates on this machine, beside what its memory can do and beside the ordinary way.
 
 The ordinary way gathers every parameter at trainer 0, which broadcasts it to the inference ranks, by torch.distributed
-over gloo. All of it runs in turns, so that what else the machine does meets them alike.
+over gloo. checkpoint-engine's own parameter servers, one at each inference rank, broadcast what each owns of the model,
+here over gloo too. All of it runs in turns, so that what else the machine does meets them alike.
 """
 
 from __future__ import annotations
@@ -13,24 +14,27 @@ import os
 import secrets
 import statistics
 import time
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Protocol, TypeVar
 
-import click
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 import crossrail as xr
+from crossrail._text import plain
 from crossrail.cli.console import open_console
-from crossrail.cli.service import transport_option
 from crossrail.cli.tables import Fitted
-from crossrail.cli.text import OutputFile, format_bytes, gb_per_s, size
-from crossrail.cli.weights.common import naming
+from crossrail.cli.text import format_bytes, gb_per_s, naming
+from crossrail.cli.weights.checkpoint_engine import CheckpointEngineFleet
 from crossrail.cli.weights.gloo import GlooFleet
 from crossrail.cli.weights.players import Player, Players
+from crossrail.cli.weights.small_writes import measure as measure_small
 from crossrail.control.wire import EngineWire
+from crossrail.errors import CrossrailError
 from crossrail.weights.services.controller import WeightController
 from crossrail.weights.services.messages import mailbox
 from crossrail.weights.services.reports import UpdateReport
@@ -38,6 +42,10 @@ from crossrail.weights.toy import ToyModel
 
 _UPDATE_S = 300.0
 _COPY_BYTES = 256 << 20
+_SMALL_ROUNDS = 3
+_UPDATE = "update, from Go to the last count"
+_GLOO = "gather and broadcast by gloo"
+_CHECKPOINT_ENGINE = "checkpoint-engine, over gloo"
 # Of an expert of Qwen3-30B-A3B.
 _HIDDEN = 2048
 _INTERMEDIATE = 768
@@ -56,38 +64,24 @@ class _Row:
         return statistics.median(self.values)
 
 
-@click.command()
-@click.option(
-    "--size", "nbytes", default="512MiB", show_default=True, type=size(1 << 20, 1 << 40), help="Size of the model."
-)
-@click.option(
-    "--trainers",
-    type=click.IntRange(1, 64),
-    default=4,
-    show_default=True,
-    help="Trainers, each with a share of the model.",
-)
-@click.option(
-    "--targets",
-    type=click.IntRange(1, 64),
-    default=2,
-    show_default=True,
-    help="Inference ranks, each with the whole model.",
-)
-@click.option(
-    "--rounds", type=click.IntRange(1, 100_000), default=5, show_default=True, help="Number of updates to measure."
-)
-@click.option("--fp8", is_flag=True, help="Inference ranks use fp8: all weights are converted before they are written.")
-@click.option(
-    "--watermark",
-    default="64MiB",
-    show_default=True,
-    type=size(1 << 16, 1 << 40),
-    help="Memory for each trainer to prepare tensors in.",
-)
-@transport_option("shm")
-@click.option("--no-gloo", is_flag=True, help="Leave out gather and broadcast by gloo, as if torch were not installed.")
-@click.option("--json", "json_path", type=OutputFile(), help="Also write the figures to this file.")
+_T = TypeVar("_T")
+
+
+class _Rival(Protocol):
+    """Another way, in processes of its own. part: how much of the model's bytes it moves. Calls block."""
+
+    part: float
+
+    def start(self) -> None:
+        """Returns when they are ready."""
+
+    def update(self) -> float:
+        """Seconds of one."""
+
+    def close(self) -> None:
+        """Ends them."""
+
+
 def bench(
     nbytes: int,
     trainers: int,
@@ -97,9 +91,10 @@ def bench(
     watermark: int,
     transport: str,
     no_gloo: bool,
+    small_writes: int,
     json_path: Path | None,
 ) -> None:
-    """Measure updates of a model from trainers to inference ranks."""
+    """The command; commands.py has its options and its help."""
     console = open_console()
     model = ToyModel.of_bytes(nbytes, _HIDDEN, _INTERMEDIATE)
     has_gloo = not no_gloo and importlib.util.find_spec("torch") is not None
@@ -107,25 +102,51 @@ def bench(
         console.print("gloo: left out, torch is not installed")
     player = Player("trainer", 0, model, "", rounds + 1, count=trainers, transport=transport, checks=False)
     player = replace(player, tmp_bytes_max=watermark, kind="fp8" if fp8 else "plain")
-    measured = asyncio.run(_measure(player, targets, rounds, has_gloo, console))
+    rivals: dict[str, _Rival] = {}
+    if has_gloo:
+        rivals[_GLOO] = GlooFleet(model, trainers, targets)
+        if importlib.util.find_spec("checkpoint_engine") is not None:
+            rivals[_CHECKPOINT_ENGINE] = CheckpointEngineFleet(model.nbytes, targets)
+        else:
+            console.print("checkpoint-engine: left out, it is not installed")
+    measured = asyncio.run(_measure(player, targets, rounds, rivals, console))
     _show(measured, model, console)
+    if small_writes:
+        measured.append(_small(small_writes, player, console))
     if json_path is not None:
         with naming(json_path):
             json_path.write_text(json.dumps({row.title: {"unit": row.unit, "values": row.values} for row in measured}))
 
 
-async def _measure(player: Player, targets: int, rounds: int, has_gloo: bool, console: Console) -> list[_Row]:
+def _small(writes: int, player: Player, console: Console) -> _Row:
+    row = _Row(f"Python for each of {writes:,} writes of 1 KiB", "us")
+    kind, params = ("fp8", max(writes // 2, 1)) if player.kind == "fp8" else ("direct", writes)
+    with console.status(f"{writes:,} writes of 1 KiB", refresh_per_second=2):
+        row.values.append(asyncio.run(measure_small(kind, params, _SMALL_ROUNDS, player.transport)).loop_us)
+    console.print(f"{row.title}: {row.values[0]:.1f} {row.unit}")
+    return row
+
+
+async def _measure(
+    player: Player, targets: int, rounds: int, rivals: dict[str, _Rival], console: Console
+) -> list[_Row]:
     secret = secrets.token_hex(16)
     players = Players(secret)
-    gloo = GlooFleet(player.model, player.count, targets) if has_gloo else None
     with xr.Engine("controller", transport=player.transport, secret=secret.encode()) as engine:
         wire = EngineWire(engine)
         box = mailbox(wire, secret.encode())
         controller = WeightController(box)
         box.start()
         try:
-            if gloo is not None:
-                await asyncio.to_thread(gloo.start)
+            for title, rival in list(rivals.items()):
+                console.print(f"{title}: its processes start")
+                try:
+                    await _done(rival, rival.start)
+                    await _done(rival, rival.update)  # finds no connection, no page and no module
+                except CrossrailError as error:  # with a GPU checkpoint-engine is not to be had on the CPU, for one
+                    await asyncio.to_thread(rivals.pop(title).close)
+                    console.print(f"{title}: left out, {plain(str(error))}", markup=False)
+            console.print(f"{player.count} trainers and {targets} inference ranks start, and update once")
             player = replace(player, controller=controller.address.hex())
             await asyncio.gather(
                 *(players.start(replace(player, rank=rank)) for rank in range(player.count)),
@@ -134,37 +155,65 @@ async def _measure(player: Player, targets: int, rounds: int, has_gloo: bool, co
             first = await controller.update(1, _UPDATE_S)
             writes = sum(step.writes for step in first.steps.values())
             console.print(
-                f"{player.count} trainers, {targets} inference ranks with {format_bytes(player.model.nbytes)} as "
-                f"{player.kind}; planned and told in {first.plan_s * 1e3:.0f} ms, {writes} writes"
+                f"{format_bytes(player.model.nbytes)} as {player.kind}, planned and told in "
+                f"{first.plan_s * 1e3:.0f} ms, {writes} writes; {rounds} rounds follow"
             )
-            return await _rounds(controller, gloo, rounds, player.count)
+            with console.status("", refresh_per_second=2) as status:  # seldom: it takes time of what is measured
+                return await _rounds(controller, players, rivals, rounds, player.count, status.update)
         finally:
-            if gloo is not None:
-                await asyncio.to_thread(gloo.close)
+            for rival in rivals.values():
+                await asyncio.to_thread(rival.close)
             await players.close()
             await box.close()
             wire.close()
 
 
-async def _rounds(controller: WeightController, gloo: GlooFleet | None, rounds: int, trainers: int) -> list[_Row]:
+async def _done(rival: _Rival, call: Callable[[], _T]) -> _T:
+    """In a thread. If we are cancelled, its processes are ended until it returns: nothing else ends its waits."""
+    doing = asyncio.ensure_future(asyncio.to_thread(call))
+    try:
+        return await asyncio.shield(doing)
+    finally:
+        while not doing.done():
+            await asyncio.to_thread(rival.close)
+            await asyncio.wait([doing], timeout=0.05)
+        doing.exception()  # of who was interrupted, nobody asks
+
+
+async def _rounds(
+    controller: WeightController,
+    players: Players,
+    rivals: Mapping[str, _Rival],
+    rounds: int,
+    trainers: int,
+    show: Callable[[str], object],
+) -> list[_Row]:
     copy = _Row("memcpy, all cores", "GB/s")
     stage = _Row("write stage", "GB/s")
-    whole = _Row("update, from Go to the last count", "GB/s")
+    whole = _Row(_UPDATE, "GB/s")
     overlap = _Row("update over its slowest stage", "x")
-    python = _Row("event loop's processor time per write", "us")
-    ordinary = _Row("gather and broadcast by gloo", "GB/s")
+    busy = _Row("update over its processor time by core", "x")
+    python = _Row("event loop's processor time per write, copies included", "us")
+    others = {title: _Row(title, "GB/s") for title in rivals}
+    cores = len(os.sched_getaffinity(0))
     for index in range(rounds):
+        show(f"round {index + 1} of {rounds}: memcpy and an update")
         copy.values.append(_memcpy_gb_per_s(min(trainers, os.cpu_count() or 1)))
+        before_s = players.processor_s()
         report = await controller.update(index + 2, _UPDATE_S)
+        processor_s = players.processor_s() - before_s
         steps = report.steps.values()
         slowest_write = max(step.write_s for step in steps)
         stage.values.append(gb_per_s(report.written_bytes, slowest_write))
         whole.values.append(gb_per_s(report.written_bytes, report.transfer_s))
         overlap.values.append(report.transfer_s / max(slowest_write, *(step.prepare_s for step in steps)))
+        busy.values.append(report.transfer_s / (processor_s / cores))
         python.values.append(_python_us(report))
-        if gloo is not None:
-            ordinary.values.append(gb_per_s(report.written_bytes, await asyncio.to_thread(gloo.update)))
-    return [copy, stage, whole, overlap, python, *([ordinary] if gloo is not None else [])]
+        for title, rival in rivals.items():
+            show(f"round {index + 1} of {rounds}: {title}")
+            took_s = await _done(rival, rival.update)
+            others[title].values.append(gb_per_s(int(report.written_bytes * rival.part), took_s))
+    return [copy, stage, whole, overlap, busy, python, *others.values()]
 
 
 def _python_us(report: UpdateReport) -> float:
@@ -198,6 +247,6 @@ def _show(measured: list[_Row], model: ToyModel, console: Console) -> None:
         table.add_row(row.title, f"{row.median:.2f}", f"{best:.2f}", row.unit, share)
     console.print(Fitted(table))
     by_title = {row.title: row for row in measured}
-    if (gloo := by_title.get("gather and broadcast by gloo")) is not None:
-        ratio = by_title["update, from Go to the last count"].median / gloo.median
-        console.print(f"{ratio:.1f} times gathering and broadcasting")
+    for title, name in ((_GLOO, "gathering and broadcasting"), (_CHECKPOINT_ENGINE, "checkpoint-engine")):
+        if (rival := by_title.get(title)) is not None:
+            console.print(f"{by_title[_UPDATE].median / rival.median:.1f} times {name}")

@@ -6,24 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from crossrail.cli.weights.commands import SWEPT
 from crossrail.cli.weights.common import sides_of
 from crossrail.cli.weights.simulate import Outcome, Setting, adapted, simulate
 from crossrail.errors import UsageError
 from crossrail.weights import PlanOptions, make_plan
-
-WAYS = {
-    "paper": ("paper",),
-    "needed": ("needed",),
-    "adapted": ("needed", "adapted"),
-    "both": ("paper", "needed"),
-    "all": ("paper", "needed", "adapted"),
-}
-SWEPT: Mapping[str, tuple[float, ...]] = {
-    "trainers": (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0),
-    "targets": (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0),
-    "straggler": (1.0, 2.0, 4.0, 8.0, 16.0),
-    "slow-link": (1.0, 1.5, 2.0, 3.0, 4.0, 8.0),
-}
 
 
 @dataclass(frozen=True)

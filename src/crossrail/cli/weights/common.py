@@ -2,41 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from math import gcd
-from pathlib import Path
 
-import click
-
-from crossrail.cli.service import together
 from crossrail.errors import UsageError
 from crossrail.weights import Inventory
 from crossrail.weights.inventory.models import CLUSTERS, MODELS, Cluster, inventories
-
-_ranks = click.IntRange(max=1 << 16)  # each takes its time to describe
-
-cluster_options = together(
-    click.option("--trainers", type=_ranks, help="Number of trainers [default: as published for the model]."),
-    click.option("--targets", type=_ranks, help="Inference ranks [default: as published for the model]."),
-    click.option("--pipeline", type=int, help="Pipeline stages of the trainers."),
-    click.option("--expert-parallel", type=int, help="Expert-parallel groups of a stage."),
-    click.option("--dense-shard", type=int, help="Ranks over which all other parameters are sharded."),
-    click.option("--target-experts", type=int, help="Inference ranks over which the experts are spread."),
-    click.option("--layers", type=click.IntRange(1, 1000), help="Number of layers [default: all of the model's]."),
-)
-
-
-@contextmanager
-def naming(file: Path) -> Iterator[None]:
-    """What fails while this file is written names it: of a full disk Python names none."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is not None:
-            raise
-        raise OSError(error.errno, error.strerror, str(file)) from None
 
 
 def check_model(name: str) -> None:

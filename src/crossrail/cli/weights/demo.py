@@ -11,13 +11,11 @@ import asyncio
 import secrets
 from dataclasses import replace
 
-import click
 from rich.markup import escape
 from rich.table import Table
 
 import crossrail as xr
 from crossrail.cli.console import open_console
-from crossrail.cli.service import transport_option
 from crossrail.cli.tables import Fitted
 from crossrail.cli.text import format_bytes, gb_per_s
 from crossrail.cli.weights.players import Player, Players
@@ -36,26 +34,8 @@ _CHECK_S = 120.0
 _TARGETS: tuple[tuple[TargetKind, bool], ...] = (("fused", False), ("fp8", True))
 
 
-@click.command()
-@click.option("--versions", type=click.IntRange(1, 1_000_000), default=4, show_default=True, help="Number of updates.")
-@click.option(
-    "--trainers",
-    type=click.IntRange(1, 64),
-    default=4,
-    show_default=True,
-    help="Trainers, each with a share of the model.",
-)
-@click.option(
-    "--mib",
-    type=click.IntRange(1, 1 << 20),
-    default=16,
-    show_default=True,
-    help="Approximate size of the model in MiB, in bfloat16.",
-)
-@transport_option()
-@click.option("--kill", "kills", is_flag=True, help="Kill a trainer in the middle of the last update.")
 def demo(versions: int, trainers: int, mib: int, transport: str, kills: bool) -> None:
-    """Trainers update two inference ranks: one fused and tensor-parallel, one in fp8. Checked bit for bit."""
+    """The command; commands.py has its options and its help."""
     asyncio.run(_Demo(versions, trainers, ToyModel.of_bytes(mib << 20), transport).run(kills))
 
 

@@ -25,6 +25,8 @@ class GlooFleet:
     Threads: one at a time. Calls block.
     """
 
+    part = 1.0  # of the model's bytes
+
     def __init__(self, model: ToyModel, trainers: int, targets: int) -> None:
         self._spec = {"model": asdict(model), "trainers": trainers, "targets": targets}
         self._folder = tempfile.TemporaryDirectory(prefix="crossrail-gloo-")

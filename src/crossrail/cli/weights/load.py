@@ -7,7 +7,6 @@ as many bytes, and writes them straight into the ranks' memory, cast, cut and qu
 from __future__ import annotations
 
 import asyncio
-import re
 import signal
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -22,14 +21,13 @@ from rich.console import Console
 import crossrail as xr
 from crossrail._text import rate_text
 from crossrail.cli.console import open_console
-from crossrail.cli.service import engine_options, read_secret, records_on_signal
-from crossrail.cli.text import RAILS_MAX, OutputFile, format_bytes, format_count, gb_per_s, seconds, size
-from crossrail.cli.weights.common import naming
+from crossrail.cli.service import read_secret
+from crossrail.cli.text import RAILS_MAX, format_bytes, format_count, gb_per_s, naming
 from crossrail.cli.weights.progress import showing_update
 from crossrail.control.mailbox import Mailbox
 from crossrail.control.wire import EngineWire
 from crossrail.errors import CrossrailError, UsageError
-from crossrail.weights.inventory.checkpoint import READERS_MAX, Checkpoint
+from crossrail.weights.inventory.checkpoint import Checkpoint
 from crossrail.weights.services.controller import WeightController
 from crossrail.weights.services.messages import mailbox
 from crossrail.weights.services.reports import ControllerOptions, UpdateReport
@@ -55,85 +53,8 @@ class _Options:
     secret: bytes
 
 
-def _reader(text: str) -> tuple[int, int]:
-    match = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text)
-    if match is None or not int(match[1]) < int(match[2]) <= READERS_MAX:
-        raise click.BadParameter(
-            f"{text!r} is not an index and a number of readers, as 0/1 or 2/4, with at most {READERS_MAX} readers"
-        )
-    return int(match[1]), int(match[2])
-
-
-@click.command()
-@click.argument("checkpoint", type=click.Path(exists=True, path_type=Path))
-@click.option(
-    "--targets",
-    type=click.IntRange(1, READERS_MAX),
-    default=1,
-    show_default=True,
-    help="Number of inference ranks to wait for; they are numbered from 0.",
-)
-@click.option(
-    "--reader",
-    type=_reader,
-    metavar="I/N",
-    default="0/1",
-    show_default=True,
-    help="Index of this reader, and the number of readers.",
-)
-@click.option(
-    "--controller", metavar="ADDRESS", help="For the other readers: the address that reader 0 printed, or its file."
-)
-@click.option(
-    "--address-file",
-    type=OutputFile(),
-    help="File to which reader 0 writes the address that ranks join, in hexadecimal; by default it is printed.",
-)
-@click.option(
-    "--ignore", multiple=True, help="Pattern of tensors that no rank needs, such as 'mtp.*'; may be repeated."
-)
-@click.option(
-    "--version",
-    type=click.IntRange(min=0),
-    default=0,
-    show_default=True,
-    help="Version number of these weights at the ranks.",
-)
-@click.option(
-    "--wait-s",
-    type=seconds(),
-    default=600.0,
-    show_default=True,
-    help="Seconds to wait until all have joined.",
-)
-@click.option(
-    "--timeout-s",
-    type=seconds(),
-    default=600.0,
-    show_default=True,
-    help="Seconds that the transfer may take.",
-)
-@click.option(
-    "--watermark",
-    default="1GiB",
-    show_default=True,
-    type=size(1 << 16, 1 << 40),
-    help="Memory for each reader to prepare tensors in.",
-)
-@click.option(
-    "--port",
-    type=click.IntRange(0, 65535),
-    default=0,
-    show_default=True,
-    help="First of the 16 ports (reader 0: 32) that TCP may listen on; 0: any.",
-)
-@engine_options
-@records_on_signal()
 def load(checkpoint: Path, secret_file: Path | None, **options: Any) -> None:
-    """Load the weights of CHECKPOINT, a safetensors file or a folder of them, into waiting inference ranks.
-
-    The ranks are processes with a WeightReceiver, which join the address that this command prints.
-    """
+    """The command; commands.py has its options and its help."""
     chosen = _Options(secret=read_secret(secret_file), **options)
     if (chosen.controller is None) != (chosen.reader[0] == 0):
         raise UsageError("reader 0 is the controller; the others need its address: --controller")
@@ -155,8 +76,8 @@ async def _until_signal(work: Coroutine[Any, Any, None]) -> signal.Signals | Non
         came.append(number)
         task.cancel()
 
-    handled = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) is signal.SIG_DFL]
-    for number in handled:  # not one that nohup, or a program around this one, has taken
+    handled = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) is not signal.SIG_IGN]
+    for number in handled:  # not one that nohup has the process ignore
         loop.add_signal_handler(number, end, number)
     try:
         await task

@@ -6,13 +6,10 @@ import resource
 import time
 from pathlib import Path
 
-import click
-
 from crossrail._files import read_at_most
 from crossrail._text import plain
 from crossrail.cli.console import open_console
-from crossrail.cli.text import OutputFile
-from crossrail.cli.weights.common import check_model, cluster_options, sides_of
+from crossrail.cli.weights.common import check_model, sides_of
 from crossrail.cli.weights.show import print_summary
 from crossrail.errors import UsageError
 from crossrail.weights import Inventory, PlanOptions, make_plan
@@ -21,25 +18,6 @@ from crossrail.weights.planning.planner import Gather
 _INVENTORY_BYTES_MAX = 1 << 30
 
 
-@click.command()
-@click.argument("model", required=False)
-@click.option(
-    "--inventory",
-    "files",
-    multiple=True,
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Inventory of one process, from Inventory.to_bytes(); once per process, instead of MODEL.",
-)
-@cluster_options
-@click.option(
-    "--gather",
-    type=click.Choice(["needed", "full"]),
-    default="needed",
-    show_default=True,
-    help="needed: parameters are prepared where they are; full: every trainer gathers all of its part.",
-)
-@click.option("--ignore", multiple=True, help="A parameter that trainers hold and no target needs.")
-@click.option("-o", "--output", type=OutputFile(), help="Where to save the plan.")
 def plan(
     model: str | None,
     files: tuple[Path, ...],
@@ -48,7 +26,7 @@ def plan(
     output: Path | None,
     **sizes: int | None,
 ) -> None:
-    """Plan an update of MODEL (kimi-k2, deepseek-v3, qwen3-235b) or from inventories, and verify the plan."""
+    """The command; commands.py has its options and its help."""
     if (model is None) == (not files):
         raise UsageError("either a MODEL or --inventory is needed")
     if model is None:

@@ -14,8 +14,8 @@ from typing import Any
 import click
 
 import crossrail as xr
+from crossrail._options import SECRET_VARIABLE
 from crossrail.control.wire import EngineWire
-from crossrail.engine import SECRET_VARIABLE
 from crossrail.weights.errors import UpdateFailed
 from crossrail.weights.inventory.memory import WeightMemory
 from crossrail.weights.services.messages import mailbox

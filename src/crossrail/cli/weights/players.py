@@ -6,11 +6,12 @@ import asyncio
 import json
 import os
 import sys
+import time
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
+from crossrail._options import SECRET_VARIABLE
 from crossrail.control.deadlines import in_time
-from crossrail.engine import SECRET_VARIABLE
 from crossrail.errors import CrossrailError
 from crossrail.weights.toy import TargetKind, ToyModel
 
@@ -64,16 +65,22 @@ class Players:
     def __init__(self, secret: str) -> None:
         self._environment = os.environ | {SECRET_VARIABLE: secret}
         self._processes: dict[str, asyncio.subprocess.Process] = {}
+        self._starting: set[asyncio.Future[None]] = set()
 
     async def start(self, player: Role) -> None:
         """Returns when it has joined."""
-        process = await asyncio.create_subprocess_exec(
+        starting = asyncio.ensure_future(self._start(player))
+        self._starting.add(starting)
+        starting.add_done_callback(self._starting.discard)
+        await asyncio.shield(starting)  # of who is cancelled meanwhile, close() waits for the process
+        await self.said(player.name, "joined", _START_TIMEOUT_S)
+
+    async def _start(self, player: Role) -> None:
+        self._processes[player.name] = await asyncio.create_subprocess_exec(
             sys.executable, *player.command(), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
             env=self._environment, limit=_LINE_BYTES_MAX,
             start_new_session=True,  # Ctrl-C goes to us alone; they end by their standard input
         )  # fmt: skip
-        self._processes[player.name] = process
-        await self.said(player.name, "joined", _START_TIMEOUT_S)
 
     async def said(self, name: str, word: str, timeout_s: float) -> dict[str, Any]:
         """The next line of that player with this word; others are passed over. CrossrailError when there is none."""
@@ -100,6 +107,11 @@ class Players:
         except ConnectionError as error:
             raise CrossrailError(f"{name} hears no more: {error}") from error
 
+    def processor_s(self) -> float:
+        """Processor time that all of them have had."""
+        # Linux's clock of a process's processor time is made of its id: clock_getcpuclockid(3).
+        return sum(time.clock_gettime(~process.pid << 3 | 2) for process in self._processes.values())
+
     async def kill(self, name: str) -> None:
         """At once, with SIGKILL."""
         process = self._processes.pop(name)
@@ -108,6 +120,8 @@ class Players:
 
     async def close(self) -> None:
         """Waits for all, and kills those that do not end. Idempotent."""
+        if self._starting:
+            await asyncio.wait(self._starting)
         for process in self._processes.values():
             if process.stdin is not None:
                 process.stdin.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from statistics import fmean
 
-import click
 from rich.console import Group
 from rich.live import Live
 from rich.progress import BarColumn, Progress
@@ -13,24 +12,14 @@ from rich.table import Table
 
 from crossrail.cli.console import open_console, text_column
 from crossrail.cli.group import require
-from crossrail.cli.service import transport_option
 from crossrail.cli.tables import Fitted
 from crossrail.cli.text import format_bytes
-from crossrail.cli.weights.rl_loop import SERVED, RlOptions, RlStep, run_rl
+from crossrail.cli.weights.rl_loop import RlStep, run_rl
+from crossrail.cli.weights.rl_options import SERVED, RlOptions
 
 
-@click.command()
-@click.option("--steps", default=RlOptions.steps, show_default=True, help="Number of training steps.")
-@click.option("--trainers", default=RlOptions.trainers, show_default=True, help="FSDP2 shards, each a process.")
-@click.option("--batch", default=RlOptions.batch, show_default=True, help="Completions per inference rank and step.")
-@click.option("--seed", default=RlOptions.seed, show_default=True, help="Seed of weights, prompts and sampling.")
-@transport_option(RlOptions.transport)
 def rl(steps: int, trainers: int, batch: int, seed: int, transport: str) -> None:
-    """Train a tiny Qwen3-MoE with reinforcement learning on the CPU: FSDP2 over gloo, rollouts in bf16 with TP 2 and in
-    fp8.
-
-    After each update both inference ranks compare all their weights with the converted checkpoint.
-    """
+    """The command; commands.py has its options and its help."""
     require("weights rl", "weights", "torch", "transformers")
     asyncio.run(_show(RlOptions(steps, trainers, batch, seed, transport)))
 

@@ -19,39 +19,17 @@ from typing import Any
 
 import crossrail as xr
 from crossrail.cli.weights.players import Players
+from crossrail.cli.weights.rl_options import SERVED, RlOptions
 from crossrail.control.wire import EngineWire
-from crossrail.errors import CrossrailError, UsageError
+from crossrail.errors import CrossrailError
 from crossrail.weights.services.controller import Stage, WeightController
 from crossrail.weights.services.messages import mailbox
 from crossrail.weights.services.reports import UpdateReport
 
 _TIMEOUT_S = 240.0
-_SEED_MAX = (1 << 31) - 1
 
 # What is done now, and how much of it: (0, 0) where that is not known.
 OnPhase = Callable[[str, int, int], None]
-
-
-@dataclass(frozen=True)
-class RlOptions:
-    """batch: completions of each inference rank for a step. Equal seed, trainers and batch: equal rewards."""
-
-    steps: int = 10
-    trainers: int = 4
-    batch: int = 32
-    seed: int = 1
-    transport: str = "auto"
-
-    def __post_init__(self) -> None:
-        for name, least in (("steps", 0), ("trainers", 1), ("batch", 1)):
-            if getattr(self, name) < least:
-                raise UsageError(f"{name}={getattr(self, name)} must be {least} or more")
-        if not 0 <= self.seed <= _SEED_MAX:
-            raise UsageError(f"seed={self.seed} must be in 0..{_SEED_MAX}")
-        if self.batch * len(SERVED) % self.trainers:
-            raise UsageError(
-                f"{len(SERVED)} x batch={self.batch} completions cannot be shared by trainers={self.trainers}"
-            )
 
 
 @dataclass(frozen=True)
@@ -70,18 +48,6 @@ class RlStep:
     tokens: tuple[tuple[int, ...], ...]
     tensors: int
     gap: float | None
-
-
-@dataclass(frozen=True)
-class _Serving:
-    """An inference rank. label: for people."""
-
-    label: str
-    tp: int
-    quantised: bool
-
-
-SERVED = (_Serving("bf16 TP 2", 2, False), _Serving("fp8", 1, True))
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,10 @@ from typing import Any
 import msgspec
 
 import crossrail as xr
+from crossrail._options import SECRET_VARIABLE
 from crossrail.cli.weights.play import say
 from crossrail.control.mailbox import Mailbox
 from crossrail.control.wire import EngineWire
-from crossrail.engine import SECRET_VARIABLE
 from crossrail.weights.rl.task import CONFIG, Rollout
 from crossrail.weights.services.messages import mailbox
 from crossrail.weights.services.reading import Reading

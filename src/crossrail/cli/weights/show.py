@@ -12,10 +12,9 @@ from rich.table import Table
 
 from crossrail._text import plain
 from crossrail.cli.bench.plot import check_plot
-from crossrail.cli.console import in_one_piece, open_console
+from crossrail.cli.console import open_console
 from crossrail.cli.tables import Fitted
-from crossrail.cli.text import OutputFile, format_bytes, format_count
-from crossrail.cli.weights.common import naming
+from crossrail.cli.text import format_bytes, format_count, naming
 from crossrail.weights import Plan
 from crossrail.weights.planning.show import Spread, differences, draw, heat_map, summary
 
@@ -50,14 +49,8 @@ def print_summary(console: Console, plan: Plan) -> None:
     )
 
 
-@click.command()
-@click.argument("file", type=_FILE)
-@click.option("--compare", type=_FILE, help="Another plan: show the differences; exit code 1 if there are any.")
-@click.option("--draw", "image", type=OutputFile(), help="Write the heat map as a PNG.")
-@click.pass_context
-@in_one_piece()
 def show(ctx: click.Context, file: Path, compare: Path | None, image: Path | None) -> None:
-    """Show the plan in FILE: figures, and how much each trainer (rows) sends to each target (columns)."""
+    """The command; commands.py has its options and its help."""
     if image is not None:
         check_plot(image, "--draw")
     console = open_console()

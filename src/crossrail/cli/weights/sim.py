@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import click
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -14,43 +13,17 @@ from crossrail._text import plain
 from crossrail.cli.bench.plot import check_plot
 from crossrail.cli.console import open_console
 from crossrail.cli.tables import Fitted
-from crossrail.cli.text import OutputFile, format_bytes, size
+from crossrail.cli.text import format_bytes, naming
 from crossrail.cli.weights import drawing
-from crossrail.cli.weights.cases import SWEPT, WAYS, Case, as_json, sweep_of
-from crossrail.cli.weights.common import check_model, cluster_of, cluster_options, naming
+from crossrail.cli.weights.cases import Case, as_json, sweep_of
+from crossrail.cli.weights.commands import WAYS
+from crossrail.cli.weights.common import check_model, cluster_of
 from crossrail.cli.weights.simulate import Outcome, Setting
 from crossrail.errors import UsageError
 
 _FORMAT = 2
 
 
-@click.command()
-@click.argument("model", default="kimi-k2")
-@cluster_options
-@click.option(
-    "--way",
-    type=click.Choice([*WAYS]),
-    default="both",
-    show_default=True,
-    help="paper: every rank gathers everything; needed: weights are prepared where they are; adapted: the update "
-    "after that, planned for the speeds that it showed; both: the first two.",
-)
-@click.option("--straggler", default=1.0, show_default=True, help="Factor by which trainer 0's GPU and CPU are slower.")
-@click.option("--slow-link", default=1.0, show_default=True, help="Factor by which trainer 0's rails are slower.")
-@click.option("--rails", default=1, show_default=True, help="Rails per GPU, which share 400 Gb/s.")
-@click.option("--rail-down", is_flag=True, help="Trainer 0 loses a rail at the start.")
-@click.option("--down-ms", type=float, help="With --rail-down: time until it comes back [default: never].")
-@click.option(
-    "--watermark",
-    type=size(1 << 20, 1 << 40),
-    default="8G",
-    show_default=True,
-    help="Memory for each trainer to prepare tensors in.",
-)
-@click.option("--sweep", metavar="NAME[=V,V...]", help=f"One update for each value; NAME: {', '.join(SWEPT)}.")
-@click.option("--seed", default=1, show_default=True, help="Seed of all randomness.")
-@click.option("--json", "file", type=OutputFile(), help="Also write the figures to this file.")
-@click.option("--plot", "image", type=OutputFile(), help="Draw the timeline, or the sweep, as a PNG.")
 def sim(
     model: str,
     way: str,
@@ -66,11 +39,7 @@ def sim(
     image: Path | None,
     **sizes: int | None,
 ) -> None:
-    """Simulate one update of MODEL (kimi-k2, deepseek-v3, qwen3-235b): real plan and engines, but no data.
-
-    Work on GPUs takes the time that one rank of the paper's Table 5 took for it; the wire is the ConnectX-7 of its
-    Table 2.
-    """
+    """The command; commands.py has its options and its help."""
     check_model(model)
     if image is not None:
         check_plot(image)
@@ -83,7 +52,7 @@ def sim(
     content = _one(console, case, image) if sweep is None else _swept(console, case, *sweep_of(sweep), image)
     if file is not None:
         with naming(file):
-            file.write_text(json.dumps({"format": _FORMAT, "model": model, **content}, indent=1))
+            file.write_text(json.dumps({"format": _FORMAT, "seed": seed, "model": model, **content}, indent=1))
 
 
 def _one(console: Console, case: Case, image: Path | None) -> dict[str, object]:

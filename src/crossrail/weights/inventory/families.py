@@ -1,4 +1,4 @@
-"""Rules for the names of vLLM and transformers, and shapes from a model's configuration: Llama, Qwen3, DeepSeek-V3."""
+"""Rules for the names of vLLM and transformers, and shapes from a model's configuration: Llama, Qwen, DeepSeek-V3."""
 
 from __future__ import annotations
 
@@ -73,11 +73,13 @@ DEEPSEEK_V3: tuple[Rule, ...] = (
 _RULES: Mapping[str, tuple[Rule, ...]] = {
     "llama": LLAMA,
     "mistral": LLAMA,
+    "qwen2": LLAMA,
     "qwen3": LLAMA,
     "qwen3_moe": QWEN3_MOE,
     "deepseek_v3": DEEPSEEK_V3,
     "kimi_k2": DEEPSEEK_V3,
 }
+_LATENT = ("deepseek_v3", "kimi_k2")
 
 
 def names_of(config: Mapping[str, Any]) -> Names:
@@ -92,7 +94,7 @@ def names_of(config: Mapping[str, Any]) -> Names:
             f"model_type {kind!r} has no rules here, there are {', '.join(_RULES)}; Names() takes your own"
         )
     try:
-        shape = _shape(config, latent=kind in ("deepseek_v3", "kimi_k2"), normed=kind.startswith("qwen3"))
+        shape = _shape(kind, config)
         block = _block_of(config)
     except KeyError as error:
         raise UsageError(f"the configuration of a {kind} model has no {error.args[0]!r}") from None
@@ -143,7 +145,30 @@ def _block_of(config: Mapping[str, Any]) -> tuple[int, int]:
     return rows, columns
 
 
-def _shape(config: Mapping[str, Any], *, latent: bool, normed: bool) -> ModelShape:
+def _biased(kind: str, config: Mapping[str, Any]) -> frozenset[str]:
+    """As transformers' classes read it; only those of Llama know mlp_bias."""
+    if kind == "qwen2":
+        return frozenset({"q_proj", "k_proj", "v_proj"})
+    names: set[str] = set()
+    if kind != "mistral" and config.get("attention_bias", False):
+        latent = {"q_a_proj", "kv_a_proj_with_mqa", "o_proj"}
+        names |= latent if kind in _LATENT else {"q_proj", "k_proj", "v_proj", "o_proj"}
+    if kind == "llama" and config.get("mlp_bias", False):
+        names |= {"gate_proj", "up_proj", "down_proj"}
+    return frozenset(names)
+
+
+def _layers_without_experts(config: Mapping[str, Any], layers: int) -> frozenset[int]:
+    """Of Qwen3-MoE: those that are named, and all but each decoder_sparse_step-th."""
+    named = config.get("mlp_only_layers", [])
+    if not isinstance(named, list | tuple):
+        raise _NoSize(f"mlp_only_layers is {str(named)!r:.80}, must be a list of layers")
+    step = _Sizes(config).get("decoder_sparse_step", 1)
+    listed = {_Sizes({"mlp_only_layers": layer}).of("mlp_only_layers", 0) for layer in named}
+    return frozenset(listed | {layer for layer in range(layers) if (layer + 1) % step})
+
+
+def _shape(kind: str, config: Mapping[str, Any]) -> ModelShape:
     sizes = _Sizes(config)
     heads, layers = sizes["num_attention_heads"], sizes["num_hidden_layers"]
     common: dict[str, Any] = {
@@ -153,8 +178,9 @@ def _shape(config: Mapping[str, Any], *, latent: bool, normed: bool) -> ModelSha
         "vocab": sizes["vocab_size"],
         "dense_layers": layers,
         "dense_rows": sizes["intermediate_size"],
+        "biased": _biased(kind, config),
     }
-    if latent:
+    if kind in _LATENT:
         experts = sizes["n_routed_experts"]
         return ModelShape(
             **common | {"dense_layers": sizes.of("first_k_dense_replace", 0)},
@@ -167,14 +193,15 @@ def _shape(config: Mapping[str, Any], *, latent: bool, normed: bool) -> ModelSha
             nope=sizes["qk_nope_head_dim"],
             value=sizes["v_head_dim"],
         )
-    experts = sizes.get("num_experts", 0)
-    if experts:
-        common["dense_layers"] = 0
+    experts = 0
+    if kind == "qwen3_moe":  # transformers 5 writes num_local_experts for what published ones call num_experts
+        experts = sizes["num_experts" if "num_experts" in config else "num_local_experts"]
+        common |= {"dense_layers": 0, "also_dense": _layers_without_experts(config, layers)}
     return ModelShape(
         **common,
         experts=experts,
         expert_rows=sizes["moe_intermediate_size"] if experts else 0,
         kv_heads=sizes.get("num_key_value_heads", heads),
         head_dim=sizes.get("head_dim", sizes["hidden_size"] // heads),
-        normed=normed,
+        normed=kind.startswith("qwen3"),
     )

@@ -7,6 +7,7 @@ shard is a smaller box, and neither side knows how the other cuts.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal, TypeAlias
@@ -281,11 +282,23 @@ def check_holding(holding: Holding) -> None:
         raise UsageError(f"{name}: box {holding.box} does not have the {dims} dimensions of the shape")
     if not all(0 <= start < stop <= extent for (start, stop), extent in zip(holding.box, holding.shape, strict=True)):
         raise UsageError(f"{name}: box {holding.box} is empty or not in the shape {holding.shape}")
-    if holding.scale_of is not None and len(holding.block) != dims:
-        raise UsageError(f"{name}: block {holding.block} does not have the {dims} dimensions of the shape")
-    item_bytes = int(ITEM_BYTES[dtype_code(checked_dtype(holding.name, holding.dtype))])
+    if max(holding.shape, default=1) > _EXTENT_MAX or math.prod(holding.shape) > _ELEMENTS_MAX:
+        raise UsageError(f"{name}: has too many elements: shape {holding.shape}")
+    dtype = checked_dtype(holding.name, holding.dtype)
+    if holding.scale_of is not None:
+        _check_scale(name, dtype, holding.block, dims)
+    item_bytes = int(ITEM_BYTES[dtype_code(dtype)])
     if holding.strides is not None:
         _check_strides(name, [stop - start for start, stop in holding.box], holding.strides, item_bytes)
+
+
+def _check_scale(name: str, dtype: str, block: Sequence[int], dims: int) -> None:
+    if len(block) != dims:
+        raise UsageError(f"{name}: block {block} does not have the {dims} dimensions of the shape")
+    if not all(1 <= size <= _EXTENT_MAX for size in block):
+        raise UsageError(f"{name}: scales: blocks must be 1 or more, at most {_EXTENT_MAX}, not {block}")
+    if dtype != "float32":
+        raise UsageError(f"{name}: scales must be float32, not {dtype}")
 
 
 def checked_dtype(name: str, dtype: object) -> str:

@@ -19,6 +19,8 @@ from crossrail.errors import UsageError
 from crossrail.weights.dtypes import ITEM_BYTES, dtype_code
 from crossrail.weights.inventory.holdings import Box, Holding, c_strides
 
+__all__ = ["Names", "Part", "Ranks", "Rule"]
+
 Shape = tuple[int, ...]
 _SCALES = "_scale_inv"
 
@@ -52,14 +54,21 @@ class Rule(NamedTuple):
 
 @dataclass(frozen=True)
 class Ranks:
-    """Which rank of how many this process is, in tensor and in expert parallelism (1: experts are divided by tp)."""
+    """Which rank of how many this process is, in tensor and in expert parallelism (1: experts are divided by tp).
+
+    experts: the numbers of those that a stacked tensor has here, first and behind the last, where they are not the
+    ep_rank-th piece of all; each is divided by tp then.
+    """
 
     tp_rank: int = 0
     tp: int = 1
     ep_rank: int = 0
     ep: int = 1
+    experts: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
+        if self.experts is not None and self.ep != 1:
+            raise UsageError(f"experts={self.experts} are named and ep={self.ep}: must be 1 then")
         for name, rank, count in (("tp", self.tp_rank, self.tp), ("ep", self.ep_rank, self.ep)):
             if not 0 <= rank < count:
                 raise UsageError(f"{name}_rank={rank} must be in 0..{name}-1, {name}={count}")
@@ -98,6 +107,9 @@ class Names:
         self._rules = [(_compiled(rule.pattern), rule) for rule in rules]
         self._units = dict(units or {})
         self._block = block
+
+    def __repr__(self) -> str:
+        return f"<Names of {len(self.shapes)} parameters by {len(self._rules)} rules>"
 
     def holdings(
         self,
@@ -197,6 +209,10 @@ class Names:
         if rule.experts and ranks.ep > 1:
             box[0] = _piece(name, shape[0], shape[0], ranks.ep_rank, ranks.ep)
             return tuple(box)
+        if rule.experts and ranks.experts is not None:
+            first, stop = box[0] = ranks.experts
+            if not 0 <= first < stop <= shape[0]:
+                raise UsageError(f"{name!r} has {shape[0]} experts, there are no numbers {first}..{stop - 1}")
         dim = None if part.split is None else part.split + stacked
         if dim is not None and dim < len(shape):
             units = self._units[part.units] if part.units else shape[dim]

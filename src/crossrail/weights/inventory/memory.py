@@ -83,6 +83,7 @@ class WeightMemory(Closing):
         self._given = len(self.regions)
         self._made: list[tuple[int, int]] = []  # of regions that were made here, disjoint: begin and index, ascending
         self._added: list[tuple[Holding, _Piece]] = []
+        self._names: set[str] = set()  # also of boxes that are empty
         self._watched: list[tuple[str, Callable[[], int], int]] = []
         self._gpus: set[str] = set()  # of arrays that say it
         self._inventory: Inventory | None = None
@@ -146,6 +147,7 @@ class WeightMemory(Closing):
         whole, place = _place_of(name, piece.extent if shape is None else shape, box)
         if tuple(stop - start for start, stop in place) != piece.extent:
             raise UsageError(f"{name}: the array has the shape {piece.extent}, its box {place} of {whole} has not")
+        self._names.add(name)
         if 0 in piece.extent:  # an uneven shard may have nothing here
             return piece
         holding = Holding(name, piece.dtype, whole, place, 0, 0, piece.strides, mesh, scale_of, _block_of(name, block))
@@ -175,6 +177,11 @@ class WeightMemory(Closing):
                     "to another device). Next: copy new values into it; or close() this trainer or receiver, and make "
                     "one with a new WeightMemory"
                 )
+
+    @property
+    def names(self) -> set[str]:
+        """Of the parameters that were added, with whatever part of them."""
+        return set(self._names)
 
     def gpus(self) -> list[str]:
         """Of what was added: "cuda:0" and its like. Before inventory() without those of arrays that are neither torch's

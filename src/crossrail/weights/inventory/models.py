@@ -36,7 +36,8 @@ class ModelShape:
     """The sizes that decide the parameters of a decoder with experts. Elements.
 
     kv_lora and the others of MLA are 0 for grouped-query attention, heads x head_dim for q, kv_heads for k and v.
-    dense_layers: the first so many have no experts but a dense block. normed: q and k of each head are (Qwen3).
+    dense_layers: the first so many have no experts but a dense block; also_dense: these too, counted from 0. normed: q
+    and k of each head are (Qwen3). biased: projections of attention, and of dense blocks, that have a bias.
     """
 
     hidden: int
@@ -56,6 +57,8 @@ class ModelShape:
     nope: int = 0
     value: int = 0
     normed: bool = True
+    also_dense: frozenset[int] = frozenset()
+    biased: frozenset[str] = frozenset()
 
     def tensors(self) -> Iterator[_Tensor]:
         """All parameters, in the order of layers."""
@@ -71,9 +74,13 @@ class ModelShape:
             yield norm, (self.hidden,), False, False
         for name, shape in self._attention():
             yield f"self_attn.{name}.weight", shape, len(shape) == 2, False
-        if layer < self.dense_layers:  # or all of them, in a model without experts
+            if name in self.biased:
+                yield f"self_attn.{name}.bias", shape[:1], False, False
+        if layer < self.dense_layers or layer in self.also_dense:  # all of them, in a model without experts
             for name, shape in self._mlp(self.dense_rows):
                 yield f"mlp.{name}.weight", shape, True, False
+                if name in self.biased:
+                    yield f"mlp.{name}.bias", shape[:1], False, False
             return
         yield "mlp.gate.weight", (self.experts, self.hidden), False, False
         if self.shared_rows:

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from crossrail.weights.dtypes import DTYPES, ITEM_BYTES
 from crossrail.weights.inventory.holdings import c_strides
+from crossrail.weights.planning import balance
 from crossrail.weights.planning.boxes import (
     Boxes,
     Ints,
@@ -55,8 +56,9 @@ def assemble(
     groups: Sequence[Sequence[str]],
     trainers: tuple[int, ...],
     targets: tuple[int, ...],
+    cost: Ints,
 ) -> Plan:
-    """One task for each cell and sender."""
+    """One task for each cell and sender. cost: of a byte that each trainer sends, as balance.choose() has it."""
     mesh = _mesh_of(joined, forms, cells, slices)
     group_of = np.full(len(joined.meshes), len(groups))
     for number, names in enumerate(groups):
@@ -77,7 +79,8 @@ def assemble(
     parts["start"], parts["stop"] = _hull(cells, cell, parts["block"], slices, task)
 
     outputs, source = _outputs(tasks, parts, slices, task)
-    gathers = _gathers(joined, sources, tasks, parts)
+    sent = np.bincount(np.searchsorted(trainers, slices.sender), weights=slices.nbytes, minlength=len(trainers))
+    gathers = _gathers(joined, sources, tasks, parts, np.array(trainers), cost, sent.astype(np.int64))
     _tmp(tasks, parts, gathers, outputs, forms.source_dtype[cells.key[cell]])
     rows = join_direct(Rows(tasks, parts, gathers, outputs, _writes(joined, slices, task, source)))
     params, rows.parts["param"] = np.unique(rows.parts["param"], return_inverse=True)
@@ -155,10 +158,11 @@ def _outputs(tasks: Any, parts: Any, slices: Slices, task: Ints) -> tuple[Any, I
     return outputs, outputs["offset"][output_of] + offset
 
 
-def _gathers(joined: Tables, sources: Sources, tasks: Any, parts: Any) -> Any:
+def _gathers(joined: Tables, sources: Sources, tasks: Any, parts: Any, ranks: Ints, cost: Ints, sent: Ints) -> Any:
     """Each part from as few others as there are: of each hull from one mesh, the sender's own where it has it.
 
-    Of each box from the sender itself where it holds it, else from the next holder by rank.
+    Of each box from the sender itself where it holds it, else from the holder that has the fewest bytes so far. sent:
+    bytes that each trainer (of ranks, ascending) writes to targets.
     """
     rows, rank = joined.source
     pairs = overlaps(Boxes(parts["param"].astype(np.int64), parts["start"], parts["stop"]), sources.boxes)
@@ -171,13 +175,20 @@ def _gathers(joined: Tables, sources: Sources, tasks: Any, parts: Any) -> Any:
     chosen = by_choice[taken]
     part, box, start, stop = part[chosen], box[chosen], pairs.start[chosen], pairs.stop[chosen]
 
-    counts = np.diff(sources.first)[box]
-    pair = np.repeat(np.arange(len(part)), counts)
-    row = sources.holders[np.repeat(sources.first[box], counts) + ranges(counts)]
-    sender = tasks["trainer"][parts["task"][part]][pair]
-    distance = (rank[row] - sender) % (int(rank.max()) + 1)  # 0: the sender itself
-    order = np.lexsort((distance, pair))
-    row = row[order[np.searchsorted(pair[order], np.arange(len(part)))]]
+    # Holders of a box ascend by rank: boxes are numbered by box and rank of holder to find one among them.
+    boxes = np.repeat(np.arange(len(sources.mesh)), np.diff(sources.first))
+    place = boxes * len(ranks) + np.searchsorted(ranks, rank[sources.holders])
+    holder = np.searchsorted(ranks, tasks["trainer"][parts["task"][part]])
+    own = box * len(ranks) + holder
+    fetched = np.flatnonzero(place[np.minimum(np.searchsorted(place, own), len(place) - 1)] != own)
+    kinds, kind = np.unique(box[fetched], return_inverse=True)
+    item = ITEM_BYTES[rows["dtype"][sources.holders[sources.first[box[fetched]]]]]
+    nbytes = volume(start[fetched], stop[fetched]) * item
+    counts = np.diff(sources.first)[kinds]
+    members = place[np.repeat(sources.first[kinds], counts) + ranges(counts)] % len(ranks)
+    alike, candidates = balance.classes_of(np.concatenate([[0], np.cumsum(counts)]), members)
+    holder[fetched] = balance.choose(alike[kind], candidates, nbytes, np.zeros_like(nbytes), cost, sent)
+    row = sources.holders[np.searchsorted(place, box * len(ranks) + holder)]
 
     gathers = np.zeros(len(part), GATHER)
     gathers["part"], gathers["trainer"], gathers["region"] = part, rank[row], rows["region"][row]

@@ -7,9 +7,10 @@ the paper gathers every parameter in full at all trainers of its mesh, this cuts
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal, TypeGuard, get_args
 
 import numpy as np
 
@@ -39,7 +40,8 @@ class PlanOptions:
     write_bytes_min: pieces are joined until their values have at least this many bytes, where possible; this limits the
         number of small writes. Bytes of the target's dtype.
     ignore: parameters that trainers hold and no target needs.
-    groups: (meshes) the order in which each trainer takes their tasks; meshes not named come last.
+    groups: (meshes) the order in which each trainer takes their tasks; meshes not named come last. make_plan() refuses
+        one that no trainer has.
     task_bytes_max: pieces are not joined beyond this size, and are cut along their first dimension where possible, so
         that one is prepared while another is being sent. Bytes of the trainers' dtype. Not with gather="full".
     speeds: of trainers, by rank; those not named have 1. If several have a piece, the one that finishes first sends it.
@@ -61,7 +63,26 @@ class PlanOptions:
         for name in ("write_bytes_min", "task_bytes_max"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name}={getattr(self, name)} must be 1 or more")
+        _check_names("ignore", self.ignore, "('value_head.weight',)")
+        example = "(('experts',), ('dense',))"
+        if not _is_sequence(self.groups):
+            raise UsageError(f"groups={self.groups!r} must be groups of meshes, such as {example}")
+        for meshes in self.groups:
+            _check_names("groups: each", meshes, example)
+        for mesh, times in Counter(mesh for meshes in self.groups for mesh in set(meshes)).items():
+            if times > 1:
+                raise UsageError(f"groups={self.groups!r}: mesh {mesh!r} is in {times} of them")
         check_speeds(self.speeds)
+
+
+def _check_names(argument: str, names: object, example: str) -> None:
+    """UsageError for one name instead of some: its letters would be taken as names, and match nothing."""
+    if not _is_sequence(names) or not all(isinstance(name, str) for name in names):
+        raise UsageError(f"{argument}={names!r} must be some names, such as {example}")
+
+
+def _is_sequence(value: object) -> TypeGuard[Sequence[object]]:
+    return isinstance(value, Sequence) and not isinstance(value, str)
 
 
 def make_plan(trainers: Sequence[Inventory], targets: Sequence[Inventory], options: PlanOptions | None = None) -> Plan:
@@ -76,12 +97,14 @@ def make_plan(trainers: Sequence[Inventory], targets: Sequence[Inventory], optio
     _check_roles(trainers, targets)
     trainer_ranks, target_ranks = ranks_of(trainers), ranks_of(targets)
     joined = tables.join(sorted(trainers, key=_rank), sorted(targets, key=_rank))
+    tables.check_meshes(joined, options.groups)
     forms, wants = tables.match(joined, options.ignore)
     sources = sources_of(joined)
     whole = options.gather == "full"
     cells = cells_of(forms, sources, whole, options.write_bytes_min, options.task_bytes_max)
     slices = _slices(joined, forms, wants, cells)
-    chosen = _senders(joined, forms, sources, cells, slices, np.array(trainer_ranks), options)
+    cost = costs_of(trainer_ranks, options.speeds)
+    chosen = _senders(joined, forms, sources, cells, slices, np.array(trainer_ranks), options.gather, cost)
     plan = assemble(
         joined,
         forms,
@@ -91,6 +114,7 @@ def make_plan(trainers: Sequence[Inventory], targets: Sequence[Inventory], optio
         options.groups,
         trainer_ranks,
         target_ranks,
+        cost,
     )
     check_plan(plan, trainers, targets)
     return plan
@@ -131,13 +155,19 @@ def _slices(joined: Tables, forms: Forms, wants: Wants, cells: Boxes) -> Slices:
 
 
 def _senders(
-    joined: Tables, forms: Forms, sources: Sources, cells: Boxes, slices: Slices, ranks: Ints, options: PlanOptions
+    joined: Tables,
+    forms: Forms,
+    sources: Sources,
+    cells: Boxes,
+    slices: Slices,
+    ranks: Ints,
+    gather: Gather,
+    cost: Ints,
 ) -> Ints:
     """The trainer that sends each slice, by rank."""
     holders = _holders(joined, forms, sources, cells, ranks)
-    cost = costs_of(tuple(ranks.tolist()), options.speeds)
     is_relayed, already = np.zeros(len(cells.key), bool), None
-    if options.gather == "needed" and (cost != cost.min()).any():
+    if gather == "needed" and (cost != cost.min()).any():
         wanted = np.bincount(slices.cell, weights=slices.nbytes, minlength=len(cells.key)).astype(np.int64)
         held = cells.volume * ITEM_BYTES[forms.source_dtype[cells.key]]
         relayed = relay.hand_over(holders, relay.mates_of(joined, ranks), forms.param[cells.key], wanted, held, cost)
@@ -150,7 +180,7 @@ def _senders(
     nbytes = np.bincount(unit, weights=slices.nbytes).astype(np.int64)
     cell = slices.cell[units]
     # Where everyone gathers everything, each cell is sent by all of its mesh, so that they are busy at the same time.
-    turn = cell if options.gather == "full" else np.zeros_like(cell)
+    turn = cell if gather == "full" else np.zeros_like(cell)
     sender: Ints = ranks[balance.choose(kind[cell], candidates, nbytes, turn, cost, already)[unit]]
     return sender
 

@@ -24,6 +24,8 @@ _SAME = 0.25  # a speed that changed by less is the one that it was: plans are n
 
 def check_speeds(speeds: Mapping[int, float]) -> None:
     """UsageError for a speed that is none."""
+    if not isinstance(speeds, Mapping):
+        raise UsageError(f"speeds is {speeds!r}, must be speeds by rank, such as {{0: 0.5}}")
     check_numbers(**{f"speeds: that of trainer {rank}": speed for rank, speed in speeds.items()})
     for rank, speed in speeds.items():
         if not (isfinite(speed) and speed > 0):
@@ -100,6 +102,8 @@ class Pace:
     """
 
     def __init__(self, given: Mapping[int, float], straggler_ratio: float | None) -> None:
+        if straggler_ratio is not None:
+            check_numbers(straggler_ratio=straggler_ratio)
         if straggler_ratio is not None and not (isfinite(straggler_ratio) and straggler_ratio > 1):
             raise UsageError(f"straggler_ratio={straggler_ratio} must be above 1, or None: nothing is measured")
         self._given = dict(given)

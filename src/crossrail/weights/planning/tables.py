@@ -106,6 +106,14 @@ def _text(field: str, row: Any) -> str:
     return DTYPES[row["dtype"]] if field == "dtype" else str(tuple(row[field][: row["dims"]].tolist()))
 
 
+def check_meshes(tables: Tables, groups: Sequence[Sequence[str]]) -> None:
+    """UsageError for one that no trainer has: it is misspelt, and its tasks would come last."""
+    there = sorted(tables.meshes[mesh] for mesh in np.unique(tables.source.rows["mesh"]))
+    missing = sorted({mesh for meshes in groups for mesh in meshes} - set(there))
+    if missing:
+        raise UsageError(f"groups: no trainer has a mesh {_listed(missing)}, there is {_listed(there)}")
+
+
 def match(tables: Tables, ignore: Sequence[str]) -> tuple[Forms, Wants]:
     """What is to be made of which parameter, and for whom.
 
@@ -213,6 +221,9 @@ def _check_extra(tables: Tables, used: Ints, ignore: Sequence[str]) -> None:
 
 def _refuse_names(names: Sequence[str], found: Ints, what: str, kind: type[UsageError] = UsageError) -> None:
     if len(found):
-        some = ", ".join(repr(names[name]) for name in found[:_SHOWN])
-        more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-        raise kind(f"{some}{more}: {what}")
+        raise kind(f"{_listed([names[name] for name in found])}: {what}")
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(map(repr, names[:_SHOWN])) + more

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import crossrail as xr
 from crossrail.errors import UsageError
 from crossrail.weights.planning.plan import Plan
@@ -50,11 +52,11 @@ class Assigned:
             for each in assignment.targets
         }
 
-    def make(self) -> None:
-        """Takes some 10 us for each task. UsageError for a part that is none, for casts that there are not, and once
-        it is dropped.
+    def make(self, far: Collection[int] = ()) -> None:
+        """Takes some 10 us for each task. far: as in ready_tasks(). UsageError for a part that is none, for casts that
+        there are not, and once it is dropped.
         """
-        for task in ready_tasks(Plan.from_bytes(self._part), self._rank):
+        for task in ready_tasks(Plan.from_bytes(self._part), self._rank, far):
             self._check_wanted()
             self.tasks.append(task)
         self._part = b""

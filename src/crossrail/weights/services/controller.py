@@ -24,11 +24,12 @@ from crossrail.control.messages import clipped
 from crossrail.control.wire import Unreachable
 from crossrail.errors import CrossrailError, UsageError
 from crossrail.weights.errors import Unheld, UpdateFailed
-from crossrail.weights.inventory.holdings import Role
+from crossrail.weights.inventory.holdings import Role, check_member
 from crossrail.weights.planning.plan import Plan
 from crossrail.weights.planning.planner import PlanOptions, make_plan
 from crossrail.weights.planning.speeds import Pace
 from crossrail.weights.services import messages as m
+from crossrail.weights.services.late import Late
 from crossrail.weights.services.members import Member, assigns_of
 from crossrail.weights.services.reports import ATTEMPTS, ControllerOptions, UpdateReport, UpdateTotals
 from crossrail.weights.services.roster import Roster
@@ -40,9 +41,8 @@ log = logging.getLogger("crossrail.weights")
 
 _ROLL_CALL_S = 1.0  # and at most this part of the update's time: who is slow or frozen is waited for by the update
 _ROLL_CALL_PART = 0.25
-_WHO_S = 0.5  # for trainers to say why an update is late, once it has failed
 _LAG_S = 5.0  # that a question outlives the update which asks it: the update's deadline ends both, and says who is late
-_NAMED = 8  # of those who are late
+_NAMED = 8  # of those who are gone
 _T = TypeVar("_T")
 
 # Of all controllers that a mailbox has had: members know a controller by its address, and take no number twice.
@@ -74,13 +74,14 @@ class WeightController:
         self._options = options or ControllerOptions()
         self._pace = Pace(self._plan_options.speeds, self._options.straggler_ratio)
         self._speeds: dict[int, float] = {}  # that the current plan was made with
+        self._meshes: set[str] = set()  # of trainers in any plan so far
         self._roster = Roster(mailbox, self._options.evict_s, lambda: self.version, self._on_out)
         self._planned: list[Member] = []  # those whom the current plan is for
         self._attempt = _attempts.setdefault(mailbox, 0)
         self._has_begun = False  # a trainer may have been told to write, in this attempt
         self._under_way: int | None = None  # the version
         self._lost: asyncio.Future[None] | None = None  # of the update under way: somebody of it went
-        self._late: dict[Member, str] = {}  # who has not answered yet what the update waits for, and what that is
+        self._late = Late(mailbox)
 
     def __repr__(self) -> str:
         joined = f"{len(self.ranks('trainer'))} trainers, {len(self.ranks('target'))} inference ranks"
@@ -96,9 +97,13 @@ class WeightController:
         return [member.rank for member in self._roster.of(role)]
 
     async def ready(self, trainers: Iterable[int], targets: Iterable[int], timeout_s: float) -> None:
-        """Returns when these ranks have joined. Raises WaitTimeout, which names those that have not."""
-        wanted: list[tuple[Role, int]] = [("trainer", rank) for rank in trainers]
-        wanted += [("target", rank) for rank in targets]
+        """Returns when these ranks have joined. Raises WaitTimeout, which names those that have not; UsageError before
+        the mailbox was started.
+        """
+        check_seconds(timeout_s=timeout_s)
+        self._mailbox.check_started()
+        wanted: list[tuple[Role, int]] = _members("trainers", "trainer", trainers)
+        wanted += _members("targets", "target", targets)
         await self._roster.ready(wanted, timeout_s)
 
     async def update(
@@ -121,6 +126,7 @@ class WeightController:
         """
         version = checked_version(version)
         check_seconds(timeout_s=timeout_s)
+        self._mailbox.check_started()
         timeout_s = min(timeout_s, m.SECONDS_MAX)
         if self._under_way is not None:
             raise UsageError(
@@ -177,8 +183,15 @@ class WeightController:
         begun = loop_time_s()
         try:
             work = self._run(version, report, begun + timeout_s, on_progress)
-            if not await self._in_time(work, begun + timeout_s):
-                raise asyncio.TimeoutError(f"not complete within {timeout_s:g} s{await self._who_is_late(version)}")
+            try:
+                is_done = await self._in_time(work, begun + timeout_s)
+            except CrossrailError as error:
+                if others := await self._late.who_else(version):
+                    raise CrossrailError(f"{error}{others}") from None
+                raise
+            if not is_done:
+                late = await self._late.who(version, self._planned_by_role()[1])
+                raise asyncio.TimeoutError(f"not complete within {timeout_s:g} s{late}")
         except asyncio.CancelledError:
             self.totals.cancelled += 1
             await _to_its_end(self._abort("the update was cancelled"))
@@ -217,25 +230,6 @@ class WeightController:
             self._lost.result()
         return False
 
-    async def _who_is_late(self, version: int) -> str:
-        """Of the update whose time is up, in words. Who only waits for another is named when no other is."""
-
-        async def why(member: Member, asked: str) -> str:
-            if asked != m.Go.__name__:
-                return f"{member} has not answered {asked}"
-            try:
-                far = await self._mailbox.ask(member.address, m.AskProgress(), m.Progress, _WHO_S)
-            except (NoAnswer, Unreachable):
-                return f"{member} does not answer"
-            if far.withdrawn == version:
-                return f"{member} has called publish(), and that was cancelled or out of time"
-            return "" if far.is_offered else f"{member} has not called publish()"
-
-        told = await asyncio.gather(*(why(*each) for each in self._late.items()))
-        found = [words for words in told if words] or [f"{member} is not done" for member in self._late]
-        more = f", and {len(found) - _NAMED} more like these" if len(found) > _NAMED else ""
-        return f": {', '.join(found[:_NAMED])}{more}" if found else ""
-
     async def _roll_call(self, left_s: float, report: UpdateReport) -> None:
         """Leaves out who is gone, while the update can go on without: our engine may not have noticed yet."""
 
@@ -265,6 +259,7 @@ class WeightController:
         if self.plan is None or members != self._planned or speeds != self._speeds:
             self._planned, self._speeds = members, speeds
             on_progress("plan", 0, 1)
+            self._late.own = "the plan was still being made"
             self.plan = await in_thread(self._make_plan)
             self._roster.went.clear()
             await self._distribute(self.plan, deadline_at_s, on_progress)
@@ -309,14 +304,18 @@ class WeightController:
         """
         trainers, targets = ([member.inventory for member in side] for side in self._planned_by_role())
         went = dict(self._roster.went)
+        meshes = {mesh for trainer in trainers for mesh in trainer.meshes}
+        self._meshes |= meshes
+        gone = self._meshes - meshes  # no mistake: others may hold the same, and the update goes on
+        groups = tuple(tuple(mesh for mesh in group if mesh not in gone) for group in self._plan_options.groups)
         try:
-            return make_plan(trainers, targets, replace(self._plan_options, speeds=self._speeds))
+            return make_plan(trainers, targets, replace(self._plan_options, speeds=self._speeds, groups=groups))
         except Unheld as error:
             if not went:
                 raise
-            gone = ", ".join(f"trainer {rank} ({went[rank]})" for rank in sorted(went)[:_NAMED])
+            named = ", ".join(f"trainer {rank} ({went[rank]})" for rank in sorted(went)[:_NAMED])
             more = f", and {len(went) - _NAMED} more" if len(went) > _NAMED else ""
-            raise CrossrailError(f"{error}. Gone since the last plan: {gone}{more}") from None
+            raise CrossrailError(f"{error}. Gone since the last plan: {named}{more}") from None
 
     async def _ask(self, member: Member, question: object, answer: type[_T], timeout_s: float) -> _T:
         """The answer. Raises NoAnswer; Unreachable when it is gone, or was closed."""
@@ -333,10 +332,11 @@ class WeightController:
 
         def asked(member: Member) -> object:
             words = question(member)
-            self._late[member] = type(words).__name__
+            self._late.asked(member, words)
             return words
 
-        return await self._all(members, asked, answer, timeout_s + _LAG_S, self._late.pop)
+        late = self._late
+        return await self._all(members, asked, answer, timeout_s + _LAG_S, late.answered, late.failed)
 
     async def _all(
         self,
@@ -345,8 +345,9 @@ class WeightController:
         answer: type[_T],
         timeout_s: float,
         answered: Callable[[Member], object] = lambda _: None,
+        failed: Callable[[Member], object] = lambda _: None,
     ) -> list[_T]:
-        """Everybody's answer; the first that fails ends it, and is named. answered: told who has."""
+        """Everybody's answer; the first that fails ends it, and is named. answered, failed: told who has."""
 
         async def one(member: Member) -> _T:
             try:
@@ -357,6 +358,7 @@ class WeightController:
                 self._roster.drop(member, f"it is gone: {error}")
                 raise CrossrailError(f"{member} is gone: {error}") from None
             except NoAnswer as error:
+                failed(member)
                 raise CrossrailError(f"{member}: {error}") from None
 
         return await _together(one(member) for member in members)
@@ -365,6 +367,7 @@ class WeightController:
         """Tells everybody their part of it, and waits until trainers have made theirs ready."""
         trainers, targets = self._planned_by_role()
         assigns = await in_thread(assigns_of, plan, self._attempt, trainers, targets, self._roster.gone)
+        self._late.own = ""
         expects = {rank: m.Expect(plan.digest, count) for rank, count in plan.expectations.items()}
         left_s = deadline_at_s - loop_time_s()
         whole = len(plan.tasks)
@@ -501,6 +504,16 @@ class WeightController:
             raised = None if asking.cancelled() else asking.exception()
         if raised is not None:  # at the very moment in which all was done
             raise raised
+
+
+def _members(argument: str, role: Role, ranks: Iterable[int]) -> list[tuple[Role, int]]:
+    """UsageError for a number of them instead, and for what is no rank: one would wait for it in vain."""
+    if not isinstance(ranks, Iterable):
+        raise UsageError(f"{argument} is {ranks!r}, must be ranks, such as range(4) or [0, 2]")
+    members = [(role, rank) for rank in ranks]
+    for _, rank in members:
+        check_member(role, rank)
+    return members
 
 
 def _unseen(_stage: Stage, _done: int, _whole: int) -> None:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import weakref
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from crossrail.control.deadlines import loop_time_s
-from crossrail.control.mailbox import Handler, Mailbox
+from crossrail.control.mailbox import Handler, Mailbox, NoAnswer
 from crossrail.control.messages import clipped
 from crossrail.control.wire import Unreachable, Wire
 from crossrail.errors import CrossrailError, UsageError
+from crossrail.weights.errors import MemberRefused
 from crossrail.weights.inventory.holdings import Inventory, Role
 from crossrail.weights.inventory.memory import WeightMemory
 from crossrail.weights.planning.plan import Plan
@@ -24,6 +27,7 @@ log = logging.getLogger("crossrail.weights")
 
 _AGAIN_S, _AGAIN_MAX_S = 1.0, 30.0
 _JOIN_AGAIN_S = 600.0
+_ANSWERED_S = 1.0  # a controller that lives takes an answer in less
 
 # Of all members that a mailbox has had: a controller knows them by its address.
 _words: weakref.WeakKeyDictionary[Mailbox, int] = weakref.WeakKeyDictionary()
@@ -111,6 +115,15 @@ def packed_inventory(memory: WeightMemory) -> bytes:
     return m.packed(memory.inventory().to_bytes())
 
 
+def check_one_engine(mailbox: Mailbox, memory: WeightMemory) -> None:
+    """UsageError for a mailbox of another engine than the memory's: peers know a member by one address."""
+    if mailbox.wire.identity(mailbox.address) != bytes.fromhex(memory.engine.address.incarnation):
+        raise UsageError(
+            f"this mailbox is not of {memory.engine.name!r}, the engine of the memory. Next: a mailbox and a "
+            "WeightMemory of the same engine"
+        )
+
+
 def next_word(mailbox: Mailbox) -> int:
     """The number of a Join or Leave."""
     number = _words[mailbox] = _words.get(mailbox, 0) + 1
@@ -171,6 +184,8 @@ class Membership:
         self.out_why = ""  # why it takes no part in updates, where it was not the one to end that
         self._join_number = 0
         self._joining: asyncio.Task[None] | None = None  # again, by itself
+        self._asking: set[asyncio.Future[None]] = set()  # each join() under way that somebody has called
+        self._answering: set[asyncio.Task[Any]] = set()
         other = _memberships.setdefault(id(mailbox), self)
         if other is not self:
             raise UsageError(
@@ -207,6 +222,20 @@ class Membership:
                 kind, unless(handler, lambda: self._closed_why() or self._broken_why() or self._left_why())
             )
 
+    def answer_before_close(self) -> None:
+        """Of the question that this task is to answer. Whoever has heard of a commit may close everything at once, and
+        without its answer the controller has to take the version as lost here.
+        """
+        task = asyncio.current_task()
+        assert task is not None
+        self._answering.add(task)
+        task.add_done_callback(self._answering.discard)
+
+    async def answered(self) -> None:
+        """Returns when those answers have gone out, but not their own caller's; or after a while."""
+        if others := self._answering - {asyncio.current_task()}:
+            await asyncio.wait(others, timeout=_ANSWERED_S)
+
     def close(self) -> None:
         """As end(), and the mailbox may be another one's."""
         self.end()
@@ -218,17 +247,48 @@ class Membership:
         """Whether the join() that runs is one by itself."""
         return self._joining is not None and self._joining is asyncio.current_task()
 
-    def next_join(self) -> int:
-        """The number of the Join that it sends now: whatever was said of earlier ones is over."""
+    async def ask_to_join(
+        self, controller: bytes, inventory: bytes, timeout_s: float, spare: list[bytes] | None = None, *, is_again: bool
+    ) -> None:
+        """Whatever was said of earlier joins is over.
+
+        is_again: as of Join. Raises MemberRefused, NoAnswer, Unreachable.
+        """
         self._takes_part, self.out_why = True, ""
         self._join_number = next_word(self._mailbox)
-        return self._join_number
+        question = m.Join(self._join_number, inventory, spare or [], is_again)
+        answer: m.Joined | m.JoinRefused
+        try:
+            answer = await self._mailbox.ask(controller, question, (m.Joined, m.JoinRefused), timeout_s)
+        except NoAnswer as error:
+            if not error.is_silence:
+                raise
+            raise NoAnswer(
+                f"{self._who}: {error}. Next: see that the controller's process runs, that its mailbox was started and "
+                "its event loop is not blocked, and that both have the same secret: its log says what it drops",
+                is_silence=True,
+            ) from None
+        if isinstance(answer, m.JoinRefused):
+            self._takes_part = False
+            self.out_why = f"{self._who} takes no part in updates: it was refused: {answer.reason}. Next: join()"
+            self._on_out()
+            raise MemberRefused(f"{self._who} was refused: {answer.reason}")
 
-    def refused(self, why: str) -> None:
-        """So it was answered."""
-        self._takes_part = False
-        self.out_why = f"{self._who} takes no part in updates: it was refused: {why}. Next: join()"
-        self._on_out()
+    @asynccontextmanager
+    async def asking(self) -> AsyncIterator[None]:
+        """While a join() is under way: one by itself comes after it, else the controller would take that one
+        alone, and the caller would hear that it has joined anew.
+        """
+        if self.is_again:
+            yield
+            return
+        answered = asyncio.get_running_loop().create_future()
+        self._asking.add(answered)
+        try:
+            yield
+        finally:
+            self._asking.discard(answered)
+            answered.set_result(None)
 
     def displaced(self, why: str, number: int) -> bool:
         """The controller says so: another has joined under its rank since its Join of this number. It does not join
@@ -258,6 +318,10 @@ class Membership:
 
     async def _join_again(self, controller: bytes, before: Callable[[], Awaitable[None]]) -> None:
         await before()
+        while self._asking:
+            await asyncio.wait(self._asking)
+        if not self._takes_part:
+            return
         wire = self._mailbox.wire
         try:
             await until_reached(lambda left_s: self._join(controller, left_s), wire, controller, _JOIN_AGAIN_S)

@@ -176,6 +176,13 @@ class Open(Struct, frozen=True, tag=True):
     imm: Count
     timeout_s: Seconds
 
+    @property
+    def say_why_s(self) -> float:
+        """How long before the end of its time this is given up: what holds it up is said while the controller still
+        listens, also on busy hosts.
+        """
+        return max(0.05 * self.timeout_s, min(0.25 * self.timeout_s, 0.5))
+
 
 class Opened(Struct, frozen=True, tag=True):
     """Nobody reads this buffer any more."""

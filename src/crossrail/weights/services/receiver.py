@@ -6,22 +6,24 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
 from typing import Any
 
 import crossrail as xr
 from crossrail._closing import AsyncClosing
-from crossrail.control.deadlines import loop_time_s
+from crossrail._options import check_seconds, check_whole
+from crossrail.control.deadlines import deadline_in, loop_time_s
 from crossrail.control.mailbox import Mailbox, NoAnswer
 from crossrail.control.wire import Unreachable
 from crossrail.errors import CrossrailError, UsageError, WaitTimeout
 from crossrail.weights import gpu
-from crossrail.weights.errors import MemberRefused, UpdateFailed
+from crossrail.weights.errors import UpdateFailed
 from crossrail.weights.inventory.memory import WeightMemory
 from crossrail.weights.services import messages as m
+from crossrail.weights.services.attempt import Attempt
 from crossrail.weights.services.fencing import fence
+from crossrail.weights.services.futures import has_failed, heard, is_true, new_future
 from crossrail.weights.services.hooks import Hook, Hooks, no_hook
-from crossrail.weights.services.members import Membership, next_word, packed_inventory
+from crossrail.weights.services.members import Membership, check_one_engine, next_word, packed_inventory
 from crossrail.weights.services.reading import Reading
 from crossrail.weights.services.spare import ClosingSpare
 from crossrail.weights.services.versions import State, Versions
@@ -33,50 +35,6 @@ _GRACE_S = 5.0  # beyond an update's deadline, for the controller's own word tha
 FENCE_S = 30.0  # how long a writer may stand still in a copy until whoever fences it off hears of that
 _FENCE_TURN_S = 1.0  # of that, until whoever else fences gets a turn
 _FENCE_AGAIN_S, _FENCE_AGAIN_MAX_S = 1.0, 30.0
-
-
-def _say_why_s(timeout_s: float) -> float:
-    """How long before the end of an update's time its opening is given up: what holds it up is said while the
-    controller still listens, also on busy hosts.
-    """
-    return max(0.05 * timeout_s, min(0.25 * timeout_s, 0.5))
-
-
-@dataclass
-class _Attempt:
-    """An update under way at this rank."""
-
-    number: int
-    version: int
-    controller: bytes
-    counter: xr.ImmCounter
-    expected: int
-    deadline_at_s: float  # on the loop's clock
-    timer: asyncio.TimerHandle | None = None
-    pausing: asyncio.Task[None] | None = None
-    is_paused: bool = False  # its pause() has been called
-    is_whole: bool = False
-    is_failed: bool = False
-    is_unwritten: bool = False  # and stays so: its controller has ended it before any trainer was to write
-    unfenced: list[xr.Region] | None = None  # of a failed one: what its writers may still get into
-
-    def note_paused(self) -> None:
-        self.is_paused = True
-
-
-def _heard(task: asyncio.Task[None]) -> None:
-    """Of what it raises, which the loop complains of when nobody waits for it any more."""
-    if not task.cancelled():
-        task.exception()
-
-
-def _is_true(task: asyncio.Task[bool]) -> bool:
-    """What has ended came to that."""
-    return not task.cancelled() and task.exception() is None and task.result()
-
-
-def _has_failed(task: asyncio.Task[None]) -> bool:
-    return task.done() and (task.cancelled() or task.exception() is not None)
 
 
 class WeightReceiver(AsyncClosing):
@@ -109,6 +67,7 @@ class WeightReceiver(AsyncClosing):
     ) -> None:
         if memory.role != "target":
             raise UsageError(f"memory of a {memory.role} given to an inference rank")
+        check_one_engine(mailbox, memory)
         self.rank = memory.rank
         self.memory = memory
         self._mailbox = mailbox
@@ -118,11 +77,11 @@ class WeightReceiver(AsyncClosing):
         self._buffers: list[list[xr.Region]] = []
         self._versions = Versions(2 if spare else 1, is_torn=memory.is_torn)
         self._reading_tasks: list[asyncio.Task[Any] | None] = []  # once for each reading() that is open
-        self._changed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._changed = new_future()
         self._controller = b""
         self._has_joined = False
         self._expected: tuple[str, int] | None = None
-        self._attempt: _Attempt | None = None
+        self._attempt: Attempt | None = None
         self._attempt_max = 0  # attempts up to this one are over, also those whose Open is still on its way
         self._kernels: asyncio.Task[None] | None = None  # the last wait for them
         self._fencing = asyncio.Lock()
@@ -163,11 +122,18 @@ class WeightReceiver(AsyncClosing):
 
         displaces: False: refused while another process that lives has joined under this rank.
         Raises MemberRefused, NoAnswer, Unreachable; WaitTimeout while a writer of a failed update has stopped in our
-        memory; UsageError after close(), and for what is no address: then nothing has changed.
+        memory; UsageError after close(), before the mailbox was started, and for what is no address: then nothing has
+        changed.
         """
+        check_seconds(timeout_s=timeout_s)
         self._check_may_join()
+        self._mailbox.check_started()
         self._mailbox.wire.identity(controller)
         self._membership.begin()
+        async with self._membership.asking():
+            await self._join_with(controller, timeout_s, displaces=displaces)
+
+    async def _join_with(self, controller: bytes, timeout_s: float, *, displaces: bool) -> None:
         if controller != self._controller:
             self._controller, self._attempt_max = controller, 0
         await self._fail("it joins anew")
@@ -185,12 +151,8 @@ class WeightReceiver(AsyncClosing):
         self._check_may_join()
         self._check_memory()
         spare = [bytes(region.descriptor) for region in self._buffers[-1]] if self._has_spare else []
-        question = m.Join(self._membership.next_join(), inventory, spare, self._membership.is_again or not displaces)
-        answer: m.Joined | m.JoinRefused
-        answer = await self._mailbox.ask(controller, question, (m.Joined, m.JoinRefused), timeout_s)
-        if isinstance(answer, m.JoinRefused):
-            self._membership.refused(answer.reason)
-            raise MemberRefused(f"inference rank {self.rank} was refused: {answer.reason}")
+        is_again = self._membership.is_again or not displaces
+        await self._membership.ask_to_join(controller, inventory, timeout_s, spare, is_again=is_again)
         self._has_joined = True
 
     @asynccontextmanager
@@ -202,7 +164,7 @@ class WeightReceiver(AsyncClosing):
         UsageError before join() and after close().
         Close it between uses: with spare memory the next update but one waits for it, in place the next one.
         """
-        deadline_at_s = loop_time_s() + timeout_s
+        deadline_at_s = deadline_in(timeout_s)
         task = asyncio.current_task()
         self._check_open()
         while (buffer := self._versions.begin_reading(is_nested=task in self._reading_tasks)) is None:
@@ -222,7 +184,8 @@ class WeightReceiver(AsyncClosing):
         Raises WaitTimeout; UsageError once this rank takes no part in updates: another has joined under it, or it could
         not join again, or is closed.
         """
-        deadline_at_s = loop_time_s() + timeout_s
+        check_whole(version=version)
+        deadline_at_s = deadline_in(timeout_s)
         while self.version < version:
             self._check_takes_part()
             await self._wait_changed(deadline_at_s, f"version {version} not complete within {timeout_s:g} s")
@@ -240,7 +203,8 @@ class WeightReceiver(AsyncClosing):
         failures, commits: the values of self.failures and self.commits before the update was requested, since it may
             end before this is called.
         """
-        deadline_at_s = loop_time_s() + timeout_s
+        check_whole(version=version)
+        deadline_at_s = deadline_in(timeout_s)
         known = self.failures if failures is None else failures
         before = self.commits if commits is None else commits
         while not self.has_come(version, before):
@@ -253,9 +217,9 @@ class WeightReceiver(AsyncClosing):
         """Leaves: the next update is without this rank. One in progress fails, here too: its writers are fenced off,
         which goes on after timeout_s if one stands still. UsageError before join().
         """
+        deadline_at_s = deadline_in(timeout_s)
         if not self._controller:
             raise UsageError(f"inference rank {self.rank} has joined no controller that it could leave")
-        deadline_at_s = loop_time_s() + timeout_s
         self._membership.end()
         try:
             await self._mailbox.ask(self._controller, m.Leave(next_word(self._mailbox)), m.Taken, timeout_s)
@@ -266,7 +230,8 @@ class WeightReceiver(AsyncClosing):
         await asyncio.wait([ending], timeout=max(deadline_at_s - loop_time_s(), 0.0))
 
     async def close(self, timeout_s: float = FENCE_S) -> None:
-        """Ends an update in progress and frees the spare memory; the memory that was passed in stays. Idempotent.
+        """Ends an update in progress and frees the spare memory; the memory that was passed in stays. Idempotent. After
+        a commit it waits for resume(), and lets the controller know first.
 
         If the last version is in the spare memory, it is copied into the memory that was passed in, unless somebody
         still reads that one, or it was closed. The memory keeps in mind whether it is torn, for another receiver.
@@ -274,6 +239,7 @@ class WeightReceiver(AsyncClosing):
         closed then: the memory must stay, and close() may be called again. So it may if it raises that spare memory is
         still in use: it tries again what is left of it.
         """
+        check_seconds(timeout_s=timeout_s)
         self._membership.end()
         while self._attempt is not None:  # another may have begun by the time that one was fenced off
             try:
@@ -285,6 +251,8 @@ class WeightReceiver(AsyncClosing):
                 ) from None
         if self._hooks.tasks and not self._hooks.is_within():
             await asyncio.wait(self._hooks.tasks, timeout=timeout_s)
+        if not self._hooks.is_within():
+            await self._membership.answered()
         if not self._is_closed:
             self._is_closed = True
             buffers, self._buffers = self._buffers, []
@@ -297,7 +265,7 @@ class WeightReceiver(AsyncClosing):
                 self._spare = ClosingSpare(self.memory, buffers[1], version)
         if self._spare is None:
             return
-        if self._freeing is None or _has_failed(self._freeing):
+        if self._freeing is None or has_failed(self._freeing):
             self._freeing = asyncio.ensure_future(in_thread(self._spare.free))
         await asyncio.shield(self._freeing)  # cancelled or not, also of a close() before
 
@@ -374,12 +342,12 @@ class WeightReceiver(AsyncClosing):
             raise UsageError(f"immediate {opened.imm} has counts already: something else uses it on this engine")
         self._attempt_max = opened.attempt
         deadline_at_s = loop_time_s() + opened.timeout_s
-        attempt = self._attempt = _Attempt(
+        attempt = self._attempt = Attempt(
             opened.attempt, opened.version, sender, counter, self._expected[1], deadline_at_s
         )
         try:
             self.memory.check_in_place()  # before the pause, which a refused update does not end
-            open_by_s = deadline_at_s - _say_why_s(opened.timeout_s)
+            open_by_s = deadline_at_s - opened.say_why_s
             if not self._has_spare:
                 await self._pause_by(attempt, open_by_s)
             self._check_current(attempt)
@@ -398,13 +366,13 @@ class WeightReceiver(AsyncClosing):
         self._notify()
         return m.Opened(buffer)
 
-    def _check_current(self, attempt: _Attempt) -> None:
+    def _check_current(self, attempt: Attempt) -> None:
         if self._attempt is not attempt:
             raise UsageError(f"attempt {attempt.number} is over")
 
-    async def _pause_by(self, attempt: _Attempt, deadline_at_s: float) -> None:
+    async def _pause_by(self, attempt: Attempt, deadline_at_s: float) -> None:
         pausing = attempt.pausing = asyncio.ensure_future(self._paused(attempt))
-        pausing.add_done_callback(_heard)
+        pausing.add_done_callback(heard)
         self._hooks.keep(pausing)
         try:
             await asyncio.wait([pausing], timeout=max(deadline_at_s - loop_time_s(), 0.0))
@@ -417,14 +385,14 @@ class WeightReceiver(AsyncClosing):
             raise WaitTimeout(f"inference rank {self.rank}: {hook} has not returned")
         pausing.result()
 
-    async def _paused(self, attempt: _Attempt) -> None:
+    async def _paused(self, attempt: Attempt) -> None:
         await self._hooks.call_pause(attempt.version, attempt.note_paused)
 
     async def _resumed_with_what_is_here(self) -> None:
         with suppress(CrossrailError):  # it is logged, and nobody waits for it
             await self._hooks.call_resume(self.version)
 
-    async def _wait_unread(self, attempt: _Attempt, deadline_at_s: float) -> None:
+    async def _wait_unread(self, attempt: Attempt, deadline_at_s: float) -> None:
         """Until neither a reader nor a kernel is at the memory that is to be written. No reader comes meanwhile.
 
         UsageError as soon as the attempt is over.
@@ -440,12 +408,12 @@ class WeightReceiver(AsyncClosing):
             await self._wait_kernels(self._kernels, attempt, deadline_at_s, why)
         # Anew: kernels may have been launched since that began.
         ended = self._kernels = asyncio.ensure_future(in_thread(gpu.wait_for_kernels, devices))
-        ended.add_done_callback(_heard)
+        ended.add_done_callback(heard)
         await self._wait_kernels(ended, attempt, deadline_at_s, why)
         ended.result()
 
     async def _wait_kernels(
-        self, kernels: asyncio.Task[None], attempt: _Attempt, deadline_at_s: float, why: str
+        self, kernels: asyncio.Task[None], attempt: Attempt, deadline_at_s: float, why: str
     ) -> None:
         while not kernels.done():
             await self._wait_changed(deadline_at_s, why, kernels)
@@ -467,12 +435,15 @@ class WeightReceiver(AsyncClosing):
         attempt = self._current(sender, commit.attempt)
         if not attempt.is_whole:
             raise UsageError(f"inference rank {self.rank} has not counted all of version {attempt.version}")
+        self._membership.answer_before_close()
         self._end(attempt)
         self._versions.commit(attempt.version)
         self.memory.is_torn = self._versions.is_first_torn
         self.commits += 1
         self._notify()
-        await self._hooks.call_resume(attempt.version)
+        resuming = asyncio.ensure_future(self._hooks.call_resume(attempt.version))
+        self._hooks.keep(resuming)
+        await resuming
         return m.Taken()
 
     async def _on_abort(self, sender: bytes, abort: m.Abort) -> m.Aborted:
@@ -501,7 +472,7 @@ class WeightReceiver(AsyncClosing):
             self._membership.left_out(evicted.reason, sender, lambda: self._fail_at_last("it joins anew"))
         return m.Taken()
 
-    def _current(self, sender: bytes, number: int) -> _Attempt:
+    def _current(self, sender: bytes, number: int) -> Attempt:
         self._check_controller(sender)
         if self._attempt is None or self._attempt.number != number or self._attempt.is_failed:
             raise UsageError(f"inference rank {self.rank}: attempt {number} is not under way")
@@ -509,7 +480,7 @@ class WeightReceiver(AsyncClosing):
 
     # ---- ending
 
-    def _overdue(self, attempt: _Attempt) -> None:
+    def _overdue(self, attempt: Attempt) -> None:
         if self._attempt is attempt:
             why = "its time was up, and the controller is silent"
             self._mailbox.spawn(self._fail_at_last(why), "an overdue update")
@@ -551,14 +522,14 @@ class WeightReceiver(AsyncClosing):
                     self._note_failure(why)  # here: who hears of it runs after close(), which waits for us, has gone on
                 return
             except asyncio.CancelledError:
-                turn.add_done_callback(lambda ended: self._note_failure(why) if _is_true(ended) else None)
+                turn.add_done_callback(lambda ended: self._note_failure(why) if is_true(ended) else None)
                 raise
             except WaitTimeout:
                 left_s -= turn_s
                 if left_s <= 0:
                     raise
 
-    async def _fence_and_release(self, attempt: _Attempt, timeout_s: float) -> bool:
+    async def _fence_and_release(self, attempt: Attempt, timeout_s: float) -> bool:
         """A turn of _fail(), which has _fencing. Whether it has ended the attempt; another may have."""
         try:
             if self._attempt is not attempt:
@@ -584,13 +555,13 @@ class WeightReceiver(AsyncClosing):
         self._why = why
         self._notify()
 
-    def _end(self, attempt: _Attempt) -> None:
+    def _end(self, attempt: Attempt) -> None:
         self._attempt = None
         if attempt.timer is not None:
             attempt.timer.cancel()
         attempt.counter.release(force=True)
 
-    def _end_failed(self, attempt: _Attempt) -> None:
+    def _end_failed(self, attempt: Attempt) -> None:
         """Whoever uses the weights goes on, if they are whole. Not waited for: that may take its time."""
         self._end(attempt)
         if attempt.pausing is not None:

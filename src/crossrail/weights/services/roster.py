@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable
 
-from crossrail.control.deadlines import loop_time_s, set_in_time
+from crossrail.control.deadlines import deadline_in, loop_time_s, set_in_time
 from crossrail.control.mailbox import Mailbox, NoAnswer
 from crossrail.control.messages import clipped
 from crossrail.control.wire import Unreachable
@@ -17,6 +17,8 @@ from crossrail.weights.services.members import Member, until_reached
 from crossrail.weights.threads import in_thread
 
 log = logging.getLogger("crossrail.weights")
+
+_NAMED = 16  # of those who have not joined
 
 
 class Roster:
@@ -64,11 +66,12 @@ class Roster:
 
     async def ready(self, wanted: list[tuple[Role, int]], timeout_s: float) -> None:
         """Returns when these have joined. Raises WaitTimeout, which names those that have not."""
-        deadline_at_s = loop_time_s() + timeout_s
+        deadline_at_s = deadline_in(timeout_s)
         while missing := [key for key in wanted if key not in self.members]:
             self._joined.clear()
             if not await set_in_time(self._joined, deadline_at_s - loop_time_s()):
-                names = ", ".join(f"{role} {rank}" for role, rank in missing[:16])
+                names = ", ".join(f"{role} {rank}" for role, rank in missing[:_NAMED])
+                names += f", and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
                 raise WaitTimeout(f"not there within {timeout_s:g} s: {names}", len(wanted) - len(missing), len(wanted))
 
     def lost(self) -> Iterable[Member]:

@@ -17,15 +17,15 @@ from crossrail.control.mailbox import Mailbox, NoAnswer
 from crossrail.control.wire import Unreachable
 from crossrail.errors import CrossrailError, UsageError
 from crossrail.weights import gpu
-from crossrail.weights.errors import MemberRefused, UpdateFailed, WatermarkTooSmall
+from crossrail.weights.errors import UpdateFailed, WatermarkTooSmall
 from crossrail.weights.inventory.memory import WeightMemory
 from crossrail.weights.services import messages as m
 from crossrail.weights.services.assigned import Assigned, Pieces
-from crossrail.weights.services.members import Membership, next_word, packed_inventory
+from crossrail.weights.services.members import Membership, check_one_engine, next_word, packed_inventory
 from crossrail.weights.services.versions import checked_version
 from crossrail.weights.step.arena import Arena, aligned
 from crossrail.weights.step.barrier import EngineBarrier, MakeBarrier
-from crossrail.weights.step.preparer import Preparer, preparer_for
+from crossrail.weights.step.preparer import Preparer, far_for, preparer_for
 from crossrail.weights.step.step import Places, Step, StepReport
 from crossrail.weights.threads import in_thread
 
@@ -37,7 +37,7 @@ _KERNELS_S = 0.0005  # between looks at what the caller's stream still has to do
 
 
 class WeightTrainer(AsyncClosing):
-    """One trainer rank. Threads: the event loop's; conversions run in a thread of its own.
+    """One trainer rank. Threads: the event loop's; two of its own convert, and copy from the host to a GPU.
 
     mailbox: from messages.mailbox(), started by whoever made it; one per trainer or inference rank.
     memory: of role "trainer"; join() registers it. tmp_bytes_max: the watermark, the most memory that tasks use
@@ -58,6 +58,7 @@ class WeightTrainer(AsyncClosing):
     ) -> None:
         if memory.role != "trainer":
             raise UsageError(f"memory of a {memory.role} given to a trainer")
+        check_one_engine(mailbox, memory)
         check_whole(tmp_bytes_max=tmp_bytes_max)
         if tmp_bytes_max < 0:
             raise UsageError(f"tmp_bytes_max is {tmp_bytes_max}, must be 0 or more")
@@ -70,6 +71,7 @@ class WeightTrainer(AsyncClosing):
         self._tmp_bytes_max = tmp_bytes_max // aligned(1) * aligned(1)
         self._arena: xr.Region | None = None
         self._executor = ThreadPoolExecutor(1, f"crossrail-weights-{self.rank}")
+        self._loader = ThreadPoolExecutor(1, f"crossrail-weights-load-{self.rank}")  # a thread once there is a load
         self._preparer = preparer
         self._controller = b""
         self._pieces = Pieces()
@@ -79,6 +81,7 @@ class WeightTrainer(AsyncClosing):
         self._offered = asyncio.Event()
         self._step: Step | None = None
         self._going: asyncio.Task[StepReport] | None = None
+        self._stopped_why = ""  # of that: who else has ended it
         self._attempt_max = 0  # attempts up to this one are over, also those whose Go is still on its way
         self._step_attempt = 0  # the last that a step was for
         self._lingering: list[xr.Transfer] = []
@@ -103,13 +106,19 @@ class WeightTrainer(AsyncClosing):
     async def join(self, controller: bytes, timeout_s: float = 30.0) -> None:
         """Offers this rank to the controller at this address, or to another one. Registers the memory.
 
-        Raises MemberRefused, NoAnswer, Unreachable; UsageError after close(), and for what is no address: then nothing
-        has changed.
+        Raises MemberRefused, NoAnswer, Unreachable; UsageError after close(), before the mailbox was started, and for
+        what is no address: then nothing has changed.
         """
+        check_seconds(timeout_s=timeout_s)
         self._check_may_join()
+        self._mailbox.check_started()
         self._mailbox.wire.identity(controller)
         self._membership.begin()
-        await self._stop_step()
+        async with self._membership.asking():
+            await self._join_with(controller, timeout_s)
+
+    async def _join_with(self, controller: bytes, timeout_s: float) -> None:
+        await self._stop_step("it joins anew")
         if controller != self._controller:
             self._controller, self._attempt_max, self._step_attempt, self._pieces = controller, 0, 0, Pieces()
             self._withdrawn = None
@@ -117,12 +126,8 @@ class WeightTrainer(AsyncClosing):
                 self._offer.attempt = self._offer.after = 0
         inventory = await in_thread(packed_inventory, self.memory)
         self._check_may_join()
-        question = m.Join(self._membership.next_join(), inventory, is_again=self._membership.is_again)
-        answer: m.Joined | m.JoinRefused
-        answer = await self._mailbox.ask(controller, question, (m.Joined, m.JoinRefused), timeout_s)
-        if isinstance(answer, m.JoinRefused):
-            self._membership.refused(answer.reason)
-            raise MemberRefused(f"trainer {self.rank} was refused: {answer.reason}")
+        is_again = self._membership.is_again
+        await self._membership.ask_to_join(controller, inventory, timeout_s, is_again=is_again)
 
     def publish(self, version: int, timeout_s: float = 60.0) -> Coroutine[Any, Any, StepReport]:
         """Offers the current weights, and returns when this version is complete at all inference ranks, and each has
@@ -156,19 +161,20 @@ class WeightTrainer(AsyncClosing):
         self._offer = _Offer(version, asyncio.get_running_loop().create_future(), kernels, after)
         self._withdrawn = None
         self._offered.set()
+        ended = "its publish() has ended"
         try:
             return await in_time(self._offer.done, timeout_s)
         except asyncio.CancelledError:
-            self._withdrawn = version
+            self._withdrawn, ended = version, "its publish() was cancelled"
             raise
         except asyncio.TimeoutError:
-            self._withdrawn = version
+            self._withdrawn, ended = version, f"its publish() was out of time, which was {timeout_s:g} s"
             why = f"trainer {self.rank}: not complete within {timeout_s:g} s: {self._why_late()}"
             raise UpdateFailed(version, why) from None
         finally:
             self._offer = None
             self._offered.clear()
-            await self._stop_step()
+            await self._stop_step(ended)
 
     def _why_late(self) -> str:
         assert self._offer is not None
@@ -188,6 +194,7 @@ class WeightTrainer(AsyncClosing):
 
         UsageError before join().
         """
+        check_seconds(timeout_s=timeout_s)
         if not self._controller:
             raise UsageError(f"trainer {self.rank} has joined no controller that it could leave")
         self._membership.end()
@@ -196,17 +203,21 @@ class WeightTrainer(AsyncClosing):
         except (NoAnswer, Unreachable) as error:
             log.info("trainer %d left without a word: %s", self.rank, error)
         self._fail(f"trainer {self.rank} has left")  # nobody else says so: the controller forgets who leaves
-        await self._stop_step()
+        await self._stop_step("it has left")
 
     async def close(self) -> None:
-        """Ends a step in progress and frees its memory; a pending publish() raises UpdateFailed. Idempotent."""
+        """Ends a step in progress and frees its memory; a pending publish() raises UpdateFailed. Idempotent. After a
+        publish() that succeeded it lets the controller know first.
+        """
         self._is_closed = True
         self._membership.close()
         self._fail(f"trainer {self.rank} is closing")
         self._drop_assigned()
-        await self._stop_step()
+        await self._stop_step("it is closing")
+        await self._membership.answered()
         await self._quiet(QUIET_S)
         self._executor.shutdown()
+        self._loader.shutdown()
         if self._preparer is not None:
             self._preparer.close()
         arena, self._arena = self._arena, None
@@ -245,11 +256,13 @@ class WeightTrainer(AsyncClosing):
             return m.Taken()
         self._drop_assigned()
         assigned = self._assigned = Assigned(assign.plan, assign.attempt, data, self.rank)
-        # In the thread of conversions: there are none now, and one that was dropped ends there first.
+        # In the thread of conversions: there are none now, and one that was dropped ends there first. So does a load.
         await self._run_for(assigned, assigned.open)
+        await asyncio.get_running_loop().run_in_executor(self._loader, _nothing)
         for address in assigned.gone:  # transfers to them end now
             self._engine.forget_peer(address)
-        await self._run_for(assigned, assigned.make)
+        far = far_for(self._preparer, self.memory.regions)
+        await self._run_for(assigned, lambda: assigned.make(far))
         self._try_anew(assigned)
         if (largest := assigned.largest) is not None:
             if largest.piece_bytes > self._tmp_bytes_max:
@@ -290,7 +303,7 @@ class WeightTrainer(AsyncClosing):
         if self._assigned is None or not self._assigned.is_ready or self._assigned.plan != go.plan:
             raise UsageError(f"trainer {self.rank} does not know plan {go.plan}")
         self._attempt_max = self._step_attempt = go.attempt
-        self._step = None
+        self._step, self._stopped_why = None, ""
         if self._barrier_imm is not None:  # others may have come to that barrier when we did not
             self._engine.imm_counter(self._barrier_imm).release(force=True)
         self._barrier_imm = go.barrier_imm
@@ -300,7 +313,7 @@ class WeightTrainer(AsyncClosing):
         except asyncio.CancelledError:
             if not going.cancelled():  # we are, not the step
                 raise
-            raise CrossrailError("its step was stopped") from None
+            raise CrossrailError(f"its step was stopped: {self._stopped_why}") from None
         except CrossrailError as error:
             self._fail_soon(go.attempt, f"trainer {self.rank}: {error}")
             raise
@@ -337,7 +350,7 @@ class WeightTrainer(AsyncClosing):
         try:
             step = self._step = Step(
                 self._engine, assigned.tasks, assigned.groups, arena, places, barrier, self._executor, self._preparer,
-                meets_first=assigned.meets_first,
+                meets_first=assigned.meets_first, loader=self._loader,
             )  # fmt: skip
             return await in_time(step.run(deadline_at_s - loop_time_s()), deadline_at_s - loop_time_s())
         except asyncio.TimeoutError:
@@ -351,6 +364,7 @@ class WeightTrainer(AsyncClosing):
         offer, report = self._offer, self.last_report
         # One that was offered since has not been sent, though it may bear the same version.
         if offer is not None and offer.attempt == commit.attempt and report is not None:
+            self._membership.answer_before_close()
             offer.succeed(report)
         return m.Taken()
 
@@ -363,7 +377,7 @@ class WeightTrainer(AsyncClosing):
             self._drop_assigned()
         offer, withdrawn = self._offer, self._withdrawn
         if self._step_attempt <= abort.attempt:
-            await self._stop_step()
+            await self._stop_step(abort.reason)
         if offer is not None and offer.after < abort.attempt and offer.attempt <= abort.attempt:
             offer.fail(abort.reason)
         if self._withdrawn == withdrawn:
@@ -375,7 +389,7 @@ class WeightTrainer(AsyncClosing):
         if evicted.displaced is not None:
             if self._membership.displaced(evicted.reason, evicted.displaced):
                 self._fail(f"trainer {self.rank}: {evicted.reason}")
-                await self._stop_step()
+                await self._stop_step(evicted.reason)
         else:
             self._membership.left_out(evicted.reason, sender)
         return m.Taken()
@@ -399,9 +413,10 @@ class WeightTrainer(AsyncClosing):
         if self._offer is not None and self._offer.attempt == attempt:
             asyncio.get_running_loop().call_later(ABORT_S, self._offer.fail, why)
 
-    async def _stop_step(self) -> None:
+    async def _stop_step(self, why: str) -> None:
         going = self._going
         if going is not None and not going.done():
+            self._stopped_why = self._stopped_why or why
             going.cancel()
             await asyncio.wait([going])
 
@@ -446,3 +461,7 @@ async def _until_done(transfer: xr.Transfer) -> None:
         await transfer
     except CrossrailError:
         return
+
+
+def _nothing() -> None:
+    """Done once a thread has done what it was given before."""

@@ -13,7 +13,7 @@ from crossrail.weights.step.task import Bytes, ReadyTask, Tools
 
 
 class Preparer(Protocol):
-    """Of one trainer. Threads: one at a time, that of its conversions.
+    """Of one trainer. Threads: one at a time, that of its conversions; load() may run in another meanwhile.
 
     bytes_at_once: small tasks are handed over together, until they need so many bytes of the arena.
     """
@@ -23,12 +23,18 @@ class Preparer(Protocol):
     def alloc(self, engine: xr.Engine, nbytes: int) -> xr.Region:
         """The arena, in which prepare() works: its owner closes it."""
 
+    def far(self, regions: Sequence[xr.Region]) -> frozenset[int]:
+        """Those of the trainer's, by index, that prepare() does not read: what it needs of them load() brings."""
+
     def open(self, regions: Sequence[xr.Region], arena: xr.Region | None) -> None:
         """For the step that begins. regions: the trainer's, by index in its inventory; arena None: nothing to do."""
 
+    def load(self, tasks: Sequence[tuple[ReadyTask, int]]) -> None:
+        """Brings what tasks name in `loads` into the arena, at their bases; it is there when it returns."""
+
     def prepare(self, tasks: Sequence[tuple[ReadyTask, int]]) -> None:
-        """Makes the buffers of tasks whose reads are done, each in the arena from its base on; they are all there when
-        it returns. Raises NotFinite, naming the parameter.
+        """Makes the buffers of tasks whose reads and loads are done, each in the arena from its base on; they are all
+        there when it returns. Raises NotFinite, naming the parameter.
         """
 
     def close(self) -> None:
@@ -48,10 +54,18 @@ class NumpyPreparer:
     def alloc(self, engine: xr.Engine, nbytes: int) -> xr.Region:
         return engine.alloc(nbytes)
 
+    def far(self, regions: Sequence[xr.Region]) -> frozenset[int]:  # noqa: ARG002 (none of any)
+        return frozenset()
+
     def open(self, regions: Sequence[xr.Region], arena: xr.Region | None) -> None:
         self.close()
         if arena is not None:
             self._regions, self._arena = [region.array() for region in regions], arena.array()
+
+    def load(self, tasks: Sequence[tuple[ReadyTask, int]]) -> None:
+        for task, base in tasks:
+            for region, view, wanted in task.loads:
+                np.copyto(wanted.of(self._arena, base), view.of(self._regions[region]))
 
     def prepare(self, tasks: Sequence[tuple[ReadyTask, int]]) -> None:
         for task, base in tasks:
@@ -59,6 +73,13 @@ class NumpyPreparer:
 
     def close(self) -> None:
         self._regions, self._arena = [], np.zeros(0, np.uint8)
+
+
+def far_for(preparer: Preparer | None, regions: Sequence[xr.Region]) -> frozenset[int]:
+    """Preparer.far(); None: of the one that preparer_for() would give."""
+    if preparer is not None:
+        return preparer.far(regions)
+    return gpu.on_host(regions) if gpu.gpus_of(regions) else frozenset()
 
 
 def preparer_for(regions: Sequence[xr.Region]) -> Preparer:

@@ -8,7 +8,7 @@ lists that there are, again and again.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,14 +30,17 @@ _INDEX_END = 1 << 32  # engines take indices of 32 bits
 _SCALES = np.dtype(np.float32)
 
 
-def ready_tasks(plan: Plan, trainer: int) -> Iterator[ReadyTask]:
+def ready_tasks(plan: Plan, trainer: int, far: Collection[int] = ()) -> Iterator[ReadyTask]:
     """The tasks of Plan.of_trainer(trainer), in their order, each as it is asked for. UsageError for casts that there
     are not. Takes some 10 us a task: whoever has an event loop to keep alive runs it in a thread.
+
+    far: own regions, by index, of which what is prepared is loaded into the arena before.
     """
     params = [_Param(param.name, param.dtype, storage(param.dtype), len(param.shape)) for param in plan.params]
     source = np.array([dtype_code(param.dtype) for param in plan.params], np.int64)
     for begin in range(0, len(plan.tasks), _TASKS_AT_ONCE):
-        yield from _Some(plan, params, source, trainer, begin, min(begin + _TASKS_AT_ONCE, len(plan.tasks))).tasks()
+        end = min(begin + _TASKS_AT_ONCE, len(plan.tasks))
+        yield from _Some(plan, params, source, trainer, far, begin, end).tasks()
 
 
 class _Param(NamedTuple):
@@ -47,6 +50,9 @@ class _Param(NamedTuple):
     dtype: str
     kind: np.dtype[Any]
     dims: int
+
+
+_Copy = tuple[int, View, View]  # from an own region to the arena
 
 
 class _Piece:
@@ -65,9 +71,12 @@ class _Piece:
 class _Some:
     """Columns of some of a plan's tasks as lists, and what is made of them. source: dtypes of the parameters."""
 
-    def __init__(self, plan: Plan, params: list[_Param], source: Ints, me: int, begin: int, end: int) -> None:
+    def __init__(
+        self, plan: Plan, params: list[_Param], source: Ints, me: int, far: Collection[int], begin: int, end: int
+    ) -> None:
         self._params = params
         self._me = me
+        self._far = far
         self._checked: set[tuple[str, str, bool]] = set()
         first_part, last_part = plan.task_parts[begin], plan.task_parts[end]
         tasks, parts = plan.tasks[begin:end], plan.parts[first_part:last_part]
@@ -95,7 +104,8 @@ class _Some:
         is_direct = self._direct[index]
         piece = _Piece(self._buffer_bytes[index])
         reads: list[Read] = []
-        parts = () if is_direct else tuple([self._part(at, piece, reads) for at in rows])
+        loads: list[_Copy] = []
+        parts = () if is_direct else tuple([self._part(at, piece, reads, loads) for at in rows])
         return ReadyTask(
             name=", ".join(names),
             group=self._group[index],
@@ -107,6 +117,7 @@ class _Some:
             batches=tuple(self._batches[self._first_batch[index] : self._first_batch[index + 1]]),
             write_count=self._write_count[index],
             write_bytes=self._write_bytes[index],
+            loads=tuple(loads),
         )
 
     # ---- columns
@@ -164,8 +175,8 @@ class _Some:
 
     # ---- parts
 
-    def _part(self, at: int, piece: _Piece, reads: list[Read]) -> Part:
-        """Adds what it reads of others to reads, and what memory it needs to the piece."""
+    def _part(self, at: int, piece: _Piece, reads: list[Read], loads: list[_Copy]) -> Part:
+        """Adds what it reads of others to reads, what is loaded to loads, and what memory it needs to the piece."""
         param = self._params[self._param[at]]
         dims, target = param.dims, DTYPES[self._target[at]]
         self._check(param, target, self._is_quantised[at], self._block[at])
@@ -173,7 +184,7 @@ class _Some:
         gathers = range(self._first_gather[at], self._first_gather[at + 1])
         outputs = range(self._first_output[at], self._first_output[at + 1])
         own: int | None = None
-        if len(gathers) == 1 and self._holder[gathers[0]] == self._me:
+        if len(gathers) == 1 and self._is_near(gathers[0]):
             own = self._held_region[gathers[0]]
             values = self._held(gathers[0], param)
             gathers = gathers[1:]
@@ -184,7 +195,7 @@ class _Some:
             values = piece.place(shape, tuple(self._dense[at][:dims]), param.kind)
         copies: list[tuple[int | None, View, View]] = []
         for gather in gathers:
-            self._add_gather(param, gather, values, piece, copies, reads)
+            self._add_gather(param, gather, values, piece, copies, reads, loads)
         quantised = self._quantised(at, shape, target, piece) if self._is_quantised[at] else None
         made = tuple([self._output(output, dims, target, values, quantised) for output in outputs])
         return Part(param.name, param.dtype, target, values, own, tuple(copies), made, quantised)
@@ -202,6 +213,10 @@ class _Some:
         elif param.dtype not in QUANTISED:
             raise UsageError(f"{param.name}: {param.dtype} is not quantised, only {' and '.join(QUANTISED)} are")
         self._checked.add((param.dtype, target, is_quantised))
+
+    def _is_near(self, gather: int) -> bool:
+        """Of this trainer, and prepared from where it lies."""
+        return self._holder[gather] == self._me and self._held_region[gather] not in self._far
 
     def _is_packed(self, at: int, outputs: range, param: _Param) -> bool:
         """Its buffer is what is gathered, as it is."""
@@ -221,12 +236,16 @@ class _Some:
         piece: _Piece,
         copies: list[tuple[int | None, View, View]],
         reads: list[Read],
+        loads: list[_Copy],
     ) -> None:
         """One holder's box of a part: where it goes in values, and how it gets there."""
         held = self._held(gather, param)
         wanted = values.box(self._held_begin[gather], held.shape)
         if self._holder[gather] == self._me:
-            copies.append((self._held_region[gather], held, wanted))
+            if self._is_near(gather):
+                copies.append((self._held_region[gather], held, wanted))
+            else:
+                loads.append((self._held_region[gather], held, wanted))
             return
         run, sources, pieces = _runs(held.shape, held.dtype.itemsize, held.strides, wanted.strides)
         dense = tuple(self._held_dense[gather][: param.dims])

@@ -1,8 +1,9 @@
-"""One update at one trainer: its tasks in a pipeline of gather, prepare and write, groups separated by barriers.
+"""One update at one trainer: its tasks in a pipeline of gather, load, prepare and write, groups between barriers.
 
 One task of the event loop moves them all as far as they go, and sleeps only when none of them moves. The engine moves
-bytes in its own thread and conversions run in one of ours, so the three stages overlap. Small tasks go to that thread
-many at a time, since each hand-over costs as much as converting some hundred kilobytes (preparer.py).
+bytes in its own thread; conversions run in one of ours, and loads, copies from the host to the GPU that converts, in
+another one: so the stages overlap. Small tasks go to these threads many at a time, since each hand-over costs as much
+as converting some hundred kilobytes (preparer.py).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from crossrail.weights.step.task import Batch, ReadyTask
 
 _WRITES_MAX = 512  # submits under way: enough to keep every rail busy, few enough to look through
 _AHEAD_MAX = 512  # tasks begun and not yet prepared: what they read is on its way meanwhile
-_PREPARED_MAX = 64  # tasks that are prepared in one go, if they are no larger together than the preparer says
+_HANDED_MAX = 64  # tasks that a thread is given in one go, if they are no larger together than the preparer says
 _HOLD_S = 0.002  # for so long the event loop is kept from others while tasks move
 # Of what is read or written, in the order in which it began, an idle pipeline watches these: to be woken for each that
 # ends would cost more than what is then done. If all of these are stragglers, it looks at the others once in a while.
@@ -36,9 +37,10 @@ _LOOK_S = 0.02
 class StepReport:
     """What a step did at one trainer. Seconds are of its pipeline's own clock.
 
-    gather_s, write_s: while any task was in that stage; prepare_s: conversions alone; barrier_s: waiting for others.
-    They overlap. own_s: while it converted or wrote, so not while it only waited for others.
-    python_s: processor time of the event loop's thread, which runs all but the conversions; what a submit copies
+    gather_s, write_s: while any task was in that stage; load_s: copies from the host to a GPU alone; prepare_s:
+    conversions alone; barrier_s: waiting for others. They overlap. own_s: while it loaded, converted or wrote, so not
+    while it only waited for others.
+    python_s: processor time of the event loop's thread, which runs all but loads and conversions; what a submit copies
     itself, as it drives the engine, is in it.
     peak_bytes: most of the arena that was in use.
     """
@@ -50,6 +52,7 @@ class StepReport:
     peak_bytes: int = 0
     total_s: float = 0.0
     gather_s: float = 0.0
+    load_s: float = 0.0
     prepare_s: float = 0.0
     write_s: float = 0.0
     barrier_s: float = 0.0
@@ -74,7 +77,8 @@ class Places:
 
 class Step:
     """Runs once. tasks: of this trainer, in order. groups: of the whole plan, ascending. meets_first: at a barrier,
-    before any trainer reads from another. preparer: None where all tasks are direct.
+    before any trainer reads from another. preparer: None where all tasks are direct; it prepares on `executor`, and
+    loads on `loader`, which run one thing each at a time.
 
     Threads: the event loop's. run() may be cancelled: it then takes back what it can, and `pending` has the transfers
     that still touch memory.
@@ -91,6 +95,7 @@ class Step:
         executor: Executor | None = None,
         preparer: Preparer | None = None,
         meets_first: bool = False,
+        loader: Executor | None = None,
     ) -> None:
         self.report = StepReport()
         self._engine = engine
@@ -100,6 +105,7 @@ class Step:
         self._places = places
         self._barrier = barrier
         self._executor = executor
+        self._loader = loader
         self._preparer = preparer
         if preparer is not None:
             preparer.open(places.sources, places.arena)
@@ -109,6 +115,9 @@ class Step:
         self._bases: dict[int, int] = {}
         # Of each task in a stage, its transfers that were not yet seen to be done; the next to look at is the last.
         self._gathering: dict[int, list[xr.Transfer]] = {}
+        self._may_load = any(task.loads for task in tasks)
+        self._gathered: deque[int] = deque()  # of which something has to be loaded
+        self._loading: tuple[list[int], asyncio.Future[float]] | None = None
         self._ready: deque[int] = deque()
         self._preparing: tuple[list[int], asyncio.Future[float]] | None = None
         self._writing: dict[int, list[xr.Transfer]] = {}
@@ -123,8 +132,8 @@ class Step:
     async def run(self, timeout_s: float) -> StepReport:
         """Returns when all own writes are done, and all trainers have prepared all of theirs: weights may change.
 
-        Raises what a transfer, a conversion or the barrier raised. After an exception, and after a cancellation, no
-        conversion runs; see `pending`.
+        Raises what a transfer, a load, a conversion or the barrier raised. After an exception, and after a
+        cancellation, no load or conversion runs; see `pending`.
         """
         clock = asyncio.get_running_loop().time
         begun, began_code = clock(), time.thread_time()
@@ -161,11 +170,12 @@ class Step:
     async def _end(self) -> None:
         for transfer in self.pending:
             transfer.cancel()
-        if self._preparing is not None:
-            # It cannot be interrupted, and uses the arena.
-            await asyncio.wait([self._preparing[1]])
-            if not self._preparing[1].cancelled():
-                self._preparing[1].exception()  # something else has ended the step: else the loop complains of this too
+        for stage in (self._loading, self._preparing):
+            if stage is not None:
+                # It cannot be interrupted, and uses the arena.
+                await asyncio.wait([stage[1]])
+                if not stage[1].cancelled():
+                    stage[1].exception()  # something else has ended the step: else the loop complains of this too
 
     async def _move_until(self, is_reached: Callable[[], bool], event: asyncio.Future[None] | None = None) -> None:
         """Every task as far as it goes; whenever none does, waits until something has happened, or the event."""
@@ -173,9 +183,9 @@ class Step:
         began = slept = clock()
         while not is_reached():
             in_gather, in_write = bool(self._gathering), bool(self._writing)
-            is_own = in_write or self._preparing is not None
-            moved = self._collect_writes() + self._collect_prepared() + self._collect_gathers()
-            moved += self._prepare_next() + self._begin()
+            is_own = in_write or self._loading is not None or self._preparing is not None
+            moved = self._collect_writes() + self._collect_gathers() + self._collect_loaded() + self._load_next()
+            moved += self._collect_prepared() + self._prepare_next() + self._begin()
             if not moved:
                 await self._something(event)
                 slept = clock()
@@ -205,33 +215,66 @@ class Step:
                     reading.append(self._read(read, base))
                 self.report.gathered_bytes += sum(read.nbytes for read in task.reads)
             else:
-                self._ready.append(index)
+                self._to_next(index)
             count += 1
         return count
 
+    def _to_next(self, index: int) -> None:
+        """Its reads are done."""
+        (self._gathered if self._tasks[index].loads else self._ready).append(index)
+
     @property
     def _may_begin(self) -> bool:
-        return self._writes_under_way < _WRITES_MAX and len(self._gathering) + len(self._ready) < _AHEAD_MAX
+        ahead = len(self._gathering) + len(self._gathered) + len(self._ready)
+        return self._writes_under_way < _WRITES_MAX and ahead < _AHEAD_MAX
 
     def _collect_gathers(self) -> int:
         gathered = [index for index, transfers in self._gathering.items() if _are_done(transfers)]
         for index in gathered:
             del self._gathering[index]
-            self._ready.append(index)
+            self._to_next(index)
         return len(gathered)
+
+    def _load_next(self) -> int:
+        if self._loading is not None or not self._gathered:
+            return 0
+        some = self._some_of(self._gathered)
+        loop = asyncio.get_running_loop()
+        self._loading = some, loop.run_in_executor(self._loader, self._load, some)
+        return len(some)
+
+    def _load(self, some: list[int]) -> float:
+        """On the loader's thread. Seconds of real time."""
+        assert self._preparer is not None
+        begun = time.perf_counter()
+        self._preparer.load([(self._tasks[index], self._bases[index]) for index in some])
+        return time.perf_counter() - begun
+
+    def _collect_loaded(self) -> int:
+        if self._loading is None or not self._loading[1].done():
+            return 0
+        (some, future), self._loading = self._loading, None
+        self.report.load_s += future.result()
+        self._ready += some
+        return len(some)
 
     def _prepare_next(self) -> int:
         if self._preparing is not None or not self._ready:
             return 0
-        assert self._preparer is not None
-        some: list[int] = []
-        nbytes = 0
-        while self._ready and len(some) < _PREPARED_MAX and nbytes < self._preparer.bytes_at_once:
-            some.append(self._ready.popleft())
-            nbytes += self._tasks[some[-1]].piece_bytes
+        some = self._some_of(self._ready)
         loop = asyncio.get_running_loop()
         self._preparing = some, loop.run_in_executor(self._executor, self._prepare, some)
         return len(some)
+
+    def _some_of(self, waiting: deque[int]) -> list[int]:
+        """Taken off it: as many as go to a thread in one go."""
+        assert self._preparer is not None
+        some: list[int] = []
+        nbytes = 0
+        while waiting and len(some) < _HANDED_MAX and nbytes < self._preparer.bytes_at_once:
+            some.append(waiting.popleft())
+            nbytes += self._tasks[some[-1]].piece_bytes
+        return some
 
     def _prepare(self, some: list[int]) -> float:
         """On the executor's thread. Seconds of real time."""
@@ -245,6 +288,7 @@ class Step:
             return 0
         (some, future), self._preparing = self._preparing, None
         self.report.prepare_s += future.result()
+        self._prepare_next()  # first: submits may copy in this thread, and the other has work meanwhile
         for index in some:
             self._schedule.prepared(index)
             self._write(index)
@@ -314,10 +358,9 @@ class Step:
     async def _something(self, event: asyncio.Future[None] | None) -> None:
         """Waits for what may let a task move, for the event, or for a while."""
         heads: list[Any] = [*_watched(self._writing)]
-        if self._preparing is not None:  # what is gathered meanwhile can go no further
-            heads.append(self._preparing[1])
-        else:
-            heads += _watched(self._gathering)
+        heads += [stage[1] for stage in (self._loading, self._preparing) if stage is not None]
+        if self._preparing is None or (self._may_load and self._loading is None):
+            heads += _watched(self._gathering)  # else what is gathered meanwhile can go no further
         if event is not None:
             heads.append(event)
         assert heads, "tasks are under way, and none of them waits for anything"

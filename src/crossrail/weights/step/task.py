@@ -3,8 +3,8 @@
 Made by ready.py, once. A step only fills in where in the arena the task was put.
 
 A task's piece of the arena is its buffer, which is written to targets, and behind it, for each part that needs it, the
-gathered values in the trainers' type, pieces of others that lie there otherwise than they are wanted, and what
-quantisation makes.
+gathered or loaded values in the trainers' type, pieces of others that lie there otherwise than they are wanted, and
+what quantisation makes.
 
 There may be a hundred thousand of them, of a dozen objects each: immutable and without cycles, so Python's collector
 need not look at them (gc=False).
@@ -104,7 +104,7 @@ class Part(Struct, frozen=True, gc=False):
     """A box of one parameter, on its way into the buffer.
 
     source, target: dtypes. values: all of it as trainers have it; `own`: the own region in which that lies, None: in
-    the arena, gathered. copies: what is put there, from an own region, or from where a read landed (None).
+    the arena, gathered or loaded. copies: what is put there, from an own region, or from where a read landed (None).
     outputs: from values, or from what is made of them by quantisation, into the buffer.
     """
 
@@ -138,7 +138,8 @@ class ReadyTask(Struct, frozen=True, gc=False):
     """One task, ready. Any thread.
 
     name: its parameters. group: of the plan. own_region, own_offset: where the bytes of a direct one lie, region None
-    for one that is prepared. piece_bytes: what it needs of the arena, 0 for a direct one.
+    for one that is prepared. piece_bytes: what it needs of the arena, 0 for a direct one. loads: what is copied before
+    it is prepared, from own regions that the arena's device does not prepare from, to where in the piece.
     """
 
     name: str
@@ -151,6 +152,7 @@ class ReadyTask(Struct, frozen=True, gc=False):
     batches: tuple[Batch, ...]
     write_count: int
     write_bytes: int
+    loads: tuple[tuple[int, View, View], ...] = ()
 
     @property
     def is_direct(self) -> bool:

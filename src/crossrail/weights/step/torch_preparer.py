@@ -21,14 +21,18 @@ with needs(__name__, "'crossrail[torch]'"):
 
 Tensor: TypeAlias = Any  # torch.Tensor
 _ARENA = None  # among regions by index
+_STAGING_BYTES = 16 << 20  # of each half: some hundred microseconds of a GPU's link
+_STAGING_ALIGN = 256
 
 
 class TorchPreparer:
-    """On one device, where the arena is; regions may be on the host or on other GPUs: what lies there is copied to it.
+    """On one device, where the arena is; regions may be on the host or on other GPUs: what lies there is copied to it,
+    of the host's by load(), from other GPUs by prepare().
 
-    device: "cuda:0", or "cpu". Kernels run on a stream of its own, and it waits for them: what they have made lies in
-    memory when prepare() returns, so NICs and copies may take it. Besides the arena it uses some times 32 MiB of
-    torch's own memory. Values and their scales have to lie where their type may: as those of tensors do.
+    device: "cuda:0", or "cpu". Kernels run on a stream of its own, loads on another one, and it waits for them: what
+    they have made lies in memory when prepare() or load() returns, so NICs and copies may take it. Besides the arena it
+    uses some times 32 MiB of torch's own memory and, where weights lie on the host and are not pinned, 32 MiB of memory
+    there that is. Values and their scales have to lie where their type may: as those of tensors do.
     """
 
     bytes_at_once = 32 << 20  # a hand-over waits for the GPU, which does some hundred megabytes meanwhile
@@ -36,39 +40,57 @@ class TorchPreparer:
     def __init__(self, device: str) -> None:
         self.device = device
         self._stream = None if device == "cpu" else torch.cuda.Stream(device)
+        self._load_stream = None if device == "cpu" else torch.cuda.Stream(device)
+        self._staging: _Staging | None = None
         self._regions: dict[int | None, xr.Region] = {}
         self._typed: dict[tuple[int | None, torch.dtype], tuple[Tensor, int]] = {}
 
     def alloc(self, engine: xr.Engine, nbytes: int) -> xr.Region:
         return gpu.alloc(engine, self.device, nbytes)
 
+    def far(self, regions: Sequence[xr.Region]) -> frozenset[int]:
+        return frozenset() if self.device == "cpu" else gpu.on_host(regions)
+
     def open(self, regions: Sequence[xr.Region], arena: xr.Region | None) -> None:
         self.close()
         if arena is not None:
             self._regions = {**dict(enumerate(regions)), _ARENA: arena}
 
+    def load(self, tasks: Sequence[tuple[ReadyTask, int]]) -> None:
+        with gpu.told(f"copying to {self.device}"), torch.no_grad(), _on(self._load_stream):
+            try:
+                for task, base in tasks:
+                    for region, view, wanted in task.loads:
+                        self._load(self._bits(region, view, 0), self._bits(_ARENA, wanted, base))
+            finally:  # as in prepare()
+                _finish(self._load_stream)
+
+    def _load(self, here: Tensor, there: Tensor) -> None:
+        """Launches it: a copy that a GPU makes by itself, so only from pinned memory without gaps."""
+        if self._load_stream is None or (here.is_contiguous() and here.is_pinned()):
+            there.copy_(here, non_blocking=True)
+        elif here.nbytes > _STAGING_BYTES:
+            dim = max(range(here.dim()), key=here.shape.__getitem__)
+            for one, other in zip(here.chunk(2, dim), there.chunk(2, dim), strict=True):
+                self._load(one, other)
+        else:
+            if self._staging is None:
+                self._staging = _Staging(self._load_stream)
+            there.copy_(self._staging.of(here), non_blocking=True)
+
     def prepare(self, tasks: Sequence[tuple[ReadyTask, int]]) -> None:
         checks = Checks()
-        with gpu.told(f"preparing on {self.device}"), torch.no_grad(), self._on_stream():
+        with gpu.told(f"preparing on {self.device}"), torch.no_grad(), _on(self._stream):
             try:
                 for task, base in tasks:
                     for part in task.parts:
                         self._prepare(part, base, checks)
                 checks.finish()
             finally:  # also of what was launched before something failed: the arena is used again
-                self._finish()
+                _finish(self._stream)
 
     def close(self) -> None:
         self._regions, self._typed = {}, {}
-
-    def _on_stream(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-
-    def _finish(self) -> None:
-        if self._stream is not None:
-            done = torch.cuda.Event(blocking=True)  # sleeps: the engine's threads have work for this processor
-            done.record(self._stream)
-            done.synchronize()
 
     def _prepare(self, part: Part, base: int, checks: Checks) -> None:
         """Part.prepare()."""
@@ -92,7 +114,7 @@ class TorchPreparer:
             self._bits(_ARENA, out, base).copy_(self._bits(_ARENA, view, base))
 
     def _values(self, part: Part, view: View, base: int, dtype: torch.dtype | None) -> Tensor:
-        """Gathered or own ones, on our device; dtype None: their bits."""
+        """Gathered, loaded or own ones, on our device; dtype None: their bits."""
         kind = BITS[view.dtype.itemsize] if dtype is None else dtype
         values = self._view(part.own, view, base if part.own is None else 0, kind)
         return values.to(self.device)
@@ -125,3 +147,35 @@ class TorchPreparer:
     def bytes_of(self, region: xr.Region, offset: int) -> Tensor:
         """Where a region's bytes are, for torch."""
         return gpu.bytes_of(region, offset)
+
+
+class _Staging:
+    """Pinned memory of the host: one half is filled while the GPU takes what is in the other. Threads: one."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self._halves = [torch.empty(_STAGING_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        self._taken = [torch.cuda.Event(blocking=True) for _ in range(2)]
+        self._half = self._used = 0
+
+    def of(self, values: Tensor) -> Tensor:
+        """A copy without gaps. It stays until what the stream has been given next has taken it."""
+        if self._used + values.nbytes > _STAGING_BYTES:
+            self._taken[self._half].record(self._stream)
+            self._half, self._used = 1 - self._half, 0
+            self._taken[self._half].synchronize()
+        begin = self._used
+        self._used = -(-(begin + values.nbytes) // _STAGING_ALIGN) * _STAGING_ALIGN
+        copy = self._halves[self._half][begin : begin + values.nbytes].view(values.dtype).view(values.shape)
+        return copy.copy_(values)
+
+
+def _on(stream: Any) -> AbstractContextManager[Any]:
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+def _finish(stream: Any) -> None:
+    if stream is not None:
+        done = torch.cuda.Event(blocking=True)  # sleeps: the engine's threads have work for this processor
+        done.record(stream)
+        done.synchronize()

@@ -1,0 +1,105 @@
+"""Who keeps an update waiting, in words, once it has failed for that."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from crossrail.control.mailbox import Mailbox, NoAnswer
+from crossrail.control.wire import Unreachable
+from crossrail.weights.services import messages as m
+from crossrail.weights.services.members import Member
+
+_WHO_S = 0.5  # for members to say why an update is late
+_NAMED = 8
+
+
+class Late:
+    """Of one update after the other: who has not answered yet what it waits for. Threads: the event loop's.
+
+    own: what the controller has not done yet, in words; "" while it waits for others.
+    """
+
+    def __init__(self, mailbox: Mailbox) -> None:
+        self.own = ""
+        self._mailbox = mailbox
+        self._asked: dict[Member, type] = {}  # and what that is
+        self._failed: Member | None = None  # the first that could not do what it was asked
+
+    def clear(self) -> None:
+        """Another update begins."""
+        self._asked.clear()
+        self._failed, self.own = None, ""
+
+    def asked(self, member: Member, question: object) -> None:
+        self._asked[member] = type(question)
+
+    def answered(self, member: Member) -> None:
+        del self._asked[member]
+
+    def failed(self, member: Member) -> None:
+        self._failed = self._failed or member
+
+    async def who(self, version: int, others: Sequence[Member]) -> str:
+        """When its time is up: ": trainer 1 has not ..". Who only waits for another is named when no other is.
+
+        others: who may keep trainers waiting, as these write to them.
+        """
+        trainers = [member for member, kind in self._asked.items() if kind is m.Go]
+        missing = dict(zip(trainers, await self._missing(trainers, version), strict=True))
+        found = [
+            missing.get(member, f"{member} has not answered {kind.__name__}") for member, kind in self._asked.items()
+        ]
+        words = [each for each in found if each]
+        if not words and trainers:
+            silent = await asyncio.gather(*(self._is_silent(member) for member in others))
+            words = [f"{member} does not answer" for member, is_so in zip(others, silent, strict=True) if is_so]
+        words = words or [f"{member} is not done" for member in self._asked] or [self.own] * bool(self.own)
+        return f": {_listed(words)}" if words else ""
+
+    async def who_else(self, version: int) -> str:
+        """When a trainer's step has failed: "; trainer 1 has not ..", if it had no more time to wait for others."""
+        failed = self._failed
+        if failed is None or self._asked[failed] is not m.Go:
+            return ""
+        far = await self._progress_of(failed)
+        if far is None or far.withdrawn != version:
+            return ""
+        others = [member for member, kind in self._asked.items() if kind is m.Go and member is not failed]
+        words = [each for each in await self._missing(others, version) if each]
+        return f"; {_listed(words)}" if words else ""
+
+    async def _missing(self, trainers: Sequence[Member], version: int) -> list[str]:
+        """Why each does not take part; "" for one whose publish() is under way."""
+
+        async def why(member: Member) -> str:
+            far = await self._progress_of(member)
+            if far is None:
+                return f"{member} does not answer"
+            if far.withdrawn == version:
+                return f"{member} has called publish(), and that was cancelled or out of time"
+            return "" if far.is_offered else f"{member} has not called publish()"
+
+        return await asyncio.gather(*map(why, trainers))
+
+    async def _is_silent(self, member: Member) -> bool:
+        try:
+            await self._mailbox.ask(member.address, m.RollCall(), (m.Taken, m.Closed), _WHO_S)
+        except NoAnswer as error:
+            return error.is_silence
+        except Unreachable:
+            return True
+        return False
+
+    async def _progress_of(self, member: Member) -> m.Progress | None:
+        """None: it does not answer."""
+        try:
+            return await self._mailbox.ask(member.address, m.AskProgress(), m.Progress, _WHO_S)
+        except (NoAnswer, Unreachable):
+            return None
+
+
+def _listed(words: Sequence[str]) -> str:
+    """Some of them."""
+    more = f", and {len(words) - _NAMED} more like these" if len(words) > _NAMED else ""
+    return ", ".join(words[:_NAMED]) + more
