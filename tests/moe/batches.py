@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,18 @@ def draw(
         indices,
         random.integers(1, 4, (tokens, top_k)).astype(np.float32),
     )
+
+
+def ranks_of(experts_per_rank: Sequence[int], indices: Array) -> Array:
+    """Of each expert; -1 of -1."""
+    owners = [rank for rank, count in enumerate(experts_per_rank) for _ in range(count)]
+    return np.array([*owners, -1])[indices]
+
+
+def split_at_random(random: np.random.Generator, experts: int, world: int) -> list[int]:
+    """Experts of each rank, often 0."""
+    cuts = np.sort(random.integers(0, experts + 1, world - 1))
+    return np.diff(cuts, prepend=0, append=experts).tolist()
 
 
 def expected_rows(batches: list[Batch], first: int, count: int) -> list[list[tuple[int, int, int]]]:

@@ -20,7 +20,7 @@ import crossrail as xr
 from crossrail.moe import AllToAll, MaskedOut, NoMajority, Round
 from crossrail.moe.masking.views import COMBINE, DISPATCH
 from crossrail.sim.scenarios import Run
-from tests.moe.batches import Batch, draw, expected_rows, expected_sums, expert_of_row, outputs
+from tests.moe.batches import Batch, draw, expected_rows, expected_sums, expert_of_row, outputs, ranks_of
 from tests.moe.baton import BatonGroup, meet
 
 EXPERTS, HIDDEN, TOP_K, TOKENS, BLOCK = 10, 32, 3, 6, 16
@@ -111,7 +111,7 @@ class Town:
         got = part.dispatch_recv(opened)
         wanted = [self.batch(one, number, 0 if one in opened.silent else None) for one in range(self.size)]
         check_rows(self.run, f"round {number} at rank {rank}", part, got, wanted)
-        y = outputs(got.x, expert_of_row(got.counts, got.offsets, rank * part.config.experts_per_rank, got.rows))
+        y = outputs(got.x, expert_of_row(got.counts, got.offsets, sum(part.config.experts_per_rank[:rank]), got.rows))
         await asyncio.sleep(self.run.rng.uniform(0, 2e-4))
         await self.awake(rank)
         part.combine_send(y, got)
@@ -119,7 +119,7 @@ class Town:
         await self.until_ready(rank, opened)
         sums = part.combine_recv(opened)
         self.lives[rank].told[number] = (opened.silent, opened.absent)
-        is_kept = ~np.isin(batch.indices // part.config.experts_per_rank, opened.absent)
+        is_kept = ~np.isin(ranks_of(part.config.experts_per_rank, batch.indices), opened.absent)
         kept = Batch(batch.x, batch.scales, np.where(is_kept, batch.indices, -1), batch.weights)
         check.same_bytes(f"sums of round {number} at rank {rank}", sums.ravel(), expected_sums(kept).ravel())
 
@@ -185,7 +185,7 @@ class Town:
 
 def check_rows(run: Run, what: str, part: AllToAll, got: Any, batches: list[Batch]) -> None:
     """Every row of every expert is the one that it should be."""
-    first = part.rank * part.config.experts_per_rank
+    first = sum(part.config.experts_per_rank[: part.rank])
     wanted = expected_rows(batches, first, len(got.counts))
     run.check.equal(f"counts of {what}", list(map(int, got.counts)), [len(rows) for rows in wanted])
     for local, rows in enumerate(wanted):

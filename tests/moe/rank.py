@@ -9,7 +9,7 @@ import numpy as np
 import crossrail as xr
 from crossrail.moe import AllToAll, Dispatched, EngineGroup, Round
 from crossrail.moe.rounds import Stage
-from tests.moe.batches import Array, Batch, draw, expected_sums, expert_of_row, outputs
+from tests.moe.batches import Array, Batch, draw, expected_sums, expert_of_row, outputs, ranks_of
 from tests.moe.test_rounds import check_dispatched, first_expert
 from tests.support.limits import WAIT_S
 from tests.support.node import Node
@@ -63,8 +63,8 @@ class Rank(Node):
 
     def combine_send(self, number: int) -> None:
         got = self._got[number]
-        first = self._part.rank * self._part.config.experts_per_rank
-        self._part.combine_send(outputs(got.x, expert_of_row(got.counts, got.offsets, first, got.rows)), got)
+        experts = expert_of_row(got.counts, got.offsets, first_expert(self._part), got.rows)
+        self._part.combine_send(outputs(got.x, experts), got)
 
     def combine_recv(self, number: int) -> bool:
         """Whether the sums are what they should be."""
@@ -99,7 +99,7 @@ class Rank(Node):
         if opened.stage is Stage.RETURNED:
             self.combine_recv(number)
         batch = self._batch[number]
-        kept = np.where(np.isin(batch.indices // config.experts_per_rank, opened.absent), -1, batch.indices)
+        kept = np.where(np.isin(ranks_of(config.experts_per_rank, batch.indices), opened.absent), -1, batch.indices)
         assert np.array_equal(self._sums[number], expected_sums(replace(batch, indices=kept)))
         return [list(opened.silent), list(opened.absent)]
 

@@ -27,6 +27,17 @@ def alone(nothing_leaks: None) -> Iterator[AllToAll]:
 
 ARGUMENTS = [
     ("experts", 0, "experts is 0, must be a number, 1 or more"),
+    (
+        "experts_per_rank",
+        [6, 0],
+        r"experts_per_rank is \[6, 0\], must be a number of experts, 0 or more, for each of the 1",
+    ),
+    ("experts_per_rank", [5], r"experts_per_rank is \[5\], must be 6 in all, as experts says"),
+    ("experts_per_rank", [-6], r"experts_per_rank is \[-6\], must be a number of experts, 0 or more"),
+    ("experts_per_rank", [6.0], r"experts_per_rank is \[6\.0\], must be a number of experts, 0 or more"),
+    ("experts_per_rank", [True], r"experts_per_rank is \[True\], must be a number of experts"),
+    ("experts_per_rank", 6, "experts_per_rank is 6, must be a number of experts, 0 or more, for each"),
+    ("experts_per_rank", "6", "experts_per_rank is '6', must be a number of experts, 0 or more, for each"),
     ("dtype", "int8", "dtype is 'int8', must be one of float8_e4m3fn"),
     ("out_dtype", "float8_e4m3fn", "out_dtype is 'float8_e4m3fn', must be one of bfloat16"),
     ("layout", "flat", "layout is 'flat'"),
@@ -71,16 +82,36 @@ def test_numbers_of_any_kind_are_numbers(engine: xr.Engine) -> None:
             assert part.config.encode() == plain
 
 
+def test_the_even_split_may_be_said_or_not(open_engine: EngineFactory) -> None:
+    engines = [open_engine(f"rank-{rank}") for rank in range(2)]
+    groups = [EngineGroup(engine, [e.address for e in engines]) for engine in engines]
+    said: list[Any] = [None, np.array([EXPERTS // 2, EXPERTS // 2], np.int16)]
+
+    def make(rank: int) -> object:
+        with AllToAll(engines[rank], groups[rank], **(CONFIG | {"experts_per_rank": said[rank]})) as part:
+            return part.config.experts_per_rank
+
+    assert run_ranks(2, make) == [(EXPERTS // 2, EXPERTS // 2)] * 2
+    for group in groups:
+        group.close()
+
+
 def test_a_capacity_beyond_any_routing_is_room_for_any() -> None:
     for layout in ("grouped", "masked"):
         sizes = {"world": 4, "experts": 7, "hidden": 8, "top_k": 3, "max_tokens": 5, "dtype": "float32",
                  "scale_block": None, "out_dtype": "float32", "private_tokens": None, "padding": 4, "layout": layout,
                  "node_size": None, "dp_size": 1, "on_lost": "raise"}  # fmt: skip
-        assert Config(**sizes, capacity_factor=1e308).rows_max == Config(**sizes, capacity_factor=None).rows_max
+        assert Config(**sizes, capacity_factor=1e308).output_rows == Config(**sizes, capacity_factor=None).output_rows
 
 
 @pytest.mark.parametrize(
-    ("name", "values"), [("hidden", (32, 64)), ("dtype", ("float8_e4m3fn", "float16")), ("scale_block", (16, None))]
+    ("name", "values"),
+    [
+        ("hidden", (32, 64)),
+        ("dtype", ("float8_e4m3fn", "float16")),
+        ("scale_block", (16, None)),
+        ("experts_per_rank", ([2, 1, 3], [2, 3, 1])),
+    ],
 )
 def test_arguments_that_differ_are_named_with_both_values_on_all_ranks(
     open_engine: EngineFactory, name: str, values: tuple[object, object]
@@ -276,7 +307,7 @@ def test_room_for_the_worst_case_may_be_more_than_there_is_memory(engine: xr.Eng
         EngineGroup(engine, [engine.address]) as group,
         AllToAll(engine, group, experts=16, hidden=4096, top_k=8, max_tokens=tokens, **plain) as all_to_all,
     ):
-        assert all_to_all.config.rows_max * 4096 * 4 > 256 << 30
+        assert max(all_to_all.config.output_rows) * 4096 * 4 > 256 << 30
         got = all_to_all.dispatch(np.ones((1, 4096), np.float32), None, np.arange(8)[None])
         assert got.rows >= 8 and got.x[got.offsets[7]].all()
 

@@ -11,6 +11,7 @@ import pytest
 
 from crossrail import _core
 from crossrail.moe.bounds import Bounds, output_rows, private_rows, rows_per_expert
+from tests.moe.batches import split_at_random
 from tests.support.seeds import Seed
 
 
@@ -28,20 +29,22 @@ class Shape:
     private_tokens: int | None = 2
     stride_bytes: int = 32
     y_bytes: int = 64
+    split: tuple[int, ...] = ()
 
     @property
     def groups(self) -> int:
         return self.world
 
     @property
-    def experts_per_rank(self) -> int:
-        return -(-self.experts // self.world)
+    def experts_per_rank_max(self) -> int:
+        return max(self.split) if self.split else -(-self.experts // self.world)
 
     def placement(self, counts: Any) -> Any:
         masked = rows_per_expert(self) if self.layout == "masked" else 0
         layout = _core.moe.Layout(
             world=self.world,
             experts=self.experts,
+            experts_per_rank=self.split,
             top_k=self.top_k,
             max_tokens=self.max_tokens,
             private_rows=private_rows(self),
@@ -79,12 +82,28 @@ def test_worst_case_is_the_worst_of_all_routings(
     assert bounds.sent_rows >= far_routes and bounds.result_rows == bounds.sent_rows
 
 
+@pytest.mark.parametrize(("split", "most"), [((1, 3), 1), ((3, 1), 0), ((0, 4), 1), ((0, 3, 0), 1)])
+def test_each_rank_reaches_its_own_room_and_the_one_with_most_experts_that_for_far_ones(
+    split: tuple[int, ...], most: int
+) -> None:
+    shape = Shape(len(split), sum(split), 2, 1 if len(split) > 2 else 2, padding=2, split=split)
+    placements = [shape.placement(counts) for counts in counts_of_one_rank(shape)]
+    bounds = Bounds.of(shape, len(split) - 1)
+    for rank in range(len(split)):
+        rows, far = (max(getattr(p, what)(rank) for p in placements) for what in ("rows_needed", "far_rows_needed"))
+        returned = max(len(p.return_far(rank)[0]) for p in placements)
+        assert rows == output_rows(shape, split[rank])
+        assert far <= bounds.far_rows and returned <= bounds.returned_rows
+        assert rank != most or (rows, far, returned) == (bounds.output_rows, bounds.far_rows, bounds.returned_rows)
+
+
 @pytest.mark.parametrize("layout", ["grouped", "masked"])
 def test_no_routing_passes_the_bounds_of_larger_shapes(seed: Seed, layout: str) -> None:
     rng = seed.rng()
     for _ in range(30):
         world, experts, top_k = int(rng.integers(1, 6)), int(rng.integers(4, 30)), int(rng.integers(1, 5))
-        shape = Shape(world, experts, top_k, int(rng.integers(1, 40)), int(rng.integers(1, 20)), layout)
+        split = tuple(split_at_random(rng, experts, world)) if rng.random() < 0.5 else ()
+        shape = Shape(world, experts, top_k, int(rng.integers(1, 40)), int(rng.integers(1, 20)), layout, split=split)
         popular = rng.integers(2, experts + 1)
         counts = np.zeros((world, experts), np.int32)
         for group in range(world):

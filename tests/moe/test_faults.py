@@ -64,6 +64,33 @@ def test_a_rank_killed_after_each_step_is_named_on_all_others(meet: Meet, step: 
         witness.answer()
 
 
+@pytest.mark.parametrize("step", range(len(STEPS)))
+def test_a_rank_killed_in_the_middle_of_each_step_is_named_on_all_others(meet: Meet, step: int) -> None:
+    """Of a step that waits, while it waits; of one that sends, wherever it is then (tests/moe/test_sim.py chooses)."""
+    here, (doomed, witness) = meet(3)
+    if step >= 1:
+        here.dispatch_send()
+        doomed.call("dispatch_send")
+    if step >= 2:
+        witness.call("dispatch_send")
+        for other in (doomed, witness):
+            other.start("dispatch_recv", number=1)
+        here.dispatch_recv(1)
+        doomed.answer()
+        witness.answer()
+    if step == 3:
+        doomed.call("combine_send", number=1)
+    arguments = {} if step == 0 else {"number": 1}
+    doomed.start(STEPS[step], **arguments)
+    doomed.kill()
+    doomed.wait_dead()
+    witness.start("go_on", number=1)
+    with pytest.raises(xr.PeerLost, match="rank 1 "):
+        here.go_on(1)
+    with pytest.raises(CommandError, match="PeerLost: rank 1 "):
+        witness.answer()
+
+
 def _send_half(here: Rank, witness: PeerProcess, half: str) -> None:
     if half == "dispatch_send":
         here.dispatch_send()
@@ -111,6 +138,32 @@ def test_a_rank_that_closes_its_part_is_named(meet: Meet) -> None:
     other.call("close_part")
     with pytest.raises(xr.UsageError, match=r"rank 1 .* has closed its AllToAll before its dispatch of round 1"):
         here.dispatch_recv(number)
+
+
+@pytest.mark.parametrize("on_lost", ["raise", "mask"])
+@pytest.mark.parametrize(("engine", "node_size"), [({}, 1), ({}, 2), ({}, 4), (TCP, 1)], ids=str)
+def test_a_rank_that_closes_its_part_and_its_engine_at_once_has_left(
+    nothing_leaks: None, engine: dict[str, Any], node_size: int, on_lost: str
+) -> None:
+    """It is no rank that was lost, and those that are left do not go on without it, or find that they are too few."""
+    batches = [draw(np.random.default_rng(rank), TOKENS, HIDDEN, EXPERTS, TOP_K, BLOCK) for rank in range(4)]
+    with Ranks(4, engine, **CONFIG, node_size=node_size, on_lost=on_lost) as ranks:
+
+        def whole_round(part: AllToAll, rank: int) -> None:
+            batch = batches[rank]
+            got = part.dispatch(batch.x, batch.scales, batch.indices, batch.weights)
+            part.combine(np.zeros((got.rows, HIDDEN), np.float32), got)
+
+        ranks.each(whole_round)
+        gone = [ranks.engines[rank].address for rank in range(2)]
+        for rank in range(2):
+            ranks.parts[rank].close()
+            ranks.engines[rank].close()
+        for rank in range(2, 4):
+            eventually(lambda rank=rank: all(ranks.engines[rank].peer_state(one) == "lost" for one in gone), "the loss")
+            with pytest.raises(xr.UsageError, match=r"rank [01] .* has closed its AllToAll"):
+                whole_round(ranks.parts[rank], rank)
+            assert on_lost == "raise" or ranks.parts[rank].masked == ()
 
 
 def test_an_engine_closed_in_a_round_ends_the_wait(meet: Meet) -> None:
@@ -184,13 +237,12 @@ def test_who_leaves_since_another_was_late_says_whom(
         ranks.parts[0].close()
         if ends:
             ranks.engines[0].close()
-        kind = xr.PeerLost if ends else xr.UsageError
         last: list[Round] = []
         if not ends:  # else it learns of it here
             last = [send(2)]
-        with pytest.raises(kind, match=r"rank 0 .*it had waited for rank 2 \('rank-2'\) in vain"):
+        with pytest.raises(xr.UsageError, match=r"rank 0 .*it had waited for rank 2 \('rank-2'\) in vain"):
             finish(1, sent[1])
-        with pytest.raises(kind, match=r"rank 0 .*it had waited for this rank in vain"):
+        with pytest.raises(xr.UsageError, match=r"rank 0 .*it had waited for this rank in vain"):
             finish(2, last[0] if last else send(2))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,11 @@ from hypothesis import strategies as st
 
 from crossrail import _core
 from crossrail.errors import UsageError
+from crossrail.moe.bounds import Bounds
+from crossrail.moe.config import Config
 from crossrail.moe.kernels import CpuKernels
+from crossrail.moe.meeting import make_layout
+from tests.support.seeds import Seed
 
 Layout, Placement, sort_routes = _core.moe.Layout, _core.moe.Placement, _core.moe.sort_routes
 
@@ -36,12 +41,12 @@ class Round:
     def dp(self) -> int:
         return int(self.options["dp_size"])
 
-    @property
-    def experts_per_rank(self) -> int:
-        return -(-int(self.options["experts"]) // self.world)
-
     def experts_of(self, rank: int) -> range:
-        per_rank, experts = self.experts_per_rank, int(self.options["experts"])
+        """As given, else so many on each rank that the last may have fewer."""
+        if split := self.options["experts_per_rank"]:
+            return range(sum(split[:rank]), sum(split[: rank + 1]))
+        experts = int(self.options["experts"])
+        per_rank = -(-experts // self.world)
         return range(min(rank * per_rank, experts), min((rank + 1) * per_rank, experts))
 
     def node(self, rank: int) -> int:
@@ -57,6 +62,12 @@ class Round:
         return [(group, t, k) for t, k in zip(tokens.tolist(), ks.tolist(), strict=True)]
 
 
+def splits(experts: int, world: int) -> st.SearchStrategy[list[int]]:
+    """Experts of each rank, perhaps none."""
+    cuts = st.lists(st.integers(0, experts), min_size=world - 1, max_size=world - 1).map(sorted)
+    return cuts.map(lambda ends: [b - a for a, b in itertools.pairwise([0, *ends, experts])])
+
+
 @st.composite
 def rounds(draw: st.DrawFn) -> Round:
     dp = draw(st.sampled_from([1, 1, 2, 3]))
@@ -68,6 +79,7 @@ def rounds(draw: st.DrawFn) -> Round:
     options = {
         "world": world,
         "experts": experts,
+        "experts_per_rank": draw(st.one_of(st.just([]), splits(experts, world))),
         "top_k": top_k,
         "max_tokens": max_tokens,
         "dp_size": dp,
@@ -222,13 +234,63 @@ def test_ranks_that_begin_together_write_to_different_ones(names: list[int]) -> 
 def test_experts_are_shared_out_in_order_and_counts_are_sums(round_: Round) -> None:
     played = play(round_)
     assert played.layout.groups == len(round_.indices)
-    assert played.layout.experts_per_rank == round_.experts_per_rank
     for rank in range(round_.world):
         experts = round_.experts_of(rank)
         assert played.layout.expert_count(rank) == len(experts)
         assert played.layout.first_expert(rank) == experts.start
+        assert all(played.layout.rank_of_expert(expert) == rank for expert in experts)
         wanted = [sum(len(round_.labels(g, e)) for g in range(len(round_.indices))) for e in experts]
         assert played.placement.expert_rows(rank).tolist() == wanted
+
+
+# --- more than 512 of anything ---
+
+
+@pytest.mark.parametrize(("world", "experts", "node"), [(600, 1201, 8), (1024, 513, 1), (520, 2048, 520)])
+def test_more_than_512_ranks_and_experts_have_their_places(world: int, experts: int, node: int, seed: Seed) -> None:
+    """Of some ranks, as all would take long: experts in order, slots and remainders that do not meet, no bound passed,
+    and each route of a group where its result is."""
+    random, top_k, tokens = seed.rng(), 4, 3
+    config = Config(
+        world=world, experts=experts, hidden=16, top_k=top_k, max_tokens=tokens, dtype="bfloat16", scale_block=None,
+        out_dtype="float32", private_tokens=1, padding=2, layout="grouped", node_size=node, dp_size=1,
+        capacity_factor=None, on_lost="raise",
+    )  # fmt: skip
+    layout = make_layout(config, node)
+    popular = random.permutation(experts)[:40]
+    indices = np.stack([random.permutation(popular)[:top_k] for _ in range(world * tokens)]).astype(np.int32)
+    indices = indices.reshape(world, tokens, top_k)
+    counts, slots = np.zeros((world, experts), np.int32), np.zeros_like(indices)
+    for rank in range(world):
+        CpuKernels().count(indices[rank], experts, counts[rank], slots[rank])
+    placement = Placement(layout, counts)
+    assert sum(layout.expert_count(rank) for rank in range(world)) == experts
+    far_groups = world - node
+    bounds = Bounds.of(config, far_groups)
+    local = -(-experts // world)
+    for rank in {0, world - 1, *(popular[:6] // local).tolist()}:
+        mine = slice(layout.first_expert(rank), layout.first_expert(rank) + layout.expert_count(rank))
+        routes = counts[:, mine].sum(axis=1)
+        assert placement.expert_rows(rank).tolist() == counts[:, mine].sum(axis=0).tolist()
+        assert placement.rows_needed(rank) <= bounds.output_rows and placement.far_rows_needed(rank) <= bounds.far_rows
+        taken: list[int] = []
+        for group in np.flatnonzero(routes).tolist():
+            if layout.near(group, rank):
+                continue
+            count, private = int(routes[group]), layout.far_index(group, rank)
+            taken += [placement.private_start(group, rank)]
+            taken += [placement.remainder_start(group, rank) + i for i in range(count - 1)]
+            assert placement.private_start(group, rank) == private
+        assert len(set(taken)) == len(taken) and all(row < bounds.far_rows for row in taken)
+        table, starts = placement.return_far(rank)
+        assert len(starts) == world + 1 and starts[-1] == len(table) <= bounds.returned_rows
+    for origin in (0, world // 2, world - 1):
+        places = placement.places(origin, indices[origin], slots[origin])
+        near = layout.near_ranks(origin)
+        for expert, (source, row) in zip(indices[origin].ravel(), places.reshape(-1, 2), strict=True):
+            owner = int(expert) // local
+            assert source == (near.index(owner) if owner in near else len(near))
+            assert 0 <= row < (bounds.output_rows if owner in near else tokens * top_k)
 
 
 # --- what is no shape, no count and no route ---
@@ -245,6 +307,9 @@ SHAPE: dict[str, Any] = {"world": 2, "experts": 4, "top_k": 2, "max_tokens": 3}
         ({"padding": 0}, "padding is 0, must be 1 or more"),
         ({"dp_size": 3}, "dp_size is 3, must be a divisor of world, 2"),
         ({"dp_size": 0}, "dp_size is 0, must be a divisor of world, 2"),
+        ({"experts_per_rank": [4]}, r"len\(experts_per_rank\) is 1, must be world, 2"),
+        ({"experts_per_rank": [4, 1]}, "sum of experts_per_rank is 5, must be experts, 4"),
+        ({"experts_per_rank": [2**32 - 1, 5]}, "sum of experts_per_rank is 4294967300, must be experts, 4"),
         ({"node_of_rank": [0]}, r"len\(node_of_rank\) is 1, must be world, 2"),
         ({"max_tokens": 2**31}, "more rows than 2\\*\\*31 - 1 at one rank"),
         ({"padding": 2**31}, "more rows than"),

@@ -14,7 +14,7 @@ import crossrail as xr
 from crossrail import _core
 from crossrail.moe import AllToAll, CapacityExceeded, Round
 from crossrail.moe.links.board import PARITIES, RETURNED, SENT
-from tests.moe.batches import Array, Batch, expected_sums
+from tests.moe.batches import Array, Batch, expected_sums, ranks_of
 from tests.moe.processes import Meet, Others, kill, meeting
 from tests.moe.rank import CONFIG, Rank, batch_of
 from tests.moe.ranks import Ranks, run_ranks
@@ -105,7 +105,7 @@ def test_a_rank_killed_while_the_others_wait_for_it(meet: Meet) -> None:
 
 def play(ranks: Ranks, number: int, playing: list[int], silent: list[int], masked: list[int]) -> None:
     """A round of those ranks, of which only the first need know that others are gone."""
-    experts_per_rank = ranks.parts[0].config.experts_per_rank
+    owners = ranks.parts[0].config.experts_per_rank
     dp_size = ranks.parts[0].config.dp_size
     batches = [batch_of(group, number, 0 if group in silent else 8) for group in range(len(ranks) // dp_size)]
 
@@ -117,7 +117,7 @@ def play(ranks: Ranks, number: int, playing: list[int], silent: list[int], maske
         answer(part, got, in_place=False)
         kept = mine.indices.copy()
         for rank in masked:
-            kept[mine.indices // experts_per_rank == rank] = -1
+            kept[ranks_of(owners, mine.indices) == rank] = -1
         expected = expected_sums(Batch(mine.x, mine.scales, kept, mine.weights))
         assert (part.combine_recv(got, mine.weights) == expected).all()
 
@@ -155,16 +155,20 @@ def test_results_read_while_others_may_write_are_not_returned(nothing_leaks: Non
             ranks.parts[1].combine_recv(got[1], batches[1].weights)
 
 
-def test_a_rank_whose_engine_was_closed_is_left_out(nothing_leaks: None) -> None:
-    with Ranks(3, on_lost="mask", **CONFIG) as ranks:
+@pytest.mark.parametrize("split", [None, (1, 4, 1), (0, 1, 5)], ids=str)
+def test_a_rank_whose_engine_was_closed_is_left_out(split: tuple[int, ...] | None, nothing_leaks: None) -> None:
+    with Ranks(3, on_lost="mask", experts_per_rank=split, **CONFIG) as ranks:
         play(ranks, 1, [0, 1, 2], [], [])
         ranks.engines[1].close()
         for number in (2, 3, 4):
             play(ranks, number, [0, 2], [1], [1])
 
 
-def test_tokens_of_a_dead_rank_come_from_others_of_its_group(nothing_leaks: None) -> None:
-    with Ranks(4, on_lost="mask", dp_size=2, **CONFIG) as ranks:
+@pytest.mark.parametrize("split", [None, (0, 3, 1, 2)], ids=str)
+def test_tokens_of_a_dead_rank_come_from_others_of_its_group(
+    split: tuple[int, ...] | None, nothing_leaks: None
+) -> None:
+    with Ranks(4, on_lost="mask", dp_size=2, experts_per_rank=split, **CONFIG) as ranks:
         play(ranks, 1, [0, 1, 2, 3], [], [])
         give_up(ranks.parts[1], 2)
         for number in (2, 3):

@@ -13,7 +13,7 @@ from crossrail.errors import UsageError
 from crossrail.moe import AllToAll, CapacityExceeded
 from crossrail.moe.bounds import Bounds
 from crossrail.moe.config import Config
-from tests.moe.batches import Batch, draw, expected_sums
+from tests.moe.batches import Batch, draw, expected_sums, ranks_of, split_at_random
 from tests.moe.ranks import Ranks, errors_of
 from tests.moe.test_bounds import Shape
 from tests.moe.test_rounds import answer, check_dispatched, first_expert
@@ -161,7 +161,9 @@ def test_terms_that_are_sent_are_those_that_are_taken(seed: Seed) -> None:
     for _ in range(20):
         nodes, size, top_k, tokens = (int(random.integers(1, high)) for high in (4, 4, 4, 9))
         world, experts = nodes * size, int(random.integers(4, 15))
-        layout = _core.moe.Layout(world=world, experts=experts, top_k=top_k, max_tokens=tokens,
+        split = split_at_random(random, experts, world)
+        owners = ranks_of(split, np.arange(experts))
+        layout = _core.moe.Layout(world=world, experts=experts, experts_per_rank=split, top_k=top_k, max_tokens=tokens,
                                   node_of_rank=[rank // size for rank in range(world)])  # fmt: skip
         batches = [draw(random, int(random.integers(0, tokens + 1)), 8, experts, top_k, 8, 0.2) for _ in range(world)]
         counts, slots, orders = _routes(batches, experts)
@@ -178,7 +180,7 @@ def test_terms_that_are_sent_are_those_that_are_taken(seed: Seed) -> None:
                 begin = _core.moe.far_node(layout, origin, partner) * tokens
                 for token in range(len(batch.x)):
                     mine = [k for k in range(top_k) if batch.indices[token, k] >= 0
-                            and batch.indices[token, k] // layout.experts_per_rank in near]  # fmt: skip
+                            and owners[batch.indices[token, k]] in near]  # fmt: skip
                     rows = [int(where[token, k, 1]) for k in mine if where[token, k, 0] == size]
                     assert len(rows) == min(len(mine), 1)  # one term for the node, however many routes
                     if not mine:
@@ -189,11 +191,11 @@ def test_terms_that_are_sent_are_those_that_are_taken(seed: Seed) -> None:
                         assert (terms[k, 1] >= 0) == (k in mine)
                         if k in mine:
                             rank = near[terms[k, 0]]
-                            assert rank == batch.indices[token, k] // layout.experts_per_rank
+                            assert rank == owners[batch.indices[token, k]]
                             assert (origin, token, k) == _labels(placement, layout, rank, batches, orders)[terms[k, 1]]
                             assert factor[k] == batch.weights[token, k]
             own = (where[..., 0] < size) & (where[..., 1] >= 0)
-            is_near = (batch.indices >= 0) & (batch.indices // layout.experts_per_rank // size == first // size)
+            is_near = (batch.indices >= 0) & (ranks_of(split, batch.indices) // size == first // size)
             assert np.array_equal(own, is_near) and np.array_equal(weights[own], batch.weights[own])
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import crossrail as xr
-from crossrail import sim
+from crossrail import _core, sim
 from crossrail.moe.outcome import Outcome
 from tests.moe.batches import Batch, draw
 from tests.moe.rank import BLOCK, CONFIG, EXPERTS, HIDDEN, TOKENS, TOP_K
@@ -84,6 +84,13 @@ def test_what_cannot_be_is_refused(nothing_leaks: None, options: dict[str, Any],
     with pytest.raises(xr.UsageError, match=words):
         Ranks(2, None, **options, **FAR)
     assert tasks_named("crossrail-moe") == []
+
+
+def test_there_is_one_thread_at_most(nothing_leaks: None) -> None:
+    with Ranks(2, None, proxy="thread", **FAR) as ranks:
+        with pytest.raises(xr.UsageError, match="a thread posts already"):
+            ranks.parts[0]._far.start_thread(None)
+        assert len(tasks_named("crossrail-moe")) == 2
 
 
 def test_simulated_engines_have_no_threads(seed: Seed) -> None:
@@ -170,6 +177,28 @@ def test_who_gives_up_since_it_was_late_itself_says_so(
         late.close()
         with pytest.raises(xr.UsageError, match=r"rank 0 .* had not posted its own part in time"):
             whole_round(other, 1, batches)
+
+
+def test_a_dropped_proxy_ends_its_thread_before_it_lets_go_of_placements(nothing_leaks: None) -> None:
+    """The thread may still have orders that go by them."""
+    threads: list[list[int]] = []
+
+    class Watched(_core.moe.Placement):
+        def __del__(self) -> None:
+            threads.append(tasks_named("crossrail-moe"))
+
+    layout = _core.moe.Layout(world=2, experts=2, top_k=1, max_tokens=1, node_of_rank=[0, 1])
+    parts = ("routes_in", "routes_out", "rows_in", "results_in", "rows_out", "results_out",
+             "routes_parity_bytes", "rows_parity_bytes")  # fmt: skip
+    route_bytes = 64 + _core.moe.FAREWELL_BYTES
+    memory = _core.moe.FarMemory(**dict.fromkeys(parts, 0), route_bytes=route_bytes, stride_bytes=64, y_bytes=64)
+    with xr.Engine("here", transport="shm") as engine:
+        proxy = _core.moe.Proxy(engine, layout, 0, memory, engine.alloc(4096), engine.alloc(4096))
+        proxy.start_thread(None)
+        proxy.send_remainder(1, Watched(layout, np.zeros((2, 2), np.int32)))
+        assert len(tasks_named("crossrail-moe")) == 1 and threads == []
+        del proxy
+        assert threads == [[]]
 
 
 def test_a_forked_child_is_told_and_can_end(nothing_leaks: None, seed: Seed) -> None:

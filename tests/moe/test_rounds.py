@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from crossrail.moe import AllToAll, CapacityExceeded, Dispatched, Round
-from tests.moe.batches import Batch, draw, expected_rows, expected_sums, expert_of_row, outputs
+from tests.moe.batches import Batch, draw, expected_rows, expected_sums, expert_of_row, outputs, split_at_random
 from tests.moe.ranks import Ranks, errors_of
 from tests.support.seeds import Seed
 
@@ -31,7 +31,7 @@ def check_dispatched(got: Dispatched, batches: list[Batch], first: int, padding:
 
 
 def first_expert(part: AllToAll) -> int:
-    return min(part.rank * part.config.experts_per_rank, part.config.experts)
+    return sum(part.config.experts_per_rank[: part.rank])
 
 
 def answer(part: AllToAll, got: Dispatched, in_place: bool) -> None:
@@ -58,6 +58,8 @@ CASES = {
     "masked routes": (3, {"experts": 6}, 0.3),
     "uneven experts": (4, {"experts": 9}, 0.1),
     "ranks without experts": (4, {"experts": 4, "top_k": 4}, 0.0),
+    "experts as they are given": (4, {"experts": 9, "experts_per_rank": (0, 5, 1, 3), "padding": 4}, 0.1),
+    "all experts on one rank": (4, {"experts": 5, "experts_per_rank": [0, 0, 5, 0], "layout": "masked"}, 0.1),
     "padded": (2, {"experts": 8, "padding": 8}, 0.2),
     "rows of odd length": (2, {"experts": 6, "hidden": 37}, 0.0),
     "masked layout": (2, {"experts": 6, "layout": "masked"}, 0.2),
@@ -90,6 +92,40 @@ def test_rows_and_sums_are_exact_round_after_round(case: str, wire: str, seed: S
             sizes = config["hidden"], options["experts"], config["top_k"]
             batches = [draw(random, int(n), *sizes, BLOCK, masked) for n in counts]
             ranks.each(lambda part, rank, now=batches, i=number: whole_round(part, rank, now, in_place=i % 2 == 0))
+
+
+@pytest.mark.parametrize("number", range(8))
+def test_experts_are_where_any_split_says(number: int, seed: Seed) -> None:
+    random = seed.rng()
+    size, dp_size, node_size = [(2, 1, 1), (3, 1, 3), (4, 1, 2), (4, 2, 1), (4, 2, 2), (6, 2, 3), (4, 1, 2), (1, 1, 1)][
+        number
+    ]
+    experts = int(random.integers(1, 13))
+    top_k = int(random.integers(1, min(experts, 4) + 1))
+    split = split_at_random(random, experts, size)
+    options: dict[str, Any] = {
+        "hidden": 32, "max_tokens": 8, "scale_block": BLOCK, "out_dtype": "float32", "dp_size": dp_size,
+        "padding": int(random.integers(1, 6)), "layout": ["grouped", "masked"][int(random.integers(0, 2))],
+        "private_tokens": [None, 0, 3][int(random.integers(0, 3))], "node_sums": number == 6,
+    }  # fmt: skip
+    with Ranks(size, experts=experts, experts_per_rank=split, top_k=top_k, node_size=node_size, **options) as ranks:
+        for rank, part in enumerate(ranks.parts):
+            assert f"{split[rank]} of {experts} experts" in part.explain()
+        for _ in range(3):
+            batches = [
+                draw(random, int(random.integers(0, 9)), 32, experts, top_k, BLOCK, 0.1) for _ in range(size // dp_size)
+            ]
+
+            def run(part: AllToAll, rank: int, batches: list[Batch] = batches) -> None:
+                mine = batches[rank // dp_size]
+                got = part.dispatch(mine.x, mine.scales, mine.indices, mine.weights)
+                room = part.config.rows_per_expert if part.config.layout == "masked" else None
+                check_dispatched(got, batches, sum(split[:rank]), part.config.padding, room)
+                assert len(got.counts) == split[rank]
+                answer(part, got, in_place=True)
+                assert np.array_equal(part.combine_recv(got), expected_sums(mine))
+
+            ranks.each(run)
 
 
 @pytest.mark.parametrize("node_size", [1, 3])
@@ -170,7 +206,7 @@ def test_too_many_rows_are_refused_on_every_rank_and_the_next_rounds_are_good(no
     random = seed.rng()
     options = {"experts": 4, "hidden": 32, "top_k": 1, "max_tokens": 8, "scale_block": BLOCK, "out_dtype": "float32"}
     with Ranks(2, node_size=node_size, capacity_factor=1.25, **options) as ranks:
-        assert ranks.parts[0].config.rows_max == 10
+        assert ranks.parts[0].config.output_rows == (10, 10)
         skewed = [draw(random, 8, 32, 4, 1, BLOCK) for _ in range(2)]
         for batch in skewed:
             batch.indices[:] = 2
@@ -186,6 +222,35 @@ def test_too_many_rows_are_refused_on_every_rank_and_the_next_rounds_are_good(no
                 assert (error.rank, error.needed, error.there) == (1, 16, 10)
                 assert "rank 1 has room for 10 rows" in str(error)
             ranks.each(lambda part, rank: whole_round(part, rank, fair))
+
+
+@pytest.mark.parametrize("node_size", [1, 3])
+@pytest.mark.parametrize("layout", ["grouped", "masked"])
+def test_an_expert_named_twice_is_refused_where_a_rank_has_room_for_few(
+    node_size: int, layout: str, nothing_leaks: None
+) -> None:
+    """Of which rank 1 has one, and room for a route of each token."""
+    options = {"experts": 6, "hidden": 32, "top_k": 2, "max_tokens": 8, "scale_block": None, "out_dtype": "float32"}
+    x, indices = np.zeros((8, 32), np.uint8), np.full((8, 2), 4)
+    with Ranks(3, node_size=node_size, layout=layout, experts_per_rank=[4, 1, 1], **options) as ranks:
+        for error in errors_of(ranks, lambda part, rank: part.dispatch(x, None, indices), CapacityExceeded):
+            assert isinstance(error, CapacityExceeded)
+            assert (error.rank, error.needed, error.there) == (1, 48, 24)
+
+
+def test_a_capacity_is_that_of_each_ranks_own_experts(seed: Seed) -> None:
+    """Of 16 routes, 12 are the mean of three experts, and 4 that of one."""
+    options = {"experts": 4, "hidden": 32, "top_k": 1, "max_tokens": 8, "scale_block": BLOCK, "out_dtype": "float32"}
+    with Ranks(2, experts_per_rank=[3, 1], capacity_factor=1.0, **options) as ranks:
+        assert ranks.parts[0].config.output_rows == (12, 4)
+        batches = [draw(seed.rng(), 8, 32, 4, 1, BLOCK) for _ in range(2)]
+        for batch in batches:
+            batch.indices[:, 0] = np.arange(8) % 4
+        ranks.each(lambda part, rank: whole_round(part, rank, batches))
+        batches[1].indices[0, 0] = 3
+        errors = errors_of(ranks, lambda p, r: p.dispatch(batches[r].x, batches[r].scales, batches[r].indices),
+                           CapacityExceeded)  # fmt: skip
+        assert "rank 1 has room for 4 rows, 5 are for it" in str(errors[0]) == str(errors[1])
 
 
 def test_stats_and_explain_tell_what_was_done(seed: Seed) -> None:

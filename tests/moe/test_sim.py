@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -57,8 +57,9 @@ class Town:
             check_dispatched(one, batches, first_expert(part), part.config.padding)
         return got
 
-    def answer(self, got: list[Dispatched]) -> None:
-        for part, one in zip(self.parts, got, strict=True):
+    def answer(self, got: list[Dispatched], ranks: Iterable[int] | None = None) -> None:
+        for rank in range(len(got)) if ranks is None else ranks:
+            part, one = self.parts[rank], got[rank]
             experts = expert_of_row(one.counts, one.offsets, first_expert(part), one.rows)
             part.combine_send(outputs(one.x, experts), one)
 
@@ -168,6 +169,59 @@ def test_a_host_that_dies_is_named_on_all_others(
             _go_on(part, rounds[rank], batches[rank])
 
 
+# A step, what the rank that dies writes in it, and whether nodes add up.
+STEPS = [
+    ("dispatch_send", "routes", False),
+    ("dispatch_recv", "rows", False),
+    ("combine_send", "results", False),
+    ("combine_recv", None, False),
+    ("combine_recv", "results", True),
+]
+
+
+@pytest.mark.parametrize(("step", "written", "node_sums"), STEPS)
+def test_a_host_that_dies_in_the_middle_of_a_step_is_named_on_all_others(
+    make: Callable[..., Town], step: str, written: str | None, node_sums: bool, seed: Seed
+) -> None:
+    """When what it writes in that step has come to one of the others, and not to both; or while it waits."""
+    town = make(3, "cx7", private_tokens=0, node_sums=node_sums)
+    random = seed.rng()
+    town.whole_round([draw(random, TOKENS, HIDDEN, EXPERTS, TOP_K, BLOCK) for _ in range(3)])
+    batches = [draw(random, TOKENS, HIDDEN, EXPERTS, TOP_K, BLOCK) for _ in range(3)]
+    others, doomed = (0, 2), town.hosts[1]
+
+    def slow_down() -> None:
+        town.world.slow(doomed, 0, 1e5)  # its writes leave one after the other from now on
+
+    if step == "dispatch_send":
+        slow_down()
+    rounds = town.send(batches)
+    if step == "dispatch_recv":
+        town.world.run(LIMIT_S)
+        slow_down()
+        assert not any(part.advance(one) for part, one in zip(town.parts, rounds, strict=True)), "all wait for its rest"
+    elif step != "dispatch_send":
+        got = town.receive(rounds, batches)
+        if step == "combine_send":
+            slow_down()
+        town.answer(got, [1] if written is None else range(3))
+    if step == "combine_recv":
+        slow_down()
+        assert not town.parts[1].advance(rounds[1]), "it waits for the others' results"
+
+    def has_come() -> int:
+        return sum(town.parts[rank]._far.has_come(written, rounds[rank].number, 1) for rank in others)
+
+    while written is not None and has_come() == 0:
+        town.world.run(1e-6)
+    assert written is None or has_come() == 1
+    town.world.kill(doomed)
+    town.world.run(5.0)
+    for rank in others:
+        with pytest.raises(xr.PeerLost, match="rank 1 "):
+            _go_on(town.parts[rank], rounds[rank], batches[rank])
+
+
 def _go_on(part: AllToAll, opened: Round, batch: Batch) -> None:
     """Until it is noticed: the rest of this round, and the next."""
     part.timeout_s = WAIT_S
@@ -194,3 +248,36 @@ def test_a_write_whose_end_nobody_can_tell_fails_its_round_and_names_the_rank(
     with pytest.raises(xr.TransferError, match=r"a write to rank [01] .* failed before its .* of round "):
         rounds()
     town.world.fail_works(town.hosts[0])
+
+
+@pytest.mark.parametrize("rails", [1, 2])
+@pytest.mark.parametrize(("private", "writes_of_rows"), [(0, 2), (2, 2), (TOKENS * TOP_K, 1)])
+def test_writes_to_each_far_rank_are_two_at_most_for_a_dispatch_and_one_for_a_combine(
+    make: Callable[..., Town], rails: int, private: int, writes_of_rows: int, seed: Seed
+) -> None:
+    """Besides the one that tells the routes. On each rail, if rows are long; these are short, and go by one."""
+    size = 4
+    town = make(size, f"{rails}xcx7", private_tokens=private)
+    random = seed.rng()
+    batches = [draw(random, TOKENS, HIDDEN, EXPERTS, TOP_K, BLOCK) for _ in range(size)]
+    for batch in batches:
+        batch.indices[:] = -1
+        batch.indices[:, 0] = np.arange(TOKENS) % size * (-(-EXPERTS // size))  # four rows from each rank to each
+
+    def posted() -> list[int]:
+        town.world.run(1e-3)
+        return [int(engine.stats()["work_requests_posted"]) for engine in town.engines]
+
+    def posted_since(before: list[int]) -> set[int]:
+        return {now - then for now, then in zip(posted(), before, strict=True)}
+
+    town.whole_round(batches)
+    before = posted()
+    rounds = town.send(batches)
+    assert posted_since(before) == {2 * (size - 1)}, "the routes, and what the slots have room for"
+    got = town.receive(rounds, batches)
+    assert posted_since(before) == {(1 + writes_of_rows) * (size - 1)}
+    before = posted()
+    town.answer(got)
+    town.finish(rounds, batches)
+    assert posted_since(before) == {size - 1}

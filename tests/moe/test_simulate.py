@@ -57,6 +57,15 @@ def test_nodes_that_add_up_return_less_and_sooner(cluster: str) -> None:
     assert added_up.dispatch_us < 1.05 * one_by_one.dispatch_us
 
 
+def test_nodes_of_64_ranks_that_add_up_send_a_quarter_less() -> None:
+    """A token has seven of its eight experts on other nodes, on 4.6 of them."""
+    one_by_one, added_up = (simulate(Setting(CLUSTERS["cx7"], 64, 16, node_sums=sums)) for sums in (False, True))
+
+    assert added_up.combine_bytes <= 0.75 * one_by_one.combine_bytes
+    assert added_up.combine_us < one_by_one.combine_us
+    assert added_up.dispatch_us < 1.05 * one_by_one.dispatch_us
+
+
 def test_runs_of_one_seed_are_equal() -> None:
     first, again, other = (simulate(Setting(CLUSTERS["efa"], 16, 16, rounds=3, seed=seed)) for seed in (1, 1, 2))
 
@@ -80,11 +89,14 @@ def test_the_command_prints_and_writes_its_figures(tmp_path: Path) -> None:
     file = tmp_path / "moe.json"
 
     result = CliRunner().invoke(
-        main, ["moe", "sim", "--cluster", "cx7", "--shape", "decode", "--ranks", "16", "--json", str(file)]
+        main,
+        ["moe", "sim", "--cluster", "cx7", "--shape", "decode", "--ranks", "16", "--seed", "5", "--json", str(file)],
     )
 
     assert result.exit_code == 0, result.output
-    (found,) = json.loads(file.read_text())["results"]
+    written = json.loads(file.read_text())
+    assert written["seed"] == 5
+    (found,) = written["results"]
     assert found["cluster"] == "cx7" and found["ranks"] == 16
     assert f"{found['dispatch_us']:,.0f}" in result.output and "110" in result.output
     assert "1 of 1: decode, cx7, 16 ranks" in result.output, "what it is at, before the table"

@@ -27,6 +27,8 @@ from tests.moe.test_torch_gpu import BLOCK, CONFIG, EXPERTS, HIDDEN, TCP, TOKENS
 from tests.support.limits import WAIT_S
 from tests.support.seeds import Seed
 
+SPLIT = (0, 4, EXPERTS - 4)
+
 
 def has_ended(part: GraphAllToAll) -> bool:
     try:
@@ -58,6 +60,8 @@ def dispatch_and_check(part: GraphAllToAll, batch: Batch) -> None:
         {"proxy_cpu": min(os.sched_getaffinity(0))},
         {"peer_access": False},
         {"peer_access": False, "private_tokens": 1},
+        {"experts_per_rank": SPLIT},
+        {"experts_per_rank": SPLIT, "private_tokens": 1, "layout": "grouped", "padding": 4},
     ],
     ids=str,
 )
@@ -120,8 +124,9 @@ def test_any_number_of_ranks(size: int, seed: Seed) -> None:
             ranks.each(lambda part, rank, b=batches: whole_round(part, rank, b))
 
 
+@pytest.mark.parametrize("split", [None, SPLIT], ids=str)
 @pytest.mark.parametrize("engine", [{}, TCP], ids=["shm", "tcp"])
-def test_ranks_of_both_kinds(engine: dict[str, Any], seed: Seed) -> None:
+def test_ranks_of_both_kinds(engine: dict[str, Any], split: tuple[int, ...] | None, seed: Seed) -> None:
     """One with rows in host memory among others whose rounds are on streams."""
     random = seed.rng()
 
@@ -133,7 +138,8 @@ def test_ranks_of_both_kinds(engine: dict[str, Any], seed: Seed) -> None:
     def run(part: Any, rank: int, batches: list[Batch]) -> None:
         (test_torch_gpu.whole_round if rank == 1 else whole_round)(part, rank, batches)
 
-    with Ranks(3, engine, make, layout="grouped", private_tokens=TOKENS, **CONFIG) as ranks:
+    config = CONFIG | {"experts_per_rank": split, "private_tokens": TOKENS}
+    with Ranks(3, engine, make, layout="grouped", **config) as ranks:
         ranks.parts[1]._memory.device = torch.device("cpu")  # as that test asks
         for _ in range(4):
             batches = batches_of(random, 3)

@@ -3,13 +3,14 @@
 from typing import TYPE_CHECKING
 
 from crossrail._lazy import lazily
-from crossrail.moe.all_to_all import AllToAll
-from crossrail.moe.errors import CapacityExceeded, MaskedOut, NoMajority
-from crossrail.moe.group import EngineGroup, Group, TorchGroup
-from crossrail.moe.rounds import Dispatched, Round
 
 if TYPE_CHECKING:
+    from crossrail.moe.all_to_all import AllToAll
+    from crossrail.moe.errors import CapacityExceeded, MaskedOut, NoMajority
+    from crossrail.moe.group import EngineGroup, Group, TorchGroup
+    from crossrail.moe.memory import MemoryBounds, memory_bounds
     from crossrail.moe.metrics import RoundCollector
+    from crossrail.moe.rounds import Dispatched, Round
 
 __all__ = [
     "AllToAll",
@@ -18,10 +19,35 @@ __all__ = [
     "EngineGroup",
     "Group",
     "MaskedOut",
+    "MemoryBounds",
     "NoMajority",
     "Round",
     "RoundCollector",
     "TorchGroup",
+    "memory_bounds",
 ]
 
-__getattr__ = lazily(__name__, {"RoundCollector": "metrics"})  # needs prometheus_client
+# Who asks `crossrail moe` for help need not wait for numpy. Hidden from type checkers, as in crossrail itself.
+if not TYPE_CHECKING:
+    __getattr__ = lazily(
+        __name__,
+        {
+            "AllToAll": "all_to_all",
+            "CapacityExceeded": "errors",
+            "Dispatched": "rounds",
+            "EngineGroup": "group",
+            "Group": "group",
+            "MaskedOut": "errors",
+            "MemoryBounds": "memory",
+            "NoMajority": "errors",
+            "Round": "rounds",
+            "RoundCollector": "metrics",
+            "TorchGroup": "group",
+            "memory_bounds": "memory",
+        },
+        modules=["all_to_all", "errors", "group", "memory", "rounds"],
+    )
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

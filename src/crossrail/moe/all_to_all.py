@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ from crossrail._options import check_seconds
 from crossrail._torch import is_tensor
 from crossrail.errors import UsageError, WaitTimeout
 from crossrail.moe.config import Config
+from crossrail.moe.farewell import is_told
 from crossrail.moe.group import Group
 from crossrail.moe.kernels import Kernels
 from crossrail.moe.links.board import PARITIES, RETURNED, SENT, Board, BoardLayout, output_arrays, output_bytes
@@ -35,14 +37,15 @@ class AllToAll:
 
     Every rank makes one with the same arguments, and then the same calls in the same order. A round is one dispatch and
     the combine that answers it. Two rounds may be open at once, with separate calls for the two halves of each, so that
-    one micro-batch is in flight while another is computed. Rank r has experts [r * n, (r + 1) * n), n = ceil(experts /
-    ranks); the last ranks may have fewer, or none.
+    one micro-batch is in flight while another is computed.
 
     Ranks that share memory read from each other: a token is copied once, by the rank of its expert, and an expert's
     output is summed where it is. (The outline is that of arXiv 2510.27656, section 6, where such ranks write instead.)
 
     engine: its own, open as long as this. group: the ranks (EngineGroup, TorchGroup); only the constructor needs it.
-    experts: of the model. hidden: elements of a token. top_k: experts per token. max_tokens: most tokens per dispatch.
+    experts: of the model, numbered rank by rank. experts_per_rank: how many each rank has, one number for each, 0 or
+        more, `experts` in all; None: ceil(experts / ranks), the last ranks fewer, or none.
+    hidden: elements of a token. top_k: experts per token. max_tokens: most tokens per dispatch.
     dtype: of x, "float8_e4m3fn", "bfloat16", "float16" or "float32". out_dtype: of experts' outputs and of combine's
     result.
     scale_block: how many elements share a scale, float32 [tokens, ceil(hidden / scale_block)]; None: no scales.
@@ -107,14 +110,16 @@ class AllToAll:
         device: Any | None = None,
         kernels: Kernels | None = None,
         node_sums: bool = False,
+        experts_per_rank: Sequence[int] | None = None,
     ) -> None:
+        self.timeout_s = timeout_s
         if is_gpu(device) and node_size is None:
             node_size = 1
         self.config = Config(
-            world=group.size, experts=experts, hidden=hidden, top_k=top_k, max_tokens=max_tokens, dtype=dtype,
-            scale_block=scale_block, out_dtype=out_dtype, private_tokens=private_tokens, padding=padding, layout=layout,
-            node_size=node_size, dp_size=dp_size, capacity_factor=capacity_factor, on_lost=on_lost,
-            node_sums=node_sums,
+            world=group.size, experts=experts, experts_per_rank=experts_per_rank, hidden=hidden, top_k=top_k,
+            max_tokens=max_tokens, dtype=dtype, scale_block=scale_block, out_dtype=out_dtype,
+            private_tokens=private_tokens, padding=padding, layout=layout, node_size=node_size, dp_size=dp_size,
+            capacity_factor=capacity_factor, on_lost=on_lost, node_sums=node_sums,
         )  # fmt: skip
         if proxy not in ("caller", "thread"):
             raise UsageError(f"proxy is {proxy!r}, must be one of caller, thread")
@@ -122,12 +127,11 @@ class AllToAll:
             raise UsageError(f"proxy_cpu is {proxy_cpu!r}, and proxy is 'caller': there is no thread to pin")
         self.rank = group.rank
         self._engine = engine
-        self.timeout_s = timeout_s
         self._memory = row_memory(engine, device, kernels, self.config)
         self._masks = on_lost == "mask"
-        layout_of_board = BoardLayout(self.config, holds_rows=not is_gpu(device))
+        layout_of_board = BoardLayout(self.config, group.rank, holds_rows=not is_gpu(device))
         with contextlib.ExitStack() as undo:
-            self._inbox = self._memory.block(output_bytes(self.config))
+            self._inbox = self._memory.block(output_bytes(self.config, group.rank))
             undo.callback(self._inbox.close, timeout_s)
             own_rows = self._memory.block(layout_of_board.rows_bytes) if layout_of_board.rows_bytes else None
             self._board = Board(engine, layout_of_board, own_rows)
@@ -140,7 +144,7 @@ class AllToAll:
             undo.pop_all()
         self._layout, self._near, self._far = self._peers.layout, self._peers.near, self._peers.far
         self.node_size = len(self._near.ranks)
-        self._outputs = [output_arrays(self.config, self._inbox, parity) for parity in range(PARITIES)]
+        self._outputs = [output_arrays(self.config, group.rank, self._inbox, parity) for parity in range(PARITIES)]
         self._ordinal = 0  # of the last round that was opened
         self._open: dict[int, Round] = {}  # by parity
         self._placing = Placing(self.config, self._peers, self.rank, self._open)
@@ -155,6 +159,7 @@ class AllToAll:
 
     # ---- dispatch
 
+    @is_told
     def dispatch(
         self, x: Any, scales: Any | None, indices: Any, weights: Any | None = None, *, num_tokens: Any | None = None
     ) -> Dispatched:
@@ -171,6 +176,7 @@ class AllToAll:
                 f"{error}. {opened} is open: go on with it by dispatch_recv(open_rounds[-1]), not by dispatch()"
             ) from None
 
+    @is_told
     def dispatch_send(
         self, x: Any, scales: Any | None, indices: Any, weights: Any | None = None, *, num_tokens: Any | None = None
     ) -> Round:
@@ -240,13 +246,14 @@ class AllToAll:
         config = self.config
         if config.layout != "masked":
             raise UsageError(f"layout is {config.layout!r}: what arrives is known before only with layout 'masked'")
-        rows = config.output_rows(self._layout.expert_count(self.rank))
+        rows = config.output_rows[self.rank]
         x, scales = self._outputs[opened.number % PARITIES]
         return (
             self._memory.shown(x[:rows], config.dtype, opened.is_tensor),
             None if scales is None else self._memory.shown(scales[:rows], "float32", opened.is_tensor),
         )
 
+    @is_told
     def dispatch_recv(self, opened: Round) -> Dispatched:
         """Waits until all ranks have sent, and takes the rows of our experts.
 
@@ -265,7 +272,11 @@ class AllToAll:
             half = None if source is None else self._near.halves.get((source, parity))
             if half is None:
                 continue
-            moves = np.asarray(placement.pull_near(group, rank, half.order))
+            try:
+                moves = np.asarray(placement.pull_near(group, rank, half.order))
+            except UsageError as error:  # what that rank wrote makes no sense, and will not by waiting
+                self._peers.give_up(f"dispatch of round {opened.number}", error)
+                raise
             if len(moves) > 0:
                 memory.pull(x, scales, half.rows, moves)
         self._peers.wait_rows(opened.number, self.timeout_s)
@@ -295,6 +306,7 @@ class AllToAll:
 
     # ---- combine
 
+    @is_told
     def combine(
         self, y: Any, dispatched: Dispatched, weights: Any | None = None, *, out: Any | None = None,
         accumulate: bool = False,
@@ -333,6 +345,7 @@ class AllToAll:
         opened.output = self._memory.shown(y[: dispatched.rows], self.config.out_dtype, opened.is_tensor)
         return opened.output
 
+    @is_told
     def combine_send(self, y: Any, dispatched: Dispatched) -> None:
         """Offers our experts' outputs to the ranks that the rows came from. Does not wait.
 
@@ -358,6 +371,7 @@ class AllToAll:
             self._peers.give_up(f"combine_send of {opened}", error)
             raise
 
+    @is_told
     def combine_recv(
         self, answered: Dispatched | Round, weights: Any | None = None, *, out: Any | None = None,
         accumulate: bool = False,
@@ -399,6 +413,7 @@ class AllToAll:
         self._stats["bytes_summed"] += opened.routes * config.y_bytes
         return memory.shown(sums, config.out_dtype, opened.is_tensor) if out is None else out
 
+    @is_told
     def advance(self, opened: Round) -> bool:
         """Does what can be done for a round without waiting; True when its next recv half will not wait.
 
@@ -452,15 +467,19 @@ class AllToAll:
 
     def explain(self) -> str:
         """Which ranks share memory, and how much memory this takes: print it."""
-        config, board = self.config, self._board.region.nbytes / 1e6
+        config, board, output = self.config, self._board.region.nbytes / 1e6, self._inbox.nbytes / 1e6
         node = [rank for rank in self._near.ranks if rank != self.rank]
+        far = ""
+        if self._far is not None:
+            rows, routes = self._far.rows.nbytes / 1e6, self._far.routes.nbytes / 1e6
+            far = f"\n  for ranks that share no memory: rows {rows:.1f} MB, routes {routes:.1f} MB; RDMA NICs pin these"
         return (
             f"rank {self.rank} of {config.world}: {self._layout.expert_count(self.rank)} of {config.experts} experts, "
-            f"room for {config.rows_max} rows\n"
+            f"room for {config.output_rows[self.rank]} rows\n"
             f"  mapped memory: ranks {node}\n"
             f"  rows: in {self._memory.name}\n"
             f"  kernels: {self._memory.kernels}\n"
-            f"  board {board:.1f} MB, output of dispatch {self._inbox.nbytes / 1e6:.1f} MB, resident as far as used"
+            f"  board {board:.1f} MB, output of dispatch {output:.1f} MB, resident as far as used{far}"
         )
 
     def close(self) -> None:
@@ -484,6 +503,8 @@ class AllToAll:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None and self._peers.is_well:
+            self._peers.call_failed("with block", error)
         self.close()
 
     # ---- parts

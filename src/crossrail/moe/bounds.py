@@ -1,9 +1,10 @@
 """How much memory a rank needs for an AllToAll: exact worst cases, in rows and bytes, as arithmetic.
 
-Words: T = max_tokens, K = top_k, G = groups of ranks with the same tokens, N = G * T tokens in all, L = experts of a
-rank, F = groups that are far from the rank, P = rows of a private slot, p = padding. A token's experts differ, so it
-has at most m = min(K, L) rows at a rank. (The paper's bound, arXiv 2510.27656 section 6, counts K of them, and each
-expert's padding in full: with 4 experts on a rank, top 8, that is twice as much.)
+Words: T = max_tokens, K = top_k, G = groups of ranks with the same tokens, N = G * T tokens in all, L = experts of
+the rank that has most, F = groups that are far from the rank, P = rows of a private slot, p = padding. A token's
+experts differ, so it has at most m = min(K, L) rows at a rank. (The paper's bound, arXiv 2510.27656 section 6, counts K
+of them, and each expert's padding in full: with 4 experts on a rank, top 8, that is twice as much.) For what comes from
+far all ranks have as much room as the one that has most experts; output_rows() is each rank's own.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class Sizes(Protocol):
     @property
     def groups(self) -> int: ...
     @property
-    def experts_per_rank(self) -> int: ...
+    def experts_per_rank_max(self) -> int: ...
     @property
     def padding(self) -> int: ...
     @property
@@ -71,7 +72,7 @@ class Bounds:
         summed_nodes: with node_sums, how many others there are: a row of each token from each, and for a rank of each.
         """
         returned_groups = far_groups if returned_groups is None else returned_groups
-        routes = sizes.max_tokens * min(sizes.top_k, sizes.experts_per_rank)  # of one group to the rank
+        routes = sizes.max_tokens * min(sizes.top_k, sizes.experts_per_rank_max)  # of one group to the rank
         slot = private_rows(sizes)
         far_rows = far_groups * max(slot, routes)  # slots, and from each group what does not fit its own
         sent_rows = sizes.max_tokens * sizes.top_k if far_groups else 0
@@ -97,7 +98,7 @@ def private_rows(sizes: Sizes) -> int:
     if sizes.private_tokens is not None:
         return sizes.private_tokens
     mean = -(-sizes.max_tokens * sizes.top_k // sizes.experts)
-    return mean * sizes.experts_per_rank * 6 // 5
+    return mean * sizes.experts_per_rank_max * 6 // 5
 
 
 def rows_per_expert(sizes: Sizes) -> int:
@@ -109,16 +110,16 @@ def rows_per_expert(sizes: Sizes) -> int:
     return max(1, int(min(worst, sizes.capacity_factor * share)))
 
 
-def output_rows(sizes: Sizes) -> int:
-    """Of the output of dispatch at a rank.
+def output_rows(sizes: Sizes, experts: int | None = None) -> int:
+    """Of the output of dispatch at a rank that has so many experts; None: at the one that has most.
 
     Layout "masked": L * rows_per_expert. Layout "grouped": N * m routes, in blocks of p rows. The first block of an
     expert costs one route, each further one p more routes, and an expert has at most ceil(N / p) of them:
         p * (min(L, N * m) + min((N * m - min(L, N * m)) // p, L * (ceil(N / p) - 1)))
     With a capacity factor: that times the share of L experts of all N * K routes, 1 at least, and p - 1 rows more for
-    each one.
+    each one. Without experts 0.
     """
-    local, pad = sizes.experts_per_rank, sizes.padding
+    local, pad = sizes.experts_per_rank_max if experts is None else experts, sizes.padding
     if sizes.layout == "masked":
         return local * rows_per_expert(sizes)
     tokens = sizes.groups * sizes.max_tokens

@@ -17,12 +17,11 @@ def find_overflow(
     silent: as in Round: they take no rows, and of routes to them not all ranks see the same counts.
     """
     masked = config.layout == "masked"
-    there = config.rows_limit
     # A group can send no more to a rank, unless a token names an expert twice: send buffers are no longer.
-    most = config.routes_to_rank_max
-    rank = placement.first_over(there, most, silent)
+    rank = placement.first_over(config.rows_limits, config.routes_limits, silent)
     if rank is None:
         return None
+    there, most = config.rows_limits[rank], config.routes_limits[rank]
     needed = placement.fullest_expert(rank) if masked else placement.rows_needed(rank)
     if needed > there:
         is_twice = config.capacity_factor is None  # there is room for any routing then

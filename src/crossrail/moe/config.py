@@ -6,13 +6,15 @@ import dataclasses
 import json
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from numbers import Real
 from typing import SupportsIndex, TypeGuard
 
 from crossrail.errors import UsageError
 from crossrail.moe import bounds
+from crossrail.moe.experts import ExpertSplit
 
 # Bytes of an element, and the type that numpy, which lacks the first two, has it as.
 ITEM_BYTES = {"float8_e4m3fn": 1, "bfloat16": 2, "float16": 2, "float32": 4}
@@ -30,11 +32,12 @@ _COUNTS = ("experts", "hidden", "top_k", "max_tokens", "padding", "dp_size")
 class Config:
     """The arguments of AllToAll that must be the same on all ranks. UsageError for one that makes no sense.
 
-    Numbers may be of any kind, numpy's too; here they are int and float.
+    Numbers may be of any kind, numpy's too; here they are int and float. experts_per_rank: None becomes the even split.
     """
 
     world: int
     experts: int
+    experts_per_rank: Sequence[int] | None = None
     hidden: int
     top_k: int
     max_tokens: int
@@ -58,6 +61,7 @@ class Config:
         for name in (*_COUNTS, "scale_block", "private_tokens"):
             value = getattr(self, name)
             _require(not isinstance(value, int) or value <= _COUNT_MAX, name, value, f"{_COUNT_MAX} or less")
+        object.__setattr__(self, "experts_per_rank", self._split_given().counts)
         _require(self.dtype in tuple(ITEM_BYTES), "dtype", self.dtype, f"one of {', '.join(ITEM_BYTES)}")
         _require(self.out_dtype in OUT_DTYPES, "out_dtype", self.out_dtype, f"one of {', '.join(OUT_DTYPES)}")
         _require(self.layout in LAYOUTS, "layout", self.layout, f"one of {', '.join(LAYOUTS)}")
@@ -100,10 +104,9 @@ class Config:
         """Of a row that travels: which route it is of, and its weight."""
         return TAG_BYTES if self.node_sums else 0
 
-    @property
-    def tag_rows(self) -> int:
+    def tag_rows(self, rank: int) -> int:
         """Tags that a rank shows its node: at most those of all rows that may come from far."""
-        return self.groups * self.routes_to_rank_max if self.node_sums else 0
+        return self.groups * self.routes_limits[rank] if self.node_sums else 0
 
     @property
     def y_bytes(self) -> int:
@@ -115,37 +118,60 @@ class Config:
         """Of ranks that hold the same tokens."""
         return self.world // self.dp_size
 
+    def sends_rows(self, rank: int, other: int) -> bool:
+        """Whether rows of one go to the other, as between all that have the same index in their groups."""
+        return rank % self.dp_size == other % self.dp_size
+
+    @cached_property
+    def split(self) -> ExpertSplit:
+        """Who has which experts."""
+        assert self.experts_per_rank is not None  # from __post_init__ on
+        return ExpertSplit(tuple(self.experts_per_rank))
+
     @property
-    def experts_per_rank(self) -> int:
-        """Of all ranks but perhaps the last."""
-        return -(-self.experts // self.world)
+    def experts_per_rank_max(self) -> int:
+        """Of the rank that has most: all have as much room for what comes from far."""
+        return self.split.most
 
     @property
     def routes_to_rank_max(self) -> int:
         """Of one group: a token's experts differ."""
-        return self.max_tokens * min(self.top_k, self.experts_per_rank)
+        return self.max_tokens * min(self.top_k, self.experts_per_rank_max)
 
     @property
     def rows_per_expert(self) -> int:
         """Layout "masked": room for each expert."""
         return bounds.rows_per_expert(self)
 
-    @property
-    def rows_max(self) -> int:
-        """Room for the output of dispatch at a rank, in rows."""
-        return bounds.output_rows(self)
+    @cached_property
+    def output_rows(self) -> tuple[int, ...]:
+        """Room for the output of dispatch at each rank, which depends on how many experts it has."""
+        return tuple(bounds.output_rows(self, experts) for experts in self.split.counts)
 
-    @property
-    def rows_limit(self) -> int:
-        """Room that a round needs more of is refused: of a rank's output, in layout "masked" of each of its experts."""
-        return self.rows_per_expert if self.layout == "masked" else self.rows_max
+    @cached_property
+    def rows_limits(self) -> tuple[int, ...]:
+        """By rank: a round that needs more is refused. Of its output, in layout "masked" of each of its experts."""
+        return (self.rows_per_expert,) * self.world if self.layout == "masked" else self.output_rows
 
-    def output_rows(self, experts: int) -> int:
-        """Room for the output of dispatch at a rank with so many experts."""
-        return experts * self.rows_per_expert if self.layout == "masked" else self.rows_max
+    @cached_property
+    def routes_limits(self) -> tuple[int, ...]:
+        """By rank: a round that has more to it of one group is refused. A token's experts differ."""
+        return tuple(self.max_tokens * min(self.top_k, experts) for experts in self.split.counts)
 
     def encode(self) -> str:
         return json.dumps(dataclasses.asdict(self))
+
+    def _split_given(self) -> ExpertSplit:
+        given = self.experts_per_rank
+        if given is None:
+            return ExpertSplit.even(self.experts, self.world)
+        is_one_each = not isinstance(given, str | bytes) and isinstance(given, Iterable)
+        counts = tuple(_plain(one) for one in given) if is_one_each else ()
+        bound = f"a number of experts, 0 or more, for each of the {self.world} ranks"
+        numbers = [one for one in counts if _is_count(one, 0)]
+        _require(len(numbers) == len(counts) == self.world, "experts_per_rank", given, bound)
+        _require(sum(numbers) == self.experts, "experts_per_rank", given, f"{self.experts} in all, as experts says")
+        return ExpertSplit(tuple(numbers))
 
 
 def check_agreement(configs: Sequence[str], ranks: Sequence[int]) -> None:

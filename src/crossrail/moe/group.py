@@ -4,8 +4,7 @@ bytes.
 
 from __future__ import annotations
 
-import hashlib
-import struct
+import contextlib
 import time
 import weakref
 from collections import deque
@@ -15,24 +14,38 @@ from typing import TYPE_CHECKING, Any, Protocol
 import crossrail as xr
 from crossrail._closing import Closing
 from crossrail._extras import needs
+from crossrail._options import check_seconds
+from crossrail._raise import pool_closed
 from crossrail.errors import CrossrailError, UsageError, WaitTimeout
+from crossrail.moe.packets import (
+    PACKET_BYTES_MAX,
+    Call,
+    Elsewhere,
+    Failed,
+    Kind,
+    Packet,
+    Stray,
+    given,
+    ids_of,
+    name_of,
+)
 
 if TYPE_CHECKING:
     import torch.distributed
 
-_MAGIC = b"xrm3"
-# magic, whose group, which of theirs, number of the exchange, rank of the sender, part, parts
-_HEADER = struct.Struct("<4s8sIIIII")
-_PART_BYTES = 16 << 10
 _BUFFERS = 64
 _LOOK_EVERY_S = 0.05
+_TELL_S = 0.5  # for those who wait to hear that a call has failed
 _EARLY_MAX = 256  # of an engine; the oldest are given up
 
 # Packets of groups that an engine has not made yet: ranks that make another one, without one that died, say, or with
 # the same ranks, do so one after another, and who is not there yet still has the pool of the group before.
-_early: weakref.WeakKeyDictionary[xr.Engine, deque[tuple[xr.Address, bytes]]] = weakref.WeakKeyDictionary()
+_early: weakref.WeakKeyDictionary[xr.Engine, deque[tuple[xr.Address, Packet]]] = weakref.WeakKeyDictionary()
 # Groups of the same ranks that an engine has had: the number of the last one, by name.
 _numbers: weakref.WeakKeyDictionary[xr.Engine, dict[bytes, int]] = weakref.WeakKeyDictionary()
+# Calls of other groups for which a call of an engine has failed: one fails for each, not the next one too when the rank
+# that strayed has not been told yet.
+_found: weakref.WeakKeyDictionary[xr.Engine, deque[Stray]] = weakref.WeakKeyDictionary()
 
 
 class Group(Protocol):
@@ -47,17 +60,26 @@ class Group(Protocol):
         """How many there are."""
 
     def all_gather(self, data: bytes, timeout_s: float) -> list[bytes]:
-        """What each rank gave, by rank; every rank calls it, in the same order of calls. Raises WaitTimeout."""
+        """What each rank gave, by rank; every rank calls it, in the same order of calls. Raises WaitTimeout;
+        UsageError for a timeout_s that is no time of 0 or more.
+        """
 
 
 class EngineGroup(Closing):
     """Ranks that know each other's engines: by the messages of these. It opens the engine's receive pool; close() it.
 
-    addresses: of all ranks, by rank, the engine's own among them.
+    addresses: of all ranks, by rank, the engine's own among them. One that the engine has given up is tried anew, and
+    so is one that it gives up in the first exchange, once: its link may be one of before, which has just been found to
+    have ended at the other side.
 
-    Groups of the same ranks are numbered, so that none takes what is for the next. Where a rank gave up, and made
-    another one, the numbers of ranks differ: who waits in his first exchange goes on with the highest, who is further
-    is told by CrossrailError, and meets the others when he begins anew, with this group or with another.
+    An exchange ends on a rank when it has heard of all others that they have what all gave: none takes what a rank gave
+    that has given up since. Groups of the same addresses are numbered, and a rank whose exchange fails goes on with the
+    next number, whether it calls again with this group or makes another one. Who waits in its first exchange goes on
+    with the highest number; who is further is told by CrossrailError, and meets the others when it begins anew, with
+    this group or with another.
+
+    Ranks that were given other addresses are told so, by UsageError that says who, and what was given there and here;
+    the others of the group, too. What comes late of a group that a rank has left is left out.
     """
 
     def __init__(self, engine: xr.Engine, addresses: Sequence[xr.Address | bytes]) -> None:
@@ -70,17 +92,18 @@ class EngineGroup(Closing):
         self.rank = own[0]
         self.size = len(self._addresses)
         self._engine = engine
-        self._name = hashlib.blake2b(b"".join(map(bytes, self._addresses)), digest_size=8).digest()
-        self._pool = engine.submit_recvs(_BUFFERS, _HEADER.size + _PART_BYTES)
-        numbers = _numbers.setdefault(engine, {})
-        self._number = numbers[self._name] = numbers.get(self._name, 0) + 1
-        self._exchange = 0
-        self._ahead: dict[int, int] = {}  # by rank: the number of a later group that it has made
-        # Ranks run ahead of each other: by exchange, rank and part.
-        self._arrived: dict[tuple[int, int], dict[int, bytes]] = {}
-        self._parts: dict[tuple[int, int], int] = {}
+        self._others = [rank for rank in range(self.size) if rank != self.rank]
+        self._name, self._ids = name_of(self._addresses), ids_of(self._addresses)
+        self._linked: set[int] = set()  # ranks with a link of before this group, until that has ended
+        self._numbers = _numbers.setdefault(engine, {})
+        self._found = _found.setdefault(engine, deque(maxlen=_EARLY_MAX))
+        self._said: list[Packet] = []  # in this call, to all others
+        self._sent: list[tuple[int, xr.Transfer]] = []  # the same, to each
+        self._tells: list[xr.Transfer] = []  # in this call, to those who wait elsewhere
+        self._pool = engine.submit_recvs(_BUFFERS, PACKET_BYTES_MAX)
         try:
-            self._take_early()
+            self._forget_lost()
+            self._begin_anew(self._numbers.get(self._name, 0) + 1)
         except BaseException:
             self._pool.close()
             raise
@@ -89,36 +112,24 @@ class EngineGroup(Closing):
         return f"<EngineGroup, rank {self.rank} of {self.size}>"
 
     def all_gather(self, data: bytes, timeout_s: float) -> list[bytes]:
-        """As of Group: a message to each of the others."""
-        deadline_at_s = time.monotonic() + timeout_s
-        exchange, self._exchange = self._exchange, self._exchange + 1
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        sent = self._send(others, exchange, data)
-        # First what comes: everybody's buffers would fill if all waited for their own to be taken.
-        while missing := [rank for rank in others if not self._is_whole(exchange, rank)]:
-            if self._take(missing, max(deadline_at_s - time.monotonic(), 0.0), timeout_s):
-                continue
-            # Whoever has made a later group, and owes us something in this one, has given this one up.
-            gone = max(missing, key=lambda rank: self._ahead.get(rank, 0))
-            if gone in self._ahead:
-                self._begin_anew(self._ahead[gone])
-                if exchange > 0:
-                    raise CrossrailError(
-                        f"rank {gone} ({self._addresses[gone].name!r}) gave up and started again. Next: do so "
-                        "on all ranks"
-                    )
-                self._exchange = 1
-                sent += self._send(others, exchange, data)
-        for rank, transfer in sent:
-            try:
-                transfer.wait(max(deadline_at_s - time.monotonic(), 0.0))
-            except WaitTimeout:
-                transfer.cancel()
-                raise WaitTimeout(
-                    f"rank {rank} ({self._addresses[rank].name!r}) takes no messages: is it there?"
-                ) from None
-        gathered = {rank: self._whole(exchange, rank) for rank in others} | {self.rank: data}
-        return [gathered[rank] for rank in range(self.size)]
+        """As of Group: a message to each of the others, and another one once all have come. After an error call it
+        again, on all ranks. UsageError where ranks were given other addresses.
+        """
+        check_seconds(timeout_s=timeout_s)
+        if self._pool.closed:
+            raise pool_closed(self._engine)
+        try:
+            gathered = self._gather(data, time.monotonic() + timeout_s, timeout_s)
+        except BaseException:
+            # What we gave is of no use to anybody any more: we will not say that we have all.
+            self._begin_anew(max([self._number + 1, *self._ahead.values()]))
+            raise
+        finally:
+            self._cancel_sent()
+        for heard in (self._strayed, self._elsewhere, self._failed):
+            heard.clear()
+        self._exchange += 1
+        return gathered
 
     def close(self) -> None:
         """Stops receiving. Idempotent; before the engine."""
@@ -126,91 +137,264 @@ class EngineGroup(Closing):
             return
         self._pool.close()
         for message in [] if self._engine.closed else self._pool.poll(_BUFFERS):
-            data = bytes(message.data)
-            if _is_packet(data) and (not self._is_ours(data) or _HEADER.unpack_from(data)[2] > self._number):
-                self._keep_early(message.peer, data)
+            packet = Packet.from_bytes(bytes(message.data))
+            if packet is not None and (packet.call.name != self._name or packet.call.number > self._number):
+                self._keep_early(message.peer, packet)
 
-    def _send(self, others: Sequence[int], exchange: int, data: bytes) -> list[tuple[int, xr.Transfer]]:
-        packets = self._packets(exchange, data)
-        return [(rank, self._engine.submit_send(self._addresses[rank], one)) for rank in others for one in packets]
+    @property
+    def _call(self) -> Call:
+        return Call(self._name, self._number, self._exchange)
+
+    def _gather(self, data: bytes, deadline_at_s: float, timeout_s: float) -> list[bytes]:
+        self._send_all(given(self._call, self.rank, data))
+        has_told = False
+        # First what comes: everybody's buffers would fill if all waited for their own to be taken.
+        while True:
+            if not has_told and not self._silent():
+                has_told = True
+                self._send_all([Packet(Kind.HAS_ALL, self._call, self.rank, 0, 1, b"")])
+            if not (missing := self._missing()):
+                break
+            left_s = deadline_at_s - time.monotonic()
+            if self._take(max(left_s, 0.0)):
+                continue
+            for rank in missing:
+                if self._is_lost(rank):
+                    self._try_anew(rank)
+            if self._goes_on_with_a_later_one(missing):
+                self._send_all(given(self._call, self.rank, data))
+                has_told = False
+            else:
+                self._check_is_in_this_group(missing, left_s)
+                if left_s <= 0:
+                    raise WaitTimeout(self._what_is_missing(missing, timeout_s))
+        while self._sent:
+            rank, transfer = self._sent[0]
+            try:
+                transfer.wait(max(deadline_at_s - time.monotonic(), 0.0))
+                self._sent.pop(0)
+            except xr.PeerLost as lost:
+                self._try_anew(rank, lost)
+            except WaitTimeout:
+                raise WaitTimeout(
+                    f"rank {rank} ({self._addresses[rank].name!r}) takes no messages: is it there?"
+                ) from None
+        self._have_all.pop(self._exchange, None)
+        gathered = {rank: self._whole(rank) for rank in self._others} | {self.rank: data}
+        return [gathered[rank] for rank in range(self.size)]
+
+    # ---- what is sent
+
+    def _send_all(self, packets: Sequence[Packet]) -> None:
+        self._said += packets
+        for rank in self._others:
+            self._send(rank, packets)
+
+    def _send(self, rank: int, packets: Sequence[Packet]) -> None:
+        address = self._addresses[rank]
+        self._sent += [(rank, self._engine.submit_send(address, packet.to_bytes())) for packet in packets]
+
+    def _cancel_sent(self) -> None:
+        """What has not left by now is of a call that has ended."""
+        for transfer in (*(transfer for _, transfer in self._sent), *self._tells):
+            transfer.cancel()
+        self._said.clear()
+        self._sent.clear()
+        self._tells.clear()
+
+    def _tell_elsewhere(self, rank: int, call: Call) -> None:
+        """Tells a rank that gave something in that call of another group that we wait here, unless it knows. It leaves
+        that out if it is not in that call any more.
+        """
+        if (rank, call) in self._told:
+            return
+        self._told.add((rank, call))
+        names = tuple(address.name for address in self._addresses)
+        said = Elsewhere(self._call, self._has_had(call), self._ids, names)
+        packet = Packet(Kind.ELSEWHERE, call, self.rank, 0, 1, said.to_bytes())
+        self._tells.append(self._engine.submit_send(self._addresses[rank], packet.to_bytes()))
+
+    def _has_had(self, call: Call) -> bool:
+        """Whether we were in that group before this one."""
+        return call.name != self._name and self._numbers.get(call.name, 0) >= call.number
+
+    # ---- what is missing
+
+    def _goes_on_with_a_later_one(self, missing: Sequence[int]) -> bool:
+        """Who owes us something in this group, and has gone on with a later one, has given this one up."""
+        gone = max(missing, key=lambda rank: self._ahead.get(rank, 0))
+        if gone not in self._ahead:
+            return False
+        if self._exchange > 0:
+            raise CrossrailError(
+                f"rank {gone} ({self._addresses[gone].name!r}) gave up and started again. Next: do so on all ranks"
+            )
+        self._cancel_sent()
+        self._begin_anew(self._ahead[gone])
+        return True
+
+    def _is_lost(self, rank: int) -> bool:
+        return self._engine.peer_state(self._addresses[rank]) == "lost"
+
+    def _forget_lost(self) -> None:
+        """Who was given up may be back: it was frozen, or cut off. Who is dead is found to be so again.
+
+        Not before the engine's pool is ours: another group that has it may be about to see that a rank of its is lost.
+        """
+        for rank, address in enumerate(self._addresses):
+            if self._is_lost(rank):
+                self._engine.forget_peer(address)
+            elif self._engine.peer_state(address) != "unknown":
+                self._linked.add(rank)
+
+    def _try_anew(self, rank: int, lost: xr.PeerLost | None = None) -> None:
+        """Says to a rank that is lost all that it was to hear in this call. PeerLost, where that does not help any
+        more. lost: that one, else one without a reason.
+        """
+        name = self._addresses[rank].name
+        if self._exchange > 0 or rank not in self._linked:
+            raise lost or xr.PeerLost(f"rank {rank} ({name!r}) was lost", op="all_gather", peer=name)
+        self._linked.remove(rank)
+        self._engine.forget_peer(self._addresses[rank])
+        self._sent = [one for one in self._sent if one[0] != rank]
+        self._send(rank, self._said)
+
+    def _check_is_in_this_group(self, missing: Sequence[int], left_s: float) -> None:
+        """UsageError when one that is missing waits in another group, or another rank has found such a one. What it
+        gave elsewhere may be what is late of a group that it has left: it is asked, by telling it where we are.
+        """
+        for rank in missing:
+            if rank in self._failed:
+                stray, why = self._failed[rank]
+                self._found.append(stray)
+                raise UsageError(why)
+            if rank in self._strayed:
+                self._tell_elsewhere(rank, self._strayed[rank])
+            said = self._elsewhere.get(rank)
+            if said is None:
+                continue
+            self._tell_elsewhere(rank, said.call)
+            stray = Stray(self._ids[rank], said.call)
+            if not said.has_had and (self._has_had(said.call) or self._is_whole(rank) or stray in self._found):
+                continue  # it is behind, and is told so; or it has come since; or it is told by now, and will come
+            self._found.append(stray)
+            name = self._addresses[rank].name
+            why = (
+                f"{name!r} is in another group now: it was given other addresses than we were "
+                f"({said.difference(self._addresses)}). Next: give all ranks the same addresses in the same order, "
+                "and do this again on all of them"
+            )
+            self._tell_failed(rank, stray, f"rank {self.rank} found: {why}", left_s)
+            raise UsageError(why)
+
+    def _tell_failed(self, strayed: int, stray: Stray, why: str, left_s: float) -> None:
+        """The others of the group. Waits a little: a rank that waits takes it at once."""
+        packet = Packet(Kind.FAILED, self._call, self.rank, 0, 1, Failed(stray, why).to_bytes()).to_bytes()
+        until_s = time.monotonic() + min(_TELL_S, max(left_s, 0.0))
+        for rank in self._others:
+            if rank != strayed:
+                self._tells.append(self._engine.submit_send(self._addresses[rank], packet))
+        for transfer in self._tells:
+            with contextlib.suppress(CrossrailError):  # it does not wait, or is gone: there is nobody to tell
+                transfer.wait(max(until_s - time.monotonic(), 0.0))
+
+    def _missing(self) -> list[int]:
+        have_all = self._have_all.get(self._exchange, ())
+        return [rank for rank in self._others if rank not in have_all or not self._is_whole(rank)]
+
+    def _silent(self) -> list[int]:
+        return [rank for rank in self._others if not self._is_whole(rank)]
+
+    def _what_is_missing(self, missing: Sequence[int], timeout_s: float) -> str:
+        if silent := self._silent():
+            text = f"nothing arrived from ranks {silent} within {timeout_s:g} s"
+        else:
+            text = f"ranks {list(missing)} have not said within {timeout_s:g} s that they have what all gave"
+        if strayed := [rank for rank in missing if rank in self._strayed]:
+            text += (
+                f". Ranks {strayed} gave something in another group. Next: see whether they were given the same "
+                "addresses in the same order"
+            )
+        return text
+
+    # ---- what comes
 
     def _begin_anew(self, number: int) -> None:
         """Goes on as the group of that number, at its first exchange."""
-        self._number = _numbers[self._engine][self._name] = number
+        self._number = self._numbers[self._name] = number
         self._exchange = 0
-        self._ahead.clear()
-        self._arrived.clear()
-        self._parts.clear()
-        self._take_early()
+        self._ahead: dict[int, int] = {}  # by rank: the number of a later group that it has made
+        # Ranks run ahead of each other: by exchange and rank, the parts, and how many there are.
+        self._arrived: dict[tuple[int, int], dict[int, bytes]] = {}
+        self._parts: dict[tuple[int, int], int] = {}
+        self._have_all: dict[int, set[int]] = {}  # by exchange: ranks that have what all gave
+        self._strayed: dict[int, Call] = {}  # by rank: the call of another group in which it gave something
+        self._elsewhere: dict[int, Elsewhere] = {}  # by rank: what it says of where it waits
+        self._failed: dict[int, Failed] = {}  # by rank: why its call has failed
+        self._told: set[tuple[int, Call]] = set()
+        kept = _early.pop(self._engine, ())
+        for peer, packet in kept:
+            if packet.call.name == self._name:
+                self._accept(peer, packet)
+            else:
+                self._keep_early(peer, packet)
 
-    def _packets(self, exchange: int, data: bytes) -> list[bytes]:
-        parts = max(1, -(-len(data) // _PART_BYTES))
-        return [
-            _HEADER.pack(_MAGIC, self._name, self._number, exchange, self.rank, part, parts)
-            + data[part * _PART_BYTES : (part + 1) * _PART_BYTES]
-            for part in range(parts)
-        ]
-
-    def _take(self, missing: Sequence[int], patience_s: float, timeout_s: float) -> bool:
-        """One message; False: none came, and those that are missing still live."""
+    def _take(self, patience_s: float) -> bool:
+        """One message; False: none came for a while."""
         try:
             message = self._pool.recv(min(patience_s, _LOOK_EVERY_S))
         except WaitTimeout:
-            for rank in missing:
-                if self._engine.peer_state(self._addresses[rank]) == "lost":
-                    name = self._addresses[rank].name
-                    raise xr.PeerLost(f"rank {rank} ({name!r}) was lost", op="all_gather", peer=name) from None
-            if patience_s <= 0:
-                raise WaitTimeout(f"nothing arrived from ranks {list(missing)} within {timeout_s:g} s") from None
             return False
-        data = bytes(message.data)
-        if not _is_packet(data):
+        packet = Packet.from_bytes(bytes(message.data))
+        if packet is None:
             raise UsageError(f"a message of {message.peer.name!r} is not of a group: it sends to the wrong engine")
-        if self._is_ours(data):
-            self._accept(message.peer, data)
-            return True
-        self._keep_early(message.peer, data)
-        if message.peer in [self._addresses[rank] for rank in missing]:
-            raise UsageError(
-                f"{message.peer.name!r} is in another group now: it was given other addresses than we were"
-            )
+        if packet.kind is Kind.ELSEWHERE:
+            rank = self._rank_of(message.peer)
+            if packet.call == self._call and rank is not None:
+                self._elsewhere[rank] = Elsewhere.from_bytes(packet.body)
+        elif packet.call.name == self._name:
+            self._accept(message.peer, packet)
+        else:
+            self._keep_early(message.peer, packet)
+            rank = self._rank_of(message.peer)
+            if rank is not None and packet.kind is Kind.GIVEN:
+                self._strayed[rank] = packet.call
         return True
 
-    def _is_ours(self, packet: bytes) -> bool:
-        return bool(_HEADER.unpack_from(packet)[1] == self._name)
+    def _rank_of(self, peer: xr.Address) -> int | None:
+        return self._addresses.index(peer) if peer in self._addresses else None
 
-    def _keep_early(self, peer: xr.Address, data: bytes) -> None:
-        _early.setdefault(self._engine, deque(maxlen=_EARLY_MAX)).append((peer, data))
+    def _keep_early(self, peer: xr.Address, packet: Packet) -> None:
+        if packet.kind is Kind.GIVEN:
+            _early.setdefault(self._engine, deque(maxlen=_EARLY_MAX)).append((peer, packet))
 
-    def _take_early(self) -> None:
-        kept = _early.pop(self._engine, ())
-        for peer, data in kept:
-            if self._is_ours(data):
-                self._accept(peer, data)
-            else:
-                self._keep_early(peer, data)
-
-    def _accept(self, peer: xr.Address, data: bytes) -> None:
-        _, _, number, exchange, rank, part, parts = _HEADER.unpack_from(data)
-        if rank >= self.size or peer != self._addresses[rank] or not part < parts:
+    def _accept(self, peer: xr.Address, packet: Packet) -> None:
+        kind, call, rank, part, parts, body = packet
+        if rank >= self.size or peer != self._addresses[rank]:
             raise UsageError(f"{peer.name!r} says it is rank {rank}: it was given other addresses than we were")
-        if number > self._number:
-            self._ahead[rank] = max(number, self._ahead.get(rank, 0))
-            self._keep_early(peer, data)
-        elif number == self._number:  # else of one that was given up
-            self._arrived.setdefault((exchange, rank), {})[part] = data[_HEADER.size :]
-            self._parts[exchange, rank] = parts
+        if call.number > self._number:
+            if kind is Kind.GIVEN:
+                self._ahead[rank] = max(call.number, self._ahead.get(rank, 0))
+                self._keep_early(peer, packet)
+        elif call.number < self._number or call.exchange < self._exchange:
+            return  # of one that was given up
+        elif kind is Kind.GIVEN:
+            self._arrived.setdefault((call.exchange, rank), {})[part] = body
+            self._parts[call.exchange, rank] = parts
+        elif kind is Kind.HAS_ALL:
+            self._have_all.setdefault(call.exchange, set()).add(rank)
+        elif call == self._call:
+            failed = Failed.from_bytes(body)
+            if failed.stray not in self._found:
+                self._failed[rank] = failed
 
-    def _is_whole(self, exchange: int, rank: int) -> bool:
-        return len(self._arrived.get((exchange, rank), ())) == self._parts.get((exchange, rank), -1)
+    def _is_whole(self, rank: int) -> bool:
+        place = self._exchange, rank
+        return len(self._arrived.get(place, ())) == self._parts.get(place, -1)
 
-    def _whole(self, exchange: int, rank: int) -> bytes:
-        parts = self._arrived.pop((exchange, rank))
-        return b"".join(parts[part] for part in range(self._parts.pop((exchange, rank))))
-
-
-def _is_packet(data: bytes) -> bool:
-    return len(data) >= _HEADER.size and data[:4] == _MAGIC
+    def _whole(self, rank: int) -> bytes:
+        parts = self._arrived.pop((self._exchange, rank))
+        return b"".join(parts[part] for part in range(self._parts.pop((self._exchange, rank))))
 
 
 class TorchGroup:
@@ -232,6 +416,7 @@ class TorchGroup:
 
     def all_gather(self, data: bytes, timeout_s: float) -> list[bytes]:
         """As of Group, by torch.distributed, whose own timeout holds."""
+        check_seconds(timeout_s=timeout_s)
         gathered: list[Any] = [None] * self.size
         self._distributed.all_gather_object(gathered, data, group=self._group)
         return gathered

@@ -83,6 +83,7 @@ def make_layout(config: Config, node_size: int) -> _core.moe.Layout:
     return _core.moe.Layout(
         world=config.world,
         experts=config.experts,
+        experts_per_rank=config.split.counts,
         top_k=config.top_k,
         max_tokens=config.max_tokens,
         dp_size=config.dp_size,

@@ -5,18 +5,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
 
 import crossrail as xr
-from crossrail.errors import CrossrailError, UsageError
+from crossrail.errors import CrossrailError, TransferError, UsageError, WaitTimeout
 from crossrail.moe.arrays import Array
 from crossrail.moe.config import Config
 from crossrail.moe.errors import MaskedOut
+from crossrail.moe.farewell import Why, described
 from crossrail.moe.group import Group
-from crossrail.moe.links.board import PARITIES, RETURNED, SENT, Board
+from crossrail.moe.links.board import FAREWELL, PARITIES, RETURNED, SENT, Board, BoardLayout
 from crossrail.moe.links.far import Far
 from crossrail.moe.links.near import Near
 from crossrail.moe.links.node_sums import NodeSums
@@ -29,6 +30,7 @@ from crossrail.moe.rounds import Round
 from crossrail.moe.rows.interface import RowMemory
 
 _GIVE_UP_S = 5.0  # for the farewell; what cannot be said by then is said when it is closed
+_TELL_LOSS_S = 1.0  # likewise, where a call that is to say at once who is lost waits for it
 _HALVES = {DISPATCH: ("dispatch", SENT, "routes"), COMBINE: ("combine", RETURNED, "results")}
 
 
@@ -70,17 +72,20 @@ class Peers:
         self._all_sources = sources_of(config, group.rank, ())
         self._lost: int | None = None  # the rank that we cannot go on without
         self._late: int | None = None  # the rank that the last wait was for in vain
-        self._given_up: str | None = None  # what ended in the middle, and by what
+        self._failure = ""  # of the last call, in words
+        self._given_up: Callable[[], CrossrailError] | None = None  # what every call raises from now on
+        self._has_told_near = False
         self._has_said_farewell = False
         near = [member for member in members if member.board is not None]
         masks_far = config.on_lost == "mask" and len(near) < group.size
         if masks_far:
-            config = _with_room_for_all(config)
+            config = with_room_for_all(config)
         self.layout = make_layout(config, len(near))
         masks = config.on_lost == "mask" and not masks_far  # by words, which all map
         boards = [member.board for member in near if member.board is not None]
         ranks, addresses = [member.rank for member in near], [member.address for member in near]
-        self.near = Near(engine, group.rank, ranks, boards, addresses, board.layout, board.rows, masks)
+        layouts = [BoardLayout(config, rank, board.layout.holds_rows) for rank in ranks]
+        self.near = Near(engine, group.rank, ranks, boards, addresses, layouts, board.rows, masks, group.size)
         if len(near) == group.size and not kernels_wait:
             return
         # An engine that kernels wait for is not to call the driver, which may wait for them; tcp has that copy what is
@@ -92,7 +97,7 @@ class Peers:
                 self.agreement = Agreement(engine, group.size, group.rank, self.near, far, timeout_s)
             meet_far(group, far, self.agreement, self._addresses, timeout_s)
             for rank in far.ranks:
-                self.near.watch(rank, members[rank].address, far.imms_of(rank))
+                self.near.watch(rank, members[rank].address, far.imms_of(rank), masks_far)
             for rank, theirs in zip(ranks, boards, strict=True):
                 if rank != group.rank:
                     far.watch(rank, theirs)
@@ -148,7 +153,7 @@ class Peers:
             return
         for rank, address in enumerate(self._addresses):
             if rank != self._rank and self._engine.peer_state(address) == "lost":
-                raise self._error(Outcome("peer-lost", rank), "", 0.0)
+                raise self._final_error(Outcome("peer-lost", rank), "", 0.0)
 
     @property
     def masked(self) -> tuple[int, ...]:
@@ -226,21 +231,33 @@ class Peers:
         is_late = outcome.result == "late" and timeout_s > 0  # who only looks has not waited
         self._late = outcome.rank if is_late else None
         if outcome.result != "ready":
-            raise self._error(outcome, half, timeout_s)
+            raise self._final_error(outcome, half, timeout_s)
 
     def error_of(self, outcome: Outcome, half: str, timeout_s: float) -> CrossrailError:
         """Of a wait that somebody else made: what to raise."""
         self._late = outcome.rank if outcome.result == "late" else None
         return self._error(outcome, half, timeout_s)
 
+    def _final_error(self, outcome: Outcome, half: str, timeout_s: float) -> CrossrailError:
+        """What to raise. Where one is lost, or a write to it has failed, no round of ours ends any more; the others may
+        not see that, so they are told.
+        """
+        error = self._error(outcome, half, timeout_s)
+        if isinstance(error, TransferError) and self._config.on_lost == "raise":
+            self._given_up = lambda: self._error(outcome, half, timeout_s)
+            self._leave(f"wait for the {half}" if half else "call", error, _TELL_LOSS_S)
+        return error
+
     def _error(self, outcome: Outcome, half: str, timeout_s: float) -> CrossrailError:
         """What to raise. Of a rank that gave up since another one was lost, that is what is told, and passed on; of one
-        that waited for another in vain, that too.
+        that waited for another in vain, or that failed, that too.
         """
         result, rank, _ = outcome
         if result == "late" and rank == self._rank:
             return unposted_error(rank, half, timeout_s)
-        lost, late = self._reason_of(rank) if result in ("left", "peer-lost") else (None, None)
+        if result == "peer-lost" and self._has_left(rank):  # in order, and then its engine was closed, too
+            result, outcome = "left", Outcome("left", rank)
+        lost, late, words = self._reason_of(rank) if result in ("left", "peer-lost") else Why()
         if lost == self._rank:
             outcome = Outcome("peer-lost", rank, "it lost sight of this rank, and has closed its AllToAll")
         elif lost is not None:
@@ -249,24 +266,24 @@ class Peers:
         elif late is not None:
             who = "this rank" if late == self._rank else f"rank {late} ({self._addresses[late].name!r})"
             why = f"it had waited for {who} in vain" if late != rank else "it had not posted its own part in time"
-            ending = ", and closed its AllToAll" if result == "peer-lost" else ""
-            outcome = Outcome(result, rank, f"{why}{ending}")
+            outcome = Outcome("left", rank, why)
+        elif words:
+            outcome = Outcome("left", rank, words)
         if outcome.result == "peer-lost":
             self._lost = outcome.rank
         return error_of(self._engine, outcome, self._addresses[outcome.rank], half, timeout_s)
 
-    def _reason_of(self, rank: int) -> tuple[int | None, int | None]:
-        """Whom that rank has lost, and for whom it had waited in vain, if its farewell says so: by number, or by that
-        plus how many ranks there are.
-        """
-        why, world = None, len(self._addresses)
+    def _has_left(self, rank: int) -> bool:
+        """Whether its farewell has come."""
         if rank in self.near.ranks:
-            why = self.near.why_left(rank)
-        elif self.far is not None:
-            why = self.far.why_left(rank)
-        if why is None or not 0 <= why < 2 * world:
-            return None, None
-        return (why, None) if why < world else (None, why - world)
+            return self.near.has_come(rank, FAREWELL, PARITIES)
+        return self.far is not None and self.far.has_come("farewell", 0, rank)
+
+    def _reason_of(self, rank: int) -> Why:
+        """What its farewell says, if anything."""
+        if rank in self.near.ranks:
+            return self.near.why_left(rank)
+        return Why() if self.far is None else self.far.why_left(rank)
 
     # ---- the end
 
@@ -276,16 +293,38 @@ class Peers:
         """
         if isinstance(error, MaskedOut):
             return  # they go on without us already
-        self._given_up = f"{what} failed after a part of it was sent: {error!r}"
-        with contextlib.suppress(CrossrailError):
-            self.farewell(_GIVE_UP_S)
+        text = f"{what} failed after a part of it was sent: {error!r}"
+        self._given_up = lambda: CrossrailError(f"{text}. Next: close it, and make a new one, on all ranks")
+        self._leave(what, error, _GIVE_UP_S)
 
     @property
     def given_up(self) -> CrossrailError | None:
-        """What to raise once it has."""
-        if self._given_up is None:
-            return None
-        return CrossrailError(f"{self._given_up}. Next: close it, and make a new one, on all ranks")
+        """What to raise once it has, or somebody was lost."""
+        return None if self._given_up is None else self._given_up()
+
+    def leave(self, what: str, error: BaseException) -> None:
+        """Our rounds have ended by this: the others are told at once."""
+        self._leave(what, error, _GIVE_UP_S)
+
+    def _leave(self, what: str, error: BaseException, patience_s: float) -> None:
+        self.call_failed(what, error)
+        with contextlib.suppress(CrossrailError):
+            self.farewell(patience_s)
+
+    def call_failed(self, call: str, error: BaseException) -> None:
+        """A call has failed. It may be repeated, for all that is known here; if we leave instead, others are told."""
+        # Who waited in vain says for whom.
+        is_late = isinstance(error, WaitTimeout) and self._late is not None
+        self._failure = "" if is_late else described(f"its {call}", error)
+
+    @property
+    def is_well(self) -> bool:
+        """No call of ours has failed and not been mended since."""
+        return not self._failure and self._lost is None and self._late is None
+
+    def call_succeeded(self) -> None:
+        """What failed before has been mended."""
+        self._failure = ""
 
     def farewell(self, timeout_s: float) -> None:
         """Nothing of ours comes any more. Idempotent."""
@@ -293,10 +332,13 @@ class Peers:
             return
         if self.agreement is not None and not self._engine.closed:
             self.agreement.farewell(timeout_s)
-        why = self._lost  # as _reason_of() reads it
-        if why is None and self._late is not None:
-            why = len(self._addresses) + self._late
-        self.near.farewell(why)
+        if self._lost is not None:
+            why = Why(lost=self._lost)
+        else:
+            why = Why(words=self._failure) if self._failure else Why(late=self._late)
+        if not self._has_told_near:
+            self.near.farewell(why)
+            self._has_told_near = True
         self._has_said_farewell = self.far is None or self._engine.closed or self.far.farewell(why, timeout_s)
 
     def close(self, timeout_s: float) -> None:
@@ -310,7 +352,7 @@ class Peers:
         self._has_said_farewell = True  # what is closed can be told no more
 
 
-def _with_room_for_all(config: Config) -> Config:
+def with_room_for_all(config: Config) -> Config:
     """Where a rank may be masked in the middle of a round, no row's place may depend on what others send: each source
     has room for all that it can have.
     """

@@ -7,6 +7,7 @@ from typing import Any, cast
 import numpy as np
 
 from crossrail import _core
+from crossrail.errors import UsageError
 from crossrail.moe.arrays import Array
 from crossrail.moe.capacity import find_overflow
 from crossrail.moe.config import Config
@@ -38,7 +39,11 @@ class Placing:
         """
         peers, number = self._peers, opened.number
         opened.sources = peers.wait_sources(opened, timeout_s)
-        placement = _core.moe.Placement(peers.layout, peers.counts(number, opened.sources))
+        try:
+            placement = _core.moe.Placement(peers.layout, peers.counts(number, opened.sources))
+        except UsageError as error:  # what others wrote makes no sense, and will not by waiting
+            peers.give_up(f"dispatch of round {number}", error)
+            raise
         refusal = find_overflow(self._config, number, placement, opened.silent)  # all come to the same end
         if refusal is not None:
             self._refuse(opened, timeout_s)

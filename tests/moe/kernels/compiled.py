@@ -18,6 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from crossrail.moe.experts import ExpertSplit
 from crossrail.moe.graph import triton as graph_launching
 from crossrail.moe.graph import triton_code as graph_code
 from crossrail.moe.graph.board import Tables
@@ -103,7 +104,7 @@ def launch_rounds(kernels: graph_launching.TritonGraphKernels) -> None:
     numbers = torch.zeros(64, dtype=torch.int32)
     tables = Tables(numbers, numbers, numbers, numbers, numbers)
     board: Any = SimpleNamespace(
-        tables=tables, near=tables, routes=numbers, stride=64, routes_max=TOKENS * TOP_K, rows_max=8
+        tables=tables, near=tables, routes=numbers, stride=64, routes_max=TOKENS * TOP_K, rows_max=8, returns_max=8
     )
     number = torch.zeros(1, dtype=torch.int64)
     kept, slots = (torch.zeros((TOKENS, TOP_K), dtype=torch.int32) for _ in range(2))
@@ -119,7 +120,9 @@ def launch_rounds(kernels: graph_launching.TritonGraphKernels) -> None:
         )
         x = torch.zeros((TOKENS, 3 * width), dtype=torch.uint8)
         for scales in (None, torch.zeros((TOKENS, width), dtype=torch.uint8)):
-            kernels.send(memory, Own(0, 0, 2, EXPERTS, 2), x, scales, routes, number)
+            for split, dp_size in itertools.product(((2, 1), (1, 2)), (1, 2)):
+                own = Own.of(ExpertSplit(split), 0, dp_size, "cpu")
+                kernels.send(memory, own, x, scales, routes, number)
             kernels.take(memory, board, x, scales, numbers[:2], numbers[:3], number)
         kernels.give(memory, board, torch.zeros((TOKENS, 8 * width), dtype=torch.uint8), number)
     for given, wanted in itertools.product(FLOATS, FLOATS):

@@ -23,5 +23,5 @@ def test_all_kernels_compile(tmp_path: os.PathLike[str]) -> None:
     assert made.returncode == 0, made.stderr[-3000:]
     assert made.stdout.split() == [
         "count_routes", "dequantize_rows", "fetch_tables", "give_rows", "pack_rows", "pull_rows", "quantize_rows",
-        "reduce_rows", "send_rows", "share_routes", "take_rows", "90",
+        "reduce_rows", "send_rows", "share_routes", "take_rows", "102",
     ]  # fmt: skip

@@ -6,13 +6,14 @@ import threading
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from crossrail.moe.graph import GraphAllToAll
 from crossrail.moe.graph.triton import TritonGraphKernels
-from tests.moe.batches import draw
-from tests.moe.graph_rounds import check_writes_to_others, whole_round
+from tests.moe.batches import Batch, draw, expected_sums
+from tests.moe.graph_rounds import check, check_writes_to_others, given, made_of, whole_round
 from tests.moe.ranks import Ranks
 from tests.moe.test_torch_gpu import BLOCK, CONFIG, EXPERTS, HIDDEN, TCP, TOKENS, TOP_K
 from tests.support.seeds import Seed
@@ -40,7 +41,14 @@ class OneAtATime:
 
 @pytest.mark.parametrize("engine", [{}, TCP], ids=["shm", "tcp"])
 @pytest.mark.parametrize(
-    "options", [{}, {"private_tokens": 1, "layout": "grouped", "padding": 2}, {"hidden": 45}], ids=str
+    "options",
+    [
+        {},
+        {"private_tokens": 1, "layout": "grouped", "padding": 2},
+        {"hidden": 45},
+        {"experts_per_rank": (EXPERTS - 1, 1)},
+    ],
+    ids=str,
 )
 def test_rounds_are_exact(engine: dict[str, Any], options: dict[str, Any], seed: Seed) -> None:
     """With 45 numbers rows are moved byte by byte."""
@@ -51,6 +59,22 @@ def test_rounds_are_exact(engine: dict[str, Any], options: dict[str, Any], seed:
             tokens = [int(count) for count in random.integers(0, TOKENS + 1, 2)]
             batches = [draw(random, n, config["hidden"], EXPERTS, TOP_K, BLOCK, 0.1) for n in tokens]
             ranks.each(lambda part, rank, b=batches: whole_round(part, rank, b))
+
+
+@pytest.mark.parametrize("split", [None, (0, EXPERTS)], ids=str)
+def test_ranks_that_hold_the_same_tokens(split: tuple[int, ...] | None, seed: Seed) -> None:
+    random = seed.rng()
+    kernels = OneAtATime(TritonGraphKernels())
+    with Ranks(2, None, GraphAllToAll, kernels=kernels, dp_size=2, experts_per_rank=split, **CONFIG) as ranks:
+        for _ in range(3):
+            batch = draw(random, TOKENS, HIDDEN, EXPERTS, TOP_K, BLOCK)
+
+            def run(part: GraphAllToAll, rank: int, batch: Batch = batch) -> None:
+                got = part.dispatch(*given(part, batch))
+                check(part, got, [batch])
+                assert np.array_equal(part.combine(made_of(part, got), got).numpy(), expected_sums(batch))
+
+            ranks.each(run)
 
 
 def test_kernels_write_nothing_to_others_once_the_rounds_have_ended(seed: Seed) -> None:

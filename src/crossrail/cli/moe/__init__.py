@@ -9,7 +9,7 @@ _COMMANDS: dict[str, tuple[str, str]] = {
         "demo",
         "Run a Qwen3-MoE from transformers with its experts spread over processes, and compare it with one process.",
     ),
-    "sim": ("sim", "Simulate dispatch and combine on up to 256 GPUs, next to published figures."),
+    "sim": ("commands", "Simulate dispatch and combine on up to 256 GPUs, next to published figures."),
 }
 
 command = LazyGroup(

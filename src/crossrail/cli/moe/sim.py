@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import click
 from rich import box
 from rich.table import Table
 
@@ -14,45 +13,12 @@ from crossrail.cli.console import open_console
 from crossrail.cli.moe.published import CLUSTERS, FIGURES, TOKENS, Figure, cluster_of
 from crossrail.cli.moe.simulate import Outcome, Setting, simulate
 from crossrail.cli.tables import Fitted
-from crossrail.cli.text import OutputFile
+from crossrail.cli.text import naming
 
 _FORMAT = 1
 _RANKS = (8, 16, 32, 64)
 
 
-@click.command()
-@click.option(
-    "--cluster", type=click.Choice([*CLUSTERS, "both"]), default="both", show_default=True, help="NICs of the cluster."
-)
-@click.option(
-    "--shape",
-    type=click.Choice([*TOKENS, "both"]),
-    default="both",
-    show_default=True,
-    help="Tokens per rank: few or many.",
-)
-@click.option(
-    "--ranks",
-    type=click.IntRange(1, 256),
-    multiple=True,
-    help="GPUs, in nodes of 8; may be repeated [default: 8 to 64].",
-)
-@click.option(
-    "--rounds",
-    type=click.IntRange(1, 100),
-    default=1,
-    show_default=True,
-    help="Rounds of each case, each with different routes.",
-)
-@click.option(
-    "--private-tokens",
-    default=256,
-    show_default=True,
-    help="Tokens sent before the routes are known; the default is that of the paper's benchmark.",
-)
-@click.option("--node-sums", is_flag=True, help="Each node sums what it returns, as AllToAll does.")
-@click.option("--seed", default=1, show_default=True, help="Seed of the routes.")
-@click.option("--json", "file", type=OutputFile(), help="Also write the figures to this file.")
 def sim(
     cluster: str,
     shape: str,
@@ -63,11 +29,7 @@ def sim(
     seed: int,
     file: Path | None,
 ) -> None:
-    """Simulate rounds of dispatch and combine: real layouts, proxies and engines, but no data and no GPU.
-
-    The wire is that of Table 2 of arXiv 2510.27656; the kernels are those of its Figure 10 and of data sheets.
-    Nothing is fitted to the published figures; docs/moe.md says what that leaves open.
-    """
+    """The command; commands.py has its options and its help."""
     console = open_console()
     found: list[dict[str, Any]] = []
     shapes = tuple(TOKENS) if shape == "both" else (shape,)
@@ -89,7 +51,8 @@ def sim(
             table.add_section()
         console.print(Fitted(table))
     if file is not None:
-        file.write_text(json.dumps({"format": _FORMAT, "results": found}, indent=1))
+        with naming(file):
+            file.write_text(json.dumps({"format": _FORMAT, "seed": seed, "results": found}, indent=1))
 
 
 def _table(title: str) -> Table:

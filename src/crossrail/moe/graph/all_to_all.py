@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
@@ -55,7 +56,7 @@ class GraphAllToAll:
     explain() names them. False: the engine sends all. Each rank decides for what it sends.
     proxy_cpu: the core of the thread, which then never sleeps. None: any core, with short sleeps.
     kernels: None: Triton's on a GPU, torch's own operations in host memory.
-    Not supported: on_lost="mask", node_sums, dp_size above 1. Refused: engines with polling="manual".
+    Not supported: on_lost="mask", node_sums. Refused: engines with polling="manual".
 
     Failures of other ranks are raised late: kernels then do nothing, all sums are NaN, and the next call, check() or
     close() raises. This object is of no use after that. A wait for another rank fails after timeout_s. So does a wait
@@ -90,15 +91,18 @@ class GraphAllToAll:
         peer_access: bool = True,
         proxy_cpu: int | None = None,
         kernels: GraphKernels | None = None,
+        experts_per_rank: Sequence[int] | None = None,
+        dp_size: int = 1,
     ) -> None:
+        check_seconds(timeout_s=timeout_s)
         self.config = config = Config(
-            world=group.size, experts=experts, hidden=hidden, top_k=top_k, max_tokens=max_tokens, dtype=dtype,
-            scale_block=scale_block, out_dtype=out_dtype, private_tokens=private_tokens, padding=padding, layout=layout,
-            node_size=1, dp_size=1, capacity_factor=capacity_factor, on_lost="raise",
+            world=group.size, experts=experts, experts_per_rank=experts_per_rank, hidden=hidden, top_k=top_k,
+            max_tokens=max_tokens, dtype=dtype, scale_block=scale_block, out_dtype=out_dtype,
+            private_tokens=private_tokens, padding=padding, layout=layout, node_size=1, dp_size=dp_size,
+            capacity_factor=capacity_factor, on_lost="raise",
         )  # fmt: skip
         if private_tokens is None:  # costs no memory: a larger slot leaves a smaller remainder
             self.config = config = dataclasses.replace(config, private_tokens=config.routes_to_rank_max)
-        check_seconds(timeout_s=timeout_s)
         self.rank = group.rank
         self._engine = engine
         self._timeout_s = timeout_s
@@ -110,7 +114,7 @@ class GraphAllToAll:
         self._is_told = False  # the failure that ended the rounds was raised
         self._unseen: CrossrailError | None = None  # a failure that close() is to raise
         with contextlib.ExitStack() as undo:
-            self._board = Board(engine, BoardLayout(config, holds_rows=False), None)
+            self._board = Board(engine, BoardLayout(config, group.rank, holds_rows=False), None)
             undo.callback(self._board.close, timeout_s)
             self._peers = peers = Peers(engine, group, config, self._board, rows, timeout_s, kernels_wait=True)
             undo.callback(peers.close, timeout_s)
@@ -126,7 +130,9 @@ class GraphAllToAll:
                 config, peers.layout, far, self.rank, self._steps, self._tensors, timeout_s, proxy_cpu
             )
             undo.callback(self._thread.stop)
-            self._explanation = explained(config, far, self._steps, rows.name, self._tensors.is_gpu, peer_access)
+            self._explanation = explained(
+                config, far, self._steps, self._thread, rows.name, self._tensors.is_gpu, peer_access
+            )
             undo.pop_all()
 
     def __repr__(self) -> str:
@@ -262,7 +268,10 @@ class GraphAllToAll:
         check_usable("GraphAllToAll", self._closed, self._engine)
         failure = self._found_failure()
         if failure is not None:
-            self._is_told = True
+            if not self._is_told:
+                self._is_told = True
+                self._thread.stop()
+                self._peers.leave("round", failure)
             try:
                 raise failure
             finally:
@@ -298,6 +307,9 @@ class GraphAllToAll:
             finally:
                 self._closed = True
                 self._thread.stop()
+                with contextlib.suppress(CrossrailError):  # those that were launched meanwhile
+                    wait_for_kernels([str(self.device)] if self._tensors.is_gpu else [])
+                self._thread.close()
                 self._drop_steps()
                 self._peers.farewell(self._timeout_s)
         self._peers.close(self._timeout_s)

@@ -28,22 +28,23 @@ class Tables:
 
 class GraphBoard:
     """routes, int32, and tables begin at the part for rounds of even number; that of odd rounds is `stride` numbers
-    behind. They are host memory that kernels read and write in place, with room for routes_max routes, and rows_max
-    moves and returns. native/moe/stream_proxy.h says what is in them. near: the same tables on the device, for kernels
-    that read each of them many times.
+    behind. They are host memory that kernels read and write in place, with room for routes_max routes, rows_max
+    moves and returns_max returns. native/moe/stream_proxy.h says what is in them. near: the same tables on the device,
+    for kernels that read each of them many times.
     """
 
     def __init__(self, config: Config, experts: int, device: Any) -> None:
         """experts: of this rank."""
         self.routes_max = config.max_tokens * config.top_k
         self.rows_max = config.groups * config.routes_to_rank_max
+        self.returns_max = config.dp_size * self.rows_max  # to each member of a group
         sizes = {
             "numbers": 8,
             "routes": 4 * self.routes_max,
             "expert_rows": 4 * experts,
             "expert_offsets": 4 * (experts + 1),
             "moves": 8 * self.rows_max,
-            "returns": 12 * self.rows_max,
+            "returns": 12 * self.returns_max,
         }
         part = FarPart.of(sizes)
         words = _core.moe.STREAM_WORDS_BYTES

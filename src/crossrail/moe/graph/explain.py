@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from crossrail.moe.config import Config
+from crossrail.moe.graph.posting import PostingThread
 from crossrail.moe.graph.steps import Steps
 from crossrail.moe.links.far import Far
 
 
-def explained(config: Config, far: Far, steps: Steps, rows: str, is_gpu: bool, peer_access: bool) -> str:
+def explained(
+    config: Config, far: Far, steps: Steps, thread: PostingThread, rows: str, is_gpu: bool, peer_access: bool
+) -> str:
     """rows: where they are."""
     travels, output = far.memory.rows.nbytes, steps.room * (config.x_row_bytes + config.y_bytes)
     own, memory = steps.own, steps.memory
@@ -20,9 +23,16 @@ def explained(config: Config, far: Far, steps: Steps, rows: str, is_gpu: bool, p
         f"  kernels: {steps.kernels.name}, {'launched on the current stream' if is_gpu else 'in each call'}\n"
         f"  board of rounds {steps.board.nbytes / 1e6:.1f} MB{' of pinned memory' * is_gpu}, rows that "
         f"travel {travels / 1e6:.1f} MB, those that stay {memory.own_nbytes / 1e6:.1f} MB\n"
+        f"{_words(thread) if is_gpu else ''}"
         f"  each dispatch makes tensors, and its experts as many results: {output / 1e6:.1f} MB"
         f"{_ways(far, peer_access)}"
     )
+
+
+def _words(thread: PostingThread) -> str:
+    why = thread.proxy.why_pinned
+    where = f"pinned memory, {why}" if why else "memory of the GPU, by GDRCopy"
+    return f"  words that kernels wait for: in {where}\n"
 
 
 def _ways(far: Far, peer_access: bool) -> str:

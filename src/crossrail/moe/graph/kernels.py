@@ -5,19 +5,34 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
+
+from crossrail.moe.experts import ExpertSplit
 from crossrail.moe.graph.board import GraphBoard
 from crossrail.moe.graph.memory import GraphMemory
 
 
 @dataclass(frozen=True)
 class Own:
-    """Experts of this rank, [first, end) of so many; per_rank: of each rank but perhaps the last."""
+    """Experts of this rank, [first, end) of so many. ranks: int32 [experts, 2], on the device: which rank has each, and
+    that rank's first. per_rank: of each rank but perhaps the last ones; None: `ranks` alone says it. dp_size: rows go
+    only to ranks of the same index in their groups of so many.
+    """
 
     rank: int
     first: int
     end: int
     experts: int
-    per_rank: int
+    ranks: Any
+    per_rank: int | None
+    dp_size: int
+
+    @classmethod
+    def of(cls, split: ExpertSplit, rank: int, dp_size: int, device: Any) -> Own:
+        own, experts = split.of(rank), sum(split.counts)
+        table = [(at, split.of(at).start) for at, count in enumerate(split.counts) for _ in range(count)]
+        ranks = torch.tensor(table, dtype=torch.int32, device=device)
+        return cls(rank, own.start, own.stop, experts, ranks, split.most if split.is_even else None, dp_size)
 
 
 @dataclass(frozen=True)

@@ -60,8 +60,8 @@ class Targets:
 
 class GraphMemory:
     """rows_in, results_in, rows_out, results_out: for far ranks, as moe/proxy.h has them. own_rows, own_results: what a
-    rank's tokens have to do with its own experts. row_targets: by rank, our slot in the memory of those that we reach,
-    and own_rows. result_targets: likewise, and results_out at the end.
+    rank's tokens have to do with its own experts. row_targets: by rank, our slot in the memory of those that we reach
+    and send rows to, and own_rows. result_targets: likewise, and results_out at the end.
     """
 
     def __init__(self, config: Config, far: Far, rank: int, device: Any) -> None:
@@ -92,7 +92,9 @@ class GraphMemory:
         slots: list[Rows | None] = [None] * config.world
         results: list[Rows | None] = [None] * config.world
         for other, whole in far.reached.items():
-            slots[other], results[other] = slot_at(other), rows_of(whole, "results_in", config.y_bytes)
+            results[other] = rows_of(whole, "results_in", config.y_bytes)
+            if config.sends_rows(rank, other):
+                slots[other] = slot_at(other)
         slots[rank], results[rank] = self.own_rows, self.own_results
         self.row_targets = Targets.of(slots, device)
         self.result_targets = Targets.of([*results, self.results_out], device)

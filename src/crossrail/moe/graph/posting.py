@@ -38,8 +38,8 @@ class PostingThread:
         with told(f"memory for rounds on {device}"):
             self._signals = Signals(config, far, rank, device)
         self.proxy = _core.moe.StreamProxy(
-            far.proxy, layout, rank, steps.board.memory, steps.board.as_native, rows_max=config.rows_limit,
-            routes_max=config.routes_to_rank_max, timeout_s=timeout_s, cpu=cpu,
+            far.proxy, layout, rank, steps.board.memory, steps.board.as_native, rows_limits=config.rows_limits,
+            routes_limits=config.routes_limits, timeout_s=timeout_s, cpu=cpu,
             gpu=device.index if tensors.is_gpu else -1,
         )  # fmt: skip
         try:
@@ -77,3 +77,7 @@ class PostingThread:
     def stop(self) -> None:
         """Ends it; nothing waits for it any more. Idempotent."""
         self.proxy.stop()
+
+    def close(self) -> None:
+        """Likewise, once no kernel of rounds runs any more, and gives back its memory of the GPU. Idempotent."""
+        self.proxy.close()

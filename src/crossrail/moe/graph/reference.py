@@ -43,6 +43,7 @@ class ReferenceGraphKernels:
         valid = torch.nonzero((kept >= 0) & (kept < own.experts)).flatten()
         order = valid[torch.argsort(kept[valid], stable=True)]
         experts = kept[order]
+        ranks = own.ranks[experts.long(), 0]
         is_own = (experts >= own.first) & (experts < own.end)
         position = torch.arange(len(order))
         own_row = position - int((experts < own.first).sum())
@@ -50,7 +51,9 @@ class ReferenceGraphKernels:
         tokens = (order // top_k).int()
         packed = 0  # of rows_out
         for rank, target in enumerate(memory.row_targets.rows):
-            chosen = tokens[experts // own.per_rank == rank]
+            if rank % own.dp_size != own.rank % own.dp_size:
+                continue
+            chosen = tokens[ranks == rank]
             room = 0 if target is None else min(target.count, len(chosen))
             if target is not None and room > 0:
                 self._kernels.pack(_of(target, parity)[:room], x, scales, chosen[:room])

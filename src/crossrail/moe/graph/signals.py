@@ -50,6 +50,16 @@ class Signals:
             ]
             return SignalTable(torch.tensor(addresses, dtype=torch.int64, device=device).view(PARITIES, len(words)))
 
-        self.sent = {step: table(step, [(whole, rank) for whole in far.reached.values()]) for step in SIGNALS}
-        self.awaited = {step: table(step, [(far.bytes, source) for source in far.heard]) for step in SIGNALS}
+        def are_told(step: str, other: int) -> bool:
+            """A rank awaits rows only of those that send it some: the thread counts no others, and so none is late."""
+            return step != "rows" or config.sends_rows(rank, other)
+
+        def sent(step: str) -> SignalTable:
+            return table(step, [(whole, rank) for other, whole in far.reached.items() if are_told(step, other)])
+
+        def awaited(step: str) -> SignalTable:
+            return table(step, [(far.bytes, source) for source in far.heard if are_told(step, source)])
+
+        self.sent = {step: sent(step) for step in SIGNALS}
+        self.awaited = {step: awaited(step) for step in SIGNALS}
         self.needs_words = {"rows": True, "results": len(far.heard) < len(far.ranks)}

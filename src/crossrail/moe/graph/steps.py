@@ -44,9 +44,9 @@ class Steps:
         self._config = config
         self._tensors = tensors
         self.kernels = _kernels(tensors.is_gpu) if kernels is None else kernels
-        first, experts = layout.first_expert(rank), layout.expert_count(rank)
-        self.own = Own(rank, first, first + experts, config.experts, config.experts_per_rank)
-        self.room = config.output_rows(experts)
+        experts = layout.expert_count(rank)
+        self.own = Own.of(config.split, rank, config.dp_size, device)
+        self.room = config.output_rows[rank]
         with told(f"memory for rounds on {device}"):
             self.board = GraphBoard(config, experts, device)
             self.memory = GraphMemory(config, far, rank, device)

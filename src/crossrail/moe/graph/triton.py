@@ -49,8 +49,9 @@ class TritonGraphKernels:
         code.send_rows[(kept.numel(), triton.cdiv(stride, _COPY_BLOCK))](
             _all(memory.rows_out, dtype), targets.addresses, targets.counts, routes.where, number_of, scale_of, kept,
             routes.counts, routes.slots, number, memory.rows_out.stride // dtype.itemsize, len(targets.rows), own.first,
-            own.end, own.experts, own.per_rank, number_of.shape[1], scale_of.shape[1], stride,
-            TOP_K=kept.shape[1], EXPERTS=triton.next_power_of_2(own.experts), BLOCK=_COPY_BLOCK,
+            own.end, own.experts, own.ranks, own.per_rank or 0, own.rank % own.dp_size, number_of.shape[1],
+            scale_of.shape[1], stride, TOP_K=kept.shape[1], IS_EVEN=own.per_rank is not None, DP_SIZE=own.dp_size,
+            EXPERTS=triton.next_power_of_2(own.experts), BLOCK=_COPY_BLOCK,
         )  # fmt: skip
 
     def take(
@@ -60,7 +61,7 @@ class TritonGraphKernels:
         number_of, scale_of = _seen(x, dtype), _seen(x[:, :0] if scales is None else scales, dtype)
         width, extra = number_of.shape[1], scale_of.shape[1]
         tables, near = board.tables, board.near
-        code.fetch_tables[(triton.cdiv(max(3 * board.rows_max, 1), _COUNT_BLOCK),)](
+        code.fetch_tables[(triton.cdiv(max(3 * board.returns_max, 1), _COUNT_BLOCK),)](
             near.numbers, near.moves, near.returns, tables.numbers, tables.moves, tables.returns, tables.expert_rows,
             tables.expert_offsets, counts, offsets, number, board.stride, len(counts),
             EXPERTS=triton.next_power_of_2(len(counts) + 1), BLOCK=_COUNT_BLOCK,
@@ -80,7 +81,7 @@ class TritonGraphKernels:
         dtype = _widest(*targets.known, tensors=(y,))
         given = _seen(y, dtype)
         width = given.shape[1]
-        code.give_rows[(min(board.rows_max, _PROGRAMS), triton.cdiv(width, _COPY_BLOCK))](
+        code.give_rows[(min(board.returns_max, _PROGRAMS), triton.cdiv(width, _COPY_BLOCK))](
             targets.addresses, targets.counts, given, board.near.numbers, board.near.returns, number, board.stride,
             len(targets.rows), len(y), width, BLOCK=_COPY_BLOCK,
         )  # fmt: skip

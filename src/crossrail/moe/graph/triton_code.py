@@ -58,16 +58,21 @@ def send_rows(
     first,
     last,
     experts,
+    experts_to_ranks,
     experts_per_rank,
+    index,
     width,
     extra,
     stride,
     TOP_K: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    DP_SIZE: tl.constexpr,
     EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """A program for each route and block of its row. [first, last): our experts. addresses, rooms: [2, ranks], [ranks],
-    of memory.row_targets.
+    of memory.row_targets. experts_to_ranks: Own.ranks, which is read unless IS_EVEN. index: ours in our group
+    of DP_SIZE.
     """
     route = tl.program_id(0)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -78,22 +83,36 @@ def send_rows(
     count = tl.load(counts + all_experts, mask=all_experts < experts, other=0)
     goes = (expert >= 0) & (expert < experts) & (of_round >= 0)
     is_own = (expert >= first) & (expert < last)
-    rank = expert // experts_per_rank
+    if IS_EVEN:
+        rank = expert // experts_per_rank
+        first_there = rank * experts_per_rank
+    else:
+        rank = tl.load(experts_to_ranks + 2 * expert, mask=goes, other=0)
+        first_there = tl.load(experts_to_ranks + 2 * expert + 1, mask=goes, other=0)
     before = tl.sum(tl.where(all_experts < expert, count, 0), 0)
-    before_rank = tl.sum(tl.where(all_experts < rank * experts_per_rank, count, 0), 0)
+    before_rank = tl.sum(tl.where(all_experts < first_there, count, 0), 0)
     own = tl.sum(tl.where((all_experts >= first) & (all_experts < last), count, 0), 0)
     position = before + tl.load(slots + route, mask=goes, other=0)  # of others there is none
     row = position - before_rank
     far_row = tl.where(expert >= last, position - own, position)
+    sends = goes
+    if DP_SIZE > 1:
+        if IS_EVEN:
+            all_ranks = all_experts // experts_per_rank
+        else:
+            all_ranks = tl.load(experts_to_ranks + 2 * all_experts, mask=all_experts < experts, other=0)
+        packed = (all_ranks % DP_SIZE == index) & ((all_experts < first) | (all_experts >= last))
+        far_row = position - before + tl.sum(tl.where(packed & (all_experts < expert), count, 0), 0)
+        sends = goes & (rank % DP_SIZE == index)
     token = (route // TOP_K).to(tl.int64)
     end = tl.where(goes, width + extra, 0)
     value = tl.load(x + token * width + at, mask=(at < width) & (at < end), other=0)
     value = value | tl.load(scales + token * extra + at - width, mask=(at >= width) & (at < end), other=0)
     address = tl.load(addresses + parity * ranks + rank, mask=goes, other=0)
     fits = row < tl.load(rooms + rank, mask=goes, other=0)  # nowhere, where there is no address
-    direct_end = tl.where(goes & fits, stride, 0)
+    direct_end = tl.where(sends & fits, stride, 0)
     # Of experts that a token names twice there may be more than there is room for: whoever counts refuses that.
-    far_end = tl.where(goes & (fits == 0) & (is_own == 0), stride, 0)
+    far_end = tl.where(sends & (fits == 0) & (is_own == 0), stride, 0)
     tl.store(address.to(rows_out.dtype) + row.to(tl.int64) * stride + at, value, mask=at < direct_end)
     tl.store(rows_out + parity * rows_out_odd + far_row.to(tl.int64) * stride + at, value, mask=at < far_end)
     if tl.program_id(1) == 0:

@@ -19,8 +19,8 @@ from crossrail.moe.config import NUMPY_TYPES, Config
 from crossrail.moe.rows.interface import Block
 
 PARITIES = 2
-# Words, by index: the farewell, which is 2, or 4 + 2 * n of who says why, as peers.py has n; then two of each; then
-# twice the number of the view (masking/views.py).
+# Words, by index: the farewell, which is 2, or 4 + 2 * n of who says why by a number n (farewell.py); then two of each;
+# then twice the number of the view (masking/views.py).
 FAREWELL, SENT, RETURNED, VIEW = 0, 1, 3, 5
 WORDS = VIEW + 1
 _BEFORE_ODD = 0xFFFFFFFF  # two before the first round, 1
@@ -34,7 +34,7 @@ class Half:
     """What a board has for one parity, as arrays.
 
     counts: int32 [experts], routes to each. order: int32 [max_tokens * top_k], tokens * top_k + k by expert. rows:
-    uint8 [max_tokens, stride], x and scales of each token. y: [rows_max, hidden], outputs of the owner's experts.
+    uint8 [max_tokens, stride], x and scales of each token. y: [output_rows, hidden], outputs of the owner's experts.
     tags: int32 [tag_rows, 2], with node_sums: route and bits of the weight of each row from far.
     """
 
@@ -46,14 +46,15 @@ class Half:
 
 
 class BoardLayout:
-    """Where things are in a board, the same on all ranks. Offsets are multiples of a page.
+    """Where things are in a rank's board: others know it by how many experts it has. Offsets are multiples of a page.
 
     holds_rows: where rows are in host memory. Else they are in a block of their own, of rows_bytes, and nobody but the
     owner reads them there.
     """
 
-    def __init__(self, config: Config, holds_rows: bool = True) -> None:
-        self._words_bytes = _pages(WORDS * _core.moe.WORD_BYTES)
+    def __init__(self, config: Config, rank: int, holds_rows: bool = True) -> None:
+        self.holds_rows = holds_rows
+        self._words_bytes = _pages(WORDS * _core.moe.WORD_BYTES + _core.moe.FAREWELL_WORDS)
         on_board: dict[str, tuple[str, tuple[int, ...]]] = {
             "counts": ("int32", (config.experts,)),
             "order": ("int32", (config.max_tokens * config.top_k,)),
@@ -61,8 +62,8 @@ class BoardLayout:
         elsewhere: dict[str, tuple[str, tuple[int, ...]]] = {}
         of_rows = on_board if holds_rows else elsewhere
         of_rows["rows"] = ("uint8", (config.max_tokens, config.stride_bytes))
-        of_rows["y"] = (config.out_dtype, (config.rows_max, config.hidden))
-        on_board["tags"] = ("int32", (config.tag_rows, 2))
+        of_rows["y"] = (config.out_dtype, (config.output_rows[rank], config.hidden))
+        on_board["tags"] = ("int32", (config.tag_rows(rank), 2))
         self._on_board, self._elsewhere = on_board, elsewhere
         self.nbytes = self._words_bytes + PARITIES * _bytes_of(on_board)
         self.rows_bytes = PARITIES * _bytes_of(elsewhere)
@@ -72,6 +73,10 @@ class BoardLayout:
         words = np.frombuffer(board, np.uint32, WORDS * _core.moe.WORD_BYTES // 4).reshape(WORDS, -1)
         for word in (SENT, RETURNED):
             words[word + 1, 0] = _BEFORE_ODD
+
+    def reason(self, board: memoryview) -> Array:
+        """uint8 [FAREWELL_WORDS]: why its owner left, in words; it ends at the first that is 0."""
+        return np.frombuffer(board, np.uint8, _core.moe.FAREWELL_WORDS, WORDS * _core.moe.WORD_BYTES)
 
     def half(self, board: memoryview, parity: int, rows: Block | None = None) -> Half:
         """Views of the board; they keep it alive. rows: of a board that holds none, where they are, if anywhere."""
@@ -106,14 +111,17 @@ class Board:
             self.rows.close(timeout_s)
 
 
-def output_bytes(config: Config) -> int:
-    """Of the memory that output_arrays divides."""
-    return PARITIES * (_pages(config.rows_max * config.x_bytes) + _pages(config.rows_max * 4 * config.blocks))
+def output_bytes(config: Config, rank: int) -> int:
+    """Of the memory that output_arrays divides; not 0, also where the rank has no experts."""
+    rows = config.output_rows[rank]
+    return PARITIES * max(_pages(rows * config.x_bytes) + _pages(rows * 4 * config.blocks), _PAGE)
 
 
-def output_arrays(config: Config, memory: Block, parity: int) -> tuple[Any, Any | None]:
-    """Where dispatch puts rows: x [rows_max, hidden], scales [rows_max, blocks] or None. memory: for both parities."""
-    rows, begin = config.rows_max, parity * output_bytes(config) // PARITIES
+def output_arrays(config: Config, rank: int, memory: Block, parity: int) -> tuple[Any, Any | None]:
+    """Where dispatch puts rows: x [output_rows, hidden], scales [output_rows, blocks] or None. memory: for both
+    parities.
+    """
+    rows, begin = config.output_rows[rank], parity * output_bytes(config, rank) // PARITIES
     x = memory.array(config.dtype, (rows, config.hidden), begin)
     if config.blocks == 0:
         return x, None

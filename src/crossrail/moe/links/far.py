@@ -14,7 +14,8 @@ from crossrail import _core
 from crossrail.errors import TransportError, UsageError, WaitTimeout
 from crossrail.moe.arrays import Array
 from crossrail.moe.config import TAG_BYTES, Config
-from crossrail.moe.links.board import PARITIES
+from crossrail.moe.farewell import Why
+from crossrail.moe.links.board import PARITIES, RETURNED
 from crossrail.moe.links.far_memory import FarMemory, FarPart
 from crossrail.moe.links.node_sums import tags_of
 from crossrail.moe.outcome import Outcome
@@ -167,8 +168,10 @@ class Far:
         return layout.far_index(self._rank // self._config.dp_size, rank) * self.private_rows
 
     def watch(self, rank: int, board: memoryview) -> None:
-        """One that shares memory with us, this board: waits end when it is lost, unless it said farewell."""
-        self.proxy.watch(self._addresses[rank], rank, board)
+        """One that shares memory with us, this board: waits end when it is lost, unless it said farewell; and when it
+        said that before the results of the round.
+        """
+        self.proxy.watch(self._addresses[rank], rank, board, RETURNED)
 
     def imms_of(self, rank: int) -> list[int]:
         """By the words of board.py, the numbers by which a far rank tells us what those tell of near ones."""
@@ -268,10 +271,11 @@ class Far:
         self._halves.clear()
         self.reached.clear()
 
-    def farewell(self, why: int | None, timeout_s: float) -> bool:
-        """Nothing of ours comes any more: who waits for us is told. why: as Peers has it. Whether it was posted."""
-        return Outcome.of_native(*self.proxy.say_farewell(why, timeout_s)).result == "ready"
+    def farewell(self, why: Why, timeout_s: float) -> bool:
+        """Nothing of ours comes any more: who waits for us is told. Whether it was posted."""
+        number, words = why.number(self._config.world), why.words_bytes()
+        return Outcome.of_native(*self.proxy.say_farewell(number, words, timeout_s)).result == "ready"
 
-    def why_left(self, rank: int) -> int | None:
-        """What that far rank gave in its farewell. Written by that rank: to be checked."""
-        return self.proxy.why_left(rank)
+    def why_left(self, rank: int) -> Why:
+        """What that far rank gave in its farewell."""
+        return Why.of_peer(*self.proxy.why_left(rank), self._config.world)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+import numpy as np
+
 import crossrail as xr
 from crossrail import _core
 from crossrail.moe.errors import masked_out
+from crossrail.moe.farewell import Why
 from crossrail.moe.links.board import FAREWELL, PARITIES, RETURNED, SENT, VIEW, WORDS, BoardLayout
 from crossrail.moe.outcome import Outcome
 from crossrail.moe.rows.interface import Block
@@ -15,9 +18,9 @@ from crossrail.moe.rows.interface import Block
 class Near:
     """The boards of ranks that share memory with us, our own among them. Threads: one at a time.
 
-    ranks: theirs, ascending. boards, addresses: likewise; ours is the region's own memory. rows: ours, of
-    boards that hold none; then there is no other rank here. masks: who is lost is left out, on all ranks from the same
-    half of the same round on, since one word tells all of them.
+    ranks: theirs, ascending. boards, addresses, layouts: likewise; ours is the region's own memory. rows: ours, of
+    boards that hold none; then there is no other rank here. world: how many ranks there are, here or not.
+    masks: who is lost is left out, on all ranks from the same half of the same round on, since one word tells all.
     """
 
     def __init__(
@@ -27,26 +30,33 @@ class Near:
         ranks: Sequence[int],
         boards: Sequence[memoryview],
         addresses: Sequence[xr.Address],
-        layout: BoardLayout,
+        layouts: Sequence[BoardLayout],
         rows: Block | None,
         masks: bool,
+        world: int,
     ) -> None:
         self.ranks = list(ranks)
         self._watched: list[int] = []
-        own = self.ranks.index(rank)
+        self._own = own = self.ranks.index(rank)
+        self._world = world
+        self._reasons = [layout.reason(board) for layout, board in zip(layouts, boards, strict=True)]
         owners = [None if other == rank else address for other, address in zip(ranks, addresses, strict=True)]
         self.masked: set[int] = set()
         self._silent: tuple[set[int], set[int]] = (set(), set())  # by parity: whose word of dispatch is sealed
         self._words = _core.moe.Words(engine, boards, owners, own, WORDS, masks)
-        self.boards = [[layout.half(board, parity, rows) for parity in range(PARITIES)] for board in boards]
+        self.boards = [
+            [layout.half(board, parity, rows) for parity in range(PARITIES)]
+            for layout, board in zip(layouts, boards, strict=True)
+        ]
         self.own = self.boards[own]
         self.halves = {(other, parity): self.boards[i][parity] for i, other in enumerate(ranks) for parity in range(2)}
 
-    def watch(self, rank: int, address: xr.Address, imms: Sequence[int]) -> None:
+    def watch(self, rank: int, address: xr.Address, imms: Sequence[int], is_taken_meanwhile: bool) -> None:
         """One that shares no memory with us: waits end when it is lost, since the others go no further then; unless it
-        had ended in order. imms: by word, the numbers by which it tells us what words tell of others.
+        had ended in order. imms: by word, the numbers by which it tells us what words tell of others. Unless these are
+        taken while words are waited for, waits also end when it leaves before its part.
         """
-        self._words.watch(address, imms)
+        self._words.watch(address, imms, is_taken_meanwhile)
         self._watched.append(rank)
 
     def leave_out(self, rank: int) -> None:
@@ -82,18 +92,24 @@ class Near:
         if any(self._words.is_sealed(what + number % PARITIES, number) for what in (SENT, RETURNED)):
             raise masked_out()
 
-    def farewell(self, why: int | None) -> None:
-        """No word of ours comes any more. why: as Peers has it."""
-        self._words.publish(FAREWELL, PARITIES * (1 if why is None else 2 + why))
+    def farewell(self, why: Why) -> None:
+        """No word of ours comes any more. Once."""
+        words, number = why.words_bytes(), why.number(self._world)
+        self._reasons[self._own][: len(words)] = np.frombuffer(words, np.uint8)
+        self._words.publish(FAREWELL, PARITIES * (1 if number is None else 2 + number))
 
-    def why_left(self, rank: int) -> int | None:
-        """What that rank, which shares memory with us, gave in its farewell. Written by that rank: to be checked."""
-        number = self._words.value(self.ranks.index(rank), FAREWELL) // PARITIES
-        return number - 2 if number >= 2 else None
+    def why_left(self, rank: int) -> Why:
+        """What that rank, which shares memory with us, gave in its farewell."""
+        board = self.ranks.index(rank)
+        number = self._words.value(board, FAREWELL) // PARITIES
+        words = self._reasons[board].tobytes().partition(b"\0")[0]
+        return Why.of_peer(number - 2 if number >= 2 else None, words, self._world)
 
     def wait(self, what: int, number: int, timeout_s: float) -> tuple[Outcome, list[int]]:
         """Until all have published it. Also the ranks that were lost before they did: none, unless these are masked."""
-        result, index, boards = self._words.wait(what + number % PARITIES, number, timeout_s)
+        parity = number % PARITIES
+        then = RETURNED + parity if what == SENT else None
+        result, index, boards = self._words.wait(what + parity, number, timeout_s, then)
         absent = [self.ranks[board] for board in boards]
         self.masked.update(absent)
         if what == SENT:

@@ -139,7 +139,10 @@ class Agreement:
             outcomes.append(self._far.wait(step, opened.number, slice_s if outcomes[-1].result == "ready" else 0.0))
         late = None
         for outcome in outcomes:
-            if outcome.result in ("peer-lost", "failed"):
+            if outcome.result == "peer-lost" and self._has_left(outcome.rank) and not self._paxos.is_troubled:
+                if not self._has(outcome.rank, opened, half):  # it left in order, and is not masked for that
+                    raise self._error(Outcome("left", outcome.rank), f"{name} of round {opened.number}")
+            elif outcome.result in ("peer-lost", "failed"):
                 self._suspect(outcome.rank, outcome.detail)
             elif outcome.result == "masked-out":
                 raise masked_out()
@@ -311,6 +314,10 @@ class Agreement:
     def _error(self, outcome: Outcome, half: str, timeout_s: float = 0.0) -> CrossrailError:
         if outcome.result == "late" and outcome.rank == self._rank:
             return unposted_error(self._rank, half, timeout_s)
+        if outcome.result == "left":
+            link = self._near if outcome.rank in self._near.ranks else self._far
+            words = link.why_left(outcome.rank).words
+            outcome = Outcome("left", outcome.rank, words or outcome.detail)
         return error_of(self._engine, outcome, self._addresses[outcome.rank], half, timeout_s)
 
     def farewell(self, timeout_s: float) -> None:

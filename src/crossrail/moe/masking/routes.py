@@ -29,7 +29,7 @@ def drop_routes(config: Config, routes: Array, silent: Collection[int]) -> Array
     """The same, int32 or int64 [tokens, top_k], with -1 where the expert is on one of these ranks."""
     if not silent:
         return routes
-    is_dropped = np.isin(routes // config.experts_per_rank, list(silent)) & (routes >= 0)
+    is_dropped = np.isin(config.split.ranks_of(routes), list(silent)) & (routes >= 0)
     return np.where(is_dropped, -1, routes).astype(routes.dtype, copy=False)
 
 
@@ -37,5 +37,5 @@ def drop_results(config: Config, where: Array, indices: Array, absent: Collectio
     """Places of results as Kernels.reduce takes them, without those of absent ranks' experts. indices: the round's."""
     if not absent:
         return where
-    is_dropped = np.isin(indices // config.experts_per_rank, list(absent)) & (indices >= 0)
+    is_dropped = np.isin(config.split.ranks_of(indices), list(absent)) & (indices >= 0)
     return np.where(is_dropped[..., None], np.int32(-1), where)

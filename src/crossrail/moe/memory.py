@@ -1,0 +1,81 @@
+"""What a rank of an AllToAll allocates, before there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from crossrail.errors import UsageError
+from crossrail.moe.config import Config
+from crossrail.moe.links.board import BoardLayout, output_bytes
+from crossrail.moe.links.far_memory import FarMemory
+from crossrail.moe.meeting import make_layout
+from crossrail.moe.peers import with_room_for_all
+
+
+@dataclass(frozen=True)
+class MemoryBounds:
+    """Of a rank, in bytes, for both of the rounds that may be open.
+
+    board_bytes: what it shows to ranks that share memory with it; on a GPU without a board for rows, those as well.
+    output_bytes: what dispatch returns. far_bytes: for rows, results and routes of ranks that share no memory with it,
+    0 where all do; RDMA NICs pin these. output_rows: room of one dispatch's output.
+    """
+
+    board_bytes: int
+    output_bytes: int
+    far_bytes: int
+    output_rows: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Of all three. Less is resident until rounds have used it, except for what NICs pin."""
+        return self.board_bytes + self.output_bytes + self.far_bytes
+
+
+def memory_bounds(
+    *,
+    world: int,
+    experts: int,
+    experts_per_rank: Sequence[int] | None = None,
+    hidden: int,
+    top_k: int,
+    max_tokens: int,
+    dtype: str = "float8_e4m3fn",
+    scale_block: int | None = 128,
+    out_dtype: str = "bfloat16",
+    private_tokens: int | None = None,
+    padding: int = 1,
+    layout: str = "grouped",
+    node_size: int | None = None,
+    dp_size: int = 1,
+    capacity_factor: float | None = None,
+    on_lost: str = "raise",
+    node_sums: bool = False,
+    rank: int | None = None,
+) -> MemoryBounds:
+    """The memory that AllToAll allocates for these arguments, which are its own.
+
+    rank: of which rank, since they may have more experts or fewer; None: of the one that has most. world: how many
+    ranks. node_size: how many consecutive ones share memory; None: all. The arithmetic is in docs/moe.md, "Memory";
+    buffers have room for any routing, or for what capacity_factor allows. Allocates nothing; any thread. UsageError for
+    arguments that AllToAll refuses.
+    """
+    config = Config(
+        world=world, experts=experts, experts_per_rank=experts_per_rank, hidden=hidden, top_k=top_k,
+        max_tokens=max_tokens, dtype=dtype, scale_block=scale_block, out_dtype=out_dtype,
+        private_tokens=private_tokens, padding=padding, layout=layout, node_size=node_size, dp_size=dp_size,
+        capacity_factor=capacity_factor, on_lost=on_lost, node_sums=node_sums,
+    )  # fmt: skip
+    near = world if config.node_size is None else config.node_size
+    far_bytes = 0
+    if near < world:
+        told = with_room_for_all(config) if on_lost == "mask" else config
+        memory = FarMemory.of(told, make_layout(told, near))
+        far_bytes = memory.rows.nbytes + memory.routes.nbytes
+    if rank is None:
+        rank = config.split.counts.index(config.experts_per_rank_max)
+    if not 0 <= rank < world:
+        raise UsageError(f"rank is {rank}, must be one of {world}")
+    board = BoardLayout(config, rank)
+    return MemoryBounds(board.nbytes, output_bytes(config, rank), far_bytes, config.output_rows[rank])

@@ -1,0 +1,360 @@
+"""A call that fails on one rank only: the others are told who and why, at once; and nothing where it is mended."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import crossrail as xr
+from crossrail.moe import AllToAll, Round
+from crossrail.moe.outcome import Outcome
+from tests.moe.batches import draw
+from tests.moe.ranks import Ranks
+from tests.moe.test_faults import TCP
+from tests.support.limits import NEVER_S, WAIT_S
+
+SIZES: dict[str, Any] = {
+    "experts": 4, "hidden": 32, "top_k": 2, "max_tokens": 8, "scale_block": None, "out_dtype": "float32",
+}  # fmt: skip
+LONG_S = 100 * WAIT_S  # nobody's patience ends: run_ranks() gives up long before
+
+# How engines talk, and how many of four ranks share memory.
+WIRES: dict[str, tuple[dict[str, Any], int]] = {
+    "near": ({}, 4), "shm": ({}, 1), "mixed": ({}, 2), "tcp": (TCP, 1),
+}  # fmt: skip
+
+
+@pytest.fixture(params=WIRES)
+def ranks(request: pytest.FixtureRequest, nothing_leaks: None) -> Any:
+    engine, node_size = WIRES[request.param]
+    with Ranks(4, engine, **SIZES, node_size=node_size, timeout_s=LONG_S) as made:
+        yield made
+
+
+class Player:
+    """What one rank does in a round, half by half. spoil: of this half its arguments, or its way there."""
+
+    def __init__(self, part: AllToAll, rank: int) -> None:
+        batch = draw(np.random.default_rng(rank), 8, 32, 4, 2, 32)
+        self.part, self.x, self.indices, self.weights = part, batch.x, batch.indices, batch.weights
+
+    def dispatch_send(self, is_bad: bool = False) -> Round:
+        self.opened = self.part.dispatch_send(self.x[:, :31] if is_bad else self.x, None, self.indices, self.weights)
+        return self.opened
+
+    def dispatch_recv(self, is_bad: bool = False) -> None:
+        self.got = self.part.dispatch_recv(None if is_bad else self.opened)  # type: ignore[arg-type]
+
+    def combine_send(self, is_bad: bool = False) -> None:
+        y = np.ones((self.got.rows + is_bad, 32), np.float32)
+        self.part.combine_send(y, self.got)
+
+    def combine_recv(self, is_bad: bool = False) -> None:
+        weights = self.weights[:, :1] if is_bad else None
+        out = self.part.combine_recv(self.got, weights)
+        wanted = np.broadcast_to(self.weights.sum(axis=1, keepdims=True), out.shape)
+        np.testing.assert_array_equal(out, wanted)
+
+
+HALVES = ("dispatch_send", "dispatch_recv", "combine_send", "combine_recv")
+WHAT_FAILS = {
+    "dispatch_send": "UsageError: x has shape",
+    "dispatch_recv": "UsageError: dispatch_recv was given NoneType",
+    "combine_send": "UsageError: y has shape",
+    "combine_recv": "UsageError: weights has shape",
+}
+
+
+def error_of(run: Callable[[], object]) -> BaseException:
+    try:
+        run()
+    except BaseException as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
+def leave_by(part: AllToAll, run: Callable[[], object]) -> None:
+    """As a with block is left by what is raised in it."""
+    with part:
+        run()
+
+
+def play(player: Player, until: str | None = None) -> None:
+    """The halves of a round, up to that one."""
+    for half in HALVES:
+        if half == until:
+            return
+        getattr(player, half)()
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_a_call_with_bad_arguments_is_mended_and_nobody_hears_of_it(ranks: Ranks, half: str) -> None:
+    def run(part: AllToAll, rank: int) -> None:
+        player = Player(part, rank)
+        for is_bad in (rank == 0, False):
+            play(player, until=half)
+            if is_bad:
+                with pytest.raises(xr.UsageError):
+                    getattr(player, half)(is_bad=True)
+            for later in HALVES[HALVES.index(half) :]:
+                getattr(player, later)()
+        if rank == 1:  # it has all of its last round, and so have the others soon
+            part.close()
+
+    ranks.each(run)
+    ranks.parts[0].close()
+    for rank in (2, 3):
+        error = error_of(lambda rank=rank: play(Player(ranks.parts[rank], rank)))
+        assert isinstance(error, xr.UsageError)
+        assert "has closed its AllToAll" in str(error)
+        assert "failed" not in str(error)
+
+
+@pytest.mark.parametrize("by", ["close", "with"])
+@pytest.mark.parametrize("half", HALVES)
+def test_who_leaves_after_a_call_with_bad_arguments_says_why(ranks: Ranks, half: str, by: str) -> None:
+    def run(part: AllToAll, rank: int) -> BaseException | None:
+        player = Player(part, rank)
+        if rank > 0:
+            try:
+                play(player)
+                play(player)  # whoever fails in its last half has sent all of that round
+            except BaseException as error:
+                return error
+            raise AssertionError("nothing was raised")
+        if by == "close":
+            play(player, until=half)
+            with pytest.raises(xr.UsageError):
+                getattr(player, half)(is_bad=True)
+            part.close()
+        else:
+            error = error_of(lambda: leave_by(part, lambda: (play(player, half), getattr(player, half)(is_bad=True))))
+            assert isinstance(error, xr.UsageError)
+        return None
+
+    for error in ranks.each(run)[1:]:
+        assert isinstance(error, xr.UsageError), error
+        assert "rank 0 ('rank-0'" in str(error)
+        assert "has closed its AllToAll before its" in str(error)
+        assert f": its {half} failed: {WHAT_FAILS[half]}" in str(error)
+
+
+def test_who_leaves_a_with_block_by_an_error_of_its_own_says_which(ranks: Ranks) -> None:
+    def run(part: AllToAll, rank: int) -> BaseException | None:
+        player = Player(part, rank)
+        if rank > 0:
+            return error_of(lambda: play(player))
+
+        def break_down() -> None:
+            play(player, until="combine_send")
+            raise ZeroDivisionError("no\nexpert\N{BELL} of mine")
+
+        with pytest.raises(ZeroDivisionError):
+            leave_by(part, break_down)
+        return None
+
+    for error in ranks.each(run)[1:]:
+        assert isinstance(error, xr.UsageError)
+        assert "rank 0 " in str(error)
+        assert "its with block failed: ZeroDivisionError: no expert" in str(error)
+        assert str(error).isprintable()
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_who_leaves_says_why_where_ranks_are_masked_too(wire: str, nothing_leaks: None) -> None:
+    engine, node_size = WIRES[wire]
+    with Ranks(4, engine, **SIZES, node_size=node_size, timeout_s=LONG_S, on_lost="mask") as ranks:
+
+        def run(part: AllToAll, rank: int) -> BaseException | None:
+            player = Player(part, rank)
+            if rank > 0:
+                return error_of(lambda: play(player))
+            play(player, until="combine_send")
+            with pytest.raises(xr.UsageError):
+                player.combine_send(is_bad=True)
+            part.close()
+            return None
+
+        for error in ranks.each(run)[1:]:
+            assert isinstance(error, xr.UsageError)
+            assert "rank 0 " in str(error)
+            assert "its combine_send failed: UsageError: y has shape" in str(error)
+
+
+@pytest.mark.parametrize("half", ["dispatch_recv", "combine_recv"])
+def test_a_wait_that_was_interrupted_is_repeated_and_nobody_hears_of_it(
+    ranks: Ranks, half: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupt(monkeypatch, ranks.parts[0], half)
+
+    def run(part: AllToAll, rank: int) -> None:
+        player = Player(part, rank)
+        for number in range(2):
+            for one in HALVES:
+                if rank == 0 and number == 0 and one == half:
+                    with pytest.raises(KeyboardInterrupt):
+                        getattr(player, one)()
+                getattr(player, one)()
+
+    ranks.each(run)
+
+
+@pytest.mark.parametrize("half", ["dispatch_recv", "combine_recv"])
+def test_who_leaves_after_a_wait_that_was_interrupted_says_so(
+    ranks: Ranks, half: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupt(monkeypatch, ranks.parts[0], half)
+
+    def run(part: AllToAll, rank: int) -> BaseException | None:
+        player = Player(part, rank)
+        if rank > 0:
+            return error_of(lambda: (play(player), play(player)))
+        with pytest.raises(KeyboardInterrupt), part:
+            play(player)
+        return None
+
+    for error in ranks.each(run)[1:]:
+        assert isinstance(error, xr.UsageError)
+        assert f"its {half} failed: KeyboardInterrupt" in str(error)
+
+
+def interrupt(monkeypatch: pytest.MonkeyPatch, part: AllToAll, half: str) -> None:
+    """As Ctrl-C does, once, in that half's wait."""
+    name = {"dispatch_recv": "wait_sources", "combine_recv": "wait_results"}[half]
+    wait = getattr(part._peers, name)
+
+    def interrupted(*_: Any) -> None:
+        monkeypatch.setattr(part._peers, name, wait)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(part._peers, name, interrupted)
+
+
+@pytest.mark.parametrize("half", ["dispatch_recv", "combine_recv"])
+def test_who_leaves_after_a_wait_in_vain_says_for_whom(ranks: Ranks, half: str) -> None:
+    """The last of four ranks does not come; the first, which waits for a moment only, owes the others its results, or
+    nothing before the next round.
+    """
+    has_left = threading.Event()
+
+    def run(part: AllToAll, rank: int) -> BaseException | None:
+        player = Player(part, rank)
+        if rank == 3:
+            if half == "combine_recv":
+                play(player, until="combine_send")
+                assert has_left.wait(WAIT_S)
+                player.combine_send()
+                player.combine_recv()
+            return None
+        if rank > 0:
+            if half == "combine_recv":
+                play(player)
+            return error_of(lambda: play(player))
+        play(player, until=half)
+        part.timeout_s = NEVER_S
+        with pytest.raises(xr.WaitTimeout), part:
+            getattr(player, half)()
+        has_left.set()
+        return None
+
+    for error in ranks.each(run)[1:3]:
+        assert isinstance(error, xr.UsageError)
+        assert "rank 0 " in str(error)
+        assert "it had waited for rank 3 ('rank-3') in vain" in str(error)
+
+
+@pytest.mark.parametrize("half", ["dispatch_send", "dispatch_recv", "combine_recv"])
+def test_who_loses_a_rank_that_others_still_see_tells_them(
+    ranks: Ranks, half: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody closes anything: what is lost for one is lost for all."""
+    part, gone = ranks.parts[0], ranks.engines[3].address
+
+    def lose() -> None:
+        if half == "dispatch_send":
+            state_of = ranks.engines[0].peer_state
+            monkeypatch.setattr(ranks.engines[0], "peer_state", lambda a: "lost" if a == gone else state_of(a))
+        elif part._far is None:
+            monkeypatch.setattr(part._near, "wait", lambda *_: (Outcome("peer-lost", 3), []))
+        else:
+            monkeypatch.setattr(part._far, "wait", lambda *_: Outcome("peer-lost", 3))
+
+    def run(part: AllToAll, rank: int) -> BaseException:
+        player = Player(part, rank)
+        if rank > 0:
+            return error_of(lambda: (play(player), play(player)))
+        play(player, until=half)
+        lose()
+        error = error_of(getattr(player, half))
+        monkeypatch.undo()
+        with pytest.raises(xr.PeerLost, match="rank 3 "):
+            player.dispatch_send()
+        return error
+
+    errors = ranks.each(run)
+    for error in errors:
+        assert isinstance(error, xr.PeerLost), error
+    for error in errors[:3]:
+        assert "rank 3 ('rank-3'" in str(error)
+    assert re.match(r"rank [012] .* it lost sight of this rank", str(errors[3]))  # whoever it hears of first
+
+
+@pytest.mark.parametrize("ranks", [wire for wire in WIRES if wire != "near"], indirect=True)
+@pytest.mark.parametrize("half", ["dispatch_recv", "combine_recv"])
+def test_who_finds_that_a_write_has_failed_tells_the_others(
+    ranks: Ranks, half: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    far = ranks.parts[0]._far
+
+    def run(part: AllToAll, rank: int) -> BaseException:
+        player = Player(part, rank)
+        if rank > 0:
+            return error_of(lambda: (play(player), play(player)))
+        play(player, until=half)
+        monkeypatch.setattr(far, "wait", lambda *_: Outcome("failed", 3, "the rail broke"))
+        return error_of(getattr(player, half))
+
+    errors = ranks.each(run)
+    assert type(errors[0]) is xr.TransferError
+    for error in errors[1:]:
+        assert isinstance(error, xr.UsageError), error
+        assert "rank 0 " in str(error)
+        assert "a write to rank 3 ('rank-3'" in str(error)
+    with pytest.raises(xr.TransferError, match=r"a write to rank 3 .* failed.*the rail broke"):
+        play(Player(ranks.parts[0], 0))
+
+
+def test_who_has_left_is_told_of_while_a_slow_one_is_waited_for(ranks: Ranks) -> None:
+    """Whoever comes first in the order of waits is not to hide the others."""
+    slow, gone = 0, 3
+    ranks.parts[gone].close()
+    for rank in (1, 2):
+        error = error_of(lambda rank=rank: play(Player(ranks.parts[rank], rank)))
+        assert isinstance(error, xr.UsageError)
+        assert f"rank {gone} " in str(error)
+    assert ranks.parts[slow].open_rounds == ()
+
+
+def test_memory_of_a_peer_that_makes_no_sense_ends_the_round_of_all(nothing_leaks: None) -> None:
+    """Counts that one rank alone finds to be none that a rank can have."""
+    with Ranks(3, **SIZES, node_size=1, timeout_s=LONG_S) as ranks:
+        far = ranks.parts[0]._far
+        assert far is not None
+        routes_of = far.routes_of
+        far.routes_of = lambda number, rank: routes_of(number, rank) - 1000 * (rank == 2)
+
+        def run(part: AllToAll, rank: int) -> BaseException:
+            return error_of(lambda: play(Player(part, rank)))
+
+        errors = ranks.each(run)
+        for error in errors[1:]:
+            assert isinstance(error, xr.UsageError)
+            assert "rank 0 " in str(error)
+            assert "its dispatch of round 1 failed: " in str(error)
+        with pytest.raises(xr.CrossrailError, match="make a new one"):
+            play(Player(ranks.parts[0], 0))
