@@ -471,3 +471,9 @@ def test_part_that_has_changed_named() -> None:
     check_parts({update: "name force"})
     with pytest.raises(xr.UsageError, match=r"update takes 'name force', not 'name'"):
         check_parts({update: "name"})
+
+
+@pytest.mark.parametrize("timeout_s", [float("nan"), -1.0])
+def test_store_that_is_to_wait_for_no_time_is_refused(environment: None, timeout_s: float) -> None:
+    with pytest.raises(xr.UsageError, match=f"^timeout_s is {timeout_s:g}"):
+        P2PStore(CpuDeviceManager(), rank=0, transport="shm", timeout_s=timeout_s)

@@ -81,7 +81,7 @@ async def test_over_http(server: Any, address: str) -> None:
     [
         (b"GET /route HTTP/1.1\r\nHost: x\r\nAuthorization: \xff\r\n\r\n", b"401"),
         (b"PUT /route HTTP/1.1\r\nHost: x\r\nExpect: \xff\r\nContent-Length: 1\r\n\r\nx", b"417"),
-        (b"PUT /route HTTP/1.1\r\nHost: x\r\nContent-Encoding: gzip\r\nContent-Length: 8\r\n\r\nno gzip.", b"400"),
+        (b"PUT /route HTTP/1.1\r\nHost: x\r\nContent-Encoding: gzip\r\nContent-Length: 8\r\n\r\nno gzip.", b"415"),
         (b"\x16\x03\x01\r\n\r\n", b"400"),
     ],
 )

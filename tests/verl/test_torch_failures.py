@@ -185,6 +185,9 @@ async def test_what_is_late_of_a_failed_update_is_not_taken_for_the_next(make: M
 def test_refused_with_reason(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(xr.UsageError, match="rollout_dtype is 'int99'"):
         make(rollout_dtype="int99")
+    for timeout_s in ("60", None, -1.0):
+        with pytest.raises(xr.UsageError, match=r"timeout_s (must be a number|is -1\.0)"):
+            make(timeout_s=timeout_s)
     one, other = make(bucket_bytes=1 << 20), make(bucket_bytes=2 << 20)
     with pytest.raises(xr.UsageError, match="update_weights_bucket_megabytes must be the same"):
         type(one).build_topology(1, 1, [one.prepare(), other.prepare()])

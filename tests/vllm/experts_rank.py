@@ -19,9 +19,9 @@ from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEKernel
 
 import crossrail as xr
 from crossrail.cli.child import answer_calls
-from crossrail.integrations.vllm import CrossrailPrepareAndFinalize
 from crossrail.moe import AllToAll, EngineGroup
 from crossrail.moe.graph import GraphAllToAll
+from tests.documentation.blocks import blocks
 
 # The reference experts ask whether a graph is being captured, which torch refuses to say where there is no accelerator.
 fused_batched_moe._is_capturing_or_compiling = lambda: False
@@ -61,7 +61,9 @@ class _Rank:
             experts = fused_batched_moe.NaiveBatchedExperts(
                 _config(rank, ranks, top_k, dtype), FUSED_MOE_UNQUANTIZED_CONFIG, TOKENS, ranks
             )
-            kernel = FusedMoEKernel(CrossrailPrepareAndFinalize(all_to_all), experts)
+            names = {"FusedMoEKernel": FusedMoEKernel, "all_to_all": all_to_all, "experts": experts}
+            exec(blocks()["docs/moe.md"][-1], names)
+            kernel: Any = names["kernel"]
             given = [
                 kernel.apply(
                     x, w1[local], w2[local], weights, ids, MoEActivation.SILU, EXPERTS, None, weight_on_input

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import re
+from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +21,10 @@ from crossrail.control.wire import EngineWire
 from crossrail.integrations.vllm.plugin import PLAIN_VARIABLE
 from crossrail.integrations.vllm.weights_trainer import VllmInstance, VllmUpdates
 from crossrail.weights import WeightController, WeightMemory, WeightTrainer, messages
+from crossrail.weights.inventory.checkpoint import Checkpoint
 from crossrail.weights.toy import rows
 from tests.support.tiny_llama import make_model, prompt
+from tests.support.tiny_models import make, quantise
 from tests.vllm.conftest import Start
 from tests.vllm.support import ROOT, SECRET, Instance
 
@@ -36,13 +39,24 @@ _names = (f"weights-{i}" for i in itertools.count())
 def installed(folder: Path) -> dict[str, str]:
     """The environment of an instance that sees our entry points, as if the wheel was installed there."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    entries = [f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in named.items()) for group, named in
-               project["entry-points"].items()]  # fmt: skip
-    info = folder / "site" / f"crossrail-{project['version']}.dist-info"
+    site = install(folder / "site", "crossrail", project["version"], project["entry-points"])
+    return {"PYTHONPATH": f"{ROOT / 'src'}:{site}", PLAIN_VARIABLE: "0"}
+
+
+def install(site: Path, name: str, version: str, points: dict[str, dict[str, str]]) -> Path:
+    entries = [f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in named.items()) for group, named in points.items()]
+    info = site / f"{name}-{version}.dist-info"
     info.mkdir(parents=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: crossrail\nVersion: {project['version']}\n")
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
     (info / "entry_points.txt").write_text("\n".join(entries))
-    return {"PYTHONPATH": f"{ROOT / 'src'}:{info.parent}", PLAIN_VARIABLE: "1"}
+    return site
+
+
+def with_plugin(installed: dict[str, str], folder: Path, name: str) -> dict[str, str]:
+    """A function of tests.vllm.plugins runs in each of the instance's processes too."""
+    group = {"vllm.general_plugins": {name: f"tests.vllm.plugins:{name}"}}
+    site = install(folder / f"site-{name}", f"tests-{name}", "1", group)
+    return installed | {"PYTHONPATH": f"{installed['PYTHONPATH']}:{ROOT}:{site}"}
 
 
 class Client:
@@ -69,9 +83,15 @@ class Client:
         self._instance.call(next(_names), "finish_weight_update")
 
 
+def of_expert(name: str) -> tuple[str, int | None]:
+    """The stack in which a checkpoint's tensor is one expert, and which; of others the name."""
+    found = re.fullmatch(r"(.*\.experts)\.(\d+)(\..*)", name)
+    return (found[1] + found[3], int(found[2])) if found else (name, None)
+
+
 @dataclass
 class Trainers:
-    """Each with rows of every parameter, as FSDP has them; float32."""
+    """Each with rows of every parameter, as FSDP has them."""
 
     controller: WeightController
     trainers: list[WeightTrainer]
@@ -79,7 +99,10 @@ class Trainers:
     closes: list[Any]
 
     @classmethod
-    async def start(cls, model: Path) -> Trainers:
+    async def start(
+        cls, model: Path, dtype: torch.dtype = torch.float32, checkpoint: Checkpoint | None = None
+    ) -> Trainers:
+        """checkpoint: they hold its tensors instead, as they lie in its files."""
         closes: list[Any] = []
 
         def open_box(name: str) -> tuple[xr.Engine, Any]:
@@ -95,16 +118,14 @@ class Trainers:
         weights = safetensors.torch.load_file(model / "model.safetensors")
         for rank in range(TRAINERS):
             engine, box = open_box(f"trainer-{rank}")
-            memory = WeightMemory(engine, "trainer", rank)
-            shards = {}
-            for name, tensor in weights.items():
-                box_of = rows(tuple(tensor.shape), rank, TRAINERS)
-                shards[name] = torch.empty([b - a for a, b in box_of])
-                memory.add(name, shards[name], shape=tuple(tensor.shape), box=box_of, mesh="fsdp")
+            if checkpoint is None:
+                memory, shards = rows_of(weights, engine, rank, dtype)
+                made.shards.append(shards)
+            else:
+                memory = checkpoint.memory(engine, rank, TRAINERS)
             trainer = WeightTrainer(box, memory, 16 << 20)
             await trainer.join(controller.address, PATIENCE_S)
             made.trainers.append(trainer)
-            made.shards.append(shards)
         return made
 
     def load(self, model: Path) -> None:
@@ -129,6 +150,24 @@ class Trainers:
             engine.close()
 
 
+def rows_of(
+    weights: dict[str, torch.Tensor], engine: xr.Engine, rank: int, dtype: torch.dtype
+) -> tuple[WeightMemory, dict[str, torch.Tensor]]:
+    memory = WeightMemory(engine, "trainer", rank)
+    shards = {}
+    stacked = Counter(of_expert(name)[0] for name in weights)
+    for name, tensor in weights.items():
+        box = rows(tuple(tensor.shape), rank, TRAINERS)
+        shards[name] = torch.empty([b - a for a, b in box], dtype=dtype)
+        full, expert = of_expert(name)
+        if expert is None:
+            memory.add(full, shards[name], shape=tuple(tensor.shape), box=box, mesh="fsdp")
+        else:
+            shape = (stacked[full], *tensor.shape)
+            memory.add(full, shards[name][None], shape=shape, box=((expert, expert + 1), *box), mesh="fsdp")
+    return memory, shards
+
+
 @pytest.fixture(scope="session")
 def other(folder: Path) -> Path:
     """The same model with other weights."""
@@ -146,24 +185,91 @@ def tokens_of(instance: Instance) -> list[list[int]]:
     return [instance.ask(next(_names), tokens)["tokens"] for tokens in PROMPTS]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-async def test_updated_instance_generates_as_one_started_with_these_weights(
-    start: Start, model: Path, other: Path, trainers: Trainers, installed: dict[str, str], ranks: int
+TENSOR_PARALLEL = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+
+
+async def check_updates(
+    live: Instance, reference: Instance, ranks: int, one: Path, two: Path, dtype: torch.dtype = torch.float32
 ) -> None:
-    parallel = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"} if ranks == 2 else {}
-    live = start(f"live-{ranks}", None, environment=installed, **CONFIG, **parallel)
-    reference = start(f"reference-{ranks}", None, environment=installed, model=other, **parallel)
+    """live was started with the weights of one, reference with those of two. dtype: of trainers."""
     live.wait_ready()
     reference.wait_ready()
     first, wanted = await asyncio.to_thread(tokens_of, live), await asyncio.to_thread(tokens_of, reference)
     assert all(one != two for one, two in zip(first, wanted, strict=True))
-    updates = VllmUpdates(trainers.controller, [VllmInstance(Client(live), ranks)])
-    await updates.join()
-    for version, source, expected in ((1, other, wanted), (2, model, first)):
-        trainers.load(source)
-        await trainers.update(updates, version)
+    trainers = await Trainers.start(one, dtype)
+    try:
+        updates = VllmUpdates(trainers.controller, [VllmInstance(Client(live), ranks)])
+        await updates.join()
+        for version, source, expected in ((1, two, wanted), (2, one, first)):
+            trainers.load(source)
+            await trainers.update(updates, version)
+            live.reset_prefix_cache(next(_names))
+            assert await asyncio.to_thread(tokens_of, live) == expected
+    finally:
+        await trainers.close()
+
+
+@pytest.mark.parametrize("is_plain", ["0", "1"], ids=["packed", "plain"])
+@pytest.mark.parametrize("ranks", [1, 2])
+async def test_updated_instance_generates_as_one_started_with_these_weights(
+    start: Start, model: Path, other: Path, installed: dict[str, str], ranks: int, is_plain: str
+) -> None:
+    parallel = TENSOR_PARALLEL if ranks == 2 else {}
+    environment = installed | {PLAIN_VARIABLE: is_plain}
+    live = start(f"live-{ranks}", None, environment=environment, **CONFIG, **parallel)
+    reference = start(f"reference-{ranks}", None, environment=environment, model=other, **parallel)
+    await check_updates(live, reference, ranks, model, other)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3_moe", "deepseek_v3"])
+async def test_other_families(start: Start, folder: Path, installed: dict[str, str], family: str, ranks: int) -> None:
+    one, two = (make(family, folder / f"{family}-{ranks}-{seed}", seed) for seed in (1, 2))
+    parallel = TENSOR_PARALLEL if ranks == 2 else {}
+    live = start(f"{family}-live-{ranks}", None, environment=installed, model=one, **CONFIG, **parallel)
+    reference = start(f"{family}-reference-{ranks}", None, environment=installed, model=two, **parallel)
+    await check_updates(live, reference, ranks, one, two)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+async def test_experts_that_ranks_divide_between_them(
+    start: Start, folder: Path, installed: dict[str, str], family: str
+) -> None:
+    name = f"{family}-expert-parallel"
+    one, two = (make(family, folder / f"{name}-{seed}", seed) for seed in (1, 2))
+    environment = with_plugin(installed, folder / name, "local_experts")
+    parallel = TENSOR_PARALLEL | {"enable_expert_parallel": True}
+    live = start(f"{name}-live", None, environment=environment, model=one, **CONFIG, **parallel)
+    reference = start(f"{name}-reference", None, environment=environment, model=two, **parallel)
+    await check_updates(live, reference, 2, one, two)
+
+
+@pytest.mark.parametrize("is_published", [False, True], ids=["from_bfloat16", "from_float8"])
+async def test_float8(start: Start, folder: Path, installed: dict[str, str], is_published: bool) -> None:
+    name = f"float8-{is_published}"
+    one, two = (make("qwen3_moe_blocks", folder / f"{name}-plain-{seed}", seed) for seed in (1, 2))
+    of_one, of_two = (quantise(model, folder / f"{name}-{model.name[-1]}") for model in (one, two))
+    engine = {"environment": with_plugin(installed, folder / name, "float8"), "dtype": "bfloat16"}
+    live = start(f"{name}-live", None, model=of_one, **CONFIG, **engine)
+    reference = start(f"{name}-reference", None, model=of_two, **engine)
+    if not is_published:
+        await check_updates(live, reference, 1, one, two, torch.bfloat16)
+        return
+    live.wait_ready()
+    reference.wait_ready()
+    first, wanted = await asyncio.to_thread(tokens_of, live), await asyncio.to_thread(tokens_of, reference)
+    assert all(one != two for one, two in zip(first, wanted, strict=True))
+    for source, expected in ((of_two, wanted), (of_one, first)):
+        checkpoint = Checkpoint(source)
+        trainers = await Trainers.start(source, checkpoint=checkpoint)
+        updates = VllmUpdates(trainers.controller, [VllmInstance(Client(live))])
+        await updates.join()  # the second time it leaves the first controller
+        await trainers.update(updates, 1)
         live.reset_prefix_cache(next(_names))
         assert await asyncio.to_thread(tokens_of, live) == expected
+        updates.close()
+        await trainers.close()
+        checkpoint.close()
 
 
 async def test_failed_update_is_told_and_the_next_heals(
@@ -187,9 +293,3 @@ async def test_failed_update_is_told_and_the_next_heals(
     await trainers.update(updates, 1)
     live.reset_prefix_cache(next(_names))
     assert await asyncio.to_thread(tokens_of, live) == first
-
-
-def test_weights_that_are_repacked_are_refused_by_name(start: Start, installed: dict[str, str]) -> None:
-    packed = start("packed", None, environment=installed | {PLAIN_VARIABLE: "0"}, **CONFIG).wait_ready()
-    with pytest.raises(RuntimeError, match=rf"proj\.weight is empty.*{PLAIN_VARIABLE}=1"):
-        packed.call(next(_names), "init_weight_transfer_engine", init_info={"controller": "00"})

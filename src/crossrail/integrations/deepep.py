@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import crossrail as xr
 from crossrail._extras import needs
+from crossrail._options import check_seconds
 from crossrail.errors import CrossrailError, UsageError
 from crossrail.moe import AllToAll, Dispatched, TorchGroup
 from crossrail.moe.config import Config
@@ -33,6 +34,8 @@ from crossrail.moe.rows.device import kernels_of_a_gpu
 
 with needs(__name__, "'crossrail[torch]'"):
     import torch
+
+__all__ = ["Buffer", "Event", "Handle"]
 
 _SCALE_BLOCK = 128
 _HOST = torch.device("cpu")
@@ -116,6 +119,7 @@ class Buffer:
         hardware and mean nothing here: memory is taken for each set of sizes. transport: of crossrail.Engine;
         timeout_s: how long a call or hook waits for the other ranks.
         """
+        check_seconds(timeout_s=timeout_s)
         _refuse("low_latency_mode", low_latency_mode, True, "there are no high-throughput calls")
         _refuse("num_nvl_bytes", num_nvl_bytes, 0, "there are no high-throughput calls")
         _refuse("enable_shrink", enable_shrink, False, "ranks cannot be masked by hand")
@@ -172,7 +176,7 @@ class Buffer:
             world=num_ranks, private_tokens=None, padding=1, node_size=None, dp_size=1, capacity_factor=None,
             on_lost="raise", **_options(sizes),
         )  # fmt: skip
-        return BoardLayout(config).nbytes + PARITIES * config.rows_max * config.x_row_bytes
+        return BoardLayout(config, 0).nbytes + PARITIES * config.output_rows[0] * config.x_row_bytes
 
     def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
         """Does nothing: rounds are numbered, so nothing that an earlier one left is taken for a later one's."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from crossrail._files import SECRET_BYTES_MAX, read_at_most
-from crossrail.engine import SECRET_VARIABLE
+from crossrail._options import SECRET_VARIABLE
 from crossrail.errors import UsageError
 
 

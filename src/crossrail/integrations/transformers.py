@@ -18,6 +18,8 @@ from crossrail.moe import AllToAll, Dispatched
 with needs(__name__, "'crossrail[transformers]'"):
     import torch
 
+__all__ = ["ExpertParallel", "distribute_experts"]
+
 
 class ExpertParallel(torch.nn.Module):
     """Takes the place of a block's `experts`, and is called as they are.
@@ -31,8 +33,8 @@ class ExpertParallel(torch.nn.Module):
         """UsageError when the experts are of another form or number, or computing in another dtype."""
         super().__init__()
         _check(experts, all_to_all)
-        first = all_to_all.rank * all_to_all.config.experts_per_rank
-        own = slice(first, first + all_to_all.config.experts_per_rank)  # less where there are fewer
+        ours = all_to_all.config.split.of(all_to_all.rank)
+        own = slice(ours.start, ours.stop)
         self.gate_up_proj = torch.nn.Parameter(experts.gate_up_proj[own].detach().clone(), requires_grad=False)
         self.down_proj = torch.nn.Parameter(experts.down_proj[own].detach().clone(), requires_grad=False)
         self.act_fn = experts.act_fn

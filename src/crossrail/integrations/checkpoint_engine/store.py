@@ -17,6 +17,7 @@ from typing import Any
 
 import crossrail as xr
 from crossrail._extras import needs
+from crossrail._options import check_seconds
 from crossrail.errors import CrossrailError, UsageError, WaitTimeout
 from crossrail.integrations.checkpoint_engine import place
 from crossrail.integrations.checkpoint_engine.versions import check_version
@@ -54,6 +55,7 @@ class P2PStore:
         transport, rails, port: as of crossrail.Engine. secret_file: None: the value of CROSSRAIL_SECRET.
         timeout_s: how long batch_transfer_sync_read waits.
         """
+        check_seconds(timeout_s=timeout_s)
         check_version()
         self.rank = int(os.environ["RANK"]) if rank is None else rank
         self._secret = shared_secret(secret_file, "the parameter server", "the arguments of ParameterServer")

@@ -11,6 +11,7 @@ from typing import Any
 
 from crossrail import Engine
 from crossrail._extras import needs
+from crossrail._options import check_seconds
 from crossrail.errors import UsageError
 from crossrail.integrations.secret import shared_secret
 from crossrail.integrations.verl.buckets import ALIGN
@@ -57,6 +58,7 @@ class CrossrailCheckpointEngine(CheckpointEngine):
         del is_master
         if bucket_size < ALIGN:
             raise UsageError(f"bucket_size is {bucket_size}, must be at least {ALIGN} bytes")
+        check_seconds(timeout_s=timeout_s)
         self._bucket_bytes = bucket_size
         self._dtype = _dtype_of(rollout_dtype)
         self._device = get_device_name() if device is None else device

@@ -9,10 +9,12 @@ A prompt is prefilled by one instance and decoded by another; crossrail.kv write
       scheduler.py: which request, which      worker.py: a thread with an event loop, an engine, a mailbox
       blocks, when they may be freed            producer.py: offers computed prompts, writes them to who asks
            └──── orders.py, each step ────▶     consumer.py: asks, counts, takes back
-    connector.py turns vLLM's calls into theirs; beside it only weights.py, plugin.py and experts.py import vLLM.
+    connector.py turns vLLM's calls into theirs; beside it only plugin.py, experts.py, weights.py, weights_model.py and
+    weights_reload.py import vLLM.
 
-Weight updates (docs/weights-vllm.md): plugin.py registers the backend, weights.py is it, weights_worker.py the
-inference rank inside of a worker, weights_trainer.py drives instances from the trainers' side.
+Weight updates (docs/weights-vllm.md): plugin.py registers the backend, weights.py is it. weights_model.py: where in a
+worker's model weights are written; weights_reload.py: layers that are loaded again from there; weights_worker.py: the
+inference rank inside of a worker; weights_trainer.py drives instances from the trainers' side.
 
 And expert parallelism: `CrossrailPrepareAndFinalize` (experts.py) brings rows to vLLM's fused experts by crossrail.moe.
 """

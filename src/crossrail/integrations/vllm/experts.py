@@ -101,7 +101,8 @@ class CrossrailPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
             counts = mk.ExpertTokensMetadata(
                 expert_num_tokens=dispatched.counts, expert_num_tokens_cpu=dispatched.counts.cpu() if is_known else None
             )
-            rows = dispatched.x.view(-1, all_to_all.config.rows_per_expert, all_to_all.config.hidden)
+            config = all_to_all.config  # this rank may have no experts
+            rows = dispatched.x.view(len(dispatched.counts), config.rows_per_expert, config.hidden)
             return rows, None, counts, None, None
 
         return hook, receiver

@@ -16,7 +16,7 @@ def register() -> None:
     """Makes `--weight-transfer-config '{"backend": "crossrail"}'` known to a vLLM that has such. Idempotent.
 
     CROSSRAIL_VLLM_PLAIN_WEIGHTS=1: vLLM on CPU does not repack the weights of linear layers for oneDNN, so that they
-    can be updated in place; it then computes with torch's own kernels.
+    are updated in place; it then computes with torch's own kernels.
     """
     try:
         from vllm.distributed.weight_transfer import WeightTransferEngineFactory

@@ -8,8 +8,8 @@ weights_worker.py is the part without vLLM, weights_trainer.py drives instances 
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,16 +19,14 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from crossrail.errors import UsageError
 from crossrail.integrations.ports import port_of_rank
-from crossrail.integrations.vllm.plugin import PLAIN_VARIABLE
+from crossrail.integrations.vllm.weights_model import WorkerModel
 from crossrail.integrations.vllm.weights_worker import Link, WeightsWorker
-from crossrail.weights.inventory.families import names_of
 from crossrail.weights.inventory.mapping import Ranks
-from crossrail.weights.inventory.memory import WeightMemory
-from crossrail.weights.inventory.torch_tensors import add_tensor
+
+log = logging.getLogger("crossrail.vllm")
 
 
 @dataclass
@@ -57,8 +55,9 @@ class CrossrailUpdateInfo(WeightTransferUpdateInfo):
 class CrossrailWeightTransferEngine(WeightTransferEngine[CrossrailInitInfo, CrossrailUpdateInfo]):
     """One worker of an instance as one inference rank. Threads: vLLM's worker thread.
 
-    Updates are in place: parameters must lie in memory as vLLM loaded them (CROSSRAIL_VLLM_PLAIN_WEIGHTS=1 on CPU), in
-    a type that needs no work after loading. What does not is refused by name in init_transfer_engine().
+    Parameters that kernels read as they were loaded are written in place. Layers that vLLM changes after loading are
+    written to memory beside the model, as large, and loaded again from there. What can be neither is refused by name in
+    init_transfer_engine().
     """
 
     init_info_cls = CrossrailInitInfo
@@ -68,13 +67,12 @@ class CrossrailWeightTransferEngine(WeightTransferEngine[CrossrailInitInfo, Cros
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
         parallel = vllm_config.parallel_config
-        if parallel.pipeline_parallel_size != 1 or parallel.enable_expert_parallel:
+        if parallel.pipeline_parallel_size != 1:
+            raise UsageError("weight transfer by crossrail knows tensor and expert parallelism, not pipelines")
+        if parallel.enable_eplb:
             raise UsageError(
-                "weight transfer by crossrail knows tensor parallelism, not pipelines or expert parallelism"
-            )
-        if vllm_config.quant_config is not None:
-            raise UsageError(
-                "weight transfer by crossrail does not update quantised models: their layout is a backend's"
+                "enable_eplb: vLLM moves experts while it runs, and weight transfer by crossrail needs them to stay. "
+                "Next: start it without"
             )
         if getattr(vllm_config.model_config, "enable_sleep_mode", False):
             raise UsageError(
@@ -99,17 +97,17 @@ class CrossrailWeightTransferEngine(WeightTransferEngine[CrossrailInitInfo, Cros
         )
         ranks = Ranks(get_tensor_model_parallel_rank(), parallel.tensor_parallel_size)
         config = self.model_config.hf_text_config.to_dict()
-        self._worker = WeightsWorker(
-            link, lambda memory: add_model(memory, self.model, config, ranks), is_torn=self._is_torn
-        )
+        model = WorkerModel(self.model, self.model_config, config, ranks)
+        self._worker = WeightsWorker(link, model.fill, apply=model.apply, is_torn=self._is_torn)
+        log.info("rank %d: %d bytes of weights are kept beside the model", link.rank, model.bytes_beside)
 
     def start_weight_update(self) -> None:
         """Comes before the controller is asked for the update."""
         self._opened().start()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Returns when the version is complete in this worker, whose next kernels see it. Nothing is to be
-        synchronised: on a GPU writers are let in when the kernels that were launched before have ended.
+        """Returns when the version is complete in this worker, loaded again where it must be: its next kernels see it.
+        Nothing is to be synchronised: on a GPU writers are let in when the kernels launched before have ended.
 
         Raises UpdateFailed: the weights may be torn then, it says so, and must be updated before they are used.
         """
@@ -135,44 +133,3 @@ class CrossrailWeightTransferEngine(WeightTransferEngine[CrossrailInitInfo, Cros
         if self._worker is None:
             raise UsageError("init_weight_transfer_engine comes first")
         return self._worker
-
-
-def add_model(memory: WeightMemory, model: torch.nn.Module, config: dict[str, Any], ranks: Ranks) -> None:
-    """All parameters of one worker's model. config: the model's config.json. UsageError, naming the parameter."""
-    names = names_of(config)
-    shared: set[int] = set()
-    for module_name, module in model.named_modules():
-        for own_name, parameter in module.named_parameters(recurse=False):
-            name = f"{module_name}.{own_name}"
-            tensor = parameter.detach().as_subclass(torch.Tensor)
-            if not tensor.numel():
-                raise UsageError(
-                    f"{name} is empty: vLLM has repacked it for its kernels, and it cannot be updated in place; on CPU "
-                    f"{PLAIN_VARIABLE}=1 keeps it as it is"
-                )
-            if ".experts." in name:
-                raise UsageError(f"{name}: experts are laid out by the kernel that vLLM chose, not as they were loaded")
-            # What is added is an alias, which stays where it is when the parameter gets other memory, or another one
-            # takes its place.
-            memory.watch(name, partial(_address_of, module, own_name))
-            if tensor.data_ptr() in shared:  # tied: written once
-                continue
-            shared.add(tensor.data_ptr())
-            if isinstance(module, VocabParallelEmbedding) and own_name == "weight":
-                _add_vocabulary(memory, name, tensor, module)
-            else:
-                add_tensor(memory, names, name, tensor, ranks=ranks)
-
-
-def _address_of(module: torch.nn.Module, own_name: str) -> int:
-    """Where this parameter of the module's lies now; 0: it has none."""
-    parameter = module._parameters.get(own_name)
-    return 0 if parameter is None else parameter.data_ptr()
-
-
-def _add_vocabulary(memory: WeightMemory, name: str, tensor: torch.Tensor, module: Any) -> None:
-    """vLLM pads the vocabulary before it divides it: of a worker's rows the first are real."""
-    rows = module.shard_indices
-    first, last = rows.org_vocab_start_index, rows.org_vocab_end_index
-    shape = module.org_vocab_size, tensor.shape[1]
-    memory.add(name, tensor[: last - first], shape=shape, box=((first, last), (0, shape[1])))

@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 
 import crossrail as xr
 from crossrail._files import SECRET_BYTES_MAX, read_at_most
+from crossrail._options import SECRET_VARIABLE
 from crossrail.control.mailbox import Mailbox
 from crossrail.control.wire import EngineWire
-from crossrail.engine import SECRET_VARIABLE
 from crossrail.errors import CrossrailError, UsageError, WaitTimeout
 from crossrail.integrations.loop_thread import LoopThread
 from crossrail.weights.errors import UpdateFailed
@@ -30,6 +30,7 @@ log = logging.getLogger("crossrail.vllm")
 
 _LEAVE_S = 5.0  # for the controller's answer, and again for writers to be fenced off
 _PATIENCE_S = 10.0 + FENCE_S  # beyond what a call may take: the receiver may be fencing already, by its own deadline
+_TORN = "the weights are torn: update them before they are used"
 T = TypeVar("T")
 
 
@@ -66,13 +67,23 @@ class Link:
 class WeightsWorker:
     """Open when made: registered, and joined. Threads: the caller's, one at a time; its calls block.
 
-    fill: adds what lies where to the memory; it must stay there until close() has returned. is_torn: these weights are
-        part old, part new, as a worker before this one has left them.
+    fill: adds what lies where to the memory; it must stay there until close() has returned. apply: makes of what has
+        come what is computed with, on the caller's thread, with all writers out. is_torn: these weights are part old,
+        part new, as a worker before this one has left them.
     Raises what join() raises, and UsageError.
     """
 
-    def __init__(self, link: Link, fill: Callable[[WeightMemory], None], *, is_torn: bool = False) -> None:
+    def __init__(
+        self,
+        link: Link,
+        fill: Callable[[WeightMemory], None],
+        *,
+        apply: Callable[[], None] = lambda: None,
+        is_torn: bool = False,
+    ) -> None:
         self._link = link
+        self._apply = apply
+        self._is_applied = True
         secret = link.secret()
         self._engine = xr.Engine(
             f"vllm-weights-{link.rank}", transport=link.transport, rails=link.rails, port=link.port, secret=secret
@@ -96,7 +107,7 @@ class WeightsWorker:
     @property
     def is_torn(self) -> bool:
         """The weights are part old, part new, until an update is complete. Also after close()."""
-        return self._memory.is_torn
+        return self._memory.is_torn or not self._is_applied
 
     def start(self) -> None:
         """Before an update is asked for: what fails, or is completed, from now on is that one."""
@@ -114,6 +125,12 @@ class WeightsWorker:
         """
         self._check_open()
         self._call(self._receive(version, timeout_s), timeout_s + FENCE_S + self._link.join_s)
+        self._is_applied = False
+        try:
+            self._apply()
+        except Exception as error:
+            raise UpdateFailed(version, f"{error}; {_TORN}") from error
+        self._is_applied = True
 
     def close(self) -> None:
         """Leaves; nothing is written any more when it returns. Idempotent.
@@ -129,7 +146,7 @@ class WeightsWorker:
         self._memory.close()
         self._engine.close()
         if was_open and self.is_torn:
-            log.warning("rank %d: the weights are torn: update them before they are used", self._link.rank)
+            log.warning("rank %d: %s", self._link.rank, _TORN)
 
     # ---- on the loop
 
@@ -155,8 +172,8 @@ class WeightsWorker:
         except CrossrailError as error:
             self._may_write.clear()
             why = f"{error}{await self._lock_out(receiver)}"
-            if receiver.state is not State.WHOLE:
-                why += "; the weights are torn: update them before they are used"
+            if receiver.state is not State.WHOLE or not self._is_applied:
+                why += f"; {_TORN}"
             elif receiver.has_come(version, commits):  # in the end
                 return
             raise UpdateFailed(version, why) from error
