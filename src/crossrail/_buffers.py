@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from crossrail import _core
 from crossrail._torch import is_tensor
 from crossrail.errors import TransportError, UsageError
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 _ON_A_GPU = "copy to the host first (tensor.cpu()), pinned if you like"
 _NOT_MOVED = "engines move memory of hosts and of NVIDIA's GPUs: copy to the host first (tensor.cpu())"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 from crossrail.errors import UsageError
 
@@ -14,7 +13,7 @@ _PIECE_BYTES = 1 << 20
 def read_at_most(path: str | os.PathLike[str], nbytes_max: int, what: str) -> bytes:
     """All of a file. UsageError when it has more than nbytes_max; what: it is taken for that. OSError."""
     data = bytearray()
-    with Path(path).open("rb", buffering=0) as file:
+    with open(path, "rb", buffering=0) as file:  # noqa: PTH123 - pathlib is slow to import
         while piece := file.read(min(_PIECE_BYTES, nbytes_max + 1 - len(data))):
             data += piece
             if len(data) > nbytes_max:

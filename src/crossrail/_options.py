@@ -11,9 +11,11 @@ import operator
 import os
 import shlex
 from numbers import Real
-from pathlib import Path
 
 from crossrail.errors import UsageError
+
+DUMP_DIRECTORY_VARIABLE = "CROSSRAIL_DUMP_DIR"
+SECRET_VARIABLE = "CROSSRAIL_SECRET"
 
 
 def check_texts(**options: object) -> None:
@@ -104,11 +106,20 @@ def path(value: object, argument: str) -> str:
 def directory(value: object, argument: str) -> str:
     """A path as path() gives it. UsageError unless a directory is there in which this user can make files."""
     text = path(value, argument)
-    if not Path(text).is_dir():
+    if not os.path.isdir(text):  # noqa: PTH112 - pathlib is slow to import, and engines need not
         raise UsageError(f"{argument} = {text!r} is not a directory: make it first (mkdir -p {shlex.quote(text)})")
     if not os.access(text, os.W_OK | os.X_OK):
         raise UsageError(f"{argument} = {text!r} is a directory in which this user may not make files")
     return text
+
+
+def dump_directory() -> str:
+    """Where engines dump to that were not told: CROSSRAIL_DUMP_DIR, else TMPDIR, else /tmp. UsageError when the first
+    is set and no directory in which this user can make files.
+    """
+    if chosen := os.environ.get(DUMP_DIRECTORY_VARIABLE):
+        return directory(chosen, DUMP_DIRECTORY_VARIABLE)
+    return os.environ.get("TMPDIR") or "/tmp"
 
 
 def encoded(text: str, argument: str) -> bytes:

@@ -95,7 +95,7 @@ def _peer(engine: _core.Engine, name: str) -> str:
 
 def _operation(engine: _core.Engine, op: str, peer: str, nbytes: int, imm: int | None) -> str:
     with_imm = "" if imm is None else f" with immediate {imm}"
-    return f"{op} of {nbytes} bytes{with_imm} to {_peer(engine, peer)}"
+    return f"{op} of {nbytes} bytes{with_imm} {'from' if op == 'read' else 'to'} {_peer(engine, peer)}"
 
 
 def _within(timeout_s: float | None) -> str:
@@ -178,8 +178,21 @@ def counter_timeout(
     engine: _core.Engine, imm: int, arrived: int, expected: int, timeout_s: float | None
 ) -> errors.WaitTimeout:
     _log_events(engine)
+    # As many as were wanted, and not for us.
+    why = ": a wait that began earlier takes first, or they came as the time was over" if arrived >= expected else ""
     return errors.WaitTimeout(
-        f"immediate {imm}: {arrived} of {expected} arrived{_within(timeout_s)}; none was taken", arrived, expected
+        f"immediate {imm}: {arrived} of {expected} arrived{_within(timeout_s)}; none was taken{why}", arrived, expected
+    )
+
+
+def flag_timeout(engine: _core.Engine, imm: int, arrived: int, expected: int) -> errors.WaitTimeout:
+    """Of a kernel: `arrived` is what there is by now."""
+    _log_events(engine)
+    return errors.WaitTimeout(
+        f"immediate {imm}: a kernel waited for {expected} counts and took none within its time; {arrived} are there by "
+        "now. What followed it in its stream has run without. Next: repeat that, or give wait_on() a longer timeout_s",
+        arrived,
+        expected,
     )
 
 

@@ -1,12 +1,14 @@
-"""What crossrail asks of torch where memory is a GPU's. Not imported here: who has tensors of a GPU has imported it."""
+"""What crossrail asks of torch. over_region() alone imports it: for the rest, who has tensors has imported it."""
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
+from crossrail._extras import needs
 from crossrail.errors import CrossrailError, UsageError
 
 
@@ -71,3 +73,40 @@ def told(what: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise CrossrailError(f"{what}: {type(error).__name__}: {str(error).partition(chr(10))[0]}") from error
+
+
+def over_region(region: Any, dtype: object, shape: int | tuple[int, ...] | None) -> Any:
+    """What Region.tensor() gives; region: that one, which is a module above."""
+    with needs("Region.tensor()", "'crossrail[torch]'"):
+        import torch
+    of_type = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(of_type, torch.dtype):
+        raise UsageError(f"dtype is {dtype!r:.80}, which is not a dtype of torch, nor the name of one")
+    flat = _bytes_of(region, torch)
+    if shape is None:
+        if region.nbytes % of_type.itemsize:
+            raise UsageError(
+                f"region of {region.nbytes} bytes is not a whole number of {of_type} ({of_type.itemsize} bytes)"
+            )
+        return flat.view(of_type)
+    try:
+        count = math.prod((shape,) if isinstance(shape, int) else shape)
+        # Less than none: one dimension is to be found, and all of the memory is wanted.
+        nbytes = region.nbytes if count < 0 else count * of_type.itemsize
+        if nbytes > region.nbytes:
+            raise ValueError(f"that takes {nbytes} bytes")
+        return flat[:nbytes].view(of_type).reshape(shape)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UsageError(f"region of {region.nbytes} bytes as {of_type} of shape {shape}: {error}") from None
+
+
+def _bytes_of(region: Any, torch: Any) -> Any:
+    """All of them, as a tensor that keeps the memory alive."""
+    if region.device == "cpu":
+        if region.view().readonly:
+            raise UsageError("the memory is read-only, and torch has no tensors of such: use array()")
+        return torch.from_numpy(region.array())
+    if not region._is_own_gpu_memory:
+        raise UsageError(f"the memory is on {region.device}, and was registered: use what was")
+    with told(f"making a tensor on {region.device}"):
+        return torch.as_tensor(region, device=region.device)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from crossrail import _core, _options, _raise
+from crossrail._closing import Closing
 from crossrail._notify import LoopNotifier, arrival, callbacks_of, log
-from crossrail.errors import EngineClosed
+from crossrail._torch import stream_of
+from crossrail.errors import EngineClosed, UsageError
 
 
 class CountTicket:
@@ -92,6 +94,15 @@ class ImmCounter(_core.ImmCounter):
         callbacks.start()
         return CountTicket(self, ticket, cookie)
 
+    def raise_flag(self) -> CountFlag:
+        """A word that kernels of a GPU wait for: whole counts go there from now on, those that are here at once.
+
+        Waits that were queued before are served first; what they leave is the flag's, and those who wait later get none
+        of it. Closing it brings back what no kernel has taken. Raises UsageError while the counter has another one,
+        EngineClosed once the engine is closed or the number released. Any thread.
+        """
+        return CountFlag(self)
+
     def release(self, *, force: bool = False) -> None:
         """Gives the number back, so that alloc_imm() may hand it out again. Call it when no peer will send it any more.
 
@@ -105,5 +116,67 @@ class ImmCounter(_core.ImmCounter):
     def __repr__(self) -> str:
         try:
             return f"<ImmCounter {self.imm}: {self.poll()} arrived>"
+        except EngineClosed:
+            return _raise.inherited(self)
+
+
+class CountFlag(_core.CountFlag, Closing):
+    """Counts that a GPU waits for without the CPU, also in CUDA graphs. ImmCounter.raise_flag makes it.
+
+    The thread that counts arrivals writes how many there were to a word in the host's memory; kernels see it there.
+    Counts are credits here, too: a wait for n takes n, each replay of a graph anew. Hold this object until its kernels
+    have run, and as long as a graph that has one may be replayed. It ends with close(), or with the engine: a kernel
+    that waits ends then. One stream at a time waits. Any thread.
+    """
+
+    __slots__ = ()
+
+    def wait_on(self, stream: object = None, count: int = 1, timeout_s: float = 60.0) -> None:
+        """What this CUDA stream is given from now on waits until `count` counts are there, and takes them.
+
+        Returns at once: a kernel of one thread waits, and while the stream is captured it goes into the graph. What
+        comes behind it reads what was written before the counts. A kernel that waits longer than timeout_s, or for what
+        will not come because this was closed, ends without: what follows runs all the same, on what is there, and
+        later waits end at once, until check() has said so. So call that where you synchronize.
+        stream: as of Watcher.add_on. count: 1 or more. timeout_s: seconds, from when the kernel begins.
+        Needs NVIDIA's driver and compute capability 7.0; the first call pins a page. Raises UsageError for what is no
+        stream of a GPU here, and on a simulated engine; TransportError with CUDA's error. Nothing was launched then.
+        """
+        _options.check_timeout(timeout_s)
+        handle, gpu = stream_of(stream)
+        self._wait_on(handle, gpu, count, timeout_s)
+
+    def check(self) -> None:
+        """Raises if a kernel has ended without its counts, since this was called last: WaitTimeout, EngineClosed, or
+        UsageError where this was closed before.
+
+        For a thread that has waited for the stream (torch.cuda.synchronize(), an event): what kernels do later it does
+        not know. They wait again from now on. Never blocks.
+        """
+        wanted, is_over = self._take_missed()
+        if wanted == 0:
+            return
+        taken = self.taken  # first: no more than is given by then
+        arrived = self.given - taken
+        if not is_over:
+            raise _raise.flag_timeout(self._engine, self.imm, arrived, wanted)
+        if self._engine.closed:
+            raise _raise.counter_closed(self._engine, self.imm, arrived, wanted)
+        raise UsageError(
+            f"immediate {self.imm}: its flag was closed, or the number released, while a kernel waited for {wanted} "
+            "counts; it took none, and what followed it in its stream has run without"
+        )
+
+    def close(self) -> None:
+        """No more is given; what no kernel has taken goes back to the counter. Idempotent.
+
+        Wait for the streams first: a kernel that waits still would end without its counts, and one that takes some
+        at this moment would have what the counter has again.
+        """
+        self._lower()
+
+    def __repr__(self) -> str:
+        try:
+            return f"<CountFlag of immediate {self.imm}: {self.given} given, {self.taken} taken>"
         except EngineClosed:
             return _raise.inherited(self)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import errno
 import logging
@@ -14,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from crossrail import _core, _options, _raise, _simulation
+from crossrail import _core, _ending, _libfabric, _options, _raise, _simulation
 from crossrail._buffers import memory_of
 from crossrail._core import Address, GpuMapping, Message, RegionDescriptor
 from crossrail._devices import gpu_of
@@ -22,8 +21,8 @@ from crossrail._notify import Callbacks, CallbackThread, log, log_raised, weakly
 from crossrail._ordered import OrderedWeakSet
 from crossrail._text import plain
 from crossrail.counters import ImmCounter
+from crossrail.default_rails import auto_worker_cpu, check_worker_cpu, default_rails
 from crossrail.errors import EngineClosed, TransportError, UsageError
-from crossrail.flight import default_directory, parse_dump
 from crossrail.messages import ReceivePool
 from crossrail.peers import EngineEvent, Explanation, Heartbeat, PathExplanation
 from crossrail.rdma import RdmaOptions
@@ -33,6 +32,8 @@ from crossrail.watchers import Watcher
 
 if TYPE_CHECKING:
     from crossrail.policy import Clause
+
+_libfabric.announce()
 
 _EVENT_LEVELS = {
     "peer-connected": logging.DEBUG,
@@ -49,7 +50,6 @@ _EVENT_LEVELS = {
 }
 
 DEFAULT_TRANSPORT = "auto"
-SECRET_VARIABLE = "CROSSRAIL_SECRET"
 
 _EXIT_PATIENCE_S = 0.5  # for daemon threads to return from waits when the interpreter ends
 _LOST_KNOWN_MAX = 1024
@@ -81,8 +81,8 @@ class Engine(_core.Engine):
     tls: certificates for tcp. None: those named by CROSSRAIL_TLS_CERT, _KEY and _CA, if set. An engine with tls reaches
         other hosts only by tcp, because RDMA traffic is not encrypted (docs/two-hosts.md).
     peer_timeout_s: a peer on another host that is silent for so long is lost.
-    polling: "adaptive" (spin for spin_us, then sleep), "spin" (for a dedicated core) or "manual" (your threads drive
-        the engine in submits, waits and progress()).
+    polling: "adaptive" (spin for spin_us, for longer while sleeps end at once, then sleep), "spin" (for a dedicated
+        core) or "manual" (your threads drive the engine in submits, waits and progress()).
     worker_cpu: core to pin the worker thread to, of those that this process may use. "auto": the first of them on the
         NUMA node of the rails; not pinned if that node is unknown, which is logged.
     submit_queue_depth: a power of two, 16..65536. A submit blocks while the queue is full.
@@ -104,8 +104,8 @@ class Engine(_core.Engine):
     counts_traffic: count traffic per peer and rail for crossrail.observe; costs next to nothing (docs/metrics.md).
     require: clauses that must hold once the engine is open, such as "shm, rails>=4". If one does not, the engine is
         closed and TransportError says which and why. Clauses: shm, tcp, verbs, ofi, rdma (verbs or ofi), gpudirect,
-        rails>=N (or =, >), speed>=X (Gb/s, the sum of the rails' interfaces whose speed is known). The method
-        require() checks the path to one peer.
+        rails>=N (or =, >; rails that share an interface count once), speed>=X (Gb/s, the sum of the rails' interfaces
+        whose speed is known). The method require() checks the path to one peer.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class Engine(_core.Engine):
         rdma = RdmaOptions() if rdma is None else rdma
         _options.check_kind(rdma, "rdma", RdmaOptions, "RdmaOptions or None")
         _options.check_kind(counts_traffic, "counts_traffic", bool, "True or False")
-        dump_dir = default_directory() if dump_dir is None else _options.directory(dump_dir, "dump_dir")
+        dump_dir = _options.dump_directory() if dump_dir is None else _options.directory(dump_dir, "dump_dir")
         place = _simulation.place(transport, rails)
         if name is None:
             name = _default_name() if place is None else place.default_name()
@@ -172,6 +172,7 @@ class Engine(_core.Engine):
             place and place.world, place and place.host,
         )  # fmt: skip
         self._on_event: Callable[[EngineEvent], object] | None = None
+        self._after_events: list[Callable[[], None]] = []
         self._watchers: OrderedWeakSet[Watcher] = OrderedWeakSet()
         self._known_lost: dict[str, None] = {}  # by name, the oldest first
         self._callbacks: Callbacks = CallbackThread(name) if place is None else place.callbacks(name)
@@ -183,6 +184,8 @@ class Engine(_core.Engine):
             place.opened(self)
         if clauses is not None:
             self._check_opened(transport, clauses)
+        if self.rails > 1:
+            self._log_shared_interfaces()
 
     def close(self, timeout_s: float | None = 0.5) -> None:
         """Closes the engine. Any thread; closing it again has no effect.
@@ -394,6 +397,11 @@ class Engine(_core.Engine):
             self._let_go_last()
         self._callbacks.start()
 
+    def _call_after_events(self, fn: Callable[[], None]) -> None:
+        """Has fn run after events were told, on any thread, until close(). It neither raises nor keeps us alive."""
+        self._after_events.append(fn)
+        self._callbacks.start()
+
     def explain(self, peer: Address | bytes) -> Explanation:
         """Which path bytes take to this peer, and why. Print the result. Any thread."""
         name, transport, reason, state, note, rails, endpoints, gb_per_s, paths, beat = self._explain(peer)
@@ -405,9 +413,10 @@ class Engine(_core.Engine):
         """Raises TransportError unless all clauses hold for the path to this connected peer, as explain() shows it.
 
         clauses: as in the engine's option of that name, for example "tcp, rails>=2". The transport must be the one used
-        for this peer; the number of rails is the smaller of both sides'; speed>=X requires that the speed of all
-        rails is known. It checks the present state only. A lost peer meets no clause. Any thread. UsageError for a
-        malformed clause, and for a peer that is not connected: call connect() first.
+        for this peer; the number of rails is the smaller of both sides', and those that share an interface of ours or
+        an address of the peer's count once; speed>=X requires that the speed of all rails is known. It checks the
+        present state only. A lost peer meets no clause. Any thread. UsageError for a malformed clause, and for a peer
+        that is not connected: call connect() first.
         """
         from crossrail import policy
 
@@ -429,6 +438,8 @@ class Engine(_core.Engine):
         if path is not None:
             self._dump_to(_options.path(path, "path"), reason)
             return None
+        with _loading():
+            from crossrail.flight import parse_dump
         return parse_dump(self._dump(reason), f"engine {self.name!r}").text()
 
     def _check_opened(self, transport: str, clauses: tuple[Clause, ...]) -> None:
@@ -439,6 +450,12 @@ class Engine(_core.Engine):
         except BaseException:
             self.close(0.0)
             raise
+
+    def _log_shared_interfaces(self) -> None:
+        for name, devices in self._rail_devices.items():
+            if len(set(devices)) < len(devices):
+                text = "engine %r: some of its %d rails over %s share an interface: %s"
+                log.info(text, self.name, len(devices), name, ", ".join(devices))
 
     def _log_events(self) -> None:
         # With a function of the user's, events are its, on the callback thread.
@@ -457,6 +474,8 @@ class Engine(_core.Engine):
                 about = f" of peer {peer!r}" if peer else ""
                 why = f": {plain(detail)}" if detail else ""  # there may be names in it that peers chose
                 log.log(self._level_of(kind, peer), "engine %r: %s%s%s", self.name, kind, about, why)
+        for after in self._after_events:
+            after()
 
     def _level_of(self, kind: str, peer: str) -> int:
         """A peer that is looked for again and again, and not there, is news once."""
@@ -474,8 +493,6 @@ class Engine(_core.Engine):
 def _default_rails(transport: str, rails: int | Sequence[str]) -> int | Sequence[str]:
     if transport in ("shm", "tcp", "null", "sim"):
         return rails
-    with _loading():
-        from crossrail.default_rails import default_rails
     return default_rails(transport, rails)
 
 
@@ -503,8 +520,6 @@ def _default_name() -> str:
 
 
 def _worker_cpu(given: int | str, transport: str, rails: int | Sequence[str]) -> int | None:
-    with _loading():
-        from crossrail.default_rails import auto_worker_cpu, check_worker_cpu
     if given == "auto":
         return auto_worker_cpu(transport, rails)
     if isinstance(given, str):
@@ -515,7 +530,7 @@ def _worker_cpu(given: int | str, transport: str, rails: int | Sequence[str]) ->
 
 def _secret_bytes(secret: str | bytes | None) -> bytes:
     if secret is None:
-        return os.environb.get(SECRET_VARIABLE.encode(), b"")
+        return os.environb.get(_options.SECRET_VARIABLE.encode(), b"")
     if isinstance(secret, str):
         return _options.encoded(secret, "secret")
     if not isinstance(secret, bytes):
@@ -526,15 +541,15 @@ def _secret_bytes(secret: str | bytes | None) -> bytes:
 _open_engines: OrderedWeakSet[Engine] = OrderedWeakSet()
 
 
-@atexit.register
 def _close_all() -> None:
     for engine in _open_engines:
         engine.close()
     _core._begin_exit(_EXIT_PATIENCE_S)
-    if any(thread.daemon for thread in threading.enumerate()):
+    if _ending.is_over or any(thread.daemon for thread in threading.enumerate()):  # or will be there, for all we know
         _core._tell_no_leaks()
 
 
+_ending.at_exit(_close_all)
 _had_threads = False  # when it forked
 
 

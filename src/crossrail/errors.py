@@ -11,19 +11,19 @@ Each class has a code, and under it a section in errors.md, beside this file: wh
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any, ClassVar
 
 from crossrail._text import plain
 
-_PAGE = Path(__file__).with_name("errors.md")
 _SECTION = re.compile(r"^### (\S+)\n(.*?)\n*(?=^#|\Z)", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"\[([^]]*)\]\((?:\.\./)*([^)#]*)[^)]*\)")
 
 
 def error_texts() -> dict[str, str]:
     """Of each code what the page errors.md says, for people who read it in a terminal."""
-    sections = _SECTION.findall(_PAGE.read_text(encoding="utf-8"))
+    from pathlib import Path  # slow to import, and programs need not
+
+    sections = _SECTION.findall(Path(__file__).with_name("errors.md").read_text(encoding="utf-8"))
     return {
         code: _LINK.sub(lambda link: f"{link[1]} ({link[2]})" if link[2] else link[1], text) for code, text in sections
     }

@@ -20,7 +20,6 @@ from crossrail._files import read_at_most
 from crossrail._text import plain
 from crossrail.errors import UsageError
 
-DIRECTORY_VARIABLE = "CROSSRAIL_DUMP_DIR"
 FORMAT_VERSION = 1
 _UNITS_PER_COUNT = 48
 _FILE_BYTES_MAX = 256 << 20
@@ -346,12 +345,3 @@ def dump_on_signal(signum: int = signal.SIGUSR2, directory: str | os.PathLike[st
     made = SignalDump(_core._SignalDump(int(signum), place))
     _signal_dumps = (made,)
     return made
-
-
-def default_directory() -> str:
-    """Where engines dump to that were not told: CROSSRAIL_DUMP_DIR, else TMPDIR, else /tmp. UsageError when the first
-    is set and no directory in which this user can make files.
-    """
-    if chosen := os.environ.get(DIRECTORY_VARIABLE):
-        return _options.directory(chosen, DIRECTORY_VARIABLE)
-    return os.environ.get("TMPDIR") or "/tmp"

@@ -10,9 +10,15 @@ from crossrail._text import plain, rate_text
 __all__ = ["Address", "EngineEvent", "Explanation", "Heartbeat", "PathExplanation", "PeerGroup"]
 
 
+_WITHOUT_INTERFACES = ("shm", "null")  # transports
+
+
 @dataclass(frozen=True)
 class EngineEvent:
     """Something that happened outside of any transfer.
+
+    Events of a peer come once this engine has connected to it, by a transfer or by connect(). An engine that is only
+    written to hears nothing of its writers' ends.
 
     kind: one of these.
     "imm-overflow": arrivals of more distinct immediates than imm_counters_max were dropped: the job is broken.
@@ -60,7 +66,9 @@ class Explanation:
 
     transport: the one chosen for this peer; reason: why. note: why it is lost or frozen; may be empty.
     rails: pairs, ours and theirs; endpoints: their addresses as "ip:port", empty where there are none.
-    gb_per_s_expected: of all rails together, from the speed of their interfaces; 0 if unknown.
+    gb_per_s_expected: of all rails together, from the speed of their interfaces, each of which counts once (of the
+        peer's interfaces only IP addresses are known); 0.0 if one of either side does not say its speed (str() then
+        says "speed unknown"), and with shm, which has none.
     heartbeat: None if none has been answered.
     """
 
@@ -81,8 +89,7 @@ class Explanation:
         if self.rails:
             places = [f" ({ours} -> {theirs})" for ours, theirs in self.endpoints] or [""] * len(self.rails)
             pairs = [f"{ours} -> {theirs}{place}" for (ours, theirs), place in zip(self.rails, places, strict=True)]
-            speed = f"; {rate_text(self.gb_per_s_expected)} by their interfaces" if self.gb_per_s_expected else ""
-            lines.append(f"  rails (ours -> theirs): {', '.join(pairs)}{speed}")
+            lines.append(f"  rails (ours -> theirs): {', '.join(pairs)}{self._speed_text()}")
         if self.heartbeat:
             beat = self.heartbeat
             lines.append(
@@ -93,3 +100,8 @@ class Explanation:
             speed = f", {rate_text(path.gb_per_s)} measured" if path.gb_per_s else ""
             lines.append(f"  {path.what}: {path.path}, {path.bytes} bytes so far{speed}; {path.reason}")
         return "\n".join(plain(line) for line in lines)
+
+    def _speed_text(self) -> str:
+        if self.gb_per_s_expected:
+            return f"; {rate_text(self.gb_per_s_expected)} by their interfaces"
+        return "" if self.transport in _WITHOUT_INTERFACES else "; speed unknown: not every interface says its own"

@@ -10,6 +10,7 @@ engine.py imports this when it is first needed, and this imports crossrail.topol
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
     from crossrail.topology import Topology
 
 VOCABULARY = (
-    "shm, tcp, verbs, ofi, rdma (verbs or ofi), gpudirect, rails>=N (also rails=N, rails>N; N whole, 1 or more), "
-    "speed>=X (Gb/s, more than 0)"
+    "shm, tcp, verbs, ofi, rdma (verbs or ofi), gpudirect, rails>=N (also rails=N, rails>N; N whole, 1 or more; "
+    "several on one interface count once), speed>=X (Gb/s, more than 0)"
 )
 
 # What a transport clause accepts.
@@ -63,7 +64,8 @@ class Found:
     """What there is, of an engine or of the path to one peer.
 
     what: the thing, for people. transports: of an engine those it opened, of a path the one it takes; reason: why.
-    rails: of an engine, where it has most; of a path, the fewer of both ends'; rails_reason: why so many.
+    rails: those that share no interface (netdev, port of a NIC) with another, where they have any: of an engine, on the
+    transport with most; of a path, the fewer of both ends'. rails_reason: why so many.
     gbit_per_s: of the rails' interfaces, None when that is not known; speed_reason: of what it is the sum.
     lost: why the peer cannot be reached any more, else "".
     is_path: what to do next differs.
@@ -174,7 +176,8 @@ def _judge_rails(clause: Clause, found: Found) -> Unmet | None:
     return Unmet(
         clause,
         f"{found.what} has {found.rails} rail(s), {found.rails_reason}",
-        f"open {who} with rails={wanted}, or with a list of {wanted} interfaces; crossrail topo shows what there is",
+        f"open {who} with rails={wanted} where there are so many interfaces, or with a list of {wanted}; "
+        "crossrail topo shows what there is",
     )
 
 
@@ -201,12 +204,13 @@ def of_engine(engine: Engine, transport: str, clauses: Iterable[Clause]) -> Foun
     speed, speed_reason = None, ""
     if any(clause.name == "speed" for clause in clauses):
         speed, speed_reason = _engine_speed(engine)
+    rails, rails_reason = _engine_rails(engine)
     return Found(
         what=f"engine '{engine.name}'",
         transports=engine.address.transports,
         reason=f"opened with transport='{transport}'",
-        rails=engine.rails,
-        rails_reason="as many as it was opened with",
+        rails=rails,
+        rails_reason=rails_reason,
         gbit_per_s=speed,
         speed_reason=speed_reason,
         no_gpudirect=_no_gpudirect(engine, engine.address.transports, clauses),
@@ -215,11 +219,11 @@ def of_engine(engine: Engine, transport: str, clauses: Iterable[Clause]) -> Foun
 
 
 def of_path(engine: Engine, explanation: Explanation, clauses: Iterable[Clause]) -> Found:
-    """What the path to a peer is, by explain(). Reads the topology only if a clause is about speed.
+    """What the path to a peer is, by explain().
 
     Rails of ours that share one of the peer's make the path no wider, so the fewer of both ends' count.
     """
-    ours, theirs = ({pair[side] for pair in explanation.rails} for side in (0, 1))
+    rails, rails_reason = _path_rails(engine, explanation)
     speed, speed_reason = None, ""
     if any(clause.name == "speed" for clause in clauses):
         speed, speed_reason = _path_speed(explanation)
@@ -227,8 +231,8 @@ def of_path(engine: Engine, explanation: Explanation, clauses: Iterable[Clause])
         what=f"the path from engine '{engine.name}' to peer '{explanation.peer}'",
         transports=(explanation.transport,),
         reason=explanation.reason,
-        rails=min(len(ours), len(theirs)),
-        rails_reason=f"over {explanation.transport}, {len(ours)} of ours to {len(theirs)} of the peer's",
+        rails=rails,
+        rails_reason=rails_reason,
         gbit_per_s=speed,
         speed_reason=speed_reason,
         no_gpudirect=_no_gpudirect(engine, (explanation.transport,), clauses),
@@ -236,6 +240,36 @@ def of_path(engine: Engine, explanation: Explanation, clauses: Iterable[Clause])
         lost=_lost(explanation),
         missing=_missing(clauses),
     )
+
+
+def _engine_rails(engine: Engine) -> tuple[int, str]:
+    """Of the transport that has most: bytes to one peer go over one."""
+    devices = max(engine._rail_devices.values(), key=lambda names: len(set(names)), default=())
+    shared = _shared(devices)
+    if not shared:
+        return len(devices) or engine.rails, "as many as it was opened with"
+    return len(set(devices)), f"as several on one interface count once: {shared}"
+
+
+def _path_rails(engine: Engine, explanation: Explanation) -> tuple[int, str]:
+    """Of the peer's interfaces we know no more than its addresses."""
+    ours, theirs = (sorted({pair[side] for pair in explanation.rails}) for side in (0, 1))
+    devices = dict(enumerate(engine._rail_devices.get(explanation.transport, ())))
+    here = [devices.get(rail, rail) for rail in ours]
+    ends = zip(explanation.rails, explanation.endpoints, strict=False)  # not every transport has endpoints
+    ips = {rail: endpoint.rpartition(":")[0] for (_, rail), (_, endpoint) in ends}
+    there = [ips.get(rail, rail) for rail in theirs]
+    text = f"over {explanation.transport}, {len(ours)} of ours to {len(theirs)} of the peer's"
+    shared = [words for words in (_shared(here), _shared(there)) if words]
+    if shared:
+        text += f", as several on one interface count once: {', '.join(shared)}"
+    return min(len(set(here)), len(set(there))), text
+
+
+def _shared(devices: Sequence[object]) -> str:
+    """Which of them have several rails, for people; empty if none has."""
+    counts = Counter(devices)
+    return ", ".join(f"{count} on {device}" for device, count in counts.items() if count > 1)
 
 
 def _no_gpudirect(engine: Engine, transports: Iterable[str], clauses: Iterable[Clause]) -> str:
@@ -285,12 +319,6 @@ def _path_speed(explanation: Explanation) -> tuple[float | None, str]:
     pairs = round(explanation.gb_per_s_expected * 8, 6)
     if explanation.transport in _RDMA:
         return pairs, f"the slower end of each of {len(explanation.rails)} pairs of rails, by their ports"
-    from crossrail.topology.addresses import read_this_machine
-
-    # explain() adds up pairs of rails; two that share an interface of ours also share its speed.
-    ours, reason = speed_of([here for here, _ in explanation.endpoints], read_this_machine())
-    if ours is not None and ours < pairs:
-        return ours, reason
     return pairs, f"the slower end of each of {len(explanation.endpoints)} pairs of rails, by their interfaces"
 
 

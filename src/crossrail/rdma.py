@@ -12,7 +12,7 @@ class RdmaOptions:
     gid_index: into the port's GID table, on RoCE; None: RoCE v2 before v1, routable before link-local. traffic_class:
         on RoCE, 0..255: the DSCP is its upper six bits. service_level: 0..15. path_mtu: 256, 512, 1024, 2048 or 4096
         bytes; None: the port's. partition: the P_Key to use on InfiniBand, 0x800b or 0x000b alike; None: the first of
-        which the port is a full member.
+        which the port is a full member. chain_length: how many writes share one doorbell of the NIC, 1..32.
     """
 
     gid_index: int | None = None
@@ -20,8 +20,10 @@ class RdmaOptions:
     service_level: int = 0
     path_mtu: int | None = None
     partition: int | None = None
+    chain_length: int = 16
 
-    def as_tuple(self) -> tuple[int, int, int, int, int]:
+    def as_tuple(self) -> tuple[int, int, int, int, int, int]:
         """For the native engine, which checks the bounds."""
         gid_index = -1 if self.gid_index is None else self.gid_index
-        return gid_index, self.traffic_class, self.service_level, self.path_mtu or 0, self.partition or 0
+        path_mtu, partition = self.path_mtu or 0, self.partition or 0
+        return gid_index, self.traffic_class, self.service_level, path_mtu, partition, self.chain_length

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
-from crossrail import _core, _options, _raise
+from crossrail import _core, _options, _raise, _torch
 from crossrail._buffers import GpuBytes
 from crossrail._closing import Closing
 from crossrail._core import RegionDescriptor
 from crossrail.errors import EngineClosed, UsageError
 from crossrail.poison import Poisoned
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+    import torch
 
 __all__ = ["Region", "RegionDescriptor"]
 
@@ -73,6 +76,17 @@ class Region(_core.Region, Closing):
             return np.frombuffer(self._memoryview(), of_type, count).reshape(shape)
         except (TypeError, ValueError, OverflowError) as error:
             raise UsageError(f"region of {self.nbytes} bytes as {of_type} of shape {shape}: {error}") from None
+
+    def tensor(self, dtype: torch.dtype | str = "uint8", shape: int | tuple[int, ...] | None = None) -> torch.Tensor:
+        """The memory as a torch tensor of this dtype, such as torch.bfloat16 or its name, and shape, on the region's
+        device and without a copy. shape None: all of it in one dimension. Imports torch.
+
+        The tensor keeps the memory alive; peers may write to it at any time, as of view(). For memory of the host, and
+        of a GPU where Engine.alloc made it. Raises UsageError if dtype and shape do not fit, if the memory is read-only
+        (torch has no such tensors), for a GPU's memory that was registered, and if the region is closed;
+        ModuleNotFoundError without torch.
+        """
+        return _torch.over_region(self, dtype, shape)
 
     def poison(self, offset: int = 0, nbytes: int | None = None) -> Poisoned:
         """Fills nbytes from offset on with a pattern. Poisoned.check() raises LateWrite if anything wrote there since.

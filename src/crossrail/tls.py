@@ -8,7 +8,6 @@ import shlex
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from crossrail.errors import UsageError
@@ -89,9 +88,9 @@ def exposure_of_key(key: str | os.PathLike[str]) -> str:
     Once for each file and process: who has said it to the user need not log it. A file that is not there is the
     engine's to tell.
     """
-    path = str(Path(key).absolute())
     try:
-        mode = stat.S_IMODE(Path(path).stat().st_mode)
+        path = os.path.abspath(key)  # noqa: PTH100 - pathlib is slow to import
+        mode = stat.S_IMODE(os.stat(path).st_mode)  # noqa: PTH116
     except OSError:
         return ""
     others = open_to(mode)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from crossrail import _core, _raise
 from crossrail._closing import Closing
 from crossrail._notify import callbacks_of, weakly
 from crossrail._torch import stream_of
 from crossrail.errors import EngineClosed
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 
 class Watcher(_core.Watcher, Closing):

@@ -16,7 +16,7 @@ import pytest
 
 from tests.contract.setups import why_not
 from tests.support.limits import WAIT_S, eventually
-from tests.support.process import REPOSITORY
+from tests.support.process import REPOSITORY, assert_clean, run_script
 from tests.support.seeds import Seed
 
 COMMAND = [sys.executable, "-m", "crossrail"]
@@ -61,6 +61,30 @@ def payload(tmp_path: Path, seed: Seed) -> Path:
     file = tmp_path / "payload.bin"
     file.write_bytes(seed.rng().bytes(3_000_017))
     return file
+
+
+def test_help_does_not_wait_for_numpy() -> None:
+    """Of any command, but for `bench` and what is below it, which are nothing without what they measure."""
+    program = """
+        import contextlib, io, sys
+        from crossrail.cli.main import main
+
+        def ask(words):
+            with contextlib.redirect_stdout(io.StringIO()) as out:
+                main([*words, "--help"], standalone_mode=False)
+            assert "Usage: " in out.getvalue(), words
+            assert "numpy" not in sys.modules, words
+            return out.getvalue().partition("Commands:")[2].splitlines()
+
+        asked = 0
+        for line in ask([]):
+            if line[:2] == "  " and line[2:3].strip() and line.split()[0] != "bench":
+                below = ask(line.split()[:1])
+                names = [[line.split()[0], each.split()[0]] for each in below if each[2:3].strip()]
+                asked += 1 + len([ask(words) for words in names])
+        assert asked > 25, asked
+        """
+    assert_clean(run_script(program))
 
 
 def test_help_names_every_command() -> None:
@@ -361,6 +385,8 @@ def test_quick_bench_of_moe_writes_its_numbers(tmp_path: Path) -> None:
     for step in ("dispatch", "combine"):
         assert results[f"decode-3-{step}"]["limit_is"] == "memcpy of the same bytes"
         assert results[f"decode-3-{step}"]["ratio"] > 0
+    for posted in ("routes", "rows", "results", "first-write", "first-write-thread", "first-write-stream"):
+        assert 0 < results[f"posting-{posted}"]["value"] < 1e6
     assert [result["error"] for result in results.values() if result["error"]] == []
 
 
@@ -390,6 +416,8 @@ def test_quick_bench_runs_every_limit_of_bare_sockets(tmp_path: Path) -> None:
     results = json.loads(file.read_text())["results"]
     assert all(result["value"] > 0 for result in results if result["name"] != "first-write-trips")
     assert all(result["limit"] > 0 for result in results if result["limit_is"])
+    notes = [result["note"] for result in results if result["name"].startswith(("write-", "cpu-"))]
+    assert len(notes) == 8 and all(note.startswith("bare: send ") for note in notes)
 
 
 @pytest.mark.no_sanitizer

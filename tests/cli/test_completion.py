@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from tests.support.limits import WAIT_S
+from tests.support.process import assert_clean, run_script
 
 
 def answered(instruction: str, words: str = "") -> str:
@@ -38,6 +39,26 @@ def answered(instruction: str, words: str = "") -> str:
 def test_what_may_come_next(words: str, offered: set[str]) -> None:
     lines = answered("bash_complete", words).splitlines()
     assert {line.partition(",")[2] for line in lines} == offered
+
+
+def test_help_and_completion_wait_for_neither_numpy_nor_the_native_half() -> None:
+    """What a shell asks while somebody types, and the first thing that a newcomer does."""
+    script = run_script(
+        """
+        import sys
+        from click.shell_completion import BashComplete
+        from click.testing import CliRunner
+        from crossrail.cli import main
+
+        for words in ("--help", "--version", "kv --help", "weights --help", "moe --help", "error usage-error"):
+            assert CliRunner().invoke(main, words.split()).exit_code == 0, words
+        for words in ([], ["kv"], ["weights"], ["moe"]):
+            assert BashComplete(main, {}, "crossrail", "_CROSSRAIL_COMPLETE").get_completions(words, "")
+        print(*sorted({"numpy", "crossrail._core"} & set(sys.modules)))
+        """
+    )
+    assert_clean(script)
+    assert script.stdout.split() == []
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

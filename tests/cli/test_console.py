@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import struct
+import termios
 from pathlib import Path
 
 import pytest
@@ -19,6 +23,19 @@ def test_width_of_nothing_is_no_width(monkeypatch: pytest.MonkeyPatch) -> None:
         assert open_console().width == width
     said = CliRunner(env={"COLUMNS": "0"}).invoke(main, ["topo"])
     assert said.exit_code == 0 and "NUMA" in said.output
+
+
+def test_terminal_without_a_cursor_has_its_own_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    """rich takes 80 for the width of each."""
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.delenv("COLUMNS", raising=False)
+    owner, end = os.openpty()
+    with os.fdopen(owner, "rb"), os.fdopen(end, "w") as terminal:
+        for columns, width in ((40, 40), (132, 132), (0, 80)):
+            fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+            assert open_console(file=terminal).width == width
+        monkeypatch.setenv("COLUMNS", "55")
+        assert open_console(file=terminal).width == 55
 
 
 def test_name_stays_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:

@@ -42,15 +42,27 @@ def interrupted(arguments: Sequence[str], module: str, folder: Path) -> tuple[in
     return process.returncode, errors
 
 
-@pytest.mark.parametrize("module", ["numpy", "crossrail.cli.main", "click"])
-def test_command_ends_without_a_traceback(module: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        ("crossrail.cli.main", ["--help"]),
+        ("click", ["--help"]),
+        ("numpy", ["bench", "--help"]),
+        ("numpy", ["weights", "demo"]),
+    ],
+)
+def test_command_ends_without_a_traceback(module: str, words: list[str], tmp_path: Path) -> None:
     script = Path(sys.executable).with_name("crossrail")
     for command in (["-m", "crossrail"], [str(script)]):
-        assert interrupted([*command, "--help"], module, tmp_path) == (-signal.SIGINT, "")
+        assert interrupted([*command, *words], module, tmp_path) == (-signal.SIGINT, "")
+
+
+def test_command_that_imports_as_it_runs_is_interrupted_like_any(tmp_path: Path) -> None:
+    assert interrupted(["-m", "crossrail", "demo"], "numpy", tmp_path) == (130, "\ninterrupted\n")
 
 
 def test_program_that_uses_the_package_is_interrupted_as_python_has_it(tmp_path: Path) -> None:
-    status, errors = interrupted(["-c", "import crossrail"], "numpy", tmp_path)
+    status, errors = interrupted(["-c", "from crossrail import Engine"], "numpy", tmp_path)
     assert "Traceback" in errors and "KeyboardInterrupt" in errors and status != 0
 
 

@@ -36,6 +36,8 @@ from crossrail.errors import CrossrailError, UsageError
 from tests.conftest import EngineFactory
 from tests.support.limits import WAIT_S, eventually
 
+LATER_OFFER = b'{"kind": "offer", "push": 5, "version": 2, "release": "9.8.7", "what": {"a later version": "has"}}'
+
 MESSAGES = [
     wire.Offer(1, "a/b", 5, 0o644, False),
     wire.Accept(1, "ab", 64, 128, [1, 2]),
@@ -91,8 +93,9 @@ def test_reason_is_cut_and_made_unicode() -> None:
     ],
 )
 def test_malformed_message_refused(data: bytes) -> None:
-    with pytest.raises(wire.ProtocolError):
-        wire.decode(data)
+    with pytest.raises(wire.ProtocolError) as refused:
+        wire.decode(data.replace(b'"push"', b'"version": 1, "push"'))
+    assert not isinstance(refused.value, wire.OtherVersion) or b"push" not in data
 
 
 @given(st.binary(max_size=200) | st.recursive(st.none() | st.integers() | st.text(), st.lists).map(json.dumps))
@@ -346,13 +349,29 @@ async def test_message_that_is_none_does_not_steer_the_terminal(root: Path, open
     with Inbox(root) as inbox:
         progress = Progress(console=Console(file=screen), disable=True)
         serving = asyncio.create_task(Server(theirs, inbox, progress, Limits(1, WAIT_S)).run(once=False))
-        await ours.submit_send(theirs.address, b'{"kind": "\\u001b[2J", "push": 1}')
+        await ours.submit_send(theirs.address, b'{"kind": "\\u001b[2J", "push": 1, "version": 1}')
         await asyncio.to_thread(eventually, screen.getvalue, "it is told")
         serving.cancel()
         await asyncio.wait([serving], timeout=WAIT_S)
 
     assert "ignored a message from" in screen.getvalue()
     assert "Invalid value '?[2J'" in screen.getvalue()
+
+
+async def test_push_of_another_version_is_refused_and_both_are_named(root: Path, open_engine: EngineFactory) -> None:
+    ours, theirs = open_engine("pusher"), open_engine()
+    screen = io.StringIO()
+    with Inbox(root) as inbox, ours.submit_recvs(4, wire.MESSAGE_BYTES_MAX) as pool:
+        progress = Progress(console=Console(file=screen, width=1000), disable=True)
+        serving = asyncio.create_task(Server(theirs, inbox, progress, Limits(1, WAIT_S)).run(once=False))
+        await ours.submit_send(theirs.address, LATER_OFFER)
+        told = json.loads((await pool.recv_async(WAIT_S)).data)
+        await asyncio.to_thread(eventually, screen.getvalue, "it is told")
+        serving.cancel()
+        await asyncio.wait([serving], timeout=WAIT_S)
+
+    assert "is crossrail 9.8.7, which speaks version 2 of pushes, and this one crossrail " in screen.getvalue()
+    assert (told["kind"], told["push"], told["version"], told["release"]) == ("refuse", 5, 1, xr.__version__)
 
 
 # --- what a pusher is told ---
@@ -390,6 +409,14 @@ def test_serve_that_is_gone_is_told_with_the_reason(pusher: Pushing) -> None:
     push, _, theirs = pusher
     theirs.close()
     with pytest.raises(xr.CrossrailError, match=r"not stored: the engine was closed"):
+        push._next_message()
+
+
+def test_serve_of_another_version_is_told_as_such(pusher: Pushing) -> None:
+    push, engine, serve = pusher
+    answer = json.dumps({"kind": "refuse", "push": 1, "version": 2, "release": "9.8.7", "later": []})
+    serve.submit_send(engine.address, answer.encode()).wait(WAIT_S)
+    with pytest.raises(wire.OtherVersion, match=f"is crossrail 9.8.7, .* this one crossrail {xr.__version__}, "):
         push._next_message()
 
 
@@ -470,6 +497,17 @@ def test_file_that_is_no_address_is_refused_and_kept(names: Path, tmp_path: Path
         rendezvous.resolve(f"{file}:x")
 
     assert file.read_text() == "mine"
+
+
+def test_address_file_of_another_version_is_refused_and_both_are_named(names: Path, engine: xr.Engine) -> None:
+    with rendezvous.publish(None, engine.address) as published:
+        content = json.loads(published.path.read_text())
+        assert content["crossrail"] == xr.__version__
+        published.path.write_text(json.dumps({"format": 2, "crossrail": "9.8.7", "elsewhere": 0}))
+        with pytest.raises(
+            UsageError, match=r"by crossrail 9\.8\.7 \(format 2\), and this is crossrail .*\(format 1\)"
+        ):
+            rendezvous.resolve(published.name)
 
 
 @pytest.mark.parametrize("name", ["", "..", "a/b", "a b", "-x", "x" * 65])

@@ -33,12 +33,27 @@ def run(*words: object, **environment: str) -> Result:
 
 
 def refused(result: Result) -> str:
-    """What stands in the one line with the error; click's hints may come before it."""
+    """The one line with the error."""
     assert result.exit_code == 2, result.output
     assert isinstance(result.exception, SystemExit), result.exception
-    lines = [line for line in result.stderr.splitlines() if line.lower().startswith("error: ")]
-    assert len(lines) == 1 and not result.stdout, result.output
+    lines = result.stderr.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: ") and not result.stdout, result.output
     return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "said", "hint"),
+    [
+        (["trace", "/no\nne"], "/no", "[see crossrail trace --help]"),
+        (["bench", "--bad"], "No such option", "[see crossrail bench --help]"),
+        (["kv", "nope"], "No such command 'nope'", "[see crossrail kv --help]"),
+        (["--nope"], "No such option", "[see crossrail --help]"),
+    ],
+    ids=["argument", "option", "command", "option of crossrail"],
+)
+def test_what_click_refuses_is_one_line_that_says_where_to_read_on(words: list[str], said: str, hint: str) -> None:
+    line = refused(CliRunner().invoke(main, words, prog_name="crossrail"))
+    assert said in line and line.endswith(hint)
 
 
 def typed() -> Iterator[Any]:
@@ -142,6 +157,24 @@ def test_completion_where_an_extra_is_not_installed() -> None:
     asked = {"_CROSSRAIL_COMPLETE": "bash_complete", "COMP_WORDS": "crossrail kv r", "COMP_CWORD": "2"}
     done = without("aiohttp", **asked)
     assert (done.stdout, done.stderr) == ("plain,router\n", "")
+
+
+OLD_CLICK = """
+import click.exceptions
+import click
+del click.exceptions.NoArgsIsHelpError  # which came with 8.2
+from crossrail.cli.main import main
+main()
+"""
+
+
+@pytest.mark.parametrize(("words", "status", "told"), [(["--version"], 0, "crossrail"), (["nonsense"], 2, "error: ")])
+def test_click_of_before_its_error_for_help(words: list[str], status: int, told: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", OLD_CLICK, *words], capture_output=True, text=True, timeout=LONG_S, check=False
+    )
+    assert done.returncode == status
+    assert told in done.stdout + done.stderr and "Error:" not in done.stdout + done.stderr
 
 
 def without(module: str, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -255,11 +288,26 @@ def test_output_that_takes_ascii_alone(words: list[str], tmp_path: Path) -> None
     assert done.stdout.decode("ascii")
 
 
-@pytest.mark.parametrize("words", [["--help"], ["--version"], ["topo", "--help"], ["sim", "--list"]], ids=" ".join)
-def test_output_that_is_full(words: list[str]) -> None:
-    with open("/dev/full", "w") as full, started(*words, stdout=full) as process:
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    "words", [["--help"], ["--version"], ["topo", "--help"], ["demo", "--rounds=1"], *AT_ONCE], ids=" ".join
+)
+def test_output_that_is_full(words: list[str], unbuffered: str) -> None:
+    """Images of containers ask for unbuffered output."""
+    environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    with open("/dev/full", "w") as full, started(*words, stdout=full, env=environment) as process:
         _, errors = process.communicate(timeout=LONG_S)
-    assert (process.returncode, errors) == (1, "error: No space left on device\n")
+    assert (process.returncode, errors) == (1, "error: standard output: No space left on device\n")
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_other_file_that_is_full_is_not_taken_for_the_output(unbuffered: str) -> None:
+    environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    with started(
+        "sim", "--scenario=pair", "--seed=1", "--log=/dev/full", stdout=subprocess.PIPE, env=environment
+    ) as process:
+        _, errors = process.communicate(timeout=LONG_S)
+    assert (process.returncode, errors) == (1, "error: /dev/full: No space left on device\n")
 
 
 def test_output_that_is_closed() -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import io
+import re
 
 import pytest
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
-from crossrail.cli.tables import Fitted
+from crossrail.cli.tables import Fitted, Screenful
 
+CONTROL = re.compile(r"\x1b\[[?0-9;]*[a-zA-Z]")
 ROWS = [
     ("write-private-1m-w16", "141.9 GB/s", "1.03x", "", "the other side copies it out of pages of its own"),
     ("py-await", "338,766 k/s", "", "ok", "pip install a-distribution-with-a-name"),
@@ -74,3 +78,20 @@ def test_words_that_may_be_broken_keep_the_table_on_narrower_screens() -> None:
     for width in (50, 30, 20):
         lines = shown(width, Fitted(made))
         assert "0123456789abcdef" * 4 in "".join(lines).replace("│", "").replace(" ", "")
+
+
+@pytest.mark.parametrize(
+    ("height", "whole", "last"),
+    [(4, 3, ["5 lines more: --once | less"]), (7, 6, ["2 lines more: --once | less"]), (8, 8, []), (30, 8, [])],
+)
+def test_screen_that_is_too_low_says_how_much_it_leaves_out(height: int, whole: int, last: list[str]) -> None:
+    """In a live view, which would cut it off in silence."""
+    out = io.StringIO()
+    console = Console(width=40, height=height, file=out, color_system=None, force_terminal=True)
+    lines = Group(*(Text(f"line {number}") for number in range(8)))
+
+    with Live(Screenful(lines), console=console, screen=True, auto_refresh=False):
+        drawn = CONTROL.sub("", out.getvalue())
+
+    seen = [line.strip() for line in drawn.splitlines() if line.strip()]
+    assert seen == [*(f"line {number}" for number in range(whole)), *last]

@@ -56,6 +56,18 @@ def test_in_a_pipe_it_prints_once(served: MetricsServer) -> None:
     assert "connected" in peer and "local" in peer
 
 
+def test_one_engine_of_several(open_engine: EngineFactory) -> None:
+    with serve_metrics(open_engine("prefill"), open_engine("decode"), port=0) as server:
+        both, one = run(server.url, "--every-s", "0.1"), run(server.url, "--every-s", "0.1", "--engine", "decode")
+        none = run(server.url, "--every-s", "0.1", "--engine", "deco")
+
+    assert "engine prefill:" in both.stdout and "engine decode:" in both.stdout
+    assert one.returncode == 0 and "engine decode:" in one.stdout and "prefill" not in one.stdout
+    assert none.returncode == 2 and none.stderr.startswith(
+        "error: no engine 'deco' there; there is 'prefill', 'decode'"
+    )
+
+
 @pytest.mark.parametrize("columns", [30, 45, 60, 80, 100])
 def test_narrow_screens_have_fewer_columns(served: MetricsServer, columns: int) -> None:
     shown = run(served.url, "--every-s", "0.1", COLUMNS=str(columns))

@@ -65,10 +65,12 @@ def test_plan_of_more_pipeline_stages_than_layers() -> None:
 def test_sim_says_how_long_and_what_bounds_it(tmp_path: Path) -> None:
     file = tmp_path / "out.json"
 
-    shown = run("weights", "sim", *THIN, "--way", "needed", "--json", file)
+    shown = run("weights", "sim", *THIN, "--way", "needed", "--seed", 5, "--json", file)
 
     assert "links of receivers" in shown
-    (outcome,) = json.loads(file.read_text())["outcomes"].values()
+    written = json.loads(file.read_text())
+    assert written["seed"] == 5
+    (outcome,) = written["outcomes"].values()
     assert outcome["total_s"] > max(outcome["bounds"].values())
 
 

@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 
 import crossrail as xr
+from crossrail._options import SECRET_VARIABLE
+from crossrail.cli.weights import commands
 from crossrail.cli.weights.players import Player, Players
 from crossrail.control.wire import EngineWire
-from crossrail.engine import SECRET_VARIABLE
 from crossrail.weights import WeightReceiver, messages
+from crossrail.weights.inventory import checkpoint
 from crossrail.weights.toy import ToyModel, ToyTarget, weights
 from tests.weights.safetensors_file import write
 
@@ -217,3 +219,7 @@ async def test_address_file_goes_with_a_load_that_is_ended(tmp_path: Path, numbe
     assert code == 128 + number
     assert ("interrupted" if number is signal.SIGINT else f"ended by {number.name}") in err
     assert not told.exists()
+
+
+def test_option_knows_as_many_readers_as_a_checkpoint() -> None:
+    assert commands.READERS_MAX == checkpoint.READERS_MAX

@@ -23,8 +23,10 @@ from tests.support.limits import WAIT_S, eventually
 from tests.support.ports import free_port
 from tests.support.promql import queries, selectors
 
+pytestmark = pytest.mark.no_sanitizer  # starts another program
+
 CONFIG = """
-global: {{scrape_interval: 1s, evaluation_interval: 1s}}
+global: {{scrape_interval: 200ms, evaluation_interval: 200ms}}
 rule_files: ["{rules}"]
 scrape_configs:
   - job_name: crossrail

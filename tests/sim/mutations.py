@@ -18,6 +18,7 @@ FIRST_SEED = 1
 SEEDS_MAX = 200
 SEEDS_CLEAN = 50
 TIMEOUT_S = 600
+BESIDES = ["--scenario", "tests.moe.campaign:rounds", "--every", "5"]
 
 
 def mutations() -> dict[str, int]:
@@ -31,7 +32,7 @@ def mutations() -> dict[str, int]:
 def campaign(number: int, seeds: int) -> tuple[int, str]:
     """Exit status and output of the campaign with that mistake in the engine: 3 when a seed failed."""
     command = [sys.executable, "-m", "crossrail.sim.campaign", "--from", str(FIRST_SEED), "--seeds", str(seeds)]
-    command += ["--until-failure", "--jobs", "1", "--seed-timeout-s", "30"]
+    command += ["--until-failure", "--jobs", "1", "--seed-timeout-s", "30", *BESIDES]
     env = {**os.environ, "CROSSRAIL_MUTATION": str(number)}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=TIMEOUT_S)
     return done.returncode, done.stdout + done.stderr

@@ -6,6 +6,7 @@ import pytest
 
 from crossrail import _core
 from crossrail.sim import campaign
+from crossrail.sim.scenarios import Run, Scenario
 from crossrail.sim.workload import Workload
 from tests.support.seeds import Seed
 
@@ -65,10 +66,27 @@ def test_a_failure_prints_the_command_that_repeats_it(
     assert "20 seeds from 40, 1 failed" in shown
 
 
+async def looks_wrong(run: Run) -> None:
+    run.check.that(False, "it is wrong")
+
+
+def test_scenarios_are_played_besides_with_some_of_the_seeds() -> None:
+    beside = campaign.Beside([Scenario("wrong", "", looks_wrong)], every=4)
+
+    assert [campaign.run_seed(seed, beside) for seed in (3, 4, 5)] == ["", "wrong: it is wrong", ""]
+
+
+def test_processes_of_the_campaign_play_them_too(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--from", "3", "--seeds", "2", "--jobs", "1", "--every", "4"]
+    assert campaign.main([*arguments, "--scenario", f"{__name__}:looks_wrong"]) == 1
+
+    assert "FAILED: seed 4: tests.sim.test_campaign:looks_wrong: it is wrong" in capsys.readouterr().out
+
+
 def test_a_process_that_crashes_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(campaign.sys, "executable", "/bin/false")
 
-    findings, ran = campaign._run_batch(7, 3, 30, False)
+    findings, ran = campaign._run_batch(7, 3, 30, False, [])
 
     assert ran == 0
     assert [seed for seed, _ in findings] == [7]

@@ -12,7 +12,7 @@ import crossrail as xr
 from crossrail import sim
 
 _NBYTES = 1 << 16
-_GOLDEN = "0bb973d9a14f93f4732123e39db4c783"
+_GOLDEN = "218660169ed1e9a1eabbe094d8254f37"
 
 
 class _Draws:

@@ -83,6 +83,13 @@ def test_names_of_engines_are_one_word_each() -> None:
         assert world.log == ["0 a engine-open engine=decoder%200%0A50%25%7F\u00e9"]
 
 
+def test_fault_before_there_is_a_host() -> None:
+    with sim.World(1, keep_log=True) as world:
+        world.lose_datagrams(0.1)
+
+        assert world.log == ["0 - fault kind=datagram-loss value=100000"]
+
+
 def test_a_negative_number_of_lines_is_refused() -> None:
     with pytest.raises(xr.UsageError, match="keep_log"):
         sim.World(keep_log=-1)

@@ -15,6 +15,8 @@ import pytest
 
 import crossrail as xr
 from crossrail import sim
+from crossrail.sim import collecting
+from crossrail.sim import loop as loop_module
 
 DAY_S = 86_400.0
 
@@ -417,6 +419,32 @@ def test_garbage_is_collected_at_the_same_moments_in_each_run() -> None:
             digests.add(world.log_digest)
         assert gc.isenabled() and gc.get_freeze_count() <= frozen
     assert len(digests) == 1
+
+
+@pytest.mark.parametrize(("kept", "litter", "collections"), [(0, 0, 10), (100, 0, 1), (0, 1, 10)])
+def test_tasks_that_live_make_collections_rarer_and_those_that_are_garbage_do_not(
+    kept: int, litter: int, collections: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    collected: list[None] = []
+
+    def collect_counted() -> None:
+        collected.append(None)
+        collecting.collect()
+
+    monkeypatch.setattr(loop_module, "collect", collect_counted)
+    monkeypatch.setattr(loop_module, "_TURNS_PER_COLLECTION", 100)
+
+    async def main(world: sim.World) -> None:
+        alive = [asyncio.create_task(asyncio.sleep(1)) for _ in range(kept)]
+        for _ in range(1050):
+            await asyncio.sleep(0)
+            for _ in range(litter):
+                Holder(asyncio.create_task(asyncio.sleep(0)))
+        for task in alive:
+            task.cancel()
+
+    sim.run(main)
+    assert len(collected) == collections
 
 
 def test_who_keeps_garbage_collection_off_finds_it_off_afterwards() -> None:

@@ -124,3 +124,42 @@ def test_who_was_forgotten_in_the_midst_of_a_scatter_is_met_anew_once(moment_us:
         world.run(1.0)
         assert two.owner.imm_counter(2).poll() == 20
         assert other.imm_counter(1).poll() == 1
+
+
+def test_askers_that_die_again_and_again_get_a_bound_of_memory_and_take_nobodys_answer() -> None:
+    """Each dies when all it asked is counted and most answers have not come to it: they are kept for a while."""
+    asked, kept_max = 45, 16384
+    with sim.World(seed=11) as world:
+        owner = world.host("owner").engine(peer_timeout_s=3.0)
+        target = owner.register(np.zeros(64, np.uint8))
+        given_up: list[str] = []
+        owner.on_event(lambda event: given_up.append(event.detail) if event.kind == "protocol-error" else None)
+        living = world.host("living").engine(peer_timeout_s=3.0)
+        source = living.register(np.zeros(64, np.uint8))
+        living.connect(owner.address)
+        dead, last = owner.imm_counter(1), owner.imm_counter(2)
+
+        def die_untold(lives: range) -> int:
+            untold = 0
+            for life in lives:
+                host = world.host(f"asker{life}")
+                asker = host.engine(peer_timeout_s=3.0)
+                its = asker.register(np.zeros(64, np.uint8))
+                asker.connect(owner.address)
+                transfers = [asker.submit_write(its, target.descriptor, 8, imm=1, verify=True) for _ in range(asked)]
+                world.run(until=lambda counted=(life + 1) * asked: dead.poll() == counted)
+                untold += sum(not transfer.done for transfer in transfers)
+                world.kill(host)
+            return untold
+
+        assert kept_max / 7 < die_untold(range(100)) < kept_max
+        world.run(60.0)
+        assert not given_up, "each of them was tried seven times, and counted once"
+        assert die_untold(range(100, 550)) > kept_max
+        transfers = [living.submit_write(source, target.descriptor, 8, imm=2, verify=True) for _ in range(100)]
+        world.run(60.0)
+
+        assert [transfer.status for transfer in transfers] == ["done"] * 100
+        assert (dead.poll(), last.poll()) == (550 * asked, 100)
+        assert len(given_up) == 16, "and no more words than that"
+        assert all(f"{kept_max} answers are kept already" in words for words in given_up)

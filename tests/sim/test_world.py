@@ -209,6 +209,22 @@ def test_watched_words_call_back() -> None:
     assert changes == [(0, 3), (3, 7)]
 
 
+def test_engines_whose_words_do_not_change_have_no_turns_for_them() -> None:
+    """However often somebody waits: else each of many engines costs every turn of the loop."""
+    changes: list[tuple[int, int]] = []
+    with sim.World(1) as world:
+        engines = [world.host(f"n{i}").engine(f"e{i}") for i in range(8)]
+        watchers = [engine.alloc_watcher(lambda old, new: changes.append((old, new))) for engine in engines]
+        world.run(1e-3)
+        before = world.stats["turns"]
+        for _ in range(100):
+            world.run(1e-6)
+        assert world.stats["turns"] == before
+        watchers[3].add(2)
+        world.run(1e-6)
+        assert changes == [(0, 2)] and world.stats["turns"] <= before + 2
+
+
 def test_messages_travel_and_a_full_pool_holds_them_back() -> None:
     with sim.World(2) as world:
         a, b = pair_of(world, "efa200")
@@ -357,3 +373,18 @@ def test_a_world_closes_its_engines() -> None:
     assert engine.closed
     with pytest.raises(xr.UsageError, match="no current world"):
         sim.current()
+
+
+def test_write_with_a_trigger_says_on_the_worlds_clock_when_it_moved() -> None:
+    with sim.World(seed=1) as world:
+        a, b = pair_of(world)
+        source, target = a.register_phantom(1 << 20), b.register_phantom(1 << 20)
+        word = a.alloc_watcher(lambda _old, _new: None)
+        transfer = a.submit_write(source, target.descriptor, 1 << 20, trigger=(word, 1))
+        world.run(for_s=0.25)
+        word.add()
+        triggered_s = world.now_s
+        transfer.wait(WAIT_S)
+
+        assert transfer.triggered_at == pytest.approx(triggered_s) == pytest.approx(0.25)
+        assert 0.25 < transfer.completed_at <= world.now_s

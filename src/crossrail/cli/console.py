@@ -9,10 +9,12 @@ import sys
 from collections.abc import Iterator
 from typing import IO
 
-from rich.console import Console
+from rich.console import Console, ConsoleDimensions
 from rich.progress import TextColumn
 
 _PIPE_COLUMNS = 140
+_DUMB_COLUMNS = 80
+_DUMB_LINES = 25  # which nobody asks for: what is below the screen cannot be drawn anew
 
 
 def open_console(
@@ -28,7 +30,18 @@ def open_console(
     console = Console(stderr=stderr, quiet=quiet, file=file, emoji=False, highlight=False, _environ=environment)
     if not console.is_terminal and "COLUMNS" not in environment:
         console.width = pipe_columns
+    elif console.is_dumb_terminal:
+        console.size = ConsoleDimensions(_columns_of(console.file, environment), _DUMB_LINES)
     return console
+
+
+def _columns_of(terminal: IO[str], environment: dict[str, str]) -> int:
+    """Of a terminal without a cursor, which rich takes to be 80 wide whatever it is. One that does not say is so."""
+    if "COLUMNS" in environment:
+        return int(environment["COLUMNS"])
+    with contextlib.suppress(OSError, ValueError):  # ValueError: no file of the system's
+        return os.get_terminal_size(terminal.fileno()).columns or _DUMB_COLUMNS
+    return _DUMB_COLUMNS
 
 
 def text_column(template: str) -> TextColumn:

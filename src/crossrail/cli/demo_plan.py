@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    Indices = npt.NDArray[np.int64]
 
 # A small file is copied several times over, so that a round moves far more than the caches hold; up to this often.
 _COPIES_MAX = 4096
 # Pages of one round, so that index arrays stay small beside the data.
 _PAGES_MAX = 1 << 20
-
-Indices = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,8 @@ class Segment:
 
     def places(self) -> Indices:
         """Where in the pool each page goes: shape (copies, pages)."""
+        import numpy as np  # here: who asks for help need not wait for it
+
         order = np.random.default_rng(self.seed).permutation(self.total_pages)
         return order.astype(np.int64).reshape(self.copies, self.pages)
 
@@ -68,6 +71,8 @@ class Segment:
 
 def shuffled_pages(segment: Segment) -> tuple[Indices, Indices]:
     """(source page, pool page) of every full page of every copy, in an order as random as the places are."""
+    import numpy as np
+
     places = segment.places()[:, : segment.whole_pages]
     sources = np.broadcast_to(np.arange(segment.whole_pages, dtype=np.int64), places.shape)
     turn = np.random.default_rng(segment.seed + 1).permutation(places.size)

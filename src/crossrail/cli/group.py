@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import cast
 
 import click
+from click.shell_completion import CompletionItem
 
+from crossrail import _interrupt
 from crossrail.errors import UsageError
 
 
@@ -23,6 +26,23 @@ def _is_installed(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except ValueError:  # sys.modules says that it must not be imported
         return False
+
+
+def body(extra: str, module: str, name: str) -> Callable[..., None]:
+    """What a command does, whose options are elsewhere: help need not wait for numpy. extra: of `crossrail[extra]`."""
+    found = getattr(_loaded(extra, module), name)
+    assert callable(found)
+    return cast("Callable[..., None]", found)
+
+
+def _loaded(extra: str, module: str) -> ModuleType:
+    """UsageError if what it needs is not installed."""
+    try:
+        return _interrupt.load(module)
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("crossrail"):
+            raise
+        raise UsageError(f"crossrail {extra} needs {error.name}: pip install 'crossrail[{extra}]'") from None
 
 
 class LazyGroup(click.Group):
@@ -43,18 +63,20 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in self._lazy:
             return None
-        package = self._package
         try:
-            module = importlib.import_module(f"crossrail.cli.{package}.{self._lazy[cmd_name][0]}")
-        except ModuleNotFoundError as error:
-            if (error.name or "").startswith("crossrail"):
-                raise
+            module = _loaded(self._package, f"crossrail.cli.{self._package}.{self._lazy[cmd_name][0]}")
+        except UsageError:
             if ctx.resilient_parsing:  # a shell that completes: the name is there, its options are not known
                 return click.Command(cmd_name, help=self._lazy[cmd_name][1])
-            raise UsageError(f"crossrail {package} needs {error.name}: pip install 'crossrail[{package}]'") from None
+            raise
         command = getattr(module, cmd_name)
         assert isinstance(command, click.Command)
         return command
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        names = [name for name in self.list_commands(ctx) if name.startswith(incomplete)]
+        items = [CompletionItem(name, help=self._lazy[name][1]) for name in names]
+        return [*items, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

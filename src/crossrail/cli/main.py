@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-import importlib
 import io
 import logging
 import os
+import re
 import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import IO, Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from crossrail import _interrupt
+from crossrail._text import plain
 from crossrail.cli.text import clipped, shown_lines
 from crossrail.errors import CrossrailError, UsageError
 
 # Exit codes: 0 done, 1 it failed, 2 wrong usage (click's own), 130 interrupted (128 + SIGINT, as shells have it).
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
+_LINE_ENDS = re.compile(r"\s*[\r\n]\s*")
 
 # name: (module, what `crossrail --help` says). The modules load rich, numpy and the like, so only the one that runs
 # is imported.
@@ -65,9 +68,14 @@ class CommandGroup(click.Group):
         """The command, or None when there is none of that name."""
         if cmd_name not in COMMANDS:
             return None
-        command = importlib.import_module(COMMANDS[cmd_name][0]).command
+        command = _interrupt.load(COMMANDS[cmd_name][0]).command
         assert isinstance(command, click.Command)
         return command
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """What a shell offers, likewise."""
+        items = [CompletionItem(name, help=text) for name, (_, text) in COMMANDS.items() if name.startswith(incomplete)]
+        return [*items, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The list in `--help`, without importing every command."""
@@ -75,20 +83,20 @@ class CommandGroup(click.Group):
             formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """As click does; what it complains of is clipped. --help and --version print here, to what may be full."""
+        """As click does; what it complains of is one line. --help and --version print here, to what may be full."""
         try:
-            with clipped_complaints():
+            with one_line_complaints():
                 return super().parse_args(ctx, args)
         except BrokenPipeError:
             raise  # click's own
         except OSError as error:
-            click.echo(said_of(error), err=True)
+            click.echo(said_of(_named(error)), err=True)
             ctx.exit(1)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command; what it raises becomes one line on stderr and an exit code."""
         try:
-            with clipped_complaints():
+            with one_line_complaints():
                 result = super().invoke(ctx)
             if sys.stdout is not None:  # whoever started us may have closed it
                 sys.stdout.flush()  # what is still in it must fail here, if it does
@@ -100,24 +108,60 @@ class CommandGroup(click.Group):
             ctx.exit(EXIT_INTERRUPTED)
         except BrokenPipeError:
             # The reader of our output went away (`crossrail bench | head`): nobody is left to tell.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            _drop_output()
             ctx.exit(1)
         except Exception as error:
+            said = said_of(_named(error) if isinstance(error, OSError) else error)
             if ctx.params.get("debug"):
                 traceback.print_exc()
-            click.echo(said_of(error), err=True)
+            click.echo(said, err=True)
             ctx.exit(EXIT_USAGE if isinstance(error, UsageError) else 1)
         return result
 
 
+def _drop_output() -> None:
+    """What standard output still holds goes nowhere: Python would try once more at its end, and complain."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+def _named(error: OSError) -> OSError:
+    """With "standard output" for the file if that is what failed: full, say. What it still holds is dropped then."""
+    try:
+        if sys.stdout is not None:
+            if error.filename is None and getattr(sys.stdout, "write_through", False):
+                sys.stdout.write("\n")  # unbuffered, it has kept nothing that could fail once more
+            sys.stdout.flush()
+    except OSError as again:
+        _drop_output()
+        if error.filename is None and error.errno == again.errno:
+            return OSError(error.errno, error.strerror, "standard output")
+    return error
+
+
 @contextmanager
-def clipped_complaints() -> Iterator[None]:
-    """click's errors repeat what was given, however long it is."""
+def one_line_complaints() -> Iterator[None]:
+    """click's errors become one line, like ours: theirs have four, and repeat what was given, however long it is."""
     try:
         yield
     except click.ClickException as error:
-        error.message = clipped(error.message)  # type: ignore[misc]  # final to click, and no other way in
-        raise
+        # With click 8.2 that is help, which is shown instead of a complaint.
+        if isinstance(error, Complaint) or type(error).__name__ == "NoArgsIsHelpError":
+            raise
+        raise Complaint(error) from None
+
+
+class Complaint(click.ClickException):
+    """What click complained of, in a line that says where to read on."""
+
+    def __init__(self, error: click.ClickException) -> None:
+        words = _LINE_ENDS.sub(" ", error.format_message()).strip().removesuffix(".")
+        context = getattr(error, "ctx", None)
+        hint = "" if context is None else f" [see {context.command_path} --help]"
+        super().__init__(f"error: {clipped(plain(words))}{hint}")
+        self.exit_code = error.exit_code  # type: ignore[misc]  # of the class to click, and 2 or 1 by its kinds
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        click.echo(self.message, file=file, err=True)
 
 
 def said_of(error: Exception) -> str:

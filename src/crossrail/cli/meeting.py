@@ -23,8 +23,8 @@ from types import TracebackType
 from urllib.parse import urlsplit
 
 import crossrail as xr
+from crossrail._options import SECRET_VARIABLE
 from crossrail.control.deadlines import in_time
-from crossrail.engine import SECRET_VARIABLE
 from crossrail.errors import CrossrailError, UsageError
 
 log = logging.getLogger("crossrail.cli.meeting")

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import click
-import numpy as np
 from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
 
@@ -209,6 +208,8 @@ class _Slots:
         """Write a segment: full pages, some in each call, and a short last page in another. Each page counts one."""
         assert self._memory is not None
         assert self._target is not None
+        import numpy as np  # here, so that help need not wait for it
+
         slot = index % self.count
         page_bytes = self.layout.page_bytes
         full, tail_bytes = divmod(self.layout.segment_bytes(index), page_bytes)

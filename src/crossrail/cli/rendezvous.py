@@ -18,6 +18,7 @@ from typing import Any
 
 import crossrail as xr
 from crossrail._files import read_at_most
+from crossrail._text import plain
 from crossrail.cli import meeting
 from crossrail.errors import CrossrailError, UsageError
 
@@ -112,8 +113,8 @@ def _try_publish(name: str, address: xr.Address) -> Published | None:
 
 
 def _encode(address: xr.Address) -> bytes:
-    content = {"format": _FORMAT, "host": _host_identity(), "pid": os.getpid(), "address": address.to_bytes().hex()}
-    return json.dumps(content).encode()
+    content = {"format": _FORMAT, "crossrail": xr.__version__, "host": _host_identity(), "pid": os.getpid()}
+    return json.dumps(content | {"address": address.to_bytes().hex()}).encode()
 
 
 def _host_identity() -> str:
@@ -164,6 +165,10 @@ def resolve(target: str, secret: bytes = b"") -> tuple[xr.Address, str]:
     return _read_address(path), dst
 
 
+class _OtherFormat(Exception):
+    """Of an address file: nothing else in it is looked at."""
+
+
 def _no_such_serve(name: str) -> str:
     names = living_names()
     running = f"running: {', '.join(names)}" if names else "none is running; start one with: crossrail serve"
@@ -176,12 +181,18 @@ def _no_such_serve(name: str) -> str:
 def _read_address(path: Path) -> xr.Address:
     try:
         content: Any = json.loads(read_at_most(path, _FILE_BYTES_MAX, "address file of crossrail serve"))
-        same_format, host, text = content["format"] == _FORMAT, content["host"], content["address"]
+        if (theirs := content["format"]) != _FORMAT:
+            release = plain(str(content.get("crossrail", "of an unknown release"))[:64])
+            raise _OtherFormat(
+                f"{path} was written by crossrail {release} (format {plain(str(theirs)[:64])}), and this is crossrail "
+                f"{xr.__version__} (format {_FORMAT}): use one release in both shells"
+            )
+        host, text = content["host"], content["address"]
         address = xr.Address.from_bytes(bytes.fromhex(text))
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except _OtherFormat as error:
+        raise UsageError(str(error)) from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UsageError(f"{path} is not an address file of crossrail serve: {error}") from None
-    if not same_format:
-        raise UsageError(f"{path} was written by another version of crossrail; use the same one in both shells")
     if host != _host_identity():
         raise UsageError(f"{path} is of another host; a server there is reached by tcp://HOST:PORT/ (serve --listen)")
     return address

@@ -19,6 +19,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
 
 import crossrail as xr
+from crossrail._latest import Latest
+from crossrail._options import SECRET_VARIABLE
 from crossrail._text import plain, rate_text
 from crossrail.cli import wire
 from crossrail.cli.background import background_console
@@ -30,7 +32,6 @@ from crossrail.cli.service import rails_behind, records_on_signal, tls_options
 from crossrail.cli.text import FloatRange, format_bytes, gb_per_s
 from crossrail.cli.text import rails as rails_type
 from crossrail.control.deadlines import in_time
-from crossrail.engine import SECRET_VARIABLE
 from crossrail.errors import CrossrailError, PeerLost, TransferError, UsageError, WaitTimeout
 
 _PAGE_BYTES = 64 << 10
@@ -280,6 +281,7 @@ class Server:
         self.progress = progress
         self.limits = limits
         self._sessions: dict[tuple[xr.Address, int], Session] = {}
+        self._told_version: Latest[tuple[xr.Address, int], None] = Latest(_MESSAGES_HELD)  # pushes of another version
         self._tasks: set[asyncio.Task[None]] = set()
         self._first_result: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
@@ -316,6 +318,14 @@ class Server:
                 except wire.ProtocolError as error:
                     sender = escape(plain(message.peer.name))
                     self.say(f"[yellow]ignored[/yellow] a message from {sender}: {escape(plain(str(error)))}")
+                    if isinstance(error, wire.OtherVersion):
+                        self._tell_version(message.peer, error.push)
+
+    def _tell_version(self, peer: xr.Address, push: int | None) -> None:
+        """Once for each push. It reads no more of the refusal than our version, and says so where it was started."""
+        if push is not None and (peer, push) not in self._told_version:
+            self._told_version[peer, push] = None
+            self.engine.submit_send(peer, wire.encode(wire.Refuse(push, "the server is of another version")))
 
     def _dispatch(self, peer: xr.Address, message: wire.Message) -> None:
         key = (peer, message.push)

@@ -14,11 +14,11 @@ from typing import Any
 
 import click
 
+import crossrail as xr
 from crossrail._files import SECRET_BYTES_MAX, read_at_most
+from crossrail._options import SECRET_VARIABLE
 from crossrail.cli.text import rails
-from crossrail.engine import SECRET_VARIABLE, Engine
 from crossrail.errors import CrossrailError, TransportError, UsageError
-from crossrail.flight import dump_on_signal
 from crossrail.tls import CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE, TlsConfig, exposure_of_key
 
 log = logging.getLogger("crossrail.cli.service")
@@ -78,7 +78,7 @@ def transport_option(default: str = "auto") -> Decorator:
 
 def check_transport(transport: str) -> None:
     """What is wrong with it is told once, and at once: before a command starts processes with engines of it."""
-    with Engine("check", transport=transport):
+    with xr.Engine("check", transport=transport):
         pass
 
 
@@ -140,7 +140,7 @@ def rails_behind(option: str, port: int) -> Iterator[None]:
         ) from None
 
 
-def name_of_host(host: str, engine: Engine) -> str:
+def name_of_host(host: str, engine: xr.Engine) -> str:
     """What to write in a URL of a service that listens on `host`: of all addresses ("", 0.0.0.0) a rail's."""
     if host in ("", "0.0.0.0", "::"):
         endpoints = engine.address.endpoints
@@ -156,7 +156,7 @@ def records_on_signal() -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         try:
-            stack.enter_context(dump_on_signal())
+            stack.enter_context(xr.dump_on_signal())
         except UsageError as error:
             log.warning("SIGUSR2 writes no flight recording: %s", error)
         yield

@@ -1,4 +1,4 @@
-"""Tables that can be read on screens of any width."""
+"""Tables that can be read on screens of any width, and of any height."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.measure import Measurement
 from rich.padding import Padding
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
@@ -44,6 +45,23 @@ class Fitted:
             yield from _lines(console, self.table)
         else:
             yield _wrapping_only(self.table, widest)
+
+
+@dataclass(frozen=True)
+class Screenful:
+    """What a live view shows: as much as there is room for. The last line says how many more there are."""
+
+    content: RenderableType
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        lines = console.render_lines(self.content, options.update(height=None), pad=False)
+        room = options.max_height
+        shown = len(lines) if len(lines) <= room else max(room - 1, 0)
+        for line in lines[:shown]:
+            yield from line
+            yield Segment.line()
+        if left_out := len(lines) - shown:
+            yield Text(f"{left_out} lines more: --once | less", "dim", no_wrap=True, overflow="ellipsis")
 
 
 def _wrapping_only(table: Table, index: int) -> Table:

@@ -7,7 +7,8 @@ import os
 import re
 import tempfile
 import urllib.parse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -172,3 +173,14 @@ def rails(text: str) -> int | list[str]:
     if not 1 <= count <= RAILS_MAX or "" in words:
         raise click.BadParameter(f"{text!r} is neither 1 to {RAILS_MAX} nor a list of interfaces or addresses")
     return count if is_number else words
+
+
+@contextmanager
+def naming(file: Path) -> Iterator[None]:
+    """What fails while this file is written names it: of a full disk Python names none."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(file)) from None

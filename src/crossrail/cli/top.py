@@ -18,7 +18,9 @@ from rich.text import Text
 
 from crossrail._text import plain
 from crossrail.cli.console import open_console
+from crossrail.cli.tables import Screenful
 from crossrail.cli.text import FloatRange, url_of
+from crossrail.errors import UsageError
 from crossrail.observe.samples import Interval, Labels, Scrape, scrape
 
 _DEFAULT_URL = "http://127.0.0.1:9478/metrics"
@@ -49,7 +51,8 @@ _LABELS = {
     show_default=True,
     help="Seconds between updates; rates are averages over one interval.",
 )
-def command(url: str, once: bool, every_s: float) -> None:
+@click.option("--engine", metavar="NAME", help="Show this engine alone, of all whose metrics are served there.")
+def command(url: str, once: bool, every_s: float, engine: str | None) -> None:
     """Show rails, peers and transfers of the engines whose metrics are served at URL.
 
     The process has to serve them: by crossrail.observe.serve_metrics(engine), or by --metrics-port of
@@ -61,14 +64,17 @@ def command(url: str, once: bool, every_s: float) -> None:
     before = scrape(url, _TIMEOUT_S)
     time.sleep(every_s)
     now = scrape(url, _TIMEOUT_S)
+    if engine is not None and engine not in (there := now.values_of("crossrail_engine_open", "engine")):
+        raise UsageError(f"no engine {engine!r} there; there is {', '.join(map(repr, there)) or 'none'}")
     if once or not console.is_terminal or console.is_dumb_terminal:
-        console.print(picture(Interval(before, now), console.width))
+        console.print(picture(Interval(before, now), console.width, engine))
         return
-    with Live(picture(Interval(before, now), console.width), console=console, screen=True, auto_refresh=False) as live:
+    first = Screenful(picture(Interval(before, now), console.width, engine))
+    with Live(first, console=console, screen=True, auto_refresh=False) as live:
         while True:
             time.sleep(every_s)
             before, now = now, scrape(url, _TIMEOUT_S)
-            live.update(picture(Interval(before, now), console.width), refresh=True)
+            live.update(Screenful(picture(Interval(before, now), console.width, engine)), refresh=True)
 
 
 def _whole(url: str) -> str:
@@ -76,8 +82,10 @@ def _whole(url: str) -> str:
     return url if url.count("/") > 2 else f"{url}/metrics"
 
 
-def picture(interval: Interval, width: int) -> RenderableType:
-    """What happened in the interval, for a screen of so many columns."""
+def picture(interval: Interval, width: int, only: str | None = None) -> RenderableType:
+    """What happened in the interval, for a screen of so many columns; only: to this engine."""
+    if only is not None:
+        return Group(*_engine(interval, only, width))
     parts: list[RenderableType] = []
     for engine in interval.now.values_of("crossrail_engine_open", "engine"):
         parts += _engine(interval, engine, width)

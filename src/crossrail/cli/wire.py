@@ -8,6 +8,9 @@ name and answers Done, or Failed. Abort from the pusher ends it at any time.
 
 Messages may overtake each other and the data: nothing here depends on their order. The server knows how many pages a
 segment has from the length in the offer.
+
+Each message carries the version of this protocol and the release of crossrail. Of another version's message nothing
+else is looked at but whose push it is about, so that a serve can refuse it.
 """
 
 from __future__ import annotations
@@ -18,8 +21,10 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from crossrail import __version__
 from crossrail.errors import CrossrailError
 
+VERSION = 1
 MESSAGE_BYTES_MAX = 8 * 1024
 PATH_BYTES_MAX = 1024
 FILE_BYTES_MAX = 1 << 50
@@ -37,10 +42,38 @@ class ProtocolError(CrossrailError):
     """Bytes from the other side that are no message of this protocol."""
 
 
-class _Message(msgspec.Struct, tag_field="kind", forbid_unknown_fields=True):
+class OtherVersion(ProtocolError):
+    """A message of another version. push: which one it is about; None: it does not say."""
+
+    def __init__(self, version: int, release: str, push: int | None) -> None:
+        super().__init__(
+            f"the other side is crossrail {release or '(of an unknown release)'}, which speaks version {version} of "
+            f"pushes, and this one crossrail {__version__}, which speaks version {VERSION}: use one release on both"
+        )
+        self.push = push
+
+
+_Push = Annotated[int, Meta(ge=0, lt=1 << 62)]
+_Release = Annotated[str, Meta(max_length=64)]
+
+
+class _Stamp(msgspec.Struct):
+    """What the messages of all versions have."""
+
+    version: int = 0
+    release: _Release = ""
+    push: _Push | None = None
+
+
+class _Stamped(msgspec.Struct, tag_field="kind", forbid_unknown_fields=True, kw_only=True):
+    version: int = VERSION
+    release: _Release = __version__
+
+
+class _Message(_Stamped):
     """Of one push. push: the pusher's number for it, repeated in every message about it."""
 
-    push: Annotated[int, Meta(ge=0, lt=1 << 62)]
+    push: _Push
 
 
 class Offer(_Message, tag="offer"):
@@ -105,6 +138,7 @@ class Abort(_Message, tag="abort"):
 
 Message = Offer | Accept | Refuse | Stored | End | Done | Failed | Abort
 
+_stamps: msgspec.json.Decoder[_Stamp] = msgspec.json.Decoder(_Stamp)
 _decoder: msgspec.json.Decoder[Message] = msgspec.json.Decoder(Message)
 
 
@@ -117,10 +151,15 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes) -> Message:
-    """The message. ProtocolError for anything else than exactly its fields, of their types, within bounds."""
+    """The message. ProtocolError for anything else than exactly its fields, of their types, within bounds; OtherVersion
+    for one of another version, whatever its fields.
+    """
     if len(data) > MESSAGE_BYTES_MAX:
         raise ProtocolError(f"message of {len(data)} bytes is longer than {MESSAGE_BYTES_MAX}")
     try:
+        stamp = _stamps.decode(data)
+        if stamp.version != VERSION:
+            raise OtherVersion(stamp.version, stamp.release, stamp.push)
         return _decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"not a valid message of a push: {error}") from None

@@ -6,12 +6,20 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
+from crossrail._options import check_seconds
+
 _T = TypeVar("_T")
 
 
 def loop_time_s() -> float:
     """Now, on the clock of the running event loop: what every instant of services is told on."""
     return asyncio.get_running_loop().time()
+
+
+def deadline_in(timeout_s: float) -> float:
+    """When that time is over, on the clock of the running event loop. UsageError for what is no time of 0 or more."""
+    check_seconds(timeout_s=timeout_s)
+    return loop_time_s() + timeout_s
 
 
 async def in_time(work: Awaitable[_T], timeout_s: float, undo: Callable[[_T], object] | None = None) -> _T:

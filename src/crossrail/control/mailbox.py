@@ -18,7 +18,7 @@ from crossrail._latest import Latest
 from crossrail.control.deadlines import in_time, loop_time_s
 from crossrail.control.language import Language, Letter
 from crossrail.control.messages import Failed, clipped
-from crossrail.control.seal import Rejected, Sealer
+from crossrail.control.seal import OURS, Rejected, Sealer, Spoken
 from crossrail.control.wire import Unreachable, Wire
 from crossrail.errors import CrossrailError, EngineClosed, UsageError
 
@@ -30,6 +30,7 @@ _ANSWERS_BYTES_MAX = 32 << 20
 _ASKERS_KEPT = 1 << 16  # of whose answers some were let go
 _CANCEL_AGAIN_S = 0.2
 _TELL_AGAIN_S = 60.0  # between two lines about dropped messages of one kind: a stranger may send thousands a second
+_OTHERS_KEPT = 4096  # engines of another version
 _REPLY_TIMEOUT_S = 30.0  # whoever takes no answer for so long asks again, if it still lives
 
 _wires: weakref.WeakSet[Wire] = weakref.WeakSet()  # that had a mailbox
@@ -39,7 +40,21 @@ T = TypeVar("T")
 
 
 class NoAnswer(CrossrailError):
-    """None came in time: the other node may be slow, frozen, or gone; it may have done what it was asked, or not."""
+    """None came in time: the other node may be slow, frozen, or gone; it may have done what it was asked, or not.
+
+    is_silence: nothing came at all, not even that it could not be answered.
+    """
+
+    def __init__(self, why: str, *, is_silence: bool = False) -> None:
+        super().__init__(why)
+        self.is_silence = is_silence
+
+
+class OtherRelease(NoAnswer):
+    """The other node is of another version of crossrail, of which nothing is understood. Use one release for all."""
+
+    def __init__(self, theirs: Spoken, ours: Spoken) -> None:
+        super().__init__(f"the other side speaks {theirs}, this one {ours}: use one release of crossrail on both")
 
 
 class Mailbox(AsyncClosing):
@@ -51,13 +66,15 @@ class Mailbox(AsyncClosing):
     have been run.
     """
 
-    def __init__(self, wire: Wire, secret: bytes, language: Language, resend_s: float = RESEND_S) -> None:
+    def __init__(
+        self, wire: Wire, secret: bytes, language: Language, resend_s: float = RESEND_S, spoken: Spoken = OURS
+    ) -> None:
         if wire in _wires:
             raise UsageError("this wire already has a mailbox. Next: go on with that one, or open another engine")
         _wires.add(wire)
         self.wire = wire
         self._language = language
-        self._sealer = Sealer(secret, wire.identity(wire.address), wire.packet_bytes_max, language.purpose)
+        self._sealer = Sealer(secret, wire.identity(wire.address), wire.packet_bytes_max, language.purpose, spoken)
         self._resend_s = resend_s
         self._handlers: dict[type, Handler] = {}
         self._asks = 0
@@ -66,7 +83,10 @@ class Mailbox(AsyncClosing):
         self._answered_bytes = 0
         self._let_go: Latest[bytes, int] = Latest(_ASKERS_KEPT)  # by who asked, the newest ask whose answer is not kept
         self._being_answered: set[tuple[bytes, int]] = set()
+        self._others: Latest[bytes, Spoken] = Latest(_OTHERS_KEPT)  # by engine, what it has said in a notice
+        self._noticed: Latest[bytes, float] = Latest(_OTHERS_KEPT)  # by engine, when it was sent one
         self._tasks: dict[asyncio.Task[None], None] = {}  # a set in the order in which they were made
+        self._loop: asyncio.AbstractEventLoop | None = None  # in which start() was called
         self._unsorted: Counter[str] = Counter()
         self._told: dict[str, tuple[float, int]] = {}  # by kind, of drops: when the log had one, and how many since
 
@@ -90,10 +110,21 @@ class Mailbox(AsyncClosing):
     def start(self) -> None:
         """Begins to receive, in tasks of the running event loop. Raises UsageError where none runs."""
         try:
-            asyncio.get_running_loop()
+            self._loop = asyncio.get_running_loop()
         except RuntimeError:
             raise UsageError("Mailbox.start() outside of a coroutine: its event loop has to be running") from None
         self.spawn(self._receive(), "receive")
+
+    def check_started(self) -> None:
+        """UsageError before start(), and in another event loop: no answer would be heard."""
+        if self._loop is None:
+            raise UsageError("this mailbox was not started, and hears nothing. Next: start() it first")
+        if self._loop is not asyncio.get_running_loop():
+            state = "is closed" if self._loop.is_closed() else "is another one than this"
+            raise UsageError(
+                f"this mailbox was started in an event loop that {state}, and hears nothing here. Next: one event loop "
+                "for all, such as one in a thread with asyncio.run_coroutine_threadsafe()"
+            )
 
     async def close(self) -> None:
         """Ends handlers and questions under way. Idempotent. The wire stays open."""
@@ -112,8 +143,13 @@ class Mailbox(AsyncClosing):
     async def ask(self, to: bytes, question: object, answer: type[T] | tuple[type[T], ...], timeout_s: float) -> T:
         """The answer to a question, of one of the types given; sent again meanwhile.
 
-        Raises NoAnswer after timeout_s, and when the answer is Failed or anything else; Unreachable when it is gone.
+        Raises NoAnswer after timeout_s, and when the answer is Failed or anything else; Unreachable when it is gone;
+        OtherRelease, a NoAnswer, as soon as it says that it is of another one; UsageError as of
+        check_started().
         """
+        self.check_started()
+        if theirs := self._others.get(self.wire.identity(to)):
+            raise OtherRelease(theirs, self._sealer.spoken)
         self._asks += 1
         ask = self._asks
         data = self._language.encode(question, ask, 0)
@@ -127,7 +163,8 @@ class Mailbox(AsyncClosing):
             if not future.done() and sending.done():
                 sending.result()  # Unreachable
             if not future.done():
-                raise NoAnswer(f"no answer to {type(question).__name__} within {timeout_s:g} s")
+                why = f"no answer to {type(question).__name__} within {timeout_s:g} s"
+                raise NoAnswer(why, is_silence=True)
             got = future.result()
         finally:
             self._waiting.pop(ask, None)
@@ -176,16 +213,50 @@ class Mailbox(AsyncClosing):
     async def _receive(self) -> None:
         async for sender, packet in self._packets():
             try:
+                if theirs := self._sealer.noticed(packet, self.wire.identity(sender)):
+                    self._hear_of_version(sender, theirs)
+                    continue
                 data = self._sealer.open(packet, self.wire.identity(sender))
                 if data is not None:
                     self._sort(sender, self._language.decode(data))
             except Rejected as rejection:
+                if rejection.kind == "version":
+                    self._tell_version(sender)
                 self._tell_dropped(rejection.kind, str(rejection))
             except UsageError as error:
                 self._drop("type", str(error))
             except Exception as error:  # a mistake of ours: it costs this packet, and not all that come after it
                 self._unsorted["error"] += 1
                 self._tell_dropped("error", f"{type(error).__name__}: {error}", exc_info=True)
+
+    def _hear_of_version(self, sender: bytes, theirs: Spoken) -> None:
+        """What waits for that engine's answers ends. It hears of ours once, so that its log has both, too."""
+        identity = self.wire.identity(sender)
+        if identity in self._others:
+            return
+        self._others[identity] = theirs
+        other = OtherRelease(theirs, self._sealer.spoken)
+        self._tell_dropped("notice", str(other))
+        for of, future in self._waiting.values():
+            if of == identity and not future.done():
+                future.set_exception(other)
+                future.exception()  # seen: whoever asked may be gone
+        self._tell_version(sender)
+
+    def _tell_version(self, sender: bytes) -> None:
+        """Now and then: a notice may be lost, and whoever asks again has not had it."""
+        identity, now_s = self.wire.identity(sender), loop_time_s()
+        if now_s - self._noticed.get(identity, float("-inf")) < self._resend_s:
+            return
+        self._noticed[identity] = now_s
+        self.spawn(self._send_notice(sender, self._sealer.notice(identity)), "a notice of our version")
+
+    async def _send_notice(self, to: bytes, packet: bytes) -> None:
+        self.wire.try_anew(to)
+        try:
+            await in_time(self.wire.send(to, packet), _REPLY_TIMEOUT_S)
+        except (Unreachable, asyncio.TimeoutError) as error:
+            log.info("a notice of our version could not be delivered: %s", error)
 
     async def _packets(self) -> AsyncIterator[tuple[bytes, bytes]]:
         try:

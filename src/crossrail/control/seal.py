@@ -6,6 +6,9 @@ random when an engine opens. Within one incarnation every packet has a number, a
 No clock takes part, so clocks may differ between hosts by any amount.
 
 Nothing is encrypted: who can read the network reads what services tell each other, prompts too.
+
+Of a packet of another version nothing but that is looked at. Its sender is told by a notice, whose form is the same in
+all versions: `magic, version, release, sender's incarnation | HMAC-SHA256`.
 """
 
 from __future__ import annotations
@@ -15,7 +18,9 @@ import hmac
 import struct
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from crossrail import __version__
 from crossrail.errors import CrossrailError, UsageError
 
 VERSION = 2  # of sealing, and of the messages of all services that use it
@@ -27,9 +32,24 @@ _MAGIC = b"xrct"
 _HEADER = struct.Struct("<4sBxHH16sQ")
 _MAC_BYTES = 32
 OVERHEAD_BYTES = _HEADER.size + _MAC_BYTES
+_NOTICE_MAGIC = b"xrcv"
+_NOTICE = struct.Struct("<4sBx32s16s")  # magic, version, release, sender's incarnation
 _WINDOW = 4096  # packets of one sender that may overtake each other
 _SENDERS_MAX = 16384
 _PARTIAL_MAX = 1024  # packets of one sender that are kept because others of their messages are still missing
+
+
+class Spoken(NamedTuple):
+    """What a side speaks. release: of crossrail."""
+
+    version: int
+    release: str
+
+    def __str__(self) -> str:
+        return f"version {self.version} of control messages (crossrail {self.release})"
+
+
+OURS = Spoken(VERSION, __version__)
 
 
 class Rejected(CrossrailError):
@@ -80,16 +100,17 @@ class Sealer:
     secret: shared by all nodes of a cluster, 1..1024 bytes. own: identity of this engine, IDENTITY_BYTES.
     packet_bytes_max: the longest that the carrier takes. purpose: what the packets are for, as "crossrail kv control":
     those of another purpose are refused although the secret is the same.
-    rejected: how many packets were not taken, by kind.
+    spoken: by this side; another one is for tests. rejected: how many packets were not taken, by kind.
     """
 
-    def __init__(self, secret: bytes, own: bytes, packet_bytes_max: int, purpose: bytes) -> None:
+    def __init__(self, secret: bytes, own: bytes, packet_bytes_max: int, purpose: bytes, spoken: Spoken = OURS) -> None:
         if not 1 <= len(secret) <= 1024:
             raise UsageError(f"secret has {len(secret)} bytes, must have 1..1024: all nodes of a cluster share one")
         if len(own) != IDENTITY_BYTES:
             raise UsageError(f"own has {len(own)} bytes, must have {IDENTITY_BYTES}")
         if packet_bytes_max <= OVERHEAD_BYTES:
             raise UsageError(f"packet_bytes_max is {packet_bytes_max}, must be more than {OVERHEAD_BYTES}")
+        self.spoken = spoken
         self.rejected: Counter[str] = Counter()
         self._key = hmac.digest(secret, purpose, "sha256")
         self._own = own
@@ -112,7 +133,7 @@ class Sealer:
         first, self._next = self._next, self._next + parts
         packets = []
         for part in range(parts):
-            header = _HEADER.pack(_MAGIC, VERSION, part, parts, self._own, first + part)
+            header = _HEADER.pack(_MAGIC, self.spoken.version, part, parts, self._own, first + part)
             body = header + message[part * self._room : (part + 1) * self._room]
             packets.append(body + self._mac(to, body))
         return packets
@@ -128,14 +149,34 @@ class Sealer:
             self.rejected[rejection.kind] += 1
             raise
 
+    def notice(self, to: bytes) -> bytes:
+        """A packet that tells the engine of identity `to` what this side speaks."""
+        body = _NOTICE.pack(_NOTICE_MAGIC, self.spoken.version, self.spoken.release.encode()[:32], self._own)
+        return body + self._mac(to, body)
+
+    def noticed(self, packet: bytes, sender: bytes) -> Spoken | None:
+        """What the sender says that it speaks, if this is a sound notice of another version than ours."""
+        if len(packet) != _NOTICE.size + _MAC_BYTES or not packet.startswith(_NOTICE_MAGIC):
+            return None
+        body, mac = packet[:-_MAC_BYTES], packet[-_MAC_BYTES:]
+        _, version, release, claimed = _NOTICE.unpack(body)
+        if (
+            claimed != sender
+            or version == self.spoken.version
+            or not hmac.compare_digest(mac, self._mac(self._own, body))
+        ):
+            return None
+        text = release.rstrip(b"\0").decode(errors="replace")
+        return Spoken(version, "".join(c if c.isprintable() else "?" for c in text))
+
     def _open(self, packet: bytes, sender: bytes) -> bytes | None:
         if len(packet) < OVERHEAD_BYTES:
             raise Rejected("malformed", f"{len(packet)} bytes, a packet has at least {OVERHEAD_BYTES}")
         magic, version, part, parts, claimed, number = _HEADER.unpack_from(packet)
         if magic != _MAGIC:
             raise Rejected("malformed", "it does not begin like a packet")
-        if version != VERSION:
-            raise Rejected("version", f"version {version}, this is {VERSION}: update the older side")
+        if version != self.spoken.version:
+            raise Rejected("version", f"its sender speaks version {version}, this side {self.spoken}")
         body, mac = packet[:-_MAC_BYTES], packet[-_MAC_BYTES:]
         if not hmac.compare_digest(mac, self._mac(self._own, body)):
             raise Rejected("secret", "the MAC is wrong: another secret, or meant for another engine or service")

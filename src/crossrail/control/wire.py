@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import weakref
 from collections.abc import AsyncIterator
 from functools import lru_cache
@@ -9,6 +11,7 @@ from typing import Protocol
 
 import crossrail as xr
 from crossrail._closing import Closing
+from crossrail._notify import weakly
 from crossrail.errors import TransferError, UsageError
 
 _BUFFERS = 256
@@ -39,6 +42,9 @@ class Wire(Protocol):
     def is_lost(self, address: bytes) -> bool:
         """True when our engine has given that incarnation up: it has ended, or was frozen or cut off for long."""
 
+    async def until_lost(self, address: bytes) -> None:
+        """Returns once is_lost(), as soon as our engine knows."""
+
     def try_anew(self, address: bytes) -> None:
         """Of one that is lost: the next send() looks for it again. It may have been frozen or cut off."""
 
@@ -64,6 +70,8 @@ class EngineWire(Closing):
         # An Address object remembers what the engine resolved it to, so each is made once. Of peers that come and
         # go for weeks those are dropped that nobody has named for long, and with them what the engine keeps of them.
         self._resolved = lru_cache(_ADDRESSES_MAX)(xr.Address.from_bytes)
+        self._waiting: set[asyncio.Event] = set()  # of until_lost(): set after events of the engine
+        self._loop: asyncio.AbstractEventLoop | None = None  # theirs: the latest, where one was closed before
 
     def identity(self, address: bytes) -> bytes:
         return bytes.fromhex(self._resolved(address).incarnation)
@@ -73,7 +81,8 @@ class EngineWire(Closing):
         try:
             await transfer
         except (TransferError, xr.EngineClosed) as error:
-            raise Unreachable(str(error)) from None
+            # What comes next is for who drives an engine by hand: services look for each other anew themselves.
+            raise Unreachable(str(error).partition(". Next: ")[0]) from None
         finally:
             transfer.cancel()  # who waits no longer does not want it delivered later either
 
@@ -83,6 +92,29 @@ class EngineWire(Closing):
 
     def is_lost(self, address: bytes) -> bool:
         return self._engine.peer_state(self._resolved(address)) == "lost"
+
+    async def until_lost(self, address: bytes) -> None:
+        is_first, self._loop = self._loop is None, asyncio.get_running_loop()
+        if is_first:
+            self._engine._call_after_events(weakly(self._on_events))
+        has_news = asyncio.Event()
+        self._waiting.add(has_news)  # before the first look
+        try:
+            while not self.is_lost(address):
+                has_news.clear()
+                await has_news.wait()
+        finally:
+            self._waiting.remove(has_news)
+
+    def _on_events(self) -> None:
+        """Any thread."""
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):  # it is closed, and nobody waits there any more
+            self._loop.call_soon_threadsafe(self._wake)
+
+    def _wake(self) -> None:
+        for has_news in self._waiting:
+            has_news.set()
 
     def try_anew(self, address: bytes) -> None:
         if self.is_lost(address):

@@ -1,4 +1,4 @@
-"""The doctor alone, also where `import crossrail` fails: `python .../site-packages/crossrail/doctor`.
+"""The doctor alone, also where crossrail cannot be imported: `python .../site-packages/crossrail/doctor`.
 
 As a folder it runs without importing the package above it; a stand-in takes its place, so that the doctor's own modules
 (and crossrail.errors) are found.

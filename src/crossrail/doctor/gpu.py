@@ -90,7 +90,7 @@ def direct(host: Host) -> Iterator[Finding]:
 
 
 def gdrcopy(host: Host) -> Iterator[Finding]:
-    """Flags in GPU memory that the CPU sets cheaply."""
+    """Words in GPU memory that the CPU sets cheaply."""
     check = "gpu.gdrcopy"
     if not host.hardware.has_gpu:
         return
@@ -103,8 +103,7 @@ def gdrcopy(host: Host) -> Iterator[Finding]:
             "GDRCopy's driver may not be opened" if there else "no GDRCopy driver",
             f"/dev/gdrdrv {'is closed to this user' if there else 'is not there'}; "
             f"module gdrdrv {'loaded' if host.exists('/sys/module/gdrdrv') else 'not loaded'}",
-            "a flag in GPU memory is then raised by a copy through the driver: microseconds instead of a "
-            "fraction of one",
+            "kernels of MoE rounds in CUDA graphs wait for words in pinned memory: each look crosses PCIe",
             Fix(sudo(host, "chmod 0666 /dev/gdrdrv") if there else sudo(host, "modprobe gdrdrv")),
             Fix("docker run --device=/dev/gdrdrv ...", "in a container"),
         )

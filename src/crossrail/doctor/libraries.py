@@ -64,11 +64,17 @@ def libfabric(host: Host) -> Iterator[Finding]:
     """libfabric: version as it says itself."""
     check = "libraries.libfabric"
     has_efa = any(device.kind == "efa" for device in host.hardware.rdma)
-    names = [f"{folder}/libfabric.so.1" for folder in _EFA_FOLDERS if host.exists(f"{folder}/libfabric.so.1")]
-    opened = host.open_libraries([*names, "libfabric.so.1"])
     fixes = _libfabric_fixes(host, has_efa=has_efa)
+    wanted = host.environ.get("CROSSRAIL_LIBFABRIC")  # that one or none
+    if wanted:
+        names = [wanted]
+        fixes = (Fix("unset CROSSRAIL_LIBFABRIC", "crossrail then looks for one itself"), *fixes)
+    else:
+        names = [f"{folder}/libfabric.so.1" for folder in _EFA_FOLDERS if host.exists(f"{folder}/libfabric.so.1")]
+        names.append("libfabric.so.1")
+    opened = host.open_libraries(names)
     usable = {library.path or library.name: library for library in opened.values() if library.opened}
-    if not any(library.version >= LIBFABRIC_MIN for library in usable.values()):
+    if not wanted and not any(library.version >= LIBFABRIC_MIN for library in usable.values()):
         brought = _brought(host)
         if brought is not None:
             version = ".".join(map(str, brought.version))
@@ -76,14 +82,14 @@ def libfabric(host: Host) -> Iterator[Finding]:
             return
     if not usable:
         cost = "the ofi transport (AWS EFA) cannot be used" + (": everything goes over TCP" if has_efa else "")
-        yield _unusable(check, next(iter(opened.values())), has_efa, cost, *fixes)
+        yield _unusable(check, next(iter(opened.values())), has_efa or bool(wanted), cost, *fixes)
         return
     library = next(iter(usable.values()))
     version = ".".join(map(str, library.version)) or "of unknown version"
     if library.version < LIBFABRIC_MIN:
         yield Finding(
             check,
-            Severity.ERROR if has_efa else Severity.NOTE,
+            Severity.ERROR if has_efa or wanted else Severity.NOTE,
             f"libfabric {version} is older than {'.'.join(map(str, LIBFABRIC_MIN))}",
             f"fi_version() of {library.path}",
             "too old for the ofi transport: no efa-direct, and tcp only through ofi_rxm, which takes 69 MiB an "
@@ -100,7 +106,7 @@ def libfabric(host: Host) -> Iterator[Finding]:
             *fixes,
         )
     else:
-        yield ok(check, f"libfabric {version}", library.path)
+        yield ok(check, f"libfabric {version}" + (", of CROSSRAIL_LIBFABRIC" if wanted else ""), library.path)
     for broken in opened.values():
         if not broken.opened and not broken.missing:
             yield _unusable("libraries.libfabric-broken", broken, False, "who asks for this copy gets none", *fixes)
@@ -172,15 +178,20 @@ def gdrcopy(host: Host) -> Iterator[Finding]:
     """libgdrapi: optional, where there is a GPU."""
     if not host.hardware.has_gpu:
         return
-    library = host.open_libraries(["libgdrapi.so.2"])["libgdrapi.so.2"]
+    check = "libraries.libgdrapi"
+    name = host.environ.get("CROSSRAIL_LIBGDRAPI") or "libgdrapi.so.2"
+    if name == "none":
+        yield ok(check, "GDRCopy is not used", "CROSSRAIL_LIBGDRAPI is none")
+        return
+    library = host.open_libraries([name])[name]
     if library.opened:
-        yield ok("libraries.libgdrapi", f"GDRCopy {'.'.join(map(str, library.version))}", library.path)
+        yield ok(check, f"GDRCopy {'.'.join(map(str, library.version))}", library.path)
     else:
         yield note(
-            "libraries.libgdrapi",
+            check,
             "no GDRCopy library",
             library.error,
-            "flags in GPU memory are raised by copies through the driver: microseconds instead of a fraction of one",
+            "kernels of MoE rounds in CUDA graphs wait for words in pinned memory: each look crosses PCIe",
             install(host, apt="libgdrapi", dnf="gdrcopy"),
         )
 
@@ -231,10 +242,11 @@ def _short(path: Path, folder: Path) -> str:
 
 
 def _unusable(check: str, library: Library, needed: bool, cost: str, *fixes: Fix) -> Finding:
-    name = library.name.rpartition("/")[2]
+    name = library.name
     if library.missing and not needed:
         return Finding(check, Severity.NOTE, f"{name} is not installed", "the loader finds none", cost, fixes)
-    title = f"{name} is not installed" if library.missing else f"{name} does not load"
+    absent = "is not there" if "/" in name else "is not installed"
+    title = f"{name} {absent if library.missing else 'does not load'}"
     seen = "\n".join(text for text in (library.error, library.messages) if text)
     # One that is there and does not load is broken, whoever needs it.
     return Finding(check, Severity.ERROR if needed else Severity.WARNING, title, seen, cost, fixes)

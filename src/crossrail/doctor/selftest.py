@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 import crossrail as xr
-from crossrail import _core
+from crossrail import _core, _libfabric
 from crossrail.default_rails import default_rails
 
 _NBYTES = 1 << 20
@@ -106,6 +106,7 @@ def main(arguments: list[str]) -> None:
     say("loaded", version=xr.__version__, installed_version=installed, file=xr.__file__, native_file=_core.__file__)
     for transport in arguments:
         say("transport", transport=transport, **_test(transport))
+    _libfabric.announce()
     for transport in ("verbs", "ofi"):
         if transport in arguments:
             say(

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+__all__ = ["ALERTS", "DASHBOARD"]
+
 _DATA = Path(__file__).with_name("data")
 
 DASHBOARD = _DATA / "dashboard.json"

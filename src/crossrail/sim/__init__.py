@@ -4,11 +4,16 @@ Engines in a world are ordinary engines: the same class, the same calls. A test 
 `with sim.World(seed=7) as world: ...`, opens engines, breaks things on purpose, and sees the same every time.
 """
 
-from crossrail.errors import SimulationIdle
-from crossrail.sim.loop import SimEventLoop
-from crossrail.sim.profiles import LocalProfile, NicProfile, Rails, from_bench
-from crossrail.sim.running import run
-from crossrail.sim.world import Host, World, current
+from typing import TYPE_CHECKING
+
+from crossrail._lazy import lazily
+
+if TYPE_CHECKING:
+    from crossrail.errors import SimulationIdle
+    from crossrail.sim.loop import SimEventLoop
+    from crossrail.sim.profiles import LocalProfile, NicProfile, Rails, from_bench
+    from crossrail.sim.running import run
+    from crossrail.sim.world import Host, World, current
 
 __all__ = [
     "Host",
@@ -22,3 +27,26 @@ __all__ = [
     "from_bench",
     "run",
 ]
+
+# Who asks `crossrail sim` for help need not wait for numpy. Hidden from type checkers, as in crossrail itself.
+if not TYPE_CHECKING:
+    __getattr__ = lazily(
+        __name__,
+        {
+            "Host": "world",
+            "LocalProfile": "profiles",
+            "NicProfile": "profiles",
+            "Rails": "profiles",
+            "SimEventLoop": "loop",
+            "SimulationIdle": "loop",
+            "World": "world",
+            "current": "world",
+            "from_bench": "profiles",
+            "run": "running",
+        },
+        modules=["loop", "profiles", "running", "world"],
+    )
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,9 +1,10 @@
 """The randomised campaign: for each seed a world, a workload and faults of every kind; then every check has to hold.
 
-    python -m crossrail.sim.campaign [--seeds N] [--from S] [--jobs J] [--until-failure]
+    python -m crossrail.sim.campaign [--seeds N] [--from S] [--jobs J] [--until-failure] [--scenario NAME [--every K]]
 
-A seed says everything: the same seed, build and version fail alike. With each failure the command is printed that
-repeats it. In the development tree: ./dev sim.
+With each K-th seed a scenario is played as well, one of `crossrail sim`, or MODULE:FUNCTION. A seed says everything:
+the same seed, build and version fail alike. With each failure the command is printed that repeats it. In the
+development tree: ./dev sim, which plays rounds of MoE layers besides.
 """
 
 from __future__ import annotations
@@ -14,15 +15,26 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 from crossrail.campaign.checkers import CheckFailed
+from crossrail.sim.scenarios import Scenario, find, play
 from crossrail.sim.workload import Workload
 
 _BATCH = 25  # seeds of one process
 
 
-def run_seed(seed: int) -> str:
+@dataclass(frozen=True)
+class Beside:
+    """Scenarios that are played with each seed that is a multiple of `every`, after the workload."""
+
+    scenarios: list[Scenario]
+    every: int
+
+
+def run_seed(seed: int, beside: Beside | None = None) -> str:
     """Runs one seed. Returns what went wrong, empty if nothing did."""
     try:
         Workload(seed).run()
@@ -30,16 +42,24 @@ def run_seed(seed: int) -> str:
         return str(failure)
     except Exception:  # whatever else happens is a finding too
         return traceback.format_exc(limit=-4)
-    return ""
+    if beside is None or seed % beside.every != 0:
+        return ""
+    outcomes = [play(scenario, seed) for scenario in beside.scenarios]
+    return "\n".join(
+        f"{one.scenario}: {failure}\n{one.traceback}".rstrip() for one in outcomes for failure in one.failures
+    )
 
 
 # ---- many seeds
 
 
-def _run_batch(first: int, count: int, timeout_s: float, until_failure: bool) -> tuple[list[tuple[int, str]], int]:
-    """In a process of its own, which may crash. Findings, and how many seeds ran."""
+def _run_batch(
+    first: int, count: int, timeout_s: float, until_failure: bool, more: Sequence[str]
+) -> tuple[list[tuple[int, str]], int]:
+    """In a process of its own, which may crash. Findings, and how many seeds ran. more: of the arguments."""
     command = [sys.executable, "-m", "crossrail.sim.campaign", "--child", "--from", str(first), "--seeds", str(count)]
     command += ["--until-failure"] * until_failure
+    command += more
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         try:
             output, _ = process.communicate(timeout=timeout_s)
@@ -64,10 +84,10 @@ def _run_batch(first: int, count: int, timeout_s: float, until_failure: bool) ->
     return findings, max(ended - first + 1, 0)
 
 
-def _child(first: int, count: int, until_failure: bool) -> int:
+def _child(first: int, count: int, until_failure: bool, beside: Beside | None) -> int:
     for seed in range(first, first + count):
         print(f"seed {seed}", flush=True)
-        failure = run_seed(seed)
+        failure = run_seed(seed, beside)
         print("failed " + failure.replace("\n", "\\n") if failure else "ok", "", flush=True)
         if failure and until_failure:
             return 3
@@ -84,17 +104,21 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at once")
     parser.add_argument("--seed-timeout-s", type=float, default=60.0, help="real time that a seed may take")
     parser.add_argument("--until-failure", action="store_true", help="stop at the first failure; exit status 3")
+    parser.add_argument("--scenario", metavar="NAME", help="also play this one: as of crossrail sim --scenario")
+    parser.add_argument("--every", type=int, default=10, metavar="K", help="with each K-th seed (default: 10)")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     first = options.first if options.first is not None else int.from_bytes(os.urandom(4), "little") << 16
+    beside = Beside(find(options.scenario), options.every) if options.scenario else None
     if options.child:
-        return _child(first, options.seeds, options.until_failure)
+        return _child(first, options.seeds, options.until_failure, beside)
+    more = ["--scenario", options.scenario, "--every", str(options.every)] if options.scenario else []
     started = time.monotonic()
     batches = [(at, min(_BATCH, first + options.seeds - at)) for at in range(first, first + options.seeds, _BATCH)]
     ran = failed = 0
     with ThreadPoolExecutor(options.jobs) as pool:
         runs = [
-            pool.submit(_run_batch, at, count, options.seed_timeout_s + 5.0 * count, options.until_failure)
+            pool.submit(_run_batch, at, count, options.seed_timeout_s + 5.0 * count, options.until_failure, more)
             for at, count in batches
         ]
         for run in runs:

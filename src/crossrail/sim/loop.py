@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 import crossrail
 from crossrail import _core
+from crossrail._options import check_seconds
 from crossrail._ordered import OrderedWeakSet
 from crossrail.errors import SimulationIdle, UsageError, WaitTimeout
 from crossrail.sim.collecting import collect, collecting_on_time
@@ -24,7 +25,10 @@ from crossrail.sim.collecting import collect, collecting_on_time
 # `await asyncio.sleep(0)` would else hold the clock for ever.
 _SPINS_FREE = 1000
 _SPIN_NS = 1000
+# Turns of the loop between collections of garbage; if the last one left many tasks, so many for each of them: it looks
+# at all that a program keeps, and would else take much of the time of a large one.
 _TURNS_PER_COLLECTION = 20_000
+_TURNS_PER_TASK = 16
 _TASKS_TOLD_MAX = 8
 _END_PATIENCE_NS = 60 * 10**9  # virtual, for tasks that are cancelled at the end
 _INNER = tuple(str(Path(module.__file__).parent) for module in (asyncio, crossrail) if module.__file__)
@@ -84,13 +88,16 @@ class SimEventLoop(asyncio.BaseEventLoop):
         self._is_poked = False
         self._spins = 0
         self._turns = 0
+        self._collects_at_turn = _TURNS_PER_COLLECTION  # the next time
         self._numbers = itertools.count()
         self._tasks: OrderedWeakSet[asyncio.Task[Any]] = OrderedWeakSet()
         self._asyncgens: OrderedWeakSet[Any] = OrderedWeakSet()  # BaseEventLoop's; in this order they are closed
         self.set_task_factory(_Task)
-        if limit_s is not None and not math.isfinite(limit_s):
+        try:
+            check_limit(limit_s)
+        except UsageError:
             self.close()
-            raise UsageError(f"limit_s is {limit_s}, must be a number of seconds, or None")
+            raise
         self._limit_ns = None if limit_s is None else math.ceil(limit_s * 1e9)
 
     def time(self) -> float:
@@ -111,8 +118,9 @@ class SimEventLoop(asyncio.BaseEventLoop):
     def select(self, timeout: float | None) -> list[asyncio.Handle]:
         """Waits for at most so many virtual seconds, None: for ever. The callbacks that are due."""
         self._turns += 1
-        if self._turns % _TURNS_PER_COLLECTION == 0:
+        if self._turns == self._collects_at_turn:
             collect()
+            self._collects_at_turn += max(_TURNS_PER_COLLECTION, _TURNS_PER_TASK * len(self._tasks))
         now_ns = self.world.now_ns
         deadline_ns = None if timeout is None else now_ns + self._spun_ns(math.ceil(timeout * 1e9))
         if self._limit_ns is not None and now_ns >= self._limit_ns:
@@ -221,11 +229,25 @@ def _where(task: asyncio.Task[Any]) -> str:
     return f"{task.get_name()} in {name}{place}"
 
 
+def check_limit(limit_s: float | None) -> None:
+    """UsageError unless it is None, or a time that comes: seconds, 0 or more."""
+    if limit_s is None:
+        return
+    check_seconds(limit_s=limit_s)
+    if limit_s == math.inf:
+        raise UsageError("limit_s is inf: leave it out for no limit")
+
+
 def run_on(world: Drivable, main: Coroutine[Any, Any, _T], *, limit_s: float | None = None) -> _T:
     """Runs main to its end on a loop of this world, as asyncio.run() would, and cancels the tasks that it left.
 
     limit_s: as of SimEventLoop. Raises what main raises, SimulationIdle, WaitTimeout.
     """
+    try:
+        check_limit(limit_s)
+    except UsageError:
+        main.close()
+        raise
     if asyncio._get_running_loop() is not None:
         main.close()
         raise UsageError("an event loop runs in this thread already: call crossrail.sim.run() from outside of it")

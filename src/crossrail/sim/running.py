@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from crossrail.sim.loop import run_on
+from crossrail.sim.loop import check_limit, run_on
 from crossrail.sim.world import World
 
 _T = TypeVar("_T")
@@ -24,6 +24,7 @@ def run(
     after which the run is given up with WaitTimeout; the clock stops there. Raises what main raises, and SimulationIdle
     when nothing can ever wake it. Blocks; not from inside a running event loop's tasks.
     """
+    check_limit(limit_s)
     if world is not None:
         return run_on(world, main(world), limit_s=limit_s)
     with World(seed=seed) as new:

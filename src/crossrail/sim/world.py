@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from crossrail import _core, _simulation
+from crossrail._options import check_seconds
 from crossrail.engine import Engine
 from crossrail.errors import UsageError
 from crossrail.sim import collecting, profiles
@@ -178,7 +179,7 @@ class World:
         True if the condition came true, or if there was none. It is asked after each step of the world, and only looks.
         Your callbacks run here. A transfer that waits for its peer, or a scheduled fault, is an event that is left.
         """
-        deadline_ns = None if for_s is None else self.now_ns + _ns(for_s)
+        deadline_ns = None if for_s is None else self.now_ns + _ns(for_s, "for_s")
         steps_max = 1 if until is not None else _STEPS_PER_LOOK
         goes_on = False
         while True:
@@ -345,13 +346,13 @@ class World:
         if for_s is None:
             change(begin, at_ns, _EVERY_FAULT)
             return
-        end_ns = (self.now_ns if at_ns is None else at_ns) + _ns(for_s)
+        end_ns = (self.now_ns if at_ns is None else at_ns) + _ns(for_s, "for_s")
         number = next(self._fault_numbers)
         change(begin, at_ns, number)
         change(end, end_ns, number)
 
     def _at_ns(self, at_s: float | None) -> int | None:
-        return None if at_s is None else _ns(at_s)
+        return None if at_s is None else _ns(at_s, "at_s")
 
     def _check_host(self, host: Host) -> None:
         if host.world is not self:
@@ -420,7 +421,8 @@ def _check_count(count: int) -> None:
         raise UsageError(f"count is {count}, must be 0..2**64-1")
 
 
-def _ns(seconds: float) -> int:
-    if not 0 <= seconds < math.inf:
-        raise UsageError(f"a time is {seconds} s, must be 0 or more")
+def _ns(seconds: float, argument: str) -> int:
+    check_seconds(**{argument: seconds})
+    if seconds == math.inf:
+        raise UsageError(f"{argument} is inf: leave it out for a time without an end")
     return round(seconds * 1e9)

@@ -14,12 +14,14 @@ from typing import Literal
 from crossrail import _core
 from crossrail.cli.bench import api_loops
 from crossrail.cli.bench.pair import Pair
+from crossrail.cli.bench.passes import fill
 from crossrail.cli.bench.spec import Bar, Measure, Sample, SampleStream
 from crossrail.errors import CrossrailError
 
 _SUBMIT_BYTES = 4096
 # Submits between two looks at the clock's other side: few enough that the queue never fills.
 _SUBMIT_BATCH = 32
+_VERIFIED = 100  # rounds and messages of a pass that is not timed
 
 
 @dataclass(frozen=True)
@@ -144,19 +146,37 @@ def _latency_samples(pair: Pair, limit: _Limit, *, blocking: bool) -> SampleStre
             pair.child.finish()
             return took_ns
 
+        _verify_ping_pong(pair, side, blocking=blocking)
         ping_pong(200)
         while True:
             at_best_us = limit.figure(pair)
             yield Sample(ping_pong(rounds) / rounds / 2 / 1e3, at_best_us)
 
 
+def _verify_ping_pong(pair: Pair, side: api_loops.Side, *, blocking: bool) -> None:
+    """Untimed: words that differ come there and back as they were."""
+    pair.child.start("api_verified_ping_pong", rounds=_VERIFIED, blocking=blocking)
+    asyncio.run(api_loops.ping_verified(side, _VERIFIED, blocking=blocking))
+    pair.child.finish()
+
+
 def _submit_samples(pair: Pair) -> SampleStream:
     batches = pair.settings.scaled(400)
     with _sides(pair) as side, pair.on_all_cores():
-        _time_submits(side, 10)
+        _verify_submits(pair, side)
         while True:
             limit_us = _time_nothing(side, batches)
             yield Sample(_time_submits(side, batches), limit_us)
+
+
+def _verify_submits(pair: Pair, side: api_loops.Side) -> None:
+    """Untimed: the bytes are there, and no others."""
+    pair.child.call("clear_side")
+    side.clear()
+    fill(side.region.array()[:_SUBMIT_BYTES], seed=_SUBMIT_BYTES)
+    _time_submits(side, 10)
+    if pair.child.call("digest_side") != side.digest():
+        raise CrossrailError("submit_write: what arrived is not what was sent")
 
 
 def _time_submits(side: api_loops.Side, batches: int) -> float:
@@ -197,6 +217,9 @@ def _message_rate_samples(pair: Pair, limit: _Limit) -> SampleStream:
             pair.child.finish()
             return took_ns
 
+        pair.child.start("take_verified_messages", count=_VERIFIED)
+        api_loops.send_verified(side, _VERIFIED)
+        pair.child.finish()
         send(1000)
         while True:
             at_best = limit.figure(pair)
@@ -217,9 +240,8 @@ def _message_latency_samples(pair: Pair, limit: _Limit) -> SampleStream:
 
 def _check_echo(pair: Pair, side: api_loops.Side) -> None:
     """Untimed: messages that differ come back as they were."""
-    count = 100
-    pair.child.start("echo_messages", count=count)
-    for index in range(count):
+    pair.child.start("echo_messages", count=_VERIFIED)
+    for index in range(_VERIFIED):
         message = bytes([index]) * api_loops.MESSAGE_BYTES
         side.engine.submit_send(side.partner.owner, message)
         if side.pool.recv(10.0).data != message:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import socket
 import time
 from collections.abc import Sequence
@@ -38,6 +39,23 @@ class Side:
     def ping(self) -> None:
         """One small write with the immediate."""
         self.engine.submit_write(self.region, self.partner, WORD_BYTES, imm=_IMM)
+
+    @property
+    def word(self) -> int:
+        """What the small write sends, and where the partner's lands."""
+        return int.from_bytes(self.region.view()[:WORD_BYTES], "little")
+
+    @word.setter
+    def word(self, value: int) -> None:
+        self.region.view()[:WORD_BYTES] = value.to_bytes(WORD_BYTES, "little")
+
+    def clear(self) -> None:
+        """Zero the region."""
+        self.region.view()[:] = bytes(_REGION_BYTES)
+
+    def digest(self) -> str:
+        """SHA-256 of the region."""
+        return hashlib.sha256(self.region.view()).hexdigest()
 
     def close(self) -> None:
         """Closes everything."""
@@ -75,6 +93,41 @@ async def answer_awaiting(side: Side, rounds: int) -> None:
     for _ in range(rounds):
         await side.counter.wait_async(1, _TIMEOUT_S)
         side.ping()
+
+
+async def ping_verified(side: Side, rounds: int, *, blocking: bool) -> None:
+    """First side of a ping-pong in which each write is another word. CrossrailError when one was not there as it was
+    counted; at the end, so that the partner need not wait for us."""
+    wrong = 0
+    for number in range(1, rounds + 1):
+        side.word = 2 * number
+        side.ping()
+        await _arrival(side, blocking=blocking)
+        wrong += side.word != 2 * number + 1
+    _refuse(wrong, "words of a ping-pong")
+
+
+async def answer_verified(side: Side, rounds: int, *, blocking: bool) -> None:
+    """Second side, likewise."""
+    wrong = 0
+    for number in range(1, rounds + 1):
+        await _arrival(side, blocking=blocking)
+        wrong += side.word != 2 * number
+        side.word = 2 * number + 1
+        side.ping()
+    _refuse(wrong, "words of a ping-pong")
+
+
+def _refuse(wrong: int, what: str) -> None:
+    if wrong:
+        raise xr.CrossrailError(f"{what}: what arrived is not what was sent, {wrong} times")
+
+
+async def _arrival(side: Side, *, blocking: bool) -> None:
+    if blocking:
+        side.counter.wait(1, _TIMEOUT_S)
+    else:
+        await side.counter.wait_async(1, _TIMEOUT_S)
 
 
 def listen_bare(family: socket.AddressFamily) -> socket.socket:
@@ -139,6 +192,26 @@ def take_messages(side: Side, count: int) -> None:
     while taken < count:
         taken += len(side.pool.poll(64)) or _take_one(side)
     side.engine.submit_send(side.partner.owner, b"all").wait(_TIMEOUT_S)
+
+
+def send_verified(side: Side, count: int) -> None:
+    """Send so many that differ, until the partner says that it has them all."""
+    for number in range(count):
+        side.engine.submit_send(side.partner.owner, _numbered(number)).wait(_TIMEOUT_S)
+    side.pool.recv(_TIMEOUT_S)
+
+
+def take_verified(side: Side, count: int) -> None:
+    """Second side: each must come once, and whole. Then send one. CrossrailError after that."""
+    missing = {_numbered(number) for number in range(count)}
+    for _ in range(count):
+        missing.discard(side.pool.recv(_TIMEOUT_S).data)
+    side.engine.submit_send(side.partner.owner, b"all").wait(_TIMEOUT_S)
+    _refuse(len(missing), "messages")
+
+
+def _numbered(number: int) -> bytes:
+    return number.to_bytes(8, "little") * (MESSAGE_BYTES // 8)
 
 
 def _take_one(side: Side) -> int:

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID
 from crossrail.cli.bench import (
     api,
     copies,
+    deaths,
     footprint,
     kv,
     posting,
@@ -53,6 +54,7 @@ def all_measures(transport: str) -> list[Measure]:
         *small.measures(),
         *posting.measures(),
         *api.measures(),
+        *deaths.measures(),
         *kv.measures(),
         *footprint.measures(),
         *simulator.measures(),

@@ -20,6 +20,7 @@ begun = time.perf_counter()
 import numpy
 between = time.perf_counter()
 import crossrail
+crossrail.Engine
 print(json.dumps([1e3 * (time.perf_counter() - between), 1e3 * (between - begun)]))
 """
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import hashlib
 import statistics
 import time
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from crossrail import _core
-from crossrail.cli.bench.kv_sides import KvDecoder, KvPrefiller, from_text
+from crossrail.cli.bench.kv_sides import KvDecoder, KvPrefiller, NamedPool, from_text
 from crossrail.cli.bench.pair import Pair, alternate, permutation
 from crossrail.cli.bench.passes import fill, passes_per_sample
 from crossrail.cli.bench.spec import Bar, Measure, Sample, SampleStream
@@ -20,6 +22,7 @@ from crossrail.kv import KvLayout
 _PAGE_BYTES = 32 << 10  # 128 tokens of one bfloat16 head of 128: a rank of Qwen3-235B at TP 4
 _LAYERS = 8
 _MANY_PAGES = 100_000
+_NAMED_PAGE_TOKENS = 16
 _LAYERS_PER_SAMPLE = 500
 _COMPUTE_BYTES = 8 << 20  # walked for one layer: about a millisecond that needs the core, and not the interpreter
 
@@ -44,12 +47,27 @@ def measures() -> list[Measure]:
             bar=Bar("value", "<=", 150.0),
         ),
         Measure(
+            name="kv-page-names",
+            title="KV request of 100,000 known pages, a page's name",
+            unit="ns",
+            limit="SHA-256 of the same tokens",
+            samples=_name_samples,
+            bar=Bar("value", "<=", 200.0),
+        ),
+        Measure(
             name="kv-layer",
             title="KV layer computed to its write posted",
             unit="us",
-            limit="",
-            samples=_layer_samples,
+            limit="thread that spins on a word",
+            samples=lambda pair: _layer_samples(pair, by_kernel=False),
             bar=Bar("value", "<=", 10.0),
+        ),
+        Measure(
+            name="kv-layer-word",
+            title="the same, counted in memory as by a kernel",
+            unit="us",
+            limit="thread that spins on a word",
+            samples=lambda pair: _layer_samples(pair, by_kernel=True),
         ),
     ]
 
@@ -121,29 +139,81 @@ def _page_samples(pair: Pair) -> SampleStream:
         decoder.close()
 
 
-def _layer_samples(pair: Pair) -> SampleStream:
-    """Median, from just before the word goes up until the engine begins the layer's write."""
+def _name_samples(pair: Pair) -> SampleStream:
+    """What a side does for names of a request's pages, 16 tokens each, when its pool has them: hash, look up, share,
+    publish, give back."""
+    tokens = permutation(_MANY_PAGES * _NAMED_PAGE_TOKENS, seed=5).astype(np.int32)
+    pool = NamedPool(_MANY_PAGES, _NAMED_PAGE_TOKENS)
+
+    def share() -> float:
+        begun = time.perf_counter_ns()
+        pool.share(tokens)
+        return time.perf_counter_ns() - begun
+
+    def digest() -> float:
+        begun = time.perf_counter_ns()
+        hashlib.sha256(tokens.data).digest()
+        return time.perf_counter_ns() - begun
+
+    with pair.on_all_cores():
+        share()
+        while True:
+            digest_ns, shared_ns = alternate(4 * passes_per_sample(pair), digest, share)
+            yield Sample(shared_ns / _MANY_PAGES, digest_ns / _MANY_PAGES)
+
+
+def _layer_samples(pair: Pair, by_kernel: bool) -> SampleStream:
+    """Median, from just before the word goes up until the engine begins the layer's write; beside it, until a thread
+    that does nothing else sees a bare word go up. by_kernel: nobody calls anything, the word changes in memory.
+    """
     layout = KvLayout(pair.settings.scaled(_LAYERS_PER_SAMPLE), 64, 16, kv_heads=4, head_dim=64, dtype="bfloat16")
     prefiller, decoder = KvPrefiller(layout, "shm"), KvDecoder(layout, "shm")
     order = permutation(layout.pages, seed=4)
+    count = _adder(ctypes.c_uint64.from_address(prefiller.sender.word_address)) if by_kernel else None
     computed: list[float] = []
-
     walked = np.zeros(_COMPUTE_BYTES // 4, np.float32)
 
-    def compute() -> None:
+    def compute(layer_done: Callable[[], None]) -> None:
+        computed.clear()
         for _ in range(layout.layers):
             np.add(walked, 1.0, out=walked)
             computed.append(time.monotonic())
-            prefiller.sender.layer_done()
+            layer_done()
+
+    def posted_us() -> float:
+        computing = asyncio.to_thread(compute, count or prefiller.sender.layer_done)
+        job = prefiller.send(decoder.expect(), order, compute=computing)
+        decoder.take()
+        return _median_us(computed, [layer.at_s for layer in job.posted])
+
+    def seen_us() -> float:
+        word, seen_ns = np.zeros(1, np.uint64), np.zeros(layout.layers, np.int64)
+
+        async def run() -> None:
+            spinning = asyncio.to_thread(_core.bench.spin_on_word, word.view(np.uint8), seen_ns)
+            counting = asyncio.to_thread(compute, _adder(ctypes.c_uint64.from_address(word.ctypes.data)))
+            await asyncio.gather(spinning, counting)
+
+        prefiller.run(run())
+        return _median_us(computed, (seen_ns / 1e9).tolist())
 
     try:
         with pair.on_all_cores():
             while True:
-                computed.clear()
-                job = prefiller.send(decoder.expect(), order, compute=asyncio.to_thread(compute))
-                decoder.take()
-                posted = [layer.at_s for layer in job.posted]
-                yield Sample(1e6 * statistics.median(b - a for a, b in zip(computed, posted, strict=True)), None)
+                yield Sample(posted_us(), seen_us())
     finally:
         prefiller.close()
         decoder.close()
+
+
+def _adder(word: ctypes.c_uint64) -> Callable[[], None]:
+    """Adds 1 to it, in memory. Nobody else adds."""
+
+    def add() -> None:
+        word.value += 1
+
+    return add
+
+
+def _median_us(begun_s: Sequence[float], ended_s: Sequence[float]) -> float:
+    return 1e6 * statistics.median(end - begin for begin, end in zip(begun_s, ended_s, strict=True))

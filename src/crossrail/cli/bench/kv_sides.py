@@ -10,11 +10,12 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 import crossrail as xr
 from crossrail.cli.bench.arrays import Indices, Memory
 from crossrail.control.deadlines import in_time
-from crossrail.kv import KvLayout, KvReceiver, KvSender, KvTarget, PagePool, RankMemory, Reception, SendJob
+from crossrail.kv import KvLayout, KvReceiver, KvSender, KvTarget, PagePool, RankMemory, Reception, SendJob, page_hashes
 
 _REQUEST = "bench"
 _PATIENCE_S = 60.0
@@ -121,6 +122,22 @@ class KvPrefiller(KvSide):
         """The sender first."""
         self.run(self.sender.close())
         super().close()
+
+
+class NamedPool:
+    """Requests of one prompt that takes all pages, one after another."""
+
+    def __init__(self, pages: int, page_tokens: int) -> None:
+        self._pool = PagePool(pages, page_tokens)
+
+    def share(self, tokens: npt.NDArray[np.int32]) -> None:
+        """The next one: all that is done for names, beside its pages."""
+        names = page_hashes(tokens, self._pool.page_tokens)
+        lease = self._pool.reserve(self._pool.pages, _REQUEST, names=names)
+        lease.fill()
+        lease.publish_computed(names)
+        lease.use()
+        lease.release()
 
 
 def to_text(target: KvTarget) -> str:

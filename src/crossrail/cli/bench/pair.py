@@ -13,12 +13,13 @@ from typing import Any
 
 from crossrail import _core
 from crossrail.cli.bench.arrays import Indices
+from crossrail.cli.bench.bare_rdma import OpenedBare
 from crossrail.cli.bench.sockets import Sockets
 from crossrail.cli.child import Child
 from crossrail.errors import CrossrailError, UsageError
 from crossrail.tls import tls_of
 
-_PEER_MODULE = "crossrail.cli.bench.peer"
+PEER_MODULE = "crossrail.cli.bench.peer"
 _CONTROL_BYTES = 4096
 _DRIVE_S = 0.0005
 
@@ -162,9 +163,10 @@ class Pair:
         self._affinity = os.sched_getaffinity(0)
         self.shared_fd = os.memfd_create("crossrail-bench")
         os.ftruncate(self.shared_fd, _core.bench.SHARED_BYTES)
-        self.child = Child(_PEER_MODULE, "the receiving process", cpu=settings.cpus[1], pass_fds=(self.shared_fd,))
+        self.child = Child(PEER_MODULE, "the receiving process", cpu=settings.cpus[1], pass_fds=(self.shared_fd,))
         os.sched_setaffinity(0, {settings.cpus[0]})
         self.note = ""  # of the measure that runs; see Result.note
+        self.bare: OpenedBare | None = None  # the bare loop of a NIC's library, over memory of a link
         self._links: dict[str, Link] = {}
         self._pools: dict[str, Pool] = {}
         self._sockets: Sockets | None = None
@@ -176,6 +178,7 @@ class Pair:
 
     def __exit__(self, *exc_info: object) -> None:
         os.sched_setaffinity(0, self._affinity)
+        self.bare = None
         for link in self._links.values():
             link.rig.close()
         self._close_sockets()
@@ -184,6 +187,7 @@ class Pair:
 
     def reset(self) -> None:
         """After a failure: drop every link, so that counts left over by it cannot be taken for those of another one."""
+        self.bare = None
         for link in self._links.values():
             link.rig.close()
         self._links, self._pools = {}, {}

@@ -11,7 +11,7 @@ from typing import Any
 import crossrail as xr
 from crossrail import _core
 from crossrail.cli.bench import api_loops
-from crossrail.cli.bench.fabric import FabricPeer
+from crossrail.cli.bench.bare_rdma import BareRdmaPeer
 from crossrail.cli.bench.kv_sides import KvDecoder, to_text
 from crossrail.cli.bench.sockets import SocketPeer
 from crossrail.cli.child import answer_calls
@@ -25,7 +25,7 @@ class Peer:
 
     def __init__(self) -> None:
         self._sockets = SocketPeer()
-        self._fabric = FabricPeer()
+        self._bare_rdma = BareRdmaPeer()
         self._rigs: dict[str, _core.bench.Rig] = {}
         self._manual: set[str] = set()  # keys of rigs that nobody drives between calls
         self._engines: list[xr.Engine] = []
@@ -139,13 +139,17 @@ class Peer:
         """Take so many of them, and close them."""
         self._sockets.accept(count)
 
-    def fabric_open(self, provider: str, rail: str, key: str, region: int) -> list[str | int]:
-        """Bare libfabric over a region. Returns [name, base, key]."""
-        return self._fabric.open(provider, rail, self._rigs[key].view(region))
+    def bare_open(self, key: str, region: int, **arguments: Any) -> list[str | int]:
+        """The bare loop of a NIC's library, over a region. Returns [name, base, key]."""
+        return self._bare_rdma.open(memory=self._rigs[key].view(region), **arguments)
 
-    def fabric_receive(self, **arguments: Any) -> None:
-        """The receiver of bare libfabric."""
-        self._fabric.receive(**arguments)
+    def bare_receive(self, **arguments: Any) -> None:
+        """Its receiver."""
+        self._bare_rdma.receive(**arguments)
+
+    def bare_ping_pong(self, **arguments: Any) -> None:
+        """The second side of its ping-pong."""
+        self._bare_rdma.ping_pong(**arguments)
 
     def flag_ping_pong(self, fd: int, start: int, rounds: int) -> int:
         """The second side of the bare flag."""
@@ -206,6 +210,18 @@ class Peer:
         else:
             asyncio.run(api_loops.answer_awaiting(self.side(), rounds))
 
+    def api_verified_ping_pong(self, rounds: int, blocking: bool) -> None:
+        """The second side, which looks at each word."""
+        asyncio.run(api_loops.answer_verified(self.side(), rounds, blocking=blocking))
+
+    def clear_side(self) -> None:
+        """Zero its region."""
+        self.side().clear()
+
+    def digest_side(self) -> str:
+        """SHA-256 of its region."""
+        return self.side().digest()
+
     def stream_ping_pong(self, address: str, port: int | None, rounds: int) -> None:
         """The second side of asyncio's own streams. port: of TCP; None: address is a name of Unix sockets."""
         bare = api_loops.connect_bare(address if port is None else (address, port))
@@ -214,6 +230,10 @@ class Peer:
     def take_messages(self, count: int) -> None:
         """Receive so many, then say so."""
         api_loops.take_messages(self.side(), count)
+
+    def take_verified_messages(self, count: int) -> None:
+        """Receive so many, look at each, then say so."""
+        api_loops.take_verified(self.side(), count)
 
     def echo_messages(self, count: int) -> None:
         """Send each back."""

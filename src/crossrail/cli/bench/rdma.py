@@ -1,7 +1,7 @@
 """Measures of verbs and of ofi, each beside a loop over the bare library where this build has one.
 
-BARE has such a loop by transport: given the pair, how bytes per nanosecond are measured without the engine. Without one
-the figure stands alone, and has no bar: another network's limit says nothing about it.
+BARE has such a loop by transport. Without one the figure stands alone, and has no bar: another network's limit says
+nothing about it.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from functools import partial
 from typing import Protocol
 
 from crossrail.cli.bench.arrays import Indices
-from crossrail.cli.bench.fabric import BareFabric
+from crossrail.cli.bench.bare_rdma import BareRdma
 from crossrail.cli.bench.paged import paged_measure
-from crossrail.cli.bench.pair import LOOPBACK, Link, Pair, Pool
+from crossrail.cli.bench.pair import LOOPBACK, Link, Pair, Pool, alternate
 from crossrail.cli.bench.passes import samples_beside, verified_writes
 from crossrail.cli.bench.small import verified_ping_pong
 from crossrail.cli.bench.spec import Bar, Measure, Point, Sample, SampleStream
@@ -21,8 +21,10 @@ from crossrail.cli.bench.spec import Bar, Measure, Point, Sample, SampleStream
 _KIB = 1 << 10
 _MIB = 1 << 20
 _TURNS = 4
+_WARM_UP_ROUNDS = 100
 _SPEED_BAR = Bar("ratio", ">=", 0.95)
 _PAGES_BAR = Bar("ratio", ">=", 0.9)
+_LATENCY_BAR = Bar("difference", "<=", 1.0)
 
 
 class BareLoop(Protocol):
@@ -38,14 +40,23 @@ class BareLoop(Protocol):
         """All these pages once, likewise."""
         ...
 
+    def one_way_ns(self, pair: Pair, link: Link, rounds: int) -> float:
+        """Of 8-byte writes with an immediate, both ends looking all the time."""
+        ...
 
-BARE: dict[str, BareLoop] = {"ofi:tcp": BareFabric("tcp", LOOPBACK)}
+
+# A reliable queue pair of verbs keeps the order of what it is given, so that an immediate with the last page says that
+# all are there; libfabric's tcp promises no order.
+BARE: dict[str, BareLoop] = {
+    "ofi:tcp": BareRdma("bare libfabric", "ofi:tcp", LOOPBACK, imm_each=True),
+    "verbs": BareRdma("bare verbs", "verbs", imm_each=False),
+}
 
 
 def measures(transport: str) -> list[Measure]:
     """In the order of the table."""
     bare = BARE.get(transport)
-    return [*_write_measures(bare), *_paged_measures(bare), *_ping_pong_measures()]
+    return [*_write_measures(bare), *_paged_measures(bare), *_ping_pong_measures(bare)]
 
 
 def _limit_of(bare: BareLoop | None) -> str:
@@ -88,19 +99,32 @@ def _paged_measures(bare: BareLoop | None) -> Iterator[Measure]:
         yield paged_measure(page_bytes, unit, bar, _limit_of(bare), make_limit)
 
 
-def _ping_pong_measures() -> Iterator[Measure]:
-    for key, how in (("manual", "spin"), ("sleeping", "sleeping workers")):
-        yield Measure(
-            name="ping-pong" if key == "manual" else "ping-pong-sleeping",
-            title=f"8-byte write + imm, {how}, one way",
-            unit="us",
-            limit="",
-            samples=partial(_ping_pong_samples, key=key),
-        )
+def _ping_pong_measures(bare: BareLoop | None) -> Iterator[Measure]:
+    yield Measure(
+        name="ping-pong",
+        title="8-byte write + imm, spin, one way",
+        unit="us",
+        limit=_limit_of(bare),
+        samples=partial(_ping_pong_samples, key="manual", bare=bare),
+        bar=_LATENCY_BAR if bare else None,
+    )
+    yield Measure(
+        name="ping-pong-sleeping",
+        title="8-byte write + imm, sleeping workers, one way",
+        unit="us",
+        limit="",
+        samples=partial(_ping_pong_samples, key="sleeping", bare=None),
+    )
 
 
-def _ping_pong_samples(pair: Pair, key: str) -> SampleStream:
-    ping_pong = verified_ping_pong(pair, pair.link(key))
+def _ping_pong_samples(pair: Pair, key: str, bare: BareLoop | None) -> SampleStream:
+    link = pair.link(key)
+    ping_pong = verified_ping_pong(pair, link)
     rounds = pair.settings.scaled(20_000 if key == "manual" else 5_000)
+    if bare is None:
+        while True:
+            yield Sample(sum(ping_pong(rounds) for _ in range(_TURNS)) / _TURNS / 1e3, None)
+    bare.one_way_ns(pair, link, _WARM_UP_ROUNDS)
     while True:
-        yield Sample(sum(ping_pong(rounds) for _ in range(_TURNS)) / _TURNS / 1e3, None)
+        bare_ns, one_way_ns = alternate(_TURNS, lambda: bare.one_way_ns(pair, link, rounds), lambda: ping_pong(rounds))
+        yield Sample(one_way_ns / 1e3, bare_ns / 1e3)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 
 from crossrail import _core
 from crossrail.cli.bench.pair import IMM_ACK, IMM_DATA, Link, Pair, alternate, alternate_briefly
+from crossrail.cli.bench.passes import fill
 from crossrail.cli.bench.spec import Bar, Measure, Sample, SampleStream
 
 _WORD_BYTES = 8
 _RATE_WINDOW = 256
+_RATE_SPAN_BYTES = 2048  # that they walk through, again and again
 # A sample is so many pieces, each right after one of its limit.
 _TURNS = 4
 _TURN_ROUNDS = 2000  # of the ping-pong: half a millisecond
@@ -66,7 +69,7 @@ def verified_ping_pong(pair: Pair, link: Link) -> Callable[[int], float]:
         link.finish()
         return took_ns / count / 2
 
-    ping_pong(2000, verify=True)
+    ping_pong(pair.settings.scaled(2000), verify=True)
     return ping_pong
 
 
@@ -91,7 +94,7 @@ def _rate_samples(pair: Pair) -> SampleStream:
             link.control,
             link.control_there,
             nbytes=_WORD_BYTES,
-            span_bytes=2048,
+            span_bytes=_RATE_SPAN_BYTES,
             count=operations,
             window=_RATE_WINDOW,
             imm=IMM_DATA,
@@ -100,7 +103,13 @@ def _rate_samples(pair: Pair) -> SampleStream:
         link.finish()
         return took_ns
 
+    source = link.rig.view(link.control)
+    fill(source, seed=_RATE_WINDOW)
+    pair.child.call("clear", key=link.key, region=link.peer_control)
     write(10_000)
+    expected = hashlib.sha256(source[:_RATE_SPAN_BYTES].data)
+    expected.update(bytes(len(source) - _RATE_SPAN_BYTES))
+    pair.verify(link, link.peer_control, expected.hexdigest(), "8-byte writes")
     while True:
         record_ns, write_ns = alternate(_TURNS, lambda: 1e9 / pair.stream_per_s(), lambda: write(count) / count)
         yield Sample(1e3 / write_ns, 1e3 / record_ns)

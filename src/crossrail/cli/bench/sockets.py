@@ -5,8 +5,11 @@ The connection is warm: it stays open from one measure to the next, as a link of
 
 from __future__ import annotations
 
+import math
 import socket
 import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,6 +20,37 @@ from crossrail.cli.child import Child
 _HOST = "127.0.0.1"
 _TIMEOUT_S = 10.0
 _CONNECTS = 50
+_CHUNKS_BYTES = tuple(size << 10 for size in (64, 128, 256, 512, 1024))
+
+
+class Chunks(NamedTuple):
+    """What one system call of a bare stream moves at most, at either end; 0: the whole message."""
+
+    send_bytes: int
+    recv_bytes: int
+
+    def __str__(self) -> str:
+        send, recv = ("whole" if nbytes == 0 else f"{nbytes >> 10} KiB" for nbytes in self)
+        return f"bare: send {send}, recv {recv}"
+
+
+def fastest_chunks(nbytes: int, cost_of: Callable[[Chunks], float], *, rounds: int) -> Chunks:
+    """Of those tried for messages of nbytes: first what is received at once, then what is sent.
+
+    cost_of: runs the stream once. The least of `rounds` runs counts, taken in turn, so that a machine that changes
+    speed meanwhile does not decide.
+    """
+    sizes = [0, *(size for size in _CHUNKS_BYTES if size < nbytes)]
+    receiving = _cheapest([Chunks(0, size) for size in sizes], cost_of, rounds)
+    return _cheapest([Chunks(size, receiving.recv_bytes) for size in sizes], cost_of, rounds)
+
+
+def _cheapest(tried: Sequence[Chunks], cost_of: Callable[[Chunks], float], rounds: int) -> Chunks:
+    least = dict.fromkeys(tried, math.inf)
+    for _ in range(rounds):
+        for chunks in tried:
+            least[chunks] = min(least[chunks], cost_of(chunks))
+    return min(tried, key=least.__getitem__)
 
 
 class Sockets:
@@ -38,12 +72,23 @@ class Sockets:
         self._socket.close()
 
     def stream(
-        self, key: str, src: Memory, target: int, *, nbytes: int, count: int, window: int, wait: str = "spin"
+        self,
+        key: str,
+        src: Memory,
+        target: int,
+        *,
+        nbytes: int,
+        count: int,
+        window: int,
+        wait: str = "spin",
+        chunks: Chunks | None = None,
     ) -> int:
-        """Messages through `src`, to the peer's region `target` of rig `key`."""
-        self._child.start("socket_stream", key=key, region=target, nbytes=nbytes, count=count, window=window, wait=wait)
+        """Messages through `src`, to the peer's region `target` of rig `key`. chunks: by default whole messages."""
+        chunks = chunks or Chunks(0, 0)
+        loop: dict[str, Any] = {"nbytes": nbytes, "count": count, "window": window, "wait": wait}
+        self._child.start("socket_stream", key=key, region=target, chunk_bytes=chunks.recv_bytes, **loop)
         took_ns = _core.bench.socket_stream(
-            self._socket.fileno(), src, sender=True, nbytes=nbytes, count=count, window=window, wait=wait
+            self._socket.fileno(), src, sender=True, chunk_bytes=chunks.send_bytes, **loop
         )
         self._child.finish()
         return took_ns
@@ -127,10 +172,17 @@ class SocketPeer:
         _core.bench.tune_socket(self._socket.fileno())
         self._socket.connect((_HOST, port))
 
-    def stream(self, memory: Memory, *, nbytes: int, count: int, window: int, wait: str) -> int:
+    def stream(self, memory: Memory, *, nbytes: int, count: int, window: int, wait: str, chunk_bytes: int) -> int:
         """Take messages into the memory."""
         return _core.bench.socket_stream(
-            self._fd(), memory, sender=False, nbytes=nbytes, count=count, window=window, wait=wait
+            self._fd(),
+            memory,
+            sender=False,
+            nbytes=nbytes,
+            count=count,
+            window=window,
+            wait=wait,
+            chunk_bytes=chunk_bytes,
         )
 
     def pages(self, memory: Memory, *, page_count: int, page_bytes: int, batch_pages: int) -> int:

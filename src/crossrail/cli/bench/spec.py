@@ -24,18 +24,19 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class Bar:
-    """What has to be reached. of: the figure itself, or its ratio to the limit."""
+    """What has to be reached. of: the figure itself, its ratio to the limit, or by how much it is above the limit."""
 
-    of: Literal["value", "ratio"]
+    of: Literal["value", "ratio", "difference"]
     direction: Literal[">=", "<="]
     bound: float
 
     def __str__(self) -> str:
-        return f"{self.direction} {self.bound:g}{'x' if self.of == 'ratio' else ''}"
+        sign = "+" if self.of == "difference" else ""
+        return f"{self.direction} {sign}{self.bound:g}{'x' if self.of == 'ratio' else ''}"
 
     def met(self, result: Result) -> bool:
         """Whether the medians reach it."""
-        figure = result.value if self.of == "value" else result.ratio
+        figure = {"value": result.value, "ratio": result.ratio, "difference": result.difference}[self.of]
         if figure is None:
             return False
         return figure >= self.bound if self.direction == ">=" else figure <= self.bound
@@ -107,6 +108,12 @@ class Result:
     def ratio(self) -> float | None:
         """Median of value / limit."""
         return statistics.median(self.ratios) if self.ratios else None
+
+    @property
+    def difference(self) -> float | None:
+        """Median of value - limit."""
+        differences = [s.value - s.limit for s in self.samples if s.limit is not None]
+        return statistics.median(differences) if differences else None
 
     @property
     def value_interval(self) -> Interval | None:

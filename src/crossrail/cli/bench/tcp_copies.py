@@ -12,10 +12,12 @@ from crossrail.cli.bench.passes import (
     SCATTER_BYTES,
     SCATTER_PEERS,
     SCATTER_WINDOW,
+    Pass,
     ScatterLinks,
     passes_per_sample,
     verified_writes,
 )
+from crossrail.cli.bench.sockets import Chunks, fastest_chunks
 from crossrail.cli.bench.spec import Bar, Measure, Point, Sample, SampleStream
 
 _KIB = 1 << 10
@@ -24,6 +26,9 @@ _MIB = 1 << 20
 _BARE_BATCH_PAGES = {_KIB: 4096, 8 * _KIB: 512, 64 * _KIB: 128}
 _CPU_BYTES = 32 * _MIB
 _CPU_WINDOW = 16
+# Of each chunk size of the bare stream.
+_TUNING_ROUNDS = 3
+_TUNING_BYTES = 64 * _MIB
 _SCATTER_CALLS = 10_000
 
 
@@ -65,22 +70,37 @@ def _write_samples(pair: Pair, nbytes: int, window: int) -> SampleStream:
         yield Sample(moved / write_ns, moved / bare_ns)
 
 
-def _bare_stream(pair: Pair, link: Link, pool: Pool, nbytes: int, window: int, *, wait: str) -> Callable[[], int]:
-    """Through the same memory, once; run once already."""
+def _bare_stream(
+    pair: Pair,
+    link: Link,
+    pool: Pool,
+    nbytes: int,
+    window: int,
+    *,
+    wait: str,
+    cost_of: Callable[[Pair, Pass], int] = lambda _, run: run(),
+) -> Pass:
+    """Through the same memory, once, in the chunks that cost least in a few short runs of each. The note names them."""
 
-    def stream() -> int:
+    def stream(chunks: Chunks, count: int) -> int:
         return pair.sockets.stream(
             link.key,
             link.rig.view(pool.src),
             pool.target,
             nbytes=nbytes,
-            count=pool.nbytes // nbytes,
+            count=count,
             window=window,
             wait=wait,
+            chunks=chunks,
         )
 
-    stream()
-    return stream
+    all_of_it = pool.nbytes // nbytes
+    stream(Chunks(0, 0), all_of_it)
+    short = max(pair.settings.scaled(_TUNING_BYTES) // nbytes, 1)
+    rounds = 1 if pair.settings.quick else _TUNING_ROUNDS
+    chunks = fastest_chunks(nbytes, lambda tried: cost_of(pair, lambda: stream(tried, short)), rounds=rounds)
+    pair.note = str(chunks)
+    return lambda: stream(chunks, all_of_it)
 
 
 # --- paged writes ---
@@ -135,7 +155,7 @@ def _cpu_samples(pair: Pair, key: str, wait: str) -> SampleStream:
     link = pair.link(key)
     pool = pair.pool(link, private=False)
     write = verified_writes(pair, link, pool, _CPU_BYTES, _CPU_WINDOW)
-    stream = _bare_stream(pair, link, pool, _CPU_BYTES, _CPU_WINDOW, wait=wait)
+    stream = _bare_stream(pair, link, pool, _CPU_BYTES, _CPU_WINDOW, wait=wait, cost_of=_cpu_of)
     moved = pool.nbytes // _CPU_BYTES * _CPU_BYTES
     while True:
         bare_ns, write_ns = alternate(
@@ -144,7 +164,7 @@ def _cpu_samples(pair: Pair, key: str, wait: str) -> SampleStream:
         yield Sample(write_ns / moved, bare_ns / moved)
 
 
-def _cpu_of(pair: Pair, run: Callable[[], int]) -> int:
+def _cpu_of(pair: Pair, run: Pass) -> int:
     """CPU time of both processes for one pass, in nanoseconds."""
     before = pair.cpu_ns()
     run()

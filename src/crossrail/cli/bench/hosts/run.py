@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress
 
 import crossrail as xr
+from crossrail._options import SECRET_VARIABLE
 from crossrail.cli.bench import report
 from crossrail.cli.bench.hosts import wire
 from crossrail.cli.bench.hosts.driver import Driver
@@ -28,7 +29,6 @@ from crossrail.cli.meeting import ask
 from crossrail.cli.service import secret_of, transport_option
 from crossrail.cli.text import FloatRange, cpu_list, size
 from crossrail.cli.text import rails as rails_type
-from crossrail.engine import SECRET_VARIABLE
 
 _WELCOME_S = 60.0
 _SIZE_MIN, _SIZE_MAX = 8, 1 << 30

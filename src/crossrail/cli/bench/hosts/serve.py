@@ -17,6 +17,7 @@ import click
 from rich.console import Console
 
 import crossrail as xr
+from crossrail._options import SECRET_VARIABLE
 from crossrail._text import plain
 from crossrail.cli.background import background_console
 from crossrail.cli.bench.hosts import wire
@@ -27,7 +28,6 @@ from crossrail.cli.bench.machine import machine
 from crossrail.cli.service import name_of_host, rails_behind, records_on_signal, secret_of, transport_option
 from crossrail.cli.text import cpu_list, format_bytes, format_count, size
 from crossrail.cli.text import rails as rails_type
-from crossrail.engine import SECRET_VARIABLE
 from crossrail.errors import CrossrailError, UsageError, WaitTimeout
 
 _MEET_S = 60.0

@@ -130,7 +130,7 @@ class _Rank:
 
     def _check_rows(self, dispatched: Dispatched) -> None:
         """Of each expert by (source rank, token, k), as the source has them."""
-        first = self._rank * self._all_to_all.config.experts_per_rank
+        first = self._all_to_all.config.split.of(self._rank).start
         at = dispatched.offsets[:-1].copy()
         for source in range(self._ranks):
             theirs = RankWork(self._shape, source)

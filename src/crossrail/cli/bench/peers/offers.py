@@ -190,8 +190,9 @@ def _is_there(need: str) -> bool:
 
 
 def _has_rdma(kind: str, provider: str) -> bool:
-    from crossrail import _core
+    from crossrail import _core, _libfabric
 
+    _libfabric.announce()
     return not _core._rdma_missing(kind, provider)
 
 

@@ -1,0 +1,27 @@
+"""What is done when the interpreter ends: registered by `import crossrail`, whose place among exit handlers counts, and
+not by the first engine, whose modules may come much later or never.
+"""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable
+
+_close_all: Callable[[], None] | None = None
+is_over = False  # our turn; other exit handlers may still come
+
+
+def at_exit(close_all: Callable[[], None]) -> None:
+    """Once. If our turn is over, it is called now."""
+    global _close_all
+    _close_all = close_all
+    if is_over:
+        close_all()
+
+
+@atexit.register
+def _end() -> None:
+    global is_over
+    if _close_all is not None:
+        _close_all()
+    is_over = True
