@@ -1,11 +1,14 @@
 """submit_send and submit_recvs: messages, copied at submit, into a pool of receive buffers."""
 
+import contextlib
+
 import pytest
 
 import crossrail as xr
 from tests.contract.conftest import Pair
 from tests.contract.setups import ALL_RAILS, SOME_RAILS, setups
 from tests.support.limits import WAIT_S, eventually, never
+from tests.support.node import CommandError
 from tests.support.patterns import pattern
 from tests.support.threads import start_thread
 
@@ -99,6 +102,63 @@ def test_sender_waits_for_a_pool_to_open(pair: Pair) -> None:
 
     transfer.wait(WAIT_S)
     assert pair.there.take()[1] == b"early"
+
+
+@setups(SOME_RAILS)
+def test_message_that_waits_for_a_pool_can_be_cancelled(pair: Pair) -> None:
+    transfers = [pair.here.submit_send(pair.there.address, bytes([i]) * 9000) for i in range(20)]
+    never(lambda: any(transfer.done for transfer in transfers), "messages done before anyone could receive them")
+
+    for transfer in transfers[:19]:
+        assert transfer.cancel()
+    for transfer in transfers[:19]:
+        with pytest.raises(xr.TransferCancelled):
+            transfer.wait(WAIT_S)
+
+    pair.there.receive(2, 9000)
+    transfers[19].wait(WAIT_S)
+    assert pair.there.take()[1] == bytes([19]) * 9000
+    pair.here.submit_send(pair.there.address, b"last").wait(WAIT_S)
+    assert pair.there.take()[1] == b"last"
+
+
+@setups(SOME_RAILS)
+def test_cancelled_messages_make_room_for_others(pair: Pair) -> None:
+    """More than may wait at the receiver, again and again."""
+    for _ in range(3):
+        transfers = [pair.here.submit_send(pair.there.address, bytes(8000)) for _ in range(400)]
+        pair.here.submit_send(pair.there.address, b"too late").cancel()
+        for transfer in transfers:
+            transfer.cancel()
+        for transfer in transfers:
+            with pytest.raises(xr.TransferCancelled):
+                transfer.wait(WAIT_S)
+
+
+@setups(SOME_RAILS)
+def test_cancelled_message_is_delivered_or_cancelled(pair: Pair) -> None:
+    pair.there.receive(2, 16)
+    transfers = []
+    for i in range(300):
+        transfers.append(pair.here.submit_send(pair.there.address, b"%d" % i))
+        if i % 3 == 0:
+            transfers[-1 - i % 7].cancel()
+
+    got: set[int] = set()
+
+    def take_all() -> bool:
+        with contextlib.suppress(CommandError):
+            while True:
+                got.add(int(pair.there.take(0.01)[1]))
+        return all(transfer.done for transfer in transfers) and len(got) >= statuses(transfers).count("done")
+
+    eventually(take_all, "an end of all transfers, and all that are done delivered")
+    assert set(statuses(transfers)) <= {"done", "cancelled"}
+    assert got == {i for i, status in enumerate(statuses(transfers)) if status == "done"}
+
+
+def statuses(transfers: list[xr.Transfer]) -> list[str]:
+    return [transfer.status for transfer in transfers]
 
 
 def test_messages_go_on_with_the_next_pool(pair: Pair) -> None:

@@ -44,6 +44,27 @@ def test_write_begins_when_the_word_has_got_there(pair: Pair, word: xr.Watcher) 
     assert transfer.triggered_at is not None
 
 
+@setups(SOME_RAILS)
+def test_write_says_when_it_completed(pair: Pair, word: xr.Watcher) -> None:
+    src, dst = pair.source(300_007), pair.target(300_007)
+    begins, never_begins = (pair.here.submit_write(src, dst.descriptor, trigger=(word, value)) for value in (1, 2))
+    plain = pair.here.submit_write(src, dst.descriptor)
+    assert begins.completed_at is None
+
+    word.add()
+    begins.wait(WAIT_S)
+    plain.wait(WAIT_S)
+    assert never_begins.cancel()
+    with pytest.raises(xr.TransferCancelled):
+        never_begins.wait(WAIT_S)
+
+    assert begins.triggered_at is not None and begins.completed_at is not None
+    assert begins.triggered_at <= begins.completed_at
+    assert never_begins.triggered_at is None and never_begins.completed_at is not None
+    assert never_begins.completed_at >= begins.completed_at
+    assert plain.completed_at is None
+
+
 @setups(SOME_RAILS, SOME_MEMORY)
 def test_each_of_many_paged_writes_waits_for_its_own_value(pair: Pair, word: xr.Watcher) -> None:
     layers, pages = 12, 7

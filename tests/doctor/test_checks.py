@@ -275,6 +275,26 @@ def test_old_distributions_are_not_sent_to_packages_that_are_too_old(tree: Tree,
     assert fix.command == "apt-get install libfabric1"
 
 
+def test_libfabric_that_the_environment_names_is_the_one(host: FakeHost) -> None:
+    opened(host, "libfabric.so.1", version=(2, 5))
+    mine = "/opt/mine/libfabric.so.1"
+    host.environ = {"CROSSRAIL_LIBFABRIC": mine}
+    host.libraries[mine] = Library(mine, path=mine, version=(2, 4))
+    assert the(run_checks(host, ["libraries"]).findings, "libraries.libfabric").title == (
+        "libfabric 2.4, of CROSSRAIL_LIBFABRIC"
+    )
+
+    host.libraries[mine] = Library(mine, path=mine, version=(1, 17))
+    finding = the(run_checks(host, ["libraries"]).findings, "libraries.libfabric")
+    assert finding.severity is ERROR and "1.17 is older" in finding.title
+    assert finding.fixes[0].command == "unset CROSSRAIL_LIBFABRIC"
+
+    del host.libraries[mine]
+    finding = the(run_checks(host, ["libraries"]).findings, "libraries.libfabric")
+    assert finding.severity is ERROR and finding.title == f"{mine} is not there"
+    assert finding.fixes[0].command == "unset CROSSRAIL_LIBFABRIC"
+
+
 def test_values_of_foreign_variables_are_not_shown(host: FakeHost) -> None:
     host.environ = {"MC_REDIS_PASSWORD": "hunter2"}
 

@@ -132,7 +132,9 @@ def test_text_groups_and_counts() -> None:
     assert text.endswith("1 error, 1 warning, 1 note, 1 ok\n")
 
 
-def test_text_has_no_colours_off_a_terminal() -> None:
+def test_text_has_no_colours_off_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+
     assert "\x1b" not in text_of(Report((E1, O1)))
     assert "\x1b" in text_of(Report((E1, O1)), terminal=True)
 

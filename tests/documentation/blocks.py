@@ -1,4 +1,4 @@
-"""Python in README.md and docs/."""
+"""Python and shell in README.md and docs/."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 import crossrail
 from tests.support.process import REPOSITORY
 
-LANGUAGES = {"", "bash", "python", "sh", "yaml"}  # of fences; none: output, and commands
+LANGUAGES = {"bash", "python", "text", "yaml"}  # of fences; text: what something prints, and pictures
 _FENCE = re.compile(r"^[ >]*(```+|~~~+)(.*)$", re.MULTILINE)
-_BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+_BLOCK = re.compile(r"^```(bash|python)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
 @cache
@@ -24,14 +24,14 @@ def pages() -> dict[str, str]:
 
 
 @cache
-def blocks() -> dict[str, list[str]]:
+def blocks(language: str = "python") -> dict[str, list[str]]:
     """Of each page that has any."""
-    found = {name: _BLOCK.findall(text) for name, text in pages().items()}
+    found = {name: [block for of, block in _BLOCK.findall(text) if of == language] for name, text in pages().items()}
     return {name: texts for name, texts in found.items() if texts}
 
 
 def strange_fences(text: str) -> list[str]:
-    """Fences that blocks() would pass over although a reader sees code: indented, of tildes, of another spelling."""
+    """Fences that blocks() would pass over although a reader sees code: indented, of tildes, without a language."""
     fences = list(_FENCE.finditer(text))
     opening, closing = fences[::2], fences[1::2]
     strange = [fence[0] for fence in opening if fence[0] != f"```{fence[2]}" or fence[2] not in LANGUAGES]

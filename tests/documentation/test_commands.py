@@ -13,7 +13,7 @@ from tests.documentation.blocks import pages
 _FENCED = re.compile(r"^```[a-z]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
 _LINE = re.compile(r"^(?:[A-Z_]+=\S+ )*crossrail ([^`\n#]+)", re.MULTILINE)
 _INLINE = re.compile(r"`crossrail ([^`\n#]+)")
-_OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
+_OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
 
 
 def commands(text: str) -> list[str]:

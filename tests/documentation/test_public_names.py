@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import enum
 import importlib
 import inspect
+import re
 import typing
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
+from tests.support.process import REPOSITORY
+
 MODULES = [
     "crossrail",
     "crossrail.kv",
+    "crossrail.kv.model",
     "crossrail.moe",
     "crossrail.observe",
+    "crossrail.observe.files",
     "crossrail.sim",
     "crossrail.testing",
     "crossrail.topology",
     "crossrail.weights",
+    "crossrail.weights.inventory.mapping",
 ]
+# Those that take torch: test_torch_public_names.py.
+WITH_TORCH = ["crossrail.integrations.deepep", "crossrail.integrations.transformers", "crossrail.moe.graph"]
+# Those that take what they are integrated into: they are read, not imported. Methods are those of the host's interface.
+OF_HOSTS = [f"crossrail.integrations.{host}" for host in ("checkpoint_engine", "sglang", "verl", "vllm")]
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -42,6 +54,37 @@ def test_each_public_object_says_what_it_is(name: str) -> None:
         if not issubclass(one, (BaseException, enum.Enum)) and not getattr(one, "_is_protocol", False)
     ]
     assert [one.__name__ for one in made if one.__repr__ is object.__repr__] == []
+
+
+@pytest.mark.parametrize("name", OF_HOSTS)
+def test_what_hosts_are_given_is_documented(name: str) -> None:
+    folder = Path(REPOSITORY, "src", *name.split("."))
+    trees = {file.stem: ast.parse(file.read_text()) for file in folder.glob("*.py")}
+    (names,) = (
+        ast.literal_eval(node.value)
+        for node in trees["__init__"].body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    )
+    made = [
+        node
+        for tree in trees.values()
+        for node in tree.body
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name in names
+    ]
+    assert {node.name for node in made} == set(names)
+    assert [node.name for node in made if not ast.get_docstring(node)] == []
+
+
+def test_the_reference_has_each_module() -> None:
+    """And the site's menu has its page."""
+    hooks = ast.parse(Path(REPOSITORY, "tools", "docs", "hooks.py").read_text())
+    (modules,) = (
+        ast.literal_eval(node.value)
+        for node in hooks.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "MODULES"
+    )
+    menu = re.findall(r"reference/(crossrail.*)\.md$", Path(REPOSITORY, "mkdocs.yml").read_text(), re.MULTILINE)
+    assert set(modules) == {*MODULES, *WITH_TORCH, *OF_HOSTS} == set(menu)
 
 
 def test_one_without_a_word_is_seen() -> None:

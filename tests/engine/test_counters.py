@@ -63,6 +63,19 @@ def test_wait_in_vain_says_how_many_arrived_and_takes_none(engine: xr.Engine) ->
     assert engine.imm_counter(3).poll() == 7
 
 
+def test_wait_in_vain_behind_another_says_why_it_got_none_of_what_arrived(engine: xr.Engine) -> None:
+    counter = engine.imm_counter(3)
+    ticket = counter.on_count(10, lambda: None)
+    arrive(engine, 3, 2)
+
+    with pytest.raises(
+        xr.WaitTimeout, match=r"2 of 2 arrived .* none was taken: a wait that began earlier takes first"
+    ):
+        counter.wait(2, 0.05)
+
+    assert ticket.cancel()
+
+
 def test_wait_that_is_served_later(engine: xr.Engine) -> None:
     arrive(engine, 3, 2)
     waiter = threading.Thread(target=engine.imm_counter(3).wait, args=(5, WAIT_S))

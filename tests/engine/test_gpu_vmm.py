@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import crossrail as xr
+from crossrail import _core
 from crossrail._devices import HOST, gpu_of
 from tests.conftest import EngineFactory
 from tests.support.fake_gpu import FakeGpu, GpuMemory
@@ -398,3 +399,14 @@ def test_a_child_leaves_its_parents_memory_alone(gpu: FakeGpu, open_engine: Engi
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     gpu.memory_of(mapped).bytes[:] = 4
+
+
+def test_a_child_leaves_what_its_parent_pinned_alone(gpu: FakeGpu, open_engine: EngineFactory) -> None:
+    pinned = _core.PinnedMemory(open_engine("here").alloc(4096).view(), 0)
+    child = os.fork()
+    if child == 0:
+        del pinned
+        os._exit(gpu.pinned)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == gpu.pinned == 1
+    del pinned
+    assert gpu.pinned == 0

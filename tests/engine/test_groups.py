@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import crossrail as xr
+from tests.conftest import EngineFactory
 from tests.support.limits import WAIT_S
 
 
@@ -79,6 +80,29 @@ def test_scatter_needs_targets_of_its_group(engine: xr.Engine, other: xr.Engine)
         scatter(engine, src, [there.descriptor, here.descriptor], group=group)
     with pytest.raises(xr.UsageError, match=r"group|dsts"):
         scatter(engine, src, [here.descriptor], group=group)
+
+
+def test_scatter_to_a_group_says_that_its_peer_was_forgotten(engine: xr.Engine, other: xr.Engine) -> None:
+    src, there = engine.alloc(10), other.alloc(10)
+    group = engine.add_peer_group([other.address])
+    engine.forget_peer(other.address)
+
+    with pytest.raises(xr.UsageError, match=r"belongs to 'other', which forget_peer\(\) was called for .* new group"):
+        scatter(engine, src, [there.descriptor], group=group)
+
+    scatter(engine, src, [there.descriptor], group=engine.add_peer_group([other.address])).wait(WAIT_S)
+
+
+def test_scatter_to_a_group_says_that_its_peer_is_another_of_that_name(
+    engine: xr.Engine, other: xr.Engine, open_engine: EngineFactory
+) -> None:
+    group = engine.add_peer_group([other.address])
+    restarted = open_engine(other.name)
+
+    with pytest.raises(
+        xr.UsageError, match="belongs to 'other', the group's peer there is another engine of that name"
+    ):
+        scatter(engine, engine.alloc(10), [restarted.alloc(10).descriptor], group=group)
 
 
 @pytest.mark.parametrize(

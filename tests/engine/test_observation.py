@@ -112,6 +112,30 @@ def test_explanation_adds_up_the_bytes(open_engine: EngineFactory) -> None:
         assert word in str(explanation)
 
 
+@pytest.mark.parametrize(
+    ("transport", "gb_per_s", "words"),
+    [
+        ("tcp", 2.5, "; 2.5 GB/s by their interfaces"),
+        ("tcp", 0.0, "; speed unknown: not every interface says its own"),
+        ("verbs", 0.0, "; speed unknown: not every interface says its own"),
+        ("shm", 0.0, "0 -> 0"),
+    ],
+)
+def test_explanation_tells_an_unknown_speed_from_none(transport: str, gb_per_s: float, words: str) -> None:
+    explanation = xr.Explanation("there", transport, "so it is", "connected", "", [(0, 0)], [], gb_per_s, [])
+
+    assert str(explanation).splitlines()[-1].endswith(words)
+
+
+def test_explanation_over_loopback_says_that_its_speed_is_unknown(open_engine: EngineFactory) -> None:
+    a, b = (open_engine(name, transport="tcp", rails=["127.0.0.1"]) for name in "ab")
+    a.connect(b.address, WAIT_S)
+
+    explanation = a.explain(b.address)
+
+    assert explanation.gb_per_s_expected == 0 and "speed unknown" in str(explanation)
+
+
 # --- events ---
 
 

@@ -1,5 +1,7 @@
 """The package as imported: light, typed, complete."""
 
+import pydoc
+import re
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,16 @@ def test_every_public_name_is_there_and_documented(name: str) -> None:
     assert thing.__doc__
 
 
+def test_help_begins_with_the_public_names() -> None:
+    """pydoc lists modules by their names, private ones first."""
+    begins, _, _ = pydoc.plain(pydoc.render_doc(xr)).partition("PACKAGE CONTENTS")
+
+    assert "_buffers" not in begins
+    assert [name for name in xr.__all__ if name != "__version__" and not re.search(rf"\b{name}\b", begins)] == []
+    for module in ("kv", "weights", "moe", "sim", "testing", "observe", "topology", "integrations"):
+        assert f"crossrail.{module}" in begins
+
+
 def test_errors_form_the_promised_tree() -> None:
     for error in (xr.PeerLost, xr.TransferCancelled, xr.RemoteRegionClosed, xr.RemoteAccessError, xr.MessageTooLong):
         assert issubclass(error, xr.TransferError)
@@ -31,14 +43,53 @@ def test_errors_form_the_promised_tree() -> None:
     assert issubclass(xr.WaitTimeout, TimeoutError)
 
 
+@pytest.mark.parametrize("package", ["kv", "weights", "moe", "sim"])
+def test_names_of_a_system_are_there_before_they_are_loaded(package: str) -> None:
+    """Who asks the command line for help, or catches its errors, need not wait for the rest."""
+    script = run_script(
+        """
+        import importlib, sys
+        package = importlib.import_module("crossrail." + sys.argv[1])
+        importlib.import_module(package.__name__ + (".profiles" if sys.argv[1] == "sim" else ".errors"))
+        assert not {"numpy", "crossrail._core"} & set(sys.modules)
+        assert set(package.__all__) <= set(dir(package)) and not hasattr(package, "Nothing")
+        assert all(getattr(package, name) is not None for name in package.__all__)
+        """,
+        package,
+    )
+
+    assert_clean(script)
+
+
+def test_names_and_modules_are_there_before_they_are_loaded() -> None:
+    script = run_script(
+        """
+        import sys, crossrail as xr
+        assert not {"numpy", "crossrail._core", "crossrail.engine"} & set(sys.modules)
+        assert set(xr.__all__) <= set(dir(xr)) and xr.errors.PeerLost.__module__ == "crossrail.errors"
+        assert not hasattr(xr, "Engin") and not hasattr(xr, "_nothing")
+        assert xr.engine.Engine is xr.Engine and "Engine" in vars(xr)
+
+        import pickle
+        assert type(pickle.loads(pickle.dumps(xr.UsageError("x")))) is xr.UsageError
+        from crossrail import *
+        assert all(globals()[name] is getattr(xr, name) for name in xr.__all__)
+        """
+    )
+
+    assert_clean(script)
+
+
 def test_import_pulls_in_nothing_heavy() -> None:
     script = run_script(
         """
         import sys, numpy
         before = set(sys.modules)
         import crossrail
+        crossrail.Engine
         added = {name.partition(".")[0] for name in set(sys.modules) - before}
         print(*sorted(added & {"torch", "click", "rich", "asyncio", "multiprocessing", "concurrent", "pytest"}))
+        print(*sorted(added & {"pathlib", "json", "urllib", "ipaddress"}))
         """
     )
 
@@ -78,7 +129,7 @@ def test_import_in_a_subinterpreter_is_refused_and_harms_nobody() -> None:
         interpreters = subinterpreters()
         other = interpreters.create()
         try:
-            said = interpreters.run_string(other, "import crossrail")
+            said = interpreters.run_string(other, "from crossrail import Engine")
         except Exception as error:  # older ones raise it, newer ones return it
             said = error
         # Ours; or CPython's, which from 3.12 on looks before it lets us begin.

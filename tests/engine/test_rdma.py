@@ -84,6 +84,18 @@ def test_policy_sees_what_is_open(open_engine: EngineFactory) -> None:
         one.require(two.address, "verbs")
 
 
+@pytest.mark.parametrize("provider", ["tcp;ofi_rxm", "sockets"])
+def test_provider_that_no_other_test_runs_on_is_taken_and_said_to_be_unproven(
+    open_engine: EngineFactory, provider: str
+) -> None:
+    one, two = (open_engine(name, transport=f"ofi:{provider}", rails=LOOPBACK) for name in ("one", "two"))
+
+    assert moved(one, two)
+
+    network = str(one.explain(two.address))
+    assert f"{provider} 127.0.0.1 on lo" in network and "crossrail's tests do not run on this provider" in network
+
+
 def test_address_shows_its_network(open_engine: EngineFactory) -> None:
     engine = open_engine("one", transport="ofi:tcp", rails=2)
 
@@ -118,6 +130,8 @@ def test_nonsense_is_refused_in_words(word: str) -> None:
         {"path_mtu": -1},
         {"partition": 0x10000},
         {"partition": 0.5},
+        {"chain_length": 0},
+        {"chain_length": 33},
     ],
 )
 def test_options_out_of_bounds_are_refused_by_their_names(options: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import crossrail as xr
+from tests.support.fake_gpu import FakeGpu
 from tests.support.limits import WAIT_S
 
 
@@ -62,3 +63,68 @@ def test_index_tensor_that_numpy_cannot_view_is_refused(engine: xr.Engine, pages
 
     with pytest.raises(xr.UsageError, match="the tensor gives no numpy view of itself"):
         engine.submit_paged_writes(region, pages, region.descriptor, pages, 100)
+
+
+def test_region_as_a_tensor(engine: xr.Engine) -> None:
+    """Of a type that numpy lacks; what either side writes is the other's."""
+    region = engine.alloc(4096)
+    source = torch.arange(2048).to(torch.bfloat16).reshape(32, 64)
+
+    engine.submit_write(engine.register(source), region.descriptor, imm=1).wait(WAIT_S)
+    engine.imm_counter(1).wait(1, WAIT_S)
+
+    seen = region.tensor(torch.bfloat16, (32, -1))
+    assert torch.equal(seen, source)
+    assert torch.equal(region.tensor("bfloat16"), source.flatten())
+    assert region.tensor("int16", 3).shape == (3,)
+    seen.fill_(0)
+    assert not region.array().any()
+
+
+def test_tensor_keeps_the_memory_of_its_region() -> None:
+    with xr.Engine("here") as engine:
+        region = engine.alloc(1 << 20)
+        seen = region.tensor("float32")
+        seen.fill_(7)
+        region.close()
+        del region
+    assert torch.equal(seen, torch.full((1 << 18,), 7.0))
+
+
+def test_tensor_of_a_registered_tensor_is_over_its_memory(engine: xr.Engine) -> None:
+    given = torch.zeros(100, dtype=torch.bfloat16)
+    assert engine.register(given).tensor(torch.bfloat16).data_ptr() == given.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "complaint"),
+    [
+        ("float64", None, "not a whole number of torch.float64"),
+        ("uint8", 1004, "takes 1004 bytes"),
+        ("uint8", (-1, 7), "as torch.uint8 of shape"),
+        ("uint8", "three", "as torch.uint8 of shape three"),
+        (np.uint8, None, "dtype is <class 'numpy.uint8'>, which is not a dtype of torch"),
+        ("nonsense", None, "dtype is 'nonsense'"),
+    ],
+)
+def test_tensor_that_does_not_fit_is_refused(engine: xr.Engine, dtype: object, shape: object, complaint: str) -> None:
+    region = engine.alloc(1003)
+    with pytest.raises(xr.UsageError, match=complaint):
+        region.tensor(dtype, shape)  # type: ignore[arg-type]
+
+
+def test_no_tensor_of_what_must_not_be_written(engine: xr.Engine) -> None:
+    with pytest.raises(xr.UsageError, match="read-only"):
+        engine.register(bytes(100)).tensor()
+
+
+def test_no_tensor_of_a_closed_region(engine: xr.Engine) -> None:
+    region = engine.alloc(100)
+    region.close()
+    with pytest.raises(xr.UsageError, match="closed"):
+        region.tensor()
+
+
+def test_no_tensor_of_a_gpus_memory_that_was_registered(gpu: FakeGpu, engine: xr.Engine) -> None:
+    with pytest.raises(xr.UsageError, match="on cuda:0, and was registered: use what was"):
+        engine.register(gpu.allocate(64)).tensor()

@@ -55,6 +55,17 @@ def test_pending_transfer_says_so(pending: xr.Transfer) -> None:
         pending.exception()
 
 
+def test_errors_say_which_way_the_bytes_go(engine: xr.Engine, other: xr.Engine) -> None:
+    here, there = engine.alloc(1000), other.alloc(1000)
+    gone = there.descriptor
+    there.close()
+
+    with pytest.raises(xr.RemoteRegionClosed, match=f"^read of 1000 bytes from '{other.name}'"):
+        engine.submit_read(here, gone).wait(WAIT_S)
+    with pytest.raises(xr.RemoteRegionClosed, match=f"^write of 1000 bytes to '{other.name}'"):
+        engine.submit_write(here, gone).wait(WAIT_S)
+
+
 def test_wait_may_be_repeated(written: xr.Transfer) -> None:
     written.wait()
     written.wait(0)

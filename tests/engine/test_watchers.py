@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import crossrail as xr
+from crossrail import _core
 from tests.conftest import EngineFactory
 from tests.support.gil import nobody_else_in_python
 from tests.support.leaks import crossrail_threads
@@ -215,6 +216,11 @@ def test_dropped_watcher_is_collected_and_cancels_what_waits_for_it(engine: xr.E
 def test_dropped_watchers_make_room_for_others(engine: xr.Engine) -> None:
     for _ in range(600):  # an engine has at most 512
         engine.alloc_watcher(Changes())
+
+
+def test_one_that_was_never_made_has_no_word() -> None:
+    with pytest.raises(BufferError, match="its __init__ has not run"):
+        memoryview(_core.Watcher.__new__(_core.Watcher))  # type: ignore[arg-type]
 
 
 def test_array_keeps_its_watcher(engine: xr.Engine) -> None:

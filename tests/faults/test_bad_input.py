@@ -1,6 +1,8 @@
 """The caller's mistakes: a UsageError at the call that names the argument, its value and the bound; nothing moves."""
 
 import asyncio
+import ctypes
+import mmap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -447,6 +449,26 @@ def test_no_timeout_is_one_that_never_ends(engine: xr.Engine) -> None:
     engine.close(None)
 
     assert region.closed and engine.closed
+
+
+def test_memory_that_is_not_mapped_is_refused(engine: xr.Engine) -> None:
+    """Whoever copied it would end with SIGSEGV. With a hole in the middle, none at all, or beyond all addresses."""
+    page = mmap.PAGESIZE
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t] + 3 * [ctypes.c_int] + [ctypes.c_long]
+    libc.mmap.restype = ctypes.c_void_p
+    address = libc.mmap(None, 3 * page, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+    engine.register((address + 1, 3 * page - 1)).close()
+
+    assert libc.munmap(address + page, page) == 0
+    refused(lambda: engine.register((address, 3 * page)), f"{3 * page} bytes at address {address}", "not mapped")
+    engine.register((address + 2 * page, page)).close()
+    for piece in (address, address + 2 * page):
+        assert libc.munmap(piece, page) == 0
+
+    for nothing, nbytes in ((page, page), (2**64 - page, page), (2**47 - 1, 2)):
+        refused(lambda at=nothing, size=nbytes: engine.register((at, size)), "not mapped in this process")
 
 
 def test_address_and_length_may_be_numpys_numbers(engine: xr.Engine) -> None:

@@ -161,10 +161,57 @@ def test_engine_of_an_exit_handler_behind_ours_waits_as_ever() -> None:
 
     atexit.register(late)
     import crossrail
+    crossrail.Engine
     """)
 
     assert_clean(script)
     assert script.stdout == "waited\n"
+
+
+def test_exit_handler_of_after_the_import_uses_engines_of_before_it() -> None:
+    script = run_script("""
+    import atexit
+    import crossrail as xr
+
+    def bye():
+        engine.imm_counter(1).poll()
+        print("open" if not engine.closed else "closed", flush=True)
+
+    atexit.register(bye)  # before the first engine, and so before the modules of engines
+    engine = xr.Engine("used-at-exit", transport="shm")
+    """)
+
+    assert_clean(script)
+    assert script.stdout == "open\n"
+
+
+def test_first_engine_is_an_exit_handlers_while_a_daemon_thread_waits() -> None:
+    script = run_script("""
+    import atexit, threading
+
+    def late():
+        import crossrail as xr
+        engine = xr.Engine("late", transport="shm")
+        began = threading.Event()
+
+        def wait():
+            began.set()
+            while True:
+                try:
+                    engine.imm_counter(1).wait(1, timeout_s=0.01)
+                except xr.WaitTimeout:
+                    pass
+
+        threading.Thread(target=wait, daemon=True).start()
+        began.wait()
+        print("ended", flush=True)
+
+    atexit.register(late)
+    import crossrail
+    """)
+
+    assert_clean(script)
+    assert script.stdout == "ended\n"
 
 
 def test_daemon_thread_with_a_new_engine_does_not_hold_up_exit_handlers_behind_ours() -> None:
@@ -178,6 +225,7 @@ def test_daemon_thread_with_a_new_engine_does_not_hold_up_exit_handlers_behind_o
 
     atexit.register(late)
     import crossrail as xr
+    xr.Engine
 
     def wait_in_vain():
         begun.wait()

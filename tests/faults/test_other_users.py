@@ -19,6 +19,7 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user,
 WRITE = """
     import os, sys
     import crossrail as xr
+    xr.Engine, xr.PeerLost, xr.RegionDescriptor  # loads all of it, while this process may read it
 
     os.setgid(65534)
     os.setuid(65534)
@@ -108,6 +109,7 @@ CONTAINER = ["unshare", "--pid", "--fork", "--mount-proc"]
 SERVE = """
     import os, sys
     import crossrail as xr
+    xr.Engine, xr.PeerLost, xr.RegionDescriptor  # loads all of it, while this process may read it
 
     os.setgid(int(sys.argv[1]))
     os.setuid(int(sys.argv[1]))

@@ -14,6 +14,7 @@ STARVING = """
     import os, resource, sys
     import crossrail as xr
 
+    xr.Engine  # its module is loaded now, as long as there are some
     resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
     held = []
 
@@ -153,6 +154,39 @@ def test_a_region_that_could_not_be_mapped_is_mapped_later() -> None:
 
     assert_clean(script)
     assert script.stdout == "transfer-error True\n"
+
+
+VERDICT = (
+    STARVING
+    + """
+    import time
+
+    with xr.Engine("asker", transport="shm") as asker, xr.Engine("target", transport="shm") as target:
+        told = []
+        target.on_event(told.append)
+        source, memory = asker.alloc(1000), target.alloc(1000)
+        asker.submit_write(source, memory.descriptor).wait(20)
+        starve(0)
+        transfer = asker.submit_write(source, memory.descriptor, imm=1, verify=True)
+        target.imm_counter(1).wait(1, 20)
+        deadline = time.monotonic() + 20
+        while not told:  # tries to connect to the asker, who is to have the answer
+            assert time.monotonic() < deadline, told
+            time.sleep(0.01)
+        time.sleep(0.5)  # more of them, which are told of no more
+        assert not transfer.done and len(told) == 1
+        feed()
+        transfer.wait(15)
+        print({event.kind for event in told if "file descriptors" in event.detail or "open files" in event.detail})
+"""
+)
+
+
+def test_checked_write_is_answered_once_there_are_some_again() -> None:
+    script = run_script(VERDICT)
+
+    assert_clean(script)
+    assert script.stdout == "{'peer-lost'}\n"
 
 
 # Each engine tells peers which host it is on: by the first answer that the process ever got.

@@ -194,6 +194,26 @@ def test_death_is_an_event_and_a_warning(
     assert any(r.levelname == "WARNING" and "victim-3" in r.getMessage() for r in caplog.records)
 
 
+@pytest.mark.parametrize("network", [None, *NETWORKS])
+def test_who_is_only_written_to_hears_of_a_death_once_it_has_connected(
+    open_engine: EngineFactory, spawn_peer: PeerFactory, network: str | None
+) -> None:
+    options: dict[str, object] = {} if network is None else {"transport": network, "rails": ["127.0.0.1"]}
+    engine, child = open_engine(**options), spawn_peer()
+    there = child.open(name="writer", **options)
+    mine, remote = engine.alloc(1000), there.memory(1000, fill=1)
+    events: list[xr.EngineEvent] = []
+    engine.on_event(events.append)
+    there.operate("write", remote, [mine.descriptor], imm=3)
+    engine.imm_counter(3).wait(1, WAIT_S)
+    assert events == [] and engine.peers() == []
+
+    engine.connect(there.address, WAIT_S)
+    child.kill()
+
+    eventually(lambda: [event.kind for event in events] == ["peer-connected", "peer-lost"], "the death")
+
+
 def test_peer_that_exits_like_a_crash_is_lost(engine: xr.Engine, spawn_peer: PeerFactory) -> None:
     child = spawn_peer()
     there = child.open()

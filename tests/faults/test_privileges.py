@@ -6,6 +6,7 @@ SCRIPT = """
     import ctypes, os, sys, warnings
     import numpy as np
     import crossrail as xr
+    xr.Engine, xr.PeerLost, xr.RegionDescriptor  # loads all of it, while this process may read it
 
     warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of threads at fork
     NBYTES, PR_SET_DUMPABLE = 3_000_001, 4

@@ -1,6 +1,5 @@
 """Peers over tcp that freeze, die, come back, idle or do not receive; and 10,000 transfers at once."""
 
-import ctypes
 import itertools
 import queue
 import socket
@@ -14,6 +13,7 @@ import pytest
 import crossrail as xr
 from tests.conftest import EngineFactory
 from tests.faults.loopback import NBYTES, loopback, warmed_up
+from tests.support.leaks import anonymous_kib
 from tests.support.limits import DEATH_S, WAIT_S, eventually, never
 from tests.support.patterns import assert_same_bytes, pattern
 from tests.support.process import PeerProcess
@@ -215,12 +215,6 @@ def test_rail_that_stays_away_wakes_an_idle_engine_only_to_try_it(open_engine: E
         between = [after - before for before, after in itertools.pairwise(slept)]
         assert min(between[-3:]) < 25, "of 50 looks a second"
     assert engine.peer_state(there.address) == "connected"
-
-
-def anonymous_kib() -> int:
-    ctypes.CDLL(None).malloc_trim(0)
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
-    return int(line.split()[1])
 
 
 @pytest.mark.no_sanitizer  # it keeps what is freed

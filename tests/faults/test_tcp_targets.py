@@ -40,6 +40,7 @@ LIES = {
     "refuses with no status": wire.frame(Frame.REFUSED, struct.pack("<QII", 1, 0, 999)),
     "says that we are closed": wire.frame(Frame.REFUSED, struct.pack("<QII", 1, 0, 9)),
     "an answer nobody asked for": wire.frame(Frame.RESOLVED, struct.pack("<QQII", 5, 0, 700, 1)),
+    "gives a write back": wire.frame(Frame.REFUSED, struct.pack("<QII", 1, 0, 2)),
     "takes too many messages": wire.frame(Frame.TAKEN, struct.pack("<QQ", 1, 1 << 60)),
     "a frame of initiators": wire.frame(Frame.WRITE, bytes(24), count=1),
 }

@@ -146,6 +146,7 @@ def frames(region: int, rng: np.random.Generator) -> list[bytes]:
             region, int(rng.integers(0, 1000)), int(rng.integers(0, 5000)), int(rng.integers(1, 1 << 30))
         ),
         lambda: wire.message_frame(int(rng.integers(1, 50)), rng.bytes(int(rng.integers(0, 100)))),
+        lambda: wire.frame(wire.Frame.RECALL, struct.pack("<Q", int(rng.integers(0, 50)))),
         lambda: wire.ping_frame(),
         lambda: wire.service_frame(wire.SERVICE_PING),
         lambda: wire.service_frame(rng.bytes(int(rng.integers(0, 200)))),
@@ -198,6 +199,7 @@ def answers(link_id: int, rng: np.random.Generator) -> bytes:
         wire.frame(wire.Frame.ACK, struct.pack("<QQII", link_id, number(), channel, 0)),
         wire.frame(wire.Frame.TAKEN, struct.pack("<QQ", number(), number())),
         wire.frame(wire.Frame.REFUSED, struct.pack("<QII", number(), channel, status) + b"no"),
+        wire.frame(wire.Frame.REFUSED, struct.pack("<QII", number(), (1 << 32) - 1, status)),
         wire.frame(wire.Frame.RESOLVED, struct.pack("<QQII", number(), number(), channel, 1)),
         wire.frame(wire.Frame.READ_DATA, struct.pack("<QQ", read_id, number()), rng.bytes(int(rng.integers(0, 300)))),
         wire.frame(wire.Frame.READ_END, struct.pack("<QQ", read_id, status)),

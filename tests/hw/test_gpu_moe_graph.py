@@ -49,7 +49,7 @@ def full(part: GraphAllToAll, random: np.random.Generator) -> tuple[Any, Any, An
 
 def answer(part: GraphAllToAll, got: GraphDispatched) -> Any:
     """As tests.moe.batches.outputs, by kernels alone. Rows of the masked layout."""
-    first = part.rank * part.config.experts_per_rank
+    first = sum(part.config.experts_per_rank[: part.rank])
     expert = first + torch.arange(got.rows, device=part.device) // part.config.rows_per_expert
     y = (got.x.view(torch.uint8).long() * (expert[:, None] + 1)) % 31
     return part.combine(y.to(torch.float32), got)

@@ -60,7 +60,7 @@ def test_memory_is_a_tensor_zero_and_given_back_with_its_last_use(open_engine: E
     free = free_bytes()  # the driver keeps some for good, of kernels that it loads: less than half of ours
     for _ in range(2):  # what the first left there is not seen by the second
         region = engine.alloc(BYTES, device="cuda:0")
-        tensor = tensor_of(region)
+        tensor = region.tensor()
         assert tensor.data_ptr() == region.base and tensor.shape == (BYTES,) and tensor.dtype == torch.uint8
         assert int(tensor.sum(dtype=torch.int64)) == 0
         tensor.fill_(3)

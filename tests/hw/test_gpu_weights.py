@@ -13,6 +13,7 @@ from crossrail.weights import WeightMemory, WeightReceiver, WeightTrainer
 from crossrail.weights.conversion.casts import Caster, storage
 from crossrail.weights.conversion.float8 import BlockQuantiser, blocks
 from crossrail.weights.conversion.torch_casts import Checks, cast, quantise
+from crossrail.weights.step.torch_preparer import TorchPreparer
 from tests.support.seeds import Seed
 from tests.weights.conftest import MakeFleet
 from tests.weights.fleet import PATIENCE_S
@@ -102,5 +103,53 @@ async def test_updates_from_gpu_to_gpu(make_fleet: MakeFleet, transport: str, sp
                 BlockQuantiser().quantise(sources["quantised"].cpu().numpy(), ours, our_scales)
                 assert np.array_equal(codes.view(torch.uint8).cpu().numpy(), ours)
                 assert np.array_equal(factors.cpu().numpy(), our_scales)
+        await trainer.close()
+        await receiver.close()
+
+
+async def test_weights_on_the_host_are_loaded_and_prepared_on_the_gpu(make_fleet: MakeFleet, seed: Seed) -> None:
+    """Pinned and not, with gaps, and larger than what is staged at once."""
+    fleet = make_fleet("shm", trainer_count=0)
+    await fleet.start(targets=[])
+    boxes = [fleet.mailbox(name) for name in ("trainer", "inference")]
+    rng = seed.rng()
+    large, small = (3000, 4096), (300, 640)
+    held = {
+        "pinned": torch.empty(large, pin_memory=True),
+        "pageable": torch.empty(large),
+        "with_gaps": torch.empty(small[0], 2 * small[1])[:, : small[1]],
+        "quantised": torch.empty(small),
+    }
+    wanted: dict[str, Any] = {
+        name: torch.zeros(held[name].shape, dtype=torch.bfloat16, device="cuda")
+        for name in ("pinned", "pageable", "with_gaps")
+    }
+    wanted["quantised"] = torch.zeros(small, dtype=torch.float8_e4m3fn, device="cuda")
+    scales = torch.zeros(3, 5, device="cuda")
+    with (
+        WeightMemory(fleet.engines["trainer"], "trainer", 0) as source,
+        WeightMemory(fleet.engines["inference"], "target", 0) as target,
+    ):
+        for name, tensor in held.items():
+            source.add(name, tensor)
+            target.add(name, wanted[name])
+        target.add("quantised_scale", scales, scale_of="quantised", block=(128, 128))
+        trainer = WeightTrainer(boxes[0], source, tmp_bytes_max=256 << 20, preparer=TorchPreparer("cuda:0"))
+        receiver = WeightReceiver(boxes[1], target)
+        for member in (trainer, receiver):
+            await member.join(fleet.controller.address, PATIENCE_S)
+        for version in (1, 2):
+            for tensor in held.values():
+                tensor.copy_(torch.from_numpy(rng.standard_normal(tuple(tensor.shape), np.float32)))
+            offer = asyncio.ensure_future(trainer.publish(version))
+            report = await fleet.controller.update(version, PATIENCE_S)
+            await offer
+            assert report.steps[0].load_s > 0
+            for name in ("pinned", "pageable", "with_gaps"):
+                assert torch.equal(wanted[name].cpu(), held[name].to(torch.bfloat16)), name
+            ours, our_scales = np.empty(small, np.uint8), np.empty((3, 5), np.float32)
+            BlockQuantiser().quantise(held["quantised"].numpy(), ours, our_scales)
+            assert np.array_equal(wanted["quantised"].view(torch.uint8).cpu().numpy(), ours)
+            assert np.array_equal(scales.cpu().numpy(), our_scales)
         await trainer.close()
         await receiver.close()

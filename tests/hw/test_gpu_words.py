@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from crossrail.errors import UsageError, WaitTimeout
 from crossrail.kv import KvLayout, KvReceiver, KvSender, KvTarget, PagePool, RankMemory
 from tests.conftest import EngineFactory
 from tests.support.limits import WAIT_S
@@ -130,3 +131,47 @@ async def test_a_captured_model_sends_its_kv_layer_by_layer(open_engine: EngineF
         reception.release()
     await sender.close()
     receiver.close()
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_graph_waits_for_what_peers_write(open_engine: EngineFactory, transport: str) -> None:
+    """What follows the wait reads what was counted, at each replay its own, and no CPU thread of ours is asked."""
+    options = {"transport": transport} | ({"rails": ["127.0.0.1"]} if transport == "tcp" else {})
+    here, there = open_engine("here", **options), open_engine("there", **options)
+    nbytes = 1 << 20
+    source = torch.zeros(nbytes, dtype=torch.uint8, device="cuda")
+    arrived, seen = torch.zeros_like(source), torch.zeros(8, dtype=torch.uint8, device="cuda")
+    step = torch.zeros(1, dtype=torch.int64, device="cuda")
+    torch.cuda.synchronize()
+    ours, theirs = here.register(source), there.register(arrived)
+    flag = there.imm_counter(1).raise_flag()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        flag.wait_on(count=2, timeout_s=WAIT_S)
+        seen.index_copy_(0, step, arrived[-1:])
+        step += 1
+    for number in range(1, 9):
+        source.fill_(number)
+        torch.cuda.synchronize()
+        graph.replay()
+        for part in range(2):
+            at = part * nbytes // 2
+            here.submit_write(ours, theirs.descriptor, nbytes // 2, src_offset=at, dst_offset=at, imm=1).wait(WAIT_S)
+        torch.cuda.synchronize()
+        flag.check()
+        assert seen[number - 1] == number
+    assert flag.taken == 16
+
+
+def test_a_wait_of_a_kernel_has_a_deadline(open_engine: EngineFactory) -> None:
+    flag = open_engine().imm_counter(1).raise_flag()
+    flag.wait_on(timeout_s=0.05)
+    flag.wait_on(count=5, timeout_s=1000)  # not waited for: the first was in vain
+    torch.cuda.synchronize()
+    with pytest.raises(WaitTimeout, match="waited for 1 counts"):
+        flag.check()
+    flag.wait_on(count=3, timeout_s=1000)
+    flag.close()
+    torch.cuda.synchronize()
+    with pytest.raises(UsageError, match="waited for 3 counts"):
+        flag.check()

@@ -35,3 +35,13 @@ def test_tcp_is_taken_where_it_was_asked_for(network: NetworkFactory, there: str
 
     assert explanation.transport == "tcp"
     assert explanation.reason == "asked for by transport='tcp'"
+
+
+def test_rails_count_by_interface(network: NetworkFactory) -> None:
+    net = network(rails=2)
+
+    net.here.require(net.there.address, "rails=2")
+    with xr.Engine("two", transport="tcp", rails=2, require="rails>=2"):
+        pass
+    with pytest.raises(xr.TransportError, match=r"rails>=4: engine 'four' has 2 rail.* 2 on rail0, 2 on rail1.*topo"):
+        xr.Engine("four", transport="tcp", rails=4, require="rails>=4")

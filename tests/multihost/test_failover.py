@@ -109,6 +109,27 @@ def test_rails_that_fail_in_turn_lose_nothing(network: NetworkFactory, transport
 
 
 @over_networks
+@pytest.mark.parametrize(("rails", "side", "failing"), [((1, 3), "b", 1), ((2, 3), "a", 0)])
+def test_rail_that_fails_of_unequal_numbers_loses_nothing(
+    network: NetworkFactory, transport: str, rails: tuple[int, int], side: str, failing: int
+) -> None:
+    net = slowed(network(transport=transport, rails=rails, one_subnet=True))
+    flow = Flow(net, "write")
+    flow.submit(6)
+    flow.transfers[0].wait(WAIT_S)
+
+    net.hosts[side].down(failing)
+    flow.submit(6)
+    flow.expect_all_done_and_counted_once()
+    eventually(lambda: net.here.peer_state(net.there.address) == "connected", "the peer connected")
+
+    net.hosts[side].up(failing)
+    flow.transfers.clear()
+    flow.submit(2)
+    flow.expect_all_done_and_counted_once()
+
+
+@over_networks
 def test_messages_go_on_over_another_rail(network: NetworkFactory, transport: str) -> None:
     net = network(transport=transport, rails=2)
     flow = Flow(net, "send")

@@ -35,7 +35,7 @@ class Event:
 class Graph:
     """What was captured."""
 
-    def __init__(self, kernels: list[Callable[[], None]]) -> None:
+    def __init__(self, kernels: list[Callable[[], object]]) -> None:
         self._kernels = kernels
 
     def replay(self, stream: Stream) -> None:
@@ -61,8 +61,8 @@ class Stream:
         self.gpu = gpu
         self.device_index = device_index
         self.error = ""  # from now on each event fails with it, also one that is recorded
-        self._launched: deque[Callable[[], None] | Event] = deque()
-        self._captured: list[Callable[[], None]] | None = None
+        self._launched: deque[Callable[[], object] | Event] = deque()
+        self._captured: list[Callable[[], object]] | None = None
 
     @cached_property
     def cuda_stream(self) -> int:
@@ -71,7 +71,7 @@ class Stream:
         weakref.finalize(self, self.gpu.driver.fake_end_stream, handle)
         return handle
 
-    def launch(self, kernel: Callable[..., None], *arguments: Any) -> None:
+    def launch(self, kernel: Callable[..., object], *arguments: Any) -> None:
         self._take_launches()
         self._append(partial(kernel, *arguments))
 
@@ -88,15 +88,19 @@ class Stream:
         assert captured is not None
         return Graph(captured)
 
-    def _append(self, kernel: Callable[[], None]) -> None:
+    def _append(self, kernel: Callable[[], object]) -> None:
         (self._launched if self._captured is None else self._captured).append(kernel)
 
     def _take_launches(self) -> None:
         """The engine's, since we looked last."""
         launch = _Launch()
         while self.gpu.driver.fake_take_launch(self.cuda_stream, ctypes.byref(launch)):
-            self._append(partial(self.gpu.driver.fake_run_launch, ctypes.byref(launch)))
+            self._append(partial(self._run_launch, launch))
             launch = _Launch()
+
+    def _run_launch(self, launch: _Launch) -> bool:
+        """False: it waits for a word."""
+        return bool(self.gpu.driver.fake_run_launch(ctypes.byref(launch)))
 
     def record(self) -> Event:
         if self.error:
@@ -107,15 +111,14 @@ class Stream:
         return event
 
     def run(self, kernels: int | None = None) -> None:
-        """So many kernels of those launched so far, and the events behind them. None: all."""
+        """So many kernels of those launched so far, and the events behind them, up to one that waits. None: all."""
         self._take_launches()
         while self._launched:
             if isinstance(self._launched[0], Event):
                 self._launched[0].done(self.error)
-            elif kernels == 0:
+            elif kernels == 0 or self._launched[0]() is False:
                 return
             else:
-                self._launched[0]()
                 kernels = None if kernels is None else kernels - 1
             self._launched.popleft()
 

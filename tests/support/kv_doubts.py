@@ -32,7 +32,7 @@ class LostTransfer:
         raise xr.PeerLost("the decoder is lost: silent for 10.0 s")
         yield
 
-    triggered_at = None
+    triggered_at = completed_at = None
 
     def cancel(self) -> None:
         """It has ended."""

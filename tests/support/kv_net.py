@@ -33,6 +33,7 @@ class MemoryWire:
         self._net = net
         self._inbox: asyncio.Queue[tuple[bytes, bytes]] = asyncio.Queue()
         self.lost = False
+        self._dead = asyncio.Event()
         self._moves = asyncio.Event()
         self._moves.set()
         net.wires[self.address] = self
@@ -71,11 +72,17 @@ class MemoryWire:
         target = self._net.wires.get(address)
         return target is None or target.lost
 
+    async def until_lost(self, address: bytes) -> None:
+        target = self._net.wires.get(address)
+        if target is not None:
+            await target._dead.wait()
+
     def try_anew(self, address: bytes) -> None:
         """Nothing here remembers who was lost."""
 
     def kill(self) -> None:
         self.lost = True
+        self._dead.set()
 
     def freeze(self) -> None:
         self._moves.clear()
@@ -93,6 +100,7 @@ class BadWire:
         self.identity = inner.identity
         self.packets = inner.packets
         self.is_lost = inner.is_lost
+        self.until_lost = inner.until_lost
         self.try_anew = inner.try_anew
         self._inner = inner
         self._draw = draw

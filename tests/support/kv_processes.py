@@ -36,6 +36,7 @@ class Services:
     """A router and nodes in processes. membership: in etcd; empty: in the router.
 
     prefiller_timeout_s: a machine on which living ones are silent for longer has them given up again and again.
+    environments: variables, by name of whoever is started with them.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Services:
         self._membership = membership
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self.place = ""
+        self.environments: dict[str, dict[str, str]] = {}
 
     def start(
         self, role: str, name: str, *arguments: str, secret: str = SECRET, stdout: int | IO[bytes] = subprocess.PIPE
@@ -61,7 +63,7 @@ class Services:
             stdout=stdout,
             stderr=self._log,
             cwd=REPOSITORY,
-            env=os.environ | {"CROSSRAIL_SECRET": secret},
+            env=os.environ | {"CROSSRAIL_SECRET": secret} | self.environments.get(name, {}),
         )
         return process
 
@@ -165,6 +167,31 @@ async def monolithic(sampling: Sampling = SAMPLING) -> list[int]:
 def all_pages_free(services: Services, *names: str) -> bool:
     nodes = services.nodes()
     return all(nodes[name]["pages_free"] == nodes[name]["pages_total"] for name in names)
+
+
+def busy_prefiller(services: Services) -> str:
+    """One that works on a prompt."""
+    found: list[str] = []
+
+    def busy() -> bool:
+        nodes = services.nodes().values()
+        found.extend(node["node"] for node in nodes if node["role"] == "prefiller" and node["queued_tokens"])
+        return bool(found)
+
+    eventually(busy, "a prefiller works on the prompt", pause_s=0.02)
+    return found[0]
+
+
+async def killed_prefiller_costs_time_and_nothing_else(services: Services) -> None:
+    """Of services with prefillers p0 and p1 and a decoder d0, in the middle of a request."""
+    asking = Asking(services)
+    killed = busy_prefiller(services)
+    services.signal(killed, signal.SIGKILL)
+    assert asking.result() == await monolithic()
+    left = "p1" if killed == "p0" else "p0"
+    eventually(lambda: set(services.nodes()) == {left, "d0"}, "the killed one is no member", pause_s=0.05)
+    eventually(lambda: all_pages_free(services, left, "d0"), "all pages are free", pause_s=0.05)
+    assert Asking(services).result() == await monolithic()
 
 
 class Asking(threading.Thread):

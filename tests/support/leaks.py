@@ -1,10 +1,12 @@
 """Whether a test left threads, file descriptors or shared memory files behind."""
 
+import ctypes
 import gc
 import os
 import threading
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 from tests.support.threads import tasks
 
@@ -14,6 +16,13 @@ def crossrail_threads() -> list[str]:
     native = [name for _, name in tasks()]
     python = [thread.name for thread in threading.enumerate()]
     return sorted({name for name in native + python if name.startswith("crossrail")})
+
+
+def anonymous_kib() -> int:
+    """Memory of this process that no file is behind, without what the allocator could give back."""
+    ctypes.CDLL(None).malloc_trim(0)
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+    return int(line.split()[1])
 
 
 def open_fds() -> dict[int, str]:

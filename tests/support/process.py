@@ -1,5 +1,6 @@
 """Children: a peer that takes commands, and one-off scripts. Everything has a deadline and is killed at the end."""
 
+import contextlib
 import os
 import select
 import signal
@@ -76,12 +77,19 @@ class PeerProcess:
         self._process.kill()
 
     def stop(self) -> None:
-        """SIGSTOP; returns once it stands still."""
+        """SIGSTOP; returns once all its threads stand still."""
         self._process.send_signal(signal.SIGSTOP)
-        status = Path(f"/proc/{self.pid}/stat")
         deadline = time.monotonic() + WAIT_S
-        while status.read_text().rpartition(")")[2].split()[0] != "T" and time.monotonic() < deadline:
+        while self._thread_states() != {"T"} and time.monotonic() < deadline:
             time.sleep(0.001)
+
+    def _thread_states(self) -> set[str]:
+        """Of the process as a whole /proc tells its first thread's."""
+        states = set()
+        for path in Path(f"/proc/{self.pid}/task").glob("*/stat"):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+                states.add(path.read_text().rpartition(")")[2].split()[0])
+        return states
 
     def resume(self) -> None:
         self._process.send_signal(signal.SIGCONT)

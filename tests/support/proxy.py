@@ -72,6 +72,8 @@ class TcpProxy:
         self._lock = threading.RLock()
         self._relays: list[_Relay] = []
         self._stalled = False
+        self._stalls_at_bytes: int | None = None  # of all that passes
+        self._passed_bytes = 0
         self.delay_s = 0.0  # of what passes, in either direction: half a round trip
         self.bytes_per_s: float | None = None  # of each direction of each connection
         self._forgotten: list[_Relay] = []
@@ -107,8 +109,13 @@ class TcpProxy:
     def stall(self, stalled: bool = True) -> None:
         """Passes nothing on until told otherwise; connections stay, and new ones are taken."""
         with self._lock:
-            self._stalled = stalled
+            self._stalled, self._stalls_at_bytes = stalled, None
         self._wake_write.send(b"x")
+
+    def stall_after(self, nbytes: int) -> None:
+        """Stalls once so many bytes have passed from the start, in both directions of all connections."""
+        with self._lock:
+            self._stalls_at_bytes = nbytes
 
     def forget(self, spare: Sequence[object] = ()) -> None:
         """As a firewall that was restarted: drops what existing connections carry, and tells nobody. New ones pass."""
@@ -126,6 +133,16 @@ class TcpProxy:
         """Flips the bits of one byte of the next connection, `after_bytes` into that direction."""
         with self._lock:
             self._corruptions.append((forward, after_bytes))
+
+    @property
+    def is_stalled(self) -> bool:
+        with self._lock:
+            return self._stalled
+
+    def all_passed_bytes(self) -> int:
+        """From the start, in both directions of all connections."""
+        with self._lock:
+            return self._passed_bytes
 
     def passed_bytes(self) -> list[tuple[int, int]]:
         """(forward, backward) of every open connection."""
@@ -156,7 +173,7 @@ class TcpProxy:
                     time.sleep(0.001)  # what waits would be shown at once
                 if not self._stalled:
                     for relay in list(self._relays):
-                        if relay not in self._forgotten:
+                        if relay not in self._forgotten and not self._stalled:
                             self._pass_on(relay)
 
     def _accept(self) -> None:
@@ -182,7 +199,7 @@ class TcpProxy:
     def _pass_on(self, relay: _Relay) -> None:
         try:
             for pipe in relay.pipes:
-                if relay in self._relays:
+                if relay in self._relays and not self._stalled:
                     self._move(relay, pipe)
         except OSError:
             self._reset(relay)
@@ -224,11 +241,17 @@ class TcpProxy:
                         raise ConnectionResetError("the budget of this connection")
                     self._drop(relay)
                     return
+            if self._stalls_at_bytes is not None:
+                room = min(room, self._stalls_at_bytes - self._passed_bytes)
+                if room <= 0:
+                    self._stalled = True
+                    return
             try:
                 sent = pipe.sink.send(pipe.waiting[:room])
             except BlockingIOError:
                 return
             pipe.passed_bytes += sent
+            self._passed_bytes += sent
             if self.bytes_per_s is not None:
                 pipe.pauses_until_s = time.monotonic() + sent / self.bytes_per_s
             pipe.waiting = pipe.waiting[sent:]
@@ -263,9 +286,12 @@ class ProxiedAddress:
     """An engine's address with a proxy before each of its rails."""
 
     def __init__(self, address: xr.Address) -> None:
-        data = address.to_bytes()
-        self.proxies = [TcpProxy(ip, port) for ip, port in endpoints_of(data)]
-        self.address = xr.Address.from_bytes(with_ports(data, [proxy.port for proxy in self.proxies]))
+        self.proxies = [TcpProxy(ip, port) for ip, port in endpoints_of(address.to_bytes())]
+        self.address = self.instead_of(address)
+
+    def instead_of(self, address: xr.Address) -> xr.Address:
+        """The same way to another engine that listens where the first one does, or did."""
+        return xr.Address.from_bytes(with_ports(address.to_bytes(), [proxy.port for proxy in self.proxies]))
 
     def close(self) -> None:
         for proxy in self.proxies:

@@ -19,7 +19,7 @@ from tests.support.limits import WAIT_S
 from tests.support.sealing import resealed
 
 MAGIC = 0x54525258
-VERSION = 4
+VERSION = 5
 FRAME_MARK = 0xC7
 INCARNATION_AT = 10
 HAS_IMM = 1 << 31
@@ -53,6 +53,7 @@ class Frame(IntEnum):
     SHARE = 15
     SHARED = 16
     SERVICE = 17
+    RECALL = 18
 
 
 # --- addresses ---

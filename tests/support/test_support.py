@@ -4,10 +4,13 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.support import hosts
+from tests.support.hosts import FORBIDDEN
 from tests.support.leaks import Snapshot
 from tests.support.limits import WAIT_S, eventually, never
 from tests.support.patterns import assert_same_bytes, pattern
@@ -78,6 +81,9 @@ import pytest
 @pytest.mark.skip(reason="of the moon")
 def test_skipped(): ...
 
+@pytest.mark.skip(reason="this machine forbids network namespaces: they need root")
+def test_forbidden(): ...
+
 def test_seeded(seed):
     assert seed is None
 """
@@ -103,6 +109,31 @@ def test_more_skips_than_allowed_fail_the_session(tmp_path: Path, bound: str, st
     assert run.returncode == status, run.stdout
     assert "of the moon" in run.stdout
     assert ("CROSSRAIL_SKIPS_MAX=0" in run.stdout) == (status == 1)
+
+
+def test_skips_where_namespaces_are_forbidden_are_shown_and_not_counted(tmp_path: Path) -> None:
+    run = run_sample(tmp_path, "-k", "forbidden", CROSSRAIL_SKIPS_MAX="0")
+
+    assert run.returncode == 0, run.stdout
+    assert "they need root" in run.stdout and f"not counted: 1 skipped, for {FORBIDDEN}" in run.stdout
+
+
+def test_machine_that_forbids_namespaces_is_told_from_one_where_something_else_is_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(text: str) -> Callable[..., str]:
+        def run(*_: object) -> str:
+            raise AssertionError(text)
+
+        return run
+
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(hosts, "run", fail("mount --make-shared /run/netns failed: Operation not permitted"))
+    assert hosts.why_not.__wrapped__().startswith(f"{FORBIDDEN}: mount")
+    monkeypatch.setattr(hosts, "run", fail("Error: Unknown device type."))
+    assert hosts.why_not.__wrapped__() == "no network namespaces here: Error: Unknown device type."
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert hosts.why_not.__wrapped__() == f"{FORBIDDEN}: they need root"
 
 
 def test_failure_shows_the_command_that_replays_it(tmp_path: Path) -> None:

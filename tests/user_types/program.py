@@ -82,6 +82,9 @@ def callbacks(engine: xr.Engine) -> None:
     ticket = counter.on_count(4, lambda: None)
     assert_type(ticket, xr.CountTicket)
     assert_type(ticket.cancel(), bool)
+    with counter.raise_flag() as flag:
+        assert_type(flag, xr.CountFlag)
+        assert_type(flag.given, int)
     counter.release()
 
 

@@ -35,7 +35,7 @@ def layouts() -> kv.KvLayout:
 def pools(tokens: Sequence[int]) -> dict[kv.PageState, int]:
     pool = kv.PagePool(64, page_tokens=16)
     names = kv.page_hashes(tokens, 16, salt=b"adapter")
-    assert_type(names, list[bytes])
+    assert_type(names, npt.NDArray[np.uint8])
     try:
         lease = pool.reserve(4, "request-1", names=names)
     except kv.NoPages as error:

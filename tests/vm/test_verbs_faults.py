@@ -91,6 +91,22 @@ def test_rail_that_fails_loses_nothing_and_comes_back(
         eventually(lambda: again(moving) and received_bytes(2) - carried > NBYTES, "bytes on the rail again", NOTICED_S)
 
 
+def test_one_of_three_rails_fails_towards_a_single_one(
+    open_engine: EngineFactory, open_there: OpenThere, cables: Cables
+) -> None:
+    here = open_engine(transport="verbs", rails=["rxe0"])
+    moving = Flow(here, open_there(rails=["rxe1", "rxe2", "rxe3"]), "write")
+    moving.submit(16)
+    moving.transfers[0].wait(NOTICED_S)
+
+    cables.pull(2)
+    moving.submit(16)
+    moving.expect_all_done_and_counted_once()
+
+    cables.plug(2)
+    again(moving)
+
+
 def again(moving: Flow) -> bool:
     moving.submit(2)
     moving.expect_all_done_and_counted_once()
@@ -254,6 +270,7 @@ def test_memory_that_may_not_be_locked_is_said_with_the_remedy() -> None:
     script = """
         import resource, numpy, os
         import crossrail as xr
+        xr.Engine, xr.TransportError  # loads all of it, while this process may read it
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (8 << 20, 8 << 20))
         os.setgid(65534); os.setuid(65534)  # root may lock what it likes
         with xr.Engine("small", transport="verbs", rails=["rxe0"]) as engine:
