@@ -8,10 +8,10 @@ together: what it says then is what this machine's noise makes of nothing. "cpu"
 three services until the answer with that of alone, which a busy machine disturbs less; two threads that wait for each
 other count it too, so `--model-option threads=1` tells more there.
 
-"hidden": of the time that layers' transfers were under way (from posted until seen to have ended), the part that did
-not delay the decoder: all but what lies between the end of prefill and the arrival of everything. Both are read on the
-decoder's clock, where the prefiller's times are early by as long as its dispatch took to arrive: if anything, the part
-is larger.
+"hidden": of the time in which a layer's transfer was under way, the part before the last layer was computed: what comes
+after that, the last layer's own transfer at least, is what a decoder waits for. A transfer is under way from when the
+engine began its writes, as the layer was counted, until it saw the last of them end, whenever Python looked; where
+several are at once, the time counts once. With few layers and chunks the last one's part is large.
 """
 
 import argparse
@@ -105,7 +105,7 @@ def measure(args: argparse.Namespace, client: Client | None, processes: Processe
     if hidden:
         cpu = statistics.median(together_cpu_s) / statistics.median(alone_cpu_s) - 1
         print(
-            f"cpu {cpu:+.1%}; hidden {statistics.median(hidden):.1%}, arrived {ms(exposed_s)} after the end of prefill"
+            f"cpu {cpu:+.1%}; hidden {statistics.median(hidden):.1%}, all written {ms(exposed_s)} after the last layer"
         )
 
 
@@ -145,11 +145,24 @@ def cpu_s(processes: Processes) -> float:
 
 
 def hidden_share(spans: list[Span]) -> tuple[float, float]:
-    """And how long after the end of prefill everything had arrived."""
-    prefill_end_s = max(end(span) for span in spans if span.name.startswith("prefiller: prefill"))
-    late_s = max(end(next(span for span in spans if span.name == "transfer")) - prefill_end_s, 0.0)
-    under_way_s = sum(span.length_s for span in spans if span.name.startswith("prefiller: layer"))
-    return 1 - min(late_s / under_way_s, 1.0), late_s
+    """And how long after the last layer was computed the last one was written."""
+    layers = [(span.begin_s, end(span)) for span in spans if span.name.startswith("prefiller: layer")]
+    computed_s = max(since_s for since_s, _ in layers)
+    under_way = union(layers)
+    all_s = sum(until_s - since_s for since_s, until_s in under_way)
+    before_s = sum(max(min(until_s, computed_s) - since_s, 0.0) for since_s, until_s in under_way)
+    return before_s / all_s, under_way[-1][1] - computed_s
+
+
+def union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Of times, each from and until; in order, and apart."""
+    merged: list[tuple[float, float]] = []
+    for since_s, until_s in sorted(spans):
+        if merged and since_s <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], until_s))
+        else:
+            merged.append((since_s, until_s))
+    return merged
 
 
 def end(span: Span) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tools.dev import checks, coverage, fuzzing, publishing, running, testing
+from tools.dev import checks, coverage, fuzzing, libfabrics, publishing, running, testing
 from tools.dev.processes import Failure, say
 
 COMMANDS = {
@@ -17,6 +17,7 @@ COMMANDS = {
     "docs": publishing.docs,
     "format": checks.format_,
     "fuzz": fuzzing.fuzz,
+    "libfabric": libfabrics.libfabric,
     "model": running.model,
     "run": running.run,
     "setup": running.setup,

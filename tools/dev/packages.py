@@ -50,6 +50,9 @@ def missing_packages(*, native_tests: bool) -> list[str]:
     # Of tests of a cluster's membership; it is a program, and is started by them alone.
     if native_tests and os.geteuid() == 0 and not shutil.which("etcd"):
         missing.append("etcd-server")
+    # Of tests that have it read our dashboard and alerts; a program, too.
+    if native_tests and os.geteuid() == 0 and not shutil.which("prometheus"):
+        missing.append("prometheus")
     # A build without libibverbs' headers has no verbs transport; nobody but root is made to have them.
     if native_tests and os.geteuid() == 0 and not verbs_headers_present():
         missing.append("libibverbs-dev")

@@ -10,7 +10,7 @@ import sys
 from tools.dev.arguments import no_arguments, take_flag
 from tools.dev.build import MUTATIONS, build_release, locked, prepare, python_overlay, set_up
 from tools.dev.packages import install_packages
-from tools.dev.processes import BUILD, PYTHON, ROOT, VENV, Failure, replace_process, tool
+from tools.dev.processes import BUILD, PYTHON, ROOT, VENV, Failure, replace_process, run_here, tool
 from tools.dev.venv import ensure_extra, install_torch
 
 
@@ -18,7 +18,10 @@ def demo(arguments: list[str]) -> int:
     prepare()
     if arguments[:1] in (["kv"], ["moe"], ["weights"]):
         return replace_process([tool("crossrail"), arguments[0], "demo", *arguments[1:]])
-    return replace_process([tool("crossrail"), "demo", *arguments])
+    if arguments:
+        return replace_process([tool("crossrail"), "demo", *arguments])
+    status = run_here([tool("crossrail"), "demo"])
+    return status or replace_process([tool("crossrail"), "kv", "demo", "--out", str(BUILD / "demo")])
 
 
 def bench(arguments: list[str]) -> int:
@@ -65,7 +68,8 @@ def model(arguments: list[str]) -> int:
 def sim(arguments: list[str]) -> int:
     if not take_flag(arguments, "--mutations"):
         prepare()
-        return replace_process([PYTHON, "-m", "crossrail.sim.campaign", *arguments])
+        besides = ["--scenario", "tests.moe.campaign:rounds", *arguments]
+        return replace_process([PYTHON, "-m", "crossrail.sim.campaign", *besides], PYTHONPATH=str(ROOT))
     with locked():
         folder = build_release(set_up(), MUTATIONS)
         overlay = python_overlay(folder, "mutations")
@@ -88,8 +92,11 @@ def vm(arguments: list[str]) -> int:
     folder = prepare(native_tests=True)
     asked = subprocess.run([*program, "--missing"], capture_output=True, text=True, timeout=60)
     if missing := asked.stdout.split():
-        with locked():
-            install_packages(missing)
+        try:
+            with locked():
+                install_packages(missing)
+        except Failure as failure:  # the program names what is missing, and ends with 125: this machine cannot
+            print(f"dev: {failure}", file=sys.stderr, flush=True)
     return replace_process([*program, *arguments], CROSSRAIL_BUILD=str(folder))
 
 

@@ -25,17 +25,33 @@ ELSEWHERE = {
     "CONTRIBUTING.md": "repository/contributing.md",
     "README.md": "repository/readme.md",
     "benchmarks/README.md": "repository/benchmarks.md",
+    "examples/README.md": "examples/index.md",
     "src/crossrail/errors.md": "errors.md",
+}
+# Programs, each shown on a page of its own.
+PROGRAMS = {
+    program: f"{program}.md"
+    for program in sorted(file.relative_to(ROOT).as_posix() for file in (ROOT / "examples").rglob("*.py"))
 }
 MODULES = {
     "crossrail": "What `import crossrail as xr` gives.",
     "crossrail.kv": "KV-cache transfer as a library; [how to use it](../kv-library.md).",
+    "crossrail.kv.model": "What a model of your own has to offer; [how to write one](../kv-engine.md).",
     "crossrail.weights": "Weight updates; [how to use them](../weights.md).",
+    "crossrail.weights.inventory.mapping": "Names of a framework's tensors; [how to use them](../weights-plans.md).",
     "crossrail.moe": "Dispatch and combine; [how to use them](../moe.md).",
+    "crossrail.moe.graph": "The same in CUDA graphs; [how to use them](../moe.md#in-cuda-graphs).",
     "crossrail.observe": "Metrics; [how to use them](../metrics.md).",
+    "crossrail.observe.files": "A dashboard and alerts; [how to use them](../metrics.md).",
     "crossrail.sim": "The simulator; [how to use it](../simulator.md).",
     "crossrail.topology": "GPUs, NICs and NUMA nodes; [how to use it](../topology.md).",
     "crossrail.testing": "A plugin of pytest; [how to use it](../simulator.md).",
+    "crossrail.integrations.checkpoint_engine": "[How to use it](../weights-checkpoint-engine.md).",
+    "crossrail.integrations.deepep": "[How to use it](../moe.md#with-programs-written-for-deepep).",
+    "crossrail.integrations.sglang": "[How to use it](../kv-sglang.md).",
+    "crossrail.integrations.transformers": "[How to use it](../moe.md#with-transformers).",
+    "crossrail.integrations.verl": "[How to use it](../weights-verl.md).",
+    "crossrail.integrations.vllm": "[How to use it](../kv-vllm.md).",
 }
 LINK = re.compile(r"\]\(([^)#:\s]+)(#[^)\s]*)?\)")
 HELP_WIDTH = 100
@@ -45,6 +61,9 @@ def on_files(files: Files, config: Any) -> Files:
     """Adds the pages that are not in docs/."""
     for source, target in ELSEWHERE.items():
         files.append(File.generated(config, target, content=(ROOT / source).read_text()))
+    for source, target in PROGRAMS.items():
+        text = f"# {source}\n\n```python\n{(ROOT / source).read_text()}```\n"
+        files.append(File.generated(config, target, content=text))
     for module, about in MODULES.items():
         text = f"# {module}\n\n{about}\n\n::: {module}\n"
         files.append(File.generated(config, f"reference/{module}.md", content=text))
@@ -56,13 +75,14 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Turns links that are right in the repository into links of the site."""
     here = page.file.src_uri
     places = {site: source for source, site in ELSEWHERE.items()}
-    if here.startswith("reference/"):
+    if here.startswith("reference/") or here in PROGRAMS.values():
         return markdown
     source = places.get(here, f"docs/{here}")
 
     def turned(found: re.Match[str]) -> str:
         wanted = posixpath.normpath(posixpath.join(posixpath.dirname(source), found[1]))
-        target = ELSEWHERE.get(wanted, wanted.removeprefix("docs/") if wanted.startswith("docs/") else None)
+        inside = wanted.removeprefix("docs/") if wanted.startswith("docs/") else None
+        target = ELSEWHERE.get(wanted, PROGRAMS.get(wanted, inside))
         if target is None:
             return found[0]
         return f"]({posixpath.relpath(target, posixpath.dirname(here) or '.')}{found[2] or ''})"

@@ -1,8 +1,11 @@
 #!/bin/bash
-# In the guest: `crossrail bench --transport verbs` and perftest's ib_write_bw in turns, both from NIC 0 to itself between two
-# processes on one processor each. Emulated processors: what counts is the ratio.
+# In the guest: `crossrail bench --transport verbs` from NIC 0 to itself between two processes on one processor each, beside
+# bare loops of its own over libibverbs, and in turns with perftest's ib_write_bw. Emulated processors: what counts is the
+# ratio. bench.sh [ROUNDS] [MEASURE...]
 set -eu
 rounds=${1:-3}
+measures=("${@:2}")
+((${#measures[@]})) || measures=(write-64k-w16 write-1m-w16 paged-1k paged-64k ping-pong)
 out=$(mktemp -d)
 
 # bare BYTES ITERATIONS OPTIONS...: MB/s of ib_write_bw
@@ -16,19 +19,20 @@ bare() {
   wait
 }
 
-# ours MEASURE: MB/s
+# ours MEASURE: its line, with what stands beside it
 ours() {
   crossrail bench --transport verbs --only "$1" --runs 3 --quick --pool-bytes 64M --cpus 0,1 --json "$out/ours.json" >/dev/null
   python - "$out/ours.json" <<'PY'
 import json
 import sys
 
-(result,) = json.load(open(sys.argv[1]))["results"]
-print(result["error"] or result["value"] * {"GB/s": 1000.0, "Mpages/s": 1024.0}[result["unit"]])
+for result in json.load(open(sys.argv[1]))["results"]:
+    beside = f", {result['limit_is']} {result['limit']:.4g}, ratio {result['ratio']:.3f}" if result["limit"] else ""
+    print(f"{result['title']}: " + (result["error"] or f"{result['value']:.4g} {result['unit']}{beside}"))
 PY
 }
 
 for _ in $(seq "$rounds"); do
-  echo "64 KiB, window 16: ib_write_bw $(bare 65536 400) MB/s, crossrail $(ours write-64k-w16) MB/s"
-  echo "1 KiB pages: ib_write_bw $(bare 1024 6000 -t 128 -l 16) MB/s, crossrail $(ours paged-1k) MB/s"
+  echo "ib_write_bw 64 KiB, 16 in flight: $(bare 65536 400) MB/s; 1 KiB: $(bare 1024 6000 -t 128 -l 16) MB/s"
+  for measure in "${measures[@]}"; do ours "$measure"; done
 done

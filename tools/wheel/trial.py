@@ -69,14 +69,15 @@ def measure_help(inside: Path, place: Path, env: dict[str, str]) -> None:
 
 
 def run_documentation(wheel: Path, inside: Path, place: Path, env: dict[str, str]) -> None:
-    """The tests of README.md's and docs/' code, in a folder that has them and no source of the package."""
+    """The tests of README.md's, docs/' and examples/' code, in a folder that has them and no source of the package."""
     pip_install(inside, f"{wheel}[kv,test]", "mypy>=2.4,<3")
     for name in ("README.md", "pyproject.toml"):
         shutil.copy2(ROOT / name, place / name)
-    for name in ("docs", "tests"):
+    for name in ("docs", "examples", "tests"):
         shutil.copytree(ROOT / name, place / name, ignore=shutil.ignore_patterns("__pycache__"))
     say("  types of a user's program")
     run([inside, "-m", "mypy", "--strict", "tests/user_types"], PROGRAMS_S, cwd=place, env=env)
-    command = [inside, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/documentation/test_code_blocks.py"]
+    programs = ["tests/documentation/test_code_blocks.py", "tests/examples/test_examples.py"]
+    command = [inside, "-m", "pytest", "-q", "-p", "no:cacheprovider", *programs]
     said = run(command, PROGRAMS_S, cwd=place, env=env, what="  the examples")
     say(f"  examples of README.md and docs/ from it: {said.strip().splitlines()[-1].strip('= ')}")
