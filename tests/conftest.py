@@ -20,7 +20,7 @@ import crossrail as xr
 from tests.support import fork_server
 from tests.support.fake_gpu import FakeGpu
 from tests.support.hosts import FORBIDDEN
-from tests.support.leaks import Snapshot
+from tests.support.leaks import Snapshot, forget_failure
 from tests.support.process import PeerProcess
 from tests.support.seeds import Seed
 
@@ -203,6 +203,11 @@ def seed(request: pytest.FixtureRequest) -> Seed:
 
 
 # --- nothing stays behind ---
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    forget_failure()
 
 
 @pytest.fixture(autouse=True)

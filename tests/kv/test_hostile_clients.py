@@ -270,16 +270,21 @@ async def test_client_that_takes_no_answer_is_cut_off(cluster: Cluster, behind: 
     """Its answers fill all buffers, so its connection cannot end by itself."""
     front = Front(cluster.router, ToyTokenizer(), SECRET, patience_s=PATIENCE_S)
     port, listener = await front.start("127.0.0.1", 0), front._listener
-    with socket.socket() as client:
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        client.connect(("127.0.0.1", port))
-        await until(lambda: listener._connections, "it is there")
-        (connection,) = listener._connections
-        pipe = connection.transport
-        assert pipe is not None
-        pipe.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-        await asyncio.get_running_loop().sock_sendall(client, 150 * (LOOKS + b"\r\n") + behind)
-        await until(lambda: pipe.get_write_buffer_size() > 0, "buffers are full")
-        await until(lambda: pipe.get_write_buffer_size() == 0 and not listener._connections, "it was cut off")
-        assert pipe.get_extra_info("socket").fileno() == -1
-    await front.close()
+
+    def pipes() -> list[asyncio.Transport]:
+        """asyncio accepts a connection a turn of its loop before it gives it these."""
+        return [connection.transport for connection in listener._connections if connection.transport is not None]
+
+    try:
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect(("127.0.0.1", port))
+            await until(pipes, "it is there")
+            (pipe,) = pipes()
+            pipe.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+            await asyncio.get_running_loop().sock_sendall(client, 150 * (LOOKS + b"\r\n") + behind)
+            await until(lambda: pipe.get_write_buffer_size() > 0, "buffers are full")
+            await until(lambda: pipe.get_write_buffer_size() == 0 and not listener._connections, "it was cut off")
+            assert pipe.get_extra_info("socket").fileno() == -1
+    finally:
+        await front.close()

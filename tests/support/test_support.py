@@ -42,6 +42,35 @@ def test_leak_check_finds_a_thread() -> None:
     assert before.leaked() == ""
 
 
+TESTS_THAT_FAIL = """
+import gc, itertools, socket
+import pytest
+
+tries = itertools.count()
+
+def use_and(fail):
+    held = [socket.socket()]
+    held.append(held)  # so that only garbage collection finds it
+    gc.collect()
+    assert not fail
+    held[0].close()
+
+def test_first(): use_and(next(tries) == 0)
+def test_second(): gc.collect()
+"""
+
+
+@pytest.mark.parametrize("reruns, said", [(0, "1 failed, 1 passed"), (1, "2 passed, 1 rerun")])
+def test_failure_is_no_finding_of_what_runs_next(tmp_path: Path, reruns: int, said: str) -> None:
+    """Nor of its own second run."""
+    (tmp_path / "test_it.py").write_text(TESTS_THAT_FAIL)
+    command = [sys.executable, "-m", "pytest", "-c", str(REPOSITORY / "pyproject.toml"), "--rootdir", str(tmp_path)]
+    command += ["-p", "tests.conftest", "-p", "no:cacheprovider", "--reruns", str(reruns), "test_it.py"]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=50)
+    assert said in ran.stdout, ran.stdout + ran.stderr
+
+
 def test_seed_shows_its_number_and_differs_by_test() -> None:
     assert repr(Seed(17, "a")) == "17"
     assert Seed(17, "a").number() == Seed(17, "a").number()
