@@ -360,7 +360,7 @@ def test_run_that_ends_early_is_said_to_have_given_up(serve: Serve) -> None:
         assert isinstance(wire.decode(pool.recv(LONG_S).data), wire.Welcome)
         engine.submit_send(peer, wire.encode(wire.Bye(run=7))).wait(WAIT_S)
 
-        assert "gave up" in serve.wait_for("dropped", seen)
+        assert "dropped" in serve.wait_for("gave up", seen)
 
 
 def test_nobody_is_there() -> None:
