@@ -28,9 +28,8 @@ _AT_ONCE = 8  # of them, that asyncio accepts before it looks at anything else, 
 # Of the process, for its engine and its files, and for connections that are not counted yet, or not closed yet.
 _DESCRIPTORS_KEPT_SHARE, _DESCRIPTORS_KEPT_MIN = 0.25, 64
 _CLOSE_S = 1.0  # for answers that are on their way; aiohttp would wait a minute, and the same again
-_PIPELINED_S = (
-    1.0  # for a request behind which more was sent than is read ahead: meanwhile no end is seen of its client
-)
+# For a request behind which more was sent than is read ahead: meanwhile no end is seen of its client.
+_PIPELINED_S = 1.0
 # For the rest of a body that nobody wants, so that its sender, who may look for no answer before he has sent it all,
 # reads one. Who sends more is cut off.
 _LINGER_S, _LINGER_BYTES_MAX = 10.0, 64 << 20

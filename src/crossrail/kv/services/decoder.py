@@ -49,9 +49,8 @@ _ENDED_KEPT = 16384
 _UNTOLD_KEPT = 4096  # of what has ended and its router, which is gone, has not taken: what has ended last
 # Of requests whose end was taken: 400 a second. A router adopts as many of each decoder, and _UNTOLD_KEPT more.
 _TOLD_KEPT_S, _TOLD_KEPT, _TOLD_KEPT_BYTES = 10.0, 4096, 64 << 20
-_TIMELINE_WAIT_S = (
-    0.2  # of an end for what its prefiller spent its time on; one that lives says so in some milliseconds
-)
+# Of an end for what its prefiller spent its time on; one that lives says so in some milliseconds.
+_TIMELINE_WAIT_S = 0.2
 # Of room that is kept, beside the time that its router may wait for another decoder's answer before it asks again.
 _KEPT_S = 1.0
 _NO_FAILURE: tuple[m.EndReason, ...] = ("stop", "length", "cancelled")

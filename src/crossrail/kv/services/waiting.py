@@ -41,9 +41,8 @@ _REFUSED_S, _REFUSED_S_MAX = 0.2, 0.6
 _OFFERS, _OFFERS_MAX = 8, 64
 
 _TRIES = 3  # of one, then of all
-_COMPARED = (
-    8  # decoders that refused the last that they were offered: which is the best matters little, if one has room
-)
+# Decoders that refused the last that they were offered: which is the best matters little, if one has room.
+_COMPARED = 8
 _TRIED_AT_ONCE = 16  # decoders, after a while, beside those that are kept: these are to hear of it
 
 _number_of = attrgetter("number")

@@ -21,9 +21,8 @@ from crossrail.moe import AllToAll, Dispatched, EngineGroup
 
 _TIMEOUT_S = 60.0
 _COPY_CALL_BYTES = 32 << 20
-_SPARE_ROWS = (
-    1.25  # routes are drawn uniformly: the worst case of all tokens at one rank would need eight times as much
-)
+# Routes are drawn uniformly: the worst case of all tokens at one rank would need eight times as much.
+_SPARE_ROWS = 1.25
 
 Times = dict[str, list[tuple[int, int]]]  # by what: of each round, when this rank came, and when it was done
 
