@@ -63,9 +63,14 @@ CONTRACT_SAMPLE = 4
 uvloop.new_event_loop().close()  # of a process's first one a pipe stays, and a leak check would find it
 
 
+ON_BOTH_LOOPS = ("tests/engine/", *(f"tests/kv/test_{what}" for what in ("hostile", "http", "leaving", "listener")))
+
+
 def pytest_asyncio_loop_factories(item: pytest.Item) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """What an engine's users await, they await on either: vLLM and SGLang serve on uvloop."""
-    on_both = item.nodeid.startswith("tests/engine/")
+    """What an engine's users await, they await on either: vLLM and SGLang serve on uvloop. Whose transports are others,
+    which the files of HTTP are about.
+    """
+    on_both = item.nodeid.startswith(ON_BOTH_LOOPS)
     return {"asyncio": asyncio.new_event_loop} | ({"uvloop": uvloop.new_event_loop} if on_both else {})
 
 

@@ -11,7 +11,7 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from typing import Any
+from typing import Any, cast
 
 from crossrail._extras import needs
 from crossrail.control.deadlines import in_time
@@ -375,10 +375,9 @@ class _Connection(web.RequestHandler):
         super()._process_keepalive()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._pipe = transport
+        self._pipe = cast(asyncio.Transport, transport)  # uvloop's is one, but of no common class
         if self._is_cut_off:
-            transport.abort()
+            self._pipe.abort()
         super().connection_made(transport)
 
     def begin(self, request: web.Request, is_long: bool) -> None:
@@ -434,7 +433,7 @@ class _Connection(web.RequestHandler):
     def _is_deaf(self) -> bool:
         """Requests wait behind the one that runs, and nothing more is read."""
         transport = self.transport
-        return bool(self._messages) and isinstance(transport, asyncio.Transport) and not transport.is_reading()
+        return bool(self._messages) and transport is not None and not transport.is_reading()
 
     def _look_later(self) -> None:
         self._looked_at = self._current_request
@@ -516,9 +515,9 @@ class _Refused(asyncio.Protocol):
         self._answer = _closing(refusal)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        transport.write(self._answer)
-        transport.close()
+        pipe = cast(asyncio.Transport, transport)
+        pipe.write(self._answer)
+        pipe.close()
 
 
 def _closing(refusal: web.Response) -> bytes:
