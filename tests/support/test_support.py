@@ -60,7 +60,7 @@ def test_second(): gc.collect()
 """
 
 
-@pytest.mark.parametrize("reruns, said", [(0, "1 failed, 1 passed"), (1, "2 passed, 1 rerun")])
+@pytest.mark.parametrize(("reruns", "said"), [(0, "1 failed, 1 passed"), (1, "2 passed, 1 rerun")])
 def test_failure_is_no_finding_of_what_runs_next(tmp_path: Path, reruns: int, said: str) -> None:
     """Nor of its own second run."""
     (tmp_path / "test_it.py").write_text(TESTS_THAT_FAIL)
