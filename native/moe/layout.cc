@@ -95,9 +95,11 @@ Layout::Layout(LayoutShape shape) : shape_(std::move(shape)) {
                                  wide(groups()) * shape_.private_rows +
                                  wide(experts_per_rank_max_) * shape_.rows_per_expert;
   if (rows > bound) {
-    throw UsageError(
-        "world, max_tokens, top_k, padding, private_rows and rows_per_expert make more rows than 2**31 - 1 "
-        "at one rank");
+    throw UsageError("world is " + std::to_string(shape_.world) + ", max_tokens " + std::to_string(shape_.max_tokens) +
+                     ", top_k " + std::to_string(shape_.top_k) + ", padding " + std::to_string(shape_.padding) +
+                     ", private_rows " + std::to_string(shape_.private_rows) + " and rows_per_expert " +
+                     std::to_string(shape_.rows_per_expert) + ": these make more rows at one rank than " +
+                     std::to_string(kRowsMax));
   }
   rank_of_expert_.reserve(shape_.experts);
   for (uint32_t rank = 0; rank < shape_.world; ++rank)

@@ -63,6 +63,11 @@ ARGUMENTS = [
     ("timeout_s", "3", "timeout_s must be a number, not str"),
     ("timeout_s", -1.0, r"timeout_s is -1\.0, must be seconds, 0 or more"),
     ("timeout_s", math.nan, "timeout_s is nan, must be seconds, 0 or more"),
+    ("top_k", 7, "top_k is 7, must be 6 or less"),
+    ("node_sums", 1, "node_sums is 1, must be True or False"),
+    ("node_sums", "no", "node_sums is 'no', must be True or False"),
+    ("proxy_cpu", "0", "proxy_cpu is '0', must be the number of a core"),
+    ("padding", 1 << 30, r"padding 1073741824, .* more rows at one rank than 2147483647"),
     ("kernels", 3, "kernels is int, must be Kernels or None: it has no pack, pull, reduce"),
 ]
 
@@ -73,8 +78,32 @@ def test_an_argument_out_of_its_bounds_is_named(engine: xr.Engine, name: str, va
         AllToAll(engine, group, **(CONFIG | {name: value}))
 
 
+def test_what_is_no_engine_or_no_group_is_named(engine: xr.Engine) -> None:
+    wrong: Any = None
+    with EngineGroup(engine, [engine.address]) as group:
+        wrong = group
+        with pytest.raises(xr.UsageError, match="engine is EngineGroup, must be an Engine"):
+            AllToAll(wrong, group, **CONFIG)
+    wrong = [engine.address]
+    with pytest.raises(xr.UsageError, match="group is list, must be EngineGroup, TorchGroup or the like"):
+        AllToAll(engine, wrong, **CONFIG)
+    wrong = [None]
+    with pytest.raises(xr.UsageError, match="addresses has NoneType, must have Address or bytes"):
+        EngineGroup(engine, wrong)
+
+
+def test_a_proxy_cpu_is_checked_also_where_no_rank_is_far(engine: xr.Engine) -> None:
+    wrong: Any = "first"
+    with (
+        EngineGroup(engine, [engine.address]) as group,
+        pytest.raises(xr.UsageError, match="proxy_cpu is 'first', must be the number of a core"),
+    ):
+        AllToAll(engine, group, proxy="thread", proxy_cpu=wrong, **CONFIG)
+
+
 def test_numbers_of_any_kind_are_numbers(engine: xr.Engine) -> None:
-    numbers = {"experts": np.int64(EXPERTS), "top_k": np.uint8(TOP_K), "capacity_factor": np.float32(1.5)}
+    numbers = {"experts": np.int64(EXPERTS), "top_k": np.uint8(TOP_K), "capacity_factor": np.float32(1.5),
+               "node_sums": np.False_}  # fmt: skip
     with EngineGroup(engine, [engine.address]) as group:
         with AllToAll(engine, group, **(CONFIG | {"capacity_factor": 1.5})) as part:
             plain = part.config.encode()
@@ -219,9 +248,14 @@ def test_calls_out_of_order_are_refused(alone: AllToAll) -> None:
         alone.combine_recv(got)
     with pytest.raises(xr.UsageError, match="accumulate is set and out is None"):
         alone.combine_recv(got, BATCH.weights, accumulate=True)
+    wrong: Any = 2
+    out = np.zeros((TOKENS, HIDDEN), np.float32)
+    with pytest.raises(xr.UsageError, match="accumulate is 2, must be True or False"):
+        alone.combine_recv(got, BATCH.weights, out=out, accumulate=wrong)
     with pytest.raises(xr.UsageError, match=r"weights has 7 rows, the round has 8 tokens"):
         alone.combine_recv(got, BATCH.weights[:7])
-    assert not alone.combine_recv(got, BATCH.weights).any()
+    numpys: Any = np.True_
+    assert not alone.combine_recv(got, BATCH.weights, out=out, accumulate=numpys).any()
     with pytest.raises(xr.UsageError, match=r"combine_recv of round 1, which has had combine_recv"):
         alone.combine_recv(got, BATCH.weights)
 
@@ -315,7 +349,8 @@ def test_room_for_the_worst_case_may_be_more_than_there_is_memory(engine: xr.Eng
 def test_experts_named_twice_are_told_from_too_little_capacity(engine: xr.Engine) -> None:
     twice = np.zeros((TOKENS, TOP_K), np.int64)
     x = draw(np.random.default_rng(1), TOKENS, HIDDEN, EXPERTS, TOP_K, BLOCK)
-    for options, remedy in (({"experts": 1}, "names one twice"), ({"capacity_factor": 0.1}, "larger capacity_factor")):
+    fits_once: dict[str, Any] = {"experts": TOP_K, "layout": "masked"}
+    for options, remedy in ((fits_once, "names one twice"), ({"capacity_factor": 0.1}, "larger capacity_factor")):
         with (
             EngineGroup(engine, [engine.address]) as group,
             AllToAll(engine, group, **(CONFIG | options)) as all_to_all,

@@ -137,5 +137,8 @@ def test_memory_of_ranks_that_have_more_experts_and_fewer(node_size: int, layout
             assert memory.output_bytes == part._inbox.nbytes
             assert memory.output_rows == 4 * 500 * (min(3, split[rank]) if layout == "grouped" else split[rank])
     assert memory_bounds(world=4, **arguments) == memory_bounds(world=4, rank=3, **arguments)
+    wrong: Any = "3"
+    with pytest.raises(UsageError, match="rank must be a whole number, not str"):
+        memory_bounds(world=4, rank=wrong, **arguments)
     with pytest.raises(UsageError, match="rank is 4, must be one of 4"):
         memory_bounds(world=4, rank=4, **arguments)

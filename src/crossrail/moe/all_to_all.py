@@ -15,9 +15,9 @@ from crossrail import _core
 from crossrail._options import check_seconds
 from crossrail._torch import is_tensor
 from crossrail.errors import UsageError, WaitTimeout
-from crossrail.moe.config import Config
+from crossrail.moe.config import Config, check_proxy
 from crossrail.moe.farewell import is_told
-from crossrail.moe.group import Group
+from crossrail.moe.group import Group, check_ranks
 from crossrail.moe.kernels import Kernels
 from crossrail.moe.links.board import PARITIES, RETURNED, SENT, Board, BoardLayout, output_arrays, output_bytes
 from crossrail.moe.masking.routes import drop_results, drop_routes
@@ -112,6 +112,8 @@ class AllToAll:
         node_sums: bool = False,
         experts_per_rank: Sequence[int] | None = None,
     ) -> None:
+        check_ranks(engine, group)
+        check_proxy(proxy, proxy_cpu)
         self.timeout_s = timeout_s
         if is_gpu(device) and node_size is None:
             node_size = 1
@@ -121,10 +123,6 @@ class AllToAll:
             private_tokens=private_tokens, padding=padding, layout=layout, node_size=node_size, dp_size=dp_size,
             capacity_factor=capacity_factor, on_lost=on_lost, node_sums=node_sums,
         )  # fmt: skip
-        if proxy not in ("caller", "thread"):
-            raise UsageError(f"proxy is {proxy!r}, must be one of caller, thread")
-        if proxy == "caller" and proxy_cpu is not None:
-            raise UsageError(f"proxy_cpu is {proxy_cpu!r}, and proxy is 'caller': there is no thread to pin")
         self.rank = group.rank
         self._engine = engine
         self._memory = row_memory(engine, device, kernels, self.config)
@@ -403,7 +401,7 @@ class AllToAll:
         absent = self._peers.wait_results(opened, self.timeout_s)
         where = drop_results(config, opened.where, opened.indices, absent)
         if opened.tokens > 0:
-            memory.reduce(sums, self._peers.results(opened.number), where, factors, accumulate)
+            memory.reduce(sums, self._peers.results(opened.number), where, factors, bool(accumulate))
         if self._masks:
             memory.settle()
             self._peers.check_not_masked(opened.number, self.timeout_s)

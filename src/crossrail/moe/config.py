@@ -12,6 +12,8 @@ from functools import cached_property
 from numbers import Real
 from typing import SupportsIndex, TypeGuard
 
+import numpy as np
+
 from crossrail.errors import UsageError
 from crossrail.moe import bounds
 from crossrail.moe.experts import ExpertSplit
@@ -22,6 +24,7 @@ NUMPY_TYPES = {"float8_e4m3fn": "uint8", "bfloat16": "uint16", "float16": "float
 OUT_DTYPES = ("bfloat16", "float16", "float32")
 LAYOUTS = ("grouped", "masked")
 ON_LOST = ("raise", "mask")
+PROXIES = ("caller", "thread")
 _ROW_UNIT = 16
 TAG_BYTES = 8
 _COUNT_MAX = (1 << 31) - 1
@@ -61,6 +64,8 @@ class Config:
         for name in (*_COUNTS, "scale_block", "private_tokens"):
             value = getattr(self, name)
             _require(not isinstance(value, int) or value <= _COUNT_MAX, name, value, f"{_COUNT_MAX} or less")
+        most = f"{self.experts} or less, as there are experts: those of a token differ"
+        _require(self.top_k <= self.experts, "top_k", self.top_k, most)
         object.__setattr__(self, "experts_per_rank", self._split_given().counts)
         _require(self.dtype in tuple(ITEM_BYTES), "dtype", self.dtype, f"one of {', '.join(ITEM_BYTES)}")
         _require(self.out_dtype in OUT_DTYPES, "out_dtype", self.out_dtype, f"one of {', '.join(OUT_DTYPES)}")
@@ -75,6 +80,8 @@ class Config:
         _require(size is None or divides, "node_size", size, _divisor(self.world))
         _require(self.world % self.dp_size == 0, "dp_size", self.dp_size, _divisor(self.world))
         sums = self.node_sums
+        _require(is_flag(sums), "node_sums", sums, "True or False")
+        object.__setattr__(self, "node_sums", bool(sums))
         _require(not sums or self.dp_size == 1, "node_sums", sums, f"False where dp_size is {self.dp_size}: not built")
         private = self.private_tokens
         _require(private is None or _is_count(private, 0), "private_tokens", private, "a number, 0 or more, or None")
@@ -172,6 +179,20 @@ class Config:
         _require(len(numbers) == len(counts) == self.world, "experts_per_rank", given, bound)
         _require(sum(numbers) == self.experts, "experts_per_rank", given, f"{self.experts} in all, as experts says")
         return ExpertSplit(tuple(numbers))
+
+
+def is_flag(value: object) -> bool:
+    """Whether it is True or False, numpy's too. 1 is no flag, and "no" would be one that is set."""
+    return isinstance(value, bool | np.bool_)
+
+
+def check_proxy(proxy: object, cpu: object) -> None:
+    """UsageError for arguments that make no sense on any machine; whether a thread may run on that core is for it."""
+    _require(proxy in PROXIES, "proxy", proxy, f"one of {', '.join(PROXIES)}")
+    is_core = cpu is None or _is_count(_plain(cpu), 0)
+    _require(is_core, "proxy_cpu", cpu, "the number of a core, 0 or more, or None")
+    if proxy == "caller" and cpu is not None:
+        raise UsageError(f"proxy_cpu is {cpu!r}, and proxy is 'caller': there is no thread to pin")
 
 
 def check_agreement(configs: Sequence[str], ranks: Sequence[int]) -> None:

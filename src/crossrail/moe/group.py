@@ -65,6 +65,15 @@ class Group(Protocol):
         """
 
 
+def check_ranks(engine: object, group: object) -> None:
+    """UsageError where these are no engine and no group, as when they are given the other way round."""
+    if not isinstance(engine, xr.Engine):
+        raise UsageError(f"engine is {type(engine).__name__}, must be an Engine")
+    if missing := [name for name in ("rank", "size", "all_gather") if not hasattr(group, name)]:
+        kind = type(group).__name__
+        raise UsageError(f"group is {kind}, must be EngineGroup, TorchGroup or the like: it has no {missing[0]}")
+
+
 class EngineGroup(Closing):
     """Ranks that know each other's engines: by the messages of these. It opens the engine's receive pool; close() it.
 
@@ -83,7 +92,7 @@ class EngineGroup(Closing):
     """
 
     def __init__(self, engine: xr.Engine, addresses: Sequence[xr.Address | bytes]) -> None:
-        self._addresses = [xr.Address.from_bytes(a) if isinstance(a, bytes) else a for a in addresses]
+        self._addresses = [_address(one) for one in addresses]
         own = [rank for rank, address in enumerate(self._addresses) if address == engine.address]
         if len(own) != 1:
             raise UsageError(
@@ -395,6 +404,14 @@ class EngineGroup(Closing):
     def _whole(self, rank: int) -> bytes:
         parts = self._arrived.pop((self._exchange, rank))
         return b"".join(parts[part] for part in range(self._parts.pop((self._exchange, rank))))
+
+
+def _address(given: object) -> xr.Address:
+    if isinstance(given, bytes):
+        return xr.Address.from_bytes(given)
+    if not isinstance(given, xr.Address):
+        raise UsageError(f"addresses has {type(given).__name__}, must have Address or bytes")
+    return given
 
 
 class TorchGroup:

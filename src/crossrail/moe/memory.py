@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from crossrail._options import check_whole
 from crossrail.errors import UsageError
 from crossrail.moe.config import Config
 from crossrail.moe.links.board import BoardLayout, output_bytes
@@ -75,6 +76,7 @@ def memory_bounds(
         far_bytes = memory.rows.nbytes + memory.routes.nbytes
     if rank is None:
         rank = config.split.counts.index(config.experts_per_rank_max)
+    check_whole(rank=rank)
     if not 0 <= rank < world:
         raise UsageError(f"rank is {rank}, must be one of {world}")
     board = BoardLayout(config, rank)

@@ -9,7 +9,7 @@ import numpy as np
 
 from crossrail.errors import UsageError
 from crossrail.moe.arrays import Array, to_count
-from crossrail.moe.config import OUT_DTYPES, Config
+from crossrail.moe.config import OUT_DTYPES, Config, is_flag
 from crossrail.moe.rows.interface import RowMemory
 
 
@@ -65,6 +65,8 @@ def sums_given(
     config: Config, arrays: Arrays, tokens: int, weights: Any | None, out: Any | None, accumulate: bool
 ) -> Any:
     """Where the sums of so many tokens go: out, checked, or a new array. weights: None: there are none."""
+    if not is_flag(accumulate):
+        raise UsageError(f"accumulate is {accumulate!r}, must be True or False")
     if accumulate and out is None:
         raise UsageError("accumulate is set and out is None: there is nothing to add to")
     if weights is None:

@@ -17,7 +17,7 @@ from crossrail._options import check_seconds
 from crossrail._torch import is_tensor, wait_for_kernels
 from crossrail.errors import CrossrailError, TransportError, UsageError
 from crossrail.moe.arrays import INDEX_TYPES
-from crossrail.moe.config import Config
+from crossrail.moe.config import Config, check_proxy
 from crossrail.moe.graph.explain import explained
 from crossrail.moe.graph.failures import found_failure
 from crossrail.moe.graph.kernels import GraphKernels
@@ -25,7 +25,7 @@ from crossrail.moe.graph.posting import PostingThread
 from crossrail.moe.graph.rounds import GraphDispatched, GraphRound
 from crossrail.moe.graph.steps import Steps
 from crossrail.moe.graph.tensors import Tensors
-from crossrail.moe.group import Group
+from crossrail.moe.group import Group, check_ranks
 from crossrail.moe.links.board import Board, BoardLayout
 from crossrail.moe.peers import Peers
 from crossrail.moe.rounds import Stage, check_usable
@@ -94,7 +94,9 @@ class GraphAllToAll:
         experts_per_rank: Sequence[int] | None = None,
         dp_size: int = 1,
     ) -> None:
+        check_ranks(engine, group)
         check_seconds(timeout_s=timeout_s)
+        check_proxy("thread", proxy_cpu)
         self.config = config = Config(
             world=group.size, experts=experts, experts_per_rank=experts_per_rank, hidden=hidden, top_k=top_k,
             max_tokens=max_tokens, dtype=dtype, scale_block=scale_block, out_dtype=out_dtype,
@@ -256,7 +258,7 @@ class GraphAllToAll:
         sums, factors = self._sums_given(opened, weights, out, accumulate)
         with self._tensors.launching(opened) as stream:
             self._thread.wait("results", opened.number, stream)
-            self._steps.sum(sums, opened.routes, factors, accumulate, opened.number)
+            self._steps.sum(sums, opened.routes, factors, bool(accumulate), opened.number)
             self._thread.publish("ended", opened.number, stream)
         opened.stage = Stage.ENDED
         return sums if out is None else out
