@@ -26,10 +26,13 @@ LIMIT_S = 30.0  # virtual, for any round
 class Town:
     """Ranks on a simulated host each. Made on threads, since that waits; rounds are driven by one thread."""
 
-    def __init__(self, world: sim.World, size: int, nic: str, **config: object) -> None:
+    def __init__(
+        self, world: sim.World, size: int, nic: str, engine: dict[str, Any] | None = None, **config: object
+    ) -> None:
         self.world = world
+        options = {"peer_timeout_s": 1.0} | (engine or {})
         self.hosts = [world.host(f"host-{rank}", nic) for rank in range(size)]
-        self.engines = [host.engine(f"rank-{rank}", peer_timeout_s=1.0) for rank, host in enumerate(self.hosts)]
+        self.engines = [host.engine(f"rank-{rank}", **options) for rank, host in enumerate(self.hosts)]
         addresses = [engine.address for engine in self.engines]
         self._groups = [EngineGroup(engine, addresses) for engine in self.engines]
         self.parts = run_ranks(size, lambda r: AllToAll(self.engines[r], self._groups[r], **(CONFIG | config)))
@@ -248,6 +251,41 @@ def test_a_write_whose_end_nobody_can_tell_fails_its_round_and_names_the_rank(
     with pytest.raises(xr.TransferError, match=r"a write to rank [01] .* failed before its .* of round "):
         rounds()
     town.world.fail_works(town.hosts[0])
+
+
+def _whose_writes_hang(world: sim.World, **config: object) -> Town:
+    """Rank 0 has begun a round, of which nothing reaches rank 2, and is told of no loss."""
+    town = Town(world, 3, "cx7", engine={"peer_timeout_s": 1e3}, timeout_s=10.0, **config)
+    world.partition(town.hosts[:1], town.hosts[2:])
+    batch = draw(np.random.default_rng(1), TOKENS, HIDDEN, EXPERTS, TOP_K, BLOCK)
+    town.parts[0].dispatch_send(batch.x, batch.scales, batch.indices, batch.weights)
+    world.run(1e-3)
+    return town
+
+
+@pytest.mark.parametrize("on_lost", ["raise", "mask"])
+def test_closing_waits_for_what_does_not_end_for_its_timeout_and_no_longer(on_lost: str, seed: Seed) -> None:
+    with sim.World(seed.number()) as world:
+        town = _whose_writes_hang(world, on_lost=on_lost)
+        begin_s = world.now_s
+        with pytest.raises(xr.WaitTimeout, match="is still in use"):
+            town.parts[0].close()
+        assert world.now_s - begin_s < 10.1
+        world.heal(town.hosts[:1], town.hosts[2:])
+        world.run(1.0)
+        town.close()
+
+
+def test_an_error_that_leaves_a_with_block_is_the_one_to_see(seed: Seed) -> None:
+    with sim.World(seed.number()) as world:
+        town = _whose_writes_hang(world)
+        with pytest.raises(KeyError, match="of the experts"), town.parts[0]:
+            raise KeyError("of the experts")
+        with pytest.raises(xr.WaitTimeout, match="is still in use"):
+            town.parts[0].close()
+        world.heal(town.hosts[:1], town.hosts[2:])
+        world.run(1.0)
+        town.close()
 
 
 @pytest.mark.parametrize("rails", [1, 2])

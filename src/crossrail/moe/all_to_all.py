@@ -14,13 +14,14 @@ import crossrail as xr
 from crossrail import _core
 from crossrail._options import check_seconds
 from crossrail._torch import is_tensor
-from crossrail.errors import UsageError, WaitTimeout
+from crossrail.errors import CrossrailError, UsageError, WaitTimeout
 from crossrail.moe.config import Config, check_proxy
 from crossrail.moe.farewell import is_told
 from crossrail.moe.group import Group, check_ranks
 from crossrail.moe.kernels import Kernels
 from crossrail.moe.links.board import PARITIES, RETURNED, SENT, Board, BoardLayout, output_arrays, output_bytes
 from crossrail.moe.masking.routes import drop_results, drop_routes
+from crossrail.moe.outcome import Countdown
 from crossrail.moe.peers import Peers
 from crossrail.moe.placing import Placing
 from crossrail.moe.rounds import Dispatched, Round, Stage, check_usable, round_meant
@@ -483,17 +484,19 @@ class AllToAll:
     def close(self) -> None:
         """Gives the memory back; ranks that still wait for this one are told. Idempotent.
 
-        Returned arrays stay readable. Raises WaitTimeout if a rank is still in the middle of a write to this one after
-        timeout_s: call it again. The failure of a GPU kernel is raised when everything else is done.
+        Returned arrays stay readable. Raises WaitTimeout if writes of a rank to this one, or ours to a rank that is
+        stopped, have not ended after timeout_s: call it again, or close the engine. The failure of a GPU kernel is
+        raised when everything else is done. A `with` block that an error leaves raises that error alone.
         """
         try:
             self._memory.settle()  # torch gives out again what is given back here
         finally:
             self._closed = True
-            self._peers.farewell(self.timeout_s)
-            self._peers.close(self.timeout_s)
-            self._board.close(self.timeout_s)
-            self._inbox.close(self.timeout_s)
+            patience = Countdown(self._engine, self.timeout_s)
+            self._peers.farewell(patience.left_s)
+            self._peers.close(patience.left_s)
+            self._board.close(patience.left_s)
+            self._inbox.close(patience.left_s)
 
     def __enter__(self) -> AllToAll:
         return self
@@ -501,9 +504,13 @@ class AllToAll:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None and self._peers.is_well:
+        if error is None:
+            self.close()
+            return
+        if self._peers.is_well:
             self._peers.call_failed("with block", error)
-        self.close()
+        with contextlib.suppress(CrossrailError):  # the first error is the one to see
+            self.close()
 
     # ---- parts
 

@@ -25,7 +25,7 @@ from crossrail.moe.masking.agreement import Agreement
 from crossrail.moe.masking.routes import sources_of
 from crossrail.moe.masking.views import COMBINE, DISPATCH
 from crossrail.moe.meeting import all_are_ready, make_layout, meet, meet_far
-from crossrail.moe.outcome import Outcome, error_of, unposted_error
+from crossrail.moe.outcome import Countdown, Outcome, error_of, unposted_error
 from crossrail.moe.rounds import Round
 from crossrail.moe.rows.interface import RowMemory
 
@@ -327,9 +327,10 @@ class Peers:
         self._failure = ""
 
     def farewell(self, timeout_s: float) -> None:
-        """Nothing of ours comes any more. Idempotent."""
+        """Nothing of ours comes any more. Idempotent. Waits so long at most."""
         if self._has_said_farewell:
             return
+        patience = Countdown(self._engine, timeout_s)
         if self.agreement is not None and not self._engine.closed:
             self.agreement.farewell(timeout_s)
         if self._lost is not None:
@@ -339,16 +340,17 @@ class Peers:
         if not self._has_told_near:
             self.near.farewell(why)
             self._has_told_near = True
-        self._has_said_farewell = self.far is None or self._engine.closed or self.far.farewell(why, timeout_s)
+        self._has_said_farewell = self.far is None or self._engine.closed or self.far.farewell(why, patience.left_s)
 
     def close(self, timeout_s: float) -> None:
-        """Gives back what far ranks write to. Idempotent. WaitTimeout while one is in the middle of that."""
+        """Gives back what far ranks write to. Idempotent. WaitTimeout while one is in the middle of that, for so long."""
+        patience = Countdown(self._engine, timeout_s)
         if self.far is not None:
             self.far.stop_thread()
             if not self._engine.closed:
                 self.far.close(timeout_s)
         if self.agreement is not None:
-            self.agreement.close(timeout_s)
+            self.agreement.close(patience.left_s)
         self._has_said_farewell = True  # what is closed can be told no more
 
 

@@ -27,6 +27,7 @@ from crossrail.moe.graph.steps import Steps
 from crossrail.moe.graph.tensors import Tensors
 from crossrail.moe.group import Group, check_ranks
 from crossrail.moe.links.board import Board, BoardLayout
+from crossrail.moe.outcome import Countdown
 from crossrail.moe.peers import Peers
 from crossrail.moe.rounds import Stage, check_usable
 from crossrail.moe.rows.device import DeviceRows
@@ -300,6 +301,7 @@ class GraphAllToAll:
         Idempotent. Raises WaitTimeout if a rank is still in the middle of a write to this one: call it again. A failure
         that has ended the rounds is raised after everything else is done, unless a call has raised it before.
         """
+        patience: Countdown | None = None
         if not self._closed:
             with contextlib.suppress(CrossrailError):
                 wait_for_kernels([str(self.device)] if self._tensors.is_gpu else [])
@@ -313,9 +315,12 @@ class GraphAllToAll:
                     wait_for_kernels([str(self.device)] if self._tensors.is_gpu else [])
                 self._thread.close()
                 self._drop_steps()
-                self._peers.farewell(self._timeout_s)
-        self._peers.close(self._timeout_s)
-        self._board.close(self._timeout_s)
+                patience = Countdown(self._engine, self._timeout_s)
+                self._peers.farewell(patience.left_s)
+        if patience is None:
+            patience = Countdown(self._engine, self._timeout_s)
+        self._peers.close(patience.left_s)
+        self._board.close(patience.left_s)
         unseen, self._unseen = self._unseen, None
         if unseen is not None:
             try:

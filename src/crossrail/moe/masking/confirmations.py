@@ -18,6 +18,7 @@ import crossrail as xr
 from crossrail.errors import CrossrailError, WaitTimeout
 from crossrail.moe.links.board import PARITIES
 from crossrail.moe.masking.views import Record, record_bytes
+from crossrail.moe.outcome import Countdown
 
 _WORD_BYTES = 16  # a value and its complement
 _VIEW_SHIFT = 40  # a confirmation: number of the view, then the mark
@@ -204,9 +205,10 @@ class Confirmations:
 
     def settle(self, timeout_s: float) -> None:
         """Until what we confirmed has arrived wherever it can: before we say that we take part no more."""
+        patience = Countdown(self._engine, timeout_s)
         for transfer, _, _ in self._confirming:
             try:
-                transfer.wait(timeout_s)
+                transfer.wait(patience.left_s)
             except CrossrailError:
                 continue  # whoever did not get it is gone, or told by the wait that it gives up
         self._confirming = []
