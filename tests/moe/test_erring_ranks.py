@@ -16,7 +16,7 @@ from crossrail.moe.outcome import Outcome
 from tests.moe.batches import draw
 from tests.moe.ranks import Ranks
 from tests.moe.test_faults import TCP
-from tests.support.limits import NEVER_S, WAIT_S
+from tests.support.limits import NEVER_S, WAIT_S, eventually
 
 SIZES: dict[str, Any] = {
     "experts": 4, "hidden": 32, "top_k": 2, "max_tokens": 8, "scale_block": None, "out_dtype": "float32",
@@ -358,3 +358,43 @@ def test_memory_of_a_peer_that_makes_no_sense_ends_the_round_of_all(nothing_leak
             assert "its dispatch of round 1 failed: " in str(error)
         with pytest.raises(xr.CrossrailError, match="make a new one"):
             play(Player(ranks.parts[0], 0))
+
+
+def test_a_call_while_another_thread_is_in_one_is_refused_and_the_round_goes_on(nothing_leaks: None) -> None:
+    with Ranks(2, **SIZES, timeout_s=LONG_S) as ranks:
+        players = [Player(part, rank) for rank, part in enumerate(ranks.parts)]
+        players[0].dispatch_send()
+        waiting = threading.Thread(target=players[0].dispatch_recv, daemon=True)
+        waiting.start()
+        refused: list[str] = []
+
+        def is_refused() -> bool:
+            try:
+                players[0].part.advance(players[0].opened)
+            except xr.UsageError as error:
+                refused.append(str(error))
+            return bool(refused)
+
+        eventually(is_refused, "the other thread is in its call")
+        assert refused == ["advance while another thread is in a call of this AllToAll, which is for one at a time"]
+        players[1].dispatch_send()
+        waiting.join(WAIT_S)
+
+        def finish(part: AllToAll, rank: int) -> None:
+            for half in HALVES[1 if rank == 1 else 2 :]:
+                getattr(players[rank], half)()
+
+        ranks.each(finish)
+
+
+def test_a_wait_that_is_closed_meanwhile_says_so_and_blames_no_rank(nothing_leaks: None) -> None:
+    with Ranks(2, **SIZES, timeout_s=LONG_S) as ranks:
+        player = Player(ranks.parts[0], 0)
+        player.dispatch_send()
+        caught: list[BaseException] = []
+        waiting = threading.Thread(target=lambda: caught.append(error_of(player.dispatch_recv)), daemon=True)
+        waiting.start()
+        player.part.close()
+        waiting.join(WAIT_S)
+        assert [type(error) for error in caught] == [xr.UsageError]
+        assert re.search("dispatch_recv did not end: .* was closed|this AllToAll is closed", str(caught[0]))

@@ -11,10 +11,12 @@ import pytest
 
 import crossrail as xr
 from crossrail import _core, sim
+from crossrail.moe import AllToAll, EngineGroup
 from crossrail.moe.outcome import Outcome
+from tests.conftest import EngineFactory
 from tests.moe.batches import Batch, draw
 from tests.moe.rank import BLOCK, CONFIG, EXPERTS, HIDDEN, TOKENS, TOP_K
-from tests.moe.ranks import Ranks
+from tests.moe.ranks import Ranks, run_ranks
 from tests.moe.test_rounds import whole_round
 from tests.moe.test_sim import Town
 from tests.support.limits import NEVER_S, WAIT_S, eventually
@@ -84,6 +86,23 @@ def test_what_cannot_be_is_refused(nothing_leaks: None, options: dict[str, Any],
     with pytest.raises(xr.UsageError, match=words):
         Ranks(2, None, **options, **FAR)
     assert tasks_named("crossrail-moe") == []
+
+
+def test_a_rank_whose_thread_cannot_be_is_named_on_all_at_once(nothing_leaks: None, open_engine: EngineFactory) -> None:
+    engines = [open_engine(f"rank-{rank}") for rank in range(2)]
+    groups = [EngineGroup(engine, [one.address for one in engines]) for engine in engines]
+
+    def make(rank: int) -> str:
+        with pytest.raises(xr.CrossrailError) as caught:
+            options = {"proxy": "thread", "proxy_cpu": 4000 if rank == 1 else None, "timeout_s": 100 * WAIT_S}
+            AllToAll(engines[rank], groups[rank], **(FAR | options))
+        return str(caught.value)
+
+    other, bad = run_ranks(2, make)
+    assert bad.startswith("proxy_cpu is 4000")
+    assert other == f"rank 1 could not be set up: {bad}"
+    for group in groups:
+        group.close()
 
 
 def test_there_is_one_thread_at_most(nothing_leaks: None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Sequence
 from types import TracebackType
@@ -79,8 +80,9 @@ class AllToAll:
     Not supported yet, and refused: GPU memory shared by ranks of a host; where not all ranks share memory,
     on_lost="mask" with dp_size, node_sums or private_tokens.
 
-    Threads: one at a time. Owner: engine and group are the caller's. Lifecycle: 1. made, by all ranks at once.
-    2. rounds. 3. close(), before the engine; a rank that waits for a closed one is told so.
+    Threads: one at a time; a call while another thread is in one is a UsageError. Owner: engine and group are the
+    caller's. Lifecycle: 1. made, by all ranks at once. 2. rounds. 3. close(), before the engine; a rank that waits for
+    a closed one is told so.
 
     Raises UsageError if an argument is invalid, or not the same on all ranks: it names the argument, both values and
     the ranks; WaitTimeout, PeerLost, EngineClosed.
@@ -137,9 +139,8 @@ class AllToAll:
             undo.callback(self._board.close, timeout_s)
             self._peers = Peers(engine, group, self.config, self._board, self._memory, timeout_s)
             undo.callback(self._peers.close, timeout_s)
-            if proxy == "thread" and self._peers.far is not None:
-                self._peers.far.start_thread(proxy_cpu)
-            self._peers.ready(group, timeout_s)
+            trouble = self._start_thread(proxy_cpu) if proxy == "thread" else None
+            self._peers.ready(group, timeout_s, trouble)
             undo.pop_all()
         self._layout, self._near, self._far = self._peers.layout, self._peers.near, self._peers.far
         self.node_size = len(self._near.ranks)
@@ -148,6 +149,7 @@ class AllToAll:
         self._open: dict[int, Round] = {}  # by parity
         self._placing = Placing(self.config, self._peers, self.rank, self._open)
         self._closed = False
+        self._turn = threading.RLock()
         self._stats = {"rounds": 0, "tokens_sent": 0, "rows_received": 0, "bytes_received": 0, "bytes_summed": 0}
         self._durations = Durations(_DURATION_BOUNDS_S)
 
@@ -513,6 +515,15 @@ class AllToAll:
             self.close()
 
     # ---- parts
+
+    def _start_thread(self, cpu: int | None) -> CrossrailError | None:
+        """Of the proxy, where there is one; why it cannot be."""
+        try:
+            if self._peers.far is not None:
+                self._peers.far.start_thread(cpu)
+        except CrossrailError as error:
+            return error
+        return None
 
     def _check_usable(self) -> None:
         check_usable("AllToAll", self._closed, self._engine)

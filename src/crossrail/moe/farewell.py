@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
 
 from crossrail import _core
+from crossrail.errors import CrossrailError, UsageError
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -42,6 +43,14 @@ class Why(NamedTuple):
         return cls(words="".join(one if one.isprintable() else " " for one in text))
 
 
+class Turn(Protocol):
+    """threading.RLock: a call inside of another one is the same thread's."""
+
+    def acquire(self, blocking: bool = ...) -> bool: ...
+
+    def release(self) -> None: ...
+
+
 class Leaver(Protocol):
     """Peers."""
 
@@ -55,24 +64,39 @@ class Caller(Protocol):
 
     @property
     def _peers(self) -> Leaver: ...
+    @property
+    def _closed(self) -> bool: ...
+    @property
+    def _turn(self) -> Turn: ...
 
 
 C = TypeVar("C", bound=Caller)
 
 
 def is_told(call: Callable[Concatenate[C, P], T]) -> Callable[Concatenate[C, P], T]:
-    """Of a call of a round: should we leave after it failed, that is the reason; unless a later one succeeded."""
+    """Of a call of a round: should we leave after it failed, that is the reason; unless a later one succeeded.
+
+    UsageError while another thread is in one: both would write the same round.
+    """
     name = call.__name__
 
     @functools.wraps(call)
     def noted(self: C, /, *arguments: P.args, **options: P.kwargs) -> T:
+        turn = self._turn
+        if not turn.acquire(False):
+            raise UsageError(f"{name} while another thread is in a call of this AllToAll, which is for one at a time")
+        was_closed = self._closed
         try:
             result = call(self, *arguments, **options)
+            self._peers.call_succeeded()
+            return result
         except BaseException as error:
+            if self._closed and not was_closed and isinstance(error, CrossrailError):  # by a signal's handler, say
+                raise UsageError(f"{name} did not end: this AllToAll was closed meanwhile") from error
             self._peers.call_failed(name, error)
             raise
-        self._peers.call_succeeded()
-        return result
+        finally:
+            turn.release()
 
     return noted
 

@@ -50,9 +50,7 @@ def meet(engine: xr.Engine, group: Group, config: Config, board: xr.Region, time
     )
     report: dict[str, Any] = {"mapped": sorted(boards), "trouble": trouble, "uses_tcp": uses_tcp}
     reports = _tell(group, "memory", report, timeout_s)
-    for rank, told in enumerate(reports):
-        if told["trouble"]:
-            raise CrossrailError(f"rank {rank} could not be set up: {told['trouble']}")
+    _check_all_well(reports)
     size = _node_size(config, [set(told["mapped"]) for told in reports])
     mates = range(group.rank // size * size, (group.rank // size + 1) * size)
     return [
@@ -72,9 +70,16 @@ def meet_far(
         agreement.connect([one["agreement"] for one in cards], addresses, timeout_s)
 
 
-def all_are_ready(group: Group, far: Far, timeout_s: float) -> None:
-    """The last exchange, after meet_far: nobody writes before all have connected, and know who reaches their memory."""
-    cards = _tell(group, "connected", {"reached": sorted(far.reached)}, timeout_s)
+def all_are_ready(group: Group, far: Far, timeout_s: float, trouble: CrossrailError | None) -> None:
+    """The last exchange, after meet_far: nobody writes before all have connected, and know who reaches their memory.
+
+    trouble: why we cannot go on, which is raised here; others raise it, too.
+    """
+    card = {"reached": sorted(far.reached), "trouble": "" if trouble is None else str(trouble)}
+    cards = _tell(group, "connected", card, timeout_s)
+    if trouble is not None:
+        raise trouble
+    _check_all_well(cards)
     far.hear([rank for rank in far.ranks if group.rank in cards[rank]["reached"]])
 
 
@@ -104,6 +109,13 @@ def _tell(group: Group, step: str, card: dict[str, Any], timeout_s: float) -> li
                 "Next: make this AllToAll again, on all ranks"
             )
     return told
+
+
+def _check_all_well(cards: list[dict[str, Any]]) -> None:
+    """CrossrailError with the trouble of the first rank that has told some."""
+    for rank, told in enumerate(cards):
+        if told["trouble"]:
+            raise CrossrailError(f"rank {rank} could not be set up: {told['trouble']}")
 
 
 def _map_boards(

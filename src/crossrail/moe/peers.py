@@ -107,10 +107,12 @@ class Peers:
             self.close(timeout_s)
             raise
 
-    def ready(self, group: Group, timeout_s: float) -> None:
-        """Until all are. Others write here from then on: what is to be prepared before that, is by now."""
+    def ready(self, group: Group, timeout_s: float, trouble: CrossrailError | None = None) -> None:
+        """Until all are. Others write here from then on: what is to be prepared before that, is by now. trouble: what
+        kept us from it; raised here, and on all others, which would wait for us else.
+        """
         if self.far is not None:
-            all_are_ready(group, self.far, timeout_s)
+            all_are_ready(group, self.far, timeout_s, trouble)
 
     # ---- what is known of a round
 
