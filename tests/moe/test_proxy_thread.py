@@ -93,8 +93,8 @@ def test_a_rank_whose_thread_cannot_be_is_named_on_all_at_once(nothing_leaks: No
     groups = [EngineGroup(engine, [one.address for one in engines]) for engine in engines]
 
     def make(rank: int) -> str:
+        options = {"proxy": "thread", "proxy_cpu": 4000 if rank == 1 else None, "timeout_s": 100 * WAIT_S}
         with pytest.raises(xr.CrossrailError) as caught:
-            options = {"proxy": "thread", "proxy_cpu": 4000 if rank == 1 else None, "timeout_s": 100 * WAIT_S}
             AllToAll(engines[rank], groups[rank], **(FAR | options))
         return str(caught.value)
 

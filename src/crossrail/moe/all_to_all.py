@@ -17,12 +17,12 @@ from crossrail._options import check_seconds
 from crossrail._torch import is_tensor
 from crossrail.errors import CrossrailError, UsageError, WaitTimeout
 from crossrail.moe.config import Config, check_proxy
+from crossrail.moe.countdown import Countdown
 from crossrail.moe.farewell import is_told
 from crossrail.moe.group import Group, check_ranks
 from crossrail.moe.kernels import Kernels
 from crossrail.moe.links.board import PARITIES, RETURNED, SENT, Board, BoardLayout, output_arrays, output_bytes
 from crossrail.moe.masking.routes import drop_results, drop_routes
-from crossrail.moe.outcome import Countdown
 from crossrail.moe.peers import Peers
 from crossrail.moe.placing import Placing
 from crossrail.moe.rounds import Dispatched, Round, Stage, check_usable, round_meant

@@ -11,18 +11,6 @@ from crossrail.moe.errors import masked_out
 Result = Literal["ready", "late", "left", "peer-lost", "masked-out", "failed", "engine-closed"]
 
 
-class Countdown:
-    """A time that several waits share, by the engine's clock. timeout_s: all of it; left_s: what is left, 0 at least."""
-
-    def __init__(self, engine: xr.Engine, timeout_s: float) -> None:
-        self._engine = engine
-        self._ends_at_s = engine._now_s + timeout_s
-
-    @property
-    def left_s(self) -> float:
-        return max(0.0, self._ends_at_s - self._engine._now_s)
-
-
 class Outcome(NamedTuple):
     """rank: whom it is about; of no meaning where the result is "ready". "late", and our own: the thread that posts for
     us has not done so yet. detail: of the native half, or "".

@@ -14,6 +14,7 @@ import crossrail as xr
 from crossrail.errors import CrossrailError, TransferError, UsageError, WaitTimeout
 from crossrail.moe.arrays import Array
 from crossrail.moe.config import Config
+from crossrail.moe.countdown import Countdown
 from crossrail.moe.errors import MaskedOut
 from crossrail.moe.farewell import Why, described
 from crossrail.moe.group import Group
@@ -25,7 +26,7 @@ from crossrail.moe.masking.agreement import Agreement
 from crossrail.moe.masking.routes import sources_of
 from crossrail.moe.masking.views import COMBINE, DISPATCH
 from crossrail.moe.meeting import all_are_ready, make_layout, meet, meet_far
-from crossrail.moe.outcome import Countdown, Outcome, error_of, unposted_error
+from crossrail.moe.outcome import Outcome, error_of, unposted_error
 from crossrail.moe.rounds import Round
 from crossrail.moe.rows.interface import RowMemory
 
@@ -345,7 +346,7 @@ class Peers:
         self._has_said_farewell = self.far is None or self._engine.closed or self.far.farewell(why, patience.left_s)
 
     def close(self, timeout_s: float) -> None:
-        """Gives back what far ranks write to. Idempotent. WaitTimeout while one is in the middle of that, for so long."""
+        """Gives back what far ranks write to. Idempotent. WaitTimeout while one is in the middle of that, so long."""
         patience = Countdown(self._engine, timeout_s)
         if self.far is not None:
             self.far.stop_thread()

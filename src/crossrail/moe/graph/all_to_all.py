@@ -18,6 +18,7 @@ from crossrail._torch import is_tensor, wait_for_kernels
 from crossrail.errors import CrossrailError, TransportError, UsageError
 from crossrail.moe.arrays import INDEX_TYPES
 from crossrail.moe.config import Config, check_proxy
+from crossrail.moe.countdown import Countdown
 from crossrail.moe.graph.explain import explained
 from crossrail.moe.graph.failures import found_failure
 from crossrail.moe.graph.kernels import GraphKernels
@@ -27,7 +28,6 @@ from crossrail.moe.graph.steps import Steps
 from crossrail.moe.graph.tensors import Tensors
 from crossrail.moe.group import Group, check_ranks
 from crossrail.moe.links.board import Board, BoardLayout
-from crossrail.moe.outcome import Countdown
 from crossrail.moe.peers import Peers
 from crossrail.moe.rounds import Stage, check_usable
 from crossrail.moe.rows.device import DeviceRows

@@ -16,9 +16,9 @@ import numpy.typing as npt
 
 import crossrail as xr
 from crossrail.errors import CrossrailError, WaitTimeout
+from crossrail.moe.countdown import Countdown
 from crossrail.moe.links.board import PARITIES
 from crossrail.moe.masking.views import Record, record_bytes
-from crossrail.moe.outcome import Countdown
 
 _WORD_BYTES = 16  # a value and its complement
 _VIEW_SHIFT = 40  # a confirmation: number of the view, then the mark
