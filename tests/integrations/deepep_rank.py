@@ -95,10 +95,17 @@ class _Rank:
         """What a call with an option that is not there says."""
         x, topk_idx = torch.zeros((4, 256), dtype=torch.bfloat16), torch.zeros((4, 2), dtype=torch.int64)
         x = x.to(getattr(torch, options.pop("dtype", "bfloat16")))
+        max_tokens, experts = options.pop("max_tokens", 4), options.pop("experts", 4)
+        if (stats := options.pop("stats", None)) is not None:
+            options["cumulative_local_expert_recv_stats"] = torch.zeros(*stats[:1], dtype=getattr(torch, stats[1]))
         with_it = {
             "Buffer": lambda: Buffer(dist.group.WORLD, **{"low_latency_mode": True} | options),
-            "low_latency_dispatch": lambda: self.buffer.low_latency_dispatch(x, topk_idx, 4, 4, **options),
+            "low_latency_dispatch": lambda: self.buffer.low_latency_dispatch(
+                x, topk_idx, max_tokens, experts, **options
+            ),
             "low_latency_combine": lambda: self.buffer.low_latency_combine(x, topk_idx, x, None, **options),
+            "combine of no dispatch": lambda: self.buffer.low_latency_combine(x[None], topk_idx, x, None),
+            "x of no tensor": lambda: self.buffer.low_latency_dispatch([], topk_idx, 4, 4),
         }
         try:
             with_it[call]()

@@ -75,10 +75,26 @@ def test_options_that_are_not_there_refused_by_name(ranks: Children, call: str, 
     [
         ({"async_finish": True, "return_recv_hook": True}, "exclude each other"),
         ({"dtype": "float32"}, "x is torch.float32"),
+        ({"experts": 5}, "num_experts is 5, must be a multiple of the number of ranks, 2"),
+        ({"experts": "4"}, "num_experts must be a whole number, not str"),
+        ({"max_tokens": 4.0}, "num_max_dispatch_tokens_per_rank must be a whole number, not float"),
+        ({"stats": (1, "int32")}, "cumulative_local_expert_recv_stats has shape (1,), must have (2,)"),
+        ({"stats": (2, "float32")}, "cumulative_local_expert_recv_stats is torch.float32"),
     ],
 )
 def test_what_does_not_fit_refused(ranks: Children, options: dict[str, Any], complaint: str) -> None:
     assert complaint in ranks[0].call("refused", DEADLINE_S, call="low_latency_dispatch", **options)
+
+
+@pytest.mark.parametrize(
+    ("call", "complaint"),
+    [
+        ("combine of no dispatch", "handle is NoneType, must be what low_latency_dispatch gave"),
+        ("x of no tensor", "x is list, must be a tensor of torch"),
+    ],
+)
+def test_what_is_something_else_refused(ranks: Children, call: str, complaint: str) -> None:
+    assert complaint in ranks[0].call("refused", DEADLINE_S, call=call)
 
 
 def test_parameters_are_those_of_deepep(ranks: Children) -> None:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import crossrail as xr
 from crossrail._extras import needs
-from crossrail._options import check_seconds
+from crossrail._options import check_seconds, check_whole
 from crossrail.errors import CrossrailError, UsageError
 from crossrail.moe import AllToAll, Dispatched, TorchGroup
 from crossrail.moe.config import Config
@@ -201,7 +201,8 @@ class Buffer:
         ranks * max tokens, hidden], of each expert the first recv_count rows, in the order of (source rank, token, k);
         with use_fp8 a pair of float8_e4m3fn and float32 scales [local experts, ranks * max tokens, hidden / 128], whose
         last but one dimension is the contiguous one. recv_count: [local experts], int32.
-        cumulative_local_expert_recv_stats: [local experts], int32, to which recv_count is added. With return_recv_hook
+        cumulative_local_expert_recv_stats: [local experts], int32, to which recv_count is added. num_experts: a
+        multiple of the number of ranks. With return_recv_hook
         the call only sends, and all of that is there once hook() has returned.
         """
         _refuse("dispatch_wait_recv_cost_stats", dispatch_wait_recv_cost_stats, None, "waiting is not measured")
@@ -210,6 +211,10 @@ class Buffer:
         _check_finish(async_finish, return_recv_hook)
         _check("x", x, torch.bfloat16, 2)
         _check("topk_idx", topk_idx, torch.int64, 2)
+        local_experts = self._local_experts(num_max_dispatch_tokens_per_rank, num_experts)
+        stats = cumulative_local_expert_recv_stats
+        if stats is not None:
+            _check("cumulative_local_expert_recv_stats", stats, torch.int32, 1, (local_experts,))
         sizes = _Sizes(num_max_dispatch_tokens_per_rank, x.shape[1], num_experts, topk_idx.shape[1], use_fp8, x.device)
         exchange = self._exchange(sizes)
         rows, scales = x, None
@@ -228,8 +233,8 @@ class Buffer:
             recv_count.copy_(handle.dispatched.counts)
             if recv_scales is not None:
                 _turn(arriving_scales, handle.dispatched, recv_scales)
-            if cumulative_local_expert_recv_stats is not None:
-                cumulative_local_expert_recv_stats.add_(recv_count)
+            if stats is not None:
+                stats.add_(recv_count)
 
         hook = _now_or_later(receive, return_recv_hook)
         received = recv_x if recv_scales is None else (recv_x, recv_scales)
@@ -260,8 +265,10 @@ class Buffer:
         _refuse("combine_wait_recv_cost_stats", combine_wait_recv_cost_stats, None, "waiting is not measured")
         _check_finish(async_finish, return_recv_hook)
         _check("x", x, torch.bfloat16, 3)
+        _check_handle(handle)
         if x.shape != handle.shape:
             raise UsageError(f"x has shape {tuple(x.shape)}, must have {tuple(handle.shape)} of the dispatch")
+        _check("topk_idx", topk_idx, torch.int64, 2)
         # On a GPU to compare is to wait.
         is_same = topk_idx.shape == handle.topk_idx.shape and (
             topk_idx.is_cuda or torch.equal(topk_idx, handle.topk_idx)
@@ -290,12 +297,20 @@ class Buffer:
         In host memory other ranks read it, even after our combine has returned: from low_latency_combine on it must
         stay as it is until the second-next dispatch is received.
         """
+        _check_handle(handle)
         dispatched = handle.received()
         if isinstance(dispatched, Dispatched):
             return handle.exchange.expert_output(dispatched).view(handle.shape)
         if handle.output is None:
             handle.output = torch.empty(handle.shape, dtype=torch.bfloat16, device=dispatched.x.device)
         return handle.output
+
+    def _local_experts(self, max_tokens: object, experts: int) -> int:
+        """How many each rank has: as DeepEP's callers count them, by a division. UsageError where that leaves some."""
+        check_whole(num_max_dispatch_tokens_per_rank=max_tokens, num_experts=experts)
+        if experts % self.group_size != 0:
+            raise UsageError(f"num_experts is {experts}, must be a multiple of the number of ranks, {self.group_size}")
+        return experts // self.group_size
 
     def _exchange(self, sizes: _Sizes) -> Any:
         found = self._exchanges.get(sizes)
@@ -355,6 +370,11 @@ def _refuse(argument: str, value: object, only: object, why: str) -> None:
         raise UsageError(f"{argument}={value!r} is not supported, only {only!r}: {why}")
 
 
+def _check_handle(handle: object) -> None:
+    if not isinstance(handle, Handle):
+        raise UsageError(f"handle is {type(handle).__name__}, must be what low_latency_dispatch gave")
+
+
 def _check_finish(async_finish: bool, return_recv_hook: bool) -> None:
     if async_finish and return_recv_hook:
         raise UsageError("async_finish and return_recv_hook exclude each other")
@@ -363,6 +383,8 @@ def _check_finish(async_finish: bool, return_recv_hook: bool) -> None:
 def _check(
     argument: str, tensor: torch.Tensor, dtype: torch.dtype, dimensions: int, shape: tuple[int, ...] | None = None
 ) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise UsageError(f"{argument} is {type(tensor).__name__}, must be a tensor of torch")
     if tensor.dtype != dtype or tensor.dim() != dimensions or not tensor.is_contiguous():
         raise UsageError(
             f"{argument} is {tensor.dtype} of shape {tuple(tensor.shape)} and strides {tensor.stride()}, must be "
