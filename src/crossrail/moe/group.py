@@ -258,11 +258,15 @@ class EngineGroup(Closing):
 
     def _try_anew(self, rank: int, lost: xr.PeerLost | None = None) -> None:
         """Says to a rank that is lost all that it was to hear in this call. PeerLost, where that does not help any
-        more. lost: that one, else one without a reason.
+        more. lost: of what was sent to it, if anything was.
         """
         name = self._addresses[rank].name
         if self._exchange > 0 or rank not in self._linked:
-            raise lost or xr.PeerLost(f"rank {rank} ({name!r}) was lost", op="all_gather", peer=name)
+            note = self._engine.explain(self._addresses[rank]).note
+            text = (
+                f"rank {rank} ({name!r}) was lost: {note}. Next: see whether it runs, and whether this is its address"
+            )
+            raise xr.PeerLost(text, op="all_gather", peer=name, status="peer-lost", detail=note) from lost
         self._linked.remove(rank)
         self._engine.forget_peer(self._addresses[rank])
         self._sent = [one for one in self._sent if one[0] != rank]
