@@ -114,6 +114,40 @@ def test_each_rank_keeps_the_experts_that_are_its_own() -> None:
     assert kept == [[], [0, 1, 2], [3]]
 
 
+class _Clamped(_Experts):
+    """With a gate of its own, as experts of DeepSeek-V4 have one, and without an act_fn."""
+
+    def __init__(self, experts: int, hidden: int) -> None:
+        super().__init__(experts, hidden)
+        del self.act_fn
+        self.limit = 3.0
+
+    def _apply_gate(self, both: torch.Tensor) -> torch.Tensor:
+        gate, up = both.chunk(2, dim=-1)
+        return torch.nn.functional.silu(gate.clamp(max=self.limit)) * up.clamp(-self.limit, self.limit)
+
+
+def test_experts_with_a_gate_of_their_own_compute_by_it() -> None:
+    block, hidden = _Clamped(experts=4, hidden=8), 8
+    x, indices, weights = torch.ones((2, hidden)), torch.tensor([[0, 3], [1, 4]]), torch.ones((2, 2))
+    one = block._apply_gate(x[0] @ block.gate_up_proj[0].T) @ block.down_proj[0].T  # all experts are alike
+    with Ranks(1, experts=4, hidden=hidden, top_k=2, max_tokens=TOKENS, dtype="float32", scale_block=None,
+               out_dtype="float32") as ranks, torch.no_grad():  # fmt: skip
+        got = ExpertParallel(block, ranks.parts[0])(x, indices, weights)
+    assert torch.equal(got, torch.stack([2 * one, one]))  # 4 is none of them
+
+
+def test_experts_whose_gate_is_unknown_are_refused() -> None:
+    block = _Experts(experts=4, hidden=8)
+    del block.act_fn
+    with (
+        Ranks(1, experts=4, hidden=8, top_k=2, max_tokens=TOKENS, dtype="float32", scale_block=None,
+              out_dtype="float32") as ranks,
+        pytest.raises(xr.UsageError, match="_Experts has neither act_fn nor _apply_gate"),
+    ):  # fmt: skip
+        ExpertParallel(block, ranks.parts[0])
+
+
 def test_as_deepep(tmp_path: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
     try:

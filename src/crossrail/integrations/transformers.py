@@ -9,6 +9,8 @@ Attention, norms and routers stay whole on every rank. Inference only: there is 
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 from crossrail._extras import needs
@@ -25,8 +27,9 @@ class ExpertParallel(torch.nn.Module):
     """Takes the place of a block's `experts`, and is called as they are.
 
     The module it replaces has gate_up_proj [experts, 2 * intermediate, hidden], down_proj [experts, hidden,
-    intermediate] and act_fn, without biases, as Qwen3-MoE, Mixtral, DeepSeek-V3 and others have. This rank's part of
-    both is copied; the rest is freed with the replaced module.
+    intermediate] and act_fn, without biases, as Qwen3-MoE, Mixtral, DeepSeek-V3 and others have. Where it has a gate of
+    its own (_apply_gate, as DeepSeek-V4, whose is clamped), that is used. This rank's part of both is copied; the rest
+    is freed with the replaced module.
     """
 
     def __init__(self, experts: torch.nn.Module, all_to_all: AllToAll) -> None:
@@ -37,7 +40,7 @@ class ExpertParallel(torch.nn.Module):
         own = slice(ours.start, ours.stop)
         self.gate_up_proj = torch.nn.Parameter(experts.gate_up_proj[own].detach().clone(), requires_grad=False)
         self.down_proj = torch.nn.Parameter(experts.down_proj[own].detach().clone(), requires_grad=False)
-        self.act_fn = experts.act_fn
+        self._gate = _gate_of(experts)
         self._all_to_all = all_to_all
 
     def forward(
@@ -62,8 +65,8 @@ class ExpertParallel(torch.nn.Module):
         for local in range(len(self.gate_up_proj)):
             first, count = int(dispatched.offsets[local]), int(dispatched.counts[local])
             rows = slice(first, first + count)
-            gate, up = torch.nn.functional.linear(dispatched.x[rows], self.gate_up_proj[local]).chunk(2, dim=-1)
-            y[rows] = torch.nn.functional.linear(self.act_fn(gate) * up, self.down_proj[local])
+            gated = self._gate(torch.nn.functional.linear(dispatched.x[rows], self.gate_up_proj[local]))
+            y[rows] = torch.nn.functional.linear(gated, self.down_proj[local])
 
 
 def distribute_experts(model: torch.nn.Module, all_to_all: AllToAll) -> int:
@@ -77,6 +80,26 @@ def distribute_experts(model: torch.nn.Module, all_to_all: AllToAll) -> int:
     if not blocks:
         raise UsageError(f"{type(model).__name__} has no block with experts that have a gate_up_proj")
     return len(blocks)
+
+
+def _gate_of(experts: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """[rows, 2 * intermediate] to [rows, intermediate], as these experts do it; without their weights, which it would
+    keep from being freed.
+    """
+    bare = copy.copy(experts)
+    bare._parameters = {}
+    apply_gate: Callable[[torch.Tensor], torch.Tensor] | None = getattr(bare, "_apply_gate", None)
+    if apply_gate is not None:
+        return apply_gate
+    if not hasattr(bare, "act_fn"):
+        raise UsageError(f"{type(experts).__name__} has neither act_fn nor _apply_gate: its gate is unknown")
+
+    def gate_and_up(both: torch.Tensor) -> torch.Tensor:
+        gate, up = both.chunk(2, dim=-1)
+        activated: torch.Tensor = bare.act_fn(gate) * up
+        return activated
+
+    return gate_and_up
 
 
 def _check(experts: Any, all_to_all: AllToAll) -> None:
