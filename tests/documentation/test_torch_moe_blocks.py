@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import crossrail as xr
-from crossrail.integrations.transformers import ExpertParallel
+from crossrail.integrations.transformers import ExpertParallel, distribute_experts
 from crossrail.moe import AllToAll, EngineGroup
 from crossrail.moe.rows import device
 from tests.documentation.blocks import blocks
@@ -137,15 +137,16 @@ def test_experts_with_a_gate_of_their_own_compute_by_it() -> None:
     assert torch.equal(got, torch.stack([2 * one, one]))  # 4 is none of them
 
 
-def test_experts_whose_gate_is_unknown_are_refused() -> None:
-    block = _Experts(experts=4, hidden=8)
-    del block.act_fn
-    with (
-        Ranks(1, experts=4, hidden=8, top_k=2, max_tokens=TOKENS, dtype="float32", scale_block=None,
-              out_dtype="float32") as ranks,
-        pytest.raises(xr.UsageError, match="_Experts has neither act_fn nor _apply_gate"),
-    ):  # fmt: skip
-        ExpertParallel(block, ranks.parts[0])
+def test_a_model_with_experts_whose_gate_is_unknown_is_left_as_it_was() -> None:
+    model = torch.nn.ModuleList([torch.nn.Module(), torch.nn.Module()])
+    for block in model:
+        block.experts = _Experts(experts=4, hidden=8)
+    del model[1].experts.act_fn
+    with Ranks(1, experts=4, hidden=8, top_k=2, max_tokens=TOKENS, dtype="float32", scale_block=None,
+               out_dtype="float32") as ranks:  # fmt: skip
+        with pytest.raises(xr.UsageError, match="_Experts has neither act_fn nor _apply_gate"):
+            distribute_experts(model, ranks.parts[0])
+    assert [type(block.experts).__name__ for block in model] == ["_Experts", "_Experts"]
 
 
 def test_as_deepep(tmp_path: Path) -> None:

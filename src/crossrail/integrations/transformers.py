@@ -70,11 +70,14 @@ class ExpertParallel(torch.nn.Module):
 
 
 def distribute_experts(model: torch.nn.Module, all_to_all: AllToAll) -> int:
-    """Replaces the experts of every MoE block of a model; how many blocks. UsageError when there is none.
+    """Replaces the experts of every MoE block of a model; how many blocks. UsageError when there is none, or where one
+    is refused: the model is as it was then.
 
     One AllToAll serves all layers, which run one after another.
     """
     blocks = [module for module in model.modules() if hasattr(getattr(module, "experts", None), "gate_up_proj")]
+    for block in blocks:  # all of them before the first is replaced
+        _check(block.experts, all_to_all)
     for block in blocks:
         block.experts = ExpertParallel(block.experts, all_to_all)
     if not blocks:
@@ -91,8 +94,6 @@ def _gate_of(experts: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     apply_gate: Callable[[torch.Tensor], torch.Tensor] | None = getattr(bare, "_apply_gate", None)
     if apply_gate is not None:
         return apply_gate
-    if not hasattr(bare, "act_fn"):
-        raise UsageError(f"{type(experts).__name__} has neither act_fn nor _apply_gate: its gate is unknown")
 
     def gate_and_up(both: torch.Tensor) -> torch.Tensor:
         gate, up = both.chunk(2, dim=-1)
@@ -113,6 +114,8 @@ def _check(experts: Any, all_to_all: AllToAll) -> None:
             f"{name}: gate_up_proj of {tuple(experts.gate_up_proj.shape)} must be "
             f"{(number, 2 * intermediate, hidden)} for a down_proj of {tuple(experts.down_proj.shape)}"
         )
+    if not hasattr(experts, "act_fn") and not hasattr(experts, "_apply_gate"):
+        raise UsageError(f"{name} has neither act_fn nor _apply_gate: its gate is unknown")
     config = all_to_all.config
     if (number, hidden) != (config.experts, config.hidden):
         raise UsageError(
