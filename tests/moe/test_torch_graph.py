@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -298,6 +299,17 @@ def test_a_round_of_another_is_refused(seed: Seed) -> None:
         with pytest.raises(UsageError, match="of another GraphAllToAll"):
             other.dispatch_recv(opened)
         got = part.dispatch_recv(opened)
+        none: Any = None
+        y = made_of(part, got)
+        calls: dict[str, Any] = {
+            "combine": partial(part.combine, y),
+            "check_combine": part.check_combine,
+            "combine_send": partial(part.combine_send, y),
+            "combine_recv": part.combine_recv,
+        }
+        for name, call in calls.items():
+            with pytest.raises(UsageError, match=f"^{name} was given NoneType, must be GraphDispatched$"):
+                call(none)
         part.combine(made_of(part, got), got)
 
 

@@ -225,7 +225,7 @@ class GraphAllToAll:
         accumulate: bool = False,
     ) -> Any:  # fmt: skip
         """combine_send and combine_recv."""
-        self.check_combine(dispatched, weights, out=out, accumulate=accumulate)
+        self._sums_given(_round_of(dispatched, "combine"), weights, out, accumulate)
         self.combine_send(y, dispatched)
         return self.combine_recv(dispatched, weights, out=out, accumulate=accumulate)
 
@@ -234,14 +234,14 @@ class GraphAllToAll:
         accumulate: bool = False,
     ) -> None:  # fmt: skip
         """UsageError for what combine_recv would refuse. Call it before combine_send: after that the round must end."""
-        self._sums_given(dispatched.round, weights, out, accumulate)
+        self._sums_given(_round_of(dispatched, "check_combine"), weights, out, accumulate)
 
     def combine_send(self, y: Any, dispatched: GraphDispatched) -> None:
         """Offers our experts' outputs to the ranks that the rows came from.
 
         y: [rows, hidden] of out_dtype, in the order of dispatched.x. What is launched afterwards may write to it.
         """
-        opened = dispatched.round
+        opened = _round_of(dispatched, "combine_send")
         self._require(opened, Stage.RECEIVED, "combine_send")
         given = self._tensors.given(y, "y", (self.config.out_dtype,), (dispatched.rows, self.config.hidden))
         with self._tensors.launching(opened) as stream:
@@ -254,7 +254,7 @@ class GraphAllToAll:
         accumulate: bool = False,
     ) -> Any:  # fmt: skip
         """Waits, on the GPU, until all ranks have returned, and sums: see AllToAll.combine_recv. Ends the round."""
-        opened = answered if isinstance(answered, GraphRound) else answered.round
+        opened = answered if isinstance(answered, GraphRound) else _round_of(answered, "combine_recv")
         self._require(opened, Stage.RETURNED, "combine_recv")
         sums, factors = self._sums_given(opened, weights, out, accumulate)
         with self._tensors.launching(opened) as stream:
@@ -383,3 +383,9 @@ class GraphAllToAll:
     def _drop_steps(self) -> None:
         """With what they map of other ranks. Nothing is launched any more."""
         del self._steps
+
+
+def _round_of(given: object, call: str) -> GraphRound:
+    if not isinstance(given, GraphDispatched):
+        raise UsageError(f"{call} was given {type(given).__name__}, must be GraphDispatched")
+    return given.round
