@@ -115,9 +115,9 @@ class AllToAll:
         node_sums: bool = False,
         experts_per_rank: Sequence[int] | None = None,
     ) -> None:
+        self.timeout_s = timeout_s
         check_ranks(engine, group)
         check_proxy(proxy, proxy_cpu)
-        self.timeout_s = timeout_s
         if is_gpu(device) and node_size is None:
             node_size = 1
         self.config = Config(

@@ -95,8 +95,8 @@ class GraphAllToAll:
         experts_per_rank: Sequence[int] | None = None,
         dp_size: int = 1,
     ) -> None:
-        check_ranks(engine, group)
         check_seconds(timeout_s=timeout_s)
+        check_ranks(engine, group)
         check_proxy("thread", proxy_cpu)
         self.config = config = Config(
             world=group.size, experts=experts, experts_per_rank=experts_per_rank, hidden=hidden, top_k=top_k,
