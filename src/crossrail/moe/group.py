@@ -420,7 +420,7 @@ def _address(given: object) -> xr.Address:
 
 class TorchGroup:
     """The ranks of a torch.distributed process group, or of the default one. Its own timeout holds, not
-    all_gather's.
+    all_gather's. UsageError where this process is none of them.
     """
 
     def __init__(self, process_group: torch.distributed.ProcessGroup | None = None) -> None:
@@ -431,6 +431,8 @@ class TorchGroup:
         self._group = process_group
         self.rank: int = self._distributed.get_rank(process_group)
         self.size: int = self._distributed.get_world_size(process_group)
+        if self.rank < 0:
+            raise UsageError("process_group is one that this process is not in: new_group() was given other ranks")
 
     def __repr__(self) -> str:
         return f"<TorchGroup, rank {self.rank} of {self.size}>"
