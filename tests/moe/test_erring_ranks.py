@@ -398,3 +398,21 @@ def test_a_wait_that_is_closed_meanwhile_says_so_and_blames_no_rank(nothing_leak
         waiting.join(WAIT_S)
         assert [type(error) for error in caught] == [xr.UsageError]
         assert re.search("dispatch_recv did not end: .* was closed|this AllToAll is closed", str(caught[0]))
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_ranks_of_one_dp_group_that_route_differently_are_named_on_all(wire: str, nothing_leaks: None) -> None:
+    engine, node_size = WIRES[wire]
+
+    def run(part: AllToAll, rank: int) -> str:
+        player = Player(part, rank // 2)
+        if rank == 1:
+            player.indices[3] = (player.indices[3] + 1) % 4
+        error = error_of(lambda: leave_by(part, lambda: play(player)))
+        assert isinstance(error, xr.UsageError)
+        return str(error)
+
+    with Ranks(4, engine, **SIZES, node_size=node_size, dp_size=2, timeout_s=LONG_S) as ranks:
+        texts = ranks.each(run)
+    assert all("indices of round 1 send" in text for text in texts)
+    assert any("both must hold the same tokens and route them alike" in text for text in texts[:2])

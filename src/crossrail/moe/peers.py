@@ -128,12 +128,16 @@ class Peers:
         for group, source in enumerate(sources):
             if source is None:
                 continue  # whoever had these tokens is gone
-            half = self.near.halves.get((source, number % PARITIES))
-            if half is not None:
-                counts[group] = half.counts
-            elif self.far is not None:
-                counts[group] = self.far.routes_of(number, source)
+            counts[group] = self.counts_of(number, source)
         return counts
+
+    def counts_of(self, number: int, rank: int) -> Array:
+        """int32 [experts]: the same of one rank, once its routes are here."""
+        half = self.near.halves.get((rank, number % PARITIES))
+        if half is not None:
+            return half.counts
+        assert self.far is not None
+        return self.far.routes_of(number, rank)
 
     def results(self, number: int) -> list[Any]:
         """Where Kernels.reduce finds what was returned: of each near rank, and then what far ones wrote here."""

@@ -40,6 +40,7 @@ class Placing:
         peers, number = self._peers, opened.number
         opened.sources = peers.wait_sources(opened, timeout_s)
         try:
+            self._check_same_routes(opened)
             placement = _core.moe.Placement(peers.layout, peers.counts(number, opened.sources))
         except UsageError as error:  # what others wrote makes no sense, and will not by waiting
             peers.give_up(f"dispatch of round {number}", error)
@@ -55,6 +56,21 @@ class Placing:
         except BaseException as error:
             peers.give_up(f"dispatch of round {number}", error)
             raise
+
+    def _check_same_routes(self, opened: Round) -> None:
+        """UsageError where ranks that are to hold the same tokens send others: who has rows of whom would not agree."""
+        first, size = self._rank // self._config.dp_size * self._config.dp_size, self._config.dp_size
+        ours = self._peers.counts_of(opened.number, self._rank)
+        for other in range(first, first + size):
+            if other == self._rank or other in opened.silent:
+                continue
+            theirs = self._peers.counts_of(opened.number, other)
+            if not np.array_equal(ours, theirs):
+                expert = int(np.argmax(ours != theirs))
+                raise UsageError(
+                    f"indices of round {opened.number} send {ours[expert]} tokens to expert {expert}, those of rank "
+                    f"{other} {theirs[expert]}: with dp_size {size} both must hold the same tokens and route them alike"
+                )
 
     def settle(self, parity: int, timeout_s: float) -> None:
         """A round that was refused has ended once all ranks have said so: until then one may still read our counts."""
