@@ -10,7 +10,7 @@
 #include "bindings/bindings.h"
 #include "bindings/convert.h"
 #include "bindings/gil.h"
-#include "bindings/moe_arrays.h"
+#include "bindings/host_arrays.h"
 #include "kv/page_names.h"
 #include "kv/prefix_cache.h"
 
@@ -20,7 +20,7 @@ namespace {
 
 using kv::PageName;
 using kv::PrefixCache;
-using Use = MoeArray::Use;
+using Use = HostArray::Use;
 
 nb::object names_to_numpy(std::vector<PageName> names) {
   auto* kept = new std::vector<PageName>(std::move(names));
@@ -29,7 +29,7 @@ nb::object names_to_numpy(std::vector<PageName> names) {
                                                                {kept->size(), sizeof(PageName)}, owner));
 }
 
-std::span<const PageName> names_of(const MoeArray& array) {
+std::span<const PageName> names_of(const HostArray& array) {
   array.require_size(1, sizeof(PageName), "the bytes of a name");
   const std::span<const uint8_t> bytes = array.numbers<uint8_t>();
   static_assert(alignof(PageName) == 1);
@@ -39,7 +39,7 @@ std::span<const PageName> names_of(const MoeArray& array) {
 nb::object page_names(nb::handle first, nb::handle tokens, nb::handle page_tokens) {
   const std::span<const uint8_t> block = bytes_of(first);
   if (block.size() != 64) throw UsageError("first has " + std::to_string(block.size()) + " bytes, must be 64");
-  const MoeArray array(tokens, "tokens", Use::kRead, 1);
+  const HostArray array(tokens, "tokens", Use::kRead, 1);
   const std::span<const uint32_t> numbers = array.numbers<uint32_t>();
   const uint32_t each = to_u32(page_tokens, "page_tokens", UINT32_MAX, 1);
   std::vector<PageName> names;
@@ -53,24 +53,24 @@ nb::object page_names(nb::handle first, nb::handle tokens, nb::handle page_token
 // The GIL is kept, which is what keeps two threads apart: a hundred thousand pages take some milliseconds.
 
 nb::object match(const PrefixCache& self, nb::handle names) {
-  return to_numpy(self.match(names_of(MoeArray(names, "names", Use::kRead, 2))));
+  return to_numpy(self.match(names_of(HostArray(names, "names", Use::kRead, 2))));
 }
 
 size_t count_evictable(const PrefixCache& self, nb::handle pages) {
-  return self.count_unheld(MoeArray(pages, "pages", Use::kRead, 1).numbers<uint32_t>());
+  return self.count_unheld(HostArray(pages, "pages", Use::kRead, 1).numbers<uint32_t>());
 }
 
 void hold(PrefixCache& self, nb::handle pages) {
-  self.hold(MoeArray(pages, "pages", Use::kRead, 1).numbers<uint32_t>());
+  self.hold(HostArray(pages, "pages", Use::kRead, 1).numbers<uint32_t>());
 }
 
 nb::object let_go(PrefixCache& self, nb::handle pages) {
-  return to_numpy(self.let_go(MoeArray(pages, "pages", Use::kRead, 1).numbers<uint32_t>()));
+  return to_numpy(self.let_go(HostArray(pages, "pages", Use::kRead, 1).numbers<uint32_t>()));
 }
 
 void add(PrefixCache& self, nb::handle pages, nb::handle names) {
-  const MoeArray named(names, "names", Use::kRead, 2);
-  self.add(MoeArray(pages, "pages", Use::kRead, 1).numbers<uint32_t>(), names_of(named));
+  const HostArray named(names, "names", Use::kRead, 2);
+  self.add(HostArray(pages, "pages", Use::kRead, 1).numbers<uint32_t>(), names_of(named));
 }
 
 }  // namespace

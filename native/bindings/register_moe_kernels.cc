@@ -13,7 +13,7 @@
 #include "bindings/bindings.h"
 #include "bindings/convert.h"
 #include "bindings/gil.h"
-#include "bindings/moe_arrays.h"
+#include "bindings/host_arrays.h"
 #include "moe/rows.h"
 #include "moe/simd/row_ops.h"
 #include "moe/sums.h"
@@ -24,7 +24,7 @@ namespace crossrail::bindings {
 
 namespace {
 
-using Use = MoeArray::Use;
+using Use = HostArray::Use;
 
 std::vector<std::string> levels() {
   std::vector<std::string> names;
@@ -41,15 +41,15 @@ nb::object sparse_pages(nb::handle nbytes, bool dense) {
 }
 
 // None, or an array.
-std::optional<MoeArray> maybe(nb::handle given, const char* argument, Use use, size_t dimensions) {
+std::optional<HostArray> maybe(nb::handle given, const char* argument, Use use, size_t dimensions) {
   if (given.is_none()) return {};
-  return std::optional<MoeArray>(std::in_place, given, argument, use, dimensions);
+  return std::optional<HostArray>(std::in_place, given, argument, use, dimensions);
 }
 
 void count(nb::handle indices, nb::handle experts, nb::handle counts, nb::handle slots) {
-  const MoeArray from(indices, "indices", Use::kRead, 2);
-  const MoeArray numbers(counts, "counts", Use::kWrite, 1);
-  const MoeArray places(slots, "slots", Use::kWrite, 2);
+  const HostArray from(indices, "indices", Use::kRead, 2);
+  const HostArray numbers(counts, "counts", Use::kWrite, 1);
+  const HostArray places(slots, "slots", Use::kWrite, 2);
   numbers.require_size(0, to_u32(experts, "experts"), "experts");
   places.require_size(0, from.size(0), "tokens of indices");
   places.require_size(1, from.size(1), "top_k of indices");
@@ -65,10 +65,10 @@ void count(nb::handle indices, nb::handle experts, nb::handle counts, nb::handle
 }
 
 void pack(nb::handle target, nb::handle x, nb::handle scales, nb::handle table) {
-  const MoeArray to(target, "target", Use::kWrite, 2);
-  const MoeArray from(x, "x", Use::kRead, 2);
-  const std::optional<MoeArray> with = maybe(scales, "scales", Use::kRead, 2);
-  const std::optional<MoeArray> rows = maybe(table, "table", Use::kRead, 1);
+  const HostArray to(target, "target", Use::kWrite, 2);
+  const HostArray from(x, "x", Use::kRead, 2);
+  const std::optional<HostArray> with = maybe(scales, "scales", Use::kRead, 2);
+  const std::optional<HostArray> rows = maybe(table, "table", Use::kRead, 1);
   if (with) with->require_size(0, from.size(0), "rows of x");
   std::span<const int32_t> chosen;
   if (rows) chosen = rows->numbers<int32_t>();
@@ -77,10 +77,10 @@ void pack(nb::handle target, nb::handle x, nb::handle scales, nb::handle table) 
 }
 
 void pull(nb::handle x, nb::handle scales, nb::handle source, nb::handle table) {
-  const MoeArray to(x, "x", Use::kWrite, 2);
-  const std::optional<MoeArray> with = maybe(scales, "scales", Use::kWrite, 2);
-  const MoeArray from(source, "source", Use::kRead, 2);
-  const MoeArray moves(table, "table", Use::kRead, 2);
+  const HostArray to(x, "x", Use::kWrite, 2);
+  const std::optional<HostArray> with = maybe(scales, "scales", Use::kWrite, 2);
+  const HostArray from(source, "source", Use::kRead, 2);
+  const HostArray moves(table, "table", Use::kRead, 2);
   if (with) with->require_size(0, to.size(0), "rows of x");
   moves.require_size(1, 2, "source row and output row");
   const auto* pairs = reinterpret_cast<const moe::Move*>(moves.numbers<int32_t>().data());
@@ -90,17 +90,17 @@ void pull(nb::handle x, nb::handle scales, nb::handle source, nb::handle table) 
 
 void reduce(const moe::RowOps& ops, nb::handle out, const nb::typed<nb::sequence, nb::object>& sources,
             nb::handle where, nb::handle weights, bool accumulate) {
-  const MoeArray sums(out, "out", Use::kWrite, 2);
-  const MoeArray places(where, "where", Use::kRead, 3);
-  const std::optional<MoeArray> factors = maybe(weights, "weights", Use::kRead, 2);
+  const HostArray sums(out, "out", Use::kWrite, 2);
+  const HostArray places(where, "where", Use::kRead, 3);
+  const std::optional<HostArray> factors = maybe(weights, "weights", Use::kRead, 2);
   places.require_size(0, sums.size(0), "rows of out");
   places.require_size(2, 2, "source and row");
   moe::Reduction reduction{sums.data(), sums.number_format(), sums.size(0), sums.size(1), places.size(1)};
   reduction.format = reduction.out_format;
-  std::vector<MoeArray> held;
+  std::vector<HostArray> held;
   std::vector<moe::NumberRows> rows;
   for (const nb::handle source : sources) {
-    const MoeArray& array = held.emplace_back(source, "sources", Use::kRead, 2);
+    const HostArray& array = held.emplace_back(source, "sources", Use::kRead, 2);
     array.require_size(1, sums.size(1), "columns of out");
     if (held.size() > 1 && array.number_format() != reduction.format) {
       throw UsageError("sources are of different types, must be of one");
@@ -128,7 +128,7 @@ size_t check_block(nb::handle block) {
 }
 
 // codes and scales as quantize and dequantize take them.
-void check_codes(const MoeArray& codes, const MoeArray& scales, const MoeArray& x, size_t block) {
+void check_codes(const HostArray& codes, const HostArray& scales, const HostArray& x, size_t block) {
   codes.require_size(0, x.size(0), "rows of x");
   codes.require_size(1, x.size(1), "columns of x");
   scales.require_size(0, x.size(0), "rows of x");
@@ -136,9 +136,9 @@ void check_codes(const MoeArray& codes, const MoeArray& scales, const MoeArray& 
 }
 
 void quantize(const moe::RowOps& ops, nb::handle codes, nb::handle scales, nb::handle x, nb::handle block) {
-  const MoeArray to(codes, "codes", Use::kWrite, 2);
-  const MoeArray with(scales, "scales", Use::kWrite, 2);
-  const MoeArray from(x, "x", Use::kRead, 2);
+  const HostArray to(codes, "codes", Use::kWrite, 2);
+  const HostArray with(scales, "scales", Use::kWrite, 2);
+  const HostArray from(x, "x", Use::kRead, 2);
   const size_t length = check_block(block);
   check_codes(to, with, from, length);
   uint8_t* bytes = to.numbers<uint8_t>().data();
@@ -149,9 +149,9 @@ void quantize(const moe::RowOps& ops, nb::handle codes, nb::handle scales, nb::h
 }
 
 void dequantize(nb::handle out, nb::handle codes, nb::handle scales, nb::handle block) {
-  const MoeArray to(out, "out", Use::kWrite, 2);
-  const MoeArray from(codes, "codes", Use::kRead, 2);
-  const MoeArray with(scales, "scales", Use::kRead, 2);
+  const HostArray to(out, "out", Use::kWrite, 2);
+  const HostArray from(codes, "codes", Use::kRead, 2);
+  const HostArray with(scales, "scales", Use::kRead, 2);
   const size_t length = check_block(block);
   check_codes(from, with, to, length);
   const uint8_t* bytes = from.numbers<uint8_t>().data();

@@ -11,7 +11,7 @@
 #include "bindings/bindings.h"
 #include "bindings/convert.h"
 #include "bindings/gil.h"
-#include "bindings/moe_arrays.h"
+#include "bindings/host_arrays.h"
 #include "moe/layout.h"
 #include "util/errors.h"
 
@@ -21,7 +21,7 @@ namespace {
 
 using moe::Layout;
 using moe::Placement;
-using Use = MoeArray::Use;
+using Use = HostArray::Use;
 
 void make_layout(Layout* self, nb::handle world, nb::handle experts, nb::handle top_k, nb::handle max_tokens,
                  nb::handle dp_size, nb::handle private_rows, nb::handle padding, nb::handle rows_per_expert,
@@ -53,7 +53,7 @@ auto without_gil(Make make) {
 }
 
 void make_placement(Placement* self, const Layout& layout, nb::handle counts) {
-  const MoeArray table(counts, "counts", Use::kRead, 2);
+  const HostArray table(counts, "counts", Use::kRead, 2);
   table.require_size(0, layout.groups(), "groups of ranks with the same tokens");
   table.require_size(1, layout.shape().experts, "experts");
   const std::span<const int32_t> numbers = table.numbers<int32_t>();
@@ -62,7 +62,7 @@ void make_placement(Placement* self, const Layout& layout, nb::handle counts) {
 }
 
 nb::object pull_near(const Placement& self, nb::handle group, nb::handle rank, nb::handle order) {
-  const MoeArray routes(order, "order", Use::kRead, 1);
+  const HostArray routes(order, "order", Use::kRead, 1);
   const uint32_t from = to_group(self.layout(), group);
   const uint32_t to = to_rank_of(self.layout(), rank);
   const std::span<const int32_t> numbers = routes.numbers<int32_t>();
@@ -75,7 +75,7 @@ nb::object pull_far(const Placement& self, nb::handle rank) {
 }
 
 nb::object send_far(const Placement& self, nb::handle rank, nb::handle order) {
-  const MoeArray routes(order, "order", Use::kRead, 1);
+  const HostArray routes(order, "order", Use::kRead, 1);
   const uint32_t from = to_rank_of(self.layout(), rank);
   const std::span<const int32_t> numbers = routes.numbers<int32_t>();
   return ranges_to_tuple(without_gil([&] { return self.send_far(from, numbers); }));
@@ -88,8 +88,8 @@ nb::object return_far(const Placement& self, nb::handle rank) {
 
 // [tokens, top_k, 2] of int32.
 nb::object places(const Placement& self, nb::handle rank, nb::handle indices, nb::handle slots) {
-  const MoeArray routes(indices, "indices", Use::kRead, 2);
-  const MoeArray given(slots, "slots", Use::kRead, 2);
+  const HostArray routes(indices, "indices", Use::kRead, 2);
+  const HostArray given(slots, "slots", Use::kRead, 2);
   given.require_size(0, routes.size(0), "tokens of indices");
   given.require_size(1, routes.size(1), "top_k of indices");
   const uint32_t origin = to_rank_of(self.layout(), rank);
@@ -103,9 +103,9 @@ nb::object places(const Placement& self, nb::handle rank, nb::handle indices, nb
 }
 
 nb::object sort_routes(nb::handle indices, nb::handle slots, nb::handle counts) {
-  const MoeArray routes(indices, "indices", Use::kRead, 2);
-  const MoeArray given(slots, "slots", Use::kRead, 2);
-  const MoeArray numbers(counts, "counts", Use::kRead, 1);
+  const HostArray routes(indices, "indices", Use::kRead, 2);
+  const HostArray given(slots, "slots", Use::kRead, 2);
+  const HostArray numbers(counts, "counts", Use::kRead, 1);
   given.require_size(0, routes.size(0), "tokens of indices");
   given.require_size(1, routes.size(1), "top_k of indices");
   const std::span<const int32_t> places = given.numbers<int32_t>();

@@ -10,7 +10,7 @@
 #include "bindings/bindings.h"
 #include "bindings/convert.h"
 #include "bindings/gil.h"
-#include "bindings/moe_arrays.h"
+#include "bindings/host_arrays.h"
 #include "moe/node_sums.h"
 
 namespace crossrail::bindings {
@@ -19,7 +19,7 @@ namespace {
 
 using moe::Layout;
 using moe::Placement;
-using Use = MoeArray::Use;
+using Use = HostArray::Use;
 
 uint32_t to_rank_of(const Layout& layout, nb::handle rank) { return to_u32(rank, "rank", layout.shape().world - 1); }
 
@@ -31,7 +31,7 @@ nb::object to_arrays(moe::Terms terms, uint32_t top_k) {
 }
 
 nb::object node_tokens(const Layout& layout, nb::handle indices) {
-  const MoeArray routes(indices, "indices", Use::kRead, 2);
+  const HostArray routes(indices, "indices", Use::kRead, 2);
   routes.require_size(1, layout.shape().top_k, "top_k");
   const bool wide = routes.is(nb::dtype<int64_t>());
   return to_numpy(wide ? moe::node_tokens(layout, std::span<const int64_t>(routes.numbers<int64_t>()))
@@ -42,10 +42,10 @@ nb::object terms_to_send(const Placement& placement, nb::handle rank, nb::handle
                          const nb::typed<nb::sequence, nb::object>& tags) {
   const uint32_t from = to_rank_of(placement.layout(), rank);
   const uint32_t to = to_rank_of(placement.layout(), origin);
-  std::vector<MoeArray> held;
+  std::vector<HostArray> held;
   std::vector<std::span<const moe::Tag>> given;
   for (const nb::handle one : tags) {
-    const MoeArray& array = held.emplace_back(one, "tags", Use::kRead, 2);
+    const HostArray& array = held.emplace_back(one, "tags", Use::kRead, 2);
     array.require_size(1, 2, "route and weight");
     given.emplace_back(reinterpret_cast<const moe::Tag*>(array.numbers<int32_t>().data()), array.size(0));
   }
@@ -59,9 +59,9 @@ nb::object terms_to_send(const Placement& placement, nb::handle rank, nb::handle
 
 nb::object terms_to_take(const Placement& placement, nb::handle origin, nb::handle indices, nb::handle slots,
                          nb::handle weights) {
-  const MoeArray routes(indices, "indices", Use::kRead, 2);
-  const MoeArray given(slots, "slots", Use::kRead, 2);
-  const MoeArray factors(weights, "weights", Use::kRead, 2);
+  const HostArray routes(indices, "indices", Use::kRead, 2);
+  const HostArray given(slots, "slots", Use::kRead, 2);
+  const HostArray factors(weights, "weights", Use::kRead, 2);
   routes.require_size(1, placement.layout().shape().top_k, "top_k");
   const uint32_t to = to_rank_of(placement.layout(), origin);
   const std::span<const int32_t> counted = given.numbers<int32_t>();

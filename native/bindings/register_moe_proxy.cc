@@ -12,7 +12,7 @@
 #include "bindings/convert.h"
 #include "bindings/engine_handle.h"
 #include "bindings/handles.h"
-#include "bindings/moe_arrays.h"
+#include "bindings/host_arrays.h"
 #include "bindings/moe_proxy.h"
 
 namespace crossrail::bindings {
@@ -48,7 +48,7 @@ FarStep to_step(const std::string& name) {
 }
 
 void send_routes(ProxyHandle& self, uint32_t round, nb::handle counts) {
-  const MoeArray given(counts, "counts", MoeArray::Use::kRead, 1);
+  const HostArray given(counts, "counts", HostArray::Use::kRead, 1);
   const std::span<const int32_t> numbers = given.numbers<int32_t>();
   self.post([&](auto& to) { to.send_routes(round, numbers); });
 }

@@ -13,7 +13,7 @@
 #include "bindings/bindings.h"
 #include "bindings/convert.h"
 #include "bindings/fork.h"
-#include "bindings/moe_arrays.h"
+#include "bindings/host_arrays.h"
 #include "bindings/moe_proxy.h"
 #include "moe/stream_proxy.h"
 
@@ -57,7 +57,7 @@ class StreamProxyHandle {
   StreamProxyHandle(const ProxyHandle& proxy, const moe::Layout& layout, uint32_t rank, nb::handle board,
                     const moe::StreamBoard& parts, std::vector<int64_t> rows_limits, std::vector<int32_t> routes_limits,
                     double timeout_s, nb::handle cpu, int32_t gpu)
-      : board_(board, "board", MoeArray::Use::kWrite, 1), gpu_(gpu) {
+      : board_(board, "board", HostArray::Use::kWrite, 1), gpu_(gpu) {
     const EngineRef engine = proxy.core_engine();
     if (engine->options().polling == Polling::kManual || engine->options().simulation != nullptr)
       throw UsageError(
@@ -147,7 +147,7 @@ class StreamProxyHandle {
     throw UsageError("word is '" + name + "', must be rows or results");
   }
 
-  const MoeArray board_;
+  const HostArray board_;
   const int32_t gpu_;
   std::unique_ptr<moe::StreamProxy> proxy_;
   const uint32_t generation_ = fork_generation;

@@ -19,11 +19,11 @@ namespace nb = nanobind;
 
 // A C-contiguous, aligned array in host memory. What is wrong with one is a UsageError that names the argument.
 // Owner: the caller; the memory is held for the life of this object.
-class MoeArray {
+class HostArray {
  public:
   enum class Use { kRead, kWrite };
   // "bfloat16" for what numpy has as uint16.
-  MoeArray(nb::handle given, const char* argument, Use use, size_t dimensions);
+  HostArray(nb::handle given, const char* argument, Use use, size_t dimensions);
 
   size_t size(size_t dimension) const { return sizes_[dimension]; }
   size_t size() const;

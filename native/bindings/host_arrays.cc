@@ -1,4 +1,4 @@
-#include "bindings/moe_arrays.h"
+#include "bindings/host_arrays.h"
 
 #include <nanobind/stl/string.h>
 
@@ -30,7 +30,7 @@ std::string describe(nb::handle given) {
 
 }  // namespace
 
-MoeArray::MoeArray(nb::handle given, const char* argument, Use use, size_t dimensions) : argument_(argument) {
+HostArray::HostArray(nb::handle given, const char* argument, Use use, size_t dimensions) : argument_(argument) {
   const auto refuse = [&](const std::string& what) {
     throw UsageError(std::string(argument) + " must be " + what + ", not " + describe(given));
   };
@@ -58,19 +58,19 @@ MoeArray::MoeArray(nb::handle given, const char* argument, Use use, size_t dimen
   }
 }
 
-size_t MoeArray::size() const {
+size_t HostArray::size() const {
   size_t product = 1;
   for (const size_t size : sizes_) product *= size;
   return product;
 }
 
-void MoeArray::require_size(size_t dimension, size_t wanted, const char* meaning) const {
+void HostArray::require_size(size_t dimension, size_t wanted, const char* meaning) const {
   if (sizes_[dimension] == wanted) return;
   throw UsageError(std::string(argument_) + ".shape[" + std::to_string(dimension) + "] is " +
                    std::to_string(sizes_[dimension]) + ", must be " + std::to_string(wanted) + ", " + meaning);
 }
 
-moe::Float MoeArray::number_format() const {
+moe::Float HostArray::number_format() const {
   if (type_ == kBrainFloat || type_ == nb::dtype<uint16_t>()) return moe::Float::kBfloat16;
   if (type_ == kHalfFloat) return moe::Float::kFloat16;
   if (type_ == nb::dtype<float>()) return moe::Float::kFloat32;
@@ -78,7 +78,7 @@ moe::Float MoeArray::number_format() const {
                    ", must be float32, float16 or bfloat16 (uint16 in numpy)");
 }
 
-void MoeArray::require_type(nb::dlpack::dtype type) const {
+void HostArray::require_type(nb::dlpack::dtype type) const {
   if (type_ == type) return;
   throw UsageError(std::string(argument_) + " is of " + type_name(type_) + ", must be " + type_name(type));
 }
