@@ -166,7 +166,7 @@ class EngineCore final : public Sink, public Actor {
   Offer on_message(const std::shared_ptr<const Address>& sender, std::span<const uint8_t> payload) override;
   void on_service(const std::shared_ptr<const Address>& sender, std::span<const uint8_t> payload) override;
   void on_link_up(Link& link) override;
-  void on_link_down(Link& link, const std::string& reason, bool orderly) override;
+  void on_link_down(Link& link, const std::string& reason, LinkEnd end) override;
   void on_link_frozen(Link& link, bool frozen, const std::string& detail) override;
   void on_protocol_error(const std::string& peer, const std::string& detail) override;
   void on_sent(Link& link, uint32_t rail, void* context, uint32_t count, uint64_t bytes, uint32_t imms) override;

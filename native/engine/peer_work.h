@@ -40,8 +40,9 @@ struct PeerWork {
   Heartbeat heartbeat;
   TimedWork timed;
   bool is_busy = false;
-  bool is_told_lost = false;  // an event has said so: none does again before there has been a link once more
-  std::string note;           // why lost or frozen
+  bool is_told_lost = false;          // an event has said so: none does again before there has been a link once more
+  bool is_worth_another_try = false;  // it is lost for want of something here: the next operation connects anew
+  std::string note;                   // why lost or frozen
 
   // Nothing waits: memory of a long queue is given back. What grows it again is a burst as long.
   void end_busy() {

@@ -101,9 +101,11 @@ bool EngineCore::knows(const Peer& peer) const {
 
 void EngineCore::start_connect(Peer& peer) {
   assert_holder();
-  if (peer.link_ != nullptr || peer.state() == PeerState::kLost || closed()) return;
+  if (peer.link_ != nullptr || closed()) return;
+  if (peer.state() == PeerState::kLost && !peer.work_->is_worth_another_try) return;
   if (!knows(peer)) {  // an operation that began before it was forgotten: a second link to the same engine must not be
     peer.work_->note = kForgotten;
+    peer.work_->is_worth_another_try = false;
     set_state(peer, PeerState::kLost, FlightState::kForgotten);
     return;
   }
@@ -113,6 +115,7 @@ void EngineCore::start_connect(Peer& peer) {
     peer.link_->user = &peer;
   } catch (const TransportError& error) {  // no memory or descriptors for a link: the peer is out of reach
     peer.work_->note = error.what();
+    peer.work_->is_worth_another_try = true;
     set_state(peer, PeerState::kLost, FlightState::kLost);
     tell_lost(peer, EngineEvent::Kind::kPeerLost, error.what());
   }

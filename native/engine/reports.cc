@@ -14,19 +14,22 @@ void EngineCore::on_link_up(Link& link) {
   auto& peer = *static_cast<Peer*>(link.user);
   set_state(peer, PeerState::kConnected, FlightState::kConnected);
   peer.work_->is_told_lost = false;
+  peer.work_->is_worth_another_try = false;
   bump(peer.track_->moves);
   bump(counters_.connected);
   runnable_ = true;
   add_event({EngineEvent::Kind::kPeerConnected, peer.address().name, ""});
 }
 
-void EngineCore::on_link_down(Link& link, const std::string& reason, bool orderly) {
+void EngineCore::on_link_down(Link& link, const std::string& reason, LinkEnd end) {
   assert_holder();
   const PeerRef peer = PeerRef::share(static_cast<Peer*>(link.user));
   peer->link_ = nullptr;
   peer->work_->note = reason;
   record_arrivals();
   imms_.flush_arrivals();  // whoever sees that it is lost sees all that it has counted
+  const bool orderly = end == LinkEnd::kLeft;
+  peer->work_->is_worth_another_try = end == LinkEnd::kUnmade;
   set_state(*peer, PeerState::kLost, orderly ? FlightState::kLeft : FlightState::kLost);
   fail_backlogs(*peer, Status::kPeerLost, reason);
   verifications_.fail(peer.get(), Status::kPeerLost, reason);

@@ -25,6 +25,13 @@
 
 namespace crossrail {
 
+// How a link ends.
+enum class LinkEnd : uint8_t {
+  kLost,
+  kLeft,   // the peer's engine was closed, not killed
+  kUnmade  // it never came up: this process, or as it says the peer, had no descriptors or memory; connect() may again
+};
+
 // One engine that we send to. Owned by the transport, from connect() until Sink::on_link_down or disconnect().
 class Link {
  public:
@@ -133,8 +140,8 @@ class Sink {
   virtual void on_service(const std::shared_ptr<const Address>& sender, std::span<const uint8_t> payload) = 0;
   virtual void on_link_up(Link& link) = 0;
   // The peer is gone: post no more. The transport retires everything posted on the link next, then deletes the link.
-  // It has reported (on_imm) all that the peer was told is done. orderly: the peer's engine was closed, not killed.
-  virtual void on_link_down(Link& link, const std::string& reason, bool orderly) = 0;
+  // It has reported (on_imm) all that the peer was told is done.
+  virtual void on_link_down(Link& link, const std::string& reason, LinkEnd end) = 0;
   virtual void on_link_frozen(Link& link, bool frozen, const std::string& detail) = 0;
   virtual void on_protocol_error(const std::string& peer, const std::string& detail) = 0;
   // [any] The status for peers that name a region which is not open: kRegionRevoked, or kRegionClosed for closed and

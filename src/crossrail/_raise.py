@@ -16,7 +16,8 @@ _ENDINGS: dict[str, tuple[type[errors.TransferError], str, str, str]] = {
         errors.PeerLost,
         "peer lost",
         "",
-        "if the peer was restarted, get its new address and descriptors; the old ones are invalid",
+        "if the peer was restarted, get its new address and descriptors; the old ones are invalid. If it still runs, "
+        "forget_peer() it: what you submit then connects anew",
     ),
     "region-closed": (
         errors.RemoteRegionClosed,
@@ -67,6 +68,7 @@ _REFUSALS: dict[str, str] = {
     "TLS handshake": (
         "check that each side's certificate is signed by the CA that the other trusts (tls.ca), and has not expired"
     ),
+    "(ulimit -": "try again once there is room",
     "tls.verify": "give it a certificate for the name of its engine, or accept all of the CA: tls.verify = 'chain'",
 }
 

@@ -53,7 +53,7 @@ CONNECTS = (
                         said = " ".join([str(error), *(event.detail for event in events)])
                         assert "file descriptors" in said or "open files" in said, (left, said)
                 feed()
-                a.forget_peer(b.address)
+                a.forget_peer(b.address)  # b, which is in this process, may have kept silent for want of them
                 for target in (allocated, private):
                     a.submit_write(source, target.descriptor, imm=1).wait(20)
                     counted += 1
@@ -245,3 +245,62 @@ def test_ofi_that_runs_out_says_so_and_not_that_the_peer_is_gone() -> None:
 
     assert_clean(script)
     assert re.search("Too many open files|limit on open files|file descriptors", script.stdout), script.stdout
+
+
+UNMADE = (
+    STARVING
+    + """
+    options = {"transport": "TRANSPORT", "connect_timeout_s": 1.0}
+    if "TRANSPORT" != "shm":
+        options["rails"] = ["127.0.0.1"]
+    with xr.Engine("a", **options) as a, xr.Engine("b", **options) as b:
+        told = []
+        a.on_event(lambda event: told.append(event.kind))
+        src, dst = a.alloc(1000), b.alloc(1000)
+        watcher = a.alloc_watcher(lambda old, new: None)
+        starve(0)
+        for submit in (lambda: a.submit_write(src, dst.descriptor), lambda: a.submit_send(b.address, b"x")):
+            try:
+                submit().wait(20)
+            except xr.PeerLost as error:
+                print(str(error).endswith("Next: try again once there is room"))
+        print(a.peer_state(b.address))
+        feed()
+        waiting = a.submit_write(src, dst.descriptor, imm=1, trigger=(watcher, 1))
+        a.connect(b.address, 20)
+        a.submit_write(src, dst.descriptor, imm=1).wait(20)
+        print(a.peer_state(b.address), waiting.done)
+        watcher.add()
+        waiting.wait(20)
+        b.imm_counter(1).wait(2, 20)
+        b.close()
+        try:
+            a.submit_write(src, dst.descriptor).wait(20)
+        except xr.PeerLost as error:
+            print("forget_peer" in str(error))
+    print(told)
+"""
+)
+
+
+@pytest.mark.parametrize(
+    "transport",
+    [
+        "shm",
+        "tcp",
+        pytest.param("ofi:tcp", marks=pytest.mark.skipif(bool(why_not("ofi:tcp")), reason=why_not("ofi:tcp") or "-")),
+    ],
+)
+def test_peer_that_was_not_reached_for_want_of_descriptors_is_tried_anew(transport: str) -> None:
+    """It is there: what is submitted once there are some again reaches it, and nothing begins before its trigger."""
+    script = run_script(UNMADE.replace("TRANSPORT", transport))
+
+    assert_clean(script)
+    assert script.stdout.splitlines() == [
+        "True",
+        "True",
+        "lost",
+        "connected False",
+        "True",
+        "['peer-lost', 'peer-connected', 'peer-left']",
+    ]

@@ -64,7 +64,7 @@ class BookSink final : public Sink {
     require(payload.size() <= kServiceBytesMax, "a service message is no longer than one may be");
   }
   void on_link_up(Link&) override { ++ups; }
-  void on_link_down(Link&, const std::string&, bool) override { ++downs; }
+  void on_link_down(Link&, const std::string&, LinkEnd) override { ++downs; }
   void on_link_frozen(Link&, bool, const std::string&) override {}
   void on_protocol_error(const std::string&, const std::string&) override { ++protocol_errors; }
 

@@ -93,11 +93,11 @@ class Node final : public Sink {
     CHECK(&up == link);
     ++ups;
   }
-  void on_link_down(Link& down, const std::string& reason, bool orderly) override {
+  void on_link_down(Link& down, const std::string& reason, LinkEnd end) override {
     CHECK(&down == link);
     ++downs;
     down_reason = reason;
-    down_orderly = orderly;
+    down_end = end;
     is_down = true;
   }
   void on_link_frozen(Link&, bool now, const std::string&) override { frozen = now; }
@@ -210,7 +210,7 @@ class Node final : public Sink {
   int ups = 0;
   int downs = 0;
   bool is_down = false;
-  bool down_orderly = false;
+  LinkEnd down_end = LinkEnd::kLost;
   bool frozen = false;
   std::string down_reason;
   uint64_t next_region = 1;

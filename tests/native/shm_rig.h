@@ -30,7 +30,7 @@ class CountingSink final : public Sink {
   }
   void on_service(const std::shared_ptr<const Address>&, std::span<const uint8_t>) override {}
   void on_link_up(Link&) override { ++ups; }
-  void on_link_down(Link&, const std::string& reason, bool) override {
+  void on_link_down(Link&, const std::string& reason, LinkEnd) override {
     why_down = reason;
     units_when_down = imm_units;
   }

@@ -334,7 +334,7 @@ TEST_CASE("rdma: a peer that dies or freezes is lost by the deadline, and everyt
     }));
     CHECK(now_ns() - began < 3'500'000'000);
     CHECK(was_frozen == !killed);
-    CHECK(!a.down_orderly);
+    CHECK(a.down_end == LinkEnd::kLost);
     CHECK(a.open_works == 0);
     for (const Work& work : works) CHECK(work.status == Status::kPeerLost);
     CHECK(sent.status == Status::kPeerLost);
@@ -431,7 +431,7 @@ TEST_CASE("rdma: a peer that closes says goodbye") {
     REQUIRE(poll_until({&a, &b}, [&] { return a.ups == 1 && b.ups == 1; }));
   }
   REQUIRE(poll_until({&a}, [&] { return a.downs == 1; }));
-  CHECK(a.down_orderly);
+  CHECK(a.down_end == LinkEnd::kLeft);
   CHECK(a.down_reason.find("closed") != std::string::npos);
 }
 

@@ -38,7 +38,7 @@ class QuietSink final : public Sink {
   Offer on_message(const std::shared_ptr<const Address>&, std::span<const uint8_t>) override { return Offer::kTaken; }
   void on_service(const std::shared_ptr<const Address>&, std::span<const uint8_t>) override {}
   void on_link_up(Link&) override {}
-  void on_link_down(Link&, const std::string&, bool) override {}
+  void on_link_down(Link&, const std::string&, LinkEnd) override {}
   void on_link_frozen(Link&, bool, const std::string&) override {}
   void on_protocol_error(const std::string&, const std::string&) override {}
 };

@@ -288,7 +288,7 @@ Session* RdmaTransport::session_of(Rail& rail, const Datagram& datagram, std::sp
   if (head.sender_session < session->peer_number || session->is_over)
     return nullptr;  // of an older session; repeats itself
   if (head.sender_session > session->peer_number) {
-    doom(*session, "it has forgotten this engine, and begins anew", false);
+    doom(*session, "it has forgotten this engine, and begins anew", LinkEnd::kLost);
     return nullptr;
   }
   session->deserted.clear();
@@ -316,7 +316,7 @@ void RdmaTransport::on_refuse(const Rail& rail, const Datagram& datagram) {
     doom(session,
          "it speaks protocol version " + std::to_string(datagram.head.version) + ", this build version " +
              std::to_string(kProtocolVersion) + ": use the same crossrail release on both sides",
-         false);
+         LinkEnd::kLost);
     return;
   }
   const auto body = decode_refuse(datagram.body);
@@ -339,14 +339,14 @@ void RdmaTransport::on_refuse(const Rail& rail, const Datagram& datagram) {
       return;
     }
     case RefuseCode::kClosing:
-      doom(session, body->text, true);
+      doom(session, body->text, LinkEnd::kLeft);
       return;
     case RefuseCode::kMalformed:
     case RefuseCode::kVersion:
     case RefuseCode::kNotMe:
     case RefuseCode::kAuthentication:
     case RefuseCode::kUnknownSession:
-      doom(session, body->text, false);
+      doom(session, body->text, LinkEnd::kLost);
       return;
   }
 }

@@ -134,7 +134,7 @@ void RdmaTransport::on_said(const Said& said) {
   }
 }
 
-void RdmaTransport::on_bye(Session& session, const std::string& text) { doom(session, text, true); }
+void RdmaTransport::on_bye(Session& session, const std::string& text) { doom(session, text, LinkEnd::kLeft); }
 
 bool RdmaTransport::on_message_chunk(Session& session, std::span<const uint8_t> body) {
   const auto head = decode_message_head(body);

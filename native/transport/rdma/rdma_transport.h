@@ -238,7 +238,7 @@ class RdmaTransport final : public Transport {
   void tend(Session& session);
   void tend_liveness(Session& session);
   void tend_link(Session& session);
-  void doom(Session& session, const std::string& reason, bool orderly);
+  void doom(Session& session, const std::string& reason, LinkEnd end);
   bool finish_doom(Session& session);
   void flush_link(RdmaLink& link, Status status, const std::string& detail);
   void end_session(Session& session, const std::string& reason);

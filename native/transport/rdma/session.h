@@ -251,7 +251,7 @@ struct RdmaLink final : Link {
   bool is_frozen = false;
   struct Doom {
     std::string reason;
-    bool orderly;
+    LinkEnd end;
   };
   std::optional<Doom> doom;  // goes down once all is flushed
   // Regions of the peer that its engine said are closed or revoked, which is for ever: no id is used twice. What names

@@ -107,7 +107,7 @@ void RdmaTransport::tend(Session& session) {
       for (auto& path : session.paths) path->state_due = path->state_due || path->state == PathState::kOpen;
       mark_dirty(session);
     } else if (session.peer_left && now_ - session.left_at_ns >= kLeaveNs) {
-      doom(session, "neither side needs it any more", true);
+      doom(session, "neither side needs it any more", LinkEnd::kLeft);
     }
   }
   if (session.is_over) return;
@@ -116,7 +116,7 @@ void RdmaTransport::tend(Session& session) {
     // Who asked for a path that never stood waits for it as long as its connect() may take.
     const bool ever_met = std::ranges::any_of(session.paths, [](const auto& path) { return path->epochs_opened > 0; });
     const int64_t patience = std::max(2 * options_.peer_timeout_ns, ever_met ? 0 : options_.connect_timeout_ns);
-    if (now_ - session.quiet_since_ns > patience) doom(session, "no path to it is left", false);
+    if (now_ - session.quiet_since_ns > patience) doom(session, "no path to it is left", LinkEnd::kLost);
   }
 }
 
@@ -178,21 +178,23 @@ std::string RdmaTransport::down_text(const Session& session) const {
 void RdmaTransport::tend_link(Session& session) {
   RdmaLink& link = *session.link;
   if (session.paths.empty()) {
-    doom(session, "none of our NICs reaches any of the peer's: they are on networks of different kinds", false);
+    doom(session, "none of our NICs reaches any of the peer's: they are on networks of different kinds",
+         LinkEnd::kLost);
   } else if (session.has_open_path()) {
     if (!std::exchange(link.is_up, true)) sink_->on_link_up(link);
     link.down_since_ns = 0;
   } else if (!link.is_up) {
     if (now_ < link.connect_by_ns) return;
+    const std::string own = own_trouble(session);
     std::string trouble = down_text(session);
     if (trouble.empty()) {
-      const std::string own = own_trouble(session);
       trouble = "no answer from its NIC within " + seconds_text(options_.connect_timeout_ns) +
                 (own.empty() ? ": the engine is gone, or datagrams between the NICs do not pass" : "; " + own);
     }
-    doom(session, trouble, false);
+    doom(session, trouble, own.empty() ? LinkEnd::kLost : LinkEnd::kUnmade);
   } else if (link.down_since_ns != 0 && now_ - link.down_since_ns >= options_.peer_timeout_ns) {
-    doom(session, "no path to it for " + seconds_text(now_ - link.down_since_ns) + ": " + down_text(session), false);
+    doom(session, "no path to it for " + seconds_text(now_ - link.down_since_ns) + ": " + down_text(session),
+         LinkEnd::kLost);
   }
   if (session.is_over) return;
   for (const auto& path : session.paths) {
@@ -200,7 +202,7 @@ void RdmaTransport::tend_link(Session& session) {
     if (!asks || now_ - path->doubt_since_ns < options_.peer_timeout_ns) continue;
     doom(session,
          "it does not say what became of operations on " + pair_text(*path) + ", which failed: " + path->trouble,
-         false);
+         LinkEnd::kLost);
     return;
   }
   if (link.queued > 0) fail_pinned(link);
@@ -245,7 +247,7 @@ void RdmaTransport::tend_liveness(Session& session) {
       doom(session,
            "no path to it for " + seconds_text(silent) +
                " (peer_timeout_s) with operations under way: " + own_trouble(session),
-           false);
+           LinkEnd::kLost);
     }
     return;
   }
@@ -253,7 +255,7 @@ void RdmaTransport::tend_liveness(Session& session) {
     doom(session,
          "silent for " + seconds_text(silent) + " (peer_timeout_s) with operations under way on " + open_text(session) +
              ": it is frozen, or cut off",
-         false);
+         LinkEnd::kLost);
   } else if (silent >= kFrozenAfterNs && !link->is_frozen) {
     link->is_frozen = true;
     sink_->on_link_frozen(*link, true, "silent for " + seconds_text(silent) + " with operations under way");
@@ -347,18 +349,19 @@ void RdmaTransport::on_nobody(const Bytes& endpoint) {
       const auto at = session.peer_endpoints.find(path->peer_rail);
       return at != session.peer_endpoints.end() && session.deserted.contains(at->second);
     });
-    if (is_gone) doom(session, "nobody is at its address any more: it was closed, or its process has ended", false);
+    if (is_gone)
+      doom(session, "nobody is at its address any more: it was closed, or its process has ended", LinkEnd::kLost);
   }
 }
 
 // --- ends ---
 
 // The session ends: its paths are broken off, and once all are flushed, the link goes down.
-void RdmaTransport::doom(Session& session, const std::string& reason, bool orderly) {
+void RdmaTransport::doom(Session& session, const std::string& reason, LinkEnd end) {
   if (std::exchange(session.is_over, true)) return;
   any_over_ = true;
   is_watching_ = true;
-  if (session.link) session.link->doom = {reason, orderly};
+  if (session.link) session.link->doom = {reason, end};
   for (auto& path : session.paths) mark_broken(*path, Cause::kHere, reason);
 }
 
@@ -368,7 +371,7 @@ bool RdmaTransport::finish_doom(Session& session) {
   if (!session.is_quiet()) return false;
   if (session.link) {
     const RdmaLink::Doom doom = *session.link->doom;
-    sink_->on_link_down(*session.link, doom.reason, doom.orderly);
+    sink_->on_link_down(*session.link, doom.reason, doom.end);
     flush_link(*session.link, Status::kPeerLost, doom.reason);
     session.link.reset();
   }

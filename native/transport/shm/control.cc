@@ -241,7 +241,9 @@ void Control::handle_command(Command& command) {
       connection.deadline_ns = now_ns() + connect_timeout_ns_;
       token_of_link_[command.link_id] = connection.token;
       if (!connection.socket) {
-        lose(connection, std::string("cannot make a socket: ") + std::strerror(errno));
+        const bool at_limit = errno == EMFILE || errno == ENFILE;
+        lose_unmade(connection, std::string("cannot make a socket: ") + std::strerror(errno) +
+                                    (at_limit ? "; raise the limit on open files (ulimit -n)" : ""));
       } else {
         start_connect(connection);
       }
@@ -389,13 +391,16 @@ void Control::lose(Connection& connection, const std::string& reason) {
   if (connection.lost) return;
   connection.lost = true;
   if (!connection.accepted) {
-    emit({.kind = ControlEvent::Kind::kOutDown,
-          .link_id = connection.link_id,
-          .orderly = connection.orderly,
-          .text = reason});
+    emit({.kind = ControlEvent::Kind::kOutDown, .link_id = connection.link_id, .end = connection.end, .text = reason});
   } else if (connection.up) {
     emit({.kind = ControlEvent::Kind::kInDown, .link_id = connection.link_id, .text = reason});
   }
+}
+
+// Where not the peer's absence or silence is the cause: it may be reached another time.
+void Control::lose_unmade(Connection& connection, const std::string& reason) {
+  if (!connection.up) connection.end = LinkEnd::kUnmade;
+  lose(connection, reason);
 }
 
 // As of the last look: what came until then has been read. We may have been stopped since, and answers come.

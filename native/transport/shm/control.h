@@ -34,7 +34,7 @@ struct ControlEvent {
   uint32_t rail_count = 0;                   // kInUp
   uint32_t pid = 0;                          // kOutUp: in our pid namespace, 0 when invisible
   bool same_process = false;                 // kOutUp
-  bool orderly = false;                      // kOutDown: it said goodbye
+  LinkEnd end = LinkEnd::kLost;              // kOutDown
   uint64_t region_id = 0;                    // kImported, kRegionClosed
   RegionFacts facts = {};                    // kImported
   Fd memory = {};                            // kImported, of a GPU's memory: what device::PhysicalMemory imports
@@ -112,6 +112,7 @@ class Control {
   void watch_room(const Connection& connection);
   void watch_process(Connection& connection);
   void lose(Connection& connection, const std::string& reason);
+  void lose_unmade(Connection& connection, const std::string& reason);
   void check_timeouts();
   void sweep();
   Connection& add_connection(Fd fd);

@@ -28,7 +28,7 @@ struct Control::Connection {
   bool lost = false;
   bool connected = false;  // connect(2) went through
   bool same_process = false;
-  bool orderly = false;  // it said goodbye
+  LinkEnd end = LinkEnd::kLost;  // once it is lost
   uint32_t pid = 0;
   int64_t deadline_ns = 0;
   Fd socket;

@@ -121,7 +121,7 @@ void Control::on_message(Connection& connection, std::span<const uint8_t> bytes,
         on_welcome(connection, body, std::move(fds));
         return;
       case kRefuse:
-        lose(connection, "it refused us: " + reader.get_text());
+        lose_unmade(connection, "it refused us: " + reader.get_text());
         return;
       case kImport:
         on_import(connection, body);
@@ -139,7 +139,7 @@ void Control::on_message(Connection& connection, std::span<const uint8_t> bytes,
         emit({.kind = ControlEvent::Kind::kPong, .link_id = connection.link_id});
         return;
       case kGoodbye:
-        connection.orderly = true;
+        connection.end = LinkEnd::kLeft;
         lose(connection, "the engine was closed");
         return;
       default:  // a byte from outside, not an enum
@@ -157,7 +157,7 @@ void Control::refuse(Connection& connection, std::string_view text, const std::s
   Writer refusal;
   refusal.put_text(text.substr(0, 255));
   send(connection, kRefuse, refusal.bytes());
-  lose(connection, reason);
+  lose_unmade(connection, reason);
 }
 
 void Control::on_hello(Connection& connection, std::span<const uint8_t> body, std::vector<Fd> fds) {
@@ -331,7 +331,7 @@ void Control::send(Connection& connection, uint8_t type, std::span<const uint8_t
   for (const int fd : fds) {
     packet.fds.emplace_back(fcntl(fd, F_DUPFD_CLOEXEC, 0));
     if (!packet.fds.back()) {
-      lose(connection, out_of_fds("fcntl").what());
+      lose_unmade(connection, out_of_fds("fcntl").what());
       return;
     }
   }

@@ -175,7 +175,7 @@ void ShmTransport::handle_outgoing(Outgoing& link, ControlEvent event) {
       break;
     case ControlEvent::Kind::kOutDown:
       take_last_words(*link.address);
-      sink_->on_link_down(link, event.text, event.orderly);
+      sink_->on_link_down(link, event.text, event.end);
       flush_link(link, Status::kPeerLost, event.text);
       ring_all();  // its home is in the list
       std::erase_if(outgoing_, [&](const auto& owned) { return owned.get() == &link; });

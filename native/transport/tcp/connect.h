@@ -77,6 +77,7 @@ struct ConnectResult {
   Kind kind = Kind::kFailed;
   RefusalCode code = RefusalCode::kMalformed;
   std::string text;
+  bool lacked_here = false;                // kFailed: descriptors or memory of this process
   bool was_taken = false;                  // kTimeout: somebody is there, but the handshake was not finished
   Socket socket;                           // kUp: of a connection of our own
   std::shared_ptr<Connection> connection;  // kUp: of the peer's, shared

@@ -62,6 +62,7 @@ Connector::Connector(Poller* poller, Owner* owner, const Rail& from, const Endpo
     const bool nobody = errno == ECONNREFUSED;
     early_.kind = nobody ? ConnectResult::Kind::kNobodyThere : ConnectResult::Kind::kFailed;
     const bool at_limit = errno == EMFILE || errno == ENFILE;
+    early_.lacked_here = at_limit || errno == ENOBUFS || errno == ENOMEM;
     early_.text = std::string(call) + " to " + route_ + ": " + std::strerror(errno) +
                   (at_limit ? "; raise the limit on open files (ulimit -n)" : "");
   };

@@ -289,8 +289,9 @@ struct OutLink final : Link {
   std::string vain_trouble;     // why the latest of them broke
   std::vector<bool> nobody_at;  // by pair: the latest attempt found nobody at that port of the peer
   std::string refusal;          // what the peer, or whoever is there, said since a channel was last open
-  std::optional<std::pair<std::string, bool>> doom;  // reason, orderly: the link goes down at the end of this poll
-  InLink* twin = nullptr;  // the same peer's operations towards us. Invariant: twin->twin == this
+  std::optional<std::pair<std::string, LinkEnd>> doom;  // the link goes down at the end of this poll
+  bool lacked_here = false;  // the latest attempt to connect failed for want of something of this process
+  InLink* twin = nullptr;    // the same peer's operations towards us. Invariant: twin->twin == this
 
   RingQueue<SentMessage> messages;  // by id, from first_message_id
   uint64_t first_message_id = 1;

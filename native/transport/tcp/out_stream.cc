@@ -286,7 +286,7 @@ bool OutStream::on_head(const FrameHeader& header, std::span<const std::byte> me
     case FrameType::kPong:
       return meta.size() == sizeof(PingMeta) || reject_malformed(type);
     case FrameType::kClosing:
-      if (!link.doom) link.doom.emplace(text_of(meta), true);
+      if (!link.doom) link.doom.emplace(text_of(meta), LinkEnd::kLeft);
       transport_->watch(link);
       return true;
     case FrameType::kShare:

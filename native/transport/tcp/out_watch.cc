@@ -155,6 +155,7 @@ void OutChannel::on_attempt_over(ConnectResult result, bool was_sharing) {
     } catch (const TransportError& error) {
       result.kind = ConnectResult::Kind::kFailed;
       result.text = error.what();
+      result.lacked_here = true;
     }
   }
   if (result.kind == ConnectResult::Kind::kUp) {
@@ -195,6 +196,7 @@ void OutChannel::on_attempt_failed(const ConnectResult& result, bool was_sharing
   shuns_sharing = was_sharing;
   if (is_open()) return;  // was to move over to the peer's, and stays where it is
   trouble = result.text;
+  link->lacked_here = result.lacked_here;
   if (broken_at_ns == 0) {
     broken_at_ns = now;
     // It broke when it was to move over: that was no end of a move, as OutStream::on_broken had to take it for.
@@ -217,12 +219,12 @@ void OutChannel::judge_peer(const ConnectResult& result) {
     // more.
     if (is_reached && !leaves && result.code != RefusalCode::kUnknownLink) return;
     // What is refused once may be what a box on the way has made of our words. Said twice it holds.
-    if (leaves || !link->refusal.empty()) link->doom.emplace(trouble, leaves);
+    if (leaves || !link->refusal.empty()) link->doom.emplace(trouble, leaves ? LinkEnd::kLeft : LinkEnd::kLost);
     link->refusal = trouble;
   } else if (result.kind == ConnectResult::Kind::kNobodyThere && !others) {
     // An engine that is gone listens at none of its addresses. One alone may be a firewall's, or another host's.
     if (std::ranges::all_of(link->nobody_at, [](bool nobody) { return nobody; })) {
-      link->doom.emplace(trouble, false);
+      link->doom.emplace(trouble, LinkEnd::kLost);
       return;
     }
     for (uint32_t other = 0; other < link->pairs.size(); ++other) link->channel(other, Lane::kSmall).wanted = true;
@@ -306,8 +308,8 @@ void TcpTransport::tend(OutLink& link) {
   // Who stood back for a rail that gives no sign takes it on by and by.
   if (link.queued > 0 && link.pairs.size() > 1) mark_dirty(link);
   if (link.doom) {
-    const auto [reason, orderly] = *link.doom;
-    take_down(link, reason, orderly);
+    const auto [reason, end] = *link.doom;
+    take_down(link, reason, end);
   }
 }
 
@@ -326,7 +328,7 @@ void TcpTransport::tend_vain(OutLink& link) {
   link.doom.emplace("for " + seconds_text(vain_ns) + " (peer_timeout_s) each of " +
                         std::to_string(link.vain_connections) +
                         " connections to it broke before anything got through: " + link.vain_trouble,
-                    false);
+                    LinkEnd::kLost);
 }
 
 // Connects what is wanted and not connected, asks about what is in doubt. True: no channel is open.
@@ -387,7 +389,7 @@ bool TcpTransport::tend_channels(OutLink& link) {
       if (!link.refusal.empty()) trouble = link.refusal;
       link.doom.emplace(
           was_up ? "no rail of it could be reached for " + seconds_text(now_ - since) + ": " + trouble : trouble,
-          false);
+          !was_up && link.lacked_here ? LinkEnd::kUnmade : LinkEnd::kLost);
     }
   }
   return carrier == nullptr;
@@ -488,7 +490,7 @@ void TcpTransport::tend_liveness(OutLink& link) {
   if (silent >= options_.peer_timeout_ns) {
     link.doom.emplace("silent for " + seconds_text(silent) + " (peer_timeout_s) with operations under way on " +
                           rails_text(link, address_) + ": it is frozen, or cut off",
-                      false);
+                      LinkEnd::kLost);
   } else if (silent >= kFrozenAfterNs && !link.frozen) {
     link.frozen = true;
     sink_->on_link_frozen(link, true, "silent for " + seconds_text(silent) + " with operations under way");
@@ -500,8 +502,8 @@ void TcpTransport::tend_liveness(OutLink& link) {
 
 // --- ends ---
 
-void TcpTransport::take_down(OutLink& link, const std::string& reason, bool orderly) {
-  sink_->on_link_down(link, reason, orderly);
+void TcpTransport::take_down(OutLink& link, const std::string& reason, LinkEnd end) {
+  sink_->on_link_down(link, reason, end);
   flush(link, Status::kPeerLost, reason);
 }
 

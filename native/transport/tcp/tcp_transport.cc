@@ -159,7 +159,8 @@ Link* TcpTransport::connect(const std::shared_ptr<const Address>& address) {
     if (key.first == address->incarnation && incoming->is_connected()) pair_twins(link, *incoming);
   }
   if (link.pairs.empty()) {
-    link.doom.emplace("none of our rails is of the same address family (IPv4, IPv6) as one of the peer's", false);
+    link.doom.emplace("none of our rails is of the same address family (IPv4, IPv6) as one of the peer's",
+                      LinkEnd::kLost);
   } else {
     link.channel(0, Lane::kSmall).wanted = true;
   }

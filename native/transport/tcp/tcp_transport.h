@@ -145,7 +145,7 @@ class TcpTransport final : public Transport, public Acceptor::Owner {
   bool may_attempt(OutLink& link);
   void start_attempt(OutChannel& channel);
   void count_attempts();
-  void take_down(OutLink& link, const std::string& reason, bool orderly);
+  void take_down(OutLink& link, const std::string& reason, LinkEnd end);
   void flush(OutLink& link, Status status, const std::string& detail);
   void say_goodbye(OutLink& link, const std::string& text);
   uint32_t pump(OutLink& link);
