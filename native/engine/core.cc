@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <new>
 
 #include "engine/dump_triggers.h"
 #include "engine/watchdog.h"
@@ -160,6 +161,27 @@ void EngineCore::finish_submits() {
   }
 }
 
+void EngineCore::complete_everything() try {
+  assert_holder();
+  finish_submits();
+  std::map<Incarnation, PeerRef> peers;
+  {
+    std::lock_guard lock(tables_mutex_);
+    peers = peers_;
+  }
+  fail_triggered(nullptr, Status::kEngineClosed, "the engine was closed");
+  for (auto& [incarnation, peer] : peers) fail_backlogs(*peer, Status::kEngineClosed, "the engine was closed");
+  transports_.close();
+  verifications_.fail(nullptr, Status::kEngineClosed, "the engine was closed");
+  verifications_.drop_jobs();
+  imms_.end_arrivals();
+  for (auto& [incarnation, peer] : peers) peer->link_ = nullptr;
+  busy_.clear();
+  pool_in_use_ = nullptr;
+} catch (const std::bad_alloc&) {  // see round()
+  fail_out_of_memory(options_.name.c_str());
+}
+
 bool EngineCore::close(Deadline drain_deadline, const InterruptCheck& interrupted) {
   if (forked()) return true;
   WaitResult drain = WaitResult::kReady;
@@ -180,21 +202,7 @@ bool EngineCore::close(Deadline drain_deadline, const InterruptCheck& interrupte
     if (watchdog_) watchdog_->stop();
     // 3. Everything that is left completes.
     while (!progress_lock_.try_lock()) std::this_thread::yield();
-    finish_submits();
-    std::map<Incarnation, PeerRef> peers;
-    {
-      std::lock_guard lock(tables_mutex_);
-      peers = peers_;
-    }
-    fail_triggered(nullptr, Status::kEngineClosed, "the engine was closed");
-    for (auto& [incarnation, peer] : peers) fail_backlogs(*peer, Status::kEngineClosed, "the engine was closed");
-    transports_.close();
-    verifications_.fail(nullptr, Status::kEngineClosed, "the engine was closed");
-    verifications_.drop_jobs();
-    imms_.end_arrivals();
-    for (auto& [incarnation, peer] : peers) peer->link_ = nullptr;
-    busy_.clear();
-    pool_in_use_ = nullptr;
+    complete_everything();
     progress_lock_.unlock();
     // 4. Everybody who waits hears of it; cycles of references are cut.
     imms_.close_all();

@@ -233,6 +233,7 @@ class EngineCore final : public Sink, public Actor {
   bool has_work();
   void drain_after_close();
   void finish_submits();
+  void complete_everything();
 
   // --- recording (recording.cc), progress holder ---
   void record_transfer(FlightState state, const Transfer& transfer);

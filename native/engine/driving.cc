@@ -4,10 +4,12 @@
 
 #include <algorithm>
 #include <chrono>
+#include <new>
 #include <thread>
 #include <utility>
 
 #include "engine/core.h"
+#include "util/errors.h"
 #include "util/futex.h"
 
 namespace crossrail {
@@ -73,7 +75,9 @@ uint32_t EngineCore::poll_transports() {
   return moved;
 }
 
-uint32_t EngineCore::round() {
+// An exception would leave what the holder does half done, and the progress lock taken for good: everybody would wait
+// for ever. Nothing throws here but what allocates, and the worker could not go on either.
+uint32_t EngineCore::round() try {
   assert_holder();
   constexpr uint32_t kIdleRounds = 32;  // take longer than entries of a burst are apart
   bump(counters_.rounds);
@@ -94,6 +98,8 @@ uint32_t EngineCore::round() {
     recorder_.new_moment();
   }
   return moved;
+} catch (const std::bad_alloc&) {
+  fail_out_of_memory(options_.name.c_str());
 }
 
 void EngineCore::worker_main() {
@@ -241,7 +247,11 @@ bool EngineCore::run_as_holder(const std::function<void()>& work, Deadline until
   }
   guests_.fetch_sub(1, std::memory_order_relaxed);
   if (!enters) return false;
-  work();
+  try {
+    work();
+  } catch (const std::bad_alloc&) {
+    fail_out_of_memory(options_.name.c_str());
+  }
   if (closed()) {
     progress_lock_.unlock();  // there is nobody to hand over to
   } else {
@@ -270,7 +280,7 @@ bool EngineCore::progress() {
 
 // Short work while nobody drives: posted here, as the progress holder, without the queue. As long as nobody else knows
 // of the transfer, nothing about it needs an atomic.
-void EngineCore::submit_here(Transfer* transfer) {
+void EngineCore::submit_here(Transfer* transfer) try {
   assert_holder();
   TransferWork& work = *transfer->work_;
   take_submits();  // what came before us
@@ -285,6 +295,8 @@ void EngineCore::submit_here(Transfer* transfer) {
     if (work.local != nullptr) work.local->begin_op();
   }
   leave_awake();
+} catch (const std::bad_alloc&) {
+  fail_out_of_memory(options_.name.c_str());
 }
 
 void EngineCore::submit(Transfer* transfer) {

@@ -99,8 +99,8 @@ bool dump_all(const char* reason, std::string_view directory, bool patient) {
   return visited;
 }
 
-void on_failed_assert() {
-  if (dump_all("failed assertion", {}, false)) return;
+void on_abort(const char* reason) {
+  if (dump_all(reason, {}, false)) return;
   say("crossrail: no flight recorder is written: the list of engines is being changed\n");
 }
 
@@ -149,7 +149,7 @@ DumpOutcome dump_to_directory(EngineCore& core, std::string_view directory, std:
   return outcome;
 }
 
-void dump_on_failed_assert() { set_assert_hook(&on_failed_assert); }
+void dump_on_failed_assert() { set_assert_hook(&on_abort); }
 
 SignalDump::SignalDump(int signal_number, std::string directory)
     : signal_number_(signal_number), directory_(std::move(directory)), owner_pid_(getpid()) {

@@ -1,7 +1,9 @@
 // From submits to work requests: who gets a turn, and for how long.
 #include <algorithm>
+#include <new>
 
 #include "engine/core.h"
+#include "util/errors.h"
 
 namespace crossrail {
 
@@ -64,7 +66,7 @@ bool EngineCore::hold(Transfer* transfer) {
   return true;
 }
 
-void EngineCore::on_word_changed() {
+void EngineCore::on_word_changed() try {
   if (is_simulated() || !try_enter()) {
     wake();
     return;
@@ -77,6 +79,8 @@ void EngineCore::on_word_changed() {
   if (begin_triggered() > 0) bump(moves_);
   first_bytes_only_ = false;
   leave_awake();
+} catch (const std::bad_alloc&) {  // see round()
+  fail_out_of_memory(options_.name.c_str());
 }
 
 // How much a round posts to such peers.

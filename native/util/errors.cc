@@ -55,11 +55,25 @@ constinit std::atomic<AssertHook> assert_hook{nullptr};
 
 void set_assert_hook(AssertHook hook) { assert_hook.store(hook, std::memory_order_release); }
 
+namespace {
+[[noreturn]] void abort_with_hook(const char* reason) {
+  // Taken away: the hook's own bug must not call it again.
+  if (const AssertHook hook = assert_hook.exchange(nullptr, std::memory_order_acq_rel)) hook(reason);
+  std::abort();
+}
+}  // namespace
+
+void fail_out_of_memory(const char* whose) {
+  std::fprintf(stderr,
+               "crossrail: out of memory while engine '%s' was moving data, which can be neither finished nor taken "
+               "back: the process ends. Next: %s\n",
+               whose, usual_remedy(ENOMEM));
+  abort_with_hook("out of memory");
+}
+
 void fail_assert(const char* expression, const char* file, int line) {
   std::fprintf(stderr, "crossrail: internal error: %s is false at %s:%d. Please report it.\n", expression, file, line);
-  // Taken away: the hook's own bug must not call it again.
-  if (const AssertHook hook = assert_hook.exchange(nullptr, std::memory_order_acq_rel)) hook();
-  std::abort();
+  abort_with_hook("failed assertion");
 }
 
 }  // namespace crossrail

@@ -49,9 +49,14 @@ class SimulationIdleError : public std::runtime_error {
 // Throws TransportError for errno of a failed system call. remedy: empty: what usually helps against that errno.
 [[noreturn]] void throw_errno(const char* call, const std::string& what, const std::string& remedy = {});
 
-// Called once by the first assertion that fails, after it was printed; the process aborts when it returns. Any thread.
-using AssertHook = void (*)();
+// Called once, by the first that aborts here, after it has printed why; the process aborts when it returns. reason: in
+// two words. Any thread.
+using AssertHook = void (*)(const char* reason);
 void set_assert_hook(AssertHook hook);
+
+// No memory where what is begun can be neither finished nor taken back. Prints and aborts, as fail_assert does. whose:
+// the name of the engine.
+[[noreturn]] void fail_out_of_memory(const char* whose);
 
 // Our own bug: prints and aborts. Kept on in release builds, off the hot path.
 [[noreturn]] void fail_assert(const char* expression, const char* file, int line);

@@ -1,14 +1,16 @@
 """What the system does not give any more is an error that names it, and what to do; what there was before goes on."""
 
 import re
+import signal
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
 from tests.support.limits import WAIT_S
-from tests.support.process import REPOSITORY
+from tests.support.process import REPOSITORY, run_script
 
 MOVES = """
     import pathlib, resource
@@ -144,3 +146,31 @@ def test_callback_that_no_thread_is_had_for_was_not_asked_for() -> None:
     )
     assert run.returncode == 0 and not run.stderr, run.stdout + run.stderr
     assert run.stdout == "['later', 'later']\n"
+
+
+OUT_OF_MEMORY = """
+    import pathlib, resource, sys
+    import crossrail as xr
+
+    with xr.Engine("b", transport="shm") as b, xr.Engine(
+        "a", transport="shm", polling="manual", dump_dir=sys.argv[1]
+    ) as a:
+        a.connect(b.address, 10)
+        holes = [bytes(4000) for _ in range(20_000)]
+        del holes[::2]  # room for what is short, and none for the queue of those that wait, once it is to grow
+        pages = int(pathlib.Path("/proc/self/statm").read_text().split()[0])
+        resource.setrlimit(resource.RLIMIT_AS, (pages * 4096, -1))
+        for _ in range(60_000):
+            a.submit_send(b.address, b"x")
+"""
+
+
+@pytest.mark.no_sanitizer  # they take terabytes of address space
+def test_out_of_memory_where_an_engine_moves_data_ends_the_process_in_words(tmp_path: Path) -> None:
+    """Whoever drives holds a lock that all its threads need: they would wait for good."""
+    run = run_script(OUT_OF_MEMORY, str(tmp_path))
+
+    assert run.returncode == -signal.SIGABRT, run.stdout + run.stderr
+    assert "crossrail: out of memory while engine 'a' was moving data" in run.stderr
+    assert "out of memory: flight recorder of engine 'a' is in" in run.stderr
+    assert "ulimit -v" in run.stderr
