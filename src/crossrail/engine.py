@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+import crossrail.transfers  # noqa: F401  # else whoever first awaits one loads it, perhaps without a descriptor left
 from crossrail import _core, _ending, _libfabric, _options, _raise, _simulation
 from crossrail._buffers import memory_of
 from crossrail._core import Address, GpuMapping, Message, RegionDescriptor
@@ -418,9 +419,9 @@ class Engine(_core.Engine):
         present state only. A lost peer meets no clause. Any thread. UsageError for a malformed clause, and for a peer
         that is not connected: call connect() first.
         """
+        parsed = _parse_policy(clauses)
         from crossrail import policy
 
-        parsed = policy.parse(clauses)
         explanation = self.explain(peer)
         if explanation.state not in ("connected", "slow", "frozen", "lost"):
             raise UsageError(f"peer '{explanation.peer}' is {explanation.state}, must be connected: connect() first")

@@ -43,6 +43,7 @@ PARTS_MAY_USE: dict[str, dict[str, set[str]]] = {
             "rdma",
             "regions",
             "tls",
+            "transfers",
             "watchers",
         },
         "flight": {"_closing", "_files", "_options"},

@@ -304,3 +304,42 @@ def test_peer_that_was_not_reached_for_want_of_descriptors_is_tried_anew(transpo
         "True",
         "['peer-lost', 'peer-connected', 'peer-left']",
     ]
+
+
+CALLS = (
+    STARVING
+    + """
+    import asyncio, contextlib
+
+    def attempt(call):
+        try:
+            print(call())
+        except xr.CrossrailError as error:
+            print(type(error).__name__, "ulimit -n" in str(error))
+
+    async def finished(transfer):
+        return await transfer
+
+    with xr.Engine("b", transport="shm") as b, xr.Engine("a", transport="shm") as a:
+        a.connect(b.address, 20)
+        transfer = a.submit_send(b.address, b"x")
+        with b.submit_recvs(1, 100) as pool, contextlib.closing(asyncio.new_event_loop()) as loop:
+            pool.recv(20)
+            transfer.wait(20)
+            memory = b.alloc(1000)
+            starve(0)
+            attempt(lambda: loop.run_until_complete(finished(transfer)))
+            attempt(lambda: transfer.add_done_callback(lambda _: None))
+            attempt(lambda: a.require(b.address, "shm"))
+            attempt(lambda: a.map(memory.descriptor, 20))
+            feed()
+"""
+)
+
+
+def test_calls_that_need_some_say_so_in_our_words() -> None:
+    """What is awaited or called back when it is over needs none, though nothing of it was imported before."""
+    script = run_script(CALLS)
+
+    assert_clean(script)
+    assert script.stdout.splitlines() == ["None", "None", "TransportError True", "TransferError True"]

@@ -54,6 +54,7 @@ Status ShmTransport::map(Link& link, const RemoteKey& key, int gpu, Mapping* out
       if (!import.is_gpu || gpu < 0) return Status::kAccessDenied;
       return map_gpu(static_cast<Outgoing&>(link), import, gpu, out);
     case Import::State::kRefused:
+      if (import.status == Status::kTransportFailed) out->trouble = import.text;
       return import.status;
     case Import::State::kDirect:
       break;
