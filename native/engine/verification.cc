@@ -272,6 +272,7 @@ void Verifications::answer(const Job& job) {
   const uint64_t sum = job.sum.value();
   if (job.status == Status::kDone && question.imm != kNoImm) {
     core_->on_imm(question.imm, question.pages.size() * uint64_t{kUnitsPerCount});
+    core_->imms_.flush_arrivals();  // before the asker hears of it: a checked write that is done is counted
   }
   if (job.status == Status::kChecksumMismatch) {
     core_->add_event({EngineEvent::Kind::kChecksumMismatch, job.asker->name,

@@ -32,6 +32,18 @@ def test_fresh_counter_is_empty(engine: xr.Engine) -> None:
     assert counter.try_consume() is False
 
 
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_checked_write_that_is_done_is_counted(open_engine: EngineFactory, transport: str) -> None:
+    """Whoever hears of its end by another way need not wait for the count; of other writes that is not promised."""
+    here, there = open_engine("here", transport=transport), open_engine("there", transport=transport)
+    source, target = here.alloc(1000), there.alloc(1000)
+    counter = there.imm_counter(7)
+
+    for done in range(1, 1001):
+        here.submit_write(source, target.descriptor, imm=7, verify=True).wait(WAIT_S)
+        assert counter.poll() == done
+
+
 def test_poll_looks_and_try_consume_takes(engine: xr.Engine) -> None:
     counter = engine.imm_counter(3)
     arrive(engine, 3, 5)
