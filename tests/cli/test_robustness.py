@@ -497,6 +497,12 @@ class Raises(click.Command):
         (CrossrailError("so"), 1, "error: so"),
         (PeerLost("'a\x1b]0;x\x07' is gone"), 1, "error: 'a?]0;x?' is gone [more: crossrail error peer-lost]"),
         (PermissionError(13, "Permission denied", "/x"), 1, "error: /x: Permission denied"),
+        (
+            OSError(24, "Too many open files"),
+            1,
+            "error: Too many open files; raise the limit on open files (ulimit -n)",
+        ),
+        (MemoryError("std::bad_alloc"), 1, "error: out of memory; free some, or raise the limit on address space"),
         (KeyError("x"), 1, "error: a mistake in crossrail, KeyError: 'x'; `crossrail --debug ...` shows where, "),
         (KeyboardInterrupt(), 130, "interrupted"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import logging
 import os
@@ -174,7 +175,12 @@ def _words_of(error: Exception) -> str:
         more = "" if type(error) is CrossrailError else f" [more: crossrail error {error.error_code}]"
         return f"error: {error}{more}"
     if isinstance(error, OSError) and error.strerror:
-        return f"error: {error.strerror}" if error.filename is None else f"error: {error.filename}: {error.strerror}"
+        advice = "; raise the limit on open files (ulimit -n)" if error.errno in (errno.EMFILE, errno.ENFILE) else ""
+        where = "" if error.filename is None else f"{error.filename}: "
+        return f"error: {where}{error.strerror}{advice}"
+    if isinstance(error, MemoryError):
+        why = "" if str(error) in ("", "std::bad_alloc") else f": {error}"
+        return f"error: out of memory{why}; free some, or raise the limit on address space (ulimit -v)"
     what = f"{type(error).__name__}: {error}"
     return f"error: a mistake in crossrail, {what}; `crossrail --debug ...` shows where, please report it"
 
