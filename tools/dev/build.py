@@ -69,6 +69,7 @@ def python_overlay(folder: Path, component: str = "") -> Path:
     not_ours = shutil.ignore_patterns("_core*.so", "__pycache__")
     shutil.copytree(ROOT / "src" / "crossrail", overlay / "crossrail", ignore=not_ours)
     install(folder, overlay, component)
+    (overlay / "crossrail" / "py.typed").touch()  # with the stubs, which builds that cannot be imported plainly lack
     return overlay
 
 
