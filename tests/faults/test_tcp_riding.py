@@ -127,3 +127,15 @@ def test_acknowledgements_ride_again_once_they_cannot_overtake_a_refusal(open_en
             game.send(0, 512)
         game.settle()
         game.play_until_one_rides(later_than=refused + UNDER_WAY_MAX)
+
+
+def test_first_acknowledgement_waits_for_nothing(open_engine: EngineFactory) -> None:
+    engine = open_engine("here", polling="manual", **TCP)
+    counter = engine.imm_counter(IMM)
+    with ExitStack() as connections:
+        with driven(engine):
+            connection = connections.enter_context(RawPeer(engine.address).connected())
+        connection.sendall(wire.write_frame(0, [(0, b"", IMM)]))
+        eventually(lambda: (engine.progress(), counter.poll())[1] > 0, "the write")
+        # By the call that placed it: nobody drives the engine any more.
+        assert wire.receive_frame(connection)[0] == Frame.ACK

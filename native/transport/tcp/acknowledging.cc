@@ -23,7 +23,8 @@ bool may_ride(const InChannel& channel, const Connection& by) {
 }  // namespace
 
 void TcpTransport::ack_later(InLink& link, bool at_once) {
-  link.ack_now = link.ack_now || at_once || link.rides == 0;
+  const bool is_first = link.acked_alone_ns == 0;  // whether waiting pays is not known yet
+  link.ack_now = link.ack_now || at_once || link.rides == 0 || is_first;
   if (std::exchange(link.ack_due, true)) return;
   link.ack_due_since_ns = now_;
   if (!std::exchange(link.ack_listed, true)) acks_.push_back(&link);
