@@ -565,3 +565,14 @@ def test_names_of_requests_differ_between_routers(seed: Seed) -> None:
     routers = [Router("same", m.mailbox(net.wire("same"), b"s3cret")) for _ in range(2)]
     names = [router.new_name() for router in routers for _ in range(100)]
     assert len(set(names)) == 200 and np.unique([len(name) for name in names]).max() <= 128
+
+
+async def test_who_has_enough_of_what_is_all_here_already_has_stopped_it(town: Town) -> None:
+    await town.add("a")
+    async with contextlib.aclosing(town.router.complete(prompt_of(1), SHORT, request="mine")) as chunks:
+        async for chunk in chunks:
+            if chunk.end is not None:
+                assert chunk.end.reason == "length"
+                town.router.has_enough("mine", "a stop text came")
+    assert town.router.ended("mine") == m.End("stop", "a stop text came")
+    assert town.router.counts["stop"] == 1

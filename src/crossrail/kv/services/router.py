@@ -203,9 +203,11 @@ class Router(AsyncClosing):
     def has_enough(self, request: str, why: str) -> None:
         """Whoever iterates complete() has all he wants, and leaves: it ends as "stop", not as cancelled."""
         running = self._running.get(request)
-        if running is not None and not running.ended:
+        if running is None:
+            return
+        running.end = m.End("stop", why)  # also where all is here already, and he has not looked at the rest
+        if not running.ended:
             running.ended = True
-            running.end = m.End("stop", why)
             self._cancel(running, why)
 
     def _admit(
