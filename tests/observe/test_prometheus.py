@@ -56,9 +56,10 @@ class Prometheus:
             with urllib.request.urlopen(f"{self._url}/api/v1/{what}?{urllib.parse.urlencode(arguments)}") as answer:
                 return json.loads(answer.read())["data"]
         except urllib.error.HTTPError as error:
-            if error.code == 503:  # not ready
-                return None
-            raise AssertionError(f"{arguments}: {error.read().decode()}") from None
+            with error:
+                if error.code == 503:  # not ready
+                    return None
+                raise AssertionError(f"{arguments}: {error.read().decode()}") from None
         except OSError:
             return None
 

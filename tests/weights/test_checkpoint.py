@@ -71,7 +71,11 @@ async def test_cold_start(make_fleet: MakeFleet, tmp_path: Path, readers: int) -
         ((3).to_bytes(8, "little") + b"{{{", "no safetensors header"),
         ((9).to_bytes(8, "little") + b'{"w": {}}', "'w': "),
         ((10).to_bytes(8, "little") + b'{"w": "\xff"}', "bad.safetensors: 'w': "),
-        ((20006).to_bytes(8, "little") + b'{"w":' + b"[" * 10000 + b"]" * 10000 + b"}", "no safetensors header"),
+        # Python's json, from 3.14 on, nests as deep as that.
+        (
+            (20006).to_bytes(8, "little") + b'{"w":' + b"[" * 10000 + b"]" * 10000 + b"}",
+            "(no safetensors header|'w'): ",
+        ),
     ],
 )
 def test_malformed_file_is_refused(tmp_path: Path, data: bytes, why: str) -> None:

@@ -94,9 +94,9 @@ class OutputFile(click.Path):
         path = Path(os.fsdecode(super().convert(value, param, ctx)))
         folder = path.absolute().parent
         try:
-            if not folder.is_dir():
+            if not (_exists(folder) and folder.is_dir()):
                 self.fail(f"{str(path)!r}: there is no folder {str(folder)!r}", param, ctx)
-            if not path.exists():
+            if not _exists(path):
                 _try_to_write_in(folder)
             elif path.is_file():
                 os.close(os.open(path, os.O_WRONLY))
@@ -114,13 +114,22 @@ class OutputFolder(click.Path):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         path = Path(os.fsdecode(super().convert(value, param, ctx)))
         try:
-            there = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+            there = next(folder for folder in (path.absolute(), *path.absolute().parents) if _exists(folder))
             if not there.is_dir():
                 self.fail(f"{str(path)!r}: {str(there)!r} is not a folder", param, ctx)
             _try_to_write_in(there)
         except OSError as error:
             self.fail(f"{str(path)!r}: {error.strerror}", param, ctx)
         return path
+
+
+def _exists(path: Path) -> bool:
+    """OSError where one cannot look, which Path.exists() of Python 3.14 takes for no."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 def _try_to_write_in(folder: Path) -> None:
