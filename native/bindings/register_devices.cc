@@ -101,6 +101,14 @@ void register_devices(nb::module_& module) {
         return device::is_gpu_address(reinterpret_cast<const void*>(address));  // NOLINT(performance-no-int-to-ptr)
       },
       nb::arg("address"), "Whether CUDA gave it; False without asking where nobody in this process has opened CUDA.");
+  module.def("_gpu_pci_address", &device::pci_address, nb::arg("ordinal"),
+             "\"0000:53:00.0\"; empty: CUDA does not say, or knows no such GPU.");
+  module.def(
+      "_gpu_of_address",
+      [](uint64_t address) {
+        return device::gpu_of_address(reinterpret_cast<const void*>(address));  // NOLINT(performance-no-int-to-ptr)
+      },
+      nb::arg("address"), "Ordinal of the GPU whose memory it is; -1: as _is_gpu_address, no GPU's.");
   module.def(
       "_replace_gpu_driver", &device::replace_driver_by, nb::arg("file"),
       "Tests: the driver in that file instead of NVIDIA's, empty: the real one again. While no region is a GPU's.");

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <array>
+#include <cstdio>
 #include <map>
 #include <mutex>
 #include <utility>
@@ -34,6 +35,9 @@ constexpr int kPointerDeviceOrdinal = 9;
 constexpr int kPointerRangeStart = 11;
 constexpr int kPointerRangeBytes = 12;
 constexpr unsigned kMemoryTypeDevice = 2;
+constexpr int kDevicePciBus = 33;
+constexpr int kDevicePciDevice = 34;
+constexpr int kDevicePciDomain = 50;
 constexpr int kDeviceGpudirect = 116;
 constexpr int kDeviceFlushOptions = 117;
 constexpr int kDeviceWritesOrdering = 118;
@@ -195,6 +199,25 @@ std::vector<Gpu> gpus() {
     fail(*driver, "cuDeviceGetCount", code, "cannot count the GPUs");
   for (int ordinal = 0; ordinal < count; ++ordinal) found.push_back(describe(*driver, ordinal));
   return found;
+}
+
+std::string pci_address(int ordinal) {
+  const Driver* driver = find_driver();
+  if (driver == nullptr) return {};
+  const int domain = attribute_of(*driver, kDevicePciDomain, ordinal);
+  const int bus = attribute_of(*driver, kDevicePciBus, ordinal);
+  const int device = attribute_of(*driver, kDevicePciDevice, ordinal);
+  if (domain == 0 && bus == 0 && device == 0) return {};  // the host's own place
+  char text[24];
+  std::snprintf(text, sizeof text, "%04x:%02x:%02x.0", static_cast<unsigned>(domain), static_cast<unsigned>(bus),
+                static_cast<unsigned>(device));
+  return text;
+}
+
+int gpu_of_address(const void* address) {
+  int ordinal = -1;
+  if (!is_gpu_address(address) || !ask(*find_driver(), kPointerDeviceOrdinal, address, &ordinal)) return -1;
+  return ordinal;
 }
 
 bool is_gpu_address(const void* address) {

@@ -112,6 +112,8 @@ struct Gpu {
 };
 // Empty where there is no driver. Throws TransportError where there is one and it fails.
 std::vector<Gpu> gpus();
+// "0000:53:00.0", by which the rest of the machine knows it; empty: nobody says, or there is no such GPU.
+std::string pci_address(int ordinal);
 
 // The context that the GPU's other users of this process share is this thread's; at the end, whatever was so before.
 class CurrentContext {
@@ -165,6 +167,8 @@ class GpuMemory {
 // Whether an address is memory of a GPU. False without asking where this process has not opened the driver: nobody in
 // it can have such an address then.
 bool is_gpu_address(const void* address);
+// Likewise of which; -1: of none.
+int gpu_of_address(const void* address);
 
 struct Allocation {
   uint64_t base = 0;

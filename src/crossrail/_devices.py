@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+from crossrail import _core
 from crossrail.errors import UsageError
 
 HOST = -1
@@ -20,6 +21,12 @@ def gpu_of(device: object) -> int:
     if kind == "cuda":
         return _current() if index is None else index
     raise UsageError(f"device is {device!r:.80}, must be a GPU, as 'cuda:0', or None: host memory")
+
+
+def gpu_at(address: int) -> str | None:
+    """Whose memory it is, as "cuda:1"; None: no GPU's that CUDA knows."""
+    ordinal = _core._gpu_of_address(address)
+    return None if ordinal < 0 else f"cuda:{ordinal}"
 
 
 def _parts_of(device: object) -> tuple[str, int | None]:

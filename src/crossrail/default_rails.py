@@ -12,6 +12,8 @@ from collections.abc import Iterable, Sequence
 from numbers import Integral
 from typing import TYPE_CHECKING
 
+from crossrail import _core
+from crossrail._devices import HOST, gpu_of
 from crossrail._notify import log
 from crossrail._raise import no_thread
 from crossrail.errors import UsageError
@@ -34,12 +36,14 @@ _NEEDS: dict[str, tuple[Need, ...]] = {
 }
 
 
-def default_rails(transport: str, rails: int | Sequence[str]) -> int | Sequence[str]:
+def default_rails(transport: str, rails: int | Sequence[str], device: object = None) -> int | Sequence[str]:
     """The engine's rails: as given, but a number becomes names of RDMA ports where the topology has so many to offer.
 
-    transport, rails: the engine's options. What is wrong with them is left to the engine, which says it better. A
-    machine without such hardware is not even looked at.
+    transport, rails, device: the engine's options. What is wrong with the first two is left to the engine, which says
+    it better. A machine without such hardware is not even looked at. A GPU with fewer NICs of its own than rails gets
+    those, which is logged (level INFO): the others are its neighbours'.
     """
+    gpu = gpu_of(device)
     # Beside a transport that knows other names the names of ports would be errors.
     words = transport.split("+")
     needs = [need for word in words for need in _NEEDS[word]] if all(word in _NEEDS for word in words) else []
@@ -48,22 +52,40 @@ def default_rails(transport: str, rails: int | Sequence[str]) -> int | Sequence[
     from crossrail.topology.addresses import read_this_machine
 
     topology = read_this_machine()
+    place = "host" if gpu == HOST else _place_of(topology, gpu)
     for need in needs:
-        names = rail_names(topology, need, rails)
-        if names:
-            return names
+        names = rail_names(topology, need, rails, place)
+        if not names:
+            continue
+        if len(names) < rails:
+            log.info("device=%r: %d rails, not %d: %s are all NICs near it", device, len(names), rails, names)
+        return names
     return rails
 
 
-def rail_names(topology: Topology, need: Need, count: int) -> list[str]:
-    """`count` ports, best first, as rails= takes them; none when there are fewer. Pure."""
+def rail_names(topology: Topology, need: Need, count: int, place: str = "host") -> list[str]:
+    """`count` ports, best first, as rails= takes them; none when the host has fewer, what there is for a GPU. Pure.
+
+    place: one of the topology's devices.
+    """
     from crossrail.topology import choose_rails
 
-    choice = choose_rails(topology, "host", need=need, limit=count)
+    choice = choose_rails(topology, place, need=need, limit=count)
     ports = [(rail.nic.rdma, rail.nic.rdma.port) for rail in choice.rails if rail.nic.rdma is not None]
     # libfabric knows devices, each with one port.
     names = [device.name if need == "efa" else f"{device.name}:{port.number}" for device, port in ports if port]
-    return names if len(names) == count else []
+    return names if len(names) == count or place != "host" else []
+
+
+def _place_of(topology: Topology, gpu: int) -> str:
+    """What the topology calls CUDA's GPU of that number; "host", with the reason in the log, if it is not in sight."""
+    address = _core._gpu_pci_address(gpu)
+    try:
+        return topology.device(address).name
+    except UsageError:
+        where = f"is at {address}, which /sys does not show" if address else "is none that CUDA knows the place of"
+        log.info("cuda:%d %s: its rails are chosen as for host memory", gpu, where)
+        return "host"
 
 
 def _has_rdma() -> bool:

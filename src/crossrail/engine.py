@@ -76,6 +76,8 @@ class Engine(_core.Engine):
         (crossrail.sim). explain(peer) shows what was chosen, and why.
     rails: a number, 1..16, or a list of IP addresses or interface names; for verbs and ofi also devices and ports
         ("mlx5_0", "mlx5_0:1"). Next to a network transport, shm has one rail.
+    device: the GPU whose memory the engine moves ("cuda:0", a torch.device): where NICs have RDMA, a number of rails
+        means those nearest to it (docs/topology.md). None: the host's memory, and the same NICs in each process.
     port: where tcp listens; 0: any port. Rails that share an address take port, port + 1, ...
     secret: shared secret that peers on other hosts must know too, up to 1024 bytes. None: the value of
         CROSSRAIL_SECRET, if it is set.
@@ -135,6 +137,7 @@ class Engine(_core.Engine):
         dump_dir: str | os.PathLike[str] | None = None,
         counts_traffic: bool = True,
         require: str | None = None,
+        device: object = None,
     ) -> None:
         clauses = None if require is None else _parse_policy(require)
         _options.check_texts(
@@ -161,7 +164,7 @@ class Engine(_core.Engine):
         place = _simulation.place(transport, rails)
         if name is None:
             name = _default_name() if place is None else place.default_name()
-        rails = _default_rails(transport, rails)
+        rails = default_rails(transport, rails, device)
         if worker_cpu is not None:
             worker_cpu = _worker_cpu(worker_cpu, transport, rails)
         self._world = None if place is None else place.simulation  # kept as long as the engine
@@ -489,12 +492,6 @@ class Engine(_core.Engine):
             if len(self._known_lost) > _LOST_KNOWN_MAX:
                 del self._known_lost[next(iter(self._known_lost))]
         return _EVENT_LEVELS[kind]
-
-
-def _default_rails(transport: str, rails: int | Sequence[str]) -> int | Sequence[str]:
-    if transport in ("shm", "tcp", "null", "sim"):
-        return rails
-    return default_rails(transport, rails)
 
 
 @contextlib.contextmanager

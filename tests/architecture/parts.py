@@ -23,7 +23,7 @@ PARTS_MAY_USE: dict[str, dict[str, set[str]]] = {
         "_simulation": {"_notify"},
         "_torch": {"_extras"},
         "counters": {"_closing", "_notify", "_options", "_raise", "_torch"},
-        "default_rails": {"_notify", "_raise"},
+        "default_rails": {"_devices", "_notify", "_raise"},
         "engine": {
             "_buffers",
             "_devices",

@@ -8,12 +8,15 @@ import pytest
 
 import crossrail as xr
 from crossrail import default_rails as chooser
+from crossrail._devices import gpu_at
 from crossrail.default_rails import auto_worker_cpu, default_rails
-from crossrail.topology import addresses
+from crossrail.topology import Topology, addresses
 from tests.conftest import EngineFactory
+from tests.support.fake_gpu import FakeGpu
 from tests.support.limits import WAIT_S, eventually
 from tests.support.machines import machine, nic, pretend, rdma_nic
 from tests.support.threads import tasks_named
+from tests.topology import trees
 
 # --- rails ---
 
@@ -63,6 +66,42 @@ def test_rails_of_ofi_are_efa_devices(monkeypatch: pytest.MonkeyPatch, tmp_path:
     pretend(monkeypatch, machine(rdma_nic("rdmap0s0", kind="efa"), rdma_nic("rdmap0s1", kind="efa")))
 
     assert default_rails(transport, 2) == ["rdmap0s0", "rdmap0s1"]
+
+
+def test_each_gpus_engine_takes_the_nics_nearest_to_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, gpu: FakeGpu, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On a node of eight GPUs eight processes, all of which say rails=1, would else share one NIC."""
+    trees.p5(trees.Machine(tmp_path))
+    topology = Topology.read(tmp_path / "sys", proc=tmp_path / "proc")
+    monkeypatch.setattr(chooser, "RDMA_DEVICES", tmp_path / "sys/class/infiniband")
+    monkeypatch.setattr(addresses, "read_this_machine", lambda: topology)
+
+    assert default_rails("auto", 1, None) == default_rails("auto", 1, "cpu") == ["rdmap79s0"]
+    assert default_rails("auto", 1, "cuda:0") == ["rdmap79s0"]
+    assert default_rails("auto", 1, "cuda:1") == default_rails("ofi", 1, "cuda:1") == ["rdmap96s0"]
+    assert default_rails("auto", 4, "cuda:1") == [f"rdmap{bus}s0" for bus in (96, 97, 98, 99)]
+    assert default_rails("auto", 1, gpu_at(gpu.allocate(8, ordinal=1).address)) == ["rdmap96s0"]
+    assert default_rails("tcp", 1, "cuda:1") == 1
+    with caplog.at_level("INFO", logger="crossrail"):
+        assert default_rails("auto", 8, "cuda:1") == [f"rdmap{bus}s0" for bus in (96, 97, 98, 99)]
+        assert "device='cuda:1': 4 rails, not 8" in caplog.text
+        assert default_rails("auto", 1, "cuda:7") == ["rdmap79s0"]
+        assert "cuda:7 is none that CUDA knows the place of" in caplog.text
+
+
+def test_gpu_that_the_topology_does_not_show_gets_rails_as_the_host(
+    server: None, gpu: FakeGpu, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", logger="crossrail"):
+        assert default_rails("verbs", 2, "cuda:1") == ["mlx5_1:1", "mlx5_2:1"]
+
+    assert "cuda:1 is at 0000:64:00.0, which /sys does not show: its rails are chosen as for host memory" in caplog.text
+
+
+def test_wrong_device_is_refused() -> None:
+    with pytest.raises(xr.UsageError, match="device is 'gpu3', must be a GPU, as 'cuda:0'"):
+        xr.Engine("here", device="gpu3")
 
 
 def test_machine_without_rdma_is_not_looked_at(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

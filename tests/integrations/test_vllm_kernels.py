@@ -72,6 +72,19 @@ def test_layers_are_sent_when_their_kernels_have_ended(p: Side, d: Side) -> None
     d.assert_holds("b", THEIRS, as_of="a")
 
 
+@pytest.mark.parametrize("ordinal", [0, 1])
+def test_each_worker_takes_the_rails_near_its_gpu(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, ordinal: int) -> None:
+    seen: list[object] = []
+    monkeypatch.setattr(xr.engine, "default_rails", lambda transport, rails, device: seen.append(device) or rails)
+    allocate = gpu.array
+    monkeypatch.setattr(gpu, "array", lambda array: allocate(array, ordinal))
+    side = Side("p", stream=Stream(gpu))
+
+    side.close()
+
+    assert seen == [f"cuda:{ordinal}"]
+
+
 def test_steps_launched_ahead_of_the_gpu(p: Side, d: Side) -> None:
     load(d, p)
     p.step(Orders(offers=[offer("a", TOKENS)]))

@@ -27,7 +27,10 @@ struct FakeCalls {
     std::copy(std::begin(text), std::end(text), name);
     return 0;
   }
-  static int device_attribute(int* value, int attribute, int) { return g_gpu->device_attribute(value, attribute); }
+  static int device_attribute(int* value, int attribute, int ordinal) {
+    if (ordinal < 0 || ordinal > 1) return 101;  // cuda.h: CUDA_ERROR_INVALID_DEVICE
+    return g_gpu->device_attribute(value, attribute, ordinal);
+  }
   static int retain_context(void** context, int ordinal) {
     if (ordinal < 0 || ordinal > 1) return 101;  // cuda.h: CUDA_ERROR_INVALID_DEVICE
     *context = g_gpu->kernels.context(ordinal);

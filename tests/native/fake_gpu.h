@@ -381,8 +381,9 @@ class FakeGpu {
         return 1;
     }
   }
-  int device_attribute(int* value, int attribute) const {
+  int device_attribute(int* value, int attribute, int ordinal) const {
     *value = attribute == 124   ? exports_dma_buf
+             : attribute == 33  ? 0x53 + 0x11 * ordinal  // at 0000:53:00.0, 0000:64:00.0, as p5's
              : attribute == 102 ? vmm.has_vmm
              : attribute == 103 ? vmm.gives_fds
              : attribute == 110 ? vmm.has_vmm

@@ -37,6 +37,18 @@ def open_pair(stream: Stream, open_side: Open) -> OpenPair:
     return open_both
 
 
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_each_rank_takes_the_rails_near_its_gpu(
+    open_side: Open, stream: Stream, monkeypatch: pytest.MonkeyPatch, on_gpu: bool
+) -> None:
+    seen: list[object] = []
+    monkeypatch.setattr(xr.engine, "default_rails", lambda transport, rails, device: seen.append(device) or rails)
+
+    open_side("prefill", gpu=stream.gpu if on_gpu else None)
+
+    assert seen == ["cuda:0" if on_gpu else None]
+
+
 def begin(p: Side, d: Side) -> tuple[Any, Any]:
     sender, receiver = p.sender(1), d.receiver(1)
     receiver.send_metadata(np.array(THEIRS, np.int32), 3)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 import crossrail as xr
+from crossrail._devices import gpu_at
 from crossrail.control.mailbox import Mailbox
 from crossrail.control.wire import EngineWire
 from crossrail.integrations.loop_thread import LoopThread
@@ -52,6 +53,7 @@ class RankNode:
             rails=options.rails,
             port=port_of_rank(options.port, rank, options.rails),
             secret=secret,
+            device=gpu_at(pool.buffers[0][0]),
         )
         self._regions = [self.engine.register(buffer) for buffer in pool.buffers]
         self.device = self._regions[0].device  # "cpu", "cuda:0" ...

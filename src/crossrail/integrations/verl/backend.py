@@ -65,7 +65,10 @@ class CrossrailCheckpointEngine(CheckpointEngine):
         self._timeout_s = timeout_s
         secret = shared_secret(secret_file, "verl's checkpoint engine", "engine_kwargs.crossrail")
         self._name = f"verl-{socket.gethostname()[:32]}-{os.getpid()}"
-        self._engine = Engine(self._name, transport=transport, rails=rails, secret=secret, heartbeat_s=_HEARTBEAT_S)
+        gpu = self._device if self._device.startswith("cuda") else None
+        self._engine = Engine(
+            self._name, transport=transport, rails=rails, secret=secret, heartbeat_s=_HEARTBEAT_S, device=gpu
+        )
         self._update: _Update | None = None
 
     # --- what verl calls ---

@@ -78,6 +78,7 @@ class CrossrailWeightTransferEngine(WeightTransferEngine[CrossrailInitInfo, Cros
             raise UsageError(
                 "enable_sleep_mode: weight transfer by crossrail needs parameters that stay where they are in memory"
             )
+        self._device = str(device) if getattr(device, "type", "") == "cuda" else None
         self._worker: WeightsWorker | None = None
         self._is_torn = False  # as the last worker has left them
 
@@ -94,6 +95,7 @@ class CrossrailWeightTransferEngine(WeightTransferEngine[CrossrailInitInfo, Cros
             port=port_of_rank(init_info.port, rank, init_info.rails),
             secret_file=init_info.secret_file,
             join_s=init_info.join_s,
+            device=self._device,
         )
         ranks = Ranks(get_tensor_model_parallel_rank(), parallel.tensor_parallel_size)
         config = self.model_config.hf_text_config.to_dict()

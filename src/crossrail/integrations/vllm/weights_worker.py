@@ -38,8 +38,8 @@ T = TypeVar("T")
 class Link:
     """How a worker reaches its controller, whose address this is. transport, rails, port: as of crossrail.Engine.
 
-    rank: among all inference ranks. secret_file: None: the value of CROSSRAIL_SECRET. join_s: how long joining takes at
-    most.
+    rank: among all inference ranks. device: the model's, as "cuda:0"; None: the host. secret_file: None: the value of
+    CROSSRAIL_SECRET. join_s: how long joining takes at most.
     """
 
     controller: bytes
@@ -49,6 +49,7 @@ class Link:
     port: int = 0
     secret_file: str | None = None
     join_s: float = 60.0
+    device: str | None = None
 
     def secret(self) -> bytes:
         """UsageError when there is none."""
@@ -86,7 +87,12 @@ class WeightsWorker:
         self._is_applied = True
         secret = link.secret()
         self._engine = xr.Engine(
-            f"vllm-weights-{link.rank}", transport=link.transport, rails=link.rails, port=link.port, secret=secret
+            f"vllm-weights-{link.rank}",
+            transport=link.transport,
+            rails=link.rails,
+            port=link.port,
+            secret=secret,
+            device=link.device,
         )
         self._memory = WeightMemory(self._engine, "target", link.rank)
         self._memory.is_torn = is_torn

@@ -19,6 +19,8 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import crossrail as xr
+from crossrail._buffers import memory_of
+from crossrail._devices import gpu_at
 from crossrail.control.wire import EngineWire
 from crossrail.integrations.instance import Worker, fingerprint
 from crossrail.integrations.loop_thread import LoopThread
@@ -91,6 +93,7 @@ class WorkerSide:
             port=port_of_rank(options.port, self._rank, options.rails),
             secret=self._secret,
             watcher_poll_us=options.watcher_poll_us,
+            device=gpu_at(memory_of(buffers[0]).address),
         )
         self._memory = RankMemory.register(self._engine, layout, buffers)
         if record is not None:
