@@ -3,7 +3,9 @@
 #include <doctest/doctest.h>
 #include <net/if.h>
 
+#include <algorithm>
 #include <chrono>
+#include <initializer_list>
 #include <string>
 #include <thread>
 #include <vector>
@@ -41,6 +43,29 @@ TEST_CASE("verbs ports: an interface names its own addresses, also where the por
   CHECK(gid()[12] == 192);
   options.rails = {"eth7"};
   CHECK_THROWS_AS(verbs::open_nics(options), UsageError);
+}
+
+TEST_CASE("verbs ports: an address of this network namespace comes before those of others on the port") {
+  Fake fake;  // 192.168.0.1, nobody's here, first in the table
+  const auto add = [&](uint32_t index, std::initializer_list<uint8_t> ipv4, uint32_t type) {
+    ibv_gid_entry entry{};
+    entry.gid.raw[10] = entry.gid.raw[11] = 0xff;
+    std::copy(ipv4.begin(), ipv4.end(), entry.gid.raw + 12);
+    entry.gid_index = index;
+    entry.port_num = 1;
+    entry.gid_type = type;
+    fake.more_gids.push_back(entry);
+  };
+  add(5, {192, 168, 0, 2}, IBV_GID_TYPE_ROCE_V2);
+  add(6, {127, 0, 0, 1}, IBV_GID_TYPE_ROCE_V1);
+  CHECK(verbs::ports().at(0).gid_index == 0);  // v1 is worse still
+  add(7, {127, 0, 0, 1}, IBV_GID_TYPE_ROCE_V2);
+  const verbs::Port port = verbs::ports().at(0);
+  CHECK(port.gid_index == 7);
+  CHECK(port.address == "127.0.0.1");
+  TransportOptions options;
+  options.rails = {"192.168.0.2"};  // by name, any
+  CHECK(verbs::decode_endpoint(verbs::open_nics(options).at(0)->endpoint())->gid[15] == 2);
 }
 
 TEST_CASE("verbs ports: long packets are named where works get no answer") {

@@ -11,6 +11,7 @@
 #include <cstdio>
 #include <cstring>
 #include <fstream>
+#include <map>
 #include <memory>
 #include <optional>
 
@@ -30,6 +31,7 @@ struct Candidate {
   uint32_t netdev_index = 0;
   Fabric fabric = Fabric::kInfiniBand;
   Gid gid{};
+  uint8_t prefix_bits = 0;  // RoCE: of its network; 0: its address is none of this network namespace
 };
 
 // "100 Gb/sec (4X EDR)".
@@ -70,19 +72,50 @@ std::vector<Candidate> gids_of(ibv_context* context, uint32_t port) {
   for (ssize_t i = 0; i < count; ++i) {
     const ibv_gid_entry& entry = entries[static_cast<size_t>(i)];
     if (entry.port_num != port) continue;
-    Candidate candidate{entry.gid_index, entry.ndev_ifindex, fabric_of(entry.gid_type), {}};
+    Candidate candidate{entry.gid_index, entry.ndev_ifindex, fabric_of(entry.gid_type), {}, 0};
     std::memcpy(candidate.gid.data(), entry.gid.raw, candidate.gid.size());
     found.push_back(candidate);
   }
   return found;
 }
 
-// Smaller is better. RoCE v2 before v1, since only it is routed; IPv4 first, since hosts are mostly reached by it.
+uint8_t ones(const void* bytes, size_t count) {
+  uint8_t bits = 0;
+  for (size_t i = 0; i < count; ++i)
+    bits = static_cast<uint8_t>(bits + __builtin_popcount(static_cast<const uint8_t*>(bytes)[i]));
+  return bits;
+}
+
+// The addresses of this network namespace, as GIDs, each with the length of its network's prefix.
+std::map<Gid, uint8_t> own_addresses() {
+  std::map<Gid, uint8_t> found;
+  ifaddrs* list = nullptr;
+  if (::getifaddrs(&list) != 0) return found;
+  const std::unique_ptr<ifaddrs, decltype(&::freeifaddrs)> owner(list, ::freeifaddrs);
+  for (const ifaddrs* entry = list; entry != nullptr; entry = entry->ifa_next) {
+    if (entry->ifa_addr == nullptr || entry->ifa_netmask == nullptr) continue;
+    Gid gid{};
+    if (entry->ifa_addr->sa_family == AF_INET) {
+      gid[10] = gid[11] = 0xff;
+      std::memcpy(gid.data() + 12, &reinterpret_cast<const sockaddr_in*>(entry->ifa_addr)->sin_addr, 4);
+      found.emplace(gid, ones(&reinterpret_cast<const sockaddr_in*>(entry->ifa_netmask)->sin_addr, 4));
+    } else if (entry->ifa_addr->sa_family == AF_INET6) {
+      std::memcpy(gid.data(), &reinterpret_cast<const sockaddr_in6*>(entry->ifa_addr)->sin6_addr, 16);
+      found.emplace(gid, ones(&reinterpret_cast<const sockaddr_in6*>(entry->ifa_netmask)->sin6_addr, 16));
+    }
+  }
+  return found;
+}
+
+// Smaller is better. RoCE v2 before v1, since only it is routed. Then what is an address here: the table lists those of
+// other network namespaces, too (a pod's own beside the host's and other pods', on one port by macvlan), which NVIDIA's
+// own driver refuses (rdma_check_gid_user_access: ENODEV when a queue pair is connected), and by which packets would go
+// under somebody else's address with others. Then IPv4, since hosts are mostly reached by it.
 int rank(const Candidate& candidate) {
   if (candidate.fabric == Fabric::kInfiniBand && router_lid(candidate.gid) != 0)
     return 0;  // reached across subnets, too
   const int address = is_mapped_ipv4(candidate.gid) ? 0 : is_link_local(candidate.gid) ? 2 : 1;
-  return (candidate.fabric == Fabric::kRoceV1 ? 10 : 0) + address;
+  return (candidate.fabric == Fabric::kRoceV1 ? 10 : 0) + (candidate.prefix_bits == 0 ? 3 : 0) + address;
 }
 
 bool better(const Candidate& a, const Candidate& b) {
@@ -124,35 +157,6 @@ std::string netdev_name(uint32_t index) {
   return index != 0 && ::if_indextoname(index, name) != nullptr ? name : "";
 }
 
-uint8_t ones(const void* bytes, size_t count) {
-  uint8_t bits = 0;
-  for (size_t i = 0; i < count; ++i)
-    bits = static_cast<uint8_t>(bits + __builtin_popcount(static_cast<const uint8_t*>(bytes)[i]));
-  return bits;
-}
-
-// The length of the network's prefix that goes with an address of this host, 0 unknown.
-uint8_t prefix_bits_of(const Gid& gid) {
-  ifaddrs* list = nullptr;
-  if (::getifaddrs(&list) != 0) return 0;
-  const std::unique_ptr<ifaddrs, decltype(&::freeifaddrs)> owner(list, ::freeifaddrs);
-  const bool v4 = is_mapped_ipv4(gid);
-  for (const ifaddrs* entry = list; entry != nullptr; entry = entry->ifa_next) {
-    if (entry->ifa_addr == nullptr || entry->ifa_netmask == nullptr) continue;
-    if (entry->ifa_addr->sa_family != (v4 ? AF_INET : AF_INET6)) continue;
-    if (v4) {
-      const auto* address = reinterpret_cast<const sockaddr_in*>(entry->ifa_addr);
-      if (std::memcmp(&address->sin_addr, gid.data() + 12, 4) == 0)
-        return ones(&reinterpret_cast<const sockaddr_in*>(entry->ifa_netmask)->sin_addr, 4);
-    } else {
-      const auto* address = reinterpret_cast<const sockaddr_in6*>(entry->ifa_addr);
-      if (std::memcmp(&address->sin6_addr, gid.data(), 16) == 0)
-        return ones(&reinterpret_cast<const sockaddr_in6*>(entry->ifa_netmask)->sin6_addr, 16);
-    }
-  }
-  return 0;
-}
-
 const Candidate* choose(std::vector<Candidate>& gids, const RdmaOptions& options, const std::string& only) {
   std::sort(gids.begin(), gids.end(), better);
   for (const Candidate& candidate : gids) {
@@ -192,6 +196,11 @@ PortDetail inspect(const Device& device, uint8_t number, const RdmaOptions& opti
   detail.endpoint.wants_global_route = is_ethernet || (attributes.flags & IBV_QPF_GRH_REQUIRED) != 0;
 
   std::vector<Candidate> gids = gids_of(device.context.get(), number);
+  const std::map<Gid, uint8_t> own = is_ethernet ? own_addresses() : std::map<Gid, uint8_t>{};
+  for (Candidate& candidate : gids) {
+    const auto found = own.find(candidate.gid);
+    if (found != own.end()) candidate.prefix_bits = found->second;
+  }
   const Candidate* chosen = choose(gids, options, only);
   for (const Candidate& candidate : gids) {
     detail.addresses.push_back(address_text(candidate.gid));
@@ -209,7 +218,7 @@ PortDetail inspect(const Device& device, uint8_t number, const RdmaOptions& opti
   detail.endpoint.mtu = mtu_of(attributes, options);
   detail.endpoint.gid = chosen->gid;
   detail.endpoint.lid = is_ethernet ? uint16_t{0} : attributes.lid;
-  if (is_ethernet) detail.endpoint.prefix_bits = prefix_bits_of(chosen->gid);
+  detail.endpoint.prefix_bits = chosen->prefix_bits;
   const std::optional<Partition> partition =
       is_ethernet ? Partition{} : choose_partition(device.context.get(), attributes, number, options.partition);
   if (partition) {
