@@ -261,6 +261,9 @@ void register_engine(nb::module_& module) {
           },
           nb::sig("def _gpu_transports(self) -> tuple[str, ...]"), "Those that move memory of GPUs.")
       .def_prop_ro(
+          "_no_gpu_memory", [](Self self) { return self.p->core()->no_gpu_memory(); },
+          "Why its NICs take no memory of GPUs, if they could; empty: nobody knows.")
+      .def_prop_ro(
           "_rail_devices",
           [](Self self) {
             nb::dict devices;

@@ -104,6 +104,7 @@ const EngineOptions& Engine::options() const { return core_->options_; }
 const Clock& Engine::clock() const { return core_->clock(); }
 const Address& Engine::address() const { return core_->transports_.address(); }
 uint32_t Engine::rail_count() const { return core_->transports_.rail_count(); }
+std::string Engine::no_gpu_memory() const { return core_->transports_.no_gpu_memory(); }
 uint32_t Engine::gpu_transports() const { return core_->transports_.gpu_transports(); }
 
 std::vector<std::pair<TransportKind, std::vector<std::string>>> Engine::rail_devices() const {

@@ -112,6 +112,7 @@ class Peer : public RefCounted<Peer> {
   PeerState state() const { return state_.load(std::memory_order_acquire); }
   TransportKind transport_kind() const { return route_.kind; }
   bool takes_gpu_memory() const { return route_.traits->moves_gpu_memory || route_.traits->copies_gpu_memory; }
+  const std::string& no_gpu_memory() const { return route_.traits->no_gpu_memory; }
 
  private:
   friend class Engine;
@@ -286,8 +287,9 @@ class Engine : public RefCounted<Engine> {
   const EngineOptions& options() const;
   const Clock& clock() const;  // that deadlines are points on
   const Address& address() const;
-  uint32_t rail_count() const;      // of the transport that has most
-  uint32_t gpu_transports() const;  // mask of those that move memory of GPUs
+  uint32_t rail_count() const;        // of the transport that has most
+  uint32_t gpu_transports() const;    // mask of those that move memory of GPUs
+  std::string no_gpu_memory() const;  // why NICs that could do not; empty: none could, or nobody knows
   // Of each transport whose rails are on something: the netdev or port of each rail, of which several may share one.
   std::vector<std::pair<TransportKind, std::vector<std::string>>> rail_devices() const;
 

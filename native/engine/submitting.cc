@@ -108,9 +108,10 @@ inline void check_remote(const RemoteRegion* region, const char* name, Access ne
   const std::string what = is_ours ? "our memory is on cuda:" + text(static_cast<uint64_t>(local.gpu()))
                                    : "the memory of '" + peer.address().name + "' is on a GPU";
   if (!peer.takes_gpu_memory()) {
+    const std::string& why = peer.no_gpu_memory();
     throw UsageError(what + ", and '" + peer.address().name + "' is reached by " +
-                     transport_name(peer.transport_kind()) +
-                     ", which moves host memory only: open both engines with transport='verbs' (or 'ofi' on EFA)");
+                     transport_name(peer.transport_kind()) + ", which moves host memory only: " +
+                     (why.empty() ? "open both engines with transport='verbs' (or 'ofi' on EFA)" : why));
   }
   if (verify) throw UsageError("verify computes checksums on the CPU, and " + what + ": check it there");
 }

@@ -201,6 +201,12 @@ uint32_t TransportSet::gpu_transports() const {
   return mask;
 }
 
+std::string TransportSet::no_gpu_memory() const {
+  for (uint32_t i = 0; i < size_; ++i)
+    if (!traits_[i].no_gpu_memory.empty()) return traits_[i].no_gpu_memory;
+  return {};
+}
+
 void TransportSet::check_moves_gpu_memory() const {
   if (std::any_of(traits_.begin(), traits_.begin() + size_,
                   [](const Traits& each) { return each.moves_gpu_memory || each.copies_gpu_memory; }))
@@ -208,7 +214,7 @@ void TransportSet::check_moves_gpu_memory() const {
   throw TransportError("register", 0,
                        "the memory is a GPU's, and this engine's transport, " + transport_names(address().transports) +
                            ", moves host memory only",
-                       "open the engine with another: transport='auto'");
+                       no_gpu_memory().empty() ? "open the engine with another: transport='auto'" : no_gpu_memory());
 }
 
 LocalRegions TransportSet::register_gpu_memory(std::byte* base, uint64_t length_bytes, Access access) {

@@ -80,7 +80,8 @@ class TransportSet {
   const Address& address() const { return first_->address(); }
   uint32_t rail_count() const { return rail_count_; }  // of the transport that has most
   const std::vector<std::string>& rail_devices(uint32_t index) const { return rail_devices_[index]; }
-  uint32_t gpu_transports() const;  // mask of those that move memory of GPUs
+  uint32_t gpu_transports() const;    // mask of those that move memory of GPUs
+  std::string no_gpu_memory() const;  // why the first that could does not; empty: none could, or nobody knows
   // What EngineOptions::adds_rdma would have added.
   std::span<const Absent> absent() const { return absent_; }
 

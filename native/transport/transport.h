@@ -118,6 +118,7 @@ struct Traits {
   bool moves_while_posting = true;      // a post takes as long as its bytes; else it only queues them
   uint64_t piece_bytes_min = 16 << 10;  // a shorter piece is not worth another rail's overhead
   bool moves_gpu_memory = false;        // NICs access GPU memory directly
+  std::string no_gpu_memory{};          // else why not, if they could; empty: nothing known
   bool copies_gpu_memory = false;       // this side's CPU has the driver copy GPU memory
 };
 

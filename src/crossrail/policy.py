@@ -277,6 +277,8 @@ def _no_gpudirect(engine: Engine, transports: Iterable[str], clauses: Iterable[C
     if not any(clause.name == "gpudirect" for clause in clauses):
         return ""
     if not set(transports) & set(engine._gpu_transports):
+        if engine._no_gpu_memory:
+            return engine._no_gpu_memory
         verb = "gives" if len(tuple(transports)) == 1 else "give"
         return f"{' and '.join(transports)} {verb} no NIC a GPU's memory"
     if why := _core._no_gpu_driver():

@@ -81,6 +81,7 @@ class Domain {
   std::string error_text(int code) const { return library_->error_text(code); }
   [[noreturn]] void fail(const char* call, int code, const std::string& remedy = {}) const;
 
+  std::string no_gpu_memory;      // why it takes none, where an endpoint's option said so. Fixed with the first of them
   uint32_t starved_receives = 0;  // of all its endpoints: those that the provider had no room for. Progress holder
 
  private:

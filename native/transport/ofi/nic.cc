@@ -127,6 +127,19 @@ std::unique_ptr<rdma::Registration> OfiNic::register_gpu_memory(const device::Gp
   return std::make_unique<OfiRegistration>(domain_, fences_, memory, access);
 }
 
+// hmem_cuda.c of libfabric: a build that opens CUDA at run time asks for this name, which runtime images and PyPI's
+// packages lack.
+std::string OfiNic::no_gpu_memory() const {
+  if (!domain_->rules().is_efa || limits_.takes_gpu_memory) return {};
+  if (!domain_->no_gpu_memory.empty()) return domain_->no_gpu_memory;
+  return "libfabric " + domain_->library().version_text() + " (" + domain_->library().path +
+         ") offers none (FI_HMEM): it has to be built with CUDA, as EFA's installer has it, and to find libcudart.so "
+         "by " +
+         "just this name, without a version, on LD_LIBRARY_PATH (ln -s libcudart.so.12 libcudart.so); "
+         "`FI_LOG_LEVEL=info "
+         "fi_info -p efa -t FI_EP_RDM -c FI_HMEM` says what is missing";
+}
+
 std::unique_ptr<rdma::NicPath> OfiNic::make_path() {
   if (is_dead_) throw TransportError("make_path", 0, name_ + " is gone: open the engine anew");
   if (shares_endpoints() && transmit_ == nullptr) transmit_ = std::make_unique<Endpoint>(*domain_, 0);

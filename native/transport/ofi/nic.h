@@ -46,6 +46,7 @@ class OfiNic final : public rdma::Nic {
   int nearness(std::span<const uint8_t> peer_endpoint) const override;
   std::unique_ptr<rdma::Registration> register_memory(std::byte* base, uint64_t length_bytes, Access access) override;
   std::unique_ptr<rdma::Registration> register_gpu_memory(const device::GpuMemory& memory, Access access) override;
+  std::string no_gpu_memory() const override;
   bool is_port_up() const override { return is_port_up_; }
   void send_datagram(std::span<const uint8_t> peer_endpoint, std::span<const uint8_t> bytes) override;
   std::string datagram_trouble(std::span<const uint8_t> peer_endpoint) const override;

@@ -171,6 +171,8 @@ class Nic {
   // both are of one device.
   virtual bool shares_registrations_with(const Nic& /*other*/) const { return false; }
 
+  // [any] Constant. Without NicLimits::takes_gpu_memory: why, and what helps; empty: it never does.
+  virtual std::string no_gpu_memory() const { return {}; }
   // [any] With NicLimits::takes_gpu_memory. Throws TransportError with a remedy.
   virtual std::unique_ptr<Registration> register_gpu_memory(const device::GpuMemory&, Access) { return nullptr; }
 

@@ -38,11 +38,13 @@ RdmaTransport::RdmaTransport(TransportKind kind, const TransportOptions& options
   RdmaRails& own = address_.rdma_on(kind);
   own.fabric = nics.front()->fabric();
   work_bytes_max_ = ~uint64_t{0};
+  std::string no_gpu_memory;
   for (auto& nic : nics) {
     const auto endpoint = nic->endpoint();
     own.endpoints.push_back({Bytes(endpoint.begin(), endpoint.end()), nic->speed_mbps()});
     work_bytes_max_ = std::min(work_bytes_max_, nic->limits().work_bytes_max);
     fastest_mbps_ = std::max(fastest_mbps_, nic->speed_mbps());
+    if (no_gpu_memory.empty() && !nic->limits().takes_gpu_memory) no_gpu_memory = nic->no_gpu_memory();
     const auto index = static_cast<uint32_t>(rails_.size());
     rails_.push_back(std::make_unique<Rail>(this, index, std::move(nic)));
     rails_.back()->is_up = rails_.back()->nic->is_port_up();
@@ -55,7 +57,8 @@ RdmaTransport::RdmaTransport(TransportKind kind, const TransportOptions& options
              .moves_while_posting = false,
              .piece_bytes_min = kPieceBytesMin,
              .moves_gpu_memory =
-                 std::ranges::all_of(rails_, [](const auto& rail) { return rail->nic->limits().takes_gpu_memory; })};
+                 std::ranges::all_of(rails_, [](const auto& rail) { return rail->nic->limits().takes_gpu_memory; }),
+             .no_gpu_memory = no_gpu_memory};
   now_ = ticked_ns_ = options_.clock->now_ns();
 }
 
