@@ -4,7 +4,7 @@ A change is a verb and its arguments, separated by blanks:
 
 write PATH TEXT      remove PATH...       virtual NETDEV...    nic NETDEV KEY=VALUE... (a wired one more)
 mode PATH OCTAL
-pci ADDRESS VENDOR:DEVICE CLASS [DRIVER]  bridge [acs=BITS]    soft-roce DEVICE NETDEV   proprietary-gpu NUMBER
+pci ADDRESS VENDOR:DEVICE CLASS [DRIVER]  bridge [acs=BITS]    soft-roce DEVICE NETDEV   [proprietary-]gpu NUMBER
 library NAME [version=TUPLE | devices=TUPLE] (opens)           broken NAME ERROR         forget NAME
 transport NAME STATE [GB_PER_S] (of the selftest)              unloadable ERROR          stale VERSION INSTALLED
 rails verbs|ofi PORT KEY=VALUE... (one more that the transport sees)
@@ -214,6 +214,7 @@ VERBS: dict[str, Callable[[Tree, FakeHost, str], object]] = {
     "pci": pci,
     "bridge": bridge,
     "soft-roce": soft_roce,
+    "gpu": lambda tree, host, number: tree.gpu(int(number)),
     "proprietary-gpu": lambda tree, host, number: tree.gpu(int(number), is_open=False),
     "library": library,
     "broken": broken,

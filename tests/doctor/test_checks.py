@@ -36,6 +36,7 @@ def equip(host: FakeHost, *devices: str) -> None:
     opened(host, "libmlx5.so.1")
     opened(host, "libefa.so.1")
     opened(host, "libcuda.so.1", version=(12, 8))
+    opened(host, "libcudart.so")
     opened(host, "libgdrapi.so.2", version=(2, 5))
     opened(host, "libfabric.so.1", version=(2, 5))
     opened(host, "libssl.so.3", version=(3, 0, 15))

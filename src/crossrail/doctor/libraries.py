@@ -174,6 +174,26 @@ def cuda(host: Host) -> Iterator[Finding]:
     )
 
 
+def cudart(host: Host) -> Iterator[Finding]:
+    """CUDA's runtime by the name that libfabric opens it by (hmem_cuda.c), where EFA is to reach GPU memory."""
+    if not host.hardware.has_gpu or not any(device.kind == "efa" for device in host.hardware.rdma):
+        return
+    check = "libraries.libcudart"
+    library = host.open_libraries(["libcudart.so"])["libcudart.so"]
+    if library.opened:
+        yield ok(check, "libcudart.so, which libfabric opens for GPU memory", library.path)
+        return
+    yield warning(
+        check,
+        "no libcudart.so, by just this name",
+        library.error,
+        "libfabric opens CUDA's runtime by it; without, EFA's devices take no GPU memory. Images with the runtime "
+        "alone, and PyPI's nvidia-cuda-runtime, have libcudart.so.12 or .13",
+        Fix("ln -s libcudart.so.12 /usr/local/cuda/lib64/libcudart.so", "in the folder that has it"),
+        Fix("export LD_LIBRARY_PATH=/usr/local/cuda/lib64:$LD_LIBRARY_PATH", "if the loader does not look there"),
+    )
+
+
 def gdrcopy(host: Host) -> Iterator[Finding]:
     """libgdrapi: optional, where there is a GPU."""
     if not host.hardware.has_gpu:

@@ -19,6 +19,7 @@ TOPICS: dict[str, tuple[Check, ...]] = {
         libraries.providers,
         libraries.libfabric,
         libraries.cuda,
+        libraries.cudart,
         libraries.gdrcopy,
         libraries.openssl,
         libraries.bundled,
@@ -72,8 +73,8 @@ NAMES: dict[str, frozenset[str]] = {
     topic: frozenset(names.split())
     for topic, names in {
         "crossrail": "absent native no-rail ofi python rails shm tcp verbs version",
-        "libraries": "bundled libcuda libefa libfabric libfabric-broken libfabric-twice libgdrapi libibverbs libmlx5 "
-        "libssl verbs-devices",
+        "libraries": "bundled libcuda libcudart libefa libfabric libfabric-broken libfabric-twice libgdrapi libibverbs "
+        "libmlx5 libssl verbs-devices",
         "rdma": "acs counters device-files devices efa-driver firmware gids iommu mlx5-driver namespace "
         "partitions pcie-links ports rates software uverbs-module",
         "gpu": "bar devices direct gdrcopy rails",
