@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "fake_cuda.h"
 #include "ofi_double_infos.h"
@@ -321,6 +322,11 @@ int open_errors(fid_fabric*, fi_eq_attr*, fid_eq** out, void*) {
 int bind_endpoint(struct fid* object, struct fid* other, uint64_t) {
   auto* endpoint = reinterpret_cast<Endpoint*>(object);
   if (other->ops == &g_queue_fid_ops) endpoint->queue = reinterpret_cast<Queue*>(other);
+  if (other->ops == &g_addresses_fid_ops) {
+    auto* addresses = reinterpret_cast<Addresses*>(other);
+    // efa_base_ep_bind_av() until libfabric's pull request 10649, which came after 2.1.
+    if (std::exchange(addresses->is_bound, true) && g_world->settings.version < FI_VERSION(2, 2)) return -FI_ENOSYS;
+  }
   if (other->ops == &g_errors_fid_ops) endpoint->errors = reinterpret_cast<Errors*>(other);
   return 0;
 }

@@ -55,6 +55,7 @@ struct Addresses {
   fid_av fid{};
   std::map<fi_addr_t, PeerName> names;
   fi_addr_t next = 100;
+  bool is_bound = false;
 };
 
 struct Completion {

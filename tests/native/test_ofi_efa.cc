@@ -42,6 +42,20 @@ TEST_CASE("ofi efa: a library that is too old, too new, or none") {
   CHECK_THROWS_AS(ofi::make_library({}, "libm.so.6"), TransportError);
 }
 
+TEST_CASE("ofi efa: a library whose address vectors take one endpoint is refused, with what helps") {
+  DoubleSettings settings;
+  settings.version = FI_VERSION(2, 1);
+  LibfabricDouble world(settings);
+  try {
+    open_efa_nic(world, "efa-direct", "rdmap0s6");
+    FAIL("it was opened");
+  } catch (const TransportError& error) {
+    CHECK(error.code() == FI_ENOSYS);
+    CHECK(error.remedy().find("install 2.2 or newer") != std::string::npos);
+  }
+  CHECK(world.endpoints_open() == 0);
+}
+
 TEST_CASE("ofi efa: efa-direct only where the library offers it") {
   DoubleSettings without;
   without.offers_direct = false;

@@ -90,7 +90,11 @@ void Endpoint::bind_and_enable(const Listener* listener) {
     if (const int code = fi_ep_bind(fid_, &listener->queue()->fid, 0); code != 0)
       domain_.fail("fi_ep_bind(event queue)", code);
   } else if (const int code = fi_ep_bind(fid_, &domain_.addresses()->fid, 0); code != 0) {
-    domain_.fail("fi_ep_bind(address vector)", code);
+    domain_.fail("fi_ep_bind(address vector)", code,
+                 code == -FI_ENOSYS && domain_.rules().is_efa
+                     ? "efa of libfabric 2.1 gives an address vector to one endpoint only, and each NIC here has two: "
+                       "install 2.2 or newer (a newer EFA installer)"
+                     : "");
   }
   if (fid_eq* const errors = domain_.errors(); errors != nullptr) {
     if (const int code = fi_ep_bind(fid_, &errors->fid, 0); code != 0) domain_.fail("fi_ep_bind(event queue)", code);
