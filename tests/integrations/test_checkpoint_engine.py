@@ -113,6 +113,16 @@ def whole(seed: int, parts: int = RANKS) -> dict[str, str]:
     return digests({name: tensor for part in range(parts) for name, tensor in weights(seed, part).items()})
 
 
+def test_ranks_of_a_host_take_the_rails_near_their_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[object] = []
+    monkeypatch.setattr(xr.engine, "default_rails", lambda transport, rails, device: seen.append(device) or rails)
+    for kind in ("cuda", "npu"):
+        manager = SimpleNamespace(device_type=kind, device_module=SimpleNamespace(device_count=lambda: 8))
+        P2PStore(manager, rank=11, transport="shm").close()
+
+    assert seen == ["cuda:3", None]
+
+
 def test_all_workers_get_all_weights(world: World, tmp_path: Path) -> None:
     world.register("all", seed=1, folder=str(tmp_path))
     assert world.ranks.all("gather", name="all") == [[0, 1], [0, 1]]

@@ -62,9 +62,17 @@ class P2PStore:
         self._timeout_s = timeout_s
         self.ip: str = get_ip()
         # What theirs groups ranks by: those with the same take turns at reading. An engine has rails of its own.
-        self.device = f"crossrail{self.rank % device_manager.device_module.device_count()}"
+        ordinal = self.rank % device_manager.device_module.device_count()
+        self.device = f"crossrail{ordinal}"
+        # The weights are in pinned host memory; ranks of one host spread over its NICs as their GPUs do.
+        gpu = f"cuda:{ordinal}" if device_manager.device_type == "cuda" else None
         self.engine = xr.Engine(
-            f"checkpoint-engine-{self.rank}", transport=transport, rails=rails, port=port, secret=self._secret
+            f"checkpoint-engine-{self.rank}",
+            transport=transport,
+            rails=rails,
+            port=port,
+            secret=self._secret,
+            device=gpu,
         )
         self.named_tensors: dict[str, torch.Tensor] = {}
         self._regions: dict[str, Region] = {}
