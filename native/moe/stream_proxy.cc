@@ -298,7 +298,26 @@ bool StreamProxy::end(Open& round, int64_t now) {
   return false;
 }
 
+// UsageError where a rank that is to hold the same tokens as we sends others: who has rows of whom would not agree.
+void StreamProxy::check_same_routes(const Open& round) const {
+  const uint32_t experts = layout_.shape().experts;
+  const std::span<const int32_t> ours = std::span(round.counts).subspan(size_t{group_} * experts, experts);
+  for (const uint32_t other : proxy_.far_ranks()) {
+    if (layout_.group_of(other) != group_) continue;
+    const std::span<const int32_t> theirs = proxy_.routes_of(wire(round.number), other);
+    const auto [our, their] = std::ranges::mismatch(ours, theirs);
+    if (our == ours.end()) continue;
+    throw UsageError("indices of round " + std::to_string(round.number) + " send " + std::to_string(*our) +
+                     " tokens to expert " + std::to_string(our - ours.begin()) + ", those of rank " +
+                     std::to_string(other) + " " + std::to_string(*their) + ": with dp_size " +
+                     std::to_string(layout_.shape().dp_size) +
+                     " both must hold the same tokens and route them alike. The rounds of this GraphAllToAll have "
+                     "ended");
+  }
+}
+
 void StreamProxy::place(Open& round) {
+  check_same_routes(round);
   const uint32_t experts = layout_.shape().experts;
   const uint32_t dp_size = layout_.shape().dp_size;
   for (uint32_t group = 0; group < layout_.groups(); ++group) {

@@ -138,6 +138,7 @@ class StreamProxy {
   bool dispatch(Open& round, int64_t now);
   bool end(Open& round, int64_t now);
   void place(Open& round);
+  void check_same_routes(const Open& round) const;
   void write_tables(const Open& round);
   size_t write_returns(const Placement& placement, Return* to) const;
   // Takes what has come of a step. True: all has come, and nothing failed. Else it checks now and then what keeps the

@@ -8,10 +8,11 @@ import pytest
 
 from crossrail.errors import UsageError
 from crossrail.moe.graph import GraphAllToAll
-from tests.moe.graph_rounds import whole_round
+from tests.moe.batches import draw
+from tests.moe.graph_rounds import given, made_of, whole_round
 from tests.moe.ranks import Ranks
-from tests.moe.test_torch_gpu import CONFIG, EXPERTS, TCP, batches_of
-from tests.moe.test_torch_graph import dispatch_and_check
+from tests.moe.test_torch_gpu import BLOCK, CONFIG, EXPERTS, HIDDEN, TCP, TOKENS, TOP_K, batches_of
+from tests.moe.test_torch_graph import dispatch_and_check, until_it_ends
 from tests.support.limits import WAIT_S
 from tests.support.seeds import Seed
 
@@ -32,3 +33,33 @@ def test_a_rank_whose_rounds_have_ended_tells_the_others_why(engine: dict[str, A
 
     with Ranks(2, engine, GraphAllToAll, **CONFIG, timeout_s=100 * WAIT_S) as ranks:
         ranks.each(run)
+
+
+def go_on(part: GraphAllToAll, arguments: tuple[Any, ...]) -> None:
+    got = part.dispatch(*arguments)
+    part.combine(made_of(part, got), got)
+    until_it_ends(part)
+
+
+@pytest.mark.parametrize("engine", [{}, TCP], ids=["shm", "tcp"])
+def test_ranks_of_one_dp_group_that_route_differently_are_named_on_all(engine: dict[str, Any], seed: Seed) -> None:
+    random = seed.rng()
+    batches = [draw(random, TOKENS, HIDDEN, EXPERTS, TOP_K, BLOCK) for _ in range(2)]
+
+    def run(part: GraphAllToAll, rank: int) -> str:
+        whole_round(part, rank // 2, batches)
+        x, scales, indices, weights = given(part, batches[rank // 2])
+        if rank == 1:
+            indices = indices.clone()  # its mate has the same memory
+            indices[0, 0] = next(expert for expert in range(EXPERTS) if expert not in indices[0])
+        with pytest.raises(UsageError) as caught:
+            go_on(part, (x, scales, indices, weights))
+        return str(caught.value)
+
+    config = CONFIG | {"private_tokens": TOKENS * TOP_K}
+    with Ranks(4, engine, GraphAllToAll, dp_size=2, timeout_s=100 * WAIT_S, **config) as ranks:
+        texts = ranks.each(run)
+    assert all("indices of round 2 send" in text for text in texts)
+    for rank, text in enumerate(texts[:2]):
+        assert f"those of rank {1 - rank}" in text or "has closed its AllToAll" in text
+    assert any("both must hold the same tokens and route them alike" in text for text in texts[:2])
