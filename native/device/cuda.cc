@@ -9,6 +9,7 @@
 #include <mutex>
 #include <utility>
 
+#include "device/capture.h"
 #include "util/errors.h"
 
 namespace crossrail::device {
@@ -300,6 +301,7 @@ GpuMemory::GpuMemory(std::byte* base, uint64_t length_bytes, bool for_nics) : ba
   }
   if (!for_nics) return;
   const CurrentContext current(*driver, ordinal);
+  const OutsideCapture outside(*driver);
   // Copies of the driver's that are called synchronous are so for this memory, which NICs read behind its back.
   const int yes = 1;
   driver->set_pointer_attribute(&yes, kPointerSyncMemops, reinterpret_cast<uint64_t>(base));
@@ -335,6 +337,7 @@ void flush_writes(int ordinal) {
   const Driver* driver = find_driver();
   CROSSRAIL_ASSERT(driver != nullptr && driver->flush_writes != nullptr);
   const CurrentContext current(*driver, ordinal);
+  const OutsideCapture outside(*driver);
   if (const int code = driver->flush_writes(kFlushCurrentContext, kFlushToOwner); code != 0)
     fail(*driver, "cuFlushGPUDirectRDMAWrites", code, "cannot flush writes to GPU " + std::to_string(ordinal));
 }

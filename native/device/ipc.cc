@@ -4,6 +4,7 @@
 #include <mutex>
 #include <utility>
 
+#include "device/capture.h"
 #include "util/errors.h"
 
 namespace crossrail::device {
@@ -64,6 +65,7 @@ bool share_by_ipc(const Driver& driver, const GpuMemory& memory, SharedRange* ra
     return false;
   }
   const CurrentContext current(driver, memory.gpu().ordinal);
+  const OutsideCapture outside(driver);
   if (const int code = driver.get_ipc_handle(&range->handle, allocation.base); code != 0) {
     range->why_not = "cuIpcGetMemHandle: " + text_of(driver, code);
     return false;
@@ -165,6 +167,7 @@ void ImportedMemory::open(const SharedRange& range) {
     return;
   }
   const CurrentContext current(*driver, gpu_);
+  const OutsideCapture outside(*driver);
   uint64_t base = 0;
   if (const int code = driver->open_ipc_handle(&base, range.handle, kLazyPeerAccess); code != 0)
     throw TransportError("cuIpcOpenMemHandle", code, text_of(*driver, code));
@@ -180,6 +183,7 @@ void ImportedMemory::close() {
   mappings().erase(found);
   try {
     const CurrentContext current(*mapping.driver, gpu_);
+    const OutsideCapture outside(*mapping.driver);
     mapping.driver->close_ipc_handle(mapping.base);
   } catch (const TransportError&) {  // the GPU has failed, and its mappings with it
   }

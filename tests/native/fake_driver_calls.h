@@ -50,7 +50,10 @@ struct FakeCalls {
   static int pointer_attribute(void* value, int attribute, uint64_t address) {
     return g_gpu->pointer_attribute(value, attribute, address);
   }
-  static int set_pointer_attribute(const void*, int, uint64_t) { return 0; }
+  static int set_pointer_attribute(const void*, int, uint64_t) {
+    g_gpu->kernels.forbidden_while_capturing();
+    return 0;
+  }
   static int create_stream(void** stream, unsigned flags) {
     if (FakeGpu::contexts_current != 1 || flags != 1) return 1;
     *stream = new Stream;
@@ -99,6 +102,7 @@ struct FakeCalls {
     return g_gpu->export_range(static_cast<int*>(handle), address, bytes);
   }
   static int flush_writes(int, int) {
+    g_gpu->kernels.forbidden_while_capturing();
     if (FakeGpu::contexts_current != 1) return 1;
     ++g_gpu->flushes;
     return g_gpu->flush_error;
@@ -107,13 +111,18 @@ struct FakeCalls {
   template <typename Handle>
   static int get_ipc_handle(Handle* handle, uint64_t address) {
     static_assert(sizeof(Handle) == 64);
+    g_gpu->kernels.forbidden_while_capturing();
     return g_gpu->get_ipc_handle(handle, address);
   }
   template <typename Handle>
   static int open_ipc_handle(uint64_t* address, Handle handle, unsigned flags) {
+    g_gpu->kernels.forbidden_while_capturing();
     return flags == 1 ? g_gpu->open_ipc_handle(address, &handle) : 1;
   }
-  static int close_ipc_handle(uint64_t address) { return g_gpu->close_ipc_handle(address); }
+  static int close_ipc_handle(uint64_t address) {
+    g_gpu->kernels.forbidden_while_capturing();
+    return g_gpu->close_ipc_handle(address);
+  }
 
   // --- virtual memory management. Properties: CUmemAllocationProp; Access: CUmemAccessDesc.
   template <typename Properties>

@@ -66,6 +66,19 @@ TEST_CASE("gpu ipc: an allocation is mapped once, and as long as somebody has it
   CHECK(*cuda.bytes_at(second->base() + 44) == std::byte{7});
 }
 
+TEST_CASE("gpu ipc: what is shared, mapped and let go while somebody captures a graph does not break it") {
+  FakeCuda cuda;
+  std::byte* const memory = cuda.allocate(kBytes);
+  const Twin twin;
+  cuda.kernels.begin_capture();
+  const device::SharedRange ours = device::share(device::GpuMemory(memory, 4096, true));
+  REQUIRE(ours.is_shared());
+  device::ImportedMemory(share_of(twin, ours), 4096, 0);
+  device::flush_writes(0);
+  CHECK(cuda.imports() == 0);
+  CHECK(cuda.kernels.end_capture());
+}
+
 TEST_CASE("gpu ipc: another allocation of a handle that is still mapped is not taken for the first") {
   FakeCuda cuda;
   const device::SharedRange ours = device::share(device::GpuMemory(cuda.allocate(kBytes), 4096, false));
