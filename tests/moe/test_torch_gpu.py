@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import crossrail as xr
 from crossrail.errors import CrossrailError
 from crossrail.moe import AllToAll, CapacityExceeded, Dispatched, EngineGroup
 from crossrail.moe.rows import device
+from crossrail.moe.rows.device import DeviceRows
 from tests.conftest import EngineFactory
 from tests.moe.batches import Batch, draw, expected_sums, expert_of_row, outputs, ranks_of
 from tests.moe.played_rows import PlayedRows
@@ -255,3 +257,18 @@ def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, engine: xr.En
     with EngineGroup(engine, [engine.address]) as group:
         with pytest.raises(xr.UsageError, match=r"device is 'cuda:0', and torch has no GPU here"):
             AllToAll(engine, group, device="cuda:0", **CONFIG)
+
+
+def test_a_mapping_of_another_gpus_memory_is_seen_without_a_copy(
+    gpu: FakeGpu, open_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By an address torch would begin to use that GPU too, which takes hundreds of megabytes of it, and copy."""
+    here, there = open_engine("here"), open_engine("there")
+    region = there.alloc(4096, device="cuda:0")
+    mapping = here.map(region.descriptor, WAIT_S, device="cuda:1")
+    seen = SimpleNamespace(device=torch.device("cuda:1"), data_ptr=lambda: region.base)
+    monkeypatch.setattr(torch, "from_dlpack", {mapping: seen}.get)
+    monkeypatch.setattr(torch, "as_tensor", None)
+    rows = object.__new__(PlayedRows)
+    rows.device = seen.device
+    assert DeviceRows._seen(rows, mapping) is seen

@@ -122,9 +122,11 @@ class DeviceRows:
     def _seen(self, memory: xr.Region | xr.GpuMapping) -> Any:
         """As a tensor, which keeps it."""
         address = memory.__cuda_array_interface__["data"][0]
-        tensor = torch.as_tensor(memory, device=self.device)
-        if tensor.data_ptr() != address and isinstance(memory, xr.GpuMapping):  # a copy: it is another GPU's memory
+        if isinstance(memory, xr.GpuMapping):
+            # Given an address, torch would begin to use the GPU whose memory it is, and copy from there.
             tensor = torch.from_dlpack(memory)
+        else:
+            tensor = torch.as_tensor(memory, device=self.device)
         if (tensor.device, tensor.data_ptr()) != (self.device, address):
             raise UsageError(f"torch sees memory that is mapped for {self.device} as {tensor.device}'s")
         return tensor
