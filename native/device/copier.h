@@ -27,8 +27,9 @@ class Copier {
 
   // Begins one: `to` or `from` is memory of that GPU, the other is the host's. Both have to stay until finish().
   void begin(int gpu, std::byte* to, const std::byte* from, uint64_t bytes);
-  // Likewise, both are memory of GPUs, which that one reaches. Short ones are gathered, and copied together by a
-  // kernel: to ask the driver for each of them takes microseconds.
+  // Likewise, both are memory of GPUs, which kernels of that one reach (another one's that cudaMalloc gave they do not,
+  // and fault). Short ones are gathered, and copied together by a kernel: to ask the driver for each of them takes
+  // microseconds.
   void begin_between(int gpu, std::byte* to, const std::byte* from, uint64_t bytes);
   // Waits for all that was begun. False: not all of it was copied, see trouble(), and what was is there in part.
   bool finish();

@@ -215,11 +215,12 @@ std::string pci_address(int ordinal) {
   return text;
 }
 
-int gpu_of_address(const void* address) {
+int gpu_of(const Driver& driver, const void* address) {
   int ordinal = -1;
-  if (!is_gpu_address(address) || !ask(*find_driver(), kPointerDeviceOrdinal, address, &ordinal)) return -1;
-  return ordinal;
+  return ask(driver, kPointerDeviceOrdinal, address, &ordinal) ? ordinal : -1;
 }
+
+int gpu_of_address(const void* address) { return is_gpu_address(address) ? gpu_of(*find_driver(), address) : -1; }
 
 bool is_gpu_address(const void* address) {
   if (g_replacement == nullptr) {
@@ -281,9 +282,8 @@ GpuMemory::GpuMemory(std::byte* base, uint64_t length_bytes, bool for_nics) : ba
   const Driver* driver = find_driver(&why);
   if (driver == nullptr) throw TransportError("register", 0, "memory of a GPU needs its driver: " + why);
   unsigned type = 0;
-  int ordinal = -1;
-  if (!ask(*driver, kPointerMemoryType, base, &type) || type != kMemoryTypeDevice ||
-      !ask(*driver, kPointerDeviceOrdinal, base, &ordinal) || ordinal < 0)
+  const int ordinal = gpu_of(*driver, base);
+  if (!ask(*driver, kPointerMemoryType, base, &type) || type != kMemoryTypeDevice || ordinal < 0)
     throw UsageError("the buffer, " + range_text(base, length_bytes) +
                      ", is not in the memory of a GPU that CUDA knows");
   int is_managed = 0;

@@ -164,6 +164,9 @@ class GpuMemory {
   std::string why_;
 };
 
+// Whose memory that is; -1: of no GPU that the driver knows. Any thread.
+int gpu_of(const Driver& driver, const void* address);
+
 // Whether an address is memory of a GPU. False without asking where this process has not opened the driver: nobody in
 // it can have such an address then.
 bool is_gpu_address(const void* address);

@@ -258,13 +258,19 @@ void MappedMemory::open_to_neighbours() {
   }
 }
 
+// As set_access(), unless it was so already.
+int MappedMemory::open_to(int gpu) {
+  if ((open_to_.load(std::memory_order_relaxed) & bit(gpu)) != 0) return 0;
+  const CurrentContext current(driver_, gpu);
+  const OutsideCapture outside(driver_);
+  return set_access(gpu);
+}
+
+bool MappedMemory::opens_to(int gpu) { return open_to(gpu) == 0; }
+
 void MappedMemory::give_to_kernels(int gpu) {
-  if ((open_to_.load(std::memory_order_relaxed) & bit(gpu)) == 0) {
-    const CurrentContext current(driver_, gpu);
-    const OutsideCapture outside(driver_);
-    if (const int code = set_access(gpu); code != 0)
-      fail(driver_, "cuMemSetAccess", code, "the memory is out of reach" + on(gpu));
-  }
+  if (const int code = open_to(gpu); code != 0)
+    fail(driver_, "cuMemSetAccess", code, "the memory is out of reach" + on(gpu));
   given_to_.fetch_or(bit(gpu), std::memory_order_relaxed);
 }
 

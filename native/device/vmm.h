@@ -63,6 +63,9 @@ class MappedMemory {
   uint64_t length_bytes() const { return physical_->length_bytes(); }
   // Copies of all our GPUs that can are to reach it too, not only those of the one that it was mapped for.
   void open_to_neighbours();
+  // Whether copies and kernels of ours on that GPU reach it, from now on at the latest. Throws TransportError: the GPU
+  // has failed.
+  bool opens_to(int gpu);
   // Kernels of the user's on that GPU may use it from now on. They are waited for before it is unmapped: with the last
   // reference begins a thread that does both. Throws TransportError: that GPU does not reach it.
   void give_to_kernels(int gpu);
@@ -73,6 +76,7 @@ class MappedMemory {
   MappedMemory(std::shared_ptr<const PhysicalMemory> physical, int gpu);
   static void let_go(MappedMemory* memory);
   int set_access(int gpu);
+  int open_to(int gpu);
   void wait_for_kernels();
 
   const std::shared_ptr<const PhysicalMemory> physical_;

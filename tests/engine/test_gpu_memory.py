@@ -93,3 +93,34 @@ def test_found_by_its_name_as_the_true_one_is() -> None:
 def test_no_driver_in_a_file_is_said() -> None:
     with pytest.raises(xr.TransportError, match="cannot open /nowhere"):
         _core._replace_gpu_driver("/nowhere")
+
+
+@pytest.mark.parametrize(
+    ("kind", "out_of_reach", "path"),
+    [("cudaMalloc", -1, "local"), ("cudaMalloc", 1, "local"), ("alloc", -1, "local"), ("alloc", 1, "staged"),
+     ("segments", -1, "local"), ("segments", 1, "staged"), ("closed segments", -1, "staged")],
+)  # fmt: skip
+def test_pages_between_two_gpus_of_a_process(
+    gpu: FakeGpu, open_engine: EngineFactory, seed: Seed, kind: str, out_of_reach: int, path: str
+) -> None:
+    """A kernel of one faults on memory of the other, unless it was mapped for both: its GPU is lost to it then."""
+    pages, page_bytes = 64, 4096
+    nbytes = pages * page_bytes
+    gpu.put_out_of_reach(out_of_reach)
+    here, there = open_engine("here", transport="shm"), open_engine("there", transport="shm")
+    bytes_ = seed.rng().integers(0, 256, nbytes, np.uint8)
+    order, numbers = np.arange(pages), seed.rng().permutation(pages)
+    source, back = here.register(gpu.array(bytes_, 1)), gpu.allocate(nbytes, 1)
+    if kind == "alloc":
+        target = there.alloc(nbytes, device="cuda:0")
+    elif kind == "cudaMalloc":
+        target = there.register(gpu.allocate(nbytes))
+    else:
+        target = there.register(gpu.segments(1, is_shareable=kind == "segments").part(0, nbytes))
+
+    here.submit_paged_writes(source, order, target.descriptor, numbers, page_bytes, imm=1).wait(WAIT_S)
+    there.imm_counter(1).wait(pages, WAIT_S)
+    here.submit_read(here.register(back), target.descriptor).wait(WAIT_S)
+
+    np.testing.assert_array_equal(back.bytes.reshape(pages, -1)[numbers], bytes_.reshape(pages, -1))
+    assert {each.path for each in here.explain(there.address).paths} == {path}

@@ -223,11 +223,16 @@ class FakeGpu {
     it->second.access |= 1u << gpu;
     return 0;
   }
-  // Whether a copy on the GPU whose context is current may touch that.
-  bool reaches(uint64_t address) {
+  // Whether a copy on the GPU whose context is current may touch that; a kernel of its: of what cudaMalloc gave another
+  // GPU it may not, which the driver copies.
+  bool reaches(uint64_t address, bool by_kernel = false) {
     const std::lock_guard lock(mutex_);
     const auto it = find(address);
-    return it == allocations_.end() || (it->second.access & 1u << kernels.gpu_of(context_current)) != 0;
+    if (it == allocations_.end()) return true;
+    const Allocation& found = it->second;
+    const int gpu = kernels.gpu_of(context_current);
+    const bool is_anothers = found.handle == 0 && !imported_.contains(it->first) && found.ordinal != gpu;
+    return (found.access & 1u << gpu) != 0 && !(by_kernel && is_anothers);
   }
 
   Allocations::iterator find(uint64_t address) {
@@ -263,7 +268,7 @@ class FakeGpu {
     if (contexts_current != 1) return 1;
     ++copies;
     for (; count > 0; --count, pieces += 3) {
-      if (!reaches(pieces[0]) || !reaches(pieces[1])) return 700;
+      if (!reaches(pieces[0], true) || !reaches(pieces[1], true)) return 700;
       stream->begun.push_back({pieces[0], pieces[1], pieces[2]});
     }
     return 0;

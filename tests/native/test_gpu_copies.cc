@@ -162,11 +162,11 @@ TEST_CASE("gpu copies: pages go where they are to, many to a wait for the GPU") 
   }
 }
 
-TEST_CASE("gpu copies: between GPUs short ones are gathered, and all lengths arrive") {
+TEST_CASE("gpu copies: on a GPU short ones are gathered, and all lengths arrive") {
   FakeCuda cuda;
   constexpr uint64_t kRoom = uint64_t{4} << 20;
   std::byte* const from = cuda.allocate(kRoom);
-  std::byte* const to = cuda.allocate(kRoom, 1);
+  std::byte* const to = cuda.allocate(kRoom);
   std::mt19937 random(7);
   for (const size_t count : {size_t{1}, size_t{2}, size_t{3}, size_t{170}, size_t{171}, size_t{341}, size_t{1000}}) {
     for (uint64_t i = 0; i < kRoom; ++i) cuda.bytes_at(from)[i] = static_cast<std::byte>(random());

@@ -33,18 +33,43 @@ struct Run {
 
 }  // namespace
 
-// Where that GPU of ours reaches the region: null, if it does not, and import.why_staged says why.
-std::byte* ShmTransport::reach_by_gpu(Import& import, int gpu) {
-  if (import.is_local) return reinterpret_cast<std::byte*>(import.remote_base);  // NOLINT(performance-no-int-to-ptr)
+static GpuReach import_for(const device::SharedRange& range, uint64_t length_bytes, int gpu) {
+  GpuReach reach;
+  reach.imported = std::make_unique<device::ImportedMemory>(range, length_bytes, gpu);
+  reach.base = reach.imported->base();
+  reach.by_kernels = true;
+  return reach;
+}
+
+// Memory of our own process. A GPU's kernels fault on what another GPU has, unless it was mapped for them, too; the
+// driver copies what cudaMalloc gave between any two. Throws TransportError: neither.
+static GpuReach reach_locally(const Import& import, int gpu) {
+  const device::Driver* const driver = device::find_driver();
+  CROSSRAIL_ASSERT(driver != nullptr);                                  // the memory was registered
+  auto* const base = reinterpret_cast<std::byte*>(import.remote_base);  // NOLINT(performance-no-int-to-ptr)
+  const bool is_its_own = device::gpu_of(*driver, base) == gpu;
+  if (is_its_own || import.shared.by == device::SharedBy::kIpc)
+    return {.imported = nullptr, .base = base, .by_kernels = is_its_own};
+  const auto own = device::MappedMemory::find(import.remote_base, import.length_bytes);
+  if (own != nullptr && own->opens_to(gpu)) return {.imported = nullptr, .base = base, .by_kernels = true};
+  device::SharedRange range = import.shared;
+  if (range.by == device::SharedBy::kVmm)
+    range.physical = device::PhysicalMemory::retain(import.remote_base, range.allocation_bytes, gpu);
+  return import_for(range, import.length_bytes, gpu);
+}
+
+// How that GPU of ours reaches the region: null, if it does not, and import.why_staged says why.
+const GpuReach* ShmTransport::reach_by_gpu(Import& import, int gpu) {
   const auto [entry, is_new] = import.reached.try_emplace(gpu);
+  GpuReach& reach = entry->second;
   if (is_new) {
     try {
-      entry->second = std::make_unique<device::ImportedMemory>(import.shared, import.length_bytes, gpu);
+      reach = import.is_local ? reach_locally(import, gpu) : import_for(import.shared, import.length_bytes, gpu);
     } catch (const TransportError& error) {
       import.why_staged = error.text();
     }
   }
-  return entry->second == nullptr ? nullptr : entry->second->base();
+  return reach.base == nullptr ? nullptr : &reach;
 }
 
 // Whether a piece that waits goes this way. One whose first bytes went another is ended as it was begun.
@@ -125,20 +150,27 @@ bool ShmTransport::refuse_head(Outgoing& link, RailQueue& rail, Status status, c
 }
 
 bool ShmTransport::copy_by_gpu(Import& import, int gpu, const std::vector<WorkRequest>& requests) {
-  std::byte* const base = reach_by_gpu(import, gpu);
+  const GpuReach& reach = *reach_by_gpu(import, gpu);
+  const auto copy = [&](const Run& run) {
+    if (reach.by_kernels) {
+      copier_.begin_between(gpu, run.to, run.from, run.bytes);
+    } else {
+      copier_.begin(gpu, run.to, run.from, run.bytes);
+    }
+  };
   const int64_t begin = now_ns();
   Run run;
   uint64_t bytes = 0;
   for (const WorkRequest& each : requests) {
-    std::byte* const remote = base + each.remote_offset;
+    std::byte* const remote = reach.base + each.remote_offset;
     const bool is_write = each.op == WorkOp::kWrite;
     const Run next{is_write ? remote : each.local, is_write ? each.local : remote, each.length_bytes};
     bytes += each.length_bytes;
     if (run.takes(next)) continue;
-    copier_.begin_between(gpu, run.to, run.from, run.bytes);
+    copy(run);
     run = next;
   }
-  copier_.begin_between(gpu, run.to, run.from, run.bytes);
+  copy(run);
   if (!copier_.finish()) return false;
   import.was_copied_by_gpu = true;
   import.bytes_moved += bytes;

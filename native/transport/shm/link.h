@@ -25,6 +25,14 @@
 namespace crossrail::shm {
 
 // A region of the target, as far as the initiator knows it.
+// How a GPU of ours reaches memory of another one. base: null: not at all. imported: what is mapped for that, if it is
+// not ours already. by_kernels: its kernels may touch it; else the driver alone copies.
+struct GpuReach {
+  std::unique_ptr<device::ImportedMemory> imported;
+  std::byte* base = nullptr;
+  bool by_kernels = false;
+};
+
 struct Import {
   enum class State : uint8_t { kPending, kDirect, kPrivate, kRefused };
   State state = State::kPending;
@@ -38,8 +46,8 @@ struct Import {
   uint64_t length_bytes = 0;
   bool is_local = false;  // in our own process
   bool is_gpu = false;
-  device::SharedRange shared;                                      // of a GPU's: how those of ours reach it,
-  std::map<int, std::unique_ptr<device::ImportedMemory>> reached;  // and by which they do; null: not, see why_staged
+  device::SharedRange shared;       // of a GPU's: how those of ours reach it,
+  std::map<int, GpuReach> reached;  // and by which they do; not: see why_staged
   std::string why_staged;
   bool wants_handle = false;  // the owner was asked for what it is mapped by, too
   bool was_copied_by_gpu = false;

@@ -104,7 +104,7 @@ class ShmTransport final : public Transport {
   uint32_t retire_staged(Outgoing& link, RailQueue& rail);
   uint32_t take_responses(Outgoing& link);
   // gpu_copies.cc
-  static std::byte* reach_by_gpu(Import& import, int gpu);
+  static const GpuReach* reach_by_gpu(Import& import, int gpu);
   bool goes_by_gpu(const RailQueue::Pending& pending);
   bool push_gpu_copies(Outgoing& link, RailQueue& rail);
   bool copy_by_gpu(Import& import, int gpu, const std::vector<WorkRequest>& requests);
