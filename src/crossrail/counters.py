@@ -138,6 +138,8 @@ class CountFlag(_core.CountFlag, Closing):
         comes behind it reads what was written before the counts. A kernel that waits longer than timeout_s, or for what
         will not come because this was closed, ends without: what follows runs all the same, on what is there, and
         later waits end at once, until check() has said so. So call that where you synchronize.
+        While it waits, calls of CUDA that wait for kernels do not return: to load one, to pin or free memory. What
+        makes the counts come must need none (docs/gpu-memory.md).
         stream: as of Watcher.add_on. count: 1 or more. timeout_s: seconds, from when the kernel begins.
         Needs NVIDIA's driver and compute capability 7.0; the first call pins a page. Raises UsageError for what is no
         stream of a GPU here, and on a simulated engine; TransportError with CUDA's error. Nothing was launched then.
