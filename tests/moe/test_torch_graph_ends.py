@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pkgutil
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from crossrail.errors import UsageError
 from crossrail.moe.graph import GraphAllToAll
@@ -63,3 +66,26 @@ def test_ranks_of_one_dp_group_that_route_differently_are_named_on_all(engine: d
     for rank, text in enumerate(texts[:2]):
         assert f"those of rank {1 - rank}" in text or "has closed its AllToAll" in text
     assert any("both must hold the same tokens and route them alike" in text for text in texts[:2])
+
+
+@pytest.mark.parametrize("part", ["crossrail.moe.peers.Far", "crossrail.moe.graph.steps.GraphMemory"])
+def test_a_rank_without_memory_is_named_on_all_before_they_have_waited(
+    part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = pkgutil.resolve_name(part)
+
+    def made(*arguments: Any) -> Any:
+        if 1 in arguments:  # the rank
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return make(*arguments)
+
+    monkeypatch.setattr(part, made)
+
+    def run(engine: Any, group: Any, **config: Any) -> Any:
+        with pytest.raises(Exception, match="CUDA out of memory") as caught:
+            GraphAllToAll(engine, group, **config)
+        return SimpleNamespace(rank=group.rank, text=str(caught.value), close=lambda: None)
+
+    with Ranks(3, {}, run, timeout_s=100 * WAIT_S, **CONFIG) as ranks:
+        for rank in ranks.parts:
+            assert rank.rank == 1 or rank.text.startswith("rank 1 could not be set up: ")

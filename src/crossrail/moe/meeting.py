@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,11 +62,23 @@ def meet(engine: xr.Engine, group: Group, config: Config, board: xr.Region, time
 
 
 def meet_far(
-    group: Group, far: Far, agreement: Agreement | None, addresses: list[xr.Address], timeout_s: float
+    group: Group,
+    far: Far | None,
+    agreement: Agreement | None,
+    addresses: Sequence[xr.Address],
+    timeout_s: float,
+    trouble: CrossrailError | None = None,
 ) -> None:
-    """A third exchange, where not all ranks share memory: what those that do not need to know of each other."""
-    card = {"far": far.card(), "agreement": None if agreement is None else agreement.card()}
-    cards = _tell(group, "far memory", card, timeout_s)
+    """A third exchange, where not all ranks share memory: what those that do not need to know of each other.
+
+    trouble: why we have no far, as of all_are_ready().
+    """
+    card = {"far": None if far is None else far.card(), "agreement": None if agreement is None else agreement.card()}
+    cards = _tell(group, "far memory", card | {"trouble": "" if trouble is None else str(trouble)}, timeout_s)
+    if trouble is not None:
+        raise trouble
+    _check_all_well(cards)
+    assert far is not None
     far.connect([one["far"] for one in cards], addresses, timeout_s)
     if agreement is not None:
         agreement.connect([one["agreement"] for one in cards], addresses, timeout_s)
@@ -81,6 +95,22 @@ def all_are_ready(group: Group, far: Far, timeout_s: float, trouble: CrossrailEr
         raise trouble
     _check_all_well(cards)
     far.hear([rank for rank in far.ranks if group.rank in cards[rank]["reached"]])
+
+
+@contextlib.contextmanager
+def telling_others(tell: Callable[[CrossrailError], None]) -> Iterator[None]:
+    """What fails here, as for want of memory, is told to the other ranks before it is raised, by the exchange in which
+    they would wait for us in vain.
+    """
+    try:
+        yield
+    except Exception as error:
+        told = CrossrailError(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
+        if isinstance(error, CrossrailError):
+            told = error
+        with contextlib.suppress(CrossrailError):  # told, or who does not come; the first error is the one to see
+            tell(told)
+        raise
 
 
 def make_layout(config: Config, node_size: int) -> _core.moe.Layout:

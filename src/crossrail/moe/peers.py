@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from crossrail.moe.links.node_sums import NodeSums
 from crossrail.moe.masking.agreement import Agreement
 from crossrail.moe.masking.routes import sources_of
 from crossrail.moe.masking.views import COMBINE, DISPATCH
-from crossrail.moe.meeting import all_are_ready, make_layout, meet, meet_far
+from crossrail.moe.meeting import all_are_ready, make_layout, meet, meet_far, telling_others
 from crossrail.moe.outcome import Outcome, error_of, unposted_error
 from crossrail.moe.rounds import Round
 from crossrail.moe.rows.interface import RowMemory
@@ -93,9 +94,10 @@ class Peers:
         # a GPU's, and so does shm between GPU and host.
         rows_on_host = kernels_wait and any(member.uses_tcp for member in members)
         try:
-            self.far = far = Far(engine, config, self.layout, group.rank, memory, rows_on_host)
-            if masks_far:
-                self.agreement = Agreement(engine, group.size, group.rank, self.near, far, timeout_s)
+            with telling_others(partial(meet_far, group, None, None, (), timeout_s)):
+                self.far = far = Far(engine, config, self.layout, group.rank, memory, rows_on_host)
+                if masks_far:
+                    self.agreement = Agreement(engine, group.size, group.rank, self.near, far, timeout_s)
             meet_far(group, far, self.agreement, self._addresses, timeout_s)
             for rank in far.ranks:
                 self.near.watch(rank, members[rank].address, far.imms_of(rank), masks_far)
@@ -114,6 +116,13 @@ class Peers:
         """
         if self.far is not None:
             all_are_ready(group, self.far, timeout_s, trouble)
+
+    @contextlib.contextmanager
+    def readying(self, group: Group, timeout_s: float) -> Iterator[None]:
+        """ready(), once what is to be prepared before that is; what keeps us from it is raised on the others, too."""
+        with telling_others(partial(self.ready, group, timeout_s)):
+            yield
+        self.ready(group, timeout_s)
 
     # ---- what is known of a round
 

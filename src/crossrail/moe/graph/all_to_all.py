@@ -123,12 +123,12 @@ class GraphAllToAll:
             undo.callback(peers.close, timeout_s)
             far = peers.far
             assert far is not None  # since kernels wait
-            if peer_access:
-                far.reach(timeout_s)
-            self._steps = Steps(config, peers.layout, far, self.rank, kernels, self._tensors)
-            undo.callback(self._drop_steps)
-            far.try_ways(timeout_s)
-            peers.ready(group, timeout_s)
+            with peers.readying(group, timeout_s):
+                if peer_access:
+                    far.reach(timeout_s)
+                self._steps = Steps(config, peers.layout, far, self.rank, kernels, self._tensors)
+                undo.callback(self._drop_steps)
+                far.try_ways(timeout_s)
             self._thread = PostingThread(
                 config, peers.layout, far, self.rank, self._steps, self._tensors, timeout_s, proxy_cpu
             )
