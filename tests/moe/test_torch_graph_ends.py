@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pkgutil
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from crossrail.errors import UsageError
+from crossrail.moe import AllToAll
 from crossrail.moe.graph import GraphAllToAll
 from tests.moe.batches import draw
 from tests.moe.graph_rounds import given, made_of, whole_round
@@ -68,14 +70,23 @@ def test_ranks_of_one_dp_group_that_route_differently_are_named_on_all(engine: d
     assert any("both must hold the same tokens and route them alike" in text for text in texts[:2])
 
 
-@pytest.mark.parametrize("part", ["crossrail.moe.peers.Far", "crossrail.moe.graph.steps.GraphMemory"])
+@pytest.mark.parametrize(
+    ("kind", "part", "lacks"),
+    [
+        (AllToAll, "crossrail.moe.all_to_all.Board", lambda engine, *_: engine.address.name == "rank-1"),
+        (GraphAllToAll, "crossrail.moe.graph.all_to_all.Board", lambda engine, *_: engine.address.name == "rank-1"),
+        (GraphAllToAll, "crossrail.moe.peers.Far", lambda *arguments: arguments[3] == 1),
+        (GraphAllToAll, "crossrail.moe.graph.steps.GraphMemory", lambda *arguments: arguments[2] == 1),
+    ],
+    ids=["AllToAll's board", "board", "rows", "kernels"],
+)
 def test_a_rank_without_memory_is_named_on_all_before_they_have_waited(
-    part: str, monkeypatch: pytest.MonkeyPatch
+    kind: Any, part: str, lacks: Callable[..., bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make = pkgutil.resolve_name(part)
 
     def made(*arguments: Any) -> Any:
-        if 1 in arguments:  # the rank
+        if lacks(*arguments):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return make(*arguments)
 
@@ -83,7 +94,7 @@ def test_a_rank_without_memory_is_named_on_all_before_they_have_waited(
 
     def run(engine: Any, group: Any, **config: Any) -> Any:
         with pytest.raises(Exception, match="CUDA out of memory") as caught:
-            GraphAllToAll(engine, group, **config)
+            kind(engine, group, **config)
         return SimpleNamespace(rank=group.rank, text=str(caught.value), close=lambda: None)
 
     with Ranks(3, {}, run, timeout_s=100 * WAIT_S, **CONFIG) as ranks:

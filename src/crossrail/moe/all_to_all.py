@@ -132,11 +132,12 @@ class AllToAll:
         self._masks = on_lost == "mask"
         layout_of_board = BoardLayout(self.config, group.rank, holds_rows=not is_gpu(device))
         with contextlib.ExitStack() as undo:
-            self._inbox = self._memory.block(output_bytes(self.config, group.rank))
-            undo.callback(self._inbox.close, timeout_s)
-            own_rows = self._memory.block(layout_of_board.rows_bytes) if layout_of_board.rows_bytes else None
-            self._board = Board(engine, layout_of_board, own_rows)
-            undo.callback(self._board.close, timeout_s)
+            with Peers.expected(group, self.config, timeout_s):
+                self._inbox = self._memory.block(output_bytes(self.config, group.rank))
+                undo.callback(self._inbox.close, timeout_s)
+                own_rows = self._memory.block(layout_of_board.rows_bytes) if layout_of_board.rows_bytes else None
+                self._board = Board(engine, layout_of_board, own_rows)
+                undo.callback(self._board.close, timeout_s)
             self._peers = Peers(engine, group, self.config, self._board, self._memory, timeout_s)
             undo.callback(self._peers.close, timeout_s)
             trouble = self._start_thread(proxy_cpu) if proxy == "thread" else None

@@ -33,9 +33,10 @@ def meet(engine: xr.Engine, group: Group, config: Config, board: xr.Region, time
 
     Two exchanges: arguments and descriptors first; then whose boards each could map, or why it failed.
     """
-    card = {"config": config.encode(), "board": board.descriptor.to_bytes().hex()}
+    card = {"config": config.encode(), "board": board.descriptor.to_bytes().hex(), "trouble": ""}
     cards = _tell(group, "arguments", card, timeout_s)
     check_agreement([one["config"] for one in cards], range(group.size))
+    _check_all_well(cards)
     descriptors = [xr.RegionDescriptor.from_bytes(bytes.fromhex(one["board"])) for one in cards]
     boards: dict[int, memoryview] = {}
     trouble = ""
@@ -59,6 +60,12 @@ def meet(engine: xr.Engine, group: Group, config: Config, board: xr.Region, time
         Member(rank, descriptor.owner, boards[rank] if rank in mates else None, bool(reports[rank]["uses_tcp"]))
         for rank, descriptor in enumerate(descriptors)
     ]
+
+
+def tell_absence(group: Group, config: Config, timeout_s: float, trouble: CrossrailError) -> None:
+    """Instead of meet(): why we cannot."""
+    card = {"config": config.encode(), "board": "", "trouble": str(trouble)}
+    _tell(group, "arguments", card, timeout_s)
 
 
 def meet_far(

@@ -26,7 +26,7 @@ from crossrail.moe.links.node_sums import NodeSums
 from crossrail.moe.masking.agreement import Agreement
 from crossrail.moe.masking.routes import sources_of
 from crossrail.moe.masking.views import COMBINE, DISPATCH
-from crossrail.moe.meeting import all_are_ready, make_layout, meet, meet_far, telling_others
+from crossrail.moe.meeting import all_are_ready, make_layout, meet, meet_far, tell_absence, telling_others
 from crossrail.moe.outcome import Outcome, error_of, unposted_error
 from crossrail.moe.rounds import Round
 from crossrail.moe.rows.interface import RowMemory
@@ -109,6 +109,11 @@ class Peers:
         except BaseException:
             self.close(timeout_s)
             raise
+
+    @staticmethod
+    def expected(group: Group, config: Config, timeout_s: float) -> contextlib.AbstractContextManager[None]:
+        """Around what is made before this is: what fails there is raised on the others, too, who would wait for us."""
+        return telling_others(partial(tell_absence, group, config, timeout_s))
 
     def ready(self, group: Group, timeout_s: float, trouble: CrossrailError | None = None) -> None:
         """Until all are. Others write here from then on: what is to be prepared before that, is by now. trouble: what

@@ -117,7 +117,8 @@ class GraphAllToAll:
         self._is_told = False  # the failure that ended the rounds was raised
         self._unseen: CrossrailError | None = None  # a failure that close() is to raise
         with contextlib.ExitStack() as undo:
-            self._board = Board(engine, BoardLayout(config, group.rank, holds_rows=False), None)
+            with Peers.expected(group, config, timeout_s):
+                self._board = Board(engine, BoardLayout(config, group.rank, holds_rows=False), None)
             undo.callback(self._board.close, timeout_s)
             self._peers = peers = Peers(engine, group, config, self._board, rows, timeout_s, kernels_wait=True)
             undo.callback(peers.close, timeout_s)
