@@ -136,3 +136,27 @@ def test_between_processes(open_engine: EngineFactory, options: dict[str, Any], 
         assert child.poll(WAIT_S) and child.recv() == value * BYTES
     paths = {path.path for path in here.explain(theirs.owner).paths}
     assert ("cuda-ipc" in paths) == (options["transport"] == "shm")
+
+
+def test_a_peer_is_met_while_a_graph_is_captured(
+    open_engine: EngineFactory, options: dict[str, Any], child: Connection
+) -> None:
+    """What registers memory, maps the peer's and lets it go is none of the graph's, and does not break it."""
+    here = open_engine("here", **options)
+    assert child.poll(60)
+    theirs = xr.RegionDescriptor.from_bytes(child.recv())
+    src, other = noise(BYTES, "cuda"), torch.zeros(100, device="cuda")
+    wanted = int(src.sum(dtype=torch.int64))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        other += 1
+        region = here.register(src)
+        for _ in range(3):
+            here.submit_write(region, theirs, imm=1).wait(WAIT_S)
+        region.close()
+        other += 1
+    graph.replay()
+    torch.cuda.synchronize()
+    assert float(other.sum()) == 200
+    for _ in range(3):
+        assert child.poll(WAIT_S) and child.recv() == wanted

@@ -265,7 +265,10 @@ def test_writes_pages_and_reads(open_engine: EngineFactory) -> None:
 def test_kernels_on_a_peers_memory(open_engine: EngineFactory) -> None:
     here = open_engine("here", transport="shm")
     with child_with("alloc") as child:
-        mapped = tensor_of(here.map(child.remote, WAIT_S, device="cuda:0"))
+        mapping = here.map(child.remote, WAIT_S, device="cuda:0")
+        mapped = torch.from_dlpack(mapping)
+        assert (mapped.data_ptr(), mapped.device) == (tensor_of(mapping).data_ptr(), torch.device("cuda:0"))
+        del mapping
         child.ask("fill", 6)
         mapped.add_(1)
         torch.cuda.synchronize()
