@@ -47,7 +47,10 @@ static GpuReach reach_locally(const Import& import, int gpu) {
   const device::Driver* const driver = device::find_driver();
   CROSSRAIL_ASSERT(driver != nullptr);                                  // the memory was registered
   auto* const base = reinterpret_cast<std::byte*>(import.remote_base);  // NOLINT(performance-no-int-to-ptr)
-  const bool is_its_own = device::gpu_of(*driver, base) == gpu;
+  const bool is_its_own = [&] {
+    const device::CurrentContext current(*driver, gpu);  // this thread has none, and the driver may want one
+    return device::gpu_of(*driver, base) == gpu;
+  }();
   if (is_its_own || import.shared.by == device::SharedBy::kIpc)
     return {.imported = nullptr, .base = base, .by_kernels = is_its_own};
   const auto own = device::MappedMemory::find(import.remote_base, import.length_bytes);
