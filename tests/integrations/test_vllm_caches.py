@@ -12,7 +12,7 @@ import pytest
 
 import crossrail as xr
 from crossrail.integrations.instance import Worker, mismatch
-from crossrail.integrations.vllm.caches import PACKINGS, kind_of, read_caches
+from crossrail.integrations.vllm.caches import PACKINGS, kind_of, read_caches, window_of
 from crossrail.kv import KvLayout, RankMemory
 from tests.conftest import EngineFactory
 from tests.support.fake_gpu import FakeGpu, GpuMemory
@@ -131,6 +131,17 @@ def test_backends_that_are_known() -> None:
         kind_of("FLASHINFER", SimpleNamespace(num_head_slots=16, tokens_per_state=1))
     with pytest.raises(xr.UsageError, match="keeps 4 tokens in one state"):
         kind_of("FLASHMLA", SimpleNamespace(num_head_slots=None, tokens_per_state=4))
+
+
+def test_only_windows_that_slide_are_looked_through() -> None:
+    def spec(name: str, **fields: Any) -> Any:
+        return type(name, (), fields)()
+
+    assert window_of(spec("SlidingWindowSpec", sliding_window=64)) == 64
+    assert window_of(spec("FullAttentionSpec", sliding_window=64)) is None
+    assert window_of(spec("MLAAttentionSpec")) is None
+    with pytest.raises(xr.UsageError, match=r"ChunkedLocalAttentionSpec: supported are FullAttentionSpec, MLA"):
+        window_of(spec("ChunkedLocalAttentionSpec"))
 
 
 def test_sides_that_differ_are_told_apart() -> None:

@@ -20,7 +20,7 @@ from tests.support.gpu_stream import Event, Stream
 from tests.support.limits import WAIT_S
 
 TOKENS = 30
-MINE, THEIRS = [3, 7, 1, 12], [0, 9, 4, 2]
+MINE, THEIRS = [3, 7, 1, 12], [14, 9, 4, 2]
 WHOLE = Chunk("a", TOKENS, 0, tuple(MINE))
 FILLED = {"a": (range(4), MINE)}
 

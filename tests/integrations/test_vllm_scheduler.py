@@ -25,6 +25,7 @@ class Request:
     kv_transfer_params: dict[str, Any] | None = None
     prompt_token_ids: list[int] = field(default_factory=lambda: list(range(100)))
     num_computed_tokens: int = 0
+    max_tokens: int = 1
     status: Any = field(default_factory=lambda: SimpleNamespace(name="RUNNING"))
     abort_immediately: bool = False
 
@@ -62,8 +63,8 @@ def scheduled(
     )
 
 
-def side(produces: bool = True, consumes: bool = True) -> SchedulerSide:
-    made = SchedulerSide(produces=produces, consumes=consumes, engine_id="engine", secret=SECRET)
+def side(produces: bool = True, consumes: bool = True, window: int | None = None) -> SchedulerSide:
+    made = SchedulerSide(produces=produces, consumes=consumes, engine_id="engine", secret=SECRET, window=window)
     made.instance_known(INSTANCE)
     return made
 
@@ -126,6 +127,18 @@ def test_a_router_may_name_the_transfer() -> None:
     s.new_request(Request("r", DECODE | {"transfer_id": "of the router's"}))
 
     assert s.step(scheduled()).offers[0].transfer_id == "of the router's"
+
+
+@pytest.mark.parametrize(("window", "max_tokens", "is_offered"), [(64, 1, True), (64, 2, False), (102, 2, True)])
+def test_a_window_that_would_slide_past_what_is_offered(
+    window: int, max_tokens: int, is_offered: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    s = side(window=window)
+
+    s.new_request(Request("r", DECODE, max_tokens=max_tokens))
+
+    assert [offer.request for offer in s.step(scheduled()).offers] == ["r"] * is_offered
+    assert is_offered or "sliding window of 64 tokens, and max_tokens is 2" in caplog.text
 
 
 # --- a consumer ---

@@ -5,14 +5,14 @@ from collections.abc import Iterator
 import pytest
 
 import crossrail as xr
-from crossrail.integrations.vllm.orders import Chunk, Load, Orders
+from crossrail.integrations.vllm.orders import NO_BLOCK, Chunk, Load, Orders
 from crossrail.kv.transfer import receiver as receiver_module
 from tests.integrations.vllm_workers import IMPATIENT, SHORT_LEASE, Open, Side, offer
 from tests.support.kv_copies import Held
 from tests.support.kv_doubts import give_up, lose_writes, note_fences
 
 TOKENS = 30
-MINE, THEIRS = [3, 7, 1, 12], [0, 9, 4, 2]
+MINE, THEIRS = [3, 7, 1, 12], [14, 9, 4, 2]
 
 
 @pytest.fixture
@@ -295,6 +295,22 @@ def test_what_the_scheduler_refused_fails_at_once(d: Side) -> None:
 
     d.until_received("b")
     assert d.results[0].invalid == set(THEIRS[1:])
+
+
+def test_what_a_window_has_left_is_neither_fetched_nor_invalid(p: Side, d: Side) -> None:
+    """All such requests share vLLM's null block: it must not be written, and fail others that have it."""
+    p.prefill("a", TOKENS, MINE)
+    p.step(Orders(idle=True, finished=["a"]))
+    blocks = [NO_BLOCK, NO_BLOCK, *THEIRS[2:]]
+
+    d.load("b", p, TOKENS, blocks)
+    d.until_received("b")
+    d.step(Orders(loads=[Load("d", None, "no such thing", TOKENS, 0, tuple(blocks), b"")]))
+    d.until_received("d")
+
+    d.assert_holds("b", blocks, as_of="a", first=2)
+    assert d.untouched(NO_BLOCK)
+    assert d.results[0].invalid == set(THEIRS[2:])
 
 
 def test_two_prompts_cannot_have_one_transfer(p: Side, d: Side) -> None:

@@ -1,8 +1,20 @@
 """A model for true inference engines in tests, and prompts for it."""
 
 from pathlib import Path
+from typing import Any
 
 VOCABULARY = 256
+_SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.3,
+}
 
 
 def make_model(folder: Path, seed: int = 1) -> Path:
@@ -11,18 +23,17 @@ def make_model(folder: Path, seed: int = 1) -> Path:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=1024,
-        initializer_range=0.3,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    LlamaForCausalLM(LlamaConfig(**_SHAPE)).save_pretrained(folder)
+    return folder
+
+
+def make_window_model(folder: Path, window: int) -> Path:
+    """The same as a Mistral, of which every layer looks back no further than `window` tokens."""
+    import torch
+    from transformers import MistralConfig, MistralForCausalLM
+
+    torch.manual_seed(1)
+    MistralForCausalLM(MistralConfig(**_SHAPE, sliding_window=window)).save_pretrained(folder)
     return folder
 
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -15,10 +16,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
 )
+from vllm.v1 import kv_cache_interface
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from crossrail.errors import UsageError
 from crossrail.integrations.vllm import CrossrailConnector, stats
+from crossrail.integrations.vllm.caches import SPECS, window_of
 from crossrail.integrations.vllm.connector import CrossrailMetadata, CrossrailStats
 from crossrail.integrations.vllm.orders import Orders
 
@@ -104,12 +108,27 @@ def test_sleep_mode_is_refused_at_start(monkeypatch: pytest.MonkeyPatch) -> None
         parallel_config=ParallelConfig(),
         model_config=SimpleNamespace(enable_sleep_mode=True),
     )
-    caches = SimpleNamespace(kv_cache_groups=[None])
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float16)
+    caches = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
 
     with pytest.raises(UsageError, match="enable_sleep_mode: CrossrailConnector needs KV caches that stay"):
         CrossrailConnector(config, KVConnectorRole.SCHEDULER, caches)
     config.model_config.enable_sleep_mode = False
     CrossrailConnector(config, KVConnectorRole.SCHEDULER, caches)
+
+
+def test_caches_of_other_kinds_are_refused_by_name() -> None:
+    assert all(hasattr(kv_cache_interface, name) for name in SPECS)
+    chunked = kv_cache_interface.ChunkedLocalAttentionSpec(
+        block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float16, attention_chunk_size=64
+    )
+    sliding = kv_cache_interface.SlidingWindowSpec(
+        block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float16, sliding_window=64
+    )
+
+    assert window_of(sliding) == 64
+    with pytest.raises(UsageError, match="KV caches of vLLM's ChunkedLocalAttentionSpec"):
+        window_of(chunked)
 
 
 class _Config:

@@ -29,6 +29,9 @@ PACKINGS: dict[str, Kind] = {
     "TRITON_MLA": "MLA",
 }
 
+# Others give blocks back, or share them, by rules of their own. FullAttentionSpec may name a window: it keeps all then.
+SPECS = ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec")
+
 _NOT_THE_MODEL = {"_name_or_path", "transformers_version", "torch_dtype", "dtype"}
 
 
@@ -118,6 +121,17 @@ def model_digest(config: Mapping[str, Any]) -> str:
     """Names a model's shape, not its weights: whoever gives both sides different weights gets what he asked for."""
     kept = {key: value for key, value in config.items() if key not in _NOT_THE_MODEL}
     return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def window_of(spec: Any) -> int | None:
+    """How many tokens layers with this KV cache look back, None: at all. spec: vLLM's, of the cache.
+
+    Raises UsageError for caches that vLLM handles in another way than a block for each block_size tokens.
+    """
+    name = type(spec).__name__
+    if name not in SPECS:
+        raise UsageError(f"the model has KV caches of vLLM's {name}: supported are {', '.join(SPECS)}")
+    return spec.sliding_window if name == "SlidingWindowSpec" else None
 
 
 def kind_of(backend: str, spec: Any) -> Kind:

@@ -22,7 +22,7 @@ from crossrail.errors import UsageError
 from crossrail.integrations.instance import Instance, Worker
 from crossrail.integrations.log_lines import log_as
 from crossrail.integrations.vllm import stats
-from crossrail.integrations.vllm.caches import form_of, kind_of, read_caches
+from crossrail.integrations.vllm.caches import form_of, kind_of, read_caches, window_of
 from crossrail.integrations.vllm.kernels import record_on
 from crossrail.integrations.vllm.options import VllmOptions
 from crossrail.integrations.vllm.orders import Orders
@@ -109,6 +109,7 @@ class CrossrailConnector(KVConnectorBase_V1):
         groups = len(kv_cache_config.kv_cache_groups)
         if groups != 1:
             raise UsageError(f"the model has {groups} groups of KV caches: CrossrailConnector supports models with one")
+        window = window_of(kv_cache_config.kv_cache_groups[0].kv_cache_spec)
         self._options = options
         self._engine_id = str(transfer.engine_id)
         self._scheduler: SchedulerSide | None = None
@@ -119,6 +120,7 @@ class CrossrailConnector(KVConnectorBase_V1):
                 consumes=transfer.is_kv_consumer,
                 engine_id=self._engine_id,
                 secret=secret,
+                window=window,
             )
         else:
             from vllm.distributed import get_tensor_model_parallel_rank

@@ -146,7 +146,7 @@ class Consumer:
 
     def _end(self, load: o.Load, how: str, seconds: float, why: str) -> None:
         self.counts[how] += 1
-        first = load.prefix_tokens // self.layout.page_tokens
+        first = self._first_page(load)
         if how == "failed":
             log.error("request %s: its KV could not be loaded: %s", load.request, why)
         invalid = frozenset(load.blocks[first:] if how == "failed" else ())
@@ -163,7 +163,8 @@ class Consumer:
             raise LoadFailed(differs)
         name = rank_name(pending.wanted.transfer_id, self._rank, self.layout.tp)
         pages = np.array(load.blocks[: self.layout.pages_of(load.tokens)], np.uint32)
-        lease = foreign_lease(name, pages, self.layout.page_tokens, prefix_tokens=load.prefix_tokens)
+        page_tokens = self.layout.page_tokens
+        lease = foreign_lease(name, pages, page_tokens, prefix_tokens=self._first_page(load) * page_tokens)
         reception = self._receiver.adopt(name, load.tokens, lease)
         target = reception.dispatch(instance.layout, instance.writer)
         try:
@@ -176,6 +177,11 @@ class Consumer:
         finally:
             if reception.state in _RELEASABLE:
                 reception.release()
+
+    def _first_page(self, load: o.Load) -> int:
+        """That is to be fetched: behind what is here, and what a sliding window has left."""
+        left = itertools.takewhile(lambda block: block == o.NO_BLOCK, load.blocks)
+        return max(load.prefix_tokens // self.layout.page_tokens, sum(1 for _ in left))
 
     def _mismatch(self, instance: Instance) -> str:
         writer = instance.writer

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 from crossrail.integrations.instance import Instance
 
+NO_BLOCK = 0  # vLLM's null block
+
 
 @dataclass(frozen=True)
 class Offer:
@@ -41,7 +43,8 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Load:
-    """Fetch a request's KV. blocks: of all its tokens; the first prefix_tokens of them are here already.
+    """Fetch a request's KV. blocks: of all its tokens; the first prefix_tokens of them are here already. NO_BLOCK, at
+    the front: of tokens that a sliding window has left behind; it is shared, and nothing is fetched into it.
 
     wanted None: it cannot be fetched at all, and why is said; its failure is reported as any other load's is.
     """

@@ -35,6 +35,7 @@ class Request(Protocol):
     prompt_token_ids: Sequence[int] | None
     num_prompt_tokens: int
     num_computed_tokens: int
+    max_tokens: int
     status: Any
 
 
@@ -60,14 +61,18 @@ class SchedulerSide:
 
     produces, consumes: what kv_role allows. Nothing that a client sends raises: what cannot be fetched fails as a load,
     and vLLM's kv_load_failure_policy decides what that means.
+    window: how many tokens the model looks back; None: at all of them.
     """
 
-    def __init__(self, *, produces: bool, consumes: bool, engine_id: str, secret: bytes) -> None:
+    def __init__(
+        self, *, produces: bool, consumes: bool, engine_id: str, secret: bytes, window: int | None = None
+    ) -> None:
         self.counts: Counter[str] = Counter()
         self._produces = produces
         self._consumes = consumes
         self._engine_id = engine_id
         self._secret = secret
+        self._window = window
         self._line = ""
         self._tp = 0
         self._orders = Orders()
@@ -115,6 +120,14 @@ class SchedulerSide:
             return
         transfer_id = parameters.transfer_id or transfer_id_of(request.request_id)
         tokens = request.num_prompt_tokens
+        if self._window is not None and request.max_tokens > 1 and tokens + request.max_tokens > self._window:
+            # While it generates, vLLM gives blocks that its window has left to others: the decoder still needs them.
+            self._refuse(
+                request,
+                f"the model has a sliding window of {self._window} tokens, and max_tokens is {request.max_tokens}: "
+                "what is prefilled for others must have max_tokens 1",
+            )
+            return
         self._offered[request.request_id] = _Offered(transfer_id, tokens)
         self.counts["offers"] += 1
         self._orders.offers.append(Offer(request.request_id, transfer_id, tokens, _packed(request.prompt_token_ids)))

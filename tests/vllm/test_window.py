@@ -1,0 +1,40 @@
+"""Models whose layers all look back a window only: vLLM frees, or never allocates, the blocks behind it."""
+
+from pathlib import Path
+
+from tests.support.tiny_llama import make_window_model, prompt
+from tests.vllm.conftest import QUICK, Start
+from tests.vllm.test_tokens import DECODE
+
+WINDOW = 64
+
+
+def test_a_window_that_slides(folder: Path, start: Start) -> None:
+    """The producer has few blocks, so those that a window has left are others' at once."""
+    model = make_window_model(folder / "window", WINDOW)
+    p = start("window-p", "kv_producer", model=model, options=QUICK, num_gpu_blocks_override=40)
+    d = start("window-d", "kv_consumer", model=model, options=QUICK, num_gpu_blocks_override=160)
+    p.wait_ready()
+    d.wait_ready()
+    prompts = {f"window-{i}": prompt(3000 + i, 300) for i in range(10)}
+    for count in (1, 100):  # what the producer generates itself
+        names = {f"{name}-{count}": tokens for name, tokens in prompts.items()}
+        for name, tokens in names.items():
+            p.add(name, tokens, count, DECODE)
+        params = {name: p.answer(name)["params"] for name in names}
+        assert all((params[name] is not None) == (count == 1) for name in names)
+        answers = {name: d.ask(name, tokens, params=params[name])["tokens"] for name, tokens in names.items()}
+        for name, tokens in names.items():
+            assert answers[name] == p.ask(f"{name} alone", tokens)["tokens"], name
+    assert "sliding window of 64 tokens, and max_tokens is 100" in p.text()
+
+
+def test_a_load_that_fails_does_not_fail_others_that_have_left_blocks_behind(folder: Path, start: Start) -> None:
+    model = make_window_model(folder / "window", WINDOW)
+    both = start("window-both", "kv_both", model=model, options=QUICK).wait_ready()
+    both.add("runs", prompt(3100, 200), 300)
+
+    malformed = both.ask("fails", prompt(3101, 200), params={"do_remote_prefill": True})
+
+    assert malformed["finish"] == "error" and not both.has_answered("runs")
+    assert both.answer("runs")["finish"] == "length"
