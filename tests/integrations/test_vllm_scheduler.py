@@ -28,6 +28,7 @@ class Request:
     max_tokens: int = 1
     status: Any = field(default_factory=lambda: SimpleNamespace(name="RUNNING"))
     abort_immediately: bool = False
+    lora_request: Any = None
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -257,6 +258,21 @@ def test_roles_are_kept() -> None:
     assert producer.matched_tokens(request, 0) == (100, True)
     producer.allocated(request, [1], 100)
     assert "kv_producer" in producer.step(scheduled()).loads[0].why
+
+
+def test_prompts_of_another_adapter_are_other_prompts() -> None:
+    s = side()
+    for adapter in (None, "one", "two"):
+        lora = None if adapter is None else SimpleNamespace(lora_name=adapter, lora_path=f"/of/this/host/{adapter}")
+        s.new_request(Request(f"p {adapter}", DECODE, lora_request=lora))
+        fetches = Request(f"d {adapter}", PREFILL, lora_request=lora)
+        s.new_request(fetches)
+        s.allocated(fetches, [1, 2, 3, 4], s.matched_tokens(fetches, 0)[0])
+
+    orders = s.step(scheduled())
+
+    prompts = [offer.prompt for offer in orders.offers]
+    assert len(set(prompts)) == 3 and prompts == [load.prompt for load in orders.loads]
 
 
 @pytest.mark.parametrize("params", [None, {}, {"do_remote_decode": "?"}, {"remote_block_ids": [[1]]}])

@@ -14,7 +14,7 @@ NO_BLOCK = 0  # vLLM's null block
 
 @dataclass(frozen=True)
 class Offer:
-    """A request whose prompt this instance prefills for another. prompt: its tokens as int32, little-endian, or b""."""
+    """A request whose prompt this instance prefills for another. prompt: what it is, to be compared, or b""."""
 
     request: str
     transfer_id: str

@@ -258,7 +258,7 @@ class Producer:
         if ask.target.tokens != offer.tokens:
             return f"the decoder's prompt has {ask.target.tokens} tokens, the one prefilled here {offer.tokens}"
         if ask.prompt and offer.prompt and ask.prompt != offer.prompt:
-            return "the decoder's prompt is another than the one prefilled here"
+            return "the decoder's prompt, or its LoRA adapter, is another than the one prefilled here"
         return ""
 
     async def _finish(self, offer: _Offer, ask: _Ask, job: SendJob) -> None:

@@ -130,7 +130,7 @@ class SchedulerSide:
             return
         self._offered[request.request_id] = _Offered(transfer_id, tokens)
         self.counts["offers"] += 1
-        self._orders.offers.append(Offer(request.request_id, transfer_id, tokens, _packed(request.prompt_token_ids)))
+        self._orders.offers.append(Offer(request.request_id, transfer_id, tokens, _prompt_of(request)))
 
     def _refuse(self, request: Request, why: str) -> None:
         if _was_rejected(request):
@@ -168,7 +168,7 @@ class SchedulerSide:
                 tokens=wanted.computed_tokens + external_tokens,
                 prefix_tokens=wanted.computed_tokens,
                 blocks=tuple(blocks),
-                prompt=_packed(request.prompt_token_ids),
+                prompt=_prompt_of(request),
             )
         )
 
@@ -255,6 +255,14 @@ def _was_rejected(request: Request) -> bool:
     return bool(getattr(request, "abort_immediately", False))  # vLLM 0.32 has it; who has it not sends no such
 
 
-def _packed(tokens: Sequence[int] | None) -> bytes:
-    """int32, little-endian; b"" for prompts that are not tokens."""
-    return np.asarray(tokens, "<i4").tobytes() if tokens else b""
+def _prompt_of(request: Request) -> bytes:
+    """What its KV is computed from, to be compared with the other side's; b"" for prompts that are not tokens.
+
+    Tokens as int32, little-endian, and the name of the LoRA adapter behind them. Not what images are: vLLM's hashes of
+    them depend on where the model lies, which may differ between instances.
+    """
+    if not request.prompt_token_ids:
+        return b""
+    lora = getattr(request, "lora_request", None)
+    adapter = b"" if lora is None else b"LoRA " + str(lora.lora_name).encode()
+    return np.asarray(request.prompt_token_ids, "<i4").tobytes() + adapter
