@@ -88,6 +88,15 @@ def test_stats_add_up_and_come_out_as_metrics() -> None:
     assert CrossrailStats(data=stats.empty()).is_empty() and not both.is_empty()
 
 
+def test_its_stats_come_through_a_multi_connector() -> None:
+    """Which looks up by its name a connector that it knows by its module path."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+    found = MultiConnector.build_kv_connector_stats({"CrossrailConnector": stats.empty() | {"loaded": 2}})
+
+    assert found is not None and found.reduce() == {"CrossrailConnector": {"loaded": 2}}
+
+
 def test_importing_the_integration_imports_no_vllm() -> None:
     code = "import sys, crossrail.integrations.vllm.worker; sys.exit('vllm' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0

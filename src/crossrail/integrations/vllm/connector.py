@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import Counter, Histogram
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -265,8 +267,21 @@ def _check_memory_stays(model: Any) -> None:
         raise UsageError("enable_sleep_mode: CrossrailConnector needs KV caches that stay where they are in memory")
 
 
+def _register() -> None:
+    """vLLM's MultiConnector takes its parts by their module path, but looks up by name what makes their statistics: its
+    API server would end at the first hand-over.
+    """
+    with contextlib.suppress(ValueError):  # registered before
+        KVConnectorFactory.register_connector(
+            CrossrailConnector.__name__, CrossrailConnector.__module__, CrossrailConnector.__name__
+        )
+
+
 def _write_whole(path: Path, text: str) -> None:
     """Whoever reads it meanwhile sees the old text, or the new."""
     draft = path.with_name(f".{path.name}.new")
     draft.write_text(text)
     draft.replace(path)
+
+
+_register()
