@@ -64,8 +64,8 @@ def scheduled(
     )
 
 
-def side(produces: bool = True, consumes: bool = True, window: int | None = None) -> SchedulerSide:
-    made = SchedulerSide(produces=produces, consumes=consumes, engine_id="engine", secret=SECRET, window=window)
+def side(produces: bool = True, consumes: bool = True, **options: Any) -> SchedulerSide:
+    made = SchedulerSide(produces=produces, consumes=consumes, engine_id="engine", secret=SECRET, **options)
     made.instance_known(INSTANCE)
     return made
 
@@ -224,6 +224,49 @@ def test_what_vllm_computes_itself_after_all_is_released() -> None:
 
     assert s.step(scheduled()).releases == ["r"]
     assert s.matched_tokens(request, 0) == (0, False)
+
+
+def test_who_holds_all_for_others_and_can_go_on_with_nothing_gives_one_request_up() -> None:
+    """Else two instances that prefill for each other wait for each other's blocks for good."""
+    now = [0.0]
+    s = side(wait_s=10.0, clock=lambda: now[0])
+    s.new_request(Request("held", DECODE))
+    s.step(scheduled(new={"held": (0, 100, [1, 2, 3, 4])}))
+    s.finished(Request("held").ends("FINISHED_LENGTH_CAPPED", 100))
+    first, last = (Request(name, PREFILL | {"transfer_id": name}) for name in ("first", "last"))
+    s.new_request(first)
+    s.new_request(last)
+    s.step(scheduled())
+    s.step(scheduled(new={"another": (0, 1, [5])}))  # goes on: the time counts from its end
+
+    given_up = []
+    for now[0] in (9.0, 12.0, 18.9, 19.0, 28.9, 29.0):
+        given_up += [(now[0], name) for name in s.step(scheduled()).releases]
+
+    assert given_up == [(19.0, "last"), (29.0, "first")]
+    assert s.matched_tokens(last, 0) == (100, True)
+    s.allocated(last, [9, 8, 7, 6], 100)
+    (load,) = s.step(scheduled()).loads
+    assert load.wanted is None and "no blocks were free here" in load.why
+    assert s.finished(last.ends("FINISHED_ERROR", 0)) == (False, None)
+
+
+def test_who_holds_nothing_or_loads_waits_on() -> None:
+    now = [0.0]
+    s = side(wait_s=10.0, clock=lambda: now[0])
+    for name in ("loads", "waits"):
+        s.new_request(Request(name, PREFILL | {"transfer_id": name}))
+    orders = [s.step(scheduled())]
+    now[0] = 100.0
+    orders.append(s.step(scheduled()))  # nothing is held
+    s.new_request(Request("held", DECODE))
+    s.finished(Request("held").ends("FINISHED_ABORTED", 0))
+    s.allocated(Request("loads"), [1, 2, 3, 4], 100)
+    orders.append(s.step(scheduled()))
+    now[0] = 200.0
+    orders.append(s.step(scheduled()))
+
+    assert [step.releases for step in orders] == [[]] * 4
 
 
 @pytest.mark.parametrize(

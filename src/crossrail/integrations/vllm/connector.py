@@ -123,6 +123,7 @@ class CrossrailConnector(KVConnectorBase_V1):
                 engine_id=self._engine_id,
                 secret=secret,
                 window=window,
+                wait_s=options.load_s,
             )
         else:
             from vllm.distributed import get_tensor_model_parallel_rank

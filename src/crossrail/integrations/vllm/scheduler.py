@@ -10,8 +10,9 @@ Life of a request at a consumer:   wanted (arrived) -> loading (has blocks) -> l
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -61,11 +62,20 @@ class SchedulerSide:
 
     produces, consumes: what kv_role allows. Nothing that a client sends raises: what cannot be fetched fails as a load,
     and vLLM's kv_load_failure_policy decides what that means.
-    window: how many tokens the model looks back; None: at all of them.
+    window: how many tokens the model looks back; None: at all of them. wait_s: how long requests wait for blocks while
+    nothing else is done here; then one of them is given up.
     """
 
     def __init__(
-        self, *, produces: bool, consumes: bool, engine_id: str, secret: bytes, window: int | None = None
+        self,
+        *,
+        produces: bool,
+        consumes: bool,
+        engine_id: str,
+        secret: bytes,
+        window: int | None = None,
+        wait_s: float = 60.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.counts: Counter[str] = Counter()
         self._produces = produces
@@ -73,6 +83,9 @@ class SchedulerSide:
         self._engine_id = engine_id
         self._secret = secret
         self._window = window
+        self._wait_s = wait_s
+        self._clock = clock
+        self._still_since_s: float | None = None
         self._line = ""
         self._tp = 0
         self._orders = Orders()
@@ -156,6 +169,8 @@ class SchedulerSide:
         if wanted is None or wanted.is_loading:
             return
         if not external_tokens:
+            # As vLLM decided: it reads no prefix for who wants logprobs of the prompt, for example.
+            log.info("request %s is computed here, and its KV not fetched", request.request_id)
             self._release(request.request_id)
             return
         wanted.is_loading = True
@@ -188,7 +203,29 @@ class SchedulerSide:
         for i, request in enumerate(cached.req_ids):
             whole = request in cached.resumed_req_ids
             self._chunk(scheduled, request, cached.num_computed_tokens[i], cached.new_block_ids[i], whole, orders)
+        self._end_standstill(orders)
         return orders
+
+    def _end_standstill(self, orders: Orders) -> None:
+        """Two instances that prefill for each other may hold all their blocks for requests that wait, each at the other,
+        for blocks: for good, since both say that they are still going to come. Whoever gives one up lets the other go on.
+        """
+        waiting = [name for name, wanted in self._wanted.items() if wanted.wanted is not None and not wanted.is_loading]
+        loads = any(wanted.is_loading for wanted in self._wanted.values())
+        if not (orders.idle and waiting and self._held) or loads:
+            self._still_since_s = None
+            return
+        now_s = self._clock()
+        since_s = now_s if self._still_since_s is None else self._still_since_s
+        if now_s - since_s < self._wait_s:
+            self._still_since_s = since_s
+            return
+        self._still_since_s = now_s
+        why = f"for {self._wait_s:g} s no blocks were free here: they are held for prompts that others are to fetch"
+        log.error("request %s is given up: %s", waiting[-1], why)
+        self.counts["released"] += 1
+        orders.releases.append(waiting[-1])
+        self._wanted[waiting[-1]] = _Wanted(None, why)
 
     def _chunk(
         self,
