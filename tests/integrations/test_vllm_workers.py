@@ -1,6 +1,9 @@
 """The workers' half: KV that one instance computes arrives in the blocks of another, or it is said that it does not."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +13,9 @@ from crossrail.kv.transfer import receiver as receiver_module
 from tests.integrations.vllm_workers import IMPATIENT, SHORT_LEASE, Open, Side, offer
 from tests.support.kv_copies import Held
 from tests.support.kv_doubts import give_up, lose_writes, note_fences
+from tests.support.limits import WAIT_S
+
+ROOT = Path(__file__).resolve().parents[2]
 
 TOKENS = 30
 MINE, THEIRS = [3, 7, 1, 12], [14, 9, 4, 2]
@@ -372,6 +378,19 @@ def test_a_producer_that_stands_still_is_shut_out(open_side: Open) -> None:
     p.until_sent("a")
 
     assert (d.caches[0] == 0xAB).all()
+
+
+def test_closed_when_the_interpreter_has_ended_it_returns() -> None:
+    """As by an engine in the user's process: vLLM's exit handlers are older than ours, so they come after them."""
+    code = (
+        "import atexit\n"
+        "atexit.register(lambda: [side.close() for side in sides] and print('closed'))\n"
+        "from tests.integrations.vllm_workers import Side\n"
+        "sides = [Side('p'), Side('d')]\n"
+        "sides[1].load('b', sides[0], 30, [1, 2, 3, 4])\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=WAIT_S)
+    assert (ended.returncode, ended.stdout) == (0, "closed\n"), ended.stderr
 
 
 def test_close_while_loads_wait(open_side: Open) -> None:

@@ -6,6 +6,7 @@ import logging
 import threading
 from typing import Any, NamedTuple
 
+from crossrail import _ending
 from crossrail.errors import CrossrailError, UsageError
 from crossrail.integrations.instance import Instance
 from crossrail.integrations.sglang import bootstrap
@@ -79,9 +80,11 @@ class Manager:
         """Nothing reads or writes SGLang's memory any more when it returns. Idempotent.
 
         Raises WaitTimeout, with all else closed, while a prefiller stands still in the middle of a copy to here; so
-        does a later call.
+        does a later call. After the interpreter's end, which closes the engine, it has nothing to do.
         """
         self._stopped.set()
+        if _ending.is_over:
+            return
         if self._registering is not None:
             self._registering.join(_ASK_S + 1.0)
             self._registering = None

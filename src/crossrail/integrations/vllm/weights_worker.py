@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import crossrail as xr
+from crossrail import _ending
 from crossrail._files import SECRET_BYTES_MAX, read_at_most
 from crossrail._options import SECRET_VARIABLE
 from crossrail.control.mailbox import Mailbox
@@ -142,8 +143,10 @@ class WeightsWorker:
         """Leaves; nothing is written any more when it returns. Idempotent.
 
         Raises WaitTimeout while a writer stands still in the memory, which must stay then: call it again. No update
-        comes meanwhile.
+        comes meanwhile. After the interpreter's end, which closes the engine, it has nothing to do.
         """
+        if _ending.is_over:
+            return
         if self._ending is None or (self._ending.done() and self._ending.exception() is not None):
             self._ending = self._loop.start(self._end())
         self._wait(self._ending, 2 * _LEAVE_S)

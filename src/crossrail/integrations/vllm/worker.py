@@ -19,6 +19,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import crossrail as xr
+from crossrail import _ending
 from crossrail._buffers import memory_of
 from crossrail._devices import gpu_at
 from crossrail.control.wire import EngineWire
@@ -118,8 +119,11 @@ class WorkerSide:
         """Ends what is under way; nothing reads or writes the KV caches any more when it returns. Idempotent.
 
         Raises WaitTimeout, with all else closed, while a producer stands still in the middle of a copy to here; so does
-        a later call.
+        a later call. After the interpreter's end it has nothing to do: `import crossrail` sees to it that engines are
+        closed then, and calls from threads such as the loop's do not come back.
         """
+        if _ending.is_over:
+            return
         if self._engine is None:
             if self._takes_back is not None:
                 self._takes_back.shut_out()
