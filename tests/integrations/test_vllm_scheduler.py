@@ -123,6 +123,18 @@ def test_a_prompt_that_was_not_computed_is_dropped_and_its_blocks_are_kept_until
     assert s.step(scheduled()).dropped == ["r"]
 
 
+def test_preempted_and_aborted_before_the_next_step_its_blocks_are_taken_back_in_order() -> None:
+    """As by reset_prefix_cache(reset_running_requests=True): its blocks are others' from this step on."""
+    s = side()
+    s.new_request(Request("r", DECODE))
+    s.step(scheduled(new={"r": (0, 50, [1, 2])}))
+
+    s.finished(Request("r").ends("FINISHED_ABORTED", 0))
+    orders = s.step(scheduled(preempted={"r"}))
+
+    assert (orders.preempted, orders.dropped) == (["r"], ["r"])
+
+
 def test_a_router_may_name_the_transfer() -> None:
     s = side()
     s.new_request(Request("r", DECODE | {"transfer_id": "of the router's"}))

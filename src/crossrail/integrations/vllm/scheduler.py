@@ -196,6 +196,7 @@ class SchedulerSide:
         for request in scheduled.preempted_req_ids or ():
             if request in self._offered:
                 self._offered[request].blocks = 0
+            if request in self._offered or request in self._held:  # it may have been aborted right after
                 orders.preempted.append(request)
         for new in scheduled.scheduled_new_reqs:
             self._chunk(scheduled, new.req_id, new.num_computed_tokens, new.block_ids, True, orders)
@@ -207,8 +208,9 @@ class SchedulerSide:
         return orders
 
     def _end_standstill(self, orders: Orders) -> None:
-        """Two instances that prefill for each other may hold all their blocks for requests that wait, each at the other,
-        for blocks: for good, since both say that they are still going to come. Whoever gives one up lets the other go on.
+        """Two instances that prefill for each other may hold all their blocks for requests that wait, each at the
+        other, for blocks: for good, since both say that they are still going to come. Whoever gives one up lets the
+        other go on.
         """
         waiting = [name for name, wanted in self._wanted.items() if wanted.wanted is not None and not wanted.is_loading]
         loads = any(wanted.is_loading for wanted in self._wanted.values())
