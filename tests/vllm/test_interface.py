@@ -25,6 +25,7 @@ from crossrail.integrations.vllm import CrossrailConnector, stats
 from crossrail.integrations.vllm.caches import SPECS, window_of
 from crossrail.integrations.vllm.connector import CrossrailMetadata, CrossrailStats
 from crossrail.integrations.vllm.orders import Orders
+from crossrail.integrations.vllm.versions import check_interface
 
 OURS = [
     name
@@ -46,6 +47,26 @@ def test_every_call_is_vllms_and_takes_what_vllm_gives(name: str) -> None:
     ours = inspect.signature(getattr(CrossrailConnector, name)).parameters
 
     assert [(p.name, p.kind) for p in ours.values()] == [(p.name, p.kind) for p in theirs.values()]
+
+
+def test_a_vllm_that_never_makes_one_of_our_calls_is_refused() -> None:
+    class Older(CrossrailConnector):
+        def on_something_older(self) -> None: ...
+
+    with pytest.raises(
+        UsageError, match=r"written against 0\.32: KVConnectorBase_V1 has no on_something_older; install"
+    ):
+        check_interface(Older, KVConnectorBase_V1)
+    check_interface(CrossrailConnector, KVConnectorBase_V1)
+
+
+def test_a_vllm_that_lacks_what_we_import_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    import crossrail.integrations.vllm as integration
+
+    monkeypatch.delitem(sys.modules, "crossrail.integrations.vllm.connector")
+    monkeypatch.setitem(sys.modules, "vllm.v1.metrics.cache_hit_source", None)
+    with pytest.raises(ImportError, match=r"this vLLM is 0\..*, CrossrailConnector is written against 0\.32: "):
+        _ = integration.CrossrailConnector
 
 
 def test_it_is_found_by_its_module_path() -> None:

@@ -25,6 +25,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from crossrail._extras import needs
+from crossrail.integrations.vllm.versions import refusal
 
 if TYPE_CHECKING:
     from crossrail.integrations.vllm.connector import CrossrailConnector
@@ -38,5 +39,10 @@ _MODULES = {"CrossrailConnector": "connector", "CrossrailPrepareAndFinalize": "e
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    with needs(f"{__name__}.{name}", "vllm 'crossrail[vllm]'"):
-        return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    try:
+        with needs(f"{__name__}.{name}", "vllm 'crossrail[vllm]'"):
+            return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    except ImportError as error:
+        if not (error.name or "").startswith("vllm."):
+            raise
+        raise ImportError(refusal(str(error)), name=error.name) from error

@@ -29,6 +29,7 @@ from crossrail.integrations.vllm.kernels import record_on
 from crossrail.integrations.vllm.options import VllmOptions
 from crossrail.integrations.vllm.orders import Orders
 from crossrail.integrations.vllm.scheduler import SchedulerSide
+from crossrail.integrations.vllm.versions import check_interface
 from crossrail.integrations.vllm.worker import WorkerSide
 
 if TYPE_CHECKING:
@@ -285,4 +286,5 @@ def _write_whole(path: Path, text: str) -> None:
     draft.replace(path)
 
 
+check_interface(CrossrailConnector, KVConnectorBase_V1)
 _register()
