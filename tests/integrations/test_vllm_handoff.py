@@ -187,6 +187,14 @@ def test_bad_options_are_named(extra: dict[str, Any], message: str) -> None:
         VllmOptions.of(extra)
 
 
+def test_replicas_share_neither_ports_nor_files() -> None:
+    given_ = VllmOptions(port=7000, rails=2, instance_file="/run/p.instance")
+    assert given_.of_replica(0, 0) == given_
+    second = given_.of_replica(1, 4)
+    assert (second.port, second.instance_file) == (7008, "/run/p.instance.dp1")
+    assert VllmOptions().of_replica(3, 12) == VllmOptions()
+
+
 def test_no_secret_no_connector(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("CROSSRAIL_SECRET", raising=False)
     with pytest.raises(xr.UsageError, match="needs a secret"):

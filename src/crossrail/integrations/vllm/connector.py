@@ -105,7 +105,9 @@ class CrossrailConnector(KVConnectorBase_V1):
         super().__init__(vllm_config, role, kv_cache_config)
         log_as("vllm")
         transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
+        before = (getattr(parallel, "data_parallel_rank_local", None) or 0) * parallel.tensor_parallel_size
         options = VllmOptions.of(transfer.kv_connector_extra_config)
+        options = options.of_replica(getattr(parallel, "data_parallel_index", 0), before)
         secret = options.secret()
         _check_parallelism(parallel)
         _check_memory_stays(vllm_config.model_config)

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from crossrail.errors import UsageError
+from crossrail.integrations.ports import port_of_rank
 from crossrail.integrations.secret import shared_secret
 
 Seconds = Annotated[float, Meta(gt=0.0, le=86400.0)]
@@ -21,7 +22,7 @@ class VllmOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     transport, rails, port: as of crossrail.Engine, one engine a worker; a worker's port is `rails` further than
     that of the rank before it, 0: any.
     instance_file: where a producer writes what others have to know of it (one line), for proxies that ask decoders
-    before a prompt is prefilled; "" : nowhere.
+    before a prompt is prefilled; "" : nowhere. With data parallelism each replica is an instance: of_replica().
     layerwise: KV leaves layer by layer, during the forward pass, to decoders that have asked by then. False: after it.
     lease_s: how long a prefilled prompt waits for a decoder that does not show itself. heartbeat_s: how often a
     decoder whose own blocks are all taken says that it is still going to come; less than a third of lease_s.
@@ -60,6 +61,15 @@ class VllmOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return msgspec.convert(extra_config, cls)
         except msgspec.ValidationError as error:
             raise UsageError(f"kv_connector_extra_config: {error}") from None
+
+    def of_replica(self, index: int, ranks_before: int) -> VllmOptions:
+        """Those of a data-parallel replica. ranks_before: workers of other replicas that take ports of its host first.
+
+        The files of all but the first have `.dp` and its index behind their names.
+        """
+        file = f"{self.instance_file}.dp{index}" if self.instance_file and index else self.instance_file
+        port = port_of_rank(self.port, ranks_before, self.rails)
+        return msgspec.structs.replace(self, instance_file=file, port=port)
 
     def secret(self) -> bytes:
         """Raises UsageError when there is none: who can reach an instance's port could read prompts without it."""
