@@ -1,16 +1,18 @@
 """The workers' half: KV that one instance computes arrives in the blocks of another, or it is said that it does not."""
 
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 import crossrail as xr
 from crossrail.integrations.vllm.orders import NO_BLOCK, Chunk, Load, Orders
 from crossrail.kv.transfer import receiver as receiver_module
-from tests.integrations.vllm_workers import IMPATIENT, SHORT_LEASE, Open, Side, offer
+from tests.integrations.vllm_workers import IMPATIENT, PATIENT, SECRET, SHORT_LEASE, Open, Side, offer
 from tests.support.kv_copies import Held
 from tests.support.kv_doubts import give_up, lose_writes, note_fences
 from tests.support.limits import WAIT_S
@@ -18,6 +20,7 @@ from tests.support.limits import WAIT_S
 ROOT = Path(__file__).resolve().parents[2]
 
 TOKENS = 30
+OVER_TCP = msgspec.structs.replace(PATIENT, transport="tcp", quiesce_s=0.5)
 MINE, THEIRS = [3, 7, 1, 12], [14, 9, 4, 2]
 
 
@@ -178,6 +181,41 @@ def test_preempted_prompts_go_on_from_other_blocks(p: Side, d: Side) -> None:
     d.assert_holds("b", THEIRS, as_of="a")
     p.step(Orders(finished=["a"]))
     p.until_sent("a")
+
+
+_DECODER = """
+import sys, types
+from crossrail.integrations.instance import Instance
+from tests.integrations.test_vllm_workers import OVER_TCP, THEIRS, TOKENS
+from tests.integrations.vllm_workers import SECRET, Side
+d = Side("d", options=OVER_TCP)
+d.load("b", types.SimpleNamespace(instance=Instance.from_line(sys.argv[1], SECRET)), TOKENS, THEIRS)
+sys.stdin.read()
+"""
+
+
+def test_a_decoder_that_stands_still_does_not_keep_preempted_blocks(open_side: Open) -> None:
+    """Nor ends the producer's engine: the writes to it end, and others' go on."""
+    p, d = open_side("p", options=OVER_TCP), open_side("other d", options=OVER_TCP)
+    frozen = subprocess.Popen(
+        [sys.executable, "-c", _DECODER, p.instance.to_line(SECRET)], stdin=subprocess.PIPE, cwd=ROOT
+    )
+    try:
+        p.step(Orders(offers=[offer("a", TOKENS)]))
+        p.until_asked()
+        frozen.send_signal(signal.SIGSTOP)
+        p.step(Orders(chunks=[Chunk("a", 16, 0, tuple(MINE[:2]))]), {"a": ([0, 1], MINE[:2])})
+
+        p.step(Orders(preempted=["a"]), {"another": ([0, 1], MINE[:2])})
+
+        p.until(lambda: p.workers[0].take_stats()["send_failed"] == 1, "told that its decoder has not got it")
+        p.prefill("c", TOKENS, [8, 10, 11, 13], transfer="u")
+        d.load("e", p, TOKENS, THEIRS, transfer="u")
+        d.until_received("e")
+        d.assert_holds("e", THEIRS, as_of="c")
+    finally:
+        frozen.kill()
+        frozen.communicate(timeout=WAIT_S)
 
 
 # --- somebody does not want it any more ---

@@ -120,6 +120,10 @@ class EngineWire(Closing):
         if self.is_lost(address):
             self._engine.forget_peer(self._resolved(address))
 
+    def give_up(self, address: bytes) -> None:
+        """Ends all that is under way to and from it: what it holds up is ours again. send() looks for it anew."""
+        self._engine.forget_peer(self._resolved(address))
+
     def close(self) -> None:
         """Stops receiving. Idempotent."""
         self._pool.close()

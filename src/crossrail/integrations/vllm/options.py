@@ -31,8 +31,9 @@ class VllmOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     producer_timeout_s: a producer that answers nothing for so long has failed. probe_s: how often it is asked
     meanwhile.
     watcher_poll_us: pause between looks at how many layers are computed, once this instance has prefilled for another.
-    quiesce_s: how long a preemption waits for writes out of the blocks it takes. idle_s: how long a step with nothing
-    to compute waits for news; without it vLLM's loop would take a whole core while blocks wait to be freed.
+    quiesce_s: how long a preemption waits for writes out of the blocks it takes, before it gives up the decoders that
+    hold them up. idle_s: how long a step with nothing to compute waits for news; without it vLLM's loop would take a
+    whole core while blocks wait to be freed.
     """
 
     secret_file: str | None = None

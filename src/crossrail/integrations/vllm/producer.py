@@ -21,7 +21,7 @@ import numpy.typing as npt
 from crossrail._latest import Latest
 from crossrail.control.deadlines import loop_time_s
 from crossrail.control.mailbox import Mailbox
-from crossrail.errors import CrossrailError, UsageError
+from crossrail.errors import CrossrailError, UsageError, WaitTimeout
 from crossrail.integrations.instance import parse_rank_name
 from crossrail.integrations.vllm import orders as o
 from crossrail.integrations.vllm.options import VllmOptions
@@ -112,6 +112,7 @@ class Senders:
 
 class Producer:
     """Threads: the event loop's. on_sent(request): its blocks may be freed; called once for each finished or dropped.
+    give_up(decoder): ends all that is under way to it, as EngineWire's.
 
     counts: asks by how they ended, and leases that ran out; never reset.
     """
@@ -124,12 +125,14 @@ class Producer:
         memory: RankMemory,
         options: VllmOptions,
         on_sent: Callable[[str], None],
+        give_up: Callable[[bytes], None],
     ) -> None:
         self.counts: Counter[str] = Counter()
         self._mailbox = mailbox
         self._layout = layout
         self._options = options
         self._on_sent = on_sent
+        self._give_up = give_up
         self._rank = rank
         self._memory = memory
         self._made: Senders | None = None
@@ -188,15 +191,33 @@ class Producer:
     async def preempt(self, requests: list[str]) -> None:
         """Returns when no write reads the blocks of these offers, and forgets the blocks. What was sent stays sent.
 
-        Raises WaitTimeout when a decoder that stands still holds a write up for quiesce_s: the blocks must not be used.
+        A decoder that stands still and holds a write up for quiesce_s is given up, with all that it fetches from here.
+        Raises WaitTimeout when even that ends no write for as long again: the blocks must not be used.
         """
         offers = [self._offers[request] for request in requests]
-        jobs = [ask.job for offer in offers for ask in offer.asks.values() if ask.job is not None]
-        await asyncio.gather(*(job.at_rest(self._options.quiesce_s) for job in jobs))
+        asks = [ask for offer in offers for ask in offer.asks.values() if ask.job is not None]
+        for ask in await self._stirring(asks):
+            log.error(
+                "transfer %s: its decoder has held up writes out of preempted blocks for %g s, and is given up",
+                ask.target.request,
+                self._options.quiesce_s,
+            )
+            self._give_up(ask.decoder)
+        for ask in await self._stirring(asks):
+            raise WaitTimeout(f"transfer {ask.target.request}: its decoder holds up writes out of preempted blocks")
         for offer in offers:
             log.info("transfer %s: its request was preempted at %d tokens", offer.transfer_id, offer.computed)
             offer.computed = 0
             offer.pages[:] = NOT_YET
+
+    async def _stirring(self, asks: list[_Ask]) -> list[_Ask]:
+        """Those of them with writes under way after quiesce_s."""
+        jobs = [ask.job for ask in asks if ask.job is not None]
+        rested = await asyncio.gather(*(job.at_rest(self._options.quiesce_s) for job in jobs), return_exceptions=True)
+        for result in rested:
+            if isinstance(result, BaseException) and not isinstance(result, WaitTimeout):
+                raise result
+        return [ask for ask, result in zip(asks, rested, strict=True) if isinstance(result, WaitTimeout)]
 
     def _add(self, new: o.Offer) -> None:
         offer = self._by_transfer.get(new.transfer_id)

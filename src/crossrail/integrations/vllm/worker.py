@@ -109,7 +109,9 @@ class WorkerSide:
         self._wire = EngineWire(self._engine)
         self._mailbox = mailbox(self._wire, self._secret)
         description = Worker(self._wire.address, layout.to_wire(), form)
-        self._producer = Producer(self._mailbox, layout, self._rank, self._memory, self._options, self._on_sent)
+        self._producer = Producer(
+            self._mailbox, layout, self._rank, self._memory, self._options, self._on_sent, self._wire.give_up
+        )
         self._consumer = Consumer(self._mailbox, description, self._rank, self._memory, self._options, self._on_loaded)
         self._takes_back = self._consumer
         self._mailbox.start()
@@ -153,7 +155,7 @@ class WorkerSide:
         if orders.preempted:
             if self._sending is not None:
                 self._sending.drain(self._options.quiesce_s)
-            self._call(self._producer.preempt(orders.preempted), timeout_s=_PATIENCE_S + self._options.quiesce_s)
+            self._call(self._producer.preempt(orders.preempted), timeout_s=_PATIENCE_S + 2 * self._options.quiesce_s)
 
     def begin_step(self, orders: Orders) -> None:
         """Before the forward pass."""
