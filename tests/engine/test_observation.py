@@ -237,3 +237,16 @@ def test_event_callback_that_raises_is_logged(
     eventually(lambda: "event callback gone wrong" in caplog.text, "the log of it")
     region = engine.alloc(10)
     engine.submit_write(region, region.descriptor, 0, imm=1).wait(WAIT_S)
+
+
+def test_region_has_one_name_in_explanations_and_errors(engine: xr.Engine, other: xr.Engine) -> None:
+    source, target = engine.alloc(100), other.alloc(100)
+    descriptor = target.descriptor
+    engine.submit_write(source, descriptor).wait(WAIT_S)
+    target.close()
+
+    with pytest.raises(xr.RemoteRegionClosed) as caught:
+        engine.submit_write(source, descriptor).wait(WAIT_S)
+
+    assert f"its region {caught.value.region}," in str(caught.value)
+    assert [path.what for path in engine.explain(other.address).paths] == [f"region {caught.value.region} (0 bytes)"]

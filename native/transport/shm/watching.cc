@@ -148,8 +148,7 @@ std::vector<PathReport> ShmTransport::explain(Link& base) {
   std::vector<PathReport> reports;
   for (const auto& [region_id, import] : link.imports) {
     PathReport report;
-    report.what = "region " + std::to_string(region_id >> kRegionSlotBits) + " (" +
-                  std::to_string(import->length_bytes) + " bytes)";
+    report.what = "region " + std::to_string(region_id) + " (" + std::to_string(import->length_bytes) + " bytes)";
     report.bytes = import->bytes_moved;
     report.gb_per_s = gb_per_s(import->timed_bytes, import->timed_ns);
     switch (import->state) {
