@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "transport/identity.h"
 #include "util/errors.h"
 
 namespace crossrail {
@@ -12,7 +13,7 @@ constexpr TransportKind kBetweenHosts[] = {TransportKind::kVerbs, TransportKind:
                                            TransportKind::kSim, TransportKind::kNull};
 
 const char* place_of(const Address& own, const Address& peer) {
-  if (same_host(own, peer)) return "on this host";
+  if (same_host(own, peer)) return own.host == kUnknownHost ? "perhaps on this host" : "on this host";
   return own.host == peer.host ? "in another network namespace of this host" : "on another host";
 }
 

@@ -56,7 +56,7 @@ const std::string& host_identity() {
   // lives.
   static const std::string identity = [] {
     std::string text = read_boot_id();
-    return text.empty() ? std::string("unknown-host") : text;
+    return text.empty() ? std::string(kUnknownHost) : text;
   }();
   return identity;
 }

@@ -16,8 +16,12 @@ Address make_identity(const std::string& name, uint32_t transports, uint32_t rai
 // The same for an engine in a simulation: nothing in it tells of this machine or process.
 Address make_identity_on(Simulation& simulation, uint32_t host, const std::string& name, uint32_t transports);
 
-// Identity of this host: the kernel's boot id. Containers of one host share it. Throws TransportError when the system
-// is too short of descriptors or memory to look.
+// What host_identity() is where the kernel does not show its boot id, as in some sandboxes: two that say so may be on
+// one host or on two.
+inline constexpr const char* kUnknownHost = "unknown-host";
+
+// Identity of this host: the kernel's boot id, or kUnknownHost. Containers of one host share it. Throws TransportError
+// when the system is too short of descriptors or memory to look.
 const std::string& host_identity();
 
 // Inode of the calling thread's network namespace, 0 when /proc does not tell.

@@ -6,6 +6,7 @@
 
 #include "engine/rail_names.h"
 #include "engine/routes.h"
+#include "transport/identity.h"
 #include "util/errors.h"
 
 namespace crossrail {
@@ -72,6 +73,13 @@ TEST_CASE("a peer of this host whose memory we are not let into is reached as if
   CHECK(route(engine(kAuto), engine(kAuto), {}, foreign) == "tcp: it is on this host; no shm: it is not ours");
   CHECK(route(engine(kAuto), engine(kShm), {}, foreign) == "shm: same host, but it is not ours");  // it says so again
   CHECK(route(engine(kAuto), engine(kAuto, "there"), {}, foreign) == "tcp: it is on another host");
+}
+
+TEST_CASE("hosts that cannot be told apart are not said to be one") {
+  const WhyOutOfReach nobody = [](TransportKind kind) { return kind == TransportKind::kShm ? "nobody is there" : ""; };
+  const Address hidden = engine(kAuto, kUnknownHost);
+  CHECK(route(hidden, hidden, {}, nobody) == "tcp: it is perhaps on this host; no shm: nobody is there");
+  CHECK(route(hidden, hidden) == "shm: same host: shared memory");
 }
 
 TEST_CASE("what stood in the way of a faster transport is said") {

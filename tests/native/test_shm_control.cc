@@ -127,6 +127,17 @@ Bytes gpu_facts(uint8_t by, uint64_t offset, uint64_t allocation_bytes) {
 
 }  // namespace
 
+TEST_CASE("shm: where hosts cannot be told apart, an engine that nobody here is is on another") {
+  Node node("asks"), there("there");
+  Address near = there.transport.address();
+  near.host = kUnknownHost;
+  CHECK(node.transport.why_out_of_reach(near) == "");
+  Address far = make_identity("far", transport_bit(TransportKind::kShm), 1);
+  CHECK(node.transport.why_out_of_reach(far) == "");  // of this host, and has ended: connecting tells
+  far.host = kUnknownHost;
+  CHECK(node.transport.why_out_of_reach(far).find("no engine here is that one") != std::string::npos);
+}
+
 TEST_CASE("shm: who connects has no answers to give, which would be taken for another's") {
   Node node("target");
   const Fd segment = sealed_memory("link", link_segment_bytes(1), true);

@@ -11,6 +11,7 @@
 #include <cstring>
 #include <utility>
 
+#include "transport/identity.h"
 #include "transport/shm/control_connection.h"
 #include "util/clock.h"
 #include "util/codec.h"
@@ -60,14 +61,22 @@ std::string why_refused(int socket) {
 
 // Its pid tells nothing: the peer may have it in another pid namespace.
 std::string why_refused(const Address& peer) {
-  if (geteuid() == kRoot) return {};
+  if (access("/proc/self/fd", F_OK) != 0 && errno == ENOENT) {
+    return "this process sees no /proc, without which it rings nobody: mount it (container runtimes do)";
+  }
+  const bool is_host_known = peer.host != kUnknownHost;
+  if (geteuid() == kRoot && is_host_known) return {};
   const Fd probe(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   // Who only asks has a name, which the kernel makes up: accept_all() then has nothing to report.
   const sockaddr_un nameless{.sun_family = AF_UNIX, .sun_path = {}};
   if (probe) bind(probe.get(), reinterpret_cast<const sockaddr*>(&nameless), sizeof nameless.sun_family);
   socklen_t length = 0;
   const sockaddr_un name = socket_address(peer.incarnation, &length);
-  if (!probe || ::connect(probe.get(), reinterpret_cast<const sockaddr*>(&name), length) != 0) return {};
+  if (!probe) return {};
+  if (::connect(probe.get(), reinterpret_cast<const sockaddr*>(&name), length) != 0) {
+    if (is_host_known || errno != ECONNREFUSED) return {};
+    return "no engine here is that one, and /proc/sys/kernel/random/boot_id, which tells hosts apart, cannot be read";
+  }
   return why_refused(probe.get());
 }
 

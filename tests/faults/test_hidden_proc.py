@@ -1,0 +1,50 @@
+"""Sandboxes that show no /proc, or not all of it."""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from tests.support.limits import WAIT_S
+from tests.support.process import REPOSITORY
+
+WITHOUT_PROC = ["unshare", "--mount", "sh", "-c", 'umount -l /proc && exec "$@"', "--"]
+WRITE = """
+    import os
+    import crossrail as xr
+
+    read_end, write_end = os.pipe()
+    done_read, done_write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        with xr.Engine("target", rails=["127.0.0.1"]) as engine:
+            region = engine.alloc(64)
+            os.write(write_end, region.descriptor.to_bytes())
+            engine.imm_counter(1).wait(1, 15)
+            os.read(done_read, 1)
+        os._exit(0)
+    with xr.Engine("writer", rails=["127.0.0.1"]) as engine:
+        target = xr.RegionDescriptor.from_bytes(os.read(read_end, 1000))
+        engine.submit_write(engine.alloc(64), target, imm=1).wait(15)
+        print(engine.explain(target.owner))
+    os.write(done_write, b".")
+    assert os.waitpid(pid, 0)[1] == 0
+"""
+
+
+@pytest.mark.skipif(
+    subprocess.run([*WITHOUT_PROC, "true"], capture_output=True).returncode != 0, reason="needs unshare"
+)
+def test_without_proc_a_peer_of_the_same_host_is_reached_by_tcp() -> None:
+    script = subprocess.run(
+        [*WITHOUT_PROC, sys.executable, "-W", "ignore", "-c", textwrap.dedent(WRITE)],
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+        cwd=REPOSITORY,
+    )
+
+    assert script.returncode == 0, script
+    assert "over tcp: connected" in script.stdout
+    assert "no shm: this process sees no /proc" in script.stdout
