@@ -33,6 +33,8 @@ const char* usual_remedy(int code) {
       return "raise the limit on open files (ulimit -n)";
     case ENFILE:
       return "raise the host's limit on open files (sysctl fs.file-max)";
+    case EPERM:
+      return "see what forbids it to this process: the seccomp profile of its container, or a capability that it lacks";
     case ENOSYS:
       return "allow it in the seccomp profile of this container, or use a newer kernel";
     case ENOMEM:

@@ -80,6 +80,10 @@ std::string why_refused(const Address& peer) {
   return why_refused(probe.get());
 }
 
+std::string process_named(uint32_t pid) {
+  return pid == 0 ? "its process, of another pid namespace," : "process " + std::to_string(pid);
+}
+
 Control::Control(const Address& address, std::shared_ptr<MemoryMap> home, const WakeEvent* bell, RegionTable* regions,
                  int64_t connect_timeout_ns, Transport* waker)
     : address_(address),
@@ -193,7 +197,7 @@ void Control::run() {
         if ((token & 1) != 0) {  // its pidfd
           // What it sent before it died is still in the socket.
           if (!connection.lost) on_readable(connection);
-          if (!connection.lost) lose(connection, "process " + std::to_string(connection.pid) + " exited");
+          if (!connection.lost) lose(connection, process_named(connection.pid) + " exited");
         } else {
           // Of a peer that is gone, too: what waits for it would keep its last words from being read.
           if ((ready[i].events & (EPOLLOUT | EPOLLHUP | EPOLLERR)) != 0) flush(connection);

@@ -45,6 +45,9 @@ struct ControlEvent {
 // connecting to it does.
 std::string why_refused(const Address& peer);
 
+// [any] For messages. pid: in our pid namespace, 0 when invisible.
+std::string process_named(uint32_t pid);
+
 class Control {
  public:
   // home, bell: passed to peers; bell outlives us. waker: wake() is called from the control thread when there are

@@ -89,7 +89,7 @@ void Control::on_readable(Connection& connection) {
       }
     }
     if (got == 0) {
-      lose(connection, "process " + std::to_string(connection.pid) + " exited or closed the connection");
+      lose(connection, process_named(connection.pid) + " exited or closed the connection");
       return;
     }
     // Cut with room left for more of them: our process can take no more descriptors.

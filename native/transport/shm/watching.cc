@@ -126,8 +126,8 @@ void ShmTransport::check_liveness(Outgoing& link, int64_t now) {
   } else if (now - link.pinged_ns > kFrozenAfterNs) {
     link.frozen = true;
     const std::string state = process_state(link.pid);
-    sink_->on_link_frozen(
-        link, true, "process " + std::to_string(link.pid) + " does not answer" + (state.empty() ? "" : ": " + state));
+    sink_->on_link_frozen(link, true,
+                          process_named(link.pid) + " does not answer" + (state.empty() ? "" : ": " + state));
   }
 }
 
