@@ -305,17 +305,25 @@ def test_refused_push_is_one_line(tmp_path: Path) -> None:
     assert (tmp_path / "plain").read_bytes() == b"mine"
 
 
-GROWS_MEANWHILE = """
-import sys
+MEANWHILE = """
+import os, sys
+from pathlib import Path
 from crossrail.cli import main, push
 run = push.Pusher.run
-def grow_and_run(*arguments, **options):
-    with open(sys.argv[2], "ab") as file:
-        file.write(b"more")
+def change_and_run(*arguments, **options):
+    DO
     return run(*arguments, **options)
-push.Pusher.run = grow_and_run
+push.Pusher.run = change_and_run
 main.main()
 """
+
+
+def push_while(what: str, payload: Path, target: str) -> subprocess.CompletedProcess[str]:
+    """`what`: Python's, done between the opening of the file, sys.argv[2], and the offer of it."""
+    return subprocess.run(
+        [sys.executable, "-c", MEANWHILE.replace("DO", what), "push", str(payload), target],
+        capture_output=True, text=True, timeout=LONG_S, cwd=REPOSITORY,
+    )  # fmt: skip
 
 
 def test_file_that_grows_is_stored_as_it_was_and_the_pusher_is_told(payload: Path, tmp_path: Path) -> None:
@@ -323,14 +331,20 @@ def test_file_that_grows_is_stored_as_it_was_and_the_pusher_is_told(payload: Pat
     inbox.mkdir()
     content = payload.read_bytes()
     with serving(cwd=inbox) as (target, _):
-        pushed = subprocess.run(
-            [sys.executable, "-c", GROWS_MEANWHILE, "push", str(payload), target],
-            capture_output=True, text=True, timeout=LONG_S, cwd=REPOSITORY,
-        )  # fmt: skip
+        pushed = push_while("with open(sys.argv[2], 'ab') as file: file.write(b'more')", payload, target)
 
     succeeded(pushed)
     assert "has grown; the 3000017 bytes before are stored" in pushed.stderr
     assert (inbox / payload.name).read_bytes() == content
+
+
+def test_pusher_of_a_file_that_is_written_to_meanwhile_is_told(payload: Path, tmp_path: Path) -> None:
+    os.utime(payload, (1, 1))
+    with serving(cwd=tmp_path) as (target, _):
+        pushed = push_while("os.utime(sys.argv[2])", payload, target + "as")
+
+    succeeded(pushed)
+    assert "was written to meanwhile; what is stored may be a mixture: push it again" in pushed.stderr
 
 
 def test_file_that_only_says_to_be_empty_is_refused(tmp_path: Path) -> None:

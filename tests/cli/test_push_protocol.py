@@ -208,7 +208,7 @@ def test_name_taken_in_the_meantime_is_kept(root: Path) -> None:
         part = inbox.create("late", 3, force=False)
         (root / "late").write_text("first")
 
-        with pytest.raises(FileRefused, match="exists"):
+        with pytest.raises(FileRefused, match="'late' exists at the target; push with --force"):
             part.commit(0o644)
 
     assert (root / "late").read_text() == "first"
@@ -246,7 +246,7 @@ def test_directory_that_was_deleted_is_told_as_such(root: Path) -> None:
 def test_file_larger_than_the_disk_refused(root: Path) -> None:
     with (
         Inbox(root) as inbox,
-        pytest.raises(FileRefused, match=rf"do not fit: \d+ are free at the target, and {16 << 20} "),
+        pytest.raises(FileRefused, match=rf"do not fit: \d+ are free at the target, which keeps {16 << 20} free"),
     ):
         inbox.create("big", 1 << 49, force=False)
 

@@ -87,7 +87,7 @@ class Inbox:
         free_bytes = status.f_bavail * status.f_frsize
         if nbytes + _SPARE_BYTES > free_bytes:
             raise FileRefused(
-                f"{nbytes} bytes do not fit: {free_bytes} are free at the target, and {_SPARE_BYTES} of them stay free"
+                f"{nbytes} bytes do not fit: {free_bytes} are free at the target, which keeps {_SPARE_BYTES} free"
             )
         directory_fd = self._enter(components[:-1], dst)
         try:
@@ -121,7 +121,11 @@ def _check_final(directory_fd: int, name: str, dst: str, force: bool) -> None:
     if stat.S_ISDIR(status.st_mode):
         raise FileRefused(f"{_shown(dst)} is a directory at the target; add a slash to store into it")
     if not force:
-        raise FileRefused(f"{_shown(dst)} exists at the target; push with --force to replace it")
+        raise FileRefused(_taken(dst))
+
+
+def _taken(dst: str) -> str:
+    return f"{_shown(dst)} exists at the target; push with --force to replace it"
 
 
 class PartFile:
@@ -170,6 +174,8 @@ class PartFile:
             os.close(os.dup(self._fd))  # NFS and its like tell at a close, of any descriptor, what they could not write
             os.fchmod(self._fd, mode & 0o777 & ~_umask())
             self._rename()
+        except FileExistsError:  # since the offer: of another push, say
+            raise FileRefused(_taken(self._dst)) from None
         except OSError as error:
             raise FileRefused(f"{_shown(self._dst)}: cannot be given its name: {error.strerror}") from None
         finally:

@@ -278,15 +278,23 @@ def _push(
             on_stored=lambda nbytes: progress.advance(task, nbytes),
         )
         seconds = time.monotonic() - begun
-    if source.has_more() and not quiet:
-        click.echo(
-            f"warning: {plain(str(source.path))} has grown; the {source.nbytes} bytes before are stored", err=True
-        )
+    if not quiet:
+        _warn_of_changes(source)
     console.print(
         f"[green]stored[/green] as {escape(done.path)}: {format_bytes(source.nbytes)}, "
         f"{rate_text(gb_per_s(source.nbytes, seconds))}, SHA-256 ok {done.sha256}",
         soft_wrap=True,
     )
+
+
+def _warn_of_changes(source: SourceFile) -> None:
+    name = plain(str(source.path))
+    if source.has_more():
+        click.echo(f"warning: {name} has grown; the {source.nbytes} bytes before are stored", err=True)
+    elif source.has_changed():
+        click.echo(
+            f"warning: {name} was written to meanwhile; what is stored may be a mixture: push it again", err=True
+        )
 
 
 @click.command("push")

@@ -53,6 +53,7 @@ class SourceFile:
             kind = "a directory" if stat.S_ISDIR(status.st_mode) else "not a regular file"
             raise UsageError(f"{path} is {kind}; give a regular file")
         self.nbytes = status.st_size
+        self._written_ns = status.st_mtime_ns
         self.mode = stat.S_IMODE(status.st_mode)
         if self.nbytes == 0 and self.has_more():
             os.close(self._fd)
@@ -72,6 +73,13 @@ class SourceFile:
             return bool(os.pread(self._fd, 1, self.nbytes))
         except OSError:
             return False  # what cannot be read is none of its bytes
+
+    def has_changed(self) -> bool:
+        """Whether somebody wrote to it since it was opened: what was read may be of no time, half old and half new.
+
+        By its time of modification, which some file systems have no finer than seconds.
+        """
+        return os.fstat(self._fd).st_mtime_ns != self._written_ns
 
     def read_into(self, target: memoryview, offset: int) -> None:
         """Fill `target` with the bytes from `offset` on. CrossrailError when the file has become shorter."""
