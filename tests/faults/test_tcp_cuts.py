@@ -295,6 +295,24 @@ def test_rail_that_is_stalled_while_others_answer_is_given_up(open_engine: Engin
         wire.close()
 
 
+def test_lane_that_cannot_be_connected_is_explained_while_the_other_serves_for_both(wire: Wire) -> None:
+    """As when a certificate has expired since: what is connected stays, and nothing new is let in."""
+    wire.connect()
+    for proxy in wire.proxies:
+        proxy.next_budget = lambda: 0
+    source = wire.here.register(pattern(1, NBYTES))
+    target = wire.there.register(np.zeros(NBYTES, np.uint8))
+
+    wire.here.submit_write(source, target.descriptor, imm=1).wait(WAIT_S)
+
+    expect_count(wire.there, 1, 1)
+    said = ", connected; long operations have no connection of their own: "
+    eventually(
+        lambda: any(said in path.reason for path in wire.here.explain(wire.there.address).paths),
+        "the other lane in the explanation",
+    )
+
+
 @pytest.mark.parametrize("kind", ["write", "short write", "read", "message"])
 @pytest.mark.parametrize("lanes", ["small", "both"])
 def test_connections_that_something_on_the_way_forgot_are_made_anew(wire: Wire, kind: str, lanes: str) -> None:
