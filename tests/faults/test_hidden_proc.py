@@ -1,5 +1,7 @@
 """Sandboxes that show no /proc, or none of the other process."""
 
+import os
+import socket
 import subprocess
 import sys
 import textwrap
@@ -11,24 +13,28 @@ from tests.support.process import REPOSITORY
 
 WITHOUT_PROC = ["unshare", "--mount", "sh", "-c", 'umount -l /proc && exec "$@"', "--"]
 OTHER_PIDS = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
+FIRST_OUTLIVED = ["sh", "-c", '"$@"; read _', "--"]  # whose end is not that of all processes of the namespace
 HOST = """
-    import sys
+    import os, signal, sys
     import crossrail as xr
 
-    with xr.Engine("confined") as engine:
+    with xr.Engine("confined", transport="shm") as engine:
         print(engine.address.to_bytes().hex(), flush=True)
         sys.stdin.readline()
+        if os.fork() == 0:
+            signal.pause()  # with copies of the engine's descriptors
+        os.kill(os.getpid(), signal.SIGKILL)
 """
 VISITOR = """
-    import sys, threading
+    import queue, sys
     import crossrail as xr
 
-    is_lost = threading.Event()
-    with xr.Engine("visitor") as engine:
-        engine.on_event(lambda event: (print(event.kind, event.detail), event.kind == "peer-lost" and is_lost.set()))
+    losses = queue.Queue()
+    with xr.Engine("visitor", transport="shm") as engine:
+        engine.on_event(lambda event: event.kind == "peer-lost" and losses.put(event.detail))
         engine.connect(xr.Address.from_bytes(bytes.fromhex(sys.argv[1])), 15)
         print("connected", flush=True)
-        assert is_lost.wait(15)
+        print(losses.get(timeout=15))
 """
 WRITE = """
     import os
@@ -70,22 +76,38 @@ def test_without_proc_a_peer_of_the_same_host_is_reached_by_tcp() -> None:
     assert "no shm: this process sees no /proc" in script.stdout
 
 
-@pytest.mark.skipif(subprocess.run([*OTHER_PIDS, "true"], capture_output=True).returncode != 0, reason="needs unshare")
-def test_a_process_whose_pid_is_not_seen_has_none_in_what_is_said_of_its_end() -> None:
-    def start(script: str, *arguments: str) -> subprocess.Popen[str]:
-        command = [*OTHER_PIDS, sys.executable, "-c", textwrap.dedent(script), *arguments]
-        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY)
+def has_peer_pidfd() -> bool:
+    """Whether a socket tells who is at its other end by more than a number: Linux 6.5."""
+    here, there = socket.socketpair(socket.AF_UNIX)
+    with here, there:
+        try:
+            os.close(here.getsockopt(socket.SOL_SOCKET, 77))  # SO_PEERPIDFD
+        except OSError:
+            return False
+    return True
 
-    with start(HOST) as host:
-        assert host.stdout is not None
-        with start(VISITOR, host.stdout.readline().strip()) as visitor:
+
+@pytest.mark.skipif(subprocess.run([*OTHER_PIDS, "true"], capture_output=True).returncode != 0, reason="needs unshare")
+@pytest.mark.skipif(not has_peer_pidfd(), reason="needs Linux 6.5")
+def test_end_of_a_process_whose_pid_is_not_seen_is_noticed_though_its_child_holds_its_sockets() -> None:
+    def start(*command: str) -> "subprocess.Popen[str]":
+        return subprocess.Popen(
+            [*OTHER_PIDS, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY
+        )
+
+    python = [sys.executable, "-W", "ignore", "-c"]
+    with start(*FIRST_OUTLIVED, *python, textwrap.dedent(HOST)) as host:
+        assert host.stdin is not None and host.stdout is not None
+        address = host.stdout.readline().strip()
+        with start(*python, textwrap.dedent(VISITOR), address) as visitor:
             try:
                 assert visitor.stdout is not None
                 while (line := visitor.stdout.readline()) != "connected\n":
                     assert line.startswith("peer-connected"), line
-                host.kill()
+                host.stdin.write("end\n")
+                host.stdin.flush()
                 said, _ = visitor.communicate(timeout=WAIT_S)
             finally:
                 visitor.kill()
                 host.kill()
-    assert "peer-lost its process, of another pid namespace, exited" in said
+    assert said == "its process, of another pid namespace, exited\n"

@@ -49,6 +49,19 @@ uid_t user_of(int socket) {
   return credentials.uid;
 }
 
+// A pidfd of the process at the other end of a unix socket. From Linux 6.5 on the socket has it, of any pid namespace
+// and whatever has the pid by now; before, it is that of the pid, where this is seen here. -1: the kernel gives none.
+int pidfd_of(int socket, pid_t pid) {
+  constexpr int kPeerPidfd = 77;  // SO_PEERPIDFD, which older headers lack
+  int pidfd = -1;
+  socklen_t length = sizeof pidfd;
+  if (getsockopt(socket, SOL_SOCKET, kPeerPidfd, &pidfd, &length) == 0) return pidfd;
+#ifdef SYS_pidfd_open
+  if (pid > 0) return static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
+#endif
+  return -1;
+}
+
 // Empty: the engine behind the socket, of ours and connected, lets us in. See accept_all().
 std::string why_refused(int socket) {
   const uid_t user = user_of(socket);
@@ -336,20 +349,18 @@ void Control::start_connect(Connection& connection) {
   send(connection, kHello, body.bytes(), fds);
 }
 
-// Learns the peer's pid and gets a pidfd. Without one (old kernel, other pid namespace) the socket alone tells of
-// death.
+// Learns the peer's pid and gets a pidfd. Without one the socket alone tells of death, which a forked child of the peer
+// may keep open.
 void Control::watch_process(Connection& connection) {
   ucred credentials{};
   socklen_t length = sizeof credentials;
   if (getsockopt(connection.socket.get(), SOL_SOCKET, SO_PEERCRED, &credentials, &length) != 0) return;
   connection.pid = static_cast<uint32_t>(credentials.pid);
-  if (credentials.pid <= 0 || credentials.pid == getpid()) return;
-#ifdef SYS_pidfd_open
-  connection.process = Fd(static_cast<int>(syscall(SYS_pidfd_open, credentials.pid, 0)));
+  if (credentials.pid == getpid()) return;
+  connection.process = Fd(pidfd_of(connection.socket.get(), credentials.pid));
   if (!connection.process) return;
   epoll_event event{.events = EPOLLIN, .data = {.u64 = connection.token | 1}};
   epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, connection.process.get(), &event);
-#endif
 }
 
 void Control::accept_all() {

@@ -76,7 +76,7 @@ class RegionTable {
 
   // --- who touches regions directly: the initiators of links to us. Listed from before they learn that they are
   // welcome, so that nobody touches a region unseen ---
-  // process: its pidfd, none where its processes are invisible to us.
+  // process: its pidfd, none where the kernel gives none.
   void add_toucher(uint64_t link_id, std::string name, std::shared_ptr<MemoryMap> segment, Fd process);
   // The link is over on our side. Its initiator may not have heard, go on touching, and be stopped at it: it stays
   // listed until it has given the link up or died; one whose end nobody would tell us does not.
