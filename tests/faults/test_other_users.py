@@ -148,3 +148,55 @@ def test_users_with_a_pid_namespace_each_reach_each_other_by_tcp() -> None:
         "it is on this host; no shm: it belongs to user 65533, and this process to user 65534"
     ), answer
     assert "refused" not in said
+
+
+# As in two rootless containers on the host's network: each user is alone in a user namespace, as `inside`.
+OF_ITS_OWN = """
+    import ctypes, os, sys
+    import crossrail as xr
+    xr.Engine, xr.PeerLost, xr.RegionDescriptor  # loads all of it, while this process may read it
+
+    CLONE_NEWUSER, PR_SET_DUMPABLE = 0x10000000, 4
+    outside, inside = int(sys.argv[1]), sys.argv[2]
+    libc = ctypes.CDLL(None)
+    os.setgroups([])
+    os.setresgid(outside, outside, outside)
+    os.setresuid(outside, outside, outside)
+    libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)  # its maps are its own again
+    assert libc.unshare(CLONE_NEWUSER) == 0
+    open("/proc/self/uid_map", "w").write(f"{inside} {outside} 1")
+    open("/proc/self/setgroups", "w").write("deny")
+    open("/proc/self/gid_map", "w").write(f"{inside} {outside} 1")
+    with xr.Engine("contained", rails=["127.0.0.1"]) as engine:
+        if len(sys.argv) == 3:
+            region = engine.alloc(64)
+            print(region.descriptor.to_bytes().hex(), flush=True)
+            sys.stdin.readline()
+        else:
+            target = xr.RegionDescriptor.from_bytes(bytes.fromhex(sys.argv[3]))
+            engine.submit_write(engine.alloc(64), target, 64).wait(20)
+            print(engine.explain(target.owner).reason)
+"""
+
+
+@pytest.mark.skipif(
+    subprocess.run(["unshare", "--user", "true"], capture_output=True).returncode != 0, reason="unshare"
+)
+@pytest.mark.parametrize("inside", [0, 65534, 1000])
+def test_users_with_a_user_namespace_each_reach_each_other_by_tcp(inside: int) -> None:
+    # A process of several threads enters no user namespace.
+    command = ["env", "OPENBLAS_NUM_THREADS=1", sys.executable, "-c", textwrap.dedent(OF_ITS_OWN)]
+    served = subprocess.Popen(
+        [*command, "65532", str(inside)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY
+    )
+    try:
+        assert served.stdout is not None
+        descriptor = served.stdout.readline().strip()
+        answer = subprocess.run(
+            [*command, "65533", str(inside), descriptor], capture_output=True, text=True, timeout=WAIT_S, cwd=REPOSITORY
+        )
+        served.communicate("\n", WAIT_S)
+    finally:
+        served.kill()
+        served.wait()
+    assert answer.stdout.startswith("it is on this host; no shm: it belongs to user 65534"), answer

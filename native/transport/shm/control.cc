@@ -1,13 +1,19 @@
 #include "transport/shm/control.h"
 
+#include <fcntl.h>
 #include <poll.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/un.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <utility>
 
@@ -41,12 +47,50 @@ sockaddr_un socket_address(const Incarnation& incarnation, socklen_t* length) {
 
 constexpr uid_t kRoot = 0;
 
-// Who is at the other end of a unix socket; nobody's number where the kernel does not say.
-uid_t user_of(int socket) {
+// Who is at the other end of a unix socket; nobody's numbers where the kernel does not say.
+ucred peer_of(int socket) {
   ucred credentials{};
   socklen_t length = sizeof credentials;
-  if (getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &credentials, &length) != 0) return static_cast<uid_t>(-1);
-  return credentials.uid;
+  if (getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &credentials, &length) != 0) {
+    return {.pid = 0, .uid = static_cast<uid_t>(-1), .gid = static_cast<gid_t>(-1)};
+  }
+  return credentials;
+}
+
+std::string text_of_file(const char* path) {
+  const Fd file(open(path, O_RDONLY | O_CLOEXEC));
+  char text[64];
+  const ssize_t length = file ? read(file.get(), text, sizeof text) : 0;
+  return std::string(text, static_cast<size_t>(std::max<ssize_t>(length, 0)));
+}
+
+// Whether the number stands for all whom our user namespace does not know: nobody's, but in a namespace that knows all.
+bool is_anybody(uid_t user) {
+  const std::string overflow = text_of_file("/proc/sys/kernel/overflowuid");
+  if (user != (overflow.empty() ? 65534 : std::strtoul(overflow.c_str(), nullptr, 10))) return false;
+  unsigned inside = 1, outside = 1, count = 0;
+  std::sscanf(text_of_file("/proc/self/uid_map").c_str(), "%u %u %u", &inside, &outside, &count);
+  return inside != 0 || outside != 0 || count != UINT32_MAX;
+}
+
+enum class UserNamespace { kOurs, kAnother, kUnknown };
+
+// Of a process, as far as it lets us look.
+UserNamespace user_namespace_of(pid_t pid) {
+  struct stat own{}, other{};
+  if (pid <= 0 || stat("/proc/self/ns/user", &own) != 0) return UserNamespace::kUnknown;
+  if (stat(("/proc/" + std::to_string(pid) + "/ns/user").c_str(), &other) != 0) return UserNamespace::kUnknown;
+  return own.st_ino == other.st_ino ? UserNamespace::kOurs : UserNamespace::kAnother;
+}
+
+bool is_our_user(const ucred& peer) {
+  return peer.uid == geteuid() && (!is_anybody(peer.uid) || user_namespace_of(peer.pid) == UserNamespace::kOurs);
+}
+
+// Whether root of our user namespace is just somebody to it.
+bool is_foreign_to_root(const ucred& peer) {
+  const UserNamespace of_peer = user_namespace_of(peer.pid);
+  return of_peer == UserNamespace::kAnother || (of_peer == UserNamespace::kUnknown && is_anybody(peer.uid));
 }
 
 // A pidfd of the process at the other end of a unix socket. From Linux 6.5 on the socket has it, of any pid namespace
@@ -64,9 +108,11 @@ int pidfd_of(int socket, pid_t pid) {
 
 // Empty: the engine behind the socket, of ours and connected, lets us in. See accept_all().
 std::string why_refused(int socket) {
-  const uid_t user = user_of(socket);
-  if (user == geteuid() || geteuid() == kRoot) return {};
-  return "it belongs to user " + std::to_string(user) + ", and this process to user " + std::to_string(geteuid()) +
+  const ucred peer = peer_of(socket);
+  if (is_our_user(peer) || (geteuid() == kRoot && !is_foreign_to_root(peer))) return {};
+  return "it belongs to user " + std::to_string(peer.uid) + (geteuid() == kRoot ? " of another user namespace" : "") +
+         ", and this process to user " + std::to_string(geteuid()) +
+         (peer.uid == geteuid() ? ", which is anybody's number in a user namespace that does not know all users" : "") +
          ": shm is for processes of one user, and for root's";
 }
 
@@ -78,7 +124,6 @@ std::string why_refused(const Address& peer) {
     return "this process sees no /proc, without which it rings nobody: mount it (container runtimes do)";
   }
   const bool is_host_known = peer.host != kUnknownHost;
-  if (geteuid() == kRoot && is_host_known) return {};
   const Fd probe(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   // Who only asks has a name, which the kernel makes up: accept_all() then has nothing to report.
   const sockaddr_un nameless{.sun_family = AF_UNIX, .sun_path = {}};
@@ -381,10 +426,10 @@ void Control::accept_all() {
     }
     lack_told_ = false;
     // Whoever is let in is given our regions' memory on demand.
-    if (const uid_t user = user_of(fd.get()); user != geteuid() && user != kRoot) {
+    if (const ucred peer = peer_of(fd.get()); !is_our_user(peer) && peer.uid != kRoot) {
       if (length > sizeof name.sun_family) continue;  // of why_refused()
       emit({.kind = ControlEvent::Kind::kProtocolError,
-            .text = "refused a connection of user " + std::to_string(user) +
+            .text = "refused a connection of user " + std::to_string(peer.uid) +
                     ": shm is for processes of one user, and for root's"});
       continue;
     }
