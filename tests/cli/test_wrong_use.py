@@ -188,6 +188,7 @@ def test_host_that_is_none_is_told_of_a_router(monkeypatch: pytest.MonkeyPatch) 
 
 def test_address_of_another_host_is_written_as_a_url() -> None:
     assert "[::1]:7312/x: another host is tcp://[::1]:7312/" in refused("push", __file__, "[::1]:7312/x")
+    assert "http:// leads to no crossrail serve; another host is tcp://" in refused("push", __file__, "http://h:7312/x")
 
 
 def test_name_of_no_serve_is_told_with_where_it_was_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

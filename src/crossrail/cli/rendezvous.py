@@ -158,6 +158,8 @@ def resolve(target: str, secret: bytes = b"") -> tuple[xr.Address, str]:
     if target.startswith("["):
         raise UsageError(f"{target}: another host is tcp://{target.partition('/')[0]}/")
     name, _, dst = target.partition(":")
+    if dst.startswith("//"):
+        raise UsageError(f"{target}: {name}:// leads to no crossrail serve; another host is tcp://HOST:PORT/DST")
     by_path = "/" in name
     path = Path(name) if by_path else runtime_dir() / (check_name(name) + _SUFFIX)
     if not _is_alive(path, remove=not by_path):
