@@ -91,6 +91,16 @@ def publish(name: str | None, address: xr.Address) -> Published:
 
 def _try_publish(name: str, address: xr.Address) -> Published | None:
     directory = runtime_dir()
+    try:
+        return _publish_in(directory, name, address)
+    except OSError as error:  # it is full, or may not be written to
+        raise CrossrailError(
+            f"cannot leave the address of this serve in {directory}: {error.strerror}; make room there, or set "
+            "XDG_RUNTIME_DIR to another directory, in the shells that push as well"
+        ) from None
+
+
+def _publish_in(directory: Path, name: str, address: xr.Address) -> Published | None:
     final = directory / (name + _SUFFIX)
     draft_fd, draft = tempfile.mkstemp(prefix=".draft-", dir=directory)
     try:
@@ -118,7 +128,10 @@ def _encode(address: xr.Address) -> bytes:
 
 
 def _host_identity() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return "unknown-host"  # some sandboxes hide it
 
 
 def _is_alive(path: Path, *, remove: bool) -> bool:
