@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 import pytest
@@ -16,6 +17,17 @@ from tests.support.limits import WAIT_S
 from tests.support.process import REPOSITORY, run_script
 
 WITHOUT_PROC = ["unshare", "--mount", "sh", "-c", 'umount -l /proc && exec "$@"', "--"]
+STORE = """
+    import sys
+    from pathlib import Path
+    from crossrail.cli.inbox import Inbox
+
+    for force in (False, True):
+        with Inbox(Path(sys.argv[1])) as inbox:
+            part = inbox.create("new", 3, force=force)
+            part.append(memoryview(b"abc"))
+            part.commit(0o644)
+"""
 OTHER_PIDS = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
 FIRST_OUTLIVED = ["sh", "-c", '"$@"; read _', "--"]  # whose end is not that of all processes of the namespace
 HOST = """
@@ -142,6 +154,15 @@ def has_peer_pidfd() -> bool:
         except OSError:
             return False
     return True
+
+
+@only_if(can_run(WITHOUT_PROC))
+def test_without_proc_serve_stores_what_is_pushed(tmp_path: Path) -> None:
+    command = [*WITHOUT_PROC, sys.executable, "-c", textwrap.dedent(STORE), str(tmp_path)]
+    script = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, cwd=REPOSITORY)
+
+    assert script.returncode == 0, script
+    assert [(file.name, file.read_bytes()) for file in tmp_path.iterdir()] == [("new", b"abc")]
 
 
 @only_if(can_run(OTHER_PIDS) and has_peer_pidfd())

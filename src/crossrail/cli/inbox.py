@@ -150,11 +150,12 @@ class PartFile:
         self._is_open = True
 
     def _open_file(self) -> int:
-        try:
-            return os.open(".", os.O_WRONLY | os.O_TMPFILE | os.O_CLOEXEC, 0o600, dir_fd=self._directory_fd)
-        except OSError as error:
-            if error.errno not in _NO_TMPFILE:
-                raise
+        if Path("/proc/self/fd").exists():  # by which _link() names it
+            try:
+                return os.open(".", os.O_WRONLY | os.O_TMPFILE | os.O_CLOEXEC, 0o600, dir_fd=self._directory_fd)
+            except OSError as error:
+                if error.errno not in _NO_TMPFILE:
+                    raise
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         fd = os.open(self._part, flags, 0o600, dir_fd=self._directory_fd)
         self._is_named = True
@@ -228,8 +229,9 @@ def _shown(dst: str) -> str:
 
 
 def _umask() -> int:
-    """The process's mask; Linux can only be asked by setting it, except through /proc."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("Umask:"):
-            return int(line.split()[1], 8)
+    """The process's mask; Linux can only be asked by setting it, except through /proc. Without that: the strictest."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("Umask:"):
+                return int(line.split()[1], 8)
     return 0o077
