@@ -2,19 +2,25 @@
 
 import asyncio
 import importlib.util
+import random
 from collections.abc import AsyncIterator, Callable, Iterator
 
 import aiohttp
 import pytest
 
+from crossrail.kv import messages as m
 from crossrail.kv.etcd.records import Place
 from crossrail.kv.http.front import Front
 from crossrail.kv.services.decoder import Decoder
 from crossrail.kv.services.prefiller import Prefiller
+from crossrail.kv.services.router import Router
 from crossrail.kv.toy import ToyTokenizer
+from tests.kv.scripts import OPTIONS, Town
 from tests.support.etcd import EtcdServer
 from tests.support.kv_cluster import SECRET, Cluster
+from tests.support.kv_net import Net
 from tests.support.limits import WAIT_S
+from tests.support.seeds import Seed
 
 PATIENCE_S = 0.5  # of fronts with clients that are slow on purpose
 
@@ -29,6 +35,18 @@ async def cluster(nothing_leaks: None) -> AsyncIterator[Cluster]:
     made.add_router()
     yield made
     await made.close()
+
+
+@pytest.fixture
+async def town(seed: Seed) -> AsyncIterator[Town]:
+    """A router whose nodes are scripts, and whose network is in memory."""
+    net = Net(random.Random(seed.number()))
+    made = Town(net, Router("router", m.mailbox(net.wire("router"), b"s3cret", resend_s=0.05), OPTIONS))
+    made.router.start()
+    yield made
+    for script in made.scripts.values():
+        await script.mailbox.close()
+    await made.router.close()
 
 
 @pytest.fixture

@@ -1,10 +1,8 @@
 """A router at work: nodes here are scripts, and the network is in memory."""
 
 import asyncio
-import contextlib
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable
 from dataclasses import replace
 
 import numpy as np
@@ -22,17 +20,6 @@ from tests.support.kv_cluster import LAYOUT, node_record, prompt_of
 from tests.support.kv_net import MemoryWire, Net
 from tests.support.limits import WAIT_S
 from tests.support.seeds import Seed
-
-
-@pytest.fixture
-async def town(seed: Seed) -> AsyncIterator[Town]:
-    net = Net(random.Random(seed.number()))
-    made = Town(net, Router("router", m.mailbox(net.wire("router"), b"s3cret", resend_s=0.05), OPTIONS))
-    made.router.start()
-    yield made
-    for script in made.scripts.values():
-        await script.mailbox.close()
-    await made.router.close()
 
 
 async def test_busy_decoder_is_passed_over(town: Town) -> None:
@@ -414,61 +401,6 @@ async def test_prefiller_that_failed_is_tried_again_once_it_is_back_and_the_othe
     assert await client == [1, 2, 3]
 
 
-async def test_each_request_is_counted_once_however_it_ends(town: Town) -> None:
-    impatient = replace(OPTIONS, queue_s=0.1, restarts_max=0)
-    town.router.options = impatient
-    told: dict[str, int] = {}
-
-    async def counted(how: str, request: Awaitable[object]) -> None:
-        with contextlib.suppress(xr.CrossrailError, asyncio.CancelledError):
-            await request
-        told[how] = told.get(how, 0) + 1
-        assert dict(town.router.counts) == told
-
-    await counted("unavailable", town.complete())
-    script = await town.add("a")
-    town.patient()
-    patient = replace(impatient, queue_s=WAIT_S, answer_timeout_s=WAIT_S)
-    await counted("unavailable", town.complete(count=50))  # there is no prefiller
-    for answer, how in (
-        ("busy", "overloaded"), ("serve", "length"), ("never", "invalid"), ("duplicate", "duplicate")
-    ):  # fmt: skip
-        script.answer = answer
-        town.router.options = impatient if how == "overloaded" else patient
-        await counted(how, town.complete())
-    town.router.options = impatient
-    await counted("invalid", town.complete(count=0))
-    asking = town.router.complete(prompt_of(1), SHORT, model="strange")
-    town.router._models.start(-1.0)
-    await counted("unknown-model", anext(asking))
-    script.answer = "pause"
-    leaving = asyncio.ensure_future(town.complete())
-    await script.paused.wait()
-    leaving.cancel()
-    await counted("cancelled", leaving)
-    script.paused.clear()
-    dying = asyncio.ensure_future(town.ends())
-    await script.paused.wait()
-    (member,) = town.router.roster.members("decoder")
-    assert isinstance(town.router.roster, Roster)
-    town.router.roster.remove(member, "it died")
-    await counted("error", dying)
-    script.go_on.set()
-
-
-async def test_decoder_that_dies_and_leaves_nobody_to_go_on_counts_one_request(town: Town) -> None:
-    """Which has waited for another one meanwhile."""
-    town.router.options = replace(OPTIONS, queue_s=0.1)
-    script = await town.add("a", "pause")
-    dying = asyncio.ensure_future(town.ends())
-    await script.paused.wait()
-    assert isinstance(town.router.roster, Roster)
-    town.router.roster.remove(town.router.roster.members("decoder")[0], "it died")
-    assert "nobody else goes on with it" in await dying
-    assert dict(town.router.counts) == {"restarted": 1, "unavailable": 1}
-    script.go_on.set()
-
-
 async def test_prompt_that_fits_no_prefiller_is_refused_at_once_and_waits_where_one_that_fitted_has_gone(
     town: Town,
 ) -> None:
@@ -565,14 +497,3 @@ def test_names_of_requests_differ_between_routers(seed: Seed) -> None:
     routers = [Router("same", m.mailbox(net.wire("same"), b"s3cret")) for _ in range(2)]
     names = [router.new_name() for router in routers for _ in range(100)]
     assert len(set(names)) == 200 and np.unique([len(name) for name in names]).max() <= 128
-
-
-async def test_who_has_enough_of_what_is_all_here_already_has_stopped_it(town: Town) -> None:
-    await town.add("a")
-    async with contextlib.aclosing(town.router.complete(prompt_of(1), SHORT, request="mine")) as chunks:
-        async for chunk in chunks:
-            if chunk.end is not None:
-                assert chunk.end.reason == "length"
-                town.router.has_enough("mine", "a stop text came")
-    assert town.router.ended("mine") == m.End("stop", "a stop text came")
-    assert town.router.counts["stop"] == 1
