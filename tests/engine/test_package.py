@@ -83,7 +83,7 @@ def test_names_and_modules_are_there_before_they_are_loaded() -> None:
 def test_import_pulls_in_nothing_heavy() -> None:
     script = run_script(
         """
-        import sys, numpy
+        import logging, sys, numpy  # logging's traceback brings pathlib along from Python 3.15 on
         before = set(sys.modules)
         import crossrail
         crossrail.Engine
