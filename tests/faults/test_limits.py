@@ -107,7 +107,7 @@ NO_THREAD = """
         b.imm_counter(1).wait(1, 10)
         a.submit_write(source, target.descriptor, imm=1).wait(10)
         pages = int(pathlib.Path("/proc/self/statm").read_text().split()[0])
-        resource.setrlimit(resource.RLIMIT_AS, (pages * 4096 + (256 << 20), -1))
+        resource.setrlimit(resource.RLIMIT_AS, (pages * 4096 + (256 << 20), resource.RLIM_INFINITY))
         ran = []
         for ask in (
             lambda: done.add_done_callback(lambda _: ran.append("done")),
@@ -121,7 +121,7 @@ NO_THREAD = """
                 print("taken")
             except xr.TransportError:
                 pass
-        resource.setrlimit(resource.RLIMIT_AS, (-1, -1))
+        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         b.imm_counter(1).wait(1, 10)
         with b.submit_recvs(1, 100) as pool:
             a.submit_send(b.address, b"x").wait(10)
@@ -159,7 +159,7 @@ OUT_OF_MEMORY = """
         holes = [bytes(4000) for _ in range(20_000)]
         del holes[::2]  # room for what is short, and none for the queue of those that wait, once it is to grow
         pages = int(pathlib.Path("/proc/self/statm").read_text().split()[0])
-        resource.setrlimit(resource.RLIMIT_AS, (pages * 4096, -1))
+        resource.setrlimit(resource.RLIMIT_AS, (pages * 4096, resource.RLIM_INFINITY))
         for _ in range(60_000):
             a.submit_send(b.address, b"x")
 """

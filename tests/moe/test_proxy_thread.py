@@ -220,6 +220,7 @@ def test_a_dropped_proxy_ends_its_thread_before_it_lets_go_of_placements(nothing
         assert threads == [[]]
 
 
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # that it has threads when it forks
 def test_a_forked_child_is_told_and_can_end(nothing_leaks: None, seed: Seed) -> None:
     batches = batches_of(seed, 2)
     with Ranks(2, None, proxy="thread", **FAR) as ranks:

@@ -142,10 +142,15 @@ class PeerProcess:
         return bytes(got)
 
 
+# Some fork beside an engine's threads on purpose, which from Python 3.15 on raises where warnings are errors.
+_FORKS = "ignore:This process:DeprecationWarning"
+_PYTHON = (sys.executable, "-W", "error", "-W", _FORKS, "-X", "faulthandler", "-c")
+
+
 def run_script(source: str, *arguments: str, timeout_s: float = WAIT_S) -> subprocess.CompletedProcess[str]:
     """Runs Python source to its end in a fresh interpreter, with warnings as errors."""
     return subprocess.run(
-        [sys.executable, "-W", "error", "-X", "faulthandler", "-c", textwrap.dedent(source), *arguments],
+        [*_PYTHON, textwrap.dedent(source), *arguments],
         capture_output=True,
         text=True,
         timeout=timeout_s,
@@ -156,7 +161,7 @@ def run_script(source: str, *arguments: str, timeout_s: float = WAIT_S) -> subpr
 def start_script(source: str, *arguments: str) -> subprocess.Popen[str]:
     """The same, running: the caller talks to it, waits and closes its pipes (use it as a context manager)."""
     return subprocess.Popen(
-        [sys.executable, "-W", "error", "-X", "faulthandler", "-c", textwrap.dedent(source), *arguments],
+        [*_PYTHON, textwrap.dedent(source), *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
