@@ -71,8 +71,9 @@ void Endpoint::set_efa_options() {
   code = fi_setopt(&fid_->fid, FI_OPT_ENDPOINT, FI_OPT_CUDA_API_PERMITTED, &no, sizeof no);
   if (code == -FI_EOPNOTSUPP) {
     domain_.info().caps &= ~static_cast<uint64_t>(FI_HMEM);
-    domain_.no_gpu_memory = "libfabric would reach it by copies of CUDA's alone: let the device reach it (dma-buf or " +
-                            std::string("nvidia-peermem; `crossrail doctor --only gpu`)");
+    domain_.no_gpu_memory =
+        "libfabric would reach it by copies of CUDA's alone: let the device reach it (dma-buf or nvidia-peermem; "
+        "`crossrail doctor --only gpu`)";
   } else if (code != 0 && code != -FI_ENOPROTOOPT && code != -FI_EINVAL) {
     domain_.fail("fi_setopt(FI_OPT_CUDA_API_PERMITTED)", code);
   }

@@ -134,10 +134,8 @@ std::string OfiNic::no_gpu_memory() const {
   if (!domain_->no_gpu_memory.empty()) return domain_->no_gpu_memory;
   return "libfabric " + domain_->library().version_text() + " (" + domain_->library().path +
          ") offers none (FI_HMEM): it has to be built with CUDA, as EFA's installer has it, and to find libcudart.so "
-         "by " +
-         "just this name, without a version, on LD_LIBRARY_PATH (ln -s libcudart.so.12 libcudart.so); "
-         "`FI_LOG_LEVEL=info "
-         "fi_info -p efa -t FI_EP_RDM -c FI_HMEM` says what is missing";
+         "by just this name, without a version, on LD_LIBRARY_PATH (ln -s libcudart.so.12 libcudart.so); "
+         "`FI_LOG_LEVEL=info fi_info -p efa -t FI_EP_RDM -c FI_HMEM` says what is missing";
 }
 
 std::unique_ptr<rdma::NicPath> OfiNic::make_path() {

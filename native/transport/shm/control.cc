@@ -408,12 +408,10 @@ void Control::start_connect(Connection& connection) {
 // Learns the peer's pid and gets a pidfd. Without one the socket alone tells of death, which a forked child of the peer
 // may keep open.
 void Control::watch_process(Connection& connection) {
-  ucred credentials{};
-  socklen_t length = sizeof credentials;
-  if (getsockopt(connection.socket.get(), SOL_SOCKET, SO_PEERCRED, &credentials, &length) != 0) return;
-  connection.pid = static_cast<uint32_t>(credentials.pid);
-  if (credentials.pid == getpid()) return;
-  connection.process = Fd(pidfd_of(connection.socket.get(), credentials.pid));
+  const pid_t pid = peer_of(connection.socket.get()).pid;
+  connection.pid = static_cast<uint32_t>(pid);
+  if (pid == getpid()) return;
+  connection.process = Fd(pidfd_of(connection.socket.get(), pid));
   if (!connection.process) return;
   epoll_event event{.events = EPOLLIN, .data = {.u64 = connection.token | 1}};
   epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, connection.process.get(), &event);
