@@ -25,8 +25,8 @@ FabricLoop::FabricLoop(const std::string& provider, const std::string& rail) {
   if (const int code = fi_endpoint(domain_->fid(), &domain_->info(), &endpoint, nullptr); code != 0)
     domain_->fail("fi_endpoint", code);
   endpoint_.reset(endpoint);
-  if (const int code = fi_ep_bind(endpoint, &domain_->addresses()->fid, 0); code != 0)
-    domain_->fail("fi_ep_bind", code);
+  peers_ = std::make_unique<ofi::Peers>(*domain_);
+  if (const int code = fi_ep_bind(endpoint, &peers_->fid()->fid, 0); code != 0) domain_->fail("fi_ep_bind", code);
   if (const int code = fi_ep_bind(endpoint, &domain_->queue()->fid, FI_TRANSMIT | FI_RECV); code != 0)
     domain_->fail("fi_ep_bind", code);
   if (const int code = fi_enable(endpoint); code != 0) domain_->fail("fi_enable", code);
@@ -45,7 +45,7 @@ BareLoop::Target FabricLoop::add_memory(std::span<std::byte> memory) {
 
 void FabricLoop::meet(const std::vector<uint8_t>& peer_name) {
   if (peer_name.size() != name_.size()) throw UsageError("the peer's name is none of this provider's");
-  peer_ = domain_->peers().add(peer_name);
+  peer_ = peers_->add(peer_name);
 }
 
 void* FabricLoop::descriptor_of(const std::byte* base) const {

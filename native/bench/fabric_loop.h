@@ -41,6 +41,7 @@ class FabricLoop final : public BareLoop {
   void* descriptor_of(const std::byte* base) const;
 
   std::unique_ptr<ofi::Domain> domain_;
+  std::unique_ptr<ofi::Peers> peers_;
   ofi::Fid<fid_ep> endpoint_;
   std::vector<uint8_t> name_;
   std::list<Entry> memories_;

@@ -147,7 +147,7 @@ int remove_address(fid_av* object, fi_addr_t* address, size_t, uint64_t) {
   const auto found = addresses->names.find(*address);
   if (found == addresses->names.end()) return -FI_EINVAL;
   for (const Operation& operation : g_world->pending) {
-    if (operation.to == found->second && operation.from->domain->addresses == addresses)
+    if (operation.to == found->second && operation.from->addresses == addresses)
       g_world->violate("an address was removed that operations are still under way to");
   }
   addresses->names.erase(found);
@@ -155,17 +155,20 @@ int remove_address(fid_av* object, fi_addr_t* address, size_t, uint64_t) {
 }
 
 int close_addresses(struct fid* object) {
-  delete reinterpret_cast<Addresses*>(object);
+  auto* addresses = reinterpret_cast<Addresses*>(object);
+  for (const Endpoint* endpoint : g_world->endpoints) {
+    if (endpoint->addresses == addresses) g_world->violate("an address vector closed before its endpoints");
+  }
+  delete addresses;
   return 0;
 }
 fi_ops g_addresses_fid_ops = {.size = sizeof(fi_ops), .close = close_addresses};
 fi_ops_av g_addresses_ops = {.size = sizeof(fi_ops_av), .insert = insert_address, .remove = remove_address};
 
-int open_addresses(fid_domain* object, fi_av_attr*, fid_av** out, void*) {
+int open_addresses(fid_domain*, fi_av_attr*, fid_av** out, void*) {
   auto* addresses = new Addresses;
   addresses->fid.fid.ops = &g_addresses_fid_ops;
   addresses->fid.ops = &g_addresses_ops;
-  reinterpret_cast<Domain*>(object)->addresses = addresses;
   *out = &addresses->fid;
   return 0;
 }
@@ -174,7 +177,7 @@ int open_addresses(fid_domain* object, fi_av_attr*, fid_av** out, void*) {
 
 ssize_t post(Operation operation, fi_addr_t to) {
   Endpoint& endpoint = *operation.from;
-  const auto& names = endpoint.domain->addresses->names;
+  const auto& names = endpoint.addresses->names;
   if (!endpoint.is_enabled) g_world->violate("a post on an endpoint that is not enabled");
   if (!names.contains(to)) {
     g_world->violate("a post to an address that is not in the vector");
@@ -323,9 +326,10 @@ int bind_endpoint(struct fid* object, struct fid* other, uint64_t) {
   auto* endpoint = reinterpret_cast<Endpoint*>(object);
   if (other->ops == &g_queue_fid_ops) endpoint->queue = reinterpret_cast<Queue*>(other);
   if (other->ops == &g_addresses_fid_ops) {
-    auto* addresses = reinterpret_cast<Addresses*>(other);
+    endpoint->addresses = reinterpret_cast<Addresses*>(other);
     // efa_base_ep_bind_av() until libfabric's pull request 10649, which came after 2.1.
-    if (std::exchange(addresses->is_bound, true) && g_world->settings.version < FI_VERSION(2, 2)) return -FI_ENOSYS;
+    if (std::exchange(endpoint->addresses->is_bound, true) && g_world->settings.version < FI_VERSION(2, 2))
+      return -FI_ENOSYS;
   }
   if (other->ops == &g_errors_fid_ops) endpoint->errors = reinterpret_cast<Errors*>(other);
   return 0;
@@ -336,6 +340,7 @@ int enable_endpoint(struct fid* object, int command, void*) {
   if (command != FI_ENABLE) return -FI_ENOSYS;
   if (!endpoint->domain->direct && !endpoint->shm_refused) g_world->violate("the provider may use shared memory");
   if (endpoint->queue == nullptr) g_world->violate("an endpoint without a queue");
+  if (endpoint->addresses == nullptr) g_world->violate("an endpoint without an address vector");
   if (endpoint->errors == nullptr) g_world->violate("an endpoint without an event queue: efa would abort()");
   endpoint->is_enabled = true;
   return 0;

@@ -14,7 +14,7 @@ constexpr int kBadRemoteAddress = 7, kUnknownPeer = 14;  // of the provider
 
 int touch_memory(const Operation& operation, Endpoint& target) {
   // RDMA needs an address handle of the initiator's device at the target.
-  const auto& names = target.domain->addresses->names;
+  const auto& names = target.addresses->names;
   if (std::none_of(names.begin(), names.end(),
                    [&](const auto& entry) { return entry.second.device == operation.from->name.device; }))
     return kUnknownPeer;

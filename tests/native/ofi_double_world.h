@@ -23,7 +23,6 @@ namespace crossrail::test::libfabric_double {
 // What a context is filled with while its operation is under way.
 inline constexpr uint64_t kContextMark = 0xc0ffee0ddba11;
 
-struct Addresses;
 struct Domain;
 
 // The address of an endpoint: which device, and which queue pair of it.
@@ -48,7 +47,6 @@ struct Domain {
   bool has_hmem = false;
   bool direct = false;
   std::map<uint64_t, Memory*> memories;
-  Addresses* addresses = nullptr;
 };
 
 struct Addresses {
@@ -87,6 +85,7 @@ struct Endpoint {
   fid_ep fid{};
   Domain* domain = nullptr;
   Errors* errors = nullptr;
+  Addresses* addresses = nullptr;
   Queue* queue = nullptr;
   PeerName name;
   bool is_enabled = false;

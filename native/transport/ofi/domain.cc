@@ -16,14 +16,24 @@ namespace {
 constexpr size_t kQueueEntriesMax = 32768;
 constexpr size_t kQueueEntries = 4096;
 constexpr size_t kQueueEntriesMin = 1024;
-constexpr size_t kPeersExpected = 256;  // a hint: shm's limit, others grow
+constexpr size_t kPeersExpected = 256;  // a hint
 
 }  // namespace
+
+Peers::Peers(const Domain& domain) {
+  fi_av_attr attributes{};
+  attributes.type = FI_AV_UNSPEC;
+  attributes.count = kPeersExpected;
+  fid_av* addresses = nullptr;
+  if (const int code = domain.fid()->ops->av_open(domain.fid(), &attributes, &addresses, nullptr); code != 0)
+    domain.fail("fi_av_open", code);
+  addresses_.reset(addresses);
+}
 
 fi_addr_t Peers::add(const Name& name) {
   Entry& entry = entries_[name];
   if (entry.users == 0) {
-    const int count = av_->ops->insert(av_, name.data(), 1, &entry.address, 0, nullptr);
+    const int count = fid()->ops->insert(fid(), name.data(), 1, &entry.address, 0, nullptr);
     if (count != 1) {
       entries_.erase(name);
       throw TransportError("fi_av_insert", count < 0 ? -count : 0, "the provider does not take a peer's address");
@@ -36,7 +46,7 @@ fi_addr_t Peers::add(const Name& name) {
 void Peers::remove(const Name& name) {
   const auto found = entries_.find(name);
   if (found == entries_.end() || --found->second.users != 0) return;
-  av_->ops->remove(av_, &found->second.address, 1, 0);  // fails only for an address that is none
+  fid()->ops->remove(fid(), &found->second.address, 1, 0);  // fails only for an address that is none
   entries_.erase(found);
 }
 
@@ -50,7 +60,6 @@ Domain::Domain(std::shared_ptr<const Library> library, const Rules& rules, Devic
   if (const int code = fi_domain(fabric, &info(), &domain, nullptr); code != 0) fail("fi_domain", code);
   domain_.reset(domain);
   if (rules.is_efa) open_errors();
-  if (!rules.connects) open_addresses();
   open_queue();
 }
 
@@ -66,17 +75,6 @@ std::string Domain::take_error() {
   fi_eq_err_entry error{};
   if (errors_ == nullptr || fi_eq_readerr(errors_.get(), &error, 0) <= 0) return {};
   return error_text(error.err) + " (" + std::to_string(error.prov_errno) + ")";
-}
-
-void Domain::open_addresses() {
-  fi_av_attr attributes{};
-  attributes.type = FI_AV_UNSPEC;
-  attributes.count = kPeersExpected;
-  fid_av* addresses = nullptr;
-  if (const int code = domain_->ops->av_open(domain_.get(), &attributes, &addresses, nullptr); code != 0)
-    fail("fi_av_open", code);
-  addresses_.reset(addresses);
-  peers_ = std::make_unique<Peers>(addresses);
 }
 
 void Domain::open_queue() {
@@ -102,9 +100,7 @@ void Domain::open_queue() {
 }
 
 void Domain::close() {
-  peers_.reset();
   queue_.reset();
-  addresses_.reset();
   const std::unique_lock lock(closing_mutex_);
   is_closed_ = true;
   if (domain_ == nullptr || fi_close(&domain_->fid) != 0) return;

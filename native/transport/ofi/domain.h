@@ -1,5 +1,5 @@
-// One device opened: fabric, domain, completion queue, address vector if it needs one; and the pieces of memory that
-// libfabric sees.
+// One device opened: fabric, domain, completion queue; the addresses of peers; and the pieces of memory that libfabric
+// sees.
 #pragma once
 
 #include <rdma/fi_domain.h>
@@ -28,22 +28,6 @@ struct CloseFid {
 template <typename T>
 using Fid = std::unique_ptr<T, CloseFid>;
 
-// Addresses of peers' endpoints, counted: one that several paths use is inserted once.
-class Peers {
- public:
-  explicit Peers(fid_av* av) : av_(av) {}
-  fi_addr_t add(const Name& name);  // throws TransportError
-  void remove(const Name& name);
-
- private:
-  struct Entry {
-    fi_addr_t address = FI_ADDR_NOTAVAIL;
-    uint32_t users = 0;
-  };
-  fid_av* const av_;
-  std::map<Name, Entry> entries_;
-};
-
 // Threads: registration [any], by the threading model asked for (FI_THREAD_SAFE); all else the progress holder.
 class Domain {
  public:
@@ -57,14 +41,11 @@ class Domain {
   fid_domain* fid() const { return domain_.get(); }
   fid_fabric* fabric() const { return fabric_.get(); }
   fid_cq* queue() const { return queue_.get(); }
-  // Not with Rules::connects.
-  fid_av* addresses() const { return addresses_.get(); }
   // Of what the provider does by itself for endpoints that are bound to it: efa ends the process where there is none.
   // Null with other providers.
   fid_eq* errors() const { return errors_.get(); }
   // The next of them, in words; empty: there is none.
   std::string take_error();
-  Peers& peers() { return *peers_; }
   bool wants(int mr_mode) const { return (info().domain_attr->mr_mode & mr_mode) != 0; }
   // Readable when the queue has to be read; -1 where the provider has none and must be polled.
   int wait_fd() const { return wait_fd_; }
@@ -88,7 +69,6 @@ class Domain {
   // code, *memory: of fi_mr_regattr, with a key of our choice where the provider has none.
   int register_with(fi_mr_attr* attributes, uint64_t flags, fid_mr** memory) const;
   void open_errors();
-  void open_addresses();
   void open_queue();
 
   const std::shared_ptr<const Library> library_;
@@ -99,10 +79,26 @@ class Domain {
   Fid<fid_fabric> fabric_;
   Fid<fid_eq> errors_;  // until all endpoints are closed
   Fid<fid_domain> domain_;
-  Fid<fid_av> addresses_;
   Fid<fid_cq> queue_;
-  std::unique_ptr<Peers> peers_;
   int wait_fd_ = -1;
+};
+
+// What an endpoint calls others, counted: a name that several paths use is inserted once. Each endpoint has its own:
+// efa of libfabric 2.1 lets no second one use an address vector.
+class Peers {
+ public:
+  explicit Peers(const Domain& domain);  // throws TransportError
+  fid_av* fid() const { return addresses_.get(); }
+  fi_addr_t add(const Name& name);  // throws TransportError
+  void remove(const Name& name);
+
+ private:
+  struct Entry {
+    fi_addr_t address = FI_ADDR_NOTAVAIL;
+    uint32_t users = 0;
+  };
+  Fid<fid_av> addresses_;
+  std::map<Name, Entry> entries_;
 };
 
 }  // namespace crossrail::ofi

@@ -31,13 +31,28 @@ void OfiNic::begin_end(OfiPath& path) {
 
 void OfiNic::replace_transmit() {
   if (transmit_ == nullptr || transmit_->outstanding() == 0) return;
-  condemned_.push_back({.endpoint = std::move(transmit_), .until_ns = now_ + kOthersTime});
+  condemn_transmit(now_ + kOthersTime);
   try {
     transmit_ = std::make_unique<Endpoint>(*domain_, 0);
   } catch (const TransportError& error) {
     // Without an endpoint no path can go on. The next make_path() tries again.
     for (const auto& [id, path] : paths_) path->break_by_itself(error.what());
+    return;
   }
+  for (const auto& [id, path] : paths_) {
+    if (!path->is_connected_ || path->is_broken_) continue;
+    try {
+      path->add_address();
+    } catch (const TransportError& error) {
+      path->break_by_itself(error.what());
+    }
+  }
+}
+
+// Its addresses go with it.
+void OfiNic::condemn_transmit(int64_t until_ns) {
+  condemned_.push_back({.endpoint = std::move(transmit_), .until_ns = until_ns});
+  for (const auto& [id, path] : paths_) path->address_ = FI_ADDR_NOTAVAIL;
 }
 
 void OfiNic::hurry() {
@@ -94,7 +109,7 @@ uint32_t OfiNic::finish_endings(rdma::NicEvents& events) {
     path->is_flushed_ = true;
     std::erase(ending_, path);
     paths_.erase(path->id_);  // what still names it comes from before
-    forget_address(*path);
+    forget_addresses(*path);
     if (path->answer_due_) --answers_due_;
     path->answer_due_ = false;
     events.on_path_flushed(*path);
@@ -109,7 +124,7 @@ void OfiNic::die(const std::string& reason, rdma::NicEvents& events) {
   events_due_ = false;
   is_port_up_ = false;
   datagrams_.clear();
-  if (transmit_ != nullptr) condemned_.push_back({.endpoint = std::move(transmit_), .until_ns = now_});
+  if (transmit_ != nullptr) condemn_transmit(now_);
   for (const auto& [id, path] : paths_) {
     path->break_by_itself(reason);
     if (path->is_ending_) continue;
@@ -153,9 +168,12 @@ void OfiNic::tend_graves() {
   }
 }
 
-void OfiNic::forget_address(OfiPath& path) {
-  if (path.address_ != FI_ADDR_NOTAVAIL) domain_->peers().remove(path.peer_name_);
+void OfiNic::forget_addresses(OfiPath& path) {
+  Endpoint* const transmits = transmit_of(path);  // null: closed, and its addresses with it
+  if (transmits != nullptr && path.address_ != FI_ADDR_NOTAVAIL) transmits->peers().remove(path.peer_name_);
+  if (path.is_host_known_) control_->peers().remove(path.peer_name_);
   path.address_ = FI_ADDR_NOTAVAIL;
+  path.is_host_known_ = false;
 }
 
 // The layer lets a path go: flushed, or one that never reached a peer.
@@ -165,7 +183,7 @@ void OfiNic::remove_path(OfiPath& path) {
   std::erase(ending_, &path);
   if (path.is_flushed_) return;
   paths_.erase(path.id_);
-  forget_address(path);
+  forget_addresses(path);
   if (path.answer_due_) --answers_due_;
   if (path.own_ != nullptr) {
     path.own_->owner = nullptr;

@@ -32,7 +32,7 @@ Slots::Slots(const Domain& domain, uint32_t count, Op::Kind kind)
   }
 }
 
-Endpoint::Endpoint(Domain& domain, uint32_t receives) : domain_(domain) {
+Endpoint::Endpoint(Domain& domain, uint32_t receives) : domain_(domain), peers_(std::make_unique<Peers>(domain)) {
   if (receives != 0) receives_ = std::make_unique<Slots>(domain, receives, Op::Kind::kReceive);
   open(domain.info(), nullptr);
   post_receives();
@@ -90,12 +90,8 @@ void Endpoint::bind_and_enable(const Listener* listener) {
   if (listener != nullptr) {
     if (const int code = fi_ep_bind(fid_, &listener->queue()->fid, 0); code != 0)
       domain_.fail("fi_ep_bind(event queue)", code);
-  } else if (const int code = fi_ep_bind(fid_, &domain_.addresses()->fid, 0); code != 0) {
-    domain_.fail("fi_ep_bind(address vector)", code,
-                 code == -FI_ENOSYS && domain_.rules().is_efa
-                     ? "efa of libfabric 2.1 gives an address vector to one endpoint only, and each NIC here has two: "
-                       "install 2.2 or newer (a newer EFA installer)"
-                     : "");
+  } else if (const int code = fi_ep_bind(fid_, &peers_->fid()->fid, 0); code != 0) {
+    domain_.fail("fi_ep_bind(address vector)", code);
   }
   if (fid_eq* const errors = domain_.errors(); errors != nullptr) {
     if (const int code = fi_ep_bind(fid_, &errors->fid, 0); code != 0) domain_.fail("fi_ep_bind(event queue)", code);

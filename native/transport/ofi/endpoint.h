@@ -75,7 +75,9 @@ class Endpoint {
   bool is(const struct fid* object) const { return fid_ != nullptr && object == &fid_->fid; }
 
   fid_ep* fid() const { return fid_; }
-  const Name& name() const { return name_; }  // not of a connection: its listener's is what peers dial
+  // Neither of a connection: its listener's name is what peers dial.
+  const Name& name() const { return name_; }
+  Peers& peers() { return *peers_; }
   bool is_closed() const { return fid_ == nullptr; }
   // False: the provider is not ready for it; try again.
   bool close();
@@ -102,6 +104,7 @@ class Endpoint {
   void post_receives();
 
   Domain& domain_;
+  std::unique_ptr<Peers> peers_;  // until fid_ is closed
   fid_ep* fid_ = nullptr;
   Name name_;
   Op* first_ = nullptr;

@@ -277,10 +277,10 @@ Endpoint* OfiNic::way_to(const Name& name, int64_t now, fi_addr_t* address) {
   if (known == known_.end()) {
     if (known_.size() == kKnownMax) {
       const auto oldest = std::ranges::min_element(known_, {}, [](const auto& item) { return item.second.used_ns; });
-      domain_->peers().remove(oldest->first);
+      control_->peers().remove(oldest->first);
       known_.erase(oldest);
     }
-    known = known_.emplace(name, Known{domain_->peers().add(name), now}).first;
+    known = known_.emplace(name, Known{control_->peers().add(name), now}).first;
   }
   known->second.used_ns = now;
   *address = known->second.address;

@@ -131,9 +131,10 @@ class OfiNic final : public rdma::Nic {
   void on_ended(const ConnectionEvent& event, rdma::NicEvents& events);
   OfiPath* path_of(const struct fid* endpoint) const;
   // ending.cc
-  void forget_address(OfiPath& path);
+  void forget_addresses(OfiPath& path);
   void begin_end(OfiPath& path);
   void replace_transmit();
+  void condemn_transmit(int64_t until_ns);
   bool is_overdue(Condemned& condemned, int64_t read_ns);
   void tend_endings(int64_t read_ns);
   uint32_t finish_endings(rdma::NicEvents& events);

@@ -50,9 +50,7 @@ void OfiPath::connect(std::span<const uint8_t> peer_endpoint, std::span<const ui
   peer_token_ = offer->token;
   peer_landing_ = offer->landing;
   peer_landing_key_ = offer->landing_key;
-  // Where the peer's works come from another of its endpoints than that of its address, the NIC still knows its host by
-  // this one: efa answers nobody whose address it was not given.
-  if (!nic_.connects()) address_ = nic_.domain_->peers().add(offer->name);
+  if (!nic_.connects()) add_address();
   if (nic_.connects() && own_ == nullptr && !is_broken_) dial();
   is_connected_ = true;
   if (is_broken_) return;  // it stood, and has ended already
@@ -64,6 +62,16 @@ void OfiPath::connect(std::span<const uint8_t> peer_endpoint, std::span<const ui
   } else {
     nic_.tend_unready();
   }
+}
+
+void OfiPath::add_address() {
+  Endpoint& transmits = *nic_.transmit_of(*this);
+  address_ = transmits.peers().add(peer_name_);
+  if (!nic_.shares_endpoints() || is_host_known_) return;
+  // The peer's works come from another of its endpoints, but from the same host: efa answers nobody whose address it
+  // was not given.
+  nic_.control_->peers().add(peer_name_);
+  is_host_known_ = true;
 }
 
 // If it is on us to.

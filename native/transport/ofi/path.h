@@ -37,6 +37,7 @@ class OfiPath final : public rdma::NicPath {
   void on_refused_post(ssize_t code);
   bool send_packet(Packet kind, uint64_t number, std::span<const uint8_t> head, std::span<const uint8_t> body);
   void break_by_itself(const std::string& reason);
+  void add_address();  // to the endpoint that its works go by. Throws TransportError
 
   OfiNic& nic_;
   const uint32_t id_;
@@ -46,7 +47,8 @@ class OfiPath final : public rdma::NicPath {
   std::unique_ptr<Endpoint> own_;
   // Of the peer:
   Name peer_name_;
-  fi_addr_t address_ = FI_ADDR_NOTAVAIL;
+  fi_addr_t address_ = FI_ADDR_NOTAVAIL;  // with the endpoint that works go by
+  bool is_host_known_ = false;            // its name is with the NIC's control_
   uint32_t peer_id_ = 0;
   uint64_t peer_token_ = 0;
   uint64_t peer_landing_ = 0;  // where immediates go that concern no region

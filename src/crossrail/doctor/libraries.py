@@ -14,7 +14,6 @@ from crossrail.doctor.probes import Library
 from crossrail.doctor.remedies import install, listing, release, sudo
 
 LIBFABRIC_MIN = (2, 1)
-_LIBFABRIC_EFA = (2, 2)  # 2.1's efa binds an address vector to one endpoint only
 _LIBFABRIC_GOOD = (2, 5)
 _EFA_FOLDERS = ("/opt/amazon/efa/lib", "/opt/amazon/efa/lib64")
 _BUNDLED = ("libfabric", "libibverbs", "libefa", "libmlx5", "librdmacm")
@@ -96,14 +95,6 @@ def libfabric(host: Host) -> Iterator[Finding]:
             "too old for the ofi transport: no efa-direct, and tcp only through ofi_rxm, which takes 69 MiB an "
             "endpoint",
             fixes,
-        )
-    elif library.version < _LIBFABRIC_EFA and has_efa:
-        yield error(
-            check,
-            f"libfabric {version} is older than {'.'.join(map(str, _LIBFABRIC_EFA))}",
-            f"fi_version() of {library.path}",
-            "no EFA device opens: its efa lets one endpoint only use an address vector (Amazon's builds may differ)",
-            *fixes,
         )
     elif library.version < _LIBFABRIC_GOOD and has_efa:
         yield note(
