@@ -263,6 +263,79 @@ def test_child_does_not_hide_the_parents_death() -> None:
     assert_clean(script)
 
 
+GUEST = """
+import os, sys
+import crossrail as xr
+with xr.Engine("guest") as engine:
+    engine.connect(xr.Address.from_text(sys.argv[1]), 10)
+    print("connected", flush=True)
+    sys.stdin.readline()
+    if sys.argv[2] == "dies":
+        os._exit(0)
+"""
+
+AWAIT_NO_GUEST = """
+    def watched():
+        sets = []
+        for name in os.listdir("/proc/self/fdinfo"):
+            try:
+                what = os.readlink(f"/proc/self/fd/{name}")
+                lines = pathlib.Path(f"/proc/self/fdinfo/{name}").read_text().splitlines()
+            except OSError:  # closed meanwhile
+                continue
+            if what == "anon_inode:[eventpoll]":
+                sets.append(sum(line.startswith("tfd:") for line in lines))
+        return sorted(sets)
+
+    def await_no_guest():
+        deadline = time.monotonic() + 10
+        while watched() != alone:
+            assert time.monotonic() < deadline, f"{watched()} are watched, {alone} were before"
+            time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize("end", ["leaves", "dies"])
+@pytest.mark.parametrize("keeper", ["a child", "an engine that nobody drives"])
+def test_peer_that_is_gone_is_watched_no_more_though_its_descriptors_are_kept(end: str, keeper: str) -> None:
+    """Else the control thread is told of it again and again, and takes a core for that."""
+    script = run_script(
+        FORK
+        + AWAIT_NO_GUEST
+        + """
+    import pathlib, subprocess, time
+    guest_script, end, keeper = sys.argv[1:]
+    host = xr.Engine("host", transport="shm", polling="adaptive" if keeper == "a child" else "manual")
+    alone = watched()
+    guest = subprocess.Popen(
+        [sys.executable, "-c", guest_script, str(host.address), end],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )
+    assert guest.stdout.readline() == "connected\\n"
+    assert watched() != alone
+    read_end, write_end = os.pipe()
+    child = os.fork() if keeper == "a child" else None
+    if child == 0:
+        os.close(write_end)
+        os.read(read_end, 1)  # until its parent ends
+        os._exit(0)
+    guest.communicate("end\\n")
+
+    await_no_guest()
+
+    os.close(write_end)
+    if child is not None:
+        assert os.waitpid(child, 0)[1] == 0
+    host.close()
+    """,
+        GUEST,
+        end,
+        keeper,
+    )
+
+    assert_clean(script)
+
+
 def test_engine_that_did_not_open_is_forgotten() -> None:
     script = run_script(
         FORK

@@ -495,11 +495,20 @@ void Control::check_timeouts() {
   }
 }
 
+// Closing its descriptors would not do: forked children have copies of them, and the table of touchers of the pidfd. As
+// long as one is left, epoll goes on telling of what has ended, again and again.
+void Control::unwatch(const Connection& connection) {
+  for (const Fd* const fd : {&connection.socket, &connection.process}) {
+    if (*fd) epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, fd->get(), nullptr);
+  }
+}
+
 void Control::sweep() {
   for (auto it = connections_.begin(); it != connections_.end();) {
     if (it->second->lost) {
       if (!it->second->accepted) token_of_link_.erase(it->second->link_id);
-      it = connections_.erase(it);  // closing the descriptors takes them out of epoll
+      unwatch(*it->second);
+      it = connections_.erase(it);
     } else {
       ++it;
     }

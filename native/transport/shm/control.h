@@ -114,6 +114,7 @@ class Control {
   void flush(Connection& connection);
   void watch_room(const Connection& connection);
   void watch_process(Connection& connection);
+  void unwatch(const Connection& connection);
   void lose(Connection& connection, const std::string& reason);
   void lose_unmade(Connection& connection, const std::string& reason);
   void check_timeouts();
