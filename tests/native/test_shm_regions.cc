@@ -61,6 +61,23 @@ TEST_CASE("shm: what a revoked region leaves in its slot names no region") {
   CHECK(table.find(id | kRevokedId) == nullptr);
 }
 
+TEST_CASE("shm: what a peer writes into the home segment opens no region that is closed") {
+  const auto home = MemoryMap::create("home", sizeof(HomeSegment));
+  auto* const segment = reinterpret_cast<HomeSegment*>(home->data());
+  CountingSink sink;
+  RegionTable table(segment, &sink);
+  const uint64_t id = uint64_t{1} << kRegionSlotBits;
+  const uint64_t unknown = id + 1;
+  std::unique_ptr<ShmRegion> region = table.allocate(id, 4096, false);
+
+  region.reset();
+  segment->region_ids[region_slot(id)].store(id);
+  segment->region_ids[region_slot(unknown)].store(unknown);
+
+  CHECK(table.find(id) == nullptr);
+  CHECK(table.find(unknown) == nullptr);
+}
+
 TEST_CASE("shm: signals do not keep memory from being populated, however long that takes") {
   const auto home = MemoryMap::create("home", sizeof(HomeSegment));
   CountingSink sink;

@@ -65,9 +65,14 @@ std::unique_ptr<ShmRegion> RegionTable::add(uint64_t id, std::byte* base, uint64
       }
     }
   }
-  targets_[slot] = {base, length_bytes, access, gpu};
+  Target& target = targets_[slot];
+  target.base = base;
+  target.length_bytes = length_bytes;
+  target.access = access;
+  target.gpu = gpu;
   open_[region->id] = region.get();
-  // release: the target entry above is visible to whoever sees the id (find() acquires).
+  // release: what is above is visible to whoever sees the id (find() acquires).
+  target.id.store(region->id, std::memory_order_release);
   home_->region_ids[slot].store(region->id, std::memory_order_release);
   return region;
 }
@@ -110,11 +115,14 @@ void RegionTable::revoke_all() {
 
 Status RegionTable::withdraw(uint64_t region_id) {
   const Status why = sink_->status_of_gone(region_id);
+  const uint32_t slot = region_slot(region_id);
   uint64_t expected = region_id;
-  // seq_cst: pairs with the seq_cst hazard store and id load of a toucher (ShmTransport::touch, execute_write): either
-  // it sees the id gone, or our later look at the hazards sees it at work.
-  home_->region_ids[region_slot(region_id)].compare_exchange_strong(
-      expected, why == Status::kRegionRevoked ? region_id | kRevokedId : 0, std::memory_order_seq_cst);
+  uint64_t expected_by_peers = region_id;
+  // seq_cst, both: pair with the seq_cst hazard store and id load of a toucher (find() in execute_write, and
+  // ShmTransport::touch): either it sees the id gone, or our later look at the hazards sees it at work.
+  targets_[slot].id.compare_exchange_strong(expected, 0, std::memory_order_seq_cst);
+  home_->region_ids[slot].compare_exchange_strong(
+      expected_by_peers, why == Status::kRegionRevoked ? region_id | kRevokedId : 0, std::memory_order_seq_cst);
   return why;
 }
 
@@ -195,10 +203,8 @@ RegionFacts RegionTable::facts(uint64_t region_id) {
 }
 
 const RegionTable::Target* RegionTable::find(uint64_t region_id) const {
-  const uint32_t slot = region_slot(region_id);
-  if (region_id == 0 || (region_id & kRevokedId) != 0) return nullptr;  // what a revoked one leaves in its slot
-  if (home_->region_ids[slot].load(std::memory_order_seq_cst) != region_id) return nullptr;
-  return &targets_[slot];
+  const Target& target = targets_[region_slot(region_id)];
+  return region_id != 0 && target.id.load(std::memory_order_seq_cst) == region_id ? &target : nullptr;
 }
 
 }  // namespace crossrail::shm

@@ -67,6 +67,7 @@ class RegionTable {
   // The open region of this id, or null. The caller holds `executing` = id, so that it stays valid (see
   // ShmTransport::is_region_quiet).
   struct Target {
+    std::atomic<uint64_t> id;  // as in the home segment, where peers could write what they like; 0: none
     std::byte* base;
     uint64_t length_bytes;
     Access access;
@@ -118,7 +119,7 @@ class RegionTable {
   struct Deleter {
     void operator()(Target* targets) const;
   };
-  std::unique_ptr<Target[], Deleter> targets_;  // by slot; written before the id is published, read after it was seen
+  std::unique_ptr<Target[], Deleter> targets_;  // by slot; written before the id is, read after it was seen
 };
 
 }  // namespace crossrail::shm
