@@ -10,7 +10,7 @@ import numpy as np
 LINE = 64
 HEADER_BYTES = 4096
 # native/transport/shm/layout.h: a line and the entries, rounded up to a page, then the staging ring.
-CHANNEL_BYTES = 4096 + 64 * 1024 + (1 << 20)
+CHANNEL_BYTES = 4096 + 64 * 1024 + (2 << 20)
 ENTRY_BYTES = 64 * 1024
 
 
@@ -44,7 +44,8 @@ def place(rng: np.random.Generator, length: int) -> int:
     if rng.random() < 0.1:
         return int(rng.integers(HEADER_BYTES, length))
     channels = (length - HEADER_BYTES) // CHANNEL_BYTES
+    channel = HEADER_BYTES + int(rng.integers(channels)) * CHANNEL_BYTES
+    if rng.random() < 0.1:
+        return channel + int(rng.integers(8))  # how many entries were consumed
     line = int(rng.integers(ENTRY_BYTES // LINE)) * LINE
-    in_line = int(rng.integers(4, LINE))
-    at = HEADER_BYTES + int(rng.integers(max(channels, 1))) * CHANNEL_BYTES + LINE + line + in_line
-    return min(at, length - 1)
+    return channel + LINE + line + int(rng.integers(4, LINE))
