@@ -281,7 +281,7 @@ void Control::run() {
 int Control::next_timeout_ms() const {
   if (regions_->forget_gone()) return kLookMs;
   for (const auto& [token, connection] : connections_) {
-    if (!connection->up) return kLookMs;
+    if (!connection->up || connection->awaits_passing) return kLookMs;
   }
   return -1;
 }
@@ -484,14 +484,19 @@ void Control::lose_unmade(Connection& connection, const std::string& reason) {
 // As of the last look: what came until then has been read. We may have been stopped since, and answers come.
 void Control::check_timeouts() {
   for (auto& [token, connection] : connections_) {
+    if (connection->awaits_passing) flush(*connection);
     if (connection->up || connection->lost) continue;
     if (looked_ns_ < connection->deadline_ns) {
       if (!connection->connected) start_connect(*connection);
-      continue;
+    } else if (connection->awaits_passing) {
+      lose_unmade(*connection,
+                  "cannot send it descriptors: processes of this user have more on their way to others than this one "
+                  "may have open; raise the limit on open files (ulimit -n)");
+    } else {
+      lose(*connection, connection->accepted ? "no hello in time"
+                                             : "no answer to the handshake in time: process " +
+                                                   std::to_string(connection->pid) + " may be stopped or overloaded");
     }
-    lose(*connection, connection->accepted ? "no hello in time"
-                                           : "no answer to the handshake in time: process " +
-                                                 std::to_string(connection->pid) + " may be stopped or overloaded");
   }
 }
 

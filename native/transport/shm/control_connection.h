@@ -42,6 +42,9 @@ struct Control::Connection {
     std::vector<Fd> fds;
   };
   std::deque<Packet> outbox;
+  // The first of them has descriptors, and the kernel takes no more on their way for now, of whatever process of this
+  // user. Nothing tells when it does again.
+  bool awaits_passing = false;
   // Regions of ours that the peer has asked for: of their end it is told, once.
   std::unordered_set<uint64_t> imported;
 

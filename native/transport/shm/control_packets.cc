@@ -339,7 +339,7 @@ void Control::send(Connection& connection, uint8_t type, std::span<const uint8_t
   watch_room(connection);
 }
 
-// False: there is no room in the socket now, or the connection is lost.
+// False: there is no room in the socket now, or on the way for descriptors; or the connection is lost.
 bool Control::send_now(Connection& connection, std::span<const uint8_t> bytes, std::span<const int> fds) {
   iovec vector{.iov_base = const_cast<uint8_t*>(bytes.data()), .iov_len = bytes.size()};
   alignas(cmsghdr) char ancillary[CMSG_SPACE(sizeof(int) * kFdsMax)] = {};
@@ -356,7 +356,8 @@ bool Control::send_now(Connection& connection, std::span<const uint8_t> bytes, s
     std::memcpy(CMSG_DATA(item), fds.data(), sizeof(int) * fds.size());
   }
   if (sendmsg(connection.socket.get(), &header, MSG_NOSIGNAL) >= 0) return true;
-  if (errno == EAGAIN || errno == EINTR) return false;
+  connection.awaits_passing = errno == ETOOMANYREFS;
+  if (errno == EAGAIN || errno == EINTR || connection.awaits_passing) return false;
   // A peer that closed first may have left us a reason: let the read side find it.
   if (errno == EPIPE || errno == ECONNRESET) {
     connection.outbox.clear();
@@ -367,6 +368,7 @@ bool Control::send_now(Connection& connection, std::span<const uint8_t> bytes, s
 }
 
 void Control::flush(Connection& connection) {
+  connection.awaits_passing = false;
   while (!connection.outbox.empty() && !connection.lost) {
     const Connection::Packet& packet = connection.outbox.front();
     std::vector<int> fds;
@@ -380,7 +382,7 @@ void Control::flush(Connection& connection) {
 void Control::watch_room(const Connection& connection) {
   epoll_event event{.events = 0, .data = {.u64 = connection.token}};
   if (connection.may_read()) event.events |= EPOLLIN;
-  if (!connection.outbox.empty()) event.events |= EPOLLOUT;
+  if (!connection.outbox.empty() && !connection.awaits_passing) event.events |= EPOLLOUT;
   epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, connection.socket.get(), &event);
 }
 
