@@ -10,7 +10,7 @@ from tests.conftest import EngineFactory, PeerFactory
 from tests.support.limits import DEATH_S, WAIT_S, eventually, never
 from tests.support.operations import DATA_KINDS, Operations
 from tests.support.patterns import assert_same_bytes, pattern
-from tests.support.process import PeerProcess
+from tests.support.process import PeerProcess, assert_clean, run_script
 
 NBYTES = 3_000_001
 ENTRIES_MAX = 2 * 1024  # of the rings of two rails: kRingEntries in native/transport/shm/layout.h
@@ -305,3 +305,63 @@ def test_frozen_peer_that_is_killed_is_lost(engine: xr.Engine, child: PeerProces
     with pytest.raises(xr.PeerLost):
         transfer.wait(WAIT_S)
     assert engine.peer_state(there.address) == "lost"
+
+
+HUB = """
+import sys
+import crossrail as xr
+with xr.Engine("hub", transport="shm") as engine:
+    region = engine.alloc(64)
+    print(region.descriptor.to_bytes().hex(), flush=True)
+    engine.imm_counter(1).wait(int(sys.argv[1]), 30)
+    print("counted", flush=True)
+    sys.stdin.readline()
+"""
+
+
+def test_more_peers_that_came_meanwhile_than_strangers_are_kept_are_all_let_in() -> None:
+    """shm: they have said who they are, and it is the engine which has not looked."""
+    script = run_script(
+        """
+    import os, resource, signal, subprocess, sys, time
+    import crossrail as xr
+
+    MANY = 80  # each comes twice: it asks whether it would be let in, and connects
+    HARD = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (HARD, HARD))
+
+    def await_all(condition, engines):
+        deadline = time.monotonic() + 30
+        while not condition():
+            assert time.monotonic() < deadline
+            for engine in engines:
+                engine.progress()
+
+    def peers_watched():  # by its pidfd, once a connection is there
+        links = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+        return sum("pidfd" in os.readlink(link) for link in links if os.path.islink(link))
+
+    hub = subprocess.Popen(
+        [sys.executable, "-c", sys.argv[1], str(MANY)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    target = xr.RegionDescriptor.from_bytes(bytes.fromhex(hub.stdout.readline()))
+    engines = [xr.Engine(f"{i}", transport="shm", polling="manual", connect_timeout_s=30) for i in range(MANY)]
+    sources = [engine.alloc(64) for engine in engines]
+    os.kill(hub.pid, signal.SIGSTOP)
+    transfers = [engine.submit_write(source, target, imm=1) for engine, source in zip(engines, sources, strict=True)]
+    await_all(lambda: peers_watched() == MANY, [])
+    os.kill(hub.pid, signal.SIGCONT)
+
+    await_all(lambda: all(transfer.done for transfer in transfers), engines)
+
+    assert [transfer.status for transfer in transfers] == ["done"] * MANY
+    assert hub.stdout.readline() == "counted\\n"
+    for engine in engines:
+        engine.close()
+    hub.communicate("end\\n")
+    """,
+        HUB,
+        timeout_s=4 * WAIT_S,
+    )
+
+    assert_clean(script)

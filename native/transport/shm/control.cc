@@ -454,15 +454,20 @@ void Control::accept_all() {
   }
 }
 
-// Who has said nothing for longest goes: sockets that only occupy places must not keep peers out.
+// Who has said nothing for longest goes: sockets that only occupy places must not keep peers out. What it has said may
+// lie in its socket, if it is we who did not look: many come at once, and all are taken in first.
 void Control::make_room_for_stranger() {
-  size_t strangers = 0;
-  Connection* oldest = nullptr;
-  for (auto& [token, connection] : connections_) {  // in the order they came
-    if (!connection->accepted || connection->up || connection->lost) continue;
-    if (strangers++ == 0) oldest = connection.get();
+  for (;;) {
+    size_t strangers = 0;
+    Connection* oldest = nullptr;
+    for (auto& [token, connection] : connections_) {  // in the order they came
+      if (!connection->is_stranger()) continue;
+      if (strangers++ == 0) oldest = connection.get();
+    }
+    if (strangers < kStrangersMax) return;
+    on_readable(*oldest);
+    if (oldest->is_stranger()) lose(*oldest, "too many connections that send no hello");
   }
-  if (strangers >= kStrangersMax) lose(*oldest, "too many connections that send no hello");
 }
 
 void Control::lose(Connection& connection, const std::string& reason) {

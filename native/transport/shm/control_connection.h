@@ -48,6 +48,7 @@ struct Control::Connection {
   // Regions of ours that the peer has asked for: of their end it is told, once.
   std::unordered_set<uint64_t> imported;
 
+  bool is_stranger() const { return accepted && !up && !lost; }
   // A peer that does not read our answers is not read either, until it does. Only of our initiative are there others.
   bool may_read() const { return !accepted || outbox.empty(); }
 };
