@@ -51,14 +51,18 @@ KNOCK = """
 
     os.setgid(65534)
     os.setuid(65534)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as knocking:
-        knocking.settimeout(20)
-        knocking.connect("\\0" + sys.argv[1])
-        try:
-            print("answered" if knocking.recv(1) else "hung up")
-        except ConnectionError:
-            print("hung up")
+    for _ in range(int(sys.argv[2])):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as knocking:
+            knocking.settimeout(20)
+            knocking.connect("\\0" + sys.argv[1])
+            try:
+                print("answered" if knocking.recv(1) else "hung up")
+            except ConnectionError:
+                print("hung up")
 """
+
+
+REFUSED = "refused a connection of user 65534: shm is for processes of one user, and for root's"
 
 
 def own_listener() -> str:
@@ -78,12 +82,27 @@ def test_who_does_not_ask_first_is_hung_up_on() -> None:
     said: list[str] = []
     with xr.Engine("root's", transport="shm") as engine:
         engine.on_event(lambda event: said.append(event.detail))
-        answer = run_script(KNOCK, own_listener(), timeout_s=WAIT_S)
+        answer = run_script(KNOCK, own_listener(), "1", timeout_s=WAIT_S)
 
         eventually(lambda: said, "the engine tells of it")
 
     assert answer.stdout == "hung up\n", answer
-    assert said == ["refused a connection of user 65534: shm is for processes of one user, and for root's"]
+    assert said == [REFUSED]
+
+
+def test_who_comes_again_and_again_fills_no_log() -> None:
+    many = 500
+    said: list[str] = []
+    with xr.Engine("root's", transport="shm") as engine:
+        engine.on_event(lambda event: said.append(event.detail))
+        answer = run_script(KNOCK, own_listener(), str(many), timeout_s=WAIT_S)
+
+        eventually(lambda: said, "the engine tells of it")
+
+    assert answer.stdout == "hung up\n" * many, answer
+    assert said[0] == REFUSED
+    assert all("earlier refusals" in again for again in said[1:])  # one a second
+    assert len(said) <= many // 10
 
 
 @pytest.mark.parametrize(

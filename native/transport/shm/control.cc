@@ -112,7 +112,7 @@ std::string why_forbidden(int error) {
   return "what confines this process (AppArmor, SELinux, Landlock) forbids it to connect to the peer's unix socket";
 }
 
-// Empty: the engine behind the socket, of ours and connected, lets us in. See accept_all().
+// Empty: the engine behind the socket, of ours and connected, lets us in. See accept_some().
 std::string why_refused(int socket) {
   const ucred peer = peer_of(socket);
   if (is_our_user(peer) || (geteuid() == kRoot && !is_foreign_to_root(peer))) return {};
@@ -131,7 +131,7 @@ std::string why_refused(const Address& peer) {
   }
   const bool is_host_known = peer.host != kUnknownHost;
   const Fd probe(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
-  // Who only asks has a name, which the kernel makes up: accept_all() then has nothing to report.
+  // Who only asks has a name, which the kernel makes up: accept_some() then has nothing to report.
   const sockaddr_un nameless{.sun_family = AF_UNIX, .sun_path = {}};
   if (probe) bind(probe.get(), reinterpret_cast<const sockaddr*>(&nameless), sizeof nameless.sun_family);
   socklen_t length = 0;
@@ -253,7 +253,7 @@ void Control::run() {
     for (int i = 0; i < count; ++i) {
       const uint64_t token = ready[i].data.u64;
       if (token == kListenerToken) {
-        accept_all();
+        accept_some();
       } else if (token == kCommandToken) {
         handle_commands();
       } else if (auto found = connections_.find(token & ~uint64_t{1}); found != connections_.end()) {
@@ -417,8 +417,26 @@ void Control::watch_process(Connection& connection) {
   epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, connection.process.get(), &event);
 }
 
-void Control::accept_all() {
-  for (;;) {
+// Of a user who comes again and again: no reason to fill logs, and to push out of the recorder what matters.
+void Control::tell_refused(uid_t user) {
+  constexpr int64_t kTellEveryNs = 1'000'000'000;
+  const int64_t now = now_ns();
+  if (refused_told_ns_ != 0 && now < refused_told_ns_ + kTellEveryNs) {
+    ++refused_untold_;
+    return;
+  }
+  refused_told_ns_ = now;
+  const uint64_t untold = std::exchange(refused_untold_, 0);
+  emit({.kind = ControlEvent::Kind::kProtocolError,
+        .text = "refused a connection of user " + std::to_string(user) +
+                ": shm is for processes of one user, and for root's" +
+                (untold == 0 ? "" : "; " + std::to_string(untold) + " earlier refusals were not reported one by one")});
+}
+
+// So many, and then others have their turn: the rest waits, and epoll tells of it.
+void Control::accept_some() {
+  constexpr int kAcceptedMax = 64;
+  for (int accepted = 0; accepted < kAcceptedMax; ++accepted) {
     sockaddr_un name{};
     socklen_t length = sizeof name;
     Fd fd(accept4(listener_.get(), reinterpret_cast<sockaddr*>(&name), &length, SOCK_CLOEXEC | SOCK_NONBLOCK));
@@ -437,9 +455,7 @@ void Control::accept_all() {
     // Whoever is let in is given our regions' memory on demand.
     if (const ucred peer = peer_of(fd.get()); !is_our_user(peer) && peer.uid != kRoot) {
       if (length > sizeof name.sun_family) continue;  // of why_refused()
-      emit({.kind = ControlEvent::Kind::kProtocolError,
-            .text = "refused a connection of user " + std::to_string(peer.uid) +
-                    ": shm is for processes of one user, and for root's"});
+      tell_refused(peer.uid);
       continue;
     }
     make_room_for_stranger();

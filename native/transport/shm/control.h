@@ -5,6 +5,8 @@
 // SIGKILL. Only processes of the same user (or root) are let in.
 #pragma once
 
+#include <sys/types.h>
+
 #include <atomic>
 #include <cstdint>
 #include <deque>
@@ -99,7 +101,8 @@ class Control {
   void handle_commands();
   void handle_command(Command& command);
   void start_connect(Connection& connection);
-  void accept_all();
+  void accept_some();
+  void tell_refused(uid_t user);
   void make_room_for_stranger();
   void on_readable(Connection& connection);
   void on_message(Connection& connection, std::span<const uint8_t> bytes, std::vector<Fd> fds, bool lacks_fds);
@@ -143,7 +146,9 @@ class Control {
   int64_t looked_ns_ = 0;  // when sockets were looked at last, or a wait without end was over
   bool stopped_ = false;   // guarded by mutex_: the thread is gone, commands go nowhere
   bool stopping_ = false;
-  bool lack_told_ = false;  // of descriptors, since one was to be had
+  bool lack_told_ = false;       // of descriptors, since one was to be had
+  int64_t refused_told_ns_ = 0;  // when a refusal of another user was told last
+  uint64_t refused_untold_ = 0;  // since then
   std::thread thread_;
 };
 
