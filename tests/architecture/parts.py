@@ -83,9 +83,10 @@ PARTS_MAY_USE: dict[str, dict[str, set[str]]] = {
         "traffic": set(),
     },
     "control": {
+        "asking": set(),
         "deadlines": set(),
         "language": set(),
-        "mailbox": {"deadlines", "language", "messages", "seal", "wire"},
+        "mailbox": {"asking", "deadlines", "language", "messages", "seal", "wire"},
         "messages": set(),
         "seal": set(),
         "wire": set(),

@@ -317,6 +317,45 @@ async def test_answer_that_cannot_be_sent_is_said_to_whoever_asked(desk: Desk, a
         await desk.probe("r1")
 
 
+async def test_question_that_is_answered_at_once_is_run_once_and_may_fail(desk: Desk) -> None:
+    """Lost, repeated and late as the network is."""
+    asked: list[str] = []
+
+    def handler(_sender: bytes, probe: m.Probe) -> m.Message:
+        asked.append(probe.request)
+        if probe.request == "bad":
+            raise RuntimeError("broken")
+        return m.Progress(probe.request, 1, "queued")
+
+    net = net_of(desk)
+    net.loss, net.repeat = 0.3, 0.3
+    desk.there.handle_at_once(m.Probe, handler)
+    answers = await asyncio.gather(*(desk.probe(f"r{n}") for n in range(20)))
+    assert [answer.state for answer in answers] == ["queued"] * 20
+    with pytest.raises(NoAnswer, match="RuntimeError: broken"):
+        await desk.probe("bad")
+    assert sorted(asked) == sorted([f"r{n}" for n in range(20)] + ["bad"])
+
+
+async def test_answers_under_way_end_with_the_mailbox(desk: Desk) -> None:
+    wire = desk.there.wire
+    under_way: list[asyncio.Future[None]] = []
+
+    def held_back(_to: bytes, _packet: bytes) -> asyncio.Future[None]:
+        under_way.append(asyncio.get_running_loop().create_future())
+        return under_way[-1]
+
+    wire.post = held_back  # type: ignore[method-assign]
+    desk.there.handle_at_once(m.Probe, lambda _sender, probe: m.Progress(probe.request, 1, "queued"))
+    asking = asyncio.ensure_future(desk.probe("r1"))
+    while not under_way:
+        await asyncio.sleep(0)
+    await desk.there.close()
+    assert all(reply.cancelled() for reply in under_way)
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+
+
 def test_words_of_an_error_can_be_sent_whatever_they_are() -> None:
     words = m.clipped(xr.UsageError("there is no model at model-\udcff"))
     assert m.LANGUAGE.decode(encoded(m.Envelope(m.Failed(words)))).body == m.Failed(words)
@@ -388,7 +427,7 @@ async def test_answers_of_others_are_not_taken(desk: Desk) -> None:
     net_of(desk).wires[desk.there.address].freeze()
     question = asyncio.ensure_future(desk.probe("r1"))
     await asyncio.sleep(0.01)
-    await stranger._reply(desk.here.address, encoded(m.Envelope(m.Progress("r1", 1, "failed"), answers=1)))
+    stranger._reply(desk.here.address, encoded(m.Envelope(m.Progress("r1", 1, "failed"), answers=1)))
     await asyncio.sleep(0.05)
     net_of(desk).wires[desk.there.address].thaw()
     assert (await question).state == "running"

@@ -1,5 +1,6 @@
 """Peers that an engine has given up although they live: as they were frozen, or cut off, for longer than it waits."""
 
+import asyncio
 from collections.abc import Generator
 from typing import Any
 
@@ -12,14 +13,16 @@ from crossrail.kv import KvReceiver, SendJob
 
 def give_up(monkeypatch: pytest.MonkeyPatch, wire: EngineWire, *addresses: bytes) -> set[bytes]:
     """Nothing is sent to these until they are tried anew. Returns those of whom this is still so."""
-    given_up, send = set(addresses), wire.send
+    given_up, post = set(addresses), wire.post
 
-    async def send_to_those_that_are_there(to: bytes, packet: bytes) -> None:
-        if to in given_up:
-            raise Unreachable("it is lost")
-        await send(to, packet)
+    def post_to_those_that_are_there(to: bytes, packet: bytes) -> asyncio.Future[None]:
+        if to not in given_up:
+            return post(to, packet)
+        lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        lost.set_exception(Unreachable("it is lost"))
+        return lost
 
-    monkeypatch.setattr(wire, "send", send_to_those_that_are_there)
+    monkeypatch.setattr(wire, "post", post_to_those_that_are_there)
     monkeypatch.setattr(wire, "is_lost", lambda address: address in given_up)
     monkeypatch.setattr(wire, "try_anew", given_up.discard)
     return given_up

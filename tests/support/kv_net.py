@@ -57,6 +57,9 @@ class MemoryWire:
             loop.call_later(draw.uniform(0, self._net.late_s), target._inbox.put_nowait, (self.address, packet))
         await asyncio.sleep(0)
 
+    def post(self, to: bytes, packet: bytes) -> asyncio.Future[None]:
+        return asyncio.ensure_future(self.send(to, packet))
+
     async def packets(self) -> AsyncIterator[tuple[bytes, bytes]]:
         while True:
             item = await self._inbox.get()
@@ -115,6 +118,9 @@ class BadWire:
             self._late.add(task)
             task.add_done_callback(self._late.discard)
         await asyncio.sleep(0)
+
+    def post(self, to: bytes, packet: bytes) -> asyncio.Future[None]:
+        return asyncio.ensure_future(self.send(to, packet))
 
     async def _send_late(self, to: bytes, packet: bytes, after_s: float) -> None:
         await asyncio.sleep(after_s)

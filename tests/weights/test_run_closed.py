@@ -194,13 +194,13 @@ async def test_receiver_that_is_closed_while_it_joins_keeps_no_memory(
 def answer_late(fleet: Fleet, name: str) -> None:
     """What this one's mailbox sends from now on takes a while."""
     wire = fleet.mailboxes[name].wire
-    send = wire.send
+    post = wire.post
 
     async def late(to: bytes, packet: bytes) -> None:
         await asyncio.sleep(0.05)
-        await send(to, packet)
+        await post(to, packet)
 
-    wire.send = late  # type: ignore[method-assign]
+    wire.post = lambda to, packet: asyncio.ensure_future(late(to, packet))  # type: ignore[method-assign]
 
 
 async def close_all(fleet: Fleet, name: str, member: Any) -> None:

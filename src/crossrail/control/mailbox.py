@@ -11,10 +11,12 @@ import logging
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from functools import partial
 from typing import Any, TypeVar
 
 from crossrail._closing import AsyncClosing
 from crossrail._latest import Latest
+from crossrail.control.asking import Asking
 from crossrail.control.deadlines import in_time, loop_time_s
 from crossrail.control.language import Language, Letter
 from crossrail.control.messages import Failed, clipped
@@ -36,6 +38,7 @@ _REPLY_TIMEOUT_S = 30.0  # whoever takes no answer for so long asks again, if it
 _wires: weakref.WeakSet[Wire] = weakref.WeakSet()  # that had a mailbox
 
 Handler = Callable[[bytes, Any], Awaitable[object]]
+HandlerAtOnce = Callable[[bytes, Any], object]
 T = TypeVar("T")
 
 
@@ -77,12 +80,14 @@ class Mailbox(AsyncClosing):
         self._sealer = Sealer(secret, wire.identity(wire.address), wire.packet_bytes_max, language.purpose, spoken)
         self._resend_s = resend_s
         self._handlers: dict[type, Handler] = {}
+        self._handlers_at_once: dict[type, HandlerAtOnce] = {}
         self._asks = 0
         self._waiting: dict[int, tuple[bytes, asyncio.Future[object]]] = {}  # by ask: of whom, and the answer
         self._answered: OrderedDict[tuple[bytes, int], bytes] = OrderedDict()  # by who asked and ask
         self._answered_bytes = 0
         self._let_go: Latest[bytes, int] = Latest(_ASKERS_KEPT)  # by who asked, the newest ask whose answer is not kept
         self._being_answered: set[tuple[bytes, int]] = set()
+        self._replies: set[asyncio.Future[None]] = set()  # that are on their way
         self._others: Latest[bytes, Spoken] = Latest(_OTHERS_KEPT)  # by engine, what it has said in a notice
         self._noticed: Latest[bytes, float] = Latest(_OTHERS_KEPT)  # by engine, when it was sent one
         self._tasks: dict[asyncio.Task[None], None] = {}  # a set in the order in which they were made
@@ -103,9 +108,16 @@ class Mailbox(AsyncClosing):
     def handle(self, kind: type, handler: Handler) -> None:
         """Questions of this type go to handler(sender's address, message); what it returns is the answer.
 
-        Handlers of different questions run side by side. One that raises is logged, and answers Failed.
+        Handlers of different questions run side by side, each in a task that ends once the answer has gone out. One
+        that raises is logged, and answers Failed.
         """
         self._handlers[kind] = handler
+        self._handlers_at_once.pop(kind, None)
+
+    def handle_at_once(self, kind: type, handler: HandlerAtOnce) -> None:
+        """The same with a plain function, for what comes often: it is called as the question comes, without a task."""
+        self._handlers_at_once[kind] = handler
+        self._handlers.pop(kind, None)
 
     def start(self) -> None:
         """Begins to receive, in tasks of the running event loop. Raises UsageError where none runs."""
@@ -139,6 +151,8 @@ class Mailbox(AsyncClosing):
                 future.set_exception(NoAnswer("this node is closing"))
                 future.exception()  # seen: whoever asked may be gone
         self._waiting.clear()
+        for reply in list(self._replies):
+            reply.cancel()
 
     async def ask(self, to: bytes, question: object, answer: type[T] | tuple[type[T], ...], timeout_s: float) -> T:
         """The answer to a question, of one of the types given; sent again meanwhile.
@@ -156,20 +170,15 @@ class Mailbox(AsyncClosing):
         loop = asyncio.get_running_loop()
         future: asyncio.Future[object] = loop.create_future()
         self._waiting[ask] = (self.wire.identity(to), future)
-        sending = asyncio.ensure_future(self._send_repeatedly(to, data, future))
+        asking = Asking(partial(self._post, to, data), self._resend_s, future)
+        timer = loop.call_later(timeout_s, _give_up, future, f"{type(question).__name__} within {timeout_s:g} s")
         try:
-            both: list[asyncio.Future[Any]] = [future, sending]
-            await asyncio.wait(both, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-            if not future.done() and sending.done():
-                sending.result()  # Unreachable
-            if not future.done():
-                why = f"no answer to {type(question).__name__} within {timeout_s:g} s"
-                raise NoAnswer(why, is_silence=True)
-            got = future.result()
+            asking.begin()
+            got = await future
         finally:
             self._waiting.pop(ask, None)
-            sending.cancel()
-            await asyncio.gather(sending, return_exceptions=True)
+            timer.cancel()
+            asking.end()
         if not isinstance(got, answer):
             why = got.reason if isinstance(got, Failed) else f"it answered with {type(got).__name__}"
             raise NoAnswer(f"{type(question).__name__}: {why}")
@@ -193,22 +202,11 @@ class Mailbox(AsyncClosing):
         task.add_done_callback(ended)
         return task
 
-    async def _send_repeatedly(self, to: bytes, data: bytes, answered: asyncio.Future[object]) -> None:
-        while not answered.done():
-            await self._send(to, data)
-            await asyncio.wait([answered], timeout=self._resend_s)
-
-    async def _send(self, to: bytes, data: bytes) -> None:
-        packets = self._sealer.seal(data, self.wire.identity(to))
-        if len(packets) == 1:
-            await self.wire.send(to, packets[0])
-            return
-        # All at once: so those of a message stay together, however many messages are sent side by side. A receiver
-        # keeps a bounded number of packets whose message is not whole.
-        sending = [self.wire.send(to, packet) for packet in packets]
-        for outcome in await asyncio.gather(*sending, return_exceptions=True):
-            if outcome is not None:
-                raise outcome
+    def _post(self, to: bytes, data: bytes) -> list[asyncio.Future[None]]:
+        """All at once: so the packets of a message stay together, however many messages are sent side by side. A
+        receiver keeps a bounded number of packets whose message is not whole.
+        """
+        return [self.wire.post(to, packet) for packet in self._sealer.seal(data, self.wire.identity(to))]
 
     async def _receive(self) -> None:
         async for sender, packet in self._packets():
@@ -288,20 +286,23 @@ class Mailbox(AsyncClosing):
             elif not asked[1].done():
                 asked[1].set_result(envelope.body)
             return
-        handler = self._handlers.get(type(envelope.body))
-        if handler is None or not envelope.ask:
+        kind = type(envelope.body)
+        handler, at_once = self._handlers.get(kind), self._handlers_at_once.get(kind)
+        if (handler is None and at_once is None) or not envelope.ask:
             self._drop("no-handler", f"nobody takes {type(envelope.body).__name__} here")
             return
         key = (identity, envelope.ask)
         if (again := self._answered.get(key)) is not None:
-            self.spawn(self._reply(sender, again), "a repeated answer")
+            self._reply(sender, again)
         elif key in self._being_answered:
             return
         elif envelope.ask <= self._let_go.get(identity, 0):
             self._unsorted["old"] += 1
-        else:
+        elif handler is not None:
             self._being_answered.add(key)
-            self.spawn(self._answer(sender, key, handler, envelope.body), type(envelope.body).__name__)
+            self.spawn(self._answer(sender, key, handler, envelope.body), kind.__name__)
+        elif at_once is not None:
+            self._answer_at_once(sender, key, at_once, envelope.body)
 
     def _keep_answer(self, key: tuple[bytes, int], answer: bytes) -> None:
         self._being_answered.discard(key)
@@ -316,13 +317,26 @@ class Mailbox(AsyncClosing):
     async def _answer(self, sender: bytes, key: tuple[bytes, int], handler: Handler, question: object) -> None:
         try:
             answer = self._as_answer(await handler(sender, question), key[1])
-        except CrossrailError as error:
-            answer = self._as_answer(Failed(clipped(error)), key[1])
         except Exception as error:
-            log.exception("%s could not be answered", type(question).__name__)
-            answer = self._as_answer(Failed(clipped(f"{type(error).__name__}: {error}")), key[1])
+            answer = self._failed(question, error, key[1])
         self._keep_answer(key, answer)
-        await self._reply(sender, answer)
+        if replies := self._reply(sender, answer):
+            await asyncio.wait(replies)
+
+    def _answer_at_once(self, sender: bytes, key: tuple[bytes, int], handler: HandlerAtOnce, question: object) -> None:
+        try:
+            answer = self._as_answer(handler(sender, question), key[1])
+        except Exception as error:
+            answer = self._failed(question, error, key[1])
+        self._keep_answer(key, answer)
+        self._reply(sender, answer)
+
+    def _failed(self, question: object, error: Exception, ask: int) -> bytes:
+        """The answer then."""
+        if isinstance(error, CrossrailError):
+            return self._as_answer(Failed(clipped(error)), ask)
+        log.error("%s could not be answered", type(question).__name__, exc_info=error)
+        return self._as_answer(Failed(clipped(f"{type(error).__name__}: {error}")), ask)
 
     def _as_answer(self, body: object, ask: int) -> bytes:
         """As it travels. UsageError when it cannot: a field is out of its bounds, or it is too long."""
@@ -330,11 +344,32 @@ class Mailbox(AsyncClosing):
         self._sealer.packets_of(data)
         return data
 
-    async def _reply(self, to: bytes, answer: bytes) -> None:
-        # It has asked, so it lives, or did a moment ago; while our engine holds it for lost no answer would get there.
-        # If it is dead it is lost again by this attempt.
-        self.wire.try_anew(to)
+    def _reply(self, to: bytes, answer: bytes) -> list[asyncio.Future[None]]:
+        """Its packets, on their way for as long as that may take."""
         try:
-            await in_time(self._send(to, answer), _REPLY_TIMEOUT_S)
-        except (Unreachable, asyncio.TimeoutError) as error:
+            # It has asked, so it lives, or did a moment ago; while our engine holds it for lost no answer would get
+            # there. If it is dead it is lost again by this attempt.
+            self.wire.try_anew(to)
+            replies = self._post(to, answer)
+        except EngineClosed as error:
+            log.info("an answer could not be sent: %s", error)
+            return []
+        loop = asyncio.get_running_loop()
+        for reply in replies:
+            self._replies.add(reply)
+            timer = loop.call_later(_REPLY_TIMEOUT_S, reply.cancel)
+            reply.add_done_callback(partial(self._on_replied, timer))
+        return replies
+
+    def _on_replied(self, timer: asyncio.TimerHandle, reply: asyncio.Future[None]) -> None:
+        timer.cancel()
+        self._replies.discard(reply)
+        if reply.cancelled():
+            log.info("an answer was not delivered within %g s, or before the end", _REPLY_TIMEOUT_S)
+        elif (error := reply.exception()) is not None:
             log.info("an answer could not be delivered: %s", error)
+
+
+def _give_up(answer: asyncio.Future[object], what: str) -> None:
+    if not answer.done():
+        answer.set_exception(NoAnswer(f"no answer to {what}", is_silence=True))

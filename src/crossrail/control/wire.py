@@ -6,12 +6,12 @@ import asyncio
 import contextlib
 import weakref
 from collections.abc import AsyncIterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Protocol
 
 import crossrail as xr
 from crossrail._closing import Closing
-from crossrail._notify import weakly
+from crossrail._notify import LoopNotifier, weakly
 from crossrail.errors import TransferError, UsageError
 
 _BUFFERS = 256
@@ -35,6 +35,10 @@ class Wire(Protocol):
 
     async def send(self, to: bytes, packet: bytes) -> None:
         """Returns when it was delivered, or was lost without a word. Raises Unreachable."""
+
+    def post(self, to: bytes, packet: bytes) -> asyncio.Future[None]:
+        """The same as a future: it is on its way, and is not delivered any more once that is cancelled."""
+        return asyncio.ensure_future(self.send(to, packet))
 
     def packets(self) -> AsyncIterator[tuple[bytes, bytes]]:
         """Whom from, and what, until cancelled or closed."""
@@ -77,14 +81,19 @@ class EngineWire(Closing):
         return bytes.fromhex(self._resolved(address).incarnation)
 
     async def send(self, to: bytes, packet: bytes) -> None:
+        await self.post(to, packet)
+
+    def post(self, to: bytes, packet: bytes) -> asyncio.Future[None]:
+        loop = LoopNotifier.running(self._engine)
         transfer = self._engine.submit_send(self._resolved(to), packet)
-        try:
-            await transfer
-        except (TransferError, xr.EngineClosed) as error:
-            # What comes next is for who drives an engine by hand: services look for each other anew themselves.
-            raise Unreachable(str(error).partition(". Next: ")[0]) from None
-        finally:
-            transfer.cancel()  # who waits no longer does not want it delivered later either
+        sent: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        cookie = loop.register(partial(_settle, sent, transfer))
+        if transfer._notify(loop.notifier, cookie):
+            sent.add_done_callback(partial(_let_go, loop, cookie, transfer))
+        else:
+            loop.forget(cookie)
+            _settle(sent, transfer)
+        return sent
 
     async def packets(self) -> AsyncIterator[tuple[bytes, bytes]]:
         async for message in self._pool:
@@ -127,3 +136,23 @@ class EngineWire(Closing):
     def close(self) -> None:
         """Stops receiving. Idempotent."""
         self._pool.close()
+
+
+def _settle(sent: asyncio.Future[None], transfer: xr.Transfer) -> None:
+    """Its transfer has completed."""
+    if sent.done():
+        return
+    try:
+        transfer.wait(0)
+    except (TransferError, xr.EngineClosed) as error:
+        # What comes next is for who drives an engine by hand: services look for each other anew themselves.
+        sent.set_exception(Unreachable(str(error).partition(". Next: ")[0]))
+    else:
+        sent.set_result(None)
+
+
+def _let_go(loop: LoopNotifier, cookie: int, transfer: xr.Transfer, sent: asyncio.Future[None]) -> None:
+    """Who waits no longer does not want it delivered later either."""
+    if sent.cancelled():
+        loop.forget(cookie)
+        transfer.cancel()
