@@ -1,5 +1,7 @@
 """The toy model: what makes it a witness. A wrong byte must show; all that may differ between nodes must not."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 
@@ -120,6 +122,18 @@ def test_sampling_depends_on_seed_and_position_alone() -> None:
     assert first == [sample(logits, Sampling(temperature=1.0, seed=5), position) for position in range(50)]
     assert first != [sample(logits, Sampling(temperature=1.0, seed=6), position) for position in range(50)]
     assert sample(logits, Sampling(), 0) == int(logits.argmax())
+
+
+def test_draws_are_those_of_a_generator_of_their_own_in_any_order_and_thread() -> None:
+    logits = np.zeros(1 << 16, np.float32)
+    keys = [(seed, position) for seed in (0, 5, (1 << 63) - 1) for position in (0, 7, 1 << 20)]
+    right = [int(np.random.Generator(np.random.Philox(key=key)).random() * len(logits)) for key in keys]
+
+    def drawn(_: int) -> list[int]:
+        return [sample(logits, Sampling(temperature=1.0, seed=seed), position) for seed, position in keys]
+
+    with ThreadPoolExecutor(4) as threads:
+        assert all(tokens == right for tokens in threads.map(drawn, range(40)))
 
 
 def test_top_p_keeps_the_fewest_tokens_that_hold_it() -> None:

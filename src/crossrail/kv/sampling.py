@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import threading
+
 import numpy as np
 import numpy.typing as npt
 
@@ -19,8 +22,8 @@ def sample(logits: npt.NDArray[np.float32], sampling: Sampling, position: int) -
     if np.ndim(logits) != 1 or not len(logits):
         shape = np.shape(logits)
         raise CrossrailError(f"the model's logits for position {position} have the shape {shape}, not (vocabulary,)")
-    likeliest = int(np.argmax(logits))  # the first that is no number, if there is one
-    if not np.isfinite(logits[likeliest]):
+    likeliest = int(logits.argmax())  # the first that is no number, if there is one
+    if not math.isfinite(logits[likeliest]):
         raise CrossrailError(f"the model's logits for position {position} are not numbers: {logits[likeliest]}")
     if sampling.temperature == 0.0:
         return likeliest
@@ -30,10 +33,29 @@ def sample(logits: npt.NDArray[np.float32], sampling: Sampling, position: int) -
     np.exp(weights, out=weights)
     kept = _likeliest(weights, sampling.top_p) if sampling.top_p < 1.0 else None
     # In the order of tokens, not of weights: rounding moves its borders a little, but cannot exchange two tokens.
-    cumulative = np.cumsum(weights if kept is None else weights[kept], dtype=np.float64)
-    draw = np.random.Generator(np.random.Philox(key=[sampling.seed, position])).random()
-    drawn = int(np.searchsorted(cumulative, draw * cumulative[-1], side="right"))
+    cumulative = (weights if kept is None else weights[kept]).cumsum(dtype=np.float64)
+    drawn = int(cumulative.searchsorted(_draws.draw(sampling.seed, position) * cumulative[-1], side="right"))
     return drawn if kept is None else int(kept[drawn])
+
+
+class _Draws(threading.local):
+    """What `Generator(Philox(key=[seed, position])).random()` says. To make those two for each token takes longer than
+    all else that is done for it, so each thread has them once, and sets their state.
+    """
+
+    def __init__(self) -> None:
+        self._philox = np.random.Philox(key=[0, 0])
+        self._generator = np.random.Generator(self._philox)
+        self._fresh = self._philox.state
+        self._key = self._fresh["state"]["key"]
+
+    def draw(self, seed: int, position: int) -> float:
+        self._key[:] = seed, position
+        self._philox.state = self._fresh
+        return self._generator.random()
+
+
+_draws = _Draws()
 
 
 def _likeliest(weights: npt.NDArray[np.float32], top_p: float) -> npt.NDArray[np.intp]:
