@@ -22,7 +22,7 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Annotated, Any, cast
@@ -38,6 +38,7 @@ from crossrail.kv.errors import DuplicateRequest, Overloaded, RequestFailed, Una
 from crossrail.kv.http import rendezvous
 from crossrail.kv.http.errors import FieldError, error_object, refusal
 from crossrail.kv.http.listener import PATIENCE_S, HttpHandler, Listener, failure
+from crossrail.kv.http.taking import Taking
 from crossrail.kv.http.text import TextStream
 from crossrail.kv.model import Tokenizer, Tokens
 from crossrail.kv.services.metrics import RouterCollector
@@ -63,7 +64,6 @@ _END_STATUS: dict[str, int] = {"error": 502, "overloaded": 429, "unavailable": 5
 
 _log = logging.getLogger("crossrail.kv.http")
 
-_Taking = Callable[[], contextlib.AbstractContextManager[None]]
 StopText = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 ModelName = Annotated[str, msgspec.Meta(max_length=1024)]
 PromptText = Annotated[str, msgspec.Meta(max_length=4 << 20)]
@@ -217,15 +217,15 @@ class Front:
                 prompt, sampling, model=body.model, request=name, traceparent=span.traceparent
             )
             response: web.StreamResponse
-            async with contextlib.aclosing(self._timed(chunks, begun_s)) as timed:
+            async with contextlib.aclosing(chunks):
                 enough = partial(self._router.has_enough, name, "a stop text came")
-                answer = _Answer(name, len(prompt), self._text(body), enough)
-                taking = partial(self._listener.taking, http)
+                answer = _Answer(name, len(prompt), self._text(body), enough, self._on_first_token(begun_s))
                 if body.stream:
                     tells_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-                    response = await answer.stream(http, timed, taking, tells_usage)
+                    with contextlib.closing(self._listener.taking(http)) as taking:
+                        response = await answer.stream(http, chunks, taking, tells_usage)
                 else:
-                    response = await answer.whole(timed)
+                    response = await answer.whole(chunks)
             end = self._router.ended(name)
             failure = "" if end is None or end.reason in ("stop", "length") else end.detail or end.reason
             return response
@@ -265,14 +265,8 @@ class Front:
             raise FieldError("this router has no tokenizer: `stop` needs one", "stop")
         return TextStream(self._tokenizer, stops)
 
-    async def _timed(self, chunks: AsyncGenerator[Chunk, None], begun_s: float) -> AsyncGenerator[Chunk, None]:
-        is_first = True
-        async with contextlib.aclosing(chunks):
-            async for chunk in chunks:
-                if is_first and chunk.tokens:
-                    self._collector.first_token.add(loop_time_s() - begun_s)
-                    is_first = False
-                yield chunk
+    def _on_first_token(self, begun_s: float) -> Callable[[], None]:
+        return lambda: self._collector.first_token.add(loop_time_s() - begun_s)
 
     # --- looking ---
 
@@ -345,10 +339,21 @@ class Front:
 
 
 class _Answer:
-    """How tokens of one request go back to its client. enough: tells the router that no more are wanted."""
+    """How tokens of one request go back to its client.
 
-    def __init__(self, name: str, prompt_tokens: int, text: TextStream, enough: Callable[[], object]) -> None:
+    enough: tells the router that no more are wanted. begun: called when the first token is there.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        prompt_tokens: int,
+        text: TextStream,
+        enough: Callable[[], object],
+        begun: Callable[[], object],
+    ) -> None:
         self._frame = {"id": name, "object": "text_completion", "created": int(time.time()), "model": ""}
+        self._begun: Callable[[], object] | None = begun
         self._prompt_tokens = prompt_tokens
         self._text = text
         self._enough = enough
@@ -369,7 +374,7 @@ class _Answer:
         raise RequestFailed("its tokens stopped before it was finished")
 
     async def stream(
-        self, http: web.Request, chunks: AsyncIterator[Chunk], taking: _Taking, tells_usage: bool
+        self, http: web.Request, chunks: AsyncIterator[Chunk], taking: Taking, tells_usage: bool
     ) -> web.StreamResponse:
         """Statuses are for what happens before the first token; what happens later comes as an event.
 
@@ -382,7 +387,7 @@ class _Answer:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(http)
         while True:
-            with taking():
+            with taking:
                 await response.write(_line(event))
             if "error" in event or event["choices"][0]["finish_reason"] is not None:
                 break
@@ -391,7 +396,7 @@ class _Answer:
             except Exception as error:  # of the tokenizer, for one
                 _log.exception("request %s failed in the middle of its stream", self._frame["id"])
                 event = error_object(500, failure(error))
-        with taking():
+        with taking:
             if tells_usage and "error" not in event:
                 await response.write(_line(self._frame | {"choices": []} | self._usage()))
             await response.write(b"data: [DONE]\n\n")
@@ -414,6 +419,9 @@ class _Answer:
         """Its tokens up to the one that completes a stop, their text as far as it is known, and why it was the last."""
         text = ""
         self._frame["model"] = chunk.model
+        if chunk.tokens and self._begun is not None:
+            self._begun()
+            self._begun = None
         for count, token in enumerate(chunk.tokens, 1):
             text += self._text.add([token])
             if self._text.stopped:

@@ -9,13 +9,14 @@ import os
 import resource
 import socket
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any, cast
 
 from crossrail._extras import needs
 from crossrail.control.deadlines import in_time
 from crossrail.control.messages import clipped
+from crossrail.kv.http.taking import Taking
 
 with needs(__name__, "'crossrail[kv]'"):
     from aiohttp import StreamReader, web
@@ -109,7 +110,7 @@ class Listener:
                 request.protocol.begin(request, is_long)
             large = _head_bytes(request) > _HEAD_BYTES_MAX
             response = self.refuse(431, _HEAD_TOO_LARGE) if large else await self._answer(handler, request)
-            with self.taking(request):
+            with contextlib.closing(self.taking(request)) as taking, taking:
                 await response.prepare(request)
                 await response.write_eof()
             return response
@@ -208,16 +209,9 @@ class Listener:
         self._bodies_bytes -= _counted(data)
         data.clear()
 
-    @contextmanager
-    def taking(self, request: web.Request) -> Iterator[None]:
-        """While the answer to it is written: a client that does not take that is cut off, which cancels the handler, or
-        raises ConnectionResetError.
-        """
-        timer = asyncio.get_running_loop().call_later(self._patience_s, _abort, request.transport)
-        try:
-            yield
-        finally:
-            timer.cancel()
+    def taking(self, request: web.Request) -> Taking:
+        """For all that is written as the answer to it. To be closed behind it."""
+        return Taking(request.transport, self._patience_s)
 
     async def start(self, app: web.Application, host: str, port: int, log: logging.Logger, **options: Any) -> int:
         """Listens; returns the port, which the system chooses for 0. OSError when it cannot.
