@@ -260,7 +260,8 @@ async def test_all_who_deliver_one_request_end_once_its_end_is_taken() -> None:
     serving = Serving("r1", link, b"router", 1, np.zeros(1, np.int32), GREEDY, timeline, None, NO_NAMES)
     serving.add(7)
     serving.finish(m.End("length"))
-    teller = to_router.ToRouter(SimpleNamespace(ask=ask), NODE, lambda _: None)  # type: ignore[arg-type]
+    mailbox: Any = SimpleNamespace(ask=ask, spawn=lambda work, _: asyncio.ensure_future(work))
+    teller = to_router.ToRouter(mailbox, NODE, lambda _: None)
     delivering = [asyncio.ensure_future(teller.deliver(serving)) for _ in range(3)]
     await until(lambda: asked, "one of them has offered it")
     goes_on.set()

@@ -98,7 +98,7 @@ class Town:
         """It has generated what it was to, and has its place no longer."""
         address, placement = self.where.pop(request)
         self.places[address] += 1
-        await self.router._on_tokens(address, m.Tokens(request, 0, m.pack_tokens([1]), m.End("length"), placement))
+        self.router._on_tokens(address, m.Tokens(request, 0, m.pack_tokens([1]), m.End("length"), placement))
 
     def come(self, name: str, tokens: int = 1) -> asyncio.Future[list[int]]:
         async def complete() -> list[int]:

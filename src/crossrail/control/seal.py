@@ -23,7 +23,7 @@ from typing import NamedTuple
 from crossrail import __version__
 from crossrail.errors import CrossrailError, UsageError
 
-VERSION = 2  # of sealing, and of the messages of all services that use it
+VERSION = 3  # of sealing, and of the messages of all services that use it
 IDENTITY_BYTES = 16
 MESSAGE_BYTES_MAX = 8 << 20
 

@@ -7,6 +7,8 @@ Every question may be asked again (messages are lost, repeated and late): answer
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -24,6 +26,7 @@ from crossrail.kv.limits import SECONDS_MAX as SECONDS_MAX
 
 TOKENS_MAX = 1 << 20
 
+PIECES_MAX = 512  # of requests, in one message
 NAME_CHARS_MAX = 128
 Name = Annotated[str, Meta(min_length=1, max_length=NAME_CHARS_MAX)]
 AddressBytes = Annotated[bytes, Meta(min_length=1, max_length=4096)]
@@ -183,6 +186,12 @@ class Tokens(_OfRequest, frozen=True, tag=True):
     elsewhere: bool = False
 
 
+class TokensOfSeveral(Struct, frozen=True, tag=True):
+    """Those of several requests that had some at the same moment. Answered by TakenOfSeveral."""
+
+    pieces: Annotated[list[Tokens], Meta(min_length=1, max_length=PIECES_MAX)]
+
+
 class PrefillerLost(_OfAttempt, frozen=True, tag=True):
     """The prefiller of this attempt does not answer, refused or failed. Answered by Reassigned.
 
@@ -311,10 +320,16 @@ class Taken(Struct, frozen=True, tag=True):
     wanted: bool = True
 
 
+class TakenOfSeveral(Struct, frozen=True, tag=True):
+    """The same of each piece, in their order."""
+
+    wanted: Annotated[list[bool], Meta(max_length=PIECES_MAX)]
+
+
 Message = (
-    Join | Joined | JoinRefused | Heartbeat | HeartbeatTaken | Leave | Tokens | PrefillerLost
+    Join | Joined | JoinRefused | Heartbeat | HeartbeatTaken | Leave | Tokens | TokensOfSeveral | PrefillerLost
     | Start | Started | StartRefused | Cancel | Reassigned
-    | Dispatch | Dispatched | DispatchRefused | Probe | Progress | Withdraw | Quiesced | Taken | Failed
+    | Dispatch | Dispatched | DispatchRefused | Probe | Progress | Withdraw | Quiesced | Taken | TakenOfSeveral | Failed
 )  # fmt: skip
 
 
@@ -348,6 +363,27 @@ def pack_tokens(tokens: npt.ArrayLike) -> bytes:
     if array.size and (array.dtype.kind not in "iu" or array.min() < 0 or array.max() > 0x7FFFFFFF):
         raise UsageError(f"tokens must be integers in 0..{0x7FFFFFFF}")
     return array.astype("<i4").tobytes()
+
+
+def pack_few(tokens: Sequence[int]) -> bytes:
+    """The same of a list or tuple: for some tokens numpy's calls take longer than all of this."""
+    if not tokens:
+        return b""
+    try:
+        if min(tokens) >= 0:
+            return struct.pack(f"<{len(tokens)}i", *tokens)
+    except struct.error:  # one is no int32: told below
+        pass
+    return pack_tokens(tokens)
+
+
+def unpack_few(data: bytes) -> list[int]:
+    """As unpack_tokens, of what pack_few packs."""
+    if len(data) % 4 == 0:
+        tokens = list(struct.unpack(f"<{len(data) // 4}i", data))
+        if not tokens or min(tokens) >= 0:
+            return tokens
+    return list(unpack_tokens(data))
 
 
 def unpack_tokens(data: bytes) -> npt.NDArray[np.int32]:

@@ -23,7 +23,7 @@ from functools import partial
 
 from crossrail._closing import AsyncClosing
 from crossrail._options import check_seconds, check_timeout
-from crossrail.control.deadlines import in_time, loop_time_s, set_in_time
+from crossrail.control.deadlines import loop_time_s, set_in_time
 from crossrail.control.mailbox import Mailbox, NoAnswer
 from crossrail.control.wire import Unreachable
 from crossrail.errors import CrossrailError, UsageError
@@ -96,7 +96,8 @@ class Router(AsyncClosing):
         mailbox.handle(m.Join, self._on_join)
         mailbox.handle(m.Heartbeat, self._on_heartbeat)
         mailbox.handle(m.Leave, self._on_leave)
-        mailbox.handle(m.Tokens, self._on_tokens)
+        mailbox.handle_at_once(m.Tokens, self._on_tokens)
+        mailbox.handle_at_once(m.TokensOfSeveral, self._on_tokens_of_several)
         mailbox.handle(m.PrefillerLost, self._on_prefiller_lost)
 
     def __repr__(self) -> str:
@@ -184,6 +185,8 @@ class Router(AsyncClosing):
             self.counts[_outcome(error)] += 1
             raise
         running.traceparent = checked(traceparent)
+        loop = asyncio.get_running_loop()
+        timer = loop.call_at(running.deadline_at_s, running.chunks.time_is_up)  # one for all chunks
         try:
             try:
                 await self._place(running)
@@ -198,6 +201,7 @@ class Router(AsyncClosing):
                 if chunk.end is not None:
                     return
         finally:
+            timer.cancel()
             self._drop(running)
 
     def has_enough(self, request: str, why: str) -> None:
@@ -374,13 +378,11 @@ class Router(AsyncClosing):
             running.finish(ends, f"its decoder is gone: {why}; nobody else goes on with it: {error}")
 
     async def _next_chunk(self, running: Running) -> Chunk:
-        left_s = running.deadline_at_s - loop_time_s()
-        try:
-            return await in_time(running.chunks.get(), left_s)
-        except asyncio.TimeoutError:
-            running.ended = True
-            self._cancel(running, "its time is up")
-            return Chunk([], m.End("deadline", "the router's time for it was up"))
+        if (chunk := await running.chunks.take()) is not None:
+            return chunk
+        running.ended = True
+        self._cancel(running, "its time is up")
+        return Chunk([], m.End("deadline", "the router's time for it was up"))
 
     def _drop(self, running: Running) -> None:
         """Forgets a request; one that has not ended is cancelled at its decoder."""
@@ -468,12 +470,20 @@ class Router(AsyncClosing):
         self.roster.leave(leave.node, sender)
         return m.Taken()
 
-    async def _on_tokens(self, sender: bytes, tokens: m.Tokens) -> m.Message:
-        numbers = m.unpack_tokens(tokens.tokens).tolist()
+    def _on_tokens(self, sender: bytes, tokens: m.Tokens) -> m.Message:
+        return m.Taken(self._take(sender, tokens, loop_time_s()))
+
+    def _on_tokens_of_several(self, sender: bytes, tokens: m.TokensOfSeveral) -> m.Message:
+        now_s = loop_time_s()
+        return m.TakenOfSeveral([self._take(sender, piece, now_s) for piece in tokens.pieces])
+
+    def _take(self, sender: bytes, tokens: m.Tokens, now_s: float) -> bool:
+        """Whether somebody wants that request."""
+        numbers = m.unpack_few(tokens.tokens)
         running = self._running.get(tokens.request)
         if running is not None and running.is_placed(sender, tokens.placement):
             assert running.decoder is not None
-            running.decoder.heard_s = loop_time_s()
+            running.decoder.heard_s = now_s
             gone = tokens.end if tokens.elsewhere else None
             running.take(tokens.first, numbers, tokens.end if gone is None else None)
             if gone is not None and not running.is_charged:
@@ -482,8 +492,8 @@ class Router(AsyncClosing):
                 self._on_decoder_gone(running, running.decoder, gone.detail)
             elif running.tokens and running.prefiller is not None:
                 self._placement.assign(running, None)  # a first token: the prefiller has done its part
-            return m.Taken(wanted=not running.ended or tokens.end is not None)
-        return m.Taken(wanted=self._adopted.take(tokens.request, sender, tokens.first, numbers, tokens.end))
+            return not running.ended or tokens.end is not None
+        return self._adopted.take(tokens.request, sender, tokens.first, numbers, tokens.end)
 
     async def _on_prefiller_lost(self, sender: bytes, lost: m.PrefillerLost) -> m.Message:
         running = self._running.get(lost.request) or self._adopted_as_running(lost, sender)

@@ -30,6 +30,44 @@ class Chunk:
     model: str = ""
 
 
+class Chunks:
+    """What has come of a request and its client has not taken yet, as one Chunk: however slow he is, it does not grow
+    but by its tokens. Threads: the event loop's; one waits at a time.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: Chunk | None = None
+        self._news: asyncio.Future[None] | None = None
+        self._is_over = False
+
+    def put(self, chunk: Chunk) -> None:
+        """Owner of its list of tokens: this."""
+        if (before := self._waiting) is not None:
+            before.tokens.extend(chunk.tokens)
+            chunk = Chunk(before.tokens, chunk.end, chunk.model or before.model)
+        self._waiting = chunk
+        self._wake()
+
+    def time_is_up(self) -> None:
+        """Nobody waits any longer for what is not here yet."""
+        self._is_over = True
+        self._wake()
+
+    async def take(self) -> Chunk | None:
+        """All that is here, as soon as something is. None: time_is_up()."""
+        while self._waiting is None:
+            if self._is_over:
+                return None
+            self._news = asyncio.get_running_loop().create_future()
+            await self._news
+        chunk, self._waiting = self._waiting, None
+        return chunk
+
+    def _wake(self) -> None:
+        if self._news is not None and not self._news.done():
+            self._news.set_result(None)
+
+
 @dataclass
 class Running:
     """A request that a client waits for.
@@ -70,7 +108,7 @@ class Running:
     given_up: str | None = None  # why its decoder, whose answer has not come yet, wants another one to go on
     ended: bool = False
     end: m.End | None = None  # as the client was told
-    chunks: asyncio.Queue[Chunk] = field(default_factory=asyncio.Queue)
+    chunks: Chunks = field(default_factory=Chunks)
 
     @property
     def context(self) -> Tokens:
@@ -133,13 +171,13 @@ class Running:
         self.ended = end is not None
         if fresh or end is not None:
             model = self.decoder.record.model if self.decoder is not None else ""
-            self.chunks.put_nowait(Chunk(fresh, end, model))
+            self.chunks.put(Chunk(fresh, end, model))
 
     def finish(self, reason: m.EndReason, detail: str) -> None:
         """Ends it from this side."""
         if not self.ended:
             self.ended = True
-            self.chunks.put_nowait(Chunk([], m.End(reason, m.clipped(detail))))
+            self.chunks.put(Chunk([], m.End(reason, m.clipped(detail))))
 
 
 @dataclass

@@ -11,6 +11,7 @@ from crossrail.control.mailbox import Mailbox, NoAnswer
 from crossrail.control.wire import Unreachable
 from crossrail.kv import messages as m
 from crossrail.kv.services.node import NodeOptions
+from crossrail.kv.services.outbox import Outbox
 from crossrail.kv.services.serving import Serving, Stopped
 
 log = logging.getLogger("crossrail.kv")
@@ -30,6 +31,7 @@ class ToRouter:
         self._mailbox = mailbox
         self._options = options
         self._let_go_of_pages = let_go_of_pages
+        self._outbox = Outbox(mailbox, options.answer_timeout_s)
         self.closing = False
 
     async def deliver(self, serving: Serving) -> None:
@@ -72,13 +74,11 @@ class ToRouter:
         is_last = first + len(tokens) == len(serving.tokens)
         end = serving.end if is_last else None
         elsewhere = end is not None and serving.goes_elsewhere
-        message = m.Tokens(serving.request, first, m.pack_tokens(tokens), end, serving.placement, elsewhere)
-        try:
-            answer = await self._mailbox.ask(address, message, m.Taken, self._options.answer_timeout_s)
-        except (NoAnswer, Unreachable) as error:
-            log.info("tokens of %s were not taken: %s", serving.request, error)
+        message = m.Tokens(serving.request, first, m.pack_few(tokens), end, serving.placement, elsewhere)
+        wanted = await self._outbox.offer(address, message)
+        if wanted is None:
             return False
-        if not answer.wanted:
+        if not wanted:
             serving.is_unwanted = True
             serving.stop("cancelled", "its router does not know it, or does not want it any more")
             serving.end_taken = serving.end is not None
