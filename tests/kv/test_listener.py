@@ -300,6 +300,15 @@ async def test_client_that_ends_its_side_is_answered(url: str, path: bytes, paus
     assert heard.startswith(b"HTTP/1.1 ") and heard.endswith(b"}")
 
 
+@pytest.mark.parametrize("count", [2, 40])
+async def test_client_that_ends_its_side_behind_several_requests_has_all_their_answers(url: str, count: int) -> None:
+    async with connected(int(url.rpartition(":")[2])) as (reader, writer):
+        writer.write(count * b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n")
+        writer.write_eof()
+        heard = await asyncio.wait_for(reader.read(), WAIT_S)
+    assert heard.count(b"HTTP/1.1 200 OK") == count
+
+
 @pytest.mark.parametrize("is_stream", [True, False])
 @pytest.mark.parametrize("has_begun", [True, False])
 async def test_client_that_ends_its_side_has_left_its_completion(

@@ -385,13 +385,17 @@ class _Connection(web.RequestHandler):
         return self._is_long or not request.content.is_eof()
 
     def eof_received(self) -> bool:  # type: ignore[override]  # asyncio's contract, of which aiohttp uses None alone
-        """Whether the connection stays open for the answer to what runs, or waits. Its client may be gone as well."""
+        """Whether the connection stays open for the answers to what runs, or waits. Its client may be gone as well."""
         is_asked = self._request_count > 0 and not self.is_idle
         running = self._current_request
         self._has_ended = is_asked and (running is None or not self._is_over_at_end(running))
-        if self._has_ended:
-            self.close()  # behind that answer
+        self._close_if_last()
         return self._has_ended
+
+    def _close_if_last(self) -> None:
+        """Behind the answer to what runs, if its client sends no more, and nothing waits."""
+        if self._has_ended and not self._messages:
+            self.close()
 
     async def start(self) -> None:
         try:
@@ -482,6 +486,7 @@ class _Connection(web.RequestHandler):
         if not request.content.is_eof() and not await self._thrown_away(request.content):
             self.force_close()
         self._listener.is_answered(self)
+        self._close_if_last()
         return finished
 
     async def _thrown_away(self, content: StreamReader) -> bool:
