@@ -45,8 +45,8 @@ async def test_what_is_null_is_not_given_and_what_is_done_anyway_may_be_asked_fo
 ) -> None:
     await start(cluster)
     neutral = {"n": 1, "best_of": 1, "echo": False, "presence_penalty": 0.0, "frequency_penalty": 0, "logit_bias": {}}
-    neutral |= {"repetition_penalty": 1.0, "top_k": -1, "min_p": 0.0}
-    absent = dict.fromkeys(("top_p", "stop", "stream", "user", "model", "logprobs", "suffix", *neutral))
+    neutral |= {"repetition_penalty": 1.0, "top_k": -1, "min_p": 0.0, "suffix": ""}
+    absent = dict.fromkeys(("top_p", "stop", "stream", "user", "model", "logprobs", *neutral))
     for more in (neutral, absent):
         async with client.post(url + "/v1/completions", json=body(**more)) as response:
             assert (await response.json())["choices"][0]["token_ids"] == await expected()
@@ -108,7 +108,7 @@ async def test_usage_is_streamed_as_it_was_asked_for(cluster: Cluster, url: str,
     assert all(event["usage"] is None for event in events)
     assert (last["choices"], last["id"], last["model"]) == ([], events[0]["id"], events[0]["model"])
     assert last["usage"] == {"prompt_tokens": len(TEXT), "completion_tokens": 8, "total_tokens": len(TEXT) + 8}
-    for given in ({}, {"include_usage": False}, {"include_usage": None}):
+    for given in ({}, {"include_usage": False}, {"include_usage": None}, {"include_obfuscation": False}):
         async with client.post(url + "/v1/completions", json=body(stream=True, stream_options=given)) as response:
             lines = [line.decode().strip() async for line in response.content if line.strip()]
         ending = json.loads(lines[-2].removeprefix("data: "))

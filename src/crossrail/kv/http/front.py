@@ -73,10 +73,12 @@ PromptTokens = Annotated[list[Token], msgspec.Meta(max_length=m.TOKENS_MAX)]
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     """include_usage: what it took comes in an event of its own behind the others, which have null there, as OpenAI has
-    it. Without, the last event with a choice says it.
+    it. Without, the last event with a choice says it. include_obfuscation: OpenAI's padding against who listens, which
+    is not added here: false is taken.
     """
 
     include_usage: bool | None = None
+    include_obfuscation: bool | None = None
 
 
 class CompletionBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -129,6 +131,8 @@ class CompletionBody(msgspec.Struct, forbid_unknown_fields=True):
                 raise FieldError(f"`{name}` = {m.clipped(json.dumps(value))} is not supported{only}", name)
         if self.stream_options is not None and not self.stream:
             raise FieldError("`stream_options` is given, and `stream` is not true", "stream_options")
+        if self.stream_options is not None and self.stream_options.include_obfuscation:
+            raise FieldError("`include_obfuscation` = true is not supported, only false", "stream_options")
         given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
         # Drawn here, not at a decoder: one that goes on where another died has to draw the same.
         given.setdefault("seed", secrets.randbits(63))
@@ -142,7 +146,7 @@ _SAMPLING = ("max_tokens", "temperature", "top_p", "seed")
 _DEFAULTS = {"max_tokens": 16, "temperature": 1.0}
 _DONE_ANYWAY: dict[str, tuple[object, ...]] = {
     "n": (1,), "best_of": (1,), "echo": (False,), "presence_penalty": (0,), "frequency_penalty": (0,), "logprobs": (),
-    "suffix": (), "logit_bias": ({},), "repetition_penalty": (1,), "top_k": (0, -1), "min_p": (0,),
+    "suffix": ("",), "logit_bias": ({},), "repetition_penalty": (1,), "top_k": (0, -1), "min_p": (0,),
 }  # fmt: skip
 
 
