@@ -373,6 +373,16 @@ def test_own_rules_for_an_own_framework() -> None:
     ]
 
 
+def test_braces_in_a_name_without_a_rule_are_part_of_it() -> None:
+    shapes = dict.fromkeys(("blocks{}.w", "blocks.{n}", "a{", "b}}"), (2, 3))
+
+    for name in shapes:
+        (held,) = Names([], shapes).holdings(name, "float32", (2, 3), 0, 0)
+        assert held.name == name
+    with pytest.raises(UsageError, match=r"'c\{\}': the model has no parameter 'c\{\}'"):
+        Names([], shapes).holdings("c{}", "float32", (2, 3), 0, 0)
+
+
 # --- from a trainer's names to an inference rank's ---
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -121,6 +121,53 @@ def test_type_that_is_said_is_that_of_the_elements_and_must_fit() -> None:
         with pytest.raises(UsageError, match=r"'t': innermost dimension has gaps"):
             memory.add("t", torch.zeros(8, 4).t())
         assert [holding.dtype for holding in memory.inventory().holdings] == ["float8_e4m3fn", "bfloat16"]
+
+
+class ElsewhereTensor(torch.Tensor):
+    """As quantised ones of torchao: what it stands for is in another tensor."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> ElsewhereTensor:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, *_: object) -> object:
+        raise NotImplementedError
+
+
+def freed() -> torch.Tensor:
+    tensor = torch.ones(4, 6)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda: ElsewhereTensor(torch.ones(4, 6)), "the tensor, a ElsewhereTensor, has no memory of its own"),
+        (freed, "the tensor, a Tensor, has no memory now: its storage was freed"),
+        (lambda: torch._neg_view(torch.ones(4, 6)), "torch negates or conjugates it"),
+        (lambda: torch.ones(4, 6).to_sparse(), "the tensor's layout is torch.sparse_coo"),
+        (lambda: torch.ones(4, 6, device="meta"), "the tensor is on meta"),
+    ],
+)
+def test_tensor_whose_memory_does_not_hold_its_values_is_refused_by_name(
+    make: Callable[[], torch.Tensor], why: str
+) -> None:
+    with xr.Engine("here", transport="null") as engine:
+        memory = WeightMemory(engine, "trainer", 0)
+        with pytest.raises(UsageError, match=f"^w: {why}"):
+            memory.add("w", make())
+        with pytest.raises(UsageError, match=f"^w: {why}"):
+            add_tensor(memory, Names([], {"w": (4, 6)}), "w", make())
+        assert not memory.names
+
+
+def test_what_is_no_tensor_is_refused_by_name() -> None:
+    with xr.Engine("here", transport="null") as engine:
+        memory = WeightMemory(engine, "trainer", 0)
+        with pytest.raises(UsageError, match=r"^w: a ndarray is no torch tensor"):
+            add_tensor(memory, Names([], {"w": (4, 6)}), "w", np.zeros((4, 6)))
 
 
 def test_tensor_that_moved_is_refused_by_name() -> None:

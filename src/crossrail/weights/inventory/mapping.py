@@ -197,7 +197,8 @@ class Names:
         for pattern, rule in self._rules:
             if match := pattern.fullmatch(name):
                 return rule, match.groupdict()
-        return Rule(name, (Part(name),)), {}
+        literal = name.replace("{", "{{").replace("}", "}}")  # it is formatted, as a part's name
+        return Rule(name, (Part(literal),)), {}
 
     def _held(self, part: Part, rule: Rule, name: str, shape: Shape, expert: int | None, ranks: Ranks) -> Box:
         box = [(0, extent) for extent in shape]

@@ -417,22 +417,49 @@ def _span(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
 
 
 def _torch_piece(name: str, tensor: Any, dtype: object) -> _Piece:
-    if tensor.device.type not in ("cpu", "cuda"):
-        raise UsageError(
-            f"{name}: the tensor is on {tensor.device}, only those on the CPU or a GPU of NVIDIA's are taken"
-        )
-    if tensor.layout is not sys.modules["torch"].strided:
-        raise UsageError(f"{name}: the tensor's layout is {tensor.layout}, must be torch.strided")
     if hasattr(tensor, "to_local"):
         raise UsageError(
             f"{name}: the tensor is a {type(tensor).__name__}: "
             "crossrail.weights.inventory.torch_tensors.add_tensor() takes it"
         )
-    stored = tensor.untyped_storage()
-    begin = stored.data_ptr()
+    stored, begin = torch_storage(name, tensor)
     strides = tuple(step * tensor.element_size() for step in tensor.stride())
     kind = _kind_of(name, str(tensor.dtype).removeprefix("torch."), dtype)
     block = begin, begin + stored.nbytes()
     owner, is_cuda = _Tensor(tensor, stored), tensor.device.type == "cuda"
     on = str(tensor.device) if is_cuda else ""
     return _Piece(tensor.data_ptr(), strides, tuple(tensor.shape), kind, block, owner, is_cuda, gpu=on)
+
+
+def torch_storage(name: str, tensor: Any) -> tuple[Any, int]:
+    """A torch tensor's storage, and the address at which it begins; no DTensor's.
+
+    UsageError, naming the parameter, for a device or layout that is not taken, and where the memory does not hold the
+    tensor's values: those of a class that keeps them in other tensors, those whose storage was freed, and those that
+    torch negates as they are read.
+    """
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise UsageError(
+            f"{name}: the tensor is on {tensor.device}, only those on the CPU or a GPU of NVIDIA's are taken"
+        )
+    if tensor.layout is not sys.modules["torch"].strided:
+        raise UsageError(f"{name}: the tensor's layout is {tensor.layout}, must be torch.strided")
+    try:
+        stored = tensor.untyped_storage()
+        begin = stored.data_ptr()
+        tensor.stride()  # nested ones have none
+    except RuntimeError as error:
+        raise UsageError(
+            f"{name}: the tensor, a {type(tensor).__name__}, has no memory of its own ({error}). Next: add the tensors "
+            "that it is made of, or hold a plain copy, and add that"
+        ) from None
+    if not begin and tensor.numel():
+        raise UsageError(
+            f"{name}: the tensor, a {type(tensor).__name__}, has no memory now: its storage was freed, as FSDP does "
+            "with unsharded parameters, or it never had any. Next: add the sharded parameters, those after reshard()"
+        )
+    if tensor.is_neg() or tensor.is_conj():
+        raise UsageError(
+            f"{name}: torch negates or conjugates it as it is read. Next: add a copy that resolve_neg() made"
+        )
+    return stored, begin

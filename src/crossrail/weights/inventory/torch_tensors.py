@@ -10,7 +10,7 @@ from crossrail._extras import needs
 from crossrail.errors import UsageError
 from crossrail.weights.inventory.holdings import Box, Holding
 from crossrail.weights.inventory.mapping import ALONE, Names, Ranks
-from crossrail.weights.inventory.memory import WeightMemory
+from crossrail.weights.inventory.memory import WeightMemory, torch_storage
 from crossrail.weights.inventory.placement import Placement, Replicate, Shard, local_box
 
 with needs(__name__, "'crossrail[torch]'"):
@@ -74,9 +74,13 @@ def add_tensor(memory: WeightMemory, names: Names, name: str, tensor: torch.Tens
     """Adds a framework's tensor to this memory, as all those parameters of the checkpoint that lie in it.
 
     tensor: plain or a DTensor, on the CPU or a GPU; its elements stay where they are. name, ranks: as torch_holdings
-    has them.
+    has them. A UsageError names the tensor.
     """
-    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    if not isinstance(tensor, torch.Tensor):
+        raise UsageError(f"{name}: a {type(tensor).__name__} is no torch tensor")
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    torch_storage(str(name), local)
+    local = local.detach()
     if not local.numel():  # an uneven shard
         return
     size = local.element_size()
