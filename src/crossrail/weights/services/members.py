@@ -301,12 +301,17 @@ class Membership:
         log.warning("%s takes no part in updates any more: %s", self._who, why)
         return True
 
-    def left_out(self, why: str, controller: bytes, before: Callable[[], Awaitable[None]] = _nothing) -> None:
-        """The controller says so. before: runs before it joins again."""
+    def left_out(self, told: m.Evicted, controller: bytes, before: Callable[[], Awaitable[None]] = _nothing) -> None:
+        """The controller has told it so. before: runs before it joins again."""
         if not self._takes_part:
             return
-        log.warning("%s was left out: %s; it joins again", self._who, why)
-        if self._joining is None or self._joining.done():
+        log.warning("%s was left out: %s; it joins again", self._who, told.reason)
+        is_joining = self._joining is not None and not self._joining.done()
+        if is_joining and told.number == self._join_number:
+            # That Join has been taken, and was in vain already: its answer, still on the way, would end this.
+            self._stop()
+            is_joining = False
+        if not is_joining:
             self._joining = self._mailbox.spawn(self._join_again(controller, before), "joining again")
 
     def _left_why(self) -> str:

@@ -247,11 +247,12 @@ class Aborted(Struct, frozen=True, tag=True):
 
 class Evicted(Struct, frozen=True, tag=True):
     """Whoever gets this is in no plan any more. It did not answer in time, and may join again; displaced: another has
-    joined under its rank since its Join of this number.
+    joined under its rank since its Join of this number. number: of the Join by which it was in.
     """
 
     reason: Text
     displaced: Count | None = None
+    number: Count = 0
 
 
 class Closed(Struct, frozen=True, tag=True):

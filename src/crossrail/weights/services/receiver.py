@@ -469,7 +469,7 @@ class WeightReceiver(AsyncClosing):
                 self._note_failure(evicted.reason)
                 self._mailbox.spawn(self._fail_at_last(evicted.reason), "ending an update that is not for it any more")
         else:
-            self._membership.left_out(evicted.reason, sender, lambda: self._fail_at_last("it joins anew"))
+            self._membership.left_out(evicted, sender, lambda: self._fail_at_last("it joins anew"))
         return m.Taken()
 
     def _current(self, sender: bytes, number: int) -> Attempt:

@@ -89,7 +89,7 @@ class Roster:
         if member not in self:
             return False
         self._remove(member, why)
-        evicted = m.Evicted(clipped(why))
+        evicted = m.Evicted(clipped(why), number=member.number)
 
         async def tell() -> None:
             await self._tell_evicted(member, evicted)

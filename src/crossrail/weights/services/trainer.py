@@ -391,7 +391,7 @@ class WeightTrainer(AsyncClosing):
                 self._fail(f"trainer {self.rank}: {evicted.reason}")
                 await self._stop_step(evicted.reason)
         else:
-            self._membership.left_out(evicted.reason, sender)
+            self._membership.left_out(evicted, sender)
         return m.Taken()
 
     async def _on_progress(self, sender: bytes, _: m.AskProgress) -> m.Progress:
