@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 
 from crossrail.weights import Holding, Inventory, Plan, PlanOptions, make_plan
+from crossrail.weights.planning.planner import Gather
 from tests.weights.memory import Process, carry_out, expected_memory, fill_trainers
 from tests.weights.worlds import World, worlds
 
@@ -102,6 +104,26 @@ def test_gather_needed_gathers_nothing_where_shards_hold_whole_blocks() -> None:
     assert len(needed.tasks) == 4
     assert len(full.gathers) == 4
     assert len(full.tasks) == 1
+
+
+@pytest.mark.parametrize("gather", ["needed", "full"])
+@pytest.mark.parametrize("gone", [{0}, {1}, {2}, {0, 2}, {0, 1, 2}, {3}, {3, 4}])
+def test_what_is_left_of_a_mesh_is_not_needed_where_another_has_it_whole(gone: set[int], gather: Gather) -> None:
+    """Two replicas, of three and of two trainers, of which some are gone: at an edge, in the middle, all."""
+    shape = (12, 8)
+    thirds = [Holding("w", "float32", shape, ((a, a + 4), (0, 8)), 0, 0, mesh="a") for a in (0, 4, 8)]
+    halves = [Holding("w", "float32", shape, ((a, a + 6), (0, 8)), 0, 0, mesh="b") for a in (0, 6)]
+    trainers = [
+        Process("trainer", rank, [held], 256) for rank, held in enumerate([*thirds, *halves]) if rank not in gone
+    ]
+    target = Process("target", 0, [Holding.whole("w", "bfloat16", shape, 0, 0)], 192)
+    whole = {"w": np.arange(96, dtype=np.float32).reshape(shape)}
+    fill_trainers(trainers, whole)
+
+    options = PlanOptions(gather=gather, write_bytes_min=1)
+    carry_out(make_plan([each.inventory for each in trainers], [target.inventory], options), trainers, [target])
+
+    np.testing.assert_array_equal(target.memory, expected_memory(target, whole, {"w": "float32"}))
 
 
 def test_neighbouring_slices_go_as_one_write() -> None:

@@ -130,6 +130,14 @@ def test_meshes_that_overlap_in_part() -> None:
     assert found == "'w': [4:5, 0:4] is claimed by trainers whose boxes overlap"
 
 
+def test_two_meshes_that_both_have_holes() -> None:
+    held = [(rows(0, 3, mesh="a"),), (rows(4, 8, mesh="a"),), (rows(0, 5, mesh="b"),), (rows(6, 8, mesh="b"),)]
+
+    assert refused(held, [(W,)]) == "'w': [3:4, 0:4] is held by no trainer, in mesh 'a'"
+    # What one has of them whole is no help for what it lacks.
+    assert refused([*held, (rows(0, 6, mesh="c"),)], [(W,)]).startswith("'w': [3:4, 0:4] is held by no trainer")
+
+
 def test_the_same_box_listed_twice() -> None:
     assert refused([(W, W)], [(W,)]) == "'w': trainer 0 lists the same box twice"
 

@@ -72,7 +72,8 @@ class Holding(Struct, frozen=True):
     mesh (trainers): a name for the processes that share something, as in a DeviceMesh. The boxes of a parameter in a
         mesh are equal or disjoint, and together make one box, its hull: for an expert-parallel mesh the experts of the
         mesh, otherwise mostly the whole parameter. The hulls of different meshes are equal or disjoint, and make up the
-        whole parameter.
+        whole parameter; what is left of a mesh that lost processes may have holes or be less, and is not used where
+        another mesh has all of it.
     scale_of, block (targets): this holds the fp32 scales of the parameter of that name, whose holdings here are
         float8_e4m3fn; block: elements per scale in each dimension. shape and box then count blocks.
     """

@@ -163,7 +163,15 @@ class Fault(NamedTuple):
 
 
 def find_fault(tiles: Boxes, start: Ints, stop: Ints) -> Fault | None:
-    """None when the tiles of each key k (0, 1, ...), all inside, fill the box start[k] .. stop[k], each element once.
+    """None when the tiles of each key k (0, 1, ...), all inside, fill the box start[k] .. stop[k], each part once."""
+    cells, claims = faults(tiles, start, stop)
+    for key in cells.key[:1].tolist():
+        return Fault(key, cells.start[0], cells.stop[0], int(claims[0]))
+    return None
+
+
+def faults(tiles: Boxes, start: Ints, stop: Ints) -> tuple[Boxes, Ints]:
+    """Where the tiles of each key do not fill its box as find_fault() has it: boxes, and how many tiles claim each.
 
     Cut along all edges of its tiles, the box falls into cells that are wholly in a tile or wholly outside.
     """
@@ -185,10 +193,9 @@ def find_fault(tiles: Boxes, start: Ints, stop: Ints) -> Fault | None:
         cuts.append(unique_pairs(owner[inside], edges[inside]))
     cells = grid(keys, (stop - start)[keys], cuts)
     claims = np.bincount(overlaps(cells, Boxes(of, low, high)).left, minlength=len(cells.key))
-    for cell in np.flatnonzero(claims != 1)[:1]:
-        key = int(cells.key[cell])
-        return Fault(key, cells.start[cell] + start[key], cells.stop[cell] + start[key], int(claims[cell]))
-    return None
+    bad = np.flatnonzero(claims != 1)
+    key = cells.key[bad]
+    return Boxes(key, cells.start[bad] + start[key], cells.stop[bad] + start[key]), claims[bad]
 
 
 def unique_pairs(key: Ints, value: Ints) -> tuple[Ints, Ints]:

@@ -5,11 +5,24 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from crossrail.errors import UsageError
 from crossrail.weights.dtypes import ITEM_BYTES
 from crossrail.weights.errors import Unheld
-from crossrail.weights.planning.boxes import Boxes, Ints, columns_of, distinct, find_fault, grid, ranges, unique_pairs
+from crossrail.weights.planning.boxes import (
+    Boxes,
+    Fault,
+    Ints,
+    columns_of,
+    distinct,
+    faults,
+    find_fault,
+    grid,
+    overlaps,
+    ranges,
+    unique_pairs,
+)
 from crossrail.weights.planning.tables import Forms, Tables
 
 
@@ -29,8 +42,23 @@ class Sources(NamedTuple):
     hulls: Boxes
 
 
+class _Held(NamedTuple):
+    """What each mesh holds of a parameter, those of boxes grouped: hulls, by parameter, then mesh.
+
+    group: of each box of a Sources. hulls.key: the parameter.
+    """
+
+    group: Ints
+    hulls: Boxes
+    mesh: Ints
+
+
 def sources_of(tables: Tables) -> Sources:
-    """Raises UsageError where the boxes of a mesh overlap or have holes, or something of a parameter is nowhere."""
+    """Raises UsageError where the boxes of a mesh overlap, or hulls do; Unheld where something of a parameter is
+    nowhere, or a mesh has holes in what no other mesh has whole.
+
+    What is left of a mesh that has lost trainers is not used where another mesh has all of that.
+    """
     rows, rank = tables.source
     param, mesh = rows["name"].astype(np.int64), rows["mesh"].astype(np.int64)
     chosen, kind = distinct(columns_of(param, mesh, rows["start"], rows["stop"]))
@@ -40,32 +68,67 @@ def sources_of(tables: Tables) -> Sources:
     for row in holders[1:][twice][:1]:
         raise UsageError(f"{tables.names[param[row]]!r}: trainer {rank[row]} lists the same box twice")
 
-    boxes = Boxes(param[chosen], rows["start"][chosen], rows["stop"][chosen])
-    mesh, shape = mesh[chosen], rows["shape"][chosen]
-    keys, mesh_first, mesh_of = np.unique(boxes.key * len(tables.meshes) + mesh, return_index=True, return_inverse=True)
-    if not len(keys):
+    boxes, mesh = Boxes(param[chosen], rows["start"][chosen], rows["stop"][chosen]), mesh[chosen]
+    if not len(mesh):
         raise UsageError("the trainers hold no parameter")
-    start = np.minimum.reduceat(boxes.start, mesh_first)
-    stop = np.maximum.reduceat(boxes.stop, mesh_first)
-    # Hulls are checked as boxes of the parameter, boxes as boxes of their mesh's hull.
-    _check_tiles(tables, Boxes(mesh_of, boxes.start, boxes.stop), start, stop, boxes.key[mesh_first], mesh[mesh_first])
-    hull_at, hull_of = distinct(columns_of(boxes.key[mesh_first], start, stop))
-    hulls = Boxes(boxes.key[mesh_first][hull_at], start[hull_at], stop[hull_at])
+    held = _held(boxes, mesh)
+    kept = _needed(tables, boxes, held)[held.group]
+    if not kept.all():
+        boxes, mesh = Boxes(boxes.key[kept], boxes.start[kept], boxes.stop[kept]), mesh[kept]
+        counts = np.diff(first)
+        holders = holders[np.repeat(kept, counts)]
+        first = np.concatenate([[0], np.cumsum(counts[kept])])
+        held = _held(boxes, mesh)
+    hulls = held.hulls
+    hull_at, hull_of = distinct(columns_of(*hulls))
+    hulls = Boxes(hulls.key[hull_at], hulls.start[hull_at], hulls.stop[hull_at])
     params, param_of = np.unique(hulls.key, return_inverse=True)
-    shapes = shape[np.searchsorted(boxes.key, params)]
-    _check_tiles(tables, Boxes(param_of, hulls.start, hulls.stop), np.zeros_like(shapes), shapes, params, None)
-    return Sources(boxes, mesh, hull_of[mesh_of], holders, first, hulls)
-
-
-def _check_tiles(tables: Tables, tiles: Boxes, start: Ints, stop: Ints, param: Ints, mesh: Ints | None) -> None:
-    fault = find_fault(tiles, start, stop)
+    shapes = rows["shape"][chosen][np.searchsorted(param[chosen], params)]
+    fault = find_fault(Boxes(param_of, hulls.start, hulls.stop), np.zeros_like(shapes), shapes)
     if fault is not None:
-        key = fault.key
-        dims = int(tables.source.rows["dims"][tables.source.rows["name"] == param[key]][0])
-        what = "claimed by trainers whose boxes overlap" if fault.claims else "held by no trainer"
-        among = "" if mesh is None else f", in mesh {tables.meshes[mesh[key]]!r}"
-        kind = UsageError if fault.claims else Unheld
-        raise kind(f"{tables.names[param[key]]!r}: {fault.where(dims)} is {what}{among}")
+        raise _error(tables, fault, int(params[fault.key]), "")
+    return Sources(boxes, mesh, hull_of[held.group], holders, first, hulls)
+
+
+def _held(boxes: Boxes, mesh: Ints) -> _Held:
+    """boxes: by parameter, then mesh."""
+    starts, group = distinct([boxes.key, mesh])
+    start, stop = np.minimum.reduceat(boxes.start, starts), np.maximum.reduceat(boxes.stop, starts)
+    return _Held(group, Boxes(boxes.key[starts], start, stop), mesh[starts])
+
+
+def _needed(tables: Tables, boxes: Boxes, held: _Held) -> npt.NDArray[np.bool_]:
+    """Of each group, whether no other mesh has all of it whole, and more than it."""
+    hulls = held.hulls
+    holes, claims = faults(Boxes(held.group, boxes.start, boxes.stop), hulls.start, hulls.stop)
+
+    def error(at: int) -> UsageError:
+        group = holes.key[at]
+        fault = Fault(int(group), holes.start[at], holes.stop[at], int(claims[at]))
+        return _error(tables, fault, int(hulls.key[group]), f", in mesh {tables.meshes[held.mesh[group]]!r}")
+
+    for at in np.flatnonzero(claims > 1)[:1].tolist():
+        raise error(at)
+    has_holes = np.zeros(len(held.mesh), bool)
+    has_holes[holes.key] = True
+    whole = np.flatnonzero(~has_holes)
+    whole = whole[distinct(columns_of(hulls.key[whole], hulls.start[whole], hulls.stop[whole]))[0]]
+    others = Boxes(hulls.key[whole], hulls.start[whole], hulls.stop[whole])
+    pairs = overlaps(hulls, others)
+    inside = ((pairs.start == hulls.start[pairs.left]) & (pairs.stop == hulls.stop[pairs.left])).all(axis=1)
+    more = has_holes[pairs.left] | (others.volume[pairs.right] > hulls.volume[pairs.left])
+    needed = np.ones(len(held.mesh), bool)
+    needed[pairs.left[inside & more]] = False
+    for at in np.flatnonzero(needed[holes.key])[:1].tolist():
+        raise error(at)
+    return needed
+
+
+def _error(tables: Tables, fault: Fault, param: int, among: str) -> UsageError:
+    dims = int(tables.source.rows["dims"][tables.source.rows["name"] == param][0])
+    what = "claimed by trainers whose boxes overlap" if fault.claims else "held by no trainer"
+    kind = UsageError if fault.claims else Unheld
+    return kind(f"{tables.names[param]!r}: {fault.where(dims)} is {what}{among}")
 
 
 def cells_of(forms: Forms, sources: Sources, whole: bool, write_bytes_min: int, task_bytes_max: int) -> Boxes:
