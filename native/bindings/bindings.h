@@ -32,6 +32,7 @@ void register_moe_words(nanobind::module_& module);         // likewise
 void register_moe_proxy(nanobind::module_& module);         // likewise
 void register_moe_stream_proxy(nanobind::module_& module);  // likewise
 void register_moe_node_sums(nanobind::module_& module);     // likewise
+void register_weights(nanobind::module_& module);
 void register_bench(nanobind::module_& module);
 void register_bench_sockets(nanobind::module_& module);  // into the module of register_bench
 void register_bench_fabric(nanobind::module_& module);   // likewise

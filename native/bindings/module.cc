@@ -32,6 +32,7 @@ NB_MODULE(_core_of_main, module) {
   register_moe_proxy(module);
   register_moe_stream_proxy(module);
   register_moe_node_sums(module);
+  register_weights(module);
   register_bench(module);
 }
 

@@ -1,5 +1,7 @@
 """Quantisation is exact: each element is the nearest e4m3 to value / scale, by a definition that shares no code."""
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -126,6 +128,47 @@ def test_any_finite_row(row: list[float]) -> None:
     assert np.isfinite(decoded(out)).all()
 
 
+def with_gaps(matrix: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """The same, in every other column of a wider one: numpy converts those, native code all others."""
+    wide = np.zeros((matrix.shape[0], 2 * matrix.shape[1]), matrix.dtype)
+    wide[:, ::2] = matrix
+    return wide[:, ::2]
+
+
+@given(
+    rows=st.integers(1, 40),
+    columns=st.integers(1, 70),
+    block=st.tuples(st.integers(1, 50), st.integers(1, 80)),
+    bits=st.sampled_from([np.uint32, np.uint16]),
+    is_finite=st.booleans(),
+    shift=st.integers(0, 3),
+    data=st.integers(0, 1 << 32),
+)
+def test_native_code_and_numpy_give_the_same_bits(
+    rows: int, columns: int, block: tuple[int, int], bits: Any, is_finite: bool, shift: int, data: int
+) -> None:
+    """Of all bit patterns, at any address: also those of numbers so small, or so unlike, that most become zero."""
+    words = np.random.default_rng(data).integers(0, 1 << (8 * np.dtype(bits).itemsize), (rows, columns), bits)
+    if is_finite:  # the exponent's last bit is not set
+        words &= np.array(0xFF7FFFFF >> (32 - 8 * words.itemsize), bits)
+    memory = np.zeros(words.nbytes + 3, np.uint8)[shift : shift + words.nbytes]
+    memory[:] = words.reshape(-1).view(np.uint8)
+    kind = np.float32 if bits is np.uint32 else np.uint16
+    values = memory.view(kind).reshape(words.shape)
+    found = []
+    for matrix in (values, with_gaps(values)):
+        out = np.full(words.shape, 0xEE, np.uint8)
+        scales = np.full((blocks(rows, block[0]), blocks(columns, block[1])), np.nan, np.float32)
+        try:
+            BlockQuantiser().quantise(matrix, out, scales, "w", block)
+        except NotFinite as error:
+            found.append(str(error))
+        else:
+            found.append((out.tobytes(), scales.tobytes()))
+    assert found[0] == found[1]
+    assert isinstance(found[0], tuple) or not is_finite
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_not_finite_is_refused_by_name_and_place(bad: float) -> None:
     values = np.ones((300, 400), np.float32)
@@ -150,18 +193,18 @@ def test_scratch_has_an_end_and_pieces_change_nothing(
     monkeypatch.setattr(float8, "_PIECE_ELEMENTS", 1000)
     quantiser = BlockQuantiser()
     out, again = np.zeros(values.shape, np.uint8), np.zeros(grid, np.float32)
-    quantiser.quantise(values, out, again, "w", block)
+    quantiser.quantise(with_gaps(values), out, again, "w", block)
     assert quantiser._wide.size <= 1000
     assert np.array_equal(out, whole) and np.array_equal(again, scales)
 
     values[7, 390] = values[250, 3] = np.array(0x7F80, np.uint16) if kind is np.uint16 else np.inf
     with pytest.raises(NotFinite, match=r"^w\[7, 390\] is inf"):
-        quantiser.quantise(values, out, again, "w", block)
+        quantiser.quantise(with_gaps(values), out, again, "w", block)
 
 
 def test_scratch_is_made_once() -> None:
     quantiser = BlockQuantiser()
-    values, out = np.ones((256, 512), np.float32), np.zeros((256, 512), np.uint8)
+    values, out = with_gaps(np.ones((256, 512), np.float32)), np.zeros((256, 512), np.uint8)
     scales = np.zeros((2, 4), np.float32)
     quantiser.quantise(values, out, scales)
     before = quantiser._wide

@@ -393,35 +393,6 @@ async def test_join_is_not_overtaken_by_word_of_an_earlier_one(make_fleet: MakeF
     await fleet.assert_holds(1)
 
 
-@pytest.mark.parametrize("role", ["trainer", "target"])
-async def test_who_is_left_out_again_before_it_hears_that_it_has_joined_again_does_so_once_more(
-    make_fleet: MakeFleet, role: Role
-) -> None:
-    """It was frozen as it joined again, and through the next update: what it finds then comes in any order."""
-    fleet = make_fleet(trainer_count=2)
-    controller = await fleet.start()
-    member: Any = fleet.trainers[1] if role == "trainer" else fleet.receivers[1]
-    box, roster, joins = fleet.mailboxes["controller"], controller._roster, 0
-
-    async def join(sender: bytes, question: m.Join) -> object:
-        nonlocal joins
-        joins += 1
-        answer = await roster._on_join(sender, question)
-        if joins == 1:
-            roster._remove(roster.members[role, 1], "it did not answer Abort")
-            told = m.Evicted("it did not answer Abort", number=question.number)
-            await box.ask(sender, told, m.Taken, PATIENCE_S)
-        return answer
-
-    box.handle(m.Join, join)
-    roster.drop(roster.members[role, 1], "it did not answer Commit")
-    while (again := member._membership._joining) is None or not again.done():
-        await asyncio.sleep(0.01)
-    assert joins == 2 and 1 in controller.ranks(role)
-    await fleet.update(1)
-    await fleet.assert_holds(1)
-
-
 async def test_who_has_not_joined_cannot_leave(make_fleet: MakeFleet) -> None:
     fleet = make_fleet(trainer_count=1)
     await fleet.start(targets=[0])

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from crossrail._core import weights as native
 from crossrail.errors import UsageError
 from crossrail.weights.conversion.casts import pieces
 from crossrail.weights.errors import NotFinite
@@ -46,7 +47,8 @@ def index_in_whole(start: tuple[int, ...], at: tuple[int, ...]) -> tuple[int, ..
 
 
 class BlockQuantiser:
-    """Quantises matrices, in pieces: with scratch memory of 9 MiB at most, which is kept.
+    """Quantises matrices: those whose rows have no gaps in native code (native/weights/float8.h), the GIL released;
+    others in pieces by numpy, with scratch memory of 9 MiB at most, which is kept. The bits are the same.
 
     Threads: one at a time.
     """
@@ -79,6 +81,11 @@ class BlockQuantiser:
         if values.dtype not in (np.dtype(np.float32), np.dtype(np.uint16)):
             raise UsageError(f"{name}: values of {values.dtype}, must be float32, or uint16 for the bits of bfloat16")
         needed = min(min(rows, high) * columns, _PIECE_ELEMENTS)
+        if all(map(_has_plain_rows, (values, out, scales))):
+            if not native.quantise(values, out, scales, high, broad):
+                self._make_scratch(max(needed, self._elements))
+                raise self._not_finite(values, name)
+            return
         if needed > self._elements:
             self._make_scratch(needed)
         if min(rows, high) * min(columns, broad) > _PIECE_ELEMENTS:
@@ -163,6 +170,11 @@ class BlockQuantiser:
     @staticmethod
     def _part(scratch: npt.NDArray[Any], shape: tuple[int, ...]) -> npt.NDArray[Any]:
         return scratch[: math.prod(shape)].reshape(shape)
+
+
+def _has_plain_rows(matrix: npt.NDArray[Any]) -> bool:
+    """Whether its rows have no gaps, as those of nearly all weights: native code takes only those."""
+    return matrix.strides[1] == matrix.itemsize and matrix.strides[0] % matrix.itemsize == 0
 
 
 def _set_scales(largest: Words, scales: Floats) -> bool:
