@@ -135,6 +135,8 @@ async def test_ranks_that_do_not_come_are_named(tmp_path: Path) -> None:
 
 async def test_needs_a_secret_and_an_address_that_fit(tmp_path: Path) -> None:
     save(tmp_path)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)  # or /dev/null, which would be gone
     cases = {
         "a secret that all nodes share is needed": await start_load(tmp_path, secret=""),
         "the others need its address": await start_load(tmp_path, "--reader", "1/2"),
@@ -142,11 +144,13 @@ async def test_needs_a_secret_and_an_address_that_fit(tmp_path: Path) -> None:
         "with at most 65536 readers": await start_load(tmp_path, "--reader", "0/300000000000"),
         "300000000000 is not in the range": await start_load(tmp_path, "--targets", "300000000000"),
         "there is no folder": await start_load(tmp_path, "--address-file", tmp_path / "none" / "controller"),
+        "a device or a pipe, must be a file": await start_load(tmp_path, "--address-file", pipe, "--wait-s", 0.5),
         "no tensor of the checkpoint is left": await start_load(tmp_path, "--ignore", "*"),
     }
     for why, process in cases.items():
         code, _, err = await ended(process)
         assert (code, why in err) == (2, True), err
+    assert pipe.is_fifo()
 
 
 @pytest.mark.timeout(150)

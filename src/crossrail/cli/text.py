@@ -85,10 +85,14 @@ def seconds() -> FloatRange:
 
 
 class OutputFile(click.Path):
-    """The type of an option that names a file to write: what stands in its way is told before the work."""
+    """The type of an option that names a file to write: what stands in its way is told before the work.
 
-    def __init__(self) -> None:
+    is_replaced: by another file, or removed, which a device or a pipe of that name must not be.
+    """
+
+    def __init__(self, *, is_replaced: bool = False) -> None:
         super().__init__(dir_okay=False, writable=True, path_type=Path)
+        self._is_replaced = is_replaced
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         path = Path(os.fsdecode(super().convert(value, param, ctx)))
@@ -100,6 +104,8 @@ class OutputFile(click.Path):
                 _try_to_write_in(folder)
             elif path.is_file():
                 os.close(os.open(path, os.O_WRONLY))
+            elif self._is_replaced:
+                self.fail(f"{str(path)!r}: a device or a pipe, must be a file: it is removed at the end", param, ctx)
         except OSError as error:  # a folder that may not be entered, a name that is too long
             self.fail(f"{str(path)!r}: {error.strerror}", param, ctx)
         return path

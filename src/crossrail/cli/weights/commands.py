@@ -160,7 +160,7 @@ def bench(**options: Any) -> None:
 )
 @click.option(
     "--address-file",
-    type=OutputFile(),
+    type=OutputFile(is_replaced=True),
     help="File to which reader 0 writes the address that ranks join, in hexadecimal; by default it is printed.",
 )
 @click.option(
