@@ -45,7 +45,7 @@ const void* aligned(const Py_buffer& view, std::vector<uint64_t>& copy) {
 
 // "a list", "an array of shape (3, 4), strides (32, 8), dtype float64".
 std::string describe(nb::handle given, const nb::object& argument = nb::none()) {
-  return nb::cast<std::string>(package_attribute("crossrail._raise", "describe_array")(given, argument));
+  return nb::cast<std::string>(call_package("crossrail._raise", "describe_array", given, argument));
 }
 
 std::string index_rule(const char* argument, nb::handle given) {
@@ -66,7 +66,7 @@ std::string size_rule(const char* argument, size_t count, nb::handle given) {
 IndexArray::IndexArray(nb::handle array, const char* argument) : array_(nb::borrow(array)) {
   if (!view_.acquire(array_, kBufferFlags)) {
     // No buffer: a torch tensor perhaps, or another library's array. A view of it, never a copy.
-    array_ = package_attribute("crossrail._buffers", "as_numpy")(array);
+    array_ = call_package("crossrail._buffers", "as_numpy", array);
     if (array_.is_none() || !view_.acquire(array_, kBufferFlags)) throw UsageError(index_rule(argument, array));
   }
   const Py_buffer& view = view_.get();

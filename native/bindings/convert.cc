@@ -34,7 +34,7 @@ uint64_t to_u64(nb::handle value, const char* argument, uint64_t max, uint64_t m
   nb::object index;  // keeps what __index__ made
   if (PyBool_Check(value.ptr())) throw UsageError(std::string(argument) + " must be a whole number, not bool");
   if (!PyLong_Check(value.ptr())) {
-    index = nb::steal(PyNumber_Index(value.ptr()));
+    index = in_python([&] { return nb::steal(PyNumber_Index(value.ptr())); });
     if (!index.is_valid()) {
       PyErr_Clear();
       throw UsageError(std::string(argument) + " must be a whole number, not " + type_name_of(value));
@@ -141,9 +141,7 @@ nb::str to_text(const std::string& text) {
   return nb::steal<nb::str>(object);
 }
 
-nb::str to_shown(const std::string& text) {
-  return nb::str(package_attribute("crossrail._text", "plain")(to_text(text)));
-}
+nb::str to_shown(const std::string& text) { return nb::str(call_package("crossrail._text", "plain", to_text(text))); }
 
 std::span<const uint8_t> bytes_of(nb::handle bytes) {
   char* data = nullptr;

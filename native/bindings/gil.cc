@@ -37,6 +37,20 @@ WithoutGil::~WithoutGil() {
   threads_out.fetch_sub(1, std::memory_order_relaxed);
 }
 
+IntoPython::IntoPython() {
+  if (ends_interpreter) return;
+  if (exiting.load(std::memory_order_relaxed)) {
+    PyEval_SaveThread();
+    park();
+  }
+  threads_out.fetch_add(1, std::memory_order_relaxed);
+  counted_ = true;
+}
+
+IntoPython::~IntoPython() {
+  if (counted_) threads_out.fetch_sub(1, std::memory_order_relaxed);
+}
+
 void park_if_exiting() {
   if (exiting.load(std::memory_order_relaxed) && !ends_interpreter) park();
 }

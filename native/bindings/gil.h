@@ -6,9 +6,14 @@
 // exit handlers do with us, and others stay parked, as Python 3.14 does it, where they would come back, or go out anew.
 // Only daemon threads can be concerned, since Python has joined the others by then; and threads that begin even later:
 // an engine that an exit handler behind ours opens has no callbacks.
+//
+// Who calls Python code from here is out, too: the GIL is lost there now and then, and the unwinding would come through
+// the frames that called.
 #pragma once
 
 #include <Python.h>
+
+#include <utility>
 
 namespace crossrail::bindings {
 
@@ -24,6 +29,26 @@ class WithoutGil {
  private:
   PyThreadState* state_ = nullptr;  // null: we kept the GIL
 };
+
+// Scope in which Python code is called: that of the package, or of the user. See in_python().
+// Thread: a holder of the GIL.
+class IntoPython {
+ public:
+  IntoPython();
+  ~IntoPython();
+  IntoPython(const IntoPython&) = delete;
+  IntoPython& operator=(const IntoPython&) = delete;
+
+ private:
+  bool counted_ = false;
+};
+
+// What `call` returns, which calls Python code.
+template <typename Call>
+auto in_python(Call&& call) {
+  const IntoPython scope;
+  return std::forward<Call>(call)();
+}
 
 // Nobody may ask for the GIL any more: whoever would stays parked here, but for the thread that has it. Called in a
 // scope without it.

@@ -25,7 +25,7 @@ std::string type_name(nb::dlpack::dtype type) {
 }
 
 std::string describe(nb::handle given) {
-  return nb::cast<std::string>(package_attribute("crossrail._raise", "describe_array")(given));
+  return nb::cast<std::string>(call_package("crossrail._raise", "describe_array", given));
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 
 #include <nanobind/nanobind.h>
 
+#include "bindings/gil.h"
 #include "engine/transfer.h"
 
 namespace nb = nanobind;
@@ -12,12 +13,16 @@ namespace crossrail::bindings {
 // An attribute of a module of the package, imported at first use: the package imports us first. Borrowed, never
 // dropped.
 nb::handle package_attribute(const char* module, const char* name);
+template <typename... Args>
+nb::object call_package(const char* module, const char* name, Args&&... args) {
+  return in_python([&] { return package_attribute(module, name)(std::forward<Args>(args)...); });
+}
 
 // Raises the exception that function `name` of crossrail._raise makes of the arguments.
 [[noreturn]] void raise_object(nb::object exception);
 template <typename... Args>
 nb::object make_error(const char* name, Args&&... args) {
-  return package_attribute("crossrail._raise", name)(std::forward<Args>(args)...);
+  return call_package("crossrail._raise", name, std::forward<Args>(args)...);
 }
 
 }  // namespace crossrail::bindings

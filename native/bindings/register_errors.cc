@@ -29,8 +29,8 @@ namespace {
 
 void set_error(const char* name, const auto&... arguments) {
   try {
-    const nb::handle type = package_attribute("crossrail.errors", name);
-    const nb::object error = type(arguments...);
+    const nb::handle type = in_python([&] { return package_attribute("crossrail.errors", name); });
+    const nb::object error = in_python([&] { return type(arguments...); });
     PyErr_SetObject(type.ptr(), error.ptr());
   } catch (nb::python_error& error) {
     error.restore();  // an import that failed says more than we could

@@ -139,7 +139,7 @@ timeout_s: seconds; None: no limit. Raises a TransferError (PeerLost, TransferCa
 transfer failed, EngineClosed if the engine was closed first, WaitTimeout after timeout_s (the transfer goes on), and
 KeyboardInterrupt on Ctrl-C.)")
       .def(
-          "__await__", [](Self self) { return package_attribute("crossrail.transfers", "await_transfer")(self.h); },
+          "__await__", [](Self self) { return call_package("crossrail.transfers", "await_transfer", self.h); },
           nb::sig("def __await__(self) -> collections.abc.Generator[typing.Any, None, None]"),
           R"(Waits on the running event loop, without polling. Raises what wait() raises.
 
@@ -159,7 +159,7 @@ counts 1 or nothing. It is too late once the receiver has begun to count the wri
 a frozen peer delays that. A message that waits for a buffer of the receiver's pool is given back.)")
       .def(
           "add_done_callback",
-          [](Self self, nb::handle fn) { package_attribute("crossrail.transfers", "add_done_callback")(self.h, fn); },
+          [](Self self, nb::handle fn) { call_package("crossrail.transfers", "add_done_callback", self.h, fn); },
           nb::arg("fn").none(),
           nb::sig("def add_done_callback(self, fn: collections.abc.Callable[[Transfer], object]) -> None"),
           R"(Calls fn(transfer) once on the engine's callback thread, even if the transfer has completed already.

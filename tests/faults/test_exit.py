@@ -3,6 +3,7 @@
 import pytest
 
 from tests.contract.setups import why_not
+from tests.support.limits import WAIT_S
 from tests.support.process import assert_clean, run_script
 
 ENDINGS = {
@@ -86,6 +87,65 @@ def test_interpreter_ends_cleanly(ending: str, transport: str) -> None:
     assert_clean(script)
     logged_events = "engine '"
     assert [line for line in script.stderr.splitlines() if not line.startswith(logged_events)] == []
+
+
+# A daemon thread is in Python code that was called by ours when the interpreter ends, and asks for the GIL again.
+INTO_PYTHON = {
+    "message-of-an-error": "engine.imm_counter(1).wait(1, 0)",
+    "callback": "engine.submit_write(small, target).add_done_callback(id)",
+    "index-of-the-user": "engine.submit_write(small, target, Slow())",
+}
+CALLED_WHEN_IT_ENDS = """
+    import os, subprocess, sys, threading, types
+    import crossrail as xr
+    from crossrail import _raise
+    from crossrail import engine as engines
+
+    first, second = os.pipe(), os.pipe()
+    is_within = threading.Event()
+
+    def slowly(*_):
+        is_within.set()
+        os.read(first[0], 1)
+        return 8 if "Slow" in "INTO_PYTHON" else xr.WaitTimeout("late")
+
+    class Slow:
+        __index__ = slowly
+
+    class Last:
+        def __del__(self, read=os.read, write=os.write, second=second[0]):
+            read(second, 1)  # without the GIL
+            write(1, b"ended")
+
+    def call(engine, small, target):
+        try:
+            INTO_PYTHON
+        except xr.WaitTimeout:
+            pass
+
+    _raise.counter_timeout = _raise.check_callable = slowly
+    engines._EXIT_PATIENCE_S = LIMIT_S
+    engine = xr.Engine("here", transport="shm")
+    small = engine.alloc(10)
+    threading.Thread(target=call, args=(engine, small, small.descriptor), daemon=True).start()
+    is_within.wait()
+    del engine, small  # what is known of our functions keeps this module
+    sys.modules["others"] = others = types.ModuleType("others")
+    others.last = Last()
+    del others
+    # When we are at our end by all appearances the thread goes on, and later we do.
+    echoes = f"sleep 0.5; echo > /dev/fd/{first[1]}; sleep 0.5; echo > /dev/fd/{second[1]}"
+    subprocess.Popen(["sh", "-c", echoes], pass_fds=[first[1], second[1]]).returncode = 0  # nobody waits for it
+"""
+
+
+@pytest.mark.parametrize("into", INTO_PYTHON)
+def test_daemon_thread_in_python_code_called_by_ours_is_waited_for(into: str) -> None:
+    source = CALLED_WHEN_IT_ENDS.replace("INTO_PYTHON", INTO_PYTHON[into]).replace("LIMIT_S", str(WAIT_S))
+    script = run_script(source)
+
+    assert_clean(script)
+    assert script.stdout == "ended"
 
 
 def test_uncaught_exception_is_shown_and_ends_the_program() -> None:
