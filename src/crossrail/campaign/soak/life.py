@@ -131,6 +131,7 @@ class Life:
         self.free: dict[tuple[int, int, str], list[int]] = {}  # slots, by thread, area and class
         self.round = 0
         self.pool: ReceivePool | None = None
+        self.word = self.engine.alloc_watcher(_ignore)  # for which triggered writes wait
         self._lock = threading.Lock()
         self._rows = 0
         self._is_expecting = False
@@ -392,6 +393,10 @@ class Life:
         self.book.head["fences"][0] += 1
         self.slab[:] = TARGET_POISON
         self.slab = self.slab[:0].copy()  # arrays hide from the garbage collector that region and engine are held by us
+
+
+def _ignore(_old: int, _new: int) -> None:
+    """Nobody asks when the word has changed."""
 
 
 def map_descriptor(member: Member) -> Bytes | None:

@@ -33,6 +33,9 @@ _WEIGHTS = {
     "cancel": 6, "regret": 4,
 }  # fmt: skip
 _VERIFIED = 0.1  # of the operations that can be
+_PINNED = 0.15  # of the writes, to a rail
+_TRIGGERED = 0.1  # of the writes that are not: they wait for a word that the threads add to
+TRIGGER_AHEAD = 2  # how much has to be added at most until they begin
 
 
 class Load(threading.Thread):
@@ -58,6 +61,8 @@ class Load(threading.Thread):
         names, weights = list(_WEIGHTS), list(_WEIGHTS.values())
         try:
             while not self.is_stopping:
+                if self.random.random() < _TRIGGERED:
+                    self.life.word.add()
                 members = list(self.life.members.values())
                 if not members or len(self.life.jobs) >= _JOBS_MAX:
                     time.sleep(_REST_S)
@@ -135,7 +140,7 @@ class Load(threading.Thread):
     def _write(self, to: Member, name: str) -> bool:
         return self._write_to(to, name) is not None
 
-    def _write_to(self, to: Member, name: str, pins: float = 0.15) -> Job | None:
+    def _write_to(self, to: Member, name: str, *, is_probe: bool = False) -> Job | None:
         life = self.life
         if name == "handed":
             self._reclaim(to)
@@ -146,13 +151,15 @@ class Load(threading.Thread):
         handed = place.slot[1] - HANDED_SLOTS.first if name == "handed" else None
         number = number_of(life.life, life.round, handed)
         is_verified = self.random.random() < _VERIFIED
-        rail = self.random.randrange(life.engine.rails) if self.random.random() < pins else None
+        rail = self.random.randrange(life.engine.rails) if not is_probe and self.random.random() < _PINNED else None
+        waits = not is_verified and not is_probe and self.random.random() < _TRIGGERED
+        trigger = (life.word, life.word.value + self.random.randint(0, TRIGGER_AHEAD)) if waits else None
         at, to_at = self._offsets(place)
         life.note(row, "write", to.life, place.nbytes, number=number, counts=1, is_verified=is_verified)
         job = Job("write", [row], [place], is_stale=place.fence > to.fences, is_pinned=rail is not None)
         accepted = life.submit(job, lambda: life.engine.submit_write(
             life.source_region, to.descriptor, place.nbytes, src_offset=at, dst_offset=to_at, imm=number, rail=rail,
-            verify=is_verified,
+            verify=is_verified, trigger=trigger,
         ))  # fmt: skip
         return job if accepted else None
 
@@ -274,4 +281,4 @@ class Load(threading.Thread):
 
     def probe(self) -> list[tuple[Member, Job | None]]:
         """A short write to everybody."""
-        return [(to, self._write_to(to, "page", pins=0.0)) for to in list(self.life.members.values())]
+        return [(to, self._write_to(to, "page", is_probe=True)) for to in list(self.life.members.values())]

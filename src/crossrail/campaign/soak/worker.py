@@ -18,7 +18,7 @@ from typing import Any
 
 from crossrail.campaign.child import PACKET_BYTES_MAX, cut_connections, file_at
 from crossrail.campaign.soak.life import Life, Member
-from crossrail.campaign.soak.load import Load
+from crossrail.campaign.soak.load import TRIGGER_AHEAD, Load
 from crossrail.campaign.soak.records import THREADS, Stage
 from crossrail.campaign.usage import Usage
 from crossrail.errors import CrossrailError, WaitTimeout
@@ -109,8 +109,9 @@ class Worker:
             thread.start()
 
     def _halt(self, ask: int) -> None:
-        """Replies when nothing is submitted any more."""
+        """Replies when nothing is submitted any more, and nothing waits for our word."""
         self._stop_threads()
+        self.life.word.add(TRIGGER_AHEAD)
         self.life.open_pool()
         self._tell("reply", ask, True)
 
