@@ -7,6 +7,7 @@
 #include <string>
 
 #include "bindings/bindings.h"
+#include "bindings/gil.h"
 #include "util/errors.h"
 #include "weights/float8.h"
 
@@ -46,7 +47,7 @@ bool quantise(const Matrix& values, const Filled<uint8_t>& out, const Filled<flo
   const weights::MatrixIn in = matrix_in(values);
   const weights::MatrixOut codes = matrix_out(out, "out", in.rows, in.columns);
   const weights::MatrixOut factors = matrix_out(scales, "scales", blocks(in.rows, high), blocks(in.columns, broad));
-  const nb::gil_scoped_release others;
+  const WithoutGil no_gil;
   return weights::quantise(in, is_wide ? weights::Source::kFloat32 : weights::Source::kBfloat16, codes, factors, high,
                            broad);
 }
