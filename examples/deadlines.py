@@ -3,7 +3,7 @@
     $ python deadlines.py
     in time: 64 done
     the client went away: 3 done, 61 cancelled
-    no answer: immediate 8: 0 of 1 arrived within 0.2 s; none was taken
+    no answer: immediate 8: 0 of 1 arrived within 0.2 s; none was taken. Next: see whether the writers' ...
     the peer stands still: 3 peer-lost, 61 cancelled
     it goes on: 64 done
 

@@ -17,7 +17,9 @@ void drop_all(RingNode* ring) {
 std::shared_ptr<const Address> address_of(nb::handle given) {
   if (nb::isinstance<AddressHandle>(given)) return nb::inst_ptr<AddressHandle>(given)->value;
   if (PyBytes_Check(given.ptr())) return std::make_shared<const Address>(Address::decode(bytes_of(given)));
-  throw UsageError(std::string("peer must be an Address or the bytes of one, not ") + type_name_of(given));
+  const char* where = nb::isinstance<DescriptorHandle>(given) ? "descriptor.owner" : "engine.address at the peer";
+  throw UsageError(std::string("peer must be an Address (") + where + ") or the bytes of one, not " +
+                   type_name_of(given));
 }
 
 }  // namespace

@@ -34,8 +34,12 @@ struct DescriptorHandle {
 };
 
 [[noreturn]] inline void refuse_descriptor(nb::handle given, const std::string& argument) {
-  throw UsageError(argument + " must be a RegionDescriptor (region.descriptor at the peer), not " +
-                   type_name_of(given));
+  PyObject* const bytes = given.ptr();  // a Region has a buffer too, so it is not asked for one
+  const bool is_encoded = PyBytes_Check(bytes) || PyByteArray_Check(bytes) || PyMemoryView_Check(bytes);
+  throw UsageError(
+      argument + " must be a RegionDescriptor (" +
+      (is_encoded ? "RegionDescriptor.from_bytes(data) makes one of a peer's bytes" : "region.descriptor at the peer") +
+      "), not " + type_name_of(given));
 }
 // What is none is a UsageError.
 inline DescriptorHandle& to_descriptor(nb::handle given, const char* argument) {

@@ -38,7 +38,8 @@ template <typename T>
 std::shared_ptr<const T> decode(nb::handle data) {
   BufferView view;
   if (!view.acquire(data, PyBUF_SIMPLE)) {
-    throw UsageError("data must be bytes or another contiguous buffer, not " + type_name_of(data));
+    const char* hint = PyUnicode_Check(data.ptr()) ? " (bytes.fromhex(text) if it is hexadecimal)" : "";
+    throw UsageError("data must be bytes or another contiguous buffer, not " + type_name_of(data) + hint);
   }
   return std::make_shared<const T>(T::decode(view.bytes()));
 }

@@ -28,7 +28,8 @@ void set_rails(EngineOptions* options, nb::handle rails) {
     options->rail_count = to_u32(rails, "rails", kRailsMax, 1);
     return;
   }
-  constexpr const char* kWanted = "must be a number in 1..16, or a list of IP addresses and interface names";
+  constexpr const char* kWanted =
+      "must be a number in 1..16, or a list of IP addresses and interface names, as ['eth0', 'eth1']";
   // A text is a sequence of texts too, but not one of rails.
   if (PyUnicode_Check(rails.ptr()) || !PySequence_Check(rails.ptr()))
     throw UsageError("rails is " + type_name_of(rails) + ", " + kWanted);

@@ -95,6 +95,12 @@ def _peer(engine: _core.Engine, name: str) -> str:
     return f"'{name}' (pid {pids[0]})" if len(pids) == 1 else f"'{name}'"
 
 
+def _state(engine: _core.Engine, name: str) -> str:
+    """How the peer of that name is; empty where that is not certain: of two with one name, or of a scatter's peers."""
+    addresses = [] if engine.closed else [address for address in engine.peers() if address.name == name]
+    return engine.peer_state(addresses[0]) if len(addresses) == 1 else ""
+
+
 def _operation(engine: _core.Engine, op: str, peer: str, nbytes: int, imm: int | None) -> str:
     with_imm = "" if imm is None else f" with immediate {imm}"
     return f"{op} of {nbytes} bytes{with_imm} {'from' if op == 'read' else 'to'} {_peer(engine, peer)}"
@@ -170,9 +176,14 @@ def transfer_timeout(
             f"{what} has not begun{_within(timeout_s)}: its watched word has not reached the trigger's value. It still "
             "waits. Next: see that the word goes up, wait again, or cancel() it"
         )
+    state = _state(engine, peer)
+    is_now = f" and the peer is {state}" if state else ""
+    look = "; see engine.explain(peer)"
+    if op == "send" and state == "connected":
+        look = ". A message waits until the peer has a receive buffer free: submit_recvs there"
     return errors.WaitTimeout(
-        f"{what} is not complete{_within(timeout_s)}: {nbytes_retired} bytes have moved. The transfer "
-        "continues. Next: wait again, or cancel() it; engine.peer_state(peer) says whether the peer is frozen"
+        f"{what} is not complete{_within(timeout_s)}: {nbytes_retired} bytes have moved{is_now}. The transfer "
+        f"continues. Next: wait again, or cancel() it{look}"
     )
 
 
@@ -182,6 +193,8 @@ def counter_timeout(
     _log_events(engine)
     # As many as were wanted, and not for us.
     why = ": a wait that began earlier takes first, or they came as the time was over" if arrived >= expected else ""
+    if not arrived:
+        why = f". Next: see whether the writers' transfers are done, and have imm={imm} and a region of this engine"
     return errors.WaitTimeout(
         f"immediate {imm}: {arrived} of {expected} arrived{_within(timeout_s)}; none was taken{why}", arrived, expected
     )

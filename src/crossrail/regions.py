@@ -63,7 +63,10 @@ class Region(_core.Region, Closing):
         try:
             of_type = np.dtype(dtype)
         except (TypeError, UnicodeEncodeError) as error:
-            raise UsageError(f"dtype is {dtype!r:.80}, which is not a numpy dtype: {error}") from None
+            hint = (
+                ". numpy has none; take region.tensor(), or array('uint16') for the bits" if dtype == "bfloat16" else ""
+            )
+            raise UsageError(f"dtype is {dtype!r:.80}, which is not a numpy dtype: {error}{hint}") from None
         if shape is None:
             if of_type.itemsize == 0 or self.nbytes % of_type.itemsize:
                 raise UsageError(

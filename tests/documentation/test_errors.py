@@ -62,7 +62,7 @@ def test_errors_of_users_keep_the_code_of_their_base() -> None:
 
 def test_an_error_has_its_section_with_it() -> None:
     """Not the name of a file that only the repository has."""
-    assert xr.PeerLost("gone").docs.startswith("`PeerLost`: the peer died, closed its engine")
+    assert xr.PeerLost("gone").docs.startswith("`PeerLost`: this engine cannot reach the peer")
     assert "(docs/memory-promise.md)" not in (text := xr.WaitTimeout("late").docs) and "](" not in text
     assert "Who wrote to my pages? (docs/flight-recorder.md)" in xr.LateWrite("r", 0, 1, b"", 1).docs
 
@@ -88,8 +88,36 @@ def test_code_is_found_however_it_is_written(code: str) -> None:
 
 
 def test_all_codes_are_listed() -> None:
-    listed = CliRunner().invoke(main, ["error"]).stdout.split()
+    listed = [line.split()[0] for line in CliRunner().invoke(main, ["error"]).stdout.splitlines()]
     assert listed == list(error_texts()) and "peer-lost" in listed
+
+
+@pytest.mark.parametrize("columns", ["40", "80"])
+def test_each_code_is_listed_with_what_it_means_in_a_line(columns: str) -> None:
+    lines = CliRunner(env={"COLUMNS": columns}).invoke(main, ["error"]).stdout.splitlines()
+    longest = max(map(len, error_texts())) + 2
+    assert max(map(len, lines)) <= max(int(columns), longest + 12)
+    (line,) = [line for line in lines if line.startswith("kv-no-pages ")]
+    assert line.split(maxsplit=1)[1].startswith("too few ")
+
+
+def test_section_fits_the_terminal_and_keeps_its_words() -> None:
+    narrow = CliRunner(env={"COLUMNS": "50"}).invoke(main, ["error", "peer-lost"]).stdout
+    assert max(map(len, narrow.splitlines())) <= 50
+    assert "\n- **" in narrow and "`crossrail doctor" in narrow
+    assert narrow.split()[1:] == error_texts()["peer-lost"].split()
+
+
+@pytest.mark.parametrize("code", ["stalled", "peer-frozen"])
+def test_event_of_the_log_is_explained(code: str) -> None:
+    assert CliRunner().invoke(main, ["error", code]).stdout.startswith(f"{code}\nAn event")
+
+
+def test_each_event_has_a_section() -> None:
+    kinds = set(
+        re.findall(r'^ +"?([a-z-]+)": logging\.', (SOURCES / "crossrail" / "engine.py").read_text(), re.MULTILINE)
+    )
+    assert kinds and kinds <= set(error_texts())
 
 
 def test_code_that_is_not_there() -> None:

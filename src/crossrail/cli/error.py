@@ -2,28 +2,73 @@
 
 from __future__ import annotations
 
+import itertools
+import shutil
+import textwrap
+
 import click
 
 from crossrail.errors import UsageError, error_texts
+
+_WIDTH_MAX = 120
+_CODE_WIDTH = 22
 
 
 @click.command("error")
 @click.argument("code", required=False)
 def command(code: str | None) -> None:
-    """Explain CODE and what to do about it: peer-lost, or the name of the class, PeerLost. Without CODE, list all
-    codes.
+    """Explain CODE and what to do about it: peer-lost, or the name of the class, PeerLost, or an event of the log,
+    as peer-frozen. Without CODE, list all codes.
     """
     texts = error_texts()
+    width = min(shutil.get_terminal_size().columns, _WIDTH_MAX)
     if code is None:
-        click.echo("\n".join(texts))
+        click.echo(_listed(texts, width))
         return
     asked = _simple(code)
     for name, text in texts.items():
         if asked in (_simple(name), _simple(text[1:].partition("`")[0])):
-            click.echo(f"{name}\n{text}")
+            click.echo(f"{name}\n{_wrapped(text, width)}")
             return
     raise UsageError(f"{code!r} is no error code; `crossrail error` lists those there are")
 
 
 def _simple(name: str) -> str:
     return name.lower().replace("_", "").replace("-", "")
+
+
+def _listed(texts: dict[str, str], width: int) -> str:
+    """A line for each: its code, and as much of what it means as fits."""
+    lines = []
+    for code, text in texts.items():
+        head = f"{code:{_CODE_WIDTH}}  "  # longer codes take room from their texts
+        lines.append(head + textwrap.shorten(_meaning(text), max(width - len(head), 12), placeholder=" ..."))
+    return "\n".join(lines)
+
+
+def _meaning(text: str) -> str:
+    """The first sentence, without the name of the class, or "An event": the reader sees the code already."""
+    sentence = text.partition("\n")[0].partition(". ")[0].removesuffix(".")
+    head, colon, rest = sentence.partition(": ")
+    return rest if colon else head
+
+
+def _wrapped(text: str, width: int) -> str:
+    """Paragraphs and items of lists, as wide as the terminal. No word is cut: commands are to be copied."""
+    lines = text.splitlines()
+    joined = [lines[0]]
+    for before, line in itertools.pairwise(lines):
+        if line and before and not line.startswith("- "):
+            joined[-1] += " " + line
+        else:
+            joined.append(line)
+    return "\n".join(
+        textwrap.fill(
+            line,
+            width,
+            subsequent_indent="  " if line.startswith("- ") else "",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        for line in joined
+    )
