@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 import crossrail as xr
@@ -25,4 +27,30 @@ def test_start_outside_of_a_running_event_loop_is_refused(open_engine: EngineFac
     wire = EngineWire(open_engine("early"))
     with pytest.raises(xr.UsageError, match="its event loop has to be running"):
         mailbox(wire, b"secret").start()
+    wire.close()
+
+
+async def test_secret_may_be_text_as_that_of_an_engine(open_engine: EngineFactory) -> None:
+    """The same one: who has it as text is understood by who has its bytes."""
+    wires = [EngineWire(open_engine(name)) for name in ("text", "bytes")]
+    told, asked = (
+        mailbox(wire, secret) for wire, secret in zip(wires, ("s3cr\u00e9t", "s3cr\u00e9t".encode()), strict=True)
+    )
+    assert told._sealer._key == asked._sealer._key
+    for box, wire in zip((told, asked), wires, strict=True):
+        await box.close()
+        wire.close()
+
+
+@pytest.mark.parametrize(
+    ("secret", "match"), [(b"", "has 0 bytes"), (None, "secret must be text or bytes, not None"), (7, "not int")]
+)
+async def test_refused_secret_leaves_the_wire_to_the_next_attempt(
+    open_engine: EngineFactory, secret: Any, match: str
+) -> None:
+    wire = EngineWire(open_engine("again"))
+    with pytest.raises(xr.UsageError, match=match):
+        mailbox(wire, secret)
+
+    await mailbox(wire, "right").close()
     wire.close()

@@ -218,11 +218,15 @@ async def test_the_time_for_an_answer_is_not_that_for_closing(
 KINDS: dict[str, tuple[Callable[[xr.Engine, RankMemory], object], str]] = {
     "sender's layout": (lambda _, one: KvSender(None, {0: one}), "layout must be a KvLayout, not None"),
     "sender's ranks": (
-        lambda _, one: KvSender(LAYOUT, [one]),
-        "ranks must be a mapping from rank to RankMemory, not list",
+        lambda _, one: KvSender(LAYOUT, one),
+        "ranks must be a list of RankMemory, or a mapping from rank to RankMemory, not RankMemory",
     ),
     "sender's rank": (lambda _, one: KvSender(LAYOUT, {"0": one}), "rank must be a whole number, not str"),
     "sender's memory": (lambda _, one: KvSender(LAYOUT, {0: None}), "rank 0 must be a RankMemory, not None"),
+    "receiver's ranks": (
+        lambda _, one: KvReceiver(LAYOUT, one, None),
+        "ranks must be a list of RankMemory, or a mapping from rank to RankMemory, not RankMemory",
+    ),
     "receiver's layout": (lambda _, one: KvReceiver(None, [one], None), "layout must be a KvLayout, not None"),
     "receiver's memory": (lambda _, one: KvReceiver(LAYOUT, [None], None), "rank 0 must be a RankMemory, not None"),
     "receiver's pool": (lambda _, one: KvReceiver(LAYOUT, [one], 8), "pool must be a PagePool or None, not int"),
@@ -280,3 +284,12 @@ async def test_models_that_no_node_can_serve_are_refused(
 
     with pytest.raises(xr.UsageError, match=words):
         kind("node", cluster.router.mailbox, model, ranks, [cluster.where])
+
+
+async def test_ranks_of_a_sender_may_be_a_list_as_those_of_a_receiver(engine: xr.Engine) -> None:
+    both = KvLayout(layers=1, pages=2, page_tokens=8, kv_heads=4, head_dim=16, dtype="bfloat16", tp=2)
+    memories = [RankMemory.alloc(engine, both) for _ in range(2)]
+
+    with pytest.raises(xr.UsageError, match="1 ranks are given, the layout has 2"):
+        KvSender(both, memories[:1])
+    await KvSender(both, memories).close()

@@ -396,3 +396,11 @@ class PoolMachine(RuleBasedStateMachine):
 
 TestPoolMachine = PoolMachine.TestCase
 TestPoolMachine.settings = settings(max_examples=80, stateful_step_count=40)
+
+
+@pytest.mark.parametrize(
+    ("state", "call"), [(S.FILLING, r"job\.finish"), (S.DRAINING, "withdraw"), (S.QUARANTINED, "fence")]
+)
+def test_pages_that_are_not_given_back_say_what_ends_that(state: S, call: str) -> None:
+    with pytest.raises(PagesInUse, match=f"cannot be released now. Next: .*{call}"):
+        lease_in(PagePool(6, 4), state).release()

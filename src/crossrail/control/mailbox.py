@@ -70,14 +70,14 @@ class Mailbox(AsyncClosing):
     """
 
     def __init__(
-        self, wire: Wire, secret: bytes, language: Language, resend_s: float = RESEND_S, spoken: Spoken = OURS
+        self, wire: Wire, secret: str | bytes, language: Language, resend_s: float = RESEND_S, spoken: Spoken = OURS
     ) -> None:
         if wire in _wires:
             raise UsageError("this wire already has a mailbox. Next: go on with that one, or open another engine")
-        _wires.add(wire)
         self.wire = wire
         self._language = language
         self._sealer = Sealer(secret, wire.identity(wire.address), wire.packet_bytes_max, language.purpose, spoken)
+        _wires.add(wire)  # after what may refuse the secret: the next attempt is one on the same wire
         self._resend_s = resend_s
         self._handlers: dict[type, Handler] = {}
         self._handlers_at_once: dict[type, HandlerAtOnce] = {}

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from crossrail import __version__
+from crossrail._options import check_kind, encoded
 from crossrail.errors import CrossrailError, UsageError
 
 VERSION = 3  # of sealing, and of the messages of all services that use it
@@ -97,13 +98,19 @@ class _Sender:
 class Sealer:
     """Seals what one engine sends and opens what it receives. Threads: one, the event loop's.
 
-    secret: shared by all nodes of a cluster, 1..1024 bytes. own: identity of this engine, IDENTITY_BYTES.
+    secret: shared by all nodes of a cluster, 1..1024 bytes, or text, which is taken in UTF-8.
+    own: identity of this engine, IDENTITY_BYTES.
     packet_bytes_max: the longest that the carrier takes. purpose: what the packets are for, as "crossrail kv control":
     those of another purpose are refused although the secret is the same.
     spoken: by this side; another one is for tests. rejected: how many packets were not taken, by kind.
     """
 
-    def __init__(self, secret: bytes, own: bytes, packet_bytes_max: int, purpose: bytes, spoken: Spoken = OURS) -> None:
+    def __init__(
+        self, secret: str | bytes, own: bytes, packet_bytes_max: int, purpose: bytes, spoken: Spoken = OURS
+    ) -> None:
+        if isinstance(secret, str):
+            secret = encoded(secret, "secret")
+        check_kind(secret, "secret", bytes, "text or bytes")
         if not 1 <= len(secret) <= 1024:
             raise UsageError(f"secret has {len(secret)} bytes, must have 1..1024: all nodes of a cluster share one")
         if len(own) != IDENTITY_BYTES:

@@ -344,7 +344,7 @@ class Envelope(Struct, frozen=True):
 LANGUAGE = Language(b"crossrail kv control", Envelope)
 
 
-def mailbox(wire: Wire, secret: bytes, resend_s: float = RESEND_S) -> Mailbox:
+def mailbox(wire: Wire, secret: str | bytes, resend_s: float = RESEND_S) -> Mailbox:
     """A mailbox in this language: one per engine."""
     return Mailbox(wire, secret, LANGUAGE, resend_s)
 

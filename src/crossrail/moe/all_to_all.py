@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from crossrail import _core
 from crossrail._options import check_seconds
 from crossrail._torch import is_tensor
 from crossrail.errors import CrossrailError, UsageError, WaitTimeout
-from crossrail.moe.config import Config, check_proxy
+from crossrail.moe.config import Config, check_proxy, name_of_dtype
 from crossrail.moe.countdown import Countdown
 from crossrail.moe.farewell import is_told
 from crossrail.moe.group import Group, check_ranks
@@ -29,6 +29,9 @@ from crossrail.moe.rounds import Dispatched, Round, Stage, check_usable, round_m
 from crossrail.moe.rows.factory import is_gpu, row_memory
 from crossrail.moe.tokens import sums_given, tokens_given, weights_given
 from crossrail.observe.durations import Durations
+
+if TYPE_CHECKING:
+    import torch
 
 _DURATION_BOUNDS_S = (25e-6, 50e-6, 1e-4, 25e-5, 5e-4, 1e-3, 25e-4, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.5, 1.0, 10.0)
 _ROUNDS = 1 << 32  # words count them modulo this
@@ -48,8 +51,8 @@ class AllToAll:
     experts: of the model, numbered rank by rank. experts_per_rank: how many each rank has, one number for each, 0 or
         more, `experts` in all; None: ceil(experts / ranks), the last ranks fewer, or none.
     hidden: elements of a token. top_k: experts per token. max_tokens: most tokens per dispatch.
-    dtype: of x, "float8_e4m3fn", "bfloat16", "float16" or "float32". out_dtype: of experts' outputs and of combine's
-    result.
+    dtype: of x, "float8_e4m3fn", "bfloat16", "float16" or "float32", or torch's type of that name. out_dtype: of
+        experts' outputs and of combine's result.
     scale_block: how many elements share a scale, float32 [tokens, ceil(hidden / scale_block)]; None: no scales.
     padding: each expert's rows begin at a multiple of it. layout: of the rows of a rank's experts; "grouped", one
         expert's after the other's, or "masked", the same room for each.
@@ -97,9 +100,9 @@ class AllToAll:
         hidden: int,
         top_k: int,
         max_tokens: int,
-        dtype: str = "float8_e4m3fn",
+        dtype: torch.dtype | str = "float8_e4m3fn",
         scale_block: int | None = 128,
-        out_dtype: str = "bfloat16",
+        out_dtype: torch.dtype | str = "bfloat16",
         private_tokens: int | None = None,
         padding: int = 1,
         layout: str = "grouped",
@@ -122,7 +125,8 @@ class AllToAll:
             node_size = 1
         self.config = Config(
             world=group.size, experts=experts, experts_per_rank=experts_per_rank, hidden=hidden, top_k=top_k,
-            max_tokens=max_tokens, dtype=dtype, scale_block=scale_block, out_dtype=out_dtype,
+            max_tokens=max_tokens, dtype=name_of_dtype(dtype), scale_block=scale_block,
+            out_dtype=name_of_dtype(out_dtype),
             private_tokens=private_tokens, padding=padding, layout=layout, node_size=node_size, dp_size=dp_size,
             capacity_factor=capacity_factor, on_lost=on_lost, node_sums=node_sums,
         )  # fmt: skip

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from numbers import Real
-from typing import SupportsIndex, TypeGuard
+from typing import Any, SupportsIndex, TypeGuard
 
 import numpy as np
 
@@ -206,6 +206,15 @@ def check_agreement(configs: Sequence[str], ranks: Sequence[int]) -> None:
                 raise UsageError(
                     f"{name} is {ours!r} on rank {first_rank} and {theirs!r} on rank {rank}: all must give the same"
                 )
+
+
+def name_of_dtype(dtype: Any) -> Any:
+    """Of torch's types and numpy's; anything else as it is: Config refuses what is no name of one."""
+    if isinstance(dtype, np.dtype):
+        return dtype.name
+    if isinstance(dtype, type) and issubclass(dtype, np.generic):
+        return dtype.__name__
+    return str(dtype).removeprefix("torch.") if type(dtype).__module__ == "torch" else dtype
 
 
 def _plain(value: object) -> object:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from crossrail._options import check_whole
 from crossrail.errors import UsageError
-from crossrail.moe.config import Config
+from crossrail.moe.config import Config, name_of_dtype
 from crossrail.moe.links.board import BoardLayout, output_bytes
 from crossrail.moe.links.far_memory import FarMemory
 from crossrail.moe.meeting import make_layout
 from crossrail.moe.peers import with_room_for_all
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -42,9 +46,9 @@ def memory_bounds(
     hidden: int,
     top_k: int,
     max_tokens: int,
-    dtype: str = "float8_e4m3fn",
+    dtype: torch.dtype | str = "float8_e4m3fn",
     scale_block: int | None = 128,
-    out_dtype: str = "bfloat16",
+    out_dtype: torch.dtype | str = "bfloat16",
     private_tokens: int | None = None,
     padding: int = 1,
     layout: str = "grouped",
@@ -64,7 +68,8 @@ def memory_bounds(
     """
     config = Config(
         world=world, experts=experts, experts_per_rank=experts_per_rank, hidden=hidden, top_k=top_k,
-        max_tokens=max_tokens, dtype=dtype, scale_block=scale_block, out_dtype=out_dtype,
+        max_tokens=max_tokens, dtype=name_of_dtype(dtype), scale_block=scale_block,
+        out_dtype=name_of_dtype(out_dtype),
         private_tokens=private_tokens, padding=padding, layout=layout, node_size=node_size, dp_size=dp_size,
         capacity_factor=capacity_factor, on_lost=on_lost, node_sums=node_sums,
     )  # fmt: skip

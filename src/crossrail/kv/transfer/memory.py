@@ -90,8 +90,13 @@ class RankMemory:
         return self.layout.layer_view(region.array()[offset : offset + self.layout.layer_bytes])
 
 
-def check_ranks(layout: KvLayout, ranks: Mapping[int, RankMemory]) -> None:
-    """UsageError unless these are ranks of the layout, each with memory of it."""
+def to_ranks(layout: KvLayout, ranks: Sequence[RankMemory] | Mapping[int, RankMemory]) -> dict[int, RankMemory]:
+    """By rank: of a mapping, or a sequence of all ranks. UsageError unless each is memory of a rank of the layout."""
+    if not isinstance(ranks, Mapping):
+        check_kind(ranks, "ranks", Sequence, "a list of RankMemory, or a mapping from rank to RankMemory")
+        if len(ranks) != layout.tp:
+            raise UsageError(f"{len(ranks)} ranks are given, the layout has {layout.tp}")
+        ranks = dict(enumerate(ranks))
     for rank, memory in ranks.items():
         check_whole(rank=rank)
         check_kind(memory, f"rank {rank}", RankMemory, "a RankMemory")
@@ -100,6 +105,7 @@ def check_ranks(layout: KvLayout, ranks: Mapping[int, RankMemory]) -> None:
     for rank, memory in ranks.items():
         if memory.layout != layout:
             raise UsageError(f"rank {rank} has another layout: {memory.layout.describe()}")
+    return dict(ranks)
 
 
 def _check_owner(engine: object, layout: object) -> None:

@@ -43,6 +43,13 @@ class PageState(IntEnum):
         return self.name.lower().replace("_", " ")
 
 
+_WAYS_OUT = {
+    PageState.FILLING: ". Next: at the prefiller await job.finish(), at the decoder reception.arrived() or withdraw()",
+    PageState.DRAINING: ". Next: withdraw() again, or receiver.fence(writer)",
+    PageState.QUARANTINED: ". Next: withdraw() again, or receiver.fence(writer)",
+}
+
+
 _NEXT: dict[PageState, frozenset[PageState]] = {
     PageState.RESERVED: frozenset({PageState.FILLING, PageState.FREE}),
     PageState.FILLING: frozenset({PageState.IN_USE, PageState.DRAINING}),
@@ -298,6 +305,7 @@ class PageLease:
     def _refusal(self, wish: str) -> PagesInUse:
         return PagesInUse(
             f"the {len(self.own)} pages of request {self.owner!r} are {self.state}: they cannot be {wish} now"
+            + _WAYS_OUT.get(self.state, "")
         )
 
     def __repr__(self) -> str:

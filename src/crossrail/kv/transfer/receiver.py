@@ -14,7 +14,7 @@ from crossrail.errors import CrossrailError, UsageError, WaitTimeout
 from crossrail.kv.errors import NoPages
 from crossrail.kv.transfer.access import Access, Closers, Tails
 from crossrail.kv.transfer.layout import KvLayout
-from crossrail.kv.transfer.memory import RankMemory, check_ranks
+from crossrail.kv.transfer.memory import RankMemory, to_ranks
 from crossrail.kv.transfer.pages import PageLease, PagePool
 from crossrail.kv.transfer.prefix import NO_NAMES, PageNames
 from crossrail.kv.transfer.reception import Reception
@@ -47,11 +47,7 @@ class KvReceiver(Closing):
         tail_slots: int = 64,
     ) -> None:
         check_kind(layout, "layout", KvLayout, "a KvLayout")
-        if not isinstance(ranks, Mapping):
-            if len(ranks) != layout.tp:
-                raise UsageError(f"{len(ranks)} ranks are given, the layout has {layout.tp}")
-            ranks = dict(enumerate(ranks))
-        check_ranks(layout, ranks)
+        ranks = to_ranks(layout, ranks)
         if pool is not None:
             check_kind(pool, "pool", PagePool, "a PagePool or None")
         if pool is not None and (pool.pages != layout.pages or pool.page_tokens != layout.page_tokens):
@@ -65,7 +61,7 @@ class KvReceiver(Closing):
         if tail_bytes and 0 not in ranks:
             raise UsageError("tails arrive at rank 0, which another process has")
         self.layout = layout
-        self.ranks = dict(ranks)
+        self.ranks = ranks
         self.pool = pool
         self.tail_bytes = tail_bytes
         self._is_closed = False

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from threading import RLock
 
 from crossrail import Watcher
@@ -20,7 +20,7 @@ from crossrail.errors import UsageError
 from crossrail.kv.errors import DuplicateRequest, TransferStopped
 from crossrail.kv.transfer.job import SendJob
 from crossrail.kv.transfer.layout import KvLayout
-from crossrail.kv.transfer.memory import RankMemory, check_ranks
+from crossrail.kv.transfer.memory import RankMemory, to_ranks
 from crossrail.kv.transfer.pages import PageLease
 from crossrail.kv.transfer.plan import PageWrites, plan_transfer
 from crossrail.kv.transfer.target import KvTarget
@@ -98,18 +98,17 @@ class Step:
 class KvSender(AsyncClosing):
     """Sends KV to decoders, for the ranks that this process has: all ranks of an instance, or some.
 
-    ranks: by rank of the layout's tp. The watched word belongs to the engine of the lowest rank. If ranks have engines
-        of their own, these begin a layer once layer_done(), or that engine's callback thread, has told them.
+    ranks: memory of rank 0, 1, ..., or a mapping from rank to memory, for the ranks that this process has. The watched
+        word belongs to the engine of the lowest rank. If ranks have engines of their own, these begin a layer once
+        layer_done(), or that engine's callback thread, has told them.
     Threads: the event loop's that it was made in; layer_done() and the word may be used on any thread. Close the sender
     before its engines.
     """
 
-    def __init__(self, layout: KvLayout, ranks: Mapping[int, RankMemory]) -> None:
+    def __init__(self, layout: KvLayout, ranks: Sequence[RankMemory] | Mapping[int, RankMemory]) -> None:
         check_kind(layout, "layout", KvLayout, "a KvLayout")
-        check_kind(ranks, "ranks", Mapping, "a mapping from rank to RankMemory")
-        check_ranks(layout, ranks)
+        self._ranks = ranks = to_ranks(layout, ranks)
         self.layout = layout
-        self._ranks = dict(ranks)
         self._jobs: dict[str, SendJob] = {}
         self._is_closed = False
         # Re-entrant: on a simulated engine a submit may run callbacks, as ours, before it returns.

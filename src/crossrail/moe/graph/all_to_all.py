@@ -17,7 +17,7 @@ from crossrail._options import check_seconds
 from crossrail._torch import is_tensor, wait_for_kernels
 from crossrail.errors import CrossrailError, TransportError, UsageError
 from crossrail.moe.arrays import INDEX_TYPES
-from crossrail.moe.config import Config, check_proxy
+from crossrail.moe.config import Config, check_proxy, name_of_dtype
 from crossrail.moe.countdown import Countdown
 from crossrail.moe.graph.explain import explained
 from crossrail.moe.graph.failures import found_failure
@@ -81,9 +81,9 @@ class GraphAllToAll:
         top_k: int,
         max_tokens: int,
         device: Any | None = None,
-        dtype: str = "float8_e4m3fn",
+        dtype: torch.dtype | str = "float8_e4m3fn",
         scale_block: int | None = 128,
-        out_dtype: str = "bfloat16",
+        out_dtype: torch.dtype | str = "bfloat16",
         private_tokens: int | None = None,
         padding: int = 1,
         layout: str = "masked",
@@ -100,7 +100,8 @@ class GraphAllToAll:
         check_proxy("thread", proxy_cpu)
         self.config = config = Config(
             world=group.size, experts=experts, experts_per_rank=experts_per_rank, hidden=hidden, top_k=top_k,
-            max_tokens=max_tokens, dtype=dtype, scale_block=scale_block, out_dtype=out_dtype,
+            max_tokens=max_tokens, dtype=name_of_dtype(dtype), scale_block=scale_block,
+            out_dtype=name_of_dtype(out_dtype),
             private_tokens=private_tokens, padding=padding, layout=layout, node_size=1, dp_size=dp_size,
             capacity_factor=capacity_factor, on_lost="raise",
         )  # fmt: skip

@@ -264,7 +264,7 @@ class Inventory:
 def check_member(role: object, rank: object) -> None:
     """UsageError for what is none of a trainer or an inference rank."""
     if role not in ("trainer", "target"):
-        raise UsageError(f"role={role!r} must be 'trainer' or 'target'")
+        raise UsageError(f"role={role!r} must be 'trainer' or 'target', an inference rank")
     if isinstance(rank, bool) or not isinstance(rank, int | np.integer) or not 0 <= rank <= _RANK_MAX:
         raise UsageError(f"rank={rank!r} must be a whole number in 0..{_RANK_MAX}")
 

@@ -299,6 +299,6 @@ class Envelope(Struct, frozen=True):
 _LANGUAGE = Language(b"crossrail weights control", Envelope)
 
 
-def mailbox(wire: Wire, secret: bytes, resend_s: float = RESEND_S) -> Mailbox:
+def mailbox(wire: Wire, secret: str | bytes, resend_s: float = RESEND_S) -> Mailbox:
     """A mailbox in this language: one per engine."""
     return Mailbox(wire, secret, _LANGUAGE, resend_s)
