@@ -1,4 +1,4 @@
-"""Pieces of docs/moe.md that take torch, as they stand there, by a group of one rank. tests/vllm has the last."""
+"""Pieces of docs/moe.md and docs/moe-gpu.md that take torch, as they stand there, by a group of one rank. tests/vllm has the last."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from tests.moe.ranks import Ranks
 from tests.support.fake_gpu import FakeGpu
 from tests.support.limits import WAIT_S
 
-ON_A_GPU, IN_GRAPHS, WITH_TRANSFORMERS, AS_DEEPEP = blocks()["docs/moe.md"][1:5]
+ON_A_GPU, IN_GRAPHS = blocks()["docs/moe-gpu.md"]
+WITH_TRANSFORMERS, AS_DEEPEP = blocks()["docs/moe.md"][1:3]
 TOKENS, HIDDEN, EXPERTS, TOP_K = 4, 7168, 256, 8
 
 

@@ -18,7 +18,7 @@ from crossrail.moe.links.far_memory import FarMemory
 from crossrail.moe.meeting import make_layout
 from tests.moe.ranks import Ranks
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "moe.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "moe-inside.md"
 MEMORY = re.findall(
     r"^\| (\d+) \| (\d+) \| ([\d.]+) GB \| ([\d.]+) GB \| ([\d.]+) GB \|$", PAGE.read_text(), re.MULTILINE
 )

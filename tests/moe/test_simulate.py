@@ -13,7 +13,7 @@ from crossrail.cli.moe.published import CLUSTERS, FIGURES, TOKENS
 from crossrail.cli.moe.simulate import Setting, simulate
 from crossrail.errors import UsageError
 
-# Where nothing is left open: see docs/moe.md.
+# Where nothing is left open: see docs/moe-measured.md.
 DECODE_STEPS = {("cx7", 16): ("dispatch", "combine"), ("cx7", 32): ("dispatch", "combine"), ("efa", 16): ("combine",)}
 
 

@@ -40,7 +40,7 @@ MODULES = {
     "crossrail.weights": "Weight updates; [how to use them](../weights.md).",
     "crossrail.weights.inventory.mapping": "Names of a framework's tensors; [how to use them](../weights-plans.md).",
     "crossrail.moe": "Dispatch and combine; [how to use them](../moe.md).",
-    "crossrail.moe.graph": "The same in CUDA graphs; [how to use them](../moe.md#in-cuda-graphs).",
+    "crossrail.moe.graph": "The same in CUDA graphs; [how to use them](../moe-gpu.md#in-cuda-graphs).",
     "crossrail.observe": "Metrics; [how to use them](../metrics.md).",
     "crossrail.observe.files": "A dashboard and alerts; [how to use them](../metrics.md).",
     "crossrail.sim": "The simulator; [how to use it](../simulator.md).",

@@ -29,7 +29,7 @@ class MaskedOut(PeerLost):
 class NoMajority(PeerLost):
     """With on_lost="mask", where not all ranks share memory: this rank reaches too few others to continue.
 
-    The others may continue without them. docs/moe.md has the rule.
+    The others may continue without them. docs/moe-failures.md has the rule.
     """
 
 

@@ -48,6 +48,6 @@ def sim(**options: Any) -> None:
     """Simulate rounds of dispatch and combine: real layouts, proxies and engines, but no data and no GPU.
 
     The wire is that of Table 2 of arXiv 2510.27656; the kernels are those of its Figure 10 and of data sheets.
-    Nothing is fitted to the published figures; docs/moe.md says what that leaves open.
+    Nothing is fitted to the published figures; docs/moe-measured.md says what that leaves open.
     """
     body("moe", "crossrail.cli.moe.sim", "sim")(**options)
