@@ -82,7 +82,18 @@ def test_name_of_a_class_has_one_code() -> None:
     assert {name: of for name, of in codes.items() if len(of) > 1} == {}
 
 
-@pytest.mark.parametrize("code", ["PeerLost", "peer-lost", "PEER-LOST", "peer_lost"])
+@pytest.mark.parametrize(
+    "code",
+    [
+        "PeerLost",
+        "peer-lost",
+        "PEER-LOST",
+        "peer_lost",
+        "peer lost",
+        "crossrail.errors.PeerLost: write of 8 bytes to 'a' (pid 7) failed: the peer is stalled",
+        "engine 'a': peer-lost of peer 'b': no answer",
+    ],
+)
 def test_code_is_found_however_it_is_written(code: str) -> None:
     assert CliRunner().invoke(main, ["error", code]).stdout.startswith("peer-lost\n")
 
@@ -118,6 +129,13 @@ def test_each_event_has_a_section() -> None:
         re.findall(r'^ +"?([a-z-]+)": logging\.', (SOURCES / "crossrail" / "engine.py").read_text(), re.MULTILINE)
     )
     assert kinds and kinds <= set(error_texts())
+
+
+def test_words_list_the_codes_that_they_belong_to() -> None:
+    done = CliRunner().invoke(main, ["error", "same", "secret"])
+    assert done.exit_code == 0
+    codes = [line.split()[0] for line in done.stdout.splitlines()]
+    assert "peer-lost" in codes and "kv-no-pages" not in codes
 
 
 def test_code_that_is_not_there() -> None:

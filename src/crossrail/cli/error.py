@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import shutil
 import textwrap
 
@@ -12,29 +13,44 @@ from crossrail.errors import UsageError, error_texts
 
 _WIDTH_MAX = 120
 _CODE_WIDTH = 22
+_WORD = re.compile(r"[A-Za-z][\w-]+")
 
 
 @click.command("error")
-@click.argument("code", required=False)
-def command(code: str | None) -> None:
+@click.argument("words", metavar="[CODE]", nargs=-1)
+def command(words: tuple[str, ...]) -> None:
     """Explain CODE and what to do about it: peer-lost, or the name of the class, PeerLost, or an event of the log,
     as peer-frozen. Without CODE, list all codes.
+
+    A line of a log or a traceback does as well, for the code that is named in it; other words list the codes that they
+    belong to.
     """
     texts = error_texts()
     width = min(shutil.get_terminal_size().columns, _WIDTH_MAX)
-    if code is None:
+    if not words:
         click.echo(_listed(texts, width))
         return
-    asked = _simple(code)
-    for name, text in texts.items():
-        if asked in (_simple(name), _simple(text[1:].partition("`")[0])):
-            click.echo(f"{name}\n{_wrapped(text, width)}")
-            return
-    raise UsageError(f"{code!r} is no error code; `crossrail error` lists those there are")
+    asked = " ".join(words)
+    named = _named(asked, texts)
+    if named is not None:
+        click.echo(f"{named}\n{_wrapped(texts[named], width)}")
+        return
+    found = {code: text for code, text in texts.items() if all(word.lower() in text.lower() for word in asked.split())}
+    if not found:
+        raise UsageError(f"{asked!r} is no error code; `crossrail error` lists those there are")
+    click.echo(_listed(found, width))
+
+
+def _named(asked: str, texts: dict[str, str]) -> str | None:
+    """The code that it is, or the first that is named in it as a word of its own."""
+    codes = {_simple(name): code for code, text in texts.items() for name in (code, text[1:].partition("`")[0])}
+    if code := codes.get(_simple(asked)):
+        return code
+    return next((codes[word] for word in map(_simple, _WORD.findall(asked)) if word in codes), None)
 
 
 def _simple(name: str) -> str:
-    return name.lower().replace("_", "").replace("-", "")
+    return re.sub(r"[-_ ]", "", name.lower())
 
 
 def _listed(texts: dict[str, str], width: int) -> str:

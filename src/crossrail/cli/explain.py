@@ -17,7 +17,10 @@ from crossrail.cli.text import shown_lines
 @click.option("--rails", type=rails_type, default="1", show_default=True, help="Rails to open, or their interfaces.")
 @tls_options
 def command(name: str, rails: int | list[str], tls: xr.TlsConfig | None) -> None:
-    """Show how bytes would reach the `crossrail serve` called NAME, or the one at tcp://HOST:PORT, and why."""
+    """Show how bytes would reach the `crossrail serve` called NAME, or the one at tcp://HOST:PORT, and why.
+
+    Engines of your own programs cannot be asked from outside: there, print(engine.explain(peer)).
+    """
     secret = shared_secret()
     with xr.Engine(rails=rails, tls=tls) as engine:
         address, _ = resolve(name, secret)
