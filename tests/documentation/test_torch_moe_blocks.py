@@ -1,4 +1,7 @@
-"""Pieces of docs/moe.md and docs/moe-gpu.md that take torch, as they stand there, by a group of one rank. tests/vllm has the last."""
+"""Pieces of docs/moe.md and docs/moe-gpu.md that take torch, as they stand there, by a group of one rank.
+
+tests/vllm has the last of docs/moe.md.
+"""
 
 from __future__ import annotations
 

@@ -62,9 +62,9 @@ def memory_bounds(
     """The memory that AllToAll allocates for these arguments, which are its own.
 
     rank: of which rank, since they may have more experts or fewer; None: of the one that has most. world: how many
-    ranks. node_size: how many consecutive ones share memory; None: all. The arithmetic is in docs/moe-inside.md, "Memory";
-    buffers have room for any routing, or for what capacity_factor allows. Allocates nothing; any thread. UsageError for
-    arguments that AllToAll refuses.
+    ranks. node_size: how many consecutive ones share memory; None: all. The arithmetic is in docs/moe-inside.md,
+    "Memory"; buffers have room for any routing, or for what capacity_factor allows. Allocates nothing; any thread.
+    UsageError for arguments that AllToAll refuses.
     """
     config = Config(
         world=world, experts=experts, experts_per_rank=experts_per_rank, hidden=hidden, top_k=top_k,
