@@ -28,7 +28,7 @@ def command(words: tuple[str, ...]) -> None:
     texts = error_texts()
     width = min(shutil.get_terminal_size().columns, _WIDTH_MAX)
     if not words:
-        click.echo(_listed(texts, width))
+        _list(texts, width)
         return
     asked = " ".join(words)
     named = _named(asked, texts)
@@ -38,7 +38,7 @@ def command(words: tuple[str, ...]) -> None:
     found = {code: text for code, text in texts.items() if all(word.lower() in text.lower() for word in asked.split())}
     if not found:
         raise UsageError(f"{asked!r} is no error code; `crossrail error` lists those there are")
-    click.echo(_listed(found, width))
+    _list(found, width)
 
 
 def _named(asked: str, texts: dict[str, str]) -> str | None:
@@ -53,13 +53,14 @@ def _simple(name: str) -> str:
     return re.sub(r"[-_ ]", "", name.lower())
 
 
-def _listed(texts: dict[str, str], width: int) -> str:
-    """A line for each: its code, and as much of what it means as fits."""
-    lines = []
+def _list(texts: dict[str, str], width: int) -> None:
+    """A line for each: its code, and as much of what it means as fits.
+
+    One by one: of a write that is longer than its buffer, a full standard output is not known to be what failed.
+    """
     for code, text in texts.items():
         head = f"{code:{_CODE_WIDTH}}  "  # longer codes take room from their texts
-        lines.append(head + textwrap.shorten(_meaning(text), max(width - len(head), 12), placeholder=" ..."))
-    return "\n".join(lines)
+        click.echo(head + textwrap.shorten(_meaning(text), max(width - len(head), 12), placeholder=" ..."))
 
 
 def _meaning(text: str) -> str:

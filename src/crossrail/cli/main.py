@@ -73,6 +73,17 @@ class CommandGroup(click.Group):
         assert isinstance(command, click.Command)
         return command
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """As click does; of a name that is none it says which one is meant."""
+        if not ctx.resilient_parsing and args[0] not in COMMANDS:
+            import difflib  # only where it is needed
+
+            if close := difflib.get_close_matches(args[0], COMMANDS, n=1):
+                ctx.fail(f"No such command {args[0]!r}; did you mean {close[0]!r}?")
+        return super().resolve_command(ctx, args)
+
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """What a shell offers, likewise."""
         items = [CompletionItem(name, help=text) for name, (_, text) in COMMANDS.items() if name.startswith(incomplete)]
