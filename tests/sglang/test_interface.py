@@ -32,8 +32,6 @@ NOT_OURS = {
     "_staging_handler": "staging buffers, which SGLang allows for mooncake and nixl alone",
     "transfer_infos": "the same",
     "set_kv_buffer_tensors": "behind hasattr",
-    "deregister_buffer_to_engine": "behind hasattr",
-    "register_buffer_to_engine": "behind hasattr",
     "_ensure_prefill_recompute_executor": "ranks of data parallelism other than the room's",
     "enable_all_cp_ranks_for_transfer": "senders that take indices on the device",
     "is_abort_release_safe": "deferred release, which we need not: poll says Failed only when it is safe",

@@ -30,11 +30,11 @@ from sglang.srt.runtime_context import get_disagg, get_parallel, get_serving
 from crossrail.errors import CrossrailError, UsageError
 from crossrail.integrations.sglang.bootstrap import BootstrapServer
 from crossrail.integrations.sglang.decode import Pull
-from crossrail.integrations.sglang.manager import Manager, Place, PrefillInfo
+from crossrail.integrations.sglang.manager import RELEASED, Manager, Place, PrefillInfo
 from crossrail.integrations.sglang.memory import is_gpu_address
 from crossrail.integrations.sglang.options import SglangOptions
 from crossrail.integrations.sglang.prefill import Room
-from crossrail.integrations.sglang.state import Poll, Progress
+from crossrail.integrations.sglang.state import Poll, Progress, unusable_room
 
 log = logging.getLogger("crossrail.sglang")
 
@@ -96,9 +96,14 @@ class CrossrailKVManager(BaseKVManager):
                 "--disable-overlap-schedule is missing: SGLang's overlapped prefill uses CUDA events, and on a "
                 "CPU it would end at the first request"
             )
-        self.core = Manager(args, mode, place_of(mode), self.is_mla_backend)
-        if mode == "prefill":
-            self.register_to_bootstrap()
+        self._place = place_of(mode)
+        self.core = self._make_core()
+
+    def _make_core(self) -> Manager:
+        core = Manager(self.kv_args, self.disaggregation_mode.value, self._place, self.is_mla_backend)
+        if self.disaggregation_mode.value == "prefill":
+            core.register()
+        return core
 
     def register_to_bootstrap(self) -> None:
         self.core.register()
@@ -115,8 +120,20 @@ class CrossrailKVManager(BaseKVManager):
         """Aux, and with it the checksum, comes from rank 0 of the prefiller: ours is the same if we have its heads."""
         return self.core.has_heads_of_rank_0(bootstrap_addr)
 
-    def submit_prefill_recompute(self, receiver: Any, payload: Any) -> None:
-        raise NotImplementedError("crossrail's backend does not support SGLang's rebootstrap of retracted requests")
+    def submit_prefill_recompute(self, receiver: CrossrailKVReceiver, payload: Any) -> None:
+        """SGLang has retracted a request and wants its KV computed anew: that request fails, the scheduler goes on."""
+        receiver.refuse(
+            "crossrail's backend has no prefiller compute KV of retracted requests anew: do not pause generation with "
+            'mode="retract" on a decode server; "abort" and "in_place" work'
+        )
+
+    def deregister_buffer_to_engine(self) -> None:
+        """SGLang is about to give the pools' memory back (/release_memory_occupation): no peer reaches it any more."""
+        self.core.close()
+
+    def register_buffer_to_engine(self) -> None:
+        """There is memory again, at the same addresses. Prefillers and decoders find each other as after a restart."""
+        self.core = self._make_core()
 
     def close(self) -> None:
         self.core.close()
@@ -152,10 +169,18 @@ class CrossrailKVSender(_Failing, BaseKVSender):
         self.aux_index: int | None = None
         self._node = mgr.core.node
         self._prefiller = mgr.core.prefiller
-        self._room: Room = self._node.call(self._prefiller.open(bootstrap_room))
+        self._room = self._open_room(bootstrap_room)
         self._pages = self._sent = 0
         self._begun_s: float | None = None
         self._seconds: float | None = None
+
+    def _open_room(self, number: int) -> Room:
+        if self.kv_mgr.core.is_open:
+            return self._node.call(self._prefiller.open(number))
+        room = Room(number, 0.0)
+        room.progress.fail(RELEASED)
+        room.progress.end()
+        return room
 
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
         self._pages, self.aux_index = num_kv_indices, aux_index
@@ -250,6 +275,9 @@ class CrossrailKVReceiver(_Failing, BaseKVReceiver):
         if info is None or self.bootstrap_room is None:
             self._fail_here(f"no prefiller is known at {self.bootstrap_addr}" if info is None else "it has no room")
             return
+        if why := unusable_room(self.bootstrap_room):
+            self._fail_here(why)
+            return
         self._pull = self._node.call(self._decoder.open(self.bootstrap_room, info.instance))
         self._progress = self._pull.progress
 
@@ -290,6 +318,10 @@ class CrossrailKVReceiver(_Failing, BaseKVReceiver):
 
     def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
         self.abort()
+
+    def refuse(self, why: str) -> None:
+        """It fails for this reason, as if SGLang had aborted it."""
+        self._give_up(why)
 
     def _give_up(self, why: str) -> None:
         if self._pull is None:

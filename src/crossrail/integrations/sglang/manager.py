@@ -21,6 +21,7 @@ log = logging.getLogger("crossrail.sglang")
 _ASK_S = 5.0  # for a bootstrap server
 _ANSWER_S = 1.0
 _MISSING_MAX = 256
+RELEASED = "the KV cache's memory was released: POST /resume_memory_occupation to this server first"
 
 
 class Place(NamedTuple):
@@ -85,6 +86,7 @@ class Manager:
         self._stopped.set()
         if _ending.is_over:
             return
+        self._info.clear()
         if self._registering is not None:
             self._registering.join(_ASK_S + 1.0)
             self._registering = None
@@ -95,6 +97,10 @@ class Manager:
                 self.node.close()
         elif isinstance(self._half, DecodeSide):
             self._half.shut_out()
+
+    @property
+    def is_open(self) -> bool:
+        return self.node._is_open
 
     # ---- a prefiller
 
@@ -149,6 +155,8 @@ class Manager:
         if address in self.info:
             return True
         try:
+            if not self.is_open:
+                raise bootstrap.NoInstance(RELEASED)
             instance = self.node.call(bootstrap.find_instance(address, self.node.secret, _ASK_S), _ASK_S + 1.0)
             # Missed before: while our engine tries it anew it does not count as gone.
             is_doubtful = address in self._missing or self._is_gone(instance)

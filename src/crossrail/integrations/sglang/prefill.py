@@ -27,7 +27,7 @@ from crossrail.integrations.instance import Worker, parse_rank_name
 from crossrail.integrations.sglang.memory import AuxRows
 from crossrail.integrations.sglang.messages import Aux, Destination
 from crossrail.integrations.sglang.node import RankNode
-from crossrail.integrations.sglang.state import Poll, Progress
+from crossrail.integrations.sglang.state import Poll, Progress, unusable_room
 from crossrail.kv import NOT_YET, KvSender, KvTarget, SendJob, foreign_lease
 from crossrail.kv import messages as m
 from crossrail.kv.services.attempts import AttemptBook, Key
@@ -118,8 +118,9 @@ class PrefillSide:
 
     async def open(self, number: int) -> Room:
         room = Room(number, loop_time_s())
-        if number in self._rooms:
-            room.progress.fail(f"room {number} is under way already")
+        why = unusable_room(number) or (f"room {number} is under way already" if number in self._rooms else "")
+        if why:
+            room.progress.fail(why)
             room.progress.end()
             return room
         self._rooms[number] = room
@@ -133,7 +134,7 @@ class PrefillSide:
         return room
 
     def set_pages(self, room: Room, count: int) -> None:
-        """How many pages there will be in all. When all ranks of the decoder have asked."""
+        """How many pages there will be in all. When all ranks of the decoder have asked; what has ended stays so."""
         room.pages = np.full(count, NOT_YET, np.uint32)
         for ask in list(room.asks.values()):
             self._begin(room, ask)
@@ -156,7 +157,12 @@ class PrefillSide:
         """A rank of the decoder has pages for it."""
         others = [other for other in room.asks.values() if other.rank[0] == ask.rank[0] or other.rank[1] != ask.rank[1]]
         agreed = next(iter(room.asks.values()), ask)
-        if others:
+        if any(other.key[:2] == ask.key[:2] for other in others):
+            why = (
+                f"one decoder wants room {room.number} twice: with n > 1, SGLang gives all samples of a request the "
+                "same room; send a request for each"
+            )
+        elif others:
             why = f"two decoders want room {room.number}: {others[0].key[1]} and {ask.key[1]}"
         elif (agreed.prefix_tokens, agreed.target.tokens) != (ask.prefix_tokens, ask.target.tokens):
             why = f"ranks of the decoder differ in what they want of room {room.number}"
@@ -173,6 +179,8 @@ class PrefillSide:
             self._begin(room, ask)
 
     def _begin(self, room: Room, ask: _Ask) -> None:
+        if room.progress.error or room.progress.is_over:  # since SGLang polled: nobody would end the job
+            return
         assert room.pages is not None
         tokens = len(room.pages) * self.layout.page_tokens
         try:

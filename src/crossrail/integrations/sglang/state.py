@@ -6,6 +6,15 @@ import threading
 from enum import IntEnum
 
 
+def unusable_room(number: int) -> str:
+    """Why SGLang cannot have a request of this room, empty if it can.
+
+    Its metadata buffers have the number, and 0 in them says that nothing was written yet: a decoder would wait for
+    ever. What torch cannot put there ends the scheduler.
+    """
+    return "" if 0 < number < 1 << 63 else f"bootstrap_room={number} must be in 1..{(1 << 63) - 1}"
+
+
 class Poll(IntEnum):
     """As SGLang's KVPoll, whose numbers it compares over ranks: the smallest of all ranks' is what counts."""
 

@@ -1,0 +1,104 @@
+"""Requests of SGLang's that crossrail cannot serve: these fail, with words, and the schedulers go on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.sglang.conftest import Open
+from tests.sglang.side import FAILED, SUCCESS, WAITING, Side, failure, send, until
+
+MINE, THEIRS = [3, 7, 1, 12], [0, 9, 4, 2]
+
+
+@pytest.fixture
+def p(open_side: Open) -> Side:
+    return open_side("prefill")
+
+
+@pytest.fixture
+def d(open_side: Open) -> Side:
+    return open_side("decode")
+
+
+def ask(receiver: Any) -> None:
+    receiver.send_metadata(np.array(THEIRS, np.int32), 0)
+
+
+def expect(p: Side, d: Side, text: str, room: int = 1) -> None:
+    """A hand-over that works, now."""
+    sender, receiver = p.sender(room), d.receiver(room)
+    ask(receiver)
+    until(WAITING, sender)
+    send(p, sender, text, MINE, 0)
+    until(SUCCESS, sender, receiver)
+    d.assert_holds(text, THEIRS, 0)
+
+
+def test_kv_that_is_to_be_computed_anew(p: Side, d: Side) -> None:
+    """After pause_generation with mode="retract": SGLang calls it behind send_metadata, in the scheduler's loop."""
+    receiver = d.receiver(1)
+    ask(receiver)
+    d.manager.submit_prefill_recompute(receiver, {"input_ids": [1, 2, 3]})
+    until(FAILED, receiver)
+    assert 'mode="retract"' in failure(receiver).failure_reason
+    expect(p, d, "after", 2)
+
+
+@pytest.mark.parametrize("room", [0, -3, 1 << 63])
+def test_rooms_that_sglang_cannot_write_down(p: Side, d: Side, room: int) -> None:
+    sender, receiver = p.sender(room), d.receiver(room)
+    ask(receiver)
+    for one in (sender, receiver):
+        assert one.poll() == FAILED
+        assert f"bootstrap_room={room} must be in 1..9223372036854775807" in failure(one).failure_reason
+
+
+def test_the_largest_room(p: Side, d: Side) -> None:
+    expect(p, d, "largest", (1 << 63) - 1)
+
+
+def test_samples_of_one_request_share_a_room(p: Side, d: Side) -> None:
+    receivers = [d.receiver(1) for _ in range(2)]
+    sender = p.sender(1)
+    for receiver in receivers:
+        ask(receiver)
+    until(FAILED, sender, *receivers)
+    assert "with n > 1, SGLang gives all samples of a request the same room" in failure(sender).failure_reason
+
+
+def test_a_request_whose_decoder_gave_up_as_sglang_began_to_compute_it_leaves_nothing(p: Side, d: Side) -> None:
+    """Between SGLang's poll and its init."""
+    sender, receiver = p.sender(1), d.receiver(1)
+    ask(receiver)
+    until(WAITING, sender)
+    receiver.abort()
+    until(FAILED, receiver, sender)
+    sender.init(4, 0)
+    expect(p, d, "the same room again")
+
+
+@pytest.mark.parametrize("released", ["prefill", "decode"])
+def test_memory_that_sglang_releases_and_takes_back(p: Side, d: Side, released: str) -> None:
+    """/release_memory_occupation: pages are unmapped, and others are there when it is resumed."""
+    expect(p, d, "before")
+    side = p if released == "prefill" else d
+    old = side.manager.core
+    side.manager.deregister_buffer_to_engine()
+    assert old.node.engine.closed and all(region.closed for region in old.node._regions)
+    for memory in d.planes:
+        memory[:] = 0
+
+    if released == "prefill":
+        sender = p.sender(2)
+        assert sender.poll() == FAILED and "POST /resume_memory_occupation" in failure(sender).failure_reason
+    else:
+        assert p.address not in d.manager.prefill_info_table and not d.manager.try_ensure_parallel_info(p.address)
+        receiver = d.conn.CrossrailKVReceiver(d.manager, d.address, 2)
+        receiver.abort()  # as SGLang does when it has not found the prefiller
+        assert receiver.poll() == FAILED and "POST /resume_memory_occupation" in failure(receiver).failure_reason
+
+    side.manager.register_buffer_to_engine()
+    expect(p, d, "after", 3)
