@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from tests.sglang.conftest import Open
 from tests.sglang.side import FAILED, PAGE, SUCCESS, WAITING, Side, failure, send, until
 from tests.support.kv_copies import Held
 from tests.support.kv_doubts import give_up, lose_writes, note_fences
-from tests.support.limits import eventually, never
+from tests.support.limits import WAIT_S, eventually, never
 from tests.support.ports import free_port
 
 MINE, THEIRS = [3, 7, 1, 12], [0, 9, 4, 2]
@@ -116,14 +117,15 @@ def test_prefiller_that_did_not_answer_is_not_believed_in_before_it_does(
 ) -> None:
     """Asked, it does not count as gone for a while: our engine tries to reach it."""
     core = d.manager.core
-    gone, answers = iter([True, False, False]), iter([False, False, True])
+    gone, answers = iter([True]), iter([False, False, True])
 
     async def answered(*_: object) -> bool:
         return next(answers)
 
     monkeypatch.setattr(core, "_is_gone", lambda _: next(gone))
     monkeypatch.setattr(core.decoder, "answers", answered)
-    assert [core.find(p.address) for _ in range(3)] == [False, False, True]
+    eventually(lambda: core.find(p.address), "it is found")
+    assert not [*gone, *answers]
 
 
 def test_prefiller_that_had_given_its_decoder_up_is_fenced_off(
@@ -299,6 +301,8 @@ def test_a_prefiller_that_sglang_gives_up_to_look_for(
     d = open_side("decode")
     elsewhere = f"127.0.0.1:{free_port()}"
     receiver = d.conn.CrossrailKVReceiver(d.manager, elsewhere, 1)
+    assert not d.manager.try_ensure_parallel_info(elsewhere)
+    eventually(lambda: _why_missing(d, elsewhere).startswith("nobody listens"), "it is known why")
     for _ in range(3):
         assert not d.manager.try_ensure_parallel_info(elsewhere)
     receiver.abort()
@@ -306,6 +310,26 @@ def test_a_prefiller_that_sglang_gives_up_to_look_for(
     why = failure(receiver).failure_reason
     assert f"nobody listens at {elsewhere}" in why and "--disaggregation-bootstrap-port" in why
     assert caplog.text.count(f"no prefiller at {elsewhere}") == 1
+
+
+def test_nothing_waits_for_a_bootstrap_server_that_does_not_answer(open_side: Open) -> None:
+    """It may be frozen, or its host dead; who waits is SGLang's scheduler, and with it all that is decoded."""
+    d = open_side("decode")
+    with socket.create_server(("127.0.0.1", 0)) as frozen:
+        address = f"127.0.0.1:{frozen.getsockname()[1]}"
+        assert not d.manager.try_ensure_parallel_info(address)
+        assert not d.manager.try_ensure_parallel_info(address)
+        frozen.settimeout(WAIT_S)
+        asked, _ = frozen.accept()
+        with asked:  # it is the first call that is answered now
+            asked.sendall(b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 7\r\n\r\nthawed\n")
+            eventually(lambda: _why_missing(d, address).endswith("thawed"), "its answer is known")
+
+
+def _why_missing(d: Side, address: str) -> str:
+    """As of now: SGLang asks again every second."""
+    assert not d.manager.try_ensure_parallel_info(address)
+    return str(d.manager.core.why_missing(address))
 
 
 def test_a_decoder_whose_prefiller_stands_still_in_a_copy_is_not_said_to_be_closed(

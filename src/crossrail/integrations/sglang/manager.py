@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
+from concurrent import futures
 from typing import Any, NamedTuple
 
 from crossrail import _ending
@@ -20,6 +22,9 @@ log = logging.getLogger("crossrail.sglang")
 
 _ASK_S = 5.0  # for a bootstrap server
 _ANSWER_S = 1.0
+# For which a scheduler waits for a prefiller's bootstrap server, once, and afterwards: nothing is decoded meanwhile.
+_STANDSTILL_S, _AGAIN_S = 0.25, 0.02
+_FRESH_S = 5.0  # how old an answer of one may be
 _MISSING_MAX = 256
 RELEASED = "the KV cache's memory was released: POST /resume_memory_occupation to this server first"
 
@@ -44,6 +49,13 @@ class PrefillInfo(NamedTuple):
     page_size: int
     dp_size: int = 1
     follow_bootstrap_room: bool = True
+
+
+class _Search(NamedTuple):
+    """Under way, or its answer is not read yet."""
+
+    found: futures.Future[Instance]
+    begun_s: float
 
 
 class Manager:
@@ -76,6 +88,7 @@ class Manager:
             raise
         self._info: dict[str, PrefillInfo] = {}
         self._missing: dict[str, str] = {}
+        self._searches: dict[str, _Search] = {}
 
     def close(self) -> None:
         """Nothing reads or writes SGLang's memory any more when it returns. Idempotent.
@@ -87,6 +100,9 @@ class Manager:
         if _ending.is_over:
             return
         self._info.clear()
+        for search in self._searches.values():
+            search.found.cancel()
+        self._searches.clear()
         if self._registering is not None:
             self._registering.join(_ASK_S + 1.0)
             self._registering = None
@@ -149,19 +165,16 @@ class Manager:
         return any(self.node.wire.is_lost(worker.address) for worker in instance.workers)
 
     def find(self, address: str) -> bool:
-        """True: the prefiller behind this address is known, perhaps since now. Waits for its server, 5 s at most, and a
-        second for one that our engine has given up.
+        """True: the prefiller behind this address is known, perhaps since now.
+
+        Its bootstrap server may be on a host that is dead, and all that is decoded here stands still while a scheduler
+        waits. So it waits for a moment only; the search goes on, and SGLang, which asks again every second, has its end
+        then.
         """
         if address in self.info:
             return True
         try:
-            if not self.is_open:
-                raise bootstrap.NoInstance(RELEASED)
-            instance = self.node.call(bootstrap.find_instance(address, self.node.secret, _ASK_S), _ASK_S + 1.0)
-            # Missed before: while our engine tries it anew it does not count as gone.
-            is_doubtful = address in self._missing or self._is_gone(instance)
-            if is_doubtful and not self.node.call(self.decoder.answers(instance, _ANSWER_S), _ASK_S):
-                raise bootstrap.NoInstance("the prefill server that was there has ended, and no other has come yet")
+            instance = self._search(address)
         except CrossrailError as error:
             if self._missing.get(address) != str(error):  # SGLang asks again every second
                 log.warning("no prefiller at %s, retrying: %s", address, error)
@@ -169,10 +182,38 @@ class Manager:
             if len(self._missing) > _MISSING_MAX:  # addresses come with requests
                 self._missing.pop(next(iter(self._missing)))
             return False
+        if instance is None:
+            return False
         self._missing.pop(address, None)
         layout = instance.layout
         self._info[address] = PrefillInfo(instance, layout.tp, layout.page_tokens)
         return True
+
+    def _search(self, address: str) -> Instance | None:
+        """Who is there. None: not known yet. Raises CrossrailError when nobody is."""
+        if not self.is_open:
+            raise bootstrap.NoInstance(RELEASED)
+        now_s = time.monotonic()
+        for other, search in list(self._searches.items()):
+            if search.found.done() and now_s > search.begun_s + _FRESH_S + _ASK_S:
+                del self._searches[other]  # nobody has asked for it since
+        if address not in self._searches:
+            # Missed before: while our engine tries it anew it does not count as gone.
+            work = self._ask_who_is_at(address, is_doubtful=address in self._missing)
+            self._searches[address] = _Search(self.node.start(work), now_s)
+        found = self._searches[address].found
+        futures.wait([found], _AGAIN_S if address in self._missing else _STANDSTILL_S)
+        if not found.done():
+            self._missing.setdefault(address, f"{address} has not answered yet")
+            return None
+        del self._searches[address]
+        return found.result()
+
+    async def _ask_who_is_at(self, address: str, *, is_doubtful: bool) -> Instance:
+        instance = await bootstrap.find_instance(address, self.node.secret, _ASK_S)
+        if (is_doubtful or self._is_gone(instance)) and not await self.decoder.answers(instance, _ANSWER_S):
+            raise bootstrap.NoInstance("the prefill server that was there has ended, and no other has come yet")
+        return instance
 
     def why_missing(self, address: str) -> str:
         """Why the prefiller behind this address was not found when last asked for. Empty: it was, or never was."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Coroutine
+from concurrent import futures
 from typing import Any, TypeVar
 
 import crossrail as xr
@@ -90,6 +91,10 @@ class RankNode:
     def call(self, work: Coroutine[Any, Any, T], timeout_s: float = _PATIENCE_S) -> T:
         """Runs it on the loop and waits."""
         return self._loop.call(work, timeout_s)
+
+    def start(self, work: Coroutine[Any, Any, T]) -> futures.Future[T]:
+        """Runs it on the loop; returns at once."""
+        return self._loop.start(work)
 
     def hold_until(self, quiet: threading.Event, what: str) -> None:
         """Returns once nothing touches the request's pages. Raises PagesNotQuiet after quiesce_s."""
