@@ -3,6 +3,7 @@
 import asyncio
 import os
 import socket
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -158,3 +159,29 @@ def test_client_that_asks_nothing_is_cut_off() -> None:
             assert client.recv(1) == b""
     finally:
         server.close()
+
+
+@pytest.mark.parametrize(
+    ("host", "dist_init_addr", "where"),
+    [
+        ("10.0.0.1", None, "10.0.0.1:8998"),
+        ("0.0.0.0", None, "127.0.0.1:8998"),
+        ("::", None, "[::1]:8998"),
+        ("fd00::2", None, "[fd00::2]:8998"),
+        ("0.0.0.0", "node-0:5000", "node-0:8998"),
+        ("0.0.0.0", "[fd00::2]:5000", "[fd00::2]:8998"),
+    ],
+)
+def test_where_ranks_register(
+    monkeypatch: pytest.MonkeyPatch, host: str, dist_init_addr: str | None, where: str
+) -> None:
+    """By what is said with --host and --dist-init-addr."""
+    from crossrail.integrations.sglang import conn
+
+    sizes = dict.fromkeys(conn._PARALLELISM, 1)
+    parallel = SimpleNamespace(dist_init_addr=dist_init_addr, attn_tp_rank=0, attn_tp_size=1, **sizes)
+    disagg = SimpleNamespace(disaggregation_bootstrap_port=8998, disaggregation_decode_allocation_policy="early")
+    monkeypatch.setattr(conn, "get_parallel", lambda: parallel)
+    monkeypatch.setattr(conn, "get_serving", lambda: SimpleNamespace(host=host))
+    monkeypatch.setattr(conn, "get_disagg", lambda: disagg)
+    assert conn.place_of("prefill").bootstrap == where

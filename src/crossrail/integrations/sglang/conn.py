@@ -65,7 +65,8 @@ def place_of(mode: str) -> Place:
     bootstrap = ""
     if mode == "prefill":
         host = (parallel.dist_init_addr or "").rpartition(":")[0] or get_serving().host
-        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)  # where to ask, not where to listen
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # where to ask, not where to listen
+        host = f"[{host}]" if ":" in host and not host.startswith("[") else host
         bootstrap = f"{host}:{get_disagg().disaggregation_bootstrap_port}"
     if get_disagg().disaggregation_decode_allocation_policy != "early":
         raise UsageError("--disaggregation-decode-allocation-policy must be early: crossrail supports no other")
