@@ -29,7 +29,7 @@ PATIENT: dict[str, Any] = {
     "prefiller_timeout_s": WAIT_S,
     "probe_s": 0.1,
     "register_s": 0.1,
-    "quiesce_s": WAIT_S,
+    "quiesce_s": 3 * WAIT_S,
 }
 FAILED, BOOTSTRAPPING, WAITING, TRANSFERRING, SUCCESS = range(5)
 

@@ -7,6 +7,7 @@ import threading
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -171,7 +172,9 @@ def test_another_rank_failed_so_this_one_takes_its_pages_back(open_side: Open, p
 
 def test_pages_that_a_peer_may_touch_end_the_scheduler(open_side: Open, p: Side) -> None:
     """SGLang swallows each Exception where it takes pages back; it must not give these to anybody."""
-    d = open_side("decode", options={"quiesce_s": 0.2})
+    d = open_side("decode")
+    node = d.manager.core.node
+    node.options = msgspec.structs.replace(node.options, quiesce_s=0.2)
     receiver = d.receiver(1)
     ask(receiver)
     never(lambda: receiver.poll() == FAILED, "failed", for_s=0.05)
@@ -263,6 +266,12 @@ def test_no_secret_no_start(open_side: Open, monkeypatch: pytest.MonkeyPatch) ->
 def test_an_unknown_option_is_named(open_side: Open) -> None:
     with pytest.raises(xr.UsageError, match=r"CROSSRAIL_SGLANG_OPTIONS.*`lod_s`"):
         open_side("decode", options={"lod_s": 1})
+
+
+def test_a_scheduler_waits_for_as_long_as_it_takes_to_shut_a_prefiller_out(open_side: Open) -> None:
+    """Else it ends its server where a request would have failed."""
+    with pytest.raises(xr.UsageError, match=r"quiesce_s \(30\) must be at least 3 times prefiller_timeout_s \(11\)"):
+        open_side("decode", options={"prefiller_timeout_s": 11, "quiesce_s": 30})
 
 
 # --- time ---

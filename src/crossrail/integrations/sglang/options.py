@@ -12,6 +12,8 @@ from crossrail.errors import UsageError
 from crossrail.integrations.secret import shared_secret
 
 OPTIONS_VARIABLE = "CROSSRAIL_SGLANG_OPTIONS"
+# How many times prefiller_timeout_s it may take until a prefiller is shut out: asked for KV, asked to stop, and fenced.
+_SHUTTING_OUT = 3
 Seconds = Annotated[float, Meta(gt=0.0, le=86400.0)]
 
 
@@ -28,7 +30,8 @@ class SglangOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     meanwhile.
     register_s: how often a prefiller's rank tells its bootstrap server that it is there. A rank that was not heard for
     three times as long is forgotten.
-    quiesce_s: how long SGLang's scheduler waits, when it takes pages back, for writes that touch them; then it ends.
+    quiesce_s: how long SGLang's scheduler stands still, when it takes pages back, until nothing touches them; then it
+    ends. At least _SHUTTING_OUT times prefiller_timeout_s.
     """
 
     secret_file: str | None = None
@@ -47,9 +50,16 @@ class SglangOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Raises UsageError, which names the option, for one that is unknown or out of bounds."""
         text = os.environ.get(OPTIONS_VARIABLE) or "{}"
         try:
-            return msgspec.json.decode(os.fsencode(text), type=cls)
+            options = msgspec.json.decode(os.fsencode(text), type=cls)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise UsageError(f"{OPTIONS_VARIABLE}={text!r:.200}: {error}") from None
+        if options.quiesce_s < _SHUTTING_OUT * options.prefiller_timeout_s:
+            raise UsageError(
+                f"{OPTIONS_VARIABLE}={text!r:.200}: quiesce_s ({options.quiesce_s:g}) must be at least {_SHUTTING_OUT} "
+                f"times prefiller_timeout_s ({options.prefiller_timeout_s:g}): so long it may take to shut out a "
+                "prefiller that does not answer, and a scheduler that waits for less ends its server"
+            )
+        return options
 
     def secret(self) -> bytes:
         """Raises UsageError when there is none: who can reach an instance's port could read prompts without it."""
