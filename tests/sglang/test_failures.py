@@ -143,6 +143,31 @@ def test_prefiller_that_had_given_its_decoder_up_is_fenced_off(
     assert len(fenced) == 1
 
 
+@pytest.mark.parametrize("sent", ["half", "all"])
+def test_an_abort_stands_still_only_where_sglang_would_reuse_the_pages(
+    p: Side, d: Side, sent: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once it has sent all, SGLang polls until it reads Failed. Before, it gives the pages away when abort returns."""
+    sender, receiver = p.sender(1), d.receiver(1)
+    ask(receiver)
+    until(WAITING, sender)
+    node = p.manager.core.node
+    with monkeypatch.context() as frozen:
+        frozen.setattr(node, "soon", lambda *_: None)
+        frozen.setattr(node, "options", msgspec.structs.replace(node.options, quiesce_s=0.2))
+        sender.init(4, 0)
+        sender.send(np.array(MINE[:2], np.int32))
+        if sent == "all":
+            sender.send(np.array(MINE[2:], np.int32))
+            sender.abort()
+        else:
+            with pytest.raises(PagesNotQuiet):
+                sender.abort()
+        assert sender.poll() == WAITING
+    sender.abort()
+    until(FAILED, sender, receiver)
+
+
 def test_clear_of_a_sender_in_the_middle_stops_it(p: Side, d: Side) -> None:
     sender, receiver = p.sender(1), d.receiver(1)
     ask(receiver)
@@ -221,11 +246,13 @@ def test_caches_that_do_not_match_are_never_written(
     open_side: Open, p: Side, changes: dict[str, Any], words: str
 ) -> None:
     d = open_side("decode", **changes)
-    receiver = d.receiver(1)
+    sender, receiver = p.sender(1), d.receiver(1)
     ask(receiver)
     until(FAILED, receiver)
     assert words in failure(receiver).failure_reason
     d.assert_untouched([], [])
+    until(FAILED, sender)  # at once: a router waits for both servers' answers
+    assert "the decoder gave it up" in failure(sender).failure_reason
 
 
 def test_state_indices_are_refused(p: Side, d: Side) -> None:

@@ -105,6 +105,42 @@ def _aborted(server: Server, request: Asked, rid: str) -> bool:
     return not request.is_alive()
 
 
+def test_a_request_that_sglang_retracts_fails_and_the_server_goes_on(fleet: Fleet) -> None:
+    sampling = {"temperature": 0, "max_new_tokens": 900, "ignore_eos": True}
+    room = fleet.room()
+    Asked(fleet.p, prompt(520, 50), **room)
+    running = Asked(fleet.d, prompt(520, 50), sampling_params=sampling, **room)
+    eventually(lambda: _retracted(fleet.d, running), "it ends", timeout_s=60.0, pause_s=0.5)
+    assert "do not pause generation with mode=" in running.result()
+    expect(fleet, 521)
+
+
+def _retracted(server: Server, request: Asked) -> bool:
+    server.post("pause_generation", {"mode": "retract"})  # what does not run yet is not retracted: again
+    server.post("continue_generation", {})
+    return not request.is_alive()
+
+
+def test_memory_that_is_released_and_resumed(fleet: Fleet) -> None:
+    for server in (fleet.p, fleet.d):
+        for path in ("release_memory_occupation", "resume_memory_occupation"):
+            assert server.post(path, {"tags": ["kv_cache"]})[0] == 200, server.text()[-3000:]
+    eventually(lambda: _hands_over(fleet), "they find each other again", timeout_s=60.0, pause_s=0.5)
+    expect(fleet, 531)
+
+
+def _hands_over(fleet: Fleet) -> bool:
+    return isinstance([half.result() for half in halves(fleet, prompt(530, 50))][1], list)
+
+
+@pytest.mark.parametrize("room", [0, -1, 1 << 63])
+def test_a_room_that_sglang_cannot_write_down_ends_no_server(fleet: Fleet, room: int) -> None:
+    where = fleet.room() | {"bootstrap_room": room}
+    for half in [Asked(server, prompt(540, 50), **where) for server in (fleet.p, fleet.d)]:
+        assert f"bootstrap_room={room} must be in" in half.result()
+    expect(fleet, 541)
+
+
 def test_a_prefill_server_that_is_killed_and_others_in_its_place(fleet: Fleet) -> None:
     """One with another secret, none at all: who asks reads what is wrong, and the decode server goes on."""
     port, tokens = free_port(), prompt(600, 100)

@@ -172,6 +172,7 @@ class CrossrailKVSender(_Failing, BaseKVSender):
         self._prefiller = mgr.core.prefiller
         self._room = self._open_room(bootstrap_room)
         self._pages = self._sent = 0
+        self._is_all_sent = False
         self._begun_s: float | None = None
         self._seconds: float | None = None
 
@@ -193,15 +194,16 @@ class CrossrailKVSender(_Failing, BaseKVSender):
         state_indices: list[Any] | None = None,
         num_kv_tokens: int | None = None,
     ) -> None:
+        self._sent += len(kv_indices)
+        self._is_all_sent = self._sent == self._pages
         if self._room.progress.is_over or self._room.progress.error:
             return
         if any(indices is not None and len(indices) for indices in state_indices or ()):
             self._node.soon(self._prefiller.abort, self._room, "state_indices came, which crossrail does not move")
             return
         indices = np.array(kv_indices, np.uint32)  # a copy: whose they are may use them again
-        self._sent += len(indices)
         rows = None
-        if self._sent == self._pages:
+        if self._is_all_sent:
             rows = [] if self.aux_index is None else self.kv_mgr.core.aux.read(self.aux_index)
         # On a GPU the pages are there by now. SGLang sends what a batch computed when it has the batch's results: when
         # it overlaps it has waited for an event behind the forward pass (copy_done), else for the tokens, on the one
@@ -241,13 +243,21 @@ class CrossrailKVSender(_Failing, BaseKVSender):
         self._end("SGLang let it go")
 
     def abort(self) -> None:
-        """SGLang may give the pages to others as soon as this returns."""
-        self._end("aborted at the prefiller")
+        """SGLang may give the pages to others as soon as this returns, unless it has sent all: then it goes on to poll,
+        and nothing has to stand still until a decoder that is frozen has been given up.
+        """
+        self._stop("aborted at the prefiller")
+        if not self._is_all_sent:
+            self._hold(self._room.progress)
 
     def _end(self, why: str) -> None:
         if not self._room.progress.is_over:
-            self._node.soon(self._prefiller.abort, self._room, why)
+            self._stop(why)
             self._hold(self._room.progress)
+
+    def _stop(self, why: str) -> None:
+        if not self._room.progress.is_over:
+            self._node.soon(self._prefiller.abort, self._room, why)
 
 
 class CrossrailKVReceiver(_Failing, BaseKVReceiver):

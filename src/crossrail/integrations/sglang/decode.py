@@ -53,6 +53,7 @@ class Pull:
     rows: list[bytes] | None = None
     rows_came: asyncio.Event = field(default_factory=asyncio.Event)
     is_begun: bool = False
+    is_asked: bool = False  # the prefiller may have heard of it, and hears of its end where its pages are taken back
 
 
 class DecodeSide:
@@ -127,6 +128,8 @@ class DecodeSide:
                 self._aux.write(aux_index, pull.rows)
         except CrossrailError as error:
             pull.progress.fail(str(error))
+            if not pull.is_asked:
+                self._keep(self._let_go(pull))
         except Exception as error:
             log.exception("room %d: it failed by a mistake of ours", pull.room)
             pull.progress.fail(f"{type(error).__name__}: {error}")
@@ -165,6 +168,7 @@ class DecodeSide:
             question = Destination(name, pull.attempt, target.to_wire(), load_s, prefix_tokens)
             answers = (m.Dispatched, m.DispatchRefused)
             self._asker.try_anew(pull.instance)
+            pull.is_asked = True
             for answer in await self._asker.ask_all(
                 pull.instance, question, answers, self._node.options.prefiller_timeout_s
             ):
