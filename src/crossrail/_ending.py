@@ -8,6 +8,7 @@ import atexit
 from collections.abc import Callable
 
 _close_all: Callable[[], None] | None = None
+has_begun = False  # our turn: engines close, whoever still uses them
 is_over = False  # our turn; other exit handlers may still come
 
 
@@ -21,7 +22,8 @@ def at_exit(close_all: Callable[[], None]) -> None:
 
 @atexit.register
 def _end() -> None:
-    global is_over
+    global has_begun, is_over
+    has_begun = True
     if _close_all is not None:
         _close_all()
     is_over = True

@@ -1,12 +1,15 @@
 """The two sides in processes of their own: as SGLang runs them, and as they die."""
 
+import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from tests.sglang.child import Child
+from tests.sglang.child import ROOT, START_S, Child
 from tests.sglang.conftest import Open
 from tests.sglang.side import FAILED, SUCCESS, WAITING, Side, failure, until
 from tests.sglang.test_failures import MINE, THEIRS, ask
@@ -41,6 +44,18 @@ def test_between_two_processes(start: Start) -> None:
     d.call("until", 7, SUCCESS)
     p.call("until", 7, SUCCESS)
     d.call("assert_holds", "apart", THEIRS, 1)
+
+
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+def test_a_server_that_ends_complains_of_nothing(address: str, mode: str) -> None:
+    """SGLang takes no manager down: what it has ends with the interpreter."""
+    command = [sys.executable, "-m", "tests.sglang.child", mode, address]
+    environment = {**os.environ, "CROSSRAIL_SGLANG_OPTIONS": '{"transport": "shm"}'}
+    ended = subprocess.run(
+        command, input="", capture_output=True, text=True, cwd=ROOT, env=environment, timeout=START_S
+    )
+    assert ended.returncode == 0
+    assert "mailbox" not in ended.stderr
 
 
 def test_a_prefiller_that_is_killed(start: Start, open_side: Open) -> None:

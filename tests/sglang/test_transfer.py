@@ -1,19 +1,23 @@
 """KV and aux that a prefill server computes, in the decode server's pages: byte for byte, and nowhere else."""
 
 import logging
+import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+import crossrail as xr
 from crossrail.integrations.log_lines import LOGGERS, say_who
 from crossrail.integrations.sglang.plugin import register
 from tests.sglang.conftest import Open, stand_in
 from tests.sglang.side import PAGES, SUCCESS, TRANSFERRING, WAITING, failure, send, until
 
 MINE, THEIRS = [3, 7, 1, 12, 5], [0, 9, 4, 2, 11]
+PACKAGE = Path(xr.__file__).parent
 
 
 @pytest.mark.parametrize("mla", [False, True], ids=["MHA", "MLA"])
@@ -169,6 +173,16 @@ def quiet_filters() -> Iterator[None]:
     yield
     for name in LOGGERS:
         logging.getLogger(name).removeFilter(say_who)
+
+
+def test_all_loggers_beside_a_scheduler_say_who_they_are() -> None:
+    folders = [path for name in ("control", "kv", "integrations/sglang") for path in (PACKAGE / name).rglob("*.py")]
+    names = {
+        name
+        for path in (*folders, *(PACKAGE / "integrations").glob("*.py"), *PACKAGE.glob("*.py"))
+        for name in re.findall(r'getLogger\("(crossrail[^"]*)"\)', path.read_text())
+    }
+    assert names and names <= set(LOGGERS)
 
 
 def test_the_backend_is_chosen_by_its_name(monkeypatch: pytest.MonkeyPatch, quiet_filters: None) -> None:

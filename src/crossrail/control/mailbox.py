@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from functools import partial
 from typing import Any, TypeVar
 
+from crossrail import _ending
 from crossrail._closing import AsyncClosing
 from crossrail._latest import Latest
 from crossrail.control.asking import Asking
@@ -261,7 +262,8 @@ class Mailbox(AsyncClosing):
             async for packet in self.wire.packets():
                 yield packet
         except EngineClosed:
-            log.warning("the engine was closed before its mailbox: nothing is received any more")
+            level = logging.DEBUG if _ending.has_begun else logging.WARNING  # a process that ends is no mistake
+            log.log(level, "the engine was closed before its mailbox: nothing is received any more")
 
     def _drop(self, kind: str, why: str) -> None:
         self._unsorted[kind] += 1

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import logging
 
-LOGGERS = ("crossrail", "crossrail.sglang", "crossrail.integrations")
+# Each that an engine's process may hear: filters of a logger are not those of the loggers below it.
+LOGGERS = (
+    "crossrail",
+    "crossrail.control",
+    "crossrail.integrations",
+    "crossrail.kv",
+    "crossrail.kv.http",
+    "crossrail.sglang",
+    "crossrail.sglang.http",
+)
 
 
 def say_who(record: logging.LogRecord) -> bool:
