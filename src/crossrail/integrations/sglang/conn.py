@@ -97,6 +97,11 @@ class CrossrailKVManager(BaseKVManager):
                 "--disable-overlap-schedule is missing: SGLang's overlapped prefill uses CUDA events, and on a "
                 "CPU it would end at the first request"
             )
+        if (workers := getattr(server_args, "tokenizer_worker_num", 1)) > 1:
+            raise UsageError(
+                f"--tokenizer-worker-num={workers} must be 1: SGLang loads no plug-ins in tokenizer workers, which end "
+                "at a backend that they do not know, again and again"
+            )
         self._place = place_of(mode)
         self.core = self._make_core()
 
