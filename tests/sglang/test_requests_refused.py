@@ -9,6 +9,7 @@ import pytest
 
 from tests.sglang.conftest import Open
 from tests.sglang.side import FAILED, SUCCESS, WAITING, Side, failure, send, until
+from tests.support.limits import eventually
 
 MINE, THEIRS = [3, 7, 1, 12], [0, 9, 4, 2]
 
@@ -92,6 +93,7 @@ def test_memory_that_sglang_releases_and_takes_back(p: Side, d: Side, released: 
         memory[:] = 0
 
     if released == "prefill":
+        eventually(lambda: p.address not in d.manager.prefill_info_table, "the decoder knows that it is gone")
         sender = p.sender(2)
         assert sender.poll() == FAILED and "POST /resume_memory_occupation" in failure(sender).failure_reason
     else:
