@@ -54,13 +54,12 @@ def _simple(name: str) -> str:
 
 
 def _list(texts: dict[str, str], width: int) -> None:
-    """A line for each: its code, and as much of what it means as fits.
-
-    One by one: of a write that is longer than its buffer, a full standard output is not known to be what failed.
-    """
+    """A line for each: its code, and as much of what it means as fits. At once: who reads the first alone harms none."""
+    lines = []
     for code, text in texts.items():
         head = f"{code:{_CODE_WIDTH}}  "  # longer codes take room from their texts
-        click.echo(head + textwrap.shorten(_meaning(text), max(width - len(head), 12), placeholder=" ..."))
+        lines.append(head + textwrap.shorten(_meaning(text), max(width - len(head), 12), placeholder=" ..."))
+    click.echo("\n".join(lines))
 
 
 def _meaning(text: str) -> str:

@@ -140,8 +140,8 @@ def _named(error: OSError) -> OSError:
     """With "standard output" for the file if that is what failed: full, say. What it still holds is dropped then."""
     try:
         if sys.stdout is not None:
-            if error.filename is None and getattr(sys.stdout, "write_through", False):
-                sys.stdout.write("\n")  # unbuffered, it has kept nothing that could fail once more
+            if error.filename is None and (getattr(sys.stdout, "write_through", False) or error.errno == errno.ENOSPC):
+                sys.stdout.write("\n")  # unbuffered, or of a long text, it has kept nothing that could fail once more
             sys.stdout.flush()
     except OSError as again:
         _drop_output()
