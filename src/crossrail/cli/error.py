@@ -54,7 +54,7 @@ def _simple(name: str) -> str:
 
 
 def _list(texts: dict[str, str], width: int) -> None:
-    """A line for each: its code, and as much of what it means as fits. At once: who reads the first alone harms none."""
+    """A line for each: its code, and as much of what it means as fits. At once: who reads the first only harms none."""
     lines = []
     for code, text in texts.items():
         head = f"{code:{_CODE_WIDTH}}  "  # longer codes take room from their texts
