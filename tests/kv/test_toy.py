@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from crossrail.errors import CrossrailError
+from crossrail.kv import sampling as sampling_module
 from crossrail.kv.messages import Sampling
 from crossrail.kv.model import generate
 from crossrail.kv.sampling import sample
@@ -184,16 +185,54 @@ def test_logits_of_another_shape_are_refused(shape: tuple[int, ...], temperature
 def test_sampling_sorts_no_vocabulary(top_p: float, monkeypatch: pytest.MonkeyPatch) -> None:
     logits = np.random.default_rng(1).standard_normal(151_936).astype(np.float32) * 3
     sorted_counts: list[int] = []
-    argsort = np.argsort
+    sort = np.sort
 
-    def counted(values: np.ndarray, **options: object) -> np.ndarray:
+    def counted(values: np.ndarray) -> np.ndarray:
         sorted_counts.append(len(values))
-        return argsort(values, **options)
+        return sort(values)
 
-    monkeypatch.setattr(np, "argsort", counted)
+    monkeypatch.setattr(np, "sort", counted)
     sample(logits, Sampling(temperature=0.7, top_p=top_p, seed=3), 0)
 
-    assert sum(sorted_counts) < len(logits) // 10
+    assert len(sorted_counts) == (top_p < 1.0) and sum(sorted_counts) < len(logits) // 10
+
+
+def sampled_plainly(logits: np.ndarray, sampling: Sampling, position: int) -> int:
+    """As sample() defines it, one token after the other."""
+    weights = np.exp(((logits - logits.max()).astype(np.float64) / sampling.temperature).astype(np.float32))
+    order = np.argsort(-weights, kind="stable")
+    share = np.cumsum(weights[order], dtype=np.float64)
+    kept = order if sampling.top_p == 1.0 else order[: int(np.searchsorted(share, sampling.top_p * share[-1])) + 1]
+    kept = np.sort(kept)
+    share = np.cumsum(weights[kept], dtype=np.float64)
+    draw = np.random.Generator(np.random.Philox(key=[sampling.seed, position])).random()
+    return int(kept[np.searchsorted(share, draw * share[-1], side="right")])
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize("vocabulary", [1, 2, 511, 512, 513, 1024, 30_000])
+def test_sampling_by_blocks_is_sampling(vocabulary: int, temperature: float, top_p: float) -> None:
+    draw = np.random.default_rng(vocabulary)
+    for position in range(60):
+        logits = (draw.standard_normal(vocabulary) * draw.choice([0.0, 1.0, 9.0])).astype(np.float32)
+        if position % 2:
+            logits = np.round(logits)  # many are equally likely
+        if position % 3:
+            logits[draw.random(vocabulary) < 0.5] = -np.inf
+            logits[draw.integers(vocabulary)] = 0.0
+        sampling = Sampling(temperature=temperature, top_p=top_p, seed=position)
+        assert sample(logits, sampling, position) == sampled_plainly(logits, sampling, position)
+
+
+def test_no_token_of_no_weight_is_drawn_at_the_end_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draw so close to 1 that rounding makes it the sum of all."""
+    monkeypatch.setattr(sampling_module._Draws, "draw", lambda *_: 1.0)
+    for vocabulary in (8, 2000):
+        logits = np.full(vocabulary, -np.inf, np.float32)
+        logits[[1, 5]] = 0.0
+        for top_p in (1.0, 0.9):
+            assert sample(logits, Sampling(temperature=1.0, top_p=top_p, seed=1), 0) == 5
 
 
 def test_temperature_of_almost_nothing_is_greedy() -> None:
