@@ -251,12 +251,10 @@ class CallbackThread:
 
 
 def _run(owner: weakref.ref[CallbackThread], notifier: _core.Notifier) -> None:
-    while True:
-        notifier.wait()
-        callbacks = owner()
-        if callbacks is None or not callbacks.dispatch():
-            return
+    # Looks before it waits: started behind close(), for what another has run meanwhile, it would wait for ever.
+    while (callbacks := owner()) is not None and callbacks.dispatch():
         del callbacks
+        notifier.wait()
 
 
 class Callbacks(Protocol):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import crossrail as xr
+from crossrail._notify import callbacks_of
 from tests.conftest import EngineFactory
 from tests.support.limits import NEVER_S, WAIT_S, eventually, never
 
@@ -194,6 +195,20 @@ def test_callback_of_a_done_transfer_runs_at_once(written: xr.Transfer) -> None:
     written.add_done_callback(seen.append)
 
     eventually(lambda: seen == [written], "the callback")
+
+
+def test_callback_that_is_added_after_close_runs_and_leaves_no_thread(written: xr.Transfer, engine: xr.Engine) -> None:
+    seen: list[xr.Transfer] = []
+    engine.close()
+
+    written.add_done_callback(seen.append)
+
+    eventually(lambda: seen == [written], "the callback")
+    # That thread is started once more in case that it had ended before: then it finds nothing.
+    started = callbacks_of(engine).start()
+    assert started is not None
+    started.join(WAIT_S)
+    assert not started.is_alive()
 
 
 def test_callbacks_share_one_thread_that_is_not_ours(engine: xr.Engine, other: xr.Engine) -> None:
