@@ -64,3 +64,13 @@ def open_side(server: Any, address: str, monkeypatch: pytest.MonkeyPatch) -> Ite
     yield open_one
     for side in reversed(opened):
         side.close()
+
+
+@pytest.fixture
+def p(open_side: Open) -> Side:
+    return open_side("prefill")
+
+
+@pytest.fixture
+def d(open_side: Open) -> Side:
+    return open_side("decode")

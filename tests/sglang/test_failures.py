@@ -24,16 +24,6 @@ from tests.support.ports import free_port
 MINE, THEIRS = [3, 7, 1, 12], [0, 9, 4, 2]
 
 
-@pytest.fixture
-def p(open_side: Open) -> Side:
-    return open_side("prefill")
-
-
-@pytest.fixture
-def d(open_side: Open) -> Side:
-    return open_side("decode")
-
-
 def ask(receiver: Any) -> None:
     receiver.send_metadata(np.array(THEIRS, np.int32), 0)
 

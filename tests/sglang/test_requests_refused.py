@@ -7,21 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.sglang.conftest import Open
 from tests.sglang.side import FAILED, SUCCESS, WAITING, Side, failure, send, until
 from tests.support.limits import eventually
 
 MINE, THEIRS = [3, 7, 1, 12], [0, 9, 4, 2]
-
-
-@pytest.fixture
-def p(open_side: Open) -> Side:
-    return open_side("prefill")
-
-
-@pytest.fixture
-def d(open_side: Open) -> Side:
-    return open_side("decode")
 
 
 def ask(receiver: Any) -> None:

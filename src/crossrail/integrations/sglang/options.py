@@ -31,7 +31,7 @@ class SglangOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     register_s: how often a prefiller's rank tells its bootstrap server that it is there. A rank that was not heard for
     three times as long is forgotten.
     quiesce_s: how long SGLang's scheduler stands still, when it takes pages back, until nothing touches them; then it
-    ends. At least _SHUTTING_OUT times prefiller_timeout_s.
+    ends. At least three times prefiller_timeout_s (_SHUTTING_OUT).
     """
 
     secret_file: str | None = None
