@@ -12,6 +12,8 @@ namespace crossrail::bindings {
 
 namespace {
 std::atomic<bool> exiting{false};  // written by the thread that ends the interpreter
+// Without the GIL, or in Python code that we called. Relaxed: nothing but the number is read by begin_exit(), and what
+// those threads have done is ordered by the GIL, which each of them takes before it is counted out.
 std::atomic<int> threads_out{0};
 thread_local bool ends_interpreter = false;  // runs what is left of its exit handlers, and keeps the GIL for them
 
