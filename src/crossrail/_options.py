@@ -10,12 +10,17 @@ import contextlib
 import operator
 import os
 import shlex
+from collections.abc import Iterable, Sequence
 from numbers import Real
+from typing import SupportsIndex
 
 from crossrail.errors import UsageError
 
 DUMP_DIRECTORY_VARIABLE = "CROSSRAIL_DUMP_DIR"
 SECRET_VARIABLE = "CROSSRAIL_SECRET"
+
+# Of an array: the length of its one dimension, or of each.
+Shape = SupportsIndex | Sequence[SupportsIndex]
 
 
 def check_texts(**options: object) -> None:
@@ -74,6 +79,21 @@ def check_counts(least: int, **options: object) -> None:
     for argument, value in options.items():
         if value < least:  # type: ignore[operator]  # a whole number
             raise UsageError(f"{argument} is {value}, must be {least} or more")
+
+
+def whole_shape(shape: Shape) -> tuple[int, ...]:
+    """A shape as numpy takes one: a length or several, whole numbers of any kind. UsageError for anything else."""
+    several = isinstance(shape, Iterable) and not isinstance(shape, (str, bytes))
+    try:
+        lengths = tuple(shape) if several else (shape,)  # type: ignore[arg-type]  # looked at above
+    except TypeError:  # an array of no dimension
+        lengths = (shape,)
+    try:
+        if not any(isinstance(length, bool) for length in lengths):
+            return tuple(operator.index(length) for length in lengths)  # type: ignore[arg-type]  # any kind
+    except TypeError:
+        pass
+    raise UsageError(f"shape is {shape!r:.80}, must be a whole number or several: the length of each dimension")
 
 
 def check_timeout(timeout_s: object) -> None:

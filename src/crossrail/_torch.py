@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 from crossrail._extras import needs
+from crossrail._options import Shape, whole_shape
 from crossrail.errors import CrossrailError, UsageError
 
 
@@ -68,14 +69,16 @@ def wait_for_kernels(devices: Iterable[str]) -> None:
 
 @contextmanager
 def told(what: str) -> Iterator[None]:
-    """What torch's calls raise, no memory or a kernel that failed before, as CrossrailError."""
+    """What torch's calls raise, no memory or a kernel that failed before, as CrossrailError. So is what a torch without
+    CUDA raises, which is an AssertionError.
+    """
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, AssertionError) as error:
         raise CrossrailError(f"{what}: {type(error).__name__}: {str(error).partition(chr(10))[0]}") from error
 
 
-def over_region(region: Any, dtype: object, shape: int | tuple[int, ...] | None) -> Any:
+def over_region(region: Any, dtype: object, shape: Shape | None) -> Any:
     """What Region.tensor() gives; region: that one, which is a module above."""
     with needs("Region.tensor()", "'crossrail[torch]'"):
         import torch
@@ -89,13 +92,14 @@ def over_region(region: Any, dtype: object, shape: int | tuple[int, ...] | None)
                 f"region of {region.nbytes} bytes is not a whole number of {of_type} ({of_type.itemsize} bytes)"
             )
         return flat.view(of_type)
+    lengths = whole_shape(shape)
     try:
-        count = math.prod((shape,) if isinstance(shape, int) else shape)
+        count = math.prod(lengths)
         # Less than none: one dimension is to be found, and all of the memory is wanted.
         nbytes = region.nbytes if count < 0 else count * of_type.itemsize
         if nbytes > region.nbytes:
             raise ValueError(f"that takes {nbytes} bytes")
-        return flat[:nbytes].view(of_type).reshape(shape)
+        return flat[:nbytes].view(of_type).reshape(lengths)
     except (TypeError, ValueError, RuntimeError) as error:
         raise UsageError(f"region of {region.nbytes} bytes as {of_type} of shape {shape}: {error}") from None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from crossrail import _core, _options, _raise, _torch
 from crossrail._buffers import GpuBytes
 from crossrail._closing import Closing
 from crossrail._core import RegionDescriptor
+from crossrail._options import Shape, whole_shape
 from crossrail.errors import EngineClosed, UsageError
 from crossrail.poison import Poisoned
 
@@ -55,8 +57,9 @@ class Region(_core.Region, Closing):
             raise UsageError("the region is closed: its memory may belong to somebody else by now")
         return GpuBytes(self.base, self.nbytes).__cuda_array_interface__
 
-    def array(self, dtype: npt.DTypeLike = "uint8", shape: int | tuple[int, ...] | None = None) -> npt.NDArray[Any]:
-        """The memory as a numpy array of this dtype and shape, without a copy. shape None: all of it in one dimension.
+    def array(self, dtype: npt.DTypeLike = "uint8", shape: Shape | None = None) -> npt.NDArray[Any]:
+        """The memory as a numpy array of this dtype and shape, without a copy. shape: a length, or one for each
+        dimension, -1 where it follows from the others; None: all of it in one dimension.
 
         Raises UsageError if it does not fit, and as of view().
         """
@@ -73,14 +76,15 @@ class Region(_core.Region, Closing):
                     f"region of {self.nbytes} bytes is not a whole number of {of_type} ({of_type.itemsize} bytes)"
                 )
             shape = self.nbytes // of_type.itemsize
+        lengths = whole_shape(shape)
         try:
-            count = max(int(np.prod(shape)), -1)  # -1: all of it
+            count = max(math.prod(lengths), -1)  # -1: all of it
             # frombuffer keeps the view, and with it the memory, alive; numpy.ndarray(buffer=...) would not.
-            return np.frombuffer(self._memoryview(), of_type, count).reshape(shape)
+            return np.frombuffer(self._memoryview(), of_type, count).reshape(lengths)
         except (TypeError, ValueError, OverflowError) as error:
             raise UsageError(f"region of {self.nbytes} bytes as {of_type} of shape {shape}: {error}") from None
 
-    def tensor(self, dtype: torch.dtype | str = "uint8", shape: int | tuple[int, ...] | None = None) -> torch.Tensor:
+    def tensor(self, dtype: torch.dtype | str = "uint8", shape: Shape | None = None) -> torch.Tensor:
         """The memory as a torch tensor of this dtype, such as torch.bfloat16 or its name, and shape, on the region's
         device and without a copy. shape None: all of it in one dimension. Imports torch.
 

@@ -157,6 +157,17 @@ def test_array_that_does_not_fit_is_refused(engine: xr.Engine) -> None:
         region.array("S")
 
 
+@pytest.mark.parametrize("shape", [8.0, (8.0, 2), "8", "", b"8", [[2], [4]], True, np.array([[2, 4]]), np.array([2.0])])
+def test_what_is_no_shape_is_refused(engine: xr.Engine, shape: Any) -> None:
+    with pytest.raises(xr.UsageError, match=r"^shape is .*, must be a whole number or several"):
+        engine.alloc(64).array("uint8", shape)
+
+
+@pytest.mark.parametrize("shape", [(2, 4), [2, 4], np.array([2, 4]), (np.int32(2), -1)])
+def test_shapes_of_every_kind_of_whole_numbers(engine: xr.Engine, shape: Any) -> None:
+    assert engine.alloc(64).array("uint64", shape).shape == (2, 4)
+
+
 def test_array_outlives_its_region(engine: xr.Engine) -> None:
     region = engine.alloc(100_000)
     array = region.array()

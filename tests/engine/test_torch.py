@@ -77,6 +77,7 @@ def test_region_as_a_tensor(engine: xr.Engine) -> None:
     assert torch.equal(seen, source)
     assert torch.equal(region.tensor("bfloat16"), source.flatten())
     assert region.tensor("int16", 3).shape == (3,)
+    assert region.tensor("int16", np.int64(3)).shape == region.tensor("int16", np.array([3])).shape == (3,)
     seen.fill_(0)
     assert not region.array().any()
 
@@ -102,7 +103,7 @@ def test_tensor_of_a_registered_tensor_is_over_its_memory(engine: xr.Engine) -> 
         ("float64", None, "not a whole number of torch.float64"),
         ("uint8", 1004, "takes 1004 bytes"),
         ("uint8", (-1, 7), "as torch.uint8 of shape"),
-        ("uint8", "three", "as torch.uint8 of shape three"),
+        ("uint8", "three", "shape is 'three', must be a whole number or several"),
         (np.uint8, None, "dtype is <class 'numpy.uint8'>, which is not a dtype of torch"),
         ("nonsense", None, "dtype is 'nonsense'"),
     ],
@@ -128,3 +129,12 @@ def test_no_tensor_of_a_closed_region(engine: xr.Engine) -> None:
 def test_no_tensor_of_a_gpus_memory_that_was_registered(gpu: FakeGpu, engine: xr.Engine) -> None:
     with pytest.raises(xr.UsageError, match="on cuda:0, and was registered: use what was"):
         engine.register(gpu.allocate(64)).tensor()
+
+
+def test_current_stream_of_a_torch_without_cuda(engine: xr.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def current_stream() -> None:
+        raise AssertionError("Torch not compiled with CUDA enabled")  # torch's own words, of a build for CPUs
+
+    monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
+    with pytest.raises(xr.CrossrailError, match="asking for the current stream: AssertionError: Torch not compiled"):
+        engine.alloc_watcher(lambda _old, _new: None).add_on()
