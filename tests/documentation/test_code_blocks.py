@@ -37,6 +37,7 @@ PROGRAMS = {
     ("docs/kv-library.md", 0): "",
     ("docs/metrics.md", 0): "http://0.0.0.0:",
     ("docs/moe.md", 0): "64 tokens through 8 experts",
+    ("docs/switching.md", 0): "page 30 begins with 2048",
     ("docs/weights.md", 0): "bytes in",
     ("docs/weights-plans.md", 0): "inference rank 0 receives 2 writes",
     ("docs/weights-plans.md", 1): "layers.0.k ((256, 512), (0, 1024)) at byte 2097152",
