@@ -13,7 +13,7 @@ TOPS = ("benchmarks", "native", "src", "tests", "tools")
 SUFFIXES = {".py", ".cc", ".h", ".cu", ".cuh"}
 # Lines, as they are.
 LONGER = {
-    "src/crossrail/weights/services/receiver.py": 583,
+    "src/crossrail/weights/services/receiver.py": 580,
 }
 
 

@@ -11,6 +11,7 @@ import pytest
 import crossrail as xr
 from crossrail.control.mailbox import NoAnswer
 from crossrail.weights.errors import UpdateFailed
+from crossrail.weights.inventory.holdings import Role
 from crossrail.weights.services import messages as m
 from crossrail.weights.services.controller import WeightController
 from crossrail.weights.services.reports import ControllerOptions
@@ -116,15 +117,46 @@ async def test_second_update_at_the_same_time_is_refused(make_fleet: MakeFleet) 
     await fleet.assert_holds(1)
 
 
-async def test_another_controller_is_refused(make_fleet: MakeFleet) -> None:
+async def test_another_controller_is_refused(make_fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch) -> None:
     fleet, other = make_fleet(trainer_count=1), make_fleet(trainer_count=1)
     await fleet.start(targets=[0])
     await other.start(targets=[0])
     other.controller._roster.members.update(fleet.controller._roster.members)
+
+    async def nobody(*_: Any) -> None:
+        pass
+
+    monkeypatch.setattr(other.controller, "_roll_call", nobody)  # as if they had left it just after
     with pytest.raises(UpdateFailed, match="belongs to another controller"):
         await other.controller.update(1, PATIENCE_S)
     await fleet.update(2)
     await fleet.assert_holds(2)
+
+
+@pytest.mark.parametrize("role", ["trainer", "target"])
+async def test_member_that_has_joined_another_controller_is_left_out_before_anybody_opens(
+    make_fleet: MakeFleet, role: Role
+) -> None:
+    fleet, other = make_fleet(spare=False, trainer_count=2), make_fleet(trainer_count=0)
+    controller = await fleet.start()
+    await other.start(targets=[])
+    await fleet.update(1)
+    member: Any = fleet.trainers[1] if role == "trainer" else fleet.receivers[1]
+    await member.join(other.controller.address, PATIENCE_S)
+    name = "trainer 1" if role == "trainer" else "inference rank 1"
+
+    if role == "trainer":  # nobody else has its shards
+        with pytest.raises(UpdateFailed, match=rf"{name} \(it is gone: {name} has joined another controller\)"):
+            await controller.update(2, PATIENCE_S)
+        await fleet.assert_holds(1)
+    else:
+        assert (await fleet.update(2)).left_out == [name]
+        await fleet.assert_holds(2, [rank for rank in fleet.receivers if rank != 1])
+        await fleet.assert_holds(1, [1])
+
+    await member.join(controller.address, PATIENCE_S)
+    await fleet.update(3)
+    await fleet.assert_holds(3)
 
 
 async def test_controller_that_is_made_anew_on_its_mailbox_goes_on(make_fleet: MakeFleet) -> None:

@@ -464,7 +464,7 @@ async def _left_out(join: Callable[[bytes, float], Awaitable[None]], wire: Any) 
     mailbox: Any = SimpleNamespace(wire=wire, spawn=lambda work, _: tasks.append(asyncio.ensure_future(work)))
     told: list[str] = []
     membership = members.Membership("trainer 0", mailbox, join, str, str, lambda: told.append(membership.out_why))
-    membership.begin()
+    membership.begin(b"controller")
     membership.left_out(m.Evicted("it did not answer"), b"controller")
     await asyncio.gather(*tasks)
     return told

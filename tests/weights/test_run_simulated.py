@@ -10,9 +10,12 @@ import pytest
 
 import crossrail as xr
 from crossrail import sim
+from crossrail.control.wire import Unreachable
+from crossrail.weights.errors import UpdateFailed
+from crossrail.weights.services import messages as m
 from crossrail.weights.services.reports import ControllerOptions
 from tests.support.seeds import Seed
-from tests.weights.fleet import PATIENCE_S, Fleet
+from tests.weights.fleet import PATIENCE_S, Fleet, unanswered
 
 DEADLINE_S = 5.0
 MOMENTS = 3  # of one kind of fault, drawn anew each time
@@ -141,5 +144,46 @@ def test_one_that_trainers_gave_up_while_it_was_frozen_is_tried_anew(seed: Seed)
         await controller.ready(range(4), range(3), 5 * PATIENCE_S)
         await fleet.update(3)
         await fleet.assert_holds(3)
+
+    sim.run(main, seed=seed.number(), limit_s=10 * PATIENCE_S)
+
+
+@pytest.mark.parametrize("role", ["trainer", "target"])
+def test_one_that_gave_its_controller_up_while_it_was_frozen_joins_it_when_told_to(role: str, seed: Seed) -> None:
+    async def main(world: sim.World) -> None:
+        fleet = fleet_in(world)
+        controller = await fleet.start()
+        await fleet.update(1)
+        member = fleet.trainers[1] if role == "trainer" else fleet.receivers[1]
+        loop = asyncio.get_running_loop()
+        thaws_at_s = loop.time() + DEADLINE_S
+        world.freeze(fleet.engines["controller"], at_s=loop.time(), for_s=DEADLINE_S)
+        with pytest.raises(Unreachable, match=f"{member._membership._who}: its controller cannot be reached: .*Next: "):
+            await member.join(controller.address, DEADLINE_S)
+        assert fleet.engines[f"{role}-1"].peer_state(fleet.engines["controller"].address) == "lost"
+        await asyncio.sleep(thaws_at_s + 1.0 - loop.time())
+        await member.join(controller.address, DEADLINE_S)
+        await fleet.update(2)
+        await fleet.assert_holds(2)
+
+    sim.run(main, seed=seed.number(), limit_s=10 * PATIENCE_S)
+
+
+def test_trainer_whose_step_fails_says_that_its_controller_is_gone(seed: Seed) -> None:
+    async def main(world: sim.World) -> None:
+        fleet = fleet_in(world, peer_timeout_s=0.5)  # what it answers is lost before it says why
+        controller = await fleet.start()
+        await fleet.update(1)
+        fleet.mailboxes["trainer-1"].handle(m.Go, unanswered)  # so that the others wait for it at the barrier
+        update = asyncio.ensure_future(controller.update(2, DEADLINE_S))
+        offer = asyncio.ensure_future(fleet.publish(2, [0], 4 * DEADLINE_S))
+        while fleet.trainers[0]._going is None:
+            await asyncio.sleep(0.001)
+        world.kill(fleet.engines["controller"])
+        with pytest.raises(
+            UpdateFailed, match=r"trainer 0: not done in .* s: the controller is gone: .*Next: join\(\)"
+        ):
+            await offer
+        await asyncio.gather(update, return_exceptions=True)
 
     sim.run(main, seed=seed.number(), limit_s=10 * PATIENCE_S)

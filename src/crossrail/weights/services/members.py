@@ -181,6 +181,7 @@ class Membership:
         self._mailbox = mailbox
         self._join = join
         self._takes_part = False
+        self._controller = b""
         self.out_why = ""  # why it takes no part in updates, where it was not the one to end that
         self._join_number = 0
         self._joining: asyncio.Task[None] | None = None  # again, by itself
@@ -193,9 +194,9 @@ class Membership:
                 "or close() that one first"
             )
 
-    def begin(self) -> None:
-        """Its join() was called: one that goes on by itself is overtaken."""
-        self._takes_part = True
+    def begin(self, controller: bytes) -> None:
+        """Its join() to this controller was called: one that goes on by itself is overtaken."""
+        self._takes_part, self._controller = True, controller
         if self._joining is not asyncio.current_task():
             self._stop()
 
@@ -204,9 +205,9 @@ class Membership:
         self._takes_part = False
         self._stop()
 
-    def handle(self, handlers: Mapping[type, Handler], while_whole: Mapping[type, Handler]) -> None:
-        """Takes these questions from the mailbox. What is closed answers Closed to them; and to those of while_whole
-        what has lost its memory, or has left, does, which still ends what it has begun.
+    def handle(self, handlers: Mapping[type, Handler], while_whole: dict[type, Handler]) -> None:
+        """Takes these questions from the mailbox, and RollCall. What is closed answers Closed to them; and to those of
+        while_whole and RollCall what has lost its memory, or has left, does, which still ends what it has begun.
         """
 
         def unless(handler: Handler, why: Callable[[], str]) -> Handler:
@@ -217,10 +218,14 @@ class Membership:
 
         for kind, handler in handlers.items():
             self._mailbox.handle(kind, unless(handler, self._closed_why))
-        for kind, handler in while_whole.items():
+        for kind, handler in (while_whole | {m.RollCall: self._on_roll_call}).items():
             self._mailbox.handle(
                 kind, unless(handler, lambda: self._closed_why() or self._broken_why() or self._left_why())
             )
+
+    async def _on_roll_call(self, sender: bytes, _: m.RollCall) -> m.Taken | m.Closed:
+        """Who has joined another controller is gone to this one, which leaves it out before anybody opens."""
+        return m.Taken() if sender == self._controller else m.Closed(f"{self._who} has joined another controller")
 
     def answer_before_close(self) -> None:
         """Of the question that this task is to answer. Whoever has heard of a commit may close everything at once, and
@@ -250,12 +255,14 @@ class Membership:
     async def ask_to_join(
         self, controller: bytes, inventory: bytes, timeout_s: float, spare: list[bytes] | None = None, *, is_again: bool
     ) -> None:
-        """Whatever was said of earlier joins is over.
+        """Whatever was said of earlier joins is over. A controller that our engine has given up is looked for anew: it
+        may have been frozen or cut off.
 
         is_again: as of Join. Raises MemberRefused, NoAnswer, Unreachable.
         """
         self._takes_part, self.out_why = True, ""
         self._join_number = next_word(self._mailbox)
+        self._mailbox.wire.try_anew(controller)
         question = m.Join(self._join_number, inventory, spare or [], is_again)
         answer: m.Joined | m.JoinRefused
         try:
@@ -267,6 +274,11 @@ class Membership:
                 f"{self._who}: {error}. Next: see that the controller's process runs, that its mailbox was started and "
                 "its event loop is not blocked, and that both have the same secret: its log says what it drops",
                 is_silence=True,
+            ) from None
+        except Unreachable as error:
+            raise Unreachable(
+                f"{self._who}: its controller cannot be reached: {error}. Next: see that its process runs, and join() "
+                "the address that it has now: one that was started anew has another"
             ) from None
         if isinstance(answer, m.JoinRefused):
             self._takes_part = False
@@ -331,6 +343,7 @@ class Membership:
         try:
             await until_reached(lambda left_s: self._join(controller, left_s), wire, controller, _JOIN_AGAIN_S)
         except CrossrailError as error:
-            self.out_why = f"{self._who} takes no part in updates: it could not join again: {error}. Next: join()"
+            why = str(error).partition(". Next: ")[0]
+            self.out_why = f"{self._who} takes no part in updates: it could not join again: {why}. Next: join()"
             log.warning("%s", self.out_why)
             self._on_out()

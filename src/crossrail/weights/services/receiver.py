@@ -101,7 +101,7 @@ class WeightReceiver(AsyncClosing):
                 m.Abort: self._on_abort,
                 m.Evicted: self._on_evicted,
             },
-            while_whole={m.RollCall: self._on_roll_call, m.Expect: self._on_expect, m.Open: self._on_open},
+            while_whole={m.Expect: self._on_expect, m.Open: self._on_open},
         )
 
     def __repr__(self) -> str:
@@ -129,7 +129,7 @@ class WeightReceiver(AsyncClosing):
         self._check_may_join()
         self._mailbox.check_started()
         self._mailbox.wire.identity(controller)
-        self._membership.begin()
+        self._membership.begin(controller)
         async with self._membership.asking():
             await self._join_with(controller, timeout_s, displaces=displaces)
 
@@ -314,9 +314,6 @@ class WeightReceiver(AsyncClosing):
     def _check_memory(self) -> None:
         if why := self._broken_why():
             raise UsageError(why)
-
-    async def _on_roll_call(self, _sender: bytes, _: m.RollCall) -> m.Taken:
-        return m.Taken()
 
     async def _on_expect(self, sender: bytes, expect: m.Expect) -> m.Taken:
         self._check_controller(sender)

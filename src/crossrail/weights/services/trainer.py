@@ -34,6 +34,7 @@ log = logging.getLogger("crossrail.weights")
 ABORT_S = 1.0  # in which a controller that lives has told why an update failed
 QUIET_S = 5.0  # for transfers that were cancelled: what peers have begun ends first
 _KERNELS_S = 0.0005  # between looks at what the caller's stream still has to do
+_CONTROLLER_GONE = "the controller is gone: it died, closed, or was silent for too long. Next: join() one that is there"
 
 
 class WeightTrainer(AsyncClosing):
@@ -97,7 +98,7 @@ class WeightTrainer(AsyncClosing):
                 m.Evicted: self._on_evicted,
                 m.AskProgress: self._on_progress,
             },
-            while_whole={m.RollCall: self._on_roll_call, m.Assign: self._on_assign, m.Go: self._on_go},
+            while_whole={m.Assign: self._on_assign, m.Go: self._on_go},
         )
 
     def __repr__(self) -> str:
@@ -113,7 +114,7 @@ class WeightTrainer(AsyncClosing):
         self._check_may_join()
         self._mailbox.check_started()
         self._mailbox.wire.identity(controller)
-        self._membership.begin()
+        self._membership.begin(controller)
         async with self._membership.asking():
             await self._join_with(controller, timeout_s)
 
@@ -181,7 +182,7 @@ class WeightTrainer(AsyncClosing):
         if not self._controller:
             return "it has joined no controller. Next: join()"
         if self._mailbox.wire.is_lost(self._controller):
-            return "the controller is gone: it died, closed, or was silent for too long. Next: join() one that is there"
+            return _CONTROLLER_GONE
         if self._membership.out_why:
             return self._membership.out_why
         if not self._offer.attempt:
@@ -241,9 +242,6 @@ class WeightTrainer(AsyncClosing):
     def _check_controller(self, sender: bytes) -> None:
         if sender != self._controller:
             raise UsageError(f"trainer {self.rank} belongs to another controller")
-
-    async def _on_roll_call(self, _sender: bytes, _: m.RollCall) -> m.Taken:
-        return m.Taken()
 
     async def _on_assign(self, sender: bytes, assign: m.Assign) -> m.Taken:
         self._check_controller(sender)
@@ -410,8 +408,14 @@ class WeightTrainer(AsyncClosing):
 
     def _fail_soon(self, attempt: int, why: str) -> None:
         """The controller's abort comes before, and names what ended the update; this says only what it did here."""
-        if self._offer is not None and self._offer.attempt == attempt:
-            asyncio.get_running_loop().call_later(ABORT_S, self._offer.fail, why)
+        offer = self._offer
+
+        def fail(offer: _Offer) -> None:
+            is_gone = self._mailbox.wire.is_lost(self._controller)
+            offer.fail(f"{why}: {_CONTROLLER_GONE}" if is_gone else why)
+
+        if offer is not None and offer.attempt == attempt:
+            asyncio.get_running_loop().call_later(ABORT_S, fail, offer)
 
     async def _stop_step(self, why: str) -> None:
         going = self._going
