@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -25,6 +27,27 @@ def test_plan_carried_out_gives_the_converted_whole(world: World) -> None:
         wanted = expected_memory(target, world.whole, world.dtypes)
         np.testing.assert_array_equal(target.memory, wanted)
     assert sum(plan.expected(target) for target in plan.targets) == len(plan.writes)
+
+
+@given(worlds(partial=True))
+@settings(max_examples=100)
+def test_plan_of_replicas_that_lack_pieces_gives_the_converted_whole(world: World) -> None:
+    trainers, targets = world.inventories
+    fill_trainers(world.trainers, world.whole)
+
+    plan = make_plan(trainers, targets, world.options)
+    carry_out(plan, world.trainers, world.targets)
+
+    for target in world.targets:
+        np.testing.assert_array_equal(target.memory, expected_memory(target, world.whole, world.dtypes))
+
+
+@given(worlds())
+@settings(max_examples=15)
+def test_plan_of_inventories_that_lack_nothing_is_the_same_where_they_might(world: World) -> None:
+    assert make_plan(*world.inventories, world.options) == make_plan(
+        *world.inventories, replace(world.options, partial=True)
+    )
 
 
 @given(worlds())

@@ -127,15 +127,30 @@ def test_rows_that_nobody_holds() -> None:
 def test_meshes_that_overlap_in_part() -> None:
     found = refused([(rows(0, 5, mesh="a"),), (rows(4, 8, mesh="b"),)], [(W,)])
 
-    assert found == "'w': [4:5, 0:4] is claimed by trainers whose boxes overlap"
+    assert found.startswith("'w': [4:5, 0:4] is claimed by trainers whose boxes overlap. ")
+    assert found.endswith("where some are gone for good, PlanOptions(partial=True)")
 
 
 def test_two_meshes_that_both_have_holes() -> None:
     held = [(rows(0, 3, mesh="a"),), (rows(4, 8, mesh="a"),), (rows(0, 5, mesh="b"),), (rows(6, 8, mesh="b"),)]
 
-    assert refused(held, [(W,)]) == "'w': [3:4, 0:4] is held by no trainer, in mesh 'a'"
+    found = refused(held, [(W,)])
+    assert found.startswith("'w': [3:4, 0:4] is held by no trainer, in mesh 'a'. A mesh has all of a parameter, or ")
     # What one has of them whole is no help for what it lacks.
     assert refused([*held, (rows(0, 6, mesh="c"),)], [(W,)]).startswith("'w': [3:4, 0:4] is held by no trainer")
+
+
+def test_what_no_mesh_has_any_more() -> None:
+    held = [(rows(0, 3, mesh="a"),), (rows(4, 8, mesh="a"),), (rows(0, 2, mesh="b"),), (rows(6, 8, mesh="b"),)]
+
+    assert refused(held, [(W,)], partial=True) == "'w': [3:4, 0:4] is held by no trainer"
+    assert refused(held[:2], [(W,)], partial=True) == "'w': [3:4, 0:4] is held by no trainer, in mesh 'a'"
+
+
+def test_boxes_of_a_mesh_that_overlap_where_some_may_be_gone() -> None:
+    found = refused([(rows(0, 5, mesh="a"),), (rows(4, 8, mesh="a"),)], [(W,)], partial=True)
+
+    assert found == "'w': [4:5, 0:4] is claimed by trainers whose boxes overlap, in mesh 'a'"
 
 
 def test_the_same_box_listed_twice() -> None:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 import crossrail as xr
 from crossrail.control.mailbox import NoAnswer
 from crossrail.weights.errors import UpdateFailed
 from crossrail.weights.inventory.holdings import Role
+from crossrail.weights.inventory.memory import WeightMemory
 from crossrail.weights.services import messages as m
 from crossrail.weights.services.controller import WeightController
+from crossrail.weights.services.receiver import WeightReceiver
 from crossrail.weights.services.reports import ControllerOptions
+from crossrail.weights.services.trainer import WeightTrainer
 from crossrail.weights.services.versions import State
 from tests.weights.conftest import MakeFleet
 from tests.weights.fleet import PATIENCE_S
@@ -131,6 +136,47 @@ async def test_another_controller_is_refused(make_fleet: MakeFleet, monkeypatch:
         await other.controller.update(1, PATIENCE_S)
     await fleet.update(2)
     await fleet.assert_holds(2)
+
+
+async def test_replicas_that_have_each_lost_another_trainer_serve_together(make_fleet: MakeFleet) -> None:
+    """Two of three trainers each; the first plan is of all, so that parts that overlap are no mistake later."""
+    fleet = make_fleet(trainer_count=0, spare=False)
+    controller = await fleet.start(targets=[])
+    shards: dict[int, np.ndarray] = {}
+
+    async def add(role: Role, rank: int, array: np.ndarray, **more: Any) -> Any:
+        box = fleet.mailbox(f"{role}-{rank}")
+        memory = WeightMemory(fleet.engines[f"{role}-{rank}"], role, rank)
+        memory.add("w", array, **more)
+        (fleet.sources if role == "trainer" else fleet.sinks)[rank] = SimpleNamespace(memory=memory)  # closed with it
+        member = WeightTrainer(box, memory, 1 << 20) if role == "trainer" else WeightReceiver(box, memory)
+        await member.join(controller.address, PATIENCE_S)
+        return member
+
+    async def update(version: int) -> None:
+        for rank in trainers:
+            shards[rank][:] = 100 * version + np.arange(4)[:, np.newaxis] + 4 * (rank % 3)
+        offers = asyncio.gather(*(trainer.publish(version, PATIENCE_S) for trainer in trainers.values()))
+        await controller.update(version, PATIENCE_S)
+        await offers
+        assert (whole == 100 * version + np.arange(12)[:, np.newaxis]).all()
+
+    trainers = fleet.trainers
+    for rank in range(6):
+        shards[rank], begin = np.zeros((4, 8), np.float32), 4 * (rank % 3)
+        box, mesh = ((begin, begin + 4), (0, 8)), f"replica {rank // 3}"
+        trainers[rank] = await add("trainer", rank, shards[rank], shape=(12, 8), box=box, mesh=mesh)
+    whole = np.zeros((12, 8), np.float32)
+    fleet.receivers[0] = await add("target", 0, whole)
+    await update(1)
+    for rank in (0, 5):
+        trainer = trainers.pop(rank)
+        await trainer.leave()
+        await trainer.close()
+    await update(2)
+    await trainers.pop(3).close()
+    with pytest.raises(UpdateFailed, match=r"'w': \[0:4, 0:8\] is held by no trainer.*trainer 3 \(it is gone: "):
+        await controller.update(3, PATIENCE_S)
 
 
 @pytest.mark.parametrize("role", ["trainer", "target"])

@@ -50,8 +50,10 @@ class _Memory:
 
 
 @st.composite
-def worlds(draw: st.DrawFn, matrix_blocks: bool = False) -> World:
-    """matrix_blocks: what is quantised is matrices, rows or numbers, and blocks are of these."""
+def worlds(draw: st.DrawFn, matrix_blocks: bool = False, partial: bool = False) -> World:
+    """matrix_blocks: what is quantised is matrices, rows or numbers, and blocks are of these. partial: there are
+    replicas, which lack any pieces that others have.
+    """
     trainers = [_Memory("trainer", rank * 3) for rank in range(draw(st.integers(1, 5)))]
     targets = [_Memory("target", rank + 7) for rank in range(draw(st.integers(1, 3)))]
     whole, dtypes = {}, {}
@@ -61,7 +63,7 @@ def worlds(draw: st.DrawFn, matrix_blocks: bool = False) -> World:
         dtypes[name] = draw(st.sampled_from(["bfloat16", "float32"]))
         values = draw(st.integers(0, 2**32 - 1))
         whole[name] = np.random.default_rng(values).integers(0, 200, shape).astype(STORAGE[dtypes[name]])
-        _shard(draw, trainers, name, dtypes[name], shape)
+        (_shard_in_part if partial else _shard)(draw, trainers, name, dtypes[name], shape)
         block = tuple(draw(st.integers(1, 5)) for _ in shape)
         if matrix_blocks:
             block = (*(1 for _ in shape[:-2]), *block[-2:])
@@ -71,7 +73,9 @@ def worlds(draw: st.DrawFn, matrix_blocks: bool = False) -> World:
                 kinds = [dtypes[name], "float32", "float8_e4m3fn"]
                 _want(draw, target, name, draw(st.sampled_from(kinds)), shape, block)
     options = PlanOptions(
-        gather=draw(st.sampled_from(["needed", "full"])), write_bytes_min=draw(st.sampled_from([1, 64, 4096]))
+        gather=draw(st.sampled_from(["needed", "full"])),
+        write_bytes_min=draw(st.sampled_from([1, 64, 4096])),
+        partial=partial,
     )
     return World([one.process() for one in trainers], [one.process() for one in targets], whole, dtypes, options)
 
@@ -94,6 +98,26 @@ def _shard(draw: st.DrawFn, trainers: list[_Memory], name: str, dtype: str, shap
             box = pieces[index % len(pieces)]
             if all(start < stop for start, stop in box):
                 trainers[rank].add(draw, name, dtype, shape, box, mesh=f"mesh{mesh}")
+
+
+def _shard_in_part(draw: st.DrawFn, trainers: list[_Memory], name: str, dtype: str, shape: tuple[int, ...]) -> None:
+    """In three replicas, each cut in its own way; trainers have pieces of all of them. Some pieces are gone."""
+    copies = np.zeros(shape, np.int64)
+    whole = tuple((0, extent) for extent in shape)
+    held = [
+        (mesh, box)
+        for mesh in range(3)
+        for box in dict.fromkeys(_pieces(draw, whole, draw(st.integers(1, 6))))
+        if all(start < stop for start, stop in box)
+    ]
+    for _, box in held:
+        copies[tuple(slice(*piece) for piece in box)] += 1
+    for mesh, box in held:
+        inside = copies[tuple(slice(*piece) for piece in box)]
+        if (inside > 1).all() and draw(st.booleans()):
+            copies[tuple(slice(*piece) for piece in box)] -= 1
+            continue
+        trainers[draw(st.integers(0, len(trainers) - 1))].add(draw, name, dtype, shape, box, mesh=f"mesh{mesh}")
 
 
 def _pieces(draw: st.DrawFn, hull: Box, count: int) -> list[Box]:

@@ -73,7 +73,7 @@ class Holding(Struct, frozen=True):
         mesh are equal or disjoint, and together make one box, its hull: for an expert-parallel mesh the experts of the
         mesh, otherwise mostly the whole parameter. The hulls of different meshes are equal or disjoint, and make up the
         whole parameter; what is left of a mesh that lost processes may have holes or be less, and is not used where
-        another mesh has all of it.
+        another mesh has all of it; where none has, PlanOptions.partial.
     scale_of, block (targets): this holds the fp32 scales of the parameter of that name, whose holdings here are
         float8_e4m3fn; block: elements per scale in each dimension. shape and box then count blocks.
     """

@@ -184,18 +184,23 @@ def faults(tiles: Boxes, start: Ints, stop: Ints) -> tuple[Boxes, Ints]:
     chosen = np.flatnonzero(looked_at[tiles.key])
     chosen = chosen[np.argsort(tiles.key[chosen], kind="stable")]
     of = tiles.key[chosen]
-    low, high = tiles.start[chosen] - start[of], tiles.stop[chosen] - start[of]
-    cuts = []
-    for dim in range(start.shape[1]):
-        edges = np.concatenate([low[:, dim], high[:, dim], np.zeros(len(keys), np.int64)])
-        owner = np.concatenate([of, of, keys])
-        inside = edges < (stop - start)[owner, dim]
-        cuts.append(unique_pairs(owner[inside], edges[inside]))
-    cells = grid(keys, (stop - start)[keys], cuts)
-    claims = np.bincount(overlaps(cells, Boxes(of, low, high)).left, minlength=len(cells.key))
+    inside = Boxes(of, tiles.start[chosen] - start[of], tiles.stop[chosen] - start[of])
+    cells = cut_along_edges(inside, keys, stop - start)
+    claims = np.bincount(overlaps(cells, inside).left, minlength=len(cells.key))
     bad = np.flatnonzero(claims != 1)
     key = cells.key[bad]
     return Boxes(key, cells.start[bad] + start[key], cells.stop[bad] + start[key]), claims[bad]
+
+
+def cut_along_edges(tiles: Boxes, keys: Ints, shape: Ints) -> Boxes:
+    """Boxes of the shape[k] of each of these keys k, ascending, cut along all edges of the key's tiles."""
+    cuts = []
+    for dim in range(shape.shape[1]):
+        edges = np.concatenate([tiles.start[:, dim], tiles.stop[:, dim], np.zeros(len(keys), np.int64)])
+        owner = np.concatenate([tiles.key, tiles.key, keys])
+        inside = edges < shape[owner, dim]
+        cuts.append(unique_pairs(owner[inside], edges[inside]))
+    return grid(keys, shape[keys], cuts)
 
 
 def unique_pairs(key: Ints, value: Ints) -> tuple[Ints, Ints]:

@@ -42,6 +42,9 @@ class PlanOptions:
     ignore: parameters that trainers hold and no target needs.
     groups: (meshes) the order in which each trainer takes their tasks; meshes not named come last. make_plan() refuses
         one that no trainer has.
+    partial: meshes may have lost trainers. Of a parameter that none of them has whole, whatever any of them has is
+        used, and only what nobody has is refused; otherwise hulls that overlap, or have holes, are taken for a mistake.
+        A WeightController sets it by itself once a trainer has gone.
     task_bytes_max: pieces are not joined beyond this size, and are cut along their first dimension where possible, so
         that one is prepared while another is being sent. Bytes of the trainers' dtype. Not with gather="full".
     speeds: of trainers, by rank; those not named have 1. If several have a piece, the one that finishes first sends it.
@@ -53,6 +56,7 @@ class PlanOptions:
     write_bytes_min: int = 256 << 10
     ignore: tuple[str, ...] = ()
     groups: tuple[tuple[str, ...], ...] = ()
+    partial: bool = False
     task_bytes_max: int = 96 << 20
     speeds: Mapping[int, float] = field(default_factory=dict)
 
@@ -99,7 +103,7 @@ def make_plan(trainers: Sequence[Inventory], targets: Sequence[Inventory], optio
     joined = tables.join(sorted(trainers, key=_rank), sorted(targets, key=_rank))
     tables.check_meshes(joined, options.groups)
     forms, wants = tables.match(joined, options.ignore)
-    sources = sources_of(joined)
+    sources = sources_of(joined, options.partial)
     whole = options.gather == "full"
     cells = cells_of(forms, sources, whole, options.write_bytes_min, options.task_bytes_max)
     slices = _slices(joined, forms, wants, cells)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,15 +16,20 @@ from crossrail.weights.planning.boxes import (
     Fault,
     Ints,
     columns_of,
+    cut_along_edges,
     distinct,
     faults,
-    find_fault,
     grid,
     overlaps,
     ranges,
     unique_pairs,
 )
 from crossrail.weights.planning.tables import Forms, Tables
+
+_PARTIAL = (
+    ". A mesh has all of a parameter, or a part that no other has. Next: see that all of its processes have joined, "
+    "and describe what they hold; where some are gone for good, PlanOptions(partial=True)"
+)
 
 
 class Sources(NamedTuple):
@@ -42,6 +48,15 @@ class Sources(NamedTuple):
     hulls: Boxes
 
 
+class _Found(NamedTuple):
+    """As of Sources. boxes: by parameter, then mesh."""
+
+    boxes: Boxes
+    mesh: Ints
+    holders: Ints
+    first: Ints
+
+
 class _Held(NamedTuple):
     """What each mesh holds of a parameter, those of boxes grouped: hulls, by parameter, then mesh.
 
@@ -53,11 +68,12 @@ class _Held(NamedTuple):
     mesh: Ints
 
 
-def sources_of(tables: Tables) -> Sources:
-    """Raises UsageError where the boxes of a mesh overlap, or hulls do; Unheld where something of a parameter is
-    nowhere, or a mesh has holes in what no other mesh has whole.
+def sources_of(tables: Tables, partial: bool = False) -> Sources:
+    """Raises UsageError where the boxes of a mesh overlap; where hulls do, or a mesh has holes in what no other mesh
+    has whole, unless partial; Unheld where something of a parameter is nowhere.
 
-    What is left of a mesh that has lost trainers is not used where another mesh has all of that.
+    What is left of a mesh that has lost trainers is not used where another mesh has all of that. partial: of a
+    parameter that no mesh has whole any more, whatever any of them has is used.
     """
     rows, rank = tables.source
     param, mesh = rows["name"].astype(np.int64), rows["mesh"].astype(np.int64)
@@ -67,45 +83,98 @@ def sources_of(tables: Tables) -> Sources:
     twice = (kind[holders][1:] == kind[holders][:-1]) & (rank[holders][1:] == rank[holders][:-1])
     for row in holders[1:][twice][:1]:
         raise UsageError(f"{tables.names[param[row]]!r}: trainer {rank[row]} lists the same box twice")
-
-    boxes, mesh = Boxes(param[chosen], rows["start"][chosen], rows["stop"][chosen]), mesh[chosen]
     if not len(mesh):
         raise UsageError("the trainers hold no parameter")
-    held = _held(boxes, mesh)
-    kept = _needed(tables, boxes, held)[held.group]
-    if not kept.all():
-        boxes, mesh = Boxes(boxes.key[kept], boxes.start[kept], boxes.stop[kept]), mesh[kept]
-        counts = np.diff(first)
-        holders = holders[np.repeat(kept, counts)]
-        first = np.concatenate([[0], np.cumsum(counts[kept])])
-        held = _held(boxes, mesh)
-    hulls = held.hulls
-    hull_at, hull_of = distinct(columns_of(*hulls))
-    hulls = Boxes(hulls.key[hull_at], hulls.start[hull_at], hulls.stop[hull_at])
-    params, param_of = np.unique(hulls.key, return_inverse=True)
-    shapes = rows["shape"][chosen][np.searchsorted(param[chosen], params)]
-    fault = find_fault(Boxes(param_of, hulls.start, hulls.stop), np.zeros_like(shapes), shapes)
-    if fault is not None:
-        raise _error(tables, fault, int(params[fault.key]), "")
-    return Sources(boxes, mesh, hull_of[held.group], holders, first, hulls)
+
+    boxes = Boxes(param[chosen], rows["start"][chosen], rows["stop"][chosen])
+    params, at = np.unique(boxes.key, return_index=True)
+    shapes = rows["shape"][chosen[at]]
+    found = _Found(boxes, mesh[chosen], holders, first)
+    held = _held(found)
+    needed, torn = _needed(tables, found, held, partial)
+    if not needed.all():
+        found = _taken(found, np.flatnonzero(needed[held.group]))
+        held = _held(found)
+    hulls, hull_of = _distinct(held.hulls)
+    bad, claims = _faults(hulls, params, shapes)
+    if partial:
+        torn = np.unique(np.concatenate([torn, bad.key[claims > 1]]))
+        if len(torn):
+            found, around = _cut(found, held, torn, shapes[np.searchsorted(params, torn)])
+            hulls, hull_of = _distinct(around)
+            bad, claims = _faults(hulls, params, shapes)
+    for key in bad.key[:1].tolist():
+        meshes = np.unique(found.mesh[found.boxes.key == key]).tolist() if key in torn else []
+        among = _PARTIAL if claims[0] else _in_mesh(tables, meshes)
+        raise _error(tables, Fault(key, bad.start[0], bad.stop[0], int(claims[0])), among)
+    return Sources(found.boxes, found.mesh, hull_of if len(torn) else hull_of[held.group], *found[2:], hulls)
 
 
-def _held(boxes: Boxes, mesh: Ints) -> _Held:
+def _held(found: _Found) -> _Held:
     """boxes: by parameter, then mesh."""
+    boxes, mesh = found.boxes, found.mesh
     starts, group = distinct([boxes.key, mesh])
     start, stop = np.minimum.reduceat(boxes.start, starts), np.maximum.reduceat(boxes.stop, starts)
     return _Held(group, Boxes(boxes.key[starts], start, stop), mesh[starts])
 
 
-def _needed(tables: Tables, boxes: Boxes, held: _Held) -> npt.NDArray[np.bool_]:
-    """Of each group, whether no other mesh has all of it whole, and more than it."""
-    hulls = held.hulls
+def _taken(found: _Found, at: Ints) -> _Found:
+    """Those boxes, in this order; some may be taken several times."""
+    boxes, counts = found.boxes, np.diff(found.first)[at]
+    return _Found(
+        Boxes(boxes.key[at], boxes.start[at], boxes.stop[at]),
+        found.mesh[at],
+        found.holders[np.repeat(found.first[at], counts) + ranges(counts)],
+        np.concatenate([[0], np.cumsum(counts)]),
+    )
+
+
+def _distinct(hulls: Boxes) -> tuple[Boxes, Ints]:
+    """Without repetitions, and which each is."""
+    at, of = distinct(columns_of(*hulls))
+    return Boxes(hulls.key[at], hulls.start[at], hulls.stop[at]), of
+
+
+def _faults(hulls: Boxes, params: Ints, shapes: Ints) -> tuple[Boxes, Ints]:
+    """Where hulls, distinct ones, do not fill their parameters as faults() has it. shapes: of params, ascending."""
+    inside = Boxes(np.searchsorted(params, hulls.key), hulls.start, hulls.stop)
+    bad, claims = faults(inside, np.zeros_like(shapes), shapes)
+    return Boxes(params[bad.key], bad.start, bad.stop), claims
+
+
+def _cut(found: _Found, held: _Held, torn: Ints, shapes: Ints) -> tuple[_Found, Boxes]:
+    """Boxes of these parameters cut along all edges of them, each piece a hull of its own: so hulls that overlap are
+    equal. And the hulls of all boxes. shapes: of torn, ascending.
+    """
+    is_torn = np.isin(found.boxes.key, torn)
+    some, rest = np.flatnonzero(is_torn), np.flatnonzero(~is_torn)
+    key = np.searchsorted(torn, found.boxes.key[some])
+    tiles = Boxes(key, found.boxes.start[some], found.boxes.stop[some])
+    pairs = overlaps(tiles, cut_along_edges(tiles, np.arange(len(torn)), shapes))
+    at = np.concatenate([rest, some[pairs.left]])
+    start = np.concatenate([held.hulls.start[held.group[rest]], pairs.start])
+    stop = np.concatenate([held.hulls.stop[held.group[rest]], pairs.stop])
+    own = np.concatenate([np.zeros(len(rest), bool), np.ones(len(pairs.left), bool)])
+    order = np.lexsort((*start.T[::-1], found.mesh[at], found.boxes.key[at]))
+    at, start, stop, own = at[order], start[order], stop[order], own[order, np.newaxis]
+    pieces = _taken(found, at)
+    cut = Boxes(pieces.boxes.key, np.where(own, start, pieces.boxes.start), np.where(own, stop, pieces.boxes.stop))
+    return pieces._replace(boxes=cut), Boxes(cut.key, start, stop)
+
+
+def _needed(tables: Tables, found: _Found, held: _Held, partial: bool) -> tuple[npt.NDArray[np.bool_], Ints]:
+    """Of each group, whether no other mesh has all of it whole, and more than it; and the parameters of groups that are
+    needed and have holes: none, unless partial.
+    """
+    hulls, boxes = held.hulls, found.boxes
     holes, claims = faults(Boxes(held.group, boxes.start, boxes.stop), hulls.start, hulls.stop)
 
     def error(at: int) -> UsageError:
         group = holes.key[at]
-        fault = Fault(int(group), holes.start[at], holes.stop[at], int(claims[at]))
-        return _error(tables, fault, int(hulls.key[group]), f", in mesh {tables.meshes[held.mesh[group]]!r}")
+        fault = Fault(int(hulls.key[group]), holes.start[at], holes.stop[at], int(claims[at]))
+        others = np.count_nonzero(hulls.key == hulls.key[group]) > 1
+        hint = _PARTIAL if others and not fault.claims else ""
+        return _error(tables, fault, _in_mesh(tables, [held.mesh[group]]) + hint)
 
     for at in np.flatnonzero(claims > 1)[:1].tolist():
         raise error(at)
@@ -119,16 +188,22 @@ def _needed(tables: Tables, boxes: Boxes, held: _Held) -> npt.NDArray[np.bool_]:
     more = has_holes[pairs.left] | (others.volume[pairs.right] > hulls.volume[pairs.left])
     needed = np.ones(len(held.mesh), bool)
     needed[pairs.left[inside & more]] = False
-    for at in np.flatnonzero(needed[holes.key])[:1].tolist():
-        raise error(at)
-    return needed
+    if not partial:
+        for at in np.flatnonzero(needed[holes.key])[:1].tolist():
+            raise error(at)
+    return needed, np.unique(hulls.key[needed & has_holes])
 
 
-def _error(tables: Tables, fault: Fault, param: int, among: str) -> UsageError:
-    dims = int(tables.source.rows["dims"][tables.source.rows["name"] == param][0])
+def _in_mesh(tables: Tables, meshes: Sequence[int]) -> str:
+    """Where there is one."""
+    return f", in mesh {tables.meshes[meshes[0]]!r}" if len(meshes) == 1 else ""
+
+
+def _error(tables: Tables, fault: Fault, among: str) -> UsageError:
+    dims = int(tables.source.rows["dims"][tables.source.rows["name"] == fault.key][0])
     what = "claimed by trainers whose boxes overlap" if fault.claims else "held by no trainer"
     kind = UsageError if fault.claims else Unheld
-    return kind(f"{tables.names[param]!r}: {fault.where(dims)} is {what}{among}")
+    return kind(f"{tables.names[fault.key]!r}: {fault.where(dims)} is {what}{among}")
 
 
 def cells_of(forms: Forms, sources: Sources, whole: bool, write_bytes_min: int, task_bytes_max: int) -> Boxes:

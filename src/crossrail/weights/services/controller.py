@@ -75,6 +75,7 @@ class WeightController:
         self._pace = Pace(self._plan_options.speeds, self._options.straggler_ratio)
         self._speeds: dict[int, float] = {}  # that the current plan was made with
         self._meshes: set[str] = set()  # of trainers in any plan so far
+        self._trainers: set[int] = set()  # by rank, likewise
         self._roster = Roster(mailbox, self._options.evict_s, lambda: self.version, self._on_out)
         self._planned: list[Member] = []  # those whom the current plan is for
         self._attempt = _attempts.setdefault(mailbox, 0)
@@ -307,15 +308,20 @@ class WeightController:
         meshes = {mesh for trainer in trainers for mesh in trainer.meshes}
         self._meshes |= meshes
         gone = self._meshes - meshes  # no mistake: others may hold the same, and the update goes on
+        ranks = {trainer.rank for trainer in trainers}
+        partial = self._plan_options.partial or not self._trainers <= ranks
         groups = tuple(tuple(mesh for mesh in group if mesh not in gone) for group in self._plan_options.groups)
         try:
-            return make_plan(trainers, targets, replace(self._plan_options, speeds=self._speeds, groups=groups))
+            options = replace(self._plan_options, speeds=self._speeds, groups=groups, partial=partial)
+            plan = make_plan(trainers, targets, options)
         except Unheld as error:
             if not went:
                 raise
             named = ", ".join(f"trainer {rank} ({went[rank]})" for rank in sorted(went)[:_NAMED])
             more = f", and {len(went) - _NAMED} more" if len(went) > _NAMED else ""
             raise CrossrailError(f"{error}. Gone since the last plan: {named}{more}") from None
+        self._trainers |= ranks
+        return plan
 
     async def _ask(self, member: Member, question: object, answer: type[_T], timeout_s: float) -> _T:
         """The answer. Raises NoAnswer; Unreachable when it is gone, or was closed."""
