@@ -25,8 +25,9 @@ from crossrail.integrations.checkpoint_engine.delivery import Bucket, Delivery
 from crossrail.integrations.checkpoint_engine.meeting import Done, Hello, Meeting
 from crossrail.integrations.checkpoint_engine.versions import check_parts, check_version
 from tests.integrations.checkpoint_engine_rank import digests, weights
-from tests.support.limits import eventually
+from tests.support.limits import WAIT_S, eventually
 from tests.support.ports import free_port
+from tests.support.tcp_wire import give_up
 
 RANKS = 2
 DEADLINE_S = 100.0
@@ -402,6 +403,39 @@ def test_unregistering_tensors_of_which_one_is_still_read_can_be_called_again(en
     assert store.named_tensors == {} and regions["read"].closed
     assert store.unregister_named_tensors(names) == 0
     store.close()
+
+
+@pytest.fixture
+def stores(environment: None) -> Iterator[list[P2PStore]]:
+    """Two, of which the first has given the second up, over tcp."""
+    made = [P2PStore(CpuDeviceManager(), rank=rank, transport="tcp", timeout_s=WAIT_S) for rank in range(2)]
+    give_up(made[0].engine, made[1].engine.address, WAIT_S)
+    yield made
+    for store in made:
+        store.close()
+
+
+def test_owner_that_was_given_up_is_read_again(stores: list[P2PStore]) -> None:
+    here, there = torch.zeros(64, dtype=torch.uint8), torch.arange(64, dtype=torch.uint8)
+    for store, tensor in zip(stores, (here, there), strict=True):
+        store.register_named_tensors({"w": tensor})
+    stores[0].batch_transfer_sync_read(stores[1].addr, [here.data_ptr()], [there.data_ptr()], [64])
+    assert torch.equal(here, there)
+
+
+def test_owner_that_was_given_up_is_looked_for_by_a_delivery(stores: list[P2PStore]) -> None:
+    stores[1].register_named_tensors({"w": torch.zeros(64, dtype=torch.uint8)})
+    metas = {1: SimpleNamespace(p2p_store_addr=stores[1].addr)}
+    Delivery(stores[0], CpuDeviceManager(), metas, [Bucket(1, SimpleNamespace(size=256))]).close()
+    assert stores[0].engine.peer_state(stores[1].engine.address) != "lost"
+
+
+def test_rank_that_was_given_up_is_watched_again(stores: list[P2PStore]) -> None:
+    engines = [store.engine for store in stores]
+    meeting = Meeting(torch.distributed.HashStore(), 0, 2, 1, "update('m')", WAIT_S)
+    meeting.watch(engines[0], [engine.address for engine in engines])
+    meeting.look()
+    assert engines[0].peer_state(engines[1].address) == "connected"
 
 
 def test_buffer_is_registered_when_no_kernel_uses_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,6 +92,18 @@ def with_ports(address: bytes, ports: Sequence[int]) -> bytes:
     return resealed(bytes(data))
 
 
+def give_up(engine: xr.Engine, peer: xr.Address, timeout_s: float) -> None:
+    """Has the engine lose this peer, that it does not know yet, as if it had been cut off: nobody listens where it is
+    looked for. Both over tcp, by one rail.
+    """
+    with socket.socket() as taken:
+        taken.bind((endpoints_of(bytes(peer))[0][0], 0))
+        elsewhere = with_ports(bytes(peer), [taken.getsockname()[1]])
+        with contextlib.suppress(xr.PeerLost):
+            engine.connect(xr.Address.from_bytes(elsewhere), timeout_s)
+    assert engine.peer_state(peer) == "lost"
+
+
 def with_incarnation(address: bytes, incarnation: bytes) -> bytes:
     return resealed(address[:INCARNATION_AT] + incarnation + address[INCARNATION_AT + 16 :])
 

@@ -11,6 +11,7 @@ import torch
 import crossrail as xr
 from crossrail.integrations.verl import VerlUpdateFailed
 from tests.support.limits import WAIT_S
+from tests.support.tcp_wire import give_up
 from tests.verl.cluster import Cluster, is_same, some_weights
 from tests.verl.conftest import SECRET
 
@@ -141,6 +142,14 @@ async def test_trainer_that_died_before_it_sent_anything(make: Make) -> None:
     with pytest.raises(VerlUpdateFailed, match="died"):
         async for _ in cluster.rollouts[0].receive_weights():
             pass
+
+
+async def test_ranks_that_had_given_each_other_up_find_each_other_again(make: Make) -> None:
+    cluster = Cluster(make, 2, 2, transport="tcp")
+    for ends in zip(cluster.trainers, cluster.rollouts, strict=True):
+        for one, other in (ends, ends[::-1]):
+            give_up(one._engine, other._engine.address, WAIT_S)
+    await assert_works(cluster)
 
 
 async def test_trainer_that_does_not_come(make: Make) -> None:

@@ -145,7 +145,12 @@ class Meeting:
         return all_said
 
     def watch(self, engine: xr.Engine, addresses: list[xr.Address]) -> None:
-        """From now on look() notices when the next rank dies. All ranks together see each."""
+        """From now on look() notices when the next rank dies. All ranks together see each. Ranks that our engine had
+        given up are looked for anew: they were frozen, or cut off, and have said that they are there.
+        """
+        for address in addresses:
+            if engine.peer_state(address) == "lost":
+                engine.forget_peer(address)
         watched = (self._rank + 1) % self._ranks
         if watched != self._rank:
             engine.connect(addresses[watched], self.timeout_s)

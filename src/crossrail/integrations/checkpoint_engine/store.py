@@ -10,6 +10,7 @@ The real ParameterServer takes it too, for its updates of some ranks (`update(ra
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -77,6 +78,7 @@ class P2PStore:
         self.named_tensors: dict[str, torch.Tensor] = {}
         self._regions: dict[str, Region] = {}
         self._places: dict[str, list[place.Range]] = {}
+        self._trying = threading.Lock()
 
     @property
     def addr(self) -> str:
@@ -127,6 +129,7 @@ class P2PStore:
         all have come. Both are addresses within what each has registered. Raises what reads of an engine raise, and
         WaitTimeout; nothing is written here any more then.
         """
+        self.try_anew(target_hostname)
         transfers: list[Transfer] = []
         deadline = time.monotonic() + self._timeout_s
         try:
@@ -145,6 +148,16 @@ class P2PStore:
             return []
         descriptor, offset = place.find(self.ranges_of(owner), address, nbytes)
         return [self.engine.submit_read(dst, descriptor, nbytes, dst_offset=dst_offset, src_offset=offset)]
+
+    def try_anew(self, owner: str) -> None:
+        """Of the rank whose addr this is: if our engine has given it up, the next read looks for it again. It may have
+        been frozen, or cut off.
+        """
+        addresses = {each.descriptor.owner for each in self.ranges_of(owner)}
+        with self._trying:  # else one thread forgets what another has just found again
+            for address in addresses:
+                if self.engine.peer_state(address) == "lost":
+                    self.engine.forget_peer(address)
 
     def ranges_of(self, owner: str) -> list[place.Range]:
         """What that rank had registered when it gave this addr."""

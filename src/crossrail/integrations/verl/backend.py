@@ -107,10 +107,15 @@ class CrossrailCheckpointEngine(CheckpointEngine):
         )
 
     def init_process_group(self, ranks: Sequence[Mapping[str, Any]], share: Sequence[int]) -> None:
-        """ranks: those at the other end."""
+        """ranks: those at the other end. One that our engine had given up is looked for anew: it lives, for it was
+        prepared, and was frozen, or cut off.
+        """
         if self._update is None:
             raise UsageError("init_process_group comes after prepare")
         self._update.ranks = [Rank(**rank) for rank in ranks]
+        for rank in self._update.ranks:
+            if self._engine.peer_state(rank.address) == "lost":
+                self._engine.forget_peer(rank.address)
         self._update.share = Share(*share)
 
     def finalize(self) -> None:
