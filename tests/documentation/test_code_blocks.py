@@ -41,6 +41,7 @@ PROGRAMS = {
     ("docs/weights.md", 0): "bytes in",
     ("docs/weights-plans.md", 0): "inference rank 0 receives 2 writes",
     ("docs/weights-plans.md", 1): "layers.0.k ((256, 512), (0, 1024)) at byte 2097152",
+    ("docs/weights-plans.md", 2): "model.layers.0.block_sparse_moe.experts.w1.weight ((7, 8), (0, 14336), (0, 4096))",
 }
 # Pieces of programs, each with its own test below; True: the whole file has tests elsewhere.
 PIECES: dict[str, bool | int] = {

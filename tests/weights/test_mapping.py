@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -373,13 +374,62 @@ def test_own_rules_for_an_own_framework() -> None:
     ]
 
 
+Q, TALL, WIDE = Part("q", 0), Part("tall", 0), Part("wide", 1)
+
+
+@pytest.mark.parametrize(
+    ("rule", "text"),
+    [
+        ("blk", "'blk' is no Rule: rules are a sequence of them"),
+        (Rule("blk.{n}.q", (Part("{m}.q", 0),)), r"rule 'blk.{n}.q': {m} in '{m}.q': the pattern has no such field"),
+        (Rule("e.{expert}.q", (Part("e.{expert}.q", 0),)), r"{expert} in 'e.{expert}.q': parts are of all experts"),
+        (Rule("blk.{n}.{n}", (Q,)), r"{n} is in it twice"),
+        (Rule("blk.{0}", (Q,)), r"'blk.{0}': a field must be a word in braces, such as {layer}"),
+        (Rule("blk.{n", (Q,)), r"rule 'blk.{n': 'blk.{n': "),
+        (Rule("blk", Q), r"parts must be one Part or more, in a tuple such as (Part('q', 0),)"),  # type: ignore[arg-type]
+        (Rule("blk", ("q",)), "parts must be one Part or more"),  # type: ignore[arg-type]
+        (Rule("blk", ()), "parts must be one Part or more"),
+        (Rule("blk", (Part("q", -1),)), "split of 'q' is -1, must be 0 or more, or None"),
+        (Rule("blk", (Q,), along=-1), "along is -1, must be 0 or more"),
+    ],
+    ids=str,
+)
+def test_rule_that_cannot_be_meant_so_refused(rule: Rule, text: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(text)):
+        Names([rule], {"q": (8, 4)}, {"heads": 4})
+
+
+def test_units_that_are_not_known_refused() -> None:
+    names = Names([Rule("blk", (Part("q", 0, "head"),))], {"q": (8, 4)}, {"heads": 4})
+
+    with pytest.raises(UsageError, match="'q' is divided by 'head', and units of these Names has 'heads'"):
+        names.holdings("blk", "float32", (8, 4), region=0, offset=0)
+
+
+@pytest.mark.parametrize(
+    ("rule", "tp", "text"),
+    [
+        (Rule("blk", (Q, TALL), along=1), 1, "do not fit one behind the other along dimension 1: 8 x 4 and 16 x 4 are"),
+        (Rule("blk", (Q, WIDE)), 2, "'q' of (8, 4) and 'wide' of (8, 4) do not fit one behind the other along"),
+        (Rule("blk", (Q, Part("bias"))), 1, "do not fit one behind the other along dimension 0: 8 x 4 and 8 are here"),
+        (Rule("blk", (Q, WIDE), along=2), 1, "'q' has no dimension 2, along which the parts lie"),
+    ],
+)
+def test_parts_that_do_not_fit_one_behind_the_other_refused(rule: Rule, tp: int, text: str) -> None:
+    """Else their bytes would be taken from beside where they are."""
+    names = Names([rule], {"q": (8, 4), "tall": (16, 4), "wide": (8, 4), "bias": (8,)})
+
+    with pytest.raises(UsageError, match=re.escape(text)):
+        names.holdings("blk", "float32", (16, 4), region=0, offset=0, ranks=Ranks(0, tp))
+
+
 def test_braces_in_a_name_without_a_rule_are_part_of_it() -> None:
     shapes = dict.fromkeys(("blocks{}.w", "blocks.{n}", "a{", "b}}"), (2, 3))
 
     for name in shapes:
         (held,) = Names([], shapes).holdings(name, "float32", (2, 3), 0, 0)
         assert held.name == name
-    with pytest.raises(UsageError, match=r"'c\{\}': the model has no parameter 'c\{\}'"):
+    with pytest.raises(UsageError, match=r"'c\{\}': no rule fits it, and the model has no parameter 'c\{\}'"):
         Names([], shapes).holdings("c{}", "float32", (2, 3), 0, 0)
 
 

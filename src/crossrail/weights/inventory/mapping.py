@@ -8,6 +8,7 @@ of which families.py has examples.
 from __future__ import annotations
 
 import re
+import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -94,6 +95,7 @@ class Names:
     rules: the first whose pattern fits counts; a tensor that none fits is the parameter of that name, undivided.
     shapes: of the checkpoint's parameters, experts stacked: (experts, ...) under one name without a number.
     units: what rules call units, "heads" and "kv_heads" mostly. block: elements of a matrix that share an fp8 scale.
+    UsageError, which names the rule, for one that cannot be meant so.
     """
 
     def __init__(
@@ -103,9 +105,11 @@ class Names:
         units: Mapping[str, int] | None = None,
         block: tuple[int, int] = (128, 128),
     ) -> None:
-        self.shapes = dict(shapes)
-        self._rules = [(_compiled(rule.pattern), rule) for rule in rules]
+        self.shapes = {name: tuple(shape) for name, shape in shapes.items()}
         self._units = dict(units or {})
+        for rule in rules:
+            _check_rule(rule)
+        self._rules = [(_compiled(rule.pattern), rule) for rule in rules]
         self._block = block
 
     def __repr__(self) -> str:
@@ -167,7 +171,8 @@ class Names:
         for part in rule.parts:
             full = part.name.format(**fields)
             if full not in self.shapes:
-                raise UsageError(f"{name!r}: the model has no parameter {full!r}")
+                why = "" if any(rule is known for _, known in self._rules) else "no rule fits it, and "
+                raise UsageError(f"{name!r}: {why}the model has no parameter {full!r}")
             shape = self.shapes[full]
             box = self._held(part, rule, full, shape, expert, ranks)
             block: Shape = ()
@@ -187,6 +192,7 @@ class Names:
                 at += inner[along][1] - inner[along][0]
             target = full + _SCALES if scales else full
             spans.append(_Span(target, shape, box, tuple(begin), full if scales else None, block))
+        _check_alike(name, spans, rule, expert is not None)
         first = spans[0].box[1:] if expert is not None else spans[0].box
         extent = [stop - start for start, stop in first]
         if rule.along + (1 if rule.experts else 0) < len(extent):
@@ -216,9 +222,66 @@ class Names:
                 raise UsageError(f"{name!r} has {shape[0]} experts, there are no numbers {first}..{stop - 1}")
         dim = None if part.split is None else part.split + stacked
         if dim is not None and dim < len(shape):
+            if part.units and part.units not in self._units:
+                there = ", ".join(map(repr, self._units)) or "none"
+                raise UsageError(f"{name!r} is divided by {part.units!r}, and units of these Names has {there}")
             units = self._units[part.units] if part.units else shape[dim]
             box[dim] = _piece(name, shape[dim], units, ranks.tp_rank, ranks.tp)
         return tuple(box)
+
+
+def _check_rule(rule: object) -> None:
+    """UsageError for what no tensor could be translated by."""
+    if not isinstance(rule, Rule):
+        raise UsageError(f"{rule!r:.80} is no Rule: rules are a sequence of them")
+    what = f"rule {rule.pattern!r}"
+    fields = _fields(what, rule.pattern)
+    if twice := sorted({field for field in fields if fields.count(field) > 1}):
+        raise UsageError(f"{what}: {{{twice[0]}}} is in it twice")
+    parts: object = rule.parts  # whatever was given
+    if isinstance(parts, Part) or not rule.parts or not all(isinstance(part, Part) for part in rule.parts):
+        raise UsageError(f"{what}: parts must be one Part or more, in a tuple such as (Part('q', 0),)")
+    if rule.along < 0:
+        raise UsageError(f"{what}: along is {rule.along}, must be 0 or more")
+    for part in rule.parts:
+        known = [field for field in fields if field != "expert"]
+        if unknown := [field for field in _fields(what, part.name) if field not in known]:
+            why = "parts are of all experts" if unknown[0] == "expert" else "the pattern has no such field"
+            raise UsageError(f"{what}: {{{unknown[0]}}} in {part.name!r}: {why}")
+        if part.split is not None and part.split < 0:
+            raise UsageError(f"{what}: split of {part.name!r} is {part.split}, must be 0 or more, or None")
+
+
+def _fields(what: str, text: str) -> list[str]:
+    """Those in braces."""
+    try:
+        found = [(field, more, how) for _, field, more, how in string.Formatter().parse(text) if field is not None]
+    except (ValueError, TypeError) as error:
+        raise UsageError(f"{what}: {text!r}: {error}") from None
+    for field, more, how in found:
+        if more or how or not field.isidentifier():
+            raise UsageError(f"{what}: {text!r}: a field must be a word in braces, such as {{layer}}")
+    return [field for field, _, _ in found]
+
+
+def _check_alike(name: str, spans: Sequence[_Span], rule: Rule, is_expert: bool) -> None:
+    """What lies one behind the other differs in that dimension alone."""
+    along = rule.along + rule.experts + is_expert
+    kinds = []
+    for span in spans:
+        extent = [stop - start for start, stop in span.box]
+        if len(spans) > 1 and along >= len(extent):
+            raise UsageError(f"{name!r}: {span.name!r} has no dimension {along}, along which the parts lie")
+        kinds.append(extent[:along] + extent[along + 1 :])
+        if kinds[-1] != kinds[0]:
+            raise UsageError(
+                f"{name!r}: {spans[0].name!r} of {spans[0].shape} and {span.name!r} of {span.shape} do not fit one "
+                f"behind the other along dimension {along}: {_extents(spans[0].box)} and {_extents(span.box)} are here"
+            )
+
+
+def _extents(box: Box) -> str:
+    return " x ".join(str(stop - start) for start, stop in box)
 
 
 def _check_whole_blocks(name: str, full: str, shape: Shape, box: Box, block: Shape) -> None:
