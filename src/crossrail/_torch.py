@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 from crossrail._extras import needs
 from crossrail._options import Shape, whole_shape
 from crossrail.errors import CrossrailError, UsageError
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def torch_for(what: str) -> Any:
@@ -24,6 +28,24 @@ def torch_for(what: str) -> Any:
 def is_tensor(given: object) -> bool:
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(given, torch.Tensor)
+
+
+def uncompiled(call: Callable[P, T]) -> Callable[P, T]:
+    """The same call, which torch.compile neither traces nor compiles, nor what it calls: there is a graph break before
+    it. Traced, arrays would be torch's stand-ins for them, which no native code takes, and it would end half-way.
+    """
+    left_alone: Callable[P, T] | None = None
+
+    @functools.wraps(call)
+    def entered(*arguments: P.args, **options: P.kwargs) -> T:
+        nonlocal left_alone
+        if "torch._dynamo" not in sys.modules:  # nothing is compiled, and to import it takes a second
+            return call(*arguments, **options)
+        if left_alone is None:
+            left_alone = sys.modules["torch"].compiler.disable(call)
+        return left_alone(*arguments, **options)
+
+    return entered
 
 
 def stream_of(stream: object) -> tuple[int, int]:

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import crossrail as xr
 from crossrail._extras import needs
 from crossrail._options import check_seconds, check_whole
+from crossrail._torch import uncompiled
 from crossrail.errors import CrossrailError, UsageError
 from crossrail.moe import AllToAll, Dispatched, TorchGroup
 from crossrail.moe.config import Config
@@ -181,6 +182,7 @@ class Buffer:
     def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
         """Does nothing: rounds are numbered, so nothing that an earlier one left is taken for a later one's."""
 
+    @uncompiled
     def low_latency_dispatch(
         self,
         x: torch.Tensor,
@@ -240,6 +242,7 @@ class Buffer:
         received = recv_x if recv_scales is None else (recv_x, recv_scales)
         return received, recv_count, handle, Event(valid=async_finish), hook
 
+    @uncompiled
     def low_latency_combine(
         self,
         x: torch.Tensor,
@@ -290,6 +293,7 @@ class Buffer:
 
         return combined, Event(valid=async_finish), _now_or_later(receive, return_recv_hook)
 
+    @uncompiled
     def get_next_low_latency_combine_buffer(self, handle: Handle) -> torch.Tensor:
         """Where experts may write what they make, of the shape of recv_x, bfloat16: in host memory combine then copies
         nothing. On a GPU it copies the rows that are sent, from wherever they are.

@@ -14,7 +14,7 @@ import numpy as np
 import crossrail as xr
 from crossrail import _core
 from crossrail._options import check_seconds
-from crossrail._torch import is_tensor
+from crossrail._torch import is_tensor, uncompiled
 from crossrail.errors import CrossrailError, UsageError, WaitTimeout
 from crossrail.moe.config import Config, check_proxy, name_of_dtype
 from crossrail.moe.countdown import Countdown
@@ -244,6 +244,7 @@ class AllToAll:
         self._stats["tokens_sent"] += tokens
         return opened
 
+    @uncompiled
     def arriving(self, opened: Round) -> tuple[Any, Any | None]:
         """(x, scales) as dispatch_recv will fill them, before it is called: for callers that pass them on first.
 
@@ -331,12 +332,14 @@ class AllToAll:
         except WaitTimeout as error:
             raise WaitTimeout(f"{error}. Our part is sent: go on by combine_recv(), not by combine()") from None
 
+    @uncompiled
     def check_combine(
         self, dispatched: Dispatched, weights: Any | None = None, *, out: Any | None = None, accumulate: bool = False
     ) -> None:
         """UsageError for what combine_recv would refuse. Call it before combine_send: after that the round must end."""
         self._sums_given(self._round_of(dispatched, "check_combine", Dispatched), weights, out, accumulate)
 
+    @uncompiled
     def expert_output(self, dispatched: Dispatched) -> Any:
         """Where the experts may write their outputs, so that combine_send copies nothing: [rows, hidden] of
         out_dtype.

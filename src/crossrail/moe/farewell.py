@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
 
 from crossrail import _core
+from crossrail._torch import uncompiled
 from crossrail.errors import CrossrailError, UsageError
 
 P = ParamSpec("P")
@@ -80,6 +81,7 @@ def is_told(call: Callable[Concatenate[C, P], T]) -> Callable[Concatenate[C, P],
     """
     name = call.__name__
 
+    @uncompiled
     @functools.wraps(call)
     def noted(self: C, /, *arguments: P.args, **options: P.kwargs) -> T:
         turn = self._turn

@@ -14,7 +14,7 @@ import torch
 
 import crossrail as xr
 from crossrail._options import check_seconds
-from crossrail._torch import is_tensor, wait_for_kernels
+from crossrail._torch import is_tensor, uncompiled, wait_for_kernels
 from crossrail.errors import CrossrailError, TransportError, UsageError
 from crossrail.moe.arrays import INDEX_TYPES
 from crossrail.moe.config import Config, check_proxy, name_of_dtype
@@ -147,12 +147,14 @@ class GraphAllToAll:
 
     # ---- dispatch
 
+    @uncompiled
     def dispatch(
         self, x: Any, scales: Any | None, indices: Any, weights: Any | None = None, *, num_tokens: Any | None = None
     ) -> GraphDispatched:
         """dispatch_send and dispatch_recv."""
         return self.dispatch_recv(self.dispatch_send(x, scales, indices, weights, num_tokens=num_tokens))
 
+    @uncompiled
     def dispatch_send(
         self, x: Any, scales: Any | None, indices: Any, weights: Any | None = None, *, num_tokens: Any | None = None
     ) -> GraphRound:
@@ -203,6 +205,7 @@ class GraphAllToAll:
         self._recent.append(weakref.ref(opened))
         return opened
 
+    @uncompiled
     def arriving(self, opened: GraphRound) -> tuple[Any, Any | None]:
         """(x, scales) as dispatch_recv will fill them, before it is called: for callers that pass them on first."""
         self._require(opened, Stage.SENT, "arriving")
@@ -210,6 +213,7 @@ class GraphAllToAll:
             opened.outputs = opened.outputs or self._steps.new_outputs()
         return opened.outputs.x, opened.outputs.scales
 
+    @uncompiled
     def dispatch_recv(self, opened: GraphRound) -> GraphDispatched:
         """Waits, on the GPU, until all ranks have sent, and takes the rows of our experts into new tensors."""
         self._require(opened, Stage.SENT, "dispatch_recv")
@@ -222,6 +226,7 @@ class GraphAllToAll:
 
     # ---- combine
 
+    @uncompiled
     def combine(
         self, y: Any, dispatched: GraphDispatched, weights: Any | None = None, *, out: Any | None = None,
         accumulate: bool = False,
@@ -231,6 +236,7 @@ class GraphAllToAll:
         self.combine_send(y, dispatched)
         return self.combine_recv(dispatched, weights, out=out, accumulate=accumulate)
 
+    @uncompiled
     def check_combine(
         self, dispatched: GraphDispatched, weights: Any | None = None, *, out: Any | None = None,
         accumulate: bool = False,
@@ -238,6 +244,7 @@ class GraphAllToAll:
         """UsageError for what combine_recv would refuse. Call it before combine_send: after that the round must end."""
         self._sums_given(_round_of(dispatched, "check_combine"), weights, out, accumulate)
 
+    @uncompiled
     def combine_send(self, y: Any, dispatched: GraphDispatched) -> None:
         """Offers our experts' outputs to the ranks that the rows came from.
 
@@ -251,6 +258,7 @@ class GraphAllToAll:
             self._thread.publish("returned", opened.number, stream, "results")
         opened.stage = Stage.RETURNED
 
+    @uncompiled
     def combine_recv(
         self, answered: GraphDispatched | GraphRound, weights: Any | None = None, *, out: Any | None = None,
         accumulate: bool = False,
@@ -268,6 +276,7 @@ class GraphAllToAll:
 
     # ---- life
 
+    @uncompiled
     def check(self) -> None:
         """Raises the failure that has ended the rounds, if any: replays of graphs do not tell it. Cheap."""
         check_usable("GraphAllToAll", self._closed, self._engine)
