@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -321,6 +322,34 @@ def test_a_combine_that_is_refused_has_sent_nothing(alone: AllToAll) -> None:
     assert not alone.combine(y, got, BATCH.weights).any()
     with pytest.raises(xr.UsageError, match=r"combine_send of round 1, which has had combine_recv"):
         alone.combine(y, got, BATCH.weights)
+
+
+@pytest.mark.parametrize("of_round_before", [False, True])
+def test_sums_that_would_overwrite_what_ranks_still_read_are_refused(alone: AllToAll, of_round_before: bool) -> None:
+    rounds = [alone.dispatch(BATCH.x, BATCH.scales, BATCH.indices) for _ in range(2)]
+    before, got = rounds
+    y = alone.expert_output(got)
+    y[:] = 1
+    there = alone.expert_output(before if of_round_before else got)
+
+    with pytest.raises(xr.UsageError, match=r"^out lies in what expert_output\(\) gave"):
+        alone.combine(y, got, BATCH.weights, out=there[-TOKENS:])
+
+    expected = np.where(BATCH.indices < 0, 0, BATCH.weights).sum(1)
+    given = alone.combine(y, got, BATCH.weights, out=np.empty((TOKENS, HIDDEN), np.float32))
+    np.testing.assert_allclose(given, np.broadcast_to(expected[:, None], given.shape))
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # that it has threads when it forks
+def test_a_forked_child_is_told_that_it_is_one(alone: AllToAll) -> None:
+    child = os.fork()
+    if child == 0:
+        try:
+            alone.dispatch_send(BATCH.x, BATCH.scales, BATCH.indices)
+        except Exception as error:
+            os._exit(7 if "forked child" in str(error) else 8)
+        os._exit(9)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
 def test_a_closed_part_is_refused_and_closing_again_does_nothing(alone: AllToAll) -> None:

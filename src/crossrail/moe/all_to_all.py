@@ -27,7 +27,7 @@ from crossrail.moe.peers import Peers
 from crossrail.moe.placing import Placing
 from crossrail.moe.rounds import Dispatched, Round, Stage, check_usable, round_meant
 from crossrail.moe.rows.factory import is_gpu, row_memory
-from crossrail.moe.tokens import sums_given, tokens_given, weights_given
+from crossrail.moe.tokens import check_apart, outputs_given, sums_given, tokens_given, weights_given
 from crossrail.observe.durations import Durations
 
 if TYPE_CHECKING:
@@ -365,8 +365,8 @@ class AllToAll:
         opened = self._round_of(dispatched, "combine_send", Dispatched)
         opened.require(Stage.RECEIVED, "combine_send")
         kept = self._near.own[opened.number % PARITIES].y[: dispatched.rows]
-        if y is None or y is not opened.output:
-            values = self._memory.given(y, "y", (self.config.out_dtype,), (dispatched.rows, self.config.hidden))
+        values = outputs_given(self.config, self._memory, y, dispatched.rows, opened.output)
+        if values is not None:
             self._memory.copy(kept, values)
         far = self._far if self._peers.sums is None else None
         if far is not None:
@@ -389,7 +389,8 @@ class AllToAll:
 
         In float32, from k = 0 on, rounded once: the same bits in every run. Masked routes are left out. Ends the round.
         weights: float32 [T, top_k]; None: those given to dispatch. out: [num_tokens, hidden] of bfloat16, float16 or
-        float32, which is returned; None: a new one of out_dtype. accumulate: the sum begins with what out holds.
+        float32, which is returned, and is no part of what expert_output() gave; None: a new one of out_dtype.
+        accumulate: the sum begins with what out holds.
         After WaitTimeout it may be called again.
         """
         self._check_usable()
@@ -404,7 +405,10 @@ class AllToAll:
         if weights is not None and config.node_sums:
             raise UsageError("weights are given to combine: with node_sums dispatch takes them")
         factors = opened.weights if weights is None else weights_given(config, memory, weights, opened.tokens)
-        return sums_given(config, memory, opened.tokens, factors, out, accumulate), factors
+        sums = sums_given(config, memory, opened.tokens, factors, out, accumulate)
+        if out is not None:
+            check_apart(sums, [half.y for half in self._near.own])
+        return sums, factors
 
     def _sum(self, opened: Round, sums: Any, factors: Any, out: Any | None, accumulate: bool) -> Any:
         """Waits for all results. Ends the round."""

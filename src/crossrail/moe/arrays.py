@@ -26,7 +26,7 @@ def to_host(given: Any, name: str, dtypes: tuple[str, ...], shape: tuple[int | N
     """The same memory as an array of numpy. shape: None where any length will do.
 
     UsageError that names the argument for another shape or type, for strides, for elements that are not at multiples of
-    their size, and for memory of a device.
+    their size, for memory of a device, and for a tensor that requires a gradient while those are recorded.
     """
     if isinstance(given, np.ndarray):
         array = given
@@ -65,7 +65,10 @@ def check_shape(given: Sequence[int], name: str, shape: tuple[int | None, ...]) 
 
 
 def check_tensor(given: Any, name: str, dtypes: tuple[str, ...]) -> str:
-    """Which of these types a tensor of torch is of. UsageError for another one, for strides, and as of to_host()."""
+    """Which of these types a tensor of torch is of. UsageError for another one, for strides, and as of to_host() and
+    check_no_gradient().
+    """
+    check_no_gradient(given, name)
     if not given.is_contiguous():
         raise UsageError(f"{name} has strides {given.stride()}, must be C-contiguous")
     if given.numel() > 0 and given.data_ptr() % given.element_size():
@@ -74,6 +77,15 @@ def check_tensor(given: Any, name: str, dtypes: tuple[str, ...]) -> str:
     if dtype not in dtypes:
         raise UsageError(f"{name} is of type {dtype}, must be of {' or '.join(dtypes)}")
     return dtype
+
+
+def check_no_gradient(tensor: Any, name: str) -> None:
+    """UsageError for a tensor that requires a gradient where torch records them: it would silently get none."""
+    if tensor.requires_grad and sys.modules["torch"].is_grad_enabled():
+        raise UsageError(
+            f"{name} requires a gradient, and none passes through dispatch and combine. Next: call them under "
+            "torch.no_grad()"
+        )
 
 
 def tensor_on(device: Any, given: Any, name: str, dtypes: tuple[str, ...], shape: tuple[int | None, ...]) -> Any:
@@ -85,6 +97,18 @@ def tensor_on(device: Any, given: Any, name: str, dtypes: tuple[str, ...], shape
     check_tensor(given, name, dtypes)
     check_shape(given.shape, name, shape)
     return given.detach()
+
+
+def overlap(one: Any, other: Any) -> bool:
+    """Whether two arrays of numpy, or two tensors of one device, have bytes in common. Both are C-contiguous."""
+    if isinstance(one, np.ndarray):
+        return np.may_share_memory(one, other)  # exact for such
+
+    def begin_and_end(tensor: Any) -> tuple[int, int]:
+        return tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size()
+
+    (begin, end), (from_, to) = begin_and_end(one), begin_and_end(other)
+    return max(begin, from_) < min(end, to)
 
 
 def to_count(given: Any, bound: int) -> int:

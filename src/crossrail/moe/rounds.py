@@ -89,6 +89,7 @@ def check_usable(kind: str, is_closed: bool, engine: xr.Engine) -> None:
     if is_closed:
         raise UsageError(f"this {kind} is closed")
     if engine.closed:
+        float(engine._now_s)  # raises in a forked child, where nobody has closed it, and says that this is one
         raise EngineClosed(f"engine {engine.name!r} was closed")
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
+from crossrail._torch import is_tensor
 from crossrail.errors import UsageError
-from crossrail.moe.arrays import Array, to_count
+from crossrail.moe.arrays import Array, check_no_gradient, overlap, to_count
 from crossrail.moe.config import OUT_DTYPES, Config, is_flag
 from crossrail.moe.rows.interface import RowMemory
 
@@ -77,6 +79,23 @@ def sums_given(
     if isinstance(out, np.ndarray) and not out.flags.writeable:
         raise UsageError("out is read-only, must be an array that can be written to")
     return arrays.given(out, "out", OUT_DTYPES, shape)
+
+
+def check_apart(out: Any, read: Sequence[Any]) -> None:
+    """UsageError where sums would be written over outputs of experts, which other ranks and our own sums still read."""
+    if any(overlap(out, one) for one in read):
+        raise UsageError(
+            "out lies in what expert_output() gave, must be memory of its own: ranks read that for a while"
+        )
+
+
+def outputs_given(config: Config, arrays: Arrays, y: Any, rows: int, in_place: Any | None) -> Any | None:
+    """What experts made of so many rows, to be copied; None where it is what expert_output() gave, in_place."""
+    if y is None or y is not in_place:
+        return arrays.given(y, "y", (config.out_dtype,), (rows, config.hidden))
+    if is_tensor(y):
+        check_no_gradient(y, "y")
+    return None
 
 
 def check_count(config: Config, tokens: int) -> None:
