@@ -416,3 +416,33 @@ def test_ranks_of_one_dp_group_that_route_differently_are_named_on_all(wire: str
         texts = ranks.each(run)
     assert all("indices of round 1 send" in text for text in texts)
     assert any("both must hold the same tokens and route them alike" in text for text in texts[:2])
+
+
+def test_ranks_of_one_dp_group_with_the_same_tokens_in_another_order_are_named(nothing_leaks: None) -> None:
+    def run(part: AllToAll, rank: int) -> str:
+        player = Player(part, rank // 2)
+        if rank == 1:  # as many to each expert
+            player.indices[[0, 1]] = player.indices[[1, 0]]
+        error = error_of(lambda: leave_by(part, lambda: play(player)))
+        assert isinstance(error, xr.UsageError)
+        return str(error)
+
+    with Ranks(4, **SIZES, dp_size=2, timeout_s=LONG_S) as ranks:
+        texts = ranks.each(run)
+    assert all(re.search(r"indices of round 1 send token \d to expert \d where those of rank", text) for text in texts)
+
+
+def test_ranks_of_one_dp_group_may_have_the_experts_of_a_token_in_another_order(nothing_leaks: None) -> None:
+    def run(part: AllToAll, rank: int) -> Any:
+        player = Player(part, rank // 2)
+        if rank == 1:
+            player.indices, player.weights = (
+                np.ascontiguousarray(one[:, ::-1]) for one in (player.indices, player.weights)
+            )
+        got = part.dispatch(player.x, None, player.indices, player.weights)
+        return part.combine((rank + 1) * got.x.astype(np.float32), got)
+
+    with Ranks(4, **SIZES, dp_size=2, timeout_s=LONG_S) as ranks:
+        sums = ranks.each(run)
+    np.testing.assert_array_equal(sums[0], sums[1])
+    np.testing.assert_array_equal(sums[2], sums[3])

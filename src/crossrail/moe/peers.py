@@ -7,7 +7,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -34,6 +34,14 @@ from crossrail.moe.rows.interface import RowMemory
 _GIVE_UP_S = 5.0  # for the farewell; what cannot be said by then is said when it is closed
 _TELL_LOSS_S = 1.0  # likewise, where a call that is to say at once who is lost waits for it
 _HALVES = {DISPATCH: ("dispatch", SENT, "routes"), COMBINE: ("combine", RETURNED, "results")}
+
+
+class OtherRoute(NamedTuple):
+    """A route that two ranks with the same tokens should have alike. place: by expert; ours, theirs: of which token."""
+
+    place: int
+    ours: int
+    theirs: int
 
 
 class Peers:
@@ -152,6 +160,23 @@ class Peers:
             return half.counts
         assert self.far is not None
         return self.far.routes_of(number, rank)
+
+    def first_other_route(self, opened: Round, rank: int) -> OtherRoute | None:
+        """The first that is of another token at that rank, where both send as many to each expert; None where there is
+        none, or where that rank shares no memory with us. Which of a token's experts it is makes no difference.
+        """
+        parity = opened.number % PARITIES
+        if (half := self.near.halves.get((rank, parity))) is None:
+            return None
+        ours, theirs = (one.order[: opened.routes] for one in (self.near.own[parity], half))
+        if np.array_equal(ours, theirs):
+            return None
+        tokens, others = ours // self._config.top_k, theirs // self._config.top_k
+        differ = np.flatnonzero(tokens != others)
+        if len(differ) == 0:
+            return None
+        place = int(differ[0])
+        return OtherRoute(place, int(tokens[place]), int(others[place]))
 
     def results(self, number: int) -> list[Any]:
         """Where Kernels.reduce finds what was returned: of each near rank, and then what far ones wrote here."""

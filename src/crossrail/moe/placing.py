@@ -58,8 +58,12 @@ class Placing:
             raise
 
     def _check_same_routes(self, opened: Round) -> None:
-        """UsageError where ranks that are to hold the same tokens send others: who has rows of whom would not agree."""
+        """UsageError where ranks that are to hold the same tokens send others: who has rows of whom would not agree.
+
+        Of ranks that share memory with us each route is compared, of others how many there are to each expert.
+        """
         first, size = self._rank // self._config.dp_size * self._config.dp_size, self._config.dp_size
+        alike = f"with dp_size {size} both must hold the same tokens and route them alike"
         ours = self._peers.counts_of(opened.number, self._rank)
         for other in range(first, first + size):
             if other == self._rank or other in opened.silent:
@@ -69,7 +73,13 @@ class Placing:
                 expert = int(np.argmax(ours != theirs))
                 raise UsageError(
                     f"indices of round {opened.number} send {ours[expert]} tokens to expert {expert}, those of rank "
-                    f"{other} {theirs[expert]}: with dp_size {size} both must hold the same tokens and route them alike"
+                    f"{other} {theirs[expert]}: {alike}"
+                )
+            if (route := self._peers.first_other_route(opened, other)) is not None:
+                expert = int(np.searchsorted(np.cumsum(ours), route.place, "right"))
+                raise UsageError(
+                    f"indices of round {opened.number} send token {route.ours} to expert {expert} where those of rank "
+                    f"{other} send token {route.theirs}: {alike}"
                 )
 
     def settle(self, parity: int, timeout_s: float) -> None:
