@@ -6,15 +6,25 @@
 #include <netinet/in.h>
 
 #include <algorithm>
+#include <cstdlib>
+#include <filesystem>
 #include <fstream>
+#include <map>
 #include <set>
 #include <span>
+#include <string_view>
+#include <tuple>
+#include <utility>
 
 #include "util/errors.h"
 
 namespace crossrail {
 
 namespace {
+
+constexpr size_t kLowersMax = 256;
+
+std::string directory_of(const std::string& netdev) { return "/sys/class/net/" + netdev; }
 
 std::span<const uint8_t> ip_bytes(const sockaddr* address) {
   if (address->sa_family == AF_INET6) {
@@ -31,13 +41,78 @@ uint8_t prefix_of(const sockaddr* mask, bool is_v6) {
 }
 
 uint32_t speed_of(const std::string& netdev) {
-  std::ifstream file("/sys/class/net/" + netdev + "/speed");
+  std::ifstream file(directory_of(netdev) + "/speed");
   int64_t mbps = 0;
   file >> mbps;  // -1, or an error on read, where the driver does not know
   return mbps > 0 && mbps < 100'000'000 ? static_cast<uint32_t>(mbps) : 0;
 }
 
-HostAddress describe(const ifaddrs& entry) {
+// Those directly below, as /sys links them: "lower_eth0".
+std::vector<std::string> lowers_of(const std::string& netdev) {
+  static constexpr std::string_view kLower = "lower_";
+  std::vector<std::string> lowers;
+  std::error_code none;  // a sandbox without /sys
+  for (std::filesystem::directory_iterator entry(directory_of(netdev), none), end; !none && entry != end;
+       entry.increment(none)) {
+    const std::string name = entry->path().filename();
+    if (name.starts_with(kLower)) lowers.push_back(name.substr(kLower.size()));
+  }
+  return lowers;
+}
+
+// And all that is below those. A chain of them is short; one that never ends would be nonsense of a made-up /sys.
+std::vector<std::string> all_lowers_of(const std::string& netdev) {
+  std::vector<std::string> found = lowers_of(netdev);
+  for (size_t i = 0; i < found.size() && found.size() < kLowersMax; ++i) {
+    for (const std::string& lower : lowers_of(found[i])) {
+      if (std::ranges::find(found, lower) == found.end()) found.push_back(lower);
+    }
+  }
+  return found;
+}
+
+bool has_device(const std::string& netdev) { return std::ifstream(directory_of(netdev) + "/device/uevent").good(); }
+
+bool is_wireless_or_usb(const std::string& netdev) {
+  std::error_code none;
+  const std::string device = std::filesystem::canonical(directory_of(netdev) + "/device", none);
+  return device.find("/usb") != std::string::npos || std::filesystem::exists(directory_of(netdev) + "/phy80211", none);
+}
+
+// Flags of IPv6 addresses, the low bits of linux/if_addr.h's IFA_F_...: one that goes as it came (privacy extensions),
+// is not to be used any more, not yet, or by another host, too. getifaddrs does not tell.
+std::map<std::string, uint32_t> read_v6_flags() {
+  std::map<std::string, uint32_t> flags;
+  std::ifstream file("/proc/net/if_inet6");
+  std::string ip;
+  std::string index;
+  std::string prefix;
+  std::string scope;
+  std::string bits;
+  std::string netdev;
+  while (file >> ip >> index >> prefix >> scope >> bits >> netdev) {
+    flags[ip] = static_cast<uint32_t>(std::strtoul(bits.c_str(), nullptr, 16));
+  }
+  return flags;
+}
+
+std::string hexadecimal(std::span<const uint8_t> bytes) {
+  static constexpr char kDigits[] = "0123456789abcdef";
+  std::string text;
+  for (const uint8_t byte : bytes) text += {kDigits[byte >> 4], kDigits[byte & 15]};
+  return text;
+}
+
+// Addresses that a host has given itself (169.254/16) are mostly those of the link to its management controller. Of
+// IPv6 there may be some that do not stay.
+bool is_last_choice(const HostAddress& address, const std::map<std::string, uint32_t>& v6_flags) {
+  constexpr uint32_t kTemporary = 0x01, kDuplicate = 0x08, kDeprecated = 0x20, kTentative = 0x40;
+  if (!address.is_v6) return address.ip[0] == 169 && address.ip[1] == 254;
+  const auto flags = v6_flags.find(hexadecimal(address.ip));
+  return flags != v6_flags.end() && (flags->second & (kTemporary | kDuplicate | kDeprecated | kTentative)) != 0;
+}
+
+HostAddress describe(const ifaddrs& entry, const std::map<std::string, uint32_t>& v6_flags) {
   HostAddress address;
   const std::span<const uint8_t> bytes = ip_bytes(entry.ifa_addr);
   address.is_v6 = entry.ifa_addr->sa_family == AF_INET6;
@@ -48,9 +123,13 @@ HostAddress describe(const ifaddrs& entry) {
   address.netdev = entry.ifa_name;
   address.prefix_bits = prefix_of(entry.ifa_netmask, address.is_v6);
   address.is_loopback = (entry.ifa_flags & IFF_LOOPBACK) != 0;
+  address.has_carrier = (entry.ifa_flags & IFF_RUNNING) != 0;
+  address.lowers = all_lowers_of(address.netdev);
   address.is_virtual =
-      !address.is_loopback && !std::ifstream("/sys/class/net/" + address.netdev + "/device/uevent").good();
-  address.is_bridge = std::ifstream("/sys/class/net/" + address.netdev + "/bridge/bridge_id").good();
+      !address.is_loopback && !has_device(address.netdev) && std::ranges::none_of(address.lowers, has_device);
+  address.is_bridge = std::ifstream(directory_of(address.netdev) + "/bridge/bridge_id").good();
+  address.is_poor = is_wireless_or_usb(address.netdev);
+  address.is_last = is_last_choice(address, v6_flags);
   address.speed_mbps = address.is_loopback ? 0 : speed_of(address.netdev);
   return address;
 }
@@ -71,12 +150,13 @@ std::string list_text(const std::vector<HostAddress>& addresses) {
 std::vector<HostAddress> host_addresses() {
   ifaddrs* list = nullptr;
   if (getifaddrs(&list) != 0) throw_errno("getifaddrs", "cannot list the addresses of this host");
+  const std::map<std::string, uint32_t> v6_flags = read_v6_flags();
   std::vector<HostAddress> found;
   for (const ifaddrs* entry = list; entry != nullptr; entry = entry->ifa_next) {
     if (entry->ifa_addr == nullptr || (entry->ifa_flags & IFF_UP) == 0) continue;
     const int family = entry->ifa_addr->sa_family;
     if ((family != AF_INET && family != AF_INET6) || is_link_local(entry->ifa_addr)) continue;
-    found.push_back(describe(*entry));
+    found.push_back(describe(*entry, v6_flags));
   }
   freeifaddrs(list);
   return found;
@@ -107,9 +187,9 @@ HostAddress find_address(const std::string& name, const std::vector<HostAddress>
     if (!address.netdev.empty() || address.is_loopback) return address;
     throw UsageError("rails: " + name + " is no address of this host; it has: " + list_text(present));
   }
-  for (const bool wants_v6 : {false, true}) {
+  for (const auto& [wants_last, wants_v6] : {std::pair(false, false), {false, true}, {true, false}, {true, true}}) {
     for (const HostAddress& other : present) {
-      if (other.netdev == name && other.is_v6 == wants_v6) return other;
+      if (other.netdev == name && other.is_last == wants_last && other.is_v6 == wants_v6) return other;
     }
   }
   throw UsageError("rails: '" + name +
@@ -119,21 +199,37 @@ HostAddress find_address(const std::string& name, const std::vector<HostAddress>
 
 std::vector<HostAddress> usual_addresses(std::vector<HostAddress> present) {
   std::erase_if(present, [](const HostAddress& address) { return address.is_loopback; });
-  std::stable_sort(present.begin(), present.end(), [](const HostAddress& a, const HostAddress& b) {
-    if (a.is_virtual != b.is_virtual) return b.is_virtual;
-    return a.speed_mbps > b.speed_mbps;
-  });
-  // docker0 has the same address on every host, so that peers would take their own for ours: with hardware of one's
-  // own, bridges are taken by name only.
-  if (!present.empty() && !present.front().is_virtual) {
-    std::erase_if(present, [](const HostAddress& address) { return address.is_bridge; });
+  if (std::ranges::any_of(present, &HostAddress::has_carrier)) {
+    std::erase_if(present, [](const HostAddress& address) { return !address.has_carrier; });
   }
-  const bool any_v4 =
-      std::any_of(present.begin(), present.end(), [](const HostAddress& address) { return !address.is_v6; });
+  std::set<std::string> addressed;
+  for (const HostAddress& address : present) {
+    if (!address.is_last) addressed.insert(address.netdev);
+  }
+  // Above an interface that has an address itself there is nothing but the same wire.
+  for (HostAddress& address : present) {
+    address.is_virtual = address.is_virtual || std::ranges::any_of(address.lowers, [&](const std::string& lower) {
+                           return addressed.contains(lower);
+                         });
+  }
+  const auto rank = [](const HostAddress& address) {
+    return std::tuple(address.is_last, address.is_virtual, address.is_poor, -int64_t{address.speed_mbps},
+                      address.is_v6);
+  };
+  std::ranges::stable_sort(present, {}, rank);
+  // docker0 has the same address on every host, so that peers would take their own for ours: with hardware of one's
+  // own, bridges without any are taken by name only.
+  if (!present.empty() && !present.front().is_virtual) {
+    std::erase_if(present, [](const HostAddress& address) { return address.is_bridge && address.is_virtual; });
+  }
   std::set<std::string> netdevs;
+  const bool is_v6 = !present.empty() && present.front().is_v6;
   std::erase_if(present, [&](const HostAddress& address) {
-    return address.is_v6 == any_v4 || !netdevs.insert(address.netdev).second;
+    return address.is_v6 != is_v6 || !netdevs.insert(address.netdev).second;
   });
+  if (!present.empty() && !present.front().is_last) {
+    std::erase_if(present, [](const HostAddress& address) { return address.is_last; });
+  }
   return present;
 }
 

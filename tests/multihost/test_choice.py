@@ -4,7 +4,8 @@ import pytest
 
 import crossrail as xr
 from tests.multihost.conftest import Network, NetworkFactory
-from tests.support.limits import WAIT_S
+from tests.support.hosts import run
+from tests.support.limits import WAIT_S, eventually
 from tests.support.node import RemoteEngine
 
 
@@ -45,3 +46,13 @@ def test_rails_count_by_interface(network: NetworkFactory) -> None:
         pass
     with pytest.raises(xr.TransportError, match=r"rails>=4: engine 'four' has 2 rail.* 2 on rail0, 2 on rail1.*topo"):
         xr.Engine("four", transport="tcp", rails=4, require="rails>=4")
+
+
+def test_rail_without_a_carrier_is_taken_by_name_only(network: NetworkFactory) -> None:
+    net = network(rails=2, connected=False)
+    net.b.down(0)  # the other end of the cable
+    eventually(lambda: "NO-CARRIER" in run(f"ip -n {net.a.namespace} link show rail0"), "its carrier gone")
+
+    with xr.Engine("one", transport="tcp") as one, xr.Engine("named", transport="tcp", rails=["rail0"]) as named:
+        assert one.address.endpoints[0].startswith(f"{net.a.addresses[1]}:")
+        assert named.address.endpoints[0].startswith(f"{net.a.addresses[0]}:")

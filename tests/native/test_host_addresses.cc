@@ -58,4 +58,55 @@ TEST_CASE("rails by number: of each interface one address, of one family, and no
   CHECK(usual_addresses({loopback}).empty());
 }
 
+TEST_CASE("rails by number: a bond, VLAN or bridge over hardware without an address is as good as hardware") {
+  HostAddress bond = address("bond0", 200'000);
+  bond.lowers = {"eth0", "eth1"};
+  HostAddress bridge = address("br0", 10'000);
+  bridge.is_bridge = true;
+  bridge.lowers = {"eth2"};
+
+  CHECK(netdevs_of(usual_addresses({address("mgmt0", 1000), virtual_address("docker0", true), bridge, bond})) ==
+        Netdevs{"bond0", "br0", "mgmt0"});
+}
+
+TEST_CASE("rails by number: above an interface with an address of its own is the same wire") {
+  HostAddress vlan = address("eth0.7", 100'000);
+  vlan.lowers = {"eth0"};
+
+  CHECK(netdevs_of(usual_addresses({vlan, address("eth0", 100'000), address("eth1", 1000)})) ==
+        Netdevs{"eth0", "eth1", "eth0.7"});
+}
+
+TEST_CASE("rails by number: the link to a management controller is no rail") {
+  HostAddress controller = address("usb0", 1000);
+  controller.is_poor = true;
+  HostAddress by_itself = address("usb1", 400'000);
+  by_itself.is_last = true;
+  HostAddress v6 = address("eth0");
+  v6.is_v6 = true;
+
+  CHECK(netdevs_of(usual_addresses({controller, by_itself, address("eth0")})) == Netdevs{"eth0", "usb0"});
+  CHECK(netdevs_of(usual_addresses({by_itself, v6})) == Netdevs{"eth0"});
+  CHECK(netdevs_of(usual_addresses({by_itself})) == Netdevs{"usb1"});
+}
+
+TEST_CASE("rails by number: interfaces without a carrier are left out where others have one") {
+  HostAddress unplugged = address("eth0");
+  unplugged.has_carrier = false;
+
+  CHECK(netdevs_of(usual_addresses({unplugged, virtual_address("veth0")})) == Netdevs{"veth0"});
+  CHECK(netdevs_of(usual_addresses({unplugged})) == Netdevs{"eth0"});
+}
+
+TEST_CASE("a rail by name has an address that stays, if there is one") {
+  HostAddress temporary = address("eth0");
+  temporary.is_v6 = temporary.is_last = true;
+  HostAddress lasting = address("eth0");
+  lasting.is_v6 = true;
+  lasting.text = "lasting";
+
+  CHECK(find_address("eth0", {temporary, lasting}).text == "lasting");
+  CHECK(find_address("eth0", {temporary}).text == "of eth0");
+}
+
 }  // namespace crossrail

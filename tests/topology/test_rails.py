@@ -310,7 +310,22 @@ def test_devices_that_stand_on_each_other_in_a_circle(machine: Machine) -> None:
         machine.net(name, uevent="DEVTYPE=vlan", lowers=(lower,))
     topology = Topology.read(machine.sys, addresses={"a.1": ["10.0.0.1"]})
 
-    assert rails(choose_rails(topology, "host", need="ip")) == []
+    assert rails(choose_rails(topology, "host", need="ip")) == ["a.1"]
+
+
+def test_tunnel_with_an_address_when_nothing_else_is_up(machine: Machine) -> None:
+    """As in containers of rootless podman. The engine takes it, too."""
+    machine.lo()
+    machine.write(machine.net("tap0"), tun_flags="0x1002")
+    machine.net("wg0")
+
+    choice = choose_rails(
+        Topology.read(machine.sys, addresses={"tap0": ["10.0.2.100"], "lo": ["127.0.0.1"]}), "host", need="ip"
+    )
+
+    assert rails(choice) == ["tap0"]
+    assert choice.reason.endswith("virtual, as nothing else is up")
+    assert reason(choice, "lo") == "loopback"
 
 
 def test_loopback_when_nothing_else_is_up(machine: Machine) -> None:

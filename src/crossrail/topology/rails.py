@@ -4,7 +4,8 @@ The order of judgement, each step keeping some and giving the rest a reason:
 
 1. what cannot carry traffic (down, no driver, not what `need` asks for);
 2. what is not hardware of its own (bridges, VLANs, members of a bond, virtual functions beside their physical one);
-3. the best sort there is: RDMA, else wired, else wireless or USB, else a container's veth, else loopback;
+3. the best sort there is: RDMA, else wired, else wireless or USB, else a container's veth, else what is virtual
+   and has an address (a tunnel), else loopback;
 4. what is slower than a quarter of the fastest: management ports, wherever they are;
 5. what is farther than need be, and what the other GPUs of the same switch get (sharing.py);
 6. `limit`.
@@ -123,14 +124,19 @@ class _Chooser:
     def choose(self) -> None:
         """Steps 1 to 5."""
         self._drop(self._unusable)
-        fallback = [nic for nic in self._left if nic.kind == "loopback"]
+        loopback = [nic for nic in self._left if nic.kind == "loopback"]
+        virtual = [nic for nic in self._left if nic.kind == "virtual" and any(d.ip_addresses for d in nic.net_devices)]
         self._drop(self._not_hardware)
         self._drop(self._shared_port())
         self._keep_best_sort()
         self._drop_slow()
-        if not self._left and fallback:
-            self._left = fallback
-            self._explain(fallback, "loopback: nothing else is up, so peers on this host alone")
+        if not self._left and virtual:  # as in rootless podman, whose containers have a tap
+            self._left = virtual
+            for nic in virtual:
+                del self._reasons[nic.name]
+        elif not self._left and loopback:
+            self._left = loopback
+            self._explain(loopback, "loopback: nothing else is up, so peers on this host alone")
             return
         self._keep_near()
 
@@ -397,6 +403,7 @@ _POOR: dict[str, str] = {
     "wireless": "Wi-Fi, as nothing wired is up",
     "usb": "USB, as nothing better is up",
     "veth": "a container's link, its hardware is out of sight",
+    "virtual": "virtual, as nothing else is up",
 }
 
 
