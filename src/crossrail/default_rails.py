@@ -6,9 +6,10 @@ engine.py imports this when it is first needed, and this imports crossrail.topol
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import TYPE_CHECKING
 
@@ -61,6 +62,28 @@ def default_rails(transport: str, rails: int | Sequence[str], device: object = N
             log.info("device=%r: %d rails, not %d: %s are all NICs near it", device, len(names), rails, names)
         return names
     return rails
+
+
+def log_rails(
+    engine: str,
+    transport: str,
+    rails: int | Sequence[str],
+    devices: Mapping[str, Sequence[str]],
+    endpoints: Sequence[str],
+) -> None:
+    """Says in the log what may surprise about the rails of an engine that has opened.
+
+    engine: its name. transport, rails: its options, after default_rails. devices: the interface of each rail, by
+    transport. endpoints: where its tcp listens.
+    """
+    for name, of_rails in devices.items():
+        if len(set(of_rails)) < len(of_rails):
+            text = "engine %r: some of its %d rails over %s share an interface: %s"
+            log.info(text, engine, len(of_rails), name, ", ".join(of_rails))
+    if endpoints and isinstance(rails, int) and all(end.startswith(("127.", "[::1]")) for end in endpoints):
+        text = "engine %r: no interface is up with an address: tcp listens at %s, which no other host reaches"
+        # "auto" may be meant for peers on this host, and is right for them.
+        log.log(logging.WARNING if "tcp" in transport else logging.INFO, text, engine, endpoints[0])
 
 
 def rail_names(topology: Topology, need: Need, count: int, place: str = "host") -> list[str]:

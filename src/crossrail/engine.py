@@ -22,7 +22,7 @@ from crossrail._notify import Callbacks, CallbackThread, log, log_raised, weakly
 from crossrail._ordered import OrderedWeakSet
 from crossrail._text import plain
 from crossrail.counters import ImmCounter
-from crossrail.default_rails import auto_worker_cpu, check_worker_cpu, default_rails
+from crossrail.default_rails import auto_worker_cpu, check_worker_cpu, default_rails, log_rails
 from crossrail.errors import EngineClosed, TransportError, UsageError
 from crossrail.messages import ReceivePool
 from crossrail.peers import EngineEvent, Explanation, Heartbeat, PathExplanation
@@ -188,8 +188,7 @@ class Engine(_core.Engine):
             place.opened(self)
         if clauses is not None:
             self._check_opened(transport, clauses)
-        if self.rails > 1:
-            self._log_shared_interfaces()
+        log_rails(self.name, transport, rails, self._rail_devices, self.address.endpoints)
 
     def close(self, timeout_s: float | None = 0.5) -> None:
         """Closes the engine. Any thread; closing it again has no effect.
@@ -454,12 +453,6 @@ class Engine(_core.Engine):
         except BaseException:
             self.close(0.0)
             raise
-
-    def _log_shared_interfaces(self) -> None:
-        for name, devices in self._rail_devices.items():
-            if len(set(devices)) < len(devices):
-                text = "engine %r: some of its %d rails over %s share an interface: %s"
-                log.info(text, self.name, len(devices), name, ", ".join(devices))
 
     def _log_events(self) -> None:
         # With a function of the user's, events are its, on the callback thread.

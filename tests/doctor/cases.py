@@ -30,7 +30,10 @@ SUBNET = (
     "rail0\t00004D0A\t00000000\t0001\t0\t0\t0\t00FFFFFF\t0\n"
     "rail1\t00004D0A\t00000000\t0001\t0\t0\t0\t00FFFFFF\t0"
 )
-ZEROCONF = SUBNET.replace("00004D0A", "0000FEA9").replace("00FFFFFF", "0000FFFF")
+ZEROCONF = (
+    SUBNET.replace("00004D0A", "0000FEA9").replace("00FFFFFF", "0000FFFF")
+    + "\nrail0\t00000000\t0100000A\t0003\t0\t0\t0\t00000000\t0"
+)
 CONSTANTS = {
     "RP": "/proc/sys/net/ipv4/conf",
     "THP": "/sys/kernel/mm/transparent_hugepage",

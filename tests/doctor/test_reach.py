@@ -88,6 +88,32 @@ def test_pair_over_loopback(listener: Listener, lines: list[str]) -> None:
     assert "127.0.0.1 (crossrail 1.0) begins" in lines
 
 
+def test_port_that_the_kernel_chose_is_tried_as_well(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+    reached = run(listener.port)
+    assert reached.other is not None
+    assert (reached.other_port, reached.other.state) == (listener.other_port, "ok")
+
+    with socket.socket() as nobody:  # bound, and does not listen
+        nobody.bind(("127.0.0.1", 0))
+        monkeypatch.setattr(Listener, "other_port", property(lambda _: nobody.getsockname()[1]))
+        blocked = run(listener.port)
+
+    assert severities(judge(blocked, "1.0"))["reach.other-port"] is Severity.NOTE, "somebody named a port"
+    blocked.port = wire.PORT
+    assert severities(judge(blocked, "1.0"))["reach.other-port"] is Severity.WARNING
+
+
+def test_translation_on_the_way_is_said(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run(listener.port).seen_as is None
+
+    admit = listener._admit
+    monkeypatch.setattr(listener, "_admit", lambda connection, host: admit(connection, "192.0.2.7"))
+    matrix = run(listener.port)
+
+    assert matrix.seen_as == ("127.0.0.1", "192.0.2.7")
+    assert severities(judge(matrix, "1.0"))["reach.translated"] is Severity.WARNING
+
+
 def test_pair_over_every_loopback_address_of_this_machine(lines: list[str]) -> None:
     host = Host()
     with Listener(0, lambda address: local_rails(host, loopback=True), "1.0", lines.append) as listener:
@@ -384,4 +410,7 @@ def test_link_local_address_names_an_interface_as_sockets_take_it(
 ) -> None:
     monkeypatch.setattr(socket, "if_indextoname", lambda index: name)
 
+    monkeypatch.setattr(socket, "if_nametoindex", {name: 7}.__getitem__)
+
     assert measuring._address(("fe80::1", 1, 0, 7)) == address
+    assert measuring._place(address, 1) == ("fe80::1", 1, 0, 7), "the zone is no part of the address there"

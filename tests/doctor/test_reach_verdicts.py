@@ -6,7 +6,7 @@ import pytest
 
 from crossrail.doctor.finding import Severity
 from crossrail.doctor.host import Host
-from crossrail.doctor.reach.measure import Attempt, Matrix, Pair, choose_streams
+from crossrail.doctor.reach.measure import UNKNOWN, Attempt, Matrix, Pair, choose_streams
 from crossrail.doctor.reach.rails import Rail, local_rails
 from crossrail.doctor.reach.verdict import judge
 from tests.doctor.tree import severities
@@ -64,6 +64,18 @@ def test_no_pair_at_all_is_an_error() -> None:
     assert verdict(pair_of(0, 0, state="timeout"))["reach.pairs"] is Severity.ERROR
 
 
+def test_peer_without_an_address_that_engines_use_is_an_error() -> None:
+    assert verdict() == {"reach.pairs": Severity.ERROR}
+
+
+def test_address_that_the_peer_does_not_have_is_no_way_to_its_engines() -> None:
+    published = pair_of(0, 0, there=Rail(UNKNOWN, "192.0.2.9", 0, None))
+
+    assert verdict(published)["reach.translated"] is Severity.ERROR
+    assert verdict(published, pair_of(1, 1, state="timeout"))["reach.translated"] is Severity.ERROR
+    assert verdict(published, pair_of(1, 1))["reach.translated"] is Severity.NOTE
+
+
 def test_slow_stream_on_a_fast_link_is_a_warning() -> None:
     assert verdict(pair_of(0, 0, out_gb_per_s=1.0))["reach.below-link"] is Severity.WARNING
 
@@ -79,3 +91,10 @@ def test_rails_of_this_machine() -> None:
 
     assert any(rail.address == "127.0.0.1" for rail in local_rails(host, loopback=True))
     assert all(not rail.is_loopback and not rail.address.startswith("fe80") for rail in local_rails(host))
+
+
+def test_bridges_of_containers_are_no_rails_and_a_nodes_own_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [("br-0123456789ab", "172.18.0.1"), ("docker0", "172.17.0.1"), ("br-ex", "10.0.0.7")]
+    monkeypatch.setattr("crossrail.doctor.reach.rails._addresses", lambda: found)
+
+    assert [rail.address for rail in local_rails(Host())] == ["10.0.0.7"]

@@ -41,6 +41,9 @@ def test_any_frame_is_judged_without_raising(rest: bytes) -> None:
         (Frame(Kind.RAILS, 0), Status.OK),
         (Frame(Kind.PING, 20), Status.OK),
         (Frame(Kind.SOURCE, 10_000), Status.OK),
+        (Frame(Kind.PORT, 0), Status.OK),
+        (Frame(Kind.PORT, 1), Status.BAD_REQUEST),
+        (Frame(Kind.SEEN, 0), Status.OK),
         (Frame(Kind.RAILS, 1), Status.BAD_REQUEST),
         (Frame(Kind.PING, 0), Status.BAD_REQUEST),
         (Frame(Kind.PING, 1 << 63), Status.BAD_REQUEST),
@@ -93,6 +96,14 @@ def test_lists_that_are_no_rails_are_refused(content: object) -> None:
 def test_bytes_that_are_no_json_are_refused(data: bytes) -> None:
     with pytest.raises(WireError):
         wire.decode_rails(data)
+
+
+@pytest.mark.parametrize("data", [b"", b"10.0.0", b"\xff\xfe", b"10.0.0.1\n", b"\x1b[2J"])
+def test_text_that_is_no_address_is_refused(data: bytes) -> None:
+    with pytest.raises(WireError, match="no IP address"):
+        wire.decode_address(data)
+
+    assert wire.decode_address(b"fe80::1%eth0") == "fe80::1"
 
 
 def test_text_of_a_peer_cannot_command_the_terminal() -> None:

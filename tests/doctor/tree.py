@@ -231,7 +231,8 @@ class Tree:
             "/proc/sys/net/ipv4/ip_local_port_range": "32768\t60999",
             "/proc/net/sockstat": "sockets: used 100\nTCP: inuse 5 orphan 0 tw 0 alloc 7 mem 3",
             "/proc/net/softnet_stat": "00338750 00000000 00000005\n00247686 00000000 0000000b",
-            "/proc/net/route": "Iface\tDestination\tGateway \tFlags\tRefCnt\tUse\tMetric\tMask\t\tMTU\tWindow\tIRTT",
+            "/proc/net/route": "Iface\tDestination\tGateway \tFlags\tRefCnt\tUse\tMetric\tMask\t\tMTU\tWindow\tIRTT\n"
+            "eth0\t00000000\t0100000A\t0003\t0\t0\t0\t00000000\t0\t0\t0",
             "/proc/self/status": "Name:\tpython\nCapEff:\t0000000000000000\nSeccomp:\t0",
             "/proc/self/uid_map": "         0          0 4294967295",
             "/proc/self/cgroup": "0::/user.slice",

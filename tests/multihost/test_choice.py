@@ -6,7 +6,7 @@ import crossrail as xr
 from tests.multihost.conftest import Network, NetworkFactory
 from tests.support.hosts import run
 from tests.support.limits import WAIT_S, eventually
-from tests.support.node import RemoteEngine
+from tests.support.node import CommandError, RemoteEngine
 
 
 def write_to(net: Network, peer: RemoteEngine) -> xr.Explanation:
@@ -56,3 +56,16 @@ def test_rail_without_a_carrier_is_taken_by_name_only(network: NetworkFactory) -
     with xr.Engine("one", transport="tcp") as one, xr.Engine("named", transport="tcp", rails=["rail0"]) as named:
         assert one.address.endpoints[0].startswith(f"{net.a.addresses[1]}:")
         assert named.address.endpoints[0].startswith(f"{net.a.addresses[0]}:")
+
+
+def test_host_without_an_address_says_so_on_both_sides(
+    network: NetworkFactory, caplog: pytest.LogCaptureFixture
+) -> None:
+    net = network(rails=1, connected=False)
+    run(f"ip -n {net.a.namespace} address flush dev rail0")
+
+    with xr.Engine("early", transport="tcp") as early:
+        assert early.address.endpoints[0].startswith("127.0.0.1:")
+        assert "no interface is up with an address" in caplog.text
+        with pytest.raises(CommandError, match=r"PeerLost.*that address is one within a host"):
+            net.there.call("connect", peer=early.address.to_bytes().hex())

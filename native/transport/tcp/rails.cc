@@ -147,4 +147,12 @@ std::vector<RailPair> pair_rails(const std::vector<Endpoint>& ours, const std::v
   return pairs;
 }
 
+std::string loopback_text(const Address& own, const Address& peer, uint32_t rail) {
+  constexpr std::array<uint8_t, 16> kV6 = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1};
+  const Endpoint& there = peer.endpoints[rail];
+  const bool is_loopback = there.family == 6 ? there.ip == kV6 : there.ip[0] == 127;
+  if (!is_loopback || same_host(own, peer)) return "";
+  return "; that address is one within a host: the peer's had no other when its engine opened, or its rails= names it";
+}
+
 }  // namespace crossrail::tcp

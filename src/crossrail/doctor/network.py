@@ -14,6 +14,7 @@ from crossrail.doctor.remedies import listing, sudo, sysctl
 _JUMBO_MTU = 4200  # what a RoCE path MTU of 4096 needs
 _FAST_MBIT_PER_S = 25_000
 _RP_STRICT = 1
+_GLOBAL_SCOPE = "00"  # of if_inet6
 
 
 def interfaces(host: Host) -> Iterator[Finding]:
@@ -31,6 +32,16 @@ def interfaces(host: Host) -> Iterator[Finding]:
         )
         return
     yield ok(check, f"up: {listing([_describe(interface) for interface in up])}", f"{NET}/*/operstate, speed, mtu")
+    if not _has_addresses(host):
+        yield warning(
+            "network.addresses",
+            f"no address that other hosts could use: {listing([interface.name for interface in up])}",
+            "/proc/net/route, /proc/net/if_inet6; link-local addresses (fe80::) are no rails",
+            "an engine's tcp listens at 127.0.0.1: other hosts are refused; an engine that opens before the network is "
+            "set up stays that way",
+            Fix("ip address", "what there is"),
+            Fix("systemctl is-active network-online.target", "start the job After=network-online.target"),
+        )
     down = [interface.name for interface in everything if interface.physical and not interface.up]
     if down:
         yield note(
@@ -49,6 +60,18 @@ def interfaces(host: Host) -> Iterator[Finding]:
             "sending and receiving exclude each other, and collide",
             Fix(sudo(host, f"ethtool -s {half[0]} autoneg on")),
         )
+
+
+def _has_addresses(host: Host) -> bool:
+    """Whether an interface but loopback has one that is not of its link alone; True where nobody tells."""
+    v4, v6 = host.read("/proc/net/route"), host.read("/proc/net/if_inet6")
+    if v4 is None:
+        return True
+    routes = [words for words in map(str.split, v4.splitlines()[1:]) if len(words) > 1]
+    if any(words[0] != "lo" and not _is_zeroconf(words[1]) for words in routes):
+        return True
+    addresses = [words for words in map(str.split, (v6 or "").splitlines()) if len(words) == 6]
+    return any(words[5] != "lo" and words[3] == _GLOBAL_SCOPE for words in addresses)
 
 
 def _describe(interface: Interface) -> str:

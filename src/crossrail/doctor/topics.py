@@ -78,7 +78,7 @@ NAMES: dict[str, frozenset[str]] = {
         "rdma": "acs counters device-files devices efa-driver firmware gids iommu mlx5-driver namespace "
         "partitions pcie-links ports rates software uverbs-module",
         "gpu": "bar devices direct gdrcopy rails",
-        "network": "arp conntrack down drops duplex interfaces mtu one-subnet rails roce-mtu speed tcp-mtu",
+        "network": "addresses arp conntrack down drops duplex interfaces mtu one-subnet rails roce-mtu speed tcp-mtu",
         "tcp": "buffer-caps congestion-control memory ports slow-start-after-idle somaxconn tcp-rmem tcp-wmem "
         "window-scaling windows",
         "limits": "dev-shm huge-pages huge-pages-shared memlock memory-group open-files overcommit",

@@ -52,7 +52,8 @@ class Listener:
         """port: 0 for any. rails: what to tell a peer that connected to the given address of ours.
 
         say: gets lines for people, from any thread, after what they are about; it neither blocks nor raises.
-        bind: the one address to listen on; all of them without.
+        bind: the one address to listen on; all of them without. It also listens at a port that the kernel chooses, as
+        engines do that are given none: a firewall may pass one and not the other.
         """
         self._rails = rails
         self._version = version
@@ -64,6 +65,7 @@ class Listener:
         self._closing = False
         self._zeros = memoryview(bytes(_BUFFER_BYTES))
         self._socket = _listen(port, bind)
+        self._other = _listen(0, bind)
         self._wake_receive, self._wake_send = socket.socketpair()
         self._accepting = threading.Thread(target=self._accept_all, name="doctor-accept", daemon=True)
         self._accepting.start()
@@ -72,6 +74,11 @@ class Listener:
     def port(self) -> int:
         """Where it listens."""
         return int(self._socket.getsockname()[1])
+
+    @property
+    def other_port(self) -> int:
+        """The one that the kernel chose."""
+        return int(self._other.getsockname()[1])
 
     def __enter__(self) -> Listener:
         return self
@@ -98,22 +105,28 @@ class Listener:
             for thread in threads:
                 thread.join()
         self._socket.close()
+        self._other.close()
         self._wake_receive.close()
 
     def _accept_all(self) -> None:
         with selectors.DefaultSelector() as selector:
             selector.register(self._socket, selectors.EVENT_READ)
+            selector.register(self._other, selectors.EVENT_READ)
             selector.register(self._wake_receive, selectors.EVENT_READ)
             while True:
-                ready = {key.fileobj for key, _ in selector.select()}
+                ready = {key.fileobj for key, _ in selector.select() if isinstance(key.fileobj, socket.socket)}
                 if self._wake_receive in ready:
                     return
-                try:
-                    connection, address = self._socket.accept()
-                except OSError:  # it went away again, or there is no file left for it
-                    time.sleep(0.01)
-                    continue
-                self._admit(connection, str(address[0]).removeprefix("::ffff:"))
+                for listening in ready & {self._socket, self._other}:
+                    self._accept(listening)
+
+    def _accept(self, listening: socket.socket) -> None:
+        try:
+            connection, address = listening.accept()
+        except OSError:  # it went away again, or there is no file left for it
+            time.sleep(0.01)
+            return
+        self._admit(connection, str(address[0]).removeprefix("::ffff:"))
 
     def _admit(self, connection: socket.socket, host: str) -> None:
         with self._lock:
@@ -156,7 +169,14 @@ class Listener:
             wire.send_all(connection, wire.encode(refusal), time.monotonic() + _REFUSAL_S)
             self._tell(f"{host}: {_refusal(status, request)}")
             return
-        serve = {Kind.RAILS: self._send_rails, Kind.PING: self._echo, Kind.SINK: self._sink, Kind.SOURCE: self._source}
+        serve = {
+            Kind.RAILS: self._send_rails,
+            Kind.PING: self._echo,
+            Kind.SINK: self._sink,
+            Kind.SOURCE: self._source,
+            Kind.PORT: self._send_port,
+            Kind.SEEN: self._send_seen,
+        }
         serve[Kind(request.kind)](connection, host, request)
 
     def _send_rails(self, connection: socket.socket, host: str, request: Frame) -> None:
@@ -171,6 +191,15 @@ class Listener:
                 f"{host} begins. It runs crossrail {request.version or 'unknown'}, this side {self._version}: "
                 "use one version"
             )
+
+    def _send_port(self, connection: socket.socket, host: str, request: Frame) -> None:
+        answer = wire.encode(Frame(Kind.PORT, self.other_port, version=self._version))
+        wire.send_all(connection, answer, time.monotonic() + wire.GRACE_S)
+
+    def _send_seen(self, connection: socket.socket, host: str, request: Frame) -> None:
+        text = host.encode("ascii", "replace")[: wire.ADDRESS_BYTES_MAX]
+        answer = wire.encode(Frame(Kind.SEEN, len(text), version=self._version))
+        wire.send_all(connection, answer + text, time.monotonic() + wire.GRACE_S)
 
     def _echo(self, connection: socket.socket, host: str, request: Frame) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -25,6 +25,7 @@ from crossrail.doctor.reach.wire import Frame, Kind, Status, WireError
 PINGS = 20
 _PINGS_S = 1.5  # for all of them: the listener allows GRACE_S
 STREAM_PAIRS_MAX = 16
+UNKNOWN = "?"  # the interface of an address that the peer does not know to be its own
 _CONNECT_DEADLINE_S = 3.0
 _RESOLVE_DEADLINE_S = 5.0
 _BUSY_TRIES = 5
@@ -32,6 +33,7 @@ _BUSY_PAUSE_S = 0.2
 _BUFFER_BYTES = 1 << 20
 _QUEUED_BYTES_MAX = 64 << 20  # in the sockets of a stream: who sends more after its time does not mean to end
 _ADDRESSES_MAX = 16
+_PORT_MAX = 65535
 _BEFORE_THE_PEER_S = 0.5  # we give up a stream before it does, and so learn why
 _IP_MTU, _IPV6_MTU = 14, 24
 _TCP_INFO_BYTES = 128
@@ -91,7 +93,11 @@ class Pair:
 
 @dataclass
 class Matrix:
-    """All that was found. error: why nothing was measured, empty otherwise. peer_version: its crossrail."""
+    """All that was found. error: why nothing was measured, empty otherwise. peer_version: its crossrail.
+
+    other: the first pair that connects, tried at a port there that the kernel chose, other_port; None: not tried.
+    seen_as: (address here, what the other side sees instead), where something on the way translates; else None.
+    """
 
     target: str
     port: int
@@ -100,6 +106,9 @@ class Matrix:
     rails_there: list[Rail] = field(default_factory=list)
     pairs: list[Pair] = field(default_factory=list)
     error: str = ""
+    other: Pair | None = None
+    other_port: int = 0
+    seen_as: tuple[str, str] | None = None
 
 
 def measure(
@@ -135,6 +144,12 @@ def measure(
         here = rails_here(loopback)
         prober.own_addresses = {rail.address for rail in here}
         matrix.pairs = _measure_pairs(prober, possible_pairs(here, matrix.rails_there, reached), say)
+        matrix.seen_as = prober.seen_as(reached)
+        matrix.other_port = prober.other_port(reached)
+        pair = next((pair for pair in matrix.pairs if pair.state == "ok"), None)
+        if matrix.other_port and pair is not None:
+            say(f"connecting to port {matrix.other_port}")
+            matrix.other = prober.at(matrix.other_port).probe(Pair(pair.here, pair.there))
     return matrix
 
 
@@ -183,7 +198,7 @@ def possible_pairs(here: Sequence[Rail], there: Sequence[Rail], reached: str) ->
     there = [rail for rail in there if rail.is_loopback == loopback]
     is_known = any(rail.address == reached for rail in there)
     if not is_known and not ip_address(reached).is_link_local:  # it is behind address translation
-        there = [Rail("?", reached, 0, None), *there]
+        there = [Rail(UNKNOWN, reached, 0, None), *there]
     return [Pair(a, b) for a in here for b in there[:_ADDRESSES_MAX] if a.is_ipv6 == b.is_ipv6]
 
 
@@ -246,6 +261,35 @@ class _Prober:
         except WireError as error:
             return Attempt(address, "broken", str(error))
         return Attempt(address, "ok")
+
+    def seen_as(self, address: str) -> tuple[str, str] | None:
+        """(where a connection leaves, where the peer sees it come from), unless they are the same."""
+        try:
+            connection, answer = self._request(None, address, Kind.SEEN, 0)
+            with connection:
+                if answer.value > wire.ADDRESS_BYTES_MAX:
+                    return None
+                data = wire.receive_exactly(connection, answer.value, time.monotonic() + wire.GRACE_S)
+                here = str(connection.getsockname()[0]).partition("%")[0]
+            there = wire.decode_address(data)
+        except (Unreached, WireError):  # one of an older version
+            return None
+        return None if here == there else (here, there)
+
+    def other_port(self, address: str) -> int:
+        """Where it listens besides; 0: it does not say."""
+        try:
+            connection, answer = self._request(None, address, Kind.PORT, 0)
+            connection.close()
+        except (Unreached, WireError):
+            return 0
+        return answer.value if answer.value <= _PORT_MAX else 0
+
+    def at(self, port: int) -> _Prober:
+        """The same for another port of the peer's."""
+        prober = _Prober(port, self._version, self._seconds)
+        prober.own_addresses = self.own_addresses
+        return prober
 
     def probe(self, pair: Pair) -> Pair:
         """Round trips, MTU and segment size."""
@@ -360,7 +404,7 @@ class _Prober:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if here is not None:
                 self._leave_by(connection, here, there)
-            connection.connect((there, self._port))
+            connection.connect(_place(there, self._port))
             return connection
         except TimeoutError:
             connection.close()
@@ -377,6 +421,14 @@ class _Prober:
             with contextlib.suppress(PermissionError):  # kernels before 5.7 ask for CAP_NET_RAW
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, os.fsencode(here.interface) + b"\0")
         connection.bind((here.address, 0))
+
+
+def _place(address: str, port: int) -> tuple[Any, ...]:
+    """As sockets take it: of a link-local address the zone stands apart."""
+    bare, _, zone = address.partition("%")
+    if not zone:
+        return address, port
+    return bare, port, 0, int(zone) if zone.isdecimal() else socket.if_nametoindex(zone)
 
 
 @contextlib.contextmanager

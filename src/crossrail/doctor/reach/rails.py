@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import struct
 from dataclasses import dataclass
@@ -19,8 +20,9 @@ _ATTRIBUTE = struct.Struct("=HH")
 _DEADLINE_S = 2.0
 _RECEIVE_BYTES = 1 << 16
 _RAILS_MAX = 16
-# Bridges and pairs of container engines: addresses of this machine to itself.
-_INTERNAL = ("lo", "docker", "br-", "virbr", "veth", "cni", "cali", "flannel", "cilium", "lxc", "kube", "podman")
+# Bridges and pairs of container engines: addresses of this machine to itself. docker's are br- and twelve digits; br-ex
+# is a node's own with Open vSwitch.
+_INTERNAL = re.compile("(lo|docker|br-[0-9a-f]{12}$|virbr|veth|cni|cali|flannel|cilium|lxc|kube|podman)")
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ def local_rails(host: Host, *, loopback: bool = False) -> list[Rail]:
     rails = []
     for name, address in _addresses():
         parsed = ip_address(address)
-        if parsed.is_link_local or parsed.is_loopback != loopback or (name.startswith(_INTERNAL) and not loopback):
+        if parsed.is_link_local or parsed.is_loopback != loopback or (_INTERNAL.match(name) and not loopback):
             continue
         interface = interfaces.get(name, Interface(name, False, True, 65536, None, ""))
         rails.append(Rail(name, address, interface.mtu, interface.mbit_per_s))

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 from crossrail._text import rate_text
 from crossrail.doctor.finding import Finding, Fix, error, note, ok, warning
-from crossrail.doctor.reach.measure import STREAM_PAIRS_MAX, Attempt, Matrix, Pair
+from crossrail.doctor.reach.measure import STREAM_PAIRS_MAX, UNKNOWN, Attempt, Matrix, Pair
+from crossrail.doctor.reach.wire import PORT
 from crossrail.doctor.remedies import listing
 
 _LOST = ("timeout", "refused", "unreachable", "broken", "busy", "version")
@@ -23,8 +24,17 @@ _HEADERS_BYTES = 120  # IP, TCP and their options
 def judge(matrix: Matrix, version: str) -> list[Finding]:
     """Worst first."""
     found = [*_contact(matrix), *_versions(matrix, version)]
+    if not matrix.pairs and any(attempt.state == "ok" for attempt in matrix.attempts):
+        found.append(_no_pairs(matrix))
     if matrix.pairs:
-        found += [*_reachability(matrix), *_mtus(matrix.pairs), *_rates(matrix.pairs), *_round_trips(matrix.pairs)]
+        found += [
+            *_reachability(matrix),
+            *_translated(matrix),
+            *_other_port(matrix),
+            *_mtus(matrix.pairs),
+            *_rates(matrix.pairs),
+            *_round_trips(matrix.pairs),
+        ]
     return sorted(found, key=lambda finding: finding.severity.rank)
 
 
@@ -54,6 +64,17 @@ def _contact(matrix: Matrix) -> Iterator[Finding]:
             "who tries these first waits for a time-out before the good one",
             Fix(f"getent ahosts {matrix.target}", "where the name leads; correct /etc/hosts or DNS"),
         )
+
+
+def _no_pairs(matrix: Matrix) -> Finding:
+    return error(
+        "reach.pairs",
+        "it answers, and there is no pair of addresses that engines could use",
+        f"there: {listing([str(rail) for rail in matrix.rails_there]) or 'none'}; link-local ones and those of bridges "
+        "of containers left out, on both sides",
+        "no transfer between these hosts",
+        Fix("ip address", "on both hosts: do they have addresses of one family?"),
+    )
 
 
 def _failed(bad: list[Attempt], port: int) -> Finding:
@@ -185,6 +206,60 @@ def _reachability(matrix: Matrix) -> Iterator[Finding]:
             f"{len(pairs)} pairs; each address was taken at least once where that was possible",
             "the others were connected and timed, not filled",
         )
+
+
+def _translated(matrix: Matrix) -> Iterator[Finding]:
+    """Engines tell each other the addresses that they see themselves."""
+    check = "reach.translated"
+    cost = "engines name the addresses that they see themselves, which lead nowhere from"
+    private = Fix(
+        "xr.Engine(..., rails=[...])", "with addresses that both sides reach: a VPN, an overlay, host networking"
+    )
+    outside = next((pair.there.address for pair in matrix.pairs if pair.there.interface == UNKNOWN), None)
+    if outside is not None:
+        reached = [pair for pair in matrix.pairs if pair.there.interface != UNKNOWN and pair.state == "ok"]
+        # A host with several addresses may name just some of them, as where one moves between hosts.
+        yield (note if reached else error)(
+            check,
+            f"the other host does not have the address {outside} itself: something on the way translates it",
+            f"it has {listing([str(rail) for rail in matrix.rails_there]) or 'none'}",
+            f"{cost} here: no engine there is reached by that address",
+            Fix("docker run --network=host ...", "where it is a published port of a container"),
+            private,
+        )
+    if matrix.seen_as is not None:
+        here, there = matrix.seen_as
+        yield warning(
+            check,
+            f"the other side sees this host as {there}, not {here}: something on the way translates it",
+            "the source address of our connection, here and there",
+            f"{cost} there: engines here connect to engines there, and not the other way round. Translation "
+            "also forgets idle connections",
+            private,
+        )
+
+
+def _other_port(matrix: Matrix) -> Iterator[Finding]:
+    check, other = "reach.other-port", matrix.other
+    if other is None:
+        return
+    title = f"port {matrix.port} is reached, and port {matrix.other_port}, which the kernel chose there"
+    if other.state == "ok":
+        yield ok(check, f"{title}, as well")
+        return
+    # Who named a port asks about that one.
+    make = warning if matrix.port == PORT else note
+    yield make(
+        check,
+        f"{title}, is not: a firewall passes certain ports",
+        f"{other.name}, port {matrix.other_port}: {other.state}, {other.detail}",
+        "engines there listen at such a port unless they are given one: connecting to them ends in a time-out",
+        Fix(
+            "xr.Engine(..., port=7300)",
+            f"and open that port, one for each rail that shares an address, as {matrix.port}",
+        ),
+        Fix("crossrail doctor --listen 7300", "on the other host, and --peer HOST:7300 here: tries that port"),
+    )
 
 
 def _details(pairs: list[Pair]) -> str:

@@ -7,6 +7,8 @@ version. So two of different versions can still tell each other so.
     PING    value count          answer, then each 64 bytes come back as they were sent, count times
     SINK    value milliseconds   answer, then the peer sends until it shuts down; then a frame with the bytes received
     SOURCE  value milliseconds   answer, then the listener sends for so long and closes
+    PORT    value 0              answer: value port: it listens there, too, at a port that its kernel chose
+    SEEN    value 0              answer: value n, then n bytes of text: the address that the listener sees us come from
 
 Life of a request: 1. frame within FRAME_DEADLINE_S; 2. checked, answered or refused; 3. served within its own deadline;
 4. closed. Nothing is kept between requests.
@@ -37,6 +39,7 @@ PINGS_MAX = 100
 MILLISECONDS_MAX = 10_000
 RAILS_BYTES_MAX = 16 * 1024
 RAILS_MAX = 64
+ADDRESS_BYTES_MAX = 64
 
 _MAGIC = b"XRDR"
 _FRAME = struct.Struct("!4sBBHQ48s")
@@ -54,6 +57,8 @@ class Kind(enum.IntEnum):
     PING = 2
     SINK = 3
     SOURCE = 4
+    PORT = 5
+    SEEN = 6
 
 
 class Status(enum.IntEnum):
@@ -112,6 +117,8 @@ def check_request(frame: Frame) -> Status:
         Kind.PING: (1, PINGS_MAX),
         Kind.SINK: (1, MILLISECONDS_MAX),
         Kind.SOURCE: (1, MILLISECONDS_MAX),
+        Kind.PORT: (0, 0),
+        Kind.SEEN: (0, 0),
     }
     if frame.kind not in set(Kind) or frame.status != Status.OK:
         return Status.BAD_REQUEST
@@ -132,6 +139,14 @@ def decode_rails(data: bytes) -> list[Rail]:
         return [_rail(item) for item in _rails_decoder.decode(data)]
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise WireError(f"its list of addresses is malformed: {error}") from None
+
+
+def decode_address(data: bytes) -> str:
+    """An IP address without a zone, as SEEN tells it. WireError for anything else."""
+    try:
+        return str(ip_address(data.decode("ascii").partition("%")[0]))
+    except ValueError:
+        raise WireError("what it sees us come from is no IP address") from None
 
 
 def _rail(item: _Rail) -> Rail:
