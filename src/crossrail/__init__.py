@@ -32,7 +32,7 @@ What is here; all else that help() lists below under this package is reached thr
 from typing import TYPE_CHECKING
 
 from crossrail import _ending, _interrupt  # noqa: F401 - _ending is registered by it
-from crossrail._lazy import lazily
+from crossrail._lazy import lazily, listed
 
 if TYPE_CHECKING:
     from crossrail._core import Address, GpuMapping, Message, PeerGroup, RegionDescriptor, Transfer, __version__
@@ -164,8 +164,7 @@ if not TYPE_CHECKING:
     )
 
 
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__dir__ = listed(__name__, __all__, ["integrations", "kv", "moe", "observe", "sim", "testing", "topology", "weights"])
 
 
 _interrupt.over()

@@ -80,6 +80,45 @@ def test_names_and_modules_are_there_before_they_are_loaded() -> None:
     assert_clean(script)
 
 
+def test_an_editor_is_offered_the_public_names_alone() -> None:
+    script = run_script(
+        """
+        import importlib, crossrail as xr
+
+        def offered(package):
+            return {name for name in dir(package) if not name.startswith("_")}
+
+        assert offered(xr) == set(xr.__all__) - {"__version__"}
+        for name in ("kv", "weights", "moe", "sim", "observe", "topology"):
+            package = importlib.import_module("crossrail." + name)
+            assert offered(package) - {"files", "graph", "model"} >= set(package.__all__)
+            assert name == "topology" or offered(package) == set(package.__all__), offered(package)
+        assert offered(xr) >= {"kv", "weights", "moe", "sim", "observe", "topology", "Engine"}
+        assert {"errors", "engine", "lazily", "control"} & offered(xr) == set()
+        """
+    )
+
+    assert_clean(script)
+
+
+def test_a_package_that_was_not_imported_says_how() -> None:
+    script = run_script(
+        """
+        import pytest, crossrail as xr
+
+        with pytest.raises(AttributeError, match="no attribute 'kv': it is a module, for `import crossrail.kv`"):
+            xr.kv
+        with pytest.raises(AttributeError, match="no attribute 'Enigne'$") as misspelt:
+            xr.Enigne
+        assert (misspelt.value.name, misspelt.value.obj) == ("Enigne", xr)  # from which Python says what was meant
+        import crossrail.kv
+        assert xr.kv is crossrail.kv
+        """
+    )
+
+    assert_clean(script)
+
+
 def test_import_pulls_in_nothing_heavy() -> None:
     script = run_script(
         """

@@ -8,7 +8,7 @@ toy.py is one for tests.
 
 from typing import TYPE_CHECKING
 
-from crossrail._lazy import lazily
+from crossrail._lazy import lazily, listed
 
 if TYPE_CHECKING:
     from crossrail.kv.errors import (
@@ -143,5 +143,4 @@ if not TYPE_CHECKING:
     )
 
 
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__dir__ = listed(__name__, __all__, ["model"])

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from crossrail._lazy import lazily
+from crossrail._lazy import lazily, listed
 
 if TYPE_CHECKING:
     from crossrail.moe.all_to_all import AllToAll
@@ -49,5 +49,4 @@ if not TYPE_CHECKING:
     )
 
 
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__dir__ = listed(__name__, __all__, ["graph"])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from crossrail._lazy import lazily
+from crossrail._lazy import lazily, listed
 
 if TYPE_CHECKING:
     from crossrail.observe.metrics import EngineCollector
@@ -28,3 +28,5 @@ __getattr__ = lazily(
         "read_traffic": "traffic",
     },
 )
+
+__dir__ = listed(__name__, __all__, ["files"])

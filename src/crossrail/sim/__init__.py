@@ -6,7 +6,7 @@ Engines in a world are ordinary engines: the same class, the same calls. A test 
 
 from typing import TYPE_CHECKING
 
-from crossrail._lazy import lazily
+from crossrail._lazy import lazily, listed
 
 if TYPE_CHECKING:
     from crossrail.errors import SimulationIdle
@@ -48,5 +48,4 @@ if not TYPE_CHECKING:
     )
 
 
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__dir__ = listed(__name__, __all__)

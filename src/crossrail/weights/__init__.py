@@ -6,7 +6,7 @@ WeightController, WeightTrainer and WeightReceiver are the services that do (doc
 
 from typing import TYPE_CHECKING
 
-from crossrail._lazy import lazily
+from crossrail._lazy import lazily, listed
 
 if TYPE_CHECKING:
     from crossrail.weights.errors import (
@@ -92,5 +92,4 @@ if not TYPE_CHECKING:
     )
 
 
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__dir__ = listed(__name__, __all__)
