@@ -277,8 +277,8 @@ def test_engine_that_counts_nothing_has_no_rails(open_engine: EngineFactory) -> 
 # --- the endpoint ---
 
 
-def get(server: MetricsServer) -> str:
-    with urllib.request.urlopen(server.url, timeout=WAIT_S) as answer:
+def get(server: MetricsServer, query: str = "") -> str:
+    with urllib.request.urlopen(server.url + query, timeout=WAIT_S) as answer:
         return answer.read().decode()
 
 
@@ -443,6 +443,17 @@ def test_collectors_of_others_are_served_too(engine: xr.Engine) -> None:
 
     with serve_metrics(engine, Own(), port=0) as server:
         assert "mine 7.0" in get(server).splitlines()
+
+
+def test_metrics_that_are_asked_for_by_name_are_all_that_comes(engine: xr.Engine) -> None:
+    """As of Prometheus with `params: {"name[]": [...]}`."""
+    with serve_metrics(engine, port=0) as server:
+        chosen = get(server, "?name[]=crossrail_transfers_total&name[]=crossrail_rail_latency_seconds_count")
+
+        names = [line.partition("{")[0] for line in chosen.splitlines() if not line.startswith("#")]
+        assert set(names) == {"crossrail_transfers_total", "crossrail_rail_latency_seconds_count"}
+        assert names.count("crossrail_transfers_total") == 3
+        assert get(server, "?name[]=nothing") == ""
 
 
 def test_every_metric_is_documented(open_engine: EngineFactory) -> None:

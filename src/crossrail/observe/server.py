@@ -8,12 +8,14 @@ import operator
 import re
 import socket
 import threading
+from collections.abc import Iterable
 from socketserver import TCPServer, ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
-from prometheus_client.registry import Collector
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector, RestrictedRegistry
 
 from crossrail import Engine, _options
 from crossrail._closing import Closing
@@ -86,7 +88,7 @@ def serve_metrics(
     port = operator.index(port)
     if not 0 <= port <= 65535:
         raise UsageError(f"port is {port}, must be in 0..65535")
-    registry = CollectorRegistry()
+    registry = _Registry()
     registry.register(EngineCollector(*(each for each in observed if isinstance(each, Engine)), peers_max=peers_max))
     for each in observed:
         if not isinstance(each, Engine):
@@ -119,6 +121,31 @@ def _remedy(error: OSError) -> str:
     if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
         return 'host is an address of this host, "127.0.0.1", or "0.0.0.0" for all of them'
     return "choose another port, or 0" if error.errno in (errno.EADDRINUSE, errno.EACCES) else ""
+
+
+class _Registry(CollectorRegistry):
+    """Of collectors that do not say beforehand what they have: theirs would pass these over where some are asked for by
+    name, as in `/metrics?name[]=crossrail_transfers_total`.
+    """
+
+    def restricted_registry(self, names: Iterable[str]) -> RestrictedRegistry:
+        return _Chosen(names, self)
+
+
+class _Chosen(RestrictedRegistry):
+    """Samples of these names, of all that there are."""
+
+    def __init__(self, names: Iterable[str], registry: CollectorRegistry) -> None:
+        super().__init__(names, registry)
+        self._names = frozenset(names)
+        self._all = registry
+
+    def collect(self) -> Iterable[Metric]:
+        for metric in self._all.collect():
+            chosen = Metric(metric.name, metric.documentation, metric.type, metric.unit)
+            chosen.samples = [sample for sample in metric.samples if sample.name in self._names]
+            if chosen.samples:
+                yield chosen
 
 
 class _Server(ThreadingMixIn, WSGIServer):
