@@ -10,7 +10,8 @@ import pytest
 from click.testing import CliRunner
 
 from crossrail.cli.bench.peers import command, offers
-from crossrail.cli.bench.peers.base import Offer
+from crossrail.cli.bench.peers.base import Offer, stream
+from crossrail.cli.bench.peers.nixl import Nixl
 from crossrail.cli.bench.peers.pair import PeerFailed, PeerPair, Settings
 from crossrail.cli.bench.peers.turn import Outcome, Turn, take_turn, take_turns
 from crossrail.cli.bench.peers.work import Shape
@@ -50,6 +51,45 @@ def test_every_library_here_moves_the_right_bytes(offer: Offer) -> None:
     told = {"first-byte", "message-8b", "message-8b-p99", "message-256b", "message-256b-p99"}
     assert set(turn.figures) - {"submit"} == (moved if offer.is_limit else moved | told)
     assert all(value > 0 for name, value in turn.figures.items() if name != "threads")
+
+
+class SlowAgent:
+    """NIXL's, as far as a stream needs it: a transfer is under way until asked twice, and not posted again then."""
+
+    def __init__(self) -> None:
+        self.made = 0
+        self.asked: dict[int, int] = {}
+
+    def prep_xfer_dlist(self, agent: str, table: object, memory: str) -> str:
+        return agent
+
+    def make_prepped_xfer(self, *_: object) -> int:
+        self.made += 1
+        return self.made
+
+    def transfer(self, handle: int) -> str:
+        assert handle not in self.asked, "NIXL_ERR_REPOST_ACTIVE"
+        self.asked[handle] = 0
+        return "PROC"
+
+    def check_xfer_state(self, handle: int) -> str:
+        self.asked[handle] += 1
+        if self.asked[handle] < 2:
+            return "PROC"
+        del self.asked[handle]
+        return "DONE"
+
+
+def test_nixl_writes_to_a_place_again_while_the_write_before_is_under_way() -> None:
+    """A pool of 64 MiB has two places for 16 writes of 32 MiB."""
+    side = Nixl("sender", 1 << 14, "UCX", {})
+    side._agent, side._base, side._base_there, side._there = SlowAgent(), 0, 0, "receiver"
+    shape = Shape("stream", 8192, 40, 16)
+    side.prepare(shape.places(side.pool_bytes), shape.nbytes)
+
+    stream(side, shape.places(side.pool_bytes), shape.nbytes, shape.count, shape.window)
+
+    assert side._agent.asked == {} and side._agent.made == 16  # one for each that is under way, and no more
 
 
 # A sanitizer turns a crash into a report, and an exit.

@@ -32,7 +32,8 @@ class Nixl(Side):
         self._backend = backend
         self._parameters = dict(parameters)
         self._prepared = prepared
-        self._handles: dict[tuple[int, int], Any] = {}  # by source offset and length
+        # By place: those that are not under way. One that is cannot be posted again.
+        self._handles: dict[tuple[int, int], list[Any]] = {}
         self._messages: dict[int, Any] = {}  # by length
         self._lists: dict[int, tuple[Any, Any]] = {}  # of the whole pool, by length
         self._arrived = 0
@@ -82,24 +83,27 @@ class Nixl(Side):
         self._handles = {}
         if self._prepared:
             for src, dst in places:
-                self._handles[src, nbytes] = self._make(here, [src // nbytes], there, [dst // nbytes])
+                self._handles[src, dst] = [self._make(here, [src // nbytes], there, [dst // nbytes])]
 
     def post(self, src_offset: int, dst_offset: int, nbytes: int) -> Any:
-        """Post the one for this place."""
-        if self._prepared:
-            handle = self._handles[src_offset, nbytes]
+        """Post the one for this place, or one more if it is under way: a pool may have fewer places than a window."""
+        free = self._handles.get((src_offset, dst_offset))
+        if free:
+            handle = free.pop()
         else:
             here, there = self._lists[nbytes]
             handle = self._make(here, [src_offset // nbytes], there, [dst_offset // nbytes])
-        return handle, self._agent.transfer(handle)
+        return handle, self._agent.transfer(handle), free
 
     def finish(self, handle: Any) -> None:
         """Poll until done."""
-        transfer, state = handle
+        transfer, state, free = handle
         while state == "PROC":
             state = self._agent.check_xfer_state(transfer)
         if state != "DONE":
             raise RuntimeError(f"a transfer ended with state {state!r}")
+        if free is not None:
+            free.append(transfer)
 
     def prepare_pages(self, page_bytes: int, src: Pages, dst: Pages) -> None:
         """The lists; which pages of them is each transfer's own."""
@@ -109,7 +113,7 @@ class Nixl(Side):
         """One transfer of all, made from indices as a program with a KV cache does."""
         here, there = self._lists[page_bytes]
         transfer = self._make(here, src.astype(np.int32), there, dst.astype(np.int32))
-        self.finish((transfer, self._agent.transfer(transfer)))
+        self.finish((transfer, self._agent.transfer(transfer), None))
         transfer.release()
 
     def message(self, nbytes: int) -> None:
@@ -119,7 +123,7 @@ class Nixl(Side):
             there = self._blocks(self._there, self._base_there + self.incoming, np.zeros(1, np.uint64), nbytes)
             self._messages[nbytes] = self._make(here, [0], there, [0], _NOTIFICATION), here, there
         transfer = self._messages[nbytes][0]
-        self.finish((transfer, self._agent.transfer(transfer, _NOTIFICATION)))
+        self.finish((transfer, self._agent.transfer(transfer, _NOTIFICATION), None))
 
     def take(self, nbytes: int) -> None:
         """The next notification."""
@@ -129,8 +133,9 @@ class Nixl(Side):
 
     def close(self) -> None:
         """Transfers, lists, memory, the other agent, and ours."""
-        for transfer in self._handles.values():
-            transfer.release()
+        for transfers in self._handles.values():
+            for transfer in transfers:
+                transfer.release()
         for transfer, *lists in self._messages.values():
             transfer.release()
             for each in lists:
