@@ -312,6 +312,14 @@ def test_other_file_that_is_full_is_not_taken_for_the_output(unbuffered: str) ->
     assert (process.returncode, errors) == (1, "error: /dev/full: No space left on device\n")
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_error_of_a_command_that_printed_nothing_is_not_that_the_output_is_full(unbuffered: str) -> None:
+    environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    with open("/dev/full", "w") as full, started("topo", "--root=/nowhere", stdout=full, env=environment) as process:
+        _, errors = process.communicate(timeout=LONG_S)
+    assert (process.returncode, errors.split(" [")[0]) == (2, "error: --root /nowhere is not a directory")
+
+
 def test_output_that_is_closed() -> None:
     command = f"exec {sys.executable} -m crossrail topo >&-"
     done = subprocess.run(["sh", "-c", command], stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, timeout=LONG_S)

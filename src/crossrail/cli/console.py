@@ -67,7 +67,8 @@ def in_one_piece() -> Iterator[None]:
         yield
     finally:
         sys.stdout = out
-        out.buffer.write(held.detach().getvalue())
+        if printed := held.detach().getvalue():  # unbuffered, nothing is written too, and fails where there is no room
+            out.buffer.write(printed)
         out.flush()
 
 
