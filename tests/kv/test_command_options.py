@@ -1,5 +1,6 @@
 """Options of `crossrail kv` that go to the engine and to the node."""
 
+import re
 from dataclasses import fields
 from typing import Any
 
@@ -12,6 +13,7 @@ from crossrail.cli.kv import common, nodes
 from crossrail.cli.kv.commands import decoder, prefiller, router
 from crossrail.kv.services.node import NodeOptions
 from crossrail.kv.transfer.layout import KvLayout
+from tests.support.process import run_script
 
 
 @pytest.mark.parametrize(
@@ -48,6 +50,38 @@ def test_node_looks_for_its_router_again_after_what_the_command_line_says(monkey
     for words in ([], ["--retry-s", "3"]):
         CliRunner().invoke(decoder, words, catch_exceptions=False)
     assert [options.retry_s for options in seen] == [0.5, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("level", "told"),
+    [
+        (None, ["a warning"]),
+        ("warning", ["WARNING crossrail.kv: a warning"]),
+        ("info", ["INFO crossrail: of the engine", "INFO crossrail.kv: an end", "WARNING crossrail.kv: a warning"]),
+    ],
+)
+def test_service_logs_what_it_is_told_to(level: str | None, told: list[str]) -> None:
+    script = run_script(
+        """
+        import logging, sys
+        from crossrail.cli.kv.common import logging_as
+        from crossrail.cli.main import quiet_log
+
+        with quiet_log():
+            for _ in range(2):  # it leaves nothing behind
+                with logging_as(sys.argv[1] if len(sys.argv) > 1 else None):
+                    pass
+            with logging_as(sys.argv[1] if len(sys.argv) > 1 else None):
+                logging.getLogger("crossrail").info("of the engine")
+                logging.getLogger("crossrail.kv").info("an end")
+                logging.getLogger("crossrail.kv.http").debug("no more")
+                logging.getLogger("crossrail.kv").warning("a warning")
+        """,
+        *([] if level is None else [level]),
+    )
+    lines = script.stderr.splitlines()
+    assert [line.partition(" ")[2].partition(" ")[2] if level else line for line in lines] == told
+    assert script.returncode == 0 and (level is None or re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", lines[0]))
 
 
 def test_toy_takes_every_field_of_a_layout() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import threading
 
 import aiohttp
@@ -214,6 +215,41 @@ async def test_timeline_of_a_request(cluster: Cluster, url: str, client: aiohttp
         assert ">0.0 ms</text>" in picture  # what is below it says its unit
     async with client.get(url + "/v1/requests/r2") as response:
         assert response.status == 404
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_answers_say_the_requests_name_which_is_in_the_logs_of_all_nodes(
+    cluster: Cluster, url: str, client: aiohttp.ClientSession, caplog: pytest.LogCaptureFixture, stream: bool
+) -> None:
+    caplog.set_level(logging.INFO, "crossrail.kv")
+    await start(cluster)
+    named = {"X-Request-Id": "of-the-proxy é"}
+    async with client.post(url + "/v1/completions", json=body(stream=stream), headers=named) as response:
+        await response.read()
+        assert response.headers["X-Request-Id"] == named["X-Request-Id"]
+    async with client.post(url + "/v1/completions", json=body(stream=stream)) as response:
+        assert response.headers["X-Request-Id"] in await response.text()  # as its id
+    async with client.post(url + "/v1/completions", json=body(prompt="")) as response:
+        assert response.status == 400 and response.headers["X-Request-Id"]
+
+    def said() -> list[str]:
+        return sorted(line for line in caplog.messages if line.startswith("request of-the-proxy é"))
+
+    await until(lambda: len(said()) >= 3, "all three have told of it")
+    told = " | ".join(said())
+    assert all(words in told for words in ("attempt 1: written by node p0", "length at node d0", "decoder d0"))
+    assert any("is refused: the prompt is empty" in line for line in caplog.messages)
+
+
+async def test_refusals_name_the_request_too(url: str, client: aiohttp.ClientSession) -> None:
+    named = {"X-Request-Id": "mine"}
+    async with client.post(url + "/v1/completions", data=b"no JSON", headers=named) as response:
+        assert (response.status, response.headers["X-Request-Id"]) == (400, "mine")
+    async with client.post(url + "/v1/completions", data=b"{}", headers={"X-Request-Id": "x" * 129}) as response:
+        assert response.status == 400 and "X-Request-Id" not in response.headers
+        assert "129 characters" in (await response.json())["error"]["message"]
+    async with client.get(url + "/v1/models", headers=named) as response:
+        assert "X-Request-Id" not in response.headers  # of completions alone
 
 
 async def test_metrics_and_nodes(cluster: Cluster, url: str, client: aiohttp.ClientSession) -> None:

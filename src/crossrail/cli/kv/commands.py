@@ -32,6 +32,12 @@ service_options = together(
         show_default=True,
         help="Seconds of silence after which the engine gives up a peer on another host.",
     ),
+    click.option(
+        "--log-level",
+        type=click.Choice(["warning", "info", "debug"]),
+        help="Log to standard error, with the time: warnings, what became of each request too, or all [default: "
+        "warnings, without the time].",
+    ),
     click.option("--until-stdin-closes", is_flag=True, hidden=True),
 )
 

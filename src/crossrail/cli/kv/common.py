@@ -8,7 +8,7 @@ import importlib
 import logging
 import os
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -94,14 +94,31 @@ async def opened(name: str, options: Mapping[str, Any]) -> AsyncIterator[Service
         ) as engine,
     ):
         wire = EngineWire(engine)
-        level = log.level
-        # Why it has no router, and whom it refuses, is for whoever runs a service: commands let only errors through.
-        log.setLevel(logging.WARNING)
         try:
-            yield Service(engine, mailbox(wire, secret), secret, end)
+            with logging_as(options["log_level"]):
+                yield Service(engine, mailbox(wire, secret), secret, end)
         finally:
-            log.setLevel(level)
             wire.close()
+
+
+@contextlib.contextmanager
+def logging_as(level: str | None) -> Iterator[None]:
+    """Why it has no router, and whom it refuses, is for whoever runs a service: commands let only errors through.
+
+    level: of --log-level, for the engine too; None: warnings of the service, as Python writes them by itself.
+    """
+    changed = log if level is None else logging.getLogger("crossrail")
+    before = changed.level
+    changed.setLevel((level or "warning").upper())
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    if level is not None:
+        changed.addHandler(handler)
+    try:
+        yield
+    finally:
+        changed.removeHandler(handler)
+        changed.setLevel(before)
 
 
 def engine_name(name: str) -> str:

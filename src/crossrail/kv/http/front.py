@@ -7,6 +7,9 @@
     GET  /health, /metrics      200 or 503; Prometheus
     GET  /kv/router             the address of the router's engine, for nodes (rendezvous.py)
 
+X-Request-Id names a request of completions, and is in every answer to one: given, or made up here. All nodes log and
+trace the request by it.
+
 Statuses: 400 what was asked makes no sense or is not supported; 404 no node has that model; 408 it did not come in
 time; 409 that name was used; 413 its body is too large; 415 its body is packed; 429 no room now; 431 its head is
 too large; 500 our mistake, or the tokenizer's; 502 a node failed; 503 no node; 504 its time was up. A client that hangs
@@ -51,6 +54,7 @@ with needs(__name__, "'crossrail[kv]'"):
     from aiohttp import web
     from prometheus_client import CollectorRegistry, generate_latest
 
+_REQUEST_NAME = web.RequestKey("crossrail.request", str)
 _TEXT_SHORT = 1 << 14  # characters, encoded in some milliseconds at most: not worth a thread
 _STATUS: dict[type[Exception], int] = {
     DuplicateRequest: 409,
@@ -189,6 +193,7 @@ class Front:
         }
         app.add_routes([self._listener.route("GET", path, handler) for path, handler in handlers.items()])
         app.add_routes([self._listener.route("POST", "/v1/completions", _in_words(self._complete), is_long=True)])
+        app.on_response_prepare.append(_tell_name)
         # A handler whose client is gone is cancelled, and with it the request.
         return await self._listener.start(app, host, port, _log, handler_cancellation=True)
 
@@ -204,14 +209,9 @@ class Front:
 
     async def _complete(self, http: web.Request) -> web.StreamResponse:
         begun_s = loop_time_s()
+        name = http[_REQUEST_NAME] = _given_name(http) or self._router.new_name()
         body, prompt = await self._read(http)
         sampling = body.sampling()
-        name = http.headers.get("X-Request-Id") or None
-        if name is not None and len(name) > 128:
-            raise UsageError(f"X-Request-Id has {len(name)} characters, at most 128 are taken")
-        if name is not None and not name.isprintable():
-            raise UsageError("X-Request-Id must be printable text in UTF-8")
-        name = name or self._router.new_name()
         about: dict[str, str | int] = {"crossrail.request": name, "crossrail.prompt_tokens": len(prompt)}
         traceparent = http.headers.get("traceparent", "")
         span = RequestSpan("crossrail.kv.request", traceparent if traceparent.isascii() else "", about)
@@ -442,6 +442,22 @@ class _Answer:
     def _usage(self) -> dict[str, Any]:
         asked, count = self._prompt_tokens, self._count
         return {"usage": {"prompt_tokens": asked, "completion_tokens": count, "total_tokens": asked + count}}
+
+
+def _given_name(http: web.Request) -> str:
+    """What the client, or a proxy before it, calls this request; may be empty. UsageError for what is no name."""
+    name = http.headers.get("X-Request-Id", "")
+    if len(name) > m.NAME_CHARS_MAX:
+        raise UsageError(f"X-Request-Id has {len(name)} characters, at most {m.NAME_CHARS_MAX} are taken")
+    if not name.isprintable():
+        raise UsageError("X-Request-Id must be printable text in UTF-8")
+    return name
+
+
+async def _tell_name(http: web.Request, response: web.StreamResponse) -> None:
+    """In whatever is answered, also where it is refused: OpenAI's clients show it with their errors."""
+    if (name := http.get(_REQUEST_NAME)) is not None:
+        response.headers["X-Request-Id"] = name
 
 
 def _checked(encoded: Any) -> Tokens:

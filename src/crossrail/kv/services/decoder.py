@@ -368,6 +368,11 @@ class Decoder(Node):
                 working.add_done_callback(partial(self._on_let_go, serving))
         serving.timeline.close()
         serving.finish(end)
+        log.info(
+            "request %s: %s at node %s, %d tokens behind %d, in %.3f s%s",
+            start.request, end.reason, self.name, len(serving.tokens), len(serving.context), serving.timeline.now(),
+            end.detail and f": {end.detail}",
+        )  # fmt: skip
         self._untold[serving.request] = serving
         self._report_room()
         self._let_go_of_untold()

@@ -414,6 +414,10 @@ class Prefiller(Node):
         if self._works.pop(work.key, None) is None:
             return
         work.span.end(detail)
+        log.info(
+            "request %s, attempt %d: %s by node %s, %d tokens, in %.3f s%s",
+            *work.key[1:], state, self.name, len(work.tokens), work.timeline.now(), detail and f": {detail}",
+        )  # fmt: skip
         self._book.end(work.key, work.job, state, detail, work.timeline.spans)
         self._with_timeline.append(work.key)
         while len(self._with_timeline) > _TIMELINES_KEPT:

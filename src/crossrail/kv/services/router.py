@@ -183,6 +183,7 @@ class Router(AsyncClosing):
             running = self._admit(prompt, sampling, model, request, timeout_s)
         except CrossrailError as error:
             self.counts[_outcome(error)] += 1
+            log.info("request %s is refused: %s", request or "without a name", error)
             raise
         running.traceparent = checked(traceparent)
         loop = asyncio.get_running_loop()
@@ -192,6 +193,7 @@ class Router(AsyncClosing):
                 await self._place(running)
             except CrossrailError as error:
                 self.counts[_outcome(error)] += 1
+                log.info("request %s found no place: %s", running.request, error)
                 self._forget(running)  # nobody has it: there is nothing to cancel
                 raise
             while True:
@@ -393,6 +395,11 @@ class Router(AsyncClosing):
             self._cancel(running, "the client is gone")
         end = running.end or m.End("cancelled", "the client is gone")
         self.counts[end.reason] += 1
+        log.info(
+            "request %s: %s, %d tokens behind %d, in %.3f s, decoder %s%s",
+            running.request, end.reason, len(running.tokens), len(running.prompt), loop_time_s() - running.came_s,
+            "none" if running.decoder is None else running.decoder.name, end.detail and f": {end.detail}",
+        )  # fmt: skip
         self._ended.keep(running.request, end)
         self._placement.take_back(running)
         if running.decoder is not None:
