@@ -158,7 +158,7 @@ PARTS_MAY_USE: dict[str, dict[str, set[str]]] = {
     },
     "cli": {
         "background": {"console"},
-        "bench": {"background", "child", "console", "meeting", "memory", "service", "tables", "text"},
+        "bench": {"background", "child", "console", "group", "meeting", "memory", "service", "tables", "text"},
         "child": set(),
         "console": set(),
         "demo": {"child", "console", "demo_plan", "demo_writer", "memory", "source", "tables", "text"},
@@ -176,6 +176,7 @@ PARTS_MAY_USE: dict[str, dict[str, set[str]]] = {
             "doctor",
             "error",
             "explain",
+            "group",
             "kv",
             "moe",
             "push",

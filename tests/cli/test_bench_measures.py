@@ -14,7 +14,7 @@ import pytest
 
 import crossrail as xr
 from crossrail import _core
-from crossrail.cli.bench.command import all_measures
+from crossrail.cli.bench.measures import all_measures
 from crossrail.cli.bench.pair import Pair, Settings, choose_cpus
 from crossrail.cli.bench.sockets import Chunks, fastest_chunks
 from crossrail.cli.bench.spec import Bar, Line, Result, Sample, SampleStream

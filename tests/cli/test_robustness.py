@@ -48,10 +48,12 @@ def refused(result: Result) -> str:
         (["bench", "--bad"], "No such option", "[see crossrail bench --help]"),
         (["kv", "nope"], "No such command 'nope'", "[see crossrail kv --help]"),
         (["errors"], "No such command 'errors'; did you mean 'error'?", "[see crossrail --help]"),
+        (["kv", "prefil"], "No such command 'prefil'; did you mean 'prefiller'?", "[see crossrail kv --help]"),
+        (["bench", "rum"], "No such command 'rum'; did you mean 'run'?", "[see crossrail bench --help]"),
         (["qqq"], "No such command 'qqq' [", "[see crossrail --help]"),
         (["--nope"], "No such option", "[see crossrail --help]"),
     ],
-    ids=["argument", "option", "command", "meant", "not meant", "option of crossrail"],
+    ids=["argument", "option", "command", "meant", "meant of kv", "meant of bench", "not meant", "option of crossrail"],
 )
 def test_what_click_refuses_is_one_line_that_says_where_to_read_on(words: list[str], said: str, hint: str) -> None:
     line = refused(CliRunner().invoke(main, words, prog_name="crossrail"))

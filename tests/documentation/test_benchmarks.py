@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from crossrail.cli.bench.command import all_measures
+from crossrail.cli.bench.measures import all_measures
 from tests.support.limits import WAIT_S
 from tests.support.process import REPOSITORY
 

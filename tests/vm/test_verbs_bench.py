@@ -4,7 +4,7 @@ from contextlib import closing
 
 import pytest
 
-from crossrail.cli.bench.command import all_measures
+from crossrail.cli.bench.measures import all_measures
 from crossrail.cli.bench.pair import Pair, Settings, choose_cpus
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import ModuleType
-from typing import cast
+from typing import Any, cast
 
 import click
 from click.shell_completion import CompletionItem
@@ -45,14 +45,30 @@ def _loaded(extra: str, module: str) -> ModuleType:
         raise UsageError(f"crossrail {extra} needs {error.name}: pip install 'crossrail[{extra}]'") from None
 
 
+def say_what_is_meant(ctx: click.Context, word: str, names: Collection[str]) -> None:
+    """Fails where the word is no command's name, and is close to one."""
+    if not ctx.resilient_parsing and word not in names:
+        import difflib  # only where it is needed
+
+        if close := difflib.get_close_matches(word, names, n=1):
+            ctx.fail(f"No such command {word!r}; did you mean {close[0]!r}?")
+
+
 class LazyGroup(click.Group):
     """Of `crossrail NAME`, in crossrail.cli.NAME, which may need the extra `crossrail[NAME]`."""
 
     def __init__(
-        self, name: str, about: str, lazy: Mapping[str, tuple[str, str]], hidden: frozenset[str] = frozenset()
+        self,
+        name: str,
+        about: str,
+        lazy: Mapping[str, tuple[str, str]],
+        hidden: frozenset[str] = frozenset(),
+        **more: Any,
     ) -> None:
-        """lazy: of each command its module, whose attribute it is by its name, and its text. hidden: without help."""
-        super().__init__(name, help=about)
+        """lazy: of each command its module, whose attribute it is by its name, or "module:attribute", and its text.
+        hidden: without help. more: of a click.Group that does something itself.
+        """
+        super().__init__(name, help=about, **more)
         self._package = name
         self._lazy = lazy
         self._hidden = hidden
@@ -63,15 +79,23 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in self._lazy:
             return None
+        place, _, attribute = self._lazy[cmd_name][0].partition(":")
         try:
-            module = _loaded(self._package, f"crossrail.cli.{self._package}.{self._lazy[cmd_name][0]}")
+            module = _loaded(self._package, f"crossrail.cli.{self._package}.{place}")
         except UsageError:
             if ctx.resilient_parsing:  # a shell that completes: the name is there, its options are not known
                 return click.Command(cmd_name, help=self._lazy[cmd_name][1])
             raise
-        command = getattr(module, cmd_name)
+        command = getattr(module, attribute or cmd_name)
         assert isinstance(command, click.Command)
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] not in self._lazy:
+            say_what_is_meant(ctx, args[0], self.list_commands(ctx))
+        return super().resolve_command(ctx, args)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         names = [name for name in self.list_commands(ctx) if name.startswith(incomplete)]

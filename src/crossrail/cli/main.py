@@ -18,6 +18,7 @@ from click.shell_completion import CompletionItem
 
 from crossrail import _interrupt
 from crossrail._text import plain
+from crossrail.cli.group import say_what_is_meant
 from crossrail.cli.text import clipped, shown_lines
 from crossrail.errors import CrossrailError, UsageError
 
@@ -77,11 +78,7 @@ class CommandGroup(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """As click does; of a name that is none it says which one is meant."""
-        if not ctx.resilient_parsing and args[0] not in COMMANDS:
-            import difflib  # only where it is needed
-
-            if close := difflib.get_close_matches(args[0], COMMANDS, n=1):
-                ctx.fail(f"No such command {args[0]!r}; did you mean {close[0]!r}?")
+        say_what_is_meant(ctx, args[0], COMMANDS)
         return super().resolve_command(ctx, args)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:

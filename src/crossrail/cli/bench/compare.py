@@ -18,6 +18,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from crossrail.cli.bench.interval import Interval, of_quotient
+from crossrail.cli.bench.options import share
 from crossrail.cli.bench.report import ratio_text
 from crossrail.cli.bench.saved import Saved, read_json
 from crossrail.cli.bench.spec import Result
@@ -181,18 +182,6 @@ def _table(comparison: Comparison, width: int) -> Table:
     return table
 
 
-def share(text: str) -> float:
-    """The type of --fail-slower: `10%` or `0.1`."""
-    number, percent, rest = text.strip().partition("%")
-    try:
-        value = float(number) / (100 if percent else 1)
-    except ValueError:
-        value = -1.0
-    if rest or not 0 <= value < 1:
-        raise click.BadParameter(f"{text!r} is not a share from 0 to less than 1; write for example 10% or 0.1")
-    return value
-
-
 def fail_if_slower(comparison: Comparison, allowed: float | None) -> None:
     """Exit code 1, after saying which, when a measure is surely slower and by more than `allowed`; None: never.
 
@@ -207,7 +196,7 @@ def fail_if_slower(comparison: Comparison, allowed: float | None) -> None:
         raise click.exceptions.Exit(1)
 
 
-@click.command("compare", short_help="Compare two files of --json: what is faster, slower or the same.")
+@click.command("compare")
 @click.argument("old", type=click.Path(dir_okay=False, exists=True, readable=True, path_type=Path))
 @click.argument("new", type=click.Path(dir_okay=False, exists=True, readable=True, path_type=Path))
 @click.option(

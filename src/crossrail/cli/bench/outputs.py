@@ -1,4 +1,4 @@
-"""What becomes of the figures, the same for every benchmark: options, and what they do when all is measured."""
+"""What becomes of the figures, the same for every benchmark: what its options (options.py) do when all is measured."""
 
 from __future__ import annotations
 
@@ -11,39 +11,14 @@ from typing import Any
 import click
 from rich.console import Console
 
-from crossrail.cli.bench.compare import Comparison, compare, fail_if_slower, share, show
+from crossrail.cli.bench.compare import Comparison, compare, fail_if_slower, show
 from crossrail.cli.bench.page import write_page
 from crossrail.cli.bench.plot import can_draw, check_plot, write_plot
 from crossrail.cli.bench.report import make_table
 from crossrail.cli.bench.saved import Saved, read_json, save, to_json
 from crossrail.cli.bench.spec import Line, Result
-from crossrail.cli.service import together
 from crossrail.cli.tables import Fitted
-from crossrail.cli.text import OutputFile
 from crossrail.errors import UsageError
-
-output_options = together(
-    click.option("--json", "json_path", type=OutputFile(), help="Write all samples to this file."),
-    click.option(
-        "--plot",
-        "plot_path",
-        type=OutputFile(),
-        help="Draw the results; the suffix chooses PNG, SVG or PDF (needs matplotlib).",
-    ),
-    click.option("--html", "html_path", type=OutputFile(), help="Write a report as a single HTML file."),
-    click.option(
-        "--compare",
-        "compare_path",
-        type=click.Path(dir_okay=False, exists=True, readable=True, path_type=Path),
-        help="Show what is faster or slower than in this file from an earlier --json.",
-    ),
-    click.option(
-        "--fail-slower",
-        type=share,
-        metavar="SHARE",
-        help="With --compare: exit code 1 if a measure is slower by more than this, e.g. 10%.",
-    ),
-)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ from crossrail.cli.bench.hosts.places import BENCH, is_loopback, loopback_rails,
 from crossrail.cli.bench.hosts.post import MESSAGES_HELD, Post
 from crossrail.cli.bench.hosts.sweep import KINDS, Limit, Plan, measure, span_bytes
 from crossrail.cli.bench.hosts.workers import EngineOptions, Workers
-from crossrail.cli.bench.outputs import Outputs, output_options
+from crossrail.cli.bench.options import output_options
+from crossrail.cli.bench.outputs import Outputs
 from crossrail.cli.bench.pair import choose_cpus
 from crossrail.cli.bench.spec import Result
 from crossrail.cli.console import open_console, text_column
@@ -56,7 +57,7 @@ def windows(text: str) -> tuple[int, ...]:
     return tuple(sorted({int(word) for word in words}))
 
 
-@click.command("run", short_help="Measure between this machine and a `crossrail bench serve`.")
+@click.command("run")
 @click.argument("target", metavar="HOST:PORT", type=target_place)
 @click.option("--only", multiple=True, type=click.Choice(KINDS), help="Measure only this; may be repeated.")
 @click.option(

@@ -262,7 +262,7 @@ def _orderly_end() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-@click.command("serve", short_help="Run the other side of `crossrail bench run`.")
+@click.command("serve")
 @click.option(
     "--bind",
     type=bind_place,

@@ -19,7 +19,8 @@ from crossrail.cli.bench.moe.kernels import measure_kernels
 from crossrail.cli.bench.moe.posting import measure_posting
 from crossrail.cli.bench.moe.ranks import Durations, Ranks, durations_us
 from crossrail.cli.bench.moe.work import SHAPES, MoeShape, memory_bytes
-from crossrail.cli.bench.outputs import Outputs, output_options
+from crossrail.cli.bench.options import output_options
+from crossrail.cli.bench.outputs import Outputs
 from crossrail.cli.bench.pair import choose_cpus
 from crossrail.cli.bench.spec import Bar, Line, Result, Sample
 from crossrail.cli.console import open_console
@@ -49,7 +50,7 @@ class _Options:
     mpi: bool
 
 
-@click.command("moe", short_help="Measure dispatch and combine of MoE layers against the machine's limits.")
+@click.command("moe")
 @click.option(
     "--shape",
     "shapes",

@@ -24,7 +24,7 @@ _BUSY_MAX = 0.1
 _POOL_BYTES_MIN = 64 << 20
 
 
-@click.command("peers", short_help="Measure other libraries next to crossrail: the same shapes, the same clock.")
+@click.command("peers")
 @click.option(
     "--only",
     metavar="NAME,...",
