@@ -95,6 +95,25 @@ class Region(_core.Region, Closing):
         """
         return _torch.over_region(self, dtype, shape)
 
+    def __dlpack__(self, **how: Any) -> Any:
+        """All bytes as uint8, for torch.from_dlpack(region) and others, without a copy. how: as DLPack's protocol has
+        it. What they make of it keeps the memory alive, and peers may write to it at any time, as of view().
+
+        Raises what array() does for memory of the host, and what tensor() does for that of a GPU; BufferError if the
+        memory is read-only, which not all that read DLPack respect.
+        """
+        if self.device != "cpu":
+            return self.tensor().__dlpack__(**how)
+        array = self.array()
+        if not array.flags.writeable:
+            raise BufferError("the memory is read-only: use array()")
+        return array.__dlpack__(**how)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """(1, 0) for memory of the host, (2, N) for that of GPU N."""
+        kind, _, number = self.device.partition(":")
+        return (1, 0) if kind == "cpu" else (2, int(number))
+
     def poison(self, offset: int = 0, nbytes: int | None = None) -> Poisoned:
         """Fills nbytes from offset on with a pattern. Poisoned.check() raises LateWrite if anything wrote there since.
 

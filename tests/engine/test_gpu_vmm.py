@@ -137,6 +137,7 @@ def test_it_is_not_the_cpus(gpu: FakeGpu, open_engine: EngineFactory) -> None:
         registered.view()
     for region in (registered, host):
         assert not hasattr(region, "__cuda_array_interface__")
+    assert [region.__dlpack_device__() for region in (own, registered, host)] == [(2, 0), (2, 0), (1, 0)]
     part = engine.register(own, access="read")
     assert (part.base, part.nbytes, part.device, part.access) == (own.base, 64, "cuda:0", "read")
     part.close()

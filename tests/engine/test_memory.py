@@ -327,3 +327,18 @@ def test_write_within_an_engine_onto_memory_that_it_reads_is_refused(open_engine
 
     for src, dst in ((0, 4096), (4096, 0), (7, 7)):
         engine.submit_write(region, region.descriptor, 4096, src_offset=src, dst_offset=dst).wait(WAIT_S)
+
+
+def test_region_speaks_dlpack_and_what_comes_of_it_keeps_the_memory(engine: xr.Engine) -> None:
+    region = engine.alloc(64)
+    array = np.from_dlpack(region)
+    region.array()[:] = 7
+    assert (array.dtype, array.shape, array.tolist()) == (np.uint8, (64,), [7] * 64)
+    assert region.__dlpack_device__() == (1, 0)  # kDLCPU
+
+    region.close()
+    assert array[3] == 7
+    with pytest.raises(xr.UsageError, match="closed"):
+        np.from_dlpack(region)
+    with pytest.raises(BufferError, match="read-only"):
+        np.from_dlpack(engine.register(b"read-only"))

@@ -138,3 +138,10 @@ def test_current_stream_of_a_torch_without_cuda(engine: xr.Engine, monkeypatch: 
     monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
     with pytest.raises(xr.CrossrailError, match="asking for the current stream: AssertionError: Torch not compiled"):
         engine.alloc_watcher(lambda _old, _new: None).add_on()
+
+
+def test_from_dlpack_of_a_region_is_its_bytes(engine: xr.Engine) -> None:
+    region = engine.alloc(64)
+    tensor = torch.from_dlpack(region)
+    tensor.fill_(5)
+    assert (tensor.dtype, tensor.shape) == (torch.uint8, (64,)) and set(region.array().tolist()) == {5}
