@@ -48,7 +48,7 @@ def interrupted(arguments: Sequence[str], module: str, folder: Path) -> tuple[in
     [
         ("crossrail.cli.main", ["--help"]),
         ("click", ["--help"]),
-        ("numpy", ["bench", "--help"]),
+        ("numpy", ["bench", "run", "--help"]),
         ("numpy", ["weights", "demo"]),
     ],
 )
@@ -72,3 +72,27 @@ def test_program_of_the_same_name_is_its_own_master_after_the_import(tmp_path: P
     program.write_text("import crossrail\nimport mine")
     status, errors = interrupted([str(program)], "mine", tmp_path)
     assert errors.endswith("KeyboardInterrupt\n") and status != 0
+
+
+@pytest.mark.parametrize("words", [["topo"], ["topo", "--root=/nowhere"], ["topo", "--rot"], ["error"]], ids=" ".join)
+def test_command_that_begins_or_ends_is_ended_by_it(words: list[str], tmp_path: Path) -> None:
+    """Not by click, with a word of its own and the status of a failure."""
+    program = tmp_path / "crossrail"
+    program.write_text(
+        """
+import os, signal, sys
+import click
+from crossrail.cli import main
+
+def interrupted(*_):
+    os.kill(os.getpid(), signal.SIGINT)
+
+module = sys.modules["crossrail.cli.main"]
+module.said_of = module.Complaint.show = click.Context.exit = interrupted
+if sys.argv[1:] == ["topo"]:
+    click.Group.parse_args = interrupted
+main()
+"""
+    )
+    done = subprocess.run([sys.executable, str(program), *words], capture_output=True, text=True, timeout=LONG_S)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")

@@ -93,6 +93,7 @@ class CommandGroup(click.Group):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """As click does; what it complains of is one line. --help and --version print here, to what may be full."""
+        _interrupt.begin()  # until invoke(): click would answer an interrupt by "Aborted!" and 1
         try:
             with one_line_complaints():
                 return super().parse_args(ctx, args)
@@ -105,11 +106,14 @@ class CommandGroup(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command; what it raises becomes one line on stderr and an exit code."""
         try:
+            _interrupt.over()
             with one_line_complaints():
                 result = super().invoke(ctx)
             if sys.stdout is not None:  # whoever started us may have closed it
                 sys.stdout.flush()  # what is still in it must fail here, if it does
+            _interrupt.begin()  # it ends, as above
         except (click.exceptions.Exit, click.Abort, click.ClickException):
+            _interrupt.begin()
             raise  # click's own ways to end
         except KeyboardInterrupt:
             _interrupt.begin()  # once more ends it on the spot, and not in the middle of some __del__
@@ -120,6 +124,7 @@ class CommandGroup(click.Group):
             _drop_output()
             ctx.exit(1)
         except Exception as error:
+            _interrupt.begin()
             said = said_of(_named(error) if isinstance(error, OSError) else error)
             if ctx.params.get("debug"):
                 traceback.print_exc()
