@@ -281,6 +281,108 @@ def test_who_holds_nothing_or_loads_waits_on() -> None:
     assert [step.releases for step in orders] == [[]] * 4
 
 
+# --- several requests for one transfer: the choices of one with n > 1, or a router that tries again ---
+
+
+def loads(s: SchedulerSide, request: Request, blocks: list[int]) -> Orders:
+    """Its KV is being fetched into these."""
+    count, _ = s.matched_tokens(request, 0)
+    s.allocated(request, blocks, count or 0)
+    return s.step(scheduled())
+
+
+def test_one_choice_fetches_and_the_others_wait_for_it() -> None:
+    s = side()
+    choices = [Request(f"{i}_r", PREFILL) for i in range(3)]
+    for choice in choices:
+        s.new_request(choice)
+    first, second, _ = choices
+    assert [s.matched_tokens(choice, 0) for choice in choices[1:]] == [(None, False)] * 2
+    orders = loads(s, first, [4, 3, 2, 1])
+    assert s.matched_tokens(second, 0) == (None, False)
+
+    s.reported(set(), {"0_r"})
+
+    assert [one.request for one in orders.wanted] == ["0_r"] == [load.request for load in orders.loads]
+    assert [s.matched_tokens(choice, 96) for choice in choices] == [(0, False)] * 3
+    for choice in choices:
+        s.allocated(choice, [4, 3, 2, 5], 0)
+        assert s.finished(choice.ends("FINISHED_STOPPED", 120)) == (False, None)
+    assert s.step(scheduled()) == Orders(idle=True)
+
+
+def test_who_comes_when_it_was_fetched_takes_what_is_here() -> None:
+    s = side()
+    loads(s, wanting(s), [4, 3, 2, 1])
+    s.reported(set(), {"r"})
+    late = Request("late", PREFILL)
+    s.new_request(late)
+
+    assert s.matched_tokens(late, 64) == (0, False)
+    assert s.step(scheduled()) == Orders(idle=True)
+
+
+def test_one_whose_fetch_failed_leaves_it_to_the_next() -> None:
+    """A worker names the blocks in an earlier step than the last worker reports the request."""
+    s = side()
+    first, second = Request("first", PREFILL), Request("second", PREFILL)
+    s.new_request(first)
+    s.new_request(second)
+    loads(s, first, [4, 3, 2, 1])
+    s.reported(set(), set(), {3, 9})
+    assert s.matched_tokens(second, 0) == (None, False)
+    s.reported(set(), {"first"})
+
+    orders = loads(s, second, [5, 6, 7, 8])
+
+    assert [one.request for one in orders.wanted] == ["second"] == [load.request for load in orders.loads]
+
+
+@pytest.mark.parametrize("is_loading", [False, True])
+def test_one_that_is_aborted_leaves_it_to_the_next(is_loading: bool) -> None:
+    s = side()
+    first, second = Request("first", PREFILL), Request("second", PREFILL)
+    s.new_request(first)
+    s.new_request(second)
+    if is_loading:
+        loads(s, first, [4, 3, 2, 1])
+    s.finished(first.ends("FINISHED_ABORTED", 0))
+
+    assert s.matched_tokens(second, 0) == (100, True)
+    s.reported(set(), {"first"})  # as every load is, also a cancelled one
+    assert s.matched_tokens(second, 0) == (100, True)
+
+
+def test_one_of_the_others_that_is_aborted_concerns_nobody() -> None:
+    s = side()
+    first, second = Request("first", PREFILL), Request("second", PREFILL)
+    s.new_request(first)
+    s.new_request(second)
+    s.step(scheduled())
+
+    assert s.finished(second.ends("FINISHED_ABORTED", 0)) == (False, None)
+
+    assert s.step(scheduled()) == Orders(idle=True)
+    assert s.matched_tokens(first, 0) == (100, True)
+
+
+def test_other_prompts_and_other_producers_are_other_fetches() -> None:
+    s = side()
+    restarted = Instance("p", [Worker(b"another", LAYOUT.to_wire(), {})]).to_line(SECRET)
+    embedded = Request("embedded", PREFILL, [])
+    requests = [
+        Request("r", PREFILL),
+        Request("of another prompt", PREFILL, list(range(1, 101))),
+        Request("of another producer", PREFILL | {"crossrail_instance": restarted}),
+        embedded,
+        Request("embedded too", PREFILL, []),
+    ]
+    for request in requests:
+        s.new_request(request)
+
+    assert [one.request for one in s.step(scheduled()).wanted] == [request.request_id for request in requests]
+
+
 @pytest.mark.parametrize(
     ("changes", "why"),
     [

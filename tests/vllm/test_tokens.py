@@ -1,6 +1,7 @@
 """Prefilled by one instance of vLLM and decoded by another, prompts give the tokens that one instance gives."""
 
 import itertools
+import re
 from typing import Any
 
 import pytest
@@ -54,6 +55,22 @@ def test_known_prefix(alone: Instance, p: Instance, d: Instance) -> None:
     for tokens in (first, first[:100] + prompt(901, 60), [*first[:199], 7]):
         answer = handed_over(p, d, tokens)
         assert answer["tokens"] == alone.ask(next(_names), tokens)["tokens"]
+
+
+def test_choices_of_one_request(alone: Instance, p: Instance, d: Instance) -> None:
+    """As vLLM makes them of n=3, each with the same parameters; and once more, as a router that tries again."""
+    tokens, names = prompt(905, 150), [next(_names) for _ in range(4)]
+    params = p.ask(next(_names), tokens, 1, DECODE)["params"]
+    expected = alone.ask(next(_names), tokens)["tokens"]
+
+    for name in names[:3]:
+        d.add(name, tokens, params=params)
+    answers = [d.answer(name)["tokens"] for name in names[:3]]
+    answers.append(d.ask(names[3], tokens, params=params)["tokens"])
+
+    assert answers == [expected] * 4
+    shared = [name for name in names if re.search(rf"request {name}\S*: its KV was fetched for another", d.text())]
+    assert shared == names[1:]
 
 
 def test_producer_that_generates_too(alone: Instance, p: Instance, d: Instance) -> None:

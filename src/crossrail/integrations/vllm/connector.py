@@ -221,7 +221,10 @@ class CrossrailConnector(KVConnectorBase_V1):
         return CrossrailMetadata(self._in_scheduler.step(scheduler_output))
 
     def update_connector_output(self, connector_output: Any) -> None:
-        self._in_scheduler.reported(connector_output.finished_sending or (), connector_output.finished_recving or ())
+        output = connector_output
+        self._in_scheduler.reported(
+            output.finished_sending or (), output.finished_recving or (), output.invalid_block_ids or ()
+        )
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self._in_scheduler.finished(request)

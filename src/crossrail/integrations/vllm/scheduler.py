@@ -4,7 +4,8 @@ vLLM asks it about each request in a fixed order, and hands what it answers to t
 
 Life of a request at a producer:   offered (arrived) -> finished, or dropped -> reported by the workers.
 Life of a request at a consumer:   wanted (arrived) -> loading (has blocks) -> loaded, by itself or reported; or
-                                   released, when it ends before it has blocks.
+                                   released, when it ends before it has blocks. One that wants what another request
+                                   fetches waits for that one before it is any of these (fetches.py).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import numpy as np
 
 from crossrail.errors import UsageError
 from crossrail.integrations.instance import Instance
+from crossrail.integrations.vllm.fetches import Fetches
 from crossrail.integrations.vllm.handoff import Parameters, reply, transfer_id_of
 from crossrail.integrations.vllm.orders import Chunk, Load, Offer, Orders, Wanted
 
@@ -49,12 +51,17 @@ class _Offered:
 
 @dataclass
 class _Wanted:
-    """wanted None: it cannot be fetched. computed_tokens: that were found here when vLLM asked last."""
+    """wanted None: it cannot be fetched. computed_tokens: that were found here when vLLM asked last.
+
+    blocks: that it loads into. is_invalid: a worker has said that one of them does not hold what it should.
+    """
 
     wanted: Wanted | None
     why: str = ""
     computed_tokens: int = 0
     is_loading: bool = False
+    blocks: frozenset[int] = frozenset()
+    is_invalid: bool = False
 
 
 class SchedulerSide:
@@ -92,6 +99,7 @@ class SchedulerSide:
         self._offered: dict[str, _Offered] = {}
         self._held: set[str] = set()  # finished or dropped, not reported yet
         self._wanted: dict[str, _Wanted] = {}
+        self._fetches = Fetches()
 
     def instance_known(self, instance: Instance) -> str:
         """The workers are up. Returns the line that describes them to others."""
@@ -124,7 +132,11 @@ class SchedulerSide:
             self._refuse(request, str(error))
             return
         wanted = Wanted(request.request_id, parameters.transfer_id, instance)
-        self._wanted[request.request_id] = _Wanted(wanted)
+        if self._fetches.begin(wanted, _prompt_of(request)):
+            self._want(wanted)
+
+    def _want(self, wanted: Wanted) -> None:
+        self._wanted[wanted.request] = _Wanted(wanted)
         self._orders.wanted.append(wanted)
 
     def _offer(self, request: Request, parameters: Parameters) -> None:
@@ -154,14 +166,25 @@ class SchedulerSide:
         if (request.kv_transfer_params or {}).get("do_remote_prefill"):
             self._wanted[request.request_id] = _Wanted(None, why)
 
-    def matched_tokens(self, request: Request, computed_tokens: int) -> tuple[int, bool]:
-        """How many tokens behind those can be fetched, and whether that takes time."""
+    def matched_tokens(self, request: Request, computed_tokens: int) -> tuple[int | None, bool]:
+        """How many tokens behind those can be fetched, and whether that takes time. None: vLLM is to ask later."""
+        if self._fetches.waits(request.request_id):
+            return None, False
+        if self._fetches.is_other(request.request_id):
+            self._go_on(request.request_id)
         wanted = self._wanted.get(request.request_id)
         missing = request.num_prompt_tokens - computed_tokens
         if wanted is None or wanted.is_loading or missing <= 0:
             return 0, False
         wanted.computed_tokens = computed_tokens
         return missing, True
+
+    def _go_on(self, request: str) -> None:
+        if wanted := self._fetches.go_on(request):
+            self._want(wanted)
+        else:
+            log.info("request %s: its KV was fetched for another request, and is taken from the prefix cache", request)
+            self.counts["shared"] += 1
 
     def allocated(self, request: Request, blocks: Collection[int], external_tokens: int) -> None:
         """It has blocks for external_tokens that it fetches; 0: it fetches nothing, now or any more."""
@@ -173,7 +196,7 @@ class SchedulerSide:
             log.info("request %s is computed here, and its KV not fetched", request.request_id)
             self._release(request.request_id)
             return
-        wanted.is_loading = True
+        wanted.is_loading, wanted.blocks = True, frozenset(blocks)
         self.counts["loads"] += 1
         self._orders.loads.append(
             Load(
@@ -254,6 +277,7 @@ class SchedulerSide:
     def finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         """Whether its blocks must be kept until a worker reports it, and what the client is told."""
         request_id = request.request_id
+        self._fetches.end(request_id)
         wanted = self._wanted.pop(request_id, None)
         if wanted is not None and wanted.is_loading:
             self._orders.cancels.append(request_id)  # does nothing when it was loaded
@@ -270,11 +294,17 @@ class SchedulerSide:
         told = reply(offered.transfer_id, self._line, self._engine_id, request_id, offered.tokens, self._tp)
         return True, told
 
-    def reported(self, sent: Collection[str], received: Collection[str]) -> None:
-        """What the workers have reported."""
+    def reported(self, sent: Collection[str], received: Collection[str], invalid: Collection[int] = ()) -> None:
+        """What the workers have reported. invalid: blocks that do not hold what they should; a worker may say so steps
+        before its request is received by all of them.
+        """
         self._held.difference_update(sent)
+        if invalid:
+            for wanted in self._wanted.values():
+                wanted.is_invalid |= not wanted.blocks.isdisjoint(invalid)
         for request in received:
-            self._wanted.pop(request, None)
+            ended = self._wanted.pop(request, None)
+            self._fetches.end(request, fetched=ended is not None and not ended.is_invalid)
 
     @property
     def has_pending_work(self) -> bool:
@@ -284,6 +314,7 @@ class SchedulerSide:
 
     def _release(self, request: str) -> None:
         wanted = self._wanted.pop(request)
+        self._fetches.end(request)
         if wanted.wanted is not None:
             self.counts["released"] += 1
             self._orders.releases.append(request)

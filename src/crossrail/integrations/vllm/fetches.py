@@ -1,0 +1,72 @@
+"""A transfer's KV comes to an instance once, however many requests name it there.
+
+vLLM makes a request with n > 1 into one for each choice, with the same kv_transfer_params; and a router that tries
+again sends the same once more. Their producer keeps the KV until it was fetched once. So the first of them fetches it,
+the others wait until it has, find the blocks in vLLM's prefix cache, and compute what that does not hold.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import NamedTuple
+
+from crossrail._latest import Latest
+from crossrail.integrations.vllm.orders import Wanted
+
+_REMEMBERED = 4096
+
+
+class Fetch(NamedTuple):
+    """What requests must have in common. producer: one incarnation of it. prompt: its SHA-256."""
+
+    transfer_id: str
+    producer: str
+    prompt: bytes
+
+
+class Fetches:
+    """Threads: the scheduler's. A prompt is as in orders.Offer; b"" is never that of another request."""
+
+    def __init__(self) -> None:
+        self._fetchers: dict[Fetch, str] = {}
+        self._of_request: dict[str, Fetch] = {}
+        self._fetched: Latest[Fetch, None] = Latest(_REMEMBERED)
+        self._others: dict[str, tuple[Fetch, Wanted]] = {}
+
+    def begin(self, wanted: Wanted, prompt: bytes) -> bool:
+        """Whether this request is to fetch its KV. False: another one does or did; waits() says how long."""
+        if not prompt:
+            return True
+        fetch = Fetch(wanted.transfer_id, wanted.instance.writer, hashlib.sha256(prompt).digest())
+        if fetch in self._fetchers or fetch in self._fetched:
+            self._others[wanted.request] = fetch, wanted
+            return False
+        self._fetchers[fetch], self._of_request[wanted.request] = wanted.request, fetch
+        return True
+
+    def waits(self, request: str) -> bool:
+        """Whether it is one of the others, and must go on being: its fetch is not over."""
+        return request in self._others and self._others[request][0] in self._fetchers
+
+    def go_on(self, request: str) -> Wanted | None:
+        """For one of the others, once it waits no more: what it is to fetch itself after all, as who was to do so has
+        ended without. None: nothing, the KV was here.
+        """
+        fetch, wanted = self._others.pop(request)
+        if fetch in self._fetched:
+            return None
+        self._fetchers[fetch], self._of_request[request] = request, fetch
+        return wanted
+
+    def end(self, request: str, fetched: bool = False) -> None:
+        """It fetches nothing any more, or has ended. fetched: its KV is all here. Nothing for requests unknown here."""
+        self._others.pop(request, None)
+        if (fetch := self._of_request.pop(request, None)) is None:
+            return
+        del self._fetchers[fetch]
+        if fetched:
+            self._fetched[fetch] = None
+
+    def is_other(self, request: str) -> bool:
+        """Whether another request fetches, or has fetched, what it wants."""
+        return request in self._others
