@@ -3,7 +3,7 @@
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from pathlib import Path
 
 import msgspec
@@ -367,6 +367,30 @@ def test_two_prompts_cannot_have_one_transfer(p: Side, d: Side) -> None:
     d.until_received("b")
 
     d.assert_holds("b", THEIRS, as_of="a")
+
+
+def test_two_decoders_cannot_have_one_transfer(
+    p: Side, d: Side, open_side: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A router that tries another decoder while the first is at it."""
+    other = open_side("other")
+
+    def asks_for_it() -> Sized:
+        asks: Sized = p.workers[0]._producer._by_transfer["t"].asks
+        return asks
+
+    for asked, decoder in enumerate((d, other), start=1):
+        decoder.load("b", p, TOKENS, THEIRS)
+        decoder.until(lambda count=asked: p.was_asked() and len(asks_for_it()) == count, "asked")
+    p.prefill("a", TOKENS, MINE)
+    p.step(Orders(finished=["a"]))
+    for decoder in (d, other):
+        decoder.until_received("b")
+
+    first, second = sorted((d, other), key=lambda side: len(side.results[0].invalid))
+    first.assert_holds("b", THEIRS, as_of="a")
+    assert second.results[0].invalid == set(THEIRS)
+    assert "it is on its way to another decoder" in caplog.text and "SendJob" not in caplog.text
 
 
 def test_a_producer_that_ends_fails_its_loads_and_no_others(open_side: Open, d: Side) -> None:

@@ -280,6 +280,9 @@ class Producer:
             return f"the decoder's prompt has {ask.target.tokens} tokens, the one prefilled here {offer.tokens}"
         if ask.prompt and offer.prompt and ask.prompt != offer.prompt:
             return "the decoder's prompt, or its LoRA adapter, is another than the one prefilled here"
+        others = (other for other in offer.asks.values() if other is not ask and other.job is not None)
+        if any(other.target.request == ask.target.request for other in others):
+            return "it is on its way to another decoder, or to this one's attempt before"
         return ""
 
     async def _finish(self, offer: _Offer, ask: _Ask, job: SendJob) -> None:
@@ -318,7 +321,7 @@ class Producer:
         del self._offers[offer.request]
         if self._by_transfer.get(offer.transfer_id) is offer:
             del self._by_transfer[offer.transfer_id]
-            why = offer.dropped or ("its lease has run out" if expired else "its decoder has had it")
+            why = offer.dropped or ("its lease has run out" if expired else "a decoder has had it, or has let it go")
             self._over[offer.transfer_id] = why
         self._on_sent(offer.request)
 
