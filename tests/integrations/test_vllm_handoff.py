@@ -175,7 +175,7 @@ def test_every_option_has_a_default(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        ({"lease": 3}, "unknown field `lease`"),
+        ({"lease": 3}, "has no option lease: it has .*lease_s, heartbeat_s"),
         ({"lease_s": 0}, "lease_s"),
         ({"lease_s": "3"}, "lease_s"),
         ({"rails": 17}, "rails"),
@@ -185,6 +185,16 @@ def test_every_option_has_a_default(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_bad_options_are_named(extra: dict[str, Any], message: str) -> None:
     with pytest.raises(xr.UsageError, match=message):
         VllmOptions.of(extra)
+
+
+def test_an_instance_is_written_for_routers(tmp_path: Path) -> None:
+    VllmOptions().write_instance("nowhere")
+    options = VllmOptions(instance_file=str(tmp_path / "p.instance"))
+    for line in ("before", "after a restart"):
+        options.write_instance(line)
+        assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("p.instance", line + "\n")]
+    with pytest.raises(xr.UsageError, match=r"instance_file .*/nowhere/p\.instance: .*No such file"):
+        VllmOptions(instance_file=str(tmp_path / "nowhere" / "p.instance")).write_instance(line)
 
 
 def test_replicas_share_neither_ports_nor_files() -> None:

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import Counter, Histogram
@@ -200,9 +199,7 @@ class CrossrailConnector(KVConnectorBase_V1):
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
         workers = [metadata[rank].worker for rank in sorted(metadata)]
-        line = self._in_scheduler.instance_known(Instance(self._engine_id[:128], workers))
-        if self._options.instance_file:
-            _write_whole(Path(self._options.instance_file), line + "\n")
+        self._options.write_instance(self._in_scheduler.instance_known(Instance(self._engine_id[:128], workers)))
 
     def on_new_request(self, request: Any) -> None:
         self._in_scheduler.new_request(request)
@@ -282,13 +279,6 @@ def _register() -> None:
         KVConnectorFactory.register_connector(
             CrossrailConnector.__name__, CrossrailConnector.__module__, CrossrailConnector.__name__
         )
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """Whoever reads it meanwhile sees the old text, or the new."""
-    draft = path.with_name(f".{path.name}.new")
-    draft.write_text(text)
-    draft.replace(path)
 
 
 check_interface(CrossrailConnector, KVConnectorBase_V1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
@@ -58,6 +59,9 @@ class VllmOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @classmethod
     def of(cls, extra_config: dict[str, Any]) -> VllmOptions:
         """Raises UsageError, which names the option, for one that is unknown or out of bounds."""
+        if unknown := sorted(extra_config.keys() - set(cls.__struct_fields__)):
+            known = ", ".join(cls.__struct_fields__)
+            raise UsageError(f"kv_connector_extra_config has no option {', '.join(unknown)}: it has {known}")
         try:
             return msgspec.convert(extra_config, cls)
         except msgspec.ValidationError as error:
@@ -75,3 +79,18 @@ class VllmOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def secret(self) -> bytes:
         """Raises UsageError when there is none: who can reach an instance's port could read prompts without it."""
         return shared_secret(self.secret_file, "CrossrailConnector", "kv_connector_extra_config")
+
+    def write_instance(self, line: str) -> None:
+        """Into instance_file, if there is to be one: whoever reads it meanwhile sees the old line, or the new.
+
+        Raises UsageError when it cannot be written.
+        """
+        if not self.instance_file:
+            return
+        path = Path(self.instance_file)
+        draft = path.with_name(f".{path.name}.new")
+        try:
+            draft.write_text(line + "\n")
+            draft.replace(path)
+        except OSError as error:
+            raise UsageError(f"kv_connector_extra_config: instance_file {self.instance_file}: {error}") from None
