@@ -83,6 +83,12 @@ def test_layers_apart_are_buffers_of_their_own() -> None:
     assert caches.buffers == [((1 << 40) + i * (LAYER_BYTES + 4096), LAYER_BYTES) for i in range(3)]
 
 
+def test_layers_that_read_anothers_cache_are_not_sent_again() -> None:
+    own = layers()
+    shared = own | {"layer 3": own["layer 1"], "layer 4": own["layer 2"]}
+    assert read_caches(shared, kv_heads=4, tp=2, kind="JOINT") == read_caches(own, kv_heads=4, tp=2, kind="JOINT")
+
+
 def test_a_latent_of_all_heads() -> None:
     shape, strides = (BLOCKS, 1, TOKENS, CONTENT), (TOKENS * CONTENT, 7, CONTENT, 1)  # of one head: any stride
     layout = read_caches(layers(shape=shape, strides=strides), kv_heads=1, tp=2, kind="MLA").layout

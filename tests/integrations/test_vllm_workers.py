@@ -111,7 +111,11 @@ def test_layer_by_layer_for_who_asked_before(p: Side, d: Side) -> None:
     d.load("b", p, TOKENS, THEIRS)
     p.step(Orders(offers=[offer("a", TOKENS)]))
     p.until_asked()
-    p.step(Orders(chunks=[Chunk("a", 13, 0, tuple(MINE[:2]))]), {"a": ([0, 1], MINE[:2])})
+    p.step(
+        Orders(chunks=[Chunk("a", 13, 0, tuple(MINE[:2]))]),
+        {"a": ([0, 1], MINE[:2])},
+        between=lambda: p.workers[0].layer_saved("a layer that reads the cache of another"),
+    )
     p.step(Orders(chunks=[Chunk("a", TOKENS, 2, tuple(MINE[2:]))]), {"a": ([1, 2, 3], MINE[1:])})
     d.until_received("b")
     assert not p.results[0].sent, "vLLM has not said that it is finished"

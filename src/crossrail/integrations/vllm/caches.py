@@ -22,6 +22,7 @@ PACKINGS: dict[str, Kind] = {
     "FLASHINFER": "JOINT",
     "FLEX_ATTENTION": "JOINT",
     "TRITON_ATTN": "JOINT",
+    "CPU_MLA": "MLA",
     "CUTLASS_MLA": "MLA",
     "FLASHINFER_MLA": "MLA",
     "FLASHMLA": "MLA",
@@ -36,7 +37,9 @@ _NOT_THE_MODEL = {"_name_or_path", "transformers_version", "torch_dtype", "dtype
 
 
 class Caches(NamedTuple):
-    """buffers: (address, nbytes), one for all layers if they follow each other in memory, else one each."""
+    """buffers: (address, nbytes), one for all layers if they follow each other in memory, else one each. layers: their
+    names, without those that read the cache of a layer before them, as Gemma 3n's last layers do.
+    """
 
     layout: KvLayout
     buffers: list[tuple[int, int]]
@@ -54,6 +57,7 @@ def read_caches(tensors: Mapping[str, Any], *, kv_heads: int, tp: int, kind: Kin
     """
     if not tensors:
         raise UsageError("vLLM has no KV caches: there is nothing to transfer")
+    tensors = _without_readers(tensors)
     first_name, first = next(iter(tensors.items()))
     order = _order_of(first_name, first)
     for name, tensor in tensors.items():
@@ -90,6 +94,14 @@ def read_caches(tensors: Mapping[str, Any], *, kv_heads: int, tp: int, kind: Kin
     else:
         buffers = [(address, layout.layer_bytes) for address in addresses]
     return Caches(layout, buffers, list(tensors))
+
+
+def _without_readers(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Each cache once, by the name of the first layer that has it: the one that fills it."""
+    owners: dict[int, str] = {}
+    for name, tensor in tensors.items():
+        owners.setdefault(tensor.data_ptr(), name)
+    return {name: tensors[name] for name in owners.values()}
 
 
 def _order_of(name: str, tensor: Any) -> Order:

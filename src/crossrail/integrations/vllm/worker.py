@@ -169,9 +169,12 @@ class WorkerSide:
             self._step = self._call(_as_coroutine(lambda: self._producer.begin_step(orders)))
 
     def layer_saved(self, name: str) -> None:
-        """This layer's KV of this step is in the blocks, or will be after the kernels so far. Returns at once."""
+        """This layer's KV of this step is in the blocks, or will be after the kernels so far. Returns at once.
+
+        A layer that open() was not told of reads the cache of one that is known: nothing is to be sent for it.
+        """
         step = self._step
-        if step is None:
+        if step is None or name not in self._layers:
             return
         self._saved.add(self._layers[name])
         before = self._passed
