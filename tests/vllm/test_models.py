@@ -1,0 +1,42 @@
+"""Models whose KV caches are others than a Llama's: an instance fetches from itself, and has each block twice then."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support.tiny_llama import make_mla_model, make_shared_cache_model, prompt
+from tests.vllm.conftest import QUICK, Start
+from tests.vllm.test_tokens import handed_over
+
+TOKENS = 150
+
+
+@pytest.mark.parametrize(
+    ("make", "block", "caches", "is_exact"),
+    [
+        # vLLM's CPU_MLA computes a token alone otherwise than among others, without a connector too: only bytes count.
+        (make_mla_model, 16, 3, False),
+        (make_shared_cache_model, 32, 4, True),
+    ],
+    ids=["MLA", "layers that share"],
+)  # fmt: skip
+def test_an_instance_that_fetches_from_itself(
+    folder: Path, start: Start, make: Callable[[Path], Path], block: int, caches: int, is_exact: bool
+) -> None:
+    engine = {"block_size": block, "enable_prefix_caching": False, "max_num_batched_tokens": 512}
+    both = start(
+        make.__name__,
+        "kv_both",
+        model=make(folder / make.__name__),
+        options=QUICK,
+        worker_extension_cls="tests.vllm.copies.Copies",
+        **engine,
+    ).wait_ready()
+    tokens = prompt(4000, TOKENS)
+
+    handed = handed_over(both, both, tokens)
+
+    both.call("looks", "expect_copies", blocks=TOKENS // block, caches=caches)
+    assert handed["finish"] == "length" and len(handed["tokens"]) == 12
+    assert not is_exact or handed["tokens"] == both.ask("alone", tokens)["tokens"]
