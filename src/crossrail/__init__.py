@@ -3,27 +3,27 @@
 >>> import crossrail as xr
 >>> engine = xr.Engine("decoder-0")
 
-What is here; all else that help() lists below under this package is reached through these, or private:
+The public interface. Everything else that help() lists under this package is private, or reached through these names:
 
-    Engine                            takes part in transfers: one for each process or device
-    Region, RegionDescriptor          memory that it knows; where that is, for peers
-    Transfer                          what a submit returns: done, failed or cancelled, once
-    ImmCounter, CountTicket, CountFlag    counts what arrives
-    Message, ReceivePool              messages of peers
-    Watcher                           a word in memory, of which callbacks and writes are told
+    Engine                            moves bytes; one per process or device
+    Region, RegionDescriptor          registered memory; its description for peers
+    Transfer                          the result of a submit: done, failed or cancelled, exactly once
+    ImmCounter, CountTicket, CountFlag    count arrivals
+    Message, ReceivePool              two-sided messages
+    Watcher                           a word in memory that starts callbacks and writes when it changes
     Address, PeerGroup, Explanation, PathExplanation, Heartbeat, EngineEvent    peers
-    Poisoned, GpuMapping              memory that is watched for late writes; a peer's, for kernels
+    Poisoned, GpuMapping              memory watched for late writes; a peer's GPU memory, mapped for kernels
     RdmaOptions, TlsConfig            options of an Engine
-    dump_on_signal                    recordings of all engines, on a signal
-    CrossrailError                    the root of all errors:
+    dump_on_signal                    writes the flight recordings of all engines on a signal
+    CrossrailError                    the base class of all errors:
         UsageError, EngineClosed, TransportError, WaitTimeout, LateWrite, SimulationIdle
         TransferError: PeerLost, TransferCancelled, RemoteRegionClosed, RemoteRegionRevoked, RemoteAccessError,
             ChecksumMismatch, MessageTooLong
 
     crossrail.kv                      KV caches from prefill to decode
     crossrail.weights                 weights from trainers to inference
-    crossrail.moe                     dispatch and combine of experts
-    crossrail.sim, crossrail.testing  the simulator, and its plugin of pytest
+    crossrail.moe                     dispatch and combine for mixture-of-experts layers
+    crossrail.sim, crossrail.testing  the simulator, and its pytest plugin
     crossrail.observe                 metrics
     crossrail.topology                GPUs, NICs and which belong together
     crossrail.integrations            vLLM, SGLang, verl, checkpoint-engine, transformers, DeepEP
@@ -31,7 +31,7 @@ What is here; all else that help() lists below under this package is reached thr
 
 from typing import TYPE_CHECKING
 
-from crossrail import _ending, _interrupt  # noqa: F401 - _ending is registered by it
+from crossrail import _ending, _interrupt  # noqa: F401 - importing _ending registers its exit handler
 from crossrail._lazy import lazily, listed
 
 if TYPE_CHECKING:
@@ -104,8 +104,8 @@ __all__ = [
     "dump_on_signal",
 ]
 
-# Who asks the command line for help need not wait for numpy and the native half. Hidden from type checkers, for which a
-# __getattr__ would make every misspelt name one that is there.
+# Lazy, so that `crossrail --help` does not import numpy and the native module. Hidden from type checkers, which would
+# otherwise accept every misspelt name.
 if not TYPE_CHECKING:
     __getattr__ = lazily(
         __name__,

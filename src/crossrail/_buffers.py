@@ -1,4 +1,4 @@
-"""Where the memory of a Python object lies. Nothing is copied, and no array library but numpy is imported here."""
+"""Finds the memory behind a Python object. Nothing is copied, and numpy is the only array library imported here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`with` and `async with` for what has a close()."""
+"""`with` and `async with` for classes that have a close()."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What names a GPU: arguments called `device`."""
+"""Reads arguments called `device`: the ways to name a GPU."""
 
 from __future__ import annotations
 

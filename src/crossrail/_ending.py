@@ -1,5 +1,5 @@
-"""What is done when the interpreter ends: registered by `import crossrail`, whose place among exit handlers counts, and
-not by the first engine, whose modules may come much later or never.
+"""What happens at interpreter exit. `import crossrail` registers the handler, because its place among the exit handlers
+matters: the first engine might be opened much later, or never.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Imports of what only an extra of crossrail brings."""
+"""Imports of packages that only an optional extra of crossrail installs."""
 
 from __future__ import annotations
 

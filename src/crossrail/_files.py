@@ -1,4 +1,4 @@
-"""Reading files that a user names: what is named by mistake need not end (/dev/zero), or fit into memory."""
+"""Bounded reads of files that a user names: the wrong file may be endless (/dev/zero) or too large for memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ctrl-C while a command is still being imported, or ends already, ends it as it ends programs in C: no traceback.
+"""Ctrl-C while a command is still importing, or already ending, ends it as it ends a C program: without a traceback.
 
 Elsewhere, in programs that use the package, it stays Python's own affair. KeyboardInterrupt would not do for commands:
 numpy, interrupted while it is imported, reports that it is not installed properly.

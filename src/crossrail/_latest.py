@@ -1,4 +1,4 @@
-"""A dict that forgets."""
+"""A dict that keeps only its latest keys."""
 
 from __future__ import annotations
 

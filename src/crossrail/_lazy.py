@@ -1,4 +1,4 @@
-"""Names that a package offers, and whose modules are imported when somebody first asks for them."""
+"""Lets a package offer names whose modules are imported at first use."""
 
 from __future__ import annotations
 

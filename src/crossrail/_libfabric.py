@@ -1,4 +1,4 @@
-"""A libfabric that came with a Python package: used where the system has none that is new enough."""
+"""Finds a libfabric that came with a Python package, for systems that have none that is new enough."""
 
 from __future__ import annotations
 

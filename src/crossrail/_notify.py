@@ -1,4 +1,4 @@
-"""From the engine's worker into Python: queues of cookies, and who looks after each.
+"""From the engine's worker into Python: queues of cookies, and the loop or thread that drains each of them.
 
 The worker never takes the GIL. It posts integers to a native Notifier, whose eventfd wakes either an event loop
 (LoopNotifier: one per asyncio loop) or a thread (CallbackThread: one per engine, started when first needed). A cookie

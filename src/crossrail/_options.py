@@ -1,7 +1,7 @@
-"""The options of an engine, by kind: what is of another one is refused here, by the argument's name.
+"""Checks the options of an engine by transport: an option that belongs to another transport is refused by its name.
 
-Whole numbers and bounds are checked where they are used, in C++; what is no text or no number at all would come from
-there as the signature of a function that nobody has called.
+Whole numbers and bounds are checked in C++, where they are used. Wrong types are checked here: from C++ they would
+come back as the signature of a binding that the user never called.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Shape = SupportsIndex | Sequence[SupportsIndex]
 
 
 def check_texts(**options: object) -> None:
-    """UsageError unless each is text that has an encoding."""
+    """UsageError unless each is text that UTF-8 can encode."""
     for argument, value in options.items():
         if not isinstance(value, str):
             raise UsageError(f"{argument} must be text, not {_kind(value)}")
@@ -32,14 +32,14 @@ def check_texts(**options: object) -> None:
 
 
 def check_numbers(**options: object) -> None:
-    """UsageError unless each is a number; a bool is none."""
+    """UsageError unless each is a number. A bool is not accepted."""
     for argument, value in options.items():
         if isinstance(value, bool) or not isinstance(value, Real):
             raise UsageError(f"{argument} must be a number, not {_kind(value)}")
 
 
 def check_seconds(**options: object) -> None:
-    """UsageError unless each is a time, in seconds: 0 or more. None is not for ever here."""
+    """UsageError unless each is a time in seconds, 0 or more. None is refused: here it does not mean "for ever"."""
     check_numbers(**options)
     for argument, value in options.items():
         if not value >= 0:  # type: ignore[operator]  # a number, maybe none of those that compare
@@ -55,14 +55,14 @@ def check_waits(longest_s: float, **options: object) -> None:
 
 
 def check_given(**options: object) -> None:
-    """UsageError for None: these have defaults, and no meaning of None."""
+    """UsageError for None: these options have defaults, and None means nothing for them."""
     for argument, value in options.items():
         if value is None:
             raise UsageError(f"{argument} must not be None: leave it out for its default")
 
 
 def check_whole(**options: object) -> None:
-    """UsageError unless each is a whole number; a bool is none."""
+    """UsageError unless each is a whole number. A bool is not accepted."""
     for argument, value in options.items():
         try:
             if not isinstance(value, bool):
@@ -97,7 +97,7 @@ def whole_shape(shape: Shape) -> tuple[int, ...]:
 
 
 def check_timeout(timeout_s: object) -> None:
-    """UsageError unless it is a number of seconds, or None: as of waits that block."""
+    """UsageError unless it is a number of seconds, or None, as blocking waits take it."""
     if timeout_s is None:
         return
     seconds = None
@@ -111,20 +111,20 @@ def check_timeout(timeout_s: object) -> None:
 
 
 def check_kind(value: object, argument: str, kind: type, article: str) -> None:
-    """UsageError unless it is of that class. article: the class as messages call it, "a TlsConfig"."""
+    """UsageError unless it is of that class. article: the class with its article, for the message: "a TlsConfig"."""
     if not isinstance(value, kind):
         raise UsageError(f"{argument} must be {article}, not {_kind(value)}")
 
 
 def path(value: object, argument: str) -> str:
-    """A path as text, of text or os.PathLike."""
+    """A path, given as text or os.PathLike, as text."""
     if not isinstance(value, (str, os.PathLike)):
         raise UsageError(f"{argument} must be a path, as text or os.PathLike, not {_kind(value)}")
     return os.fsdecode(value)
 
 
 def directory(value: object, argument: str) -> str:
-    """A path as path() gives it. UsageError unless a directory is there in which this user can make files."""
+    """A path as path() returns it. UsageError unless it is a directory in which this user can create files."""
     text = path(value, argument)
     if not os.path.isdir(text):  # noqa: PTH112 - pathlib is slow to import, and engines need not
         raise UsageError(f"{argument} = {text!r} is not a directory: make it first (mkdir -p {shlex.quote(text)})")
@@ -134,8 +134,8 @@ def directory(value: object, argument: str) -> str:
 
 
 def dump_directory() -> str:
-    """Where engines dump to that were not told: CROSSRAIL_DUMP_DIR, else TMPDIR, else /tmp. UsageError when the first
-    is set and no directory in which this user can make files.
+    """The default directory for dumps: CROSSRAIL_DUMP_DIR, else TMPDIR, else /tmp. UsageError if the first is set and
+    is not a directory in which this user can create files.
     """
     if chosen := os.environ.get(DUMP_DIRECTORY_VARIABLE):
         return directory(chosen, DUMP_DIRECTORY_VARIABLE)
@@ -143,7 +143,7 @@ def dump_directory() -> str:
 
 
 def encoded(text: str, argument: str) -> bytes:
-    """In UTF-8. UsageError for a lone surrogate."""
+    """The text in UTF-8. UsageError for a lone surrogate."""
     try:
         return text.encode()
     except UnicodeEncodeError as error:

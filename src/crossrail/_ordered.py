@@ -1,4 +1,4 @@
-"""A weak set that goes in the order in which things came."""
+"""A weak set that iterates in insertion order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The texts of errors that the native half raises: it calls these with plain values and raises what they return."""
+"""Texts of the errors that the native module raises: it calls these with plain values and raises what they return."""
 
 from __future__ import annotations
 

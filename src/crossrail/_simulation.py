@@ -1,4 +1,4 @@
-"""Where an engine with transport "sim" opens: in the world that is current, as crossrail.sim says.
+"""Where an engine with transport="sim" opens: in the current world (see crossrail.sim).
 
 The engine knows worlds by this only; crossrail.sim is above it.
 """

@@ -1,4 +1,4 @@
-"""Text for people."""
+"""Formats values for people."""
 
 
 def plain(text: str, keep: str = "") -> str:

@@ -1,4 +1,4 @@
-"""What crossrail asks of torch. over_region() alone imports it: for the rest, who has tensors has imported it."""
+"""Everything crossrail asks of torch. Only over_region() imports it: elsewhere the caller has tensors, and so torch."""
 
 from __future__ import annotations
 

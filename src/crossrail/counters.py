@@ -95,10 +95,10 @@ class ImmCounter(_core.ImmCounter):
         return CountTicket(self, ticket, cookie)
 
     def raise_flag(self) -> CountFlag:
-        """A word that kernels of a GPU wait for: whole counts go there from now on, those that are here at once.
+        """Makes a flag, a word that GPU kernels wait for. From now on it gets all whole counts, present ones at once.
 
-        Waits that were queued before are served first; what they leave is the flag's, and those who wait later get none
-        of it. Closing it brings back what no kernel has taken. Raises UsageError while the counter has another one,
+        Waits that were queued before are served first; the flag gets what they leave, and later waits get none of it.
+        Closing the flag returns what no kernel has taken. Raises UsageError while the counter has another flag,
         EngineClosed once the engine is closed or the number released. Any thread.
         """
         return CountFlag(self)
@@ -123,42 +123,43 @@ class ImmCounter(_core.ImmCounter):
 class CountFlag(_core.CountFlag, Closing):
     """Counts that a GPU waits for without the CPU, also in CUDA graphs. ImmCounter.raise_flag makes it.
 
-    The thread that counts arrivals writes how many there were to a word in the host's memory; kernels see it there.
-    Counts are credits here, too: a wait for n takes n, each replay of a graph anew. Hold this object until its kernels
-    have run, and as long as a graph that has one may be replayed. It ends with close(), or with the engine: a kernel
-    that waits ends then. One stream at a time waits. Any thread.
+    The thread that counts arrivals writes their number to a word in host memory, where kernels see it. Counts are
+    credits here too: a wait for n takes n, and each replay of a graph takes n again. Keep this object until its kernels
+    have run, and as long as a graph that contains one may be replayed. It ends with close(), or with the engine; a
+    kernel that is waiting then ends too. Only one stream may wait at a time. Any thread.
     """
 
     __slots__ = ()
 
     def wait_on(self, stream: object = None, count: int = 1, timeout_s: float = 60.0) -> None:
-        """What this CUDA stream is given from now on waits until `count` counts are there, and takes them.
+        """Makes this CUDA stream wait until there are `count` counts, and take them.
 
-        Returns at once: a kernel of one thread waits, and while the stream is captured it goes into the graph. What
-        comes behind it reads what was written before the counts. A kernel that waits longer than timeout_s, or for what
-        will not come because this was closed, ends without: what follows runs all the same, on what is there, and
-        later waits end at once, until check() has said so. So call that where you synchronize.
-        While it waits, calls of CUDA that wait for kernels do not return: to load one, to pin or free memory. What
-        makes the counts come must need none (docs/gpu-memory.md).
-        stream: as of Watcher.add_on. count: 1 or more. timeout_s: seconds, from when the kernel begins.
-        Needs NVIDIA's driver and compute capability 7.0; the first call pins a page. Raises UsageError for what is no
-        stream of a GPU here, and on a simulated engine; TransportError with CUDA's error. Nothing was launched then.
+        Returns at once: it launches a kernel of one thread, which waits; during a capture it becomes part of the graph.
+        Later work on the stream sees what was written before the counts. If timeout_s passes, or the flag is closed,
+        the kernel ends without its counts: later work runs all the same, on whatever is in memory, and later waits end
+        at once until check() has reported it. So call check() where you synchronize.
+        While the kernel waits, CUDA calls that wait for kernels do not return: those that load one, or pin or free
+        memory. Whatever makes the counts arrive must not need such a call (docs/gpu-memory.md).
+        stream: as in Watcher.add_on. count: 1 or more. timeout_s: seconds, from when the kernel begins.
+        Needs NVIDIA's driver and compute capability 7.0; the first call pins a page. Raises UsageError for anything but
+        a stream of a GPU of this host, and on a simulated engine; TransportError with CUDA's error. Nothing was
+        launched in these cases.
         """
         _options.check_timeout(timeout_s)
         handle, gpu = stream_of(stream)
         self._wait_on(handle, gpu, count, timeout_s)
 
     def check(self) -> None:
-        """Raises if a kernel has ended without its counts, since this was called last: WaitTimeout, EngineClosed, or
-        UsageError where this was closed before.
+        """Raises if a kernel has ended without its counts since the last call: WaitTimeout, EngineClosed, or UsageError
+        if the flag was closed meanwhile.
 
-        For a thread that has waited for the stream (torch.cuda.synchronize(), an event): what kernels do later it does
-        not know. They wait again from now on. Never blocks.
+        Call it after waiting for the stream (torch.cuda.synchronize(), an event): it knows nothing of kernels that end
+        later. From now on kernels wait again. Never blocks.
         """
         wanted, is_over = self._take_missed()
         if wanted == 0:
             return
-        taken = self.taken  # first: no more than is given by then
+        taken = self.taken  # read before `given`, so that it is never the larger one
         arrived = self.given - taken
         if not is_over:
             raise _raise.flag_timeout(self._engine, self.imm, arrived, wanted)
@@ -170,10 +171,10 @@ class CountFlag(_core.CountFlag, Closing):
         )
 
     def close(self) -> None:
-        """No more is given; what no kernel has taken goes back to the counter. Idempotent.
+        """Ends the flag: it gets no more counts, and those that no kernel has taken go back to the counter. Idempotent.
 
-        Wait for the streams first: a kernel that waits still would end without its counts, and one that takes some
-        at this moment would have what the counter has again.
+        Wait for the streams first: a kernel that still waits would end without its counts, and one that takes some at
+        this very moment would take counts that the counter gets back as well.
         """
         self._lower()
 

@@ -1,4 +1,4 @@
-"""Which NICs an engine takes when its owner only said how many, and where its worker runs: both by the topology.
+"""Which NICs an engine takes when its owner only gave a number, and where its worker runs: chosen by the topology.
 
 engine.py imports this when it is first needed, and this imports crossrail.topology when that is. Any thread.
 """

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-import crossrail.transfers  # noqa: F401  # else whoever first awaits one loads it, perhaps without a descriptor left
+import crossrail.transfers  # noqa: F401  # now: the first await may happen when no file descriptor is left to load it
 from crossrail import _core, _ending, _libfabric, _options, _raise, _simulation
 from crossrail._buffers import memory_of
 from crossrail._core import Address, GpuMapping, Message, RegionDescriptor
@@ -195,7 +195,7 @@ class Engine(_core.Engine):
 
         Waits up to timeout_s seconds for transfers to complete; the rest complete with EngineClosed. Regions, pools,
         counters and watchers are closed too; callbacks that are due still run. Ctrl-C ends the wait: KeyboardInterrupt
-        comes once the engine is closed. What was given as callbacks is let go of. Does nothing in a forked child.
+        comes once the engine is closed. Callbacks are released. Does nothing in a forked child.
         """
         if self._inherited:
             return
@@ -215,10 +215,10 @@ class Engine(_core.Engine):
         self._callbacks.close(_CALLBACK_PATIENCE_S)
 
     def _let_go_last(self) -> None:
-        """Lets go of what nothing calls any more, behind all that is due.
+        """Releases the user's callbacks once all calls that are due have been made.
 
-        It may refer to an array over a region, and that to this engine. The collector cannot look into arrays, so such
-        a cycle has to be cut here.
+        A callback may refer to an array over a region, and the array to this engine. The garbage collector cannot see
+        through arrays, so the cycle has to be broken here.
         """
         self._callbacks.notifier.post(self._callbacks.register(weakly(self._let_go)))
 
@@ -243,9 +243,9 @@ class Engine(_core.Engine):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # close() waits for transfers; the loop goes on meanwhile, and they may need it to end. Not on a thread of the
-        # loop's own: all of those may be in waits that only close() ends.
-        import asyncio  # slow to import, and who runs a loop has done it
+        # close() waits for transfers, which may need the loop to complete, so it runs on a thread. Not on one of the
+        # loop's default executor: all of those may be in waits that only close() ends.
+        import asyncio  # slow to import; whoever runs a loop has imported it already
         from concurrent.futures import ThreadPoolExecutor
 
         executor = ThreadPoolExecutor(1, "crossrail-close")
@@ -314,7 +314,7 @@ class Engine(_core.Engine):
         return Region(self, nbytes, populate, gpu_of(device))
 
     def _alloc_for_mapping(self, nbytes: int) -> Region:
-        """As alloc() in host memory, for those who only map it: no transfer takes it, and no NIC pins its pages."""
+        """Like alloc() in host memory, but only for mapping: transfers cannot use it, and no NIC pins its pages."""
         return Region(self, nbytes, True)
 
     if TYPE_CHECKING:  # typing keeps overloads, and by them this module, beyond the interpreter's end
@@ -329,19 +329,18 @@ class Engine(_core.Engine):
     def map(
         self, descriptor: RegionDescriptor, timeout_s: float | None = 5.0, *, device: object = None
     ) -> memoryview | GpuMapping:
-        """A peer's memory, on this host: what its engine.alloc made, as a memoryview of format "B", read and write.
+        """Maps memory that a peer on this host allocated with engine.alloc: a writable memoryview of format "B".
 
-        Memory of a GPU as a GpuMapping instead, for kernels of `device`, a GPU of this process that reaches the
-        owner's: `torch.from_dlpack(mapping)` is a tensor of it. It must come from
-        engine.alloc(device=...), or be other memory that CUDA's virtual memory management gives to processes; what
-        cudaMalloc made is refused, since its owner may free it. Within a process the mapping is at the owner's own
-        address, if the engine allocated it.
+        GPU memory is mapped as a GpuMapping, for kernels of `device`, a GPU of this process that reaches the owner's:
+        `torch.from_dlpack(mapping)` is a tensor over it. It must come from engine.alloc(device=...), or be other memory
+        that CUDA's virtual memory management can share; memory of cudaMalloc is refused, since its owner may free it.
+        Within a process the mapping is at the owner's own address, if the engine allocated it.
 
-        For those who agree between themselves who writes what and when: what is done through the mapping is outside of
-        the engine's contract. No count comes of it, and neither close() nor revoke() of the region keeps it out. The
-        memory lives as long as the mapping does (a view of it, a tensor, kernels that use that), also after the peer
-        closed the region or died: then the bytes are as they were left, and no one else's. Connects to the peer at
-        first use. Blocks, GIL released; any thread.
+        Whoever uses the mapping must agree with the peer who writes what and when: accesses through it are outside the
+        engine's contract. They make no counts, and neither close() nor revoke() of the region stops them. The memory
+        lives as long as the mapping (or a view of it, a tensor, or kernels that use that), even after the peer closed
+        the region or died: the bytes then stay as they were left. Connects to the peer at first use. Blocks, GIL
+        released; any thread.
         Raises UsageError for memory that this process cannot map (another host, memory that was registered instead of
         allocated, a device for host memory or none for a GPU's), TransportError where the driver refuses (a GPU that
         `device` does not reach), RemoteRegionClosed, PeerLost, WaitTimeout, EngineClosed.
@@ -401,7 +400,7 @@ class Engine(_core.Engine):
         self._callbacks.start()
 
     def _call_after_events(self, fn: Callable[[], None]) -> None:
-        """Has fn run after events were told, on any thread, until close(). It neither raises nor keeps us alive."""
+        """Runs fn after events were delivered, on any thread, until close(). fn must not raise or keep us alive."""
         self._after_events.append(fn)
         self._callbacks.start()
 
@@ -455,7 +454,7 @@ class Engine(_core.Engine):
             raise
 
     def _log_events(self) -> None:
-        # With a function of the user's, events are its, on the callback thread.
+        # With a function of the user's, the callback thread delivers events to it.
         if self._on_event is None:
             self._handle_events()
 
@@ -465,7 +464,7 @@ class Engine(_core.Engine):
             if fn is not None:
                 try:
                     fn(EngineEvent(kind, peer, detail))
-                except BaseException:  # the others of this batch are told nowhere else
+                except BaseException:  # the rest of this batch is delivered nowhere else
                     log_raised(self.name, "on_event")
             else:
                 about = f" of peer {peer!r}" if peer else ""
@@ -475,7 +474,7 @@ class Engine(_core.Engine):
             after()
 
     def _level_of(self, kind: str, peer: str) -> int:
-        """A peer that is looked for again and again, and not there, is news once."""
+        """The level of an event. A peer that is sought again and again in vain is a warning only the first time."""
         if kind == "peer-connected":
             self._known_lost.pop(peer, None)
         elif kind == "peer-lost":
@@ -489,7 +488,7 @@ class Engine(_core.Engine):
 
 @contextlib.contextmanager
 def _loading() -> Iterator[None]:
-    """Around an import that waits until it is needed, when the process may have no descriptor left to read a file."""
+    """Wraps a late import: by then the process may have no file descriptor left to read the module with."""
     try:
         yield
     except OSError as error:
@@ -550,7 +549,7 @@ def _before_fork() -> None:
 
 
 def _after_fork() -> None:
-    # The frames of the parent's other threads are nobody's in the child: what they hold stays for good.
+    # In the child nobody owns the frames of the parent's other threads: what they hold is never released.
     if _had_threads:
         _core._tell_no_leaks()
 

@@ -1,4 +1,4 @@
-"""What crossrail raises.
+"""The exceptions that crossrail raises.
 
 - `UsageError`: the caller's mistake, raised by the call; names the argument, what was given and the bound.
 - `TransportError`: set-up or the system failed; says what was attempted and what to do next.
@@ -20,7 +20,7 @@ _LINK = re.compile(r"\[([^]]*)\]\((?:\.\./)*([^)#]*)[^)]*\)")
 
 
 def error_texts() -> dict[str, str]:
-    """Of each code what the page errors.md says, for people who read it in a terminal."""
+    """The text of the page errors.md for each error code, for reading in a terminal."""
     from pathlib import Path  # slow to import, and programs need not
 
     sections = _SECTION.findall(Path(__file__).with_name("errors.md").read_text(encoding="utf-8"))
@@ -30,9 +30,10 @@ def error_texts() -> dict[str, str]:
 
 
 class CrossrailError(Exception):
-    """Base of everything that crossrail raises on its own.
+    """Base class of all errors of crossrail.
 
-    error_code: of its class, "peer-lost" or "kv-no-pages". A subclass outside of crossrail has its base's.
+    error_code: the code of the class, such as "peer-lost" or "kv-no-pages". A subclass defined outside of crossrail has
+    the code of its base.
     """
 
     error_code: ClassVar[str] = "crossrail-error"
@@ -49,7 +50,7 @@ class CrossrailError(Exception):
 
     @property
     def docs(self) -> str:
-        """What the documentation says of its code: what it means, and what to do. `crossrail error CODE` prints it."""
+        """What the documentation says of this error: its meaning and what to do. `crossrail error CODE` prints it."""
         return error_texts().get(self.error_code, "")
 
 
@@ -83,10 +84,10 @@ class TransportError(CrossrailError):
 class TransferError(CrossrailError):
     """One operation failed. By the time this is raised nothing touches its source or target any more.
 
-    op: "write", "read", ...; peer: name of the peer; nbytes: bytes asked for; nbytes_retired: of these, known to have
-    moved; imm: its immediate or None; status: how it ended; detail: more about the cause, may be empty.
-    region: number of the peer's region (RegionDescriptor.region), offset: where in it; None where there is none, or are
-    several, as of a scatter.
+    op: "write", "read", ...; peer: name of the peer; nbytes: bytes of the operation; nbytes_retired: how many of them
+    are known to have moved; imm: its immediate or None; status: how it ended; detail: more about the cause, may be
+    empty. region: number of the peer's region (RegionDescriptor.region), offset: where in it; None if there is no
+    region or there are several, as for a scatter.
     """
 
     def __init__(
@@ -128,14 +129,14 @@ class RemoteRegionClosed(TransferError):
 
 
 class RemoteRegionRevoked(RemoteRegionClosed):
-    """The peer revoked the region (Region.revoke): the descriptor is of a generation of peers that was locked out.
+    """The peer revoked the region (Region.revoke), and with it this descriptor.
 
-    Engines remember the last 1024 descriptors that they revoked; who comes by an older one gets RemoteRegionClosed.
+    Engines remember the last 1024 descriptors that they revoked; with an older one the error is RemoteRegionClosed.
     """
 
 
 class RemoteAccessError(TransferError):
-    """The target refused: past the region's end, or not open to this operation."""
+    """The target refused: the range ends past the region, or the region does not allow this operation."""
 
 
 class ChecksumMismatch(TransferError):
@@ -156,9 +157,9 @@ class MessageTooLong(TransferError):
 
 
 class WaitTimeout(CrossrailError, TimeoutError):
-    """The time given to a wait passed first. What was waited for goes on.
+    """A wait reached its timeout. What it waited for goes on.
 
-    arrived, expected: of a counter, else None.
+    arrived, expected: counts, if it waited for a counter; else None.
     """
 
     def __init__(self, message: str, arrived: int | None = None, expected: int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The flight recorder: an engine's last operations and events, for the day when something hangs.
+"""The flight recorder: an engine's last operations and events, for when something hangs.
 
 Engine.dump() reads it, dump_on_signal() has it written while everything hangs, and read_dump() reads what was written.
 The format is JSON lines, version 1, written by native/engine/flight_dump.cc.
@@ -103,7 +103,7 @@ class FlightDump:
     entries: list[FlightEntry] = field(default_factory=list)
 
     def seconds_before(self, time_ns: int) -> float:
-        """How long before the dump that was; negative for what came while it was made."""
+        """How long before the dump this time was; negative for what happened while it was being written."""
         return (self.now_ns - time_ns) * 1e-9
 
     def summary(self) -> list[str]:
@@ -178,12 +178,12 @@ def row_of(dump: FlightDump, entry: FlightEntry) -> tuple[str, ...]:
 
 
 def read_dump(path: str | os.PathLike[str]) -> FlightDump:
-    """Reads a file that a dump wrote. Raises UsageError when it is none, damaged or cut short; OSError."""
+    """Reads a file that a dump wrote. Raises UsageError if it is not one, is damaged or cut short; OSError."""
     return parse_dump(read_at_most(path, _FILE_BYTES_MAX, "flight recording"), os.fspath(path))
 
 
 def parse_dump(data: bytes, what: str) -> FlightDump:
-    """The same of bytes; what: their name in errors."""
+    """Like read_dump(), from bytes. what: their name in errors."""
     lines = data.decode(errors="replace").split("\n")
     header = _Line(lines[0], 1, what)
     if not header.items or header.items[0] != "flight":

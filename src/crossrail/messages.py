@@ -88,17 +88,17 @@ class ReceivePool(_core.ReceivePool, Closing):
         last = None if self._loop is None else self._loop()
         if self._waiters and last is not None and not last.closed:
             raise UsageError("tasks of another event loop wait for messages of this pool: use one loop per pool")
-        self._waiters.clear()  # of a loop that was closed: they wait for good
+        self._waiters.clear()  # they belong to a loop that was closed, and will never be awaited again
         self._loop, self._armed = weakref.ref(loop), None
 
     def _wake(self) -> None:
-        # All of them: who finds the pool empty again arms anew.
+        # Wakes all of them: a waiter that finds the pool empty again arms anew.
         self._armed = None
         for _, future in sorted(self._waiters.items()):
             resolve(future, True)
 
     def __aiter__(self) -> AsyncIterator[Message]:
-        """Messages until the pool is closed. Raises EngineClosed when the engine is closed first."""
+        """Yields messages until the pool is closed. Raises EngineClosed if the engine is closed first."""
         return self._iterate()
 
     async def _iterate(self) -> AsyncIterator[Message]:

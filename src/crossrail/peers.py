@@ -1,4 +1,4 @@
-"""Other engines: where they are, how bytes reach them, what became of them."""
+"""Other engines: where they are, how bytes reach them, and what became of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory that nobody should write to any more, and how to find out that somebody did."""
+"""Watches memory that nobody should write to any more, and detects when somebody did."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Poisoned:
     def check(self) -> None:
         """Raises LateWrite when anything wrote there since: a peer, a NIC, a transfer of ours, or the program itself.
 
-        Reads all of it, GIL released. May be called again; what was found once is found again. A write that leaves what
-        it found is none: of a single byte once in 256, of 8 bytes once in 2**64.
+        Reads all of it, GIL released. May be called again, and then finds the same again. A write of the very bytes
+        that are there goes unnoticed: by chance one in 256 of a single byte, one in 2**64 of 8 bytes.
         """
         found = self._native.find()
         if found is not None:

@@ -1,4 +1,4 @@
-"""What an engine's owner insists on: which paths bytes may take.
+"""Policies: which paths the owner of an engine allows bytes to take.
 
 A policy is text, comma-separated clauses that must all hold: "tcp, rails>=4, speed>=400". It is parsed once, and
 checked against what is there, never against what was asked for. Any thread may call any of this; parse, unmet, check

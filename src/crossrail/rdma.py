@@ -1,4 +1,4 @@
-"""What only RDMA transports ask of an engine's owner."""
+"""Options that only RDMA transports take."""
 
 from __future__ import annotations
 

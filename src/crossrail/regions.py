@@ -1,4 +1,4 @@
-"""Registered memory, ours."""
+"""Memory registered with our engine."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Region(_core.Region, Closing):
         """The memory as a numpy array of this dtype and shape, without a copy. shape: a length, or one for each
         dimension, -1 where it follows from the others; None: all of it in one dimension.
 
-        Raises UsageError if it does not fit, and as of view().
+        Raises UsageError if it does not fit, and in the same cases as view().
         """
         try:
             of_type = np.dtype(dtype)
@@ -85,13 +85,12 @@ class Region(_core.Region, Closing):
             raise UsageError(f"region of {self.nbytes} bytes as {of_type} of shape {shape}: {error}") from None
 
     def tensor(self, dtype: torch.dtype | str = "uint8", shape: Shape | None = None) -> torch.Tensor:
-        """The memory as a torch tensor of this dtype, such as torch.bfloat16 or its name, and shape, on the region's
-        device and without a copy. shape None: all of it in one dimension. Imports torch.
+        """The memory as a torch tensor on the region's device, without a copy. Imports torch.
 
-        The tensor keeps the memory alive; peers may write to it at any time, as of view(). For memory of the host, and
-        of a GPU where Engine.alloc made it. Raises UsageError if dtype and shape do not fit, if the memory is read-only
-        (torch has no such tensors), for a GPU's memory that was registered, and if the region is closed;
-        ModuleNotFoundError without torch.
+        dtype: torch.bfloat16 or its name, for example. shape None: all of it in one dimension. The tensor keeps the
+        memory alive; peers may write to it at any time. It works for host memory, and for GPU memory that Engine.alloc
+        made. Raises UsageError if dtype and shape do not fit, if the memory is read-only (torch has no such tensors),
+        for registered GPU memory, and if the region is closed; ModuleNotFoundError without torch.
         """
         return _torch.over_region(self, dtype, shape)
 

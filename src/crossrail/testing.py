@@ -1,4 +1,4 @@
-"""Tests of your own code without hardware: a pytest plugin with simulated worlds, in which any failure is replayed.
+"""Tests of your own code without hardware: a pytest plugin with simulated worlds, in which any failure can be replayed.
 
 In conftest.py: `pytest_plugins = ["crossrail.testing"]`. Then a test that takes `sim_world` gets a world of its own,
 and one that is a coroutine runs on that world's event loop:

@@ -1,4 +1,4 @@
-"""TLS of the tcp transport: who an engine is, and whom it trusts."""
+"""TLS of the tcp transport: an engine's certificate, and the CAs it trusts."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class TlsConfig:
     cert: file with this engine's certificate, and those between it and the CA. key: file with its private key, without
         a password. ca: file with the certificates of the CAs to trust. All are PEM files, read when the engine opens.
     verify: "chain": any certificate of the CA is accepted; "name": one of its DNS names must also be the name of the
-        peer's engine, or a wildcard for it. A star stands for one label, and OpenSSL wants two more behind it:
-        "*.kv.lab" is good for "node-1.kv.lab", "*.lab" for nothing.
+        peer's engine, or a wildcard for it. A star stands for one label, and OpenSSL requires two more labels after it:
+        "*.kv.lab" matches "node-1.kv.lab", and "*.lab" matches nothing.
 
     Needs OpenSSL 3 (libssl.so.3), which is opened at run time. Either both engines use TLS or neither: otherwise they
     refuse each other.
@@ -83,10 +83,10 @@ _exposed_keys: set[str] = set()  # that were spoken of, by their absolute paths
 
 
 def exposure_of_key(key: str | os.PathLike[str]) -> str:
-    """What to say of the file of a private key that others than its owner may read or write; "": nothing.
+    """A warning about a private key file that others than its owner may read or write; "" if there is none.
 
-    Once for each file and process: who has said it to the user need not log it. A file that is not there is the
-    engine's to tell.
+    Once per file and process: a caller that has shown it to the user need not log it. Missing files are left to the
+    engine, which reports them.
     """
     try:
         path = os.path.abspath(key)  # noqa: PTH100 - pathlib is slow to import

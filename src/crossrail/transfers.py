@@ -1,4 +1,4 @@
-"""Transfers: what a submit returns. The class is native; here is what of it needs an event loop or a thread."""
+"""Transfers, the result of every submit. The class is native; what needs an event loop or a thread is here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Transfer"]
 
 
 def await_transfer(transfer: Transfer) -> Generator[Any, None, None]:
-    """`await transfer`. A task that is cancelled meanwhile lets go of the transfer and nothing else."""
+    """`await transfer`. Cancelling the task that awaits it does not cancel the transfer."""
     if not transfer.done:
         loop = LoopNotifier.running(transfer._engine)
         cookie, completed = loop.expect()

@@ -1,4 +1,4 @@
-"""64-bit words that a GPU kernel or the CPU increments, and callbacks when they change."""
+"""64-bit words that a GPU kernel or the CPU increments, with callbacks when they change."""
 
 from __future__ import annotations
 
@@ -47,27 +47,26 @@ class Watcher(_core.Watcher, Closing):
         return np.frombuffer(self._memoryview(), dtype=np.uint64)
 
     def add_on(self, stream: object = None, delta: int = 1) -> None:
-        """Adds once everything that this CUDA stream was given before has ended; returns at once.
+        """Adds delta once all earlier work on this CUDA stream has ended. Returns at once.
 
-        A kernel of one thread does it: while the stream is captured it goes into the graph, and adds at each replay.
-        on_change then sees, and what it starts reads, all that the kernels before it wrote.
-        stream: a torch.cuda.Stream, a cudaStream_t as an int, an object with `cuda_stream` or `__cuda_stream__`; None:
-        torch's current one. Of the context that torch and CUDA's runtime use. Keep this object until its kernels have
-        run, and as long as a graph that has one may be replayed: close() only ends the callbacks, the word stays.
-        One adds at a time, a GPU or the CPU: the GPU's addition need not be atomic to others where it is on PCIe.
-        Needs NVIDIA's driver and compute capability 7.0; the first call of an engine pins the page of its words.
-        Raises UsageError for what is no stream of a GPU here, and on a simulated engine; TransportError with CUDA's
-        error. Nothing was launched then. Any thread.
+        It launches a kernel of one thread; during a capture it becomes part of the graph, and adds at each replay.
+        on_change, and the transfers that it starts, then see everything that earlier kernels wrote.
+        stream: a torch.cuda.Stream, a cudaStream_t as an int, or an object with `cuda_stream` or `__cuda_stream__`;
+        None: torch's current stream. It must belong to the context that torch and CUDA's runtime use. Keep this object
+        until its kernels have run, and as long as a graph that contains one may be replayed: close() only ends the
+        callbacks, the word stays. Only one side may add at a time, a GPU or the CPU: over PCIe a GPU's addition is not
+        necessarily atomic for others. Needs NVIDIA's driver and compute capability 7.0; the first call of an engine
+        pins the page of its words. Raises UsageError for anything but a stream of a GPU of this host, and on a
+        simulated engine; TransportError with CUDA's error. Nothing was launched in these cases. Any thread.
         """
         handle, gpu = stream_of(stream)
         self._add_on(handle, gpu, delta)
 
     def close(self) -> None:
-        """Stops watching: on_change is called no more, once a call under way has returned. Idempotent.
+        """Stops watching: once a call under way has returned, on_change is not called any more. Idempotent.
 
-        Writes that wait for the word (trigger=) are cancelled; so they are when this object is collected.
-
-        The word stays what it is, and others may add to it, for as long as this object lives.
+        Writes that wait for the word (trigger=) are cancelled, as they are when this object is garbage-collected. The
+        word keeps its value, and others may add to it, as long as this object lives.
         """
         self._close()
         self._callbacks.forget(self._cookie)
@@ -95,4 +94,4 @@ class Watcher(_core.Watcher, Closing):
 
 
 def _ignore(_old: int, _new: int) -> None:
-    """Instead of an on_change that is called no more."""
+    """Takes the place of an on_change that must not be called any more."""

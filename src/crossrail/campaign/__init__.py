@@ -1,4 +1,4 @@
-"""Randomised campaigns: what is done and checked in them, whatever carries it, and the one over real processes.
+"""Randomised campaigns: what they do and check, whatever carries the operations, and the campaign over real processes.
 
 `books` and `checkers` keep book of operations and hold the contract against what happened; `actions` draws what is done
 from a seed. Simulated engines do it in `crossrail.sim.workload`, processes that are killed, frozen and cut off in

@@ -1,4 +1,4 @@
-"""The command: rounds over real processes, each with checks, and what came of them.
+"""The campaign command: runs checked rounds over real processes and reports the result.
 
     python -m crossrail.campaign [--transport shm|tcp] [--rounds N] [--from SEED] [--until-failure]
 

@@ -1,4 +1,4 @@
-"""What is done in a campaign, drawn from a seed: mixed operations, cancels, closes, restarts."""
+"""The actions of a campaign, drawn from a seed: mixed operations, cancels, closes, restarts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a Ledger (crossrail.campaign.checkers) notes: memory, ranges in it, numbers, operations."""
+"""The records that a Ledger (crossrail.campaign.checkers) keeps: memory, ranges in it, immediates, operations."""
 
 from __future__ import annotations
 

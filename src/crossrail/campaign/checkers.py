@@ -1,4 +1,4 @@
-"""Books of what engines were asked to do, held against what they did: the promises of the contract as checks.
+"""Compares what engines were asked to do with what they did: the promises of the contract as checks.
 
 A Ledger submits operations on tracked memory and notes what the contract then promises: completion exactly once, counts
 equal to operations, bytes as they were sent, no touch of source or target after a completion, messages delivered once,

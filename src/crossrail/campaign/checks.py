@@ -1,4 +1,4 @@
-"""What has to hold of the operations that a Ledger (crossrail.campaign.checkers) keeps book of."""
+"""The checks that a Ledger (crossrail.campaign.checkers) applies to its operations."""
 
 from __future__ import annotations
 

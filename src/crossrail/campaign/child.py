@@ -1,4 +1,4 @@
-"""A process of the campaign: it has one engine at a time, and does what its parent says.
+"""A child process of the campaign: it has one engine at a time and carries out its parent's orders.
 
 Both ends of the socket send pickled tuples, one a packet: a verb and what belongs to it. Whatever the parent wants to
 speak of later has a number that the parent gave it.

@@ -1,4 +1,4 @@
-"""A network namespace of the campaign's own, whose rails can be taken down: for root, where the kernel lets it."""
+"""A network namespace for the campaign, whose rails can be taken down. Needs root and a kernel that allows it."""
 
 from __future__ import annotations
 

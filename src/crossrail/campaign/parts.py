@@ -1,4 +1,6 @@
-"""What a campaign asks of an engine and its parts: those of this process have it, and stand-ins for those of others."""
+"""Protocols of what a campaign needs from an engine and its parts: real ones fit them, and so do the stand-ins for
+engines of other processes.
+"""
 
 from __future__ import annotations
 

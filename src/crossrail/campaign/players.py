@@ -1,4 +1,4 @@
-"""Four processes with an engine each, which live on from round to round; who is killed gets a successor."""
+"""The four processes of a campaign, an engine in each. They live on from round to round; a killed one is replaced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes of the campaign as their parent has them: started, told what to do, listened to, frozen and killed."""
+"""The parent's side of a campaign process: starts it, sends it orders, reads its answers, freezes and kills it."""
 
 from __future__ import annotations
 

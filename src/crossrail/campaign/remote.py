@@ -1,4 +1,4 @@
-"""Engines of other processes, and what they make, in the shape in which a campaign asks for them (parts.py)."""
+"""Stand-ins for engines (and their objects) that live in other processes, in the shape of parts.py."""
 
 from __future__ import annotations
 

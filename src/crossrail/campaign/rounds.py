@@ -1,4 +1,4 @@
-"""One seed's worth of the campaign over real processes: mixed operations while they are killed, frozen and cut off."""
+"""One seed's round of the campaign over processes: mixed operations while processes are killed, frozen and cut off."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Many rounds, and what came of them."""
+"""Runs many rounds of the campaign and sums up the results."""
 
 from __future__ import annotations
 

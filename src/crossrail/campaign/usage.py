@@ -1,4 +1,4 @@
-"""What a process holds: file descriptors, threads, memory. And whether that grows."""
+"""Measures what a process holds (file descriptors, threads, memory) and whether that grows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Standard output of a service, which goes on whatever becomes of that: a paused pager, a full disk, `| head`."""
+"""Standard output of a service that must keep running whatever happens to it: a paused pager, a full disk, `| head`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A second process of ours, and one JSON line each way per call over its standard input and output.
+"""A second process of ours, with one line of JSON each way per call over its standard input and output.
 
 Used by `demo` and `bench`. The child is `python -m <module>`, whose main calls `answer_calls`. It ends when its
 standard input ends, so it never outlives its parent.

@@ -1,4 +1,4 @@
-"""The one way to open a rich console, so that every command prints alike."""
+"""The one place that opens a rich console, so that all commands print alike."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a file becomes shuffled pages: pure functions of a few numbers, computed alike by both processes of the demo."""
+"""How a file is cut into shuffled pages: pure functions that both processes of the demo compute alike."""
 
 from __future__ import annotations
 

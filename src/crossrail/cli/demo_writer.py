@@ -1,4 +1,4 @@
-"""The writing process of `crossrail demo`: reads the file and writes it, page by page, into the other one's pool."""
+"""The writing process of `crossrail demo`: reads the file and writes it page by page into the other process's pool."""
 
 from __future__ import annotations
 

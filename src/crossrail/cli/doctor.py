@@ -1,4 +1,4 @@
-"""`crossrail doctor`: what would make transfers slow, impossible or unsafe, here and on the way to others."""
+"""`crossrail doctor`: finds what would make transfers slow, impossible or unsafe, on this host and towards others."""
 
 from __future__ import annotations
 

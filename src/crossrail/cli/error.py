@@ -1,4 +1,4 @@
-"""`crossrail error`: what the documentation says of an error, for whoever has only the message."""
+"""`crossrail error`: prints what the documentation says about an error, for those who have only its message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`crossrail explain NAME`: how an engine of ours would reach a running `crossrail serve`."""
+"""`crossrail explain NAME`: how an engine of this process would reach a running `crossrail serve`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A group of commands that are imported when they run: help costs no more than their one-line texts."""
+"""A click group whose commands are imported when they run: its help costs no more than their one-line texts."""
 
 from __future__ import annotations
 

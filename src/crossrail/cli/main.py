@@ -1,4 +1,4 @@
-"""The command group: finds commands by name, and turns our errors into one clear line and an exit code."""
+"""The top command group: finds commands by name, and turns our errors into one clear line and an exit code."""
 
 from __future__ import annotations
 

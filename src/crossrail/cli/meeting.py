@@ -1,4 +1,4 @@
-"""How shells on two hosts find each other: a serve tells its engine's address to who knows the secret.
+"""How shells on two hosts find each other: a serve tells its engine's address to whoever knows the secret.
 
 One question per connection. 1. serve: a nonce. 2. asker: a nonce of its own, and a proof over both that it knows the
 secret. 3. serve: its address, with a proof over both nonces and the address - or a refusal in words. So a stranger

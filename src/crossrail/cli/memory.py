@@ -1,4 +1,4 @@
-"""How much memory is free: who would take more is better told so than killed for it."""
+"""How much memory is free: a command that would need more says so, rather than be killed for it."""
 
 from __future__ import annotations
 

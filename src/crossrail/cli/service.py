@@ -1,4 +1,4 @@
-"""What commands share that open an engine for others to reach: options, the secret, recordings on a signal."""
+"""What commands share that open an engine for others to reach: options, the secret, flight recordings on a signal."""
 
 from __future__ import annotations
 

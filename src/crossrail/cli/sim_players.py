@@ -1,4 +1,4 @@
-"""Runs of `crossrail sim` in processes of their own: several at once, and one that crashes takes no other with it."""
+"""Runs of `crossrail sim` in processes of their own: several at once, so that a crash takes no other run with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`crossrail sim`: run scenarios in simulated worlds, many seeds if wanted, and say how to replay what failed."""
+"""`crossrail sim`: runs scenarios in simulated worlds, with many seeds if wanted, and says how to replay a failure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The file that is sent: which one, and reading it safely piece by piece."""
+"""The file to send: finding it, and reading it safely piece by piece."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables that can be read on screens of any width, and of any height."""
+"""Tables that fit screens of any width and height."""
 
 from __future__ import annotations
 

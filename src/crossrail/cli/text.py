@@ -1,4 +1,4 @@
-"""How figures and words are written for people, the same in every command."""
+"""How figures and words are formatted for people, the same in every command."""
 
 from __future__ import annotations
 

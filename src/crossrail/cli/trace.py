@@ -1,4 +1,4 @@
-"""`crossrail trace`: what a flight recording holds, as a table or as a Chrome trace."""
+"""`crossrail trace`: shows a flight recording as a table, or converts it to a Chrome trace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One question on its way: sent, and sent again."""
+"""One question in flight: sent, and sent again until it is answered."""
 
 from __future__ import annotations
 

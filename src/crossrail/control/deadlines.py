@@ -1,4 +1,4 @@
-"""Waits of an event loop that end by a deadline, and whose cancellation always counts."""
+"""Waits on an event loop that end by a deadline and never lose a cancellation."""
 
 from __future__ import annotations
 

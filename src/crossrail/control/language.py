@@ -1,4 +1,4 @@
-"""What the nodes of one service can say to each other, and how it travels."""
+"""The set of messages that the nodes of a service exchange, and how they are encoded."""
 
 from __future__ import annotations
 

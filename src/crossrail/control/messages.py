@@ -1,4 +1,4 @@
-"""What every service may say, whatever it is."""
+"""The messages that every service has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Authenticated, bounded, replay-safe packets: what control messages travel in.
+"""Authenticated, bounded, replay-safe packets, in which control messages travel.
 
 A packet is `header | payload | HMAC-SHA256`. The MAC covers the identity of the receiver too, so a packet recorded on
 its way to one engine is worth nothing at another, nor at the same name restarted: identities are incarnations, drawn at

@@ -1,4 +1,4 @@
-"""How packets reach other nodes: over an engine's messages."""
+"""How packets reach other nodes: as messages between engines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What would make transfers slow, impossible or unsafe on this machine, found before the night does it.
+"""Finds what would make transfers slow, impossible or unsafe on this machine, before users do.
 
     finding.py     what a check says            host.py, hardware.py, probes.py   the machine as checks see it
     topics.py      all checks, by topic         report.py, show.py                run, JSON, text

@@ -1,4 +1,4 @@
-"""Containers: what is fenced off from this process, and which of it crossrail misses."""
+"""Containers: what this process is isolated from, and what of that crossrail needs."""
 
 from __future__ import annotations
 

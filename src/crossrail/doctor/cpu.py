@@ -1,4 +1,4 @@
-"""Processors: how many this process really has, how fast they wake, and whose memory is near."""
+"""Processors: how many this process really has, how fast they wake, and which memory is near."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Variables that reach into what runs in this process, wanted or not."""
+"""Environment variables that change what runs in this process, intended or not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a check says: one thing looked at, what was seen, what it costs, and what to type to change it."""
+"""The result of a check: what was looked at, what was seen, what it costs, and the command that changes it."""
 
 from __future__ import annotations
 

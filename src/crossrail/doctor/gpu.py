@@ -1,4 +1,4 @@
-"""GPUs: usable from here, and can NICs reach their memory?"""
+"""GPUs: are they usable from here, and can NICs reach their memory?"""
 
 from __future__ import annotations
 

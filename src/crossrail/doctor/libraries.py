@@ -1,4 +1,4 @@
-"""Libraries that crossrail opens at run time: there, new enough, and of one mind about the devices.
+"""Libraries that crossrail opens at run time: are they there, new enough, and do they agree about the devices?
 
 Without the hardware that a library is for, its absence is a note: nobody misses it.
 """

@@ -1,4 +1,4 @@
-"""Limits of the process and of its memory: locked pages, open files, shared memory, huge pages, the memory group."""
+"""Limits of the process and its memory: locked pages, open files, shared memory, huge pages, the memory cgroup."""
 
 from __future__ import annotations
 

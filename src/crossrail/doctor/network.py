@@ -1,4 +1,4 @@
-"""Network interfaces: up, alike among the rails, and routed so that each rail answers for itself."""
+"""Network interfaces: are they up, do the rails match, and does routing make each rail answer for itself?"""
 
 from __future__ import annotations
 

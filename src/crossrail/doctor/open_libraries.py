@@ -1,4 +1,4 @@
-"""Opens the libraries named on the command line and writes one JSON line about each. A child of the doctor's.
+"""Opens the libraries named on the command line and writes a JSON line about each. Runs as a child of the doctor.
 
 Run as a file with `python -I`: it must work where crossrail does not, so it imports nothing of it.
 """

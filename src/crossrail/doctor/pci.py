@@ -1,4 +1,4 @@
-"""What stands between a device and memory: the PCIe link, the IOMMU, access control at the switches."""
+"""What stands between a device and memory: the PCIe link, the IOMMU, access control in the switches."""
 
 from __future__ import annotations
 

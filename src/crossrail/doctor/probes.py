@@ -1,4 +1,4 @@
-"""What has to be tried to be known, each in a child process with a deadline: it may crash or hang, and we go on."""
+"""Facts that only a trial can tell. Each trial is a child process with a deadline: it may crash or hang."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RDMA devices: are they there, up, reachable by this process, and do they have an address that others can route to?"""
+"""RDMA devices: are they there, up and accessible to this process, with an address that others can route to?"""
 
 from __future__ import annotations
 

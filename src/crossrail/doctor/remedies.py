@@ -1,4 +1,4 @@
-"""Commands that recur in fixes, in the words of this machine: its package manager, sudo or not, container or not."""
+"""Commands that many fixes need, adapted to this machine: its package manager, sudo or not, container or not."""
 
 from __future__ import annotations
 

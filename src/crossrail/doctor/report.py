@@ -1,4 +1,4 @@
-"""Runs checks and keeps what they say; the JSON form, and the exit status."""
+"""Runs the checks and collects their findings; the JSON form, and the exit status."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loads crossrail, opens an engine on each transport named, has a second process write into it. The doctor's child.
+"""Loads crossrail, opens an engine on each transport named, has a second process write into it. A child of the doctor.
 
     python -m crossrail.doctor.selftest shm tcp ...
 

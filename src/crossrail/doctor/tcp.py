@@ -1,4 +1,4 @@
-"""The kernel's settings for TCP, read as what they allow: bytes in flight, connections at once."""
+"""The kernel's TCP settings, and what they allow: bytes in flight, connections at once."""
 
 from __future__ import annotations
 

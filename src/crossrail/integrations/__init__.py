@@ -1,1 +1,1 @@
-"""crossrail inside other systems. Each of these imports its host, and only when it is asked for."""
+"""crossrail inside other systems. Each integration imports its host system, and only when it is used."""

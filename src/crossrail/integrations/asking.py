@@ -1,4 +1,4 @@
-"""A decoder's rank and the ranks of the prefiller that it asks: questions to all of them, and pages taken back.
+"""Questions from a decoder's rank to all ranks of its prefiller, and how it gets its pages back.
 
 What integrations have in common beside crossrail.kv: who is asked is named by an Instance, each rank for its own part.
 """

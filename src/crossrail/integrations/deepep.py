@@ -1,4 +1,4 @@
-"""`Buffer` with the low-latency calls of DeepEP, over crossrail.moe: for programs that are written for that interface.
+"""`Buffer` with DeepEP's low-latency calls, over crossrail.moe: for programs written for that interface.
 
     from crossrail.integrations.deepep import Buffer      # instead of: from deep_ep import Buffer
 

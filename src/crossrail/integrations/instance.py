@@ -1,4 +1,4 @@
-"""What instances of an inference engine know of each other, for the integrations: a sealed line of text.
+"""How instances of an inference engine describe themselves to each other: a sealed line of text.
 
 An instance describes itself once, as an opaque line, sealed with the secret: whoever carries it cannot make one. Ranks
 speak for themselves: a decoder's rank asks each of the prefiller's under a name that says which of how many it is.

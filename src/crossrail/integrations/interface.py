@@ -1,4 +1,4 @@
-"""Whether our classes take what an inference engine gives: known at start-up, not at the first request."""
+"""Checks at start-up that our classes take the arguments that an inference engine passes."""
 
 from __future__ import annotations
 

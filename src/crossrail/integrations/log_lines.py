@@ -1,4 +1,4 @@
-"""Our lines in the log of an inference engine, whose own have no names of loggers: they begin with ours."""
+"""Our lines in an inference engine's log begin with our name, because its format does not show the logger."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, for hosts that call kv and weights from threads of theirs."""
+"""An event loop in a thread of its own, for hosts that use kv and weights from their own threads."""
 
 from __future__ import annotations
 

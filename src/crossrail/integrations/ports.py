@@ -1,4 +1,4 @@
-"""Where the ranks of one host listen when their user names a port, for a firewall."""
+"""The ports of the ranks on one host, when the user names one (for a firewall)."""
 
 from __future__ import annotations
 

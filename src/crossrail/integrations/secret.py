@@ -1,4 +1,4 @@
-"""The secret that all instances of a deployment share, as integrations are told of it."""
+"""Where integrations find the secret that all instances of a deployment share."""
 
 from __future__ import annotations
 

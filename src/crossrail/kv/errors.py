@@ -1,4 +1,4 @@
-"""What users of crossrail.kv have to expect beside what the engine raises.
+"""Errors that users of crossrail.kv may see, in addition to those of the engine.
 
 Errors that one of its parts raises for another one, and nobody else sees, stand with these parts.
 """

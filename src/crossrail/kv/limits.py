@@ -1,4 +1,4 @@
-"""Bounds that messages and options share, for who needs no more of either."""
+"""Bounds that messages and options share, for modules that need nothing else of either."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What routers, prefillers and decoders say to each other: typed MessagePack, every field bounded.
+"""The messages between routers, prefillers and decoders: typed MessagePack, every field bounded.
 
 A new field has a default: receivers that do not know it ignore it. Whatever changes a meaning raises seal.VERSION.
 All durations are seconds, never points in time: hosts need no common clock. Tokens are int32, little-endian.

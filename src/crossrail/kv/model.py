@@ -1,4 +1,4 @@
-"""What crossrail asks of a model, and the plain run of one that everything disaggregated is compared with."""
+"""What crossrail asks of a model, and the plain run of one that every disaggregated run is compared with."""
 
 from __future__ import annotations
 

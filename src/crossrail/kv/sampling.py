@@ -1,4 +1,4 @@
-"""From logits to a token: greedy, or drawn by seed and position alone, so equal wherever it is run."""
+"""From logits to a token: greedy, or drawn from the seed and position alone, so that every node draws the same."""
 
 from __future__ import annotations
 

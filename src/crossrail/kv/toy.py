@@ -1,4 +1,4 @@
-"""A model in numpy for tests and the demo: no sense, but every token depends on every byte of the KV before it.
+"""A model in numpy for tests and the demo: its tokens mean nothing, but each depends on every byte of the KV before it.
 
 Each layer keeps, per token, numbers drawn from that token's state; "attention" is their sum, weighted by odd numbers,
 modulo 2**64. A changed byte times odd weights is never 0 modulo 2**64, and all else is a bijection of the state: so one

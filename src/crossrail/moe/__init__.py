@@ -1,4 +1,4 @@
-"""Dispatch of tokens to experts and combine of what they return, over whatever rail there is."""
+"""Dispatch of tokens to experts and combine of their results, over any transport."""
 
 from typing import TYPE_CHECKING
 

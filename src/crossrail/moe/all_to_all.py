@@ -1,4 +1,4 @@
-"""Dispatch of tokens to the ranks that have their experts, and combine of what the experts made of them."""
+"""Dispatches tokens to the ranks that have their experts, and combines what the experts computed."""
 
 from __future__ import annotations
 

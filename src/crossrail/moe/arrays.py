@@ -1,4 +1,4 @@
-"""What users give and get: arrays of numpy, or tensors of torch in host memory; numpy's inside.
+"""The arrays that users pass and get: numpy's, or torch tensors in host memory. Inside, everything is numpy's.
 
 numpy lacks bfloat16 and float8_e4m3fn: there they are uint16 and uint8, as in the rest of crossrail.
 """

@@ -1,4 +1,4 @@
-"""How much memory a rank needs for an AllToAll: exact worst cases, in rows and bytes, as arithmetic.
+"""How much memory a rank needs for an AllToAll: exact worst cases in rows and bytes.
 
 Words: T = max_tokens, K = top_k, G = groups of ranks with the same tokens, N = G * T tokens in all, L = experts of
 the rank that has most, F = groups that are far from the rank, P = rows of a private slot, p = padding. A token's

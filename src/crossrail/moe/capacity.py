@@ -1,4 +1,4 @@
-"""Whether a round fits what the ranks have room for. All ranks see the same counts, and come to the same end."""
+"""Whether a round fits the ranks' memory. All ranks see the same counts, and so come to the same conclusion."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all ranks of an AllToAll agree on."""
+"""The configuration that all ranks of an AllToAll must agree on."""
 
 from __future__ import annotations
 

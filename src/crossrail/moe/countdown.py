@@ -1,4 +1,4 @@
-"""A time that several waits share."""
+"""A timeout that several waits share."""
 
 from __future__ import annotations
 

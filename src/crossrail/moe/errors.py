@@ -1,4 +1,4 @@
-"""What dispatch and combine raise beside the errors of the engine."""
+"""Errors of dispatch and combine, in addition to those of the engine."""
 
 from __future__ import annotations
 

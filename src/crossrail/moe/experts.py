@@ -1,4 +1,4 @@
-"""Which rank has which experts: the one place in Python that says it. In native code, it is moe::Layout."""
+"""Which rank has which experts: the only place in Python that computes it. In native code, it is moe::Layout."""
 
 from __future__ import annotations
 

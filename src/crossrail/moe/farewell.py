@@ -1,4 +1,4 @@
-"""Why a rank takes part no more: what its farewell tells the others, and the calls of which that may be the reason."""
+"""Why a rank stops taking part: what its farewell tells the others, and which calls can be the reason."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Who takes part: what an AllToAll needs of them before it has anything of its own, which is to exchange a few
-bytes.
-"""
+"""The ranks that take part, and the small exchanges among them before an AllToAll has any memory of its own."""
 
 from __future__ import annotations
 

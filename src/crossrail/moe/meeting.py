@@ -1,4 +1,4 @@
-"""How the ranks of an AllToAll meet: they compare arguments, and map each other's boards where they can."""
+"""How the ranks of an AllToAll meet: they compare arguments, and map each other's boards where possible."""
 
 from __future__ import annotations
 

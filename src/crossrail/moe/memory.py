@@ -1,4 +1,4 @@
-"""What a rank of an AllToAll allocates, before there is one."""
+"""What a rank of an AllToAll will allocate, known before the AllToAll is made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a wait for another rank ended, and the error to raise where that was without what it waited for."""
+"""How a wait for another rank ended, and the error to raise if it was in vain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of an EngineGroup send each other. Nothing that waits."""
+"""The packets that ranks of an EngineGroup exchange. Nothing waits here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The other ranks, whether they share memory with us or not: how they are met, and what is waited for."""
+"""The other ranks, whether or not they share memory with us: meeting them, and waiting for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the rows of a round go at each rank, and the end of rounds for which some rank has too little room."""
+"""Where each rank's rows of a round go, and how a round ends for which some rank has too little room."""
 
 from __future__ import annotations
 

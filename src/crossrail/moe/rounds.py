@@ -1,4 +1,4 @@
-"""One dispatch and the combine that answers it."""
+"""One dispatch and its combine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a caller gives to dispatch and combine: checked, and cut to as many tokens as the round has."""
+"""Checks the arrays that a caller passes to dispatch and combine, and cuts them to the round's number of tokens."""
 
 from __future__ import annotations
 

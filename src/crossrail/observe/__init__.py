@@ -1,4 +1,4 @@
-"""What people look at when they want to know what an engine did: metrics, recorded operations, traces.
+"""How to see what an engine did: metrics, recorded operations, traces.
 
 with serve_metrics(engine):  # for Prometheus
     ...

@@ -1,4 +1,4 @@
-"""Which arrival of an immediate is whose: a guess from the recordings of both sides.
+"""Matches arrivals of an immediate to transfers: a guess from the recordings of both sides.
 
 Who receives counts, and is not told who sent. So counts are given out in the order of time: of the transfers to one
 engine with one number, the first has the first arrival that is not earlier than it, and so on. Where several transfers

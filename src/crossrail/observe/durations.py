@@ -1,4 +1,4 @@
-"""How often something took how long, of things that happen some thousand times a second at most."""
+"""A histogram of durations, for things that happen at most some thousand times a second."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Families of metrics from plain numbers, by the values of their labels."""
+"""Prometheus metric families from plain numbers, by label values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files for the tools around: print where they are, or read them.
+"""Paths of the dashboard and alert rules that come with crossrail.
 
 python -c "from crossrail.observe.files import DASHBOARD; print(DASHBOARD)"
 """

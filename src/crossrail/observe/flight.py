@@ -1,4 +1,4 @@
-"""Flight recordings for people: a choice of entries, and their picture as a Chrome trace."""
+"""Flight recordings for people: selected entries, and their picture as a Chrome trace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Asking an HTTP endpoint of a process nearby."""
+"""Asks an HTTP endpoint of a process nearby."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prometheus metrics of engines. They are read when they are asked for, so nothing is counted for them on the way."""
+"""Prometheus metrics of engines. They are read when scraped, so nothing is counted for them in between."""
 
 from __future__ import annotations
 

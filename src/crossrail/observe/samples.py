@@ -1,4 +1,4 @@
-"""Metrics as somebody reads them who scrapes an endpoint: values now, and rates between two looks."""
+"""Metrics as a scraper of an endpoint sees them: current values, and rates between two scrapes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine counts per rail and per peer, as plain data."""
+"""An engine's traffic counters per rail and per peer, as plain data."""
 
 from __future__ import annotations
 

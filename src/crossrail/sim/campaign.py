@@ -1,4 +1,4 @@
-"""The randomised campaign: for each seed a world, a workload and faults of every kind; then every check has to hold.
+"""The randomised campaign: each seed gives a world, a workload and faults of every kind; then every check must hold.
 
     python -m crossrail.sim.campaign [--seeds N] [--from S] [--jobs J] [--until-failure] [--scenario NAME [--every K]]
 

@@ -1,4 +1,4 @@
-"""When Python's garbage collector runs in a simulation: at moments that are the same in every run.
+"""Runs Python's garbage collector at the same moments in every run of a simulation.
 
 What only a reference cycle holds - a region, a transfer, an engine - is closed by the collector. The automatic one runs
 when so many objects have been made since it last ran, in whatever the process did before too.

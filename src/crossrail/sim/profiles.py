@@ -1,4 +1,4 @@
-"""What a simulated NIC can do: figures of real ones, fitted to what was published or measured.
+"""Profiles of simulated NICs: figures fitted to what was published or measured of real ones.
 
 CX7, EFA_200G and EFA_100G reproduce Table 2 of "RDMA Point-to-Point Communication for LLM Systems" (arXiv 2510.27656)
 within 10 % at each of its sizes; tests/sim/test_profiles.py says how far off each is. from_bench() makes a profile of

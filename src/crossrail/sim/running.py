@@ -1,4 +1,4 @@
-"""One coroutine in one world, from its beginning to its end."""
+"""Runs one coroutine in one world, from beginning to end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The event log of a world as a picture: a Chrome trace, for chrome://tracing and https://ui.perfetto.dev.
+"""A world's event log as a picture: a Chrome trace, for chrome://tracing and https://ui.perfetto.dev.
 
 A process for each host, and in it a thread for each work that is under way at once on a rail, from its post to its
 completion; a curve of the bytes under way; and a thread of its own for what is not a work: engines that open and end,

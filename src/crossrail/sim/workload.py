@@ -1,4 +1,4 @@
-"""One seed's worth of the campaign: a world, mixed operations, cancels, closes, restarts, faults; then the checks."""
+"""One seed of the campaign: a world, mixed operations, cancels, closes, restarts, faults; then the checks."""
 
 from __future__ import annotations
 

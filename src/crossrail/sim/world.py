@@ -1,4 +1,4 @@
-"""Worlds, their hosts, and what goes wrong there on purpose."""
+"""Worlds, their hosts, and the faults that are injected there."""
 
 from __future__ import annotations
 

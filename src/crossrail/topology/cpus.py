@@ -1,4 +1,4 @@
-"""Which cores should drive a choice of rails."""
+"""Which cores should drive the chosen rails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Net devices and RDMA devices of a sysfs tree, and the NICs that they make up together."""
+"""Net devices and RDMA devices of a sysfs tree, and the NICs that they belong to."""
 
 from __future__ import annotations
 

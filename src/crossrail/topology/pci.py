@@ -1,4 +1,4 @@
-"""PCI functions of a sysfs tree: where they are, what drives them, and the GPUs among them."""
+"""PCI functions of a sysfs tree: where they are, their drivers, and the GPUs among them."""
 
 from __future__ import annotations
 

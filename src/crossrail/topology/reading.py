@@ -1,4 +1,4 @@
-"""Puts a Topology together from a sysfs and a procfs tree."""
+"""Builds a Topology from a sysfs and a procfs tree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Deals NICs out to GPUs, so that none is idle while its neighbours are shared.
+"""Assigns NICs to GPUs, so that none is idle while its neighbours are shared.
 
 1. A NIC below a GPU's PCIe root port (PIX, PXB) goes to the nearest GPU; of several, to the one with the fewest so far.
    Each GPU takes part in its fastest sort alone: 400 Gb/s compute ports, not the 200 Gb/s storage port beside them.

@@ -1,4 +1,4 @@
-"""Reading a tree of small files, any of which may be missing, unreadable or full of junk; nothing raises for that."""
+"""Reads a tree of small files, any of which may be missing, unreadable or full of junk, without raising for it."""
 
 from __future__ import annotations
 

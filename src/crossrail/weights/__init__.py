@@ -1,4 +1,4 @@
-"""Weight updates for RL: trainers write what has changed straight into the memory of inference ranks.
+"""Weight updates for RL: trainers write changed weights straight into the memory of inference ranks.
 
 Inventories say who holds what, make_plan() says once and for all who sends what to whom, and every update replays it:
 WeightController, WeightTrainer and WeightReceiver are the services that do (docs/weights.md).

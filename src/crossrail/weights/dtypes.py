@@ -1,4 +1,4 @@
-"""Types of elements: their names on the wire and in plans, and how many bytes one takes."""
+"""Element types: their names on the wire and in plans, and their sizes in bytes."""
 
 from __future__ import annotations
 

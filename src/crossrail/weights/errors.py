@@ -1,4 +1,4 @@
-"""What crossrail.weights raises beside what the engine does."""
+"""Errors of crossrail.weights, in addition to those of the engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What weights in the memory of GPUs take of torch: more of such memory, tensors over it, and waiting for kernels.
+"""What weights in GPU memory need of torch: allocating such memory, tensors over it, and waiting for kernels.
 
 torch is not imported here: whoever has tensors of a GPU has imported it.
 """

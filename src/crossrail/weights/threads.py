@@ -1,4 +1,4 @@
-"""Work that blocks, beside an event loop."""
+"""Runs blocking work beside an event loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A mixture of experts without a use, for demonstrations and measurements: names and cuts of real ones, any size.
+"""A meaningless mixture of experts for demos and measurements: names and shards of real models, any size.
 
 Trainers shard every parameter by rows, as FSDP does. One kind of inference rank has two tensor-parallel halves with
 fused projections and stacked experts, in bfloat16; another has everything in fp8 with block scales. Weights of a

@@ -1,4 +1,4 @@
-"""The soak: processes load each other at full speed by themselves, are killed and cut off meanwhile, and keep books.
+"""The soak: processes load each other at full speed, are killed and cut off meanwhile, and keep records of it all.
 
 The campaign over processes (crossrail.campaign.rounds) tells a process each operation and hears of its end: exact, and
 a hundred operations a second. Here each process draws its own operations on several threads, thousands a second, and

@@ -1,4 +1,4 @@
-"""The command: four processes load each other at full speed, are killed, stopped, cut off, and nothing may be lost.
+"""The soak command: four processes load each other at full speed while they are killed, stopped and cut off.
 
     python -m crossrail.campaign.soak [--minutes M] [--rounds N] [--transport shm,tcp] [--seed N]
         [--round-s S] [--folder FOLDER] [--csv FILE]

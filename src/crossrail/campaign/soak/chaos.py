@@ -1,4 +1,4 @@
-"""What goes wrong in a round of the soak: drawn from a seed as a whole before it begins, so that it can be repeated."""
+"""The faults of one soak round: the whole schedule is drawn from a seed beforehand, so that it can be repeated."""
 
 from __future__ import annotations
 

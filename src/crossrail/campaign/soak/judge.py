@@ -1,4 +1,4 @@
-"""What has to hold of the records of a round that is over: pure functions, which return what does not hold, in words.
+"""What must hold of the records of a finished round: pure functions that return the violations, in words.
 
 A sender that was killed is in doubt about what it had not noted as ended: between nothing and all of that may have been
 counted. What it noted as done was counted, once.

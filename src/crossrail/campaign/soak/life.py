@@ -1,4 +1,4 @@
-"""One engine of a soak from open to close: its memory, whom it knows, what is under way, and what came of it."""
+"""One engine of a soak from open to close (a "life"): its memory, its peers, its operations and what became of them."""
 
 from __future__ import annotations
 

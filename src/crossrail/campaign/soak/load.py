@@ -1,4 +1,4 @@
-"""What a thread of a soak's process does: operations drawn from a seed, one after the other, until it is stopped."""
+"""What one thread of a soak process does: operations drawn from a seed, one after another, until it is stopped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the processes of a soak write down, in memory that outlives them.
+"""The records that soak processes write, in shared memory that outlives them.
 
 Each seat has two books and two slabs that take turns: a life (one engine, from open to close or kill) uses one of each.
 All are made before the first process is forked, so that everybody has them: a writer looks at its target's bytes

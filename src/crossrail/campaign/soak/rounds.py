@@ -1,4 +1,4 @@
-"""One round of the soak: load and faults for some seconds, then calm, and all books are held against each other."""
+"""One round of the soak: some seconds of load and faults, then calm, then all books are compared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Many rounds of the soak, and what came of them."""
+"""Runs many rounds of the soak and sums up the results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The processes of a soak as their parent has them: who lives, and who is told what."""
+"""The parent's side of the soak's processes: which are alive, and which gets which order."""
 
 from __future__ import annotations
 

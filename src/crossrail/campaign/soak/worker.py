@@ -1,4 +1,4 @@
-"""A process of the soak: it has one engine at a time, loads its peers by itself, and is told when to begin and to stop.
+"""A process of the soak: it has one engine at a time, loads its peers by itself, and is told when to start and stop.
 
 The socket is that of crossrail.campaign.process: pickled tuples, a verb and what belongs to it.
 """

@@ -1,4 +1,4 @@
-"""`crossrail bench`: what the engine does beside what the machine can do, side by side in the same run.
+"""`crossrail bench`: measures the engine next to the machine's own limits, side by side in the same run.
 
 spec.py says what a measure is; copies.py, small.py, posting.py, api.py, footprint.py and simulator.py are the
 measures, tcp_copies.py and tcp_small.py those of TCP, kv.py those of KV transfers, between the sides of kv_sides.py;

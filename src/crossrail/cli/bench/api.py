@@ -1,4 +1,4 @@
-"""Measures of what a Python program sees: latency of counters and messages, message rate, the cost of a submit."""
+"""Measures what a Python program sees: latency of counters and messages, message rate, the cost of a submit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loops of api.py, one function for each side, through the Python API as a user would write them."""
+"""The loops of api.py, one function per side, written with the Python API as a user would write them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The arrays that the loops of `crossrail._core.bench` take. Their times are nanoseconds."""
+"""The array types that the loops of `crossrail._core.bench` take. Times are nanoseconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bare loops over a NIC's library between the two processes: the limits of the engine over it (rdma.py, BARE)."""
+"""Loops over a NIC's library without the engine, between the two processes: the limits that rdma.py compares with."""
 
 from __future__ import annotations
 

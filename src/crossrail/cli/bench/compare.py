@@ -1,4 +1,4 @@
-"""This run beside an older one: measure by measure, with an interval, so that noise is not taken for news.
+"""Compares a run with an older one, measure by measure, with intervals, so that noise is not mistaken for a change.
 
 Where both runs have the machine's limit beside the figure, ratios to the limit are compared, because machines drift
 between speeds and the limit drifts with them; else the figures themselves.

@@ -1,4 +1,4 @@
-"""Measures of bytes per second: single writes, paged writes and scatter, each beside one thread's memcpy."""
+"""Bandwidth measures: single writes, paged writes and scatter, each next to one thread's memcpy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How soon the death of a peer on the same host is seen: from SIGKILL to PeerLost."""
+"""How quickly the death of a peer on the same host is noticed: from SIGKILL to PeerLost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measures of what crossrail costs a program before it does anything: memory and import time.
+"""What crossrail costs a program before it does anything: memory and import time.
 
 Each sample is a fresh interpreter, as neither can be measured twice in one.
 """

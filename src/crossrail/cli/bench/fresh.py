@@ -1,4 +1,4 @@
-"""Fresh interpreters, for what cannot be measured twice in one."""
+"""Starts a fresh interpreter per sample, for what cannot be measured twice in one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How sure a figure of a few runs is: 95 % intervals of its median, and of the ratio of two such figures.
+"""How certain a figure from a few runs is: 95 % intervals of its median, and of the ratio of two such figures.
 
 Runs are few, so nothing here leans on large numbers. From six runs on the interval is by order statistics: the median
 of what runs do lies between two of the sorted runs with a chance that depends on nothing but their number. With fewer

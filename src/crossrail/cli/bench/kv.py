@@ -1,4 +1,4 @@
-"""Measures of KV transfers: a whole request between processes, what a page costs, how soon a layer leaves."""
+"""Measures of KV transfers: a whole request between processes, the cost of a page, how soon a layer leaves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What figures depend on: the machine, the version, and what else keeps the cores busy."""
+"""What figures depend on: the machine, the version, and the other load on its cores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of the figures, the same for every benchmark: what its options (options.py) do when all is measured."""
+"""What is done with the figures once everything is measured, the same for every benchmark; options.py has its options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report of a benchmark as one HTML file: nothing is fetched from anywhere to show it, and no script runs in it.
+"""A benchmark's report as one self-contained HTML file: it fetches nothing and runs no script.
 
 Every word that comes from outside this program - the machine, file names, errors, what an older file says - goes
 through `_text`, which escapes it. Only matplotlib's pictures, which escape themselves, go in as they are.

@@ -1,4 +1,4 @@
-"""The measure of paged writes: the same over every transport, but for the limit beside it."""
+"""The measure of paged writes: the same over every transport, except for the limit next to it."""
 
 from __future__ import annotations
 

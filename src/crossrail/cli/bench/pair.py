@@ -1,4 +1,4 @@
-"""The two processes of a benchmark: this one, which drives and keeps the clock, and peer.py, which receives."""
+"""The two processes of a benchmark: this one drives and keeps the clock, peer.py receives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Passes over large memory through the engine: set up and verified once, then run and timed as often as one likes."""
+"""Passes over large memory through the engine: set up and verified once, then run and timed any number of times."""
 
 from __future__ import annotations
 

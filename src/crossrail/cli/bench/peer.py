@@ -1,4 +1,4 @@
-"""The second process of `crossrail bench`: the receiving side of every measure, driven by the parent's calls."""
+"""The second process of `crossrail bench`: the receiving side of every measure, driven by calls from its parent."""
 
 from __future__ import annotations
 

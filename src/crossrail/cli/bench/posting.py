@@ -1,4 +1,4 @@
-"""What posting costs by itself: the engine on a transport whose rails complete at once and move nothing."""
+"""What posting costs by itself: the engine over a transport whose rails complete at once and move nothing."""
 
 from __future__ import annotations
 

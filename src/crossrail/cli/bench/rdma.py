@@ -1,4 +1,4 @@
-"""Measures of verbs and of ofi, each beside a loop over the bare library where this build has one.
+"""Measures of verbs and ofi, each next to a loop over the bare library where this build has one.
 
 BARE has such a loop by transport. Without one the figure stands alone, and has no bar: another network's limit says
 nothing about it.

@@ -1,4 +1,4 @@
-"""What people see of a benchmark in a terminal: the table, and one line a measure in a log."""
+"""A benchmark in a terminal: the table, or one line per measure in a log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The JSON file of a benchmark: written, and read again for comparisons. Formats 1 and 2 are read, 2 is written.
+"""The JSON file of a benchmark: writing it, and reading it for comparisons. Reads formats 1 and 2, writes 2.
 
 Format 2 has what 1 has, and the intervals, the points of curves, and distributions (`ecdf`).
 """

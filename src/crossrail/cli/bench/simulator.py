@@ -1,4 +1,4 @@
-"""Measures of the simulator: how much it moves in a second of CPU time, and how much memory many engines take."""
+"""Measures of the simulator: work requests per second of CPU time, and the memory that many engines take."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measures of small operations, native loops on both sides: latency and rate of 8-byte writes with an immediate."""
+"""Measures of small operations, with native loops on both sides: latency and rate of 8-byte writes with immediates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bare TCP connection between the two processes, and both ends of the limits that run over it.
+"""The bare TCP connection between the two processes, and both ends of the limits measured over it.
 
 The connection is warm: it stays open from one measure to the next, as a link of the engine does.
 """

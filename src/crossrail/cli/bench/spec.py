@@ -1,4 +1,4 @@
-"""What a measure is: a name, a figure, the machine's limit beside it, and the bar it has to reach."""
+"""What a measure is: a name, a figure, the machine's limit next to it, and the bar that it has to reach."""
 
 from __future__ import annotations
 

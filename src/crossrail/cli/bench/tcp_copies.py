@@ -1,4 +1,4 @@
-"""Measures of bytes per second over TCP, and of what they cost, each beside a loop of bare sockets."""
+"""Bandwidth over TCP, and its CPU cost, each next to a loop over bare sockets."""
 
 from __future__ import annotations
 

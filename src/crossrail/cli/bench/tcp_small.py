@@ -1,4 +1,4 @@
-"""Measures of small operations over TCP, native loops on both sides, each beside a loop of bare sockets."""
+"""Measures of small operations over TCP, with native loops on both sides, each next to a loop over bare sockets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What TLS costs: an engine under it beside one in the clear, in turn, between the same two processes."""
+"""What TLS costs: an engine with it and one without, in turns, between the same two processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `crossrail kv` commands share: options, models by name, and how a service runs until it is told to end."""
+"""What the `crossrail kv` commands share: options, models by name, and running a service until it is told to end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`crossrail kv demo`: a router, prefillers and a decoder in processes of their own, a prompt, and the proof.
+"""`crossrail kv demo`: router, prefillers and decoder in processes of their own, a prompt, and a check of its tokens.
 
 This process only starts them and speaks HTTP, as any client does. Then it runs the same prompt through the same model
 by itself, with nothing moved anywhere, and compares the tokens. With --kill the prefiller that works on the prompt is

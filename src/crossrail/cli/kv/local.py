@@ -1,4 +1,4 @@
-"""Services as processes of this host, and a client of their router: for the demo and for benchmarks."""
+"""Services as processes of this host, and a client of their router: for the demo and the benchmarks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A request's timeline as a picture of letters."""
+"""Draws a request's timeline with characters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was published about KV transfer (arXiv 2510.27656, second version, Table 3): the figures to be beside.
+"""Published figures of KV transfer (arXiv 2510.27656, second version, Table 3), to compare with.
 
 Qwen3-235B at TP 4 on both sides, two EFA rails of 200 Gb/s per GPU, pages of 128 tokens, chunks of at most 16,384.
 """

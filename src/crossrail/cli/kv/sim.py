@@ -1,4 +1,4 @@
-"""`crossrail kv sim`: what a layer's KV takes on simulated NICs, beside what was published."""
+"""`crossrail kv sim`: the time of a layer's KV transfer on simulated NICs, next to the published figures."""
 
 from __future__ import annotations
 

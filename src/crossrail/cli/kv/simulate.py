@@ -1,5 +1,5 @@
-"""A prompt's KV from one simulated instance to another: KvSender and KvReceiver post the writes and count them, over
-simulated NICs and from memory that does not exist, and computing takes the time that was published.
+"""A prompt's KV from one simulated instance to another: KvSender and KvReceiver post and count its writes over
+simulated NICs. The memory does not exist, and computing takes the published time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`crossrail moe demo`: the experts of a Qwen3-MoE spread over processes, each with tokens of its own, and the proof.
+"""`crossrail moe demo`: the experts of a Qwen3-MoE spread over processes, each with its own tokens, and a check.
 
 This process runs the same model alone, as transformers has it, and compares what each rank gives: one MoE block in
 float32 and in bfloat16, and in float32 also the logits of the whole model. All twice: the bits have to be the same.

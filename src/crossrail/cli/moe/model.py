@@ -1,4 +1,4 @@
-"""The demo's model: a Qwen3-MoE of transformers, small, with random weights that follow from a seed."""
+"""The demo's model: a small Qwen3-MoE of transformers, with random weights drawn from a seed."""
 
 from __future__ import annotations
 

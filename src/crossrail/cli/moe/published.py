@@ -1,4 +1,4 @@
-"""What was published about dispatch and combine (arXiv 2510.27656, and its repository): the figures to be beside.
+"""Published figures of dispatch and combine (arXiv 2510.27656, and its repository), to compare with.
 
 Hidden 7168, 256 experts, top 8, fp8 with 56 scales out, bfloat16 back, nodes of eight GPUs.
 """

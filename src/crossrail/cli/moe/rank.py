@@ -1,4 +1,4 @@
-"""One rank of the demo: a model whose experts are of this rank, or of others."""
+"""One rank of the demo: its model holds this rank's experts and reaches the others'."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`crossrail moe sim`: what dispatch and combine take on simulated NICs, beside what was published."""
+"""`crossrail moe sim`: the time of dispatch and combine on simulated NICs, next to the published figures."""
 
 from __future__ import annotations
 

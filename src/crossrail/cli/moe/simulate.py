@@ -1,5 +1,5 @@
 """Rounds of dispatch and combine of many GPUs on simulated NICs: AllToAll's own layout, buffers and proxies post the
-writes, of memory that does not exist, and what GPUs do takes time.
+writes. The memory does not exist, and the GPUs' work takes simulated time.
 
 Nothing here says who writes what: Placement and Proxy do, as for AllToAll. What kernels cost is KernelCosts.
 """

@@ -1,4 +1,4 @@
-"""`crossrail weights bench`: updates on this machine, beside what its memory can do and beside the ordinary way.
+"""`crossrail weights bench`: updates on this machine, next to memcpy and next to the ordinary way.
 
 The ordinary way gathers every parameter at trainer 0, which broadcasts it to the inference ranks, by torch.distributed
 over gloo. checkpoint-engine's own parameter servers, one at each inference rank, broadcast what each owns of the model,

@@ -1,4 +1,4 @@
-"""What `crossrail weights sim` simulates: a model on a cluster, by one or more ways, each with its plan."""
+"""The cases of `crossrail weights sim`: a model on a cluster, updated in one or more ways, each with its plan."""
 
 from __future__ import annotations
 

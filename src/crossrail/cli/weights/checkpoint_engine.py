@@ -1,4 +1,4 @@
-"""checkpoint-engine's own way to update weights, for comparison: its parameter servers, on the CPU, over gloo.
+"""checkpoint-engine's own weight update, for comparison: its parameter servers, on the CPU, over gloo.
 
 Each of its ranks is a server, which owns an equal part of the weights, and a worker beside it, which is given all of
 them: the real update_weights_from_ipc, which loads nothing.

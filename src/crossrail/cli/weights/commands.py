@@ -1,4 +1,4 @@
-"""Options of `crossrail weights`; what a command does is in the module of its name, imported when it runs."""
+"""Options of `crossrail weights`. What a command does is in the module of its name, imported when it runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the commands of `crossrail weights` share: models by name, spread over as many processes as one likes."""
+"""What the `crossrail weights` commands share: models by name, spread over any number of processes."""
 
 from __future__ import annotations
 

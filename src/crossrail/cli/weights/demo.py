@@ -1,4 +1,4 @@
-"""`crossrail weights demo`: trainers, inference ranks, version after version, and the proof.
+"""`crossrail weights demo`: trainers, inference ranks, one version after another, each compared bit for bit.
 
 This process is the controller. Each inference rank compares all it has with what converting the whole checkpoint gives.
 With --kill a trainer is killed in the middle of an update: it fails on all sides, another takes its place, and the same

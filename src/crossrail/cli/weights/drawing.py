@@ -1,4 +1,4 @@
-"""Simulated updates as pictures: what each stage of some trainers did when, and what a sweep gave."""
+"""Pictures of simulated updates: what each stage of some trainers did when, and the results of a sweep."""
 
 from __future__ import annotations
 

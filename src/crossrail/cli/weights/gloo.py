@@ -1,4 +1,4 @@
-"""The ordinary way to update weights, for comparison: gather at trainer 0, broadcast from there; torch over gloo."""
+"""The ordinary weight update, for comparison: gather at trainer 0, broadcast from there, with torch over gloo."""
 
 from __future__ import annotations
 

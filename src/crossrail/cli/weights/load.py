@@ -1,4 +1,4 @@
-"""`crossrail weights load`: inference ranks start cold, from a checkpoint on disk, as they are updated later.
+"""`crossrail weights load`: fills inference ranks from a checkpoint on disk, by the same path that later updates take.
 
 Reader 0 is the controller too. On other hosts, other readers map the checkpoint from where they are; each reads about
 as many bytes, and writes them straight into the ranks' memory, cast, cut and quantised as these want them.

@@ -1,4 +1,4 @@
-"""`crossrail weights plan`: from what everyone holds to a plan in a file."""
+"""`crossrail weights plan`: computes a plan from what everyone holds, and writes it to a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One process of `crossrail weights demo` and `bench`: a trainer that trains, or an inference rank that looks.
+"""One process of `crossrail weights demo` and `bench`: a trainer, or an inference rank that checks what it gets.
 
 It says what it does as lines of JSON on its standard output, and ends when its standard input does.
 """

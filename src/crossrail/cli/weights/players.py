@@ -1,4 +1,4 @@
-"""The processes of a fleet: started, told, listened to, killed, and none left behind."""
+"""The processes of a fleet: starts them, sends them orders, reads their answers, kills them, and leaves none behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A bar that shows how far an update is, stage by stage."""
+"""A progress bar of an update, stage by stage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`crossrail weights rl`: a Qwen3-MoE learns, and after each step two inference ranks have its weights, bit for bit."""
+"""`crossrail weights rl`: a Qwen3-MoE learns, and after each step two inference ranks get its weights, bit for bit."""
 
 from __future__ import annotations
 

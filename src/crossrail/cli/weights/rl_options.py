@@ -1,4 +1,4 @@
-"""What `crossrail weights rl` is asked for, and the inference ranks that it serves with."""
+"""The options of `crossrail weights rl`, and the inference ranks that it serves with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`crossrail weights show`: a plan in figures and as a heat map; what differs from another."""
+"""`crossrail weights show`: a plan in figures and as a heat map, and how it differs from another."""
 
 from __future__ import annotations
 

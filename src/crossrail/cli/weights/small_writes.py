@@ -1,4 +1,4 @@
-"""What a scheduled transfer costs in Python: steps of so many small writes, each a task of its own, in this process."""
+"""What a scheduled transfer costs in Python: steps of many small writes, each a task of its own, in this process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The addresses of this machine that others could reach, with the interface below each."""
+"""The addresses of this machine that others could reach, with the interface of each."""
 
 from __future__ import annotations
 

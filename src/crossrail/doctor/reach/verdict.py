@@ -1,4 +1,4 @@
-"""What the figures between two machines mean, as findings."""
+"""Turns the figures measured between two machines into findings."""
 
 from __future__ import annotations
 

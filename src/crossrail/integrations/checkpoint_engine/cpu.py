@@ -1,4 +1,4 @@
-"""The CPU in the place of a GPU, so that checkpoint-engine runs where there is none: for trying it out, and for tests.
+"""Runs checkpoint-engine without a GPU, on the CPU: for trying it out, and for tests.
 
 checkpoint-engine refuses machines without an accelerator. use_cpu() gives it another DeviceManager in this process,
 in parameter servers and in workers, theirs and ours. Pinned memory is ordinary memory then, gloo takes the place of

@@ -1,4 +1,4 @@
-"""What the parameter server raises beside what the engine does."""
+"""Errors of the parameter server, in addition to those of the engine."""
 
 from __future__ import annotations
 

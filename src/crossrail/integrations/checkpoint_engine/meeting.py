@@ -1,4 +1,5 @@
-"""What ranks say to each other about one call that all of them make, by the store that theirs opens at rank 0.
+"""How ranks agree about a call that all of them make: through the torch.distributed store that checkpoint-engine opens
+at rank 0.
 
 No process group of torch.distributed is needed, and no wait is without an end: a rank that fails says so to the others,
 one that died is missed by the rank before it, and one that is silent for too long is named.

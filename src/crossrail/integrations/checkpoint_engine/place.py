@@ -1,4 +1,4 @@
-"""Where a rank's registered memory is: what checkpoint-engine calls its address, `p2p_store_addr`, as a line of text.
+"""Where a rank's registered memory is, as a line of text: checkpoint-engine calls it the address, `p2p_store_addr`.
 
 It travels in checkpoint-engine's metas, in memory, as JSON and in files, to whoever is to read the weights. So it says
 all that a reader needs: nobody at the owner answers anything. It is "<ip>:<line>", as theirs is "<ip>:<port>": the part

@@ -1,4 +1,4 @@
-"""checkpoint-engine's ParameterServer whose weights travel over crossrail. Registration of checkpoints is theirs."""
+"""checkpoint-engine's ParameterServer with weights that travel over crossrail; its own code registers checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""checkpoint-engine's P2PStore over an engine: what ranks registered is read by others, one-sided, without Mooncake.
+"""checkpoint-engine's P2PStore over an engine: other ranks read what a rank registered, one-sided, without Mooncake.
 
 The real ParameterServer takes it too, for its updates of some ranks (`update(ranks=[...])`):
 

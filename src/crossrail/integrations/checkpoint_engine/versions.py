@@ -1,4 +1,4 @@
-"""Whether the installed checkpoint-engine is what our classes are written against: known when one is made."""
+"""Whether the installed checkpoint-engine is one that our classes were written for: checked when one is made."""
 
 from __future__ import annotations
 

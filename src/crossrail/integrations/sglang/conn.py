@@ -1,4 +1,4 @@
-"""SGLang's four classes of a transfer backend. Written against SGLang 0.5.23.
+"""The four classes that SGLang expects of a transfer backend. Written against SGLang 0.5.23.
 
 Of SGLang they have the base classes alone, not its CommonKVManager, whose control messages nobody seals. What SGLang's
 schedulers ask beside the base classes' methods is here too.

@@ -1,4 +1,4 @@
-"""The decoder's half: KV of requests, from the prefiller's ranks into the pages that SGLang has given them.
+"""The decoder's half: gets the KV of requests from the prefiller's ranks into the pages that SGLang allocated.
 
 A pull is one request of one rank. It ends in one of these ways, and only then may its pages be used or freed:
 - success: the count is complete, and the rows of aux are in SGLang's buffers.

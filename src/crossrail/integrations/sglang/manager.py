@@ -1,4 +1,4 @@
-"""What SGLang's KVManager does, without SGLang: one rank's node, and the half that its mode needs."""
+"""What SGLang's KVManager does, without importing SGLang: one rank's node, and the half that its mode needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What SGLang's KVArgs are to crossrail.kv: a layout, memory, the form that both sides must agree on, and rows of aux.
+"""Translates SGLang's KVArgs for crossrail.kv: layout, memory, the form that both sides must agree on, and rows of aux.
 
 A KVArgs is read, never kept. KV is on the host or on an NVIDIA GPU, aux on the host. An MHA pool has buffers for K of
 each layer, then for V of each; an MLA pool one a layer. Each is [pages, page_size, heads, ...] without gaps: "NHD",

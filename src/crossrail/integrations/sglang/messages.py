@@ -1,4 +1,4 @@
-"""What a decoder's rank and a prefiller's say to each other: messages of crossrail.kv, and two more."""
+"""Messages between a decoder's rank and a prefiller's: those of crossrail.kv, and two more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A thread with an event loop beside SGLang's scheduler, where crossrail.kv is at home: an engine, its wire, a mailbox.
+"""A thread beside SGLang's scheduler, with the event loop on which crossrail.kv runs: an engine, its wire, a mailbox.
 
 SGLang's scheduler polls and must not wait: most of its calls are handed to the loop and return at once. Where it takes
 pages back it has to wait until nothing touches them (`hold_until`).

@@ -1,4 +1,4 @@
-"""What a user says of the backend, in the environment: SGLang's command line has no room for it."""
+"""The backend's options, read from the environment because SGLang's command line has no place for them."""
 
 from __future__ import annotations
 

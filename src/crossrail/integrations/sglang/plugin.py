@@ -1,4 +1,4 @@
-"""What SGLang calls when it starts, in each of its processes: the entry point `crossrail` of `sglang.srt.plugins`.
+"""The entry point `crossrail` of `sglang.srt.plugins`, which SGLang calls at start in each of its processes.
 
 SGLang's backends are a closed enum and a function over it. Both are extended through SGLang's own registry of hooks:
 the enum by the lookup that Python's enums make for values they do not have.

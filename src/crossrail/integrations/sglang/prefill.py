@@ -1,4 +1,4 @@
-"""The prefiller's half: KV of requests that SGLang computes here, on its way to the decoder's ranks that asked.
+"""The prefiller's half: sends the KV that SGLang computes here to the decoder's ranks that asked for it.
 
 A room is a request, by the number that SGLang's router gave both sides. It begins when SGLang makes a sender for it;
 the decoder's ranks ask for their parts before or after. It ends when all of them have all of it, or when one

@@ -1,4 +1,4 @@
-"""How far a request is, in SGLang's words, seen by two threads."""
+"""The state of a request, in SGLang's terms, shared by two threads."""
 
 from __future__ import annotations
 

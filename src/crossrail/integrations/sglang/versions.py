@@ -1,4 +1,4 @@
-"""Whether our classes take what the installed SGLang gives: known at start-up, not at the first request."""
+"""Checks at start-up that our classes fit the installed SGLang."""
 
 from __future__ import annotations
 

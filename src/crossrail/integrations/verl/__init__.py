@@ -1,4 +1,4 @@
-"""Checkpoint engine "crossrail" of verl: from the trainer's ranks straight into the memory of rollout ranks.
+"""verl's checkpoint engine "crossrail": from the trainer's ranks straight into the memory of rollout ranks.
 
     actor_rollout_ref.rollout.checkpoint_engine.backend=crossrail
     actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=crossrail.integrations.verl

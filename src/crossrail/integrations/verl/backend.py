@@ -1,4 +1,4 @@
-"""The class that verl makes in each worker of trainer and rollout, under the name "crossrail"."""
+"""The class that verl creates in each trainer and rollout worker, under the name "crossrail"."""
 
 from __future__ import annotations
 

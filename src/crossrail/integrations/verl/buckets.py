@@ -1,4 +1,4 @@
-"""Where tensors lie in a bucket. All senders of a rollout rank cut the same stream of tensors alike, each by itself.
+"""Where tensors lie in a bucket. All senders of a rollout rank cut the same stream of tensors in the same way.
 
 A bucket has room for bucket_bytes. A tensor that does not fit behind the others begins the next one; one that is longer
 than a bucket is cut, and its pieces fill as many as it takes. The table says what lies where.

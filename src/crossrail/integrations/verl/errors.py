@@ -1,4 +1,4 @@
-"""What the checkpoint engine for verl raises beside what the engine does."""
+"""Errors of the checkpoint engine for verl, in addition to those of the engine."""
 
 from __future__ import annotations
 

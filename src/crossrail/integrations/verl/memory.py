@@ -1,4 +1,4 @@
-"""What a rank has for one update: two halves for buckets, and two for their tables."""
+"""The memory of a rank during an update: two halves for buckets, and two for their tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who sends which part to whom, and what ranks tell each other of themselves, by way of verl's controller.
+"""Who sends which part to whom, and what ranks tell each other about themselves through verl's controller.
 
 Each rollout rank gets every bucket. With as many trainer ranks as rollout ranks or more, several of them share in the
 sending to one: each sends a part of every bucket. With fewer, each sends to several, whole buckets.

@@ -1,4 +1,4 @@
-"""A rollout rank's update: tensors of a half are given out as views, while senders fill the other half."""
+"""A rollout rank's update: it yields tensors as views of one half of its buffer while senders fill the other half."""
 
 from __future__ import annotations
 

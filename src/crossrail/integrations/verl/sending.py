@@ -1,4 +1,4 @@
-"""A trainer rank's update: tensors are gathered into one half of the buffer while the other is on its way.
+"""A trainer rank's update: it gathers tensors into one half of its buffer while the other half is being sent.
 
     trainer   | bucket 0 | bucket 1 | bucket 2 | ...   copies its share into one half, then into the other
     NIC                  | bucket 0 | bucket 1 | ...   to each of its rollout ranks, once they have freed that half

@@ -1,4 +1,4 @@
-"""Waits for a peer's step that notice when a peer gave up, or died, and end in any case."""
+"""Waits for a peer's next step that also notice when the peer gave up or died, and always end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What vLLM's KV caches are to crossrail.kv: a layout, memory, and the form that both sides must agree on.
+"""Translates vLLM's KV caches for crossrail.kv: a layout, memory, and the form that both sides must agree on.
 
 Imports vLLM where it must ask it something; shapes and strides are read off the tensors.
 """

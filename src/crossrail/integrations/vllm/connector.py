@@ -1,4 +1,4 @@
-"""vLLM's side of it: each call becomes one of SchedulerSide's or WorkerSide's. Tested with vLLM 0.32."""
+"""vLLM's connector class: forwards each of vLLM's calls to SchedulerSide or WorkerSide. Tested with vLLM 0.32."""
 
 from __future__ import annotations
 

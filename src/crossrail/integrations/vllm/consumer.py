@@ -1,4 +1,4 @@
-"""The consumer's half of a worker: gets requests' KV into the blocks that vLLM has given them.
+"""The consumer's half of a worker: gets requests' KV into the blocks that vLLM allocated.
 
 A load ends in one of these ways, and only then is it reported and its blocks may be used or freed:
 - loaded: the count is complete.

@@ -1,4 +1,4 @@
-"""vLLM's seam for expert parallelism, over crossrail.moe: what prepares the inputs of fused experts, and finalizes.
+"""vLLM's interface for expert parallelism, over crossrail.moe: prepares the inputs of fused experts, and finalizes.
 
     kernel = FusedMoEKernel(CrossrailPrepareAndFinalize(all_to_all), experts)   # experts of vLLM's batched format
 

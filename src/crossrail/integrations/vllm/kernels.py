@@ -1,4 +1,4 @@
-"""What has to wait for kernels: on a GPU vLLM says that it has launched them, not that they are done.
+"""Waits for GPU kernels: on a GPU, vLLM reports that it has launched them, not that they are done.
 
 A host's caches need nothing of this: there, what vLLM has called is done.
 """

@@ -1,4 +1,4 @@
-"""What a user says of the connector in kv_connector_extra_config."""
+"""The connector's options, from kv_connector_extra_config."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the scheduler's side tells the workers with each step. Plain data: vLLM pickles it for processes of its own.
+"""What the scheduler's side tells the workers in each step. Plain data: vLLM pickles it for its other processes.
 
 Requests are named by vLLM's request_id here; transfer_id is what the two instances call them between each other.
 """

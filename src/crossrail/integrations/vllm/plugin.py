@@ -1,4 +1,4 @@
-"""What vLLM calls when it starts, in each of its processes: the entry point `crossrail` of `vllm.general_plugins`."""
+"""The entry point `crossrail` of `vllm.general_plugins`, which vLLM calls at start in each of its processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The producer's half of a worker: prompts that were computed here, on their way to whoever asks for them.
+"""The producer's half of a worker: offers the prompts that were computed here to whoever asks for them.
 
 An offer is a request's KV in our blocks. Decoders' ranks ask for it, each for its own part, when they like:
 - during the forward pass: what is computed by then goes with the next step, the rest layer by layer (`live`);

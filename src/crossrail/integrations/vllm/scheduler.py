@@ -1,4 +1,4 @@
-"""The half of the connector that lives with vLLM's scheduler: it knows requests and blocks, and touches no memory.
+"""The half of the connector inside vLLM's scheduler: it knows requests and blocks, and touches no memory.
 
 vLLM asks it about each request in a fixed order, and hands what it answers to the workers as this step's Orders.
 

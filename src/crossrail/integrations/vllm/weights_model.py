@@ -1,4 +1,4 @@
-"""Where the weights of a vLLM worker's model are written, and what vLLM has to do with them then.
+"""Where the weights of a vLLM worker's model are written, and what vLLM has to do with them afterwards.
 
 What kernels read as it was loaded is written in place. Layers whose weights vLLM changes after loading (packed for the
 CPU, shuffled for a kernel, fp8 whose scales a backend lays out anew) are written to memory beside the model, in the

@@ -1,4 +1,4 @@
-"""A layer of vLLM's, loaded again from tensors that are already this worker's: by vLLM's own layerwise reload.
+"""Reloads one layer of vLLM's from tensors that this worker already has, by vLLM's own layerwise reload.
 
 It puts the layer back into the state before anything was loaded, loads, does what is done after loading (repack,
 shuffle, requantise), and copies the outcome to where kernels and captured graphs read: what vLLM's own backends for

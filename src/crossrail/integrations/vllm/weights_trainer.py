@@ -1,4 +1,4 @@
-"""Updates of live vLLM instances, from where the controller of the trainers is. Imports no vLLM."""
+"""Updates live vLLM instances from the side of the trainers' controller. Does not import vLLM."""
 
 from __future__ import annotations
 

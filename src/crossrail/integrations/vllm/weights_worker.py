@@ -1,4 +1,4 @@
-"""An inference rank in somebody else's blocking program: a thread with an event loop, where crossrail.weights is.
+"""An inference rank inside a blocking program: a thread with the event loop on which crossrail.weights runs.
 
 Its program calls receive() when nothing reads the weights; only then are they written.
 """

@@ -1,4 +1,4 @@
-"""The half of the connector that lives with a vLLM worker: a thread with an event loop, where crossrail.kv is at home.
+"""The half of the connector inside a vLLM worker: a thread with the event loop on which crossrail.kv runs.
 
 vLLM calls from its own thread, and must not wait: its calls become calls on the loop. They wait in two cases only:
 until a step that sends layer by layer is planned, and until writes out of preempted blocks have ended.

@@ -1,1 +1,1 @@
-"""Membership in etcd: a client, records with leases, and a router's members and a node's routers by them."""
+"""Membership in etcd: a client, leased records, and how routers find nodes and nodes find routers by them."""

@@ -1,4 +1,4 @@
-"""A client of etcd, as small as membership needs: leases, keys under them, and what changes below a prefix.
+"""An etcd client with just what membership needs: leases, keys under them, and watches of a prefix.
 
 It speaks etcd's own JSON gateway (`/v3/...`, in every etcd since 3.4) over aiohttp, which is here anyway. The Python
 clients of its gRPC interface are not kept up any more, or bring gRPC along.

@@ -1,4 +1,4 @@
-"""Membership of a cluster in etcd: who is there is what etcd says, for all routers alike.
+"""Membership of a cluster kept in etcd, the same for all routers.
 
 A node puts its record there under a lease and keeps that alive; a router takes it for a member as long as the record is
 there. Routers are there too, so nodes find them without a URL, whichever come and go. What travels between a node and a

@@ -1,4 +1,4 @@
-"""Why an HTTP server could not be asked, in words for who runs it: aiohttp's own name its classes and their fields."""
+"""Explains failed HTTP requests in an operator's words: aiohttp's own errors name its classes and fields."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the front says when it does not do what it was asked: OpenAI's errors, whatever their status.
+"""What the front answers when it refuses or fails a request: OpenAI's error body, with any status.
 
     {"error": {"message": "in words", "type": "invalid_request_error", "param": "max_tokens", "code": 400}}
 

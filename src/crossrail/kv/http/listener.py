@@ -1,4 +1,4 @@
-"""Where HTTP clients connect: one that is slow or silent costs a descriptor, and does not keep it for ever."""
+"""Accepts HTTP clients: a slow or silent one costs a file descriptor, and only for a limited time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a client may take to take what is written to it."""
+"""How long a client may take to read what is written to it."""
 
 from __future__ import annotations
 

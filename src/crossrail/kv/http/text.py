@@ -1,4 +1,4 @@
-"""From tokens to text while they come: a token may be half a character, and its text may depend on those before it."""
+"""Turns tokens into text as they arrive: a token may be half a character, and its text may depend on earlier ones."""
 
 from __future__ import annotations
 

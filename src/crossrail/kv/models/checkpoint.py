@@ -1,4 +1,4 @@
-"""A model that lies in a directory as transformers saves it. Nothing is ever downloaded."""
+"""Loads a model from a directory in transformers' format. Nothing is ever downloaded."""
 
 from __future__ import annotations
 

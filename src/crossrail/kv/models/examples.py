@@ -1,4 +1,4 @@
-"""Small models of well-known kinds, with random weights that a seed decides. Their tokens are bytes, and an end."""
+"""Small models of well-known architectures, with random weights drawn from a seed. Tokens: the bytes, and an end."""
 
 from __future__ import annotations
 

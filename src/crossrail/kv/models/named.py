@@ -1,4 +1,4 @@
-"""Models by the names that commands take, and their options as text."""
+"""Models by the names that commands take, with their options as text."""
 
 from __future__ import annotations
 

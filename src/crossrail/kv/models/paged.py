@@ -1,4 +1,4 @@
-"""A cache for transformers whose keys and values lie in the pages of a node, where NICs read and write them too."""
+"""A cache for transformers whose keys and values lie in a node's pages, where NICs read and write them too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decode steps of several requests as one pass of the model."""
+"""Decode steps of several requests, batched into one pass of the model."""
 
 from __future__ import annotations
 

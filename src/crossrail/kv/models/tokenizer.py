@@ -1,4 +1,4 @@
-"""A tokenizer that lies in a directory as transformers saves it, perhaps beside a model."""
+"""Loads a tokenizer from a directory in transformers' format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why nobody takes a request, in words: no node of that role is there, or none that may take it."""
+"""Explains why no node takes a request: there is none of that role, or none that may take it."""
 
 from __future__ import annotations
 

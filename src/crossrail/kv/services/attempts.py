@@ -1,4 +1,4 @@
-"""What those who write KV remember of attempts: how they ended, for who asks again, and of which nobody can say so."""
+"""What a writer of KV remembers of ended attempts, to answer those who ask again; some outcomes are no longer known."""
 
 from __future__ import annotations
 

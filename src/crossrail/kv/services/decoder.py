@@ -1,4 +1,4 @@
-"""The decoder: has a prompt's KV sent here, runs the last prompt token and all that follow, and tells the router.
+"""The decoder: gets a prompt's KV sent here, runs the last prompt token and all later ones, and tells the router.
 
 Life of a request here:
 1. started: pages for the prompt and all that may be generated are reserved, or the router is told to look elsewhere.

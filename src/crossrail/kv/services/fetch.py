@@ -1,4 +1,4 @@
-"""How a decoder gets a prompt's KV: from one prefiller after another, until one has sent it all.
+"""How a decoder gets a prompt's KV: from one prefiller after another, until one has sent all of it.
 
 An attempt ends in one of these ways, and in no other are its pages used again:
 - arrived: the count is complete.

@@ -1,5 +1,6 @@
-"""What comes back at a decoder is kept for one request that has waited long, so that it starts although smaller ones
-would always fit, whichever routers they come from."""
+"""Room that becomes free at a decoder is kept for one request that has waited long; otherwise smaller requests, from
+whichever router, would always fit first.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is there: nodes join, are heard of, drain, leave, or are missed.
+"""Which nodes are there: they join, send heartbeats, drain, leave, or go missing.
 
 Membership is what a router asks. Roster is the one that lives in the router itself; etcd/membership.py has another.
 """

@@ -1,4 +1,4 @@
-"""Whether the model of a node hangs."""
+"""Notices when the model of a node hangs."""
 
 from __future__ import annotations
 

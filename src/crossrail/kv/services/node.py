@@ -1,4 +1,4 @@
-"""What prefillers and decoders have in common: they belong to routers, report, drain and leave."""
+"""What prefillers and decoders have in common: they belong to routers, report their load, drain and leave."""
 
 from __future__ import annotations
 

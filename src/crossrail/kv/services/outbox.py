@@ -1,4 +1,4 @@
-"""What a decoder's requests have for its routers: pieces that are ready together travel as one message."""
+"""What a decoder sends its routers: pieces of several requests that are ready together travel in one message."""
 
 from __future__ import annotations
 

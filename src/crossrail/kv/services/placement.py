@@ -1,4 +1,4 @@
-"""Which nodes a router gives a request to, and what it has given to whom."""
+"""Which nodes a router gives a request to, and which requests each of them has."""
 
 from __future__ import annotations
 

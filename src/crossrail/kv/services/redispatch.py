@@ -1,4 +1,4 @@
-"""Another prefiller for a decoder whose own has died, failed, or has no room."""
+"""Names another prefiller to a decoder whose own died, failed, or has no room."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which node takes a request: the one where it waits least, counting what is cached there as done. Pure functions."""
+"""Chooses the node where a request would wait least, counting what is cached there as done. Pure functions."""
 
 from __future__ import annotations
 

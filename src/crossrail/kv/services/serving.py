@@ -1,4 +1,4 @@
-"""One request at a decoder: what is known of it, and how it is told to stop."""
+"""One request at a decoder: its state, and how it is told to stop."""
 
 from __future__ import annotations
 

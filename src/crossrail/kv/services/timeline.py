@@ -1,4 +1,4 @@
-"""What a request spent its time on: spans, as Chrome trace and as a picture."""
+"""Where a request's time went: spans, as a Chrome trace and as a picture."""
 
 from __future__ import annotations
 

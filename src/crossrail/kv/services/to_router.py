@@ -1,4 +1,4 @@
-"""What a decoder says to the router of a request, and asks it: through restarts of the router."""
+"""A decoder's reports and questions to the router of a request, which survive restarts of the router."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests whose end a router has taken: it may die before it has told its client."""
+"""Requests whose end a router has acknowledged: the router may still die before it has told its client."""
 
 from __future__ import annotations
 

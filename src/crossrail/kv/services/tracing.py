@@ -1,4 +1,4 @@
-"""OpenTelemetry spans of requests: at the front, the decoder and the prefiller, one below the other.
+"""OpenTelemetry spans of requests: at the front, the decoder and the prefiller, each a child of the one before.
 
 They are exported as the process has set up OpenTelemetry; where opentelemetry-api is not installed, or nothing is set
 up, none are made, and the context of who asked is handed on as it came. Contexts are W3C's `traceparent`

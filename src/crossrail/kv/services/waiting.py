@@ -1,4 +1,4 @@
-"""Requests that wait for a decoder, in the order in which they came, and whose turn it is at which.
+"""Requests that wait for a decoder, in order of arrival, and which of them is offered to which decoder next.
 
 Life of one here:
 1. it comes: behind all that came before it. One that comes again, since its decoder died, has its old place.

@@ -1,4 +1,4 @@
-"""Whether KV that is still missing can still come: what a decoder finds out about whoever is to write it."""
+"""Whether missing KV can still arrive: what a decoder finds out about the prefiller that is to write it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a writer may touch: registrations of a decoder's memory that are its own, so that it can be shut out alone.
+"""What a prefiller may write to: each has its own registrations of the decoder's memory, so it can be shut out alone.
 
 A prefiller that is dead, frozen or cut off may have writes under way that nobody can call back: in its own memory, in a
 kernel's buffers, on a wire. Closing the registration that they name makes them land nowhere, however late they come,

@@ -1,4 +1,4 @@
-"""Leases on pages that an embedding engine's own allocator hands out: the states and their rules, without the pool."""
+"""Leases on pages that an embedding engine's own allocator hands out: states and rules of pages.py without a pool."""
 
 from __future__ import annotations
 

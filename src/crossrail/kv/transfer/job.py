@@ -1,4 +1,4 @@
-"""One request at the prefiller: what is posted for it, and when its pages are quiet."""
+"""One request at the prefiller: the writes posted for it, and when nothing reads its pages any more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How an inference instance keeps its KV cache, and whether two instances can exchange theirs. Pure data."""
+"""The layout of an inference instance's KV cache, and whether two instances can exchange theirs. Pure data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may use a page of KV memory, and from when on another may: the lifetime rules, as states.
+"""Who may use a page of KV memory, and when another may: the lifetime rules, as states.
 
 A lease is one request's hold on pages. Pages that are its own go through its states:
 

@@ -1,4 +1,4 @@
-"""One request at the decoder: pages and an immediate, and nothing reused before it is quiet.
+"""One request at the decoder: its pages and its immediate, neither of which is reused while a write may still arrive.
 
 Nobody tells a decoder that a transfer is done: it knows how many immediates it makes, and counts.
 """

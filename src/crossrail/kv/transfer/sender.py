@@ -1,4 +1,4 @@
-"""The prefiller's side: layer by layer, KV leaves as soon as it is computed.
+"""The prefiller's side: each layer's KV leaves as soon as it is computed.
 
 The model, or a kernel in its CUDA graph, adds 1 to a watched word after each layer's attention output projection.
 Whoever runs the model says before each step which tokens of which requests it will compute. So what a layer sends is

@@ -1,4 +1,4 @@
-"""Who sends what to whom when two instances split the heads differently, and in how large pieces. Pure functions.
+"""Who sends what to whom when two instances split the heads differently, and in pieces of what length. Pure functions.
 
 Every (part, head, token) of a page is one row of head_dim elements, in the same order on both sides. So a transfer is
 three nested loops over rows, each with its own step in bytes on either side; loops that both sides lay out without a

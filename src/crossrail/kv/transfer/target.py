@@ -1,4 +1,4 @@
-"""What a decoder tells a prefiller of a request's memory: all that it takes to write there."""
+"""What a decoder tells a prefiller about a request's memory: everything that is needed to write there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dispatch and combine whose halves only launch kernels, so that CUDA graphs can have them."""
+"""Dispatch and combine whose halves only launch kernels, so that they can be captured in CUDA graphs."""
 
 from crossrail._extras import needs
 

@@ -1,4 +1,4 @@
-"""Pinned memory in which a GPU and the thread that posts for it tell each other of rounds; see moe/stream_proxy.h."""
+"""Pinned memory through which a GPU and the thread that posts for it exchange news of rounds: see stream_proxy.h."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What GraphAllToAll.explain says."""
+"""The text of GraphAllToAll.explain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ended the rounds of a GraphAllToAll, as the error to raise."""
+"""Turns what ended the rounds of a GraphAllToAll into the error to raise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the halves of a round launch. Two implementations: Triton's, and torch's own operations in host memory."""
+"""The kernels that the halves of a round launch. Two implementations: Triton's, and torch operations in host memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of a rank whose rounds are kernels on a stream: two of everything, for rounds of even and of odd number."""
+"""Row buffers of a rank whose rounds are kernels on a stream: two of each, for even and odd rounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The thread that posts for rounds whose steps are kernels, and how kernels and it wait for each other."""
+"""The thread that posts writes for rounds of kernels, and how it and the kernels wait for each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GraphKernels in operations of torch, in host memory: done when they return. For tests, and to try without a GPU."""
+"""GraphKernels as torch operations in host memory, done when they return: for tests, and to try it without a GPU."""
 
 from __future__ import annotations
 

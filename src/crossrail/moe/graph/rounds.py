@@ -1,4 +1,4 @@
-"""One dispatch and the combine that answers it, or one of each replay of a graph that they were captured into."""
+"""One dispatch and its combine; or, once captured into a graph, one of each per replay."""
 
 from __future__ import annotations
 

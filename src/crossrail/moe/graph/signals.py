@@ -1,4 +1,4 @@
-"""Words by which kernels of ranks that reach each other's memory tell each other how far they are, without the CPU."""
+"""Words through which kernels of ranks that reach each other's memory report their progress, without the CPU."""
 
 from __future__ import annotations
 

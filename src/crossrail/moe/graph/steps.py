@@ -1,4 +1,4 @@
-"""What the halves of a round launch: the kernels of a rank, on its memory."""
+"""Launches the kernels of each half of a round, on one rank's memory."""
 
 from __future__ import annotations
 

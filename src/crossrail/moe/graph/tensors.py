@@ -1,4 +1,4 @@
-"""Tensors of a rank whose rounds are kernels on a stream, and the stream that these are launched on."""
+"""The tensors of a rank whose rounds are kernels on a stream, and that stream."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What kernels of torch tensors check before they write anything. To look at tables on a GPU is to wait for it."""
+"""Checks of kernels on torch tensors, before anything is written. Looking at a table on a GPU waits for the GPU."""
 
 from __future__ import annotations
 

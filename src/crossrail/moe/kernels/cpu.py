@@ -1,4 +1,4 @@
-"""Kernels on the caller's thread, for rows in host memory: numpy arrays, torch tensors, or whatever speaks DLPack."""
+"""Kernels on the caller's thread, for rows in host memory: numpy arrays, torch tensors, anything that speaks DLPack."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the halves of dispatch and combine ask of whoever touches rows: six functions of arrays.
+"""The interface of kernels, the code that touches rows for dispatch and combine: six functions on arrays.
 
 Arrays are C-contiguous and the implementation's own: numpy or torch in host memory for "cpu", torch for the others.
 Numbers of rows are float32, float16 or bfloat16 (in numpy: uint16). An implementation reads and writes nothing outside

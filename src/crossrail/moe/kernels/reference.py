@@ -1,4 +1,4 @@
-"""Kernels in plain torch, as short as they can be said: the oracle of the others, and for devices without better.
+"""Kernels in plain torch, as short as possible: the oracle for the others, and for devices without anything better.
 
 Threads: any. Nothing is fused by torch when it runs eagerly, so products and sums are rounded one by one.
 """

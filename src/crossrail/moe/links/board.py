@@ -1,4 +1,4 @@
-"""Memory that a rank shows to those who share memory with it: what it sends, what its experts gave, and how far it is.
+"""Memory that a rank shows to those it shares memory with: what it sends, what its experts returned, and its progress.
 
 A board has two of everything but the farewell, for rounds of even and of odd number. Only its owner writes it.
 """

@@ -1,4 +1,4 @@
-"""Ranks that share no memory with us: their rows go by the rails, posted and counted by the native proxy."""
+"""Ranks that share no memory with us: their rows go over the rails, posted and counted by the native proxy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory for what comes and goes by the rails: its parts, how long they are and where. The same on all ranks."""
+"""The memory for rows that go over the rails: its parts, their sizes and offsets, the same on all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Partial sums: a node's ranks add up their experts' outputs for a token of another node, and one row of it goes there.
+"""Partial sums: the ranks of a node add up their experts' outputs for a token of another node and send one row back.
 
 See native/moe/node_sums.h for who adds up what, and where it goes.
 """

@@ -1,1 +1,1 @@
-"""on_lost="mask": rounds go on without lost ranks. Where not all ranks share memory, those left agree on it first."""
+"""on_lost="mask": rounds continue without lost ranks. Without shared memory the ranks left first agree on it."""

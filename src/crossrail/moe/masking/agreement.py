@@ -1,4 +1,4 @@
-"""on_lost="mask" where not all ranks share memory: a half counts once all confirm it, and who is lost is masked by all.
+"""on_lost="mask" without shared memory: a half counts once all ranks confirm it, and all mask the same lost ranks.
 
 Who has all of a half tells everybody, and goes on when everybody has said so. So when a rank is lost, either nobody has
 gone on from a half, or everybody has all of it: the ranks that are left agree on its last half (paxos.py), and on who

@@ -1,4 +1,4 @@
-"""Memory by which ranks confirm halves to each other, and say who is left: each writes its own part of all others'.
+"""Memory through which ranks confirm halves and say who is left: each rank writes to its own part of every other's.
 
 Nothing here is counted on to be written whole: a confirmation lies beside its complement, a record under its hash, so
 one that is still being written looks like none. An immediate only wakes those who wait.

@@ -1,4 +1,4 @@
-"""How the ranks that are left agree on who that is, and on the last half of each that is not: Paxos, once per view.
+"""How the remaining ranks agree on who they are, and on the last half of each masked rank: Paxos, once per view.
 
 Pure: hears records, is told the time, and says what its own record is. confirmations.py carries records; they may be
 late, be lost or come in any order, and each replaces the one before.

@@ -1,4 +1,4 @@
-"""Routes of a round without ranks that were lost (on_lost="mask"). Pure functions.
+"""The routes of a round without lost ranks (on_lost="mask"). Pure functions.
 
 Who is missing in which half of which round, one word in memory that all map decides (native/moe/words.h); or, where not
 all ranks share memory, those that are left (agreement.py).

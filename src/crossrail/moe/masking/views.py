@@ -1,4 +1,4 @@
-"""Who is left of a group, and what ranks write to each other until they agree on it. Plain data, nothing that waits.
+"""Which ranks of a group are left, and the records that ranks exchange until they agree. Plain data, nothing waits.
 
 Words: a *half* is one round's dispatch or combine; its *mark* is 2 * ordinal of the round, plus 1 for combine. Marks of
 rounds of one parity grow in the order in which their halves happen. `lasts` of a masked rank: of each parity the mark

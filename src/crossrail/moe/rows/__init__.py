@@ -1,1 +1,1 @@
-"""Where rows are, and who touches them there: memory of the host, or a GPU's."""
+"""Where rows are and what touches them there: host memory or a GPU's."""

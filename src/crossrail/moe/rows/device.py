@@ -1,4 +1,4 @@
-"""Rows in the memory of a GPU: tensors of torch, and kernels that are launched on its streams."""
+"""Rows in GPU memory: torch tensors, and kernels launched on their streams."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rows an AllToAll has, by its arguments."""
+"""Chooses the kind of rows for an AllToAll from its arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows in the memory of the host: arrays of numpy, and kernels that have ended when they return."""
+"""Rows in host memory: numpy arrays, and kernels that are done when they return."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where rows are - x, what experts make of them, sums - and who touches them there.
+"""Where rows are (inputs, experts' outputs, sums) and what touches them there.
 
 HostRows (host.py) is for memory of the host, DeviceRows (device.py) for a GPU's. What decides where a row goes -
 routes, counts, tables - is in host memory with either, as arrays of numpy.

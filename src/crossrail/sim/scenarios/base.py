@@ -1,4 +1,4 @@
-"""What a scenario is, what one run of it gets, and what is checked of every run.
+"""What a scenario is, what one run of it gets, and what is checked after every run.
 
 A scenario is a coroutine on the event loop of its own world: services, tasks and faults, written as a user would. What
 it does is drawn from the seed, and so is the world's order of events: one number replays a run.

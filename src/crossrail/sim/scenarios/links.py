@@ -1,4 +1,4 @@
-"""Scenarios in which the network misbehaves: rails, hosts that do not hear each other, engines that stand still."""
+"""Scenarios in which the network misbehaves: rails fail, hosts cannot reach each other, engines freeze."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scenarios in which nothing breaks: what moves is checked, and how fast."""
+"""Scenarios in which nothing breaks: the bytes moved are checked, and the speed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scenarios in which engines die: what others do with those that come back under the same name."""
+"""Scenarios in which engines die and come back under the same name."""
 
 from __future__ import annotations
 

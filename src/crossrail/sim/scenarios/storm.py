@@ -1,4 +1,4 @@
-"""All faults there are, drawn from the seed, over writes in all directions."""
+"""Faults of every kind, drawn from the seed, during writes in all directions."""
 
 from __future__ import annotations
 

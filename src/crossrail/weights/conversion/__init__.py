@@ -1,1 +1,1 @@
-"""Elements of one type into another, bit for bit the same by numpy and by torch. Knows nothing of parameters."""
+"""Conversions between element types, with the same bits from numpy and from torch. Knows nothing of parameters."""

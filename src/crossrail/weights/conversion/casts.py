@@ -1,4 +1,4 @@
-"""Elements of one type into another, exactly as rounding to the nearest does; ties to even.
+"""Casts between element types, rounding to the nearest, ties to even.
 
 bfloat16 is kept as uint16 and float8 as uint8: numpy has neither. What is converted goes through float32 a piece at a
 time, in scratch memory that is made once.

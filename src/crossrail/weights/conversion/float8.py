@@ -1,4 +1,4 @@
-"""float8 e4m3 with a scale for each block of 128 x 128: what DeepSeek-V3 and its kind keep their weights in.
+"""float8 e4m3 with a scale per block of 128 x 128, the format in which DeepSeek-V3 and similar models keep weights.
 
 scale = max(largest magnitude of the block, 448 * 2**-126) / 448, as float32; each element is then x / scale as float32,
 rounded to the nearest e4m3, ties to even. So the largest magnitude becomes 448, the format's largest, zeros stay zeros,

@@ -1,4 +1,4 @@
-"""Casts and float8 in torch, on the device of the tensors: to the bit what casts.py and float8.py make in numpy.
+"""Casts and float8 in torch, on the tensors' device, with the same bits as casts.py and float8.py produce in numpy.
 
 Where torch's kernels may round otherwise than numpy does, or as the device likes, it is spelt out in integers.
 Needs torch.

@@ -1,4 +1,4 @@
-"""A safetensors checkpoint as a source of weights: inference ranks start cold as they are updated, by the same plan.
+"""A safetensors checkpoint as a source of weights: inference ranks are filled from it by the same plans as updates use.
 
 The format is https://github.com/huggingface/safetensors: eight bytes with the header's length, the header in JSON, the
 tensors. Files are mapped, not read: pages come in as they are written to inference ranks.

@@ -1,4 +1,4 @@
-"""Rules for the names of vLLM and transformers, and shapes from a model's configuration: Llama, Qwen, DeepSeek-V3."""
+"""Rules for tensor names of vLLM and transformers, and shapes from model configurations: Llama, Qwen, DeepSeek-V3."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process holds of a model's parameters, and where in its memory. Pure data, refused by the parameter's name.
+"""What a process holds of a model's parameters, and where in its memory. Pure data; mistakes are refused by parameter.
 
 Parameters have the names and shapes of the checkpoint (mapping.py translates a framework's own), and a holding is a
 box of one of them at a place in a registered region. So a fused tensor is several holdings in one piece of memory, a

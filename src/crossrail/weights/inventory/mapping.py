@@ -1,4 +1,4 @@
-"""From the tensors of a framework to parameters of the checkpoint: rules that say what lies where inside of what.
+"""From a framework's tensors to the checkpoint's parameters: rules that say which parameters lie where in which tensor.
 
 A rule names a framework's tensor and the parameters that lie in it one behind the other. What a rank of tensor or
 expert parallelism holds, and the scales of fp8 blocks, follow from it. To add a model or a framework: a tuple of rules,

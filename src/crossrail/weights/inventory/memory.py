@@ -1,4 +1,4 @@
-"""Memory of a process in which weights lie, registered in whole blocks, and the inventory of what lies there."""
+"""A process's memory for weights, registered in large blocks, and the inventory of what lies there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Inventories of large models as trainers and inference ranks hold them, without the memory: for plans and simulations.
+"""Inventories of large models at trainers and inference ranks, without their memory: for plans and simulations.
 
 Shapes are those of the published configurations. Experts are stacked: one parameter (experts, rows, columns) each for
 gate, up and down.

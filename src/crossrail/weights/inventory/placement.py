@@ -1,4 +1,4 @@
-"""Which box of a tensor a process has, from how it is placed on a mesh of processes, as torch's DTensor says it.
+"""Which box of a tensor a process has, given its placement on a process mesh as torch's DTensor describes it.
 
 The arithmetic is torch.chunk's: pieces of ceil(n / count), the last ones shorter or empty.
 """

@@ -1,4 +1,4 @@
-"""Who sends: each slice from the one of its possible senders that has the fewest bytes so far, for its speed."""
+"""Chooses each slice's sender: of those that hold it, the one with the fewest bytes so far relative to its speed."""
 
 from __future__ import annotations
 

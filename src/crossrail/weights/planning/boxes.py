@@ -1,4 +1,4 @@
-"""Arithmetic of many boxes at once. A box is a row of start and one of stop, shape (n, dims), int64."""
+"""Arithmetic on many boxes at once. A box is a row of starts and a row of stops, shape (n, dims), int64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Proves of a plan that it does what is promised, from the inventories alone, and by other means than it was made.
+"""Proves that a plan does what it should, from the inventories alone, and by other means than it was made by.
 
 What is proved: every byte that a target holds is written exactly once and nothing else is; what is written there is the
 element that belongs there, in its dtype; and every part is gathered whole from where its elements are.

@@ -1,4 +1,4 @@
-"""Tasks whose bytes lie side by side at their trainer, and at a target too, made one: q, k and v of a fused tensor.
+"""Joins tasks whose bytes are adjacent at their trainer and at a target, such as q, k and v of a fused tensor.
 
 What is sent as it lies (direct tasks) has no buffer, so it costs nothing to send more of it at once; a write instead of
 three does less work on both sides, and the inference rank counts one.

@@ -1,4 +1,4 @@
-"""From what everyone holds to who sends what to whom: numpy over all byte ranges at once.
+"""Decides who sends what to whom, from what everyone holds: numpy over all byte ranges at once.
 
 The idea is section 5 of the paper: one static schedule, each slice from the holder with the fewest bytes so far. Where
 the paper gathers every parameter in full at all trainers of its mesh, this cuts parameters as the trainers hold them

@@ -1,4 +1,4 @@
-"""What others send in place of a slow trainer that alone holds it: they fetch it once, where it would send it to all.
+"""Relieves a slow trainer that alone holds an expert: others fetch it once, and send it on in its place.
 
 In an update every inference rank that has a copy of an expert is written to; a trainer whose link is slow sends each of
 its bytes as many times. Another that reads them from it (2 bytes an element) and sends them on (1 byte for each rank)

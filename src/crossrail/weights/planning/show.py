@@ -1,4 +1,4 @@
-"""Plans for people: what they amount to, how two differ, and who sends how much to whom."""
+"""Plans for people: totals, how two plans differ, and who sends how much to whom."""
 
 from __future__ import annotations
 

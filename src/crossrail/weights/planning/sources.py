@@ -1,4 +1,4 @@
-"""Which boxes of a parameter lie where at the trainers, and into which cells it is cut to be prepared."""
+"""Where at the trainers the boxes of a parameter lie, and the cells into which it is cut to be prepared."""
 
 from __future__ import annotations
 

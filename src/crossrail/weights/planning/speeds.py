@@ -1,4 +1,4 @@
-"""How fast trainers are, relative to each other: what plans weigh them by, and what an update showed of them.
+"""How fast trainers are relative to each other: the weights that plans use, and what an update showed of them.
 
 No clock and no engine: the same input gives the same speeds, and so the same plan.
 """

@@ -1,4 +1,4 @@
-"""All inventories as one table per side, and what of it fits together; what does not is refused by its name."""
+"""All inventories as one table per side, and how they fit together; what does not fit is refused by name."""
 
 from __future__ import annotations
 

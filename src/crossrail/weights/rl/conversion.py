@@ -1,4 +1,4 @@
-"""From a whole checkpoint to the tensors of an inference rank by torch alone: what an update must come to, in each bit.
+"""Converts a whole checkpoint to an inference rank's tensors with torch alone: what an update must equal, bit for bit.
 
 Nothing here knows of inventories, plans or crossrail's own conversions.
 """

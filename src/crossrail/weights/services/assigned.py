@@ -1,4 +1,4 @@
-"""A trainer's part of a plan: told by the controller, made ready by the trainer, replayed by each step."""
+"""A trainer's part of a plan: sent by the controller, prepared by the trainer, replayed in each step."""
 
 from __future__ import annotations
 

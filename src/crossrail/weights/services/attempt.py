@@ -1,4 +1,4 @@
-"""An update at an inference rank, from Open until it is committed or its writers are fenced off."""
+"""One update at an inference rank, from Open until it is committed or its writers are fenced off."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans updates and says when they begin. No weight passes through it.
+"""Plans updates and starts them. No weight passes through it.
 
 An update: 1. RollCall to all: who is gone is left out. 2. plan, if anybody came or went. 3. Open: inference ranks make
 a buffer ready. 4. Go: trainers write. 5. Await: inference ranks have counted all. 6. Commit to inference ranks. 7.

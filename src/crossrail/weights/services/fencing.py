@@ -1,4 +1,4 @@
-"""Memory of an inference rank, out of the reach of those who write it."""
+"""Shuts trainers out of an inference rank's memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What became of a task, and a future that a receiver waits for."""
+"""Outcomes of tasks, and a future that a receiver waits for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""pause() and resume() of an inference engine: calls that take turns, and that are known from within."""
+"""An inference engine's pause() and resume() hooks: they are called one at a time, and know when they call back in."""
 
 from __future__ import annotations
 

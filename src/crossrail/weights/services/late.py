@@ -1,4 +1,4 @@
-"""Who keeps an update waiting, in words, once it has failed for that."""
+"""Says who kept an update waiting, once it has failed for that reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who takes part in updates, and what the controller tells each trainer of a plan."""
+"""The members of updates, and what the controller tells each trainer about a plan."""
 
 from __future__ import annotations
 

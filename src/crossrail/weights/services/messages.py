@@ -1,4 +1,4 @@
-"""What a controller, trainers and inference ranks say to each other: typed MessagePack, every field bounded.
+"""The messages between controller, trainers and inference ranks: typed MessagePack, every field bounded.
 
 Every question may be asked again; mailboxes answer it once. Durations are seconds: hosts need no common clock.
 """

@@ -1,4 +1,4 @@
-"""Weights of one version, as an inference rank reads them."""
+"""The weights of one version, as an inference rank reads them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An inference rank: its memory is written by trainers, and it knows by counting when a version is all there."""
+"""An inference rank: trainers write its memory, and it knows by counting when a version is complete."""
 
 from __future__ import annotations
 

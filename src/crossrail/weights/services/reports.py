@@ -1,4 +1,4 @@
-"""What a controller may be told, and what it tells of its updates."""
+"""What a controller is told when it is made, and what it reports about its updates."""
 
 from __future__ import annotations
 

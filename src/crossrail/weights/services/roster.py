@@ -1,4 +1,4 @@
-"""Who is there, as a controller knows it: members join and leave, and are left out."""
+"""The controller's list of members: they join, leave, and are left out."""
 
 from __future__ import annotations
 

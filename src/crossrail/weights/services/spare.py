@@ -1,4 +1,4 @@
-"""Spare memory of an inference rank that closes: what is in it is brought back first."""
+"""Spare memory of an inference rank that closes: what is in it is first brought back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A trainer: it holds weights still while its part of an update is gathered, prepared and written."""
+"""A trainer: it keeps its weights unchanged while its part of an update is gathered, prepared and written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a trainer does in an update: its rows of the plan, made ready once, are gathered, prepared and written.
+"""A trainer's work in an update: its rows of the plan, prepared once, are gathered, converted and written in each step.
 
 ready.py and task.py are what is replayed, schedule.py and arena.py who may begin, step.py does it. Knows no messages.
 """

@@ -1,4 +1,4 @@
-"""The memory that tasks under way may use: its size is the watermark, and nothing else is allocated in a step."""
+"""The memory of the tasks under way: its size is the watermark, and a step allocates nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All trainers have come so far: what separates the groups of a step, and a step from the next change of weights."""
+"""Barriers among all trainers: between the groups of a step, and between a step and the next change of weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who prepares tasks: makes of a trainer's own and gathered weights, in the arena, the bytes that are written."""
+"""Prepares tasks: makes the bytes to be written, in the arena, from a trainer's own and gathered weights."""
 
 from __future__ import annotations
 

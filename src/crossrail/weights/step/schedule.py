@@ -1,4 +1,4 @@
-"""Which task of a step may begin: in the plan's order, a group at a time, within the memory there is. No clock."""
+"""Which task of a step may begin: in the plan's order, one group at a time, within the available memory. No clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The barrier of trainers by the store of a torch.distributed group, for those who have one anyway."""
+"""The trainers' barrier over the store of a torch.distributed group, for programs that have one anyway."""
 
 from __future__ import annotations
 

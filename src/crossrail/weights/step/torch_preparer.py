@@ -1,4 +1,4 @@
-"""Prepares tasks by torch, on a GPU: what task.py does in numpy, of the same tasks and with the same bytes.
+"""Prepares tasks with torch, on a GPU: the counterpart of task.py's numpy, with the same bytes.
 
 Needs torch. On the device "cpu" it is the same code, without a stream.
 """

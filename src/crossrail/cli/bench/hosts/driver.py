@@ -1,4 +1,4 @@
-"""What `bench run` has workers of both sides do: timed passes, and the untimed ones that check the data."""
+"""What `bench run` asks of the workers on both sides: timed passes, and untimed passes that check the data."""
 
 from __future__ import annotations
 

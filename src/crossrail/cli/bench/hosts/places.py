@@ -1,4 +1,4 @@
-"""HOST:PORT on the command line, and where the two sides meet."""
+"""Parses HOST:PORT on the command line and defines where the two sides meet."""
 
 from __future__ import annotations
 

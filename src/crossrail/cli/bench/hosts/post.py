@@ -1,4 +1,4 @@
-"""How the two commands talk: messages between their engines, every wait with a deadline and an eye on the peer."""
+"""How the two commands talk: messages between their engines; every wait has a deadline and watches the peer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`crossrail bench run HOST:PORT`: measure with a `crossrail bench serve`, there or in another shell."""
+"""`crossrail bench run HOST:PORT`: measures with a `crossrail bench serve` on another host or in another shell."""
 
 from __future__ import annotations
 

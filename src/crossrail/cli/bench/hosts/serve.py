@@ -1,4 +1,4 @@
-"""`crossrail bench serve`: the other side of `crossrail bench run`, one run after another until it is ended."""
+"""`crossrail bench serve`: the other side of `crossrail bench run`. Serves one run after another until it is ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `bench run` measures: points of sizes and windows, each beside what the machine does without the engine."""
+"""The sweep of `bench run`: points of size and window, each next to what the machine does without the engine."""
 
 from __future__ import annotations
 

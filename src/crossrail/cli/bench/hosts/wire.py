@@ -1,4 +1,4 @@
-"""The messages between `bench run` and `bench serve`, and the bounds of what one side believes of the other.
+"""The messages between `bench run` and `bench serve`, and the bounds that each side enforces on the other's values.
 
 Life of a run: Hello -> Welcome (or Refusal); Meet -> Met; then any number of Step -> Done, one at a time, each a piece
 of work for all workers of the serve, done at the same time as those of the run do theirs; Bye. Failed instead of an

@@ -1,4 +1,4 @@
-"""What a worker process of a run does, on either side: one engine, driven by its parent's calls.
+"""A worker process of a run, the same on either side: one engine, driven by calls from its parent.
 
 The loops are native (native/bench/loops.h). Before a loop that is timed the two workers exchange a word, so that the
 clock of the one that writes does not run while the other one is still on its way to its loop.

@@ -1,4 +1,4 @@
-"""The worker processes of one side of a run, and how they do their part while the other side does its own."""
+"""All worker processes of one side of a run, started and driven in step with those of the other side."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`crossrail bench moe`: which shapes and ranks, what is beside them, and what has to be reached."""
+"""`crossrail bench moe`: chooses shapes, ranks and what to compare with, and checks the results against the aims."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How ranks begin together: a page that all map, and a word of it for each."""
+"""Makes ranks begin together: a page that all of them map, with a word for each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`crossrail bench moe --kernels`: what one rank's kernels take alone, in this process, beside memcpy."""
+"""`crossrail bench moe --kernels`: times one rank's kernels alone, in this process, next to memcpy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ordinary way, for comparison: torch.distributed's all_to_all_single over gloo, with the same routes and result.
+"""The ordinary way, for comparison: torch.distributed's all_to_all_single over gloo, with the same routes and results.
 
 dispatch packs rows by expert, tells the others how many come, exchanges and sorts by expert; combine undoes that and
 sums. exchange_out and exchange_back are the bare exchanges of the same rows, sizes known and nothing else done. All

@@ -1,4 +1,4 @@
-"""What the host's share of a round costs, in this process: writes to 56 far ranks, on a transport that is a sink."""
+"""What the host's part of a round costs: writes to 56 far ranks over a transport that moves nothing, in one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rank's process: told what to do by `ranks.py`, it answers with when it began and ended."""
+"""One rank's process: it takes orders from `ranks.py` and answers with its begin and end times."""
 
 from __future__ import annotations
 

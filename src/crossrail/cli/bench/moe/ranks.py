@@ -1,4 +1,4 @@
-"""All ranks of a measurement, as the command sees them: processes of their own, which begin each step together."""
+"""The command's view of all ranks of a measurement: processes that begin each step together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is dispatched: the paper's two shapes, routes drawn uniformly, every rank's data from its number alone."""
+"""What is dispatched: the paper's two shapes, routes drawn uniformly, each rank's data derived from its number."""
 
 from __future__ import annotations
 

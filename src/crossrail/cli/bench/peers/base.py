@@ -1,4 +1,4 @@
-"""What an adapter of a library is: one of the two sides, and a few calls. The loops over them are the same for all.
+"""The interface of an adapter to a library: one of the two sides, and a few calls. All adapters share the same loops.
 
 To add one: a class of Side (or of TwoSided, where the receiver has to post receives) in a file of its own, which
 imports its library in open() and not before, and an Offer in offers.py.

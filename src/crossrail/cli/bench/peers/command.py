@@ -1,4 +1,4 @@
-"""`crossrail bench peers`: whom to measure beside us, how often, and where the figures go."""
+"""`crossrail bench peers`: which libraries to measure next to crossrail, how often, and where the figures go."""
 
 from __future__ import annotations
 

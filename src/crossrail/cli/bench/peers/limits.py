@@ -1,4 +1,4 @@
-"""What the others are set beside: one thread's memcpy, and a bare TCP socket as a Python program uses it."""
+"""The limits that the libraries are compared with: one thread's memcpy, and a bare TCP socket used from Python."""
 
 from __future__ import annotations
 

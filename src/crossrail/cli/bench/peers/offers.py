@@ -1,4 +1,4 @@
-"""Who can be measured, configured as each library's documentation recommends for two processes of one host."""
+"""The libraries that can be measured, each configured as its documentation recommends for two processes of one host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""crossrail itself, through its Python API like the others."""
+"""crossrail itself, through its Python API like the other libraries."""
 
 from __future__ import annotations
 

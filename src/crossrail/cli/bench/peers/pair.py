@@ -1,4 +1,4 @@
-"""The two processes of an adapter, seen from the parent: others' libraries crash, hang and print, and we go on."""
+"""The parent's view of an adapter's two processes: other libraries may crash, hang or print, and the run goes on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What people see: three tables and a JSON file."""
+"""The report: three tables and a JSON file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One turn of one adapter: how soon the first byte, then every shape, then an orderly end."""
+"""One turn of one adapter: time to the first byte, then every shape, then an orderly end."""
 
 from __future__ import annotations
 

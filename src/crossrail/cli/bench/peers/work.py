@@ -1,4 +1,4 @@
-"""What is measured, and how one side plays its part: the loops, the clock and the checks are the same for all."""
+"""What is measured, and one side's part in it: loops, clock and checks are the same for all adapters."""
 
 from __future__ import annotations
 

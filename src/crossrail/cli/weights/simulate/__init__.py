@@ -1,4 +1,4 @@
-"""A weight update of hundreds of GPUs on simulated NICs: real plans, real engines, no byte, and time for what GPUs do.
+"""A weight update of hundreds of GPUs on simulated NICs: real plans and engines, no bytes, simulated time for the GPUs.
 
 Each trainer is a pipeline of lanes, each busy with one task at a time: host to device, prepare (gather, fuse,
 quantise), submit. What the lanes cost is what one rank of the paper's Table 5 took, divided by the bytes that it had:

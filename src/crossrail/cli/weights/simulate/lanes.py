@@ -1,4 +1,4 @@
-"""One trainer of a simulated update: its lanes on an engine, and what it waits for."""
+"""One trainer of a simulated update: its lanes on an engine, and what each waits for."""
 
 from __future__ import annotations
 

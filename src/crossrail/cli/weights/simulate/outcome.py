@@ -1,4 +1,4 @@
-"""What came of a simulated update: how long it took, what it could not be faster than, and who did what when."""
+"""The outcome of a simulated update: how long it took, its lower bound, and who did what when."""
 
 from __future__ import annotations
 

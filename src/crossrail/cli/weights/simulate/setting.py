@@ -1,4 +1,4 @@
-"""What is simulated besides the plan: what GPUs take, rails, and what goes wrong."""
+"""What a simulation needs besides the plan: the costs on GPUs, the rails, and the faults."""
 
 from __future__ import annotations
 

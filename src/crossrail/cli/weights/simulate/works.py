@@ -1,4 +1,4 @@
-"""What each trainer does in a simulated update: the steps of its pipeline, and what they take in each lane."""
+"""The steps of each trainer's pipeline in a simulated update, and what they cost in each lane."""
 
 from __future__ import annotations
 
