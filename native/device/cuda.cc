@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "device/capture.h"
+#include "util/dynamic_library.h"
 #include "util/errors.h"
 
 namespace crossrail::device {
@@ -56,17 +57,11 @@ struct Opened {
   std::string why;
 };
 
-template <typename Function>
-bool bind(void* handle, const char* symbol, Function* function) {
-  *function = reinterpret_cast<Function>(::dlsym(handle, symbol));
-  return *function != nullptr;
-}
-
 // Which of those that every driver since CUDA 6.5 has is missing; empty: none.
 std::string bind_all(void* handle, Driver* t) {
   std::string missing;
   const auto take = [&](const char* symbol, auto* function) {
-    if (!bind(handle, symbol, function)) missing = symbol;
+    if (!find_function(handle, symbol, function)) missing = symbol;
   };
   take("cuInit", &t->init);
   take("cuGetErrorString", &t->error_string);
@@ -91,38 +86,38 @@ std::string bind_all(void* handle, Driver* t) {
   take("cuLaunchKernel", &t->launch_kernel);
   take("cuMemHostGetDevicePointer_v2", &t->pinned_address);
   take("cuCtxGetDevice", &t->context_device);
-  bind(handle, "cuMemGetHandleForAddressRange", &t->export_range);
-  bind(handle, "cuFlushGPUDirectRDMAWrites", &t->flush_writes);
-  bind(handle, "cuThreadExchangeStreamCaptureMode", &t->exchange_capture_mode);
-  bind(handle, "cuIpcGetMemHandle", &t->get_ipc_handle);
-  bind(handle, "cuIpcOpenMemHandle_v2", &t->open_ipc_handle);
-  bind(handle, "cuIpcCloseMemHandle", &t->close_ipc_handle);
-  bind(handle, "cuStreamGetCtx", &t->stream_context);
-  bind(handle, "cuStreamCreateWithPriority", &t->create_stream_with_priority);
-  bind(handle, "cuCtxGetStreamPriorityRange", &t->stream_priorities);
-  bind(handle, "cuMemCreate", &t->create_memory);
-  bind(handle, "cuMemRelease", &t->release_memory);
-  bind(handle, "cuMemAddressReserve", &t->reserve_addresses);
-  bind(handle, "cuMemAddressFree", &t->free_addresses);
-  bind(handle, "cuMemMap", &t->map_memory);
-  bind(handle, "cuMemUnmap", &t->unmap_memory);
-  bind(handle, "cuMemSetAccess", &t->set_access);
-  bind(handle, "cuMemGetAllocationGranularity", &t->memory_granularity);
-  bind(handle, "cuMemExportToShareableHandle", &t->export_memory);
-  bind(handle, "cuMemImportFromShareableHandle", &t->import_memory);
-  bind(handle, "cuMemRetainAllocationHandle", &t->retain_memory);
-  bind(handle, "cuDeviceCanAccessPeer", &t->can_access_peer);
-  bind(handle, "cuMemsetD8Async", &t->fill_async);
-  bind(handle, "cuCtxSynchronize", &t->synchronize_context);
+  find_function(handle, "cuMemGetHandleForAddressRange", &t->export_range);
+  find_function(handle, "cuFlushGPUDirectRDMAWrites", &t->flush_writes);
+  find_function(handle, "cuThreadExchangeStreamCaptureMode", &t->exchange_capture_mode);
+  find_function(handle, "cuIpcGetMemHandle", &t->get_ipc_handle);
+  find_function(handle, "cuIpcOpenMemHandle_v2", &t->open_ipc_handle);
+  find_function(handle, "cuIpcCloseMemHandle", &t->close_ipc_handle);
+  find_function(handle, "cuStreamGetCtx", &t->stream_context);
+  find_function(handle, "cuStreamCreateWithPriority", &t->create_stream_with_priority);
+  find_function(handle, "cuCtxGetStreamPriorityRange", &t->stream_priorities);
+  find_function(handle, "cuMemCreate", &t->create_memory);
+  find_function(handle, "cuMemRelease", &t->release_memory);
+  find_function(handle, "cuMemAddressReserve", &t->reserve_addresses);
+  find_function(handle, "cuMemAddressFree", &t->free_addresses);
+  find_function(handle, "cuMemMap", &t->map_memory);
+  find_function(handle, "cuMemUnmap", &t->unmap_memory);
+  find_function(handle, "cuMemSetAccess", &t->set_access);
+  find_function(handle, "cuMemGetAllocationGranularity", &t->memory_granularity);
+  find_function(handle, "cuMemExportToShareableHandle", &t->export_memory);
+  find_function(handle, "cuMemImportFromShareableHandle", &t->import_memory);
+  find_function(handle, "cuMemRetainAllocationHandle", &t->retain_memory);
+  find_function(handle, "cuDeviceCanAccessPeer", &t->can_access_peer);
+  find_function(handle, "cuMemsetD8Async", &t->fill_async);
+  find_function(handle, "cuCtxSynchronize", &t->synchronize_context);
   return missing;
 }
 
 Opened open_driver(const char* file) {
   Opened opened;
-  void* handle = ::dlopen(file, RTLD_NOW | RTLD_LOCAL);
+  std::string why;
+  void* const handle = load_library(file, 0, &why);
   if (handle == nullptr) {
-    const char* error = ::dlerror();
-    opened.why = std::string("cannot open ") + file + " (" + (error == nullptr ? "no reason given" : error) +
+    opened.why = std::string("cannot open ") + file + " (" + why +
                  "): install NVIDIA's driver; in a container, start it with the GPUs (--gpus all)";
     return opened;
   }

@@ -1,7 +1,5 @@
 #include "device/gdrcopy.h"
 
-#include <dlfcn.h>
-
 #include <atomic>
 #include <cerrno>
 #include <cstdlib>
@@ -9,6 +7,7 @@
 #include <string_view>
 
 #include "device/capture.h"
+#include "util/dynamic_library.h"
 #include "util/errors.h"
 
 #if defined(__x86_64__)
@@ -38,16 +37,15 @@ OpenedGdrcopy open_gdrcopy() {
     return opened;
   }
   const char* const file = wanted == nullptr || *wanted == '\0' ? kGdrcopyFile : wanted;
-  void* const handle = ::dlopen(file, RTLD_NOW | RTLD_LOCAL);
+  std::string why;
+  void* const handle = load_library(file, 0, &why);
   if (handle == nullptr) {
-    const char* const error = ::dlerror();
-    opened.why = std::string("no GDRCopy: ") + (error == nullptr ? file : error);
+    opened.why = "no GDRCopy: " + why;
     return opened;
   }
   std::string missing;
   const auto take = [&]<typename Function>(const char* symbol, Function* function) {
-    *function = reinterpret_cast<Function>(::dlsym(handle, symbol));
-    if (*function == nullptr) missing = symbol;
+    if (!find_function(handle, symbol, function)) missing = symbol;
   };
   take("gdr_open", &opened.table.open);
   take("gdr_close", &opened.table.close);

@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <mutex>
 
+#include "util/dynamic_library.h"
 #include "util/errors.h"
 
 namespace crossrail::ofi {
@@ -15,8 +16,7 @@ namespace {
 constexpr const char* kSoname = "libfabric.so.1";
 constexpr const char* kRemedy =
     "install libfabric 2.1 or newer (on AWS: the EFA installer; without root: pip install crossrail[libfabric]), or "
-    "set "
-    "CROSSRAIL_LIBFABRIC to the path of a libfabric.so.1";
+    "set CROSSRAIL_LIBFABRIC to the path of a libfabric.so.1";
 
 std::mutex g_mutex;
 std::shared_ptr<const Library> g_library;
@@ -27,52 +27,39 @@ std::string version_of(uint32_t version) {
   return std::to_string(FI_MAJOR(version)) + "." + std::to_string(FI_MINOR(version));
 }
 
-template <typename Function>
-void find(void* handle, const char* name, Function* function) {
-  *function = reinterpret_cast<Function>(dlsym(handle, name));
-}
-
 Calls calls_of(void* handle) {
   Calls calls;
-  find(handle, "fi_getinfo", &calls.getinfo);
-  find(handle, "fi_freeinfo", &calls.freeinfo);
-  find(handle, "fi_dupinfo", &calls.dupinfo);
-  find(handle, "fi_fabric", &calls.fabric);
-  find(handle, "fi_version", &calls.version);
-  find(handle, "fi_strerror", &calls.strerror);
+  find_function(handle, "fi_getinfo", &calls.getinfo);
+  find_function(handle, "fi_freeinfo", &calls.freeinfo);
+  find_function(handle, "fi_dupinfo", &calls.dupinfo);
+  find_function(handle, "fi_fabric", &calls.fabric);
+  find_function(handle, "fi_version", &calls.version);
+  find_function(handle, "fi_strerror", &calls.strerror);
   return calls;
-}
-
-std::string path_of(void* handle, const std::string& fallback) {
-  Dl_info info{};
-  void* const symbol = dlsym(handle, "fi_version");
-  if (symbol != nullptr && dladdr(symbol, &info) != 0 && info.dli_fname != nullptr) return info.dli_fname;
-  return fallback;
 }
 
 class Search {
  public:
   // Null: not there, or unusable, which is noted.
   std::shared_ptr<const Library> try_one(const std::string& path, int extra_flags, const std::string& what) {
-    void* const handle = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL | extra_flags);
+    std::string why;
+    void* const handle = load_library(path, extra_flags, &why);
     if (handle == nullptr) {
-      const char* const error = dlerror();
-      note(what + ": " + (error != nullptr ? error : "not loaded"));
+      notes_.add(what, why);
       return nullptr;
     }
     try {
-      return make_library(calls_of(handle), path_of(handle, path));
+      return make_library(calls_of(handle), path_of_symbol(handle, "fi_version", path));
     } catch (const TransportError& error) {
-      note(what + ": " + error.text());
+      notes_.add(what, error.text());
       dlclose(handle);  // or the plugins of the next one would be bound to it
       return nullptr;
     }
   }
-  const std::string& notes() const { return notes_; }
+  const std::string& notes() const { return notes_.text(); }
 
  private:
-  void note(const std::string& text) { notes_ += (notes_.empty() ? "" : "; ") + text; }
-  std::string notes_;
+  SearchNotes notes_;
 };
 
 std::shared_ptr<const Library> search() {

@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <mutex>
 
+#include "util/dynamic_library.h"
 #include "util/errors.h"
 
 namespace crossrail::tcp {
@@ -14,8 +15,7 @@ namespace {
 constexpr const char* kSoname = "libssl.so.3";
 constexpr const char* kRemedy =
     "install OpenSSL 3 (Debian, Ubuntu: apt install libssl3; RHEL: dnf install openssl-libs), or set CROSSRAIL_LIBSSL "
-    "to "
-    "the path of a libssl.so.3";
+    "to the path of a libssl.so.3";
 constexpr unsigned long kVersionMin = 0x30000000;
 constexpr unsigned long kAlerts = 1000;  // reasons from here on are alerts of the peer (SSL_AD_REASON_OFFSET)
 constexpr unsigned long kVersionBehind = 0x40000000;
@@ -29,8 +29,7 @@ class Finder {
   explicit Finder(void* handle) : handle_(handle) {}
   template <typename Function>
   void find(const char* name, Function* function) {
-    *function = reinterpret_cast<Function>(dlsym(handle_, name));
-    if (*function == nullptr && missing_.empty()) missing_ = name;
+    if (!find_function(handle_, name, function) && missing_.empty()) missing_ = name;
   }
   const std::string& missing() const { return missing_; }
 
@@ -99,25 +98,18 @@ void find_bios(Finder& finder, TlsCalls& calls) {
 
 #undef CROSSRAIL_FIND
 
-std::string path_of(void* handle, const std::string& fallback) {
-  Dl_info info{};
-  void* const symbol = dlsym(handle, "SSL_new");
-  if (symbol != nullptr && dladdr(symbol, &info) != 0 && info.dli_fname != nullptr) return info.dli_fname;
-  return fallback;
-}
-
 class Search {
  public:
   // Null: not there, or unusable, which is noted.
   std::shared_ptr<const TlsLibrary> try_one(const std::string& path, int extra_flags, const std::string& what) {
-    void* const handle = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL | extra_flags);
+    std::string why;
+    void* const handle = load_library(path, extra_flags, &why);
     if (handle == nullptr) {
-      const char* const error = dlerror();
-      note(what + ": " + (error != nullptr ? error : "not loaded"));
+      notes_.add(what, why);
       return nullptr;
     }
     auto library = std::make_shared<TlsLibrary>();
-    library->path = path_of(handle, path);
+    library->path = path_of_symbol(handle, "SSL_new", path);
     Finder finder(handle);
     find_contexts(finder, library->calls);
     find_sessions(finder, library->calls);
@@ -133,18 +125,17 @@ class Search {
       trouble = "does not start: " + library->take_error();
     }
     if (!trouble.empty()) {
-      note(what + ": " + library->path + " " + trouble);
+      notes_.add(what, library->path + " " + trouble);
       dlclose(handle);
       return nullptr;
     }
     library->version = library->calls.OpenSSL_version(0);
     return library;
   }
-  const std::string& notes() const { return notes_; }
+  const std::string& notes() const { return notes_.text(); }
 
  private:
-  void note(const std::string& text) { notes_ += (notes_.empty() ? "" : "; ") + text; }
-  std::string notes_;
+  SearchNotes notes_;
 };
 
 std::shared_ptr<const TlsLibrary> search() {

@@ -1,9 +1,8 @@
 #include "transport/verbs/library.h"
 
-#include <dlfcn.h>
-
 #include <cstring>
 
+#include "util/dynamic_library.h"
 #include "util/errors.h"
 
 namespace crossrail::verbs {
@@ -20,14 +19,13 @@ struct Opened {
 
 template <typename Function>
 bool bind(void* handle, const char* symbol, Function* function, std::string* why) {
-  *function = reinterpret_cast<Function>(::dlsym(handle, symbol));
-  if (*function != nullptr) return true;
+  if (find_function(handle, symbol, function)) return true;
   *why = std::string(kFile) + " is too old, it has no " + symbol + ": rdma-core 33 or newer is needed";
   return false;
 }
 
 bool bind_all(void* handle, Library* t, std::string* why) {
-  t->reg_dmabuf_mr = reinterpret_cast<decltype(t->reg_dmabuf_mr)>(::dlsym(handle, "ibv_reg_dmabuf_mr"));
+  find_function(handle, "ibv_reg_dmabuf_mr", &t->reg_dmabuf_mr);  // may be missing
   const auto take = [&](const char* symbol, auto* function) { return bind(handle, symbol, function, why); };
   return take("ibv_get_device_list", &t->get_device_list) && take("ibv_free_device_list", &t->free_device_list) &&
          take("ibv_get_device_name", &t->get_device_name) && take("ibv_open_device", &t->open_device) &&
@@ -48,10 +46,10 @@ bool bind_all(void* handle, Library* t, std::string* why) {
 
 Opened open_library() {
   Opened opened;
-  void* handle = ::dlopen(kFile, RTLD_NOW | RTLD_LOCAL);
+  std::string why;
+  void* const handle = load_library(kFile, 0, &why);
   if (handle == nullptr) {
-    const char* error = ::dlerror();
-    opened.why = std::string("cannot open ") + kFile + " (" + (error == nullptr ? "no reason given" : error) +
+    opened.why = std::string("cannot open ") + kFile + " (" + why +
                  "): install rdma-core's libibverbs (Debian, Ubuntu: libibverbs1 ibverbs-providers)";
     return opened;
   }
