@@ -13,7 +13,7 @@ import random
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,13 @@ class RegionNumber:
     number: int
 
 
+def obey(control: socket.socket, verbs: Mapping[str, Callable[..., None]]) -> None:
+    """Carries out the orders that come, each by the function of its verb, until the parent closes its end."""
+    while packet := control.recv(PACKET_BYTES_MAX):
+        verb, *arguments = pickle.loads(packet)
+        verbs[verb](*arguments)
+
+
 class Child:
     """The child's end. One thread obeys; what happens is told from the engine's callback thread."""
 
@@ -64,9 +71,7 @@ class Child:
 
     def run(self) -> None:
         """Until the parent closes its end."""
-        while packet := self._control.recv(PACKET_BYTES_MAX):
-            verb, *arguments = pickle.loads(packet)
-            self._verbs[verb](*arguments)
+        obey(self._control, self._verbs)
         if self._opened is not None:
             self._opened.close()
 

@@ -5,17 +5,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import random
-from typing import Any
 
 from crossrail.campaign.books import Arena
 from crossrail.campaign.checkers import UNTOUCHED, CheckFailed
-from crossrail.campaign.network import Network
-from crossrail.campaign.process import SLOT_BYTES, Fleet, ProcessGone
+from crossrail.campaign.network import RAILS, Network
+from crossrail.campaign.process import SLOT_BYTES, Fleet, Process, ProcessGone
 from crossrail.campaign.remote import RemoteEngine
 from crossrail.peers import Address
 
 TRANSPORTS = ("shm", "tcp")
-_RAILS = 2
 _ARENAS = 4  # sources, and as many targets, of an engine in a round
 _CLOSE_LIMIT_S = 20.0
 _COUNT = 4
@@ -26,7 +24,7 @@ class Players:
 
     def __init__(self, transport: str, spared: str = "") -> None:
         self.transport = transport
-        self.network = _network()  # for shm too: engines of two namespaces would not meet
+        self.network = _network()
         self.spared = spared
         self.fleet = Fleet()
         self.engines: list[RemoteEngine] = []
@@ -41,7 +39,7 @@ class Players:
     def open(self, name: str, draw: random.Random) -> RemoteEngine:
         """An engine in a process of its own."""
         self.started += 1
-        return self._open_in(RemoteEngine(self.fleet.start(name), name, _RAILS, self._options(draw)))
+        return self._open_in(self.fleet.start(name), name, draw)
 
     def reopen(self, engine: RemoteEngine, draw: random.Random) -> RemoteEngine:
         """Another incarnation in the place of one that is closed: in its process if that lives."""
@@ -54,7 +52,7 @@ class Players:
             raise CheckFailed(f"engine {engine.name!r} was closed and left behind {left}")
         process = engine.process
         process.slots_resting = [slot for slot in range(len(process.slots)) if slot not in process.slots_free]
-        return self._open_in(RemoteEngine(engine.process, engine.name, _RAILS, self._options(draw)))
+        return self._open_in(process, engine.name, draw)
 
     def can_reopen(self, engine: RemoteEngine) -> bool:
         """Whether its process has memory for another one in this round."""
@@ -102,7 +100,8 @@ class Players:
         """Ends all of them."""
         self.fleet.close()
 
-    def _open_in(self, engine: RemoteEngine) -> RemoteEngine:
+    def _open_in(self, process: Process, name: str, draw: random.Random) -> RemoteEngine:
+        engine = RemoteEngine(process, name, RAILS, self.network.engine_options(self.transport, draw))
         self.engines.append(engine)
         self._stock[id(engine)] = []
         self._fill(engine, random.Random(engine.process.pid))
@@ -121,14 +120,8 @@ class Players:
                 return
             stock.append(Arena(engine, region.memory, region))
 
-    def _options(self, draw: random.Random) -> dict[str, Any]:
-        common: dict[str, Any] = {"transport": self.transport, "heartbeat_s": 0.5, "connect_timeout_s": 5.0}
-        if self.transport == "tcp":
-            return common | {"rails": self.network.addresses, "peer_timeout_s": 3.0}
-        return common | {"rails": _RAILS, "private_path": draw.choice(["auto", "staged", "cma"])}
-
 
 @functools.cache
 def _network() -> Network:
     """One for all players of this process."""
-    return Network(_RAILS)
+    return Network()

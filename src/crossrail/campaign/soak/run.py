@@ -19,7 +19,7 @@ from crossrail.campaign.network import Network
 from crossrail.campaign.soak.chaos import KINDS
 from crossrail.campaign.soak.records import EMPTY, Stage
 from crossrail.campaign.soak.rounds import SPARED, Round
-from crossrail.campaign.soak.seats import RAILS, Seats
+from crossrail.campaign.soak.seats import Seats
 from crossrail.campaign.usage import Usage, growth, growth_text, plot
 
 FAILURES_MAX = 5  # then it is over: what is broken that often is not seen better by more of it
@@ -38,7 +38,7 @@ class Soak:
         self.ended: Counter[str] = Counter()
         self.samples: dict[str, list[Usage]] = {}  # after each round
         self.began = time.monotonic()
-        self._network = Network(RAILS)  # for shm too: engines of two namespaces would not meet
+        self._network = Network()
         self._stages = {transport: Stage.make() for transport in transports}
         self._seats: dict[str, Seats] = {}
 

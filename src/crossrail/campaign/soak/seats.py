@@ -18,7 +18,6 @@ from crossrail.campaign.soak.worker import Worker
 from crossrail.campaign.usage import Usage
 from crossrail.regions import RegionDescriptor
 
-RAILS = 2
 _NAMES = tuple(f"seat-{number}" for number in range(SEATS))
 
 
@@ -126,7 +125,8 @@ class Seats:
             seat.now = LifeSeen(member, slab, self.stage.books[seat.number][index])
             then()
 
-        self.when(seat.process, opened, "open", life, index, self._options(draw), is_mapped)
+        options = self.network.engine_options(self.transport, draw)
+        self.when(seat.process, opened, "open", life, index, options, is_mapped)
 
     def kill(self, seat: Seat) -> None:
         """SIGKILL."""
@@ -190,9 +190,3 @@ class Seats:
     def close_all(self) -> None:
         """Ends all processes."""
         self.fleet.close()
-
-    def _options(self, draw: random.Random) -> dict[str, Any]:
-        common: dict[str, Any] = {"transport": self.transport, "heartbeat_s": 0.5, "connect_timeout_s": 5.0}
-        if self.transport == "tcp":
-            return common | {"rails": self.network.addresses, "peer_timeout_s": 3.0}
-        return common | {"rails": RAILS, "private_path": draw.choice(["auto", "staged", "cma"])}

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from crossrail.campaign.child import PACKET_BYTES_MAX, cut_connections, file_at
+from crossrail.campaign.child import cut_connections, file_at, obey
 from crossrail.campaign.soak.life import Life, Member
 from crossrail.campaign.soak.load import TRIGGER_AHEAD, Load
 from crossrail.campaign.soak.records import THREADS, Stage
@@ -48,9 +48,7 @@ class Worker:
 
     def run(self) -> None:
         """Until the parent closes its end."""
-        while packet := self._control.recv(PACKET_BYTES_MAX):
-            verb, *arguments = pickle.loads(packet)
-            self._verbs[verb](*arguments)
+        obey(self._control, self._verbs)
         if self._life is not None:
             self._stop_threads()
             self._life.close(0.0)
