@@ -7,14 +7,13 @@ import errno
 import logging
 import os
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import crossrail.transfers  # noqa: F401  # now: the first await may happen when no file descriptor is left to load it
-from crossrail import _core, _ending, _libfabric, _options, _raise, _simulation
+from crossrail import _core, _libfabric, _open_engines, _options, _raise, _simulation
 from crossrail._buffers import memory_of
 from crossrail._core import Address, GpuMapping, Message, RegionDescriptor
 from crossrail._devices import gpu_of
@@ -52,7 +51,6 @@ _EVENT_LEVELS = {
 
 DEFAULT_TRANSPORT = "auto"
 
-_EXIT_PATIENCE_S = 0.5  # for daemon threads to return from waits when the interpreter ends
 _LOST_KNOWN_MAX = 1024
 _CALLBACK_PATIENCE_S = 5.0  # how long close() waits for a callback under way
 
@@ -526,32 +524,3 @@ def _secret_bytes(secret: str | bytes | None) -> bytes:
     if not isinstance(secret, bytes):
         raise UsageError(f"secret must be text, bytes or None, not {type(secret).__name__}")
     return secret
-
-
-_open_engines: OrderedWeakSet[Engine] = OrderedWeakSet()
-
-
-def _close_all() -> None:
-    for engine in _open_engines:
-        engine.close()
-    _core._begin_exit(_EXIT_PATIENCE_S)
-    if _ending.is_over or any(thread.daemon for thread in threading.enumerate()):  # or will be there, for all we know
-        _core._tell_no_leaks()
-
-
-_ending.at_exit(_close_all)
-_had_threads = False  # when it forked
-
-
-def _before_fork() -> None:
-    global _had_threads
-    _had_threads = threading.active_count() > 1
-
-
-def _after_fork() -> None:
-    # In the child nobody owns the frames of the parent's other threads: what they hold is never released.
-    if _had_threads:
-        _core._tell_no_leaks()
-
-
-os.register_at_fork(before=_before_fork, after_in_child=_after_fork)

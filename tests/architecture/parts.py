@@ -17,6 +17,7 @@ PARTS_MAY_USE: dict[str, dict[str, set[str]]] = {
         "_lazy": set(),
         "_libfabric": set(),
         "_notify": {"_raise"},
+        "_open_engines": {"_ending", "_ordered"},
         "_options": set(),
         "_ordered": set(),
         "_raise": set(),
@@ -27,9 +28,9 @@ PARTS_MAY_USE: dict[str, dict[str, set[str]]] = {
         "engine": {
             "_buffers",
             "_devices",
-            "_ending",
             "_libfabric",
             "_notify",
+            "_open_engines",
             "_options",
             "_ordered",
             "_raise",

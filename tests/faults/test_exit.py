@@ -98,8 +98,7 @@ INTO_PYTHON = {
 CALLED_WHEN_IT_ENDS = """
     import os, subprocess, sys, threading, types
     import crossrail as xr
-    from crossrail import _raise
-    from crossrail import engine as engines
+    from crossrail import _open_engines, _raise
 
     first, second = os.pipe(), os.pipe()
     is_within = threading.Event()
@@ -124,7 +123,7 @@ CALLED_WHEN_IT_ENDS = """
             pass
 
     _raise.counter_timeout = _raise.check_callable = slowly
-    engines._EXIT_PATIENCE_S = LIMIT_S
+    _open_engines._EXIT_PATIENCE_S = LIMIT_S
     engine = xr.Engine("here", transport="shm")
     small = engine.alloc(10)
     threading.Thread(target=call, args=(engine, small, small.descriptor), daemon=True).start()

@@ -1,0 +1,54 @@
+"""The open engines of this process: closed when the interpreter exits, and left alone by a forked child."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Protocol
+
+from crossrail import _core, _ending
+from crossrail._ordered import OrderedWeakSet
+
+_EXIT_PATIENCE_S = 0.5  # for daemon threads to return from waits when the interpreter exits
+
+
+class _OpenEngine(Protocol):
+    def close(self) -> None: ...
+
+
+_open_engines: OrderedWeakSet[_OpenEngine] = OrderedWeakSet()
+_had_threads = False  # this process, when it forked
+
+
+def add(engine: _OpenEngine) -> None:
+    """It is open from now on. Holds no reference."""
+    _open_engines.add(engine)
+
+
+def discard(engine: _OpenEngine) -> None:
+    """It is closed."""
+    _open_engines.discard(engine)
+
+
+def _close_all() -> None:
+    for engine in _open_engines:
+        engine.close()
+    _core._begin_exit(_EXIT_PATIENCE_S)
+    # With daemon threads, or other exit handlers that may start some, objects may rightly be left over.
+    if _ending.is_over or any(thread.daemon for thread in threading.enumerate()):
+        _core._tell_no_leaks()
+
+
+def _before_fork() -> None:
+    global _had_threads
+    _had_threads = threading.active_count() > 1
+
+
+def _after_fork() -> None:
+    # In the child nobody owns the frames of the parent's other threads: what they hold is never released.
+    if _had_threads:
+        _core._tell_no_leaks()
+
+
+_ending.at_exit(_close_all)
+os.register_at_fork(before=_before_fork, after_in_child=_after_fork)
