@@ -1,4 +1,4 @@
-// What a library of RDMA NICs can do on this machine without the engine: the limit of the engine over it.
+// What a library of RDMA NICs can do on this machine without the engine: the limits of an engine that uses it.
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,4 @@
-// What this machine can do without us: the figures that every measure is compared with, in the same run.
+// What this machine can do without crossrail: the figures that every measure is compared with, in the same run.
 //
 // Pure loops, no engine. All return nanoseconds. Threads: the caller's; pin it as the measured loop is pinned.
 #pragma once

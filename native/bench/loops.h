@@ -13,8 +13,8 @@
 
 namespace crossrail::bench {
 
-// Where an answer is awaited: the clock of a loop stops when the receiver has counted everything and said so.
-// No counter: the transport moves nothing, and the clock stops with the last completion.
+// What stops the clock of a loop: this counter, by which the receiver says that it has counted everything. No counter:
+// the transport moves nothing, and the clock stops with the last completion.
 struct Ack {
   ImmCounter* counter = nullptr;
 };

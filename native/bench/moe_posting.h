@@ -1,5 +1,5 @@
-// What the host's share of a round costs: rank 0 of 64 in nodes of eight, at the decode shape, which posts to its 56
-// far ranks over a transport that is a sink.
+// What the host's part of a round costs: rank 0 of 64 in nodes of eight posts the decode shape to its 56 far ranks,
+// over a transport that moves nothing.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Arrays of numbers that come with a call: looked at in place, never walked element by element in Python's own types
+// Arrays of numbers passed to a call: read in place, and not converted element by element through Python objects,
 // unless they are plain sequences of a few ints.
 #pragma once
 

@@ -1,4 +1,4 @@
-// What an address or a descriptor was resolved to by the engine it was last used with.
+// What an address or a descriptor resolved to in the engine that it was last used with.
 #pragma once
 
 #include <utility>
@@ -34,10 +34,10 @@ struct RingNode {
   RingNode* next = this;
 };
 
-// Holds one resolved reference, so that a submit does no look-up. The engine knows all slots that hold something of it
-// and empties them when it closes or forgets a peer, so a long-lived descriptor keeps no closed engine alive.
+// Holds one resolved reference, so that a submit needs no look-up. The engine knows all slots that hold something of
+// its own, and empties them when it closes or forgets a peer: so a long-lived descriptor keeps no closed engine alive.
 // Invariant: engine_ != nullptr exactly while this node is in that engine's ring.
-// Threads: the holder of the GIL. A user that gives the GIL up copies the Ref first.
+// Threads: the holder of the GIL. A caller that releases the GIL copies the Ref first.
 template <typename T>
 class CacheSlot : public RingNode {
  public:

@@ -1,4 +1,4 @@
-// From Python's values to the core's, with errors that name the argument, what was given and the bound.
+// Converts Python values to the core's, with errors that name the argument, its value and the bound.
 #pragma once
 
 #include <nanobind/nanobind.h>

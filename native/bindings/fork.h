@@ -1,4 +1,4 @@
-// What a forked child may do with handles it inherited: nothing.
+// What a forked child may do with inherited handles: nothing.
 //
 // The child has a copy of the parent's memory but none of its threads, and locks stay as they were at the fork. So in
 // the child every use of an inherited handle throws, and dropping one leaks the native object instead of tearing it

@@ -1,14 +1,14 @@
-// Letting the GIL go, such that threads which are still out when the interpreter ends do no harm.
+// Releases the GIL in a way that is safe when the interpreter ends while threads are out (without the GIL).
 //
-// Up to Python 3.13 a thread that asks for the GIL of an ending interpreter is ended by pthread_exit, whose unwinding
-// through C++ ends the process instead. So our exit handler closes all engines, which wakes everybody, and waits for
-// those who are out to come back in. From then on the thread that ends the interpreter keeps the GIL, whatever else its
-// exit handlers do with us, and others stay parked, as Python 3.14 does it, where they would come back, or go out anew.
-// Only daemon threads can be concerned, since Python has joined the others by then; and threads that begin even later:
-// an engine that an exit handler behind ours opens has no callbacks.
+// Up to Python 3.13 a thread that asks an ending interpreter for the GIL is ended by pthread_exit, whose unwinding
+// through C++ ends the whole process. So our exit handler closes all engines, which wakes everybody, and waits until
+// the threads that are out have come back. From then on the thread that ends the interpreter keeps the GIL, whatever
+// other exit handlers do with us. Others stay parked where they would come back or go out again, as in Python 3.14.
+// This concerns only daemon threads, since Python has joined the others by then, and threads started even later: an
+// engine that a later exit handler opens has no callbacks.
 //
-// Who calls Python code from here is out, too: the GIL is lost there now and then, and the unwinding would come through
-// the frames that called.
+// A thread that calls Python code from here counts as out, too: it loses the GIL there now and then, and the unwinding
+// would pass through the calling frames.
 #pragma once
 
 #include <Python.h>
@@ -43,7 +43,7 @@ class IntoPython {
   bool counted_ = false;
 };
 
-// What `call` returns, which calls Python code.
+// Returns what `call` returns. `call` runs Python code.
 template <typename Call>
 auto in_python(Call&& call) {
   const IntoPython scope;

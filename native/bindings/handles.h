@@ -1,7 +1,7 @@
 // The Python-side halves of the core's objects: what an instance of a crossrail._core class holds.
 //
-// Threads: the holder of the GIL. Who gives the GIL up around a native call keeps a Ref to everything that the call
-// uses.
+// Threads: the holder of the GIL. A caller that releases the GIL around a native call keeps a Ref to everything that
+// the call uses.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -96,7 +96,7 @@ struct ImmCounterHandle {
   nb::object engine;
 };
 
-// A pool that nobody can take messages from is closed: it would hold senders back for ever.
+// A pool that nobody can take messages from is closed: otherwise it would hold senders back for ever.
 struct ReceivePoolHandle {
   ReceivePoolHandle(Ref<ReceivePool> native, nb::object owner, bool callback)
       : pool(std::move(native)), engine(std::move(owner)), has_callback(callback) {}

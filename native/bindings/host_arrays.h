@@ -1,4 +1,4 @@
-// Arrays of crossrail._core.moe and kv: numpy's, torch's or whose ever speaks DLPack, looked at in place.
+// Array arguments of crossrail._core.moe and kv: numpy's, torch's, or any that speak DLPack, read in place.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -17,7 +17,7 @@ namespace crossrail::bindings {
 
 namespace nb = nanobind;
 
-// A C-contiguous, aligned array in host memory. What is wrong with one is a UsageError that names the argument.
+// A C-contiguous, aligned array in host memory. Anything else is a UsageError that names the argument.
 // Owner: the caller; the memory is held for the life of this object.
 class HostArray {
  public:

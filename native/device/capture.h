@@ -1,13 +1,13 @@
-// CUDA graphs that somebody captures while we call the driver.
+// Protects CUDA graphs that are being captured while we call the driver.
 #pragma once
 
 #include "device/cuda.h"
 
 namespace crossrail::device {
 
-// Calls on this thread are none of a graph's that this or some other thread captures meanwhile: the driver forbids some
-// (to allocate, pin, load, wait) while it captures, and gives the graph up. A launch on the captured stream is
-// captured.
+// While this lives, calls on this thread do not become part of a graph that this or another thread is capturing. During
+// a capture the driver forbids some calls (to allocate, pin, load, wait) and would abandon the graph. A launch on the
+// captured stream is captured.
 class OutsideCapture {
  public:
   explicit OutsideCapture(const Driver& driver) : driver_(driver) { exchange(); }

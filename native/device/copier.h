@@ -1,4 +1,4 @@
-// Copies between memory of GPUs and the host's, by the driver: for transports whose rails do not reach a GPU.
+// Copies between GPU memory and host memory, by the driver: for transports whose rails do not reach a GPU.
 #pragma once
 
 #include <cstddef>
@@ -14,8 +14,7 @@
 
 namespace crossrail::device {
 
-// On a stream of its own for each GPU: it waits for no kernel of the user's, and none of them for it, as it is with a
-// NIC.
+// Uses a stream of its own for each GPU: like a NIC, it waits for no kernel of the user's, and no kernel waits for it.
 // Invariant: when finish() has returned, nothing that was begun touches memory any more.
 // One thread at a time: the progress holder.
 class Copier {
@@ -56,8 +55,8 @@ class Copier {
   std::string trouble_;
 };
 
-// Memory of the host that GPUs reach by themselves, for as long as this is there: copies are then not staged once more
-// by the driver. Where it refuses (a limit on locked memory), is_pinned() says so, and copies are slower.
+// Pins host memory for as long as it lives, so that GPUs reach it directly and the driver need not stage copies. If the
+// driver refuses (a limit on locked memory), is_pinned() is false, and copies are slower.
 class PinnedMemory {
  public:
   // gpu: whose context asks for it; it holds for all. base: on a page. for_kernels: they use it too, by its own
@@ -75,7 +74,7 @@ class PinnedMemory {
   bool is_pinned_ = false;
 };
 
-// Memory of the host of its own, pinned if the driver lets us.
+// Owns host memory, pinned if the driver allows it.
 class HostBuffer {
  public:
   // gpu: as PinnedMemory has it; -1: it is not to be pinned. Throws std::bad_alloc.

@@ -36,7 +36,7 @@ struct MemoryAccess {
 };
 static_assert(sizeof(MemoryAccess) == 12);
 
-// What is called of libcuda.so.1. The results are CUresult: 0 is success.
+// The functions of libcuda.so.1 that we call. They return a CUresult: 0 is success.
 struct Driver {
   int (*init)(unsigned flags);
   int (*error_string)(int code, const char** text);
@@ -115,7 +115,8 @@ std::vector<Gpu> gpus();
 // "0000:53:00.0", by which the rest of the machine knows it; empty: nobody says, or there is no such GPU.
 std::string pci_address(int ordinal);
 
-// The context that the GPU's other users of this process share is this thread's; at the end, whatever was so before.
+// Makes the GPU's primary context, which other users in this process share, current on this thread; restores the
+// previous one at the end.
 class CurrentContext {
  public:
   // Throws TransportError.

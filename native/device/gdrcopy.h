@@ -1,4 +1,4 @@
-// GDRCopy, opened at run time: memory of a GPU that the CPU writes in place, through the window that PCIe has of it.
+// GDRCopy, opened at run time: GPU memory that the CPU writes in place, through the GPU's window on PCIe.
 //
 // Names and types are those of its public interface (gdrapi.h, 2.x). The headers are not needed to build.
 #pragma once
@@ -15,7 +15,7 @@ struct GdrPin {  // gdrapi.h: gdr_mh_t
   unsigned long handle;
 };
 
-// What is called of libgdrapi.so.2. The results are 0, or a number of errno.
+// The functions of libgdrapi.so.2 that we call. They return 0, or an errno.
 struct Gdrcopy {
   void* (*open)();
   int (*close)(void* gdr);

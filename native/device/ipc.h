@@ -1,5 +1,4 @@
-// Memory of a GPU that another process of this host reaches by itself: by CUDA's IPC, or by descriptors of physical
-// memory.
+// GPU memory that another process of this host reaches directly: by CUDA's IPC, or by descriptors of physical memory.
 #pragma once
 
 #include <cstddef>
@@ -19,7 +18,8 @@ enum class SharedBy : uint8_t {
   kVmm = 2   // physical memory, which nobody has to wait for
 };
 
-// What a process tells another of a range of its GPU memory, so that it can map the allocation which the range is in.
+// What a process tells another about a range of its GPU memory, so that the other can map the allocation that contains
+// it.
 struct SharedRange {
   SharedBy by = SharedBy::kNothing;
   uint64_t offset = 0;         // of the range in the allocation
@@ -37,8 +37,7 @@ struct SharedRange {
 // was mapped without leave to be (torch's expandable_segments, which depends on its version).
 SharedRange share(const GpuMemory& memory);
 
-// Another process's allocation, mapped here as long as one of these is there. On that GPU of ours it may be copied from
-// and to.
+// Another process's allocation, mapped here as long as this object lives. That GPU of ours can copy from and to it.
 class ImportedMemory {
  public:
   // gpu: of ours, which is to copy. Throws TransportError: the driver does not map it (the owner's GPU is out of reach,

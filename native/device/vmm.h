@@ -1,5 +1,5 @@
-// Memory of GPUs by CUDA's virtual memory management: physical memory has handles, which travel as file descriptors,
-// and is mapped where somebody wants it.
+// GPU memory by CUDA's virtual memory management: physical memory has handles, which travel as file descriptors, and is
+// mapped wherever it is used.
 #pragma once
 
 #include <sys/types.h>
@@ -15,8 +15,8 @@
 
 namespace crossrail::device {
 
-// A handle of ours. The memory is there as long as any handle, descriptor or mapping of it is, in whatever process: its
-// first owner may free it, or die. Any thread. In a forked child, where CUDA does not work, nothing is given back.
+// A handle of ours. The memory exists as long as any handle, descriptor or mapping of it does, in whatever process: its
+// first owner may free it, or die. Any thread. In a forked child, where CUDA does not work, nothing is released.
 class PhysicalMemory {
  public:
   // New, of that GPU: whole units of the driver's (2 MiB), whose bytes are anything. Throws UsageError: there is no
@@ -47,7 +47,7 @@ class PhysicalMemory {
   const pid_t process_;
 };
 
-// All of it at an address of ours, for kernels and copies of one GPU at least. Any thread.
+// Maps all of it at an address of ours, for kernels and copies of at least one GPU. Any thread.
 class MappedMemory {
  public:
   // Throws TransportError: that GPU does not reach the memory, or its length is none.

@@ -10,10 +10,11 @@
 
 namespace crossrail {
 
-// Words in the host's memory by which a counter (ImmCounter::raise) gives its counts to kernels: credits, as its own
-// waits take them. It has to stay until kernels that wait by it have run, and while a graph that has one may be
-// launched. Threads: give() and end() from who holds the counter's lock; all else from any.
-// Invariant: once end() was called nothing is given.
+// Words in host memory through which a counter (ImmCounter::raise) gives its counts to kernels: as credits, like those
+// that its own waits take. It must stay alive until kernels that wait on it have run, and as long as a graph that
+// contains one may be launched. Threads: give() and end() with the counter's lock held; everything else from any
+// thread.
+// Invariant: nothing is given after end().
 class CountFlag : public RefCounted<CountFlag> {
  public:
   // in_real_time: the engine is not simulated.

@@ -1,5 +1,5 @@
-// What makes an engine's flight recorder be written to a file without anybody calling: a signal, a failed assertion,
-// and the watchdog (engine/watchdog.h).
+// What causes the flight recorder to be written to a file without a call: a signal, a failed assertion, and the
+// watchdog (engine/watchdog.h).
 #pragma once
 
 #include <array>
@@ -12,7 +12,7 @@ namespace crossrail {
 
 class EngineCore;
 
-// The name of a file that was written, or why it was not.
+// The name of the file that was written, or why none was.
 struct DumpOutcome {
   std::array<char, 1024> path{};  // ends with 0
   int error = 0;                  // errno

@@ -47,12 +47,12 @@ struct EngineOptions {
   std::string name;  // 1..64 bytes
   // Each at most once. Which one a peer is reached by is decided per peer: see choose_transport in engine/routes.h.
   std::vector<TransportKind> transports = {TransportKind::kShm};
-  // Verbs too, else ofi over EFA, where this machine has a device for it. What keeps such a device from being opened is
-  // an event; a machine without one is none.
+  // Adds verbs, or else ofi over EFA, if this machine has a device for it. If such a device cannot be opened, that is
+  // an event; a machine without one is not.
   bool adds_rdma = false;
   uint32_t rail_count = 1;  // 1..kRailsMax; of tcp, verbs and ofi each, where present: shm then has one
-  // What rails are bound to: an IP address, an interface, of verbs and ofi also a device or port ("mlx5_0:1"); empty:
-  // the default. With adds_rdma each transport takes those that mean something to it (engine/rail_names.h).
+  // What rails are bound to: an IP address, an interface, for verbs and ofi also a device or port ("mlx5_0:1"); empty:
+  // the default. With adds_rdma each transport takes the names that mean something to it (engine/rail_names.h).
   std::vector<std::string> rails;
   uint16_t port = 0;                         // tcp: listen here, 0 anywhere
   std::string secret;                        // tcp, verbs, ofi: peers must know the same one
@@ -73,8 +73,8 @@ struct EngineOptions {
   int64_t watchdog_ns = 0;              // 0: none; else what waits and has not moved for so long is a kStalled event
   bool counts_traffic = true;           // per peer and rail: Engine::traffic
   std::string dump_directory = "/tmp";  // where the watchdog, a signal and a failed assertion write the flight recorder
-  // sim, and only with it: the world, and which of its hosts. The engine then has no threads: who waits drives the
-  // world.
+  // sim, and only with it: the world, and the number of the host in it. The engine then has no threads: whoever waits
+  // drives the world.
   std::shared_ptr<Simulation> simulation;
   uint32_t simulated_host = 0;
 };
@@ -126,7 +126,7 @@ class Peer : public RefCounted<Peer> {
   Link* link_ = nullptr;
   std::unique_ptr<PeerWork> work_;
   const Route route_;  // here: what posting asks of it lies in one cache line with link_
-  // By rail, of a transport whose rails the engine chooses. Null: another one, which says on_sent, or nothing is
+  // By rail, if the engine chooses the rails of this transport. Null: the transport reports on_sent, or nothing is
   // counted.
   RailTraffic* const posted_;
   const std::shared_ptr<PeerTrack> track_;
@@ -148,18 +148,18 @@ class PeerGroup : public RefCounted<PeerGroup> {
 };
 using PeerGroupRef = Ref<PeerGroup>;
 
-// A submit that begins later: once `watcher`'s word has reached `threshold`, or gone past it, counted modulo 2**64. It
-// is checked and accepted now, and its engine begins it by itself, whichever of its threads sees the word. Until then
-// it moves nothing, and ends as others do: cancelled, by its peer's loss, by the close of region or engine, which wait
-// for it as for others. Where the word is closed first it is cancelled. The source may change until the word does; that
-// change is what it is read after (release, or a GPU's system-wide fence).
+// A submit that begins later: once `watcher`'s word has reached or passed `threshold`, modulo 2**64. It is checked and
+// accepted now, and the engine begins it by itself, on whichever of its threads sees the word first. Until then it
+// moves nothing. It may end before it begins: cancelled (also when the word is closed first), by its peer's loss, or by
+// the close of its region or engine; those wait for it as for any other transfer. The source may be written until the
+// word changes: the transfer reads it after that change (release, or a GPU's system-wide fence).
 struct Trigger {
   Watcher* watcher = nullptr;  // of the same engine; null: begins at once
   uint64_t threshold = 0;
 };
 
 // Contiguous range, `length_bytes` from src.base + src_offset to dst.base + dst_offset. Counts 1 if it carries an
-// immediate; cancelled, it counts nothing (Transfer::cancel). Zero length is allowed: only the immediate travels.
+// immediate; if cancelled, it counts nothing (Transfer::cancel). Zero length is allowed: only the immediate travels.
 struct WriteRequest {
   Region* src = nullptr;
   uint64_t src_offset = 0;
@@ -168,7 +168,8 @@ struct WriteRequest {
   uint64_t length_bytes = 0;
   uint32_t imm = kNoImm;
   uint32_t rail = kAnyRail;  // kAnyRail: split over all rails when long enough
-  // Sums src up at submit; the target's engine compares that with its memory before it counts (engine/verification.h).
+  // Computes a checksum of src at submit; the target's engine compares it with its memory before it counts
+  // (engine/verification.h).
   bool verify = false;
   Trigger trigger = {};  // not with verify
 };
@@ -184,8 +185,8 @@ struct ReadRequest {
   bool verify = false;  // the peer's memory, which nobody writes to meanwhile, is what has come
 };
 
-// Page i goes from src.base + src_offset + src_stride_bytes*src_pages[i] to the like at dst. Index arrays are copied at
-// submit. Counts page_count. Target pages may overlap: which write lands last is then undefined.
+// Page i goes from src.base + src_offset + src_stride_bytes * src_pages[i] to the corresponding place at dst. Index
+// arrays are copied at submit. Counts page_count. Target pages may overlap: which write lands last is then undefined.
 struct PagedWriteRequest {
   Region* src = nullptr;
   uint64_t src_offset = 0;
@@ -202,9 +203,9 @@ struct PagedWriteRequest {
   Trigger trigger = {};
 };
 
-// Slice i: lengths[i] bytes from src + src_offsets[i] to dsts[i] + dst_offsets[i]. Each target counts 1, of `imm`, or
-// where there are `imms`, as many as targets, of imms[i] (kNoImm: this one counts nothing).
-// Arrays are copied at submit. With a group, dsts[i] must belong to the group's i-th peer.
+// Slice i: lengths[i] bytes from src + src_offsets[i] to dsts[i] + dst_offsets[i]. Each target gets 1 count of `imm`,
+// or, if `imms` is given (one per target), of imms[i] (kNoImm: no count). Arrays are copied at submit. With a group,
+// dsts[i] must belong to the group's i-th peer.
 struct ScatterRequest {
   Region* src = nullptr;
   std::span<RemoteRegion* const> dsts;
@@ -243,8 +244,8 @@ struct PeerExplanation {
   Heartbeat heartbeat;  // answered == 0: none was
 };
 
-// What engine.traffic shows. Rails have the sum of all peers, those that are gone included; peers that are lost are
-// left out.
+// What engine.traffic shows. Rails have the sums over all peers, including those that are gone; lost peers are not
+// listed.
 struct RailTrafficReport {
   const char* transport;
   uint32_t rail;
@@ -278,9 +279,10 @@ struct EngineStats {
 class Engine : public RefCounted<Engine> {
  public:
   static Ref<Engine> open(const EngineOptions& options);
-  // Completes every transfer, wakes every waiter, tells peers, joins threads. Transfers still running after
-  // `drain_deadline`, or when the interrupt check says stop, complete as kEngineClosed; false in the latter case.
-  // Idempotent; of concurrent calls each waits for transfers by its own deadline, and the first that is over ends them.
+  // Completes every transfer, wakes every waiter, tells peers, joins threads. Transfers that still run after
+  // `drain_deadline`, or when the interrupt check says stop, complete as kEngineClosed; returns false in the latter
+  // case. Idempotent. Concurrent calls each wait until their own deadline, and the first deadline that passes ends the
+  // transfers.
   bool close(Deadline drain_deadline = 0, const InterruptCheck& interrupted = {});
   bool closed() const;
 
@@ -290,23 +292,24 @@ class Engine : public RefCounted<Engine> {
   uint32_t rail_count() const;        // of the transport that has most
   uint32_t gpu_transports() const;    // mask of those that move memory of GPUs
   std::string no_gpu_memory() const;  // why NICs that could do not; empty: none could, or nobody knows
-  // Of each transport whose rails are on something: the netdev or port of each rail, of which several may share one.
+  // For each transport whose rails are bound to devices: the netdev or port of each rail. Several rails may share one.
   std::vector<std::pair<TransportKind, std::vector<std::string>>> rail_devices() const;
 
   // --- memory ---
-  // memory kCuda: base is what cudaMalloc or torch gave. Throws TransportError where no transport of this engine moves
-  // that, or the NIC is not given it.
+  // kCuda: base is from cudaMalloc or torch. Throws TransportError if no transport of this engine moves such memory, or
+  // the NIC refuses it.
   RegionRef register_memory(void* base, uint64_t length_bytes, Access access, MemoryKind memory = MemoryKind::kHost);
-  // Zeroed memory, page aligned, that peers of this host map: the fast target and source. populate: fault it in now.
+  // Zeroed, page-aligned memory that peers on this host map: the fast target and source. populate: fault it in now.
   RegionRef alloc(uint64_t length_bytes, bool populate);
-  // The same for those who only map it: no transfer takes it, and no NIC is told of it, which would pin all its pages.
-  // (Only an engine that has nothing but NICs registers it.)
+  // Like alloc(), but only for mapping: transfers cannot use it, and no NIC registers it, which would pin its pages.
+  // (Only an engine with nothing but NICs registers it.)
   RegionRef alloc_for_mapping(uint64_t length_bytes);
-  // The same in the memory of that GPU: peers' GPUs map it (device/vmm.h). Waits until it is zero, for no kernel of the
-  // user's. Throws UsageError: there is no such GPU; TransportError: its driver, or no transport, gives such memory.
+  // Like alloc(), in the memory of that GPU: peers' GPUs map it (device/vmm.h). Waits until it is zeroed, but not for
+  // any kernel of the user's. Throws UsageError if there is no such GPU, TransportError if its driver, or every
+  // transport, refuses such memory.
   RegionRef alloc_on_gpu(uint64_t length_bytes, int gpu);
-  // sim only: as long as one likes, without any memory: transfers with it are counted and take their time, and move no
-  // byte.
+  // sim only: a region of any length without memory. Transfers with it are counted and take their simulated time, but
+  // move no bytes.
   RegionRef register_phantom(uint64_t length_bytes);
   // Cached: the same descriptor gives the same object. Does not connect.
   RemoteRegionRef remote_region(const RegionDescriptor& descriptor);
@@ -314,13 +317,15 @@ class Engine : public RefCounted<Engine> {
   // --- peers ---
   PeerRef peer(const Address& address);  // starts connecting at first use
   WaitResult connect(Peer& peer, Deadline deadline, const InterruptCheck& interrupted);  // kClosed: lost
-  // Ends every transfer to it as kPeerLost and drops what we hold of it. The same address connects anew later.
+  // Ends every transfer to this peer as kPeerLost and drops all state about it. The same address can connect anew
+  // later.
   void forget_peer(Peer& peer);
-  // A peer's memory at an address of ours: memory of its alloc(), on our host. `status`: kDone, or why not, as
-  // Transport::map and the peer say it; meaningless unless kReady. Connects. What the mapping's owner does with it is
-  // outside of the contract: it is not counted, nor refused by a close() or revoke() of the region, which keeps living
-  // with the mapping. gpu: of ours, for whose kernels memory of a GPU is mapped: its alloc_on_gpu(), or other physical
-  // memory; -1: host memory. Throws UsageError: there is no such GPU; TransportError: it does not reach the memory.
+  // Maps a peer's memory into this process: memory of its alloc(), on this host. `status`: kDone, or why not, as
+  // Transport::map and the peer report it; meaningless unless the result is kReady. Connects. Accesses through the
+  // mapping are outside the contract: they are not counted, and close() or revoke() of the region does not stop them;
+  // the memory lives as long as the mapping. gpu: the local GPU for whose kernels GPU memory is mapped (alloc_on_gpu(),
+  // or other physical memory); -1: host memory. Throws UsageError if there is no such GPU, TransportError if it cannot
+  // reach the memory.
   WaitResult map(RemoteRegion& region, int gpu, Deadline deadline, const InterruptCheck& interrupted, Mapping* mapping,
                  Status* status);
   std::vector<PeerRef> peers() const;
@@ -340,12 +345,12 @@ class Engine : public RefCounted<Engine> {
   // --- counting ---
   // The one counter of this number; kept by the engine until release_imm.
   Ref<ImmCounter> imm_counter(uint32_t imm);
-  // A number that nobody uses, from the upper half of the number space, and its counter. Never one that was handed out
-  // and not released, that has a counter, or for which something arrived since it was released.
+  // An unused number from the upper half of the number space, and its counter. Never a number that was handed out and
+  // not released, that has a counter, or for which something arrived since it was released.
   Ref<ImmCounter> alloc_imm();
-  // The user says: quiesced, no peer will send it any more. Drops the counter; alloc_imm may hand the number out again,
-  // once all others were. Throws UsageError while somebody waits for it, or a part of a count has arrived; force drops
-  // both.
+  // The caller states that no peer will send this number any more. Drops the counter; alloc_imm may hand the number out
+  // again after all others. Throws UsageError while somebody waits for it, or while a part of a count has arrived;
+  // force drops both.
   void release_imm(uint32_t imm, bool force = false);
   Ref<Watcher> alloc_watcher(Notifier* notifier, uint64_t cookie);
 
@@ -355,10 +360,11 @@ class Engine : public RefCounted<Engine> {
   void set_event_notifier(Notifier* notifier, uint64_t cookie);
   std::vector<EngineEvent> take_events();
   EngineStats stats() const;
-  // Asks the progress holder, once for each peer, and waits for it for so long each time, on the real clock. Not again
-  // once that was in vain, and for 3 s or patience_ns in all, whichever is longer.
+  // Asks the progress holder once per peer, waiting up to patience_ns each time, on the real clock. Stops asking after
+  // the first time in vain, and after 3 s or patience_ns in all, whichever is longer.
   TrafficReport traffic(int64_t patience_ns);
-  // Writes what the flight recorder holds, and what waits for whom, as engine/flight_dump.h says. Also once closed.
+  // Writes the contents of the flight recorder, and what waits for whom, as engine/flight_dump.h says. Works on a
+  // closed engine too.
   void dump(std::string_view reason, TextSink* sink) const;
 
   uint32_t seat() const;  // sim: its number in the world

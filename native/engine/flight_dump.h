@@ -18,7 +18,7 @@ namespace crossrail {
 
 inline constexpr int kFlightVersion = 1;
 
-// Text in pieces, without allocation: a dump may be written by a process that is about to abort.
+// Takes text in pieces and allocates nothing: a dump may be written by a process that is about to abort.
 class TextSink {
  public:
   virtual ~TextSink() = default;

@@ -1,15 +1,15 @@
-// The last operations and events of an engine, kept for the day when it hangs: a bounded ring for each rail, and one
-// for what belongs to none.
+// The last operations and events of an engine, kept for when it hangs: a bounded ring for each rail, and one for
+// everything else.
 //
-// Threads: the progress holder writes, without locks, system calls or allocation. Anybody reads at any time, also while
-// the holder hangs or the process is about to abort. What is overwritten while it is read is told from what is whole
-// (FlightRing::read).
+// Threads: the progress holder writes, without locks, system calls or allocation. Anybody may read at any time, even
+// while the holder hangs or the process is about to abort; FlightRing::read tells whole entries from those overwritten
+// meanwhile.
 //
-// Both are made for bursts of short operations, where reading the clock or writing an entry for each would show. In a
-// burst (read_clock) one reading serves many entries, each a tick later than the one before: no two have the same time,
-// so that time orders the entries of all rings. And a transfer that is over at once, just as the one before, is counted
-// in that one's entry (repeat); what reads the ring tells them apart again, since nothing but their number and tick
-// differs.
+// Two things keep it cheap in bursts of short operations, where reading the clock or writing an entry for each would
+// show. In a burst (read_clock) one reading of the clock serves many entries, each a tick later than the one before: no
+// two have the same time, so time orders the entries of all rings. And a transfer that is over at once, just like the
+// one before, is counted in that one's entry (repeat); readers can tell them apart again, since only their numbers and
+// ticks differ.
 #pragma once
 
 #include <algorithm>
@@ -155,8 +155,8 @@ class FlightRing {
   bool last_repeats_ = false;             // the last entry is one that does
 };
 
-// What is known of a peer without asking the holder: by the recorder's readers, by the watchdog, and for metrics.
-// Threads: counts are the holder's to write, anybody's to read.
+// What can be known about a peer without asking the holder: for the recorder's readers, the watchdog, and metrics.
+// Threads: the holder writes the counts, anybody reads them.
 struct PeerTrack {
   uint32_t id = 0;
   uint32_t pid = 0;

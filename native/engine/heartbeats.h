@@ -1,11 +1,11 @@
-// Whether peers still move, also those that nothing is asked of: EngineOptions::heartbeat_ns.
+// Finds out whether peers are still alive, including idle ones: EngineOptions::heartbeat_ns.
 //
-// A heartbeat is a service message without content. That the peer's engine has taken it is told by the transport, so
-// that the time until then is a round trip through both engines. One is under way per peer at most.
+// A heartbeat is a service message without content. The transport reports when the peer's engine has taken it, so the
+// time until then is a round trip through both engines. At most one per peer is in flight.
 //   answered within an interval            connected
 //   an interval without an answer          slow
 //   kFrozenAfter intervals without one     frozen: its kernel or network takes what we send, the process stands still
-//   lost                                   is the transport's to say, which a heartbeat under way makes look
+//   lost                                   for the transport to say, which a heartbeat in flight prompts to look
 #pragma once
 
 #include <cstdint>

@@ -11,9 +11,10 @@
 
 namespace crossrail {
 
-// Invariant: at most capacity counters; arrivals of further numbers are refused by find_or_add, never dropped silently.
-// Invariant: a number that allocate() gives had no counter: it was released, or never given, and nothing arrived for it
-// since. Threads: any. note_arrival, flush_arrivals, end_arrivals: progress holder.
+// Invariant: at most `capacity` counters; find_or_add refuses arrivals of further numbers, and never drops them
+// silently.
+// Invariant: a number that allocate() returns had no counter: it was released, or never handed out, and nothing has
+// arrived for it since. Threads: any. note_arrival, flush_arrivals, end_arrivals: progress holder.
 class ImmTable {
  public:
   // Allocated are numbers from `first` on.

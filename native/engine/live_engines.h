@@ -8,8 +8,8 @@ namespace crossrail {
 
 class EngineCore;
 
-// Engines of this process, so that fork can be survived and a signal knows whom to dump. Never destroyed: engines may
-// outlive static destructors.
+// The engines of this process, for fork handling and for dumps on a signal. Never destroyed: engines may outlive static
+// destructors.
 struct LiveEngines {
   std::mutex mutex;  // held over fork
   std::set<EngineCore*> cores;

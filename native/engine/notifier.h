@@ -1,5 +1,4 @@
-// From worker to whoever wants to know: a lock-free stack of cookies and an eventfd that becomes readable when it
-// fills.
+// From the worker to whoever waits: a lock-free stack of cookies, and an eventfd that becomes readable when it fills.
 #pragma once
 
 #include <atomic>

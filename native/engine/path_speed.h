@@ -1,4 +1,4 @@
-// How fast a peer is reached at best, by what the two addresses say of their rails.
+// The highest speed at which a peer can be reached, by what the two addresses say about their rails.
 #pragma once
 
 #include <span>

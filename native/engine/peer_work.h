@@ -17,10 +17,10 @@ struct PostItem {
   uint32_t target;  // of scatter and barrier
 };
 
-// A work request whose time is taken: one at a time of each peer, and when it was posted nothing else of its transfer
-// was under way. The next of that transfer that is over is taken for it; without order, that may be a later slice of
-// the same. In bursts 0 to 3 are passed over, in turn, from one time to the next: always the first would be taken else,
-// which goes by the same rail each time.
+// A work request whose latency is measured. At most one per peer, and only if nothing else of its transfer was in
+// flight when it was posted. The next request of that transfer that ends is taken for it; as nothing is ordered, that
+// may be a later slice. In bursts up to three are skipped, in turn, between two measurements; otherwise the first would
+// always be chosen, which takes the same rail each time.
 struct TimedWork {
   const Transfer* transfer = nullptr;  // null: none
   int64_t since_ns = 0;

@@ -1,8 +1,8 @@
 // Fills memory that nobody should write to any more with a pattern, and finds out whether somebody did.
 //
-// The bytes depend on where they lie and on a number drawn for each poisoning: neither zeros, nor a copy of other
-// poisoned memory, nor what an earlier poisoning left pass for them. A write of a single byte goes unseen once in 256,
-// of eight once in 2^64.
+// The bytes depend on their address and on a number drawn for each poisoning, so neither zeros, nor a copy of other
+// poisoned memory, nor an earlier poisoning pass for them. A write of a single byte goes unnoticed once in 256 times,
+// of eight bytes once in 2^64.
 #pragma once
 
 #include <array>
@@ -23,8 +23,8 @@ struct PoisonedPages {
   std::vector<uint32_t> indices;
 };
 
-// Owner of the memory: the caller, for as long as it calls fill() and find().
-// Threads: one at a time. Who writes meanwhile is what this is there to find.
+// Owner of the memory: the caller, until its last call of find(). Threads: one at a time; writers may run meanwhile:
+// finding them is the purpose.
 class Poison {
  public:
   // Throws UsageError for pages that do not lie within the memory.

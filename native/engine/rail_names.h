@@ -1,4 +1,4 @@
-// What rails= means where one list serves several transports. Pure.
+// What rails= means if one list serves several transports. Pure.
 #pragma once
 
 #include <span>

@@ -1,4 +1,5 @@
-// Which transport reaches a peer: of two addresses, and of what this engine wanted and has not.
+// Chooses the transport that reaches a peer, from both addresses and from the transports that this engine wanted and
+// does not have.
 #pragma once
 
 #include <functional>
@@ -9,7 +10,7 @@
 
 namespace crossrail {
 
-// A transport that this engine would have opened by itself, and did not. is_fault: its device is there, and yet.
+// A transport that this engine would have opened by itself, and did not. is_fault: although its device is there.
 struct Absent {
   TransportKind kind;
   std::string reason;

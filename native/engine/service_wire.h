@@ -1,5 +1,5 @@
-// What engines tell each other beside their users' operations (WorkOp::kService). Little-endian, versioned,
-// bounds-checked: it comes from outside.
+// The messages between engines, apart from their users' operations (WorkOp::kService). Little-endian, versioned,
+// bounds-checked: they come from outside.
 #pragma once
 
 #include <cstdint>

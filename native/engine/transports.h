@@ -18,8 +18,8 @@ namespace crossrail {
 
 struct EngineOptions;
 
-// The halves of one local region, one for each transport, under one id. The half of the first transport may own the
-// memory: it is destroyed last.
+// The halves of one local region, one per transport, under one id. The first transport's half may own the memory, so it
+// is destroyed last.
 class LocalRegions {
  public:
   LocalRegions(LocalRegions&& other) noexcept;
@@ -65,10 +65,10 @@ struct Route {
   std::string reason;  // for people
 };
 
-// Threads: what Transport says of the call of the same name.
-// Invariant: in the order of TransportKind, so that shm is the first where it is present: it allocates, since only its
-// memory can be mapped by peers. Opened in the opposite order: each adds its rails to the address that the next one
-// then shows to its peers; those opened first hear of the rest by complete_address().
+// Threads: as Transport says for the call of the same name.
+// Invariant: ordered by TransportKind, so shm comes first if present: it allocates, since peers can map only its
+// memory. Transports are opened in the opposite order: each adds its rails to the address that the next one then shows
+// to its peers. Those opened first get the whole address by complete_address().
 class TransportSet {
  public:
   // `sink` must outlive the set. Throws TransportError, UsageError.

@@ -13,7 +13,7 @@ namespace crossrail {
 class Transfer;
 
 // Threads: progress holder.
-// Invariant: what is held is pending and in no peer's queue. In `held_` are only words that something waits for.
+// Invariant: a held transfer is pending and in no peer's queue. `held_` contains only words that something waits for.
 class Triggers {
  public:
   bool empty() const { return held_.empty(); }

@@ -1,5 +1,5 @@
-// Answers to checked operations that did not reach who had asked, and are to be told again: the asker may live. It was
-// given up here alone, or there were no descriptors to reach it with.
+// Answers to checked operations that did not reach the asker, and are to be sent again, since the asker may be alive:
+// it may only have been given up here, or there were no descriptors to reach it with.
 #pragma once
 
 #include <cstddef>
@@ -18,7 +18,7 @@ namespace crossrail {
 inline constexpr int64_t kTellAgainAfterNs[] = {
     0, 0, 10'000'000, 100'000'000, 1'000'000'000, 5'000'000'000, 20'000'000'000};
 
-// Invariant: at most answers_max are here or on their way again, however many askers die how fast.
+// Invariant: at most answers_max are waiting here or in flight again, however many askers die and however fast.
 // Threads: one at a time.
 class UntoldAnswers {
  public:

@@ -1,6 +1,6 @@
-// Checked operations (verify). The bytes travel without an immediate; once they are in place, the peer's engine is told
-// their sum, compares it with that of its own memory, and only then counts. So nothing is counted that was not found
-// right. Of a read the sum is made here, when the bytes have come.
+// Checked operations (verify). The bytes travel without an immediate. Once they are in place, the peer's engine gets
+// their checksum, compares it with that of its own memory, and only then counts: so nothing is counted that was not
+// found right. For a read the sum is computed here, when the bytes have arrived.
 #pragma once
 
 #include <cstdint>

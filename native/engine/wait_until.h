@@ -1,4 +1,4 @@
-// How a thread waits in the engine: it drives, where no worker does, and sleeps once nothing has moved for a while.
+// How a thread waits in the engine: it drives if no worker does, and sleeps once nothing has moved for a while.
 #pragma once
 
 #include <algorithm>

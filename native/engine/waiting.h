@@ -19,10 +19,10 @@ enum class WaitResult : uint8_t {
   kClosed        // the engine was closed first
 };
 
-// How long a thread that finds nothing to do spins before it sleeps: the engine's spin_ns, and up to 16 times that
-// after sleeps that ended so soon that going to sleep took longer. They end so again and again where a provider without
-// a NIC moves bytes whenever it is polled, which no round sees. Now and then it is tried whether a sleep is worth it
-// again: news that come in time for who spins for long would keep him at it for ever.
+// How long an idle thread spins before it sleeps: the engine's spin_ns, and up to 16 times that after sleeps that ended
+// sooner than going to sleep takes. Such sleeps come in series where a provider without a NIC moves bytes whenever it
+// is polled, which no round sees. Now and then it tries whether sleeping pays again; otherwise news that arrive just in
+// time for a long spinner would keep it spinning for ever.
 class Patience {
  public:
   explicit Patience(int64_t spin_ns) : spin_ns_(spin_ns) {}
@@ -52,8 +52,9 @@ class Patience {
   std::atomic<uint32_t> spins_{0};
 };
 
-// How a blocking wait asks its caller whether to go on: Ctrl-C. Asked on the waiting thread about every 50 ms; may take
-// the GIL. One object is one wait, of however many shorter ones that is made: when it is asked next outlives each.
+// How a blocking wait asks its caller whether to go on (Ctrl-C). Called on the waiting thread about every 50 ms; it may
+// take the GIL. One object serves one wait, even if that consists of several shorter ones: the time of the next
+// question carries over.
 class InterruptCheck {
  public:
   InterruptCheck() = default;  // goes on

@@ -34,11 +34,12 @@ class StallFinder {
   std::map<uint32_t, Seen> seen_;  // whom something waits for
 };
 
-// Looks at an engine's peers, and at whether anybody drives it, from a thread of its own: the progress holder may be
-// what hangs. It takes no lock that the holder keeps while it works.
+// Watches an engine's peers, and whether anybody drives it, from a thread of its own: the progress holder may be what
+// hangs. It takes no lock that the holder keeps while it works.
 //
-// Recordings are large and stalls may be many, so there is one for all that is found in one look, and none within
-// kDumpPauseNs of the last one or after kDumpsMax of them. What gets none is told all the same.
+// Recordings are large and stalls may be many, so one recording serves all stalls found in one look, and there is none
+// within kDumpPauseNs of the last one, or after kDumpsMax of them. Stalls without a recording are reported all the
+// same.
 // Threads: start, stop: one at a time. look: the watchdog's own thread, or whoever drives an engine without threads.
 class Watchdog {
  public:

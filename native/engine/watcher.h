@@ -11,11 +11,11 @@ namespace crossrail {
 
 class WatcherThread;
 
-// One watched word. Intermediate values may be skipped; none is reported twice and the last one is always reported.
-// Changes by add() and store() are announced by whoever makes them. Others - a kernel's, a store through the address -
-// only looking can find: a thread begins to look when the address is asked for, and not before, since it costs a part
-// of a core. Transfers may wait for it (Trigger in engine/engine.h): the progress holder looks at the word too, as long
-// as some do. Threads: add()/store()/value()/take()/word()/add_on() from any thread.
+// One watched word. Intermediate values may be skipped; none is reported twice, and the last one is always reported.
+// Changes by add() and store() are announced by the caller. Other changes (by a kernel, or a store through the address)
+// can only be found by looking: a thread starts to look when the address is first asked for, not before, since it costs
+// a part of a core. Transfers may wait for the word (Trigger in engine/engine.h): then the progress holder looks at it
+// too. Threads: add()/store()/value()/take()/word()/add_on() from any thread.
 class Watcher : public RefCounted<Watcher> {
  public:
   ~Watcher();

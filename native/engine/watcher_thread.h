@@ -1,5 +1,5 @@
-// The thread that looks at watched words: apart from the worker, so that a long copy does not delay a callback and a
-// sleeping worker does not need to wake for words that no one can sleep on.
+// The thread that looks at watched words. It is separate from the worker, so that a long copy does not delay a
+// callback, and a sleeping worker need not wake up for words that nobody can sleep on.
 #pragma once
 
 #include <atomic>

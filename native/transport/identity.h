@@ -1,4 +1,4 @@
-// Who this engine is.
+// The identity of this engine.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// The one switch from kind to implementation, and what is asked of one before it is opened.
+// The one switch from kind to implementation, and the questions to ask of a kind before it is opened.
 #pragma once
 
 #include <memory>

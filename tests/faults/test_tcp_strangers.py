@@ -110,7 +110,7 @@ def test_wrong_secret_is_said_on_both_sides(open_engine: EngineFactory) -> None:
         here.connect(there.address, WAIT_S)
 
     eventually(lambda: [e for e in events if e.kind == "protocol-error" and "same secret" in e.detail], "the event")
-    still_serves(there, "two")
+    still_serves(there, secret="two")
 
 
 def test_peer_that_cannot_prove_the_secret_is_refused_with_an_event(open_engine: EngineFactory) -> None:

@@ -22,7 +22,7 @@ from tests.support.patterns import pattern
 from tests.support.process import run_script
 from tests.support.proxy import proxied
 from tests.support.seeds import Seed
-from tests.support.tcp_engines import TCP, events_of
+from tests.support.tcp_engines import TCP, events_of, still_serves
 from tests.support.tcp_wire import Kind, RawAcceptor, RawPeer
 from tests.support.tls_peer import Flights, client_context, dial, server_context, start_tls
 
@@ -52,15 +52,6 @@ def expect_event(events: list[xr.EngineEvent], words: str) -> None:
 
     eventually(seen, f"an event with {words!r}")
     assert all("\n" not in event.detail for event in events)
-
-
-def still_serves(target: xr.Engine, tls: xr.TlsConfig) -> None:
-    """An honest newcomer gets through."""
-    with xr.Engine("newcomer", tls=tls, **TCP) as newcomer:
-        region = target.alloc(100)
-        newcomer.submit_write(newcomer.alloc(100), region.descriptor, imm=9).wait(WAIT_S)
-        target.imm_counter(9).wait(1, WAIT_S)
-        region.close(WAIT_S)
 
 
 # --- it does not open ---
@@ -352,7 +343,7 @@ def test_relay_with_a_certificate_of_the_same_ca_is_noticed(
             engine.connect(address, WAIT_S)
 
         thread.join(WAIT_S)
-    still_serves(target, tls)
+    still_serves(target, tls=tls)
 
 
 # --- strangers at our door ---
@@ -364,7 +355,7 @@ def test_who_does_not_know_us_gets_no_tls(target: xr.Engine, tls: xr.TlsConfig) 
         kind, body = wire.receive_message(connection)
 
     assert kind == Kind.REFUSAL and "another engine is at this address" in wire.refusal_text(body)
-    still_serves(target, tls)
+    still_serves(target, tls=tls)
 
 
 def test_client_without_a_certificate_is_refused(target: xr.Engine, tls: xr.TlsConfig) -> None:
@@ -375,7 +366,7 @@ def test_client_without_a_certificate_is_refused(target: xr.Engine, tls: xr.TlsC
             under.recv(1)
 
     expect_event(events, "did not return a certificate")
-    still_serves(target, tls)
+    still_serves(target, tls=tls)
 
 
 def test_older_tls_is_refused(target: xr.Engine, tls: xr.TlsConfig) -> None:
@@ -388,7 +379,7 @@ def test_older_tls_is_refused(target: xr.Engine, tls: xr.TlsConfig) -> None:
             context.wrap_socket(connection)
 
     expect_event(events, "protocol")
-    still_serves(target, tls)
+    still_serves(target, tls=tls)
 
 
 def test_proof_without_the_binding_is_refused(target: xr.Engine, tls: xr.TlsConfig) -> None:
@@ -406,7 +397,7 @@ def test_proof_without_the_binding_is_refused(target: xr.Engine, tls: xr.TlsConf
             kind, body = wire.receive_message(under)
 
     assert kind == Kind.REFUSAL and "somebody in between" in wire.refusal_text(body)
-    still_serves(target, tls)
+    still_serves(target, tls=tls)
 
 
 STAGES = ("nothing", "garbage", "half a flight", "first flight", "half of the second", "second flight", "after it")
@@ -429,7 +420,7 @@ def test_killed_in_the_middle_of_the_handshake(target: xr.Engine, tls: xr.TlsCon
         if stage == "after it":
             connection.sendall(flights.sealed(RawPeer(target.address).hello()[:50]))
         wire.reset(connection)
-    still_serves(target, tls)
+    still_serves(target, tls=tls)
     assert stage == "garbage" or not [event for event in events if event.kind == "protocol-error"]
 
 
@@ -461,7 +452,7 @@ def test_changed_bytes_end_the_connection_and_nothing_else(
                     pass
             except ConnectionError:
                 pass  # it hung up first
-    still_serves(target, tls)
+    still_serves(target, tls=tls)
 
 
 def test_more_bytes_than_a_handshake_needs_are_refused(target: xr.Engine, tls: xr.TlsConfig) -> None:
@@ -476,7 +467,7 @@ def test_more_bytes_than_a_handshake_needs_are_refused(target: xr.Engine, tls: x
             connection.sendall(nothing * 10_000_000)
 
     expect_event(events, "TLS")
-    still_serves(target, tls)
+    still_serves(target, tls=tls)
 
 
 def test_slow_handshake_ends_in_time(target: xr.Engine, tls: xr.TlsConfig) -> None:
@@ -496,4 +487,4 @@ def test_slow_handshake_ends_in_time(target: xr.Engine, tls: xr.TlsConfig) -> No
                 return True
 
         eventually(dribble, "the end of our patience", pause_s=0.1)
-    still_serves(target, tls)
+    still_serves(target, tls=tls)

@@ -1,5 +1,7 @@
 """Engines whose tcp somebody else talks to: what tests of bad peers ask of them."""
 
+from typing import Any
+
 import crossrail as xr
 from tests.support import sealing
 from tests.support.limits import WAIT_S
@@ -13,9 +15,9 @@ def events_of(engine: xr.Engine) -> list[xr.EngineEvent]:
     return events
 
 
-def still_serves(target: xr.Engine, secret: str = "") -> None:
-    """An honest newcomer gets through."""
-    with xr.Engine("newcomer", secret=secret, **TCP) as newcomer:
+def still_serves(target: xr.Engine, **options: Any) -> None:
+    """An honest newcomer gets through. options: of its engine, such as secret or tls."""
+    with xr.Engine("newcomer", **TCP, **options) as newcomer:
         region = target.alloc(100)
         newcomer.submit_write(newcomer.alloc(100), region.descriptor, imm=9).wait(WAIT_S)
         target.imm_counter(9).wait(1, WAIT_S)

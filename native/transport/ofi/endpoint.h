@@ -1,4 +1,4 @@
-// A libfabric endpoint, and what is with it: the works, sends and receives that have not come back.
+// A libfabric endpoint, with the works, sends and receives that are in flight on it.
 #pragma once
 
 #include <rdma/fabric.h>
@@ -18,7 +18,7 @@ class Endpoint;
 class Listener;
 class OfiPath;
 
-// What is told to libfabric with an operation, and comes back with its completion.
+// The context passed to libfabric with an operation; it comes back with the completion.
 struct Op {
   enum class Kind : uint8_t { kWork, kSend, kReceive };
   fi_context2 provider{};  // first: libfabric gets its address, and efa-direct writes here until the completion

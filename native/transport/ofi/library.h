@@ -13,7 +13,8 @@ inline constexpr uint32_t kHeaderVersion = FI_VERSION(FI_MAJOR_VERSION, FI_MINOR
 // What is promised. From here on there is efa-direct; nobody tried the connections of an older tcp.
 inline constexpr uint32_t kVersionMin = FI_VERSION(2, 1);
 
-// All that libfabric exports and we use: the rest is reached through the operation tables of its objects.
+// The exported functions of libfabric that we use; everything else is reached through the operation tables of its
+// objects.
 struct Calls {
   decltype(&::fi_getinfo) getinfo = nullptr;
   decltype(&::fi_freeinfo) freeinfo = nullptr;

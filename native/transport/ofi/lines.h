@@ -1,5 +1,5 @@
-// Datagrams where a provider has connections only. A line is a connection that one NIC dials to send datagrams to
-// another, and uses in this direction alone: answers come by a line of the other's.
+// Datagrams for providers that only have connections. A line is a connection that one NIC opens to send datagrams to
+// another. It is used in this direction only; answers come by a line of the other NIC's.
 #pragma once
 
 #include <deque>
@@ -13,8 +13,8 @@
 
 namespace crossrail::ofi {
 
-// Bounded: lines that nobody uses for 10 s are closed by who dialed; of lines to us the one that is silent for longest
-// makes room for another.
+// Bounded: the side that opened a line closes it after 10 s without use; of the lines to us, the one that was silent
+// for longest makes room for a new one.
 // Threads: the progress holder.
 class Lines {
  public:

@@ -1,4 +1,4 @@
-// Memory known to a provider, and when peers have let go of it.
+// Memory registered with a provider, and when peers no longer access it.
 #pragma once
 
 #include <atomic>

@@ -1,4 +1,4 @@
-// Sockets that libfabric's tcp accepts and forgets.
+// Sockets that libfabric's tcp provider accepts and then forgets.
 #pragma once
 
 #include <sys/types.h>

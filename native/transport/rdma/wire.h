@@ -1,11 +1,12 @@
-// What two rdma layers say to each other. Little-endian, bounds-checked.
+// The protocol between two rdma layers. Little-endian, bounds-checked.
 //
-// Datagrams make paths, and ask about broken ones when no path is left; each is sealed with HMAC-SHA256 under a key
-// that both incarnations and the secret give. Fragments travel on paths and need no seal: who is at the other end of a
-// path is known since it was made.
+// Datagrams make paths, and ask about broken ones when no path is left. Each is sealed with HMAC-SHA256 under a key
+// derived from both incarnations and the secret. Fragments travel on paths and need no seal: the peer of a path is
+// known since the path was made.
 //
-// Of two engines the one with the smaller incarnation *leads*: it makes the epochs of all paths between them, whoever
-// wants to talk. The other asks for them (Knock). So both may connect at once, and nothing has to be untangled.
+// Of two engines the one with the smaller incarnation *leads*: it makes the epochs of all paths between them, whichever
+// of the two wants to talk. The other asks for them (Knock). So both may connect at once, and nothing has to be
+// untangled.
 #pragma once
 
 #include <array>

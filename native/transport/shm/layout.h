@@ -1,4 +1,4 @@
-// What two processes share in memory. Everything a peer can write is untrusted: it is copied out once, then checked.
+// Memory that two processes share. Everything a peer can write is untrusted: it is copied out once, then checked.
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// What is to happen, by time.
+// The future events of a world, ordered by time.
 #pragma once
 
 #include <cstddef>

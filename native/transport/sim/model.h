@@ -32,7 +32,7 @@ struct LocalModel {
   int64_t latency_ns = 0;
 };
 
-// What takes one thing after the other. Picoseconds: a short work takes less than a nanosecond.
+// A resource that serves one thing after another. Picoseconds: a short work takes less than a nanosecond.
 class Wire {
  public:
   using Time = __int128;  // picoseconds: 64 bits would end after 106 days

@@ -1,4 +1,5 @@
-// Who uses a world: a thread that waits must not let time run on while another is about to do something.
+// Tracks the threads that use a world: a thread that waits must not let time run on while another is about to do
+// something.
 #pragma once
 
 #include <cstdint>
@@ -7,9 +8,9 @@
 
 namespace crossrail::sim {
 
-// With one thread, as it should be, none of this matters. Else time stands still until all threads wait and have looked
-// at what moved last. A thread that was not heard of for kPatienceNs of real time does something else, or is gone:
-// nobody waits for it until it comes back.
+// With one thread, as it should be, none of this matters. With several, time stands still until all threads wait and
+// have looked at what moved last. A thread that was not heard of for kPatienceNs of real time is busy elsewhere, or
+// gone: nobody waits for it until it comes back.
 // Threads: whoever has the world's lock.
 class Visitors {
  public:

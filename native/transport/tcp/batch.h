@@ -1,4 +1,4 @@
-// What goes through a socket: frames on their way out, and where the payload of an arriving frame goes.
+// What passes through a socket: outgoing frames, and where the payload of an arriving frame goes.
 #pragma once
 
 #include <sys/uio.h>

@@ -59,7 +59,7 @@ struct ConnectionContext {
 // Which half of a link a stream is: our operations and the answers to them, or the peer's and ours.
 enum class Role : uint8_t { kInitiator = 0, kAcceptor = 1 };
 
-// Whose doing the end of a stream was, as far as it matters to anybody.
+// Who caused the end of a stream, as far as it matters.
 enum class Blame : uint8_t { kNobody, kPeer };  // kPeer: it broke the protocol
 
 // Lifecycle: 1. on the connection, from construction. 2. over: by the connection's end (on_broken), or because its

@@ -97,7 +97,7 @@ std::optional<Refusal> decode_refusal(std::span<const uint8_t> message);
 
 std::array<uint8_t, 8> target_tag(const Incarnation& incarnation);
 Digest handshake_key(std::string_view secret, const Incarnation& acceptor);
-// What a proof covers. binding: of the TLS session; empty without one.
+// What a proof covers. binding: the TLS session's; empty without TLS.
 struct Proven {
   std::span<const uint8_t> hello;
   const Nonce& acceptor_nonce;

@@ -1,4 +1,5 @@
-// How fast the channels of a link move bytes, how many each has taken on, and how many of what waits is its to take.
+// How fast each channel of a link moves bytes, how many bytes it has taken on, and how much of the waiting work it
+// should take.
 #pragma once
 
 #include <algorithm>

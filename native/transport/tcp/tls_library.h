@@ -1,4 +1,4 @@
-// OpenSSL, opened at run time: where it is found, and the calls of it that we use.
+// OpenSSL, opened at run time: where it is found, and the functions that we call.
 #pragma once
 
 #include <sys/types.h>
