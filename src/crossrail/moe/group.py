@@ -417,8 +417,8 @@ def _address(given: object) -> xr.Address:
 
 
 class TorchGroup:
-    """The ranks of a torch.distributed process group, or of the default one. Its own timeout holds, not
-    all_gather's. UsageError where this process is none of them.
+    """The ranks of a torch.distributed process group; None: the default group. Its own timeout applies, not
+    all_gather's. UsageError if this process is not a member.
     """
 
     def __init__(self, process_group: torch.distributed.ProcessGroup | None = None) -> None:

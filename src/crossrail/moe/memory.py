@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MemoryBounds:
-    """Of a rank, in bytes, for both of the rounds that may be open.
+    """The memory of one rank, in bytes, for both of the rounds that may be open.
 
-    board_bytes: what it shows to ranks that share memory with it; on a GPU without a board for rows, those as well.
-    output_bytes: what dispatch returns. far_bytes: for rows, results and routes of ranks that share no memory with it,
-    0 where all do; RDMA NICs pin these. output_rows: room of one dispatch's output.
+    board_bytes: what it shows to ranks that share memory with it; on a GPU without a board, also its rows.
+    output_bytes: what dispatch returns. far_bytes: rows, results and routes of ranks that share no memory with it, 0 if
+    all do; RDMA NICs pin these. output_rows: capacity of one dispatch's output, in rows.
     """
 
     board_bytes: int
@@ -34,7 +34,7 @@ class MemoryBounds:
 
     @property
     def total_bytes(self) -> int:
-        """Of all three. Less is resident until rounds have used it, except for what NICs pin."""
+        """The sum of all three. Less is resident until rounds have used it, except for what NICs pin."""
         return self.board_bytes + self.output_bytes + self.far_bytes
 
 
@@ -59,10 +59,10 @@ def memory_bounds(
     node_sums: bool = False,
     rank: int | None = None,
 ) -> MemoryBounds:
-    """The memory that AllToAll allocates for these arguments, which are its own.
+    """The memory that AllToAll allocates. The arguments are those of AllToAll, and two more.
 
-    rank: of which rank, since they may have more experts or fewer; None: of the one that has most. world: how many
-    ranks. node_size: how many consecutive ones share memory; None: all. The arithmetic is in docs/moe-inside.md,
+    rank: the rank, since ranks may have different numbers of experts; None: the one with most. world: number of ranks.
+    node_size: how many consecutive ranks share memory; None: all. The arithmetic is in docs/moe-inside.md,
     "Memory"; buffers have room for any routing, or for what capacity_factor allows. Allocates nothing; any thread.
     UsageError for arguments that AllToAll refuses.
     """

@@ -21,9 +21,9 @@ _COUNTERS = {
 
 
 class RoundCollector(Collector):
-    """What AllToAlls have counted, by a name each. Any thread. docs/metrics.md lists the metrics.
+    """The metrics of AllToAlls, each under a name. Any thread. docs/metrics.md lists them.
 
-    models: name to AllToAll, looked at anew each time. Owner of these: the caller.
+    models: name to AllToAll, read anew at each scrape. Owner of the AllToAlls: the caller.
     """
 
     def __init__(self, models: Mapping[str, AllToAll]) -> None:
@@ -33,7 +33,7 @@ class RoundCollector(Collector):
         return f"<RoundCollector of {', '.join(self._models) or 'nothing'}>"
 
     def collect(self) -> Iterator[Metric]:
-        """As Prometheus wants it."""
+        """The metrics, for a prometheus_client registry."""
         models = dict(self._models)
         labels = ["model", "rank"]
         stats = {(name, str(each.rank)): each.stats() for name, each in models.items()}

@@ -84,10 +84,11 @@ class PeerTraffic:
 
 @dataclass
 class Traffic:
-    """peers: by name. bounds_s: upper bounds of latencies in seconds, ascending; one bucket more is for others.
+    """The traffic counters of an engine. peers: by name. bounds_s: upper bounds of the latency buckets in seconds,
+    ascending; one more bucket has everything above.
 
-    is_whole: False where whoever drives the engine did not answer in time for each peer, so depths of rails and paths
-    of some peers are missing. hangs: it answered for none and made no round meanwhile, so it is not merely busy.
+    is_whole: False if the thread that drives the engine did not answer in time for each peer, so depths of rails and
+    paths of some peers are missing. hangs: it answered for none and made no progress meanwhile: it is not merely busy.
     """
 
     rails: list[RailTraffic]
@@ -98,11 +99,11 @@ class Traffic:
 
 
 def read_traffic(engine: Engine, timeout_s: float = 1.0) -> Traffic:
-    """What it counts now. Peers that are lost or forgotten are left out; rails keep what went to them.
+    """The engine's counters now. Lost and forgotten peers are left out; what went to them stays in the rails' counters.
 
-    Any thread; takes microseconds for each peer. Asks whoever drives the engine, once for each peer, and waits for it
-    for timeout_s seconds each time, until that was in vain once, and no longer than 3 s or timeout_s in all. Then the
-    answer lacks what only that one knows. Raises EngineClosed.
+    Any thread; takes microseconds per peer. Asks the thread that drives the engine once per peer, and waits up to
+    timeout_s seconds each time: until it has waited in vain once, and no longer than 3 s or timeout_s in all. Then the
+    answer lacks what only that thread knows. Raises EngineClosed.
     """
     rails, rows, bounds_s, is_whole, hangs = engine._traffic(timeout_s)
     peers: dict[str, PeerTraffic] = {}

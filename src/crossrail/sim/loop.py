@@ -68,12 +68,12 @@ class _Task(asyncio.Task[Any]):
 
 
 class SimEventLoop(asyncio.BaseEventLoop):
-    """The loop of one world, from World.event_loop(). Tasks, timers, queues, locks, to_thread: as ever.
+    """The loop of one world, from World.event_loop(). Tasks, timers, queues, locks and to_thread work as usual.
 
     time() is the virtual clock, in seconds. A loop in which all tasks wait for what can never happen raises
     SimulationIdle, with their names and places; one that reaches limit_s (virtual seconds of the world) WaitTimeout:
     the clock stops there.
-    While it runs, Python collects garbage each so many turns of the loop, and not when it likes.
+    While it runs, Python's garbage collector runs at fixed turns of the loop, so every run collects alike.
     Functions given to run_in_executor run at once, in this thread, and take no virtual time. There are no sockets,
     pipes, subprocesses or signal handlers. Threads: the one that runs it.
     """
@@ -109,7 +109,7 @@ class SimEventLoop(asyncio.BaseEventLoop):
         return f"<SimEventLoop at {self.time():.9f} s, {state}>"
 
     def run_forever(self) -> None:
-        """As ever."""
+        """As usual."""
         with collecting_on_time():
             super().run_forever()
 
@@ -153,7 +153,7 @@ class SimEventLoop(asyncio.BaseEventLoop):
         self._is_poked = True
 
     def create_task(self, coro: Any, **options: Any) -> asyncio.Task[Any]:
-        """As ever."""
+        """As usual."""
         task = super().create_task(coro, **options)
         self._tasks.add(task)
         return task
@@ -173,19 +173,19 @@ class SimEventLoop(asyncio.BaseEventLoop):
         self._on_news = asyncio.Handle(callback, args, self, None)
 
     def remove_reader(self, fd: Any) -> bool:
-        """As add_reader. True when it was there."""
+        """Only for notifiers of engines. True if it was there."""
         if self._notifier is None or fd is not self._notifier:
             return False
         self._notifier = self._on_news = None
         return True
 
     def default_exception_handler(self, context: dict[str, Any]) -> None:
-        """As ever, but for a Ctrl-C in the middle of a task: that left run() already, there is no more to retrieve."""
+        """As usual, except for a Ctrl-C inside a task: run() has raised it already, so nothing is left to report."""
         if not isinstance(context.get("exception"), KeyboardInterrupt):
             super().default_exception_handler(context)
 
     def close(self) -> None:
-        """As ever. The world stays as it is."""
+        """As usual. The world stays as it is."""
         super().close()
         self._selector = self._notifier = self._on_news = None  # no cycles: what engines told us by goes at once
 

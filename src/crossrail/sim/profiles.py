@@ -56,7 +56,7 @@ class NicProfile:
         _check(4096 <= self.work_bytes_max <= 1 << 40, "work_bytes_max", self.work_bytes_max, "4 KiB to 1 TiB")
 
     def as_tuple(self) -> tuple[str, int, int, int, int, int, int, bool, bool, int, int]:
-        """As the native half wants it, in the order of its NicModel: bytes and works a second, nanoseconds, whole."""
+        """For the native module, in the order of its NicModel: bytes and works a second, nanoseconds, whole numbers."""
         return (
             self.name,
             max(1, round(self.gbps * 1e9 / 8)),
@@ -85,7 +85,7 @@ class LocalProfile:
         _check(0 <= self.latency_us <= 1e9, "latency_us", self.latency_us, "0 to 1e9")
 
     def as_tuple(self) -> tuple[int, int]:
-        """As the native half wants it: bytes a second, nanoseconds."""
+        """For the native module: bytes a second, nanoseconds."""
         return max(1, round(self.gbps * 1e9 / 8)), round(self.latency_us * 1e3)
 
 

@@ -136,7 +136,7 @@ class World:
 
     @property
     def hosts(self) -> list[Host]:
-        """In the order in which they were made."""
+        """The world's hosts, in the order in which they were made."""
         return list(self._hosts.values())
 
     def _place(self, rails: int | Sequence[str]) -> _simulation.Place:
@@ -170,7 +170,7 @@ class World:
 
     @property
     def now_s(self) -> float:
-        """The same in seconds."""
+        """Virtual seconds since the world began."""
         return self.now_ns / 1e9
 
     def run(self, for_s: float | None = None, *, until: Callable[[], object] | None = None) -> bool:
@@ -216,7 +216,7 @@ class World:
         self._twice(at_s, for_s, partial(self._native.set_rail_up, host._index, rail), False, True)
 
     def rail_up(self, host: Host, rail: int, *, at_s: float | None = None) -> None:
-        """Plugs it in again."""
+        """Plugs the rail in again."""
         self._check_rail(host, rail)
         self._native.set_rail_up(host._index, rail, True, self._at_ns(at_s), _EVERY_FAULT)
 
@@ -372,7 +372,7 @@ class World:
 
     @property
     def log_digest(self) -> str:
-        """Of everything that happened so far, kept or not: 32 hexadecimal digits, equal for equal runs."""
+        """The digest of everything that happened so far, kept or not: 32 hexadecimal digits, equal for equal runs."""
         return self._native.log_digest
 
     @property

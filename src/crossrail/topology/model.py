@@ -50,7 +50,7 @@ class Distance(enum.IntEnum):
 
     @property
     def words(self) -> str:
-        """For people."""
+        """In words, for people."""
         return _DISTANCE_WORDS[self]
 
 
@@ -265,7 +265,7 @@ class Gpu:
 
     @property
     def name(self) -> str:
-        """As "gpu0", or the PCI address of a hidden one."""
+        """For example "gpu0"; the PCI address of a hidden one."""
         return str(self.pci.address) if self.index is None else f"gpu{self.index}"
 
 
@@ -279,7 +279,7 @@ class NumaNode:
 
     @property
     def name(self) -> str:
-        """As "numa0"."""
+        """For example "numa0"."""
         return f"numa{self.id}"
 
     def distance_to(self, other: NumaId) -> int | None:
@@ -295,7 +295,7 @@ class Cpu:
 
     @property
     def name(self) -> str:
-        """As "cpu12"."""
+        """For example "cpu12"."""
         return f"cpu{self.id}"
 
 
@@ -305,7 +305,7 @@ class Host:
 
     @property
     def name(self) -> str:
-        """As all devices have one."""
+        """Always "host"."""
         return "host"
 
 

@@ -12,7 +12,7 @@ from crossrail.kv import messages as m
 from crossrail.kv.transfer.job import Doubts, SendJob
 
 # Who asks, by incarnation: names may come from clients, and two routers may have given one to two decoders. For which
-# request, or part of it. The how manieth time.
+# request, or part of it. The number of the attempt.
 Key = tuple[bytes, str, int]
 
 

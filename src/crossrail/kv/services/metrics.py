@@ -18,10 +18,10 @@ _ROLES: tuple[Role, ...] = ("prefiller", "decoder")
 
 
 class RouterCollector(Collector):
-    """What a router has counted. Any thread. docs/metrics.md lists the metrics.
+    """The metrics of a router. Any thread. docs/metrics.md lists them.
 
-    first_token, whole: how long requests took to their first token, and to their end, however they ended. Whoever takes
-    them for the router adds these, as its HTTP front does, in one thread. Owner of the router: the caller.
+    first_token, whole: durations of requests to their first token, and to their end, however they ended. They are added
+    by whoever accepts requests for the router, such as its HTTP front, in one thread. Owner of the router: the caller.
     """
 
     def __init__(self, router: Router) -> None:
@@ -33,7 +33,7 @@ class RouterCollector(Collector):
         return f"<RouterCollector of {self._router.name!r}>"
 
     def collect(self) -> Iterator[Metric]:
-        """As Prometheus wants it."""
+        """The metrics, for a prometheus_client registry."""
         router = self._router
         yield gauge("crossrail_kv_requests", "Requests under way.", {(): router.requests}, [])
         counts = dict(router.counts)

@@ -202,14 +202,14 @@ class Node(AsyncClosing):
 
     @abstractmethod
     def load(self) -> m.Load:
-        """What a router is told."""
+        """The load that routers are told."""
 
     def requests_of(self, link: RouterLink) -> RequestsOf:
-        """What came from this router."""
+        """The requests that came from this router."""
         return RequestsOf([], [], [])
 
     def needs(self, link: RouterLink) -> bool:
-        """Whether something here is to be told to this router, should it come back."""
+        """Whether there is something to tell this router, should it come back."""
         return False
 
     def on_joined(self, link: RouterLink, told: list[Serving]) -> None:  # not every node has something to do then

@@ -105,12 +105,12 @@ class Router(AsyncClosing):
 
     @property
     def requests(self) -> int:
-        """Under way."""
+        """How many requests are in progress."""
         return len(self._running)
 
     @property
     def mailbox(self) -> Mailbox:
-        """That it was made with."""
+        """The mailbox that the router was made with."""
         return self._mailbox
 
     def start(self) -> None:
@@ -126,7 +126,7 @@ class Router(AsyncClosing):
 
     @property
     def is_closing(self) -> bool:
-        """It takes no more requests: since drain(), or close()."""
+        """True since drain() or close(): it takes no more requests."""
         return self._is_closing
 
     async def drain(self, timeout_s: float) -> bool:
@@ -152,11 +152,11 @@ class Router(AsyncClosing):
         return self._adopted.get(request)
 
     def ended(self, request: str) -> m.End | None:
-        """How a request ended; None when it did not, or too long ago. The latest few hundred have their timelines."""
+        """How a request ended; None if it has not, or too long ago. The latest few hundred have their timelines."""
         return self._ended.get(request)
 
     def new_name(self) -> str:
-        """For a request; no other router, nor this one, gives it to another."""
+        """A name for a request that no router, this one included, gives to another request."""
         return f"{self._mailbox.wire.identity(self._mailbox.address).hex()[:16]}-{next(self._numbers)}"
 
     # --- requests ---

@@ -95,16 +95,16 @@ class KvLayout:
 
     @cached_property
     def rank_heads(self) -> int:
-        """Heads that one rank holds."""
+        """Number of heads that one rank holds."""
         return max(self.kv_heads // self.tp, 1)
 
     @cached_property
     def replicas(self) -> int:
-        """Neighbouring ranks that hold the same heads."""
+        """Number of neighbouring ranks that hold the same heads."""
         return max(self.tp // self.kv_heads, 1)
 
     def heads_of(self, rank: int) -> range:
-        """Which of the model's heads this rank holds."""
+        """The model's heads that this rank holds."""
         if not 0 <= rank < self.tp:
             raise UsageError(f"rank={rank} must be in 0..{self.tp - 1}")
         first = rank // self.replicas * self.rank_heads
@@ -119,12 +119,12 @@ class KvLayout:
 
     @cached_property
     def row_bytes(self) -> int:
-        """One head of one token."""
+        """Bytes of one head of one token."""
         return self.head_dim * self.storage.itemsize
 
     @cached_property
     def block_bytes(self) -> int:
-        """K, or V, of one page."""
+        """Bytes of K, or of V, of one page."""
         return self.rank_heads * self.page_tokens * self.row_bytes
 
     @cached_property
@@ -133,7 +133,7 @@ class KvLayout:
 
     @cached_property
     def part_stride(self) -> int:
-        """From a page's K to its V."""
+        """Bytes from a page's K to its V."""
         return self.pages * self.block_bytes if self.separate_kv else self.block_bytes
 
     @cached_property
@@ -150,7 +150,7 @@ class KvLayout:
 
     @cached_property
     def rank_bytes(self) -> int:
-        """All layers of one rank."""
+        """Bytes of all layers of one rank."""
         return self.layers * self.layer_bytes
 
     @cached_property
@@ -159,7 +159,7 @@ class KvLayout:
         return np.dtype(_STORAGE[self.dtype])
 
     def pages_of(self, tokens: int) -> int:
-        """Pages that so many tokens take."""
+        """Number of pages that so many tokens take."""
         return -(-tokens // self.page_tokens)
 
     def layer_view(self, memory: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -180,7 +180,7 @@ class KvLayout:
     # ---- telling others
 
     def to_wire(self) -> dict[str, Any]:
-        """Ints, strings and a bool, for a message; from_wire takes them."""
+        """As ints, strings and a bool, for a message; the inverse of from_wire."""
         return asdict(self)
 
     @classmethod
@@ -193,7 +193,7 @@ class KvLayout:
         return cls(**given)
 
     def describe(self) -> str:
-        """In one line, for people."""
+        """The layout in one line, for people."""
         where = "K and V apart" if self.separate_kv else "K and V in one page"
         return (
             f"{self.layers} layers, {self.kind} with {self.kv_heads} x {self.head_dim} {self.dtype}, "

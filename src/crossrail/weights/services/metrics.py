@@ -15,7 +15,7 @@ _ROLES: tuple[Role, ...] = ("trainer", "target")
 
 
 class UpdateCollector(Collector):
-    """What a controller has counted. Any thread. docs/metrics.md lists the metrics. Owner of it: the caller."""
+    """The metrics of a controller. Any thread. docs/metrics.md lists them. Owner of the controller: the caller."""
 
     def __init__(self, controller: WeightController) -> None:
         self._controller = controller
@@ -24,7 +24,7 @@ class UpdateCollector(Collector):
         return f"<UpdateCollector of {self._controller!r}>"
 
     def collect(self) -> Iterator[Metric]:
-        """As Prometheus wants it."""
+        """The metrics, for a prometheus_client registry."""
         controller, totals = self._controller, self._controller.totals
         yield gauge("crossrail_weights_version", "The last that was completed; -1: none.", {(): controller.version}, [])
         members = {(role,): len(controller.ranks(role)) for role in _ROLES}
