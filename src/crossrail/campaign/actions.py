@@ -72,7 +72,7 @@ class Actions(ABC, Generic[E]):
     def _kill(self) -> None: ...
 
     def step(self) -> None:
-        """One action, or an attempt at one."""
+        """Takes one action, or tries to."""
         actions = self._actions()
         name = self.random.choices(list(actions), [weight for weight, _ in actions.values()])[0]
         self.done[name] = self.done.get(name, 0) + 1
@@ -90,7 +90,7 @@ class Actions(ABC, Generic[E]):
         self.pools[id(engine)] = pool
 
     def _pair(self) -> tuple[E, E]:
-        """Who submits, and the other one: perhaps itself, perhaps dead by now."""
+        """The submitter and the other engine, which may be the same one, or dead by now."""
         engine = self.random.choice(self._living())
         peer = engine if self.random.random() < 0.05 else self.random.choice(self.engines)
         return engine, peer
@@ -137,7 +137,7 @@ class Actions(ABC, Generic[E]):
     # ---- what they do
 
     def _actions(self) -> dict[str, tuple[float, Callable[[], object]]]:
-        """By name: how often, and what."""
+        """The actions by name, each with its weight."""
         return {
             "write": (30, self._write),
             "read": (6, self._read),
@@ -224,7 +224,7 @@ class Actions(ABC, Generic[E]):
             op.transfer.cancel()
 
     def _release(self) -> None:
-        """Of a number that nobody will send any more."""
+        """Releases a number that nobody will send any more."""
         for tally in [tally for tally in self.shared.values() if all(op.completions for op in tally.ops)]:
             if tally.engine.closed or any(op.status != "done" for op in tally.ops):
                 continue
@@ -243,7 +243,7 @@ class Actions(ABC, Generic[E]):
             engine.forget_peer(peer.address)
 
     def _restart(self) -> None:
-        """The same name, another incarnation."""
+        """Opens another incarnation under the same name."""
         dead = [engine for engine in self.engines if engine.closed]
         if dead:
             self._reopen(self.random.choice(dead))
@@ -251,7 +251,7 @@ class Actions(ABC, Generic[E]):
     # ---- what has to be possible once faults are over
 
     def _check_restarts(self) -> None:
-        """Who was restarted under the name of a lost one is another peer: reached at once, with nothing forgotten."""
+        """An engine restarted under a lost one's name is another peer: reachable at once, with nothing forgotten."""
         living = self._living()
         for engine in [engine for engine in self.engines if engine.closed]:
             fresh = self._reopen(engine)

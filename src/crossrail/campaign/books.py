@@ -28,7 +28,7 @@ class Arena:
 
     @property
     def descriptor(self) -> RegionDescriptor:
-        """That peers have: the present one, or the last."""
+        """The descriptor that peers have: the present one, or the last."""
         return self.older[-1] if self.is_fencing or self.is_fenced else self.region.descriptor
 
     def refuses(self, descriptor: RegionDescriptor) -> bool:

@@ -61,7 +61,7 @@ class Ledger(Checks):
         return True
 
     def note_closed(self, arena: Arena) -> None:
-        """Its region was closed, or was revoked and has no use of its owner's: nothing in it may change any more."""
+        """The region was closed, or revoked and unused by its owner: nothing in it may change any more."""
         arena.is_closed = True
         arena.memory[:] = TARGET_POISON
 
@@ -92,7 +92,7 @@ class Ledger(Checks):
         arena.is_fenced = False
 
     def _fence(self, op: Op, arena: Arena) -> None:
-        """All of the operation that peers had in the arena is over, whatever is known of its end."""
+        """The operation that peers had in the arena is over, whatever is known about its end."""
         if op.kind == "read":
             if op.completions == 0 and op.sources[0][0] is arena:
                 _, at, nbytes = op.sources[0]
@@ -143,7 +143,7 @@ class Ledger(Checks):
         return op
 
     def read(self, target: Arena, source: Arena, nbytes: int, **options: Any) -> Op | None:
-        """One contiguous range of a peer's, whose bytes are put there for it. options: verify."""
+        """Reads one contiguous range of a peer, after putting bytes there for it. options: verify."""
         ranges = _take_both(source, target, nbytes)
         if ranges is None:
             return None
@@ -218,7 +218,7 @@ class Ledger(Checks):
     # ---- how
 
     def _tallies_of(self, engines: Sequence[AnyEngine], imm: int) -> dict[Tally, int]:
-        """Of one number at several engines, and how often each is named."""
+        """The tallies of one number at several engines, and how often each engine is named."""
         named = {id(engine): engine for engine in engines if not engine.closed}
         counts = {key: sum(id(engine) == key for engine in engines) for key in named}
         return {self.tally(engine, imm): counts[key] for key, engine in named.items()}

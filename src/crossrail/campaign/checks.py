@@ -58,7 +58,7 @@ class Checks:
         return self._messages[op.payload]
 
     def note_dead(self, engine: AnyEngine) -> None:
-        """That engine was killed or closed: nothing is promised of what it had, nor of what was on its way to it."""
+        """The engine was killed or closed: nothing is promised about its operations, nor those on their way to it."""
         self._dead.append(engine)
         for op in self.ops:
             for piece in op.pieces:
@@ -72,7 +72,7 @@ class Checks:
                     piece.is_unsure = piece.is_unsure or not piece.is_fenced
 
     def retire(self, tally: Tally) -> None:
-        """That number is about to be released: its count is checked now, and no more."""
+        """The number is about to be released: its count is checked now, and not again."""
         self._check_tally(tally, self._fail)
         self._tallies.remove(tally)
 

@@ -70,7 +70,7 @@ class Child:
         }  # fmt: skip
 
     def run(self) -> None:
-        """Until the parent closes its end."""
+        """Carries out orders until the parent closes its end."""
         obey(self._control, self._verbs)
         if self._opened is not None:
             self._opened.close()

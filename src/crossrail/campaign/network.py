@@ -46,7 +46,7 @@ class Network:
 
 
 def _enter_own_namespace() -> bool:
-    """For the rest of this process's life, and for its children. False where that is not allowed."""
+    """For the rest of this process's life, and for its children. False if that is not allowed."""
     return bool(ctypes.CDLL(None).unshare(_CLONE_NEWNET) == 0)
 
 

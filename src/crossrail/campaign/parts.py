@@ -12,7 +12,7 @@ from crossrail.regions import RegionDescriptor
 
 
 class AnyRegion(Protocol):
-    """Of crossrail.Region, what a ledger needs."""
+    """What a ledger needs of crossrail.Region."""
 
     @property
     def closed(self) -> bool: ...
@@ -22,7 +22,7 @@ class AnyRegion(Protocol):
 
 
 class AnyTransfer(Protocol):
-    """Of crossrail.Transfer."""
+    """What a ledger needs of crossrail.Transfer."""
 
     @property
     def status(self) -> str: ...
@@ -36,7 +36,7 @@ class AnyTransfer(Protocol):
 
 
 class AnyCounter(Protocol):
-    """Of crossrail.ImmCounter."""
+    """What a ledger needs of crossrail.ImmCounter."""
 
     @property
     def imm(self) -> int: ...
@@ -47,7 +47,7 @@ class AnyCounter(Protocol):
 
 
 class AnyPool(Protocol):
-    """Of crossrail.ReceivePool."""
+    """What a ledger needs of crossrail.ReceivePool."""
 
     @property
     def closed(self) -> bool: ...
@@ -55,7 +55,7 @@ class AnyPool(Protocol):
 
 
 class AnyEngine(Protocol):
-    """Of crossrail.Engine. Regions and groups are those that the same engine made."""
+    """What a ledger needs of crossrail.Engine. Regions and groups are those that the same engine made."""
 
     @property
     def name(self) -> str: ...

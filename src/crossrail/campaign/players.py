@@ -59,12 +59,12 @@ class Players:
         return len(engine.process.slots_free) >= 2 * _ARENAS
 
     def take_arena(self, engine: RemoteEngine) -> Arena | None:
-        """One that nobody has; None when there are no more."""
+        """An arena that nobody has; None if there are no more."""
         stock = self._stock[id(engine)]
         return stock.pop() if stock else None
 
     def give_back(self, arena: Arena, *, is_dirty: bool) -> None:
-        """After a round. is_dirty: something may still come there, so that its region has to be closed first."""
+        """Takes an arena back after a round. is_dirty: bytes may still arrive, so its region has to be closed first."""
         engine = arena.engine
         assert isinstance(engine, RemoteEngine)
         if engine.closed:
@@ -108,7 +108,7 @@ class Players:
         return engine
 
     def _fill(self, engine: RemoteEngine, draw: random.Random) -> None:
-        """With memory that they share with us, and over shm also such as peers map."""
+        """Restocks an engine with arenas: in memory that its process shares with us, over shm also in mapped memory."""
         stock = self._stock[id(engine)]
         while len(stock) < 2 * _ARENAS:
             free = engine.process.slots_free
@@ -123,5 +123,5 @@ class Players:
 
 @functools.cache
 def _network() -> Network:
-    """One for all players of this process."""
+    """The network that all players of this process share."""
     return Network()

@@ -32,7 +32,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class ProcessGone(Exception):
-    """It ended before it answered."""
+    """The process ended before it answered."""
 
 
 class Runs(Protocol):
@@ -42,7 +42,7 @@ class Runs(Protocol):
 
 
 class Process:
-    """One child. slots: memory that it shares with us, and registers when it is told to."""
+    """One child process. slots: memory that it shares with us, and registers when told to."""
 
     def __init__(
         self, fleet: Fleet, name: str, slots: int, child: Callable[[socket.socket, list[Bytes]], Runs]
@@ -105,7 +105,7 @@ class Process:
         return number
 
     def take_reply(self, number: int) -> object | None:
-        """None while there is none."""
+        """The reply; None while there is none."""
         return self._replies.pop(number, None)
 
     def flush(self) -> None:
@@ -185,7 +185,7 @@ class Fleet:
         return process
 
     def next_number(self) -> int:
-        """One that was never given."""
+        """A number that was never given before."""
         return next(self._numbers)
 
     def at(self, when: float, fn: Callable[[], None]) -> None:
@@ -225,7 +225,7 @@ class Fleet:
         self._selector.unregister(process.socket)
 
     def _leave_to_parent(self) -> None:
-        """In a child: its siblings are no business of its own."""
+        """In a child: closes what belongs to its siblings."""
         for process in self.processes:
             process.socket.close()
         self._selector.close()

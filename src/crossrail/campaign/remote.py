@@ -77,7 +77,7 @@ class RemoteRegion:
 
 
 class RemoteTransfer:
-    """One submit there."""
+    """One submit in the other process."""
 
     def __init__(self, engine: RemoteEngine, number: int) -> None:
         self._engine = engine
@@ -250,7 +250,7 @@ class RemoteEngine:
         return RemoteCounter(self, imm)
 
     def alloc_imm(self) -> RemoteCounter:
-        """One of those that stock_numbers() has fetched: LookupError when there are no more."""
+        """One of the numbers that stock_numbers() fetched; LookupError if there are no more."""
         if not self._numbers:
             raise LookupError("no number left of those that were fetched")
         return RemoteCounter(self, self._numbers.pop())
@@ -282,11 +282,11 @@ class RemoteEngine:
         self.counts.update(counts)
 
     def stats(self) -> dict[str, int]:
-        """As reported; of units of counts, those since begin_round()."""
+        """As the process reported; units of counts are those since begin_round()."""
         return self._stats | {_MODULUS_OF: self._stats[_MODULUS_OF] - self._units_before}
 
     def begin_round(self) -> None:
-        """From here on counts are another ledger's."""
+        """From now on counts belong to another ledger."""
         self.stock_numbers()
         self.report()
         self._units_before = self._stats[_MODULUS_OF]
@@ -318,12 +318,12 @@ class RemoteEngine:
         self._closing = self.process.ask_soon("close", timeout_s)
 
     def left_behind(self) -> str:
-        """Of one that close() was called of: what its process holds and did not before it opened, in words."""
+        """After close(): what its process still holds and did not before the engine opened, in words."""
         assert self._closing is not None
         return str(self.process.reply_to(self._closing, "close"))
 
     def ended(self) -> None:
-        """Its process is gone: what was under way completes, as that of a closed engine."""
+        """The process is gone: everything in progress completes as if the engine had been closed."""
         self.closed = True
         self._awaited.clear()
         for transfer in self._transfers.values():

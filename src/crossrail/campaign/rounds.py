@@ -120,7 +120,7 @@ class Round(Actions[RemoteEngine]):
             region.close_soon(self.random.choice([0.0, 0.01, 1.0]), lambda: self.ledger.note_closed(arena))
 
     def _revoke(self) -> None:
-        """Of a target: its owner's reads may go on using it after that, so there are to be none."""
+        """Revokes a target without reads by its owner, which could go on using it afterwards."""
         engine = self.random.choice(self._living())
         arena = self.targets[id(engine)]
         region = arena.region
@@ -177,7 +177,7 @@ class Round(Actions[RemoteEngine]):
         self.random.choice(self._living()).process.tell("cut", chance, seed)
 
     def _rail_down(self) -> None:
-        """For all at once: a switch, or a cable that several share."""
+        """Takes a rail down for all engines at once, like a switch or a cable that several share."""
         network = self.players.network
         self._be_busy()
         rail = self.random.randrange(len(network.addresses))
@@ -205,7 +205,7 @@ class Round(Actions[RemoteEngine]):
     # ---- its end
 
     def _settle(self) -> None:
-        """Until counts and messages are there that come later than completions; what is left then is wrong."""
+        """Waits for counts and messages that arrive later than completions; what is left then is wrong."""
         deadline = time.monotonic() + _SETTLE_LIMIT_S
         while time.monotonic() < deadline:
             self.pass_time(_LINGER_S)

@@ -15,7 +15,7 @@ _PROC = Path("/proc/self")
 
 @dataclass(frozen=True)
 class Usage:
-    """Of one process at one moment.
+    """What one process held at one moment.
 
     heap_kib: what was allocated and not freed, as glibc says; 0 elsewhere. private_kib: resident memory that it shares
     with nobody: the heap with its gaps, and what a fork copied. shared_kib: resident memory that it may share, but for
@@ -31,7 +31,7 @@ class Usage:
 
     @staticmethod
     def take() -> Usage:
-        """Of this process."""
+        """The usage of this process now."""
         fds = len(list((_PROC / "fd").iterdir())) - 1  # one is iterdir's own
         threads = len(list((_PROC / "task").iterdir()))
         status = dict(line.split(":", 1) for line in (_PROC / "status").read_text().splitlines())

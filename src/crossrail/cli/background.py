@@ -51,7 +51,7 @@ class BackgroundOutput:
 
     @property
     def encoding(self) -> str:
-        """Of the stream."""
+        """The stream's encoding."""
         return getattr(self._stream, "encoding", None) or "utf-8"
 
     def isatty(self) -> bool:
@@ -59,7 +59,7 @@ class BackgroundOutput:
         return self._stream is not None and self._stream.isatty()
 
     def write(self, text: str) -> int:
-        """As of any stream."""
+        """Writes as any stream does."""
         with self._changed:
             if self._held + len(text) > _HELD_MAX:
                 self._dropped += max(text.count("\n"), 1)
@@ -119,7 +119,7 @@ class BackgroundOutput:
 
 
 def _descriptor(stream: IO[str] | None) -> int | None:
-    """Of what is printed from here on; None of a stream in memory, or of none."""
+    """The descriptor of what is printed from now on; None for a stream in memory, or for none."""
     if stream is None:
         return None
     try:

@@ -95,7 +95,7 @@ class Child(Closing):
         return self._early is not None
 
     def raise_if_failed(self) -> None:
-        """For a loop that waits for the child's work by other means: raises when an error is there, or it is gone."""
+        """For a loop that waits for the child by other means: raises if the child reported an error, or is gone."""
         answer = self._read_answer(time.monotonic())
         if answer is not None:
             self._result(answer)
@@ -140,7 +140,7 @@ class Child(Closing):
                 return answer
 
     def _read_line(self, deadline: float) -> bytes | None:
-        """One line without its end, or None at the deadline."""
+        """Reads one line without its end; None at the deadline."""
         assert self._process.stdout is not None
         stdout_fd = self._process.stdout.fileno()
         while b"\n" not in self._buffer:

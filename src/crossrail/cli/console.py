@@ -45,7 +45,7 @@ def _columns_of(terminal: IO[str], environment: dict[str, str]) -> int:
 
 
 def text_column(template: str) -> TextColumn:
-    """Of a progress bar: its text as it is, without markup, which a file's name may look like."""
+    """A progress bar's text, without markup: a file's name may look like markup."""
     return TextColumn(template, markup=False)
 
 

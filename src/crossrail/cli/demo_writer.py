@@ -81,7 +81,7 @@ class Writer:
         )
 
     def copy(self) -> int:
-        """The same bytes by one thread's memcpy, copy after copy into a pool of our own. Returns nanoseconds."""
+        """Copies the same bytes by one thread's memcpy, again and again into a pool of our own. Returns nanoseconds."""
         segment = self._segment
         source = self._source.array()[: segment.nbytes]
         pool = self._own_pool.array()

@@ -34,7 +34,7 @@ _PORT_MAX = 65535
 
 
 def _version() -> str:
-    """Of the package: the native module may not load."""
+    """The package's version, read without the native module, which may not load."""
     try:
         return importlib.metadata.version("crossrail")
     except importlib.metadata.PackageNotFoundError:

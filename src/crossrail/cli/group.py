@@ -55,7 +55,7 @@ def say_what_is_meant(ctx: click.Context, word: str, names: Collection[str]) -> 
 
 
 class LazyGroup(click.Group):
-    """Of `crossrail NAME`, in crossrail.cli.NAME, which may need the extra `crossrail[NAME]`."""
+    """The group `crossrail NAME`, in crossrail.cli.NAME, which may need the extra `crossrail[NAME]`."""
 
     def __init__(
         self,

@@ -202,7 +202,7 @@ class PartFile:
             self._replace()
 
     def _link(self, name: str) -> None:
-        """One more name for the open file. A file without any is linked by following its link in /proc."""
+        """Gives the open file one more name. A file without any is linked through its link in /proc."""
         os.link(f"/proc/self/fd/{self._fd}", name, dst_dir_fd=self._directory_fd, follow_symlinks=True)
 
     def _replace(self) -> None:
@@ -224,7 +224,7 @@ class PartFile:
 
 
 def _shown(dst: str) -> str:
-    """For messages: quoted, and cut when long."""
+    """A name for messages: quoted, and cut if it is long."""
     return repr(dst if len(dst) <= _SHOWN_MAX else dst[:_SHOWN_MAX] + "...")
 
 

@@ -77,7 +77,7 @@ class CommandGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """As click does; of a name that is none it says which one is meant."""
+        """Like click's; for an unknown name the error says which command may be meant."""
         say_what_is_meant(ctx, args[0], COMMANDS)
         return super().resolve_command(ctx, args)
 
@@ -92,7 +92,7 @@ class CommandGroup(click.Group):
             formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """As click does; what it complains of is one line. --help and --version print here, to what may be full."""
+        """Like click's, with one-line errors. --help and --version print from here, perhaps to a full disk."""
         _interrupt.begin()  # until invoke(): click would answer an interrupt by "Aborted!" and 1
         try:
             with one_line_complaints():
@@ -139,7 +139,7 @@ def _drop_output() -> None:
 
 
 def _named(error: OSError) -> OSError:
-    """With "standard output" for the file if that is what failed: full, say. What it still holds is dropped then."""
+    """Names standard output as the file that failed, if it did (full, for example), and drops what it still holds."""
     try:
         if sys.stdout is not None:
             if error.filename is None and (getattr(sys.stdout, "write_through", False) or error.errno == errno.ENOSPC):

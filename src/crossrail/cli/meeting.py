@@ -256,7 +256,7 @@ class _Bounded:
         return data
 
     def write(self, data: bytes) -> None:
-        """All of it."""
+        """Writes all of it."""
         self._until_deadline().sendall(data)
 
 

@@ -104,7 +104,7 @@ class Pusher:
         return [t for t in self._transfers if not t.done or t.exception() is not None]
 
     def _await_stored(self, index: int, report: Callable[[], None]) -> None:
-        """Until segment `index` is on disk, so that its slot is free. Negative: the slot was never used."""
+        """Waits until segment `index` is on disk, so that its slot is free. Negative: the slot was never used."""
         while index >= 0 and index not in self._stored:
             self._take(self._next_message())
             report()

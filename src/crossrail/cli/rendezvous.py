@@ -181,7 +181,7 @@ def resolve(target: str, secret: bytes = b"") -> tuple[xr.Address, str]:
 
 
 class _OtherFormat(Exception):
-    """Of an address file: nothing else in it is looked at."""
+    """The address file has another format: nothing else in it is looked at."""
 
 
 def _no_such_serve(name: str) -> str:

@@ -71,7 +71,7 @@ class Slots:
 
     @property
     def descriptor(self) -> str:
-        """For the pusher, in hex; empty when there is no memory."""
+        """The descriptor for the pusher, in hex; empty if there is no memory."""
         return "" if self._region is None else self._region.descriptor.to_bytes().hex()
 
     def segment(self, index: int) -> memoryview:
@@ -248,7 +248,7 @@ class Session:
 
 
 async def _in_thread(work: Callable[..., None], *arguments: object) -> None:
-    """As asyncio.to_thread, but whoever is cancelled waits for the thread first."""
+    """Like asyncio.to_thread, but a cancelled caller waits for the thread first."""
     await _to_its_end(asyncio.to_thread(work, *arguments))
 
 
@@ -286,7 +286,7 @@ class Server:
         self._first_result: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
     def say(self, markup: str) -> None:
-        """One line above the bars."""
+        """Prints one line above the progress bars."""
         self.progress.console.print(markup, soft_wrap=True)
 
     async def run(self, *, once: bool) -> bool:
@@ -361,7 +361,7 @@ class Server:
 
 @dataclass(frozen=True)
 class Options:
-    """Of one `crossrail serve`. listen: the port for pushers of other hosts; None: there are none."""
+    """Options of `crossrail serve`. listen: the port for pushers of other hosts; None: there are none."""
 
     directory: Path
     name: str | None

@@ -110,7 +110,7 @@ engine_options = together(
 
 
 def secret_of(file: Path | None) -> bytes:
-    """Of the file, which must have one, else of the environment, which need not: empty then."""
+    """The secret in the file, which must have one, else in the environment, else an empty one."""
     if file is None:
         return os.environb.get(SECRET_VARIABLE.encode(), b"")
     secret = read_at_most(file, SECRET_BYTES_MAX, "secret").strip()
@@ -120,7 +120,7 @@ def secret_of(file: Path | None) -> bytes:
 
 
 def read_secret(file: Path | None) -> bytes:
-    """As secret_of(). UsageError when there is none: whoever can reach a node without one could give it work."""
+    """Like secret_of(). UsageError without a secret: whoever reaches a node without one could give it work."""
     secret = secret_of(file)
     if not secret:
         raise UsageError(f"a secret that all nodes share is needed: --secret-file, or {SECRET_VARIABLE}")

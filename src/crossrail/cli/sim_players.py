@@ -30,7 +30,7 @@ class Task(NamedTuple):
     keep_log: bool | int = False
 
     def play(self) -> Outcome:
-        """In this process."""
+        """Runs it in this process."""
         scenario = find(self.scenario)[0]
         outcome = play(scenario, self.seed, keep_log=self.keep_log)
         if self.twice:
@@ -92,7 +92,7 @@ class _Player:
 
 
 def play_each(tasks: Iterable[Task], jobs: int, *, shows_crash: bool = False) -> Generator[Outcome, None, None]:
-    """Their outcomes, in the order in which they end. Blocks. Closing it ends the processes.
+    """The outcomes, in the order in which runs end. Blocks. Closing it ends the processes.
 
     shows_crash: a process that crashes says on standard error where.
     """
@@ -123,7 +123,7 @@ def _give_next(player: _Player, left: Iterator[Task]) -> None:
 
 
 def play_one(task: Task) -> Outcome:
-    """Its outcome, also where its process crashes, which says where. Blocks."""
+    """The outcome of one run, also if its process crashes: it says where. Blocks."""
     with contextlib.closing(play_each([task], 1, shows_crash=True)) as played:
         return next(played)
 

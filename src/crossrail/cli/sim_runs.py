@@ -42,7 +42,7 @@ def _choose(names: Sequence[str]) -> list[Scenario]:
 
 
 def _play_all(tasks: Sequence[Task], jobs: int, console: Console) -> list[Outcome]:
-    """All outcomes, in the order of the tasks; on a terminal a bar meanwhile."""
+    """All outcomes in the order of the tasks; with a progress bar on a terminal."""
     if len(tasks) == 1:
         return [play_one(tasks[0])]
     columns = (

@@ -121,7 +121,7 @@ def _whole_of(now: Scrape, name: str, **of: str) -> Iterator[tuple[Labels, float
 
 
 def _quantile(interval: Interval, name: str, share: float, **of: str) -> float | None:
-    """None also where a bound is missing: the others alone would be another distribution."""
+    """The quantile; None also if a bound is missing, since the others alone would be another distribution."""
     buckets = f"{name}_bucket"
     for scraped in (interval.before, interval.now):
         if any(not _has("le", has) for has, _ in scraped.of(buckets, **of)):
@@ -184,7 +184,7 @@ def _table(columns: tuple[_Column, ...], width: int) -> Table:
 
 
 def _fitted(table: Table, width: int) -> Table:
-    """With words cut as far as it takes for all numbers to be whole."""
+    """Cuts words as far as needed to show all numbers whole."""
     widths = [max(cell_len(str(cell)) for cell in (column.header, *column.cells)) for column in table.columns]
     of_words = [index for index, column in enumerate(table.columns) if column.overflow == "ellipsis"]
     between = 2 * (len(widths) - 1)  # the padding of a column, and the line after it

@@ -76,7 +76,7 @@ class _Branch:
         return self.below.setdefault(label, _Branch(label))
 
     def joined(self) -> _Branch:
-        """Without levels that hold nothing but the next one."""
+        """Without levels that contain nothing but the next one."""
         branch = self
         while len(branch.below) == 1 and not branch.gpus and not branch.nics:
             (only,) = branch.below.values()
@@ -85,7 +85,7 @@ class _Branch:
 
 
 def _forest(topology: Topology) -> list[_Branch]:
-    """By NUMA node, and last what is on no known one."""
+    """Devices by NUMA node; those on no known node come last."""
     trunks = {
         node.id: _Branch(f"{node.name}  CPUs {format_cpu_list(node.cpus) or 'none'}") for node in topology.numa_nodes
     }
@@ -126,7 +126,7 @@ class _Painter:
         return max((*here, *(self._widest(child) for child in branch.below.values())), default=0)
 
     def tree(self, trunk: _Branch) -> Tree:
-        """With everything below."""
+        """The node with everything below it."""
         tree = Tree(Text(trunk.label, style="bold"), guide_style="dim")
         self._draw(trunk, tree)
         return tree
@@ -141,7 +141,7 @@ class _Painter:
             self._draw(joined, tree.add(Text(joined.label, style="dim")))
 
     def _alike(self, nics: Iterable[Nic]) -> list[list[Nic]]:
-        """Of one kind, speed, state and use, in one line."""
+        """Devices of one kind, speed, state and use, in one line."""
         groups: dict[object, list[Nic]] = {}
         for nic in nics:
             key = (nic.kind, nic.speed_gbps, nic.state, _is_virtual_function(nic), self._users.get(nic.name))
@@ -190,7 +190,7 @@ def _speeds(nics: Sequence[Nic]) -> str:
 
 
 def _names(nics: Sequence[Nic], columns: int) -> str:
-    """All of them while they fit, else the first and the last."""
+    """All names if they fit, else the first and the last."""
     if len(nics) > 1:
         return _list_names([nic.name for nic in nics], columns)
     beside = [device.name for device in nics[0].net_devices if device.name != nics[0].name]
@@ -255,7 +255,7 @@ def _print_choices(
 
 
 def _core_list(cpus: tuple[int, ...]) -> str:
-    """Of a long list, lines are broken between numbers, not within them."""
+    """A list of cores whose lines are broken between numbers, not within them."""
     text = format_cpu_list(cpus)
     return text if len(text) <= _CORES_COLUMNS else text.replace(",", ", ")
 

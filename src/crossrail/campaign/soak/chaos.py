@@ -34,7 +34,7 @@ _LONG_S = 4.0
 
 
 def schedule(draw: random.Random, for_s: float, transport: str, *, has_rails: bool, spared: int) -> list[Fault]:
-    """In the order of time. spared: a seat that is not killed; its engine is not closed either."""
+    """The faults in order of time. spared: a seat that is not killed, and whose engine is not closed."""
     rates = dict(_PER_ROUND)
     if transport == "tcp":
         rates |= _PER_ROUND_TCP | (_PER_ROUND_RAILS if has_rails else {})

@@ -39,7 +39,7 @@ _UNCOUNTED = [STATUSES.index(name) for name in ("peer-lost", "engine-closed")]
 
 
 def open_rows(rows: Rows) -> list[str]:
-    """Of a life that goes on and is at rest: operations that were accepted and have not completed."""
+    """Operations of a living, resting life that were accepted and have not completed."""
     found = np.flatnonzero((rows["state"] == INTENT) | (rows["state"] == ACCEPTED))
     return [
         f"operation {row} ({KINDS[rows['kind'][row]]}, {rows['nbytes'][row]} bytes) has not completed" for row in found
@@ -133,7 +133,7 @@ def area_agrees(slab: Bytes, area: int, slots: Rows, is_alive: bool) -> list[str
 
 
 def whole_is_poison(slab: Bytes) -> str:
-    """Of memory that was closed and poisoned."""
+    """Whether memory that was closed and poisoned is unchanged."""
     return f"memory was touched after close(), at byte {first - 1}" if (first := _touched(slab)) else ""
 
 

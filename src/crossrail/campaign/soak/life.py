@@ -93,7 +93,7 @@ class Place:
 
 @dataclass(eq=False)
 class Job:
-    """One submit that may be under way."""
+    """One submit that may be in progress."""
 
     kind: str
     rows: list[int]
@@ -141,7 +141,7 @@ class Life:
     # ---- rounds
 
     def begin_round(self, number: int, members: Sequence[Member]) -> None:
-        """All books are clear, and all slabs of those who live are poison."""
+        """Begins a round: all books are clear, and all slabs of living engines are poison."""
         self.round = number
         self._rows = 0
         self._is_expecting = True
@@ -233,7 +233,7 @@ class Life:
             return self._counters[number]
 
     def release(self, numbers: Sequence[int], force: Sequence[bool]) -> None:
-        """All that were expected in a round."""
+        """Releases all numbers that were expected in a round."""
         self._is_expecting = False
         for ticket in list(self._tickets.values()):
             ticket.cancel()
@@ -257,7 +257,7 @@ class Life:
     # ---- what is done
 
     def take_row(self) -> int | None:
-        """None: there are no more in this round."""
+        """A free row; None if there are no more in this round."""
         with self._lock:
             if self._rows == ROWS:
                 return None

@@ -39,7 +39,7 @@ TRIGGER_AHEAD = 2  # how much has to be added at most until they begin
 
 
 class Load(threading.Thread):
-    """One of the threads that submit. seed: of what is drawn; number: which of the life's threads."""
+    """One of the threads that submit. seed: for its draws; number: which of the life's threads it is."""
 
     def __init__(self, life: Life, number: int, seed: int) -> None:
         super().__init__(name=f"load-{number}", daemon=True)
@@ -96,7 +96,7 @@ class Load(threading.Thread):
         return Place(memory[at : at + nbytes], source, data_at, nbytes, owner, (area_here, slot), owner.fences)
 
     def _row(self, places: list[Place]) -> int | None:
-        """None: there is none left in this round, and the places are free again."""
+        """A row; None if none is left in this round: then the places are free again."""
         row = self.life.take_row()
         if row is None:
             for place in places:
@@ -118,7 +118,7 @@ class Load(threading.Thread):
         self.life.fill(place)
 
     def _offsets(self, place: Place) -> tuple[int, int]:
-        """Of the source here and of the target there."""
+        """Offsets in the source here and in the target there."""
         assert place.slot is not None
         area, slot = place.slot
         return slot_offset(area, slot), slot_offset(area_of(self.life.seat, self.life.index), slot)
@@ -204,7 +204,7 @@ class Load(threading.Thread):
         ))  # fmt: skip
 
     def _read(self, to: Member) -> bool:
-        """Of the peer's library."""
+        """Reads from the peer's library."""
         life = self.life
         if self._reads or (row := life.take_row()) is None:  # one at a time: the inbox is used by each
             return False

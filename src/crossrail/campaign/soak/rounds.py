@@ -244,7 +244,7 @@ class Round:
     # ---- the books
 
     def _lives(self) -> Iterator[LifeSeen]:
-        """All of this round."""
+        """All lives of this round."""
         for seat in self.seats.seats:
             for life in (seat.now, seat.past):
                 if life is not None:
@@ -310,7 +310,7 @@ class Round:
             yield from (f"what was handed over in slot {slot} was not counted" for slot in np.flatnonzero(left))
 
     def _ask_counts(self) -> dict[int, tuple[dict[str, int], dict[int, int]]]:
-        """Of everybody who lives, by life: statistics, and how often all numbers arrived."""
+        """Of every living engine, by life: statistics, and how often each number arrived."""
         numbers = [
             number_of(life.member.life, self.number, handed)
             for life in self._lives()

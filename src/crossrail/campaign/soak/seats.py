@@ -53,7 +53,7 @@ class Seat:
 
 
 class Seats:
-    """All of them, over one transport. One thread; nothing here blocks but ask()."""
+    """All seats, over one transport. One thread; nothing here blocks except ask()."""
 
     def __init__(self, transport: str, stage: Stage, network: Network) -> None:
         self.transport = transport
@@ -152,7 +152,7 @@ class Seats:
         self.when(seat.process, closed, "close", timeout_s)
 
     def tell_all(self) -> None:
-        """Who is there, and by which descriptors."""
+        """Tells everybody who is there, and by which descriptors."""
         members = [life.member for life in self.living()]
         for seat in self.seats:
             if seat.living is not None:
@@ -174,7 +174,7 @@ class Seats:
         return answers
 
     def life(self, number: int) -> LifeSeen:
-        """One of those who live."""
+        """The living engine with this number."""
         return next(life for life in self.living() if life.member.life == number)
 
     def living(self) -> list[LifeSeen]:

@@ -47,7 +47,7 @@ class Worker:
         }  # fmt: skip
 
     def run(self) -> None:
-        """Until the parent closes its end."""
+        """Carries out orders until the parent closes its end."""
         obey(self._control, self._verbs)
         if self._life is not None:
             self._stop_threads()

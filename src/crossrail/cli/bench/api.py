@@ -57,7 +57,7 @@ def _streams_one_way_us(pair: Pair, family: socket.AddressFamily) -> float:
 
 
 def tcp_measures() -> list[Measure]:
-    """The same over TCP, as far as that says something else."""
+    """The same measures over TCP, as far as they tell something new."""
     word, message = _socket_limit(api_loops.WORD_BYTES), _socket_limit(api_loops.MESSAGE_BYTES)
     rate = _Limit("bare socket, many to a send", lambda pair: 1e6 / pair.sockets.message_ns(api_loops.MESSAGE_BYTES))
     return [
@@ -69,7 +69,7 @@ def tcp_measures() -> list[Measure]:
 
 
 def measures() -> list[Measure]:
-    """In the order of the table."""
+    """The measures, in the order of the table."""
     return [
         _latency_measure("py-blocking", "blocking", _FLAG, Bar("value", "<=", 8.0)),
         _latency_measure("py-await", "await", _streams_limit(socket.AF_UNIX), Bar("value", "<=", 25.0)),

@@ -37,7 +37,7 @@ class Side:
         self.partner = xr.RegionDescriptor.from_bytes(descriptor)
 
     def ping(self) -> None:
-        """One small write with the immediate."""
+        """Sends one small write with the immediate."""
         self.engine.submit_write(self.region, self.partner, WORD_BYTES, imm=_IMM)
 
     @property
@@ -131,7 +131,7 @@ async def _arrival(side: Side, *, blocking: bool) -> None:
 
 
 def listen_bare(family: socket.AddressFamily) -> socket.socket:
-    """For the partner's connect_bare(), which is told its getsockname()."""
+    """Listens for the partner's connect_bare(), which gets its getsockname()."""
     listener = socket.socket(family)
     listener.bind(b"" if family == socket.AF_UNIX else ("127.0.0.1", 0))  # any free name of Unix sockets, or port
     listener.listen(1)
@@ -140,7 +140,7 @@ def listen_bare(family: socket.AddressFamily) -> socket.socket:
 
 
 def connect_bare(address: str | tuple[str, int]) -> socket.socket:
-    """To the partner's listener, whose address decides the family."""
+    """Connects to the partner's listener, whose address decides the family."""
     bare = socket.socket(socket.AF_UNIX if isinstance(address, str) else socket.AF_INET)
     bare.settimeout(_TIMEOUT_S)
     bare.connect(address)

@@ -43,7 +43,7 @@ class BareRdma:
         return took_ns
 
     def pages(self, pair: Pair, link: Link, pool: Pool, src: Indices, dst: Indices, page_bytes: int) -> int:
-        """All these pages once."""
+        """Writes all these pages once."""
         loop, target = self._opened(pair, link, pool.src, pool.target)
         pair.child.start("bare_receive", count=len(src) if self._imm_each else 1)
         took_ns = loop.pages(
@@ -106,7 +106,7 @@ class BareRdmaPeer:
         return [self._loop.name.hex(), base, key]
 
     def receive(self, count: int) -> None:
-        """Until so many immediates came."""
+        """Returns once that many immediates have arrived."""
         assert self._loop is not None
         self._loop.receive(count)
 

@@ -136,7 +136,7 @@ def _warnings(old: Saved, new: Saved) -> Iterator[str]:
 
 
 def _short(value: object) -> str:
-    """Of a file that anybody may have written: one line, not too long."""
+    """One line, not too long: anybody may have written the file."""
     text = "unknown" if value is None else str(value)
     text = "".join(letter if letter.isprintable() else "?" for letter in text)
     return text if len(text) <= 60 else text[:57] + "..."

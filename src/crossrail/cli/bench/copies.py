@@ -25,7 +25,7 @@ _COPY_CALL_BYTES = 32 * _MIB
 
 
 def measures() -> list[Measure]:
-    """In the order of the table."""
+    """The measures, in the order of the table."""
     return [*_write_measures(), *_paged_measures(), _scatter_measure()]
 
 

@@ -41,7 +41,7 @@ def _samples(pair: Pair) -> SampleStream:
 
 
 def _death_ns(pair: Pair, side: api_loops.Side) -> int:
-    """Of a process of its own, to which one write follows the other."""
+    """The time until the death of a process is noticed that gets one write after the other."""
     with Child(PEER_MODULE, "the process that dies", cpu=pair.settings.cpus[1]) as victim:
         _, descriptor = victim.call("open_side", **pair.settings.rig_options)
         side.meet(bytes.fromhex(descriptor))

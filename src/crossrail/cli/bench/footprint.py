@@ -46,7 +46,7 @@ print(json.dumps([(idle - before) / 2**20, (connected - idle) / len(addresses) /
 
 
 def measures() -> list[Measure]:
-    """In the order of the table."""
+    """The measures, in the order of the table."""
     return [
         Measure(
             name="rss-engine",

@@ -35,12 +35,12 @@ class Interval:
     method: str
 
     def to_json(self) -> dict[str, float | str]:
-        """For the report."""
+        """The interval as JSON values, for the report."""
         return {"low": self.low, "high": self.high, "confidence": CONFIDENCE, "method": self.method}
 
 
 def of_median(values: Sequence[float]) -> Interval | None:
-    """Of the median of what the runs are a sample of. None with fewer than two runs, or when one is not positive."""
+    """The interval of the runs' median. None with fewer than two runs, or if one is not positive."""
     if len(values) < 2 or not all(0 < value < math.inf for value in values):
         return None
     if len(values) >= _ORDER_RUNS_MIN:
@@ -63,7 +63,7 @@ def order_statistics_outside(count: int) -> int:
 
 
 def of_quotient(new: Sequence[float], old: Sequence[float]) -> Interval | None:
-    """Of new / old, runs of two occasions that have nothing to do with each other. None when one has too few runs.
+    """The interval of new / old, for independent runs. None if either has too few runs.
 
     Welch's t of the logarithms: the two may spread differently.
     """
@@ -80,7 +80,7 @@ def of_quotient(new: Sequence[float], old: Sequence[float]) -> Interval | None:
 
 
 def _squared_error(logs: Sequence[float]) -> float:
-    """Of their mean."""
+    """The squared standard error of their mean."""
     return statistics.variance(logs) / len(logs)
 
 

@@ -28,7 +28,7 @@ _COMPUTE_BYTES = 8 << 20  # walked for one layer: about a millisecond that needs
 
 
 def measures() -> list[Measure]:
-    """In the order of the table."""
+    """The measures, in the order of the table."""
     return [
         Measure(
             name="kv-request",
@@ -73,7 +73,7 @@ def measures() -> list[Measure]:
 
 
 def _request_samples(pair: Pair) -> SampleStream:
-    """From the step's beginning until the decoder's process has counted all; every layer is computed at once."""
+    """Times from the step's beginning until the decoder has counted all; every layer is computed at once."""
     pages = pair.settings.pool_bytes // (_LAYERS * 2 * _PAGE_BYTES)
     layout = KvLayout(_LAYERS, pages, page_tokens=128, kv_heads=1, head_dim=128, dtype="bfloat16")
     transport = pair.settings.rig_options["transport"]

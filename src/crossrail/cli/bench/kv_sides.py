@@ -35,7 +35,7 @@ class KvSide:
 
     @property
     def tokens(self) -> int:
-        """Of a request that takes all pages."""
+        """Number of tokens of a request that takes all pages."""
         return self.layout.pages * self.layout.page_tokens
 
     def run(self, what: Coroutine[Any, Any, _T]) -> _T:
@@ -96,11 +96,11 @@ class KvPrefiller(KvSide):
 
     @property
     def bytes(self) -> Memory:
-        """All memory."""
+        """Bytes of all memory."""
         return self.memory.regions[0].array()
 
     def send(self, target: KvTarget, pages: Indices, *, compute: Coroutine[Any, Any, None] | None = None) -> SendJob:
-        """One step over the whole request. pages: where at the decoder. compute: counts the layers; None: all at once.
+        """Sends the whole request in one step. pages: at the decoder. compute: counts the layers; None: all at once.
 
         Returns when nothing is under way any more.
         """
@@ -141,7 +141,7 @@ class NamedPool:
 
 
 def to_text(target: KvTarget) -> str:
-    """For a line of JSON."""
+    """The numbers as text for a line of JSON."""
     return repr(target.to_wire())
 
 

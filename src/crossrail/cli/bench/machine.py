@@ -49,7 +49,7 @@ def machine() -> dict[str, Any]:
 
 
 def describe_machine(about: Mapping[str, Any] | None = None) -> str:
-    """One line for the table. about: what machine() said, maybe elsewhere; None: here."""
+    """The machine in one line, for the table. about: a result of machine(), perhaps of another host; None: this one."""
     about = machine() if about is None else about
     caches = about.get("caches")
     sizes = [f"{name} {size}" for name, size in caches.items()] if isinstance(caches, Mapping) else []

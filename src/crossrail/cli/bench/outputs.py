@@ -33,7 +33,7 @@ class Outputs:
 
     @staticmethod
     def chosen(options: Mapping[str, Any], lines: Iterable[Line] | None = None) -> Outputs:
-        """By output_options. UsageError for what could not be done once all is measured.
+        """The choice made by output_options. UsageError for outputs that could not be written after measuring.
 
         lines: what is to be measured; None when that depends on the other side.
         """

@@ -72,7 +72,7 @@ class Settings:
         return {"transport": transport, "rails": [LOOPBACK]} if by_loopback else {"transport": transport}
 
     def to_json(self) -> dict[str, Any]:
-        """For the report."""
+        """As JSON values, for the report."""
         return {
             "transport": self.stand_in or self.transport,
             "cpus": list(self.cpus),
@@ -186,7 +186,7 @@ class Pair:
         os.close(self.shared_fd)
 
     def reset(self) -> None:
-        """After a failure: drop every link, so that counts left over by it cannot be taken for those of another one."""
+        """Drops every link after a failure, so that left-over counts are not mistaken for those of another measure."""
         self.bare = None
         for link in self._links.values():
             link.rig.close()
@@ -201,7 +201,7 @@ class Pair:
 
     @contextmanager
     def on_all_cores(self) -> Iterator[None]:
-        """For what measures a whole program: its threads may spread as they do in real life."""
+        """For measures of whole programs: their threads may use all cores, as in real life."""
         os.sched_setaffinity(0, self._affinity)
         try:
             yield
@@ -273,7 +273,7 @@ def alternate(times: int, limit: Callable[[], float], measured: Callable[[], flo
 
 
 def alternate_briefly(times: int, limit: Callable[[], float], measured: Callable[[], float]) -> tuple[float, float]:
-    """The same for passes so short that most of them are not interrupted: medians."""
+    """Like alternate(), for passes so short that most of them are not interrupted: medians."""
     pairs = [(limit(), measured()) for _ in range(times)]
     return statistics.median(pair[0] for pair in pairs), statistics.median(pair[1] for pair in pairs)
 

@@ -29,7 +29,7 @@ def passes_per_sample(pair: Pair) -> int:
 
 
 def samples_beside(pair: Pair, amount: float, measured: Pass, limit: Pass | None) -> SampleStream:
-    """Of amounts per nanosecond, each beside one of the limit, where there is one."""
+    """Samples of amounts per nanosecond, each next to one of the limit if there is one."""
     while True:
         if limit is None:
             times = passes_per_sample(pair)

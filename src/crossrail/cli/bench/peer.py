@@ -47,7 +47,7 @@ class Peer:
         self._rigs.pop(key).close()
 
     def close_everything(self) -> None:
-        """After a failure: rigs, side and engines; the bare connection closes with the parent's end."""
+        """After a failure: closes rigs, side and engines; the bare connection closes with the parent's end."""
         for rig in self._rigs.values():
             rig.close()
         self._rigs, self._manual = {}, set()
@@ -144,7 +144,7 @@ class Peer:
         return self._bare_rdma.open(memory=self._rigs[key].view(region), **arguments)
 
     def bare_receive(self, **arguments: Any) -> None:
-        """Its receiver."""
+        """The receiver's side of a bare loop."""
         self._bare_rdma.receive(**arguments)
 
     def bare_ping_pong(self, **arguments: Any) -> None:

@@ -80,7 +80,7 @@ def can_draw(line: Line) -> bool:
 
 
 def write_plot(path: Path, results: list[Result]) -> bool:
-    """All panels for which there are figures, one below the other. False, and no file, when there are none."""
+    """Writes all panels that have figures, one below the other. False, and no file, if none has."""
     panels = _panels(results)
     if not panels:
         return False
@@ -192,7 +192,7 @@ def _points(results: Iterable[Result]) -> Iterable[tuple[Point, Result]]:
 
 
 def _curves(results: list[Result]) -> dict[tuple[str, int], list[tuple[Point, Result]]]:
-    """By kind and window, each by size."""
+    """Curves by kind and window, each by size."""
     curves: dict[tuple[str, int], list[tuple[Point, Result]]] = {}
     for point, result in sorted(_points(results), key=lambda pair: (pair[0].kind, -pair[0].window, pair[0].nbytes)):
         curves.setdefault((point.kind, point.window), []).append((point, result))
@@ -200,7 +200,7 @@ def _curves(results: list[Result]) -> dict[tuple[str, int], list[tuple[Point, Re
 
 
 def _limits(results: list[Result]) -> dict[str, dict[int, list[float]]]:
-    """By name, of each size what was measured: memcpy knows no window, sockets do."""
+    """Limits by name, at each size that was measured: memcpy knows no window, sockets do."""
     limits: dict[str, dict[int, list[float]]] = {}
     for point, result in _points(results):
         if result.limit is not None:

@@ -22,7 +22,7 @@ _MEMORY_BYTES = _PAGE_BYTES * _PAGE_COUNT
 
 
 def measures() -> list[Measure]:
-    """In the order of the table."""
+    """The measures, in the order of the table."""
     return [
         Measure(
             name="post-paged",

@@ -37,11 +37,11 @@ class BareLoop(Protocol):
         ...
 
     def pages(self, pair: Pair, link: Link, pool: Pool, src: Indices, dst: Indices, page_bytes: int) -> int:
-        """All these pages once, likewise."""
+        """Writes all these pages once."""
         ...
 
     def one_way_ns(self, pair: Pair, link: Link, rounds: int) -> float:
-        """Of 8-byte writes with an immediate, both ends looking all the time."""
+        """One-way time of 8-byte writes with an immediate, while both ends spin."""
         ...
 
 
@@ -54,7 +54,7 @@ BARE: dict[str, BareLoop] = {
 
 
 def measures(transport: str) -> list[Measure]:
-    """In the order of the table."""
+    """The measures, in the order of the table."""
     bare = BARE.get(transport)
     return [*_write_measures(bare), *_paged_measures(bare), *_ping_pong_measures(bare)]
 

@@ -108,7 +108,7 @@ def warn_if_busy(busy: float, console: Console) -> None:
 
 
 def one_line(result: Result) -> str:
-    """For a log: there is no bar there to look at meanwhile."""
+    """One line for a log, where no progress bar is shown."""
     ratio = "" if result.ratio is None else f"{ratio_text(result.ratio)}x"
     words = (
         figure(result.value),

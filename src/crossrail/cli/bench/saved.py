@@ -103,7 +103,7 @@ class _Result(msgspec.Struct):
     ecdf: list[tuple[float, float]] = msgspec.field(default_factory=list)
 
     def opened(self) -> Result:
-        """Its words as a terminal may be shown them: the file may be anybody's."""
+        """The file's text in a form that is safe to show in a terminal: anybody may have written it."""
         name, title, unit = plain(self.name), plain(self.title), plain(self.unit)
         limit, error, note, path = (plain(word or "") for word in (self.limit_is, self.error, self.note, self.path))
         point = None if self.point is None else Point(plain(self.point.kind), self.point.nbytes, self.point.window)

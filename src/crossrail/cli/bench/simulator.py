@@ -40,7 +40,7 @@ with sim.World(seed=1) as world:
 
 
 def measures() -> list[Measure]:
-    """In the order of the table."""
+    """The measures, in the order of the table."""
     return [
         Measure(
             name="sim-works",

@@ -19,7 +19,7 @@ _TURN_ROUNDS = 2000  # of the ping-pong: half a millisecond
 
 
 def measures() -> list[Measure]:
-    """In the order of the table."""
+    """The measures, in the order of the table."""
     return [
         Measure(
             name="ping-pong",

@@ -35,7 +35,7 @@ class Chunks(NamedTuple):
 
 
 def fastest_chunks(nbytes: int, cost_of: Callable[[Chunks], float], *, rounds: int) -> Chunks:
-    """Of those tried for messages of nbytes: first what is received at once, then what is sent.
+    """The fastest chunk sizes tried for messages of nbytes: first for receiving, then for sending.
 
     cost_of: runs the stream once. The least of `rounds` runs counts, taken in turn, so that a machine that changes
     speed meanwhile does not decide.
@@ -104,7 +104,7 @@ class Sockets:
         page_bytes: int,
         batch_pages: int,
     ) -> int:
-        """All these pages, to the peer's region `target` of rig `key`."""
+        """Sends all these pages to the peer's region `target` of rig `key`."""
         self._child.start(
             "socket_pages",
             key=key,
@@ -136,7 +136,7 @@ class Sockets:
         return took_ns / rounds / 2
 
     def message_ns(self, nbytes: int) -> float:
-        """One message of a stream of small ones."""
+        """Nanoseconds of one message in a stream of small ones."""
         count = 100_000 if self._quick else 1_000_000
         self._child.start("socket_messages", nbytes=nbytes, count=count)
         took_ns = _core.bench.socket_messages(self._socket.fileno(), sender=True, nbytes=nbytes, count=count)
@@ -165,7 +165,7 @@ class SocketPeer:
     _listener: socket.socket | None = None
 
     def connect(self, port: int) -> None:
-        """In place of the connection before, if there was one."""
+        """Connects anew, replacing an earlier connection."""
         if self._socket is not None:
             self._socket.close()
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)

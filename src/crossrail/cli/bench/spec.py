@@ -69,7 +69,7 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True)
 class Measure(Line):
-    """One that two processes measure."""
+    """A measure that two processes make."""
 
     samples: Callable[[Pair], SampleStream]
 
@@ -117,17 +117,17 @@ class Result:
 
     @property
     def value_interval(self) -> Interval | None:
-        """Of the median figure; None with too few runs."""
+        """The interval of the median figure; None with too few runs."""
         return of_median([s.value for s in self.samples])
 
     @property
     def ratio_interval(self) -> Interval | None:
-        """Of the median ratio; None with too few runs, and without a limit."""
+        """The interval of the median ratio; None with too few runs, and without a limit."""
         return of_median(self.ratios)
 
     @property
     def more_is_better(self) -> bool:
-        """Of the figure, by its unit: rates are good when high, times and memory when low."""
+        """Whether more is better, by the figure's unit: rates are good when high, times and memory when low."""
         return self.measure.unit in _RATE_UNITS
 
     @property

@@ -33,7 +33,7 @@ _SCATTER_CALLS = 10_000
 
 
 def measures() -> list[Measure]:
-    """In the order of the table."""
+    """The measures, in the order of the table."""
     return [*_write_measures(), *_paged_measures(), *_cpu_measures(), _scatter_measure()]
 
 

@@ -20,7 +20,7 @@ _REGION_BYTES = 4096
 
 
 def measures() -> list[Measure]:
-    """In the order of the table."""
+    """The measures, in the order of the table."""
     return [
         Measure(
             name="ping-pong",

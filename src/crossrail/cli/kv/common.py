@@ -79,7 +79,7 @@ class Service:
 
 @contextlib.asynccontextmanager
 async def opened(name: str, options: Mapping[str, Any]) -> AsyncIterator[Service]:
-    """By service_options. Whoever uses the mailbox closes it first."""
+    """Opens what service_options say. Whoever uses the mailbox closes it first."""
     end = end_wanted(options["until_stdin_closes"])
     secret = read_secret(options["secret_file"])
     with (
@@ -283,7 +283,7 @@ def parse_options(pairs: tuple[str, ...]) -> dict[str, str]:
 
 
 def end_wanted(until_stdin_closes: bool) -> EndWanted:
-    """Of the running loop."""
+    """An event of the running loop that is set when the service is told to end."""
     loop = asyncio.get_running_loop()
     end = EndWanted()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -100,7 +100,7 @@ def _kill_the_busy_one(client: Client, processes: Processes, console: Console, i
 
 @dataclass
 class _Outcome:
-    """Of one run. first_s: until its first token."""
+    """The outcome of one run. first_s: until its first token."""
 
     tokens: list[int] = field(default_factory=list)
     first_s: float = 0.0
@@ -141,7 +141,7 @@ def _check_prompt(prompt: str) -> None:
 
 
 def _monolithic(model: Model, plan: _Plan) -> _Outcome:
-    """The same prompt through the same model in this process, in chunks of the same length."""
+    """Runs the same prompt through the same model in this process, in chunks of the same length."""
     layout = model.layout
     cache = [
         [layout.layer_view(np.zeros(layout.layer_bytes, np.uint8)) for _ in range(layout.layers)]

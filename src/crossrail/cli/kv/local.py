@@ -91,7 +91,7 @@ class Processes:
 
 
 class Client:
-    """One router's HTTP front."""
+    """A client of one router's HTTP front."""
 
     def __init__(self, url: str) -> None:
         self._place = url.removeprefix("http://")
@@ -110,7 +110,7 @@ class Client:
         return nodes
 
     def timeline(self, request: str) -> list[Span]:
-        """Of a request that has ended."""
+        """The timeline of a request that has ended."""
         return msgspec.convert(json.loads(self.get(f"/v1/requests/{request}"))["end"]["timeline"], list[Span])
 
     def complete(self, prompt: str | list[int], sampling: Sampling) -> Iterator[dict[str, Any]]:

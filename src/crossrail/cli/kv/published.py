@@ -16,7 +16,7 @@ NIC = "2xefa200"  # as crossrail.sim names it
 
 
 class Row(NamedTuple):
-    """Of a prompt: milliseconds per layer. pages: of 32 KiB, of a layer of a chunk, over all ranks."""
+    """Figures of a prompt: milliseconds per layer. pages: of 32 KiB, of a layer of a chunk, over all ranks."""
 
     compute_ms: float
     transfer_ms: float

@@ -84,7 +84,7 @@ async def _transfer(world: sim.World, tokens: int, row: Row, way: Way, layers: i
 
 
 def _engines(world: sim.World, side: str, way: Way) -> list[xr.Engine]:
-    """One for each rank; or the same for all, which then share its rails."""
+    """One engine per rank, or the same one for all, which then share its rails."""
     if way.has_rails_each:
         return [world.host(f"{side}{rank}", nic=way.rails()).engine(f"{side}{rank}") for rank in range(RANKS)]
     return [world.host(side, nic=way.rails()).engine(side)] * RANKS

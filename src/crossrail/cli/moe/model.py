@@ -26,7 +26,7 @@ class ModelSpec:
 
     @property
     def max_tokens(self) -> int:
-        """Of a rank, in one layer."""
+        """Most tokens of a rank in one layer."""
         return self.batch * self.tokens
 
     def model(self) -> Any:
@@ -53,11 +53,11 @@ class ModelSpec:
         return Qwen3MoeForCausalLM(config).to(getattr(torch, self.dtype)).eval()
 
     def token_ids(self, rank: int) -> torch.Tensor:
-        """Of a rank: [batch, tokens]."""
+        """A rank's token ids: [batch, tokens]."""
         return torch.randint(_VOCABULARY, (self.batch, self.tokens), generator=self._generator(rank))
 
     def hidden_states(self, rank: int) -> torch.Tensor:
-        """For one MoE block: [batch, tokens, hidden]."""
+        """Inputs of one MoE block: [batch, tokens, hidden]."""
         states = torch.randn((self.batch, self.tokens, self.hidden), generator=self._generator(rank))
         return states.to(getattr(torch, self.dtype))
 

@@ -11,7 +11,7 @@ from crossrail.errors import UsageError
 
 
 class Gpu(NamedTuple):
-    """Of a cluster's data sheet: bytes a second of its memory, and of NVLink in each direction."""
+    """Figures of a data sheet: bytes per second of a GPU's memory, and of NVLink in each direction."""
 
     name: str
     memory: float

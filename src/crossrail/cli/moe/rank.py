@@ -50,7 +50,7 @@ class _Rank:
         return {"experts": len(own.down_proj), "nbytes": sum(tensor.nbytes for tensor in own.parameters())}
 
     def block(self, file: str) -> None:
-        """One MoE block on this rank's hidden states; all ranks at once. What it gives is saved to the file."""
+        """Runs one MoE block on this rank's hidden states, on all ranks at once, and saves the result to the file."""
         with torch.inference_mode():
             torch.save(self._model.model.layers[0].mlp(self._spec.hidden_states(self._group.rank)), Path(file))
 

@@ -266,7 +266,7 @@ class _Rank:
         await self._come("rows", round_)
 
     async def _come(self, step: str, round_: _Round) -> None:
-        """Until all of that step is here."""
+        """Waits until everything of that step is here."""
         while True:
             result, rank, detail = self.proxy.wait(step, round_.number, 0)
             if result == "ready":
@@ -312,7 +312,7 @@ async def _run(world: sim.World, setting: Setting) -> Outcome:
 
 
 async def _connect(ranks: list[_Rank]) -> None:
-    """As AllToAll does: everybody says by which numbers others count at him, and where his memory is."""
+    """Connects as AllToAll does: each rank tells the others by which numbers to count, and where its memory is."""
     hellos = []
     for one in ranks:
         far = [ranks[other] for other in one.proxy.far_ranks()]

@@ -53,7 +53,7 @@ _INTERMEDIATE = 768
 
 @dataclass
 class _Row:
-    """Of one measure. values: one for each round, of the unit."""
+    """One measure. values: one per round, in the unit."""
 
     title: str
     unit: str
@@ -217,7 +217,7 @@ async def _rounds(
 
 
 def _python_us(report: UpdateReport) -> float:
-    """Of the trainer that spends most: processor time of its pipeline's thread, by its writes.
+    """Of the trainer that spends most: processor time of its pipeline's thread, per write.
 
     What that thread copies itself, while it drives the engine as a guest, is in it.
     """
@@ -225,7 +225,7 @@ def _python_us(report: UpdateReport) -> float:
 
 
 def _memcpy_gb_per_s(threads: int) -> float:
-    """As many threads as can copy side by side, each its own memory. Best of three."""
+    """memcpy by as many threads as can copy side by side, each in its own memory. Best of three."""
     pairs = [(np.ones(_COPY_BYTES, np.uint8), np.zeros(_COPY_BYTES, np.uint8)) for _ in range(threads)]
     best = 0.0
     with ThreadPoolExecutor(threads) as pool:

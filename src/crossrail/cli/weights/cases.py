@@ -23,7 +23,7 @@ class Case:
     setting: Setting
 
     def at(self, name: str, value: float) -> Case:
-        """The same with another value of one of SWEPT."""
+        """The same case with another value of one of SWEPT."""
         if name in self.sizes:
             return replace(self, sizes={**self.sizes, name: int(value)})
         if name == "straggler":

@@ -114,7 +114,7 @@ async def _load(source: Checkpoint, options: _Options, console: Console) -> None
 
 
 def _patience_s(options: _Options) -> float:
-    """Of publish(): until all have joined, the update is over, and ranks have switched."""
+    """Time limit of publish(): until all have joined, the update is over, and ranks have switched."""
     return options.wait_s + options.timeout_s + ControllerOptions().abort_s
 
 

@@ -27,7 +27,7 @@ _ROLE_TIMEOUT_S = 600.0  # whoever started us gives up before, and then our inpu
 
 
 def say(**words: Any) -> None:
-    """One line for whoever started this process."""
+    """Prints one line for whoever started this process."""
     print(json.dumps(words), flush=True)
 
 

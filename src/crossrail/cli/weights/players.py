@@ -25,7 +25,7 @@ class Role(Protocol):
 
     @property
     def name(self) -> str:
-        """Of which there is one."""
+        """The name of a player of which there is one."""
 
     def command(self) -> list[str]:
         """Arguments of Python."""
@@ -98,7 +98,7 @@ class Players:
                 return words
 
     async def tell(self, name: str, **words: Any) -> None:
-        """One line of JSON to that player's standard input. CrossrailError when it has ended."""
+        """Sends one line of JSON to that player's standard input. CrossrailError if it has ended."""
         stdin = self._processes[name].stdin
         assert stdin is not None
         stdin.write(json.dumps(words).encode() + b"\n")

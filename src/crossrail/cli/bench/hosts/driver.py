@@ -48,7 +48,7 @@ class Driver:
         self._seed = 0
 
     def explain(self) -> Explanation:
-        """Of the first worker: how bytes go to its peer."""
+        """How bytes go from the first worker to its peer."""
         name, transport, reason, state, note, rails, endpoints, gb_per_s, paths, _ = self._workers.call("explain")[0]
         shown = [PathExplanation(*path) for path in paths]
         pairs = [(ours, theirs) for ours, theirs in rails]
@@ -81,7 +81,7 @@ class Driver:
     # --- untimed: what arrives is what was sent ---
 
     def check(self, point: Point) -> None:
-        """One pass over a piece of memory that is cleared before. CrossrailError when it is not what it should be."""
+        """One pass over memory that was cleared before. CrossrailError if the result is wrong."""
         self._seed += 1
         if point.kind == "latency":
             self.ping_pong(point.nbytes, _CHECKED_ROUNDS, verify=True)
@@ -125,7 +125,7 @@ class Driver:
         )
 
     def stream(self, point: Point, count: int, *, spin: bool) -> Pass:
-        """The same writes as messages over the bare connections, the same window."""
+        """The same writes as messages over the bare connections, with the same window."""
         self._send("stream", nbytes=point.nbytes, window=point.window, count=count, spin=spin)
         times = self._both(
             "stream",
@@ -153,13 +153,13 @@ class Driver:
         self._post.send(wire.Step(run=self._post.run, what=what, **({"timeout_s": self._timeout_s} | arguments)))
 
     def _both(self, command: str, awaits_done: bool, **arguments: Any) -> list[list[int]]:
-        """All workers here, while those over there do what was sent. What each of ours answers."""
+        """Calls all workers here while those over there do what was sent. Returns the answers of ours."""
         arguments["timeout_s"] = self._timeout_s
         answers, _ = self._workers.call_beside(self._post, command, arguments, self._timeout_s, awaits_done=awaits_done)
         return answers
 
     def _ask(self, what: str, **arguments: Any) -> list[str]:
-        """All workers over there, and what each answers."""
+        """Calls all workers over there, and returns their answers."""
         self._send(what, **arguments)
         answers = self._post.receive(wire.Done, self._timeout_s + 10.0).answers
         if len(answers) != len(self._workers):
@@ -167,7 +167,7 @@ class Driver:
         return answers
 
     def _call(self, command: str, **arguments: Any) -> list[Any]:
-        """All workers here."""
+        """Calls all workers here."""
         return self._workers.call(command, self._timeout_s, **arguments)
 
 

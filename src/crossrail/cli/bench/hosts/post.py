@@ -85,15 +85,15 @@ class Post:
             raise self.gone()
 
     def gone(self) -> PeerGone:
-        """To raise."""
+        """The error to raise if the peer is gone."""
         return PeerGone(f"{self._who} (pid {self.peer.pid}) ended, or cannot be reached any more")
 
     def try_send(self, message: wire.Message) -> None:
-        """For last words."""
+        """Sends last words, if possible."""
         with contextlib.suppress(CrossrailError):
             self.send(message)
 
 
 def _printable(text: str) -> str:
-    """Of a stranger: one line."""
+    """A stranger's text as one printable line."""
     return "".join(letter if letter.isprintable() else " " for letter in text)

@@ -79,7 +79,7 @@ class Server:
         self._console = console
 
     def serve(self, *, once: bool) -> bool:
-        """Until interrupted; with `once`, until the first run is over. Whether that one ended well."""
+        """Serves until interrupted, or with `once` until the first run is over. Whether that one ended well."""
         while True:
             try:
                 received = self._pool.recv(LOOK_S)
@@ -112,7 +112,7 @@ class Server:
         self._post(peer, run).try_send(wire.Refusal(run=run, reason=reason))
 
     def _on_stranger(self, received: xr.Message) -> None:
-        """In the middle of a run of somebody else."""
+        """Answers a stranger in the middle of another's run."""
         hello = self._hello(received)
         if hello is not None:
             self._refuse(received.peer, hello.run, "another run is under way; try again later")
@@ -121,7 +121,7 @@ class Server:
         return Post(self._engine, self._pool, peer, run, f"the run {peer.name!r}", self._on_stranger)
 
     def _run(self, peer: xr.Address, hello: wire.Hello) -> bool:
-        """One run. Never raises for what the other side does."""
+        """Serves one run. Never raises for what the other side does."""
         post = self._post(peer, hello.run)
         try:
             self._limits.check(hello)

@@ -37,7 +37,7 @@ class Plan:
     runs: int
 
     def points(self) -> Iterator[Point]:
-        """In the order of the table."""
+        """The points, in the order of the table."""
         for kind in ("write", "read"):
             if kind in self.kinds:
                 yield from (Point(kind, nbytes, window) for nbytes in self.sizes for window in self.windows)
@@ -47,7 +47,7 @@ class Plan:
             yield from (Point("latency", nbytes, 0) for nbytes in self.latency_sizes)
 
     def to_json(self) -> dict[str, Any]:
-        """For the report."""
+        """The point as JSON values, for the report."""
         content = asdict(self)
         return {key: list(value) if isinstance(value, tuple) else value for key, value in content.items()}
 
@@ -104,7 +104,7 @@ def line_of(point: Point, limit: str) -> Line:
 
 
 def measure(driver: Driver, point: Point, plan: Plan, limit: Limit, on_run: Callable[[], None]) -> Result:
-    """One point: checked, warmed up, then run after run. What fails is raised: then the two sides are out of step."""
+    """Measures one point: checked, warmed up, then run after run. Raises on failure: the sides are out of step then."""
     result = Result(line_of(point, limit.name(point)))
     before = driver.explain()
     driver.check(point)
@@ -168,5 +168,5 @@ def path_used(before: Explanation, after: Explanation) -> str:
 
 
 def span_bytes(memory_bytes: int, processes: int, sizes: Sequence[int]) -> int:
-    """Of each worker's memory: its part of what was asked for, and at least two of the largest operations."""
+    """Each worker's memory: its part of what was asked for, and at least two of the largest operations."""
     return max(memory_bytes // processes // 4096 * 4096, 2 * max(sizes, default=0), 1 << 20)

@@ -84,7 +84,7 @@ class Worker:
         self._rig.view(self._memory)[:nbytes] = 0
 
     def clear_own(self, nbytes: int) -> None:
-        """The same of the other memory."""
+        """Clears the other memory."""
         self._rig.view(self._own)[:nbytes] = 0
 
     def fill(self, nbytes: int, seed: int) -> str:
@@ -98,7 +98,7 @@ class Worker:
         return hashlib.sha256(self._rig.view(self._memory)[:nbytes].data).hexdigest()
 
     def digest_own(self, nbytes: int) -> str:
-        """The same of the other memory."""
+        """The digest of the other memory."""
         return hashlib.sha256(self._rig.view(self._own)[:nbytes].data).hexdigest()
 
     # --- the side that drives: [begun, ended] on the clock that all processes of a host share, in ns ---
@@ -181,7 +181,7 @@ class Worker:
         return [begun, time.monotonic_ns()]
 
     def listen(self, timeout_s: float) -> str:
-        """For one bare connection, at the address of the first rail. Returns "HOST PORT TOKEN"."""
+        """Listens for one bare connection at the first rail's address. Returns "HOST PORT TOKEN"."""
         endpoints = self._rig.explain(self._peer)[6]
         if not endpoints:
             raise CrossrailError("this worker has no TCP endpoint")
@@ -192,7 +192,7 @@ class Worker:
         return f"{host} {self._listener.getsockname()[1]} {self._token.hex()}"
 
     def connect_bare(self, host: str, port: int, token: str, timeout_s: float) -> None:
-        """To where the other side listens."""
+        """Connects to where the other side listens."""
         self._bare = socket.create_connection((host, port), timeout_s)
         _core.bench.tune_socket(self._bare.fileno())
         self._bare.sendall(bytes.fromhex(token))
@@ -236,7 +236,7 @@ class Worker:
         return self._rig.view(region)[:nbytes]
 
     def _permutations(self, pages: int) -> tuple[Indices, Indices]:
-        """Of sources and of targets; the last ones are kept."""
+        """Permutations of sources and of targets; the last ones are kept."""
         if self._pages is None or len(self._pages[0]) != pages:
             rng = np.random.default_rng(pages)
             self._pages = (rng.permutation(pages).astype(np.int64), rng.permutation(pages).astype(np.int64))

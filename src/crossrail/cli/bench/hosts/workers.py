@@ -73,7 +73,7 @@ class Workers(Closing):
         self._all.close()
 
     def open(self, options: EngineOptions, span_bytes: int, polling: str) -> list[wire.Part]:
-        """Their engines and memory."""
+        """Opens their engines and memory."""
         arguments = [
             {"name": f"bench-{index}", "span_bytes": span_bytes, "polling": polling, **options.of_worker(index)}
             for index in range(len(self))
@@ -81,17 +81,17 @@ class Workers(Closing):
         return [wire.Part(**part) for part in self._all.each("open", arguments)]
 
     def call(self, command: str, timeout_s: float = 60.0, **arguments: Any) -> list[Any]:
-        """The same at all; what each answers."""
+        """Makes the same call at all workers, and returns their answers."""
         return self._all.all(command, timeout_s, **arguments)
 
     def each(self, command: str, arguments: Sequence[dict[str, Any]], timeout_s: float = 60.0) -> list[Any]:
-        """With arguments of its own."""
+        """Calls each worker with arguments of its own."""
         return self._all.each(command, arguments, timeout_s)
 
     def call_beside(
         self, post: Post, command: str, arguments: Mapping[str, Any], timeout_s: float, *, awaits_done: bool
     ) -> tuple[list[Any], list[str]]:
-        """The same at all, with an eye on the other side: once it failed, left or died there is no use in waiting.
+        """Like call(), but watches the other side: once it has failed, left or died there is no point in waiting.
 
         awaits_done: until its Done is there too. Returns what each worker answers, and what Done says.
         """

@@ -195,7 +195,7 @@ def _others_line(shape: MoeShape, count: int, step: str, who: str, bound: float 
 
 
 def _sample(ranks: Ranks, ours: list[Result], gloo: list[Result], rounds: int) -> Durations:
-    """One of each result; what our rounds took."""
+    """One sample of each result, and the times of our rounds."""
     took = ranks.run(rounds)
     for step, result in zip(_STEPS, ours, strict=True):
         result.samples.append(Sample(median(took[step]), median(took[f"copy-{step}"])))
@@ -217,7 +217,7 @@ def _note_fastest(ours: list[Result], took: list[Durations]) -> None:
 
 
 def _sample_mpi(shape: MoeShape, count: int, ours: list[Result], mpis: list[Result], options: _Options) -> None:
-    """One start of MPI: its ranks spin, and would be in our way."""
+    """One start of MPI by itself: its ranks spin, and would be in our way."""
     rounds = max(options.runs * options.rounds[shape.name] // _ORDINARY_SHARE, 1)
     took = durations_us(mpi.run(shape, count, rounds))
     for step, own, result in zip(_STEPS, ours, mpis, strict=True):

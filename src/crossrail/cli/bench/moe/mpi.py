@@ -35,7 +35,7 @@ def _mpiexec() -> str | None:
 
 
 def run(shape: MoeShape, ranks: int, rounds: int) -> list[dict[str, Any]]:
-    """Of each rank, its times (rank.Times). CrossrailError when MPI fails."""
+    """The times of each rank (rank.Times). CrossrailError if MPI fails."""
     mpiexec = _mpiexec()
     assert mpiexec is not None
     command = [mpiexec, "-n", str(ranks), sys.executable, "-m", __name__, json.dumps(shape.to_json()), str(rounds)]

@@ -36,7 +36,7 @@ class _Rank:
         return self._engine.address.to_bytes().hex()
 
     def join(self, rank: int, addresses: list[str], shape: dict[str, Any], gate_fd: int) -> None:
-        """All ranks at once."""
+        """Joins the group; called on all ranks at once."""
         self._shape = MoeShape(**shape)
         self._rank, self._ranks = rank, len(addresses)
         self._gate = Gate(gate_fd, rank, self._ranks)
@@ -101,7 +101,7 @@ class _Rank:
         self._ordinary.combine(self._ordinary.outputs())
 
     def run_ordinary(self, rounds: int) -> Times:
-        """The same by torch.distributed, and the bare exchanges in it."""
+        """Runs the same rounds by torch.distributed, with the bare exchanges in them."""
         times: Times = {"dispatch": [], "combine": [], "exchange-dispatch": [], "exchange-combine": []}
         ordinary = self._ordinary
         for _ in range(rounds):

@@ -54,7 +54,7 @@ class Ranks:
         self._children.all("verify", _TIMEOUT_S)
 
     def run(self, rounds: int) -> Durations:
-        """Of dispatch, combine, copy-dispatch and copy-combine."""
+        """Times of dispatch, combine, copy-dispatch and copy-combine."""
         return durations_us(self._children.all("run", _TIMEOUT_S, rounds=rounds))
 
     def start_ordinary(self) -> None:
@@ -62,12 +62,12 @@ class Ranks:
         self._children.all("open_ordinary", _TIMEOUT_S, meeting=str(Path(self._folder.name) / "meeting"))
 
     def run_ordinary(self, rounds: int) -> Durations:
-        """Of dispatch, combine, exchange-dispatch and exchange-combine."""
+        """Times of dispatch, combine, exchange-dispatch and exchange-combine."""
         return durations_us(self._children.all("run_ordinary", _TIMEOUT_S, rounds=rounds))
 
 
 def durations_us(of_ranks: Sequence[Mapping[str, Sequence[tuple[int, int]]]]) -> Durations:
-    """From when the last rank came until the last was done."""
+    """Times from when the last rank came until the last was done."""
     return {step: _durations_us([times[step] for times in of_ranks]) for step in of_ranks[0]}
 
 

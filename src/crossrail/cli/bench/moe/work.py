@@ -24,12 +24,12 @@ class MoeShape:
 
     @property
     def row_bytes(self) -> int:
-        """Of a row that is dispatched, with its scales."""
+        """Bytes of a row that is dispatched, with its scales."""
         return self.hidden + self.blocks * 4
 
     @property
     def back_bytes(self) -> int:
-        """Of a row that comes back."""
+        """Bytes of a row that comes back."""
         return 2 * self.hidden
 
     @property
@@ -38,7 +38,7 @@ class MoeShape:
         return -(-self.hidden // SCALE_BLOCK)
 
     def to_json(self) -> dict[str, Any]:
-        """For a rank's process."""
+        """As JSON values, for a rank's process."""
         return asdict(self)
 
 

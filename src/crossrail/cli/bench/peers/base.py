@@ -30,7 +30,7 @@ PLACES_MAX = 256  # different places that a stream walks through, so that what i
 
 @dataclass(frozen=True)
 class Offer:
-    """Who can be measured, how, and what has to be known beside the figures.
+    """A library that can be measured: how, and what has to be known besides the figures.
 
     factory: "module:Class" of the Side, with `options`. needs: modules that must be there. distributions: of PyPI,
     whose versions are shown. kind: what one "write" is. threads: those that the library runs besides the caller's.
@@ -84,7 +84,7 @@ class Side(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """In the order that the library's documentation wants. Both sides are asked at once."""
+        """Closes in the order that the library's documentation requires. Both sides are asked at once."""
 
     # --- a stream of writes ---
 
@@ -148,11 +148,11 @@ class TwoSided(Side):
         """The receiver knows already."""
 
     def take_stream(self, places: Sequence[tuple[int, int]], nbytes: int, count: int, window: int) -> None:
-        """As many receives ahead as there are sends under way."""
+        """Posts as many receives ahead as there are sends in flight."""
         self._take([places[index % len(places)][1] for index in range(count)], nbytes, window)
 
     def take_pages(self, page_bytes: int, dst: Pages) -> None:
-        """In the order of the sends."""
+        """Receives in the order of the sends."""
         self._take((dst * page_bytes).tolist(), page_bytes, PAGE_WINDOW)
 
     def _take(self, offsets: Sequence[int], nbytes: int, window: int) -> None:

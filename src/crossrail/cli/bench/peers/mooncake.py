@@ -34,7 +34,7 @@ class Mooncake(Side):
         return json.dumps({"base": self._base, "session": f"{_HOST}:{self._engine.get_rpc_port()}"}).encode()
 
     def meet(self, theirs: bytes) -> None:
-        """Its segment opens with the first transfer."""
+        """Nothing to do: its segment opens with the first transfer."""
         there = json.loads(theirs)
         self._base_there, self._session = there["base"], there["session"]
 
@@ -55,7 +55,7 @@ class Mooncake(Side):
         self._check(0 if state == 1 else state, "transfer_check_status")
 
     def send_pages(self, page_bytes: int, src: Pages, dst: Pages) -> None:
-        """One batch of all pages, blocking."""
+        """Sends all pages in one batch, blocking."""
         here = (src * page_bytes + self._base).tolist()
         there = (dst * page_bytes + self._base_there).tolist()
         self._check(

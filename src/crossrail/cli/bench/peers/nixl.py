@@ -110,7 +110,7 @@ class Nixl(Side):
         self._list(page_bytes)
 
     def send_pages(self, page_bytes: int, src: Pages, dst: Pages) -> None:
-        """One transfer of all, made from indices as a program with a KV cache does."""
+        """Sends all in one transfer, made from indices as a program with a KV cache does."""
         here, there = self._lists[page_bytes]
         transfer = self._make(here, src.astype(np.int32), there, dst.astype(np.int32))
         self.finish((transfer, self._agent.transfer(transfer), None))

@@ -197,7 +197,7 @@ def _has_rdma(kind: str, provider: str) -> bool:
 
 
 def versions(offer: Offer) -> str:
-    """Of its distributions that are installed: "mpich 5.0.2, mpi4py 4.1.2"."""
+    """The versions of its distributions that are installed: "mpich 5.0.2, mpi4py 4.1.2"."""
     found = []
     for name in offer.distributions:
         try:
@@ -208,7 +208,7 @@ def versions(offer: Offer) -> str:
 
 
 def choose(names: Sequence[str]) -> list[Offer]:
-    """Those named, or whose names begin so; all when there are none. UsageError when one fits nothing."""
+    """The offers named (or by the beginning of their names), all without names. UsageError if one fits nothing."""
     for name in names:
         if not any(_fits(offer, name) for offer in OFFERS):
             raise UsageError(f"--only {name} fits none; there are {', '.join(offer.name for offer in OFFERS)}")

@@ -58,14 +58,14 @@ class Crossrail(Side):
         handle.wait(_TIMEOUT_S)
 
     def end_of_stream(self) -> None:
-        """Nothing: the receiver counts."""
+        """Does nothing: the receiver counts."""
 
     def take_stream(self, places: Sequence[tuple[int, int]], nbytes: int, count: int, window: int) -> None:
         """Count."""
         self._data.wait(count, _TIMEOUT_S)
 
     def send_pages(self, page_bytes: int, src: Pages, dst: Pages) -> None:
-        """One call."""
+        """Sends all pages in one call."""
         self._engine.submit_paged_writes(self._region, src, self._there, dst, page_bytes, imm=_DATA).wait(_TIMEOUT_S)
 
     def take_pages(self, page_bytes: int, dst: Pages) -> None:

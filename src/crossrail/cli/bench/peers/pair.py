@@ -41,7 +41,7 @@ class Settings:
 
 
 class _Process:
-    """One of the two: its connection, once it has said who it is."""
+    """One of the two processes: its connection, once it has said which one it is."""
 
     def __init__(self, connection: socket.socket, hello: dict[str, Any]) -> None:
         self.connection = connection
@@ -264,7 +264,7 @@ class PeerPair:
 
 
 def mpiexec() -> str | None:
-    """That of a wheel in this environment, or of the system."""
+    """The mpiexec of a wheel in this environment, or the system's."""
     return shutil.which("mpiexec", path=str(Path(sys.executable).parent)) or shutil.which("mpiexec")
 
 

@@ -26,7 +26,7 @@ _UNITS = {"submit": "us", "first-byte": "s", "threads": "threads"}
 
 
 def unit(figure: str) -> str:
-    """Of a figure's name."""
+    """The unit in a figure's name."""
     return _UNITS.get(figure, "us" if figure.startswith("message") else "GB/s")
 
 
@@ -43,14 +43,14 @@ class Figures:
     columns: dict[str, str]
 
     def rows(self, outcomes: Sequence[Outcome]) -> Iterator[tuple[str, ...]]:
-        """Of those that have any of them: the name, then each figure."""
+        """Rows of those that have any of the figures: the name, then each figure."""
         for outcome in outcomes:
             cells = [figure(outcome.value(name)) for name in self.columns.values()]
             if any(cells):
                 yield outcome.offer.name, *cells
 
     def table(self, outcomes: Sequence[Outcome]) -> Table:
-        """For a terminal."""
+        """The table for a terminal."""
         table = Table(title=self.title, title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
         table.add_column("")
         for column in self.columns:
@@ -60,7 +60,7 @@ class Figures:
         return table
 
     def markdown(self, outcomes: Sequence[Outcome]) -> str:
-        """For documentation."""
+        """The table for documentation."""
         lines = [("", *(column.replace("\n", ", ") for column in self.columns)), ("---", *["---:"] * len(self.columns))]
         text = "\n".join(f"| {' | '.join(line)} |" for line in [*lines, *self.rows(outcomes)])
         return f"{self.title}:\n\n{text}\n"
@@ -94,7 +94,7 @@ def write_markdown(path: Path, outcomes: Sequence[Outcome], shapes: Sequence[Sha
 
 
 def about(outcomes: Sequence[Outcome]) -> Table:
-    """Who they are, what a write is, and what failed."""
+    """Notes below the tables: the libraries, what a write is, and what failed."""
     table = Table(title="what was measured", title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
     for column in ("", "kind", "versions", "how"):
         table.add_column(column)
@@ -108,7 +108,7 @@ def about(outcomes: Sequence[Outcome]) -> Table:
 
 
 def listing(known: Sequence[Offer]) -> Table:
-    """For --list: who is there, and how to get the others."""
+    """The text of --list: who can be measured, and how to get the others."""
     table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
     for column in ("", "", "kind", "here", "to install"):
         table.add_column(column)
@@ -122,7 +122,7 @@ def listing(known: Sequence[Offer]) -> Table:
 
 
 def one_line(outcome_of: Offer, figures: dict[str, float], failures: Sequence[str]) -> str:
-    """For a log, after a turn."""
+    """One line for a log, after a turn."""
     shown = [
         f"{name} {figure(figures[name])} {unit(name)}" for name in ("write-1mib-w16", "message-8b") if name in figures
     ]

@@ -27,7 +27,7 @@ class Turn:
 
 
 def take_turn(offer: Offer, settings: Settings, shapes: Sequence[Shape]) -> Turn:
-    """In pairs of processes of its own. Raises nothing for what the library does: that is a failure in the turn."""
+    """Runs a turn in processes of its own. What the library does never raises: it is a failure in the turn."""
     turn = Turn()
     for part in (_start, _measure):
         try:
@@ -40,7 +40,7 @@ def take_turn(offer: Offer, settings: Settings, shapes: Sequence[Shape]) -> Turn
 
 
 def _start(offer: Offer, settings: Settings, _: Sequence[Shape], turn: Turn) -> None:
-    """From the start of the first process until a message was there and back, with little memory."""
+    """The time from the first process's start until a message was there and back, with little memory."""
     if offer.is_limit:
         return
     with PeerPair(offer, dataclasses.replace(settings, pool_bytes=_START_POOL_BYTES)) as pair:

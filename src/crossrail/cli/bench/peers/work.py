@@ -30,14 +30,14 @@ class Shape:
 
     @property
     def name(self) -> str:
-        """In options and in JSON."""
+        """The shape's name in options and in JSON."""
         size = format_bytes(self.nbytes).replace(".0", "").replace(" ", "").lower()
         if self.kind == "stream":
             return f"write-{size}-w{self.window}"
         return f"paged-{size}" if self.kind == "pages" else f"message-{size}"
 
     def to_json(self) -> dict[str, Any]:
-        """For the processes."""
+        """As JSON values, for the processes."""
         return asdict(self)
 
     def places(self, pool_bytes: int) -> list[tuple[int, int]]:
@@ -164,7 +164,7 @@ def _play_messages(side: Side, shape: Shape) -> dict[str, Any]:
 
 
 def check(side: Side, shape: Shape) -> None:
-    """After a pass; not timed. WrongData on the side that sees it."""
+    """Checks after a pass; not timed. WrongData on the side that sees it."""
     if shape.kind == "messages":
         _check_messages(side, shape.nbytes)
     elif not side.is_sender:

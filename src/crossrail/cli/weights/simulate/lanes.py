@@ -90,7 +90,7 @@ class Trainer:
             await self._engine.submit_scatter(self.source, peers, lengths=0, src_offsets=0, dst_offsets=0, imm=HELLO)
 
     async def update(self, meetings: Meetings, barrier: Meetings) -> None:
-        """All works, each lane as soon as it is free."""
+        """Does all works, each lane as soon as it is free."""
         loaded: asyncio.Queue[Work] = asyncio.Queue()
         prepared: asyncio.Queue[Work] = asyncio.Queue()
         lanes = asyncio.gather(

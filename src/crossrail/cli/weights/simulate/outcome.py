@@ -25,7 +25,7 @@ class Span(NamedTuple):
 
 
 class Spans:
-    """Of one trainer; spans of a stage that touch, or nearly, are one."""
+    """Spans of one trainer; spans of a stage that touch, or nearly do, are joined."""
 
     def __init__(self) -> None:
         self._open: dict[str, tuple[float, float]] = {}

@@ -67,7 +67,7 @@ async def _run(
 
 
 def _trainers(world: sim.World, plan: Plan, trainers: Sequence[Inventory], setting: Setting) -> dict[int, Trainer]:
-    """By rank, ascending; the first is the one that is slow."""
+    """Trainers by rank, ascending; the first is the slow one."""
     hulls = hulls_of(trainers) if setting.collective else {}
     quantised = quantised_of(plan)
     found: dict[int, Trainer] = {}

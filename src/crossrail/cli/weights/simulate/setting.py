@@ -59,7 +59,7 @@ class Setting:
                 raise UsageError(f"{name}={getattr(self, name)} must be 1 to 1000")
 
     def nic(self, slow: float = 1.0) -> NicProfile:
-        """One of the rails; slow: works take so many times longer on it."""
+        """One of the rails; slow: its works take so many times longer."""
         share = self.rails * slow
         return replace(CX7, gbps=CX7.gbps / share, ops_per_s=CX7.ops_per_s / self.rails)
 

@@ -32,7 +32,7 @@ class Work(NamedTuple):
 
 
 def own_works(plan: Plan, costs: Costs) -> list[Work]:
-    """Of a plan that has one trainer's tasks: these, one after the other."""
+    """The works of a plan that has one trainer's tasks, one after the other."""
     parts, gathers = plan.parts, plan.gathers
     item = ITEM_BYTES[[DTYPES.index(param.dtype) for param in plan.params]] if plan.params else np.zeros(0, np.int64)
     nbytes = volume(gathers["start"], gathers["stop"]) * item[parts["param"][gathers["part"]]]
