@@ -129,7 +129,7 @@ def first_token_together(client: Client, prompt: Tokens) -> tuple[float, list[Sp
 async def first_tokens_alone(
     args: argparse.Namespace, model: Model, cache: Cache, prompt: Tokens
 ) -> tuple[float, float]:
-    """Until the first token, and from there to the second."""
+    """Times until the first token, and from there to the second."""
     times = [time.monotonic()]
     pages = np.arange(model.layout.pages)
     async for _ in generate(model, cache, prompt, pages, SAMPLING, chunk_tokens=args.chunk_tokens):
@@ -138,7 +138,7 @@ async def first_tokens_alone(
 
 
 def cpu_s(processes: Processes) -> float:
-    """Of all services since they were started."""
+    """Processor time of all services since they were started."""
     stats = [Path(f"/proc/{processes.pid(name)}/stat").read_text() for name in ("router", "prefiller", "decoder")]
     ticks = [int(field) for stat in stats for field in stat.rpartition(")")[2].split()[11:13]]  # utime, stime
     return sum(ticks) / os.sysconf("SC_CLK_TCK")
@@ -155,7 +155,7 @@ def hidden_share(spans: list[Span]) -> tuple[float, float]:
 
 
 def union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Of times, each from and until; in order, and apart."""
+    """The union of time ranges, each from and until: in order, and apart."""
     merged: list[tuple[float, float]] = []
     for since_s, until_s in sorted(spans):
         if merged and since_s <= merged[-1][1]:

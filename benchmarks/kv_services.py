@@ -189,7 +189,7 @@ async def one_client(host: str, port: int, bodies: Iterator[bytes], loaded: Load
 
 
 def cpu_s(args: argparse.Namespace, processes: Processes) -> dict[str, float]:
-    """Of each role since it was started, all of its processes together."""
+    """Processor time of each role since it was started, all of its processes together."""
     names = {role: [f"{role}-{number}" for number in range(args.nodes)] for role in ROLES[1:]} | {"router": ["router"]}
     return {role: sum(process_s(processes.pid(name)) for name in names[role]) for role in ROLES}
 

@@ -40,7 +40,7 @@ Act = Callable[[Any], object]
 
 
 def steps(tokens: int) -> dict[str, tuple[int, Act, Callable[[], Any] | None]]:
-    """Of each kernel: bytes that it reads, what launches it, and its result."""
+    """For each kernel: the bytes it reads, what launches it, and its result."""
     rows = tokens * TOP_K
     x, board = (torch.randint(0, 256, (tokens, n), dtype=torch.uint8, device="cuda") for n in (HIDDEN, ROW_BYTES))
     scales = torch.rand(tokens, BLOCKS, device="cuda")
@@ -80,7 +80,7 @@ def verify() -> None:
 
 
 def took_us(acts: list[Callable[[], object]]) -> tuple[float, float]:
-    """Of one act: launched, replayed."""
+    """Microseconds of one act: launched, replayed."""
 
     def once() -> None:
         for act in acts:

@@ -27,7 +27,7 @@ _DLPACK_CPU, _DLPACK_CUDA, _DLPACK_PINNED = 1, 2, 3
 
 
 class Memory(NamedTuple):
-    """One contiguous range. `owner` keeps it where it is; None: the caller sees to that. is_cuda: it is a GPU's."""
+    """A contiguous range. `owner` keeps it alive; None: the caller does. is_cuda: it is GPU memory."""
 
     address: int
     nbytes: int

@@ -11,7 +11,7 @@ _PIECE_BYTES = 1 << 20
 
 
 def read_at_most(path: str | os.PathLike[str], nbytes_max: int, what: str) -> bytes:
-    """All of a file. UsageError when it has more than nbytes_max; what: it is taken for that. OSError."""
+    """The contents of a file. UsageError if it has more than nbytes_max; what: the kind of file expected. OSError."""
     data = bytearray()
     with open(path, "rb", buffering=0) as file:  # noqa: PTH123 - pathlib is slow to import
         while piece := file.read(min(_PIECE_BYTES, nbytes_max + 1 - len(data))):

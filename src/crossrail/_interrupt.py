@@ -16,7 +16,7 @@ def _is_command() -> bool:
 
 
 def begin() -> None:
-    """From now on, until over(), if this process runs a command."""
+    """Takes effect if this process runs a command, until over()."""
     is_ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if is_ours and threading.current_thread() is threading.main_thread() and _is_command():
         signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -46,7 +46,7 @@ class LoopNotifier:
 
     @classmethod
     def running(cls, engine: _core.Engine) -> LoopNotifier:
-        """That of the running loop. UsageError when there is none, or its clock is not the engine's."""
+        """The notifier of the running loop. UsageError if there is none, or its clock is not the engine's."""
         loop = _running_loop(engine)
         if getattr(loop, "world", None) is not cast(_HasWorld, engine)._world:
             raise _raise.another_clock(engine, loop)

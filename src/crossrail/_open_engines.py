@@ -21,12 +21,12 @@ _had_threads = False  # this process, when it forked
 
 
 def add(engine: _OpenEngine) -> None:
-    """It is open from now on. Holds no reference."""
+    """Registers an engine that has opened. Holds no reference to it."""
     _open_engines.add(engine)
 
 
 def discard(engine: _OpenEngine) -> None:
-    """It is closed."""
+    """Forgets an engine that has closed."""
     _open_engines.discard(engine)
 
 

@@ -107,7 +107,7 @@ def _operation(engine: _core.Engine, op: str, peer: str, nbytes: int, imm: int |
 
 
 def _within(timeout_s: float | None) -> str:
-    """As the user gave it, also where what was left of it is waited for: 0.099998 is 0.1."""
+    """The timeout as the user gave it, even where only the rest of it was waited for: 0.099998 is shown as 0.1."""
     if timeout_s is None:
         return ""
     return f" within {timeout_s:{'.4g' if timeout_s < 1000 else 'g'}} s"
@@ -201,7 +201,7 @@ def counter_timeout(
 
 
 def flag_timeout(engine: _core.Engine, imm: int, arrived: int, expected: int) -> errors.WaitTimeout:
-    """Of a kernel: `arrived` is what there is by now."""
+    """The error of a kernel's wait: `arrived` is the number there by now."""
     _log_events(engine)
     return errors.WaitTimeout(
         f"immediate {imm}: a kernel waited for {expected} counts and took none within its time; {arrived} are there by "

@@ -18,7 +18,7 @@ from crossrail.errors import UsageError
 
 
 class Place(NamedTuple):
-    """One of the hosts of a world."""
+    """A host of a world, where an engine opens."""
 
     simulation: Simulation
     world: _core.SimWorld  # the simulation's native half

@@ -9,7 +9,7 @@ def plain(text: str, keep: str = "") -> str:
 
 
 def rate_text(gb_per_s: float) -> str:
-    """As "3.4 GB/s", "125 MB/s" or "25 kB/s": also of a slow network something is to be seen. Powers of 1000."""
+    """A rate such as "3.4 GB/s", "125 MB/s" or "25 kB/s", readable for slow networks too. Powers of 1000."""
     if gb_per_s >= 1:
         return f"{gb_per_s:.1f} GB/s"
     mb_per_s = gb_per_s * 1e3

@@ -127,7 +127,7 @@ def over_region(region: Any, dtype: object, shape: Shape | None) -> Any:
 
 
 def _bytes_of(region: Any, torch: Any) -> Any:
-    """All of them, as a tensor that keeps the memory alive."""
+    """All bytes of the region, as a tensor that keeps the memory alive."""
     if region.device == "cpu":
         if region.view().readonly:
             raise UsageError("the memory is read-only, and torch has no tensors of such: use array()")

@@ -112,7 +112,7 @@ def _place_of(topology: Topology, gpu: int) -> str:
 
 
 def _has_rdma() -> bool:
-    """Of hardware: software devices, which the topology leaves out, have none below them."""
+    """Whether there is RDMA hardware: software devices, which the topology leaves out, do not count."""
     try:
         with os.scandir(RDMA_DEVICES) as entries:  # without pathlib, which is slow to import
             return any(os.path.exists(f"{entry.path}/device") for entry in entries)  # noqa: PTH110

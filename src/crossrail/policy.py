@@ -48,7 +48,7 @@ _HOLDS: dict[str, Callable[[float, float], bool]] = {
 
 @dataclass(frozen=True)
 class Clause:
-    """One thing to hold. text: as written; name: a transport's, "rdma", "gpudirect", "rails" or "speed".
+    """One condition. text: as written; name: a transport's, "rdma", "gpudirect", "rails" or "speed".
 
     relation, bound: of rails (a count) and speed (Gb/s), else "" and 0.
     """
@@ -118,7 +118,7 @@ def _parse_one(part: str, text: str) -> Clause:
 
 
 def unmet(clauses: Iterable[Clause], found: Found) -> list[Unmet]:
-    """Those that do not hold, in order. Pure."""
+    """The clauses that do not hold, in order. Pure."""
     failures = (_JUDGES.get(clause.name, _judge_transport)(clause, found) for clause in clauses)
     return [failure for failure in failures if failure is not None]
 
@@ -243,7 +243,7 @@ def of_path(engine: Engine, explanation: Explanation, clauses: Iterable[Clause])
 
 
 def _engine_rails(engine: Engine) -> tuple[int, str]:
-    """Of the transport that has most: bytes to one peer go over one."""
+    """The rails of the transport that has most: bytes to one peer go over one transport."""
     devices = max(engine._rail_devices.values(), key=lambda names: len(set(names)), default=())
     shared = _shared(devices)
     if not shared:
@@ -252,7 +252,7 @@ def _engine_rails(engine: Engine) -> tuple[int, str]:
 
 
 def _path_rails(engine: Engine, explanation: Explanation) -> tuple[int, str]:
-    """Of the peer's interfaces we know no more than its addresses."""
+    """The rails to a peer. Of the peer's interfaces only the addresses are known."""
     ours, theirs = (sorted({pair[side] for pair in explanation.rails}) for side in (0, 1))
     devices = dict(enumerate(engine._rail_devices.get(explanation.transport, ())))
     here = [devices.get(rail, rail) for rail in ours]
@@ -267,7 +267,7 @@ def _path_rails(engine: Engine, explanation: Explanation) -> tuple[int, str]:
 
 
 def _shared(devices: Sequence[object]) -> str:
-    """Which of them have several rails, for people; empty if none has."""
+    """Interfaces that have several rails, for people; empty if none has."""
     counts = Counter(devices)
     return ", ".join(f"{count} on {device}" for device, count in counts.items() if count > 1)
 
@@ -294,7 +294,7 @@ def _missing(clauses: Iterable[Clause]) -> dict[str, str]:
 
 
 def _engine_speed(engine: Engine) -> tuple[float | None, str]:
-    """Of the network that is fastest: bytes to one peer go over one."""
+    """The speed of the fastest network: bytes to one peer go over one transport."""
     from crossrail.topology.addresses import read_this_machine
 
     found = [speed_of(engine.address.endpoints, read_this_machine())]

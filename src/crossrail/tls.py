@@ -66,7 +66,7 @@ class TlsConfig:
 
 
 def tls_of(tls: object, transport: object) -> tuple[str, str, str, str]:
-    """For the native engine. None: of the environment, for engines that reach other hosts."""
+    """The options for the native engine. None: from the environment, for engines that reach other hosts."""
     if tls is None and isinstance(transport, str) and any(word in transport for word in _NETWORKS):
         tls = TlsConfig.from_environment()
     if tls is None:
@@ -102,7 +102,7 @@ def exposure_of_key(key: str | os.PathLike[str]) -> str:
 
 
 def open_to(mode: int) -> str:
-    """Who but its owner may read or write a file of this mode; "": nobody."""
+    """Who besides the owner may read or write a file of this mode; "" for nobody."""
     return "everybody" if mode & 0o006 else "its group" if mode & 0o060 else ""
 
 

@@ -45,7 +45,7 @@ class EtcdServer:
             time.sleep(0.02)
 
     def stop(self) -> None:
-        """As a crash does. Idempotent."""
+        """Stops it like a crash. Idempotent."""
         if self._process is not None:
             self._process.kill()
             self._process.wait(WAIT_S)

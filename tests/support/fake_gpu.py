@@ -99,7 +99,7 @@ class FakeGpu:
 
     @property
     def copies(self) -> int:
-        """That the driver was asked for so far, between GPU and host."""
+        """The copies between GPU and host that the driver was asked for so far."""
         return int(self.driver.fake_copies())
 
     def fail_copies(self, code: int, good: int = 0) -> None:
@@ -138,7 +138,7 @@ class FakeGpu:
 
     @property
     def mappings(self) -> int:
-        """Of physical memory, made by engines: their own, and other processes'."""
+        """Mappings of physical memory made by engines: of their own, and of other processes'."""
         return int(self.driver.fake_mappings())
 
     def set_vmm(self, *, has_vmm: bool = True, gives_fds: bool = True) -> None:

@@ -117,7 +117,7 @@ class Services:
         return self._processes[name].wait(WAIT_S)
 
     def desert(self, name: str) -> subprocess.Popen[bytes]:
-        """As if whoever has started it was gone: its standard input ends."""
+        """Closes its standard input, as if whoever started it was gone."""
         process = self._processes[name]
         assert process.stdin is not None
         process.stdin.close()
@@ -170,7 +170,7 @@ def all_pages_free(services: Services, *names: str) -> bool:
 
 
 def busy_prefiller(services: Services) -> str:
-    """One that works on a prompt."""
+    """A prefiller that works on a prompt."""
     found: list[str] = []
 
     def busy() -> bool:

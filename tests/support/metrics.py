@@ -27,7 +27,7 @@ def collect(*collectors: Collector) -> Samples:
 
 
 def read(text: str) -> Samples:
-    """The same of what an endpoint answers."""
+    """The samples in an endpoint's answer."""
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
         for family in text_string_to_metric_families(text)
@@ -36,7 +36,7 @@ def read(text: str) -> Samples:
 
 
 def total(samples: Samples, name: str, **labels: str) -> float:
-    """Of all that have these labels; there must be one."""
+    """The sum of all that have these labels; there must be one."""
     found = [value for (key, has), value in samples.items() if key == name and set(labels.items()) <= set(has)]
     assert found, f"no {name} with {labels} in {sorted(samples)}"
     return sum(found)

@@ -8,7 +8,7 @@ _JUMP_S = 2 * 3600
 
 
 def environment(offset_s: int, jump_s: int = _JUMP_S) -> dict[str, str]:
-    """Of a process whose wall clock is so far ahead, and each second jump_s more, or less."""
+    """The environment of a process whose wall clock is so far ahead, and jumps by jump_s each second."""
     return {"LD_PRELOAD": str(_library()), "MOVED_CLOCK": f"{offset_s} {jump_s}"}
 
 

@@ -91,7 +91,7 @@ class Node:
         return state
 
     def keep_events(self, engine: str) -> None:
-        """From now on event_kinds tells what happened."""
+        """From now on event_kinds says what happened."""
         kept: list[xr.EngineEvent] = []
         self._events[engine] = kept
         self._engines[engine].on_event(kept.append)
@@ -223,7 +223,7 @@ class Node:
         return scribble(seed, for_s)
 
     def exit_now(self) -> None:
-        """As a crash would, without any clean-up of Python's or ours."""
+        """Exits like a crash, without any clean-up of Python's or ours."""
         os._exit(1)
 
     def _forget_memory(self, number: int) -> None:

@@ -21,7 +21,7 @@ def free_port(neighbours: int = 0) -> int:
 
 
 def _slice() -> tuple[int, int]:
-    """Of this worker."""
+    """The range of ports of this worker."""
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     count = max(int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")), worker + 1)  # one that crashed has a successor
     width = (LAST - FIRST) // count

@@ -159,7 +159,7 @@ def run_script(source: str, *arguments: str, timeout_s: float = WAIT_S) -> subpr
 
 
 def start_script(source: str, *arguments: str) -> subprocess.Popen[str]:
-    """The same, running: the caller talks to it, waits and closes its pipes (use it as a context manager)."""
+    """Like run_script(), running: the caller talks to it, waits and closes its pipes (use it as a context manager)."""
     return subprocess.Popen(
         [*_PYTHON, textwrap.dedent(source), *arguments],
         stdin=subprocess.PIPE,

@@ -46,7 +46,7 @@ class Selector:
 
 
 def queries() -> list[Query]:
-    """All there are."""
+    """All queries of the dashboard and the alert rules."""
     dashboard = json.loads(DASHBOARD.read_text())
     found = [
         Query(f"dashboard: {panel['title']}", target["expr"], target["legendFormat"])

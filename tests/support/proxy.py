@@ -41,7 +41,7 @@ class _Pipe:
 
 
 class _Relay:
-    """One connection that was made through the proxy."""
+    """A connection that was made through the proxy."""
 
     def __init__(self, near: socket.socket, far: socket.socket, budget_bytes: int | None, is_abrupt: bool) -> None:
         self.near = near
@@ -102,7 +102,7 @@ class TcpProxy:
         return len(relays)
 
     def connections(self) -> list[object]:
-        """Those that are open, the oldest first: to be named to other calls."""
+        """The open connections, oldest first: to be named to other calls."""
         with self._lock:
             return list(self._relays)
 
@@ -118,7 +118,7 @@ class TcpProxy:
             self._stalls_at_bytes = nbytes
 
     def forget(self, spare: Sequence[object] = ()) -> None:
-        """As a firewall that was restarted: drops what existing connections carry, and tells nobody. New ones pass."""
+        """Like a restarted firewall: drops what existing connections carry, and tells nobody. New ones pass."""
         with self._lock:
             self._forgotten = [relay for relay in self._relays if relay not in spare]
 

@@ -292,7 +292,7 @@ class RawPeer:
 
     @contextlib.contextmanager
     def connected(self, channel: int = 0, **changes: bool) -> Iterator[socket.socket]:
-        """After a whole handshake."""
+        """A peer after a whole handshake."""
         with self.dial() as connection:
             hello = self.hello(channel, **changes)
             connection.sendall(hello)
@@ -330,7 +330,7 @@ class RawAcceptor:
         return body, body[40:48]
 
     def handshake(self, connection: socket.socket) -> int:
-        """All of it. Returns the id of the link."""
+        """Does the whole handshake. Returns the id of the link."""
         _, link_id = self.challenge(connection)
         kind, _ = receive_message(connection)
         assert kind == Kind.PROOF

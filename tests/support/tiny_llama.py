@@ -28,7 +28,7 @@ def make_model(folder: Path, seed: int = 1) -> Path:
 
 
 def make_window_model(folder: Path, window: int) -> Path:
-    """The same as a Mistral, of which every layer looks back no further than `window` tokens."""
+    """Like make_model(), but a Mistral in which no layer looks back further than `window` tokens."""
     import torch
     from transformers import MistralConfig, MistralForCausalLM
 

@@ -53,7 +53,7 @@ def _deepseek_v3() -> Any:
 
 
 def _qwen3_moe_blocks() -> Any:
-    """As _qwen3_moe(), of whole blocks of 128 elements."""
+    """Like _qwen3_moe(), of whole blocks of 128 elements."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     sizes = {"hidden_size": 256, "moe_intermediate_size": 128, "initializer_range": 0.15}

@@ -75,7 +75,7 @@ def python_overlay(folder: Path, component: str = "") -> Path:
 
 @contextlib.contextmanager
 def locked() -> Iterator[None]:
-    """One ./dev at a time sets up and builds in a tree; the others wait, then find the work done."""
+    """Lets one ./dev at a time set up and build in a tree; the others wait, then find the work done."""
     BUILD.mkdir(exist_ok=True)
     with (BUILD / "dev.lock").open("w") as lock:
         try:

@@ -34,7 +34,7 @@ COMMANDS = {
 
 
 def run(name: str, arguments: list[str]) -> int:
-    """Its exit status."""
+    """Runs the command. Returns its exit status."""
     try:
         command = COMMANDS.get(name)
         if command is None:

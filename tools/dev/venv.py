@@ -73,7 +73,7 @@ def install_torch() -> None:
 
 
 def ensure_extra(extra: str) -> None:
-    """One that only some commands need, once for each .venv."""
+    """Installs an extra that only some commands need, once for each .venv."""
     stamp = read_stamp(VENV)
     extras = stamp.get("extras")
     known = extras if isinstance(extras, list) else []

@@ -91,7 +91,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def command_line() -> str:
-    """One section for each command, with what its --help says."""
+    """One section per command, with the output of its --help."""
     parts = ["# Command line\n\nThe `--help` of each command. `python -m crossrail` is the same as `crossrail`."]
     for path, text in commands(main, "crossrail", None):
         parts.append(f"## {path}\n\n```text\n{text}\n```")

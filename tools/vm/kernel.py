@@ -37,7 +37,7 @@ class Kernel:
 
 
 def prepared(cache: Path) -> Kernel:
-    """From the cache, or made now. Several callers at once: one makes it, the others wait."""
+    """The guest's files, cached or made now. Of several callers at once one makes them, the others wait."""
     cache.mkdir(parents=True, exist_ok=True)
     with (cache / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -68,7 +68,7 @@ def recipe() -> str:
 
 
 def latest_kept(cache: Path) -> Path | None:
-    """Without apt's lists: the newest of those made by today's recipe."""
+    """Without apt's lists: the newest kernel of those prepared with the present recipe."""
     return max(cache.glob(f"linux-image-*.{recipe()}"), key=lambda folder: folder.stat().st_mtime, default=None)
 
 
@@ -109,7 +109,7 @@ def unpack(package: str, scratch: Path) -> None:
 
 
 def modules(root: Path, version: str) -> list[Path]:
-    """Those of MODULES that this kernel has not built in, each after the ones it needs."""
+    """The ones of MODULES that this kernel has not built in, each after those it needs."""
     run(["depmod", "-b", str(root), version])
     needed: dict[Path, None] = {}
     for module in MODULES:

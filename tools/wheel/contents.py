@@ -64,7 +64,7 @@ def check(wheel: Path, source: Path, work: Path) -> Found:
 
 
 def check_tag(found: Found, name: str, modules: list[str]) -> None:
-    """From 3.12 on one wheel is for all: its module keeps to the stable ABI, and says so by its name."""
+    """One wheel serves 3.12 and later: its module must keep to the stable ABI, and have a name that says so."""
     python, abi, tag = name.removesuffix(".whl").split("-")[-3:]
     found.expect(tag == f"manylinux_2_28_{platform.machine()}", f"platform tag {tag}")
     stable = python == "cp312"
@@ -134,7 +134,7 @@ def symbol_versions(elf: ELFFile) -> Iterator[str]:
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """Of GLIBC_2.28: (2, 28). GLIBC_PRIVATE is newer than all: nothing of it may be used."""
+    """GLIBC_2.28 as (2, 28). GLIBC_PRIVATE is newer than all: nothing of it may be used."""
     text = version.partition("_")[2]
     return tuple(int(part) for part in text.split(".")) if text[:1].isdigit() else (99,)
 

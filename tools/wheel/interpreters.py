@@ -40,5 +40,5 @@ def in_pyenv(name: str) -> list[Path]:
 
 
 def version(folder: str) -> list[int]:
-    """Of 3.12.10: [3, 12, 10]."""
+    """3.12.10 as [3, 12, 10]."""
     return [int(number) for number in re.findall(r"\d+", folder)]

@@ -30,7 +30,7 @@ class Asking:
             delivery.add_done_callback(self._on_delivered)
 
     def end(self) -> None:
-        """Nothing more of it is sent. Idempotent."""
+        """Stops sending. Idempotent."""
         if self._timer is not None:
             self._timer.cancel()
         for delivery in list(self._under_way):

@@ -34,7 +34,7 @@ class Language:
         self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(letter)
 
     def encode(self, body: Any, ask: int, answers: int) -> bytes:
-        """As it travels. UsageError for a field out of bounds, which the other side would drop without a word."""
+        """The message as bytes. UsageError for a field out of bounds, which the other side would drop silently."""
         data = msgspec.msgpack.encode(self._letter(body, ask, answers))
         try:
             self._decoder.decode(data)

@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 
 class NoAnswer(CrossrailError):
-    """None came in time: the other node may be slow, frozen, or gone; it may have done what it was asked, or not.
+    """No answer in time: the other node may be slow, frozen or gone. It may or may not have done what was asked.
 
     is_silence: nothing came at all, not even that it could not be answered.
     """
@@ -62,7 +62,7 @@ class OtherRelease(NoAnswer):
 
 
 class Mailbox(AsyncClosing):
-    """One per wire, as wires are of engines. Threads: the event loop's.
+    """Questions and answers over one wire, and so of one engine. Threads: the event loop's.
 
     Lifecycle: 1. made. 2. handle() for each type of question. 3. start(). 4. close(): questions end with NoAnswer.
     dropped: messages that were not taken, by kind: those of seal.Rejected, "type", "unasked", "no-handler", "error":
@@ -98,7 +98,7 @@ class Mailbox(AsyncClosing):
 
     @property
     def address(self) -> bytes:
-        """Of our engine."""
+        """The address of our engine."""
         return self.wire.address
 
     @property
@@ -116,7 +116,7 @@ class Mailbox(AsyncClosing):
         self._handlers_at_once.pop(kind, None)
 
     def handle_at_once(self, kind: type, handler: HandlerAtOnce) -> None:
-        """The same with a plain function, for what comes often: it is called as the question comes, without a task."""
+        """Like handle(), with a plain function for frequent questions: it runs as they arrive, without a task."""
         self._handlers_at_once[kind] = handler
         self._handlers.pop(kind, None)
 
@@ -341,13 +341,13 @@ class Mailbox(AsyncClosing):
         return self._as_answer(Failed(clipped(f"{type(error).__name__}: {error}")), ask)
 
     def _as_answer(self, body: object, ask: int) -> bytes:
-        """As it travels. UsageError when it cannot: a field is out of its bounds, or it is too long."""
+        """The answer as bytes. UsageError if it cannot be sent: a field is out of bounds, or it is too long."""
         data = self._language.encode(body, 0, ask)
         self._sealer.packets_of(data)
         return data
 
     def _reply(self, to: bytes, answer: bytes) -> list[asyncio.Future[None]]:
-        """Its packets, on their way for as long as that may take."""
+        """The packets of the answer, sent for as long as that may take."""
         try:
             # It has asked, so it lives, or did a moment ago; while our engine holds it for lost no answer would get
             # there. If it is dead it is lost again by this attempt.

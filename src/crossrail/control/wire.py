@@ -37,7 +37,7 @@ class Wire(Protocol):
         """Returns when it was delivered, or was lost without a word. Raises Unreachable."""
 
     def post(self, to: bytes, packet: bytes) -> asyncio.Future[None]:
-        """The same as a future: it is on its way, and is not delivered any more once that is cancelled."""
+        """Like send(), as a future: sending begins at once, and cancelling the future prevents a later delivery."""
         return asyncio.ensure_future(self.send(to, packet))
 
     def packets(self) -> AsyncIterator[tuple[bytes, bytes]]:
@@ -50,7 +50,7 @@ class Wire(Protocol):
         """Returns once is_lost(), as soon as our engine knows."""
 
     def try_anew(self, address: bytes) -> None:
-        """Of one that is lost: the next send() looks for it again. It may have been frozen or cut off."""
+        """Forgets that a peer was lost: the next send() looks for it again. It may have been frozen or cut off."""
 
 
 class EngineWire(Closing):
@@ -139,7 +139,7 @@ class EngineWire(Closing):
 
 
 def _settle(sent: asyncio.Future[None], transfer: xr.Transfer) -> None:
-    """Its transfer has completed."""
+    """Called when its transfer has completed."""
     if sent.done():
         return
     try:

@@ -18,7 +18,7 @@ class IoVec(ctypes.Structure):
 
 
 def main() -> None:
-    """One line."""
+    """Writes one line."""
     library = ctypes.CDLL(None, use_errno=True)
     library.process_vm_readv.restype = ctypes.c_ssize_t
     room = ctypes.create_string_buffer(1)

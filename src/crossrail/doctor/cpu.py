@@ -71,7 +71,7 @@ class _Quota:
 
     @property
     def share(self) -> float:
-        """Of periods that were cut short."""
+        """The share of periods that were cut short."""
         return self.throttled / self.periods if self.periods else 0.0
 
 
@@ -147,7 +147,7 @@ def _throttling(stat: str) -> tuple[int, int]:
 
 
 def governor(host: Host) -> Iterator[Finding]:
-    """Who sets the clock speed."""
+    """What sets the clock speed."""
     check = "cpu.governor"
     slow, found = [], set()
     for name in host.names(_CPU):

@@ -25,7 +25,7 @@ _RANKS = {Severity.ERROR: 0, Severity.WARNING: 1, Severity.NOTE: 2, Severity.OK:
 
 @dataclass(frozen=True)
 class Fix:
-    """One way to change it. command: to be typed as it is; empty where no command does it, and `where` says it all.
+    """A way to change it. command: to be typed as it is; empty if no command does it, and `where` says it all.
 
     where: the situation or place that the command is for, may be empty.
     """
@@ -36,7 +36,7 @@ class Fix:
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report, and what stands below it.
+    """One line of the report, and the text below it.
 
     check: stable name, "topic.check". title: what is the case, in one line. seen: where it was looked and what stood
     there. cost: what it does to transfers, with figures where they are known; empty when there is nothing to pay.

@@ -145,12 +145,12 @@ class Hardware:
 
     @cached_property
     def nics(self) -> list[RdmaDevice]:
-        """Those of them that are hardware."""
+        """The devices that are hardware."""
         return [device for device in self.rdma if not device.is_software]
 
     @cached_property
     def ports(self) -> list[Port]:
-        """Of all RDMA devices."""
+        """The ports of all RDMA devices."""
         return [port for device in self.rdma for port in device.ports]
 
     @cached_property
@@ -165,7 +165,7 @@ class Hardware:
 
     @cached_property
     def rail_ports(self) -> list[Port]:
-        """Of the RDMA devices that engines take, or of all where they would take none."""
+        """Ports of the RDMA devices that engines take, or of all devices if they would take none."""
         return [port for port in self.ports if port.device not in self.left_out] or self.ports
 
     @cached_property
@@ -185,7 +185,7 @@ class Hardware:
 
     @property
     def has_gpu(self) -> bool:
-        """By bus, by driver or by device file: containers hide one or the other."""
+        """Whether there is a GPU, by bus, driver or device file: containers may hide any of them."""
         return bool(self.gpus or self.gpu_nodes or self._host.names("/proc/driver/nvidia/gpus"))
 
     @cached_property
@@ -222,7 +222,7 @@ class Hardware:
         return [key for key in keys if key & 0x7FFF]
 
     def numa_node(self, pci: str) -> int:
-        """Of a PCI device; -1 when the firmware does not say."""
+        """The NUMA node of a PCI device; -1 if the firmware does not say."""
         node = self._host.read_int(f"{PCI}/{pci}/numa_node")
         return -1 if node is None else node
 

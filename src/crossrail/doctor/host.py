@@ -31,7 +31,7 @@ _CLOCK_READS, _CLOCK_ROUNDS = 50, 40
 
 @dataclass(frozen=True)
 class Space:
-    """Of a file system, in bytes."""
+    """The space in a file system, in bytes."""
 
     total_bytes: int
     free_bytes: int
@@ -117,7 +117,7 @@ class Host:
         return os.access(self.path(path), os.R_OK | os.W_OK)
 
     def space(self, path: str) -> Space | None:
-        """Of the file system that holds the path."""
+        """The space in the file system that holds the path."""
         try:
             status = os.statvfs(self.path(path))
         except OSError:
@@ -150,7 +150,7 @@ class Host:
 
     @property
     def python(self) -> tuple[int, int, int]:
-        """Its version."""
+        """Python's version."""
         return sys.version_info[:3]
 
     def site_folders(self) -> list[Path]:
@@ -177,7 +177,7 @@ class Host:
 
     @property
     def kernel(self) -> tuple[int, int]:
-        """Its first two numbers; (0, 0) when unknown."""
+        """The kernel's first two version numbers; (0, 0) if unknown."""
         match = re.match(r"(\d{1,4})\.(\d{1,4})", self.kernel_text)
         return (int(match[1]), int(match[2])) if match else (0, 0)
 
@@ -215,7 +215,7 @@ class Host:
 
     @property
     def page_bytes(self) -> int:
-        """In which the kernel counts memory: 4096, or 65536 on some aarch64 kernels."""
+        """The page size of the kernel: 4096, or 65536 on some aarch64 kernels."""
         return os.sysconf("SC_PAGE_SIZE")
 
     @cached_property

@@ -217,7 +217,7 @@ def memory_group(host: Host) -> Iterator[Finding]:
 
 
 def memory_limits(host: Host) -> list[MemoryLimit] | None:
-    """Of this process's groups. None: no file of theirs is in sight."""
+    """The memory limits of this process's groups. None: their files are not visible."""
     files = host.control_files("memory", "memory.limit_in_bytes", "memory.max")
     if not files:
         return None

@@ -80,7 +80,7 @@ def _describe(interface: Interface) -> str:
 
 
 def rails_alike(host: Host) -> Iterator[Finding]:
-    """One MTU and one speed among the rails."""
+    """Do all rails have one MTU and one speed?"""
     rails = host.hardware.rails
     mtus = {rail.mtu for rail in rails}
     if len(mtus) > 1:

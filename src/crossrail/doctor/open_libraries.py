@@ -14,7 +14,7 @@ from typing import Any
 
 
 def describe(name: str) -> dict[str, Any]:
-    """One of them."""
+    """Describes one library."""
     found: dict[str, Any] = {"name": name}
     try:
         library = ctypes.CDLL(name)
@@ -92,7 +92,7 @@ VERSIONS = {
 
 
 def main() -> None:
-    """One line each, out at once: the next one may crash."""
+    """Writes one line per library, each at once: the next library may crash."""
     for name in sys.argv[1:]:
         try:
             found = describe(name)

@@ -104,12 +104,12 @@ def to_json(report: Report, *, strict: bool, version: str) -> dict[str, Any]:
 
 
 def as_unicode(text: str) -> str:
-    """With "?" for bytes of names that are no UTF-8: JSON could escape them, and many of its readers refuse that."""
+    """With "?" for bytes that are not UTF-8: JSON could escape them, but many of its readers refuse that."""
     return text.encode(errors="replace").decode()
 
 
 def finding_to_json(finding: Finding) -> dict[str, Any]:
-    """One of them."""
+    """One finding as JSON values."""
     return {
         "check": finding.check,
         "topic": finding.topic,

@@ -29,7 +29,7 @@ _STEP_DEADLINE_S = 15.0
 
 
 def say(step: str, **content: Any) -> None:
-    """One line."""
+    """Writes one line."""
     sys.stdout.write(json.dumps({"step": step, **content}) + "\n")
     sys.stdout.flush()
 

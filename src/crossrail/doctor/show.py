@@ -18,12 +18,12 @@ _WIDTH_MIN, _WIDTH_MAX = 60, 120
 
 
 def printable(text: str) -> str:
-    """Without control characters but ends of lines: files and peers may hold anything, terminals obey it."""
+    """Without control characters except line ends: files and peers may hold anything, and terminals obey it."""
     return plain(text.replace("\t", " "), keep="\n")
 
 
 def show_report(report: Report, console: Console) -> None:
-    """All of it, and the summary line."""
+    """Shows all findings, and the summary line."""
     topic = ""
     for finding in report.findings:
         if finding.topic != topic:
@@ -35,7 +35,7 @@ def show_report(report: Report, console: Console) -> None:
 
 
 def show_finding(finding: Finding, console: Console) -> None:
-    """One line when it is fine; what was seen, what it costs and what to type when it is not."""
+    """One line if it is fine; otherwise what was seen, what it costs and what to type."""
     width = min(max(console.width, _WIDTH_MIN), _WIDTH_MAX)
     style = _STYLES[finding.severity]
     indent = " " * (_LABEL_WIDTH + 2)

@@ -58,7 +58,7 @@ class Asker:
         return got
 
     async def lost_before_arrival(self, arrival: Awaitable[None], part: Part, stop: asyncio.Event) -> str:
-        """Empty when all has arrived; else why it will not, or "stopped"."""
+        """Empty once everything has arrived; else why it will not, or "stopped"."""
         workers = part.instance.workers
         is_only = len(workers) == 1  # else others may have more to write when one has written everything
         watches = [

@@ -63,7 +63,7 @@ class Event:
 
 @dataclass
 class Handle:
-    """Of one dispatch, for its combine; opaque to callers. shape: of recv_x, and of what experts give."""
+    """Links a dispatch to its combine; opaque to callers. shape: of recv_x, and of the experts' outputs."""
 
     exchange: Any  # AllToAll, on a GPU GraphAllToAll
     topk_idx: torch.Tensor
@@ -90,7 +90,7 @@ class _Sizes(NamedTuple):
 
 
 class Buffer:
-    """One rank's. A context manager; destroy() ends it too.
+    """One rank's buffer. A context manager; destroy() ends it too.
 
     Threads: one at a time. At most two dispatches may be without their combine; what a dispatch returned is valid until
     the second-next one. Each new set of sizes is set up at its first dispatch, which all ranks call alike. When a rank
@@ -160,7 +160,7 @@ class Buffer:
                 exchange.check()
 
     def _close(self) -> None:
-        """All of it, whatever one of them raises, which is raised then."""
+        """Closes all of them, whatever one of them raises, and then raises that."""
         with contextlib.ExitStack() as last_first:
             last_first.callback(self._engine.close)
             for exchange in self._exchanges.values():
@@ -331,7 +331,7 @@ class Buffer:
 
 
 def _options(sizes: _Sizes) -> dict[str, Any]:
-    """Of AllToAll."""
+    """Options of AllToAll."""
     return {
         "experts": sizes.experts,
         "hidden": sizes.hidden,

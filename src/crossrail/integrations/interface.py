@@ -27,7 +27,7 @@ def uncalled(ours: type, theirs: type) -> str:
 
 
 def installed_version(*packages: str) -> str:
-    """Of the first of these that is installed."""
+    """The version of the first of these packages that is installed."""
     for package in packages:
         try:
             return importlib.metadata.version(package)

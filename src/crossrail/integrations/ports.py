@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def port_of_rank(port: int, rank: int, rails: int | Sequence[str]) -> int:
-    """For the engine of that rank, each of which has these rails. 0: any, as `port` says.
+    """The port for the engine of that rank, each of which has these rails. 0: any, as `port` says.
 
     Rails may share an address, and take one port after the other then: each rank has room for all of its own.
     """

@@ -63,4 +63,4 @@ class UnknownModel(CrossrailError):
 
 
 class RequestFailed(CrossrailError):
-    """It ended without being finished; the words say why. HTTP 502."""
+    """The request ended unfinished; the message says why. HTTP 502."""

@@ -90,7 +90,7 @@ class Sampling(Struct, frozen=True):
 
 
 class Span(Struct, frozen=True):
-    """One piece of a request's timeline. begin_s: since the request came to its router."""
+    """A piece of a request's timeline. begin_s: since the request came to its router."""
 
     name: Name
     begin_s: float
@@ -150,7 +150,7 @@ class Joined(Struct, frozen=True, tag=True):
 
 
 class JoinRefused(_Reason, frozen=True, tag=True):
-    """It does not fit; asking again is of no use."""
+    """The node does not fit; asking again is of no use."""
 
 
 class Heartbeat(Struct, frozen=True, tag=True):
@@ -231,7 +231,7 @@ class Start(_OfRequest, frozen=True, tag=True):
 
 
 class Started(_OfRequest, frozen=True, tag=True):
-    """It is, or was already."""
+    """The request has been started, now or earlier."""
 
 
 class StartRefused(_OfRequest, frozen=True, tag=True):
@@ -276,7 +276,7 @@ class Dispatch(_OfAttempt, frozen=True, tag=True):
 
 
 class Dispatched(_OfAttempt, frozen=True, tag=True):
-    """It is queued, or was already."""
+    """The attempt is queued, now or earlier."""
 
 
 class DispatchRefused(_OfAttempt, frozen=True, tag=True):
@@ -311,7 +311,7 @@ class Withdraw(_OfAttempt, frozen=True, tag=True):
 
 
 class Quiesced(_OfAttempt, frozen=True, tag=True):
-    """Nothing of this attempt can land any more, nor will it be begun, should its Dispatch still be on its way."""
+    """Nothing of this attempt can land any more, and it will not begin if its Dispatch still arrives."""
 
 
 class Taken(Struct, frozen=True, tag=True):

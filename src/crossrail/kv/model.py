@@ -71,7 +71,7 @@ class Model(Protocol):
         """
 
     async def step(self, cache: Cache, token: int, position: int, pages: Pages, tail: bytes) -> tuple[Logits, bytes]:
-        """One token: writes its KV, and returns the logits of the next, shape (vocabulary,), and the new tail."""
+        """Runs one token: writes its KV, and returns the logits of the next, shape (vocabulary,), and the new tail."""
 
 
 async def generate(

@@ -21,7 +21,7 @@ from crossrail._closing import Closing
 
 
 class Track(NamedTuple):
-    """One line of the picture, made by ChromeTrace.track."""
+    """A track of the trace, made by ChromeTrace.track."""
 
     process: int
     thread: int
@@ -68,19 +68,19 @@ class ChromeTrace(Closing):
     def span(
         self, track: Track, name: str, start_ns: int, end_ns: int, about: Mapping[str, object] | None = None
     ) -> None:
-        """From start to end. Spans of one track must not overlap, except that one may lie within another."""
+        """A span from start to end. Spans of one track must not overlap, except that one may lie within another."""
         self._event("X", track, start_ns, name, about, f',"dur":{_micros(max(end_ns - start_ns, 0))}')
 
     def overlapping_span(
         self, track: Track, name: str, start_ns: int, end_ns: int, about: Mapping[str, object] | None = None
     ) -> None:
-        """From start to end, among others that may overlap it. Viewers stack these on lines of their own by name."""
+        """A span that may overlap others of its track. Viewers stack these by name on lines of their own."""
         identity = f',"cat":"span","id":{self._identity()}'
         self._event("b", track, start_ns, name, about, identity)
         self._event("e", track, max(start_ns, end_ns), name, None, identity)
 
     def instant(self, track: Track, name: str, at_ns: int, about: Mapping[str, object] | None = None) -> None:
-        """One moment of one track."""
+        """A single moment of a track."""
         self._event("i", track, at_ns, name, about, ',"s":"t"')
 
     def counter(self, track: Track, name: str, at_ns: int, values: Mapping[str, float]) -> None:

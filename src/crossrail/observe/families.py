@@ -13,7 +13,7 @@ Key = TypeVar("Key", bound=tuple[str, ...])  # values of labels, in their order
 
 
 def counter(name: str, text: str, values: Mapping[Key, float], labels: Sequence[str]) -> Metric:
-    """Of numbers that only grow; Prometheus adds "_total" to the name."""
+    """A family of numbers that only grow; Prometheus adds "_total" to the name."""
     family = CounterMetricFamily(name, text, labels=labels)
     for key, value in values.items():
         family.add_metric(key, value)
@@ -21,7 +21,7 @@ def counter(name: str, text: str, values: Mapping[Key, float], labels: Sequence[
 
 
 def gauge(name: str, text: str, values: Mapping[Key, float], labels: Sequence[str]) -> Metric:
-    """Of numbers that go up and down."""
+    """A family of numbers that go up and down."""
     family = GaugeMetricFamily(name, text, labels=labels)
     for key, value in values.items():
         family.add_metric(key, value)
@@ -29,7 +29,7 @@ def gauge(name: str, text: str, values: Mapping[Key, float], labels: Sequence[st
 
 
 def histogram(name: str, text: str, values: Mapping[Key, Durations], labels: Sequence[str]) -> Metric:
-    """Of durations."""
+    """A family of durations."""
     family = HistogramMetricFamily(name, text, labels=labels)
     for key, durations in values.items():
         buckets: list[tuple[str, float]] = []

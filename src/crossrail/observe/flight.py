@@ -130,7 +130,7 @@ class _Picture:
             )
 
     def arrow_to(self, other: _Picture, begun: FlightEntry, counted: FlightEntry) -> None:
-        """From a submit to where it was counted, which may be in another engine."""
+        """An arrow from a submit to where it was counted, perhaps in another engine."""
         name = f"{begun.op} #{begun.transfer} counted"
         self._trace.flow(name, self._track(begun.ring), self._at(begun), other._track(counted.ring), other._at(counted))
 

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 
 def open_url(url: str, timeout_s: float) -> HTTPResponse:
-    """As urlopen, but this host is asked itself: a proxy of the environment (http_proxy) has another 127.0.0.1."""
+    """Like urlopen, but asks this host directly: a proxy of the environment (http_proxy) has another 127.0.0.1."""
     handlers = [urllib.request.ProxyHandler({})] if _is_here(urlsplit(url).hostname or "") else []
     return cast("HTTPResponse", urllib.request.build_opener(*handlers).open(url, timeout=timeout_s))
 

@@ -141,7 +141,7 @@ class EngineCollector(Collector):
         return traffic
 
     def _follow(self, engine: str, there: Mapping[str, PeerTraffic]) -> list[PeerTraffic]:
-        """Those that are shown, with their counters as they are shown."""
+        """The peers that are shown, with their counters as shown."""
         shown = {name: steady for name, steady in self._shown.get(engine, {}).items() if name in there}
         for name in there:
             if len(shown) < self._peers_max and name not in shown:

@@ -23,14 +23,14 @@ Labels = Mapping[str, str]
 
 @dataclass
 class Scrape:
-    """One look. at_s: of time.monotonic()."""
+    """The result of one scrape. at_s: of time.monotonic()."""
 
     at_s: float
     # By name, then by the label peer: there may be hundreds of these, and each is asked for by itself.
     _samples: dict[str, dict[str, list[tuple[Labels, float]]]] = field(default_factory=dict)
 
     def add(self, name: str, labels: Labels, value: float) -> None:
-        """One more."""
+        """Adds one sample."""
         self._samples.setdefault(name, {}).setdefault(labels.get("peer", ""), []).append((labels, value))
 
     def __contains__(self, name: str) -> bool:
@@ -40,7 +40,7 @@ class Scrape:
         return len(self._samples)
 
     def of(self, name: str, **labels: str) -> Iterator[tuple[Labels, float]]:
-        """Those of this name that have these labels."""
+        """The samples of this name that have these labels."""
         by_peer = self._samples.get(name, {})
         for samples in [by_peer.get(labels["peer"], [])] if "peer" in labels else by_peer.values():
             for has, value in samples:
@@ -48,7 +48,7 @@ class Scrape:
                     yield has, value
 
     def total(self, name: str, **labels: str) -> float:
-        """Their sum; 0 where there is none."""
+        """Their sum; 0 if there is none."""
         return sum(value for _, value in self.of(name, **labels))
 
     def values_of(self, name: str, label: str, **labels: str) -> list[str]:
@@ -103,7 +103,7 @@ class Interval:
         return self.now.at_s - self.before.at_s
 
     def growth(self, name: str, **labels: str) -> float:
-        """Of a counter, summed up over all that have these labels."""
+        """The growth of a counter, summed up over all that have these labels."""
         before = {tuple(sorted(has.items())): value for has, value in self.before.of(name, **labels)}
         grown = 0.0
         for has, value in self.now.of(name, **labels):
@@ -112,11 +112,11 @@ class Interval:
         return grown
 
     def rate(self, name: str, **labels: str) -> float:
-        """The same a second."""
+        """The growth per second."""
         return self.growth(name, **labels) / self.seconds if self.seconds > 0 else 0.0
 
     def quantile(self, name: str, share: float, **labels: str) -> float | None:
-        """Of what a histogram of this name got: so large were `share` of them at most, by PromQL's interpolation.
+        """A quantile of a histogram's new entries: `share` of them were at most so large, by PromQL's interpolation.
 
         None: it got nothing.
         """

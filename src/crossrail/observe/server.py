@@ -159,7 +159,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         super().__init__(place, _Handler)
 
     def server_bind(self) -> None:
-        """As of http.server, without asking a name server for the name of this host."""
+        """Like http.server's, without asking a name server for the name of this host."""
         TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
         self.setup_environ()
@@ -177,7 +177,7 @@ class _Handler(WSGIRequestHandler):
             super().handle()
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - its name there
-        """Nothing: there is a request every few seconds."""
+        """Logs nothing: there is a request every few seconds."""
 
     def get_environ(self) -> dict[str, Any]:
         environ: dict[str, Any] = super().get_environ()

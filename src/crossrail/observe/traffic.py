@@ -11,7 +11,7 @@ from crossrail import Engine
 
 @dataclass
 class Counts:
-    """Of one rail towards all peers, or of one peer over all rails, since the engine opened.
+    """Counters of one rail towards all peers, or of one peer over all rails, since the engine opened.
 
     works: work requests put on rails, those that went out anew again; bytes: of these; imms: how many of these had an
     immediate. broken: connections or paths that ended badly; again: works that went out anew for it.

@@ -39,7 +39,7 @@ def collect() -> None:
 
 @contextmanager
 def collecting_on_time() -> Iterator[None]:
-    """From begin() to end()."""
+    """begin() at the start of the block, end() at its end."""
     begin()
     try:
         yield
@@ -48,7 +48,7 @@ def collecting_on_time() -> Iterator[None]:
 
 
 def begin() -> None:
-    """Until as many end(), garbage is collected only when somebody says gc.collect(), and at the last end().
+    """Until as many calls of end(), garbage is only collected by gc.collect(), and by the last end().
 
     What is garbage already is left as it is: until the end nobody looks at older objects, which also makes collections
     quick.

@@ -210,7 +210,7 @@ class SimEventLoop(asyncio.BaseEventLoop):
         return future
 
     def _waiting(self) -> str:
-        """Who waits, and where."""
+        """The tasks that wait, and where."""
         tasks = sorted(self._unfinished(), key=lambda task: task.get_name())
         told = [_where(task) for task in tasks[:_TASKS_TOLD_MAX]]
         more = [f"and {len(tasks) - len(told)} more"] if len(tasks) > len(told) else []
@@ -218,7 +218,7 @@ class SimEventLoop(asyncio.BaseEventLoop):
 
 
 def _where(task: asyncio.Task[Any]) -> str:
-    """Its name, and the innermost line of it that is neither asyncio's nor ours."""
+    """The task's name, and its innermost line that is neither asyncio's nor ours."""
     step: Any = task.get_coro()
     name, place = getattr(step, "__qualname__", "?"), ""
     while (frame := getattr(step, "cr_frame", None) or getattr(step, "gi_frame", None)) is not None:

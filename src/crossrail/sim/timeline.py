@@ -61,7 +61,7 @@ class _Picture:
         self._works: dict[str, _Work] = {}
 
     def events(self, log: Iterable[str]) -> Iterator[dict[str, Any]]:
-        """In the order of the log; spans come when they end."""
+        """The events in the order of the log; spans come when they end."""
         now_us = 0.0
         for line in log:
             now_us, host, what, values = _parse(line)

@@ -130,7 +130,7 @@ class Workload(Actions[Engine]):
             self.ledger.spoiled_write(self._source(engine), self._target(peer), self._length(), self.ledger.tally(peer))
 
     def _write_by_a_stale_descriptor(self) -> None:
-        """As a writer does that was replaced, and does not know."""
+        """Writes like a writer that was replaced and does not know it."""
         engine = self.random.choice(self._living())
         targets = [arena for arena in self.targets.values() if arena.older]
         if not targets:
@@ -152,7 +152,7 @@ class Workload(Actions[Engine]):
                 self.ledger.renew_arena(arena)
 
     def _renew(self) -> None:
-        """One of those that are revoked, or are to be."""
+        """Renews one of the regions that are revoked, or are to be."""
         arenas = [arena for arena in self._arenas_in_use() if arena.is_fencing or arena.is_fenced]
         if not arenas:
             raise NothingDone
@@ -246,7 +246,7 @@ class Workload(Actions[Engine]):
                 raise CheckFailed(f"a region of {arena.engine.name!r} is still in quarantine")
 
     def _check_liveness(self) -> None:
-        """Nobody who moves is said to stand still."""
+        """No engine that moves may be reported as frozen."""
         for engine in self._living():
             for peer in self._living():
                 state = engine.peer_state(peer.address)
@@ -254,7 +254,7 @@ class Workload(Actions[Engine]):
                     raise CheckFailed(f"all faults are over, and {engine.name!r} takes {peer.name!r} for {state}")
 
     def _check_restarts(self) -> None:
-        """Who was restarted under the name of a lost one is another peer: reached at once, with nothing forgotten."""
+        """An engine restarted under a lost one's name is another peer: reachable at once, with nothing forgotten."""
         living = self._living()
         if all(not engine.closed for engine in self.engines) and len(living) > 1 and self.random.random() < 0.3:
             self.ledger.note_dead(living[-1])

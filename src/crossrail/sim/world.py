@@ -60,7 +60,7 @@ class Host:
 
     @property
     def engines(self) -> list[Engine]:
-        """Those opened here and not closed or killed, in the order of opening."""
+        """The engines opened here and not closed or killed, in the order of opening."""
         return [engine for engine, host in self.world._engines.items() if host is self and not engine.closed]
 
     def _place(self) -> _simulation.Place:
@@ -140,14 +140,14 @@ class World:
         return list(self._hosts.values())
 
     def _place(self, rails: int | Sequence[str]) -> _simulation.Place:
-        """For an engine that named no host: one of its own."""
+        """A host of its own, for an engine that named none."""
         self._own_hosts += 1
         count = rails if isinstance(rails, int) else len(rails)
         profile = profiles.rails_of(profiles.DEFAULT)
         return self.host(f"host{self._own_hosts}", profile * max(1, min(count, 16)))._place()
 
     def _next_engine_name(self) -> str:
-        """Of an engine that was given none. Names are part of the log, so nothing of the process is in it."""
+        """A name for an engine that was given none. Names are in the log, so they do not depend on the process."""
         return f"engine{next(self._unnamed)}"
 
     def _callbacks_of(self, engine_name: str) -> _simulation.SimulatedCallbacks:
@@ -239,7 +239,7 @@ class World:
     def partition(
         self, these: Iterable[Host], those: Iterable[Host], *, at_s: float | None = None, for_s: float | None = None
     ) -> None:
-        """Nothing passes between these hosts and those."""
+        """Cuts these hosts off from those, in both directions."""
         for a, b in self._pairs(these, those):
             self._twice(at_s, for_s, partial(self._native.set_partition, a._index, b._index), True, False)
 
@@ -251,7 +251,7 @@ class World:
     def silence(
         self, these: Iterable[Host], those: Iterable[Host], *, at_s: float | None = None, for_s: float | None = None
     ) -> None:
-        """Nothing that these send reaches those. The other way all arrives, and these cannot say that it did."""
+        """Drops what these hosts send to those. The other way all arrives, but these cannot acknowledge it."""
         for a, b in self._pairs(these, those):
             self._twice(at_s, for_s, partial(self._native.set_silence, a._index, b._index), True, False)
 

@@ -28,7 +28,7 @@ class PciAddress:
 
     @classmethod
     def parse(cls, text: str) -> PciAddress | None:
-        """Of "0000:53:00.0" or "53:00.0"; None when it is neither."""
+        """Parses "0000:53:00.0" or "53:00.0"; None for anything else."""
         match = _ADDRESS.fullmatch(text.strip())
         if match is None:
             return None
@@ -231,7 +231,7 @@ class Nic:
 
     @property
     def state(self) -> str:
-        """For people: "up", or what is wrong."""
+        """Its state in words: "up", or what is wrong."""
         if self.up:
             return "up"
         if self.kind == "no-driver":

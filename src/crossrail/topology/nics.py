@@ -169,7 +169,7 @@ def _port(tree: Tree, directory: Path, number: int) -> RdmaPort:
 
 
 def _numbered_word(tree: Tree, path: Path, allowed: frozenset[str]) -> str:
-    """Of "4: ACTIVE" the word."""
+    """The word in "4: ACTIVE"."""
     text = tree.text(path)
     if text is None:
         return "unknown"
@@ -181,7 +181,7 @@ def _numbered_word(tree: Tree, path: Path, allowed: frozenset[str]) -> str:
 
 
 def _rate(tree: Tree, path: Path) -> float | None:
-    """Of "400 Gb/sec (4X NDR)" the number."""
+    """The number in "400 Gb/sec (4X NDR)"."""
     text = tree.text(path)
     if text is None:
         return None

@@ -101,7 +101,7 @@ def choose_rails(
 
 
 def left_out(topology: Topology) -> dict[str, str]:
-    """By name, the NICs that are rails of no device by themselves while others are, each with its reason. Pure.
+    """By name, NICs that are rails of no device by default while others are, each with its reason. Pure.
 
     They are not hardware of their own, of a poorer sort, of another model and far slower than the fastest, or under no
     GPU's switch where others are (steps 2 to 4, and strays). Not what may be missed: a rail of a faster one's model,

@@ -16,7 +16,7 @@ from crossrail.topology.sysfs import Tree
 def read_topology(
     root: str | os.PathLike[str], proc: str | os.PathLike[str] | None, addresses: Mapping[str, Sequence[str]]
 ) -> Topology:
-    """As Topology.read says."""
+    """See Topology.read."""
     top = Path(root)
     if not top.is_dir():
         raise UsageError(f"root {str(top)!r} is not a directory; give a sysfs tree such as /sys")
@@ -59,7 +59,7 @@ def _numa_nodes(tree: Tree) -> list[NumaNode]:
 
 
 def _distances(tree: Tree, path: Path, ids: Sequence[NumaId]) -> tuple[tuple[NumaId, int], ...]:
-    """Of "10 21": 10 to the first node, 21 to the second."""
+    """Parses "10 21": 10 to the first node, 21 to the second."""
     text = tree.text(path)
     if text is None:
         return ()

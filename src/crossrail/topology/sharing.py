@@ -25,7 +25,7 @@ _FAR = 255  # what the firmware calls unreachable
 
 @dataclass(frozen=True)
 class Shares:
-    """Who uses what. users: names of NICs, and the GPUs that use each. flat: the topology says nothing."""
+    """Which GPUs use which NIC. users: by NIC, the GPUs that use it. flat: the topology says nothing."""
 
     nics: tuple[Nic, ...]
     users: dict[str, tuple[Gpu, ...]]
@@ -41,7 +41,7 @@ class Shares:
         return nic.name in self.strays
 
     def users_text(self, nic: Nic, but: Gpu | None = None) -> str:
-        """For people: "gpu0, gpu1", without one of them."""
+        """The users for people, without one of them: "gpu0, gpu1"."""
         users = [gpu.name for gpu in self.users.get(nic.name, ()) if gpu != but]
         return ", ".join(users) if len(users) <= 4 else f"{len(users)} GPUs"
 
@@ -53,12 +53,12 @@ def reach(topology: Topology, device: Device, nic: Nic) -> Reach:
 
 
 def speed_of(nic: Nic) -> float:
-    """For comparing; an unknown speed is less than any known one."""
+    """A speed for comparisons; an unknown speed is less than any known one."""
     return nic.speed_gbps or 0.0
 
 
 def fastest(nics: Sequence[Nic]) -> list[Nic]:
-    """Those of the highest speed among them."""
+    """The NICs of the highest speed among them."""
     top = max((speed_of(nic) for nic in nics), default=0.0)
     return [nic for nic in nics if speed_of(nic) == top]
 
@@ -142,7 +142,7 @@ class _Dealer:
         return fastest([nic for nic in nics if self._is_attached(nic)] or nics)
 
     def _borrow(self, gpu: Gpu, nics: Sequence[Nic]) -> None:
-        """As many as are fair to all who use them, the least used first, from as many owners as possible."""
+        """Takes as many as are fair to all their users, the least used first, from as many owners as possible."""
         claimants = {user.pci.address for nic in nics for user in self._users[nic.name]}
         quota = max(1, len(nics) // (len(claimants) + 1))
         borrowed_of: dict[Gpu | None, int] = {}

@@ -16,7 +16,7 @@ _CPUS_MAX = 1 << 16
 
 
 class Tree:
-    """One directory tree. `notes` collects what could not be made sense of; missing files are no news and make none."""
+    """A directory tree. `notes` collects what made no sense; missing files are normal and make no note."""
 
     def __init__(self, root: Path, notes: list[str]) -> None:
         """root: need not exist. notes: shared with other trees of the same reading."""
@@ -70,7 +70,7 @@ class Tree:
         return value
 
     def word(self, path: Path, allowed: frozenset[str]) -> str | None:
-        """One of the words; None and a note when it is something else."""
+        """One of the words; None and a note for anything else."""
         text = self.text(path)
         if text is None or text in allowed:
             return text
@@ -78,7 +78,7 @@ class Tree:
         return None
 
     def cpu_list(self, path: Path) -> tuple[int, ...] | None:
-        """As parse_cpu_list. An empty file is an empty list, as of nodes that are memory alone."""
+        """Like parse_cpu_list. An empty file is an empty list, as for nodes that are memory alone."""
         text = self.text(path)
         if text is None:
             return () if path.is_file() else None
@@ -121,7 +121,7 @@ def natural(name: str) -> list[tuple[int, int | str]]:
 
 
 def parse_cpu_list(text: str) -> tuple[int, ...] | None:
-    """Of "0-3,8" (0, 1, 2, 3, 8); None when it is no such list. Strides ("0-7:2/4") are not sysfs's."""
+    """Parses "0-3,8" to (0, 1, 2, 3, 8); None if it is no such list. sysfs has no strides ("0-7:2/4")."""
     cpus: set[int] = set()
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d{1,6})(?:-(\d{1,6}))?\s*", part)
@@ -135,7 +135,7 @@ def parse_cpu_list(text: str) -> tuple[int, ...] | None:
 
 
 def format_cpu_list(cpus: tuple[int, ...]) -> str:
-    """Of (0, 1, 2, 3, 8) "0-3,8"."""
+    """(0, 1, 2, 3, 8) as "0-3,8"."""
     runs: list[list[int]] = []
     for cpu in sorted(cpus):
         if runs and runs[-1][1] == cpu - 1:

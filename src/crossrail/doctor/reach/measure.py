@@ -87,7 +87,7 @@ class Pair:
 
     @property
     def name(self) -> str:
-        """For sentences."""
+        """The pair's name, for sentences."""
         return f"{self.here} -> {self.there}"
 
 
@@ -120,7 +120,7 @@ def measure(
     seconds: float,
     say: Callable[[str], None] = lambda _: None,
 ) -> Matrix:
-    """All steps. rails_here(loopback): addresses of this machine. seconds: of each stream, each way.
+    """Runs all steps. rails_here(loopback): addresses of this machine. seconds: of each stream, each way.
 
     say: told what is going on.
     """
@@ -215,7 +215,7 @@ def _measure_pairs(prober: _Prober, pairs: list[Pair], say: Callable[[str], None
 
 
 def choose_streams(pairs: Sequence[Pair], most: int = STREAM_PAIRS_MAX) -> list[Pair]:
-    """Those that are worth a stream, at most `most`: each address once first, neighbours before others."""
+    """The pairs worth a stream, at most `most`: each address once first, neighbours before others."""
     able = [pair for pair in pairs if pair.state == "ok"]
     able.sort(key=lambda pair: -_common_bits(pair.here.address, pair.there.address))
     first: list[Pair] = []
@@ -416,7 +416,7 @@ class _Prober:
             raise Unreached(state, os.strerror(code) if code else str(error)) from None
 
     def _leave_by(self, connection: socket.socket, here: Rail, there: str) -> None:
-        """By that address and interface, as the engine's TCP does. What goes to this very machine never leaves it."""
+        """Leaves by that address and interface, like the engine's TCP. Traffic to this very machine never leaves it."""
         if not here.is_loopback and there not in self.own_addresses:
             with contextlib.suppress(PermissionError):  # kernels before 5.7 ask for CAP_NET_RAW
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, os.fsencode(here.interface) + b"\0")
@@ -471,7 +471,7 @@ class _TcpInfo:
 
 
 def _tcp_info(connection: socket.socket) -> _TcpInfo | None:
-    """None: this kernel does not say."""
+    """tcp_info of a socket; None if this kernel does not give it."""
     try:
         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
     except OSError:

@@ -51,7 +51,7 @@ class WireError(CrossrailError):
 
 
 class Kind(enum.IntEnum):
-    """Of request."""
+    """The kind of a request."""
 
     RAILS = 1
     PING = 2
@@ -62,7 +62,7 @@ class Kind(enum.IntEnum):
 
 
 class Status(enum.IntEnum):
-    """Of an answer; requests say OK."""
+    """The status of an answer; requests say OK."""
 
     OK = 0
     OTHER_PROTOCOL = 1
@@ -160,7 +160,7 @@ def _rail(item: _Rail) -> Rail:
 
 
 def clean(text: str) -> str:
-    """Without what a terminal would obey."""
+    """The text without what a terminal would interpret."""
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
@@ -185,7 +185,7 @@ def receive_exactly(connection: socket.socket, count: int, deadline: float) -> b
 
 
 def send_all(connection: socket.socket, data: bytes, deadline: float) -> None:
-    """All of it. WireError at the deadline, or when the connection breaks."""
+    """Sends all of it. WireError at the deadline, or if the connection breaks."""
     view = memoryview(data)
     while view:
         arm(connection, deadline)

@@ -45,7 +45,7 @@ class _CpuModule:
         self._uuid = str(uuid.uuid4())
 
     def device_count(self) -> int:
-        """As many as there are processes on this host."""
+        """The number of processes on this host."""
         return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or 1)
 
     def get_device_properties(self, _index: int) -> _Properties:
@@ -73,7 +73,7 @@ class _CpuModule:
 
 
 class CpuDeviceManager:
-    """For checkpoint_engine.device_utils.DeviceManager."""
+    """Takes the place of checkpoint_engine.device_utils.DeviceManager."""
 
     device_type = "cpu"
     backend = "gloo"

@@ -146,7 +146,7 @@ class Meeting:
         return all_said
 
     def watch(self, engine: xr.Engine, addresses: list[xr.Address]) -> None:
-        """From now on look() notices when the next rank dies. All ranks together see each. Ranks that our engine had
+        """From now on look() notices when the next rank dies. All ranks together watch each. Ranks that our engine had
         given up are looked for anew: they were frozen, or cut off, and have said that they are there.
         """
         for address in addresses:
@@ -167,7 +167,7 @@ class Meeting:
         self._set(key, str(self._signs_given))
 
     def look(self) -> None:
-        """To be called while waiting.
+        """Call this while waiting.
 
         Raises CheckpointUpdateFailed when another rank has failed, or the watched one is gone.
         """

@@ -45,7 +45,7 @@ _construction = threading.Lock()  # theirs finds its P2PStore in its module
 
 
 class ParameterServer(theirs.ParameterServer):  # type: ignore[misc, unused-ignore]
-    """In the place of checkpoint_engine.ps.ParameterServer, with its calls and the worker side as it is.
+    """Replaces checkpoint_engine.ps.ParameterServer, with the same calls and the same worker side.
 
     Every rank that is to be updated reads all buckets from the memory in which their owners registered them, one-sided,
     while its worker loads the bucket before. No process group is used, and ranks outside of `ranks` only wait. Device
@@ -104,7 +104,7 @@ class ParameterServer(theirs.ParameterServer):  # type: ignore[misc, unused-igno
         use_shared_memory_pool: bool = False,
         use_inplace_pin_memory: bool = True,
     ) -> None:
-        """As theirs. The shared pool's next user is read by other keys than the one before."""
+        """Like theirs. Each user of the shared pool is read by keys of its own."""
         super().register_checkpoint(
             checkpoint_name,
             files=files,
@@ -120,7 +120,7 @@ class ParameterServer(theirs.ParameterServer):  # type: ignore[misc, unused-igno
                 raise
 
     def unregister_checkpoint(self, checkpoint_name: str, force: bool = False) -> None:
-        """As theirs: the shared pool is kept unless forced. Returns when nobody reads the checkpoint any more.
+        """Like theirs: the shared pool is kept unless forced. Returns when nobody reads the checkpoint any more.
 
         WaitTimeout: somebody still reads it; it is closed to others: call it again.
         """
@@ -149,7 +149,7 @@ class ParameterServer(theirs.ParameterServer):  # type: ignore[misc, unused-igno
             self._gathered = self._descriptors(checkpoint_name)
 
     def load_metas(self, metas: dict[int, Any]) -> None:
-        """Of another group of ranks, from its get_metas(), as theirs: update() then reads their weights.
+        """Takes get_metas() of another group of ranks, like theirs: update() then reads their weights.
 
         Raises UsageError for metas of ranks that were not crossrail's, or had another secret.
         """
@@ -195,7 +195,7 @@ class ParameterServer(theirs.ParameterServer):  # type: ignore[misc, unused-igno
             self.device_manager.device_module.empty_cache()
 
     def close(self) -> None:
-        """Nobody reads this rank's weights any more when it returns. Idempotent. Theirs has no such call."""
+        """Returns when nobody reads this rank's weights any more. Idempotent. Theirs has no such call."""
         self._opened.close()
         self._zmq_ctx.term()
 

@@ -82,12 +82,12 @@ class P2PStore:
 
     @property
     def addr(self) -> str:
-        """All that others need in order to read what is registered now."""
+        """Everything that others need in order to read what is registered now."""
         ranges = [place.Range(region.base, region.descriptor) for region in self._regions.values()]
         return place.to_text(self.ip, ranges, self._secret)
 
     def register_named_tensors(self, named_tensors: dict[str, torch.Tensor]) -> None:
-        """All of them or none. UsageError for a name that is taken."""
+        """Registers all of them or none. UsageError for a name that is taken."""
         if taken := sorted(named_tensors.keys() & self._regions.keys()):
             raise UsageError(f"{taken[0]!r} is registered already")
         made: dict[str, Region] = {}
@@ -118,7 +118,7 @@ class P2PStore:
         return len(regions)
 
     def descriptors_of(self, tensors: Sequence[torch.Tensor]) -> list[bytes]:
-        """By what others read each; empty: it is not registered. One that is registered anew has another."""
+        """The descriptors by which others read it; empty if it is not registered. Registering again changes them."""
         of_address = {region.base: bytes(region.descriptor) for region in self._regions.values() if not region.closed}
         return [of_address.get(tensor.data_ptr(), b"") for tensor in tensors]
 
@@ -168,7 +168,7 @@ class P2PStore:
         return self._places[owner]
 
     def close(self) -> None:
-        """Nobody reads or writes anything here any more when it returns. Idempotent."""
+        """Returns when nobody reads or writes anything here any more. Idempotent."""
         self.engine.close()
         self._regions.clear()
         self.named_tensors.clear()

@@ -88,7 +88,7 @@ class RankTable:
         self._lines[said.rank] = (line, said, now_s + said.lease_s)
 
     def lines(self, now_s: float) -> list[str] | None:
-        """Of all ranks, by rank. None: some are not there now."""
+        """The lines of all ranks, by rank. None: some are not there now."""
         self._lines = {rank: entry for rank, entry in self._lines.items() if entry[2] > now_s}
         tp = next((said.tp for _, said, _ in self._lines.values()), 0)
         if not tp or len(self._lines) < tp:

@@ -219,7 +219,7 @@ class CrossrailKVSender(_Failing, BaseKVSender):
         self._node.soon(self._prefiller.send, self._room, indices, rows, ready)
 
     def mark_prefill_complete(self) -> None:
-        """Nothing to publish: decoders allocate early."""
+        """Does nothing: decoders allocate early."""
 
     def pop_decode_prefix_len(self) -> int:
         return self._room.prefix_tokens
@@ -336,7 +336,7 @@ class CrossrailKVReceiver(_Failing, BaseKVReceiver):
         self.abort()
 
     def refuse(self, why: str) -> None:
-        """It fails for this reason, as if SGLang had aborted it."""
+        """Fails the request for this reason, as if SGLang had aborted it."""
         self._give_up(why)
 
     def _give_up(self, why: str) -> None:

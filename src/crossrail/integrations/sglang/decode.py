@@ -38,7 +38,7 @@ _RELEASABLE = (PageState.RESERVED, PageState.IN_USE)
 
 
 class PullFailed(CrossrailError):
-    """Nothing more is to be expected of this request."""
+    """This request will get nothing more."""
 
 
 @dataclass(eq=False)
@@ -205,7 +205,7 @@ class DecodeSide:
         return self._receivers[ours]
 
     async def _arrive(self, reception: Reception, pull: Pull, part: Part) -> None:
-        """Until all is counted, and aux is here. Raises when it will not be."""
+        """Returns when everything is counted and aux is here. Raises if that will not happen."""
         all_there = self._all_there(reception, pull, self._node.options.load_s)
         if lost := await self._asker.lost_before_arrival(all_there, part, pull.stop):
             raise PullFailed(pull.progress.error or lost)

@@ -91,7 +91,7 @@ class Manager:
         self._searches: dict[str, _Search] = {}
 
     def close(self) -> None:
-        """Nothing reads or writes SGLang's memory any more when it returns. Idempotent.
+        """Returns when nothing reads or writes SGLang's memory any more. Idempotent.
 
         Raises WaitTimeout, with all else closed, while a prefiller stands still in the middle of a copy to here; so
         does a later call. After the interpreter's end, which closes the engine, it has nothing to do.
@@ -147,7 +147,7 @@ class Manager:
 
     @property
     def info(self) -> dict[str, PrefillInfo]:
-        """Of prefillers that were found and are not gone, by the address of their bootstrap server."""
+        """Prefillers that were found and are not gone, by the address of their bootstrap server."""
         for address, known in list(self._info.items()):
             if self._is_gone(known.instance):
                 self.forget(address, known.instance)
@@ -190,7 +190,7 @@ class Manager:
         return True
 
     def _search(self, address: str) -> Instance | None:
-        """Who is there. None: not known yet. Raises CrossrailError when nobody is."""
+        """The prefiller there. None: not known yet. Raises CrossrailError if nobody is there."""
         if not self.is_open:
             raise bootstrap.NoInstance(RELEASED)
         now_s = time.monotonic()

@@ -77,7 +77,7 @@ class Pool:
 
 
 def read_pool(args: Any, *, is_mla: bool, tp: int) -> Pool:
-    """From a KVArgs. Raises UsageError, which names the field, for what cannot be transferred."""
+    """Reads a KVArgs. Raises UsageError, which names the field, for what cannot be transferred."""
     if states := [str(getattr(state, "value", state)) for state in getattr(args, "state_types", None) or []]:
         raise UsageError(
             f"state_types={', '.join(states)}: crossrail moves plain MHA, GQA and MLA caches, no other state"
@@ -169,7 +169,7 @@ def is_on_gpu(name: str, buffers: list[tuple[int, int]]) -> bool:
 
 
 def _outside_the_host(buffers: list[tuple[int, int]]) -> list[int]:
-    """Those that this process cannot read and write, by their number."""
+    """The buffers that this process cannot read and write, by number."""
     ranges: list[tuple[int, int]] = []
     for line in Path("/proc/self/maps").read_text().splitlines():
         where, access = line.split(maxsplit=2)[:2]

@@ -62,7 +62,7 @@ def class_of(original: Callable[..., Any], transfer_backend: Any, class_type: An
 
 @functools.cache
 def _classes() -> dict[str, type]:
-    """By SGLang's names of their kinds. Raises UsageError for an SGLang that they do not fit."""
+    """The classes by SGLang's names of their kinds. Raises UsageError for an SGLang that they do not fit."""
     try:
         from crossrail.integrations.sglang import conn
     except ImportError as error:

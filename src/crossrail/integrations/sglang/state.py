@@ -42,7 +42,7 @@ class Progress:
         return self.poll in (Poll.FAILED, Poll.SUCCESS)
 
     def advance(self, poll: Poll) -> None:
-        """To a later state, unless it is over or failing."""
+        """Advances to a later state, unless the request is over or failing."""
         if not self.is_over and not self.error:
             self.poll = max(self.poll, poll)
 
@@ -52,7 +52,7 @@ class Progress:
             self.error = why or "failed"
 
     def end(self) -> None:
-        """It is quiet. Failed if there was a reason, else all is there."""
+        """The request is quiet: failed if there was a reason, else complete."""
         if not self.is_over:
             self.poll = Poll.FAILED if self.error else Poll.SUCCESS
         self.quiet.set()

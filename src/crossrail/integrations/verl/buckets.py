@@ -40,7 +40,7 @@ class Piece(Struct, frozen=True, array_like=True):
 
 
 class Table(Struct, frozen=True, array_like=True):
-    """Of one bucket. step: verl's global_steps."""
+    """The table of one bucket. step: verl's global_steps."""
 
     step: int | None
     index: _Count
@@ -61,7 +61,7 @@ class Plan:
         self._table_left = TABLE_BYTES
 
     def place(self, name: str, dtype: str, shape: tuple[int, ...], total: int) -> Iterator[Piece | None]:
-        """Its pieces in order. None: there is no room; send what is there, and call clear() before going on."""
+        """The tensor's pieces in order. None: no room is left; send the bucket, and call clear() before going on."""
         begin = 0
         takes = len(name.encode()) + _PIECE_BYTES + 9 * len(shape)
         while True:
@@ -99,7 +99,7 @@ def encode(table: Table) -> bytes:
 
 
 def digest(encoded: bytes) -> bytes:
-    """By which senders of one rank show that they have cut alike."""
+    """A digest by which senders of one rank show that they have cut alike."""
     return hashlib.blake2b(encoded, digest_size=DIGEST_BYTES).digest()
 
 

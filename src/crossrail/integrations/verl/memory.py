@@ -27,7 +27,7 @@ class Memory:
         self.tables = engine.alloc(2 * HALF_TABLES_BYTES)
 
     def half(self, index: int) -> torch.Tensor:
-        """Its bytes, a view."""
+        """The bytes of that half, as a view."""
         assert self._buffer is not None
         return self._buffer[index * self.bucket_bytes : (index + 1) * self.bucket_bytes]
 

@@ -18,7 +18,7 @@ from crossrail.integrations.verl.waiting import Peers
 
 
 class Receiver:
-    """One update. Threads: that of the event loop."""
+    """Receives one update. Threads: that of the event loop."""
 
     def __init__(self, memory: Memory, peers: Peers, filled: tuple[ImmCounter, ImmCounter], step: int | None) -> None:
         self._memory = memory

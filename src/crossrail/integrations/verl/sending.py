@@ -27,7 +27,7 @@ log = logging.getLogger("crossrail.verl")
 
 
 class Sender:
-    """One update. Threads: that of the event loop.
+    """Sends one update. Threads: that of the event loop.
 
     dtype: what floating-point weights become, None: they stay as they are.
     """

@@ -48,7 +48,7 @@ class EtcdError(CrossrailError):
 
 @dataclass(frozen=True)
 class Change:
-    """Of one key. value None: it was deleted, or its lease has ended."""
+    """A change of one key. value None: it was deleted, or its lease has ended."""
 
     key: str
     value: bytes | None
@@ -125,7 +125,7 @@ class Etcd:
         return max([0.0, *(float(answer.get("TTL", 0)) for answer in answers)])
 
     async def list(self, prefix: str) -> tuple[dict[str, bytes], int]:
-        """All keys below a prefix, and the revision at which that was so. A key that is no text is passed over."""
+        """All keys below a prefix, and the revision of that list. A key that is no text is skipped."""
         answer = await self._ask("kv/range", _range(prefix))
         try:
             found = {

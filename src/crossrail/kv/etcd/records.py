@@ -125,7 +125,7 @@ class Registration:
         self.there = asyncio.Event()
 
     async def run(self) -> None:
-        """Until it is cancelled. Raises Superseded."""
+        """Runs until it is cancelled. Raises Superseded."""
         absence = _Absence(self._key, "kept alive")
         seen_s = 0.0
         while True:

@@ -14,7 +14,7 @@ with needs(__name__, "'crossrail[kv]'"):
 
 
 def client_error_text(error: BaseException) -> str:
-    """Of what aiohttp's client, or waiting for it, has raised."""
+    """Describes what aiohttp's client, or waiting for it, has raised."""
     if isinstance(error, aiohttp.ClientConnectorError):
         return f"cannot connect: {_why(error.os_error)}"
     if isinstance(error, asyncio.TimeoutError):

@@ -31,7 +31,7 @@ class FieldError(UsageError):
 
     @classmethod
     def of_json(cls, error: Exception) -> FieldError:
-        """Of what decoding the body has raised."""
+        """The error for what decoding the body has raised."""
         if isinstance(error, UnicodeDecodeError):
             return cls("the body is no JSON: it is not in UTF-8", None)
         words = str(error)

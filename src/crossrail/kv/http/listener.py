@@ -118,12 +118,12 @@ class Listener:
         return web.RouteDef(method, path, answer, {"expect_handler": self._expected})
 
     def is_heard(self, connection: _Connection) -> None:
-        """It has asked something, or is gone."""
+        """Whether it has asked something, or is gone."""
         if (timer := self._silent.pop(connection, None)) is not None:
             timer.cancel()
 
     def is_answered(self, connection: _Connection) -> None:
-        """Its request is; the next may follow."""
+        """Its request is answered; the next may follow."""
         self.is_heard(connection)
         self._idle.pop(connection, None)
         if connection in self._connections:
@@ -264,7 +264,7 @@ class Listener:
         return refusal
 
     async def _not_there(self, request: web.Request) -> web.StreamResponse:
-        """For what no other route takes."""
+        """Answers what no other route takes."""
         own = request.match_info.route.resource
         methods: set[str] = set()
         for other in request.app.router.resources():
@@ -313,7 +313,7 @@ class Listener:
         return connection
 
     def _spare(self) -> _Connection | None:
-        """One that has no request under way."""
+        """A connection that has no request in progress."""
         silent = next(iter(self._silent), None)
         return silent or next((connection for connection in self._idle if connection.is_idle), None)
 
@@ -345,7 +345,7 @@ class _Connection(web.RequestHandler):
 
     @property
     def is_idle(self) -> bool:
-        """It waits for a request, and none of the next is there."""
+        """Whether it waits for a request, and no byte of the next is there."""
         return self._waiter is not None and not self._waiter.done()
 
     def cut_off(self, why: str = "") -> None:
@@ -463,7 +463,7 @@ class _Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """For bytes that are no HTTP, and for what a handler raises in the middle of its answer."""
+        """Answers bytes that are not HTTP, and what a handler raises in the middle of its answer."""
         if not isinstance(exc, HttpProcessingError) or request.writer.output_size > 0:
             return super().handle_error(request, status, exc, message)
         self._listener.is_heard(self)

@@ -88,7 +88,7 @@ class KvShape(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One token of one request."""
+    """One token of one request, to be run."""
 
     cache: Cache
     token: int

@@ -88,7 +88,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not 
         return held
 
     def _read(self, shards: Sequence[Shard], row: Row) -> torch.Tensor:
-        """Of tokens 0..end-1; shape (heads, tokens, dim)."""
+        """The KV of tokens 0..end-1; shape (heads, tokens, dim)."""
         parts = [
             shard.memory.transpose(0, 1)[:, row.filled].flatten(1, 2)[:, : row.end]
             for shard in shards[:: self._replicas]

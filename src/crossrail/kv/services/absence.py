@@ -29,13 +29,13 @@ class Absence:
         self._gone: Latest[tuple[m.Role, str], _Gone] = Latest(_GONE_KEPT)
 
     def note(self, member: Member, why: str) -> None:
-        """It is no member any more."""
+        """Notes that the node is no member any more."""
         key = (member.record.role, member.name)
         self._gone[key] = _Gone(why, loop_time_s(), member.record.model)
         self._gone.move_to_end(key)
 
     def of_decoders(self, model: str | None) -> str:
-        """None of this model takes requests. model None: any."""
+        """Why no decoder of this model takes requests. model None: any."""
         members = self._membership.members("decoder")
         if hanging := self.hanging("decoder", model, 0):
             return hanging
@@ -48,7 +48,7 @@ class Absence:
         return self._none_there("decoder", of, model) + there
 
     def of_prefillers(self, model: str, tokens: int) -> str:
-        """None of this model takes a prompt with so many tokens to prefill."""
+        """Why no prefiller of this model takes a prompt with so many tokens to prefill."""
         if hanging := self.hanging("prefiller", model, tokens):
             return hanging
         of = f" for model {model!r}"

@@ -27,7 +27,7 @@ class OfAttempt(Protocol):
 
 
 class AttemptBook:
-    """Of one writer. Threads: the event loop's.
+    """The attempts of one writer. Threads: the event loop's.
 
     ended: how attempts ended, by key, the latest `kept`. What is in it is refused when it is asked for once more, also
     when it was withdrawn before it came.

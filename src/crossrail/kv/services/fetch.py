@@ -101,7 +101,7 @@ class Fetcher:
     async def _lost_before_arrival(
         self, serving: Serving, reception: Reception, prefiller: m.NodeRef, key: tuple[str, int]
     ) -> str:
-        """Empty when all has arrived; else why it will not, or that it was stopped."""
+        """Empty once everything has arrived; else why it will not, or that it was stopped."""
         options, who = self._options, f"prefiller {prefiller.node!r}"
         watch = Watch(
             self._mailbox,

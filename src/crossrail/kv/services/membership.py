@@ -49,7 +49,7 @@ class Member:
 
     @property
     def tokens_max(self) -> int:
-        """That its pages are enough for."""
+        """Tokens that its pages can hold."""
         return self.layout.pages * self.layout.page_tokens
 
     def tell(self, load: Load, now_s: float) -> None:
@@ -156,7 +156,7 @@ class Roster(Membership):
         self._by_address = {member.address: member for member in self.all()}
 
     def all(self) -> list[Member]:
-        """Of either role."""
+        """All members, of either role."""
         return list(self._members.values())
 
     def on_gone(self, fn: Gone) -> None:
@@ -203,7 +203,7 @@ class Roster(Membership):
             self.remove(member, f"node {node!r} left")
 
     def remove(self, member: Member, why: str) -> None:
-        """It is no member any more."""
+        """Removes a member."""
         if self._members.get(member.name) is member:
             del self._members[member.name]
             self._sort()

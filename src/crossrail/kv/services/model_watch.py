@@ -38,7 +38,7 @@ class ModelWatch:
             self._computing -= 1
 
     def heard(self) -> None:
-        """It goes on. Any thread."""
+        """The model goes on. Any thread."""
         self._heard_s = self._now_s()
 
     @property
@@ -47,14 +47,14 @@ class ModelWatch:
 
     @property
     def hangs(self) -> str:
-        """In words; empty: it does not."""
+        """Why it hangs, in words; empty if it does not."""
         if (silent_s := self.silent_s) <= self._timeout_s:
             return ""
         shown = f"{silent_s:.0f}" if silent_s >= 10 else f"{silent_s:.2g}"
         return f"the model of node {self._node!r} hangs: it {self._owes} for {shown} s"
 
     async def wait(self) -> str:
-        """Until it hangs, or some time later, if it did: why it hangs, in words."""
+        """Returns why it hangs, in words, once it does, or some time later."""
         while True:
             await asyncio.sleep(max(self._timeout_s - self.silent_s, self._timeout_s / 8))
             if why := self.hangs:

@@ -236,7 +236,7 @@ class Node(AsyncClosing):
         return True
 
     def refuse(self, why: CrossrailError) -> None:
-        """It is not wanted here, and will not be: whoever awaits `refused` hears the first such reason."""
+        """The node is not wanted, and will not be: whoever awaits `refused` gets the first such reason."""
         refuse(self.refused, why)
 
     async def drain(self, timeout_s: float) -> bool:
@@ -256,7 +256,7 @@ class Node(AsyncClosing):
         await asyncio.gather(*(link.leave() for link in self.links))
 
     def _report_soon(self) -> None:
-        """To all routers."""
+        """Reports to all routers soon."""
         for link in self.links:
             link.report_soon()
 
@@ -264,7 +264,7 @@ class Node(AsyncClosing):
         self._link_tasks[link] = self.mailbox.spawn(link.run(), f"membership of {self.name}")
 
     def _count_active(self, active: int) -> None:
-        """To be called whenever the number of requests under way changes."""
+        """Call this whenever the number of requests in progress changes."""
         if active:
             self._idle.clear()
         else:

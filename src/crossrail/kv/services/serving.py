@@ -141,18 +141,18 @@ class Serving:
             await asyncio.gather(working, stopping, return_exceptions=True)
 
     def add(self, token: int) -> None:
-        """One more."""
+        """Adds one more token."""
         self.tokens.append(token)
         self.changed.set()
 
     def finish(self, end: m.End) -> None:
-        """It has ended, and its pages are given back."""
+        """The request has ended, and its pages are given back."""
         self.end = end
         self.names = NO_NAMES
         self.changed.set()
 
     def offer_again(self) -> None:
-        """Its router was restarted, and knows nothing of it."""
+        """Its router was restarted, and knows nothing of the request."""
         self.taken = 0
         self.end_taken = False
         self.changed.set()

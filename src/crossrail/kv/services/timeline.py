@@ -78,7 +78,7 @@ def chrome_trace(requests: Mapping[str, Sequence[Span]]) -> str:
 
 
 def _side_by_side(spans: Sequence[Span]) -> list[list[Span]]:
-    """As few rows as can be, in each of which no two overlap."""
+    """As few rows as possible, in each of which no two spans overlap."""
     rows: list[list[Span]] = []
     for span in sorted(spans, key=lambda span: span.begin_s):
         free = (row for row in rows if row[-1].begin_s + row[-1].length_s <= span.begin_s)
@@ -119,7 +119,7 @@ def picture(title: str, spans: Sequence[Span]) -> str:
 
 
 def rows_of(spans: Sequence[Span]) -> dict[str, list[Span]]:
-    """By kind, in the order in which kinds are first met."""
+    """The spans of each row, in the order in which rows are first met."""
     rows: dict[str, list[Span]] = {}
     for span in spans:
         rows.setdefault(_row(span), []).append(span)

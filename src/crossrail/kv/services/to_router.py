@@ -66,7 +66,7 @@ class ToRouter:
             serving.changed.set()
 
     async def _offer(self, serving: Serving) -> bool:
-        """One message with what the router has not taken yet. False when it was not taken."""
+        """Sends one message with what the router has not taken yet. False if it was not taken."""
         address, first = serving.link.address, serving.taken
         if address is None:
             return False

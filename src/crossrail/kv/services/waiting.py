@@ -85,7 +85,7 @@ class KnownRoom:
         self.is_tried = False
 
     def refused(self, tokens: int, refusal: Refusal, now_s: float) -> None:
-        """It has no room for so many."""
+        """The decoder has no room for so many."""
         self.refused_tokens = min(self.refused_tokens, tokens)
         self.said = refusal.why
         self.until_s = now_s + (self._pause_s if refusal.for_s is None else refusal.for_s)
@@ -93,7 +93,7 @@ class KnownRoom:
         self.offers_max, self._taken_in_a_row = 1, 0
 
     def taken(self, tokens: int) -> None:
-        """It had room for so many."""
+        """The decoder had room for so many."""
         if tokens >= self.refused_tokens:
             self.news()
         self._pause_s = _REFUSED_S
@@ -101,12 +101,12 @@ class KnownRoom:
         self.offers_max = min(max(self.offers_max, self._taken_in_a_row), _OFFERS_MAX)
 
     def news(self) -> None:
-        """It may have more room than before."""
+        """The decoder may have more room than before."""
         self.refused_tokens = self.until_s = math.inf
         self._tries = 0
 
     def try_one(self) -> None:
-        """It may have more room, though nothing says so."""
+        """The decoder may have more room, though nothing says so."""
         self.is_tried = self.refused_tokens < math.inf
 
     def try_again(self) -> None:
@@ -162,7 +162,7 @@ class Waiting:
 
     @contextmanager
     def queued(self, running: Running, keep_at_s: float) -> Iterator[Waiter]:
-        """It waits for as long as the context lasts."""
+        """The request waits for as long as the context lasts."""
         waiter = Waiter(running, keep_at_s)
         self._by_name[running.request] = waiter
         insort(self._idle, waiter, key=_number_of)
@@ -401,7 +401,7 @@ class Waiting:
             self._changed.set()
 
     def _withdraw(self, waiter: Waiter) -> None:
-        """It is not offered to its decoder any more, and another may be."""
+        """The request is not offered to its decoder any more, and another may be."""
         decoder, room = waiter.decoder, waiter.room
         if decoder is None or room is None:
             return

@@ -73,7 +73,7 @@ class Watch:
 
 
 async def lost_before_arrival(arrival: Awaitable[None], watches: Sequence[Watch], stop: asyncio.Event) -> str:
-    """Empty when all has arrived; else why it will not, or "stopped".
+    """Empty once everything has arrived; else why it will not, or "stopped".
 
     arrival: raises a CrossrailError when too much has come, or nothing can be waited for any more.
     """

@@ -54,7 +54,7 @@ class Closers:
 
 
 class Access:
-    """One writer's registrations of all ranks that this process has, and of tails.
+    """One writer's registrations, of all ranks that this process has, and of tails.
 
     Lifecycle: 1. open. 2. closing: its descriptors are refused. 3. shut: nothing of it can land any more.
     attempts: of requests, that are under way by it.
@@ -99,7 +99,7 @@ class Access:
         self._closing.result()
 
     def give_up(self) -> None:
-        """Nobody waits for shut() any more: no task is left behind."""
+        """Nobody waits for shut() any more: leaves no task behind."""
         if self._closing is not None:
             self._closing.cancel()
 
@@ -109,7 +109,7 @@ class Access:
         self._shut.set()
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """The same, blocking, timeout_s for each region at most: any thread.
+        """Like shut(), but blocking, up to timeout_s for each region: any thread.
 
         All that can be closed are, also when WaitTimeout is raised for one that cannot.
         """

@@ -241,7 +241,7 @@ class PageLease:
             )
 
     def fill(self) -> None:
-        """From now on somebody else writes: call it before the writer learns about the pages."""
+        """Somebody else writes from now on: call this before the writer learns about the pages."""
         if self._is_published:
             raise PagesInUse(f"pages of request {self.owner!r} are published: others share what would be overwritten")
         self._move(PageState.FILLING)

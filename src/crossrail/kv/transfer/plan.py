@@ -106,7 +106,7 @@ class TransferPlan:
         return tuple(counts)
 
     def describe(self) -> str:
-        """In one line, for people: what one unit costs."""
+        """What one unit costs, in one line for people."""
         sizes = sorted({r.piece_bytes for r in self.routes})
         pieces = sum(self.unit_counts)
         return (

@@ -143,7 +143,7 @@ class KvReceiver(Closing):
         self._end(stuck)
 
     async def shut(self) -> None:
-        """The same without blocking the loop."""
+        """Like close(), without blocking the loop."""
         accesses = self._all_accesses()
         ends = await asyncio.gather(*(access.shut(_SHUT_S) for access in accesses), return_exceptions=True)
         for access in accesses:

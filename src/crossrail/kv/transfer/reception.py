@@ -79,7 +79,7 @@ class Reception:
 
     @property
     def state(self) -> PageState:
-        """Of the pages: reserved, being filled, in use, draining, in quarantine, or free again."""
+        """State of the pages: reserved, being filled, in use, draining, in quarantine, or free again."""
         return self.lease.state
 
     def dispatch(self, source: KvLayout, writer: str | None = None) -> KvTarget:
@@ -143,7 +143,7 @@ class Reception:
 
     @property
     def needs_nothing(self) -> bool:
-        """All tokens are in the prefix and there is no tail, so nothing has to be sent."""
+        """True if all tokens are in the prefix and there is no tail, so nothing has to be sent."""
         return self.prefix_tokens == self.tokens and self._tails is None
 
     async def arrived(self, timeout_s: float | None = None) -> None:

@@ -153,7 +153,7 @@ class KvSender(AsyncClosing):
             self._pump()
 
     def layer_done_on(self, stream: object = None, layers: int = 1) -> None:
-        """The same for kernels: the word goes up once everything that was queued on this CUDA stream has ended.
+        """Like layer_done(), for kernels: adds once all earlier work on this CUDA stream has ended.
 
         Returns at once. If the stream is being captured, the addition becomes part of the graph and happens at each
         replay, for which steps are begun as for any other. For `stream` and errors see Watcher.add_on. Keep this object

@@ -43,7 +43,7 @@ class Checks:
         self.that(got == expected, f"{what}: {got}, expected {expected}")
 
     def same_bytes(self, what: str, got: npt.NDArray[Any], expected: npt.NDArray[Any]) -> None:
-        """Of the same shape too; names the first byte that differs."""
+        """Checks that both have the same shape and bytes; names the first byte that differs."""
         if got.shape != expected.shape:
             self.that(False, f"{what}: an array of shape {got.shape}, expected {expected.shape}")
             return
@@ -94,11 +94,11 @@ class Run:
         return self.world.host(name, nic=nic)
 
     def random_bytes(self, nbytes: int) -> Bytes:
-        """The same for the same seed."""
+        """Random bytes, the same for the same seed."""
         return np.frombuffer(self._bytes.bytes(nbytes), np.uint8)
 
     def counter(self, engine: xr.Engine, imm: int | None = None) -> xr.ImmCounter:
-        """One whose every count has to be taken by the end. imm: None for a number that nobody uses."""
+        """A counter whose counts must all be taken by the end. imm: None for a number that nobody uses."""
         counter = engine.alloc_imm() if imm is None else engine.imm_counter(imm)
         self._counters.append(counter)
         return counter
@@ -115,7 +115,7 @@ class Run:
         return transfer
 
     def seal(self, what: str, memory: Bytes) -> None:
-        """From now on nothing writes there. memory: an array over a region that stays open."""
+        """Nothing may write there from now on. memory: an array over a region that stays open."""
         self._sealed.append((what, memory, memory.copy()))
 
     def figure(self, name: str, value: float, unit: str) -> None:

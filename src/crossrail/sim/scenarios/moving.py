@@ -96,7 +96,7 @@ _POOL_PAGES = 64
 
 @dataclass
 class _Request:
-    """From a decoder to the prefiller: where the pages go and what announces them."""
+    """A decoder's request to the prefiller: where the pages go and what announces them."""
 
     pages: np.ndarray[tuple[int], np.dtype[np.int64]]
     target: xr.RegionDescriptor

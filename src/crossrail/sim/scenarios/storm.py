@@ -37,7 +37,7 @@ async def storm(run: Run) -> None:
 
 
 def _brew(run: Run, hosts: list[Host]) -> None:
-    """One more fault, at some time of the storm and for some time."""
+    """Adds one more fault, at some time of the storm and for some time."""
     rng, world = run.rng, run.world
     host = rng.choice(hosts)
     rail = rng.randrange(len(host.rails))
