@@ -465,7 +465,7 @@ class AllToAll:
 
     @property
     def masked(self) -> tuple[int, ...]:
-        """With on_lost="mask": the ranks that calls so far continued without, ascending."""
+        """The ranks that calls so far continued without (on_lost="mask"), ascending."""
         return self._peers.masked
 
     def stats(self) -> dict[str, float]:
@@ -475,7 +475,7 @@ class AllToAll:
         return {**self._stats, "waited_s": self._peers.waited_s}
 
     def durations(self) -> Durations:
-        """Of completed rounds, from dispatch_send to the end of combine_recv, including the experts' time."""
+        """Durations of completed rounds, from dispatch_send to the end of combine_recv, with the experts' time."""
         return self._durations
 
     def explain(self) -> str:
@@ -529,7 +529,7 @@ class AllToAll:
     # ---- parts
 
     def _start_thread(self, cpu: int | None) -> CrossrailError | None:
-        """Of the proxy, where there is one; why it cannot be."""
+        """Starts the proxy's thread, if there is a proxy; returns why it cannot."""
         try:
             if self._peers.far is not None:
                 self._peers.far.start_thread(cpu)

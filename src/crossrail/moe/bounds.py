@@ -111,7 +111,7 @@ def rows_per_expert(sizes: Sizes) -> int:
 
 
 def output_rows(sizes: Sizes, experts: int | None = None) -> int:
-    """Of the output of dispatch at a rank that has so many experts; None: at the one that has most.
+    """Rows of dispatch's output at a rank that has so many experts; None: at the one that has most.
 
     Layout "masked": L * rows_per_expert. Layout "grouped": N * m routes, in blocks of p rows. The first block of an
     expert costs one route, each further one p more routes, and an expert has at most ceil(N / p) of them:

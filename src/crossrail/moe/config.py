@@ -88,7 +88,7 @@ class Config:
 
     @property
     def x_bytes(self) -> int:
-        """Of a token's row."""
+        """Bytes of a token's row."""
         return self.hidden * ITEM_BYTES[self.dtype]
 
     @property
@@ -98,7 +98,7 @@ class Config:
 
     @property
     def x_row_bytes(self) -> int:
-        """Of a token's row and its scales."""
+        """Bytes of a token's row and its scales."""
         return self.x_bytes + 4 * self.blocks
 
     @property
@@ -108,7 +108,7 @@ class Config:
 
     @property
     def tag_bytes(self) -> int:
-        """Of a row that travels: which route it is of, and its weight."""
+        """Bytes of a travelling row's tag: which route it belongs to, and its weight."""
         return TAG_BYTES if self.node_sums else 0
 
     def tag_rows(self, rank: int) -> int:
@@ -117,12 +117,12 @@ class Config:
 
     @property
     def y_bytes(self) -> int:
-        """Of a row of an expert's output."""
+        """Bytes of a row of an expert's output."""
         return self.hidden * ITEM_BYTES[self.out_dtype]
 
     @property
     def groups(self) -> int:
-        """Of ranks that hold the same tokens."""
+        """Number of groups of ranks that hold the same tokens."""
         return self.world // self.dp_size
 
     def sends_rows(self, rank: int, other: int) -> bool:
@@ -131,18 +131,18 @@ class Config:
 
     @cached_property
     def split(self) -> ExpertSplit:
-        """Who has which experts."""
+        """Which rank has which experts."""
         assert self.experts_per_rank is not None  # from __post_init__ on
         return ExpertSplit(tuple(self.experts_per_rank))
 
     @property
     def experts_per_rank_max(self) -> int:
-        """Of the rank that has most: all have as much room for what comes from far."""
+        """Experts of the rank that has most: all ranks have as much room for rows from far ranks."""
         return self.split.most
 
     @property
     def routes_to_rank_max(self) -> int:
-        """Of one group: a token's experts differ."""
+        """Most routes from one group to one rank: a token's experts differ."""
         return self.max_tokens * min(self.top_k, self.experts_per_rank_max)
 
     @property
@@ -209,7 +209,7 @@ def check_agreement(configs: Sequence[str], ranks: Sequence[int]) -> None:
 
 
 def name_of_dtype(dtype: Any) -> Any:
-    """Of torch's types and numpy's; anything else as it is: Config refuses what is no name of one."""
+    """The name of torch's or numpy's type; anything else as it is: Config refuses what is no name of one."""
     if isinstance(dtype, np.dtype):
         return dtype.name
     if isinstance(dtype, type) and issubclass(dtype, np.generic):

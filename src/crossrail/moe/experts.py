@@ -27,7 +27,7 @@ class ExpertSplit:
 
     @property
     def most(self) -> int:
-        """Of one rank."""
+        """Experts of the rank that has most."""
         return max(self.counts)
 
     @property
@@ -36,7 +36,7 @@ class ExpertSplit:
         return self == ExpertSplit.even(sum(self.counts), len(self.counts))
 
     def of(self, rank: int) -> range:
-        """That rank's experts."""
+        """The experts of that rank."""
         return range(int(self._ends[rank]) - self.counts[rank], int(self._ends[rank]))
 
     def ranks_of(self, experts: Ints) -> Ints:

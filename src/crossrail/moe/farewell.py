@@ -24,13 +24,13 @@ class Why(NamedTuple):
     words: str = ""
 
     def number(self, world: int) -> int | None:
-        """As it travels: the rank that was lost; or the one that was late, plus how many ranks there are."""
+        """The reason as a number: the rank that was lost, or the one that was late plus the number of ranks."""
         return (
             None if self.lost is None and self.late is None else self.lost if self.late is None else world + self.late
         )
 
     def words_bytes(self) -> bytes:
-        """As they travel, cut to what there is room for."""
+        """The words as bytes, cut to the room that there is."""
         return self.words.encode(errors="replace")[: _core.moe.FAREWELL_WORDS]
 
     @classmethod
@@ -104,5 +104,5 @@ def is_told(call: Callable[Concatenate[C, P], T]) -> Callable[Concatenate[C, P],
 
 
 def described(what: str, error: BaseException) -> str:
-    """That error, as the reason to leave."""
+    """That error as the reason to leave."""
     return f"{what} failed: {type(error).__name__}: {error}"

@@ -244,7 +244,7 @@ class EngineGroup(Closing):
         return self._engine.peer_state(self._addresses[rank]) == "lost"
 
     def _forget_lost(self) -> None:
-        """Who was given up may be back: it was frozen, or cut off. Who is dead is found to be so again.
+        """Tries lost ranks anew: they may have been frozen or cut off. Dead ones will be found dead again.
 
         Not before the engine's pool is ours: another group that has it may be about to see that a rank of its is lost.
         """
@@ -351,7 +351,7 @@ class EngineGroup(Closing):
                 self._keep_early(peer, packet)
 
     def _take(self, patience_s: float) -> bool:
-        """One message; False: none came for a while."""
+        """Takes one message; False if none came for a while."""
         try:
             message = self._pool.recv(min(patience_s, _LOOK_EVERY_S))
         except WaitTimeout:

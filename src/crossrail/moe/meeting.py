@@ -29,7 +29,7 @@ class Member:
 
 
 def meet(engine: xr.Engine, group: Group, config: Config, board: xr.Region, timeout_s: float) -> list[Member]:
-    """All ranks, by rank; the same decision on all of them, or an error on all of them.
+    """All ranks, by rank. All ranks get the same decision, or all get an error.
 
     Two exchanges: arguments and descriptors first; then whose boards each could map, or why it failed.
     """

@@ -22,12 +22,12 @@ class Outcome(NamedTuple):
 
     @classmethod
     def of_native(cls, result: str, rank: int, detail: str = "") -> Outcome:
-        """As the native half tells it, which knows the same results."""
+        """From the native module's result, which has the same cases."""
         return cls(cast(Result, result), rank, detail)
 
 
 def unposted_error(rank: int, half: str, timeout_s: float) -> WaitTimeout:
-    """Of a wait before which our own part was to be posted. rank: ours."""
+    """The error of a wait before which our own part was to be posted. rank: ours."""
     return WaitTimeout(
         f"this rank ({rank}) has not posted its own part yet, {timeout_s:g} s into its wait for the {half}. Nothing is "
         "lost: wait again. Next: see whether the threads that post (crossrail-moe, crossrail-work) get a core"

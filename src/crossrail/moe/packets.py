@@ -65,7 +65,7 @@ class Packet(NamedTuple):
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Packet | None:
-        """None: it is no packet of a group."""
+        """The packet; None if it is no packet of a group."""
         if len(data) < _HEADER.size or data[: len(_MAGIC)] != _MAGIC:
             return None
         _, kind, name, number, exchange, rank, part, parts = _HEADER.unpack_from(data)
@@ -149,10 +149,10 @@ class Failed(NamedTuple):
 
 
 def name_of(addresses: Sequence[xr.Address]) -> bytes:
-    """Of a group: the same for the same addresses in the same order, an engine that was opened anew is another one."""
+    """The name of a group: the same for the same addresses in the same order. A reopened engine makes another group."""
     return hashlib.blake2b(b"".join(map(bytes, addresses)), digest_size=_NAME_BYTES).digest()
 
 
 def ids_of(addresses: Sequence[xr.Address]) -> tuple[bytes, ...]:
-    """By rank, as Elsewhere has them."""
+    """Ids by rank, as Elsewhere has them."""
     return tuple(bytes.fromhex(address.incarnation)[:_ID_BYTES] for address in addresses)

@@ -184,7 +184,7 @@ class Peers:
         return near if self.far is None else [*near, self.far.results(number)]
 
     def wait_sent(self, number: int, timeout_s: float) -> None:
-        """Until the memory of the round before the last is free again: then ours can be sent to far ranks."""
+        """Waits until the memory of the round before the last is free, so that ours can be sent to far ranks."""
         assert self.far is not None
         outcome = self.far.wait_sent(number, timeout_s)
         # Where ranks are masked it is for those who wait to see to one that is lost.
@@ -203,7 +203,7 @@ class Peers:
 
     @property
     def masked(self) -> tuple[int, ...]:
-        """With on_lost="mask": ranks that calls so far went on without, ascending."""
+        """The ranks that calls so far went on without (on_lost="mask"), ascending."""
         return tuple(sorted(self.near.masked)) if self.agreement is None else self.agreement.masked
 
     def silent_in(self, number: int) -> Collection[int]:
@@ -221,13 +221,13 @@ class Peers:
             self.agreement.check_still_in(timeout_s)
 
     def wait_sources(self, opened: Round, timeout_s: float) -> list[int | None]:
-        """Until the routes of all are here. Of each group the rank whose rows come to us, as in Round."""
+        """Waits for the routes of all. Returns for each group the rank whose rows come to us, as in Round."""
         absent = self._wait(opened, DISPATCH, timeout_s)
         opened.silent = tuple(absent)
         return sources_of(self._config, self._rank, absent) if absent else self._all_sources
 
     def wait_rows(self, number: int, timeout_s: float) -> None:
-        """For rows of far ranks; where ranks are masked they came with the routes."""
+        """Waits for rows of far ranks; if ranks are masked, these came with the routes."""
         begin = time.monotonic()
         try:
             if self.far is not None and self.agreement is None:
@@ -252,7 +252,7 @@ class Peers:
         return opened.absent
 
     def _wait(self, opened: Round, half: int, timeout_s: float) -> Sequence[int]:
-        """For near ranks, and then for the others. Those that are masked, and never had it."""
+        """Waits for near ranks, then for the others. Returns those that are masked and never had it."""
         begin = time.monotonic()
         try:
             if self.agreement is not None:
@@ -280,7 +280,7 @@ class Peers:
             raise self._final_error(outcome, half, timeout_s)
 
     def error_of(self, outcome: Outcome, half: str, timeout_s: float) -> CrossrailError:
-        """Of a wait that somebody else made: what to raise."""
+        """The error to raise after a wait that somebody else made."""
         self._late = outcome.rank if outcome.result == "late" else None
         return self._error(outcome, half, timeout_s)
 
@@ -373,7 +373,7 @@ class Peers:
         self._failure = ""
 
     def farewell(self, timeout_s: float) -> None:
-        """Nothing of ours comes any more. Idempotent. Waits so long at most."""
+        """Tells everybody that nothing more will come from us. Idempotent. Waits at most so long."""
         if self._has_said_farewell:
             return
         patience = Countdown(self._engine, timeout_s)

@@ -56,7 +56,7 @@ def tokens_given(
 
 
 def weights_given(config: Config, arrays: Arrays, weights: Any, tokens: int) -> Any:
-    """Of so many tokens, [tokens, top_k]; there may be more in what is given."""
+    """The weights of so many tokens, [tokens, top_k]; more may be given."""
     array = arrays.given(weights, "weights", ("float32",), (None, config.top_k))
     if len(array) < tokens:
         raise UsageError(f"weights has {len(array)} rows, the round has {tokens} tokens")
@@ -105,7 +105,7 @@ def check_count(config: Config, tokens: int) -> None:
 
 
 def scales_given(config: Config, arrays: Arrays, scales: Any | None, tokens: int) -> Any | None:
-    """Of so many tokens."""
+    """The scales of so many tokens."""
     if config.blocks == 0:
         if scales is not None:
             raise UsageError("scales are given, and scale_block is None")

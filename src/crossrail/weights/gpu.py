@@ -29,7 +29,7 @@ def gpus_of(regions: Iterable[xr.Region]) -> list[str]:
 
 
 def on_host(regions: Iterable[xr.Region]) -> frozenset[int]:
-    """Those that are on no GPU, by index."""
+    """The indices of those that are on no GPU."""
     return frozenset(index for index, region in enumerate(regions) if region.device == "cpu")
 
 

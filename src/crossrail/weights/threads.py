@@ -11,7 +11,7 @@ _T = TypeVar("_T")
 
 
 async def in_thread(work: Callable[..., _T], *args: object) -> _T:
-    """As asyncio.to_thread(), in a thread of its own: those of the loop's pool may all be blocked by its program.
+    """Like asyncio.to_thread(), in a thread of its own: the loop's pool may be blocked by its program.
 
     It takes some 0.3 ms. The thread has ended when this returns; cancelled, the work goes on, and the thread ends with
     it.

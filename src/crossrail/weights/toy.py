@@ -41,7 +41,7 @@ class ToyModel:
     vocabulary: int = 2048
 
     def shapes(self) -> dict[str, Shape]:
-        """Of all parameters, by name in the checkpoint."""
+        """Shapes of all parameters, by name in the checkpoint."""
         hidden, kv = self.hidden, max(self.hidden // 4, 64)
         shapes: dict[str, Shape] = {"model.embed_tokens.weight": (self.vocabulary, hidden)}
         for layer in range(self.layers):
@@ -56,12 +56,12 @@ class ToyModel:
 
     @property
     def nbytes(self) -> int:
-        """Of all parameters in bfloat16."""
+        """Bytes of all parameters in bfloat16."""
         return sum(2 * int(np.prod(shape)) for shape in self.shapes().values())
 
     @classmethod
     def of_bytes(cls, nbytes: int, hidden: int = 512, intermediate: int = 256) -> ToyModel:
-        """One of about so many bytes: as many experts as that takes."""
+        """A model of about so many bytes: as many experts as that takes."""
         small = cls(hidden=hidden, intermediate=intermediate, experts=1)
         expert = replace(small, experts=2).nbytes - small.nbytes
         return replace(small, experts=max(1, 1 + (nbytes - small.nbytes) // expert))

@@ -293,7 +293,7 @@ class GraphAllToAll:
 
     @property
     def timeout_s(self) -> float:
-        """Of each wait for other ranks, from now on."""
+        """Timeout of each later wait for other ranks."""
         return self._timeout_s
 
     @timeout_s.setter

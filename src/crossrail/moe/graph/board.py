@@ -65,7 +65,7 @@ class GraphBoard:
 
     @property
     def memory(self) -> Any:
-        """All of it, for the native half: uint8 of numpy."""
+        """All of the board, for the native module: uint8 of numpy."""
         return self._bytes.numpy()
 
     @property

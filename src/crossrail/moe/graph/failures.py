@@ -23,7 +23,7 @@ _HALVES = {
 def found_failure(
     proxy: _core.moe.StreamProxy, peers: Peers, config: Config, rank: int, timeout_s: float
 ) -> CrossrailError | None:
-    """None while they go on."""
+    """What ended the rounds; None while they go on."""
     try:
         found = proxy.failure()
     except CrossrailError as error:  # as an index that is none of an expert's

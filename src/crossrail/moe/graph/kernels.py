@@ -79,4 +79,4 @@ class GraphKernels(Protocol):
         """Rows of y, to memory.result_targets as the board's returns say."""
 
     def sum(self, memory: GraphMemory, out: Any, where: Any, weights: Any, accumulate: bool, number: Any) -> None:
-        """As Kernels.reduce; but NaN throughout when the rounds have ended."""
+        """Like Kernels.reduce, but NaN throughout once the rounds have ended."""

@@ -16,7 +16,7 @@ from crossrail.moe.links.far import Far
 
 
 class PostingThread:
-    """One rank's; see native/moe/stream_proxy.h. number: int64 [1] on the device, that of the round.
+    """One rank's thread; see native/moe/stream_proxy.h. number: int64 [1] on the device, the round's.
 
     proxy: the native half. Lifecycle: 1. made, when all ranks are ready: runs. 2. rounds. 3. stop().
     """

@@ -79,13 +79,13 @@ class Steps:
         wait_for_kernels([str(device)])
 
     def new_routes(self, tokens: int) -> Routes:
-        """For a dispatch of so many."""
+        """New tables for a dispatch of so many tokens."""
         shape = (tokens, self._config.top_k)
         sizes = shape, (*shape, 2), (self._config.experts,), shape
         return Routes(*(torch.empty(size, dtype=torch.int32, device=self._tensors.device) for size in sizes))
 
     def new_outputs(self) -> Outputs:
-        """For a dispatch."""
+        """New outputs of a dispatch."""
         config, experts, device = self._config, self.own.end - self.own.first, self._tensors.device
         x = torch.empty((self.room, config.hidden), dtype=getattr(torch, config.dtype), device=device)
         scales = None

@@ -44,11 +44,11 @@ class Tensors:
             yield stream.cuda_stream
 
     def given(self, tensor: Any, name: str, dtypes: tuple[str, ...], shape: tuple[int | None, ...]) -> Any:
-        """As of RowMemory."""
+        """See RowMemory."""
         return tensor_on(self.device, tensor, name, dtypes, shape)
 
     def count_given(self, count: Any | None, tokens: int) -> Any | None:
-        """Of tokens: on the device, a number, or None for all."""
+        """A caller's number of tokens: a tensor on the device, a number, or None for all."""
         if count is None:
             return None
         if is_tensor(count) and count.device == self.device and count.numel() == 1:
@@ -57,6 +57,6 @@ class Tensors:
         return to_count(count, tokens)
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
-        """As of RowMemory."""
+        """See RowMemory."""
         with told(f"a result on {self.device}"):
             return torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)

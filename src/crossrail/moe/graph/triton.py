@@ -106,5 +106,5 @@ def _seen(tensor: Any, dtype: Any) -> Any:
 
 
 def _all(rows: Rows, dtype: Any) -> Any:
-    """Of both parities."""
+    """The parts of both parities."""
     return rows.first[: len(rows.first) // dtype.itemsize * dtype.itemsize].view(dtype)

@@ -141,7 +141,7 @@ class TritonKernels:
 
 
 def _stored(tensor: Any) -> Any:
-    """As the device code takes it."""
+    """In the form that the device code takes."""
     return tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
 
 

@@ -112,7 +112,7 @@ class Board:
 
 
 def output_bytes(config: Config, rank: int) -> int:
-    """Of the memory that output_arrays divides; not 0, also where the rank has no experts."""
+    """Bytes of the memory that output_arrays divides; not 0, even if the rank has no experts."""
     rows = config.output_rows[rank]
     return PARITIES * max(_pages(rows * config.x_bytes) + _pages(rows * 4 * config.blocks), _PAGE)
 

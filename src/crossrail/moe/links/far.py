@@ -38,7 +38,7 @@ class _Half:
 
 
 class Far:
-    """One per AllToAll whose ranks do not all share memory. Threads: one at a time.
+    """The far links of one AllToAll whose ranks do not all share memory. Threads: one at a time.
 
     memory: what is where. proxy: the native half, for a thread of its own instead of the calls here. reached, once
     reach() was called: far ranks' memory of rows, uint8, that we write to by ourselves; unreached: why not of others.
@@ -104,7 +104,7 @@ class Far:
         return self._rows.array("uint8", (self.memory.rows.nbytes,), 0)
 
     def start_thread(self, cpu: int | None) -> None:
-        """From now on a thread posts, not the caller: on that core, or wherever this process may run."""
+        """From now on a thread posts instead of the caller: on that core, or wherever this process may run."""
         self.proxy.start_thread(cpu)
 
     def stop_thread(self) -> None:
@@ -157,7 +157,7 @@ class Far:
                 self.proxy.reach(rank)
 
     def hear(self, ranks: list[int]) -> None:
-        """Those write here by themselves, and signal it."""
+        """Those ranks write here by themselves, and signal it."""
         self.heard = ranks
         for rank in ranks:
             self.proxy.hear(rank)
@@ -182,7 +182,7 @@ class Far:
     # ---- dispatch
 
     def wait_sent(self, number: int, timeout_s: float) -> Outcome:
-        """Until the memory of the round before the last is free again."""
+        """Waits until the memory of the round before the last is free again."""
         return Outcome.of_native(*self.proxy.wait_sent(number, timeout_s))
 
     def send_routes(self, number: int, counts: Array) -> None:
@@ -242,7 +242,7 @@ class Far:
     # ---- waiting
 
     def wait(self, step: str, number: int, timeout_s: float) -> Outcome:
-        """Until "routes", "rows" or "results" of the round are here from all."""
+        """Waits until "routes", "rows" or "results" of the round are here from all."""
         return Outcome.of_native(*self.proxy.wait(step, number, timeout_s))
 
     def has_come(self, step: str, number: int, rank: int) -> bool:
@@ -255,7 +255,7 @@ class Far:
             raise WaitTimeout(f"the thread that posts has not come to its orders within {_SETTLE_S:g} s")
 
     def shut_out(self, rank: int) -> bool:
-        """Nothing of that rank lands here any more. False: it may be in the middle of a write; ask again."""
+        """Keeps that rank's writes out from now on. False: it may be in the middle of one; ask again."""
         try:
             for door in self._doors.get(rank, ()):
                 door.revoke(_FENCE_S)
@@ -272,7 +272,7 @@ class Far:
         self.reached.clear()
 
     def farewell(self, why: Why, timeout_s: float) -> bool:
-        """Nothing of ours comes any more: who waits for us is told. Whether it was posted."""
+        """Tells everybody who waits for us that nothing more will come. Returns whether it was posted."""
         number, words = why.number(self._config.world), why.words_bytes()
         return Outcome.of_native(*self.proxy.say_farewell(number, words, timeout_s)).result == "ready"
 

@@ -36,7 +36,7 @@ class FarPart:
 
     @property
     def nbytes(self) -> int:
-        """Of the region: for both parities."""
+        """Bytes of the region, for both parities."""
         return PARITIES * self.parity_bytes
 
 

@@ -106,7 +106,7 @@ class Near:
         return Why.of_peer(number - 2 if number >= 2 else None, words, self._world)
 
     def wait(self, what: int, number: int, timeout_s: float) -> tuple[Outcome, list[int]]:
-        """Until all have published it. Also the ranks that were lost before they did: none, unless these are masked."""
+        """Waits until all have published it. Returns ranks that were lost before: none, unless these are masked."""
         parity = number % PARITIES
         then = RETURNED + parity if what == SENT else None
         result, index, boards = self._words.wait(what + parity, number, timeout_s, then)

@@ -87,7 +87,7 @@ class Agreement:
     # ---- a half
 
     def wait(self, opened: Round, half: int, timeout_s: float) -> tuple[int, ...]:
-        """Until that half of the round is whole, here and everywhere. The masked ranks that are not part of it.
+        """Waits until that half of the round is whole everywhere. Returns masked ranks that are not part of it.
 
         Raises WaitTimeout, after which it may be called again; MaskedOut, NoMajority, EngineClosed, and UsageError when
         a rank has closed its AllToAll.
@@ -237,7 +237,7 @@ class Agreement:
         self._paxos.suspect(rank)
 
     def _got(self) -> tuple[Lasts, ...]:
-        """By rank, the mark of the last half of each parity that we have all of."""
+        """By rank, the mark of the last half of each parity that we have completely."""
         return tuple((self._got_of(rank, 0), self._got_of(rank, 1)) for rank in range(self._world))
 
     def _got_of(self, rank: int, parity: int) -> int:
@@ -321,7 +321,7 @@ class Agreement:
         return error_of(self._engine, outcome, self._addresses[outcome.rank], half, timeout_s)
 
     def farewell(self, timeout_s: float) -> None:
-        """Nothing of ours comes any more: what we confirmed arrives first."""
+        """Ends our part; what we confirmed arrives first."""
         self._confirmations.settle(timeout_s)
 
     def close(self, timeout_s: float) -> None:

@@ -111,7 +111,7 @@ class Confirmations:
         return int(self._out[word, 0] & _MARK) // 2 % PARITIES
 
     def unconfirmed(self, view: int, mark: int, ranks: Marks) -> list[int]:
-        """Of these ranks, an array of them, those that have not confirmed that half in that view."""
+        """Those of an array of ranks that have not confirmed that half in that view."""
         words = self._words[ranks, mark // 2 % PARITIES]
         values = words[:, 0]
         has = (values == ~words[:, 1]) & (values >> np.uint64(_VIEW_SHIFT) == view) & (values & _MARK >= mark)
@@ -194,7 +194,7 @@ class Confirmations:
     # ---- waiting and the end
 
     def wait_news(self, timeout_s: float) -> None:
-        """Until something was written here, or that time has passed."""
+        """Waits until something was written here, or that time has passed."""
         if timeout_s > 0:
             try:
                 self.news.wait(1, timeout_s)
@@ -204,7 +204,7 @@ class Confirmations:
             self.news.try_consume(count)
 
     def settle(self, timeout_s: float) -> None:
-        """Until what we confirmed has arrived wherever it can: before we say that we take part no more."""
+        """Waits until our confirmations have arrived wherever they can; to be called before we leave."""
         patience = Countdown(self._engine, timeout_s)
         for transfer, _, _ in self._confirming:
             try:

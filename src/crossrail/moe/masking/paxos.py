@@ -28,7 +28,7 @@ Got = Callable[[], tuple[Lasts, ...]]
 
 
 class Paxos:
-    """One rank's part. Threads: one at a time."""
+    """One rank's part in it. Threads: one at a time."""
 
     def __init__(self, rank: int, world: int) -> None:
         self.rank = rank

@@ -26,7 +26,7 @@ def sources_of(config: Config, rank: int, absent: Collection[int]) -> list[int |
 
 
 def drop_routes(config: Config, routes: Array, silent: Collection[int]) -> Array:
-    """The same, int32 or int64 [tokens, top_k], with -1 where the expert is on one of these ranks."""
+    """The routes, int32 or int64 [tokens, top_k], with -1 where the expert is on one of these ranks."""
     if not silent:
         return routes
     is_dropped = np.isin(config.split.ranks_of(routes), list(silent)) & (routes >= 0)

@@ -45,7 +45,7 @@ class View:
 
 @dataclass(frozen=True)
 class Record:
-    """All that a rank says about who is left. Each replaces the one before.
+    """Everything that a rank says about who is left. Each record replaces the one before.
 
     suspects: members that it has lost sight of. promised: the greatest ballot that it has answered, 0: none. got: by
     rank, lasts as far as it had all when it promised. accepted: a ballot and the view that it would bring. proposal: a

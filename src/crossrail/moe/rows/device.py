@@ -65,7 +65,7 @@ class DeviceRows:
             return self._empty_bytes(max(nbytes, 1))
 
     def registered(self, tensor: Any) -> xr.Region:
-        """For a block."""
+        """The region for a block."""
         return self._engine.register(tensor)
 
     @property
@@ -120,7 +120,7 @@ class DeviceRows:
     # ---- what tests play
 
     def _seen(self, memory: xr.Region | xr.GpuMapping) -> Any:
-        """As a tensor, which keeps it."""
+        """The memory as a tensor, which keeps it alive."""
         address = memory.__cuda_array_interface__["data"][0]
         if isinstance(memory, xr.GpuMapping):
             # Given an address, torch would begin to use the GPU whose memory it is, and copy from there.
@@ -132,7 +132,7 @@ class DeviceRows:
         return tensor
 
     def _found(self, device: torch.device) -> torch.device:
-        """With its number."""
+        """The device with its number."""
         if not torch.cuda.is_available():
             raise UsageError(f"device is '{device}', and torch has no GPU here (torch.cuda.is_available() is False)")
         number = torch.cuda.current_device() if device.index is None else device.index

@@ -13,7 +13,7 @@ from crossrail.moe.rows.interface import RowMemory
 
 
 def is_gpu(device: Any | None) -> bool:
-    """Of AllToAll's argument. UsageError for what is neither a GPU of NVIDIA's nor the host."""
+    """Whether AllToAll's argument names a GPU. UsageError for anything but an NVIDIA GPU or the host."""
     kind = "cpu" if device is None else str(device).partition(":")[0]
     if kind not in ("cpu", "cuda"):
         raise UsageError(f"device is {str(device)!r}, must be one of NVIDIA's GPUs, as 'cuda:0', or None: host memory")
@@ -21,7 +21,7 @@ def is_gpu(device: Any | None) -> bool:
 
 
 def row_memory(engine: xr.Engine, device: Any | None, kernels: Kernels | None, config: Config) -> RowMemory:
-    """For AllToAll's arguments of these names."""
+    """The row memory for AllToAll's arguments of these names."""
     if missing := [name for name in ("pack", "pull", "reduce") if kernels is not None and not hasattr(kernels, name)]:
         raise UsageError(
             f"kernels is {type(kernels).__name__}, must be Kernels or None: it has no {', '.join(missing)}"

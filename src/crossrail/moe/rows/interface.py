@@ -26,11 +26,11 @@ class Block(Protocol):
 
 
 class SharedBlock(Block, Protocol):
-    """One that peers write to."""
+    """A block that peers write to."""
 
     @property
     def region(self) -> xr.Region:
-        """All of it."""
+        """The region with all of it."""
 
     def register(self) -> xr.Region:
         """Once more: a region of its own, for one peer. The caller closes it."""
@@ -76,7 +76,7 @@ class RowMemory(Protocol):
     def copy_of(self, array: Any) -> Any: ...
 
     def copy(self, target: Any, source: Any) -> None:
-        """Nothing, when it is the same memory."""
+        """Copies it; does nothing if it is the same memory."""
 
     def pack(self, target: Any, x: Any, scales: Any | None, table: Array | None) -> None: ...
 
@@ -87,4 +87,4 @@ class RowMemory(Protocol):
     ) -> None: ...
 
     def settle(self) -> None:
-        """Until all that was asked for is done: what was packed may be sent, what was read be written anew."""
+        """Waits until everything asked for is done: packed memory may be sent, and read memory written anew."""

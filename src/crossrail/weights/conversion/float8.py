@@ -108,7 +108,7 @@ class BlockQuantiser:
                 self._round(wide, out[row : row + high, begin:end])
 
     def _large_block(self, values: npt.NDArray[Any], out: Bytes, scales: Floats) -> bool:
-        """One block that is longer than a piece, in two passes. scales: its one. False when something is not finite."""
+        """One block that is longer than a piece, in two passes. scales: its one. False if something is not finite."""
         largest = [self._magnitudes(self._widened(piece)).max() for piece, _ in pieces(values, out, _PIECE_ELEMENTS)]
         if not _set_scales(np.array([max(largest)], np.uint32), scales):
             return False
@@ -124,7 +124,7 @@ class BlockQuantiser:
         return np.bitwise_and(wide.view(np.uint32), 0x7FFFFFFF, out=bits)
 
     def _not_finite(self, values: npt.NDArray[Any], name: str) -> NotFinite:
-        """Of the first, row by row."""
+        """The error for the first value that is not finite, row by row."""
         for row, line in enumerate(values):
             for begin in range(0, len(line), self._elements):
                 wide = self._widened(line[begin : begin + self._elements])
@@ -133,7 +133,7 @@ class BlockQuantiser:
         raise AssertionError("all of it is finite")
 
     def _round(self, values: Floats, out: Bytes) -> None:
-        """To the nearest e4m3. values: at most 448 and a bit, which rounds to 448; they are used up."""
+        """Rounds to the nearest e4m3. values: at most slightly above 448, which rounds to 448; they are overwritten."""
         shape = values.shape
         bits = values.view(np.uint32)
         sign = np.right_shift(bits, 24, out=self._part(self._bits, shape))
@@ -178,7 +178,7 @@ def _has_plain_rows(matrix: npt.NDArray[Any]) -> bool:
 
 
 def _set_scales(largest: Words, scales: Floats) -> bool:
-    """From the magnitudes of blocks, as bits. False when one is not finite."""
+    """Sets scales from the magnitudes of blocks, as bits. False if one is not finite."""
     if largest.max() >= _INFINITY:
         return False
     np.divide(np.maximum(largest.view(np.float32), AMAX_MIN), np.float32(LARGEST), out=scales)

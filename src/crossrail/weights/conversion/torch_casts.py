@@ -157,7 +157,7 @@ def _widened(values: Tensor) -> Tensor:
 
 
 def _bfloat16_bits(wide: Tensor) -> Tensor:
-    """As int16, from float32; used as Caster says."""
+    """bfloat16 as int16, from float32; used as Caster says."""
     bits = wide.view(torch.int32)
     # Nearest, ties to even: half a step less one, and one more if the last bit that stays is set.
     rounded = bits + (((bits >> 16) & 1) + 0x7FFF)
@@ -178,5 +178,5 @@ def _to_odd(values: Tensor) -> Tensor:
 
 
 def _indices(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """All of them, in C order; one, (), for no dimensions."""
+    """All indices, in C order; for no dimensions a single one, ()."""
     yield from ((),) if not shape else ((i, *rest) for i in range(shape[0]) for rest in _indices(shape[1:]))

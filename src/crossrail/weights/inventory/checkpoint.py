@@ -75,11 +75,11 @@ class Checkpoint:
 
     @property
     def names(self) -> list[str]:
-        """Of all tensors, in order."""
+        """Names of all tensors, in order."""
         return sorted([*self._tensors, *self._refused])
 
     def nbytes(self, names: Sequence[str]) -> int:
-        """Of these tensors together."""
+        """Bytes of these tensors together."""
         return sum(self._tensor(name)[1].nbytes for name in names)
 
     def memory(self, engine: xr.Engine, rank: int, count: int, names: Sequence[str] | None = None) -> WeightMemory:
@@ -120,7 +120,7 @@ class Checkpoint:
         return self._tensors[name]
 
     def _stacks(self, names: Sequence[str]) -> dict[str, tuple[str, int, int]]:
-        """Of each expert by its name: its stack's name, its number, and how many there are.
+        """By an expert's name: its stack's name, its number, and how many there are.
 
         Only where all are there, from 0 on, alike, and nothing else has the stack's name.
         """

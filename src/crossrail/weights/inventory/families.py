@@ -83,7 +83,7 @@ _LATENT = ("deepseek_v3", "kimi_k2")
 
 
 def names_of(config: Mapping[str, Any]) -> Names:
-    """For a model's config.json as a mapping, in which null is as if it were not there.
+    """Rules for a model's config.json, given as a mapping in which null means absent.
 
     Raises UsageError for a model_type without rules, and for fields that lack or are no sizes.
     """
@@ -146,7 +146,7 @@ def _block_of(config: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _biased(kind: str, config: Mapping[str, Any]) -> frozenset[str]:
-    """As transformers' classes read it; only those of Llama know mlp_bias."""
+    """The projections that have biases, as transformers' classes decide; only Llama's know mlp_bias."""
     if kind == "qwen2":
         return frozenset({"q_proj", "k_proj", "v_proj"})
     names: set[str] = set()
@@ -159,7 +159,7 @@ def _biased(kind: str, config: Mapping[str, Any]) -> frozenset[str]:
 
 
 def _layers_without_experts(config: Mapping[str, Any], layers: int) -> frozenset[int]:
-    """Of Qwen3-MoE: those that are named, and all but each decoder_sparse_step-th."""
+    """Of Qwen3-MoE: the layers that are named, and all but every decoder_sparse_step-th."""
     named = config.get("mlp_only_layers", [])
     if not isinstance(named, list | tuple):
         raise _NoSize(f"mlp_only_layers is {str(named)!r:.80}, must be a list of layers")

@@ -152,7 +152,7 @@ class Inventory:
 
     @property
     def holdings(self) -> Iterator[Holding]:
-        """As Holdings, for people and small ones."""
+        """The rows as Holdings, for people and small inventories."""
         for row in self.rows:
             dims = int(row["dims"])
             scaled = int(row["scale_of"]) >= 0
@@ -172,7 +172,7 @@ class Inventory:
     # ---- telling others
 
     def to_bytes(self) -> bytes:
-        """For a message or a file."""
+        """The inventory as bytes, for a message or a file."""
         wire = _Wire(VERSION, self.role, self.rank, self.regions, self.names, self.meshes, self.rows.tobytes())
         return msgspec.msgpack.encode(wire)
 

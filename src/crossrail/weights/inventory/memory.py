@@ -136,7 +136,7 @@ class WeightMemory(Closing):
         scale_of: str | None,
         block: Sequence[int],
     ) -> _Piece:
-        """As add(), of what nobody else can move."""
+        """Like add(), for arrays that nobody else can move."""
         if self._inventory is not None:
             raise UsageError(f"{name}: this memory is registered already, nothing more can be added")
         if not isinstance(name, str):
@@ -180,7 +180,7 @@ class WeightMemory(Closing):
 
     @property
     def names(self) -> set[str]:
-        """Of the parameters that were added, with whatever part of them."""
+        """Names of the parameters that were added, in whole or in part."""
         return set(self._names)
 
     def gpus(self) -> list[str]:
@@ -377,7 +377,7 @@ def _numpy_piece(name: str, array: np.ndarray[Any, Any], dtype: object) -> _Piec
 
 
 def _cuda_piece(name: str, array: Any, dtype: object) -> _Piece:
-    """Of what speaks Numba's protocol: CuPy, JAX."""
+    """A piece of memory that speaks Numba's protocol: CuPy, JAX."""
     interface = array.__cuda_array_interface__
     stored, shape = np.dtype(interface["typestr"]), tuple(interface["shape"])
     kind = _kind_of(name, _named(stored), dtype)
@@ -391,7 +391,7 @@ def _cuda_piece(name: str, array: Any, dtype: object) -> _Piece:
 
 
 def _gpu_of(array: Any) -> str:
-    """As DLPack tells it; "" where it is not spoken."""
+    """The GPU that DLPack names; "" if the array does not speak DLPack."""
     asked = getattr(array, "__dlpack_device__", None)
     kind, number = (0, 0) if asked is None else asked()
     return f"cuda:{int(number)}" if int(kind) == _DLPACK_CUDA else ""

@@ -240,7 +240,7 @@ def _rows(tensors: Sequence[_Tensor]) -> Rows:
 
 
 def _split(rows: Rows, chosen: np.ndarray, index: int, count: int) -> None:
-    """Of the chosen the piece of this index along the first dimension, as torch.chunk cuts it; it may be empty."""
+    """The piece of this index along the first dimension, as torch.chunk cuts it; it may be empty."""
     extent = rows["stop"][:, 0] - rows["start"][:, 0]
     size = -(-extent // count)
     start = rows["start"][:, 0] + np.minimum(size * index, extent)
@@ -250,7 +250,7 @@ def _split(rows: Rows, chosen: np.ndarray, index: int, count: int) -> None:
 
 
 def _inventory(role: str, rank: int, names: list[str], meshes: list[str], rows: Rows) -> Inventory:
-    """One behind the other in one region."""
+    """An inventory of tensors one behind the other in one region."""
     rows = rows[(rows["start"] < rows["stop"]).all(axis=1)]
     extent = rows["stop"] - rows["start"]
     item = ITEM_BYTES[rows["dtype"]]

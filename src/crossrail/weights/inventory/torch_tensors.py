@@ -38,7 +38,7 @@ def _placement(name: str, placed: Any) -> Placement:
 
 
 def mesh_name(tensor: DTensor) -> str:
-    """The same for all processes of the tensor's mesh, and of no other."""
+    """A name that all processes of the tensor's mesh share, and no others."""
     ranks = tensor.device_mesh.mesh.flatten().tolist()
     return f"{len(ranks)} ranks {zlib.crc32(','.join(map(str, ranks)).encode()):08x}"
 

@@ -100,7 +100,7 @@ def _candidates(left: Boxes, right: Boxes) -> tuple[Ints, Ints, Ints]:
 
 
 def _furthest(key: Ints, value: Ints) -> Ints:
-    """Of each row the largest value of its key so far. key: ascending."""
+    """For each row the largest value of its key so far. key: ascending."""
     _, rank = distinct([key, value])  # ranks ascend by key, then value: so their maximum starts anew with each key
     by_rank = np.empty_like(value)
     by_rank[rank] = value

@@ -16,7 +16,7 @@ _JOINED_BYTES_MAX = 64 << 20  # larger ones would gain nothing, and be late
 
 
 class Rows(NamedTuple):
-    """Of a plan that is being made; writes in any order, the others in the order of their tasks."""
+    """Rows of a plan in the making; writes in any order, the others in the order of their tasks."""
 
     tasks: Any
     parts: Any

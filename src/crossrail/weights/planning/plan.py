@@ -143,7 +143,7 @@ class Plan:
         return dict(zip(self.targets, counts.tolist(), strict=True))
 
     def of_trainer(self, trainer: int) -> Plan:
-        """The same plan with the tasks of one trainer only, and what belongs to them, renumbered."""
+        """The plan with one trainer's tasks only, and what belongs to them, renumbered."""
         if trainer not in self.trainers:
             raise UsageError(f"trainer {trainer} is not in this plan")
         order, ranks = self._tasks_by_trainer
@@ -168,28 +168,28 @@ class Plan:
 
     @cached_property
     def task_parts(self) -> Ints:
-        """Of each task, its rows of parts."""
+        """For each task, its rows of parts."""
         return _starts(self.parts["task"], len(self.tasks))
 
     @cached_property
     def task_writes(self) -> Ints:
-        """Of each task, its rows of writes."""
+        """For each task, its rows of writes."""
         return _starts(self.writes["task"], len(self.tasks))
 
     @cached_property
     def part_gathers(self) -> Ints:
-        """Of each part, its rows of gathers."""
+        """For each part, its rows of gathers."""
         return _starts(self.gathers["part"], len(self.parts))
 
     @cached_property
     def part_outputs(self) -> Ints:
-        """Of each part, its rows of outputs."""
+        """For each part, its rows of outputs."""
         return _starts(self.outputs["part"], len(self.parts))
 
     # ---- telling others
 
     def to_bytes(self) -> bytes:
-        """For a message or a file."""
+        """The plan as bytes, for a message or a file."""
         tables = {name: getattr(self, name).tobytes() for name in TABLES}
         wire = _Wire(VERSION, self.trainers, self.targets, self.params, self.meshes, tables)
         return msgspec.msgpack.encode(wire)
@@ -225,7 +225,7 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """From a file that save() wrote. UsageError, OSError."""
+        """Reads a file that save() wrote. UsageError, OSError."""
         try:
             return cls.from_bytes(read_at_most(path, _FILE_BYTES_MAX, "plan"))
         except UsageError as error:

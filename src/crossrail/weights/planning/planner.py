@@ -139,7 +139,7 @@ def _check_roles(trainers: Sequence[Inventory], targets: Sequence[Inventory]) ->
 
 
 def _slices(joined: Tables, forms: Forms, wants: Wants, cells: Boxes) -> Slices:
-    """Whatever of a cell some target wants; of scales, in blocks."""
+    """All of a cell that some target wants; for scales, in blocks."""
     block = np.maximum(forms.block, 1)[cells.key]
     scaled = Boxes(cells.key, cells.start // block, -(-cells.stop // block))
     rows = joined.target.rows

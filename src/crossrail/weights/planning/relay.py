@@ -20,7 +20,7 @@ _WORTH = 8  # a piece is fetched only if that takes an eighth of its bytes, or m
 
 
 class Mates(NamedTuple):
-    """Who holds any part of a parameter: those of parameter i are trainer[first[i] : first[i + 1]], ascending."""
+    """The trainers that hold any part of a parameter: parameter i's are trainer[first[i] : first[i + 1]], ascending."""
 
     first: Ints
     trainer: Ints
@@ -81,7 +81,7 @@ def _is_slower(cost: Any, than: Any) -> Any:
 
 
 def _has_helper(mates: Mates, param: Ints, cost: Ints, slow: int) -> npt.NDArray[np.bool_]:
-    """Of each of these parameters, whether somebody fast enough holds a part."""
+    """For each of these parameters, whether a fast enough trainer holds a part."""
     able = np.concatenate([[0], np.cumsum(_is_slower(slow, cost[mates.trainer]))])
     found: npt.NDArray[np.bool_] = able[mates.first[param + 1]] > able[mates.first[param]]
     return found

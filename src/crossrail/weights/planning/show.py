@@ -19,7 +19,7 @@ _SHADES = " ·░▒▓█"
 
 
 class Spread(NamedTuple):
-    """Of figures of several ranks."""
+    """The spread of a figure over several ranks."""
 
     least: float
     mean: float
@@ -134,7 +134,7 @@ def _rank_at(ranks: tuple[int, ...], row: float, _: object) -> str:
 
 
 def differences(one: Plan, other: Plan) -> list[str]:
-    """In what two plans differ, a line each; empty: in nothing."""
+    """How two plans differ, a line each; empty if they do not."""
     if one == other:
         return []
     lines = []

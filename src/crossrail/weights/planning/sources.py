@@ -244,14 +244,14 @@ def cells_of(forms: Forms, sources: Sources, whole: bool, write_bytes_min: int, 
 
 
 def _longest(key: Ints, value: Ints, end: Ints) -> Ints:
-    """Of each key, the longest distance from one cut to the next, or to the end."""
+    """For each key, the longest distance from one cut to the next, or to the end."""
     longest = np.zeros(len(end), np.int64)
     np.maximum.at(longest, key, _following(key, value, end) - value)
     return longest
 
 
 def _following(key: Ints, value: Ints, end: Ints) -> Ints:
-    """Of each cut, where the next one of its key is, or the end. Cuts ascend by key and value."""
+    """For each cut, where the next one of its key is, or the end. Cuts ascend by key and value."""
     following = end[key].copy()
     same = key[1:] == key[:-1]
     following[:-1][same] = value[1:][same]
@@ -259,7 +259,7 @@ def _following(key: Ints, value: Ints, end: Ints) -> Ints:
 
 
 def _refined(key: Ints, value: Ints, end: Ints, step: Ints) -> tuple[Ints, Ints]:
-    """With more cuts, so that they are at most step[key] apart."""
+    """Adds cuts, so that they are at most step[key] apart."""
     extent = _following(key, value, end) - value
     counts = np.maximum(-(-extent // step[key]), 1)
     key, value = np.repeat(key, counts), np.repeat(value, counts) + ranges(counts) * np.repeat(step[key], counts)

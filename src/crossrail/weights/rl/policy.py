@@ -34,7 +34,7 @@ class Learned(NamedTuple):
 
 
 class PolicyTrainer:
-    """One shard of it. Threads: one at a time; all but memory() are collectives of all shards.
+    """One shard of the policy. Threads: one at a time; all but memory() are collectives of all shards.
 
     meeting: a file that is not there yet, by which the shards find each other. Equal seed, shards and rollouts: equal
     weights, on processors of one kind.
@@ -102,5 +102,5 @@ class PolicyTrainer:
 
 
 def make_model() -> Any:
-    """With random weights of torch's current seed, in float32."""
+    """A model with random weights of torch's current seed, in float32."""
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**CONFIG)).train()

@@ -37,7 +37,7 @@ NEW_TOKENS = 8
 
 
 class Rollout(Struct):
-    """One completion. logprobs: of its tokens, as whoever sampled them had them. reward: 0 to 1."""
+    """One completion. logprobs: its tokens' log probabilities when they were sampled. reward: 0 to 1."""
 
     prompt: list[int]
     completion: list[int]

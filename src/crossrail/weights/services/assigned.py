@@ -63,7 +63,7 @@ class Assigned:
         self.is_ready = True
 
     def drop(self) -> None:
-        """Nobody wants it any more: open() and make() end early. Any thread."""
+        """Nobody wants this assignment any more: open() and make() end early. Any thread."""
         self._is_dropped = True
 
     def _check_wanted(self) -> None:
@@ -86,7 +86,7 @@ class Pieces:
         self._data: dict[int, bytes] = {}
 
     def clear(self, attempt: int) -> None:
-        """Those of attempts up to this one are not wanted any more."""
+        """Drops the pieces of attempts up to this one."""
         if self._attempt <= attempt:
             self._data.clear()
 

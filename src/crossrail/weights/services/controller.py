@@ -94,7 +94,7 @@ class WeightController:
         return self._mailbox.address
 
     def ranks(self, role: Role) -> list[int]:
-        """Of those who are there, ascending."""
+        """Ranks of the members, ascending."""
         return [member.rank for member in self._roster.of(role)]
 
     async def ready(self, trainers: Iterable[int], targets: Iterable[int], timeout_s: float) -> None:
@@ -161,7 +161,7 @@ class WeightController:
             self._lost.set_exception(CrossrailError(f"{member}: {why}"))
 
     def _leave_out(self, member: Member, why: str, report: UpdateReport) -> None:
-        """As Roster.drop(), of an update that has just begun."""
+        """Like Roster.drop(), for an update that has just begun."""
         if self._roster.drop(member, why):
             log.warning("the update to version %d goes on without %s: %s", report.version, member, why)
             report.left_out.append(str(member))
@@ -174,7 +174,7 @@ class WeightController:
     # ---- an update
 
     async def _update(self, version: int, timeout_s: float, on_progress: OnProgress) -> UpdateReport:
-        """As update(). Cancelled once at most."""
+        """Like update(). Cancelled at most once."""
         report = UpdateReport(version)
         for member in self._roster.lost():  # before they count as lost in the middle of it
             self._leave_out(member, "it died, closed, or was silent for too long", report)
@@ -334,7 +334,7 @@ class WeightController:
     async def _stage(
         self, members: list[Member], question: Callable[[Member], object], answer: type[_T], timeout_s: float
     ) -> list[_T]:
-        """As _all(), of an update that ends within timeout_s; and remembers who has not answered yet."""
+        """Like _all(), for an update that ends within timeout_s; remembers who has not answered yet."""
 
         def asked(member: Member) -> object:
             words = question(member)

@@ -8,7 +8,7 @@ from crossrail.errors import UsageError
 
 
 def heard(task: asyncio.Task[None]) -> None:
-    """Of what it raises, which the loop complains of when nobody waits for it any more."""
+    """Retrieves what the task raised: otherwise the loop complains about it if nobody waits for the task any more."""
     if not task.cancelled():
         task.exception()
 

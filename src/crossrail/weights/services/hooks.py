@@ -26,7 +26,7 @@ def no_hook(_version: int) -> None:
 
 
 class Hooks:
-    """Of one inference rank. Threads: that of the event loop.
+    """The hooks of one inference rank. Threads: that of the event loop.
 
     running: the call that runs, as text; "": none does.
     tasks: that call hooks, until they have ended; those that were given to keep().

@@ -15,7 +15,7 @@ _NAMED = 8
 
 
 class Late:
-    """Of one update after the other: who has not answered yet what it waits for. Threads: the event loop's.
+    """Who has not answered yet what an update waits for; one update after the other. Threads: the event loop's.
 
     own: what the controller has not done yet, in words; "" while it waits for others.
     """
@@ -92,7 +92,7 @@ class Late:
         return False
 
     async def _progress_of(self, member: Member) -> m.Progress | None:
-        """None: it does not answer."""
+        """The member's progress; None if it does not answer."""
         try:
             return await self._mailbox.ask(member.address, m.AskProgress(), m.Progress, _WHO_S)
         except (NoAnswer, Unreachable):

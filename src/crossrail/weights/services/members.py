@@ -63,7 +63,7 @@ class Member:
 def assigns_of(
     plan: Plan, attempt: int, trainers: Sequence[Member], targets: Sequence[Member], gone: list[bytes]
 ) -> dict[int, list[m.Assign]]:
-    """By trainer's rank, in the order in which they are to be sent. gone: whom they need not wait for any more.
+    """Assigns by trainer's rank, in the order in which they are to be sent. gone: ranks that they need not wait for.
 
     Blocks: it compresses all of the plan. UsageError, which names the trainer, for a part that is too long to be sent.
     """
@@ -159,7 +159,7 @@ async def until_reached(
 
 
 class Membership:
-    """Of a trainer or inference rank: whether it takes part, as far as it is concerned; left out, it joins again.
+    """Whether a trainer or inference rank takes part, as far as it knows itself; if it was left out, it joins again.
 
     join: its own, to the controller of an address, within so many seconds. closed_why: why it takes part no more, ""
         while it does; broken_why: why its memory cannot be used any more. on_out: called once out_why says why joining
@@ -195,13 +195,13 @@ class Membership:
             )
 
     def begin(self, controller: bytes) -> None:
-        """Its join() to this controller was called: one that goes on by itself is overtaken."""
+        """Called by join() to this controller: it replaces an attempt to join again that is in progress."""
         self._takes_part, self._controller = True, controller
         if self._joining is not asyncio.current_task():
             self._stop()
 
     def end(self) -> None:
-        """It leaves, or closes."""
+        """Ends the membership: the rank leaves, or closes."""
         self._takes_part = False
         self._stop()
 
@@ -242,7 +242,7 @@ class Membership:
             await asyncio.wait(others, timeout=_ANSWERED_S)
 
     def close(self) -> None:
-        """As end(), and the mailbox may be another one's."""
+        """Like end(); afterwards another member may use the mailbox."""
         self.end()
         if _memberships.get(id(self._mailbox)) is self:  # close() may be called again, after another one has it
             del _memberships[id(self._mailbox)]
@@ -255,8 +255,8 @@ class Membership:
     async def ask_to_join(
         self, controller: bytes, inventory: bytes, timeout_s: float, spare: list[bytes] | None = None, *, is_again: bool
     ) -> None:
-        """Whatever was said of earlier joins is over. A controller that our engine has given up is looked for anew: it
-        may have been frozen or cut off.
+        """Asks to join; answers to earlier joins do not count any more. A controller that our engine has given up is
+        looked for anew: it may have been frozen or cut off.
 
         is_again: as of Join. Raises MemberRefused, NoAnswer, Unreachable.
         """

@@ -52,7 +52,7 @@ def unpacked(data: bytes) -> bytes:
 
 
 def in_pieces(data: bytes) -> list[bytes]:
-    """Of PIECE_BYTES at most. UsageError for more than PIECES_MAX."""
+    """Cuts it into pieces of at most PIECE_BYTES. UsageError for more than PIECES_MAX."""
     pieces = [data[at : at + PIECE_BYTES] for at in range(0, len(data), PIECE_BYTES)] or [b""]
     if len(pieces) > PIECES_MAX:
         raise UsageError(f"{len(data)} bytes, at most {PIECES_MAX * PIECE_BYTES} are sent")
@@ -74,13 +74,13 @@ class Join(Struct, frozen=True, tag=True):
 
 
 class Joined(Struct, frozen=True, tag=True):
-    """It is in the plan from the next update on. version: the last that was completed, -1: none."""
+    """The member is in the plan from the next update on. version: the last that was completed, -1: none."""
 
     version: int
 
 
 class JoinRefused(Struct, frozen=True, tag=True):
-    """It does not fit, and never will."""
+    """The member does not fit, and never will."""
 
     reason: Text
 
@@ -185,7 +185,7 @@ class Open(Struct, frozen=True, tag=True):
 
 
 class Opened(Struct, frozen=True, tag=True):
-    """Nobody reads this buffer any more."""
+    """Nobody reads the inference rank's buffer any more."""
 
     buffer: Annotated[int, Meta(ge=0, le=1)]
 

@@ -114,7 +114,7 @@ class WeightReceiver(AsyncClosing):
 
     @property
     def state(self) -> State:
-        """Of the weights that reading() gives."""
+        """The state of the weights that reading() returns."""
         return self._versions.state
 
     async def join(self, controller: bytes, timeout_s: float = 30.0, *, displaces: bool = True) -> None:
@@ -390,7 +390,7 @@ class WeightReceiver(AsyncClosing):
             await self._hooks.call_resume(self.version)
 
     async def _wait_unread(self, attempt: Attempt, deadline_at_s: float) -> None:
-        """Until neither a reader nor a kernel is at the memory that is to be written. No reader comes meanwhile.
+        """Waits until neither a reader nor a kernel uses the memory to be written, and keeps new readers out.
 
         UsageError as soon as the attempt is over.
         """

@@ -66,7 +66,7 @@ class UpdateReport:
 
     @property
     def written_bytes(self) -> int:
-        """By all trainers."""
+        """Bytes written by all trainers."""
         return sum(step.written_bytes for step in self.steps.values())
 
 

@@ -60,7 +60,7 @@ class Roster:
         return [*self.of("trainer"), *self.of("target")]
 
     def of(self, role: Role) -> list[Member]:
-        """By rank."""
+        """The members of this role, by rank."""
         there = dict(self.members)  # who reads metrics is another thread
         return [there[key] for key in sorted(there) if key[0] == role]
 
@@ -110,7 +110,7 @@ class Roster:
         self._mailbox.spawn(tell(), f"telling {member} that another has its rank")
 
     def _hear(self, sender: bytes, number: int) -> None:
-        """Of a Join or Leave."""
+        """Handles a Join or Leave."""
         self._heard[sender] = max(number, self._heard.get(sender, 0))
 
     def _is_late(self, sender: bytes, number: int) -> bool:

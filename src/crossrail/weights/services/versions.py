@@ -14,7 +14,7 @@ VERSION_MAX = 1 << 62
 
 
 class State(Enum):
-    """Of one buffer."""
+    """The state of one buffer."""
 
     WHOLE = "whole"
     RECEIVING = "receiving"
@@ -61,12 +61,12 @@ class Versions:
 
     @property
     def version(self) -> int:
-        """Of the front; -1 while nothing was committed there."""
+        """The version in the front buffer; -1 while nothing was committed there."""
         return self._versions[self.front]
 
     @property
     def state(self) -> State:
-        """Of the front."""
+        """The state of the front buffer."""
         return self._states[self.front]
 
     @property
@@ -86,7 +86,7 @@ class Versions:
 
     @property
     def may_open(self) -> bool:
-        """Nobody reads the back."""
+        """Whether nobody reads the back buffer."""
         return not self._readers[self.back]
 
     @contextmanager
@@ -105,7 +105,7 @@ class Versions:
         return self.back
 
     def commit(self, version: int) -> None:
-        """All of it is there: it is the front now."""
+        """Everything has arrived in the back buffer: it is the front now."""
         assert self._states[self.back] is State.RECEIVING
         back = self.back
         self._states[back] = State.WHOLE
@@ -113,12 +113,12 @@ class Versions:
         self.front = back
 
     def abort(self) -> None:
-        """Some of it may be there: what lay in that buffer is lost."""
+        """Something may have been written: the buffer's former contents are lost."""
         assert self._states[self.back] is State.RECEIVING
         self._states[self.back] = State.TORN
 
     def withdraw(self) -> None:
-        """None of it is there, nor comes any more: that buffer is what it was."""
+        """Nothing was written, nor will be: the buffer keeps its contents."""
         assert self._states[self.back] is State.RECEIVING
         self._states[self.back] = self._opened
 
@@ -137,6 +137,6 @@ class Versions:
         return self.front
 
     def end_reading(self, buffer: int) -> None:
-        """Of a buffer that begin_reading() gave."""
+        """Ends the reading of a buffer that begin_reading() returned."""
         assert self._readers[buffer]
         self._readers[buffer] -= 1

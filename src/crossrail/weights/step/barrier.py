@@ -9,7 +9,7 @@ import crossrail as xr
 
 
 class Barrier(Protocol):
-    """Of the trainers of one plan. Threads: the event loop's."""
+    """A barrier of the trainers of one plan. Threads: the event loop's."""
 
     async def wait(self, timeout_s: float) -> None:
         """Returns when all have called it as often as we have. Raises WaitTimeout, or what keeps it from working.
@@ -18,7 +18,7 @@ class Barrier(Protocol):
         """
 
     def close(self) -> None:
-        """Nobody comes to it any more. Idempotent."""
+        """Nobody enters it any more. Idempotent."""
 
 
 # Of this engine, the addresses of the other trainers, and a number that only this attempt uses.

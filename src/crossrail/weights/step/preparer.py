@@ -13,7 +13,7 @@ from crossrail.weights.step.task import Bytes, ReadyTask, Tools
 
 
 class Preparer(Protocol):
-    """Of one trainer. Threads: one at a time, that of its conversions; load() may run in another meanwhile.
+    """Prepares the tasks of one trainer. Threads: one at a time, that of its conversions; load() may run in another.
 
     bytes_at_once: small tasks are handed over together, until they need so many bytes of the arena.
     """
@@ -27,7 +27,7 @@ class Preparer(Protocol):
         """Those of the trainer's, by index, that prepare() does not read: what it needs of them load() brings."""
 
     def open(self, regions: Sequence[xr.Region], arena: xr.Region | None) -> None:
-        """For the step that begins. regions: the trainer's, by index in its inventory; arena None: nothing to do."""
+        """Begins a step. regions: the trainer's, by index in its inventory; arena None: nothing to do."""
 
     def load(self, tasks: Sequence[tuple[ReadyTask, int]]) -> None:
         """Brings what tasks name in `loads` into the arena, at their bases; it is there when it returns."""
@@ -83,7 +83,7 @@ def far_for(preparer: Preparer | None, regions: Sequence[xr.Region]) -> frozense
 
 
 def preparer_for(regions: Sequence[xr.Region]) -> Preparer:
-    """By torch on the GPU that most of them are in; by numpy where none is a GPU's.
+    """torch on the GPU that holds most of them, or numpy if none is on a GPU.
 
     UsageError where one is and nobody has imported torch.
     """

@@ -95,7 +95,7 @@ class _Some:
         self._batches, self._first_batch = _batches(writes, begin, end)
 
     def tasks(self) -> Iterator[ReadyTask]:
-        """In their order."""
+        """The tasks, in their order."""
         return map(self._task, range(len(self._group)))
 
     def _task(self, index: int) -> ReadyTask:
@@ -215,16 +215,16 @@ class _Some:
         self._checked.add((param.dtype, target, is_quantised))
 
     def _is_near(self, gather: int) -> bool:
-        """Of this trainer, and prepared from where it lies."""
+        """Whether it is this trainer's, and prepared from where it lies."""
         return self._holder[gather] == self._me and self._held_region[gather] not in self._far
 
     def _is_packed(self, at: int, outputs: range, param: _Param) -> bool:
-        """Its buffer is what is gathered, as it is."""
+        """Whether its buffer is exactly what is gathered."""
         same = not self._is_quantised[at] and DTYPES[self._target[at]] == param.dtype
         return same and len(outputs) == 1 and self._out_extent[outputs[0]] == self._extent[at]
 
     def _held(self, gather: int, param: _Param) -> View:
-        """As it lies in its holder's region."""
+        """The array as it lies in its holder's region."""
         extent, strides = self._held_extent[gather][: param.dims], self._held_strides[gather][: param.dims]
         return View(self._held_offset[gather], tuple(extent), tuple(strides), param.kind)
 

@@ -35,7 +35,7 @@ class Schedule:
 
     @property
     def is_prepared(self) -> bool:
-        """All tasks of the current group are."""
+        """Whether all tasks of the current group are prepared."""
         return not self._unprepared and not self._has_next
 
     @property
@@ -45,7 +45,7 @@ class Schedule:
 
     @property
     def is_over(self) -> bool:
-        """All tasks of all groups are finished."""
+        """Whether all tasks of all groups are finished."""
         return self._next == len(self._sizes) and not self._bases
 
     @property
@@ -65,12 +65,12 @@ class Schedule:
         return task, base
 
     def prepared(self, task: int) -> None:
-        """Its buffer is made: it reads nobody's weights any more."""
+        """The task's buffer is made: it reads nobody's weights any more."""
         assert task in self._bases
         self._unprepared -= 1
 
     def finished(self, task: int) -> None:
-        """Nothing touches its piece any more."""
+        """Nothing touches the task's piece of the arena any more."""
         self._arena.give(self._bases.pop(task), self._sizes[task])
 
     def enter(self, group: int) -> None:

@@ -220,7 +220,7 @@ class Step:
         return count
 
     def _to_next(self, index: int) -> None:
-        """Its reads are done."""
+        """The task's reads are done: it goes to the next stage."""
         (self._gathered if self._tasks[index].loads else self._ready).append(index)
 
     @property

@@ -73,7 +73,7 @@ class View(Struct, frozen=True, gc=False):
 
     @property
     def nbytes(self) -> int:
-        """Of its elements."""
+        """Bytes of its elements."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -135,7 +135,7 @@ class Part(Struct, frozen=True, gc=False):
 
 
 class ReadyTask(Struct, frozen=True, gc=False):
-    """One task, ready. Any thread.
+    """A task that is ready to be replayed. Any thread.
 
     name: its parameters. group: of the plan. own_region, own_offset: where the bytes of a direct one lie, region None
     for one that is prepared. piece_bytes: what it needs of the arena, 0 for a direct one. loads: what is copied before
@@ -156,7 +156,7 @@ class ReadyTask(Struct, frozen=True, gc=False):
 
     @property
     def is_direct(self) -> bool:
-        """Its bytes are written from where they lie: there is nothing to prepare."""
+        """Whether its bytes are written from where they lie, with nothing to prepare."""
         return self.own_region is not None
 
     def prepare(self, memories: Memories, arena: Bytes, base: int, tools: Tools) -> None:
