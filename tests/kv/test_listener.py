@@ -381,7 +381,7 @@ async def counting(listener: Listener) -> AsyncIterator[str]:
     """A server that says how many bytes it was sent."""
 
     async def count(http: web.Request) -> web.StreamResponse:
-        async with listener.body(http) as data:
+        async with listener.bodies.read(http) as data:
             return web.Response(text=str(len(data)))
 
     app = web.Application()
@@ -400,7 +400,7 @@ async def test_large_bodies_together_have_a_bound_and_small_ones_none(client: ai
 
     async with counting(listener) as url:
         first = asyncio.ensure_future(client.post(url, data=halting()))
-        await until(lambda: listener._bodies_bytes > 700 << 10, "most of it is there")
+        await until(lambda: listener.bodies.held_bytes > 700 << 10, "most of it is there")
         async with client.post(url, data=io.BytesIO(b" " * (800 << 10))) as response:
             assert (response.status, await response.text()) == (
                 429, "bodies of requests take 1048576 bytes already, the most that is kept of all\n"
@@ -413,9 +413,9 @@ async def test_large_bodies_together_have_a_bound_and_small_ones_none(client: ai
         async with client.post(url, data=io.BytesIO(b" " * (800 << 10))) as response:
             assert response.status == 200
         gone = asyncio.ensure_future(client.post(url, data=halting_for_ever()))
-        await until(lambda: listener._bodies_bytes > 0, "some of it is there")
+        await until(lambda: listener.bodies.held_bytes > 0, "some of it is there")
         gone.cancel()
-        await until(lambda: listener._bodies_bytes == 0, "nothing is kept of who left")
+        await until(lambda: listener.bodies.held_bytes == 0, "nothing is kept of who left")
         await asyncio.gather(gone, return_exceptions=True)
 
 

@@ -133,7 +133,7 @@ def area_agrees(slab: Bytes, area: int, slots: Rows, is_alive: bool) -> list[str
 
 
 def whole_is_poison(slab: Bytes) -> str:
-    """Whether memory that was closed and poisoned is unchanged."""
+    """What is wrong with memory that was closed and poisoned; "" if it is unchanged."""
     return f"memory was touched after close(), at byte {first - 1}" if (first := _touched(slab)) else ""
 
 

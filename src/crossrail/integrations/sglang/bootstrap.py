@@ -129,7 +129,7 @@ class BootstrapServer:
 
     async def _put(self, request: web.Request) -> web.Response:
         try:
-            async with self._listener.body(request) as body:
+            async with self._listener.bodies.read(request) as body:
                 line = body.decode("latin-1")  # any bytes are text then, and refused if they are no line
             self._table.put(line.strip(), time.monotonic())
         except UsageError as error:

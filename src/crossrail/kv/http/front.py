@@ -242,7 +242,7 @@ class Front:
 
     async def _read(self, http: web.Request) -> tuple[CompletionBody, Tokens]:
         """The body, without its prompt, which may be long, and that as tokens."""
-        async with self._listener.body(http) as data:
+        async with self._listener.bodies.read(http) as data:
             try:
                 body = _decoder.decode(data)
             except (msgspec.MsgspecError, UnicodeDecodeError) as error:
