@@ -1,4 +1,4 @@
-"""What is done with the figures once everything is measured, the same for every benchmark; options.py has its options."""
+"""What is done with the figures once all is measured, the same for every benchmark; its options are in options.py."""
 
 from __future__ import annotations
 
