@@ -117,6 +117,20 @@ def test_latent_attention_of_tensor_parallelism(config: dict[str, Any]) -> None:
             np.testing.assert_array_equal(filled(held, wanted.shape, whole), wanted, name)
 
 
+def test_latent_attention_with_queries_that_have_no_latent() -> None:
+    """As of Moonlight: a DeepSeek-V3 with "q_lora_rank": null."""
+    names = names_of(DEEPSEEK | {"q_lora_rank": None, "attention_bias": True})
+    whole = checkpoint(names)
+    attention = f"{LAYER}.self_attn"
+    assert not [name for name in names.shapes if ".q_a" in name or ".q_b" in name]
+    assert f"{attention}.q_proj.bias" not in names.shapes
+    for rank in range(2):
+        wanted = rows(whole[f"{attention}.q_proj.weight"], rank, 2)
+        assert wanted.shape == (4 * (8 + 4) // 2, 32)
+        held = names.holdings(f"{attention}.q_proj.weight", "float32", wanted.shape, 0, 0, ranks=Ranks(rank, 2))
+        np.testing.assert_array_equal(filled(held, wanted.shape, whole), wanted)
+
+
 @pytest.mark.parametrize("config", [DEEPSEEK, KIMI_K2])
 def test_shared_experts_are_divided_as_a_dense_block(config: dict[str, Any]) -> None:
     names = names_of(config)
@@ -487,7 +501,13 @@ def test_null_in_a_configuration_is_as_if_it_were_not_there() -> None:
 @pytest.mark.parametrize(
     ("config", "text"),
     [
-        (DEEPSEEK | {"q_lora_rank": None}, "a deepseek_v3 model has no 'q_lora_rank'"),
+        (DEEPSEEK | {"kv_lora_rank": None}, "a deepseek_v3 model has no 'kv_lora_rank'"),
+        ({key: DEEPSEEK[key] for key in DEEPSEEK if key != "q_lora_rank"}, "a deepseek_v3 model has no 'q_lora_rank'"),
+        (object(), r"the configuration is a object, must be config.json as a mapping. Next: the to_dict\(\) of trans"),
+        (
+            LLAMA | {"model_type": "gemma2"},
+            r"model_type 'gemma2' has no rules here, .*Next: Names\(\) with rules of your",
+        ),
         (LLAMA | {"num_attention_heads": 0}, "a llama model: num_attention_heads is 0, must be a whole number, 1 or"),
         (LLAMA | {"hidden_size": "32"}, "hidden_size is '32', must be"),
         (QWEN3_MOE | {"mlp_only_layers": 3}, "a qwen3_moe model: mlp_only_layers is '3', must be a list of layers"),

@@ -62,7 +62,7 @@ DEEPSEEK_V3: tuple[Rule, ...] = (
     ),
     *(
         Rule(f"{_ATTENTION}.{name}.{{kind}}", (Part(f"{_ATTENTION}.{name}.{{kind}}", 0, "heads"),))
-        for name in ("q_b_proj", "kv_b_proj")
+        for name in ("q_proj", "q_b_proj", "kv_b_proj")  # the first instead of the second without q_lora_rank
     ),
     _ROWS,
     *EXPERTS,
@@ -85,13 +85,21 @@ _LATENT = ("deepseek_v3", "kimi_k2")
 def names_of(config: Mapping[str, Any]) -> Names:
     """Rules for a model's config.json, given as a mapping in which null means absent.
 
-    Raises UsageError for a model_type without rules, and for fields that lack or are no sizes.
+    Raises UsageError for what is no mapping, a model_type without rules, and for fields that lack or are no sizes.
     """
+    if not isinstance(config, Mapping):
+        raise UsageError(
+            f"the configuration is a {type(config).__name__}, must be config.json as a mapping. Next: the to_dict() of "
+            "transformers' configurations"
+        )
+    if config.get("q_lora_rank", 0) is None:  # here null says something: queries are made without a latent
+        config = {**config, "q_lora_rank": 0}
     config = {name: value for name, value in config.items() if value is not None}
     kind = str(config.get("model_type"))
     if kind not in _RULES:
         raise UsageError(
-            f"model_type {kind!r} has no rules here, there are {', '.join(_RULES)}; Names() takes your own"
+            f"model_type {kind!r} has no rules here, there are {', '.join(_RULES)}. "
+            "Next: Names() with rules of your own (docs/weights-plans.md)"
         )
     try:
         shape = _shape(kind, config)
@@ -187,7 +195,7 @@ def _shape(kind: str, config: Mapping[str, Any]) -> ModelShape:
             experts=experts,
             expert_rows=sizes["moe_intermediate_size"],
             shared_rows=sizes["moe_intermediate_size"] * sizes["n_shared_experts"],
-            q_lora=sizes["q_lora_rank"],
+            q_lora=sizes.of("q_lora_rank", 0),
             kv_lora=sizes["kv_lora_rank"],
             rope=sizes["qk_rope_head_dim"],
             nope=sizes["qk_nope_head_dim"],

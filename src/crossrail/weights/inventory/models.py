@@ -36,6 +36,7 @@ class ModelShape:
     """The sizes that decide the parameters of a decoder with experts. Elements.
 
     kv_lora and the others of MLA are 0 for grouped-query attention, heads x head_dim for q, kv_heads for k and v.
+    q_lora alone is 0 where q is made without a latent.
     dense_layers: the first so many have no experts but a dense block; also_dense: these too, counted from 0. normed: q
     and k of each head are (Qwen3). biased: projections of attention, and of dense blocks, that have a bias.
     """
@@ -105,9 +106,12 @@ class ModelShape:
                 yield "q_norm", (self.head_dim,)
                 yield "k_norm", (self.head_dim,)
             return
-        yield "q_a_proj", (self.q_lora, self.hidden)
-        yield "q_a_layernorm", (self.q_lora,)
-        yield "q_b_proj", (self.heads * (self.nope + self.rope), self.q_lora)
+        if self.q_lora:
+            yield "q_a_proj", (self.q_lora, self.hidden)
+            yield "q_a_layernorm", (self.q_lora,)
+            yield "q_b_proj", (self.heads * (self.nope + self.rope), self.q_lora)
+        else:
+            yield "q_proj", (self.heads * (self.nope + self.rope), self.hidden)
         yield "kv_a_proj_with_mqa", (self.kv_lora + self.rope, self.hidden)
         yield "kv_a_layernorm", (self.kv_lora,)
         yield "kv_b_proj", (self.heads * (self.nope + self.value), self.kv_lora)
