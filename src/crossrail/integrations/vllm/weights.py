@@ -68,7 +68,10 @@ class CrossrailWeightTransferEngine(WeightTransferEngine[CrossrailInitInfo, Cros
         super().__init__(config, vllm_config, device, model)
         parallel = vllm_config.parallel_config
         if parallel.pipeline_parallel_size != 1:
-            raise UsageError("weight transfer by crossrail knows tensor and expert parallelism, not pipelines")
+            raise UsageError(
+                f"pipeline_parallel_size is {parallel.pipeline_parallel_size}: weight transfer by crossrail knows "
+                "tensor and expert parallelism, not pipelines. Next: start it with --pipeline-parallel-size 1"
+            )
         if parallel.enable_eplb:
             raise UsageError(
                 "enable_eplb: vLLM moves experts while it runs, and weight transfer by crossrail needs them to stay. "
@@ -76,7 +79,8 @@ class CrossrailWeightTransferEngine(WeightTransferEngine[CrossrailInitInfo, Cros
             )
         if getattr(vllm_config.model_config, "enable_sleep_mode", False):
             raise UsageError(
-                "enable_sleep_mode: weight transfer by crossrail needs parameters that stay where they are in memory"
+                "enable_sleep_mode: weight transfer by crossrail needs parameters that stay where they are in memory. "
+                "Next: start it without --enable-sleep-mode"
             )
         self._device = str(device) if getattr(device, "type", "") == "cuda" else None
         self._worker: WeightsWorker | None = None

@@ -153,7 +153,9 @@ def _is_changed(name: str, module: torch.nn.Module) -> bool:
     if kind in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
         is_empty = not module.weight.numel()
         if is_empty and getattr(module, "_cpu_skip_gemm_dispatch", False):
-            raise UsageError(f"{name}.weight is empty: vLLM's attention has packed it for AMX, and cannot do it again")
+            raise UsageError(
+                f"{name}.weight is empty: vLLM's attention has packed it for AMX, and cannot do it again. {_ELSE}"
+            )
         return is_empty
     if kind is UnquantizedFusedMoEMethod:
         backend = method.unquantized_backend.name
