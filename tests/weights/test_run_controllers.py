@@ -22,7 +22,7 @@ from crossrail.weights.services.reports import ControllerOptions
 from crossrail.weights.services.trainer import WeightTrainer
 from crossrail.weights.services.versions import State
 from tests.weights.conftest import MakeFleet
-from tests.weights.fleet import PATIENCE_S
+from tests.weights.fleet import PATIENCE_S, Fleet
 
 
 async def test_progress_that_raises_ends_the_update_everywhere(make_fleet: MakeFleet) -> None:
@@ -138,20 +138,24 @@ async def test_another_controller_is_refused(make_fleet: MakeFleet, monkeypatch:
     await fleet.assert_holds(2)
 
 
+async def add(fleet: Fleet, role: Role, rank: int, arrays: dict[str, np.ndarray], name: str = "", **more: Any) -> Any:
+    """A trainer or inference rank of these arrays, which has joined; closed with the fleet. name: of its engine."""
+    box = fleet.mailbox(name := name or f"{role}-{rank}")
+    memory = WeightMemory(fleet.engines[name], role, rank)
+    for parameter, array in arrays.items():
+        memory.add(parameter, array, **more)
+    (fleet.sources if role == "trainer" else fleet.sinks)[rank] = SimpleNamespace(memory=memory)
+    member = WeightTrainer(box, memory, 1 << 20) if role == "trainer" else WeightReceiver(box, memory)
+    (fleet.trainers if role == "trainer" else fleet.receivers)[rank] = member
+    await member.join(fleet.controller.address, PATIENCE_S)
+    return member
+
+
 async def test_replicas_that_have_each_lost_another_trainer_serve_together(make_fleet: MakeFleet) -> None:
     """Two of three trainers each; the first plan is of all, so that parts that overlap are no mistake later."""
     fleet = make_fleet(trainer_count=0, spare=False)
     controller = await fleet.start(targets=[])
     shards: dict[int, np.ndarray] = {}
-
-    async def add(role: Role, rank: int, array: np.ndarray, **more: Any) -> Any:
-        box = fleet.mailbox(f"{role}-{rank}")
-        memory = WeightMemory(fleet.engines[f"{role}-{rank}"], role, rank)
-        memory.add("w", array, **more)
-        (fleet.sources if role == "trainer" else fleet.sinks)[rank] = SimpleNamespace(memory=memory)  # closed with it
-        member = WeightTrainer(box, memory, 1 << 20) if role == "trainer" else WeightReceiver(box, memory)
-        await member.join(controller.address, PATIENCE_S)
-        return member
 
     async def update(version: int) -> None:
         for rank in trainers:
@@ -165,9 +169,9 @@ async def test_replicas_that_have_each_lost_another_trainer_serve_together(make_
     for rank in range(6):
         shards[rank], begin = np.zeros((4, 8), np.float32), 4 * (rank % 3)
         box, mesh = ((begin, begin + 4), (0, 8)), f"replica {rank // 3}"
-        trainers[rank] = await add("trainer", rank, shards[rank], shape=(12, 8), box=box, mesh=mesh)
+        await add(fleet, "trainer", rank, {"w": shards[rank]}, shape=(12, 8), box=box, mesh=mesh)
     whole = np.zeros((12, 8), np.float32)
-    fleet.receivers[0] = await add("target", 0, whole)
+    await add(fleet, "target", 0, {"w": whole})
     await update(1)
     for rank in (0, 5):
         trainer = trainers.pop(rank)
@@ -177,6 +181,41 @@ async def test_replicas_that_have_each_lost_another_trainer_serve_together(make_
     await trainers.pop(3).close()
     with pytest.raises(UpdateFailed, match=r"'w': \[0:4, 0:8\] is held by no trainer.*trainer 3 \(it is gone: "):
         await controller.update(3, PATIENCE_S)
+
+
+async def test_inference_rank_that_alone_wants_a_parameter_does_not_fail_updates_once_it_has_gone(
+    make_fleet: MakeFleet,
+) -> None:
+    """A stage of a pipeline, say. What nobody has ever wanted is a mistake of whoever describes it."""
+    fleet = make_fleet(trainer_count=0, spare=False)
+    controller = await fleet.start(targets=[])
+    weights = {name: np.zeros((4, 8), np.float32) for name in ("first", "last")}
+    stages = [{name: np.zeros_like(array)} for name, array in weights.items()]
+
+    async def update(version: int) -> None:
+        for array in weights.values():
+            array[:] = version
+        offer = asyncio.ensure_future(trainer.publish(version, PATIENCE_S))
+        await controller.update(version, PATIENCE_S)
+        await offer
+
+    trainer = await add(fleet, "trainer", 0, weights)
+    first = await add(fleet, "target", 0, stages[0])
+    with pytest.raises(xr.UsageError, match="'last': held by trainers and wanted by no target"):
+        await controller.update(1, PATIENCE_S)
+    last = await add(fleet, "target", 1, stages[1])
+    await update(2)
+    await last.leave()
+    await last.close()
+    await update(3)
+    assert [array.max() for stage in stages for array in stage.values()] == [3, 2]
+    await add(fleet, "target", 1, {"first": np.zeros((4, 8), np.float32)}, name="another")
+    with pytest.raises(xr.UsageError, match="'last': held by trainers and wanted by no target"):
+        await controller.update(4, PATIENCE_S)
+    await fleet.receivers[1].leave()
+    await first.leave()
+    with pytest.raises(UpdateFailed, match="all inference ranks have gone, and none has joined since"):
+        await controller.update(4, PATIENCE_S)
 
 
 @pytest.mark.parametrize("role", ["trainer", "target"])

@@ -211,7 +211,8 @@ def _check_extra(tables: Tables, used: Ints, ignore: Sequence[str]) -> None:
     _, kind = distinct(columns_of(*place))
     shared = np.isin(kind, kind[~extra])
     found = np.unique(rows["name"][extra & ~shared])
-    ignored = np.array([tables.names[name] in ignore for name in found], bool)
+    left = frozenset(ignore)
+    ignored = np.array([tables.names[name] in left for name in found], bool)
     what = (
         "held by trainers and wanted by no target. Next: if that is meant, name it in PlanOptions(ignore=), or by "
         "--ignore of `crossrail weights load`"

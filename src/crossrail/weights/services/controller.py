@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
@@ -76,6 +76,7 @@ class WeightController:
         self._speeds: dict[int, float] = {}  # that the current plan was made with
         self._meshes: set[str] = set()  # of trainers in any plan so far
         self._trainers: set[int] = set()  # by rank, likewise
+        self._wanted: dict[int, Sequence[str]] = {}  # parameters, by each inference rank in any plan so far
         self._roster = Roster(mailbox, self._options.evict_s, lambda: self.version, self._on_out)
         self._planned: list[Member] = []  # those whom the current plan is for
         self._attempt = _attempts.setdefault(mailbox, 0)
@@ -310,9 +311,14 @@ class WeightController:
         gone = self._meshes - meshes  # no mistake: others may hold the same, and the update goes on
         ranks = {trainer.rank for trainer in trainers}
         partial = self._plan_options.partial or not self._trainers <= ranks
+        wanted = {target.rank: target.names for target in targets}
+        if self._wanted and not targets:
+            raise CrossrailError("all inference ranks have gone, and none has joined since")
+        lost = {name for rank, names in self._wanted.items() if rank not in wanted for name in names}
+        ignore = (*self._plan_options.ignore, *lost)  # a stage of a pipeline, say: no mistake of the others
         groups = tuple(tuple(mesh for mesh in group if mesh not in gone) for group in self._plan_options.groups)
         try:
-            options = replace(self._plan_options, speeds=self._speeds, groups=groups, partial=partial)
+            options = replace(self._plan_options, speeds=self._speeds, groups=groups, partial=partial, ignore=ignore)
             plan = make_plan(trainers, targets, options)
         except Unheld as error:
             if not went:
@@ -321,6 +327,7 @@ class WeightController:
             more = f", and {len(went) - _NAMED} more" if len(went) > _NAMED else ""
             raise CrossrailError(f"{error}. Gone since the last plan: {named}{more}") from None
         self._trainers |= ranks
+        self._wanted.update(wanted)
         return plan
 
     async def _ask(self, member: Member, question: object, answer: type[_T], timeout_s: float) -> _T:
