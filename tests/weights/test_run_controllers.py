@@ -43,6 +43,22 @@ async def test_progress_that_raises_ends_the_update_everywhere(make_fleet: MakeF
     await fleet.assert_holds(1)
 
 
+async def test_update_that_ends_late_because_its_event_loop_stood_still_blames_nobody_else(
+    make_fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet = make_fleet()
+    controller = await fleet.start()
+    late_s, now_s = 0.0, asyncio.get_running_loop().time
+    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now_s() + late_s)
+
+    def stand_still(stage: str, *_: int) -> None:
+        nonlocal late_s
+        late_s = 90.0 if stage == "write" else 0.0
+
+    with pytest.raises(UpdateFailed, match=r"within 30 s: the controller's event loop stood still until [5-9]\d\.\d s"):
+        await controller.update(1, 30.0, stand_still)
+
+
 async def test_progress_that_raises_between_stages_ends_the_update_everywhere(make_fleet: MakeFleet) -> None:
     fleet = make_fleet()
     await fleet.start()

@@ -220,6 +220,7 @@ class WeightController:
         ends: list[asyncio.Future[Any]] = [task, self._lost, overdue]
         try:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            self._late.over_s = loop_time_s() - deadline_at_s
         finally:
             timer.cancel()
             if not task.done():

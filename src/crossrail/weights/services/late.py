@@ -12,16 +12,19 @@ from crossrail.weights.services.members import Member
 
 _WHO_S = 0.5  # for members to say why an update is late
 _NAMED = 8
+_STOOD_S = 1.0  # more than what is slow of a busy loop
 
 
 class Late:
     """Who has not answered yet what an update waits for; one update after the other. Threads: the event loop's.
 
-    own: what the controller has not done yet, in words; "" while it waits for others.
+    own: what the controller has not done yet, in words; "" while it waits for others. over_s: for how long the time of
+        the update had been up when its event loop got to see it.
     """
 
     def __init__(self, mailbox: Mailbox) -> None:
         self.own = ""
+        self.over_s = 0.0
         self._mailbox = mailbox
         self._asked: dict[Member, type] = {}  # and what that is
         self._failed: Member | None = None  # the first that could not do what it was asked
@@ -29,7 +32,7 @@ class Late:
     def clear(self) -> None:
         """Another update begins."""
         self._asked.clear()
-        self._failed, self.own = None, ""
+        self._failed, self.own, self.over_s = None, "", 0.0
 
     def asked(self, member: Member, question: object) -> None:
         self._asked[member] = type(question)
@@ -45,6 +48,11 @@ class Late:
 
         others: who may keep trainers waiting, as these write to them.
         """
+        if self.over_s > _STOOD_S:  # nobody else is to blame
+            return (
+                f": the controller's event loop stood still until {self.over_s:.1f} s after that: its process was "
+                "stopped, or something blocks the loop"
+            )
         trainers = [member for member, kind in self._asked.items() if kind is m.Go]
         missing = dict(zip(trainers, await self._missing(trainers, version), strict=True))
         found = [
