@@ -49,7 +49,7 @@ def memory_of(buffer: Any) -> Memory:
         return _of_torch(buffer)
     if isinstance(buffer, tuple):
         return _of_pair(buffer)
-    if (interface := _asked_for(buffer, "__cuda_array_interface__")) is not None:
+    if (interface := _cuda_array_interface(buffer)) is not None:
         return _of_cuda_array(buffer, interface)
     _refuse_other_devices(buffer)
     try:
@@ -84,7 +84,7 @@ def as_numpy(array: Any) -> npt.NDArray[Any] | None:
         except (RuntimeError, TypeError) as error:  # it is sparse, or of a dtype that numpy lacks
             raise UsageError(f"the tensor gives no numpy view of itself: {error}") from None
         return view
-    if _asked_for(array, "__cuda_array_interface__") is not None:
+    if _cuda_array_interface(array) is not None:
         raise TransportError("numpy view", 0, f"{type(array).__name__} is in GPU memory", _ON_A_GPU)
     _refuse_other_devices(array)
     if not hasattr(array, "__dlpack__"):
@@ -205,12 +205,13 @@ def _address(given: Any) -> tuple[int, bool]:
     return _lengths([address])[0], bool(is_read_only)
 
 
-def _asked_for(buffer: object, name: str) -> Any:
-    """An attribute that may be computed, and fail; None where there is none."""
+def _cuda_array_interface(buffer: object) -> Any:
+    """The attribute of that name, which may be computed and fail; None if there is none."""
     try:
-        return getattr(buffer, name, None)
+        return getattr(buffer, "__cuda_array_interface__", None)
     except Exception as error:
-        raise UsageError(f"{type(buffer).__name__}.{name} raised {type(error).__name__}: {error}") from error
+        name = f"{type(buffer).__name__}.__cuda_array_interface__"
+        raise UsageError(f"{name} raised {type(error).__name__}: {error}") from error
 
 
 def _refuse_other_devices(buffer: object) -> None:

@@ -15,6 +15,8 @@ import numpy as np
 import crossrail as xr
 from crossrail.cli.text import format_bytes
 
+_BUSY_S = 0.5  # how long other load is watched
+
 
 def version() -> str:
     """crossrail's version; in a checkout also the commit, marked when it has changes."""
@@ -58,10 +60,10 @@ def describe_machine(about: Mapping[str, Any] | None = None) -> str:
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
-def busy_share(cpus: tuple[int, int], seconds: float = 0.5) -> float:
+def busy_share(cpus: tuple[int, int]) -> float:
     """How much of these cores something else uses, 0 to 1. Sleeps meanwhile."""
     before = _cpu_times(cpus)
-    time.sleep(seconds)
+    time.sleep(_BUSY_S)
     spent = [after - start for after, start in zip(_cpu_times(cpus), before, strict=True)]
     return 1.0 - spent[0] / spent[1] if spent[1] else 0.0
 

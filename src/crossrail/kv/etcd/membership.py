@@ -51,8 +51,8 @@ class _Untaken:
             trace = None if is_foreseen else error
             log.warning("etcd's record of %s %r is not taken: %s", self._what, name, error, exc_info=trace)
 
-    def is_over(self, name: str) -> None:
-        """It is gone, or has another that is taken."""
+    def forget(self, name: str) -> None:
+        """The record is gone, or was replaced by one that is taken."""
         self._values.pop(name, None)
 
 
@@ -120,7 +120,7 @@ class EtcdRoster(Roster):
         if value is not None:
             self._put(name, value)
         else:
-            self._untaken.is_over(name)
+            self._untaken.forget(name)
             self._forget(name, f"node {name!r} left, or its lease in etcd has ended")
 
     def _forget(self, name: str, why: str) -> None:
@@ -134,7 +134,7 @@ class EtcdRoster(Roster):
         try:
             record = _record_decoder.decode(self._seal.open(self._place.nodes + name, value))
             self._missing_s.pop(name, None)
-            self._untaken.is_over(name)
+            self._untaken.forget(name)
             known = self._records.get(name)
             if known == record:
                 return
@@ -204,14 +204,14 @@ class EtcdPresence:
     def _on_change(self, name: str, value: bytes | None) -> None:
         if value is None:
             self._routers.pop(name, None)
-            self._untaken.is_over(name)
+            self._untaken.forget(name)
             return
         try:
             self._routers[name] = self._seal.open(self._place.routers + name, value)
         except Exception as error:  # as there
             self._untaken.tell(name, value, error)
             return
-        self._untaken.is_over(name)
+        self._untaken.forget(name)
         if name not in self._links:
             self._links[name] = self._node.add_link(self._find(name), name)
             self._tell_if_alone()

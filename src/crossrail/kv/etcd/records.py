@@ -98,7 +98,7 @@ class _Absence:
             self._told = str(error)
             log.warning("%s is not %s, and is tried again: %s", self._subject, self._state, error)
 
-    def is_over(self) -> None:
+    def end(self) -> None:
         if self._told:
             self._told = ""
             log.warning("%s is %s again: etcd answers", self._subject, self._state)
@@ -133,7 +133,7 @@ class Registration:
                 if self.lease is None:
                     await self._write()
                     seen_s = loop_time_s()
-                    absence.is_over()
+                    absence.end()
                 await asyncio.sleep(self._lease_s / _ALIVE_PER_LEASE)
                 assert self.lease is not None
                 if not await self._etcd.keep_alive(self.lease):
@@ -144,7 +144,7 @@ class Registration:
                         log.warning("%s was removed from etcd, or replaced; it is registered again", self._key)
                         self._forget_lease()
                     seen_s = loop_time_s()
-                absence.is_over()
+                absence.end()
             except EtcdError as error:
                 absence.tell(error)
                 await asyncio.sleep(_RETRY_S)
@@ -207,7 +207,7 @@ async def follow(
     while True:
         try:
             found, revision = await etcd.list(prefix)
-            absence.is_over()
+            absence.end()
             on_all({key.removeprefix(prefix): value for key, value in found.items()})
             async for change in etcd.watch(prefix, revision, _LIST_EVERY_S):
                 on_change(change.key.removeprefix(prefix), change.value)

@@ -12,6 +12,7 @@ from crossrail.errors import WaitTimeout
 
 GATE_BYTES = 4096
 _WORD_STRIDE = 8  # words of 8 bytes: a cache line for each rank
+_PATIENCE_S = 120.0
 
 
 class Gate:
@@ -24,14 +25,14 @@ class Gate:
         self._rank = rank
         self._passed = 0
 
-    def pass_together(self, timeout_s: float = 120.0) -> int:
+    def pass_together(self) -> int:
         """Returns when all ranks are here: when this one came, in ns of CLOCK_MONOTONIC. WaitTimeout names the late."""
         self._passed += 1
         came_ns = time.monotonic_ns()
         self._words[self._rank] = self._passed
         while int(self._words.min()) < self._passed:
             os.sched_yield()
-            if time.monotonic_ns() - came_ns > timeout_s * 1e9:
+            if time.monotonic_ns() - came_ns > _PATIENCE_S * 1e9:
                 late = [rank for rank, word in enumerate(self._words) if word < self._passed]
-                raise WaitTimeout(f"ranks {late} did not come within {timeout_s:g} s")
+                raise WaitTimeout(f"ranks {late} did not come within {_PATIENCE_S:g} s")
         return came_ns
