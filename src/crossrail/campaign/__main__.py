@@ -2,8 +2,8 @@
 
     python -m crossrail.campaign [--transport shm|tcp] [--rounds N] [--from SEED] [--until-failure]
 
-A seed says what is done and which faults there are; when exactly these meet is up to the machine. So the command that
-is printed with a failure makes it likely, not certain, to happen again. In the development tree: ./dev campaign.
+A seed determines the operations and the faults, but not exactly when they meet: that depends on the machine. So the
+command that is printed with a failure is likely, not certain, to reproduce it. In the development tree: ./dev campaign.
 """
 
 from __future__ import annotations

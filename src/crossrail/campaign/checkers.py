@@ -2,11 +2,12 @@
 
 A Ledger submits operations on tracked memory and notes what the contract then promises: completion exactly once, counts
 equal to operations, bytes as they were sent, no touch of source or target after a completion, messages delivered once,
-everything ended once faults stop, nothing left over. It works on any engines whose memory is in reach. On those of a
-World it checks at the very moment of each event, and runs are repeatable; on those of other processes, when it hears.
+everything ended once faults stop, nothing left over. It works on any engines whose memory it can reach. With engines of
+a World it checks at the very moment of each event, and runs are repeatable; with those of other processes, when their
+messages arrive.
 
-What is not promised is not checked: a peer that was given up (PeerLost) may still be written to by what was on its way,
-and a failed operation may have been counted, as a whole or in part.
+Only promises are checked: writes in flight may still reach a peer that was given up (PeerLost), and a failed operation
+may have been counted, as a whole or in part.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A child process of the campaign: it has one engine at a time and carries out its parent's orders.
 
-Both ends of the socket send pickled tuples, one a packet: a verb and what belongs to it. Whatever the parent wants to
-speak of later has a number that the parent gave it.
+Both ends of the socket send pickled tuples, one per packet: a verb and its arguments. The parent gives a number to each
+object that it will refer to later.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """`crossrail demo`: two processes, a page pool, a real file, a count, a checksum.
 
-This process registers a pool of pages and receives. A second one (demo_writer.py) reads the file and writes it into
-the pool as shuffled pages over several rails, each page with the same immediate. This process knows that all is there
-when it has counted as many arrivals as there are pages; nothing else is said. Then it reads the pages in file order and
-compares SHA-256 sums.
+This process registers a pool of pages and receives. A second one (demo_writer.py) reads the file and writes it into the
+pool as shuffled pages over several rails, each page with the same immediate. This process knows that everything has
+arrived when it has counted as many arrivals as there are pages; there is no other message. Then it reads the pages in
+file order and compares SHA-256 sums.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The directory that `serve` stores into. Nothing a pusher sends makes it write elsewhere or leave half a file.
 
 Paths are walked component by component with descriptors that refuse symbolic links, so neither ".." nor a link planted
-in the directory leads out of it. A file is written under a name of ours and gets its own in one step when it is whole.
+in the directory leads out of it. A file is written under a temporary name and renamed in one step when it is complete.
 """
 
 from __future__ import annotations

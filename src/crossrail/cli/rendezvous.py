@@ -1,7 +1,7 @@
 """How two shells of a host find each other: a name is an address file in a directory that only this user can enter.
 
-A `crossrail serve` holds a lock on its file for as long as it runs; the kernel drops the lock when it dies, however it
-dies. So a file whose lock can be had is a leftover, and whoever meets it removes it.
+A `crossrail serve` holds a lock on its file for as long as it runs; the kernel releases the lock when the process ends,
+however it ends. So a file whose lock is free is a leftover, and whoever finds it removes it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Questions and answers between nodes, over a wire that may lose, repeat and delay.
 
-A question is sent again until it is answered or its time is up. Whoever is asked runs each question once: a repeated
-one gets the same answer. So handlers see a question at most once per incarnation; askers get an answer or nothing.
+A question is sent again until it is answered or its time is up. The receiver runs each question once; a repeated one
+gets the same answer. So handlers see a question at most once per incarnation, and askers get an answer or NoAnswer.
 """
 
 from __future__ import annotations

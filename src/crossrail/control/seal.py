@@ -5,10 +5,10 @@ its way to one engine is worth nothing at another, nor at the same name restarte
 random when an engine opens. Within one incarnation every packet has a number, and the receiver takes each once.
 No clock takes part, so clocks may differ between hosts by any amount.
 
-Nothing is encrypted: who can read the network reads what services tell each other, prompts too.
+Nothing is encrypted: whoever can read the network reads what services tell each other, prompts too.
 
-Of a packet of another version nothing but that is looked at. Its sender is told by a notice, whose form is the same in
-all versions: `magic, version, release, sender's incarnation | HMAC-SHA256`.
+Nothing but the version is read of a packet of another version. Its sender gets a notice, whose form is the same in all
+versions: `magic, version, release, sender's incarnation | HMAC-SHA256`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The machine as the checks see it: files below one root, and the few questions that no file answers.
 
 Every check takes a `Host` and asks nothing else, so a folder of made-up files is a machine too (tests/doctor/tree.py).
-Reads are bounded and never raise: an unreadable or senseless file is None, and the check says what it makes of that.
+Reads are bounded and never raise: an unreadable or malformed file is None, and the check decides what that means.
 """
 
 from __future__ import annotations

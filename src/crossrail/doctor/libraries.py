@@ -1,6 +1,6 @@
 """Libraries that crossrail opens at run time: are they there, new enough, and do they agree about the devices?
 
-Without the hardware that a library is for, its absence is a note: nobody misses it.
+Without the hardware that a library is for, its absence is only a note.
 """
 
 from __future__ import annotations

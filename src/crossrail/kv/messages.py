@@ -1,7 +1,7 @@
 """The messages between routers, prefillers and decoders: typed MessagePack, every field bounded.
 
-A new field has a default: receivers that do not know it ignore it. Whatever changes a meaning raises seal.VERSION.
-All durations are seconds, never points in time: hosts need no common clock. Tokens are int32, little-endian.
+A new field has a default: receivers that do not know it ignore it. Any change of meaning increments seal.VERSION.
+Times are durations in seconds, never points in time: hosts need no common clock. Tokens are int32, little-endian.
 Every question may be asked again (messages are lost, repeated and late): answers say so where it matters.
 """
 

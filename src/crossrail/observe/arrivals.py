@@ -1,8 +1,8 @@
 """Matches arrivals of an immediate to transfers: a guess from the recordings of both sides.
 
-Who receives counts, and is not told who sent. So counts are given out in the order of time: of the transfers to one
-engine with one number, the first has the first arrival that is not earlier than it, and so on. Where several transfers
-with one number are under way at once, that may be another's of these.
+A receiver counts, and does not know who sent. So arrivals are assigned in order of time: among the transfers to one
+engine with one number, the first gets the first arrival that is not earlier than itself, and so on. If several
+transfers with one number are in flight at once, an arrival may in truth be another's.
 """
 
 from __future__ import annotations

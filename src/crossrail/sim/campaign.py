@@ -2,9 +2,9 @@
 
     python -m crossrail.sim.campaign [--seeds N] [--from S] [--jobs J] [--until-failure] [--scenario NAME [--every K]]
 
-With each K-th seed a scenario is played as well, one of `crossrail sim`, or MODULE:FUNCTION. A seed says everything:
-the same seed, build and version fail alike. With each failure the command is printed that repeats it. In the
-development tree: ./dev sim, which plays rounds of MoE layers besides.
+With every K-th seed a scenario is played as well, one of `crossrail sim`, or MODULE:FUNCTION. A seed determines
+everything: the same seed, build and version fail alike. Each failure prints the command that repeats it. In the
+development tree: ./dev sim, which also plays rounds of MoE layers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Runs Python's garbage collector at the same moments in every run of a simulation.
 
-What only a reference cycle holds - a region, a transfer, an engine - is closed by the collector. The automatic one runs
-when so many objects have been made since it last ran, in whatever the process did before too.
+Objects that only a reference cycle holds (a region, a transfer, an engine) are closed by the collector. The automatic
+collector runs after so many allocations, including those that the process made before the simulation.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """An asyncio event loop on the virtual clock: whole services run unchanged, as fast as they can be computed.
 
-Between steps of tasks the loop lets the world go on until something concerns a task, or its next timer is due: then
-the clock stands at that moment. A sleep of an hour costs what one of a microsecond does.
+Between steps of tasks the loop lets the world go on until something concerns a task, or its next timer is due, and the
+clock then stands at that moment. A sleep of an hour costs as much as one of a microsecond.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     python -m crossrail.campaign.soak [--minutes M] [--rounds N] [--transport shm,tcp] [--seed N]
         [--round-s S] [--folder FOLDER] [--csv FILE]
 
-A seed says what is drawn: operations of each thread, and the schedule of faults. When these meet is up to the machine,
-so the command that is printed with a failure makes it likely, not certain, to happen again. In the development tree:
+A seed determines each thread's operations and the schedule of faults, but not when they meet: that depends on the
+machine. So the command that is printed with a failure is likely, not certain, to reproduce it. In the development tree:
 ./dev soak.
 """
 

@@ -1,7 +1,7 @@
 """What must hold of the records of a finished round: pure functions that return the violations, in words.
 
-A sender that was killed is in doubt about what it had not noted as ended: between nothing and all of that may have been
-counted. What it noted as done was counted, once.
+What a killed sender had not noted as ended is in doubt: between nothing and all of it may have been counted. What it
+noted as done was counted exactly once.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The records that soak processes write, in shared memory that outlives them.
 
 Each seat has two books and two slabs that take turns: a life (one engine, from open to close or kill) uses one of each.
-All are made before the first process is forked, so that everybody has them: a writer looks at its target's bytes
-itself.
-Stores are plain: the parent reads the books of the dead, or of those who said that they are at rest.
+All are made before the first process is forked, so that every process has them: a writer checks its target's bytes
+itself. Stores are plain, because the parent only reads books of processes that are dead, or reported to be at rest.
 """
 
 from __future__ import annotations

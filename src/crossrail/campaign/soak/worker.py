@@ -1,6 +1,6 @@
 """A process of the soak: it has one engine at a time, loads its peers by itself, and is told when to start and stop.
 
-The socket is that of crossrail.campaign.process: pickled tuples, a verb and what belongs to it.
+It talks over the socket of crossrail.campaign.process: pickled tuples, a verb and its arguments.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Compares a run with an older one, measure by measure, with intervals, so that noise is not mistaken for a change.
 
-Where both runs have the machine's limit beside the figure, ratios to the limit are compared, because machines drift
-between speeds and the limit drifts with them; else the figures themselves.
+If both runs have the machine's limit next to a figure, ratios to the limit are compared, because the speed of machines
+drifts, and the limit drifts with it; otherwise the figures themselves.
 """
 
 from __future__ import annotations

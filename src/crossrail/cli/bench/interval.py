@@ -1,12 +1,12 @@
 """How certain a figure from a few runs is: 95 % intervals of its median, and of the ratio of two such figures.
 
-Runs are few, so nothing here leans on large numbers. From six runs on the interval is by order statistics: the median
-of what runs do lies between two of the sorted runs with a chance that depends on nothing but their number. With fewer
+Runs are few, so nothing here relies on large numbers. From six runs on the interval comes from order statistics: the
+true median lies between two of the sorted runs with a probability that depends only on their number. With fewer runs
 even the smallest and the largest do not enclose it in 95 % of all cases, so something has to be assumed: that the
-logarithms of the runs are normal. Then Student's t gives the interval, and for two to five runs it always has the
-median that we print inside of it, because it is wider than one standard deviation.
+logarithms of the runs are normally distributed. Then Student's t gives the interval. For two to five runs it always
+contains the median that we print, because it is wider than one standard deviation.
 
-An interval speaks of runs like these: same machine, same minutes. It knows nothing of what another day would bring.
+An interval holds for runs like these, on the same machine in the same minutes. It says nothing about another day.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`crossrail kv demo`: router, prefillers and decoder in processes of their own, a prompt, and a check of its tokens.
 
 This process only starts them and speaks HTTP, as any client does. Then it runs the same prompt through the same model
-by itself, with nothing moved anywhere, and compares the tokens. With --kill the prefiller that works on the prompt is
-killed in the middle: the tokens must be the same.
+in this process alone and compares the tokens. With --kill the prefiller that works on the prompt is killed in the
+middle: the tokens must be the same.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`crossrail weights demo`: trainers, inference ranks, one version after another, each compared bit for bit.
 
-This process is the controller. Each inference rank compares all it has with what converting the whole checkpoint gives.
-With --kill a trainer is killed in the middle of an update: it fails on all sides, another takes its place, and the same
-version comes through.
+This process is the controller. Each inference rank compares all its weights with a conversion of the whole checkpoint.
+With --kill a trainer is killed in the middle of an update: the update fails everywhere, another trainer takes its
+place, and the same version arrives.
 """
 
 from __future__ import annotations

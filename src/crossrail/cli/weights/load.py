@@ -1,7 +1,7 @@
 """`crossrail weights load`: fills inference ranks from a checkpoint on disk, by the same path that later updates take.
 
-Reader 0 is the controller too. On other hosts, other readers map the checkpoint from where they are; each reads about
-as many bytes, and writes them straight into the ranks' memory, cast, cut and quantised as these want them.
+Reader 0 is the controller too. Readers on other hosts map the checkpoint from there. Each reads about as many bytes,
+and writes them straight into the ranks' memory, cast, cut and quantised as the ranks need them.
 """
 
 from __future__ import annotations

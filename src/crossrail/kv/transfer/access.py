@@ -1,8 +1,8 @@
 """What a prefiller may write to: each has its own registrations of the decoder's memory, so it can be shut out alone.
 
-A prefiller that is dead, frozen or cut off may have writes under way that nobody can call back: in its own memory, in a
-kernel's buffers, on a wire. Closing the registration that they name makes them land nowhere, however late they come,
-while others go on writing to the same pages by registrations of theirs.
+A prefiller that is dead, frozen or cut off may have writes in flight that nobody can call back: in its own memory, in a
+kernel's buffers, on a wire. Once the registration that they name is closed they land nowhere, however late they come,
+while others go on writing to the same pages through their own registrations.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One request at the decoder: its pages and its immediate, neither of which is reused while a write may still arrive.
 
-Nobody tells a decoder that a transfer is done: it knows how many immediates it makes, and counts.
+No message tells a decoder that a transfer is done: it knows how many immediates the transfer makes, and counts them.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The messages between `bench run` and `bench serve`, and the bounds that each side enforces on the other's values.
 
 Life of a run: Hello -> Welcome (or Refusal); Meet -> Met; then any number of Step -> Done, one at a time, each a piece
-of work for all workers of the serve, done at the same time as those of the run do theirs; Bye. Failed instead of an
-answer ends the run. Each message carries the version of this protocol; of another version's message nothing else is
-looked at.
+of work for all workers of the serve, done while those of the run do theirs; Bye. Failed in place of an answer ends the
+run. Each message carries the version of this protocol; nothing else is read of another version's message.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A worker process of a run, the same on either side: one engine, driven by calls from its parent.
 
-The loops are native (native/bench/loops.h). Before a loop that is timed the two workers exchange a word, so that the
-clock of the one that writes does not run while the other one is still on its way to its loop.
+The loops are native (native/bench/loops.h). Before a timed loop the two workers exchange a word, so that the writer's
+clock does not start before the other worker is in its loop.
 """
 
 from __future__ import annotations

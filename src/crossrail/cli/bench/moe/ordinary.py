@@ -1,8 +1,8 @@
 """The ordinary way, for comparison: torch.distributed's all_to_all_single over gloo, with the same routes and results.
 
-dispatch packs rows by expert, tells the others how many come, exchanges and sorts by expert; combine undoes that and
-sums. exchange_out and exchange_back are the bare exchanges of the same rows, sizes known and nothing else done. All
-large tensors are made once and written again and again: fresh memory would cost more than the rest.
+dispatch packs rows by expert, exchanges their numbers, then the rows, and sorts by expert; combine undoes that and
+sums. exchange_out and exchange_back are the bare exchanges of the same rows, with sizes known and nothing else done.
+All large tensors are allocated once and reused: fresh memory would cost more than the rest.
 """
 
 from __future__ import annotations

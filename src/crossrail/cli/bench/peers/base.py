@@ -1,7 +1,7 @@
 """The interface of an adapter to a library: one of the two sides, and a few calls. All adapters share the same loops.
 
-To add one: a class of Side (or of TwoSided, where the receiver has to post receives) in a file of its own, which
-imports its library in open() and not before, and an Offer in offers.py.
+To add one, write a subclass of Side (or of TwoSided, if the receiver has to post receives) in a file of its own, which
+imports the library only in open(), and add an Offer in offers.py.
 """
 
 from __future__ import annotations
