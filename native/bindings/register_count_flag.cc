@@ -50,21 +50,21 @@ void register_count_flag(nb::module_& module) {
       .def("__init__", &init, nb::arg("counter"), nb::sig("def __init__(self, counter: ImmCounter) -> None"))
       .def_prop_ro(
           "given", [](const CountFlagHandle& self) { return self.flag->given(); },
-          "How many counts it was given so far. Any thread.")
+          "How many counts the flag has been given so far. Any thread.")
       .def_prop_ro(
           "taken", [](const CountFlagHandle& self) { return self.flag->taken(); },
-          "How many of them kernels that wait_on() launched have taken. Any thread.")
+          "How many of these the kernels launched by wait_on() have taken. Any thread.")
       .def_prop_ro(
           "closed", [](const CountFlagHandle& self) { return self.flag->has_ended(); },
-          "True once it is given no more: it was closed, its number released, or the engine closed.")
+          "True once it gets no more counts: it was closed, its number released, or the engine closed.")
       .def_prop_ro(
           "imm", [](const CountFlagHandle& self) { return self.counter->imm(); }, "The immediate number.")
       .def_prop_ro(
           "_engine", [](const CountFlagHandle& self) { return self.engine; }, nb::sig("def _engine(self) -> Engine"))
       .def_prop_ro(
           "address", [](const CountFlagHandle& self) { return self.flag->address(); },
-          "Where the CPU finds the word that says how many were given, 64-byte aligned: the highest bit says that no "
-          "more will be. Valid while this object lives; read only.")
+          "Address for the CPU of the word that says how many counts were given, 64-byte aligned. Its highest bit says "
+          "that there will be no more. Valid while this object lives; read only.")
       .def(
           "address_on",
           [](const CountFlagHandle& self, nb::handle gpu) {
@@ -74,10 +74,10 @@ void register_count_flag(nb::module_& module) {
             return flag->address_on(ordinal);
           },
           nb::arg("gpu").none(), nb::sig("def address_on(self, gpu: int) -> int"),
-          R"(Where kernels of that GPU find the word at `address`, for kernels of your own: they load it with acquire, for the
-whole system, until it is large enough, and read what has come. It is in the host's memory, which the first call pins.
+          R"(Address for that GPU of the word at `address`, for kernels of your own. They load it with acquire semantics at system
+scope until it is large enough, and then read what has arrived. It is in host memory, which the first call pins.
 
-gpu: its ordinal, as in "cuda:0". Raises UsageError where there is no such GPU, and on a simulated engine; TransportError
+gpu: its ordinal, as in "cuda:0". Raises UsageError if there is no such GPU, and on a simulated engine; TransportError
 with CUDA's error. Any thread.)")
       .def("_wait_on", &wait_on, nb::arg("stream"), nb::arg("gpu"), nb::arg("count").none(),
            nb::arg("timeout_s").none(),

@@ -194,7 +194,7 @@ Raises PeerLost when the peer cannot be reached, is gone or of an older incarnat
       .def(
           "forget_peer", [](Self self, nb::handle peer) { self.p->forget_peer(peer); }, nb::arg("peer").none(),
           nb::sig("def forget_peer(self, peer: Address | bytes) -> None"),
-          "Fails every transfer to it with PeerLost and drops what is held of it. The address may connect anew later.")
+          "Fails every transfer to this peer with PeerLost and drops all state about it. The address can connect anew.")
       .def("add_peer_group", &add_peer_group, nb::arg("peers").none(),
            nb::sig("def add_peer_group(self, peers: collections.abc.Sequence[Address | bytes]) -> PeerGroup"),
            "Resolves peers beforehand for submit_scatter and submit_barrier. Order is kept.")
@@ -279,9 +279,9 @@ void register_engine(nb::module_& module) {
           "By transport, what each rail is on: a netdev or a port. Several may share one.")
       .def_prop_ro(
           "rails", [](Self self) { return self.p->rail_count(); },
-          "How many it has, on the transport where it has most.")
+          "The number of its rails, on the transport that has most.")
       .def_prop_ro(
-          "closed", [](Self self) { return self.p->closed(); }, "Also true in a forked child.")
+          "closed", [](Self self) { return self.p->closed(); }, "True once it is closed, and in a forked child.")
       .def_prop_ro(
           "_inherited", [](Self self) { return self.p->inherited(); }, "In a forked child.")
       .def(
@@ -294,10 +294,10 @@ void register_engine(nb::module_& module) {
           },
           nb::arg("imm").none(), nb::kw_only(), nb::arg("force").none() = false,
           nb::sig("def release_imm(self, imm: int, *, force: bool = False) -> None"),
-          R"(Says that no peer sends this number any more: drops its counter, and alloc_imm may hand it out again.
+          R"(States that no peer will send this number any more: drops its counter, and alloc_imm may hand the number out again.
 
-It rests until all others were handed out, or a million released; what arrives for it meanwhile puts it in use again.
-UsageError where it can be seen that counts are expected: somebody waits for it, or a part of one has arrived. force: drops
+It is not handed out before all others were, or a million were released; an arrival for it puts it in use again. Raises
+UsageError if counts are evidently still expected: somebody waits for it, or a part of one has arrived. force: drops
 those too.)")
       .def(
           "progress",

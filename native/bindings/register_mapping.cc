@@ -102,9 +102,8 @@ void register_mapping(nb::module_& module, nb::class_<EngineHandle>& engine) {
   nb::class_<MappingHandle>(module, "_Mapping", nb::is_final(), nb::type_slots(slots));
   nb::class_<GpuMappingHandle>(
       module, "GpuMapping", nb::is_final(),
-      "A peer's GPU memory, mapped for kernels of one of ours: what Engine.map(device=) returns. It lives as long as "
-      "this, "
-      "or a tensor made of it (torch.from_dlpack(mapping)), and until kernels that use it have ended.")
+      "A peer's GPU memory, mapped for kernels of a local GPU by Engine.map(device=). It stays mapped as long as "
+      "this object or a tensor made of it (torch.from_dlpack(mapping)), and until kernels that use it have ended.")
       .def_prop_ro(
           "nbytes", [](const GpuMappingHandle& self) { return self.of.length_bytes; }, "Length in bytes.")
       .def_prop_ro(

@@ -37,7 +37,7 @@ void register_notifier(nb::module_& module) {
           "Readable when there is something to drain. Owned by the notifier.")
       .def(
           "fileno", [](const NotifierHandle& self) { return self.notifier->fd(); },
-          "The same: loops and select() take the notifier itself.")
+          "Like fd, so that loops and select() take the notifier itself.")
       .def(
           "post", [](const NotifierHandle& self, uint64_t cookie) { self.notifier->post(cookie); }, nb::arg("cookie"),
           "Any thread.")

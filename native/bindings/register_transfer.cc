@@ -111,23 +111,23 @@ Dropping the object does not stop the transfer.)")
           nb::sig("def kind(self) -> str"), "'write', 'read', 'paged-writes', 'scatter', 'barrier' or 'send'.")
       .def_prop_ro(
           "peer", [](const TransferHandle& self) { return to_text(self.transfer->info().peer); },
-          "Name of the peer; of several, as in a scatter, the one that failed, or how many they are.")
+          "Name of the peer. With several peers, as in a scatter: the one that failed, or how many there are.")
       .def_prop_ro(
           "nbytes", [](const TransferHandle& self) { return self.transfer->info().bytes; },
           "Bytes that it moves, over all pages or targets.")
       .def_prop_ro(
           "imm", [](const TransferHandle& self) { return imm_of(self.transfer->info()); },
-          nb::sig("def imm(self) -> int | None"), "Its immediate, or None. None also where each target has its own.")
+          nb::sig("def imm(self) -> int | None"), "Its immediate. None if it has none, or one per target.")
       .def_prop_ro(
           "triggered_at", [](const TransferHandle& self) { return time_of(self, &TransferInfo::triggered_ns); },
           nb::sig("def triggered_at(self) -> float | None"),
-          "When it began, of one with a trigger: seconds, as time.monotonic() (on a simulated engine its "
-          "world's time).\nNone: it waits for the trigger, or has none.")
+          "When a transfer with a trigger began: seconds of time.monotonic(), or of the world's time on a simulated "
+          "engine.\nNone: it still waits for the trigger, or has none.")
       .def_prop_ro(
           "completed_at", [](const TransferHandle& self) { return time_of(self, &TransferInfo::ended_ns); },
           nb::sig("def completed_at(self) -> float | None"),
-          "When the engine saw it complete, in any way, of one with a trigger: as triggered_at, whenever Python "
-          "looks.\nNone: it is pending, or has no trigger.")
+          "When the engine saw a transfer with a trigger complete, in any way: on the clock of triggered_at.\nNone: it "
+          "is pending, or has no trigger.")
       .def_prop_ro(
           "_engine", [](const TransferHandle& self) { return self.engine; }, nb::sig("def _engine(self) -> Engine"))
       .def(

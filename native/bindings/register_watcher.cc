@@ -66,8 +66,8 @@ void register_watcher(nb::module_& module) {
           nb::sig("def add(self, delta: int = 1, *, announce: bool = True) -> None"),
           R"(Adds to the word, atomically, modulo 2**64. Any thread.
 
-announce=False: on_change is not called for it alone; the caller acts on it instead. What has this word as its trigger
-begins in either case.)")
+announce=False: this change alone does not call on_change; the caller acts on it instead. Transfers that have this word
+as their trigger begin in either case.)")
       .def(
           "store", [](const WatcherHandle& self, nb::handle value) { self.watcher->store(to_u64(value, "value")); },
           nb::arg("value").none(), nb::sig("def store(self, value: int) -> None"),
