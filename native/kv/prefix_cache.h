@@ -1,4 +1,4 @@
-// Which page holds which content, and in which order unheld ones are given up.
+// Which page holds which content, and the order in which unheld pages are evicted.
 #pragma once
 
 #include <array>

@@ -25,9 +25,9 @@
 
 namespace crossrail::moe {
 
-// The memory that a rank has for far rows: two regions, which have the same parts on all ranks. Offsets are in bytes,
-// from the start of the region. Each part exists twice, once per parity. A region may have more that this file does not
-// use (signals, device/round_words.h).
+// A rank's memory for far rows: two regions, with the same parts on all ranks. Offsets are in bytes, from the start of
+// the region. Each part exists twice, once per parity. A region may have more that this file does not use (signals,
+// device/round_words.h).
 struct FarMemory {
   // In the region of routes, which the host reads and writes.
   uint64_t routes_in = 0;            // [world] rows of route_bytes, by source rank
@@ -64,8 +64,8 @@ struct FarOutcome {
   std::string detail;  // of kFailed
 };
 
-// Why a rank takes part no more, as its farewell tells it: a number that its peers can read, and words for people.
-// Words are cut to kFarewellWords bytes, and end at the first that is 0.
+// Why a rank stops taking part, as its farewell tells it: a number that its peers can interpret, and words for people.
+// Words are cut to kFarewellWords bytes, and end at the first 0.
 struct Reason {
   std::optional<uint32_t> number = {};
   std::string words = {};

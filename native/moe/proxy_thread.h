@@ -1,8 +1,8 @@
-// A thread that posts for a Proxy: whoever has rows ready says so with a flag, and goes on.
+// A thread that posts for a Proxy: a caller whose rows are ready sets a flag, and goes on.
 //
-// Orders are carried out one after the other, in the order in which they were given. While one is under way the proxy
-// is the thread's; after settle() it is the caller's again, until the next order. So the proxy has no lock, and orders
-// and waits see what the ones before them did.
+// Orders are carried out one after the other, in the order in which they were given. While one is in progress the proxy
+// belongs to the thread; after settle() it belongs to the caller again, until the next order. So the proxy has no lock,
+// and orders and waits see what the ones before them did.
 //
 // Lifecycle: 1. made: runs, pinned if asked. 2. orders. 3. destroyed: what was ordered is carried out first; before the
 // proxy.
@@ -20,8 +20,7 @@
 
 namespace crossrail::moe {
 
-// Threads: everything from one at a time. Not in a forked child, where the thread is missing: leave the object alone
-// there.
+// Threads: everything from one at a time. In a forked child, where the thread is missing, leave the object alone.
 // Invariant: orders from done_ on are in orders_, done_ <= given_ <= done_ + orders_.size().
 class ProxyThread {
  public:

@@ -1,7 +1,7 @@
-// Counting routes and moving rows of bytes. Plain functions on the caller's thread; memory is the caller's throughout.
+// Counting routes and moving rows of bytes. Plain functions on the caller's thread; all memory is the caller's.
 //
-// Nothing is read or written outside of the spans given: every table is copied and checked before anything is written,
-// so that one which lies in memory of a peer may hold, and change to, anything. Who breaks a rule gets a UsageError.
+// Nothing is read or written outside of the given spans. Every table is copied and checked before anything is written,
+// so a table in a peer's memory may hold, and change to, anything. Whoever breaks a rule gets a UsageError.
 #pragma once
 
 #include <cstddef>

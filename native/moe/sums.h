@@ -1,5 +1,5 @@
-// Weighted sums of rows, and their 8-bit form: checked here, done by RowOps. On the caller's thread; memory is the
-// caller's. As in rows.h, tables are copied and checked before anything is written; who breaks a rule gets a
+// Weighted sums of rows, and their 8-bit form: checked here, computed by RowOps. On the caller's thread; memory is the
+// caller's. As in rows.h, tables are copied and checked before anything is written; whoever breaks a rule gets a
 // UsageError.
 #pragma once
 

@@ -1,12 +1,12 @@
-// Words by which ranks that share memory tell each other how far they are.
+// Words by which ranks that share memory tell each other their progress.
 //
 // A word lies in memory that its owner allocated (Engine::alloc) and others map (Engine::map). Its owner publishes
-// rounds in it, and it only grows: the number of a round, modulo 2^32. So whoever waits for a round is not misled by
-// one that is ahead.
+// rounds in it, and it only grows: the number of a round, modulo 2^32. So a thread that waits for a round is not misled
+// by a word that is ahead.
 //
-// Who gives up on an owner *seals* the word: from then on nothing is published in it any more, so that all others come
-// to the same end, whenever they look and whatever they know of the owner. The rounds of a word are all even or all
-// odd, and a sealed word is one more than the last of them: its lowest bit tells.
+// A rank that gives up on an owner *seals* the word: from then on nothing can be published in it, so all others come to
+// the same conclusion, whenever they look and whatever they know about the owner. The rounds of a word are all even or
+// all odd, and a sealed word is one more than the last of them: its lowest bit tells.
 //
 // Threads: publish() from one at a time; seal() and wait_words() from any.
 #pragma once
@@ -20,8 +20,8 @@
 
 namespace crossrail::moe {
 
-// A cache line for each, so that looking at one disturbs nobody who writes another. "Nothing yet" is a value two before
-// the first round: of odd rounds -1, of even ones 0, as memory of the engine is.
+// A cache line of its own, so that reading one word disturbs nobody who writes another. "Nothing yet" is a value two
+// before the first round: -1 for odd rounds, 0 for even ones, which is how the engine's memory starts.
 struct alignas(64) Word {
   std::atomic<uint32_t> value;
   // How many sleep on it, of any process. One that is killed asleep is never subtracted: that costs its owner a system
@@ -52,7 +52,7 @@ inline bool has_come(const Word& word, uint32_t round) {
 // word somebody asks so in every round, or at least in every 2^30: else it would seem to be ahead after 2^31.
 bool seal(Word& word, uint32_t round);
 
-// What is waited for, and of whom.
+// What is awaited, and from whom.
 struct Awaited {
   Word* word = nullptr;
   Word* farewell = nullptr;    // not 0 once the owner has given up for good
@@ -61,7 +61,7 @@ struct Awaited {
   bool is_masked = false;      // with `absent`: not waited for
 };
 
-// One that has no word here, far away.
+// A far rank, which has no word here.
 struct Watched {
   Peer* peer = nullptr;
   // What it counts here in place of these words, and once it has given up for good; null where it counts nothing.

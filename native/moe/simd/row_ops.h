@@ -1,5 +1,6 @@
-// What is done to one row of numbers, once for each instruction set. All of them give the same bits (NaNs: some NaN):
-// products and sums are rounded one by one, never fused, and the order of a sum does not depend on the vectors' width.
+// Operations on one row of numbers, implemented once for each instruction set. All give the same bits (except for which
+// NaN a NaN is): products and sums are rounded one by one, never fused, and the order of a sum does not depend on the
+// vectors' width.
 #pragma once
 
 #include <cstddef>

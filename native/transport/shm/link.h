@@ -150,10 +150,10 @@ inline constexpr uint64_t kTrustBytesMax = uint64_t{256} << 30;
 
 inline constexpr uint64_t kAttachBytesMin = 64 << 10;  // below, staging packs pieces and beats a system call each
 
-// Which way private memory goes, found by trying both on real traffic, again and again. Long transfers and others
-// choose for themselves: who waits for each of short ones pays for waking the target rather than for bytes. Works whose
-// target lies behind their source (lies_behind()) attach at a rate of their own: the kernel's copy may crawl there, and
-// ours does not.
+// The way that private memory takes, chosen by trying both on real traffic, again and again. Long and short transfers
+// choose separately: whoever waits for each of several short ones pays for waking the target rather than for bytes.
+// Works whose target lies behind their source (lies_behind()) have a rate of their own for attaching: there the
+// kernel's copy may be very slow, and ours is not.
 struct PrivateChoice {
   enum class Way : uint8_t { kTry, kStaged, kAttach };
   // Rate of a path, GB/s of its best window.

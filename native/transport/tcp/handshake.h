@@ -1,4 +1,4 @@
-// Who is there, and may it come in: four messages before the first frame.
+// Authentication: four messages before the first frame.
 //
 //   initiator                                     acceptor
 //   Hello {target tag, nonce, link, channel} ->
@@ -7,15 +7,15 @@
 //                                             <-  Accept
 //
 // The key is derived from the shared secret and the acceptor's incarnation, 128 random bits that only its address bytes
-// tell: without a secret, who was never given the address is kept out; with one, who cannot compute HMAC-SHA256 with
-// it. Both proofs cover the whole Hello and both nonces. Without TLS, frames after the handshake are neither encrypted
-// nor signed.
+// contain. So without a secret, whoever was never given the address is kept out; with one, whoever cannot compute
+// HMAC-SHA256 with it. Both proofs cover the whole Hello and both nonces. Without TLS, frames after the handshake are
+// neither encrypted nor signed.
 //
-// With TLS the initiator first says so, in the clear: StartTls {target tag}. Who does not know the tag of an engine
-// makes it do no TLS. All that follows on this connection, the four messages and every frame, travels in TLS 1.3; both
-// proofs then cover its channel binding too (RFC 9266), so that nobody with a certificate of the same CA can stand in
-// between. An acceptor without TLS refuses StartTls and one with TLS refuses a Hello in the clear, in the clear:
-// neither gives way.
+// With TLS the initiator first says so, in the clear: StartTls {target tag}. An initiator that does not know the
+// engine's tag cannot make it do any TLS. Everything that follows on this connection, the four messages and every
+// frame, travels in TLS 1.3; both proofs then cover its channel binding too (RFC 9266), so that nobody with a
+// certificate of the same CA can stand in between. An acceptor without TLS refuses StartTls, and one with TLS refuses a
+// Hello in the clear, both in the clear: neither side gives way.
 //
 // Either side may answer with a Refusal instead. The first eight bytes of a message mean the same in every version.
 #pragma once

@@ -1,4 +1,4 @@
-// A connected socket, with its TLS if it has any; and what all sockets of ours have in common.
+// A connected socket, with its TLS if any; and what all our sockets have in common.
 #pragma once
 
 #include <sys/socket.h>
@@ -15,7 +15,7 @@
 
 namespace crossrail::tcp {
 
-// In non-blocking mode. Both halves of the handshake and the connection after it read and write through it.
+// Non-blocking. Both halves of the handshake, and the connection after it, read and write through it.
 struct Socket {
   Fd fd;
   std::unique_ptr<TlsSession> tls;  // null: bytes travel as they are

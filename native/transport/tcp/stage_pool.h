@@ -10,10 +10,10 @@
 
 namespace crossrail::tcp {
 
-// The driver pins memory no sooner than kernels that are under way have ended, if some thread of the user's waits for
-// them in a copy; and unpins it never before (measured on an H100, driver 580). Such a kernel may wait for what the
-// worker is about to do. So stages are pinned by who registers a GPU's memory, and kept; the worker never asks for
-// more. Threads: any.
+// Pinned host memory for payloads of GPUs. The driver may pin memory only once running kernels have ended (if a thread
+// of the user's waits for them in a copy), and always unpins it only then (measured on an H100, driver 580). Such a
+// kernel may be waiting for what the worker is about to do. So stages are pinned by the thread that registers GPU
+// memory, and kept; the worker never asks for more. Threads: any.
 class StagePool {
  public:
   static constexpr size_t kStageBytes = size_t{1} << 20;
