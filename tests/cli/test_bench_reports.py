@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -23,6 +24,7 @@ from rich.console import Console
 
 from crossrail.cli.bench import page, plot, report
 from crossrail.cli.bench.compare import compare
+from crossrail.cli.bench.hosts import sweep
 from crossrail.cli.bench.outputs import Outputs
 from crossrail.cli.bench.saved import FORMAT, Saved, read_json, to_json
 from crossrail.cli.bench.spec import Bar, Line, Point, Sample
@@ -401,6 +403,18 @@ def test_interval_of_wild_runs_does_not_flatten_the_curves(tmp_path: Path) -> No
     plot.write_plot(tmp_path / "out.svg", curves)
     words = set(words_of(tmp_path / "out.svg"))
     assert {"2", "4"} <= words and not {"10", "1000"} & words
+
+
+def test_percentiles_of_table_and_picture_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of few round trips, numpy's default lies between two of them, where none was."""
+    rounds_ns = [2000 * us for us in (*range(1, 98), 500, 900, 4000)]
+    driver = SimpleNamespace(ping_pong=lambda nbytes, count: rounds_ns)
+    monkeypatch.setattr(sweep, "count_for", lambda *_: len(rounds_ns))
+    result = Figure(Line(name="latency-8b", title="latency", unit="us", limit=""))
+    plan = sweep.Plan(("latency",), (), (), (8,), 0.0, 0.0, 1)
+    sweep._measure_latency(driver, Point("latency", 8, 0), plan, result, lambda: None)
+    assert result.note == "p99 900.0, max 4,000 us"
+    assert dict(result.ecdf)[0.99] == 900
 
 
 def test_latencies_of_milliseconds_are_no_powers_of_ten(tmp_path: Path) -> None:
