@@ -322,6 +322,17 @@ def test_error_of_a_command_that_printed_nothing_is_not_that_the_output_is_full(
     assert (process.returncode, errors.split(" [")[0]) == (2, "error: --root /nowhere is not a directory")
 
 
+@pytest.mark.parametrize("words", [["serve", "--once"], ["kv", "sim", "--layers=1", "--json=x.json"]], ids=" ".join)
+def test_directory_that_was_removed_is_told(words: list[str], tmp_path: Path) -> None:
+    """Under a shell that is still in it."""
+    command = f"rmdir {tmp_path} && exec {sys.executable} -m crossrail {' '.join(words)}"
+    done = subprocess.run(
+        ["sh", "-c", command], cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LONG_S
+    )
+    said = "error: the current directory was removed: No such file or directory; cd to one that is there\n"
+    assert (done.returncode, done.stderr) == (1, said)
+
+
 def test_output_that_is_closed() -> None:
     command = f"exec {sys.executable} -m crossrail topo >&-"
     done = subprocess.run(["sh", "-c", command], stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, timeout=LONG_S)

@@ -11,6 +11,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import IO, Any
 
 import click
@@ -190,12 +191,23 @@ def _words_of(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         advice = "; raise the limit on open files (ulimit -n)" if error.errno in (errno.EMFILE, errno.ENFILE) else ""
         where = "" if error.filename is None else f"{error.filename}: "
+        if not where and error.errno == errno.ENOENT and _is_nowhere():
+            where, advice = "the current directory was removed: ", "; cd to one that is there"
         return f"error: {where}{error.strerror}{advice}"
     if isinstance(error, MemoryError):
         why = "" if str(error) in ("", "std::bad_alloc") else f": {error}"
         return f"error: out of memory{why}; free some, or raise the limit on address space (ulimit -v)"
     what = f"{type(error).__name__}: {error}"
     return f"error: a mistake in crossrail, {what}; `crossrail --debug ...` shows where, please report it"
+
+
+def _is_nowhere() -> bool:
+    """Whether the directory that we are in is no more. What fails for that names nothing."""
+    try:
+        Path.cwd()
+    except OSError:
+        return True
+    return False
 
 
 @contextmanager
