@@ -52,6 +52,19 @@ def test_single_checks_can_be_chosen(host: FakeHost, tree: Tree, only: list[str]
     assert {finding.check for finding in run_checks(host, only).findings} == expected
 
 
+@pytest.mark.parametrize("width", [32, 40, 60, 100])
+def test_a_terminal_of_any_width_has_nothing_to_break_but_commands(width: int) -> None:
+    """It would, in the middle of words."""
+    said = "a host of which so much is to be said " * 4
+    command = "sysctl -w net.core.rmem_max=134217728 net.core.wmem_max=134217728  # as root, on both hosts"
+    report = Report([warning("network.buffers", said, said, said, Fix(command, ""))])
+
+    lines = text_of(report, width=width).splitlines()
+
+    assert [line for line in lines if len(line) > width] == [line for line in lines if command in line]
+    assert "[network.buffers]" in " ".join(lines)
+
+
 def test_a_check_that_raises_is_a_finding_and_stops_nothing(
     host: FakeHost, tree: Tree, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,7 @@ from crossrail.doctor.report import Report
 
 _STYLES = {Severity.OK: "green", Severity.NOTE: "cyan", Severity.WARNING: "yellow", Severity.ERROR: "bold red"}
 _LABEL_WIDTH = 9
-_WIDTH_MIN, _WIDTH_MAX = 60, 120
+_WIDTH_MIN, _WIDTH_MAX = 32, 120
 
 
 def printable(text: str) -> str:
@@ -45,7 +45,9 @@ def show_finding(finding: Finding, console: Console) -> None:
     )
     title.append(("\n" + indent).join(wrapped), style="" if finding.severity is Severity.OK else "bold")
     if finding.severity is not Severity.OK:
-        title.append(f"  [{finding.check}]", style="dim")
+        tag = f"[{finding.check}]"
+        fits = len(indent) + len(wrapped[-1] if wrapped else "") + 2 + len(tag) <= width
+        title.append(f"  {tag}" if fits else f"\n{indent}{tag}", style="dim")
     _line(console, title)
     if finding.severity is Severity.OK:
         return
