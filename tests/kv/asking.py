@@ -27,7 +27,7 @@ async def answer_of(url: str, sent: bytes) -> bytes:
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(sent)
     try:
-        return await asyncio.wait_for(reader.read(300), WAIT_S)
+        return await asyncio.wait_for(reader.read(4096), WAIT_S)
     finally:
         writer.close()
         with contextlib.suppress(OSError):
