@@ -64,6 +64,14 @@ void count(nb::handle indices, nb::handle experts, nb::handle counts, nb::handle
   }
 }
 
+uint64_t hash_routes(nb::handle indices) {
+  const HostArray from(indices, "indices", Use::kRead, 2);
+  const auto top_k = static_cast<uint32_t>(from.size(1));
+  const WithoutGil no_gil;
+  if (from.is(nb::dtype<int64_t>())) return moe::hash_routes(std::span<const int64_t>(from.numbers<int64_t>()), top_k);
+  return moe::hash_routes(std::span<const int32_t>(from.numbers<int32_t>()), top_k);
+}
+
 void pack(nb::handle target, nb::handle x, nb::handle scales, nb::handle table) {
   const HostArray to(target, "target", Use::kWrite, 2);
   const HostArray from(x, "x", Use::kRead, 2);
@@ -181,6 +189,7 @@ void register_moe_kernels(nb::module_& module) {
            nb::arg("accumulate"))
       .def("quantize", &quantize, nb::arg("codes"), nb::arg("scales"), nb::arg("x"), nb::arg("block"));
   part.def("count", &count, nb::arg("indices"), nb::arg("experts"), nb::arg("counts"), nb::arg("slots"));
+  part.def("hash_routes", &hash_routes, nb::arg("indices"), "Of which token goes to which experts, in any order.");
   part.def("pack", &pack, nb::arg("target"), nb::arg("x"), nb::arg("scales").none(), nb::arg("table").none());
   part.def("pull", &pull, nb::arg("x"), nb::arg("scales").none(), nb::arg("source"), nb::arg("table"));
   part.def("dequantize", &dequantize, nb::arg("out"), nb::arg("codes"), nb::arg("scales"), nb::arg("block"));

@@ -47,10 +47,10 @@ FarStep to_step(const std::string& name) {
   throw UsageError("step is '" + name + "', must be one of routes, rows, results, farewell");
 }
 
-void send_routes(ProxyHandle& self, uint32_t round, nb::handle counts) {
+void send_routes(ProxyHandle& self, uint32_t round, nb::handle counts, uint64_t hash) {
   const HostArray given(counts, "counts", HostArray::Use::kRead, 1);
   const std::span<const int32_t> numbers = given.numbers<int32_t>();
-  self.post([&](auto& to) { to.send_routes(round, numbers); });
+  self.post([&](auto& to) { to.send_routes(round, numbers, hash); });
 }
 
 nb::object routes_of(const ProxyHandle& self, uint32_t round, uint32_t rank) {
@@ -123,11 +123,15 @@ void register_moe_proxy(nb::module_& module) {
            nb::sig("def start_thread(self, cpu: int | None) -> None"),
            "From now on a thread posts, on that core or wherever this process may run.")
       .def("stop_thread", &ProxyHandle::stop_thread, "Ends it, once it has posted what it was told to. Idempotent.")
-      .def("send_routes", &send_routes, nb::arg("round"), nb::arg("counts"))
+      .def("send_routes", &send_routes, nb::arg("round"), nb::arg("counts"), nb::arg("hash") = 0)
       .def(
           "send_rows", [](ProxyHandle& self, uint32_t round) { self.post([&](auto& to) { to.send_rows(round); }); },
           nb::arg("round"))
       .def("routes_of", &routes_of, nb::arg("round"), nb::arg("rank"))
+      .def(
+          "hash_of",
+          [](const ProxyHandle& self, uint32_t round, uint32_t rank) { return self.get().hash_of(round, rank); },
+          nb::arg("round"), nb::arg("rank"))
       .def(
           "send_remainder",
           [](ProxyHandle& self, uint32_t round, nb::handle placement) { self.post_placed(round, placement, false); },

@@ -83,7 +83,7 @@ Proxy::Proxy(EngineRef engine, const Layout& layout, uint32_t rank, const FarMem
       regions_(std::move(regions)),
       masks_(masks) {
   layout.require_rank(rank);
-  if (memory.route_bytes < layout.shape().experts * sizeof(int32_t) + kFarewellBytes)
+  if (memory.route_bytes < counts_bytes() + hash_bytes() + kFarewellBytes)
     throw UsageError("route_bytes is " + std::to_string(memory.route_bytes) + ": no room for routes and a farewell");
   const uint32_t dp_size = layout.shape().dp_size;
   for (uint32_t other = 0; other < layout.shape().world; ++other) {
@@ -213,7 +213,7 @@ void Proxy::post_part(FarStep step, uint32_t round, size_t begin, size_t count) 
                                      masks_ ? batch_.to[begin] : nullptr});
 }
 
-void Proxy::send_routes(uint32_t round, std::span<const int32_t> counts) {
+void Proxy::send_routes(uint32_t round, std::span<const int32_t> counts, uint64_t hash) {
   if (counts.size() != layout_.shape().experts)
     throw UsageError("counts has " + std::to_string(counts.size()) + " entries");
   const uint32_t parity = parity_of(round);
@@ -224,9 +224,12 @@ void Proxy::send_routes(uint32_t round, std::span<const int32_t> counts) {
   const uint64_t from = at_routes(memory_.routes_out, round);
   // A phantom's bytes are nowhere: simulated engines post the same writes of it.
   std::byte* const base = regions_.routes->base();
-  if (base != kPhantomBase) std::memcpy(base + from, counts.data(), counts.size_bytes());
+  if (base != kPhantomBase) {
+    std::memcpy(base + from, counts.data(), counts.size_bytes());
+    std::memcpy(base + from + counts_bytes(), &hash, hash_bytes());
+  }
   const uint64_t to = at_routes(memory_.routes_in, round) + rank_ * memory_.route_bytes;
-  for (const Member& member : members_) add(member, FarStep::kRoutes, round, from, to, counts.size_bytes());
+  for (const Member& member : members_) add(member, FarStep::kRoutes, round, from, to, counts_bytes() + hash_bytes());
   post(FarStep::kRoutes, round);
 }
 
@@ -251,6 +254,12 @@ std::span<const int32_t> Proxy::routes_of(uint32_t round, uint32_t rank) const {
   layout_.require_rank(rank);
   const std::byte* row = regions_.routes->base() + at_routes(memory_.routes_in, round) + rank * memory_.route_bytes;
   return {reinterpret_cast<const int32_t*>(row), layout_.shape().experts};
+}
+
+uint64_t Proxy::hash_of(uint32_t round, uint32_t rank) const {
+  uint64_t hash = 0;
+  std::memcpy(&hash, reinterpret_cast<const std::byte*>(routes_of(round, rank).data()) + counts_bytes(), hash_bytes());
+  return hash;
 }
 
 void Proxy::send_remainder(uint32_t round, const Placement* placement) {

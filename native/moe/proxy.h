@@ -40,7 +40,9 @@ struct FarMemory {
   uint64_t results_out = 0;  // rows of y_bytes, in the order of Placement::return_far
   uint64_t rows_parity_bytes = 0;
 
-  uint64_t route_bytes = 0;  // int32 [experts], rounded up; the last kFarewellBytes hold the reason of a farewell
+  // int32 [experts] and, with dp_size > 1, a hash of the routes; rounded up. The last kFarewellBytes hold the reason of
+  // a farewell.
+  uint64_t route_bytes = 0;
   uint64_t stride_bytes = 0;
   uint64_t y_bytes = 0;
 };
@@ -108,12 +110,14 @@ class Proxy {
   // --- one round, in this order; calls that write return at once ---
   // Until all that was written from this parity's memory has left it: then it may be filled again.
   FarOutcome wait_sent(uint32_t round, Deadline deadline, const InterruptCheck& interrupted);
-  // The routes of our own group, [experts]. They are copied.
-  void send_routes(uint32_t round, std::span<const int32_t> counts);
+  // The routes of our own group, [experts]. They are copied. hash: of which they are; sent with dp_size > 1 only.
+  void send_routes(uint32_t round, std::span<const int32_t> counts, uint64_t hash = 0);
   // The first rows for each rank, from rows_out.
   void send_rows(uint32_t round);
   // The routes of a far rank, [experts], once they have come. That rank wrote them: the caller checks them.
   std::span<const int32_t> routes_of(uint32_t round, uint32_t rank) const;
+  // Likewise; with dp_size > 1.
+  uint64_t hash_of(uint32_t round, uint32_t rank) const;
   // The remainder. The placement also decides how many writes wait(kRows) expects. null: there is no remainder, as in a
   // round that was refused.
   void send_remainder(uint32_t round, const Placement* placement);
@@ -194,6 +198,9 @@ class Proxy {
   // Offset of a farewell in the region of routes: the last bytes of that row of even rounds.
   uint64_t at_farewell(uint64_t row) const { return row + memory_.route_bytes - kFarewellBytes; }
   uint64_t at_rows(uint64_t part, uint32_t round) const;
+  // What is sent of our routes: their counts and, where others are to have the same, their hash.
+  uint64_t counts_bytes() const { return layout_.shape().experts * sizeof(int32_t); }
+  uint64_t hash_bytes() const { return layout_.shape().dp_size > 1 ? sizeof(uint64_t) : 0; }
   // add() notes a write, at most one per member. post() posts all that were noted, by the members' turns; with masks_
   // each by itself.
   void add(const Member& to, FarStep step, uint32_t round, uint64_t from_offset, uint64_t to_offset,

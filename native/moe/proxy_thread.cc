@@ -48,7 +48,8 @@ void ProxyThread::stop() {
   thread_.join();
 }
 
-void ProxyThread::send_routes(uint32_t round, std::span<const int32_t> counts) {
+void ProxyThread::send_routes(uint32_t round, std::span<const int32_t> counts, uint64_t hash) {
+  hashes_[round % kParities] = hash;
   counts_[round % kParities].assign(counts.begin(), counts.end());
   give({.step = Step::kRoutes, .round = round});
 }
@@ -129,7 +130,7 @@ void ProxyThread::carry_out(const Order& order) {
   try {
     switch (order.step) {
       case Step::kRoutes:
-        return proxy_.send_routes(order.round, counts_[order.round % kParities]);
+        return proxy_.send_routes(order.round, counts_[order.round % kParities], hashes_[order.round % kParities]);
       case Step::kRows:
         return proxy_.send_rows(order.round);
       case Step::kRemainder:

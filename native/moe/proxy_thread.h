@@ -32,7 +32,7 @@ class ProxyThread {
   ProxyThread& operator=(const ProxyThread&) = delete;
 
   // As those of Proxy; return at once. counts are copied; a placement is kept by the caller until settle() said true.
-  void send_routes(uint32_t round, std::span<const int32_t> counts);
+  void send_routes(uint32_t round, std::span<const int32_t> counts, uint64_t hash = 0);
   void send_rows(uint32_t round) { give({.step = Step::kRows, .round = round}); }
   void send_remainder(uint32_t round, const Placement* placement) {
     give({.step = Step::kRemainder, .round = round, .placement = placement});
@@ -71,6 +71,7 @@ class ProxyThread {
   const int64_t spin_ns_;
   std::vector<Order> orders_;
   std::array<std::vector<int32_t>, kParities> counts_;
+  std::array<uint64_t, kParities> hashes_{};
   std::exception_ptr failure_;  // the thread's until settled
   // Each on a line of its own: one is written by the caller, the other by the thread.
   alignas(64) std::atomic<uint32_t> given_{0};  // orders, modulo 2^32; also what the thread sleeps on

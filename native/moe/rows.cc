@@ -84,6 +84,23 @@ void count_routes(std::span<const Index> indices, uint32_t top_k, std::span<int3
 template void count_routes(std::span<const int32_t>, uint32_t, std::span<int32_t>, std::span<int32_t>);
 template void count_routes(std::span<const int64_t>, uint32_t, std::span<int32_t>, std::span<int32_t>);
 
+template <typename Index>
+uint64_t hash_routes(std::span<const Index> indices, uint32_t top_k) {
+  uint64_t sum = 0;  // a sum of well mixed numbers does not depend on their order
+  for (size_t route = 0; route < indices.size(); ++route) {
+    if (indices[route] < 0) continue;
+    // The finalizer of splitmix64.
+    uint64_t mixed = (uint64_t{route / top_k} << 32 | static_cast<uint32_t>(indices[route])) + 0x9e3779b97f4a7c15;
+    mixed = (mixed ^ mixed >> 30) * 0xbf58476d1ce4e5b9;
+    mixed = (mixed ^ mixed >> 27) * 0x94d049bb133111eb;
+    sum += mixed ^ mixed >> 31;
+  }
+  return sum;
+}
+
+template uint64_t hash_routes(std::span<const int32_t>, uint32_t);
+template uint64_t hash_routes(std::span<const int64_t>, uint32_t);
+
 void pack_rows(const RowsOut& target, const RowsIn& x, const RowsIn& scales, const std::span<const int32_t>* table) {
   const size_t count = table == nullptr ? x.rows : table->size();
   if (count > target.rows) {

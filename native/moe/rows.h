@@ -17,6 +17,10 @@ namespace crossrail::moe {
 template <typename Index>
 void count_routes(std::span<const Index> indices, uint32_t top_k, std::span<int32_t> counts, std::span<int32_t> slots);
 
+// A hash of which token goes to which experts, in whatever order it names them. indices: as count_routes takes them.
+template <typename Index>
+uint64_t hash_routes(std::span<const Index> indices, uint32_t top_k);
+
 // Rows of `bytes` bytes, one behind the other; no rows: data may be null.
 struct RowsIn {
   const std::byte* data = nullptr;

@@ -205,7 +205,8 @@ void StreamProxy::begin(uint64_t number, int64_t now) {
   std::vector<int32_t> counts(shape.experts);
   slots_.resize(routes.size());
   count_routes(routes, shape.top_k, counts, slots_);
-  proxy_.send_routes(wire(number), counts);
+  round.hash = shape.dp_size > 1 ? hash_routes(routes, shape.top_k) : 0;
+  proxy_.send_routes(wire(number), counts, round.hash);
   round.counts.resize(size_t{layout_.groups()} * shape.experts);
   std::copy(counts.begin(), counts.end(), round.counts.begin() + static_cast<ptrdiff_t>(group_ * shape.experts));
 }
@@ -302,17 +303,21 @@ bool StreamProxy::end(Open& round, int64_t now) {
 void StreamProxy::check_same_routes(const Open& round) const {
   const uint32_t experts = layout_.shape().experts;
   const std::span<const int32_t> ours = std::span(round.counts).subspan(size_t{group_} * experts, experts);
+  const std::string indices = "indices of round " + std::to_string(round.number);
+  const std::string alike = ": with dp_size " + std::to_string(layout_.shape().dp_size) +
+                            " both must hold the same tokens and route them alike. The rounds of this GraphAllToAll "
+                            "have ended";
   for (const uint32_t other : proxy_.far_ranks()) {
     if (layout_.group_of(other) != group_) continue;
     const std::span<const int32_t> theirs = proxy_.routes_of(wire(round.number), other);
     const auto [our, their] = std::ranges::mismatch(ours, theirs);
-    if (our == ours.end()) continue;
-    throw UsageError("indices of round " + std::to_string(round.number) + " send " + std::to_string(*our) +
-                     " tokens to expert " + std::to_string(our - ours.begin()) + ", those of rank " +
-                     std::to_string(other) + " " + std::to_string(*their) + ": with dp_size " +
-                     std::to_string(layout_.shape().dp_size) +
-                     " both must hold the same tokens and route them alike. The rounds of this GraphAllToAll have "
-                     "ended");
+    if (our != ours.end())
+      throw UsageError(indices + " send " + std::to_string(*our) + " tokens to expert " +
+                       std::to_string(our - ours.begin()) + ", those of rank " + std::to_string(other) + " " +
+                       std::to_string(*their) + alike);
+    if (proxy_.hash_of(wire(round.number), other) != round.hash)
+      throw UsageError(indices + " send as many tokens to each expert as those of rank " + std::to_string(other) +
+                       ", and not the same ones" + alike);
   }
 }
 

@@ -126,6 +126,7 @@ class StreamProxy {
     bool is_told = false;                // the GPU was told to go on; it still waits for signals itself
     std::optional<Placement> placement;  // once all routes have come
     std::vector<int32_t> counts;         // [groups][experts], with placement
+    uint64_t hash = 0;                   // of our routes
     int64_t since_ns = 0;                // the time at which we began to wait for others
     int64_t next_look_ns = 0;
     std::optional<int64_t> asked_ns;  // the time at which we saw that the GPU waits for the end of this round

@@ -49,3 +49,15 @@ def test_tokens_of_no_expert_are_not_counted(expert: int, dtype: type) -> None:
     assert np.asarray(_core.moe.node_tokens(LAYOUT, np.array([[0, -1], [3, 1]], dtype))).tolist() == [2, 1]
     with pytest.raises(xr.UsageError, match=f"indices: route 3 goes to expert {expert}, must be less than 4"):
         _core.moe.node_tokens(LAYOUT, np.array([[0, -1], [3, expert]], dtype))
+
+
+def test_a_hash_of_routes_tells_tokens_apart_and_not_the_order_of_their_experts() -> None:
+    routes = np.array([[0, 2], [1, -1], [2, 3]])
+    known = _core.moe.hash_routes(routes)
+    padded = np.vstack([routes, np.full((2, 2), -1)])
+    assert {_core.moe.hash_routes(same) for same in (routes.astype(np.int32), routes[:, ::-1].copy(), padded)} == {
+        known
+    }
+    swapped = routes[[1, 0, 2]]
+    assert known not in {_core.moe.hash_routes(swapped), _core.moe.hash_routes(routes[:2]), 0}
+    assert _core.moe.hash_routes(routes[:0]) == 0

@@ -46,8 +46,22 @@ def go_on(part: GraphAllToAll, arguments: tuple[Any, ...]) -> None:
     until_it_ends(part)
 
 
+def _to_another_expert(indices: torch.Tensor) -> None:
+    indices[0, 0] = next(expert for expert in range(EXPERTS) if expert not in indices[0])
+
+
+def _in_another_order(indices: torch.Tensor) -> None:
+    """As many tokens to each expert."""
+    experts = [set(row.tolist()) for row in indices]
+    other = next(token for token in range(1, len(experts)) if experts[token] != experts[0])
+    indices[[0, other]] = indices[[other, 0]]
+
+
+@pytest.mark.parametrize("change", [_to_another_expert, _in_another_order])
 @pytest.mark.parametrize("engine", [{}, TCP], ids=["shm", "tcp"])
-def test_ranks_of_one_dp_group_that_route_differently_are_named_on_all(engine: dict[str, Any], seed: Seed) -> None:
+def test_ranks_of_one_dp_group_that_route_differently_are_named_on_all(
+    engine: dict[str, Any], change: Callable[[torch.Tensor], None], seed: Seed
+) -> None:
     random = seed.rng()
     batches = [draw(random, TOKENS, HIDDEN, EXPERTS, TOP_K, BLOCK) for _ in range(2)]
 
@@ -56,7 +70,7 @@ def test_ranks_of_one_dp_group_that_route_differently_are_named_on_all(engine: d
         x, scales, indices, weights = given(part, batches[rank // 2])
         if rank == 1:
             indices = indices.clone()  # its mate has the same memory
-            indices[0, 0] = next(expert for expert in range(EXPERTS) if expert not in indices[0])
+            change(indices)
         with pytest.raises(UsageError) as caught:
             go_on(part, (x, scales, indices, weights))
         return str(caught.value)

@@ -220,18 +220,20 @@ class AllToAll:
         order = np.asarray(_core.moe.sort_routes(routes, slots, counts))
         half.order[: len(order)] = order
         half.counts[:] = counts
+        routes_hash = 0
         if self._far is not None:
             self._peers.wait_sent(number, self.timeout_s)
+            routes_hash = _core.moe.hash_routes(routes) if config.dp_size > 1 else 0
         try:
             if self._far is not None:  # first, since it takes longest
-                self._far.send_routes(number, counts)
+                self._far.send_routes(number, counts, routes_hash)
                 routes_for_far = self._placing.routes_for_far(counts, order)
                 self._far.send_rows(number, given.x, given.scales, given.weights, routes_for_far)
             if tokens > 0:
                 memory.pack(half.rows, given.x, given.scales, None)
             kept = None if given.weights is None else memory.copy_of(given.weights)
             self._open[parity] = opened = Round(
-                number, ordinal, begun_s, tokens, len(order), routes.copy(), slots, kept, is_tensor(x)
+                number, ordinal, begun_s, tokens, len(order), routes.copy(), slots, kept, is_tensor(x), routes_hash
             )
             self._ordinal = ordinal
             self._near.publish(SENT, number)

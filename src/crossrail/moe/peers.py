@@ -161,20 +161,21 @@ class Peers:
         assert self.far is not None
         return self.far.routes_of(number, rank)
 
-    def first_other_route(self, opened: Round, rank: int) -> OtherRoute | None:
-        """The first that is of another token at that rank, where both send as many to each expert; None where there is
-        none, or where that rank shares no memory with us. Which of a token's experts it is makes no difference.
+    def other_routes(self, opened: Round, rank: int) -> OtherRoute | bool:
+        """Whether routes are of another token at that rank, where both send as many to each expert: where we see them
+        the first that is, else by their hash. Which of a token's experts it is makes no difference.
         """
         parity = opened.number % PARITIES
         if (half := self.near.halves.get((rank, parity))) is None:
-            return None
+            assert self.far is not None
+            return self.far.hash_of(opened.number, rank) != opened.routes_hash
         ours, theirs = (one.order[: opened.routes] for one in (self.near.own[parity], half))
         if np.array_equal(ours, theirs):
-            return None
+            return False
         tokens, others = ours // self._config.top_k, theirs // self._config.top_k
         differ = np.flatnonzero(tokens != others)
         if len(differ) == 0:
-            return None
+            return False
         place = int(differ[0])
         return OtherRoute(place, int(tokens[place]), int(others[place]))
 

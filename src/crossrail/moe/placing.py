@@ -12,7 +12,7 @@ from crossrail.moe.arrays import Array
 from crossrail.moe.capacity import find_overflow
 from crossrail.moe.config import Config
 from crossrail.moe.links.board import PARITIES, RETURNED
-from crossrail.moe.peers import Peers
+from crossrail.moe.peers import OtherRoute, Peers
 from crossrail.moe.rounds import Round, Stage
 
 
@@ -60,7 +60,7 @@ class Placing:
     def _check_same_routes(self, opened: Round) -> None:
         """UsageError where ranks that are to hold the same tokens send others: who has rows of whom would not agree.
 
-        Of ranks that share memory with us each route is compared, of others how many there are to each expert.
+        Of ranks that share memory with us each route is compared, of others a hash of all.
         """
         first, size = self._rank // self._config.dp_size * self._config.dp_size, self._config.dp_size
         alike = f"with dp_size {size} both must hold the same tokens and route them alike"
@@ -75,7 +75,12 @@ class Placing:
                     f"indices of round {opened.number} send {ours[expert]} tokens to expert {expert}, those of rank "
                     f"{other} {theirs[expert]}: {alike}"
                 )
-            if (route := self._peers.first_other_route(opened, other)) is not None:
+            if (route := self._peers.other_routes(opened, other)) is True:
+                raise UsageError(
+                    f"indices of round {opened.number} send as many tokens to each expert as those of rank {other}, "
+                    f"and not the same ones: {alike}"
+                )
+            if isinstance(route, OtherRoute):
                 expert = int(np.searchsorted(np.cumsum(ours), route.place, "right"))
                 raise UsageError(
                     f"indices of round {opened.number} send token {route.ours} to expert {expert} where those of rank "

@@ -27,9 +27,10 @@ class Round:
     likewise, of all that ever were.
 
     begun_s: of time.perf_counter(). routes: how many, without those of index -1. indices, slots: as given and as
-    Kernels.count made them. placement: where all rows go, once all routes are known. where: as Kernels.reduce takes it,
-    once received. sources: of each group the rank whose rows come to us, None where all that have them are masked; with
-    placement. is_refused: it needs more room than there is. has_sent_sums: with node_sums, partners have theirs.
+    Kernels.count made them. routes_hash: what far ranks were told of them, with dp_size > 1. placement: where all rows
+    go, once all routes are known. where: as Kernels.reduce takes it, once received. sources: of each group the rank
+    whose rows come to us, None where all that have them are masked; with placement. is_refused: it needs more room than
+    there is. has_sent_sums: with node_sums, partners have theirs.
     output: what expert_output gave last. silent, absent: with on_lost="mask", ranks whose tokens are not in it, known
     with placement, and ranks whose experts' outputs are in no sum, known once it has ended.
     """
@@ -43,6 +44,7 @@ class Round:
     slots: Array
     weights: Array | None
     is_tensor: bool
+    routes_hash: int = 0
     stage: Stage = Stage.SENT
     placement: Any = None
     sources: list[int | None] = field(default_factory=list)

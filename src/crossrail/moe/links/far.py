@@ -185,9 +185,9 @@ class Far:
         """Waits until the memory of the round before the last is free again."""
         return Outcome.of_native(*self.proxy.wait_sent(number, timeout_s))
 
-    def send_routes(self, number: int, counts: Array) -> None:
-        """Our routes, into that memory."""
-        self.proxy.send_routes(number, counts)
+    def send_routes(self, number: int, counts: Array, routes_hash: int) -> None:
+        """Our routes, into that memory. routes_hash: as of hash_of(); of no meaning without dp_size."""
+        self.proxy.send_routes(number, counts, routes_hash)
 
     def send_rows(self, number: int, x: Any, scales: Any | None, weights: Any | None, routes: Array) -> None:
         """The rows of these routes, which are in the order of Placement.send_far. weights: with node_sums."""
@@ -203,6 +203,10 @@ class Far:
 
     def routes_of(self, number: int, rank: int) -> Array:
         return np.asarray(self.proxy.routes_of(number, rank))
+
+    def hash_of(self, number: int, rank: int) -> int:
+        """Of that rank's routes, as they came with these; with dp_size > 1."""
+        return self.proxy.hash_of(number, rank)
 
     def send_remainder(self, number: int, placement: _core.moe.Placement | None) -> None:
         self.proxy.send_remainder(number, placement)

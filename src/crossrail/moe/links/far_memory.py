@@ -60,7 +60,8 @@ class FarMemory:
         # Of larger groups one that is near by the member of our index may have others that are far.
         returned_groups = config.groups if config.dp_size > 1 else None
         bounds = Bounds.of(config, far_groups, returned_groups, layout.nodes - 1 if config.node_sums else None)
-        route_bytes = -(-(4 * config.experts + _core.moe.FAREWELL_BYTES) // _LINE) * _LINE
+        hash_bytes = 8 if config.dp_size > 1 else 0
+        route_bytes = -(-(4 * config.experts + hash_bytes + _core.moe.FAREWELL_BYTES) // _LINE) * _LINE
         routes = FarPart.of({"routes_in": config.world * route_bytes, "routes_out": route_bytes})
         rows = FarPart.of(
             {
