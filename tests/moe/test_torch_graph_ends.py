@@ -16,7 +16,7 @@ from crossrail.moe.graph import GraphAllToAll
 from tests.moe.batches import draw
 from tests.moe.graph_rounds import given, made_of, whole_round
 from tests.moe.ranks import Ranks
-from tests.moe.test_torch_gpu import BLOCK, CONFIG, EXPERTS, HIDDEN, TCP, TOKENS, TOP_K, batches_of
+from tests.moe.test_torch_gpu import BLOCK, CONFIG, EXPERTS, HIDDEN, TCP, TOKENS, TOP_K
 from tests.moe.test_torch_graph import dispatch_and_check, until_it_ends
 from tests.support.limits import WAIT_S
 from tests.support.seeds import Seed
@@ -24,7 +24,8 @@ from tests.support.seeds import Seed
 
 @pytest.mark.parametrize("engine", [{}, TCP], ids=["shm", "tcp"])
 def test_a_rank_whose_rounds_have_ended_tells_the_others_why(engine: dict[str, Any], seed: Seed) -> None:
-    batches = batches_of(seed.rng(), 2)
+    random = seed.rng()
+    batches = [draw(random, TOKENS, HIDDEN, EXPERTS, TOP_K, BLOCK) for _ in range(2)]
 
     def run(part: GraphAllToAll, rank: int) -> None:
         whole_round(part, rank, batches)
