@@ -28,7 +28,7 @@ nb::tuple traffic(Self self, double timeout_s) {
   }
   nb::list rails;
   for (const RailTrafficReport& rail : found.rails)
-    rails.append(nb::make_tuple(rail.transport, rail.rail, to_tuple(rail.counts), rail.depth));
+    rails.append(nb::make_tuple(rail.transport, rail.rail, to_tuple(rail.counts), rail.depth, rail.down));
   nb::list peers;
   for (const PeerTrafficReport& peer : found.peers) {
     nb::list paths;
@@ -49,7 +49,7 @@ void register_traffic(nb::class_<EngineHandle>& engine) {
       "_traffic", &traffic, nb::arg("timeout_s"),
       nb::sig("def _traffic(self, timeout_s: float) -> tuple[list[tuple[str, int, tuple[int, int, int, int, int, "
               "float, list[int]], "
-              "int]], list[tuple[str, str, str, tuple[int, int, int, int, int, float, list[int]], int, int, int, "
+              "int, int]], list[tuple[str, str, str, tuple[int, int, int, int, int, float, list[int]], int, int, int, "
               "int, list[tuple[str, int]]]], list[float], bool, bool]"));
 }
 

@@ -251,6 +251,7 @@ struct RailTrafficReport {
   uint32_t rail;
   RailCounts counts;
   uint64_t depth = 0;  // works on it that are not over; see TrafficReport::is_whole
+  uint32_t down = 0;   // paths from it to rails of peers that are down; likewise
 };
 struct PeerTrafficReport {
   std::string peer;

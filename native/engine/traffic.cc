@@ -122,6 +122,9 @@ TrafficReport EngineCore::traffic(int64_t patience_ns) {
       for (uint32_t rail = 0; rail < track.rail_count; ++rail)
         report.rails[first[peer->route_.index] + rail].depth += transport.rail_depth(*peer->link_, rail);
       for (PathReport& path : transport.explain(*peer->link_)) {
+        if (path.down_rail && *path.down_rail < track.rail_count) {
+          ++report.rails[first[peer->route_.index] + *path.down_rail].down;
+        }
         shown.paths.push_back(
             {std::move(path.what), std::move(path.path), std::move(path.reason), path.gb_per_s, path.bytes});
       }

@@ -12,6 +12,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -168,6 +169,7 @@ struct PathReport {
   std::string reason;
   double gb_per_s = 0;
   uint64_t bytes = 0;
+  std::optional<uint32_t> down_rail;  // our rail of it, while it is down
 };
 
 // Which of our rails talks to which of the peer's.

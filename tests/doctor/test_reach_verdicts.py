@@ -76,6 +76,16 @@ def test_address_that_the_peer_does_not_have_is_no_way_to_its_engines() -> None:
     assert verdict(published, pair_of(1, 1))["reach.translated"] is Severity.NOTE
 
 
+def test_name_that_leads_to_this_machine_is_said_to() -> None:
+    matrix = Matrix("node1", 7311, [Attempt("127.0.1.1", "refused", "Connection refused")])
+    (finding,) = judge(matrix, "1.0")
+    assert "node1 leads to this very machine" in finding.title
+
+    matrix.target = "127.0.1.1"
+    (finding,) = judge(matrix, "1.0")
+    assert "nothing listens" in finding.title
+
+
 def test_slow_stream_on_a_fast_link_is_a_warning() -> None:
     assert verdict(pair_of(0, 0, out_gb_per_s=1.0))["reach.below-link"] is Severity.WARNING
 

@@ -58,6 +58,19 @@ def test_rail_without_a_carrier_is_taken_by_name_only(network: NetworkFactory) -
         assert named.address.endpoints[0].startswith(f"{net.a.addresses[0]}:")
 
 
+def test_address_that_both_hosts_have_is_said_to_lead_nowhere(network: NetworkFactory) -> None:
+    net = network(rails=1, connected=False)
+    for host in (net.a, net.b):  # as docker0 has on all hosts
+        run(f"ip -n {host.namespace} link add shared type bridge")
+        run(f"ip -n {host.namespace} address add 172.17.0.1/16 dev shared")
+        run(f"ip -n {host.namespace} link set shared up")
+
+    with xr.Engine("here", transport="tcp", rails=["shared"]) as here:
+        there = net.hosts.spawn("b").open(transport="tcp", rails=["shared"])
+        with pytest.raises(xr.PeerLost, match=r"refused.*this host has that address, too, so it leads to ourselves"):
+            here.connect(there.address, WAIT_S)
+
+
 def test_host_without_an_address_says_so_on_both_sides(
     network: NetworkFactory, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import crossrail as xr
+from crossrail.observe import read_traffic
 from tests.multihost.conftest import Network, NetworkFactory, over_networks
 from tests.support.limits import WAIT_S, eventually, never
 from tests.support.operations import Operations
@@ -89,6 +90,21 @@ def test_rail_that_fails_loses_nothing_and_comes_back(
     if kind != "send":  # messages stay on the rail that they moved to
         eventually(comes_back, "the rail carrying bytes again", FAILOVER_S)
         flow.expect_all_done_and_counted_once()
+
+
+def test_rail_that_is_down_is_shown_as_that(network: NetworkFactory) -> None:
+    net = network(rails=2)
+    source, target = net.source(NBYTES), net.target(NBYTES)
+
+    def down() -> list[int | None]:
+        net.here.submit_write(source, target.descriptor).wait(FAILOVER_S)
+        return [rail.down for rail in read_traffic(net.here).rails]
+
+    assert down() == [0, 0]
+    net.b.down(1)
+    eventually(lambda: down() == [0, 1], "the rail down", FAILOVER_S)
+    net.b.up(1)
+    eventually(lambda: down() == [0, 0], "the rail up again", FAILOVER_S)
 
 
 @over_networks

@@ -473,12 +473,15 @@ def test_rdma_rails_count_what_goes_out_anew(open_engine: EngineFactory) -> None
         nbytes = 4 << 20
         src, dst = here.register(np.zeros(nbytes, np.uint8)), there.register(np.zeros(nbytes, np.uint8))
         here.connect(there.address)
+        assert total(scrape(here), "crossrail_rail_down_paths") == 0
         world.rail_down(hosts[0], 0, at_s=world.now_s + 50e-6, for_s=5)
 
         for _ in range(4):
             here.submit_write(src, dst.descriptor, imm=1).wait(60)
 
         samples = scrape(here)
+        assert total(samples, "crossrail_rail_down_paths", rail="0") == 1
+        assert total(samples, "crossrail_rail_down_paths", rail="1") == 0
         assert names_of(samples, "rail") == {"0", "1"}
         assert total(samples, "crossrail_rail_broken_paths_total", rail="0") >= 1
         assert total(samples, "crossrail_rail_broken_paths_total", rail="1") == 0

@@ -209,6 +209,9 @@ std::vector<PathReport> RdmaTransport::explain(Link& link) {
     } else {
       report.reason += path->why_down().empty() ? ", connecting" : ", down: " + path->why_down();
     }
+    if (!rails_[path->rail]->is_up || (path->state != PathState::kOpen && !path->why_down().empty())) {
+      report.down_rail = path->rail;
+    }
     if (path->epochs_opened > 1) report.reason += ", remade " + std::to_string(path->epochs_opened - 1) + " times";
     report.bytes = path->bytes_done;
     if (out.busy_ns > 0 && report.bytes > 0) {

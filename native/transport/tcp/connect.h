@@ -39,9 +39,9 @@ struct RailPair {
 };
 std::vector<RailPair> pair_rails(const std::vector<Endpoint>& ours, const std::vector<Endpoint>& theirs);
 
-// What is to be said behind "connection refused" where the peer's rail is at a loopback address of another host; else
-// empty.
-std::string loopback_text(const Address& own, const Address& peer, uint32_t rail);
+// What is to be said behind "connection refused" where the address of the peer's rail leads back to our own host, and
+// the peer is on another; else empty.
+std::string leads_back_text(const Address& own, const Address& peer, uint32_t rail);
 
 // A message of the handshake on its way in, read to its last byte and no further.
 class MessageReader {

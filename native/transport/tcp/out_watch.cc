@@ -195,7 +195,7 @@ void OutChannel::on_attempt_failed(const ConnectResult& result, bool was_sharing
   retry_at_ns = now + retry_pause_ns;
   shuns_sharing = was_sharing;
   if (is_open()) return;  // was to move over to the peer's, and stays where it is
-  trouble = result.text + loopback_text(transport->address(), *link->address, link->pairs[pair()].peer_rail);
+  trouble = result.text + leads_back_text(transport->address(), *link->address, link->pairs[pair()].peer_rail);
   link->lacked_here = result.lacked_here;
   if (broken_at_ns == 0) {
     broken_at_ns = now;

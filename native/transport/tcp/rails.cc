@@ -147,12 +147,18 @@ std::vector<RailPair> pair_rails(const std::vector<Endpoint>& ours, const std::v
   return pairs;
 }
 
-std::string loopback_text(const Address& own, const Address& peer, uint32_t rail) {
+std::string leads_back_text(const Address& own, const Address& peer, uint32_t rail) {
   constexpr std::array<uint8_t, 16> kV6 = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1};
   const Endpoint& there = peer.endpoints[rail];
   const bool is_loopback = there.family == 6 ? there.ip == kV6 : there.ip[0] == 127;
-  if (!is_loopback || same_host(own, peer)) return "";
-  return "; that address is one within a host: the peer's had no other when its engine opened, or its rails= names it";
+  if (same_host(own, peer)) return "";
+  if (is_loopback) {
+    return "; that address is one within a host: the peer's had no other when its engine opened, or its rails= names "
+           "it";
+  }
+  const auto is_same = [&](const Endpoint& ours) { return ours.family == there.family && ours.ip == there.ip; };
+  if (std::ranges::none_of(own.endpoints, is_same)) return "";
+  return "; this host has that address, too, so it leads to ourselves: name other rails on both sides";
 }
 
 }  // namespace crossrail::tcp

@@ -192,6 +192,7 @@ std::vector<PathReport> TcpTransport::explain(Link& link) {
     std::string state = "connected when first needed";
     bool is_open = false;
     bool is_short = false;
+    bool is_down = false;
     std::string missing;  // of two lanes, where one of them serves for both
     for (const Lane lane : {Lane::kSmall, Lane::kBulk}) {
       const OutChannel* channel = out.find(pair, lane);
@@ -206,11 +207,13 @@ std::vector<PathReport> TcpTransport::explain(Link& link) {
         if (!is_open) state = channel->trouble.empty() ? "connecting" : "down: " + channel->trouble;
         const char* const length = lane == Lane::kSmall ? "short" : "long";
         if (!channel->trouble.empty()) {
+          is_down = true;
           missing = std::string(length) + " operations have no connection of their own: " + channel->trouble;
         }
       }
     }
     report.reason += ", " + state;
+    if (is_down && !is_open) report.down_rail = rails.rail;
     if (is_open && !missing.empty()) report.reason += "; " + missing;
     if (is_short) report.reason += ", by short packets: long ones do not arrive, look at the MTU of the way";
     if (out.busy_ns > 0 && report.bytes > 0) {

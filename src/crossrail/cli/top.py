@@ -160,7 +160,8 @@ class _Column(NamedTuple):
 
 
 _RAIL_COLUMNS = (
-    _Column("rail", is_number=False), _Column("GB/s"), _Column("works/s"), _Column("imm/s", 60), _Column("depth", 40),
+    _Column("rail", is_number=False), _Column("down", 45), _Column("GB/s"), _Column("works/s"), _Column("imm/s", 60),
+    _Column("depth", 40),
     _Column("p50", 70), _Column("p99", 50), _Column("retried", 80), _Column("broken", 90),
 )  # fmt: skip
 _PEER_COLUMNS = (
@@ -207,7 +208,9 @@ def _rails(interval: Interval, engine: str, width: int) -> Table:
     table = _table(_RAIL_COLUMNS, width)
     for has, _ in _whole_of(interval.now, "crossrail_rail_works_total", engine=engine):
         of = {"engine": engine, "transport": has["transport"], "rail": has["rail"]}
-        cells = [f"{plain(has['transport'])}:{plain(has['rail'])}", *_speeds(interval, "crossrail_rail", of)]
+        down = next((_bad(value, "bold red") for _, value in interval.now.of("crossrail_rail_down_paths", **of)), "-")
+        name = f"{plain(has['transport'])}:{plain(has['rail'])}"
+        cells: list[str | Text] = [name, down, *_speeds(interval, "crossrail_rail", of)]
         depth = next((f"{value:.0f}" for _, value in interval.now.of("crossrail_rail_depth", **of)), "-")  # -: not told
         cells += [depth, *_latencies(interval, "crossrail_rail", of)]
         retried = interval.now.total("crossrail_rail_retried_works_total", **of)

@@ -171,6 +171,8 @@ def _rail_metrics(rails: Mapping[Key, RailTraffic], bounds_s: Sequence[float]) -
     yield from _count_metrics("crossrail_rail", {key: rail.counts for key, rail in rails.items()}, labels, bounds_s)
     depths = {key: rail.depth for key, rail in rails.items() if rail.depth is not None}
     yield gauge("crossrail_rail_depth", "Works that are on the rail and not over.", depths, labels)
+    down = {key: rail.down for key, rail in rails.items() if rail.down is not None}
+    yield gauge("crossrail_rail_down_paths", "Paths from it to rails of peers that are down.", down, labels)
 
 
 def _peer_metrics(peers: Mapping[Key, PeerTraffic], bounds_s: Sequence[float]) -> Iterator[Metric]:

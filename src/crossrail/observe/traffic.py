@@ -54,12 +54,15 @@ class Counts:
 
 @dataclass
 class RailTraffic:
-    """depth: works on the rail that are not over; None where not Traffic.is_whole."""
+    """depth: works on the rail that are not over; down: paths from it to rails of peers that are down, as
+    Engine.explain says. Both None where not Traffic.is_whole.
+    """
 
     transport: str
     rail: int
     counts: Counts
     depth: int | None
+    down: int | None
 
 
 @dataclass
@@ -119,7 +122,7 @@ def read_traffic(engine: Engine, timeout_s: float = 1.0) -> Traffic:
         for path, nbytes in paths:
             peer.paths[path] += nbytes
     shown = [
-        RailTraffic(transport, rail, Counts(*counts), depth if is_whole else None)
-        for transport, rail, counts, depth in rails
+        RailTraffic(transport, rail, Counts(*counts), depth if is_whole else None, down if is_whole else None)
+        for transport, rail, counts, depth, down in rails
     ]
     return Traffic(shown, peers, bounds_s, is_whole, hangs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator
+from ipaddress import ip_address
 
 from crossrail._text import rate_text
 from crossrail.doctor.finding import Finding, Fix, error, note, ok, warning
@@ -55,7 +56,7 @@ def _contact(matrix: Matrix) -> Iterator[Finding]:
         yield ok("reach.connect", f"{matrix.target} answers at {listing(good)}, port {matrix.port}")
     if bad and not good:
         # The first has the say: the others are the same host's.
-        yield _failed(bad, matrix.port)
+        yield _failed(matrix, bad)
     elif bad:
         yield warning(
             "reach.some-addresses",
@@ -77,7 +78,8 @@ def _no_pairs(matrix: Matrix) -> Finding:
     )
 
 
-def _failed(bad: list[Attempt], port: int) -> Finding:
+def _failed(matrix: Matrix, bad: list[Attempt]) -> Finding:
+    port = matrix.port
     seen = "; ".join(f"{attempt.address}: {attempt.detail}" for attempt in bad)
     states = {attempt.state for attempt in bad}
     listen = Fix(f"crossrail doctor --listen {port}", "on the other host")
@@ -105,6 +107,15 @@ def _failed(bad: list[Attempt], port: int) -> Finding:
             "no transfer over TCP between these hosts; connecting with EFA or RoCE would fail in the same way",
             *_firewall(port),
             Fix(f"ping {bad[0].address}", "does the host answer at all?"),
+        )
+    if all(ip_address(attempt.address.partition("%")[0]).is_loopback for attempt in bad) and matrix.target not in seen:
+        return error(
+            "reach.connect",
+            f"{matrix.target} leads to this very machine, and nothing listens on port {matrix.port} here",
+            seen,
+            "nothing can be measured; Debian's /etc/hosts gives a host's own name the address 127.0.1.1",
+            Fix(f"getent ahosts {matrix.target}", "where the name leads; correct /etc/hosts"),
+            Fix("crossrail doctor --peer ADDRESS", "by its address instead; `--listen` prints them"),
         )
     if "refused" in states:
         return error(
