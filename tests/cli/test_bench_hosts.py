@@ -368,6 +368,12 @@ def test_nobody_is_there() -> None:
     assert status == 1 and "bench serve --bind" in line
 
 
+def test_bench_of_a_host_names_the_command_that_measures_it() -> None:
+    done = CliRunner().invoke(main, ["bench", "node7"])
+
+    assert done.exit_code == 2 and "crossrail bench run HOST:PORT" in done.output
+
+
 def test_another_kind_of_serve_is_told_from_ours() -> None:
     """crossrail serve's magic."""
     with socket.create_server(("127.0.0.1", 0)) as server:

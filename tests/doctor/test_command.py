@@ -51,6 +51,16 @@ def test_topics_can_be_chosen_and_text_is_plain_in_a_pipe() -> None:
     assert re.search(r"^0 errors(, .*)? \d+ ok$", run.stdout.strip().splitlines()[-1])
 
 
+@pytest.mark.parametrize(
+    ("word", "meant"), [("node7", "crossrail doctor --peer node7"), ("network", "crossrail doctor --only network")]
+)
+def test_word_without_an_option_is_told_which_one_it_needs(word: str, meant: str) -> None:
+    run = doctor(word)
+
+    assert (run.returncode, run.stdout) == (2, "")
+    assert meant in run.stderr
+
+
 @pytest.mark.no_sanitizer  # loads only with its LD_PRELOAD, of which the doctor warns
 def test_strict_makes_warnings_fail() -> None:
     environment = {"LD_PRELOAD": "", "FI_EFA_USE_DEVICE_RDMA": "0"}

@@ -41,6 +41,16 @@ def _version() -> str:
         return "unknown"
 
 
+def _meant(word: str) -> str:
+    """Of a word that is none of an option."""
+    if not why_unknown(word):
+        return f"{word} is a topic: crossrail doctor --only {word}"
+    return (
+        f"doctor looks at this machine. For the way to {plain(word)}: crossrail doctor --peer {plain(word)}, while "
+        "crossrail doctor --listen runs there"
+    )
+
+
 def _topics(only: tuple[str, ...]) -> list[str]:
     names = [name.strip() for text in only for name in text.split(",") if name.strip()]
     if only and not names:
@@ -169,6 +179,7 @@ def _answer(port: int, minutes: float, host: Host, say: Callable[[str], None]) -
 @click.option(
     "--minutes", type=FloatRange(0.01, 1440), default=10.0, show_default=True, help="With --listen: how long."
 )
+@click.argument("words", nargs=-1, metavar="")
 def command(
     as_json: bool,
     only: tuple[str, ...],
@@ -177,6 +188,7 @@ def command(
     listen: str | None,
     seconds: float,
     minutes: float,
+    words: tuple[str, ...],
 ) -> None:
     """Find what would make transfers slow, impossible or unsafe on this machine, and the commands that fix it.
 
@@ -185,6 +197,8 @@ def command(
 
     Exit code: 0 no errors, 1 errors, also of a check itself (with --strict also warnings), 2 wrong usage.
     """
+    if words:
+        raise UsageError(_meant(words[0]))
     if sum(chosen for chosen in (peer is not None, listen is not None, bool(only))) > 1:
         raise UsageError("--peer, --listen and --only exclude each other")
     if listen is not None:

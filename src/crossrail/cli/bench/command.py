@@ -8,7 +8,7 @@ import click
 from click.core import ParameterSource
 
 from crossrail.cli.bench.options import output_options
-from crossrail.cli.group import LazyGroup, body
+from crossrail.cli.group import LazyGroup, body, say_what_is_meant
 from crossrail.cli.text import cpu_pair, size
 from crossrail.errors import UsageError
 
@@ -26,6 +26,18 @@ class _Bench(LazyGroup):
 
     def __init__(self, name: str, help: str, **more: Any) -> None:  # noqa: A002 - as click names it
         super().__init__(name, help, _COMMANDS, **more)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Like click's; whoever gives a host is told how hosts are measured."""
+        say_what_is_meant(ctx, args[0], _COMMANDS)
+        if not ctx.resilient_parsing and args[0] not in _COMMANDS and not args[0].startswith("-"):
+            ctx.fail(
+                f"No such command {args[0]!r}. To measure the way to a host: crossrail bench run HOST:PORT, while "
+                "crossrail bench serve runs there and has printed the PORT"
+            )
+        return super().resolve_command(ctx, args)
 
 
 def _refuse_options(ctx: click.Context) -> None:
