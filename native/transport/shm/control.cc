@@ -35,6 +35,10 @@ constexpr int64_t kHelloTimeoutNs = 5'000'000'000;
 constexpr int kLookMs = 20;  // while somebody is awaited
 // Between two looks no more than that counts as a peer's silence: for longer, it is we who were stopped or not let run.
 constexpr int64_t kSilenceMaxNs = 500'000'000;
+constexpr char kWatchesRemedy[] = "raise fs.epoll.max_user_watches, which is for all processes of a user";
+
+// After errno.
+std::string unwatched_text() { return std::string("epoll_ctl: ") + std::strerror(errno) + "; " + kWatchesRemedy; }
 
 sockaddr_un socket_address(const Incarnation& incarnation, socklen_t* length) {
   sockaddr_un address{};
@@ -168,10 +172,8 @@ Control::Control(const Address& address, std::shared_ptr<MemoryMap> home, const 
   epoll_ = Fd(epoll_create1(EPOLL_CLOEXEC));
   command_event_ = Fd(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   if (!epoll_ || !command_event_) throw_errno("epoll_create1", "cannot watch sockets");
-  epoll_event event{.events = EPOLLIN, .data = {.u64 = kListenerToken}};
-  epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, listener_.get(), &event);
-  event.data.u64 = kCommandToken;
-  epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, command_event_.get(), &event);
+  if (!watch(listener_.get(), kListenerToken) || !watch(command_event_.get(), kCommandToken))
+    throw_errno("epoll_ctl", "cannot watch sockets", kWatchesRemedy);
   thread_ = start_thread([this] { run(); });
 }
 
@@ -392,8 +394,10 @@ void Control::start_connect(Connection& connection) {
     return;
   }
   connection.connected = true;
-  epoll_event event{.events = EPOLLIN, .data = {.u64 = connection.token}};
-  epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, connection.socket.get(), &event);
+  if (!watch(connection.socket.get(), connection.token)) {
+    lose_unmade(connection, unwatched_text());
+    return;
+  }
   watch_process(connection);
   Writer body;
   body.put(kControlVersion);
@@ -412,9 +416,13 @@ void Control::watch_process(Connection& connection) {
   connection.pid = static_cast<uint32_t>(pid);
   if (pid == getpid()) return;
   connection.process = Fd(pidfd_of(connection.socket.get(), pid));
-  if (!connection.process) return;
-  epoll_event event{.events = EPOLLIN, .data = {.u64 = connection.token | 1}};
-  epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, connection.process.get(), &event);
+  if (connection.process && !watch(connection.process.get(), connection.token | 1)) connection.process.reset();
+}
+
+// False, with errno: the kernel watches no more of this user's, or has no memory.
+bool Control::watch(int fd, uint64_t token) {
+  epoll_event event{.events = EPOLLIN, .data = {.u64 = token}};
+  return epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event) == 0;
 }
 
 // Of a user who comes again and again: no reason to fill logs, and to push out of the recorder what matters.
@@ -464,8 +472,11 @@ void Control::accept_some() {
     connection.connected = true;
     connection.link_id = connection.token;
     connection.deadline_ns = now_ns() + kHelloTimeoutNs;
-    epoll_event event{.events = EPOLLIN, .data = {.u64 = connection.token}};
-    epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, connection.socket.get(), &event);
+    if (!watch(connection.socket.get(), connection.token)) {
+      emit({.kind = ControlEvent::Kind::kProtocolError, .text = "cannot accept a peer: " + unwatched_text()});
+      lose(connection, "not watched");
+      continue;
+    }
     watch_process(connection);
   }
 }

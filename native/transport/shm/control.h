@@ -117,6 +117,7 @@ class Control {
   void flush(Connection& connection);
   void watch_room(const Connection& connection);
   void watch_process(Connection& connection);
+  bool watch(int fd, uint64_t token);
   void unwatch(const Connection& connection);
   void lose(Connection& connection, const std::string& reason);
   void lose_unmade(Connection& connection, const std::string& reason);
