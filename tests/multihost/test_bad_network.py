@@ -38,6 +38,22 @@ def test_delay_and_loss_change_nothing_but_the_time(network: NetworkFactory) -> 
     eventually(lambda: net.here.peer_state(net.there.address) == "connected", "the peer connected")
 
 
+def test_rail_that_was_down_goes_on_by_long_packets(network: NetworkFactory) -> None:
+    net = network(rails=2)
+    mine, remote = net.source(NBYTES), net.target(NBYTES)
+    for rail in range(2):  # connections that have carried next to nothing
+        net.here.submit_write(mine, remote.descriptor, 20_000, rail=rail).wait(WAIT_S)
+
+    net.b.down(0)
+    pinned = [net.here.submit_write(mine, remote.descriptor, rail=0) for _ in range(4)]
+    eventually(lambda: "down: no answer" in str(net.here.explain(net.there.address)), "an attempt in vain")
+    net.b.up(0)
+    for transfer in pinned:
+        transfer.wait(WAIT_S)
+
+    assert "short packets" not in str(net.here.explain(net.there.address))
+
+
 @pytest.mark.parametrize("kind", ["write", "read", "paged_writes"])
 def test_way_that_drops_long_packets_is_gone_by_short_ones_and_says_so(network: NetworkFactory, kind: str) -> None:
     net = network(rails=2, mtu=600)  # handshakes pass, and answers to pings

@@ -85,6 +85,9 @@ struct ConnectResult {
   bool was_taken = false;                  // kTimeout: somebody is there, but the handshake was not finished
   Socket socket;                           // kUp: of a connection of our own
   std::shared_ptr<Connection> connection;  // kUp: of the peer's, shared
+
+  // Nobody answered, and nobody said that nobody is there.
+  bool is_way_down() const { return (kind == Kind::kTimeout && !was_taken) || (kind == Kind::kFailed && !lacked_here); }
 };
 
 // The initiator's half. Progress holder. Ends by on_connect_result, once.
@@ -134,6 +137,7 @@ class Connector final : public Pollable {
   Owner* const owner_;
   const std::string route_;
   const Purpose purpose_;
+  const int64_t began_ns_ = now_ns();
   Socket socket_;
   RoomWatch room_;
   std::optional<Digest> binding_;

@@ -12,6 +12,13 @@
 
 namespace crossrail::tcp {
 
+namespace {
+
+// A kernel sends the first packet of a connection again after a second.
+constexpr int64_t kLostPacketNs = 900'000'000;
+
+}  // namespace
+
 // --- one message ---
 
 MessageReader::State MessageReader::read(const Socket& socket) {
@@ -167,6 +174,11 @@ bool Connector::finish_connecting() {
                                             : ConnectResult::Kind::kFailed;
     fail(kind, "connect to " + route_ + ": " + std::strerror(error) +
                    (error == ECONNREFUSED ? " (no engine listens there any more, or a firewall refuses)" : ""));
+    return false;
+  }
+  // Packets of any length were lost, so it is not known that long ones are.
+  if (purpose_.short_segments && now_ns() - began_ns_ >= kLostPacketNs) {
+    fail(ConnectResult::Kind::kFailed, "connect to " + route_ + ": no packet passed for a while");
     return false;
   }
   poller_->change(socket_.fd.get(), this, EPOLLIN);

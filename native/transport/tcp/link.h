@@ -307,6 +307,7 @@ struct OutLink final : Link {
   }
   int64_t busy_ns = 0;  // total time with something outstanding, without the period since busy_since_ns
   int64_t busy_since_ns = 0;
+  int64_t all_silent_ns = 0;  // when all that was open was last seen to be silent
 };
 
 // The transport notes in its copies of work requests the rail asked for and the lane, in case it sends them again, and

@@ -59,8 +59,6 @@ std::string rails_text(OutLink& link, const Address& own) {
   return text;
 }
 
-bool on_this_machine(const Address& a, const Address& b) { return a.host == b.host; }
-
 }  // namespace
 
 // --- attempts ---
@@ -111,7 +109,7 @@ void TcpTransport::start_attempt(OutChannel& channel) {
                              .hello = encode(hello),
                              .tls = tls_,
                              .deadline = deadline,
-                             .same_machine = on_this_machine(address_, *link.address),
+                             .same_machine = address_.host == link.address->host,
                              .short_segments = channel.has_short_segments};
   ++young_attempts_;
   channel.attempted_ns = now_;
@@ -194,7 +192,8 @@ void OutChannel::on_attempt_failed(const ConnectResult& result, bool was_sharing
   retry_pause_ns = retry_pause_ns == 0 ? kRetryFirstNs : std::min(2 * retry_pause_ns, kRetryMaxNs);
   retry_at_ns = now + retry_pause_ns;
   shuns_sharing = was_sharing;
-  if (is_open()) return;  // was to move over to the peer's, and stays where it is
+  if (result.is_way_down()) has_short_segments = false;  // nothing passes, of any length
+  if (is_open()) return;                                 // was to move over to the peer's, and stays where it is
   trouble = result.text + leads_back_text(transport->address(), *link->address, link->pairs[pair()].peer_rail);
   link->lacked_here = result.lacked_here;
   if (broken_at_ns == 0) {
@@ -476,12 +475,14 @@ void TcpTransport::tend_liveness(OutLink& link) {
       mark_dirty(link);
     }
     if (silent >= kRailSilentNs && now_ - moved < kPingAfterNs) {
-      if (channel.passes_only_short()) channel.has_short_segments = true;
+      // Not where all were silent just now: kernels that send again by and by let some come back before others.
+      if (now_ - link.all_silent_ns >= kRailSilentNs && channel.passes_only_short()) channel.has_short_segments = true;
       channel.stream->break_off("silent for " + seconds_text(silent) + " while other rails of the peer answer");
     }
   });
   const int64_t silent = now_ - moved;
   if (silent >= kTryOthersNs) {
+    link.all_silent_ns = now_;
     for (uint32_t pair = 0; pair < link.pairs.size(); ++pair) {
       for (const Lane lane : {Lane::kSmall, Lane::kBulk}) link.channel(pair, lane).wanted = true;
     }
