@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar, cast
 
 from crossrail._extras import needs
-from crossrail._options import Shape, whole_shape
 from crossrail.errors import CrossrailError, UsageError
 
 P = ParamSpec("P")
@@ -100,7 +99,7 @@ def told(what: str) -> Iterator[None]:
         raise CrossrailError(f"{what}: {type(error).__name__}: {str(error).partition(chr(10))[0]}") from error
 
 
-def over_region(region: Any, dtype: object, shape: Shape | None) -> Any:
+def over_region(region: Any, dtype: object, lengths: tuple[int, ...] | None) -> Any:
     """What Region.tensor() gives; region: that one, which is a module above."""
     with needs("Region.tensor()", "'crossrail[torch]'"):
         import torch
@@ -108,13 +107,12 @@ def over_region(region: Any, dtype: object, shape: Shape | None) -> Any:
     if not isinstance(of_type, torch.dtype):
         raise UsageError(f"dtype is {dtype!r:.80}, which is not a dtype of torch, nor the name of one")
     flat = _bytes_of(region, torch)
-    if shape is None:
+    if lengths is None:
         if region.nbytes % of_type.itemsize:
             raise UsageError(
                 f"region of {region.nbytes} bytes is not a whole number of {of_type} ({of_type.itemsize} bytes)"
             )
         return flat.view(of_type)
-    lengths = whole_shape(shape)
     try:
         count = math.prod(lengths)
         # Less than none: one dimension is to be found, and all of the memory is wanted.
@@ -123,7 +121,7 @@ def over_region(region: Any, dtype: object, shape: Shape | None) -> Any:
             raise ValueError(f"that takes {nbytes} bytes")
         return flat[:nbytes].view(of_type).reshape(lengths)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise UsageError(f"region of {region.nbytes} bytes as {of_type} of shape {shape}: {error}") from None
+        raise UsageError(f"region of {region.nbytes} bytes as {of_type} of shape {lengths}: {error}") from None
 
 
 def _bytes_of(region: Any, torch: Any) -> Any:

@@ -92,7 +92,7 @@ class Region(_core.Region, Closing):
         made. Raises UsageError if dtype and shape do not fit, if the memory is read-only (torch has no such tensors),
         for registered GPU memory, and if the region is closed; ModuleNotFoundError without torch.
         """
-        return _torch.over_region(self, dtype, shape)
+        return _torch.over_region(self, dtype, None if shape is None else whole_shape(shape))
 
     def __dlpack__(self, **how: Any) -> Any:
         """All bytes as uint8, for torch.from_dlpack(region) and others, without a copy. how: as DLPack's protocol has
