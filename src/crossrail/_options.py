@@ -12,7 +12,7 @@ import os
 import shlex
 from collections.abc import Iterable, Sequence
 from numbers import Real
-from typing import SupportsIndex
+from typing import Any, SupportsIndex
 
 from crossrail.errors import UsageError
 
@@ -81,18 +81,15 @@ def check_counts(least: int, **options: object) -> None:
             raise UsageError(f"{argument} is {value}, must be {least} or more")
 
 
-def whole_shape(shape: Shape) -> tuple[int, ...]:
+def whole_shape(shape: object) -> tuple[int, ...]:
     """A shape as numpy takes one: a length or several, whole numbers of any kind. UsageError for anything else."""
-    several = isinstance(shape, Iterable) and not isinstance(shape, (str, bytes))
-    try:
-        lengths = tuple(shape) if several else (shape,)  # type: ignore[arg-type]  # looked at above
-    except TypeError:  # an array of no dimension
-        lengths = (shape,)
-    try:
-        if not any(isinstance(length, bool) for length in lengths):
-            return tuple(operator.index(length) for length in lengths)  # type: ignore[arg-type]  # any kind
-    except TypeError:
-        pass
+    lengths: tuple[Any, ...] = (shape,)
+    if isinstance(shape, Iterable) and not isinstance(shape, (str, bytes)):
+        with contextlib.suppress(TypeError):  # of an array without dimensions
+            lengths = tuple(shape)
+    if not any(isinstance(length, bool) for length in lengths):
+        with contextlib.suppress(TypeError):
+            return tuple(map(operator.index, lengths))
     raise UsageError(f"shape is {shape!r:.80}, must be a whole number or several: the length of each dimension")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -400,8 +400,8 @@ Q, TALL, WIDE = Part("q", 0), Part("tall", 0), Part("wide", 1)
         (Rule("blk.{n}.{n}", (Q,)), r"{n} is in it twice"),
         (Rule("blk.{0}", (Q,)), r"'blk.{0}': a field must be a word in braces, such as {layer}"),
         (Rule("blk.{n", (Q,)), r"rule 'blk.{n': 'blk.{n': "),
-        (Rule("blk", Q), r"parts must be one Part or more, in a tuple such as (Part('q', 0),)"),  # type: ignore[arg-type]
-        (Rule("blk", ("q",)), "parts must be one Part or more"),  # type: ignore[arg-type]
+        (Rule("blk", cast("Any", Q)), r"parts must be one Part or more, in a tuple such as (Part('q', 0),)"),
+        (Rule("blk", cast("Any", ("q",))), "parts must be one Part or more"),
         (Rule("blk", ()), "parts must be one Part or more"),
         (Rule("blk", (Part("q", -1),)), "split of 'q' is -1, must be 0 or more, or None"),
         (Rule("blk", (Q,), along=-1), "along is -1, must be 0 or more"),

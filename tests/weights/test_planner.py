@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from crossrail.weights import Holding, Inventory, Plan, PlanOptions, make_plan
 from crossrail.weights.planning.planner import Gather
@@ -14,9 +15,11 @@ from tests.weights.memory import Process, carry_out, expected_memory, fill_train
 from tests.weights.worlds import World, worlds
 
 
-@given(worlds())
+@pytest.mark.parametrize("partial", [False, True], ids=["whole", "replicas that lack pieces"])
+@given(data=st.data())
 @settings(max_examples=100)
-def test_plan_carried_out_gives_the_converted_whole(world: World) -> None:
+def test_plan_carried_out_gives_the_converted_whole(partial: bool, data: st.DataObject) -> None:
+    world = data.draw(worlds(partial=partial))
     trainers, targets = world.inventories
     fill_trainers(world.trainers, world.whole)
 
@@ -27,19 +30,6 @@ def test_plan_carried_out_gives_the_converted_whole(world: World) -> None:
         wanted = expected_memory(target, world.whole, world.dtypes)
         np.testing.assert_array_equal(target.memory, wanted)
     assert sum(plan.expected(target) for target in plan.targets) == len(plan.writes)
-
-
-@given(worlds(partial=True))
-@settings(max_examples=100)
-def test_plan_of_replicas_that_lack_pieces_gives_the_converted_whole(world: World) -> None:
-    trainers, targets = world.inventories
-    fill_trainers(world.trainers, world.whole)
-
-    plan = make_plan(trainers, targets, world.options)
-    carry_out(plan, world.trainers, world.targets)
-
-    for target in world.targets:
-        np.testing.assert_array_equal(target.memory, expected_memory(target, world.whole, world.dtypes))
 
 
 @given(worlds())

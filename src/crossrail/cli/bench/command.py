@@ -31,10 +31,11 @@ class _Bench(LazyGroup):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Like click's; whoever gives a host is told how hosts are measured."""
-        say_what_is_meant(ctx, args[0], _COMMANDS)
-        if not ctx.resilient_parsing and args[0] not in _COMMANDS and not args[0].startswith("-"):
+        word = args[0]
+        say_what_is_meant(ctx, word, _COMMANDS)
+        if not ctx.resilient_parsing and word not in _COMMANDS and not word.startswith("-"):
             ctx.fail(
-                f"No such command {args[0]!r}. To measure the way to a host: crossrail bench run HOST:PORT, while "
+                f"No such command {word!r}. To measure the way to a host: crossrail bench run HOST:PORT, while "
                 "crossrail bench serve runs there and has printed the PORT"
             )
         return super().resolve_command(ctx, args)
