@@ -72,10 +72,25 @@ TEST_CASE("pace: acknowledgements that come together are no great speed") {
   int64_t now = 7'000 * kMs;
   Pace pace = measured(kMiB / 10, now);
   pace.take(4 * kMiB, now);
-  pace.done(3 * kMiB, now += 30 * kMs);
+  pace.done(3 * kMiB, now += 40 * kMs);
   pace.done(kMiB, now);
 
   CHECK(pace.rate(now) == doctest::Approx(0.1 * kMiB / kMs));
+}
+
+TEST_CASE("pace: however many bytes are acknowledged together, they took the time that passed") {
+  int64_t now = 7'000 * kMs;
+  Pace pace = measured(kMiB / 10, now);
+  pace.take(64 * kMiB, now);
+  now += 640 * kMs;
+  CHECK(pace.done(8 * kMiB, now));
+  for (int i = 0; i < 7; ++i) CHECK_FALSE(pace.done(8 * kMiB, now += 1'000));
+
+  CHECK(pace.ahead_bytes() == 0);
+  CHECK(pace.rate(now) == doctest::Approx(0.1 * kMiB / kMs).epsilon(0.001));
+  pace.take(8 * kMiB, now);
+  CHECK(pace.done(8 * kMiB, now += 80 * kMs));
+  CHECK(pace.rate(now) == doctest::Approx(0.1 * kMiB / kMs).epsilon(0.001));
 }
 
 TEST_CASE("pace: a round trip is not time that bytes take") {

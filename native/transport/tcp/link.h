@@ -135,6 +135,7 @@ struct OutChannel final : Connector::Owner {
   class Turn;
   // So many paced bytes of operations that it took have got where they go.
   void note_done(uint64_t paced);
+  int64_t pace_now() const;
   // Whether so much is ahead of it that small operations wait for long.
   bool is_behind() const;
   // Frames the next operation, if it may go now and there is room. False: none.

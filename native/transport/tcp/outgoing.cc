@@ -168,6 +168,7 @@ class OutChannel::Turn {
     const auto& queue = channel.link->queue(kAnyRail, channel.lane());
     if (!queue.empty()) look_at_others(waiting_bytes(queue), paced(queue[0]));
   }
+  int64_t now() const { return now_; }
   // Whether to take this on. What it says yes to is taken.
   bool takes(const WorkRequest& next) {
     if (!is_one_of_several_ || rail_of(next) != kAnyRail) return true;
@@ -390,7 +391,7 @@ bool OutChannel::put_next(TxBatch& batch, Turn& turn) {
   }
   if (request.op == WorkOp::kWrite) {
     if (request.length_bytes > frame_bytes || resumed_at(request) > 0) {
-      pace.take(paced_bytes(request.length_bytes), transport->now());
+      pace.take(paced_bytes(request.length_bytes), turn.now());
       current = queue->pop_front();
       current_offset = resumed_at(*current);
       --link->queued;
@@ -402,7 +403,7 @@ bool OutChannel::put_next(TxBatch& batch, Turn& turn) {
       bytes += paced_bytes(queue->front().length_bytes);
       sent.push_back(queue->pop_front());
     }
-    pace.take(bytes, transport->now());
+    pace.take(bytes, turn.now());
     link->queued -= count;
     return count > 0;
   }
@@ -416,7 +417,7 @@ bool OutChannel::put_next(TxBatch& batch, Turn& turn) {
   link->reads[id] = {.request = request, .channel = index};
   ++reads_open;
   reads_bytes += request.length_bytes;
-  pace.take(paced_bytes(request.length_bytes), transport->now());
+  pace.take(paced_bytes(request.length_bytes), turn.now());
   sent.push_back(queue->pop_front());
   --link->queued;
   return true;
@@ -445,7 +446,7 @@ void OutChannel::fill(TxBatch& batch) {
   if (!control.empty()) return;
   if (link->has_recalls) put_recalls(batch);
   const uint64_t others_bytes = batch.pending_bytes();
-  Turn turn(*this, transport->now());
+  Turn turn(*this, pace_now());
   while (!in_doubt && batch.pending_bytes() - others_bytes < kBatchBytes && sent.size() < kOperationsUnderWayMax) {
     const size_t before = sent.size();
     if (!put_next(batch, turn)) break;
@@ -455,8 +456,12 @@ void OutChannel::fill(TxBatch& batch) {
   if (lane() == Lane::kSmall && is_behind()) link->want_all(Lane::kSmall);
 }
 
+// transport->now() is of the start of a poll or of several. A worker that had to wait for its core in between would
+// have sent and got acknowledged megabytes in no time.
+int64_t OutChannel::pace_now() const { return link->pairs.size() > 1 ? now_ns() : transport->now(); }
+
 void OutChannel::note_done(uint64_t paced) {
-  const bool is_measured = pace.done(paced, transport->now());
+  const bool is_measured = pace.done(paced, pace_now());
   if (is_measured && link->pairs.size() > 1 && is_open())
     pace.set_round_trip(round_trip_ns(stream->connection()->fd()));
 }

@@ -31,20 +31,25 @@ class Pace {
   bool done(uint64_t bytes, int64_t now) {
     if (ahead_bytes_ == 0) return false;  // of an earlier connection
     ahead_bytes_ -= std::min(bytes, ahead_bytes_);
+    if (measures_ > 0 && now - measured_ns_ < kBurstNs) {
+      amend(bytes, now);
+      return false;
+    }
     bytes_ += bytes;
     const int64_t elapsed = busy_ns_ + std::max<int64_t>(now - busy_since_ns_, 0);
-    // Acknowledgements come in bursts: of a short time they tell nothing. Few bytes tell how long they are on
-    // their way, by whatever rail.
+    // Acknowledgements come in bursts, so a short window says nothing. A few bytes measure latency, not bandwidth.
     const bool are_few = bytes_ < kFewBytes;
     if (bytes_ < kWindowBytes && (elapsed < kWindowNs || are_few)) {
       if (ahead_bytes_ == 0) busy_ns_ = elapsed;
       if (ahead_bytes_ == 0 && elapsed >= kWindowNs) bytes_ = busy_ns_ = 0;
       return false;
     }
-    const double measured = static_cast<double>(bytes_) / static_cast<double>(std::max(elapsed, kBriefNs));
-    rate_ = is_known() ? (rate_ + measured) / 2 : measured;
+    rate_before_ = is_known() ? rate_ : 0;
     measured_ns_ = now;
     ++measures_;
+    window_bytes_ = bytes_;
+    window_ns_ = elapsed;
+    rate_ = blended_rate();
     bytes_ = 0;
     busy_ns_ = 0;
     busy_since_ns_ = std::max(now, busy_since_ns_);
@@ -74,10 +79,25 @@ class Pace {
   }
 
  private:
+  // More of the burst that ended the latest window: it belongs to that window, however many bytes it is.
+  void amend(uint64_t bytes, int64_t now) {
+    window_bytes_ += bytes;
+    const int64_t end_ns = std::max(now, busy_since_ns_);
+    window_ns_ += end_ns - busy_since_ns_;
+    busy_since_ns_ = end_ns;
+    rate_ = blended_rate();
+  }
+  double blended_rate() const {
+    const double measured = static_cast<double>(window_bytes_) / static_cast<double>(std::max(window_ns_, kBriefNs));
+    return rate_before_ > 0 ? (rate_before_ + measured) / 2 : measured;
+  }
+
   // On networks that are done sooner, a wrong choice costs little.
   static constexpr int64_t kWindowNs = 5'000'000;
   static constexpr uint64_t kWindowBytes = 8 << 20;
-  static constexpr int64_t kBriefNs = 1'000;
+  // No network moves a window's bytes sooner.
+  static constexpr int64_t kBriefNs = 20'000;
+  static constexpr int64_t kBurstNs = 100'000;
   static constexpr uint64_t kFewBytes = 64 << 10;
   static constexpr double kBelievedNs = 1e9;
   static constexpr double kBelievedMaxNs = 30e9;
@@ -91,6 +111,10 @@ class Pace {
   int64_t measured_ns_ = 0;
   uint32_t measures_ = 0;
   double rate_ = 0;
+  // The latest window, and the rate before it (0: not known).
+  uint64_t window_bytes_ = 0;
+  int64_t window_ns_ = 0;
+  double rate_before_ = 0;
 };
 
 // A channel that work may go by. rate: bytes per ns. ahead_bytes: what it would be done with before, its round trip
