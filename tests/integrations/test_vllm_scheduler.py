@@ -26,6 +26,7 @@ class Request:
     prompt_token_ids: list[int] = field(default_factory=lambda: list(range(100)))
     num_computed_tokens: int = 0
     max_tokens: int = 1
+    arrival_time: float = 1.0
     status: Any = field(default_factory=lambda: SimpleNamespace(name="RUNNING"))
     abort_immediately: bool = False
     lora_request: Any = None
@@ -133,6 +134,32 @@ def test_preempted_and_aborted_before_the_next_step_its_blocks_are_taken_back_in
     orders = s.step(scheduled(preempted={"r"}))
 
     assert (orders.preempted, orders.dropped) == (["r"], ["r"])
+
+
+@pytest.mark.parametrize("transfer_id", [None, "xyz"])
+def test_choices_of_one_request_are_one_transfer(transfer_id: str | None) -> None:
+    """vLLM makes a request of each, and answers with the parameters of one: the others would be held for nobody."""
+    s, params = side(), DECODE | {"transfer_id": transfer_id}
+    names = ["0_r", "1_r", "2_r", "10_r"]
+    requests = [Request(name, params) for name in names]
+    for request in requests:
+        s.new_request(request)
+    orders = s.step(scheduled(new={name: (0, 100, [4 * i + j for j in range(4)]) for i, name in enumerate(names)}))
+    ended = [s.finished(request.ends("FINISHED_LENGTH_CAPPED", 100)) for request in requests[:3]]
+    aborted = s.finished(requests[3].ends("FINISHED_ABORTED", 40))
+
+    assert [offer.request for offer in orders.offers] == ["0_r"] == [chunk.request for chunk in orders.chunks]
+    assert [is_held for is_held, _ in ended] == [True, False, False] and aborted == (False, None)
+    assert {told["transfer_id"] for _, told in ended if told} == {transfer_id or "0_r"}
+    assert s.step(scheduled()).finished == ["0_r"]
+
+
+def test_requests_that_are_only_named_alike_are_transfers_of_their_own() -> None:
+    s = side()
+    for name, arrival_time in (("0_r", 1.0), ("1_r", 2.0), ("1_q", 1.0), ("r", 1.0), ("x0_r", 1.0), ("0_", 1.0)):
+        s.new_request(Request(name, DECODE, arrival_time=arrival_time))
+
+    assert len(s.step(scheduled()).offers) == 6
 
 
 def test_a_router_may_name_the_transfer() -> None:

@@ -132,6 +132,24 @@ def test_what_a_server_rejects_is_let_go_at_its_producer(servers: Path, spoken: 
     assert metric(PRODUCER, "vllm:crossrail_leases_expired_total") == 0
 
 
+def test_choices_hold_no_blocks_at_the_producer(alone: Instance, servers: Path, spoken: Path) -> None:
+    """As vLLM's example proxies for NIXL send it: n as the client has it, their own keys, the answer passed on."""
+    body = {"model": str(spoken), "prompt": [*range(3, 90)], "top_k": 1, "n": 3}
+    asked = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None}
+    asked |= {"remote_host": None, "remote_port": None}
+    loaded = metric(CONSUMER, "vllm:crossrail_loaded_total")
+
+    _, prefilled = post(PRODUCER, **body, max_tokens=1, kv_transfer_params=asked)
+    params = prefilled["kv_transfer_params"]
+    _, told = post(CONSUMER, **body, max_tokens=8, ignore_eos=True, kv_transfer_params=params)
+
+    words = " ".join(f"t{token}" for token in alone.ask("choices", body["prompt"], 8)["tokens"])
+    assert [choice["text"].strip() for choice in told["choices"]] == [words] * 3
+    assert metric(CONSUMER, "vllm:crossrail_loaded_total") == loaded + 1
+    eventually(lambda: metric(PRODUCER, "vllm:kv_cache_usage_perc") == 0, "its blocks are free", 60.0, 0.5)
+    assert metric(PRODUCER, "vllm:crossrail_leases_expired_total") == 0
+
+
 def test_what_goes_wrong_is_in_the_log_by_our_name(servers: Path, spoken: Path) -> None:
     body = {"model": str(spoken), "prompt": [1, 2, 3], "max_tokens": 4}
     status, _ = post(CONSUMER, **body, kv_transfer_params={"do_remote_prefill": True})

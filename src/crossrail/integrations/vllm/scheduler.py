@@ -11,6 +11,7 @@ Life of a request at a consumer:   wanted (arrived) -> loading (has blocks) -> l
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -19,6 +20,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from crossrail._latest import Latest
 from crossrail.errors import UsageError
 from crossrail.integrations.instance import Instance
 from crossrail.integrations.vllm.fetches import Fetches
@@ -28,6 +30,8 @@ from crossrail.integrations.vllm.orders import Chunk, Load, Offer, Orders, Wante
 log = logging.getLogger("crossrail.vllm")
 
 _COMPLETE = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
+_CHOICE = re.compile(r"\d+_(.+)", re.DOTALL)  # how vLLM names what it makes of a request with n > 1
+_REMEMBERED = 4096  # requests with n > 1
 
 
 class Request(Protocol):
@@ -38,6 +42,7 @@ class Request(Protocol):
     prompt_token_ids: Sequence[int] | None
     num_prompt_tokens: int
     num_computed_tokens: int
+    arrival_time: float
     max_tokens: int
     status: Any
 
@@ -97,6 +102,8 @@ class SchedulerSide:
         self._tp = 0
         self._orders = Orders()
         self._offered: dict[str, _Offered] = {}
+        self._first_choices: Latest[tuple[str, float], _Offered] = Latest(_REMEMBERED)
+        self._other_choices: dict[str, _Offered] = {}  # by request, what the first of its kind has offered
         self._held: set[str] = set()  # finished or dropped, not reported yet
         self._wanted: dict[str, _Wanted] = {}
         self._fetches = Fetches()
@@ -143,6 +150,12 @@ class SchedulerSide:
         if not self._produces:
             self._refuse(request, "this instance has kv_role kv_consumer, and keeps no KV for others")
             return
+        choice_of = _CHOICE.fullmatch(request.request_id)
+        # vLLM answers for all choices at once, and so with one transfer: the KV of the others would be held for nobody.
+        choices = (choice_of[1], request.arrival_time) if choice_of else None
+        if choices is not None and choices in self._first_choices:
+            self._other_choices[request.request_id] = self._first_choices[choices]
+            return
         transfer_id = parameters.transfer_id or transfer_id_of(request.request_id)
         tokens = request.num_prompt_tokens
         if self._window is not None and request.max_tokens > 1 and tokens + request.max_tokens > self._window:
@@ -153,7 +166,9 @@ class SchedulerSide:
                 "what is prefilled for others must have max_tokens 1",
             )
             return
-        self._offered[request.request_id] = _Offered(transfer_id, tokens)
+        offered = self._offered[request.request_id] = _Offered(transfer_id, tokens)
+        if choices is not None:
+            self._first_choices[choices] = offered
         self.counts["offers"] += 1
         self._orders.offers.append(Offer(request.request_id, transfer_id, tokens, _prompt_of(request)))
 
@@ -283,16 +298,18 @@ class SchedulerSide:
             self._orders.cancels.append(request_id)  # does nothing when it was loaded
         elif wanted is not None and wanted.wanted is not None:
             self._orders.releases.append(request_id)
-        offered = self._offered.pop(request_id, None)
+        own, others = self._offered.pop(request_id, None), self._other_choices.pop(request_id, None)
+        offered = own or others
         if offered is None:
             return False, None
-        self._held.add(request_id)
-        if request.status.name not in _COMPLETE or request.num_computed_tokens < offered.tokens:
-            self._orders.dropped.append(request_id)
-            return True, None
-        self._orders.finished.append(request_id)
+        is_complete = request.status.name in _COMPLETE and request.num_computed_tokens >= offered.tokens
+        if own is not None:
+            self._held.add(request_id)
+            (self._orders.finished if is_complete else self._orders.dropped).append(request_id)
+        if not is_complete:
+            return own is not None, None
         told = reply(offered.transfer_id, self._line, self._engine_id, request_id, offered.tokens, self._tp)
-        return True, told
+        return own is not None, told
 
     def reported(self, sent: Collection[str], received: Collection[str], invalid: Collection[int] = ()) -> None:
         """What the workers have reported. invalid: blocks that do not hold what they should; a worker may say so steps
