@@ -265,7 +265,8 @@ def test_what_vllm_computes_itself_after_all_is_released() -> None:
     assert s.matched_tokens(request, 0) == (0, False)
 
 
-def test_who_holds_all_for_others_and_can_go_on_with_nothing_gives_one_request_up() -> None:
+@pytest.mark.parametrize("asked", [Request("first", PREFILL), Request("to be offered", DECODE), Request("plain")])
+def test_who_holds_all_for_others_and_can_go_on_with_nothing_gives_one_request_up(asked: Request) -> None:
     """Else two instances that prefill for each other wait for each other's blocks for good."""
     now = [0.0]
     s = side(wait_s=10.0, clock=lambda: now[0])
@@ -280,6 +281,7 @@ def test_who_holds_all_for_others_and_can_go_on_with_nothing_gives_one_request_u
 
     given_up = []
     for now[0] in (9.0, 12.0, 18.9, 19.0, 28.9, 29.0):
+        s.matched_tokens(asked, 0)  # vLLM has no blocks for it, and asks for none behind it
         given_up += [(now[0], name) for name in s.step(scheduled()).releases]
 
     assert given_up == [(19.0, "last"), (29.0, "first")]
@@ -306,6 +308,23 @@ def test_who_holds_nothing_or_loads_waits_on() -> None:
     orders.append(s.step(scheduled()))
 
     assert [step.releases for step in orders] == [[]] * 4
+
+
+def test_a_pause_is_no_standstill() -> None:
+    """Paused, as for an update of its weights, vLLM goes on with steps, but starts nothing: blocks may be free."""
+    now = [0.0]
+    s = side(wait_s=10.0, clock=lambda: now[0])
+    s.new_request(Request("held", DECODE))
+    s.finished(Request("held").ends("FINISHED_ABORTED", 0))
+    waits = Request("waits", PREFILL)
+    s.new_request(waits)
+    s.matched_tokens(waits, 0)
+    s.step(scheduled())
+
+    for now[0] in (9.0, 19.0, 99.0):
+        assert s.step(scheduled()).releases == []
+    s.matched_tokens(waits, 0)
+    assert s.step(scheduled()).releases == []  # from here on it waits for blocks
 
 
 # --- several requests for one transfer: the choices of one with n > 1, or a router that tries again ---

@@ -98,6 +98,7 @@ class SchedulerSide:
         self._wait_s = wait_s
         self._clock = clock
         self._still_since_s: float | None = None
+        self._has_asked = False  # vLLM, in this step, about a request that waits: it would start one
         self._line = ""
         self._tp = 0
         self._orders = Orders()
@@ -183,6 +184,7 @@ class SchedulerSide:
 
     def matched_tokens(self, request: Request, computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens behind those can be fetched, and whether that takes time. None: vLLM is to ask later."""
+        self._has_asked = True
         if self._fetches.waits(request.request_id):
             return None, False
         if self._fetches.is_other(request.request_id):
@@ -252,7 +254,8 @@ class SchedulerSide:
         """
         waiting = [name for name, wanted in self._wanted.items() if wanted.wanted is not None and not wanted.is_loading]
         loads = any(wanted.is_loading for wanted in self._wanted.values())
-        if not (orders.idle and waiting and self._held) or loads:
+        has_asked, self._has_asked = self._has_asked, False  # it does not while it is paused, whatever is free
+        if not (orders.idle and has_asked and waiting and self._held) or loads:
             self._still_since_s = None
             return
         now_s = self._clock()
