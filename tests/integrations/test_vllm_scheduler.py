@@ -357,6 +357,15 @@ def test_one_choice_fetches_and_the_others_wait_for_it() -> None:
     assert s.step(scheduled()) == Orders(idle=True)
 
 
+def test_choices_of_a_prompt_of_embeddings_are_one_fetch_too() -> None:
+    s = side()
+    for name in ("0_d", "1_d"):
+        s.new_request(Request(name, PREFILL, []))
+
+    assert [wanted.request for wanted in s.step(scheduled()).wanted] == ["0_d"]
+    assert s.matched_tokens(Request("1_d", PREFILL, []), 0) == (None, False)
+
+
 def test_who_comes_when_it_was_fetched_takes_what_is_here() -> None:
     s = side()
     loads(s, wanting(s), [4, 3, 2, 1])
@@ -415,13 +424,11 @@ def test_one_of_the_others_that_is_aborted_concerns_nobody() -> None:
 def test_other_prompts_and_other_producers_are_other_fetches() -> None:
     s = side()
     restarted = Instance("p", [Worker(b"another", LAYOUT.to_wire(), {})]).to_line(SECRET)
-    embedded = Request("embedded", PREFILL, [])
     requests = [
         Request("r", PREFILL),
         Request("of another prompt", PREFILL, list(range(1, 101))),
         Request("of another producer", PREFILL | {"crossrail_instance": restarted}),
-        embedded,
-        Request("embedded too", PREFILL, []),
+        Request("of embeddings", PREFILL, []),
     ]
     for request in requests:
         s.new_request(request)

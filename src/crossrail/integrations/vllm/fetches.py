@@ -17,7 +17,9 @@ _REMEMBERED = 4096
 
 
 class Fetch(NamedTuple):
-    """What requests must have in common. producer: one incarnation of it. prompt: its SHA-256."""
+    """What requests must have in common. producer: one incarnation of it. prompt: its SHA-256; that of b"" for prompts
+    that are not tokens: others than the first read only what vLLM's prefix cache knows to be theirs.
+    """
 
     transfer_id: str
     producer: str
@@ -25,7 +27,7 @@ class Fetch(NamedTuple):
 
 
 class Fetches:
-    """Threads: the scheduler's. A prompt is as in orders.Offer; b"" is never that of another request."""
+    """Threads: the scheduler's. A prompt is as in orders.Offer."""
 
     def __init__(self) -> None:
         self._fetchers: dict[Fetch, str] = {}
@@ -35,8 +37,6 @@ class Fetches:
 
     def begin(self, wanted: Wanted, prompt: bytes) -> bool:
         """Whether this request is to fetch its KV. False: another one does or did; waits() says how long."""
-        if not prompt:
-            return True
         fetch = Fetch(wanted.transfer_id, wanted.instance.writer, hashlib.sha256(prompt).digest())
         if fetch in self._fetchers or fetch in self._fetched:
             self._others[wanted.request] = fetch, wanted
