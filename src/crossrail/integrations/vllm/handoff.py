@@ -47,7 +47,10 @@ class Parameters(Struct, frozen=True, kw_only=True):
         if found.do_remote_decode and found.do_remote_prefill:
             raise UsageError("kv_transfer_params: do_remote_decode and do_remote_prefill exclude each other")
         if found.do_remote_prefill and (found.transfer_id is None or found.crossrail_instance is None):
-            raise UsageError("kv_transfer_params: do_remote_prefill needs transfer_id and crossrail_instance")
+            raise UsageError(
+                "kv_transfer_params: do_remote_prefill needs transfer_id and crossrail_instance, as a producer with "
+                "CrossrailConnector answers; this router has not passed that on, or the producer has another connector"
+            )
         return found
 
 
