@@ -2,7 +2,8 @@
 
 vLLM makes a request with n > 1 into one for each choice, with the same kv_transfer_params; and a router that tries
 again sends the same once more. Their producer keeps the KV until it was fetched once. So the first of them fetches it,
-the others wait until it has, find the blocks in vLLM's prefix cache, and compute what that does not hold.
+the others wait until it has, find the blocks in vLLM's prefix cache, and compute what that does not hold. Choices may
+go to other data-parallel replicas than the first of them, which must not fetch there what it fetches.
 """
 
 from __future__ import annotations
@@ -34,12 +35,20 @@ class Fetches:
         self._of_request: dict[str, Fetch] = {}
         self._fetched: Latest[Fetch, None] = Latest(_REMEMBERED)
         self._others: dict[str, tuple[Fetch, Wanted]] = {}
+        self._elsewhere: set[str] = set()  # of the others, those whose KV another replica fetches
 
-    def begin(self, wanted: Wanted, prompt: bytes) -> bool:
-        """Whether this request is to fetch its KV. False: another one does or did; waits() says how long."""
+    def begin(self, wanted: Wanted, prompt: bytes, may_fetch: bool = True) -> bool:
+        """Whether this request is to fetch its KV. False: another one does or did; waits() says how long.
+
+        may_fetch False: if none does here, one of another replica does.
+        """
         fetch = Fetch(wanted.transfer_id, wanted.instance.writer, hashlib.sha256(prompt).digest())
         if fetch in self._fetchers or fetch in self._fetched:
             self._others[wanted.request] = fetch, wanted
+            return False
+        if not may_fetch:
+            self._others[wanted.request] = fetch, wanted
+            self._elsewhere.add(wanted.request)
             return False
         self._fetchers[fetch], self._of_request[wanted.request] = wanted.request, fetch
         return True
@@ -50,10 +59,11 @@ class Fetches:
 
     def go_on(self, request: str) -> Wanted | None:
         """For one of the others, once it waits no more: what it is to fetch itself after all, as who was to do so has
-        ended without. None: nothing, the KV was here.
+        ended without. None: nothing, the KV was here, or is another replica's.
         """
         fetch, wanted = self._others.pop(request)
-        if fetch in self._fetched:
+        if request in self._elsewhere or fetch in self._fetched:
+            self._elsewhere.discard(request)
             return None
         self._fetchers[fetch], self._of_request[request] = request, fetch
         return wanted
@@ -61,6 +71,7 @@ class Fetches:
     def end(self, request: str, fetched: bool = False) -> None:
         """It fetches nothing any more, or has ended. fetched: its KV is all here. Nothing for requests unknown here."""
         self._others.pop(request, None)
+        self._elsewhere.discard(request)
         if (fetch := self._of_request.pop(request, None)) is None:
             return
         del self._fetchers[fetch]

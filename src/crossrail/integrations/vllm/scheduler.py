@@ -30,7 +30,8 @@ from crossrail.integrations.vllm.orders import Chunk, Load, Offer, Orders, Wante
 log = logging.getLogger("crossrail.vllm")
 
 _COMPLETE = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
-_CHOICE = re.compile(r"\d+_(.+)", re.DOTALL)  # how vLLM names what it makes of a request with n > 1
+_CHOICE = re.compile(r"(\d+)_(.+)", re.DOTALL)  # how vLLM names what it makes of a request with n > 1
+_REPLICA = re.compile(r".*_dp\d+", re.DOTALL)  # how it names the engines of its data-parallel replicas
 _REMEMBERED = 4096  # requests with n > 1
 
 
@@ -140,8 +141,13 @@ class SchedulerSide:
             self._refuse(request, str(error))
             return
         wanted = Wanted(request.request_id, parameters.transfer_id, instance)
-        if self._fetches.begin(wanted, _prompt_of(request)):
+        if self._fetches.begin(wanted, _prompt_of(request), self._may_fetch(request.request_id)):
             self._want(wanted)
+
+    def _may_fetch(self, request: str) -> bool:
+        """Not if it is one of several choices, and vLLM has given the first, which goes first, to another replica."""
+        choice = _CHOICE.fullmatch(request)
+        return choice is None or choice[1] == "0" or _REPLICA.fullmatch(self._engine_id) is None
 
     def _want(self, wanted: Wanted) -> None:
         self._wanted[wanted.request] = _Wanted(wanted)
@@ -153,7 +159,7 @@ class SchedulerSide:
             return
         choice_of = _CHOICE.fullmatch(request.request_id)
         # vLLM answers for all choices at once, and so with one transfer: the KV of the others would be held for nobody.
-        choices = (choice_of[1], request.arrival_time) if choice_of else None
+        choices = (choice_of[2], request.arrival_time) if choice_of else None
         if choices is not None and choices in self._first_choices:
             self._other_choices[request.request_id] = self._first_choices[choices]
             return
@@ -200,7 +206,7 @@ class SchedulerSide:
         if wanted := self._fetches.go_on(request):
             self._want(wanted)
         else:
-            log.info("request %s: its KV was fetched for another request, and is taken from the prefix cache", request)
+            log.info("request %s: its KV was fetched for another request; what the cache lacks is computed", request)
             self.counts["shared"] += 1
 
     def allocated(self, request: Request, blocks: Collection[int], external_tokens: int) -> None:
