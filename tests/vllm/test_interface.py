@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
 )
@@ -116,6 +117,26 @@ def test_its_stats_come_through_a_multi_connector() -> None:
     found = MultiConnector.build_kv_connector_stats({"CrossrailConnector": stats.empty() | {"loaded": 2}})
 
     assert found is not None and found.reduce() == {"CrossrailConnector": {"loaded": 2}}
+
+
+def test_what_another_connector_tells_of_itself_is_refused() -> None:
+    """MultiConnector passes the description of the first of its connectors that has one on to all of them."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+    class Other(KVConnectorHandshakeMetadata):
+        pass
+
+    def child(own: KVConnectorHandshakeMetadata | None) -> Any:
+        made = CrossrailConnector.__new__(CrossrailConnector)
+        made.get_handshake_metadata = lambda: own  # type: ignore[method-assign]
+        return made
+
+    multi = MultiConnector.__new__(MultiConnector)
+    multi._connectors = [child(Other()), child(None)]
+    described = multi.get_handshake_metadata()
+    assert described is not None
+    with pytest.raises(UsageError, match="MultiConnector hands Other to CrossrailConnector"):
+        multi.set_xfer_handshake_metadata({0: described})
 
 
 def test_importing_the_integration_imports_no_vllm() -> None:

@@ -198,6 +198,11 @@ class CrossrailConnector(KVConnectorBase_V1):
     # ---- scheduler
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+        if others := {type(one).__name__ for one in metadata.values() if not isinstance(one, CrossrailHandshake)}:
+            raise UsageError(
+                f"vLLM's MultiConnector hands {', '.join(sorted(others))} to CrossrailConnector: it passes on what the "
+                "first of its connectors tells of itself; it can hold only one that other instances fetch from"
+            )
         workers = [metadata[rank].worker for rank in sorted(metadata)]
         self._options.write_instance(self._in_scheduler.instance_known(Instance(self._engine_id[:128], workers)))
 
