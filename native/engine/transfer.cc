@@ -162,17 +162,25 @@ TransferPool::~TransferPool() {
 
 Transfer* TransferPool::take() {
   Transfer* transfer;
+  Transfer* surplus = nullptr;
   {
     std::lock_guard lock(lock_);
     if (out_++ == 0) engine_->add_ref();
-    transfer = free_;
-    if (transfer != nullptr) {
-      free_ = transfer->next_free_;
-      pages_kept_ -= transfer->work_->page_capacity;
-    }
+    transfer = pop_idle();
+    if (idle_ >= kIdleMax) surplus = pop_idle();
   }
+  delete surplus;
   if (transfer == nullptr) transfer = new Transfer(core_);
   transfer->word_.store(Transfer::kOneRef, std::memory_order_relaxed);  // published with the transfer itself
+  return transfer;
+}
+
+Transfer* TransferPool::pop_idle() {
+  Transfer* const transfer = free_;
+  if (transfer == nullptr) return nullptr;
+  free_ = transfer->next_free_;
+  bytes_kept_ -= transfer->work_->storage_bytes;
+  --idle_;
   return transfer;
 }
 
@@ -194,14 +202,15 @@ void TransferPool::give_back(Transfer* transfer) {
     transfer->cancel_requested_.store(false, std::memory_order_relaxed);
   Engine* const engine = engine_;
   TransferWork& work = *transfer->work_;
-  TransferWork::PageArrays surplus;  // freed after the lock
+  TransferWork::Storage surplus;  // freed after the lock
   bool last;
   {
     std::lock_guard lock(lock_);
-    if (pages_kept_ + work.page_capacity > kPagesKeptMax) surplus = work.take_pages();
-    pages_kept_ += work.page_capacity;
+    if (bytes_kept_ + work.storage_bytes > kBytesKeptMax) surplus = work.take_storage();
+    bytes_kept_ += work.storage_bytes;
     transfer->next_free_ = free_;
     free_ = transfer;
+    ++idle_;
     last = --out_ == 0;
   }
   if (last) engine->release();  // may delete us

@@ -24,21 +24,30 @@ class TransferPool {
   // Recycled transfers keep peers' regions for the next ones: those of such peers are let go. Not under a mutex of the
   // caller's: a region's end may be its transport's business.
   void drop_regions(const std::function<bool(const Peer&)>& is_gone);
-  // For tests: page indices that recycled transfers keep room for, on either side.
-  uint64_t pages_kept() const {
+  // For tests: room for page indices and messages in recycled transfers, and how many there are.
+  uint64_t bytes_kept() const {
     std::lock_guard lock(lock_);
-    return pages_kept_;
+    return bytes_kept_;
   }
-  static constexpr uint64_t kPagesKeptMax = uint64_t{4} << 20;  // 32 MiB
+  uint64_t idle() const {
+    std::lock_guard lock(lock_);
+    return idle_;
+  }
+  static constexpr uint64_t kBytesKeptMax = uint64_t{32} << 20;
+  static constexpr uint64_t kIdleMax = 65536;  // some 50 MB
 
  private:
+  Transfer* pop_idle();  // under lock_; null if there is none
+
   Engine* const engine_;
   EngineCore* const core_;
   mutable SpinLock lock_;
   Transfer* free_ = nullptr;
   uint64_t out_ = 0;
-  // Index arrays of those in free_, of pages: what a burst needed is not kept for good.
-  uint64_t pages_kept_ = 0;
+  // What a burst needed is not kept for good. The storage of those in free_ is at most kBytesKeptMax at any time; of
+  // transfers beyond kIdleMax each take() deletes one, because give_back() may run where no region may end.
+  uint64_t bytes_kept_ = 0;
+  uint64_t idle_ = 0;  // length of free_
 };
 
 }  // namespace crossrail

@@ -15,7 +15,8 @@ void TransferWork::recycle() {
       break;
     case OpKind::kPagedWrites:
       page = 0;
-      if (page_capacity > kPagesKept) take_pages();
+      if (page_capacity > kPagesKept) take_storage();
+      note_storage();
       break;
     case OpKind::kScatter:
     case OpKind::kBarrier:
@@ -25,6 +26,7 @@ void TransferWork::recycle() {
     case OpKind::kSend:
     case OpKind::kService:
       payload.clear();
+      note_storage();
       receiver = nullptr;
       break;
   }
@@ -48,9 +50,11 @@ void TransferWork::recycle() {
   slice_offset = 0;
 }
 
-TransferWork::PageArrays TransferWork::take_pages() {
-  page_capacity = 0;
-  return {std::move(local_pages), std::move(remote_pages)};
+void TransferWork::note_storage() { storage_bytes = page_capacity * 2 * sizeof(uint32_t) + payload.capacity(); }
+
+TransferWork::Storage TransferWork::take_storage() {
+  page_capacity = storage_bytes = 0;
+  return {std::move(local_pages), std::move(remote_pages), std::exchange(payload, {})};
 }
 
 }  // namespace crossrail

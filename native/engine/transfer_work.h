@@ -78,6 +78,7 @@ struct alignas(64) TransferWork {
   std::unique_ptr<uint32_t[]> local_pages;
   std::unique_ptr<uint32_t[]> remote_pages;
   uint64_t page_capacity = 0;  // of the two arrays, kept when the transfer is recycled
+  uint64_t storage_bytes = 0;  // once recycled: room in the two arrays and in `payload`
   uint64_t page_count = 0;
   uint64_t page_bytes = 0;
   uint64_t local_stride_bytes = 0;
@@ -124,8 +125,13 @@ struct alignas(64) TransferWork {
   }
   // Ready for the next transfer; keeps storage.
   void recycle();
-  using PageArrays = std::pair<std::unique_ptr<uint32_t[]>, std::unique_ptr<uint32_t[]>>;
-  PageArrays take_pages();  // leaves none
+  struct Storage {
+    std::unique_ptr<uint32_t[]> local_pages;
+    std::unique_ptr<uint32_t[]> remote_pages;
+    std::vector<uint8_t> payload;
+  };
+  Storage take_storage();  // leaves none
+  void note_storage();
 };
 
 }  // namespace crossrail

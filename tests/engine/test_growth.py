@@ -1,6 +1,7 @@
 """Nothing grows with use: resident memory after ten thousand of anything is what it was after a thousand."""
 
 import asyncio
+import ctypes
 import gc
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 import crossrail as xr
+from tests.conftest import EngineFactory
 from tests.support.limits import WAIT_S
 
 pytestmark = pytest.mark.no_sanitizer
@@ -55,6 +57,27 @@ def test_messages_and_callbacks_leave_no_memory_behind(engine: xr.Engine) -> Non
             transfer.wait(WAIT_S)
 
         assert_no_growth(turn, 1000)
+
+
+def test_messages_that_waited_for_a_slow_receiver_leave_their_memory(open_engine: EngineFactory) -> None:
+    """Recycled transfers kept the room of the longest message of each, until the engine was gone."""
+    nbytes = 256 << 10
+    engine, other = (open_engine(name, message_bytes_max=nbytes) for name in ("engine", "other"))
+    engine.submit_barrier(engine.add_peer_group([other.address]), 1).wait(WAIT_S)
+    before = resident_bytes()
+    message = bytes(nbytes)
+
+    waiting = [engine.submit_send(other.address, message) for _ in range(400)]
+    held = resident_bytes() - before
+    with other.submit_recvs(4, nbytes, on_message=lambda _: None):
+        for transfer in waiting:
+            transfer.wait(WAIT_S)
+    waiting.clear()
+
+    ctypes.CDLL(None).malloc_trim(0)
+    growth = resident_bytes() - before
+    assert held > 400 * nbytes // 2, "they held no memory while they waited: this test tells nothing"
+    assert growth < held // 2, f"{growth / 2**20:.1f} MiB of {held / 2**20:.1f} MiB are still held"
 
 
 def test_awaits_and_abandoned_awaits_leave_no_memory_behind(engine: xr.Engine) -> None:

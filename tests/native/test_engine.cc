@@ -151,15 +151,42 @@ TEST_CASE("a burst of long paged writes keeps no more room for page indices than
   const std::vector<uint32_t> indices(16384);
   const PageIndices pages{.data = indices.data(), .count = indices.size(), .type = IndexType::kUint32};
   std::vector<TransferRef> transfers;  // all at once: nobody drives
-  while (transfers.size() * indices.size() < 2 * TransferPool::kPagesKeptMax) {
+  while (transfers.size() * indices.size() * 2 * sizeof(uint32_t) < 2 * TransferPool::kBytesKeptMax) {
     transfers.push_back(a->submit_paged_writes(
         {.src = memory.get(), .src_pages = pages, .dst = there.get(), .dst_pages = pages, .page_bytes = 8}));
   }
   a->close(0);
   for (const TransferRef& transfer : transfers) REQUIRE(transfer->status() == Status::kEngineClosed);
   transfers.clear();
-  CHECK(a->core().transfers().pages_kept() > 0);
-  CHECK(a->core().transfers().pages_kept() <= TransferPool::kPagesKeptMax);
+  CHECK(a->core().transfers().bytes_kept() > 0);
+  CHECK(a->core().transfers().bytes_kept() <= TransferPool::kBytesKeptMax);
+}
+
+TEST_CASE("a burst of messages that nobody receives keeps no more room than the pool's bound") {
+  EngineRef a = open_engine("a", 1, Polling::kManual);
+  PeerRef self = a->peer(a->address());
+  const std::vector<uint8_t> message(a->options().message_bytes_max);
+  std::vector<TransferRef> transfers;
+  while (transfers.size() * message.size() < 2 * TransferPool::kBytesKeptMax)
+    transfers.push_back(a->submit_send(*self, message));
+  a->close(0);
+  transfers.clear();
+  CHECK(a->core().transfers().bytes_kept() > TransferPool::kBytesKeptMax / 2);
+  CHECK(a->core().transfers().bytes_kept() <= TransferPool::kBytesKeptMax);
+}
+
+TEST_CASE("of the transfers of a burst those beyond the pool's bound are deleted as others are submitted") {
+  EngineRef a = open_engine("a", 1, Polling::kManual);
+  RegionRef memory = a->alloc(64, false);
+  RemoteRegionRef there = a->remote_region(memory->descriptor());
+  TransferPool& pool = a->core().transfers();
+  constexpr uint64_t kSurplus = 100;
+  std::vector<TransferRef> burst;
+  while (burst.size() < TransferPool::kIdleMax + kSurplus) burst.push_back(TransferRef::adopt(pool.take()));
+  burst.clear();
+  REQUIRE(pool.idle() == TransferPool::kIdleMax + kSurplus);
+  for (uint64_t i = 0; i < kSurplus; ++i) TransferRef::adopt(pool.take());
+  CHECK(pool.idle() == TransferPool::kIdleMax);
 }
 
 TEST_CASE("private memory: staged and attached writes and reads move every byte") {
