@@ -143,7 +143,8 @@ KeyboardInterrupt on Ctrl-C.)")
           nb::sig("def __await__(self) -> collections.abc.Generator[typing.Any, None, None]"),
           R"(Waits on the running event loop, without polling. Raises what wait() raises.
 
-Cancelling the task that awaits does not cancel the transfer; cancel() does.)")
+Cancelling the task that awaits does not cancel the transfer; cancel() does. asyncio's gather, wait_for, shield and
+ensure_future take a transfer as it is; asyncio.wait takes tasks, as ensure_future makes them.)")
       .def(
           "cancel",
           [](const TransferHandle& self) {

@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator
 from functools import partial
 from typing import Any
 
-from crossrail import _raise
+from crossrail import _raise, errors
 from crossrail._core import Transfer
 from crossrail._notify import LoopNotifier, callbacks_of
 
@@ -29,6 +29,13 @@ def await_transfer(transfer: Transfer) -> Generator[Any, None, None]:
 def add_done_callback(transfer: Transfer, fn: Callable[[Transfer], object]) -> None:
     """`transfer.add_done_callback(fn)`."""
     _raise.check_callable(fn, "fn")
+    if getattr(fn, "__module__", None) == "asyncio.tasks":
+        # asyncio.wait() takes whatever has this method for a future, and waits for a callback on its loop's own thread,
+        # to which ours never come: it would hang.
+        raise errors.UsageError(
+            "asyncio.wait takes tasks, not transfers: give it asyncio.ensure_future(transfer). "
+            "asyncio.gather, wait_for, shield and as_completed take transfers"
+        )
     callbacks = callbacks_of(transfer._engine)
     callbacks.start()
     cookie = callbacks.register(partial(fn, transfer))

@@ -174,6 +174,21 @@ def test_nothing_is_written_after_a_cancel_completed(engine: xr.Engine, other: x
         assert (array == 7).all()
 
 
+def test_asyncio_takes_transfers_where_it_takes_coroutines_and_wait_says_what_it_needs(pending: xr.Transfer) -> None:
+    """asyncio.wait would take a transfer for a future, because of add_done_callback, and never return."""
+
+    async def main() -> None:
+        with pytest.raises(xr.UsageError, match=r"asyncio\.ensure_future\(transfer\)"):
+            await asyncio.wait([pending], timeout=WAIT_S)
+        done, _ = await asyncio.wait([asyncio.ensure_future(pending)], timeout=0)
+        assert not done
+        assert pending.cancel()
+        with pytest.raises(xr.TransferCancelled):
+            await asyncio.gather(pending, asyncio.wait_for(pending, WAIT_S))
+
+    asyncio.run(main())
+
+
 # --- callbacks ---
 
 
