@@ -84,7 +84,12 @@ MemoryMap::~MemoryMap() {
 
 std::shared_ptr<MemoryMap> MemoryMap::create(const char* name, size_t bytes) {
   Fd fd(memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING));
-  if (!fd) throw_errno("memfd_create", "cannot make shared memory");
+  if (!fd) {
+    throw_errno("memfd_create", "cannot make shared memory",
+                errno == EMFILE
+                    ? "raise the limit on open files (ulimit -n), or allocate fewer, longer regions: each has one"
+                    : "");
+  }
   const size_t rounded = (bytes + 4095) / 4096 * 4096;
   if (ftruncate(fd.get(), static_cast<off_t>(rounded)) != 0) {
     throw_errno("ftruncate", "cannot size shared memory to " + std::to_string(rounded) + " bytes",

@@ -303,7 +303,8 @@ class Engine(_core.Engine):
 
         populate: fault the pages in now. device: a GPU of this process, as "cuda:0" or a torch.device; None: host
         memory. Any thread.
-        The memory lives as long as the region or a view of it; on a GPU, as the region or a tensor of it:
+        With shm each allocation in host memory has an open file: many small pages belong into one region, not into one
+        each. The memory lives as long as the region or a view of it; on a GPU, as the region or a tensor of it:
         `torch.as_tensor(region, device=region.device)` copies nothing. It is given back once kernels that may use it
         have ended; nobody waits for these meanwhile. GPU memory is allocated in units of 2 MiB, by CUDA's virtual
         memory management. Raises UsageError if there is no such GPU; TransportError without NVIDIA's driver, or if

@@ -60,7 +60,7 @@ CASES = {
     "descriptors": (
         ("RLIMIT_NOFILE", "3"),
         "a.alloc(1 << 20)",
-        "cannot make shared memory: .*ulimit -n",
+        "cannot make shared memory: .*ulimit -n.*fewer, longer regions",
     ),
     "descriptors-for-the-first-engine-of-all-transports": (
         ("RLIMIT_NOFILE", "3"),
