@@ -44,6 +44,8 @@ def test_file_that_cannot_be_written(command: list[str], tmp_path: Path) -> None
     assert "there is no folder" in refused(*command, tmp_path / "missing" / "file")
     assert "is a directory" in refused(*command, tmp_path)
     assert "/proc/file" in refused(*command, "/proc/file")  # not by root either
+    # As if --json were the flag that other commands have; and no file of that name is made.
+    assert "'--only' is an option where the name of a file belongs" in refused(*command, "--only", "tcp")
 
 
 @pytest.mark.parametrize("command", [["sim", "--log"], ["kv", "demo", "--out"]], ids=" ".join)

@@ -96,6 +96,12 @@ class OutputFile(click.Path):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         path = Path(os.fsdecode(super().convert(value, param, ctx)))
+        if str(path).startswith(
+            "--"
+        ):  # `bench --json --only tcp`: commands whose --json is a flag are called like that
+            self.fail(
+                f"{str(path)!r} is an option where the name of a file belongs (./{path} if it is a name)", param, ctx
+            )
         folder = path.absolute().parent
         try:
             if not (_exists(folder) and folder.is_dir()):
