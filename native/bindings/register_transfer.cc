@@ -82,8 +82,10 @@ nb::object time_of(const TransferHandle& self, int64_t TransferInfo::* what) {
 
 std::string represent(const TransferHandle& self) {
   const TransferInfo info = self.transfer->info();
-  return std::string("<Transfer ") + op_kind_name(info.kind) + " of " + std::to_string(info.bytes) + " bytes, peer '" +
-         info.peer + "', " + status_name(info.status) + (waits_for_trigger(info) ? ", waits for its trigger>" : ">");
+  const bool has_several = (info.kind == OpKind::kScatter || info.kind == OpKind::kBarrier) && !info.failed_peer;
+  return std::string("<Transfer ") + op_kind_name(info.kind) + " of " + std::to_string(info.bytes) + " bytes, " +
+         (has_several ? info.peer : "peer '" + info.peer + "'") + ", " + status_name(info.status) +
+         (waits_for_trigger(info) ? ", waits for its trigger>" : ">");
 }
 
 }  // namespace

@@ -136,7 +136,7 @@ TransferInfo Transfer::info() const {
                     .ended_ns = kNoTrigger,
                     .failed_peer = {}};
   if (work_->kind == OpKind::kScatter || work_->kind == OpKind::kBarrier) {
-    info.peer = std::to_string(work_->targets_total) + " peers";
+    info.peer = std::to_string(work_->targets_total) + (work_->targets_total == 1 ? " peer" : " peers");
   } else {
     info.peer = work_->peer().address().name;
     if (work_->kind != OpKind::kSend && work_->kind != OpKind::kService) {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Protocol, cast
 
 from crossrail import errors
@@ -87,9 +88,14 @@ def _log_events(engine: _core.Engine) -> None:
     cast(_LogsEvents, engine)._log_events()
 
 
+_ANSWERING = ("connected", "unknown", "lost")
+_SILENT_SHOWN = 4
+_SEVERAL = re.compile(r"\d+ peers?")  # what stands for the name of a peer in a scatter or barrier that goes on
+
+
 def _peer(engine: _core.Engine, name: str) -> str:
     """The peer as messages call it: its name, and its pid where that is certain; "8 peers" of a scatter or barrier."""
-    if name.endswith(" peers"):
+    if _SEVERAL.fullmatch(name):
         return name
     pids = [] if engine.closed else [address.pid for address in engine.peers() if address.name == name]
     return f"'{name}' (pid {pids[0]})" if len(pids) == 1 else f"'{name}'"
@@ -99,6 +105,18 @@ def _state(engine: _core.Engine, name: str) -> str:
     """How the peer of that name is; empty where that is not certain: of two with one name, or of a scatter's peers."""
     addresses = [] if engine.closed else [address for address in engine.peers() if address.name == name]
     return engine.peer_state(addresses[0]) if len(addresses) == 1 else ""
+
+
+def _silent_peers(engine: _core.Engine) -> str:
+    """Whom a scatter or barrier may wait for: it does not say to whom it goes, and these are seldom many."""
+    if engine.closed:
+        return ""
+    states = {address: engine.peer_state(address) for address in engine.peers()}
+    found = [f"'{address.name}' is {state}" for address, state in states.items() if state not in _ANSWERING]
+    if not found:
+        return ""
+    more = f" and {len(found) - _SILENT_SHOWN} more" if len(found) > _SILENT_SHOWN else ""
+    return f"; of this engine's peers {', '.join(sorted(found)[:_SILENT_SHOWN])}{more}"
 
 
 def _operation(engine: _core.Engine, op: str, peer: str, nbytes: int, imm: int | None) -> str:
@@ -177,7 +195,7 @@ def transfer_timeout(
             "waits. Next: see that the word goes up, wait again, or cancel() it"
         )
     state = _state(engine, peer)
-    is_now = f" and the peer is {state}" if state else ""
+    is_now = f" and the peer is {state}" if state else _silent_peers(engine) if _SEVERAL.fullmatch(peer) else ""
     look = "; see engine.explain(peer)"
     if op == "send" and state == "connected":
         look = ". A message waits until the peer has a receive buffer free: submit_recvs there"

@@ -76,6 +76,24 @@ def test_transfer_that_is_late_says_that_the_peer_is_frozen(
     child.resume()
 
 
+def test_barrier_that_is_late_names_the_peer_that_does_not_answer(
+    open_engine: EngineFactory, other: xr.Engine, spawn_peer: PeerFactory
+) -> None:
+    engine, child = open_engine(peer_timeout_s=WAIT_S, connect_timeout_s=WAIT_S), spawn_peer()
+    there = child.open()
+    child.stop()
+    group = engine.add_peer_group([other.address, there.address])
+    transfer = engine.submit_barrier(group, 1)
+    eventually(lambda: engine.peer_state(there.address) != "unknown", "the peer known")
+
+    assert repr(transfer) == "<Transfer barrier of 0 bytes, 2 peers, pending>"
+    with pytest.raises(xr.WaitTimeout, match=rf"to 2 peers .*; of this engine's peers '{there.address.name}' is "):
+        transfer.wait(SOON_S)
+
+    child.resume()
+    transfer.wait(WAIT_S)
+
+
 def test_count_that_never_comes_says_where_to_look(engine: xr.Engine) -> None:
     with pytest.raises(xr.WaitTimeout, match=r"0 of 1 arrived .*writers' transfers are done, and have imm=7 "):
         engine.imm_counter(7).wait(1, SOON_S)
