@@ -65,6 +65,8 @@ async def test_withdrawn_pages_serve_another_attempt(open_engine: EngineFactory,
 
         assert again.ranks[0].imm != target.ranks[0].imm and list(again.pages) == list(target.pages)
         await asyncio.gather(second.prefill(second.open(again), [9, 30]), reception.arrived(WAIT_S))
+        with pytest.raises(xr.UsageError, match=r"has arrived, .* release\(\) it"):
+            await reception.withdraw(never, WAIT_S)
         decoder.assert_holds(reception, second.kv_of("request", 30))
         reception.release()
     assert_all_free(decoder.pool)

@@ -180,12 +180,16 @@ class Reception:
         timeout_s is for the confirmation alone. Closing registrations comes on top: for 5 s at most, after which a peer
         stands still in the middle of a copy, and WaitTimeout is raised, as above.
         A second call while the first is in progress shares its result; cancelling the awaiting task does not stop it.
-        Does nothing before dispatch().
+        Does nothing before dispatch(). UsageError once it has arrived: release() is what is left to do then.
         """
         check_seconds(timeout_s=timeout_s)
         if self._withdrawal is None or self._withdrawal.done():
-            if self._is_awaited or self.state is PageState.IN_USE:
-                raise UsageError(f"request {self.request!r}: it arrived, or a task awaits arrived(); end that first")
+            if self._is_awaited:
+                raise UsageError(f"request {self.request!r}: a task awaits arrived(); end that first")
+            if self.state is PageState.IN_USE:
+                raise UsageError(
+                    f"request {self.request!r} has arrived, nobody writes to its pages any more: release() it"
+                )
             if self.state is PageState.RESERVED:
                 return
             if self.state is PageState.FREE:
