@@ -26,7 +26,8 @@ def to_host(given: Any, name: str, dtypes: tuple[str, ...], shape: tuple[int | N
     """The same memory as an array of numpy. shape: None where any length will do.
 
     UsageError that names the argument for another shape or type, for strides, for elements that are not at multiples of
-    their size, for memory of a device, and for a tensor that requires a gradient while those are recorded.
+    their size, for memory of a device, for a tensor whose elements are in no memory of its own, and for one that
+    requires a gradient while those are recorded.
     """
     if isinstance(given, np.ndarray):
         array = given
@@ -65,14 +66,15 @@ def check_shape(given: Sequence[int], name: str, shape: tuple[int | None, ...]) 
 
 
 def check_tensor(given: Any, name: str, dtypes: tuple[str, ...]) -> str:
-    """Which of these types a tensor of torch is of. UsageError for another one, for strides, and as of to_host() and
-    check_no_gradient().
+    """Which of these types a tensor of torch is of. UsageError for another one, for strides, where no memory holds its
+    elements, and as of to_host() and check_no_gradient().
     """
     check_no_gradient(given, name)
+    begin = _begin_of(given, name)
     if not given.is_contiguous():
         raise UsageError(f"{name} has strides {given.stride()}, must be C-contiguous")
-    if given.numel() > 0 and given.data_ptr() % given.element_size():
-        raise UsageError(_misplaced(name, given.data_ptr(), given.element_size()))
+    if given.numel() > 0 and begin % given.element_size():
+        raise UsageError(_misplaced(name, begin, given.element_size()))
     dtype = str(given.dtype).removeprefix("torch.")
     if dtype not in dtypes:
         raise UsageError(f"{name} is of type {dtype}, must be of {' or '.join(dtypes)}")
@@ -120,6 +122,33 @@ def to_count(given: Any, bound: int) -> int:
     if not 0 <= count <= bound:
         raise UsageError(f"num_tokens is {count}, must be in 0..{bound}, the rows of x")
     return count
+
+
+def _begin_of(given: Any, name: str) -> int:
+    """Where a tensor's elements lie, one after the other if it is contiguous. UsageError where memory has others, or
+    none: sparse and nested tensors, classes that keep them in other tensors (DTensor), torch's stand-ins (FakeTensor),
+    storage that was freed (by FSDP), and what is negated as it is read.
+    """
+    torch: Any = sys.modules["torch"]
+    kind = type(given)
+    if (
+        given.layout is not torch.strided
+        or given.is_nested
+        or kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    ):
+        raise UsageError(
+            f"{name} is a {kind.__name__} of layout {given.layout}, must be a plain tensor, which has its elements in "
+            "memory of its own. Next: of a DTensor give to_local()"
+        )
+    if given.is_neg() or given.is_conj():
+        raise UsageError(f"{name} is negated or conjugated as it is read. Next: give {name}.resolve_neg()")
+    try:
+        begin = int(given.data_ptr())
+    except RuntimeError as error:  # under vmap, for one
+        raise UsageError(f"{name} is a {kind.__name__} without memory: {str(error).partition(chr(10))[0]}") from None
+    if begin == 0 and given.numel() > 0:
+        raise UsageError(f"{name} has no memory now: its storage was freed, as FSDP does with parameters it unsharded")
+    return begin
 
 
 def _misplaced(name: str, address: int, itemsize: int) -> str:
