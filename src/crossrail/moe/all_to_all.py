@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import warnings
 from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 _DURATION_BOUNDS_S = (25e-6, 50e-6, 1e-4, 25e-5, 5e-4, 1e-3, 25e-4, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.5, 1.0, 10.0)
 _ROUNDS = 1 << 32  # words count them modulo this
+_DROPPED_S = 1.0  # for what tells the others that we were dropped
 
 
 class AllToAll:
@@ -85,7 +87,8 @@ class AllToAll:
 
     Threads: one at a time; a call while another thread is in one is a UsageError. Owner: engine and group are the
     caller's. Lifecycle: 1. made, by all ranks at once. 2. rounds. 3. close(), before the engine; a rank that waits for
-    a closed one is told so.
+    a closed one is told so. One that is garbage-collected while it and its engine are open is closed with a
+    ResourceWarning, so that nobody waits for it.
 
     Raises UsageError if an argument is invalid, or not the same on all ranks: it names the argument, both values and
     the ranks; WaitTimeout, PeerLost, EngineClosed.
@@ -526,6 +529,16 @@ class AllToAll:
         if self._peers.is_well:
             self._peers.call_failed("with block", error)
         with contextlib.suppress(CrossrailError):  # the first error is the one to see
+            self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_closed", True) or self._engine.closed:  # was not made; or others see that the engine left
+            return
+        warnings.warn(f"{self!r} was not closed", ResourceWarning, source=self, stacklevel=2)
+        if self._peers.is_well:
+            self._peers.dropped()
+        self._timeout_s = _DROPPED_S
+        with contextlib.suppress(CrossrailError):
             self.close()
 
     # ---- parts

@@ -369,6 +369,10 @@ class Peers:
         """No call of ours has failed and not been mended since."""
         return not self._failure and self._lost is None and self._late is None
 
+    def dropped(self) -> None:
+        """Nobody has us any more, and we were not closed: that is why we leave."""
+        self._failure = "it was garbage-collected, and not closed before"
+
     def call_succeeded(self) -> None:
         """What failed before has been mended."""
         self._failure = ""
