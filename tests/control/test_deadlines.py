@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from crossrail.control.deadlines import in_time, set_in_time
+from crossrail.control.deadlines import in_time, in_words, set_in_time
 from tests.support.limits import WAIT_S
 
 SOON_S = 0.01
@@ -136,3 +136,11 @@ async def test_set_in_time() -> None:
     assert not await set_in_time(event, 0.0)
     event.set()
     assert await set_in_time(event, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("duration_s", "words"),
+    [(5.89234, "5.89 s"), (0.0012345, "0.00123 s"), (600, "600 s"), (86400.25, "86400 s"), (0, "0 s")],
+)
+def test_durations_are_said_in_few_digits(duration_s: float, words: str) -> None:
+    assert in_words(duration_s) == words

@@ -1,4 +1,4 @@
-"""Waits on an event loop that end by a deadline and never lose a cancellation."""
+"""Waits on an event loop that end by a deadline and never lose a cancellation; and how durations are said."""
 
 from __future__ import annotations
 
@@ -20,6 +20,11 @@ def deadline_in(timeout_s: float) -> float:
     """When that time is over, on the clock of the running event loop. UsageError for what is no time of 0 or more."""
     check_seconds(timeout_s=timeout_s)
     return loop_time_s() + timeout_s
+
+
+def in_words(duration_s: float) -> str:
+    """A duration for people, such as what is left of a timeout: three digits, or whole seconds."""
+    return f"{duration_s:.3g} s" if duration_s < 1000 else f"{duration_s:.0f} s"
 
 
 async def in_time(work: Awaitable[_T], timeout_s: float, undo: Callable[[_T], object] | None = None) -> _T:

@@ -18,7 +18,7 @@ from crossrail import _ending
 from crossrail._closing import AsyncClosing
 from crossrail._latest import Latest
 from crossrail.control.asking import Asking
-from crossrail.control.deadlines import in_time, loop_time_s
+from crossrail.control.deadlines import in_time, in_words, loop_time_s
 from crossrail.control.language import Language, Letter
 from crossrail.control.messages import Failed, clipped
 from crossrail.control.seal import OURS, Rejected, Sealer, Spoken
@@ -172,7 +172,7 @@ class Mailbox(AsyncClosing):
         future: asyncio.Future[object] = loop.create_future()
         self._waiting[ask] = (self.wire.identity(to), future)
         asking = Asking(partial(self._post, to, data), self._resend_s, future)
-        timer = loop.call_later(timeout_s, _give_up, future, f"{type(question).__name__} within {timeout_s:g} s")
+        timer = loop.call_later(timeout_s, _give_up, future, f"{type(question).__name__} within {in_words(timeout_s)}")
         try:
             asking.begin()
             got = await future

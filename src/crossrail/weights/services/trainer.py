@@ -12,7 +12,7 @@ from typing import Any
 import crossrail as xr
 from crossrail._closing import AsyncClosing
 from crossrail._options import check_seconds, check_whole
-from crossrail.control.deadlines import in_time, loop_time_s, set_in_time
+from crossrail.control.deadlines import in_time, in_words, loop_time_s, set_in_time
 from crossrail.control.mailbox import Mailbox, NoAnswer
 from crossrail.control.wire import Unreachable
 from crossrail.errors import CrossrailError, UsageError
@@ -323,7 +323,7 @@ class WeightTrainer(AsyncClosing):
     async def _go(self, assigned: Assigned, go: m.Go) -> StepReport:
         deadline_at_s = loop_time_s() + go.timeout_s
         if not await set_in_time(self._offered, go.timeout_s):
-            raise CrossrailError(f"version {go.version} was not offered in {go.timeout_s:g} s")
+            raise CrossrailError(f"version {go.version} was not offered in {in_words(go.timeout_s)}")
         offer = self._offer
         assert offer is not None
         offer.attempt = go.attempt
@@ -332,7 +332,7 @@ class WeightTrainer(AsyncClosing):
             raise UsageError(f"trainer {self.rank} offers version {offer.version}, asked for is {go.version}")
         while not gpu.have_ended(offer.kernels):
             if loop_time_s() > deadline_at_s:
-                raise CrossrailError(f"its GPU has not made version {go.version} in {go.timeout_s:g} s")
+                raise CrossrailError(f"its GPU has not made version {go.version} in {in_words(go.timeout_s)}")
             await asyncio.sleep(_KERNELS_S)
         await self._quiet(deadline_at_s - loop_time_s())
         buffers = dict(go.buffers)
@@ -352,7 +352,7 @@ class WeightTrainer(AsyncClosing):
             )  # fmt: skip
             return await in_time(step.run(deadline_at_s - loop_time_s()), deadline_at_s - loop_time_s())
         except asyncio.TimeoutError:
-            raise CrossrailError(f"not done in {go.timeout_s:g} s") from None
+            raise CrossrailError(f"not done in {in_words(go.timeout_s)}") from None
         finally:
             barrier.close()
             self._lingering = self._step.pending if self._step is not None else []
