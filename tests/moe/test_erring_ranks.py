@@ -304,6 +304,40 @@ def test_who_loses_a_rank_that_others_still_see_tells_them(
     assert re.match(r"rank [012] .* it lost sight of this rank", str(errors[3]))  # whoever it hears of first
 
 
+def test_all_hear_of_the_same_rank_where_the_one_that_was_lost_tells_them_first(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last rank loses sight of the first, which is told so, and leaves before the others look."""
+    gone = ranks.engines[0].address
+    have_left = threading.Barrier(4)
+
+    def run(part: AllToAll, rank: int) -> BaseException:
+        player = Player(part, rank)
+        play(player, until="dispatch_recv")
+        if rank == 3:
+            state_of = part._engine.peer_state
+            with monkeypatch.context() as patched:
+                patched.setattr(part._engine, "peer_state", lambda a: "lost" if a == gone else state_of(a))
+                error = error_of(player.dispatch_send)
+        elif rank == 0:
+            error = error_of(lambda: (play_on(player), play(player)))
+        have_left.wait(WAIT_S)
+        return error if rank in (0, 3) else error_of(lambda: (play_on(player), play(player)))
+
+    def play_on(player: Player) -> None:
+        player.dispatch_recv()
+        player.combine_send()
+        player.combine_recv()
+
+    errors = ranks.each(run)
+    assert all(isinstance(error, xr.PeerLost) for error in errors), errors
+    assert re.match(r"rank 3 .* it lost sight of this rank", str(errors[0]))
+    for error in errors[1:]:
+        assert re.match(r"rank 0 \('rank-0'", str(error)), error
+    for error in errors[1:3]:
+        assert re.search(r"(another rank|rank 3) lost sight of it, and has closed its AllToAll", str(error)), error
+
+
 @pytest.mark.parametrize("ranks", [wire for wire in WIRES if wire != "near"], indirect=True)
 @pytest.mark.parametrize("half", ["dispatch_recv", "combine_recv"])
 def test_who_finds_that_a_write_has_failed_tells_the_others(

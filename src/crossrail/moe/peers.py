@@ -308,7 +308,8 @@ class Peers:
         if lost == self._rank:
             outcome = Outcome("peer-lost", rank, "it lost sight of this rank, and has closed its AllToAll")
         elif lost is not None:
-            outcome = Outcome("peer-lost", lost, f"rank {rank} lost sight of it, and has closed its AllToAll")
+            who = "another rank" if lost == rank else f"rank {rank}"
+            outcome = Outcome("peer-lost", lost, f"{who} lost sight of it, and has closed its AllToAll")
             half = ""
         elif late is not None:
             who = "this rank" if late == self._rank else f"rank {late} ({self._addresses[late].name!r})"
@@ -317,7 +318,8 @@ class Peers:
         elif words:
             outcome = Outcome("left", rank, words)
         if outcome.result == "peer-lost":
-            self._lost = outcome.rank
+            # Of two that lost sight of each other all hear of the same one, whichever of the two they hear first.
+            self._lost = outcome.rank if lost is None else lost
         return error_of(self._engine, outcome, self._addresses[outcome.rank], half, timeout_s)
 
     def _has_left(self, rank: int) -> bool:
