@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 
 import crossrail as xr
+from crossrail.control.mailbox import NoAnswer
 from crossrail.control.wire import EngineWire
+from crossrail.weights.services import messages as m
 from crossrail.weights.services.messages import mailbox
 from tests.conftest import EngineFactory
+from tests.support.limits import WAIT_S
 
 
 async def test_second_mailbox_of_an_engine_is_refused(open_engine: EngineFactory) -> None:
@@ -53,4 +57,14 @@ async def test_refused_secret_leaves_the_wire_to_the_next_attempt(
         mailbox(wire, secret)
 
     await mailbox(wire, "right").close()
+    wire.close()
+
+
+async def test_what_is_asked_after_close_ends_at_once(open_engine: EngineFactory) -> None:
+    """As by an update that goes on when everything is closed: nobody would hear an answer."""
+    wire = EngineWire(open_engine("closed"))
+    async with mailbox(wire, "right") as box:
+        box.start()
+    with pytest.raises(NoAnswer, match="this node is closing"):
+        await asyncio.wait_for(box.ask(wire.address, m.RollCall(), m.Taken, 100 * WAIT_S), WAIT_S)
     wire.close()

@@ -36,6 +36,8 @@ _TELL_AGAIN_S = 60.0  # between two lines about dropped messages of one kind: a 
 _OTHERS_KEPT = 4096  # engines of another version
 _REPLY_TIMEOUT_S = 30.0  # whoever takes no answer for so long asks again, if it still lives
 
+_CLOSING = "this node is closing"
+
 _wires: weakref.WeakSet[Wire] = weakref.WeakSet()  # that had a mailbox
 
 Handler = Callable[[bytes, Any], Awaitable[object]]
@@ -93,6 +95,7 @@ class Mailbox(AsyncClosing):
         self._noticed: Latest[bytes, float] = Latest(_OTHERS_KEPT)  # by engine, when it was sent one
         self._tasks: dict[asyncio.Task[None], None] = {}  # a set in the order in which they were made
         self._loop: asyncio.AbstractEventLoop | None = None  # in which start() was called
+        self._is_closed = False
         self._unsorted: Counter[str] = Counter()
         self._told: dict[str, tuple[float, int]] = {}  # by kind, of drops: when the log had one, and how many since
 
@@ -140,16 +143,17 @@ class Mailbox(AsyncClosing):
             )
 
     async def close(self) -> None:
-        """Ends handlers and questions under way. Idempotent. The wire stays open."""
+        """Ends handlers and questions under way, and those that are asked later. Idempotent. The wire stays open."""
         # Again and again: a model's code may lose a cancellation, as asyncio.wait_for does before Python 3.12 when it
         # meets its result. Our own waits do not (deadlines.py).
         while tasks := [task for task in self._tasks if task is not asyncio.current_task()]:
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks, timeout=_CANCEL_AGAIN_S)
+        self._is_closed = True  # an update that goes on may still tell members of its end
         for _, future in self._waiting.values():
             if not future.done():
-                future.set_exception(NoAnswer("this node is closing"))
+                future.set_exception(NoAnswer(_CLOSING))
                 future.exception()  # seen: whoever asked may be gone
         self._waiting.clear()
         for reply in list(self._replies):
@@ -158,11 +162,13 @@ class Mailbox(AsyncClosing):
     async def ask(self, to: bytes, question: object, answer: type[T] | tuple[type[T], ...], timeout_s: float) -> T:
         """The answer to a question, of one of the types given; sent again meanwhile.
 
-        Raises NoAnswer after timeout_s, and when the answer is Failed or anything else; Unreachable when it is gone;
-        OtherRelease, a NoAnswer, as soon as it says that it is of another one; UsageError as of
-        check_started().
+        Raises NoAnswer after timeout_s, once this mailbox is closed, and when the answer is Failed or anything else;
+        Unreachable when it is gone; OtherRelease, a NoAnswer, as soon as it says that it is of another one; UsageError
+        as of check_started().
         """
         self.check_started()
+        if self._is_closed:
+            raise NoAnswer(_CLOSING)
         if theirs := self._others.get(self.wire.identity(to)):
             raise OtherRelease(theirs, self._sealer.spoken)
         self._asks += 1
