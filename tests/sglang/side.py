@@ -41,8 +41,8 @@ def content(what: object) -> npt.NDArray[np.uint8]:
 
 
 class Side:
-    """rank of tp. mla: one latent, the same on all ranks. gpu: where its KV is. server_args: SGLang's. changes: to its
-    KVArgs.
+    """rank of tp. mla: one latent, the same on all ranks. gpu: where its KV is. server_args: SGLang's. http_port: where
+    its server takes requests. changes: to its KVArgs.
     """
 
     def __init__(
@@ -56,6 +56,7 @@ class Side:
         gpu: FakeGpu | None = None,
         parallel: dict[str, Any] | None = None,
         server_args: dict[str, Any] | None = None,
+        http_port: int = 1,
         **changes: Any,
     ) -> None:
         from crossrail.integrations.sglang import conn
@@ -85,7 +86,7 @@ class Side:
         disagg = {"disaggregation_bootstrap_port": int(port), "disaggregation_decode_allocation_policy": "early"}
         with (
             mock.patch.object(conn, "get_parallel", return_value=SimpleNamespace(**where)),
-            mock.patch.object(conn, "get_serving", return_value=SimpleNamespace(host=host)),
+            mock.patch.object(conn, "get_serving", return_value=SimpleNamespace(host=host, port=http_port)),
             mock.patch.object(conn, "get_disagg", return_value=SimpleNamespace(**disagg)),
         ):
             self.manager = conn.CrossrailKVManager(

@@ -27,7 +27,9 @@ LAYOUT = KvLayout(
 
 
 def line(rank: int = 0, tp: int = 2, secret: bytes = SECRET, lease_s: float = 10.0, address: bytes = b"a") -> str:
-    return bootstrap.RankLine(Worker(address, LAYOUT.to_wire(), {"form": "f"}), rank, tp, lease_s).to_line(secret)
+    return bootstrap.RankLine(Worker(address, LAYOUT.to_wire(), {"form": "f"}), rank, tp, lease_s, 30000).to_line(
+        secret
+    )
 
 
 def test_a_table_is_whole_or_nothing_and_forgets() -> None:
@@ -71,8 +73,8 @@ async def test_over_http(server: Any, address: str) -> None:
     for rank in range(2):
         await bootstrap.register(address, line(rank), 5.0)
     assert await status("GET", headers=token) == 200
-    instance = await bootstrap.find_instance(address, SECRET, 5.0)
-    assert len(instance.workers) == 2 and instance.layout == LAYOUT
+    instance, http_port = await bootstrap.find_instance(address, SECRET, 5.0)
+    assert len(instance.workers) == 2 and instance.layout == LAYOUT and http_port == 30000
     with pytest.raises(bootstrap.NoInstance, match=r"401: .* set the same CROSSRAIL_SECRET"):
         await bootstrap.find_instance(address, b"another", 5.0)
 
@@ -182,6 +184,6 @@ def test_where_ranks_register(
     parallel = SimpleNamespace(dist_init_addr=dist_init_addr, attn_tp_rank=0, attn_tp_size=1, **sizes)
     disagg = SimpleNamespace(disaggregation_bootstrap_port=8998, disaggregation_decode_allocation_policy="early")
     monkeypatch.setattr(conn, "get_parallel", lambda: parallel)
-    monkeypatch.setattr(conn, "get_serving", lambda: SimpleNamespace(host=host))
+    monkeypatch.setattr(conn, "get_serving", lambda: SimpleNamespace(host=host, port=30000))
     monkeypatch.setattr(conn, "get_disagg", lambda: disagg)
     assert conn.place_of("prefill").bootstrap == where

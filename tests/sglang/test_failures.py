@@ -427,7 +427,7 @@ def test_a_prefiller_that_went_while_nothing_was_asked_of_it_costs_no_request(
     until(SUCCESS, sender, receiver)
     gone = d.manager.prefill_info_table[address].instance
     p.close()
-    eventually(lambda: address not in d.manager.prefill_info_table, "it is known that it is gone")
+    eventually(lambda: not d.manager.try_ensure_parallel_info(address), "it is known that it is gone")
 
     again = open_side("prefill")
 
@@ -439,6 +439,21 @@ def test_a_prefiller_that_went_while_nothing_was_asked_of_it_costs_no_request(
     send(again, sender, "after", MINE, 0)
     until(SUCCESS, sender, receiver)
     d.assert_holds("after", THEIRS, 0)
+
+
+def test_a_prefiller_that_goes_while_sglang_looks_for_it_is_there_until_it_looks_anew(
+    p: Side, d: Side, address: str
+) -> None:
+    """SGLang asks for its ranks of data parallelism, which we do not know, where the second look finds nobody."""
+    sender, receiver = p.sender(1), d.receiver(1)
+    ask(receiver)
+    until(WAITING, sender)
+    core = d.manager.core
+    p.close()
+    eventually(lambda: core._is_gone(core.info[address].instance), "the engine knows that it is gone")
+    assert address in d.manager.prefill_info_table
+    d.conn.CrossrailKVReceiver(d.manager, address, 2)
+    assert address not in d.manager.prefill_info_table
 
 
 def _reaches(p: Side, d: Side) -> bool:

@@ -115,7 +115,8 @@ def test_what_place_of_asks_is_what_sglang_knows() -> None:
         assert f"parallel.{name}" in source or f"get_parallel().{name}" in source, name
     for name in ("disaggregation_bootstrap_port", "disaggregation_decode_allocation_policy"):
         assert f"get_disagg().{name}" in source, name
-    assert "get_serving().host" in source
+    for name in ("host", "port"):
+        assert f"get_serving().{name}" in source, name
 
 
 def test_what_the_plugin_hooks_is_there() -> None:

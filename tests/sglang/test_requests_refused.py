@@ -27,16 +27,6 @@ def expect(p: Side, d: Side, text: str, room: int = 1) -> None:
     d.assert_holds(text, THEIRS, 0)
 
 
-def test_kv_that_is_to_be_computed_anew(p: Side, d: Side) -> None:
-    """After pause_generation with mode="retract": SGLang calls it behind send_metadata, in the scheduler's loop."""
-    receiver = d.receiver(1)
-    ask(receiver)
-    d.manager.submit_prefill_recompute(receiver, {"input_ids": [1, 2, 3]})
-    until(FAILED, receiver)
-    assert 'mode="retract"' in failure(receiver).failure_reason
-    expect(p, d, "after", 2)
-
-
 @pytest.mark.parametrize("room", [0, -3, 1 << 63])
 def test_rooms_that_sglang_cannot_write_down(p: Side, d: Side, room: int) -> None:
     sender, receiver = p.sender(room), d.receiver(room)
@@ -82,7 +72,7 @@ def test_memory_that_sglang_releases_and_takes_back(p: Side, d: Side, released: 
         memory[:] = 0
 
     if released == "prefill":
-        eventually(lambda: p.address not in d.manager.prefill_info_table, "the decoder knows that it is gone")
+        eventually(lambda: not d.manager.try_ensure_parallel_info(p.address), "the decoder knows that it is gone")
         sender = p.sender(2)
         assert sender.poll() == FAILED and "POST /resume_memory_occupation" in failure(sender).failure_reason
     else:

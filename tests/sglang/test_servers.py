@@ -105,20 +105,27 @@ def _aborted(server: Server, request: Asked, rid: str) -> bool:
     return not request.is_alive()
 
 
-def test_a_request_that_sglang_retracts_fails_and_the_server_goes_on(fleet: Fleet) -> None:
-    sampling = {"temperature": 0, "max_new_tokens": 900, "ignore_eos": True}
-    room = fleet.room()
-    Asked(fleet.p, prompt(520, 50), **room)
-    running = Asked(fleet.d, prompt(520, 50), sampling_params=sampling, **room)
-    eventually(lambda: _retracted(fleet.d, running), "it ends", timeout_s=60.0, pause_s=0.5)
-    assert "do not pause generation with mode=" in running.result()
+def test_a_request_that_sglang_retracts_goes_on_with_kv_that_is_computed_anew(fleet: Fleet) -> None:
+    tokens, sampling = prompt(520, 50), {"temperature": 0, "max_new_tokens": 900, "ignore_eos": True}
+    whole = fleet.alone.ask(tokens, sampling_params=sampling)
+    room, prefilled = fleet.room(), _prefilled(fleet)
+    Asked(fleet.p, tokens, **room)
+    running = Asked(fleet.d, tokens, sampling_params=sampling, **room)
+    eventually(lambda: _retracted(fleet, running, prefilled + 2), "it is retracted", timeout_s=60.0, pause_s=0.1)
+    assert running.result() == whole
     expect(fleet, 521)
 
 
-def _retracted(server: Server, request: Asked) -> bool:
-    server.post("pause_generation", {"mode": "retract"})  # what does not run yet is not retracted: again
-    server.post("continue_generation", {})
-    return not request.is_alive()
+def _retracted(fleet: Fleet, request: Asked, prefilled: int) -> bool:
+    """Whether the prefill server has computed so many prompts."""
+    assert request.is_alive() or _prefilled(fleet) >= prefilled, "it ended before it was retracted"
+    fleet.d.post("pause_generation", {"mode": "retract"})  # what does not run yet is not retracted: again
+    fleet.d.post("continue_generation", {})
+    return _prefilled(fleet) >= prefilled
+
+
+def _prefilled(fleet: Fleet) -> int:
+    return fleet.p.text().count('"POST /generate HTTP/1.1" 200')
 
 
 def test_memory_that_is_released_and_resumed(fleet: Fleet) -> None:

@@ -7,7 +7,8 @@ A prompt is prefilled by one server and decoded by another; crossrail.kv writes 
            └──── state.py, polled ───────▶      decode.py: pulls, counts, takes back
 
 plugin.py makes the name known, bootstrap.py is how decoders find prefillers, memory.py reads SGLang's KVArgs,
-messages.py is what ranks say to each other. Only conn.py and plugin.py import SGLang.
+messages.py is what ranks say to each other, recompute.py has a prefill server compute KV again that SGLang gave up.
+Only conn.py and plugin.py import SGLang.
 """
 
 from __future__ import annotations

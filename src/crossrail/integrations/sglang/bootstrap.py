@@ -14,7 +14,7 @@ import asyncio
 import hmac
 import logging
 import time
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import aiohttp
 import msgspec
@@ -46,12 +46,16 @@ class NoInstance(CrossrailError):
 
 
 class RankLine(Struct, frozen=True):
-    """What a prefiller's rank says about itself. lease_s: how long it holds, unless said again."""
+    """What a prefiller's rank says about itself. lease_s: how long it holds, unless said again.
+
+    http_port: where its server takes requests, at the host of its bootstrap server.
+    """
 
     worker: Worker
     rank: Annotated[int, Meta(ge=0, lt=_RANKS_MAX)]
     tp: Annotated[int, Meta(ge=1, le=_RANKS_MAX)]
     lease_s: m.Seconds
+    http_port: Annotated[int, Meta(ge=1, le=65535)]
 
     def to_line(self, secret: bytes) -> str:
         return sealed_line(msgspec.msgpack.encode(self), secret, _PURPOSE)
@@ -66,6 +70,13 @@ class RankLine(Struct, frozen=True):
         if found.rank >= found.tp:
             raise UsageError(f"rank={found.rank} of TP {found.tp}")
         return found
+
+
+class Found(NamedTuple):
+    """The prefiller behind a bootstrap server, and where it takes requests."""
+
+    instance: Instance
+    http_port: int
 
 
 def token(secret: bytes) -> str:
@@ -156,7 +167,7 @@ async def register(address: str, line: str, timeout_s: float) -> None:
     await _ask("PUT", address, timeout_s, data=line)
 
 
-async def find_instance(address: str, secret: bytes, timeout_s: float) -> Instance:
+async def find_instance(address: str, secret: bytes, timeout_s: float) -> Found:
     """The prefiller behind a server ("host:port"). Raises NoInstance, and UsageError for lines of nobody we know."""
     headers = {"Authorization": f"Bearer {token(secret)}"}
     body = await _ask("GET", address, timeout_s, headers=headers)
@@ -169,7 +180,7 @@ async def find_instance(address: str, secret: bytes, timeout_s: float) -> Instan
         raise NoInstance(f"{address} knows ranks {[one.rank for one in said]} of TP {said[0].tp}")
     if any(one.worker.layout != said[0].worker.layout or one.worker.form != said[0].worker.form for one in said):
         raise NoInstance(f"{address}: ranks of the prefiller have different caches; they may be restarting")
-    return Instance(address[:128], [one.worker for one in said])
+    return Found(Instance(address[:128], [one.worker for one in said]), said[0].http_port)
 
 
 async def _ask(

@@ -74,6 +74,7 @@ def place_of(mode: str) -> Place:
         parallel.attn_tp_rank,
         parallel.attn_tp_size,
         bootstrap,
+        get_serving().port,
         {name: getattr(parallel, name) or 1 for name in _PARALLELISM},
     )
 
@@ -127,11 +128,11 @@ class CrossrailKVManager(BaseKVManager):
         return self.core.has_heads_of_rank_0(bootstrap_addr)
 
     def submit_prefill_recompute(self, receiver: CrossrailKVReceiver, payload: Any) -> None:
-        """SGLang has retracted a request and wants its KV computed anew: that request fails, the scheduler goes on."""
-        receiver.refuse(
-            "crossrail's backend has no prefiller compute KV of retracted requests anew: do not pause generation with "
-            'mode="retract" on a decode server; "abort" and "in_place" work'
-        )
+        """SGLang has retracted a request, which has pages again: its prefill server computes the KV anew.
+
+        payload: the request to that server. What it does not do fails the request; the scheduler goes on.
+        """
+        self.core.recompute(receiver.bootstrap_addr, payload, receiver.refuse)
 
     def deregister_buffer_to_engine(self) -> None:
         """SGLang is about to give the pools' memory back (/release_memory_occupation): no peer reaches it any more."""
@@ -277,6 +278,7 @@ class CrossrailKVReceiver(_Failing, BaseKVReceiver):
         self.abort_notified = False
         self._node = mgr.core.node
         self._decoder = mgr.core.decoder
+        mgr.core.forget_if_gone(bootstrap_addr)  # before SGLang looks for it
         self._pull: Pull | None = None
         self._progress = Progress()  # until there is a pull, which has its own
 

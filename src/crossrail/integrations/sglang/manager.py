@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from concurrent import futures
 from typing import Any, NamedTuple
 
 from crossrail import _ending
 from crossrail.errors import CrossrailError, UsageError
 from crossrail.integrations.instance import Instance
-from crossrail.integrations.sglang import bootstrap
+from crossrail.integrations.sglang import bootstrap, recompute
 from crossrail.integrations.sglang.decode import DecodeSide
 from crossrail.integrations.sglang.memory import AuxRows, read_pool
 from crossrail.integrations.sglang.node import RankNode
@@ -32,19 +33,25 @@ RELEASED = "the KV cache's memory was released: POST /resume_memory_occupation t
 class Place(NamedTuple):
     """Where a rank is in its server. bootstrap: "host:port" of a prefiller's own, "": a decoder has none.
 
+    http_port: where the server takes requests.
     sizes: of the kinds of parallelism, by SGLang's names, that crossrail knows only as 1.
     """
 
     rank: int
     tp: int
     bootstrap: str
+    http_port: int
     sizes: dict[str, int]
 
 
 class PrefillInfo(NamedTuple):
-    """What SGLang's scheduler asks of a prefiller that a decoder has found, and who it is."""
+    """What SGLang's scheduler asks of a prefiller that a decoder has found, and who it is.
+
+    http_port: where it takes requests.
+    """
 
     instance: Instance
+    http_port: int
     attn_tp_size: int
     page_size: int
     dp_size: int = 1
@@ -54,7 +61,7 @@ class PrefillInfo(NamedTuple):
 class _Search(NamedTuple):
     """Under way, or its answer is not read yet."""
 
-    found: futures.Future[Instance]
+    found: futures.Future[bootstrap.Found]
     begun_s: float
 
 
@@ -128,9 +135,10 @@ class Manager:
 
     def _register(self) -> None:
         options = self.node.options
-        line = bootstrap.RankLine(
-            self.prefiller.worker, self._place.rank, self._place.tp, bootstrap.LEASE * options.register_s
-        ).to_line(self.node.secret)
+        place, lease_s = self._place, bootstrap.LEASE * options.register_s
+        line = bootstrap.RankLine(self.prefiller.worker, place.rank, place.tp, lease_s, place.http_port).to_line(
+            self.node.secret
+        )
         said = ""
         while not self._stopped.is_set():
             try:
@@ -147,11 +155,18 @@ class Manager:
 
     @property
     def info(self) -> dict[str, PrefillInfo]:
-        """Prefillers that were found and are not gone, by the address of their bootstrap server."""
-        for address, known in list(self._info.items()):
-            if self._is_gone(known.instance):
-                self.forget(address, known.instance)
+        """Prefillers that were found, by the address of their bootstrap server.
+
+        SGLang looks several times in one pass over its requests, and does not expect that one goes in between. So
+        those that are gone are taken out by forget_if_gone() alone, before it looks for a request.
+        """
         return self._info
+
+    def forget_if_gone(self, address: str) -> None:
+        """The prefiller there, if it has ended since it was found: who is there now is asked anew."""
+        known = self._info.get(address)
+        if known is not None and self._is_gone(known.instance):
+            self.forget(address, known.instance)
 
     def has_heads_of_rank_0(self, address: str) -> bool:
         """Whether this rank keeps the same of a token as rank 0 of the prefiller there; False if that is not known."""
@@ -171,10 +186,11 @@ class Manager:
         waits. So it waits for a moment only; the search goes on, and SGLang, which asks again every second, has its end
         then.
         """
-        if address in self.info:
+        self.forget_if_gone(address)
+        if address in self._info:
             return True
         try:
-            instance = self._search(address)
+            found = self._search(address)
         except CrossrailError as error:
             if self._missing.get(address) != str(error):  # SGLang asks again every second
                 log.warning("no prefiller at %s, retrying: %s", address, error)
@@ -182,14 +198,14 @@ class Manager:
             if len(self._missing) > _MISSING_MAX:  # addresses come with requests
                 self._missing.pop(next(iter(self._missing)))
             return False
-        if instance is None:
+        if found is None:
             return False
         self._missing.pop(address, None)
-        layout = instance.layout
-        self._info[address] = PrefillInfo(instance, layout.tp, layout.page_tokens)
+        layout = found.instance.layout
+        self._info[address] = PrefillInfo(found.instance, found.http_port, layout.tp, layout.page_tokens)
         return True
 
-    def _search(self, address: str) -> Instance | None:
+    def _search(self, address: str) -> bootstrap.Found | None:
         """The prefiller there. None: not known yet. Raises CrossrailError if nobody is there."""
         if not self.is_open:
             raise bootstrap.NoInstance(RELEASED)
@@ -209,11 +225,31 @@ class Manager:
         del self._searches[address]
         return found.result()
 
-    async def _ask_who_is_at(self, address: str, *, is_doubtful: bool) -> Instance:
-        instance = await bootstrap.find_instance(address, self.node.secret, _ASK_S)
+    async def _ask_who_is_at(self, address: str, *, is_doubtful: bool) -> bootstrap.Found:
+        found = await bootstrap.find_instance(address, self.node.secret, _ASK_S)
+        instance = found.instance
         if (is_doubtful or self._is_gone(instance)) and not await self.decoder.answers(instance, _ANSWER_S):
             raise bootstrap.NoInstance("the prefill server that was there has ended, and no other has come yet")
-        return instance
+        return found
+
+    def recompute(self, address: str, request: dict[str, Any], refuse: Callable[[str], None]) -> None:
+        """Has the prefill server there compute KV anew, by a request of its own; returns at once.
+
+        Every rank's pages wait for it; rank 0 asks, once for all. refuse: takes, on the loop, why it was not computed;
+        of a request that has its KV it changes nothing.
+        """
+        if self._place.rank:
+            return
+        known = self._info.get(address)
+        if known is None:
+            refuse(f"its KV cannot be computed anew: no prefiller is known at {address}")
+            return
+        url = f"http://{address.rpartition(':')[0]}:{known.http_port}/generate"
+        self.node.soon(self.node.mailbox.spawn, self._recompute(url, request, refuse), f"recomputing at {url}")
+
+    async def _recompute(self, url: str, request: dict[str, Any], refuse: Callable[[str], None]) -> None:
+        if why := await recompute.asked(url, request, self.node.options.load_s):
+            refuse(f"its KV was not computed anew: {why}")
 
     def why_missing(self, address: str) -> str:
         """Why the prefiller behind this address was not found when last asked for. Empty: it was, or never was."""

@@ -1,0 +1,33 @@
+"""A request to a prefill server, from its decoder: KV of a request that SGLang has retracted, computed anew.
+
+SGLang retracts before weights are updated. The request keeps the tokens that it has; their KV comes once more, in the
+same room, as if it were a new prompt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import aiohttp
+
+_SAID_MAX = 500
+
+
+async def asked(url: str, request: dict[str, Any], timeout_s: float) -> str:
+    """Empty once the server has answered that it did; else why not. request: what SGLang's /generate takes."""
+    timeout = aiohttp.ClientTimeout(total=timeout_s)
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=timeout) as session,
+            session.post(url, json=request) as response,
+        ):
+            if response.status < 400:
+                await response.read()
+                return ""
+            said = await response.content.read(_SAID_MAX)
+            return f"{url} answered {response.status}: {said.decode(errors='replace').strip()}"
+    except asyncio.TimeoutError:
+        return f"{url} has not answered within {timeout_s:g} s"
+    except (aiohttp.ClientError, OSError, ValueError) as error:
+        return f"{url}: {type(error).__name__} {error}"
