@@ -1,4 +1,7 @@
-"""The backend's options, read from the environment because SGLang's command line has no place for them."""
+"""The backend's options, read from the environment because SGLang's command line has no place for them.
+
+What SGLang's own variables say of its other backends holds for this one, unless an option says otherwise.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,17 @@ from crossrail.integrations.secret import shared_secret
 OPTIONS_VARIABLE = "CROSSRAIL_SGLANG_OPTIONS"
 # How many times prefiller_timeout_s it may take until a prefiller is shut out: asked for KV, asked to stop, and fenced.
 _SHUTTING_OUT = 3
-Seconds = Annotated[float, Meta(gt=0.0, le=86400.0)]
+_SECONDS_MAX = 86400.0
+Seconds = Annotated[float, Meta(gt=0.0, le=_SECONDS_MAX)]
+
+_SGLANG = "SGLANG_DISAGGREGATION_"
+# SGLang's defaults and least values: every INTERVAL it asks whether the prefiller lives, FAILURE misses are its end.
+_INTERVAL, _INTERVAL_S, _INTERVAL_MIN_S = f"{_SGLANG}HEARTBEAT_INTERVAL", 5.0, 2.0
+_FAILURE, _FAILURES, _FAILURES_MIN = f"{_SGLANG}HEARTBEAT_MAX_FAILURE", 2.0, 1.0
 
 
 class SglangOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Times in seconds; none has to be set.
+    """Times in seconds; none has to be set. Those that are not are as in sglang_times(), else the defaults here.
 
     secret_file: its content, without whitespace around it, is the secret that all instances share; None: the value of
     CROSSRAIL_SECRET. One of the two must be there.
@@ -31,7 +40,7 @@ class SglangOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     register_s: how often a prefiller's rank tells its bootstrap server that it is there. A rank that was not heard for
     three times as long is forgotten.
     quiesce_s: how long SGLang's scheduler stands still, when it takes pages back, until nothing touches them; then it
-    ends. At least three times prefiller_timeout_s (_SHUTTING_OUT).
+    ends. At least three times prefiller_timeout_s (_SHUTTING_OUT), and by default so long if that is longer.
     """
 
     secret_file: str | None = None
@@ -47,12 +56,19 @@ class SglangOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def from_environment(cls) -> SglangOptions:
-        """Raises UsageError, which names the option, for one that is unknown or out of bounds."""
+        """Raises UsageError, which names the option or variable, for one that is unknown or out of bounds."""
         text = os.environ.get(OPTIONS_VARIABLE) or "{}"
         try:
             options = msgspec.json.decode(os.fsencode(text), type=cls)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise UsageError(f"{OPTIONS_VARIABLE}={text!r:.200}: {error}") from None
+        given = msgspec.json.decode(os.fsencode(text))
+        options = msgspec.structs.replace(
+            options, **{name: value for name, value in sglang_times().items() if name not in given}
+        )
+        if "quiesce_s" not in given:
+            longest_s = max(options.quiesce_s, _SHUTTING_OUT * options.prefiller_timeout_s)
+            options = msgspec.structs.replace(options, quiesce_s=longest_s)
         if options.quiesce_s < _SHUTTING_OUT * options.prefiller_timeout_s:
             raise UsageError(
                 f"{OPTIONS_VARIABLE}={text!r:.200}: quiesce_s ({options.quiesce_s:g}) must be at least {_SHUTTING_OUT} "
@@ -64,3 +80,33 @@ class SglangOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def secret(self) -> bytes:
         """Raises UsageError when there is none: who can reach an instance's port could read prompts without it."""
         return shared_secret(self.secret_file, "crossrail", OPTIONS_VARIABLE)
+
+
+def sglang_times() -> dict[str, float]:
+    """Options by SGLang's own variables, those that are set. Raises UsageError for one that is no time.
+
+    A day is the longest: who writes more means for ever.
+    """
+    times = {}
+    for option, variable in (("bootstrap_s", "BOOTSTRAP_TIMEOUT"), ("load_s", "WAITING_TIMEOUT")):
+        if (said := _number(_SGLANG + variable)) is not None:
+            times[option] = said
+    interval_s, failures = _number(_INTERVAL), _number(_FAILURE)
+    if interval_s is not None or failures is not None:
+        interval_s = max(_INTERVAL_S if interval_s is None else interval_s, _INTERVAL_MIN_S)
+        failures = max(_FAILURES if failures is None else failures, _FAILURES_MIN)
+        times["prefiller_timeout_s"] = interval_s * failures
+    return {option: min(value, _SECONDS_MAX) for option, value in times.items()}
+
+
+def _number(variable: str) -> float | None:
+    text = os.environ.get(variable, "").strip()
+    if not text:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not value > 0.0:
+        raise UsageError(f"{variable}={text!r:.80} must be a number above 0")
+    return value
