@@ -15,7 +15,7 @@ import crossrail as xr
 from crossrail.integrations.sglang.node import PagesNotQuiet
 from crossrail.kv.transfer import receiver as receiver_module
 from tests.sglang.conftest import Open
-from tests.sglang.side import FAILED, PAGE, SUCCESS, WAITING, Side, failure, send, until
+from tests.sglang.side import FAILED, LAYERS, PAGE, ROW, SUCCESS, WAITING, Side, failure, send, until
 from tests.support.kv_copies import Held
 from tests.support.kv_doubts import give_up, lose_writes, note_fences
 from tests.support.limits import WAIT_S, eventually, never
@@ -229,7 +229,8 @@ def test_more_pages_than_announced_fail(p: Side, d: Side) -> None:
     [
         ({"kv_cache_dtype_str": "fp8_e4m3"}, "cache dtype: producer auto, decoder fp8_e4m3"),
         ({"kv_layer_ids": [5, 6]}, "layer ids: producer"),
-        ({"page_size": 2 * PAGE}, "use the same model, page size and KV cache dtype"),
+        ({"page_size": 2 * PAGE}, f"--page-size is {2 * PAGE} at this decoder and {PAGE} at its prefiller"),
+        ({"kv_item_lens": [PAGE * ROW] * 2 * LAYERS}, "use the same model and KV cache dtype"),
     ],
 )
 def test_caches_that_do_not_match_are_never_written(

@@ -2,6 +2,7 @@
 
 import logging
 import re
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ import crossrail as xr
 from crossrail.integrations.log_lines import LOGGERS, say_who
 from crossrail.integrations.sglang.plugin import register
 from tests.sglang.conftest import Open, stand_in
-from tests.sglang.side import PAGES, SUCCESS, TRANSFERRING, WAITING, failure, send, until
+from tests.sglang.side import FAILED, PAGES, SUCCESS, TRANSFERRING, WAITING, Side, failure, send, until
 
 MINE, THEIRS = [3, 7, 1, 12, 5], [0, 9, 4, 2, 11]
 PACKAGE = Path(xr.__file__).parent
@@ -212,3 +213,28 @@ def test_the_backend_is_chosen_by_its_name(monkeypatch: pytest.MonkeyPatch, quie
     assert "crossrail" not in str(utils.get_kv_class(utils.TransferBackend.FAKE, kinds.SENDER)).lower()
     with pytest.raises(ValueError, match="nothing of that name"):
         utils.TransferBackend("nothing of that name")
+
+
+def test_what_ends_says_in_the_log_which_room_with_whom_and_how_much(
+    p: Side, d: Side, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of many servers: their names have host and port."""
+    caplog.set_level(logging.DEBUG, "crossrail.sglang")
+    sender, receiver = p.sender(1), d.receiver(1)
+    receiver.send_metadata(np.array(THEIRS, np.int32), 0)
+    until(WAITING, sender)
+    send(p, sender, "told", MINE, 0)
+    until(SUCCESS, sender, receiver)
+    sent = sender.get_transfer_metric().transfer_total_bytes
+    decoder = re.escape(f"sglang-decode-0@{socket.gethostname()[:32]}:1")
+    assert re.search(rf"room 1 to {decoder}: {sent} bytes, \d+\.\d+ s", caplog.text)
+    assert re.search(rf"room 1 from {d.address}, {len(MINE)} pages, \d+\.\d+ s: it is here", caplog.text)
+
+    sender, receiver = p.sender(2), d.receiver(2)
+    receiver.send_metadata(np.array(THEIRS, np.int32), 0)
+    until(WAITING, sender)
+    sender.init(len(MINE), 0)
+    sender.abort()
+    until(FAILED, receiver)
+    assert re.search(rf"room 2 to {decoder}: aborted at the prefiller \(0 of {len(MINE)} pages sent\)", caplog.text)
+    assert re.search(rf"room 2 from {d.address}, {len(MINE)} pages, .* s: its KV did not come: ", caplog.text)

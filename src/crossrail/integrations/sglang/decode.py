@@ -121,6 +121,7 @@ class DecodeSide:
     # ---- one pull
 
     async def _run(self, pull: Pull, pages: npt.NDArray[np.uint32], aux_index: int | None, prefix_tokens: int) -> None:
+        begun_s = loop_time_s()
         try:
             await self._fetch(pull, pages, prefix_tokens)
             assert pull.rows is not None
@@ -133,9 +134,12 @@ class DecodeSide:
         except Exception as error:
             log.exception("room %d: it failed by a mistake of ours", pull.room)
             pull.progress.fail(f"{type(error).__name__}: {error}")
+        what = f"room {pull.room} from {pull.instance.name}, {len(pages)} pages, {loop_time_s() - begun_s:.3f} s"
         if pull.progress.error:
             level = logging.INFO if pull.stop.is_set() else logging.ERROR  # what was aborted is no error
-            log.log(level, "room %d: its KV did not come: %s", pull.room, pull.progress.error)
+            log.log(level, "%s: its KV did not come: %s", what, pull.progress.error)
+        else:
+            log.debug("%s: it is here", what)
         self._pulls.pop((self._name(pull), pull.attempt), None)
         pull.progress.end()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -81,7 +82,8 @@ class Manager:
         self._place = place
         self._stopped = threading.Event()
         self._registering: threading.Thread | None = None
-        self.node = RankNode(f"sglang-{mode}-{place.rank}", place.rank, pool, options, secret)
+        server = f"{socket.gethostname()[:32]}:{place.http_port}"  # which of many, in the logs of others
+        self.node = RankNode(f"sglang-{mode}-{place.rank}@{server}", place.rank, pool, options, secret)
         try:
             if mode == "prefill":
                 self.prefiller = PrefillSide(self.node, self.aux)

@@ -52,13 +52,18 @@ class Pool:
 
     def layout_beside(self, theirs: KvLayout) -> KvLayout:
         """Ours, with heads as the prefiller has them. Raises LayoutMismatch when they cannot be cut like that."""
+        if theirs.page_tokens != self.page_tokens:
+            raise LayoutMismatch(
+                f"--page-size is {self.page_tokens} at this decoder and {theirs.page_tokens} at its prefiller, must be "
+                "the same"
+            )
         mine = replace(self, heads=theirs.kv_heads) if not self.is_mla else self
         layout = mine._layout(theirs.row_bytes)
-        if layout.block_bytes != self.item_bytes or theirs.page_tokens != self.page_tokens:
+        if layout.block_bytes != self.item_bytes:
             raise LayoutMismatch(
-                f"a page of ours has {self.item_bytes} bytes and {self.page_tokens} tokens; with TP {self.tp}, of a "
-                f"prefiller with {theirs.describe()}, it should have {layout.block_bytes} and {theirs.page_tokens}: "
-                "use the same model, page size and KV cache dtype on both sides"
+                f"a page of ours has {self.item_bytes} bytes; with TP {self.tp}, of a prefiller with "
+                f"{theirs.describe()}, it should have {layout.block_bytes}: use the same model and KV cache dtype on "
+                "both sides"
             )
         return layout
 

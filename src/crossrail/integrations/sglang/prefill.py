@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+import crossrail as xr
 from crossrail._latest import Latest
 from crossrail.control.deadlines import loop_time_s
 from crossrail.control.mailbox import NoAnswer
@@ -263,7 +264,11 @@ class PrefillSide:
         if progress.is_over or room.finishing or not (progress.error or room.is_complete):
             return
         if progress.error:
-            log.warning("room %d: %s", room.number, progress.error)
+            sent = f"{room.posted} of {_count(room.pages)} pages sent"
+            log.warning("room %d to %s: %s (%s)", room.number, _decoders(room), progress.error, sent)
+        else:
+            lasted_s = loop_time_s() - room.begun_s
+            log.debug("room %d to %s: %d bytes, %.3f s", room.number, _decoders(room), room.bytes_sent, lasted_s)
         state: m.Ended = "failed" if progress.error else "written"
         for key, ask in room.asks.items():
             self._book.end(key, ask.job, state, progress.error)
@@ -376,6 +381,12 @@ class PrefillSide:
 
     def _give_up(self, number: int, why: str, *, by_us: bool) -> None:
         self._over[number] = _Over(why, by_us, loop_time_s() + self._node.options.bootstrap_s)
+
+
+def _decoders(room: Room) -> str:
+    """Which have asked for it, for people to read."""
+    names = sorted({xr.Address.from_bytes(ask.decoder).name for ask in room.asks.values()})
+    return ", ".join(names) or "no decoder"
 
 
 def _count(pages: npt.NDArray[np.uint32] | None) -> int:
