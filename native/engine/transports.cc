@@ -100,6 +100,20 @@ std::string why_no_hardware(TransportKind kind, const EngineOptions& options, st
   return "only software devices here, slower than tcp";
 }
 
+// Not passed over in silence: peers on this host would go by tcp for as long as the engine lives. But who cannot mend
+// what shm lacks can do without it.
+std::unique_ptr<Transport> open_or_name_tcp(TransportKind kind, const TransportOptions& options, Sink* sink) {
+  try {
+    return open_transport(kind, options, sink);
+  } catch (const TransportError& error) {
+    const bool may_do_without = kind == TransportKind::kShm && options.identity.has(TransportKind::kTcp);
+    if (!may_do_without) throw;
+    const std::string remedy = "open the engine with transport='tcp', which needs no shared memory";
+    throw TransportError(error.call(), error.code(), error.text(),
+                         error.remedy().empty() ? remedy : error.remedy() + "; or " + remedy);
+  }
+}
+
 bool any_hardware(std::span<const RdmaPort> ports) {
   return std::ranges::any_of(ports, [](const RdmaPort& port) { return !port.is_software && port.trouble.empty(); });
 }
@@ -118,7 +132,7 @@ TransportSet::TransportSet(const EngineOptions& options, Place place, Sink* sink
   for (uint32_t number = kTransportKinds; number > 0; --number) {
     const auto kind = static_cast<TransportKind>(number);
     if ((mask & transport_bit(kind)) == 0) continue;
-    opened[number] = open_transport(kind, options_for(kind, rest, place, identity), sink);
+    opened[number] = open_or_name_tcp(kind, options_for(kind, rest, place, identity), sink);
     identity = opened[number]->address();
   }
   keep(std::move(opened), place.simulation != nullptr);

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import platform
 import socket
 import subprocess
 import sys
@@ -75,6 +76,36 @@ WRITE = """
 """
 
 
+WITHOUT_SHARED_MEMORY = """
+    import ctypes, struct
+    import crossrail as xr
+
+    MEMFD_CREATE, PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, FILTER, EPERM = 319, 38, 22, 2, 1
+    LOAD, JUMP_IF_EQUAL, RETURN, ALLOW, ERRNO = 0x20, 0x15, 0x06, 0x7FFF0000, 0x00050000
+    steps = [(LOAD, 0, 0, 0), (JUMP_IF_EQUAL, 0, 1, MEMFD_CREATE), (RETURN, 0, 0, ERRNO | EPERM), (RETURN, 0, 0, ALLOW)]
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
+    program = ctypes.create_string_buffer(struct.pack("H6xQ", len(steps), ctypes.addressof(code)))
+    libc = ctypes.CDLL(None)
+    assert libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 and libc.prctl(PR_SET_SECCOMP, FILTER, program) == 0
+    try:
+        xr.Engine()
+    except xr.TransportError as error:
+        print(error)
+    with xr.Engine(transport="tcp", rails=["127.0.0.1"]) as engine:
+        print(engine.address.transports)
+"""
+
+
+EXPLAIN = """
+    import sys
+    import crossrail as xr
+
+    with xr.Engine("there", rails=["127.0.0.1"]) as engine:
+        print(engine.explain(xr.Address.from_bytes(bytes.fromhex(sys.argv[1]))).reason)
+        print(engine.address.to_bytes().hex())
+"""
+
+
 T = TypeVar("T")
 
 
@@ -145,6 +176,25 @@ def test_without_proc_a_peer_of_the_same_host_is_reached_by_tcp() -> None:
     assert "no shm: this process sees no /proc" in script.stdout
 
 
+@only_if(can_run(WITHOUT_PROC))
+def test_whose_host_cannot_be_told_is_not_said_to_be_on_another() -> None:
+    def run(script: str, address: xr.Address) -> str:
+        command = [*WITHOUT_PROC, sys.executable, "-W", "ignore", "-c", textwrap.dedent(script)]
+        told = subprocess.run(
+            [*command, address.to_bytes().hex()], capture_output=True, text=True, timeout=WAIT_S, cwd=REPOSITORY
+        )
+        assert told.returncode == 0, told
+        return told.stdout
+
+    with xr.Engine("here", rails=["127.0.0.1"]) as engine:
+        ours, theirs = run(EXPLAIN, engine.address).splitlines()
+
+        assert ours == "it is on a host that this process, which cannot read its boot id in /proc, cannot tell"
+        there = xr.Address.from_bytes(bytes.fromhex(theirs))
+        reason = "it is on a host that it cannot tell, as it cannot read its boot id in /proc"
+        assert engine.explain(there).reason == reason
+
+
 def has_peer_pidfd() -> bool:
     """Whether a socket tells who is at its other end by more than a number: Linux 6.5."""
     here, there = socket.socketpair(socket.AF_UNIX)
@@ -154,6 +204,21 @@ def has_peer_pidfd() -> bool:
         except OSError:
             return False
     return True
+
+
+def has_seccomp() -> bool:
+    return platform.machine() == "x86_64" and Path("/proc/sys/kernel/seccomp").exists()
+
+
+@only_if(has_seccomp())
+def test_without_shared_memory_auto_names_tcp_which_goes_on() -> None:
+    script = run_script(WITHOUT_SHARED_MEMORY)
+
+    assert script.returncode == 0, script
+    refused, opened = script.stdout.splitlines()
+    assert refused.startswith("memfd_create: cannot make shared memory: Operation not permitted")
+    assert refused.endswith("; or open the engine with transport='tcp', which needs no shared memory")
+    assert opened == "('tcp',)"
 
 
 @only_if(can_run(WITHOUT_PROC))
