@@ -21,11 +21,11 @@ LiveEngines& live_engines() {
 
 namespace {
 
-// How often this process is the child of a fork. A plain global: looked at by every submit.
-// relaxed: a child has one thread when it is counted, and all that it starts later see that.
+// How many forks lie between this process and the first one. A plain global, since every submit checks it.
+// relaxed: a child has a single thread when it is incremented, and every thread that it starts later sees that.
 constinit std::atomic<uint64_t> fork_generation{0};
 
-// The mutex is held over fork, so that the child finds the set whole.
+// The mutex is held across fork, so that the child finds the set consistent.
 void before_fork() { live_engines().mutex.lock(); }
 void after_fork_in_parent() { live_engines().mutex.unlock(); }
 void after_fork_in_child() {
@@ -120,7 +120,7 @@ void EngineCore::check_usable() const {
   if (closed()) throw EngineClosedError("engine '" + options_.name + "' is closed");
 }
 
-// The threads are not in the child, and whatever lock they held stays locked: nothing here may be used any more.
+// The threads do not exist in the child, and any lock that they held stays locked: nothing here may be used any more.
 void EngineCore::abandon_after_fork() {
   new std::thread(
       std::move(worker_));  // leaked: a thread that is not in this process can be neither joined nor detached
@@ -138,13 +138,13 @@ uint64_t EngineCore::inflight() const {
 }
 
 uint64_t EngineCore::users_inflight() const {
-  // Ended first, begun last: those that end meanwhile must not make a difference negative.
+  // Load what has ended first, what has begun last: those that end in between must not make the difference negative.
   const uint64_t ended = counters_.services_ended.load(std::memory_order_acquire);
   const uint64_t all = inflight();
   return all - std::min(all, counters_.services_begun.load(std::memory_order_acquire) - ended);
 }
 
-// A submit that raced with close(): its transfer completes here.
+// After a submit that raced with close(): its transfer completes here.
 void EngineCore::drain_after_close() {
   while (!progress_lock_.try_lock()) std::this_thread::yield();
   finish_submits();
@@ -185,7 +185,7 @@ void EngineCore::complete_everything() try {
 bool EngineCore::close(Deadline drain_deadline, const InterruptCheck& interrupted) {
   if (forked()) return true;
   WaitResult drain = WaitResult::kReady;
-  // 1. What is under way may finish until the deadline: of several closers, that of the least patient one.
+  // 1. What is in flight may finish until the deadline; with several closers, until the earliest of their deadlines.
   if (!closed() && users_inflight() > 0 && drain_deadline > clock().now_ns()) {
     const auto drained = [this] { return users_inflight() == 0; };
     drain = wait_until(drained, nap, drain_deadline, interrupted);
@@ -204,27 +204,27 @@ bool EngineCore::close(Deadline drain_deadline, const InterruptCheck& interrupte
     while (!progress_lock_.try_lock()) std::this_thread::yield();
     complete_everything();
     progress_lock_.unlock();
-    // 4. Everybody who waits hears of it; cycles of references are cut.
+    // 4. Everybody who waits is told; cycles of references are broken.
     imms_.close_all();
     Ref<ReceivePool> pool;
     {
       std::lock_guard lock(tables_mutex_);
       pool = pool_;
-      // Completed transfers keep their region for the next one: what is the transport's in it ends here.
+      // Completed transfers keep their region for the next use: the transport's half of it is destroyed here.
       for (auto& [id, region] : remote_regions_) region->key_.reset();
       remote_regions_.clear();
       peers_.clear();
     }
     if (pool) pool->close();
-    // release: pairs with the acquire in wait_until: who sees it sees every completion.
+    // release: pairs with the acquire in wait_until: whoever sees it sees every completion.
     drained_.store(true, std::memory_order_release);
-    add_event({EngineEvent::Kind::kPeerLost, "", ""});  // wakes who waits for events
+    add_event({EngineEvent::Kind::kPeerLost, "", ""});  // wakes threads that wait for events
   });
   return drain != WaitResult::kInterrupted;
 }
 
 void EngineCore::add_event(EngineEvent event) {
-  constexpr size_t kEventsKept = 1024;  // for a user who never asks; the newest tell most
+  constexpr size_t kEventsKept = 1024;  // for a user who never asks; the newest say most
   if (!event.detail.empty() || !event.peer.empty())
     recorder_.note(event_kind_name(event.kind), event.peer, event.detail);
   std::lock_guard lock(tables_mutex_);

@@ -1,9 +1,10 @@
-// The running half of an engine: who drives it, what waits for which peer, what the transport reports.
+// The running part of an engine: who drives it, what is queued for which peer, what the transports report.
 //
-// One thread at a time drives: the *progress holder*, whoever has the progress lock. Usually that is the worker thread.
-// A thread that waits (or submits something short) while the worker sleeps takes the lock and does the work itself
-// rather than wake the worker: this saves two context switches, and with two cores decides whether a round trip costs
-// one or ten microseconds. Whoever leaves makes sure that somebody will see what comes next (leave()).
+// One thread at a time drives: the *progress holder*, which is whoever holds the progress lock. Usually that is the
+// worker thread. A thread that waits (or submits something short) while the worker sleeps takes the lock and does the
+// work itself rather than wake the worker. This saves two context switches, and on two cores decides whether a round
+// trip takes one microsecond or ten. Whoever stops driving makes sure that somebody will see what arrives next
+// (leave()).
 // Everything marked "progress holder" is guarded by the progress lock; its functions begin with assert_holder().
 #pragma once
 
@@ -51,16 +52,18 @@ class EngineCore final : public Sink, public Actor {
 
   // Throws EngineClosedError when closed, or in a forked child.
   void check_usable() const;
-  // Under tables_mutex_. Once there are many, removes those that only the table holds, as peers that show a new
-  // descriptor for each request would fill it. The caller drops them without the mutex.
+  // Under tables_mutex_. Once the table is large, removes the regions that only the table references: a peer that shows
+  // a new descriptor for each request would fill it. The caller drops them after it has released the mutex.
   std::vector<RemoteRegionRef> take_unused_remote_regions();
-  // Under tables_mutex_. Once there are many, removes lost peers that only the tables hold, except the newest, as peers
-  // that come and go for weeks without forget_peer() would fill the table. The caller drops them without the mutex.
+  // Under tables_mutex_. Once the tables are large, removes lost peers that only the tables reference, except the
+  // newest: peers that come and go for weeks without forget_peer() would fill them. The caller drops them after it has
+  // released the mutex.
   std::vector<PeerRef> take_lost_peers();
-  // [any] but the progress holder. Counts what peers did before they were refused and nobody has polled yet, so that no
-  // count of theirs comes after this returns.
+  // [any] but the progress holder. Counts arrivals that peers completed before they were refused and that nobody has
+  // polled yet, so that none of them is counted after this returns.
   void count_arrivals();
-  // [any] From now on the engine flushes NICs' writes to that GPU before it counts an immediate or completes a read.
+  // [any] From now on the engine flushes the NICs' writes to that GPU before it counts an immediate or completes a
+  // read.
   void flush_gpu_before_counts(int ordinal);
   // [any] For tests.
   size_t remote_regions_known() const {
@@ -68,7 +71,7 @@ class EngineCore final : public Sink, public Actor {
     return remote_regions_.size();
   }
   bool forked() const;
-  // In a simulation: no thread of ours drives.
+  // In a simulation: none of our threads drives.
   bool is_simulated() const { return options_.simulation != nullptr; }
   const Clock& clock() const { return is_simulated() ? static_cast<const Clock&>(*options_.simulation) : real_clock(); }
   bool is_worker() const { return worker_.get_id() == std::this_thread::get_id(); }
@@ -76,26 +79,28 @@ class EngineCore final : public Sink, public Actor {
   bool closed() const { return closed_.load(std::memory_order_seq_cst); }
   void abandon_after_fork();
 
-  // Puts a filled transfer into the queue.
+  // Pushes a filled-in transfer onto the queue.
   void submit(Transfer* transfer);
-  // Whether a thread posts what it submits just now: such a transfer is not yet among its region's operations.
+  // Whether a thread is just now posting what it submits: such a transfer is not yet among its region's operations.
   bool is_submitting() const { return progress_lock_.mark() == kSubmitting; }
   void request_cancel_scan();
   // Runs `work` as the progress holder.
   void run_as_holder(const std::function<void()>& work);
-  // The same by then, on the real clock. False: whoever is the holder has not let go of it, nothing was done.
+  // The same, until a deadline on the real clock. False: the holder did not release the lock in time, and nothing was
+  // done.
   bool run_as_holder(const std::function<void()>& work, Deadline until);
-  // [progress holder] For tests: a round of a holder that does not let go of it.
+  // [progress holder] For tests: one round by a holder that keeps the lock.
   void make_round() { round(); }
   bool progress();
-  // Transfers accepted and not complete.
+  // Transfers accepted and not complete, including services.
   uint64_t inflight() const;
   // The same without services.
   uint64_t users_inflight() const;
-  // Has some thread drive soon, for work that nothing else announces.
+  // Makes some thread drive soon, for work that nothing else announces.
   void wake();
-  // [any] A word that transfers wait for has changed, or is watched no more. Takes the progress lock if it is free, and
-  // begins what is due: waking another thread takes longer than posting the first bytes. The worker goes on.
+  // [any] A word that transfers wait for has changed, or is no longer watched. Takes the progress lock if it is free
+  // and begins what is due: waking another thread takes longer than posting the first bytes. The worker continues from
+  // there.
   void on_word_changed();
 
   // A thread in wait_until().
@@ -104,15 +109,16 @@ class EngineCore final : public Sink, public Actor {
     bool has_news = false;     // arrivals woke it, and nobody has polled since
   };
 
-  // Blocks until ready(), driving the engine when no worker does. sleep(guest, until) blocks at most until then, and
-  // returns early once ready() may have become true. ready() must not have effects while false. In engine/wait_until.h.
+  // Blocks until ready(), driving the engine when no worker does. sleep(guest, until) blocks no longer than `until`,
+  // and returns early once ready() may have become true. ready() must not have side effects while it returns false. In
+  // engine/wait_until.h.
   template <typename Ready, typename Sleep>
   WaitResult wait_until(Ready&& ready, Sleep&& sleep, Deadline deadline, const InterruptCheck& interrupted);
 
   // For sleep() above: blocks while *word == expected, until wake_sleepers(word) or the deadline; may return early.
   // Sleeps in front of the worker if no other guest does.
   void sleep_on(Guest& guest, std::atomic<uint32_t>* word, uint32_t expected, Deadline until);
-  // After a change of the word. [any]
+  // [any] To be called after the word has changed.
   void wake_sleepers(std::atomic<uint32_t>* word);
 
   // Actor, from inside Simulation::advance.
@@ -124,7 +130,7 @@ class EngineCore final : public Sink, public Actor {
   int64_t patience_ns() const override { return std::max(options_.peer_timeout_ns, options_.connect_timeout_ns); }
   void die() override { close(0); }
 
-  // The peer of that address, new or known. Throws UsageError when it is out of reach.
+  // The peer at that address, new or known. Throws UsageError if it is out of reach.
   PeerRef add_peer(const Address& address);
   std::vector<PeerRef> peers();
   void forget_peer(Peer& peer);
@@ -132,9 +138,9 @@ class EngineCore final : public Sink, public Actor {
   Status map(Peer& peer, RemoteRegion& region, int gpu, Mapping* mapping);  // progress holder
   bool knows(const Peer& peer) const;                                       // not forgotten
   void start_connect(Peer& peer);                                           // progress holder
-  // Progress holder. False: it was told already, and there has been no link since.
+  // Progress holder. False: this was reported already, and there has been no link since.
   bool tell_lost(Peer& peer, EngineEvent::Kind kind, const std::string& reason);
-  // Progress holder. A connected peer is slow or frozen, or moves again. Adds an event if its state changed.
+  // Progress holder. Marks a connected peer as slow, frozen, or moving again. Adds an event if its state changed.
   void set_liveness(Peer& peer, PeerState state, const std::string& detail);
   void note_received(uint64_t bytes);  // progress holder; before anybody can see the message
   void pool_closed(ReceivePool* pool);
@@ -144,18 +150,18 @@ class EngineCore final : public Sink, public Actor {
   const std::string& name() const { return options_.name; }
   const std::string& dump_directory() const { return options_.dump_directory; }
   EngineStats stats() const;
-  // patience_ns: so long is waited for the holder, for each peer, on the real clock.
+  // patience_ns: how long to wait for the progress lock, for each peer, on the real clock.
   TrafficReport traffic(int64_t patience_ns);
   const FlightRecorder& recorder() const { return recorder_; }
-  // Accepted submits that the holder has not taken yet.
+  // Accepted submits that the holder has not yet taken from the queue.
   uint64_t submits_waiting() const {
     // taken_ first, so that the difference is not negative.
     const uint64_t taken = taken_.load(std::memory_order_acquire);
     return submits_.pushed() - taken;
   }
   void dump(std::string_view reason, TextSink* sink) const;
-  // Calls visit for every engine of the process; none can close meanwhile. Without `patient`, returns false and visits
-  // none if another thread holds the list for long.
+  // Calls visit for every engine of the process; none can close meanwhile. Unless `patient`, gives up and returns
+  // false, having visited none, if another thread keeps the list locked for long.
   static bool visit_live(bool patient, const std::function<void(EngineCore&)>& visit);
 
   // Sink, progress holder
@@ -175,24 +181,26 @@ class EngineCore final : public Sink, public Actor {
   void on_sent_again(Link& link, uint32_t rail, uint32_t count) override;
   Status status_of_gone(uint64_t region_id) override;  // any thread
 
-  // The submitting thread takes an empty transfer, fills it and hands it over.
+  // The submitting thread takes an empty transfer, fills it in and hands it over.
   TransferRef make_transfer(OpKind kind);
   static TransferWork& work_of(Transfer& transfer) { return *transfer.work_; }
   // `short_work`: posting it costs no more than waking the worker would.
   TransferRef hand_over(TransferRef transfer, bool short_work);
-  // Before a filled one is handed over. Returns whether it will wait; then hand_over() is cheap.
+  // Called on a filled-in transfer before hand_over(). Returns whether it will wait for a trigger; hand_over() is then
+  // cheap.
   static bool set_trigger(TransferWork& work, const Trigger& trigger);
-  // Before a filled one with verify=True is handed over. Reads the whole source on the submitting thread, so that no
-  // other thread waits for it.
+  // Called on a filled-in transfer with verify=True before hand_over(). Reads the whole source on the submitting
+  // thread, so that no other thread has to wait for that.
   void plan_verification(TransferWork& work);
-  // Regions that peers may name, by id. Any thread.
+  // Any thread. Regions that peers may name, by id.
   void list_region(uint64_t id, Region* region);
   void unlist_region(uint64_t id, bool is_revoked);
   RegionUse use_region(uint64_t id);
 
   // --- what engines tell each other (services.cc), progress holder; not from inside a Sink call ---
   void send_service(Peer& peer, Bytes payload, uint64_t token);
-  // The same to whoever asked us, whom we may not know yet. False: it is not sent, and no end of it comes.
+  // The same to an engine that has asked us, and that we may not know yet. False: it is not sent, and no completion
+  // follows.
   bool tell(const Address& address, Bytes payload, uint64_t token);
   static Heartbeat& heartbeat_of(Peer& peer) { return peer.work_->heartbeat; }
 
@@ -206,12 +214,12 @@ class EngineCore final : public Sink, public Actor {
  private:
   friend class Engine;
   friend class Verifications;
-  // kBlocked: this transfer is stuck, others of its queue may move. kFull: the queue is tried again once something
+  // kBlocked: this transfer is stuck, others in its queue may move. kFull: the queue is tried again once something
   // retires.
   enum class Progress : uint8_t { kAllPosted, kMore, kBlocked, kFull };
 
   // --- driving (driving.cc; in a simulation, simulated.cc) ---
-  // Checked in builds with a sanitizer: others do not pay for it.
+  // Checked only in builds with a sanitizer: other builds do not pay for it.
   void assert_holder() const {
 #ifdef CROSSRAIL_CHECK_HOLDERS
     CROSSRAIL_ASSERT(progress_lock_.is_mine());
@@ -222,7 +230,7 @@ class EngineCore final : public Sink, public Actor {
   bool try_enter(uint8_t mark = 1);
   [[noreturn]] void throw_closed_meanwhile() const;
   Deadline tend_watchdog();
-  class Visit;  // of a thread in wait_until()
+  class Visit;  // a thread's stay in wait_until()
   WaitResult wait_in_simulation(const std::function<bool()>& ready, Deadline deadline,
                                 const InterruptCheck& interrupted);
   void leave();
@@ -313,27 +321,27 @@ class EngineCore final : public Sink, public Actor {
   ImmTable imms_;
   std::shared_ptr<WatcherThread> watchers_;
 
-  static constexpr size_t kRemoteRegionsKept = 1024;  // before those that nobody uses are looked for
-  static constexpr size_t kLostPeersKept = 64;        // that nothing names any more: their counts, states and reasons
+  static constexpr size_t kRemoteRegionsKept = 1024;  // before the table is searched for unused ones
+  static constexpr size_t kLostPeersKept = 64;  // otherwise unreferenced; kept for their counts, states and reasons
 
-  // Who drives. acquire/release on progress_lock_ orders everything of the progress holder.
-  static constexpr uint8_t kSubmitting = 2;  // its mark while somebody is in submit_here
+  // The driving thread. acquire/release on progress_lock_ orders everything that belongs to the progress holder.
+  static constexpr uint8_t kSubmitting = 2;  // the lock's mark while a thread is in submit_here()
   SpinLock progress_lock_;
   std::atomic<uint32_t> guests_{0};                        // threads that want the lock: the worker makes way
   std::atomic<std::atomic<uint32_t>*> in_front_{nullptr};  // the word of the guest who sleeps in front
   Patience guests_patience_{options_.spin_ns};
   std::atomic<bool> stopping_{false};
   std::atomic<bool> closed_{false};   // no new submits
-  std::atomic<bool> drained_{false};  // and all old ones are complete
+  std::atomic<bool> drained_{false};  // and all earlier submits are complete
   std::once_flag close_once_;
   std::atomic<bool> cancel_scan_{false};
   std::atomic<bool> look_wanted_{false};      // wake() was called, and no round has begun since
   std::atomic<uint64_t> moves_{0};            // rounds in which something moved; progress holder writes
   std::atomic<bool> sleeps_for_good_{false};  // the worker sleeps without a deadline
   std::atomic<Deadline> wakes_at_{0};         // the worker sleeps no longer than this; 0 awake
-  std::atomic<uint64_t> started_here_{0};     // transfers that never were in the queue; progress holder writes
+  std::atomic<uint64_t> started_here_{0};     // transfers that never went through the queue; progress holder writes
   std::atomic<uint64_t> finished_{0};         // transfers complete; progress holder writes
-  std::atomic<uint64_t> taken_{0};            // transfers out of the queue; progress holder writes
+  std::atomic<uint64_t> taken_{0};            // transfers taken from the queue; progress holder writes
 
   mutable std::mutex tables_mutex_;  // guards peers_, remote_regions_, pool_, events_, gone_counts_
   std::map<Incarnation, PeerRef> peers_;
@@ -343,7 +351,7 @@ class EngineCore final : public Sink, public Actor {
   Ref<ReceivePool> pool_;
   std::atomic<uint64_t> pool_version_{0};
   std::vector<EngineEvent> events_;
-  std::array<std::array<RailCounts, kRailsMax>, kTransportsMax> gone_counts_;  // of peers that were forgotten
+  std::array<std::array<RailCounts, kRailsMax>, kTransportsMax> gone_counts_;  // of forgotten peers
   Ref<Notifier> event_notifier_;
   uint64_t event_cookie_ = 0;
 
@@ -354,15 +362,15 @@ class EngineCore final : public Sink, public Actor {
   bool runnable_ = false;  // the last pass posted something, or something new arrived
   uint32_t next_rail_ = 0;
   static constexpr uint64_t kFirstBytes = uint64_t{16} << 10;
-  bool first_bytes_only_ = false;  // the thread that drives has other things to do: so many bytes, the rest is queued
-  uint64_t round_bytes_ = 0;       // posted in this round, those of a GPU for less
+  bool first_bytes_only_ = false;  // the driving thread is in a hurry: post only this many bytes and queue the rest
+  uint64_t round_bytes_ = 0;       // posted in this round; bytes copied by a GPU count for less
   uint32_t idle_rounds_ = 0;       // in a row
   Ref<ReceivePool> pool_in_use_;
   uint64_t pool_version_seen_ = 0;
   bool overflow_reported_ = false;
   uint32_t last_serial_ = 0;
   std::atomic<uint64_t> gpus_to_flush_{0};  // a bit for each ordinal
-  uint32_t arrived_imm_ = kNoImm;           // arrivals that are not recorded yet
+  uint32_t arrived_imm_ = kNoImm;           // the immediate whose arrivals are not recorded yet
   uint32_t arrived_count_ = 0;
   uint64_t arrived_units_ = 0;
   struct ServiceNote {
@@ -376,7 +384,7 @@ class EngineCore final : public Sink, public Actor {
 
   std::mutex regions_mutex_;  // guards regions_, revoked_
   std::unordered_map<uint64_t, Region*> regions_;
-  std::deque<uint64_t> revoked_;  // ids that were revoked, the last kRevokedKept of them
+  std::deque<uint64_t> revoked_;  // the last kRevokedKept revoked ids
 
   struct Counters {
     std::atomic<uint64_t> done{0}, failed{0}, cancelled{0}, bytes_written{0}, bytes_read{0}, sent{0}, received{0},
@@ -384,7 +392,7 @@ class EngineCore final : public Sink, public Actor {
         services_begun{0}, services_ended{0};
   } counters_;
 
-  // Its place in a simulation, if it has one: entered before its NICs are made, left after they are gone.
+  // The engine's place in a simulation, if any: entered before its NICs are made, left after they are gone.
   struct Seat {
     Seat(Actor* actor, const EngineOptions& options)
         : simulation(options.simulation.get()),
@@ -398,13 +406,13 @@ class EngineCore final : public Sink, public Actor {
     const uint32_t number;
   } seat_;
   Deadline simulated_timer_ = kNoDeadline;  // as of the last turn
-  Deadline watch_at_ = 0;                   // in a simulation: when the watchdog looks again
-  uint64_t watched_moves_ = 0;              // what moves_ was, and since when
+  Deadline watch_at_ = 0;                   // in a simulation: when the watchdog looks next
+  uint64_t watched_moves_ = 0;              // moves_ when it last changed
   int64_t watched_since_ = 0;
-  TransportSet transports_;  // their threads call us: built after what that needs
+  TransportSet transports_;  // declared after what its threads use when they call us
 
-  // Registers the engine with the handlers of fork. It comes after all members that may fail to open, so that an engine
-  // that does not open is not registered.
+  // Registers the engine with the fork handlers. Declared after all members that may fail to initialise, so that an
+  // engine that fails to open is never registered.
   struct Live {
     explicit Live(EngineCore* engine);
     ~Live();

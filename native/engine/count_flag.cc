@@ -15,7 +15,7 @@ namespace {
 
 constexpr size_t kPageBytes = 4096;
 
-// Shared: after a fork, a copy on write would part the page that this process sees from the one that GPUs do.
+// Shared: after a fork, copy-on-write would separate the page that this process sees from the one that GPUs see.
 CountWords* map_words() {
   void* const memory = mmap(nullptr, kPageBytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) throw_errno("mmap", "cannot allocate the words of a flag");
@@ -29,8 +29,8 @@ void CountFlag::Unmap::operator()(CountWords* words) const { munmap(words, kPage
 CountFlag::CountFlag(bool in_real_time)
     : in_real_time_(in_real_time), words_(map_words()), for_gpus_(words_.get(), kPageBytes) {}
 
-// release: pairs with the acquire of await_counts and of given(); who sees the counts sees what the writers put in
-// memory before, as who took them from the counter does.
+// release: pairs with the acquire of await_counts and of given(). Whoever sees the counts also sees the data that the
+// writers put in place before, as does a waiter that consumes them from the counter.
 void CountFlag::give(uint64_t counts) { words_->given.fetch_add(counts, std::memory_order_release); }
 
 // release: pairs with the acquire in has_ended().
@@ -40,13 +40,14 @@ uint64_t CountFlag::given() const {
   return words_->given.load(std::memory_order_acquire) & ~CountWords::kEnded;  // pairs with give()
 }
 
-// acquire: what a kernel read by the counts that it took is older; and who sees take_back()'s addition sees the limit.
+// acquire: whatever a kernel read on the strength of these counts happened before; and whoever sees the addition in
+// take_back() sees the limit.
 uint64_t CountFlag::taken() const {
   const uint64_t taken = words_->taken.load(std::memory_order_acquire);
   return std::min(taken, taken_max_.load(std::memory_order_relaxed));
 }
 
-// Taken as a kernel would: one that runs later all the same, in a graph that is replayed, finds nothing.
+// Consumes them as a kernel would: one that runs later, in a replayed graph, finds nothing.
 uint64_t CountFlag::take_back() {
   const uint64_t by_kernels = taken();
   const uint64_t left = given() - by_kernels;

@@ -1,4 +1,4 @@
-// Who drives: taking the progress lock, a round, the worker, submits on the caller's own thread. See core.h.
+// Driving: taking the progress lock, a round, the worker, submits on the caller's own thread. See core.h.
 #include <pthread.h>
 #include <sched.h>
 
@@ -16,7 +16,7 @@ namespace crossrail {
 
 namespace {
 
-constexpr int64_t kYieldAfterNs = 2'000;  // idle spinning longer than this offers the core to others
+constexpr int64_t kYieldAfterNs = 2'000;  // idle spinning longer than this yields the core
 
 }  // namespace
 
@@ -26,15 +26,15 @@ bool EngineCore::try_enter(uint8_t mark) {
   return true;
 }
 
-// Something that a round would move. May say yes too often, never no too often.
+// Whether a round would find something to move. May say yes too often, never no too often.
 bool EngineCore::has_work() {
   return !submits_.empty() || runnable_ || cancel_scan_.load(std::memory_order_acquire) ||
          look_wanted_.load(std::memory_order_relaxed) || verifications_.has_work() || transports_.has_arrivals();
 }
 
-// Gives the progress lock up such that nothing is left lying: from arm() on, everybody with news rings the bell, and
-// what came before is seen by has_work(). A ring that fell between arm() and unlock() may have woken a worker that
-// found the lock taken and slept again: then the bell is no longer armed, and we ring once more.
+// Releases the progress lock without leaving work behind: from arm() on, everybody with news rings the bell, and
+// has_work() sees what came before. A ring between arm() and unlock() may have woken a worker that found the lock taken
+// and went back to sleep: then the bell is no longer armed, and we ring once more.
 void EngineCore::leave() {
   assert_holder();
   if (is_simulated()) {
@@ -48,15 +48,15 @@ void EngineCore::leave() {
   const Deadline timer = next_due();
   progress_lock_.unlock();
   if (!worker_.joinable()) return;
-  // A worker that goes to sleep just now may miss both: then it looks again soon (worker_main).
+  // A worker that is just falling asleep may miss both: it then looks again soon (worker_main).
   const bool unwatched = sleeps_for_good_.load(std::memory_order_seq_cst) && inflight() > 0;
-  // seq_cst, behind that of arm(): either we see until when the worker sleeps, or it sees what we moved.
+  // seq_cst, after that of arm(): either we see until when the worker sleeps, or it sees what we moved.
   const bool oversleeps = timer < wakes_at_.load(std::memory_order_seq_cst);
   if (work || unwatched || oversleeps || !transports_.is_armed()) transports_.sleeping_place().call_behind();
 }
 
-// For who does not sleep next. Without a worker there is nobody whom bells would wake: they stay off, and peers spare
-// the system call.
+// For a thread that is not going to sleep. Without a worker there is nobody for bells to wake: they stay off, which
+// saves peers the system call.
 void EngineCore::leave_awake() {
   assert_holder();
   if (worker_.joinable()) {
@@ -67,7 +67,8 @@ void EngineCore::leave_awake() {
   progress_lock_.unlock();
 }
 
-// What has ended may be what others wait for to be posted, and whoever drives may leave before it posts again.
+// Others may wait for what has just ended before they can post, and the driving thread may leave before its next chance
+// to post.
 uint32_t EngineCore::poll_transports() {
   assert_holder();
   const uint32_t moved = transports_.poll();
@@ -75,21 +76,21 @@ uint32_t EngineCore::poll_transports() {
   return moved;
 }
 
-// An exception would leave what the holder does half done, and the progress lock taken for good: everybody would wait
-// for ever. Nothing throws here but what allocates, and the worker could not go on either.
+// An exception would leave the holder's work half done and the progress lock taken for good: everybody would wait for
+// ever. Nothing here throws except allocation, and then the worker could not go on either.
 uint32_t EngineCore::round() try {
   assert_holder();
-  constexpr uint32_t kIdleRounds = 32;  // take longer than entries of a burst are apart
+  constexpr uint32_t kIdleRounds = 32;  // take longer than the gaps between entries of a burst
   bump(counters_.rounds);
-  // acq_rel: pairs with the release in wake(): what the caller wants looked at is seen by what follows.
+  // acq_rel: pairs with the release in wake(): what the caller wants looked at is visible to what follows.
   if (look_wanted_.load(std::memory_order_relaxed)) look_wanted_.exchange(false, std::memory_order_acq_rel);
   if (cancel_scan_.load(std::memory_order_relaxed)) scan_cancels();
   uint32_t moved = take_submits();
   moved += post_backlogs();
-  moved += begin_triggered();  // behind what looks at the backlogs: that more is due must not be forgotten
+  moved += begin_triggered();  // after what looks at the backlogs: it must not be forgotten that more is due
   moved += poll_transports();
   moved += serve();
-  imms_.flush_arrivals();  // first: somebody waits for that
+  imms_.flush_arrivals();  // first: somebody waits for these counts
   record_arrivals();
   if (moved > 0) {
     bump(moves_);
@@ -115,18 +116,18 @@ void EngineCore::worker_main() {
     }
   }
   constexpr int64_t kLookAgainNs =
-      20'000'000;  // no later than the transports' ticks: else each leave() calls (oversleeps)
+      20'000'000;  // no later than the transports' ticks: otherwise each leave() rings (oversleeps)
   constexpr uint32_t kQuietSleepsMax = 10;
   uint64_t moves_seen = 0;
-  uint32_t quiet_sleeps = 0;  // in a row during which nothing moved
+  uint32_t quiet_sleeps = 0;  // consecutive ones during which nothing moved
   Patience patience(options_.spin_ns);
   while (!stopping_.load(std::memory_order_acquire)) {
     const bool wanted = guests_.load(std::memory_order_relaxed) != 0;
     if (wanted && !progress_lock_.is_locked()) {
-      std::this_thread::yield();  // a guest is about to enter, or to go
+      std::this_thread::yield();  // a guest is about to enter, or to leave
       continue;
     }
-    // When somebody else holds the lock, its leave() rings us if it leaves work behind: sleep.
+    // If another thread holds the lock, sleep: its leave() rings us if it leaves work behind.
     bool knows_timer = false;
     Deadline timer = kNoDeadline;
     uint64_t moves_at_timer = 0;
@@ -143,8 +144,8 @@ void EngineCore::worker_main() {
     // close() sets the flag, then rings.
     if (stopping_.load(std::memory_order_acquire)) break;
     bump(counters_.sleeps);
-    // While anybody drives, look again now and then, so that frozen peers are noticed; when nothing has happened for
-    // 0.2 s, sleep for good. seq_cst: whoever leaves a transfer behind sees the flag, or we see the transfer.
+    // While anybody drives, look again from time to time, so that frozen peers are noticed; after 0.2 s without events,
+    // sleep for good. seq_cst: whoever leaves a transfer behind sees the flag, or we see the transfer.
     const uint64_t moves = moves_.load(std::memory_order_relaxed);
     quiet_sleeps = moves == moves_seen ? quiet_sleeps + 1 : 0;
     moves_seen = moves;
@@ -154,7 +155,7 @@ void EngineCore::worker_main() {
     const Deadline until = std::min(timer, for_good ? kNoDeadline : now_ns() + kLookAgainNs);
     wakes_at_.store(until, std::memory_order_seq_cst);
     std::atomic_thread_fence(std::memory_order_seq_cst);  // see leave()
-    // A guest who came and went since we had the timer may have set an earlier one, and not have seen wakes_at_.
+    // A guest that came and went since we read the timer may have set an earlier one without seeing wakes_at_.
     const bool is_stale = knows_timer && moves_.load(std::memory_order_relaxed) != moves_at_timer;
     if (!is_stale) {
       const int64_t slept_at = now_ns();
@@ -167,7 +168,7 @@ void EngineCore::worker_main() {
 }
 
 // The worker's turn, which begins as the holder: until nothing has moved for spin_ns, a guest asks, or the engine
-// stops. Whether it is the holder at the end; if not, somebody else is, who arms the bells as it leaves.
+// stops. Returns whether it is still the holder; if not, another thread is, which arms the bells as it leaves.
 bool EngineCore::drive_until_idle(int64_t spin_ns) {
   const bool spins = options_.polling == Polling::kSpin;
   bool holds = true;
@@ -187,8 +188,8 @@ bool EngineCore::drive_until_idle(int64_t spin_ns) {
     if (idle_since == 0) idle_since = now;
     if (now - idle_since >= spin_ns) break;
     if (now - idle_since < kYieldAfterNs) continue;
-    // Whom we have just woken may need this very core. What it submits it posts itself, since it finds the lock free,
-    // and need not wait until we have the core again.
+    // The thread we have just woken may need this very core. It finds the lock free and can post its next submit
+    // itself, rather than wait until we run again.
     if (std::exchange(holds, false)) progress_lock_.unlock();
     std::this_thread::yield();
   }
@@ -200,16 +201,16 @@ void EngineCore::wake() {
     options_.simulation->wake(seat_.number);
     return;
   }
-  // By the bells, and not by calling the worker, who might find the lock taken: whoever is about to leave either sees
-  // the flag in has_work(), which comes after arm(), or is armed before the fence in Transport::wake(), and sees that
-  // rung.
+  // By ringing the bells rather than calling the worker, which might find the lock taken: a thread that is about to
+  // leave either sees the flag in has_work(), which comes after arm(), or had armed before the fence in
+  // Transport::wake() and sees the ring.
   look_wanted_.store(true, std::memory_order_release);
   transports_.wake();
 }
 
 void EngineCore::sleep_on(Guest& guest, std::atomic<uint32_t>* word, uint32_t expected, Deadline until) {
   SleepingPlace& place = transports_.sleeping_place();
-  // A worker that spins would get the transports' news before they wake anybody.
+  // A spinning worker would take the transports' news before they could wake anybody.
   const bool may_be_woken =
       options_.polling == Polling::kManual || (options_.polling != Polling::kSpin && place.has_front());
   if (!guest.is_in_front) guest.is_in_front = may_be_woken && place.take_front();
@@ -218,7 +219,7 @@ void EngineCore::sleep_on(Guest& guest, std::atomic<uint32_t>* word, uint32_t ex
     return;
   }
   in_front_.store(word, std::memory_order_relaxed);
-  // seq_cst: pairs with the one in wake_sleepers(): either we see the word changed, or it sees us there.
+  // seq_cst: pairs with the one in wake_sleepers(): either we see the changed word, or it sees us there.
   std::atomic_thread_fence(std::memory_order_seq_cst);
   if (word->load(std::memory_order_acquire) == expected) guest.has_news |= place.sleep_in_front(until);
   in_front_.store(nullptr, std::memory_order_relaxed);
@@ -272,25 +273,25 @@ bool EngineCore::progress() {
     return false;
   }
   const bool moved = round() > 0;
-  leave_awake();  // also when something moved: the caller may never come back
+  leave_awake();  // even if something moved: the caller may never come back
   return moved;
 }
 
 // --- submitting ---
 
 // Short work while nobody drives: posted here, as the progress holder, without the queue. As long as nobody else knows
-// of the transfer, nothing about it needs an atomic.
+// of the transfer, none of its state needs an atomic.
 void EngineCore::submit_here(Transfer* transfer) try {
   assert_holder();
   TransferWork& work = *transfer->work_;
-  take_submits();  // what came before us
+  take_submits();  // earlier submits
   bump(started_here_);
   bump(moves_);
   work.at_once = true;
-  start(transfer);     // knows whether the engine closed meanwhile
-  if (work.at_once) {  // not complete yet: from here on others complete it
+  start(transfer);     // it knows if the engine has closed meanwhile
+  if (work.at_once) {  // not complete yet: from here on, others may complete it
     work.at_once = false;
-    recorder_.new_moment();  // what waits may be what hangs: its time is exact
+    recorder_.new_moment();  // what waits may be what hangs: give it an exact time
     record_transfer(FlightState::kSubmitted, *transfer);
     if (work.local != nullptr) work.local->begin_op();
   }

@@ -23,10 +23,10 @@ namespace {
 
 constexpr int kNamesTried = 1000;
 
-// Of the last file written by this process, so that two dumps of one engine do not meet.
+// Number of the last file that this process wrote, so that two dumps of one engine get different names.
 constinit std::atomic<int> last_number{0};
 
-// A file's name of an engine's: what is safe in one, the rest as '_'.
+// Appends an engine's name to a file name: unsafe characters become '_'.
 void put_name(std::string_view name, std::array<char, 80>* text) {
   const size_t length = std::min(name.size(), text->size() - 1);
   for (size_t i = 0; i < length; ++i) {
@@ -37,7 +37,7 @@ void put_name(std::string_view name, std::array<char, 80>* text) {
   (*text)[length] = 0;
 }
 
-// To standard error, which may be a pipe that nobody reads: what it does not take soon is lost.
+// To standard error, which may be a pipe that nobody reads: whatever it does not accept soon is lost.
 void say(std::string_view text) {
   constexpr int64_t kPatienceNs = 500'000'000;
   const Deadline until = now_ns() + kPatienceNs;
@@ -47,14 +47,14 @@ void say(std::string_view text) {
     if (left_ns <= 0 || poll(&out, 1, static_cast<int>(left_ns / 1'000'000) + 1) == 0) return;
     if ((out.revents & ~POLLOUT) != 0) return;   // nobody is there to read it
     if ((out.revents & POLLOUT) == 0) continue;  // interrupted
-    // A pipe that is ready for anything takes so much without blocking.
+    // A pipe that polls as writable accepts this much without blocking.
     const ssize_t written = write(STDERR_FILENO, text.data(), std::min<size_t>(text.size(), PIPE_BUF));
     if (written > 0) text.remove_prefix(static_cast<size_t>(written));
     if (written < 0 && errno != EINTR && errno != EAGAIN) return;
   }
 }
 
-// What is to be said of several engines, one line each. Allocates nothing.
+// Messages about several engines, one line each. Allocates nothing.
 class Lines {
  public:
   void add(const EngineCore& core, const DumpOutcome& outcome, const char* reason) {
@@ -88,8 +88,8 @@ class Lines {
   uint32_t left_out_ = 0;
 };
 
-// False: somebody holds the list of engines, and is not going to let go of it. What is said comes when the list is free
-// again: standard error may take its time.
+// False: somebody holds the list of engines and is not going to release it. Messages are printed after the list has
+// been released: standard error may be slow.
 bool dump_all(const char* reason, std::string_view directory, bool patient) {
   Lines lines;
   const bool visited = EngineCore::visit_live(patient, [&](EngineCore& core) {
@@ -106,7 +106,7 @@ void on_abort(const char* reason) {
 
 // --- signals ---
 
-// Never destroyed or closed: a handler may be in it at any time.
+// Never destroyed or closed: a handler may use it at any time.
 sem_t* wanted_dumps() {
   static sem_t semaphore;
   static const int made = sem_init(&semaphore, 0, 0);
@@ -117,7 +117,7 @@ sem_t* wanted_dumps() {
 constinit std::atomic<sem_t*> handler_semaphore{nullptr};
 constinit std::atomic<SignalDump*> the_dump{nullptr};
 
-// A handler that returns goes on with the instruction that failed, for ever.
+// A signal after which a returning handler would re-execute the failed instruction for ever.
 bool is_of_a_crash(int signal_number) {
   return signal_number == SIGSEGV || signal_number == SIGBUS || signal_number == SIGFPE || signal_number == SIGILL;
 }
@@ -141,7 +141,7 @@ DumpOutcome dump_to_directory(EngineCore& core, std::string_view directory, std:
                   static_cast<int>(directory.size()), directory.data(), name.data(), getpid(), number);
     FileSink file(outcome.path.data(), FileSink::Target::kNew);
     outcome.error = file.error();
-    if (outcome.error == EEXIST) continue;  // of a process that had our number before
+    if (outcome.error == EEXIST) continue;  // left by an earlier process with our pid
     if (outcome.error == 0) core.dump(reason, &file);
     outcome.error = file.finish();
     break;
@@ -162,18 +162,18 @@ SignalDump::SignalDump(int signal_number, std::string directory)
   struct sigaction before{};
   if (sigaction(signal_number, nullptr, &before) != 0)
     throw UsageError("signum = " + std::to_string(signal_number) + " is no signal that can be handled");
-  // acquire: pairs with the release at the end: it is whole.
+  // acquire: pairs with the release at the end: the object is complete.
   SignalDump* other = the_dump.load(std::memory_order_acquire);
   if (other != nullptr && other->owner_pid_ == getpid())
     throw UsageError("signal " + std::to_string(other->signal_number_) + " dumps already: close() that first");
-  const bool is_ours = before.sa_handler == &on_signal;  // of our parent before a fork
+  const bool is_ours = before.sa_handler == &on_signal;  // inherited from our parent by a fork
   if (!is_ours && before.sa_handler != SIG_DFL && before.sa_handler != SIG_IGN)
     throw UsageError("signal " + std::to_string(signal_number) + " has a handler already: choose another signum");
   sem_t* const semaphore = wanted_dumps();
-  while (sem_trywait(semaphore) == 0) {  // of a signal that came too late for the last one
+  while (sem_trywait(semaphore) == 0) {  // left over from a signal that came too late for the previous one
   }
   thread_ = start_thread([this] { run(); });
-  // release: pairs with the acquire in on_signal(): the semaphore was made.
+  // release: pairs with the acquire in on_signal(): the semaphore is initialised.
   handler_semaphore.store(semaphore, std::memory_order_release);
   struct sigaction action{};
   action.sa_handler = &on_signal;
@@ -191,17 +191,17 @@ SignalDump::SignalDump(int signal_number, std::string directory)
 
 void SignalDump::close() {
   if (stopping_.exchange(true, std::memory_order_acq_rel)) return;
-  // acquire: pairs with the release in the constructor. Another one's: this is a forked child that has asked anew, and
-  // the handler may be of that.
+  // acquire: pairs with the release in the constructor. If another is installed, this is a forked child that has
+  // constructed its own, and the handler may belong to that one.
   if (the_dump.load(std::memory_order_acquire) == this) {
     struct sigaction action{};
-    // Somebody may have taken the signal over since.
+    // Somebody else may have taken over the signal since.
     if (sigaction(signal_number_, nullptr, &action) == 0 && action.sa_handler == &on_signal) {
       action = {};
       action.sa_handler = SIG_DFL;
       sigaction(signal_number_, &action, nullptr);
     }
-    the_dump.store(nullptr, std::memory_order_release);  // last: who asks anew has to find the signal free
+    the_dump.store(nullptr, std::memory_order_release);  // last: a new one must find the signal free
   }
   if (getpid() != owner_pid_) {
     new std::thread(std::move(thread_));  // leaked: a thread that is not in this process cannot be joined

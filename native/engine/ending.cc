@@ -32,7 +32,8 @@ void EngineCore::on_retired(Link& link, void* context, uint32_t tag, uint32_t co
   finish_if_done(transfer);
 }
 
-// The transfer's item was cut before (scan_cancels), or all of it posted: nothing is posted until we know what is left.
+// The rest of the transfer was cut off (scan_cancels), or all of it is posted: nothing is posted until we know what is
+// left.
 void EngineCore::on_withdrawn(Link& link, void* context, uint32_t tag, uint64_t bytes) {
   assert_holder();
   auto* transfer = static_cast<Transfer*>(context);
@@ -50,7 +51,7 @@ void EngineCore::on_withdrawn(Link& link, void* context, uint32_t tag, uint64_t 
   finish_if_done(transfer);
 }
 
-// Before anything is taken back, what is kept is what is posted: the cursor tells.
+// Called before anything is taken back: until then everything posted is kept, up to the cursor.
 void EngineCore::note_kept(TransferWork& work) {
   if (!work.kept_bytes.empty()) return;
   work.kept_bytes.resize(work.pieces);
@@ -61,8 +62,8 @@ void EngineCore::note_kept(TransferWork& work) {
   }
 }
 
-// Whether the receiver has a share, but not all, of the count of a cut transfer: some pieces were posted to their ends
-// and not taken back. Operations without pieces count in single work requests and cannot end so.
+// Whether the receiver has counted some but not all shares of a cut transfer's count: some pieces were posted
+// completely and not taken back. Operations without pieces count in single work requests and cannot end this way.
 bool EngineCore::is_partly_counted(TransferWork& work) {
   if (work.kind != OpKind::kWrite || work.imm == kNoImm || work.pieces == 1) return false;
   if (is_mutated(Mutation::kCancelLeavesShare)) return false;
@@ -93,7 +94,7 @@ void EngineCore::go_on(Transfer* transfer) {
   work.piece = 0;
   work.slice_offset = 0;
   work.open_items = 1;
-  // Not at once: the transport may be in the middle of telling us.
+  // Not at once: the transport that reports this may be in the middle of something.
   peer.work_->backlog.push_back({transfer, 0});
   mark_busy(peer);
   runnable_ = true;
@@ -101,7 +102,7 @@ void EngineCore::go_on(Transfer* transfer) {
 
 void EngineCore::close_item(Transfer* transfer) { --transfer->work_->open_items; }
 
-// What is left of the item will not be posted.
+// The rest of the item will not be posted.
 void EngineCore::fail_item(const PostItem& item, Status status, const Peer& peer, const std::string& detail) {
   assert_holder();
   TransferWork& work = *item.transfer->work_;
@@ -110,7 +111,7 @@ void EngineCore::fail_item(const PostItem& item, Status status, const Peer& peer
   close_item(item.transfer);
 }
 
-// Notes the first failure. The transfer completes once nothing of it is under way any more.
+// Records the first failure. The transfer completes once no part of it is in flight any more.
 void EngineCore::fail(Transfer* transfer, Status status, const Peer& peer, const std::string& detail) {
   assert_holder();
   TransferWork& work = *transfer->work_;
@@ -126,7 +127,7 @@ void EngineCore::finish_if_done(Transfer* transfer) {
   TransferWork& work = *transfer->work_;
   if (work.open_items > 0 || work.retired < work.posted || transfer->done()) return;
   if (work.has_plan && work.verify->open > 0) return;
-  // Targets of a scatter are each for itself: those of a peer that is well are counted, whatever became of others.
+  // The targets of a scatter are independent: those of a healthy peer are counted, whatever became of others.
   const bool may_be_right = work.failure == Status::kDone || work.kind == OpKind::kScatter;
   if (may_be_right && !work.cut_short && work.has_plan && !work.verify->is_asked && verifications_.ask(transfer))
     return;
@@ -160,7 +161,8 @@ void EngineCore::finish(Transfer* transfer, Status status) {
     bump(status == Status::kCancelled ? counters_.cancelled : counters_.failed);
   }
   const bool unseen = std::exchange(work.at_once, false);
-  // Of what was done at once its works tell already, unless they are too many to be recorded, or there are none.
+  // The works of a transfer that was done at once already tell of it, unless they are too many to be recorded, or there
+  // are none.
   if (!unseen || status != Status::kDone || work.targets_total > 0 || work.posted == 0) {
     record_transfer(status == Status::kDone        ? FlightState::kDone
                     : status == Status::kCancelled ? FlightState::kCancelled
@@ -169,8 +171,8 @@ void EngineCore::finish(Transfer* transfer, Status status) {
   }
   Region* const local = std::exchange(work.local, nullptr);
   if (local != nullptr && !unseen) local->end_op();
-  // As of single writes what they go to is kept: the next scatter most likely goes to the same, and then takes no
-  // references.
+  // As with single writes, the targets' regions are kept: the next scatter most likely goes to the same ones and then
+  // needs no new references.
   if (work.targets.size() > kTargetsKept) work.targets.clear();
   bump(finished_);
   if (work.has_trigger) work.ended_ns = clock().now_ns();
@@ -181,7 +183,7 @@ void EngineCore::finish(Transfer* transfer, Status status) {
   }
 }
 
-// Of those that wait for a word, that peer's; null: all.
+// Fails transfers that wait for a word: that peer's; null: all.
 void EngineCore::fail_triggered(const Peer* peer, Status status, const std::string& detail) {
   assert_holder();
   if (triggers_.empty()) return;
@@ -205,12 +207,12 @@ void EngineCore::fail_backlogs(Peer& peer, Status status, const std::string& det
   }
 }
 
-// Takes cancelled transfers out of the queues, ours and, as far as the peer has not begun, the transport's. What the
-// peer has begun runs to its end: only then is the cancellation reported, which is what makes it safe to act on.
+// Takes cancelled transfers out of our queues and, as far as the peer has not begun them, out of the transport's. What
+// the peer has begun runs to its end. The cancellation is reported only then, which is what makes it safe to act on.
 void EngineCore::scan_cancels() {
   assert_holder();
-  // acq_rel: pairs with the release in request_cancel_scan. Either we see the requests of everybody whose flag we take
-  // away, or their flag stays; a plain store could pass the loads below.
+  // acq_rel: pairs with the release in request_cancel_scan. Either we see the request of everybody whose flag we clear,
+  // or their flag stays set; a plain store could be reordered with the loads below.
   cancel_scan_.exchange(false, std::memory_order_acq_rel);
   const auto is_cut = [](const Transfer* transfer) {
     return transfer->work_->is_to_be_cancelled(*transfer) && !transfer->work_->resumed;
@@ -232,8 +234,8 @@ void EngineCore::scan_cancels() {
       }
     }
   }
-  // Only what posts no more. A request that came after we looked at the queues waits for the next scan: else an
-  // immediate might still be posted whose bytes were taken back.
+  // Only transfers that will post nothing more. A request that came after we looked at the queues waits for the next
+  // scan: otherwise an immediate whose bytes were taken back might still be posted.
   transports_.withdraw([](void* context) {
     const auto* transfer = static_cast<Transfer*>(context);
     const TransferWork& work = *transfer->work_;

@@ -72,14 +72,14 @@ Engine::Engine(const EngineOptions& options) : core_(std::make_unique<EngineCore
 
 Engine::~Engine() {
   if (core_->forked()) {
-    core_.release();  // threads and locks in it are the parent's
+    core_.release();  // its threads and locks are the parent's
     return;
   }
   core_->close(0);
 }
 
-// The last reference may be a transfer's that the worker completes after its user dropped everything. The worker cannot
-// join itself: somebody else ends the engine then.
+// The last reference may belong to a transfer that the worker completes after its user has dropped everything. The
+// worker cannot join itself: another thread destroys the engine then.
 void Engine::destroy() {
   if (core_->is_simulated()) {
     const std::shared_ptr<Simulation> simulation = options().simulation;  // outlives us
@@ -118,7 +118,7 @@ std::vector<std::pair<TransportKind, std::vector<std::string>>> Engine::rail_dev
 
 // --- memory ---
 
-// Whoever moves bytes would end with SIGSEGV there. MS_ASYNC writes nothing: the kernel only looks for gaps.
+// Otherwise whoever moves the bytes would die of SIGSEGV. MS_ASYNC writes nothing: the kernel only looks for gaps.
 static void check_mapped(void* base, uint64_t length_bytes) {
   const uint64_t page_bytes = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
   const auto address = reinterpret_cast<uint64_t>(base);
@@ -126,7 +126,7 @@ static void check_mapped(void* base, uint64_t length_bytes) {
   uint64_t end = 0;
   const bool wraps = __builtin_add_overflow(address, length_bytes, &end);
   if (!wraps && msync(reinterpret_cast<void*>(first), end - first, MS_ASYNC) == 0) return;  // NOLINT(*-int-to-ptr)
-  if (!wraps && errno != ENOMEM) return;  // it says nothing about the memory
+  if (!wraps && errno != ENOMEM) return;  // says nothing about the memory
   throw UsageError("of the " + text(length_bytes) + " bytes at address " + text(address) +
                    " some are not mapped in this process: is it the address of another one, or memory that was freed?");
 }
@@ -169,7 +169,7 @@ RegionRef Engine::alloc_on_gpu(uint64_t length_bytes, int gpu) {
   const auto memory = device::MappedMemory::map(device::PhysicalMemory::create(gpu, length_bytes), gpu);
   memory->open_to_neighbours();
   memory->clear();
-  memory->give_to_kernels(gpu);  // of the user's, who has the address
+  memory->give_to_kernels(gpu);  // to kernels of the user, who has the address
   auto local =
       core_->transports_.register_memory(memory->base(), length_bytes, Access::kRemoteWrite, MemoryKind::kCuda);
   return RegionRef::adopt(new Region(Ref<Engine>::share(this), std::move(local), Access::kRemoteWrite, memory));
@@ -194,7 +194,7 @@ RemoteRegionRef Engine::remote_region(const RegionDescriptor& descriptor) {
   if (!region) {
     region = RemoteRegionRef::adopt(new RemoteRegion(owner, descriptor));
   } else if (!(region->descriptor() == descriptor)) {
-    // Same id, other bounds: a forged or stale copy. It gets an object of its own; the target checks the truth.
+    // Same id, other bounds: a forged or stale copy. It gets its own object; the target checks against the truth.
     return RemoteRegionRef::adopt(new RemoteRegion(owner, descriptor));
   }
   return region;
@@ -216,7 +216,7 @@ WaitResult Engine::connect(Peer& peer, Deadline deadline, const InterruptCheck& 
   return peer.state() == PeerState::kLost ? WaitResult::kClosed : WaitResult::kReady;
 }
 
-// Here, and not by the progress holder: the driver takes its time.
+// Here, and not on the progress holder: the driver takes its time.
 static void map_physical(int gpu, Mapping* mapping) {
   const std::shared_ptr<device::MappedMemory> memory = device::MappedMemory::map(mapping->physical, gpu);
   memory->give_to_kernels(gpu);
@@ -238,7 +238,7 @@ WaitResult Engine::map(RemoteRegion& region, int gpu, Deadline deadline, const I
     core_->run_as_holder([&] { *status = core_->map(peer, region, gpu, mapping); });
     if (*status == Status::kDone && mapping->physical != nullptr) map_physical(gpu, mapping);
     if (*status != Status::kPending) return closed() ? WaitResult::kClosed : WaitResult::kReady;
-    // The peer is asked once per region and incarnation: a look now and then is cheap enough.
+    // The peer is asked once per region and incarnation: an occasional look is cheap enough.
     const Deadline next_look = std::min(deadline, clock().now_ns() + kLookEveryNs);
     const WaitResult waited = core_->wait_until([] { return false; }, nap, next_look, interrupted);
     if (waited != WaitResult::kTimeout || clock().now_ns() >= deadline) return waited;

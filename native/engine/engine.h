@@ -33,30 +33,30 @@
 namespace crossrail {
 
 class EngineCore;  // worker side, in engine/core.h
-struct PeerWork;   // what waits for a peer, in engine/peer_work.h
-struct PeerTrack;  // what the flight recorder knows of it, in engine/flight_recorder.h
+struct PeerWork;   // what is queued for a peer, in engine/peer_work.h
+struct PeerTrack;  // what the flight recorder knows about a peer, in engine/flight_recorder.h
 class TextSink;
 
 enum class Polling : uint8_t {
   kAdaptive,  // the worker spins briefly, then sleeps; a thread that waits drives the engine itself meanwhile
   kSpin,      // the worker never sleeps: for a dedicated core
-  kManual     // no worker thread: submit, wait and progress() of the caller's threads drive the engine
+  kManual     // no worker thread: the caller's submit, wait and progress() drive the engine
 };
 
 struct EngineOptions {
   std::string name;  // 1..64 bytes
-  // Each at most once. Which one a peer is reached by is decided per peer: see choose_transport in engine/routes.h.
+  // Each at most once. The transport is chosen per peer: see choose_transport in engine/routes.h.
   std::vector<TransportKind> transports = {TransportKind::kShm};
   // Adds verbs, or else ofi over EFA, if this machine has a device for it. If such a device cannot be opened, that is
   // an event; a machine without one is not.
   bool adds_rdma = false;
-  uint32_t rail_count = 1;  // 1..kRailsMax; of tcp, verbs and ofi each, where present: shm then has one
-  // What rails are bound to: an IP address, an interface, for verbs and ofi also a device or port ("mlx5_0:1"); empty:
-  // the default. With adds_rdma each transport takes the names that mean something to it (engine/rail_names.h).
+  uint32_t rail_count = 1;  // 1..kRailsMax, for each of tcp, verbs and ofi in use; shm has one when any of these is
+  // What rails are bound to: an IP address, an interface, or for verbs and ofi also a device or port ("mlx5_0:1").
+  // Empty: the default. With adds_rdma, each transport takes the names that it understands (engine/rail_names.h).
   std::vector<std::string> rails;
-  uint16_t port = 0;                         // tcp: listen here, 0 anywhere
-  std::string secret;                        // tcp, verbs, ofi: peers must know the same one
-  TlsOptions tls;                            // tcp, which is then the only way to other hosts
+  uint16_t port = 0;                         // tcp: the port to listen on; 0: any
+  std::string secret;                        // tcp, verbs, ofi: peers must have the same one
+  TlsOptions tls;                            // tcp, which is then the only transport to other hosts
   int64_t peer_timeout_ns = 10'000'000'000;  // tcp, verbs, ofi: a peer that is silent for so long is lost
   RdmaOptions rdma;
   Polling polling = Polling::kAdaptive;
@@ -66,13 +66,13 @@ struct EngineOptions {
   uint32_t imm_counters_max = 65536;           // distinct immediate numbers kept at once
   uint32_t message_bytes_max = 64 * 1024;      // longest submit_send, at most 256 KiB
   int64_t watcher_poll_ns = 5'000;             // pause between looks at watched words; 0 spins
-  int64_t connect_timeout_ns = 5'000'000'000;  // a peer that does not answer the handshake by then is lost
-  int64_t heartbeat_ns = 0;                    // connected peers are asked for a sign of life so often; 0: never
+  int64_t connect_timeout_ns = 5'000'000'000;  // a peer that has not answered the handshake by then is lost
+  int64_t heartbeat_ns = 0;                    // how often connected peers are asked for a sign of life; 0: never
   PrivatePath private_path = PrivatePath::kAuto;
-  uint32_t recorder_entries = 1024;     // of each ring of the flight recorder: 0 off, or a power of two 64..2^20
-  int64_t watchdog_ns = 0;              // 0: none; else what waits and has not moved for so long is a kStalled event
+  uint32_t recorder_entries = 1024;     // per ring of the flight recorder: 0: off, or a power of two 64..2^20
+  int64_t watchdog_ns = 0;              // report whatever waits without moving for this long (kStalled); 0: off
   bool counts_traffic = true;           // per peer and rail: Engine::traffic
-  std::string dump_directory = "/tmp";  // where the watchdog, a signal and a failed assertion write the flight recorder
+  std::string dump_directory = "/tmp";  // where the flight recorder goes upon a signal, a failed assertion, or a stall
   // sim, and only with it: the world, and the number of the host in it. The engine then has no threads: whoever waits
   // drives the world.
   std::shared_ptr<Simulation> simulation;
@@ -85,14 +85,14 @@ struct EngineEvent {
     kImmOverflow,  // arrivals of more distinct immediates than imm_counters_max were dropped: the job is broken
     kPeerConnected,
     kPeerLost,
-    kPeerLeft,          // the same, by closing its engine
-    kPeerSlow,          // with heartbeats: has not answered one within an interval
-    kPeerFrozen,        // has not moved while something waits for it; may come back
-    kPeerThawed,        // slow or frozen, it answers again
-    kChecksumMismatch,  // a peer's checked write is not in our memory as it was sent; it was not counted
-    kStalled,  // nothing has moved for watchdog_ns while something waited; the detail says where the recorder is
-    kTransportAbsent,  // a device is there, and yet its transport did not open: peers are reached by a slower one
-    kProtocolError     // malformed bytes from a peer; it was cut off
+    kPeerLeft,          // likewise, by closing its engine
+    kPeerSlow,          // with heartbeats: it has not answered one within an interval
+    kPeerFrozen,        // has made no progress while something waits for it; may recover
+    kPeerThawed,        // was slow or frozen and answers again
+    kChecksumMismatch,  // our memory does not match what a peer's checked write sent; it was not counted
+    kStalled,           // nothing has moved for watchdog_ns while something waited; the detail names the recording
+    kTransportAbsent,   // the device is there but its transport did not open; peers are reached by a slower one
+    kProtocolError      // malformed bytes from a peer; it was cut off
   };
   Kind kind;
   std::string peer;
@@ -125,15 +125,15 @@ class Peer : public RefCounted<Peer> {
   // Progress holder only:
   Link* link_ = nullptr;
   std::unique_ptr<PeerWork> work_;
-  const Route route_;  // here: what posting asks of it lies in one cache line with link_
-  // By rail, if the engine chooses the rails of this transport. Null: the transport reports on_sent, or nothing is
+  const Route route_;  // next to link_: posting reads both, in one cache line
+  // By rail, if the engine chooses the rails of this transport. Null: the transport reports on_sent, or traffic is not
   // counted.
   RailTraffic* const posted_;
   const std::shared_ptr<PeerTrack> track_;
 };
 using PeerRef = Ref<Peer>;
 
-// Peers resolved beforehand, for scatter and barrier. Immutable; order is the caller's.
+// Peers resolved in advance, for scatter and barrier. Immutable, in the caller's order.
 class PeerGroup : public RefCounted<PeerGroup> {
  public:
   size_t size() const { return peers_.size(); }
@@ -148,11 +148,11 @@ class PeerGroup : public RefCounted<PeerGroup> {
 };
 using PeerGroupRef = Ref<PeerGroup>;
 
-// A submit that begins later: once `watcher`'s word has reached or passed `threshold`, modulo 2**64. It is checked and
-// accepted now, and the engine begins it by itself, on whichever of its threads sees the word first. Until then it
-// moves nothing. It may end before it begins: cancelled (also when the word is closed first), by its peer's loss, or by
-// the close of its region or engine; those wait for it as for any other transfer. The source may be written until the
-// word changes: the transfer reads it after that change (release, or a GPU's system-wide fence).
+// Makes a submit begin later: once the word of `watcher` has reached or passed `threshold`, modulo 2**64. The request
+// is checked and accepted now; the engine begins it on its own, on whichever of its threads sees the word first. Until
+// then it moves nothing. It can end before it begins: it is cancelled (closing the word does that, too), its peer is
+// lost, or its region or engine is closed; those closes wait for it as for any other transfer. The source may be
+// written until the word changes: the transfer reads it after that change (release, or a GPU's system-wide fence).
 struct Trigger {
   Watcher* watcher = nullptr;  // of the same engine; null: begins at once
   uint64_t threshold = 0;
@@ -168,7 +168,7 @@ struct WriteRequest {
   uint64_t length_bytes = 0;
   uint32_t imm = kNoImm;
   uint32_t rail = kAnyRail;  // kAnyRail: split over all rails when long enough
-  // Computes a checksum of src at submit; the target's engine compares it with its memory before it counts
+  // Computes a checksum of src at submit. The target's engine compares it with that of its memory before it counts
   // (engine/verification.h).
   bool verify = false;
   Trigger trigger = {};  // not with verify
@@ -182,7 +182,7 @@ struct ReadRequest {
   uint64_t src_offset = 0;
   uint64_t length_bytes = 0;
   uint32_t rail = kAnyRail;
-  bool verify = false;  // the peer's memory, which nobody writes to meanwhile, is what has come
+  bool verify = false;  // checks that what arrived matches the peer's memory, which must not change meanwhile
 };
 
 // Page i goes from src.base + src_offset + src_stride_bytes * src_pages[i] to the corresponding place at dst. Index
@@ -199,7 +199,7 @@ struct PagedWriteRequest {
   uint64_t page_bytes = 0;
   uint32_t imm = kNoImm;
   uint32_t rail = kAnyRail;
-  bool verify = false;  // as of WriteRequest; pages must not overlap at the target
+  bool verify = false;  // as in WriteRequest; pages must not overlap at the target
   Trigger trigger = {};
 };
 
@@ -215,7 +215,7 @@ struct ScatterRequest {
   PeerGroup* group = nullptr;
   uint32_t imm = kNoImm;
   std::span<const uint32_t> imms = {};  // empty: `imm` for all
-  bool verify = false;                  // as of WriteRequest, at each target by itself
+  bool verify = false;                  // as in WriteRequest, separately for each target
 };
 
 // What engine.explain shows.
@@ -223,13 +223,13 @@ struct RailExplanation {
   uint32_t rail;
   uint32_t peer_rail;
   std::string endpoint;       // "10.0.0.1:4711", empty where there is none
-  std::string peer_endpoint;  // the same
+  std::string peer_endpoint;  // likewise
 };
 struct PathExplanation {
   std::string what;  // "region 3 (1.0 GiB)" or "private memory"
   std::string path;  // "mapped", "local", "staged", "cross-memory-attach", "unresolved"
   std::string reason;
-  double gb_per_s;  // measured, 0 when not measured
+  double gb_per_s;  // measured; 0: not measured
   uint64_t bytes;   // moved this way so far
 };
 struct PeerExplanation {
@@ -237,35 +237,35 @@ struct PeerExplanation {
   std::string transport;
   std::string reason;  // why this transport
   PeerState state;
-  std::string note;  // why lost or frozen, may be empty
+  std::string note;  // why lost or frozen; may be empty
   std::vector<RailExplanation> rails;
-  double gb_per_s_expected;  // of all rails, by the speed of their interfaces or ports; 0 unknown
+  double gb_per_s_expected;  // all rails together, from the speeds of their interfaces or ports; 0: unknown
   std::vector<PathExplanation> paths;
-  Heartbeat heartbeat;  // answered == 0: none was
+  Heartbeat heartbeat;  // answered == 0: there was no heartbeat yet
 };
 
-// What engine.traffic shows. Rails have the sums over all peers, including those that are gone; lost peers are not
-// listed.
+// What engine.traffic shows. Rails hold sums over all peers, including peers that are gone; lost peers are not listed.
 struct RailTrafficReport {
   const char* transport;
   uint32_t rail;
   RailCounts counts;
-  uint64_t depth = 0;  // works on it that are not over; see TrafficReport::is_whole
-  uint32_t down = 0;   // paths from it to rails of peers that are down; likewise
+  uint64_t depth = 0;  // works in flight on it; see TrafficReport::is_whole
+  uint32_t down = 0;   // paths from it to peers' rails that are down; likewise
 };
 struct PeerTrafficReport {
   std::string peer;
   const char* transport;
   PeerState state;
-  RailCounts counts;                   // of all rails
+  RailCounts counts;                   // over all rails
   uint64_t outstanding = 0;            // works that the transport has
-  uint64_t queued = 0;                 // operations not with it yet
-  uint64_t refused = 0, failed = 0;    // PeerTrack's
-  std::vector<PathExplanation> paths;  // ways that bytes go
+  uint64_t queued = 0;                 // operations not handed to the transport yet
+  uint64_t refused = 0, failed = 0;    // from PeerTrack
+  std::vector<PathExplanation> paths;  // the paths that bytes take
 };
 struct TrafficReport {
-  bool is_whole = true;  // false: whoever drives did not let us in for each peer: depths and paths of some are missing
-  bool hangs = false;    // it never did, and made no round meanwhile
+  // False: the driving thread did not let us in for every peer, so some depths and paths are missing.
+  bool is_whole = true;
+  bool hangs = false;  // it never let us in, and made no round meanwhile
   std::vector<RailTrafficReport> rails;
   std::vector<PeerTrafficReport> peers;
 };
@@ -288,11 +288,11 @@ class Engine : public RefCounted<Engine> {
   bool closed() const;
 
   const EngineOptions& options() const;
-  const Clock& clock() const;  // that deadlines are points on
+  const Clock& clock() const;  // the clock of its deadlines
   const Address& address() const;
-  uint32_t rail_count() const;        // of the transport that has most
-  uint32_t gpu_transports() const;    // mask of those that move memory of GPUs
-  std::string no_gpu_memory() const;  // why NICs that could do not; empty: none could, or nobody knows
+  uint32_t rail_count() const;        // of the transport with the most
+  uint32_t gpu_transports() const;    // mask of the transports that move GPU memory
+  std::string no_gpu_memory() const;  // why NICs that could move it do not; empty: no such NIC, or unknown
   // For each transport whose rails are bound to devices: the netdev or port of each rail. Several rails may share one.
   std::vector<std::pair<TransportKind, std::vector<std::string>>> rail_devices() const;
 
@@ -317,8 +317,8 @@ class Engine : public RefCounted<Engine> {
 
   // --- peers ---
   PeerRef peer(const Address& address);  // starts connecting at first use
-  WaitResult connect(Peer& peer, Deadline deadline, const InterruptCheck& interrupted);  // kClosed: lost
-  // Ends every transfer to this peer as kPeerLost and drops all state about it. The same address can connect anew
+  WaitResult connect(Peer& peer, Deadline deadline, const InterruptCheck& interrupted);  // kClosed: the peer is lost
+  // Ends every transfer to this peer as kPeerLost and drops all state about it. The same address can be connected again
   // later.
   void forget_peer(Peer& peer);
   // Maps a peer's memory into this process: memory of its alloc(), on this host. `status`: kDone, or why not, as
@@ -344,33 +344,34 @@ class Engine : public RefCounted<Engine> {
   Ref<ReceivePool> submit_recvs(uint32_t buffer_count, uint32_t buffer_bytes);
 
   // --- counting ---
-  // The one counter of this number; kept by the engine until release_imm.
+  // The counter for this number; the engine keeps it until release_imm.
   Ref<ImmCounter> imm_counter(uint32_t imm);
-  // An unused number from the upper half of the number space, and its counter. Never a number that was handed out and
-  // not released, that has a counter, or for which something arrived since it was released.
+  // An unused number from the upper half of the number space, with its counter. Never a number that is handed out and
+  // not released, that has a counter, or for which anything has arrived since its release.
   Ref<ImmCounter> alloc_imm();
-  // The caller states that no peer will send this number any more. Drops the counter; alloc_imm may hand the number out
-  // again after all others. Throws UsageError while somebody waits for it, or while a part of a count has arrived;
+  // The caller states that no peer will send this number any more. Drops the counter; alloc_imm hands the number out
+  // again after all others. Throws UsageError while somebody waits for it or part of a count has arrived; force drops
+  // the counter even then.
   // force drops both.
   void release_imm(uint32_t imm, bool force = false);
   Ref<Watcher> alloc_watcher(Notifier* notifier, uint64_t cookie);
 
   // --- running it ---
-  // One round: takes submits, posts, polls. True when anything moved. Needed only with Polling::kManual.
+  // One round: takes submits, posts, polls. True if anything moved. Needed only with Polling::kManual.
   bool progress();
   void set_event_notifier(Notifier* notifier, uint64_t cookie);
   std::vector<EngineEvent> take_events();
   EngineStats stats() const;
   // Asks the progress holder once per peer, waiting up to patience_ns each time, on the real clock. Stops asking after
-  // the first time in vain, and after 3 s or patience_ns in all, whichever is longer.
+  // the first attempt that fails, and after 3 s or patience_ns in all, whichever is longer.
   TrafficReport traffic(int64_t patience_ns);
-  // Writes the contents of the flight recorder, and what waits for whom, as engine/flight_dump.h says. Works on a
-  // closed engine too.
+  // Writes the contents of the flight recorder, and what waits for what, in the format of engine/flight_dump.h. Also
+  // works on a closed engine.
   void dump(std::string_view reason, TextSink* sink) const;
 
   uint32_t seat() const;  // sim: its number in the world
 
-  // For the engine's own parts.
+  // For the engine's internals.
   EngineCore& core() { return *core_; }
 
  private:

@@ -57,7 +57,7 @@ void JsonLines::raw(std::string_view text) {
   }
 }
 
-// Names and details may hold any bytes. Bytes from 128 on are left as they are: whoever reads replaces what is no
+// Names and details may contain any bytes. Bytes from 128 on are passed through: the reader replaces whatever is not
 // UTF-8.
 void JsonLines::value(std::string_view text) {
   constexpr char kHex[] = "0123456789abcdef";
@@ -95,7 +95,7 @@ void put_entry(JsonLines& out, uint32_t ring, const FlightEntry& entry, const Ti
   }
 }
 
-// Where the reading of one ring is: at an entry that is to be written next, or at the end.
+// Read position in one ring: the entry to be written next, or the end.
 class RingCursor {
  public:
   RingCursor() = default;
@@ -108,7 +108,7 @@ class RingCursor {
   }
 
  private:
-  // Past what was overwritten meanwhile.
+  // Skips entries that have been overwritten meanwhile.
   void find() {
     while (at_ < end_ && !ring_->read(at_, &entry_)) at_ = std::min(end_, std::max(at_ + 1, ring_->oldest()));
   }
@@ -195,13 +195,13 @@ int dump_to_file(const EngineCore& core, const std::string& path, std::string_vi
     if (device.error() == 0) core.dump(reason, &device);
     return device.finish();
   }
-  const std::string directory = path.substr(0, path.rfind('/') + 1);  // with its slash, or empty
+  const std::string directory = path.substr(0, path.rfind('/') + 1);  // with the slash, or empty
   for (int i = 0; i < kNamesTried; ++i) {
     const uint64_t number = last_number.fetch_add(1, std::memory_order_relaxed);
     const std::string unready =
         directory + ".crossrail-" + std::to_string(getpid()) + "-" + std::to_string(number) + ".part";
     FileSink file(unready.c_str(), FileSink::Target::kNew);
-    if (file.error() == EEXIST) continue;  // of a process that had our number before
+    if (file.error() == EEXIST) continue;  // left by an earlier process with our pid
     if (file.error() == 0) core.dump(reason, &file);
     if (file.finish() != 0) return file.error();
     if (rename(unready.c_str(), path.c_str()) == 0) return 0;

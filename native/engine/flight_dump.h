@@ -1,8 +1,8 @@
-// Writes down what a FlightRecorder holds, for src/crossrail/flight.py to read: JSON lines, version 1.
+// Writes the contents of a FlightRecorder as JSON lines, version 1, for src/crossrail/flight.py to read.
 //
-// One line tells the engine and why this was written; then a line for each count, peer, note, ring and entry, each an
-// array whose first element says which; entries are in the order of time and name their ring by its number. The last
-// line is ["end"], so that a file that was cut short is told from one that is whole.
+// One line describes the engine and why the dump was written; then comes a line for each count, peer, note, ring and
+// entry, each an array whose first element is its kind. Entries are in order of time and refer to their ring by number.
+// The last line is ["end"], so that a truncated file can be told from a complete one.
 #pragma once
 
 #include <array>
@@ -18,7 +18,7 @@ namespace crossrail {
 
 inline constexpr int kFlightVersion = 1;
 
-// Takes text in pieces and allocates nothing: a dump may be written by a process that is about to abort.
+// Accepts text in pieces and allocates nothing: a dump may be written by a process that is about to abort.
 class TextSink {
  public:
   virtual ~TextSink() = default;
@@ -35,23 +35,23 @@ class StringSink final : public TextSink {
   std::string text_;
 };
 
-// Into a new file, that only this user may read. One that cannot be written to its end is removed. Owner of the
-// descriptor: the sink.
+// Into a new file that only this user may read, and that is removed if it cannot be written completely. The sink owns
+// the descriptor.
 class FileSink final : public TextSink {
  public:
   enum class Target : uint8_t {
-    kNew,    // there must be no file of that name
-    kDevice  // what is there, such as a pipe, and stays
+    kNew,    // the file must not exist yet
+    kDevice  // something that exists, such as a pipe, and stays
   };
-  // path: outlives the sink. A symbolic link is never followed.
+  // path must outlive the sink. Symbolic links are never followed.
   FileSink(const char* path, Target target);
   ~FileSink() override { finish(); }
   FileSink(const FileSink&) = delete;
   FileSink& operator=(const FileSink&) = delete;
   void write(std::string_view text) override;
-  // Nothing more comes. errno of the first call that failed, or 0. Idempotent.
+  // No more text follows. Returns the errno of the first call that failed, or 0. Idempotent.
   int finish();
-  // The same until now.
+  // The same, so far.
   int error() const { return error_; }
 
  private:
@@ -63,11 +63,11 @@ class FileSink final : public TextSink {
 
 class EngineCore;
 
-// Writes the recorder to a new file of that name, mode 0600. An existing one is replaced once the new one is whole; a
-// device or pipe is written to. Returns errno, or 0. Any thread.
+// Writes the recorder to a new file of that name, mode 0600. An existing file is replaced once the new one is complete;
+// a device or pipe is written to directly. Returns errno, or 0. Any thread.
 int dump_to_file(const EngineCore& core, const std::string& path, std::string_view reason);
 
-// Builds JSON in a buffer of its own; flushes when that is full and at the end.
+// Builds JSON in its own buffer; flushes when that is full and at the end.
 class JsonLines {
  public:
   explicit JsonLines(TextSink* sink) : sink_(sink) {}

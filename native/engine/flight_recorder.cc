@@ -60,8 +60,8 @@ bool FlightRing::read(uint64_t at, FlightEntry* entry) const {
   const Slot& slot = slots_[at & mask_];
   std::array<uint64_t, 4> words;
   for (size_t i = 0; i < words.size(); ++i) words[i] = slot[i].load(std::memory_order_relaxed);
-  // Pairs with the release fence in write(): if any word is of a later entry, the head below is at least that entry's
-  // number, which is at + capacity or more.
+  // Pairs with the release fence in write(): if any word belongs to a later entry, the head read below is at least that
+  // entry's number, which is at + capacity or more.
   std::atomic_thread_fence(std::memory_order_acquire);
   if (head_.load(std::memory_order_relaxed) - at > mask_) return false;
   entry->ticks = static_cast<int64_t>(words[0]);
@@ -76,8 +76,9 @@ bool FlightRing::read(uint64_t at, FlightEntry* entry) const {
   return true;
 }
 
-// While entries come slowly each has a reading of its own. In a burst a reading serves twice as many as the one before,
-// up to a bound: the more of them there were, the more are taken for some of them should a pause come now.
+// While entries come slowly, each gets its own reading of the clock. In a burst each reading serves twice as many
+// entries as the one before, up to a bound: the more entries there were, the more would get ticks ahead of time should
+// a pause come now.
 void FlightRecorder::read_clock() {
   constexpr int64_t kUsesMax = 32;
   const int64_t now = clock_.ticks();
@@ -120,7 +121,7 @@ std::shared_ptr<PeerTrack> FlightRecorder::add_peer(const std::string& name, uin
   track->id = ++last_peer_id_;
   tracks_.push_back(track);
   if (track->id % kGonePeersKept == 0) {
-    // Whom nobody but us holds any more is gone; of these the newest are kept.
+    // A peer that nobody else references is gone; the newest of these are kept.
     const auto is_gone = [](const auto& known) { return known.use_count() == 1; };
     size_t surplus = static_cast<size_t>(std::count_if(tracks_.begin(), tracks_.end(), is_gone));
     surplus -= std::min(surplus, kGonePeersKept);

@@ -23,7 +23,7 @@ bool has_link(PeerState state) {
 
 void Heartbeats::tend(int64_t now) {
   if (now < due_ns_) return;
-  // It was us who stood still: nobody had a chance to answer meanwhile.
+  // We ourselves stood still: nobody had a chance to answer meanwhile.
   const bool has_slept = tended_ns_ != 0 && now - due_ns_ > interval_ns_ / 2;
   tended_ns_ = now;
   due_ns_ = now + interval_ns_;
@@ -39,7 +39,7 @@ void Heartbeats::tend_peer(Peer& peer, int64_t now) {
   Heartbeat& beat = core_->heartbeat_of(peer);
   if (beat.sent_ns == 0 && now >= beat.next_ns) {
     beat.sent_ns = now;
-    core_->send_service(peer, encode(Ping{}), 0);  // may end at once
+    core_->send_service(peer, encode(Ping{}), 0);  // may complete at once
   }
   if (beat.sent_ns == 0) {
     due_ns_ = std::min(due_ns_, beat.next_ns);

@@ -1,11 +1,11 @@
-// Finds out whether peers are still alive, including idle ones: EngineOptions::heartbeat_ns.
+// Finds out whether peers are still alive, idle ones included: EngineOptions::heartbeat_ns.
 //
-// A heartbeat is a service message without content. The transport reports when the peer's engine has taken it, so the
-// time until then is a round trip through both engines. At most one per peer is in flight.
+// A heartbeat is an empty service message. The transport reports when the peer's engine has taken it, so the time until
+// then is a round trip through both engines. At most one per peer is in flight.
 //   answered within an interval            connected
 //   an interval without an answer          slow
-//   kFrozenAfter intervals without one     frozen: its kernel or network takes what we send, the process stands still
-//   lost                                   for the transport to say, which a heartbeat in flight prompts to look
+//   kFrozenAfter intervals without one     frozen: its kernel or network accepts what we send, its process stands still
+//   lost                                   decided by the transport, which an unanswered heartbeat prompts to check
 #pragma once
 
 #include <cstdint>
@@ -18,12 +18,12 @@ class EngineCore;
 class Peer;
 enum class Status : uint8_t;
 
-// What is known of one peer. Progress holder.
+// State of one peer's heartbeats. Progress holder.
 struct Heartbeat {
-  int64_t sent_ns = 0;  // of the one under way; 0: none is
+  int64_t sent_ns = 0;  // of the one in flight; 0: none
   int64_t next_ns = 0;  // when the next one is due
   uint64_t answered = 0;
-  int64_t rtt_ns = 0;  // of the last one answered
+  int64_t rtt_ns = 0;  // of the last answer
   int64_t rtt_smooth_ns = 0;
   int64_t rtt_min_ns = 0;
   int64_t rtt_max_ns = 0;
@@ -37,9 +37,9 @@ class Heartbeats {
   bool is_on() const { return interval_ns_ > 0; }
   // When tend() wants to be called; kNoDeadline when off.
   Deadline next_timer() const { return is_on() ? due_ns_ : kNoDeadline; }
-  // Sends what is due, and says of whom nothing is heard.
+  // Sends the heartbeats that are due, and reports peers that have not answered.
   void tend(int64_t now);
-  // The one under way has ended.
+  // The heartbeat in flight has ended.
   void on_ended(Peer& peer, Status status);
 
  private:

@@ -13,7 +13,7 @@
 namespace crossrail {
 
 namespace {
-// What the word of a blocked thread says.
+// Values of a blocked thread's word.
 constexpr uint32_t kAwake = 0;
 constexpr uint32_t kServed = 1;
 constexpr uint32_t kClosed = 2;
@@ -30,30 +30,30 @@ const Clock& ImmCounter::clock() const { return engine_->clock(); }
 uint64_t ImmCounter::poll() const { return poll_units() / kUnitsPerCount; }
 
 bool ImmCounter::try_consume(uint64_t count) {
-  // Whoever queues goes first. A waiter that queues at this moment may see us overtake it: both asked at once. The flag
-  // is looked at for fairness alone, and the units are taken seq_cst.
+  // Queued waiters go first. One that is queuing just now may see us overtake it: both asked at the same time. The flag
+  // is checked for fairness only; the units are taken seq_cst.
   return !has_waiters_.load(std::memory_order_acquire) && take(count * kUnitsPerCount);
 }
 
-// seq_cst, as arrive() and the enqueuers: see there.
+// seq_cst, like arrive() and the enqueuers: see there.
 bool ImmCounter::take(uint64_t needed) {
   uint64_t units = units_.load(std::memory_order_seq_cst);
   while (units >= needed) {
-    // What the writers put in memory before their immediates is visible to who took them.
+    // What the writers put in memory before their immediates is visible to whoever takes the counts.
     if (units_.compare_exchange_weak(units, units - needed, std::memory_order_seq_cst)) return true;
   }
   return false;
 }
 
 void ImmCounter::arrive(uint64_t units) {
-  // seq_cst, as is the flag's store in the enqueuers: either we see their flag, or they see our units in serve().
+  // seq_cst, like the store of the flag by enqueuers: either we see their flag, or they see our units in serve().
   units_.fetch_add(units, std::memory_order_seq_cst);
   if (has_waiters_.load(std::memory_order_seq_cst)) serve();
 }
 
-// It may return from wait() at once, so its word is not touched after this but by the wake-up call, which is harmless
-// on a word that is gone. acq_rel: the release pairs with the acquire of the blocked thread, which either is seen
-// asleep here, or sees this before it sleeps (both change the word by a read-modify-write).
+// The waiter may return from wait() at once, so its word is not touched after this except by the wake-up call, which is
+// harmless on a word that no longer exists. acq_rel: the release pairs with the acquire of the blocked thread, which is
+// either seen asleep here, or sees this before it sleeps (both change the word by a read-modify-write).
 void ImmCounter::tell(std::atomic<uint32_t>* word, uint32_t what) {
   if (word->exchange(what, std::memory_order_acq_rel) == kAsleep) engine_->core().wake_sleepers(word);
 }
@@ -62,8 +62,8 @@ void ImmCounter::note_waiters() {
   has_waiters_.store(!waiters_.empty() || flag_, std::memory_order_seq_cst);  // see arrive()
 }
 
-// First come, first served: a big wait at the head holds back small ones behind it, and starves never. What is left is
-// the flag's.
+// First come, first served: a large wait at the head holds back small ones behind it and is never starved. What is left
+// goes to the flag.
 void ImmCounter::serve() {
   std::lock_guard lock(lock_);
   while (!waiters_.empty()) {
@@ -76,7 +76,8 @@ void ImmCounter::serve() {
     }
     waiters_.pop_front();
   }
-  // seq_cst, as in take(): else units that came before the flag was seen could be missed here, and lie until the next.
+  // seq_cst, as in take(): otherwise units that came before the flag was visible could be missed here, and stay until
+  // the next arrival.
   while (const uint64_t counts = flag_ ? units_.load(std::memory_order_seq_cst) / kUnitsPerCount : 0) {
     if (take(counts * kUnitsPerCount)) flag_->give(counts);
   }
@@ -118,7 +119,7 @@ bool ImmCounter::try_waiting(uint64_t* needed_units, uint64_t* units) const {
 
 void ImmCounter::close() {
   std::lock_guard lock(lock_);
-  closed_.store(true, std::memory_order_release);  // pairs with the acquire in closed(): the engine's end is seen, too
+  closed_.store(true, std::memory_order_release);  // pairs with closed(): the engine's end is visible, too
   for (Waiter& waiter : waiters_) {
     if (waiter.futex != nullptr) {
       tell(waiter.futex, kClosed);
@@ -135,7 +136,7 @@ void ImmCounter::close() {
 void ImmCounter::check_settled() const {
   const std::string what = "immediate " + std::to_string(imm_) + " cannot be released: ";
   {
-    std::lock_guard lock(lock_);  // whoever was just served may be here before serve() has taken it off the list
+    std::lock_guard lock(lock_);  // a waiter just served may get here before serve() has removed it from the list
     if (!waiters_.empty()) throw UsageError(what + "somebody waits for it");
     if (flag_) throw UsageError(what + "a flag is raised for it");
   }
@@ -172,7 +173,7 @@ bool ImmCounter::cancel_notify(uint64_t ticket) {
     waiters_.erase(found);
     note_waiters();
   }
-  serve();  // it may have held back smaller ones
+  serve();  // the withdrawn wait may have held back smaller ones
   return true;
 }
 
@@ -196,9 +197,10 @@ WaitResult ImmCounter::wait(uint64_t count, Deadline deadline, const InterruptCh
     if (!word.compare_exchange_strong(seen, kAsleep, std::memory_order_acq_rel)) return;
     engine_->core().sleep_on(guest, &word, kAsleep, until);
     seen = kAsleep;
-    word.compare_exchange_strong(seen, kAwake, std::memory_order_acq_rel);  // else it is over
+    word.compare_exchange_strong(seen, kAwake, std::memory_order_acq_rel);  // otherwise it is over
   };
-  // Our word is on this stack, so leave the queue before returning. Served in the last moment counts.
+  // Our word is on this stack, so the waiter must leave the queue before we return. Being served at the last moment
+  // counts.
   const auto leave = [&] {
     if (!ready() && cancel_notify(ticket)) return false;
     while (!ready()) cpu_relax();
@@ -213,7 +215,7 @@ WaitResult ImmCounter::wait(uint64_t count, Deadline deadline, const InterruptCh
   }
   if (!leave()) return result;
   const bool is_served = word.load(std::memory_order_acquire) == kServed;
-  if (result == WaitResult::kInterrupted) {  // nobody would learn that the counts were taken while the check ran
+  if (result == WaitResult::kInterrupted) {  // nobody would learn that counts were taken while the check ran
     if (is_served) arrive(count * kUnitsPerCount);
     return result;
   }

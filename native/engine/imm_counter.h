@@ -1,4 +1,4 @@
-// Counting immediates: all synchronisation of the contract.
+// Counters of immediates: all synchronisation of the contract.
 #pragma once
 
 #include <atomic>
@@ -16,11 +16,13 @@ namespace crossrail {
 
 class Engine;
 
-// Arrivals of one immediate number. Credit semantics: a wait of n consumes n, and arrivals before anyone asks are kept.
+// Arrivals of one immediate number. Credit semantics: a wait for n consumes n, and counts that arrive before anybody
+// asks are kept.
 // Threads: everything from any thread; arrive() from the progress holder.
 // Invariant: units_ = 48 * (arrived - consumed) >= 0.
-// Invariant: waiters_ not empty, or a flag, implies has_waiters_, and no prefix of waiters_ could be served from units_
-// once the thread that last changed either has left serve(); nor, if none waits, a flag be given whole counts.
+// Invariant: if waiters_ is not empty, or there is a flag, has_waiters_ is set; and once the thread that last changed
+// waiters_ or units_ has left serve(), units_ does not suffice for the first waiter, nor, if none waits, for a whole
+// count to a flag.
 class ImmCounter : public RefCounted<ImmCounter> {
  public:
   ImmCounter(Ref<Engine> engine, uint32_t imm);
@@ -28,39 +30,40 @@ class ImmCounter : public RefCounted<ImmCounter> {
 
   uint32_t imm() const { return imm_; }
 
-  // Whole counts available now, not consumed.
+  // Whole counts available now.
   uint64_t poll() const;
   // The same in 1/48ths: a write split over rails arrives in parts.
   uint64_t poll_units() const { return units_.load(std::memory_order_acquire); }
 
-  // Takes n whole counts if they are there and nobody queues before us.
+  // Takes n whole counts if they are available and nobody is queued before us.
   bool try_consume(uint64_t count);
 
-  // Blocks until n counts were taken. Drives the engine meanwhile when no worker does. kInterrupted takes none.
+  // Blocks until n counts were taken. Drives the engine meanwhile if no worker does. kInterrupted takes none.
   WaitResult wait(uint64_t count, Deadline deadline, const InterruptCheck& interrupted);
 
-  // Once n counts are there, takes them and posts `cookie`; served first come, first served. The ticket is for
-  // cancel_notify. If the engine closes first, the cookie is posted all the same, and closed() is true.
+  // Takes n counts once they are available and posts `cookie`; first come, first served. The ticket is for
+  // cancel_notify. If the engine closes first, the cookie is posted nevertheless, and closed() is true.
   uint64_t notify(uint64_t count, Notifier* notifier, uint64_t cookie);
-  // True: withdrawn, nothing was taken and no cookie comes. False: served already, the cookie comes or came.
+  // True: withdrawn; nothing was taken and no cookie will be posted. False: already served; the cookie has been or will
+  // be posted.
   bool cancel_notify(uint64_t ticket);
-  // From now on every whole count that nobody waited for before it came goes to a flag, and with it to kernels of a
-  // GPU. Throws UsageError while another is raised, EngineClosedError once closed.
+  // From now on every whole count that no earlier wait claims goes to a flag, and through it to GPU kernels. Throws
+  // UsageError while another flag is raised, EngineClosedError once closed.
   Ref<CountFlag> raise();
-  // Ends that flag, and takes back what was given and not taken. No kernel waits by it any more. Idempotent.
+  // Ends that flag, and takes back what was given and not consumed. No kernel may wait on it any more. Idempotent.
   void lower(CountFlag* flag);
-  const Clock& clock() const;  // that deadlines of wait() are points on
-  // Throws UsageError when counts are expected for certain: somebody waits, a flag is raised, or a part of one has
+  const Clock& clock() const;  // the clock of wait()'s deadlines
+  // Throws UsageError if counts are certainly still expected: somebody waits, a flag is raised, or part of a count has
   // arrived.
   void check_settled() const;
-  // True once the engine was closed: notified waiters then got nothing.
+  // True once the engine was closed: waiters that are notified then got nothing.
   bool closed() const { return closed_.load(std::memory_order_acquire); }
 
-  // For dumps: whether anybody waits, for how many 48ths, and how many there are. False also when the counter is being
-  // changed and that does not end.
+  // For dumps: whether anybody waits, for how many 48ths, and how many are available. Also false if the counter stays
+  // locked by another thread.
   bool try_waiting(uint64_t* needed_units, uint64_t* units) const;
 
-  // Adds arrivals, or counts that are given back, and serves waiters. Any thread; arrivals: the progress holder.
+  // Adds arrivals, or counts that are handed back, and serves waiters. Any thread; arrivals: the progress holder.
   void arrive(uint64_t units);
   // Engine::close: serves every waiter with "closed".
   void close();
@@ -70,14 +73,14 @@ class ImmCounter : public RefCounted<ImmCounter> {
     uint64_t ticket;
     uint64_t units;
     Ref<Notifier> notifier;        // or
-    std::atomic<uint32_t>* futex;  // of a blocked thread
+    std::atomic<uint32_t>* futex;  // the word of a blocked thread
     uint64_t cookie;
   };
   void serve();
   void tell(std::atomic<uint32_t>* word, uint32_t what);
-  // Takes units if there are as many.
+  // Takes `needed` units if that many are available.
   bool take(uint64_t needed);
-  // Under the lock, after a change of waiters_ or flag_.
+  // With the lock held, after a change of waiters_ or flag_.
   void note_waiters();
 
   const Ref<Engine> engine_;

@@ -16,7 +16,7 @@ Ref<ImmCounter> ImmTable::find_or_add(Engine* engine, uint32_t imm) {
   return add(engine, imm);
 }
 
-// Under the lock, of a number without one.
+// With the lock held, for a number without a counter.
 Ref<ImmCounter> ImmTable::add(Engine* engine, uint32_t imm) {
   auto counter = Ref<ImmCounter>::adopt(new ImmCounter(Ref<Engine>::share(engine), imm));
   if (closed_) {
@@ -27,7 +27,7 @@ Ref<ImmCounter> ImmTable::add(Engine* engine, uint32_t imm) {
   return counter;
 }
 
-// A number without a counter: what has arrived for a released one since takes it out of circulation.
+// A number without a counter: one for which something has arrived since its release is taken out of circulation.
 uint32_t ImmTable::draw() {
   while (next_ <= kImmMax && counters_.contains(next_)) ++next_;
   if (next_ <= kImmMax && released_.size() < kRestingMax) return next_++;
@@ -40,7 +40,7 @@ uint32_t ImmTable::draw() {
   throw UsageError("all " + std::to_string(kImmMax - first_ + 1) + " immediate numbers are in use: release some");
 }
 
-// Drawn and taken under one lock: nothing can arrive in between and pass for a count of the new owner's.
+// Drawn and given its counter under one lock: nothing can arrive in between and pass for a count of the new owner's.
 Ref<ImmCounter> ImmTable::allocate(Engine* engine) {
   std::lock_guard lock(lock_);
   if (counters_.size() >= capacity_) {
@@ -61,7 +61,7 @@ void ImmTable::release(uint32_t imm, bool force) {
     counters_.erase(found);
     if (imm >= first_ && next_ > imm) released_.push_back(imm);
     if (is_mutated(Mutation::kReuseImmediateEarly) && imm >= first_) next_ = std::min(next_, imm);
-    // release: pairs with the acquire in note_arrival; the holder then forgets its remembered counter.
+    // release: pairs with the acquire in note_arrival; the holder then drops its remembered counter.
     releases_.fetch_add(1, std::memory_order_release);
   }
   dropped->close();

@@ -1,4 +1,4 @@
-// The engine's counters by immediate number.
+// The engine's counters, by immediate number.
 #pragma once
 
 #include <cstdint>
@@ -11,13 +11,14 @@
 
 namespace crossrail {
 
-// Invariant: at most `capacity` counters; find_or_add refuses arrivals of further numbers, and never drops them
+// Invariant: at most `capacity` counters; find_or_add refuses arrivals of further numbers and never drops them
 // silently.
-// Invariant: a number that allocate() returns had no counter: it was released, or never handed out, and nothing has
-// arrived for it since. Threads: any. note_arrival, flush_arrivals, end_arrivals: progress holder.
+// Invariant: a number returned by allocate() had no counter: it was released, or never handed out, and nothing has
+// arrived for it since.
+// Threads: any. note_arrival, flush_arrivals, end_arrivals: progress holder.
 class ImmTable {
  public:
-  // Allocated are numbers from `first` on.
+  // Numbers from `first` on are allocated.
   explicit ImmTable(uint32_t capacity, uint32_t first = kFirstAllocated)
       : capacity_(capacity), first_(first), next_(first) {}
 
@@ -25,12 +26,12 @@ class ImmTable {
   Ref<ImmCounter> find_or_add(Engine* engine, uint32_t imm);
   // A number from the upper half that has no counter.
   Ref<ImmCounter> allocate(Engine* engine);
-  // Throws UsageError where it can be seen that counts of it are still expected, unless forced: then they are dropped.
+  // Throws UsageError if counts of it are visibly still expected; forced, drops them instead.
   void release(uint32_t imm, bool force);
   void close_all();
 
   // For dumps: calls visit(imm, units, needed_units) for each counter that somebody waits for. Gives up after a moment
-  // when the table is being changed: whoever does that may have crashed.
+  // if the table stays locked: the thread that holds it may have crashed.
   template <typename Visit>
   void visit_waiting(Visit&& visit) const {
     if (!lock_.try_lock_for_a_moment()) return;
@@ -42,17 +43,17 @@ class ImmTable {
     }
   }
 
-  // Gathers arrivals of one number after the other, so that a burst costs one look-up and one atomic.
-  // False: the table is full and the arrival is lost.
+  // Gathers consecutive arrivals of the same number, so that a burst costs one look-up and one atomic. False: the table
+  // is full and the arrival is lost.
   bool note_arrival(Engine* engine, uint32_t imm, uint64_t units);
   void flush_arrivals();
-  // The last ones: keeps no counter any more.
+  // Flushes the last arrivals and drops the remembered counter.
   void end_arrivals();
 
  private:
   static constexpr uint32_t kFirstAllocated = 1u << (kImmBits - 1);
 
-  // Released numbers that wait for their turn at most: beyond, the oldest is used again.
+  // The most released numbers that wait for reuse: beyond that, the oldest is reused.
   static constexpr size_t kRestingMax = size_t{1} << 20;
 
   Ref<ImmCounter> add(Engine* engine, uint32_t imm);
@@ -63,12 +64,12 @@ class ImmTable {
   mutable SpinLock lock_;  // guards counters_, next_, released_
   std::unordered_map<uint32_t, Ref<ImmCounter>> counters_;
   uint32_t next_;
-  // Reused when all numbers were handed out once, or that many rest: the oldest first. May hold some that are in use
-  // again, or twice.
+  // Reused, oldest first, once all numbers were handed out or kRestingMax of them are waiting. May contain numbers that
+  // are in use again, or duplicates.
   std::deque<uint32_t> released_;
   std::atomic<uint64_t> releases_{0};
   bool closed_ = false;
-  // Progress holder: the counter of the last arrival.
+  // Progress holder: counter of the last arrival.
   Ref<ImmCounter> last_;
   uint64_t last_releases_ = 0;
   uint64_t gathered_units_ = 0;

@@ -24,18 +24,18 @@ Notifier::~Notifier() {
 void Notifier::post(uint64_t cookie) {
   Node* below = head_.load(std::memory_order_relaxed);
   auto* node = new Node{below, cookie};
-  // release: pairs with the acquire in drain(), so that what happened before the post is seen by who drains it. Once it
-  // is pushed the node is the drainer's, who may have deleted it already.
+  // release: pairs with the acquire in drain(), so that what happened before the post is visible to whoever drains it.
+  // Once pushed, the node belongs to the drainer, who may have deleted it already.
   while (!head_.compare_exchange_weak(below, node, std::memory_order_release, std::memory_order_relaxed))
     node->next = below;
-  if (below == nullptr) {  // it was empty: whoever drains may be asleep
+  if (below == nullptr) {  // it was empty: the consumer may be asleep
     const uint64_t one = 1;
     [[maybe_unused]] const ssize_t written = write(fd_, &one, sizeof one);  // cannot fill up: drain() resets it
   }
 }
 
 void Notifier::drain(std::vector<uint64_t>* cookies) {
-  // The reset comes first: a post after it makes the descriptor readable again.
+  // Reset first: a post that comes later makes the descriptor readable again.
   uint64_t count;
   [[maybe_unused]] const ssize_t got = read(fd_, &count, sizeof count);
   Node* node = head_.exchange(nullptr, std::memory_order_acquire);

@@ -1,4 +1,5 @@
-// From the worker to whoever waits: a lock-free stack of cookies, and an eventfd that becomes readable when it fills.
+// From the worker to a waiting thread or loop: a lock-free stack of cookies, and an eventfd that becomes readable when
+// it fills.
 #pragma once
 
 #include <atomic>
@@ -20,16 +21,16 @@ class Notifier : public RefCounted<Notifier> {
   // Readable (POLLIN) when there is something to drain. Owned by the notifier.
   int fd() const { return fd_; }
 
-  // Never blocks, never allocates more than one node; never lost.
+  // Never blocks, allocates at most one node, loses nothing.
   void post(uint64_t cookie);
 
-  // [any] relaxed: who needs what happened before a post drains it.
+  // [any] relaxed: to see what happened before a post, drain it.
   bool has_posts() const { return head_.load(std::memory_order_relaxed) != nullptr; }
 
   // Appends the cookies posted so far, oldest first.
   void drain(std::vector<uint64_t>* cookies);
 
-  // Blocks until readable or deadline (now_ns clock); true when readable. EINTR returns false early.
+  // Blocks until readable or the deadline (now_ns clock); true if readable. EINTR returns false early.
   bool wait(int64_t deadline_ns);
 
  private:

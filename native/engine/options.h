@@ -1,4 +1,4 @@
-// What EngineOptions may hold.
+// Validation of EngineOptions.
 #pragma once
 
 namespace crossrail {

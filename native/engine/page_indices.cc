@@ -14,7 +14,7 @@ namespace {
 template <typename Index>
 uint64_t convert_indices(const void* data, uint64_t count, const char* name, uint32_t* out) {
   const auto* indices = static_cast<const Index*>(data);
-  // Copied first and checked on the copy: the caller's array may change under us.
+  // Copy first, then check the copy: the caller's array may change under us.
   bool fits = true;
   uint32_t largest = 0;
   for (uint64_t i = 0; i < count; ++i) {
@@ -56,7 +56,7 @@ void copy_page_indices(const PageIndices& pages, const char* name, uint64_t offs
       largest = convert_indices<uint64_t>(pages.data, pages.count, name, out);
       break;
   }
-  // Strides and offsets are at most 2^56 by the checks of the caller, indices 2^32: 128 bits hold the product.
+  // The caller has limited strides and offsets to 2^56, indices are below 2^32: 128 bits hold the product.
   const auto end = static_cast<unsigned __int128>(largest) * stride_bytes + offset + page_bytes;
   if (end <= bound_bytes) return;
   uint64_t at = 0;

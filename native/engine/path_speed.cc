@@ -8,13 +8,13 @@ namespace crossrail {
 
 namespace {
 
-// The first of the rails that share an interface with this one stands for it.
+// The first of the rails that share this one's interface, as its representative.
 uint32_t device_of(uint32_t rail, std::span<const std::string> devices) {
   if (rail >= devices.size()) return rail;
   return static_cast<uint32_t>(std::ranges::find(devices, devices[rail]) - devices.begin());
 }
 
-// Of a peer's rails over tcp, which only IP addresses tell apart.
+// The same for a peer's rails over tcp, which only IP addresses tell apart.
 uint32_t address_of(uint32_t rail, TransportKind kind, const Address& peer) {
   const std::vector<Endpoint>& all = peer.endpoints;
   if (kind != TransportKind::kTcp || rail >= all.size()) return rail;
@@ -27,8 +27,8 @@ uint32_t address_of(uint32_t rail, TransportKind kind, const Address& peer) {
 double expected_gb_per_s(std::span<const RailReport> pairs, TransportKind kind, const Address& own,
                          std::span<const std::string> own_devices, const Address& peer) {
   constexpr double kGbPerMbit = 1e-3 / 8;
-  std::map<uint32_t, double> sent;                         // by each interface of ours
-  std::map<uint32_t, std::map<uint32_t, double>> offered;  // to each of the peer's, by those of ours paired with it
+  std::map<uint32_t, double> sent;                         // by each of our interfaces
+  std::map<uint32_t, std::map<uint32_t, double>> offered;  // to each of the peer's, by each of ours paired with it
   for (const RailReport& pair : pairs) {
     const double own_mbps = own.speed_mbps_of(kind, pair.rail);
     if (own_mbps == 0 || peer.speed_mbps_of(kind, pair.peer_rail) == 0) return 0;

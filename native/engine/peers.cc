@@ -1,4 +1,4 @@
-// Peers: made, connected, in what state, forgotten, explained.
+// Peers: creating, connecting, states, forgetting, explaining.
 #include <algorithm>
 #include <mutex>
 #include <tuple>
@@ -16,7 +16,7 @@ namespace {
 
 constexpr const char* kForgotten = "forgotten on request";
 
-// Rails as both sides would pair them; the transport knows better once it is connected.
+// Rails as both sides would pair them; once connected, the transport knows better.
 std::vector<RailReport> expected_rails(const Route& route, const Address& own, const Address& peer) {
   std::vector<RailReport> rails;
   const uint32_t count = own.rail_count_on(route.kind);
@@ -43,8 +43,8 @@ bool is_linked(PeerState state) {
   return state == PeerState::kConnected || state == PeerState::kSlow || state == PeerState::kFrozen;
 }
 
-// One incarnation is one engine. Only where it is reached may be told differently, through forwarded ports, say: the
-// way that was told first is taken. All else that differs was changed, or made up.
+// One incarnation is one engine. Only the place where it is reached may legitimately differ between addresses, through
+// forwarded ports, say: the first one is used. Any other difference means that an address was altered or made up.
 void check_same(const Peer& peer, const Address& address) {
   const Address& known = peer.address();
   const auto identity = [](const Address& of) { return std::tie(of.name, of.host, of.net, of.pid, of.transports); };
@@ -69,7 +69,7 @@ PeerRef EngineCore::add_peer(const Address& address) {
     }
     is_crowded = peers_.size() >= peers_sweep_at_;
   }
-  if (is_crowded) {  // take_lost_peers() would find them named
+  if (is_crowded) {  // take_lost_peers() would otherwise find them named
     transfers_.drop_regions([](const Peer& peer) { return peer.state() == PeerState::kLost; });
   }
   Route route = transports_.choose(address);
@@ -80,7 +80,7 @@ PeerRef EngineCore::add_peer(const Address& address) {
       if (known->address().name == address.name) return known;
     }
   }
-  const auto known = peers_.find(address.incarnation);  // by another thread meanwhile
+  const auto known = peers_.find(address.incarnation);  // added by another thread meanwhile
   if (known != peers_.end()) {
     check_same(*known->second, address);
     return known->second;
@@ -103,7 +103,7 @@ void EngineCore::start_connect(Peer& peer) {
   assert_holder();
   if (peer.link_ != nullptr || closed()) return;
   if (peer.state() == PeerState::kLost && !peer.work_->is_worth_another_try) return;
-  if (!knows(peer)) {  // an operation that began before it was forgotten: a second link to the same engine must not be
+  if (!knows(peer)) {  // begun before the peer was forgotten: there must be no second link to an engine
     peer.work_->note = kForgotten;
     peer.work_->is_worth_another_try = false;
     set_state(peer, PeerState::kLost, FlightState::kForgotten);
@@ -121,7 +121,7 @@ void EngineCore::start_connect(Peer& peer) {
   }
 }
 
-// Once: to whom we answer is tried again and again (UntoldAnswers), though nobody may be there.
+// Reported once: an asker that we answer is tried again and again (UntoldAnswers), though it may be gone.
 bool EngineCore::tell_lost(Peer& peer, EngineEvent::Kind kind, const std::string& reason) {
   assert_holder();
   if (std::exchange(peer.work_->is_told_lost, true)) return false;
@@ -131,7 +131,7 @@ bool EngineCore::tell_lost(Peer& peer, EngineEvent::Kind kind, const std::string
 
 void EngineCore::forget_peer(Peer& peer) {
   run_as_holder([&] {
-    while (take_submits() > 0) {  // what was submitted before ends with the rest
+    while (take_submits() > 0) {  // earlier submits end with the rest
     }
     if (peer.link_ != nullptr) {
       peer.route_.transport->disconnect(*peer.link_);
@@ -139,7 +139,7 @@ void EngineCore::forget_peer(Peer& peer) {
     }
     fail_backlogs(peer, Status::kPeerLost, kForgotten);
     verifications_.fail(&peer, Status::kPeerLost, kForgotten);
-    // Nobody connects this one again, and who waits for it to be connected is told.
+    // Nobody will connect this peer again, and those waiting for its connection are told.
     peer.work_->note = kForgotten;
     set_state(peer, PeerState::kLost, FlightState::kForgotten);
     std::lock_guard lock(tables_mutex_);
@@ -157,7 +157,7 @@ std::vector<RemoteRegionRef> EngineCore::take_unused_remote_regions() {
   std::vector<RemoteRegionRef> unused;
   if (remote_regions_.size() < remote_regions_sweep_at_) return unused;
   for (auto at = remote_regions_.begin(); at != remote_regions_.end();) {
-    // Whoever wants one that it has not asks under the mutex: nobody comes by another way.
+    // Nobody else can get a reference now: whoever wants one from the table asks under the mutex.
     if (!at->second->is_only_ref()) {
       ++at;
       continue;
@@ -172,13 +172,13 @@ std::vector<RemoteRegionRef> EngineCore::take_unused_remote_regions() {
 std::vector<PeerRef> EngineCore::take_lost_peers() {
   std::vector<PeerRef> lost;
   if (peers_.size() < peers_sweep_at_) return lost;
-  // Their regions name them. One with a key is just being lost: on_link_down() gets to it.
+  // Their regions reference them. One with a key is just being lost: on_link_down() will get to it.
   const auto is_unused = [](const auto& item) {
     const RemoteRegion& region = *item.second;
     return region.peer()->state() == PeerState::kLost && region.is_only_ref() && !region.key_;
   };
   std::erase_if(remote_regions_, is_unused);
-  // Whoever wants one that it has not asks under the mutex: nobody comes by another way.
+  // Nobody else can get a reference now: whoever wants one from the table asks under the mutex.
   for (const auto& [incarnation, peer] : peers_) {
     if (peer->state() == PeerState::kLost && peer->is_only_ref()) lost.push_back(peer);
   }
@@ -230,7 +230,7 @@ Status EngineCore::map(Peer& peer, RemoteRegion& region, int gpu, Mapping* mappi
   if (closed()) return Status::kEngineClosed;
   if (peer.link_ == nullptr) return Status::kPeerLost;
   const Status status = peer.route_.transport->map(*peer.link_, *key_of(peer, region), gpu, mapping);
-  // The owner knows better than a descriptor how long the region is.
+  // The owner knows the region's length better than a descriptor does.
   const bool is_longer = status == Status::kDone && region.length_bytes() > mapping->length_bytes;
   return is_longer ? Status::kOutOfBounds : status;
 }

@@ -20,7 +20,7 @@ uint64_t word_at(uint64_t seed, uint64_t offset) {
   return mixed ^ (mixed >> 31);
 }
 
-// Calls visit(offset, pattern word, its first byte of interest, how many) for the words that cover [offset, end).
+// Calls visit(offset, pattern word, first byte of interest in it, how many) for the words that cover [offset, end).
 template <typename Visit>
 void for_each_word(uint64_t seed, uint64_t offset, uint64_t end, Visit&& visit) {
   while (offset < end) {

@@ -1,8 +1,8 @@
 // Fills memory that nobody should write to any more with a pattern, and finds out whether somebody did.
 //
-// The bytes depend on their address and on a number drawn for each poisoning, so neither zeros, nor a copy of other
-// poisoned memory, nor an earlier poisoning pass for them. A write of a single byte goes unnoticed once in 256 times,
-// of eight bytes once in 2^64.
+// The bytes depend on their address and on a number drawn for each poisoning, so zeros, copies of other poisoned
+// memory, and remains of an earlier poisoning are all detected. A write of a single byte goes unnoticed once in 256
+// times, a write of eight bytes once in 2^64.
 #pragma once
 
 #include <array>
@@ -23,22 +23,22 @@ struct PoisonedPages {
   std::vector<uint32_t> indices;
 };
 
-// Owner of the memory: the caller, until its last call of find(). Threads: one at a time; writers may run meanwhile:
-// finding them is the purpose.
+// Owner of the memory: the caller, until its last call of find(). Threads: one at a time; other threads may write to
+// the memory meanwhile: finding them is the purpose.
 class Poison {
  public:
-  // Throws UsageError for pages that do not lie within the memory.
+  // Throws UsageError for pages outside the memory.
   Poison(std::byte* base, uint64_t length_bytes, uint64_t offset, uint64_t stride_bytes, uint64_t page_bytes,
          const PageIndices& pages);
 
   void fill();
 
   struct Finding {
-    uint64_t offset;                // of the first byte that is not as it was left
-    uint64_t length_bytes;          // from that to the last one in the same page
-    std::array<uint8_t, 16> found;  // the first of what is there now,
-    uint32_t found_bytes;           // of which so many count
-    uint64_t pages;                 // that are not as they were left, the one of `offset` included
+    uint64_t offset;                // of the first changed byte
+    uint64_t length_bytes;          // from that to the last changed byte in the same page
+    std::array<uint8_t, 16> found;  // the first bytes found there now,
+    uint32_t found_bytes;           // of which this many are valid
+    uint64_t pages;                 // pages with changed bytes, including the one at `offset`
   };
   std::optional<Finding> find() const;
 

@@ -1,4 +1,4 @@
-// From submits to work requests: who gets a turn, and for how long.
+// From submits to work requests: which gets a turn, and for how long.
 #include <algorithm>
 #include <new>
 
@@ -11,7 +11,7 @@ namespace {
 
 constexpr uint32_t kSubmitsPerRound = 64;
 constexpr uint32_t kItemsPerTurn = 256;                  // of one peer in a round,
-constexpr uint64_t kBytesPerRound = uint64_t{1} << 20;   // and bytes in all: then arrivals are looked at again.
+constexpr uint64_t kBytesPerRound = uint64_t{1} << 20;   // and of bytes in all: then arrivals are looked at again.
 constexpr uint64_t kQueuedPerRound = uint64_t{4} << 20;  // Where posting only queues: see count_in_round().
 
 }  // namespace
@@ -46,12 +46,12 @@ void EngineCore::start(Transfer* transfer) {
   begin(transfer);
 }
 
-// True: it waits for its word; or has ended, since that is watched no more.
+// True: it waits for its word, or has already ended because that word is no longer watched.
 bool EngineCore::hold(Transfer* transfer) {
   assert_holder();
   TransferWork& work = *transfer->work_;
   Peer& peer = work.peer();
-  if (peer.link_ == nullptr) start_connect(peer);      // meanwhile
+  if (peer.link_ == nullptr) start_connect(peer);      // the link may have gone meanwhile
   if (peer.state() == PeerState::kLost) return false;  // it begins, and fails
   switch (triggers_.hold(transfer, std::move(work.trigger), work.threshold)) {
     case Triggers::Word::kAwaited:
@@ -83,13 +83,13 @@ void EngineCore::on_word_changed() try {
   fail_out_of_memory(options_.name.c_str());
 }
 
-// How much a round posts to such peers.
+// How many bytes a round posts to such peers.
 uint64_t EngineCore::round_bytes_max(const Peer& peer) {
   return peer.route_.traits->moves_while_posting ? kBytesPerRound : kQueuedPerRound;
 }
 
-// Whether it may be posted by who begins it. One that has no short work to begin with is queued, too; and a long one
-// once this round has posted enough: those submitted behind it are to be heard of before all of them are copied.
+// Whether the thread that begins an item may post it at once. Not if other short work is queued before it; nor a long
+// one once this round has posted enough: submits behind it should be looked at before all of it is copied.
 bool EngineCore::may_post(const Peer& peer, const PostItem& item) const {
   const TransferWork& work = *item.transfer->work_;
   if (!first_bytes_only_) return is_short(item) || round_bytes_ < round_bytes_max(peer);
@@ -104,7 +104,7 @@ uint32_t EngineCore::begin_triggered() {
   const std::vector<Triggers::Due> due = triggers_.take_due();
   for (const auto& [transfer, word] : due) {
     TransferWork& work = *transfer->work_;
-    // What was cancelled before the word went up is seen now, if it was not before: it does not begin.
+    // A cancel that came before the word changed is seen now, if not earlier: the transfer does not begin.
     if (closed()) {
       finish(transfer, Status::kEngineClosed);
     } else if (word == Triggers::Word::kClosed || work.is_to_be_cancelled(*transfer)) {
@@ -126,7 +126,7 @@ void EngineCore::begin(Transfer* transfer) {
   if (work.kind == OpKind::kScatter || work.kind == OpKind::kBarrier) {
     work.open_items = static_cast<uint32_t>(work.targets.size());
     for (uint32_t i = 0; i < work.targets.size(); ++i) start_item(*work.targets[i].peer, transfer, i);
-    // A group may be empty, and every target may have been posted and done already.
+    // A group may be empty, and every target may already have been posted and be done.
     finish_if_done(transfer);
     return;
   }
@@ -135,7 +135,7 @@ void EngineCore::begin(Transfer* transfer) {
   finish_if_done(transfer);
 }
 
-// One short work. Those of one peer keep their turns among them.
+// A single short work. Short works of one peer keep their order of turns.
 bool EngineCore::is_short(const PostItem& item) {
   const TransferWork& work = *item.transfer->work_;
   if (work.bulk || work.has_plan || work.kind == OpKind::kPagedWrites) return false;
@@ -143,7 +143,7 @@ bool EngineCore::is_short(const PostItem& item) {
   return (has_targets ? work.targets[item.target].length_bytes : work.length_bytes) <= kShortBytesMax;
 }
 
-// Posts at once what nothing else is queued before; queues the rest.
+// Posts at once what has nothing queued before it; queues the rest.
 void EngineCore::start_item(Peer& peer, Transfer* transfer, uint32_t target) {
   assert_holder();
   if (peer.link_ == nullptr) start_connect(peer);
@@ -174,8 +174,8 @@ void EngineCore::mark_busy(Peer& peer) {
   busy_.push_back(PeerRef::share(&peer));
 }
 
-// Short work of all peers does not share a round's bytes with what is long. They go first by turns: what is long may
-// need the same room for a part of it.
+// Short work of all peers does not share a round's byte budget with long work. The two take turns going first: long
+// work may need part of the same room.
 uint32_t EngineCore::post_backlogs() {
   assert_holder();
   runnable_ = false;
@@ -200,8 +200,8 @@ uint32_t EngineCore::post_backlogs() {
   return moved;
 }
 
-// A turn for each busy peer, until the round has posted its bytes. *next: the first that got none, if any: the next
-// round begins there.
+// A turn for each busy peer, until the round has used up its bytes. *next: the first peer without a turn, if any: the
+// next round begins there.
 uint32_t EngineCore::post_turns(std::initializer_list<RingQueue<PostItem> PeerWork::*> queues, size_t* next) {
   round_bytes_ = 0;
   uint32_t moved = 0;
@@ -217,7 +217,7 @@ uint32_t EngineCore::post_turns(std::initializer_list<RingQueue<PostItem> PeerWo
   return moved;
 }
 
-// One round over a peer's queue, each item a turn; ends when everything that was tried is blocked.
+// One pass over a peer's queue, a turn per item; ends when everything that was tried is blocked.
 uint32_t EngineCore::post_backlog(Peer& peer, RingQueue<PostItem>& backlog) {
   assert_holder();
   uint32_t moved = 0;
@@ -228,7 +228,7 @@ uint32_t EngineCore::post_backlog(Peer& peer, RingQueue<PostItem>& backlog) {
     const uint32_t posted_before = item.transfer->work_->posted;
     const Progress progress = advance(peer, item);
     if (backlog.empty()) return moved + 1;  // the link went down meanwhile
-    if (progress == Progress::kFull) {      // it keeps its place
+    if (progress == Progress::kFull) {      // the item keeps its place
       if (item.transfer->work_->posted != posted_before) ++moved;
       break;
     }
@@ -254,9 +254,9 @@ uint32_t EngineCore::post_backlog(Peer& peer, RingQueue<PostItem>& backlog) {
 EngineCore::Progress EngineCore::advance(Peer& peer, const PostItem& item) {
   assert_holder();
   TransferWork& work = *item.transfer->work_;
-  const bool has_targets = work.kind == OpKind::kScatter || work.kind == OpKind::kBarrier;  // each fails for itself
+  const bool has_targets = work.kind == OpKind::kScatter || work.kind == OpKind::kBarrier;  // each fails on its own
   if ((work.failure != Status::kDone && !has_targets) || work.cut_short)
-    return Progress::kAllPosted;  // post no more of it
+    return Progress::kAllPosted;  // post nothing more of it
   if (peer.link_ == nullptr || peer.state() == PeerState::kConnecting) return Progress::kFull;
   switch (work.kind) {
     case OpKind::kWrite:

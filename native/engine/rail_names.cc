@@ -20,7 +20,7 @@ RailNames split_rail_names(std::span<const std::string> names, std::span<const R
       const bool by_device = name == port.name || name == port.device;
       if (!by_device && name != port.netdev && name != port.ip) continue;
       add_once(&split.rdma, name);
-      // Of a device without an interface (InfiniBand, EFA) tcp has nothing.
+      // A device without an interface (InfiniBand, EFA) means nothing to tcp.
       if (by_device) add_once(&split.tcp, port.netdev);
       is_device = is_device || by_device;
     }

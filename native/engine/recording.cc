@@ -1,4 +1,4 @@
-// What an engine tells of itself: counts, and the flight recorder's entries.
+// What an engine reports about itself: counts, and the flight recorder's entries.
 #include "engine/core.h"
 
 namespace crossrail {
@@ -9,7 +9,7 @@ EngineStats EngineCore::stats() const {
   stats.transfers_done = get(counters_.done);
   stats.transfers_failed = get(counters_.failed);
   stats.transfers_cancelled = get(counters_.cancelled);
-  stats.transfers_inflight = users_inflight();  // not what engines tell each other
+  stats.transfers_inflight = users_inflight();  // without the engines' own services
   stats.transfers_submitted =
       stats.transfers_done + stats.transfers_failed + stats.transfers_cancelled + stats.transfers_inflight;
   stats.bytes_written = get(counters_.bytes_written);
@@ -43,7 +43,7 @@ void EngineCore::record_transfer(FlightState state, const Transfer& transfer) {
                     .state = state});
 }
 
-// Works of one transfer that went to a transport, to one of its rails, or ended there.
+// Works of one transfer that were handed to a transport, were put on one of its rails, or ended there.
 void EngineCore::record_works(FlightState state, const Peer& peer, uint32_t rail, const Transfer& transfer,
                               uint32_t count, uint64_t bytes) {
   assert_holder();
@@ -61,15 +61,15 @@ void EngineCore::record_works(FlightState state, const Peer& peer, uint32_t rail
 void EngineCore::record_posted(Peer& peer, uint32_t rail, uint32_t accepted, uint32_t completed, uint64_t bytes,
                                const Transfer& transfer) {
   assert_holder();
-  // What was retired through the sink meanwhile is counted already: below zero for a moment.
+  // Works retired through the sink meanwhile are already subtracted: below zero for a moment.
   if (accepted > completed) bump(peer.track_->outstanding, accepted - completed);
   record_works(accepted > completed ? FlightState::kPosted : FlightState::kMoved, peer, rail, transfer, accepted,
                bytes);
 }
 
-// The first, and most likely only, work of a transfer that nobody else knows of was over at once. Since every transfer
-// is recorded in some way (finish), those that repeat each other without another entry between them are numbered in a
-// row.
+// The first, and most likely only, work of a transfer that nobody else knows was over at once. Since every transfer is
+// recorded in some way (finish), transfers that repeat each other without another entry in between have consecutive
+// numbers.
 void EngineCore::record_first_moved(const Peer& peer, uint32_t rail, uint64_t bytes, const TransferWork& work) {
   assert_holder();
   recorder_.record_repeatable(&peer, peer.route_.index, rail,
@@ -93,7 +93,7 @@ void EngineCore::note_queued(Peer& peer) {
   peer.track_->queued.store(work.backlog.size() + work.shorts.size() + work.messages.size(), std::memory_order_relaxed);
 }
 
-// Arrivals of one number that come one after the other are one entry.
+// Consecutive arrivals of one number become one entry.
 void EngineCore::record_arrivals() {
   assert_holder();
   if (arrived_count_ == 0) return;

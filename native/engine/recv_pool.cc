@@ -22,7 +22,7 @@ ReceivePool::Offer ReceivePool::offer(const std::shared_ptr<const Address>& send
     return Offer::kFull;
   }
   ready_.push_back({sender, Bytes(payload.begin(), payload.end())});
-  engine_->core().note_received(payload.size());  // under the lock: whoever takes it finds it counted
+  engine_->core().note_received(payload.size());  // under the lock: whoever takes the message finds it counted
   wake_locked();
   return Offer::kTaken;
 }

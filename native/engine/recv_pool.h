@@ -22,8 +22,8 @@ struct Message {
   Bytes payload;
 };
 
-// Invariant: ready_.size() <= buffer_count_: a message is taken from a peer only while a buffer is free, so
-// an exhausted pool holds the senders back and loses nothing.
+// Invariant: ready_.size() <= buffer_count_: a message is taken from a peer only while a buffer is free, so an
+// exhausted pool holds the senders back and loses nothing.
 // Threads: everything from any thread; offer() from the progress holder.
 class ReceivePool : public RefCounted<ReceivePool> {
  public:
@@ -33,16 +33,17 @@ class ReceivePool : public RefCounted<ReceivePool> {
   uint32_t buffer_bytes() const { return buffer_bytes_; }
   uint32_t buffer_count() const { return buffer_count_; }
 
-  // Takes up to `limit` messages, oldest first, appending to `out`; frees their buffers. Never blocks.
+  // Takes up to `limit` messages, oldest first, and appends them to `out`; frees their buffers. Never blocks.
   void poll(size_t limit, std::vector<Message>* out);
-  // Blocks until at least one message is there (not taken) or deadline.
+  // Blocks until at least one message is there (without taking it) or the deadline has passed.
   WaitResult wait(Deadline deadline, const InterruptCheck& interrupted);
-  // Posts `cookie` once, when messages are there (at once if they are) or the engine closed. Re-arm after draining.
+  // Posts `cookie` once, when messages are there (at once if they already are) or the engine closes. Re-arm after
+  // draining.
   void notify(Notifier* notifier, uint64_t cookie);
   // Stops receiving into this pool; messages already in it can still be polled. Idempotent.
   void close();
   bool closed() const;
-  const Clock& clock() const;  // that deadlines of wait() are points on
+  const Clock& clock() const;  // the clock of wait()'s deadlines
 
   // Progress holder.
   enum class Offer : uint8_t { kTaken, kFull, kTooLong, kClosed };

@@ -12,7 +12,7 @@ namespace crossrail {
 namespace {
 
 constexpr int64_t kAskEveryNs = 200'000;
-constexpr size_t kRevokedKept = 1024;  // for who is late: of one older than that peers only learn that it is gone
+constexpr size_t kRevokedKept = 1024;  // late peers learn that these were revoked; older ones are just gone
 
 }  // namespace
 
@@ -39,20 +39,20 @@ Region::Region(Ref<Engine> engine, LocalRegions local, Access access, std::share
 }
 
 Region::~Region() {
-  if (engine_->core().forked()) {  // the transports' locks may be held for ever in this process
+  if (engine_->core().forked()) {  // the transports' locks may stay locked for ever in this process
     local_.leak();
     if (shown_) shown_->leak();
     if (first_) first_->leak();
     return;
   }
   hide(Why::kClosed);
-  // relaxed: whoever closed it had a reference; the last one to be dropped acquires what went before the others.
+  // relaxed: whoever closed it held a reference; whoever drops the last one acquires what preceded the other drops.
   if (phase_.load(std::memory_order_relaxed) != kClosed) engine_->core().region_gone();
 }
 
 const Clock& Region::clock() const { return engine_->clock(); }
 
-// Peers may name it by this.
+// Lets peers name it by this id.
 void Region::show(const LocalRegions& region) {
   descriptor_.region_id = region.id();
   engine_->core().transports().describe(region, &descriptor_);
@@ -60,14 +60,14 @@ void Region::show(const LocalRegions& region) {
   shown_id_.store(region.id(), std::memory_order_seq_cst);
 }
 
-// Why comes first: a RegionUse that finds itself over asks for it.
+// The reason is stored first: a RegionUse that finds itself over asks for it.
 void Region::hide(Why why) {
   const uint64_t id = shown_id_.load(std::memory_order_relaxed);  // changed under fencing_, or by the last owner
   if (id != 0) engine_->core().unlist_region(id, why == Why::kRevoked);
   shown_id_.store(0, std::memory_order_seq_cst);
 }
 
-// relaxed: our caller holds regions_mutex_, which ~Region takes before anything of the region is gone.
+// relaxed: the caller holds regions_mutex_, which ~Region takes before any part of the region is destroyed.
 bool Region::try_add_ref() {
   uint64_t uses = uses_.load(std::memory_order_relaxed);
   do {
@@ -134,8 +134,8 @@ RegionDescriptor Region::descriptor() const {
 
 // --- waiting ---
 
-// Like EngineCore::wait_until, but goes on when the engine is closed: its own work is over then, yet a peer that was
-// stopped in the middle of something can still be at the memory.
+// Like EngineCore::wait_until, but continues when the engine is closed: the engine's own work is over then, but a peer
+// that was stopped in the middle of an access may still touch the memory.
 WaitResult Region::wait_until(const std::function<bool()>& ready, Deadline deadline,
                               const InterruptCheck& interrupted) {
   if (ready()) return WaitResult::kReady;
@@ -153,7 +153,8 @@ WaitResult Region::wait_until(const std::function<bool()>& ready, Deadline deadl
   return result;
 }
 
-// Never blocks: it may be the progress holder who asks. Somebody else may have seen it through, and renewed since.
+// Never blocks: the caller may be the progress holder. Another thread may have completed the revocation, and renewed
+// since.
 bool Region::is_fence_up() const {
   const std::unique_lock lock(fencing_, std::try_to_lock);
   if (lock && fence_.load(std::memory_order_relaxed) != kRevoking) return true;
@@ -161,8 +162,9 @@ bool Region::is_fence_up() const {
          engine_->core().transports().is_region_quiet(*shown_);
 }
 
-// Likewise. Submitters first: one that stops being one has begun its operation, if it goes on. The loads of
-// inflight_ops pair with the release in EngineCore::finish. No NIC is asked to forget what our own transfers still use.
+// Likewise. Submitters first: a submit under way either has begun its operation by the time it ends, or fails. The
+// loads of inflight_ops pair with the release in EngineCore::finish. No NIC is asked to forget what our own transfers
+// still use.
 bool Region::is_quiet() const {
   EngineCore& core = engine_->core();
   if (core.is_submitting() || inflight_ops() != 0) return false;
@@ -173,7 +175,7 @@ bool Region::is_quiet() const {
 
 bool Region::quarantined() const {
   if (engine_->core().forked()) return false;
-  // acquire, both: pair with the releases of who saw the last use end, poll_close() and revoke().
+  // acquire, both: pair with the releases of whoever saw the last use end: poll_close() and revoke().
   if (closed()) return phase_.load(std::memory_order_acquire) != kClosed && inflight_ops() == 0 && !is_quiet();
   return fence_.load(std::memory_order_acquire) == kRevoking;
 }
@@ -225,8 +227,8 @@ WaitResult Region::revoke(Deadline deadline, const InterruptCheck& interrupted) 
   return WaitResult::kReady;
 }
 
-// A NIC cannot forget what peers know while works of our own use that very registration. Asking takes the progress
-// holder, so this is no condition of wait_until.
+// A NIC cannot forget the registration that peers know while works of our own use that very registration. Asking takes
+// the progress holder, so this cannot be a condition of wait_until.
 WaitResult Region::move_own_transfers(Deadline deadline, const InterruptCheck& interrupted) {
   EngineCore& core = engine_->core();
   for (;;) {
@@ -269,8 +271,8 @@ void Region::renew() {
 void Region::begin_close() {
   if (closed()) return;
   const bool forked = engine_->core().forked();
-  // Before the phase changes: a second closer, who finds it closing, has to find the lock taken (is_quiet) until peers
-  // are refused, too. A child's copy of the lock may be held for ever.
+  // Before the phase changes: a second closer, which finds the region closing, must find the lock taken (is_quiet)
+  // until peers are refused, too. A forked child's copy of the lock may stay locked for ever.
   std::unique_lock lock(fencing_, std::defer_lock);
   if (!forked) lock.lock();
   uint8_t expected = kOpen;
@@ -288,7 +290,7 @@ WaitResult Region::close(Deadline deadline, const InterruptCheck& interrupted, b
 
 bool Region::poll_close() {
   begin_close();
-  // acquire: pairs with the exchange below, of another thread: what ended the last use is over for us, too.
+  // acquire: pairs with the exchange below by another thread: what ended the last use is over for us, too.
   if (phase_.load(std::memory_order_acquire) == kClosed || engine_->core().forked()) return true;
   if (!is_mutated(Mutation::kSkipCloseWait) && !is_quiet()) return false;
   if (phase_.exchange(kClosed, std::memory_order_acq_rel) != kClosed) engine_->core().region_gone();

@@ -1,4 +1,4 @@
-// What the transports report, on the progress holder: links, immediates, messages.
+// What the transports report to the progress holder: links, immediates, messages.
 #include <bit>
 #include <memory>
 #include <mutex>
@@ -27,7 +27,7 @@ void EngineCore::on_link_down(Link& link, const std::string& reason, LinkEnd end
   peer->link_ = nullptr;
   peer->work_->note = reason;
   record_arrivals();
-  imms_.flush_arrivals();  // whoever sees that it is lost sees all that it has counted
+  imms_.flush_arrivals();  // whoever sees that the peer is lost sees everything that it has counted
   const bool orderly = end == LinkEnd::kLeft;
   peer->work_->is_worth_another_try = end == LinkEnd::kUnmade;
   set_state(*peer, PeerState::kLost, orderly ? FlightState::kLeft : FlightState::kLost);
@@ -58,7 +58,7 @@ void EngineCore::flush_gpu_before_counts(int ordinal) {
   gpus_to_flush_.fetch_or(uint64_t{1} << ordinal, std::memory_order_release);
 }
 
-// What NICs wrote to GPUs whose writes come in late is waited for. False, and an event: it cannot be.
+// Waits for NICs' writes to GPUs where they become visible late. False, with an event: not possible.
 bool EngineCore::flush_gpus(uint64_t gpus, const std::string& what) {
   assert_holder();
   try {
@@ -71,8 +71,8 @@ bool EngineCore::flush_gpus(uint64_t gpus, const std::string& what) {
 }
 
 void EngineCore::count_arrivals() {
-  constexpr int kTurnsMax = 1000;          // others may go on for ever
-  if (closed() || is_simulated()) return;  // in a simulation what arrives takes its virtual time
+  constexpr int kTurnsMax = 1000;          // others may keep going for ever
+  if (closed() || is_simulated()) return;  // in a simulation, what arrives takes its virtual time
   run_as_holder([this] {
     for (int turn = 0; turn < kTurnsMax && !closed() && poll_transports() > 0; ++turn) {
     }

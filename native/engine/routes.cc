@@ -21,7 +21,7 @@ const char* place_of(const Address& own, const Address& peer) {
   return "on another host";
 }
 
-// As transport= has it: "tcp", "ofi:tcp".
+// As spelled in transport=: "tcp", "ofi:tcp".
 std::string asked_for(const Address& own, TransportKind kind) {
   const std::string fabric = is_rdma(kind) && kind != TransportKind::kSim ? own.rdma_on(kind).fabric : "";
   return std::string(transport_name(kind)) + (fabric.empty() ? "" : ":" + fabric);
@@ -29,7 +29,7 @@ std::string asked_for(const Address& own, TransportKind kind) {
 
 std::string quoted(const std::string& fabric) { return fabric.empty() ? "unnamed" : "'" + fabric + "'"; }
 
-// Why not by this one, where at least one of the two has it; empty: by this one.
+// Why a transport that at least one side has is not used; empty: it can be.
 std::string obstacle(TransportKind kind, const Address& own, const Address& peer, std::span<const Absent> absent,
                      const WhyOutOfReach& why_out_of_reach) {
   const std::string name = transport_name(kind);
@@ -46,7 +46,7 @@ std::string obstacle(TransportKind kind, const Address& own, const Address& peer
   return why_out_of_reach(kind);
 }
 
-// Between hosts. `better`: what stands in the way of those that come before.
+// Between hosts. `better`: what rules out the transports that are preferred to this one.
 std::string reason_for(TransportKind kind, const Address& own, const Address& peer, const std::string& better) {
   if ((own.transports & (own.transports - 1)) == 0) return "asked for by transport='" + asked_for(own, kind) + "'";
   if (kind == TransportKind::kNull) return "asked for by transport='null'";

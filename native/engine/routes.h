@@ -1,4 +1,4 @@
-// Chooses the transport that reaches a peer, from both addresses and from the transports that this engine wanted and
+// Chooses the transport that reaches a peer, from both addresses and from the transports that this engine wanted but
 // does not have.
 #pragma once
 
@@ -10,7 +10,7 @@
 
 namespace crossrail {
 
-// A transport that this engine would have opened by itself, and did not. is_fault: although its device is there.
+// A transport that would normally have been opened, and was not. is_fault: although its device is there.
 struct Absent {
   TransportKind kind;
   std::string reason;
@@ -22,11 +22,11 @@ struct ChosenTransport {
   std::string reason;  // for people
 };
 
-// Why the peer's rails of a transport are out of ours' reach; empty: they are not, as far as one can tell beforehand.
+// Why our rails cannot reach the peer's rails of a transport; empty: they can, as far as one can tell beforehand.
 using WhyOutOfReach = std::function<std::string(TransportKind)>;
 
-// shm within a host, else verbs, else ofi, else tcp. What stood in the way of a better one is in the reason. Throws
-// UsageError that says what to change when there is no way to that address.
+// shm within a host, else verbs, else ofi, else tcp. The reason tells what ruled out a better one. Throws UsageError
+// that says what to change if there is no route to that address.
 ChosenTransport choose_transport(const Address& own, const Address& peer, std::span<const Absent> absent,
                                  const WhyOutOfReach& why_out_of_reach);
 

@@ -1,4 +1,4 @@
-// What engines tell each other beside their users' operations: who sends it, who hears it.
+// Messages between engines beside their users' operations: sending and receiving.
 #include <optional>
 #include <string>
 #include <utility>
@@ -12,13 +12,13 @@ namespace crossrail {
 
 namespace {
 
-constexpr uint32_t kBadServicesTold = 16;  // of one engine's life: whoever sends nonsense may send much of it
+constexpr uint32_t kBadServicesTold = 16;  // per engine: where there is one malformed message, there may be many
 
 }  // namespace
 
 // --- sending ---
 
-// A transfer like others, but nobody's: it is not in the user's statistics.
+// A transfer like others, but owned by no user: it is not in the user's statistics.
 void EngineCore::send_service(Peer& peer, Bytes payload, uint64_t token) {
   assert_holder();
   Transfer* const transfer = transfers_.take();
@@ -55,7 +55,7 @@ bool EngineCore::tell(const Address& address, Bytes payload, uint64_t token) {
   if (closed()) return false;
   try {
     const PeerRef peer = add_peer(address);
-    // Given up before, and here it is.
+    // It was given up before, and here it is.
     if (peer->state() == PeerState::kLost) set_state(*peer, PeerState::kUnknown, FlightState::kForgotten);
     send_service(*peer, std::move(payload), token);
     return true;

@@ -1,4 +1,4 @@
-// How operations are cut over rails, and how a count survives the cutting. Pure functions.
+// How operations are split over rails, and how a count survives the split. Pure functions.
 #pragma once
 
 #include <array>
@@ -9,8 +9,8 @@
 
 namespace crossrail {
 
-// For each number of pieces 1..16: the first `first_count` take one share code, the rest another. Every row is one
-// count.
+// For each number of pieces 1..16: the first `first_count` pieces take one share code, the rest another. Every row adds
+// up to one count.
 struct ShareRow {
   uint8_t first_count, first_code, rest_code;
 };
@@ -54,23 +54,24 @@ constexpr uint32_t share_code_of_pages(uint32_t log2_pages) { return log2_pages 
 
 // --- lengths ---
 
-inline constexpr uint64_t kCutAlign = 4096;  // pieces begin at multiples: whole pages and lines
+inline constexpr uint64_t kCutAlign = 4096;  // pieces begin at multiples of this: whole pages and cache lines
 
-// Piece i of a range cut in `pieces`: cuts at multiples of `align` from the start, sizes differ by at most `align`, no
-// piece is empty while length_bytes > (pieces - 1) * align, and the pieces are exactly the range.
+// Piece i of a range that is cut into `pieces`: cuts are at multiples of `align` from the start, sizes differ by at
+// most `align`, no piece is empty while length_bytes > (pieces - 1) * align, and together the pieces are exactly the
+// range.
 struct Range {
   uint64_t offset;
   uint64_t length_bytes;
 };
 Range piece_of(uint64_t length_bytes, uint32_t pieces, uint32_t index, uint64_t align);
 
-// Into how many pieces a range is worth cutting when there are `rails`.
+// The number of pieces that a range is worth cutting into, given `rails`.
 uint32_t pieces_for(uint64_t length_bytes, uint32_t rails, uint64_t piece_bytes_min);
 
 // --- rails ---
 
-// The peer's rail that our rail talks to. Every rail of the smaller side serves as near the same number of rails of the
-// larger as can be; both sides compute the same.
+// The peer's rail that our rail talks to. Each rail of the side with fewer serves as nearly the same number of the
+// other side's rails as possible; both sides compute the same.
 constexpr uint32_t peer_rail(uint32_t rail, uint32_t rails, uint32_t peer_rails) {
   return rails <= peer_rails ? rail : rail % peer_rails;
 }

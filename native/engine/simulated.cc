@@ -9,16 +9,16 @@
 
 namespace crossrail {
 
-// In a simulation who waits drives all engines of the world, ours among them; between steps callbacks of the user run
-// here.
+// In a simulation, whoever waits drives all engines of the world, including ours; callbacks of the user run here,
+// between steps.
 WaitResult EngineCore::wait_in_simulation(const std::function<bool()>& ready, Deadline deadline,
                                           const InterruptCheck& interrupted) {
-  constexpr uint32_t kStepsPerLook = 256;  // at the real clock
+  constexpr uint32_t kStepsPerLook = 256;  // between looks at the real clock
   constexpr auto kNap = std::chrono::microseconds(100);
-  if (deadline <= 0) return ready() ? WaitResult::kReady : WaitResult::kTimeout;  // who only looks drives nobody
+  if (deadline <= 0) return ready() ? WaitResult::kReady : WaitResult::kTimeout;  // a mere query drives nobody
   Simulation& simulation = *options_.simulation;
   const Simulation::Wait wait(&simulation);
-  if (!closed()) simulation.wake(seat_.number);  // words that somebody changed, and nobody told us
+  if (!closed()) simulation.wake(seat_.number);  // for words that were changed without telling us
   const auto is_interrupted = [&] {
     const int64_t now = now_ns();
     return interrupted.is_due(now) && interrupted.ask(now);
@@ -33,7 +33,7 @@ WaitResult EngineCore::wait_in_simulation(const std::function<bool()>& ready, De
         break;
       case Simulation::Step::kReached:
         if (ready()) return WaitResult::kReady;
-        // It may be one slice of a wait.
+        // This may be one slice of a longer wait.
         return is_interrupted() ? WaitResult::kInterrupted : WaitResult::kTimeout;
       case Simulation::Step::kIdle:
         if (ready()) return WaitResult::kReady;
@@ -70,17 +70,17 @@ bool EngineCore::turn() {
     simulated_timer_ = kNoDeadline;
     return false;
   }
-  if (!try_enter()) return true;  // a thread that connects, or forgets a peer
+  if (!try_enter()) return true;  // held by a thread that connects, or forgets a peer
   watchers_->look();
-  const bool moved = round() > 0;  // what was retired may make room for what round() looked at before
+  const bool moved = round() > 0;  // retirements may have made room for what round() had already passed over
   const bool more = moved || has_work();
   simulated_timer_ = std::min(next_due(), tend_watchdog());
   progress_lock_.unlock();
   return more;
 }
 
-// The watchdog's turn, where it has no thread. Once a stall was told, nothing more is to come of it: then time need not
-// go on for its sake.
+// The watchdog's turn, in engines without a watchdog thread. Once a stall has been reported nothing more will follow
+// from it, so the clock need not advance for its sake.
 Deadline EngineCore::tend_watchdog() {
   if (!watchdog_) return kNoDeadline;
   const int64_t now = clock().now_ns();

@@ -1,5 +1,5 @@
-// Operations, on the submitting thread: what is wrong with the arguments is thrown here and nothing has happened; else
-// a transfer is filled and handed over.
+// Operations, on the submitting thread: wrong arguments throw here, before anything has happened; otherwise a transfer
+// is filled in and handed over.
 #include <algorithm>
 #include <bit>
 #include <mutex>
@@ -14,14 +14,14 @@ namespace crossrail {
 
 namespace {
 
-// Short enough that posting it on the caller's thread beats waking the worker.
+// Short enough that posting it on the caller's thread is faster than waking the worker.
 constexpr uint64_t kShortBytes = 16 << 10;
 constexpr uint64_t kShortPages = 64;
 constexpr size_t kShortTargets = 128;
-// From here on a copy would only push everything else out of the caches.
+// From this size on, a copy would only push everything else out of the caches.
 constexpr uint64_t kBulkBytes = uint64_t{1} << 20;
 
-// The checks of every submit: what they throw is apart and cold, so that they are a few instructions each.
+// The checks of every submit. What they throw is kept separate and cold, so that each check is a few instructions.
 [[gnu::cold, noreturn]] void throw_range(const char* what, uint64_t offset, uint64_t length, uint64_t bound) {
   throw UsageError(std::string(what) + ": offset " + text(offset) + " + length " + text(length) +
                    " exceeds the region's " + text(bound) + " bytes");
@@ -61,7 +61,7 @@ inline void check_rail(uint32_t rail, uint32_t rail_count) {
 [[gnu::cold, noreturn]] void throw_local(const Region* region, const char* name, const Engine* engine, Engine* owner) {
   if (region == nullptr) throw UsageError(std::string(name) + " is missing");
   if (engine != owner) throw UsageError(std::string(name) + " is a region of another engine");
-  owner->core().check_usable();  // whose end may have closed it, since our caller looked
+  owner->core().check_usable();  // whose end may have closed it since our caller looked
   throw UsageError(std::string(name) + " is closed");
 }
 inline void check_local(const Region* region, const char* name, const Engine* engine, Engine* owner) {
@@ -80,7 +80,7 @@ inline void check_local(const Region* region, const char* name, const Engine* en
   throw UsageError(what + ", the group's peer there is '" + member.name + "'");
 }
 
-// Of one operation: what it moves is counted in 64 bits, however often pages or targets name the same bytes.
+// The total of one operation: bytes moved are counted in 64 bits, however often pages or targets name the same bytes.
 [[gnu::cold, noreturn]] void throw_total(const char* what, uint64_t count) {
   throw UsageError(std::string(what) + " has " + text(count) + " entries, and they are more than 2**64 bytes together");
 }
@@ -99,7 +99,7 @@ inline void check_remote(const RemoteRegion* region, const char* name, Access ne
   if (region == nullptr || !allows(region->descriptor().access, needed)) throw_remote(region, name, needed);
 }
 
-// Memory of a GPU, on either side, goes by transports that leave it to NICs, or have the driver copy it.
+// GPU memory, on either side, needs a transport whose NICs access it, or that has the driver copy it.
 [[gnu::cold, gnu::noinline]] void check_special(const Region& local, const RemoteRegion& remote, bool verify) {
   if (local.memory() == MemoryKind::kHost && !local.is_plain())
     throw UsageError("our memory was allocated for peers of this host to map it, and not for transfers");
@@ -121,12 +121,12 @@ inline void check_memory(const Region& local, const RemoteRegion& remote, bool v
   check_special(local, remote, verify);
 }
 
-// Copies within an engine's own memory begin at the front, in pieces: what they overwrote before they read it is gone.
-// A copy onto itself changes nothing.
+// Copies within one engine's memory start at the front, in pieces, so an overlapping copy would overwrite bytes before
+// they are read. A copy onto itself changes nothing.
 [[gnu::cold, gnu::noinline]] void check_overlap(EngineCore& core, const std::byte* local, const RemoteRegion& remote,
                                                 uint64_t remote_offset, uint64_t length_bytes) {
   const RegionUse region = core.use_region(remote.descriptor().region_id);
-  if (!region || region->base() == kPhantomBase) return;  // all phantoms begin there
+  if (!region || region->base() == kPhantomBase) return;  // all phantoms begin at this address
   const auto ours = reinterpret_cast<uint64_t>(local);
   const auto theirs = reinterpret_cast<uint64_t>(region->base()) + remote_offset;
   if (ours == theirs || ours + length_bytes <= theirs || theirs + length_bytes <= ours) return;
@@ -143,7 +143,7 @@ inline void check_overlap(EngineCore& core, const Region& local, uint64_t local_
 void check_trigger(const Trigger& trigger, const EngineCore& core, bool verify) {
   if (!trigger.watcher->is_of(core.watchers())) throw UsageError("trigger is a watcher of another engine");
   if (trigger.watcher->closed()) {
-    core.check_usable();  // whose end may have closed it, since our caller looked
+    core.check_usable();  // whose end may have closed it since our caller looked
     throw UsageError("trigger is a watcher that is closed");
   }
   if (verify) throw UsageError("verify takes the checksum of src now, and with a trigger src is not complete yet");
@@ -187,7 +187,7 @@ void EngineCore::plan_verification(TransferWork& work) {
     ~Use() { region->end_op(); }
     Region* const region;
   } const use(local);
-  // Between our caller's look and now. From begin_op on, close() waits for us; before it, we see it.
+  // It may have been closed since our caller looked. From begin_op on, close() waits for us; before it, we see it.
   if (local->closed()) {
     work.local = nullptr;
     throw_closed_meanwhile();
@@ -201,7 +201,8 @@ TransferRef EngineCore::hand_over(TransferRef transfer, bool short_work) {
   transfer->word_.store(2 * Transfer::kOneRef, std::memory_order_relaxed);
   const bool here = short_work && options_.polling != Polling::kSpin && !is_simulated() && try_enter(kSubmitting);
   if (!here && local != nullptr) local->begin_op();
-  // Between our caller's look and now. From try_enter or begin_op on, close() waits for us; before it, we see it.
+  // It may have been closed since our caller looked. From try_enter or begin_op on, close() waits for us; before it, we
+  // see it.
   if (local != nullptr && local->closed()) {
     if (here) {
       leave();
@@ -339,7 +340,7 @@ TransferRef Engine::submit_scatter(const ScatterRequest& request) {
   TransferRef transfer = core_->make_transfer(OpKind::kScatter);
   TransferWork& work = EngineCore::work_of(*transfer);
   work.targets.resize(count);
-  uint64_t bytes_here = 0;  // that posting itself would move
+  uint64_t bytes_here = 0;  // bytes that posting would move on the submitting thread
   for (size_t i = 0; i < count; ++i) {
     RemoteRegion* const dst = request.dsts[i];
     if (dst == nullptr || dst->descriptor().access != Access::kRemoteWrite) {

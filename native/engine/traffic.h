@@ -1,6 +1,6 @@
-// What went to a peer over each rail, and how long it took: for metrics.
+// What was sent to a peer over each rail, and how long it took: for metrics.
 //
-// Threads: the progress holder writes, anybody reads at any time; each number by itself is exact.
+// Threads: the progress holder writes, anybody may read at any time; each number is exact on its own.
 #pragma once
 
 #include <algorithm>
@@ -11,13 +11,14 @@
 
 namespace crossrail {
 
-// Counts of the progress holder, read by any thread. release: who sees a count sees those bumped before it.
+// Counters written by the progress holder and read by any thread. release: whoever sees a count sees all counts bumped
+// before it.
 inline void bump(std::atomic<uint64_t>& counter, uint64_t by = 1) {
   counter.store(counter.load(std::memory_order_relaxed) + by, std::memory_order_release);
 }
 
-// Durations by powers of two: bucket 0 has those below 2^kLatencyFirstBits ns, each further one twice as far, the last
-// the rest.
+// Durations by powers of two: bucket 0 holds those below 2^kLatencyFirstBits ns, each further bucket reaches twice as
+// far, and the last holds the rest.
 inline constexpr uint32_t kLatencyFirstBits = 8;
 inline constexpr uint32_t kLatencyBuckets = 28;  // the last but one ends at 2^34 ns, 17 s
 
@@ -28,14 +29,14 @@ constexpr uint32_t latency_bucket(int64_t ns) {
 static_assert(latency_bucket(-1) == 0 && latency_bucket(255) == 0 && latency_bucket(256) == 1);
 static_assert(latency_bucket(int64_t{1} << 62) == kLatencyBuckets - 1);
 
-// Of one rail towards one peer.
+// One rail towards one peer.
 struct alignas(64) RailTraffic {
-  std::atomic<uint64_t> works{0};  // put on the rail; what went out anew is counted again
+  std::atomic<uint64_t> works{0};  // put on the rail; a retransmission counts again
   std::atomic<uint64_t> bytes{0};
   std::atomic<uint64_t> imms{0};    // works with an immediate
-  std::atomic<uint64_t> broken{0};  // connections or paths that ended badly
-  std::atomic<uint64_t> again{0};   // works that were on one of these, and go out anew by any
-  // Of works that were timed: from the hand-over to the transport until they were over.
+  std::atomic<uint64_t> broken{0};  // connections or paths that broke
+  std::atomic<uint64_t> again{0};   // works that were on one of these and are sent again, on any rail
+  // For timed works: from the hand-over to the transport until they ended.
   std::atomic<uint64_t> latency_sum_ns{0};
   std::array<std::atomic<uint64_t>, kLatencyBuckets> latencies{};
 
@@ -44,8 +45,8 @@ struct alignas(64) RailTraffic {
     bump(bytes, more_bytes);
     if (more_imms != 0) bump(imms, more_imms);
   }
-  // Whether to take the time of a post, in case it is over at once: of few, since looking at the clock twice takes as
-  // long as posting a short write. Of long works, where that does not show, always.
+  // Whether to time the next post, in case it completes at once: only a few short ones, since reading the clock twice
+  // takes as long as posting a short write; always for long works, where it does not show.
   bool times_next(uint64_t post_works, uint64_t post_bytes) const {
     constexpr uint64_t kWritesPerSample = 256, kPagesPerSample = 16384, kLongBytes = 256 << 10;  // powers of two
     const uint64_t mask = (post_works == 1 ? kWritesPerSample : kPagesPerSample) - 1;
@@ -57,7 +58,7 @@ struct alignas(64) RailTraffic {
   }
 };
 
-// The same, read; sums of several.
+// A plain copy of the counters; also holds sums of several.
 struct RailCounts {
   uint64_t works = 0, bytes = 0, imms = 0, broken = 0, again = 0, latency_sum_ns = 0;
   std::array<uint64_t, kLatencyBuckets> latencies{};

@@ -35,22 +35,22 @@ Transfer::Transfer(EngineCore* core) : core_(core), work_(std::make_unique<Trans
 Transfer::~Transfer() = default;
 
 void Transfer::release() {
-  // Ours is the only reference: nobody can add another, so no atomic subtraction is needed. Common: the engine's is
-  // gone.
-  // acquire: pairs with the release of whoever dropped the one before.
+  // Ours is the only reference: nobody can add another, so no atomic subtraction is needed. This is the common case:
+  // the engine's reference is gone.
+  // acquire: pairs with the release of whoever dropped the previous reference.
   if (word_.load(std::memory_order_acquire) / kOneRef == 1) {
     core_->transfers().give_back(this);
     return;
   }
-  // acq_rel: our uses happen before the recycling; the recycler sees everybody's.
+  // acq_rel: our uses happen before the recycling; whoever recycles sees everybody's.
   if (word_.fetch_sub(kOneRef, std::memory_order_acq_rel) / kOneRef == 1) core_->transfers().give_back(this);
 }
 
 void Transfer::complete(Status status) {
   uint32_t word = word_.load(std::memory_order_relaxed);
   CROSSRAIL_ASSERT((word & kStatusMask) == static_cast<uint32_t>(Status::kPending));
-  // Nobody to tell: the status is set and our reference dropped at once. Who wants to know later sees the status.
-  // release: the outcome in work_ is visible to whoever sees the status; acquire: for the recycling.
+  // Nobody to notify: set the status and drop our reference in one step. Whoever asks later sees the status. release:
+  // the outcome in work_ is visible to whoever sees the status; acquire: for the recycling.
   while ((word & (kHasSleeper | kHasListener)) == 0) {
     if (!word_.compare_exchange_weak(word, word + static_cast<uint32_t>(status) - kOneRef, std::memory_order_acq_rel,
                                      std::memory_order_relaxed))
@@ -58,7 +58,7 @@ void Transfer::complete(Status status) {
     if (word / kOneRef == 1) core_->transfers().give_back(this);
     return;
   }
-  // seq_cst, as in notify(): of a listener pushed at this moment, one side knows.
+  // seq_cst, as in notify(): if a listener is being pushed right now, at least one side sees the other.
   word = word_.fetch_add(static_cast<uint32_t>(status), std::memory_order_seq_cst);
   if ((word & kHasSleeper) != 0) core_->wake_sleepers(&word_);
   if (listeners_.load(std::memory_order_seq_cst) != nullptr)
@@ -82,10 +82,10 @@ bool Transfer::notify(Notifier* notifier, uint64_t cookie) {
   if ((word_.fetch_or(kHasListener, std::memory_order_seq_cst) & kStatusMask) != 0) return false;
   Listener* below = listeners_.load(std::memory_order_relaxed);
   auto* listener = new Listener{below, Ref<Notifier>::share(notifier), cookie};
-  // Once pushed the node is whoever's takes the stack off.
+  // Once pushed, the node belongs to whoever takes the stack.
   while (!listeners_.compare_exchange_weak(below, listener, std::memory_order_seq_cst, std::memory_order_relaxed))
     listener->next = below;
-  // Completed meanwhile, perhaps without seeing us: then the stack is still there, and we tell.
+  // Completed meanwhile, perhaps without seeing us: then the stack is still there, and we notify.
   if ((word_.load(std::memory_order_seq_cst) & kStatusMask) != 0)
     tell_listeners(listeners_.exchange(nullptr, std::memory_order_acq_rel));
   return true;
@@ -104,7 +104,7 @@ WaitResult Transfer::wait(Deadline deadline, const InterruptCheck& interrupted) 
     uint32_t seen = word_.load(std::memory_order_acquire);
     if ((seen & kStatusMask) != 0) return;
     if ((seen & kHasSleeper) == 0) {
-      // The flag makes complete() pay for a wake-up only when somebody sleeps.
+      // The flag makes complete() pay for a wake-up only if somebody sleeps.
       if (!word_.compare_exchange_strong(seen, seen | kHasSleeper, std::memory_order_acq_rel)) return;
       seen |= kHasSleeper;
     }
@@ -112,7 +112,7 @@ WaitResult Transfer::wait(Deadline deadline, const InterruptCheck& interrupted) 
   };
   const WaitResult result = core_->wait_until([this] { return done(); }, sleep, deadline, interrupted);
   if (result != WaitResult::kClosed || core_->forked()) return result;
-  // Submitted while the engine closed: it is being completed by whoever submitted before us in the queue.
+  // Submitted while the engine closed: it is being completed by a thread that was before us in the queue.
   while (!done()) std::this_thread::yield();
   return WaitResult::kReady;
 }
@@ -144,7 +144,7 @@ TransferInfo Transfer::info() const {
       info.offset = work_->remote_offset;
     }
   }
-  if (now == Status::kPending) return info;  // the rest is still the progress holder's
+  if (now == Status::kPending) return info;  // the rest still belongs to the progress holder
   if (work_->failed_peer) info.peer = work_->failed_peer->name;
   info.failed_peer = work_->failed_peer;
   info.detail = work_->detail;
@@ -185,7 +185,7 @@ Transfer* TransferPool::pop_idle() {
 }
 
 void TransferPool::drop_regions(const std::function<bool(const Peer&)>& is_gone) {
-  std::vector<RemoteRegionRef> gone;  // let go after the lock
+  std::vector<RemoteRegionRef> gone;  // released after the lock
   const auto take = [&](RemoteRegionRef& region) {
     if (region && is_gone(*region->peer())) gone.push_back(std::move(region));
   };

@@ -11,8 +11,8 @@
 namespace crossrail {
 
 // Threads: any.
-// Invariant: while out_ > 0 the pool holds one reference to the engine, so that a transfer outlives everything else the
-// user has dropped.
+// Invariant: while out_ > 0 the pool holds one reference to the engine, so that a transfer stays valid even if the user
+// has dropped everything else.
 class TransferPool {
  public:
   explicit TransferPool(Engine* engine, EngineCore* core) : engine_(engine), core_(core) {}
@@ -21,8 +21,8 @@ class TransferPool {
   // A pending transfer with one reference.
   Transfer* take();
   void give_back(Transfer* transfer);
-  // Recycled transfers keep peers' regions for the next ones: those of such peers are let go. Not under a mutex of the
-  // caller's: a region's end may be its transport's business.
+  // Recycled transfers keep the peer's region for their next use; this releases the regions of peers for which
+  // is_gone() is true. Not to be called under a mutex of the caller's: releasing a region may call into its transport.
   void drop_regions(const std::function<bool(const Peer&)>& is_gone);
   // For tests: room for page indices and messages in recycled transfers, and how many there are.
   uint64_t bytes_kept() const {
@@ -44,8 +44,8 @@ class TransferPool {
   mutable SpinLock lock_;
   Transfer* free_ = nullptr;
   uint64_t out_ = 0;
-  // What a burst needed is not kept for good. The storage of those in free_ is at most kBytesKeptMax at any time; of
-  // transfers beyond kIdleMax each take() deletes one, because give_back() may run where no region may end.
+  // What a burst needed is not kept for good. The storage of the transfers in free_ is at most kBytesKeptMax at any time. Of
+  // transfers beyond kIdleMax each take() deletes one: give_back() may run where no region may end.
   uint64_t bytes_kept_ = 0;
   uint64_t idle_ = 0;  // length of free_
 };

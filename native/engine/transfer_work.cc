@@ -39,12 +39,12 @@ void TransferWork::recycle() {
     ended_ns = kNoTrigger;
     trigger = nullptr;
   }
-  local = nullptr;  // of one that was filled and never handed over
+  local = nullptr;  // of a transfer that was filled in but never handed over
   imm = kNoImm;
   rail = kAnyRail;
   open_items = posted = retired = 0;
   length_bytes = 0;
-  bytes_retired.store(0, std::memory_order_relaxed);  // nobody else has it now
+  bytes_retired.store(0, std::memory_order_relaxed);  // nobody else has access now
   pieces = 0;
   piece = 0;
   slice_offset = 0;

@@ -66,8 +66,8 @@ uint32_t mask_of(const EngineOptions& options) {
 
 constexpr uint32_t kNetworkTransports = transport_bit(TransportKind::kTcp) | kRdmaTransports;
 
-// shm moves bytes with one core either way; its rails are there to be tested, and beside a network's they only cost
-// memory.
+// shm moves bytes with one core, however many rails it has; several are there for tests, and next to a network's rails
+// they only cost memory.
 uint32_t rails_of(TransportKind kind, const EngineOptions& options, uint32_t mask) {
   const bool is_network = (transport_bit(kind) & kNetworkTransports) != 0;
   return !is_network && (mask & kNetworkTransports) != 0 ? 1 : options.rail_count;
@@ -139,7 +139,7 @@ TransportSet::TransportSet(const EngineOptions& options, Place place, Sink* sink
   for (uint32_t i = 0; i < size_; ++i) transports_[i]->complete_address(identity);
 }
 
-// Opens verbs, else ofi, and says what rails= means to the rest.
+// Opens verbs, else ofi, and works out what rails= means to the others.
 std::vector<std::string> TransportSet::add_rdma(const EngineOptions& options, Address* identity, Opened* opened,
                                                 Sink* sink) {
   std::vector<std::string> rails_left = options.rails;
@@ -168,7 +168,7 @@ std::vector<std::string> TransportSet::add_rdma(const EngineOptions& options, Ad
       auto& transport = (*opened)[static_cast<size_t>(kind)] = open_transport(kind, own, sink);
       *identity = transport->address();
       break;
-    } catch (const TransportError& error) {  // the device is there: not to be passed over in silence
+    } catch (const TransportError& error) {  // the device is there, so its failure must be reported
       absent_.push_back({kind, error.what(), true});
     }
   }
@@ -253,7 +253,7 @@ LocalRegions TransportSet::allocate(uint64_t length_bytes, bool populate, bool i
   region.base_ = region.halves_[0]->base;
   for (uint32_t i = 1; i < size_ && !is_for_mapping; ++i) {
     region.halves_[i] = transports_[i]->register_memory(region.id_, region.base(), length_bytes, Access::kRemoteWrite);
-    region.halves_[i]->maps_file = false;  // of ours nobody cuts anything
+    region.halves_[i]->maps_file = false;  // nobody truncates our own
   }
   return region;
 }
@@ -261,7 +261,7 @@ LocalRegions TransportSet::allocate(uint64_t length_bytes, bool populate, bool i
 void TransportSet::describe(const LocalRegions& region, RegionDescriptor* descriptor) const {
   for (uint32_t i = 0; i < size_; ++i) {
     if (!is_rdma(kinds_[i])) continue;
-    // Those that have no half of it are not asked for it either: zeros, as many as a descriptor has.
+    // Transports without a half of it are not asked for keys: zeros, as many as a descriptor needs.
     descriptor->rdma_on(kinds_[i]) = region.halves_[i] != nullptr
                                          ? region.halves_[i]->rdma_keys()
                                          : RdmaKeys{0, std::vector<uint64_t>(traits_[i].rail_count)};

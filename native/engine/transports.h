@@ -1,4 +1,4 @@
-// The transports of one engine, run as one.
+// The transports of one engine, operated as one.
 #pragma once
 
 #include <algorithm>
@@ -18,8 +18,8 @@ namespace crossrail {
 
 struct EngineOptions;
 
-// The halves of one local region, one per transport, under one id. The first transport's half may own the memory, so it
-// is destroyed last.
+// The transports' parts of one local region, under one id. The first transport's part may own the memory, so it is
+// destroyed last.
 class LocalRegions {
  public:
   LocalRegions(LocalRegions&& other) noexcept;
@@ -31,13 +31,14 @@ class LocalRegions {
   bool is_mapped() const { return halves_[0] != nullptr && halves_[0]->is_mapped; }
   bool is_for_mapping() const { return is_for_mapping_; }
   MemoryKind memory() const { return memory_; }
-  // Of a GPU's memory: which GPU, whether NICs' writes to it have to be flushed, and by what means they were given it.
+  // For GPU memory: which GPU, whether NICs' writes to it must be flushed, and how the NICs got access to it.
   int gpu() const { return gpu_; }
   bool needs_flush() const { return needs_flush_; }
   std::string given_by() const;
-  // Null for a transport that does not move this kind of memory, and for all but the first of memory to be mapped only.
+  // Null for a transport that does not move this kind of memory, and, for memory that is only for mapping, for all but
+  // the first transport.
   LocalRegion* on(uint32_t transport) const { return halves_[transport].get(); }
-  // In a forked child, where the transports' locks may be held for ever: never destroyed.
+  // For a forked child, where the transports' locks may stay locked for ever: never destroyed.
   void leak();
   void swap(LocalRegions& other) noexcept;
 
@@ -56,7 +57,7 @@ class LocalRegions {
   std::array<std::unique_ptr<LocalRegion>, kTransportsMax> halves_;
 };
 
-// How a peer is reached. The transport is the set's.
+// How a peer is reached. The transport belongs to the set.
 struct Route {
   Transport* transport = nullptr;
   const Traits* traits = nullptr;  // the transport's
@@ -66,9 +67,9 @@ struct Route {
 };
 
 // Threads: as Transport says for the call of the same name.
-// Invariant: ordered by TransportKind, so shm comes first if present: it allocates, since peers can map only its
-// memory. Transports are opened in the opposite order: each adds its rails to the address that the next one then shows
-// to its peers. Those opened first get the whole address by complete_address().
+// Invariant: ordered by TransportKind, so shm, if present, comes first: it allocates, since peers can map only its
+// memory. Transports are opened in the opposite order: each adds its rails to the address, which the next one shows to
+// its peers. Those opened earlier get the complete address by complete_address().
 class TransportSet {
  public:
   // `sink` must outlive the set. Throws TransportError, UsageError.
@@ -78,30 +79,30 @@ class TransportSet {
   Transport& at(uint32_t index) const { return *transports_[index]; }
   TransportKind kind_at(uint32_t index) const { return kinds_[index]; }
   const Address& address() const { return first_->address(); }
-  uint32_t rail_count() const { return rail_count_; }  // of the transport that has most
+  uint32_t rail_count() const { return rail_count_; }  // of the transport with the most
   const std::vector<std::string>& rail_devices(uint32_t index) const { return rail_devices_[index]; }
-  uint32_t gpu_transports() const;    // mask of those that move memory of GPUs
-  std::string no_gpu_memory() const;  // why the first that could does not; empty: none could, or nobody knows
+  uint32_t gpu_transports() const;    // mask of the transports that move GPU memory
+  std::string no_gpu_memory() const;  // why the first transport that could does not; empty: none could, or unknown
   // What EngineOptions::adds_rdma would have added.
   std::span<const Absent> absent() const { return absent_; }
 
-  // Throws UsageError that says what to change when there is no way to that address.
+  // Throws UsageError that says what to change if there is no route to that address.
   Route choose(const Address& peer) const;
 
   // --- memory [any] ---
   LocalRegions register_memory(std::byte* base, uint64_t length_bytes, Access access,
                                MemoryKind memory = MemoryKind::kHost);
-  // is_for_mapping: no transfer will use it, so that only the first transport has to know it.
+  // is_for_mapping: no transfer will use it, so only the first transport needs to know about it.
   LocalRegions allocate(uint64_t length_bytes, bool populate, bool is_for_mapping = false);
-  // Throws TransportError: none of them does.
+  // Throws TransportError if none of them does.
   void check_moves_gpu_memory() const;
-  // Fills in what the transports tell peers of the region.
+  // Fills in what the transports tell peers about the region.
   void describe(const LocalRegions& region, RegionDescriptor* descriptor) const;
   void revoke_region(LocalRegions& region);
   bool is_region_quiet(const LocalRegions& region) const;
   // Names of peers that keep the revoked region from becoming quiet, as far as the transports know.
   std::vector<std::string> users_of(const LocalRegions& region) const;
-  // Progress holder: Transport::move_source of each.
+  // Progress holder: calls Transport::move_source of each.
   bool move_source(const LocalRegions& from, const LocalRegions& to) const;
 
   // --- all at once ---
@@ -139,7 +140,7 @@ class TransportSet {
     return next;
   }
   SleepingPlace& sleeping_place() { return *sleeping_place_; }  // not in a simulation
-  // Who sleeps, sleeps on all: ringing one is enough.
+  // A sleeping thread sleeps on all transports: ringing one is enough.
   void wake() { first_->wake(); }
   void close();
   void abandon_after_fork();

@@ -5,7 +5,7 @@
 
 namespace crossrail {
 
-// The end of watching first: what the word became before is seen then.
+// Check first whether watching has ended: then we see the word's last value.
 Triggers::Word Triggers::look(const Watcher& watcher, uint64_t threshold) {
   const bool is_closed = watcher.closed();
   if (is_reached(watcher.value(), threshold)) return Word::kReached;
@@ -13,7 +13,7 @@ Triggers::Word Triggers::look(const Watcher& watcher, uint64_t threshold) {
 }
 
 Triggers::Word Triggers::hold(Transfer* transfer, Ref<Watcher> watcher, uint64_t threshold) {
-  // Before the look at the word: whoever changes it after that look finds somebody waiting, and wakes us.
+  // Before the first look at the word: whoever changes it after that look finds a waiting transfer, and wakes us.
   watcher->add_waiting();
   const uint64_t seen = watcher->value();
   const Word word = look(*watcher, threshold);
@@ -24,7 +24,7 @@ Triggers::Word Triggers::hold(Transfer* transfer, Ref<Watcher> watcher, uint64_t
   auto held = std::ranges::find_if(held_, [&](const Held& one) { return one.watcher.get() == watcher.get(); });
   if (held == held_.end()) held = held_.insert(held, {std::move(watcher), seen, false, {}});
   held->waiting.push_back({transfer, threshold});
-  held->is_unseen = true;  // another value than the last look's may have been what it waits behind
+  held->is_unseen = true;  // it may be waiting behind a value other than the one seen by the last look
   size_.fetch_add(1, std::memory_order_relaxed);
   return word;
 }

@@ -20,20 +20,20 @@ class Triggers {
   // How many are held; any thread.
   uint64_t size() const { return size_.load(std::memory_order_relaxed); }
 
-  // There, or past it: words count modulo 2**64.
+  // At the threshold or past it: words count modulo 2**64.
   static bool is_reached(uint64_t value, uint64_t threshold) { return value - threshold < uint64_t{1} << 63; }
 
-  enum class Word : uint8_t { kAwaited, kReached, kClosed };  // closed: and not reached
-  // Only what is kAwaited is held.
+  enum class Word : uint8_t { kAwaited, kReached, kClosed };  // kClosed: without having reached it
+  // Holds the transfer only if the result is kAwaited.
   Word hold(Transfer* transfer, Ref<Watcher> watcher, uint64_t threshold);
-  // Takes those out that wait no longer, in the order in which they came.
+  // Removes and returns transfers that wait no longer, in the order in which they came.
   struct Due {
     Transfer* transfer;
     Word word;
   };
   std::vector<Due> take_due();
-  static constexpr size_t kDueMax = 64;  // at a time: then it is called again
-  // Takes those out that this is true of.
+  static constexpr size_t kDueMax = 64;  // at a time: call again for more
+  // Removes and returns the transfers for which is_wanted() is true.
   std::vector<Transfer*> take(const std::function<bool(const Transfer*)>& is_wanted);
 
  private:
@@ -41,16 +41,16 @@ class Triggers {
     Transfer* transfer;
     uint64_t threshold;
   };
-  // All that waits for one word; looked through only when that has changed.
+  // The transfers that wait for one word; looked through only when that word has changed.
   struct Held {
     Ref<Watcher> watcher;
     uint64_t seen;
-    bool is_unseen;  // whatever the word: something came since the last look, or that look did not take all
+    bool is_unseen;  // look even if the word is unchanged: one was added, or the last look did not take all
     std::vector<Waiting> waiting;
   };
 
   static Word look(const Watcher& watcher, uint64_t threshold);
-  // take(waiting): whether it has taken it.
+  // take(waiting): returns whether it has taken it.
   template <typename Take>
   void take_from(Held& held, const Take& take);
   void drop_unused();

@@ -1,5 +1,5 @@
-// Answers to checked operations that did not reach the asker, and are to be sent again, since the asker may be alive:
-// it may only have been given up here, or there were no descriptors to reach it with.
+// Answers to checked operations that did not reach the asker and are to be sent again, since the asker may be alive: it
+// may only have been forgotten here, or there were no descriptors to connect with.
 #pragma once
 
 #include <cstddef>
@@ -13,34 +13,37 @@
 
 namespace crossrail {
 
-// How long an answer waits before each further try. At once, for an asker that was given up here and lives; later, for
-// want of descriptors of our own, which may take as long to come free. An asker that is dead is so after all of them.
+// How long an answer waits before each further attempt. No wait, for an asker that was forgotten here but is alive;
+// later ones, for a lack of descriptors on our side, which may take this long to become free. An asker that has not
+// been reached after all of them is dead.
 inline constexpr int64_t kTellAgainAfterNs[] = {
     0, 0, 10'000'000, 100'000'000, 1'000'000'000, 5'000'000'000, 20'000'000'000};
 
-// Invariant: at most answers_max are waiting here or in flight again, however many askers die and however fast.
+// Invariant: at most answers_max are waiting or being sent again, however many askers die and however fast.
 // Threads: one at a time.
 class UntoldAnswers {
  public:
   struct Answer {
     Address asker;
     Bytes verdict;
-    uint64_t told = 0;  // how often it was tried
+    uint64_t told = 0;  // number of attempts so far
   };
 
-  // Of each, at most: an address, 3 KiB (16 endpoints of tcp of 28 bytes, 16 of RDMA of 150, names and fabrics of 300);
-  // its verdict, 100 with what malloc adds; a node of the map and its pointers, 200; on its way a transfer and its work
-  // besides, 1 KiB. So 4.5 KiB, 72 MiB of all; of tcp and shm on one rail, 0.5 KiB, 8 MiB.
-  // As many as questions that wait (kJobsMax): who is forgotten with all of these unanswered gets every answer.
+  // Memory of each, at most: an address, 3 KiB (16 endpoints of tcp of 28 bytes, 16 of RDMA of 150, names and fabrics
+  // of 300); its verdict, 100 with malloc overhead; a map node and its pointers, 200; while being sent also a transfer
+  // and its work, 1 KiB. So 4.5 KiB, and 72 MiB for all; with tcp and shm on one rail, 0.5 KiB and 8 MiB.
+  // As many as questions that can wait (kJobsMax): an asker that is forgotten with all of these unanswered gets every
+  // answer.
   static constexpr size_t kAnswersMax = 16384;
 
   explicit UntoldAnswers(size_t answers_max = kAnswersMax) : answers_max_(answers_max) {}
 
-  // One that was tried in vain. Returns one that is given up for want of room: that which was to come last, of those
-  // that are not on their way. As a rule it was tried most often; an asker that lives has its answer at one of the
-  // first.
+  // Adds an answer whose delivery failed. If there is no room, drops and returns the one whose next attempt is furthest
+  // away, among those that are not being sent. As a rule that is the one tried most often; an asker that is alive gets
+  // its answer with one of the first attempts.
   std::optional<Answer> add(int64_t now_ns, Answer answer);
-  // Those that are due, on their way from now on: on_ended() of each must follow, before it is add()ed again.
+  // Takes the answers that are due, which count as being sent from now on: on_ended() must follow for each before it is
+  // add()ed again.
   std::vector<Answer> take_due(int64_t now_ns);
   void on_ended();
 
@@ -48,12 +51,12 @@ class UntoldAnswers {
   // When the next one is due.
   Deadline next() const { return waiting_.empty() ? kNoDeadline : waiting_.begin()->first; }
   size_t size() const { return waiting_.size() + on_way_; }
-  // Those that are on their way end all the same.
+  // For answers that are being sent, on_ended() is still due.
   void clear() { waiting_.clear(); }
 
  private:
   const size_t answers_max_;
-  std::multimap<Deadline, Answer> waiting_;  // by when they are due
+  std::multimap<Deadline, Answer> waiting_;  // by the time at which they are due
   size_t on_way_ = 0;
 };
 

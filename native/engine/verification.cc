@@ -12,10 +12,10 @@ namespace crossrail {
 
 namespace {
 
-constexpr size_t kJobsMax = 16384;                           // questions of all peers that wait: 64 MiB at most
-static_assert(UntoldAnswers::kAnswersMax >= kJobsMax);       // of an asker that asked so much and was forgotten
-constexpr uint32_t kGivenUpTold = 16;                        // of one engine's life: who makes one may make many
-constexpr uint64_t kSummedBytesPerTurn = uint64_t{1} << 20;  // summed up before others get a turn
+constexpr size_t kJobsMax = 16384;                      // waiting questions from all peers: 64 MiB at most
+static_assert(UntoldAnswers::kAnswersMax >= kJobsMax);  // for an asker that asked this much and was forgotten
+constexpr uint32_t kGivenUpTold = 16;                   // per engine: where there is one such event, there may be many
+constexpr uint64_t kSummedBytesPerTurn = uint64_t{1} << 20;  // checksummed before others get a turn
 
 std::string hex_text(uint64_t value) {
   std::string text(16, '0');
@@ -31,9 +31,9 @@ std::string mismatch_text(uint64_t sum_sent, uint64_t sum_found, bool reads) {
 Status check(const Question& question, const RegionUse& region) {
   const Access needed = question.reads ? Access::kRemoteRead : Access::kRemoteWrite;
   if (!allows(region->access(), needed)) return Status::kAccessDenied;
-  if (region->memory() != MemoryKind::kHost) return Status::kAccessDenied;  // the CPU cannot read it
+  if (region->memory() != MemoryKind::kHost) return Status::kAccessDenied;  // the CPU cannot read GPU memory
   const uint64_t largest = *std::ranges::max_element(question.pages);
-  // 128 bits: every number comes from the peer.
+  // 128 bits: every one of these numbers comes from the peer.
   const auto end =
       static_cast<unsigned __int128>(largest) * question.stride_bytes + question.offset + question.page_bytes;
   return end > region->length_bytes() ? Status::kOutOfBounds : Status::kDone;
@@ -86,7 +86,7 @@ bool Verifications::ask(Transfer* transfer) {
   plan.is_asked = true;
   for (const VerifyPlan::Check& check : plan.checks) {
     const bool scatters = work.kind == OpKind::kScatter;
-    // Its memory is not what was sent because nothing came, which would look as if bytes had changed on their way.
+    // If nothing came, the memory does not match either, which would look as if bytes had changed on their way.
     if (scatters && work.targets[check.target].is_broken) continue;
     Peer* const peer = scatters ? work.targets[check.target].peer : &work.peer();
     open_[next_token_] = {.transfer = transfer, .peer = peer, .check = check};
@@ -186,7 +186,7 @@ void Verifications::on_question(const std::shared_ptr<const Address>& sender, Qu
 void Verifications::on_told(const Address& asker, const Bytes& verdict, uint64_t told, bool is_untold) {
   if (told > 0) untold_.on_ended();
   if (!is_untold) return;
-  // Not now, at the soonest in the next work(): a transport may be in the middle of giving the asker up.
+  // Not now, but in the next work() at the earliest: a transport may be in the middle of dropping the asker.
   const auto given_up = untold_.add(now_ns(), {asker, verdict, told});
   if (!given_up || ++given_up_ > kGivenUpTold) return;
   core_->on_protocol_error(given_up->asker.name,
@@ -194,7 +194,7 @@ void Verifications::on_told(const Address& asker, const Bytes& verdict, uint64_t
                                std::to_string(UntoldAnswers::kAnswersMax) + " answers are kept already");
 }
 
-// Of a read: what has come. True: that is done, or there is nothing to do.
+// For a read: adds up what has arrived. True: finished, or nothing to do.
 bool Verifications::sum_up(Open& open, uint64_t* budget) {
   const TransferWork& work = EngineCore::work_of(*open.transfer);
   if (work.kind != OpKind::kRead || open.is_summed) return true;
@@ -224,7 +224,7 @@ uint32_t Verifications::ask_open(uint64_t* budget) {
 
 int64_t Verifications::now_ns() const { return core_->clock().now_ns(); }
 
-// Those that are due by now. What fails on the spot is due later, or in the next work().
+// Sends the answers that are due now. One that fails at once is due again later, or in the next work().
 uint32_t Verifications::tell_again() {
   std::vector<UntoldAnswers::Answer> due = untold_.take_due(now_ns());
   for (UntoldAnswers::Answer& again : due) {
@@ -246,11 +246,11 @@ uint32_t Verifications::work() {
   return moved;
 }
 
-// True: it is through.
+// True: the job is finished.
 bool Verifications::advance(Job& job, uint64_t* budget) {
   const Question& question = job.question;
   for (; job.page < question.pages.size(); ++job.page, job.done_bytes = 0) {
-    // Whoever closes or revokes the region waits for us only so long.
+    // Whoever closes or revokes the region is waiting for us.
     if (job.region.is_over()) {
       job.status = core_->status_of_gone(question.region_id);
       return true;
@@ -272,7 +272,7 @@ void Verifications::answer(const Job& job) {
   const uint64_t sum = job.sum.value();
   if (job.status == Status::kDone && question.imm != kNoImm) {
     core_->on_imm(question.imm, question.pages.size() * uint64_t{kUnitsPerCount});
-    core_->imms_.flush_arrivals();  // before the asker hears of it: a checked write that is done is counted
+    core_->imms_.flush_arrivals();  // before the asker hears of it: a checked write that is reported done is counted
   }
   if (job.status == Status::kChecksumMismatch) {
     core_->add_event({EngineEvent::Kind::kChecksumMismatch, job.asker->name,

@@ -15,10 +15,11 @@ inline void take_nap(Deadline until) {
   std::this_thread::sleep_for(std::chrono::nanoseconds(std::clamp<int64_t>(until - now_ns(), 0, kLookEveryNs)));
 }
 
-// For wait_until() where nobody says that ready() may have become true: looks again soon.
+// For wait_until() where nobody announces that ready() may have become true: looks again soon.
 inline void nap(EngineCore::Guest& /*guest*/, Deadline until) { take_nap(until); }
 
-// A guest's stay in the engine: counted, so that the worker makes way, and the progress holder whenever it can be.
+// A thread's stay in the engine as a guest: it is counted, so that the worker makes way, and becomes the progress
+// holder whenever it can.
 class EngineCore::Visit {
  public:
   explicit Visit(EngineCore& core) : core_(core), assists_(core.options_.polling != Polling::kSpin) { step_in(); }
@@ -27,7 +28,7 @@ class EngineCore::Visit {
     if (assists_) core_.guests_.fetch_add(1, std::memory_order_relaxed);
   }
   void step_out() {
-    // Who holds the lock just now sees in leave() that the news are taken, and that nobody is on the way to them.
+    // The current holder will see in leave() that the news has been taken and that nobody is on the way to it.
     if (std::exchange(guest_.has_news, false) && !holding_ && !core_.closed() && core_.try_enter()) {
       holding_ = true;
       if (!core_.closed()) core_.round();
@@ -39,7 +40,7 @@ class EngineCore::Visit {
 
   bool is_in_front() const { return guest_.is_in_front; }
   bool is_holding() const { return holding_; }
-  // Becomes the holder, if nobody is. True: just now.
+  // Becomes the holder if nobody is. True: it became the holder just now.
   bool enter() {
     if (holding_ || !assists_) return false;
     holding_ = core_.try_enter();
@@ -48,12 +49,12 @@ class EngineCore::Visit {
   void let_go() {
     if (std::exchange(holding_, false)) core_.leave();
   }
-  // As the holder. Whether anything moved.
+  // As the holder. Returns whether anything moved.
   bool drive() {
     guest_.has_news = false;
     return core_.round() > 0;
   }
-  // Still a guest, but in nobody's way.
+  // Sleeps: still a guest, but in nobody's way.
   template <typename Sleep>
   void sleep(Sleep& how, Deadline until) {
     let_go();
@@ -72,7 +73,7 @@ class EngineCore::Visit {
 template <typename Ready, typename Sleep>
 WaitResult EngineCore::wait_until(Ready&& ready, Sleep&& sleep, Deadline deadline, const InterruptCheck& interrupted) {
   constexpr int kRoundsPerClock = 32;
-  constexpr uint32_t kMovingRoundsPerClock = 16;  // they are longer: each moves a MiB or so
+  constexpr uint32_t kMovingRoundsPerClock = 16;  // these rounds are longer: each moves a MiB or so
   if (forked()) return WaitResult::kClosed;
   if (is_simulated()) [[unlikely]]
     return wait_in_simulation(ready, deadline, interrupted);
@@ -80,12 +81,12 @@ WaitResult EngineCore::wait_until(Ready&& ready, Sleep&& sleep, Deadline deadlin
   WaitResult result = WaitResult::kReady;
   int64_t spin_until = 0;
   const int64_t begin = now_ns();
-  // Without time one round, however much is left to move: who asks again and again drives so, too.
+  // Without time left, one round, however much is left to move: a caller that polls repeatedly drives this way, too.
   uint32_t moving_rounds = begin >= deadline ? kMovingRoundsPerClock - 1 : 0;
   Visit visit(*this);
   for (int rounds = 0;; ++rounds) {
     if (ready()) break;
-    if (closed()) {  // close() completes everything: wait for it to have done so, out of its way
+    if (closed()) {  // close() completes everything: stay out of its way and wait until it has done so
       visit.let_go();
       if (drained_.load(std::memory_order_acquire)) {
         result = ready() ? WaitResult::kReady : WaitResult::kClosed;
@@ -94,23 +95,23 @@ WaitResult EngineCore::wait_until(Ready&& ready, Sleep&& sleep, Deadline deadlin
       std::this_thread::yield();
       continue;
     }
-    if (visit.enter() && closed()) continue;  // close() may have had the lock in between, and be past it
+    if (visit.enter() && closed()) continue;  // close() may have held the lock in between and be done
     const bool moved = visit.is_holding() && visit.drive();
     if (moved) {
       spin_until = 0;
       rounds = -1;  // the first idle round looks at the clock
-      // Now and then others do, too: there is no idle one while somebody goes on submitting.
+      // Look now and then in moving rounds, too: there is no idle one while somebody keeps submitting.
       if (++moving_rounds % kMovingRoundsPerClock != 0) continue;
-      if (ready()) break;  // before the time is up
+      if (ready()) break;  // checked before the deadline
     } else if (visit.is_holding()) {
       cpu_relax();
       if (rounds % kRoundsPerClock != 0) continue;
     } else {
-      std::this_thread::yield();  // who drives may need this very core to make way
+      std::this_thread::yield();  // the driving thread may need this very core to make way
     }
     const int64_t now = now_ns();
-    if (interrupted.is_due(now)) {  // before the time is up: it may be one slice of a wait
-      // Asking takes as long as others keep the GIL, and as signals' handlers take: the worker drives.
+    if (interrupted.is_due(now)) {  // checked before the deadline: this may be one slice of a longer wait
+      // Asking takes as long as others keep the GIL, and as long as signal handlers take: let the worker drive.
       visit.step_out();
       const bool ends = interrupted.ask(now);
       visit.step_in();
@@ -128,7 +129,7 @@ WaitResult EngineCore::wait_until(Ready&& ready, Sleep&& sleep, Deadline deadlin
     if (now < spin_until) continue;
     // Idle for long enough: sleep.
     const Deadline until = std::min(deadline, interrupted.due_ns(now));
-    // Where nobody else drives, look again soon: the waiter in front may have gone for good.
+    // If nobody else drives, look again soon: the waiter in front may have gone for good.
     visit.sleep(sleep, manual ? std::min(until, now + 1'000'000) : until);
     // After a sleep that was worth it: look, help once, sleep again.
     const bool was_short = visit.is_in_front() && guests_patience_.note_sleep(now_ns() - now);

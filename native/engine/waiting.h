@@ -1,4 +1,4 @@
-// How a blocking wait ends, and how it lets its caller in between.
+// How a blocking wait ends, and how it lets its caller intervene.
 #pragma once
 
 #include <algorithm>
@@ -19,14 +19,14 @@ enum class WaitResult : uint8_t {
   kClosed        // the engine was closed first
 };
 
-// How long an idle thread spins before it sleeps: the engine's spin_ns, and up to 16 times that after sleeps that ended
-// sooner than going to sleep takes. Such sleeps come in series where a provider without a NIC moves bytes whenever it
-// is polled, which no round sees. Now and then it tries whether sleeping pays again; otherwise news that arrive just in
-// time for a long spinner would keep it spinning for ever.
+// How long an idle thread spins before it sleeps: the engine's spin_ns, or up to 16 times that after sleeps that ended
+// sooner than it takes to fall asleep. Such sleeps come in series where a provider without a NIC moves bytes whenever
+// it is polled, which no round sees. From time to time it tries again whether sleeping pays; otherwise events that
+// arrive just in time for a long spinner would keep it spinning for ever.
 class Patience {
  public:
   explicit Patience(int64_t spin_ns) : spin_ns_(spin_ns) {}
-  // For the spin that begins now.
+  // How long to spin this time.
   int64_t spin_ns() {
     const uint32_t doublings = doublings_.load(std::memory_order_relaxed);
     if (doublings == 0) return spin_ns_;
@@ -35,7 +35,7 @@ class Patience {
     if (spins % kSpinsPerTry == 0) doublings_.store(doublings - 1, std::memory_order_relaxed);
     return spin_ns_ << doublings;
   }
-  // True: it is better to spin once more than to sleep again.
+  // True: spinning once more is better than sleeping again.
   bool note_sleep(int64_t slept_ns) {
     const bool was_short = slept_ns < spin_ns_ / 2;
     const uint32_t doublings = doublings_.load(std::memory_order_relaxed);
@@ -47,22 +47,22 @@ class Patience {
   static constexpr uint32_t kDoublingsMax = 4;
   static constexpr uint32_t kSpinsPerTry = 32;
   const int64_t spin_ns_;
-  // Relaxed, and changed in two steps: what several threads learn at a time is a guess in any case.
+  // Relaxed, and changed in two steps: what several threads learn at the same time is a guess in any case.
   std::atomic<uint32_t> doublings_{0};
   std::atomic<uint32_t> spins_{0};
 };
 
 // How a blocking wait asks its caller whether to go on (Ctrl-C). Called on the waiting thread about every 50 ms; it may
-// take the GIL. One object serves one wait, even if that consists of several shorter ones: the time of the next
+// take the GIL. One object serves one wait, even one that consists of several shorter waits: the time of the next
 // question carries over.
 class InterruptCheck {
  public:
-  InterruptCheck() = default;  // goes on
+  InterruptCheck() = default;  // never interrupts
   template <typename Asked>
     requires std::is_invocable_r_v<bool, Asked&>
   InterruptCheck(Asked asked) : asked_(std::move(asked)) {}
 
-  // When it is to be asked next; the first call says from when on.
+  // When to ask next; counted from the time of the first call.
   int64_t due_ns(int64_t now) const {
     if (due_ns_ == 0) due_ns_ = now + kEveryNs;
     return due_ns_;
@@ -77,7 +77,7 @@ class InterruptCheck {
  private:
   static constexpr int64_t kEveryNs = 50'000'000;
   std::function<bool()> asked_;
-  mutable int64_t due_ns_ = 0;  // the waiting thread's; 0: not asked yet
+  mutable int64_t due_ns_ = 0;  // used by the waiting thread only; 0: not asked yet
 };
 
 }  // namespace crossrail

@@ -81,7 +81,7 @@ void Watchdog::look(int64_t now) {
   const FlightRecorder& recorder = core_->recorder();
   const EngineStats stats = core_->stats();
   std::vector<Stall> stalls;
-  // Submits that nobody takes over: with polling="manual" nobody drives, otherwise the progress holder itself hangs.
+  // Submits that nobody takes: with polling="manual" nobody drives, otherwise the progress holder itself hangs.
   if (finder_.look(kEngineItself, core_->submits_waiting(), stats.worker_rounds, now)) {
     stalls.push_back({"", counted(core_->submits_waiting(), "submitted operation") + " of " +
                               std::to_string(stats.transfers_inflight) +
@@ -105,7 +105,7 @@ void Watchdog::look(int64_t now) {
   rounds_before_ = stats.worker_rounds;
 }
 
-// The dump comes first: the event takes a lock.
+// Dump first: adding an event takes a lock.
 void Watchdog::tell(const std::vector<Stall>& stalls, int64_t now) {
   const std::string where = dump(stalls, now);
   for (const Stall& stall : stalls)
@@ -113,7 +113,7 @@ void Watchdog::tell(const std::vector<Stall>& stalls, int64_t now) {
 }
 
 std::string Watchdog::dump(const std::vector<Stall>& stalls, int64_t now) {
-  constexpr size_t kToldInFull = 8;  // of the others the names
+  constexpr size_t kToldInFull = 8;  // only the names of further ones
   if (dumps_ > 0 && (dumps_ >= kDumpsMax || now - dumped_ns_ < kDumpPauseNs)) {
     return "no new recording, for " +
            (dumps_ >= kDumpsMax ? "the watchdog of this engine has written " + std::to_string(kDumpsMax)

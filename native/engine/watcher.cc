@@ -48,8 +48,8 @@ void Watcher::add(uint64_t delta, bool announce) {
 void Watcher::add_on(uint64_t stream, int gpu, uint64_t delta) { thread_->add_on(this, stream, gpu, delta); }
 
 Watcher::Change Watcher::take() {
-  // Pairs with the exchange in look_at(): a change whose announcement found one posted already is older than this
-  // exchange, and read below; a later one posts again.
+  // Pairs with the exchange in look_at(): a change that found a notification already posted is older than this
+  // exchange, and is read below; a later change posts again.
   is_announced_.exchange(false, std::memory_order_acq_rel);
   const uint64_t now = value();
   return {taken_.exchange(now, std::memory_order_acq_rel), now};
@@ -57,7 +57,7 @@ Watcher::Change Watcher::take() {
 
 void Watcher::close() { thread_->remove(this); }
 
-// Shared: after a fork, a copy on write would part the page that this process sees from the one that GPUs add to.
+// Shared: after a fork, copy-on-write would separate the page that this process sees from the one that GPUs add to.
 static std::atomic<uint64_t>* map_words(size_t bytes) {
   void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) throw_errno("mmap", "cannot allocate watched words");
@@ -105,7 +105,7 @@ void WatcherThread::announce(Watcher* watcher, bool is_told) {
   bool is_awaited = watcher->has_waiting();
   if (is_told && has_thread_) {
     std::lock_guard lock(mutex_);
-    if (watcher->is_registered_) is_awaited |= look_at(watcher);  // others' changes, too
+    if (watcher->is_registered_) is_awaited |= look_at(watcher);  // includes changes made by others
   }
   if (is_awaited && !watcher->closed()) on_awaited_();
 }
@@ -118,7 +118,7 @@ void WatcherThread::add_on(Watcher* watcher, uint64_t stream, int gpu, uint64_t 
 
 void WatcherThread::remove(Watcher* watcher) {
   {
-    std::lock_guard lock(mutex_);  // nobody looks at watchers but under it
+    std::lock_guard lock(mutex_);  // watchers are looked at only under the mutex
     if (!watcher->is_registered_) return;
     watcher->is_registered_ = false;
     if (watcher->is_exposed_) --exposed_count_;

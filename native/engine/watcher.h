@@ -13,9 +13,10 @@ class WatcherThread;
 
 // One watched word. Intermediate values may be skipped; none is reported twice, and the last one is always reported.
 // Changes by add() and store() are announced by the caller. Other changes (by a kernel, or a store through the address)
-// can only be found by looking: a thread starts to look when the address is first asked for, not before, since it costs
-// a part of a core. Transfers may wait for the word (Trigger in engine/engine.h): then the progress holder looks at it
-// too. Threads: add()/store()/value()/take()/word()/add_on() from any thread.
+// can only be found by polling: a thread begins to poll when the address is first asked for, and not before, since
+// polling costs part of a core. Transfers may wait for the word (Trigger in engine/engine.h): then the progress holder
+// polls it, too.
+// Threads: add()/store()/value()/take()/word()/add_on() from any thread.
 class Watcher : public RefCounted<Watcher> {
  public:
   ~Watcher();
@@ -23,34 +24,34 @@ class Watcher : public RefCounted<Watcher> {
   std::atomic<uint64_t>* word();
   uint64_t value() const { return word_->load(std::memory_order_acquire); }
   void store(uint64_t value);
-  // announce: else the caller sees to what follows from it.
+  // announce: if false, the caller takes care of what follows from the change.
   void add(uint64_t delta, bool announce = true);
-  // Adds once all that the stream of that GPU (-1: ask the driver) was given before has ended: by a kernel, which a
-  // stream that is captured takes into its graph. The word is found by looking, as with word(). This object has to stay
-  // until the kernel has run, and while a graph that has it may be launched. Throws as device::HostWords::add, and
-  // UsageError in a simulated engine.
+  // Adds once all earlier work in that GPU's stream (gpu -1: ask the driver) has ended: by a kernel, which a stream
+  // under capture records into its graph. Such a change is found by polling, as with word(). This object must stay
+  // alive until the kernel has run, and as long as a graph that contains it may be launched. Throws as
+  // device::HostWords::add, and UsageError in a simulated engine.
   void add_on(uint64_t stream, int gpu, uint64_t delta);
 
-  // After a notification: the value last taken and the current one; equal when another take was faster.
+  // For use after a notification: the value last taken and the current one; equal if another take came first.
   struct Change {
     uint64_t old_value;
     uint64_t new_value;
   };
   Change take();
 
-  // Stops watching: what waits for the word is cancelled. Idempotent.
+  // Stops watching: transfers that wait for the word are cancelled. Idempotent.
   void close();
-  // acquire: pairs with the release of whoever ends the watching; what the word became before is seen then.
+  // acquire: pairs with the release of whoever ends the watching, so that the word's last value is visible.
   bool closed() const { return closed_.load(std::memory_order_acquire); }
 
   bool is_of(const WatcherThread* thread) const { return thread_.get() == thread; }
 
-  // How many transfers wait for it. The fence: pairs with that in has_waiting().
+  // How many transfers wait for it. The fence pairs with the one in has_waiting().
   void add_waiting() {
     waiting_.fetch_add(1, std::memory_order_relaxed);
     std::atomic_thread_fence(std::memory_order_seq_cst);
   }
-  // relaxed: who still sees them wakes the holder once for nothing.
+  // relaxed: a thread that still sees the old count wakes the holder needlessly, once.
   void remove_waiting(uint32_t count) { waiting_.fetch_sub(count, std::memory_order_relaxed); }
 
  private:
@@ -62,8 +63,8 @@ class Watcher : public RefCounted<Watcher> {
   uint32_t slot_;
   Ref<Notifier> notifier_;
   uint64_t cookie_;
-  // For whoever has changed the word, or seen it changed: the holder has to look. seq_cst: either we see who waits, or
-  // that one, who said so before it looked (add_waiting), sees the word at least as new as we do.
+  // For whoever has changed the word, or seen it changed: must the holder look? seq_cst: either we see who waits, or
+  // the waiter, who announced itself before it looked (add_waiting), sees the word at least as new as we do.
   bool has_waiting() const {
     std::atomic_thread_fence(std::memory_order_seq_cst);
     return waiting_.load(std::memory_order_relaxed) > 0;
@@ -75,7 +76,7 @@ class Watcher : public RefCounted<Watcher> {
   uint64_t seen_ = 0;
   bool is_registered_ = true;
   bool is_exposed_ = false;
-  // A notification is posted that no take() has answered yet.
+  // A notification has been posted and not yet answered by a take().
   std::atomic<bool> is_announced_{false};
   std::atomic<uint64_t> taken_{0};
 };

@@ -1,5 +1,5 @@
-// The thread that looks at watched words. It is separate from the worker, so that a long copy does not delay a
-// callback, and a sleeping worker need not wake up for words that nobody can sleep on.
+// The thread that polls watched words. It is separate from the worker, so that a long copy does not delay a callback,
+// and a sleeping worker need not wake up for words that nobody can sleep on.
 #pragma once
 
 #include <atomic>
@@ -17,33 +17,34 @@
 
 namespace crossrail {
 
-// Lifecycle: 1. made with the engine; no thread. 2. starts when a word's address is first asked for, and looks while
-// such a watcher is open. 3. stop().
+// Lifecycle: 1. constructed with the engine, without a thread. 2. starts when a word's address is first asked for, and
+// polls while such a watcher is open. 3. stop().
 // Threads: any.
 class WatcherThread {
  public:
-  // has_thread: else somebody calls look(), and nothing is announced in between: a simulated engine acts in its own
+  // has_thread: false: somebody calls look(), and nothing is announced in between: a simulated engine acts in its own
   // turn.
-  // on_awaited: a word that transfers wait for has changed, or is watched no more; any thread, not after stop().
+  // on_awaited: a word that transfers wait for has changed, or is no longer watched; any thread, not after stop().
   WatcherThread(int64_t poll_ns, bool has_thread, std::function<void()> on_awaited);
   ~WatcherThread();
 
   Ref<Watcher> add(const std::shared_ptr<WatcherThread>& self, Notifier* notifier, uint64_t cookie);
   void remove(Watcher* watcher);
   void free_slot(uint32_t slot);
-  // The word may change from now on without anybody saying so.
+  // From now on the word may change without an announcement.
   void expose(Watcher* watcher);
-  // It has changed, or may have. is_told: by a notification; what waits for it hears of it in any case.
+  // The word has changed, or may have. is_told: whether to post a notification; transfers that wait for it are told in
+  // any case.
   void announce(Watcher* watcher, bool is_told);
   // Likewise, by a kernel: see Watcher::add_on.
   void add_on(Watcher* watcher, uint64_t stream, int gpu, uint64_t delta);
   void look();
-  bool has_changes();  // since it was looked at last
+  bool has_changes();  // since the last look
   void stop();
   void abandon_after_fork();
 
  private:
-  static constexpr uint32_t kWords = 512;  // a page, as the paper's watcher has
+  static constexpr uint32_t kWords = 512;  // a page, as in the paper's watcher
   static constexpr size_t kBytes = kWords * sizeof(uint64_t);
 
   void run();
@@ -57,14 +58,14 @@ class WatcherThread {
 
   const int64_t poll_ns_;
   const bool has_thread_;
-  const std::function<void()> on_awaited_;  // not under the mutex, which a simulation's turns take
+  const std::function<void()> on_awaited_;  // not called under the mutex, which a simulation's turns take
   const std::unique_ptr<std::atomic<uint64_t>, Unmap> words_;
   device::HostWords for_gpus_;
   std::mutex mutex_;  // guards everything below
   std::condition_variable changed_;
   std::vector<Watcher*> watchers_;
-  // Written under the mutex. Read without it, relaxed, by who is asked at every step of a simulation: most engines have
-  // none, and one that another thread adds meanwhile is seen at the next step.
+  // Written under the mutex. Read without it, relaxed, at every step of a simulation: most engines have none, and one
+  // that another thread adds meanwhile is seen at the next step.
   std::atomic<size_t> watcher_count_ = 0;
   size_t exposed_count_ = 0;  // of watchers_
   std::vector<uint32_t> free_slots_;

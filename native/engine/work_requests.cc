@@ -1,4 +1,4 @@
-// How each operation is cut into work requests: which rail, how long, worth how much of a count.
+// How each operation is cut into work requests: on which rail, how long, and worth how much of a count.
 #include <algorithm>
 #include <memory>
 
@@ -13,11 +13,12 @@ namespace {
 constexpr uint32_t kBatch = 128;                       // work requests handed to the transport at once
 constexpr uint64_t kBytesPerTurn = uint64_t{1} << 20;  // of one transfer before others get a turn
 constexpr uint32_t kBatchesPerTurn = 4;                // of one paged transfer
-// Of a long range over rails that the transport balances: rails that end at different times idle for half of one each.
+// For long ranges over rails that the transport balances: at the end, each rail idles for half a slice on average.
 constexpr uint64_t kSlicesPerRail = 32;
-constexpr uint64_t kGpuSlices = 64;  // so many slices in one, of what a GPU copies: that keeps nobody's core
+constexpr uint64_t kGpuSlices = 64;  // slices merged into one where a GPU copies: that occupies no core
 
-// Work requests that are made one by one: to make all of them for a few would take longer than to post those.
+// Work requests that are constructed one by one: constructing the whole array for a few would take longer than posting
+// those.
 union Batch {
   Batch() {}
   WorkRequest requests[kBatch];
@@ -25,13 +26,14 @@ union Batch {
 
 bool is_of_gpu(const TransferWork& work) { return work.local != nullptr && work.local->gpu() >= 0; }
 
-// How long a slice of it may be.
+// The slice length for this transfer.
 uint64_t slice_bytes_of(const Traits& traits, const TransferWork& work) {
   return traits.slice_bytes_max * (traits.fifo_rails && is_of_gpu(work) ? kGpuSlices : 1);
 }
 
-// Whether slices may land, or fail, one without the other: the one with the immediate is then posted after the others
-// are done. On rails with order that is so where the CPU has a driver copy, which may refuse one copy and do the next.
+// Whether one slice may land while another fails: the one with the immediate is then posted only after the others are
+// done. On ordered rails this happens where the CPU has a driver copy, which may refuse one copy and carry out the
+// next.
 bool fails_in_parts(const Traits& traits, const TransferWork& work, const RemoteRegion* dst) {
   const bool is_gpu = is_of_gpu(work) || (dst != nullptr && dst->descriptor().memory != MemoryKind::kHost);
   return !traits.fifo_rails || (traits.copies_gpu_memory && is_gpu);
@@ -42,8 +44,8 @@ constexpr uint32_t floor_log2(uint64_t value) { return 63 - static_cast<uint32_t
 
 }  // namespace
 
-// How a contiguous range is cut on its way to this peer. Decided once, when the link is up: what was begun one way must
-// not be ended another.
+// How a contiguous range is cut on its way to this peer. Decided once, when the link is up: a transfer must end the way
+// in which it was begun.
 void EngineCore::plan_range(const Peer& peer, TransferWork& work) {
   const Traits& traits = *peer.route_.traits;
   work.pieces = 1;
@@ -56,25 +58,26 @@ void EngineCore::plan_range(const Peer& peer, TransferWork& work) {
   }
   const uint32_t lanes = peer.link_->lanes();
   if (lanes == 1) return;
-  // So long that even a sixteenth of it is too coarse to keep all rails busy to the end: cut finer than a count can be,
-  // one piece in many slices, and the immediate follows once all of them are in place.
+  // Very long: even a sixteenth of it is too coarse to keep all rails busy until the end. It is cut finer than a count
+  // can be, one piece in many slices, and the immediate follows once all of them are in place.
   work.is_evened = work.length_bytes >= 2 * kRailsMax * traits.piece_bytes_min;
   if (work.is_evened) {
     const uint64_t even = work.length_bytes / (kSlicesPerRail * lanes) / kCutAlign * kCutAlign;
     work.slice_bytes = std::clamp(even, traits.piece_bytes_min, traits.slice_bytes_max);
     return;
   }
-  // The transport gives each piece to the rail that is free: more pieces than rails even out rails of different speed.
+  // The transport gives each piece to a rail that is free: having more pieces than rails evens out rails of different
+  // speed.
   work.pieces = pieces_for(work.length_bytes, kRailsMax, traits.piece_bytes_min);
 }
 
-// On which rail the piece goes. Rails are counted over all transports; this one may have fewer.
+// The rail for a piece. Rails are counted over all transports; this one may have fewer.
 uint32_t EngineCore::rail_for(const Peer& peer, const TransferWork& work, uint32_t piece) {
   const Traits& traits = *peer.route_.traits;
   if (traits.balances_rails && work.rail == kAnyRail) return kAnyRail;
   const uint32_t rail = work.first_rail + piece;
   if (rail < traits.rail_count) return rail;
-  const uint32_t wrapped = rail - traits.rail_count;  // nearly always enough, and no division
+  const uint32_t wrapped = rail - traits.rail_count;  // nearly always enough, and avoids a division
   return wrapped < traits.rail_count ? wrapped : wrapped % traits.rail_count;
 }
 
@@ -84,9 +87,9 @@ uint32_t EngineCore::post(Peer& peer, uint32_t rail, std::span<const WorkRequest
   assert_holder();
   TransferWork& work = *transfer->work_;
   uint32_t completed = 0;
-  // Counted before: the transport may retire some through the sink while it posts.
+  // Counted first: the transport may retire some through the sink while it posts.
   work.posted += static_cast<uint32_t>(requests.size());
-  // Of a transport that balances its rails there is none: it says itself what it sent by which (on_sent).
+  // Null for a transport that balances its rails: that one reports what it sent on which (on_sent).
   RailTraffic* const traffic = peer.posted_ != nullptr ? &peer.posted_[rail] : nullptr;
   const bool is_timed = traffic != nullptr && traffic->times_next(requests.size(), bytes);
   const int64_t since_ns = is_timed ? clock().now_ns() : 0;
@@ -102,14 +105,14 @@ uint32_t EngineCore::post(Peer& peer, uint32_t rail, std::span<const WorkRequest
     for (const WorkRequest& request : requests.subspan(accepted)) bytes -= request.length_bytes;
   }
   if (accepted == 0) return 0;
-  // Where there are several, all are pages, and alike.
+  // If there are several, all are pages, and alike.
   if (traffic != nullptr) traffic->count(accepted, bytes, requests.front().has_imm ? accepted : 0);
   if (accepted > completed) {
     start_timing(peer, rail, accepted, transfer);
   } else if (is_timed) {
     traffic->note_latency(clock().now_ns() - since_ns);
   }
-  // Of a scatter whose targets are all done at once finish() makes one entry: one for each would show.
+  // If all targets of a scatter are done at once, finish() makes one entry: an entry for each would cost too much.
   const bool has_targets = work.kind == OpKind::kScatter || work.kind == OpKind::kBarrier;
   if (accepted == completed && has_targets) return accepted;
   if (accepted == 1 && completed == 1 && work.at_once && work.posted == 1) {
@@ -121,19 +124,18 @@ uint32_t EngineCore::post(Peer& peer, uint32_t rail, std::span<const WorkRequest
   return accepted;
 }
 
-// What a GPU copies is only begun here, and waited for by the transport: the more at once the better. To queue a long
-// request takes no longer than to queue a short one: a round of them is as many requests, not as many bytes.
+// Copies by a GPU are only started here, and the transport waits for them: the more at once the better. Queuing a long
+// request takes no longer than queuing a short one, so a round is limited by requests, not by bytes.
 void EngineCore::count_in_round(const Peer& peer, const TransferWork& work, uint64_t bytes, uint32_t requests) {
   constexpr uint64_t kGpuBytesForOne = 64;
-  constexpr uint64_t kQueuedBytes = 16 << 10;  // of a request, at most
+  constexpr uint64_t kQueuedBytes = 16 << 10;  // counted per request, at most
   if (is_of_gpu(work)) bytes /= kGpuBytesForOne;
   if (!peer.route_.traits->moves_while_posting) bytes = std::min(bytes, requests * kQueuedBytes);
   round_bytes_ += bytes;
 }
 
-// After post() took too little. Of a transport that chooses rails: its queue for such works to this peer is full, as it
-// most likely is for those behind it. Of others it says something about a rail, or a region whose owner has not
-// answered yet.
+// After post() took too little. If the transport chooses rails, its queue for such works to this peer is full, and most
+// likely so for those behind it. Otherwise this concerns one rail, or a region whose owner has not answered yet.
 EngineCore::Progress EngineCore::refused(uint32_t rail) {
   return rail == kAnyRail ? Progress::kFull : Progress::kBlocked;
 }
@@ -144,7 +146,7 @@ RemoteKey* EngineCore::key_of(Peer& peer, RemoteRegion& region) {
   return region.key_.get();
 }
 
-// The part of a transfer's range at `offset`, still without immediate and context.
+// The part of a transfer's range at `offset`, without immediate and context yet.
 WorkRequest EngineCore::range_request(const Peer& peer, const TransferWork& work, RemoteKey* key, uint64_t offset,
                                       uint64_t length_bytes) {
   WorkRequest request;
@@ -173,9 +175,8 @@ EngineCore::Progress EngineCore::post_short_range(Peer& peer, Transfer* transfer
 }
 
 // A contiguous range: cut into one piece per rail, each piece into slices. The last slice of a piece carries the
-// piece's share of the immediate; on rails without order it waits until everything before it is done, and of an evened
-// range travels alone, so that nothing but its own way is waited for. Resumed: once more from the start, without what
-// was kept.
+// piece's share of the immediate. On unordered rails it waits until everything before it is done; for an evened range
+// it travels alone, so that its own latency is all there is to wait for. Resumed: starts over, without what was kept.
 EngineCore::Progress EngineCore::post_range(Peer& peer, Transfer* transfer) {
   assert_holder();
   TransferWork& work = *transfer->work_;
@@ -301,8 +302,8 @@ EngineCore::Progress EngineCore::post_pages(Peer& peer, Transfer* transfer) {
   return Progress::kAllPosted;
 }
 
-// Pages that nothing else should have to wait for: each in slices on one rail, whose order puts the immediate behind
-// them.
+// Long pages, which nothing else should have to wait for: each goes in slices on one rail, whose order keeps the
+// immediate behind them.
 EngineCore::Progress EngineCore::post_long_pages(Peer& peer, Transfer* transfer, RemoteKey* key) {
   assert_holder();
   TransferWork& work = *transfer->work_;
@@ -353,11 +354,11 @@ EngineCore::Progress EngineCore::post_target(Peer& peer, Transfer* transfer, Sca
       work.has_plan || (target.length_bytes > slice_bytes && fails_in_parts(traits, work, target.dst.get()));
   uint64_t turn_bytes = 0;
   do {
-    if (target.is_broken) return Progress::kAllPosted;  // an immediate would count what is not there
+    if (target.is_broken) return Progress::kAllPosted;  // an immediate would count bytes that are not there
     if (turn_bytes >= kBytesPerTurn) return Progress::kMore;
     const uint64_t length = std::min(target.length_bytes - target.posted_bytes, slice_bytes);
     const bool has_imm = target.imm != kNoImm && target.posted_bytes + length == target.length_bytes;
-    // Of its own slices: those of other targets would hold it up, and one after the other all of them.
+    // Its own slices only: those of other targets would hold it up, and then hold up all targets one after the other.
     if (has_imm && target.slices_open > 0) return Progress::kBlocked;
     WorkRequest request;
     request.op = WorkOp::kWrite;
@@ -372,7 +373,7 @@ EngineCore::Progress EngineCore::post_target(Peer& peer, Transfer* transfer, Sca
     request.context = transfer;
     request.tag = counts_slices ? index + 1 : 0;
     const uint32_t retired_before = work.retired;
-    if (counts_slices) ++target.slices_open;  // before: it may be retired while it is posted
+    if (counts_slices) ++target.slices_open;  // first: the slice may be retired while it is posted
     if (post(peer, rail, {&request, 1}, length, transfer) == 0) {
       if (counts_slices) --target.slices_open;
       return refused(rail);

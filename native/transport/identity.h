@@ -13,15 +13,15 @@ namespace crossrail {
 // when the kernel gives no random bytes, and as host_identity().
 Address make_identity(const std::string& name, uint32_t transports, uint32_t rail_count);
 
-// The same for an engine in a simulation: nothing in it tells of this machine or process.
+// The same for an engine in a simulation: reveals nothing about this machine or process.
 Address make_identity_on(Simulation& simulation, uint32_t host, const std::string& name, uint32_t transports);
 
-// What host_identity() is where the kernel does not show its boot id, as in some sandboxes: two that say so may be on
-// one host or on two.
+// The value of host_identity() where the kernel does not show its boot id, as in some sandboxes. Two engines with this
+// value may or may not be on one host.
 inline constexpr const char* kUnknownHost = "unknown-host";
 
-// Identity of this host: the kernel's boot id, or kUnknownHost. Containers of one host share it. Throws TransportError
-// when the system is too short of descriptors or memory to look.
+// Identity of this host: the kernel's boot id, or kUnknownHost. Containers on one host share it. Throws TransportError
+// if the process has too few descriptors or too little memory to find out.
 const std::string& host_identity();
 
 // Inode of the calling thread's network namespace, 0 when /proc does not tell.

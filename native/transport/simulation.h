@@ -1,7 +1,7 @@
-// Where engines run that have no threads of their own: a simulated world, seen from the engine. It has their clock,
-// their random bits, and gives them their turns.
+// A simulated world as its engines see it. Such engines have no threads of their own: the world gives them their clock,
+// their random bits and their turns to run.
 //
-// Threads: one at a time. What is marked [any] may come from any thread; determinism is promised only where one thread
+// Threads: one at a time. Calls marked [any] may come from any thread; determinism is promised only if a single thread
 // does everything.
 #pragma once
 
@@ -14,23 +14,23 @@
 
 namespace crossrail {
 
-// An engine, as the simulation sees it. All calls come from inside Simulation::advance(), on the thread that waits
+// An engine as the simulation sees it. All calls come from inside Simulation::advance(), on the thread that waits
 // there.
 class Actor {
  public:
-  // One round. True: there is more to do at once.
+  // One round. True: there is more to do right away.
   virtual bool turn() = 0;
-  // Wants a turn by then. Asked after turn().
+  // When it needs its next turn at the latest. Asked after turn().
   virtual Deadline next_timer() const = 0;
-  // The user has changed words of it without telling anybody. Asked once watches_words() was called.
+  // The user has changed one of its words without announcing it. Asked once watches_words() was called.
   virtual bool has_changed_words() const = 0;
-  // Something that was begun has not ended yet.
+  // Something that it began has not ended yet.
   virtual bool is_busy() const = 0;
-  // Grows with everything that its user could have waited for.
+  // Grows with every event that its user might be waiting for.
   virtual uint64_t outcomes() const = 0;
-  // How long it waits for its peers at most.
+  // The longest time that it waits for a peer.
   virtual int64_t patience_ns() const = 0;
-  // Ends like a process that was killed: everything of it completes, nothing is told to peers.
+  // Ends like a killed process: all of its operations complete, and peers are told nothing.
   virtual void die() = 0;
 
  protected:
@@ -42,20 +42,20 @@ class Simulation : public Clock, public Entropy {
   virtual ~Simulation() = default;
 
   // --- of one engine: enter, turns, leave. No turn before the first wake() ---
-  // The number by which its NICs and wake() name it. Throws UsageError for a host that is not there.
+  // Returns the number by which its NICs and wake() refer to it. Throws UsageError if there is no such host.
   virtual uint32_t enter(Actor* actor, uint32_t host, const std::string& name) = 0;
   virtual void leave(uint32_t actor) = 0;
-  // [any] It has news, and wants a turn.
+  // [any] It has work and wants a turn.
   virtual void wake(uint32_t actor) = 0;
-  // [any] From now on it has words that a user may change without telling anybody.
+  // [any] From now on it has words that a user may change without announcing it.
   virtual void watches_words(uint32_t actor) = 0;
-  // Now, or, from inside a turn, right after it: for what must not happen within.
+  // Runs `deed` now or, when called from inside a turn, right after that turn: for what must not happen within one.
   virtual void after_turn(std::function<void()> deed) = 0;
-  // What the engines of that host call it: part of their addresses.
+  // The host's name as its engines put it into their addresses.
   virtual std::string host_name(uint32_t host) const = 0;
 
   // --- of who waits ---
-  // RAII of one wait: how the simulation knows whether anybody is still about to do something.
+  // RAII for one wait: lets the simulation know whether some thread may still be about to act.
   class Wait {
    public:
     explicit Wait(Simulation* simulation) : simulation_(simulation) { simulation_->begin_wait(); }
@@ -67,14 +67,14 @@ class Simulation : public Clock, public Entropy {
     Simulation* const simulation_;
   };
   enum class Step : uint8_t {
-    kMoved,    // something happened: look whether it is what you wait for
-    kReached,  // nothing is left to happen before `until`, and it is `until` now
+    kMoved,    // something happened: check whether it is what you wait for
+    kReached,  // nothing was left to happen before `until`, and the clock is at `until` now
     kIdle,     // nothing is left to happen at all, and there is no `until`
-    kHeld      // another thread may be about to do something: wait a moment of real time, ask again
+    kHeld      // another thread may be about to act: wait a moment of real time and ask again
   };
-  // What happens next happens: events up to an engine's turn, or the clock goes to `until`. Never past it.
+  // Lets the next thing happen: processes events up to an engine's turn, or moves the clock to `until`, never past it.
   virtual Step advance(Deadline until) = 0;
-  // Callbacks of the user are due: who waits runs them, by run_callbacks(), between steps.
+  // Callbacks of the user are due: the waiting thread runs them, by run_callbacks(), between steps.
   virtual bool has_callbacks() const = 0;
   virtual void run_callbacks() = 0;
 

@@ -1,4 +1,4 @@
-// One way of sleeping, whatever the transports are.
+// One way to sleep, whatever the transports are.
 #pragma once
 
 #include <atomic>
@@ -12,23 +12,24 @@
 namespace crossrail {
 
 // Where two threads of an engine sleep until one of its transports has news: in front, a thread that waits for
-// something, and behind it the worker, whom news wake while nobody is in front. So a message wakes the thread that
-// waits for it, and not first the worker, who would then wake that thread.
-// Both return early at times, without news. Who is woken by news drives, or makes sure that somebody does: nobody else
-// was told. What a sleeper must do before is said in transport.h. A call is kept until its sleeper comes.
+// something; behind it the worker, which news wakes only while nobody is in front. So a message wakes the thread that
+// waits for it directly, rather than the worker, which would then have to wake that thread.
+// Both may return early without news. A thread that news has woken drives the engine or makes sure that another does:
+// nobody else was told. What a sleeper must do beforehand is in transport.h. A call made before its sleeper arrives is
+// kept for it.
 class SleepingPlace {
  public:
   // The transports must outlive its sleepers. Throws TransportError.
   explicit SleepingPlace(std::span<Transport* const> transports);
 
-  // Without, at most one thread may sleep, in front or behind: what a transport waits for is epoll sets in epoll sets
-  // (libfabric's tcp), as deep as Linux allows, or in as many.
+  // If false, at most one thread may sleep, in front or behind: the transport's descriptor is an epoll set that already
+  // nests others (libfabric's tcp) as deeply, or in such number, as Linux allows.
   bool has_front() const { return static_cast<bool>(behind_); }
-  // [any] False: somebody is there. Who takes it is the one to drive until he leaves, asleep or awake.
+  // [any] False: the place is taken. Whoever takes it is the one to drive until it leaves, asleep or awake.
   bool take_front();
   void leave_front();
-  // Until one of the transports is rung, or the call, or the deadline. One thread at a time in each. True: woken by
-  // news.
+  // Sleeps until a transport rings, a call comes, or the deadline passes. One thread at a time in each place. True:
+  // news woke it.
   bool sleep_in_front(Deadline deadline);
   void sleep_behind(Deadline deadline);
   void call_front() const { front_call_.ring(); }    // [any]
@@ -42,7 +43,7 @@ class SleepingPlace {
   WakeEvent front_call_;
   WakeEvent behind_call_;
   std::atomic<bool> is_front_taken_{false};
-  Fd behind_;  // an epoll set: of the transports' descriptors, while nobody is in front
+  Fd behind_;  // an epoll set of the transports' descriptors, used while nobody is in front
 };
 
 }  // namespace crossrail

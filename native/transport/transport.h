@@ -30,7 +30,7 @@ namespace crossrail {
 enum class LinkEnd : uint8_t {
   kLost,
   kLeft,   // the peer's engine was closed, not killed
-  kUnmade  // it never came up: this process, or as it says the peer, had no descriptors or memory; connect() may again
+  kUnmade  // it never came up: this process or the peer lacked descriptors or memory; connect() may be tried again
 };
 
 // One engine that we send to. Owned by the transport, from connect() until Sink::on_link_down or disconnect().
@@ -49,13 +49,13 @@ class LocalRegion {
   virtual ~LocalRegion() = default;
   std::byte* base = nullptr;
   uint64_t length_bytes = 0;
-  uint64_t id = 0;         // the engine gives it at registration
+  uint64_t id = 0;         // assigned by the engine at registration
   bool is_mapped = false;  // peers of this host can map it
-  bool maps_file = false;  // of the host: a file is mapped there, which may be cut short. As far as the transport cares
-  int gpu = -1;            // whose memory it is; -1: the host's
+  bool maps_file = false;  // may be a mapped file, which can be truncated; set only if the transport cares
+  int gpu = -1;            // the GPU that the memory belongs to; -1: host memory
   // The keys that an RDMA transport puts into the region's descriptor. They stay the same for the region's life.
   virtual RdmaKeys rdma_keys() const { return {}; }
-  // How NICs were given GPU memory, for people ("dma-buf").
+  // How the NICs got access to GPU memory, for people ("dma-buf").
   virtual std::string given_by() const { return {}; }
 };
 
@@ -66,12 +66,12 @@ class RemoteKey {
 };
 
 // kService carries at most kServiceBytesMax to the peer's engine (Sink::on_service). The payload stays in place until
-// the request is retired; kDone says that the peer's engine has it. Neither receive pool nor messages hold it back.
+// the request is retired; kDone means that the peer's engine has it. It is never held up by receive pools or messages.
 enum class WorkOp : uint8_t { kWrite, kRead, kSend, kService };
-inline constexpr uint64_t kMessageBytesMax = 256 << 10;  // of kSend, whatever an engine is set to send
-inline constexpr uint64_t kServiceBytesMax = 4000;       // a fragment of rdma
-// A one-sided operation of one work request of so few bytes does not wait behind long ones: the engine queues it
-// apart, and tcp has connections for it.
+inline constexpr uint64_t kMessageBytesMax = 256 << 10;  // for kSend, whatever limit an engine is configured with
+inline constexpr uint64_t kServiceBytesMax = 4000;       // one fragment of the rdma protocol
+// A one-sided operation of a single work request up to this size does not wait behind long ones: the engine queues it
+// separately, and tcp has separate connections for it.
 inline constexpr uint64_t kShortBytesMax = (16 << 10) - 1;
 inline constexpr uint32_t kServicesQueuedMax = 64;  // post() accepts no more than this per link until some retire
 
@@ -81,10 +81,10 @@ struct Mapping {
   std::shared_ptr<const void> memory;
   std::byte* base = nullptr;
   uint64_t length_bytes = 0;  // of the region, as its owner says
-  // GPU memory comes as this instead: the caller maps it, and the region begins at `offset`.
+  // GPU memory comes in this form instead: the caller maps it, and the region begins at `offset`.
   std::shared_ptr<const device::PhysicalMemory> physical;
   uint64_t offset = 0;
-  std::string trouble;  // of kAccessDenied, kTransportFailed; may be empty
+  std::string trouble;  // for kAccessDenied and kTransportFailed; may be empty
 };
 
 // One piece of work for one rail. 64 bytes: a cache line per piece.
@@ -99,18 +99,18 @@ struct WorkRequest {
   uint64_t remote_offset = 0;
   LocalRegion* local_region = nullptr;  // null for kSend, kService
   void* context = nullptr;              // returned when the request is retired
-  uint32_t tag = 0;                     // returned likewise; requests of one context may have different tags
-  uint32_t reserved = 0;                // the engine's own
+  uint32_t tag = 0;                     // returned likewise; requests with the same context may have different tags
+  uint32_t reserved = 0;                // for the engine's own use
 };
 static_assert(sizeof(WorkRequest) == 64);
-// Whose memory the request's local side is; -1: the host's.
+// The GPU whose memory the request's local side is in; -1: host memory.
 inline int gpu_of(const WorkRequest& request) {
   return request.local_region == nullptr ? -1 : request.local_region->gpu;
 }
 
 struct Traits {
   uint32_t rail_count = 1;
-  uint64_t slice_bytes_max = 0;  // the engine cuts longer writes, so that short ones get between the slices
+  uint64_t slice_bytes_max = 0;  // the engine cuts longer writes, so that short ones can go between the slices
   uint64_t message_bytes_max = 0;
   bool fifo_rails = false;  // on one rail of one link, a write's bytes and immediate land no earlier than those of
                             // the writes posted before it
@@ -119,8 +119,8 @@ struct Traits {
   bool moves_while_posting = true;      // a post takes as long as its bytes; else it only queues them
   uint64_t piece_bytes_min = 16 << 10;  // a shorter piece is not worth another rail's overhead
   bool moves_gpu_memory = false;        // NICs access GPU memory directly
-  std::string no_gpu_memory{};          // else why not, if they could; empty: nothing known
-  bool copies_gpu_memory = false;       // this side's CPU has the driver copy GPU memory
+  std::string no_gpu_memory{};          // why not, if the NICs could in principle; empty: no reason known
+  bool copies_gpu_memory = false;       // the CPU on this side has the driver copy GPU memory
 };
 
 // A transport calls these from inside post() and poll(), on the progress holder.
@@ -130,33 +130,34 @@ class Sink {
   virtual void on_retired(Link& link, void* context, uint32_t tag, uint32_t count, uint64_t bytes, Status status,
                           const std::string& detail) = 0;
   // One work request was taken back (withdraw), which retires it. Its immediate will never be counted. Some of its
-  // bytes may be in place. If several of one context and tag end together, one call may have the sum of their `bytes`
-  // and the others 0.
+  // bytes may be in place. If several requests with the same context and tag end together, one call may report the sum
+  // of their `bytes` and the others 0.
   virtual void on_withdrawn(Link& link, void* context, uint32_t tag, uint64_t bytes) = 0;
   // Immediates arrived: `units` 48ths of the number `imm`.
   virtual void on_imm(uint32_t imm, uint64_t units) = 0;
   enum class Offer : uint8_t { kTaken, kHold, kTooLong };
   // A message arrived. kHold: keep it and offer it again at the next poll.
   virtual Offer on_message(const std::shared_ptr<const Address>& sender, std::span<const uint8_t> payload) = 0;
-  // A kService payload arrived: untrusted, 0..kServiceBytesMax bytes. Once for each, in any order. The sink queues it.
+  // A kService payload arrived: untrusted, 0..kServiceBytesMax bytes. Called once per payload, in any order. The sink
+  // queues it.
   virtual void on_service(const std::shared_ptr<const Address>& sender, std::span<const uint8_t> payload) = 0;
   virtual void on_link_up(Link& link) = 0;
-  // The peer is gone: post no more. The transport retires everything posted on the link next, then deletes the link.
-  // It has reported (on_imm) all that the peer was told is done.
+  // The peer is gone: post no more. The transport next retires everything posted on the link, then deletes the link. It
+  // has already reported (on_imm) everything that the peer was told is done.
   virtual void on_link_down(Link& link, const std::string& reason, LinkEnd end) = 0;
   virtual void on_link_frozen(Link& link, bool frozen, const std::string& detail) = 0;
   virtual void on_protocol_error(const std::string& peer, const std::string& detail) = 0;
-  // [any] The status for peers that name a region which is not open: kRegionRevoked, or kRegionClosed for closed and
-  // unknown ones.
+  // [any] The status for peers that name a region that is not open: kRegionRevoked, or kRegionClosed for closed and
+  // unknown regions.
   virtual Status status_of_gone(uint64_t /*region_id*/) { return Status::kRegionClosed; }
   // For the flight recorder, if Traits::balances_rails. on_sent: the transport put `count` works of this context on
   // `rail`, `bytes` in all, `imms` of them with an immediate. on_over: they ended there; on_retired follows.
   virtual void on_sent(Link& /*link*/, uint32_t /*rail*/, void* /*context*/, uint32_t /*count*/, uint64_t /*bytes*/,
                        uint32_t /*imms*/) {}
   virtual void on_over(Link& /*link*/, uint32_t /*rail*/, void* /*context*/, uint32_t /*count*/, uint64_t /*bytes*/) {}
-  // A connection or path of this rail that carried works broke.
+  // A connection or path of this rail broke while it carried works.
   virtual void on_rail_broken(Link& /*link*/, uint32_t /*rail*/) {}
-  // `count` works that it carried are put on a rail once more.
+  // `count` works that it carried are being sent again, on some rail.
   virtual void on_sent_again(Link& /*link*/, uint32_t /*rail*/, uint32_t /*count*/) {}
 
  protected:
@@ -169,7 +170,7 @@ struct PathReport {
   std::string reason;
   double gb_per_s = 0;
   uint64_t bytes = 0;
-  std::optional<uint32_t> down_rail;  // our rail of it, while it is down
+  std::optional<uint32_t> down_rail;  // our rail of the path, while that rail is down
 };
 
 // Which of our rails talks to which of the peer's.
@@ -184,16 +185,17 @@ class Transport {
 
   virtual const Traits& traits() const = 0;    // [any]
   virtual const Address& address() const = 0;  // [any]
-  // Asked when it has opened: what each rail is on, a netdev or a port of a NIC; several may share one. Empty: nothing.
+  // Asked after it has opened: what each rail is bound to, a netdev or a NIC port; several may share one. Empty:
+  // nothing.
   virtual std::vector<std::string> rail_devices() const { return {}; }
-  // Called once, after all transports of the engine are open and before any other call, with the whole address that
+  // Called once, after all transports of the engine are open and before any other call, with the complete address that
   // peers see. The transport opened last knows it already.
   virtual void complete_address(const Address&) {}
 
   // --- memory [any]. id: never used before in this incarnation; its slot (region_slot) is no other open region's ---
   virtual std::unique_ptr<LocalRegion> register_memory(uint64_t id, std::byte* base, uint64_t length_bytes,
                                                        Access access) = 0;
-  // Only with Traits::moves_gpu_memory or copies_gpu_memory. The object is not needed any more when this has returned.
+  // Only with Traits::moves_gpu_memory or copies_gpu_memory. The GpuMemory object is not needed after this returns.
   virtual std::unique_ptr<LocalRegion> register_gpu_memory(uint64_t /*id*/, const device::GpuMemory&, Access) {
     return nullptr;
   }
@@ -201,13 +203,14 @@ class Transport {
   virtual std::unique_ptr<LocalRegion> allocate(uint64_t id, uint64_t length_bytes, bool populate) = 0;
   // The transport refuses peers from now on.
   virtual void revoke_region(LocalRegion& region) = 0;
-  // True once neither a peer nor our progress holder touches the revoked region. If move_source() means something, the
-  // engine's own work requests that name the region have ended, or were moved, before it asks.
+  // True once neither a peer nor our progress holder accesses the revoked region. If move_source() is meaningful for
+  // this transport, the engine's own work requests that name the region have ended or been moved before it asks.
   virtual bool is_region_quiet(const LocalRegion& region) = 0;
-  // Progress holder. Names the known peers that may still touch the revoked region.
+  // Progress holder. Names the known peers that may still access the revoked region.
   virtual std::vector<std::string> users_of(const LocalRegion&) { return {}; }
-  // Progress holder. Makes our own work requests that are not with a device yet use `to` in place of `from`, the same
-  // memory. True once none names `from`; the engine asks until then. True at once if requests do not need their region.
+  // Progress holder. Makes those of our work requests that no device has yet use `to` instead of `from`; both describe
+  // the same memory. True once none names `from`; the engine asks until then. True at once if requests do not need
+  // their region.
   virtual bool move_source(const LocalRegion&, LocalRegion&) { return true; }
 
   // --- peers ---
@@ -216,87 +219,89 @@ class Transport {
   // Retires everything posted on the link as kPeerLost and deletes it, without on_link_down.
   virtual void disconnect(Link& link) = 0;
   virtual std::unique_ptr<RemoteKey> resolve(Link& link, const RegionDescriptor& descriptor) = 0;
-  // kPending: the peer has not answered yet, ask again. kDone: `out` is filled. kAccessDenied: this process cannot
+  // kPending: the peer has not answered yet, ask again. kDone: `out` is filled in. kAccessDenied: this process cannot
   // access that memory. kRegionClosed, kRegionRevoked and others: the peer refuses. gpu: the local GPU whose kernels
-  // shall reach GPU memory; -1: host memory.
+  // shall access GPU memory; -1: host memory.
   virtual Status map(Link&, const RemoteKey&, int /*gpu*/, Mapping* /*out*/) { return Status::kAccessDenied; }
   virtual std::vector<PathReport> explain(Link& link) = 0;
-  // [any] Says why none of our rails reaches that peer (other kinds of links, another user's memory). Empty: one may.
+  // [any] Says why none of our rails reaches that peer (different kinds of links, another user's memory). Empty: one
+  // may.
   virtual std::string why_out_of_reach(const Address&) const { return {}; }
-  // Empty: rail i to the peer's rail i, modulo how many it has.
+  // Empty: our rail i talks to the peer's rail i modulo the peer's rail count.
   virtual std::vector<RailReport> explain_rails(Link&) { return {}; }
-  // How many works towards the peer are in flight on this rail of ours; 0 if none ever wait.
+  // How many works towards the peer are in flight on this rail of ours; 0 if works never wait here.
   virtual uint64_t rail_depth(Link&, uint32_t /*rail*/) { return 0; }
 
   // --- data ---
-  // Accepts a prefix of `requests` (one or more, of one op and one context), as many as there is room for. *completed:
-  // how many of these are done already (kDone); the sink is not told of them. May call sink.on_retired for others. May
-  // leave a sleeping peer asleep until the next poll(), arm() or let_go(). rail: below Traits::rail_count, or kAnyRail
-  // if Traits::balances_rails.
+  // Accepts a prefix of `requests` (one or more, all with the same op and context), as many as there is room for.
+  // *completed: how many of these are done already (kDone); the sink is not told about them. May call sink.on_retired
+  // for other requests. May leave a sleeping peer asleep until the next poll(), arm() or let_go(). rail: below
+  // Traits::rail_count, or kAnyRail if Traits::balances_rails.
   virtual uint32_t post(Link& link, uint32_t rail, std::span<const WorkRequest> requests, uint32_t* completed) = 0;
   // Moves everything that can move now. Returns how many things happened; 0 means idle.
   virtual uint32_t poll() = 0;
 
   // Takes back the work requests of each context for which wanted() is true, as far as the peer has not begun them.
-  // Each is retired through Sink::on_withdrawn: now, or once the part that the peer is at has ended. A request that the
-  // peer has wholly begun runs to its end and is retired as ever. Of one context's requests on one rail of one link a
-  // tail is taken back, so that no immediate is counted whose bytes were taken back. The engine posts no more of these
-  // contexts until all of theirs are retired.
+  // Each is retired through Sink::on_withdrawn: now, or once the part that the peer is working on has ended. A request
+  // that the peer has begun in full runs to its end and is retired as usual. What is taken back is always a tail of the
+  // requests of one context on one rail of one link, so that no immediate is counted whose bytes were taken back. The
+  // engine posts nothing more for these contexts until all of their requests are retired.
   virtual void withdraw(bool (*wanted)(void* context)) = 0;
 
   // --- sleeping (transport/sleep.h), on several transports at once ---
-  // The progress holder arms each, looks once more (has_arrivals) and stops being the holder. Then somebody sleeps
-  // until a wake_fd() is readable. While armed, an arrival makes it readable, and it stays so until hush(): none is
-  // lost between arming and sleeping. While not armed it should stay quiet.
+  // The progress holder arms every transport, looks once more (has_arrivals) and stops being the holder. Then some
+  // thread sleeps until a wake_fd() is readable. While armed, an arrival makes it readable, and it stays so until
+  // hush(): no arrival between arming and sleeping is lost. While not armed it should stay quiet.
   virtual void arm() = 0;
   virtual void disarm() = 0;
-  // A progress holder calls this instead of arm() if it leaves without sleeping and nobody may drive for long. The
-  // transport does what it had put off for peers: it rings them and lets go of their memory.
+  // A progress holder calls this instead of arm() if it leaves without sleeping and nobody may drive for a long time.
+  // The transport does what it had deferred for its peers: it rings them and lets go of their memory.
   virtual void let_go() {}
-  virtual bool is_armed() const = 0;  // [any] armed, and nobody has rung since
+  virtual bool is_armed() const = 0;  // [any] armed, and not rung since
   virtual bool has_arrivals() = 0;
   // When poll() must be called at the latest, for heartbeats and timeouts. Asked after arm().
   virtual Deadline next_timer() const { return kNoDeadline; }
   virtual int wake_fd() const = 0;  // [any] the same for the transport's life
   // [any] The sleeper calls this when wake_fd() is readable. Silences it until the next arrival and disarms the
-  // transport, so that a holder who is about to leave sees that the arrivals are taken. False: an old ring, sleep on.
-  // looks_at_once: the sleeper polls as soon as it can, and what polling silences may be left to that.
+  // transport, so that a holder that is about to leave sees that the arrivals have been taken. False: the ring was
+  // stale, sleep on. looks_at_once: the sleeper polls as soon as it can, so whatever polling silences may be left to
+  // that.
   virtual bool hush(bool looks_at_once) = 0;
   virtual void wake() = 0;  // [any] only costs a system call if somebody sleeps
 
-  // Tells peers and stops own threads. Retires everything posted (kEngineClosed) before it returns.
+  // Tells peers, stops its own threads, and retires everything posted (kEngineClosed) before it returns.
   virtual void close() = 0;
-  // [any] In a forked child: gives up what would keep the parent's peers from noticing the parent's death.
+  // [any] In a forked child: drops whatever would keep the parent's peers from noticing the parent's death.
   virtual void abandon_after_fork() = 0;
 };
 
-// What only RDMA transports ask.
+// Options that only RDMA transports use.
 struct RdmaOptions {
-  std::string provider;         // ofi: exact name ("efa", "tcp"); empty: EFA, by efa-direct if there is that
-  int32_t gid_index = -1;       // verbs on RoCE: -1 by choice
+  std::string provider;         // ofi: exact name ("efa", "tcp"); empty: EFA, through efa-direct where available
+  int32_t gid_index = -1;       // verbs on RoCE: -1: chosen automatically
   uint32_t traffic_class = 0;   // verbs on RoCE: 0..255
   uint32_t service_level = 0;   // verbs: 0..15
   uint32_t path_mtu_bytes = 0;  // verbs: 256, 512 ... 4096; 0: the port's
-  uint32_t partition = 0;       // verbs on InfiniBand: a P_Key, its highest bit does not matter; 0 by choice
+  uint32_t partition = 0;       // verbs on InfiniBand: a P_Key, its highest bit is ignored; 0: chosen automatically
   uint32_t chain_length = 16;   // verbs: work requests behind one doorbell, 1..kChainMax
 
   static constexpr uint32_t kChainMax = 32;
 };
 
-// sim: where in which world. Elsewhere there is none, and engines have threads.
+// sim: which world, and where in it. Without a simulation this is empty, and engines have threads.
 struct Place {
   Simulation* simulation = nullptr;
   uint32_t host = 0;
-  uint32_t actor = 0;  // of Simulation::enter
+  uint32_t actor = 0;  // from Simulation::enter
 };
 
-// tcp: who we are and whom we trust under TLS. Files in PEM form.
+// tcp: our identity and whom we trust under TLS. Files in PEM form.
 enum class TlsVerify : uint8_t {
-  kChain,  // whoever has a certificate of the CA
-  kName    // and it is for the name of the peer's engine
+  kChain,  // anyone with a certificate from the CA
+  kName    // and the certificate must be for the name of the peer's engine
 };
 struct TlsOptions {
-  std::string cert_file;  // ours, and those between it and the CA; empty: no TLS
+  std::string cert_file;  // our certificate, and the chain up to the CA; empty: no TLS
   std::string key_file;
   std::string ca_file;
   TlsVerify verify = TlsVerify::kChain;
@@ -305,8 +310,8 @@ struct TlsOptions {
 };
 
 struct TransportOptions {
-  // The engine's address, with what the transports opened before have added. Transport::address() adds what is this
-  // transport's: the endpoints of tcp, verbs or ofi.
+  // The engine's address, with what the transports opened earlier have added. Transport::address() adds this
+  // transport's part: the endpoints of tcp, verbs or ofi.
   Address identity;
   uint32_t rail_count = 1;
   // tcp: IP address or interface name of each rail; verbs and ofi: device ("mlx5_0"), port ("mlx5_0:1"), interface or

@@ -19,13 +19,13 @@ inline constexpr uint32_t kRailsMax = 16;
 inline constexpr uint32_t kAnyRail = ~0u;
 
 enum class TransportKind : uint8_t { kShm = 1, kNull = 2, kTcp = 3, kVerbs = 4, kOfi = 5, kSim = 6 };
-inline constexpr uint32_t kTransportsMax = 4;  // of one engine at once
+inline constexpr uint32_t kTransportsMax = 4;  // open in one engine at the same time
 inline constexpr uint32_t kTransportKinds = 6;
 const char* transport_name(TransportKind kind);
 
 // Sets of kinds are masks of these.
 constexpr uint32_t transport_bit(TransportKind kind) { return 1u << static_cast<uint32_t>(kind); }
-// Those whose rails are RDMA NICs, simulated ones too.
+// The kinds whose rails are RDMA NICs, including simulated ones.
 inline constexpr uint32_t kRdmaTransports =
     transport_bit(TransportKind::kVerbs) | transport_bit(TransportKind::kOfi) | transport_bit(TransportKind::kSim);
 inline constexpr uint32_t kAllTransports = transport_bit(TransportKind::kShm) | transport_bit(TransportKind::kNull) |
@@ -50,18 +50,19 @@ enum class Access : uint8_t {
 constexpr bool allows(Access granted, Access needed) {
   return (static_cast<uint8_t>(granted) & static_cast<uint8_t>(needed)) == static_cast<uint8_t>(needed);
 }
-// Whether [offset, offset + length) is within `bound` bytes. Numbers from outside: nothing overflows.
+// Whether [offset, offset + length) is within `bound` bytes. Safe for untrusted numbers: nothing overflows.
 constexpr bool fits(uint64_t offset, uint64_t length, uint64_t bound) {
   return length <= bound && offset <= bound - length;
 }
 
-// Where memory is. kCuda: of a GPU, at an address that only its driver and NICs can use. The numbers travel.
+// Where memory is. kCuda: GPU memory, at an address that only the GPU's driver and NICs can use. The values are part of
+// the wire format.
 enum class MemoryKind : uint8_t { kHost = 0, kCuda = 1 };
 
 // How bytes reach memory that the peer cannot map. kAuto: the one that measures faster.
 enum class PrivatePath : uint8_t { kAuto, kStaged, kCrossMemoryAttach };
 
-// As users write it.
+// How users spell it.
 inline const char* access_name(Access access) {
   switch (access) {
     case Access::kLocal:
@@ -78,18 +79,18 @@ inline const char* access_name(Access access) {
 inline std::byte* const kPhantomBase =
     reinterpret_cast<std::byte*>(uint64_t{1} << 60);  // NOLINT(performance-no-int-to-ptr)
 
-// How an operation ended. The numbers travel: whoever changes one changes the versions of all protocols.
+// How an operation ended. The values are part of the wire format: changing one changes the version of every protocol.
 enum class Status : uint8_t {
   kPending = 0,
   kDone,
-  kCancelled,       // asked for by the user; nothing of it moves any more
-  kPeerLost,        // the peer died, left, or is of an older incarnation
-  kRegionClosed,    // the remote region was closed, or never existed
-  kRegionRevoked,   // the remote region refuses this generation of peers; or the one above, if the target knows no more
-  kOutOfBounds,     // refused by the target: past the region's end
-  kAccessDenied,    // refused by the target: region not open to this operation
-  kMessageTooLong,  // no receive buffer of the target can hold it
-  kEngineClosed,    // our own engine was closed first
+  kCancelled,        // at the user's request; no part of it moves any more
+  kPeerLost,         // the peer died, left, or is of an older incarnation
+  kRegionClosed,     // the remote region was closed, or never existed
+  kRegionRevoked,    // the remote region refuses this generation of peers; kRegionClosed if the target no longer knows
+  kOutOfBounds,      // refused by the target: past the region's end
+  kAccessDenied,     // refused by the target: region not open to this operation
+  kMessageTooLong,   // no receive buffer of the target can hold it
+  kEngineClosed,     // our own engine was closed first
   kTransportFailed,  // anything else; the detail says what
   kChecksumMismatch  // a checked write: the target's memory is not what was sent
 };

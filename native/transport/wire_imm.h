@@ -1,5 +1,5 @@
-// The 32 bits that travel with a write: 28 of the user's number and a share code that says how much of a count it is
-// worth.
+// The 32-bit immediate that travels with a write: 28 bits of the user's number, and a share code that says how much of
+// a count it is worth.
 #pragma once
 
 #include <array>
