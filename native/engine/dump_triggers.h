@@ -34,7 +34,6 @@ void dump_on_failed_assert();
 // - except while opening, closing or forking an engine, which hold the list of engines.
 // Threads: constructed and closed by one thread at a time. In a forked child the signal does nothing until close()
 // there, or until the child constructs its own.
-// until the child makes one of its own.
 class SignalDump {
  public:
   // directory: empty: each engine's own. Throws UsageError if there is one already, if the signal has a handler, or if

@@ -352,7 +352,6 @@ class Engine : public RefCounted<Engine> {
   // The caller states that no peer will send this number any more. Drops the counter; alloc_imm hands the number out
   // again after all others. Throws UsageError while somebody waits for it or part of a count has arrived; force drops
   // the counter even then.
-  // force drops both.
   void release_imm(uint32_t imm, bool force = false);
   Ref<Watcher> alloc_watcher(Notifier* notifier, uint64_t cookie);
 

@@ -1,4 +1,4 @@
-// Where a sleeper sleeps: one descriptor for a bell and for the descriptors of all NICs.
+// Where a thread sleeps: one descriptor for a bell and for the descriptors of all NICs.
 #pragma once
 
 #include <atomic>
@@ -9,9 +9,9 @@
 
 namespace crossrail::rdma {
 
-// Two epoll sets: the inner one holds the NICs' descriptors, the outer one the inner one and an eventfd. While a thread
-// drives, the inner set is switched off in the outer one: a NIC whose descriptors are readable whenever data arrive
-// would wake the sleeping worker for nothing.
+// Two epoll sets: the inner one holds the NICs' descriptors, the outer one holds the inner one and an eventfd. While a
+// thread drives, the inner set is switched off in the outer one: otherwise a NIC whose descriptors become readable with
+// every arrival would wake the sleeping worker for nothing.
 // Threads: any.
 class Bell {
  public:
@@ -22,14 +22,14 @@ class Bell {
   void unwatch();
   void ring() const;
   void silence() const;
-  // In the child of a fork.
+  // In a forked child.
   void abandon();
 
  private:
   Fd inner_;
   Fd outer_;
   Fd eventfd_;
-  SpinLock lock_;  // the flag and what the kernel was told change together
+  SpinLock lock_;  // the flag and the kernel's state change together
   std::atomic<bool> watching_{false};
 };
 

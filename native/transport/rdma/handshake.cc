@@ -1,13 +1,13 @@
-// How two engines meet: datagrams, sealed and repeated, until there are paths.
+// How two engines meet: authenticated datagrams, repeated until there are paths.
 //
 //   the other                    the leader (smaller incarnation)
-//   Knock {path, epoch over} ->                      only if it wants to talk; the leader needs nobody's word
-//                            <-  Hello {path, epoch, offer}      again and again
-//   Accept {path, epoch, offer} ->                   once for every Hello of that epoch
-//                            <-  State, on the path: the first fragment says that the leader has the Accept
+//   Knock {path, epoch over} ->                      only if it wants to talk; the leader may begin unasked
+//                             <-  Hello {path, epoch, offer}      repeated
+//   Accept {path, epoch, offer} ->                   one for every Hello of that epoch
+//                             <-  State, on the path: the first fragment shows that the leader has the Accept
 //
-// Epochs only grow, so doubled and delayed datagrams are recognised. Sessions are numbered by each side, so a peer that
-// forgot us and begins anew is told from one that repeats itself.
+// Epochs only grow, so duplicate and delayed datagrams are recognised. Each side numbers its sessions, so a peer that
+// forgot us and begins anew can be told from one that repeats itself.
 #include <algorithm>
 
 #include "transport/rdma/rdma_transport.h"
@@ -21,7 +21,7 @@ namespace {
 constexpr int64_t kRetryMaxNs = 500'000'000;
 constexpr int64_t kAcceptedMaxNs = 5'000'000'000;
 constexpr size_t kSessionsMax = 4096;
-constexpr size_t kPathsMax = 32;  // of one session
+constexpr size_t kPathsMax = 32;  // per session
 
 Bytes bytes_of(std::span<const uint8_t> span) { return Bytes(span.begin(), span.end()); }
 
@@ -54,7 +54,7 @@ Session& RdmaTransport::make_session(const Incarnation& peer, bool leads) {
   return *slot;
 }
 
-// Whether all paths that the peer has begun are by rails that it has.
+// Whether all paths that the peer has begun use rails that it has.
 bool RdmaTransport::has_rails_of(const Session& session, const Address& address) const {
   const size_t count = address.rdma_on(kind_).endpoints.size();
   return std::ranges::all_of(session.paths, [&](const auto& path) { return path->peer_rail < count; });
@@ -76,8 +76,8 @@ Path& RdmaTransport::path_for(Session& session, PathKey key) {
   return *path;
 }
 
-// Rails of one network talk to each other, else every pair that can; so many pairs that every rail of both sides has
-// one.
+// Rails on one network are paired with each other; if there are none, every pair that can communicate. The pairs are
+// chosen so that every rail of both sides has one.
 void RdmaTransport::pair_paths(Session& session, const Address& peer) {
   const auto& theirs = peer.rdma_on(kind_).endpoints;
   const auto count = static_cast<uint32_t>(rails_.size());
@@ -100,7 +100,7 @@ void RdmaTransport::pair_paths(Session& session, const Address& peer) {
         if (rails_[i]->nic->nearness(theirs[k].bytes) >= nearness) b.push_back(k);
       }
       if (b.empty()) continue;
-      // Those of ours that reach the same ones.
+      // Those of our rails that reach the same rails of the peer.
       std::vector<uint32_t> a;
       for (uint32_t j = i; j < count; ++j) {
         const bool reaches_all =
@@ -149,7 +149,7 @@ void RdmaTransport::refuse(Rail& rail, const DatagramHead& head, RefuseCode code
   answer.to_leader = !head.to_leader;
   answer.nonce = head.nonce;
   answer.target_tag = target_tag(head.sender);
-  answer.sender = {};  // not proven, and nobody's business
+  answer.sender = {};  // not authenticated, and nobody's business
   answer.endpoint = bytes_of(rail.nic->endpoint());
   Bytes bytes = begin_datagram(answer);
   put(bytes, RefuseBody{code, text});
@@ -157,7 +157,7 @@ void RdmaTransport::refuse(Rail& rail, const DatagramHead& head, RefuseCode code
   rail.nic->send_datagram(head.endpoint, bytes);
 }
 
-// What the peer asked for, and cannot have now, and why.
+// Tells the peer that it cannot have the path that it asked for now, and why.
 void RdmaTransport::refuse_path(const Path& path) {
   Session& session = *path.session;
   DatagramHead head;
@@ -185,7 +185,7 @@ void RdmaTransport::on_datagram(Rail& rail, std::span<const uint8_t> bytes) {
   if (session == nullptr) return;
   hear_link(*session, datagram->head.has_link);
   on_sealed(*session, *datagram);
-  hear_link(*session, datagram->head.has_link);  // it may have said that the peer's end of our last path broke
+  hear_link(*session, datagram->head.has_link);  // it may have reported that the peer's end of our last path broke
 }
 
 void RdmaTransport::on_sealed(Session& session, const Datagram& datagram) {
@@ -235,13 +235,13 @@ void RdmaTransport::on_sealed(Session& session, const Datagram& datagram) {
   }
 }
 
-// Whom the datagram is from, once it is proven. Null: it is nobody's, or was dealt with.
+// The session that the datagram belongs to, once it is authenticated. Null: none, or the datagram has been handled.
 Session* RdmaTransport::session_of(Rail& rail, const Datagram& datagram, std::span<const uint8_t> bytes) {
   const DatagramHead& head = datagram.head;
   const Incarnation& own = options_.identity.incarnation;
   if (head.version != kProtocolVersion) {
     refuse(rail, head, RefuseCode::kVersion,
-           "the versions differ");  // each of which is told by its own datagrams' heads
+           "the versions differ");  // each side sees the other's in the headers of its datagrams
     report_garbage(rail.nic->name(), "a datagram of protocol version " + std::to_string(head.version) +
                                          " arrived, this build speaks version " + std::to_string(kProtocolVersion));
     return nullptr;
@@ -286,7 +286,7 @@ Session* RdmaTransport::session_of(Rail& rail, const Datagram& datagram, std::sp
   }
   if (session->peer_number == 0) session->peer_number = head.sender_session;
   if (head.sender_session < session->peer_number || session->is_over)
-    return nullptr;  // of an older session; repeats itself
+    return nullptr;  // from an older session; repeats itself
   if (head.sender_session > session->peer_number) {
     doom(*session, "it has forgotten this engine, and begins anew", LinkEnd::kLost);
     return nullptr;
@@ -296,8 +296,8 @@ Session* RdmaTransport::session_of(Rail& rail, const Datagram& datagram, std::sp
   return session;
 }
 
-// While a path stands, States tell it, which are numbered: a datagram that comes late must not undo what they said.
-// Where none does, a late one costs a path, by which the next State comes.
+// While a path stands, its States report this, and they are numbered: a late datagram must not undo what they said.
+// While no path stands, a late one costs an extra path, over which the next State comes.
 void RdmaTransport::hear_link(Session& session, bool has_link) {
   if (std::ranges::any_of(session.paths, [&](const auto& path) { return is_usable(*path); })) return;
   session.peer_has_link = has_link;
@@ -308,7 +308,7 @@ void RdmaTransport::on_refuse(const Rail& rail, const Datagram& datagram) {
   const auto found = std::ranges::find_if(
       sessions_, [&](const auto& item) { return item.second->nonce == datagram.head.nonce && !item.second->is_over; });
   if (found == sessions_.end()) {
-    ++garbage_;  // late, or invented
+    ++garbage_;  // late, or forged
     return;
   }
   Session& session = *found->second;
@@ -353,8 +353,8 @@ void RdmaTransport::on_refuse(const Rail& rail, const Datagram& datagram) {
 
 // --- making paths ---
 
-// Also who has no operations of its own: that its end of a path broke, a peer that is idle learns in no other way, and
-// would lose its next write to it where nobody can tell what became of works in doubt.
+// Also without operations of our own: an idle peer has no other way to learn that its end of a path broke, and would
+// lose its next write on it where nobody can tell what became of works in doubt.
 bool RdmaTransport::wants_paths(const Session& session) const {
   return !session.is_over && (session.link != nullptr || session.peer_has_link);
 }
@@ -390,14 +390,14 @@ bool RdmaTransport::connect_path(Path& path, const Bytes& offer) {
     path.refusal.clear();
     drop_nic_path(path);
     path.state = PathState::kIdle;
-    path.closed_epoch = path.epoch;  // it never was, and nothing was seen in it
+    path.closed_epoch = path.epoch;  // it never stood, and nothing was seen on it
     path.closed_seen = 0;
     return false;
   }
   return true;
 }
 
-// What the path wants by time: to be made, to be asked for once more, to be given up.
+// Time-driven actions for a path: to be made, asked for once more, or given up.
 void RdmaTransport::tend_path(Path& path) {
   Session& session = *path.session;
   const Rail& rail = *rails_[path.rail];
@@ -475,7 +475,7 @@ void RdmaTransport::on_hello(Session& session, const PathBody& body) {
   }
   if (path.state != PathState::kIdle) {
     mark_broken(path, Cause::kPeersEnd, kItsEndBroke);
-    return;  // it will say Hello again
+    return;  // it will send Hello again
   }
   if (!path.doubt.empty()) return;
   if (!make_nic_path(path)) {
@@ -496,7 +496,7 @@ void RdmaTransport::on_hello(Session& session, const PathBody& body) {
 
 void RdmaTransport::on_accept(Session& session, const PathBody& body) {
   Path* const path = session.find(body.path);
-  if (path == nullptr || path->state != PathState::kOffered || path->epoch != body.epoch) return;  // delayed or doubled
+  if (path == nullptr || path->state != PathState::kOffered || path->epoch != body.epoch) return;  // late or duplicate
   path->peer_token = body.token;
   hear_speed(*path, body.speed_mbps);
   if (connect_path(*path, body.offer)) {
@@ -506,7 +506,7 @@ void RdmaTransport::on_accept(Session& session, const PathBody& body) {
   }
 }
 
-// May be called while a NIC tells: only takes notes.
+// May be called from a NIC's event: only takes notes.
 void RdmaTransport::open_path(Path& path) {
   Session& session = *path.session;
   path.state = PathState::kOpen;

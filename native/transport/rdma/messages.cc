@@ -1,8 +1,8 @@
 // What travels as fragments: control, and messages.
 //
-// Messages go by one path at a time. When it breaks, those whose outcome is not known go again, whole, by another: the
-// receiver knows them by their ids, and outcomes are told again. So each is delivered once. Service messages do
-// likewise, under numbers of their own.
+// Messages use one path at a time. When it breaks, those with unknown outcome are sent again, completely, on another:
+// the receiver recognises them by their ids, and outcomes are told again. So each is delivered once. Service messages
+// work likewise, with numbers of their own.
 #include <algorithm>
 #include <cstring>
 
@@ -32,11 +32,11 @@ std::span<const uint8_t> chunk_of(const WorkRequest& request, uint32_t chunk) {
 Path* RdmaTransport::path_of_fragment(Rail& rail, NicPath* nic_path, uint64_t token) {
   const auto found = tokens_.find(token);
   if (found == tokens_.end() || (nic_path != nullptr && path_of(*nic_path) != found->second)) {
-    ++garbage_;  // of a path that is gone; where the NIC knows better, nonsense
+    ++garbage_;  // of a path that is gone; if the NIC names the path, invalid
     return nullptr;
   }
   Path* const path = found->second;
-  // One that is breaking may still hear what was sent before; one that was only offered, nothing.
+  // A path that is breaking may still receive what was sent before; one that was only offered receives nothing.
   const bool hears = path->is_connected && path->rail == rail.index && !path->session->is_over;
   return hears ? path : nullptr;
 }
@@ -82,7 +82,7 @@ void RdmaTransport::on_fragment(Path& path, FragmentKind kind, std::span<const u
     }
     case FragmentKind::kResolve:
     case FragmentKind::kResolved:
-      // Answering needs NICs: later, as a datagram would be. They are as long as those.
+      // Answering needs NICs, so it happens later, as for a datagram. These have a datagram's length.
       makes_sense = body.size() <= kDatagramBytesMax;
       if (makes_sense) said_.push_back({session.key, kind, Bytes(body.begin(), body.end())});
       break;
@@ -96,7 +96,7 @@ void RdmaTransport::on_fragment(Path& path, FragmentKind kind, std::span<const u
 }
 
 void RdmaTransport::on_state(Session& session, const StateBody& state) {
-  if (state.number <= session.state_heard) return;  // overtaken
+  if (state.number <= session.state_heard) return;  // overtaken by a later one
   session.state_heard = state.number;
   session.peer_has_link = state.has_link;
   session.peer_left = state.leaves;
@@ -116,7 +116,7 @@ bool RdmaTransport::on_introduce(Session& session, std::span<const uint8_t> body
   }
   const auto& endpoints = session.peer_address->rdma_on(kind_).endpoints;
   for (uint32_t i = 0; i < endpoints.size(); ++i) session.peer_endpoints[i] = endpoints[i].bytes;
-  mark_dirty(session);  // messages may wait for it
+  mark_dirty(session);  // messages may have been waiting for this
   return true;
 }
 
@@ -149,7 +149,7 @@ bool RdmaTransport::on_message_chunk(Session& session, std::span<const uint8_t> 
     return false;
   forget_known_outcomes(session, head->first_open);
   if (head->id < session.first_open_id) return true;  // delayed: the sender knows its outcome
-  if (session.outcomes.contains(head->id) && !is_mutated(Mutation::kMessageTwice)) {  // it does not yet
+  if (session.outcomes.contains(head->id) && !is_mutated(Mutation::kMessageTwice)) {  // the sender does not know it yet
     tell_outcome(session, head->id);
     return true;
   }
@@ -175,9 +175,9 @@ bool RdmaTransport::on_message_chunk(Session& session, std::span<const uint8_t> 
   return true;
 }
 
-// What the sender knows, need not be remembered; and what we hold of that it has given up, with a link that it forgot,
-// and would take up room that its window does not know of. Invariant: outcomes, assemblies and held are of
-// first_open_id and later.
+// Outcomes that the sender knows need not be remembered. Neither need messages that we hold and that it has given up,
+// with a link that it forgot: they would take up room that its window does not know about. Invariant: outcomes,
+// assemblies and held are of first_open_id and later.
 void RdmaTransport::forget_known_outcomes(Session& session, uint64_t first_open_id) {
   if (first_open_id <= session.first_open_id) return;
   session.first_open_id = first_open_id;
@@ -198,7 +198,7 @@ bool RdmaTransport::on_recall(Session& session, std::span<const uint8_t> body) {
   forget_known_outcomes(session, recall->first_open);
   if (recall->id < session.first_open_id) return true;  // delayed
   if (is_mutated(Mutation::kRecallTaken)) session.outcomes.erase(recall->id);
-  // Of one that the engine has it is told once more.
+  // The outcome of a message that the engine has is told once more.
   if (session.outcomes.try_emplace(recall->id, Outcome::kRecalled).second) {
     if (const auto item = session.assemblies.find(recall->id); item != session.assemblies.end()) {
       session.held_bytes -= item->second.payload.size();
@@ -261,19 +261,19 @@ bool RdmaTransport::on_outcomes(Session& session, std::span<const uint8_t> body)
 bool RdmaTransport::on_service(Session& session, std::span<const uint8_t> body) {
   const auto head = decode_service_head(body);
   if (!head || body.size() - kServiceHeadBytes > kServiceBytesMax) return false;
-  if (head->first_open > session.first_open_service) {  // what the sender knows, need not be remembered
+  if (head->first_open > session.first_open_service) {  // the sender knows these, they need not be remembered
     session.first_open_service = head->first_open;
     auto& heard = session.services_heard;
     heard.erase(heard.begin(), heard.lower_bound(head->first_open));
   }
   if (head->id < session.first_open_service) return true;  // delayed
   mark_dirty(session);
-  if (!session.services_heard.insert(head->id).second) {  // it was told, and that was lost
+  if (!session.services_heard.insert(head->id).second) {  // it was acknowledged, and the acknowledgement was lost
     if (!session.services.any_of([&](const Session::Held& held) { return held.id == head->id; }))
       session.services_untold.push_back(head->id);
     return session.services_untold.size() <= 4 * kServicesUnderWayMax;
   }
-  // One that never introduces itself: what it says waits for that. Others say no more than this without being heard.
+  // The sender never introduces itself, and its messages wait for that. Others send no more than this unacknowledged.
   if (session.services.size() >= kServicesUnderWayMax) return false;
   const auto payload = body.subspan(kServiceHeadBytes);
   session.services.push_back({head->id, {payload.begin(), payload.end()}});
@@ -366,7 +366,7 @@ void RdmaTransport::offer_held(Session& session) {
 // --- leaving. False: a NIC has no room ---
 
 bool RdmaTransport::pump_control(Session& session) {
-  // A path that is stuck must not keep the others from answering.
+  // A stuck path must not keep the others from answering.
   bool all = true;
   bool told = session.untold.empty() && session.services_untold.empty();
   for (auto& path : session.paths) {
@@ -429,7 +429,7 @@ bool RdmaTransport::pump_outcomes(Session& session, Path& path) {
   return true;
 }
 
-// The path that messages go by; after a change, those whose outcome is not known go again.
+// The path that messages use; after a change, those with unknown outcome are sent again.
 Path* RdmaTransport::message_path(Session& session) {
   RdmaLink& link = *session.link;
   Path* const current = link.message_path;

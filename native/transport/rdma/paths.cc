@@ -1,12 +1,12 @@
-// How a path breaks, and what becomes of the works that were on it.
+// How a path breaks, and what becomes of its works.
 //
-// 1. Something failed, or the peer, the port or we want its end: break_off().
-// 2. The NIC says flushed: nothing of it touches memory any more. What was reported done is done; the rest is in doubt:
-//    the peer may have counted an immediate whose acknowledgement was lost.
-// 3. We ask the peer (Resolve), by any other path, or by datagrams. It breaks off its own end first, so that nothing of
-//    that epoch can arrive any more, and then says how many immediates it has seen, and whether the regions may be
-//    touched.
-// 4. What it has seen is done. What its NIC refused, fails. The rest is posted once more, by any path.
+// 1. Something failed, or the peer, the port or we want it to end: break_off().
+// 2. The NIC reports flushed: none of its works touches memory any more. Works reported done are done; the rest is in
+//    doubt: the peer may have counted an immediate whose acknowledgement was lost.
+// 3. We ask the peer (Resolve), over any other path, or by datagrams. It first breaks off its own end, so that nothing
+//    of that epoch can arrive any more, and then says how many immediates it has seen, and whether the regions may be
+//    accessed.
+// 4. What it has seen is done. What its NIC refused fails. The rest is posted again, on any path.
 // Nothing is counted twice, because what may have been counted is never posted again: where the peer cannot tell
 // (NicLimits::names_imm_paths), writes with immediate in doubt fail.
 #include <algorithm>
@@ -21,11 +21,12 @@ namespace crossrail::rdma {
 
 namespace {
 
-constexpr size_t kGoneMax = 4096;  // regions of one peer; the oldest have the smallest ids
+constexpr size_t kGoneMax = 4096;  // per peer; the oldest regions have the smallest ids
 constexpr int64_t kAskMaxNs = 500'000'000;
 constexpr int64_t kGoodForNs =
     1'000'000'000;  // a path that broke sooner, and was good for nothing, is remade after a pause
-// Times that a work is to blame for a break. Without order, any that was under way may be: the limit is far.
+// How often a work may be to blame for a break. Without order, any work in flight may be the cause, so the limit is
+// high.
 constexpr uint32_t kAttemptsMax = 12;
 constexpr uint32_t kAttemptsMaxUnordered = 60;
 constexpr uint32_t kPeersBreaksForAttempt = 5;
@@ -34,8 +35,8 @@ static_assert(kAttemptsMaxUnordered < 64);  // bits of attempts_of()
 bool needs_region(const WorkRequest& work) { return work.remote != nullptr; }
 const RdmaKey& key_of(const WorkRequest& work) { return static_cast<const RdmaKey&>(*work.remote); }
 
-// What the peer is asked about works in doubt, the same for the same works. Works that its NIC refused have a span
-// each, which come first; the others one for each region.
+// What we ask the peer about works in doubt; the same for the same works. Works that its NIC refused have a span each,
+// which come first; the others have one per region.
 struct Question {
   std::vector<Span> spans;
   std::vector<size_t> of_work;  // index into spans; kNone
@@ -73,13 +74,13 @@ Question question_of(std::span<const WorkRequest> works) {
   return question;
 }
 
-// What the peer says of the region that works[index] touches. Nothing: it was not asked.
+// The peer's verdict on the region that works[index] accesses. Nothing: it was not asked.
 std::optional<Status> verdict_of(std::span<const WorkRequest> works, size_t index, const Question& question,
                                  const std::vector<Status>& verdicts) {
   const size_t at = question.of_work[index];
   if (at >= verdicts.size()) return std::nullopt;
   const WorkRequest& work = works[index];
-  // That some work is past the end says little of the others in the same region.
+  // That one work exceeds the region's end says little about others in the same region.
   const bool is_own =
       question.spans[at].offset == work.remote_offset && question.spans[at].length_bytes == work.length_bytes;
   const bool is_past = work.remote_offset + work.length_bytes > key_of(work).length_bytes;
@@ -123,7 +124,7 @@ void RdmaTransport::start_break(Path& path) {
   }
 }
 
-// A mistake on purpose: the NIC still has these.
+// A deliberate mistake: the NIC still has these.
 void RdmaTransport::fail_before_flush(Path& path) {
   for (size_t i = 0; i < path.works.size() && path.session->link; ++i) {
     if (fault_of(path.works[i]) != WorkFault::kNone) continue;
@@ -148,7 +149,7 @@ void RdmaTransport::finish_break(Path& path) {
   collect_doubt(path);
   drop_nic_path(path);
   path.state = PathState::kIdle;
-  // Acknowledgements of the peer's messages may have been lost with it.
+  // Acknowledgements of the peer's messages may have been lost with the path.
   session.untold.clear();
   for (const auto& [id, outcome] : session.outcomes) session.untold.push_back(id);
   session.services_untold.clear();
@@ -186,7 +187,7 @@ void RdmaTransport::collect_doubt(Path& path) {
   path.doubt_since_ns = now_;
 }
 
-// Polls until these paths are flushed. For calls that have to retire everything before they return.
+// Polls until these paths are flushed. For calls that must retire everything before they return.
 void RdmaTransport::drain(const std::vector<Path*>& paths) {
   int64_t looked_ns = options_.clock->now_ns();
   int64_t patience = looked_ns + kFlushMaxNs;
@@ -211,7 +212,7 @@ void RdmaTransport::drain(const std::vector<Path*>& paths) {
   }
 }
 
-// A NIC that does not keep its promise: what it still holds stays its own, for ever.
+// A NIC that does not keep its promise: whatever it still holds stays allocated for ever.
 void RdmaTransport::give_up(Path& path) {
   sink_->on_protocol_error(rails_[path.rail]->nic->name(),
                            "the NIC did not flush a path within 10 s; memory in use by it may still be touched");
@@ -224,7 +225,7 @@ void RdmaTransport::give_up(Path& path) {
 
 // --- asking and answering ---
 
-// By a path if one is open, else by datagrams over all rails; by_datagram_too: by both.
+// Over a path if one is open, else by datagrams over all rails; by_datagram_too: both.
 bool RdmaTransport::send_to_peer(Path& path, FragmentKind kind, const Bytes& body, DatagramKind datagram_kind,
                                  bool by_datagram_too) {
   Session& session = *path.session;
@@ -255,7 +256,7 @@ void RdmaTransport::ask(Path& path) {
                  body_of(ResolveBody{path.key, path.epoch, question_of(path.doubt).spans}), DatagramKind::kResolve,
                  again);
   } else if (!path.suspects.empty()) {
-    // One question at a time, asked until it is answered: of two, an answer would not say which works it is about.
+    // One question at a time, repeated until it is answered: with two, an answer would not say which works it is about.
     if (path.asked == 0) {
       ++path.question;
       path.asked = path.suspects.size();
@@ -290,7 +291,7 @@ void RdmaTransport::on_resolve(Session& session, const ResolveBody& body) {
     }
     path->answer = body.spans;
     mark_broken(*path, Cause::kPeersEnd, kItsEndBroke);  // answered once it is flushed
-  }  // else delayed: it knew before it let the next epoch be made
+  }  // else delayed: it knew this before it let the next epoch begin
 }
 
 Status RdmaTransport::verdict_on(const Span& span) {
@@ -298,7 +299,7 @@ Status RdmaTransport::verdict_on(const Span& span) {
   return status == Status::kRegionClosed ? sink_->status_of_gone(span.region_id) : status;
 }
 
-// Of the epoch that was closed last.
+// About the epoch that was closed last.
 void RdmaTransport::answer(Path& path, const std::vector<Span>& spans) {
   ResolvedBody body{path.key, path.closed_epoch, path.closed_counts, path.closed_seen, {}};
   for (const Span& span : spans) body.verdicts.push_back(verdict_on(span));
@@ -321,7 +322,7 @@ void RdmaTransport::on_resolved(Session& session, const ResolvedBody& body) {
 
 // --- settling ---
 
-// provider: what the NIC said when it was refused; empty: nothing did, and the peer told us why it is in vain.
+// provider: what the NIC reported on refusal; empty: nothing, and the peer told us why the work is in vain.
 void RdmaTransport::retire_refused(RdmaLink& link, const WorkRequest& work, Status status,
                                    const std::string& provider) {
   std::string text = provider.empty() ? "the peer refuses a " : "the peer's NIC refused a ";
@@ -352,7 +353,7 @@ void RdmaTransport::note_gone(RdmaLink& link, const std::vector<Span>& spans, co
   }
 }
 
-// What waits, and names one of them.
+// Fails queued works that name one of the regions that are gone.
 void RdmaTransport::fail_gone(RdmaLink& link) {
   if (link.gone.empty()) return;
   std::vector<WorkRequest> failed;
@@ -381,7 +382,7 @@ void RdmaTransport::settle(Path& path, const ResolvedBody& body) {
   const Question question = question_of(doubt);
   path.is_resolving = false;
   note_gone(link, question.spans, body.verdicts);
-  // How many of the immediates in doubt the peer has seen.
+  // Compares the immediates in doubt with how many of them the peer has seen.
   uint64_t in_doubt = 0;
   for (const WorkRequest& work : doubt) in_doubt += work.has_imm ? 1 : 0;
   const uint64_t seen = body.counts && body.seen > path.imms_done ? body.seen - path.imms_done : 0;
@@ -390,17 +391,17 @@ void RdmaTransport::settle(Path& path, const ResolvedBody& body) {
                                                           std::to_string(path.imms_done) + " to " +
                                                           std::to_string(path.imms_done + in_doubt) + " can be");
   }
-  // On a path without order, all of them or none can be told apart from some of them.
+  // On an unordered path only "all" or "none" is conclusive.
   const bool knows = body.counts && (ordered || seen == 0 || seen >= in_doubt);
   uint64_t imms = 0;
-  size_t seen_end = 0;  // works before this one were carried out before the last immediate that was seen
+  size_t seen_end = 0;  // works before this one preceded the last immediate that was seen
   for (size_t i = 0; i < doubt.size() && knows && ordered; ++i) {
     if (doubt[i].has_imm && imms++ < seen) seen_end = i + 1;
   }
-  // On an ordered path one work is to blame at most, the first that was not carried out: those behind it had no chance.
-  // And none, when the peer broke the path, or one is known to have: what a NIC refused. But there are NICs that flush
-  // a work without saying what was wrong with it (Soft-RoCE, when packets are too long for its interface): what meets
-  // that again and again ends as well.
+  // On an ordered path at most one work is to blame, the first that was not executed: those behind it had no chance.
+  // None is, if the peer broke the path, or if a work is known to have broken it: one that a NIC refused. But some NICs
+  // flush a work without saying what was wrong with it (Soft-RoCE, if packets are too long for its interface): a work
+  // to which this happens again and again fails, too.
   const uint32_t attempts_max = ordered ? kAttemptsMax : kAttemptsMaxUnordered;
   const auto is_refused = [](const WorkRequest& work) { return fault_of(work) != WorkFault::kInDoubt; };
   const bool may_be_ours = path.cause != Cause::kPeersEnd || path.epochs_opened % kPeersBreaksForAttempt == 0;

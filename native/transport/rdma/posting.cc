@@ -1,4 +1,4 @@
-// From the link's queue to the paths, and what the NICs report of it.
+// From the link's queue to the paths, and what the NICs report about it.
 #include <algorithm>
 #include <utility>
 
@@ -10,16 +10,16 @@ namespace crossrail::rdma {
 
 namespace {
 
-constexpr size_t kQueuedMax = 4096;      // of one link: the rest waits in the engine
+constexpr size_t kQueuedMax = 4096;      // per link: the rest waits in the engine
 constexpr size_t kSendsQueuedMax = 256;  // messages, likewise
-constexpr size_t kPassedMax = 256;       // that others may pass, since each time looks at all of them
+constexpr size_t kPassedMax = 256;       // that others may pass: each attempt looks at all of them
 constexpr uint64_t kBatchBytes =
     256 << 10;  // in works handed to a path at once, when there are other paths that could take some
-// Of the fastest rail, posted and not done; slower ones have in proportion, so that all end together.
+// For the fastest rail, posted and not done; slower ones have proportionally less, so that all finish together.
 constexpr uint64_t kWindowBytes = uint64_t{4} << 20;
 constexpr uint64_t kWindowBytesMin = 256 << 10;
-// Of one link, for each of its paths, in works that are not short: the rest waits in the engine, where short work
-// passes it. That is behind no more than this and the window, 0.4 ms at 400 Gb/s, and paths do not run dry between two
+// For one link, per path, in works that are not short: the rest waits in the engine, where short work can pass it.
+// Short work waits behind no more than this and the window, 0.4 ms at 400 Gb/s, and paths do not run dry between two
 // rounds.
 constexpr uint64_t kQueuedBytesMax = 4 * kWindowBytes;
 const std::string kNoDetail;
@@ -30,7 +30,7 @@ bool RdmaTransport::is_usable(const Path& path) const {
   return path.state == PathState::kOpen && !path.is_broken && rails_[path.rail]->is_up;
 }
 
-// Our NICs' may have changed.
+// The speeds of our NICs may have changed.
 void RdmaTransport::set_speeds() {
   fastest_mbps_ = 0;
   for (const auto& rail : rails_) fastest_mbps_ = std::max(fastest_mbps_, rail->nic->speed_mbps());
@@ -60,16 +60,16 @@ bool RdmaTransport::has_room(const Path& path, uint64_t length_bytes) const {
   return path.outstanding_bytes == 0 || path.outstanding_bytes + length_bytes <= path.window_bytes;
 }
 
-// Whether the peer's NIC at its end knows the region: one that was gone when the region was made does not, and the path
-// to it may not have broken yet.
+// Whether the peer's NIC at the other end knows the region: one that was already gone when the region was registered
+// does not, and the path to it may not have broken yet.
 bool RdmaTransport::is_known_by(const Path& path, const WorkRequest& request) {
   if (request.remote == nullptr || request.length_bytes == 0) return true;
   return static_cast<const RdmaKey&>(*request.remote).keys.keys[path.peer_rail] != kNoKey;
 }
 
-// The one that would be done with it first; of equally good ones, that of the rail that has waited longest: each peer
-// has paths of its own, and a scatter to many peers would else go all by their first rail. refusing: those whose NICs
-// take nothing now.
+// The path that would finish it first; among equals, the one whose rail has waited longest: each peer has its own
+// paths, and a scatter to many peers would otherwise go over the first rail of each. refusing: rails whose NICs accept
+// nothing now.
 Path* RdmaTransport::best_path(Session& session, uint32_t rail, const WorkRequest& request,
                                const std::vector<const Path*>& refusing) {
   const uint64_t length_bytes = request.length_bytes;
@@ -104,7 +104,7 @@ NicWork RdmaTransport::nic_work(const WorkRequest& request, const Path& path, ui
   work.has_remote = request.remote != nullptr;
   if (work.has_remote) {
     const auto& key = static_cast<const RdmaKey&>(*request.remote);
-    // An immediate alone may name the region's end, where there is no byte to point at.
+    // An immediate without bytes may name the region's end, where there is no byte to point at.
     const uint64_t offset = request.length_bytes == 0 ? 0 : request.remote_offset;
     work.remote_address = key.keys.base + offset;
     work.remote_key = key.keys.keys[path.peer_rail];
@@ -113,7 +113,7 @@ NicWork RdmaTransport::nic_work(const WorkRequest& request, const Path& path, ui
   return work;
 }
 
-// Posts a prefix on this path: what its window has room for and the NIC takes.
+// Posts a prefix on this path: as much as its window has room for and the NIC takes.
 uint32_t RdmaTransport::post_some(Path& path, std::span<const WorkRequest> requests, uint32_t rail) {
   const uint64_t bytes_max = path.session->paths.size() == 1 ? ~uint64_t{0} : kBatchBytes;
   const size_t works_room = rails_[path.rail]->nic->limits().path_works_max - path.works.size();
@@ -142,7 +142,7 @@ uint32_t RdmaTransport::post_some(Path& path, std::span<const WorkRequest> reque
   return accepted;
 }
 
-// The last `accepted` of the path's works. Those of one transfer come one after the other: told in one call.
+// Reports the last `accepted` works of the path as sent. Consecutive ones of one transfer are reported in one call.
 void RdmaTransport::tell_sent(Path& path, uint32_t accepted) {
   rails_[path.rail]->last_turn = ++turns_;
   for (size_t i = path.works.size() - accepted; i < path.works.size();) {
@@ -196,7 +196,7 @@ uint32_t RdmaTransport::post(Link& link, uint32_t rail, std::span<const WorkRequ
   return static_cast<uint32_t>(next - requests.begin());
 }
 
-// Requests that the peer is not known to refuse.
+// Posts requests that the peer is not known to refuse.
 uint32_t RdmaTransport::post_open(RdmaLink& out, uint32_t rail, std::span<const WorkRequest> requests) {
   Session& session = *out.session;
   const bool is_service = requests.front().op == WorkOp::kService;
@@ -230,7 +230,7 @@ uint32_t RdmaTransport::post_open(RdmaLink& out, uint32_t rail, std::span<const 
   return taken;
 }
 
-// True: nothing is left that a NIC would have to make room for.
+// True: nothing is left that waits for room in a NIC.
 bool RdmaTransport::pump_works(Session& session) {
   if (!session.link || session.link->queued == 0) return true;
   bool all = pump_queue(session, kAnyRail);
@@ -238,7 +238,7 @@ bool RdmaTransport::pump_works(Session& session) {
   return all;
 }
 
-// Whether it waits for a path to be made, while others are open: they do not know its region.
+// Whether it waits for a path to be made while others are open, because those do not know its region.
 bool RdmaTransport::is_cut_off(const Session& session, uint32_t rail, const WorkRequest& request) const {
   if (rail != kAnyRail) return false;
   bool is_any_usable = false;
@@ -253,7 +253,7 @@ bool RdmaTransport::is_cut_off(const Session& session, uint32_t rail, const Work
 bool RdmaTransport::pump_queue(Session& session, uint32_t rail) {
   RdmaLink& link = *session.link;
   auto& queue = link.queue(rail);
-  std::vector<WorkRequest> passed;  // cut off: they stay before all others
+  std::vector<WorkRequest> passed;  // cut off: they stay ahead of all others
   std::vector<const Path*> refusing;
   while (!queue.empty()) {
     if (queue.front().length_bytes > work_bytes_max_) {
@@ -263,7 +263,7 @@ bool RdmaTransport::pump_queue(Session& session, uint32_t rail) {
     }
     Path* const path = best_path(session, rail, queue.front(), refusing);
     if (path == nullptr) {
-      // What makes room again, or opens a path, marks us dirty.
+      // Whatever makes room again, or opens a path, marks us dirty.
       if (passed.size() >= kPassedMax || !is_cut_off(session, rail, queue.front())) break;
       passed.push_back(queue.pop_front());
       continue;
@@ -278,7 +278,7 @@ bool RdmaTransport::pump_queue(Session& session, uint32_t rail) {
   return !is_refused;
 }
 
-// What is with a NIC keeps the registration it was posted with; all else goes on with the other one.
+// What is with a NIC keeps the registration it was posted with; everything else switches to the new one.
 bool RdmaTransport::move_source(const LocalRegion& from, LocalRegion& to) {
   bool is_free = true;
   const auto move = [&](WorkRequest& request) {
@@ -355,7 +355,7 @@ void RdmaTransport::end_part(RdmaLink& link, const WorkRequest& part, Status sta
 
 // --- what is done ---
 
-// Works of one transfer and tag come one after the other: told in one call.
+// Consecutive works of one transfer and tag are reported in one call.
 void RdmaTransport::end_works(Path& path, uint64_t through_cookie) {
   CROSSRAIL_ASSERT(through_cookie - path.first_cookie < path.works.size());
   RdmaLink& link = *path.session->link;

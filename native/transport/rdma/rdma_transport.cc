@@ -12,11 +12,11 @@ namespace crossrail::rdma {
 namespace {
 
 constexpr uint32_t kPollsPerClock = 16;  // a power of two
-constexpr size_t kDatagramsMax = 1024;   // waiting to be looked at: more in one poll are lost, as datagrams may be
+constexpr size_t kDatagramsMax = 1024;   // waiting to be handled: more in one poll are lost, as datagrams may be
 constexpr uint64_t kSliceBytes = uint64_t{1} << 20;
 constexpr uint64_t kPieceBytesMin = 64 << 10;
 constexpr int64_t kTellGarbageEveryNs = 1'000'000'000;
-constexpr int64_t kByeNs = 200'000'000;      // for last words to leave
+constexpr int64_t kByeNs = 200'000'000;      // for our last words to be sent
 constexpr int64_t kQuietNs = 1'000'000'000;  // for NICs to let go of regions, once no path is left
 
 std::vector<int> fds_of(const std::vector<std::unique_ptr<Nic>>& nics) {
@@ -52,7 +52,7 @@ RdmaTransport::RdmaTransport(TransportKind kind, const TransportOptions& options
   traits_ = {.rail_count = static_cast<uint32_t>(rails_.size()),
              .slice_bytes_max = std::min(kSliceBytes, work_bytes_max_),
              .message_bytes_max = options.message_bytes_max,
-             .fifo_rails = false,  // a work may go by any path, and once more by another
+             .fifo_rails = false,  // a work may take any path, and another one when retried
              .balances_rails = true,
              .moves_while_posting = false,
              .piece_bytes_min = kPieceBytesMin,
@@ -75,7 +75,7 @@ void RdmaTransport::complete_address(const Address& address) {
   introduction_ = address.encode();
 }
 
-// Last words first, then everything is taken from the NICs.
+// Sends last words first, then takes everything from the NICs.
 void RdmaTransport::close() {
   if (closed_) return;
   closed_ = true;
@@ -113,7 +113,7 @@ void RdmaTransport::close() {
   broken_.clear();
   flushed_.clear();
   sessions_.clear();
-  // Regions outlive us, and nobody drives the NICs any more: whoever asks later whether one is quiet gets this answer.
+  // Regions outlive us, and nobody drives the NICs any more: later questions whether one is quiet get this answer.
   const int64_t give_up = options_.clock->now_ns() + kQuietNs;
   while (!regions_.revoke_all() && options_.clock->now_ns() < give_up) {
     poll_nics();
@@ -135,7 +135,7 @@ Link* RdmaTransport::connect(const std::shared_ptr<const Address>& address) {
   const Incarnation& own = options_.identity.incarnation;
   const bool leads = own <= address->incarnation;
   Session* session = find_session(address->incarnation, leads);
-  // One that we said we leave, the peer may have dropped, and what is posted into it would be lost.
+  // If we have said that we leave, the peer may have dropped the session, and what is posted into it would be lost.
   if (session != nullptr && (session->is_over || session->has_left || !has_rails_of(*session, *address))) {
     end_session(*session, "a new session begins");
     session = nullptr;
@@ -181,7 +181,7 @@ void RdmaTransport::disconnect(Link& link) {
   tend_soon(session);
 }
 
-// The engine knows owners by their incarnation: a forged descriptor may name one with fewer rails than it has. Each
+// The engine identifies owners by their incarnation: a forged descriptor may name fewer rails than the owner has. Each
 // rail gets a key, if need be one that the peer's NIC refuses.
 std::unique_ptr<RemoteKey> RdmaTransport::resolve(Link& link, const RegionDescriptor& descriptor) {
   RdmaKeys keys = descriptor.rdma_on(kind_);
@@ -341,7 +341,7 @@ void RdmaTransport::Rail::on_port(bool up, const std::string& detail) {
 void RdmaTransport::Rail::on_device_fatal(const std::string& reason) {
   is_up = false;
   trouble = reason;
-  // release: pairs with register_on, whose region's works the holder must not give to this rail any more.
+  // release: pairs with register_on: the holder must not give this rail works with the region registered there.
   is_dead.store(true, std::memory_order_release);
   transport->ports_changed_.push_back(index);
 }
@@ -362,7 +362,7 @@ uint32_t RdmaTransport::poll() {
   if (moved > 0) unblock();
   for (size_t i = 0; i < holding_.size(); ++i) mark_dirty(*holding_[i]);
   act();
-  if (!urgent_.empty()) now_ = options_.clock->now_ns();  // where much time has passed, that is told first
+  if (!urgent_.empty()) now_ = options_.clock->now_ns();  // if much time has passed, that is accounted for first
   if (now_ >= next_tick_ns_) {
     tick();
   } else if (!urgent_.empty()) {
@@ -371,7 +371,7 @@ uint32_t RdmaTransport::poll() {
   return moved;
 }
 
-// Those that a NIC had no room for try again.
+// Retries sessions that a NIC had no room for.
 void RdmaTransport::unblock() {
   for (Session* session : blocked_) {
     session->is_blocked = false;
@@ -380,7 +380,7 @@ void RdmaTransport::unblock() {
   blocked_.clear();
 }
 
-// What was noted is done.
+// Acts on the notes taken.
 void RdmaTransport::act() {
   while (!datagrams_.empty()) {
     const Arrived arrived = std::move(datagrams_.front());
@@ -402,7 +402,7 @@ void RdmaTransport::act() {
   if (!flushed_.empty()) {
     for (Path* path : std::exchange(flushed_, {})) finish_break(*path);
   }
-  // Those that become dirty meanwhile have their turn in the next round.
+  // Sessions that become dirty meanwhile have their turn in the next round.
   const size_t count = dirty_.size();
   for (size_t i = 0; i < count; ++i) {
     Session& session = *dirty_[i];
@@ -465,11 +465,11 @@ void RdmaTransport::retire(RdmaLink& link, const WorkRequest& request, Status st
 // --- sleeping ---
 
 void RdmaTransport::arm() {
-  // seq_cst fence: pairs with the one in wake(): either it sees us armed and rings, or who looks once more sees its
+  // seq_cst fence: pairs with the one in wake(): either it sees us armed and rings, or whoever looks once more sees its
   // news.
   armed_.store(true, std::memory_order_relaxed);
   std::atomic_thread_fence(std::memory_order_seq_cst);
-  polls_ = clock_mask_;  // who slept looks at the clock first
+  polls_ = clock_mask_;  // read the clock first after a sleep
   if (closed_) return;
   now_ = options_.clock->now_ns();
   bell_->watch();
@@ -495,13 +495,13 @@ bool RdmaTransport::hush(bool /*looks_at_once*/) {
   bell_->silence();
   bell_->unwatch();
   for (auto& rail : rails_) rail->nic->hush();
-  // release: pairs with is_armed() of who is about to leave: he sees that somebody else has these news.
+  // release: pairs with is_armed() of a thread that is about to leave: it sees that another thread has these news.
   armed_.store(false, std::memory_order_release);
   return true;
 }
 
 void RdmaTransport::wake() {
-  // seq_cst fence: the caller's news is visible before we look whether anyone is awake to see it; pairs with arm().
+  // seq_cst fence: the caller's news is visible before we check whether anyone is awake to see it; pairs with arm().
   std::atomic_thread_fence(std::memory_order_seq_cst);
   if (armed_.load(std::memory_order_relaxed) && armed_.exchange(false, std::memory_order_acq_rel)) bell_->ring();
 }

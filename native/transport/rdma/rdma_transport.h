@@ -1,9 +1,9 @@
-// The Transport contract over RDMA NICs, whatever library drives them (nic.h). Paths, links, counting, failure.
+// The Transport contract over RDMA NICs, whatever library drives them (nic.h): paths, links, counting, failure.
 //
-// Two engines have one session (session.h), and in it a path per pair of rails. What we post waits in the link's queue
-// and goes by whichever path has room; a path has a bounded window, so rails of any speed end together. Completion
-// means that the peer's NIC has placed it. Messages travel as fragments by one path at a time, and end when the peer's
-// pool took them.
+// Two engines have one session (session.h), with a path per pair of rails. Works wait in the link's queue and take
+// whichever path has room; a path has a bounded window, so rails of any speed finish together. Completion means that
+// the peer's NIC has placed the bytes. Messages travel as fragments on one path at a time, and complete when the peer's
+// pool has taken them.
 //
 //   handshake.cc  datagrams, how sessions and paths begin
 //   paths.cc      how paths break, and what becomes of works in doubt
@@ -11,8 +11,8 @@
 //   messages.cc   fragments, messages, outcomes
 //   watch.cc      timers: liveness, paths that are to be made again, ends of links
 //
-// Who calls whom: NICs report from inside poll() only, and the layer then only takes notes (NicEvents); what is to be
-// done about them is done afterwards (act()), so that a NIC is never called from inside itself.
+// Calls between the layers: NICs report from inside poll() only, and the layer then only takes notes (NicEvents) and
+// acts on them afterwards (act()), so that a NIC is never called from inside itself.
 #pragma once
 
 #include <atomic>
@@ -33,7 +33,7 @@ namespace crossrail::rdma {
 
 class RdmaTransport final : public Transport {
  public:
-  // kind: kVerbs, kOfi or kSim, as whose rails `nics` appear in addresses. Throws TransportError.
+  // kind: kVerbs, kOfi or kSim: the rails under which `nics` appear in addresses. Throws TransportError.
   RdmaTransport(TransportKind kind, const TransportOptions& options, std::vector<std::unique_ptr<Nic>> nics,
                 Sink* sink);
   ~RdmaTransport() override;
@@ -76,7 +76,7 @@ class RdmaTransport final : public Transport {
   void close() override;
   void abandon_after_fork() override;
 
-  // Datagrams and fragments that made no sense, or were not for us: for tests, and for people.
+  // Datagrams and fragments that were invalid, or not for us: for tests, and for people.
   uint64_t garbage_count() const { return garbage_; }
   size_t session_count() const { return sessions_.size(); }
 
@@ -88,7 +88,7 @@ class RdmaTransport final : public Transport {
   std::unique_ptr<LocalRegion> add_region(std::unique_ptr<RdmaRegion> region, uint64_t id,
                                           const RegisterAt& register_at);
 
-  // One NIC, and what it tells.
+  // One NIC, and the sink of its events.
   struct Rail final : NicEvents {
     Rail(RdmaTransport* transport, uint32_t index, std::unique_ptr<Nic> nic)
         : transport(transport), index(index), nic(std::move(nic)) {}
@@ -103,17 +103,17 @@ class RdmaTransport final : public Transport {
     void on_port(bool is_up, const std::string& detail) override;
     void on_device_fatal(const std::string& reason) override;
 
-    uint64_t last_turn = 0;  // when it was given works last, in turns_
+    uint64_t last_turn = 0;  // when it was last given works, in turns_
     RdmaTransport* const transport;
     const uint32_t index;
     const std::unique_ptr<Nic> nic;
     bool is_up = true;
-    std::atomic<bool> is_dead{false};  // the device is gone for good. Holder; who registers memory reads it
-    int64_t down_since_ns = 0;         // 0: it is up, or was not since it was opened
+    std::atomic<bool> is_dead{false};  // device gone for good. Holder writes, registering threads read
+    int64_t down_since_ns = 0;         // 0: it is up, or has not been up since it was opened
     std::string trouble;
   };
 
-  // A fragment that is dealt with after the NICs were polled.
+  // A fragment to be handled after the NICs have been polled.
   struct Said {
     Session::Key session;
     FragmentKind kind;
@@ -185,7 +185,7 @@ class RdmaTransport final : public Transport {
   static bool is_known_by(const Path& path, const WorkRequest& request);
   bool has_room(const Path& path, uint64_t length_bytes) const;
   bool is_cut_off(const Session& session, uint32_t rail, const WorkRequest& request) const;
-  static constexpr uint32_t kRequeued = ~1u;  // for post_some: routing and attempts are noted already
+  static constexpr uint32_t kRequeued = ~1u;  // for post_some: routing and attempts are already recorded
   uint32_t post_some(Path& path, std::span<const WorkRequest> requests, uint32_t rail);
   uint32_t post_open(RdmaLink& link, uint32_t rail, std::span<const WorkRequest> requests);
   void tell_sent(Path& path, uint32_t accepted);
@@ -264,17 +264,17 @@ class RdmaTransport final : public Transport {
   std::vector<std::unique_ptr<Rail>> rails_;
   uint32_t fastest_mbps_ = 0;
   uint64_t turns_ = 0;
-  uint64_t work_bytes_max_ = 0;            // of all NICs
+  uint64_t work_bytes_max_ = 0;            // the minimum over all NICs
   static constexpr size_t kBatch = 32;     // works handed to a path at once
-  std::array<NicWork, kBatch> nic_works_;  // scratch of post_some: to make it anew would cost as much as to post one
+  std::array<NicWork, kBatch> nic_works_;  // scratch of post_some: initialising it would cost as much as a post
   std::optional<Bell> bell_;               // none in a simulation, where nobody sleeps
   std::map<Session::Key, std::unique_ptr<Session>> sessions_;
-  std::map<uint64_t, Path*> tokens_;  // of paths that have a NicPath
+  std::map<uint64_t, Path*> tokens_;  // paths that have a NicPath
   uint64_t next_session_number_ = 1;
   std::vector<Session*> dirty_;
   std::vector<Session*> blocked_;
-  std::vector<Session*> holding_;  // with messages that the engine has no place for
-  std::vector<Session*> urgent_;   // to be tended in this poll, or the next, not only by the next tick
+  std::vector<Session*> holding_;  // with messages that the engine has no room for
+  std::vector<Session*> urgent_;   // to be tended in this poll or the next, rather than at the next tick
   std::vector<Path*> broken_;
   std::vector<Path*> flushed_;
   struct Arrived {
@@ -287,12 +287,12 @@ class RdmaTransport final : public Transport {
   Bytes introduction_;  // our address, encoded
   std::vector<uint32_t> ports_changed_;
   bool any_over_ = false;
-  bool is_watching_ = false;  // some session waits for something that only time brings
+  bool is_watching_ = false;  // some session waits for something that only time will bring
   bool closed_ = false;
   int64_t now_ = 0;
-  bool is_now_read_ = false;  // since the holder entered, or polled: what it posts to many peers begins at one moment
+  bool is_now_read_ = false;  // since the holder entered, or polled: what it posts to many peers counts as simultaneous
   uint32_t polls_ = 0;
-  uint32_t clock_mask_ = 0;  // the clock is looked at when polls_ has none of these bits
+  uint32_t clock_mask_ = 0;  // the clock is read when polls_ has none of these bits
   int64_t next_tick_ns_ = 0;
   int64_t ticked_ns_ = 0;
   uint64_t garbage_ = 0;

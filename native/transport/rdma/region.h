@@ -1,4 +1,4 @@
-// Regions of one engine that peers reach by its RDMA NICs.
+// Regions of one engine that peers reach through its RDMA NICs.
 #pragma once
 
 #include <memory>
@@ -16,9 +16,9 @@ namespace crossrail::rdma {
 
 class RegionTable;
 
-// Lifecycle: 1. open. 2. revoked: unknown to verdict(), but still with the NICs, since our own works may be using it as
-// their source. 3. Once those have ended, which is_quiet() is asked only after: revoked at the NICs, unless other
-// regions share its registrations. 4. quiet. 5. destroyed.
+// Lifecycle: 1. open. 2. revoked: unknown to verdict(), but still registered at the NICs, since our own works may be
+// using it as their source. 3. Once those have ended (is_quiet() is only asked after that): revoked at the NICs, unless
+// other regions share its registrations. 4. quiet. 5. destroyed.
 class RdmaRegion final : public LocalRegion {
  public:
   struct Tables {
@@ -36,15 +36,15 @@ class RdmaRegion final : public LocalRegion {
 
   const Access access;
   const bool is_gpu;
-  AnonymousPages pages;                       // of the engine's own memory; before `registered`, which is about it
-  std::shared_ptr<Registrations> registered;  // the same for the region's life
+  AnonymousPages pages;  // the engine's own memory; declared before `registered`, which refers to it
+  std::shared_ptr<Registrations> registered;  // constant
 
  private:
   void revoke() const;
   const Tables tables_;
   mutable std::mutex revoking_;
   mutable bool is_revoked_ = false;    // at the NICs, or left to the other regions that share it
-  mutable bool is_shared_on_ = false;  // the latter: it is theirs to see the registrations out
+  mutable bool is_shared_on_ = false;  // the latter: those regions are responsible for the registrations
 };
 
 // Threads: any.
@@ -52,17 +52,17 @@ class RegionTable {
  public:
   void add(RdmaRegion& region);
   void remove(const RdmaRegion& region);
-  // It is being destroyed.
+  // The region is being destroyed.
   void forget(const RdmaRegion& region);
-  // Takes every region from the NICs, once none of our own works is under way. True when all are quiet.
+  // Deregisters every region at the NICs, once none of our own works is in flight. True if all are quiet.
   bool revoke_all();
-  // What a peer whose operations failed has to be told: kDone if its NIC would have to let them pass.
+  // The answer to a peer whose operations failed: kDone if its NIC would have to let them pass.
   Status verdict(const Span& span) const;
 
  private:
   mutable std::mutex mutex_;
   std::unordered_map<uint64_t, const RdmaRegion*> open_;
-  std::unordered_set<const RdmaRegion*> living_;  // revoked ones too
+  std::unordered_set<const RdmaRegion*> living_;  // including revoked ones
 };
 
 }  // namespace crossrail::rdma

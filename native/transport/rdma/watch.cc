@@ -1,4 +1,4 @@
-// What only time tells: peers that do not answer, paths that are to be made again, sessions that nobody needs.
+// What only time can tell: peers that do not answer, paths to be made again, sessions that nobody needs.
 #include <algorithm>
 
 #include "transport/rdma/rdma_transport.h"
@@ -9,23 +9,23 @@ namespace crossrail::rdma {
 namespace {
 
 constexpr int64_t kTickNs = 50'000'000;
-constexpr int64_t kFastTickNs = 5'000'000;  // while datagrams are on their way
+constexpr int64_t kFastTickNs = 5'000'000;  // while datagrams are in flight
 constexpr int64_t kIdleLookNs = 1'000'000'000;
 // Silence after which a peer, or one path to it, is asked for a sign of life.
 constexpr int64_t kPingAfterNs = 500'000'000;
 constexpr int64_t kFrozenAfterNs = 2'000'000'000;
 // One path is silent while others are not.
 constexpr int64_t kPathSilentNs = 2'000'000'000;
-// Peers that only ever talk to us are asked now and then whether they live: their paths cost memory.
+// Peers that only ever talk to us are asked from time to time whether they are alive: their paths cost memory.
 constexpr int64_t kIdlePingNs = 60'000'000'000;
 constexpr int64_t kLeaveNs = 100'000'000;
-constexpr int64_t kStandsNs = 1'000'000'000;  // longer than a NIC may take to notice its port
+constexpr int64_t kStandsNs = 1'000'000'000;  // longer than a NIC may take to notice its port's state
 
 }  // namespace
 
 void RdmaTransport::tick() {
   now_ = options_.clock->now_ns();
-  // We were not there to listen (stopped, or nobody polled): what that time was silent says nothing about peers.
+  // We were not there to listen (stopped, or nobody polled): silence during that time says nothing about peers.
   const int64_t away_ns = now_ - std::exchange(ticked_ns_, now_);
   const bool was_away = away_ns > std::max(kAwayNs, options_.peer_timeout_ns / 4);
   is_watching_ = false;
@@ -35,7 +35,7 @@ void RdmaTransport::tick() {
     if (was_away) excuse(*session, away_ns);
     look_after(*session);
   }
-  unblock();  // in case that a NIC did not tell of room
+  unblock();  // in case a NIC did not report new room
   finish_tending();
 }
 
@@ -44,16 +44,16 @@ void RdmaTransport::finish_tending() {
   if (any_over_ || !broken_.empty() || !dirty_.empty()) act();
 }
 
-// This session is to be looked at in this poll or the next. To have a tick look at all of them, for each change of
-// each, took the square of their number while many connect.
+// Has this session looked at in this poll or the next. A tick that looks at all sessions whenever one changes is
+// quadratic in their number while many connect.
 void RdmaTransport::tend_soon(Session& session) {
   is_watching_ = true;
   if (!std::exchange(session.is_urgent, true)) urgent_.push_back(&session);
 }
 
-// Not after a time of absence: then a tick is due.
+// Not after an absence: then a tick is due.
 void RdmaTransport::tend_urgent() {
-  for (size_t i = 0; i < urgent_.size(); ++i) look_after(*urgent_[i]);  // those that it makes urgent, too
+  for (size_t i = 0; i < urgent_.size(); ++i) look_after(*urgent_[i]);  // including those that it makes urgent
   finish_tending();
 }
 
@@ -113,19 +113,19 @@ void RdmaTransport::tend(Session& session) {
   if (session.is_over) return;
   tend_liveness(session);
   if (!session.link && session.quiet_since_ns != 0) {
-    // Who asked for a path that never stood waits for it as long as its connect() may take.
+    // A side that asked for a path that never stood waits for it as long as its connect() may take.
     const bool ever_met = std::ranges::any_of(session.paths, [](const auto& path) { return path->epochs_opened > 0; });
     const int64_t patience = std::max(2 * options_.peer_timeout_ns, ever_met ? 0 : options_.connect_timeout_ns);
     if (now_ - session.quiet_since_ns > patience) doom(session, "no path to it is left", LinkEnd::kLost);
   }
 }
 
-// Whatever NICs, and first fragments, have had to say in that time, waits to be looked at.
+// Anything that NICs, and first fragments, had to report during that time has yet to be looked at.
 void RdmaTransport::excuse_nics(Session& session, int64_t away_ns) {
   for (auto& path : session.paths) path->state_since_ns = std::min(path->state_since_ns + away_ns, now_);
 }
 
-// Of the time in which the peer was silent, or could not be reached, this much was ours.
+// The peer was silent, or unreachable, for away_ns because of us: that time does not count against it.
 void RdmaTransport::excuse(Session& session, int64_t away_ns) {
   const auto later = [&](int64_t& since_ns) {
     if (since_ns != 0) since_ns = std::min(since_ns + away_ns, now_);
@@ -156,9 +156,9 @@ std::string RdmaTransport::own_trouble(const Session& session) const {
   return "";
 }
 
-// Of each path that is down, why. Those that say the same are named together.
+// The reason for each path that is down. Paths with the same reason are named together.
 std::string RdmaTransport::down_text(const Session& session) const {
-  std::vector<std::pair<std::string, std::string>> reasons;  // and the paths
+  std::vector<std::pair<std::string, std::string>> reasons;  // and the paths that have it
   for (const auto& path : session.paths) {
     const std::string& why = path->why_down();
     if (why.empty()) continue;
@@ -174,7 +174,7 @@ std::string RdmaTransport::down_text(const Session& session) const {
   return text;
 }
 
-// Our operations wait for paths no longer than they were promised to.
+// Our operations wait for paths no longer than promised.
 void RdmaTransport::tend_link(Session& session) {
   RdmaLink& link = *session.link;
   if (session.paths.empty()) {
@@ -216,7 +216,7 @@ std::string RdmaTransport::open_text(const Session& session) const {
   return text;
 }
 
-// Pings what is silent while we wait for anything. Paths that owe nothing are asked too: their answers tell a silent
+// Pings what is silent while we wait for anything. Paths that owe nothing are pinged, too: their answers tell a silent
 // path from a silent peer.
 void RdmaTransport::tend_liveness(Session& session) {
   RdmaLink* const link = session.link.get();
@@ -241,7 +241,7 @@ void RdmaTransport::tend_liveness(Session& session) {
   }
   if (!waits || !session.has_open_path()) return;
   const int64_t silent = now_ - moved;
-  // With all open paths on ports of ours that are down we cannot hear it: nothing is said of the peer.
+  // If the ports of all open paths are down on our side we cannot hear the peer: nothing can be concluded.
   if (std::ranges::none_of(session.paths, [&](const auto& path) { return is_usable(*path); })) {
     if (silent >= options_.peer_timeout_ns) {
       doom(session,
@@ -265,8 +265,8 @@ void RdmaTransport::tend_liveness(Session& session) {
   }
 }
 
-// What was to go by one rail and no other, or into a region that some rails of the peer do not know, and those that are
-// left have been away for too long.
+// Works that must use one particular rail, or whose region some of the peer's rails do not know, while the remaining
+// rails have been away for too long.
 void RdmaTransport::fail_pinned(RdmaLink& link) {
   for (size_t i = 0; i < link.queues.size(); ++i) {
     const uint32_t rail = static_cast<uint32_t>(i) - 1;  // 0 - 1 is kAnyRail
@@ -283,7 +283,7 @@ void RdmaTransport::fail_pinned(RdmaLink& link) {
     while (!queue.empty() && !is_patient(queue.front())) failed.push_back(queue.pop_front());
     if (failed.empty()) continue;
     link.queued -= failed.size();
-    mark_dirty(*link.session);  // what stood behind them may go
+    mark_dirty(*link.session);  // works behind them may go now
     for (const WorkRequest& work : failed) {
       std::string text = rail == kAnyRail ? "no rail is left by which the peer's region can be reached"
                                           : "rail " + std::to_string(rail) + " is down";
@@ -297,7 +297,7 @@ void RdmaTransport::on_port(Rail& rail) {
   if (rail.is_up) set_speeds();
   const int64_t down_ns = rail.is_up && rail.down_since_ns != 0 ? now_ - std::exchange(rail.down_since_ns, 0) : 0;
   for (auto& [key, session] : sessions_) {
-    // Of a path that stayed open nothing could be heard meanwhile.
+    // On a path that stayed open nothing could be heard meanwhile.
     if (down_ns > 0) excuse_silence(*session, rail.index, down_ns);
     const bool has_other = std::ranges::any_of(session->paths, [&](const auto& path) { return is_usable(*path); });
     for (auto& path : session->paths) {
@@ -314,8 +314,9 @@ void RdmaTransport::on_port(Rail& rail) {
   next_tick_ns_ = 0;
 }
 
-// With another rail to go by, a port that goes down is left at once. With none, retries of the NIC may outlast it;
-// until another path has stood for a while. Not one that opened since: what we know of ports is late, and it works.
+// If there is another rail, a port that goes down is abandoned at once. If there is none, the NIC's retries may outlast
+// the outage, so we wait until another path has stood for a while. A path that opened since then stays: our knowledge
+// of ports lags behind, and it works.
 void RdmaTransport::leave_down_ports(Session& session) {
   const auto stands = [&](const auto& path) { return is_usable(*path) && now_ - path->opened_at_ns >= kStandsNs; };
   if (std::ranges::none_of(session.paths, stands)) return;
@@ -365,7 +366,7 @@ void RdmaTransport::doom(Session& session, const std::string& reason, LinkEnd en
   for (auto& path : session.paths) mark_broken(*path, Cause::kHere, reason);
 }
 
-// False: a NIC still has something of it.
+// False: a NIC still has some of its works.
 bool RdmaTransport::finish_doom(Session& session) {
   for (auto& path : session.paths) start_break(*path);
   if (!session.is_quiet()) return false;
@@ -379,7 +380,7 @@ bool RdmaTransport::finish_doom(Session& session) {
   return true;
 }
 
-// At once. For a session without link.
+// At once. For a session without a link.
 void RdmaTransport::end_session(Session& session, const std::string& reason) {
   std::vector<Path*> paths;
   for (auto& path : session.paths) {
@@ -392,13 +393,13 @@ void RdmaTransport::end_session(Session& session, const std::string& reason) {
   sessions_.erase(session.key);
 }
 
-// From all lists.
+// Removes it from all lists.
 void RdmaTransport::forget(Session& session) {
   for (auto* list : {&dirty_, &blocked_, &holding_, &urgent_}) std::erase(*list, &session);
   for (auto* list : {&broken_, &flushed_}) std::erase_if(*list, [&](Path* path) { return path->session == &session; });
 }
 
-// Everything of the link is retired. Nothing of it is with a NIC any more.
+// Everything on the link is retired. No NIC has any of it any more.
 void RdmaTransport::flush_link(RdmaLink& link, Status status, const std::string& detail) {
   std::vector<WorkRequest> left;
   const auto take = [&](WorkQueue& queue) {

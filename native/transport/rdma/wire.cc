@@ -15,7 +15,7 @@ constexpr uint8_t kFlagHasLink = 2;
 constexpr uint8_t kStateHasLink = 1;
 constexpr uint8_t kStateLeaves = 2;
 constexpr size_t kHeadBytesMax = 4 + 2 + 1 + 1 + 8 + 8 + 16 + 8 + 8 + 1 + kEndpointBytesMax;
-// The longest body is a Resolve with all spans.
+// The longest body is a Resolve with the maximum number of spans.
 static_assert(kHeadBytesMax + (2 + 4 + 8 + 1 + kSpansMax * 25) + kMacBytes <= kDatagramBytesMax);
 static_assert(kHeadBytesMax + (1 + 2 + kTextBytesMax) + kMacBytes <= kDatagramBytesMax);
 static_assert(kHeadBytesMax + (2 + 4 + 8 + 1 + kOfferBytesMax) + kMacBytes <= kDatagramBytesMax);
@@ -49,7 +49,7 @@ bool is_rail(PathKey key) { return key.leader_rail < kRailsMax && key.other_rail
 
 Bytes get_short(Reader& reader, size_t bytes_max) {
   Bytes bytes(reader.get<uint8_t>());
-  if (bytes.size() > bytes_max) bytes.resize(bytes_max + 1);  // too long: the caller looks
+  if (bytes.size() > bytes_max) bytes.resize(bytes_max + 1);  // too long: the caller checks
   reader.get_bytes(bytes);
   return bytes;
 }
@@ -66,7 +66,7 @@ Bytes begin_datagram(const DatagramHead& head) {
   writer.put(head.version);
   writer.put(static_cast<uint8_t>(head.kind));
   writer.put(static_cast<uint8_t>((head.to_leader ? kFlagToLeader : 0) | (head.has_link ? kFlagHasLink : 0)));
-  writer.put(head.nonce);  // up to here the same in every version; the rest of the head from version 3 on
+  writer.put(head.nonce);  // up to here the same in every version; the rest of the header from version 3 on
   writer.put_bytes(head.target_tag);
   writer.put_bytes(head.sender);
   writer.put(head.sender_session);

@@ -11,8 +11,8 @@
 
 namespace crossrail::shm {
 
-// What stands in memory that a peer may change while we look: what is checked afterwards is what is used.
-// The fence is for the compiler, which may otherwise read `shared` again instead of keeping the copy.
+// A copy of something in memory that a peer may change while we look: what is checked afterwards is what is used. The
+// fence is for the compiler, which might otherwise read `shared` again instead of keeping the copy.
 template <typename T>
 T copy_of_shared(const T& shared) {
   const T copy = shared;
@@ -20,7 +20,7 @@ T copy_of_shared(const T& shared) {
   return copy;
 }
 
-// Where the consumer is. One thread at a time.
+// The consumer's position. One thread at a time.
 class ChannelReader {
  public:
   ChannelReader() = default;
@@ -29,7 +29,8 @@ class ChannelReader {
   bool has_entry() const { return peek() != nullptr; }
 
   // The next entry, or null. The entry stays in place until pop().
-  // acquire: pairs with the release in ChannelWriter::publish, so that the body and staged bytes are seen whole.
+  // acquire: pairs with the release in ChannelWriter::publish, so that the body and the staged bytes are completely
+  // visible.
   const Entry* peek() const {
     const Entry& entry = channel_->entries[position_ % kRingEntries];
     const uint32_t sequence = entry.sequence.load(std::memory_order_acquire);
@@ -37,22 +38,22 @@ class ChannelReader {
   }
 
   // Claims the current entry's work. False: the producer has withdrawn it; pop(0) it.
-  // acq_rel: pairs with withdraw(); what the loser does afterwards does not touch what the winner does.
+  // acq_rel: pairs with withdraw(); what the loser does afterwards does not interfere with the winner.
   bool take() {
     uint8_t untouched = 0;
     return channel_->entries[position_ % kRingEntries].status.compare_exchange_strong(untouched, kEntryTaken,
                                                                                       std::memory_order_acq_rel);
   }
-  // Unclaims it, for later.
+  // Gives up the claim, for later.
   void put_back() { channel_->entries[position_ % kRingEntries].status.store(0, std::memory_order_release); }
 
-  // Done with the current entry. status 0 is success.
+  // Finishes the current entry. status 0 is success.
   void pop(uint8_t status) {
     if (status != 0) channel_->entries[position_ % kRingEntries].status.store(status, std::memory_order_relaxed);
     ++position_;
   }
 
-  // Tells the producer what was popped since the last call. True when there was something.
+  // Tells the producer what was popped since the last call. True if there was something.
   // release: pairs with the acquire in ChannelWriter::refresh; the producer then reuses entries and staging, and reads
   // statuses.
   bool publish() {
@@ -62,7 +63,7 @@ class ChannelReader {
     return true;
   }
 
-  // A staged block, or null when the offsets do not make sense.
+  // A staged block, or null if the offsets are invalid.
   const std::byte* block(uint64_t stage_at, uint64_t bytes) const {
     if (bytes > kStageBytes || stage_at > kStageBytes - bytes) return nullptr;
     return channel_->stage + stage_at;
@@ -74,9 +75,9 @@ class ChannelReader {
   uint64_t published_ = 0;
 };
 
-// Where the producer is. One thread at a time.
-// Invariant: entries in [consumed_, position_) are with the consumer; stage bytes in [stage_tail_, stage_head_)
-// (counted without wrapping) belong to them.
+// The producer's position. One thread at a time.
+// Invariant: entries in [consumed_, position_) belong to the consumer, and so do stage bytes in [stage_tail_,
+// stage_head_) (counted without wrapping).
 class ChannelWriter {
  public:
   ChannelWriter() = default;
@@ -95,7 +96,7 @@ class ChannelWriter {
                                                                                      std::memory_order_acq_rel);
   }
 
-  // Learns how far the consumer is. A consumer that claims more than it was given is ignored.
+  // Learns how far the consumer has got. A consumer that claims more than it was given is ignored.
   void refresh() {
     const uint64_t consumed = channel_->consumed.load(std::memory_order_acquire);
     if (consumed > consumed_ && consumed <= position_) consumed_ = consumed;
@@ -107,8 +108,8 @@ class ChannelWriter {
     return position_ - consumed_ < kRingEntries;
   }
 
-  // An entry is about to be filled: its line, which the consumer looks at again and again, is fetched meanwhile. Called
-  // shortly before: what arrives earlier than it is written goes back with the consumer's next look.
+  // An entry is about to be filled: prefetches its cache line, which the consumer polls. Called only shortly before: a
+  // line that arrives too early is taken back by the consumer's next poll.
   void expect_entry() { prefetch_for_write(&channel_->entries[position_ % kRingEntries]); }
 
   // The entry to fill, after has_room().
@@ -124,7 +125,7 @@ class ChannelWriter {
     entry.sequence.store(static_cast<uint32_t>(position_), std::memory_order_release);
   }
 
-  // A contiguous block of the staging ring, or null when there is no room now. *stage_at is its offset; commit with
+  // A contiguous block of the staging ring, or null if there is no room now. *stage_at is its offset; commit with
   // stage_head() remembered by the caller, free with release_stage().
   std::byte* reserve(uint64_t bytes, uint64_t* stage_at) {
     if (stage_head_ == stage_tail_) to_start();
@@ -137,11 +138,11 @@ class ChannelWriter {
     return channel_->stage + *stage_at;
   }
   uint64_t stage_head() const { return stage_head_; }
-  // Everything reserved up to `head` is free again. Of an entry without bytes it may be from before to_start().
+  // Everything reserved up to `head` is free again. For an entry without bytes, `head` may be from before to_start().
   void release_stage(uint64_t head) { stage_tail_ = std::max(stage_tail_, head); }
 
  private:
-  // Of an empty ring: what is sent now and then always takes the same lines, which are near, and the same few pages.
+  // Rewinds an empty ring: occasional messages then always use the same cache lines and the same few pages.
   void to_start() { stage_head_ = stage_tail_ = (stage_head_ + kStageBytes - 1) / kStageBytes * kStageBytes; }
 
   Channel* channel_ = nullptr;

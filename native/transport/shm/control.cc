@@ -32,12 +32,12 @@ constexpr uint64_t kListenerToken = 1;
 constexpr uint64_t kCommandToken = 2;
 constexpr size_t kStrangersMax = 128;  // accepted connections that have not said hello yet
 constexpr int64_t kHelloTimeoutNs = 5'000'000'000;
-constexpr int kLookMs = 20;  // while somebody is awaited
-// Between two looks no more than that counts as a peer's silence: for longer, it is we who were stopped or not let run.
+constexpr int kLookMs = 20;  // while we wait for somebody
+// Between two looks, no more than this counts as a peer's silence: if it was longer, we were stopped or not scheduled.
 constexpr int64_t kSilenceMaxNs = 500'000'000;
 constexpr char kWatchesRemedy[] = "raise fs.epoll.max_user_watches, which is for all processes of a user";
 
-// After errno.
+// To be called while errno is set.
 std::string unwatched_text() { return std::string("epoll_ctl: ") + std::strerror(errno) + "; " + kWatchesRemedy; }
 
 sockaddr_un socket_address(const Incarnation& incarnation, socklen_t* length) {
@@ -51,7 +51,7 @@ sockaddr_un socket_address(const Incarnation& incarnation, socklen_t* length) {
 
 constexpr uid_t kRoot = 0;
 
-// Who is at the other end of a unix socket; nobody's numbers where the kernel does not say.
+// The process at the other end of a unix socket; the ids of nobody if the kernel does not tell.
 ucred peer_of(int socket) {
   ucred credentials{};
   socklen_t length = sizeof credentials;
@@ -68,7 +68,8 @@ std::string text_of_file(const char* path) {
   return std::string(text, static_cast<size_t>(std::max<ssize_t>(length, 0)));
 }
 
-// Whether the number stands for all whom our user namespace does not know: nobody's, but in a namespace that knows all.
+// Whether this uid stands for all users unknown to our user namespace: that of nobody, except in a namespace that knows
+// all.
 bool is_anybody(uid_t user) {
   const std::string overflow = text_of_file("/proc/sys/kernel/overflowuid");
   if (user != (overflow.empty() ? 65534 : std::strtoul(overflow.c_str(), nullptr, 10))) return false;
@@ -79,7 +80,7 @@ bool is_anybody(uid_t user) {
 
 enum class UserNamespace { kOurs, kAnother, kUnknown };
 
-// Of a process, as far as it lets us look.
+// The user namespace of a process, as far as it lets us look.
 UserNamespace user_namespace_of(pid_t pid) {
   struct stat own{}, other{};
   if (pid <= 0 || stat("/proc/self/ns/user", &own) != 0) return UserNamespace::kUnknown;
@@ -91,14 +92,15 @@ bool is_our_user(const ucred& peer) {
   return peer.uid == geteuid() && (!is_anybody(peer.uid) || user_namespace_of(peer.pid) == UserNamespace::kOurs);
 }
 
-// Whether root of our user namespace is just somebody to it.
+// Whether root in our user namespace is an unprivileged user to that process.
 bool is_foreign_to_root(const ucred& peer) {
   const UserNamespace of_peer = user_namespace_of(peer.pid);
   return of_peer == UserNamespace::kAnother || (of_peer == UserNamespace::kUnknown && is_anybody(peer.uid));
 }
 
-// A pidfd of the process at the other end of a unix socket. From Linux 6.5 on the socket has it, of any pid namespace
-// and whatever has the pid by now; before, it is that of the pid, where this is seen here. -1: the kernel gives none.
+// A pidfd for the process at the other end of a unix socket. Since Linux 6.5 the socket provides it, in any pid
+// namespace and even if the pid was reused; before, it is opened by pid, if the pid is visible here. -1: the kernel
+// provides none.
 int pidfd_of(int socket, pid_t pid) {
   constexpr int kPeerPidfd = 77;  // SO_PEERPIDFD, which older headers lack
   int pidfd = -1;
@@ -110,13 +112,13 @@ int pidfd_of(int socket, pid_t pid) {
   return -1;
 }
 
-// Why connect() to an engine's socket failed, where that is by somebody's rules; empty: it is not.
+// Why connect() to an engine's socket failed, if some policy forbids it; empty: none does.
 std::string why_forbidden(int error) {
   if (error != EACCES && error != EPERM) return {};
   return "what confines this process (AppArmor, SELinux, Landlock) forbids it to connect to the peer's unix socket";
 }
 
-// Empty: the engine behind the socket, of ours and connected, lets us in. See accept_some().
+// Empty: the engine behind our connected socket lets us in. See accept_some().
 std::string why_refused(int socket) {
   const ucred peer = peer_of(socket);
   if (is_our_user(peer) || (geteuid() == kRoot && !is_foreign_to_root(peer))) return {};
@@ -128,14 +130,14 @@ std::string why_refused(int socket) {
 
 }  // namespace
 
-// Its pid tells nothing: the peer may have it in another pid namespace.
+// The peer's pid is of no use here: it may be in another pid namespace.
 std::string why_refused(const Address& peer) {
   if (access("/proc/self/fd", F_OK) != 0 && errno == ENOENT) {
     return "this process sees no /proc, without which it rings nobody: mount it (container runtimes do)";
   }
   const bool is_host_known = peer.host != kUnknownHost;
   const Fd probe(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
-  // Who only asks has a name, which the kernel makes up: accept_some() then has nothing to report.
+  // A mere query binds a name, made up by the kernel: accept_some() then has nothing to report.
   const sockaddr_un nameless{.sun_family = AF_UNIX, .sun_path = {}};
   if (probe) bind(probe.get(), reinterpret_cast<const sockaddr*>(&nameless), sizeof nameless.sun_family);
   socklen_t length = 0;
@@ -182,7 +184,7 @@ Control::~Control() { stop(); }
 // --- called by others ---
 
 void Control::submit(Command command) {
-  std::lock_guard lock(mutex_);  // also over the write: stop() closes the descriptor
+  std::lock_guard lock(mutex_);  // also held for the write: stop() closes the descriptor
   if (stopped_) return;
   commands_.push_back(std::move(command));
   const uint64_t one = 1;
@@ -225,8 +227,8 @@ void Control::stop() {
   command_event_.reset();
 }
 
-// The thread is not in the child: it can be neither joined nor detached, so it is leaked. The child holds copies of the
-// parent's sockets until it ends or execs; peers see the parent's death by its pidfd all the same.
+// The thread does not exist in the child: it can be neither joined nor detached, so it is leaked. The child holds
+// copies of the parent's sockets until it ends or execs; peers see the parent's death by its pidfd all the same.
 void Control::abandon_after_fork() {
   new std::thread(std::move(thread_));
   listener_.reset();
@@ -250,8 +252,8 @@ void Control::run() {
     const int timeout_ms = next_timeout_ms();
     excuse_silence();
     const int count = epoll_wait(epoll_.get(), ready, 64, timeout_ms);
-    if (timeout_ms < 0) looked_ns_ = now_ns();  // nobody was awaited
-    if (count < 0) continue;                    // stopped, and going on: what came meanwhile is read first
+    if (timeout_ms < 0) looked_ns_ = now_ns();  // we waited for nobody
+    if (count < 0) continue;                    // stopped and continued: read first what arrived meanwhile
     for (int i = 0; i < count; ++i) {
       const uint64_t token = ready[i].data.u64;
       if (token == kListenerToken) {
@@ -260,12 +262,12 @@ void Control::run() {
         handle_commands();
       } else if (auto found = connections_.find(token & ~uint64_t{1}); found != connections_.end()) {
         Connection& connection = *found->second;
-        if ((token & 1) != 0) {  // its pidfd
-          // What it sent before it died is still in the socket.
+        if ((token & 1) != 0) {  // it is a pidfd
+          // What the process sent before it died is still in the socket.
           if (!connection.lost) on_readable(connection);
           if (!connection.lost) lose(connection, process_named(connection.pid) + " exited");
         } else {
-          // Of a peer that is gone, too: what waits for it would keep its last words from being read.
+          // Also for a peer that is gone: packets waiting to be sent would keep its last words from being read.
           if ((ready[i].events & (EPOLLOUT | EPOLLHUP | EPOLLERR)) != 0) flush(connection);
           if (!connection.lost && (ready[i].events & (EPOLLIN | EPOLLHUP | EPOLLERR)) != 0) on_readable(connection);
         }
@@ -360,7 +362,7 @@ void Control::handle_command(Command& command) {
 Control::Connection& Control::add_connection(Fd fd) {
   auto connection = std::make_unique<Connection>();
   connection->token = next_token_;
-  next_token_ += 2;  // the odd one is its pidfd
+  next_token_ += 2;  // the odd number is its pidfd
   connection->socket = std::move(fd);
   Connection& added = *connection;
   connections_[added.token] = std::move(connection);
@@ -378,7 +380,7 @@ void Control::start_connect(Connection& connection) {
   socklen_t length = 0;
   const sockaddr_un name = socket_address(connection.target->incarnation, &length);
   if (::connect(connection.socket.get(), reinterpret_cast<const sockaddr*>(&name), length) != 0) {
-    if (errno == EAGAIN || errno == EINTR) return;  // its backlog is full: check_timeouts tries again
+    if (errno == EAGAIN || errno == EINTR) return;  // the peer's backlog is full: check_timeouts tries again
     const std::string forbidden = why_forbidden(errno);
     if (!forbidden.empty()) {
       lose(connection, forbidden + "; allow it, or use transport='tcp'");
@@ -409,8 +411,8 @@ void Control::start_connect(Connection& connection) {
   send(connection, kHello, body.bytes(), fds);
 }
 
-// Learns the peer's pid and gets a pidfd. Without one the socket alone tells of death, which a forked child of the peer
-// may keep open.
+// Learns the peer's pid and gets a pidfd. Without one, only the socket shows its death, and a forked child of the peer
+// may keep that open.
 void Control::watch_process(Connection& connection) {
   const pid_t pid = peer_of(connection.socket.get()).pid;
   connection.pid = static_cast<uint32_t>(pid);
@@ -419,13 +421,13 @@ void Control::watch_process(Connection& connection) {
   if (connection.process && !watch(connection.process.get(), connection.token | 1)) connection.process.reset();
 }
 
-// False, with errno: the kernel watches no more of this user's, or has no memory.
+// False, with errno: this user's limit of watches is reached, or the kernel is out of memory.
 bool Control::watch(int fd, uint64_t token) {
   epoll_event event{.events = EPOLLIN, .data = {.u64 = token}};
   return epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event) == 0;
 }
 
-// Of a user who comes again and again: no reason to fill logs, and to push out of the recorder what matters.
+// A user who keeps coming must not fill logs, nor push more important entries out of the recorder.
 void Control::tell_refused(uid_t user) {
   constexpr int64_t kTellEveryNs = 1'000'000'000;
   const int64_t now = now_ns();
@@ -441,7 +443,7 @@ void Control::tell_refused(uid_t user) {
                 (untold == 0 ? "" : "; " + std::to_string(untold) + " earlier refusals were not reported one by one")});
 }
 
-// So many, and then others have their turn: the rest waits, and epoll tells of it.
+// Accepts a bounded number, then others get their turn: epoll reports the rest again.
 void Control::accept_some() {
   constexpr int kAcceptedMax = 64;
   for (int accepted = 0; accepted < kAcceptedMax; ++accepted) {
@@ -460,9 +462,9 @@ void Control::accept_some() {
       return;
     }
     lack_told_ = false;
-    // Whoever is let in is given our regions' memory on demand.
+    // Whoever is let in gets our regions' memory on request.
     if (const ucred peer = peer_of(fd.get()); !is_our_user(peer) && peer.uid != kRoot) {
-      if (length > sizeof name.sun_family) continue;  // of why_refused()
+      if (length > sizeof name.sun_family) continue;  // by why_refused()
       tell_refused(peer.uid);
       continue;
     }
@@ -481,13 +483,13 @@ void Control::accept_some() {
   }
 }
 
-// Who has said nothing for longest goes: sockets that only occupy places must not keep peers out. What it has said may
-// lie in its socket, if it is we who did not look: many come at once, and all are taken in first.
+// Closes the stranger that has been silent for longest: sockets that only occupy slots must not keep peers out. If we
+// are late, what it has sent may still be unread: many come at once, and all are accepted first.
 void Control::make_room_for_stranger() {
   for (;;) {
     size_t strangers = 0;
     Connection* oldest = nullptr;
-    for (auto& [token, connection] : connections_) {  // in the order they came
+    for (auto& [token, connection] : connections_) {  // in order of arrival
       if (!connection->is_stranger()) continue;
       if (strangers++ == 0) oldest = connection.get();
     }
@@ -507,13 +509,14 @@ void Control::lose(Connection& connection, const std::string& reason) {
   }
 }
 
-// Where not the peer's absence or silence is the cause: it may be reached another time.
+// For failures other than the peer's absence or silence: it may be reachable another time.
 void Control::lose_unmade(Connection& connection, const std::string& reason) {
   if (!connection.up) connection.end = LinkEnd::kUnmade;
   lose(connection, reason);
 }
 
-// As of the last look: what came until then has been read. We may have been stopped since, and answers come.
+// Judged as of the last look: everything that had arrived by then has been read. We may have been stopped since, and
+// answers are waiting.
 void Control::check_timeouts() {
   for (auto& [token, connection] : connections_) {
     if (connection->awaits_passing) flush(*connection);
@@ -532,8 +535,8 @@ void Control::check_timeouts() {
   }
 }
 
-// Closing its descriptors would not do: forked children have copies of them, and the table of touchers of the pidfd. As
-// long as one is left, epoll goes on telling of what has ended, again and again.
+// Closing its descriptors is not enough: forked children have copies of them, and so does the table of touchers, of the
+// pidfd. While a copy exists, epoll keeps reporting the end, again and again.
 void Control::unwatch(const Connection& connection) {
   for (const Fd* const fd : {&connection.socket, &connection.process}) {
     if (*fd) epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, fd->get(), nullptr);

@@ -25,7 +25,7 @@
 
 namespace crossrail::shm {
 
-// What the control thread tells the progress holder.
+// Events from the control thread to the progress holder.
 struct ControlEvent {
   enum class Kind : uint8_t { kOutUp, kOutDown, kInUp, kInDown, kImported, kRegionClosed, kPong, kProtocolError };
   Kind kind;
@@ -39,20 +39,20 @@ struct ControlEvent {
   LinkEnd end = LinkEnd::kLost;              // kOutDown
   uint64_t region_id = 0;                    // kImported, kRegionClosed
   RegionFacts facts = {};                    // kImported
-  Fd memory = {};                            // kImported, of a GPU's memory: what device::PhysicalMemory imports
-  std::string text = {};                     // reason of kOutDown, kInDown, kProtocolError
+  Fd memory = {};                            // kImported, GPU memory: what device::PhysicalMemory imports
+  std::string text = {};                     // reason for kOutDown, kInDown, kProtocolError
 };
 
-// [any] Why the engine of that address, on this host, would not let us in; empty: it would, or nobody can tell, which
-// connecting to it does.
+// [any] Why the engine at that address, on this host, would refuse us; empty: it would not, or only connecting will
+// tell.
 std::string why_refused(const Address& peer);
 
-// [any] For messages. pid: in our pid namespace, 0 when invisible.
+// [any] For messages. pid: in our pid namespace, 0 if not visible there.
 std::string process_named(uint32_t pid);
 
 class Control {
  public:
-  // home, bell: passed to peers; bell outlives us. waker: wake() is called from the control thread when there are
+  // home, bell: passed to peers; bell outlives us. waker: its wake() is called from the control thread when there are
   // events.
   Control(const Address& address, std::shared_ptr<MemoryMap> home, const WakeEvent* bell, RegionTable* regions,
           int64_t connect_timeout_ns, Transport* waker);
@@ -62,11 +62,11 @@ class Control {
   // Starts connecting; kOutUp or kOutDown follows.
   void connect(uint64_t link_id, const std::shared_ptr<const Address>& address, std::shared_ptr<MemoryMap> segment,
                uint32_t rail_count);
-  // wants_handle: of memory of a GPU also what it is mapped by, which may be a descriptor.
+  // wants_handle: for GPU memory, also asks for the handle to map it by, which may be a descriptor.
   void import_region(uint64_t link_id, uint64_t region_id, bool wants_handle);
   void ping(uint64_t link_id);
   void drop(uint64_t link_id);
-  // Of a link to us that is over, after kInDown.
+  // To be called for a link to us that is over, after kInDown.
   void drop_toucher(uint64_t link_id);
 
   bool has_events() const { return has_events_.load(std::memory_order_acquire); }
@@ -86,8 +86,8 @@ class Control {
     Kind kind;
     uint64_t link_id = 0;
     uint64_t region_id = 0;
-    bool wants_handle = false;              // of kImport
-    Status status = Status::kRegionClosed;  // of kRegionClosed
+    bool wants_handle = false;              // for kImport
+    Status status = Status::kRegionClosed;  // for kRegionClosed
     std::shared_ptr<const Address> address = {};
     std::shared_ptr<MemoryMap> segment = {};
     uint32_t rail_count = 0;
@@ -142,14 +142,14 @@ class Control {
   std::atomic<bool> has_events_{false};
   // Control thread only:
   std::map<uint64_t, std::unique_ptr<Connection>> connections_;  // by token
-  std::map<uint64_t, uint64_t> token_of_link_;                   // of links that we initiated
+  std::map<uint64_t, uint64_t> token_of_link_;                   // only links that we initiated
   uint64_t next_token_ = 16;
-  int64_t looked_ns_ = 0;  // when sockets were looked at last, or a wait without end was over
+  int64_t looked_ns_ = 0;  // when sockets were last looked at, or an unlimited wait ended
   bool stopped_ = false;   // guarded by mutex_: the thread is gone, commands go nowhere
   bool stopping_ = false;
-  bool lack_told_ = false;       // of descriptors, since one was to be had
-  int64_t refused_told_ns_ = 0;  // when a refusal of another user was told last
-  uint64_t refused_untold_ = 0;  // since then
+  bool lack_told_ = false;       // a lack of descriptors was reported, and none has become available since
+  int64_t refused_told_ns_ = 0;  // when a refusal of another user was last reported
+  uint64_t refused_untold_ = 0;  // number of refusals since then
   std::thread thread_;
 };
 

@@ -1,4 +1,4 @@
-// What control.cc (the thread, commands, deadlines) and control_packets.cc (what is said on a socket) share.
+// Shared by control.cc (the thread, commands, deadlines) and control_packets.cc (the messages on a socket).
 #pragma once
 
 #include <deque>
@@ -15,20 +15,20 @@ inline constexpr uint16_t kControlVersion = 5;
 
 enum PacketType : uint8_t { kHello = 1, kWelcome, kRefuse, kImport, kImported, kRegionGone, kPing, kPong, kGoodbye };
 
-// A value that only this process has; survives fork, so it is compared together with the pid.
+// A value unique to this process; survives fork, so it is compared together with the pid.
 uint64_t process_token();
 
 // One socket. Lifecycle: 1. strangers have accepted = true and no link yet; initiators are connecting. 2. up. 3. lost;
-// swept at the end of the loop turn.
+// removed at the end of the loop turn.
 struct Control::Connection {
   uint64_t token = 0;
-  uint64_t link_id = 0;  // ours when we initiated, made up by us when accepted
+  uint64_t link_id = 0;  // ours if we initiated, made up by us if accepted
   bool accepted = false;
   bool up = false;
   bool lost = false;
-  bool connected = false;  // connect(2) went through
+  bool connected = false;  // connect(2) has succeeded
   bool same_process = false;
-  LinkEnd end = LinkEnd::kLost;  // once it is lost
+  LinkEnd end = LinkEnd::kLost;  // valid once it is lost
   uint32_t pid = 0;
   int64_t deadline_ns = 0;
   Fd socket;
@@ -42,14 +42,15 @@ struct Control::Connection {
     std::vector<Fd> fds;
   };
   std::deque<Packet> outbox;
-  // The first of them has descriptors, and the kernel takes no more on their way for now, of whatever process of this
-  // user. Nothing tells when it does again.
+  // The first packet in the outbox has descriptors, and the kernel's limit of descriptors in flight, for all processes
+  // of this user, is reached. Nothing reports when it is no longer.
   bool awaits_passing = false;
-  // Regions of ours that the peer has asked for: of their end it is told, once.
+  // Regions of ours that the peer has asked for: it is told of their end, once.
   std::unordered_set<uint64_t> imported;
 
   bool is_stranger() const { return accepted && !up && !lost; }
-  // A peer that does not read our answers is not read either, until it does. Only of our initiative are there others.
+  // A peer that does not read our answers is not read either, until it does. Packets on our own initiative go only to
+  // others.
   bool may_read() const { return !accepted || outbox.empty(); }
 };
 

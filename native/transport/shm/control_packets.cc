@@ -1,4 +1,4 @@
-// What is said on a control socket. Nothing that arrives is believed.
+// The messages on a control socket. Everything that arrives is untrusted.
 #include <fcntl.h>
 #include <sys/epoll.h>
 #include <sys/socket.h>
@@ -19,13 +19,13 @@ namespace {
 
 constexpr size_t kPacketBytesMax = 2048;
 constexpr size_t kFdsMax = 4;
-constexpr size_t kOutboxMax = 4096;  // answers that wait for a peer that asks and does not read; then it is cut off
+constexpr size_t kOutboxMax = 4096;  // answers that a peer does not read; beyond that it is cut off
 
 TransportError out_of_fds(const char* call) {
   return {call, EMFILE, "out of file descriptors", "raise the limit on open files (ulimit -n)"};
 }
 
-// What a peer sent of its home. Throws UsageError or TransportError.
+// The home that a peer has sent. Throws UsageError or TransportError.
 std::unique_ptr<PeerHome> open_home(Fd map, Fd bell) {
   auto home = std::make_unique<PeerHome>();
   home->map = MemoryMap::map(std::move(map), sizeof(HomeSegment));
@@ -35,9 +35,9 @@ std::unique_ptr<PeerHome> open_home(Fd map, Fd bell) {
   return home;
 }
 
-// Who connects asks, who is connected to answers. Links are numbered on each side for itself, so that an answer from
-// who connected would be taken for one on some link of ours; and who asks is held back (may_read) and listed as a
-// toucher.
+// The connecting side asks, the connected side answers. Each side numbers links for itself, so an answer from the
+// connecting side would be taken for one on some link of ours; and the asking side is held back (may_read) and listed
+// as a toucher.
 bool is_from_right_side(uint8_t type, bool is_initiator) {
   switch (type) {
     case kHello:
@@ -92,7 +92,7 @@ void Control::on_readable(Connection& connection) {
       lose(connection, process_named(connection.pid) + " exited or closed the connection");
       return;
     }
-    // Cut with room left for more of them: our process can take no more descriptors.
+    // Truncated although there was room for more descriptors: our process cannot take any more.
     const bool lacks_fds = (header.msg_flags & MSG_CTRUNC) != 0 && fds.size() < kFdsMax;
     if ((header.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) != 0 && !lacks_fds) {
       emit({.kind = ControlEvent::Kind::kProtocolError, .text = "oversized packet from " + connection.peer_name});
@@ -145,7 +145,7 @@ void Control::on_message(Connection& connection, std::span<const uint8_t> bytes,
       default:  // a byte from outside, not an enum
         throw UsageError("packet of unknown type " + std::to_string(type));
     }
-  } catch (const TransportError& error) {  // of this process, or of memory that the peer sent
+  } catch (const TransportError& error) {  // in this process, or about memory that the peer sent
     refuse(connection, error.what(), error.what());
   } catch (const std::exception& error) {
     refuse(connection, error.what(), std::string("protocol error: ") + error.what());
@@ -164,7 +164,7 @@ void Control::on_hello(Connection& connection, std::span<const uint8_t> body, st
   Reader reader(body);
   const auto protocol = reader.get<uint16_t>();
   const auto layout = reader.get<uint32_t>();
-  reader.get<uint64_t>();  // process token: only the welcome's is used
+  reader.get<uint64_t>();  // process token: only the one in the welcome is used
   const uint32_t rails = reader.get<uint8_t>();
   if (!reader.ok()) throw UsageError("hello is too short");
   if (protocol != kControlVersion || layout != kLayoutVersion) {
@@ -210,7 +210,7 @@ void Control::on_welcome(Connection& connection, std::span<const uint8_t> body, 
         .same_process = connection.same_process});
 }
 
-// Of a peer's byte: in which of the two ways its region is not open to us.
+// Decodes a peer's byte: in which of the two ways its region is not open to us.
 static Status gone_from_peer(uint8_t status) {
   return status == static_cast<uint8_t>(Status::kRegionRevoked) ? Status::kRegionRevoked : Status::kRegionClosed;
 }
@@ -224,8 +224,8 @@ void Control::on_region_gone(Connection& connection, std::span<const uint8_t> bo
   emit(std::move(event));
 }
 
-// Of memory of a GPU: how others reach it. A descriptor of physical memory is made for each who wants one: regions are
-// many, and few are mapped.
+// For GPU memory: how others reach it. A descriptor of physical memory is made for each peer that asks for one: regions
+// are many, and few are mapped.
 static Fd put_shared(Writer& reply, device::SharedRange shared, bool wants_handle) {
   Fd memory;
   if (wants_handle && shared.by == device::SharedBy::kVmm) {
@@ -266,7 +266,7 @@ void Control::on_import(Connection& connection, std::span<const uint8_t> body) {
   const bool wants_handle = reader.get<uint8_t>() != 0;
   if (!reader.finished()) throw UsageError("malformed import");
   const RegionFacts facts = regions_->facts(region_id);
-  // Closed from here on, a command that says so is still to come.
+  // If it is closed after this, a command that says so is still to come.
   if (facts.status == Status::kDone) connection.imported.insert(region_id);
   Writer reply;
   reply.put(region_id);
@@ -315,9 +315,9 @@ void Control::on_imported(Connection& connection, std::span<const uint8_t> body,
 
 void Control::send(Connection& connection, uint8_t type, std::span<const uint8_t> body, std::span<const int> fds) {
   if (connection.lost) return;
-  // The rest is bounded: an initiator is read only while its answers go out, of a region's end it is told once for each
-  // time that it asked, and what we ask is of our own doing. A peer that is slow, or stopped, may leave tens of
-  // thousands waiting.
+  // The rest is bounded: an initiator is read only while its answers are being sent, it is told of a region's end once
+  // for each time that it asked, and our own questions are up to us. A slow or stopped peer may leave tens of thousands
+  // waiting.
   if (type == kPong && connection.outbox.size() >= kOutboxMax) {
     lose(connection, "it does not read its control socket");
     return;
@@ -327,7 +327,7 @@ void Control::send(Connection& connection, uint8_t type, std::span<const uint8_t
   packet.bytes.insert(packet.bytes.end(), body.begin(), body.end());
   if (connection.outbox.empty() && send_now(connection, packet.bytes, fds)) return;
   if (connection.lost) return;
-  // It waits for room, and needs descriptors of its own meanwhile.
+  // The packet waits for room, and needs its own descriptors meanwhile.
   for (const int fd : fds) {
     packet.fds.emplace_back(fcntl(fd, F_DUPFD_CLOEXEC, 0));
     if (!packet.fds.back()) {
@@ -339,7 +339,7 @@ void Control::send(Connection& connection, uint8_t type, std::span<const uint8_t
   watch_room(connection);
 }
 
-// False: there is no room in the socket now, or on the way for descriptors; or the connection is lost.
+// False: there is no room now, in the socket or for descriptors in flight; or the connection is lost.
 bool Control::send_now(Connection& connection, std::span<const uint8_t> bytes, std::span<const int> fds) {
   iovec vector{.iov_base = const_cast<uint8_t*>(bytes.data()), .iov_len = bytes.size()};
   alignas(cmsghdr) char ancillary[CMSG_SPACE(sizeof(int) * kFdsMax)] = {};

@@ -1,7 +1,7 @@
-// The initiator's side of memory of GPUs that its own GPU reaches: copied by that, and not through the host.
+// The initiator's side of GPU memory that its own GPU reaches: copied by that GPU, and not through the host.
 //
-// A GPU's copy is begun in microseconds and waited for in ten, so as many as there are go together: of a rail's queue
-// all that lead to the same region. While they are under way the region's owner waits for us (touch), and so do we.
+// Starting a GPU copy takes a microsecond or so, waiting for it ten, so as many as possible run together: everything in
+// a rail's queue that goes to the same region. Meanwhile the region's owner waits for us (touch), and so do we.
 #include <algorithm>
 #include <deque>
 #include <string>
@@ -18,7 +18,7 @@ namespace {
 
 Import& import_of(const WorkRequest& request) { return *static_cast<ShmKey*>(request.remote)->import; }
 
-// Copies of neighbours, on both sides, are one.
+// Copies that are neighbours on both sides are merged.
 struct Run {
   std::byte* to = nullptr;
   const std::byte* from = nullptr;
@@ -41,14 +41,14 @@ static GpuReach import_for(const device::SharedRange& range, uint64_t length_byt
   return reach;
 }
 
-// Memory of our own process. A GPU's kernels fault on what another GPU has, unless it was mapped for them, too; the
-// driver copies what cudaMalloc gave between any two. Throws TransportError: neither.
+// Memory of our own process. A GPU's kernels fault on another GPU's memory unless it was mapped for them, too; the
+// driver copies memory from cudaMalloc between any two GPUs. Throws TransportError if neither works.
 static GpuReach reach_locally(const Import& import, int gpu) {
   const device::Driver* const driver = device::find_driver();
   CROSSRAIL_ASSERT(driver != nullptr);                                  // the memory was registered
   auto* const base = reinterpret_cast<std::byte*>(import.remote_base);  // NOLINT(performance-no-int-to-ptr)
   const bool is_its_own = [&] {
-    const device::CurrentContext current(*driver, gpu);  // this thread has none, and the driver may want one
+    const device::CurrentContext current(*driver, gpu);  // this thread has none, and the driver may need one
     return device::gpu_of(*driver, base) == gpu;
   }();
   if (is_its_own || import.shared.by == device::SharedBy::kIpc)
@@ -61,7 +61,7 @@ static GpuReach reach_locally(const Import& import, int gpu) {
   return import_for(range, import.length_bytes, gpu);
 }
 
-// How that GPU of ours reaches the region: null, if it does not, and import.why_staged says why.
+// How that GPU of ours reaches the region. Null: it does not, and import.why_staged says why.
 const GpuReach* ShmTransport::reach_by_gpu(Import& import, int gpu) {
   const auto [entry, is_new] = import.reached.try_emplace(gpu);
   GpuReach& reach = entry->second;
@@ -75,7 +75,7 @@ const GpuReach* ShmTransport::reach_by_gpu(Import& import, int gpu) {
   return reach.base == nullptr ? nullptr : &reach;
 }
 
-// Whether a piece that waits goes this way. One whose first bytes went another is ended as it was begun.
+// Whether a queued piece goes this way. One that was begun another way is finished that way.
 bool ShmTransport::goes_by_gpu(const RailQueue::Pending& pending) {
   Import& import = import_of(pending.request);
   const int gpu = gpu_of(pending.request);
@@ -85,7 +85,7 @@ bool ShmTransport::goes_by_gpu(const RailQueue::Pending& pending) {
   return import.state != Import::State::kPrivate || reach_by_gpu(import, gpu) != nullptr;
 }
 
-// All at the head of the queue that goes to or comes from one region. False: nothing could be done.
+// Copies everything at the head of the queue that goes to or comes from one region. False: nothing could be done.
 bool ShmTransport::push_gpu_copies(Outgoing& link, RailQueue& rail) {
   const WorkRequest first = rail.pending.front().request;
   Import& import = import_of(first);
@@ -101,12 +101,12 @@ bool ShmTransport::push_gpu_copies(Outgoing& link, RailQueue& rail) {
   }
   std::vector<WorkRequest> taken;
   taken.reserve(kPendingMax);
-  const WorkRequest* counted = nullptr;  // immediates of a batch are one, so that there is room for them
+  const WorkRequest* counted = nullptr;  // the immediates of a batch share one entry, so that there is room for them
   while (!rail.pending.empty()) {
     const WorkRequest& next = rail.pending.front().request;
     if (&import_of(next) != &import || gpu_of(next) != gpu) break;
     if (next.has_imm && counted != nullptr && imm_of_wire(next.wire_imm) != imm_of_wire(counted->wire_imm)) break;
-    taken.push_back(next);  // within what is reserved
+    taken.push_back(next);  // within the reserved capacity
     rail.pending.pop_front();
     if (taken.back().has_imm) counted = &taken.back();
   }
@@ -128,7 +128,7 @@ bool ShmTransport::push_gpu_copies(Outgoing& link, RailQueue& rail) {
   return true;
 }
 
-// What failed is not to be counted by pieces of it that are still to come.
+// The pieces of a failed request that are still to come must not count.
 void ShmTransport::take_rest_of(RailQueue& rail, std::vector<WorkRequest>* failed) {
   std::deque<RailQueue::Pending> kept;
   const size_t known = failed->size();

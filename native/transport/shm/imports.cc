@@ -1,4 +1,4 @@
-// What we know of peers' regions: asked for once, answered by the control plane, until they are closed or forgotten.
+// What we know about peers' regions: requested once, answered by the control plane, kept until closed or forgotten.
 #include <algorithm>
 
 #include "transport/shm/shm_transport.h"
@@ -14,30 +14,31 @@ std::unique_ptr<RemoteKey> ShmTransport::resolve(Link& link, const RegionDescrip
   if (!import) {
     import = std::make_shared<Import>();
     import->region_id = descriptor.region_id;
-    // It is most likely wanted then; else it is asked for when it is.
+    // It is most likely needed then; otherwise it is requested when needed.
     import->wants_handle = descriptor.memory == MemoryKind::kCuda && own_gpu_.load(std::memory_order_relaxed) >= 0;
     ask(outgoing, *import);
   }
   return std::make_unique<ShmKey>(import);
 }
 
-// What region that is, or what became of it: the answer is kImported.
+// Asks which region that is, or what became of it: the answer is kImported.
 void ShmTransport::ask(Outgoing& link, Import& import) {
   import.state = Import::State::kPending;
   ++link.imports_pending;
   if (link.outstanding++ == 0) link.moved_ns = now_ns();
-  if (link.up) send_ask(link, import);  // else once it is
+  if (link.up) send_ask(link, import);  // otherwise once it is up
 }
 
 void ShmTransport::send_ask(const Outgoing& link, const Import& import) {
   control_->import_region(link.id, import.region_id, import.wants_handle && !link.same_process);
 }
 
-// Those that no key names any more, and their mappings: of regions that are closed, or that nothing is written to now.
+// Drops those that no key references any more, with their mappings: of closed regions, or ones that nothing is written
+// to.
 void ShmTransport::forget_imports(Outgoing& link) {
   clear_hazards();
-  // Not one that is being asked for: its answer is counted. A key that is being let go elsewhere meanwhile is met
-  // again.
+  // Not one whose answer is outstanding: that is counted. A key that is being released elsewhere meanwhile is found
+  // next time.
   std::erase_if(link.imports, [](const auto& entry) {
     return entry.second->state != Import::State::kPending && entry.second.use_count() == 1;
   });
@@ -60,13 +61,13 @@ Status ShmTransport::map(Link& link, const RemoteKey& key, int gpu, Mapping* out
       break;
   }
   if (!import.map || gpu >= 0)
-    return Status::kAccessDenied;  // private memory of our own process: nobody keeps it for us
+    return Status::kAccessDenied;  // private memory of our own process: nobody keeps it alive for us
   out->memory = import.map;
   out->base = import.base;
   return Status::kDone;
 }
 
-// What may be handed out stays what it is, whatever its owner does: physical memory, and no cudaMalloc's.
+// Only memory that stays valid whatever its owner does may be handed out: physical memory, not that of cudaMalloc.
 Status ShmTransport::map_gpu(Outgoing& link, Import& import, int gpu, Mapping* out) {
   if (!allows(import.access, Access::kRemoteWrite)) {
     out->trouble = "the region is not open for remote writes";
@@ -96,19 +97,19 @@ Status ShmTransport::map_gpu(Outgoing& link, Import& import, int gpu, Mapping* o
     }
   } catch (const TransportError& error) {
     out->trouble = error.call() + ": " + error.text();
-    import.wants_handle = false;  // whoever asks again may be luckier: it may have been descriptors that were lacking
+    import.wants_handle = false;  // the next request may succeed: perhaps only descriptors were lacking
     return Status::kTransportFailed;
   }
   out->offset = import.shared.offset;
-  // In our own process the address alone would name what came there after it: by now it is kept, and was not gone.
+  // In our own process the address alone might refer to a successor: by now it is kept alive, so it was not gone.
   if (import.is_local && !is_open(link, import.region_id))
     return is_revoked(link, import.region_id) ? Status::kRegionRevoked : Status::kRegionClosed;
   return Status::kDone;
 }
 
-// The answer to ask().
+// Handles the answer to ask().
 void ShmTransport::take_import(Outgoing& link, ControlEvent event) {
-  constexpr int64_t kAskAgainAfterNs = 100'000'000;  // not for each of a crowd of works
+  constexpr int64_t kAskAgainAfterNs = 100'000'000;  // not for each of many works
   const auto found = link.imports.find(event.region_id);
   if (found == link.imports.end() || found->second->state != Import::State::kPending) return;
   Import& import = *found->second;
@@ -127,17 +128,17 @@ void ShmTransport::take_import(Outgoing& link, ControlEvent event) {
   import.why_staged.clear();
   if (facts.status != Status::kDone) {
     import.state = Import::State::kRefused;
-    import.map.reset();  // from an answer before, see post_one()
+    import.map.reset();  // from an earlier answer, see post_one()
     if (facts.status == Status::kRegionClosed || facts.status == Status::kRegionRevoked)
       import.text = text_of_gone(facts.status);
-    // It was ourselves who had no descriptor or no room for it.
+    // We ourselves lacked a descriptor or address space for it.
     if (facts.status == Status::kTransportFailed) import.ask_again_ns = now_ns() + kAskAgainAfterNs;
   } else if (import.is_gpu) {
     import.state = Import::State::kPrivate;
     import.is_local = link.same_process;
     if (!import.is_local && import.shared.by == device::SharedBy::kVmm) take_handle(import, std::move(event.memory));
   } else if (link.same_process && (facts.map || private_path_ == PrivatePath::kAuto)) {
-    // An explicit private_path holds inside a process too: that is how tests reach it.
+    // An explicit private_path applies within a process, too: that is how tests reach it.
     import.state = Import::State::kDirect;
     import.is_local = true;
     import.base = reinterpret_cast<std::byte*>(facts.base);
@@ -151,7 +152,8 @@ void ShmTransport::take_import(Outgoing& link, ControlEvent event) {
   }
 }
 
-// At once, so that no descriptor is kept. Who does not want the memory for a GPU has not opened a driver for it either.
+// At once, so that no descriptor is kept. An engine that does not need the memory for a GPU has not opened a driver for
+// it, either.
 void ShmTransport::take_handle(Import& import, Fd memory) const {
   if (!import.wants_handle) return;
   const int gpu = own_gpu_.load(std::memory_order_relaxed);

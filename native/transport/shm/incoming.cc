@@ -1,5 +1,5 @@
-// The target's side: executing what peers left in their rings. Peers are not trusted: every field is copied out of
-// shared memory once and checked before use.
+// The target's side: executing what peers have put into their rings. Peers are not trusted: every field is copied out
+// of shared memory once and checked before use.
 #include <algorithm>
 #include <cstring>
 
@@ -18,7 +18,7 @@ constexpr uint8_t code(Status status) { return status == Status::kDone ? 0 : sta
 
 }  // namespace
 
-// Mostly there is nothing: that is found out here, without a call each.
+// Mostly there is nothing to do: that is found out here, inline.
 uint32_t ShmTransport::poll_incoming(Incoming& link) {
   uint32_t moved = 0;
   if (link.messages.has_entry()) moved += drain_messages(link);
@@ -100,7 +100,7 @@ uint32_t ShmTransport::drain_rail(Incoming& link, ChannelReader& reader) {
     if (entry == nullptr) break;
     Status status = Status::kDone;
     const EntryKind kind = entry->kind;
-    // acquire: pairs with the store in flush_link; seeing it means the initiator has reported these as not done.
+    // acquire: pairs with the store in flush_link; seeing it means that the initiator has reported these as not done.
     const bool revoked = kind != EntryKind::kImms && link.segment->revoked.load(std::memory_order_acquire) != 0;
     if (kind == EntryKind::kStagedWrite && !reader.take()) {
       // cancelled by the initiator
@@ -134,7 +134,7 @@ Status ShmTransport::execute_write(Incoming& link, const ChannelReader& reader, 
     return Status::kTransportFailed;
   }
   Status status = Status::kDone;
-  // Same protocol as touch(): announce, then look. Our own close() waits while we execute.
+  // Same protocol as touch(): announce, then check. Our own close() waits while we execute.
   regions_.executing.store(work.region_id, std::memory_order_seq_cst);
   const RegionTable::Target* target = regions_.find(work.region_id);
   if (target == nullptr) {
@@ -149,7 +149,7 @@ Status ShmTransport::execute_write(Incoming& link, const ChannelReader& reader, 
   return status;
 }
 
-// A block's table and bytes.
+// Puts a block's bytes where its table says.
 Status ShmTransport::place(Incoming& link, const RegionTable::Target& target, const std::byte* block,
                            uint64_t block_bytes, uint32_t pieces, bool bulk) {
   Status status = Status::kDone;
@@ -194,7 +194,7 @@ bool ShmTransport::answer_read(Incoming& link, const Entry& entry) {
   if (bytes > kReadChunkBytes) {
     status = Status::kTransportFailed;
   } else {
-    inflight_slot(queue);  // makes the table of staging positions
+    inflight_slot(queue);  // allocates the table of staging positions
     for (; queue.retired < writer.consumed(); ++queue.retired) {
       writer.release_stage(queue.inflight[queue.retired % kRingEntries].stage_head);
     }
@@ -250,8 +250,8 @@ void ShmTransport::add_incoming(ControlEvent event) {
   incoming_.push_back(std::move(link));
 }
 
-// Takes what is still valid in its rings. A ring holds at most kRingEntries entries; more would be a peer that still
-// writes.
+// Takes what is still valid in the rings. A ring holds at most kRingEntries entries; more would mean that the peer is
+// still writing.
 void ShmTransport::drain(Incoming& link) {
   for (uint32_t round = 0; round <= kRingEntries / kMessagesPerPoll && drain_messages(link) > 0; ++round) {
   }
@@ -263,7 +263,7 @@ void ShmTransport::drain(Incoming& link) {
   }
 }
 
-// What was done for a peer before it left counts before anybody hears that it did.
+// What was done for a peer before it left is counted before anybody hears that it did.
 void ShmTransport::take_last_words(const Address& peer) {
   for (const auto& link : incoming_) {
     if (link->peer->incarnation == peer.incarnation) drain(*link);

@@ -17,11 +17,11 @@ namespace crossrail::shm {
 
 namespace {
 
-constexpr uint64_t kTimedBytesMin = 64 << 10;  // shorter copies are not worth two looks at the clock
+constexpr uint64_t kTimedBytesMin = 64 << 10;  // shorter copies are not worth reading the clock twice
 
-// What waits behind it, short or not, waits for all of it.
+// Whatever is queued behind it, short or not, waits for all of it.
 constexpr uint64_t kPendingBytesMax = uint64_t{256} << 20;
-constexpr uint64_t kLongBytes = uint64_t{1} << 20;  // of shorter ones as many as fit are soon over
+constexpr uint64_t kLongBytes = uint64_t{1} << 20;  // of shorter works as many as fit are soon done
 
 uint64_t bytes_of(const std::deque<RailQueue::Pending>& pending) {
   return std::accumulate(pending.begin(), pending.end(), uint64_t{0}, [](uint64_t sum, const auto& each) {
@@ -29,7 +29,7 @@ uint64_t bytes_of(const std::deque<RailQueue::Pending>& pending) {
   });
 }
 
-// Whether lies_behind() holds of what cross-memory attach would copy.
+// Whether lies_behind() holds for what cross-memory attach would copy.
 bool goes_behind(const WorkRequest& request) {
   const Import& import = *static_cast<ShmKey*>(request.remote)->import;
   const auto* remote = reinterpret_cast<const std::byte*>(import.remote_base + request.remote_offset);
@@ -44,8 +44,9 @@ static const std::atomic<uint64_t>& open_id_of(const Outgoing& link, uint64_t re
   return link.home->segment->region_ids[region_slot(region_id)];
 }
 
-// That it was open we know: the owner told us of it. A mark says that it was revoked; without one the slot may be
-// another region's by now, or may have been, and only the owner knows what became of this one: it has to be asked.
+// That it was open we know: its owner told us about it. A mark says that it was revoked. Without one the slot may
+// belong, or have belonged, to another region by now, and only the owner knows what became of this one: it has to be
+// asked.
 bool ShmTransport::is_revoked(const Outgoing& link, uint64_t region_id) {
   return open_id_of(link, region_id).load(std::memory_order_relaxed) == (region_id | kRevokedId);
 }
@@ -54,11 +55,11 @@ bool ShmTransport::is_open(const Outgoing& link, uint64_t region_id) {
   return open_id_of(link, region_id).load(std::memory_order_seq_cst) == region_id;
 }
 
-// Announces that we are about to touch the region, then checks that it is still open. From true until clear_hazards()
+// Announces that we are about to access the region, then checks that it is still open. From true until clear_hazards()
 // the owner's close() waits for us. The store and the load are seq_cst, and so are the owner's withdrawal of the id and
-// its look at the hazard (RegionTable::withdraw, is_region_quiet): one of the two sides sees the other.
-// Announced already, we look all the same, so that who was frozen meanwhile stops here and not some copies later; the
-// owner waits for us in any case, so that relaxed is enough.
+// its check of the hazard (RegionTable::withdraw, is_region_quiet): at least one side sees the other.
+// Even if already announced, we check, so that a process that was frozen meanwhile stops here and not some copies
+// later; the owner waits for us in any case, so relaxed is sufficient.
 bool ShmTransport::touch(Outgoing& link, uint64_t region_id) {
   const std::atomic<uint64_t>& open_id = open_id_of(link, region_id);
   if (link.hazard == region_id && open_id.load(std::memory_order_relaxed) == region_id) return true;
@@ -67,7 +68,8 @@ bool ShmTransport::touch(Outgoing& link, uint64_t region_id) {
   link.hazard = region_id;
   hazardous_ = &link;
   if (open_id.load(std::memory_order_seq_cst) == region_id) return true;
-  // What landed is counted first: who waits for the hazard to go takes everything that was counted to be there by then.
+  // Count first what has landed: whoever waits for the hazard to be cleared assumes that everything counted is there by
+  // then.
   for (RailQueue& rail : link.rails) flush_imms(link, rail);
   clear_hazards();
   return false;
@@ -75,8 +77,8 @@ bool ShmTransport::touch(Outgoing& link, uint64_t region_id) {
 
 void ShmTransport::clear_hazards() {
   if (hazardous_ == nullptr) return;
-  // release: our copies are finished, and what they count is published, before the owner can see the hazard gone. Pairs
-  // with its look in RegionTable::is_touched(), after which it counts what has arrived and revoke() returns.
+  // release: our copies are finished, and their counts are published, before the owner can see the hazard cleared.
+  // Pairs with its check in RegionTable::is_touched(), after which it counts what has arrived and revoke() returns.
   hazardous_->segment->hazard.store(0, std::memory_order_release);
   hazardous_->hazard = 0;
   hazardous_ = nullptr;
@@ -108,7 +110,7 @@ bool ShmTransport::copy_direct(Outgoing& link, const WorkRequest& request, const
   return true;
 }
 
-// False: the kernel would not; the link stages from now on.
+// False: the kernel refused; the link stages from now on.
 bool ShmTransport::copy_attached(Outgoing& link, const WorkRequest& request) {
   Import& import = *static_cast<ShmKey*>(request.remote)->import;
   const int64_t begin = now_ns();
@@ -148,11 +150,11 @@ bool ShmTransport::room_for_imm(Outgoing& link, RailQueue& rail, uint32_t wire) 
     if (rail.open_imms[i].imm == imm_of_wire(wire)) return true;
   }
   if (rail.open_imm_count == kImmPairsMax) flush_imms(link, rail);
-  // An open entry has its place in the ring reserved: nothing else is published on this rail before it.
+  // An open entry has reserved its place in the ring: nothing else is published on this rail before it.
   return rail.open_imm_count > 0 || has_room(link, rail);
 }
 
-// Room for one more entry: the target has consumed the one that lay there, and we have retired it.
+// Room for one more entry: the target has consumed the previous one in that slot, and we have retired it.
 bool ShmTransport::has_room(Outgoing& link, RailQueue& rail) {
   const auto holds_one_more = [&] {
     if (!rail.writer.has_room()) return false;
@@ -222,7 +224,7 @@ uint32_t ShmTransport::post(Link& base, uint32_t rail_index, std::span<const Wor
   return accepted;
 }
 
-// Whether bytes of that transfer are on their way through the staging ring, or wait for it.
+// Whether bytes of that transfer are in flight through the staging ring, or queued for it.
 bool ShmTransport::is_staging(const RailQueue& rail, const void* context) {
   const auto is_its = [&](const RailQueue::Pending& pending) { return pending.request.context == context; };
   if (std::any_of(rail.pending.begin(), rail.pending.end(), is_its)) return true;
@@ -269,10 +271,10 @@ bool ShmTransport::post_one(Outgoing& link, RailQueue& rail, const WorkRequest& 
                                             std::to_string(request.length_bytes) + " bytes exceed the region's " +
                                             std::to_string(import.length_bytes));
   }
-  // As in touch(): the hazard is about to name another region. Before room is looked for, which this takes.
+  // As in touch(): the hazard is about to name another region. Done before looking for room, since it needs some.
   if (rail.open_imm_count > 0 && link.hazard != import.region_id) flush_imms(link, rail);
   if (request.has_imm && !room_for_imm(link, rail, request.wire_imm)) return false;
-  const bool is_gpu = import.is_gpu || gpu_of(request) >= 0;  // nothing that a CPU copies straight into place
+  const bool is_gpu = import.is_gpu || gpu_of(request) >= 0;  // a CPU cannot copy this straight into place
   if (import.is_gpu && private_path_ == PrivatePath::kAuto && import.lacks_handle() && gpu_of(request) >= 0) {
     import.wants_handle = true;
     ask(link, import);  // the work waits for the answer
@@ -287,8 +289,8 @@ bool ShmTransport::post_one(Outgoing& link, RailQueue& rail, const WorkRequest& 
   } else if (
       !is_gpu && (request.length_bytes >= kAttachBytesMin || private_path_ == PrivatePath::kCrossMemoryAttach) &&
       link.choices[request.bulk].attaches(goes_behind(request)) &&
-      // What is staged may be taken back yet, also out of the ring (withdraw_queue, flush_link): nothing must count
-      // it then, and what is taken back of a transfer is its tail. So what follows it is staged, too.
+      // Staged work may still be taken back, even out of the ring (withdraw_queue, flush_link): nothing must count it
+      // then, and what is taken back of a transfer must be its tail. So whatever follows it is staged, too.
       !is_staging(rail, request.context)) {
     if (!touch(link, import.region_id)) return refuse_gone();
     done = copy_attached(link, request);
@@ -301,7 +303,7 @@ bool ShmTransport::post_one(Outgoing& link, RailQueue& rail, const WorkRequest& 
   if (rail.pending.size() >= kPendingMax) return false;
   if (request.length_bytes >= kLongBytes && bytes_of(rail.pending) >= kPendingBytesMax) return false;
   rail.pending.push_back({request});
-  // Not at once: the more there are, the fewer times they are waited for.
+  // Not at once: the more there are, the fewer times we have to wait.
   gpu_copies_wait_ = gpu_copies_wait_ || goes_by_gpu(rail.pending.back());
   if (link.outstanding++ == 0) link.moved_ns = now_ns();
   return true;
@@ -318,7 +320,7 @@ uint32_t ShmTransport::post_messages(Outgoing& link, RailQueue& queue, EntryKind
     std::byte* block = writer.reserve(request.length_bytes, &stage_at);
     if (block == nullptr) break;
     if (request.length_bytes > 0)
-      copy_cached(block, request.local, request.length_bytes);  // null is no source, even of 0
+      copy_cached(block, request.local, request.length_bytes);  // null is no valid source, even for 0 bytes
     InFlight& slot = inflight_slot(queue);
     slot = {.context = request.context,
             .bytes = request.length_bytes,

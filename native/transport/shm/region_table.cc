@@ -16,8 +16,8 @@ namespace crossrail::shm {
 
 namespace {
 
-// Gives the file all its pages; 0 or an errno. In pieces: where a signal comes, kernels give back what the call has
-// taken so far (EINTR), and a timer would keep a long one from ever getting to its end.
+// Allocates all pages of the file; 0 or an errno. In pieces: when a signal arrives, kernels undo what the call has
+// allocated so far (EINTR), and with a timer a long call would never finish.
 int fill_in(const MemoryMap& map) {
   constexpr off_t kPieceBytes = 2 << 20;
   const auto bytes = static_cast<off_t>(map.size());
@@ -36,7 +36,7 @@ ShmRegion::~ShmRegion() { table_->revoke(*this); }
 
 void RegionTable::Deleter::operator()(Target* targets) const { std::free(targets); }
 
-// calloc: the table is large and mostly untouched, so most of it never becomes resident.
+// calloc: the table is large and mostly unused, so most of it never becomes resident.
 RegionTable::RegionTable(HomeSegment* home, Sink* sink)
     : home_(home), sink_(sink), targets_(static_cast<Target*>(std::calloc(kRegionSlots, sizeof(Target)))) {
   if (targets_ == nullptr) throw std::bad_alloc();
@@ -71,7 +71,7 @@ std::unique_ptr<ShmRegion> RegionTable::add(uint64_t id, std::byte* base, uint64
   target.access = access;
   target.gpu = gpu;
   open_[region->id] = region.get();
-  // release: what is above is visible to whoever sees the id (find() acquires).
+  // release: everything above is visible to whoever sees the id (find() acquires).
   target.id.store(region->id, std::memory_order_release);
   home_->region_ids[slot].store(region->id, std::memory_order_release);
   return region;
@@ -85,7 +85,7 @@ std::unique_ptr<ShmRegion> RegionTable::allocate(uint64_t id, uint64_t length_by
       throw_errno("fallocate", "cannot populate " + std::to_string(length_bytes) + " bytes",
                   "ask for less, or populate=False");
     }
-    // Maps the pages too; older kernels lack it, and then the first touch does it.
+    // Also maps the pages; older kernels lack this, and the first access does it there.
     madvise(map->data(), map->size(), MADV_POPULATE_WRITE);
   }
   {
@@ -119,7 +119,7 @@ Status RegionTable::withdraw(uint64_t region_id) {
   uint64_t expected = region_id;
   uint64_t expected_by_peers = region_id;
   // seq_cst, both: pair with the seq_cst hazard store and id load of a toucher (find() in execute_write, and
-  // ShmTransport::touch): either it sees the id gone, or our later look at the hazards sees it at work.
+  // ShmTransport::touch): either it sees that the id is gone, or our later check of the hazards sees it at work.
   targets_[slot].id.compare_exchange_strong(expected, 0, std::memory_order_seq_cst);
   home_->region_ids[slot].compare_exchange_strong(
       expected_by_peers, why == Status::kRegionRevoked ? region_id | kRevokedId : 0, std::memory_order_seq_cst);
@@ -154,7 +154,7 @@ bool RegionTable::Toucher::is_at(uint64_t region_id) const {
   return !is_dead();
 }
 
-// The dead touch nothing. Their word stays as it was, and after close() nobody tells us of their end.
+// Dead processes touch nothing. Their hazard stays as it was, and after close() nobody tells us of their end.
 bool RegionTable::Toucher::is_dead() const {
   pollfd exited{.fd = process.get(), .events = POLLIN, .revents = 0};
   return process && poll(&exited, 1, 0) == 1;
@@ -163,12 +163,12 @@ bool RegionTable::Toucher::is_dead() const {
 bool RegionTable::Toucher::is_gone() const {
   if (!process || is_dead()) return true;
   const auto& link = *reinterpret_cast<const LinkSegment*>(segment->data());
-  // acquire: pairs with the store in flush_link, after which the initiator sets no hazard; one from before is seen.
+  // acquire: pairs with the store in flush_link, after which the initiator sets no hazard; an earlier one is visible.
   return link.revoked.load(std::memory_order_acquire) != 0 && link.hazard.load(std::memory_order_acquire) == 0;
 }
 
 bool RegionTable::is_touched(uint64_t region_id) {
-  // An initiator that is listed after this was welcomed after it too, and finds the id withdrawn.
+  // An initiator that is listed after this was also welcomed after it, and finds the id withdrawn.
   std::lock_guard lock(mutex_);
   return std::ranges::any_of(touchers_, [&](const auto& item) { return item.second.is_at(region_id); });
 }

@@ -17,17 +17,17 @@ namespace crossrail::shm {
 
 class RegionTable;
 
-// Lifecycle: 1. open: id in the home segment. 2. revoked: id gone from it, peers refuse. 3. destroyed: the engine may
-// use the slot again, under a new generation.
+// Lifecycle: 1. open: id in the home segment. 2. revoked: id removed from it, peers refused. 3. destroyed: the engine
+// may use the slot again, under a new generation.
 class ShmRegion final : public LocalRegion {
  public:
   ShmRegion(RegionTable* table, Access access) : access(access), table_(table) {}
   ~ShmRegion() override;
 
   const Access access;
-  std::shared_ptr<MemoryMap> map;  // null: private memory of the process
+  std::shared_ptr<MemoryMap> map;  // null: the process's private memory
   uint64_t map_offset = 0;
-  device::SharedRange shared;  // of a GPU's memory
+  device::SharedRange shared;  // of GPU memory
 
  private:
   RegionTable* const table_;
@@ -37,12 +37,12 @@ class ShmRegion final : public LocalRegion {
 struct RegionFacts {
   Status status = Status::kRegionClosed;  // kDone: open
   Access access = Access::kLocal;
-  uint64_t base = 0;  // address in the owner
+  uint64_t base = 0;  // its address in the owner
   uint64_t length_bytes = 0;
   std::shared_ptr<MemoryMap> map;
   uint64_t map_offset = 0;
-  bool is_gpu = false;         // memory that nobody's CPU can touch
-  device::SharedRange shared;  // of that: how GPUs of other processes reach it
+  bool is_gpu = false;         // memory that no CPU can access
+  device::SharedRange shared;  // of GPU memory: how GPUs of other processes reach it
 };
 
 // Threads: any, except find(): progress holder.
@@ -54,20 +54,20 @@ class RegionTable {
   std::unique_ptr<ShmRegion> add(uint64_t id, std::byte* base, uint64_t length_bytes, Access access, int gpu = -1,
                                  device::SharedRange shared = {});
   std::unique_ptr<ShmRegion> allocate(uint64_t id, uint64_t length_bytes, bool populate);
-  // What peers are told from now on that name it.
+  // The status that peers which name it get from now on.
   Status revoke(const ShmRegion& region);
   void revoke_all();
   RegionFacts facts(uint64_t region_id);
-  // For tests: of engine-owned memory, that which is gone and not swept yet included.
+  // For tests: number of engine-owned mappings, including those that are gone and not swept yet.
   size_t maps_known() {
     std::lock_guard lock(mutex_);
     return maps_.size();
   }
 
-  // The open region of this id, or null. The caller holds `executing` = id, so that it stays valid (see
+  // The open region with this id, or null. The caller holds `executing` = id, so that it stays valid (see
   // ShmTransport::is_region_quiet).
   struct Target {
-    std::atomic<uint64_t> id;  // as in the home segment, where peers could write what they like; 0: none
+    std::atomic<uint64_t> id;  // as in the home segment, which peers could overwrite; 0: none
     std::byte* base;
     uint64_t length_bytes;
     Access access;
@@ -79,19 +79,19 @@ class RegionTable {
   // welcome, so that nobody touches a region unseen ---
   // process: its pidfd, none where the kernel gives none.
   void add_toucher(uint64_t link_id, std::string name, std::shared_ptr<MemoryMap> segment, Fd process);
-  // The link is over on our side. Its initiator may not have heard, go on touching, and be stopped at it: it stays
-  // listed until it has given the link up or died; one whose end nobody would tell us does not.
+  // The link is over on our side. Its initiator may not know that, continue to access our memory, and be stopped in the
+  // middle: it stays listed until it has given up the link or died. If nobody would tell us of its end, it is not kept.
   void drop_toucher(uint64_t link_id);
-  // Of those dropped, who touches nothing any more. True: some may yet, ask again.
+  // Drops those that touch nothing any more. True: some may still do, ask again.
   bool forget_gone();
-  // At the end: those that are at some region stay, until they have let go of it or died.
+  // At the end: those that are accessing some region stay, until they have let go of it or died.
   void drop_idle_touchers();
-  // Whether one of them is at this region now, or, for 0, at any.
+  // Whether one of them is accessing this region now, or, for 0, any region.
   bool is_touched(uint64_t region_id);
   std::vector<std::string> touchers_of(uint64_t region_id);
 
-  // Region that the progress holder copies into or out of on behalf of a peer, or 0. Same protocol as
-  // LinkSegment::hazard: store the id, then look whether the region is still open; revoke, then look at this.
+  // The region that the progress holder copies into or out of on behalf of a peer, or 0. Same protocol as
+  // LinkSegment::hazard: store the id, then check whether the region is still open; revoke, then check this.
   std::atomic<uint64_t> executing{0};
 
  private:
@@ -107,7 +107,7 @@ class RegionTable {
     std::shared_ptr<MemoryMap> segment;
     Fd process;
     bool is_dropped = false;
-    // Whether it is at this region, or, for 0, at any.
+    // Whether it is accessing this region, or, for 0, any region.
     bool is_at(uint64_t region_id) const;
     bool is_dead() const;
     // Touches nothing any more, as far as can be known.
@@ -115,7 +115,7 @@ class RegionTable {
   };
   std::map<uint64_t, Toucher> touchers_;                 // by the link's id
   std::map<std::byte*, std::weak_ptr<MemoryMap>> maps_;  // engine-owned memory by address
-  size_t maps_sweep_at_ = 1;                             // entries, those of memory that is gone among them
+  size_t maps_sweep_at_ = 1;                             // entries, including those of memory that is gone
   struct Deleter {
     void operator()(Target* targets) const;
   };

@@ -11,15 +11,14 @@ namespace crossrail::shm {
 
 namespace {
 
-// A write is cut so that small ones and arrivals get a turn after some 10 us of copying.
+// A write is cut so that small ones and arrivals get a turn after about 10 us of copying.
 constexpr uint64_t kSliceBytes = uint64_t{256} << 10;
 
 constexpr uint32_t kHazardPolls = 64;
 constexpr int64_t kQuietTimeoutNs = 100'000'000;
 
 HomeSegment* make_home(MemoryMap& map) {
-  // Not constructed: memfd memory is zero, which is what every field starts as, and writing zeros would make it
-  // resident.
+  // Not constructed: memfd memory is zero, the initial value of every field, and writing zeros would make it resident.
   auto* home = reinterpret_cast<HomeSegment*>(map.data());
   home->magic = kLayoutMagic;
   home->version = kLayoutVersion;
@@ -34,7 +33,7 @@ ShmTransport::ShmTransport(const TransportOptions& options, Sink* sink)
               .slice_bytes_max = kSliceBytes,
               .message_bytes_max = options.message_bytes_max,
               .fifo_rails = true,
-              .piece_bytes_min = kAttachBytesMin,  // that rails do not make pieces too short for the faster way
+              .piece_bytes_min = kAttachBytesMin,  // so that rails do not make pieces too short for the faster path
               .copies_gpu_memory = true},
       address_(options.identity),
       private_path_(options.private_path),
@@ -50,8 +49,7 @@ void ShmTransport::close() {
   closed_ = true;
   for (auto& link : outgoing_) flush_link(*link, Status::kEngineClosed, "the engine was closed");
   // Peers that are just copying into our memory finish. One that is stopped in the middle of a copy is not waited for
-  // longer, and not forgotten either: its region goes on being in use (is_region_quiet), so that nobody frees the
-  // memory.
+  // any longer, and not forgotten either: its region stays in use (is_region_quiet), so that nobody frees the memory.
   regions_.revoke_all();
   const Deadline patience = now_ns() + kQuietTimeoutNs;
   while (regions_.is_touched(0) && now_ns() < patience) std::this_thread::yield();
@@ -202,10 +200,10 @@ void ShmTransport::handle_outgoing(Outgoing& link, ControlEvent event) {
 
 uint32_t ShmTransport::poll() {
   ring_all();
-  // Not at once: the next write most likely goes to the same region, and a hazard costs a full fence to set.
+  // Not at once: the next write most likely goes to the same region, and setting a hazard costs a full fence.
   if (hazardous_ != nullptr && ++hazard_polls_ >= kHazardPolls) clear_hazards();
   uint32_t moved = handle_control();
-  // Another first each time: room for messages that came free goes to everybody in turn.
+  // Starts with another link each time: room for messages that became free goes to everybody in turn.
   if (++first_incoming_ >= incoming_.size()) first_incoming_ = 0;
   for (size_t i = first_incoming_; i < incoming_.size(); ++i) moved += poll_incoming(*incoming_[i]);
   for (size_t i = 0; i < first_incoming_ && i < incoming_.size(); ++i) moved += poll_incoming(*incoming_[i]);
@@ -256,7 +254,7 @@ void ShmTransport::arm() {
 
 bool ShmTransport::hush(bool /*looks_at_once*/) {
   bell_.silence();
-  // Who rings disarms first: still armed, the ring was an old one.
+  // Whoever rings disarms first: still armed means that the ring was a stale one.
   return !is_armed();
 }
 
@@ -265,17 +263,17 @@ void ShmTransport::wake() {
   ring(*home_, bell_);
 }
 
-// Wakes the progress holder of `home`'s engine if it sleeps. What the news are was stored before a full fence.
+// Wakes the progress holder of `home`'s engine if it sleeps. The news itself was stored before a full fence.
 void ShmTransport::ring(HomeSegment& home, const WakeEvent& bell) {
-  // The exchange lets one ringer pay for the system call; the sleeper re-arms when it sleeps again.
+  // The exchange lets a single ringer pay for the system call; the sleeper re-arms before it sleeps again.
   if (home.bell.armed.load(std::memory_order_relaxed) != 0 &&
       home.bell.armed.exchange(0, std::memory_order_acq_rel) != 0) {
     bell.ring();
   }
 }
 
-// There are news for this peer. A full fence after each of them would wait for their cache lines to arrive; one for
-// all, at the next poll or arm, does not. A peer that is seen to sleep already is woken at once.
+// There is news for this peer. A full fence after each item would wait for its cache lines to arrive; a single one for
+// all, at the next poll or arm, does not. A peer that is seen to be asleep already is woken at once.
 void ShmTransport::ring_later(PeerHome& home) {
   if (home.segment->bell.armed.load(std::memory_order_relaxed) != 0) {
     std::atomic_thread_fence(std::memory_order_seq_cst);

@@ -1,12 +1,12 @@
-// Shared memory between and inside the processes of one host.
+// Shared memory between and within the processes of one host.
 //
 // Paths, chosen per pair of regions and shown by explain():
 //   mapped  the target's region is engine-owned memory: the initiator maps it and copies straight into it.
 //   local   both engines live in one process: the same, for any memory.
 //   staged  private memory: through a ring of cache-sized chunks; the initiator copies in, the target copies out.
-//           Memory of GPUs too, if the other side is a host's: the driver copies between it and the chunks.
-//   cuda-ipc, cuda-vmm  memory of GPUs on both sides: the initiator's GPU copies, where it reaches the target's (else
-//           staged), by CUDA's IPC or by descriptors of physical memory.
+//           Also GPU memory, if the other side is host memory: the driver copies between it and the chunks.
+//   cuda-ipc, cuda-vmm  GPU memory on both sides: the initiator's GPU copies, if it reaches the target's (else staged),
+//           through CUDA IPC or descriptors of physical memory.
 //   cross-memory attach  private memory: process_vm_writev/readv by the initiator, where the kernel allows it.
 #pragma once
 
@@ -56,7 +56,7 @@ class ShmTransport final : public Transport {
     clear_hazards();
     ring_all();
   }
-  // Looks first: peers read this line at every ring, and a needless store would take it from them.
+  // Checks first: peers read this line at every ring, and a needless store would take it from them.
   void disarm() override {
     if (home_->bell.armed.load(std::memory_order_relaxed) != 0) home_->bell.armed.store(0, std::memory_order_relaxed);
   }
@@ -154,22 +154,22 @@ class ShmTransport final : public Transport {
   Traits traits_;
   const Address address_;
   const PrivatePath private_path_;
-  // Of those that this engine has had memory of, the first: what we are given is imported there. -1: none yet. relaxed:
-  // it says nothing of anything else.
+  // The first GPU that this engine has had memory on: memory passed to us is imported there. -1: none yet. relaxed: it
+  // says nothing about anything else.
   std::atomic<int> own_gpu_{-1};
   std::shared_ptr<MemoryMap> home_map_;
   HomeSegment* home_;
   const WakeEvent bell_ = WakeEvent::create();
   RegionTable regions_;
   std::vector<std::unique_ptr<Incoming>> incoming_;
-  size_t first_incoming_ = 0;  // that poll() looks at first
+  size_t first_incoming_ = 0;  // the first one that poll() looks at
   std::vector<std::unique_ptr<Outgoing>> outgoing_;
   Outgoing* hazardous_ = nullptr;  // the one link with a hazard set,
-  uint32_t hazard_polls_ = 0;      // and for how many polls already
-  std::vector<PeerHome*> unrung_;  // of peers that have news since the last ring_all()
+  uint32_t hazard_polls_ = 0;      // and the number of polls since it was set
+  std::vector<PeerHome*> unrung_;  // peers that have news since the last ring_all()
   device::Copier copier_;
   bool gpu_copies_wait_ = false;  // for the next poll(), which is to come soon
-  bool streamed_ = false;         // streaming stores since the last copy_fence()
+  bool streamed_ = false;         // there were streaming stores since the last copy_fence()
   uint64_t next_link_id_ = 1;
   bool closed_ = false;
   std::unique_ptr<Control> control_;  // last: its thread uses the above

@@ -1,4 +1,4 @@
-// The initiator's side of private memory: pieces and reads go through the rings in chunks, and what comes back.
+// The initiator's side of private memory: pieces and reads pass through the rings in chunks, and what comes back.
 #include <algorithm>
 #include <deque>
 #include <new>
@@ -15,7 +15,7 @@ namespace {
 
 constexpr uint32_t kChunksPerPoll = 4;
 
-// A status byte out of shared memory.
+// Decodes a status byte from shared memory.
 Status status_from_peer(uint8_t byte) {
   if (byte == 0 || byte == kEntryTaken) return Status::kDone;
   return byte <= static_cast<uint8_t>(Status::kTransportFailed) ? static_cast<Status>(byte) : Status::kTransportFailed;
@@ -29,14 +29,14 @@ void count_timed(Outgoing& link, Timed timed, uint64_t bytes) {
   if (timed != Timed::kNot) link.staged_bytes[timed == Timed::kBulk] += bytes;
 }
 
-// What one entry stages of a queue's head: a part of a long piece, or many short pieces of one transfer that go to one
+// What one entry stages from the head of a queue: a part of a long piece, or many short pieces of one transfer for one
 // region.
 struct WriteChunk {
   uint64_t data_bytes;
   uint32_t pieces = 1;          // at the head of the queue
-  uint32_t finished = 0;        // of them: all, or none where the rest of one is still to come
-  uint64_t finished_bytes = 0;  // likewise, with what was staged of it before
-  uint32_t units = 0;           // of the immediate, that the finished count
+  uint32_t finished = 0;        // number of these completed: all, or none if the rest of a long one is still to come
+  uint64_t finished_bytes = 0;  // likewise, including what was staged of it before
+  uint32_t units = 0;           // that the completed ones add to the immediate
 
   uint64_t table_bytes() const { return pieces * sizeof(StagedPiece); }
 };
@@ -70,16 +70,16 @@ WriteChunk cut_chunk(const std::deque<RailQueue::Pending>& pending, uint64_t chu
   return chunk;
 }
 
-// Copies the chunk into its block: a table of its pieces, and their bytes. False: they cannot be had from our GPU.
+// Copies the chunk into its block: a table of its pieces, and their bytes. False: our GPU did not deliver them.
 bool stage_chunk(const std::deque<RailQueue::Pending>& pending, const WriteChunk& chunk, device::Copier& copier,
                  std::byte* block) {
-  const int gpu = gpu_of(pending.front().request);  // of all pieces: they are of one transfer
+  const int gpu = gpu_of(pending.front().request);  // the same for all pieces: they are of one transfer
   auto* table = reinterpret_cast<StagedPiece*>(block);
   std::byte* data = block + chunk.table_bytes();
   for (uint32_t i = 0; i < chunk.pieces; ++i) {
     const WorkRequest& request = pending[i].request;
     const uint64_t from = pending[i].done_bytes;
-    // The head may have been staged in part before; whoever follows it goes whole.
+    // The head may have been staged in part before; those after it go completely.
     const uint64_t bytes = chunk.pieces == 1 ? chunk.data_bytes : request.length_bytes - from;
     table[i] = {request.remote_offset + from, static_cast<uint32_t>(bytes), 0};
     if (gpu >= 0) {
@@ -94,7 +94,7 @@ bool stage_chunk(const std::deque<RailQueue::Pending>& pending, const WriteChunk
 
 }  // namespace
 
-// The slot for the entry that is published next. Its array appears with the first staged entry of the rail.
+// The slot for the entry that is published next. The array is allocated with the rail's first staged entry.
 InFlight& ShmTransport::inflight_slot(RailQueue& rail) {
   if (!rail.inflight) {
     rail.inflight.reset(static_cast<InFlight*>(std::calloc(kRingEntries, sizeof(InFlight))));
@@ -119,7 +119,7 @@ uint32_t ShmTransport::push_pending(Outgoing& link, RailQueue& rail) {
   return pushed;
 }
 
-// Whether chunks are on their way of the request at the head, which is not (wholly) in the ring yet.
+// Whether chunks of the request at the head are in flight, which is not (completely) in the ring yet.
 bool ShmTransport::is_begun(const RailQueue& rail) {
   for (uint64_t at = rail.retired; rail.staged_inflight > 0 && at < rail.writer.position(); ++at) {
     const InFlight& slot = rail.inflight[at % kRingEntries];
@@ -135,17 +135,17 @@ bool ShmTransport::push_write_chunk(Outgoing& link, RailQueue& rail) {
   const int gpu = gpu_of(first);
   const bool is_gpu = gpu >= 0 || import.is_gpu;
   WriteChunk chunk = cut_chunk(rail.pending, is_gpu ? kGpuChunkBytes : kStageChunkBytes);
-  // A driver may refuse one copy and do the next: the chunk that counts waits until those before it are there.
+  // A driver may refuse one copy and carry out the next: the chunk that counts waits until those before it are there.
   if (import.is_gpu && chunk.units > 0 && rail.pending.front().done_bytes > 0 && is_begun(rail)) return false;
   uint64_t stage_at = 0;
-  // Blocks begin on a line, so that tables are aligned and neighbours do not share lines.
+  // Blocks begin on a cache line, so that tables are aligned and neighbours do not share lines.
   const uint64_t block_bytes = (chunk.table_bytes() + chunk.data_bytes + kLine - 1) / kLine * kLine;
   std::byte* block = rail.writer.reserve(block_bytes, &stage_at);
   if (block == nullptr) return false;
   if (timed_as(is_gpu, chunk.data_bytes, first.bulk) != Timed::kNot) begin_timing(link);
   if (gpu >= 0) pin(link, gpu);
   const bool failed = !stage_chunk(rail.pending, chunk, copier_, block);
-  if (failed) chunk.finished = std::max(chunk.finished, 1u);  // of a long piece nothing more is tried
+  if (failed) chunk.finished = std::max(chunk.finished, 1u);  // nothing more is tried of a long piece
   import.bytes_moved += chunk.data_bytes;
   inflight_slot(rail) = {.context = first.context,
                          .bytes = chunk.finished_bytes,
@@ -180,7 +180,7 @@ bool ShmTransport::push_write_chunk(Outgoing& link, RailQueue& rail) {
   return true;
 }
 
-// Asks for as much of the read at the head as there are free chunks.
+// Requests as much of the read at the head as there are free chunks.
 bool ShmTransport::push_read_chunks(Outgoing& link, RailQueue& rail) {
   RailQueue::Pending& head = rail.pending.front();
   const WorkRequest& request = head.request;
@@ -198,7 +198,7 @@ bool ShmTransport::push_read_chunks(Outgoing& link, RailQueue& rail) {
     }
     const uint64_t bytes = std::min(request.length_bytes - head.done_bytes, kReadChunkBytes);
     const auto slot = static_cast<uint32_t>(chunk - link.read_chunks.begin());
-    const uint32_t tag = (chunk->tag / kReadChunks + 1) * kReadChunks + slot;  // never the one before
+    const uint32_t tag = (chunk->tag / kReadChunks + 1) * kReadChunks + slot;  // never the same as before
     *chunk = {head.read, request.local + head.done_bytes, gpu_of(request), static_cast<uint32_t>(bytes), tag};
     ++link.responses_due;
     ++head.read->chunks_open;
@@ -226,7 +226,7 @@ bool ShmTransport::push_read_chunks(Outgoing& link, RailQueue& rail) {
   return pushed;
 }
 
-// A chunk of the request at the head has failed: what is still to come of it counts nothing.
+// A chunk of the request at the head has failed: the rest of it counts nothing.
 void ShmTransport::uncount_head(RailQueue& rail, const void* context) {
   if (rail.pending.empty()) return;
   RailQueue::Pending& head = rail.pending.front();
@@ -271,14 +271,14 @@ uint32_t ShmTransport::retire_staged(Outgoing& link, RailQueue& rail) {
   return retired;
 }
 
-// No more than were asked for: who goes on answering does not keep us from others.
+// No more than were requested: a target that keeps answering does not keep us from others.
 uint32_t ShmTransport::take_responses(Outgoing& link) {
   uint32_t taken = 0;
   for (; link.responses_due > 0; --link.responses_due) {
     const Entry* const entry = link.responses.peek();
     if (entry == nullptr) break;
     const auto work = copy_of_shared(entry->work);
-    const uint8_t status = copy_of_shared(entry->has_imm);  // the response's status travels here
+    const uint8_t status = copy_of_shared(entry->has_imm);  // a response carries its status here
     ReadChunk& chunk = link.read_chunks[work.tag % kReadChunks];
     if (entry->kind == EntryKind::kReadResponse && chunk.tag == work.tag && chunk.read != nullptr) {
       StagedRead& read = *std::exchange(chunk.read, nullptr);
@@ -301,7 +301,7 @@ uint32_t ShmTransport::take_responses(Outgoing& link) {
                           read.status == Status::kDone ? "" : "refused by the target, or not to be copied");
         delete &read;
       }
-    }  // else: of a cancelled read
+    }  // else: for a cancelled read
     link.responses.pop(0);
     ++taken;
   }

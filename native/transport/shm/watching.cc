@@ -1,4 +1,4 @@
-// The initiator's links as a whole: polling, which path private memory takes, whether the peer still moves, explain().
+// The initiator's links as a whole: polling, the path for private memory, whether the peer still moves, explain().
 #include <fstream>
 #include <utility>
 
@@ -22,7 +22,7 @@ std::string format_rate(double rate) {
   return text;
 }
 
-// What /proc says of the process: 'T' is stopped. Empty when it cannot be seen.
+// The state of the process in /proc: 'T' is stopped. Empty if it is not visible.
 std::string process_state(uint32_t pid) {
   std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
   std::string line;
@@ -56,7 +56,7 @@ uint32_t ShmTransport::poll_outgoing(Outgoing& link, int64_t now) {
       gpu_copies_wait_ = gpu_copies_wait_ || (waits_for_us && goes_by_gpu(rail.pending.front()));
     }
   }
-  if (link.full_queues > 0) moved += note_room(link);  // last: the above learns of room as well
+  if (link.full_queues > 0) moved += note_room(link);  // last: the above notices room as well
   time_staging(link, since, now);
   if (!is_staging) link.staging_ns = 0;
   if (moved + pushed > 0) {
@@ -68,7 +68,7 @@ uint32_t ShmTransport::poll_outgoing(Outgoing& link, int64_t now) {
   return moved + pushed;
 }
 
-// Of how many queues that were full the target has taken something since.
+// The number of full queues from which the target has taken something since.
 uint32_t ShmTransport::note_room(Outgoing& link) {
   uint32_t freed = 0;
   const auto look = [&](RailQueue& queue) {
@@ -83,7 +83,7 @@ uint32_t ShmTransport::note_room(Outgoing& link) {
   return freed;
 }
 
-// What of the timed work was done since the last of it was, or since it began.
+// Timed work done since the last of it was done, or since it began.
 void ShmTransport::time_staging(Outgoing& link, int64_t since, int64_t now) {
   for (size_t bulk = 0; bulk < link.choices.size(); ++bulk) {
     const uint64_t bytes = std::exchange(link.staged_bytes[bulk], 0);
@@ -138,7 +138,7 @@ uint64_t ShmTransport::rail_depth(Link& base, uint32_t rail_index) {
   uint64_t depth = rail.pending.size();
   for (uint64_t at = rail.retired; rail.staged_inflight > 0 && at < rail.writer.position(); ++at) {
     const InFlight& slot = rail.inflight[at % kRingEntries];
-    if (slot.staged && slot.context != nullptr) depth += slot.retires;  // else a chunk of one whose end is to come
+    if (slot.staged && slot.context != nullptr) depth += slot.retires;  // else a chunk of an unfinished one
   }
   return depth;
 }

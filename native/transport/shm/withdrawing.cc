@@ -18,8 +18,8 @@ void ShmTransport::report_withdrawn(Outgoing& link, void* context, uint32_t tag,
   for (uint32_t i = 0; i < count; ++i) sink_->on_withdrawn(link, context, tag, i == 0 ? bytes : 0);
 }
 
-// A request's chunks lie in the ring in order, and the target takes them in order: the last one carries the immediate
-// and must go first, so that a target that overtakes us counts nothing it did not get.
+// The chunks of a request are in the ring in order, and the target takes them in order: the last one carries the
+// immediate and must be withdrawn first, so that a target that is faster than us does not count what it did not get.
 void ShmTransport::withdraw_queue(Outgoing& link, RailQueue& rail, bool (*wanted)(void* context)) {
   withdraw_pending(link, rail, wanted);
   InFlight
@@ -37,10 +37,10 @@ void ShmTransport::withdraw_queue(Outgoing& link, RailQueue& rail, bool (*wanted
     if (!is_earlier_chunk && (slot.retires == 0 || !wanted(slot.context))) continue;
     if (rail.writer.withdraw(end - 1)) {
       if (!is_earlier_chunk) ending = slot;
-      slot.context = nullptr;  // the slot stays: its staging is freed in turn
+      slot.context = nullptr;  // the slot stays: its staging is freed in order
       slot.retires = 0;
       ++link.withdrawn;
-    } else if (is_earlier_chunk) {  // the target is at it: the request ends when this chunk does
+    } else if (is_earlier_chunk) {  // the target is working on it: the request ends when this chunk does
       slot.bytes = ending.bytes;
       slot.retires = std::exchange(ending.retires, 0);
       slot.cut = true;
@@ -48,13 +48,14 @@ void ShmTransport::withdraw_queue(Outgoing& link, RailQueue& rail, bool (*wanted
       slot.wanted_back = link.messages_wanted = true;
     }
   }
-  // What is left began before everything in flight: its earlier chunks are confirmed, and their status is its.
+  // The rest began before everything in flight: its earlier chunks are confirmed, and their status is the rest's
+  // status.
   if (ending.retires > 0) rail.sticky = Status::kDone;
   settle();
 }
 
-// A target without a free buffer takes the message at its head and puts it back, over and over. One that was to be
-// taken back just then is tried again until it is ours, or delivered.
+// A target without a free buffer takes the message at its head and puts it back, over and over. If we tried to take it
+// back just then, we try again until it is ours, or delivered.
 uint32_t ShmTransport::retry_messages(Outgoing& link) {
   RailQueue& queue = link.messages;
   link.messages_wanted = false;
@@ -74,7 +75,8 @@ uint32_t ShmTransport::retry_messages(Outgoing& link) {
   return withdrawn;
 }
 
-// What has not (wholly) reached the ring. A request whose first chunks are there already ends with the last of these.
+// Work that has not (completely) reached the ring. A request whose first chunks are already there ends with the last of
+// these.
 void ShmTransport::withdraw_pending(Outgoing& link, RailQueue& rail, bool (*wanted)(void* context)) {
   std::deque<RailQueue::Pending> kept;
   std::deque<RailQueue::Pending> cut;
@@ -94,7 +96,7 @@ void ShmTransport::withdraw_pending(Outgoing& link, RailQueue& rail, bool (*want
     const WorkRequest& request = pending.request;
     if (!is_read && pending.done_bytes > 0) {
       if (end_with_last_chunk(rail, request)) continue;
-      rail.sticky = Status::kDone;  // it was this request's
+      rail.sticky = Status::kDone;  // it belonged to this request
     }
     --link.outstanding;
     report_withdrawn(link, request.context, request.tag, 1, request.length_bytes);
@@ -128,8 +130,8 @@ void ShmTransport::withdraw_reads(Outgoing& link, bool (*wanted)(void* context))
   }
 }
 
-// Ends everything on the link: what the target has confirmed as it was confirmed, the rest with `status`. The target
-// executes nothing of it any more once it has seen `revoked`.
+// Ends everything on the link: confirmed entries with the status confirmed, the rest with `status`. The target executes
+// none of the rest once it has seen `revoked`.
 void ShmTransport::flush_link(Outgoing& link, Status status, const std::string& detail) {
   link.segment->revoked.store(1, std::memory_order_seq_cst);
   if (hazardous_ == &link) clear_hazards();

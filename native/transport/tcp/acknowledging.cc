@@ -1,5 +1,5 @@
-// What we tell peers about their operations: acknowledgements, which wait a little for company, and what became of
-// messages.
+// What we tell peers about their operations: acknowledgements, which wait briefly for an operation to ride with, and
+// the outcomes of messages.
 #include <algorithm>
 #include <utility>
 
@@ -11,10 +11,10 @@ namespace crossrail::tcp {
 namespace {
 
 constexpr uint64_t kTakenPerFrame = 256;
-constexpr size_t kLastRefusalsBytesMax = 32 << 10;  // of one channel: our end is not to wait for room in the socket
+constexpr size_t kLastRefusalsBytesMax = 32 << 10;  // per channel: our end must not wait for room in the socket
 
-// A refusal must not be overtaken by the acknowledgement of its operation. It comes first by the connection that both
-// go by; and the initiator has begun no operation so much later before it had heard of it.
+// A refusal must not be overtaken by the acknowledgement of its operation. On a connection that carries both, the
+// refusal goes first; and the initiator has begun no operation so much later without having heard of it.
 bool may_ride(const InChannel& channel, const Connection& by) {
   if (channel.newest_refused == 0 || channel.newest_refused + kOperationsUnderWayMax <= channel.placed) return true;
   return channel.control.empty() && channel.is_open() && channel.stream->connection().get() == &by;
@@ -23,7 +23,7 @@ bool may_ride(const InChannel& channel, const Connection& by) {
 }  // namespace
 
 void TcpTransport::ack_later(InLink& link, bool at_once) {
-  const bool is_first = link.acked_alone_ns == 0;  // whether waiting pays is not known yet
+  const bool is_first = link.acked_alone_ns == 0;  // it is not known yet whether waiting pays
   link.ack_now = link.ack_now || at_once || link.rides == 0 || is_first;
   if (std::exchange(link.ack_due, true)) return;
   link.ack_due_since_ns = now_;
@@ -50,9 +50,9 @@ uint32_t TcpTransport::send_acks(bool all) {
       continue;
     }
     link->ack_listed = false;
-    if (!link->ack_due) continue;  // it rode
+    if (!link->ack_due) continue;  // it has ridden
     if (!link->ack_now) {
-      // It waited for nothing; if until a timer rang, then for long.
+      // It waited in vain; and for long, if only a timer ended the wait.
       const bool was_long = now_ - link->ack_due_since_ns > 2 * kAckWaitNs;
       link->rides = was_long ? link->rides / 2 : std::max(link->rides - 1, 0);
     }
@@ -67,7 +67,7 @@ void TcpTransport::put_rider_acks(OutLink& link, const Connection& by, TxBatch& 
   InLink* const twin = link.twin;
   if (twin == nullptr) return;
   if (!twin->ack_due) {
-    // It would have had company, had it waited.
+    // It would have had an operation to ride with, had it waited.
     if (now_ - twin->acked_alone_ns < kAckWaitNs && twin->rides < kRidesMax) ++twin->rides;
     return;
   }
@@ -109,7 +109,8 @@ std::string text_of(const MessageOutcome& message) {
 void append_last_words(const InLink& link, InChannel& by) {
   for (const auto& [index, channel] : link.channels) {
     if (channel.placed == 0) continue;
-    // Its own refusals are in front already, or were sent. Those of so long ago the initiator knows (may_ride).
+    // The refusals of this channel are ahead already, or were sent. The initiator knows of those that are old enough
+    // (may_ride).
     const auto is_known = [&](const InChannel::Refusal& refusal) {
       return &channel == &by || refusal.operation + kOperationsUnderWayMax <= channel.placed;
     };
@@ -118,7 +119,7 @@ void append_last_words(const InLink& link, InChannel& by) {
     for (auto refusal = news; refusal != channel.refusals.end(); ++refusal) {
       bytes += sizeof(FrameHeader) + sizeof(RefusedMeta) + refusal->text.size();
     }
-    if (bytes > kLastRefusalsBytesMax) continue;  // not to be overtaken
+    if (bytes > kLastRefusalsBytesMax) continue;  // must not be overtaken
     for (auto refusal = news; refusal != channel.refusals.end(); ++refusal) {
       append_frame(by.control, FrameType::kRefused,
                    RefusedMeta{refusal->operation, index, static_cast<uint32_t>(refusal->status)}, refusal->text);
@@ -145,7 +146,8 @@ void TcpTransport::tell_taken(InLink& link, uint64_t message_id) {
 }
 
 void TcpTransport::note_outcome(InLink& link, MessageOutcome outcome) {
-  // An honest initiator has sent the newest only after it knew of those. The second bound is for others.
+  // An honest initiator sent its newest message only after it knew the outcomes of those. The second bound is for
+  // dishonest ones.
   const auto is_known = [&](const MessageOutcome& old) { return old.id + kMessagesUnderWayMax <= link.newest_id; };
   while (!link.outcomes.empty() && (is_known(link.outcomes.front()) || link.outcomes.size() >= kOutcomesMax)) {
     link.outcomes.pop_front();
@@ -193,7 +195,7 @@ OutLink* TcpTransport::find_out(const Address& peer, uint64_t id) {
   return found == out_.end() ? nullptr : found->get();
 }
 
-// One of each in turn: who has many does not keep the buffers from who has few.
+// One message of each link in turn: a link with many messages does not keep the buffers from one with few.
 void TcpTransport::offer_held() {
   while (!holding_.empty()) {
     InLink& link = *holding_.front();

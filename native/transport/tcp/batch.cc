@@ -13,7 +13,7 @@ namespace crossrail::tcp {
 // --- batches ---
 
 void TxBatch::copy(const void* data, size_t size) {
-  if (size == 0) return;  // of which there may be no address
+  if (size == 0) return;  // such an entry may have no address
   CROSSRAIL_ASSERT(size <= kBytes - copied_bytes_);
   std::byte* const begin = bytes_.get() + std::exchange(copied_bytes_, copied_bytes_ + size);
   std::memcpy(begin, data, size);

@@ -1,4 +1,4 @@
-// Connections before their first frame: making them, taking them in, and the handshake on both sides.
+// Connections before their first frame: making them, accepting them, and the handshake on both sides.
 #pragma once
 
 #include <cstdint>
@@ -17,21 +17,21 @@ namespace crossrail::tcp {
 
 class Connection;
 
-// One address of this host that connections leave from and arrive at.
+// One local address that connections leave from and arrive at.
 struct Rail {
-  Endpoint endpoint;             // the port: of the listener
-  std::string device;            // the netdev that has the address
-  std::string netdev;            // the same if it was asked for by that name, else empty
-  bool bound_to_netdev = false;  // connections may leave by this netdev only
+  Endpoint endpoint;             // with the port of the listener
+  std::string device;            // the interface that has the address
+  std::string netdev;            // the same if it was requested by that name, else empty
+  bool bound_to_netdev = false;  // connections may leave through this interface only
   Fd listener;
 };
 
-// Finds and opens the rails: `names` are IP addresses or netdevs; without names, `count` of the addresses of this host,
-// fastest netdevs first, or loopback when there is nothing else. Throws UsageError or TransportError.
+// Finds and opens the rails: `names` are IP addresses or interfaces. Without names, takes `count` addresses of this
+// host, fastest interfaces first, or loopback if there is nothing else. Throws UsageError or TransportError.
 std::vector<Rail> open_rails(const std::vector<std::string>& names, uint32_t count, uint16_t port);
 
-// Which of our rails talks to which of the peer's: rails of a common subnet among themselves, else by index; every rail
-// of the larger side is used. Pure; both sides compute the same.
+// Pairs our rails with the peer's: rails with a common subnet among themselves, else by index; every rail of the side
+// with more is used. Pure; both sides compute the same.
 struct RailPair {
   uint32_t rail;
   uint32_t peer_rail;
@@ -39,18 +39,18 @@ struct RailPair {
 };
 std::vector<RailPair> pair_rails(const std::vector<Endpoint>& ours, const std::vector<Endpoint>& theirs);
 
-// What is to be said behind "connection refused" where the address of the peer's rail leads back to our own host, and
-// the peer is on another; else empty.
+// A hint to append to "connection refused" if the address of the peer's rail leads back to our own host while the peer
+// is on another; else empty.
 std::string leads_back_text(const Address& own, const Address& peer, uint32_t rail);
 
-// A message of the handshake on its way in, read to its last byte and no further.
+// An incoming handshake message, read to its last byte and no further.
 class MessageReader {
  public:
   enum class State : uint8_t { kMore, kWhole, kForeign, kClosed, kFailed };
   State read(const Socket& socket);
   const Bytes& message() const { return bytes_; }
   uint16_t version() const { return version_; }
-  int error() const { return error_; }  // kFailed: errno
+  int error() const { return error_; }  // for kFailed: errno
   void clear() { bytes_.clear(); }
 
  private:
@@ -60,7 +60,7 @@ class MessageReader {
   int error_ = 0;
 };
 
-// Whether epoll is asked to tell of room in a socket: as long as something waits for it, a flight of TLS most likely.
+// Asks epoll to report room in a socket while something waits to be sent, most likely a TLS flight.
 class RoomWatch {
  public:
   void update(Poller* poller, const Socket& socket, Pollable* what, uint32_t events);
@@ -81,16 +81,16 @@ struct ConnectResult {
   Kind kind = Kind::kFailed;
   RefusalCode code = RefusalCode::kMalformed;
   std::string text;
-  bool lacked_here = false;                // kFailed: descriptors or memory of this process
-  bool was_taken = false;                  // kTimeout: somebody is there, but the handshake was not finished
-  Socket socket;                           // kUp: of a connection of our own
-  std::shared_ptr<Connection> connection;  // kUp: of the peer's, shared
+  bool lacked_here = false;                // kFailed: this process lacked descriptors or memory
+  bool was_taken = false;                  // kTimeout: somebody answered, but the handshake was not finished
+  Socket socket;                           // kUp: a connection of our own
+  std::shared_ptr<Connection> connection;  // kUp: the peer's connection, shared
 
-  // Nobody answered, and nobody said that nobody is there.
+  // Nobody answered, nor did anybody report that the port is closed.
   bool is_way_down() const { return (kind == Kind::kTimeout && !was_taken) || (kind == Kind::kFailed && !lacked_here); }
 };
 
-// The initiator's half. Progress holder. Ends by on_connect_result, once.
+// The initiator's half. Progress holder. Ends with exactly one on_connect_result.
 class Connector final : public Pollable {
  public:
   class Owner {
@@ -100,12 +100,12 @@ class Connector final : public Pollable {
    protected:
     ~Owner() = default;
   };
-  // What it is for.
+  // What the connection is for.
   struct Purpose {
     std::shared_ptr<const Address> target;
     Digest key;
     Bytes hello;
-    std::shared_ptr<TlsContext> tls;  // null: in the clear
+    std::shared_ptr<TlsContext> tls;  // null: plaintext
     Deadline deadline;
     bool same_machine;
     bool short_segments = false;
@@ -143,27 +143,27 @@ class Connector final : public Pollable {
   std::optional<Digest> binding_;
   Step step_ = Step::kConnecting;
   MessageReader reader_;
-  ConnectResult early_;  // of a failure before anybody could be told
+  ConnectResult early_;  // a failure that occurred before anybody could be told
   bool failed_early_ = false;
   bool ended_ = false;
 };
 
 // The acceptor's half. Invariant: a stranger costs one of these and at most kHandshakeBytesMax bytes, until the
-// deadline; one that knows our tag, with TLS, also a TlsSession.
+// deadline; a stranger that knows our tag also costs a TlsSession, with TLS.
 class Acceptor final : public Pollable {
  public:
   class Owner {
    public:
-    // Before the challenge is sent: who may not come in is told why, at once.
+    // Called before the challenge is sent: whoever may not come in is told why at once.
     virtual std::optional<Refusal> check_hello(const Hello& hello) = 0;
-    // The handshake is complete but for our Accept, which the owner sends by accept().
+    // The handshake is complete except for our Accept, which the owner sends by calling accept().
     virtual void on_accepted(Acceptor& acceptor, const Hello& hello, Socket socket) = 0;
     virtual void on_stranger(const std::string& who, const std::string& what) = 0;
 
    protected:
     ~Owner() = default;
   };
-  // tls: null: in the clear.
+  // tls: null: plaintext.
   Acceptor(Poller* poller, Owner* owner, Fd fd, std::string who, const Digest& key, const Incarnation& self,
            std::shared_ptr<TlsContext> tls, Deadline deadline);
   ~Acceptor() override;

@@ -17,9 +17,9 @@ namespace crossrail::tcp {
 namespace {
 
 constexpr size_t kViewsPerCall = 1000;
-// A socket seldom has more than this many short pages at once, and the kernel looks at every iovec of a call.
+// A socket seldom has more short pages than this at once, and the kernel looks at every iovec of a call.
 constexpr size_t kTargetsPerCall = 256;
-// Two heads: a range's, and an acknowledgement or so before it.
+// Two headers: that of a range, and an acknowledgement or so before it.
 constexpr size_t kBulkHeadBytes = kRangeHeadBytes;
 
 }  // namespace
@@ -67,7 +67,7 @@ Connection::Connection(ConnectionContext* context, Socket socket, bool is_bulk)
     : context_(context), socket_(std::move(socket)), is_bulk_(is_bulk), last_received_ns_(now_ns()) {
   place_.copier = &context_->copier;
   context_->poller->add(socket_.fd.get(), this, EPOLLIN | EPOLLRDHUP);
-  if (socket_.has_unsent()) watch_out(true);  // the end of the handshake
+  if (socket_.has_unsent()) watch_out(true);  // the end of the handshake may be unsent
 }
 
 Connection::~Connection() { close(false); }
@@ -88,12 +88,13 @@ void Connection::detach(Stream* stream) {
   if (streams_[0] == nullptr && streams_[1] == nullptr) {
     close(false);
   } else if (batch_) {
-    // The other one goes on, and the frames have to go out whole: but from memory that is nobody else's by then.
+    // The other stream goes on, and its frames must be sent completely - but from copies, since this stream's memory is
+    // no longer ours to read then.
     batch_->detach_all();
   }
 }
 
-// The socket is gone; what was arriving and what was to be sent is forgotten.
+// The socket is gone; whatever was arriving or to be sent is dropped.
 void Connection::close(bool abort) {
   broken_ = true;
   context_->forget_hot(this);
@@ -141,17 +142,17 @@ void Connection::on_events(uint32_t events) {
   }
 }
 
-// A peer that resets has given its operations up: we may just have been thawed, long after. What it sent to us as the
-// acceptor is still worth reading: acknowledgements, and why it ends.
+// A peer that resets has given up its operations: we may only just have been thawed, long afterwards. What it sent to
+// us as the acceptor is still worth reading: acknowledgements, and why it ends.
 void Connection::on_reset() {
   is_reset_ = true;
-  // Nothing more can be sent; and it may be of memory that cannot be read, so nobody is to copy it.
+  // Nothing more can be sent; and the batch may refer to memory that cannot be read, so it must not be copied.
   if (batch_) context_->give_batch(std::move(batch_));
   leave(Role::kAcceptor, "the peer reset the connection");
 }
 
 void Connection::watch(bool on) {
-  if (broken_ || is_watched_ == on || (!on && is_blocked_)) return;  // only epoll tells when it is not
+  if (broken_ || is_watched_ == on || (!on && is_blocked_)) return;  // only epoll reports room
   if (!on) {
     is_watched_ = false;
     context_->poller->pause(socket_.fd.get());
@@ -176,7 +177,7 @@ void Connection::watch_out(bool on) {
 
 namespace {
 
-// Whose frame it is: of the peer's operations, or an answer to ours.
+// Whose stream the frame belongs to: the peer's operations, or answers to ours.
 Role role_of(FrameType type) {
   switch (type) {
     case FrameType::kWrite:
@@ -214,7 +215,7 @@ bool Connection::on_head(const FrameHeader& header, std::span<const std::byte> m
   if (is_rider && carries(Role::kAcceptor)) to = stream(Role::kAcceptor);
   current_ = to;
   if (to != nullptr) return to->on_head(header, meta, place_);
-  // Answers to what we gave up meanwhile, and operations that the peer gave up.
+  // Answers to operations that we have given up meanwhile, and operations that the peer has given up.
   if (carried_[static_cast<size_t>(role)] && (role == Role::kInitiator || is_reset_)) {
     place_.add_discard(header.payload_bytes);
     return true;
@@ -223,7 +224,7 @@ bool Connection::on_head(const FrameHeader& header, std::span<const std::byte> m
   return false;
 }
 
-// All of its payload is in place. False: the connection is broken.
+// The payload is complete. False: the connection is broken.
 bool Connection::end_frame() {
   Stream* const to = std::exchange(current_, nullptr);
   const bool is_good = to == nullptr || to->on_frame();
@@ -232,15 +233,15 @@ bool Connection::end_frame() {
   return !broken_;
 }
 
-// Into what one receive reads: what is missing of the payload that is arriving, as much as one call takes, and heads
-// behind it.
+// Where one receive call puts its bytes: the missing part of the arriving payload, as much as one call can take, and
+// headers that follow it.
 struct Connection::ReceiveViews {
-  std::array<iovec, kTargetsPerCall + 1> views;  // written as far as used
+  std::array<iovec, kTargetsPerCall + 1> views;  // initialised as far as used
   size_t count = 0;
   uint64_t payload_bytes = 0;
-  bool by_copy = false;   // the payload: over ConnectionContext::arrivals
-  size_t head_bytes = 0;  // of a head that came before: at the beginning of the scratch
-  size_t head_room = 0;   // behind them
+  bool by_copy = false;   // the payload goes through ConnectionContext::arrivals
+  size_t head_bytes = 0;  // of an incomplete header received earlier: at the start of the scratch
+  size_t head_room = 0;   // room behind them
 
   uint64_t bytes() const { return payload_bytes + head_room; }
 };
@@ -265,14 +266,14 @@ Connection::ReceiveViews Connection::receive_views() {
   std::byte* const scratch = context_->scratch.data();
   to.head_bytes = head_.size();
   if (to.head_bytes > 0) std::memcpy(scratch, head_.data(), to.head_bytes);
-  // A bulk connection reads no further than the next head, so that payloads need not be copied out of the scratch.
+  // A bulk connection reads no further than the next header, so that payloads need not be copied out of the scratch.
   const size_t head_end = is_bulk_ ? std::max(kBulkHeadBytes, head_wanted_) : ConnectionContext::kScratchBytes;
   to.head_room = head_end - to.head_bytes;
   to.views[to.count++] = {scratch + to.head_bytes, to.head_room};
   return to;
 }
 
-// So many bytes have come into these views. False: the connection is broken.
+// `size` bytes have arrived in these views. False: the connection is broken.
 bool Connection::take(const ReceiveViews& from, uint64_t size) {
   if (from.payload_bytes == 0) return parse(from.head_bytes + size);
   const uint64_t placed = std::min(size, from.payload_bytes);
@@ -285,7 +286,7 @@ bool Connection::take(const ReceiveViews& from, uint64_t size) {
   return size == placed || parse(size - placed);
 }
 
-// Payload that came into a buffer of ours.
+// Places payload that arrived in a buffer of ours.
 void Connection::place(const std::byte* data, uint64_t size) {
   for (uint64_t done = place_.copy_in(data, size); done < size; done += place_.copy_in(data + done, size - done)) {
     place_.skip_unwritable();
@@ -322,7 +323,7 @@ bool Connection::receive() {
       if (socket_.tls && socket_.tls->end_waits()) continue;
       break;  // drained
     }
-    // Enough, but for what the socket would not tell of: of that there is a little at most.
+    // Enough for this turn, except for what the socket would not report again: of that there is little.
     if (size >= budget && !(socket_.tls && socket_.tls->holds_more())) break;
     budget -= std::min(size, budget);
   }
@@ -332,7 +333,7 @@ bool Connection::receive() {
   return moved;
 }
 
-// Frames in the first `size` bytes of the scratch. False: the connection is broken.
+// Parses the frames in the first `size` bytes of the scratch. False: the connection is broken.
 bool Connection::parse(size_t size) {
   const std::byte* at = context_->scratch.data();
   head_wanted_ = 0;
@@ -375,7 +376,7 @@ bool Connection::parse(size_t size) {
   return true;
 }
 
-// What the acceptor has to say waits for company, unless it was asked; operations need not wait for anything.
+// The acceptor's frames wait for an operation to ride with unless they are asked for; operations need not wait.
 bool Connection::fill(TxBatch& batch, const Stream* asker) {
   Stream* const out = stream(Role::kInitiator);
   Stream* const in = stream(Role::kAcceptor);
@@ -396,7 +397,7 @@ bool Connection::pump(const Stream* asker) {
   while (!broken_) {
     if (!batch_) {
       batch_ = context_->take_batch();
-      // TLS may have something to say by itself.
+      // TLS may have bytes of its own to send.
       if (!fill(*batch_, asker) && !socket_.has_unsent()) {
         context_->give_batch(std::move(batch_));
         break;
@@ -452,7 +453,7 @@ bool Connection::flush() {
   return true;
 }
 
-// The same under TLS. What is sealed is no longer of the batch, and may still wait for the kernel.
+// The same under TLS. Encrypted bytes no longer belong to the batch, and may still wait for the kernel.
 bool Connection::flush_sealed() {
   TlsSession& tls = *socket_.tls;
   for (;;) {
@@ -474,7 +475,7 @@ bool Connection::flush_sealed() {
   }
 }
 
-// What the peer has told us before is still worth reading.
+// What the peer has sent before is still worth reading.
 void Connection::break_sending(const std::string& why) {
   on_reset();
   if (!broken_) receive();

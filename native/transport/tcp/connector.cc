@@ -14,7 +14,7 @@ namespace crossrail::tcp {
 
 namespace {
 
-// A kernel sends the first packet of a connection again after a second.
+// A kernel retransmits the first packet of a connection after a second.
 constexpr int64_t kLostPacketNs = 900'000'000;
 
 }  // namespace
@@ -38,7 +38,7 @@ MessageReader::State MessageReader::read(const Socket& socket) {
     }
     if (bytes_.size() < wanted_) continue;
     if (wanted_ > kHandshakeHeadBytes) {
-      // A message has a record of its own: what follows it in the same one would lie where epoll does not see it.
+      // A message has a record of its own: anything after it in the same record would be where epoll does not see it.
       return socket.tls && socket.tls->holds_more() ? State::kForeign : State::kWhole;
     }
     const auto total = handshake_bytes(bytes_, &version_);
@@ -176,7 +176,7 @@ bool Connector::finish_connecting() {
                    (error == ECONNREFUSED ? " (no engine listens there any more, or a firewall refuses)" : ""));
     return false;
   }
-  // Packets of any length were lost, so it is not known that long ones are.
+  // Even short packets were lost, so nothing suggests that it is the long ones.
   if (purpose_.short_segments && now_ns() - began_ns_ >= kLostPacketNs) {
     fail(ConnectResult::Kind::kFailed, "connect to " + route_ + ": no packet passed for a while");
     return false;
@@ -196,12 +196,12 @@ bool Connector::begin_tls() {
     return false;
   }
   step_ = Step::kTlsAnswer;
-  socket_.tls->begin_turn(0);  // our first flight: what is there already may be no TLS
+  socket_.tls->begin_turn(0);  // our first flight: bytes that have already arrived may not be TLS
   return go_on_with_tls();
 }
 
-// The first byte of the answer says whether it is TLS or a refusal of our StartTls, which no record of TLS begins like.
-// Later bytes say nothing: they may be of a record's middle.
+// The first byte of the answer tells TLS from a refusal of our StartTls, which begins like no TLS record. Later bytes
+// tell nothing: they may be in the middle of a record.
 void Connector::sort_answer() {
   uint8_t first = 0;
   const ssize_t got = recv(socket_.fd.get(), &first, 1, MSG_DONTWAIT | MSG_PEEK);
@@ -209,7 +209,7 @@ void Connector::sort_answer() {
   if (got == 1 && first == (kHandshakeMagic & 0xff)) {
     socket_.tls.reset();
     step_ = Step::kChallenge;
-  } else {  // a connection that ended is TLS's to tell, too
+  } else {  // TLS also reports a connection that ended
     socket_.tls->begin_turn(UINT64_MAX);
     step_ = Step::kTls;
   }
@@ -219,7 +219,7 @@ void Connector::sort_answer() {
 bool Connector::go_on_with_tls() {
   TlsSession& tls = *socket_.tls;
   const TlsSession::Step step = tls.handshake();
-  if (step == TlsSession::Step::kDone) {  // our last flight goes with the Hello
+  if (step == TlsSession::Step::kDone) {  // our last flight is sent together with the Hello
     step_ = Step::kChallenge;
     binding_ = tls.binding();
     if (purpose_.tls->checks_names() && !tls.is_named(purpose_.target->name)) {
@@ -231,12 +231,12 @@ bool Connector::go_on_with_tls() {
     }
     return send(purpose_.hello);
   }
-  const bool flushed = socket_.flush();  // with an alert, if it failed
+  const bool flushed = socket_.flush();  // including an alert, if it failed
   if (step == TlsSession::Step::kFailed) {
     fail_refused(RefusalCode::kAuthentication, route_ + ": the TLS handshake failed: " + tls.trouble());
   } else if (step == TlsSession::Step::kGone) {
     fail(ConnectResult::Kind::kFailed, route_ + " closed the connection during the TLS handshake");
-  } else if (!flushed && step_ != Step::kTlsAnswer) {  // else its answer says why: it has hung up on our StartTls
+  } else if (!flushed && step_ != Step::kTlsAnswer) {  // otherwise its answer says why: it has hung up on our StartTls
     fail(ConnectResult::Kind::kFailed, "the handshake with " + route_ + " broke: " + socket_.error_text());
   }
   return false;
@@ -265,7 +265,7 @@ void Connector::go_on() {
     case MessageReader::State::kClosed:
       return fail(ConnectResult::Kind::kFailed, route_ + " closed the connection during the handshake");
     case MessageReader::State::kFailed:
-      if (socket_.tls && reader_.error() == EPROTO) {  // it did not like our certificate, most likely
+      if (socket_.tls && reader_.error() == EPROTO) {  // most likely it rejected our certificate
         return fail_refused(RefusalCode::kAuthentication,
                             route_ + ": the TLS handshake failed: " + socket_.tls->trouble());
       }

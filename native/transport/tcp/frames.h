@@ -1,4 +1,4 @@
-// Reading and writing of frames' parts, for both sides.
+// Reading and writing the parts of frames, for both sides.
 #pragma once
 
 #include <algorithm>
@@ -22,7 +22,7 @@ T read_meta(std::span<const std::byte> meta) {
   return value;
 }
 
-// What a peer says, fit to be shown: ours is plain ASCII, a stranger's may be anything.
+// A peer's text, made fit to be shown: ours is plain ASCII, a stranger's may be anything.
 inline std::string text_of(std::span<const std::byte> bytes) {
   std::string text(reinterpret_cast<const char*>(bytes.data()), std::min(bytes.size(), kTextBytesMax));
   std::replace_if(text.begin(), text.end(), [](char c) { return c < ' ' || c > '~'; }, '?');
@@ -34,12 +34,12 @@ std::span<const std::byte> object_bytes(const T& value) {
   return std::as_bytes(std::span(&value, 1));
 }
 
-// Of a header and its metadata, so that bits which flip on the way end the connection. Else they might place bytes
-// elsewhere, or lose an acknowledgement, which nobody asks for again. Not against people: those TLS is for.
-// Every step is one-to-one, so that what differs in one word differs to the end, where half of it is kept.
+// Checksum of a header and its metadata, so that flipped bits end the connection. Otherwise they might place bytes
+// elsewhere, or lose an acknowledgement, which nobody asks for again. It does not protect against people: TLS does.
+// Every step is one-to-one, so that a difference in one word survives to the end, where half of the state is kept.
 class HeadSum {
  public:
-  // All but the last of several in multiples of eight bytes.
+  // When called several times, all but the last call in multiples of eight bytes.
   void add(std::span<const std::byte> bytes) {
     uint64_t word = 0;
     for (; bytes.size() >= sizeof word; bytes = bytes.subspan(sizeof word)) {
@@ -70,7 +70,7 @@ inline uint32_t head_sum(FrameHeader header, std::span<const std::byte> meta, st
   return sum.value();
 }
 
-// The exclusive or of kFrameMark and all other bytes before the sum: whatever byte flips, it does not fit.
+// The exclusive or of kFrameMark and all other bytes before the sum: any single wrong byte changes it.
 inline uint8_t mark_of(FrameHeader header) {
   static_assert(offsetof(FrameHeader, sum) == sizeof(uint64_t) + sizeof(uint32_t));
   header.mark = kFrameMark;
@@ -82,7 +82,7 @@ inline uint8_t mark_of(FrameHeader header) {
   return static_cast<uint8_t>(fold ^ fold >> 8);
 }
 
-// more: of the metadata, behind `meta`.
+// more: metadata that follows `meta`.
 inline FrameHeader header_of(FrameType type, size_t count, size_t operations, std::span<const std::byte> meta,
                              std::span<const std::byte> more, uint64_t payload_bytes) {
   FrameHeader header{.type = static_cast<uint8_t>(type),
@@ -97,7 +97,7 @@ inline FrameHeader header_of(FrameType type, size_t count, size_t operations, st
   return header;
 }
 
-// A header and its metadata, into a batch that has room for them.
+// Appends a header and its metadata to a batch that has room for them.
 template <typename Meta>
 void put_head(TxBatch& batch, FrameType type, size_t count, size_t operations, const Meta& meta, uint64_t payload_bytes,
               std::span<const std::byte> more = {}) {
@@ -112,7 +112,7 @@ inline void append_bytes(std::vector<std::byte>& out, const void* data, size_t s
   out.insert(out.end(), bytes, bytes + size);
 }
 
-// A frame without payload: metadata, and a text after it.
+// A frame without payload: metadata, followed by a text.
 template <typename Meta>
 void append_frame(std::vector<std::byte>& out, FrameType type, const Meta& meta, std::string_view text = {}) {
   static_assert(sizeof meta % sizeof(uint64_t) == 0);  // HeadSum
@@ -137,7 +137,7 @@ inline void append_end(std::vector<std::byte>& out, FrameType type, std::string_
   append_bytes(out, text.data(), text.size());
 }
 
-// Moves frames without payload to the batch, as many as it has room for. Whole ones: where a connection carries both
+// Moves frames without payload to the batch, as many whole ones as it has room for: where a connection carries both
 // directions, frames of the other stream may come next.
 inline void put_frames(TxBatch& batch, std::vector<std::byte>& frames) {
   size_t taken = 0;

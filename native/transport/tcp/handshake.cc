@@ -37,13 +37,13 @@ Bytes end(Writer& writer) {
   return bytes;
 }
 
-// The body, when the message is whole and of this kind.
+// The body, if the message is complete and of this kind.
 std::optional<Reader> open(std::span<const uint8_t> message, HandshakeKind kind) {
   if (handshake_kind(message) != kind) return std::nullopt;
   return Reader(message.subspan(kHandshakeHeadBytes + 1));
 }
 
-// StartTls, Challenge and Proof: their fields are fixed, one after the other.
+// StartTls, Challenge and Proof have fixed fields, one after the other.
 template <typename... Fields>
 bool read_fields(std::span<const uint8_t> message, HandshakeKind kind, Fields&... fields) {
   auto reader = open(message, kind);

@@ -6,8 +6,8 @@
 //   Proof {that we hold the key}             ->
 //                                             <-  Accept
 //
-// The key is derived from the shared secret and the acceptor's incarnation, 128 random bits that only its address bytes
-// contain. So without a secret, whoever was never given the address is kept out; with one, whoever cannot compute
+// The key is derived from the shared secret and the acceptor's incarnation, 128 random bits that are known only from
+// its address. So without a secret, whoever was never given the address is kept out; with one, whoever cannot compute
 // HMAC-SHA256 with it. Both proofs cover the whole Hello and both nonces. Without TLS, frames after the handshake are
 // neither encrypted nor signed.
 //

@@ -1,5 +1,5 @@
-// The acceptor's side of a connection: operations in, acknowledgements and read data out. Nothing that arrives is
-// believed: region, access and bounds of every operation are checked before a byte of it is placed.
+// The acceptor's side of a connection: operations in, acknowledgements and read data out. Everything that arrives is
+// untrusted: region, access and bounds of every operation are checked before a byte of it is placed.
 #include <algorithm>
 #include <cstring>
 
@@ -12,12 +12,12 @@ namespace crossrail::tcp {
 
 namespace {
 
-constexpr size_t kQueuedReadsMax = 1024;  // queued by one connection; an honest initiator stays below
+constexpr size_t kQueuedReadsMax = 1024;  // per connection; an honest initiator stays below
 constexpr size_t kHeldMax = 2048;         // messages that nobody takes; likewise
-// Frames that the initiator does not read. An honest one has a refusal and its text for everything under way.
+// Frames that the initiator does not read. An honest one may have a refusal with its text for everything outstanding.
 constexpr size_t kControlBytesMax = 8 << 20;
 static_assert(kControlBytesMax > kOperationsUnderWayMax * (sizeof(FrameHeader) + sizeof(RefusedMeta) + kTextBytesMax));
-// Acknowledged at once: what the initiator may be waiting for with a full window.
+// Acknowledged at once: operations that an initiator with a full window may be waiting for.
 constexpr uint64_t kAckAtOnceBytes = 16 << 10;
 constexpr uint64_t kAckAtOnceOperations = 64;
 constexpr uint64_t kAnsweredBatchBytes = uint64_t{1} << 20;
@@ -27,7 +27,7 @@ std::string range_text(uint64_t region_id, uint64_t offset, uint64_t length) {
          " bytes";
 }
 
-// What the target says to an operation on this range of an open region.
+// What the target answers to an operation on this range of an open region.
 Status check(const RegionUse& region, Access needed, uint64_t offset, uint64_t length) {
   if (!allows(region->access, needed)) return Status::kAccessDenied;
   if (!fits(offset, length, region->length_bytes)) return Status::kOutOfBounds;
@@ -63,7 +63,7 @@ void InStream::refuse(uint64_t operation, Status status, const std::string& text
                RefusedMeta{operation, channel_->index, static_cast<uint32_t>(status)}, text);
   auto& refusals = channel_->refusals;
   refusals.push_back({operation, status, text});
-  // The initiator has sent this one only after it was told about those.
+  // The initiator has sent this operation only after it was told about those.
   while (refusals.front().operation + kOperationsUnderWayMax < operation) refusals.pop_front();
   transport_->ack_later(*channel_->link, true);
 }
@@ -99,10 +99,10 @@ bool InStream::on_head(const FrameHeader& header, std::span<const std::byte> met
       append_frame(channel_->control, FrameType::kPong, read_meta<PingMeta>(meta));
       transport_->ack_later(link, true);
       return true;
-    case FrameType::kAck: {  // of what we sent it: it rides along
+    case FrameType::kAck: {  // about operations that we sent to this peer: it rides along
       if (meta.size() != sizeof(AckMeta)) return reject_malformed(type_);
       const auto ack = read_meta<AckMeta>(meta);
-      // An acknowledgement of a link that ended meanwhile says nothing any more.
+      // An acknowledgement for a link that has ended meanwhile means nothing any more.
       OutLink* const out = link.twin != nullptr && link.twin->id == ack.link_id
                                ? link.twin
                                : transport_->find_out(*link.peer, ack.link_id);
@@ -142,7 +142,7 @@ bool InStream::on_frame() {
       ++channel_->placed;
       transport_->ack_later(*channel_->link, true);
       return true;
-    default:  // without payload: handled by its head
+    default:  // no payload: handled with the header
       return true;
   }
 }
@@ -185,10 +185,10 @@ bool InStream::on_write(const FrameHeader& header, std::span<const std::byte> me
 }
 
 bool InStream::finish_write() {
-  // A region that closed while its bytes were on their way.
+  // The region was closed while its bytes were in flight.
   const bool closed = region_closed_ || region_.is_revoked();
   const Placement& placement = connection()->placement();
-  size_t target = 0;  // of entries with bytes
+  size_t target = 0;  // counts entries with bytes
   uint32_t imm = 0;
   uint64_t units = 0;
   for (size_t i = 0; i < entries_.size(); ++i) {
@@ -271,8 +271,8 @@ bool InStream::on_read(const FrameHeader& header, std::span<const std::byte> met
   return true;
 }
 
-// The range where the kernel can read it: of a GPU's memory a copy that the batch keeps. Null when there is none to be
-// had.
+// Returns the range where the kernel can read it: for GPU memory, a copy that the batch keeps. Null if no copy can be
+// made.
 const std::byte* InStream::readable(const TcpRegion& region, uint64_t offset, uint64_t length, TxBatch& batch) {
   if (region.gpu < 0) {
     const std::byte* const data = region.base + offset;
@@ -360,13 +360,13 @@ bool InStream::on_resolve(const ResolveMeta& resolve) {
   if (found == link.channels.end() || resolve.acked > found->second.placed)
     return reject("a question about an unknown channel");
   InChannel& asked = found->second;
-  // Whatever of the old connection is still on its way must not be placed after we have answered.
+  // Whatever is still in flight on the old connection must not be placed after we have answered.
   if (asked.is_open() && asked.epoch_min <= resolve.epoch) {
     if (asked.stream.get() == this) return reject("a question about the connection that it arrived on");
     asked.stream->break_off("the peer gave this connection up");
   }
   asked.epoch_min = std::max(asked.epoch_min, resolve.epoch + 1);
-  // Those after the last one placed are sent anew, in whatever order.
+  // Operations after the last one placed are sent again, in any order.
   std::erase_if(asked.refusals, [&](const InChannel::Refusal& refusal) { return refusal.operation > asked.placed; });
   for (const InChannel::Refusal& refusal : asked.refusals) {
     if (refusal.operation <= resolve.acked) continue;

@@ -29,7 +29,7 @@ void TcpTransport::accept_all(Listener& listener) {
     if (!fd) {
       if (errno == EINTR || errno == ECONNABORTED) continue;
       if (const int error = errno; error == EMFILE || error == ENFILE || error == ENOBUFS || error == ENOMEM) {
-        // Looked at again and again it would cost a core: peers wait a little.
+        // Polling it again and again would use up a core: peers wait a little.
         poller_.change(rails_[listener.rail].listener.get(), &listener, 0);
         listeners_paused_until_ns_ = now_ + kAcceptPauseNs;
         if (!std::exchange(strangers_reported_, true)) {
@@ -55,7 +55,7 @@ void TcpTransport::accept_all(Listener& listener) {
   }
 }
 
-// The longest silent of too many is turned away: it has had its chance.
+// If there are too many, the one that has been silent for longest is turned away: it has had its chance.
 void TcpTransport::make_room_for_stranger() {
   size_t open = 0;
   for (const auto& acceptor : acceptors_) open += acceptor->ended() ? 0 : 1;
@@ -78,8 +78,8 @@ void TcpTransport::on_stranger(const std::string& who, const std::string& what) 
   sink_->on_protocol_error(who, "connection from " + who + " refused: " + what + rest);
 }
 
-// A port scanner is no reason to fill logs, and to push out of the recorder what matters: so many at a time, then one a
-// second.
+// A port scanner must not fill logs, nor push more important entries out of the recorder: a burst of reports, then one
+// a second.
 bool TcpTransport::may_tell_stranger() {
   strangers_told_at_ns_ = std::max(strangers_told_at_ns_, now_ - kStrangersToldMax * kStrangerToldNs);
   if (strangers_told_at_ns_ + kStrangerToldNs > now_) return false;
@@ -89,7 +89,7 @@ bool TcpTransport::may_tell_stranger() {
 
 std::optional<Refusal> TcpTransport::check_hello(const Hello& hello) {
   if (closed_) return Refusal{RefusalCode::kClosing, "the engine is closing"};
-  // Two for each pair of rails, of which there are not more than rails.
+  // Two for each pair of rails; there are no more pairs than rails.
   const size_t channels_max = 2 * (hello.sender.endpoints.size() + rails_.size());
   if (hello.channel >= channels_max || hello.epoch == 0 || !hello.sender.has(TransportKind::kTcp)) {
     return Refusal{RefusalCode::kMalformed, "its first message is malformed"};
@@ -115,9 +115,9 @@ std::optional<Refusal> TcpTransport::check_hello(const Hello& hello) {
   return std::nullopt;
 }
 
-// Binds an accepted connection to its rail's netdev, as those that we make are: else what we send on it leaves by
-// whatever netdev has the first route to the peer's subnet. One that the kernel does not let us bind is left to its
-// routes.
+// Binds an accepted connection to its rail's interface, like the connections that we make: otherwise what we send on it
+// would leave through whatever interface has the first route to the peer's subnet. If the kernel does not let us, the
+// connection is left to its routes.
 void TcpTransport::keep_to_rail(int fd) {
   sockaddr_storage storage{};
   socklen_t size = sizeof storage;
@@ -130,13 +130,13 @@ void TcpTransport::keep_to_rail(int fd) {
   }
 }
 
-// An engine has one link to us at a time: once it has begun another it does not come back to one that has no connection
-// any more. Else who begins link after link would make us keep each of them for as long as it might come back.
+// An engine has one link to us at a time: once it has begun another, it does not return to a link without a connection.
+// Otherwise a peer that begins link after link would make us keep each of them for as long as it might return.
 void TcpTransport::end_unconnected(const Address& peer) {
   for (auto item = in_.lower_bound({peer.incarnation, 0}); item != in_.end() && item->first.first == peer.incarnation;
        ++item) {
     InLink& link = *item->second;
-    // Under the name that it came in by: nobody ends the links of another.
+    // Under the name that it came in by: nobody can end another's links.
     link.over = link.over || (!link.is_connected() && link.peer->name == peer.name);
   }
   tick_soon();
@@ -154,7 +154,7 @@ InChannel& TcpTransport::begin_epoch(const Hello& hello) {
     owned->peer = std::make_shared<const Address>(hello.sender);
   }
   InLink& link = *owned;
-  // Also one that was there before: ours may be another by now, begun while this one had no connection.
+  // Also for a link that existed before: ours may be a new one, begun while the peer's had no connection.
   for (auto& out : out_) {
     if (link.twin == nullptr && out->address->incarnation == hello.sender.incarnation) pair_twins(*out, link);
   }
@@ -168,7 +168,7 @@ InChannel& TcpTransport::begin_epoch(const Hello& hello) {
 }
 
 void TcpTransport::attach_incoming(const Hello& hello, std::shared_ptr<Connection> connection) {
-  // Asked for twice, the first time in vain; or by a new link of the peer, whose old one ended without a word.
+  // Asked for twice, the first time in vain; or by a new link of the peer whose old one ended silently.
   connection->leave(Role::kAcceptor, "the peer uses the connection again");
   InChannel& channel = begin_epoch(hello);
   channel.stream = std::make_unique<InStream>(this, &channel, std::move(connection));
@@ -178,7 +178,7 @@ void TcpTransport::attach_incoming(const Hello& hello, std::shared_ptr<Connectio
 void TcpTransport::on_accepted(Acceptor&, const Hello& hello, Socket socket) {
   InChannel& channel = begin_epoch(hello);
   InLink& link = *channel.link;
-  if (!Acceptor::accept(socket)) {  // it will try again
+  if (!Acceptor::accept(socket)) {  // the peer will try again
     note_connected(link);
     return;
   }
@@ -197,10 +197,11 @@ void TcpTransport::on_accepted(Acceptor&, const Hello& hello, Socket socket) {
 
 void TcpTransport::on_incoming_broken(InChannel& channel, const InStream& stream) {
   InLink& link = *channel.link;
-  channel.control = {};  // a link may have many channels, and each much that was not read
+  channel.control = {};  // a link may have many channels, each with much unread
   if (stream.blame() == Blame::kPeer) sink_->on_protocol_error(link.peer->name, stream.reason());
   note_connected(link);
-  // Told by this connection after the initiator had seen its end: it asks only about what it waited for at that time.
+  // Told on this connection after the initiator has seen the old one's end: it only asks about what it was waiting for
+  // then.
   if (!link.over) tell_outcomes_again(link);
   next_tick_ns_ = std::min(next_tick_ns_, now_);
 }

@@ -1,4 +1,4 @@
-// The initiator's stream on a connection: operations go out, acknowledgements, answers and read data come in.
+// The initiator's stream on a connection: operations out; acknowledgements, answers and read data in.
 #include <algorithm>
 
 #include "transport/tcp/frames.h"
@@ -25,7 +25,7 @@ void OutStream::on_turn_over() { transport_->mark_dirty(*channel_->link); }
 
 namespace {
 
-// Operations up to `placed` are over. Neighbours of one transfer are retired together.
+// Operations up to `placed` are done. Neighbours of one transfer are retired together.
 void on_acked(TcpTransport& transport, OutChannel& channel, uint64_t placed) {
   OutLink& link = *channel.link;
   channel.moved_ns = transport.now();
@@ -42,7 +42,7 @@ void on_acked(TcpTransport& transport, OutChannel& channel, uint64_t placed) {
       continue;
     }
     if (request.op != WorkOp::kRead) channel.carried_bytes += request.length_bytes;
-    if (request.op != WorkOp::kWrite) continue;  // messages end when taken, reads when their data is here
+    if (request.op != WorkOp::kWrite) continue;  // messages end when taken, reads when their data has arrived
     const auto refused = channel.refusals.find(operation);
     if (refused != channel.refusals.end()) {
       channel.note_done(paced_bytes(request.length_bytes));
@@ -72,7 +72,7 @@ void on_acked(TcpTransport& transport, OutChannel& channel, uint64_t placed) {
   if (channel.bytes_acked - channel.bytes_acked_at_opening >= kFrameBytesMax) channel.frame_bytes = kFrameBytesMax;
 }
 
-// The peer gave it to no buffer, and will not.
+// The peer has not given it to a buffer, and will not.
 void end_recalled(TcpTransport& transport, OutLink& link, SentMessage& message) {
   message.over = true;
   link.messages_bytes -= message.request.length_bytes;
@@ -104,13 +104,13 @@ SentMessage* find_message(OutLink& link, uint64_t id) {
   return &link.messages[id - link.first_message_id];
 }
 
-// Of one that is over, or in doubt, no connection has anything more.
+// If the operation is over or in doubt, no connection has any part of it left to send.
 bool is_sent(const OutLink& link, const SentMessage& message) {
   const OutChannel& channel = *link.channels[message.channel];
   return message.over || channel.in_doubt || message.operation <= channel.acked || channel.is_sent(message.operation);
 }
 
-// Of the first write that was not placed as a whole, so many bytes of what went out are in place. False: it cannot be.
+// Of the first write that was not placed completely, `begun_bytes` of what was sent are in place. False: impossible.
 bool resume_write(OutChannel& channel, uint64_t begun_bytes) {
   WorkRequest* const begun = !channel.sent.empty() ? &channel.sent.front()
                              : channel.current     ? &*channel.current
@@ -122,7 +122,7 @@ bool resume_write(OutChannel& channel, uint64_t begun_bytes) {
   return true;
 }
 
-// Reads whose data was to come over the broken connection: what has arrived is not asked for again.
+// Reads whose data was to come over the broken connection: data that has arrived is not requested again.
 bool take_back_reads(OutChannel& channel, std::vector<WorkRequest>* again) {
   auto& reads = channel.link->reads;
   bool any_arrived = false;
@@ -143,7 +143,7 @@ bool take_back_reads(OutChannel& channel, std::vector<WorkRequest>* again) {
   return any_arrived;
 }
 
-// A connection that brought nothing of this through may have lived for less than a frame: the next ones are shorter.
+// A connection that delivered none of this may break before a full frame gets through: the next frames are shorter.
 void note_progress(OutChannel& channel, bool any) {
   constexpr uint64_t kFrameBytesMin = kResumeBytes;
   if (any) {
@@ -154,14 +154,14 @@ void note_progress(OutChannel& channel, bool any) {
   }
 }
 
-// The peer says how much of a broken channel's it has placed. The rest goes out anew, over whatever is usable. False:
-// it cannot be so.
+// The peer says how much of a broken channel's operations it has placed. The rest is sent again, over whatever is
+// usable. False: the answer is impossible.
 bool settle_doubts(TcpTransport& transport, OutChannel& channel, const ResolvedMeta& resolved) {
   OutLink& link = *channel.link;
   const uint64_t placed = resolved.placed;
   const bool any_placed = placed > channel.acked;
   on_acked(transport, channel, placed);
-  // Of an earlier connection, it is over and done with.
+  // If it is about an earlier connection, that one is settled.
   const bool any_begun = resolved.begun_bytes >= kResumeBytes && resolved.epoch == channel.doubt_epoch;
   if (any_begun && !resume_write(channel, resolved.begun_bytes)) return false;
   std::vector<WorkRequest> again;
@@ -176,7 +176,7 @@ bool settle_doubts(TcpTransport& transport, OutChannel& channel, const ResolvedM
     const WorkOp op = channel.sent[i - 1].op;
     if (op == WorkOp::kWrite || op == WorkOp::kService) again.push_back(channel.sent[i - 1]);
   }
-  // Messages go out under new ids. What became of those that were placed is told anyway.
+  // Messages are sent again under new ids. The outcome of those that were placed is told anyway.
   for (size_t i = link.messages.size(); i > 0; --i) {
     SentMessage& message = link.messages[i - 1];
     if (message.over || message.channel != channel.index || message.operation <= placed) continue;
@@ -191,7 +191,7 @@ bool settle_doubts(TcpTransport& transport, OutChannel& channel, const ResolvedM
   forget_ended_messages(link);
   channel.sent.clear();
   channel.refusals.clear();
-  // It would break the next connection too.
+  // It would break the next connection, too.
   const bool has_faulted = std::exchange(channel.has_faulted, false);
   uint32_t requeued = 0;
   for (const WorkRequest& request : again) {
@@ -219,7 +219,7 @@ void pair_twins(OutLink& out, InLink& in) {
   in.twin = &out;
 }
 
-// Whether that is a peer's to say: that our engine is closed, say, is not.
+// Whether a peer may answer this: for example, it cannot tell us that our own engine is closed.
 static bool is_refusal(uint64_t status) {
   return (status >= static_cast<uint64_t>(Status::kRegionClosed) &&
           status <= static_cast<uint64_t>(Status::kMessageTooLong)) ||
@@ -229,10 +229,10 @@ static bool is_refusal(uint64_t status) {
 bool take_ack(OutLink& link, const AckMeta& ack) {
   OutChannel* channel = ack.channel < link.channels.size() ? link.channels[ack.channel].get() : nullptr;
   if (channel == nullptr || ack.placed > channel->acked + channel->sent.size()) return false;
-  // Refusals may have been lost with the connection that broke: the answer to our question brings them, and says as
-  // much. Last words do, too, and of who says them no answer will come.
+  // Refusals may have been lost with the connection that broke: the answer to our question repeats them, and says as
+  // much as this. So do last words, and a peer that has sent its last words will not answer.
   if (channel->in_doubt && (ack.is_last == 0 || ack.placed < channel->acked)) return true;
-  // Believed, its owner could change or free what the kernel is still to read.
+  // If we believed this, its owner could change or free memory that the kernel has yet to read.
   if (!channel->is_sent(ack.placed)) return false;
   if (channel->in_doubt) return settle_doubts(*link.transport, *channel, {ack.placed, 0, ack.channel, 0});
   on_acked(*link.transport, *channel, ack.placed);
@@ -263,7 +263,7 @@ bool OutStream::on_head(const FrameHeader& header, std::span<const std::byte> me
     case FrameType::kAck: {
       if (meta.size() != sizeof(AckMeta)) return reject_malformed(type);
       const auto ack = read_meta<AckMeta>(meta);
-      // An acknowledgement of a link that ended meanwhile says nothing any more.
+      // An acknowledgement for a link that has ended meanwhile means nothing any more.
       OutLink* const out = ack.link_id == link.id ? &link : transport_->find_out(*link.address, ack.link_id);
       return out == nullptr || take_ack(*out, ack) || reject("an acknowledgement of what was never sent");
     }
@@ -305,7 +305,7 @@ bool OutStream::on_head(const FrameHeader& header, std::span<const std::byte> me
   return reject_malformed(type);
 }
 
-// One message ends with it; an operation's refusal waits for the acknowledgement that covers it.
+// A refused message ends here; a refused operation waits for the acknowledgement that covers it.
 bool OutStream::on_refused(std::span<const std::byte> meta) {
   OutLink& link = *channel_->link;
   if (meta.size() < sizeof(RefusedMeta)) return reject_malformed(FrameType::kRefused);
@@ -339,7 +339,7 @@ bool OutStream::on_resolved(const ResolvedMeta& resolved) {
   OutLink& link = *channel_->link;
   OutChannel* channel = resolved.channel < link.channels.size() ? link.channels[resolved.channel].get() : nullptr;
   if (channel == nullptr) return reject_malformed(FrameType::kResolved);
-  if (!channel->in_doubt || channel->asked_through != channel_) return true;  // an answer that came twice
+  if (!channel->in_doubt || channel->asked_through != channel_) return true;  // a duplicate answer
   if (resolved.placed < channel->acked || resolved.placed > channel->acked + channel->sent.size() ||
       !settle_doubts(*transport_, *channel, resolved)) {
     return reject("it claims to have placed operations that were never sent");
@@ -349,7 +349,7 @@ bool OutStream::on_resolved(const ResolvedMeta& resolved) {
 
 // --- reads ---
 
-// A read's data comes over the connection that asked for it: nothing else may end it while its data is arriving.
+// A read's data comes over the connection that requested it: nothing else may end the read while its data is arriving.
 static auto find_read(OutChannel& channel, uint64_t id) {
   auto& reads = channel.link->reads;
   const auto read = reads.find(id);

@@ -1,9 +1,9 @@
 // What goes wrong between an initiator and its target: connections that cannot be made, break, or fall silent.
 //
 // One rail of several broken: the link goes on over the others. They carry the question how much of what was sent over
-// the broken channel has been placed; with the answer the rest goes out anew, over any rail. The channel is tried again
-// until the rail is back. All broken: the link waits for one to come back, peer_timeout at most. Nobody listening at
-// the peer's ports any more, or another engine there: the peer is gone, at once.
+// the broken channel has been placed; with the answer the rest is sent again, over any rail. The channel is retried
+// until the rail is back. All broken: the link waits for one to come back, for peer_timeout at most. All of the peer's
+// ports closed, or another engine there: the peer is gone, at once.
 #include <linux/sockios.h>
 #include <sys/ioctl.h>
 
@@ -20,32 +20,32 @@ namespace {
 
 constexpr int64_t kRetryFirstNs = 20'000'000;
 constexpr int64_t kRetryMaxNs = 1'000'000'000;
-// After a connection that was made, but good for nothing.
+// The longest pause after a connection that came up but carried nothing useful.
 constexpr int64_t kRemakeMaxNs = 160'000'000;
-// An attempt may take so many times as long as the latest that was made: a handshake is three round trips, four with
-// TLS, and more where packets are lost.
+// An attempt may take this many times as long as the latest successful one: a handshake takes three round trips, four
+// with TLS, and more where packets are lost.
 constexpr int64_t kAttemptFactor = 3;
-// Thousands of peers are not connected all at once: each step of a handshake would wait for that of all others, on
-// machines that are short of time until nobody's is finished by its deadline. An attempt without an end after this long
-// is no work, and in nobody's way.
+// Thousands of peers are not connected all at once: each step of a handshake would wait for those of all others, until
+// on a machine short of CPU time none is finished by its deadline. An attempt that is still unfinished after this long
+// causes no work, and is in nobody's way.
 constexpr size_t kYoungAttemptsMax = 256;
 constexpr int64_t kYoungNs = 500'000'000;
 // Silence after which a peer, or one rail of it, is asked for a sign of life.
 constexpr int64_t kPingAfterNs = 500'000'000;
 constexpr int64_t kFrozenAfterNs = 2'000'000'000;
-// Fewer in a socket, some forty of the smallest writes, tell nothing when they become fewer.
+// When fewer bytes than this (some forty of the smallest writes) are in the send queue, a decrease means nothing.
 constexpr int kPileBytes = 4 << 10;
 // One rail is silent while others are not.
 constexpr int64_t kRailSilentNs = 2'000'000'000;
-// A connection that got through less than this and fell silent may have carried no packet of full length.
+// A connection that delivered less than this and fell silent may have carried no packet of full length.
 constexpr uint64_t kLongBytesMin = 64 << 10;
-// All that is open is silent: rails and lanes that have no connection yet are tried.
+// All open channels are silent: rails and lanes that have no connection yet are tried.
 constexpr int64_t kTryOthersNs = 1'000'000'000;
-// So many connections in a row that broke before anything got through are no accident.
+// This many consecutive connections that broke before anything got through are no accident.
 constexpr uint32_t kVainConnectionsMin = 3;
-constexpr int64_t kTickSlackNs = 100'000'000;  // attempts end by the same deadline, and say better why
+constexpr int64_t kTickSlackNs = 100'000'000;  // attempts end by the same deadline, and give better reasons
 
-// Those that are connected: "rail 0 (10.1.0.1 to 10.1.0.2), rail 1 (...)".
+// The connected ones: "rail 0 (10.1.0.1 to 10.1.0.2), rail 1 (...)".
 std::string rails_text(OutLink& link, const Address& own) {
   std::string text;
   uint32_t last = UINT32_MAX;
@@ -193,12 +193,12 @@ void OutChannel::on_attempt_failed(const ConnectResult& result, bool was_sharing
   retry_at_ns = now + retry_pause_ns;
   shuns_sharing = was_sharing;
   if (result.is_way_down()) has_short_segments = false;  // nothing passes, of any length
-  if (is_open()) return;                                 // was to move over to the peer's, and stays where it is
+  if (is_open()) return;  // it was to move over to the peer's connection, and stays where it is
   trouble = result.text + leads_back_text(transport->address(), *link->address, link->pairs[pair()].peer_rail);
   link->lacked_here = result.lacked_here;
   if (broken_at_ns == 0) {
     broken_at_ns = now;
-    // It broke when it was to move over: that was no end of a move, as OutStream::on_broken had to take it for.
+    // It broke when it was to move over. That was not the end of a move, as OutStream::on_broken had to assume.
     if (stream != nullptr) transport->sink().on_rail_broken(*link, link->pairs[pair()].rail);
   }
   if (!link->doom) judge_peer(result);
@@ -206,7 +206,7 @@ void OutChannel::on_attempt_failed(const ConnectResult& result, bool was_sharing
 
 void OutChannel::judge_peer(const ConnectResult& result) {
   bool is_reached = false;  // by another channel
-  bool others = false;      // that still may come up, or are
+  bool others = false;      // that may still come up, or are up
   link->for_each_channel([&](OutChannel& other) {
     is_reached = is_reached || other.is_open();
     others = others || other.is_open() || other.is_connecting();
@@ -214,14 +214,14 @@ void OutChannel::judge_peer(const ConnectResult& result) {
   if (result.kind == ConnectResult::Kind::kRefused && result.code != RefusalCode::kStale &&
       result.code != RefusalCode::kFull) {
     const bool leaves = result.code == RefusalCode::kClosing;
-    // While another channel has it, who refuses is somebody else, at an address of a rail that is not the peer's any
-    // more.
+    // While another channel reaches the peer, a refusal comes from somebody else, at an address that no longer belongs
+    // to the peer's rail.
     if (is_reached && !leaves && result.code != RefusalCode::kUnknownLink) return;
-    // What is refused once may be what a box on the way has made of our words. Said twice it holds.
+    // A single refusal may be what a middlebox has made of our words. Repeated, it counts.
     if (leaves || !link->refusal.empty()) link->doom.emplace(trouble, leaves ? LinkEnd::kLeft : LinkEnd::kLost);
     link->refusal = trouble;
   } else if (result.kind == ConnectResult::Kind::kNobodyThere && !others) {
-    // An engine that is gone listens at none of its addresses. One alone may be a firewall's, or another host's.
+    // An engine that is gone listens at none of its addresses. One closed port may be a firewall's or another host's.
     if (std::ranges::all_of(link->nobody_at, [](bool nobody) { return nobody; })) {
       link->doom.emplace(trouble, LinkEnd::kLost);
       return;
@@ -239,7 +239,7 @@ bool OutChannel::passes_only_short() const {
 
 void OutChannel::note_vain(const std::string& why) {
   bool others_serve = false;
-  bool others_carry = false;  // a long operation takes its time: until it is over, only its bytes tell
+  bool others_carry = false;  // a long operation takes its time: until it is done, only its bytes tell
   link->for_each_channel([&](const OutChannel& other) {
     if (&other == this || !other.is_usable()) return;
     others_serve = true;
@@ -255,12 +255,12 @@ void OutStream::on_broken() {
   OutChannel& channel = *channel_;
   OutLink& link = *channel.link;
   const int64_t now = transport_->now();
-  // Who moves over to the peer's connection leaves this one, or the peer ends it first: no trouble either way. But not
-  // where the peer's answer is long due.
+  // A channel that moves over to the peer's connection leaves this one, or the peer ends it first: no trouble either
+  // way, unless the peer's answer is long overdue.
   if (channel.sharer == nullptr || channel.sharer->is_overdue(now)) {
     channel.trouble = reason();
     channel.broken_at_ns = now;
-    // One that breaks again and again, and was good for nothing, is not remade again and again without a pause.
+    // A connection that keeps breaking without carrying anything is remade only after a pause.
     channel.retry_pause_ns =
         channel.was_good(now) ? 0 : std::clamp(2 * channel.retry_pause_ns, kRetryFirstNs, kRemakeMaxNs);
     channel.retry_at_ns = channel.retry_pause_ns > kRetryFirstNs ? now + channel.retry_pause_ns : now;
@@ -304,7 +304,7 @@ void TcpTransport::tend(OutLink& link) {
   if (!link.doom && !tend_channels(link)) tend_liveness(link);
   if (!link.doom) tend_vain(link);
   if (link.queued > 0) fail_pinned(link);
-  // Who stood back for a rail that gives no sign takes it on by and by.
+  // A channel that held back in favour of a silent rail takes over the work after a while.
   if (link.queued > 0 && link.pairs.size() > 1) mark_dirty(link);
   if (link.doom) {
     const auto [reason, end] = *link.doom;
@@ -312,12 +312,12 @@ void TcpTransport::tend(OutLink& link) {
   }
 }
 
-// A peer that can be reached, again and again, and to which nothing gets through.
+// A peer that can be reached, again and again, but to which nothing gets through.
 void TcpTransport::tend_vain(OutLink& link) {
   if (link.vain_connections < kVainConnectionsMin || link.outstanding == 0) return;
   const int64_t vain_ns = now_ - link.vain_since_ns;
   if (vain_ns < options_.peer_timeout_ns) return;
-  bool others_carry = false;  // seen now and then, maybe never in the short life of one of these
+  bool others_carry = false;  // seen now and then, and perhaps never in the short life of one of these
   link.for_each_channel(
       [&](const OutChannel& other) { others_carry = others_carry || other.carries_after(link.vain_since_ns); });
   if (others_carry) {
@@ -330,7 +330,7 @@ void TcpTransport::tend_vain(OutLink& link) {
                     LinkEnd::kLost);
 }
 
-// Connects what is wanted and not connected, asks about what is in doubt. True: no channel is open.
+// Connects what is wanted and not connected, and asks about what is in doubt. True: no channel is open.
 bool TcpTransport::tend_channels(OutLink& link) {
   OutChannel* carrier = nullptr;
   bool trying = false;
@@ -360,13 +360,13 @@ bool TcpTransport::tend_channels(OutLink& link) {
   if (carrier != nullptr) {
     link.for_each_channel([&](OutChannel& channel) {
       if (!channel.in_doubt || channel.asked_through != nullptr) return;
-      // Nothing was sent by later ones.
+      // Later connections have sent nothing.
       const ResolveMeta question{channel.acked, channel.index, channel.doubt_epoch};
       append_frame(carrier->control, FrameType::kResolve, question);
       channel.asked_through = carrier;
       mark_dirty(link);
     });
-    // Small operations need one channel; bulk all pairs. Another small one takes over while the first is away.
+    // Small operations need one channel; bulk needs all pairs. Another small one takes over while the first is down.
     bool small = false;
     link.for_each_channel(
         [&](OutChannel& channel) { small = small || (channel.lane() == Lane::kSmall && channel.is_open()); });
@@ -394,7 +394,7 @@ bool TcpTransport::tend_channels(OutLink& link) {
   return carrier == nullptr;
 }
 
-// Of the time in which the peer was silent, or could not be reached, this much was ours.
+// The peer was silent, or unreachable, for away_ns because of us: that time does not count against it.
 void TcpTransport::excuse(OutLink& link, int64_t away_ns) {
   const auto later = [&](int64_t& since_ns) {
     if (since_ns != 0) since_ns = std::min(since_ns + away_ns, now_);
@@ -411,7 +411,7 @@ void TcpTransport::excuse(OutLink& link, int64_t away_ns) {
   later(link.waits_since_ns);
 }
 
-// What was to go by one rail and no other, and that rail has been away for too long.
+// Works that must use one particular rail, which has been down for too long.
 void TcpTransport::fail_pinned(OutLink& link) {
   for (uint32_t rail = 0; rail < traits_.rail_count; ++rail) {
     std::vector<WorkRequest> failed;
@@ -437,8 +437,8 @@ void TcpTransport::fail_pinned(OutLink& link) {
   }
 }
 
-// A box on the way that has forgotten its connections drops what they carry without a word, and lets new ones through.
-// So the peer may be there: connections are made beside the silent ones, and take their place once they are up.
+// A middlebox that has forgotten its connections silently drops what they carry, and lets new ones through. So the peer
+// may be alive: connections are made beside the silent ones, and take their place once they are up.
 void TcpTransport::try_anew(OutLink& link) {
   link.for_each_channel([&](OutChannel& channel) {
     const bool is_due = channel.is_open() && !channel.is_connecting() && now_ >= channel.retry_at_ns;
@@ -446,16 +446,16 @@ void TcpTransport::try_anew(OutLink& link) {
   });
 }
 
-// Pings what is silent while we wait for anything. Channels that owe nothing are asked too: their answers tell a silent
-// rail from a silent peer.
+// Pings what is silent while we wait for anything. Channels that owe nothing are pinged, too: their answers tell a
+// silent rail from a silent peer.
 void TcpTransport::tend_liveness(OutLink& link) {
   if (link.outstanding == 0 && !link.frozen) return;
   int64_t moved = link.waits_since_ns;
   link.for_each_channel([&](OutChannel& channel) {
     if (!channel.is_open()) return;
     int queued = 0;
-    // The kernel getting rid of bytes that pile up is a sign of life too: long transfers over slow networks are
-    // acknowledged seldom. Not of few: the kernel of a frozen peer takes a trickle for a long time.
+    // A shrinking send queue is a sign of life, too: long transfers over slow networks are acknowledged seldom. Not if
+    // it is short: the kernel of a frozen peer accepts a trickle for a long time.
     if (ioctl(channel.stream->connection()->fd(), SIOCOUTQ, &queued) == 0 && queued != channel.outq_bytes) {
       if (queued >= kPileBytes && queued < channel.outq_bytes) channel.moved_ns = channel.carried_ns = now_;
       channel.outq_bytes = queued;
@@ -475,7 +475,7 @@ void TcpTransport::tend_liveness(OutLink& link) {
       mark_dirty(link);
     }
     if (silent >= kRailSilentNs && now_ - moved < kPingAfterNs) {
-      // Not where all were silent just now: kernels that send again by and by let some come back before others.
+      // Not if all were silent just now: kernels retransmit at different times, so some recover before others.
       if (now_ - link.all_silent_ns >= kRailSilentNs && channel.passes_only_short()) channel.has_short_segments = true;
       channel.stream->break_off("silent for " + seconds_text(silent) + " while other rails of the peer answer");
     }
@@ -512,12 +512,12 @@ void TcpTransport::say_goodbye(OutLink& link, const std::string& text) {
   link.for_each_channel([&](OutChannel& channel) {
     if (!channel.is_open()) return;
     append_end(channel.control, FrameType::kBye, text);
-    channel.in_doubt = true;  // nothing but this
+    channel.in_doubt = true;  // nothing but this is in doubt
     channel.stream->pump();
   });
 }
 
-// Everything of the link is retired, and the link deleted.
+// Everything on the link is retired, and the link is deleted.
 void TcpTransport::flush(OutLink& link, Status status, const std::string& detail) {
   std::vector<WorkRequest> left;
   link.for_each_channel([&](OutChannel& channel) {
@@ -554,7 +554,7 @@ void TcpTransport::flush(OutLink& link, Status status, const std::string& detail
   std::erase_if(out_, [&](const auto& owned) { return owned.get() == &link; });
 }
 
-// Descriptors are closed now; the objects, in whose calls we may be, are destroyed at the end of the poll.
+// Descriptors are closed now; the objects, one of whose calls we may be in, are destroyed at the end of the poll.
 void TcpTransport::bury(std::unique_ptr<Stream> stream) {
   if (!stream) return;
   stream->hang_up();

@@ -1,4 +1,4 @@
-// Our operations: queued at the link, taken by its channels, gathered into batches.
+// Our operations: queued at the link, taken on by its channels, gathered into batches.
 #include <algorithm>
 #include <array>
 #include <utility>
@@ -11,14 +11,15 @@ namespace crossrail::tcp {
 namespace {
 
 constexpr size_t kReadsMax = 256;
-// Asked for over one of several pairs of rails: a question is short, and the first to ask would ask for everything.
+// Reads requested at a time over one of several pairs of rails: a request is short, and the first channel would request
+// everything.
 constexpr uint32_t kReadsAhead = 2;
 constexpr uint64_t kReadBytesAhead = uint64_t{2} << 20;
-// Shorter payloads are copied beside their heads: cheaper than an iovec of their own.
+// Shorter payloads are copied next to their headers: cheaper than an iovec of their own.
 constexpr uint64_t kCopyBytesMax = 512;
 // Bytes handed to the kernel at once.
 constexpr uint64_t kBatchBytes = uint64_t{1} << 20;
-// Where frames are short, their tables are so too.
+// If frames are short, so are their tables.
 constexpr uint64_t kBytesPerEntryMin = 64;
 
 uint64_t region_of(const WorkRequest& request) {
@@ -50,7 +51,7 @@ void OutLink::want(uint32_t rail, Lane lane) {
   const size_t index = 2 * (rail == kAnyRail ? 0 : size_t{rail} + 1) + static_cast<size_t>(lane);
   if (wanted[index]) return;
   wanted[index] = true;
-  // Large work goes over all pairs at once, small work over the one connected first.
+  // Large work uses all pairs at once, small work the one connected first.
   if (rail == kAnyRail && lane == Lane::kSmall) return;
   for (uint32_t pair = 0; pair < pairs.size(); ++pair) {
     if (rail == kAnyRail || pairs[pair].rail == rail) channel(pair, lane).wanted = true;
@@ -92,8 +93,8 @@ void OutLink::requeue(const WorkRequest& request) {
 
 namespace {
 
-// The queue that this channel may take from next, or null. Each lane serves its own queues; the other's too while none
-// of those that should is usable.
+// The queue that this channel may take from next, or null. Each lane serves its own queues, and the other lane's while
+// no channel of that lane is usable.
 RingQueue<WorkRequest>* next_queue(OutChannel& channel) {
   OutLink& link = *channel.link;
   const uint32_t rail = link.pairs[channel.pair()].rail;
@@ -116,7 +117,7 @@ RingQueue<WorkRequest>* next_queue(OutChannel& channel) {
   return nullptr;
 }
 
-// The next message, if this channel is to carry it and the peer has room.
+// Adds the next message, if this channel is to carry it and the peer has room.
 bool put_message(OutChannel& channel, TxBatch& batch) {
   OutLink& link = *channel.link;
   if (link.sends.empty()) return false;
@@ -152,14 +153,15 @@ bool put_message(OutChannel& channel, TxBatch& batch) {
 bool OutChannel::has_unplaced() const { return !sent.empty() || current || reads_open > 0; }
 
 bool OutChannel::has_doubts() const {
-  // What became of any message may have been on its way over this connection.
+  // The outcome of any message may have been in flight on this connection.
   return !sent.empty() || current || !link->messages.empty() ||
          std::any_of(link->reads.begin(), link->reads.end(),
                      [this](const auto& read) { return read.second.channel == index; });
 }
 
-// Of what is not pinned to a rail. The kernel's buffers let a slow rail take on more than its share, and then all wait
-// for it. Who stands back is asked again at the next acknowledgement; the one that would be done first never does.
+// For work that is not pinned to a rail. The kernel's buffers let a slow rail take on more than its share, and in the
+// end everything waits for that rail. A channel that holds back is asked again at the next acknowledgement; the one
+// that would finish first never holds back.
 class OutChannel::Turn {
  public:
   Turn(const OutChannel& channel, int64_t now) : channel_(channel), now_(now) {
@@ -169,11 +171,11 @@ class OutChannel::Turn {
     if (!queue.empty()) look_at_others(waiting_bytes(queue), paced(queue[0]));
   }
   int64_t now() const { return now_; }
-  // Whether to take this on. What it says yes to is taken.
+  // Whether to take this on. If so, it counts as taken.
   bool takes(const WorkRequest& next) {
     if (!is_one_of_several_ || rail_of(next) != kAnyRail) return true;
     const double bytes = paced(next);
-    // Alone, or for the other lane: as long as others are not connected yet.
+    // If it is the only channel, or serves the other lane: as long as others are not connected yet.
     const bool yes = is_shared_ && lane_of(next) == channel_.lane() ? takes_of_all(bytes) : may_try(bytes);
     if (!yes) return false;
     taken_bytes_ += bytes;
@@ -182,17 +184,17 @@ class OutChannel::Turn {
   }
 
  private:
-  // A channel that nobody has measured yet could be slow: it takes on so much.
+  // A channel whose rate is unknown could be slow: it takes on this much at most.
   static constexpr double kUnknownBytes = 256 << 10;
-  // Beside two round trips, so that a channel is busy until its next acknowledgement. It may have been measured in a
-  // moment of great speed.
+  // How far ahead a channel takes on work, beside two round trips, so that it is busy until its next acknowledgement.
+  // It may have been measured at a moment of exceptional speed.
   static constexpr double kAheadNs = 2e7;
-  // What is done so soon by one connection stays there: several cost more of the processor, and small operations share
-  // acknowledgements.
+  // Work that one connection finishes this soon stays on it: several connections cost more CPU time, and small
+  // operations share acknowledgements.
   static constexpr double kSoonSmallNs = 1e6;
   static constexpr double kSoonBulkNs = 2.5e5;
   static constexpr double kSoonUnknownBytes = 64 << 10;
-  // What is not known is believed to be better than what is.
+  // An unknown rate is assumed to be higher than the known ones.
   static constexpr double kHope = 16;
 
   static double paced(const WorkRequest& request) { return static_cast<double>(paced_bytes(request.length_bytes)); }
@@ -201,7 +203,7 @@ class OutChannel::Turn {
     channel_.link->for_each_channel([&](const OutChannel& other) {
       if (other.lane() != channel_.lane() || !other.is_usable()) return;
       const auto ahead = static_cast<double>(other.pace.ahead_bytes());
-      // Whoever would not take it is not waited for.
+      // A channel that would not take the work is not waited for.
       if (&other != &channel_ && !other.pace.is_known() && ahead > 0 && ahead + next_bytes > kUnknownBytes) return;
       if (&other == &channel_) self_ = count_;
       if (other.pace.is_known()) most = std::max(most, other.pace.rate(now_));
@@ -241,7 +243,7 @@ class OutChannel::Turn {
     return channel_.pace.rate(now_) * (is_small ? kSoonSmallNs : kSoonBulkNs);
   }
   std::span<const Load> loads() const { return std::span(loads_).first(count_); }
-  // Of a long queue by its first ones: it was posted by few transfers.
+  // For a long queue, estimated from its first works: it was posted by few transfers.
   static double waiting_bytes(const RingQueue<WorkRequest>& queue) {
     constexpr size_t kLooked = 64;
     const size_t looked = std::min(queue.size(), kLooked);
@@ -253,7 +255,7 @@ class OutChannel::Turn {
   const OutChannel& channel_;
   const int64_t now_;
   bool is_one_of_several_ = false;
-  bool is_shared_ = false;  // by several channels that are connected
+  bool is_shared_ = false;  // among several connected channels
   std::array<const OutChannel*, size_t{2} * kRailsMax> others_;
   std::array<Load, size_t{2} * kRailsMax> loads_;
   size_t count_ = 0;
@@ -262,7 +264,7 @@ class OutChannel::Turn {
   double taken_bytes_ = 0;
 };
 
-// Works of one transfer that follow each other in `sent` are told together.
+// Consecutive works of one transfer in `sent` are reported together.
 void OutChannel::tell_sent(size_t first) {
   for (size_t i = first; i < sent.size();) {
     void* const context = sent[i].context;
@@ -276,19 +278,19 @@ void OutChannel::tell_sent(size_t first) {
   }
 }
 
-// Of a file the kernel takes the bytes, which tells of one that was cut short.
+// For a mapped file, the kernel takes the bytes, which reports a truncated file.
 static bool is_copied(const WorkRequest& request) {
   const LocalRegion* const region = request.local_region;
   return request.length_bytes <= kCopyBytesMax && (region == nullptr || !region->maps_file);
 }
 
-// Short writes to one region go into one frame.
+// Short writes to one region share a frame.
 size_t OutChannel::put_writes(TxBatch& batch, RingQueue<WorkRequest>& queue, size_t room, Turn& turn) {
   const WorkRequest& first = queue.front();
   const int gpu = gpu_of(first);
   size_t count = 0;
   size_t views = 1;
-  bool copying = true;  // what is copied in a row needs one view
+  bool copying = true;  // consecutive copied payloads need a single view
   size_t copied = sizeof(FrameHeader) + sizeof(WriteMeta);
   uint64_t bytes = 0;
   const size_t limit = std::min<size_t>({queue.size(), kEntriesMax, room, frame_bytes / kBytesPerEntryMin});
@@ -318,7 +320,7 @@ size_t OutChannel::put_writes(TxBatch& batch, RingQueue<WorkRequest>& queue, siz
       return 1;
     }
   }
-  std::array<WriteEntry, kEntriesMax> entries;  // written as far as used
+  std::array<WriteEntry, kEntriesMax> entries;  // initialised as far as used
   for (size_t i = 0; i < count; ++i) entries[i] = entry_of(queue[i], 0, queue[i].length_bytes, true);
   const auto table = std::as_bytes(std::span(entries).first(count));
   put_head(batch, FrameType::kWrite, count, count, WriteMeta{region_of(first)}, bytes, table);
@@ -428,7 +430,7 @@ void OutChannel::put_recalls(TxBatch& batch) {
   for (size_t i = 0; i < link->messages.size(); ++i) {
     SentMessage& message = link->messages[i];
     if (!message.is_recalled || message.is_recall_sent || message.over) continue;
-    // Until then it may come after the question.
+    // Before that, the message may arrive after the question.
     const bool is_there = message.operation <= link->channels[message.channel]->acked;
     if (is_there && batch.has_room(sizeof(FrameHeader) + sizeof(RecallMeta))) {
       put_frame(batch, FrameType::kRecall, RecallMeta{message.id});

@@ -60,7 +60,7 @@ bool Poller::resume(int fd, Pollable* what, uint32_t events) {
   return epoll_ctl(inner_.get(), EPOLL_CTL_ADD, fd, &event) == 0;
 }
 
-// Only the progress holder writes. relaxed: read in the child of a fork, where there is one thread.
+// Only the progress holder writes. relaxed: read in a forked child, which has a single thread.
 void Poller::remember(int fd, bool is_ours) {
   if (fd >= kRemembered) return;
   auto& word = ours_[static_cast<size_t>(fd / 64)];
@@ -101,7 +101,7 @@ void Poller::unwatch() {
 
 void Poller::ring() {
   const uint64_t one = 1;
-  [[maybe_unused]] const ssize_t put = ::write(bell_.get(), &one, sizeof one);  // full means rung already
+  [[maybe_unused]] const ssize_t put = ::write(bell_.get(), &one, sizeof one);  // full means already rung
 }
 
 bool Poller::clear_bell() {

@@ -1,4 +1,4 @@
-// Driving: sockets, timers, and going to sleep.
+// Driving: sockets, timers, and falling asleep.
 #include <sys/epoll.h>
 
 #include <algorithm>
@@ -11,24 +11,24 @@ namespace crossrail::tcp {
 namespace {
 
 constexpr int64_t kTickNs = 20'000'000;
-// Idle polls after which the sleeping worker is spared the sockets' news: short visits do not pay for that.
+// After this many idle polls the sockets no longer wake the sleeping worker: not worth it for short visits.
 constexpr uint32_t kIdlePollsToUnwatch = 2;
 constexpr uint32_t kPollsPerLook = 16;
 constexpr int64_t kLookEveryNs = 500;
-constexpr int64_t kLookAllNs = 1'000'000;  // no longer than this are others kept waiting by hot ones
+constexpr int64_t kLookAllNs = 1'000'000;  // hot sockets keep the others waiting for no longer than this
 constexpr uint32_t kMissesToCool = 128;
 constexpr uint32_t kHitsToUnwatch = 32;
 constexpr uint32_t kPollsPerClock = 4;
 constexpr int64_t kStoppedNs = 200'000'000;
-constexpr int64_t kPauseMaxNs = 500'000'000;  // between two looks: the rest we were away
-constexpr int64_t kIdleTickNs = 400'000'000;  // of links with nothing under way; less than that
+constexpr int64_t kPauseMaxNs = 500'000'000;  // between two looks: for anything beyond this we were away
+constexpr int64_t kIdleTickNs = 400'000'000;  // for links with nothing outstanding; below kPauseMaxNs
 
 }  // namespace
 
-// Sockets that brought something of late are asked directly, until one has something; all of them now and then.
+// Sockets that received something recently are polled directly, until one has something; all of them from time to time.
 uint32_t TcpTransport::poll_sockets() {
   auto& hot = connections_.hot;
-  // Not at every poll either when none is: another transport of the engine may be spinning.
+  // Without hot sockets, not at every poll either: another transport of the engine may be spinning.
   const bool looks = polls_ % kPollsPerLook == 0 || (hot[0].connection == nullptr && now_ - looked_ns_ >= kLookEveryNs);
   const bool asks_hot = !looks || (has_slept_ && now_ - looked_ns_ < kLookAllNs);
   has_slept_ = false;
@@ -53,7 +53,7 @@ uint32_t TcpTransport::poll() {
   if (++polls_ % kPollsPerClock == 0 || connections_.hot[0].connection == nullptr) {
     const int64_t before = std::exchange(now_, now_ns());
     connections_.now = now_;
-    // We were stopped: peers may have given up what is waiting in our sockets, and only epoll tells of that first.
+    // We were stopped: peers may have given up what is waiting in our sockets, and only epoll reports that first.
     if (now_ - before > kStoppedNs) connections_.cool();
   }
   uint32_t moved = pump_dirty();
@@ -83,7 +83,7 @@ uint32_t TcpTransport::poll() {
 
 void TcpTransport::tick() {
   next_tick_ns_ = now_ + kTickNs;
-  // We were not there to ask, or to listen (stopped, or nobody polled): that time says nothing about peers.
+  // We were not there to poll or listen (stopped, or nobody drove): that time says nothing about peers.
   const int64_t away_ns = now_ - std::exchange(ticked_ns_, now_) - kPauseMaxNs;
   if (away_ns > 0) {
     for (OutLink* link : watched_) excuse(*link, away_ns);
@@ -129,8 +129,8 @@ Deadline TcpTransport::next_timer() const {
   return next;
 }
 
-// A rail that is down may stay so for days: it wakes nobody but to be tried again. Nor does a peer that has not
-// answered yet: thousands of engines that wait for one on the same machine would keep it from its work.
+// A rail that is down may stay so for days: it wakes us only to be tried again. A peer that has not answered yet wakes
+// nobody, either: thousands of engines waiting for a peer on the same machine would keep it from its work.
 int64_t TcpTransport::next_look_at(const OutLink& link, int64_t now) const {
   if (link.frozen || link.doom || link.held_since_ns != 0 || (link.up && link.outstanding > 0)) return now;
   int64_t next = now + kIdleTickNs;
@@ -149,12 +149,12 @@ int64_t TcpTransport::next_look_at(const OutLink& link, int64_t now) const {
 }
 
 void TcpTransport::arm() {
-  // seq_cst fence: pairs with the one in wake(): either it sees us armed and rings, or who looks once more sees its
+  // seq_cst fence: pairs with the one in wake(): either it sees us armed and rings, or whoever looks once more sees its
   // news.
   armed_.store(true, std::memory_order_relaxed);
   std::atomic_thread_fence(std::memory_order_seq_cst);
   idle_polls_ = 0;
-  polls_ = kPollsPerLook - 1;  // who wakes up looks at all sockets,
+  polls_ = kPollsPerLook - 1;  // whoever wakes up looks at all sockets,
   has_slept_ = true;           // but may ask the hot ones first
   connections_.now = now_ = now_ns();
   for (const ConnectionContext::Hot& place : connections_.hot) {
@@ -162,35 +162,35 @@ void TcpTransport::arm() {
   }
   if (connections_.hot[0].connection != nullptr) connections_.hot[0].hits = 0;
   pump_dirty();
-  // Acknowledgements that wait for company go out in time even if everybody sleeps.
+  // Acknowledgements that wait for an operation to ride with are sent in time even if everybody sleeps.
   if (!acks_.empty()) {
     send_acks(false);
-    int32_t rides = kRidesMax;  // of who waits the shortest
+    int32_t rides = kRidesMax;  // of the link that waits for the shortest time
     for (const InLink* link : acks_) rides = std::min(rides, std::max(link->rides, 1));
     if (!acks_.empty()) poller_.ring_by(now_ + rides * kAckSleepNs);
   }
   poller_.watch();
 }
 
-// relaxed: we are awake, and look before we sleep. Who still sees us armed rings for nothing.
+// relaxed: we are awake, and look before we sleep. A thread that still sees us armed rings for nothing.
 void TcpTransport::disarm() {
   if (armed_.load(std::memory_order_relaxed)) armed_.store(false, std::memory_order_relaxed);
 }
 
 bool TcpTransport::hush(bool looks_at_once) {
   poller_.clear_bell();
-  // Two system calls less for who mostly does, and leaves again. Else what is not yet looked at would wake him again.
-  // relaxed: a guess; a wrong one costs those calls, or a waking.
+  // Saves two system calls for a thread that polls most of the time, and will leave again. Otherwise whatever is not
+  // polled yet would wake the sleeper again. relaxed: a guess; a wrong one costs those calls, or a wake-up.
   const bool has_looked = has_looked_.exchange(false, std::memory_order_relaxed);
   if (!looks_at_once || !has_looked) poller_.unwatch();
-  // release: pairs with is_armed() of who is about to leave: he sees that somebody else has these news.
+  // release: pairs with is_armed() of a thread that is about to leave: it sees that another thread has these news.
   armed_.store(false, std::memory_order_release);
   return true;
 }
 
 void TcpTransport::wake() {
-  // seq_cst fence: the caller's news is visible before we look whether anyone is awake to see it; pairs with arm().
-  // acq_rel: one of several rings; what they tell is ordered by the fence.
+  // seq_cst fence: the caller's news is visible before we check whether anyone is awake to see it; pairs with arm().
+  // acq_rel: one of several rings; what they announce is ordered by the fence.
   std::atomic_thread_fence(std::memory_order_seq_cst);
   if (armed_.load(std::memory_order_relaxed) && armed_.exchange(false, std::memory_order_acq_rel)) poller_.ring();
 }

@@ -1,4 +1,4 @@
-// Operations on their way from the engine to the channels' batches: taken on, taken back, retired.
+// Operations on their way from the engine to the channels' batches: accepted, taken back, retired.
 #include <algorithm>
 #include <array>
 #include <optional>
@@ -10,7 +10,7 @@ namespace crossrail::tcp {
 
 namespace {
 
-constexpr size_t kQueuedMax = 4096;      // of one lane of a link: the rest waits in the engine
+constexpr size_t kQueuedMax = 4096;      // per lane of a link: the rest waits in the engine
 constexpr size_t kSendsQueuedMax = 256;  // messages, likewise
 
 }  // namespace
@@ -27,7 +27,7 @@ uint32_t TcpTransport::post(Link& link, uint32_t rail, std::span<const WorkReque
     }
     return static_cast<uint32_t>(requests.size());
   }
-  // Known of a lane once it is asked for: most posts are of one.
+  // Determined for a lane when first needed: most posts use one lane only.
   std::array<std::optional<size_t>, 2> rooms;
   size_t sends_room = out.sends.size() >= kSendsQueuedMax ? 0 : kSendsQueuedMax - out.sends.size();
   uint32_t taken = 0;
@@ -102,14 +102,14 @@ void TcpTransport::mark_dirty(OutLink& link) {
 
 void TcpTransport::watch(OutLink& link) {
   if (std::exchange(link.is_watched, true)) return;
-  if (watched_.empty()) ticked_ns_ = now_ns();  // until now there was nothing to see to
+  if (watched_.empty()) ticked_ns_ = now_ns();  // there was nothing to watch until now
   watched_.push_back(&link);
   next_tick_ns_ = 0;
 }
 
 uint32_t TcpTransport::pump(OutLink& link) {
   uint32_t moved = 0;
-  // Twice, since who was asked first may have stood back for another that has its share by now.
+  // Twice, since the channel asked first may have held back in favour of another that has its share by now.
   for (int round = 0; round < 2; ++round) {
     const uint32_t before = moved;
     for (size_t i = 0; i < link.channels.size(); ++i) {
@@ -125,7 +125,7 @@ uint32_t TcpTransport::pump(OutLink& link) {
 uint32_t TcpTransport::pump_dirty() {
   if (dirty_.empty()) return 0;
   uint32_t moved = 0;
-  // One that has more than a turn's worth goes to the end of the list again: it has its next turn in the next round.
+  // A link with more than a turn's worth goes to the end of the list: its next turn is in the next round.
   const size_t count = dirty_.size();
   for (size_t i = 0; i < count; ++i) {
     OutLink& link = *dirty_[i];

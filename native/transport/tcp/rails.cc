@@ -1,4 +1,4 @@
-// Which addresses of this host are rails, and which of them talks to which of a peer.
+// Which addresses of this host are rails, and how they are paired with a peer's.
 #include <netinet/in.h>
 
 #include <algorithm>
@@ -37,7 +37,7 @@ Endpoint endpoint_of(const HostAddress& address) {
 
 struct Choice {
   HostAddress address;
-  bool by_netdev = false;  // connections may leave by that one only; asked for by address, the kernel routes
+  bool by_netdev = false;  // connections leave through that interface only; otherwise the kernel routes
 };
 
 std::vector<Choice> choose(const std::vector<std::string>& names, uint32_t count) {
@@ -56,7 +56,7 @@ std::vector<Choice> choose(const std::vector<std::string>& names, uint32_t count
   return chosen;
 }
 
-// All of 127/8 is there without being configured, on one interface.
+// All of 127/8 exists without being configured, on one interface.
 std::string device_of(const HostAddress& address) {
   if (!address.netdev.empty()) return address.netdev.substr(0, address.netdev.find(':'));  // "eth0:1" is a label
   return address.is_loopback ? "lo" : address.text;
@@ -66,7 +66,7 @@ std::string device_of(const HostAddress& address) {
 
 std::vector<Rail> open_rails(const std::vector<std::string>& names, uint32_t count, uint16_t port) {
   std::vector<Rail> rails;
-  std::map<std::array<uint8_t, 16>, uint16_t> used;  // rails per address, when they share one
+  std::map<std::array<uint8_t, 16>, uint16_t> used;  // rails per address, if several share one
   for (const auto& [address, by_netdev] : choose(names, count)) {
     Rail rail;
     rail.endpoint = endpoint_of(address);
@@ -112,7 +112,7 @@ std::vector<RailPair> pair_rails(const std::vector<Endpoint>& ours, const std::v
     if (a.empty() || b.empty()) return;
     for (size_t k = 0; k < std::max(a.size(), b.size()); ++k) pairs.push_back({a[k % a.size()], b[k % b.size()]});
   };
-  // Subnets are told apart by the first rail, of either side, that lies in them.
+  // Each subnet is identified by the first rail, of either side, in it.
   std::vector<bool> taken(ours.size(), false);
   std::vector<bool> taken_there(theirs.size(), false);
   for (uint32_t i = 0; i < ours.size(); ++i) {
@@ -130,8 +130,9 @@ std::vector<RailPair> pair_rails(const std::vector<Endpoint>& ours, const std::v
     for (const uint32_t k : b) taken_there[k] = true;
     pair_up(a, b);
   }
-  // Beside rails that meet, others may be networks of their own. Paired, they would be tried for ever; and a peer that
-  // ends would no longer be seen at once, for which nobody must listen at any of its addresses.
+  // Apart from rails in a common subnet, others may be networks of their own. If they were paired, they would be tried
+  // for ever; and a peer that ends would no longer be noticed at once, since that requires that nobody listens at any
+  // of its addresses.
   if (!pairs.empty()) return pairs;
   for (const uint8_t family : {uint8_t{4}, uint8_t{6}}) {  // routed
     std::vector<uint32_t> a;

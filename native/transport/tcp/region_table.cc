@@ -31,7 +31,7 @@ void RegionTable::revoke(TcpRegion& region) {
   std::lock_guard lock(lock_);
   open_.erase(region.id);
   region.revoked.store(true, std::memory_order_relaxed);
-  // release: pairs with the acquire in revocations(): who sees the new number sees the flag.
+  // release: pairs with the acquire in revocations(): whoever sees the new number sees the flag.
   revocations_.fetch_add(1, std::memory_order_release);
 }
 

@@ -21,11 +21,12 @@ class TcpRegion final : public LocalRegion {
   ~TcpRegion() override;
 
   const Access access;
-  AnonymousPages pages;  // of the engine's own memory
-  // Frames being placed, and reads being answered. Changed by the progress holder only.
-  // release on the way down: pairs with the acquire in is_quiet(), so that whoever frees the memory sees it untouched.
+  AnonymousPages pages;  // the engine's own memory
+  // Frames being placed, and reads being answered. Changed by the progress holder only. Decrements are release: they
+  // pair with the acquire in is_quiet(), so that whoever frees the memory sees it untouched.
   std::atomic<uint32_t> users{0};
-  // relaxed: the holder sees it by revocations() at the latest; until then he uses memory that close() still keeps.
+  // relaxed: the holder learns of it through revocations() at the latest; until then it uses memory that close() still
+  // keeps.
   std::atomic<bool> revoked{false};
   bool has_faulted = false;  // the kernel could not read some of it. Progress holder only
 
@@ -47,7 +48,7 @@ class RegionUse {
     return *this;
   }
   ~RegionUse() { reset(); }
-  // One use more. relaxed: this one keeps the region.
+  // One more use. relaxed: this use keeps the region.
   RegionUse share() const {
     region_->users.fetch_add(1, std::memory_order_relaxed);
     return RegionUse(region_);
@@ -73,9 +74,9 @@ class RegionTable {
   void revoke(TcpRegion& region);
   static bool is_quiet(const TcpRegion& region) { return region.users.load(std::memory_order_acquire) == 0; }
 
-  // Nothing when no open region has this id.
+  // Empty if no open region has this id.
   RegionUse use(uint64_t id);
-  // Changes with every revocation: then uses under way must be looked at.
+  // Changes with every revocation: uses under way must then be checked.
   uint64_t revocations() const { return revocations_.load(std::memory_order_acquire); }
 
  private:

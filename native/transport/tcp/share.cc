@@ -1,7 +1,7 @@
-// One connection for both directions. Where two engines send each other small operations in turn, a connection each way
-// makes the kernels acknowledge every one of them by a packet of its own; on a common one the answer carries that
-// along. Who accepted a connection of the small lane asks to use it (Sharer) instead of making one. When both made one
-// at the same time, the engine with the larger incarnation moves over to the other's.
+// One connection for both directions. Where two engines send each other small operations by turns, a connection per
+// direction makes the kernels acknowledge each of them with a packet of its own; on a shared one the answer carries the
+// acknowledgement along. The side that accepted a connection of the small lane asks to use it (Sharer) instead of
+// making one. If both made one at the same time, the engine with the larger incarnation moves over to the other's.
 
 #include "transport/tcp/frames.h"
 #include "transport/tcp/tcp_transport.h"
@@ -9,12 +9,12 @@
 namespace crossrail::tcp {
 
 namespace {
-// The peer's connection is up: it answers in a round trip. After this long it is far away, frozen or cut off, and we
-// make a connection of our own beside the question. A later yes still counts: the peer has moved over by then, and who
-// went elsewhere would end that connection.
+// The peer's connection is up, so its answer takes a round trip. After this long the peer is far away, frozen or cut
+// off, and we make a connection of our own, with the question still open. A later yes still counts: the peer has moved
+// over by then, and if we went elsewhere we would end that connection.
 constexpr int64_t kShareNs = 300'000'000;
-// Of frames that the peer does not read: 600 answers at least, and a question of ours for each channel. An engine asks
-// for a connection once, and asks no more before it has the answer, or a connection of its own.
+// Limit for frames that the peer does not read: at least 600 answers, and a question of ours per channel. An engine
+// asks once for a connection, and does not ask again before it has the answer or a connection of its own.
 constexpr size_t kShareControlBytesMax = 64 << 10;
 }  // namespace
 
@@ -40,7 +40,7 @@ bool Sharer::on_head(const FrameHeader& header, std::span<const std::byte> meta,
     return true;
   }
   if (type == FrameType::kShare) return reject("a question about a connection that it made itself");
-  if (type != FrameType::kShared) {  // to operations of a link that used the connection before, and ended
+  if (type != FrameType::kShared) {  // about operations of an earlier link on this connection, which ended
     place.add_discard(header.payload_bytes);
     return true;
   }
@@ -67,15 +67,15 @@ void Sharer::on_broken() {
 
 void Sharer::end(ConnectResult result) {
   if (std::exchange(ended_, true)) return;
-  hang_up();                                                                   // its place is the operations' own
-  if (result.kind == ConnectResult::Kind::kUp && connection()->is_broken()) {  // nobody else was left on it
+  hang_up();                                                                   // the operations' stream takes its place
+  if (result.kind == ConnectResult::Kind::kUp && connection()->is_broken()) {  // no other stream was left on it
     result.kind = ConnectResult::Kind::kFailed;
     result.text = "the connection that the peer made broke";
   }
   channel_->on_share_result(std::move(result));
 }
 
-// A connection that the peer made over the rails of this channel and that carries no operations of ours yet, or null.
+// A connection that the peer made over this channel's rails and that carries no operations of ours yet, or null.
 std::shared_ptr<Connection> TcpTransport::find_shareable(const OutChannel& channel) const {
   const OutLink& link = *channel.link;
   const bool is_self = link.address->incarnation == address_.incarnation;
@@ -92,8 +92,8 @@ std::shared_ptr<Connection> TcpTransport::find_shareable(const OutChannel& chann
   return nullptr;
 }
 
-// Not again where sharing failed: that connection may be good for nothing. Unless the one that was made instead has
-// proved that the peer can be reached, or none can be made: who is behind a firewall can only come to us.
+// Not again if sharing failed: that connection may be useless. Unless the one made instead has proved that the peer can
+// be reached, or none can be made: a peer behind a firewall can only come to us.
 bool TcpTransport::may_share(const OutChannel& channel) const {
   if (channel.has_short_segments) return false;  // the peer's has long ones
   if (!channel.is_open()) return !channel.shuns_sharing;
@@ -110,7 +110,7 @@ bool TcpTransport::start_sharing(OutChannel& channel) {
   return true;
 }
 
-// Both made a connection: one of the two engines, and only one, gives its own up.
+// Both sides have made a connection: exactly one of the two engines gives up its own.
 bool TcpTransport::should_move(const OutChannel& channel) const {
   const OutLink& link = *channel.link;
   return channel.lane() == Lane::kSmall && link.twin != nullptr && channel.is_usable() && !channel.is_connecting() &&
@@ -118,7 +118,7 @@ bool TcpTransport::should_move(const OutChannel& channel) const {
          !channel.stream->connection()->carries(Role::kAcceptor) && find_shareable(channel) != nullptr;
 }
 
-// The peer has made a connection. An attempt of ours that has not come far gives way to sharing it.
+// The peer has made a connection. An attempt of ours that has not got far gives way to sharing that one.
 void TcpTransport::reconsider_attempts(OutLink& link) {
   if (address_.incarnation <= link.address->incarnation) return;
   link.for_each_channel([&](OutChannel& channel) {

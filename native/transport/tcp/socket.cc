@@ -13,14 +13,14 @@ namespace crossrail::tcp {
 
 namespace {
 
-// Kernels' probes of idle connections: a peer that is unplugged while nothing moves is noticed after about half a
+// Kernel probes of idle connections: a peer that is unplugged while nothing is in flight is noticed after about half a
 // minute.
 constexpr int kKeepIdleS = 15;
 constexpr int kKeepIntervalS = 5;
 constexpr int kKeepProbes = 3;
 constexpr int kShortSegmentBytes = 536;
-// tcpi_bytes_acked in the kernel's tcp_info. glibc's ends before it, and linux/tcp.h does not go together with
-// netinet/tcp.h.
+// Offset of tcpi_bytes_acked in the kernel's tcp_info. glibc's struct ends before it, and linux/tcp.h cannot be
+// included together with netinet/tcp.h.
 constexpr size_t kBytesAckedAt = 120;
 constexpr size_t kRoundTripMinAt = 148;  // tcpi_min_rtt, us
 constexpr size_t kTcpInfoBytesMax = 256;
@@ -31,7 +31,7 @@ void set(int fd, int level, int name, int value) { setsockopt(fd, level, name, &
 
 ssize_t Socket::receive(std::span<const iovec> views) const {
   if (tls) return tls->receive(views);
-  // recv costs less than recvmsg, and most calls find nothing.
+  // recv is cheaper than recvmsg, and most calls find nothing.
   if (views.size() == 1) return recv(fd.get(), views[0].iov_base, views[0].iov_len, MSG_DONTWAIT);
   msghdr message{};
   message.msg_iov = const_cast<iovec*>(views.data());  // the kernel only reads them
@@ -40,8 +40,8 @@ ssize_t Socket::receive(std::span<const iovec> views) const {
 }
 
 bool Socket::send_message(std::span<const uint8_t> message) const {
-  // Nothing was sent that is not read by now: it fits the empty socket buffer. Flights of TLS, with their certificates,
-  // need not.
+  // Everything sent before has been read by now, so the message fits into the empty socket buffer. TLS flights, with
+  // their certificates, may not fit.
   if (!tls) {
     return ::send(fd.get(), message.data(), message.size(), MSG_DONTWAIT | MSG_NOSIGNAL) ==
            static_cast<ssize_t>(message.size());
@@ -82,7 +82,7 @@ void bind_to_netdev(int fd, const std::string& netdev) {
 }
 
 void tune_for_loopback(int fd) {
-  static constexpr char kReno[] = "reno";  // always allowed; bbr and its like pace
+  static constexpr char kReno[] = "reno";  // always allowed; bbr and similar algorithms pace
   setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, kReno, sizeof kReno - 1);
 }
 
@@ -102,7 +102,7 @@ uint64_t acknowledged_bytes(int fd) { return tcp_info<uint64_t>(fd, kBytesAckedA
 
 int64_t round_trip_ns(int fd) {
   const auto us = tcp_info<uint32_t>(fd, kRoundTripMinAt, 0);
-  return us == UINT32_MAX ? 0 : int64_t{us} * 1000;  // nothing was acknowledged yet
+  return us == UINT32_MAX ? 0 : int64_t{us} * 1000;  // nothing acknowledged yet
 }
 
 socklen_t to_sockaddr(const Endpoint& endpoint, sockaddr_storage* out) {

@@ -27,7 +27,7 @@ void StagePool::give(std::unique_ptr<device::HostBuffer> stage) {
   if (stage->is_pinned()) {
     free_.push_back(std::move(stage));
   } else if (free_.size() < kStages) {
-    free_.insert(free_.begin(), std::move(stage));  // taken when no pinned one is left
+    free_.insert(free_.begin(), std::move(stage));  // used when no pinned one is left
   }
 }
 

@@ -16,11 +16,12 @@ namespace crossrail::tcp {
 
 namespace {
 
-// A longer range is several work requests, of which the last waits for the others: rare, and short beside 64 MiB.
+// A longer range becomes several work requests, the last of which waits for the others: rare, and short compared with
+// 64 MiB.
 constexpr uint64_t kSliceBytes = uint64_t{64} << 20;
 constexpr uint64_t kPieceBytesMin = 256 << 10;
 
-// A thousand peers are a thousand sockets and more: what the administrator allows, we use.
+// A thousand peers need a thousand sockets and more: we use as many descriptors as the administrator allows.
 void raise_descriptor_limit() {
   rlimit limit{};
   if (getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur >= limit.rlim_max) return;
@@ -73,7 +74,7 @@ void TcpTransport::close() {
   closed_ = true;
   connections_.now = now_ = now_ns();
   send_acks(true);
-  // First this, since the end of our operations may be the end of connections that carry both.
+  // First: the end of our operations may end connections that carry both directions.
   for (auto& [key, link] : in_) {
     tell_outcomes_again(*link);
     for (auto& [index, channel] : link->channels) {
@@ -127,7 +128,7 @@ std::unique_ptr<LocalRegion> TcpTransport::allocate(uint64_t id, uint64_t length
   return regions_.allocate(id, length_bytes, populate);
 }
 
-// Those of whom a frame is being placed there, or a read answered.
+// The peers from whom a frame is being placed there, or for whom a read is being answered.
 std::vector<std::string> TcpTransport::users_of(const LocalRegion& region) {
   std::vector<std::string> names;
   for (const auto& [key, link] : in_) {
@@ -193,7 +194,7 @@ std::vector<PathReport> TcpTransport::explain(Link& link) {
     bool is_open = false;
     bool is_short = false;
     bool is_down = false;
-    std::string missing;  // of two lanes, where one of them serves for both
+    std::string missing;  // of two lanes, of which one can serve for both
     for (const Lane lane : {Lane::kSmall, Lane::kBulk}) {
       const OutChannel* channel = out.find(pair, lane);
       if (channel == nullptr) continue;
@@ -235,7 +236,7 @@ uint64_t TcpTransport::rail_depth(Link& link, uint32_t rail) {
   uint64_t depth = 0;
   out.for_each_channel([&](const OutChannel& channel) {
     if (out.pairs[channel.pair()].rail != rail) return;
-    depth += channel.reads_open + (channel.current ? 1 : 0);  // a read is over when its data is here
+    depth += channel.reads_open + (channel.current ? 1 : 0);  // a read is over when its data has arrived
     for (size_t i = 0; i < channel.sent.size(); ++i) depth += channel.sent[i].op == WorkOp::kRead ? 0 : 1;
   });
   return depth;

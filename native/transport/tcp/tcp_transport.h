@@ -1,10 +1,10 @@
 // TCP between engines, with nothing but the kernel: the default between hosts that have no RDMA network.
 //
-// The initiator's worker gathers operations into frames and sends them from the regions they are in; the target's
-// worker places them straight into the target's pages, one copy by the kernel on each side. Completion means placed:
-// the target acknowledges. Each peer has, per pair of rails, a connection for small operations and one for large ones.
-// Who talks to whom: wire.h. How a connection begins: handshake.h. What happens when one breaks: out_watch.cc. The
-// transport's own calls: tcp_transport.cc, posting.cc, acknowledging.cc, polling.cc; peers that come to us:
+// The initiator's worker gathers operations into frames and sends them directly from their regions; the target's worker
+// places them directly into the target's pages, so the kernel copies once on each side. Completion means placed: the
+// target acknowledges. Each peer has, per pair of rails, one connection for small operations and one for large ones.
+// The protocol: wire.h. How a connection begins: handshake.h. What happens when one breaks: out_watch.cc. The
+// transport's own calls: tcp_transport.cc, posting.cc, acknowledging.cc, polling.cc; peers that connect to us:
 // incoming.cc.
 #pragma once
 
@@ -24,9 +24,9 @@
 
 namespace crossrail::tcp {
 
-// How long an acknowledgement waits for an operation to ride with; and while everybody sleeps, where a timer ends it,
-// for each of the link's rides. A timer that is set at each visit of a thread made a round trip three times as long,
-// and each that rings for nothing wakes somebody.
+// How long an acknowledgement waits for an operation to ride with, for each of the link's rides if everybody sleeps,
+// where a timer ends the wait. (Setting a timer at each visit of a thread made a round trip three times as long, and
+// each timer that rings for nothing wakes somebody.)
 inline constexpr int64_t kAckWaitNs = 30'000;
 inline constexpr int64_t kAckSleepNs = 100'000;
 inline constexpr int32_t kRidesMax = 8;
@@ -64,7 +64,7 @@ class TcpTransport final : public Transport, public Acceptor::Owner {
   void disarm() override;
   // seq_cst: pairs with hush(), and comes before what EngineCore::leave() does about the answer.
   bool is_armed() const override { return armed_.load(std::memory_order_seq_cst); }
-  // Only what no socket tells of: more than a turn's worth to send. For the rest the kernel wakes whoever sleeps.
+  // Only what no socket reports: more to send than fits one turn. For everything else the kernel wakes the sleeper.
   bool has_arrivals() override;
   Deadline next_timer() const override;
   int wake_fd() const override { return poller_.sleep_fd(); }
@@ -91,20 +91,20 @@ class TcpTransport final : public Transport, public Acceptor::Owner {
   void bury(std::unique_ptr<Connector> connector);
   void retire(OutLink& link, const WorkRequest& request, Status status, const std::string& detail);
   void hold(InLink& link);
-  // Whoever comes next waits behind them.
+  // New messages queue behind the held ones.
   bool holds_messages() const { return !holding_.empty(); }
   void on_taken(InLink& link, uint64_t message_id);
   void on_untaken(InLink& link, MessageOutcome outcome);
-  // The initiator wants it back. It gets it, if it waits for a buffer.
+  // The initiator wants it back, and gets it if it is still waiting for a buffer.
   void recall(InLink& link, uint64_t message_id);
-  // Of messages: what was told may have been lost with a connection.
+  // For messages: what was told may have been lost with a connection.
   void tell_outcomes_again(InLink& link);
-  // Our operations towards the peer of `link`, by their id; null: over.
+  // Our operations towards the peer at `link`, by link id; null: over.
   OutLink* find_out(const Address& peer, uint64_t id);
   void on_incoming_broken(InChannel& channel, const InStream& stream);
-  // The peer uses this connection for operations of its own, too.
+  // The peer also uses this connection for operations of its own.
   void attach_incoming(const Hello& hello, std::shared_ptr<Connection> connection);
-  // Frames with what the twin of this link has placed, to ride along by this connection.
+  // Adds frames that report what this link's twin has placed, to ride along on this connection.
   void put_rider_acks(OutLink& link, const Connection& by, TxBatch& batch);
 
   // Acceptor::Owner
@@ -134,7 +134,7 @@ class TcpTransport final : public Transport, public Acceptor::Owner {
   bool start_sharing(OutChannel& channel);
   bool should_move(const OutChannel& channel) const;
   void reconsider_attempts(OutLink& link);
-  // out_watch.cc: what goes wrong
+  // out_watch.cc: failures
   void tend(OutLink& link);
   bool tend_channels(OutLink& link);
   void try_anew(OutLink& link);
@@ -155,11 +155,11 @@ class TcpTransport final : public Transport, public Acceptor::Owner {
   void offer_held();
   void tend_incoming();
   void drop(InLink& link);
-  // Whether the link has a connection: since when it has none.
+  // Updates whether the link has a connection, and since when it has none.
   void note_connected(InLink& link);
   uint32_t poll_sockets();
   void tick();
-  // When it is to be tended, while everybody sleeps.
+  // When it must be tended next while everybody sleeps.
   int64_t next_look_at(const OutLink& link, int64_t now) const;
 
   Sink* const sink_;
@@ -167,7 +167,7 @@ class TcpTransport final : public Transport, public Acceptor::Owner {
   Traits traits_;
   Address address_;
   Digest key_;
-  std::shared_ptr<TlsContext> tls_;  // null: in the clear
+  std::shared_ptr<TlsContext> tls_;  // null: plaintext
   Poller poller_;
   ConnectionContext connections_;
   RegionTable regions_;
@@ -175,31 +175,32 @@ class TcpTransport final : public Transport, public Acceptor::Owner {
   std::vector<std::unique_ptr<Listener>> listeners_;
   int64_t listeners_paused_until_ns_ = 0;  // out of descriptors
   bool strangers_reported_ = false;
-  // Invariant: now_ less this is what may be told of strangers, a second for each. In the past at first: all may.
+  // Invariant: now_ minus this is the budget for events about strangers, one per second. In the far past at first: all
+  // may be reported.
   int64_t strangers_told_at_ns_ = std::numeric_limits<int64_t>::min();
   uint64_t strangers_untold_ = 0;
   std::vector<std::unique_ptr<Acceptor>> acceptors_;
   std::vector<std::unique_ptr<OutLink>> out_;
   std::map<std::pair<Incarnation, uint64_t>, std::unique_ptr<InLink>> in_;
-  size_t unconnected_ = 0;  // of in_: those that have an unconnected_since_ns
+  size_t unconnected_ = 0;  // links in in_ that have an unconnected_since_ns
   std::vector<OutLink*> dirty_;
   std::vector<OutLink*> watched_;
   std::vector<InLink*> acks_;
-  std::deque<InLink*> holding_;  // links with messages that nobody takes, whose turn it is first
-  // Broken in the middle of their own calls: destroyed at the end of the poll.
+  std::deque<InLink*> holding_;  // links with messages that nobody takes, the next in turn first
+  // Streams that broke in the middle of their own calls: destroyed at the end of the poll.
   std::vector<std::unique_ptr<Stream>> dead_streams_;
   std::vector<std::unique_ptr<Connector>> dead_connectors_;
   uint64_t revocations_seen_ = 0;
   uint64_t next_link_id_;
-  uint32_t newest_epoch_ = 0;  // of links that ended: so an answer to one of them is not another link's
+  uint32_t newest_epoch_ = 0;  // of links that ended, so that an answer to one of them is not taken for another link's
   int64_t now_ = 0;
   int64_t next_tick_ns_ = 0;
-  int64_t ticked_ns_ = 0;      // or began to watch a first link
+  int64_t ticked_ns_ = 0;      // or when it began to watch its first link
   size_t young_attempts_ = 0;  // at the latest tick, and those begun since
   int64_t looked_ns_ = 0;
   uint32_t idle_polls_ = 0;
   uint32_t polls_ = 0;
-  bool has_slept_ = false;               // somebody has, since the last look at the sockets
+  bool has_slept_ = false;               // somebody has slept since the last look at the sockets
   std::atomic<bool> has_looked_{false};  // polled since the last hush()
   std::atomic<bool> armed_{false};
   bool closed_ = false;

@@ -11,11 +11,11 @@ namespace crossrail::tcp {
 
 namespace {
 
-// Of a peer's chain, as it travels: three or four certificates of the usual size.
+// Limit for a peer's chain as transmitted: three or four certificates of the usual size.
 constexpr long kChainBytesMax = 16 << 10;
-constexpr size_t kGatheredBytes = 16 << 10;  // a record
+constexpr size_t kGatheredBytes = 16 << 10;  // one record
 
-// A key that wants a password would ask for it on the terminal.
+// A key with a password would ask for it on the terminal.
 int no_password(char*, int, int, void*) { return -1; }
 
 void check_readable(const char* option, const std::string& path) {
@@ -75,7 +75,7 @@ void TlsContext::load_key() {
   const TlsCalls& ssl = calls();
   if (ssl.SSL_CTX_use_PrivateKey_file(handle_, options_.key_file.c_str(), kSslFileTypePem) == 1) return;
   const std::string why = library_->take_error();
-  // Beside no certificate it is taken, if it is a key at all.
+  // Without a certificate it is accepted, if it is a key at all.
   ssl_ctx_st* const alone = ssl.SSL_CTX_new(ssl.TLS_method());
   if (alone == nullptr) throw TransportError("SSL_CTX_new", 0, library_->take_error());
   ssl.SSL_CTX_set_default_passwd_cb(alone, no_password);

@@ -1,4 +1,4 @@
-// Who we are and whom we trust under TLS: what all connections of one transport share.
+// Our identity and whom we trust under TLS: shared by all connections of one transport.
 #pragma once
 
 #include <memory>
@@ -9,11 +9,11 @@
 
 namespace crossrail::tcp {
 
-// TLS 1.3 and nothing older; both sides show a certificate, and take the other's if the CAs of `options.ca_file` vouch
-// for it. No session tickets, no resumption: every connection proves who it is.
+// TLS 1.3 only. Both sides show a certificate, and accept the other's if the CAs in `options.ca_file` vouch for it. No
+// session tickets, no resumption: every connection authenticates.
 class TlsContext {
  public:
-  // Reads the files, once. Throws UsageError for one that is missing or holds something else, TransportError without
+  // Reads the files, once. Throws UsageError if a file is missing or has the wrong content, TransportError without
   // OpenSSL.
   explicit TlsContext(const TlsOptions& options);
   ~TlsContext();
@@ -28,7 +28,7 @@ class TlsContext {
   // AES-GCM is good for 2^24.5 full records under one key (RFC 8446, 5.5). This is 2^22 of them.
   static constexpr uint64_t kKeyBytesMax = uint64_t{1} << 36;
   uint64_t key_bytes_max = kKeyBytesMax;  // sent before keys are changed; tests lower it
-  // Short pieces are gathered here before they are sealed. Progress holder.
+  // Gathers short pieces before they are encrypted. Progress holder.
   std::vector<std::byte> gathered;
 
  private:

@@ -17,13 +17,13 @@ constexpr const char* kRemedy =
     "install OpenSSL 3 (Debian, Ubuntu: apt install libssl3; RHEL: dnf install openssl-libs), or set CROSSRAIL_LIBSSL "
     "to the path of a libssl.so.3";
 constexpr unsigned long kVersionMin = 0x30000000;
-constexpr unsigned long kAlerts = 1000;  // reasons from here on are alerts of the peer (SSL_AD_REASON_OFFSET)
+constexpr unsigned long kAlerts = 1000;  // reasons from here on are the peer's alerts (SSL_AD_REASON_OFFSET)
 constexpr unsigned long kVersionBehind = 0x40000000;
 
 std::mutex g_mutex;
 std::shared_ptr<const TlsLibrary> g_library;
 
-// Looks calls up by name; what libssl has not itself is looked for in the libcrypto that it brings.
+// Looks functions up by name; those that libssl lacks are looked for in the libcrypto that it brings.
 class Finder {
  public:
   explicit Finder(void* handle) : handle_(handle) {}
@@ -100,7 +100,7 @@ void find_bios(Finder& finder, TlsCalls& calls) {
 
 class Search {
  public:
-  // Null: not there, or unusable, which is noted.
+  // Null: not there, or unusable; the reason is recorded.
   std::shared_ptr<const TlsLibrary> try_one(const std::string& path, int extra_flags, const std::string& what) {
     std::string why;
     void* const handle = load_library(path, extra_flags, &why);
@@ -120,7 +120,7 @@ class Search {
     } else if (const auto version = library->calls.OpenSSL_version_num();
                version < kVersionMin || version >= kVersionBehind) {
       trouble = std::string("is ") + library->calls.OpenSSL_version(0) + ", and version 3 is needed";
-      // At exit workers may still be reading; what the library holds then goes with the process.
+      // At exit workers may still be reading; whatever the library holds ends with the process then.
     } else if (library->calls.OPENSSL_init_ssl(kOpensslInitNoAtexit, nullptr) != 1) {
       trouble = "does not start: " + library->take_error();
     }

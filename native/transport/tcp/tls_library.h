@@ -8,8 +8,8 @@
 #include <memory>
 #include <string>
 
-// OpenSSL's own opaque types, declared here so that building needs no headers of it. tests/native/test_tls.cc compares
-// what follows with the headers, where there are any.
+// OpenSSL's opaque types, declared here so that building does not need its headers. tests/native/test_tls.cc compares
+// what follows with the headers, if they are installed.
 struct ssl_ctx_st;
 struct ssl_st;
 struct ssl_method_st;
@@ -77,7 +77,7 @@ struct TlsCalls {
   void (*BIO_clear_flags)(bio_st* bio, int flags);
 };
 
-// What OpenSSL's headers have as macros.
+// Constants that OpenSSL's headers define as macros.
 inline constexpr int kSslCtrlMode = 33;
 inline constexpr int kSslCtrlSetSessionCacheMode = 44;
 inline constexpr int kSslCtrlSetMaxCertList = 51;
@@ -98,21 +98,22 @@ inline constexpr int kBioCtrlFlush = 11;
 inline constexpr unsigned int kX509CheckNames = 0x4 | 0x20;  // no wildcards within a label, never the common name
 inline constexpr uint64_t kOpensslInitNoAtexit = 0x00080000;
 
-// Immutable, [any] thread. Never unloaded: other parts of the process may use the same one.
+// Immutable; [any] thread. Never unloaded: other parts of the process may use the same library.
 struct TlsLibrary {
   TlsCalls calls{};
-  std::string path;     // as the loader tells it
+  std::string path;     // as reported by the loader
   std::string version;  // "OpenSSL 3.0.15 3 Sep 2024"
 
-  // Why the last call of this thread failed, and forgets it. Never empty.
+  // Returns and clears the reason why this thread's last call failed. Never empty.
   std::string take_error() const;
 };
 
-// The process's OpenSSL 3, opened at the first call that finds one. Looked for, in this order:
-//   1. CROSSRAIL_LIBSSL, a path: this one or none.
-//   2. One that the process has already: Python's ssl module brings one.
-//   3. The system's libssl.so.3.
-// Throws TransportError that lists what was tried. OpenSSL 1.1.1 gets no repairs any more since 2023 and is not taken.
+// The process's OpenSSL 3, opened by the first call that finds one. Looked for in this order:
+// 1. CROSSRAIL_LIBSSL, a path: this one or none.
+// 2. One already loaded into the process: Python's ssl module brings one.
+// 3. The system's libssl.so.3.
+// Throws TransportError that lists what was tried. OpenSSL 1.1.1 has been without security fixes since 2023 and is not
+// accepted.
 std::shared_ptr<const TlsLibrary> open_tls_library();
 
 }  // namespace crossrail::tcp

@@ -15,13 +15,13 @@ namespace crossrail::tcp {
 
 namespace {
 
-// Sealed before the kernel gets it: several records for one system call.
+// Encrypted before the kernel gets it: several records per system call.
 constexpr size_t kSealBytes = 64 << 10;
-constexpr size_t kKeptBytes = 2 * kSealBytes;  // of an empty buffer
-// RFC 9266: what both ends of a TLS session, and nobody between them, can compute.
+constexpr size_t kKeptBytes = 2 * kSealBytes;  // capacity kept by an empty buffer
+// RFC 9266: a value that both ends of a TLS session, and nobody between them, can compute.
 constexpr std::string_view kBindingLabel = "EXPORTER-Channel-Binding";
 
-// Of the one OpenSSL of the process. Set before there is a session; OpenSSL calls back with no more than a BIO.
+// The one OpenSSL of the process. Set before there is a session; OpenSSL's callbacks get nothing but a BIO.
 const TlsCalls* g_calls = nullptr;
 
 }  // namespace
@@ -47,7 +47,7 @@ int TlsSession::on_bio_read(bio_st* bio, char* data, size_t size, size_t* done) 
   auto* const self = static_cast<TlsSession*>(g_calls->BIO_get_data(bio));
   g_calls->BIO_clear_flags(bio, kBioFlagsRead | kBioFlagsRetry);
   *done = 0;
-  if (self->is_closed_ || self->error_ != 0) return 0;  // asked again, the kernel would say something else
+  if (self->is_closed_ || self->error_ != 0) return 0;  // asked again, the kernel would answer something else
   if (self->bytes_left_ == 0) {
     self->trouble_ = "more than " + std::to_string(kHandshakeBytesMax) + " bytes before it has said who it is";
     return 0;
@@ -105,7 +105,7 @@ TlsSession::TlsSession(std::shared_ptr<TlsContext> context, Side side, int fd)
   }
   calls_.BIO_set_data(bio, this);
   calls_.BIO_set_init(bio, 1);
-  calls_.SSL_set_bio(ssl_, bio, bio);  // which now belongs to it
+  calls_.SSL_set_bio(ssl_, bio, bio);  // takes ownership of it
   if (side == Side::kInitiator) {
     calls_.SSL_set_connect_state(ssl_);
   } else {
@@ -123,7 +123,7 @@ ssize_t TlsSession::failed() {
     return -1;
   }
   const std::string reason = context_->library().take_error();
-  if (kind == kSslErrorZeroReturn) is_closed_ = true;  // close_notify: the same as the end of the stream
+  if (kind == kSslErrorZeroReturn) is_closed_ = true;  // close_notify: equivalent to the end of the stream
   if (trouble_.empty() && is_closed_) return 0;
   if (trouble_.empty() && error_ != 0) {
     errno = error_;
@@ -147,7 +147,7 @@ TlsSession::Step TlsSession::handshake() {
 }
 
 bool TlsSession::is_named(std::string_view name) const {
-  // With a dot in front it would stand for all names of a domain.
+  // A leading dot would match all names in a domain.
   if (name.empty() || name.front() == '.') return false;
   x509_st* const certificate = calls_.SSL_get1_peer_certificate(ssl_);
   if (certificate == nullptr) return false;
@@ -186,7 +186,7 @@ ssize_t TlsSession::receive(std::span<const iovec> views) {
       if (calls_.SSL_read_ex(ssl_, static_cast<std::byte*>(view.iov_base) + at, view.iov_len - at, &got) != 1) {
         const ssize_t result = failed();
         if (total == 0) return result;
-        end_waits_ = result == 0 || errno != EAGAIN;  // the end stays, and is told the next time
+        end_waits_ = result == 0 || errno != EAGAIN;  // the end persists, and is reported next time
         return static_cast<ssize_t>(total);
       }
       at += got;

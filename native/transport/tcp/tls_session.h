@@ -1,5 +1,5 @@
-// TLS on one connection: seals what we send and opens what arrives, on a non-blocking socket. The worker never waits
-// for it.
+// TLS on one connection: encrypts what we send and decrypts what arrives, on a non-blocking socket. The worker never
+// waits for it.
 #pragma once
 
 #include <sys/uio.h>
@@ -17,40 +17,40 @@
 
 namespace crossrail::tcp {
 
-// Lifecycle: 1. handshake(), until it says kDone. 2. receive() and seal(). 3. over, by the first error.
-// What is sealed lies in a buffer of ours until flush() has handed it to the kernel: so OpenSSL never has to wait for
-// room.
-// Invariants: until lift_limit() it reads at most kHandshakeBytesMax bytes in all. The buffer holds kUnsentBytesMax at
-// most. Progress holder.
+// Lifecycle: 1. handshake(), until it returns kDone. 2. receive() and seal(). 3. over, with the first error.
+// Encrypted bytes are kept in a buffer of ours until flush() has handed them to the kernel, so OpenSSL never has to
+// wait for room.
+// Invariants: until lift_limit() it reads at most kHandshakeBytesMax bytes in all. The buffer holds at most
+// kUnsentBytesMax. Progress holder.
 class TlsSession {
  public:
   enum class Side : uint8_t { kInitiator, kAcceptor };
   enum class Step : uint8_t { kMore, kDone, kFailed, kGone };
-  // What TLS and our handshake after it need: two chains of certificates, and four short messages.
+  // What TLS and our handshake after it need: two certificate chains and four short messages.
   static constexpr uint64_t kHandshakeBytesMax = 32 << 10;
-  static constexpr uint64_t kIdleBytesMax = 64 << 10;  // two records and more: data always gets on
-  // A seal, a flight, and answers to a peer that wants new keys.
+  static constexpr uint64_t kIdleBytesMax = 64 << 10;  // more than two records: data always makes progress
+  // One seal(), one flight, and answers to a peer that requests new keys.
   static constexpr size_t kUnsentBytesMax = 256 << 10;
 
-  // fd: of a connected socket, not owned. Throws TransportError when there is no memory.
+  // fd: a connected socket, not owned. Throws TransportError if there is no memory.
   TlsSession(std::shared_ptr<TlsContext> context, Side side, int fd);
   ~TlsSession();
   TlsSession(const TlsSession&) = delete;
   TlsSession& operator=(const TlsSession&) = delete;
 
-  // Goes on as far as what has arrived lets it. kFailed: one of the two does not want the other, see trouble(). kGone:
-  // the connection was closed or broke.
+  // Continues as far as the received bytes allow. kFailed: one side rejects the other, see trouble(). kGone: the
+  // connection was closed or broke.
   Step handshake();
-  // Only as many bytes are read from the socket as it needs, until lift_limit().
-  // After the handshake: what the peer's certificate and keys say.
-  bool is_named(std::string_view name) const;  // one of its DNS names is this, or a wildcard for it
-  Digest binding() const;                      // of this session and no other, known to both ends (RFC 9266)
+  // Until lift_limit(), reads only as many bytes from the socket as it needs.
+  // After the handshake: the peer's certificate and keys.
+  bool is_named(std::string_view name) const;  // one of its DNS names is this, or a wildcard that covers it
+  Digest binding() const;                      // unique to this session, known to both ends (RFC 9266)
   const char* cipher() const;
 
-  // Who the peer is, is settled.
+  // The peer's identity is established.
   void lift_limit();
-  // At most so many bytes are taken from the socket until the next call, and of those that bring no data - a peer may
-  // send new keys for ever - kIdleBytesMax in a row.
+  // Until the next call, takes at most this many bytes from the socket, and at most kIdleBytesMax consecutive bytes
+  // that carry no data: a peer may send new keys for ever.
   void begin_turn(uint64_t bytes) {
     turn_left_ = bytes;
     idle_left_ = kIdleBytesMax;
@@ -58,21 +58,21 @@ class TlsSession {
   // Like recvmsg(2) with MSG_DONTWAIT: fills the views in turn. 0: the connection was closed. -1: errno EAGAIN, or why
   // it broke; EPROTO: see trouble().
   ssize_t receive(std::span<const iovec> views);
-  // Whether bytes lie here that the socket will not tell of.
+  // Whether bytes are buffered here that the socket will not report.
   bool holds_more() const;
-  // Whether receive() met the end behind bytes that it gave out first: the socket may not tell of it again.
+  // Whether receive() met the end of the stream after bytes that it returned first: the socket may not report it again.
   bool end_waits() const { return end_waits_; }
-  // Seals a share of the views' bytes, in order. -1: it broke, see trouble().
+  // Encrypts a part of the views' bytes, in order. -1: it broke, see trouble().
   ssize_t seal(std::span<const iovec> views);
   bool has_unsent() const { return sent_ < unsent_.size(); }
-  // Hands the kernel what is sealed. Like send(2): -1 and errno, also when only a part of it fit (EAGAIN).
+  // Hands the kernel what is encrypted. Like send(2): -1 and errno, also if only a part of it fit (EAGAIN).
   int flush();
 
   // Why it failed, one line.
   const std::string& trouble() const { return trouble_; }
 
  private:
-  friend struct TlsInsides;  // of tests: what no session of ours does by itself
+  friend struct TlsInsides;  // for tests: what no session of ours does by itself
   static constexpr uint64_t kNoLimit = UINT64_MAX;
   static const bio_method_st* bio_method(const TlsCalls& calls);
   static int on_bio_read(bio_st* bio, char* data, size_t size, size_t* done);
@@ -87,16 +87,17 @@ class TlsSession {
   const TlsCalls& calls_;
   const int fd_;
   ssl_st* ssl_ = nullptr;
-  // The end of what arrives. Invariant: at most one of the two, and then nothing more is read from the socket.
+  // The end of the incoming stream. Invariant: at most one of the two is set, and then nothing more is read from the
+  // socket.
   bool is_closed_ = false;  // by the peer
   int error_ = 0;           // errno of the socket
   bool end_waits_ = false;
   uint64_t bytes_left_ = kHandshakeBytesMax;
   uint64_t turn_left_ = UINT64_MAX;
   uint64_t idle_left_ = kIdleBytesMax;
-  uint64_t sealed_bytes_ = 0;  // with the keys of now
+  uint64_t sealed_bytes_ = 0;  // with the current keys
   std::vector<std::byte> unsent_;
-  size_t sent_ = 0;  // of unsent_
+  size_t sent_ = 0;  // part of unsent_ that is sent
   std::string trouble_;
 };
 
