@@ -1,5 +1,5 @@
-// The floating-point formats of rows, one number at a time: what the vector code must agree with, bit by bit.
-// All conversions round to nearest, ties to even. They go by the bits alone, so that no compiler option changes them.
+// The floating-point formats of rows, one number at a time: the reference that the vector code must match bit by bit.
+// All conversions round to nearest, ties to even. They work on the bits only, so that no compiler option changes them.
 #pragma once
 
 #include <bit>
@@ -28,7 +28,7 @@ constexpr uint16_t to_bfloat16(float value) {
 constexpr float from_float16(uint16_t half) {
   const uint32_t sign = (half & 0x8000U) << 16U;
   const uint32_t bits = half & 0x7FFFU;
-  if (bits >= 0x7C00) {  // infinity, NaN: quiet, as processors make it
+  if (bits >= 0x7C00) {  // infinity, NaN: quiet, as processors produce it
     const uint32_t quiet = bits > 0x7C00 ? 0x00400000U : 0;
     return std::bit_cast<float>(sign | kInfinity | quiet | (bits & 0x3FFU) << 13U);
   }
@@ -47,7 +47,7 @@ constexpr uint16_t to_float16(float value) {
     return static_cast<uint16_t>(sign | (bits + 0xFFF + (bits >> 13U & 1U) - (112U << 23U)) >> 13U);
   }
   if (bits < 0x33000000) return sign;  // less than half of 2**-24
-  // Steps of 2**-24: float32's fraction, with its leading one, shifted to there.
+  // Steps of 2**-24: float32's fraction with its leading one, shifted into place.
   const uint32_t shift = 126 - (bits >> 23U);
   const uint32_t fraction = (bits & 0x7FFFFFU) | 0x800000U;
   const uint32_t half = 1U << (shift - 1);
@@ -57,7 +57,7 @@ constexpr uint16_t to_float16(float value) {
 
 constexpr float kE4m3Largest = 448;
 
-// float8 e4m3fn; beyond 448, infinity too, is 448; NaN is 0x7F. Signs are kept.
+// float8 e4m3fn. Anything beyond 448, including infinity, becomes 448; NaN becomes 0x7F. Signs are kept.
 constexpr uint8_t to_e4m3(float value) {
   const auto all = std::bit_cast<uint32_t>(value);
   const auto sign = static_cast<uint8_t>(all >> 24U & 0x80U);

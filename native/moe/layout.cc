@@ -26,7 +26,7 @@ void require_order(std::span<const int32_t> order, int32_t routes) {
                    " routes");
 }
 
-// The token of an entry of a group's order, which may hold anything.
+// The token of an entry in a group's order, which may contain anything.
 int32_t require_token(int32_t route, const LayoutShape& shape, uint32_t group) {
   const int64_t end = int64_t{shape.max_tokens} * shape.top_k;
   if (route >= 0 && route < end) return route / static_cast<int32_t>(shape.top_k);
@@ -34,7 +34,7 @@ int32_t require_token(int32_t route, const LayoutShape& shape, uint32_t group) {
                    ", must be in [0, " + std::to_string(end) + ")");
 }
 
-// Whether the route exists that an index and a slot name.
+// Whether the route named by an index and a slot exists.
 template <typename Index>
 void require_route(Index expert, int32_t slot, int32_t count, size_t route) {
   if (slot >= 0 && slot < count) return;
@@ -87,7 +87,7 @@ Layout::Layout(LayoutShape shape) : shape_(std::move(shape)) {
   for (uint32_t& node : node_of_rank_)
     node = static_cast<uint32_t>(std::lower_bound(names.begin(), names.end(), node) - names.begin());
   nodes_ = static_cast<uint32_t>(names.size());
-  // Any sum of rows below: all routes of all groups, each expert's rows padded, and all slots.
+  // Bounds every sum of rows below: all routes of all groups, each expert's rows padded, and all slots.
   const auto bound = static_cast<unsigned __int128>(kRowsMax);
   const auto wide = [](uint64_t value) { return static_cast<unsigned __int128>(value); };
   const unsigned __int128 routes = wide(groups()) * shape_.max_tokens * shape_.top_k;
@@ -122,7 +122,7 @@ std::vector<uint32_t> Layout::far_ranks_in_turn(uint32_t rank) const {
   std::vector<uint32_t> members(nodes_);      // of each node, so far
   std::vector<uint32_t> index(shape_.world);  // of a rank in its node
   for (uint32_t other = 0; other < shape_.world; ++other) index[other] = members[node_of_rank_[other]]++;
-  std::vector<std::pair<uint64_t, uint32_t>> far;  // when, who
+  std::vector<std::pair<uint64_t, uint32_t>> far;  // position in turn, rank
   for (uint32_t other = 0; other < shape_.world; ++other) {
     if (same_node(rank, other)) continue;
     const uint32_t size = members[node_of_rank_[other]];
@@ -278,7 +278,7 @@ std::vector<Move> Placement::pull_near(uint32_t group, uint32_t rank, std::span<
   require_order(order, starts.back());
   const uint32_t first = layout_.first_expert(rank);
   const auto here = order.subspan(starts[first], static_cast<size_t>(routes(group, rank)));
-  // By token, for who reads a row once then copies it to all of its places while it is in the caches: a counting sort.
+  // By token, so that a reader copies a row to all of its places while it is in the caches: a counting sort.
   std::vector<int32_t> tokens(here.size());
   std::vector<int32_t> places(layout_.shape().max_tokens + size_t{1});
   for (size_t i = 0; i < here.size(); ++i) {
@@ -366,7 +366,7 @@ std::vector<Place> Placement::places(uint32_t origin, std::span<const Index> ind
   const uint32_t group = layout_.group_of(origin);
   require(slots.size() == indices.size(), "len(slots)", slots.size(),
           "as many as indices, " + std::to_string(indices.size()));
-  // By expert: which source its rows are in, and the first of ours.
+  // By expert: the source that has its rows, and our first one.
   std::vector<Place> first(experts);
   const std::vector<int32_t> starts = route_starts(group);
   const std::vector<int32_t> rows = first_rows(group, 0, experts);

@@ -1,5 +1,5 @@
-// Where rows go in a round of dispatch and combine. This is pure arithmetic on the table of route counts. Every rank
-// has that table and computes the same places from it, so no rank is sent an offset.
+// Where rows go in a round of dispatch and combine: pure arithmetic on the table of route counts. Every rank has that
+// table and computes the same places from it, so no rank is sent an offset.
 //
 // Words: a *route* is one (token, k) whose expert is not masked. A *group* is dp_size consecutive ranks that hold the
 // same tokens; the group is the source of its routes. Experts are numbered rank by rank; a rank may have none. Group g
@@ -23,17 +23,17 @@ struct LayoutShape {
   uint32_t world = 1;
   uint32_t experts = 1;
   uint32_t top_k = 1;
-  uint32_t max_tokens = 1;             // of a rank
+  uint32_t max_tokens = 1;             // per rank
   uint32_t dp_size = 1;                // divides world
-  uint32_t private_rows = 0;           // of the slot that each far group has at each rank
+  uint32_t private_rows = 0;           // in the slot that each far group has at each rank
   uint32_t padding = 1;                // each expert's rows begin at a multiple of this
   uint32_t rows_per_expert = 0;        // layout "masked": room for each expert, full or not; 0: layout "grouped"
   std::vector<uint32_t> node_of_rank;  // ranks with the same number share memory; empty: all ranks do
   std::vector<uint32_t> experts_per_rank = {};  // [world], `experts` in all; empty: split_evenly
 };
 
-// ceil(experts / world) for each rank, as far as there are so many: the last ranks get fewer, or none. Both are 1 or
-// more.
+// ceil(experts / world) for each rank while there are enough: the last ranks get fewer, or none. Both arguments are at
+// least 1.
 std::vector<uint32_t> split_evenly(uint32_t experts, uint32_t world);
 
 // A row of a source, and the output row to which it goes.
@@ -42,7 +42,7 @@ struct Move {
   int32_t to;
 };
 
-// A row that is summed: row `row` of source `source`. -1: there is none.
+// A row of a sum: row `row` of source `source`. -1: none.
 struct Place {
   int32_t source;
   int32_t row;
@@ -54,7 +54,7 @@ struct Ranges {
   std::vector<int32_t> starts;
 };
 
-// Who has which experts, and who is near whom. Immutable; any thread.
+// Which rank has which experts, and which ranks are near each other. Immutable; any thread.
 class Layout {
  public:
   // Throws UsageError for a shape that is invalid, or whose rows do not fit 31 bits.
@@ -65,7 +65,7 @@ class Layout {
   void require_rank(uint32_t rank) const;
   uint32_t groups() const { return shape_.world / shape_.dp_size; }
   uint32_t experts_per_rank_max() const { return experts_per_rank_max_; }
-  // Of `world`: how many experts there are.
+  // For rank == world: the number of experts.
   uint32_t first_expert(uint32_t rank) const { return first_experts_[rank]; }
   uint32_t expert_count(uint32_t rank) const { return first_expert(rank + 1) - first_expert(rank); }
   uint32_t rank_of_expert(uint32_t expert) const { return rank_of_expert_[expert]; }
@@ -73,14 +73,14 @@ class Layout {
   uint32_t nodes() const { return nodes_; }
   uint32_t group_of(uint32_t rank) const { return rank / shape_.dp_size; }
   bool same_node(uint32_t rank, uint32_t other) const { return node_of_rank_[rank] == node_of_rank_[other]; }
-  // Whether the rank gets the group's rows through shared memory.
+  // Whether the rank receives the group's rows through shared memory.
   bool near(uint32_t group, uint32_t rank) const {
     return same_node(group * shape_.dp_size + rank % shape_.dp_size, rank);
   }
-  // Ascending, the rank itself included.
+  // Ascending, including the rank itself.
   std::vector<uint32_t> near_ranks(uint32_t rank) const;
-  // The other ranks, in the order in which `rank` writes to them: the next node first, and in each node the rank of its
-  // own index first. Where all ranks begin together, they write to different ranks at any time.
+  // The other ranks, in the order in which `rank` writes to them: the next node first, and in each node the rank with
+  // its own index first. If all ranks begin together, at any time they write to different ranks.
   std::vector<uint32_t> far_ranks_in_turn(uint32_t rank) const;
   // The index of the group's slot at the rank: how many groups with smaller numbers are far from it.
   uint32_t far_index(uint32_t group, uint32_t rank) const;
@@ -98,15 +98,15 @@ class Layout {
 // All places of one round. Immutable; any thread. The layout outlives the placement.
 class Placement {
  public:
-  // counts[g * experts + e]: routes of group g to expert e. They are copied before they are checked, since they may lie
-  // in memory that others write. Throws UsageError for a count, or a sum of a group, that no group can have.
+  // counts[g * experts + e]: routes of group g to expert e. They are copied before they are checked, since they may be
+  // in memory that others write. Throws UsageError for a count, or a group's sum, that is impossible.
   Placement(const Layout& layout, std::span<const int32_t> counts);
 
   const Layout& layout() const { return layout_; }
   int32_t count(uint32_t group, uint32_t expert) const { return counts_[group * layout_.shape().experts + expert]; }
   // Routes of the group to the rank's experts.
   int32_t routes(uint32_t group, uint32_t rank) const { return routes_[group * layout_.shape().world + rank]; }
-  // Routes of all groups to the rank's experts: their rows, without padding.
+  // Routes of all groups to the rank's experts: the number of their rows, without padding.
   int64_t routes_to(uint32_t rank) const;
 
   // The output of dispatch at a rank: how many rows each of its experts has, and where these begin. The last offset is
@@ -114,15 +114,15 @@ class Placement {
   // multiples of rows_per_expert, which a count may exceed.
   std::vector<int32_t> expert_rows(uint32_t rank) const;
   std::vector<int32_t> expert_offsets(uint32_t rank) const;
-  // How many rows a rank needs, for callers with less room than the worst case: of its output, of its fullest expert,
-  // and of its receive buffer for far rows (slots and remainder).
+  // The number of rows that a rank needs, for callers with less room than the worst case: in its output, for its
+  // fullest expert, and in its receive buffer for far rows (slots and remainder).
   int64_t rows_needed(uint32_t rank) const;
   int32_t fullest_expert(uint32_t rank) const;
   int64_t far_rows_needed(uint32_t rank) const;
-  // Routes to the rank, of the group that has most.
+  // The largest number of routes to the rank from one group.
   int32_t most_routes(uint32_t rank) const;
-  // The first rank whose output (layout "masked": whose fullest expert) needs more than its `rows`, or that gets more
-  // than its `routes` from one group. rows, routes: [world]; UsageError else. left_out: ranks that are not looked at.
+  // The first rank that needs more than its `rows` in its output (layout "masked": for its fullest expert), or that
+  // gets more than its `routes` from one group. rows, routes: [world], else UsageError. left_out: ranks to skip.
   std::optional<uint32_t> first_over(std::span<const int64_t> rows, std::span<const int32_t> routes,
                                      std::span<const uint32_t> left_out = {}) const;
 

@@ -15,7 +15,7 @@ uint32_t index_in_node(const Layout& layout, uint32_t rank) {
   return static_cast<uint32_t>(std::find(node.begin(), node.end(), rank) - node.begin());
 }
 
-// Where the origin's rows begin among all that rank got from far, as Placement::return_far has them.
+// Where the origin's rows begin among all rows that rank got from far, in the order of Placement::return_far.
 size_t first_tag(const Placement& placement, uint32_t rank, uint32_t origin) {
   size_t first = 0;
   for (uint32_t group = 0; group < origin; ++group) {
@@ -24,7 +24,8 @@ size_t first_tag(const Placement& placement, uint32_t rank, uint32_t origin) {
   return first;
 }
 
-// Calls visit(route, node) for each that is not masked, token by token. Throws UsageError for an index of no expert.
+// Calls visit(route, node) for each route that is not masked, token by token. Throws UsageError for an invalid expert
+// index.
 template <typename Index, typename Visit>
 void visit_routes(const Layout& layout, std::span<const Index> indices, Visit visit) {
   for (size_t route = 0; route < indices.size(); ++route) {
@@ -38,7 +39,7 @@ void visit_routes(const Layout& layout, std::span<const Index> indices, Visit vi
   }
 }
 
-// Counts tokens of each node: true where a token is seen there for the first time.
+// Counts the tokens of each node: true if a token is seen there for the first time.
 class NodeSlots {
  public:
   explicit NodeSlots(uint32_t nodes) : counts_(nodes), last_(nodes, -1) {}

@@ -1,4 +1,4 @@
-// A thread on one core.
+// Pins a thread to one core.
 #pragma once
 
 #include <pthread.h>
@@ -7,8 +7,8 @@
 
 namespace crossrail::moe {
 
-// From now on it runs on that core alone. Throws UsageError, which calls the number proxy_cpu, where this process may
-// not.
+// From now on the thread runs on that core only. Throws UsageError, which calls the number proxy_cpu, if this process
+// may not use it.
 void pin_thread(pthread_t thread, int32_t cpu);
 
 }  // namespace crossrail::moe

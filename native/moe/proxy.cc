@@ -15,7 +15,7 @@ namespace crossrail::moe {
 
 namespace {
 
-// How long a wait goes without a look at who is lost: a rank that dies counts nothing.
+// How long a wait goes on without checking for lost ranks: a rank that dies counts nothing.
 constexpr int64_t kLookEveryNs = 5'000'000;
 
 FarResult result_of(Status status, bool masks) {
@@ -42,7 +42,7 @@ FarResult result_of(Status status, bool masks) {
   return FarResult::kFailed;
 }
 
-// Which of the regions a step is about.
+// The region that a step uses.
 template <typename RegionOf>
 const RegionOf& region_of(FarStep step, const FarRegions<RegionOf>& regions) {
   return step == FarStep::kRows || step == FarStep::kResults ? regions.rows : regions.routes;
@@ -54,7 +54,7 @@ void check_same_length(uint32_t rank, const char* what, const RemoteRegion& thei
                    " bytes for far " + what + ", we have " + std::to_string(ours.length_bytes()));
 }
 
-// In a farewell. 0, as memory of the engine is, is no reason.
+// In a farewell. 0, the initial content of engine memory, means no reason.
 void store_why(std::byte* to, const Reason& why) {
   const uint32_t number = why.number ? *why.number + 1 : 0;
   std::memcpy(to, &number, sizeof number);
@@ -104,7 +104,7 @@ Proxy::Proxy(EngineRef engine, const Layout& layout, uint32_t rank, const FarMem
 Proxy::~Proxy() {
   if (engine_->closed()) return;
   for (Member& member : members_) {
-    // Forced: of a round that was cut short some may have come, and nobody waits for it any more.
+    // Forced: parts of an interrupted round may have arrived, and nobody waits for them any more.
     for (const Ref<ImmCounter>& counter : member.counters) engine_->release_imm(counter->imm(), true);
   }
 }
@@ -188,7 +188,7 @@ void Proxy::add(const Member& to, FarStep step, uint32_t round, uint64_t from_of
 }
 
 void Proxy::post(FarStep step, uint32_t round) {
-  struct Emptied {  // also if a submit throws
+  struct Emptied {  // a destructor, so that it also runs if a submit throws
     std::vector<RemoteRegion*>& dsts;
     ~Emptied() { std::ranges::fill(dsts, nullptr); }
   } const emptied{batch_.dsts};
@@ -222,7 +222,7 @@ void Proxy::send_routes(uint32_t round, std::span<const int32_t> counts, uint64_
   takes_sums_[parity] = false;
   for (uint32_t step = 0; step < kFarSteps; ++step) next_[slot_of(static_cast<FarStep>(step), round)] = 0;
   const uint64_t from = at_routes(memory_.routes_out, round);
-  // A phantom's bytes are nowhere: simulated engines post the same writes of it.
+  // A phantom has no bytes: simulated engines post the same writes from it.
   std::byte* const base = regions_.routes->base();
   if (base != kPhantomBase) {
     std::memcpy(base + from, counts.data(), counts.size_bytes());
@@ -234,7 +234,7 @@ void Proxy::send_routes(uint32_t round, std::span<const int32_t> counts, uint64_
 }
 
 void Proxy::send_rows(uint32_t round) {
-  copy_fence();  // rows may have been packed past the caches
+  copy_fence();  // rows may have been packed with streaming stores
   const std::vector<int32_t>& counts = counts_[parity_of(round)];
   const auto slot = static_cast<int32_t>(layout_.shape().private_rows);
   uint64_t from = at_rows(memory_.rows_out, round);
@@ -242,7 +242,7 @@ void Proxy::send_rows(uint32_t round) {
     if (!to.sends_rows) continue;
     const auto* first = counts.data() + layout_.first_expert(to.rank);
     const int32_t rows = std::accumulate(first, first + layout_.expert_count(to.rank), 0);
-    // Also of no rows: the other side cannot know that yet, and counts one write of each.
+    // Even if there are no rows: the other side cannot know that yet, and counts one write from each rank.
     add(to, FarStep::kRows, round, from, at_rows(memory_.rows_in, round) + to.slot_offset,
         to.is_reached ? 0 : static_cast<uint64_t>(std::min(rows, slot)) * memory_.stride_bytes);
     from += static_cast<uint64_t>(rows) * memory_.stride_bytes;
@@ -326,7 +326,7 @@ void Proxy::send_sums(uint32_t round, uint32_t partner, uint64_t first_row, uint
 
 // --- what is waited for ---
 
-// In order: all that it owed to those who wait has come, so that none of them gives up because of it.
+// Ended properly: everything that it owed to those who wait has arrived, so none of them gives up because of it.
 bool Proxy::has_ended(uint32_t far_rank, FarStep step, uint32_t round) {
   return has_come_from(FarStep::kFarewell, 0, far_rank) && has_come_from(step, round, far_rank);
 }
@@ -348,8 +348,8 @@ FarOutcome Proxy::trouble(std::optional<FarStep> step, uint32_t round, Member& a
   return failed_write(step, round);
 }
 
-// A rank of which nothing comes any more, and this step has not, or what it owes the round after that: whoever is
-// waited for now, the round does not end.
+// A rank that will send nothing more, and from which this step, or what it owes the round after that, has not arrived:
+// whichever rank is waited for now, the round will not end.
 std::optional<uint32_t> Proxy::left_before(FarStep step, uint32_t round) {
   const bool results_are_owed = !masks_ && step != FarStep::kResults;
   for (size_t i = 0; i < members_.size(); ++i) {
@@ -360,15 +360,15 @@ std::optional<uint32_t> Proxy::left_before(FarStep step, uint32_t round) {
   }
   for (const Watched& watched : watched_) {
     if (watched.farewell == nullptr || watched.is_left_out || !results_are_owed) continue;
-    // acquire: what its owner published before the farewell is seen here.
+    // acquire: what its owner published before the farewell is visible here.
     if (watched.farewell->value.load(std::memory_order_acquire) == 0) continue;
     if (!moe::has_come(watched.results[parity_of(round)], round)) return watched.rank;
   }
   return std::nullopt;
 }
 
-// Whether nothing of it comes any more. was_refused: its regions are closed; its farewell, sent before, may still be to
-// come.
+// Whether it will send nothing more. was_refused: its regions are closed; its farewell, sent before that, may still be
+// in flight.
 bool Proxy::has_left(Member& member, bool was_refused) {
   if (!was_refused && member.counters[slot_of(FarStep::kFarewell, 0)]->poll() == 0) return false;
   const int64_t now = engine_->clock().now_ns();
@@ -382,7 +382,7 @@ FarOutcome Proxy::failed_write(std::optional<FarStep> step, uint32_t round) {
     if (result == FarResult::kReady || (sent.to != nullptr && sent.to->is_left_out)) continue;
     const TransferInfo info = sent.transfer->info();
     const uint32_t rank = sent.to != nullptr ? sent.to->rank : rank_of(info);
-    // Who has ended has had what we wrote, and closed its engine before ours heard so.
+    // A rank that has ended has received what we wrote, and closed its engine before ours learned that.
     if (result == FarResult::kPeerLost && step && has_ended(rank, *step, round)) continue;
     if (result == FarResult::kLeft && !has_left(member(rank), true)) continue;
     return {result, rank, info.detail};
@@ -390,7 +390,7 @@ FarOutcome Proxy::failed_write(std::optional<FarStep> step, uint32_t round) {
   return {FarResult::kReady, 0, {}};
 }
 
-// Of a batch that failed: to whom.
+// The target that a failed batch failed for.
 uint32_t Proxy::rank_of(const TransferInfo& failed) const {
   const auto found = std::find_if(members_.begin(), members_.end(), [&](const Member& member) {
     return failed.failed_peer && member.regions.rows->peer()->address().incarnation == failed.failed_peer->incarnation;
@@ -398,7 +398,7 @@ uint32_t Proxy::rank_of(const TransferInfo& failed) const {
   return found == members_.end() ? members_.front().rank : found->rank;
 }
 
-// Of a batch that goes on, who most likely keeps it: a batch does not tell who has had his part.
+// The rank that most likely delays a pending batch: a batch does not report which targets are done.
 uint32_t Proxy::slowest() const {
   const auto found = std::find_if(members_.begin(), members_.end(), [](const Member& member) {
     return member.regions.rows->peer()->state() != PeerState::kConnected;
@@ -408,7 +408,7 @@ uint32_t Proxy::slowest() const {
 
 FarOutcome Proxy::say_farewell(const Reason& why, Deadline deadline, const InterruptCheck& interrupted) {
   const FarOutcome cut_short{FarResult::kInterrupted, rank_, {}};
-  const auto wait_for_all = [&] {  // whatever becomes of it: who is gone needs neither
+  const auto wait_for_all = [&] {  // whatever becomes of it: a rank that is gone needs neither
     for (const std::vector<Sent>& sent : sent_) {
       for (const Sent& one : sent) {
         if (one.transfer->wait(deadline, interrupted) == WaitResult::kInterrupted) return false;
@@ -416,8 +416,9 @@ FarOutcome Proxy::say_farewell(const Reason& why, Deadline deadline, const Inter
     }
     return true;
   };
-  if (!wait_for_all()) return cut_short;  // nothing keeps a farewell behind writes that are still under way
-  // Only a reason takes bytes: those who have closed their regions would refuse them, and close at the same time as we.
+  if (!wait_for_all()) return cut_short;  // a farewell must not overtake writes that are still in flight
+  // Only a reason has bytes: ranks that have closed their regions would refuse them, and they close at the same time as
+  // we do.
   const bool has_reason = why.number || !why.words.empty();
   const uint64_t length = has_reason ? kFarewellBytes : 0;
   const uint64_t from = at_farewell(memory_.routes_out);
@@ -447,7 +448,7 @@ FarOutcome Proxy::wait_sent(uint32_t round, Deadline deadline, const InterruptCh
       const uint32_t rank = sent.to != nullptr ? sent.to->rank : slowest();
       if (waited == WaitResult::kInterrupted) return {FarResult::kInterrupted, rank, {}};
       const FarOutcome found = trouble(std::nullopt, round, member(rank));
-      // Where others are gone on with, one that is lost is no reason to give up: writes to it end soon, all the same.
+      // If we go on without lost ranks, a single lost one is no reason to give up: writes to it end soon in any case.
       const bool is_one_lost = found.result == FarResult::kPeerLost || found.result == FarResult::kFailed;
       if (found.result != FarResult::kReady && !(masks_ && is_one_lost)) return found;
       if (engine_->clock().now_ns() >= deadline) return {FarResult::kLate, rank, {}};
@@ -456,7 +457,7 @@ FarOutcome Proxy::wait_sent(uint32_t round, Deadline deadline, const InterruptCh
   return failed_write(std::nullopt, round);
 }
 
-// Writes of a member that end this step.
+// The number of writes of a member that complete this step.
 uint32_t Proxy::expected_of(FarStep step, uint32_t round, size_t member) const {
   if (step == FarStep::kRows) return rows_expected_[parity_of(round)][member];
   if (step == FarStep::kResults && takes_sums_[parity_of(round)]) return members_[member].is_partner ? 1 : 0;
@@ -501,11 +502,11 @@ FarOutcome Proxy::wait(FarStep step, uint32_t round, Deadline deadline, const In
     }
     if (waited == WaitResult::kInterrupted) return {FarResult::kInterrupted, source.rank, {}};
     const FarOutcome found = trouble(step, round, source);
-    // Its last writes may have come just before its end.
+    // Its last writes may have arrived just before its end.
     if (found.result != FarResult::kReady && counter.poll() < expected) return found;
     if (engine_->clock().now_ns() >= deadline) return {FarResult::kLate, source.rank, {}};
   }
-  // Everybody else's came, and yet somebody does not have ours: he is not to be waited for later.
+  // Everybody else's writes arrived, but some rank did not get ours, and must not be waited for later.
   return failed_write(step, round);
 }
 

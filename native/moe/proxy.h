@@ -3,13 +3,13 @@
 // slot that only we write. The remainder goes to an offset that both sides compute. Results come back as one write per
 // rank. Two things differ from the paper:
 //  - There are two of every buffer, by the parity of the round, and no barriers. A rank opens round n once it has ended
-//    round n - 2. That took results of all ranks, so each has taken its rows of n - 2, and its buffers are free.
-//    A rank that has the routes of round n of all others knows that they have read its results of n - 2.
-//    (With sums of nodes it has results of one rank of each node, which waited for that node: see moe/node_sums.h.)
+//  round n - 2. That required the results of all ranks, so each has taken its rows of n - 2, and its buffers are free.
+//  A rank that has the routes of round n from all others knows that they have read its results of n - 2. (With node
+//  sums it has the results of one rank of each node, which waited for that node: see moe/node_sums.h.)
 //  - Each source has immediates of its own, so an error can name the rank that is late.
 //
-// Lifecycle: 1. Made; it has its immediates. 2. connect() for each far rank. 3. Rounds. 4. Closed with the engine, or
-// destroyed.
+// Lifecycle: 1. Constructed; it has its immediates. 2. connect() for each far rank. 3. Rounds. 4. Closed with the
+// engine, or destroyed.
 #pragma once
 
 #include <array>
@@ -32,7 +32,7 @@ struct FarMemory {
   // In the region of routes, which the host reads and writes.
   uint64_t routes_in = 0;            // [world] rows of route_bytes, by source rank
   uint64_t routes_out = 0;           // one row of route_bytes
-  uint64_t routes_parity_bytes = 0;  // from the parts of even rounds to those of odd ones
+  uint64_t routes_parity_bytes = 0;  // distance between the parts of even rounds and those of odd ones
   // In the region of rows, which may be GPU memory: the proxy never touches its bytes.
   uint64_t rows_in = 0;      // rows of stride_bytes: slots, then remainders, where Placement puts them
   uint64_t results_in = 0;   // rows of y_bytes, by position in our own order of routes
@@ -40,8 +40,8 @@ struct FarMemory {
   uint64_t results_out = 0;  // rows of y_bytes, in the order of Placement::return_far
   uint64_t rows_parity_bytes = 0;
 
-  // int32 [experts] and, with dp_size > 1, a hash of the routes; rounded up. The last kFarewellBytes hold the reason of
-  // a farewell.
+  // int32 [experts] and, with dp_size > 1, a hash of the routes; rounded up. The last kFarewellBytes hold the reason
+  // for a farewell.
   uint64_t route_bytes = 0;
   uint64_t stride_bytes = 0;
   uint64_t y_bytes = 0;
@@ -62,11 +62,11 @@ inline constexpr uint32_t kParities = 2;
 enum class FarResult : uint8_t { kReady, kLate, kPeerLost, kLeft, kMaskedOut, kFailed, kClosed, kInterrupted };
 struct FarOutcome {
   FarResult result;
-  uint32_t rank;       // the rank that the result is about; of no meaning with kReady
-  std::string detail;  // of kFailed
+  uint32_t rank;       // the rank that the result is about; meaningless with kReady
+  std::string detail;  // for kFailed
 };
 
-// Why a rank stops taking part, as its farewell tells it: a number that its peers can interpret, and words for people.
+// Why a rank stops taking part, as stated in its farewell: a number that its peers can interpret, and words for people.
 // Words are cut to kFarewellWords bytes, and end at the first 0.
 struct Reason {
   std::optional<uint32_t> number = {};
@@ -75,12 +75,12 @@ struct Reason {
 inline constexpr uint32_t kFarewellBytes = 256;
 inline constexpr uint32_t kFarewellWords = kFarewellBytes - sizeof(uint32_t);
 
-// Threads: one at a time. Invariant: for each step and parity, what was expected of the sources before next_ has been
+// Threads: one at a time. Invariant: for each step and parity, everything expected of the sources before next_ has been
 // taken from their counters.
 class Proxy {
  public:
-  // The layout outlives the proxy. masks: ranks may be left out. Then each rank gets writes of its own, since a batch
-  // that fails tells what became of one target only.
+  // The layout outlives the proxy. masks: ranks may be left out. Then each rank gets separate writes, since a failed
+  // batch reports the fate of a single target only.
   Proxy(EngineRef engine, const Layout& layout, uint32_t rank, const FarMemory& memory, FarRegions<RegionRef> regions,
         bool masks = false);
   ~Proxy();
@@ -89,32 +89,32 @@ class Proxy {
 
   // Ascending.
   std::vector<uint32_t> far_ranks() const;
-  // The immediates that the rank is to use for its writes to us, by step and parity.
+  // The immediates that the rank must use for its writes to us, by step and parity.
   std::vector<uint32_t> imms_for(uint32_t rank) const;
-  // regions, imms: the rank's own, and what its imms_for() gave for us.
+  // regions, imms: the rank's own, and what its imms_for() returned for us.
   void connect(uint32_t rank, FarRegions<RemoteRegionRef> regions, std::span<const uint32_t> imms);
   // For a rank that shares our memory. A wait for any rank gives up when this one is lost, unless it has said farewell
-  // by this word, or when it has said that before the word of its results. results: by parity. The words outlive the
-  // proxy. Whoever waits here has seen the words of all near ranks for this half.
+  // by this word; or when it has said farewell without the word of its results. results: by parity. The words outlive
+  // the proxy. Whoever waits here has already seen the words of all near ranks for this half.
   void watch(PeerRef near, uint32_t rank, const Word& farewell, std::span<const Word, kParities> results);
-  // From now on whoever packs rows for this far rank writes them into its memory: the rows that fit our slot, before
+  // From now on, whatever packs rows for this far rank writes them into its memory: the rows that fit our slot, before
   // send_rows, and all results, before send_results. The proxy then posts only their counts.
   void reach(uint32_t rank);
   bool is_reached(uint32_t rank) const;
   // That rank writes to our memory in the same way, and signals it (device::Signals). Whoever waits for the signal need
   // not wait for the rank's counts.
   void hear(uint32_t rank);
-  // Goes on without this rank, which is far or watched: from now on nothing is written to it, waited for or reported.
+  // Goes on without this rank, which is far or watched: from now on it is not written to, waited for or reported.
   void leave_out(uint32_t rank);
 
   // --- one round, in this order; calls that write return at once ---
-  // Until all that was written from this parity's memory has left it: then it may be filled again.
+  // Waits until everything written from this parity's memory has left it: then it may be filled again.
   FarOutcome wait_sent(uint32_t round, Deadline deadline, const InterruptCheck& interrupted);
-  // The routes of our own group, [experts]. They are copied. hash: of which they are; sent with dp_size > 1 only.
+  // The routes of our own group, [experts]. They are copied. hash: identifies the routes; sent only with dp_size > 1.
   void send_routes(uint32_t round, std::span<const int32_t> counts, uint64_t hash = 0);
   // The first rows for each rank, from rows_out.
   void send_rows(uint32_t round);
-  // The routes of a far rank, [experts], once they have come. That rank wrote them: the caller checks them.
+  // The routes of a far rank, [experts], once they have arrived. Untrusted: the caller checks them.
   std::span<const int32_t> routes_of(uint32_t round, uint32_t rank) const;
   // Likewise; with dp_size > 1.
   uint64_t hash_of(uint32_t round, uint32_t rank) const;
@@ -123,24 +123,24 @@ class Proxy {
   void send_remainder(uint32_t round, const Placement* placement);
   // Results from results_out; null: there are none.
   void send_results(uint32_t round, const Placement* placement);
-  // The rest of a round for which some rank has too little room: no rows unless they are sent, and no results.
+  // The rest of a round for which some rank has too little room: no rows other than those already sent, and no results.
   void refuse(uint32_t round, bool has_sent_rows);
 
   // Instead of send_results, once for each partner (moe/node_sums.h): `rows` rows of results_out from first_row on.
   void send_sums(uint32_t round, uint32_t partner, uint64_t first_row, uint64_t rows);
 
-  // Tells the others that we take part no more, once all that we sent before has arrived. Returns when each of them has
-  // been told or is gone, or at the deadline. why: what they can read with why_left, if there is something.
-  // kInterrupted: say it again.
+  // Tells the others that we no longer take part, once everything that we sent before has arrived. Returns when each of
+  // them has been told or is gone, or at the deadline. why: what they can read with why_left, if anything.
+  // kInterrupted: call it again.
   FarOutcome say_farewell(const Reason& why, Deadline deadline, const InterruptCheck& interrupted = {});
-  // The reason of a rank that has said farewell. That rank wrote it: the caller checks it.
+  // The reason given by a rank that has said farewell. Untrusted: the caller checks it.
   Reason why_left(uint32_t rank) const;
 
-  // Until all of this step has come. May be called again after kLate.
+  // Waits until all of this step has arrived. May be called again after kLate.
   FarOutcome wait(FarStep step, uint32_t round, Deadline deadline, const InterruptCheck& interrupted);
-  // Takes what has come of this step, without waiting. True: all has come. A failure is reported by wait() only.
+  // Takes what has arrived of this step, without waiting. True: everything. Failures are reported by wait() only.
   bool take(FarStep step, uint32_t round);
-  // Whether all of this step has come, apart from what is signalled. Takes nothing.
+  // Whether all of this step has arrived, apart from what is signalled. Takes nothing.
   bool has_come_unsignalled(FarStep step, uint32_t round);
   // Whether no write from this parity's memory is in flight any more.
   bool has_sent(uint32_t round) const;
@@ -150,13 +150,13 @@ class Proxy {
  private:
   struct Member {
     uint32_t rank;
-    bool is_partner = false;  // sums go to it and come from it
-    bool sends_rows;          // it has our index in its group: rows go between it and us
-    uint32_t turn = 0;        // Layout::far_ranks_in_turn
+    bool is_partner = false;  // sums are exchanged with it
+    bool sends_rows;          // it has our index in its group: rows are exchanged with it
+    uint32_t turn = 0;        // in Layout::far_ranks_in_turn
     FarRegions<RemoteRegionRef> regions;
     std::array<uint32_t, kFarSteps * kParities> imms{};  // for our writes to it
     std::array<Ref<ImmCounter>, kFarSteps * kParities> counters;
-    uint64_t slot_offset = 0;  // in its rows_in, of the slot that only we write
+    uint64_t slot_offset = 0;  // in its rows_in, the slot that only we write
     bool is_reached = false;
     bool is_heard = false;
     bool is_left_out = false;
@@ -174,7 +174,7 @@ class Proxy {
     TransferRef transfer;
     const Member* to;  // null for a batch
   };
-  // The arguments of one scatter: what a step writes to each member, by turn. dsts is null where there is nothing.
+  // The arguments of one scatter: what a step writes to each member, in their order. dsts is null if there is nothing.
   struct Batch {
     std::vector<const Member*> to;
     std::vector<RemoteRegion*> dsts;
@@ -198,11 +198,11 @@ class Proxy {
   // Offset of a farewell in the region of routes: the last bytes of that row of even rounds.
   uint64_t at_farewell(uint64_t row) const { return row + memory_.route_bytes - kFarewellBytes; }
   uint64_t at_rows(uint64_t part, uint32_t round) const;
-  // What is sent of our routes: their counts and, where others are to have the same, their hash.
+  // What is sent of our routes: their counts and, if others must have the same, their hash.
   uint64_t counts_bytes() const { return layout_.shape().experts * sizeof(int32_t); }
   uint64_t hash_bytes() const { return layout_.shape().dp_size > 1 ? sizeof(uint64_t) : 0; }
-  // add() notes a write, at most one per member. post() posts all that were noted, by the members' turns; with masks_
-  // each by itself.
+  // add() records a write, at most one per member. post() posts all recorded writes, in the members' order; with masks_
+  // each separately.
   void add(const Member& to, FarStep step, uint32_t round, uint64_t from_offset, uint64_t to_offset,
            uint64_t length_bytes);
   void post(FarStep step, uint32_t round);
@@ -211,7 +211,8 @@ class Proxy {
   FarOutcome failed_write(std::optional<FarStep> step, uint32_t round);
   uint32_t rank_of(const TransferInfo& failed) const;
   uint32_t slowest() const;
-  // What keeps a wait for `awaited`. step: the one that is waited for; none: the wait is for our own writes.
+  // What prevents a wait for `awaited` from ending. step: the one that is waited for; none: the wait is for our own
+  // writes.
   FarOutcome trouble(std::optional<FarStep> step, uint32_t round, Member& awaited);
   bool has_left(Member& member, bool was_refused);
   std::optional<uint32_t> left_before(FarStep step, uint32_t round);
@@ -228,7 +229,7 @@ class Proxy {
   std::vector<Member> members_;
   std::vector<Watched> watched_;
   std::array<size_t, kFarSteps * kParities> next_{};
-  std::array<std::vector<int32_t>, kParities> counts_;          // our routes in each parity's round
+  std::array<std::vector<int32_t>, kParities> counts_;          // our routes in the latest round of each parity
   std::array<std::vector<uint32_t>, kParities> rows_expected_;  // writes of rows, by member
   std::array<bool, kParities> takes_sums_{};                    // whether results come from partners only
   std::array<std::vector<Sent>, kParities> sent_;

@@ -18,14 +18,14 @@ namespace crossrail::moe {
 
 namespace {
 
-constexpr int64_t kYieldAfterNs = 2'000;        // of spinning: who gives orders may need this very core
-constexpr int64_t kSleepMaxNs = 1'000'000'000;  // then it looks again, whatever happened
+constexpr int64_t kYieldAfterNs = 2'000;        // of spinning: the caller may need this very core
+constexpr int64_t kSleepMaxNs = 1'000'000'000;  // then it checks again, whatever happened
 
 }  // namespace
 
 ProxyThread::ProxyThread(Proxy& proxy, int32_t cpu, int64_t spin_ns)
-    // For each round in hand four orders, or three and one for each partner; and the one to stop. A power of two: the
-    // number of an order goes round.
+    // For each open round four orders, or three and one per partner, plus the one to stop. A power of two: order
+    // numbers wrap around.
     : proxy_(proxy),
       has_core_(cpu != -1),
       spin_ns_(spin_ns),
@@ -56,7 +56,7 @@ void ProxyThread::send_routes(uint32_t round, std::span<const int32_t> counts, u
 
 void ProxyThread::give(const Order& order) {
   const uint32_t number = given_.load(std::memory_order_relaxed);
-  // acquire: pairs with the release of done_, so that the place is free.
+  // acquire: pairs with the release of done_, so that the slot is free.
   if (number - done_.load(std::memory_order_acquire) >= orders_.size() - 1)
     throw UsageError("more is ordered than two rounds have steps: settle first");
   put(order);
@@ -65,8 +65,8 @@ void ProxyThread::give(const Order& order) {
 void ProxyThread::put(const Order& order) {
   const uint32_t number = given_.load(std::memory_order_relaxed);
   orders_[number % orders_.size()] = order;
-  copy_fence();  // rows may have been packed past the caches, by this thread: no fence of the other would order them
-  // seq_cst, and so are the flag's store and the look at given_ in run(): either the thread sees the order, or we see
+  copy_fence();  // this thread may have packed rows with streaming stores, which no fence in the other orders
+  // seq_cst, like the store of the flag and the load of given_ in run(): either the thread sees the order, or we see
   // that it sleeps. Also a release: pairs with the acquire in run().
   given_.store(number + 1, std::memory_order_seq_cst);
   if (sleeps_.load(std::memory_order_seq_cst)) futex_wake_all(&given_, FutexScope::kProcess);
@@ -75,7 +75,7 @@ void ProxyThread::put(const Order& order) {
 bool ProxyThread::settle(Deadline deadline) {
   const uint32_t given = given_.load(std::memory_order_relaxed);
   const int64_t spin_until = now_ns() + spin_ns_;
-  // acquire: pairs with the release of done_ in run(); from here on the proxy, and failure_, are ours.
+  // acquire: pairs with the release of done_ in run(); from here on the proxy and failure_ are ours.
   for (uint32_t done; (done = done_.load(std::memory_order_acquire)) != given;) {
     const int64_t now = now_ns();
     if (now >= deadline) return false;
@@ -96,13 +96,13 @@ void ProxyThread::run() {
   uint32_t done = 0;
   int64_t idle_since = 0;
   while (true) {
-    // acquire: pairs with the store in put(), so that the order and what it sends are seen.
+    // acquire: pairs with the store in put(), so that the order and its data are visible.
     if (given_.load(std::memory_order_acquire) != done) {
       const Order& order = orders_[done % orders_.size()];
       if (order.step == Step::kStop) return;
       carry_out(order);
-      // seq_cst, and so is the look at is_awaited_: either settle() sees it, or we see that it sleeps. Also a release:
-      // pairs with the acquire in settle() and give().
+      // seq_cst, like the load of is_awaited_: either settle() sees it, or we see that it sleeps. Also a release: pairs
+      // with the acquire in settle() and give().
       done_.store(++done, std::memory_order_seq_cst);
       if (is_awaited_.load(std::memory_order_seq_cst)) futex_wake_all(&done_, FutexScope::kProcess);
       idle_since = 0;
@@ -142,7 +142,7 @@ void ProxyThread::carry_out(const Order& order) {
       case Step::kStop:
         return;
     }
-  } catch (...) {  // a closed engine, say: it is told to who settles
+  } catch (...) {  // a closed engine, say: reported by settle()
     failure_ = std::current_exception();
   }
 }

@@ -1,11 +1,11 @@
-// A thread that posts for a Proxy: a caller whose rows are ready sets a flag, and goes on.
+// A thread that posts for a Proxy: a caller whose rows are ready sets a flag, and continues.
 //
 // Orders are carried out one after the other, in the order in which they were given. While one is in progress the proxy
-// belongs to the thread; after settle() it belongs to the caller again, until the next order. So the proxy has no lock,
-// and orders and waits see what the ones before them did.
+// belongs to the thread; after settle() it belongs to the caller again, until the next order. So the proxy needs no
+// lock, and orders and waits see the effects of the ones before them.
 //
-// Lifecycle: 1. made: runs, pinned if asked. 2. orders. 3. destroyed: what was ordered is carried out first; before the
-// proxy.
+// Lifecycle: 1. constructed: runs, pinned if requested. 2. orders. 3. destroyed, before the proxy: what was ordered is
+// carried out first.
 #pragma once
 
 #include <array>
@@ -24,14 +24,15 @@ namespace crossrail::moe {
 // Invariant: orders from done_ on are in orders_, done_ <= given_ <= done_ + orders_.size().
 class ProxyThread {
  public:
-  // cpu: to run on, or -1 for wherever this process may. Throws UsageError when it cannot run there. spin_ns: how long
-  // the thread looks for orders before it sleeps; with a core of its own it does so without offering that to others.
+  // cpu: the core to run on, or -1: any that this process may use. Throws UsageError if it cannot run there. spin_ns:
+  // how long the thread polls for orders before it sleeps; on a core of its own it does so without yielding.
   ProxyThread(Proxy& proxy, int32_t cpu, int64_t spin_ns);
   ~ProxyThread();
   ProxyThread(const ProxyThread&) = delete;
   ProxyThread& operator=(const ProxyThread&) = delete;
 
-  // As those of Proxy; return at once. counts are copied; a placement is kept by the caller until settle() said true.
+  // Like those of Proxy, but they return at once. counts are copied; the caller keeps a placement until settle() has
+  // returned true.
   void send_routes(uint32_t round, std::span<const int32_t> counts, uint64_t hash = 0);
   void send_rows(uint32_t round) { give({.step = Step::kRows, .round = round}); }
   void send_remainder(uint32_t round, const Placement* placement) {
@@ -45,8 +46,8 @@ class ProxyThread {
     give({.step = Step::kSums, .round = round, .partner = partner, .first_row = first_row, .rows = rows});
   }
 
-  // Until all orders have been carried out; false: the deadline passed first. Throws what the first of them threw that
-  // failed; those behind it were not carried out.
+  // Waits until all orders have been carried out; false: the deadline passed first. Throws the exception of the first
+  // order that failed; those after it were not carried out.
   bool settle(Deadline deadline);
 
  private:
@@ -72,8 +73,8 @@ class ProxyThread {
   std::vector<Order> orders_;
   std::array<std::vector<int32_t>, kParities> counts_;
   std::array<uint64_t, kParities> hashes_{};
-  std::exception_ptr failure_;  // the thread's until settled
-  // Each on a line of its own: one is written by the caller, the other by the thread.
+  std::exception_ptr failure_;  // owned by the thread until settled
+  // On cache lines of their own: one is written by the caller, the other by the thread.
   alignas(64) std::atomic<uint32_t> given_{0};  // orders, modulo 2^32; also what the thread sleeps on
   std::atomic<bool> sleeps_{false};
   alignas(64) std::atomic<uint32_t> done_{0};  // what settle() sleeps on

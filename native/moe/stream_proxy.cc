@@ -19,9 +19,9 @@ namespace crossrail::moe {
 
 namespace {
 
-constexpr int64_t kLookNs = 5'000'000;  // between looks for who keeps us
-constexpr int64_t kYieldNs = 2'000;     // of spinning: who is waited for may need this very core
-constexpr int64_t kDozeNs = 1'000'000;  // without anything that moved, then pauses get longer
+constexpr int64_t kLookNs = 5'000'000;  // between checks for what delays us
+constexpr int64_t kYieldNs = 2'000;     // of spinning: whatever we wait for may need this very core
+constexpr int64_t kDozeNs = 1'000'000;  // without any progress, after which pauses get longer
 constexpr int64_t kShortPauseNs = 5'000;
 constexpr int64_t kLongPauseNs = 50'000;
 
@@ -99,7 +99,7 @@ device::ToldWords StreamProxy::told(StreamWord word) {
   return {words(word), bar_ ? bar_->address() + offset : 0};
 }
 
-// Of GDRCopy's memory a release is not enough: see bar_fence().
+// For GDRCopy memory a release is not enough: see bar_fence().
 void StreamProxy::tell(StreamWord word, uint64_t round) {
   if (bar_) device::bar_fence();
   device::publish(words(word), round);
@@ -116,11 +116,11 @@ void StreamProxy::fail(StreamFailure failure) {
     const std::lock_guard lock(mutex_);
     if (!failure_) failure_ = std::move(failure);
   }
-  stopping_.store(true, std::memory_order_relaxed);  // of this thread
+  stopping_.store(true, std::memory_order_relaxed);  // on this thread
 }
 
-// Results that the GPU has made of a round which it was told to go on with: others wait for them, and the GPU, which
-// may know by signals that the round is over, for nothing of us.
+// Results that the GPU has computed for a round which it was told to go on with: others wait for them, while the GPU,
+// which may know from signals that the round is over, waits for nothing of ours.
 void StreamProxy::send_last_results() {
   for (std::optional<Open>& round : rounds_) {
     const bool are_due = round && round->is_told && round->stage <= Stage::kExperts;
@@ -129,8 +129,8 @@ void StreamProxy::send_last_results() {
   }
 }
 
-// No kernel waits any more, and each finds in place of its round's number that there is nothing to do. What it was told
-// before stays true: the tables of a round whose rows are here are its own to the end.
+// No kernel waits any more, and each finds a mark in place of its round's number that says there is nothing to do. What
+// it was told before stays valid: the tables of a round whose rows have arrived are its own to the end.
 void StreamProxy::let_go() {
   if (bar_) device::bar_fence();
   for (const StreamWord word : {StreamWord::kFree, StreamWord::kRows, StreamWord::kResults}) {
@@ -147,7 +147,7 @@ void StreamProxy::run() {
     bool moved = false;
     try {
       moved = advance();
-    } catch (...) {  // an index that is none of an expert's, no memory: failure() throws it to the caller
+    } catch (...) {  // an invalid expert index, or no memory: failure() reports it to the caller
       fail({.outcome = {FarResult::kReady, rank_, {}},
             .step = FarStep::kFarewell,
             .round = next_ - 1,
@@ -164,7 +164,7 @@ void StreamProxy::run() {
   }
   try {
     send_last_results();
-  } catch (const std::exception&) {  // the engine is closed, or out of memory: who waits for us is told by that
+  } catch (const std::exception&) {  // the engine is closed, or out of memory: our waiters learn it from that
   }
   let_go();
 }
@@ -179,7 +179,7 @@ void StreamProxy::pause(int64_t idle_ns) const {
 bool StreamProxy::advance() {
   bool moved = false;
   const int64_t now = engine_->clock().now_ns();
-  // Its place is free: the GPU has waited for kFree.
+  // Its slot is free: the GPU has waited for kFree.
   if (device::has_come(words(StreamWord::kRoutes), next_)) {
     begin(next_++, now);
     untold_ns_.reset();
@@ -273,8 +273,8 @@ bool StreamProxy::take_and_tell(Open& round, FarStep step, StreamWord word, int6
   return has_all;
 }
 
-// A next round of this parity begins once all that we wrote for this one has gone. If some of it never will, that is a
-// reason to fail only when a next one is asked for: others may have ended by then, and closed.
+// The next round of this parity begins once everything that we wrote for this one has been sent. If part of it never
+// will be, that is a failure only when a next round is requested: others may have ended by then, and closed.
 bool StreamProxy::end(Open& round, int64_t now) {
   const uint64_t next = round.number + kParities;
   if (!device::has_come(words(StreamWord::kEnded), round.number)) {
@@ -299,7 +299,8 @@ bool StreamProxy::end(Open& round, int64_t now) {
   return false;
 }
 
-// UsageError where a rank that is to hold the same tokens as we sends others: who has rows of whom would not agree.
+// UsageError if a rank that should hold the same tokens as we do sends others: we would disagree on which rank has
+// whose rows.
 void StreamProxy::check_same_routes(const Open& round) const {
   const uint32_t experts = layout_.shape().experts;
   const std::span<const int32_t> ours = std::span(round.counts).subspan(size_t{group_} * experts, experts);
@@ -327,13 +328,13 @@ void StreamProxy::place(Open& round) {
   const uint32_t dp_size = layout_.shape().dp_size;
   for (uint32_t group = 0; group < layout_.groups(); ++group) {
     if (group == group_) continue;
-    // All of its members tell the same; its rows come to us from this one.
+    // All of its members report the same; we receive its rows from this one.
     const std::span<const int32_t> row = proxy_.routes_of(wire(round.number), group * dp_size + rank_ % dp_size);
     std::copy(row.begin(), row.end(), round.counts.begin() + static_cast<ptrdiff_t>(size_t{group} * experts));
   }
   round.placement.emplace(layout_, round.counts);
   if (round.placement->first_over(options_.rows_limits, options_.routes_limits)) {
-    proxy_.refuse(wire(round.number), round.is_packed);  // ranks whose calls wait end the round, and want ours for that
+    proxy_.refuse(wire(round.number), round.is_packed);  // ranks whose calls wait end the round, and need ours for that
     fail({.outcome = {FarResult::kReady, rank_, {}},
           .step = FarStep::kRoutes,
           .round = round.number,
@@ -362,7 +363,7 @@ size_t StreamProxy::write_returns(const Placement& placement, Return* to) const 
   const Return* const first = to;
   const Ranges returns = placement.return_far(rank_);
   const auto packed = static_cast<int32_t>(layout_.shape().world);
-  std::optional<uint32_t> packed_group;  // once for all of its members that are not reached
+  std::optional<uint32_t> packed_group;  // written once for all of its members that are not reached
   for (const uint32_t rank : proxy_.far_ranks()) {
     const uint32_t group = layout_.group_of(rank);
     const bool is_reached = proxy_.is_reached(rank);
@@ -392,7 +393,7 @@ bool StreamProxy::is_time_to_look(Open& round, int64_t now) {
   return true;
 }
 
-// While the GPU may wait for a signal of a rank that was counted: it may have died between the two.
+// While the GPU may be waiting for a signal of a rank whose counts have arrived: it may have died in between.
 void StreamProxy::check_others(Open& round, int64_t now) {
   if (!is_time_to_look(round, now)) return;
   const FarOutcome outcome = proxy_.wait(FarStep::kResults, wire(round.number), 0, {});

@@ -1,6 +1,5 @@
 // Weighted sums of rows, and their 8-bit form: checked here, computed by RowOps. On the caller's thread; memory is the
-// caller's. As in rows.h, tables are copied and checked before anything is written; whoever breaks a rule gets a
-// UsageError.
+// caller's. As in rows.h, tables are copied and checked before anything is written, and violations throw UsageError.
 #pragma once
 
 #include <cstddef>
@@ -20,8 +19,8 @@ struct NumberRows {
 // out: [tokens, hidden] of out_format. Row t becomes the sum over k = 0 .. top_k - 1, in this order, of weights[t, k]
 // times row where[t, k].row of sources[where[t, k].source], in float32, rounded once; places whose row is -1 are left
 // out.
-// accumulate: the sum begins with what out holds. weights: [tokens * top_k], or empty for ones. All sources: [rows,
-// hidden] of one format; none of them overlaps out.
+// accumulate: the sum starts with the content of out. weights: [tokens * top_k], or empty for ones. All sources: [rows,
+// hidden] of the same format; none of them overlaps out.
 struct Reduction {
   void* out;
   Float out_format;

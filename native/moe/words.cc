@@ -14,36 +14,36 @@ namespace crossrail::moe {
 
 namespace {
 
-// How long a sleeper goes without a look at the owner: a rank that dies wakes nobody.
+// How long a sleeper goes without checking the owner: a rank that dies wakes nobody.
 constexpr int64_t kPeerLookEveryNs = 5'000'000;
 constexpr int64_t kWaitYieldAfterNs = 2'000;  // of spinning: the rank that we wait for may need this very core
-// A sealed word stands still while rounds go on, and 2^31 of them later it would seem to be ahead. So it is pulled
-// along when it is further behind than the first, to the second: both far from where those are who are a few rounds
-// behind us.
+// A sealed word stands still while rounds advance, and would seem to be ahead 2^31 rounds later. So it is moved forward
+// whenever it is further behind than kSealedBehindMax, to kSealedBehind: both are far from where ranks are that lag a
+// few rounds behind us.
 constexpr uint32_t kSealedBehindMax = 1u << 30;
 constexpr uint32_t kSealedBehind = 1u << 29;
-static_assert(kSealedBehind % 2 == 0);  // the parity is kept that says that it is sealed
+static_assert(kSealedBehind % 2 == 0);  // keeps the parity that marks it as sealed
 
-// To be gone on without: it is lost, and did not say farewell before, which is no reason to mask it.
+// To be left out: it is lost and did not say farewell before, which would be no reason to mask it.
 bool is_lost(const Awaited& awaited) {
   return awaited.owner != nullptr && awaited.owner->state() == PeerState::kLost &&
          awaited.farewell->value.load(std::memory_order_acquire) == 0;
 }
 
-// Nothing comes of it any more, although it owes this round something.
+// It sends nothing more, although it owes this round something.
 bool has_left(const Awaited& awaited, uint32_t round) {
-  // acquire: what its owner published before the farewell is seen here.
+  // acquire: what its owner published before the farewell is visible here.
   if (awaited.farewell->value.load(std::memory_order_acquire) == 0) return false;
   return !has_come(*awaited.word, round) || (awaited.then != nullptr && !has_come(*awaited.then, round));
 }
 
-// In order: all that it owed to those who wait has come, so that none of them gives up because of it.
+// Ended properly: everything that it owed to those who wait has arrived, so none of them gives up because of it.
 bool has_ended(const Watched& lost) {
   return lost.farewell != nullptr && lost.part != nullptr && lost.farewell->poll() > 0 && lost.part->poll() > 0;
 }
 
-// Whether waiting for words[index] has become pointless. Unless it goes on without them, any owner that is lost makes
-// it so: the one that we wait for may have seen it before us, and go no further. So does any that left before its part.
+// Whether waiting for words[index] has become pointless. Unless we go on without lost owners, any lost owner makes it
+// so: the one that we wait for may have noticed it before us, and stopped. So does any owner that left before its part.
 WordsOutcome trouble_with(Engine& engine, std::span<const Awaited> words, std::span<const Watched> watched,
                           size_t index, uint32_t round, bool goes_on) {
   if (engine.closed()) return {WordsResult::kClosed, index};
@@ -55,15 +55,15 @@ WordsOutcome trouble_with(Engine& engine, std::span<const Awaited> words, std::s
       return {WordsResult::kPeerLost, words.size() + i};
   }
   for (size_t i = goes_on ? index : 0; i < words.size(); ++i) {
-    // One that is sealed is gone on without.
+    // A sealed one is left out.
     const bool is_sealed_off = goes_on && i != index && (words[i].is_masked || is_sealed(*words[i].word, round));
     if (!is_sealed_off && has_left(words[i], round)) return {WordsResult::kLeft, i};
   }
   return {WordsResult::kReady, index};
 }
 
-// Whether one of them has left before its part. They tell by writes, of which a farewell may overtake the others: so
-// that counts once it has been there for a while. seen_ns: when the first was seen here, 0: not yet.
+// Whether one of them has left before its part. They report by writes, and a farewell may overtake the others: so it
+// counts only once it has been there for a while. seen_ns: when the first farewell was seen here, 0: not yet.
 std::optional<size_t> left_before_its_part(std::span<const Watched> watched, int64_t now, int64_t& seen_ns) {
   for (size_t i = 0; i < watched.size(); ++i) {
     if (watched[i].is_taken_meanwhile || watched[i].farewell == nullptr || watched[i].part == nullptr) continue;
@@ -76,8 +76,8 @@ std::optional<size_t> left_before_its_part(std::span<const Watched> watched, int
 }
 
 void sleep_on_word(Word& word, uint32_t round, Deadline until) {
-  // seq_cst, and so are the store of the value and the look at the sleepers in publish(): either the owner sees us and
-  // wakes, or we see the value here. A wake between the look and the sleep is not lost: the kernel compares the value.
+  // seq_cst, like the store of the value and the load of the sleepers in publish(): either the owner sees us and wakes
+  // us, or we see the value here. A wake-up between the check and the sleep is not lost: the kernel compares the value.
   word.sleepers.fetch_add(1, std::memory_order_seq_cst);
   const uint32_t seen = word.value.load(std::memory_order_seq_cst);
   if (static_cast<int32_t>(seen - round) < 0) futex_wait(&word.value, seen, until, FutexScope::kShared);
@@ -87,9 +87,9 @@ void sleep_on_word(Word& word, uint32_t round, Deadline until) {
 }  // namespace
 
 bool publish(Word& word, uint32_t round) {
-  copy_fence();  // streaming stores are ordered by nothing else
+  copy_fence();  // nothing else orders streaming stores
   uint32_t before = word.value.load(std::memory_order_relaxed);
-  // One exchange against seal(): whichever comes first decides, for all.
+  // An exchange that races with seal(): whichever comes first decides, for everybody.
   if (is_sealed(before, round) || !word.value.compare_exchange_strong(before, round, std::memory_order_seq_cst))
     return false;
   if (word.sleepers.load(std::memory_order_seq_cst) != 0) futex_wake_all(&word.value, FutexScope::kShared);
@@ -104,7 +104,7 @@ bool seal(Word& word, uint32_t round) {
     return true;
   }
   const bool is_behind = static_cast<int32_t>(seen - round) < 0;
-  // Whoever loses this exchange has been anticipated.
+  // If this exchange fails, somebody else was faster.
   if (is_behind && round - seen > kSealedBehindMax)
     word.value.compare_exchange_strong(seen, round - kSealedBehind - 1, std::memory_order_seq_cst);
   return is_behind;
@@ -115,10 +115,10 @@ WordsOutcome wait_words(Engine& engine, std::span<const Awaited> words, std::spa
                         std::vector<size_t>* absent) {
   const bool manual = engine.options().polling == Polling::kManual;
   const bool simulated = engine.options().simulation != nullptr;
-  int64_t spin_until = 0;  // 0: has not begun
+  int64_t spin_until = 0;  // 0: not begun
   int64_t yield_from = 0;
   int64_t next_look = 0;
-  int64_t farewell_ns = 0;  // when one of `watched` was seen to have left
+  int64_t farewell_ns = 0;  // when a rank in `watched` was first seen to have left
   for (size_t i = 0; i < words.size();) {
     const Awaited& awaited = words[i];
     const bool is_skipped = is_mutated(Mutation::kSkipLastWord) && i + 1 == words.size();
@@ -130,7 +130,7 @@ WordsOutcome wait_words(Engine& engine, std::span<const Awaited> words, std::spa
       absent->push_back(i++);
       continue;
     }
-    if (simulated) {  // nothing comes while this thread waits: a look is all
+    if (simulated) {  // nothing arrives while this thread waits: one look is enough
       if (absent != nullptr && is_lost(awaited) && seal(*awaited.word, round)) continue;
       const WordsOutcome trouble = trouble_with(engine, words, watched, i, round, absent != nullptr);
       return trouble.result != WordsResult::kReady ? trouble : WordsOutcome{WordsResult::kLate, i};

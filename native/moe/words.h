@@ -1,8 +1,8 @@
-// Words by which ranks that share memory tell each other their progress.
+// Words through which ranks that share memory tell each other their progress.
 //
-// A word lies in memory that its owner allocated (Engine::alloc) and others map (Engine::map). Its owner publishes
-// rounds in it, and it only grows: the number of a round, modulo 2^32. So a thread that waits for a round is not misled
-// by a word that is ahead.
+// A word is in memory that its owner allocated (Engine::alloc) and others map (Engine::map). Its owner publishes rounds
+// in it, and it only grows: the number of a round, modulo 2^32. So a thread that waits for a round is not misled by a
+// word that is ahead.
 //
 // A rank that gives up on an owner *seals* the word: from then on nothing can be published in it, so all others come to
 // the same conclusion, whenever they look and whatever they know about the owner. The rounds of a word are all even or
@@ -20,21 +20,21 @@
 
 namespace crossrail::moe {
 
-// A cache line of its own, so that reading one word disturbs nobody who writes another. "Nothing yet" is a value two
-// before the first round: -1 for odd rounds, 0 for even ones, which is how the engine's memory starts.
+// On a cache line of its own, so that polling one word does not disturb the writer of another. "Nothing yet" is a value
+// two before the first round: -1 for odd rounds, 0 for even ones, which is the initial content of the engine's memory.
 struct alignas(64) Word {
   std::atomic<uint32_t> value;
-  // How many sleep on it, of any process. One that is killed asleep is never subtracted: that costs its owner a system
-  // call per publish, and nothing else.
+  // The number of sleepers on it, in any process. One that is killed while asleep is never subtracted: that costs the
+  // owner a system call per publish, and nothing else.
   std::atomic<uint32_t> sleepers;
 };
 static_assert(sizeof(Word) == 64);
 
-// Everything that this thread wrote before, streaming stores too, is seen by whoever sees the word. False: it is
-// sealed, and nothing was published.
+// Everything that this thread wrote before, including streaming stores, is visible to whoever sees the word. False: it
+// is sealed, and nothing was published.
 bool publish(Word& word, uint32_t round);
 
-// For the rounds of that word.
+// `round`: any round of that word.
 inline bool is_sealed(uint32_t value, uint32_t round) { return ((value ^ round) & 1) != 0; }
 inline bool is_sealed(const Word& word, uint32_t round) {
   // acquire, also for what was read before: pairs with seal(), after which others may write to what the owner reads.
@@ -48,8 +48,9 @@ inline bool has_come(const Word& word, uint32_t round) {
   return static_cast<int32_t>(word.value.load(std::memory_order_acquire) - round) >= 0;
 }
 
-// Seals the word unless it stands at `round` or later. True: it is sealed before that, by us or by another. Of a sealed
-// word somebody asks so in every round, or at least in every 2^30: else it would seem to be ahead after 2^31.
+// Seals the word unless it is at `round` or later. True: it is sealed before that round, by us or by another. For a
+// sealed word, somebody must ask this in every round, or at least in every 2^30: otherwise it would seem to be ahead
+// after 2^31.
 bool seal(Word& word, uint32_t round);
 
 // What is awaited, and from whom.
@@ -68,33 +69,34 @@ struct Watched {
   const ImmCounter* part = nullptr;
   const ImmCounter* farewell = nullptr;
   const ImmCounter* then = nullptr;
-  // Its counts may be taken before the words have come: that there are none says nothing.
+  // Its counts may be taken before the words arrive, so a count of zero says nothing.
   bool is_taken_meanwhile = false;
 };
 
 enum class WordsResult : uint8_t {
   kReady,
   kLate,         // the deadline passed
-  kPeerLost,     // the owner of one is lost, whether or not its word has come
+  kPeerLost,     // the owner of a word is lost, whether or not the word has arrived
   kLeft,         // an owner, or one of `watched`, said farewell, and owes the round something
   kClosed,       // our engine was closed
   kInterrupted,  // the interrupt check said stop
 };
-// How long after a farewell from far writes that were done before it may still be counted: done there is not yet
-// counted here.
+// How long after a farewell far writes that were done before it may still be counted: done there does not mean counted
+// here yet.
 inline constexpr int64_t kAfterFarewellNs = 100'000'000;
 struct WordsOutcome {
   WordsResult result;
-  size_t index;  // of the owner that is lost or left, else of the first that has not come; of kReady, how many words
+  size_t index;  // of the lost or left owner, else of the first word that has not come; kReady: the number of words
 };
 
-// Returns once all words stand at `round` or later; or once it is certain that one of them never will, or the deadline
-// has passed. Spins for the engine's spin_ns, then sleeps. Drives an engine of Polling::kManual meanwhile, else nothing
-// does but its worker. On a stage nobody else runs while we wait: what has not come then, is late at once.
-// watched: others without whom the wait is as pointless, unless they had done their part and said farewell before they
-// were lost, or left; their indices begin behind those of the words.
-// absent: null, or where the wait goes on without owners that are lost and did not say farewell: their words are
-// sealed, and the indices of those that are sealed before `round` are put there. Never kPeerLost then.
+// Returns once all words are at `round` or later, once it is certain that one of them never will be, or at the
+// deadline. Spins for the engine's spin_ns, then sleeps. Drives an engine of Polling::kManual meanwhile; otherwise only
+// its worker drives it. In a simulation nobody else runs while we wait: whatever has not arrived by then is late
+// at once.
+// watched: other ranks without which the wait is just as pointless, unless they had done their part and said farewell
+// before they were lost or left; their indices follow those of the words.
+// absent: null, or the wait goes on without owners that are lost and did not say farewell: their words are sealed, and
+// the indices of those sealed before `round` are put there. The result is then never kPeerLost.
 WordsOutcome wait_words(Engine& engine, std::span<const Awaited> words, std::span<const Watched> watched,
                         uint32_t round, Deadline deadline, const InterruptCheck& interrupted,
                         std::vector<size_t>* absent = nullptr);

@@ -1,4 +1,4 @@
-// AVX-512F alone: not its bfloat16 instructions, which take subnormals for zero.
+// AVX-512F only, without its bfloat16 instructions, which treat subnormals as zero.
 #if defined(__x86_64__)
 
 #include <immintrin.h>
@@ -63,8 +63,8 @@ struct Avx512 {
   static Words greater(Words a, Words b) { return _mm512_max_epu32(a, b); }
   static uint32_t largest(Words words) { return _mm512_reduce_max_epu32(words); }
 
-  // As to_e4m3 does it, in lanes: normal numbers by rounding off 20 bits of the fraction; below 2**-6 by adding 2**14,
-  // whose float32 has the steps that e4m3 has there, 2**-9.
+  // Like to_e4m3, in lanes: normal numbers by rounding off 20 bits of the fraction; below 2**-6 by adding 2**14, where
+  // float32 has the same steps as e4m3 there, 2**-9.
   static void store_e4m3(uint8_t* codes, Floats values) {
     const __m512i all = _mm512_castps_si512(values);
     const __m512i sign = _mm512_and_epi32(_mm512_srli_epi32(all, 24), _mm512_set1_epi32(0x80));

@@ -1,4 +1,4 @@
-// For any processor: loops over a few numbers at a time, which compilers turn into whatever vectors it has.
+// For any processor: loops over a few numbers at a time, which compilers turn into whatever vector instructions it has.
 #include <algorithm>
 #include <array>
 #include <cstddef>

@@ -1,6 +1,6 @@
-// The loops of RowOps over any vector type. Included once by each file that makes one, after its processor's
-// instructions were switched on: all in an anonymous namespace, so that no function compiled for a newer processor can
-// stand in for another file's.
+// The loops of RowOps over any vector type. Included once by each file that defines one, after it has enabled its
+// processor's instructions: everything is in an anonymous namespace, so that no function compiled for a newer processor
+// can replace that of another file.
 //
 // A vector type V has: kWidth; Floats; zero(), set(float), add, multiply; load<F>(const void* row, size_t i) and
 // store<F>(void* row, size_t i, Floats); for e4m3: Words, with magnitudes(Floats) as bits, greater(Words, Words),
@@ -47,9 +47,9 @@ struct Single {
   static void store_e4m3(uint8_t* codes, Floats value) { *codes = to_e4m3(value); }
 };
 
-// The processor's own prefetching gives up on as many rows at a time as a token has routes, at each page's end at
-// least: a sum that asks for this many bytes ahead takes a third less (AMD Zen 5, 8 rows of 14 KiB; 512 to 2048 do the
-// same).
+// The processor's own prefetching gives up on as many concurrent rows as a token has routes, at the latest at each
+// page's end: a sum that prefetches this many bytes ahead takes a third less (AMD Zen 5, 8 rows of 14 KiB; 512 to 2048
+// perform the same).
 constexpr size_t kPrefetchAheadBytes = 1024;
 
 // Elements [begin, begin + kVectors * V::kWidth) of a sum: the accumulators stay in registers.
@@ -85,13 +85,13 @@ void reduce_row(void* out, const void* const* rows, const float* weights, size_t
   for (; i < hidden; ++i) reduce_part<Single, 1, In, Out>(out, rows, weights, count, i, accumulate, false);
 }
 
-constexpr float kMagnitudeMin = 1e-4F;  // DeepEP's: blocks of zeros need a scale too
+constexpr float kMagnitudeMin = 1e-4F;  // DeepEP's: blocks of zeros need a scale, too
 
 template <typename V, Float In>
 void quantize_row(uint8_t* codes, float* scales, const void* x, size_t hidden, size_t block) {
   for (size_t begin = 0; begin < hidden; begin += block, ++scales) {
     const size_t end = std::min(hidden, begin + block);
-    // By their bits: magnitudes in order, infinity above all numbers, NaN above that. So NaN reaches the scale.
+    // Compared as bits: magnitudes in order, infinity above all numbers, NaN above that. So NaN reaches the scale.
     typename V::Words most{};
     size_t i = begin;
     for (; i + V::kWidth <= end; i += V::kWidth) most = V::greater(most, V::magnitudes(V::template load<In>(x, i)));

@@ -1,6 +1,6 @@
-// Operations on one row of numbers, implemented once for each instruction set. All give the same bits (except for which
-// NaN a NaN is): products and sums are rounded one by one, never fused, and the order of a sum does not depend on the
-// vectors' width.
+// Operations on one row of numbers, implemented once per instruction set. All give the same bits (except for the
+// payload of NaNs): products and sums are rounded one by one, never fused, and the order of a sum does not depend on
+// the vector width.
 #pragma once
 
 #include <cstddef>
@@ -26,14 +26,14 @@ struct RowOps {
   Quantize quantize[kFloats];
 };
 
-// Those that this processor can do, the fastest first; the last is always "portable".
+// The implementations that this processor supports, fastest first; the last is always "portable".
 std::span<const RowOps* const> row_ops_here();
 
-// Throws UsageError for a name that is not among them; "auto" is the first.
+// Throws UsageError for a name that is not among them; "auto" is the first one.
 const RowOps& choose_row_ops(const char* name);
 
-// Each in a file of its own; which of them may be used, row_ops_here() says. All are constants: nothing of such a file
-// may run when the module is loaded, on a processor that lacks its instructions.
+// Each in a file of its own; row_ops_here() says which may be used. All are constants: no code from such a file may run
+// when the module is loaded on a processor that lacks its instructions.
 extern const RowOps kPortableRowOps;
 #if defined(__x86_64__)
 extern const RowOps kAvx2RowOps;

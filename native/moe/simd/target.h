@@ -1,6 +1,6 @@
-// CROSSRAIL_TARGET_BEGIN("avx2,f16c") ... CROSSRAIL_TARGET_END: functions and templates that are defined between them
-// may use these instructions; a template that is defined elsewhere may not, though it is instantiated for them. No
-// header of the standard library is included in between.
+// CROSSRAIL_TARGET_BEGIN("avx2,f16c") ... CROSSRAIL_TARGET_END: functions and templates defined between them may use
+// these instructions; a template defined elsewhere may not, even if it is instantiated for them. No standard header is
+// included in between.
 #pragma once
 
 #define CROSSRAIL_PRAGMA(text) _Pragma(#text)
