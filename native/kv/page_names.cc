@@ -7,7 +7,7 @@
 
 namespace crossrail::kv {
 
-static_assert(std::endian::native == std::endian::little);  // tokens are hashed as they lie
+static_assert(std::endian::native == std::endian::little);  // tokens are hashed in their memory format
 
 std::vector<PageName> page_names(std::span<const uint8_t, 64> first, std::span<const uint32_t> tokens,
                                  size_t page_tokens) {
@@ -16,7 +16,7 @@ std::vector<PageName> page_names(std::span<const uint8_t, 64> first, std::span<c
   const auto* at = reinterpret_cast<const uint8_t*>(tokens.data());
   Sha256State state = kSha256Start;
   sha256_block(state, first.data());
-  std::array<uint8_t, 64> last{};  // of a page that has no whole number of blocks: behind its bytes always zeros
+  std::array<uint8_t, 64> last{};  // pads a page that is no whole number of blocks with zeros
   for (PageName& name : names) {
     for (size_t begin = 0; begin < page_bytes; begin += last.size()) {
       const size_t length = std::min(last.size(), page_bytes - begin);

@@ -12,12 +12,12 @@ namespace crossrail::kv {
 
 using PageName = Digest;
 
-// One for each full page of page_tokens tokens; it covers `first` and all tokens up to the page's end.
+// One name per full page of page_tokens tokens; it covers `first` and all tokens up to the page's end.
 //
-// It is the state that SHA-256 has after `first` and so many pages, each little-endian and filled up with zeros to
-// whole blocks of 64 bytes. Two prompts of one name would be a collision of its compression function, or, if one had
-// more pages, a block that leads to SHA-256's start: nobody can make up either. Without SHA-256's own end, which is a
-// block more, since `first` and page_tokens say how what is hashed is cut. To be secret is not asked of names.
+// It is the state of SHA-256 after `first` and all pages up to this one, each little-endian and zero-padded to whole
+// blocks of 64 bytes. Two prompts with the same name would be a collision of the compression function or, if one had
+// more pages, a block that leads to SHA-256's initial state: nobody can construct either. SHA-256's own final block is
+// omitted, since `first` and page_tokens determine how the input is split. Names need not be secret.
 // Threads: any.
 std::vector<PageName> page_names(std::span<const uint8_t, 64> first, std::span<const uint32_t> tokens,
                                  size_t page_tokens);

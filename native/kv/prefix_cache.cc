@@ -12,7 +12,7 @@ namespace crossrail::kv {
 
 namespace {
 
-constexpr size_t kAhead = 16;  // names whose cache lines are on their way at once
+constexpr size_t kAhead = 16;  // names whose cache lines are being prefetched at the same time
 
 static_assert(sizeof(PageName) == 32);
 
@@ -29,8 +29,8 @@ void PrefixCache::check(std::span<const Page> pages) const {
     if (page >= pages_) throw UsageError("page " + std::to_string(page) + " is none of " + std::to_string(pages_));
 }
 
-// Names are the output of a hash: two words of one tell it from others as well as all do, once they are mixed with what
-// nobody knows.
+// Names are the output of a hash: two of its words distinguish names as well as all of them, once they are mixed with a
+// secret.
 uint32_t PrefixCache::hash_of(const PageName& name) const {
   std::array<uint64_t, 2> words;
   std::memcpy(words.data(), name.data(), sizeof words);
@@ -149,7 +149,7 @@ void PrefixCache::forget(Page page) {
   const size_t mask = table_.size() - 1;
   size_t gap = hash_of(names_[page]) & mask;
   while (table_[gap].page_and_one != page + 1) gap = (gap + 1) & mask;
-  // Whoever comes behind, and is found from a place that is not behind the gap, moves into it.
+  // An entry further on that is found from a place not behind the gap moves into it.
   for (size_t at = (gap + 1) & mask; table_[at].page_and_one != 0; at = (at + 1) & mask) {
     const size_t home = table_[at].hash & mask;
     if (((at - home) & mask) < ((at - gap) & mask)) continue;

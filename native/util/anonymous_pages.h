@@ -1,4 +1,4 @@
-// Memory of this process alone.
+// Private memory of this process.
 #pragma once
 
 #include <cstddef>
@@ -6,14 +6,14 @@
 
 namespace crossrail {
 
-// Zeroed pages, given back with their owner.
+// Zeroed pages, released together with their owner.
 class AnonymousPages {
  public:
-  AnonymousPages() = default;  // none
-  // populate: faulted in now. Throws TransportError.
+  AnonymousPages() = default;  // empty
+  // populate: fault the pages in now. Throws TransportError.
   AnonymousPages(uint64_t length_bytes, bool populate);
-  // Of which perhaps little is ever used: no memory is set aside for the rest. dense: what is used is in one piece, so
-  // that huge pages do not make it more. Throws TransportError.
+  // For memory that may be mostly unused: none is reserved for the unused part. dense: the used part is contiguous, so
+  // that huge pages do not make it larger. Throws TransportError.
   static AnonymousPages sparse(uint64_t length_bytes, bool dense);
   AnonymousPages(AnonymousPages&& other) noexcept;
   AnonymousPages& operator=(AnonymousPages&& other) noexcept;

@@ -9,8 +9,8 @@ namespace {
 
 constexpr uint64_t kFactor = 0xa3d19e6f2c85b74d;
 
-// Both halves of the product: each bit of the lane and the word reaches bits above and below itself. One half alone
-// passes the top bit on unchanged, so that it and one bit of the lane's next word would cancel each other.
+// Both halves of the product: each bit of the lane and the word affects bits above and below itself. One half alone
+// would pass the top bit on unchanged, so that it could cancel with one bit of the lane's next word.
 constexpr uint64_t step(uint64_t lane, uint64_t word) {
   const auto product = static_cast<unsigned __int128>(lane ^ word) * kFactor;
   return static_cast<uint64_t>(product) ^ static_cast<uint64_t>(product >> 64U) ^ lane;
@@ -57,7 +57,7 @@ uint64_t Checksum::value() const {
   }
   uint64_t sum = step(kFactor, total_bytes_);
   for (const uint64_t lane : lanes) sum = step(sum, lane);
-  return step(step(sum, kFactor), ~kFactor);  // the last lane's bits reach all of the sum's
+  return step(step(sum, kFactor), ~kFactor);  // the last lane's bits affect all bits of the sum
 }
 
 }  // namespace crossrail

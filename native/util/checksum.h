@@ -1,9 +1,9 @@
-// A 64-bit checksum at the speed of memory, to find bytes that are not what was sent. Not against people: who wants to
-// can make two texts of one sum.
+// A 64-bit checksum at memory speed, to detect bytes that differ from what was sent. Not against attackers: it is easy
+// to make two texts with the same sum.
 //
-// Eight independent lanes, a widening multiplication per word: plain C++ that every compiler turns into 64 bytes in
-// some eight cycles, where CRC32C, half as wide, needs an instruction of the newer processors and three interleaved
-// streams to come near.
+// Eight independent lanes, one widening multiplication per word: plain C++ that every compiler turns into 64 bytes per
+// eight or so cycles. CRC32C, half as wide, needs an instruction of newer processors and three interleaved streams to
+// come near that.
 #pragma once
 
 #include <array>
@@ -12,7 +12,7 @@
 
 namespace crossrail {
 
-// Invariant: the sum depends on the bytes added, in their order, and not on how they were cut into calls.
+// Invariant: the sum depends on the bytes added and their order, not on how they were split into calls.
 // Threads: one.
 class Checksum {
  public:
@@ -27,7 +27,7 @@ class Checksum {
 
   Lanes lanes_ = {0x8c3f5d1b6a97e203, 0x1d52b7c94ee8a36f, 0xb3a1946e0f7d5c29, 0x47e90c82d5b13fa5,
                   0xe6281fb74c0d93a1, 0x5a9d73e1880b46cf, 0x92c46ba5371fe08d, 0x2fb8d01796a3c54b};
-  std::array<std::byte, kBlockBytes> rest_{};  // that fills no block yet
+  std::array<std::byte, kBlockBytes> rest_{};  // do not fill a block yet
   uint64_t total_bytes_ = 0;
 };
 

@@ -10,13 +10,13 @@ namespace crossrail {
 // CLOCK_MONOTONIC, nanoseconds.
 int64_t now_ns();
 
-using Deadline = int64_t;  // a now_ns() value
+using Deadline = int64_t;  // a value of now_ns()
 inline constexpr Deadline kNoDeadline = std::numeric_limits<int64_t>::max();
 
 // A deadline `seconds` from now; negative means none.
 Deadline deadline_in(double seconds);
 
-// Where an engine has its time from: the real clock, or that of a simulated world. Deadlines of one are points on it.
+// An engine's source of time: the real clock, or that of a simulated world. Deadlines are points on it.
 // Threads: any.
 class Clock {
  public:

@@ -16,7 +16,7 @@ static_assert(std::endian::native == std::endian::little, "the codec writes nati
 
 class Writer {
  public:
-  // Enough for nearly all that is written: one allocation.
+  // Enough for nearly everything that is written: a single allocation.
   Writer() { bytes_.reserve(256); }
 
   template <typename T>
@@ -50,7 +50,7 @@ class Reader {
     return value;
   }
   void get_bytes(std::span<uint8_t> out) {
-    if (out.empty()) return;  // memcpy wants no null pointer, not even for nothing
+    if (out.empty()) return;  // memcpy must not get a null pointer, even for zero bytes
     if (take(out.size())) {
       std::memcpy(out.data(), taken_, out.size());
     } else {
@@ -63,7 +63,7 @@ class Reader {
   }
   std::span<const uint8_t> rest() const { return rest_; }
   bool ok() const { return ok_; }
-  // Everything read, nothing left.
+  // Everything was read, and nothing is left.
   bool finished() const { return ok_ && rest_.empty(); }
 
  private:

@@ -16,11 +16,11 @@ namespace {
 
 constexpr size_t kLine = 64;
 
-// From here on C libraries may copy by `rep movsb` (glibc 2.36 does, its bug 30994).
+// From this size on, C libraries may copy with `rep movsb` (glibc 2.36 does, its bug 30994).
 constexpr size_t kStringMoveMin = 2048;
 
-// At least a line. All of a line is loaded before it is stored: a loop that a compiler could take for memcpy, it would
-// make one of.
+// At least one line. A line is loaded completely before it is stored: otherwise a compiler may recognise memcpy and
+// replace the loop.
 void copy_lines(uint8_t* target, const uint8_t* source, size_t bytes) {
   const size_t head = (kLine - reinterpret_cast<uintptr_t>(target) % kLine) % kLine;
   std::memcpy(target, source, head);
@@ -39,14 +39,13 @@ void copy_lines(uint8_t* target, const uint8_t* source, size_t bytes) {
   }
   std::memcpy(target + at, source + at, bytes - at);
 }
-// How far ahead of the loads we prefetch: past the borders of the processor's pages, where its own prefetcher stops,
-// and soon enough for a miss of the TLB. Measured: half a page is worse than none. Shorter copies look as far as the
-// next one.
+// How far ahead of the loads we prefetch: across page borders, where the processor's own prefetcher stops, and early
+// enough for a TLB miss. Measured: half a page is worse than none. For shorter copies, as far as the next copy.
 constexpr size_t kPrefetchAhead = 8192;
 
-// Into which caches the source is prefetched, though nobody needs it there later. Into the first one, non-temporal or
-// not, each line takes one of the few buffers through which streaming stores leave a core of Intel's: 4.6 GB/s there,
-// and 11 by way of the second, memcpy 6 (Xeon with 300 MiB of L3). On an EPYC it is the other way round, by some
+// The cache level that the source is prefetched into, though nobody needs it there later. On Intel, each line
+// prefetched into L1, non-temporal or not, takes one of the few buffers through which streaming stores leave the core:
+// 4.6 GB/s that way, 11 through L2, memcpy 6 (Xeon with 300 MiB of L3). On an EPYC it is the other way round, by a few
 // percent.
 enum class Into { kNearest, kSecond };
 
@@ -56,7 +55,7 @@ inline void prefetch(const uint8_t* at) {
 }
 
 // Copies whole lines, and prefetches as many from `ahead` on. No branch in the loop: with a choice between two places
-// to prefetch from, pages of 1 KiB were hardly faster than without a prefetch.
+// to prefetch from, pages of 1 KiB were hardly faster than without prefetching.
 template <Into kInto>
 __attribute__((target("avx512f"))) void stream_lines_avx512(uint8_t* target, const uint8_t* source, size_t bytes,
                                                             const uint8_t* ahead) {
@@ -122,7 +121,7 @@ void copy_cached(void* target, const void* source, size_t bytes) {
 void copy_streaming(void* target, const void* source, size_t bytes, const void* next_source, size_t next_bytes) {
   auto* to = static_cast<uint8_t*>(target);
   const auto* from = static_cast<const uint8_t*>(source);
-  // Streaming stores want whole, aligned lines: the ragged ends go through the caches.
+  // Streaming stores need whole, aligned lines: the unaligned ends go through the caches.
   const size_t head = (kLine - reinterpret_cast<uintptr_t>(to) % kLine) % kLine;
   if (bytes < head + 4 * kLine) {
     std::memcpy(to, from, bytes);
@@ -135,7 +134,7 @@ void copy_streaming(void* target, const void* source, size_t bytes, const void* 
   from += head;
   stream_lines(to, from, body - distance, from + distance);
   const uint8_t* last = from + body - distance;
-  const bool has_next = next_bytes >= distance;  // else again what is near already
+  const bool has_next = next_bytes >= distance;  // else prefetches once more what is already near
   stream_lines(to + body - distance, last, distance, has_next ? static_cast<const uint8_t*>(next_source) : last);
   std::memcpy(to + body, from + body, bytes - head - body);
 }

@@ -1,4 +1,4 @@
-// Copying memory when it is known whether anyone will read the copy soon.
+// Copying memory, depending on whether the copy will be read soon.
 #pragma once
 
 #include <cstddef>
@@ -6,10 +6,10 @@
 
 namespace crossrail {
 
-// Whether the target begins less than a line behind the source, counted within a page. There `rep movsb`, by which C
-// libraries and kernels copy, crawls on some processors: 1.4 GB/s instead of 40 on an EPYC 9004, where the target is up
-// to 31 bytes behind. Large arrays of numpy begin 16 bytes into a page, what we allocate at its begin: every read
-// would.
+// Whether the target begins less than a cache line behind the source, modulo the page. In this case `rep movsb`, which
+// C libraries and kernels use to copy, is extremely slow on some processors: 1.4 GB/s instead of 40 on an EPYC 9004, if
+// the target is up to 31 bytes behind. Large numpy arrays begin 16 bytes into a page, and our allocations at the start
+// of one: every read would be affected.
 inline bool lies_behind(const void* target, const void* source) {
   constexpr uintptr_t kPage = 4096;
   constexpr uintptr_t kLine = 64;
@@ -17,12 +17,12 @@ inline bool lies_behind(const void* target, const void* source) {
   return behind > 0 && behind < kLine;
 }
 
-// The target is read soon, or small: ordinary stores through the caches. Ranges do not overlap.
+// The target is read soon, or small: ordinary stores through the caches. The ranges must not overlap.
 void copy_cached(void* target, const void* source, size_t bytes);
 
-// Much data whose target would only push other things out of the caches: streaming stores that skip them, where the
-// processor has them. Weakly ordered: call copy_fence() before telling anyone. `next_source` (or null) is what will be
-// copied next, up to next_bytes: its first lines are prefetched meanwhile.
+// For much data, whose target would only evict everything else from the caches: streaming stores that bypass them, if
+// the processor has them. Weakly ordered: call copy_fence() before telling anyone. `next_source` (or null) is what will
+// be copied next, up to next_bytes: its first lines are prefetched meanwhile.
 void copy_streaming(void* target, const void* source, size_t bytes, const void* next_source, size_t next_bytes);
 
 // Orders all streaming stores of this thread before its later stores.

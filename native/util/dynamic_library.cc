@@ -8,7 +8,7 @@ void* load_library(const std::string& file, int extra_flags, std::string* why) {
   void* const handle = ::dlopen(file.c_str(), RTLD_NOW | RTLD_LOCAL | extra_flags);
   if (handle == nullptr) {
     const char* const error = ::dlerror();
-    *why = error != nullptr ? error : "not loaded";  // RTLD_NOLOAD gives no reason
+    *why = error != nullptr ? error : "not loaded";  // RTLD_NOLOAD fails without a reason
   }
   return handle;
 }

@@ -1,6 +1,6 @@
 #pragma once
 
-// Libraries that are opened at run time: the module links to none of them. What every user of one needs of dlfcn.h.
+// Libraries that are opened at run time, so that the module links to none of them: a common wrapper around dlfcn.h.
 
 #include <string>
 #include <string_view>
@@ -20,10 +20,10 @@ bool find_function(void* handle, const char* name, Function* function) {
   return *function != nullptr;
 }
 
-// The file that this symbol comes from; `fallback` where the loader does not know it.
+// The file that defines this symbol; `fallback` if the loader does not know it.
 std::string path_of_symbol(void* handle, const char* name, const std::string& fallback);
 
-// Why each of several candidates was not taken, as one text.
+// Why each of several candidates was rejected, as one text.
 class SearchNotes {
  public:
   void add(std::string_view what, std::string_view why);

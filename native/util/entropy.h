@@ -1,4 +1,4 @@
-// Where an engine has its random bits from: the kernel, or the seed of a simulated world.
+// An engine's source of random bits: the kernel, or the seed of a simulated world.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@ namespace crossrail {
 // Threads: any.
 class Entropy {
  public:
-  // Throws TransportError when there are none to be had.
+  // Throws TransportError if none are available.
   virtual void fill(std::span<uint8_t> bytes) = 0;
   uint64_t draw_u64();
   uint32_t draw_u32() { return static_cast<uint32_t>(draw_u64()); }
@@ -18,7 +18,7 @@ class Entropy {
   ~Entropy() = default;
 };
 
-// Bits that strangers cannot guess.
+// Bits that others cannot guess.
 Entropy& kernel_entropy();
 
 }  // namespace crossrail

@@ -59,7 +59,7 @@ void set_assert_hook(AssertHook hook) { assert_hook.store(hook, std::memory_orde
 
 namespace {
 [[noreturn]] void abort_with_hook(const char* reason) {
-  // Taken away: the hook's own bug must not call it again.
+  // Cleared first: a bug in the hook itself must not call it again.
   if (const AssertHook hook = assert_hook.exchange(nullptr, std::memory_order_acq_rel)) hook(reason);
   std::abort();
 }

@@ -1,4 +1,4 @@
-// The two kinds of error that are thrown. Data-path failures are never thrown: they are statuses of completions.
+// The two kinds of errors that are thrown. Data-path failures are never thrown: they are statuses of completions.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace crossrail {
 
-// A number, within the text of an error.
+// A number as text, for error messages.
 inline std::string text(uint64_t value) { return std::to_string(value); }
 
 // The caller's mistake: the text names the argument, its value and the bound.
@@ -40,25 +40,25 @@ class EngineClosedError : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// A wait without deadline in a simulated world in which nothing is left to happen.
+// A wait without deadline in a simulated world where nothing is left to happen.
 class SimulationIdleError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
 };
 
-// Throws TransportError for errno of a failed system call. remedy: empty: what usually helps against that errno.
+// Throws TransportError for the errno of a failed system call. remedy: empty: what usually helps against that errno.
 [[noreturn]] void throw_errno(const char* call, const std::string& what, const std::string& remedy = {});
 
-// Called once, by the first that aborts here, after it has printed why; the process aborts when it returns. reason: in
-// two words. Any thread.
+// Called once, by the first thread that aborts here, after it has printed the reason; the process aborts when the hook
+// returns. reason: two words. Any thread.
 using AssertHook = void (*)(const char* reason);
 void set_assert_hook(AssertHook hook);
 
-// No memory where what is begun can be neither finished nor taken back. Prints and aborts, as fail_assert does. whose:
-// the name of the engine.
+// Out of memory at a point where an operation can be neither finished nor undone. Prints and aborts, like fail_assert.
+// whose: the name of the engine.
 [[noreturn]] void fail_out_of_memory(const char* whose);
 
-// Our own bug: prints and aborts. Kept on in release builds, off the hot path.
+// A bug of ours: prints and aborts. Enabled in release builds, off the hot path.
 [[noreturn]] void fail_assert(const char* expression, const char* file, int line);
 
 }  // namespace crossrail

@@ -19,7 +19,7 @@ enum class FutexScope : int { kProcess = FUTEX_PRIVATE_FLAG, kShared = 0 };
 
 // Sleeps while *word == expected, until woken, the deadline (now_ns clock), or a signal. False for a signal.
 inline bool futex_wait(std::atomic<uint32_t>* word, uint32_t expected, Deadline deadline, FutexScope scope) {
-  // FUTEX_WAIT_BITSET takes an absolute CLOCK_MONOTONIC time: no drift when called in a loop.
+  // FUTEX_WAIT_BITSET takes an absolute CLOCK_MONOTONIC time: no drift if called in a loop.
   timespec time{};
   timespec* limit = nullptr;
   if (deadline != kNoDeadline) {

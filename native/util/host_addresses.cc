@@ -43,11 +43,11 @@ uint8_t prefix_of(const sockaddr* mask, bool is_v6) {
 uint32_t speed_of(const std::string& netdev) {
   std::ifstream file(directory_of(netdev) + "/speed");
   int64_t mbps = 0;
-  file >> mbps;  // -1, or an error on read, where the driver does not know
+  file >> mbps;  // -1, or a read error, if the driver does not know
   return mbps > 0 && mbps < 100'000'000 ? static_cast<uint32_t>(mbps) : 0;
 }
 
-// Those directly below, as /sys links them: "lower_eth0".
+// The interfaces directly below, which /sys links as "lower_eth0".
 std::vector<std::string> lowers_of(const std::string& netdev) {
   static constexpr std::string_view kLower = "lower_";
   std::vector<std::string> lowers;
@@ -60,7 +60,7 @@ std::vector<std::string> lowers_of(const std::string& netdev) {
   return lowers;
 }
 
-// And all that is below those. A chain of them is short; one that never ends would be nonsense of a made-up /sys.
+// Those and everything below them. Such a chain is short; one that never ends can only come from a fake /sys.
 std::vector<std::string> all_lowers_of(const std::string& netdev) {
   std::vector<std::string> found = lowers_of(netdev);
   for (size_t i = 0; i < found.size() && found.size() < kLowersMax; ++i) {
@@ -79,8 +79,8 @@ bool is_wireless_or_usb(const std::string& netdev) {
   return device.find("/usb") != std::string::npos || std::filesystem::exists(directory_of(netdev) + "/phy80211", none);
 }
 
-// Flags of IPv6 addresses, the low bits of linux/if_addr.h's IFA_F_...: one that goes as it came (privacy extensions),
-// is not to be used any more, not yet, or by another host, too. getifaddrs does not tell.
+// Flags of IPv6 addresses, the low bits of linux/if_addr.h's IFA_F_...: temporary (privacy extensions), deprecated,
+// tentative, or in use by another host, too. getifaddrs does not report them.
 std::map<std::string, uint32_t> read_v6_flags() {
   std::map<std::string, uint32_t> flags;
   std::ifstream file("/proc/net/if_inet6");
@@ -103,8 +103,8 @@ std::string hexadecimal(std::span<const uint8_t> bytes) {
   return text;
 }
 
-// Addresses that a host has given itself (169.254/16) are mostly those of the link to its management controller. Of
-// IPv6 there may be some that do not stay.
+// Addresses that a host has assigned itself (169.254/16) are mostly those of the link to its management controller.
+// IPv6 addresses may be temporary.
 bool is_last_choice(const HostAddress& address, const std::map<std::string, uint32_t>& v6_flags) {
   constexpr uint32_t kTemporary = 0x01, kDuplicate = 0x08, kDeprecated = 0x20, kTentative = 0x40;
   if (!address.is_v6) return address.ip[0] == 169 && address.ip[1] == 254;
@@ -206,7 +206,7 @@ std::vector<HostAddress> usual_addresses(std::vector<HostAddress> present) {
   for (const HostAddress& address : present) {
     if (!address.is_last) addressed.insert(address.netdev);
   }
-  // Above an interface that has an address itself there is nothing but the same wire.
+  // An interface on top of one that has an address itself leads to the same wire.
   for (HostAddress& address : present) {
     address.is_virtual = address.is_virtual || std::ranges::any_of(address.lowers, [&](const std::string& lower) {
                            return addressed.contains(lower);
@@ -217,8 +217,8 @@ std::vector<HostAddress> usual_addresses(std::vector<HostAddress> present) {
                       address.is_v6);
   };
   std::ranges::stable_sort(present, {}, rank);
-  // docker0 has the same address on every host, so that peers would take their own for ours: with hardware of one's
-  // own, bridges without any are taken by name only.
+  // docker0 has the same address on every host, so peers would take their own for ours: on a host with real hardware,
+  // bridges without a device are used only if named.
   if (!present.empty() && !present.front().is_virtual) {
     std::erase_if(present, [](const HostAddress& address) { return address.is_bridge && address.is_virtual; });
   }

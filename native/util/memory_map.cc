@@ -32,8 +32,8 @@ namespace {
 
 constexpr size_t kHugePage = size_t{2} << 20;
 
-// Mappings of this process by identity of the file. Never destroyed: engines may outlive static destructors.
-// The mutex is held over fork: a child that opens an engine of its own finds it free, and the map whole.
+// Mappings of this process by the file's identity. Never destroyed: engines may outlive static destructors.
+// The mutex is held across fork: a child that opens its own engine finds it free, and the map consistent.
 struct Registry {
   std::mutex mutex;
   std::map<std::pair<uint64_t, uint64_t>, std::weak_ptr<MemoryMap>> maps;
@@ -55,9 +55,9 @@ MemoryMap::MemoryMap(Fd fd, size_t bytes, uint64_t device, uint64_t inode)
     : fd_(std::move(fd)), bytes_(bytes), device_(device), inode_(inode) {
   void* hint = nullptr;
   if (bytes >= kHugePage) {
-    // An address that is a multiple of the huge page lets the kernel back us with huge pages. The room is only looked
-    // for: of a mapping that fails in a room of ours, nobody knows how much of the room is left. Who takes it from
-    // under us costs us the multiple.
+    // An address that is a multiple of the huge page size lets the kernel use huge pages. The address range is only
+    // looked up, not kept: if a mapping into a range of ours failed, it would be unclear how much of the range is left.
+    // If somebody takes the range from under us we only lose the alignment.
     void* room = mmap(nullptr, bytes + kHugePage, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (room == MAP_FAILED)
       throw_errno("mmap", "no address space for " + std::to_string(bytes) + " bytes",
@@ -68,7 +68,7 @@ MemoryMap::MemoryMap(Fd fd, size_t bytes, uint64_t device, uint64_t inode)
   void* data = mmap(hint, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd_.get(), 0);
   if (data == MAP_FAILED) throw_errno("mmap", "cannot map " + std::to_string(bytes) + " bytes of shared memory");
   data_ = static_cast<std::byte*>(data);
-  // Advice only: where huge pages for shared memory are off, this fails and 4 KiB pages serve.
+  // Advice only: where huge pages for shared memory are disabled, this fails and 4 KiB pages are used.
   if (bytes >= kHugePage) madvise(data_, bytes, MADV_HUGEPAGE);
 }
 
@@ -76,7 +76,7 @@ MemoryMap::~MemoryMap() {
   {
     std::lock_guard lock(registry().mutex);
     auto found = registry().maps.find({device_, inode_});
-    // A map() that raced with us may have put a fresh mapping here already.
+    // A concurrent map() may already have put a fresh mapping here.
     if (found != registry().maps.end() && found->second.expired()) registry().maps.erase(found);
   }
   if (data_ != nullptr) munmap(data_, bytes_);
@@ -109,7 +109,7 @@ std::shared_ptr<MemoryMap> MemoryMap::find_or_map(Fd fd, size_t bytes_min, bool 
   struct stat info;
   if (fstat(fd.get(), &info) != 0) throw_errno("fstat", "cannot look at shared memory");
   const int seals = fcntl(fd.get(), F_GET_SEALS);
-  constexpr int kSize = F_SEAL_SHRINK | F_SEAL_GROW;  // one mapping serves all who ask for the file, now and later
+  constexpr int kSize = F_SEAL_SHRINK | F_SEAL_GROW;  // one mapping serves everybody, now and later
   if (seals < 0 || (seals & kSize) != kSize) {
     throw TransportError("fcntl", 0, "shared memory from a peer is not sealed against shrinking and growing");
   }

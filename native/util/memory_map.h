@@ -1,4 +1,4 @@
-// Shared memory by memfd: no names, nothing to leak when a process is killed.
+// Shared memory by memfd: no names, so nothing leaks when a process is killed.
 #pragma once
 
 #include <cstddef>
@@ -25,8 +25,8 @@ class Fd {
 };
 
 // A mapping of a whole memfd, shared and writable; unmapped with the last reference.
-// Within one process the same memfd is mapped once: a second map() gives the same object. Two engines of one process
-// thus see each other's memory at one address, which also lets ThreadSanitizer follow the protocol.
+// Within a process the same memfd is mapped once: a second map() returns the same object. So two engines in one process
+// see each other's memory at one address, which also lets ThreadSanitizer follow the protocol.
 class MemoryMap {
  public:
   MemoryMap(const MemoryMap&) = delete;
@@ -35,13 +35,13 @@ class MemoryMap {
 
   // A new zeroed memfd of `bytes` (rounded up to pages), sealed against shrinking so that no peer can make us fault.
   static std::shared_ptr<MemoryMap> create(const char* name, size_t bytes);
-  // Maps what a peer sent; `bytes_min`: refuses anything smaller, or not sealed. Keeps no descriptor of what another
-  // process made: peers and their regions are many. Throws TransportError.
+  // Maps what a peer sent; refuses anything smaller than `bytes_min`, or not sealed. Keeps no descriptor of another
+  // process's file: peers and their regions are many. Throws TransportError.
   static std::shared_ptr<MemoryMap> map(Fd fd, size_t bytes_min);
 
   std::byte* data() const { return data_; }
   size_t size() const { return bytes_; }
-  // For passing on; -1 of what a peer sent, and after release_fd(), with which nobody new can map it.
+  // To be passed on; -1 for a peer's file, and after release_fd(), after which nobody new can map it.
   int fd() const { return fd_.get(); }
   void release_fd() { fd_.reset(); }
 

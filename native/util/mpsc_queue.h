@@ -1,5 +1,5 @@
 // Bounded lock-free queue, many producers, one consumer at a time. After D. Vyukov's bounded MPMC queue
-// (1024cores.net): each cell carries a sequence number that says whose turn it is.
+// (1024cores.net): each cell has a sequence number that says whose turn it is.
 #pragma once
 
 #include <atomic>
@@ -20,8 +20,8 @@ class MpscQueue {
 
   // Any thread. False when full.
   bool try_push(const T& value) {
-    // relaxed, here and in the exchange: what a position gives is one turn of a cell, and the cell's sequence orders
-    // that.
+    // relaxed, here and in the exchange: a position only assigns one turn of a cell; the cell's sequence provides the
+    // order.
     size_t position = tail_.load(std::memory_order_relaxed);
     for (;;) {
       Cell& cell = cells_[position & mask_];
@@ -42,7 +42,7 @@ class MpscQueue {
     }
   }
 
-  // The consumer. False when empty.
+  // Consumer. False if empty.
   bool try_pop(T* value) {
     Cell& cell = cells_[head_ & mask_];
     // acquire: pairs with the producer's release: its value is there.
@@ -54,11 +54,11 @@ class MpscQueue {
     return true;
   }
 
-  // Any thread: how many were pushed so far, or are just being pushed. relaxed: it orders nothing. Whoever has learnt,
-  // by acquire and release, that one was popped, finds it counted.
+  // Any thread: the number of values pushed so far, including those just being pushed. relaxed: it orders nothing. A
+  // thread that has learnt, by acquire and release, that a value was popped finds it counted.
   size_t pushed() const { return tail_.load(std::memory_order_relaxed); }
 
-  // The consumer. acquire: as in try_pop.
+  // Consumer. acquire: as in try_pop.
   bool empty() const { return cells_[head_ & mask_].sequence.load(std::memory_order_acquire) != head_ + 1; }
 
  private:

@@ -1,5 +1,6 @@
-// Deliberate mistakes, to find out whether the checkers find them (./dev sim --mutations). They are in no module but
-// the one of cmake/mutations.cmake: elsewhere is_mutated() is false at compile time, and its mistake is not there.
+// Deliberate bugs, to find out whether the checkers find them (./dev sim --mutations). They exist only in the module
+// built by cmake/mutations.cmake: everywhere else is_mutated() is false at compile time, and the bug is not compiled
+// in.
 #pragma once
 
 #include <cstdint>
@@ -9,31 +10,31 @@ namespace crossrail {
 enum class Mutation : uint8_t {
   kNone,
   kDropImmediate,           // one immediate in eight is not counted
-  kCountShareTwice,         // of a write in several pieces, the first piece's share counts double
+  kCountShareTwice,         // the share of the first of several pieces of a write counts twice
   kImmediateBeforeBytes,    // the immediate does not wait for the slices before it
-  kIgnorePage,              // of pages that travel together the last is left out, though counted
-  kShortPiece,              // off by one in sharding: of a write in pieces each lacks its last byte
-  kCompleteBeforeFlush,     // what is on a path that breaks has failed before the NIC says that it is flushed
+  kIgnorePage,              // the last of several pages that travel together is left out, yet counted
+  kShortPiece,              // off by one in sharding: each piece of a write lacks its last byte
+  kCompleteBeforeFlush,     // works on a breaking path fail before the NIC reports that it is flushed
   kCancelEarly,             // a cancel completes at once, whatever is still posted
-  kCancelLeavesShare,       // a cancel that came after a share was counted completes all the same
-  kSkipCloseWait,           // a region is closed without a look at who is at it
-  kRepostUnasked,           // what is in doubt is posted again without asking the peer
+  kCancelLeavesShare,       // a cancel that came after a share was counted completes nevertheless
+  kSkipCloseWait,           // a region is closed without checking who is using it
+  kRepostUnasked,           // works in doubt are posted again without asking the peer
   kAnswerBeforeClosing,     // the peer says what it has seen before its own end is closed
-  kSeenOfLastEpoch,         // a new epoch begins with the count of the last one
+  kSeenOfLastEpoch,         // a new epoch begins with the previous one's count
   kForgetCompletion,        // one work in a hundred that is done is never reported
-  kAcceptStaleIncarnation,  // a restarted engine is taken for the one that had its name before
+  kAcceptStaleIncarnation,  // a restarted engine is taken for its predecessor of the same name
   kReuseImmediateEarly,     // a number that was released is handed out again at once
   kMessageTwice,            // a message whose acknowledgement was lost is delivered again
-  kRecallTaken,             // a message that was delivered is given back to who cancelled it
-  kSkipFenceWait,           // revoke() refuses peers, and does not wait for who is at the region
+  kRecallTaken,             // a delivered message is returned to the sender that cancelled it
+  kSkipFenceWait,           // revoke() refuses peers, but does not wait for those using the region
   kKeepOldKey,              // revoke() leaves the NICs the key that peers know
-  kCountUnverified,         // a checked write is counted whatever its sum
+  kCountUnverified,         // a checked write is counted whatever its checksum
   kVerifiedAlsoCounts,      // the immediate of a checked write travels with its bytes as well
-  kNeverThaw,               // a peer that stood still is never said to move again
-  kSlotOneRowLate,          // of moe: private rows land a row behind their slot
-  kForgetRemainder,         // of moe: rows that do not fit the slot are not waited for
-  kOneParity,               // of moe: rounds of odd number use the rows' memory of even ones
-  kSkipLastWord,            // of moe: of ranks that share memory the last one is not waited for
+  kNeverThaw,               // a peer that stood still is never reported to move again
+  kSlotOneRowLate,          // moe: private rows land a row behind their slot
+  kForgetRemainder,         // moe: rows that do not fit the slot are not waited for
+  kOneParity,               // moe: odd rounds use the rows' memory of even ones
+  kSkipLastWord,            // moe: of the ranks that share memory, the last is not waited for
 };
 
 #ifdef CROSSRAIL_MUTATIONS

@@ -18,9 +18,9 @@ struct FreePages {
 };
 using Pages = std::unique_ptr<std::byte[], FreePages>;
 
-// [any] Zeroed. Whole pages, in which nothing else lies: with RDMAV_FORK_SAFE libibverbs takes those of registered
-// memory away from forked children (ibv_fork_init(3), MADV_DONTFORK), and a child that touches its heap there is
-// killed.
+// [any] Zeroed. Whole pages that contain nothing else: with RDMAV_FORK_SAFE, libibverbs removes the pages of registered
+// memory from forked children (ibv_fork_init(3), MADV_DONTFORK), and a child whose heap is in such a page is killed
+// when it touches it.
 inline Pages make_pages(size_t bytes) {
   const auto page = static_cast<size_t>(::sysconf(_SC_PAGESIZE));
   const size_t whole = (bytes + page - 1) / page * page;

@@ -1,12 +1,12 @@
-// Cache lines that are asked for before they are needed.
+// Prefetching cache lines.
 #pragma once
 
 namespace crossrail {
 
-// The line at `at` is to be written in some tens of nanoseconds, and another core has it, or a farther cache. A hint,
-// without any other effect.
-// The builtin asks for a line to read where the compiler may not assume PREFETCHW, which x86-64 does nothing with where
-// it does not know it: the line would then move twice.
+// The line at `at` is to be written within some tens of nanoseconds, and is now in another core's cache, or a farther
+// one. A hint, without any other effect.
+// Uses PREFETCHW directly, which x86-64 processors that lack it ignore. The builtin would fetch the line for reading
+// wherever the compiler may not assume that instruction, and the line would then move twice.
 inline void prefetch_for_write(const void* at) {
 #if defined(__x86_64__)
   asm volatile("prefetchw %0" : : "m"(*static_cast<const char*>(at)));

@@ -16,12 +16,12 @@
 namespace crossrail {
 
 bool is_readable(const std::byte* base, uint64_t length_bytes) {
-  constexpr uintptr_t kPage = 4096;  // or longer: then some are asked for more than once
+  constexpr uintptr_t kPage = 4096;  // or larger: then some are asked for more than once
   constexpr int kNoSuchHow = -1;
   constexpr size_t kMaskBytes = 8;
   const auto end = reinterpret_cast<uintptr_t>(base) + length_bytes;
   for (uintptr_t page = reinterpret_cast<uintptr_t>(base) / kPage * kPage; page < end; page += kPage) {
-    // The kernel reads a mask there before it finds that it is not told what to do with it.
+    // The kernel reads a mask there before it notices that the operation is invalid.
     if (syscall(SYS_rt_sigprocmask, kNoSuchHow, page, nullptr, kMaskBytes) != 0 && errno == EFAULT) return false;
   }
   return true;
@@ -29,7 +29,7 @@ bool is_readable(const std::byte* base, uint64_t length_bytes) {
 
 namespace {
 
-// PROCMAP_QUERY of <linux/fs.h>, which kernels have from 6.11 on and headers often do not.
+// PROCMAP_QUERY of <linux/fs.h>, available since Linux 6.11 but often missing from headers.
 struct MapQuery {
   uint64_t size = sizeof(MapQuery);
   uint64_t flags = 0;
@@ -79,7 +79,7 @@ bool maps_file(const std::byte* base, uint64_t length_bytes) {
 
 namespace {
 
-// The kernel reads from it into memory that may go away: a fault is an error of read(2), not a signal.
+// The kernel reads from the pipe into memory that may disappear: a fault is an error of read(2), not a signal.
 bool copy_through_pipe(std::byte* target, const std::byte* source, size_t bytes) {
   std::array<int, 2> ends{};
   if (pipe2(ends.data(), O_CLOEXEC | O_NONBLOCK) != 0) return false;

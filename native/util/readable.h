@@ -1,4 +1,4 @@
-// Memory that went away under us.
+// Memory that disappeared under us.
 #pragma once
 
 #include <cstddef>
@@ -7,19 +7,19 @@
 
 namespace crossrail {
 
-// Whether the kernel can read all of it. It cannot where pages were unmapped, or a file that is mapped was cut short.
-// Any thread; costs a system call a page.
+// Whether the kernel can read all of it. It cannot if pages were unmapped, or a mapped file was truncated. Any thread;
+// costs one system call per page.
 bool is_readable(const std::byte* base, uint64_t length_bytes);
 
-// Whether a file is mapped anywhere in it: only files can be cut short. Any thread; costs as much as opening a file,
-// before Linux 6.11 as reading all of /proc/self/maps. True where that cannot be read.
+// Whether a file is mapped anywhere in it: only files can be truncated. Any thread; costs as much as opening a file,
+// before Linux 6.11 as much as reading all of /proc/self/maps. True if that cannot be read.
 bool maps_file(const std::byte* base, uint64_t length_bytes);
 // The same in the text of /proc/self/maps.
 bool maps_file(const std::string& maps, const std::byte* base, uint64_t length_bytes);
 
-// Copies to where a file is mapped. False: some of it is not there any more, and some of the bytes may be copied. Any
-// thread; costs a system call, and a pipe where the kernel refuses that one (seccomp; memory of a device) or there are
-// bytes missing.
+// Copies to memory where a file is mapped. False: part of it no longer exists, and some of the bytes may have been
+// copied. Any thread; costs a system call, plus a pipe if the kernel refuses that call (seccomp; device memory) or
+// bytes are missing.
 bool copy_to_file(std::byte* target, const std::byte* source, size_t bytes);
 
 inline constexpr const char* kUnreadableText =

@@ -18,12 +18,12 @@ class RefCounted {
   // relaxed: whoever adds a reference already holds one, so the object cannot vanish meanwhile.
   void add_ref() const { refs_.fetch_add(1, std::memory_order_relaxed); }
 
-  // Nobody else has one: true for good where new ones come only from who holds this. acquire: what others did with
-  // theirs is over, and seen; pairs with release().
+  // Nobody else has a reference: permanently true if new ones come only from the holder of this one. acquire: what
+  // others did with theirs has happened, and is visible; pairs with release().
   bool is_only_ref() const { return refs_.load(std::memory_order_acquire) == 1; }
 
   void release() const {
-    // release: our last uses happen before the delete. acquire: who deletes has everybody else's behind it. Each pairs
+    // release: our last uses happen before the delete. acquire: whoever deletes sees everybody else's uses. Each pairs
     // with the other, in the same line of another thread.
     if (refs_.fetch_sub(1, std::memory_order_acq_rel) == 1) {
       static_cast<T*>(const_cast<RefCounted*>(this))->destroy();
@@ -73,7 +73,7 @@ class Ref {
   T& operator*() const { return *object_; }
   explicit operator bool() const { return object_ != nullptr; }
   bool operator==(const Ref& other) const { return object_ == other.object_; }
-  // Gives the reference up to the caller.
+  // Hands the reference to the caller.
   T* leak() { return std::exchange(object_, nullptr); }
 
  private:

@@ -1,4 +1,4 @@
-// A queue in one growing ring: no allocation once it has seen its peak, none at all while empty and released.
+// A queue in one growing ring: no allocation once it has reached its peak, and no memory while empty and released.
 #pragma once
 
 #include <algorithm>
@@ -20,8 +20,8 @@ class RingQueue {
   const T& operator[](size_t index) const { return items_[(first_ + index) & (capacity_ - 1)]; }
   T& front() { return (*this)[0]; }
   T& back() { return (*this)[size_ - 1]; }
-  // The first ones, at most so many, as far as they lie side by side: all of them, or those up to where the ring wraps.
-  // Valid until something is put in or taken out.
+  // The first elements, at most count_max, as far as they are contiguous: all of them, or those up to where the ring
+  // wraps. Valid until something is added or removed.
   std::span<const T> first_run(size_t count_max) const {
     return {items_.get() + first_, std::min({count_max, size_, capacity_ - first_})};
   }
@@ -44,13 +44,13 @@ class RingQueue {
     --size_;
     return item;
   }
-  // Takes the first ones out, which need no destructor to run.
+  // Removes the first elements, which must not need a destructor.
   void drop_front(size_t count) {
     static_assert(std::is_trivially_destructible_v<T>);
     first_ = (first_ + count) & (capacity_ - 1);
     size_ -= count;
   }
-  // Keeps those for which keep(item) says yes, in order.
+  // Keeps the elements for which keep(item) is true, in order.
   template <typename Keep>
   void filter(Keep&& keep) {
     size_t kept = 0;
@@ -69,7 +69,7 @@ class RingQueue {
     return false;
   }
   void clear() { first_ = size_ = 0; }
-  // Gives the memory back. Only while empty.
+  // Frees the memory. Only while empty.
   void release() {
     items_.reset();
     capacity_ = first_ = 0;

@@ -37,8 +37,8 @@ bool has_sha_instructions() {
   return __get_cpuid_count(7, 0, &a, &b, &c, &d) != 0 && (b & bit_SHA) != 0;
 }
 
-// Intel's SHA extensions: two rounds an instruction. They keep the state as the words ABEF and CDGH, the first highest,
-// and four words of the message in a register.
+// Intel's SHA extensions: two rounds per instruction. They keep the state as the words ABEF and CDGH, the first one
+// highest, and four message words per register.
 __attribute__((target("sha,sse4.1,ssse3"))) void sha256_block_x86(Sha256State& state, const uint8_t* bytes) {
   const __m128i big_endian = _mm_set_epi64x(0x0c0d0e0f08090a0b, 0x0405060700010203);
   auto* words = reinterpret_cast<__m128i*>(state.data());
@@ -57,7 +57,7 @@ __attribute__((target("sha,sse4.1,ssse3"))) void sha256_block_x86(Sha256State& s
     const __m128i sum = _mm_add_epi32(now, _mm_loadu_si128(reinterpret_cast<const __m128i*>(kRound.data() + 4 * i)));
     cdgh = _mm_sha256rnds2_epu32(cdgh, abef, sum);
     abef = _mm_sha256rnds2_epu32(abef, cdgh, _mm_shuffle_epi32(sum, 0x0E));
-    // The words of four rounds of sixteen later take this one's place.
+    // The words for the four rounds sixteen later take this one's place.
     if (i < 12) {
       const __m128i next = w[(i + 1) % 4];
       const __m128i last = w[(i + 3) % 4];

@@ -7,7 +7,7 @@
 
 namespace crossrail {
 
-// Tells the core that we spin, so that its sibling and its power budget profit.
+// Tells the core that we are spinning, for the benefit of its sibling thread and its power budget.
 inline void cpu_relax() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
@@ -17,7 +17,7 @@ inline void cpu_relax() {
 }
 
 // Invariant: held_ is not 0 exactly while one thread is between lock() and unlock(), and is then the holder's mark.
-// Spins, then yields: holders may be descheduled when there are more threads than cores.
+// Spins, then yields: the holder may be descheduled if there are more threads than cores.
 class SpinLock {
  public:
   void lock() {
@@ -29,9 +29,9 @@ class SpinLock {
       }
     }
   }
-  // Pairs with the release in unlock(), so that we see what the last holder wrote. seq_cst, for mark(): of the holder
-  // that takes the lock and then looks at something, and somebody who changes it and then looks at the mark, one sees
-  // the other.
+  // Pairs with the release in unlock(), so that we see what the last holder wrote. seq_cst, for mark(): if the holder
+  // takes the lock and then checks something, and another thread changes that and then checks the mark, at least one
+  // sees the other.
   bool try_lock(uint8_t mark = 1) {
     uint8_t free = 0;
     const bool mine = held_.load(std::memory_order_relaxed) == 0 &&
@@ -41,7 +41,7 @@ class SpinLock {
 #endif
     return mine;
   }
-  // For who must not hang when the holder does not come back, as in a process that is about to abort: gives up after
+  // For threads that must not hang if the holder never returns, as in a process that is about to abort: gives up after
   // some milliseconds.
   bool try_lock_for_a_moment() {
     constexpr int kAttempts = 10'000;
@@ -53,7 +53,7 @@ class SpinLock {
   }
   // A hint: may be outdated when it returns.
   bool is_locked() const { return held_.load(std::memory_order_relaxed) != 0; }
-  // What the holder passed to try_lock(), or 0. When it no longer is a holder's mark, what that holder did is visible.
+  // What the holder passed to try_lock(), or 0. Once it no longer is a holder's mark, what that holder did is visible.
   uint8_t mark() const { return held_.load(std::memory_order_seq_cst); }
   void unlock() {
 #ifdef CROSSRAIL_CHECK_HOLDERS
@@ -63,7 +63,7 @@ class SpinLock {
   }
 
 #ifdef CROSSRAIL_CHECK_HOLDERS
-  // relaxed: a thread that holds the lock reads what it wrote itself, and any other one never reads its own id.
+  // relaxed: the holder reads what it wrote itself, and any other thread never reads its own id.
   bool is_mine() const { return holder_.load(std::memory_order_relaxed) == std::this_thread::get_id(); }
 #endif
 

@@ -1,4 +1,4 @@
-// Threads of ours: one that the system does not give is an error with its reason, as everything else of set-up.
+// Our own threads: if the system refuses one, that is an error with its reason, like any set-up failure.
 #pragma once
 
 #include <csignal>
@@ -10,9 +10,9 @@
 
 namespace crossrail {
 
-// While it lives this thread lets no signal in that is meant for the process, and threads that it starts never will:
-// those are for threads that somebody waits on, and for whoever keeps them back there. What a thread's own instructions
-// cause is its own, and profilers' signals come to where time is spent.
+// While it exists, this thread, and any thread that it starts, does not receive signals meant for the process: those
+// are for threads that somebody waits on, and for whoever keeps them blocked there. Signals that a thread's own
+// instructions cause are not blocked, nor are those of profilers, which are sent to where time is spent.
 class SignalsBlocked {
  public:
   SignalsBlocked() {
@@ -29,7 +29,7 @@ class SignalsBlocked {
   sigset_t before_;
 };
 
-// A thread that runs `body`, or TransportError: std::thread alone says "Resource temporarily unavailable", of what not.
+// A thread that runs `body`, or TransportError: std::thread alone only says "Resource temporarily unavailable".
 template <typename Body>
 std::thread start_thread(Body&& body) {
   const SignalsBlocked blocked;

@@ -12,7 +12,7 @@ namespace {
 
 #if defined(__x86_64__)
 // The counter runs at one rate in every power state (AMD64 Architecture Programmer's Manual, CPUID 8000_0007, EDX bit
-// 8; the same bit with Intel).
+// 8; the same bit on Intel).
 bool has_constant_counter() {
   unsigned eax, ebx, ecx, edx;
   return __get_cpuid(0x80000007, &eax, &ebx, &ecx, &edx) != 0 && (edx & (1u << 8)) != 0;
@@ -32,7 +32,7 @@ TickClock::TickClock(const Clock* simulated)
 int64_t TickClock::ticks_in(int64_t ns) const {
   if (simulated_ != nullptr || !has_counter_) return ns;
 #if defined(__x86_64__)
-  return 3 * ns;  // between 2 and 5 GHz on all servers that we know of; the processor does not tell where it is virtual
+  return 3 * ns;  // between 2 and 5 GHz on all servers that we know; virtual processors do not report it
 #elif defined(__aarch64__)
   int64_t ticks_per_s;
   asm volatile("mrs %0, cntfrq_el0" : "=r"(ticks_per_s));

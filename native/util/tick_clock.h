@@ -1,4 +1,4 @@
-// Time stamps in large numbers: a counter of the processor is read where they are taken, and becomes time where they
+// Cheap time stamps in large numbers: a processor counter is read when they are taken, and converted to time when they
 // are read.
 #pragma once
 
@@ -8,12 +8,12 @@
 
 namespace crossrail {
 
-// Counts at a constant rate where the processor promises one, and in nanoseconds of now_ns() elsewhere. Measured here:
-// 10 against 24 ns a reading. Of a simulated engine its world's nanoseconds.
+// Counts at a constant rate if the processor guarantees one, and in nanoseconds of now_ns() elsewhere. Measured here:
+// 10 against 24 ns per reading. In a simulated engine, nanoseconds of its world.
 // Threads: any.
 class TickClock {
  public:
-  // simulated: null, or a clock to be asked instead; it outlives this one.
+  // simulated: null, or a clock to use instead; it outlives this object.
   explicit TickClock(const Clock* simulated);
 
   int64_t ticks() const {
@@ -30,7 +30,7 @@ class TickClock {
 #endif
   }
 
-  // How many ticks that is, roughly: for deciding what is soon, not for showing.
+  // The number of ticks in `ns`, roughly: for deciding what is soon, not for display.
   int64_t ticks_in(int64_t ns) const;
 
   // From ticks to now_ns(): a straight line through the clock's first reading and the one made here.

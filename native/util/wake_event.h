@@ -1,4 +1,4 @@
-// Where a thread sleeps, beside other descriptors and across processes: an eventfd that is readable once rung.
+// A place for a thread to sleep, together with other descriptors and across processes: an eventfd, readable once rung.
 #pragma once
 
 #include "util/memory_map.h"
@@ -10,7 +10,8 @@ class WakeEvent {
   WakeEvent() = default;
   // Throws TransportError.
   static WakeEvent create();
-  // What a peer sent: must be an eventfd, since writing to anything else could block or kill us. Throws UsageError.
+  // Takes what a peer sent: must be an eventfd, since writing to anything else could block or kill us. Throws
+  // UsageError.
   static WakeEvent adopt(Fd fd);
 
   int fd() const { return fd_.get(); }

@@ -7,7 +7,7 @@
 #include <cstring>
 
 // Loops that compilers turn into vector instructions, compiled for several processors; nothing is fused or reordered,
-// so all of them give the same bits.
+// so all variants give the same bits.
 #define CROSSRAIL_INLINE inline __attribute__((always_inline))
 
 namespace crossrail::weights {
@@ -15,13 +15,13 @@ namespace crossrail::weights {
 namespace {
 
 constexpr float kLargest = 448.0F;
-constexpr float kAmaxMin = 448.0F * 0x1p-126F;  // of a block: its scale is then float32 with all its bits
+constexpr float kAmaxMin = 448.0F * 0x1p-126F;  // of a block, so that its scale is a float32 with all its bits
 constexpr uint32_t kMagnitude = 0x7FFFFFFF;
-constexpr uint32_t kInfinity = 0x7F800000;        // whatever is above it is no number
+constexpr uint32_t kInfinity = 0x7F800000;        // anything above is not a number
 constexpr uint32_t kSmallestNormal = 0x3C800000;  // 2**-6: below it e4m3 has steps of 2**-9
 constexpr float kSteps = 0x1p14F;                 // float32 has steps of 2**-9 there: adding it rounds to them
 constexpr uint32_t kStepsBits = 0x46800000;
-constexpr uint32_t kBias = (127 - 7) << 3;  // of float32's exponent over e4m3's, where its three bits of fraction end
+constexpr uint32_t kBias = (127 - 7) << 3;  // of float32's exponent over e4m3's, above three fraction bits
 
 struct Float32 {
   static constexpr size_t kBytes = 4;
@@ -41,7 +41,8 @@ struct Bfloat16 {
   }
 };
 
-// Of some elements in a row, as bits: ordered as the magnitudes are; what is not finite is above all that is.
+// The largest magnitude of some elements in a row, as bits, which are ordered like magnitudes; non-finite ones are
+// above all others.
 template <typename From>
 CROSSRAIL_INLINE uint32_t largest_of(const std::byte* row, size_t count) {
   uint32_t largest = 0;
@@ -49,16 +50,16 @@ CROSSRAIL_INLINE uint32_t largest_of(const std::byte* row, size_t count) {
   return largest;
 }
 
-// value / scale is at most 448 and a bit, which rounds to 448.
+// value / scale is at most slightly above 448, which rounds to 448.
 template <typename From>
 CROSSRAIL_INLINE void round_row(const std::byte* row, std::byte* out, size_t count, float scale) {
   for (size_t i = 0; i < count; ++i) {
     const uint32_t bits = std::bit_cast<uint32_t>(std::bit_cast<float>(From::bits(row, i)) / scale);
     const uint32_t magnitude = bits & kMagnitude;
-    // Half a step less one, and one more if the last bit that stays is set.
+    // Half a step minus one, plus one if the last remaining bit is set.
     const uint32_t normal = ((magnitude + 0x7FFFF + ((magnitude >> 20U) & 1U)) >> 20U) - kBias;
     const uint32_t small = std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude) + kSteps) - kStepsBits;
-    // By a mask: with a choice, gcc computes only one of them, and one element at a time.
+    // With a mask: given a branch, gcc computes only one of them, one element at a time.
     const uint32_t is_small = 0U - static_cast<uint32_t>(magnitude < kSmallestNormal);
     const uint32_t code = normal ^ ((normal ^ small) & is_small);
     out[i] = static_cast<std::byte>(code | ((bits >> 24U) & 0x80U));

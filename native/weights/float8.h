@@ -1,9 +1,8 @@
-// float8 e4m3 with a scale for each block, which trainers make of their weights before they are written. Bit for bit
-// what src/crossrail/weights/conversion/float8.py defines and does in numpy, in two passes over memory instead of
-// twenty.
+// float8 e4m3 with a scale per block, which trainers make from their weights before they write them. Bit for bit what
+// src/crossrail/weights/conversion/float8.py defines and does in numpy, in two passes over memory instead of twenty.
 //
-// Threads: any; nothing is kept. Matrices: rows of elements without gaps, row_bytes apart, at any address. Sources and
-// targets do not overlap.
+// Threads: any; stateless. Matrices: rows of contiguous elements, row_bytes apart, at any address. Sources and targets
+// must not overlap.
 #pragma once
 
 #include <cstddef>
@@ -25,8 +24,8 @@ struct MatrixOut {
 
 enum class Source { kFloat32, kBfloat16 };
 
-// scales: float32, one for each block of high x broad elements, the last ones of a dimension may be short; out: e4m3,
-// of the shape of values. False when something is not finite: both are then partly filled.
+// scales: float32, one for each block of high x broad elements, the last blocks of a dimension may be smaller; out:
+// e4m3, with the shape of values. False if something is not finite: both are then partly filled.
 bool quantise(MatrixIn values, Source source, MatrixOut out, MatrixOut scales, size_t high, size_t broad);
 
 }  // namespace crossrail::weights
