@@ -5,9 +5,9 @@
 
 namespace crossrail::device {
 
-// While this lives, calls on this thread do not become part of a graph that this or another thread is capturing. During
-// a capture the driver forbids some calls (to allocate, pin, load, wait) and would abandon the graph. A launch on the
-// captured stream is captured.
+// While this exists, calls on this thread do not become part of a graph that this or another thread is capturing.
+// During a capture the driver forbids some calls (allocate, pin, load, wait) and would abandon the graph. A launch on
+// the captured stream is captured.
 class OutsideCapture {
  public:
   explicit OutsideCapture(const Driver& driver) : driver_(driver) { exchange(); }

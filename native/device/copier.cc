@@ -17,11 +17,11 @@ constexpr unsigned kPortable = 1;  // cuda.h: CU_MEMHOSTREGISTER_PORTABLE, _DEVI
 constexpr unsigned kMapped = 2;
 
 constexpr uint64_t kWide = 16;  // bytes that a thread of the kernel moves at once,
-// or one by one where an end is odd: then longer pieces are better left to the driver.
+// or single bytes if an end is unaligned: longer such pieces are better left to the driver.
 constexpr uint64_t kOddBytesMax = 2048;
 constexpr uint64_t kGatheredBytesMax = uint64_t{256} << 10;
 constexpr size_t kGatheredMin = 3;
-constexpr uint64_t kPartBytes = 16 << 10;  // of a piece, for each block of the kernel
+constexpr uint64_t kPartBytes = 16 << 10;  // of a piece, per block of the kernel
 constexpr unsigned kThreads = 256;
 
 }  // namespace
@@ -42,7 +42,7 @@ void Copier::note(const char* call, int gpu, int code) {
   trouble_ = std::string(call) + " on GPU " + std::to_string(gpu) + ": " + text_of(*driver_, code);
 }
 
-// Its context is current. Null: noted.
+// Its context is current. Null: the reason is recorded.
 Copier::Stream* Copier::stream_of(int gpu) {
   const auto index = static_cast<size_t>(gpu);
   if (streams_.size() <= index) streams_.resize(index + 1);
@@ -84,7 +84,7 @@ void Copier::begin_between(int gpu, std::byte* to, const std::byte* from, uint64
   streams_[static_cast<size_t>(gpu)].gathered.push_back(piece);
 }
 
-// Null: the GPU is too old, or the driver takes no kernel of ours.
+// Null: the GPU is too old, or the driver rejects our kernels.
 static const Kernels* find_kernels(const Driver& driver, int gpu) {
   try {
     const CurrentContext current(driver, gpu);
@@ -94,7 +94,7 @@ static const Kernels* find_kernels(const Driver& driver, int gpu) {
   }
 }
 
-// One after the other, by the driver, where they are too few for a kernel or there is none.
+// One after the other, by the driver, if there are too few for a kernel or there is no kernel.
 void Copier::copy_gathered(int gpu, Stream& gathering) {
   std::vector<Piece> pieces = std::exchange(gathering.gathered, {});
   if (driver_ == nullptr) driver_ = find_driver();
@@ -158,7 +158,7 @@ PinnedMemory::PinnedMemory(int gpu, std::byte* base, uint64_t bytes, bool for_ke
     const CurrentContext current(*driver_, gpu);
     const OutsideCapture outside(*driver_);
     is_pinned_ = driver_->pin_host(base, bytes, for_kernels ? kPortable | kMapped : kPortable) == 0;
-  } catch (const TransportError&) {  // the GPU has failed: the copy to come says so
+  } catch (const TransportError&) {  // the GPU has failed: the next copy reports it
   }
 }
 
@@ -168,7 +168,7 @@ PinnedMemory::~PinnedMemory() {
     const CurrentContext current(*driver_, gpu_);
     const OutsideCapture outside(*driver_);
     driver_->unpin_host(base_);
-  } catch (const TransportError&) {  // the GPU has failed, and has nothing pinned any more
+  } catch (const TransportError&) {  // the GPU has failed, so nothing is pinned any more
   }
 }
 

@@ -14,8 +14,8 @@
 
 namespace crossrail::device {
 
-// Uses a stream of its own for each GPU: like a NIC, it waits for no kernel of the user's, and no kernel waits for it.
-// Invariant: when finish() has returned, nothing that was begun touches memory any more.
+// Has its own stream for each GPU: like a NIC, it waits for no kernel of the user's, and no kernel waits for it.
+// Invariant: once finish() has returned, no copy that was begun touches memory any more.
 // One thread at a time: the progress holder.
 class Copier {
  public:
@@ -24,15 +24,15 @@ class Copier {
   Copier(const Copier&) = delete;
   Copier& operator=(const Copier&) = delete;
 
-  // Begins one: `to` or `from` is memory of that GPU, the other is the host's. Both have to stay until finish().
+  // Begins a copy: `to` or `from` is memory of that GPU, the other is host memory. Both must stay valid until finish().
   void begin(int gpu, std::byte* to, const std::byte* from, uint64_t bytes);
-  // Likewise, both are memory of GPUs, which kernels of that one reach (another one's that cudaMalloc gave they do not,
-  // and fault). Short ones are gathered, and copied together by a kernel: to ask the driver for each of them takes
-  // microseconds.
+  // Likewise, with GPU memory on both sides that kernels of this GPU reach (they cannot access another GPU's cudaMalloc
+  // memory, and fault). Short copies are gathered and carried out together by a kernel: asking the driver for each of
+  // them takes microseconds.
   void begin_between(int gpu, std::byte* to, const std::byte* from, uint64_t bytes);
-  // Waits for all that was begun. False: not all of it was copied, see trouble(), and what was is there in part.
+  // Waits for all copies that were begun. False: not all were carried out, see trouble(), and some may be incomplete.
   bool finish();
-  // Of the latest that failed, one line.
+  // About the latest one that failed, one line.
   const std::string& trouble() const { return trouble_; }
   bool copy(int gpu, std::byte* to, const std::byte* from, uint64_t bytes) {
     begin(gpu, to, from, bytes);
@@ -55,12 +55,12 @@ class Copier {
   std::string trouble_;
 };
 
-// Pins host memory for as long as it lives, so that GPUs reach it directly and the driver need not stage copies. If the
-// driver refuses (a limit on locked memory), is_pinned() is false, and copies are slower.
+// Pins host memory for as long as it exists, so that GPUs access it directly and the driver need not stage copies. If
+// the driver refuses (a limit on locked memory), is_pinned() is false, and copies are slower.
 class PinnedMemory {
  public:
-  // gpu: whose context asks for it; it holds for all. base: on a page. for_kernels: they use it too, by its own
-  // address.
+  // gpu: the one whose context pins it; the pinning applies to all. base: on a page boundary. for_kernels: kernels use
+  // it as well, by its own address.
   PinnedMemory(int gpu, std::byte* base, uint64_t bytes, bool for_kernels = false);
   ~PinnedMemory();
   PinnedMemory(const PinnedMemory&) = delete;
@@ -77,7 +77,7 @@ class PinnedMemory {
 // Owns host memory, pinned if the driver allows it.
 class HostBuffer {
  public:
-  // gpu: as PinnedMemory has it; -1: it is not to be pinned. Throws std::bad_alloc.
+  // gpu: as for PinnedMemory; -1: do not pin. Throws std::bad_alloc.
   explicit HostBuffer(uint64_t bytes, int gpu = -1);
   std::byte* base() const { return memory_.get(); }
   bool is_pinned() const { return pinned_ && pinned_->is_pinned(); }

@@ -45,7 +45,7 @@ constexpr int kDeviceFlushOptions = 117;
 constexpr int kDeviceWritesOrdering = 118;
 constexpr int kDeviceDmaBuf = 124;
 constexpr int kFlushByHost = 1;
-constexpr int kOrderedForOwner = 100;  // and larger numbers for more
+constexpr int kOrderedForOwner = 100;  // larger numbers order more
 constexpr int kHandleDmaBuf = 1;
 constexpr unsigned long long kMapByPcie = 1;
 constexpr int kFlushCurrentContext = 0;
@@ -57,7 +57,7 @@ struct Opened {
   std::string why;
 };
 
-// Which of those that every driver since CUDA 6.5 has is missing; empty: none.
+// The first missing function among those that every driver since CUDA 6.5 has; empty: none.
 std::string bind_all(void* handle, Driver* t) {
   std::string missing;
   const auto take = [&](const char* symbol, auto* function) {
@@ -140,7 +140,7 @@ const Driver* g_replacement = nullptr;
 
 int attribute_of(const Driver& driver, int attribute, int ordinal) {
   int value = 0;
-  // A driver that does not know the attribute says no to it: as good as a device that has not got it.
+  // A driver that does not know the attribute returns an error: equivalent to a device without it.
   return driver.device_attribute(&value, attribute, ordinal) == 0 ? value : 0;
 }
 
@@ -173,7 +173,7 @@ std::string range_text(const std::byte* base, uint64_t length_bytes) {
 void replace_driver(const Driver* table) { g_replacement = table; }
 
 void replace_driver_by(const std::string& file) {
-  static std::map<std::string, Opened> others;  // kept: streams and contexts of theirs may outlive their turn
+  static std::map<std::string, Opened> others;  // kept: their streams and contexts may be used later
   if (file.empty()) return replace_driver(nullptr);
   const Opened& other = others.try_emplace(file, open_driver(file.c_str())).first->second;
   if (!other.is_usable) throw TransportError("replace_driver_by", 0, other.why);
@@ -203,7 +203,7 @@ std::string pci_address(int ordinal) {
   const int domain = attribute_of(*driver, kDevicePciDomain, ordinal);
   const int bus = attribute_of(*driver, kDevicePciBus, ordinal);
   const int device = attribute_of(*driver, kDevicePciDevice, ordinal);
-  if (domain == 0 && bus == 0 && device == 0) return {};  // the host's own place
+  if (domain == 0 && bus == 0 && device == 0) return {};  // the host's own address
   char text[24];
   std::snprintf(text, sizeof text, "%04x:%02x:%02x.0", static_cast<unsigned>(domain), static_cast<unsigned>(bus),
                 static_cast<unsigned>(device));
@@ -252,7 +252,7 @@ CurrentContext::CurrentContext(const Driver& driver, int ordinal) : driver_(driv
     static auto& retained = *new std::map<int, void*>;  // a thread that unmaps may outlive other statics
     static const Driver* of = nullptr;
     const std::lock_guard lock(mutex);
-    if (of != &driver) retained.clear();  // another double
+    if (of != &driver) retained.clear();  // a different test double
     of = &driver;
     auto found = retained.find(ordinal);
     if (found == retained.end()) {
@@ -297,7 +297,7 @@ GpuMemory::GpuMemory(std::byte* base, uint64_t length_bytes, bool for_nics) : ba
   if (!for_nics) return;
   const CurrentContext current(*driver, ordinal);
   const OutsideCapture outside(*driver);
-  // Copies of the driver's that are called synchronous are so for this memory, which NICs read behind its back.
+  // Makes the driver's "synchronous" copies truly synchronous for this memory, which NICs read behind its back.
   const int yes = 1;
   driver->set_pointer_attribute(&yes, kPointerSyncMemops, reinterpret_cast<uint64_t>(base));
   export_dma_buf(*driver);
@@ -317,7 +317,7 @@ void GpuMemory::export_dma_buf(const Driver& driver) {
   const uint64_t from = first & ~(page - 1);
   const uint64_t to = (first + length_bytes_ + page - 1) & ~(page - 1);
   int fd = -1;
-  // By PCIe, where a NIC is: on machines that have another way to the CPU this has to be said, on others it may not be.
+  // Over PCIe, where the NICs are: on machines with another link to the CPU this must be stated, on others it must not.
   int code = driver.export_range(&fd, from, to - from, kHandleDmaBuf, kMapByPcie);
   if (code != 0) code = driver.export_range(&fd, from, to - from, kHandleDmaBuf, 0);
   if (code != 0) {

@@ -1,7 +1,7 @@
-// NVIDIA's driver, opened at run time: what memory of a GPU a NIC has to be told about, copies, sharing between
-// processes, and two kernels (kernels.h).
+// NVIDIA's driver, opened at run time: preparing GPU memory for NICs, copies, sharing between processes, and a few
+// kernels (kernels.h).
 //
-// Numbers and names are those of CUDA's public driver interface (cuda.h). The headers are not needed to build.
+// Constants and names are those of CUDA's public driver interface (cuda.h), whose headers are not needed to build.
 #pragma once
 
 #include <array>
@@ -12,7 +12,7 @@
 
 namespace crossrail::device {
 
-using IpcHandle = std::array<uint8_t, 64>;  // cuda.h: CUipcMemHandle, a structure of nothing else
+using IpcHandle = std::array<uint8_t, 64>;  // cuda.h: CUipcMemHandle, a structure with just this
 
 // cuda.h: CUmemLocation, CUmemAllocationProp, CUmemAccessDesc.
 struct MemoryLocation {
@@ -56,15 +56,15 @@ struct Driver {
   int (*unpin_host)(void* base);
   int (*allocate)(uint64_t* address, size_t bytes);
   int (*free)(uint64_t address);
-  // Older than CUDA 11.7, 11.3, 10.1: null.
+  // Null if older than CUDA 11.7, 11.3, 10.1.
   int (*export_range)(void* handle, uint64_t address, size_t bytes, int kind, unsigned long long flags);
   int (*flush_writes)(int target, int scope);
   int (*exchange_capture_mode)(int* mode);
-  // Every driver for a GPU of a data centre has them; null otherwise.
+  // Every driver for a data-centre GPU has them; null otherwise.
   int (*get_ipc_handle)(IpcHandle* handle, uint64_t address);
   int (*open_ipc_handle)(uint64_t* address, IpcHandle handle, unsigned flags);
   int (*close_ipc_handle)(uint64_t address);
-  // Kernels of ours, see kernels.h. Older than CUDA 9.2: the last is null.
+  // Kernels of ours, see kernels.h. The last is null if older than CUDA 9.2.
   int (*load_module)(void** module, const void* image);
   int (*module_function)(void** function, void* module, const char* name);
   int (*launch_kernel)(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
@@ -73,10 +73,10 @@ struct Driver {
   int (*pinned_address)(uint64_t* address, void* pinned, unsigned flags);
   int (*context_device)(int* device);
   int (*stream_context)(void* stream, void** context);
-  // Older than CUDA 5.5: null.
+  // Null if older than CUDA 5.5.
   int (*create_stream_with_priority)(void** stream, unsigned flags, int priority);
   int (*stream_priorities)(int* least, int* greatest);
-  // Virtual memory management, see vmm.h. Older than CUDA 10.2, the last 11.0: null.
+  // Virtual memory management, see vmm.h. Null if older than CUDA 10.2, the last if older than 11.0.
   int (*create_memory)(uint64_t* handle, size_t bytes, const MemoryProperties* wanted, unsigned long long flags);
   int (*release_memory)(uint64_t handle);
   int (*reserve_addresses)(uint64_t* address, size_t bytes, size_t alignment, uint64_t wanted,
@@ -89,34 +89,34 @@ struct Driver {
   int (*export_memory)(void* fd, uint64_t handle, int kind, unsigned long long flags);
   int (*import_memory)(uint64_t* handle, void* fd, int kind);
   int (*retain_memory)(uint64_t* handle, void* address);
-  // Likewise for its users; every driver that has the above has these.
+  // Likewise for its users; every driver with the functions above has these.
   int (*can_access_peer)(int* can, int device, int owner);
   int (*fill_async)(uint64_t address, unsigned char value, size_t bytes, void* stream);
   int (*synchronize_context)();
 };
 
-// [any] Opened with the first call and never closed. Null: not here, or no GPU; *why says what and what helps.
+// [any] Opened by the first call and never closed. Null: not installed, or no GPU; *why says what and what helps.
 const Driver* find_driver(std::string* why = nullptr);
-// Tests: this one instead, from now on; null: the real one again. While no region is in the memory of a GPU.
+// For tests: use this table from now on; null: the real driver again. Only while no region is in GPU memory.
 void replace_driver(const Driver* table);
-// Likewise, the one in that file; empty: the real one again. Throws TransportError when it is no driver.
+// Likewise, the driver in that file; empty: the real one again. Throws TransportError if it is not a driver.
 void replace_driver_by(const std::string& file);
 
 struct Gpu {
   int ordinal = 0;
   std::string name;
   bool exports_dma_buf = false;
-  bool has_gpudirect = false;  // NICs can be given its memory at all
-  bool needs_flush = false;    // what a NIC wrote may still be on its way when the CPU knows of it
-  bool can_flush = false;      // and can be waited for
+  bool has_gpudirect = false;  // NICs can be given access to its memory at all
+  bool needs_flush = false;    // a NIC's write may still be in flight when the CPU learns of it
+  bool can_flush = false;      // and the driver can wait for it
 };
-// Empty where there is no driver. Throws TransportError where there is one and it fails.
+// Empty if there is no driver. Throws TransportError if there is one and it fails.
 std::vector<Gpu> gpus();
-// "0000:53:00.0", by which the rest of the machine knows it; empty: nobody says, or there is no such GPU.
+// "0000:53:00.0", its name for the rest of the machine; empty: unknown, or there is no such GPU.
 std::string pci_address(int ordinal);
 
 // Makes the GPU's primary context, which other users in this process share, current on this thread; restores the
-// previous one at the end.
+// previous one on destruction.
 class CurrentContext {
  public:
   // Throws TransportError.
@@ -131,17 +131,17 @@ class CurrentContext {
   void* handle_ = nullptr;
 };
 
-// What the driver says of an error, with its number.
+// The driver's text for an error, with its number.
 std::string text_of(const Driver& driver, int code);
-// Throws TransportError: `what`, and that. call: which of the driver's.
+// Throws TransportError with `what` and that text. call: the driver function that failed.
 [[noreturn]] void fail(const Driver& driver, const char* call, int code, const std::string& what,
                        const std::string& remedy = {});
 
 // Memory of one GPU, for as long as transports are told about it: an exported handle is closed with it.
 class GpuMemory {
  public:
-  // for_nics: they are to reach it themselves; else it is copied. Throws UsageError for memory that cannot be given to
-  // them (managed by CUDA, or none of a GPU at all), TransportError where the driver is missing or refuses.
+  // for_nics: NICs are to access it directly; otherwise it is copied. Throws UsageError for memory that cannot be made
+  // accessible to them (managed by CUDA, or not GPU memory), TransportError if the driver is missing or refuses.
   GpuMemory(std::byte* base, uint64_t length_bytes, bool for_nics = true);
   ~GpuMemory();
   GpuMemory(const GpuMemory&) = delete;
@@ -150,7 +150,7 @@ class GpuMemory {
   std::byte* base() const { return base_; }
   uint64_t length_bytes() const { return length_bytes_; }
   const Gpu& gpu() const { return gpu_; }
-  // A dma-buf with the range in it, which begins at dma_buf_offset(); -1: none, and why.
+  // A dma-buf that contains the range, which begins at dma_buf_offset(); -1: none, and why.
   int dma_buf() const { return dma_buf_; }
   uint64_t dma_buf_offset() const { return dma_buf_offset_; }
   const std::string& why_no_dma_buf() const { return why_; }
@@ -165,24 +165,24 @@ class GpuMemory {
   std::string why_;
 };
 
-// Whose memory that is; -1: of no GPU that the driver knows. Any thread.
+// The GPU whose memory that is; -1: of no GPU that the driver knows. Any thread.
 int gpu_of(const Driver& driver, const void* address);
 
-// Whether an address is memory of a GPU. False without asking where this process has not opened the driver: nobody in
-// it can have such an address then.
+// Whether an address is GPU memory. False without asking if this process has not opened the driver: nobody in it can
+// have such an address then.
 bool is_gpu_address(const void* address);
-// Likewise of which; -1: of none.
+// Likewise, of which GPU; -1: none.
 int gpu_of_address(const void* address);
 
 struct Allocation {
   uint64_t base = 0;
   uint64_t length_bytes = 0;
 };
-// Which of the driver's allocations an address of a GPU is in: no range over two of them can be exported, or copied at
-// once. Throws UsageError for other memory, TransportError where the driver is missing or does not say.
+// The driver's allocation that contains a GPU address: a range that spans two of them cannot be exported, or copied at
+// once. Throws UsageError for other memory, TransportError if the driver is missing or does not say.
 Allocation allocation_of(const void* address);
 
-// Returns when everything that NICs have written to that GPU before is visible to what it does next. Any thread.
+// Returns once everything that NICs have written to that GPU before is visible to what the GPU does next. Any thread.
 // Throws TransportError.
 void flush_writes(int ordinal);
 

@@ -111,8 +111,7 @@ void BarMemory::allocate(const Driver& driver, size_t bytes) {
   if (const int code = driver.allocate(&allocation_, bytes_ + kGpuPageBytes); code != 0)
     fail(driver, "cuMemAlloc", code, "cannot allocate words on GPU " + std::to_string(gpu_));
   address_ = (allocation_ + kGpuPageBytes - 1) / kGpuPageBytes * kGpuPageBytes;
-  // Copies of the driver's there, of which there are none but ours, end before their call does: what is asked of memory
-  // that others reach.
+  // Makes the driver's copies there synchronous (there are none but ours): required for memory that others access.
   const unsigned on = 1;
   if (const int code = driver.set_pointer_attribute(&on, kSyncMemopsOfPointer, allocation_); code != 0)
     fail(driver, "cuPointerSetAttribute", code, "cannot share words on GPU " + std::to_string(gpu_));
@@ -167,7 +166,7 @@ void BarMemory::release() {
     const CurrentContext current(*driver_, gpu_);
     const OutsideCapture outside(*driver_);
     driver_->free(allocation_);
-  } catch (const TransportError&) {  // the GPU has failed, and has no memory any more
+  } catch (const TransportError&) {  // the GPU has failed, and its memory is gone
   }
   allocation_ = 0;
 }

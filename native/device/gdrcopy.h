@@ -1,6 +1,6 @@
-// GDRCopy, opened at run time: GPU memory that the CPU writes in place, through the GPU's window on PCIe.
+// GDRCopy, opened at run time: GPU memory that the CPU writes in place, through the GPU's PCIe BAR.
 //
-// Names and types are those of its public interface (gdrapi.h, 2.x). The headers are not needed to build.
+// Names and types are those of its public interface (gdrapi.h, 2.x), whose headers are not needed to build.
 #pragma once
 
 #include <cstddef>
@@ -25,20 +25,21 @@ struct Gdrcopy {
   int (*unmap)(void* gdr, GdrPin pin, void* mapped, size_t bytes);
 };
 
-// [any] Opened with the first call and never closed: the file that CROSSRAIL_LIBGDRAPI names, unless that is "none",
-// else the system's. Null: none; *why says what keeps it.
+// [any] Opened by the first call and never closed: the file named by CROSSRAIL_LIBGDRAPI, unless that is "none", else
+// the system's. Null: none; *why says why not.
 const Gdrcopy* find_gdrcopy(std::string* why = nullptr);
-// Tests: this one instead, from now on; null: the real one again. While there is no BarMemory.
+// For tests: use this table from now on; null: the real one again. Only while there is no BarMemory.
 void replace_gdrcopy(const Gdrcopy* table);
 
-// Memory of a GPU, zeros at first, that the CPU writes and kernels read where it is: a kernel that polls it does not
-// cross PCIe, and what the CPU writes crosses it once. For words: such stores are not cached, and a read by the CPU
+// GPU memory, initially zero, that the CPU writes and kernels read in place: a kernel that polls it does not cross
+// PCIe, and a write by the CPU crosses it once. For single words: such stores are not cached, and a read by the CPU
 // takes a microsecond.
-// Invariant: what the CPU writes here arrives at address(); that was tried.
-// Owner: of all of it. No kernel that uses it may be under way when it goes. Threads: any; not in a forked child.
+// Invariant: what the CPU writes here arrives at address(); this is verified on construction.
+// Owns all of it. On destruction no kernel that uses it may be running. Threads: any; not in a forked child.
 class BarMemory {
  public:
-  // Throws TransportError: no GDRCopy, or it or the driver refuses. Not while a kernel is waited for that waits for us.
+  // Throws TransportError: there is no GDRCopy, or it or the driver refuses. Not while we wait for a kernel that waits
+  // for us.
   BarMemory(int gpu, size_t bytes);
   ~BarMemory() { release(); }
   BarMemory(const BarMemory&) = delete;
@@ -57,16 +58,16 @@ class BarMemory {
   const Driver* driver_ = nullptr;
   const Gdrcopy* gdrcopy_ = nullptr;
   uint64_t allocation_ = 0;  // 0: none
-  uint64_t address_ = 0;     // the first page of GPUs in it
-  size_t bytes_ = 0;         // whole pages of GPUs
+  uint64_t address_ = 0;     // its first GPU page
+  size_t bytes_ = 0;         // whole GPU pages
   void* gdr_ = nullptr;
   GdrPin pin_{};
   bool is_pinned_ = false;
   void* mapped_ = nullptr;
 };
 
-// Stores of this thread to BarMemory, which are not cached: ordered behind all that it stored before, and sent out
-// before it goes on. Around each store that others wait for.
+// Orders this thread's stores to BarMemory, which are not cached, after everything that it stored before, and flushes
+// them before it continues. Put around each store that others wait for.
 void bar_fence();
 
 }  // namespace crossrail::device

@@ -28,7 +28,7 @@ const Driver& driver_or_throw() {
 
 std::string name_of(uint64_t stream) { return "the stream " + std::to_string(stream); }
 
-// Of a stream that does not say itself.
+// For a stream that does not identify its GPU.
 int gpu_of(const Driver& driver, uint64_t stream) {
   const char* const remedy = "pass a torch.cuda.Stream, which says whose it is";
   if (driver.stream_context == nullptr)
@@ -80,11 +80,11 @@ HostWords::~HostWords() {
     const CurrentContext current(*pinned_driver_, pinned_gpu_);
     const OutsideCapture outside(*pinned_driver_);
     pinned_driver_->unpin_host(base_);
-  } catch (const TransportError&) {  // the GPU has failed, and has nothing pinned any more
+  } catch (const TransportError&) {  // the GPU has failed, so nothing is pinned any more
   }
 }
 
-// That GPU's context is current.
+// That GPU's context must be current.
 void HostWords::pin(const Driver& driver, int gpu) {
   const std::lock_guard lock(mutex_);
   if (pinned_driver_ != nullptr) return;

@@ -18,8 +18,8 @@ constexpr unsigned kLazyPeerAccess = 1;
 
 constexpr const char* kInSeveral = "the range is in several allocations of CUDA's";
 
-// What is mapped in this process, by the GPU that copies and the handle. A handle may come again once its allocation
-// was freed, and as long as the old one is mapped the driver gives out that: allocation_id tells.
+// What is mapped in this process, by the copying GPU and the handle. A handle may be reused after its allocation was
+// freed, and while the old one is mapped the driver returns that: allocation_id tells them apart.
 struct Mapping {
   uint64_t allocation_id = 0;
   uint64_t base = 0;
@@ -30,7 +30,7 @@ using Mappings = std::map<std::pair<int, IpcHandle>, Mapping>;
 
 std::mutex g_mutex;
 
-// Guarded by the mutex, while it is mapped and unmapped too.
+// Guarded by the mutex, which is also held while mapping and unmapping.
 Mappings& mappings() {
   static Mappings* const all = new Mappings;  // engines may be closed when the process ends
   return *all;
@@ -42,12 +42,12 @@ namespace {
 
 bool has_ipc_handle(const Driver& driver, uint64_t address) {
   if (driver.get_ipc_handle == nullptr || driver.open_ipc_handle == nullptr) return false;
-  // Older drivers do not know the attribute, and tell by refusing the handle.
+  // Older drivers do not know the attribute; they reject the handle instead.
   int is_capable = 0;
   return driver.pointer_attribute(&is_capable, kPointerHasIpc, address) != 0 || is_capable != 0;
 }
 
-// False: not so, range->why_not says why.
+// False: not possible, range->why_not says why.
 bool share_by_ipc(const Driver& driver, const GpuMemory& memory, SharedRange* range) {
   const auto base = reinterpret_cast<uint64_t>(memory.base());
   if (driver.get_ipc_handle == nullptr || driver.open_ipc_handle == nullptr) {
@@ -81,7 +81,7 @@ bool share_by_ipc(const Driver& driver, const GpuMemory& memory, SharedRange* ra
   return true;
 }
 
-// Throws TransportError: not so.
+// Throws TransportError if that is not possible.
 void share_by_vmm(const Driver& driver, const GpuMemory& memory, SharedRange* range) {
   const auto base = reinterpret_cast<uint64_t>(memory.base());
   Allocation mapping;
@@ -90,7 +90,7 @@ void share_by_vmm(const Driver& driver, const GpuMemory& memory, SharedRange* ra
   auto physical = PhysicalMemory::retain(base, mapping.length_bytes, memory.gpu().ordinal);
   if (memory.length_bytes() > mapping.length_bytes - (base - mapping.base))
     throw TransportError("share", 0, kInSeveral);
-  physical->share();  // whether it can be: each who asks is given one of its own
+  physical->share();  // tests that it can be shared: each peer that asks gets its own descriptor
   range->by = SharedBy::kVmm;
   range->physical = std::move(physical);
   range->allocation_bytes = mapping.length_bytes;
@@ -127,14 +127,14 @@ ImportedMemory::ImportedMemory(const SharedRange& range, uint64_t length_bytes, 
       base_ = mapped_->base();
       break;
   }
-  if (!holds(range.offset, length_bytes)) {  // the owner may say what it likes
+  if (!holds(range.offset, length_bytes)) {  // the owner's claims are untrusted
     if (mapped_ == nullptr) close();
     throw TransportError("import", 0, "the range is past the end of its allocation");
   }
   base_ += range.offset;
 }
 
-// Whether that range of what begins at base_ is mapped here, as far as the driver says.
+// Whether that range of the mapping at base_ exists here, as far as the driver says.
 bool ImportedMemory::holds(uint64_t offset, uint64_t length_bytes) const {
   const auto base = reinterpret_cast<uint64_t>(base_);
   uint64_t rest = mapped_ == nullptr ? 0 : mapped_->length_bytes();
@@ -185,7 +185,7 @@ void ImportedMemory::close() {
     const CurrentContext current(*mapping.driver, gpu_);
     const OutsideCapture outside(*mapping.driver);
     mapping.driver->close_ipc_handle(mapping.base);
-  } catch (const TransportError&) {  // the GPU has failed, and its mappings with it
+  } catch (const TransportError&) {  // the GPU has failed, and its mappings are gone
   }
 }
 

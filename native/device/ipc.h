@@ -1,4 +1,5 @@
-// GPU memory that another process of this host reaches directly: by CUDA's IPC, or by descriptors of physical memory.
+// GPU memory that another process on this host accesses directly: through CUDA IPC, or through descriptors of physical
+// memory.
 #pragma once
 
 #include <cstddef>
@@ -11,11 +12,11 @@
 
 namespace crossrail::device {
 
-// The numbers travel.
+// The values are part of the wire format.
 enum class SharedBy : uint8_t {
   kNothing = 0,
-  kIpc = 1,  // cudaMalloc's: the owner has to let it be as long as others have it mapped
-  kVmm = 2   // physical memory, which nobody has to wait for
+  kIpc = 1,  // from cudaMalloc: the owner must keep it while others have it mapped
+  kVmm = 2   // physical memory, which needs no such care
 };
 
 // What a process tells another about a range of its GPU memory, so that the other can map the allocation that contains
@@ -24,31 +25,31 @@ struct SharedRange {
   SharedBy by = SharedBy::kNothing;
   uint64_t offset = 0;         // of the range in the allocation
   IpcHandle handle{};          // kIpc, and
-  uint64_t allocation_id = 0;  // the driver's, never used again in the owner's process
-  // kVmm: the owner's handle, of which descriptors are made; elsewhere the handle that one was taken for, if it was.
+  uint64_t allocation_id = 0;  // from the driver, never reused in the owner's process
+  // kVmm: in the owner, the handle that descriptors are made from; elsewhere the handle that a descriptor was converted
+  // into, if any.
   std::shared_ptr<const PhysicalMemory> physical;
   uint64_t allocation_bytes = 0;
-  std::string why_not;  // kNothing: what the driver said
+  std::string why_not;  // kNothing: the driver's reason
 
   bool is_shared() const { return by != SharedBy::kNothing; }
 };
 
-// Of memory that torch or cudaMalloc gave, or PhysicalMemory. A range over several allocations is not shared, nor what
-// was mapped without leave to be (torch's expandable_segments, which depends on its version).
+// For memory from torch, cudaMalloc or PhysicalMemory. A range over several allocations is not shared, nor memory that
+// was mapped without permission to share (torch's expandable_segments, depending on its version).
 SharedRange share(const GpuMemory& memory);
 
-// Another process's allocation, mapped here as long as this object lives. That GPU of ours can copy from and to it.
+// Another process's allocation, mapped here while this object exists. That GPU of ours can copy from and to it.
 class ImportedMemory {
  public:
-  // gpu: of ours, which is to copy. Throws TransportError: the driver does not map it (the owner's GPU is out of reach,
-  // or in another container), or not so much of it as the range needs, or one that the owner has freed since is still
-  // mapped here by the same handle. Any thread.
-  // length_bytes: of the range.
+  // gpu: ours, which is to copy. length_bytes: of the range. Throws TransportError: the driver does not map it (the
+  // owner's GPU is out of reach, or in another container), maps less than the range needs, or still has a freed
+  // allocation of the owner mapped under the same handle. Any thread.
   ImportedMemory(const SharedRange& range, uint64_t length_bytes, int gpu);
   ~ImportedMemory();
   ImportedMemory(const ImportedMemory&) = delete;
   ImportedMemory& operator=(const ImportedMemory&) = delete;
-  // Of the range.
+  // Start of the range.
   std::byte* base() const { return base_; }
 
  private:
@@ -56,7 +57,7 @@ class ImportedMemory {
   void open(const SharedRange& range);
   void close();
 
-  std::shared_ptr<const MappedMemory> mapped_;  // kVmm; else there is a handle
+  std::shared_ptr<const MappedMemory> mapped_;  // kVmm; otherwise there is a handle
   const IpcHandle handle_;
   const int gpu_;
   std::byte* base_ = nullptr;

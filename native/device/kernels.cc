@@ -12,26 +12,27 @@ namespace crossrail::device {
 namespace {
 
 constexpr int kComputeCapability = 75;    // cuda.h: CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
-constexpr int kComputeCapabilityMin = 7;  // fence and red with a scope
+constexpr int kComputeCapabilityMin = 7;  // has fences and reductions with a scope
 
 static_assert(kPiecesPerLaunch * sizeof(Piece) == 4080);  // below; at most 4096
 
-// add_to_word: the kernels before it in the stream have ended, and the fence orders what they wrote before the addition
-// for the whole system: whoever reads the sum with acquire, on the CPU, sees their writes, and so does what it then
-// starts. It pairs with the acquire of WatcherThread::look_at and Watcher::value.
+// add_to_word: the kernels before it in the stream have ended, and the fence orders what they wrote before the
+// addition, for the whole system: whoever reads the sum with acquire, on the CPU, sees their writes, and so does
+// whatever it then starts. It pairs with the acquire of WatcherThread::look_at and Watcher::value.
 //
-// await_counts: given, taken and missed are at 0, 64 and 72 of CountWords. The acquire pairs with the release of
-// CountFlag::give, and what kernels that follow in the stream read is ordered by the end of this one. taken and missed
-// are stored for kernels that follow, and for a CPU that has waited for the stream.
+// await_counts: given, taken and missed are at offsets 0, 64 and 72 of CountWords. The acquire pairs with the release
+// of CountFlag::give; reads of later kernels in the stream are ordered by the end of this one. taken and missed are
+// stored for later kernels, and for a CPU that has waited for the stream.
 //
-// copy_pieces: block (x, y) has part y of piece x. Thread i of all of a piece's takes units i, i + stride, ..., so that
-// neighbours access neighbours. First units of 16 bytes, as many as there are whole ones and the ends allow, then
-// bytes.
-// open_round, publish_round, await_round: of two words on lines of their own that of the round's parity; see
-// round_words.h. The acquire of a wait, and the fence before a store, are for the whole system, and so pair with the
-// CPU's release and acquire in StreamProxy, and signals with each other. What kernels that follow in the stream read is
-// ordered by the end of this one. Signals are shared by the threads of a warp, i, i + 32, ...; the word, behind PCIe,
-// is looked at first, then each sixteenth time, and as soon as only it is missing.
+// copy_pieces: block (x, y) copies part y of piece x. Thread i of all threads on a piece takes units i, i + stride,
+// ..., so that neighbouring threads access neighbouring units. First units of 16 bytes, as many whole ones as the
+// alignment allows, then bytes.
+//
+// open_round, publish_round, await_round: use the word of the round's parity, of two words on cache lines of their own;
+// see round_words.h. The acquire of a wait, and the fence before a store, are system-wide, and so pair with the CPU's
+// release and acquire in StreamProxy, and between signals. Reads of later kernels in the stream are ordered by the end
+// of this one. The signals are split over the threads of a warp, i, i + 32, ...; the word, which is across PCIe, is
+// polled first, then every sixteenth time, and as soon as only it is missing.
 constexpr const char* kImage = R"(
 .version 7.0
 .target sm_70
@@ -309,7 +310,7 @@ const Kernels& kernels_of(const Driver& driver, int gpu, const char* what_for) {
   static auto& loaded = *new std::map<int, Kernels>;  // as in CurrentContext
   static const Driver* of = nullptr;
   const std::lock_guard lock(mutex);
-  if (of != &driver) loaded.clear();  // another double
+  if (of != &driver) loaded.clear();  // a different test double
   of = &driver;
   if (const auto it = loaded.find(gpu); it != loaded.end()) return it->second;
   return loaded[gpu] = load(driver, gpu, what_for);

@@ -17,10 +17,10 @@ namespace crossrail::device {
 namespace {
 
 constexpr const char* kWhatFor = "a kernel of rounds";
-constexpr unsigned kWarp = 32;  // threads, which share the signals
+constexpr unsigned kWarp = 32;  // threads, which share the polling of signals
 constexpr int64_t kAskEveryNs = 50'000'000;
 
-// As kernels on the GPU that is current know it.
+// Their address for kernels on the current GPU.
 uint64_t address_of(const Driver& driver, const ToldWords& told) {
   uint64_t address = told.gpu_address;
   if (address != 0) return address;
@@ -30,7 +30,7 @@ uint64_t address_of(const Driver& driver, const ToldWords& told) {
   return address;
 }
 
-// numbers, and words behind them: the kernel's arguments.
+// numbers, followed by the words: the kernel's arguments.
 void launch(const RoundStream& on, void* Kernels::* kernel, unsigned threads, std::span<uint64_t> numbers,
             std::initializer_list<ToldWords> words) {
   std::string why;
@@ -68,7 +68,7 @@ std::atomic_ref<uint64_t> signal_at(const Signals& signals, uint64_t round, uint
   return std::atomic_ref(number_at(number_at(signals.table + (round % 2 * signals.count + index) * sizeof(uint64_t))));
 }
 
-// acquire: pairs with the release in publish_round, of another process perhaps.
+// acquire: pairs with the release in publish_round, perhaps in another process.
 bool have_come(const Signals& signals, uint64_t round) {
   for (uint64_t i = 0; i < signals.count; ++i) {
     if (signal_at(signals, round, i).load(std::memory_order_acquire) < round) return false;
@@ -76,7 +76,7 @@ bool have_come(const Signals& signals, uint64_t round) {
   return true;
 }
 
-// The thread that publishes ends this, at the latest when it is stopped: see StreamProxy. False: interrupted.
+// Ends when the publishing thread publishes, at the latest when that is stopped: see StreamProxy. False: interrupted.
 bool wait_here(const RoundWords& words, uint64_t& number, const Interrupted& interrupted, const Signals& from = {},
                bool needs_words = true) {
   const uint64_t round = number;

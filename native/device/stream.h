@@ -5,9 +5,9 @@
 
 namespace crossrail::device {
 
-// One that neither waits for the default stream nor lets it wait, and that goes before others where the driver has
-// priorities: streams of different ones do not share a queue of the hardware, in which what is launched behind a kernel
-// that waits would wait too. The GPU's context is current. Returns the driver's code.
+// A stream that neither waits for the default stream nor makes it wait, with high priority if the driver has
+// priorities: streams of different priorities do not share a hardware queue, in which work launched behind a waiting
+// kernel would have to wait, too. The GPU's context is current. Returns the driver's code.
 inline int make_stream(const Driver& driver, void** stream) {
   constexpr unsigned kNonBlocking = 1;  // cuda.h: CU_STREAM_NON_BLOCKING
   *stream = nullptr;

@@ -35,7 +35,7 @@ constexpr int kGranularityMin = 0;
 
 constexpr const char* kInstead = "register memory of torch instead: engine.register(torch.zeros(..., device='cuda'))";
 constexpr int kMaskBits = 64;
-// Between looks whether a context can be waited for.
+// Pauses between checks whether a context can be waited for.
 constexpr std::chrono::milliseconds kFirstPause{20};
 constexpr std::chrono::milliseconds kLongestPause{1000};
 
@@ -63,11 +63,12 @@ bool can_map(const Driver& driver) {
          driver.map_memory != nullptr && driver.unmap_memory != nullptr && driver.set_access != nullptr;
 }
 
-// Of this process, by address. Guarded by the mutex; never destroyed: engines may be closed when the process ends.
+// Mappings of this process, by address. Guarded by the mutex; never destroyed: engines may be closed when the process
+// ends.
 struct Registry {
   std::mutex mutex;
   std::map<uint64_t, std::weak_ptr<MappedMemory>> mappings;
-  // Those that kernels may still use, and whether there is a thread that waits for these.
+  // Mappings that kernels may still use, and whether a thread is waiting for these.
   std::vector<MappedMemory*> leaving;
   bool is_waiting = false;
 };
@@ -89,7 +90,7 @@ PhysicalMemory::~PhysicalMemory() {
     const CurrentContext current(driver_, gpu_);
     const OutsideCapture outside(driver_);
     driver_.release_memory(handle_);
-  } catch (const TransportError&) {  // the GPU has failed, and its memory with it
+  } catch (const TransportError&) {  // the GPU has failed, and its memory is gone
   }
 }
 
@@ -173,8 +174,7 @@ Fd PhysicalMemory::share() const {
 }
 
 bool mapping_of(const Driver& driver, uint64_t address, Allocation* mapping) {
-  // Not kPointerRange...: of mapped memory that is the range of addresses that was reserved, with any number of
-  // mappings.
+  // Not kPointerRange...: for mapped memory that is the reserved address range, with any number of mappings.
   return driver.pointer_attribute(&mapping->base, kPointerMappingBase, address) == 0 &&
          driver.pointer_attribute(&mapping->length_bytes, kPointerMappingBytes, address) == 0 &&
          address - mapping->base < mapping->length_bytes;
@@ -214,19 +214,19 @@ MappedMemory::~MappedMemory() {
   const auto address = reinterpret_cast<uint64_t>(base_);
   {
     const std::lock_guard lock(registry().mutex);
-    registry().mappings.erase(address);  // nobody is given the address before it is free
+    registry().mappings.erase(address);  // nobody gets this address before it is free
   }
   try {
     const CurrentContext current(driver_, gpu_);
     const OutsideCapture outside(driver_);
     driver_.unmap_memory(address, length_bytes());
     driver_.free_addresses(address, length_bytes());
-  } catch (const TransportError&) {  // the GPU has failed, and its mappings with it
+  } catch (const TransportError&) {  // the GPU has failed, and its mappings are gone
   }
 }
 
 std::shared_ptr<MappedMemory> MappedMemory::find(uint64_t address, uint64_t bytes) {
-  std::shared_ptr<MappedMemory> memory;  // let go after the mutex, which its end takes too
+  std::shared_ptr<MappedMemory> memory;  // released after the mutex, which its destructor takes, too
   const std::lock_guard lock(registry().mutex);
   auto found = registry().mappings.upper_bound(address);
   if (found == registry().mappings.begin()) return nullptr;
@@ -238,7 +238,7 @@ std::shared_ptr<MappedMemory> MappedMemory::find(uint64_t address, uint64_t byte
   return memory;
 }
 
-// Its context, or that of any GPU, is current. What the driver says.
+// The context of this or any GPU must be current. Returns the driver's code.
 int MappedMemory::set_access(int gpu) {
   const MemoryAccess wanted{.location = {kOnDevice, gpu}, .flags = kReadWrite};
   const int code = driver_.set_access(reinterpret_cast<uint64_t>(base_), length_bytes(), &wanted, 1);
@@ -253,12 +253,12 @@ void MappedMemory::open_to_neighbours() {
   const OutsideCapture outside(driver_);
   for (int gpu = 0; gpu < count; ++gpu) {
     int can = 0;
-    // What the driver refuses here, it refuses with its reason to whoever asks for it.
+    // If the driver refuses here, it refuses with its reason when the access is requested.
     if (gpu != gpu_ && driver_.can_access_peer(&can, gpu, gpu_) == 0 && can != 0) set_access(gpu);
   }
 }
 
-// As set_access(), unless it was so already.
+// Like set_access(), unless it is already set.
 int MappedMemory::open_to(int gpu) {
   if ((open_to_.load(std::memory_order_relaxed) & bit(gpu)) != 0) return 0;
   const CurrentContext current(driver_, gpu);
@@ -294,7 +294,8 @@ void MappedMemory::wait_for_kernels() {
     try {
       const CurrentContext current(driver_, gpu);
       const OutsideCapture outside(driver_);
-      // No context can be waited for while a stream of it is captured: asked again, at longer and longer intervals.
+      // A context cannot be waited for while a stream of it is being captured: tried again, at longer and longer
+      // intervals.
       auto pause = kFirstPause;
       for (int code = driver_.synchronize_context(); is_of_captures(code); code = driver_.synchronize_context()) {
         std::this_thread::sleep_for(pause);
@@ -306,7 +307,7 @@ void MappedMemory::wait_for_kernels() {
 }
 
 // Whoever drops the last reference does not wait: a kernel may be waiting for something that this very thread is to do.
-// So a thread waits, for all that there are, and ends.
+// So a separate thread waits, for all pending mappings, and ends.
 void MappedMemory::let_go(MappedMemory* memory) {
   if (memory->given_to_.load(std::memory_order_relaxed) == 0 || ::getpid() != memory->process_) {
     delete memory;

@@ -1,5 +1,5 @@
-// GPU memory by CUDA's virtual memory management: physical memory has handles, which travel as file descriptors, and is
-// mapped wherever it is used.
+// GPU memory through CUDA's virtual memory management: physical memory has handles, which travel as file descriptors,
+// and is mapped wherever it is used.
 #pragma once
 
 #include <sys/types.h>
@@ -15,25 +15,26 @@
 
 namespace crossrail::device {
 
-// A handle of ours. The memory exists as long as any handle, descriptor or mapping of it does, in whatever process: its
+// A handle of ours. The memory exists as long as any handle, descriptor or mapping of it does, in any process: its
 // first owner may free it, or die. Any thread. In a forked child, where CUDA does not work, nothing is released.
 class PhysicalMemory {
  public:
-  // New, of that GPU: whole units of the driver's (2 MiB), whose bytes are anything. Throws UsageError: there is no
-  // such GPU; TransportError: the driver is missing, too old, or refuses.
+  // New memory on that GPU: whole driver units (2 MiB), uninitialised. Throws UsageError: there is no such GPU;
+  // TransportError: the driver is missing, too old, or refuses.
   static std::shared_ptr<const PhysicalMemory> create(int gpu, uint64_t bytes);
-  // What is mapped at an address of that GPU, where some such mapping begins; bytes: of it. Throws TransportError:
-  // nothing is, since cudaMalloc gave it.
+  // The memory mapped at an address of that GPU where such a mapping begins; bytes: its length. Throws TransportError
+  // if there is none, since it is from cudaMalloc.
   static std::shared_ptr<const PhysicalMemory> retain(uint64_t address, uint64_t bytes, int gpu);
-  // Of a descriptor that share() made, in any process. bytes: what that one says; mapping checks it. gpu: some one of
-  // ours. Throws TransportError.
+  // From a descriptor that share() made, in any process. bytes: as stated by the sender; verified when mapped. gpu: any
+  // of ours. Throws TransportError.
   static std::shared_ptr<const PhysicalMemory> import(const Fd& fd, uint64_t bytes, int gpu);
 
   ~PhysicalMemory();
   PhysicalMemory(const PhysicalMemory&) = delete;
   PhysicalMemory& operator=(const PhysicalMemory&) = delete;
 
-  // A descriptor that any process may import. Throws TransportError: not of memory that was made without.
+  // A descriptor that any process may import. Throws TransportError for memory that was created without permission to
+  // share.
   Fd share() const;
   uint64_t length_bytes() const { return length_bytes_; }
   uint64_t handle() const { return handle_; }
@@ -47,12 +48,12 @@ class PhysicalMemory {
   const pid_t process_;
 };
 
-// Maps all of it at an address of ours, for kernels and copies of at least one GPU. Any thread.
+// Maps all of it at an address of ours, for kernels and copies on at least one GPU. Any thread.
 class MappedMemory {
  public:
-  // Throws TransportError: that GPU does not reach the memory, or its length is none.
+  // Throws TransportError: that GPU cannot reach the memory, or its length is invalid.
   static std::shared_ptr<MappedMemory> map(std::shared_ptr<const PhysicalMemory> physical, int gpu);
-  // The one that these addresses of ours are in; null: of none, or not wholly.
+  // The mapping of ours that contains these addresses; null: none, or only partly.
   static std::shared_ptr<MappedMemory> find(uint64_t address, uint64_t bytes);
 
   ~MappedMemory();
@@ -61,15 +62,15 @@ class MappedMemory {
 
   std::byte* base() const { return base_; }
   uint64_t length_bytes() const { return physical_->length_bytes(); }
-  // Copies of all our GPUs that can are to reach it too, not only those of the one that it was mapped for.
+  // Lets copies on all our GPUs that can reach it do so, not only on the one that it was mapped for.
   void open_to_neighbours();
   // Whether copies and kernels of ours on that GPU reach it, from now on at the latest. Throws TransportError: the GPU
   // has failed.
   bool opens_to(int gpu);
-  // Kernels of the user's on that GPU may use it from now on. They are waited for before it is unmapped: with the last
-  // reference begins a thread that does both. Throws TransportError: that GPU does not reach it.
+  // Kernels of the user's on that GPU may use it from now on. They are waited for before it is unmapped: when the last
+  // reference is dropped, a thread starts that does both. Throws TransportError: that GPU does not reach it.
   void give_to_kernels(int gpu);
-  // Zeros, and returns when they are there. Waits for no kernel of the user's. Throws TransportError.
+  // Zeroes it, and returns when that is done. Waits for no kernel of the user's. Throws TransportError.
   void clear();
 
  private:
@@ -84,20 +85,21 @@ class MappedMemory {
   const int gpu_;
   const pid_t process_;
   std::byte* base_ = nullptr;
-  // By ordinal; those above 63 are not counted, and not shared with. relaxed: whoever sets one has a reference, and the
-  // last to let go acquires what the others did.
+  // By ordinal; GPUs above 63 are not recorded, and not shared with. relaxed: whoever sets a bit holds a reference, and
+  // whoever drops the last one acquires what the others did.
   std::atomic<uint64_t> open_to_{0};
   std::atomic<uint64_t> given_to_{0};
 };
 
-// Throws UsageError: there is no such GPU; TransportError: no driver. call: for the error.
+// Throws UsageError: there is no such GPU; TransportError: no driver. call: for the error message.
 void check_gpu(int gpu, const char* call);
 
-// Why that GPU's memory cannot be had so, with what helps; empty: it can. Throws TransportError where the driver fails.
+// Why that GPU's memory cannot be allocated this way, with what helps; empty: it can. Throws TransportError if the
+// driver fails.
 std::string why_no_vmm(const Driver& driver, int gpu);
 
-// Where what is mapped at an address begins, and how long it is. Of cudaMalloc's memory: the allocation. False: the
-// driver does not say.
+// Start and length of the mapping at an address; for cudaMalloc memory, of the allocation. False: the driver does not
+// say.
 bool mapping_of(const Driver& driver, uint64_t address, Allocation* mapping);
 
 }  // namespace crossrail::device
