@@ -1,5 +1,5 @@
-// One device opened: fabric, domain, completion queue; the addresses of peers; and the pieces of memory that libfabric
-// sees.
+// An opened device: fabric, domain and completion queue; the addresses of peers; and the memory registered with
+// libfabric.
 #pragma once
 
 #include <rdma/fi_domain.h>
@@ -28,7 +28,8 @@ struct CloseFid {
 template <typename T>
 using Fid = std::unique_ptr<T, CloseFid>;
 
-// Threads: registration [any], by the threading model asked for (FI_THREAD_SAFE); all else the progress holder.
+// Threads: registration [any], thanks to the threading model requested (FI_THREAD_SAFE); everything else the progress
+// holder.
 class Domain {
  public:
   // Throws TransportError.
@@ -41,19 +42,19 @@ class Domain {
   fid_domain* fid() const { return domain_.get(); }
   fid_fabric* fabric() const { return fabric_.get(); }
   fid_cq* queue() const { return queue_.get(); }
-  // Of what the provider does by itself for endpoints that are bound to it: efa ends the process where there is none.
-  // Null with other providers.
+  // For errors that the provider reports about bound endpoints on its own: efa ends the process if there is no such
+  // queue. Null with other providers.
   fid_eq* errors() const { return errors_.get(); }
-  // The next of them, in words; empty: there is none.
+  // The next of these errors, as text; empty: none.
   std::string take_error();
   bool wants(int mr_mode) const { return (info().domain_attr->mr_mode & mr_mode) != 0; }
-  // Readable when the queue has to be read; -1 where the provider has none and must be polled.
+  // Readable when the queue must be read; -1 if the provider has no descriptor and must be polled.
   int wait_fd() const { return wait_fd_; }
-  // False: something is there already, or may be. events: a queue to sleep on beside ours, or null.
+  // False: there is something already, or may be. events: another queue to sleep on together with ours, or null.
   bool may_sleep(fid_eq* events) const;
 
-  // All endpoints are closed. What is registered still keeps libfabric's object until ours is destroyed; who registers
-  // from now on gets EngineClosedError.
+  // All endpoints are closed. libfabric's object remains as long as there are registrations; attempts to register from
+  // now on get EngineClosedError.
   void close();
 
   // [any] Throws TransportError with a remedy.
@@ -62,29 +63,29 @@ class Domain {
   std::string error_text(int code) const { return library_->error_text(code); }
   [[noreturn]] void fail(const char* call, int code, const std::string& remedy = {}) const;
 
-  std::string no_gpu_memory;      // why it takes none, where an endpoint's option said so. Fixed with the first of them
-  uint32_t starved_receives = 0;  // of all its endpoints: those that the provider had no room for. Progress holder
+  std::string no_gpu_memory;      // why it takes none, if an endpoint's option said so. Fixed by the first endpoint
+  uint32_t starved_receives = 0;  // over all its endpoints: receives that the provider had no room for. Progress holder
 
  private:
-  // code, *memory: of fi_mr_regattr, with a key of our choice where the provider has none.
+  // Returns a code and *memory from fi_mr_regattr, with a key of our choice if the provider does not choose one.
   int register_with(fi_mr_attr* attributes, uint64_t flags, fid_mr** memory) const;
   void open_errors();
   void open_queue();
 
   const std::shared_ptr<const Library> library_;
   const Rules rules_;
-  mutable std::shared_mutex closing_mutex_;  // held by who registers, shared; by close(), alone
-  bool is_closed_ = false;                   // guarded by it; domain_ may outlive that, for what is registered
+  mutable std::shared_mutex closing_mutex_;  // held shared by registering threads, exclusively by close()
+  bool is_closed_ = false;                   // guarded by it; domain_ may outlive it, for registrations
   Device device_;
   Fid<fid_fabric> fabric_;
-  Fid<fid_eq> errors_;  // until all endpoints are closed
+  Fid<fid_eq> errors_;  // kept until all endpoints are closed
   Fid<fid_domain> domain_;
   Fid<fid_cq> queue_;
   int wait_fd_ = -1;
 };
 
-// What an endpoint calls others, counted: a name that several paths use is inserted once. Each endpoint has its own:
-// efa of libfabric 2.1 lets no second one use an address vector.
+// An endpoint's address vector with reference counts: a name that several paths use is inserted once. One per endpoint:
+// efa of libfabric 2.1 does not let two endpoints share an address vector.
 class Peers {
  public:
   explicit Peers(const Domain& domain);  // throws TransportError

@@ -1,4 +1,4 @@
-// How paths end: what is under way is closed with its endpoint, its last completions are read, then the layer is told.
+// How paths end: operations in flight end with their endpoint, its last completions are read, then the layer is told.
 #include <iterator>
 #include <utility>
 
@@ -9,13 +9,13 @@ namespace crossrail::ofi {
 
 namespace {
 
-// A provider may report an operation of a closed endpoint late: its memory is kept for so long.
+// A provider may report an operation of a closed endpoint late: its memory is kept for this long.
 constexpr int64_t kGraveTime = 1'000'000'000;
-// How long a path that has ended waits for works that others have on the same endpoint. A flush has to end without any
-// peer's help, within kFlushMaxNs of the layer: where one of their peers stands still, they are broken off as well.
+// How long a path that has ended waits for works that other paths have on the same endpoint. A flush must end without
+// any peer's help, within kFlushMaxNs of the layer: if one of their peers stands still, they are broken off as well.
 constexpr int64_t kOthersTime = 5'000'000'000;
-// And where the engine stands still meanwhile, without any of them that ends: no peer whose host answers needs longer
-// for the next one. All of them may need longer: each path has up to 4 MiB there.
+// The same if the engine waits for the flush and none of these works ends: no peer whose host answers needs longer for
+// the next one. All of them together may need longer: each path has up to 4 MiB there.
 constexpr int64_t kOthersHurriedTime = 50'000'000;
 
 }  // namespace
@@ -23,7 +23,7 @@ constexpr int64_t kOthersHurriedTime = 50'000'000;
 void OfiNic::begin_end(OfiPath& path) {
   ending_.push_back(&path);
   if (path.own_ != nullptr) {
-    path.own_->close();  // at once, so that nothing comes in any more; if it is busy, tend_endings tries again
+    path.own_->close();  // at once, so that nothing arrives any more; if it is busy, tend_endings tries again
     return;
   }
   if (shares_endpoints() && path.works_out_ + path.sends_out_ != 0) replace_transmit();
@@ -35,7 +35,7 @@ void OfiNic::replace_transmit() {
   try {
     transmit_ = std::make_unique<Endpoint>(*domain_, 0);
   } catch (const TransportError& error) {
-    // Without an endpoint no path can go on. The next make_path() tries again.
+    // Without an endpoint no path can continue. The next make_path() tries again.
     for (const auto& [id, path] : paths_) path->break_by_itself(error.what());
     return;
   }
@@ -49,7 +49,7 @@ void OfiNic::replace_transmit() {
   }
 }
 
-// Its addresses go with it.
+// Its addresses are dropped with it.
 void OfiNic::condemn_transmit(int64_t until_ns) {
   condemned_.push_back({.endpoint = std::move(transmit_), .until_ns = until_ns});
   for (const auto& [id, path] : paths_) path->address_ = FI_ADDR_NOTAVAIL;
@@ -73,7 +73,7 @@ bool OfiNic::is_overdue(Condemned& condemned, int64_t read_ns) {
   return read_ns - condemned.moved_ns >= kOthersHurriedTime;
 }
 
-// Closes what can be closed: before the queue is read, so that the reading finds the last completions.
+// Closes what can be closed: before the queue is read, so that reading finds the last completions.
 void OfiNic::tend_endings(int64_t read_ns) {
   for (OfiPath* path : ending_) {
     if (path->own_ == nullptr || !path->own_->close()) continue;
@@ -90,7 +90,7 @@ void OfiNic::tend_endings(int64_t read_ns) {
       if (is_needed) break;
       op->path->break_by_itself("another path broke, and the operations under way on this one did not end");
     }
-    // Not while an error stands at the queue's head: efa's of 2.4 and 2.5.0 goes on reading by what the endpoint had
+    // Not while an error is at the head of the queue: efa 2.4 and 2.5.0 would continue reading memory of the endpoint
     // (libfabric's pull request 12032).
     if (!is_needed && queue_read_to_end_ && endpoint->close()) closed_.push_back(std::move(endpoint));
   }
@@ -108,7 +108,7 @@ uint32_t OfiNic::finish_endings(rdma::NicEvents& events) {
     if (path->own_ != nullptr || path->works_out_ + path->sends_out_ != 0) continue;
     path->is_flushed_ = true;
     std::erase(ending_, path);
-    paths_.erase(path->id_);  // what still names it comes from before
+    paths_.erase(path->id_);  // anything that still names it predates this
     forget_addresses(*path);
     if (path->answer_due_) --answers_due_;
     path->answer_due_ = false;
@@ -118,7 +118,7 @@ uint32_t OfiNic::finish_endings(rdma::NicEvents& events) {
   return flushed;
 }
 
-// Without a queue nothing can be told of any operation: all endpoints are closed, all paths end without being asked to.
+// Without a queue no operation's end can be reported: all endpoints are closed, and all paths end unasked.
 void OfiNic::die(const std::string& reason, rdma::NicEvents& events) {
   is_dead_ = true;
   events_due_ = false;
@@ -136,7 +136,7 @@ void OfiNic::die(const std::string& reason, rdma::NicEvents& events) {
   events.on_device_fatal(reason);
 }
 
-// Its queue was read to the end after it was closed: what did not come back never will.
+// Its queue was read to the end after it was closed: whatever did not complete never will.
 void OfiNic::bury(std::unique_ptr<Endpoint> endpoint, rdma::NicEvents* events) {
   Grave grave;
   for (Op* op = endpoint->first(); op != nullptr; op = endpoint->first()) {
@@ -169,14 +169,14 @@ void OfiNic::tend_graves() {
 }
 
 void OfiNic::forget_addresses(OfiPath& path) {
-  Endpoint* const transmits = transmit_of(path);  // null: closed, and its addresses with it
+  Endpoint* const transmits = transmit_of(path);  // null: closed, together with its addresses
   if (transmits != nullptr && path.address_ != FI_ADDR_NOTAVAIL) transmits->peers().remove(path.peer_name_);
   if (path.is_host_known_) control_->peers().remove(path.peer_name_);
   path.address_ = FI_ADDR_NOTAVAIL;
   path.is_host_known_ = false;
 }
 
-// The layer lets a path go: flushed, or one that never reached a peer.
+// The layer drops a path: it is flushed, or never reached a peer.
 void OfiNic::remove_path(OfiPath& path) {
   std::erase(unready_, &path);
   std::erase(breaking_, &path);

@@ -14,7 +14,7 @@ namespace {
 constexpr size_t kSlotStride = 4224;  // whole cache lines
 static_assert(kSlotStride >= kPacketBytesMax && kSlotStride % 64 == 0);
 constexpr int kEmulatedWrite =
-    -(0xefa << 16) + 2;  // FI_OPT_EFA_EMULATED_WRITE of rdma/fi_ext.h, which not everybody has
+    -(0xefa << 16) + 2;  // FI_OPT_EFA_EMULATED_WRITE of rdma/fi_ext.h, which is not always installed
 
 }  // namespace
 
@@ -62,12 +62,12 @@ void Endpoint::open(fi_info& info, const Listener* listener) {
 
 void Endpoint::set_efa_options() {
   const bool no = false;
-  // Between processes of one host efa would go by its shm provider, and inherit its silent losses.
+  // Between processes on one host, efa would use its shm provider, and inherit its silent losses.
   int code = fi_setopt(&fid_->fid, FI_OPT_ENDPOINT, FI_OPT_SHARED_MEMORY_PERMITTED, &no, sizeof no);
   if (code != 0 && !(code == -FI_ENOPROTOOPT && domain_.rules().name == "efa-direct"))
     domain_.fail("fi_setopt(FI_OPT_SHARED_MEMORY_PERMITTED)", code);
-  // All data goes by the NIC: no copy by CUDA inside libfabric. Refused where it was built without CUDA: as good. Where
-  // it could reach memory of GPUs in no other way (EOPNOTSUPP), none is given to it.
+  // All data goes through the NIC: no CUDA copies inside libfabric. Refused if it was built without CUDA, which is
+  // equivalent. If it could not reach GPU memory in any other way (EOPNOTSUPP), it gets none.
   code = fi_setopt(&fid_->fid, FI_OPT_ENDPOINT, FI_OPT_CUDA_API_PERMITTED, &no, sizeof no);
   if (code == -FI_EOPNOTSUPP) {
     domain_.info().caps &= ~static_cast<uint64_t>(FI_HMEM);
@@ -77,7 +77,7 @@ void Endpoint::set_efa_options() {
   } else if (code != 0 && code != -FI_ENOPROTOOPT && code != -FI_EINVAL) {
     domain_.fail("fi_setopt(FI_OPT_CUDA_API_PERMITTED)", code);
   }
-  // The peer's provider would place the bytes then, when it gets to it: after a region was closed, too.
+  // The peer's provider would then place the bytes whenever it runs: also after a region was closed.
   if (is_option_set(kEmulatedWrite)) {
     domain_.fail(
         "fi_getopt(FI_OPT_EFA_EMULATED_WRITE)", -FI_EOPNOTSUPP,

@@ -40,7 +40,7 @@ Calls calls_of(void* handle) {
 
 class Search {
  public:
-  // Null: not there, or unusable, which is noted.
+  // Null: not there, or unusable; the reason is recorded.
   std::shared_ptr<const Library> try_one(const std::string& path, int extra_flags, const std::string& what) {
     std::string why;
     void* const handle = load_library(path, extra_flags, &why);
@@ -69,7 +69,7 @@ std::shared_ptr<const Library> search() {
     if (library == nullptr) throw TransportError("dlopen", 0, search.notes(), kRemedy);
     return library;
   }
-  // One that is there and cannot be used ends the search: another beside it would be bound to its plugins.
+  // One that is loaded and unusable ends the search: another one next to it would be bound to its plugins.
   if (void* const handle = dlopen(kSoname, RTLD_NOW | RTLD_NOLOAD); handle != nullptr) {
     dlclose(handle);
     if (auto library = search.try_one(kSoname, RTLD_NOLOAD, "already in the process")) return library;
@@ -104,8 +104,8 @@ std::shared_ptr<const Library> make_library(const Calls& calls, const std::strin
   library->path = path;
   library->version = calls.version();
   library->api = std::min(library->version, kHeaderVersion);
-  // Measured of 1.17: its tcp provider (tcp;ofi_rxm) takes 69 MiB for each endpoint, and can stay unconnected for ever
-  // after a peer's refusal. Nothing older was looked at.
+  // Measured with 1.17: its tcp provider (tcp;ofi_rxm) takes 69 MiB per endpoint, and can stay unconnected for ever
+  // after a peer's refusal. Older versions were not tested.
   if (library->version < kVersionMin) {
     throw TransportError("fi_version", 0,
                          path + " is libfabric " + library->version_text() + ", older than " + version_of(kVersionMin) +

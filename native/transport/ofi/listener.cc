@@ -45,7 +45,7 @@ Listener::Listener(const Domain& domain) : domain_(domain) {
 }
 
 Listener::~Listener() {
-  // Who has dialed already is told.
+  // Peers that have already dialed are told.
   try {
     for (int i = 0; i < kLastEventsMax; ++i) {
       const auto event = next();
@@ -53,9 +53,9 @@ Listener::~Listener() {
       if (event->kind == ConnectionEvent::Kind::kRequest) reject(*event->request);
     }
   } catch (const TransportError&) {
-    // A queue that is of no use: nobody can be told.
+    // The queue is unusable: nobody can be told.
   }
-  // Who is just about to has a socket with us, and no more. Between these closes nothing may be driven.
+  // A peer that is just about to dial has a socket with us, and no more. Nothing may be driven between these closes.
   const Strays strays(name_);
   endpoint_.reset();
   queue_.reset();
@@ -64,13 +64,13 @@ Listener::~Listener() {
 
 std::optional<ConnectionEvent> Listener::next() {
   for (;;) {
-    uint8_t bytes[sizeof(fi_eq_cm_entry) + kSaidBytesMax];  // the entry, and behind it what the peer said
+    uint8_t bytes[sizeof(fi_eq_cm_entry) + kSaidBytesMax];  // the entry, followed by what the peer said
     uint32_t kind = 0;
     const ssize_t got = fi_eq_read(queue_.get(), &kind, bytes, sizeof bytes, 0);
     if (got == -FI_EAVAIL) return next_error();
     if (got == -FI_EAGAIN || got == 0) return std::nullopt;
     if (got < 0) domain_.fail("fi_eq_read", static_cast<int>(got));
-    if (static_cast<size_t>(got) < sizeof(fi_eq_cm_entry)) continue;  // of no connection
+    if (static_cast<size_t>(got) < sizeof(fi_eq_cm_entry)) continue;  // not about a connection
     fi_eq_cm_entry entry;
     std::memcpy(&entry, bytes, sizeof entry);
     ConnectionEvent event;
@@ -109,7 +109,7 @@ std::optional<ConnectionEvent> Listener::next_error() {
 }
 
 void Listener::reject(const fi_info& request) const {
-  // Fails for a socket that has ended meanwhile: as good.
+  // Fails for a socket that has ended meanwhile, which is fine.
   fi_reject(endpoint_.get(), request.handle, &kRejection, sizeof kRejection);
 }
 

@@ -17,17 +17,17 @@ namespace {
 constexpr uint32_t kControlReceives = 64;  // datagrams, and with shared endpoints the fragments of all paths
 constexpr uint32_t kSharedReceives = 512;
 constexpr uint32_t kSendBlock = 64;
-constexpr size_t kSendBlocksMax = 64;  // 17 MiB of fragments under way
+constexpr size_t kSendBlocksMax = 64;  // 17 MiB of fragments in flight
 constexpr size_t kLandingBytes = 64;
-// Works of one path. tcp takes any number and keeps them in its own queue: what does not fill the network any more only
-// makes cancelling slow.
+// Works in flight per path. tcp accepts any number and keeps them in its own queue: more than fill the network only
+// make cancelling slow.
 constexpr uint32_t kPathWorksMax = 256;
-// Longer works would hold up what stands behind them for too long on an ordered path.
+// Longer works would delay those behind them for too long on an ordered path.
 constexpr uint64_t kWorkBytesMax = 1ull << 30;
 constexpr size_t kDatagramsMax = 1024;
 constexpr size_t kKnownMax = 1024;
 constexpr int64_t kDatagramLife = 1'000'000'000;
-constexpr int64_t kDatagramPause = 200'000;  // each attempt at a peer that is not there costs a socket
+constexpr int64_t kDatagramPause = 200'000;  // each attempt at an absent peer costs a socket
 constexpr int64_t kMillisecond = 1'000'000;
 
 std::string describe(const Domain& domain) {
@@ -71,8 +71,8 @@ OfiNic::OfiNic(std::shared_ptr<const Library> library, const Rules& rules, Devic
   limits_.takes_gpu_memory = (info.caps & FI_HMEM) != 0;
   doorbell_room_ = rules.keeps_doorbell ? static_cast<uint32_t>(info.tx_attr->size / 2) : 0;
   work_flags_ = FI_COMPLETION | (rules.delivery_complete ? FI_DELIVERY_COMPLETE : 0);
-  // A message of efa's is with the peer's NIC when it is done. Asked for more, the peer's provider answers each with a
-  // receipt, whose end fi_close() waits for (prov/efa: efa_rdm_ep_wait_send).
+  // An efa message has reached the peer's NIC when it completes. If more were requested, the peer's provider would
+  // answer each with a receipt, for whose end fi_close() waits (prov/efa: efa_rdm_ep_wait_send).
   send_flags_ = rules.is_efa ? FI_COMPLETION : work_flags_;
   if (domain_->wait_fd() < 0) return;
   outer_ = Fd(epoll_create1(EPOLL_CLOEXEC));
@@ -89,7 +89,7 @@ OfiNic::OfiNic(std::shared_ptr<const Library> library, const Rules& rules, Devic
 
 OfiNic::~OfiNic() { close(); }
 
-// Not outer_: somebody may sleep on it.
+// Not outer_: somebody may be sleeping on it.
 void OfiNic::close() {
   condemned_.clear();
   closed_.clear();
@@ -98,8 +98,8 @@ void OfiNic::close() {
   control_.reset();
   lines_.reset();
   listener_.reset();
-  // The layer has let go of every path; with the endpoints nothing can come in any more. release: pairs with the
-  // acquire in OfiRegistration::is_quiet(): who sees it may free the memory.
+  // The layer has dropped every path; without the endpoints nothing can arrive any more. release: pairs with the
+  // acquire in OfiRegistration::is_quiet(): whoever sees it may free the memory.
   fences_->done.store(~0ull, std::memory_order_release);
   landing_.reset();
   free_sends_ = nullptr;
@@ -127,7 +127,7 @@ std::unique_ptr<rdma::Registration> OfiNic::register_gpu_memory(const device::Gp
   return std::make_unique<OfiRegistration>(domain_, fences_, memory, access);
 }
 
-// hmem_cuda.c of libfabric: a build that opens CUDA at run time asks for this name, which runtime images and PyPI's
+// libfabric's hmem_cuda.c: a build that opens CUDA at run time looks for this name, which runtime images and PyPI
 // packages lack.
 std::string OfiNic::no_gpu_memory() const {
   if (!domain_->rules().is_efa || limits_.takes_gpu_memory) return {};
@@ -262,7 +262,7 @@ uint32_t OfiNic::tend_datagrams() {
     } catch (const TransportError& error) {
       troubled_endpoint_ = datagram.endpoint;
       datagram_trouble_ = error.what();
-      continue;  // into the void
+      continue;  // dropped
     }
     if (!datagram_trouble_.empty() && datagram.endpoint == troubled_endpoint_) datagram_trouble_.clear();
     if (code == -FI_EAGAIN) datagrams_.push_back(std::move(datagram));  // no connection yet
@@ -316,12 +316,12 @@ Deadline OfiNic::next_timer() const {
     next = now + kMillisecond;
   if (fences_->wanted.load() != fences_->done.load(std::memory_order_relaxed)) next = now + kMillisecond;
   if (lines_) next = std::min(next, lines_->next_timer());
-  // A provider without a descriptor to sleep on is polled: often while something moves, seldom else.
+  // A provider without a descriptor to sleep on is polled: often while something moves, otherwise seldom.
   if (!outer_) next = now + (is_busy(now) ? kMillisecond / 20 : kMillisecond);
   return next;
 }
 
-// What is under way for longer without anything that moves, is to a peer that stands still.
+// Works in flight for longer without any progress are for a peer that stands still.
 bool OfiNic::is_busy(int64_t now) const {
   const auto has_some = [](const std::unique_ptr<Endpoint>& endpoint) {
     return endpoint != nullptr && endpoint->outstanding() != 0;
@@ -331,8 +331,8 @@ bool OfiNic::is_busy(int64_t now) const {
 }
 
 void OfiNic::abandon_after_fork() {
-  // What libfabric has open cannot be told apart from here. While a child holds copies of its sockets, peers notice the
-  // parent's death by its silence and not by the sockets' end (docs/efa.md).
+  // libfabric's descriptors cannot be told apart from here. While a child holds copies of its sockets, peers notice the
+  // parent's death by its silence and not by the end of the sockets (docs/efa.md).
 }
 
 }  // namespace crossrail::ofi

@@ -1,14 +1,15 @@
 // One libfabric domain as a rail.
 //
-// Endpoints, of three kinds of providers:
+// Endpoints, for three kinds of providers:
 // - Rules::connects (tcp). Peers know our listener from our address. A path is a connection, and closing its endpoint
-//   ends all that is under way, in both directions, exactly. Datagrams go by connections too (lines.h).
-// - Rules::endpoint_per_path, without connections (what is not proven). `control_` is what peers know from our address:
-//   datagrams arrive there and leave from it. A path has an endpoint of its own at either end, told in the offers.
-// - Neither (efa). Works and fragments go out by `transmit_` and arrive at control_; libfabric cannot take back what is
-//   under way to one peer, so when a path ends that has something out, transmit_ is replaced: new works of all paths go
-//   by the new one, the old one is closed as soon as nothing of a living path is with it, and with it goes what the
-//   dead path had out.
+// ends everything in flight, in both directions, exactly. Datagrams use connections, too (lines.h).
+// - Rules::endpoint_per_path, without connections (providers that are not proven). `control_` is what peers know from
+// our address: datagrams arrive there and leave from it. A path has an endpoint of its own at either end, exchanged in
+// the offers.
+// - Neither (efa). Works and fragments leave from `transmit_` and arrive at control_; libfabric cannot take back what
+// is in flight to one peer, so when a path ends with something in flight, transmit_ is replaced: new works of all paths
+// use the new one, the old one is closed as soon as no living path has anything in flight on it, and with it ends what
+// the dead path had in flight.
 #pragma once
 
 #include <deque>
@@ -64,8 +65,8 @@ class OfiNic final : public rdma::Nic {
  private:
   friend class OfiPath;
   struct Datagram {
-    std::vector<uint8_t> endpoint;  // as we were given it,
-    Name to;                        // and what libfabric calls it
+    std::vector<uint8_t> endpoint;  // as it was given to us,
+    Name to;                        // and its libfabric name
     std::vector<uint8_t> bytes;
     Deadline until;
   };
@@ -73,12 +74,12 @@ class OfiNic final : public rdma::Nic {
     fi_addr_t address;
     int64_t used_ns;
   };
-  // A replaced transmit_, still with works of living paths, which are waited for until then,
+  // A replaced transmit_ that still has works of living paths, which are waited for until then,
   struct Condemned {
     std::unique_ptr<Endpoint> endpoint;
     int64_t until_ns;
     bool is_hurried = false;  // or until none of them has ended for some tens of milliseconds
-    int64_t moved_ns = 0;     // when one was last seen to have ended,
+    int64_t moved_ns = 0;     // when one was last seen to end,
     uint32_t left = 0;        // and how many were left
   };
   struct Grave {
@@ -99,9 +100,9 @@ class OfiNic final : public rdma::Nic {
   Op* take_work_op();
   bool is_busy(int64_t now) const;
   bool has_send_room() const;
-  Op* take_send_op();  // null: as many are out as there may be
+  Op* take_send_op();  // null: the maximum number is in flight
   void give_back(Op& op);
-  // 0, or a negative code of libfabric's.
+  // 0, or a negative libfabric code.
   ssize_t send_from(Endpoint& from, fi_addr_t to, OfiPath* path, const PacketHead& head, std::span<const uint8_t> first,
                     std::span<const uint8_t> second);
 
@@ -117,7 +118,7 @@ class OfiNic final : public rdma::Nic {
   uint32_t tend_unready();
   uint32_t post_starved_receives();
   uint32_t tend_datagrams();
-  // Null: no connection yet. Throws TransportError for an address that is none.
+  // Null: no connection yet. Throws TransportError for an invalid address.
   Endpoint* way_to(const Name& name, int64_t now, fi_addr_t* address);
   uint32_t tend_fences();
   bool tend_fence_of(OfiPath& path, uint64_t number);
@@ -153,16 +154,17 @@ class OfiNic final : public rdma::Nic {
   std::unique_ptr<OfiRegistration> landing_;
   uint64_t work_flags_ = 0;
   uint64_t send_flags_ = 0;
-  // Of transmit_, which all paths share: shares.h.
+  // Shares of transmit_, which all paths use: shares.h.
   TransmitShares shares_;
-  uint32_t doorbell_room_ = 0;  // FI_MORE only while fewer works are out: a full queue would keep what it holds back
+  uint32_t doorbell_room_ = 0;  // FI_MORE only while fewer works are in flight: a full queue would hold them back
   Fd outer_;
   std::vector<int> waits_;  // libfabric's descriptors within outer_
   std::vector<int> fds_;
 
-  std::unique_ptr<Listener> listener_;  // with Rules::connects; before all endpoints, whose events come by it
+  std::unique_ptr<Listener>
+      listener_;  // with Rules::connects; declared before the endpoints, whose events arrive there
 
-  // Before the endpoints, whose operations they are.
+  // Declared before the endpoints, to which these operations belong.
   std::deque<Op> works_;
   Op* free_works_ = nullptr;
   std::vector<std::unique_ptr<Slots>> send_blocks_;
@@ -171,32 +173,32 @@ class OfiNic final : public rdma::Nic {
   std::unique_ptr<Endpoint> control_;  // without
   std::unique_ptr<Endpoint> transmit_;
   std::vector<Condemned> condemned_;
-  std::vector<std::unique_ptr<Endpoint>> closed_;  // their last completions may still lie in the queue
+  std::vector<std::unique_ptr<Endpoint>> closed_;  // their last completions may still be in the queue
   std::vector<Grave> graves_;
 
   std::unordered_map<uint32_t, OfiPath*> paths_;
   uint32_t next_path_id_ = 1;
   std::vector<OfiPath*> unready_;
   std::vector<OfiPath*> ending_;
-  std::vector<OfiPath*> breaking_;  // broke by themselves, not told yet
+  std::vector<OfiPath*> breaking_;  // broke on their own, not reported yet
   std::deque<Datagram> datagrams_;
-  std::vector<uint8_t> troubled_endpoint_;  // that the latest datagram was not sent to,
+  std::vector<uint8_t> troubled_endpoint_;  // the endpoint that the latest datagram was not sent to,
   std::string datagram_trouble_;            // and why
   std::map<Name, Known> known_;
   uint32_t answers_due_ = 0;
-  uint64_t fence_number_ = 0;  // of the one under way, 0 none
+  uint64_t fence_number_ = 0;  // of the current one, 0: none
   bool queue_read_to_end_ = false;
   bool is_port_up_ = true;
-  bool is_dead_ = false;  // on_device_fatal was said
+  bool is_dead_ = false;  // on_device_fatal was called
   bool events_due_ = false;
   bool pending_ = false;
   bool has_posted_ = false;  // since the last poll()
-  uint32_t dropped_ = 0;     // packets that were nonsense
+  uint32_t dropped_ = 0;     // invalid packets
   int64_t now_ = 0;
   int64_t events_read_ns_ = 0;
   int64_t unready_next_ns_ = 0;
   int64_t datagrams_next_ns_ = 0;
-  int64_t active_ns_ = 0;  // when something was posted or moved last
+  int64_t active_ns_ = 0;  // when something was last posted or completed
   int64_t port_looked_ns_ = 0;
 };
 

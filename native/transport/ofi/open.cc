@@ -7,9 +7,9 @@ namespace crossrail::ofi {
 
 namespace {
 
-// Without a name EFA, by efa-direct where this library and its devices have that: one operation is one work request,
-// there is no handshake of the provider's own, and closing an endpoint waits for nobody. (libfabric's fi_getinfo lists
-// it first, and NCCL's plugin takes it: prov/efa/docs/efa_fabric_comparison.md.)
+// Without a name EFA, through efa-direct if this library and its devices have it: one operation is one work request,
+// the provider has no handshake of its own, and closing an endpoint waits for nobody. (libfabric's fi_getinfo lists it
+// first, and NCCL's plugin uses it: prov/efa/docs/efa_fabric_comparison.md.)
 Rules wanted_rules(const Library& library, const std::string& provider) {
   if (provider.empty()) {
     const Rules direct = rules_for("efa-direct");

@@ -1,4 +1,4 @@
-// The way to libfabric's NICs, for transport/open.cc, doctor and topo.
+// Access to libfabric's NICs, for transport/open.cc, doctor and topo.
 #pragma once
 
 #include <memory>
@@ -11,7 +11,7 @@
 
 namespace crossrail::ofi {
 
-// What libfabric there is; for tests, which are left out where there is none.
+// The libfabric that was found; for tests, which are skipped without one.
 struct Presence {
   bool found = false;
   std::string path;
@@ -27,17 +27,16 @@ struct Candidate {
   std::string pci;
   std::string ip;
   uint32_t speed_mbps = 0;
-  bool is_software = false;  // the host's processors do what a NIC would
+  bool is_software = false;  // the host's processors do the work of a NIC
 };
-// What could be rails of a provider ("efa", "tcp" ...; empty: EFA). Empty: none. Throws TransportError without a
-// libfabric.
+// Possible rails of a provider ("efa", "tcp" ...; empty: EFA). Empty: none. Throws TransportError without libfabric.
 std::vector<Candidate> candidates(const std::string& provider);
 
-// Empty when the provider has at least one device; else why not, and what to do.
+// Empty if the provider has at least one device; else why not, and what to do.
 std::string missing(const std::string& provider);
 
-// A NIC for each rail that the options ask for: RdmaOptions::provider (empty: EFA), rails, rail_count.
-// Throws UsageError for a rail that is none, TransportError else.
+// A NIC for each rail that the options ask for: RdmaOptions::provider (empty: EFA), rails, rail_count. Throws
+// UsageError for an invalid rail, TransportError otherwise.
 std::vector<std::unique_ptr<rdma::Nic>> open_nics(const TransportOptions& options);
 
 }  // namespace crossrail::ofi

@@ -14,9 +14,9 @@ namespace crossrail::ofi {
 
 namespace {
 
-constexpr uint32_t kPathReceives = 16;  // 68 KiB for each path; more wait at the sender's side
+constexpr uint32_t kPathReceives = 16;  // 68 KiB per path; more wait at the sender
 constexpr uint32_t kPathSendsMax = 16;
-constexpr size_t kShortBytes = 128;  // of fragments: control, that must get through
+constexpr size_t kShortBytes = 128;  // fragments up to this size are control messages, which must get through
 constexpr int64_t kReadyTimeout = 5'000'000'000;
 
 }  // namespace
@@ -53,7 +53,7 @@ void OfiPath::connect(std::span<const uint8_t> peer_endpoint, std::span<const ui
   if (!nic_.connects()) add_address();
   if (nic_.connects() && own_ == nullptr && !is_broken_) dial();
   is_connected_ = true;
-  if (is_broken_) return;  // it stood, and has ended already
+  if (is_broken_) return;  // it stood, and has already ended
   ready_by_ = now_ns() + kReadyTimeout;
   nic_.unready_.push_back(this);
   nic_.unready_next_ns_ = 0;
@@ -68,13 +68,13 @@ void OfiPath::add_address() {
   Endpoint& transmits = *nic_.transmit_of(*this);
   address_ = transmits.peers().add(peer_name_);
   if (!nic_.shares_endpoints() || is_host_known_) return;
-  // The peer's works come from another of its endpoints, but from the same host: efa answers nobody whose address it
-  // was not given.
+  // The peer's works come from another of its endpoints, but from the same host: efa answers only addresses that it was
+  // given.
   nic_.control_->peers().add(peer_name_);
   is_host_known_ = true;
 }
 
-// If it is on us to.
+// If it is our turn to dial.
 void OfiPath::dial() {
   const Name& name = nic_.own_name();
   if (std::tie(peer_name_, peer_id_) < std::tie(name, id_)) return;
@@ -89,7 +89,7 @@ bool OfiPath::accept(fi_info& request, uint64_t token) {
   endpoint->owner = this;
   endpoint->accept();
   own_ = std::move(endpoint);
-  was_heard_ = true;  // who dialed may write from now on
+  was_heard_ = true;  // the dialing side may write from now on
   return true;
 }
 
@@ -112,7 +112,7 @@ uint32_t OfiPath::post(std::span<const rdma::NicWork> works) {
   return count;
 }
 
-// More of that kind.
+// Room for more of that kind.
 uint32_t OfiPath::room_for(uint32_t outstanding, uint32_t path_max, uint32_t kept) const {
   if (!nic_.shares_endpoints()) return path_max - std::min(outstanding, path_max);
   return nic_.shares_.room(nic_.transmit_->outstanding(), outstanding, path_max, kept);
@@ -123,8 +123,7 @@ ssize_t OfiPath::post_one(const rdma::NicWork& work, bool more) {
   Op* const op = nic_.take_work_op();
   op->path = this;
   op->cookie = work.cookie;
-  // efa-direct before libfabric 2.6 has no RMA without bytes: one goes from the place where nothing matters to the
-  // peer's.
+  // efa-direct before libfabric 2.6 has no RMA without bytes: it sends one from a scratch byte to the peer's.
   const bool is_filled = work.length_bytes == 0 && nic_.domain_->rules().is_efa;
   const OfiRegistration* const from =
       is_filled ? nic_.landing_.get() : static_cast<const OfiRegistration*>(work.registration);
@@ -165,9 +164,9 @@ ssize_t OfiPath::post_one(const rdma::NicWork& work, bool more) {
 }
 
 void OfiPath::on_refused_post(ssize_t code) {
-  // Of an endpoint that shares its queue, or of a connection: no room. Of a datagram endpoint that worked: it has lost
-  // its connection, and the provider would make another behind our back, on which later works overtake those that were
-  // lost.
+  // From an endpoint that shares its queue, or from a connection: no room. From a datagram endpoint that has worked
+  // before: it has lost its connection, and the provider would make another behind our back, on which later works would
+  // overtake the lost ones.
   if (code == -FI_EAGAIN && (nic_.shares_endpoints() || nic_.connects())) return;
   if (code == -FI_EAGAIN) {
     break_by_itself("the connection ended");
@@ -186,13 +185,13 @@ bool OfiPath::send(std::span<const uint8_t> head, std::span<const uint8_t> body)
 
 bool OfiPath::send_packet(Packet kind, uint64_t number, std::span<const uint8_t> head, std::span<const uint8_t> body) {
   const PacketHead packet{static_cast<uint32_t>(kind), peer_id_, number};
-  if (!nic_.has_send_room()) return false;  // told apart from a provider that takes nothing
+  if (!nic_.has_send_room()) return false;  // distinguished from a provider that accepts nothing
   const ssize_t code = nic_.send_from(*nic_.transmit_of(*this), address_, this, packet, head, body);
   if (code == 0) {
     ++sends_out_;
     return true;
   }
-  if (is_ready_ || code != -FI_EAGAIN) on_refused_post(code);  // not ready: a hello, which is tried again
+  if (is_ready_ || code != -FI_EAGAIN) on_refused_post(code);  // not ready: a hello, which is retried
   return false;
 }
 

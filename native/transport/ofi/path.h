@@ -1,5 +1,5 @@
-// What reaches one NIC of one peer: a connection; or an address in the vector, with some providers with an endpoint of
-// its own.
+// A path to one NIC of one peer: a connection; or an address in the vector, with some providers with an endpoint of its
+// own.
 #pragma once
 
 #include <memory>
@@ -31,19 +31,19 @@ class OfiPath final : public rdma::NicPath {
   void dial();
   // False: not with this token, or not any more. Throws TransportError.
   bool accept(fi_info& request, uint64_t token);
-  void on_standing();  // the connection
+  void on_standing();  // the connection is up
   uint32_t room_for(uint32_t outstanding, uint32_t path_max, uint32_t kept) const;
   ssize_t post_one(const rdma::NicWork& work, bool more);
   void on_refused_post(ssize_t code);
   bool send_packet(Packet kind, uint64_t number, std::span<const uint8_t> head, std::span<const uint8_t> body);
   void break_by_itself(const std::string& reason);
-  void add_address();  // to the endpoint that its works go by. Throws TransportError
+  void add_address();  // at the endpoint that its works use. Throws TransportError
 
   OfiNic& nic_;
   const uint32_t id_;
   const uint64_t token_;  // 0 without connections
   std::vector<uint8_t> offer_;
-  // With Rules::endpoint_per_path; null before a connection is begun, and once closed and read to its end.
+  // With Rules::endpoint_per_path; null before a connection is begun, and once it is closed and read to its end.
   std::unique_ptr<Endpoint> own_;
   // Of the peer:
   Name peer_name_;

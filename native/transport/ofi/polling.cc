@@ -1,4 +1,4 @@
-// What the completion queue tells, and what the NIC does without being told: connections, datagrams, fences.
+// What the completion queue reports, and what the NIC does unprompted: connections, datagrams, fences.
 #include <algorithm>
 #include <cstring>
 #include <fstream>
@@ -12,14 +12,14 @@ namespace crossrail::ofi {
 namespace {
 
 constexpr size_t kEntriesAtOnce = 32;
-constexpr int kReadsMax = 16;  // of so many entries in one poll
-// While somebody waits for its end: traffic of others must not put it off for ever.
+constexpr int kReadsMax = 16;  // of this many entries in one poll
+// While somebody waits for the end of the queue: others' traffic must not postpone it for ever.
 constexpr int kReadsToEndMax = 256;
 constexpr int64_t kUnreadyPause = 20'000;  // each attempt drives the provider
 constexpr int64_t kFenceTimeout = 2'000'000'000;
 constexpr int64_t kPortInterval = 500'000'000;
 
-// Status codes of the EFA device, as its provider passes them on (efa_errno.h).
+// Status codes of the EFA device, as passed on by its provider (efa_errno.h).
 constexpr int kEfaFlushed = 1;
 constexpr int kEfaBadLocalKey = 5;
 constexpr int kEfaBadLocalLength = 6;
@@ -27,8 +27,8 @@ constexpr int kEfaBadRemoteAddress = 7;
 constexpr int kEfaBadRemoteLength = 11;
 constexpr int kEfaRefusedByPeersProvider = 4111;
 
-// Not every provider sets every flag (shm before 2.4 leaves out FI_REMOTE_WRITE, sockets adds FI_REMOTE_CQ_DATA to our
-// own works): this holds of all that were measured.
+// Not every provider sets every flag (shm before 2.4 omits FI_REMOTE_WRITE, sockets adds FI_REMOTE_CQ_DATA to our own
+// works): this holds for all that were measured.
 bool is_immediate(uint64_t flags) {
   if ((flags & FI_REMOTE_WRITE) != 0) return true;
   return (flags & FI_REMOTE_CQ_DATA) != 0 && (flags & (FI_WRITE | FI_READ | FI_SEND | FI_RECV)) == 0;
@@ -46,7 +46,7 @@ Verdict judge(const Rules& rules, const fi_cq_err_entry& error) {
       case kEfaBadRemoteAddress:
       case kEfaBadRemoteLength:
       case kEfaRefusedByPeersProvider:
-        return {rdma::NicFault::kRemoteAccess, false};  // SRD goes on: the other works are not concerned
+        return {rdma::NicFault::kRemoteAccess, false};  // SRD continues: the other works are not affected
       case kEfaBadLocalKey:
       case kEfaBadLocalLength:
         return {rdma::NicFault::kLocal, false};
@@ -60,17 +60,17 @@ Verdict judge(const Rules& rules, const fi_cq_err_entry& error) {
   return {rdma::NicFault::kUnreachable, true};
 }
 
-// Not with the provider any more, as far as we know: tend_graves() gives it back.
+// No longer with the provider, as far as we know: tend_graves() returns it.
 bool is_buried(const Op& op) { return op.kind != Op::Kind::kReceive && !op.is_listed; }
 
 }  // namespace
 
 uint32_t OfiNic::poll(rdma::NicEvents& events) {
   const int64_t read_ns = std::exchange(now_, now_ns());
-  const uint64_t fences_wanted = fences_->wanted.load();  // before the queue is read: see tend_fences
+  const uint64_t fences_wanted = fences_->wanted.load();  // read before the queue: see tend_fences
   tend_endings(read_ns);
   uint32_t moved = read_queue(events);
-  // Behind the queue, which may have told already that a connection ended; before fences, which ask those that stand.
+  // After the queue, which may have reported the end of a connection; before fences, which ask those that stand.
   const bool wants_fence = fence_number_ == 0 && fences_wanted != fences_->done.load(std::memory_order_relaxed);
   if (listener_ && !is_dead_ && (wants_fence || are_events_due())) moved += read_events(events);
   if (wants_fence && queue_read_to_end_ && !events_due_) fence_number_ = fences_wanted;
@@ -101,7 +101,7 @@ uint32_t OfiNic::read_queue(rdma::NicEvents& events) {
     if (got > 0) {
       for (ssize_t i = 0; i < got; ++i) on_entry(entries[i], events);
       count += static_cast<uint32_t>(got);
-      // Asked once more the provider would look at the network before we do anything about these.
+      // Asked once more, the provider would look at the network before we have handled these.
       if (!to_end && got < static_cast<ssize_t>(kEntriesAtOnce)) break;
     } else if (got == -FI_EAVAIL) {
       on_error_entry(events);
@@ -121,11 +121,11 @@ void OfiNic::on_entry(const fi_cq_data_entry& entry, rdma::NicEvents& events) {
   auto* const op = static_cast<Op*>(entry.op_context);
   if (is_immediate(entry.flags)) {
     on_imm(entry.data, events);
-    // efa-direct before 2.4 is offered on devices whose immediates eat receives, too: then it comes back with this.
+    // efa-direct before 2.4 is offered on devices whose immediates use up receives, too: they return with this.
     if (domain_->rules().is_efa && op != nullptr) op->endpoint->post_receive(*op);
     return;
   }
-  if (op == nullptr) return;  // an error of nobody's
+  if (op == nullptr) return;  // an error without an operation
   if (is_buried(*op)) return;
   switch (op->kind) {
     case Op::Kind::kReceive:
@@ -165,11 +165,11 @@ void OfiNic::on_imm(uint64_t data, rdma::NicEvents& events) {
 void OfiNic::on_error_entry(rdma::NicEvents& events) {
   fi_cq_err_entry error{};
   const ssize_t got = fi_cq_readerr(domain_->queue(), &error, 0);
-  if (got < 1) return;  // read by nobody else: the next round finds it
+  if (got < 1) return;  // nobody else reads it: the next round finds it
   auto* const op = static_cast<Op*>(error.op_context);
   if (op == nullptr || is_buried(*op)) return;
   switch (op->kind) {
-    case Op::Kind::kReceive:  // too long, or of an endpoint that is closed; a connection ends with it
+    case Op::Kind::kReceive:  // too long, or of a closed endpoint; a connection ends with it
       ++dropped_;
       events_due_ = connects();
       // efa may tell so of a message that it has given us before: when its receipt does not get through. It is posted
@@ -200,7 +200,7 @@ void OfiNic::on_work_error(Op& op, const fi_cq_err_entry& error, rdma::NicEvents
       domain_->queue()->ops->strerror(domain_->queue(), error.prov_errno, error.err_data, buffer, sizeof buffer);
   std::string text = domain_->error_text(error.err);
   if (more != nullptr && *more != '\0' && text != more) text += std::string(" (") + more + ")";
-  // Behind the first all others of the path come back, whatever they are.
+  // After the first failure all other works of the path return, with whatever code.
   if (verdict.breaks_path && (path->fault_told_ || path->is_ending_)) verdict.fault = rdma::NicFault::kFlushed;
   if (verdict.breaks_path) {
     path->fault_told_ = true;
@@ -321,8 +321,8 @@ uint32_t OfiNic::tend_answers() {
   return moved;
 }
 
-// A fence begins once the queue was read to its end after the registrations it is for were closed. A path from which
-// nothing was heard by then carries nothing that could have begun before: its hello comes first, and in order; or the
+// A fence begins once the queue was read to its end after the registrations it is for were closed. A path that nothing
+// was heard from by then carries nothing that could have begun before: its hello would come first, and in order; or the
 // event of its connection, which was not there when events were read to their end.
 uint32_t OfiNic::tend_fences() {
   bool all = true;
@@ -344,7 +344,7 @@ bool OfiNic::tend_fence_of(OfiPath& path, uint64_t number) {
   }
   if (path.fence_by_ == kNoDeadline) path.fence_by_ = now_ + kFenceTimeout;
   if (path.fence_sent_ < number) {
-    // Not ready: a connection that stands, and whose other end has not told the layer yet.
+    // Not ready: a connection that is up, but whose other end has not told the layer yet.
     if (path.is_ready_ && path.send_packet(Packet::kFence, number, {}, {})) path.fence_sent_ = number;
   }
   if (now_ >= path.fence_by_) path.break_by_itself("the peer's NIC did not answer a fence for 2 s");
@@ -356,7 +356,7 @@ bool OfiNic::tend_fence_of(OfiPath& path, uint64_t number) {
 void OfiNic::tend_port(rdma::NicEvents& events) {
   port_looked_ns_ = now_;
   if (is_dead_) return;
-  // Of whom they speak is not said: the paths concerned end by themselves, or by their deadlines.
+  // They do not say which path they are about: the paths concerned end on their own, or by their deadlines.
   std::string told;
   for (std::string text = domain_->take_error(); !text.empty(); text = domain_->take_error()) told = std::move(text);
   if (!told.empty()) events.on_port(is_port_up_, name_ + ": libfabric failed at something of its own: " + told);

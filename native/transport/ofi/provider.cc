@@ -40,19 +40,19 @@ Info allocate(const Library& library) {
   return info;
 }
 
-// gpu: where its devices take memory of GPUs.
+// gpu: only devices that take GPU memory.
 Info hints_for(const Library& library, const Rules& rules, bool gpu) {
   Info hints = allocate(library);
   hints->caps = kCaps | (gpu ? FI_HMEM : 0);
-  // Not FI_RX_CQ_DATA: efa would take it as leave to eat a receive for every immediate.
+  // Not FI_RX_CQ_DATA: efa would take it as permission to use up a receive for every immediate.
   hints->mode = FI_CONTEXT | FI_CONTEXT2;
   hints->ep_attr->type = rules.connects ? FI_EP_MSG : FI_EP_RDM;
   hints->domain_attr->mr_mode = FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY;
   if (gpu) hints->domain_attr->mr_mode |= FI_MR_HMEM;
   // One progress holder at a time for queues and endpoints, but registration comes from any thread.
-  // FI_THREAD_COMPLETION would say just that; tcp of 2.5 crashes in fi_cq_open with it.
+  // FI_THREAD_COMPLETION would mean exactly that; tcp of 2.5 crashes in fi_cq_open with it.
   hints->domain_attr->threading = FI_THREAD_SAFE;
-  // Nothing moves by itself even where AUTO is promised (tcp): the holder polls, or sleeps on the queue's descriptor.
+  // Nothing moves on its own even where AUTO is promised (tcp): the holder polls, or sleeps on the queue's descriptor.
   hints->domain_attr->control_progress = FI_PROGRESS_MANUAL;
   hints->domain_attr->data_progress = FI_PROGRESS_MANUAL;
   hints->domain_attr->resource_mgmt = FI_RM_ENABLED;
@@ -65,10 +65,10 @@ Info hints_for(const Library& library, const Rules& rules, bool gpu) {
 bool is_wanted(const fi_info& info, const Rules& rules) {
   return info.fabric_attr->prov_name != nullptr && rules.provider == info.fabric_attr->prov_name &&
          (info.caps & kCaps) == kCaps && info.domain_attr->cq_data_size >= kImmBytes &&
-         info.ep_attr->rx_ctx_cnt != FI_SHARED_CONTEXT;  // each endpoint takes receives of its own
+         info.ep_attr->rx_ctx_cnt != FI_SHARED_CONTEXT;  // each endpoint has its own receives
 }
 
-// What the provider offers, at `source` if it is not empty. Throws for anything but "nothing".
+// What the provider offers, at `source` unless it is empty. Throws for any failure other than "nothing".
 std::vector<Info> ask(const Library& library, const Rules& rules, const std::string& source, bool gpu = false) {
   const Info hints = hints_for(library, rules, gpu);
   fi_info* list = nullptr;
@@ -112,7 +112,7 @@ Device of_hardware(Info info) {
   return device;
 }
 
-// The device of the provider at one address. Without info: the provider does not take it.
+// The provider's device at one address. Without info: the provider does not use it.
 Device at_address(const Library& library, const Rules& rules, const HostAddress& address) {
   Device device;
   device.name = address.text;
@@ -156,7 +156,7 @@ std::string list_text(const std::vector<Device>& devices) {
   return text;
 }
 
-// Several rails may use one device: each gets a domain of its own.
+// Several rails may use one device: each gets its own domain.
 Device same_again(const Library& library, const Device& device) {
   Device copy;
   copy.info = Info(library.calls.dupinfo(device.info.get()), FreeInfo{library.calls.freeinfo});
@@ -227,10 +227,10 @@ std::vector<Device> devices(const Library& library, const Rules& rules) {
     }
     return found;
   }
-  std::set<std::string> names;  // a device may be offered several times, with other attributes: the first is best
+  std::set<std::string> names;  // a device may be offered several times, with different attributes: the first is best
   std::vector<Info> offered;
   if (rules.is_efa && device::find_driver() != nullptr) offered = ask(library, rules, {}, true);
-  if (offered.empty()) offered = ask(library, rules, {});  // of a build without CUDA, too
+  if (offered.empty()) offered = ask(library, rules, {});  // by a build without CUDA, too
   for (Info& info : offered) {
     Device device = of_hardware(std::move(info));
     if (names.insert(device.name).second) found.push_back(std::move(device));

@@ -15,7 +15,7 @@ namespace crossrail::ofi {
 
 namespace {
 
-// The part of a socket address that tells it from others: port and IP address.
+// The part of a socket address that identifies it: port and IP address.
 Name key_of(std::span<const uint8_t> address) {
   sa_family_t family = AF_UNSPEC;
   if (address.size() >= sizeof family) std::memcpy(&family, address.data(), sizeof family);
@@ -32,7 +32,7 @@ Name key_of(std::span<const uint8_t> address) {
   return key;
 }
 
-// Of a connected socket; empty for all else.
+// For a connected socket; empty for everything else.
 Name local_key_of(int fd) {
   sockaddr_storage storage{};
   socklen_t bytes = sizeof storage;

@@ -19,7 +19,7 @@ void put_name(Writer& writer, const Name& name) {
   writer.put_bytes(name);
 }
 
-// What is left of the reader, to the last byte.
+// The rest of the reader, to the last byte.
 bool get_name(Reader& reader, Name* name) {
   const size_t bytes = reader.get<uint8_t>();
   if (!reader.ok() || bytes == 0 || bytes > kWireNameBytesMax || reader.rest().size() != bytes) return false;
@@ -27,7 +27,7 @@ bool get_name(Reader& reader, Name* name) {
   return true;
 }
 
-// The bytes of the IP address within a socket address; empty for other formats.
+// The bytes of the IP address in a socket address; empty for other formats.
 std::span<const uint8_t> ip_of(const EndpointWords& words) {
   if (words.format == FI_SOCKADDR_IN && words.name.size() >= 8) return {words.name.data() + 4, 4};
   if (words.format == FI_SOCKADDR_IN6 && words.name.size() >= 24) return {words.name.data() + 8, 16};
@@ -100,7 +100,7 @@ std::optional<DialWords> DialWords::decode(std::span<const uint8_t> bytes) {
 
 bool is_name_like(uint32_t format, const Name& name, const Name& ours) {
   if (name.size() != ours.size()) return false;
-  // A socket address says itself how long it is, by its family.
+  // The length of a socket address follows from its family.
   const bool has_family = format == FI_SOCKADDR || format == FI_SOCKADDR_IN || format == FI_SOCKADDR_IN6;
   return !has_family || (name.size() >= 2 && name[0] == ours[0] && name[1] == ours[1]);
 }

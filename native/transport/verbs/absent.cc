@@ -1,4 +1,4 @@
-// What there is of the verbs transport in a build without libibverbs' headers.
+// The part of the verbs transport that exists in a build without libibverbs' headers.
 #include "transport/verbs/open.h"
 #include "util/errors.h"
 

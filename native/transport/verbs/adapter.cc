@@ -19,8 +19,8 @@ std::string remedy_for(int error) {
 }
 
 unsigned flags_for(Access access) {
-  // Relaxed ordering: without it PCIe keeps fast NICs below their rate. The completion of a write is not relaxed, so it
-  // still comes after the bytes.
+  // Relaxed ordering: without it PCIe slows down fast NICs. The completion of a write is not relaxed, so it still comes
+  // after the bytes.
   unsigned flags = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_RELAXED_ORDERING;
   switch (access) {
     case Access::kLocal:
@@ -66,7 +66,7 @@ Memory register_with(const Adapter& adapter, void* base, uint64_t length_bytes, 
 
 namespace {
 
-// Null, and why: not for this NIC, this kernel, or this memory.
+// Null, and why: not with this NIC, this kernel, or this memory.
 Memory register_dma_buf(const Adapter& adapter, const device::GpuMemory& memory, Access access, std::string* why) {
   if (library().reg_dmabuf_mr == nullptr) {
     *why = "libibverbs has no ibv_reg_dmabuf_mr: rdma-core 34 or newer is needed";
@@ -104,7 +104,7 @@ VerbsRegistration::VerbsRegistration(std::shared_ptr<const Adapter> adapter, std
   know(base);
 }
 
-// By dma-buf where driver and NIC have it, else as plain memory, which works where the module nvidia-peermem is loaded.
+// As a dma-buf if driver and NIC support it, else as plain memory, which works if the module nvidia-peermem is loaded.
 VerbsRegistration::VerbsRegistration(std::shared_ptr<const Adapter> adapter, const device::GpuMemory& memory,
                                      Access access)
     : adapter_(std::move(adapter)) {
@@ -133,8 +133,8 @@ void VerbsRegistration::revoke() { (void)forget(); }
 
 bool VerbsRegistration::is_quiet() const { return forget(); }
 
-// The kernel returns once the NIC has forgotten the memory. It refuses while an operation of a peer still holds on to
-// it: then this is called again. A device that is gone (EIO) has forgotten everything.
+// The kernel returns once the NIC has forgotten the memory. It refuses while an operation of a peer still uses it: then
+// this is called again. A device that is gone (EIO) has forgotten everything.
 bool VerbsRegistration::forget() const {
   const std::lock_guard lock(mutex_);
   if (memory_ == nullptr) return true;

@@ -1,4 +1,4 @@
-// A device that was opened, and a port of it: what Nics, paths and registrations share. And the registrations.
+// An opened device and a port of it, as shared by Nics, paths and registrations; and the registrations.
 #pragma once
 
 #include <atomic>
@@ -15,21 +15,22 @@ namespace crossrail::verbs {
 
 class VerbsNic;
 
-// Of one engine: all its rails on the device share it, so that memory is registered once, whatever port it leaves by.
-// Threads: fixed after construction, but for what the progress holder has.
-// Invariant: outlives everything made from it (they hold a reference): libibverbs wants children destroyed first.
+// One per engine: all its rails on the device share it, so that memory is registered once, whichever port is used.
+// Threads: constant after construction, except what belongs to the progress holder.
+// Invariant: outlives everything made from it (which holds a reference): libibverbs wants children destroyed first.
 struct OpenDevice {
   explicit OpenDevice(Context context, const std::string& name);  // throws TransportError
 
   Context context;
   Domain domain;
   ibv_device_attr limits{};
-  // Progress holder. Events come by one queue for all of them: whoever reads it hands each to whom it concerns.
+  // Progress holder. Events for all of them arrive in one queue: whichever Nic reads it hands each to the one
+  // concerned.
   std::vector<VerbsNic*> nics;
   bool is_abandoned = false;  // in a forked child
 };
 
-// Invariant: as OpenDevice.
+// Invariant: as for OpenDevice.
 struct Adapter {
   Adapter(std::shared_ptr<OpenDevice> device, PortDetail detail, const RdmaOptions& options);
 
@@ -41,18 +42,18 @@ struct Adapter {
   std::shared_ptr<OpenDevice> device;
   PortDetail detail;
   RdmaOptions options;
-  // Where in the port's table its GID is: elsewhere, when its address was taken away and given back. Relaxed: who reads
-  // the old one makes a route that fails, and asks again.
+  // The index of its GID in the port's table, which changes if its address was removed and added again. Relaxed:
+  // whoever reads the old one makes a route that fails, and asks again.
   mutable std::atomic<int> gid_index;
 };
 
-// Throws TransportError with what helps against `error`. adapter, name: whose call it was.
+// Throws TransportError with what helps against `error`. adapter, name: where the call was made.
 [[noreturn]] void fail(const std::string& name, const char* call, int error, const std::string& what);
 [[noreturn]] inline void fail(const Adapter& adapter, const char* call, int error, const std::string& what) {
   fail(adapter.name(), call, error, what);
 }
 
-// Memory that peers may reach, or that our own works use. Threads: [any].
+// Memory that peers may access, or that our own works use. Threads: [any].
 class VerbsRegistration final : public rdma::Registration {
  public:
   VerbsRegistration(std::shared_ptr<const Adapter> adapter, std::byte* base, uint64_t length_bytes, Access access);
@@ -67,13 +68,12 @@ class VerbsRegistration final : public rdma::Registration {
   void know(const std::byte* base);
   bool forget() const;
   std::shared_ptr<const Adapter> adapter_;
-  mutable std::mutex mutex_;  // whoever asks whether it is quiet tries again
+  mutable std::mutex mutex_;  // callers of is_quiet() try again
   mutable Memory memory_;
   uint32_t local_key_ = 0;
 };
 
-// Registers, and says what helps where it fails. *is_read_only: the memory may not be written, and the NIC may not
-// either.
+// Registers, and says what helps if it fails. *is_read_only: the memory cannot be written, not even by the NIC.
 Memory register_with(const Adapter& adapter, void* base, uint64_t length_bytes, Access access,
                      bool* is_read_only = nullptr);
 

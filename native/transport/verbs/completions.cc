@@ -1,4 +1,4 @@
-// What the completion queues say, told to the layer.
+// Handles the completion queues, and reports to the layer.
 #include <arpa/inet.h>
 
 #include <utility>
@@ -10,7 +10,7 @@ namespace crossrail::verbs {
 
 namespace {
 
-// So that one poll is bounded, however fast new ones come.
+// Keeps a poll bounded, however fast new ones arrive.
 constexpr uint32_t kBatchesPerPoll = 4;
 
 }  // namespace
@@ -54,7 +54,7 @@ uint32_t VerbsNic::take_sends(rdma::NicEvents& events) {
       ++told;
     }
     if (is_last) {
-      if (budget_owed_ != 0) ++told;  // who was refused for want of it asks again
+      if (budget_owed_ != 0) ++told;  // those that were refused for lack of budget ask again
       budget_ += std::exchange(budget_owed_, 0);
       free_.insert(free_.end(), freed_.begin(), freed_.end());
       freed_.clear();
@@ -64,7 +64,7 @@ uint32_t VerbsNic::take_sends(rdma::NicEvents& events) {
   return told;
 }
 
-// A completion of a queue pair that is gone by now says nothing to anybody; what it used up is posted again.
+// A completion of a queue pair that no longer exists is ignored; the receive that it used up is posted again.
 void VerbsNic::on_receive(const ibv_wc& completion, rdma::NicEvents& events) {
   switch (tag_of(completion.wr_id)) {
     case Tag::kImmReceive: {

@@ -75,7 +75,7 @@ void Datagrams::post_receive(uint32_t slot) {
   if (ibv_post_recv(queue_pair_.get(), &request, &refused) == 0) {
     ++receives_posted_;
   } else {
-    slots_unused_.push_back(slot);  // tried again with the next datagram that comes, or when all have failed
+    slots_unused_.push_back(slot);  // retried with the next datagram that arrives, or when all have failed
   }
 }
 
@@ -90,7 +90,7 @@ void Datagrams::send(std::span<const uint8_t> endpoint, std::span<const uint8_t>
   }
 }
 
-// Null: it is no endpoint of our network, or there are too many.
+// Null: not an endpoint on our network, or there are too many.
 Datagrams::Route* Datagrams::route_of(std::span<const uint8_t> bytes) {
   const std::string key(reinterpret_cast<const char*>(bytes.data()), bytes.size());
   auto found = routes_.find(key);
@@ -205,7 +205,7 @@ void Datagrams::used(const ibv_wc& completion) {
   go_on_recovering();
 }
 
-// An error stops the queue pair, for everybody it could reach.
+// An error stops the queue pair, for all of its destinations.
 void Datagrams::begin_recovery() {
   if (is_broken_) return;
   is_broken_ = true;
@@ -214,7 +214,7 @@ void Datagrams::begin_recovery() {
   modify(*adapter_, queue_pair_.get(), attributes, IBV_QP_STATE);
 }
 
-// Once all that was posted has come back it is set up anew, under the same number.
+// Once everything posted has completed it is set up again, under the same number.
 void Datagrams::go_on_recovering() {
   if (!is_broken_ || sends_outstanding_ > 0 || receives_posted_ > 0) return;
   ibv_qp_attr attributes{};

@@ -1,4 +1,4 @@
-// What the device says by itself: ports, broken queue pairs, its own end.
+// Events of the device: ports, broken queue pairs, its own end.
 #include <optional>
 #include <utility>
 
@@ -6,7 +6,8 @@
 
 namespace crossrail::verbs {
 
-// A look costs a system call: every so often, when a sleeper found something, and while a path waits for it.
+// A look costs a system call, so it is done at intervals, when a sleeper found something, and while a path waits for
+// it.
 uint32_t VerbsNic::read_device_events() {
   const int64_t now = now_ns();
   const bool is_time = now - looked_at_device_ns_ >= kDeviceLookNs;
@@ -32,7 +33,7 @@ uint32_t VerbsNic::watch_device(rdma::NicEvents& events) {
   return told;
 }
 
-// The queue of events is the device's: this one may be for another of its Nics, which tells of it in its own poll().
+// The event queue belongs to the device: this event may be for another of its Nics, which reports it in its own poll().
 void VerbsNic::hand_out(const ibv_async_event& event) {
   for (VerbsNic* nic : adapter_->device->nics) {
     if (nic->concerns_us(event)) nic->on_device_event(event);
@@ -72,7 +73,7 @@ bool VerbsNic::concerns_us(const ibv_async_event& event) const {
   return false;
 }
 
-// Takes notes only.
+// Only takes notes.
 void VerbsNic::on_device_event(const ibv_async_event& event) {
   const char* what = library().event_type_str(event.event_type);
   switch (event.event_type) {
@@ -80,7 +81,7 @@ void VerbsNic::on_device_event(const ibv_async_event& event) {
       static_cast<VerbsPath*>(event.element.qp->qp_context)->note_trouble(what);
       return;
     case IBV_EVENT_QP_REQ_ERR:
-    case IBV_EVENT_QP_ACCESS_ERR:  // something of the peer's was refused
+    case IBV_EVENT_QP_ACCESS_ERR:  // something that the peer sent was refused
       static_cast<VerbsPath*>(event.element.qp->qp_context)->note_trouble(what, true);
       return;
     case IBV_EVENT_QP_LAST_WQE_REACHED:
@@ -110,7 +111,7 @@ void VerbsNic::on_device_event(const ibv_async_event& event) {
   }
 }
 
-// What the event says may be over by now: the port itself is asked.
+// What the event says may be outdated by now: the port itself is asked.
 void VerbsNic::on_port_event(const char* what, rdma::NicEvents& events) {
   const std::optional<int> index = gid_index_now(adapter_->context(), adapter_->detail);
   if (index && *index != adapter_->gid_index.exchange(*index, std::memory_order_relaxed)) datagrams_->forget_routes();

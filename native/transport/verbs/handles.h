@@ -1,4 +1,4 @@
-// Owners of libibverbs' objects. Members that use another stand after it, so that they go before it.
+// Owners of libibverbs' objects. A member that uses another is declared after it, so that it is destroyed before it.
 #pragma once
 
 #include <memory>
@@ -7,8 +7,8 @@
 
 namespace crossrail::verbs {
 
-// What cannot be destroyed stays with the kernel until the process ends: there is nobody to tell, and nothing to be
-// done.
+// What cannot be destroyed stays with the kernel until the process ends: there is nobody to tell, and nothing to do
+// about it.
 template <auto Member>
 struct Destroy {
   template <typename Object>

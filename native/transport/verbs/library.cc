@@ -85,7 +85,7 @@ int query_port(ibv_context* context, uint8_t port, ibv_port_attr* attributes) {
   std::memset(attributes, 0, sizeof *attributes);
   verbs_context* extended = verbs_get_ctx_op(context, query_port);
   if (extended != nullptr) return extended->query_port(context, port, attributes, sizeof *attributes);
-  // An old provider fills only the beginning.
+  // An old provider fills in only the beginning.
   return library().query_port_old(context, port, reinterpret_cast<_compat_ibv_port_attr*>(attributes));
 }
 

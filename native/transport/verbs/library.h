@@ -1,4 +1,4 @@
-// libibverbs, opened at run time: what is built here also runs where there is no RDMA. Its structures and inline
+// libibverbs, opened at run time: what is built here also runs on machines without RDMA. Its structures and inline
 // functions come from its headers; the functions that it exports are called through this table.
 #pragma once
 
@@ -6,7 +6,7 @@
 
 #include <string>
 
-// The headers shadow these by macros of the same name that call what the library exports.
+// The headers hide these behind macros of the same name that call what the library exports.
 #undef ibv_query_port
 #undef ibv_reg_mr
 
@@ -48,11 +48,11 @@ struct Library {
   const char* (*event_type_str)(ibv_event_type type);
 };
 
-// [any] Opened with the first call and never closed. Null: not here, or too old; *why says what and what helps.
+// [any] Opened by the first call and never closed. Null: not installed, or too old; *why says what and what helps.
 const Library* find_library(std::string* why = nullptr);
-// The same where it is known to be there.
+// The same where it is known to be available.
 const Library& library();
-// Tests: this one instead, from now on; null: the real one again. While nothing of another is open.
+// For tests: use this table from now on; null: the real one again. Only while nothing of another is open.
 void replace_library(const Library* table);
 
 int query_port(ibv_context* context, uint8_t port, ibv_port_attr* attributes);

@@ -24,8 +24,8 @@ bool is_named(const PortDetail& detail, const std::string& name) {
   return name == port.name || name == port.device || is_among(detail.netdevs, name) || is_among(detail.addresses, name);
 }
 
-// Whether it names some of the port's GIDs, and not the port alone. An interface does, unless the GID is chosen by
-// number.
+// Whether the name stands for some of the port's GIDs rather than for the port. An interface's name does, unless the
+// GID is chosen by number.
 bool names_gids(const PortDetail& detail, const std::string& name, const RdmaOptions& options) {
   return is_among(detail.addresses, name) || (options.gid_index < 0 && is_among(detail.netdevs, name));
 }
@@ -49,8 +49,8 @@ std::shared_ptr<OpenDevice> open_device(const std::string& name) {
   throw TransportError("ibv_open_device", ENODEV, name + " is gone", kRemedy);
 }
 
-// A port that is down now may be asked for by name: it is used when it comes up. Of a device those that are up come
-// first.
+// A port that is down may be requested by name: it is used when it comes up. For a device's name, ports that are up
+// come first.
 PortDetail find_named(const std::vector<Device>& devices, const std::string& name, const RdmaOptions& options) {
   std::vector<std::pair<const Device*, PortDetail>> named;
   for (const Device& device : devices) {
@@ -118,7 +118,7 @@ std::string missing() {
 std::vector<std::unique_ptr<rdma::Nic>> open_nics(const TransportOptions& options) {
   std::string why;
   if (find_library(&why) == nullptr) throw TransportError("dlopen", ENOENT, why, kRemedy);
-  std::map<std::string, std::shared_ptr<OpenDevice>> devices;  // several ports and rails may be of one
+  std::map<std::string, std::shared_ptr<OpenDevice>> devices;  // several ports and rails may belong to one
   std::vector<std::unique_ptr<rdma::Nic>> nics;
   for (PortDetail& detail : choose_ports(open_devices(), options)) {
     std::shared_ptr<OpenDevice>& device = devices[detail.port.device];

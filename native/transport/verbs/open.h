@@ -1,5 +1,5 @@
-// The verbs transport's NICs: which ports there are, and one rdma::Nic for each that is wanted. Present in every build;
-// one without libibverbs' headers has absent.cc behind it.
+// The verbs transport's NICs: which ports there are, and an rdma::Nic for each one wanted. Present in every build;
+// without libibverbs' headers it is implemented by absent.cc.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@
 
 namespace crossrail::verbs {
 
-// A port of an RDMA device, as it was when asked.
+// A port of an RDMA device, as of when it was asked.
 struct Port {
   std::string name;    // "mlx5_0:1"
   std::string device;  // "mlx5_0"
@@ -22,22 +22,22 @@ struct Port {
   std::string netdev;       // of Ethernet ports: "eth2"; else empty
   std::string address;      // "10.0.0.1", "fe80::1"; InfiniBand: "lid 5"
   std::string gid_type;     // "RoCE v2", "RoCE v1", "InfiniBand"
-  int gid_index = -1;       // the one that would be taken
+  int gid_index = -1;       // the one that would be used
   uint32_t speed_mbps = 0;  // 0 unknown
   int numa_node = -1;       // -1 unknown
   bool is_hardware = true;  // false: Soft-RoCE and the like
   std::string trouble;      // why it cannot be used; empty: it can
 };
 
-// [any] All that libibverbs lists, in its order. Empty where it is missing.
+// [any] All that libibverbs lists, in its order. Empty if the library is missing.
 std::vector<Port> ports();
 
-// [any] Empty: the library is here and a port can be used. Else what is missing and what helps.
+// [any] Empty: the library is installed and a port can be used. Else what is missing and what helps.
 std::string missing();
 
 // One Nic for each port that options.rails names. Without names: options.rail_count of them, 0 for one on each usable
-// port; hardware comes before software, fast before slow, and where there are fewer ports than rails they are taken in
-// turns. Throws TransportError; UsageError for a name that is nothing here.
+// port; hardware comes before software, fast before slow, and if there are fewer ports than rails they are used in
+// turn. Throws TransportError; UsageError for a name that matches nothing.
 std::vector<std::unique_ptr<rdma::Nic>> open_nics(const TransportOptions& options);
 
 }  // namespace crossrail::verbs

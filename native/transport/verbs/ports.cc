@@ -24,14 +24,14 @@ namespace {
 constexpr size_t kGidsMax = 512;
 constexpr ibv_mtu kMtuMin = IBV_MTU_1024;  // a datagram is one packet
 static_assert(rdma::kDatagramBytesMax <= 1024);
-constexpr uint32_t kGidIndexMax = 255;  // what a route can name (ibv_global_route)
+constexpr uint32_t kGidIndexMax = 255;  // the largest that a route can hold (ibv_global_route)
 
 struct Candidate {
   uint32_t index = 0;
   uint32_t netdev_index = 0;
   Fabric fabric = Fabric::kInfiniBand;
   Gid gid{};
-  uint8_t prefix_bits = 0;  // RoCE: of its network; 0: its address is none of this network namespace
+  uint8_t prefix_bits = 0;  // RoCE: of its network; 0: the address is not in this network namespace
 };
 
 // "100 Gb/sec (4X EDR)".
@@ -48,7 +48,7 @@ int numa_node(const std::string& device) {
   return file >> node ? node : -1;
 }
 
-// What is simulated has no device behind it.
+// A simulated device has no hardware device behind it.
 bool is_hardware(const std::string& device) {
   return ::access(("/sys/class/infiniband/" + device + "/device").c_str(), F_OK) == 0;
 }
@@ -86,7 +86,7 @@ uint8_t ones(const void* bytes, size_t count) {
   return bits;
 }
 
-// The addresses of this network namespace, as GIDs, each with the length of its network's prefix.
+// The addresses of this network namespace, as GIDs, each with the prefix length of its network.
 std::map<Gid, uint8_t> own_addresses() {
   std::map<Gid, uint8_t> found;
   ifaddrs* list = nullptr;
@@ -107,10 +107,10 @@ std::map<Gid, uint8_t> own_addresses() {
   return found;
 }
 
-// Smaller is better. RoCE v2 before v1, since only it is routed. Then what is an address here: the table lists those of
-// other network namespaces, too (a pod's own beside the host's and other pods', on one port by macvlan), which NVIDIA's
-// own driver refuses (rdma_check_gid_user_access: ENODEV when a queue pair is connected), and by which packets would go
-// under somebody else's address with others. Then IPv4, since hosts are mostly reached by it.
+// Smaller is better. RoCE v2 before v1, since only v2 is routed. Then addresses of this network namespace: the table
+// also lists those of others (a pod's own next to the host's and other pods', on one port by macvlan), which NVIDIA's
+// own driver refuses (rdma_check_gid_user_access: ENODEV when a queue pair is connected), and with which packets would
+// leave under somebody else's address with other drivers. Then IPv4, since hosts are mostly reached by it.
 int rank(const Candidate& candidate) {
   if (candidate.fabric == Fabric::kInfiniBand && router_lid(candidate.gid) != 0)
     return 0;  // reached across subnets, too
@@ -123,13 +123,12 @@ bool better(const Candidate& a, const Candidate& b) {
 }
 
 struct Partition {
-  uint16_t index = 0;  // of the port's table
+  uint16_t index = 0;  // in the port's table
   uint16_t key = kDefaultPartition;
 };
 
-// The wanted one, else the first that the port is a full member of, as UCX has it: limited members do not hear each
-// other, and which place of the table is whose is the subnet manager's choice (Azure: 0x800b and 0x7fff in either
-// order).
+// The requested one, else the first that the port is a full member of, as UCX does: limited members do not hear each
+// other, and the order of the table is up to the subnet manager (Azure: 0x800b and 0x7fff in either order).
 std::optional<Partition> choose_partition(ibv_context* context, const ibv_port_attr& attributes, uint8_t port,
                                           uint32_t wanted) {
   constexpr uint16_t kNumber = 0x7fff;
@@ -143,7 +142,7 @@ std::optional<Partition> choose_partition(ibv_context* context, const ibv_port_a
     if (!best) best = Partition{index, key};
   }
   if (best || wanted != 0) return best;
-  return Partition{};  // a table that tells nothing
+  return Partition{};  // a table that says nothing
 }
 
 std::string hex(uint32_t number) {
@@ -228,7 +227,7 @@ PortDetail inspect(const Device& device, uint8_t number, const RdmaOptions& opti
   port.gid_type = fabric_name(detail.endpoint.fabric);
   port.address = is_ethernet ? address_text(chosen->gid) : "lid " + std::to_string(attributes.lid);
   if (!port.is_active) port.trouble = "the port is down";
-  if (!is_ethernet && attributes.lid == 0) {  // peers would be told of none, for good
+  if (!is_ethernet && attributes.lid == 0) {  // peers would never learn it
     port.gid_index = -1;
     port.trouble = "the subnet manager has given it no LID; open the engine once it has one";
   }
@@ -255,7 +254,7 @@ std::vector<Device> open_devices(const std::string& only) {
     if (!only.empty() && name != only) continue;
     Device& device = devices.emplace_back();
     device.name = name;
-    // Amazon's EFA and iWARP cards are listed too, and have no reliable connections that a queue pair alone can make.
+    // Amazon's EFA and iWARP cards are listed, too, but have no reliable connections that a queue pair alone can make.
     if (list[i]->transport_type != IBV_TRANSPORT_IB) {
       device.trouble = "it has no InfiniBand or RoCE transport (Amazon's EFA: use transport 'ofi')";
       continue;
@@ -292,7 +291,7 @@ std::optional<int> gid_index_now(ibv_context* context, const PortDetail& detail)
   ibv_port_attr attributes;
   if (query_port(context, detail.port.number, &attributes) != 0 || attributes.state != IBV_PORT_ACTIVE)
     return std::nullopt;
-  // Peers know the LID and the partition that it had: a subnet manager that gave it another one has cut it off.
+  // Peers know its old LID and partition: a subnet manager that assigned it another one has cut it off.
   const Endpoint& known = detail.endpoint;
   if (known.fabric == Fabric::kInfiniBand) {
     __be16 partition = 0;

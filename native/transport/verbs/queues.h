@@ -1,4 +1,4 @@
-// How deep the queues are, and what a completion says whom it is about.
+// The depths of the queues, and how a completion identifies what it is about.
 #pragma once
 
 #include <cstdint>
@@ -11,13 +11,13 @@ namespace crossrail::verbs {
 // --- of each path ---
 inline constexpr uint32_t kPathWorks = 256;     // 256 KiB in flight with pages of 1 KiB: 400 Gbit/s for 5 us
 inline constexpr uint32_t kPathFragments = 64;  // sent and not acknowledged
-// Small payloads go along with the work request, which saves the NIC a read of memory. More would make each entry of a
-// queue larger.
+// Small payloads are embedded in the work request, which saves the NIC a memory read. A larger limit would make each
+// queue entry larger.
 inline constexpr uint32_t kWorkInlineBytes = 64;
 inline constexpr uint32_t kFragmentInlineBytes = 128;
 
 // --- of a NIC ---
-// Zero-length receives that immediates use up; taken in one poll and replenished in the same one, in chains.
+// Zero-length receives, which immediates use up; replenished in the same poll that takes them, in chains.
 inline constexpr uint32_t kImmReceives = 4096;
 inline constexpr uint32_t kFragmentReceives = 256;
 inline constexpr uint32_t kDatagramReceives = 128;
@@ -25,7 +25,7 @@ inline constexpr uint32_t kFragmentSlots =
     128;  // that all paths send from, to begin with, and so many more when they are used up
 inline constexpr uint32_t kDatagramSlots = 32;
 inline constexpr uint32_t kReplenishChain = 64;
-inline constexpr uint32_t kDatagramHeaderBytes = 40;  // what the NIC puts in front of a datagram: its route
+inline constexpr uint32_t kDatagramHeaderBytes = 40;  // what the NIC prepends to a datagram: its route
 
 // The queue of receive completions: each posted receive makes one entry, and is posted again only after that was taken.
 // So
@@ -44,10 +44,10 @@ inline constexpr uint32_t kSendsOutstanding = 16000;
 inline constexpr uint32_t kSendEntries = kSendsOutstanding + kDatagramSlots;
 static_assert(kSendsOutstanding >= kPathWorks + kPathFragments);
 static_assert(kSendEntries < 16384, "devices round up to a power of two, some from one more");
-// Three quarters are for whoever comes: a path has no more works, and no more fragments, than this part of what is left
-// of them, which lets 40 paths be full. The last quarter is kept for paths that have no more than a few: some 340 peers
-// can stand still, with all that was posted to them, and leave room for others. Short fragments (pings, and answers to
-// them) have room where others have none.
+// Three quarters are first come, first served: a path may have no more works, and no more fragments, than this fraction
+// of what is left of them, which lets 40 paths be full. The last quarter is reserved for paths that have just a few:
+// some 340 peers can stand still, with everything that was posted to them, and leave room for others. Short fragments
+// (pings, and answers to them) have room when others have none.
 inline constexpr uint32_t kShareDivisor = 8;
 inline constexpr uint32_t kSendsKept = kSendsOutstanding / 4;
 inline constexpr uint32_t kPathWorksKept = 4;
@@ -55,12 +55,12 @@ inline constexpr uint32_t kPathFragmentsKept = 4;
 inline constexpr uint32_t kPathShortFragmentsKept = 8;
 static_assert((kSendsOutstanding - kSendsKept - kPathWorks) / kShareDivisor >= kPathWorks, "alone it has all its room");
 
-// At least every so manieth work of a path is signalled, and always the last one of a call.
+// At least one in this many works of a path is signalled, and always the last one of a call.
 inline constexpr uint32_t kSignalEvery = 32;
-// Work requests behind one doorbell, at most (RdmaOptions::chain_length): as many as a path is handed at once.
+// The most work requests behind one doorbell (RdmaOptions::chain_length): as many as a path is handed at once.
 inline constexpr uint32_t kChainMax = RdmaOptions::kChainMax;
 
-// What a work request carries to its completion: kind << 56 | path << 32 | value.
+// The work request id that a completion returns: kind << 56 | path << 32 | value.
 enum class Tag : uint8_t {
   kWork = 1,         // value: the lower half of its cookie
   kFragment,         // value: its slot

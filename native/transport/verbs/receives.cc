@@ -52,7 +52,7 @@ void Receives::make_up_for_path() {
   if (slot == Slots::kNone) {
     try {
       slots_.grow();
-    } catch (const TransportError&) {  // a limit on locked memory: tried again with the next one
+    } catch (const TransportError&) {  // a limit on locked memory: retried with the next one
       return;
     }
     slot = slots_.take();

@@ -1,4 +1,4 @@
-// What peers use up of ours: zero-length receives by immediates, slots by fragments. Shared by all paths of a NIC.
+// Receives that peers use up: zero-length ones by immediates, slots by fragments. Shared by all paths of a NIC.
 #pragma once
 
 #include <array>
@@ -11,7 +11,7 @@
 
 namespace crossrail::verbs {
 
-// Progress holder. Two queues, since a receive is used up by whatever comes next: an immediate must not eat a
+// Progress holder. Two queues, since a receive is used up by whatever arrives next: an immediate must not use up a
 // fragment's slot.
 class Receives {
  public:
@@ -27,8 +27,8 @@ class Receives {
   // was arriving then, and says so to nobody. A spare one takes its place: the queue has room for it where one was
   // lost, and until it is full by the device's rounding. Then the spare waits.
   void make_up_for_path();
-  // Posts what was used up. What the NIC does not take now is tried again with the next call; a peer waits meanwhile,
-  // its NIC repeats without end.
+  // Posts what was used up. Whatever the NIC does not accept now is retried by the next call; meanwhile peers wait, and
+  // their NICs retry indefinitely.
   void replenish() {
     if (imms_missing_ > 0) replenish_imms();
     if (!slots_missing_.empty()) replenish_fragments();

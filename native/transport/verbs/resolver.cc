@@ -24,7 +24,7 @@ Resolver::~Resolver() {
   for (std::thread& thread : threads_) thread.join();
 }
 
-// The holder's alone, as threads_ is.
+// Called by the holder only, which owns threads_.
 void Resolver::start() {
   threads_.push_back(start_thread([this] { run(); }));
   ::pthread_setname_np(threads_.back().native_handle(), "crossrail-route");
@@ -42,7 +42,7 @@ bool Resolver::ask(const std::string& endpoint, Urgency urgency) {
   if (!lacks_thread || threads_.size() == kThreadsMax) return true;
   try {
     start();
-  } catch (const TransportError&) {  // those that there are come to it
+  } catch (const TransportError&) {  // the existing threads will get to it
   }
   return true;
 }

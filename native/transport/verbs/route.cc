@@ -18,8 +18,8 @@ ibv_ah_attr route_to(const Adapter& adapter, const Endpoint& endpoint) {
   // InfiniBand's own routing is by LID, within a subnet.
   const bool crosses = ours.fabric == Fabric::kInfiniBand && !share_subnet(ours.gid, endpoint.gid);
   route.dlid = crosses ? router_lid(endpoint.gid) : endpoint.lid;
-  // Either end may need it: functions of one NIC may share a LID, and then packets to them are told apart by the GID
-  // alone (IBV_QPF_GRH_REQUIRED, ibv_query_port(3)).
+  // Either end may require it: functions of one NIC may share a LID, and then only the GID tells packets to them apart
+  // (IBV_QPF_GRH_REQUIRED, ibv_query_port(3)).
   if (ours.wants_global_route || endpoint.wants_global_route || crosses) {
     route.is_global = 1;
     std::memcpy(route.grh.dgid.raw, endpoint.gid.data(), endpoint.gid.size());

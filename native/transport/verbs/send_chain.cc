@@ -22,7 +22,7 @@ void SendChain::fill(uint32_t at, const rdma::NicWork& work, uint64_t id, bool i
   if (work.length_bytes > 0) {
     entries_[at] = {reinterpret_cast<uint64_t>(work.local), static_cast<uint32_t>(work.length_bytes),
                     static_cast<const VerbsRegistration*>(work.registration)->local_key()};
-    // Inline data is read by the CPU, which cannot read a GPU's.
+    // Inline data is read by the CPU, which cannot read GPU memory.
     if (work.op == rdma::NicOp::kWrite && work.length_bytes <= inline_bytes_max && !work.registration->is_gpu)
       request.send_flags |= IBV_SEND_INLINE;
   }

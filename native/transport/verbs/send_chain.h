@@ -1,4 +1,4 @@
-// Work requests ready to be filled in: what is the same for all is written once, and they are linked.
+// Work requests ready to be filled in: the fields that are the same for all are written once, and they are linked.
 #pragma once
 
 #include <array>
@@ -17,7 +17,7 @@ class SendChain {
 
   // Writes `work` into place `at` of the chain.
   void fill(uint32_t at, const rdma::NicWork& work, uint64_t id, bool is_signalled, uint32_t inline_bytes_max);
-  // Posts the first `count`; returns how many were taken, and the error where not all were.
+  // Posts the first `count`; returns how many were accepted, and the error if not all were.
   uint32_t post(ibv_qp* queue_pair, uint32_t count, int* error);
 
  private:

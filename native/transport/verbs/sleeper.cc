@@ -47,9 +47,9 @@ Sleeper::Sleeper(ibv_context* context)
   fds_.push_back(set_.get());
 }
 
-// A ring is taken from its channel before the queue is armed again: libmlx5 numbers its arming by the rings that were
-// taken, and the NIC takes a second one of the same number, after it has rung, for a repetition. One that comes between
-// the two wakes who sleeps, and is found by hush().
+// A ring is taken from its channel before the queue is armed again: libmlx5 numbers its arming by the rings taken, and
+// the NIC takes a second arming with the same number, after it has rung, for a repetition. A ring that comes between
+// the two wakes the sleeper, and hush() finds it.
 void Sleeper::arm(ibv_cq* sends, ibv_cq* receives) {
   if (std::exchange(may_have_rung_, false)) hush();
   if (has_rung_.exchange(false, std::memory_order_acquire)) drain_channel();
@@ -69,8 +69,8 @@ void Sleeper::ring() {
   [[maybe_unused]] const ssize_t written = ::write(bell_.get(), &one, sizeof one);
 }
 
-// release: pairs with take_device_news() and with arm(): who sees a flag looks at the source after the edge was taken.
-// A flag set late only means that the holder, which the sleeper wakes next, sees it.
+// release: pairs with take_device_news() and with arm(): whoever sees a flag looks at the source after the edge was
+// consumed. A flag set late only means that the holder, which the sleeper wakes next, sees it.
 void Sleeper::hush() {
   std::array<epoll_event, 3> events;
   const int count = ::epoll_wait(set_.get(), events.data(), static_cast<int>(events.size()), 0);

@@ -1,5 +1,5 @@
-// What a sleeper sleeps on: one descriptor that is readable when a completion came after arm(), the device has
-// something to say, or a route was found.
+// What a thread sleeps on: one descriptor that is readable if a completion came after arm(), the device has an event,
+// or a route was found.
 #pragma once
 
 #include <atomic>
@@ -11,15 +11,16 @@
 namespace crossrail::verbs {
 
 // Threads: progress holder, except where marked [any].
-// An epoll set of three descriptors, edge-triggered: hush() makes it quiet by taking the edges, without reading the
-// sources, so it may run beside a holder that does; a new event is a new edge, so none is lost between the two.
+// An epoll set of three edge-triggered descriptors: hush() silences it by consuming the edges, without reading the
+// sources, so it may run concurrently with a holder that does; a new event is a new edge, so none is lost between the
+// two.
 class Sleeper {
  public:
   explicit Sleeper(ibv_context* context);  // throws TransportError
 
   ibv_comp_channel* channel() const { return channel_.get(); }
   void arm(ibv_cq* sends, ibv_cq* receives);
-  // A completion was seen: a ring of the last arm() may stand in the set still.
+  // A completion was seen: a ring from the last arm() may still be in the set.
   void saw_completion() { may_have_rung_ = may_have_rung_ || is_armed_; }
   // Did a sleeper find the device's own events?
   bool take_device_news() { return device_news_.exchange(false, std::memory_order_acquire); }  // with hush()

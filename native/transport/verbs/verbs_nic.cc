@@ -61,7 +61,7 @@ VerbsNic::VerbsNic(std::shared_ptr<OpenDevice> device, PortDetail detail, const 
 
 VerbsNic::~VerbsNic() { std::erase(adapter_->device->nics, this); }
 
-// The device stays open, for what is registered and for who sleeps.
+// The device stays open, for registrations and for sleepers.
 void VerbsNic::close() {
   datagrams_.reset();
   fragment_slots_.reset();
@@ -114,13 +114,12 @@ std::unique_ptr<rdma::NicPath> VerbsNic::make_path() {
   return path;
 }
 
-// Those that a peer which stands still keeps are missed by nobody else: there are more then, at most one for each of
-// the budget.
+// Slots that a frozen peer keeps are not missed by others: more are allocated then, at most one for each of the budget.
 uint32_t VerbsNic::take_fragment_slot() {
   if (const uint32_t slot = fragment_slots_->take(); slot != Slots::kNone) return slot;
   try {
     fragment_slots_->grow();
-  } catch (const TransportError&) {  // a limit on locked memory: tried again with what comes next
+  } catch (const TransportError&) {  // a limit on locked memory: retried with the next request
     return Slots::kNone;
   }
   return fragment_slots_->take();
@@ -168,7 +167,7 @@ uint32_t VerbsNic::poll(rdma::NicEvents& events) {
     told += take_sends(events);
     told += datagrams_->send_waiting();
     told += watch_device(events);
-  } catch (const TransportError& error) {  // of datagrams: without them nobody new can be reached
+  } catch (const TransportError& error) {  // for datagrams: without them no new peer can be reached
     on_fatal(error.what(), events);
   }
   if (!troubled_.empty()) told += tell_troubles(events);
@@ -202,14 +201,14 @@ uint32_t VerbsNic::drain_paths(rdma::NicEvents& events) {
 bool VerbsNic::has_arrivals() {
   if (!fatal_.empty()) return !is_fatal_told_;
   if (!troubled_.empty() || port_news_ != nullptr) return true;
-  // Their rings may have been taken by arm().
+  // Their rings may have been consumed by arm().
   if (sleeper_.has_device_news() || datagrams_->has_answers()) return true;
   refill(sends_.get(), &send_batch_);
   refill(receives_done_.get(), &receive_batch_);
   return !send_batch_.is_empty() || !receive_batch_.is_empty();
 }
 
-// The device says when a draining queue pair is idle, but not when nobody says so in time.
+// The device reports when a draining queue pair is idle, but not if it failed to report it in time.
 Deadline VerbsNic::next_timer() const {
   Deadline next = kNoDeadline;
   for (const uint32_t index : draining_) {

@@ -17,9 +17,8 @@ namespace crossrail::verbs {
 namespace {
 
 constexpr uint32_t kPsnMask = 0xffffff;
-constexpr uint8_t kTimeout = 14;  // 4.096 us * 2^14 = 67 ms until a packet is sent again
-// So a NIC that does not answer is given up after about half a second to two. Not 7: Soft-RoCE takes that for "for
-// ever".
+constexpr uint8_t kTimeout = 14;  // 4.096 us * 2^14 = 67 ms until a packet is retransmitted
+// So a NIC that does not answer is given up after half a second to two. Not 7: Soft-RoCE takes that for "for ever".
 constexpr uint8_t kRetries = 6;
 constexpr uint8_t kRnrForever = 7;   // a peer without receives is waited for
 constexpr uint8_t kMinRnrTimer = 4;  // 0.04 ms
@@ -46,7 +45,7 @@ QueuePair make_queue_pair(const Adapter& adapter, VerbsPath* owner, ibv_cq* send
   wanted.cap.max_send_sge = 1;
   wanted.cap.max_inline_data = shape.inline_bytes;
   QueuePair made(library().create_qp(adapter.domain(), &wanted));
-  if (made == nullptr && errno == EINVAL) {  // a NIC that cannot have that much inline
+  if (made == nullptr && errno == EINVAL) {  // a NIC that does not support this much inline data
     wanted.cap.max_inline_data = 0;
     made.reset(library().create_qp(adapter.domain(), &wanted));
   }
@@ -135,7 +134,7 @@ rdma::NicFault fault_of(ibv_wc_status status) {
   return rdma::NicFault::kUnreachable;
 }
 
-// Of a queue pair that nothing of ours has failed on: its other half, which answers the peer, refused something.
+// For a queue pair on which none of our works failed: its responder half, which answers the peer, refused something.
 bool is_flush(const ibv_wc& completion) { return completion.status == IBV_WC_WR_FLUSH_ERR; }
 
 std::string text_of(const ibv_wc& completion) {
@@ -175,7 +174,7 @@ void VerbsPath::connect(std::span<const uint8_t> peer_endpoint, std::span<const 
   if (!endpoint || !offer || nearness(adapter.detail.endpoint, *endpoint) == 0)
     throw TransportError("connect", EPROTO,
                          adapter.name() + ": the peer's NIC describes itself in a way that makes no sense");
-  if (state_ != State::kMade)  // the device died behind the peer's answer
+  if (state_ != State::kMade)  // the device died after the peer answered
     throw TransportError("connect", EIO, adapter.name() + ": the path has ended already");
   const Far messages{*endpoint, offer->message_queue_pair, offer->message_psn, offer->reads_max};
   const Far works{*endpoint, offer->work_queue_pair, offer->work_psn, offer->reads_max};
@@ -188,8 +187,8 @@ void VerbsPath::connect(std::span<const uint8_t> peer_endpoint, std::span<const 
   state_ = State::kConnected;
 }
 
-// The queue has room for all that the budget of the path lets in, so a refusal is the device's or our fault: the path
-// breaks. What was taken before it may lack a signalled one behind it, and comes back by the flush.
+// The queue has room for everything that the path's budget allows, so a refusal is the device's or our fault: the path
+// breaks. Works accepted before may lack a signalled one behind them, and return through the flush.
 uint32_t VerbsPath::post(std::span<const rdma::NicWork> works) {
   if (state_ != State::kConnected) return 0;
   const uint32_t room = room_for(works_outstanding(), kPathWorks, kPathWorksKept);
@@ -252,7 +251,7 @@ bool VerbsPath::send(std::span<const uint8_t> head, std::span<const uint8_t> bod
   return true;
 }
 
-// Of the NIC's budget: queues.h.
+// Its share of the NIC's budget: queues.h.
 uint32_t VerbsPath::room_for(uint32_t outstanding, uint32_t path_max, uint32_t kept) const {
   const uint32_t free = nic_.budget_ > kSendsKept ? nic_.budget_ - kSendsKept : 0;
   const uint32_t share = std::min(free / kShareDivisor, path_max);
@@ -280,12 +279,12 @@ void VerbsPath::to_error_state() {
 }
 
 void VerbsPath::on_work(const ibv_wc& completion, rdma::NicEvents& events) {
-  // The lower half of a cookie, and no more than kPathWorks are outstanding.
+  // The id holds the lower half of a cookie, and at most kPathWorks are outstanding.
   const uint64_t cookie = oldest_ + (value_of(completion.wr_id) - static_cast<uint32_t>(oldest_));
   if (cookie - oldest_ >= works_outstanding()) return;  // of works reported long ago
   const bool is_done = completion.status == IBV_WC_SUCCESS;
   nic_.budget_ += static_cast<uint32_t>(cookie + 1 - oldest_);
-  // Works end in order: those before it were done, or it would not be its turn.
+  // Works end in order: those before it are done, or it would not be its turn.
   const uint64_t before = cookie - oldest_;
   oldest_ = cookie + 1;
   if (is_done) {
@@ -303,7 +302,7 @@ void VerbsPath::on_fragment_sent(const ibv_wc& completion, rdma::NicEvents& even
   --fragments_outstanding_;
   ++nic_.budget_;
   if (const uint32_t slot = value_of(completion.wr_id); slot != kInline) {
-    // Mostly the first: they end in order.
+    // Mostly the first one: they end in order.
     slots_.erase(std::find(slots_.begin(), slots_.end(), slot));
     nic_.fragment_slots_->give_back(slot);
   }
@@ -322,15 +321,14 @@ void VerbsPath::tell_broken(rdma::NicEvents& events, bool by_peer, const std::st
   events.on_path_broken(*this, by_peer, reason);
 }
 
-// The peer's writes are at an end once the queue pairs take no receives any more (the device says so, or should have by
-// now) and all that came before was taken from the queue of receive completions.
+// The peer's writes have ended once the queue pairs take no more receives (the device reports that, or should have by
+// now) and all earlier entries were taken from the queue of receive completions.
 bool VerbsPath::drain(rdma::NicEvents& events, int64_t now) {
   const bool is_idle = (are_messages_idle_ && are_works_idle_) || now >= idle_by_ns_;
   if (is_idle && receives_due_ == 0) receives_due_ = nic_.receives_passed_ + kReceiveEntries;
   const bool is_received = is_idle && nic_.receives_passed_ >= receives_due_;
   const bool is_quiet = works_outstanding() == 0 && fragments_outstanding_ == 0;
-  // What was received lies in our own queue, and is taken however late we come to it: the peer was told that it is
-  // done.
+  // What was received is in our own queue, and is taken however late we get to it: the peer was told that it is done.
   if (!is_received || (!is_quiet && now < give_up_ns_)) return false;
   finish(events);
   return true;
@@ -342,7 +340,7 @@ void VerbsPath::finish(rdma::NicEvents& events) {
   nic_.forget_queue_pairs(*this);
   messages_.reset();
   works_.reset();
-  // Their completions may be in the queue still: the budget is given back once it was seen empty.
+  // Their completions may still be in the queue: the budget is returned once it was seen empty.
   nic_.budget_owed_ += works_outstanding() + fragments_outstanding_;
   give_up_fragments();
   while (oldest_ < posted_)

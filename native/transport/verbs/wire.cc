@@ -117,14 +117,13 @@ bool share_subnet(const Gid& a, const Gid& b) {
 
 namespace {
 
-// Packets of one partition only get through, and from limited members only to full ones.
+// Only packets of the same partition get through, and from limited members only to full ones.
 bool share_partition(uint16_t a, uint16_t b) { return ((a ^ b) & ~kFullMember) == 0 && ((a | b) & kFullMember) != 0; }
 
 int nearness_of_infiniband(const Endpoint& ours, const Endpoint& theirs) {
   if (!share_partition(ours.partition, theirs.partition)) return 0;
   if (share_subnet(ours.gid, theirs.gid)) return 2;
-  return router_lid(theirs.gid) != 0 ? 1
-                                     : 0;  // the LID of the router between would have to be asked of the subnet manager
+  return router_lid(theirs.gid) != 0 ? 1 : 0;  // the LID of the router in between is known to the subnet manager only
 }
 
 }  // namespace

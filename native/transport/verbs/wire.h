@@ -1,5 +1,5 @@
 // What peers tell each other about ports and paths. Both travel as bytes in addresses and handshakes of the layer
-// above: they come from outside and are checked.
+// above: they are untrusted and checked.
 #pragma once
 
 #include <array>
@@ -17,16 +17,16 @@ const char* fabric_name(Fabric fabric);
 using Gid = std::array<uint8_t, 16>;
 
 inline constexpr uint16_t kDefaultPartition = 0xffff;
-inline constexpr uint16_t kFullMember = 0x8000;  // of a partition: limited ones do not hear each other
+inline constexpr uint16_t kFullMember = 0x8000;  // of a partition: limited members do not hear each other
 
 // A port and its datagram queue pair.
 struct Endpoint {
   Fabric fabric = Fabric::kInfiniBand;
   uint8_t mtu = 0;                         // an ibv_mtu: 1 is 256 bytes, 5 is 4096
-  uint8_t prefix_bits = 0;                 // RoCE: how many bits of the address are its network's, 0 unknown
+  uint8_t prefix_bits = 0;                 // RoCE: prefix length of the address's network, 0 unknown
   uint16_t lid = 0;                        // InfiniBand
-  uint16_t partition = kDefaultPartition;  // its P_Key: the highest bit says full member
-  bool wants_global_route = false;         // packets have to name it by its GID, also within its network
+  uint16_t partition = kDefaultPartition;  // its P_Key: the highest bit marks a full member
+  bool wants_global_route = false;         // packets must name it by its GID, even within its network
   Gid gid{};
   uint32_t queue_pair = 0;
   uint32_t queue_key = 0;
@@ -40,9 +40,9 @@ std::optional<Endpoint> decode_endpoint(std::span<const uint8_t> bytes);
 
 // One end of a path: a queue pair for messages, one for writes and reads.
 struct Offer {
-  uint8_t reads_max = 0;  // of the peer's, at once
+  uint8_t reads_max = 0;  // reads that the peer may have in flight at once
   uint32_t message_queue_pair = 0;
-  uint32_t message_psn = 0;  // of the first packet that it sends
+  uint32_t message_psn = 0;  // of the first packet that this side sends
   uint32_t work_queue_pair = 0;
   uint32_t work_psn = 0;
 };
@@ -50,13 +50,13 @@ struct Offer {
 std::vector<uint8_t> encode(const Offer& offer);
 std::optional<Offer> decode_offer(std::span<const uint8_t> bytes);
 
-// InfiniBand: the LID by which routers know a subnet's port from outside, where its GID carries one (NVIDIA's FLID,
-// bytes 4 and 5); else 0. The subnet itself is in bytes 6 and 7 then.
+// InfiniBand: the LID by which routers know a subnet's port from outside, if its GID carries one (NVIDIA's FLID, bytes
+// 4 and 5); else 0. The subnet itself is then in bytes 6 and 7.
 uint16_t router_lid(const Gid& gid);
-// Of InfiniBand: no router between them.
+// InfiniBand: no router is between them.
 bool share_subnet(const Gid& a, const Gid& b);
 
-// 0 not at all, 1 perhaps by routers, 2 in one network: rdma::Nic::nearness().
+// 0: not at all; 1: perhaps, through routers; 2: in one network. See rdma::Nic::nearness().
 int nearness(const Endpoint& ours, const Endpoint& theirs);
 
 bool is_mapped_ipv4(const Gid& gid);
