@@ -26,10 +26,10 @@ constexpr size_t kRdmaBytesMax = kRdmaKinds * (1 + kFabricBytesMax + 1) +       
                                  kRailsMax * (1 + kRdmaEndpointBytesMax + 4);       // endpoints with their speeds
 constexpr size_t kRegionBytes = kRdmaKinds * 8 + kRailsMax * 8 + (8 + 8 + 1);       // bases, keys; id, length, access
 static_assert(kFrameBytes + kIdentityBytesMax + kEndpointsBytesMax + kRdmaBytesMax + kRegionBytes <= kEncodedBytesMax);
-// The beginning of a connection carries an address in a packet of at most 2 KiB (tcp's Hello, shm's greeting).
+// The start of a connection carries an address in a packet of at most 2 KiB (tcp's Hello, shm's greeting).
 static_assert(kFrameBytes + kIdentityBytesMax + kEndpointsBytesMax + kRdmaBytesMax <= 2048 - 256);
 
-// FNV-1a: catches truncation and flipped bits; it is no defence against an attacker, and none is needed: the fields are
+// FNV-1a: detects truncation and flipped bits; it is no defence against attackers, and none is needed: the fields are
 // checked one by one.
 uint32_t checksum(std::span<const uint8_t> bytes) {
   uint32_t hash = 2166136261u;
@@ -65,7 +65,7 @@ bool is_utf8(std::string_view text) {
   throw UsageError(std::string(what) + " bytes are malformed: " + why);
 }
 
-// Checks size, checksum, magic and version; leaves the reader behind them.
+// Checks size, checksum, magic and version; returns a reader positioned after them.
 Reader open_sealed(const char* what, uint32_t magic, std::span<const uint8_t> bytes) {
   if (bytes.size() < 10) malformed(what, std::to_string(bytes.size()) + " bytes, at least 10 expected");
   if (bytes.size() > kEncodedBytesMax) {
@@ -151,7 +151,7 @@ RdmaRails get_rdma(const char* what, const std::string& kind, Reader& reader) {
   return rails;
 }
 
-// What cannot be said by a reader of one field: the sections together.
+// Checks that span several fields.
 void check_rdma(const char* what, const Address& address) {
   size_t rails = 0;
   for (const RdmaRails& half : address.rdma) rails += half.endpoints.size();
@@ -215,7 +215,7 @@ void put_keys(Writer& writer, const RdmaKeys& keys) {
   for (const uint64_t key : keys.keys) writer.put(key);
 }
 
-// The number of keys is that of the owner's rails: it is not said again.
+// The number of keys is that of the owner's rails: it is not encoded again.
 RdmaKeys get_keys(Reader& reader, size_t count) {
   RdmaKeys keys;
   keys.base = reader.get<uint64_t>();

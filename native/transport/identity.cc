@@ -37,7 +37,7 @@ Address make_identity_on(Simulation& simulation, uint32_t host, const std::strin
 
 namespace {
 
-// Empty where /proc does not tell. That descriptors have run out says nothing of the host, and passes.
+// Empty if /proc does not tell. A lack of descriptors says nothing about the host, and is passed on.
 std::string read_boot_id() {
   const Fd file(open("/proc/sys/kernel/random/boot_id", O_RDONLY | O_CLOEXEC));
   if (!file && (errno == EMFILE || errno == ENFILE || errno == ENOMEM)) {
@@ -52,8 +52,7 @@ std::string read_boot_id() {
 }  // namespace
 
 const std::string& host_identity() {
-  // One that throws is asked again at the next engine: what is kept here, peers compare for as long as the process
-  // lives.
+  // If it throws, the next engine asks again: peers compare what is kept here for as long as the process lives.
   static const std::string identity = [] {
     std::string text = read_boot_id();
     return text.empty() ? std::string(kUnknownHost) : text;
@@ -62,7 +61,8 @@ const std::string& host_identity() {
 }
 
 uint64_t network_namespace() {
-  // The thread's, not the process's: threads may have entered another one, and sockets are made in the thread's.
+  // The thread's, not the process's: threads may have entered another namespace, and sockets are created in the
+  // thread's.
   struct stat found{};
   return stat("/proc/thread-self/ns/net", &found) == 0 ? found.st_ino : 0;
 }

@@ -18,7 +18,7 @@ namespace {
 constexpr const char* kDevices = "/sys/class/infiniband";
 constexpr const char* kEfa = "efa";
 
-// Libraries are not opened, and libfabric not asked, which takes it a while, on machines without a device.
+// On machines without a device, libraries are not opened and libfabric is not asked, which would take a while.
 bool any_device(const char* vendor = nullptr) {
   std::error_code error;
   for (const auto& entry : std::filesystem::directory_iterator(kDevices, error)) {

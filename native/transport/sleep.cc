@@ -25,7 +25,7 @@ bool wait_for_any(std::span<pollfd> items, Deadline deadline) {
 
 pollfd readable(int fd) { return {.fd = fd, .events = POLLIN, .revents = 0}; }
 
-// False: Linux refuses sets in sets that are too deep (ELOOP), or too many for one descriptor (EINVAL).
+// False: Linux refuses epoll sets that are nested too deep (ELOOP), or too many in one descriptor (EINVAL).
 bool control(int set, int operation, int fd, uint32_t events) {
   epoll_event event{};
   event.events = events;
@@ -48,7 +48,7 @@ SleepingPlace::SleepingPlace(std::span<Transport* const> transports)
   behind_ = std::move(set);
 }
 
-// acquire and release: what the one before did to the set is done.
+// acquire and release: what the previous one did to the set is complete.
 bool SleepingPlace::take_front() {
   if (is_front_taken_.load(std::memory_order_relaxed) || is_front_taken_.exchange(true, std::memory_order_acquire))
     return false;
@@ -73,14 +73,14 @@ void SleepingPlace::sleep_behind(Deadline deadline) {
   }
 }
 
-// Who sleeps behind is woken when this is switched on and news are there already.
+// When this is switched on and there is news already, whoever sleeps behind is woken.
 void SleepingPlace::let_news_through(bool on) {
   if (!has_front()) return;
   for (const Transport* transport : transports_)
     control(behind_.get(), EPOLL_CTL_MOD, transport->wake_fd(), on ? EPOLLIN : 0u);
 }
 
-// Waits for them until the deadline; false: there were none.
+// Waits for news until the deadline; false: there was none.
 bool SleepingPlace::take_news(const WakeEvent& call, bool looks_at_once, Deadline deadline) {
   std::array<pollfd, kTransportsMax + 1> places{};
   const std::span items(places.data(), transports_.size() + 1);

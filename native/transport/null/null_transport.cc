@@ -10,7 +10,7 @@ namespace {
 struct NullKey final : RemoteKey {};
 
 struct NullRegion final : LocalRegion {
-  AnonymousPages pages;  // of the engine's own memory
+  AnonymousPages pages;  // the engine's own memory
 };
 
 constexpr size_t kQueueEntries = 1024;
@@ -67,7 +67,7 @@ std::vector<PathReport> NullTransport::explain(Link&) {
 }
 
 uint32_t NullTransport::post(Link&, uint32_t, std::span<const WorkRequest> requests, uint32_t* completed) {
-  // release: who sees the time has done with what it measures.
+  // release: whoever sees the time knows that what it measures has happened.
   if (first_post_ns.load(std::memory_order_relaxed) == 0) first_post_ns.store(now_ns(), std::memory_order_release);
   for (const WorkRequest& request : requests) queue_[queue_at_++ % kQueueEntries] = request;
   *completed = static_cast<uint32_t>(requests.size());
@@ -84,7 +84,7 @@ uint32_t NullTransport::poll() {
 
 bool NullTransport::hush(bool /*looks_at_once*/) {
   bell_.silence();
-  return !is_armed();  // who rings disarms first
+  return !is_armed();  // whoever rings disarms first
 }
 
 void NullTransport::wake() {

@@ -1,4 +1,4 @@
-// A rail that completes everything at once and moves nothing: measures what the engine itself costs.
+// A rail that completes everything at once and moves nothing: for measuring the cost of the engine itself.
 #pragma once
 
 #include <atomic>
@@ -27,10 +27,10 @@ class NullTransport final : public Transport {
   std::vector<PathReport> explain(Link& link) override;
   uint32_t post(Link& link, uint32_t rail, std::span<const WorkRequest> requests, uint32_t* completed) override;
   uint32_t poll() override;
-  void withdraw(bool (*)(void*)) override {}  // everything is done at once
+  void withdraw(bool (*)(void*)) override {}  // everything completes at once
   void arm() override {
     armed_.store(1, std::memory_order_relaxed);
-    std::atomic_thread_fence(std::memory_order_seq_cst);  // see wake(): who looks once more sees its news, or is rung
+    std::atomic_thread_fence(std::memory_order_seq_cst);  // see wake(): a last look sees its news, or it rings
   }
   void disarm() override { armed_.store(0, std::memory_order_relaxed); }
   bool is_armed() const override { return armed_.load(std::memory_order_seq_cst) != 0; }
@@ -41,7 +41,7 @@ class NullTransport final : public Transport {
   void close() override;
   void abandon_after_fork() override {}
 
-  // When something was posted first since this was set to 0, on any null transport; below 0 nobody asks. For
+  // When something was first posted on any null transport since this was set to 0; below 0: not measuring. For
   // measurements.
   static inline std::atomic<int64_t> first_post_ns{-1};
 
@@ -54,7 +54,7 @@ class NullTransport final : public Transport {
   std::atomic<uint32_t> armed_{0};
   std::vector<std::unique_ptr<NullLink>> links_;
   std::vector<NullLink*> coming_up_;
-  // Requests are copied here as a NIC's queue would take them, so that posting costs what filling a queue costs.
+  // Requests are copied here, as into a NIC's queue, so that posting costs as much as filling a queue.
   std::vector<WorkRequest> queue_;
   size_t queue_at_ = 0;
 };

@@ -10,17 +10,17 @@ namespace crossrail::sim {
 enum class EventKind : uint32_t {
   kTurn,      // of actor `what`
   kTimer,     // of actor `what`
-  kDeed,      // number `what`: a fault that was scheduled
-  kReach,     // work `what` gets to the peer's wire
+  kDeed,      // number `what`: a scheduled fault
+  kReach,     // work `what` reaches the peer's wire
   kPart,      // part `detail` of work `what` arrives
-  kNotice,    // the immediate of work `what` is told
+  kNotice,    // the immediate of work `what` is reported
   kDone,      // work `what` is reported
   kFragment,  // parcel `what` arrives
   kDatagram,  // parcel `what` arrives
-  kFlush      // path `what` has nothing with its NIC any more
+  kFlush      // path `what` has nothing in flight at its NIC any more
 };
 
-// Invariant: two events are never equal: `number` counts them.
+// Invariant: no two events are equal: `number` counts them.
 struct Event {
   int64_t at_ns;
   uint64_t number;
@@ -29,7 +29,7 @@ struct Event {
   uint64_t detail;
 };
 
-// A heap of four children a node: half the levels of the usual one, and those are cache misses.
+// A heap with four children per node: half the levels of a binary one, and levels are cache misses.
 class EventQueue {
  public:
   bool empty() const { return heap_.empty(); }

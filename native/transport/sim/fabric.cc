@@ -37,7 +37,7 @@ uint32_t Fabric::add(SimNic* nic) {
 
 void Fabric::remove(SimNic* nic) { nics_[nic->number] = nullptr; }
 
-// A killed engine's NIC is gone, though its user may not have let go of the engine yet.
+// A killed engine's NIC is gone, even if its user still holds the engine.
 bool Fabric::has_nic(uint32_t number) const {
   return number < nics_.size() && nics_[number] != nullptr && !nics_[number]->is_dead;
 }
@@ -67,7 +67,7 @@ SimPath* Fabric::find(PathId id) const {
   return path != nullptr && path->id == id ? path : nullptr;
 }
 
-// The salt makes a key that somebody invented fail.
+// The salt makes forged keys fail.
 uint64_t Fabric::add(SimRegistration* registration) {
   uint32_t index = free_key_;
   if (index == kNone) {
@@ -118,8 +118,7 @@ bool Fabric::reaches(uint32_t from_host, uint32_t from_rail, const SimNic* to) c
 
 // --- how paths end ---
 
-// What is not reported yet may still be carried out until the path is flushed, or not: on an ordered path the first
-// ones.
+// Works not reported yet may or may not be executed until the path is flushed: on an ordered path, the first few are.
 void Fabric::give_up_some(SimPath& path) {
   const uint64_t count = path.works.size();
   const uint64_t cut = path.works.empty() ? 0 : prng_->below(count + 1);

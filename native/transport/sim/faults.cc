@@ -1,4 +1,4 @@
-// What goes wrong on purpose.
+// Deliberate faults.
 #include <algorithm>
 #include <cstring>
 #include <memory>
@@ -124,7 +124,8 @@ void Fabric::set_datagram_faults(uint32_t loss_ppm, uint32_t doubling_ppm) {
   log_->note(now() - World::kOriginNs, 0, LogWord::kFault, FaultWord::kDatagramLoss, loss_ppm);
 }
 
-// What has left its NICs is carried out, with the bytes that the memory had at this moment; the rest never was.
+// Works that have left its NICs are executed, with the bytes that the memory has at this moment; the others never
+// happen.
 void Fabric::kill(uint32_t actor) {
   for (SimPath* path : paths_) {
     if (path == nullptr || path->nic->actor != actor) continue;

@@ -56,7 +56,7 @@ const char* deed_name(uint64_t fault) {
   return "?";
 }
 
-// Without what separates values and lines: "decoder 0" is "decoder%200".
+// Escapes the separators of values and lines: "decoder 0" becomes "decoder%200".
 std::string escaped(const std::string& name) {
   constexpr char kHex[] = "0123456789ABCDEF";
   std::string text;
@@ -96,7 +96,7 @@ std::string EventLog::digest() const {
 }
 
 void EventLog::write(int64_t at_ns, uint32_t host, LogWord word, const std::array<uint64_t, kValues>& values) {
-  // "-": what is of all hosts, before there is any.
+  // "-": concerns all hosts, before there are any.
   std::string line = std::to_string(at_ns) + " " + (host < hosts_.size() ? hosts_[host] : "-") + " ";
   const auto number = [&](const char* name, uint64_t value) {
     line += std::string(" ") + name + "=" + std::to_string(value);

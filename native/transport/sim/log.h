@@ -1,9 +1,9 @@
-// What happened in a world, one line an event. The digest covers all of it, whether lines are kept or not.
+// The events of a world, one line each. The digest covers all of them, whether lines are kept or not.
 //
 //   1500 node0 post engine=prefill0 rail=0 work=7 op=write bytes=4096 imm=12 to=node1/0
 //   3712 node1 land work=7
 //
-// In names of engines spaces, control characters and % are escaped as in a URL (%20).
+// In engine names spaces, control characters and % are escaped as in a URL (%20).
 #pragma once
 
 #include <array>
@@ -20,7 +20,7 @@ enum class LogWord : uint8_t {
   kEngineClose,  // engine
   kPost,         // engine, rail, work, op (0 write, 1 read), bytes, imm + 1 or 0, host to, rail to
   kLand,         // work
-  kCount,        // engine, imm: told to the receiver
+  kCount,        // engine, imm: reported to the receiver
   kDone,         // work
   kFail,         // work, NicFault
   kConnect,      // engine, rail, host to, rail to
@@ -72,7 +72,7 @@ class EventLog {
   std::string digest() const;  // 32 hexadecimal digits
 
  private:
-  // Two lanes of multiply and rotate: tells runs apart, resists nobody.
+  // Two lanes of multiply and rotate: distinguishes runs, resists no attacker.
   void mix(uint64_t value) {
     first_ = ((first_ ^ value) * 0x9fb21c651e98df25) ^ (first_ >> 29);
     second_ = (second_ + value) * 0xd6e8feb86659fd93;

@@ -9,7 +9,7 @@
 
 namespace crossrail::sim {
 
-// The first options.rail_count rails of its host, or those that options.rails names: "0", "1". Throws UsageError.
+// The first options.rail_count rails of its host, or those named by options.rails: "0", "1". Throws UsageError.
 std::vector<std::unique_ptr<rdma::Nic>> open_nics(const TransportOptions& options);
 
 }  // namespace crossrail::sim

@@ -10,7 +10,7 @@ namespace crossrail::sim {
 
 namespace {
 
-constexpr int64_t kReorderNs = 2'000;  // between fragments of a path without order, and between datagrams
+constexpr int64_t kReorderNs = 2'000;  // between fragments of an unordered path, and between datagrams
 
 }  // namespace
 

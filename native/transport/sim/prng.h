@@ -31,7 +31,7 @@ class Prng {
     return result;
   }
 
-  // In 0..bound-1, bound at least 1. By multiplication: a bias of bound / 2^64 is nothing here.
+  // In 0..bound-1, bound at least 1. By multiplication: a bias of bound / 2^64 does not matter here.
   uint64_t below(uint64_t bound) {
     return static_cast<uint64_t>((static_cast<unsigned __int128>(next()) * bound) >> 64);
   }
@@ -39,7 +39,7 @@ class Prng {
   int64_t up_to(int64_t limit) {
     return limit <= 0 ? 0 : static_cast<int64_t>(below(static_cast<uint64_t>(limit) + 1));
   }
-  // True with so many chances in a million.
+  // True with this many chances in a million.
   bool chance(uint32_t per_million) { return per_million != 0 && below(1'000'000) < per_million; }
 
  private:

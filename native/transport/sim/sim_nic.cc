@@ -13,7 +13,7 @@ namespace crossrail::sim {
 namespace {
 
 constexpr size_t kNewsPerPoll = 256;
-// That memory waits for what has begun to arrive there: longer than a NIC's retries.
+// How long memory waits for what has begun to arrive there: longer than a NIC's retries.
 constexpr int64_t kArrivalsMaxNs = 2'000'000'000;
 // An endpoint: the world's id, then the NIC's number.
 constexpr size_t kIdBytes = 16;
@@ -34,7 +34,7 @@ SimRegistration::~SimRegistration() {
   is_revoked_ = true;
   const int64_t patience_ns = world_->now_ns() + kArrivalsMaxNs;
   while (arriving_ > 0 && world_->now_ns() < patience_ns) world_->pass();
-  if (arriving_ > 0) world_->fabric().refuse_arrivals(*this);  // the rest would need an engine's turn
+  if (arriving_ > 0) world_->fabric().refuse_arrivals(*this);  // the other parts would need a turn of the engine
   world_->fabric().remove(this);
 }
 
@@ -138,7 +138,7 @@ void SimNic::push(News news, std::vector<uint8_t> bytes) {
   news_.push_back(news);
 }
 
-// On an ordered path one completion tells of all before it.
+// On an ordered path one completion covers all works before it.
 void SimNic::push_done(SimPath& path, uint64_t cookie) {
   if (limits_.ordered_paths && !news_.empty()) {
     News& last = news_.back();
@@ -166,7 +166,7 @@ uint32_t SimNic::poll(rdma::NicEvents& events) {
   std::lock_guard lock(world_->lock());
   uint32_t moved = std::exchange(has_room_, false) ? 1 : 0;
   if (is_dead) {
-    // Nothing reaches the engine any more but the end of its own paths.
+    // Nothing reaches the engine any more except the end of its own paths.
     moved = 0;
   }
   for (size_t count = std::min(news_.size(), kNewsPerPoll); count > 0; --count, ++moved)

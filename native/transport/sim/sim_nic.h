@@ -1,4 +1,4 @@
-// One engine's NIC on one rail of a simulated host: what rdma/nic.h asks, over a Fabric.
+// One engine's NIC on one rail of a simulated host: implements rdma/nic.h over a Fabric.
 #pragma once
 
 #include <array>
@@ -23,7 +23,7 @@ class SimRegistration final : public rdma::Registration {
   void revoke() override;
   bool is_quiet() const override;
 
-  // What peers count from: nobody's real address.
+  // The base of the addresses that peers use: nobody's real address.
   static constexpr uint64_t kRemoteBase = uint64_t{1} << 40;
 
   SimNic* const nic;
@@ -33,21 +33,23 @@ class SimRegistration final : public rdma::Registration {
   bool is_phantom() const { return base == kPhantomBase; }
 
   // --- of the fabric ---
-  // A work's first part is there: from now on until leave() its others are not to be stopped. False: refused.
+  // The first part of a work has arrived: from now on until leave() its other parts must not be stopped. False:
+  // refused.
   bool enter();
-  // Its last part is, or it was given up. True: somebody who has revoked it waits for this.
+  // The last part has arrived, or the work was given up. True: somebody who has revoked the registration waits for
+  // this.
   bool leave();
 
  private:
   World* const world_;
-  // Without the world's lock, which turns hold while they look at an engine's regions. seq_cst: enter() counts before
-  // it looks, revoke() says so before is_quiet() looks, so one of the two sees the other.
+  // Accessed without the world's lock, which turns hold while they look at an engine's regions. seq_cst: enter() counts
+  // before it looks, revoke() sets it before is_quiet() looks, so one of the two sees the other.
   std::atomic<bool> is_revoked_{false};
   std::atomic<uint32_t> arriving_{0};
 };
 
-// The peer's end of a path is another SimPath. Invariant: `works` holds those posted, from first_cookie on, the first
-// of which is not reported.
+// The peer's end of a path is another SimPath. Invariant: `works` holds the posted works from first_cookie on, of which
+// the first is not reported.
 class SimPath final : public rdma::NicPath {
  public:
   SimPath(World* world, SimNic* nic);
@@ -68,7 +70,7 @@ class SimPath final : public rdma::NicPath {
   bool has_failed = false;  // ordered: a work of it failed, and those behind it end by the flush
   bool is_broken_off = false;
   bool is_flushed = false;
-  bool wants_room = false;  // a fragment was refused
+  bool wants_room = false;  // a fragment was refused for lack of room
   uint32_t fragments = 0;   // sent and not arrived
   static constexpr uint32_t kGone = ~uint32_t{0};
   struct Posted {
@@ -77,10 +79,10 @@ class SimPath final : public rdma::NicPath {
   };
   RingQueue<Posted> works;
   uint64_t first_cookie = 0;
-  uint64_t landing_cookie = 0;  // ordered: the next to land
-  bool awaits_answer = false;   // a work landed, and its acknowledgement is lost so far
-  int64_t last_reach_ns = 0;    // ordered: none gets to the peer's wire before
-  int64_t last_landing_ns = 0;  // ordered: none lands before
+  uint64_t landing_cookie = 0;  // ordered: the next one to land
+  bool awaits_answer = false;   // a work has landed, and its acknowledgement is lost so far
+  int64_t last_reach_ns = 0;    // ordered: no later work reaches the peer's wire before this
+  int64_t last_landing_ns = 0;  // ordered: no later work lands before this
   int64_t last_notice_ns = 0;
   int64_t last_report_ns = 0;
   int64_t retry_at_ns = 0;
@@ -88,7 +90,7 @@ class SimPath final : public rdma::NicPath {
     int64_t at_ns;
     uint32_t imm;
   };
-  std::vector<Notice> notices;  // immediates that arrived here and were not told
+  std::vector<Notice> notices;  // immediates that arrived here and are not reported yet
 
   void end_work(uint64_t cookie);
 
@@ -126,7 +128,7 @@ class SimNic final : public rdma::Nic {
     NewsKind kind;
     rdma::NicFault fault = rdma::NicFault::kFlushed;
     bool is_up = false;
-    bool by_peer = false;  // kBroken
+    bool by_peer = false;  // for kBroken
     uint32_t imm = 0;
     SimPath* path = nullptr;
     uint64_t cookie = 0;
@@ -136,10 +138,10 @@ class SimNic final : public rdma::Nic {
   void push(News news, std::string text);
   void push(News news, std::vector<uint8_t> bytes);
   void push_done(SimPath& path, uint64_t cookie);
-  void forget(SimPath* path);  // in the news
+  void forget(SimPath* path);  // removes it from the news
   void make_room() { has_room_ = true; }
   size_t news_count() const { return news_.size(); }
-  // The number in an endpoint of this world; false: another's.
+  // The NIC number in an endpoint of this world; false: another world's.
   static bool parse_endpoint(const World& world, std::span<const uint8_t> endpoint, uint32_t* nic);
 
   const uint32_t actor;

@@ -8,7 +8,7 @@
 namespace crossrail::sim {
 
 namespace {
-constexpr uint32_t kFragmentsMax = 64;  // of one path under way
+constexpr uint32_t kFragmentsMax = 64;  // in flight per path
 }  // namespace
 
 SimPath::SimPath(World* world, SimNic* nic) : nic(nic), world_(world) {

@@ -16,7 +16,7 @@ Visitors::Visitor& Visitors::find() {
 void Visitors::begin_wait() {
   Visitor& visitor = self();
   ++visitor.waits;
-  visitor.looked = moves_ - 1;  // not yet; what had moved when it last went to look it has looked at once it comes back
+  visitor.looked = moves_ - 1;  // not yet; when it returns it will have seen what had moved when it last went to look
 }
 
 void Visitors::end_wait() {

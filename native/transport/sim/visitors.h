@@ -1,4 +1,4 @@
-// Tracks the threads that use a world: a thread that waits must not let time run on while another is about to do
+// Tracks the threads that use a world: a waiting thread must not let time advance while another is about to do
 // something.
 #pragma once
 
@@ -8,18 +8,18 @@
 
 namespace crossrail::sim {
 
-// With one thread, as it should be, none of this matters. With several, time stands still until all threads wait and
-// have looked at what moved last. A thread that was not heard of for kPatienceNs of real time is busy elsewhere, or
-// gone: nobody waits for it until it comes back.
-// Threads: whoever has the world's lock.
+// With a single thread, as there should be, none of this matters. With several, time stands still until all threads
+// wait and have looked at what moved last. A thread that was not heard of for kPatienceNs of real time is busy
+// elsewhere, or gone: nobody waits for it until it returns.
+// Threads: whoever holds the world's lock.
 class Visitors {
  public:
   void act() { ++self().acts; }
   void begin_wait();
   void end_wait();
-  // An engine had a turn: who waits has to look whether it is what it waits for.
+  // An engine had a turn: waiting threads must check whether it is what they wait for.
   void note_move() { ++moves_; }
-  // This thread goes to look, and comes back from there: what moved before it went it has looked at.
+  // This thread goes to look and will return: it has then seen everything that moved before it went.
   void go_look() { self().looking_at = moves_; }
   void come_back() {
     Visitor& visitor = self();
@@ -34,11 +34,11 @@ class Visitors {
   struct Visitor {
     std::thread::id thread;
     uint32_t waits = 0;
-    uint64_t looking_at = 0;  // so many moves
+    uint64_t looking_at = 0;  // the number of moves so far
     uint64_t looked = 0;
     uint64_t acts = 0;
     uint64_t acts_seen = 0;     // when somebody last looked,
-    int64_t seen_since_ns = 0;  // and since when these are all
+    int64_t seen_since_ns = 0;  // and since when all of these are seen
   };
   Visitor& self() {
     if (last_ < visitors_.size() && visitors_[last_].thread == std::this_thread::get_id()) return visitors_[last_];

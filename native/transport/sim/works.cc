@@ -1,4 +1,4 @@
-// Works under way: when they arrive, and what becomes of them.
+// Works in flight: when they arrive, and what becomes of them.
 #include <algorithm>
 #include <cstring>
 #include <utility>
@@ -14,22 +14,22 @@ namespace {
 
 constexpr uint64_t kWholeBytesMax = 4096;  // longer ones arrive in parts
 constexpr uint32_t kPartsMax = 4;
-// Immediates that its engine has not looked at, from which on a NIC takes no more: it has no receives left.
+// When this many immediates have not been looked at by its engine, a NIC takes no more: it has no receives left.
 constexpr size_t kReceivesMax = 8192;
 constexpr int64_t kNotReadyNs = 20'000;
-constexpr uint32_t kNoticeLatePpm = 250'000;  // of immediates that are told some time after their bytes are in place
+constexpr uint32_t kNoticeLatePpm = 250'000;  // of immediates, reported some time after their bytes are in place
 
 Wire::Time slowed(Wire::Time duration, uint32_t permille) {
   return permille == 1000 ? duration : duration * permille / 1000;
 }
 
-// What a work takes up a rail's wire.
+// The time for which a work occupies a rail's wire.
 Wire::Time length_on(const Rail& rail, uint64_t bytes) {
   const Wire::Time length = Wire::duration(bytes, rail.model.bytes_per_s) + rail.model.overhead_ns * Wire::kPerNs;
   return slowed(length, rail.slowness_permille);
 }
 
-// And the time until the next work can begin.
+// The time until the next work can begin.
 Wire::Time gap_on(const Rail& rail, Wire::Time length) {
   if (rail.model.works_per_s == 0) return length;
   return std::max(length, slowed(Wire::Time{1'000'000'000'000} / rail.model.works_per_s, rail.slowness_permille));
@@ -65,8 +65,7 @@ void Fabric::leave_key(Work& item) {
   if (registration->leave()) wake(*registration->nic);
 }
 
-// It places nothing any more: what it was arriving at need not wait until its path is flushed, which takes its owner's
-// turn.
+// It places nothing any more: its target need not wait until the path is flushed, which takes a turn of its owner.
 void Fabric::give_up(Work& item) {
   item.given_up = true;
   leave_key(item);
@@ -95,7 +94,7 @@ void Fabric::post(SimPath& path, const rdma::NicWork& work) {
   plan(path, slot);
 }
 
-// When it leaves, and when it gets to the other end.
+// Determines when it leaves, and when it reaches the other end.
 void Fabric::plan(SimPath& path, uint32_t slot) {
   Work& item = works_[slot];
   const SimNic& nic = *path.nic;
@@ -109,7 +108,7 @@ void Fabric::plan(SimPath& path, uint32_t slot) {
   const int64_t latency_ns =
       is_local ? source.local_model.latency_ns : hosts_[nic.host].rails[nic.rail].model.latency_ns;
   Wire::Time from = now() * Wire::kPerNs;
-  if (reads) from += latency_ns * Wire::kPerNs;  // the request goes there first
+  if (reads) from += latency_ns * Wire::kPerNs;  // the request must go there first
   if (is_local) {
     const Wire::Time length = Wire::duration(bytes, source.local_model.bytes_per_s);
     const Wire::Time start = source.local.take(from, length);
@@ -129,17 +128,17 @@ void Fabric::plan(SimPath& path, uint32_t slot) {
   events_->push(at_ns, EventKind::kReach, slot, item.number);
 }
 
-// The other end's wire takes it as soon as it has what came before.
+// The other end's wire takes it as soon as it has finished what came before.
 void Fabric::reach(uint32_t slot) {
   const Work& item = works_[slot];
   const Wire::Time length = length_on(*item.in, item.work.length_bytes);
-  // Later than it could be where one before it on its path was.
+  // Later than possible if an earlier work on its path was.
   const Wire::Time from = Wire::ns(item.reaches) < now() ? now() * Wire::kPerNs : item.reaches;
   const Wire::Time begin = item.in->in.take(from, gap_on(*item.in, length));
   schedule(slot, find(item.path), begin, std::max(item.trails, begin + length));
 }
 
-// When its parts arrive. path: null where the sender is gone.
+// Schedules the arrival of its parts. path: null if the sender is gone.
 void Fabric::schedule(uint32_t slot, SimPath* path, Wire::Time begin, Wire::Time end) {
   Work& item = works_[slot];
   const uint64_t bytes = item.work.length_bytes;
@@ -169,11 +168,11 @@ void Fabric::arrive(uint32_t slot, uint32_t part) {
   Work& item = works_[slot];
   SimPath* const path = find(item.path);
   if (item.given_up) {
-    if (path == nullptr) free_work(slot);  // else it waits for the flush
+    if (path == nullptr) free_work(slot);  // otherwise it waits for the flush
     return;
   }
   if (item.is_ordered && path != nullptr && item.work.cookie != path->landing_cookie) {
-    if (path->is_broken) {  // one before it failed: it has no chance
+    if (path->is_broken) {  // an earlier one failed: this one has no chance
       give_up(item);
     } else {
       push_part(std::max(path->retry_at_ns, now()) + 1, slot, part);
@@ -199,7 +198,7 @@ void Fabric::arrive(uint32_t slot, uint32_t part) {
   if (--item.parts_open == 0) land(slot, *to);
 }
 
-// What a NIC looks at when the first part is there. From then on the region's owner waits for the last.
+// What a NIC checks when the first part arrives. From then on the region's owner waits for the last part.
 bool Fabric::admit(uint32_t slot, SimPath& to) {
   Work& item = works_[slot];
   SimPath* const path = find(item.path);
@@ -224,7 +223,7 @@ bool Fabric::admit(uint32_t slot, SimPath& to) {
   return false;
 }
 
-// By the peer's NIC. to: null where its end of the path is gone.
+// By the peer's NIC. to: null if its end of the path is gone.
 void Fabric::refuse(uint32_t slot, SimPath* to) {
   SimPath* const path = find(works_[slot].path);
   if (path == nullptr) {
@@ -313,12 +312,12 @@ void Fabric::report(uint32_t slot) {
   SimPath* const path = find(item.path);
   if (path == nullptr) return;   // killed, and landed
   if (item.given_up) return;     // its acknowledgement is lost
-  if (path->has_failed) return;  // behind one that failed: it was carried out, and is reported flushed
+  if (path->has_failed) return;  // behind a failed one: it was executed, and is reported as flushed
   if (item.doom == Work::Doom::kAfter) {
     fail_work(*path, slot, rdma::NicFault::kUnreachable, "the acknowledgement was lost, as asked for");
     return;
   }
-  // On an ordered path a completion tells of all before it, and those may be withheld.
+  // On an ordered path a completion covers all works before it, and those may be withheld.
   if (withholds(item.from_host, item.from_rail) || (item.is_ordered && item.work.cookie != path->first_cookie)) {
     item.is_withheld = true;
     return;
@@ -330,7 +329,7 @@ void Fabric::report(uint32_t slot) {
   path->end_work(cookie);
   free_work(slot);
   wake(*path->nic);
-  if (std::exchange(path->awaits_answer, false)) release_withheld(*path);  // those behind it on an ordered path
+  if (std::exchange(path->awaits_answer, false)) release_withheld(*path);  // and those behind it on an ordered path
 }
 
 // In order; a report may end the path.

@@ -10,20 +10,21 @@ namespace crossrail::sim {
 
 namespace {
 
-// Between an engine's news and its turn: what a polling thread takes to see them. Drawn, so that the order is.
+// Between an engine's news and its turn: the time in which a polling thread sees them. Random, so that the order is,
+// too.
 constexpr int64_t kTurnNsMin = 20;
 constexpr int64_t kTurnNsMax = 200;
 constexpr int64_t kLongGapNs = 1'000'000;
 constexpr int kEventsPerStep = 64;
-// Only timers of idle engines for so long: whatever is waited for never comes. Less than the pause between their pings.
+// If only timers of idle engines are left for this long, whatever is waited for never comes. Less than the pause
+// between their pings.
 constexpr int64_t kCalmNsMax = 30'000'000'000;
-// The same when somebody is busy for ever, with a message that nobody receives: beyond what engines wait for each
-// other.
+// The same if somebody is busy for ever, with a message that nobody receives: longer than engines wait for each other.
 constexpr int64_t kStuckNsMax = 1'000'000'000'000;
 constexpr int64_t kPatiences = 4;
 
-// Of the seed, and of neither stream of choices. Addresses carry it: were it random, whatever is made of their bytes -
-// the length of something compressed, say - would differ from run to run.
+// Derived from the seed, but from neither stream of choices. Addresses contain it: if it were random, whatever is made
+// from their bytes - the length of something compressed, say - would differ from run to run.
 std::string id_of(uint64_t seed, uint64_t twin) {
   Prng ids(seed ^ 0x6964206f66206120);
   uint64_t bits = ids.next();
@@ -54,7 +55,7 @@ void World::fill(std::span<uint8_t> bytes) {
   for (uint8_t& byte : bytes) byte = static_cast<uint8_t>(entropy_.next() >> 56);
 }
 
-// Called from inside a turn too: only the network goes on, whatever concerns engines waits.
+// Also called from inside a turn: only the network goes on, and whatever concerns engines waits.
 void World::pass() {
   std::lock_guard lock(mutex_);
   while (!events_.empty()) {
@@ -85,7 +86,7 @@ uint32_t World::enter(Actor* actor, uint32_t host, const std::string& name) {
 void World::leave(uint32_t actor) {
   std::lock_guard lock(mutex_);
   Seat& seat = seats_[actor];
-  if (seat.actor == nullptr) return;  // killed: what is left of it goes whenever its user lets go
+  if (seat.actor == nullptr) return;  // killed: the rest goes when its user releases it
   seat.actor = nullptr;
   log_.note(log_time(), seat.host, LogWord::kEngineClose, actor);
 }
@@ -106,7 +107,7 @@ void World::wake(uint32_t actor) {
   }
 }
 
-// With the lock, in_turn_ says that it is this thread's turn.
+// With the lock held, in_turn_ means that it is this thread's turn.
 void World::after_turn(std::function<void()> deed) {
   {
     std::lock_guard lock(mutex_);
@@ -144,7 +145,7 @@ void World::give_turn(uint32_t number) {
 // Timers mostly move on: one event looks after them all. True: it is time for a turn.
 bool World::look_at_timer(uint32_t number, int64_t at_ns) {
   Seat& seat = seats_[number];
-  if (seat.timer_at_ns != at_ns) return false;  // an earlier one came after it
+  if (seat.timer_at_ns != at_ns) return false;  // an earlier event came after it
   seat.timer_at_ns = kNoDeadline;
   if (seat.actor == nullptr || seat.timer_ns == kNoDeadline) return false;
   if (seat.is_frozen) {
@@ -167,7 +168,7 @@ bool World::is_calm() const {
   });
 }
 
-// Asked when a timer is next, which is often enough.
+// Called when a timer is next, which is often enough.
 bool World::is_idle() {
   uint64_t outcomes = 0;
   int64_t patience_ns = 0;
@@ -245,7 +246,7 @@ Simulation::Step World::go_on(Deadline until, Deadline limit, std::unique_lock<s
     const bool ends = events_.empty() || events_.top().at_ns > end_ns;
     const int64_t next_ns = ends ? end_ns : events_.top().at_ns;
     if (next_ns - now_ns() > kLongGapNs) {
-      if (!visitors_.has_looked()) return Step::kMoved;  // another thread's doing
+      if (!visitors_.has_looked()) return Step::kMoved;  // another thread moved something
       if (visitors_.others_act()) return Step::kHeld;
     }
     if (until == kNoDeadline) {
@@ -290,8 +291,8 @@ void World::set_callbacks(std::function<bool()> is_due, std::function<void()> ru
   run_callbacks_ = std::move(run);
 }
 
-// Meanwhile this thread does not wait: others do not run ahead. A callback may throw, Ctrl-C for one: the wait that it
-// ends ends itself.
+// Meanwhile this thread does not count as waiting: others do not run ahead. A callback may throw, for example upon
+// Ctrl-C: the wait that it ends cleans up after itself.
 void World::run_callbacks() {
   struct Pause {
     World& world;

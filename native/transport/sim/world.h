@@ -1,10 +1,10 @@
-// A simulated world: a seed, a virtual clock, hosts with rails, and the engines on them, which it gives their turns.
+// A simulated world: a seed, a virtual clock, hosts with rails, and the engines on them, which get their turns from it.
 //
-// Everything that happens is an event at a moment of the clock; of two at the same moment the one that was planned
-// first comes first. All choices come from the seed. So one thread that does the same things again sees the same, byte
-// for byte; several threads are safe, and nothing more.
+// Everything that happens is an event at a point in time; of two events at the same time, the one scheduled first comes
+// first. All choices come from the seed. So a single thread that does the same things again sees the same results, byte
+// for byte; with several threads it is merely safe.
 //
-// Threads: any; one at a time is inside (mutex_). Nobody holds the lock while callbacks of the user run, or an engine
+// Threads: any; one at a time is inside (mutex_). The lock is not held while the user's callbacks run, or an engine
 // dies.
 #pragma once
 
@@ -27,11 +27,11 @@ namespace crossrail::sim {
 
 class World final : public Simulation {
  public:
-  // twin: sets worlds of the same seed apart, which are otherwise alike to the last bit.
+  // twin: distinguishes worlds with the same seed, which are otherwise alike to the last bit.
   World(uint64_t seed, size_t log_lines_max, uint64_t twin = 0);
   ~World() override;
 
-  // Virtual time begins here on the clock, which is never 0.
+  // The clock's value when virtual time begins, which is never 0.
   static constexpr int64_t kOriginNs = 1'000'000'000;
 
   // --- Simulation ---
@@ -48,30 +48,30 @@ class World final : public Simulation {
   bool has_callbacks() const override { return has_callbacks_ && has_callbacks_(); }
   void run_callbacks() override;
 
-  // The same, but the clock stops at `limit`, for whoever waits for longer: then too kReached. With no `until`, nothing
-  // left to happen is still kIdle.
+  // The same, but the clock stops at `limit` even for a longer wait: the result is then kReached as well. Without
+  // `until`, it is still kIdle if nothing is left to happen.
   Step advance(Deadline until, Deadline limit);
   // Somebody begins to wait: engines whose watched words have changed look at them.
   void wake_watchers();
-  // Nothing is under way, nobody is busy, no fault is scheduled: only timers of idle engines are left.
+  // Nothing is in flight, nobody is busy, no fault is scheduled: only timers of idle engines are left.
   bool is_calm() const;
-  // Has the user's callbacks run while somebody waits. is_due may be asked often; run is called without the lock.
+  // Runs the user's callbacks while somebody waits. is_due may be called often; run is called without the lock.
   void set_callbacks(std::function<bool()> is_due, std::function<void()> run);
 
   // --- what happens on purpose: at once when at_ns is not in the future, else then ---
   void at(int64_t at_ns, std::function<void()> deed);
-  // fault: which freeze begins, or ends; kEveryFault ends all.
+  // fault: the freeze that begins, or ends; kEveryFault ends all.
   void freeze(uint32_t actor, bool frozen, FaultNumber fault);
   void kill(uint32_t actor);
-  // Those that are there now, in the order in which they came.
+  // The engines present now, in the order in which they came.
   std::vector<uint32_t> engines_on(uint32_t host) const;
 
-  const std::string& id() const { return id_; }  // of this seed and twin and no other: what addresses carry
+  const std::string& id() const { return id_; }  // unique to this seed and twin; part of addresses
   std::vector<std::string> log_lines() const;
   std::string log_digest() const;
   Totals totals() const;
 
-  // For NICs and bindings: with the lock.
+  // For NICs and bindings, which hold the lock.
   std::recursive_mutex& lock() const { return mutex_; }
   Fabric& fabric() { return fabric_; }
   Prng& prng() { return prng_; }
@@ -85,14 +85,14 @@ class World final : public Simulation {
 
  private:
   struct Seat {
-    Actor* actor = nullptr;  // null: left, or killed
+    Actor* actor = nullptr;  // null: it left, or was killed
     uint32_t host = 0;
     bool is_frozen = false;
-    StandingFaults freezes;             // is_frozen: any
-    bool has_news = false;              // while frozen
+    StandingFaults freezes;             // frozen if there are any
+    bool has_news = false;              // arrived while frozen
     int64_t turn_at_ns = kNoDeadline;   // a turn is scheduled
-    int64_t timer_ns = kNoDeadline;     // what it asked for,
-    int64_t timer_at_ns = kNoDeadline;  // and the event that looks after it
+    int64_t timer_ns = kNoDeadline;     // the time that it asked for,
+    int64_t timer_at_ns = kNoDeadline;  // and that of the event that checks it
   };
   void schedule_turn(uint32_t number, int64_t at_ns);
   void give_turn(uint32_t number);
@@ -102,16 +102,16 @@ class World final : public Simulation {
   bool happens(const Event& event, std::unique_lock<std::recursive_mutex>* held);
 
   mutable std::recursive_mutex mutex_;
-  // Of the holder of mutex_ to change; engines ask for it at every round, without. Relaxed: it orders nothing.
+  // Changed by the holder of mutex_; engines read it in every round, without. Relaxed: it orders nothing.
   std::atomic<int64_t> now_ns_ = kOriginNs;
   Prng prng_;
-  Prng entropy_;  // apart: how many bits an engine asks for changes nothing else
+  Prng entropy_;  // separate: the number of bits that an engine asks for changes nothing else
   EventLog log_;
   EventQueue events_;
   Fabric fabric_;
   const std::string id_;
   std::vector<Seat> seats_;
-  std::set<uint32_t> watching_;   // of seats_, also left ones: those whose words are looked at at each wait
+  std::set<uint32_t> watching_;   // seats, including left ones, whose words are checked at each wait
   std::vector<Event> postponed_;  // by pass()
   bool in_turn_ = false;
   std::vector<std::function<void()>> after_turn_;
@@ -119,7 +119,7 @@ class World final : public Simulation {
   uint32_t next_deed_ = 0;
   int64_t calm_since_ns_ = kOriginNs;
   int64_t stuck_since_ns_ = kOriginNs;
-  uint64_t outcomes_ = 0;  // of all engines, when last looked at
+  uint64_t outcomes_ = 0;  // of all engines, at the last look
   Visitors visitors_;
   std::function<bool()> has_callbacks_;
   std::function<void()> run_callbacks_;
