@@ -61,13 +61,22 @@ def verified_writes(pair: Pair, link: Link, pool: Pool, nbytes: int, window: int
 
     source = link.rig.view(pool.src)
     fill(source, seed=nbytes + window)
-    pair.child.call("clear", key=link.key, region=pool.target)
-    write()
-    written = count * nbytes
-    expected = hashlib.sha256(source[:written].data)
-    expected.update(bytes(pool.nbytes - written))
-    pair.verify(link, pool.target, expected.hexdigest(), f"write of {nbytes} bytes")
+    verify_prefix(pair, link, source, pool.target, count * nbytes, write, f"write of {nbytes} bytes")
     return write
+
+
+def verify_prefix(
+    pair: Pair, link: Link, source: Memory, region: int, nbytes: int, write: Callable[[], object], what: str
+) -> None:
+    """Clears the peer's region, calls write(), and checks: the first nbytes are the source's, all others still zero.
+
+    source: as long as the region.
+    """
+    pair.child.call("clear", key=link.key, region=region)
+    write()
+    expected = hashlib.sha256(source[:nbytes].data)
+    expected.update(bytes(len(source) - nbytes))
+    pair.verify(link, region, expected.hexdigest(), what)
 
 
 def verified_paged_writes(

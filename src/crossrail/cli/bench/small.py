@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 
 from crossrail import _core
 from crossrail.cli.bench.pair import IMM_ACK, IMM_DATA, Link, Pair, alternate, alternate_briefly
-from crossrail.cli.bench.passes import fill
+from crossrail.cli.bench.passes import fill, verify_prefix
 from crossrail.cli.bench.spec import Bar, Measure, Sample, SampleStream
 
 _WORD_BYTES = 8
@@ -105,11 +104,7 @@ def _rate_samples(pair: Pair) -> SampleStream:
 
     source = link.rig.view(link.control)
     fill(source, seed=_RATE_WINDOW)
-    pair.child.call("clear", key=link.key, region=link.peer_control)
-    write(10_000)
-    expected = hashlib.sha256(source[:_RATE_SPAN_BYTES].data)
-    expected.update(bytes(len(source) - _RATE_SPAN_BYTES))
-    pair.verify(link, link.peer_control, expected.hexdigest(), "8-byte writes")
+    verify_prefix(pair, link, source, link.peer_control, _RATE_SPAN_BYTES, lambda: write(10_000), "8-byte writes")
     while True:
         record_ns, write_ns = alternate(_TURNS, lambda: 1e9 / pair.stream_per_s(), lambda: write(count) / count)
         yield Sample(1e3 / write_ns, 1e3 / record_ns)
