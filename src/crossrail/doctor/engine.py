@@ -72,7 +72,7 @@ def _rdma_rails(result: Selftest) -> Iterator[Finding]:
     usable = [port for port in result.ports if not port.trouble]
     if usable:
         chosen = (
-            f"an engine takes {listing(list(result.chosen))} by itself"
+            f"an engine chooses {listing(list(result.chosen))} automatically"
             if result.chosen
             else ("none that an engine uses by default; rails=[...] names them")
         )

@@ -82,7 +82,7 @@ def secret(host: Host) -> Iterator[Finding]:
             check,
             f"no {_SECRET}: tcp peers need nothing but an engine's address",
             seen,
-            "whoever reads addresses or descriptors on their way, and reaches the port, may write into what they name; "
+            "whoever intercepts addresses or descriptors, and reaches the port, may write into the regions they name; "
             "with or without it nothing is encrypted: that is TLS (docs/two-hosts.md)",
             make,
         )

@@ -36,7 +36,7 @@ def interfaces(host: Host) -> Iterator[Finding]:
         yield warning(
             "network.addresses",
             f"no address that other hosts could use: {listing([interface.name for interface in up])}",
-            "/proc/net/route, /proc/net/if_inet6; link-local addresses (fe80::) are no rails",
+            "/proc/net/route, /proc/net/if_inet6; link-local addresses (fe80::) cannot be rails",
             "an engine's tcp listens at 127.0.0.1: other hosts are refused; an engine that opens before the network is "
             "set up stays that way",
             Fix("ip address", "what there is"),

@@ -176,8 +176,7 @@ def gids(host: Host) -> Iterator[Finding]:
                 check,
                 f"{port.name} has no RoCE v2 GID",
                 seen,
-                "RoCE v1 is not routed: this rail reaches peers on the same Ethernet segment only, and of those only "
-                "such as use v1 too",
+                "RoCE v1 is not routed: this rail reaches only peers on the same Ethernet segment that use v1, too",
                 Fix(sudo(host, f"cma_roce_mode -d {port.device} -p {port.number} -m 2"), "ConnectX-3"),
                 address,
             )
@@ -210,7 +209,7 @@ def partitions(host: Host) -> Iterator[Finding]:
                 check,
                 f"{port.name} is in no partition as a full member",
                 f"{port.path}/pkeys: {listing([f'{key:#06x}' for key in keys], 4)}",
-                "limited members do not hear each other: a peer that is one too is not reached by this rail",
+                "limited members do not hear each other: a peer that is also one cannot be reached over this rail",
                 Fix("member=full for this port's GUID in the subnet manager's partitions.conf", "the network's owner"),
             )
     if good:

@@ -70,7 +70,7 @@ def _contact(matrix: Matrix) -> Iterator[Finding]:
 def _no_pairs(matrix: Matrix) -> Finding:
     return error(
         "reach.pairs",
-        "it answers, and there is no pair of addresses that engines could use",
+        "it answers, but there is no pair of addresses that engines could use",
         f"there: {listing([str(rail) for rail in matrix.rails_there]) or 'none'}; link-local ones and those of bridges "
         "of containers left out, on both sides",
         "no transfer between these hosts",
