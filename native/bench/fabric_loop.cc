@@ -11,14 +11,14 @@ namespace crossrail::bench {
 namespace {
 
 constexpr size_t kEntries = 64;
-constexpr int kLastReads = 64;  // until what the provider owes the peer went out
+constexpr int kLastReads = 64;  // until what the provider owes the peer is sent
 
 }  // namespace
 
 FabricLoop::FabricLoop(const std::string& provider, const std::string& rail) {
   const auto library = ofi::open_library();
   ofi::Rules rules = ofi::rules_for(provider);
-  rules.connects = false;  // as most use it: reliable datagram endpoints
+  rules.connects = false;  // the common way to use it: reliable datagram endpoints
   auto devices = ofi::choose(*library, rules, {rail}, 1);
   domain_ = std::make_unique<ofi::Domain>(library, rules, std::move(devices.front()));
   fid_ep* endpoint = nullptr;
@@ -76,7 +76,7 @@ void FabricLoop::post(std::byte* from, uint64_t length_bytes, uint64_t to, uint6
   }
 }
 
-// Counts what is there: our own writes as completed, the peer's as arrived.
+// Counts the completions: our own writes as completed, the peer's as arrived.
 uint64_t FabricLoop::read() {
   fi_cq_data_entry entries[kEntries];
   const ssize_t got = fi_cq_read(domain_->queue(), entries, kEntries);
@@ -157,7 +157,7 @@ void FabricLoop::receive(uint64_t count, Guard& guard) {
   progress();
 }
 
-// Acknowledgements go out only while the queue is read.
+// Acknowledgements are sent only while the queue is read.
 void FabricLoop::progress() {
   for (int i = 0; i < kLastReads; ++i) read();
 }

@@ -1,5 +1,5 @@
 // The bare loop over libfabric: one domain and one endpoint. A write is complete only when it is delivered
-// (FI_DELIVERY_COMPLETE), as the engine asks for it; the target reads its queue.
+// (FI_DELIVERY_COMPLETE), as in the engine; the target reads its queue.
 #pragma once
 
 #include <cstddef>
@@ -48,7 +48,7 @@ class FabricLoop final : public BareLoop {
   fi_addr_t peer_ = FI_ADDR_NOTAVAIL;
   uint64_t completed_ = 0;
   uint64_t arrived_ = 0;
-  void* descriptor_ = nullptr;  // of the source of the loop that runs
+  void* descriptor_ = nullptr;  // of the current loop's source
 };
 
 }  // namespace crossrail::bench

@@ -9,7 +9,7 @@
 
 namespace crossrail::bench {
 
-// The interrupt check said stop. Whoever gave the check knows why.
+// The interrupt check said stop. Whoever provided the check knows why.
 class Interrupted : public std::exception {
  public:
   const char* what() const noexcept override { return "interrupted"; }
@@ -22,16 +22,16 @@ class Guard {
   // what: the loop's name, for the message when time is up; must outlive the guard.
   Guard(const char* what, double timeout_s, InterruptCheck interrupted);
 
-  // One turn of a spin loop. Looks at the clock every 4096th turn, so that it costs nothing beside what is measured.
-  // Throws TransportError past the deadline and Interrupted when the check says so.
+  // One turn of a spin loop. Reads the clock every 4096th turn, so that it costs nothing compared with what is
+  // measured. Throws TransportError past the deadline, and Interrupted if the check says so.
   void tick() {
     if ((++turns_ & kTurnsMask) == 0) look();
   }
 
-  // Throws what a wait that ended with `result` deserves; returns on kReady.
+  // Throws the error for a wait that ended with `result`; returns for kReady.
   void check(WaitResult result) const;
 
-  // The same as the 4096th tick, now: for a loop whose turns are long.
+  // Does at once what every 4096th tick does: for loops with long turns.
   void look();
 
   Deadline deadline() const { return deadline_; }

@@ -15,7 +15,7 @@ namespace {
 constexpr size_t kCacheLineBytes = 64;
 constexpr size_t kRingSlots = 4096;
 
-// volatile: the compiler must call glibc, as a user's program does, and not inline its own idea of a copy.
+// volatile: the compiler must call glibc, as a user's program does, and not inline its own copy.
 void* (*volatile glibc_memcpy)(void*, const void*, size_t) = std::memcpy;
 
 // One record of slot_stream. Invariant: the slot of record n (from 1) holds number == n once its payload is there.
@@ -24,7 +24,8 @@ struct alignas(kCacheLineBytes) StreamSlot {
   uint64_t payload;
 };
 constexpr size_t kStreamSlots = 256;
-// The consumer says how far it got once per this many records: half the ring, so that neither side waits for the other.
+// The consumer reports its progress once per this many records: half the ring, so that neither side waits for the
+// other.
 constexpr uint64_t kStreamReport = 128;
 static_assert(kStreamSlots * sizeof(StreamSlot) + kCacheLineBytes <= kStreamBytes);
 
@@ -108,14 +109,14 @@ int64_t fill_work_requests(std::span<const int64_t> dst_pages, std::span<const i
       request.opcode = 4;
       request.flags = 5;
     }
-    // The compiler must believe that someone reads the ring between two rounds, as a NIC would.
+    // Makes the compiler assume that somebody reads the ring between two rounds, as a NIC would.
     asm volatile("" : : "r"(ring.data()) : "memory");
   }
   return now_ns() - start_ns;
 }
 
 int64_t flag_ping_pong(std::span<std::byte> page, bool first, uint64_t start, uint64_t rounds, Guard& guard) {
-  // Apart by more than the pair of lines that some prefetchers fetch together.
+  // Further apart than the pair of lines that some prefetchers fetch together.
   constexpr size_t kApartBytes = 4 * kCacheLineBytes;
   if (page.size() < kApartBytes + kCacheLineBytes) throw UsageError("page is shorter than five cache lines");
   auto* words = reinterpret_cast<std::atomic<uint64_t>*>(page.data());
@@ -124,7 +125,7 @@ int64_t flag_ping_pong(std::span<std::byte> page, bool first, uint64_t start, ui
   std::atomic<uint64_t>& theirs = words[first ? kWordsApart : 0];
   const int64_t start_ns = now_ns();
   for (uint64_t value = start + 1; value <= start + rounds; ++value) {
-    // release/acquire: what a real flag needs so that the data before it is seen; free on x86.
+    // release/acquire: what a real flag needs so that earlier data is visible; free on x86.
     if (first) mine.store(value, std::memory_order_release);
     while (theirs.load(std::memory_order_acquire) != value) guard.tick();
     if (!first) mine.store(value, std::memory_order_release);
@@ -136,7 +137,7 @@ void spin_on_word(std::span<std::byte> word, std::span<int64_t> seen_ns, Guard& 
   if (word.size() != sizeof(uint64_t)) throw UsageError("the word must have 8 bytes");
   const auto* counted = reinterpret_cast<const std::atomic<uint64_t>*>(word.data());
   for (size_t i = 0; i < seen_ns.size(); ++i) {
-    // acquire: as who sends what was written before it.
+    // acquire: as a sender that needs to see what was written before.
     while (counted->load(std::memory_order_acquire) <= i) guard.tick();
     seen_ns[i] = now_ns();
   }
@@ -152,7 +153,7 @@ int64_t slot_stream(std::span<std::byte> memory, bool producer, uint64_t start, 
   for (uint64_t n = start + 1; n <= end; ++n) {
     StreamSlot& slot = slots[n % kStreamSlots];
     if (producer) {
-      // acquire: pairs with the consumer's release, so that it has read the slot before we fill it again.
+      // acquire: pairs with the consumer's release: it has read the slot before we fill it again.
       while (n > taken + kStreamSlots) {
         taken = consumed->load(std::memory_order_acquire);
         guard.tick();

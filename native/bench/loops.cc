@@ -33,13 +33,13 @@ struct Slices {
   std::vector<uint64_t> src, dst, lengths;
 };
 
-// The first and the last word of a ping-pong's bytes; the same one when there are 8.
+// The first and the last word of a ping-pong's bytes; the same word if there are 8 bytes.
 class EndWords {
  public:
   EndWords(const Region& region, uint64_t length_bytes)
       : first_(word_at(region, 0)), last_(word_at(region, length_bytes - kWordBytes)) {}
 
-  // relaxed: one thread of ours writes the words, and the count orders the peer's before our read of them.
+  // relaxed: only one of our threads writes the words, and the count orders the peer's writes before our read.
   void store(uint64_t value) const {
     first_->store(value, std::memory_order_relaxed);
     last_->store(value, std::memory_order_relaxed);

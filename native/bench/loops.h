@@ -1,8 +1,8 @@
 // The measured loops: the engine driven through its public interface, with no Python inside the clock.
 //
-// Each loop runs on the caller's thread. With Polling::kManual that thread is also the worker, which is how the small
-// operations are measured: on two cores, a spinning worker beside a spinning caller in each process would measure the
-// scheduler. All return nanoseconds and throw when a transfer fails, the time is up or the user interrupts.
+// Each loop runs on the caller's thread. With Polling::kManual that thread is also the worker, which is how small
+// operations are measured: on two cores, a spinning worker next to a spinning caller in each process would measure the
+// scheduler. All return nanoseconds and throw if a transfer fails, the time is up or the user interrupts.
 #pragma once
 
 #include <cstdint>
@@ -13,14 +13,14 @@
 
 namespace crossrail::bench {
 
-// What stops the clock of a loop: this counter, by which the receiver says that it has counted everything. No counter:
-// the transport moves nothing, and the clock stops with the last completion.
+// What stops a loop's clock: this counter, by which the receiver says that it has counted everything. Without a
+// counter, because the transport moves nothing, the clock stops with the last completion.
 struct Ack {
   ImmCounter* counter = nullptr;
 };
 
-// `op_count` writes of `length_bytes`, `window` of them in flight, each at the next place of a span of `span_bytes`,
-// so that a span far larger than the caches is walked through.
+// `op_count` writes of `length_bytes`, `window` of them in flight, each at the next place in a span of `span_bytes`, so
+// that a span far larger than the caches is used completely.
 struct WriteLoop {
   Region* src = nullptr;
   RemoteRegion* dst = nullptr;
@@ -33,7 +33,7 @@ struct WriteLoop {
 int64_t run_writes(Engine& engine, const WriteLoop& loop, Ack ack, Guard& guard);
 
 // `op_count` reads of `length_bytes`, `window` of them in flight, through a span likewise. The peer does nothing: the
-// clock stops when the last of them is here.
+// clock stops when the last of them has completed.
 struct ReadLoop {
   Region* dst = nullptr;
   RemoteRegion* src = nullptr;
@@ -44,7 +44,7 @@ struct ReadLoop {
 };
 int64_t run_reads(Engine& engine, const ReadLoop& loop, Guard& guard);
 
-// All pages given, in calls of `batch_pages`, `window` calls in flight; the whole `rounds` times.
+// All pages given, in calls of `batch_pages`, `window` calls in flight; everything `rounds` times.
 struct PagedLoop {
   Region* src = nullptr;
   RemoteRegion* dst = nullptr;
@@ -73,8 +73,7 @@ struct ScatterLoop {
 int64_t run_scatters(Engine& engine, const ScatterLoop& loop, Ack ack, Guard& guard);
 
 // `rounds` round trips of a write of `length_bytes`, a multiple of 8, with an immediate. With `verify`, its first and
-// last words are a running number and the side that they arrive at checks them once they were counted; that pass is not
-// for timing.
+// last words are a running number, which the receiving side checks once the write is counted; that pass is not timed.
 struct PingPong {
   Region* src = nullptr;
   RemoteRegion* dst = nullptr;
@@ -85,7 +84,7 @@ struct PingPong {
   bool first = false;
   bool verify = false;
   uint64_t length_bytes = 8;
-  std::span<int64_t> round_ns = {};  // empty, or one for each round: how long it took, two looks at the clock included
+  std::span<int64_t> round_ns = {};  // empty, or one for each round: its duration, including two readings of the clock
 };
 int64_t run_ping_pong(Engine& engine, const PingPong& loop, Guard& guard);
 
@@ -94,8 +93,8 @@ struct Receiver {
   Engine* engine = nullptr;
   ImmCounter* counter = nullptr;
 };
-// Waits until each receiver counted `count`, then writes an empty write with `reply_imm` from the first one.
-// More than one receiver: all must be of Polling::kManual, for this thread drives them in turn.
+// Waits until each receiver has counted `count`, then writes an empty write with `reply_imm` from the first one. With
+// several receivers, all must be of Polling::kManual, since this thread drives them in turn.
 int64_t run_receivers(std::span<const Receiver> receivers, uint64_t count, Region& reply_src, RemoteRegion& reply_dst,
                       uint32_t reply_imm, Guard& guard);
 

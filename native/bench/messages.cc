@@ -29,7 +29,8 @@ class Outgoing {
   const bool verify_;
 };
 
-// Takes messages from the pool and looks at each. Messages may overtake each other, so verifying needs them one by one.
+// Takes messages from the pool and checks each. Messages may overtake each other, so verification needs them one by
+// one.
 class Incoming {
  public:
   Incoming(Engine& engine, const MessageLoop& loop, bool verify, Guard& guard)

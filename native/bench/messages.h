@@ -19,8 +19,8 @@ struct MessageLoop {
   uint32_t window = 1;
 };
 
-// The sender sends `count` messages, `window` of them in flight; the receiver takes them all, checks their lengths and
-// answers with one. With `verify`, every byte of message i is i and the receiver checks it.
+// The sender sends `count` messages, `window` of them in flight; the receiver takes all of them, checks their lengths
+// and answers with one. With `verify`, every byte of message i is i, and the receiver checks it.
 int64_t run_messages(Engine& engine, const MessageLoop& loop, bool sender, bool verify, Guard& guard);
 
 // `count` round trips of one message. With `verify`, as above, at both ends.

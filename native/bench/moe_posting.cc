@@ -17,7 +17,7 @@ constexpr uint32_t kNode = 8;
 constexpr uint32_t kExperts = 256;
 constexpr uint32_t kTopK = 8;
 constexpr uint32_t kTokens = 128;
-constexpr int32_t kRowsOfExpert = 4;         // that each rank sends, if all experts are as popular
+constexpr int32_t kRowsOfExpert = 4;         // per rank, if all experts are equally popular
 constexpr uint64_t kStrideBytes = 7392;      // 7168 of fp8, their scales, rounded up
 constexpr uint64_t kYBytes = 14336;          // in bfloat16
 constexpr uint64_t kRows = kTokens * kTopK;  // of each part: nothing is moved
@@ -52,7 +52,7 @@ EngineRef open_engine(const char* name) {
   EngineOptions options;
   options.name = name;
   options.transports = {TransportKind::kNull};
-  options.polling = Polling::kManual;  // this thread drives it: what is measured depends on no other
+  options.polling = Polling::kManual;  // this thread drives the engine, so the result depends on no other
   return Engine::open(options);
 }
 
@@ -94,7 +94,7 @@ MoePosting::~MoePosting() {
   far_->close(0);
 }
 
-// A proxy whose rounds begin anew. One engine stands for all others: nothing is sent to any.
+// A proxy whose rounds start again. One engine stands for all other ranks: nothing is sent to any.
 void MoePosting::meet() {
   proxy_.reset();
   proxy_ = std::make_unique<moe::Proxy>(engine_, layout_, 0, memory_, regions_);
@@ -181,8 +181,8 @@ std::vector<int64_t> MoePosting::first_write_by_thread(int32_t cpu, uint32_t rou
   return took_ns;
 }
 
-// No other rank sends anything, so no round ends: of each StreamProxy the second one is measured, which is the last
-// that may begin.
+// No other rank sends anything, so no round ends: of each StreamProxy the second round is measured, the last that may
+// begin.
 std::vector<int64_t> MoePosting::first_write_of_stream(int32_t cpu, uint32_t rounds, Guard& guard) {
   constexpr uint64_t kLine = 64;
   moe::StreamBoard parts{};

@@ -1,4 +1,4 @@
-// What the host's part of a round costs: rank 0 of 64 in nodes of eight posts the decode shape to its 56 far ranks,
+// The cost of the host's part of a round: rank 0 of 64 in nodes of eight posts the decode shape to its 56 far ranks,
 // over a transport that moves nothing.
 #pragma once
 
@@ -20,14 +20,14 @@ class MoePosting {
   MoePosting(const MoePosting&) = delete;
   MoePosting& operator=(const MoePosting&) = delete;
 
-  // Each returns one time for each round, in ns. Posting itself: until the writes to all 56 are with the transport.
+  // Each returns one time per round, in ns. Posting only: until the writes to all 56 are handed to the transport.
   std::vector<int64_t> routes(uint32_t rounds, Guard& guard);
   std::vector<int64_t> rows(uint32_t rounds, Guard& guard);
   std::vector<int64_t> results(uint32_t rounds, Guard& guard);
 
-  // From when routes are there until the first write of them is with the transport. The caller posts them, or a
-  // ProxyThread that it tells, or the thread of a StreamProxy that sees the GPU's word, which the caller writes. cpu:
-  // of that thread.
+  // From when routes are there until the first write of them is handed to the transport. Posted by the caller, by a
+  // ProxyThread that it tells, or by the thread of a StreamProxy that sees the GPU's word, which the caller writes.
+  // cpu: of that thread.
   std::vector<int64_t> first_write_by_caller(uint32_t rounds, Guard& guard);
   std::vector<int64_t> first_write_by_thread(int32_t cpu, uint32_t rounds, Guard& guard);
   std::vector<int64_t> first_write_of_stream(int32_t cpu, uint32_t rounds, Guard& guard);

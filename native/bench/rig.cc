@@ -40,7 +40,7 @@ void Rig::close() {
   }
   regions_.clear();
   engine_ = nullptr;
-  // Memory that something may still touch is better leaked than handed out again.
+  // Memory that something may still touch is leaked rather than reused.
   if (all_closed) unmap_all();
 }
 

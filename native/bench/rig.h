@@ -1,7 +1,7 @@
 // One engine with its memory, for measuring: handles are indices, descriptors are bytes.
 //
-// The loops run on engines of their own, apart from those of the Python API, so that what they measure does not
-// depend on how the bindings wrap an engine.
+// The loops run on their own engines, separate from those of the Python API, so that the results do not depend on how
+// the bindings wrap an engine.
 #pragma once
 
 #include <cstddef>
@@ -33,12 +33,12 @@ class Rig {
   Engine& engine();
   Bytes address() { return engine().address().encode(); }
 
-  // Memory that peers map, and private memory of this process; both faulted in. Returns its index.
+  // Memory that peers map, and private memory of this process; both are faulted in. Returns its index.
   size_t alloc(uint64_t length_bytes);
   size_t map_private(uint64_t length_bytes);
-  // A region of another rig. Returns its index, in a row of its own.
+  // A region of another rig. Returns its index, numbered separately.
   size_t remote(std::span<const uint8_t> descriptor);
-  // Peers for scatter. Returns its index, in a row of its own.
+  // Peers for scatter. Returns its index, numbered separately.
   size_t group(const std::vector<Bytes>& addresses);
 
   Region& region(size_t index) const;
@@ -54,7 +54,7 @@ class Rig {
   void drive(double seconds, Guard& guard);
 
  private:
-  // Anonymous memory, unmapped when the rig is gone and nothing can touch it any more.
+  // Anonymous memory, unmapped once the rig is gone and nothing can touch it any more.
   struct Mapping {
     void* base;
     size_t length_bytes;
@@ -65,7 +65,7 @@ class Rig {
   std::vector<RegionRef> regions_;
   std::vector<RemoteRegionRef> remotes_;
   std::vector<PeerGroupRef> groups_;
-  std::vector<Ref<ImmCounter>> counters_;  // few: looked up by walking
+  std::vector<Ref<ImmCounter>> counters_;  // few: searched linearly
   std::vector<Mapping> mappings_;
   Ref<ReceivePool> pool_;
 };

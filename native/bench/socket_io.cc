@@ -12,7 +12,7 @@
 namespace crossrail::bench {
 namespace {
 
-// How long a blocking call sleeps before it looks at the guard.
+// How long a blocking call sleeps before it checks the guard.
 constexpr suseconds_t kLookPeriodUs = 200'000;
 
 size_t of_call(size_t length_bytes, size_t chunk_bytes) {

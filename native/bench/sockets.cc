@@ -17,16 +17,16 @@ namespace crossrail::bench {
 namespace {
 
 constexpr uint64_t kBatchesInFlight = 2;
-constexpr size_t kMessagesBytes = 64 * 1024;  // of one send, and of one acknowledgement
+constexpr size_t kMessagesBytes = 64 * 1024;  // per send, and per acknowledgement
 constexpr uint64_t kMessagesInFlightBytes = 1 << 20;
 
-// One entry of the table before the pages: what a protocol needs at least to say where a page goes.
+// One entry of the table before the pages: the minimum that a protocol needs to say where a page goes.
 struct PageTarget {
   uint64_t offset_bytes;
   uint64_t length_bytes;
 };
 
-// Where each message of a stream lies, at both ends.
+// The position of each message of a stream, at both ends.
 class Walk {
  public:
   Walk(std::span<std::byte> memory, uint64_t step_bytes) : memory_(memory), step_bytes_(step_bytes) {
@@ -130,7 +130,7 @@ void tune_socket(int fd) {
   if (setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on) != 0) {
     throw_errno("setsockopt", "cannot switch Nagle's algorithm off");
   }
-  // Refused where the administrator allows only others: then those are this machine's limit.
+  // Refused if the administrator allows only others: those are then this machine's limit.
   constexpr std::string_view kReno = "reno";
   (void)setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, kReno.data(), kReno.size());
 }

@@ -1,4 +1,5 @@
-// The bare loop over libibverbs: one reliable queue pair, chains of write requests, one completion queue for both ways.
+// The bare loop over libibverbs: one reliable queue pair, chains of write requests, one completion queue for both
+// directions.
 #include <memory>
 
 #include "bench/bare_loop.h"
@@ -47,7 +48,7 @@ class VerbsLoop final : public BareLoop {
   static constexpr uint32_t kInlineBytes = 64;
   static constexpr uint32_t kPsnMask = 0xffffff;
   static constexpr int kReadMax = 64;
-  // Each receive makes one entry, and at most every send.
+  // Each receive makes one entry, and each send at most one.
   static constexpr int kQueueEntries = kReceives + kSends;
 
   struct Entry {
@@ -155,7 +156,7 @@ void VerbsLoop::meet(const std::vector<uint8_t>& peer_name) {
   ibv_qp_attr ready{};
   ready.qp_state = IBV_QPS_RTS;
   ready.sq_psn = psn_;
-  ready.timeout = 14;  // 67 ms until a packet is sent again,
+  ready.timeout = 14;  // 67 ms until a packet is retransmitted,
   ready.retry_cnt = 6;
   ready.rnr_retry = 7;  // and a peer without receives is waited for
   ready.max_rd_atomic = 1;
@@ -163,7 +164,7 @@ void VerbsLoop::meet(const std::vector<uint8_t>& peer_name) {
          IBV_QP_STATE | IBV_QP_SQ_PSN | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_MAX_QP_RD_ATOMIC);
 }
 
-// Fills in what all requests of a loop have in common.
+// Fills in the fields that all requests of a loop have in common.
 void VerbsLoop::use(const std::byte* source, Target target, uint64_t length_bytes) {
   const auto entry = std::ranges::find(memories_, source, &Entry::base);
   if (entry == memories_.end()) throw UsageError("the source was not added");
@@ -176,7 +177,7 @@ void VerbsLoop::use(const std::byte* source, Target target, uint64_t length_byte
   completed_ = 0;
 }
 
-// The first `count` of the chain. Their one completion says how many it stands for.
+// Posts the first `count` of the chain. Their single completion says how many it stands for.
 void VerbsLoop::post(uint32_t count) {
   for (uint32_t i = 0; i < count; ++i) requests_[i].next = i + 1 < count ? &requests_[i + 1] : nullptr;
   ibv_send_wr& last = requests_[count - 1];
@@ -271,7 +272,7 @@ void VerbsLoop::receive(uint64_t count, Guard& guard) {
   arrived_ -= count;
 }
 
-// Counts what is there: our own writes as completed, the peer's as arrived.
+// Counts the completions: our own writes as completed, the peer's as arrived.
 uint32_t VerbsLoop::read() {
   ibv_wc entries[kReadMax];
   const int got = ibv_poll_cq(queue_.get(), kReadMax, entries);

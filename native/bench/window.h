@@ -14,18 +14,18 @@
 
 namespace crossrail::bench {
 
-// Returns once `transfer` is done, or at once when it is null; throws when it failed.
+// Returns once `transfer` is done, or at once if it is null; throws if it failed.
 void settle(Engine& engine, const TransferRef& transfer, Guard& guard);
 
-// Returns once `count` was taken from the counter.
+// Returns once `count` has been taken from the counter.
 void await_count(Engine& engine, ImmCounter& counter, uint64_t count, Guard& guard);
 
-// The transfers in flight, at most as many as the window is wide.
+// The transfers in flight, at most as many as the window's width.
 class Window {
  public:
   Window(Engine& engine, uint32_t width, Guard& guard);
 
-  // Returns once the oldest place of the window is free again.
+  // Returns once the oldest slot of the window is free again.
   void make_room() {
     settle(engine_, ring_[next_], guard_);
     ring_[next_] = nullptr;

@@ -28,12 +28,12 @@ std::optional<IndexType> integer_type(const Py_buffer& view) {
   return {};
 }
 
-// Arrays of ctypes leave strides out although they are asked for: C-contiguous then.
+// ctypes arrays omit strides even if they are requested: they are C-contiguous then.
 bool one_dimensional_contiguous(const Py_buffer& view) {
   return view.ndim == 1 && (view.shape[0] <= 1 || view.strides == nullptr || view.strides[0] == view.itemsize);
 }
 
-// An array within packed records may begin anywhere: its bytes are then copied to where its numbers may be read.
+// An array within packed records may begin at any address: its bytes are then copied to aligned memory.
 const void* aligned(const Py_buffer& view, std::vector<uint64_t>& copy) {
   const auto address = reinterpret_cast<uintptr_t>(view.buf);
   if (view.len == 0 || address % static_cast<uintptr_t>(view.itemsize) == 0) return view.buf;
@@ -65,7 +65,7 @@ std::string size_rule(const char* argument, size_t count, nb::handle given) {
 
 IndexArray::IndexArray(nb::handle array, const char* argument) : array_(nb::borrow(array)) {
   if (!view_.acquire(array_, kBufferFlags)) {
-    // No buffer: a torch tensor perhaps, or another library's array. A view of it, never a copy.
+    // Not a buffer: perhaps a torch tensor, or another library's array. A view of it, never a copy.
     array_ = call_package("crossrail._buffers", "as_numpy", array);
     if (array_.is_none() || !view_.acquire(array_, kBufferFlags)) throw UsageError(index_rule(argument, array));
   }
@@ -106,7 +106,7 @@ SizeArray::SizeArray(nb::handle values, const char* argument, size_t count) {
     return;
   }
   if (const Py_ssize_t size = PySequence_Size(values.ptr()); static_cast<size_t>(size) != count) {
-    PyErr_Clear();  // of numpy's sequences that have no size
+    PyErr_Clear();  // for numpy sequences without a size
     throw UsageError(size_rule(argument, count, values));
   }
   copy_.reserve(count);

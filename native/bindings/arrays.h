@@ -14,7 +14,7 @@
 namespace crossrail::bindings {
 
 // Page indices: a one-dimensional contiguous array of int32, uint32, int64 or uint64.
-// Owner: the caller; the buffer is held for the life of this object. One that is not aligned is copied.
+// Owner: the caller; the buffer is held for the life of this object. An unaligned one is copied.
 class IndexArray {
  public:
   IndexArray(nb::handle array, const char* argument);
@@ -23,12 +23,12 @@ class IndexArray {
  private:
   nb::object array_;
   BufferView view_;
-  std::vector<uint64_t> copy_;  // of what does not lie where its numbers may be read
+  std::vector<uint64_t> copy_;  // of an unaligned array
   PageIndices indices_;
 };
 
 // Lengths or offsets, `count` of them: an array of int64 or uint64, a sequence of ints, or one int for all.
-// The same holds for what is not aligned.
+// Unaligned arrays are copied, too.
 class SizeArray {
  public:
   SizeArray(nb::handle values, const char* argument, size_t count);

@@ -1,4 +1,4 @@
-// Arguments of crossrail._core.bench, as its loops take them.
+// Arguments of crossrail._core.bench, in the form that its loops take.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -30,7 +30,7 @@ inline std::span<std::byte> as_span(const Memory& memory) {
 inline std::span<const uint8_t> as_span(const nb::bytes& bytes) {
   return {static_cast<const uint8_t*>(bytes.data()), bytes.size()};
 }
-// The Python error is set when this says stop; Interrupted carries nothing.
+// The Python error is set when this says stop; Interrupted carries no information.
 inline bool python_interrupted() {
   park_if_exiting();
   nb::gil_scoped_acquire gil;

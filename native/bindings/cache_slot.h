@@ -35,7 +35,8 @@ struct RingNode {
 };
 
 // Holds one resolved reference, so that a submit needs no look-up. The engine knows all slots that hold something of
-// its own, and empties them when it closes or forgets a peer: so a long-lived descriptor keeps no closed engine alive.
+// its own, and empties them when it closes or forgets a peer, so a long-lived descriptor does not keep a closed engine
+// alive.
 // Invariant: engine_ != nullptr exactly while this node is in that engine's ring.
 // Threads: the holder of the GIL. A caller that releases the GIL copies the Ref first.
 template <typename T>

@@ -1,4 +1,4 @@
-// Words that stand for one of a few values.
+// Words that stand for one of several values.
 #pragma once
 
 #include <cstddef>

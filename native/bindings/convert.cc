@@ -19,7 +19,7 @@ namespace {
                    std::to_string(max));
 }
 
-// Short, as Python would print it.
+// Short, as Python prints it.
 std::string number_text(double value) {
   char text[32];
   std::snprintf(text, sizeof text, "%g", value);
@@ -31,7 +31,7 @@ std::string number_text(double value) {
 std::string type_name_of(nb::handle object) { return object.is_none() ? "None" : nb::type_name(object.type()).c_str(); }
 
 uint64_t to_u64(nb::handle value, const char* argument, uint64_t max, uint64_t min) {
-  nb::object index;  // keeps what __index__ made
+  nb::object index;  // keeps what __index__ returned alive
   if (PyBool_Check(value.ptr())) throw UsageError(std::string(argument) + " must be a whole number, not bool");
   if (!PyLong_Check(value.ptr())) {
     index = in_python([&] { return nb::steal(PyNumber_Index(value.ptr())); });
@@ -59,7 +59,7 @@ bool to_bool(nb::handle value, const char* argument) {
 nb::sequence to_sequence(nb::handle value, const char* argument, const char* items) {
   const bool is_text = PyUnicode_Check(value.ptr()) || PyBytes_Check(value.ptr());
   if (is_text || PySequence_Check(value.ptr()) == 0 ||
-      PySequence_Size(value.ptr()) < 0) {  // numpy has some without a size
+      PySequence_Size(value.ptr()) < 0) {  // numpy has sequences without a size
     PyErr_Clear();
     throw UsageError(std::string(argument) + " must be a list of " + items + ", not " + type_name_of(value));
   }
@@ -97,7 +97,7 @@ Deadline to_deadline(nb::handle timeout_s, const Clock& clock) {
 
 namespace {
 
-// One of the words between the plus signs.
+// One of the words between plus signs.
 void add_transport(const std::string& word, const std::string& all, TransportWord* to) {
   constexpr std::string_view kOfiPrefix = "ofi:";
   for (uint32_t number = 1; number <= kTransportKinds; ++number) {

@@ -21,16 +21,16 @@ namespace crossrail::bindings {
 
 std::string type_name_of(nb::handle object);
 
-// A whole number (anything with __index__, but no bool) in [min, max].
+// An integer (anything with __index__, except bool) in [min, max].
 uint64_t to_u64(nb::handle value, const char* argument, uint64_t max = std::numeric_limits<uint64_t>::max(),
                 uint64_t min = 0);
 inline uint32_t to_u32(nb::handle value, const char* argument, uint32_t max = std::numeric_limits<uint32_t>::max(),
                        uint32_t min = 0) {
   return static_cast<uint32_t>(to_u64(value, argument, max, min));
 }
-// True or False, nothing that counts as one of them.
+// True or False, nothing that merely counts as one of them.
 bool to_bool(nb::handle value, const char* argument);
-// What is no sequence, or is text or bytes, is a UsageError. items: what it holds, "Addresses".
+// UsageError for anything that is not a sequence, and for text and bytes. items: what it contains, "Addresses".
 nb::sequence to_sequence(nb::handle value, const char* argument, const char* items);
 // None is kNoImm.
 inline uint32_t to_imm(nb::handle value) { return value.is_none() ? kNoImm : to_u32(value, "imm", kImmMax); }
@@ -39,12 +39,12 @@ uint32_t to_rail(nb::handle value);
 
 // A time option: at least `min` and at most `max` of its own unit, which is `unit_ns` nanoseconds.
 int64_t to_ns(double value, const char* argument, double unit_ns, double min, double max);
-// Of a wait; infinity for None.
+// The timeout of a wait; infinity for None.
 double to_seconds(nb::handle timeout_s);
-// None waits for ever; zero looks once. On the clock that the wait goes by: its engine's.
+// None waits for ever; zero checks once. On the clock of the wait's engine.
 Deadline to_deadline(nb::handle timeout_s, const Clock& clock);
 
-// What transport= means: "auto" is shm and tcp, and RDMA where there is a device; "ofi:tcp" ofi with that provider;
+// The meaning of transport=: "auto" is shm and tcp, and RDMA if there is a device; "ofi:tcp" is ofi with that provider;
 // "shm+verbs" these two.
 struct TransportWord {
   std::vector<TransportKind> kinds;
@@ -55,12 +55,12 @@ TransportWord to_transports(const std::string& text);
 
 Access to_access(const std::string& name);
 
-// Names and details come from peers: what is not UTF-8 in them is shown as such and does not raise.
+// Names and details come from peers: bytes that are not UTF-8 are shown escaped and do not raise.
 nb::str to_text(const std::string& text);
-// For reprs: what a terminal would obey is shown as such, too.
+// For reprs: whatever a terminal would interpret is shown escaped, too.
 nb::str to_shown(const std::string& text);
 
-// Of a bytes object.
+// The content of a bytes object.
 std::span<const uint8_t> bytes_of(nb::handle bytes);
 nb::bytes to_bytes(std::span<const uint8_t> bytes);
 
@@ -71,7 +71,7 @@ class BufferView {
   ~BufferView() { release(); }
   BufferView(const BufferView&) = delete;
   BufferView& operator=(const BufferView&) = delete;
-  // False, without a Python error, when the object exports no such buffer.
+  // False, without a Python error, if the object exports no such buffer.
   bool acquire(nb::handle object, int flags);
   void release();
   const Py_buffer& get() const { return view_; }

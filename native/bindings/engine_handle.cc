@@ -33,10 +33,10 @@ EngineHandle::EngineHandle(PyObject* self, const EngineOptions& options) : self_
   rail_count_ = engine_->rail_count();
 }
 
-// The Python class closes earlier, in __del__; this is for an engine whose __init__ did not come to its end.
+// The Python class closes earlier, in __del__; this is for an engine whose __init__ did not complete.
 EngineHandle::~EngineHandle() {
   close(nb::float_(0.0));
-  // A peer is still at this memory, and nobody will ask again: it is never freed.
+  // A peer is still using this memory, and nobody will ask again: it is never freed.
   for (Retired& retired : retired_) retired.buffer.release();
 }
 
@@ -53,7 +53,7 @@ PeerRef EngineHandle::peer(nb::handle address) {
 void EngineHandle::close(nb::handle timeout_s) {
   if (!engine_) return;
   if (engine_.inherited()) {
-    drop_caches();  // they name us, and outlive us
+    drop_caches();  // they refer to us, and outlive us
     return;
   }
   const EngineRef engine = engine_.ref();
@@ -67,7 +67,7 @@ void EngineHandle::close(nb::handle timeout_s) {
     let_go();
     return;
   }
-  const nb::python_error error;  // taken before other Python code runs
+  const nb::python_error error;  // saved before other Python code runs
   let_go();
   throw error;
 }
@@ -75,7 +75,7 @@ void EngineHandle::close(nb::handle timeout_s) {
 void EngineHandle::let_go() {
   drop_caches();
   reap(retired_.size());
-  std::vector<nb::object> buffers;  // the end of one may run any Python code: when the ring is not looked at
+  std::vector<nb::object> buffers;  // destroying one may run any Python code: only when the ring is not being walked
   for (RingNode* node = regions_.next; node != &regions_; node = node->next) {
     auto* region = static_cast<RegionHandle*>(node);
     if (region->core()->poll_close()) buffers.push_back(region->take_quiet_buffer());
@@ -99,7 +99,7 @@ void EngineHandle::retire(RegionRef region, nb::object buffer) {
 }
 
 void EngineHandle::reap(size_t looks_max) {
-  std::vector<Retired> done;  // ends when retired_ is whole again, see close()
+  std::vector<Retired> done;  // destroyed when retired_ is consistent again, see close()
   for (size_t looks = std::min(retired_.size(), looks_max); looks > 0; --looks) {
     if (next_retired_ >= retired_.size()) next_retired_ = 0;
     Retired& retired = retired_[next_retired_];

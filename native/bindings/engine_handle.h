@@ -8,10 +8,10 @@
 
 namespace crossrail::bindings {
 
-// Lifecycle: 1. open. 2. close() under way, GIL released: calls fail with EngineClosed as the core says so. 3. closed:
-// caches are empty, buffers of registered regions are let go. 4. the Python object dies.
-// Invariant: `remotes` and `peers` ring exactly the slots that hold something resolved by this engine, `regions` all
-// RegionHandles of it.
+// Lifecycle: 1. open. 2. close() in progress, GIL released: calls fail with EngineClosed as the core says so. 3.
+// closed: caches are empty, buffers of registered regions are released. 4. the Python object dies.
+// Invariant: the rings `remotes` and `peers` contain exactly the slots that hold something resolved by this engine,
+// `regions` all RegionHandles of it.
 class EngineHandle {
  public:
   EngineHandle(PyObject* self, const EngineOptions& options);
@@ -36,18 +36,20 @@ class EngineHandle {
     return known != nullptr ? *known
                             : descriptor.remote.fill(this, &remotes_, core()->remote_region(*descriptor.value));
   }
-  // Of an Address or of its bytes.
+  // For an Address or its bytes.
   PeerRef peer(nb::handle address);
 
-  // No-op in a forked child: what there is to close is the parent's. timeout_s: seconds or None, on the engine's clock.
+  // No effect in a forked child: what there is to close belongs to the parent. timeout_s: seconds or None, on the
+  // engine's clock.
   void close(nb::handle timeout_s);
-  // Whichever peer has that incarnation: what else the address says may be what is wrong with the one that is known.
+  // Forgets whichever peer has that incarnation: the rest of the known address may be what is wrong.
   void forget_peer(nb::handle address);
 
   void adopt(RegionHandle* region) { region->insert_after(&regions_); }
   // Takes over a region whose Python object is gone, and its buffer, until nothing uses them.
   void retire(RegionRef region, nb::object buffer);
-  // Drops retired regions that nothing uses any more: looks at so many at most, at others than the last time.
+  // Drops retired regions that nothing uses any more: checks at most looks_max of them, continuing where it last
+  // stopped.
   void reap(size_t looks_max);
 
   int traverse(visitproc visit, void* arg) const;
@@ -59,10 +61,10 @@ class EngineHandle {
   };
   static constexpr size_t kLooksPerCall = 16;
   void drop_caches();
-  // Of a closed engine: what nothing uses any more.
+  // For a closed engine: releases what nothing uses any more.
   void let_go();
 
-  PyObject* const self_;  // borrowed: we live inside of it
+  PyObject* const self_;  // borrowed: we are part of it
   Held<Engine> engine_;
   std::shared_ptr<const Address> address_;
   uint32_t rail_count_;
@@ -70,7 +72,7 @@ class EngineHandle {
   RingNode peers_;
   RingNode regions_;
   std::vector<Retired> retired_;
-  size_t next_retired_ = 0;  // to be looked at
+  size_t next_retired_ = 0;  // to be checked next
 };
 
 }  // namespace crossrail::bindings

@@ -1,4 +1,4 @@
-// What an engine knows of a peer, as crossrail.peers.Explanation takes it.
+// What an engine knows about a peer, in the form that crossrail.peers.Explanation takes.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -1,8 +1,7 @@
 // What a forked child may do with inherited handles: nothing.
 //
 // The child has a copy of the parent's memory but none of its threads, and locks stay as they were at the fork. So in
-// the child every use of an inherited handle throws, and dropping one leaks the native object instead of tearing it
-// down.
+// the child every use of an inherited handle throws, and dropping one leaks the native object instead of destroying it.
 #pragma once
 
 #include <cstdint>
@@ -12,16 +11,17 @@
 
 namespace crossrail::bindings {
 
-// Forks between this process and the one that loaded the module. Changed in a new child only, before it runs anything.
+// Number of forks between this process and the one that loaded the module. Changed only in a new child, before it runs
+// anything else.
 extern uint32_t fork_generation;
 
-// Registers the handler that counts. Called once, when the module is loaded.
+// Registers the handler that counts forks. Called once, when the module is loaded.
 void watch_forks();
 
 // EngineClosedError naming both processes and what to do.
 [[noreturn]] void throw_forked();
 
-// Strong reference of a Python object to a native one.
+// A Python object's strong reference to a native one.
 // Threads: as Ref; the holder of the GIL.
 template <typename T>
 class Held {

@@ -12,10 +12,10 @@ namespace crossrail::bindings {
 
 namespace {
 std::atomic<bool> exiting{false};  // written by the thread that ends the interpreter
-// Without the GIL, or in Python code that we called. Relaxed: nothing but the number is read by begin_exit(), and what
-// those threads have done is ordered by the GIL, which each of them takes before it is counted out.
+// Threads without the GIL, or in Python code that we called. Relaxed: begin_exit() reads nothing but the number, and
+// what those threads have done is ordered by the GIL, which each of them takes before it is counted out.
 std::atomic<int> threads_out{0};
-thread_local bool ends_interpreter = false;  // runs what is left of its exit handlers, and keeps the GIL for them
+thread_local bool ends_interpreter = false;  // runs the remaining exit handlers, and keeps the GIL for them
 
 [[noreturn]] void park() {
   for (;;) pause();
@@ -64,13 +64,13 @@ void begin_exit(double timeout_s) {
     std::this_thread::sleep_for(std::chrono::microseconds(100));
   }
   ends_interpreter = true;
-  exiting.store(true, std::memory_order_relaxed);  // before we ask for the GIL, for which others may wait by then
+  exiting.store(true, std::memory_order_relaxed);  // before we ask for the GIL, which others may be waiting for by then
   PyEval_RestoreThread(state);
 }
 
 void forget_other_threads() {
   threads_out.store(0, std::memory_order_relaxed);
-  exiting.store(false, std::memory_order_relaxed);  // its parent is, which forked in an exit handler
+  exiting.store(false, std::memory_order_relaxed);  // only the parent is exiting, which forked in an exit handler
   ends_interpreter = false;
 }
 

@@ -20,7 +20,7 @@ const RegionRef& RegionHandle::core() const {
 }
 
 nb::object RegionHandle::descriptor() {
-  // Ids are never used again: one that still is the region's is of the present generation.
+  // Ids are never reused: if this one still is the region's, it is of the present generation.
   if (!descriptor_.is_valid() || !(region_.inherited() || core()->is_open_as(descriptor_id_))) {
     auto fresh = std::make_shared<const RegionDescriptor>(core()->descriptor());
     descriptor_id_ = fresh->region_id;
@@ -69,7 +69,7 @@ int RegionHandle::traverse(visitproc visit, void* arg) const {
 
 void RegionHandle::detach() {
   unlink();
-  const nb::object engine_object = std::move(engine_object_);  // lives until we are through
+  const nb::object engine_object = std::move(engine_object_);  // lives until we are done
   nb::object buffer = std::move(buffer_);
   if (!region_ || region_.inherited()) return;
   RegionRef region = region_.ref();

@@ -34,14 +34,14 @@ struct DescriptorHandle {
 };
 
 [[noreturn]] inline void refuse_descriptor(nb::handle given, const std::string& argument) {
-  PyObject* const bytes = given.ptr();  // a Region has a buffer too, so it is not asked for one
+  PyObject* const bytes = given.ptr();  // not by the buffer protocol, which a Region has, too
   const bool is_encoded = PyBytes_Check(bytes) || PyByteArray_Check(bytes) || PyMemoryView_Check(bytes);
   throw UsageError(
       argument + " must be a RegionDescriptor (" +
       (is_encoded ? "RegionDescriptor.from_bytes(data) makes one of a peer's bytes" : "region.descriptor at the peer") +
       "), not " + type_name_of(given));
 }
-// What is none is a UsageError.
+// UsageError for anything else.
 inline DescriptorHandle& to_descriptor(nb::handle given, const char* argument) {
   if (!nb::isinstance<DescriptorHandle>(given)) refuse_descriptor(given, argument);
   return *nb::inst_ptr<DescriptorHandle>(given);
@@ -61,8 +61,8 @@ class RegionHandle : public RingNode {
   bool writable() const { return writable_; }
   nb::object descriptor();
 
-  // After the core's close() said that nothing touches the memory: gives up the buffer, now or with the last view. The
-  // end of a buffer may run any Python code, so the caller decides when.
+  // After the core's close() has said that nothing touches the memory: releases the buffer, now or with the last view.
+  // Destroying a buffer may run any Python code, so the caller decides when.
   nb::object take_quiet_buffer();
   // Throws UsageError for a region that refuses use: its memory may belong to somebody else by now.
   void check_viewable() const;
@@ -71,7 +71,8 @@ class RegionHandle : public RingNode {
   void unexport_view();
 
   int traverse(visitproc visit, void* arg) const;
-  // The object goes away: closes the region, or leaves it and its buffer to the engine until its transfers are done.
+  // The object is being destroyed: closes the region, or leaves it and its buffer to the engine until its transfers are
+  // done.
   void detach();
 
  private:
@@ -80,7 +81,7 @@ class RegionHandle : public RingNode {
   Held<Region> region_;
   nb::object buffer_;
   nb::object descriptor_;
-  uint64_t descriptor_id_ = 0;  // what peers name the region by in descriptor_
+  uint64_t descriptor_id_ = 0;  // the id that descriptor_ shows to peers
   uint32_t exports_ = 0;
   bool quiet_ = false;
   bool writable_;
@@ -108,7 +109,7 @@ struct ReceivePoolHandle {
 
   Held<ReceivePool> pool;
   nb::object engine;
-  bool has_callback = false;  // messages go to the callback and to nobody else
+  bool has_callback = false;  // messages go to the callback only
   // The Address objects handed out with messages. Bounded by clearing.
   std::vector<std::pair<std::shared_ptr<const Address>, nb::object>> senders;
 };
@@ -121,7 +122,7 @@ struct MessageHandle {
 struct WatcherHandle {
   Held<Watcher> watcher;
   nb::object engine;
-  // Who could raise the word is gone with it, though transfers that wait keep the word.
+  // Nobody can increment the word any more, though waiting transfers keep the word alive.
   ~WatcherHandle() {
     if (watcher && !watcher.inherited()) watcher->close();
   }
@@ -133,7 +134,7 @@ struct PeerGroupHandle {
   bool removed = false;
 };
 
-// What is none is a UsageError.
+// UsageError for anything else.
 inline PeerGroupHandle& to_group(nb::handle given) {
   if (!nb::isinstance<PeerGroupHandle>(given)) {
     throw UsageError("group must be a PeerGroup (engine.add_peer_group(peers) makes one), not " + type_name_of(given));
@@ -145,7 +146,7 @@ struct NotifierHandle {
   Held<Notifier> notifier;
 };
 
-// tp_traverse and tp_clear for handles whose only Python reference that can close a cycle is the engine.
+// tp_traverse and tp_clear for handles whose engine is the only Python reference that can close a cycle.
 template <typename T>
 int traverse_engine(PyObject* self, visitproc visit, void* arg) {
   Py_VISIT(Py_TYPE(self));

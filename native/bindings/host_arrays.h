@@ -1,4 +1,4 @@
-// Array arguments of crossrail._core.moe and kv: numpy's, torch's, or any that speak DLPack, read in place.
+// Array arguments of crossrail._core.moe and kv: numpy's, torch's, or any with DLPack support, read in place.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -2,7 +2,7 @@
 #include "bindings/fork.h"
 #include "bindings/gil.h"
 
-// Not PyInit__core itself, see there.
+// Not PyInit__core itself, see below.
 NB_MODULE(_core_of_main, module) {
   using namespace crossrail::bindings;
   module.attr("__doc__") =
@@ -10,7 +10,7 @@ NB_MODULE(_core_of_main, module) {
   module.attr("__version__") = CROSSRAIL_VERSION;
   watch_forks();
   module.def("_begin_exit", &begin_exit, nanobind::arg("timeout_s"));
-  // What daemon threads hold when the interpreter ends is never given back, and no fault of ours to report.
+  // What daemon threads hold when the interpreter ends is never released, which is not our fault to report.
   module.def("_tell_no_leaks", [] { nanobind::set_leak_warnings(false); });
   register_errors(module);
   register_descriptor(module);
@@ -36,7 +36,7 @@ NB_MODULE(_core_of_main, module) {
   register_bench(module);
 }
 
-// Of other interpreters than the main one nanobind fails in a way that takes what the main one has from it: refused
+// In other interpreters than the main one, nanobind fails in a way that also breaks the main one: they are refused
 // before it is asked.
 extern "C" NB_EXPORT PyObject* PyInit__core() {
   if (PyInterpreterState_GetID(PyInterpreterState_Get()) == 0) return PyInit__core_of_main();

@@ -1,4 +1,4 @@
-// What crossrail._core.moe.Proxy is: a moe::Proxy, with a thread that posts for it or without.
+// The object behind crossrail._core.moe.Proxy: a moe::Proxy, with or without a thread that posts for it.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -52,13 +52,13 @@ class ProxyHandle {
     proxy_ = std::make_unique<moe::Proxy>(given.p->core(), layout, rank, memory, regions, masks);
   }
   ~ProxyHandle() {
-    if (generation_ != fork_generation) {  // what there is to end is the parent's
+    if (generation_ != fork_generation) {  // what there is to end belongs to the parent
       thread_.release();
       proxy_.release();
       return;
     }
     const WithoutGil no_gil;
-    thread_.reset();  // it carries out what it was told to, by placements that we keep until then
+    thread_.reset();  // it carries out its orders, with placements that we keep until then
     proxy_.reset();
   }
   ProxyHandle(const ProxyHandle&) = delete;
@@ -82,7 +82,7 @@ class ProxyHandle {
     const WithoutGil no_gil;
     thread_.reset();
   }
-  // By the thread, if there is one.
+  // Posts through the thread, if there is one.
   template <typename Post>
   void post(Post post) {
     moe::Proxy& proxy = get();
@@ -91,7 +91,7 @@ class ProxyHandle {
   }
   void post_placed(uint32_t round, nb::handle placement, bool is_results) {
     const moe::Placement* const places = placement.is_none() ? nullptr : nb::cast<const moe::Placement*>(placement);
-    // Until that round's memory is used again, which takes a wait: by then the thread is done with it.
+    // Kept until that round's memory is reused, which requires a wait: by then the thread is done with it.
     if (places != nullptr) placements_[round % moe::kParities] = nb::borrow(placement);
     post([&](auto& to) { is_results ? to.send_results(round, places) : to.send_remainder(round, places); });
   }
@@ -108,7 +108,7 @@ class ProxyHandle {
                 std::span<const moe::Word, moe::kParities>(first + results, moe::kParities));
   }
 
-  // Late, and about our own rank: the thread has not posted yet what it was told to.
+  // A late result about our own rank: the thread has not posted what it was told to.
   template <typename Wait>
   nb::tuple wait(nb::handle timeout_s, Wait wait) const {
     moe::Proxy& proxy = get();
@@ -127,9 +127,9 @@ class ProxyHandle {
  private:
   EngineHandle* const engine_;
   const uint32_t rank_;
-  std::deque<BufferView> boards_;  // of those that are watched
+  std::deque<BufferView> boards_;  // of watched ranks
   std::unique_ptr<moe::Proxy> proxy_;
-  std::unique_ptr<moe::ProxyThread> thread_;  // ends before the proxy
+  std::unique_ptr<moe::ProxyThread> thread_;  // destroyed before the proxy
   std::array<nb::object, moe::kParities> placements_;
   const uint32_t generation_ = fork_generation;
 };

@@ -43,7 +43,7 @@ Bytes from_bytes(const nb::bytes& bytes) {
   return Bytes(span.begin(), span.end());
 }
 
-// How many, or what each is bound to.
+// The number of rails, or what each is bound to.
 using Rails = std::variant<uint32_t, std::vector<std::string>>;
 
 void set_rails(EngineOptions& options, const Rails& rails) {
@@ -238,7 +238,7 @@ nb::object explain(Rig& rig, const nb::bytes& address) {
   return explanation_tuple(rig.engine().explain(*peer));
 }
 
-// (what, path, reason, GB/s) of each pair of memories that were used with this peer.
+// (what, path, reason, GB/s) for each pair of memories used with this peer.
 std::vector<std::tuple<std::string, std::string, std::string, double>> paths(Rig& rig, const nb::bytes& address) {
   const PeerRef peer = rig.peer(as_span(address));
   std::vector<std::tuple<std::string, std::string, std::string, double>> rows;

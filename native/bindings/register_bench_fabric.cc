@@ -1,4 +1,4 @@
-// crossrail._core.bench: the limits that are bare libfabric and bare libibverbs (bench/bare_loop.h).
+// crossrail._core.bench: bare libfabric and bare libibverbs, as limits (bench/bare_loop.h).
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>

@@ -1,4 +1,4 @@
-// crossrail._core.bench: what posting the writes of a round costs (bench/moe_posting.h).
+// crossrail._core.bench: the cost of posting a round's writes (bench/moe_posting.h).
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/vector.h>
 

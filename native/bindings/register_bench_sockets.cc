@@ -1,5 +1,5 @@
-// crossrail._core.bench: the limits that are bare TCP sockets (bench/sockets.h). Sockets are file descriptors, which
-// the caller opens and closes.
+// crossrail._core.bench: bare TCP sockets, as limits (bench/sockets.h). Sockets are file descriptors, which the caller
+// opens and closes.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>

@@ -17,7 +17,7 @@ namespace crossrail::bindings {
 
 namespace {
 
-// Its page goes with it: who collects it while kernels wait by it was told not to.
+// Its page is freed with it: the documentation forbids dropping it while kernels wait on it.
 struct CountFlagHandle {
   Held<CountFlag> flag;
   Held<ImmCounter> counter;

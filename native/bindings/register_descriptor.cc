@@ -1,4 +1,4 @@
-// Address and RegionDescriptor: what travels between engines.
+// Address and RegionDescriptor: what engines exchange.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
@@ -25,7 +25,7 @@ std::vector<TransportKind> kinds_of(const Address& address) {
   return kinds;
 }
 
-// Any 64 of an incarnation's 128 random bits are as good as a hash.
+// Any 64 of an incarnation's 128 random bits serve as a hash.
 Py_hash_t hash_of(const Address& address) {
   Py_hash_t hash;
   static_assert(sizeof(hash) <= sizeof(address.incarnation));
@@ -33,7 +33,7 @@ Py_hash_t hash_of(const Address& address) {
   return hash == -1 ? 0 : hash;
 }
 
-// Of bytes, or of another contiguous buffer: what came from a socket is a bytearray, or a part of one.
+// From bytes or another contiguous buffer: what came from a socket is a bytearray, or a part of one.
 template <typename T>
 std::shared_ptr<const T> decode(nb::handle data) {
   BufferView view;

@@ -1,4 +1,4 @@
-// What RDMA devices there are, before any is opened: for policy, topo and doctor.
+// Which RDMA devices there are, before any is opened: for policy, topo and doctor.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -26,7 +26,7 @@ TransportKind rdma_kind(const std::string& transport) {
 
 std::string missing(const std::string& transport, const std::string& provider) {
   const TransportKind kind = rdma_kind(transport);
-  WithoutGil no_gil;  // a library may be opened, and look at its devices
+  WithoutGil no_gil;  // a library may be opened, which looks at its devices
   return rdma_missing(kind, provider);
 }
 

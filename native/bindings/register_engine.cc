@@ -22,7 +22,7 @@ namespace {
 
 using Self = nb::pointer_and_handle<EngineHandle>;
 
-// A number, or what each rail is bound to.
+// A number of rails, or what each is bound to.
 void set_rails(EngineOptions* options, nb::handle rails) {
   if (PyIndex_Check(rails.ptr())) {
     options->rail_count = to_u32(rails, "rails", kRailsMax, 1);
@@ -30,7 +30,7 @@ void set_rails(EngineOptions* options, nb::handle rails) {
   }
   constexpr const char* kWanted =
       "must be a number in 1..16, or a list of IP addresses and interface names, as ['eth0', 'eth1']";
-  // A text is a sequence of texts too, but not one of rails.
+  // A string is a sequence of strings, too, but not one of rails.
   if (PyUnicode_Check(rails.ptr()) || !PySequence_Check(rails.ptr()))
     throw UsageError("rails is " + type_name_of(rails) + ", " + kWanted);
   for (nb::handle rail : nb::borrow<nb::sequence>(rails)) {

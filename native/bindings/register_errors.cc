@@ -13,7 +13,7 @@
 namespace crossrail::bindings {
 
 nb::handle package_attribute(const char* module, const char* name) {
-  // Never freed: after the interpreter's end there is nobody to give the references back to.
+  // Never freed: after the interpreter has ended, there is nobody to return the references to.
   static auto& known = *new std::map<std::pair<std::string, std::string>, nb::object>;
   nb::object& found = known[{module, name}];
   if (!found.is_valid()) found = nb::module_::import_(module).attr(name);
@@ -33,7 +33,7 @@ void set_error(const char* name, const auto&... arguments) {
     const nb::object error = in_python([&] { return type(arguments...); });
     PyErr_SetObject(type.ptr(), error.ptr());
   } catch (nb::python_error& error) {
-    error.restore();  // an import that failed says more than we could
+    error.restore();  // a failed import says more than we could
   }
 }
 

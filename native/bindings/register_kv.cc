@@ -1,4 +1,4 @@
-// crossrail._core.kv: names of pages, and which page has which. See kv/page_names.h and kv/prefix_cache.h.
+// crossrail._core.kv: names of pages, and which page has which name. See kv/page_names.h and kv/prefix_cache.h.
 #include <nanobind/nanobind.h>
 
 #include <cstdint>
@@ -50,7 +50,7 @@ nb::object page_names(nb::handle first, nb::handle tokens, nb::handle page_token
   return names_to_numpy(std::move(names));
 }
 
-// The GIL is kept, which is what keeps two threads apart: a hundred thousand pages take some milliseconds.
+// The GIL is kept and keeps threads apart: a hundred thousand pages take some milliseconds.
 
 nb::object match(const PrefixCache& self, nb::handle names) {
   return to_numpy(self.match(names_of(HostArray(names, "names", Use::kRead, 2))));

@@ -1,4 +1,4 @@
-// A peer's memory, mapped: what Engine.map gives a memoryview of, or, of a GPU's, an array of Numba's protocol.
+// A peer's memory, mapped: Engine.map returns a memoryview of it or, for GPU memory, an array with Numba's protocol.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
@@ -18,8 +18,8 @@ namespace {
 
 using Self = nb::pointer_and_handle<EngineHandle>;
 
-// The memory lives as long as this, which lives as long as a view of it. It needs neither engine nor peer, and does no
-// harm in a forked child: the memory is shared with that one too.
+// The memory lives as long as this, which lives as long as a view of it. It needs neither engine nor peer, and is
+// harmless in a forked child, which shares the memory.
 struct MappingHandle {
   Mapping mapping;
   uint64_t length_bytes = 0;
@@ -83,13 +83,13 @@ nb::dict cuda_array(const GpuMappingHandle& self) {
   return shown;
 }
 
-// DLPack's capsule. Unlike an address it says for which GPU the memory is mapped: torch takes an address to be of the
-// GPU whose memory it is, and copies what it should not.
+// DLPack's capsule. Unlike an address it says for which GPU the memory is mapped: torch assumes that an address belongs
+// to the GPU whose memory it is, and would make an unwanted copy.
 nb::object dlpack(nb::pointer_and_handle<GpuMappingHandle> self, const nb::kwargs&) {
   const size_t shape[1] = {self.p->of.length_bytes};
   const nb::ndarray<> array(self.p->of.mapping.base, 1, shape, self.h, nullptr, nb::dtype<uint8_t>(),
                             nb::device::cuda::value, self.p->gpu);
-  return nb::cast(array, nb::rv_policy::reference);  // without a framework, the capsule
+  return nb::cast(array, nb::rv_policy::reference);  // without a framework: the capsule
 }
 
 std::string show(const GpuMappingHandle& self) {

@@ -135,7 +135,7 @@ size_t check_block(nb::handle block) {
   return value;
 }
 
-// codes and scales as quantize and dequantize take them.
+// codes and scales as taken by quantize and dequantize.
 void check_codes(const HostArray& codes, const HostArray& scales, const HostArray& x, size_t block) {
   codes.require_size(0, x.size(0), "rows of x");
   codes.require_size(1, x.size(1), "columns of x");

@@ -45,7 +45,7 @@ nb::object ranges_to_tuple(moe::Ranges ranges) {
   return nb::make_tuple(to_numpy(std::move(ranges.rows)), to_numpy(std::move(ranges.starts)));
 }
 
-// `make` is called with the GIL let go.
+// Calls `make` with the GIL released.
 template <typename Make>
 auto without_gil(Make make) {
   const WithoutGil no_gil;

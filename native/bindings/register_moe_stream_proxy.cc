@@ -71,7 +71,7 @@ class StreamProxyHandle {
         .routes_limits = std::move(routes_limits)};
     const std::span<std::byte> memory(static_cast<std::byte*>(board_.data()), board_.numbers<uint8_t>().size());
     moe::Proxy& posting = proxy.get();
-    const WithoutGil no_gil;  // the driver allocates words, and tries them
+    const WithoutGil no_gil;  // the driver allocates words, and tests them
     proxy_ = std::make_unique<moe::StreamProxy>(engine, posting, layout, rank, memory, parts, options);
   }
   ~StreamProxyHandle() {
@@ -79,7 +79,7 @@ class StreamProxyHandle {
       const WithoutGil no_gil;
       proxy_.reset();
     } else {
-      proxy_.release();  // its thread is the parent's
+      proxy_.release();  // its thread belongs to the parent
     }
   }
   StreamProxyHandle(const StreamProxyHandle&) = delete;

@@ -1,5 +1,4 @@
-// The words of ranks that share memory (moe/words.h), as Python has them: one board for each rank, with words at its
-// start.
+// The words of ranks that share memory (moe/words.h), as seen from Python: one board per rank, with words at its start.
 #include <nanobind/nanobind.h>
 
 #include <nanobind/stl/optional.h>
@@ -40,7 +39,7 @@ const char* result_name(moe::WordsResult result) {
   return "";
 }
 
-// Invariant: boards[i] is held, and has `count` words, for as long as this lives; owners[i] is null where it is ours.
+// Invariant: boards[i] is held, and has `count` words, for as long as this lives; owners[i] is null if it is ours.
 class Words {
  public:
   Words(nb::pointer_and_handle<EngineHandle> given, nb::sequence boards, nb::sequence owners, size_t own, size_t count,
@@ -74,7 +73,7 @@ class Words {
     watched_.push_back(std::move(rank));
     is_left_out_.push_back(false);
   }
-  // index: of a board, or behind these of a watched rank.
+  // index: of a board, or, after these, of a watched rank.
   void leave_out(size_t index) {
     if (index >= is_left_out_.size()) throw UsageError("no such rank");
     is_left_out_[index] = true;
@@ -127,7 +126,7 @@ class Words {
   }
 
   bool has_come(size_t rank, size_t index, uint32_t round) {
-    // acquire, also for what was read before: the owner sets a word before it writes what we may have been reading.
+    // acquire, also for earlier reads: the owner sets a word before it writes what we may have been reading.
     std::atomic_thread_fence(std::memory_order_acquire);
     return moe::has_come(word(rank, index), round);
   }
@@ -155,7 +154,7 @@ class Words {
   const size_t count_;
   const bool masks_;
   std::vector<bool> is_masked_;    // by board: one of its words was sealed
-  std::vector<bool> is_left_out_;  // by board, then of those that are watched
+  std::vector<bool> is_left_out_;  // by board, then of the watched ranks
 };
 
 }  // namespace

@@ -1,6 +1,6 @@
-// The submits of engine.h: convert, let the GIL go, forward.
+// The submits of engine.h: convert, release the GIL, forward.
 //
-// Numbers come as plain objects and are converted here: the error then names argument, value and bound, and the call is
+// Numbers come as plain objects and are converted here: errors then name argument, value and bound, and the call is
 // faster than through nanobind's optional casters.
 #include <nanobind/nanobind.h>
 
@@ -18,12 +18,11 @@ namespace crossrail::bindings {
 
 namespace {
 
-constexpr uint64_t kLayoutMax = uint64_t{1}
-                                << 56;  // of offsets and strides of pages, so that their products fit 128 bits
+constexpr uint64_t kLayoutMax = uint64_t{1} << 56;  // for page offsets and strides, so that their products fit 128 bits
 
 using Self = nb::pointer_and_handle<EngineHandle>;
 
-// Owner between here and the end of the submit: the Refs of the caller's frame; afterwards the core's own.
+// Owner until the end of the submit: the Refs in the caller's frame; afterwards the core's own.
 template <typename Submit>
 TransferHandle submit(Self self, Submit submit_now) {
   TransferRef transfer;
@@ -51,13 +50,13 @@ RemoteRegionRef remote_region(Self self, nb::handle given, const char* argument)
   return self.p->remote(to_descriptor(given, argument));
 }
 
-// None: all that is left of the local region behind the offset.
+// None: the rest of the local region after the offset.
 uint64_t to_length(nb::handle length, const Region& local, uint64_t local_offset) {
   if (!length.is_none()) return to_u64(length, "length");
   return local.length_bytes() > local_offset ? local.length_bytes() - local_offset : 0;
 }
 
-// A pair, and what keeps its watcher alive until the transfer does.
+// A trigger pair, and what keeps its watcher alive until the transfer does.
 struct GivenTrigger {
   Ref<Watcher> watcher;
   uint64_t threshold = 0;
@@ -159,7 +158,8 @@ const Ref<PeerGroup>& usable(Self self, nb::handle given) {
   return group.group.ref();
 }
 
-// One number for all targets, or none, is the request's `imm`; an array or sequence its `imms`, which are put here.
+// One number for all targets, or none, becomes the request's `imm`; an array or sequence its `imms`, which are stored
+// here.
 void set_imms(nb::handle given, ScatterRequest& request, std::vector<uint32_t>& imms) {
   if (given.is_none() || PyLong_Check(given.ptr()) || PySequence_Check(given.ptr()) == 0) {
     request.imm = to_imm(given);

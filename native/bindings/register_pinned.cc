@@ -1,4 +1,4 @@
-// Host memory that kernels of a GPU read and write by its own address, while it is held.
+// Host memory that GPU kernels read and write by its own address, while it is pinned.
 #include <nanobind/nanobind.h>
 
 #include <memory>
@@ -17,7 +17,7 @@ namespace crossrail::bindings {
 
 namespace {
 
-// Invariant: what is pinned is unpinned before the buffer is let go.
+// Invariant: pinned memory is unpinned before the buffer is released.
 class PinnedHandle {
  public:
   PinnedHandle(nb::handle memory, int gpu) {
@@ -37,7 +37,7 @@ class PinnedHandle {
   }
   ~PinnedHandle() {
     if (generation_ != fork_generation) {
-      pinned_.release();  // what is pinned is the parent's
+      pinned_.release();  // what is pinned belongs to the parent
       return;
     }
     const WithoutGil no_gil;  // it waits for kernels

@@ -26,7 +26,7 @@ nb::object sender_object(ReceivePoolHandle& self, const std::shared_ptr<const Ad
   }
   if (self.senders.size() == kSendersMax) self.senders.clear();
   self.senders.emplace_back(sender, nb::cast(AddressHandle(sender)));
-  // The latest first: who sends now will soon send again.
+  // The latest first: whoever sends now will soon send again.
   std::swap(self.senders.front(), self.senders.back());
   return self.senders.front().second;
 }
@@ -57,7 +57,7 @@ nb::object recv(ReceivePoolHandle& self, nb::handle timeout_s) {
   const Ref<ReceivePool> pool = self.pool.ref();
   const Deadline deadline = to_deadline(timeout_s, pool->clock());
   std::vector<Message> messages;
-  const InterruptCheck check = interrupted;  // of the whole, also where other threads take what wakes us
+  const InterruptCheck check = interrupted;  // for the whole wait, also if other threads take what wakes us
   for (;;) {
     pool->poll(1, &messages);
     if (!messages.empty()) return to_python(self, messages.front());

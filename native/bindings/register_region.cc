@@ -24,7 +24,7 @@ void init_registered(RegionHandle* self, EngineArgument engine, uint64_t address
   RegionRef region;
   {
     WithoutGil no_gil;
-    // An address, as Python has it, becomes a pointer here and nowhere else.
+    // The only place where an address from Python becomes a pointer.
     void* const base = reinterpret_cast<void*>(address);  // NOLINT(performance-no-int-to-ptr)
     region = core->register_memory(base, nbytes, wanted, memory);
   }
@@ -44,7 +44,7 @@ void init_allocated(RegionHandle* self, EngineArgument engine, nb::handle nbytes
   new (self) RegionHandle(engine, std::move(region), nb::object(), true);
 }
 
-// is_for_mapping tells it from the other constructors.
+// is_for_mapping distinguishes this from the other constructors.
 void init_for_mapping(RegionHandle* self, EngineArgument engine, nb::handle nbytes_object, nb::handle) {
   const uint64_t nbytes = to_u64(nbytes_object, "nbytes");
   const EngineRef core = engine.p->core();

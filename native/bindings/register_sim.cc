@@ -1,4 +1,4 @@
-// crossrail._core.SimWorld: what crossrail.sim is made of.
+// crossrail._core.SimWorld: the basis of crossrail.sim.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -23,7 +23,7 @@ namespace {
 
 using Self = SimWorldHandle&;
 
-// As NicProfile.as_tuple(): name, bytes/s, works/s, latency, completion, jitter, overhead (ns), ordered, names its
+// As from NicProfile.as_tuple(): name, bytes/s, works/s, latency, completion, jitter, overhead (ns), ordered, names its
 // paths, works, bytes of a work.
 using RailTuple =
     std::tuple<std::string, uint64_t, uint64_t, int64_t, int64_t, int64_t, int64_t, bool, bool, uint32_t, uint64_t>;
@@ -51,11 +51,11 @@ Deadline clock_time(nb::handle since_begin_ns) {
              : static_cast<Deadline>(to_u64(since_begin_ns, "deadline_ns", kLatest)) + sim::World::kOriginNs;
 }
 
-// Goes on until the notifier has something ("news"), callbacks of the user are due ("callbacks"), the deadline is
-// reached ("deadline": the clock stands there), nothing is left to happen and there is no deadline ("idle"), or so many
-// steps or some real time have passed, or the clock is at the limit, where it stops ("more"). goes_on: after "more",
-// with nothing done in between that the world could know of. How much real time there was may decide nothing, so
-// watchers are not woken then.
+// Runs until the notifier has something ("news"), user callbacks are due ("callbacks"), the deadline is reached
+// ("deadline": the clock stands there), nothing is left to happen and there is no deadline ("idle"), or steps_max steps
+// or some real time have passed, or the clock is at the limit, where it stops ("more"). goes_on: the previous result
+// was "more", and nothing was done in between that the world could notice. The amount of real time must not influence
+// anything, so watchers are not woken then.
 const char* run_until(Self self, nb::handle deadline_ns, nb::handle notifier, uint32_t steps_max, nb::handle limit_ns,
                       bool goes_on) {
   constexpr int64_t kRealNsMax = 20'000'000;
@@ -99,7 +99,7 @@ void at(Self self, nb::handle at_ns, Deed deed) {
   world->at(when, [raw = world.get(), deed] { deed(*raw); });
 }
 
-// A fault of the network: with the lock.
+// A network fault, with the lock held.
 template <typename Change>
 void on_fabric(Self self, nb::handle at_ns, Change change) {
   at(self, at_ns, [change](sim::World& world) {
@@ -108,7 +108,8 @@ void on_fabric(Self self, nb::handle at_ns, Change change) {
   });
 }
 
-// fault: a number of its own for a fault that ends by itself; 0 for one that lasts until all are ended, and to end all.
+// fault: a number of its own for a fault that has its own end; 0 for one that lasts until all are ended, and to end
+// all.
 void register_faults(nb::class_<SimWorldHandle>& world) {
   world
       .def(

@@ -39,7 +39,7 @@ nb::object exception_of(const TransferHandle& self) {
 void wait(const TransferHandle& self, nb::handle timeout_s) {
   const TransferRef transfer = self.transfer.ref();
   if (transfer->done()) {
-    to_seconds(timeout_s);  // a mistake in it is one now, too, and not on the day when the transfer is slower
+    to_seconds(timeout_s);  // a mistake in it is reported now, and not only when the transfer is slower
   } else {
     const Deadline deadline = to_deadline(timeout_s, transfer->clock());
     if (wait_without_gil([&] { return transfer->wait(deadline, interrupted); }) == WaitResult::kTimeout) {

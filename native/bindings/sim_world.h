@@ -12,17 +12,17 @@
 
 namespace crossrail::bindings {
 
-// Engines keep the native world, not this; the Python world keeps this, and is kept by its engines' callers.
+// Engines keep the native world alive, not this; the Python world keeps this, and is kept by the users of its engines.
 struct SimWorldHandle {
   SimWorldHandle(uint64_t seed, size_t log_lines_max, uint64_t twin)
       : world(std::make_shared<sim::World>(seed, log_lines_max, twin)) {}
 
-  // `run` must not refer to what keeps this alive, but weakly: nobody collects a cycle through here.
+  // `run` must refer only weakly to what keeps this alive: nobody collects a cycle through here.
   void set_callbacks(Ref<Notifier> notifier, nb::object run) {
     callbacks = notifier;
-    // Dropped with the GIL, wherever the last engine goes.
+    // Dropped with the GIL held, wherever the last engine is destroyed.
     const std::shared_ptr<nb::object> shared(new nb::object(std::move(run)), [](nb::object* object) {
-      if (Py_IsInitialized() == 0) return;  // leaked: there is nobody left to give it back to
+      if (Py_IsInitialized() == 0) return;  // leaked: there is nobody to return it to
       park_if_exiting();
       const nb::gil_scoped_acquire gil;
       delete object;

@@ -1,8 +1,8 @@
-// With Rules::connects: who is let in, what stands, what has ended.
+// With Rules::connects: which connections are accepted, are up, or have ended.
 //
 // Of the two ends of a path the one with the smaller (name of its listener, path number) dials; the other accepts
-// whoever names its path and the token from its offer, once. The end that dials may know the other's offer sooner than
-// the other way round: then the connection stands before connect() is called at the other end.
+// whoever names its path and the token from its offer, once. The dialing end may know the other's offer earlier than
+// the other way round: then the connection is up before connect() is called at the other end.
 #include <algorithm>
 
 #include "transport/ofi/lines.h"
@@ -15,8 +15,8 @@ namespace crossrail::ofi {
 
 namespace {
 
-// Reading the queue of events costs system calls, and what it tells is seldom urgent: that a connection ended is told
-// by the completion queue too.
+// Reading the event queue costs system calls, and its news is seldom urgent: the completion queue, too, reports that a
+// connection ended.
 constexpr int64_t kEventsPause = 250'000;
 constexpr int kEventsMax = 64;  // in one poll
 
@@ -71,7 +71,7 @@ void OfiNic::on_request(const ConnectionEvent& event) {
       is_let_in = path != nullptr && path->accept(*event.request, words->token);
     }
   } catch (const TransportError&) {
-    // Who dialed hears that it was refused, and tries again.
+    // The dialing side learns that it was refused, and tries again.
   }
   if (is_let_in) return;
   ++dropped_;
@@ -87,7 +87,7 @@ void OfiNic::on_connected(const struct fid* endpoint) {
 }
 
 void OfiNic::on_ended(const ConnectionEvent& event, rdma::NicEvents& events) {
-  // Refused without a word: not by a NIC of ours, but by a host where nobody listens at that port.
+  // Refused without a message: not by a NIC of ours, but by a host where nobody listens at that port.
   const bool is_nobody = event.code == FI_ECONNREFUSED && event.said.empty();
   if (OfiPath* const path = path_of(event.endpoint)) {
     path->break_by_itself(event.code == 0 ? "the peer's end closed the connection"
@@ -97,7 +97,7 @@ void OfiNic::on_ended(const ConnectionEvent& event, rdma::NicEvents& events) {
   }
   const Name name = lines_->on_ended(event.endpoint);
   if (name.empty()) return;
-  // What was to leave by this line is lost, as datagrams may be: the layer repeats itself.
+  // Datagrams that were waiting for this line are lost, as datagrams may be: the layer repeats itself.
   const auto is_to = [&](const Datagram& datagram) { return datagram.to == name; };
   const auto first = std::ranges::find_if(datagrams_, is_to);
   if (first == datagrams_.end()) return;

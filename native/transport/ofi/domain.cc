@@ -10,9 +10,9 @@ namespace crossrail::ofi {
 
 namespace {
 
-// Entries of the completion queue. A queue of efa that runs over ends the device's use, and what runs into it beside
-// our own works and receives are immediates of any number of peers, which no limit of ours holds back: so as much as
-// the device gives. Other providers' queues grow.
+// Entries of the completion queue. On efa an overrun ends the use of the device, and besides our own works and receives
+// the queue takes immediates of any number of peers, which no limit of ours holds back: so it gets as many as the
+// device allows. Other providers' queues grow.
 constexpr size_t kQueueEntriesMax = 32768;
 constexpr size_t kQueueEntries = 4096;
 constexpr size_t kQueueEntriesMin = 1024;
@@ -46,7 +46,7 @@ fi_addr_t Peers::add(const Name& name) {
 void Peers::remove(const Name& name) {
   const auto found = entries_.find(name);
   if (found == entries_.end() || --found->second.users != 0) return;
-  fid()->ops->remove(fid(), &found->second.address, 1, 0);  // fails only for an address that is none
+  fid()->ops->remove(fid(), &found->second.address, 1, 0);  // fails only for an invalid address
   entries_.erase(found);
 }
 
@@ -119,14 +119,14 @@ int Domain::register_with(fi_mr_attr* attributes, uint64_t flags, fid_mr** memor
   if (is_closed_) throw EngineClosedError("the engine is closed");
   attributes->iov_count = 1;
   for (int attempt = 0;; ++attempt) {
-    // Where we choose the key, a random one: that of a region closed long ago opens nothing else.
+    // If we choose the key, a random one: the key of a region closed long ago must open nothing else.
     if (!wants(FI_MR_PROV_KEY)) {
       const size_t bytes = info().domain_attr->mr_key_size;
       const uint64_t key = kernel_entropy().draw_u64();
       attributes->requested_key = bytes >= 8 ? key : key & ((1ull << (8 * bytes)) - 1);
     }
     const int code = domain_->mr->regattr(&domain_->fid, attributes, flags, memory);
-    if (code != -FI_ENOKEY || attempt == 8) return code;  // else taken
+    if (code != -FI_ENOKEY || attempt == 8) return code;  // otherwise the key is taken
   }
 }
 
@@ -142,9 +142,9 @@ Fid<fid_mr> Domain::register_memory(void* base, uint64_t length_bytes, uint64_t 
   return Fid<fid_mr>(memory);
 }
 
-// Without a dma-buf of ours the provider tries what it knows, nvidia-peermem for one.
+// Without a dma-buf of ours the provider tries its own means, such as nvidia-peermem.
 Fid<fid_mr> Domain::register_gpu_memory(const device::GpuMemory& gpu, uint64_t access) const {
-  // The address that peers give is that of the dma-buf's beginning and the offset in it: our pointer.
+  // Peers address the start of the dma-buf plus the offset in it, which equals our pointer.
   const fi_mr_dmabuf shared{gpu.dma_buf(), gpu.dma_buf_offset(), gpu.length_bytes(), gpu.base() - gpu.dma_buf_offset()};
   const iovec range{gpu.base(), gpu.length_bytes()};
   fi_mr_attr attributes{};

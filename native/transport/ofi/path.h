@@ -45,26 +45,26 @@ class OfiPath final : public rdma::NicPath {
   std::vector<uint8_t> offer_;
   // With Rules::endpoint_per_path; null before a connection is begun, and once it is closed and read to its end.
   std::unique_ptr<Endpoint> own_;
-  // Of the peer:
+  // About the peer:
   Name peer_name_;
-  fi_addr_t address_ = FI_ADDR_NOTAVAIL;  // with the endpoint that works go by
-  bool is_host_known_ = false;            // its name is with the NIC's control_
+  fi_addr_t address_ = FI_ADDR_NOTAVAIL;  // at the endpoint that works use
+  bool is_host_known_ = false;            // control_ of the NIC knows its name
   uint32_t peer_id_ = 0;
   uint64_t peer_token_ = 0;
-  uint64_t peer_landing_ = 0;  // where immediates go that concern no region
+  uint64_t peer_landing_ = 0;  // target of immediates without a region
   uint64_t peer_landing_key_ = 0;
 
   uint32_t works_out_ = 0;
   uint32_t sends_out_ = 0;
   bool is_connected_ = false;  // connect() was called
-  bool is_standing_ = false;   // the provider's connection
-  bool is_ready_ = false;      // works may go
+  bool is_standing_ = false;   // the provider's connection is up
+  bool is_ready_ = false;      // works may be posted
   bool is_broken_ = false;
   bool is_ending_ = false;  // break_off() was called
   bool is_flushed_ = false;
-  bool fault_told_ = false;  // the first work that failed was told as such
+  bool fault_told_ = false;  // the first failed work was reported as such
   bool break_told_ = false;
-  bool was_heard_ = false;   // the peer's NIC came through: its works may be under way
+  bool was_heard_ = false;   // the peer's NIC was heard: its works may be in flight
   bool answer_due_ = false;  // to a fence
   std::string reason_;
   Deadline ready_by_ = kNoDeadline;

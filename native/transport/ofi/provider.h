@@ -1,4 +1,4 @@
-// libfabric's providers as we use them: what each is measured to do, and which devices it offers on this host.
+// libfabric's providers as we use them: the measured properties of each, and the devices that it offers on this host.
 #pragma once
 
 #include <rdma/fabric.h>
@@ -11,33 +11,33 @@
 
 namespace crossrail::ofi {
 
-// How a provider has to be used. What is not known of one is set to the careful side.
+// How to use a provider. Properties that are not known are set to the safe side.
 struct Rules {
-  std::string name;      // what users call it; RdmaRails::fabric
+  std::string name;      // the name for users; RdmaRails::fabric
   std::string provider;  // fabric_attr->prov_name, exactly: a hint of "tcp" also finds "tcp;ofi_rxm"
   std::string fabric;    // fabric_attr->name where the provider has several kinds, else empty
   bool is_efa = false;   // options and error codes of that provider
-  uint8_t way = 0;       // of several to the same devices: endpoints tell it, and meet those of the same alone
+  uint8_t way = 0;       // if several lead to the same devices: part of the endpoint, and only equal ones communicate
   bool uses_ip = false;  // its devices are IP addresses
-  // Works to one peer cannot be cancelled. So either each path has an endpoint of its own, which is closed (exact, but
+  // Works for one peer cannot be cancelled. So either each path has an endpoint of its own, which is closed (exact, but
   // costs a queue pair or a socket per peer), or all share one that is replaced when a path with unfinished works ends.
   bool endpoint_per_path = true;
   // Paths are connections (FI_EP_MSG): one listens for each NIC, one side dials, the other accepts. Else endpoints are
   // reliable datagram ones (FI_EP_RDM), which know peers by an address vector.
   bool connects = false;
-  // Its endpoints carry out writes in the order of posting, and end a connection at the first error.
+  // Its endpoints execute writes in the order of posting, and end a connection at the first error.
   bool ordered = false;
-  // Completions must be asked for as FI_DELIVERY_COMPLETE: those by default say that the bytes were handed on.
+  // Completions must be requested as FI_DELIVERY_COMPLETE: default ones only say that the bytes were passed on.
   bool delivery_complete = true;
   // The provider, not a NIC, places peers' bytes: closing a registration does not end what is being placed.
   bool placed_by_software = true;
-  // Its queue's descriptor can be slept on. Not those of layered ones (tcp;ofi_rxm): epoll sets within epoll sets, as
-  // deep as the kernel allows, and ours would be one more. Nor efa's, where a version has one (efa-direct since 2.2,
-  // efa since 2.4): a queue that can be slept on is read through a software queue.
+  // Its queue's descriptor can be slept on. Not those of layered providers (tcp;ofi_rxm): epoll sets nested as deeply
+  // as the kernel allows, and ours would add a level. Nor efa's, if a version has one (efa-direct since 2.2, efa since
+  // 2.4): a queue that can be slept on is read through a software queue.
   bool has_descriptor = true;
-  bool keeps_doorbell = false;  // FI_MORE saves something
-  std::string unproven;         // what nobody has proven of it, to be said to the user; empty: our tests run on it
-  std::string refused;          // why it is not used at all; empty: it is
+  bool keeps_doorbell = false;  // FI_MORE is worth using
+  std::string unproven;         // what is unproven about it, for users; empty: our tests run on it
+  std::string refused;          // why it is not used at all; empty: it is used
 };
 // provider: "tcp", "efa", "efa-direct", any other name of libfabric's.
 Rules rules_for(const std::string& provider);
@@ -60,11 +60,11 @@ struct Device {
   bool is_loopback = false;
 };
 
-// All devices of the provider, fast ones first; for tcp one for each address of this host. Empty: none.
+// All devices of the provider, fast ones first; for tcp, one per address of this host. Empty: none.
 std::vector<Device> devices(const Library& library, const Rules& rules);
-// Those that names (addresses, devices, netdevs) select, in that order; without names the first `count`, 0: all; IP
-// addresses are repeated for it (127.0.0.1, 127.0.0.2 ... on hosts without a network).
-// Throws UsageError for a name that is none, TransportError where the provider has nothing.
+// The devices selected by names (addresses, devices, interfaces), in that order; without names the first `count`, 0:
+// all; IP addresses are repeated to reach it (127.0.0.1, 127.0.0.2 ... on hosts without a network). Throws UsageError
+// for a name that matches nothing, TransportError if the provider has no device.
 std::vector<Device> choose(const Library& library, const Rules& rules, const std::vector<std::string>& names,
                            uint32_t count);
 

@@ -9,8 +9,8 @@
 
 namespace crossrail::ofi {
 
-// Where a provider places peers' bytes by software, closing a registration refuses new operations but does not end one
-// whose bytes are still coming in. A fence does: every path carries a question behind all that was under way, in both
+// If a provider places peers' bytes in software, closing a registration refuses new operations but does not end one
+// whose bytes are still arriving. A fence does: every path carries a question behind everything in flight, in both
 // directions, and the answer shows that it has ended. Numbers grow.
 struct Fences {
   // revoke() adds one after the registration is closed; poll() reads it before it begins a fence. Sequentially

@@ -1,4 +1,4 @@
-// How the paths of a NIC share its one transmit queue, where they do (efa).
+// How the paths of a NIC share its single transmit queue, on providers where they do (efa).
 #pragma once
 
 #include <algorithm>
@@ -6,11 +6,11 @@
 
 namespace crossrail::ofi {
 
-// What is under way to a host that has vanished stays in the queue until the provider or the layer gives it up. So that
-// others go on meanwhile, three quarters of the queue are for whoever comes: a path has no more works, and no more
-// fragments, than an eighth of what is left of them, or a larger part where the queue is so short that one path alone
-// would not have its works. The last quarter is kept for paths that have no more than a few; short fragments (pings,
-// and answers to them) have room where others have none. With 4096 entries some 85 peers can stand still.
+// Works for a host that has vanished stay in the queue until the provider or the layer gives them up. So that others
+// can continue meanwhile, three quarters of the queue are first come, first served: a path may have no more works, and
+// no more fragments, than an eighth of what is left of them, or a larger part if the queue is so short that a single
+// path would not get its works. The last quarter is reserved for paths that have just a few; short fragments (pings,
+// and answers to them) have room when others have none. With 4096 entries some 85 peers can stand still.
 class TransmitShares {
  public:
   TransmitShares() = default;
@@ -21,8 +21,8 @@ class TransmitShares {
         divisor_(std::clamp<uint32_t>((entries - reserve_) / std::max(path_works_max, 1u), 2, 8)),
         few_(std::clamp<uint32_t>(entries / 1024, 1, 4)) {}
 
-  // How many more a path may post that has `outstanding` of that kind under way, of at most path_max.
-  // used: entries of the queue that are taken.
+  // How many more works or fragments a path may post that has `outstanding` of that kind in flight, of at most
+  // path_max. used: occupied entries of the queue.
   uint32_t room(uint32_t used, uint32_t outstanding, uint32_t path_max, uint32_t kept) const {
     const uint32_t left = entries_ - std::min(used, entries_);
     const uint32_t free = left - std::min(left, reserve_);
@@ -30,7 +30,7 @@ class TransmitShares {
     if (outstanding < share) return share - outstanding;
     return outstanding < kept ? std::min(kept - outstanding, left) : 0;
   }
-  // What a path may have in any case, as long as there is room at all.
+  // What a path may have in any case, while there is room at all.
   uint32_t works_kept() const { return few_; }
   uint32_t fragments_kept() const { return few_; }
   uint32_t short_fragments_kept() const { return 2 * few_; }

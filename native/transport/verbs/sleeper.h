@@ -38,7 +38,7 @@ class Sleeper {
   std::vector<int> fds_;
   bool is_armed_ = false;
   bool may_have_rung_ = false;
-  std::atomic<bool> has_rung_{false};  // the channel's edge was taken, with what stands in it
+  std::atomic<bool> has_rung_{false};  // the channel's edge was consumed, with its content still there
   std::atomic<bool> device_news_{false};
 };
 

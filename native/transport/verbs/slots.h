@@ -1,4 +1,4 @@
-// Registered memory in equal slots: what fragments and datagrams are sent from and received into.
+// Registered memory in equal slots: the buffers of fragments and datagrams.
 #pragma once
 
 #include <cstddef>
@@ -15,13 +15,13 @@ class Slots {
  public:
   static constexpr uint32_t kNone = ~0u;
 
-  // Throws TransportError, as grow() does.
+  // Throws TransportError, like grow().
   Slots(const Adapter& adapter, uint32_t count, uint32_t slot_bytes)
       : slot_bytes_(slot_bytes), block_slots_(count), adapter_(adapter) {
     grow();
   }
 
-  // As many more as there were at the beginning.
+  // Adds as many as there were initially.
   void grow() {
     const size_t bytes = size_t{block_slots_} * slot_bytes_;
     Block block{make_pages(bytes), nullptr};
@@ -46,7 +46,7 @@ class Slots {
            size_t{slot % block_slots_} * slot_bytes_;
   }
   uint32_t slot_bytes() const { return slot_bytes_; }
-  // Of the first `length` bytes of a slot.
+  // The first `length` bytes of a slot.
   ibv_sge entry(uint32_t slot, uint32_t length) {
     return {reinterpret_cast<uint64_t>(at(slot)), length, blocks_[slot / block_slots_].memory->lkey};
   }

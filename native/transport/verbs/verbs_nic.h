@@ -20,7 +20,7 @@
 
 namespace crossrail::verbs {
 
-// Completions that were taken from a queue and are not told yet.
+// Completions taken from a queue and not reported yet.
 struct Batch {
   static constexpr uint32_t kMax = 32;
   std::array<ibv_wc, kMax> entries;
@@ -106,12 +106,12 @@ class VerbsNic final : public rdma::Nic {
   rdma::NicLimits limits_;
 
   bool is_port_up_ = false;
-  std::atomic<uint32_t> speed_mbps_;  // [any] reads it
-  const char* port_news_ = nullptr;   // what the device said of our port, to be looked into by poll(); null: nothing
+  std::atomic<uint32_t> speed_mbps_;  // [any] may read it
+  const char* port_news_ = nullptr;   // what the device reported about our port, to be checked by poll(); null: nothing
   std::string fatal_;                 // why the device is gone; empty: it is not
   bool is_fatal_told_ = false;
   uint32_t budget_ = 0;       // work requests that may still be posted: queues.h
-  uint32_t budget_owed_ = 0;  // to be given back once the queue of send completions was seen empty
+  uint32_t budget_owed_ = 0;  // to be returned once the queue of send completions was seen empty
   uint64_t receives_passed_ =
       0;  // receive completions taken; a look that found none left counts as all that there can be
   int64_t looked_at_device_ns_ = 0;
@@ -123,7 +123,7 @@ class VerbsNic final : public rdma::Nic {
   std::vector<uint32_t> draining_;  // indices
   std::vector<uint32_t> troubled_;  // indices
   std::unordered_map<uint32_t, VerbsPath*> by_queue_pair_;
-  uint32_t last_number_ = 0;  // of the queue pair that the last immediate came by; 0 none
+  uint32_t last_number_ = 0;  // of the queue pair on which the last immediate arrived; 0: none
   VerbsPath* last_path_ = nullptr;
 };
 

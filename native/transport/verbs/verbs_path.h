@@ -1,6 +1,6 @@
-// What reaches one NIC of one peer: two reliable queue pairs, one for messages, one for writes and reads. Two, since
-// both immediates and messages use up receives in the order they come: in one queue an immediate would eat a message's
-// buffer.
+// A path to one NIC of one peer: two reliable queue pairs, one for messages, one for writes and reads. Two, since both
+// immediates and messages use up receives in the order of arrival: in a single queue an immediate would use up a
+// message's buffer.
 #pragma once
 
 #include <cstdint>
@@ -42,17 +42,17 @@ class VerbsPath final : public rdma::NicPath {
   // --- called by the NIC, from poll() ---
   void on_work(const ibv_wc& completion, rdma::NicEvents& events);
   void on_fragment_sent(const ibv_wc& completion, rdma::NicEvents& events);
-  // Tells once that it is broken, unless the layer knows.
+  // Reports once that it is broken, unless the layer knows.
   void tell_broken(rdma::NicEvents& events, bool by_peer, const std::string& reason);
   // Likewise, with the NIC's next poll().
   void note_trouble(std::string trouble, bool by_peer = false);
-  // May be said several times of one: Soft-RoCE since Linux 6.4 does.
+  // May be called several times for one queue pair: Soft-RoCE since Linux 6.4 reports it repeatedly.
   void on_queue_pair_idle(const ibv_qp* queue_pair) {
     (queue_pair == messages_.get() ? are_messages_idle_ : are_works_idle_) = true;
   }
-  // While draining: true once it is flushed and was said to be.
+  // While draining: true once it is flushed and this was reported.
   bool drain(rdma::NicEvents& events, int64_t now);
-  // Destroys the queue pairs, reports what they left as failed, says that all is flushed.
+  // Destroys the queue pairs, reports what they left as failed, and reports that all is flushed.
   void finish(rdma::NicEvents& events);
 
   uint32_t room_for(uint32_t outstanding, uint32_t path_max, uint32_t kept) const;
@@ -74,14 +74,14 @@ class VerbsPath final : public rdma::NicPath {
   uint64_t oldest_ = 0;
   uint32_t unsignalled_ = 0;  // works since the last signalled one
   uint32_t fragments_outstanding_ = 0;
-  std::vector<uint32_t> slots_;  // of fragments with the NIC
-  std::string trouble_;          // to be told by the NIC's next poll()
+  std::vector<uint32_t> slots_;  // of fragments in flight
+  std::string trouble_;          // to be reported by the NIC's next poll()
   bool is_trouble_peers_ = false;
   // Draining.
-  bool are_messages_idle_ = false;  // the device said that this queue pair takes no receive any more,
+  bool are_messages_idle_ = false;  // the device reported that this queue pair takes no more receives,
   bool are_works_idle_ = false;     // and this one
-  int64_t idle_by_ns_ = 0;          // when it is believed without having been said
-  int64_t give_up_ns_ = 0;          // when it is not waited for any longer
+  int64_t idle_by_ns_ = 0;          // when it is assumed without a report
+  int64_t give_up_ns_ = 0;          // when waiting for it ends
   uint64_t receives_due_ =
       0;  // nic_.receives_passed_ by which all that had come when it was idle is taken; 0: it is not
 };
