@@ -23,7 +23,7 @@ from functools import partial
 
 from crossrail._closing import AsyncClosing
 from crossrail._options import check_seconds, check_timeout
-from crossrail.control.deadlines import loop_time_s, set_in_time
+from crossrail.control.deadlines import loop_time_s
 from crossrail.control.mailbox import Mailbox, NoAnswer
 from crossrail.control.wire import Unreachable
 from crossrail.errors import CrossrailError, UsageError
@@ -33,10 +33,11 @@ from crossrail.kv.model import Tokens
 from crossrail.kv.services.absence import Absence
 from crossrail.kv.services.membership import Member, Membership, Roster, refuse
 from crossrail.kv.services.options import RouterOptions as RouterOptions
-from crossrail.kv.services.placement import ModelsSeen, Placement, prefix_names, weight
+from crossrail.kv.services.placement import ModelsSeen, Placement, prefix_names
 from crossrail.kv.services.redispatch import Redispatch, nobody_waits
 from crossrail.kv.services.router_requests import Adopted, Adoptions, Chunk, Ends, Running
 from crossrail.kv.services.tracing import checked
+from crossrail.kv.services.underway import Underway
 from crossrail.kv.services.waiting import Refusal, Waiter, Waiting
 
 log = logging.getLogger("crossrail.kv")
@@ -77,16 +78,13 @@ class Router(AsyncClosing):
         # another prefiller ("redispatched"), or another decoder ("restarted").
         self.counts: Counter[str] = Counter()
         self._mailbox = mailbox
-        self._running: dict[str, Running] = {}
+        self._running = Underway()
         self._ended = Ends()
         self._adopted = Adoptions()
         self._looked_s = 0.0  # after members, on the event loop's clock
         self._is_closing = False
-        self._idle = asyncio.Event()
-        self._idle.set()
         self._numbers = itertools.count(1)
         self._arrivals = itertools.count(1)
-        self._tokens = 0  # of requests under way, by their weight
         self._placement = Placement(self.roster)
         self._waiting = Waiting(self.roster, self._placement)
         self._redispatch = Redispatch(self._placement)
@@ -133,7 +131,7 @@ class Router(AsyncClosing):
         """Takes no more requests, and waits until those under way have ended. False when that took too long."""
         check_seconds(timeout_s=timeout_s)
         self._is_closing = True
-        return await set_in_time(self._idle, timeout_s)
+        return await self._running.all_ended(timeout_s)
 
     async def close(self) -> None:
         """Takes no more requests and ends those under way here, whose clients are told why. Idempotent.
@@ -194,7 +192,7 @@ class Router(AsyncClosing):
             except CrossrailError as error:
                 self.counts[_outcome(error)] += 1
                 log.info("request %s found no place: %s", running.request, error)
-                self._forget(running)  # nobody has it: there is nothing to cancel
+                self._running.remove(running)  # nobody has it: there is nothing to cancel
                 raise
             while True:
                 chunk = await self._next_chunk(running)
@@ -232,20 +230,14 @@ class Router(AsyncClosing):
             names = ", ".join(self._models.names()) or "none"
             raise UnknownModel(f"no node of router {self.name!r} has model {model!r}; there are {names}")
         self._placement.check_length(len(prompt), model)
-        if len(self._running) >= self.options.requests_max:
-            raise Overloaded(f"{len(self._running)} requests are under way, at most {self.options.requests_max} may be")
-        tokens = self._tokens
-        if tokens and tokens + len(prompt) + sampling.max_tokens > self.options.tokens_max:
-            raise Overloaded(f"requests of {tokens} tokens are under way, at most {self.options.tokens_max} may be")
+        self._running.check_room(len(prompt) + sampling.max_tokens, self.options)
         longest_s = self.options.request_timeout_s
         patience_s = longest_s if timeout_s is None else min(timeout_s, longest_s)
         now_s, number = loop_time_s(), next(self._arrivals)
         running = Running(
             request, prompt, sampling, prefix_names(prompt), now_s + patience_s, model, number, now_s, now_s
         )
-        self._running[request] = running
-        self._tokens += weight(running)
-        self._idle.clear()
+        self._running.add(running)
         return running
 
     def _knows(self, request: str) -> bool:
@@ -388,7 +380,7 @@ class Router(AsyncClosing):
 
     def _drop(self, running: Running) -> None:
         """Forgets a request; one that has not ended is cancelled at its decoder."""
-        if not self._forget(running):
+        if not self._running.remove(running):
             return
         if not running.ended:
             running.ended = True
@@ -404,15 +396,6 @@ class Router(AsyncClosing):
         self._placement.take_back(running)
         if running.decoder is not None:
             self._waiting.news(running.decoder.address)
-
-    def _forget(self, running: Running) -> bool:
-        """Whether it was known."""
-        known = self._running.pop(running.request, None) is not None
-        if known:
-            self._tokens -= weight(running)
-        if not self._running:
-            self._idle.set()
-        return known
 
     def _cancel(self, running: Running, why: str) -> None:
         if running.decoder is not None:
