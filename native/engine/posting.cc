@@ -88,8 +88,9 @@ uint64_t EngineCore::round_bytes_max(const Peer& peer) {
   return peer.route_.traits->moves_while_posting ? kBytesPerRound : kQueuedPerRound;
 }
 
-// Whether the thread that begins an item may post it at once. Not if other short work is queued before it; nor a long
-// one once this round has posted enough: submits behind it should be looked at before all of it is copied.
+// Whether the thread that begins an item may post it at once. With first_bytes_only_, only an item that begins with
+// short work; otherwise any, except a long one once this round has posted enough: submits behind it should be looked at
+// before all of it is copied.
 bool EngineCore::may_post(const Peer& peer, const PostItem& item) const {
   const TransferWork& work = *item.transfer->work_;
   if (!first_bytes_only_) return is_short(item) || round_bytes_ < round_bytes_max(peer);

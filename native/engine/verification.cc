@@ -250,7 +250,7 @@ uint32_t Verifications::work() {
 bool Verifications::advance(Job& job, uint64_t* budget) {
   const Question& question = job.question;
   for (; job.page < question.pages.size(); ++job.page, job.done_bytes = 0) {
-    // Whoever closes or revokes the region is waiting for us.
+    // The region was closed or revoked meanwhile, and whoever did that is waiting for us.
     if (job.region.is_over()) {
       job.status = core_->status_of_gone(question.region_id);
       return true;
