@@ -49,8 +49,8 @@ struct Control::Connection {
   std::unordered_set<uint64_t> imported;
 
   bool is_stranger() const { return accepted && !up && !lost; }
-  // A peer that does not read our answers is not read either, until it does. Packets on our own initiative go only to
-  // others.
+  // A peer that does not read our answers is not read either, until it does. Connections that we initiated carry no
+  // answers of ours.
   bool may_read() const { return !accepted || outbox.empty(); }
 };
 
