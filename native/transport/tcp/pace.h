@@ -1,5 +1,5 @@
-// How fast each channel of a link moves bytes, how many bytes it has taken on, and how much of the waiting work it
-// should take.
+// The measured rate of each channel of a link, its bytes in flight, and the share of the waiting work that it should
+// take.
 #pragma once
 
 #include <algorithm>
@@ -9,21 +9,21 @@
 
 namespace crossrail::tcp {
 
-// What an operation of this length takes of a channel: a short one more than its bytes.
+// What an operation of this length costs a channel: a short one costs more than its bytes.
 constexpr uint64_t paced_bytes(uint64_t length) { return length + 1024; }
 
-// Of one channel, in paced bytes. Progress holder.
+// The rate and the bytes in flight of one channel, in paced bytes. Only the progress holder uses it.
 class Pace {
  public:
-  // The round trip of a new connection, which may be a faster one than before.
+  // A new connection, with its round-trip time. It may be faster than the one before.
   void begin(int64_t round_trip_ns) {
     *this = Pace();
     round_trip_ns_ = round_trip_ns;
   }
-  // It was shorter since.
+  // A shorter round-trip time was seen since.
   void set_round_trip(int64_t ns) { round_trip_ns_ = ns; }
   void take(uint64_t bytes, int64_t now) {
-    // Of what is first nothing is heard for a round trip, however fast it is.
+    // Nothing is acknowledged before a round trip has passed, however fast the channel is.
     if (ahead_bytes_ == 0) busy_since_ns_ = now + round_trip_ns_;
     ahead_bytes_ += bytes;
   }
@@ -55,14 +55,16 @@ class Pace {
     busy_since_ns_ = std::max(now, busy_since_ns_);
     return true;
   }
-  // What was taken on goes elsewhere.
+  // Its operations go over other channels.
   void drop() { ahead_bytes_ = 0; }
 
   uint64_t ahead_bytes() const { return ahead_bytes_; }
-  // The first bytes by a connection may have waited for a retransmission, or for those of others that began too.
+  // The first window does not count: it may have waited for a retransmission, or for other connections that began at
+  // the same time.
   bool is_known() const { return measures_ >= 2; }
   int64_t round_trip_ns() const { return round_trip_ns_; }
-  // Bytes per ns, 0: not known. What has been ahead for long without an end bounds what was measured before.
+  // Bytes per ns, 0: not known. If bytes have been in flight for long without an acknowledgement, that bounds the rate
+  // that was measured before.
   double rate(int64_t now) const {
     const int64_t waited = busy_ns_ + now - busy_since_ns_;
     const double measured = is_known() ? rate_ : 0;
@@ -70,8 +72,8 @@ class Pace {
     const double most = static_cast<double>(bytes_ + ahead_bytes_) / static_cast<double>(waited);
     return is_known() ? std::min(measured, most) : most;
   }
-  // A slow one has nothing to do, and was measured so long ago that it may take so many bytes to see whether it still
-  // is slow: that takes a twentieth of the time at most.
+  // Whether a slow channel that has nothing in flight should take this many bytes to see if it still is slow. Its last
+  // measurement is so old that such trials take a twentieth of the time at most.
   bool is_to_be_tried(double bytes, int64_t now) const {
     if (!is_known() || ahead_bytes_ != 0) return false;
     const auto since = static_cast<double>(now - measured_ns_);
@@ -92,7 +94,7 @@ class Pace {
     return rate_before_ > 0 ? (rate_before_ + measured) / 2 : measured;
   }
 
-  // On networks that are done sooner, a wrong choice costs little.
+  // Shorter windows are not measured: where everything is done sooner, a wrong choice costs little.
   static constexpr int64_t kWindowNs = 5'000'000;
   static constexpr uint64_t kWindowBytes = 8 << 20;
   // No network moves a window's bytes sooner.
@@ -103,8 +105,8 @@ class Pace {
   static constexpr double kBelievedMaxNs = 30e9;
   int64_t round_trip_ns_ = 0;
   uint64_t ahead_bytes_ = 0;
-  // Since the rate was measured: what got there, how long there was something ahead, without the present time since
-  // when there is.
+  // Since the rate was measured: the bytes acknowledged, and how long bytes were in flight, not counting the time since
+  // busy_since_ns_.
   uint64_t bytes_ = 0;
   int64_t busy_ns_ = 0;
   int64_t busy_since_ns_ = 0;
@@ -117,8 +119,8 @@ class Pace {
   double rate_before_ = 0;
 };
 
-// A channel that work may go by. rate: bytes per ns. ahead_bytes: what it would be done with before, its round trip
-// included.
+// A channel that can take work. rate: bytes per ns. ahead_bytes: what it has to deliver first, including the bytes of
+// its round trip.
 struct Load {
   double rate;
   double ahead_bytes;
@@ -126,10 +128,10 @@ struct Load {
   double ns_with(double bytes) const { return (ahead_bytes + bytes) / rate; }
 };
 
-// How many of the bytes that wait the channel at `self` is to take on, so that all would be done at the same time
+// How many of the waiting bytes the channel at `self` should take on, so that all channels finish at the same time
 // ("water-filling").
 inline double fair_share(std::span<const Load> loads, size_t self, double waiting_bytes) {
-  // By which all would be done. Ever fewer of them, without those that are not even done with what they have.
+  // The time at which all finish. Each round leaves out the channels that finish later with what they already have.
   double level_ns = std::numeric_limits<double>::infinity();
   for (size_t round = 0; round < loads.size(); ++round) {
     double rate = 0;
@@ -145,7 +147,7 @@ inline double fair_share(std::span<const Load> loads, size_t self, double waitin
   return level_ns * loads[self].rate - loads[self].ahead_bytes;
 }
 
-// Whether no other would be done sooner with `bytes` more.
+// Whether no other channel would finish `bytes` more sooner.
 inline bool would_be_first(std::span<const Load> loads, size_t self, double bytes) {
   const double own_ns = loads[self].ns_with(bytes);
   return std::all_of(loads.begin(), loads.end(), [&](const Load& other) { return own_ns <= other.ns_with(bytes); });
