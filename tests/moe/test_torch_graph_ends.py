@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import pkgutil
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from crossrail.moe.graph import GraphAllToAll
 from tests.moe.batches import draw
 from tests.moe.graph_rounds import given, made_of, whole_round
 from tests.moe.ranks import Ranks
-from tests.moe.test_torch_gpu import BLOCK, CONFIG, EXPERTS, HIDDEN, TCP, TOKENS, TOP_K
+from tests.moe.test_torch_gpu import BLOCK, CONFIG, EXPERTS, HIDDEN, TCP, TOKENS, TOP_K, batches_of
 from tests.moe.test_torch_graph import dispatch_and_check, until_it_ends
 from tests.support.limits import WAIT_S
 from tests.support.seeds import Seed
@@ -39,6 +40,22 @@ def test_a_rank_whose_rounds_have_ended_tells_the_others_why(engine: dict[str, A
 
     with Ranks(2, engine, GraphAllToAll, **CONFIG, timeout_s=100 * WAIT_S) as ranks:
         ranks.each(run)
+
+
+@pytest.mark.parametrize("engine", [{}, TCP], ids=["shm", "tcp"])
+def test_a_rank_that_is_dropped_and_not_closed_ends_the_others_rounds(engine: dict[str, Any], seed: Seed) -> None:
+    batches = batches_of(seed.rng(), 2)
+    with Ranks(2, engine, GraphAllToAll, **CONFIG, timeout_s=100 * WAIT_S) as ranks:
+        ranks.each(lambda part, rank: whole_round(part, rank, batches))
+
+        def drop() -> None:
+            ranks.parts.pop()
+            gc.collect()
+
+        with pytest.warns(ResourceWarning, match=r"^<GraphAllToAll, rank 1 of 2, .* was not closed$"):
+            drop()
+        with pytest.raises(UsageError, match=r"rank 1 .* has closed its AllToAll .*garbage-collected, and not closed"):
+            dispatch_and_check(ranks.parts[0], batches[0])
 
 
 def go_on(part: GraphAllToAll, arguments: tuple[Any, ...]) -> None:

@@ -24,7 +24,7 @@ from crossrail.moe.group import Group, check_ranks
 from crossrail.moe.kernels import Kernels
 from crossrail.moe.links.board import PARITIES, RETURNED, SENT, Board, BoardLayout, output_arrays, output_bytes
 from crossrail.moe.masking.routes import drop_results, drop_routes
-from crossrail.moe.peers import Peers
+from crossrail.moe.peers import DROPPED_S, Peers
 from crossrail.moe.placing import Placing
 from crossrail.moe.rounds import Dispatched, Round, Stage, check_usable, round_meant
 from crossrail.moe.rows.factory import is_gpu, row_memory
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 _DURATION_BOUNDS_S = (25e-6, 50e-6, 1e-4, 25e-5, 5e-4, 1e-3, 25e-4, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.5, 1.0, 10.0)
 _ROUNDS = 1 << 32  # words count them modulo this
-_DROPPED_S = 1.0  # for what tells the others that we were dropped
 
 
 class AllToAll:
@@ -535,9 +534,8 @@ class AllToAll:
         if getattr(self, "_closed", True) or self._engine.closed:  # was not made; or others see that the engine left
             return
         warnings.warn(f"{self!r} was not closed", ResourceWarning, source=self, stacklevel=2)
-        if self._peers.is_well:
-            self._peers.dropped()
-        self._timeout_s = _DROPPED_S
+        self._peers.dropped()
+        self._timeout_s = DROPPED_S
         with contextlib.suppress(CrossrailError):
             self.close()
 

@@ -32,6 +32,7 @@ from crossrail.moe.rounds import Round
 from crossrail.moe.rows.interface import RowMemory
 
 _GIVE_UP_S = 5.0  # for the farewell; what cannot be said by then is said when it is closed
+DROPPED_S = 1.0  # for what is garbage-collected to tell so, and to be closed
 _TELL_LOSS_S = 1.0  # likewise, where a call that is to say at once who is lost waits for it
 _HALVES = {DISPATCH: ("dispatch", SENT, "routes"), COMBINE: ("combine", RETURNED, "results")}
 
@@ -372,8 +373,9 @@ class Peers:
         return not self._failure and self._lost is None and self._late is None
 
     def dropped(self) -> None:
-        """Nobody has us any more, and we were not closed: that is why we leave."""
-        self._failure = "it was garbage-collected, and not closed before"
+        """Nobody has us any more, and we were not closed: that is why we leave, if there is no other reason."""
+        if self.is_well:
+            self._failure = "it was garbage-collected, and not closed before"
 
     def call_succeeded(self) -> None:
         """What failed before has been mended."""

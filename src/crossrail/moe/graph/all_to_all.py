@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ from crossrail.moe.graph.steps import Steps
 from crossrail.moe.graph.tensors import Tensors
 from crossrail.moe.group import Group, check_ranks
 from crossrail.moe.links.board import Board, BoardLayout
-from crossrail.moe.peers import Peers
+from crossrail.moe.peers import DROPPED_S, Peers
 from crossrail.moe.rounds import Stage, check_usable
 from crossrail.moe.rows.device import DeviceRows
 from crossrail.moe.rows.factory import row_memory
@@ -66,7 +67,7 @@ class GraphAllToAll:
     Threads: one at a time. Owner: engine and group are the caller's. Lifecycle: 1. Made, by all ranks at once; this
     compiles the kernels. Some are compiled later, at their first use with other types or alignments (tensors that do
     not begin at 16 bytes); so run one round before a capture. 2. Rounds. 3. Drop the graphs that have rounds, then
-    close(), before the engine.
+    close(), before the engine. One that is garbage-collected while open is closed as AllToAll is.
 
     Raises UsageError if an argument is invalid, or not the same on all ranks; WaitTimeout, PeerLost, EngineClosed.
     """
@@ -349,6 +350,15 @@ class GraphAllToAll:
             self.close()
             return
         with contextlib.suppress(CrossrailError):  # the first error is the one to see
+            self.close()
+
+    def __del__(self) -> None:
+        if not hasattr(self, "_explanation") or self._closed or self._engine.closed:  # as of AllToAll
+            return
+        warnings.warn(f"{self!r} was not closed", ResourceWarning, source=self, stacklevel=2)
+        self._peers.dropped()
+        self._timeout_s = DROPPED_S
+        with contextlib.suppress(CrossrailError):
             self.close()
 
     # ---- parts
