@@ -28,11 +28,14 @@ class _Rank:
     def meet(self, addresses: list[str]) -> None:
         """addresses: of all ranks' engines, in hexadecimal, by rank."""
         self._group = EngineGroup(self._engine, [bytes.fromhex(address) for address in addresses])
+        self._all_to_all: AllToAll | None = None
 
     def share(self, spec: dict[str, Any]) -> dict[str, int]:
         """All ranks at once. How many experts and bytes of them this rank keeps, of each layer."""
+        if self._all_to_all is not None:
+            self._all_to_all.close()
         self._spec = ModelSpec(**spec)
-        all_to_all = AllToAll(
+        self._all_to_all = AllToAll(
             self._engine,
             self._group,
             experts=self._spec.experts,
@@ -45,7 +48,7 @@ class _Rank:
             timeout_s=_TIMEOUT_S,
         )
         self._model = self._spec.model()
-        distribute_experts(self._model, all_to_all)
+        distribute_experts(self._model, self._all_to_all)
         own = self._model.model.layers[0].mlp.experts
         return {"experts": len(own.down_proj), "nbytes": sum(tensor.nbytes for tensor in own.parameters())}
 
