@@ -77,12 +77,14 @@ void close(const ReceivePoolHandle& self) {
 }  // namespace
 
 void register_recv_pool(nb::module_& module) {
-  nb::class_<MessageHandle>(module, "Message", nb::is_final(), nb::pooled(), "One received message.")
+  nb::class_<MessageHandle>(module, "Message", nb::is_final(), nb::pooled(),
+                            "One received message. It stays as it is: its room in the pool is free again.")
       .def_prop_ro(
           "peer", [](const MessageHandle& self) { return self.peer; }, nb::sig("def peer(self) -> Address"),
-          "Address of the sender.")
+          "Address of the sender, for an answer.")
       .def_prop_ro(
-          "data", [](const MessageHandle& self) { return self.data; }, nb::sig("def data(self) -> bytes"))
+          "data", [](const MessageHandle& self) { return self.data; }, nb::sig("def data(self) -> bytes"),
+          "What it says.")
       .def("__repr__", [](const MessageHandle& self) {
         return nb::str("<Message of {} bytes from {!r}>").format(nb::len(self.data), self.peer);
       });

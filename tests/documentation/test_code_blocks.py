@@ -33,6 +33,7 @@ MYPY_S = 300  # without a cache it reads the whole package
 PROGRAMS = {
     ("README.md", 0): "pages 0..3 begin with [0 1 2 3]",
     ("docs/first-tensor.md", 0): "the sum is 1000000",
+    ("docs/first-tensor.md", 1): "the sum is 499500",
     ("docs/kv-engine.md", 0): "",
     ("docs/kv-library.md", 0): "",
     ("docs/metrics.md", 0): "http://0.0.0.0:",
