@@ -34,6 +34,7 @@ def answered(instruction: str, words: str = "") -> str:
         ("crossrail kv de", {"decoder", "demo"}),
         ("crossrail trace --chr", {"--chrome"}),
         ("crossrail weights show --dr", {"--draw"}),
+        ("crossrail error checks", {"checksum-mismatch"}),
     ],
 )
 def test_what_may_come_next(words: str, offered: set[str]) -> None:

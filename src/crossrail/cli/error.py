@@ -16,8 +16,12 @@ _CODE_WIDTH = 22
 _WORD = re.compile(r"[A-Za-z][\w-]+")
 
 
+def _codes(_context: click.Context, _parameter: click.Parameter, begun: str) -> list[str]:
+    return [code for code in error_texts() if code.startswith(begun)]
+
+
 @click.command("error")
-@click.argument("words", metavar="[CODE]", nargs=-1)
+@click.argument("words", metavar="[CODE]", nargs=-1, shell_complete=_codes)
 def command(words: tuple[str, ...]) -> None:
     """Explain CODE and what to do about it: peer-lost, or the name of the class, PeerLost, or an event of the log,
     as peer-frozen. Without CODE, list all codes.
