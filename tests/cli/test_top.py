@@ -271,7 +271,7 @@ def test_no_color_has_none(served: MetricsServer, screens: list[Screen]) -> None
 
 def test_target_that_goes_is_one_line(open_engine: EngineFactory, screens: list[Screen]) -> None:
     server = serve_metrics(open_engine("here"), port=0)
-    screen = Screen(server.url, "--every-s", "0.1")
+    screen = Screen(server.url, "--every-s", "0.1", "--patience-s", "0.2")
     screens.append(screen)
     screen.wait_for(b"engine here:", 2)
 
@@ -281,6 +281,23 @@ def test_target_that_goes_is_one_line(open_engine: EngineFactory, screens: list[
     assert status == 1
     # Who was being answered just then is cut off.
     assert re.fullmatch(rf"error: no metrics at {server.url}: [A-Z][^\n]*\n", errors), errors
+
+
+def test_target_that_restarts_is_shown_again(open_engine: EngineFactory, screens: list[Screen]) -> None:
+    engine = open_engine("here")
+    server = serve_metrics(engine, port=0)
+    screen = Screen(server.url, "--every-s", "0.1")
+    screens.append(screen)
+    screen.wait_for(b"engine here:", 2)
+    server.close()
+    screen.wait_for(b"as it was 0 s ago: no metrics at", 1)
+    screen.seen = b""
+    screen.wait_for(b"engine here:", 1)  # the latest picture stays
+    with serve_metrics(open_engine("there"), port=server.port):
+        screen.wait_for(b"engine there:", 2)
+
+        os.killpg(screen.process.pid, signal.SIGINT)
+        assert screen.end() == (130, "\ninterrupted\n")
 
 
 def test_engine_that_fails_is_marked(open_engine: EngineFactory) -> None:

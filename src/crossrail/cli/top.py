@@ -12,13 +12,12 @@ import click
 from rich import box
 from rich.cells import cell_len
 from rich.console import Group, RenderableType
-from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from crossrail._text import plain
 from crossrail.cli.console import open_console
-from crossrail.cli.tables import Screenful
+from crossrail.cli.live_view import patience_option, show_live
 from crossrail.cli.text import FloatRange, url_of
 from crossrail.errors import UsageError
 from crossrail.observe.samples import Interval, Labels, Scrape, scrape
@@ -52,7 +51,8 @@ _LABELS = {
     help="Seconds between updates; rates are averages over one interval.",
 )
 @click.option("--engine", metavar="NAME", help="Show this engine alone, of all whose metrics are served there.")
-def command(url: str, once: bool, every_s: float, engine: str | None) -> None:
+@patience_option
+def command(url: str, once: bool, every_s: float, engine: str | None, patience_s: float) -> None:
     """Show rails, peers and transfers of the engines whose metrics are served at URL.
 
     The process has to serve them: by crossrail.observe.serve_metrics(engine), or by --metrics-port of
@@ -61,20 +61,22 @@ def command(url: str, once: bool, every_s: float, engine: str | None) -> None:
     """
     url = _whole(url)
     console = open_console()
-    before = scrape(url, _TIMEOUT_S)
+    latest = scrape(url, _TIMEOUT_S)
+
+    def look() -> RenderableType:
+        """A picture of what happened since the look before."""
+        nonlocal latest
+        before, latest = latest, scrape(url, _TIMEOUT_S)
+        return picture(Interval(before, latest), console.width, engine)
+
     time.sleep(every_s)
-    now = scrape(url, _TIMEOUT_S)
-    if engine is not None and engine not in (there := now.values_of("crossrail_engine_open", "engine")):
+    first = look()
+    if engine is not None and engine not in (there := latest.values_of("crossrail_engine_open", "engine")):
         raise UsageError(f"no engine {engine!r} there; there is {', '.join(map(repr, there)) or 'none'}")
     if once or not console.is_terminal or console.is_dumb_terminal:
-        console.print(picture(Interval(before, now), console.width, engine))
+        console.print(first)
         return
-    first = Screenful(picture(Interval(before, now), console.width, engine))
-    with Live(first, console=console, screen=True, auto_refresh=False) as live:
-        while True:
-            time.sleep(every_s)
-            before, now = now, scrape(url, _TIMEOUT_S)
-            live.update(Screenful(picture(Interval(before, now), console.width, engine)), refresh=True)
+    show_live(console, first, look, every_s, patience_s)
 
 
 def _whole(url: str) -> str:

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import http.client
 import json
-import time
-from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import click
-from rich.console import Group, RenderableType
-from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from crossrail._text import plain
 from crossrail.cli.console import open_console
-from crossrail.cli.tables import Fitted, Screenful
-from crossrail.cli.text import FloatRange, seconds, url_of
+from crossrail.cli.live_view import patience_option, show_live
+from crossrail.cli.tables import Fitted
+from crossrail.cli.text import FloatRange, url_of
 from crossrail.errors import CrossrailError
 from crossrail.observe.http import open_url
 
@@ -35,13 +32,7 @@ _ANSWER_BYTES_MAX = 64 << 20
     show_default=True,
     help="Seconds between updates.",
 )
-@click.option(
-    "--patience-s",
-    type=seconds(),
-    default=60.0,
-    show_default=True,
-    help="Seconds to keep asking a router that has answered before, for example while it restarts.",
-)
+@patience_option
 def top(url: str, once: bool, every_s: float, patience_s: float) -> None:
     """Show the nodes of the router at URL: what they do, and how many pages they have.
 
@@ -51,28 +42,7 @@ def top(url: str, once: bool, every_s: float, patience_s: float) -> None:
     if once or not console.is_terminal or console.is_dumb_terminal:
         console.print(Fitted(_table(_ask(url))))
         return
-    table = _table(_ask(url))
-    with Live(Screenful(Fitted(table)), console=console, screen=True, auto_refresh=False) as live:
-        _follow(url, table, every_s, patience_s, lambda shown: live.update(Screenful(shown), refresh=True))
-
-
-def _follow(
-    url: str, table: Table, every_s: float, patience_s: float, show: Callable[[RenderableType], object]
-) -> NoReturn:
-    """Shows what the router says; while it says nothing, why, and the latest that it said. Raises after patience_s."""
-    heard_s = time.monotonic()
-    while True:
-        time.sleep(every_s)
-        try:
-            table = _table(_ask(url))
-        except CrossrailError as error:
-            silent_s = time.monotonic() - heard_s
-            if silent_s > patience_s:
-                raise
-            show(Group(Text(f"as it was {silent_s:.0f} s ago: {error}", "red"), Fitted(table)))
-        else:
-            heard_s = time.monotonic()
-            show(Fitted(table))
+    show_live(console, Fitted(_table(_ask(url))), lambda: Fitted(_table(_ask(url))), every_s, patience_s)
 
 
 def _ask(url: str) -> dict[str, Any]:
