@@ -55,9 +55,17 @@ def test_node_looks_for_its_router_again_after_what_the_command_line_says(monkey
 @pytest.mark.parametrize(
     ("level", "told"),
     [
-        (None, ["a warning"]),
-        ("warning", ["WARNING crossrail.kv: a warning"]),
-        ("info", ["INFO crossrail: of the engine", "INFO crossrail.kv: an end", "WARNING crossrail.kv: a warning"]),
+        (None, ["a warning", "of another release"]),
+        ("warning", ["WARNING crossrail.kv: a warning", "WARNING crossrail.control: of another release"]),
+        (
+            "info",
+            [
+                "INFO crossrail: of the engine",
+                "INFO crossrail.kv: an end",
+                "WARNING crossrail.kv: a warning",
+                "WARNING crossrail.control: of another release",
+            ],
+        ),
     ],
 )
 def test_service_logs_what_it_is_told_to(level: str | None, told: list[str]) -> None:
@@ -76,6 +84,7 @@ def test_service_logs_what_it_is_told_to(level: str | None, told: list[str]) -> 
                 logging.getLogger("crossrail.kv").info("an end")
                 logging.getLogger("crossrail.kv.http").debug("no more")
                 logging.getLogger("crossrail.kv").warning("a warning")
+                logging.getLogger("crossrail.control").warning("of another release")
         """,
         *([] if level is None else [level]),
     )

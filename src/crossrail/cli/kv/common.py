@@ -19,6 +19,7 @@ import crossrail as xr
 from crossrail._options import encoded
 from crossrail.cli.service import read_secret, records_on_signal
 from crossrail.control.mailbox import Mailbox
+from crossrail.control.mailbox import log as control_log
 from crossrail.control.wire import EngineWire
 from crossrail.errors import UsageError
 from crossrail.kv.messages import mailbox
@@ -105,20 +106,23 @@ async def opened(name: str, options: Mapping[str, Any]) -> AsyncIterator[Service
 def logging_as(level: str | None) -> Iterator[None]:
     """Why it has no router, and whom it refuses, is for whoever runs a service: commands let only errors through.
 
-    level: of --log-level, for the engine too; None: warnings of the service, as Python writes them by itself.
+    level: of --log-level, for the engine too; None: warnings of the service and of its control messages, such as those
+    of another release, as Python writes them by itself.
     """
-    changed = log if level is None else logging.getLogger("crossrail")
-    before = changed.level
-    changed.setLevel((level or "warning").upper())
+    changed = (log, control_log) if level is None else (logging.getLogger("crossrail"),)
+    before = [logger.level for logger in changed]
+    for logger in changed:
+        logger.setLevel((level or "warning").upper())
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     if level is not None:
-        changed.addHandler(handler)
+        changed[0].addHandler(handler)
     try:
         yield
     finally:
-        changed.removeHandler(handler)
-        changed.setLevel(before)
+        changed[0].removeHandler(handler)
+        for logger, old in zip(changed, before, strict=True):
+            logger.setLevel(old)
 
 
 def engine_name(name: str) -> str:
