@@ -229,7 +229,7 @@ struct PathExplanation {
   std::string what;  // "region 3 (1.0 GiB)" or "private memory"
   std::string path;  // "mapped", "local", "staged", "cross-memory-attach", "unresolved"
   std::string reason;
-  double gb_per_s;  // measured; 0: not measured
+  double gb_per_s;  // measured; 0 until kRateBytesMin were moved
   uint64_t bytes;   // moved this way so far
 };
 struct PeerExplanation {

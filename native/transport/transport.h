@@ -164,11 +164,18 @@ class Sink {
   ~Sink() = default;
 };
 
+// Fewer bytes tell how long a connection, the first touch of pages and an answer take, rather than how fast a path is.
+inline constexpr uint64_t kRateBytesMin = uint64_t{16} << 20;
+// What a path is said to move. 0: not known yet.
+inline double rate_gb_per_s(uint64_t bytes, int64_t busy_ns) {
+  return bytes >= kRateBytesMin && busy_ns > 0 ? static_cast<double>(bytes) / static_cast<double>(busy_ns) : 0;
+}
+
 struct PathReport {
   std::string what;
   std::string path;
   std::string reason;
-  double gb_per_s = 0;
+  double gb_per_s = 0;  // 0: less than kRateBytesMin was moved, or none of it timed
   uint64_t bytes = 0;
   std::optional<uint32_t> down_rail;  // our rail of the path, while that rail is down
 };

@@ -112,6 +112,23 @@ def test_explanation_adds_up_the_bytes(open_engine: EngineFactory) -> None:
         assert word in str(explanation)
 
 
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_rate_of_a_path_is_told_once_enough_was_moved(open_engine: EngineFactory, transport: str) -> None:
+    """One short write tells how long a connection and an answer take."""
+    where = {} if transport == "shm" else {"rails": ["127.0.0.1"]}
+    a, b = (open_engine(name, transport=transport, **where) for name in "ab")
+    src, dst = a.alloc(4 << 20), b.alloc(4 << 20)
+
+    a.submit_write(src, dst.descriptor).wait(WAIT_S)
+    (little,) = a.explain(b.address).paths
+    for _ in range(3):
+        a.submit_write(src, dst.descriptor).wait(WAIT_S)
+    (enough,) = a.explain(b.address).paths
+
+    assert (little.bytes, little.gb_per_s) == (4 << 20, 0)
+    assert enough.bytes == 16 << 20 and enough.gb_per_s > 0
+
+
 @pytest.mark.parametrize(
     ("transport", "gb_per_s", "words"),
     [

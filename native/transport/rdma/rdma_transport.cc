@@ -214,9 +214,7 @@ std::vector<PathReport> RdmaTransport::explain(Link& link) {
     }
     if (path->epochs_opened > 1) report.reason += ", remade " + std::to_string(path->epochs_opened - 1) + " times";
     report.bytes = path->bytes_done;
-    if (out.busy_ns > 0 && report.bytes > 0) {
-      report.gb_per_s = static_cast<double>(report.bytes) / static_cast<double>(out.busy_ns);
-    }
+    report.gb_per_s = rate_gb_per_s(report.bytes, out.busy_ns);
     reports.push_back(std::move(report));
   }
   return reports;

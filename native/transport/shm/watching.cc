@@ -12,10 +12,6 @@ namespace {
 constexpr int64_t kPingAfterNs = 100'000'000;
 constexpr int64_t kFrozenAfterNs = 250'000'000;
 
-double gb_per_s(uint64_t bytes, int64_t ns) {
-  return ns > 0 ? static_cast<double>(bytes) / static_cast<double>(ns) : 0;
-}
-
 std::string format_rate(double rate) {
   char text[32];
   std::snprintf(text, sizeof text, "%.1f GB/s", rate);
@@ -150,7 +146,7 @@ std::vector<PathReport> ShmTransport::explain(Link& base) {
     PathReport report;
     report.what = "region " + std::to_string(region_id) + " (" + std::to_string(import->length_bytes) + " bytes)";
     report.bytes = import->bytes_moved;
-    report.gb_per_s = gb_per_s(import->timed_bytes, import->timed_ns);
+    report.gb_per_s = rate_gb_per_s(import->timed_bytes, import->timed_ns);
     switch (import->state) {
       case Import::State::kPending:
         report.path = "unresolved";
@@ -188,7 +184,7 @@ std::vector<PathReport> ShmTransport::explain(Link& base) {
         report.reason += choice.has_only_short() ? "pieces shorter than " + std::to_string(kAttachBytesMin >> 10) +
                                                        " KiB are staged, and none that are longer were attached yet"
                                                  : choice.reason;
-        if (!attaches && choice.staged.best > 0) report.gb_per_s = choice.staged.best;
+        if (!attaches && choice.staged.bytes >= kRateBytesMin) report.gb_per_s = choice.staged.best;
         break;
       }
     }

@@ -217,9 +217,7 @@ std::vector<PathReport> TcpTransport::explain(Link& link) {
     if (is_down && !is_open) report.down_rail = rails.rail;
     if (is_open && !missing.empty()) report.reason += "; " + missing;
     if (is_short) report.reason += ", by short packets: long ones do not arrive, look at the MTU of the way";
-    if (out.busy_ns > 0 && report.bytes > 0) {
-      report.gb_per_s = static_cast<double>(report.bytes) / static_cast<double>(out.busy_ns);
-    }
+    report.gb_per_s = rate_gb_per_s(report.bytes, out.busy_ns);
     reports.push_back(std::move(report));
   }
   return reports;
