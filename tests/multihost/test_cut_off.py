@@ -8,6 +8,7 @@ import pytest
 
 import crossrail as xr
 from tests.multihost.conftest import Network, NetworkFactory
+from tests.support.hosts import run
 from tests.support.limits import WAIT_S, eventually, never
 from tests.support.operations import Operations
 
@@ -45,6 +46,19 @@ def test_host_that_vanishes_is_lost_in_time(network: NetworkFactory, kind: str) 
     text = lost_within(transfer, started, TIMEOUT_S)
     assert re.search(r"(silent|reached) for [\d.]+ s.*10\.[12]\.0\.1", text), f"no time or no rail: {text}"
     assert net.here.peer_state(net.there.address) == "lost"
+
+
+def test_address_that_our_own_host_has_lost_is_named(network: NetworkFactory) -> None:
+    """To be looked for here, and not at the peer."""
+    net = network(rails=1, peer_timeout_s=4.0)
+    operations = Operations(net.here, net.source(NBYTES), [net.target(NBYTES).descriptor], imm=1)
+    operations.submit("write").wait(WAIT_S)
+    run(f"ip -n {net.a.namespace} address flush dev rail0")
+
+    started = time.monotonic()
+    text = lost_within(operations.submit("write"), started, 4.0)
+
+    assert re.search(r"another connection: bind to .* from 10\.1\.0\.\d+: Cannot assign requested address", text), text
 
 
 async def test_host_that_vanishes_is_lost_for_one_who_awaits(network: NetworkFactory) -> None:

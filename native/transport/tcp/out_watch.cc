@@ -45,18 +45,20 @@ constexpr int64_t kTryOthersNs = 1'000'000'000;
 constexpr uint32_t kVainConnectionsMin = 3;
 constexpr int64_t kTickSlackNs = 100'000'000;  // attempts end by the same deadline, and give better reasons
 
-// The connected ones: "rail 0 (10.1.0.1 to 10.1.0.2), rail 1 (...)".
-std::string rails_text(OutLink& link, const Address& own) {
-  std::string text;
+// What became of another connection tells a frozen process from a way, or an address of ours, that is gone.
+std::string silence_text(OutLink& link, const Address& own, int64_t silent_ns) {
+  std::string text, tried;
   uint32_t last = UINT32_MAX;
   link.for_each_channel([&](const OutChannel& channel) {
+    if (!channel.trouble.empty()) tried = "; another connection: " + channel.trouble;
     if (!channel.is_open() || channel.pair() == last) return;
     last = channel.pair();
     const RailPair& rails = link.pairs[last];
     text += (text.empty() ? "rail " : ", rail ") + std::to_string(rails.rail) + " (" +
             ip_text(own.endpoints[rails.rail]) + " to " + ip_text(link.address->endpoints[rails.peer_rail]) + ")";
   });
-  return text;
+  return "silent for " + seconds_text(silent_ns) + " (peer_timeout_s) with operations under way on " + text +
+         ": it is frozen, or cut off" + tried;
 }
 
 }  // namespace
@@ -193,8 +195,8 @@ void OutChannel::on_attempt_failed(const ConnectResult& result, bool was_sharing
   retry_at_ns = now + retry_pause_ns;
   shuns_sharing = was_sharing;
   if (result.is_way_down()) has_short_segments = false;  // nothing passes, of any length
-  if (is_open()) return;  // it was to move over to the peer's connection, and stays where it is
   trouble = result.text + leads_back_text(transport->address(), *link->address, link->pairs[pair()].peer_rail);
+  if (is_open()) return;  // stays where it is: was to move over to the peer's connection, or is silent
   link->lacked_here = result.lacked_here;
   if (broken_at_ns == 0) {
     broken_at_ns = now;
@@ -489,9 +491,7 @@ void TcpTransport::tend_liveness(OutLink& link) {
   }
   if (silent >= kFrozenAfterNs) try_anew(link);
   if (silent >= options_.peer_timeout_ns) {
-    link.doom.emplace("silent for " + seconds_text(silent) + " (peer_timeout_s) with operations under way on " +
-                          rails_text(link, address_) + ": it is frozen, or cut off",
-                      LinkEnd::kLost);
+    link.doom.emplace(silence_text(link, address_, silent), LinkEnd::kLost);
   } else if (silent >= kFrozenAfterNs && !link.frozen) {
     link.frozen = true;
     sink_->on_link_frozen(link, true, "silent for " + seconds_text(silent) + " with operations under way");
