@@ -57,10 +57,34 @@ def drive(engine: xr.Engine, for_s: float = 0.1) -> None:
         engine.progress()
 
 
+def drive_until_done(engine: xr.Engine, transfer: xr.Transfer) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not transfer.done and time.monotonic() < deadline:
+        engine.progress()
+    transfer.wait(0)
+
+
 @pytest.fixture
 def ours(open_engine: EngineFactory) -> xr.Engine:
     """Stands still whenever we do, as one whose process is stopped."""
     return open_engine(polling="manual", peer_timeout_s=1.0, connect_timeout_s=1.0, **ONE)
+
+
+def test_peer_is_not_given_up_because_we_stood_still_while_it_had_no_connection(
+    open_engine: EngineFactory, ours: xr.Engine
+) -> None:
+    other = open_engine("other", **ONE)
+    with proxied(ours.address) as path, ours.submit_recvs(2, 100) as pool:
+        drive_until_done(ours, other.submit_send(path.address, b"before"))
+        path.proxies[0].go_away()
+        drive(ours)  # sees that
+        path.proxies[0].go_away(False)
+
+        message = other.submit_send(path.address, b"after")
+        time.sleep(3)  # its new connection waits for us
+        drive_until_done(ours, message)
+
+        assert [bytes(pool.recv(WAIT_S).data) for _ in range(2)] == [b"before", b"after"]
 
 
 def test_peer_is_not_lost_because_we_stood_still_while_it_kept_us_waiting(

@@ -87,6 +87,10 @@ void TcpTransport::tick() {
   const int64_t away_ns = now_ - std::exchange(ticked_ns_, now_) - kPauseMaxNs;
   if (away_ns > 0) {
     for (OutLink* link : watched_) excuse(*link, away_ns);
+    for (auto& [key, link] : in_) {
+      int64_t& since_ns = link->unconnected_since_ns;
+      if (since_ns != 0) since_ns = std::min(since_ns + away_ns, now_);
+    }
   }
   count_attempts();
   for (size_t i = 0; i < watched_.size();) {
