@@ -101,7 +101,7 @@ def test_who_comes_again_and_again_fills_no_log() -> None:
 
     assert answer.stdout == "hung up\n" * many, answer
     assert said[0] == REFUSED
-    assert all("earlier refusals" in again for again in said[1:])  # one a second
+    assert all("earlier refusals" in again for again in said[1:])  # one a minute
     assert len(said) <= many // 10
 
 

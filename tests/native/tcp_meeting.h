@@ -121,7 +121,7 @@ class Meeting final : public Connector::Owner, public Acceptor::Owner {
     CHECK(Acceptor::accept(socket));
     accepted = std::move(socket);
   }
-  void on_stranger(const std::string&, const std::string& what) override { strangers.push_back(what); }
+  void on_stranger(RefusalCode, const std::string&, const std::string& what) override { strangers.push_back(what); }
 
   const std::shared_ptr<TlsContext> context_;
   Address initiator_;

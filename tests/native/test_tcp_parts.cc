@@ -21,6 +21,7 @@
 #include "transport/tcp/poller.h"
 #include "transport/tcp/region_table.h"
 #include "transport/tcp/stage_pool.h"
+#include "transport/tcp/stranger_news.h"
 #include "util/clock.h"
 #include "util/sha256.h"
 
@@ -415,6 +416,35 @@ TEST_CASE("tcp stages: what cannot be pinned is kept as well, as many as there w
   CHECK(pool.kept() == StagePool::kStages);
   const std::unique_ptr<device::HostBuffer> again = pool.take();
   CHECK(pool.kept() == StagePool::kStages - 1);
+}
+
+TEST_CASE("of strangers of one kind the first are told, then how many there were, also when no more come") {
+  constexpr int64_t kMinute = StrangerNews::kEveryNs;
+  StrangerNews news;
+  const auto knock = [&](RefusalCode code, int64_t now) { return news.take(code, "10.0.0.1:5", "it is odd", now); };
+
+  for (uint32_t i = 0; i < StrangerNews::kAtOnce; ++i) {
+    const auto line = knock(RefusalCode::kMalformed, i);
+    REQUIRE(line);
+    CHECK(line->who == "10.0.0.1:5");
+    CHECK(line->text == "connection from 10.0.0.1:5 refused: it is odd");
+  }
+  CHECK(news.due() == kNoDeadline);
+  for (int64_t i = 0; i < 1000; ++i) CHECK(!knock(RefusalCode::kMalformed, 100 + i));
+  CHECK(knock(RefusalCode::kAuthentication, 2000));  // of another kind
+
+  const int64_t due = news.due();
+  CHECK(due == StrangerNews::kAtOnce - 1 + kMinute);
+  CHECK(!news.take_due(due - 1));
+  const auto line = news.take_due(due);
+  REQUIRE(line);
+  CHECK(line->text.ends_with("; and 999 more of this kind before it, not told one by one"));
+  CHECK(!news.take_due(due));
+  CHECK(news.due() == kNoDeadline);
+  CHECK(!knock(RefusalCode::kMalformed, due + 1));
+  const auto later = knock(RefusalCode::kMalformed, due + kMinute);
+  REQUIRE(later);
+  CHECK(later->text.ends_with("; and 1 more of this kind before it, not told one by one"));
 }
 
 }  // namespace crossrail::tcp

@@ -429,7 +429,7 @@ bool Control::watch(int fd, uint64_t token) {
 
 // A user who keeps coming must not fill logs, nor push more important entries out of the recorder.
 void Control::tell_refused(uid_t user) {
-  constexpr int64_t kTellEveryNs = 1'000'000'000;
+  constexpr int64_t kTellEveryNs = 60'000'000'000;
   const int64_t now = now_ns();
   if (refused_told_ns_ != 0 && now < refused_told_ns_ + kTellEveryNs) {
     ++refused_untold_;

@@ -39,7 +39,7 @@ bool Acceptor::accept(const Socket& socket) { return socket.send_message(encode(
 
 void Acceptor::refuse(RefusalCode code, const std::string& text) {
   if (ended_) return;
-  owner_->on_stranger(who_, text);
+  owner_->on_stranger(code, who_, text);
   turn_away(code, text);
 }
 
@@ -94,7 +94,8 @@ void Acceptor::go_on() {
     case MessageReader::State::kForeign:
       return refuse(RefusalCode::kMalformed, "what it sent is not a crossrail handshake");
     case MessageReader::State::kFailed:
-      if (socket_.tls && reader_.error() == EPROTO) owner_->on_stranger(who_, "TLS: " + socket_.tls->trouble());
+      if (socket_.tls && reader_.error() == EPROTO)
+        owner_->on_stranger(RefusalCode::kAuthentication, who_, "TLS: " + socket_.tls->trouble());
       return end();
     case MessageReader::State::kClosed:
       return end();  // port scans and health checks do so all day
@@ -111,7 +112,7 @@ void Acceptor::on_message() {
                                              ": use the same crossrail release on both sides");
   }
   if (const auto refusal = decode_refusal(message)) {
-    owner_->on_stranger(who_, "it refuses us: " + refusal->text);
+    owner_->on_stranger(RefusalCode::kMalformed, who_, "it refuses us: " + refusal->text);
     return end();
   }
   if (!hello_) {

@@ -158,7 +158,7 @@ class Acceptor final : public Pollable {
     virtual std::optional<Refusal> check_hello(const Hello& hello) = 0;
     // The handshake is complete except for our Accept, which the owner sends by calling accept().
     virtual void on_accepted(Acceptor& acceptor, const Hello& hello, Socket socket) = 0;
-    virtual void on_stranger(const std::string& who, const std::string& what) = 0;
+    virtual void on_stranger(RefusalCode code, const std::string& who, const std::string& what) = 0;
 
    protected:
     ~Owner() = default;

@@ -17,8 +17,6 @@ namespace {
 
 constexpr size_t kStrangersMax = 256;
 constexpr int64_t kStrangerPatienceNs = 5'000'000'000;
-constexpr int64_t kStrangersToldMax = 32;
-constexpr int64_t kStrangerToldNs = 1'000'000'000;
 constexpr int64_t kAcceptPauseNs = 200'000'000;
 
 }  // namespace
@@ -67,24 +65,12 @@ void TcpTransport::make_room_for_stranger() {
   }
 }
 
-void TcpTransport::on_stranger(const std::string& who, const std::string& what) {
-  if (!may_tell_stranger()) {
-    ++strangers_untold_;
-    return;
-  }
-  const uint64_t untold = std::exchange(strangers_untold_, 0);
-  const std::string rest =
-      untold == 0 ? "" : "; " + std::to_string(untold) + " earlier refusals were too many to report one by one";
-  sink_->on_protocol_error(who, "connection from " + who + " refused: " + what + rest);
+void TcpTransport::on_stranger(RefusalCode code, const std::string& who, const std::string& what) {
+  if (const auto line = stranger_news_.take(code, who, what, now_)) sink_->on_protocol_error(line->who, line->text);
 }
 
-// A port scanner must not fill logs, nor push more important entries out of the recorder: a burst of reports, then one
-// a second.
-bool TcpTransport::may_tell_stranger() {
-  strangers_told_at_ns_ = std::max(strangers_told_at_ns_, now_ - kStrangersToldMax * kStrangerToldNs);
-  if (strangers_told_at_ns_ + kStrangerToldNs > now_) return false;
-  strangers_told_at_ns_ += kStrangerToldNs;
-  return true;
+void TcpTransport::tell_of_strangers() {
+  while (const auto line = stranger_news_.take_due(now_)) sink_->on_protocol_error(line->who, line->text);
 }
 
 std::optional<Refusal> TcpTransport::check_hello(const Hello& hello) {

@@ -114,6 +114,7 @@ void TcpTransport::tick() {
   for (auto& acceptor : acceptors_) acceptor->check_deadline(now_);
   std::erase_if(acceptors_, [](const auto& acceptor) { return acceptor->ended(); });
   tend_incoming();
+  tell_of_strangers();
   if (listeners_paused_until_ns_ != 0 && now_ >= listeners_paused_until_ns_) {
     listeners_paused_until_ns_ = 0;
     for (size_t i = 0; i < rails_.size(); ++i) poller_.change(rails_[i].listener.get(), listeners_[i].get(), EPOLLIN);
@@ -129,6 +130,7 @@ Deadline TcpTransport::next_timer() const {
   const Deadline soon = now + kTickNs;
   if (!acceptors_.empty() || listeners_paused_until_ns_ != 0 || !connections_.unwatched.empty()) return soon;
   Deadline next = unconnected_ > 0 ? now + 1'000'000'000 : kNoDeadline;
+  if (const Deadline due = stranger_news_.due(); due != kNoDeadline) next = std::min(next, std::max(soon, due));
   for (const OutLink* link : watched_) next = std::min(next, std::max(soon, next_look_at(*link, now)));
   return next;
 }

@@ -10,7 +10,6 @@
 
 #include <atomic>
 #include <deque>
-#include <limits>
 #include <map>
 #include <memory>
 #include <optional>
@@ -20,6 +19,7 @@
 #include "transport/tcp/link.h"
 #include "transport/tcp/poller.h"
 #include "transport/tcp/region_table.h"
+#include "transport/tcp/stranger_news.h"
 #include "transport/transport.h"
 
 namespace crossrail::tcp {
@@ -110,7 +110,7 @@ class TcpTransport final : public Transport, public Acceptor::Owner {
   // Acceptor::Owner
   std::optional<Refusal> check_hello(const Hello& hello) override;
   void on_accepted(Acceptor& acceptor, const Hello& hello, Socket socket) override;
-  void on_stranger(const std::string& who, const std::string& what) override;
+  void on_stranger(RefusalCode code, const std::string& who, const std::string& what) override;
 
  private:
   struct Listener final : Pollable {
@@ -124,7 +124,7 @@ class TcpTransport final : public Transport, public Acceptor::Owner {
   static void tell_taken(InLink& link, uint64_t message_id);
   void accept_all(Listener& listener);
   void make_room_for_stranger();
-  bool may_tell_stranger();
+  void tell_of_strangers();
   void keep_to_rail(int fd);
   void end_unconnected(const Address& peer);
   InChannel& begin_epoch(const Hello& hello);
@@ -175,10 +175,7 @@ class TcpTransport final : public Transport, public Acceptor::Owner {
   std::vector<std::unique_ptr<Listener>> listeners_;
   int64_t listeners_paused_until_ns_ = 0;  // out of descriptors
   bool strangers_reported_ = false;
-  // Invariant: now_ minus this is the budget for events about strangers, one per second. In the far past at first: all
-  // may be reported.
-  int64_t strangers_told_at_ns_ = std::numeric_limits<int64_t>::min();
-  uint64_t strangers_untold_ = 0;
+  StrangerNews stranger_news_;
   std::vector<std::unique_ptr<Acceptor>> acceptors_;
   std::vector<std::unique_ptr<OutLink>> out_;
   std::map<std::pair<Incarnation, uint64_t>, std::unique_ptr<InLink>> in_;
