@@ -38,7 +38,7 @@ async def test_both_sides_name_both_versions(open_engine: EngineFactory, caplog:
             await asyncio.sleep(0.002)
 
     await asyncio.wait_for(told_there(), WAIT_S)
-    assert f"its sender speaks version {VERSION}, this side {OF_LATER}" in caplog.text
+    assert f"dropped a message of 'here': its sender speaks version {VERSION}, this side {OF_LATER}" in caplog.text
     dropped = there.dropped
     for asker, other in ((here, there), (there, here)):  # both know by now: nothing is sent
         with pytest.raises(OtherRelease):

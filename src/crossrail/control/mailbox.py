@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from crossrail import _ending
 from crossrail._closing import AsyncClosing
 from crossrail._latest import Latest
+from crossrail._text import plain
 from crossrail.control.asking import Asking
 from crossrail.control.deadlines import in_time, in_words, loop_time_s
 from crossrail.control.language import Language, Letter
@@ -24,6 +25,7 @@ from crossrail.control.messages import Failed, clipped
 from crossrail.control.seal import OURS, Rejected, Sealer, Spoken
 from crossrail.control.wire import Unreachable, Wire
 from crossrail.errors import CrossrailError, EngineClosed, UsageError
+from crossrail.peers import Address
 
 log = logging.getLogger("crossrail.control")
 
@@ -227,12 +229,12 @@ class Mailbox(AsyncClosing):
             except Rejected as rejection:
                 if rejection.kind == "version":
                     self._tell_version(sender)
-                self._tell_dropped(rejection.kind, str(rejection))
+                self._tell_dropped(sender, rejection.kind, str(rejection))
             except UsageError as error:
-                self._drop("type", str(error))
+                self._drop(sender, "type", str(error))
             except Exception as error:  # a mistake of ours: it costs this packet, and not all that come after it
                 self._unsorted["error"] += 1
-                self._tell_dropped("error", f"{type(error).__name__}: {error}", exc_info=True)
+                self._tell_dropped(sender, "error", f"{type(error).__name__}: {error}", exc_info=True)
 
     def _hear_of_version(self, sender: bytes, theirs: Spoken) -> None:
         """What waits for that engine's answers ends. It hears of ours once, so that its log has both, too."""
@@ -241,7 +243,7 @@ class Mailbox(AsyncClosing):
             return
         self._others[identity] = theirs
         other = OtherRelease(theirs, self._sealer.spoken)
-        self._tell_dropped("notice", str(other))
+        self._tell_dropped(sender, "notice", str(other))
         for of, future in self._waiting.values():
             if of == identity and not future.done():
                 future.set_exception(other)
@@ -271,18 +273,18 @@ class Mailbox(AsyncClosing):
             level = logging.DEBUG if _ending.has_begun else logging.WARNING  # a process that ends is no mistake
             log.log(level, "the engine was closed before its mailbox: nothing is received any more")
 
-    def _drop(self, kind: str, why: str) -> None:
+    def _drop(self, sender: bytes, kind: str, why: str) -> None:
         self._unsorted[kind] += 1
-        self._tell_dropped(kind, why)
+        self._tell_dropped(sender, kind, why)
 
-    def _tell_dropped(self, kind: str, why: str, exc_info: bool = False) -> None:
+    def _tell_dropped(self, sender: bytes, kind: str, why: str, exc_info: bool = False) -> None:
         now_s = loop_time_s()
         told_s, more = self._told.get(kind, (float("-inf"), 0))
         if now_s - told_s < _TELL_AGAIN_S:
             self._told[kind] = (told_s, more + 1)
             return
         again = f"; and {more} more of this kind since the last line" if more else ""
-        log.warning("dropped a message: %s%s", why, again, exc_info=exc_info)
+        log.warning("dropped a message%s: %s%s", _of(sender), why, again, exc_info=exc_info)
         self._told[kind] = (now_s, 0)
 
     def _sort(self, sender: bytes, envelope: Letter) -> None:
@@ -297,7 +299,7 @@ class Mailbox(AsyncClosing):
         kind = type(envelope.body)
         handler, at_once = self._handlers.get(kind), self._handlers_at_once.get(kind)
         if (handler is None and at_once is None) or not envelope.ask:
-            self._drop("no-handler", f"nobody takes {type(envelope.body).__name__} here")
+            self._drop(sender, "no-handler", f"nobody takes {type(envelope.body).__name__} here")
             return
         key = (identity, envelope.ask)
         if (again := self._answered.get(key)) is not None:
@@ -376,6 +378,14 @@ class Mailbox(AsyncClosing):
             log.info("an answer was not delivered within %g s, or before the end", _REPLY_TIMEOUT_S)
         elif (error := reply.exception()) is not None:
             log.info("an answer could not be delivered: %s", error)
+
+
+def _of(sender: bytes) -> str:
+    """Whom a message is from, for people, where a wire's addresses are those of engines."""
+    try:
+        return f" of '{plain(Address.from_bytes(sender).name)}'"
+    except UsageError:
+        return ""
 
 
 def _give_up(answer: asyncio.Future[object], what: str) -> None:
