@@ -78,7 +78,7 @@ class Engine(_core.Engine):
         means those nearest to it (docs/topology.md). None: the host's memory, and the same NICs in each process.
     port: where tcp listens; 0: any port. Rails that share an address take port, port + 1, ...
     secret: shared secret that peers on other hosts must know too, up to 1024 bytes. None: the value of
-        CROSSRAIL_SECRET, if it is set.
+        CROSSRAIL_SECRET, if it is set. "": no secret, even if that is set.
     tls: certificates for tcp. None: those named by CROSSRAIL_TLS_CERT, _KEY and _CA, if set. An engine with tls reaches
         other hosts only by tcp, because RDMA traffic is not encrypted (docs/two-hosts.md).
     peer_timeout_s: a peer on another host that is silent for so long is lost.
