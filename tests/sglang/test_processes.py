@@ -1,5 +1,6 @@
 """The two sides in processes of their own: as SGLang runs them, and as they die."""
 
+import logging
 import os
 import signal
 import subprocess
@@ -13,7 +14,7 @@ from tests.sglang.child import ROOT, START_S, Child
 from tests.sglang.conftest import Open
 from tests.sglang.side import FAILED, SUCCESS, WAITING, Side, failure, until
 from tests.sglang.test_failures import MINE, THEIRS, ask
-from tests.support.limits import never
+from tests.support.limits import eventually, never
 
 Start = Callable[..., Child]
 
@@ -89,6 +90,26 @@ def test_a_prefiller_that_stands_still_is_shut_out(start: Start, open_side: Open
     p.call("send", 7, MINE[2:])
     p.call("until", 7, FAILED)
     assert not any((memory[THEIRS] != 1).any() for memory in d.planes)
+
+
+def test_a_prefiller_that_stood_still_hears_of_what_was_given_up_meanwhile(
+    start: Start, open_side: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its client would wait for bootstrap_s: nobody comes for that room."""
+    caplog.set_level(logging.INFO, "crossrail.sglang")
+    p, d = start("prefill"), open_side("decode", options={"prefiller_timeout_s": 1.0})
+    p.call("open", 6)
+    ask(d.receiver(6))
+    p.call("until", 6, WAITING)  # each knows the other
+    p.call("open", 7)
+    receiver = d.receiver(7)
+    p.signal(signal.SIGSTOP)
+    receiver.abort()
+    until(FAILED, receiver)
+    eventually(lambda: "room 7, given up: no answer" in caplog.text, "the prefiller was told in vain")
+    p.signal(signal.SIGCONT)
+    p.call("until", 7, FAILED)
+    assert "the decoder gave it up" in p.call("failure", 7)
 
 
 def half_way(p: Child, d: Side) -> Any:

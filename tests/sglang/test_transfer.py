@@ -227,7 +227,7 @@ def test_what_ends_says_in_the_log_which_room_with_whom_and_how_much(
     until(SUCCESS, sender, receiver)
     sent = sender.get_transfer_metric().transfer_total_bytes
     decoder = re.escape(f"sglang-decode-0@{socket.gethostname()[:32]}:1")
-    assert re.search(rf"room 1 to {decoder}: {sent} bytes, \d+\.\d+ s", caplog.text)
+    assert re.search(rf"room 1 to {decoder}: {sent} bytes in \d+\.\d+ s", caplog.text)
     assert re.search(rf"room 1 from {d.address}, {len(MINE)} pages, \d+\.\d+ s: it is here", caplog.text)
 
     sender, receiver = p.sender(2), d.receiver(2)

@@ -68,6 +68,7 @@ class DecodeSide:
         self._pulls: dict[tuple[str, int], Pull] = {}
         self._attempts = itertools.count(1)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._closing = asyncio.Event()
 
     async def start(self) -> None:
         self._mailbox.handle(Aux, self._on_aux)
@@ -78,6 +79,7 @@ class DecodeSide:
 
         Raises WaitTimeout while one stands still in the middle of a copy to here.
         """
+        self._closing.set()
         for pull in self._pulls.values():
             self.abort(pull, "the decoder is closing")
         if self._tasks:
@@ -233,12 +235,25 @@ class DecodeSide:
         return m.Taken()
 
     async def _let_go(self, pull: Pull) -> None:
-        """Tells the prefiller that nobody comes for it; what cannot be told, its own time limit ends."""
-        self._pulls.pop((self._name(pull), pull.attempt), None)
-        try:
-            await self._asker.stop(Part(self._name(pull), pull.attempt, pull.instance))
-        except (NoAnswer, Unreachable, CrossrailError) as error:
-            log.info("room %d: %s", pull.room, error)
+        """Tells the prefiller that nobody comes for it: else it waits for bootstrap_s, as long as its own client does.
+
+        One that stands still is told again; one that is lost has nothing to be told.
+        """
+        part = Part(self._name(pull), pull.attempt, pull.instance)
+        self._pulls.pop((part.name, part.attempt), None)
+        until_s = loop_time_s() + self._node.options.bootstrap_s
+        told = ""
+        while True:
+            try:
+                await self._asker.stop(part)
+                return
+            except (NoAnswer, Unreachable, CrossrailError) as error:
+                if str(error) != told:
+                    log.info("room %d, given up: %s", pull.room, error)
+                told = str(error)
+            is_lost = any(self._mailbox.wire.is_lost(worker.address) for worker in pull.instance.workers)
+            if is_lost or loop_time_s() > until_s or await set_in_time(self._closing, self._node.options.probe_s):
+                return
 
     def _name(self, pull: Pull) -> str:
         return rank_name(str(pull.room), self._node.rank, self._node.pool.tp)

@@ -85,6 +85,7 @@ class Room:
     finishing: int = 0  # asks whose end is awaited
     prefix_tokens: int = 0
     bytes_sent: int = 0
+    sending_since_s: float = 0.0
 
 
 class PrefillSide:
@@ -145,6 +146,8 @@ class PrefillSide:
         if room.pages is None or room.sent + len(indices) > len(room.pages):
             self._fail(room, f"{room.sent + len(indices)} pages are sent, init announced {_count(room.pages)}")
             return
+        if not room.sent:
+            room.sending_since_s = loop_time_s()
         first, room.sent = room.sent, room.sent + len(indices)
         room.progress.advance(Poll.TRANSFERRING)
         self._mailbox.spawn(self._post(room, first, indices, rows, ready), f"sending room {room.number}")
@@ -267,8 +270,8 @@ class PrefillSide:
             sent = f"{room.posted} of {_count(room.pages)} pages sent"
             log.warning("room %d to %s: %s (%s)", room.number, _decoders(room), progress.error, sent)
         else:
-            lasted_s = loop_time_s() - room.begun_s
-            log.debug("room %d to %s: %d bytes, %.3f s", room.number, _decoders(room), room.bytes_sent, lasted_s)
+            lasted_s = loop_time_s() - room.sending_since_s
+            log.debug("room %d to %s: %d bytes in %.3f s", room.number, _decoders(room), room.bytes_sent, lasted_s)
         state: m.Ended = "failed" if progress.error else "written"
         for key, ask in room.asks.items():
             self._book.end(key, ask.job, state, progress.error)
