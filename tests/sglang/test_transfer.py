@@ -215,6 +215,12 @@ def test_the_backend_is_chosen_by_its_name(monkeypatch: pytest.MonkeyPatch, quie
         utils.TransferBackend("nothing of that name")
 
 
+def test_a_host_with_a_long_name_has_a_server(open_side: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "p" * 63)
+    engine = open_side("decode", http_port=65535).manager.core.node.engine
+    assert engine.name == f"sglang-decode-0-65535.{'p' * 63}"[:64]
+
+
 def test_what_ends_says_in_the_log_which_room_with_whom_and_how_much(
     p: Side, d: Side, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -226,7 +232,7 @@ def test_what_ends_says_in_the_log_which_room_with_whom_and_how_much(
     send(p, sender, "told", MINE, 0)
     until(SUCCESS, sender, receiver)
     sent = sender.get_transfer_metric().transfer_total_bytes
-    decoder = re.escape(f"sglang-decode-0@{socket.gethostname()[:32]}:1")
+    decoder = re.escape(f"sglang-decode-0-1.{socket.gethostname()}"[:64])
     assert re.search(rf"room 1 to {decoder}: {sent} bytes in \d+\.\d+ s", caplog.text)
     assert re.search(rf"room 1 from {d.address}, {len(MINE)} pages, \d+\.\d+ s: it is here", caplog.text)
 

@@ -28,6 +28,7 @@ _ANSWER_S = 1.0
 _STANDSTILL_S, _AGAIN_S = 0.25, 0.02
 _FRESH_S = 5.0  # how old an answer of one may be
 _MISSING_MAX = 256
+_NAME_MAX = 64  # of an engine
 RELEASED = "the KV cache's memory was released: POST /resume_memory_occupation to this server first"
 
 
@@ -82,8 +83,9 @@ class Manager:
         self._place = place
         self._stopped = threading.Event()
         self._registering: threading.Thread | None = None
-        server = f"{socket.gethostname()[:32]}:{place.http_port}"  # which of many, in the logs of others
-        self.node = RankNode(f"sglang-{mode}-{place.rank}@{server}", place.rank, pool, options, secret)
+        # Which of many it is, in the logs of others; a name of DNS, so that a certificate can be for it.
+        name = f"sglang-{mode}-{place.rank}-{place.http_port}.{socket.gethostname()}"
+        self.node = RankNode(name[:_NAME_MAX], place.rank, pool, options, secret)
         try:
             if mode == "prefill":
                 self.prefiller = PrefillSide(self.node, self.aux)
