@@ -263,6 +263,10 @@ def test_state_indices_are_refused(p: Side, d: Side) -> None:
         ({"parallel": {"pp_size": 2}}, "pp_size=2: crossrail's backend supports only tensor parallelism"),
         ({"parallel": {"dp_size": 4}}, "dp_size=4"),
         ({"server_args": {"disable_overlap_schedule": False}}, "--disable-overlap-schedule is missing"),
+        (
+            {"server_args": {"disable_overlap_schedule": True, "disaggregation_enable_kv_checksum": True}},
+            "--disaggregation-enable-kv-checksum must not be set",
+        ),
         ({"server_args": {"tokenizer_worker_num": 2}}, "--tokenizer-worker-num=2 must be 1"),
         ({"ib_device": "mlx5_0"}, "--disaggregation-ib-device=mlx5_0"),
         ({"kv_data_ptrs": [4096] * 4}, r"kv_data_ptrs\[0\]=0x1000 is not memory of the host"),

@@ -142,6 +142,14 @@ def test_overlapped_prefill_is_for_gpus(stream: Stream, open_side: Open) -> None
         open_side("prefill", **overlaps)
 
 
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+def test_checksums_are_for_gpus(stream: Stream, open_side: Open, mode: str) -> None:
+    checks = {"server_args": {"disable_overlap_schedule": True, "disaggregation_enable_kv_checksum": True}}
+    assert open_side(mode, gpu=stream.gpu, **checks).manager.core.node.device == "cuda:0"
+    with pytest.raises(xr.UsageError, match="SGLang computes checksums of KV by CUDA"):
+        open_side(mode, **checks)
+
+
 def test_what_is_no_cache_of_one_kind_is_refused(stream: Stream, open_side: Open) -> None:
     memory = stream.gpu.allocate(1 << 16)
     host = np.zeros(1 << 16, np.uint8)

@@ -59,6 +59,20 @@ class CrossrailTransferError(CrossrailError):
         self.is_from_another_rank = is_from_another_rank
 
 
+def _check_for_cpu(mode: str, server_args: Any) -> None:
+    """Raises UsageError for what SGLang does on a GPU alone, so that a server would end at its first request."""
+    if mode == "prefill" and not getattr(server_args, "disable_overlap_schedule", True):
+        raise UsageError(
+            "--disable-overlap-schedule is missing: SGLang's overlapped prefill uses CUDA events, and on a CPU it "
+            "would end at the first request"
+        )
+    if getattr(server_args, "disaggregation_enable_kv_checksum", False):
+        raise UsageError(
+            "--disaggregation-enable-kv-checksum must not be set: SGLang computes checksums of KV by CUDA, and on a "
+            "CPU it would end at the first request"
+        )
+
+
 def place_of(mode: str) -> Place:
     """Where SGLang says that this process is."""
     parallel = get_parallel()
@@ -92,12 +106,8 @@ class CrossrailKVManager(BaseKVManager):
         mode = disaggregation_mode.value
         if mode not in ("prefill", "decode"):
             raise UsageError(f"disaggregation_mode={mode!r}: a transfer backend is for 'prefill' or 'decode'")
-        overlaps = not getattr(server_args, "disable_overlap_schedule", True)
-        if mode == "prefill" and overlaps and not is_gpu_address(next(iter(args.kv_data_ptrs), 0)):
-            raise UsageError(
-                "--disable-overlap-schedule is missing: SGLang's overlapped prefill uses CUDA events, and on a "
-                "CPU it would end at the first request"
-            )
+        if not is_gpu_address(next(iter(args.kv_data_ptrs), 0)):
+            _check_for_cpu(mode, server_args)
         if (workers := getattr(server_args, "tokenizer_worker_num", 1)) > 1:
             raise UsageError(
                 f"--tokenizer-worker-num={workers} must be 1: SGLang loads no plug-ins in tokenizer workers, which end "
