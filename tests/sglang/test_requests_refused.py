@@ -41,7 +41,23 @@ def test_the_largest_room(p: Side, d: Side) -> None:
 
 
 def test_samples_of_one_request_share_a_room(p: Side, d: Side) -> None:
-    receivers = [d.receiver(1) for _ in range(2)]
+    """All fail for that reason, though SGLang aborts the others at the prefiller as soon as the first has failed."""
+    sender = p.sender(1)
+    receivers = [d.receiver(1)]
+    ask(receivers[0])
+    until(WAITING, sender)
+    receivers.append(d.receiver(1))
+    sender.abort()
+    until(FAILED, sender, *receivers)
+    for receiver in receivers:
+        assert "with n > 1, SGLang gives all samples of a request the same room" in failure(receiver).failure_reason
+    expect(p, d, "the same room again")
+
+
+def test_a_decoder_that_asks_twice_for_a_room_fails_there_too(p: Side, d: Side) -> None:
+    receivers = [d.receiver(1)]
+    d.manager.core.decoder._pulls.clear()  # else it says so itself
+    receivers.append(d.receiver(1))
     sender = p.sender(1)
     for receiver in receivers:
         ask(receiver)

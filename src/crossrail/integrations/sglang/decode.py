@@ -27,7 +27,7 @@ from crossrail.integrations.instance import Instance, Worker, mismatch, rank_nam
 from crossrail.integrations.sglang.memory import AuxRows, wait_for_kernels
 from crossrail.integrations.sglang.messages import Aux, Destination
 from crossrail.integrations.sglang.node import RankNode
-from crossrail.integrations.sglang.state import Poll, Progress
+from crossrail.integrations.sglang.state import Poll, Progress, wanted_twice
 from crossrail.kv import KvLayout, KvReceiver, PageState, Reception, foreign_lease
 from crossrail.kv import messages as m
 
@@ -98,9 +98,20 @@ class DecodeSide:
     # ---- what SGLang says
 
     async def open(self, room: int, instance: Instance) -> Pull:
+        """A second of a room fails at once, and so does the first: here, where the reason is known. The prefiller would
+        say so too, unless its client hangs up before.
+        """
         pull = Pull(room, instance, (next(self._attempts) - 1) % (_ATTEMPTS - 1) + 1)
+        others = [
+            one
+            for one in self._pulls.values()
+            if one.room == room and one.instance == instance and not one.progress.error
+        ]
         self._pulls[self._name(pull), pull.attempt] = pull
         pull.progress.advance(Poll.WAITING_FOR_INPUT)
+        if others:
+            for one in (*others, pull):
+                self.abort(one, wanted_twice(room))
         return pull
 
     def begin(self, pull: Pull, pages: npt.NDArray[np.uint32], aux_index: int | None, prefix_tokens: int) -> None:

@@ -28,7 +28,7 @@ from crossrail.integrations.instance import Worker, parse_rank_name
 from crossrail.integrations.sglang.memory import AuxRows
 from crossrail.integrations.sglang.messages import Aux, Destination
 from crossrail.integrations.sglang.node import RankNode
-from crossrail.integrations.sglang.state import Poll, Progress, unusable_room
+from crossrail.integrations.sglang.state import Poll, Progress, unusable_room, wanted_twice
 from crossrail.kv import NOT_YET, KvSender, KvTarget, SendJob, foreign_lease
 from crossrail.kv import messages as m
 from crossrail.kv.services.attempts import AttemptBook, Key
@@ -162,10 +162,7 @@ class PrefillSide:
         others = [other for other in room.asks.values() if other.rank[0] == ask.rank[0] or other.rank[1] != ask.rank[1]]
         agreed = next(iter(room.asks.values()), ask)
         if any(other.key[:2] == ask.key[:2] for other in others):
-            why = (
-                f"one decoder wants room {room.number} twice: with n > 1, SGLang gives all samples of a request the "
-                "same room; send a request for each"
-            )
+            why = wanted_twice(room.number)
         elif others:
             why = f"two decoders want room {room.number}: {others[0].key[1]} and {ask.key[1]}"
         elif (agreed.prefix_tokens, agreed.target.tokens) != (ask.prefix_tokens, ask.target.tokens):

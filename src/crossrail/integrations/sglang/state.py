@@ -15,6 +15,14 @@ def unusable_room(number: int) -> str:
     return "" if 0 < number < 1 << 63 else f"bootstrap_room={number} must be in 1..{(1 << 63) - 1}"
 
 
+def wanted_twice(number: int) -> str:
+    """Why requests of one decoder that are under way with one room fail, all of them."""
+    return (
+        f"one decoder wants room {number} twice: with n > 1, SGLang gives all samples of a request the same room; send "
+        "a request for each"
+    )
+
+
 class Poll(IntEnum):
     """As SGLang's KVPoll, whose numbers it compares over ranks: the smallest of all ranks' is what counts."""
 
