@@ -27,7 +27,7 @@ _DLPACK_CPU, _DLPACK_CUDA, _DLPACK_PINNED = 1, 2, 3
 
 
 class Memory(NamedTuple):
-    """A contiguous range. `owner` keeps it alive; None: the caller does. is_cuda: it is GPU memory."""
+    """A contiguous range of memory. `owner` keeps it alive; None: the caller does. is_cuda: it is GPU memory."""
 
     address: int
     nbytes: int
@@ -54,7 +54,7 @@ def memory_of(buffer: Any) -> Memory:
     _refuse_other_devices(buffer)
     try:
         view = memoryview(buffer)
-    except (BufferError, ValueError) as error:  # it is closed, or released
+    except (BufferError, ValueError) as error:  # closed or released
         raise UsageError(f"buffer, of type {type(buffer).__name__}, gives no view of its memory: {error}") from None
     except TypeError:
         array = as_numpy(buffer)
@@ -81,7 +81,7 @@ def as_numpy(array: Any) -> npt.NDArray[Any] | None:
             raise TransportError("numpy view", 0, f"the tensor is on {array.device}", _ON_A_GPU)
         try:
             view: npt.NDArray[Any] = array.detach().numpy()
-        except (RuntimeError, TypeError) as error:  # it is sparse, or of a dtype that numpy lacks
+        except (RuntimeError, TypeError) as error:  # sparse, or of a dtype that numpy lacks
             raise UsageError(f"the tensor gives no numpy view of itself: {error}") from None
         return view
     if _cuda_array_interface(array) is not None:
@@ -91,12 +91,12 @@ def as_numpy(array: Any) -> npt.NDArray[Any] | None:
         return None
     try:
         return np.from_dlpack(array)
-    except Exception as error:  # whatever its own code raises
+    except Exception as error:  # the object's own code may raise anything
         raise UsageError(f"{type(array).__name__} gives no numpy view of itself through DLPack: {error}") from None
 
 
 class GpuBytes:
-    """A range of a GPU's memory as Numba's protocol has it, for whoever takes such arrays. Keeps the owner."""
+    """A range of GPU memory, exported by Numba's protocol to libraries that accept such arrays. Keeps its owner."""
 
     def __init__(self, address: int, nbytes: int, owner: object = None) -> None:
         self.owner = owner
@@ -106,9 +106,9 @@ class GpuBytes:
 
 
 def gpu_allocation(address: int) -> tuple[int, int]:
-    """First byte and length of the driver's allocation that an address of a GPU is in.
+    """The base address and length of the driver allocation that contains a GPU address.
 
-    UsageError for other memory, TransportError where the driver cannot say.
+    Raises UsageError for other memory, TransportError if the driver cannot say.
     """
     return _core._gpu_allocation(address)
 
@@ -155,7 +155,9 @@ def _of_pair(pair: tuple[Any, ...]) -> Memory:
 
 
 def _of_cuda_array(array: object, interface: Any) -> Memory:
-    """Numba's protocol, which CuPy, JAX and others speak too: shape, typestr, data (address, read-only), strides."""
+    """Memory described by Numba's protocol (also CuPy's, JAX's, ...): shape, typestr, data (address, read-only),
+    strides.
+    """
     if not isinstance(interface, Mapping):
         raise UsageError(f"{_CUDA_ARRAY} must be a dict, not {type(interface).__name__}")
     shape = _field(interface, "shape", _lengths, "a tuple of lengths")
@@ -206,7 +208,7 @@ def _address(given: Any) -> tuple[int, bool]:
 
 
 def _cuda_array_interface(buffer: object) -> Any:
-    """The attribute of that name, which may be computed and fail; None if there is none."""
+    """The attribute of that name, which may be computed and fail; None if it is missing."""
     try:
         return getattr(buffer, "__cuda_array_interface__", None)
     except Exception as error:
@@ -219,11 +221,11 @@ def _refuse_other_devices(buffer: object) -> None:
         return
     try:
         kind, number = map(operator.index, buffer.__dlpack_device__())
-    except Exception as error:  # whatever its own code raises
+    except Exception as error:  # the property's own code may raise anything
         raise UsageError(
             f"{type(buffer).__name__}.__dlpack_device__() must return (type, number) of a device: {error}"
         ) from error
-    if kind == _DLPACK_CUDA:  # DLPack alone gives an address only to C
+    if kind == _DLPACK_CUDA:  # from Python, DLPack alone does not give the address
         name = type(buffer).__name__
         raise TransportError(
             "register", 0, f"{name} is on a GPU and has no __cuda_array_interface__", "torch.from_dlpack() makes one"

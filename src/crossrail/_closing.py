@@ -11,12 +11,12 @@ A = TypeVar("A", bound="AsyncClosing")
 
 
 class Closing:
-    """`with` closes it at the end. No ABC, whose metaclass a class of the native module cannot have."""
+    """`with` closes the object at its end. Not an ABC: a native class cannot have that metaclass."""
 
     __slots__ = ()
 
     def close(self) -> None:
-        """The subclass has it."""
+        """Implemented by the subclass."""
         raise NotImplementedError
 
     def __enter__(self: S) -> S:
@@ -29,7 +29,7 @@ class Closing:
 
 
 class AsyncClosing(ABC):
-    """`async with` closes it at the end."""
+    """`async with` closes the object at its end."""
 
     @abstractmethod
     async def close(self) -> None: ...

@@ -11,7 +11,8 @@ HOST = -1
 
 
 def gpu_of(device: object) -> int:
-    """The ordinal of a GPU of NVIDIA's: "cuda:0", "cuda" (torch's current one, else the first), or a torch.device.
+    """The ordinal of an NVIDIA GPU given as "cuda:0", "cuda" (torch's current device, else the first), or a
+    torch.device.
 
     HOST for None and "cpu". UsageError for anything else.
     """
@@ -24,7 +25,7 @@ def gpu_of(device: object) -> int:
 
 
 def gpu_at(address: int) -> str | None:
-    """Whose memory it is, as "cuda:1"; None: no GPU's that CUDA knows."""
+    """The GPU that owns this address, as "cuda:1"; None if it belongs to no GPU that CUDA knows."""
     ordinal = _core._gpu_of_address(address)
     return None if ordinal < 0 else f"cuda:{ordinal}"
 

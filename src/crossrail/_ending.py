@@ -1,5 +1,5 @@
-"""What happens at interpreter exit. `import crossrail` registers the handler, because its place among the exit handlers
-matters: the first engine might be opened much later, or never.
+"""State of the interpreter's exit. `import crossrail` registers the handler, because its position among the exit
+handlers matters: the first engine may be opened much later, or never.
 """
 
 from __future__ import annotations
@@ -8,12 +8,12 @@ import atexit
 from collections.abc import Callable
 
 _close_all: Callable[[], None] | None = None
-has_begun = False  # our turn: engines close, whoever still uses them
-is_over = False  # our turn; other exit handlers may still come
+has_begun = False  # our handler is running: engines close, even if still in use
+is_over = False  # our handler has returned; other exit handlers may still run
 
 
 def at_exit(close_all: Callable[[], None]) -> None:
-    """Once. If our turn is over, it is called now."""
+    """Sets what our exit handler calls, once. If the handler has run already, calls it now."""
     global _close_all
     _close_all = close_all
     if is_over:

@@ -8,14 +8,14 @@ from contextlib import contextmanager
 
 @contextmanager
 def needs(who: str, install: str) -> Iterator[None]:
-    """What is imported within, and is not installed, is missed in one line that says how to get it.
+    """If a package imported in this block is not installed, raises an error that says in one line how to install it.
 
-    who: needs it; install: what to give to pip, such as "'crossrail[kv]'".
+    who: what needs the package; install: the argument for pip, such as "'crossrail[kv]'".
     """
     try:
         yield
     except ModuleNotFoundError as error:
         name = error.name or ""
         if name == "crossrail" or "." in name or "pip install" in str(error):
-            raise  # a part of a package that is there, in another version; or it has been said
+            raise  # a part of an installed package of another version, or this error from a nested block
         raise ModuleNotFoundError(f"{who} needs {name}: pip install {install}", name=name) from None

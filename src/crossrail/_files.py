@@ -6,12 +6,12 @@ import os
 
 from crossrail.errors import UsageError
 
-SECRET_BYTES_MAX = 4096  # of a file with a secret, which has 1024 at most
+SECRET_BYTES_MAX = 4096  # limit for a secret file; the secret itself is at most 1024 bytes
 _PIECE_BYTES = 1 << 20
 
 
 def read_at_most(path: str | os.PathLike[str], nbytes_max: int, what: str) -> bytes:
-    """The contents of a file. UsageError if it has more than nbytes_max; what: the kind of file expected. OSError."""
+    """The contents of a file. UsageError if it has more than nbytes_max; what: the expected kind of file. OSError."""
     data = bytearray()
     with open(path, "rb", buffering=0) as file:  # noqa: PTH123 - pathlib is slow to import
         while piece := file.read(min(_PIECE_BYTES, nbytes_max + 1 - len(data))):

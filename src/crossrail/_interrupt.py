@@ -1,7 +1,7 @@
-"""Ctrl-C while a command is still importing, or already ending, ends it as it ends a C program: without a traceback.
+"""Ctrl-C while a command is still importing, or already exiting, ends it as it would a C program: without a traceback.
 
-Elsewhere, in programs that use the package, it stays Python's own affair. KeyboardInterrupt would not do for commands:
-numpy, interrupted while it is imported, reports that it is not installed properly.
+Programs that merely use the package keep Python's behaviour. KeyboardInterrupt is not good enough for commands: numpy,
+interrupted during its import, reports that it is not installed properly.
 """
 
 import importlib
@@ -16,7 +16,7 @@ def _is_command() -> bool:
 
 
 def begin() -> None:
-    """Takes effect if this process runs a command, until over()."""
+    """Takes effect if this process runs a command, and lasts until over()."""
     is_ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if is_ours and threading.current_thread() is threading.main_thread() and _is_command():
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -25,7 +25,7 @@ def begin() -> None:
 
 
 def over() -> None:
-    """What is to be imported is."""
+    """Ends the state that begin() started: all imports are done."""
     global _has_begun
     if _has_begun:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -33,7 +33,7 @@ def over() -> None:
 
 
 def load(module: str) -> ModuleType:
-    """Imports that of a command, between begin() and over()."""
+    """Imports a command's module, between begin() and over()."""
     begin()
     try:
         return importlib.import_module(module)

@@ -10,9 +10,9 @@ _V = TypeVar("_V")
 
 
 class Latest(OrderedDict[_K, _V]):
-    """The latest `most` keys that were added; the one that was added first is forgotten for a new one.
+    """Holds the latest `most` keys; adding another one evicts the oldest.
 
-    Who sets a key again does not make it later: move_to_end() does.
+    Setting an existing key again does not refresh its age; move_to_end() does.
     """
 
     def __init__(self, most: int) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 
 def lazily(package: str, homes: Mapping[str, str], modules: Collection[str] = ()) -> Callable[[str], Any]:
-    """A package's __getattr__. homes: by name, in which of its modules it is, relative to the package. modules: those
-    that are there, as attributes by their last names, without an import of their own.
+    """A package's __getattr__. homes: maps each name to the module that defines it, relative to the package. modules:
+    submodules that are available as attributes, by their last names, without an explicit import.
     """
     places = {module.rpartition(".")[2]: module for module in modules}
 
@@ -22,14 +22,14 @@ def lazily(package: str, homes: Mapping[str, str], modules: Collection[str] = ()
         if home is None:
             raise _no_attribute(package, name)
         found = getattr(importlib.import_module(f"{package}.{home}"), name)
-        setattr(sys.modules[package], name, found)  # not asked for again
+        setattr(sys.modules[package], name, found)  # later lookups bypass __getattr__
         return found
 
     return get
 
 
 def _no_attribute(package: str, name: str) -> AttributeError:
-    """As Python's own. Of a module that is there, and was not imported, it says so."""
+    """The same AttributeError that Python raises. For a submodule that exists but was not imported, it says so."""
     module = f"{package}.{name}"
     is_module = not name.startswith("_") and importlib.util.find_spec(module) is not None
     hint = f": it is a module, for `import {module}`" if is_module else ""
@@ -37,8 +37,8 @@ def _no_attribute(package: str, name: str) -> AttributeError:
 
 
 def listed(package: str, names: Collection[str], packages: Collection[str] = ()) -> Callable[[], list[str]]:
-    """A package's __dir__, which is what an editor or a shell offers behind its dot: these names, whether they are
-    loaded or not; of these packages in it those that are; and what Python itself has in every module.
+    """A package's __dir__, from which editors and shells complete: `names`, loaded or not; those of `packages` that are
+    loaded; and the attributes that Python gives every module.
     """
 
     def everything() -> list[str]:

@@ -1,8 +1,8 @@
-"""From the engine's worker into Python: queues of cookies, and the loop or thread that drains each of them.
+"""From the engine's worker into Python: queues of cookies, each drained by an event loop or a thread.
 
 The worker never takes the GIL. It posts integers to a native Notifier, whose eventfd wakes either an event loop
 (LoopNotifier: one per asyncio loop) or a thread (CallbackThread: one per engine, started when first needed). A cookie
-names what to do; one that nobody knows any more is dropped.
+names what to do; a cookie that nobody knows any more is dropped.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 from crossrail import _core, _raise
 
 if TYPE_CHECKING:
-    import asyncio  # slow to import, and who runs a loop has done it
+    import asyncio  # slow to import; whoever runs a loop has imported it
 
 log = logging.getLogger("crossrail")
 
 
-# Weak, both: a notifier holds what is awaited, which holds its loop.
+# Weak on both sides: a notifier holds what its tasks await, which holds the loop.
 _of_loop: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, weakref.ref[LoopNotifier]] = weakref.WeakKeyDictionary()
 
 
 class LoopNotifier:
-    """The notifier of one event loop. Threads: that of the loop.
+    """The notifier of one event loop. Threads: that loop's.
 
-    The loop holds it through its reader, so both end together, also when the loop is closed without a word to us: what
+    The loop holds it through its reader, so both end together, even if the loop is closed without telling us: whatever
     still awaits there can then be collected, and takes nothing.
     """
 
@@ -59,20 +59,22 @@ class LoopNotifier:
 
     @property
     def closed(self) -> bool:
-        """Whether the loop is, or is gone: nobody wakes its tasks any more."""
+        """Whether the loop is closed or gone, so that nobody wakes its tasks any more."""
         loop = self._loop()
         return loop is None or loop.is_closed()
 
     def register(self, call: Callable[[], object]) -> int:
-        """A cookie at whose arrival `call` runs once. It must not raise."""
+        """A cookie; when it arrives, `call` runs once. It must not raise."""
         cookie = next(self._cookies)
         self._handlers[cookie] = call
         return cookie
 
     def expect(self) -> tuple[int, asyncio.Future[bool]]:
-        """A cookie, and a future that becomes True when it arrives. Whoever takes one gives it to forget()."""
+        """A cookie, and a future that becomes True when it arrives. The caller must pass the cookie to forget()
+        afterwards.
+        """
         loop = self._loop()
-        assert loop is not None  # it is running
+        assert loop is not None  # we run on it
         future = loop.create_future()
         return self.register(partial(resolve, future, True)), future
 
@@ -87,7 +89,7 @@ class LoopNotifier:
 
 
 def weakly(method: Callable[[], object]) -> Callable[[], None]:
-    """Calls a bound method for as long as its object lives, without keeping that alive."""
+    """A callable that calls a bound method while its object lives, without keeping the object alive."""
     weak = weakref.WeakMethod(method)
 
     def call() -> None:
@@ -99,20 +101,20 @@ def weakly(method: Callable[[], object]) -> Callable[[], None]:
 
 
 def loop_time(engine: _core.Engine) -> float:
-    """Seconds, on the clock of the running loop."""
+    """The time on the running loop's clock, in seconds."""
     return _running_loop(engine).time()
 
 
 def _running_loop(engine: _core.Engine) -> asyncio.AbstractEventLoop:
     try:
         loop: asyncio.AbstractEventLoop = sys.modules["asyncio"].get_running_loop()
-    except (KeyError, RuntimeError):  # in a program that never imported it, there is none either
+    except (KeyError, RuntimeError):  # no loop is running, or asyncio was never imported
         raise _raise.no_loop(engine) from None
     return loop
 
 
 async def arrival(future: asyncio.Future[bool], timeout_s: float | None) -> bool:
-    """Waits for a future of LoopNotifier.expect; False when timeout_s passed first."""
+    """Waits for a future of LoopNotifier.expect; False if timeout_s passes first."""
     if timeout_s is None:
         return await future
     timer = future.get_loop().call_later(timeout_s, resolve, future, False)
@@ -123,15 +125,15 @@ async def arrival(future: asyncio.Future[bool], timeout_s: float | None) -> bool
 
 
 def resolve(future: asyncio.Future[bool], result: bool) -> None:
-    """Sets the result unless it came already, or nobody waits any more."""
+    """Sets the result unless it is set already or nobody waits any more."""
     if not future.done():
         future.set_result(result)
 
 
 def log_raised(engine_name: str, what: str) -> None:
-    """Logs the exception that is being handled, which a function of the user's raised; the engine goes on.
+    """Logs the current exception, which a user's function raised; the engine goes on.
 
-    As text: a log handler that keeps the exception would keep its frames, and with them the engine.
+    As text: a log handler that kept the exception would keep its frames alive, and with them the engine.
     """
     log.error("engine %r: %s raised; the engine goes on\n%s", engine_name, what, traceback.format_exc())
 
@@ -149,24 +151,24 @@ class CallbackThread:
     Threads: everything from any thread.
     """
 
-    # Here, since a signal's handler may raise before __init__ has begun, and __del__ comes all the same.
+    # On the class: a signal handler may raise before __init__ has begun, and __del__ runs all the same.
     _thread: threading.Thread | None = None
 
     def __init__(self, engine_name: str) -> None:
         self._name = engine_name
         self._handlers: dict[int, _Handler] = {}
         self._cookies = itertools.count(1)  # 0 only wakes the thread
-        # Guards _thread, _closing and _is_starting. Reentrant: a signal's handler may close the engine in between.
+        # Guards _thread, _closing and _is_starting. Reentrant: a signal handler may close the engine while we hold it.
         self._lock = threading.RLock()
         self._closing = False
-        self._is_starting = False  # the thread, in start()
+        self._is_starting = False  # start() is starting the thread
         self._pid = os.getpid()
-        self.notifier = _core.Notifier()  # last: it may fail, and __del__ looks at the rest
+        self.notifier = _core.Notifier()  # last: it may fail, and __del__ needs all the others
 
     def register(self, call: Callable[[], object], *, once: bool = True) -> int:
         """A cookie that makes the thread run `call` when posted. Then arm whatever posts it, then start().
 
-        Where the thread may not run yet, start() comes first as well: if it cannot, nothing has been armed.
+        Where the thread may not be running yet, call start() first as well: if it fails, nothing has been armed.
         """
         cookie = next(self._cookies)
         self._handlers[cookie] = _Handler(call, once)
@@ -176,9 +178,9 @@ class CallbackThread:
         self._handlers.pop(cookie, None)
 
     def start(self) -> threading.Thread | None:
-        """Sees to it that the thread runs; after close() until nothing is due. There is none in a forked child.
+        """Ensures that the thread runs; after close(), until nothing is due. A forked child has no thread.
 
-        Raises TransportError where the system gives no thread.
+        Raises TransportError if the system cannot start one.
         """
         if self._thread is not None and not self._closing:
             return self._thread
@@ -199,7 +201,7 @@ class CallbackThread:
             return self._thread
 
     def close(self, timeout_s: float) -> None:
-        """Runs what is due and ends the thread. From the thread itself: it ends once the callback returns."""
+        """Runs what is due and ends the thread. Called on the thread itself, it ends once the callback returns."""
         with self._lock:
             self._closing = True
             thread = self._thread
@@ -207,12 +209,12 @@ class CallbackThread:
         if thread is None:
             return
         self.notifier.post(0)
-        # In the middle of start() we are in a signal's handler: the thread runs what is due, and ends, behind it.
+        # In the middle of start() we are a signal handler: the thread runs what is due and ends after we return.
         if is_starting or thread is threading.current_thread():
             return
         thread.join(timeout_s)
         if thread is self._thread and not thread.is_alive():
-            # The garbage collector, which finalizes our engine, has cut the thread's weak reference first.
+            # The garbage collector, which is finalizing our engine, cleared the thread's weak reference first.
             self._thread = None
             thread = self.start() or thread
             thread.join(timeout_s)
@@ -225,7 +227,7 @@ class CallbackThread:
             self._run_handler(cookie)
         while self._closing:
             with self._lock:
-                # The last look and the end of the thread are one step: what is posted later starts another.
+                # The last look and the thread's end are one step: whatever is posted later starts another thread.
                 due = self.notifier.drain()
                 if not due:
                     self._thread = None
@@ -247,18 +249,21 @@ class CallbackThread:
 
     def __del__(self) -> None:
         if self._thread is not None and self._pid == os.getpid():
-            self.notifier.post(0)  # the thread sees that we are gone
+            self.notifier.post(0)  # wakes the thread, which sees that we are gone
 
 
 def _run(owner: weakref.ref[CallbackThread], notifier: _core.Notifier) -> None:
-    # Looks before it waits: started behind close(), for what another has run meanwhile, it would wait for ever.
+    # Looks before it waits: a thread started after close(), for work that another has run meanwhile, would wait for
+    # ever.
     while (callbacks := owner()) is not None and callbacks.dispatch():
         del callbacks
         notifier.wait()
 
 
 class Callbacks(Protocol):
-    """Runs an engine's callbacks: CallbackThread, or whoever waits in a simulated world (crossrail._simulation)."""
+    """Runs an engine's callbacks: CallbackThread, or any thread that waits in a simulated world
+    (crossrail._simulation).
+    """
 
     notifier: _core.Notifier
 
@@ -281,7 +286,7 @@ def callbacks_of(engine: _core.Engine) -> Callbacks:
 
 
 def _forget_parent() -> None:
-    # An inherited eventfd is the parent's too: whoever drains it here steals the parent's wake-ups.
+    # The parent shares an inherited eventfd: draining it here would steal the parent's wake-ups.
     _of_loop.clear()
 
 

@@ -9,7 +9,7 @@ from typing import Protocol
 from crossrail import _core, _ending
 from crossrail._ordered import OrderedWeakSet
 
-_EXIT_PATIENCE_S = 0.5  # for daemon threads to return from waits when the interpreter exits
+_EXIT_PATIENCE_S = 0.5  # for daemon threads to return from their waits at interpreter exit
 
 
 class _OpenEngine(Protocol):
@@ -17,7 +17,7 @@ class _OpenEngine(Protocol):
 
 
 _open_engines: OrderedWeakSet[_OpenEngine] = OrderedWeakSet()
-_had_threads = False  # this process, when it forked
+_had_threads = False  # whether this process had other threads when it forked
 
 
 def add(engine: _OpenEngine) -> None:
@@ -34,7 +34,7 @@ def _close_all() -> None:
     for engine in _open_engines:
         engine.close()
     _core._begin_exit(_EXIT_PATIENCE_S)
-    # With daemon threads, or other exit handlers that may start some, objects may rightly be left over.
+    # With daemon threads, or other exit handlers that may start threads, leftover objects are legitimate.
     if _ending.is_over or any(thread.daemon for thread in threading.enumerate()):
         _core._tell_no_leaks()
 
@@ -45,7 +45,7 @@ def _before_fork() -> None:
 
 
 def _after_fork() -> None:
-    # In the child nobody owns the frames of the parent's other threads: what they hold is never released.
+    # In the child nobody owns the frames of the parent's other threads: references they hold are never released.
     if _had_threads:
         _core._tell_no_leaks()
 

@@ -19,7 +19,7 @@ from crossrail.errors import UsageError
 DUMP_DIRECTORY_VARIABLE = "CROSSRAIL_DUMP_DIR"
 SECRET_VARIABLE = "CROSSRAIL_SECRET"
 
-# Of an array: the length of its one dimension, or of each.
+# An array's shape: the length of its only dimension, or one length per dimension.
 Shape = SupportsIndex | Sequence[SupportsIndex]
 
 
@@ -39,7 +39,7 @@ def check_numbers(**options: object) -> None:
 
 
 def check_seconds(**options: object) -> None:
-    """UsageError unless each is a time in seconds, 0 or more. None is refused: here it does not mean "for ever"."""
+    """UsageError unless each is a time in seconds, 0 or more. None is refused: it does not mean "for ever" here."""
     check_numbers(**options)
     for argument, value in options.items():
         if not value >= 0:  # type: ignore[operator]  # a number, maybe none of those that compare
@@ -47,7 +47,7 @@ def check_seconds(**options: object) -> None:
 
 
 def check_waits(longest_s: float, **options: object) -> None:
-    """UsageError unless each is a time that a wait can last, in seconds: more than 0, at most longest_s."""
+    """UsageError unless each is a valid duration of a wait, in seconds: more than 0, at most longest_s."""
     check_numbers(**options)
     for argument, value in options.items():
         if not 0 < value <= longest_s:  # type: ignore[operator]  # a number, maybe none of those that compare
@@ -55,7 +55,7 @@ def check_waits(longest_s: float, **options: object) -> None:
 
 
 def check_given(**options: object) -> None:
-    """UsageError for None: these options have defaults, and None means nothing for them."""
+    """UsageError for None: these options have defaults, and None has no meaning for them."""
     for argument, value in options.items():
         if value is None:
             raise UsageError(f"{argument} must not be None: leave it out for its default")
@@ -82,10 +82,10 @@ def check_counts(least: int, **options: object) -> None:
 
 
 def whole_shape(shape: object) -> tuple[int, ...]:
-    """A shape as numpy takes one: a length or several, whole numbers of any kind. UsageError for anything else."""
+    """A shape as numpy accepts it: one length or several, whole numbers of any type. UsageError for anything else."""
     lengths: tuple[Any, ...] = (shape,)
     if isinstance(shape, Iterable) and not isinstance(shape, (str, bytes)):
-        with contextlib.suppress(TypeError):  # of an array without dimensions
+        with contextlib.suppress(TypeError):  # a zero-dimensional array
             lengths = tuple(shape)
     if not any(isinstance(length, bool) for length in lengths):
         with contextlib.suppress(TypeError):
@@ -94,12 +94,12 @@ def whole_shape(shape: object) -> tuple[int, ...]:
 
 
 def check_timeout(timeout_s: object) -> None:
-    """UsageError unless it is a number of seconds, or None, as blocking waits take it."""
+    """UsageError unless it is what blocking waits accept: a number of seconds, or None."""
     if timeout_s is None:
         return
     seconds = None
     if not isinstance(timeout_s, bool) and isinstance(timeout_s, Real):
-        with contextlib.suppress(OverflowError):  # of a whole number past all floats
+        with contextlib.suppress(OverflowError):  # an int too large for a float
             seconds = float(timeout_s)
     if seconds is None:
         raise UsageError(f"timeout_s must be a number of seconds or None, not {_kind(timeout_s)}")
@@ -108,7 +108,9 @@ def check_timeout(timeout_s: object) -> None:
 
 
 def check_kind(value: object, argument: str, kind: type, article: str) -> None:
-    """UsageError unless it is of that class. article: the class with its article, for the message: "a TlsConfig"."""
+    """UsageError unless it is an instance of `kind`. article: that class with its article, for the message: "a
+    TlsConfig".
+    """
     if not isinstance(value, kind):
         raise UsageError(f"{argument} must be {article}, not {_kind(value)}")
 
@@ -140,7 +142,7 @@ def dump_directory() -> str:
 
 
 def encoded(text: str, argument: str) -> bytes:
-    """The text in UTF-8. UsageError for a lone surrogate."""
+    """The text as UTF-8. UsageError for a lone surrogate."""
     try:
         return text.encode()
     except UnicodeEncodeError as error:

@@ -10,7 +10,7 @@ _T = TypeVar("_T")
 
 
 class OrderedWeakSet(Generic[_T]):
-    """Holds things as long as somebody else does. A WeakSet goes by their addresses, so by chance."""
+    """Holds objects weakly. A WeakSet would iterate in the order of their addresses, that is, by chance."""
 
     def __init__(self) -> None:
         self._by_id: weakref.WeakValueDictionary[int, _T] = weakref.WeakValueDictionary()

@@ -1,4 +1,4 @@
-"""Texts of the errors that the native module raises: it calls these with plain values and raises what they return."""
+"""Messages of errors that the native module raises: it calls these with plain values and raises what they return."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from crossrail import errors
 if TYPE_CHECKING:
     from crossrail import _core
 
-# How a transfer ends, in the words of the native half: class, cause, detail if the native half gives none, what to do.
+# How a transfer ends, by the native code's name for it: class, cause, detail if the native code gives none, remedy.
 _ENDINGS: dict[str, tuple[type[errors.TransferError], str, str, str]] = {
     "cancelled": (errors.TransferCancelled, "cancelled", "", ""),
     "peer-lost": (
@@ -60,7 +60,7 @@ _ENDINGS: dict[str, tuple[type[errors.TransferError], str, str, str]] = {
     ),
 }
 
-# A peer that is there and refuses us, by words of the native half's note: what to do. Empty: the note says it.
+# Remedies for when a live peer refuses us, by words in the native code's note. Empty: the note itself says it.
 _REFUSALS: dict[str, str] = {
     "give tls to both, or to neither": "",
     "set the same `secret`": "",
@@ -75,7 +75,7 @@ _REFUSALS: dict[str, str] = {
 
 
 def inherited(thing: object) -> str:
-    """What it is shown as in a forked child, where it can be asked for nothing. A repr must not raise: logs show it."""
+    """An object's repr in a forked child, where it cannot be queried. A repr must not raise: logs contain them."""
     return f"<{type(thing).__name__} of the parent process>"
 
 
@@ -84,17 +84,17 @@ class _LogsEvents(Protocol):
 
 
 def _log_events(engine: _core.Engine) -> None:
-    """What happened outside of any transfer belongs into the log before the error that it may explain."""
+    """Logs pending events first: what happened outside of any transfer may explain the error that follows."""
     cast(_LogsEvents, engine)._log_events()
 
 
 _ANSWERING = ("connected", "unknown", "lost")
 _SILENT_SHOWN = 4
-_SEVERAL = re.compile(r"\d+ peers?")  # what stands for the name of a peer in a scatter or barrier that goes on
+_SEVERAL = re.compile(r"\d+ peers?")  # stands for the peer's name while a scatter or barrier is under way
 
 
 def _peer(engine: _core.Engine, name: str) -> str:
-    """The peer as messages call it: its name, and its pid where that is certain; "8 peers" of a scatter or barrier."""
+    """The peer as messages name it: by name, with its pid if unambiguous; "8 peers" for a scatter or barrier."""
     if _SEVERAL.fullmatch(name):
         return name
     pids = [] if engine.closed else [address.pid for address in engine.peers() if address.name == name]
@@ -102,13 +102,13 @@ def _peer(engine: _core.Engine, name: str) -> str:
 
 
 def _state(engine: _core.Engine, name: str) -> str:
-    """How the peer of that name is; empty where that is not certain: of two with one name, or of a scatter's peers."""
+    """The state of the peer of that name; empty if ambiguous: two peers share the name, or it stands for several."""
     addresses = [] if engine.closed else [address for address in engine.peers() if address.name == name]
     return engine.peer_state(addresses[0]) if len(addresses) == 1 else ""
 
 
 def _silent_peers(engine: _core.Engine) -> str:
-    """Whom a scatter or barrier may wait for: it does not say to whom it goes, and these are seldom many."""
+    """Peers a scatter or barrier may be waiting for: it does not record its targets, but silent peers are few."""
     if engine.closed:
         return ""
     states = {address: engine.peer_state(address) for address in engine.peers()}
@@ -125,14 +125,14 @@ def _operation(engine: _core.Engine, op: str, peer: str, nbytes: int, imm: int |
 
 
 def _within(timeout_s: float | None) -> str:
-    """The timeout as the user gave it, even where only the rest of it was waited for: 0.099998 is shown as 0.1."""
+    """The timeout as the user gave it, even if only the rest of it was waited for: 0.099998 is shown as 0.1."""
     if timeout_s is None:
         return ""
     return f" within {timeout_s:{'.4g' if timeout_s < 1000 else 'g'}} s"
 
 
 def _next(remedy: str, note: str) -> str:
-    """The end of a message: what to do, which a refusal may know better."""
+    """The end of a message: the remedy. A refusal's own remedy takes precedence."""
     remedy = next((better for words, better in _REFUSALS.items() if words in note), remedy)
     return f". Next: {remedy}" if remedy else ""
 
@@ -209,7 +209,7 @@ def counter_timeout(
     engine: _core.Engine, imm: int, arrived: int, expected: int, timeout_s: float | None
 ) -> errors.WaitTimeout:
     _log_events(engine)
-    # As many as were wanted, and not for us.
+    # Enough counts arrived, but not for this wait.
     why = ": a wait that began earlier takes first, or they came as the time was over" if arrived >= expected else ""
     if not arrived:
         why = f". Next: see whether the writers' transfers are done, and have imm={imm} and a region of this engine"
@@ -219,7 +219,7 @@ def counter_timeout(
 
 
 def flag_timeout(engine: _core.Engine, imm: int, arrived: int, expected: int) -> errors.WaitTimeout:
-    """The error of a kernel's wait: `arrived` is the number there by now."""
+    """The error of a kernel's wait: `arrived` is the count at this moment."""
     _log_events(engine)
     return errors.WaitTimeout(
         f"immediate {imm}: a kernel waited for {expected} counts and took none within its time; {arrived} are there by "
@@ -352,15 +352,15 @@ def check_callable(fn: object, argument: str) -> None:
 
 
 def describe_array(given: object, argument: str | None = None) -> str:
-    """What somebody gave where an array of whole numbers belongs: the properties that decide, and no contents.
+    """Describes what was given in place of an array of whole numbers: the properties that matter, none of its contents.
 
-    argument: where a list is refused, whatever is in it.
+    argument: set where lists are refused whatever they contain.
     """
     facts = []
     for name in ("shape", "strides", "dtype", "format", "device"):
         try:
             value = getattr(given, name, None)
-        except Exception:  # a property of somebody else's, of a view that was released
+        except Exception:  # a foreign object's property, or a view that was released
             continue
         if value is not None and not callable(value):
             facts.append(f"{name} {tuple(value) if name == 'shape' else value}")

@@ -1,6 +1,6 @@
 """Where an engine with transport="sim" opens: in the current world (see crossrail.sim).
 
-The engine knows worlds by this only; crossrail.sim is above it.
+This is all that the engine knows of worlds; crossrail.sim is the layer above it.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from crossrail.errors import UsageError
 
 
 class Place(NamedTuple):
-    """A host of a world, where an engine opens."""
+    """A host of a simulated world, on which an engine opens."""
 
     simulation: Simulation
-    world: _core.SimWorld  # the simulation's native half
+    world: _core.SimWorld  # the native half of the simulation
     host: int
-    default_name: Callable[[], str]  # of an engine that was given none: the same in every run
-    callbacks: Callable[[str], SimulatedCallbacks]  # of an engine by this name
+    default_name: Callable[[], str]  # for an engine without a name; the same in every run
+    callbacks: Callable[[str], SimulatedCallbacks]  # for the engine of this name
     opened: Callable[[_core.Engine], None]
 
 
 class Simulation(Protocol):
     def _place(self, rails: int | Sequence[str]) -> Place:
-        """A host for an engine that asked for no particular one."""
+        """A host for an engine that did not ask for a particular one."""
         ...
 
 
-_simulations: list[Simulation] = []  # that are current, the innermost last
-_asked: list[Place] = []  # for the engine that is just being opened
+_simulations: list[Simulation] = []  # the current simulations, innermost last
+_asked: list[Place] = []  # places for the engine that is being opened right now
 
 
 def enter(simulation: Simulation) -> None:
@@ -48,7 +48,7 @@ def leave(simulation: Simulation) -> None:
 
 @contextmanager
 def at(place: Place) -> Iterator[None]:
-    """The next engine opens there."""
+    """The next engine opens at this place."""
     _asked.append(place)
     try:
         yield
@@ -58,7 +58,7 @@ def at(place: Place) -> Iterator[None]:
 
 
 def place(transport: str, rails: int | Sequence[str]) -> Place | None:
-    """Where an engine with these options opens; None: in the real world."""
+    """The place where an engine with these options opens; None: in the real world."""
     if transport != "sim":
         return None
     if _asked:
@@ -72,9 +72,10 @@ def place(transport: str, rails: int | Sequence[str]) -> Place | None:
 
 
 class CallbackHub:
-    """Callbacks of all engines of a world: whoever waits there runs them, one at a time, in the order of the clock.
+    """The callbacks of all engines of a world: any thread that waits in the world runs them, one at a time, in the
+    order of the virtual clock.
 
-    Threads: any; with several, callbacks run on one of those that wait.
+    Threads: any; if several wait, callbacks run on one of them.
     """
 
     def __init__(self) -> None:
@@ -92,7 +93,7 @@ class CallbackHub:
         self._handlers.pop(cookie, None)
 
     def run(self) -> None:
-        """Runs what is due. A callback that waits in the world runs no others meanwhile."""
+        """Runs the callbacks that are due. A callback that itself waits in the world runs no others meanwhile."""
         if not self._turn.acquire(blocking=False):
             return
         try:
@@ -115,7 +116,7 @@ class CallbackHub:
 
 
 class SimulatedCallbacks:
-    """One engine's share of the hub, as CallbackThread has it."""
+    """One engine's share of the hub, with the interface of CallbackThread."""
 
     def __init__(self, hub: CallbackHub, engine_name: str) -> None:
         self._hub = hub
@@ -129,14 +130,16 @@ class SimulatedCallbacks:
         self._hub.forget(cookie)
 
     def start(self) -> threading.Thread | None:
-        return None  # whoever waits
+        return None  # callbacks run on any waiting thread
 
     def close(self, timeout_s: float) -> None:  # noqa: ARG002 - as the real one's
         self._hub.run()
 
 
 def connect_callbacks(world: _core.SimWorld, hub: CallbackHub) -> None:
-    """Waits in this world run the hub's callbacks. The world keeps the hub weakly: its handlers refer to engines."""
+    """Makes waits in this world run the hub's callbacks. The world refers weakly to the hub, whose handlers refer to
+    engines.
+    """
     found = weakref.ref(hub)
 
     def run() -> None:

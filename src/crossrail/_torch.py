@@ -1,4 +1,4 @@
-"""Everything crossrail asks of torch. Only over_region() imports it: elsewhere the caller has tensors, and so torch."""
+"""All of crossrail's calls into torch. Only over_region() imports it: elsewhere the caller has tensors, hence torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def torch_for(what: str) -> Any:
-    """The module. UsageError when nobody has imported it."""
+    """The torch module. UsageError if nobody has imported it."""
     torch = sys.modules.get("torch")
     if torch is None:
         raise UsageError(f"{what} needs torch, which this process has not imported: import torch")
@@ -30,15 +30,16 @@ def is_tensor(given: object) -> bool:
 
 
 def uncompiled(call: Callable[P, T]) -> Callable[P, T]:
-    """The same call, which torch.compile neither traces nor compiles, nor what it calls: there is a graph break before
-    it. Traced, arrays would be torch's stand-ins for them, which no native code takes, and it would end half-way.
+    """Wraps a call so that torch.compile neither traces nor compiles it or its callees: it breaks the graph before it.
+    Under tracing, arrays would be torch's fake tensors, which native code does not accept, and the call would fail
+    half-way.
     """
     left_alone: Callable[P, T] | None = None
 
     @functools.wraps(call)
     def entered(*arguments: P.args, **options: P.kwargs) -> T:
         nonlocal left_alone
-        if "torch._dynamo" not in sys.modules:  # nothing is compiled, and to import it takes a second
+        if "torch._dynamo" not in sys.modules:  # nothing is compiled, and importing it takes a second
             return call(*arguments, **options)
         if left_alone is None:
             left_alone = sys.modules["torch"].compiler.disable(call)
@@ -48,9 +49,9 @@ def uncompiled(call: Callable[P, T]) -> Callable[P, T]:
 
 
 def stream_of(stream: object) -> tuple[int, int]:
-    """The cudaStream_t of what names a CUDA stream, and its GPU, -1 where it does not say. See Watcher.add_on.
+    """The cudaStream_t of anything that names a CUDA stream, and its GPU, or -1 if unknown. See Watcher.add_on.
 
-    UsageError for anything else, and for None where nobody has imported torch.
+    UsageError for anything else, and for None if nobody has imported torch.
     """
     if stream is None:
         torch = torch_for("the current stream, which stream=None means,")
@@ -71,7 +72,9 @@ def stream_of(stream: object) -> tuple[int, int]:
 
 
 def _handle_of_protocol(protocol: object) -> object:
-    """Of __cuda_stream__: a method, in old versions of cuda.core a property, that gives (version, cudaStream_t)."""
+    """The handle from __cuda_stream__: a method (a property in old versions of cuda.core) returning (version,
+    cudaStream_t).
+    """
     given = protocol() if callable(protocol) else protocol
     version, handle = given if isinstance(given, tuple) and len(given) == 2 else (None, None)
     if version != 0:
@@ -80,7 +83,7 @@ def _handle_of_protocol(protocol: object) -> object:
 
 
 def wait_for_kernels(devices: Iterable[str]) -> None:
-    """Blocks until all that torch's streams of these GPUs have been given has ended."""
+    """Blocks until all work queued on torch's streams of these GPUs has completed."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         for device in devices:
@@ -90,8 +93,8 @@ def wait_for_kernels(devices: Iterable[str]) -> None:
 
 @contextmanager
 def told(what: str) -> Iterator[None]:
-    """What torch's calls raise, no memory or a kernel that failed before, as CrossrailError. So is what a torch without
-    CUDA raises, which is an AssertionError.
+    """Turns torch's exceptions, such as out of memory or an earlier kernel's failure, into CrossrailError. Also the
+    AssertionError that a torch without CUDA raises.
     """
     try:
         yield
@@ -100,7 +103,7 @@ def told(what: str) -> Iterator[None]:
 
 
 def over_region(region: Any, dtype: object, lengths: tuple[int, ...] | None) -> Any:
-    """What Region.tensor() gives; region: that one, which is a module above."""
+    """Implements Region.tensor(). region: a Region, whose module is above this one."""
     with needs("Region.tensor()", "'crossrail[torch]'"):
         import torch
     of_type = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
@@ -115,7 +118,7 @@ def over_region(region: Any, dtype: object, lengths: tuple[int, ...] | None) -> 
         return flat.view(of_type)
     try:
         count = math.prod(lengths)
-        # Less than none: one dimension is to be found, and all of the memory is wanted.
+        # Negative: one dimension is inferred, so the tensor covers all of the memory.
         nbytes = region.nbytes if count < 0 else count * of_type.itemsize
         if nbytes > region.nbytes:
             raise ValueError(f"that takes {nbytes} bytes")

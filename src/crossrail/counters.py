@@ -159,7 +159,7 @@ class CountFlag(_core.CountFlag, Closing):
         wanted, is_over = self._take_missed()
         if wanted == 0:
             return
-        taken = self.taken  # read before `given`, so that it is never the larger one
+        taken = self.taken  # read before `given`, so that it cannot be the larger one
         arrived = self.given - taken
         if not is_over:
             raise _raise.flag_timeout(self._engine, self.imm, arrived, wanted)

@@ -1,6 +1,6 @@
-"""Which NICs an engine takes when its owner only gave a number, and where its worker runs: chosen by the topology.
+"""Chooses by topology which NICs an engine uses when its rails are only a number, and which core its worker runs on.
 
-engine.py imports this when it is first needed, and this imports crossrail.topology when that is. Any thread.
+Imported by engine.py on first use; crossrail.topology is imported likewise. Any thread.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from crossrail.errors import UsageError
 if TYPE_CHECKING:
     from crossrail.topology import Need, RailChoice, Topology
 
-_CPUS_MAX = 1024  # of a cpu_set_t, which the worker is pinned with
+_CPUS_MAX = 1024  # bits of a cpu_set_t, with which the worker is pinned
 RDMA_DEVICES: str | os.PathLike[str] = "/sys/class/infiniband"
 
-# What the rails of a transport must offer, the first for which there is a NIC. Others leave the choice to the engine's
-# tcp, and to libfabric.
+# What the rails of a transport must offer; the first that some NIC meets is used. Other transports leave the choice to
+# the engine's tcp and to libfabric.
 _NEEDS: dict[str, tuple[Need, ...]] = {
     "auto": ("verbs", "efa"),
     "shm": (),
@@ -38,14 +38,14 @@ _NEEDS: dict[str, tuple[Need, ...]] = {
 
 
 def default_rails(transport: str, rails: int | Sequence[str], device: object = None) -> int | Sequence[str]:
-    """The engine's rails: as given, but a number becomes names of RDMA ports where the topology has so many to offer.
+    """The engine's rails: as given, except that a number becomes names of RDMA ports if the topology offers that many.
 
-    transport, rails, device: the engine's options. What is wrong with the first two is left to the engine, which says
-    it better. A machine without such hardware is not even looked at. A GPU with fewer NICs of its own than rails gets
-    those, which is logged (level INFO): the others are its neighbours'.
+    transport, rails, device: the engine's options. Errors in the first two are left to the engine, whose messages are
+    better. A machine without such hardware is not even inspected. A GPU with fewer NICs of its own than rails gets
+    those, which is logged (level INFO): the others belong to its neighbours.
     """
     gpu = gpu_of(device)
-    # Beside a transport that knows other names the names of ports would be errors.
+    # Another transport in the combination would reject the names of ports.
     words = transport.split("+")
     needs = [need for word in words for need in _NEEDS[word]] if all(word in _NEEDS for word in words) else []
     if not isinstance(rails, int) or rails < 1 or not needs or not _has_rdma():
@@ -71,10 +71,10 @@ def log_rails(
     devices: Mapping[str, Sequence[str]],
     endpoints: Sequence[str],
 ) -> None:
-    """Says in the log what may surprise about the rails of an engine that has opened.
+    """Logs what may be surprising about the rails of an engine that has opened.
 
     engine: its name. transport, rails: its options, after default_rails. devices: the interface of each rail, by
-    transport. endpoints: where its tcp listens.
+    transport. endpoints: where its tcp transport listens.
     """
     for name, of_rails in devices.items():
         if len(set(of_rails)) < len(of_rails):
@@ -82,12 +82,12 @@ def log_rails(
             log.info(text, engine, len(of_rails), name, ", ".join(of_rails))
     if endpoints and isinstance(rails, int) and all(end.startswith(("127.", "[::1]")) for end in endpoints):
         text = "engine %r: no interface is up with an address: tcp listens at %s, which no other host reaches"
-        # "auto" may be meant for peers on this host, and is right for them.
+        # With "auto" all peers may be on this host, and then nothing is wrong.
         log.log(logging.WARNING if "tcp" in transport else logging.INFO, text, engine, endpoints[0])
 
 
 def rail_names(topology: Topology, need: Need, count: int, place: str = "host") -> list[str]:
-    """`count` ports, best first, as rails= takes them; none when the host has fewer, what there is for a GPU. Pure.
+    """`count` ports, best first, in the form of rails=. If there are fewer: none for the host, those for a GPU. Pure.
 
     place: one of the topology's devices.
     """
@@ -95,13 +95,13 @@ def rail_names(topology: Topology, need: Need, count: int, place: str = "host") 
 
     choice = choose_rails(topology, place, need=need, limit=count)
     ports = [(rail.nic.rdma, rail.nic.rdma.port) for rail in choice.rails if rail.nic.rdma is not None]
-    # libfabric knows devices, each with one port.
+    # libfabric names devices, each with one port.
     names = [device.name if need == "efa" else f"{device.name}:{port.number}" for device, port in ports if port]
     return names if len(names) == count or place != "host" else []
 
 
 def _place_of(topology: Topology, gpu: int) -> str:
-    """What the topology calls CUDA's GPU of that number; "host", with the reason in the log, if it is not in sight."""
+    """The topology's name for the GPU with this CUDA ordinal; "host", with the reason logged, if it is not visible."""
     address = _core._gpu_pci_address(gpu)
     try:
         return topology.device(address).name
@@ -114,7 +114,7 @@ def _place_of(topology: Topology, gpu: int) -> str:
 def _has_rdma() -> bool:
     """Whether there is RDMA hardware: software devices, which the topology leaves out, do not count."""
     try:
-        with os.scandir(RDMA_DEVICES) as entries:  # without pathlib, which is slow to import
+        with os.scandir(RDMA_DEVICES) as entries:  # not pathlib, which is slow to import
             return any(os.path.exists(f"{entry.path}/device") for entry in entries)  # noqa: PTH110
     except OSError:
         return False
@@ -142,7 +142,7 @@ def auto_worker_cpu(transport: str, rails: int | Sequence[str]) -> int | None:
 
 
 def check_worker_cpu(cpu: object) -> None:
-    """UsageError for a core that this process cannot be given. Of what is no number the engine says it."""
+    """UsageError for a core that this process cannot use. Values that are not numbers are left to the engine."""
     if isinstance(cpu, bool) or not isinstance(cpu, Integral):
         return
     usable = usable_cpus()
@@ -154,12 +154,12 @@ def check_worker_cpu(cpu: object) -> None:
 
 
 def usable_cpus() -> set[int]:
-    """Those of the cpuset: a thread of ours may be pinned to one to which the calling thread is not."""
+    """The CPUs of the cpuset: our threads may be pinned even to those outside the calling thread's affinity."""
     found = os.sched_getaffinity(0)
 
     def look() -> None:
         nonlocal found
-        with contextlib.suppress(OSError):  # a sandbox that lets nobody be pinned
+        with contextlib.suppress(OSError):  # a sandbox that forbids pinning
             os.sched_setaffinity(0, range(_CPUS_MAX))
         found = os.sched_getaffinity(0)
 
@@ -173,13 +173,13 @@ def usable_cpus() -> set[int]:
 
 
 def core_near(topology: Topology, choice: RailChoice, affinity: Iterable[int]) -> tuple[int | None, str]:
-    """The first core of the rails' NUMA node within the affinity, or None; and why. Pure."""
+    """The first core of the rails' NUMA node within the affinity, or None; and the reason. Pure."""
     from crossrail.topology import worker_cpus
 
     nodes = [topology.node_of(rail.nic) for rail in choice.rails]
     if not any(nodes) or not any(node.cpus for node in topology.numa_nodes):
         return None, "the rails' NUMA node is unknown" if choice.rails else choice.reason
-    near = worker_cpus(topology, choice)  # without the affinity: with it, it answers far cores when there are no near
+    near = worker_cpus(topology, choice)  # the affinity would make it return far cores if none are near
     usable = set(near.cpus) & set(affinity)
     if not usable:
         return None, f"{near.reason}, but this process may use none of its cores"
@@ -187,7 +187,7 @@ def core_near(topology: Topology, choice: RailChoice, affinity: Iterable[int]) -
 
 
 def _rails_of(topology: Topology, rails: int | Sequence[str]) -> RailChoice:
-    """What is wrong with rails is left to the engine, which opens next and says it better."""
+    """The choice for these rails. Invalid rails are left to the engine, which opens next and reports them better."""
     from crossrail.topology import choose_rails
 
     if isinstance(rails, int):
@@ -196,6 +196,6 @@ def _rails_of(topology: Topology, rails: int | Sequence[str]) -> RailChoice:
     known = {name for nic in topology.nics for name in nic.names}
     given = [rail for rail in rails if isinstance(rail, str)] if isinstance(rails, (list, tuple)) else []
     names = [by_ip.get(rail, rail) for rail in given]
-    # "mlx5_0:1" is a port of mlx5_0.
+    # "mlx5_0:1" is a port of device mlx5_0.
     found = [name if name in known else name.rpartition(":")[0] for name in names]
     return choose_rails(topology, "host", only=[name for name in found if name in known])

@@ -52,7 +52,7 @@ _EVENT_LEVELS = {
 DEFAULT_TRANSPORT = "auto"
 
 _LOST_KNOWN_MAX = 1024
-_CALLBACK_PATIENCE_S = 5.0  # how long close() waits for a callback under way
+_CALLBACK_PATIENCE_S = 5.0  # how long close() waits for a running callback
 
 
 class Engine(_core.Engine):
@@ -153,7 +153,7 @@ class Engine(_core.Engine):
             message_bytes_max=message_bytes_max, recorder_entries=recorder_entries,
         )  # fmt: skip
         for rail in rails if isinstance(rails, (list, tuple)) else ():
-            if isinstance(rail, str):  # what is of another type is refused in C++
+            if isinstance(rail, str):  # other types are refused in C++
                 _options.encoded(rail, "rails")
         rdma = RdmaOptions() if rdma is None else rdma
         _options.check_kind(rdma, "rdma", RdmaOptions, "RdmaOptions or None")
@@ -176,7 +176,7 @@ class Engine(_core.Engine):
         self._on_event: Callable[[EngineEvent], object] | None = None
         self._after_events: list[Callable[[], None]] = []
         self._watchers: OrderedWeakSet[Watcher] = OrderedWeakSet()
-        self._known_lost: dict[str, None] = {}  # by name, the oldest first
+        self._known_lost: dict[str, None] = {}  # by name, oldest first
         self._callbacks: Callbacks = CallbackThread(name) if place is None else place.callbacks(name)
         self._event_cookie = self._callbacks.register(weakly(self._handle_events), once=False)
         self._set_event_notifier(self._callbacks.notifier, self._event_cookie)
@@ -200,7 +200,7 @@ class Engine(_core.Engine):
         try:
             self._close(timeout_s)
         finally:
-            if self.closed:  # else the timeout was refused
+            if self.closed:  # otherwise the timeout was refused
                 self._end()
 
     def _end(self) -> None:
@@ -316,7 +316,7 @@ class Engine(_core.Engine):
         """Like alloc() in host memory, but only for mapping: transfers cannot use it, and no NIC pins its pages."""
         return Region(self, nbytes, True)
 
-    if TYPE_CHECKING:  # typing keeps overloads, and by them this module, beyond the interpreter's end
+    if TYPE_CHECKING:  # typing keeps overloads, and through them this module, alive past the interpreter's exit
 
         @overload
         def map(
@@ -387,19 +387,21 @@ class Engine(_core.Engine):
             self._on_event = None
             return
         _raise.check_callable(fn, "fn")
-        before, self._on_event = self._on_event, fn  # first: the thread that starts takes the events that are waiting
+        before, self._on_event = self._on_event, fn  # before the thread starts and takes the events that are waiting
         try:
             self._callbacks.start()
         except BaseException:
             self._on_event = before
             raise
-        self._callbacks.notifier.post(self._event_cookie)  # for those that came before
+        self._callbacks.notifier.post(self._event_cookie)  # for events from before this call
         if not self._is_open:
             self._let_go_last()
         self._callbacks.start()
 
     def _call_after_events(self, fn: Callable[[], None]) -> None:
-        """Runs fn after events were delivered, on any thread, until close(). fn must not raise or keep us alive."""
+        """Runs fn after events were delivered, on any thread, until close(). fn must not raise, nor keep the engine
+        alive.
+        """
         self._after_events.append(fn)
         self._callbacks.start()
 
@@ -453,7 +455,7 @@ class Engine(_core.Engine):
             raise
 
     def _log_events(self) -> None:
-        # With a function of the user's, the callback thread delivers events to it.
+        # With a user's handler, the callback thread delivers events.
         if self._on_event is None:
             self._handle_events()
 
@@ -463,17 +465,17 @@ class Engine(_core.Engine):
             if fn is not None:
                 try:
                     fn(EngineEvent(kind, peer, detail))
-                except BaseException:  # the rest of this batch is delivered nowhere else
+                except BaseException:  # nothing else delivers the rest of this batch
                     log_raised(self.name, "on_event")
             else:
                 about = f" of peer {peer!r}" if peer else ""
-                why = f": {plain(detail)}" if detail else ""  # there may be names in it that peers chose
+                why = f": {plain(detail)}" if detail else ""  # it may contain names that peers chose
                 log.log(self._level_of(kind, peer), "engine %r: %s%s%s", self.name, kind, about, why)
         for after in self._after_events:
             after()
 
     def _level_of(self, kind: str, peer: str) -> int:
-        """The level of an event. A peer that is sought again and again in vain is a warning only the first time."""
+        """The log level of an event. Repeated failures to reach the same peer are a warning only the first time."""
         if kind == "peer-connected":
             self._known_lost.pop(peer, None)
         elif kind == "peer-lost":

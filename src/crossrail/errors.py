@@ -21,7 +21,7 @@ _LINK = re.compile(r"\[([^]]*)\]\((?:\.\./)*([^)#]*)[^)]*\)")
 
 def error_texts() -> dict[str, str]:
     """The text of the page errors.md for each error code, for reading in a terminal."""
-    from pathlib import Path  # slow to import, and programs need not
+    from pathlib import Path  # slow to import, and most programs do not need it
 
     sections = _SECTION.findall(Path(__file__).with_name("errors.md").read_text(encoding="utf-8"))
     return {
@@ -46,7 +46,7 @@ class CrossrailError(Exception):
             cls.error_code = system + re.sub(r"(?<!^)(?=[A-Z])", "-", cls.__name__).lower()
 
     def __str__(self) -> str:
-        return plain(super().__str__())  # with names that peers chose
+        return plain(super().__str__())  # it contains names that peers chose
 
     @property
     def docs(self) -> str:

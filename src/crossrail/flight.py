@@ -23,7 +23,7 @@ from crossrail.errors import UsageError
 FORMAT_VERSION = 1
 _UNITS_PER_COUNT = 48
 _FILE_BYTES_MAX = 256 << 20
-_ENTRIES_SHOWN = 40  # by text()
+_ENTRIES_SHOWN = 40  # by text(), at most
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class FlightDump:
     entries: list[FlightEntry] = field(default_factory=list)
 
     def seconds_before(self, time_ns: int) -> float:
-        """How long before the dump this time was; negative for what happened while it was being written."""
+        """How long before the dump this time was; negative for what happened while the dump was being written."""
         return (self.now_ns - time_ns) * 1e-9
 
     def summary(self) -> list[str]:
@@ -208,7 +208,7 @@ def parse_dump(data: bytes, what: str) -> FlightDump:
 
 
 class _Line:
-    """One line, an array of texts and whole numbers. Raises UsageError for anything else."""
+    """One line of a dump: an array of texts and whole numbers. Raises UsageError for anything else."""
 
     def __init__(self, text: str, number: int, what: str) -> None:
         self._where = f"{what}, line {number}"
@@ -262,7 +262,7 @@ class _Reader:
         self._dump.waits.append(FlightWait(line.number(1), arrived, needed))
 
     def _peer(self, line: _Line) -> None:
-        # A count may be below zero for a moment while works are retired that are just being posted.
+        # May be below zero for a moment, when works are retired while they are still being posted.
         outstanding, queued = (max(0, _signed(line.number(index))) for index in (6, 7))
         self._names[line.number(1)] = line.text(2)
         self._dump.peers.append(
@@ -319,7 +319,7 @@ class SignalDump(Closing):
         _signal_dumps = tuple(kept for kept in _signal_dumps if kept is not self)
 
 
-_signal_dumps: Sequence[SignalDump] = ()  # kept: who asks for it at start-up need not keep the object
+_signal_dumps: Sequence[SignalDump] = ()  # kept, so that callers at start-up need not keep the object
 
 
 def dump_on_signal(signum: int = signal.SIGUSR2, directory: str | os.PathLike[str] | None = None) -> SignalDump:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Message", "ReceivePool"]
 
-_BATCH = 64  # messages per turn on the callback thread, so that other callbacks get theirs
+_BATCH = 64  # messages per turn on the callback thread, so that other callbacks are not starved
 
 
 class ReceivePool(_core.ReceivePool, Closing):
@@ -37,11 +37,11 @@ class ReceivePool(_core.ReceivePool, Closing):
             _raise.check_callable(on_message, "on_message")
             callbacks.start()
         super().__init__(engine, count, nbytes, on_message is not None)
-        # Weak, both: what waits in a loop that is dropped ends with it. The loop itself holds its waiters.
+        # Both weak: waiters of a loop that is dropped end with it. The loop itself holds its waiters.
         self._waiters: weakref.WeakValueDictionary[int, asyncio.Future[bool]] = weakref.WeakValueDictionary()
-        self._places = itertools.count()  # in the queue of those who wait: the keys of _waiters
-        self._loop: weakref.ref[LoopNotifier] | None = None  # whose tasks are the waiters
-        self._armed: int | None = None  # cookie that _loop will get
+        self._places = itertools.count()  # positions in the queue of waiters: the keys of _waiters
+        self._loop: weakref.ref[LoopNotifier] | None = None  # the loop whose tasks wait
+        self._armed: int | None = None  # the cookie that _loop will get
         self._on_message = on_message
         self._callbacks = callbacks
         if on_message is not None:
@@ -57,7 +57,7 @@ class ReceivePool(_core.ReceivePool, Closing):
         """
         _options.check_timeout(timeout_s)
         deadline = None if timeout_s is None else loop_time(self._engine) + timeout_s
-        place = next(self._places)  # kept for as long as it takes: who looked in vain does not go to the end
+        place = next(self._places)  # kept throughout: who looked in vain keeps his turn
         while True:
             messages = self.poll(1)
             if messages:
@@ -69,7 +69,7 @@ class ReceivePool(_core.ReceivePool, Closing):
                 raise _raise.recv_timeout(self._engine, timeout_s)
 
     async def _ready(self, place: int, timeout_s: float | None) -> bool:
-        """True when it is worth looking again."""
+        """Waits for its turn; True when another look at the pool is worthwhile."""
         loop = LoopNotifier.running(self._engine)
         if self._loop is None or self._loop() is not loop:
             self._move_to(loop)
@@ -88,11 +88,11 @@ class ReceivePool(_core.ReceivePool, Closing):
         last = None if self._loop is None else self._loop()
         if self._waiters and last is not None and not last.closed:
             raise UsageError("tasks of another event loop wait for messages of this pool: use one loop per pool")
-        self._waiters.clear()  # they belong to a loop that was closed, and will never be awaited again
+        self._waiters.clear()  # they belong to a loop that was closed, and nobody will await them again
         self._loop, self._armed = weakref.ref(loop), None
 
     def _wake(self) -> None:
-        # Wakes all of them: a waiter that finds the pool empty again arms anew.
+        # Wakes all waiters: one that finds the pool empty again re-arms.
         self._armed = None
         for _, future in sorted(self._waiters.items()):
             resolve(future, True)

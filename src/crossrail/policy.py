@@ -28,7 +28,7 @@ VOCABULARY = (
     "several on one interface count once), speed>=X (Gb/s, more than 0)"
 )
 
-# What a transport clause accepts.
+# The transports that satisfy each transport clause.
 _TRANSPORTS = {
     "shm": frozenset({"shm"}),
     "tcp": frozenset({"tcp"}),
@@ -200,7 +200,7 @@ _JUDGES: dict[str, Callable[[Clause, Found], Unmet | None]] = {
 
 
 def of_engine(engine: Engine, transport: str, clauses: Iterable[Clause]) -> Found:
-    """What an open engine has. transport: as it was asked for. Reads the topology only if a clause is about speed."""
+    """What an open engine has. transport: as requested. Reads the topology only if a clause is about speed."""
     speed, speed_reason = None, ""
     if any(clause.name == "speed" for clause in clauses):
         speed, speed_reason = _engine_speed(engine)
@@ -219,9 +219,9 @@ def of_engine(engine: Engine, transport: str, clauses: Iterable[Clause]) -> Foun
 
 
 def of_path(engine: Engine, explanation: Explanation, clauses: Iterable[Clause]) -> Found:
-    """What the path to a peer is, by explain().
+    """What explain() says of the path to a peer.
 
-    Rails of ours that share one of the peer's make the path no wider, so the fewer of both ends' count.
+    Several of our rails that share one of the peer's make the path no wider, so the smaller number of both ends counts.
     """
     rails, rails_reason = _path_rails(engine, explanation)
     speed, speed_reason = None, ""
@@ -243,7 +243,7 @@ def of_path(engine: Engine, explanation: Explanation, clauses: Iterable[Clause])
 
 
 def _engine_rails(engine: Engine) -> tuple[int, str]:
-    """The rails of the transport that has most: bytes to one peer go over one transport."""
+    """The rails of the transport with most rails: all bytes to one peer use the same transport."""
     devices = max(engine._rail_devices.values(), key=lambda names: len(set(names)), default=())
     shared = _shared(devices)
     if not shared:
@@ -267,13 +267,13 @@ def _path_rails(engine: Engine, explanation: Explanation) -> tuple[int, str]:
 
 
 def _shared(devices: Sequence[object]) -> str:
-    """Interfaces that have several rails, for people; empty if none has."""
+    """Names the interfaces that carry several rails, for people; empty if there are none."""
     counts = Counter(devices)
     return ", ".join(f"{count} on {device}" for device, count in counts.items() if count > 1)
 
 
 def _no_gpudirect(engine: Engine, transports: Iterable[str], clauses: Iterable[Clause]) -> str:
-    """Asked only where a clause is about it: the driver has to be opened for that."""
+    """Why GPUDirect is not available; asked only for a clause about it, because it means opening the driver."""
     if not any(clause.name == "gpudirect" for clause in clauses):
         return ""
     if not set(transports) & set(engine._gpu_transports):
@@ -287,14 +287,14 @@ def _no_gpudirect(engine: Engine, transports: Iterable[str], clauses: Iterable[C
 
 
 def _missing(clauses: Iterable[Clause]) -> dict[str, str]:
-    """Asked only where a clause is about it: a library may have to be opened for that."""
+    """The missing transports; asked only for a clause about one, because a library may have to be opened for that."""
     wanted = {name for clause in clauses for name in _TRANSPORTS.get(clause.name, frozenset()) & _RDMA}
     reasons = {name: _core._rdma_missing(name) for name in wanted}
     return {name: reason for name, reason in reasons.items() if reason}
 
 
 def _engine_speed(engine: Engine) -> tuple[float | None, str]:
-    """The speed of the fastest network: bytes to one peer go over one transport."""
+    """The speed of the fastest network: all bytes to one peer use the same transport."""
     from crossrail.topology.addresses import read_this_machine
 
     found = [speed_of(engine.address.endpoints, read_this_machine())]

@@ -79,7 +79,7 @@ class Region(_core.Region, Closing):
         lengths = whole_shape(shape)
         try:
             count = max(math.prod(lengths), -1)  # -1: all of it
-            # frombuffer keeps the view, and with it the memory, alive; numpy.ndarray(buffer=...) would not.
+            # frombuffer keeps the view alive, and with it the memory; numpy.ndarray(buffer=...) would not.
             return np.frombuffer(self._memoryview(), of_type, count).reshape(lengths)
         except (TypeError, ValueError, OverflowError) as error:
             raise UsageError(f"region of {self.nbytes} bytes as {of_type} of shape {shape}: {error}") from None

@@ -30,7 +30,7 @@ with needs(__name__, "pytest"):
 
 SEED_VARIABLE = "CROSSRAIL_SIM_SEED"
 _EVENTS_TOLD = 20
-LIMIT_S = 3600.0  # virtual, of a test that is a coroutine
+LIMIT_S = 3600.0  # virtual time, for a test that is a coroutine
 _WORKER_SEED = "crossrail_sim_seed"
 _SESSION_SEED = pytest.StashKey[int]()
 _Reporting = Generator[None, pytest.TestReport, pytest.TestReport]
@@ -59,17 +59,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """pytest-xdist's: its workers are sessions of their own, and have the seed that the header shows."""
+    """pytest-xdist's hook: workers are sessions of their own, and get the seed that the header shows."""
     node.workerinput[_WORKER_SEED] = node.config.stash[_SESSION_SEED]
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    """The seed, for who wants the same session again."""
+    """The seed, for repeating the same session."""
     return f"simulated worlds: --sim-seed {config.stash[_SESSION_SEED]}"
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """--sim-runs."""
+    """Implements --sim-runs."""
     runs = metafunc.config.getoption("--sim-runs")
     if runs > 1 and "sim_world" in metafunc.fixturenames:
         metafunc.parametrize("sim_world", range(runs), indirect=True, ids=lambda run: f"run{run}")
@@ -106,7 +106,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 def _replay(item: pytest.Item) -> str:
     _, colons, inside = item.nodeid.partition("::")
-    file = os.path.relpath(item.path, item.config.invocation_params.dir)  # where pytest was called, not rootdir
+    file = os.path.relpath(item.path, item.config.invocation_params.dir)  # not relative to rootdir
     words = ["pytest", f"{file}{colons}{inside}", "--sim-seed", str(item.config.stash[_SESSION_SEED])]
     runs = item.config.getoption("--sim-runs")
     return shlex.join([*words, "--sim-runs", str(runs)] if runs > 1 else words)
@@ -114,7 +114,7 @@ def _replay(item: pytest.Item) -> str:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> _Reporting:
-    """Beside a failure: the command that replays it, and what happened last in its world."""
+    """Adds to a failure the command that replays it, and the last events in its world."""
     report = yield
     world = getattr(item, "funcargs", {}).get("sim_world")
     if report.failed and isinstance(world, World):

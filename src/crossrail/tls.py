@@ -60,13 +60,13 @@ class TlsConfig:
         return cls(cert, key, ca, verify)  # type: ignore[arg-type]  # checked when the engine opens
 
     def as_tuple(self) -> tuple[str, str, str, str]:
-        """For the native engine, which checks them."""
+        """As the native engine takes them; it checks the values."""
         cert, key, ca = (_path(name, getattr(self, name)) for name in ("cert", "key", "ca"))
         return cert, key, ca, self.verify
 
 
 def tls_of(tls: object, transport: object) -> tuple[str, str, str, str]:
-    """The options for the native engine. None: from the environment, for engines that reach other hosts."""
+    """The TLS options for the native engine. None: from the environment, for engines that reach other hosts."""
     if tls is None and isinstance(transport, str) and any(word in transport for word in _NETWORKS):
         tls = TlsConfig.from_environment()
     if tls is None:
@@ -79,7 +79,7 @@ def tls_of(tls: object, transport: object) -> tuple[str, str, str, str]:
     return files
 
 
-_exposed_keys: set[str] = set()  # that were spoken of, by their absolute paths
+_exposed_keys: set[str] = set()  # files already warned about, by absolute path
 
 
 def exposure_of_key(key: str | os.PathLike[str]) -> str:

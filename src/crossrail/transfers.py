@@ -30,8 +30,8 @@ def add_done_callback(transfer: Transfer, fn: Callable[[Transfer], object]) -> N
     """`transfer.add_done_callback(fn)`."""
     _raise.check_callable(fn, "fn")
     if getattr(fn, "__module__", None) == "asyncio.tasks":
-        # asyncio.wait() takes whatever has this method for a future, and waits for a callback on its loop's own thread,
-        # to which ours never come: it would hang.
+        # asyncio.wait() takes any object with this method for a future, and waits for a callback on its loop's own
+        # thread. Ours never run there: it would hang.
         raise errors.UsageError(
             "asyncio.wait takes tasks, not transfers: give it asyncio.ensure_future(transfer). "
             "asyncio.gather, wait_for, shield and as_completed take transfers"

@@ -73,10 +73,10 @@ class Watcher(_core.Watcher, Closing):
         self._let_go()
 
     def _let_go(self) -> None:
-        self._on_change = _ignore  # it may refer to our array, and that to us: see Engine._let_go_last
+        self._on_change = _ignore  # it may refer to our array, which refers to us: see Engine._let_go_last
 
     def __del__(self) -> None:
-        if hasattr(self, "_callbacks"):  # else it did not open
+        if hasattr(self, "_callbacks"):  # otherwise it did not open
             self.close()
 
     def _changed(self) -> None:
@@ -94,4 +94,4 @@ class Watcher(_core.Watcher, Closing):
 
 
 def _ignore(_old: int, _new: int) -> None:
-    """Takes the place of an on_change that must not be called any more."""
+    """Replaces an on_change that must not be called any more."""
