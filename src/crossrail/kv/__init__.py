@@ -1,9 +1,9 @@
 """Moves KV cache between the instances of an inference system that prefills and decodes on different machines.
 
 transfer/ is the library: layouts and plans, pages and who may use them, the two sides of a request's transfer.
-services/ are router, prefillers and decoders, which say to each other what is in messages.py; http/ is where clients
-ask and nodes look for routers, etcd/ another place to be found. model.py says what computes; models/ are real ones, and
-toy.py is one for tests.
+services/ holds router, prefillers and decoders, whose messages are in messages.py; http/ is where clients send requests
+and nodes look up routers, etcd/ another way to find each other. model.py says what a model has to do; models/ are real
+ones, and toy.py is one for tests.
 """
 
 from typing import TYPE_CHECKING
@@ -90,7 +90,7 @@ __all__ = [
     "plan_transfer",
 ]
 
-# Who asks `crossrail kv` for help need not wait for numpy. Hidden from type checkers, as in crossrail itself.
+# `crossrail kv --help` should not have to import numpy. Hidden from type checkers, as in crossrail itself.
 if not TYPE_CHECKING:
     __getattr__ = lazily(
         __name__,

@@ -1,6 +1,6 @@
-"""Errors that users of crossrail.kv may see, in addition to those of the engine.
+"""Errors that users of crossrail.kv may see, in addition to the engine's.
 
-Errors that one of its parts raises for another one, and nobody else sees, stand with these parts.
+Errors that are raised and handled within the package are defined next to the code that raises them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class PagesInUse(UsageError):
 
 
 class NoPages(CrossrailError):
-    """Too few pages are free. why: without the request's name. wanted, available: numbers of pages."""
+    """Not enough pages are free. why: the message without the request's name. wanted, available: numbers of pages."""
 
     def __init__(self, request: str, why: str, wanted: int, available: int) -> None:
         super().__init__(f"request {request!r}: {why}")
@@ -35,31 +35,31 @@ class TransferStopped(CrossrailError):
 
 
 class SurplusCount(CrossrailError):
-    """More counts arrived than the request's plan makes: two prefillers wrote it, or one with another plan."""
+    """More counts arrived than the request's plan makes: two prefillers wrote it, or one followed another plan."""
 
 
 class RouterNotFound(CrossrailError):
-    """Nobody answers at its URL, or not as a router does."""
+    """Nobody answers at the router's URL, or what answers is not a router."""
 
 
 class NodeRefused(CrossrailError):
-    """A router does not take this node, and will not: the words say why."""
+    """The router refuses this node for good; the message says why."""
 
 
 class Superseded(CrossrailError):
-    """Another process has its record in etcd under our name."""
+    """Another process has registered its record in etcd under our name."""
 
 
 class Overloaded(CrossrailError):
-    """No room now: ask again later. HTTP 429."""
+    """There is no room at present: ask again later. HTTP 429."""
 
 
 class Unavailable(CrossrailError):
-    """There is no node that could do it. HTTP 503."""
+    """There is no node that could serve the request. HTTP 503."""
 
 
 class UnknownModel(CrossrailError):
-    """No node has this model, nor had it lately. HTTP 404."""
+    """No node has this model, nor had it recently. HTTP 404."""
 
 
 class RequestFailed(CrossrailError):

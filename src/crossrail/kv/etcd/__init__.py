@@ -1,1 +1,1 @@
-"""Membership in etcd: a client, leased records, and how routers find nodes and nodes find routers by them."""
+"""Membership in etcd: a client, leased records, and how routers find nodes and nodes find routers through them."""

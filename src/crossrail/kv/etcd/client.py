@@ -1,8 +1,8 @@
-"""An etcd client with just what membership needs: leases, keys under them, and watches of a prefix.
+"""An etcd client with just what membership needs: leases, keys attached to them, and watches of a prefix.
 
-It speaks etcd's own JSON gateway (`/v3/...`, in every etcd since 3.4) over aiohttp, which is here anyway. The Python
-clients of its gRPC interface are not kept up any more, or bring gRPC along.
-Numbers of 64 bits are strings in its JSON, bytes are base64, and fields that are zero are left out.
+It speaks etcd's own JSON gateway (`/v3/...`, in every etcd since 3.4) over aiohttp, which is a dependency anyway. The
+Python clients of the gRPC interface are either unmaintained or pull in gRPC. In this JSON 64-bit numbers are strings,
+bytes are base64, and fields that are zero are omitted.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ with needs(__name__, "'crossrail[kv]'"):
 log = logging.getLogger("crossrail.kv")
 
 _EVENT_BYTES_MAX = 16 << 20
-_UNNAMED_KEPT = 1024  # keys that are no text, which are told once each
-# gRPC's codes, in an answer's "code".
+_UNNAMED_KEPT = 1024  # keys that are not text; each is reported once
+# gRPC status codes, in an answer's "code".
 _CODES = range(1, 17)
 _NOT_FOUND = 5
 _UNAVAILABLE = 14
@@ -39,7 +39,7 @@ _TROUBLES = (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError, Run
 
 
 class EtcdError(CrossrailError):
-    """No member of the cluster answers, or what it answers is an error. code: gRPC's, 0 when there was no answer."""
+    """No member of the cluster answers, or the answer is an error. code: the gRPC status, 0 if there was no answer."""
 
     def __init__(self, message: str, code: int = 0) -> None:
         super().__init__(message)
@@ -48,18 +48,19 @@ class EtcdError(CrossrailError):
 
 @dataclass(frozen=True)
 class Change:
-    """A change of one key. value None: it was deleted, or its lease has ended."""
+    """A change of one key. value None: the key was deleted, or its lease expired."""
 
     key: str
     value: bytes | None
 
 
 class Etcd:
-    """Threads: the event loop's. close() it, or use it as a context.
+    """Threads: the event loop's. close() it, or use it as a context manager.
 
-    endpoints: "host:port" of members; the one that answered last is asked first. timeout_s: for each question, and
-    each member that it is asked of.
-    Invariant: watches are at the first of `_endpoints`; whichever question finds that it does not answer ends them.
+    endpoints: "host:port" of members; the one that answered last is asked first. timeout_s: for each request to each
+    member.
+
+    Invariant: watches are open at the first of `_endpoints`; any request that finds this member unresponsive ends them.
     """
 
     def __init__(self, endpoints: Sequence[str], timeout_s: float = 3.0) -> None:
@@ -80,21 +81,21 @@ class Etcd:
         await self.close()
 
     async def close(self) -> None:
-        """Idempotent. Questions under way end with EtcdError."""
+        """Idempotent. Requests in flight fail with EtcdError."""
         await self._session.close()
 
     async def grant(self, ttl_s: float) -> int:
-        """A new lease that ends ttl_s after it was last kept alive; etcd's shortest is about two seconds."""
+        """A new lease, which expires ttl_s after its last keep-alive; etcd's minimum is about two seconds."""
         answer = await self._ask("lease/grant", {"TTL": max(1, round(ttl_s))}, "ID")
         return int(answer["ID"])
 
     async def keep_alive(self, lease: int) -> bool:
-        """False when the lease has ended."""
+        """Renews a lease; False if it has expired."""
         answer = await self._ask("lease/keepalive", {"ID": str(lease)}, "result")
         return int(answer["result"].get("TTL", 0)) > 0
 
     async def revoke(self, lease: int) -> None:
-        """Ends a lease, and removes what is under it. One that has ended already is fine."""
+        """Ends a lease and deletes its keys. A lease that has expired already is no error."""
         try:
             await self._ask("lease/revoke", {"ID": str(lease)})
         except EtcdError as error:
@@ -102,7 +103,7 @@ class Etcd:
                 raise
 
     async def put_if_ours(self, key: str, value: bytes, lease: int) -> bool:
-        """Puts a key under a lease if it is absent, or has this value already. False: it is somebody else's."""
+        """Puts a key under a lease if it is absent or has this value already. False: it belongs to somebody else."""
         put = {"request_put": _put(key, value, lease)}
         absent = {"key": _b64(key.encode()), "target": "CREATE", "result": "EQUAL", "create_revision": "0"}
         equal = {"key": _b64(key.encode()), "target": "VALUE", "result": "EQUAL", "value": _b64(value)}
@@ -113,19 +114,19 @@ class Etcd:
         return False
 
     async def has(self, key: str, value: bytes, lease: int) -> bool:
-        """Whether the key has this value, under this lease."""
+        """Whether the key has this value and belongs to this lease."""
         found = (await self._ask("kv/range", {"key": _b64(key.encode())})).get("kvs", [])
         return any((pair.get("value"), pair.get("lease")) == (_b64(value), str(lease)) for pair in found)
 
     async def left_s(self, key: str) -> float:
-        """How long the lease of a key lasts if it is not kept alive, rounded down to seconds; 0 when it has none."""
+        """Remaining time of a key's lease without keep-alives, rounded down to seconds; 0 if it has no lease."""
         found = (await self._ask("kv/range", {"key": _b64(key.encode())})).get("kvs", [])
         leases = [pair["lease"] for pair in found if "lease" in pair]
         answers = [await self._ask("lease/timetolive", {"ID": lease}) for lease in leases]
         return max([0.0, *(float(answer.get("TTL", 0)) for answer in answers)])
 
     async def list(self, prefix: str) -> tuple[dict[str, bytes], int]:
-        """All keys below a prefix, and the revision of that list. A key that is no text is skipped."""
+        """All keys below a prefix, and the revision of that list. Keys that are not text are skipped."""
         answer = await self._ask("kv/range", _range(prefix))
         try:
             found = {
@@ -138,19 +139,19 @@ class Etcd:
             raise EtcdError(f"what etcd says of {prefix!r} is not etcd's: {client_error_text(error)}") from None
 
     async def watch(self, prefix: str, revision: int, for_s: float) -> AsyncIterator[Change]:
-        """What changed below a prefix after that revision, as it happens, until for_s have passed.
+        """Changes below a prefix after that revision, as they happen, until for_s have passed.
 
-        Keys that are no text are passed over.
+        Keys that are not text are skipped.
 
-        Raises EtcdError, also when that is so long ago that etcd has forgotten it: list() again. A member that falls
-        silent says nothing here either: ask something else of it now and then.
+        Raises EtcdError, also if etcd has compacted that revision away: list() again. A member that falls silent is not
+        noticed here: send it another request now and then.
         """
         endpoint = self._endpoints[0]
         create = {"create_request": {**_range(prefix), "start_revision": str(revision + 1)}}
         timeout = aiohttp.ClientTimeout(total=None)
         deadline_at_s = loop_time_s() + for_s
         try:
-            # Its first words come at once; only what follows may take long.
+            # The response's headers come at once; only the events may take long.
             begun = self._session.post(_url(endpoint, "watch"), json=create, timeout=timeout)
             opened = await in_time(begun, self._timeout_s, undo=aiohttp.ClientResponse.close)
             async with opened as response, self._watching(endpoint, response):
@@ -168,7 +169,9 @@ class Etcd:
             raise EtcdError(f"etcd at {endpoint}: {client_error_text(error)}") from None
 
     def _text(self, encoded: str) -> str | None:
-        """None for a key that is no text, as anybody who can write to etcd may put there: it is nobody's, and told."""
+        """A decoded key; None if it is not text. Anybody who can write to etcd may put such keys: they are logged and
+        ignored.
+        """
         key = base64.b64decode(encoded)
         try:
             return key.decode()
@@ -189,7 +192,7 @@ class Etcd:
             self._watches.discard(response)
 
     async def _ask(self, what: str, question: dict[str, Any], wanted: str = "header") -> dict[str, Any]:
-        """Of one member after another, until one answers. wanted: what etcd's answers to this have."""
+        """Asks one member after another until one answers. wanted: a field that every valid answer to this has."""
         timeout = aiohttp.ClientTimeout(total=self._timeout_s)
         troubles = []
         for endpoint in tuple(self._endpoints):
@@ -208,11 +211,11 @@ class Etcd:
                 else:
                     troubles.append(f"{endpoint}: {answer['error']}")
             self._pass_over(endpoint)
-        # In an order of its own: who was asked first changes, and the same trouble is told once.
+        # Sorted, because the order of members varies, and the same problem should be reported only once.
         raise EtcdError(f"no member of etcd answers: {'; '.join(sorted(troubles))}")
 
     def _pass_over(self, endpoint: str) -> None:
-        """It is asked last from now on, unless another question that it did not answer has seen to that."""
+        """Moves a member to the end of the order, unless another request that it did not answer has done so already."""
         if endpoint == self._endpoints[0]:
             self._endpoints.append(self._endpoints.pop(0))
             for response in self._watches:
@@ -220,7 +223,7 @@ class Etcd:
 
 
 def _object(body: bytes) -> dict[str, Any]:
-    """Empty when it is none."""
+    """The JSON object; empty if it is not one."""
     try:
         answer: Any = json.loads(body)
     except ValueError:
@@ -229,8 +232,8 @@ def _object(body: bytes) -> dict[str, Any]:
 
 
 def _error_code(answer: dict[str, Any]) -> int | None:
-    """gRPC's, of etcd's errors, which streams such as lease/keepalive have in an object of its own; None: this is none
-    of them. Proxies have errors of their own, and other codes.
+    """The gRPC code of an etcd error, which streams such as lease/keepalive wrap in an object of its own; None if it is
+    not one. Proxies have errors of their own, with other codes.
     """
     error = answer.get("error")
     code = error.get("grpc_code") if isinstance(error, dict) else answer.get("code")
@@ -242,7 +245,9 @@ def _url(endpoint: str, what: str) -> str:
 
 
 async def _lines(response: aiohttp.ClientResponse, deadline_at_s: float) -> AsyncIterator[dict[str, Any]]:
-    """The results of a stream: a JSON object a line. Ends at deadline_at_s of the loop's clock; EtcdError before."""
+    """The results of a stream, one JSON object a line. Ends at deadline_at_s of the loop's clock;
+    EtcdError on failure.
+    """
     buffer = b""
     while (left_s := deadline_at_s - loop_time_s()) > 0:
         try:
@@ -262,7 +267,7 @@ async def _lines(response: aiohttp.ClientResponse, deadline_at_s: float) -> Asyn
 
 
 def _range(prefix: str) -> dict[str, str]:
-    """All keys that begin so: up to the first that does not, which is one more in its last byte."""
+    """The range of all keys with this prefix: up to the prefix with its last byte incremented."""
     key = prefix.encode()
     return {"key": _b64(key), "range_end": _b64(key[:-1] + bytes([key[-1] + 1]))}
 

@@ -1,11 +1,11 @@
-"""Membership of a cluster kept in etcd, the same for all routers.
+"""Cluster membership kept in etcd, the same for all routers.
 
-A node puts its record there under a lease and keeps that alive; a router takes it for a member as long as the record is
-there. Routers are there too, so nodes find them without a URL, whichever come and go. What travels between a node and a
-router is the same as without etcd, the node's load first of all; only what silence means is etcd's to say
-first. A router that nevertheless hears nothing of a member is cut off from it, and does without it until it does.
+A node puts its record into etcd under a lease and keeps the lease alive; routers consider it a member as long as the
+record exists. Routers register too, so nodes find them without a URL as they come and go. Nodes and routers exchange
+the same messages as without etcd, above all the node's load; only what silence means is decided by etcd first. A router
+that nevertheless hears nothing from a member is cut off from it, and does without it until it hears from it again.
 
-While etcd is away everything stays as it is: nobody joins, and nobody is missed who is heard of.
+While etcd is unavailable everything stays as it is: nobody joins, and no member that is heard from is removed.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ from crossrail.kv.services.node import FindRouter, Node, RouterLink
 
 log = logging.getLogger("crossrail.kv")
 
-_SILENT_LEASES = 2  # of a router: by then etcd knows who died or stands still, and who is silent is cut off from here
+# Of a router: by then etcd knows which nodes died or froze, so one that is still silent is cut off from this router.
+_SILENT_LEASES = 2
 _SILENT_REPORTS = 3  # so that two may be late
-_ROUTER_GONE_S = 60.0  # one of its name may come back, and ask for what it had begun; then it is forgotten
+# A router of that name may return and ask for the requests that it began; after that it is forgotten.
+_ROUTER_GONE_S = 60.0
 _record_encoder = msgspec.msgpack.Encoder()
 _record_decoder = msgspec.msgpack.Decoder(NodeRecord)
 
@@ -38,7 +40,7 @@ class NotRegistered(CrossrailError):
 
 
 class _Untaken:
-    """Tells of records that are not taken, once for each: etcd shows all that is there every half minute."""
+    """Logs records that are rejected, once each: etcd lists all of them every half minute."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -52,18 +54,20 @@ class _Untaken:
             log.warning("etcd's record of %s %r is not taken: %s", self._what, name, error, exc_info=trace)
 
     def forget(self, name: str) -> None:
-        """The record is gone, or was replaced by one that is taken."""
+        """Called when the record is gone, or was replaced by an accepted one."""
         self._values.pop(name, None)
 
 
 class EtcdRoster(Roster):
-    """The members that etcd has records of. Threads: the event loop's.
+    """The members with a record in etcd. Threads: the event loop's.
 
-    lease_s: of this router's own record, and how long a record may be missing after etcd was away: its owner may not
-    have noticed yet that it has to be written again. heartbeat_s: how often members report, as the router tells them.
-    Invariant: a member's record is in `_records`; in etcd it may be missing for lease_s. Who has a record is a member,
-    unless he died or left, does not fit the others, or was silent for long: then he is one again when he joins, or has
-    another record.
+    lease_s: of this router's own record; also how long a record may be missing after an outage of etcd, because its
+    owner may not have noticed yet that it has to write it again. heartbeat_s: how often members report, as the router
+    tells them.
+
+    Invariant: a member's record is in `_records`; in etcd it may be missing for lease_s. Every node with a record is a
+    member, unless it died, left, does not match the others, or was silent for long; then it becomes one again when it
+    joins, or has another record.
     """
 
     def __init__(self, lease_s: float, place: Place, secret: bytes, heartbeat_s: float) -> None:
@@ -72,7 +76,7 @@ class EtcdRoster(Roster):
         self._place = place
         self._seal = Seal(secret)
         self._records: dict[str, NodeRecord] = {}
-        self._missing_s: dict[str, float] = {}  # by name, since when on the loop's clock
+        self._missing_s: dict[str, float] = {}  # by name: since when, on the loop's clock
         self._untaken = _Untaken("node")
         self.registration: Registration | None = None
 
@@ -107,7 +111,7 @@ class EtcdRoster(Roster):
             elif (silent_s := now_s - member.heard_s) > self._silent_s:
                 self.remove(member, f"node {member.name!r} is in etcd, but was not heard of here for {silent_s:.1f} s")
 
-    # --- what etcd says ---
+    # --- changes in etcd ---
 
     def _on_all(self, found: Mapping[str, bytes]) -> None:
         now_s = loop_time_s()
@@ -141,17 +145,17 @@ class EtcdRoster(Roster):
             if known is not None and known.address != record.address:
                 self._forget(name, f"another process has the name of node {name!r} in etcd")
             self._records[name] = record
-            # Until it says so itself it has nothing to do, and no room for more either.
+            # Until it reports its load, assume that it has no work and accepts none.
             super().join(record, Load(draining=True), loop_time_s())
-        except Exception as error:  # whatever is wrong with it, the others are followed
+        except Exception as error:  # one bad record must not stop us from following the others
             self._untaken.tell(name, value, error)
 
 
 class EtcdPresence:
-    """A node's record in etcd, and its links with all routers there. Threads: the event loop's.
+    """A node's record in etcd, and its links with all routers registered there. Threads: the event loop's.
 
-    Lifecycle: 1. made, in a running loop. 2. start(), after the node's. 3. close(), after the node's.
-    When another process takes the node's name, that is the node's `refused`.
+    Lifecycle: 1. made, in a running loop. 2. start(), after the node's. 3. close(), after the node's. If another
+    process takes the node's name, the node's `refused` says so.
     """
 
     def __init__(self, node: Node, place: Place, secret: bytes) -> None:
@@ -160,7 +164,7 @@ class EtcdPresence:
         self._seal = Seal(secret)
         self._routers: dict[str, bytes] = {}
         self._links: dict[str, RouterLink] = {}
-        self._gone_s: dict[str, float] = {}  # by router that we have a link with: since when it is not there
+        self._gone_s: dict[str, float] = {}  # by router that we have a link with: since when it is missing in etcd
         self._untaken = _Untaken("router")
         self._misses_routers = False
         self._etcd = place.open(node.options.lease_s)
@@ -174,7 +178,7 @@ class EtcdPresence:
         spawn(follow(self._etcd, self._place.routers, self._on_all, self._on_change), "following routers in etcd")
 
     async def close(self) -> None:
-        """Takes the record out of etcd: routers see at once that the node is gone. Idempotent."""
+        """Deletes the record from etcd, so that routers notice at once that the node is gone. Idempotent."""
         await self.registration.end()
 
     def _on_all(self, found: Mapping[str, bytes]) -> None:
@@ -186,14 +190,16 @@ class EtcdPresence:
         self._tell_if_alone()
 
     def _tell_if_alone(self) -> None:
-        """Nobody else would: it may be a cluster that does not exist. Once, and when it is over."""
+        """Logs that no router is registered, once, and when that is over: the cluster's name may be wrong."""
         if self._misses_routers == bool(self._links):
             self._misses_routers = not self._links
             state = "has no router yet, and waits for one" if self._misses_routers else "has a router now"
             log.warning("node %s: etcd %s: below %s", self._node.name, state, self._place.routers)
 
     def _unlink(self) -> None:
-        """From routers that do not come back: where each has a new name they would be looked for for ever."""
+        """Drops links with routers that do not return: with a new name at each restart, we would look for old ones for
+        ever.
+        """
         now_s = loop_time_s()
         gone = self._links.keys() - self._routers.keys()
         self._gone_s = {name: self._gone_s.get(name, now_s) for name in gone}
@@ -208,7 +214,7 @@ class EtcdPresence:
             return
         try:
             self._routers[name] = self._seal.open(self._place.routers + name, value)
-        except Exception as error:  # as there
+        except Exception as error:  # as above
             self._untaken.tell(name, value, error)
             return
         self._untaken.forget(name)

@@ -3,8 +3,9 @@
     /crossrail/kv/CLUSTER/nodes/NAME      the NodeRecord of the node that has this name
     /crossrail/kv/CLUSTER/routers/NAME    the address of the router's engine
 
-Who can write to etcd cannot make anybody believe in a node: records carry an HMAC under the cluster's secret, over
-their key too. Loads are not here: nodes tell them to routers, several times a second if need be; etcd is spared that.
+Nobody can make routers believe in a node merely by writing to etcd: each record carries an HMAC under the cluster's
+secret, which covers its key too. Loads are not kept here: nodes send them to routers, up to several times a second,
+which would be too much for etcd.
 """
 
 from __future__ import annotations
@@ -26,17 +27,19 @@ log = logging.getLogger("crossrail.kv")
 
 _MAC_BYTES = 32
 _RETRY_S = 0.5
-_LIST_EVERY_S = 30.0  # whatever a watch may have missed is seen by then
-_LOOK_EVERY_S = 30.0  # that our own record is gone is seen by then
+_LIST_EVERY_S = 30.0  # by then whatever a watch has missed is noticed
+_LOOK_EVERY_S = 30.0  # by then the loss of our own record is noticed
 _ALIVE_PER_LEASE = 3  # so that two may be lost
-_ASKED_PER_LEASE = 4  # members: two of them may be silent, and the third still keeps the lease alive
+_ASKED_PER_LEASE = 4  # members asked per lease: two may be silent, and the third still renews the lease in time
 _ASK_S_MAX = 3.0
-_LEASE_LATE_S = 2.0  # etcd rounds what is left of a lease down to seconds, and ends it up to half of one late
+_LEASE_LATE_S = 2.0  # etcd rounds a lease's remaining time down to seconds, and expires it up to half a second late
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a cluster's records are. Made from "etcd://HOST:PORT,HOST:PORT/CLUSTER"; the cluster is "default"."""
+    """Where a cluster's records are. Parsed from "etcd://HOST:PORT,HOST:PORT/CLUSTER"; the default cluster is
+    "default".
+    """
 
     endpoints: tuple[str, ...]
     cluster: str
@@ -52,7 +55,7 @@ class Place:
         return cls(endpoints, cluster)
 
     def open(self, lease_s: float) -> Etcd:
-        """A client of it for who has such a lease."""
+        """A client for it, with timeouts that suit such a lease."""
         return Etcd(self.endpoints, min(lease_s / _ASKED_PER_LEASE, _ASK_S_MAX))
 
     @property
@@ -65,7 +68,7 @@ class Place:
 
 
 class Seal:
-    """Puts an HMAC before what is written, and takes it off what is read."""
+    """Prepends an HMAC to what is written, and checks and removes it when reading."""
 
     def __init__(self, secret: bytes) -> None:
         self._key = hmac.digest(secret, b"crossrail kv etcd", "sha256")
@@ -74,7 +77,7 @@ class Seal:
         return self._mac(key, data) + data
 
     def open(self, key: str, value: bytes) -> bytes:
-        """UsageError for what nobody with our secret has written under this key."""
+        """UsageError unless the value was written under this key by somebody with our secret."""
         mac, data = value[:_MAC_BYTES], value[_MAC_BYTES:]
         if not hmac.compare_digest(mac, self._mac(key, data)):
             raise UsageError(f"what etcd has under {key!r} is sealed with another secret, or not at all")
@@ -86,7 +89,7 @@ class Seal:
 
 
 class _Absence:
-    """Tells that etcd is away, once for each reason: it may be for days. And that it is back."""
+    """Logs that etcd is unavailable, once per reason, since it may last for days; and that it is back."""
 
     def __init__(self, subject: str, state: str) -> None:
         self._subject = subject
@@ -107,11 +110,12 @@ class _Absence:
 class Registration:
     """Keeps a record in etcd for as long as run() runs. Threads: the event loop's.
 
-    Whoever has the name keeps it: the first time it is waited whether that one's lease ends, as a dead one's does. When
-    ours is lost later - we stood still, or etcd lost it - the record comes back under a new one, unless somebody else
-    has the name by then. So does a record that somebody removed although its lease lives: that is looked for about
-    every half minute, or, where a third of the lease is longer, as often as the lease is kept alive. While etcd does
-    not answer it tries on.
+    The first holder of a name keeps it: initially we wait for that holder's lease to expire, as a dead one's does. If
+    our record is lost later - we froze, or etcd lost it - we write it again under a new lease, unless somebody else has
+    taken the name by then. The same if somebody deleted the record while its lease is alive: this is checked about
+    every half minute, or at each keep-alive if a third of the lease is longer than that. While etcd does not answer we
+    keep trying.
+
     there: set while the record is in etcd, as far as we know. lease: its lease then.
     """
 
@@ -150,9 +154,9 @@ class Registration:
                 await asyncio.sleep(_RETRY_S)
 
     async def end(self) -> None:
-        """Removes the record and closes the client, once run() was cancelled. Idempotent.
+        """Deletes the record and closes the client, after run() was cancelled. Idempotent.
 
-        When etcd does not answer, the record goes with its lease.
+        If etcd does not answer, the record expires with its lease.
         """
         if self.lease is not None:
             lease = self.lease
@@ -178,7 +182,7 @@ class Registration:
         return False
 
     async def _outlive(self) -> bool:
-        """Waits for the lease of whoever has the name to end. False: it is kept alive."""
+        """Waits for the lease of the name's present holder to expire. False: it is being kept alive."""
         give_up_s = loop_time_s() + await self._etcd.left_s(self._key) + _LEASE_LATE_S
         log.warning("another process has %s in etcd: waiting to see whether it lives", self._key)
         while loop_time_s() < give_up_s:
@@ -198,10 +202,10 @@ async def follow(
     on_all: Callable[[Mapping[str, bytes]], None],
     on_change: Callable[[str, bytes | None], None],
 ) -> None:
-    """Tells what is below a prefix, and then each change of it, until cancelled. Keys come without the prefix.
+    """Reports the keys below a prefix, and then each change, until cancelled. Keys come without the prefix.
 
-    on_all comes at the beginning, after each time that etcd was away, and every half minute: it has all there is.
-    etcd: a client that a Registration uses too; by that it is noticed when the member that is watched falls silent.
+    on_all comes first, after each outage of etcd, and every half minute, with all there is. etcd: a client that a
+    Registration uses too: its requests reveal that the watched member has fallen silent.
     """
     absence = _Absence(f"what is below {prefix}", "known")
     while True:

@@ -16,14 +16,14 @@ with needs(__name__, "'crossrail[kv]'"):
 
 BODY_BYTES_MAX = 16 << 20
 BODIES_BYTES_MAX = 256 << 20
-_SMALL_BYTES = 64 << 10  # of each body, which are not counted: whoever holds back large ones keeps nobody else out
+_SMALL_BYTES = 64 << 10  # of each body, not counted: a client that holds back large bodies does not lock out small ones
 
 
 class Bodies:
     """The bodies of one listener's requests. Threads: that of the event loop.
 
-    patience_s: in which each has to come. bytes_max: of one. held_bytes_max: of all that are held at a time.
-    held_bytes: how many are held now, without the first 64 KiB of each.
+    patience_s: time for each body to arrive. bytes_max: of one body. held_bytes_max: of all bodies held at a time.
+    held_bytes: how many are held now, not counting the first 64 KiB of each.
     """
 
     def __init__(self, patience_s: float, bytes_max: int, held_bytes_max: int) -> None:
@@ -34,10 +34,11 @@ class Bodies:
 
     @asynccontextmanager
     async def read(self, request: web.Request) -> AsyncIterator[bytearray]:
-        """The whole body, for as long as the context lasts. Until then it counts in held_bytes; afterwards it is empty.
+        """The whole body, valid inside the context. Meanwhile it counts in held_bytes; afterwards it is empty.
 
-        Raises what is answered if the body is too large or packed (by its headers, before any of it is read), there is
-        no room for it, it does not come in time, or is not framed as its headers say. After that the connection ends.
+        Raises the HTTP answer if the body is too large or compressed (known from its headers, before any of it is
+        read), if there is no room for it, if it does not arrive in time, or is not framed as its headers say. Then the
+        connection ends.
         """
         if (early := self.refused_by_head(request)) is not None:
             raise early
@@ -68,13 +69,13 @@ class Bodies:
             if len(data) > self._bytes_max:
                 raise self._too_large()
             if self.held_bytes > self._held_bytes_max and _counted(data):
-                self._release(data)  # before another one is read, which may have room then
+                self._release(data)  # before another body is read, which may have room then
                 raise web.HTTPTooManyRequests(
                     text=f"bodies of requests take {self._held_bytes_max} bytes already, the most that is kept of all"
                 )
 
     def refused_by_head(self, request: web.BaseRequest) -> web.HTTPException | None:
-        """The refusal of a body that its headers are enough to refuse; None: its headers are fine."""
+        """The refusal of a body whose headers suffice to refuse it; None: its headers are fine."""
         refusal: web.HTTPException
         codings = [coding.strip().lower() for coding in request.headers.getall("Content-Encoding", ())]
         if any(coding not in ("", "identity") for coding in codings):
@@ -96,7 +97,7 @@ class Bodies:
 
 
 def late_words(patience_s: float) -> str:
-    """What a client is told whose request did not come in time."""
+    """The message for a client whose request did not arrive in time."""
     return f"the request did not come in {patience_s:g} s"
 
 

@@ -1,4 +1,4 @@
-"""Explains failed HTTP requests in an operator's words: aiohttp's own errors name its classes and fields."""
+"""Explains failed HTTP requests in an operator's terms: aiohttp's own messages name its classes and fields."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ with needs(__name__, "'crossrail[kv]'"):
 
 
 def client_error_text(error: BaseException) -> str:
-    """Describes what aiohttp's client, or waiting for it, has raised."""
+    """Describes an error that aiohttp's client, or waiting for it, has raised."""
     if isinstance(error, aiohttp.ClientConnectorError):
         return f"cannot connect: {_why(error.os_error)}"
     if isinstance(error, asyncio.TimeoutError):
@@ -25,7 +25,7 @@ def client_error_text(error: BaseException) -> str:
 
 
 def _why(error: OSError) -> str:
-    """asyncio puts the address into the place of the system's words."""
+    """The system's message; asyncio's own shows the address in its place."""
     if error.errno is None or isinstance(error, socket.gaierror | ssl.SSLError):
         return error.strerror or str(error) or type(error).__name__
     return os.strerror(error.errno)

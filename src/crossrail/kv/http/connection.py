@@ -1,4 +1,4 @@
-"""One HTTP client's connection: aiohttp's protocol, with bounds on what a client sends, leaves unread, keeps open."""
+"""One HTTP client's connection: aiohttp's protocol, with bounds on what a client sends, leaves unread or keeps open."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ with needs(__name__, "'crossrail[kv]'"):
 if TYPE_CHECKING:
     from crossrail.kv.http.listener import Listener
 
-# For a request behind which more was sent than is read ahead: meanwhile no end is seen of its client.
+# For a request with more data pipelined behind it than is read ahead: we cannot see the client leave meanwhile.
 _PIPELINED_S = 1.0
-# For the rest of a body that nobody wants, so that its sender, who may look for no answer before he has sent it all,
-# reads one. Who sends more is cut off.
+# For discarding the rest of a body that nobody reads: its sender may not look for an answer before everything is sent.
+# A sender that exceeds this is cut off.
 _LINGER_S, _LINGER_BYTES_MAX = 10.0, 64 << 20
-# Of a head, which takes twice that here, for as long as its client likes to take; aiohttp bounds only each line of it,
-# and their number. Of further requests that wait behind one that runs, likewise.
+# Of a request's head, which takes twice that in memory for as long as the client likes; aiohttp bounds only the length
+# and number of its lines. The same bound applies to further requests that are queued behind a running one.
 HEAD_BYTES_MAX = 64 << 10
 LINE_BYTES_MAX = 8190
 _AHEAD_BYTES_MAX = 1 << 20
 
 HEAD_TOO_LARGE = f"the request's head has more than {HEAD_BYTES_MAX} bytes"
 _LINE_END = "\n"
-_TOO_MANY_FIELDS = "Too many headers received"  # what aiohttp says of them; its error is as of any other nonsense
+_TOO_MANY_FIELDS = "Too many headers received"  # aiohttp's message; its class is that of any bad request
 FAULTS_OF_CLIENTS = (HttpProcessingError, web.RequestPayloadError, ConnectionResetError)
 
 
 class Connection(web.RequestHandler):
-    """aiohttp's, whose own answers and reports are the listener's affair."""
+    """aiohttp's protocol; the answers and reports that aiohttp makes by itself are left to the listener."""
 
     __slots__ = (
         "_ahead_bytes", "_ending", "_half_bytes", "_has_ended", "_is_cut_off", "_is_long", "_listener", "_looked_at",
@@ -47,24 +47,24 @@ class Connection(web.RequestHandler):
         super().__init__(server, loop=asyncio.get_running_loop(), **options)
         self._listener = listener
         self._is_cut_off = False
-        self._is_long = False  # the request that runs
-        self._has_ended = False  # its client sends no more
-        self._half_bytes = 0  # of a head that has begun, and not ended
-        self._ahead_bytes = 0  # since requests wait behind the one that runs
-        self._looking: asyncio.TimerHandle | None = None  # while nothing is read because too much is here
-        self._looked_at: web.BaseRequest | None = None  # which request ran then
-        self._pipe: asyncio.Transport | None = None  # its transport, also while that is closing
-        self._ending: asyncio.TimerHandle | None = None  # while it is, with something left that nobody took yet
+        self._is_long = False  # of the running request
+        self._has_ended = False  # the client sends no more
+        self._half_bytes = 0  # received of an unfinished head
+        self._ahead_bytes = 0  # received since requests are queued behind the running one
+        self._looking: asyncio.TimerHandle | None = None  # set while reading is paused because too much is queued
+        self._looked_at: web.BaseRequest | None = None  # the request that was running when that timer was set
+        self._pipe: asyncio.Transport | None = None  # kept also while it is closing
+        self._ending: asyncio.TimerHandle | None = None  # set while it is closing with unsent data left
 
     @property
     def is_idle(self) -> bool:
-        """Whether it waits for a request, and no byte of the next is there."""
+        """Whether it waits for a request, and no byte of the next one has arrived."""
         return self._waiter is not None and not self._waiter.done()
 
     def cut_off(self, why: str = "") -> None:
-        """Also where it has no transport yet: asyncio accepts several before it connects the first.
+        """Aborts the connection, even before it has a transport: asyncio accepts several before it connects the first.
 
-        why: told to a client whose request is half here.
+        why: told to a client whose request has partly arrived.
         """
         self._is_cut_off = True
         if why and self._half_bytes:
@@ -82,23 +82,25 @@ class Connection(web.RequestHandler):
         super()._process_keepalive()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._pipe = cast(asyncio.Transport, transport)  # uvloop's is one, but of no common class
+        self._pipe = cast(asyncio.Transport, transport)  # uvloop's has the methods, but no common base class
         if self._is_cut_off:
             self._pipe.abort()
         super().connection_made(transport)
 
     def begin(self, request: web.Request, is_long: bool) -> None:
-        """The request runs from now on. is_long: as in Listener.route."""
+        """Marks a request as running. is_long: as in Listener.route."""
         self._is_long = is_long
         if self._has_ended and self._is_over_at_end(request):
             _abort(self.transport)
 
     def _is_over_at_end(self, request: web.BaseRequest) -> bool:
-        """Whether nobody waits for its answer any more, or its body will not come."""
+        """Whether end of file makes the request pointless: nobody waits for its answer, or its body cannot arrive."""
         return self._is_long or not request.content.is_eof()
 
     def eof_received(self) -> bool:  # type: ignore[override]  # asyncio's contract, of which aiohttp uses None alone
-        """Whether the connection stays open for the answers to what runs, or waits. Its client may be gone as well."""
+        """Whether to keep the connection for the answers to running and queued requests. The client may be gone as
+        well.
+        """
         is_asked = self._request_count > 0 and not self.is_idle
         running = self._current_request
         self._has_ended = is_asked and (running is None or not self._is_over_at_end(running))
@@ -106,7 +108,7 @@ class Connection(web.RequestHandler):
         return self._has_ended
 
     def _close_if_last(self) -> None:
-        """Behind the answer to what runs, if its client sends no more, and nothing waits."""
+        """Closes after the running request's answer, if the client sends no more and nothing is queued."""
         if self._has_ended and not self._messages:
             self.close()
 
@@ -121,7 +123,7 @@ class Connection(web.RequestHandler):
         self._end_in_time()
 
     def _end_in_time(self) -> None:
-        """A transport that closes waits for ever until what was written is taken."""
+        """Bounds the time to close: a closing transport would wait for ever for the client to take what was written."""
         if self._ending is None and self._pipe is not None and self._pipe.get_write_buffer_size() > 0:
             loop = asyncio.get_running_loop()
             self._ending = loop.call_later(self._listener.patience_s, self._pipe.abort)
@@ -130,7 +132,7 @@ class Connection(web.RequestHandler):
         if self.is_idle:
             self._listener.note_asking(self)
         super().data_received(data)
-        # Line ends before a head are none of it.
+        # Empty lines before a head do not belong to it.
         self._half_bytes = self._half_bytes + len(data) if self.is_idle and (self._half_bytes or data.strip()) else 0
         if self._half_bytes > HEAD_BYTES_MAX:
             self._end_half(431, HEAD_TOO_LARGE)
@@ -142,7 +144,7 @@ class Connection(web.RequestHandler):
 
     @property
     def _is_deaf(self) -> bool:
-        """Requests wait behind the one that runs, and nothing more is read."""
+        """Whether reading is paused because requests are queued behind the running one."""
         transport = self.transport
         return bool(self._messages) and transport is not None and not transport.is_reading()
 
@@ -176,7 +178,7 @@ class Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """Answers bytes that are not HTTP, and what a handler raises in the middle of its answer."""
+        """Answers bytes that are not HTTP, and handlers that raise in the middle of their answer."""
         if not isinstance(exc, HttpProcessingError) or request.writer.output_size > 0:
             return super().handle_error(request, status, exc, message)
         self._listener.note_heard(self)
@@ -192,7 +194,7 @@ class Connection(web.RequestHandler):
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, *more: Any
     ) -> tuple[web.StreamResponse, bool]:
-        """What no route was found for has no path: OPTIONS *, CONNECT."""
+        """Requests for which there is no route have no path: OPTIONS *, CONNECT."""
         if isinstance(resp, web.HTTPException):
             resp = self._listener.refusal_of(resp)
         finished = await super().finish_response(request, resp, *more)
@@ -203,7 +205,7 @@ class Connection(web.RequestHandler):
         return finished
 
     async def _thrown_away(self, content: StreamReader) -> bool:
-        """Whether the rest of a body that nobody read came to its end, within the time and the bytes for that."""
+        """Whether the rest of an unread body ended within the limits on time and bytes."""
 
         async def read() -> None:
             left = _LINGER_BYTES_MAX
@@ -215,13 +217,13 @@ class Connection(web.RequestHandler):
         return content.is_eof()
 
     def log_exception(self, *words: Any, **options: Any) -> None:
-        """Clients that are gone are no events: aiohttp would report a traceback for each."""
+        """Clients that disconnect are no events: aiohttp would log a traceback for each."""
         if not isinstance(options.get("exc_info"), FAULTS_OF_CLIENTS):
             super().log_exception(*words, **options)
 
 
 class Refused(asyncio.Protocol):
-    """A connection that there is no room for: it is told so, whatever it asks, and ends."""
+    """A connection for which there is no room: it is told so, whatever it asks, and closed."""
 
     def __init__(self, refusal: web.Response) -> None:
         self._answer = _closing(refusal)

@@ -1,8 +1,8 @@
-"""What the front answers when it refuses or fails a request: OpenAI's error body, with any status.
+"""How the front answers a request that it refuses or fails: with OpenAI's error body, and any status.
 
     {"error": {"message": "in words", "type": "invalid_request_error", "param": "max_tokens", "code": 400}}
 
-param: the field of the body that is to blame, if it is one. code: the HTTP status, also where none can be sent any more
+param: the offending field of the body, if there is one. code: the HTTP status, also where none can be sent any more
 because a stream has begun.
 """
 
@@ -18,12 +18,13 @@ with needs(__name__, "'crossrail[kv]'"):
     from aiohttp import web
 
 _TYPES = {429: "rate_limit_error"}
-# Of msgspec's words: "... - at `$.prompt[0]`", "... unknown field `tools`", "... missing required field `prompt`".
+# Patterns of msgspec's messages: "... - at `$.prompt[0]`", "... unknown field `tools`", "... missing required field
+# `prompt`".
 _FIELD = re.compile(r"`\$\.(\w+)|field `(\w+)`")
 
 
 class FieldError(UsageError):
-    """A field of the body is wrong, or not served; param: which, if it is one. HTTP 400."""
+    """A field of the body is wrong or not supported; param: which one, if known. HTTP 400."""
 
     def __init__(self, words: str, param: str | None) -> None:
         super().__init__(words)
@@ -31,7 +32,7 @@ class FieldError(UsageError):
 
     @classmethod
     def of_json(cls, error: Exception) -> FieldError:
-        """The error for what decoding the body has raised."""
+        """The error for an exception that decoding the body has raised."""
         if isinstance(error, UnicodeDecodeError):
             return cls("the body is no JSON: it is not in UTF-8", None)
         words = str(error)
@@ -46,6 +47,6 @@ def error_object(status: int, words: str, param: str | None = None) -> dict[str,
 
 
 def refusal(status: int, words: str, param: str | None = None) -> web.Response:
-    """The whole answer."""
+    """A complete error answer."""
     headers = {"Retry-After": "1"} if status in (429, 503) else None
     return web.json_response(error_object(status, words, param), status=status, headers=headers)

@@ -1,4 +1,4 @@
-"""The router's front: OpenAI's completions, streamed or whole, and what operators look at.
+"""The router's HTTP front: OpenAI's completions API, streamed or whole, and endpoints for operators.
 
     POST /v1/completions        prompt (text or token ids), max_tokens, temperature, top_p, seed, stop, stream,
                                 stream_options, ignore_eos
@@ -7,13 +7,13 @@
     GET  /health, /metrics      200 or 503; Prometheus
     GET  /kv/router             the address of the router's engine, for nodes (rendezvous.py)
 
-X-Request-Id names a request of completions, and is in every answer to one: given, or made up here. All nodes log and
-trace the request by it.
+X-Request-Id names a completions request, and is in every answer to it: the client's, or one made up here. All nodes log
+and trace the request by it.
 
-Statuses: 400 what was asked makes no sense or is not supported; 404 no node has that model; 408 it did not come in
-time; 409 that name was used; 413 its body is too large; 415 its body is packed; 429 no room now; 431 its head is
-too large; 500 our mistake, or the tokenizer's; 502 a node failed; 503 no node; 504 its time was up. A client that hangs
-up, or does not take what it is sent, cancels its request.
+Statuses: 400 the request makes no sense or is not supported; 404 no node has that model; 408 the request did not arrive
+in time; 409 the name was used before; 413 the body is too large; 415 the body is compressed; 429 no room now; 431 the
+head is too large; 500 our mistake, or the tokenizer's; 502 a node failed; 503 no node; 504 the request's time was up. A
+client that hangs up, or does not read what it is sent, cancels its request.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ with needs(__name__, "'crossrail[kv]'"):
     from prometheus_client import CollectorRegistry, generate_latest
 
 _REQUEST_NAME = web.RequestKey("crossrail.request", str)
-_TEXT_SHORT = 1 << 14  # characters, encoded in some milliseconds at most: not worth a thread
+_TEXT_SHORT = 1 << 14  # characters; encoding so many takes some milliseconds at most and is not worth a thread
 _STATUS: dict[type[Exception], int] = {
     DuplicateRequest: 409,
     UsageError: 400,
@@ -76,9 +76,9 @@ PromptTokens = Annotated[list[Token], msgspec.Meta(max_length=m.TOKENS_MAX)]
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """include_usage: what it took comes in an event of its own behind the others, which have null there, as OpenAI has
-    it. Without, the last event with a choice says it. include_obfuscation: OpenAI's padding against who listens, which
-    is not added here: false is taken.
+    """include_usage: usage comes in an event of its own after the others, which have null there, as in OpenAI's API.
+    Without it, the last event with a choice carries the usage. include_obfuscation: OpenAI's padding against
+    eavesdroppers, which is not implemented: only false is accepted.
     """
 
     include_usage: bool | None = None
@@ -86,12 +86,12 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class CompletionBody(msgspec.Struct, forbid_unknown_fields=True):
-    """What a client may ask for. Fields of OpenAI's that are not here are refused, not passed over; null is not given.
+    """What a client may ask for. OpenAI's other fields are refused, not ignored; null means not given.
 
-    Those from n on are taken when they ask for what is done anyway: clients send them with their defaults.
+    The fields from n on are accepted if they ask for what is done anyway: clients send them with their defaults.
     """
 
-    # One of the two, or a list with one of them.
+    # A prompt, or a list with one prompt.
     prompt: PromptText | Annotated[list[Token | PromptText | PromptTokens], msgspec.Meta(max_length=m.TOKENS_MAX)]
     model: ModelName | None = None
     max_tokens: Annotated[int, msgspec.Meta(ge=1, le=m.TOKENS_MAX)] | None = None
@@ -116,7 +116,7 @@ class CompletionBody(msgspec.Struct, forbid_unknown_fields=True):
     min_p: float | None = None
 
     def one_prompt(self) -> str | list[int]:
-        """UsageError for several."""
+        """The only prompt. UsageError for several."""
         if isinstance(self.prompt, str):
             return self.prompt
         if set(map(type, self.prompt)) <= {int}:
@@ -128,7 +128,7 @@ class CompletionBody(msgspec.Struct, forbid_unknown_fields=True):
         return cast("str | list[int]", self.prompt[0])
 
     def sampling(self) -> m.Sampling:
-        """With OpenAI's defaults. UsageError for what is asked for and not done."""
+        """The sampling options, with OpenAI's defaults. UsageError for unsupported values."""
         for name, done in _DONE_ANYWAY.items():
             if (value := getattr(self, name)) is not None and value not in done:
                 only = f", only {' or '.join(map(json.dumps, done))}" if done else ""
@@ -138,10 +138,10 @@ class CompletionBody(msgspec.Struct, forbid_unknown_fields=True):
         if self.stream_options is not None and self.stream_options.include_obfuscation:
             raise FieldError("`include_obfuscation` = true is not supported, only false", "stream_options")
         given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
-        # Drawn here, not at a decoder: one that goes on where another died has to draw the same.
+        # Drawn here, not at a decoder: a decoder that takes over from a dead one has to draw the same tokens.
         given.setdefault("seed", secrets.randbits(63))
-        given["seed"] %= 1 << 63  # negative ones are seeds as good as others
-        if given.get("top_p") == 0.0:  # the likeliest token alone is kept
+        given["seed"] %= 1 << 63  # negative seeds are as good as others
+        if given.get("top_p") == 0.0:  # keep only the likeliest token
             given |= {"top_p": 1.0, "temperature": 0.0}
         return m.Sampling(**{**_DEFAULTS, **given}, ignore_end=bool(self.ignore_eos))
 
@@ -160,8 +160,8 @@ _decoder = msgspec.json.Decoder(CompletionBody)
 class Front:
     """Serves one router over HTTP. Threads: the event loop's.
 
-    tokenizer: None: prompts are token ids, and answers have no text. secret: of the cluster; nodes prove with it that
-    they may know the router's address. patience_s: of Listener, with clients that are slow.
+    tokenizer: None: prompts are token ids, and answers have no text. secret: the cluster's; nodes use it to prove that
+    they may know the router's address. patience_s: Listener's, for slow clients.
     """
 
     def __init__(
@@ -171,18 +171,18 @@ class Front:
         self._tokenizer = tokenizer
         self._token = rendezvous.token(secret)
         self._collector = RouterCollector(router)
-        self._registry = CollectorRegistry()  # its own, so that several routers of one process do not mix
+        self._registry = CollectorRegistry()  # one per front, so that several routers of one process do not mix
         self._registry.register(self._collector)
         self._listener = Listener(patience_s, refusal)
         self._encoding = ThreadPoolExecutor(1, "crossrail-encode")
         self._begun_at = int(time.time())
 
     async def start(self, host: str, port: int) -> int:
-        """Listens; returns the port, which the system chooses for 0. OSError when it cannot."""
+        """Listens; returns the port, chosen by the system if 0 was given. OSError if it cannot."""
         app = web.Application()
         handlers: dict[str, HttpHandler] = {
             "/v1/models": self._models,
-            "/v1/models/{model:.+}": self._model,  # names may have slashes
+            "/v1/models/{model:.+}": self._model,  # model names may contain slashes
             "/v1/nodes": self._nodes,
             "/v1/requests/{request}": self._request,
             "/v1/requests/{request}/trace": self._trace,
@@ -194,13 +194,13 @@ class Front:
         app.add_routes([self._listener.route("GET", path, handler) for path, handler in handlers.items()])
         app.add_routes([self._listener.route("POST", "/v1/completions", _in_words(self._complete), is_long=True)])
         app.on_response_prepare.append(_tell_name)
-        # A handler whose client is gone is cancelled, and with it the request.
+        # When a client is gone its handler is cancelled, and with it the request.
         return await self._listener.start(app, host, port, _log, handler_cancellation=True)
 
     async def close(self) -> None:
-        """Stops listening; requests under way are cut off, and cancelled, unless they end within a second. Idempotent.
+        """Stops listening; requests in progress are cut off and cancelled, unless they end within a second. Idempotent.
 
-        After Router.close() they have ended, and all that is left to do is to tell their clients.
+        After Router.close() they have all ended, and only their clients have yet to be told.
         """
         await self._listener.close()
         self._encoding.shutdown(wait=False, cancel_futures=True)
@@ -215,7 +215,7 @@ class Front:
         about: dict[str, str | int] = {"crossrail.request": name, "crossrail.prompt_tokens": len(prompt)}
         traceparent = http.headers.get("traceparent", "")
         span = RequestSpan("crossrail.kv.request", traceparent if traceparent.isascii() else "", about)
-        failure = "cut off"  # unless it comes to an end
+        failure = "cut off"  # unless it completes
         try:
             chunks = self._router.complete(
                 prompt, sampling, model=body.model, request=name, traceparent=span.traceparent
@@ -241,7 +241,7 @@ class Front:
             self._collector.whole.add(loop_time_s() - begun_s)
 
     async def _read(self, http: web.Request) -> tuple[CompletionBody, Tokens]:
-        """The body, without its prompt, which may be long, and that as tokens."""
+        """The body without its prompt, which may be long, and the prompt as tokens."""
         async with self._listener.bodies.read(http) as data:
             try:
                 body = _decoder.decode(data)
@@ -258,8 +258,8 @@ class Front:
             raise FieldError("this router has no tokenizer: the prompt must be token ids", "prompt")
         if len(prompt) <= _TEXT_SHORT:
             return _checked(self._tokenizer.encode(prompt))
-        # Takes seconds, in which other requests and the nodes are to be heard; long ones wait for each other. Nothing
-        # but tokens says whether a text fits: one of them may stand for any number of characters.
+        # Tokenizing can take seconds, so it must not block other requests and the nodes; long prompts are tokenized one
+        # at a time. Only tokens tell whether a text fits: one token may stand for any number of characters.
         loop = asyncio.get_running_loop()
         return _checked(await loop.run_in_executor(self._encoding, self._tokenizer.encode, prompt))
 
@@ -272,7 +272,7 @@ class Front:
     def _on_first_token(self, begun_s: float) -> Callable[[], None]:
         return lambda: self._collector.first_token.add(loop_time_s() - begun_s)
 
-    # --- looking ---
+    # --- status ---
 
     async def _models(self, _: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [self._model_object(name) for name in self._model_names()]})
@@ -337,15 +337,15 @@ class Front:
     async def _address(self, http: web.Request) -> web.Response:
         given = http.headers.get("Authorization", "").removeprefix("Bearer ")
         if not hmac.compare_digest(given.encode(errors="surrogateescape"), self._token.encode()):
-            # For a node's log, not for a client of OpenAI's.
+            # This is for a node's log, not for an OpenAI client.
             return web.Response(status=403, text="this takes the cluster's secret, and it is another one\n")
         return web.Response(body=self._router.mailbox.address)
 
 
 class _Answer:
-    """How tokens of one request go back to its client.
+    """How one request's tokens get back to its client.
 
-    enough: tells the router that no more are wanted. begun: called when the first token is there.
+    enough: tells the router that no more are wanted. begun: called when the first token has arrived.
     """
 
     def __init__(
@@ -361,7 +361,7 @@ class _Answer:
         self._prompt_tokens = prompt_tokens
         self._text = text
         self._enough = enough
-        self._count = 0  # of tokens that were given to the client
+        self._count = 0  # tokens given to the client so far
 
     async def whole(self, chunks: AsyncIterator[Chunk]) -> web.Response:
         tokens: list[int] = []
@@ -380,7 +380,7 @@ class _Answer:
     async def stream(
         self, http: web.Request, chunks: AsyncIterator[Chunk], taking: Taking, tells_usage: bool
     ) -> web.StreamResponse:
-        """Statuses are for what happens before the first token; what happens later comes as an event.
+        """Streams the answer. Errors before the first token become statuses; later ones are sent as an event.
 
         tells_usage: as include_usage of StreamOptions.
         """
@@ -397,7 +397,7 @@ class _Answer:
                 break
             try:
                 event = self._event(await anext(chunks), tells_usage)
-            except Exception as error:  # of the tokenizer, for one
+            except Exception as error:  # the tokenizer's, for example
                 _log.exception("request %s failed in the middle of its stream", self._frame["id"])
                 event = error_object(500, failure(error))
         with taking:
@@ -420,7 +420,9 @@ class _Answer:
         return event
 
     def _take(self, chunk: Chunk) -> tuple[list[int], str, str | None]:
-        """Its tokens up to the one that completes a stop, their text as far as it is known, and why it was the last."""
+        """A chunk's tokens up to the one that completes a stop, their text as far as it is known, and the reason to
+        stop if any.
+        """
         text = ""
         self._frame["model"] = chunk.model
         if chunk.tokens and self._begun is not None:
@@ -445,7 +447,7 @@ class _Answer:
 
 
 def _given_name(http: web.Request) -> str:
-    """What the client, or a proxy before it, calls this request; may be empty. UsageError for what is no name."""
+    """The request's name as given by the client or a proxy; may be empty. UsageError if it is not a valid name."""
     name = http.headers.get("X-Request-Id", "")
     if len(name) > m.NAME_CHARS_MAX:
         raise UsageError(f"X-Request-Id has {len(name)} characters, at most {m.NAME_CHARS_MAX} are taken")
@@ -455,13 +457,13 @@ def _given_name(http: web.Request) -> str:
 
 
 async def _tell_name(http: web.Request, response: web.StreamResponse) -> None:
-    """In whatever is answered, also where it is refused: OpenAI's clients show it with their errors."""
+    """Adds the name to every answer, even a refusal: OpenAI's clients show it with their errors."""
     if (name := http.get(_REQUEST_NAME)) is not None:
         response.headers["X-Request-Id"] = name
 
 
 def _checked(encoded: Any) -> Tokens:
-    """TypeError for what is no row of token ids: tokenizers are users' own."""
+    """The tokens. TypeError if it is not a sequence of token ids: tokenizers are the user's own."""
     tokens = np.asarray(encoded)
     if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
         raise TypeError(f"the tokenizer's encode() returned {type(encoded).__name__} of {tokens.dtype}, no token ids")
@@ -473,7 +475,9 @@ def _line(content: dict[str, Any]) -> bytes:
 
 
 def _in_words(handler: HttpHandler) -> HttpHandler:
-    """Our errors as statuses. No middleware: aiohttp keeps those of dead applications, and all that they refer to."""
+    """Maps our errors to statuses. Not a middleware: aiohttp keeps those of dead applications, and all
+    they refer to.
+    """
 
     async def answer(request: web.Request) -> web.StreamResponse:
         try:

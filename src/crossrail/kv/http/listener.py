@@ -30,11 +30,11 @@ with needs(__name__, "'crossrail[kv]'"):
     from aiohttp.http import HttpVersion11
 
 PATIENCE_S = 60.0
-_BACKLOG = 1024  # clients that connect while the loop is busy; those behind them try again after a second
-_AT_ONCE = 8  # of them, that asyncio accepts before it looks at anything else, so before they are counted here
-# Of the process, for its engine and its files, and for connections that are not counted yet, or not closed yet.
+_BACKLOG = 1024  # clients that connect while the loop is busy; further ones retry after a second
+_AT_ONCE = 8  # of them, accepted by asyncio before it does anything else, and so before they are counted here
+# Descriptors of the process that are left for its engine and files, and for connections not yet counted or closed.
 _DESCRIPTORS_KEPT_SHARE, _DESCRIPTORS_KEPT_MIN = 0.25, 64
-_CLOSE_S = 1.0  # for answers that are on their way; aiohttp would wait a minute, and the same again
+_CLOSE_S = 1.0  # for answers on their way; aiohttp would wait a minute, twice
 
 HttpHandler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Refuse = Callable[[int, str], web.Response]
@@ -78,8 +78,8 @@ class Listener:
         self.bodies = Bodies(patience_s, body_bytes_max, bodies_bytes_max)
         self._connections_max = connections_max or _connections_max()
         self._connections: set[Connection] = set()
-        self._silent: dict[Connection, asyncio.TimerHandle] = {}  # those that have asked nothing so far, oldest first
-        self._idle: dict[Connection, None] = {}  # those whose requests are all answered, since the longest first
+        self._silent: dict[Connection, asyncio.TimerHandle] = {}  # those that have sent no request yet, oldest first
+        self._idle: dict[Connection, None] = {}  # connections whose requests are all answered, longest idle first
         self._log = logging.getLogger(__name__)
         self._runner: web.AppRunner | None = None
         self._server: asyncio.Server | None = None
@@ -105,23 +105,23 @@ class Listener:
         return web.RouteDef(method, path, answer, {"expect_handler": self._expected})
 
     def note_heard(self, connection: Connection) -> None:
-        """Notes that it has asked something, or is gone."""
+        """Notes that a connection has sent a request, or is gone."""
         if (timer := self._silent.pop(connection, None)) is not None:
             timer.cancel()
 
     def note_answered(self, connection: Connection) -> None:
-        """Notes that its request is answered; the next may follow."""
+        """Notes that a connection's request is answered; the next may follow."""
         self.note_heard(connection)
         self._idle.pop(connection, None)
         if connection in self._connections:
             self._idle[connection] = None
 
     def note_asking(self, connection: Connection) -> None:
-        """Notes that its next request is coming."""
+        """Notes that a connection's next request is arriving."""
         self._idle.pop(connection, None)
 
     def note_gone(self, connection: Connection) -> None:
-        """Notes that it is closed, or is being cut off."""
+        """Notes that a connection is closed, or is being cut off."""
         self.note_heard(connection)
         self.note_asking(connection)
         self._connections.discard(connection)
@@ -135,7 +135,7 @@ class Listener:
         return Taking(request.transport, self._patience_s)
 
     async def start(self, app: web.Application, host: str, port: int, log: logging.Logger, **options: Any) -> int:
-        """Listens; returns the port, which the system chooses for 0. OSError when it cannot.
+        """Listens; returns the port, chosen by the system if 0 was given. OSError if it cannot.
 
         log: where aiohttp and we report; what clients send is not reported. options: of AppRunner.
         """
@@ -148,13 +148,13 @@ class Listener:
         except BaseException:
             await self.close()
             raise
-        for listening in self._server.sockets:  # asyncio takes one number for both
+        for listening in self._server.sockets:  # asyncio passes the same number to listen()
             with socket.socket(fileno=os.dup(listening.fileno())) as same:
                 same.listen(_BACKLOG)
         return int(self._server.sockets[0].getsockname()[1])
 
     async def close(self) -> None:
-        """Stops listening; requests under way are cut off, unless they end within a second. Idempotent."""
+        """Stops listening; requests in progress are cut off unless they end within a second. Idempotent."""
         server, self._server = self._server, None
         runner, self._runner = self._runner, None
         if server is not None:
@@ -185,7 +185,7 @@ class Listener:
         return refusal
 
     async def _not_there(self, request: web.Request) -> web.StreamResponse:
-        """Answers what no other route takes."""
+        """Answers requests for which there is no route."""
         own = request.match_info.route.resource
         methods: set[str] = set()
         for other in request.app.router.resources():
@@ -198,7 +198,7 @@ class Listener:
         return refusal
 
     async def _expected(self, request: web.Request) -> web.StreamResponse | None:
-        """As aiohttp's own, which cannot say of bytes that are no text that it does not know them."""
+        """Like aiohttp's own, which cannot report an unknown value of Expect that is not text."""
         if request.headers["Expect"].lower() != "100-continue":
             return self.refuse(417, "Expect: only 100-continue is known")
         if (refusal := self.bodies.refused_by_head(request)) is not None:
@@ -209,7 +209,7 @@ class Listener:
 
     def _accept(self) -> asyncio.Protocol:
         assert self._runner is not None
-        assert self._runner.server is not None  # since its setup()
+        assert self._runner.server is not None  # set by setup()
         if len(self._connections) >= self._connections_max:
             spare = self._spare()
             if spare is None:
@@ -221,10 +221,10 @@ class Listener:
             access_log=None,
             logger=self._log,
             keepalive_timeout=self._patience_s,
-            lingering_time=0,  # its own has no bound of bytes
+            lingering_time=0,  # aiohttp's own lingering does not bound the bytes
             max_line_size=LINE_BYTES_MAX,
             max_field_size=LINE_BYTES_MAX,
-            auto_decompress=False,  # it would go on for what was refused
+            auto_decompress=False,  # aiohttp would decompress even refused bodies
         )
         self._connections.add(connection)
         loop = asyncio.get_running_loop()
@@ -234,7 +234,7 @@ class Listener:
         return connection
 
     def _spare(self) -> Connection | None:
-        """A connection that has no request in progress."""
+        """A connection without a request in progress that can be given up."""
         silent = next(iter(self._silent), None)
         return silent or next((connection for connection in self._idle if connection.is_idle), None)
 
@@ -251,7 +251,7 @@ def _connections_max() -> int:
 
 
 def failure(error: Exception) -> str:
-    """What a client is told of what is no mistake of its own; the whole of it is logged."""
+    """The message to a client for an error that is not the client's mistake; all of it is logged."""
     return clipped(f"{type(error).__name__}: {error}; the server's log says where")
 
 

@@ -1,4 +1,4 @@
-"""How nodes find a router: its HTTP front tells the address of its engine to whoever knows the secret."""
+"""How nodes find a router: its HTTP front gives the address of its engine to whoever knows the secret."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _LINE_END = "\n"
 
 
 def token(secret: bytes) -> str:
-    """What proves at the HTTP front that one knows the secret. It opens nothing but the address."""
+    """Proves to the HTTP front that the sender knows the secret. It grants nothing but the address."""
     return hmac.digest(secret, b"crossrail kv rendezvous", "sha256").hex()
 
 
 def check_url(url: str) -> None:
-    """UsageError for what can be no router's: it would be asked for ever."""
+    """UsageError for a URL that cannot be a router's: nodes would ask it for ever."""
     try:
         parts = urlsplit(url)
         is_whole = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -38,7 +38,7 @@ def check_url(url: str) -> None:
 
 
 def find_by_http(url: str, secret: bytes) -> FindRouter:
-    """Asks the router whose front is at `url` ("http://host:port"), anew each time: it may have been restarted."""
+    """Asks the router whose front is at `url` ("http://host:port"), each time anew: it may have been restarted."""
 
     async def find() -> bytes:
         headers = {"Authorization": f"Bearer {token(secret)}"}
@@ -50,7 +50,7 @@ def find_by_http(url: str, secret: bytes) -> FindRouter:
             ):
                 if response.status != 200:
                     said = (await response.content.read(500)).decode(errors="replace").strip()
-                    # A router says why in a line; anything else that listens there may answer with a page.
+                    # A router gives the reason in one line; anything else that listens there may answer with a page.
                     raise RouterNotFound(f"{url} answered {response.status}: {said.partition(_LINE_END)[0]}")
                 return await response.content.read(_ADDRESS_BYTES_MAX)
         except (aiohttp.ClientError, asyncio.TimeoutError) as error:

@@ -8,18 +8,18 @@ from crossrail.control.deadlines import loop_time_s
 
 
 class Taking:
-    """`with taking:` around each write of an answer: a client that has not taken one within patience_s is cut off. That
+    """`with taking:` around each write of an answer: a client that does not take one within patience_s is cut off. That
     cancels the handler, or raises ConnectionResetError.
 
-    An answer has a write for each token, most of which wait for nothing. So there is one timer for all of them, which
-    looks again where the one that it was set for has ended. Lifecycle: 1. made. 2. `with`, any number of times.
-    3. close(). Threads: the event loop's.
+    An answer has one write per token, and most of them never wait. So all share one timer, which re-arms itself if the
+    write that it was set for has ended meanwhile. Lifecycle: 1. made. 2. `with`, any number of times. 3. close().
+    Threads: the event loop's.
     """
 
     def __init__(self, transport: asyncio.Transport | None, patience_s: float) -> None:
         self._transport = transport
         self._patience_s = patience_s
-        self._begun_s: float | None = None  # while one is written
+        self._begun_s: float | None = None  # of the write in progress
         self._timer: asyncio.TimerHandle | None = None
 
     def __enter__(self) -> None:
@@ -31,7 +31,7 @@ class Taking:
         self._begun_s = None
 
     def close(self) -> None:
-        """Cuts nobody off any more. Idempotent."""
+        """Nobody is cut off any more. Idempotent."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer = None
