@@ -2,7 +2,7 @@
 
 A new field has a default: receivers that do not know it ignore it. Any change of meaning increments seal.VERSION.
 Times are durations in seconds, never points in time: hosts need no common clock. Tokens are int32, little-endian.
-Every question may be asked again (messages are lost, repeated and late): answers say so where it matters.
+Every request may be repeated (messages are lost, duplicated and late); answers say so where it matters.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from crossrail.kv.limits import SECONDS_MAX as SECONDS_MAX
 
 TOKENS_MAX = 1 << 20
 
-PIECES_MAX = 512  # of requests, in one message
+PIECES_MAX = 512  # pieces, each of one request, in a message
 NAME_CHARS_MAX = 128
 Name = Annotated[str, Meta(min_length=1, max_length=NAME_CHARS_MAX)]
 AddressBytes = Annotated[bytes, Meta(min_length=1, max_length=4096)]
@@ -36,15 +36,15 @@ Attempt = Annotated[int, Meta(ge=1, le=1 << 20)]
 Seconds = Annotated[float, Meta(ge=0.0, le=SECONDS_MAX)]
 Plain = dict[str, Any]
 Role = Literal["prefiller", "decoder"]
-TraceParent = Annotated[str, Meta(max_length=55)]  # of W3C Trace Context, or empty
-Ended = Literal["written", "failed"]  # an attempt
+TraceParent = Annotated[str, Meta(max_length=55)]  # W3C Trace Context, or empty
+Ended = Literal["written", "failed"]  # how an attempt ended
 EndReason = Literal["stop", "length", "cancelled", "deadline", "overloaded", "unavailable", "error"]
 
 
 class Load(Struct, frozen=True):
-    """What a node has to do. queued_tokens: prompt tokens not yet prefilled, or tokens in decoding requests.
+    """A node's load. queued_tokens: prompt tokens not yet prefilled, or tokens in decoding requests.
 
-    draining: it takes no requests, and will end. hangs: nor does it until its model goes on.
+    draining: it takes no more requests, and will end. hangs: its model hangs; it takes none until the model goes on.
     """
 
     requests: Index = 0
@@ -61,7 +61,7 @@ class Load(Struct, frozen=True):
 
 
 class NodeRef(Struct, frozen=True):
-    """One incarnation of a node, as another one has to know it: to be asked. layout: KvLayout.to_wire()."""
+    """One incarnation of a node, with what others need in order to talk to it. layout: KvLayout.to_wire()."""
 
     node: Name
     address: AddressBytes
@@ -69,7 +69,7 @@ class NodeRef(Struct, frozen=True):
 
 
 class NodeRecord(NodeRef, frozen=True, kw_only=True):
-    """The same, as a router has to know it: to be chosen."""
+    """A NodeRef with what a router needs in order to choose the node."""
 
     role: Role
     model: Name
@@ -80,7 +80,7 @@ class NodeRecord(NodeRef, frozen=True, kw_only=True):
 
 
 class Sampling(Struct, frozen=True):
-    """temperature 0: greedy. seed and position alone decide the draw, so it is the same wherever it is run."""
+    """temperature 0: greedy. seed and position alone decide the draw, so every node draws the same."""
 
     max_tokens: Annotated[int, Meta(ge=1, le=TOKENS_MAX)] = 16
     temperature: Annotated[float, Meta(ge=0.0, le=100.0)] = 0.0
@@ -90,7 +90,7 @@ class Sampling(Struct, frozen=True):
 
 
 class Span(Struct, frozen=True):
-    """A piece of a request's timeline. begin_s: since the request came to its router."""
+    """A piece of a request's timeline. begin_s: relative to the request's arrival at its router."""
 
     name: Name
     begin_s: float
@@ -118,7 +118,7 @@ class _OfAttempt(_OfRequest, frozen=True):
 
 
 class _Reason(Struct, frozen=True):
-    """An answer that is nothing but words."""
+    """An answer that consists of a reason in words."""
 
     reason: Text
 
@@ -127,11 +127,11 @@ class _Reason(Struct, frozen=True):
 
 
 class Join(Struct, frozen=True, tag=True):
-    """A node offers itself; again after the router was restarted. running: requests that go on meanwhile, and then
-    those that have ended and are kept for the router, in the order in which they did: `ended` of them.
+    """A node registers itself, again after the router was restarted. running: requests that are still in progress,
+    followed by ended ones that are kept for the router, in the order in which they ended: `ended` of them.
 
-    number: of this incarnation's Joins, in the order in which they say what is running; 0: unknown. Until one is
-    answered, nothing is begun for its router.
+    number: increases with each Join of this incarnation, in the order in which their lists were made; 0: unknown. The
+    node begins nothing for its router until one is answered.
     """
 
     record: NodeRecord
@@ -142,7 +142,7 @@ class Join(Struct, frozen=True, tag=True):
 
 
 class Joined(Struct, frozen=True, tag=True):
-    """It is a member as long as it sends a heartbeat within every lease_s; it should every heartbeat_s."""
+    """The node is a member while its heartbeats are less than lease_s apart; it should send one every heartbeat_s."""
 
     router: Name
     heartbeat_s: Seconds
@@ -150,33 +150,33 @@ class Joined(Struct, frozen=True, tag=True):
 
 
 class JoinRefused(_Reason, frozen=True, tag=True):
-    """The node does not fit; asking again is of no use."""
+    """The node does not fit; there is no point in asking again."""
 
 
 class Heartbeat(Struct, frozen=True, tag=True):
-    """Alive, and with so much to do."""
+    """The node is alive, and this is its load."""
 
     node: Name
     load: Load
 
 
 class HeartbeatTaken(Struct, frozen=True, tag=True):
-    """member: whether the router knows this incarnation; if not, it joins again."""
+    """member: whether the router knows this incarnation; if not, it has to join again."""
 
     member: bool
 
 
 class Leave(Struct, frozen=True, tag=True):
-    """The node has nothing left to do and goes."""
+    """The node has nothing left to do and leaves."""
 
     node: Name
 
 
 class Tokens(_OfRequest, frozen=True, tag=True):
-    """Tokens of a request from index `first` on, and how it ended, if it did. Repeated until taken.
+    """Tokens of a request from index `first` on, and how it ended if it has. Resent until acknowledged.
 
-    Indices count from the first token behind the client's prompt, whichever decoder generated it.
-    placement: that of the Start which these answer. elsewhere: it has ended here only, and another decoder may go on.
+    Indices count from the first token after the client's prompt, whichever decoder generated it. placement: that of the
+    Start which these answer. elsewhere: the request has ended only here, and another decoder may continue it.
     """
 
     first: Index
@@ -187,13 +187,13 @@ class Tokens(_OfRequest, frozen=True, tag=True):
 
 
 class TokensOfSeveral(Struct, frozen=True, tag=True):
-    """Those of several requests that had some at the same moment. Answered by TakenOfSeveral."""
+    """Tokens of several requests that were ready at the same moment. Answered by TakenOfSeveral."""
 
     pieces: Annotated[list[Tokens], Meta(min_length=1, max_length=PIECES_MAX)]
 
 
 class PrefillerLost(_OfAttempt, frozen=True, tag=True):
-    """The prefiller of this attempt does not answer, refused or failed. Answered by Reassigned.
+    """This attempt's prefiller does not answer, or has refused or failed. Answered by Reassigned.
 
     placement: that of the Start. busy: that of DispatchRefused.
     """
@@ -209,13 +209,15 @@ class PrefillerLost(_OfAttempt, frozen=True, tag=True):
 
 
 class Start(_OfRequest, frozen=True, tag=True):
-    """Serve this request. prefiller None: there is one token only, nothing to prefill.
+    """Serve this request. prefiller None: the context is a single token, so there is nothing to prefill.
 
-    placement: number of its first attempt at a prefiller; each time the router gives the request to a decoder it has
-    another, larger one. generated: how many of the tokens, the last of them, earlier decoders have generated; they are
-    counted in sampling.max_tokens, and not sent again. has_waited: for long: if it is refused for want of room, nothing
-    else is to be taken before it, as long as it is asked again.
-    For its timeline: age_s: since it came to the router; waited_s: of that, how long it has now waited for a decoder.
+    placement: number of its first attempt at a prefiller; each time the router places the request at a decoder the
+    number is larger. generated: how many of the tokens, the last ones, were generated by earlier decoders; they count
+    towards sampling.max_tokens, and are not sent again. has_waited: the request has waited for long: if it is refused
+    for lack of room, nothing else may start before it for as long as the router keeps asking.
+
+    For its timeline: age_s: time since it reached the router; waited_s: how much of that it has just waited for a
+    decoder.
     """
 
     tokens: TokenBytes
@@ -235,9 +237,9 @@ class Started(_OfRequest, frozen=True, tag=True):
 
 
 class StartRefused(_OfRequest, frozen=True, tag=True):
-    """busy: another decoder, or the same one later, may take it; else nobody should be asked.
+    """busy: another decoder, or this one later, may accept it; otherwise no decoder should be asked.
 
-    is_duplicate: because its name was used here, by a request of whichever router.
+    is_duplicate: its name was used here before, by a request of any router.
     """
 
     reason: Text
@@ -246,9 +248,10 @@ class StartRefused(_OfRequest, frozen=True, tag=True):
 
 
 class Cancel(_OfRequest, frozen=True, tag=True):
-    """Nobody wants this placement, nor earlier ones, any more. The answer says that it was heard.
+    """Neither this placement nor an earlier one is wanted any more. The answer only acknowledges the message.
 
-    The end comes as Tokens. placement 0: it has none here; it waits here no more, and no room is to be kept for it.
+    The end comes as Tokens. placement 0: the request is not placed here; it no longer waits here, so keep no room for
+    it.
     """
 
     reason: Text
@@ -256,7 +259,9 @@ class Cancel(_OfRequest, frozen=True, tag=True):
 
 
 class Reassigned(_OfAttempt, frozen=True, tag=True):
-    """prefiller None: there is no other, or the request is unknown; reason says so. ends: how the request ends then."""
+    """prefiller None: there is none, or the request is unknown; `reason` says which. ends: how the
+    request then ends.
+    """
 
     prefiller: NodeRef | None
     reason: Text = ""
@@ -280,8 +285,8 @@ class Dispatched(_OfAttempt, frozen=True, tag=True):
 
 
 class DispatchRefused(_OfAttempt, frozen=True, tag=True):
-    """Nothing was and nothing will be written. busy: for lack of room, or its model hangs; the same one may take it
-    later.
+    """Nothing was or will be written. busy: because there is no room or the model hangs; the same prefiller may accept
+    the attempt later.
     """
 
     reason: Text
@@ -289,15 +294,15 @@ class DispatchRefused(_OfAttempt, frozen=True, tag=True):
 
 
 class Probe(_OfAttempt, frozen=True, tag=True):
-    """How far is it?"""
+    """Asks how far the attempt is."""
 
 
 class Progress(_OfAttempt, frozen=True, tag=True):
-    """state unknown: nothing of it will be written. failed: nor any more, and detail says why.
+    """state unknown: nothing of the attempt will be written. failed: likewise, and detail says why.
 
-    timeline: what is known by now, begin_s since the prefiller took the request.
-    model_silent_s: of an attempt that is still to be computed: how long the model, whatever it computes, has announced
-        no layer; 0 while it has nothing to do.
+    timeline: what is known so far; begin_s is relative to when the prefiller took the request. model_silent_s: of an
+    attempt that is still to be computed: for how long the model, busy with any request, has announced no layer; 0 while
+    it is idle.
     """
 
     state: Literal["queued", "running", "written", "failed", "unknown"]
@@ -307,21 +312,21 @@ class Progress(_OfAttempt, frozen=True, tag=True):
 
 
 class Withdraw(_OfAttempt, frozen=True, tag=True):
-    """Stop. Answered by Quiesced once nothing can land any more, which may take as long as the writes under way."""
+    """Stop. Answered by Quiesced once nothing can land any more, which may take as long as the writes in flight."""
 
 
 class Quiesced(_OfAttempt, frozen=True, tag=True):
-    """Nothing of this attempt can land any more, and it will not begin if its Dispatch still arrives."""
+    """Nothing of this attempt can land any more; if its Dispatch still arrives, it will be refused."""
 
 
 class Taken(Struct, frozen=True, tag=True):
-    """Heard. wanted False: the request is unknown, nobody waits for it."""
+    """Acknowledges tokens. wanted False: the request is unknown, nobody waits for it."""
 
     wanted: bool = True
 
 
 class TakenOfSeveral(Struct, frozen=True, tag=True):
-    """The same of each piece, in their order."""
+    """One Taken for each piece, in their order."""
 
     wanted: Annotated[list[bool], Meta(max_length=PIECES_MAX)]
 
@@ -334,7 +339,7 @@ Message = (
 
 
 class Envelope(Struct, frozen=True):
-    """A message, and which question it is (ask) or answers (answers); 0: none."""
+    """A message; its own number as a question (ask), or the question that it answers (answers); 0: none."""
 
     body: Message
     ask: Index = 0
@@ -345,18 +350,18 @@ LANGUAGE = Language(b"crossrail kv control", Envelope)
 
 
 def mailbox(wire: Wire, secret: str | bytes, resend_s: float = RESEND_S) -> Mailbox:
-    """A mailbox in this language: one per engine."""
+    """A mailbox for these messages: one per engine."""
     return Mailbox(wire, secret, LANGUAGE, resend_s)
 
 
 def check_name(name: str, what: str = "name") -> None:
-    """UsageError for one that no message can have, of a node, a router or a model."""
+    """UsageError for a name, of a node, router or model, that no message can carry."""
     if not 1 <= len(name) <= NAME_CHARS_MAX:
         raise UsageError(f"{what} {clipped(name)!r} has {len(name)} characters, must have 1..{NAME_CHARS_MAX}")
 
 
 def pack_tokens(tokens: npt.ArrayLike) -> bytes:
-    """int32, little-endian. UsageError for more than TOKENS_MAX, or numbers that do not fit."""
+    """int32, little-endian. UsageError for more than TOKENS_MAX tokens, or numbers out of range."""
     array = np.asarray(tokens)
     if array.ndim != 1 or array.size > TOKENS_MAX:
         raise UsageError(f"tokens have shape {array.shape}, must be one row of at most {TOKENS_MAX}")
@@ -366,19 +371,19 @@ def pack_tokens(tokens: npt.ArrayLike) -> bytes:
 
 
 def pack_few(tokens: Sequence[int]) -> bytes:
-    """The same of a list or tuple: for some tokens numpy's calls take longer than all of this."""
+    """pack_tokens for a short list or tuple: numpy's calls alone would take longer than all of this."""
     if not tokens:
         return b""
     try:
         if min(tokens) >= 0:
             return struct.pack(f"<{len(tokens)}i", *tokens)
-    except struct.error:  # one is no int32: told below
+    except struct.error:  # a number that is no int32: reported below
         pass
     return pack_tokens(tokens)
 
 
 def unpack_few(data: bytes) -> list[int]:
-    """As unpack_tokens, of what pack_few packs."""
+    """unpack_tokens for what pack_few has packed."""
     if len(data) % 4 == 0:
         tokens = list(struct.unpack(f"<{len(data) // 4}i", data))
         if not tokens or min(tokens) >= 0:

@@ -1,4 +1,4 @@
-"""What crossrail asks of a model, and the plain run of one that every disaggregated run is compared with."""
+"""What crossrail asks of a model, and the plain run of a model that every disaggregated run is compared with."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ __all__ = ["Cache", "Logits", "Model", "Pages", "Tokenizer", "Tokens", "check_vo
 Tokens: TypeAlias = npt.NDArray[np.int32]
 Logits: TypeAlias = npt.NDArray[np.float32]
 Pages: TypeAlias = npt.NDArray[Any]
-# By rank and layer: arrays of shape (parts, pages, rank_heads, page_tokens, head_dim), dtype layout.storage, that share
-# the memory in which the node keeps its KV (KvLayout.layer_view).
+# Indexed by rank and layer: arrays of shape (parts, pages, rank_heads, page_tokens, head_dim), dtype layout.storage,
+# that share the node's KV memory (KvLayout.layer_view).
 Cache: TypeAlias = Sequence[Sequence[npt.NDArray[Any]]]
 
 
@@ -57,8 +57,8 @@ class Model(Protocol):
     tail_bytes: int
 
     def check(self, prompt: Tokens, max_tokens: int) -> None:
-        """UsageError for a prompt that this model cannot run, or not with this many tokens after it. Whatever else it
-        raises refuses the request too, and is logged.
+        """UsageError for a prompt that this model cannot run, or not with this many tokens after it. Any other
+        exception refuses the request as well, and is logged.
         """
 
     async def prefill(
@@ -104,8 +104,8 @@ async def generate(
 
 
 def check_model(model: Model) -> None:
-    """UsageError for one that no node can serve: it would ask its router for ever to be taken with such a name, or fail
-    every request.
+    """UsageError for a model that no node can serve: a router would never accept the node with such a name, or every
+    request would fail.
     """
     check_kind(model.layout, "the model's layout", KvLayout, "a KvLayout")
     check_texts(**{"the model's name": model.name})

@@ -1,6 +1,6 @@
-"""Real models for crossrail.kv: those of transformers, on the CPU, with their KV in crossrail's pages.
+"""Real models for crossrail.kv: transformers models on the CPU, with their KV in crossrail's pages.
 
-paged.py is the cache that transformers writes to; hosted.py, a Model around one of its models; steps.py, decode steps
-of several requests as one; examples.py, small configurations with random weights; checkpoint.py, what lies in a
-directory; named.py, both by name; tokenizer.py, for the router. All but steps.py need `crossrail[transformers]`.
+paged.py is the cache that transformers writes to; hosted.py, a Model around a transformers model; steps.py, batching of
+decode steps; examples.py, small configurations with random weights; checkpoint.py, models from a directory; named.py,
+both by name; tokenizer.py, for the router. All but steps.py need `crossrail[transformers]`.
 """

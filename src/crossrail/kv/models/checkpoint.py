@@ -15,7 +15,9 @@ with needs(__name__, "'crossrail[transformers]'"):
 
 
 def open_checkpoint(directory: Path, options: HostOptions) -> HostedModel:
-    """UsageError when there is no causal language model that we can host. Code that lies there is not run."""
+    """UsageError unless the directory has a causal language model that we can host. Code in the directory
+    is never run.
+    """
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
         dtype = torch_dtype(options.dtype) if options.dtype else config.dtype or torch.float32
@@ -28,7 +30,7 @@ def open_checkpoint(directory: Path, options: HostOptions) -> HostedModel:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """UsageError for what is no floating type that KV may have."""
+    """The torch dtype of this name. UsageError unless it is a floating type that KV may have."""
     dtype = getattr(torch, dtype_name(name))
     if not dtype.is_floating_point or dtype.itemsize == 1:
         raise UsageError(f"dtype={name!r}: models run in float64, float32, bfloat16 or float16 here")

@@ -1,4 +1,4 @@
-"""Small models of well-known architectures, with random weights drawn from a seed. Tokens: the bytes, and an end."""
+"""Small models of well-known architectures, with random weights from a seed. Tokens are bytes, plus an end token."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _HEAD_DIM = 32
 
 @dataclass(frozen=True)
 class ExampleOptions(HostOptions):
-    """seed: 0 to 2**64 - 1. hidden: 64 or a multiple. Half as many K/V heads as heads, but for MLA, which has none."""
+    """seed: 0 to 2**64 - 1. hidden: 64 or a multiple. There are half as many K/V heads as heads; MLA has none."""
 
     seed: int = 1
     layers: int = 4
@@ -29,7 +29,7 @@ class ExampleOptions(HostOptions):
 
 
 def open_example(name: str, options: ExampleOptions) -> HostedModel:
-    """One of EXAMPLES. Equal seed, layers, hidden and dtype, and version of torch: equal weights."""
+    """Opens one of EXAMPLES. Equal seed, layers, hidden, dtype and version of torch give equal weights."""
     if options.hidden < 64 or options.hidden % 64 or options.layers < 1:
         raise UsageError(f"hidden={options.hidden} must be a multiple of 64, and layers={options.layers} at least 1")
     if not 0 <= options.seed < 1 << 64:
@@ -51,7 +51,7 @@ def _common(options: ExampleOptions) -> dict[str, Any]:
         "num_hidden_layers": options.layers,
         "num_attention_heads": options.hidden // _HEAD_DIM,
         "max_position_embeddings": 1 << 15,
-        # Far more than in training: what a layer adds, attention included, must decide the tokens.
+        # Much larger than for training: a layer's contribution, attention included, must decide which tokens come out.
         "initializer_range": 0.1,
         "bos_token_id": None,
         "eos_token_id": _VOCABULARY - 1,
@@ -70,7 +70,7 @@ def _llama(options: ExampleOptions) -> PreTrainedConfig:
 
 
 def _deepseek(options: ExampleOptions) -> PreTrainedConfig:
-    """As DeepSeek-V3: latent attention; from the second layer on a shared expert, and 2 of 8 others in 2 groups."""
+    """Like DeepSeek-V3: latent attention; from the second layer on a shared expert, and 2 of 8 others in 2 groups."""
     return DeepseekV3Config(
         **_common(options),
         num_key_value_heads=options.hidden // _HEAD_DIM,

@@ -1,7 +1,7 @@
 """A causal language model of transformers as a crossrail.kv Model, on the CPU.
 
-What it computes goes through stock transformers code, attention included; ours is the cache that it writes to
-(paged.py), and a hook behind each layer's attention that raises the word.
+The computation is stock transformers code, attention included. Ours are the cache that it writes to (paged.py), and a
+hook after each layer's attention that raises the sender's word.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _SAMPLED_BYTES = 2048  # of each weight, for the fingerprint
 
 @dataclass(frozen=True)
 class HostOptions:
-    """How a node keeps its KV, and runs the model; all but dtype may differ between nodes.
+    """How a node keeps its KV and runs the model; all but dtype may differ between nodes.
 
-    pages, page_tokens, order, separate_kv, tp: as KvLayout has them. dtype: of weights, KV and computing; "": the
-    checkpoint's, or float32. threads: of torch in this process; 0: as torch chooses. batch: decode steps that are run
-    as one at most; 1 keeps every request's numbers independent of what else runs, down to the last bit.
+    pages, page_tokens, order, separate_kv, tp: as in KvLayout. dtype: of weights, KV and computation; "": the
+    checkpoint's, or float32. threads: torch's, in this process; 0: torch's choice. batch: most decode steps to run as
+    one; with 1 each request's numbers are independent of what else runs, down to the last bit.
     """
 
     pages: int = 512
@@ -60,7 +60,7 @@ class HostOptions:
 
 
 class KvShape(NamedTuple):
-    """What a model caches for a token, as found by running it. key_dim: as paged_cache wants it."""
+    """What a model caches per token, found by running it. key_dim: as for paged_cache."""
 
     layers: int
     kv_heads: int
@@ -101,18 +101,19 @@ class _Abandoned(Exception):
 
 
 class _AllAttended(Exception):
-    """Ends a forward pass that was for the KV: what the last layer does behind its attention is nobody's input."""
+    """Ends a forward pass that only had to fill the KV: nothing needs what the last layer does after its attention."""
 
 
 class HostedModel:
-    """A crossrail.kv.model.Model. Equal weights: equal names, and nodes of other names never serve one request.
+    """A crossrail.kv.model.Model. Equal weights give equal names, and nodes with different names never serve one
+    request.
 
-    Numbers: equal chunks give equal KV, bit by bit, on processors of one kind. Other chunks, as after a prefix that was
-    known, and other companions in a batch of decode steps, give what torch's kernels make of other shapes: equal up to
-    rounding, so equal tokens unless two are as good as equally likely.
+    Numbers: equal chunks give equal KV, bit by bit, on processors of one kind. Other chunks, as after a cached prefix,
+    and other companions in a batch of decode steps, give what torch's kernels compute for other shapes: equal up to
+    rounding, and so equal tokens unless two are almost equally likely.
 
-    Threads: coroutines on the event loop; the model runs in one thread of its own. close() ends that.
-    Owner of model: this. Raises UsageError for one whose cache is none that pages can hold.
+    Threads: coroutines on the event loop; the model runs in one thread of its own, which close() ends. Owner of model:
+    this object. Raises UsageError for a model whose cache cannot be kept in pages.
     """
 
     tail_bytes = 0
@@ -130,12 +131,12 @@ class HostedModel:
             attention.register_forward_hook(self._attention_done)
         attentions[-1].register_forward_hook(self._all_attended)
         self._layer_done: Callable[[], None] | None = None
-        self._abandoned = Event()  # of the call that runs
+        self._abandoned = Event()  # tells the running call to stop
         self._steps: Steps[Step, Logits] = Steps(partial(self._in_thread, self._decode), options.batch)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="crossrail-kv-model")
 
     def close(self) -> None:
-        """Ends the thread, after what runs in it. Idempotent."""
+        """Ends the thread once its current call has returned. Idempotent."""
         self._thread.shutdown()
 
     def check(self, prompt: Tokens, max_tokens: int) -> None:
@@ -156,11 +157,11 @@ class HostedModel:
     # --- on the loop ---
 
     async def _in_thread(self, call: Callable[..., Result], *arguments: Any) -> Result:
-        """Runs it in the model's thread. When cancelled, waits all the same until the pages are let go."""
+        """Runs the call in the model's thread. If cancelled, still waits until the call no longer uses the pages."""
         over, abandoned = asyncio.Event(), Event()
 
         def end(future: asyncio.Future[Result]) -> None:
-            future.exception()  # seen: nobody looks at that of an abandoned one
+            future.exception()  # mark as retrieved: nobody looks at an abandoned call's exception
             over.set()
 
         future = asyncio.get_running_loop().run_in_executor(self._thread, self._run, abandoned, call, *arguments)
@@ -213,7 +214,7 @@ class HostedModel:
             output = self._model(
                 input_ids=torch.tensor([[step.token] for step in steps]),
                 position_ids=torch.tensor([[step.position] for step in steps]),
-                # What is short begins with padding. No mask where there is none: it would cost another kernel.
+                # Shorter rows begin with padding. No mask if there is none: it would cost another kernel.
                 attention_mask=None
                 if bool((lengths == longest).all())
                 else torch.arange(longest) >= longest - lengths[:, None],
@@ -226,7 +227,7 @@ class HostedModel:
         return Row(torch.from_numpy(np.asarray(pages, np.int64)), start, count, self.layout.page_tokens)
 
     def _attention_done(self, *_: Any) -> None:
-        """Behind each layer's attention, output projection included: its KV is in the pages."""
+        """Runs after each layer's attention, output projection included: by then its KV is in the pages."""
         if self._abandoned.is_set():
             raise _Abandoned
         if self._layer_done is not None:
@@ -238,7 +239,7 @@ class HostedModel:
 
 
 def _attentions(model: Any) -> list[Any]:
-    """Those of its layers, in their order. transformers numbers them, so that they find their part of the cache."""
+    """The attention modules of the layers, in order. transformers numbers them, to find their part of the cache."""
     found = [
         module
         for module in model.modules()
@@ -267,7 +268,7 @@ def _kv_shape(model: Any, attentions: int) -> KvShape:
 
 
 def _fingerprint(model: Any) -> str:
-    """Tells models of other weights, and other numbers in their configuration, apart: from a sample of every weight."""
+    """Tells models with different weights or configuration values apart, from a sample of every weight."""
     said = model.config.to_dict()
     for of_this_host in ("_name_or_path", "transformers_version"):
         said.pop(of_this_host, None)

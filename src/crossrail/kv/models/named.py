@@ -1,4 +1,4 @@
-"""Models by the names that commands take, with their options as text."""
+"""Models by the names that commands accept, with their options as text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Options = TypeVar("Options", bound=HostOptions)
 
 
 def open_named(name: str, options: Mapping[str, str]) -> HostedModel:
-    """One of EXAMPLES, or the directory of a checkpoint. options: fields of ExampleOptions, or of HostOptions."""
+    """Opens one of EXAMPLES, or a checkpoint's directory. options: fields of ExampleOptions, or of HostOptions."""
     if name in EXAMPLES:
         return open_example(name, _parsed(name, ExampleOptions, options))
     if Path(name).is_dir():

@@ -1,4 +1,4 @@
-"""A cache for transformers whose keys and values lie in a node's pages, where NICs read and write them too."""
+"""A transformers cache whose keys and values are in a node's pages, where NICs read and write them too."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ with needs(__name__, "'crossrail[transformers]'"):
 
 @dataclass(frozen=True)
 class Row:
-    """What a forward pass computes of one request: `count` tokens behind `start` others whose KV is there.
+    """What a forward pass computes for one request: `count` tokens after `start` others whose KV is already there.
 
-    pages: int64 tensor; token t lies in pages[t // page_tokens].
+    pages: int64 tensor; token t is in pages[t // page_tokens].
     """
 
     pages: torch.Tensor
@@ -34,7 +34,7 @@ class Row:
 
     @cached_property
     def filled(self) -> torch.Tensor:
-        """The pages that tokens 0..end-1 lie in."""
+        """The pages of tokens 0..end-1."""
         return self.pages[: -(-self.end // self.page_tokens)]
 
     @cached_property
@@ -45,21 +45,21 @@ class Row:
 
 
 class Shard(NamedTuple):
-    """Keys, or values, that one rank has: shape (pages, heads, page_tokens, dim), and which of the model's heads."""
+    """One rank's keys, or values: shape (pages, heads, page_tokens, dim), and which of the model's heads they are."""
 
     memory: torch.Tensor
     heads: slice
 
 
 class PagedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not typed
-    """One layer for one forward pass over `rows`, which all have as many new tokens.
+    """One layer for one forward pass over `rows`, which all have the same number of new tokens.
 
-    Shapes as transformers has them, (rows, heads, tokens, dim). Rows that are shorter than the longest one begin with
-    zeros, which the attention mask has to leave out. Nothing is kept here: the pages hold it all.
-    replicas: neighbouring shards that hold the same heads; all are written, the first is read.
+    Shapes are transformers' own, (rows, heads, tokens, dim). Rows shorter than the longest begin with zeros, which the
+    attention mask has to exclude. This object stores nothing: everything is in the pages. replicas: neighbouring shards
+    that hold the same heads; all are written, the first is read.
     """
 
-    is_sliding = False  # all tokens are kept; models with a window mask those that are out of it
+    is_sliding = False  # all tokens are kept; models with a sliding window mask the older ones themselves
 
     def __init__(self, rows: Sequence[Row], keys: Sequence[Shard], values: Sequence[Shard], replicas: int) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Stores those of the new tokens, and returns those of all."""
+        """Stores the keys and values of the new tokens, and returns those of all tokens."""
         return self._exchange(self._keys, key_states), self._exchange(self._values, value_states)
 
     def _exchange(self, shards: Sequence[Shard], states: torch.Tensor) -> torch.Tensor:
@@ -105,13 +105,13 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not 
         return -1
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """There is nothing to make: the pages are there before the first token."""
+        """Nothing to initialize: the pages exist before the first token."""
 
 
 def paged_cache(cache: kv.Cache, layout: KvLayout, key_dim: int, rows: Sequence[Row]) -> Cache:
-    """For one forward pass: what is written goes to the memory of `cache`, which it shares.
+    """A cache for one forward pass: what is written goes into the memory of `cache`, without a copy.
 
-    key_dim: of MLA, how many elements of a token's vector transformers calls its key; the others are its value.
+    key_dim: for MLA, how many elements of a token's vector transformers calls its key; the others are its value.
     """
     dtype = getattr(torch, layout.dtype)
     layers = []

@@ -15,7 +15,7 @@ Result = TypeVar("Result")
 
 @dataclass(eq=False)
 class _Step(Generic[Work, Result]):
-    """over: nothing is done for it any more."""
+    """over: set once nothing more is done for this step."""
 
     work: Work
     over: asyncio.Event = field(default_factory=asyncio.Event)
@@ -24,10 +24,10 @@ class _Step(Generic[Work, Result]):
 
 
 class Steps(Generic[Work, Result]):
-    """Runs what waits at the same time together, at most batch_max (1 or more) at once, in the order in which it came.
+    """Batches steps that wait at the same time, at most batch_max (1 or more) at once, first come first served.
 
-    run: does it; a result for each work, or an exception, which all of them get.
-    Threads: one event loop's. Who is cancelled while his step runs waits for its end: it uses his pages.
+    run: runs a batch; returns one result per step, or raises, which fails all of them. Threads: one event loop's. A
+    caller that is cancelled while its step runs waits for the step's end, because it uses the caller's pages.
     """
 
     def __init__(self, run: Callable[[Sequence[Work]], Awaitable[Sequence[Result]]], batch_max: int) -> None:
@@ -38,7 +38,7 @@ class Steps(Generic[Work, Result]):
         self._task: asyncio.Task[None] | None = None
 
     async def step(self, work: Work) -> Result:
-        """The result, or the exception of the batch that it was in."""
+        """The result, or the exception of the step's batch."""
         step: _Step[Work, Result] = _Step(work)
         self._waiting.append(step)
         if self._task is None:
@@ -62,7 +62,7 @@ class Steps(Generic[Work, Result]):
                 batch = self._waiting[: self._batch_max]
                 del self._waiting[: self._batch_max]
                 await self._run_batch(batch)
-                # Whoever got a token asks for the next one before the next batch is taken.
+                # Let those who just got a token ask for the next one before the next batch is taken.
                 await asyncio.sleep(0)
         finally:
             self._task = None
@@ -81,7 +81,7 @@ class Steps(Generic[Work, Result]):
 
 
 async def until_over(event: asyncio.Event) -> None:
-    """Waits for it, however often the task is cancelled meanwhile; raises the cancellation then."""
+    """Waits for the event however often the task is cancelled meanwhile; raises the cancellation afterwards."""
     cancelled: asyncio.CancelledError | None = None
     while not event.is_set():
         try:

@@ -19,7 +19,9 @@ _FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.j
 
 
 class TextTokenizer:
-    """A crossrail.kv.model.Tokenizer around one of transformers. It begins prompts as that does, often with a token."""
+    """A crossrail.kv.model.Tokenizer around one of transformers. Like that one, it may begin prompts with a special
+    token.
+    """
 
     def __init__(self, directory: Path) -> None:
         try:

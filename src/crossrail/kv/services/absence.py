@@ -1,4 +1,4 @@
-"""Explains why no node takes a request: there is none of that role, or none that may take it."""
+"""Explains why no node takes a request: none has that role, or none of them may take it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _GONE_KEPT = 1024  # names of nodes
 
 
 class _Gone(NamedTuple):
-    """A node that was a member. at_s: when it went, on the event loop's clock."""
+    """A node that was a member. at_s: when it left, on the event loop's clock."""
 
     why: str
     at_s: float
@@ -21,7 +21,7 @@ class _Gone(NamedTuple):
 
 
 class Absence:
-    """What a router says of nodes that it lacks. Threads: the event loop's."""
+    """A router's explanations of which nodes it lacks. Threads: the event loop's."""
 
     def __init__(self, router: str, membership: Membership) -> None:
         self._router = router
@@ -29,7 +29,7 @@ class Absence:
         self._gone: Latest[tuple[m.Role, str], _Gone] = Latest(_GONE_KEPT)
 
     def note(self, member: Member, why: str) -> None:
-        """Notes that the node is no member any more."""
+        """Notes that the node is no longer a member."""
         key = (member.record.role, member.name)
         self._gone[key] = _Gone(why, loop_time_s(), member.record.model)
         self._gone.move_to_end(key)
@@ -48,7 +48,7 @@ class Absence:
         return self._none_there("decoder", of, model) + there
 
     def of_prefillers(self, model: str, tokens: int) -> str:
-        """Why no prefiller of this model takes a prompt with so many tokens to prefill."""
+        """Why no prefiller of this model takes a prompt with this many tokens to prefill."""
         if hanging := self.hanging("prefiller", model, tokens):
             return hanging
         of = f" for model {model!r}"
@@ -62,7 +62,7 @@ class Absence:
         return f"no prefiller{of} has joined router {self._router!r}"
 
     def hanging(self, role: m.Role, model: str | None, tokens: int) -> str:
-        """That those with pages for so many tokens are there and hang; or empty. model None: any."""
+        """Names the nodes with enough pages for these tokens that hang; empty if there are none. model None: any."""
         hanging = [
             member.name
             for member in self._membership.members(role)

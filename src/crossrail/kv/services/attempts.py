@@ -1,4 +1,4 @@
-"""What a writer of KV remembers of ended attempts, to answer those who ask again; some outcomes are no longer known."""
+"""What a writer of KV remembers of ended attempts, to answer repeated messages; for some the outcome stays unknown."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from crossrail.control.mailbox import Mailbox
 from crossrail.kv import messages as m
 from crossrail.kv.transfer.job import Doubts, SendJob
 
-# Who asks, by incarnation: names may come from clients, and two routers may have given one to two decoders. For which
-# request, or part of it. The number of the attempt.
+# (decoder, request, attempt): the asking incarnation, because names may come from clients and two routers may have
+# given the same one to two decoders; the request, or part of it; the attempt's number.
 Key = tuple[bytes, str, int]
 
 
@@ -29,8 +29,8 @@ class OfAttempt(Protocol):
 class AttemptBook:
     """The attempts of one writer. Threads: the event loop's.
 
-    ended: how attempts ended, by key, the latest `kept`. What is in it is refused when it is asked for once more, also
-    when it was withdrawn before it came.
+    ended: how attempts ended, by key, the latest `kept`. A Dispatch whose key is in it is refused, even if the attempt
+    was withdrawn before its Dispatch arrived.
     """
 
     def __init__(self, mailbox: Mailbox, kept: int) -> None:
@@ -39,26 +39,26 @@ class AttemptBook:
         self._doubts = Doubts()
 
     def key_of(self, decoder: bytes, about: OfAttempt) -> Key:
-        """decoder: its address, as of who sent the message."""
+        """decoder: address of the message's sender."""
         return self._wire.identity(decoder), about.request, about.attempt
 
     def end(
         self, key: Key, job: SendJob | None, state: m.Ended, detail: str = "", timeline: Sequence[m.Span] = ()
     ) -> None:
-        """Nothing of it will be written any more. job: that did, None: nothing was."""
+        """Notes that nothing of the attempt will be written any more. job: its transfer; None: it had none."""
         self._doubts.note(key, job)
         self.ended[key] = m.Progress(key[1], key[2], state, m.clipped(detail), list(timeline))
 
     def quiesced(self, key: Key, job: SendJob | None = None) -> m.Quiesced:
-        """The answer to a Withdraw, once its job was cancelled and has ended. TransferStopped: what was sent before may
-        still arrive.
+        """The answer to a Withdraw, once its job was cancelled and has ended. TransferStopped: something sent earlier
+        may still arrive.
         """
         self._doubts.note(key, job)
         self._doubts.check(key)
         return m.Quiesced(key[1], key[2])
 
     def why_unwanted(self, decoder: bytes, deadline_at_s: float) -> str:
-        """Why whoever asked for an attempt cannot want it any more; empty: he may."""
+        """Why the decoder cannot want the attempt any more; empty: it may."""
         if self._wire.is_lost(decoder):
             return "its decoder is gone"
         if loop_time_s() >= deadline_at_s:

@@ -1,14 +1,14 @@
-"""The decoder: gets a prompt's KV sent here, runs the last prompt token and all later ones, and tells the router.
+"""The decoder: receives a prompt's KV, runs the last prompt token and all later ones, and sends tokens to the router.
 
 Life of a request here:
 1. started: pages for the prompt and all that may be generated are reserved, or the router is told to look elsewhere.
 2. fetching: a prefiller writes the KV (fetch.py); if it is lost, the router names another. Meanwhile the pages are
-   given back: at once where the prefiller had no room, else once the router has said nothing for answer_timeout_s,
-   whatever the reason. Who has to have pages again comes before all that is new.
-3. decoding: token by token; each goes to the router at once, and is kept until the router has taken it.
-4. ended: pages and its place are given back, the router is told why. A stop (client gone, deadline, router's word)
-   ends it at any point. If the model hangs, its requests end here at once, and go on at other decoders, as do those
-   that wait for pages; what it computes keeps its own until the model has let go of them.
+   given back: at once if the prefiller had no room, else when the router has not answered within answer_timeout_s.
+   Requests that need pages again come before all new ones.
+3. decoding: token by token; each goes to the router at once, and is kept until the router has acknowledged it.
+4. ended: its pages and its place are released, the router is told why. A stop (client gone, deadline, the router's
+   order) ends it at any point. If the model hangs, its requests end here at once and continue at other decoders, as do
+   those that wait for pages; requests inside the model keep their pages until it has let go of them.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ from crossrail.kv.transfer.reception import Reception
 log = logging.getLogger("crossrail.kv")
 
 _ENDED_KEPT = 16384
-_UNTOLD_KEPT = 4096  # of what has ended and its router, which is gone, has not taken: what has ended last
-# Of requests whose end was taken: 400 a second. A router adopts as many of each decoder, and _UNTOLD_KEPT more.
+_UNTOLD_KEPT = 4096  # ended requests whose router is gone and has not acknowledged the end: the latest are kept
+# Requests whose end was acknowledged: 400 a second. A router adopts as many per decoder, plus _UNTOLD_KEPT.
 _TOLD_KEPT_S, _TOLD_KEPT, _TOLD_KEPT_BYTES = 10.0, 4096, 64 << 20
-# Of an end for what its prefiller spent its time on; one that lives says so in some milliseconds.
+# How long a request's end waits for its prefiller's timeline; a prefiller that is alive answers in milliseconds.
 _TIMELINE_WAIT_S = 0.2
-# Of room that is kept, beside the time that its router may wait for another decoder's answer before it asks again.
+# For how long room is kept, on top of the time its router may wait for another decoder's answer before asking again.
 _KEPT_S = 1.0
 _NO_FAILURE: tuple[m.EndReason, ...] = ("stop", "length", "cancelled")
-_NAME_SHOWN = 28  # characters of four bytes at most, so that 129 characters take no more than 256 bytes
+_NAME_SHOWN = 28  # characters of at most four bytes, so that a name of 129 characters takes at most 256 bytes
 
 
 class Decoder(Node):
@@ -77,22 +77,22 @@ class Decoder(Node):
             [ranks[rank] for rank in sorted(ranks)],
             self.pool,
             tail_bytes=model.tail_bytes,
-            # Quarantined requests keep theirs while others take their place.
+            # Quarantined requests keep their slots while others take their place.
             tail_slots=2 * self.options.requests_max,
         )
         self._fetcher = Fetcher(mailbox, self.options, self.receiver, self._report_room)
         self._servings: dict[str, Serving] = {}
-        self._untold: dict[str, Serving] = {}  # of those, what has ended, in this order
-        self._ended: Latest[str, int] = Latest(_ENDED_KEPT)  # by request, the latest placement
+        self._untold: dict[str, Serving] = {}  # of these, the ended ones, in the order in which they ended
+        self._ended: Latest[str, int] = Latest(_ENDED_KEPT)  # the latest placement of each ended request
         self._told = Told(_TOLD_KEPT_S, _TOLD_KEPT, _TOLD_KEPT_BYTES)
         self._replacements = 0
-        self._lacking = 0  # requests that need pages again
-        self._turn = asyncio.Lock()  # of those, first come, first served
-        self._room = asyncio.Event()  # set when pages came back
+        self._lacking = 0  # number of requests that need pages again
+        self._turn = asyncio.Lock()  # serialises these requests, first come, first served
+        self._room = asyncio.Event()  # set when pages were released
         self._kept_room = KeptRoom(self.options.answer_timeout_s + _KEPT_S)
         self._to_router = ToRouter(mailbox, self.options, self._let_go_of_pages)
         self._model_watch = ModelWatch(name, self.options.model_timeout_s, "has computed no token")
-        self._held_by_model: set[asyncio.Task[m.End]] = set()  # of requests that have ended, but for a call of it
+        self._held_by_model: set[asyncio.Task[m.End]] = set()  # requests that have ended except for a call of the model
         mailbox.handle(m.Start, self._on_start)
         mailbox.handle(m.Cancel, self._on_cancel)
 
@@ -113,8 +113,8 @@ class Decoder(Node):
         )
 
     def _active(self) -> list[Serving]:
-        """What has not ended. Of the others only their end is still to be told, which may take a minute if their router
-        is gone, and takes no place. Nor does what waits without pages for a router that is gone.
+        """Requests that have not ended. An ended one takes no place: all that is left is to report its end, which may
+        take a minute if its router is gone. Nor does one that waits without pages for a router that is gone.
         """
         return [
             serving
@@ -124,7 +124,7 @@ class Decoder(Node):
 
     def requests_of(self, link: RouterLink) -> RequestsOf:
         def is_its(serving: Serving) -> bool:
-            # Of its router, too, if that is known by two links: what it does not hear of here is begun anew.
+            # The same router may be known by two links. Requests that it does not hear of here it restarts elsewhere.
             return link.found == serving.router or serving.link is link
 
         its = [serving for serving in self._servings.values() if not serving.is_unwanted and is_its(serving)]
@@ -132,7 +132,7 @@ class Decoder(Node):
         told = [
             serving
             for serving in self._told.latest()
-            if is_its(serving) and serving.request not in self._servings  # by that name it was placed anew
+            if is_its(serving) and serving.request not in self._servings  # unless it was placed anew
         ]
         ended = set(untold)
         return RequestsOf([serving.request for serving in its if serving.request not in ended], untold, told)
@@ -145,15 +145,17 @@ class Decoder(Node):
             if serving.link is link:
                 serving.offer_again()
         for serving in told:
-            if serving.link is link:  # should it be the same router, it says that it knows
+            # In case it is the same router after all, which then says that it knows the request.
+            if serving.link is link:
                 serving.offer_again()
                 self.mailbox.spawn(self._to_router.deliver(serving), f"tokens of {serving.request}, once more")
 
     async def close(self) -> None:
-        """Stops requests, waits for prefillers to be quiet as long as the options say, and ends. Idempotent.
+        """Stops all requests, waits (as long as the options allow) until prefillers are quiet, and closes. Idempotent.
 
-        Leaves the routers first, so that they have others go on with the requests. What these end with here is offered
-        once. Raises WaitTimeout, with all else closed, while a prefiller stands still in the middle of a copy to here.
+        Leaves the routers first, so that they have other decoders continue the requests. How the requests end here is
+        reported once. Raises WaitTimeout, with everything else closed, while a prefiller is frozen in the middle of a
+        copy to us.
         """
         self._to_router.closing = self.draining = True
         if self._servings:
@@ -184,15 +186,15 @@ class Decoder(Node):
             self._check_size(context, left)
             link = next((link for link in self.links if link.address == sender), None)
             busy = self._kept_for_another(sender, start) or self._too_busy()
-            if link is None:  # its answer to our Join is late, or we left it
+            if link is None:  # its answer to our Join is late, or we have left it
                 busy = f"node {self.name!r} is no member of that router yet, or any more"
             if busy or link is None:
                 return m.StartRefused(start.request, busy, busy=True)
-            # Last: room is made for it by giving up pages whose content is known.
+            # Last, because it makes room by evicting cached pages.
             names = self._names(context)
             reception = self._reserve(start.request, context, left, names)
         except NoPages as error:
-            # Without its name: the router says so to others as well, which need no less.
+            # Without the request's name: the router repeats this for other requests, which need no less.
             return m.StartRefused(start.request, m.clipped(f"node {self.name!r}: {error.why}"), busy=True)
         except DuplicateRequest as error:
             return m.StartRefused(start.request, m.clipped(error), busy=False, is_duplicate=True)
@@ -212,7 +214,7 @@ class Decoder(Node):
         return m.Started(start.request)
 
     def _check(self, start: m.Start, context: Tokens) -> None:
-        """UsageError for what no decoder could do, DuplicateRequest for a name that was used."""
+        """UsageError for what no decoder could do, DuplicateRequest for a name that was used before."""
         if start.request in self._servings or start.placement <= self._ended.get(start.request, 0):
             raise DuplicateRequest(f"request {start.request!r} is or was under way at node {self.name!r}")
         if not len(context) or (len(context) > 1) != (start.prefiller is not None):
@@ -231,7 +233,7 @@ class Decoder(Node):
             self.model.check(context, start.sampling.max_tokens - start.generated)
         except UsageError:
             raise
-        except Exception as error:  # of a model of the user's own: he is told, and no other decoder is asked
+        except Exception as error:  # of a user's model: the client is told, and no other decoder is asked
             log.exception("request %s: check() of model %s failed", start.request, self.model.name)
             raised = f"{type(error).__name__}: {error}"
             raise UsageError(f"check() of model {self.model.name!r} at node {self.name!r} raised {raised}") from None
@@ -250,7 +252,9 @@ class Decoder(Node):
         return ""
 
     def _kept_for_another(self, router: bytes, start: m.Start) -> str:
-        """Why this one has to wait. One that has waited long is the next, if none is."""
+        """Why this request has to wait for another. If room is kept for none yet, one that has waited long becomes the
+        next.
+        """
         now_s = loop_time_s()
         if start.has_waited and self._kept_room.ask(router, start.request, now_s):
             self._report_room()
@@ -261,14 +265,14 @@ class Decoder(Node):
     async def _on_cancel(self, sender: bytes, cancel: m.Cancel) -> m.Message:
         if self._kept_room.end(sender, cancel.request):
             self._report_room()
-        if not cancel.placement:  # its name is not used up: it never was here
+        if not cancel.placement:  # it was never placed here, so its name is still unused
             return m.Taken(wanted=False)
         serving = self._servings.get(cancel.request)
-        # Names may come from clients, and another router may have one of this name that we have refused. Who has placed
-        # ours is heard, and who is in its stead.
+        # Names may come from clients, and another router may have a request of this name that we have refused. Accept
+        # only the router that placed ours, or its successor.
         if serving is not None and sender not in (serving.router, serving.link.found):
             return m.Taken(wanted=False)
-        self._remember_ended(cancel.request, cancel.placement)  # its Start may still be on the way
+        self._remember_ended(cancel.request, cancel.placement)  # its Start may still be in flight
         if serving is None or serving.placement > cancel.placement:
             return m.Taken(wanted=False)
         serving.is_unwanted = serving.is_unwanted or sender == serving.router
@@ -278,7 +282,7 @@ class Decoder(Node):
     # --- pages ---
 
     def _check_size(self, context: Tokens, left: int) -> None:
-        """UsageError when there never will be enough pages."""
+        """UsageError if there can never be enough pages."""
         wanted = self.model.layout.pages_of(len(context) + left)
         if wanted > self.pool.pages:
             raise UsageError(
@@ -286,15 +290,15 @@ class Decoder(Node):
             )
 
     def _reserve(self, request: str, context: Tokens, left: int, names: PageNames) -> Reception:
-        """NoPages when there are too few now."""
+        """NoPages if there are too few now."""
         return self.receiver.reserve(request, len(context) - 1, room_tokens=1 + left, names=names)
 
     def _names(self, context: Tokens) -> PageNames:
-        """Of the pages that a prefiller fills: the last token is run here."""
+        """The names of the pages that a prefiller fills: the last token is run here."""
         return page_hashes(context[:-1], self.model.layout.page_tokens, salt=self.model.name.encode())
 
     async def _pages_of(self, serving: Serving) -> Reception:
-        """Those that it has, or else others as soon as there are any."""
+        """The request's pages if it has any, otherwise new ones as soon as there are enough."""
         reception = serving.reception
         if reception is None:
             begun = serving.timeline.now()
@@ -311,8 +315,8 @@ class Decoder(Node):
         return reception
 
     async def _reserve_again(self, serving: Serving) -> None:
-        """For one that has no pages any more: in its turn, and as soon as there are enough, and a place: another may
-        have its own.
+        """For a request that lost its pages: waits for its turn, for enough pages, and for a free place, since another
+        request may have taken its own.
         """
         give_up_s = serving.timeline.now() + self.options.page_wait_s
         async with self._turn:
@@ -333,16 +337,16 @@ class Decoder(Node):
                 await set_in_time(self._room, left_s)
 
     def _new_name(self, serving: Serving) -> str:
-        """For pages of it while quarantined ones may have its own. Longer than any name that a message can have."""
+        """A name for its pages while quarantined ones may hold its own. Longer than any name a message can carry."""
         self._replacements += 1
         return f"{serving.request[:_NAME_SHOWN]} again {self._replacements}".ljust(m.NAME_CHARS_MAX + 1)
 
     def _give_back(self, serving: Serving) -> None:
-        """Its pages, unless somebody may still write there, who is seen to elsewhere."""
+        """Releases its pages, unless somebody may still write there; then quarantine handles them."""
         reception, serving.reception = serving.reception, None
         if reception is not None and reception.state in (PageState.RESERVED, PageState.IN_USE):
             reception.release()
-            self._room.set()  # who waits for pages does not wait until the router has heard of it, too
+            self._room.set()  # so that those who wait for pages need not wait until the router has heard of this one
 
     def _report_room(self) -> None:
         self._room.set()
@@ -358,7 +362,7 @@ class Decoder(Node):
         timer = loop.call_later(start.timeout_s, serving.stop, "deadline", "its time was up")
         delivery = self.mailbox.spawn(self._to_router.deliver(serving), f"tokens of {serving.request}")
         working = asyncio.ensure_future(self._run(serving, start, loop_time_s() + start.timeout_s))
-        working.add_done_callback(partial(self._on_worked, serving))  # before whoever waits for it
+        working.add_done_callback(partial(self._on_worked, serving))  # first, before anybody who waits for it
         try:
             end = await self._end_of_work(serving, working)
         finally:
@@ -387,10 +391,10 @@ class Decoder(Node):
     def _on_worked(self, serving: Serving, working: asyncio.Task[m.End]) -> None:
         self._give_back(serving)
         if not working.cancelled():
-            working.exception()  # seen: of one that is cancelled, nobody asks for it
+            working.exception()  # mark as retrieved: nobody looks at a cancelled task's exception
 
     async def _end_of_work(self, serving: Serving, working: asyncio.Task[m.End]) -> m.End:
-        """How it ended, or that the model hangs. Cancelled, it cancels the work and waits for its end."""
+        """How the work ended, or that the model hangs. If cancelled, cancels the work and waits for its end."""
         handing_over = asyncio.ensure_future(serving.handed_over.wait())
         try:
             await asyncio.wait([working, handing_over], return_when=asyncio.FIRST_COMPLETED)
@@ -417,13 +421,13 @@ class Decoder(Node):
             why = await self._model_watch.wait()
             there = list(self._servings.values())
             handed_over = sum(serving.hand_over(why) for serving in there if serving.is_decoding)
-            # What it computes keeps its pages.
+            # Those that the model computes keep their pages.
             handed_over += sum(serving.go_elsewhere(why) for serving in there if serving.lacks_pages)
             if handed_over:
                 log.error("%s; requests that are to go on elsewhere: %d", why, handed_over)
 
     def _on_let_go(self, serving: Serving, working: asyncio.Task[m.End]) -> None:
-        """The model does not touch its pages any more. What it raised is told nowhere else."""
+        """The model no longer touches its pages. Its exception is reported nowhere else."""
         self._held_by_model.discard(working)
         error = None if working.cancelled() else working.exception()
         if error is not None and not isinstance(error, Stopped):
@@ -442,7 +446,7 @@ class Decoder(Node):
 
     async def _run(self, serving: Serving, start: m.Start, deadline_at_s: float) -> m.End:
         if serving.tokens and (serving.left == 0 or self._ends_it(serving)):
-            return self._end_of(serving)  # the decoder before had only not told the end
+            return self._end_of(serving)  # only the report of its end was lost with the previous decoder
         reception = serving.reception
         assert reception is not None
         tail = None
@@ -470,7 +474,8 @@ class Decoder(Node):
                 serving.add(token)
         serving.timeline.add("decode", begun)
         if told is not None:
-            await asyncio.wait([told], timeout=_TIMELINE_WAIT_S)  # what comes later is in the end if it is told again
+            # A timeline that comes later is included if the end is reported again.
+            await asyncio.wait([told], timeout=_TIMELINE_WAIT_S)
         return self._end_of(serving)
 
     def _ends_it(self, serving: Serving) -> bool:
@@ -487,7 +492,7 @@ class Decoder(Node):
     async def _fetch(
         self, serving: Serving, reception: Reception, prefiller: m.NodeRef, deadline_at_s: float
     ) -> tuple[Reception, tuple[m.NodeRef, int] | None]:
-        """Where the prompt's KV is, and who has sent it at last, at which attempt. None: all of it was known here."""
+        """Where the prompt's KV is, and which prefiller sent it in which attempt. None: all of it was cached here."""
         attempt = serving.placement
         while True:
             serving.raise_if_stopped()
@@ -510,7 +515,7 @@ class Decoder(Node):
             reception = await self._pages_of(serving)
 
     def _let_go_of_pages(self, serving: Serving) -> None:
-        """Between two attempts, when nothing is written to them."""
+        """Releases the pages between two attempts, while nothing is written to them."""
         if serving.reception is not None:
             self._give_back(serving)
             self._report_room()
@@ -520,7 +525,7 @@ class Decoder(Node):
 
 
 def _timeline(start: m.Start) -> Timeline:
-    """Of a request that is taken now. It begins where the request came to its router."""
+    """The timeline of a request that is taken now. It begins when the request reached its router."""
     timeline = Timeline(asyncio.get_running_loop().time, start.age_s)
     if (earlier_s := start.age_s - start.waited_s) > 0:
         timeline.add("earlier decoders", 0.0, earlier_s)
@@ -529,7 +534,9 @@ def _timeline(start: m.Start) -> Timeline:
 
 
 async def _cancelled(work: asyncio.Task[m.End]) -> None:
-    """Returns when it has ended, however often we are cancelled meanwhile; raises the cancellation then."""
+    """Waits for the end of cancelled work, however often we are cancelled meanwhile; raises the cancellation
+    afterwards.
+    """
     cancelled: asyncio.CancelledError | None = None
     work.cancel()
     while not work.done():
@@ -537,6 +544,6 @@ async def _cancelled(work: asyncio.Task[m.End]) -> None:
             await asyncio.wait([work])
         except asyncio.CancelledError as error:
             cancelled = error
-            work.cancel()  # again: its code may have lost the first
+            work.cancel()  # again: its code may have swallowed the first
     if cancelled is not None:
         raise cancelled

@@ -1,12 +1,12 @@
 """How a decoder gets a prompt's KV: from one prefiller after another, until one has sent all of it.
 
-An attempt ends in one of these ways, and in no other are its pages used again:
+An attempt ends in one of these ways; only after one of them are its pages used again:
 - arrived: the count is complete.
 - refused: the prefiller said that it wrote nothing and will not.
 - withdrawn: it confirmed that nothing can land any more.
-- fenced: it is gone, or does not answer. Its way to our memory is shut, so whatever it still sends lands nowhere.
-- quarantined: it cannot be shut out, because it stands still in the middle of a copy. The pages stay out of use, the
-  request has none and needs others, and a task tries on until it can be.
+- fenced: it is gone, or does not answer. Its access to our memory is closed, so whatever it still sends lands nowhere.
+- quarantined: it cannot be fenced, because it is frozen in the middle of a copy. The pages stay out of use, the request
+  loses them and needs others, and a task keeps trying to fence the prefiller.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ log = logging.getLogger("crossrail.kv")
 class Fetcher:
     """Makes attempts. Threads: the event loop's.
 
-    on_released(): called when quarantined pages came back.
+    on_released(): called when quarantined pages have been released.
     """
 
     def __init__(
@@ -48,8 +48,8 @@ class Fetcher:
         self._on_released = on_released
 
     async def attempt(self, serving: Serving, prefiller: m.NodeRef, attempt: int, left_s: float) -> None:
-        """Returns when all is there. Raises PrefillerGone, Stopped, or what this node cannot ask of any prefiller, with
-        the pages quiet or quarantined. The request has pages.
+        """Returns when everything has arrived. Raises PrefillerGone, Stopped, or the error for what this node cannot
+        ask of any prefiller, with the pages quiet or quarantined. The request must have pages.
         """
         key = (serving.request, attempt)
         reception = serving.reception
@@ -59,7 +59,7 @@ class Fetcher:
             target = reception.dispatch(KvLayout.from_wire(prefiller.layout), self._writer(prefiller))
         except UsageError as mismatch:
             raise PrefillerGone(str(mismatch)) from None
-        self._mailbox.wire.try_anew(prefiller.address)  # the router believes in it again
+        self._mailbox.wire.try_anew(prefiller.address)  # the router considers it alive again
         tokens = m.pack_tokens(serving.context[:-1])
         question = m.Dispatch(*key, tokens, target.to_wire(), left_s, serving.traceparent)
         kinds = (m.Dispatched, m.DispatchRefused)
@@ -81,7 +81,7 @@ class Fetcher:
         serving.timeline.add("transfer", begun)
 
     async def timeline_of(self, prefiller: m.NodeRef, request: str, attempt: int) -> list[m.Span]:
-        """What the prefiller spent its time on; empty when it does not say so soon."""
+        """What the prefiller spent its time on; empty if it does not answer soon."""
         pause_s = 0.02
         for _ in range(5):
             try:
@@ -101,7 +101,7 @@ class Fetcher:
     async def _lost_before_arrival(
         self, serving: Serving, reception: Reception, prefiller: m.NodeRef, key: tuple[str, int]
     ) -> str:
-        """Empty once everything has arrived; else why it will not, or that it was stopped."""
+        """Empty once everything has arrived; else why it will not, or that the request was stopped."""
         options, who = self._options, f"prefiller {prefiller.node!r}"
         watch = Watch(
             self._mailbox,
@@ -115,7 +115,7 @@ class Fetcher:
         return await lost_before_arrival(reception.arrived(), [watch], serving.stop_wanted)
 
     async def _withdraw(self, serving: Serving, reception: Reception, prefiller: m.NodeRef, attempt: int) -> None:
-        """Afterwards serving.reception is quiet, or None if this one had to be quarantined."""
+        """Afterwards serving.reception is quiet, or None if its pages had to be quarantined."""
         try:
             await reception.withdraw(
                 lambda: self._ask_to_stop(prefiller, serving.request, attempt), self._options.prefiller_timeout_s
@@ -131,7 +131,9 @@ class Fetcher:
             serving.reception = None
 
     async def _shut_out(self, reception: Reception, prefiller: m.NodeRef) -> None:
-        """Ends all that this incarnation of a prefiller has under way here. WaitTimeout: a copy of it stands still."""
+        """Ends everything that this incarnation of a prefiller has in flight to us. WaitTimeout: it is frozen in a
+        copy.
+        """
         await self._receiver.fence(self._writer(prefiller), self._options.prefiller_timeout_s)
         await reception.withdraw(_confirmed, self._options.prefiller_timeout_s)
 
@@ -159,4 +161,4 @@ class Fetcher:
 
 
 async def _confirmed() -> None:
-    """For a withdrawal of what is known to be quiet."""
+    """Confirms a withdrawal of something that is known to be quiet."""

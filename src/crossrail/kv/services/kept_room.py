@@ -1,22 +1,25 @@
-"""Room that becomes free at a decoder is kept for one request that has waited long; otherwise smaller requests, from
-whichever router, would always fit first.
+"""Keeps room at a decoder for one request that has waited long; otherwise smaller requests, from whichever router,
+would always be the first to fit.
 """
 
 from __future__ import annotations
 
 import math
 
-KEPT_IN_A_ROW_S = 10.0  # then others have a turn: how long a request may wait is its router's choice, and not theirs
+# Then others get a turn: how long a request waits is its own router's choice, not that of others.
+KEPT_IN_A_ROW_S = 10.0
 _YIELDED_S = 1.0
 
 
 class KeptRoom:
-    """Threads: the event loop's. Times: its clock. Requests are those of a router, since two may have given one name.
+    """Threads: the event loop's. Times: its clock. Requests are identified with their router, since two may use one
+    name.
 
-    kept_s: after its router's last word. That one asks more than once a second, but while another decoder that it asks
-    is silent; when it dies, it says nothing.
-    Invariant: one has it at most, the first that asked, until it has started, was not heard of for kept_s, or has had
-    it for KEPT_IN_A_ROW_S. Then it has it again once another request has started, or after a second.
+    kept_s: for how long room is kept after the router's last message. A router asks more than once a second, except
+    while it waits for another decoder that is silent; a dead one says nothing.
+
+    Invariant: at most one request has room kept, the first that asked, until it has started, was not heard of for
+    kept_s, or has had it for KEPT_IN_A_ROW_S. It can get it again once another request has started, or after a second.
     """
 
     def __init__(self, kept_s: float) -> None:
@@ -27,7 +30,9 @@ class KeptRoom:
         self._yielding_until_s = -math.inf
 
     def ask(self, router: bytes, request: str, now_s: float) -> bool:
-        """This one has waited long, and waits for room here. Whether its turn is over, and others may start."""
+        """The request has waited long, and waits for room here. Returns whether its turn is over, so that others may
+        start.
+        """
         asker = (router, request)
         if self.is_for_another(router, request, now_s) or (asker == self._yielding and now_s < self._yielding_until_s):
             return False
@@ -43,13 +48,15 @@ class KeptRoom:
         return now_s < self._until_s and self._of != (router, request)
 
     def start(self, router: bytes, request: str) -> bool:
-        """It has started: as end(), and who has yielded to it needs to no longer."""
+        """The request has started: like end(), and a request that yielded its turn need not yield any longer."""
         if self._yielding != (router, request):
             self._yielding = None
         return self.end(router, request)
 
     def end(self, router: bytes, request: str) -> bool:
-        """It has started, or nobody wants it any more. Whether room was kept for it: others may have been refused."""
+        """The request has started or is not wanted any more. Returns whether room was kept for it: others may have been
+        refused.
+        """
         was_kept = self._of == (router, request)
         if was_kept:
             self._of, self._until_s = None, -math.inf

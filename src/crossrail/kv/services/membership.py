@@ -1,6 +1,7 @@
 """Which nodes are there: they join, send heartbeats, drain, leave, or go missing.
 
-Membership is what a router asks. Roster is the one that lives in the router itself; etcd/membership.py has another.
+Membership is the interface that a router uses. Roster is the implementation inside the router; etcd/membership.py has
+another.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ log = logging.getLogger("crossrail.kv")
 
 @dataclass
 class Member:
-    """One incarnation of a node. heard_s: when it was last heard of, on the event loop's clock; later by what was
-    excused since. told_s: when its load came. ready_s: since when it takes requests, if it does. has_left: it has said
-    that it goes. join_number: of its latest Join. rivals: other incarnations of its name that want to join, by address:
-    how often it was heard of since.
+    """One incarnation of a node. heard_s: when it was last heard from, on the event loop's clock; moved on by excuse().
+    told_s: when its load was received. ready_s: since when it accepts requests, if it does. has_left: it has said that
+    it leaves. join_number: of its latest Join. rivals: other incarnations of the same name that want to join, by
+    address, and how often this member was heard from since.
     """
 
     record: NodeRecord
@@ -49,11 +50,11 @@ class Member:
 
     @property
     def tokens_max(self) -> int:
-        """Tokens that its pages can hold."""
+        """Tokens that fit into its pages."""
         return self.layout.pages * self.layout.page_tokens
 
     def tell(self, load: Load, now_s: float) -> None:
-        """It says what it has to do."""
+        """Records a load that it has reported."""
         if not self.load.takes_requests:
             self.ready_s = now_s
         self.load = load
@@ -65,15 +66,15 @@ Refuse = Callable[[CrossrailError], None]
 
 
 def refuse(refused: asyncio.Future[None], why: CrossrailError) -> None:
-    """Of a router's or a node's `refused`: it is not wanted, and will not be. The first such reason is raised there."""
+    """Sets a router's or node's `refused`: it is rejected for good. Only the first reason is kept."""
     log.error("%s", why)
     if not refused.done():
         refused.set_exception(why)
-        refused.exception()  # seen: who runs it may never look
+        refused.exception()  # mark as retrieved: its owner may never look
 
 
 class NotYet(CrossrailError):
-    """Whether this node may join is not known yet; it asks again."""
+    """Whether this node may join is not decided yet; it should ask again."""
 
 
 class Membership(ABC):
@@ -83,55 +84,58 @@ class Membership(ABC):
     """
 
     def start(self, router: str, mailbox: Mailbox, refuse: Refuse) -> None:  # noqa: B027  # not each has to do
-        """Begins, for the router of this name; its tasks are the mailbox's. refuse: is told if it may have no nodes."""
+        """Begins, for the router of this name; its tasks are the mailbox's. refuse: called if the router may not have
+        nodes.
+        """
 
     async def close(self) -> None:  # noqa: B027
-        """The router is no more, and its mailbox closed. Idempotent."""
+        """Called when the router and its mailbox are closed. Idempotent."""
 
     @abstractmethod
     def members(self, role: Role) -> list[Member]:
-        """Those of a role, by name; draining ones too. Any thread. The list is nobody's to change; it is the same one
-        until a member comes or goes.
+        """The members of a role, sorted by name, including draining ones. Any thread. Do not modify the list: the same
+        one is returned until a member joins or goes.
         """
 
     @abstractmethod
     def at(self, address: bytes) -> Member | None:
-        """The member of this address, of either role. Any thread."""
+        """The member with this address, of either role. Any thread."""
 
     @abstractmethod
     def on_gone(self, fn: Gone) -> None:
-        """Calls fn(member, why) for each that is no member any more."""
+        """Calls fn(member, why) for each node that stops being a member."""
 
     @abstractmethod
     def join(self, record: NodeRecord, load: Load, now_s: float) -> None:
-        """A node says that it is there. UsageError when it does not fit: both sides are in the words.
+        """A node registers. UsageError if it does not fit: the message describes both sides.
 
-        Another CrossrailError: not now; it asks again.
+        Another CrossrailError: not now; the node should ask again.
         """
 
     @abstractmethod
     def heartbeat(self, node: str, address: bytes, load: Load, now_s: float) -> bool:
-        """A node says what it has to do. False when this incarnation is no member: it may join."""
+        """A node reports its load. False if this incarnation is no member: it may join."""
 
     @abstractmethod
     def leave(self, node: str, address: bytes) -> None:
-        """It goes by itself. One that is no member is gone already."""
+        """A node leaves by itself. Does nothing for a node that is no member."""
 
     def excuse(self, stood_s: float, now_s: float) -> None:  # noqa: B027
-        """The router itself stood still for so long: what it has not heard meanwhile says nothing about nodes."""
+        """The router itself was frozen for so long: silence during that time says nothing about the nodes."""
 
     @abstractmethod
     def sweep(self, now_s: float, is_lost: Callable[[bytes], bool]) -> None:
-        """Removes those that are not there any more. is_lost: what the engine knows of an address."""
+        """Removes members that are gone. is_lost: whether the engine has lost the peer at an address."""
 
 
 class Roster(Membership):
-    """The Membership inside a router: nodes join by message, and are kept by heartbeats.
+    """The Membership inside a router: nodes join by message, and stay by heartbeats.
 
-    Lifecycle of a member: 1. join. 2. heartbeat within every lease_s, or tokens, for which the router sets heard_s;
-    draining is part of its load. 3. gone: it left, was missed for lease_s, or is lost.
-    Invariant: at most one member of a name. Another incarnation of it waits until that one is gone, as a dead one's
-    successor does, or is refused because it was heard of meanwhile.
+    Lifecycle of a member: 1. join. 2. a heartbeat at least every lease_s, or tokens, for which the router sets heard_s;
+    draining is part of its load. 3. gone: it left, was not heard from for lease_s, or is lost.
+
+    Invariant: at most one member per name. Another incarnation of the name waits until the member is gone, as a dead
+    node's successor does, or is refused because the member was heard from meanwhile.
     """
 
     def __init__(self, lease_s: float) -> None:
@@ -148,7 +152,9 @@ class Roster(Membership):
         return self._by_address.get(address)
 
     def _sort(self) -> None:
-        """To be called when a member came, went, or has another record. Not when somebody asks, in whichever thread."""
+        """Call this when a member joined, left, or changed its record; not on queries, which may come
+        from any thread.
+        """
         by_role: dict[Role, list[Member]] = {role: [] for role in get_args(Role)}
         for member in sorted(self.all(), key=lambda member: member.name):
             by_role[member.record.role].append(member)
@@ -174,7 +180,7 @@ class Roster(Membership):
         if before is None:
             self._members[record.node] = Member(record, layout, load, now_s, now_s, now_s)
             self._sort()
-        elif before.address == record.address:  # the same again: whoever has it keeps a member
+        elif before.address == record.address:  # a repeated Join
             before.record, before.layout = record, layout
             before.tell(load, now_s)
             self._sort()
@@ -182,10 +188,11 @@ class Roster(Membership):
             self._refuse_rival(before, record.address)
 
     def _refuse_rival(self, member: Member, address: bytes) -> None:
-        # The first heartbeat may have been on its way as the member died; the second is sent when that was answered.
+        # The first heartbeat may have been in flight when the member died; the second is sent only after the first's
+        # answer.
         if member.rivals.setdefault(address, 0) < 2:
             raise NotYet(f"another node has the name {member.name!r}: waiting to see whether it lives")
-        del member.rivals[address]  # told so, it goes
+        del member.rivals[address]  # the refusal makes it give up
         raise UsageError(f"another node has the name {member.name!r}, and lives. Next: give this one another name")
 
     def heartbeat(self, node: str, address: bytes, load: Load, now_s: float) -> bool:

@@ -20,8 +20,9 @@ _ROLES: tuple[Role, ...] = ("prefiller", "decoder")
 class RouterCollector(Collector):
     """The metrics of a router. Any thread. docs/metrics.md lists them.
 
-    first_token, whole: durations of requests to their first token, and to their end, however they ended. They are added
-    by whoever accepts requests for the router, such as its HTTP front, in one thread. Owner of the router: the caller.
+    first_token, whole: durations of requests until their first token, and until their end, however they ended. Whoever
+    accepts requests for the router, such as its HTTP front, adds to them, in one thread. Owner of the router: the
+    caller.
     """
 
     def __init__(self, router: Router) -> None:

@@ -8,14 +8,14 @@ from contextlib import contextmanager
 
 from crossrail.kv import messages as m
 
-# Of a future that it awaits, and that was cancelled, such as an executor's that is shut down: not what ends a service.
+# When a future that the model awaits was cancelled, such as one of an executor that was shut down: no reason to stop.
 CANCELLED_BY_NOBODY = "the model raised CancelledError, and nobody had cancelled it"
 
 
 class ModelWatch:
-    """A model hangs that computes, and has not been heard for longer than timeout_s. Threads: the event loop's.
+    """A model hangs if it computes and has not been heard from for longer than timeout_s. Threads: the event loop's.
 
-    owes: what it has not done then, in words.
+    owes: what the model has failed to do then, in words.
     """
 
     def __init__(self, node: str, timeout_s: float, owes: str) -> None:
@@ -23,12 +23,12 @@ class ModelWatch:
         self._timeout_s = timeout_s
         self._owes = owes
         self._now_s = asyncio.get_running_loop().time
-        self._computing = 0  # calls
-        self._heard_s = 0.0  # when it was heard last, or began to compute; written on any thread
+        self._computing = 0  # calls in progress
+        self._heard_s = 0.0  # when it was last heard from, or began to compute; written on any thread
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """While a call of the model is under way. One of several that goes on speaks for all."""
+        """Wraps a call of the model. Progress of any one of several concurrent calls counts for all."""
         if not self._computing:
             self.heard()
         self._computing += 1
@@ -38,7 +38,7 @@ class ModelWatch:
             self._computing -= 1
 
     def heard(self) -> None:
-        """The model goes on. Any thread."""
+        """Notes progress of the model. Any thread."""
         self._heard_s = self._now_s()
 
     @property
@@ -47,21 +47,21 @@ class ModelWatch:
 
     @property
     def hangs(self) -> str:
-        """Why it hangs, in words; empty if it does not."""
+        """Why the model is considered hung; empty if it is not."""
         if (silent_s := self.silent_s) <= self._timeout_s:
             return ""
         shown = f"{silent_s:.0f}" if silent_s >= 10 else f"{silent_s:.2g}"
         return f"the model of node {self._node!r} hangs: it {self._owes} for {shown} s"
 
     async def wait(self) -> str:
-        """Returns why it hangs, in words, once it does, or some time later."""
+        """Returns why the model hangs once it does, or a little later."""
         while True:
             await asyncio.sleep(max(self._timeout_s - self.silent_s, self._timeout_s / 8))
             if why := self.hangs:
                 return why
 
     async def wait_until_it_goes_on(self) -> None:
-        """Or some time longer."""
+        """Returns once the model makes progress again, or a little later."""
         while True:
             await asyncio.sleep(self._timeout_s / 8)
             if not self.hangs:

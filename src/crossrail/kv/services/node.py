@@ -1,4 +1,4 @@
-"""What prefillers and decoders have in common: they belong to routers, report their load, drain and leave."""
+"""What prefillers and decoders have in common: membership with routers, reporting load, draining and leaving."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ log = logging.getLogger("crossrail.kv")
 
 _NUMBER = re.compile(r"\d+")
 
-# Where a router is now: its address, or an exception when it cannot be found.
+# Finds a router: returns its present address, or raises if it cannot be found.
 FindRouter = Callable[[], Awaitable[bytes]]
 
 
 class RequestsOf(NamedTuple):
-    """Requests of a router. running: go on. untold: have ended, and it has not taken that. told: it has, not long ago.
+    """A router's requests. running: in progress. untold: ended, not yet acknowledged. told: acknowledged not long ago.
 
     untold and told: in the order in which they ended.
     """
@@ -50,11 +50,11 @@ class RequestsOf(NamedTuple):
 
 
 class RouterLink:
-    """This node's membership with one router, for as long as the node lives, through restarts of the router.
+    """This node's membership with one router, for the life of the node, across restarts of the router.
 
-    address: where the router is; None while it is not known, or does not know us.
-    found: where it was last, or will be: who joins is known to the router some time before it hears so.
-    router: its name, as far as it is known; a node may have several, and its log says which it means.
+    address: of the router; None while it is not known, or does not know us. found: its last or next address: a joining
+    node is known to the router some time before it gets the answer. router: its name if known; a node may have several
+    routers, and its log says which one it means.
     """
 
     def __init__(self, node: Node, find: FindRouter, router: str = "") -> None:
@@ -67,18 +67,18 @@ class RouterLink:
         self.joined = asyncio.Event()
         self._report_now = asyncio.Event()
         self._left = False
-        self._trouble = ""  # why there is no router, as it was told last
+        self._trouble = ""  # why there is no router, as last logged
 
     def report_soon(self) -> None:
         """Something changed that the router should know before the next heartbeat."""
         self._report_now.set()
 
     async def run(self) -> None:
-        """Joins, reports, joins again when it must; ends when it is refused, or has left."""
+        """Joins, sends heartbeats, and joins again when needed; ends when refused, or after leave()."""
         while not self._left:
             try:
                 address = self.found = await self._find()
-                self._node.mailbox.wire.try_anew(address)  # who was cut off from it for long has given it up
+                self._node.mailbox.wire.try_anew(address)  # a node that was cut off for long has given the address up
                 await self._stay(address, await self._join(address))
             except NodeRefused as refusal:
                 self._node.refuse(refusal)
@@ -90,8 +90,8 @@ class RouterLink:
             await asyncio.sleep(self._node.options.retry_s)
 
     def _tell_trouble(self, trouble: str) -> None:
-        """Once for each reason, whatever its numbers: it is tried again twice a second, maybe for days. Who leaves
-        needs none.
+        """Logs once per reason, ignoring numbers in it: retries come twice a second, maybe for days. A node that is
+        leaving needs no router.
         """
         reason = _NUMBER.sub("0", trouble)
         if not self._node.draining and reason != self._trouble:
@@ -106,7 +106,7 @@ class RouterLink:
         self._trouble = ""
 
     async def leave(self) -> None:
-        """Says goodbye, if the router can be reached, and does not come back. Idempotent."""
+        """Says goodbye if the router can be reached, and does not come back. Idempotent."""
         if self._left:
             return
         self._left = True
@@ -119,7 +119,7 @@ class RouterLink:
 
     async def _join(self, address: bytes) -> m.Joined:
         node, kinds = self._node, (m.Joined, m.JoinRefused)
-        told = node.requests_of(self).told  # all these are told again, also what would be kept no longer by then
+        told = node.requests_of(self).told  # fixed here: all of these are reported again, even if they expire meanwhile
         while True:
             its = node.requests_of(self)._replace(told=told)
             ended = len(its.told) + len(its.untold)
@@ -128,8 +128,8 @@ class RouterLink:
             if isinstance(answer, m.JoinRefused):
                 raise NodeRefused(f"node {node.name!r} was refused: {answer.reason}")
             if {*its.running, *its.untold} <= set(node.requests_of(self).names()):
-                # Else the router believes in what is here no more, as an end that was kept for long. What runs for it
-                # gets only less until it is joined.
+                # Otherwise the router would believe in requests that are gone here, such as an end that was kept for
+                # long. The set of running ones can only shrink until we have joined.
                 break
         self.address = address
         self.joined.set()
@@ -138,7 +138,7 @@ class RouterLink:
         return answer
 
     async def _stay(self, address: bytes, terms: m.Joined) -> None:
-        """Reports until the router does not know us, or does not answer for a lease."""
+        """Sends heartbeats until the router does not know us, or does not answer for a lease."""
         heard_s = loop_time_s()
         while True:
             await set_in_time(self._report_now, terms.heartbeat_s)
@@ -156,12 +156,12 @@ class RouterLink:
 
 
 class Node(AsyncClosing):
-    """A prefiller or a decoder: base class. Threads: the event loop's.
+    """Base class of prefillers and decoders. Threads: the event loop's.
 
-    Lifecycle: 1. made. 2. start(). 3. drain(): what is there is finished, nothing new taken. 4. close().
-    ranks: memory of each rank of the model's layout, by rank. find_routers: one for each router that it is to serve.
-    refused: raises what a router, or whoever keeps the members, has against the node.
-    Owner of the mailbox, the memory and the engine: whoever made them; they stay open until after close().
+    Lifecycle: 1. made. 2. start(). 3. drain(): what is here is finished, nothing new accepted. 4. close(). ranks:
+    memory of each rank of the model's layout, by rank. find_routers: one for each router to serve. refused: raises what
+    a router, or whoever keeps the members, has against the node. Owner of the mailbox, the memory and the engine:
+    whoever made them; they must stay open until after close().
     """
 
     role: m.Role
@@ -202,33 +202,33 @@ class Node(AsyncClosing):
 
     @abstractmethod
     def load(self) -> m.Load:
-        """The load that routers are told."""
+        """The load to report to routers."""
 
     def requests_of(self, link: RouterLink) -> RequestsOf:
         """The requests that came from this router."""
         return RequestsOf([], [], [])
 
     def needs(self, link: RouterLink) -> bool:
-        """Whether there is something to tell this router, should it come back."""
+        """Whether there is something to report to this router, should it come back."""
         return False
 
     def on_joined(self, link: RouterLink, told: list[Serving]) -> None:  # not every node has something to do then
-        """The router knows us, for the first time or again. told: of requests_of(), as it has heard."""
+        """The router knows us, for the first time or again. told: those of requests_of() that it has heard of."""
 
     def start(self) -> None:
-        """Begins to take messages, and joins the routers."""
+        """Begins to receive messages, and joins the routers."""
         self.mailbox.start()
         for link in self.links:
             self._run_link(link)
 
     def add_link(self, find: FindRouter, router: str = "") -> RouterLink:
-        """Joins one more router, of this name if it is known. After start()."""
+        """Joins one more router, with this name if it is known. After start()."""
         self.links.append(RouterLink(self, find, router))
         self._run_link(self.links[-1])
         return self.links[-1]
 
     def drop_link(self, link: RouterLink) -> bool:
-        """Looks no longer for a router of add_link(). False: we are its member, or something here waits for it."""
+        """Stops looking for a router of add_link(). False: we are its member, or a request here waits for it."""
         if link.joined.is_set() or self.needs(link):
             return False
         self.links.remove(link)
@@ -236,11 +236,11 @@ class Node(AsyncClosing):
         return True
 
     def refuse(self, why: CrossrailError) -> None:
-        """The node is not wanted, and will not be: whoever awaits `refused` gets the first such reason."""
+        """The node is rejected for good: whoever awaits `refused` gets the first such reason."""
         refuse(self.refused, why)
 
     async def drain(self, timeout_s: float) -> bool:
-        """Takes nothing new, waits until all that is here has ended, and leaves. False when that took too long."""
+        """Accepts nothing new, waits until everything here has ended, and leaves. False if that took too long."""
         check_seconds(timeout_s=timeout_s)
         self.draining = True
         self._report_soon()
@@ -249,7 +249,7 @@ class Node(AsyncClosing):
         return ended
 
     async def close(self) -> None:
-        """Ends what is under way. Idempotent."""
+        """Ends what is in progress. Idempotent."""
         await self.mailbox.close()
 
     async def _leave(self) -> None:

@@ -1,4 +1,4 @@
-"""What a decoder sends its routers: pieces of several requests that are ready together travel in one message."""
+"""What a decoder sends to its routers: tokens of several requests that are ready together travel in one message."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from crossrail.kv import messages as m
 
 log = logging.getLogger("crossrail.kv")
 
-# Of a message, so that it is one packet: a piece of 4096 tokens takes 16 KiB, and a span of a timeline some 60 bytes.
+# Of a message, so that it fits a packet: a piece of 4096 tokens takes 16 KiB, and a span of a timeline some 60 bytes.
 _BYTES_MAX = 40_000
-_PIECE_BYTES, _SPAN_BYTES = 256, 100  # beside its tokens, its name among them; and for each span, named as they are
+_PIECE_BYTES, _SPAN_BYTES = 256, 100  # overhead of a piece, its name included, and of a span with its name
 
 
 class _Piece(NamedTuple):
@@ -26,10 +26,10 @@ class _Piece(NamedTuple):
 class Outbox:
     """Threads: the event loop's.
 
-    A model gives a token to each request of a batch at once, and a message for each would cost more than all else that
-    is done for a token. So pieces wait for the end of the turn of the event loop in which the first of them came, and
-    for nothing else: not for other requests, nor for answers to earlier messages. A message that is lost or late holds
-    up the pieces that are in it. timeout_s: of a message.
+    A model yields a token for each request of a batch at once, and a message for each would cost more than everything
+    else done for a token. So pieces wait until the end of the event loop's turn in which the first of them came, and
+    for nothing else: neither for other requests nor for answers to earlier messages. A lost or late message delays the
+    pieces in it. timeout_s: of a message.
     """
 
     def __init__(self, mailbox: Mailbox, timeout_s: float) -> None:
@@ -38,9 +38,9 @@ class Outbox:
         self._ready: dict[bytes, list[_Piece]] = {}  # by router
 
     async def offer(self, router: bytes, tokens: m.Tokens) -> bool | None:
-        """Whether it wants the request they are of; None when there was no answer. At most one at a time of a request.
+        """Whether the router wants this request; None if it did not answer. At most one call at a time per request.
 
-        What Mailbox.ask raises beside NoAnswer and Unreachable is raised.
+        Raises what Mailbox.ask raises other than NoAnswer and Unreachable.
         """
         loop = asyncio.get_running_loop()
         wanted: asyncio.Future[bool | None] = loop.create_future()
@@ -72,7 +72,7 @@ class Outbox:
                     piece.wanted.set_exception(error)
             return
         for piece, answer in zip(pieces, answers, strict=True):
-            if not piece.wanted.done():  # else who waited for it was cancelled
+            if not piece.wanted.done():  # otherwise its waiter was cancelled
                 piece.wanted.set_result(answer)
 
     async def _answers(self, router: bytes, pieces: list[m.Tokens]) -> list[bool | None]:
@@ -85,7 +85,7 @@ class Outbox:
 
 
 def _messages(pieces: list[_Piece]) -> Iterator[list[_Piece]]:
-    """In their order, as few messages as their lengths allow."""
+    """Packs the pieces, in order, into as few messages as their sizes allow."""
     message: list[_Piece] = []
     length = 0
     for piece in pieces:

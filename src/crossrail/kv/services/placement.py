@@ -1,4 +1,4 @@
-"""Which nodes a router gives a request to, and which requests each of them has."""
+"""Which nodes a router gives a request to, and which requests each node has."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from crossrail.kv.services.router_requests import Running
 from crossrail.kv.services.selection import PrefixMemory, cost
 from crossrail.kv.transfer.prefix import page_hashes
 
-_PREFIX_TOKENS = 64  # of a block in the router's own memory of prefixes; nodes have pages of their own sizes
+_PREFIX_TOKENS = 64  # tokens of a block in the router's own memory of prefixes; nodes have page sizes of their own
 
 
 def prefix_names(prompt: Tokens) -> list[bytes]:
-    """Of a prompt's blocks, as Placement knows them."""
+    """The names of a prompt's blocks, as Placement uses them."""
     return [name.tobytes() for name in page_hashes(prompt, _PREFIX_TOKENS)]
 
 
 class ModelsSeen:
-    """Models that nodes have, or had in the last keep_s: they may come back, and requests wait for them.
+    """Models that nodes have, or had within the last keep_s: their nodes may come back, and requests wait for them.
 
-    Nothing is unknown until keep_s after start(): nodes are still to join then. Times: the event loop's clock.
+    Until keep_s after start() no model counts as unknown: nodes may still join. Times: the event loop's clock.
     """
 
     def __init__(self, membership: Membership) -> None:
@@ -36,11 +36,11 @@ class ModelsSeen:
         self._seen_s: dict[str, float] = {}
 
     def start(self, now_s: float) -> None:
-        """From now on nodes may join."""
+        """Nodes may join from now on."""
         self._started_s = now_s
 
     def look(self, now_s: float, keep_s: float) -> None:
-        """To be called regularly."""
+        """Call this regularly."""
         for role in get_args(Role):
             self._seen_s |= {member.record.model: now_s for member in self._membership.members(role)}
         self._seen_s = {model: seen_s for model, seen_s in self._seen_s.items() if now_s - seen_s <= keep_s}
@@ -56,20 +56,21 @@ class ModelsSeen:
 class Placement:
     """Threads: the event loop's.
 
-    Invariant: what is counted as under way at a node is the prompts of requests whose `prefiller` it is, the weights of
-    those that are charged to it as their `decoder`, and both of those that it is to have if a decoder takes them.
-    Invariant: a decoder is kept for one request at most, and a request has one kept at most.
+    Invariant: the load counted at a node is the prompts of requests whose `prefiller` it is, the weights of requests
+    that are charged to it as their `decoder`, and both for requests that are on offer and would use it.
+
+    Invariant: a decoder is kept for at most one request, and a request has at most one decoder kept.
     """
 
     def __init__(self, membership: Membership) -> None:
         self._membership = membership
         self._prefixes = PrefixMemory()
-        self._sent: Counter[bytes] = Counter()  # tokens under way, by address
-        self._kept: dict[str, bytes] = {}  # by request that has waited too long for room: a decoder
-        self._kept_for: dict[bytes, str] = {}  # the same, by the decoder
+        self._sent: Counter[bytes] = Counter()  # tokens in progress, by address
+        self._kept: dict[str, bytes] = {}  # by request that has waited too long for room: the decoder kept for it
+        self._kept_for: dict[bytes, str] = {}  # the inverse
 
     def best(self, members: Sequence[Member], running: Running) -> Member:
-        """The one that takes the request soonest, as far as is known here."""
+        """The member expected to take the request soonest, as far as is known here."""
         tokens = len(running.prompt)
 
         def cost_at(member: Member) -> tuple[int, int, str]:
@@ -79,7 +80,7 @@ class Placement:
         return min(members, key=cost_at)
 
     def prefillers(self, running: Running, model: str) -> list[Member]:
-        """Those with this model that take requests, and have pages enough for it."""
+        """Prefillers with this model that accept requests and have enough pages for it."""
         return [
             member
             for member in self._membership.members("prefiller")
@@ -89,7 +90,7 @@ class Placement:
         ]
 
     def prefill_tokens(self) -> dict[str, int]:
-        """By model: how long a prompt may be for one of the prefillers that take requests."""
+        """By model: the longest prompt that a prefiller which accepts requests can take."""
         longest: dict[str, int] = {}
         for member in self._membership.members("prefiller"):
             if member.load.takes_requests:
@@ -97,7 +98,7 @@ class Placement:
         return longest
 
     def check_length(self, prompt_tokens: int, model: str | None) -> None:
-        """UsageError when there are prefillers, draining ones too, and none of them has pages enough for a prompt."""
+        """UsageError if there are prefillers, even draining ones, and none of them has enough pages for the prompt."""
         there = [member for member in self._membership.members("prefiller") if model in (None, member.record.model)]
         largest = max(there, key=lambda member: member.tokens_max, default=None)
         if largest is not None and prompt_tokens - 1 > largest.tokens_max:
@@ -108,9 +109,9 @@ class Placement:
             )
 
     def keep(self, running: Running, decoder: Member) -> None:
-        """From now on this one takes no younger request, so that what runs there leaves room for this one.
+        """From now on this decoder accepts no younger request, so that room becomes free for this one.
 
-        Else one that is as large as a decoder's memory would wait for ever behind small ones, which always fit.
+        Otherwise a request as large as a decoder's memory would wait for ever behind small ones, which always fit.
         """
         self.release(running)
         self._kept[running.request], self._kept_for[decoder.address] = decoder.address, running.request
@@ -120,42 +121,42 @@ class Placement:
         return max(weight(running) - self._cached_tokens(decoder, running), 0)
 
     def names_at(self, node: Member) -> Mapping[bytes, None]:
-        """Of prompts' blocks that are there, as far as is known here."""
+        """The names of prompts' blocks that are cached there, as far as is known here."""
         return self._prefixes.names_at(node.address)
 
     def release(self, running: Running) -> bytes | None:
-        """It waits no more. Returns the address of the decoder that was kept for it, if one was."""
+        """The request waits no more. Returns the address of the decoder that was kept for it, if any."""
         decoder = self._kept.pop(running.request, None)
         if decoder is not None:
             del self._kept_for[decoder]
         return decoder
 
     def kept_for(self, decoder: Member) -> str | None:
-        """The request that it is kept for."""
+        """The request that the decoder is kept for."""
         return self._kept_for.get(decoder.address)
 
     def is_kept_for(self, decoder: Member, running: Running) -> bool:
         return self.kept_for(decoder) == running.request
 
     def is_kept(self, decoder: Member, running: Running) -> bool:
-        """For another request."""
+        """Whether the decoder is kept for another request."""
         return self.kept_for(decoder) not in (None, running.request)
 
     def offer(self, node: Member, tokens: int) -> None:
-        """It is to have a request with so much to do, if a decoder takes that. Counted until answered(): else all that
-        come before the first answer would go to the node that was the best for the first.
+        """The node is to get a request with so much work if a decoder accepts it. Counted until answered(): otherwise
+        all requests that come before the first answer would go to the node that was best for the first.
         """
         if self._is_member(node):
             self._sent[node.address] += tokens
 
     def answered(self, node: Member, tokens: int) -> None:
-        """The decoder has taken the request, and give() counts it now; or it has not."""
-        if self._is_member(node):  # else it is forgotten
+        """The decoder has accepted the request, so give() counts it now; or has refused it."""
+        if self._is_member(node):  # otherwise it is forgotten
             self._sent[node.address] -= tokens
 
     @contextmanager
     def offered(self, node: Member | None, tokens: int) -> Iterator[None]:
-        """The same, for as long as the context lasts. None: to no node."""
+        """offer() and answered(), around a context. None: no node."""
         if node is None:
             yield
             return
@@ -166,8 +167,8 @@ class Placement:
             self.answered(node, tokens)
 
     def give(self, running: Running, decoder: Member, prefiller: Member | None) -> None:
-        """The decoder has taken it, and asks this prefiller, or the one that it has been told to ask instead since. Of
-        who is gone by now nothing is counted.
+        """The decoder has accepted the request, and asks this prefiller, or one named to it since. Nothing is counted
+        for nodes that are gone by now.
         """
         if running.attempt > running.placement:
             prefiller = running.prefiller
@@ -178,7 +179,7 @@ class Placement:
         self.assign(running, prefiller)
 
     def assign(self, running: Running, prefiller: Member | None) -> None:
-        """Counts the prompt as work of its prefiller, from now on until it has another or ends."""
+        """Counts the prompt as work of its prefiller, until it has another one or ends."""
         if running.prefiller is not None:
             self._discharge(running.prefiller, len(running.prompt))
         if prefiller is not None and not self._is_member(prefiller):
@@ -189,15 +190,16 @@ class Placement:
             self._prefixes.note(prefiller.address, running.names)
 
     def take_back(self, running: Running) -> None:
-        """Neither of its nodes has anything to do for it any more."""
+        """Neither of its nodes has any work for the request any more."""
         if running.decoder is not None and running.is_charged:
             self._discharge(running.decoder, weight(running))
         running.is_charged = False
         self.assign(running, None)
 
     def forget(self, member: Member) -> None:
-        """It is gone."""
-        if self._membership.at(member.address) is not None:  # under another name it is still there, with all it has
+        """The node is gone."""
+        # It is still there under another name, with all its requests.
+        if self._membership.at(member.address) is not None:
             return
         self._prefixes.forget(member.address)
         self._sent.pop(member.address, None)
@@ -211,10 +213,10 @@ class Placement:
         return any(member is node for member in self._membership.members(node.record.role))
 
     def _discharge(self, member: Member, tokens: int) -> None:
-        if member.address in self._sent:  # else it is gone, and forgotten
+        if member.address in self._sent:  # otherwise it is gone and forgotten
             self._sent[member.address] -= tokens
 
 
 def weight(running: Running) -> int:
-    """Tokens that a decoder keeps for it, at most."""
+    """The most tokens that a decoder keeps for the request."""
     return len(running.prompt) + running.sampling.max_tokens

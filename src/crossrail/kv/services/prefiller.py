@@ -1,9 +1,9 @@
 """The prefiller: runs prompts through the model, one after another, and writes their KV to decoders as it is computed.
 
-Life of a request here, an attempt of it more exactly:
+Life of a request here, or more exactly of one attempt:
 1. queued: a Dispatch came.
-2. running: pages are reserved, a SendJob is open; the model runs chunk by chunk, layers leave as they are done, then
-   the tail.
+2. running: pages are reserved, a SendJob is open; the model runs chunk by chunk, and each layer is sent once it is
+   computed, then the tail.
 3. written, once our own writes have completed; or failed, once nothing of it can land any more. Pages are released.
 A Withdraw ends it at any point and is answered when nothing can land any more. One that overtakes its Dispatch is
 remembered, and the Dispatch refused.
@@ -43,7 +43,7 @@ from crossrail.kv.transfer.target import KvTarget
 log = logging.getLogger("crossrail.kv")
 
 _ENDED_KEPT = 2048
-_TIMELINES_KEPT = 64  # of them: a decoder asks as soon as all is there, and one has up to thousands of spans
+_TIMELINES_KEPT = 64  # number kept: decoders ask as soon as everything has arrived, and one may have thousands of spans
 _TAIL_SLOTS = 256
 
 _NAME_CHARS = 40
@@ -51,9 +51,9 @@ _NAME_CHARS = 40
 
 @dataclass(eq=False)
 class _Work:
-    """One attempt of a request. job: from when it runs on. withdrawn: nothing more is to be begun for it.
+    """One attempt of a request. job: set once it runs. withdrawn: begin nothing more for it.
 
-    name: no other work has it, whatever their requests are called. names: of its pages, from when it gets some.
+    name: unique, whatever the requests are called. names: of its pages, once it has some.
     """
 
     key: Key
@@ -67,15 +67,15 @@ class _Work:
     job: SendJob | None = None
     names: PageNames = field(default_factory=lambda: NO_NAMES)
     withdrawn: str = ""
-    is_computed: bool = False  # the model is done with it, one way or the other
+    is_computed: bool = False  # the model is done with it, in one way or another
     tail_slot: int | None = None
     quiet: asyncio.Event = field(default_factory=asyncio.Event)  # set once nothing of it can land any more
 
 
 class Prefiller(Node):
-    """A Node that prefills. One request's chunk runs at a time; transfers of earlier ones go on meanwhile.
+    """A Node that prefills. One chunk runs at a time; transfers of earlier requests go on meanwhile.
 
-    First come, first served, but for prompts of one chunk, which pass between the chunks of longer ones.
+    First come, first served, except that prompts of one chunk run between the chunks of longer ones.
     """
 
     role: m.Role = "prefiller"
@@ -100,7 +100,7 @@ class Prefiller(Node):
         self._numbers = itertools.count(1)
         self._book = AttemptBook(mailbox, _ENDED_KEPT)
         self._with_timeline: deque[Key] = deque()
-        self._released = asyncio.Event()  # pages or a tail slot came back
+        self._released = asyncio.Event()  # set when pages or a tail slot were released
         self._model_watch = ModelWatch(name, self.options.model_timeout_s, "has announced no layer")
         mailbox.handle(m.Dispatch, self._on_dispatch)
         mailbox.handle(m.Probe, self._on_probe)
@@ -123,7 +123,7 @@ class Prefiller(Node):
         )
 
     async def close(self) -> None:
-        """Ends what is under way: waits until nothing of it can land any more. Idempotent."""
+        """Ends what is in progress: waits until nothing of it can land any more. Idempotent."""
         self._is_closing = True
         await super().close()
         await self.sender.close()
@@ -177,8 +177,8 @@ class Prefiller(Node):
         return self._full()
 
     def _full(self) -> str:
-        """Why the queue takes nothing more. Not by the length of what comes: long prompts would wait behind short ones
-        for ever, which always fit.
+        """Why the queue accepts nothing more. Independent of the new prompt's length: otherwise long prompts would
+        starve behind short ones, which always fit.
         """
         if len(self._queue) >= self.options.queue_max:
             return f"node {self.name!r} has {len(self._queue)} requests in its queue already"
@@ -209,24 +209,27 @@ class Prefiller(Node):
     # --- work ---
 
     async def _report_when_model_hangs(self) -> None:
-        """At once: until they hear of it routers send it what it does not take. That it goes on they hear in time."""
+        """Reports a hang at once: until then routers send requests that are refused. Recovery can wait for the
+        heartbeat.
+        """
         while True:
             await self._model_watch.wait()
             self._report_soon()
             await self._model_watch.wait_until_it_goes_on()
 
     def _give_up(self, work: _Work, why: str) -> None:
-        """Begins nothing more for it; what is under way ends as soon as it can."""
+        """Begins nothing more for it; what is in progress ends as soon as possible."""
         work.withdrawn = work.withdrawn or why
         if work.job is None:
-            # It never ran, and will not: nothing to wait for. Whoever has it in hand looks at `withdrawn` first.
+            # It never ran, and will not, so there is nothing to wait for. Whoever has taken it looks at `withdrawn`
+            # first.
             work.quiet.set()
             self._drop_unwanted()
         else:
             self.mailbox.spawn(self._stop(work, work.job, why), "stopping a transfer")
 
     def _drop_unwanted(self) -> None:
-        """Ends what waits in the queue for nobody: the one that is computed may take minutes."""
+        """Ends queued attempts that nobody waits for: the one being computed may take minutes."""
         for work in list(self._queue):
             try:
                 self._raise_if_withdrawn(work)
@@ -255,8 +258,8 @@ class Prefiller(Node):
             self._end(work, "failed", f"{type(error).__name__}: {error}")
 
     async def _let_a_short_one_pass(self) -> None:
-        """Between two chunks of a long prompt: runs the first in the queue that takes no more than a chunk, if there is
-        room for it now. So short prompts do not wait for all of a long one, and that gets every second chunk at least.
+        """Between two chunks of a long prompt: runs the first queued prompt of at most one chunk, if there is room for
+        it now. So short prompts need not wait for all of a long one, which still gets at least every second chunk.
         """
         for work in self._queue:
             if len(work.tokens) <= self.options.chunk_tokens:
@@ -266,9 +269,9 @@ class Prefiller(Node):
                 return
 
     async def _run(self, work: _Work) -> None:
-        """Prefills one request. When it returns the model is free; raises when nothing was begun.
+        """Prefills one request. When it returns the model is free; raises if nothing was begun.
 
-        Writes under way are not waited for here, also not those of a request that failed: its decoder may stand still.
+        It does not wait for writes in flight, not even those of a failed request: the decoder may be frozen.
         """
         lease = await self._reserve(work)
         work.timeline.add("queue", 0.0)
@@ -294,9 +297,9 @@ class Prefiller(Node):
             self.mailbox.spawn(self._finish(work, job, timer), "finishing a transfer")
 
     async def _reserve(self, work: _Work) -> PageLease:
-        """Pages for all of its tokens, and a place for its tail, as soon as there are any."""
+        """Pages for all of its tokens, and a slot for its tail, as soon as they are free."""
         page_tokens = self.model.layout.page_tokens
-        # Its last token is run in any case, for the tail, and must not write into a page that others read.
+        # The last token runs in any case, for the tail, and must not write into a page that others read.
         work.names = page_hashes(work.tokens, page_tokens, salt=self.model.name.encode())
         names = work.names[: (len(work.tokens) - 1) // page_tokens]
         give_up_s = min(work.timeline.now() + self.options.page_wait_s, work.timeline.since_begin(work.deadline_at_s))
@@ -313,7 +316,7 @@ class Prefiller(Node):
                 left_s = give_up_s - work.timeline.now()
                 if left_s <= 0:
                     raise
-                # And looks again: it may have been withdrawn meanwhile.
+                # The loop looks again: it may have been withdrawn meanwhile.
                 await set_in_time(self._released, min(left_s, self.options.probe_s))
 
     def _raise_if_withdrawn(self, work: _Work) -> None:
@@ -343,12 +346,12 @@ class Prefiller(Node):
             offset = work.tail_slot * self.model.tail_bytes
             self._tails.view()[offset : offset + len(tail)] = tail
             job.send_tail(self._tails, offset)
-        if not job.stopped:  # not only when all is written: requests with the same prefix often come together
+        if not job.stopped:  # at each chunk, not only at the end: requests with the same prefix often come together
             job.lease.publish_computed(work.names)
 
     async def _run_chunk(self, job: SendJob, tokens: Tokens, start: int) -> bytes:
-        """Tokens from `start` on go through the model, and their layers leave. Returns the tail."""
-        if job.target.prefix_tokens == job.target.tokens:  # the decoder has all pages, and lacks the tail alone
+        """Runs the tokens from `start` on through the model and sends their layers. Returns the tail."""
+        if job.target.prefix_tokens == job.target.tokens:  # the decoder has all pages, and lacks only the tail
             return await self._run_model(job, tokens, start, _nothing_to_send)
         step = self.sender.begin_step([(job, len(tokens))])
         try:
@@ -363,7 +366,7 @@ class Prefiller(Node):
 
     async def _run_model(self, job: SendJob, tokens: Tokens, start: int, layer_done: Callable[[], None]) -> bytes:
 
-        def heard() -> None:  # any thread
+        def heard() -> None:  # on any thread
             self._model_watch.heard()
             layer_done()
 
@@ -388,12 +391,12 @@ class Prefiller(Node):
         await job.cancel(detail)
         try:
             await self._settle(work, job, timer)
-        except CrossrailError as error:  # what stopped it first
+        except CrossrailError as error:  # the first error that stopped it
             detail = str(error)
         self._end(work, "failed", detail)
 
     async def _settle(self, work: _Work, job: SendJob, timer: asyncio.TimerHandle) -> None:
-        """Waits for the end of our writes and gives the pages back. Raises what stopped the job."""
+        """Waits for the end of our writes and releases the pages. Raises what stopped the job."""
         try:
             await job.finish()
         finally:
@@ -428,11 +431,11 @@ class Prefiller(Node):
 
 
 def _nothing_to_send() -> None:
-    """A layer is done, and nobody waits for it."""
+    """For layers that nobody waits for."""
 
 
 def _add_writes(timeline: Timeline, job: SendJob) -> None:
-    """A span for the tail, and for each layer of each chunk, from when its writes were begun until they had ended."""
+    """Adds a span for the tail, and one for each layer of each chunk, from the begin of its writes to their end."""
     if job.tail is not None:
         timeline.add("tail", *(timeline.since_begin(at_s) for at_s in job.tail))
     posted_s = {(layer.end_tokens, layer.layer): timeline.since_begin(layer.at_s) for layer in job.posted}

@@ -1,4 +1,4 @@
-"""Names another prefiller to a decoder whose own died, failed, or has no room."""
+"""Names another prefiller to a decoder whose prefiller died, failed, or has no room."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from crossrail.kv.services.router_requests import Running
 
 log = logging.getLogger("crossrail.kv")
 
-_SAME_AGAIN_S = 0.5  # times the attempt: what refused or failed a moment ago may do so again
-_SEEK_S = 0.02  # how often a prefiller is looked for,
-# by so many requests; by more in proportion less often, so that all take a part of a core at most.
+_SAME_AGAIN_S = 0.5  # times the attempt's number: a prefiller that has just refused or failed may do so again
+_SEEK_S = 0.02  # interval at which a prefiller is looked for,
+# by up to this many requests; with more of them the interval grows, so that all together use only part of a core
 _SEEKING_AT_ONCE = 40
 
 
@@ -24,14 +24,14 @@ class Redispatch:
 
     def __init__(self, placement: Placement) -> None:
         self._placement = placement
-        self._seeking = 0  # requests
+        self._seeking = 0  # number of requests
 
     async def answer(
         self, running: Running, sender: bytes, lost: m.PrefillerLost, *, queue_s: float, attempts_max: int
     ) -> m.Reassigned:
-        """Which prefiller the decoder that lost one is to ask; or why none.
+        """Chooses the prefiller that a decoder which lost one is to ask; or says why there is none.
 
-        queue_s: how long it waits for one that is there, and for one that has room. attempts_max: that may fail.
+        queue_s: how long to wait for one to appear, and for one to have room. attempts_max: attempts that may fail.
         """
         if running.decoder is None or not running.waits_at(sender, lost.placement):
             return nobody_waits(lost)
@@ -47,7 +47,7 @@ class Redispatch:
             return m.Reassigned(lost.request, lost.attempt, None, m.clipped(why))
         log.info("request %s, attempt %d: prefiller %s: %s", lost.request, lost.attempt, lost.node, lost.reason)
         found = await self._other(running, running.decoder.record.model, lost, queue_s)
-        if not running.waits_at(sender, lost.placement):  # its client left, or it is elsewhere by now
+        if not running.waits_at(sender, lost.placement):  # its client has left, or it is placed elsewhere by now
             return nobody_waits(lost)
         if found is None:
             why = f"no other prefiller within {queue_s:g} s after {lost.node!r}: {lost.reason}"
@@ -58,9 +58,9 @@ class Redispatch:
         return m.Reassigned(lost.request, running.attempt, found.record.ref)
 
     async def _other(self, running: Running, model: str, lost: m.PrefillerLost, queue_s: float) -> Member | None:
-        """One that is there, or comes within queue_s. The same again, after a pause, if there is no other, or the
-        others have no room either. One where an attempt has failed only if there is no other, or if it has joined, or
-        its model has gone on, since then.
+        """A prefiller that is there, or comes within queue_s. The same one again, after a pause, only if there is no
+        other, or the others have no room either. One where an attempt has failed only if there is no other, or if it
+        has joined anew or its model has recovered since.
         """
         same_after_s = loop_time_s() + _SAME_AGAIN_S * (lost.attempt - lost.placement + 1)
         give_up_s = loop_time_s() + queue_s
@@ -70,7 +70,7 @@ class Redispatch:
                 there = self._placement.prefillers(running, model)
                 able = [member for member in there if not _has_failed(member, running)] or there
                 others = [member for member in able if member.address != lost.address]
-                # One that was full is another again once it has been heard since.
+                # One that was full counts as new once it has reported since.
                 heard = [member for member in others if running.full.get(member.address, 0.0) < member.told_s]
                 if heard:
                     return self._placement.best(heard, running)

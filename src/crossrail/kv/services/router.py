@@ -1,15 +1,16 @@
-"""The router: takes requests, chooses a prefiller and a decoder for each, and sees them to their end.
+"""The router: accepts requests, chooses a prefiller and a decoder for each, and follows them to their end.
 
 Life of a request here:
-1. admitted, unless `requests_max` are under way (Overloaded).
-2. waits for its turn at a decoder (waiting.py), and is given to it together with the prefiller that it is to ask. A
-   decoder that is busy or silent is passed over. A request that has waited half of `queue_s` has a decoder kept for it,
-   which takes nothing younger until it goes on, of no router: it is told so.
-3. tokens come from the decoder, in order, repeated until taken.
-4. a decoder whose prefiller dies asks for another; the client sees nothing but time.
-5. a decoder that dies or leaves: another one goes on behind the tokens that are here; of those that die, `restarts_max`
-   times. What the one before had generated and not told is generated again; no client sees a token twice.
-6. ended: by the decoder's word; or because the client is gone, or time is up, or nobody can go on.
+1. admitted, unless `requests_max` are in progress (Overloaded).
+2. waits for its turn at a decoder (waiting.py), and is given to it together with the prefiller to ask. Decoders that
+   are busy or silent are passed over. For a request that has waited half of `queue_s` a decoder is kept: it accepts
+   nothing younger, from any router, until this request has left the queue.
+3. tokens come from the decoder, in order, resent until acknowledged.
+4. a decoder whose prefiller dies asks for another; the client notices only the delay.
+5. if its decoder dies or leaves, another one continues after the tokens received so far; for dead ones at most
+   `restarts_max` times. Tokens that the previous decoder generated but did not deliver are generated again; no client
+   sees a token twice.
+6. ended: the decoder says so; or the client is gone, time is up, or nobody can continue.
 """
 
 from __future__ import annotations
@@ -49,16 +50,16 @@ _REFUSED: dict[type[CrossrailError], str] = {
     Overloaded: "overloaded",
     Unavailable: "unavailable",
 }
-# How a request ends whose decoder is gone, where no other can be had.
+# How a request ends whose decoder is gone, if no other can be had.
 _ENDS: dict[type[CrossrailError], m.EndReason] = {Overloaded: "overloaded", Unavailable: "unavailable"}
 
 
 class Router(AsyncClosing):
-    """Threads: the event loop's. start(), then complete() any number of times side by side, then close().
+    """Threads: the event loop's. start(), then complete() any number of times concurrently, then close().
 
-    membership: who is there; None: whoever joins by message, as long as its heartbeats come: heartbeat_s is at most
-        half of lease_s then.
-    refused: since start(); raises why it may have no nodes, as when another router has its name.
+    membership: who the nodes are; None: nodes join by message and stay by heartbeats, and then heartbeat_s may be at
+    most half of lease_s. refused: from start() on; raises why the router may have no nodes, for example if another
+    router has its name.
     """
 
     refused: asyncio.Future[None]
@@ -74,14 +75,14 @@ class Router(AsyncClosing):
         self.name = name
         self.options = options or RouterOptions()
         self.roster = membership or _roster(self.options)
-        # Requests by how they ended, each once: an EndReason, or how it was refused. Beside them, how often one got
-        # another prefiller ("redispatched"), or another decoder ("restarted").
+        # Counts requests once each by how they ended: an EndReason, or how it was refused. Also how often a request got
+        # another prefiller ("redispatched") or another decoder ("restarted").
         self.counts: Counter[str] = Counter()
         self._mailbox = mailbox
         self._running = Underway()
         self._ended = Ends()
         self._adopted = Adoptions()
-        self._looked_s = 0.0  # after members, on the event loop's clock
+        self._looked_s = 0.0  # last sweep of members, on the event loop's clock
         self._is_closing = False
         self._numbers = itertools.count(1)
         self._arrivals = itertools.count(1)
@@ -103,7 +104,7 @@ class Router(AsyncClosing):
 
     @property
     def requests(self) -> int:
-        """How many requests are in progress."""
+        """Number of requests in progress."""
         return len(self._running)
 
     @property
@@ -112,7 +113,7 @@ class Router(AsyncClosing):
         return self._mailbox
 
     def start(self) -> None:
-        """Begins to take messages."""
+        """Begins to receive messages."""
         self._mailbox.start()
         self.refused = asyncio.get_running_loop().create_future()
         self.roster.start(self.name, self._mailbox, partial(refuse, self.refused))
@@ -124,19 +125,20 @@ class Router(AsyncClosing):
 
     @property
     def is_closing(self) -> bool:
-        """True since drain() or close(): it takes no more requests."""
+        """True after drain() or close(): no more requests are accepted."""
         return self._is_closing
 
     async def drain(self, timeout_s: float) -> bool:
-        """Takes no more requests, and waits until those under way have ended. False when that took too long."""
+        """Accepts no more requests, and waits until those in progress have ended. False if that took too long."""
         check_seconds(timeout_s=timeout_s)
         self._is_closing = True
         return await self._running.all_ended(timeout_s)
 
     async def close(self) -> None:
-        """Takes no more requests and ends those under way here, whose clients are told why. Idempotent.
+        """Accepts no more requests and ends those in progress here; their clients are told why. Idempotent.
 
-        Decoders go on with theirs until another router is there. Call it while clients can still hear of their end.
+        Decoders keep theirs running until there is another router. Call it while clients can still be told of their
+        end.
         """
         self._is_closing = True
         for running in self._running.values():
@@ -150,11 +152,13 @@ class Router(AsyncClosing):
         return self._adopted.get(request)
 
     def ended(self, request: str) -> m.End | None:
-        """How a request ended; None if it has not, or too long ago. The latest few hundred have their timelines."""
+        """How a request ended; None if it has not, or ended too long ago. The latest few hundred include their
+        timelines.
+        """
         return self._ended.get(request)
 
     def new_name(self) -> str:
-        """A name for a request that no router, this one included, gives to another request."""
+        """A request name that no router, this one included, gives to another request."""
         return f"{self._mailbox.wire.identity(self._mailbox.address).hex()[:16]}-{next(self._numbers)}"
 
     # --- requests ---
@@ -185,14 +189,14 @@ class Router(AsyncClosing):
             raise
         running.traceparent = checked(traceparent)
         loop = asyncio.get_running_loop()
-        timer = loop.call_at(running.deadline_at_s, running.chunks.time_is_up)  # one for all chunks
+        timer = loop.call_at(running.deadline_at_s, running.chunks.time_is_up)  # one timer for all chunks
         try:
             try:
                 await self._place(running)
             except CrossrailError as error:
                 self.counts[_outcome(error)] += 1
                 log.info("request %s found no place: %s", running.request, error)
-                self._running.remove(running)  # nobody has it: there is nothing to cancel
+                self._running.remove(running)  # no decoder has it: there is nothing to cancel
                 raise
             while True:
                 chunk = await self._next_chunk(running)
@@ -205,11 +209,11 @@ class Router(AsyncClosing):
             self._drop(running)
 
     def has_enough(self, request: str, why: str) -> None:
-        """Whoever iterates complete() has all he wants, and leaves: it ends as "stop", not as cancelled."""
+        """Whoever iterates complete() has all it wants, and leaves: the request ends as "stop", not as cancelled."""
         running = self._running.get(request)
         if running is None:
             return
-        running.end = m.End("stop", why)  # also where all is here already, and he has not looked at the rest
+        running.end = m.End("stop", why)  # also if everything is here already, and it has not looked at the rest
         if not running.ended:
             running.ended = True
             self._cancel(running, why)
@@ -244,7 +248,7 @@ class Router(AsyncClosing):
         return request in self._running or any(known.get(request) is not None for known in (self._ended, self._adopted))
 
     async def _place(self, running: Running) -> None:
-        """Finds a decoder that takes it, or returns because it has ended meanwhile."""
+        """Finds a decoder that accepts the request; returns early if the request has ended meanwhile."""
         try:
             await self._try_to_place(running)
         finally:
@@ -253,7 +257,8 @@ class Router(AsyncClosing):
             if kept is not None:
                 self._waiting.news(kept)
             if decoder is not None and decoder is not running.decoder:
-                # Others are to have it at once. One that it was just offered to hears so by the offer, or its cancel.
+                # Let others have it at once. A decoder with an offer in flight learns of this from the offer, or from
+                # its cancel.
                 cancel = m.Cancel(running.request, "it waits here no more", 0)
                 self._mailbox.spawn(self._tell_cancelled(decoder, cancel), "giving up kept room")
 
@@ -270,7 +275,7 @@ class Router(AsyncClosing):
                 self._give_up(waiter)
 
     def _give_up(self, waiter: Waiter) -> None:
-        """Raises why nobody has taken it, or ends it if its own time is up."""
+        """Raises why no decoder has accepted it, or ends it if its own time is up."""
         running = waiter.running
         decoders = [member for member in self.roster.members("decoder") if member.load.takes_requests]
         if not any(running.model in (None, member.record.model) for member in decoders):
@@ -288,7 +293,7 @@ class Router(AsyncClosing):
         raise Overloaded(f"no node took the request within {self.options.queue_s:g} s; the last one said: {why}")
 
     async def _offer(self, running: Running, decoder: Member) -> Refusal | None:
-        """None when the decoder has taken it."""
+        """None if the decoder has accepted it."""
         prefiller = None
         context = running.context
         if len(context) > 1:
@@ -319,14 +324,15 @@ class Router(AsyncClosing):
                 )
         except (Unreachable, NoAnswer) as error:
             if len(running.tokens) == generated and not running.ended:
-                # It may have begun all the same: what comes from it is refused from now on, and ends there.
+                # It may have begun all the same: whatever it sends is refused from now on, which ends the request
+                # there.
                 self._cancel(running, "it was given to another decoder")
                 self._not_taken(running)
                 running.attempt += 1
-                # Believed for long: else the first that waits would be offered to a silent one again and again.
+                # Believed for longer: otherwise the first in line would be offered to a silent decoder again and again.
                 long_s = self.options.answer_timeout_s if isinstance(error, NoAnswer) else None
                 return Refusal(f"node {decoder.name!r}: {error}", long_s)
-            answer = m.Started(running.request)  # which is only late
+            answer = m.Started(running.request)  # only late
         if isinstance(answer, m.StartRefused):
             self._not_taken(running)
             if answer.is_duplicate:
@@ -334,7 +340,7 @@ class Router(AsyncClosing):
             if not answer.busy:
                 raise UsageError(answer.reason)
             return Refusal(answer.reason)
-        if self._running.get(running.request) is running:  # else its client has left, and the decoder was told
+        if self._running.get(running.request) is running:  # otherwise its client has left, and the decoder was told
             self._placement.give(running, decoder, prefiller)
             if running.given_up is not None:
                 self._on_decoder_gone(running, decoder, running.given_up)
@@ -343,12 +349,12 @@ class Router(AsyncClosing):
         return None
 
     def _not_taken(self, running: Running) -> None:
-        """By the decoder that it was offered to, which may have asked for another prefiller all the same."""
+        """The decoder has not accepted it, but may have asked for another prefiller all the same."""
         self._placement.take_back(running)
         running.decoder = None
 
     def _on_decoder_gone(self, running: Running, decoder: Member, why: str) -> None:
-        """Another one is to go on, unless too many have died, maybe of this request."""
+        """Lets another decoder continue, unless too many have died, maybe because of this request."""
         self._placement.take_back(running)
         running.decoder = None
         if running.ended:
@@ -406,7 +412,7 @@ class Router(AsyncClosing):
         try:
             await self._mailbox.ask(decoder.address, cancel, m.Taken, self.options.lease_s)
         except (Unreachable, NoAnswer) as error:
-            # When it comes back it offers tokens, and hears then that nobody wants them.
+            # When the node comes back it offers tokens, and learns then that nobody wants them.
             log.info("cancel of %s did not reach %s: %s", cancel.request, decoder.name, error)
 
     # --- what nodes say ---
@@ -418,7 +424,7 @@ class Router(AsyncClosing):
     async def _on_join(self, sender: bytes, join: m.Join) -> m.Message:
         if join.record.address != sender:
             return m.JoinRefused(f"node {join.record.node!r} gives an address that is not its own")
-        self._look_after_members()  # it may come in a dead one's stead
+        self._look_after_members()  # it may replace a dead one
         try:
             self.roster.join(join.record, join.load, loop_time_s())
         except UsageError as refusal:
@@ -434,10 +440,10 @@ class Router(AsyncClosing):
         return m.Joined(self.name, self.options.heartbeat_s, self.options.lease_s)
 
     def _restart_what_is_not_running(self, sender: bytes, join: m.Join) -> None:
-        """What a decoder had and has not any more: we stood still, or were cut off, for longer than it keeps an end.
+        """Restarts what a decoder no longer has: we were frozen or cut off for longer than it keeps an end.
 
-        It begins nothing for us between a Join and our answer; so what it has now is not missing in its latest Join,
-        but may be missing in one before that, which is late.
+        It begins nothing for us between a Join and our answer. So nothing that it has now is missing in its latest
+        Join, but it may be missing in an earlier Join that arrives late.
         """
         member = self._decoder_at(sender)
         if member is None or join.number <= member.join_number:
@@ -477,11 +483,11 @@ class Router(AsyncClosing):
             gone = tokens.end if tokens.elsewhere else None
             running.take(tokens.first, numbers, tokens.end if gone is None else None)
             if gone is not None and not running.is_charged:
-                running.given_up = gone.detail  # before we know that it had taken it
+                running.given_up = gone.detail  # the acceptance itself has not arrived yet
             elif gone is not None:
                 self._on_decoder_gone(running, running.decoder, gone.detail)
             elif running.tokens and running.prefiller is not None:
-                self._placement.assign(running, None)  # a first token: the prefiller has done its part
+                self._placement.assign(running, None)  # with the first token the prefiller has done its part
             return not running.ended or tokens.end is not None
         return self._adopted.take(tokens.request, sender, tokens.first, numbers, tokens.end)
 
@@ -506,9 +512,10 @@ class Router(AsyncClosing):
         self._adopted.on_gone(member.address)
         self._waiting.prefillers_changed()
         for running in self._running.values():
-            if running.prefiller is member:  # forgotten with it: should it come back, this is not its work any more
+            # Otherwise, should the prefiller come back, this would count as its work again.
+            if running.prefiller is member:
                 self._placement.assign(running, None)
-            # One that it was only offered to goes to another, once it has not answered.
+            # A request that was merely offered to it goes to another decoder when the offer remains unanswered.
             if running.decoder is member and running.is_charged:
                 self._on_decoder_gone(running, member, why)
 
@@ -527,12 +534,12 @@ class Router(AsyncClosing):
 
 
 def _outcome(error: CrossrailError) -> str:
-    """How a request that was refused is counted."""
+    """The name under which a refused request is counted."""
     return next((outcome for kind, outcome in _REFUSED.items() if isinstance(error, kind)), "error")
 
 
 def _roster(options: RouterOptions) -> Roster:
-    """UsageError when members would be missed between two of their heartbeats."""
+    """UsageError if members would be missed between two of their heartbeats."""
     beat_s, lease_s = options.heartbeat_s, options.lease_s
     if 2 * beat_s > lease_s:
         raise UsageError(f"heartbeat_s={beat_s:g} must be at most half of lease_s={lease_s:g}: one beat may be late")
