@@ -1,8 +1,8 @@
-"""A model in numpy for tests and the demo: its tokens mean nothing, but each depends on every byte of the KV before it.
+"""A numpy model for tests and the demo: its tokens mean nothing, but each depends on every byte of the KV before it.
 
 Each layer keeps, per token, numbers drawn from that token's state; "attention" is their sum, weighted by odd numbers,
-modulo 2**64. A changed byte times odd weights is never 0 modulo 2**64, and all else is a bijection of the state: so one
-wrong, lost or late byte changes the state of every token after it, and with it what is generated.
+modulo 2**64. A changed byte times an odd weight is never 0 modulo 2**64, and everything else is a bijection of the
+state: so one wrong, lost or late byte changes the state of every later token, and with it the output.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from crossrail.kv.model import Cache, Logits, Pages, Tokens, check_vocabulary
 from crossrail.kv.transfer.layout import KvLayout
 
 _U64 = npt.NDArray[np.uint64]
-_VOCABULARY = 257  # bytes, and the end
+_VOCABULARY = 257  # bytes, plus the end token
 _TAIL_BYTES = 64
 _SEED_MAX = (1 << 128) - 1
 _NOTHING = np.uint64(0)
@@ -28,7 +28,9 @@ _EMBED_TOKEN, _EMBED_POSITION = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD1B54
 
 
 class ToyTokenizer:
-    """A Tokenizer: tokens are bytes of UTF-8. The toy model's own are no text: printable characters stand for them."""
+    """A Tokenizer: tokens are bytes of UTF-8. The toy model's output is not text: printable characters stand for its
+    tokens.
+    """
 
     def encode(self, text: str) -> Tokens:
         return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
@@ -38,10 +40,9 @@ class ToyTokenizer:
 
 
 class ToyModel:
-    """A Model. Equal seeds and layouts but for pages, order and TP: equal tokens.
+    """A Model. Equal seeds, and layouts that differ only in pages, order and TP, give equal tokens.
 
-    seed: 0 to 2**128 - 1. token_s: how long a layer is made to take for each token that it runs: what a transfer can
-    hide behind.
+    seed: 0 to 2**128 - 1. token_s: artificial duration of a layer per token, behind which a transfer can hide.
     """
 
     end_tokens = frozenset({_VOCABULARY - 1})
@@ -74,7 +75,7 @@ class ToyModel:
         return self._tail_after(cache, len(tokens), pages)
 
     async def step(self, cache: Cache, token: int, position: int, pages: Pages, tail: bytes) -> tuple[Logits, bytes]:
-        # A tail that is not what the KV before says changes everything from here on; the right one changes nothing.
+        # A tail that contradicts the KV before it changes everything from here on; the right one changes nothing.
         right = np.frombuffer(self._tail_after(cache, position, pages), np.uint64)
         wrong = np.bitwise_xor.reduce((np.frombuffer(tail, np.uint64) ^ right) * _odd(_TAIL_BYTES // 8))
         state = (await self._run(cache, np.array([token], np.int32), position, pages, lambda: None, wrong))[-1]
@@ -90,7 +91,7 @@ class ToyModel:
         layer_done: Callable[[], None],
         wrong: np.uint64 = _NOTHING,
     ) -> _U64:
-        """The last layer's output for each token. wrong: disturbs the first."""
+        """The last layer's output for each token. wrong: disturbs the first one."""
         positions = np.arange(start, start + len(tokens), dtype=np.uint64)
         embedded = tokens.astype(np.uint64) * _EMBED_TOKEN + positions * _EMBED_POSITION
         embedded[0] ^= wrong
@@ -115,19 +116,19 @@ class ToyModel:
             layers[layer].view(self._bits)[:, page, :, slot, :] = values[:, :, heads.start : heads.stop]
 
     def _attend(self, cache: Cache, layer: int, start: int, count: int, pages: Pages) -> _U64:
-        """For each of the new tokens the weighted sum over itself and all before it; shape (count,)."""
+        """For each new token the weighted sum over itself and all tokens before it; shape (count,)."""
         sums = self._sums(cache, layer, 0, start + count, pages) * _odd(start + count)
         return np.cumsum(sums, dtype=np.uint64)[start:]
 
     def _tail_after(self, cache: Cache, position: int, pages: Pages) -> bytes:
-        """What the KV of the token before this position comes to, and zeros before the first."""
+        """The tail implied by the KV of the token before this position; zeros before the first."""
         if position == 0:
             return bytes(_TAIL_BYTES)
         sums = self._sums(cache, self.layout.layers - 1, position - 1, position, pages)
         return _mixed(sums ^ _odd(_TAIL_BYTES // 8)).tobytes()
 
     def _sums(self, cache: Cache, layer: int, begin: int, end: int, pages: Pages) -> _U64:
-        """Of each of these tokens all that one layer holds, weighted; shape (end - begin,)."""
+        """For each of these tokens the weighted sum of all that one layer holds; shape (end - begin,)."""
         page, slot = self._places(begin, end, pages)
         held = [layers[layer].view(self._bits)[:, page, :, slot, :] for layers in cache]
         sums = np.zeros(end - begin, np.uint64)
@@ -135,15 +136,15 @@ class ToyModel:
             heads = slice(self.layout.heads_of(rank).start, self.layout.heads_of(rank).stop)
             if rank % self.layout.replicas == 0:
                 sums += _weighted(values, self._read[layer][:, heads])
-            else:  # a copy says something only where it differs
+            else:  # a replica contributes only where it differs
                 differs = values.astype(np.uint64) - held[rank - rank % self.layout.replicas]
                 sums += _weighted(differs, self._replica[layer][:, heads])
         return sums
 
 
 def _weighted(values: npt.NDArray[np.unsignedinteger[Any]], weights: _U64) -> _U64:
-    """The weighted sum of each token's values. It is most of what the toy does, and einsum makes no copy of them all in
-    64 bits.
+    """The weighted sum of each token's values. Most of the toy's time is spent here, and einsum does not copy all of
+    them to 64 bits.
     """
     sums: _U64 = np.einsum("tphd,phd->t", values, weights, dtype=np.uint64, casting="safe")
     return sums

@@ -14,16 +14,16 @@ from crossrail.kv import messages as m
 from crossrail.kv.model import Tokens
 from crossrail.kv.services.membership import Member
 
-# Of those that have ended, for each decoder: what it keeps, which is 4096 whose end a router has taken and 4096 others.
+# Ended requests kept per decoder: as many as a decoder keeps, 4096 with their end acknowledged and 4096 without.
 _ADOPTIONS_KEPT = 8192
-_GONE = b""  # no decoder's address
+_GONE = b""  # the address of no decoder
 _ENDS_KEPT = 16384
 _TIMELINES_KEPT = 256
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens that came together, and the end, if this is the last. model: that of the decoder that sent them."""
+    """Tokens that arrived together, and the end if this is the last chunk. model: of the decoder that sent them."""
 
     tokens: list[int]
     end: m.End | None = None
@@ -31,8 +31,8 @@ class Chunk:
 
 
 class Chunks:
-    """What has come of a request and its client has not taken yet, as one Chunk: however slow he is, it does not grow
-    but by its tokens. Threads: the event loop's; one waits at a time.
+    """Tokens that have arrived and the client has not taken yet, merged into one Chunk, so that a slow client costs
+    nothing but the tokens. Threads: the event loop's; one waits at a time.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Chunks:
         self._is_over = False
 
     def put(self, chunk: Chunk) -> None:
-        """Owner of its list of tokens: this."""
+        """Takes ownership of the chunk's list of tokens."""
         if (before := self._waiting) is not None:
             before.tokens.extend(chunk.tokens)
             chunk = Chunk(before.tokens, chunk.end, chunk.model or before.model)
@@ -49,12 +49,12 @@ class Chunks:
         self._wake()
 
     def time_is_up(self) -> None:
-        """Nobody waits any longer for what is not here yet."""
+        """Stops waiting for what has not arrived yet."""
         self._is_over = True
         self._wake()
 
     async def take(self) -> Chunk | None:
-        """All that is here, as soon as something is. None: time_is_up()."""
+        """Everything that has arrived, as soon as there is something. None: after time_is_up()."""
         while self._waiting is None:
             if self._is_over:
                 return None
@@ -72,20 +72,19 @@ class Chunks:
 class Running:
     """A request that a client waits for.
 
-    Invariant: `tokens` were put into `chunks`, each once and in order; only the last chunk has an end.
-    model: that of whoever has generated tokens; before, the one that was asked for, if one was.
-    placement: number of the first attempt at a prefiller since its decoder has it; only that decoder's words about that
-    placement count.
-    came_s, waits_s: when it came, and since when it waits for a decoder, on the event loop's clock.
+    Invariant: `tokens` were put into `chunks`, each once and in order; only the last chunk has an end. model: that of
+    the decoder that has generated tokens; before, the one that was asked for, if any. placement: number of the first
+    attempt at a prefiller under its present decoder; only that decoder's messages about that placement count. came_s,
+    waits_s: when it arrived, and since when it waits for a decoder, on the event loop's clock.
     """
 
     request: str
     prompt: Tokens
     sampling: m.Sampling
-    names: list[bytes]  # of its full pages, for matching prefixes
+    names: list[bytes]  # of its full blocks, for matching prefixes
     deadline_at_s: float  # on the event loop's clock
     model: str | None = None
-    number: int = 0  # in the order in which requests came
+    number: int = 0  # in order of arrival
     came_s: float = 0.0
     waits_s: float = 0.0
     decoder: Member | None = None
@@ -93,43 +92,45 @@ class Running:
     attempt: int = 1
     placement: int = 1
     restarts: int = 0  # decoders that died
-    # Attempts since it was placed, but for those that found no room: the addresses of their prefillers, and when each
-    # prefiller failed last, by its address.
+    # Attempts since it was placed, except those that found no room: their prefillers' addresses; and by prefiller's
+    # address, when it failed last.
     failed: dict[int, bytes] = field(default_factory=dict)
     failed_s: dict[bytes, float] = field(default_factory=dict)
-    # Of the latest, if no other has come between: since when (later by what was no wait for room), and when each
-    # prefiller said so last, by its address.
+    # About the latest attempts, if they all found no room: since when (excluding time not spent waiting for room), and
+    # by prefiller's address, when it said so last.
     no_room_s: float | None = None
     full: dict[bytes, float] = field(default_factory=dict)
-    reassigned_s: float | None = None  # since when its decoder may ask another, and waits for pages, maybe, before
+    # Since when its decoder may ask another prefiller, possibly after waiting for pages.
+    reassigned_s: float | None = None
     traceparent: str = ""
     tokens: list[int] = field(default_factory=list)
-    is_charged: bool = False  # counted among what its decoder has to do
-    given_up: str | None = None  # why its decoder, whose answer has not come yet, wants another one to go on
+    is_charged: bool = False  # counted in its decoder's load
+    # Set if the decoder has handed the request back before its acceptance arrived: the reason.
+    given_up: str | None = None
     ended: bool = False
-    end: m.End | None = None  # as the client was told
+    end: m.End | None = None  # as told to the client
     chunks: Chunks = field(default_factory=Chunks)
 
     @property
     def context(self) -> Tokens:
-        """The prompt and all that follows it by now."""
+        """The prompt and all tokens generated so far."""
         return np.concatenate([self.prompt, np.array(self.tokens, np.int32)])
 
     @property
     def prefill_tokens(self) -> int:
-        """That a prefiller is to run: the last one of the context is its decoder's."""
+        """Tokens for a prefiller to run: all of the context but the last, which the decoder runs."""
         return max(len(self.prompt) + len(self.tokens) - 1, 0)
 
     def is_placed(self, decoder: bytes, placement: int) -> bool:
-        """Whether this is the decoder that has it now, and speaks of that and no earlier time."""
+        """Whether this decoder has the request now, under this placement."""
         return self.decoder is not None and (self.decoder.address, self.placement) == (decoder, placement)
 
     def waits_at(self, decoder: bytes, placement: int) -> bool:
-        """The same, while somebody waits for its tokens."""
+        """is_placed(), and somebody still waits for its tokens."""
         return not self.ended and self.is_placed(decoder, placement)
 
     def offer_to(self, decoder: Member) -> None:
-        """A placement begins."""
+        """Begins a placement."""
         self.decoder, self.placement = decoder, self.attempt
         self.failed.clear()
         self.failed_s.clear()
@@ -137,19 +138,19 @@ class Running:
         self.note_room()
 
     def note_room(self) -> None:
-        """An attempt did not fail for want of room: what did before it says nothing any more."""
+        """An attempt got room: earlier refusals for lack of room no longer matter."""
         self.no_room_s = self.reassigned_s = None
         self.full.clear()
 
     def note_failed(self, attempt: int, prefiller: bytes, now_s: float) -> None:
-        """This one was lost, or failed."""
+        """This attempt's prefiller was lost or failed."""
         self.note_room()
         self.failed[attempt] = prefiller
         self.failed_s[prefiller] = now_s
 
     def note_full(self, prefiller: bytes, now_s: float) -> float:
-        """This one had no room. Returns how long the request has waited for one that has, which is the time that the
-        router took to name another each time, and not the time until that one was asked.
+        """This prefiller had no room. Returns how long the request has waited for one that has, counting only the time
+        that the router took to name another prefiller, not the time until the decoder asked that one.
         """
         if self.no_room_s is None:
             self.no_room_s = now_s
@@ -160,7 +161,7 @@ class Running:
         return now_s - self.no_room_s
 
     def take(self, first: int, tokens: list[int], end: m.End | None) -> None:
-        """What a decoder sent. What is here already is passed over; a gap cannot be, since decoders send in order."""
+        """Adds what a decoder sent. Known tokens are skipped; there can be no gap, since decoders send in order."""
         if self.ended:
             return
         if first > len(self.tokens):
@@ -174,7 +175,7 @@ class Running:
             self.chunks.put(Chunk(fresh, end, model))
 
     def finish(self, reason: m.EndReason, detail: str) -> None:
-        """Ends it from this side."""
+        """Ends the request from the router's side."""
         if not self.ended:
             self.ended = True
             self.chunks.put(Chunk([], m.End(reason, m.clipped(detail))))
@@ -182,9 +183,9 @@ class Running:
 
 @dataclass
 class Adopted:
-    """A request that a decoder still runs for a router that is no more. Kept for whoever asks by its name.
+    """A request that a decoder still runs for an earlier router that is gone. Kept for clients that ask for it by name.
 
-    running: since its decoder has asked for a prefiller; it says which had no room, and since when.
+    running: set once its decoder has asked for a prefiller; records which had no room, and since when.
     """
 
     decoder: bytes
@@ -193,27 +194,28 @@ class Adopted:
     running: Running | None = None
 
     def take(self, first: int, tokens: list[int], end: m.End | None) -> None:
-        if first <= len(self.tokens):  # what is here already may come again, and late: then it is no more than is here
+        if first <= len(self.tokens):  # repeated messages may be late and hold no more than is here
             self.tokens += tokens[len(self.tokens) - first :]
         self.end = end or self.end
 
 
 class Adoptions:
-    """Adopted requests. Of what has ended those are given up that ended first, of each decoder by itself; what runs is
-    not, or its decoder would hear that nobody wants it. Decoders that are gone count as one, and theirs as ended.
+    """Adopted requests. Per decoder, ended ones are dropped in the order in which they ended. Running ones are never
+    dropped: their decoder would be told that nobody wants them. Decoders that are gone count as one, and their requests
+    as ended.
 
-    Invariant: each name in _ended is in _requests; it is in one of them once.
+    Invariant: each name in _ended is in _requests; no name is in _ended twice.
     """
 
     def __init__(self) -> None:
         self._requests: dict[str, Adopted] = {}
-        self._ended: dict[bytes, dict[str, None]] = {}  # by decoder, for each that has joined with some
+        self._ended: dict[bytes, dict[str, None]] = {}  # by decoder, for each that has joined with requests
 
     def get(self, request: str) -> Adopted | None:
         return self._requests.get(request)
 
     def add(self, request: str, decoder: bytes, has_ended: bool) -> None:
-        """A decoder that joins has it, maybe again. Of two that have one name the first stays."""
+        """A decoder that joins has this request, perhaps again. If two requests have the same name the first stays."""
         adopted = self._requests.setdefault(request, Adopted(decoder))
         if adopted.decoder != decoder:
             return
@@ -225,7 +227,7 @@ class Adoptions:
             ended.pop(request, None)
 
     def take(self, request: str, decoder: bytes, first: int, tokens: list[int], end: m.End | None) -> bool:
-        """As Adopted.take(). False: it is not known, or not of this decoder."""
+        """Like Adopted.take(). False: the request is unknown, or not this decoder's."""
         adopted = self._requests.get(request)
         if adopted is None or adopted.decoder != decoder:
             return False
@@ -236,7 +238,7 @@ class Adoptions:
         return True
 
     def as_running(self, lost: m.PrefillerLost, decoder: Member) -> Running | None:
-        """As far as choosing another prefiller goes: nothing is known of its prompt. None: this decoder has no such."""
+        """A stand-in for choosing another prefiller: its prompt is unknown. None: this decoder has no such request."""
         adopted = self._requests.get(lost.request)
         if adopted is None or adopted.decoder != decoder.address:
             return None
@@ -247,7 +249,7 @@ class Adoptions:
         return adopted.running
 
     def on_gone(self, decoder: bytes) -> None:
-        """Nobody says how its requests end, unless it joins again."""
+        """Until it joins again, nobody reports how this decoder's requests end."""
         ended = self._ended.pop(decoder, None)
         if ended is None:
             return
@@ -263,7 +265,7 @@ class Adoptions:
 
 
 class Ends:
-    """How requests ended, the oldest forgotten first; the latest few hundred with their timelines."""
+    """How requests ended, oldest forgotten first; the latest few hundred keep their timelines."""
 
     def __init__(self) -> None:
         self._ends: Latest[str, m.End] = Latest(_ENDS_KEPT)

@@ -1,21 +1,21 @@
-"""Chooses the node where a request would wait least, counting what is cached there as done. Pure functions."""
+"""Chooses the node where a request would wait least, counting cached tokens as done. Pure functions."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 
-_NAMES_MAX = 200_000  # per node, of some 200 bytes
+_NAMES_MAX = 200_000  # per node; each takes some 200 bytes
 _NAMES_OF_ALL_MAX = 4_000_000
 _NONE: Mapping[bytes, None] = {}
 
 
 class PrefixMemory:
-    """What a router believes nodes to have cached: the pages of what it sent there, oldest forgotten first. Where there
-    are many nodes, each has its share of what is kept of all.
+    """What a router assumes nodes to have cached: the pages of what it sent there, oldest forgotten first. With many
+    nodes, each gets a share of the total.
 
-    A guess that costs nodes nothing: one that is wrong makes a worse choice, never a wrong token, since nodes look
-    themselves.
+    A guess that costs nodes nothing: a wrong one leads to a worse choice, never to a wrong token, since nodes check
+    their own caches.
     """
 
     def __init__(self, names_max: int = _NAMES_MAX, of_all_max: int = _NAMES_OF_ALL_MAX) -> None:
@@ -24,7 +24,7 @@ class PrefixMemory:
         self._nodes: dict[bytes, OrderedDict[bytes, None]] = {}
 
     def note(self, address: bytes, names: Iterable[bytes]) -> None:
-        """A request with pages of these names went there."""
+        """A request with pages of these names was sent there."""
         held = self._nodes.setdefault(address, OrderedDict())
         for name in names:
             held[name] = None
@@ -34,11 +34,11 @@ class PrefixMemory:
             held.popitem(last=False)
 
     def names_at(self, address: bytes) -> Mapping[bytes, None]:
-        """Of all pages that are there."""
+        """The names of all pages believed to be there."""
         return self._nodes.get(address, _NONE)
 
     def match(self, address: bytes, names: Sequence[bytes]) -> int:
-        """How many of these names, from the first on, are there."""
+        """How many of these names, from the first one on, are there."""
         held = self._nodes.get(address)
         if held is None:
             return 0
@@ -50,10 +50,10 @@ class PrefixMemory:
 
 
 def cost(waiting_tokens: int, cached_tokens: int, tokens: int, name: str) -> tuple[int, int, str]:
-    """Of giving a request of so many tokens to a node: the least is the best. What it waits for there and what is not
-    cached there and has to be run, together; ties by the former, and by name.
+    """The cost of giving a request of so many tokens to a node; the least is best. It is the work that the request
+    waits for there plus its own tokens that are not cached there; ties are broken by the former, then by name.
 
-    waiting_tokens: what the node has to do before, by its own word and by what was sent to it since. cached_tokens: of
-    this request, there already.
+    waiting_tokens: the node's earlier work, as it reported it plus what was sent to it since. cached_tokens: the
+    request's tokens that are cached there.
     """
     return waiting_tokens + max(tokens - cached_tokens, 0), waiting_tokens, name

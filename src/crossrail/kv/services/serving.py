@@ -20,7 +20,7 @@ _T = TypeVar("_T")
 
 
 class Stopped(CrossrailError):
-    """Somebody does not want it any more, or its time is up."""
+    """The request is not wanted any more, or its time is up."""
 
     def __init__(self, reason: m.EndReason, detail: str) -> None:
         super().__init__(detail)
@@ -28,7 +28,7 @@ class Stopped(CrossrailError):
 
 
 class PrefillerGone(CrossrailError):
-    """This attempt comes to nothing, and its pages are quiet, or quarantined. Another may be made.
+    """This attempt has failed, and its pages are quiet or quarantined. Another one may follow.
 
     busy: as in DispatchRefused.
     """
@@ -42,16 +42,15 @@ class PrefillerGone(CrossrailError):
 class Serving:
     """A request that this decoder runs.
 
-    Invariant: `tokens` only grows, until `end` is set, once; its router has taken the first `taken` of them.
-    context: the client's prompt and what earlier decoders have generated; they are the first of `tokens` too.
-    names: of the context's pages that a prefiller fills, until it has ended.
-    router: who has placed it here; link: where its tokens go, to the next one at that URL if it is gone.
-    is_unwanted: its router has cancelled it, or said so when it was given tokens: that one knows how it ends, and the
-    next one need not.
-    placement: as in Start. reception: of the current attempt; None: it has no pages now, since those it had were given
-    back while it waits for another prefiller, or are quarantined.
-    lacks_pages: it waits for some again. is_decoding: the model has it. handed_over: it has ended here, and the model
-    still has it. goes_elsewhere: another decoder may go on with it.
+    Invariant: `tokens` only grows, until `end` is set, once; its router has acknowledged the first `taken` of them.
+
+    context: the client's prompt and what earlier decoders have generated; the latter are the first of `tokens` too.
+    names: of the context's pages that a prefiller fills, until it has ended. router: address that placed it here; link:
+    where its tokens go, which is the next router at that URL if this one is gone. is_unwanted: its router has cancelled
+    it, or said so in reply to tokens: that router knows how it ends, and a later one need not. placement: as in Start.
+    reception: of the current attempt; None: it has no pages now, because they were released while it waits for another
+    prefiller, or are quarantined. lacks_pages: it waits for pages again. is_decoding: the model runs it. handed_over:
+    it has ended here, but the model still uses its pages. goes_elsewhere: another decoder may continue it.
     """
 
     request: str
@@ -63,7 +62,7 @@ class Serving:
     timeline: Timeline
     reception: Reception | None
     names: PageNames
-    traceparent: str = ""  # of its span here
+    traceparent: str = ""  # of its span at this node
     tokens: list[int] = field(default_factory=list)
     end: m.End | None = None
     taken: int = 0
@@ -84,23 +83,23 @@ class Serving:
 
     @property
     def is_told(self) -> bool:
-        """Its router has taken all of it, and wanted it. What it does not want ends without that."""
+        """Its router has acknowledged all of it, and wanted it. Requests that are not wanted end without that."""
         return self.end_taken and self.taken == len(self.tokens) and self._stop is None
 
     @property
     def has_news(self) -> bool:
-        """Its router has not taken all of it, and its end if it has one."""
+        """Its router has yet to acknowledge tokens, or its end if it has one."""
         return not self.end_taken and (self.taken < len(self.tokens) or self.end is not None)
 
     def stop(self, reason: m.EndReason, detail: str) -> None:
-        """Ends it as soon as it can be. The first reason is the one."""
+        """Ends the request as soon as possible. Only the first reason counts."""
         if self._stop is None:
             self._stop = Stopped(reason, detail)
         self.stop_wanted.set()
 
     def hand_over(self, why: str) -> bool:
-        """Ends it here, without waiting for the model, which hangs. Whether another decoder is to go on: it was not
-        to end anyway.
+        """Ends it here without waiting for the hung model. Returns whether another decoder should continue: not if it
+        was about to end anyway.
         """
         if self.handed_over.is_set():
             return False
@@ -108,7 +107,9 @@ class Serving:
         return self.go_elsewhere(why)
 
     def go_elsewhere(self, why: str) -> bool:
-        """Ends it here as soon as it can be. Whether another decoder is to go on: it was not to end anyway."""
+        """Ends it here as soon as possible. Returns whether another decoder should continue: not if it was about to end
+        anyway.
+        """
         if self._stop is not None:
             return False
         self.goes_elsewhere = True
@@ -128,7 +129,7 @@ class Serving:
             raise self._stop
 
     async def unless_stopped(self, work: Awaitable[_T]) -> _T:
-        """The result of this work; Stopped, and the work cancelled, when the request is stopped before."""
+        """The result of this work; Stopped, and the work cancelled, if the request is stopped first."""
         working = asyncio.ensure_future(work)
         stopping = asyncio.ensure_future(self.stop_wanted.wait())
         try:
@@ -146,13 +147,13 @@ class Serving:
         self.changed.set()
 
     def finish(self, end: m.End) -> None:
-        """The request has ended, and its pages are given back."""
+        """The request has ended, and its pages are released."""
         self.end = end
         self.names = NO_NAMES
         self.changed.set()
 
     def offer_again(self) -> None:
-        """Its router was restarted, and knows nothing of the request."""
+        """Its router was restarted, and knows nothing of the request: reports everything again."""
         self.taken = 0
         self.end_taken = False
         self.changed.set()

@@ -18,8 +18,8 @@ _COLOURS = {
 
 
 class Timeline:
-    """Spans of one request at one node. clock: a function of no arguments, seconds; times are since it was made, or
-    since age_s before that.
+    """Spans of one request at one node. clock: a function without arguments, in seconds; times count from its
+    construction, or from age_s before that.
     """
 
     def __init__(self, clock: Any, age_s: float = 0.0) -> None:
@@ -28,7 +28,7 @@ class Timeline:
         self.spans: list[Span] = []
 
     def now(self) -> float:
-        """Seconds since the beginning."""
+        """Seconds since the timeline's begin."""
         return float(self._clock()) - self._begun_s
 
     def since_begin(self, at_s: float) -> float:
@@ -36,26 +36,26 @@ class Timeline:
         return at_s - self._begun_s
 
     def add(self, name: str, begin_s: float, end_s: float | None = None) -> None:
-        """end_s None: now. The first few thousand are kept, which is all that a message holds."""
+        """end_s None: now. Only the first few thousand are kept, which is all that fits a message."""
         if len(self.spans) < _SPANS_MAX:
             end_s = self.now() if end_s is None else end_s
             self.spans.append(Span(name, begin_s, max(end_s - begin_s, 0.0)))
 
     def close(self) -> None:
-        """All of it, from its beginning until now, as the first span. Once, at the end."""
+        """Prepends a span of the whole time until now. Call it once, at the end."""
         self.spans.insert(0, Span("request", 0.0, self.now()))
         del self.spans[_SPANS_MAX:]
 
     def add_all(self, prefix: str, spans: Sequence[Span], begin_s: float) -> None:
-        """Those of another node, which began at begin_s of ours, as near as we know."""
+        """Adds another node's spans, which began at begin_s on our timeline, as far as we know."""
         for span in spans[: _SPANS_MAX - len(self.spans)]:
             self.spans.append(Span(f"{prefix}{span.name}"[:128], begin_s + span.begin_s, span.length_s))
 
 
 def chrome_trace(requests: Mapping[str, Sequence[Span]]) -> str:
-    """JSON for chrome://tracing or Perfetto: a process for each request, by name, a row for each kind of span.
+    """JSON for chrome://tracing or Perfetto: one process for each request, by name, one row for each kind of span.
 
-    A kind has further rows where spans of it overlap: viewers drop what is not one within the other.
+    A kind has further rows if its spans overlap: viewers drop spans that overlap without being nested.
     """
     events: list[dict[str, Any]] = []
     for pid, (request, spans) in enumerate(requests.items(), 1):
@@ -78,7 +78,7 @@ def chrome_trace(requests: Mapping[str, Sequence[Span]]) -> str:
 
 
 def _side_by_side(spans: Sequence[Span]) -> list[list[Span]]:
-    """As few rows as possible, in each of which no two spans overlap."""
+    """Distributes spans over as few rows as possible, so that no two in a row overlap."""
     rows: list[list[Span]] = []
     for span in sorted(spans, key=lambda span: span.begin_s):
         free = (row for row in rows if row[-1].begin_s + row[-1].length_s <= span.begin_s)
@@ -90,7 +90,7 @@ def _side_by_side(spans: Sequence[Span]) -> list[list[Span]]:
 
 
 def picture(title: str, spans: Sequence[Span]) -> str:
-    """An SVG: a row for each kind of span, time from left to right."""
+    """An SVG: one row for each kind of span, time from left to right."""
     rows = rows_of(spans)
     total_s = max((span.begin_s + span.length_s for span in spans), default=0.0) or 1e-9
     height = _TOP + _ROW * len(rows) + 30
@@ -119,7 +119,7 @@ def picture(title: str, spans: Sequence[Span]) -> str:
 
 
 def rows_of(spans: Sequence[Span]) -> dict[str, list[Span]]:
-    """The spans of each row, in the order in which rows are first met."""
+    """The spans of each row, in the order in which rows first appear."""
     rows: dict[str, list[Span]] = {}
     for span in spans:
         rows.setdefault(_row(span), []).append(span)
@@ -127,11 +127,11 @@ def rows_of(spans: Sequence[Span]) -> dict[str, list[Span]]:
 
 
 def _row(span: Span) -> str:
-    """Layers of all chunks share a row, as do chunks: what is behind the last space only numbers them."""
+    """Layers of all chunks share a row, as do chunks: whatever follows the last space is only a number."""
     name, _, number = span.name.rpartition(" ")
     return name if name and number.isdigit() else span.name
 
 
 def _colour(row: str) -> str:
-    kind = row.rpartition(": ")[2]  # without who did it
+    kind = row.rpartition(": ")[2]  # without the node's role
     return _COLOURS.get(kind, "#956cb4")

@@ -1,4 +1,4 @@
-"""A decoder's reports and questions to the router of a request, which survive restarts of the router."""
+"""A decoder's reports and questions to a request's router; they survive restarts of the router."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from crossrail.kv.services.serving import Serving, Stopped
 
 log = logging.getLogger("crossrail.kv")
 
-# How long what has ended is kept for a router that is not there, and what needs it to go on waits for it.
+# How long ended requests are kept for a router that is away, and how long requests that need it to continue wait for
+# it.
 _ROUTER_GONE_S = 60.0
 _TOKENS_AT_ONCE = 4096
 
@@ -24,7 +25,8 @@ _TOKENS_AT_ONCE = 4096
 class ToRouter:
     """Threads: the event loop's.
 
-    let_go_of_pages: of a request that waits long for a prefiller. closing: since the decoder is, ends are offered once.
+    let_go_of_pages: called for a request that waits long for a prefiller. closing: the decoder closes: offer each end
+    once.
     """
 
     def __init__(self, mailbox: Mailbox, options: NodeOptions, let_go_of_pages: Callable[[Serving], None]) -> None:
@@ -35,10 +37,10 @@ class ToRouter:
         self.closing = False
 
     async def deliver(self, serving: Serving) -> None:
-        """Sends tokens as they come, until the end was taken, or the router stays away after it.
+        """Sends tokens as they come, until the end was acknowledged, or the router stays away after the end.
 
-        Where nobody waits for the end, or the decoder closes, it is offered once. Several may deliver one, as when its
-        router is lost and found more than once: that it has ended wakes them all.
+        If nobody waits for the end, or the decoder is closing, the end is offered once. Several tasks may deliver the
+        same request, for example if its router is lost and found repeatedly: the end wakes them all.
         """
         try:
             await self._deliver(serving)
@@ -46,7 +48,7 @@ class ToRouter:
             serving.changed.set()
 
     async def _deliver(self, serving: Serving) -> None:
-        kept_s: float | None = None  # since when it has ended and nobody takes that
+        kept_s: float | None = None  # since when the end is unacknowledged
         while not serving.end_taken:
             await serving.changed.wait()
             serving.changed.clear()
@@ -66,7 +68,7 @@ class ToRouter:
             serving.changed.set()
 
     async def _offer(self, serving: Serving) -> bool:
-        """Sends one message with what the router has not taken yet. False if it was not taken."""
+        """Sends one message with everything not yet acknowledged. False if it was not acknowledged."""
         address, first = serving.link.address, serving.taken
         if address is None:
             return False
@@ -83,7 +85,8 @@ class ToRouter:
             serving.stop("cancelled", "its router does not know it, or does not want it any more")
             serving.end_taken = serving.end is not None
             return True
-        if serving.link.address == address and serving.taken == first:  # else it is offered to another from the start
+        # Otherwise everything is offered again, to another router.
+        if serving.link.address == address and serving.taken == first:
             serving.taken = first + len(tokens)
             serving.end_taken = end is not None
         if serving.taken < len(serving.tokens) or (serving.end is not None and not serving.end_taken):
@@ -93,9 +96,9 @@ class ToRouter:
     async def another_prefiller(
         self, serving: Serving, lost: m.PrefillerLost, deadline_at_s: float
     ) -> tuple[m.NodeRef, int]:
-        """The router's next choice, and the number of that attempt. Raises Stopped.
+        """The router's next choice of prefiller, and that attempt's number. Raises Stopped.
 
-        Whoever waits long for it has no pages meanwhile.
+        A request that waits long for it releases its pages meanwhile.
         """
         serving.raise_if_stopped()
         timer = asyncio.get_running_loop().call_later(self._options.answer_timeout_s, self._let_go_of_pages, serving)
@@ -108,8 +111,8 @@ class ToRouter:
         return answer.prefiller, answer.attempt
 
     async def _ask_for_another(self, serving: Serving, lost: m.PrefillerLost, deadline_at_s: float) -> m.Reassigned:
-        """Of whichever router there is. How long it looks for a prefiller is its choice, and one that says nothing may
-        only stand still: it is waited for until another is there in its stead, or none.
+        """Asks whichever router there is. How long it looks for a prefiller is up to the router, and one that is silent
+        may merely be frozen: wait for it until it has a successor, or is gone for good.
         """
         address = await self._next_router(serving, None, lost)
         while True:
@@ -131,8 +134,8 @@ class ToRouter:
                 await asyncio.gather(asking, changing, return_exceptions=True)
 
     async def _next_router(self, serving: Serving, before: bytes | None, lost: m.PrefillerLost) -> bytes:
-        """Where it is, once it is not there any more, or when there is one. Stopped when there is none for long: no
-        client waits any more.
+        """The router's address, once the previous one is gone and a router is back. Stopped if there is none for long:
+        by then no client waits any more.
         """
         there_s = loop_time_s()
         while (address := serving.link.address) in (None, before):

@@ -1,4 +1,4 @@
-"""Requests whose end a router has acknowledged: the router may still die before it has told its client."""
+"""Ended requests whose router has acknowledged the end: the router may still die before it tells the client."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections import deque
 from crossrail.control.deadlines import loop_time_s
 from crossrail.kv.services.serving import Serving
 
-_TOKEN_BYTES, _SPAN_BYTES = 32, 200  # of what is generated, and of timelines: as Python keeps them
+_TOKEN_BYTES, _SPAN_BYTES = 32, 200  # per generated token, and per span: as Python stores them
 
 
 class Told:
-    """Those of the last keep_s; of these the latest that are `most` and take bytes_max, if there are more.
+    """Requests told within the last keep_s; of these only the latest, at most `most` of them and bytes_max in total.
 
     Threads: the event loop's.
     """
@@ -20,7 +20,7 @@ class Told:
         self._keep_s = keep_s
         self._most = most
         self._bytes_max = bytes_max
-        self._kept: deque[tuple[float, int, Serving]] = deque()  # when it came, what it takes
+        self._kept: deque[tuple[float, int, Serving]] = deque()  # when it was added, and its size
         self._bytes = 0
 
     def add(self, serving: Serving) -> None:

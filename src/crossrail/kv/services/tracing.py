@@ -1,7 +1,7 @@
 """OpenTelemetry spans of requests: at the front, the decoder and the prefiller, each a child of the one before.
 
-They are exported as the process has set up OpenTelemetry; where opentelemetry-api is not installed, or nothing is set
-up, none are made, and the context of who asked is handed on as it came. Contexts are W3C's `traceparent`
+They are exported as the process has configured OpenTelemetry; where opentelemetry-api is missing or not configured, no
+spans are made, and the caller's context is passed on unchanged. Contexts are W3C's `traceparent`
 (https://www.w3.org/TR/trace-context/), in HTTP and in our messages.
 """
 
@@ -25,14 +25,14 @@ _TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-
 
 
 def checked(traceparent: str) -> str:
-    """What a stranger gives as context; empty where it is none: a new trace then begins, as W3C has it."""
+    """A context from outside; empty if it is malformed: as W3C specifies, a new trace then begins."""
     return traceparent if _TRACEPARENT.fullmatch(traceparent) else ""
 
 
 class RequestSpan:
-    """What one node does for a request. traceparent: what to hand on to those that do a part of it; may be empty.
+    """One node's work for a request. traceparent: context for those who do parts of it; may be empty.
 
-    parent: that of who asked, or empty. attributes: that the span has. end() once, from any thread.
+    parent: the caller's context, or empty. attributes: of the span. Call end() once, from any thread.
     """
 
     def __init__(self, name: str, parent: str, attributes: dict[str, str | int]) -> None:
@@ -48,7 +48,7 @@ class RequestSpan:
         self.traceparent = carrier.get("traceparent", self.traceparent)
 
     def end(self, error: str = "") -> None:
-        """error: why it failed; empty: it did not."""
+        """error: why it failed; empty: success."""
         if self._span is None:
             return
         if error:

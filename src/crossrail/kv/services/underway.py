@@ -1,4 +1,4 @@
-"""The requests that a router has accepted and not ended yet."""
+"""The requests that a router has admitted and that have not ended yet."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from crossrail.kv.services.router_requests import Running
 
 
 class Underway(Mapping[str, Running]):
-    """Requests by name, and the tokens that they may take together. Threads: the event loop's.
+    """Requests by name, and the sum of the tokens that they may take. Threads: the event loop's.
 
     Invariant: _tokens is the sum of the requests' weights; _idle is set exactly while there are none.
     """
@@ -36,7 +36,7 @@ class Underway(Mapping[str, Running]):
     def check_room(self, tokens: int, options: RouterOptions) -> None:
         """Raises Overloaded unless the options allow one more request, of this many tokens.
 
-        A request that would be the only one may have more than tokens_max.
+        A request that would be the only one may exceed tokens_max.
         """
         if len(self) >= options.requests_max:
             raise Overloaded(f"{len(self)} requests are under way, at most {options.requests_max} may be")
@@ -51,7 +51,7 @@ class Underway(Mapping[str, Running]):
         self._idle.clear()
 
     def remove(self, running: Running) -> bool:
-        """False: it was not there."""
+        """False: it is unknown."""
         if self._by_name.pop(running.request, None) is None:
             return False
         self._tokens -= weight(running)
@@ -60,5 +60,5 @@ class Underway(Mapping[str, Running]):
         return True
 
     async def all_ended(self, timeout_s: float) -> bool:
-        """Waits until there are none. False when that took too long."""
+        """Waits until there are none. False if that took too long."""
         return await set_in_time(self._idle, timeout_s)

@@ -1,17 +1,16 @@
 """Requests that wait for a decoder, in order of arrival, and which of them is offered to which decoder next.
 
-Life of one here:
-1. it comes: behind all that came before it. One that comes again, since its decoder died, has its old place.
-2. its turn: it is the first in this order for which a decoder may have room, and is offered to that one; to the best if
-   there are several. So no request that needs as much room comes before it; a smaller one does, where there is too
-   little room for this one.
-3. refused: it keeps its place. What it was refused for is believed until that decoder has news: nothing that needs as
-   much room is offered there meanwhile, but one now and then, to see: after a while, and at a heartbeat without news.
-4. for half of its time smaller ones pass it. Then a decoder is kept for it (Placement.keep).
-5. it goes: it was taken, or its time is up.
+Life of a waiting request:
+1. it comes: queued behind all that came before it. One that returns because its decoder died gets its old place.
+2. its turn: it is the first in this order for which some decoder may have room, and is offered to the best of
+   these. So no later request that needs as much room overtakes it; a smaller one may, if there is too little room.
+3. refused: it keeps its place. The refusal is believed until that decoder has news: nothing that needs as much room is
+   offered there meanwhile, except for one probe now and then: after a while, and at a heartbeat without news.
+4. for half of its time smaller ones overtake it. Then a decoder is kept for it (Placement.keep).
+5. it goes: it was accepted, or its time is up.
 
-What happens costs what it changes, however many wait: a decoder that has news is looked at for all who wait, and who
-comes, or was refused, is looked at for all decoders. Those that nothing happened to are not looked at again.
+The cost of an event depends on what it changes, not on how many wait: a decoder with news is checked against all
+waiters, and a waiter that comes or was refused is checked against all decoders. Nothing else is checked again.
 """
 
 from __future__ import annotations
@@ -31,19 +30,19 @@ from crossrail.kv.services.membership import Member, Membership
 from crossrail.kv.services.placement import Placement, weight
 from crossrail.kv.services.router_requests import Running
 
-_LOOK_S = 0.2  # what nobody tells is seen by then: a time that is up
-_LAST_LOOK_S = 0.01  # of one whose time is up, and that was not offered yet to all that may have room
-# How long a refusal is believed if the decoder says nothing else, and that again each time, up to the longest: less
-# than what a decoder keeps room for without a word (_KEPT_S there).
+_LOOK_S = 0.2  # for noticing what no event announces: that time is up
+_LAST_LOOK_S = 0.01  # for a request whose time is up, and that was not yet offered to all decoders that may have room
+# How long a refusal is believed if the decoder says nothing else; doubled each time up to the maximum, which is less
+# than the time for which a decoder keeps room without a message (its _KEPT_S).
 _REFUSED_S, _REFUSED_S_MAX = 0.2, 0.6
-# To one decoder at a time. Once it has refused one: one, and one more for each that it takes behind another, since who
-# is offered to one that is full misses his turn at another one meanwhile.
+# Concurrent offers to one decoder. After a refusal only one, plus one for each that it accepts while another is in
+# flight: a request on offer at a full decoder misses its turn at the others.
 _OFFERS, _OFFERS_MAX = 8, 64
 
-_TRIES = 3  # of one, then of all
-# Decoders that refused the last that they were offered: which is the best matters little, if one has room.
+_TRIES = 3  # probes with one request, then with all
+# Decoders to compare that refused their last offer: which one is best matters little if one of them has room.
 _COMPARED = 8
-_TRIED_AT_ONCE = 16  # decoders, after a while, beside those that are kept: these are to hear of it
+_TRIED_AT_ONCE = 16  # decoders probed at once after a while, besides those that are kept, which have to learn that
 
 _number_of = attrgetter("number")
 _Kind = tuple[str, int]
@@ -51,7 +50,9 @@ _Kind = tuple[str, int]
 
 @dataclass(frozen=True)
 class Refusal:
-    """By a decoder, or instead of it. for_s: how long that is believed if it says nothing else; None: as usual."""
+    """By a decoder, or on its behalf. for_s: how long it is believed if the decoder says nothing else;
+    None: as usual.
+    """
 
     why: str
     for_s: float | None = None
@@ -59,10 +60,10 @@ class Refusal:
 
 @dataclass
 class KnownRoom:
-    """What a decoder has room for, as far as it has said so.
+    """What is known of a decoder's room.
 
-    refused_tokens: the least that it had no room for since it had news. is_tried: one is offered all the same, to see.
-    until_s: when that is to be, on the event loop's clock. offers: on their way to it, and how many may be.
+    refused_tokens: the smallest request that it had no room for since its last news. is_tried: offer one all the same,
+    as a probe. until_s: when to probe, on the event loop's clock. offers: number in flight, and its limit.
     """
 
     refused_tokens: float = math.inf
@@ -73,19 +74,19 @@ class KnownRoom:
     offers_max: int = _OFFERS
     _pause_s: float = _REFUSED_S
     _taken_in_a_row: int = 0
-    _tries: int = 0  # since the last news
+    _tries: int = 0  # probes since the last news
 
     def may_take(self, tokens: int) -> bool:
-        """It has not refused one that needs no more room, or is to be tried."""
+        """Whether it has not refused a request that needs no more room, or is to be probed."""
         return tokens < self.refused_tokens or self.is_tried
 
     def offered(self) -> None:
-        """One is on its way."""
+        """An offer is in flight."""
         self.offers += 1
         self.is_tried = False
 
     def refused(self, tokens: int, refusal: Refusal, now_s: float) -> None:
-        """The decoder has no room for so many."""
+        """The decoder has no room for so many tokens."""
         self.refused_tokens = min(self.refused_tokens, tokens)
         self.said = refusal.why
         self.until_s = now_s + (self._pause_s if refusal.for_s is None else refusal.for_s)
@@ -93,7 +94,7 @@ class KnownRoom:
         self.offers_max, self._taken_in_a_row = 1, 0
 
     def taken(self, tokens: int) -> None:
-        """The decoder had room for so many."""
+        """The decoder had room for so many tokens."""
         if tokens >= self.refused_tokens:
             self.news()
         self._pause_s = _REFUSED_S
@@ -106,11 +107,13 @@ class KnownRoom:
         self._tries = 0
 
     def try_one(self) -> None:
-        """The decoder may have more room, though nothing says so."""
+        """Allows a probe: the decoder may have more room, though nothing says so."""
         self.is_tried = self.refused_tokens < math.inf
 
     def try_again(self) -> None:
-        """The same, once a refusal was believed for long; now and then for all, since the one may be the largest."""
+        """A probe because the refusal is old; now and then of all requests, since the one offered may be
+        the largest.
+        """
         self._tries += 1
         if self._tries == _TRIES:
             self.news()
@@ -120,15 +123,15 @@ class KnownRoom:
 
 @dataclass(eq=False)
 class Waiter:
-    """A request that waits. decoder: that it is offered to now. keep_at_s: from when on one is kept for it, on the
-    event loop's clock. room_tokens: that it needed room for when it was offered, before its own were known to be there.
-    why: what it was refused for last.
+    """A waiting request. decoder: on offer there now. keep_at_s: from when on a decoder is kept for it, on the event
+    loop's clock. room_tokens: room that it needed when it was offered, before its own pages were known to be cached
+    there. why: the last refusal's reason.
     """
 
     running: Running
     keep_at_s: float
     decoder: Member | None = None
-    room: KnownRoom | None = None  # there, while it is offered to it
+    room: KnownRoom | None = None  # of that decoder, while on offer there
     room_tokens: int = 0
     why: str = ""
     has_turn: asyncio.Event = field(default_factory=asyncio.Event)
@@ -143,8 +146,9 @@ class Waiter:
 class Waiting:
     """Threads: the event loop's.
 
-    Invariant: a decoder that may take one of `_idle`, and has no offer too many on its way, is in `_open`.
-    Invariant: those that wait are in `_by_name`, and those of them that are offered to no decoder now in `_idle`.
+    Invariant: a decoder that may accept one of `_idle`, and is not at its limit of offers, is in `_open`.
+
+    Invariant: all waiters are in `_by_name`, and those that are not on offer to any decoder also in `_idle`.
     """
 
     def __init__(self, membership: Membership, placement: Placement) -> None:
@@ -152,12 +156,13 @@ class Waiting:
         self._placement = placement
         self._by_name: dict[str, Waiter] = {}
         self._idle: list[Waiter] = []  # by number
-        self._seen: list[Member] = []  # decoders that the following are of
+        self._seen: list[Member] = []  # the decoders for which the following fields were computed
         self._there: dict[bytes, Member] = {}
-        self._decode_tokens: dict[str | None, int] = {}  # by model, None: any: the most that one has pages for
+        # By model, None: any: tokens that the largest decoder has pages for.
+        self._decode_tokens: dict[str | None, int] = {}
         self._rooms: dict[bytes, KnownRoom] = {}
-        self._open: dict[bytes, Member] = {}  # to be looked at
-        self._prefill_tokens: dict[str, int] = {}  # by model: the longest prompt that a prefiller has pages for
+        self._open: dict[bytes, Member] = {}  # still to be checked
+        self._prefill_tokens: dict[str, int] = {}  # by model: the longest prompt that some prefiller has pages for
         self._changed = asyncio.Event()
 
     @contextmanager
@@ -176,8 +181,8 @@ class Waiting:
             del self._by_name[running.request]
 
     async def turn(self, waiter: Waiter, give_up_s: float, grace_s: float) -> Member | None:
-        """The decoder that it is to be offered to; None: it has ended, or it is give_up_s, and no decoder is left that
-        may have room, or grace_s later. Followed by answered().
+        """The decoder to offer it to; None: it has ended, or give_up_s has passed and either no decoder that may have
+        room is left, or another grace_s. Must be followed by answered().
         """
         while not waiter.running.ended:
             if waiter.decoder is not None:
@@ -190,31 +195,31 @@ class Waiting:
         return None
 
     def answered(self, waiter: Waiter, refusal: Refusal | None) -> None:
-        """None: its decoder has taken it."""
+        """refusal None: its decoder has accepted the request."""
         assert waiter.decoder is not None
         assert waiter.room is not None
         if refusal is None:
             waiter.room.taken(waiter.room_tokens)
-            return  # and goes
+            return  # it goes
         waiter.why = refusal.why
         waiter.room.refused(waiter.room_tokens, refusal, loop_time_s())
         self._withdraw(waiter)
         self._look_for(waiter)
 
     def end(self) -> None:
-        """All that wait have ended, and see it at once: nothing else tells them when look() is no more."""
+        """Ends all waits at once: after look() has stopped nothing else would."""
         for waiter in self._by_name.values():
             waiter.has_turn.set()
 
     def news(self, address: bytes) -> None:
-        """This node may have more room than before. Of one that is no decoder nothing is known here."""
+        """This node may have more room than before. Nodes that are not decoders are ignored."""
         self._decoders()
         if (member := self._there.get(address)) is not None:
             self._rooms[address].news()
             self._look_at(member)
 
     def heard(self, member: Member, before: Load) -> None:
-        """The same, of a heartbeat, and what its load was before that: if it is the same, one may try."""
+        """A heartbeat; before: the previous load. News if the load has changed, otherwise one request may probe."""
         now, address = member.load, member.address
         if member.record.role == "prefiller" and before.takes_requests != now.takes_requests:
             self.prefillers_changed()
@@ -232,14 +237,14 @@ class Waiting:
         self._look_at(member)
 
     def prefillers_changed(self) -> None:
-        """One came, went, or is not what it was."""
+        """A prefiller joined, left, or changed."""
         before, self._prefill_tokens = self._prefill_tokens, self._placement.prefill_tokens()
         if self._prefill_tokens != before:
             for member in self._decoders():
                 self._look_at(member)
 
     def why_not(self, waiter: Waiter) -> str:
-        """What is in its way, in words, if it was offered to no decoder."""
+        """What prevents the request from being offered, in words, if it was offered to no decoder."""
         running = waiter.running
         suiting = [member for member in self._decoders() if self._suits(waiter, member)]
         if not suiting:
@@ -254,7 +259,7 @@ class Waiting:
         return f"node {suiting[0].name!r} has not answered yet what it was offered"
 
     def _why_none_suits(self, waiter: Waiter) -> str:
-        """Though there are decoders for its model that take requests: a larger one may come back, or drains."""
+        """For the case that decoders for its model accept requests: a larger one may come back, or is draining."""
         taking = [m for m in self._decoders() if m.load.takes_requests and _has_model(waiter.running, m)]
         largest = max(taking, key=lambda member: member.tokens_max, default=None)
         if largest is None:
@@ -269,13 +274,13 @@ class Waiting:
         )
 
     def lacks_prefiller(self, waiter: Waiter) -> str:
-        """The model for which there is none that has pages for its prompt, though there is a decoder; or empty."""
+        """The model for which no prefiller has enough pages for its prompt, though there is a decoder; or empty."""
         models = [member.record.model for member in self._decoders() if _has_model(waiter.running, member)]
         has_one = any(self._prefill_tokens.get(model, 0) >= waiter.prefill_tokens for model in models)
         return models[0] if waiter.prefill_tokens and models and not has_one else ""
 
     async def run(self) -> None:
-        """Gives turns, until cancelled."""
+        """Hands out turns, until cancelled."""
         while True:
             await self._changed.wait()
             self._changed.clear()
@@ -287,10 +292,10 @@ class Waiting:
                 self._placement.offer(member, waiter.tokens)
                 self._idle.remove(waiter)
                 waiter.has_turn.set()
-                await asyncio.sleep(0)  # others have theirs: a thousand may have come at once
+                await asyncio.sleep(0)  # let other tasks run: a thousand requests may have come at once
 
     async def look(self) -> None:
-        """Sees to what nobody tells, until cancelled."""
+        """Notices what no event announces, until cancelled."""
         while True:
             await asyncio.sleep(_LOOK_S)
             self.prefillers_changed()
@@ -302,7 +307,7 @@ class Waiting:
             self._keep(now_s)
 
     def _try_again(self, now_s: float) -> None:
-        """Decoders whose refusals were believed for long, those for the longest first."""
+        """Probes decoders whose refusals are old, the oldest first."""
         over = [member for member in self._decoders() if self._rooms[member.address].until_s <= now_s]
         over.sort(key=lambda member: self._rooms[member.address].until_s)
         kept = [member for member in over if self._placement.kept_for(member) is not None]
@@ -314,9 +319,9 @@ class Waiting:
     # --- whose turn it is ---
 
     def _next(self) -> tuple[Waiter, Member] | None:
-        """The first that waits for whom there may be room, and where. What nobody can have is closed.
+        """The first waiter for whom there may be room, and where. Closes decoders that nobody can use.
 
-        Of decoders that were full some are compared; the others stay open, and have their own first later.
+        Of the decoders that were full only some are compared; the others stay open for later turns.
         """
         found: Waiter | None = None
         where: list[Member] = []
@@ -339,7 +344,9 @@ class Waiting:
         return None if found is None else (found, self._placement.best(where, found.running))
 
     def _first_at(self, member: Member, first_suiting: dict[_Kind, int]) -> Waiter | None:
-        """first_suiting: in `_idle`, as far as it has been looked for: decoders of one kind pass over all before it."""
+        """first_suiting: per kind of decoder, the index in `_idle` of the first waiter that suits it, as far as it is
+        known.
+        """
         room = self._rooms[member.address]
         if not member.load.takes_requests or room.offers >= room.offers_max:
             return None
@@ -352,7 +359,8 @@ class Waiting:
         if (first := first_suiting.get(kind)) is None:
             indices = (index for index, waiter in enumerate(self._idle) if self._suits(waiter, member))
             first = first_suiting[kind] = next(indices, len(self._idle))
-        # Most are passed over here: they need as much room as one that was refused, and nothing of theirs is there.
+        # Most are skipped here: they need as much room as one that was refused, and none of their pages are cached
+        # there.
         refused_tokens, names = math.inf if room.is_tried else room.refused_tokens, self._placement.names_at(member)
         for waiter in itertools.islice(self._idle, first, None):
             is_possible = waiter.tokens < refused_tokens or waiter.first_name in names
@@ -368,7 +376,9 @@ class Waiting:
         )
 
     def _suits(self, waiter: Waiter, member: Member) -> bool:
-        """However much room it has now. A decoder that has too few pages is asked if all have: it says so in words."""
+        """Regardless of its present room. If all decoders have too few pages, one is asked anyway: its refusal explains
+        it.
+        """
         running = waiter.running
         return (
             member.load.takes_requests
@@ -378,7 +388,7 @@ class Waiting:
         )
 
     def _may_start(self, waiter: Waiter) -> bool:
-        """Some decoder may take it, once what is on its way there is answered."""
+        """Whether some decoder may accept it once the offers in flight there are answered."""
         return any(
             self._may_have(waiter, member, self._rooms[member.address])
             and not self._placement.is_kept(member, waiter.running)
@@ -388,7 +398,7 @@ class Waiting:
     # --- what is to be looked at ---
 
     def _look_for(self, waiter: Waiter) -> None:
-        """At all that may have room for it. Not at others, where all that wait would be looked at in vain."""
+        """Marks all decoders that may have room for it. Not others, where all waiters would be checked in vain."""
         for member in self._decoders():
             may_take = self._rooms[member.address].may_take(waiter.tokens)
             may_have = may_take or waiter.first_name in self._placement.names_at(member)
@@ -401,7 +411,7 @@ class Waiting:
             self._changed.set()
 
     def _withdraw(self, waiter: Waiter) -> None:
-        """The request is not offered to its decoder any more, and another may be."""
+        """The request is no longer on offer to its decoder, so another may be."""
         decoder, room = waiter.decoder, waiter.room
         if decoder is None or room is None:
             return
@@ -409,7 +419,7 @@ class Waiting:
         insort(self._idle, waiter, key=_number_of)
         room.offers -= 1
         self._placement.answered(decoder, waiter.tokens)
-        if self._rooms.get(decoder.address) is room:  # else it is gone
+        if self._rooms.get(decoder.address) is room:  # otherwise the decoder is gone
             self._look_at(self._there[decoder.address])
 
     def _decoders(self) -> list[Member]:
@@ -426,7 +436,7 @@ class Waiting:
         return there
 
     def _keep(self, now_s: float) -> None:
-        """A decoder for each that has waited long, in their order, as far as there are any."""
+        """Keeps a decoder for each request that has waited long, in order, as long as there are any."""
         there = [member for member in self._decoders() if member.load.takes_requests]
         having = {self._placement.kept_for(member) for member in there}
         free: dict[_Kind, list[Member]] = {}
@@ -445,11 +455,11 @@ class Waiting:
                 self._placement.keep(running, best)
                 free[_kind_of(best)].remove(best)
                 free = {kind: alike for kind, alike in free.items() if alike}
-                self.news(best.address)  # it is to hear that it is kept
+                self.news(best.address)  # so that an offer tells it that it is kept
 
 
 def _kind_of(decoder: Member) -> _Kind:
-    """Those of one kind that take requests suit the same requests."""
+    """Decoders of one kind that accept requests suit the same requests."""
     return decoder.record.model, decoder.tokens_max
 
 

@@ -1,4 +1,4 @@
-"""Whether missing KV can still arrive: what a decoder finds out about the prefiller that is to write it."""
+"""Whether missing KV can still arrive: what a decoder learns about the prefiller that is to write it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from crossrail.kv import messages as m
 
 @dataclass(frozen=True)
 class Watch:
-    """Asks one writer how far it is with an attempt of a request, every probe_s.
+    """Asks one writer for its progress on an attempt of a request, every probe_s.
 
-    Who is silent for timeout_s is lost, as is who answers while its model has announced no layer for model_timeout_s.
-    writer: its address; who: it, in words. is_only_writer: what it says to have written is all. Threads: the event
-    loop's.
+    A writer that is silent for timeout_s is lost, as is one that answers, but whose model has announced no layer for
+    model_timeout_s. writer: its address; who: its description. is_only_writer: nobody else writes parts of it. Threads:
+    the event loop's.
     """
 
     mailbox: Mailbox
@@ -35,7 +35,7 @@ class Watch:
     model_timeout_s: float = math.inf
 
     async def until_lost(self) -> str:
-        """Returns why nothing more is to be expected, as soon as that is so."""
+        """Returns why nothing more can be expected, as soon as that is so."""
         gone = asyncio.ensure_future(self.mailbox.wire.until_lost(self.writer))
         try:
             return await self._until_lost(gone)
@@ -69,13 +69,13 @@ class Watch:
             if progress.state == "written" and self.is_only_writer:
                 if has_written:
                     return f"{self.who} says that it has written all, and not all was counted"
-                has_written = True  # counts come after bytes, and may be behind this answer
+                has_written = True  # counts come after the bytes, and may arrive after this answer
 
 
 async def lost_before_arrival(arrival: Awaitable[None], watches: Sequence[Watch], stop: asyncio.Event) -> str:
     """Empty once everything has arrived; else why it will not, or "stopped".
 
-    arrival: raises a CrossrailError when too much has come, or nothing can be waited for any more.
+    arrival: raises a CrossrailError if too much has arrived, or waiting is no longer possible.
     """
     arrived = asyncio.ensure_future(arrival)
     lost = [asyncio.ensure_future(watch.until_lost()) for watch in watches]
