@@ -1,5 +1,5 @@
 """How services on engines talk: sealed packets, questions and answers. What the messages mean is up to kv and weights.
 
-wire.py carries packets; seal.py makes them authentic, each taken once; language.py makes bytes of messages; messages.py
-has those that every service knows; mailbox.py asks until it is answered, and runs each question once.
+wire.py carries packets; seal.py authenticates them and accepts each once; language.py encodes messages; messages.py has
+those common to all services; mailbox.py repeats a question until it is answered, and runs each question once.
 """

@@ -9,9 +9,9 @@ Send = Callable[[], Sequence["asyncio.Future[None]"]]
 
 
 class Asking:
-    """Sends a question, and again resend_s after it was delivered, until end(). What sending raises ends the answer.
+    """Sends a question, and again resend_s after it was delivered, until end(). If sending raises, so does the answer.
 
-    Without a task of its own: services ask for each token. send: of all packets; what it returns are their deliveries.
+    It needs no task of its own, since services ask for each token. send: sends all packets; returns their deliveries.
     Threads: the event loop's.
     """
 

@@ -1,4 +1,4 @@
-"""Waits on an event loop that end by a deadline and never lose a cancellation; and how durations are said."""
+"""Waits on an event loop that end by a deadline and never lose a cancellation; and the wording of durations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _T = TypeVar("_T")
 
 
 def loop_time_s() -> float:
-    """Now, on the clock of the running event loop: what every instant of services is told on."""
+    """The time on the running event loop's clock, which all times of services refer to."""
     return asyncio.get_running_loop().time()
 
 
@@ -28,11 +28,12 @@ def in_words(duration_s: float) -> str:
 
 
 async def in_time(work: Awaitable[_T], timeout_s: float, undo: Callable[[_T], object] | None = None) -> _T:
-    """The result of this work, which is cancelled, and has ended, when it takes longer: asyncio.TimeoutError.
+    """The result of this work. If it takes longer than timeout_s it is cancelled, and ends before asyncio.TimeoutError
+    is raised.
 
-    Unlike asyncio.wait_for before Python 3.12, whoever is cancelled in it ends, also when the work is done at that
-    very moment: wait_for returns the result then, and the caller goes on as if nobody had cancelled it.
-    undo: gets the result that nobody got then, such as a connection that is to be closed.
+    Unlike asyncio.wait_for before Python 3.12, a cancelled caller always ends, even if the work is done at that very
+    moment: wait_for would return the result then, and the caller would go on as if nobody had cancelled it. undo: gets
+    a result that nobody received for this reason, such as a connection that has to be closed.
     """
     task = asyncio.ensure_future(work)
     overdue = False
@@ -47,7 +48,7 @@ async def in_time(work: Awaitable[_T], timeout_s: float, undo: Callable[[_T], ob
             task.cancel()
             await asyncio.wait([task])
         if not task.cancelled():
-            task.exception()  # also of work that nobody asks any more: else the loop complains of it
+            task.exception()  # mark as retrieved, also for abandoned work: the loop complains otherwise
     if overdue and task.cancelled():
         raise asyncio.TimeoutError
     return task.result()

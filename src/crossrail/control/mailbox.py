@@ -32,11 +32,11 @@ log = logging.getLogger("crossrail.control")
 RESEND_S = 0.5
 _ANSWERS_KEPT = 4096
 _ANSWERS_BYTES_MAX = 32 << 20
-_ASKERS_KEPT = 1 << 16  # of whose answers some were let go
+_ASKERS_KEPT = 1 << 16  # askers some of whose answers were dropped
 _CANCEL_AGAIN_S = 0.2
 _TELL_AGAIN_S = 60.0  # between two lines about dropped messages of one kind: a stranger may send thousands a second
 _OTHERS_KEPT = 4096  # engines of another version
-_REPLY_TIMEOUT_S = 30.0  # whoever takes no answer for so long asks again, if it still lives
+_REPLY_TIMEOUT_S = 30.0  # an asker that takes no answer for so long asks again, if it is still alive
 
 _CLOSING = "this node is closing"
 
@@ -50,7 +50,7 @@ T = TypeVar("T")
 class NoAnswer(CrossrailError):
     """No answer in time: the other node may be slow, frozen or gone. It may or may not have done what was asked.
 
-    is_silence: nothing came at all, not even that it could not be answered.
+    is_silence: nothing came at all, not even a message that it could not answer.
     """
 
     def __init__(self, why: str, *, is_silence: bool = False) -> None:
@@ -59,19 +59,22 @@ class NoAnswer(CrossrailError):
 
 
 class OtherRelease(NoAnswer):
-    """The other node is of another version of crossrail, of which nothing is understood. Use one release for all."""
+    """The other node runs another version of crossrail, whose messages we do not understand. Use one release
+    everywhere.
+    """
 
     def __init__(self, theirs: Spoken, ours: Spoken) -> None:
         super().__init__(f"the other side speaks {theirs}, this one {ours}: use one release of crossrail on both")
 
 
 class Mailbox(AsyncClosing):
-    """Questions and answers over one wire, and so of one engine. Threads: the event loop's.
+    """Questions and answers over one wire, and so for one engine. Threads: the event loop's.
 
     Lifecycle: 1. made. 2. handle() for each type of question. 3. start(). 4. close(): questions end with NoAnswer.
-    dropped: messages that were not taken, by kind: those of seal.Rejected, "type", "unasked", "no-handler", "error":
-    one that we failed to handle; and "old": a question as old as some whose answers are kept no longer, so that it may
-    have been run.
+
+    dropped: messages that were not accepted, by kind: those of seal.Rejected; "type"; "unasked"; "no-handler"; "error":
+    we failed to handle it; and "old": a question no newer than one whose answer was dropped, so that it may have run
+    already.
     """
 
     def __init__(
@@ -90,10 +93,11 @@ class Mailbox(AsyncClosing):
         self._waiting: dict[int, tuple[bytes, asyncio.Future[object]]] = {}  # by ask: of whom, and the answer
         self._answered: OrderedDict[tuple[bytes, int], bytes] = OrderedDict()  # by who asked and ask
         self._answered_bytes = 0
-        self._let_go: Latest[bytes, int] = Latest(_ASKERS_KEPT)  # by who asked, the newest ask whose answer is not kept
+        # By asker: the newest question whose answer was dropped.
+        self._let_go: Latest[bytes, int] = Latest(_ASKERS_KEPT)
         self._being_answered: set[tuple[bytes, int]] = set()
         self._replies: set[asyncio.Future[None]] = set()  # that are on their way
-        self._others: Latest[bytes, Spoken] = Latest(_OTHERS_KEPT)  # by engine, what it has said in a notice
+        self._others: Latest[bytes, Spoken] = Latest(_OTHERS_KEPT)  # by engine: what its notice said
         self._noticed: Latest[bytes, float] = Latest(_OTHERS_KEPT)  # by engine, when it was sent one
         self._tasks: dict[asyncio.Task[None], None] = {}  # a set in the order in which they were made
         self._loop: asyncio.AbstractEventLoop | None = None  # in which start() was called
@@ -145,28 +149,28 @@ class Mailbox(AsyncClosing):
             )
 
     async def close(self) -> None:
-        """Ends handlers and questions under way, and those that are asked later. Idempotent. The wire stays open."""
+        """Ends handlers and questions in progress, and all later questions. Idempotent. The wire stays open."""
         # Again and again: a model's code may lose a cancellation, as asyncio.wait_for does before Python 3.12 when it
         # meets its result. Our own waits do not (deadlines.py).
         while tasks := [task for task in self._tasks if task is not asyncio.current_task()]:
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks, timeout=_CANCEL_AGAIN_S)
-        self._is_closed = True  # an update that goes on may still tell members of its end
+        self._is_closed = True  # a running update may still tell members of its end
         for _, future in self._waiting.values():
             if not future.done():
                 future.set_exception(NoAnswer(_CLOSING))
-                future.exception()  # seen: whoever asked may be gone
+                future.exception()  # mark as retrieved: the asker may be gone
         self._waiting.clear()
         for reply in list(self._replies):
             reply.cancel()
 
     async def ask(self, to: bytes, question: object, answer: type[T] | tuple[type[T], ...], timeout_s: float) -> T:
-        """The answer to a question, of one of the types given; sent again meanwhile.
+        """The answer to a question, of one of the given types; the question is resent meanwhile.
 
-        Raises NoAnswer after timeout_s, once this mailbox is closed, and when the answer is Failed or anything else;
-        Unreachable when it is gone; OtherRelease, a NoAnswer, as soon as it says that it is of another one; UsageError
-        as of check_started().
+        Raises NoAnswer after timeout_s, once this mailbox is closed, and if the answer is Failed or of another type;
+        Unreachable if the peer is gone; OtherRelease, a NoAnswer, as soon as the peer says that it runs another
+        version; UsageError as check_started() does.
         """
         self.check_started()
         if self._is_closed:
@@ -212,8 +216,8 @@ class Mailbox(AsyncClosing):
         return task
 
     def _post(self, to: bytes, data: bytes) -> list[asyncio.Future[None]]:
-        """All at once: so the packets of a message stay together, however many messages are sent side by side. A
-        receiver keeps a bounded number of packets whose message is not whole.
+        """Posts all packets at once: so those of one message stay together, however many messages are sent
+        concurrently. A receiver keeps a bounded number of packets of incomplete messages.
         """
         return [self.wire.post(to, packet) for packet in self._sealer.seal(data, self.wire.identity(to))]
 
@@ -237,7 +241,7 @@ class Mailbox(AsyncClosing):
                 self._tell_dropped(sender, "error", f"{type(error).__name__}: {error}", exc_info=True)
 
     def _hear_of_version(self, sender: bytes, theirs: Spoken) -> None:
-        """What waits for that engine's answers ends. It hears of ours once, so that its log has both, too."""
+        """Ends all waits for that engine's answers. It is told our version once, so that its log shows both, too."""
         identity = self.wire.identity(sender)
         if identity in self._others:
             return
@@ -247,11 +251,11 @@ class Mailbox(AsyncClosing):
         for of, future in self._waiting.values():
             if of == identity and not future.done():
                 future.set_exception(other)
-                future.exception()  # seen: whoever asked may be gone
+                future.exception()  # mark as retrieved: the asker may be gone
         self._tell_version(sender)
 
     def _tell_version(self, sender: bytes) -> None:
-        """Now and then: a notice may be lost, and whoever asks again has not had it."""
+        """At intervals: a notice may be lost, and an engine that asks again has not received it."""
         identity, now_s = self.wire.identity(sender), loop_time_s()
         if now_s - self._noticed.get(identity, float("-inf")) < self._resend_s:
             return
@@ -357,8 +361,8 @@ class Mailbox(AsyncClosing):
     def _reply(self, to: bytes, answer: bytes) -> list[asyncio.Future[None]]:
         """The packets of the answer, sent for as long as that may take."""
         try:
-            # It has asked, so it lives, or did a moment ago; while our engine holds it for lost no answer would get
-            # there. If it is dead it is lost again by this attempt.
+            # It has asked, so it is or was just alive; but while our engine considers it lost no answer would get
+            # there. If it is dead, this attempt finds it lost again.
             self.wire.try_anew(to)
             replies = self._post(to, answer)
         except EngineClosed as error:

@@ -41,7 +41,7 @@ _PARTIAL_MAX = 1024  # packets of one sender that are kept because others of the
 
 
 class Spoken(NamedTuple):
-    """What a side speaks. release: of crossrail."""
+    """What a side speaks. release: its version of crossrail."""
 
     version: int
     release: str
@@ -71,10 +71,10 @@ class _Partial:
 
 @dataclass
 class _Sender:
-    """What is known of one sender.
+    """State kept for one sender.
 
-    Invariant: bit i of `seen` says that packet `highest - i` was taken; what is older than the window counts as taken.
-    partial: messages by the number of their first packet. partial_packets: how many packets of them have come in all.
+    Invariant: bit i of `seen` is set if packet `highest - i` was accepted; anything older than the window counts as
+    accepted. partial: incomplete messages, by the number of their first packet. partial_packets: packets held in them.
     """
 
     highest: int = -1
@@ -98,11 +98,10 @@ class _Sender:
 class Sealer:
     """Seals what one engine sends and opens what it receives. Threads: one, the event loop's.
 
-    secret: shared by all nodes of a cluster, 1..1024 bytes, or text, which is taken in UTF-8.
-    own: identity of this engine, IDENTITY_BYTES.
-    packet_bytes_max: the longest that the carrier takes. purpose: what the packets are for, as "crossrail kv control":
-    those of another purpose are refused although the secret is the same.
-    spoken: by this side; another one is for tests. rejected: how many packets were not taken, by kind.
+    secret: shared by all nodes of a cluster, 1..1024 bytes, or text, which is encoded in UTF-8. own: identity of this
+    engine, IDENTITY_BYTES. packet_bytes_max: the longest packet that the carrier takes. purpose: what the packets are
+    for, as "crossrail kv control": those for another purpose are refused even under the same secret. spoken: by this
+    side; others are for tests. rejected: number of refused packets, by kind.
     """
 
     def __init__(
@@ -162,7 +161,7 @@ class Sealer:
         return body + self._mac(to, body)
 
     def noticed(self, packet: bytes, sender: bytes) -> Spoken | None:
-        """What the sender says that it speaks, if this is a sound notice of another version than ours."""
+        """What the sender speaks, if this is an authentic notice of another version than ours."""
         if len(packet) != _NOTICE.size + _MAC_BYTES or not packet.startswith(_NOTICE_MAGIC):
             return None
         body, mac = packet[:-_MAC_BYTES], packet[-_MAC_BYTES:]
@@ -222,6 +221,6 @@ def _assemble(sender: _Sender, first: int, part: int, parts: int, payload: bytes
         sender.partial_packets -= len(sender.partial.pop(first).pieces)
         return b"".join(message.pieces[index] for index in range(parts))
     while sender.partial_packets > _PARTIAL_MAX and len(sender.partial) > 1:
-        # The oldest has waited longest for parts that were lost; whoever sent it asks again.
+        # The oldest has waited longest for parts that were lost; its sender asks again.
         sender.partial_packets -= len(sender.partial.pop(next(iter(sender.partial))).pieces)
     return None

@@ -41,7 +41,7 @@ class Wire(Protocol):
         return asyncio.ensure_future(self.send(to, packet))
 
     def packets(self) -> AsyncIterator[tuple[bytes, bytes]]:
-        """Whom from, and what, until cancelled or closed."""
+        """(sender, packet), until cancelled or closed."""
 
     def is_lost(self, address: bytes) -> bool:
         """True when our engine has given that incarnation up: it has ended, or was frozen or cut off for long."""
@@ -50,7 +50,9 @@ class Wire(Protocol):
         """Returns once is_lost(), as soon as our engine knows."""
 
     def try_anew(self, address: bytes) -> None:
-        """Forgets that a peer was lost: the next send() looks for it again. It may have been frozen or cut off."""
+        """Forgets that a peer was lost, so that the next send() looks for it again. It may have been
+        frozen or cut off.
+        """
 
 
 class EngineWire(Closing):
@@ -71,8 +73,8 @@ class EngineWire(Closing):
         self._engine = engine
         self._pool = engine.submit_recvs(_BUFFERS, packet_bytes_max)
         _engines.add(engine)
-        # An Address object remembers what the engine resolved it to, so each is made once. Of peers that come and
-        # go for weeks those are dropped that nobody has named for long, and with them what the engine keeps of them.
+        # An Address object remembers what the engine resolved it to, so each is made once. Peers come and go for weeks:
+        # addresses not used for long are dropped, and with them what the engine keeps of them.
         self._resolved = lru_cache(_ADDRESSES_MAX)(xr.Address.from_bytes)
         self._waiting: set[asyncio.Event] = set()  # of until_lost(): set after events of the engine
         self._loop: asyncio.AbstractEventLoop | None = None  # theirs: the latest, where one was closed before
@@ -145,14 +147,14 @@ def _settle(sent: asyncio.Future[None], transfer: xr.Transfer) -> None:
     try:
         transfer.wait(0)
     except (TransferError, xr.EngineClosed) as error:
-        # What comes next is for who drives an engine by hand: services look for each other anew themselves.
+        # The rest is advice for those who drive an engine by hand: services look for each other again by themselves.
         sent.set_exception(Unreachable(str(error).partition(". Next: ")[0]))
     else:
         sent.set_result(None)
 
 
 def _let_go(loop: LoopNotifier, cookie: int, transfer: xr.Transfer, sent: asyncio.Future[None]) -> None:
-    """Who waits no longer does not want it delivered later either."""
+    """Cancels the delivery: a sender that has stopped waiting does not want it later either."""
     if sent.cancelled():
         loop.forget(cookie)
         transfer.cancel()

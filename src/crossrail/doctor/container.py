@@ -17,7 +17,7 @@ _SECCOMP_FILTER = 2
 
 
 def kind(host: Host) -> Iterator[Finding]:
-    """Where this runs, with which capabilities."""
+    """The kind of environment this runs in, and its capabilities."""
     held = [name for name, bit in _CAPABILITIES.items() if host.capabilities >> bit & 1]
     where = f"in a container ({host.container})" if host.container else "not in a container, as far as can be seen"
     seen = "/.dockerenv, /run/.containerenv, /proc/1/cgroup, environment"
@@ -35,7 +35,7 @@ def kind(host: Host) -> Iterator[Finding]:
 
 
 def network(host: Host) -> Iterator[Finding]:
-    """A network namespace of its own: other containers are other hosts then."""
+    """A separate network namespace: other containers then count as other hosts."""
     check = "container.network"
     own = {host.read_int(f"{NET}/{name}/ifindex") for name in host.names(NET)}
     linked = [name for name in host.names(NET) if _leads_outside(host, name, own)]
@@ -55,7 +55,7 @@ def network(host: Host) -> Iterator[Finding]:
 
 
 def _leads_outside(host: Host, name: str, own: set[int | None]) -> bool:
-    """Whether it is one end of a pair, and the other end is none of ours."""
+    """Whether it is one end of a veth pair whose other end is outside of this namespace."""
     base = f"{NET}/{name}"
     other = host.read_int(f"{base}/iflink")
     return not host.exists(f"{base}/device") and other is not None and other != 0 and other not in own
@@ -93,7 +93,7 @@ def attach(host: Host) -> Iterator[Finding]:
 
 
 def kernel(host: Host) -> Iterator[Finding]:
-    """What we use of newer kernels."""
+    """The features of newer kernels that we use."""
     check = "container.kernel"
     version = host.kernel
     if version == (0, 0):

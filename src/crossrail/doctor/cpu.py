@@ -62,7 +62,7 @@ def parse_list(text: str) -> list[int]:
 
 @dataclass(frozen=True)
 class _Quota:
-    """Of one group. throttled: in how many of its periods everything in it stood still."""
+    """A CPU quota of one cgroup. throttled: periods in which the group was stopped."""
 
     cores: float
     seen: str
@@ -76,7 +76,7 @@ class _Quota:
 
 
 def quota(host: Host) -> Iterator[Finding]:
-    """A share of time, after which everything stands still until the next period."""
+    """A limit on CPU time, after which everything stops until the next period."""
     check = "cpu.quota"
     files = host.control_files("cpu", "cpu.cfs_quota_us", "cpu.max")
     if not files and not host.sees_control_groups("cpu"):
@@ -126,7 +126,9 @@ def _quota_fixes() -> tuple[Fix, ...]:
 
 
 def _quotas(host: Host, files: list[tuple[str, str]]) -> list[_Quota]:
-    """Of our group and all above it. Each group counts its own quota's periods alone: a parent's stops are there."""
+    """The quotas of our cgroup and all above it. Each group counts only its own quota: a parent's throttling is counted
+    there.
+    """
     found = []
     for path, text in files:
         folder, _, name = path.rpartition("/")
@@ -147,7 +149,7 @@ def _throttling(stat: str) -> tuple[int, int]:
 
 
 def governor(host: Host) -> Iterator[Finding]:
-    """What sets the clock speed."""
+    """The driver and policy that set the clock speed."""
     check = "cpu.governor"
     slow, found = [], set()
     for name in host.names(_CPU):

@@ -67,7 +67,7 @@ def selftest(host: Host) -> Iterator[Finding]:
 
 
 def _rdma_rails(result: Selftest) -> Iterator[Finding]:
-    """What the transports make of the ports that the kernel has: a port may be active and yet be no rail."""
+    """How the transports see the kernel's ports: an active port need not be usable as a rail."""
     check = "crossrail.rails"
     usable = [port for port in result.ports if not port.trouble]
     if usable:
@@ -77,7 +77,7 @@ def _rdma_rails(result: Selftest) -> Iterator[Finding]:
             else ("none that an engine uses by default; rails=[...] names them")
         )
         yield ok(check, f"{len(usable)} RDMA rail(s): {listing([_port_text(port) for port in usable])}", chosen)
-    # EFA devices are none of verbs', and verbs devices none of ofi's: where the other has it, nothing is wrong.
+    # verbs does not see EFA devices, nor ofi verbs devices: nothing is wrong if the other transport has the device.
     names = {port.name.partition(":")[0].removesuffix("-rdm") for port in usable}
     troubled = [port for port in result.ports if port.trouble and port.name.partition(":")[0] not in names]
     if troubled:
@@ -134,7 +134,7 @@ def _transport(host: Host, test: TransportTest) -> Finding:
 
 
 def _is_for(transport: str, host: Host) -> bool:
-    """Whether this machine has what the transport is for. Without its hardware it cannot open, which is no fault."""
+    """Whether this machine has the transport's hardware. Without it the transport cannot open, which is no fault."""
     kinds = {nic.kind for nic in host.hardware.nics}
     if transport == "ofi":
         return "efa" in kinds

@@ -72,7 +72,7 @@ def libfabric(host: Host) -> Iterator[Finding]:
 
 
 def secret(host: Host) -> Iterator[Finding]:
-    """What keeps strangers out of engines that listen with tcp. Its value is never shown."""
+    """The secret, which keeps strangers out of engines that listen with tcp. Its value is never shown."""
     check = "environment.secret"
     value = host.environ.get(_SECRET)
     make = Fix(f"export {_SECRET}=$(openssl rand -hex 32)", "the same value on every host")
@@ -109,7 +109,7 @@ def secret(host: Host) -> Iterator[Finding]:
 
 
 def tls(host: Host) -> Iterator[Finding]:
-    """Certificates for tcp. That they are not set is no finding: a network of one's own needs none."""
+    """Certificates for tcp. Not having set them is no finding: a private network needs none."""
     check = "environment.tls"
     files = {name: host.environ.get(name, "") for name in _TLS_FILES}
     named = {name: path for name, path in files.items() if path}
@@ -165,7 +165,7 @@ def fork_safety(host: Host) -> Iterator[Finding]:
 
 
 def foreign(host: Host) -> Iterator[Finding]:
-    """Variables of other libraries. They steer those, not us; people expect otherwise. Values may be secrets."""
+    """Variables of other libraries. They do not affect us, though people expect it. Values may be secrets."""
     names = sorted(name for name in host.environ if name.startswith(_FOREIGN))
     if names:
         yield note(

@@ -1,4 +1,4 @@
-"""The result of a check: what was looked at, what was seen, what it costs, and the command that changes it."""
+"""The result of a check: what was examined, what was found, what it costs, and the command that changes it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import dataclass
 class Severity(enum.Enum):
     """How bad it is. The values are part of the JSON format."""
 
-    OK = "ok"  # looked at, nothing to do
+    OK = "ok"  # examined, nothing to do
     NOTE = "note"  # worth knowing; nothing is wrong
     WARNING = "warning"  # transfers will be slow, or fail under load
-    ERROR = "error"  # something that this machine is there for does not work, or could not be looked at
+    ERROR = "error"  # something this machine is meant for does not work, or could not be examined
 
     @property
     def rank(self) -> int:

@@ -110,7 +110,7 @@ def gdrcopy(host: Host) -> Iterator[Finding]:
 
 
 def rails(host: Host) -> Iterator[Finding]:
-    """How far each GPU's nearest NICs are: `crossrail topo` shows all of it."""
+    """How far away each GPU's nearest NICs are: `crossrail topo` shows the details."""
     check = "gpu.rails"
     if not host.hardware.gpus:
         return

@@ -64,7 +64,7 @@ class Port:
 
     @property
     def path(self) -> str:
-        """Its directory."""
+        """Its directory in sysfs."""
         return f"{INFINIBAND}/{self.device}/ports/{self.number}"
 
     @property
@@ -101,7 +101,7 @@ class PciDevice:
 
     @property
     def path(self) -> str:
-        """Its directory."""
+        """Its directory in sysfs."""
         return f"{PCI}/{self.address}"
 
     @property
@@ -133,7 +133,7 @@ class Interface:
 
 
 class Hardware:
-    """What there is. Read once, when asked for."""
+    """The machine's devices. Each kind is read once, on first use."""
 
     def __init__(self, host: Host) -> None:
         self._host = host
@@ -170,7 +170,7 @@ class Hardware:
 
     @cached_property
     def pci(self) -> list[PciDevice]:
-        """What is on the PCI buses that this machine (or container) sees."""
+        """The devices on the PCI buses that this machine (or container) sees."""
         return [self._pci_device(address) for address in self._host.names(PCI)]
 
     @cached_property
@@ -247,7 +247,8 @@ class Hardware:
     def _port(self, device: str, number: int) -> Port:
         path = f"{INFINIBAND}/{device}/ports/{number}"
         netdev = self._host.read(f"{path}/gid_attrs/ndevs/0") or self._host.read(f"{INFINIBAND}/{device}/parent")
-        # The PCI function's own list names switchdev representors too: only for InfiniBand, whose GIDs name none.
+        # The PCI function's own list also names switchdev representors: use it only for InfiniBand, whose GIDs name
+        # none.
         names = [netdev] if netdev else self._host.names(f"{INFINIBAND}/{device}/device/net")
         rate = re.match(r"(\d+(?:\.\d+)?) Gb/sec", self._host.read(f"{path}/rate") or "")
         return Port(

@@ -48,7 +48,9 @@ class Host:
     # ---- files
 
     def path(self, path: str) -> Path:
-        """Where a path of the machine lies here; a relative one is of the working directory. OSError without one."""
+        """Where a path of the examined machine is on this one; relative paths start at the working directory. OSError
+        without one.
+        """
         whole = path if path.startswith("/") else f"{Path.cwd()}/{path}"
         return self.root / whole.lstrip("/")
 
@@ -83,7 +85,7 @@ class Host:
             return b""
 
     def names(self, path: str) -> list[str]:
-        """What is in a directory, numbers in numeric order; empty when it cannot be read."""
+        """The entries of a directory, numbers in numeric order; empty if it cannot be read."""
         try:
             found = os.listdir(self.path(path))[:_NAMES_MAX]  # noqa: PTH208 - names are what is wanted
         except OSError:
@@ -154,7 +156,7 @@ class Host:
         return sys.version_info[:3]
 
     def site_folders(self) -> list[Path]:
-        """Where Python packages are installed."""
+        """The folders in which Python packages are installed."""
         folders = [*site.getsitepackages(), site.getusersitepackages()]
         return [Path(folder) for folder in dict.fromkeys(folders) if Path(folder).is_dir()]
 
@@ -189,13 +191,13 @@ class Host:
 
     @cached_property
     def in_user_namespace(self) -> bool:
-        """Whether this is a user namespace of its own, where capabilities mean nothing to drivers."""
+        """Whether this is a separate user namespace, whose capabilities mean nothing to drivers."""
         words = (self.read("/proc/self/uid_map") or "").split()
         return bool(words) and words != ["0", "0", "4294967295"]
 
     @cached_property
     def container(self) -> str:
-        """What kind of container this runs in; empty for none that shows."""
+        """The kind of container this runs in; empty if none can be recognised."""
         if "KUBERNETES_SERVICE_HOST" in self.environ or self.exists("/var/run/secrets/kubernetes.io"):
             return "kubernetes"
         if self.exists("/run/.containerenv"):
@@ -236,7 +238,7 @@ class Host:
     def sees_control_groups(self, controller: str) -> bool:
         """Whether any group that could hold the controller's files is in sight. Every group lists its processes."""
         folders = self._control_folders(controller)
-        of_v1 = [folder for folder, is_v1 in folders if is_v1]  # it is there then, and nowhere else
+        of_v1 = [folder for folder, is_v1 in folders if is_v1]  # if v1 has it, then only v1
         return any(self.exists(f"{folder}/cgroup.procs") for folder in of_v1 or [folder for folder, _ in folders])
 
     def _control_folders(self, controller: str) -> list[tuple[str, bool]]:
@@ -272,9 +274,10 @@ class Host:
         return probes.run_selftest(transports)
 
     def clock_read_ns(self) -> float:
-        """What one reading of the monotonic clock costs, Python's share included (some 50 ns).
+        """The cost of reading the monotonic clock, Python's share included (some 50 ns).
 
-        The quickest of several rounds: on a busy machine others are interrupted, for as long as a thousand readings.
+        The fastest of several rounds: on a busy machine others are interrupted, for as long as a thousand readings
+        take.
         """
         taken = []
         for _ in range(_CLOCK_ROUNDS):

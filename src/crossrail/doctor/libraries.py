@@ -1,6 +1,6 @@
-"""Libraries that crossrail opens at run time: are they there, new enough, and do they agree about the devices?
+"""Libraries that crossrail opens at run time: are they installed, new enough, and do they agree about the devices?
 
-Without the hardware that a library is for, its absence is only a note.
+If the hardware for a library is missing, so may be the library: its absence is only a note.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def libfabric(host: Host) -> Iterator[Finding]:
     check = "libraries.libfabric"
     has_efa = any(device.kind == "efa" for device in host.hardware.rdma)
     fixes = _libfabric_fixes(host, has_efa=has_efa)
-    wanted = host.environ.get("CROSSRAIL_LIBFABRIC")  # that one or none
+    wanted = host.environ.get("CROSSRAIL_LIBFABRIC")  # this one or none
     if wanted:
         names = [wanted]
         fixes = (Fix("unset CROSSRAIL_LIBFABRIC", "crossrail then looks for one itself"), *fixes)
@@ -122,7 +122,7 @@ def libfabric(host: Host) -> Iterator[Finding]:
 
 
 def _brought(host: Host) -> Library | None:
-    """What crossrail takes where the system has none that is new enough (crossrail/_libfabric.py)."""
+    """The library that crossrail falls back to if the system has none that is new enough (crossrail/_libfabric.py)."""
     names = [str(path) for path in host.libfabrics_of_packages()]
     found = host.open_libraries(names).values() if names else ()
     return next((library for library in found if library.opened and library.version >= LIBFABRIC_MIN), None)
@@ -140,7 +140,7 @@ def _libfabric_fixes(host: Host, *, has_efa: bool) -> tuple[Fix, ...]:
     name, number = release(host)
     if number >= _LIBFABRIC_IN.get(name, 1e9):
         return (install(host, apt="libfabric1", dnf="libfabric"),)
-    # MPICH's wheel has 2.5; measured to load on Debian 12, whose own package is 1.17.
+    # MPICH's wheel has 2.5; tested to load on Debian 12, whose own package is 1.17.
     wheel = f"{host.executable} -m pip install mpich"
     return (Fix(wheel, "the copy in MPICH's wheel, which crossrail finds automatically; it also installs mpirun"),)
 
@@ -268,7 +268,7 @@ def _unusable(check: str, library: Library, needed: bool, cost: str, *fixes: Fix
     absent = "is not there" if "/" in name else "is not installed"
     title = f"{name} {absent if library.missing else 'does not load'}"
     seen = "\n".join(text for text in (library.error, library.messages) if text)
-    # One that is there and does not load is broken, whoever needs it.
+    # A library that is installed and does not load is broken, whether it is needed or not.
     return Finding(check, Severity.ERROR if needed else Severity.WARNING, title, seen, cost, fixes)
 
 

@@ -182,7 +182,7 @@ def overcommit(host: Host) -> Iterator[Finding]:
 
 
 def memory_group(host: Host) -> Iterator[Finding]:
-    """The cgroups' memory limits, against which shared memory counts too. The group with the least room is told."""
+    """The cgroups' memory limits, against which shared memory counts too. Reports the group with the least room."""
     check = "limits.memory-group"
     limits = memory_limits(host)
     if limits is None and not host.sees_control_groups("memory"):
@@ -230,7 +230,9 @@ def memory_limits(host: Host) -> list[MemoryLimit] | None:
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """Of one group and all below it. used_bytes: without cache_bytes, which the kernel drops before it kills."""
+    """The limit of a cgroup, and the usage of it and all below. used_bytes: without cache_bytes, which the kernel
+    reclaims before it kills.
+    """
 
     path: str
     limit_bytes: int
@@ -244,7 +246,7 @@ class MemoryLimit:
 
 
 def _usage(host: Host, limit_path: str) -> tuple[int, int]:
-    """(used, page cache that is not used any more) of the group whose limit stands in that file, in bytes."""
+    """(used, inactive page cache) in bytes, for the cgroup whose limit is in that file."""
     folder, _, name = limit_path.rpartition("/")
     is_v1 = name == "memory.limit_in_bytes"
     charged = host.read_int(f"{folder}/{'memory.usage_in_bytes' if is_v1 else 'memory.current'}") or 0

@@ -174,7 +174,7 @@ def routing(host: Host) -> Iterator[Finding]:
 
 
 def _is_zeroconf(destination: str) -> bool:
-    """Whether an address as /proc/net/route writes it, in this machine's order of bytes, is of 169.254/16."""
+    """Whether an address as /proc/net/route writes it, in this machine's byte order, is in 169.254/16."""
     if re.fullmatch(r"[0-9A-Fa-f]{8}", destination) is None:
         return False
     return int(destination, 16).to_bytes(4, sys.byteorder)[:2] == bytes((169, 254))

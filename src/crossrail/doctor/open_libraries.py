@@ -1,6 +1,6 @@
 """Opens the libraries named on the command line and writes a JSON line about each. Runs as a child of the doctor.
 
-Run as a file with `python -I`: it must work where crossrail does not, so it imports nothing of it.
+Run as a file with `python -I`: it must work where crossrail does not, so it imports nothing from it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def gdrcopy_version(library: Any) -> list[int]:
 
 
 def verbs_devices(library: Any) -> list[str]:
-    """What ibv_get_device_list(3) lists: only devices whose provider library was found."""
+    """The devices that ibv_get_device_list(3) returns: only those whose provider library was found."""
     library.ibv_get_device_list.restype = ctypes.POINTER(ctypes.c_void_p)
     library.ibv_get_device_name.restype = ctypes.c_char_p
     library.ibv_get_device_name.argtypes = [ctypes.c_void_p]

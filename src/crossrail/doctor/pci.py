@@ -1,4 +1,4 @@
-"""What stands between a device and memory: the PCIe link, the IOMMU, access control in the switches."""
+"""What lies between a device and memory: the PCIe link, the IOMMU, access control in the switches."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def links(host: Host) -> Iterator[Finding]:
         if not speed or not width or not speed_max or not width_max or width > 32:
             continue  # virtual functions and guests do not say
         is_gpu = name.startswith("GPU")
-        # An idle GPU lowers its link's speed by itself; it does not drop lanes.
+        # An idle GPU reduces its link's speed to save power; it does not drop lanes.
         if width < width_max or (speed < speed_max and not is_gpu):
             now, most = _gb_per_s(speed, width), _gb_per_s(speed_max, width_max)
             yield warning(

@@ -24,10 +24,11 @@ _OUTPUT_BYTES_MAX = 1 << 20
 
 @dataclass(frozen=True)
 class Library:
-    """What became of opening one. error: the loader's words, empty when it opened. messages: what it wrote meanwhile.
+    """The result of opening a library. error: the loader's message, empty if it opened. messages: what it printed
+    meanwhile.
 
-    path: the file, links followed. version: as the library says itself, () when it has no call for that.
-    devices: names of what libibverbs lists; None for other libraries.
+    path: the file, links resolved. version: as reported by the library, () if it has no call for that. devices: names
+    that libibverbs lists; None for other libraries.
     """
 
     name: str
@@ -39,7 +40,7 @@ class Library:
 
     @property
     def opened(self) -> bool:
-        """Whether it can be used."""
+        """Whether it could be opened."""
         return not self.error
 
     @property
@@ -50,7 +51,7 @@ class Library:
 
 @dataclass(frozen=True)
 class TransportTest:
-    """What became of one.
+    """The result of testing one transport.
 
     state: "ok", "absent" (not in this build), "misfit" (native module and Python files do not fit), "failed" or
     "unfinished". ways: which way the bytes went, as the engine's explain says.
@@ -65,7 +66,7 @@ class TransportTest:
 
 @dataclass(frozen=True)
 class RdmaPort:
-    """What an RDMA transport of crossrail sees of a port. trouble: why it cannot be a rail, empty when it can."""
+    """A port as an RDMA transport of crossrail sees it. trouble: why it cannot be a rail, empty if it can."""
 
     transport: str
     name: str
@@ -77,7 +78,7 @@ class RdmaPort:
 
 @dataclass(frozen=True)
 class Selftest:
-    """What the child said before it ended. error: why crossrail could not be loaded, empty when it could."""
+    """What the child reported before it ended. error: why crossrail could not be loaded, empty if it could."""
 
     error: str = ""
     version: str = ""
@@ -99,7 +100,7 @@ class _Ran:
 
 
 def _run(arguments: Sequence[str], deadline_s: float) -> _Ran:
-    """Runs it without input, in a process group of its own that does not outlive the deadline."""
+    """Runs a command without input, in a process group of its own that does not outlive the deadline."""
     # Files, not pipes: what a grandchild holds open cannot keep us waiting.
     with _file_in_memory() as out, _file_in_memory() as err:
         process = subprocess.Popen(arguments, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True)
@@ -119,7 +120,7 @@ def _run(arguments: Sequence[str], deadline_s: float) -> _Ran:
 
 
 def _file_in_memory() -> IO[bytes]:
-    """Where nothing can be written, as in a container with a read-only root, there is no place for another."""
+    """In memory, since nothing may be writable, as in a container with a read-only root."""
     try:
         return os.fdopen(os.memfd_create("crossrail-doctor"), "w+b")
     except OSError:  # a sandbox without memfd: shm does not open there, and the selftest is to say so
@@ -135,7 +136,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 
 def describe_end(code: int | None, deadline_s: float) -> str:
-    """How a child ended, in words."""
+    """Describes how a child ended."""
     if code is None:
         return f"did not return within {deadline_s:g} s"
     if code < 0:
@@ -167,7 +168,7 @@ def open_libraries(names: Sequence[str]) -> dict[str, Library]:
 
 
 def _library(line: dict[str, Any], messages: str) -> Library | None:
-    """What the child wrote of one."""
+    """Parses what the child wrote about a library."""
     if "name" not in line:
         return None
     stem = line["name"].rpartition("/")[2].partition(".")[0]

@@ -13,7 +13,7 @@ _SOFT_ROCE = "modprobe rdma_rxe && rdma link add rxe0 type rxe netdev {netdev}"
 
 
 def devices(host: Host) -> Iterator[Finding]:
-    """What has a driver, and what stands on the bus without one."""
+    """Devices with a driver, and devices on the bus without one."""
     check = "rdma.devices"
     hardware = host.hardware
     idle_efa = [device.address for device in hardware.pci if device.is_efa and device.driver != "efa"]
@@ -277,7 +277,7 @@ def _has_node(host: Host, device: RdmaDevice, nodes: dict[str, str]) -> bool:
 
 
 def namespace(host: Host) -> Iterator[Finding]:
-    """RoCE takes its addresses from a network interface; that one must be in our network namespace."""
+    """RoCE takes its addresses from a network interface, which must be in our network namespace."""
     check = "rdma.namespace"
     ours = set(host.names(NET))
     strange = [
@@ -298,7 +298,7 @@ def namespace(host: Host) -> Iterator[Finding]:
 
 
 def counters(host: Host) -> Iterator[Finding]:
-    """What went wrong since the counters were reset: cables, congestion, flaps."""
+    """Errors since the counters were reset: cables, congestion, flaps."""
     check = "rdma.counters"
     looked = False
     for port in host.hardware.ports:

@@ -68,8 +68,8 @@ def _selects(name: str, check: str) -> bool:
 
 
 def _run_one(host: Host, topic: str, check: Check, only: Sequence[str]) -> list[Finding]:
-    """Those that `only` chooses. That a check failed is told in any case: it may have been about them. It is an error:
-    what nobody looked at must not pass for fine.
+    """The findings that `only` selects. A failed check is always reported, since it may have concerned them. It is an
+    error: what was not examined must not pass for fine.
     """
     findings: list[Finding] = []
     try:

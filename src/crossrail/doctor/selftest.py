@@ -35,7 +35,7 @@ def say(step: str, **content: Any) -> None:
 
 
 def pattern() -> npt.NDArray[np.uint8]:
-    """What must arrive: no two pages alike."""
+    """The bytes that must arrive: no two pages are alike."""
     return (np.arange(_NBYTES, dtype=np.uint32) * 2654435761 >> 24).astype(np.uint8)
 
 
@@ -87,7 +87,8 @@ def _test(transport: str) -> dict[str, Any]:
     try:
         return {"state": "ok", **receive(transport)}
     except TypeError as error:
-        # What the binding says when Python files and native module are of different builds; else it is our own fault.
+        # The binding says this if Python files and native module are from different builds; otherwise it is our own
+        # fault.
         state = "misfit" if "incompatible" in str(error) else "failed"
         return {"state": state, "detail": str(error)}
     except Exception as error:

@@ -18,7 +18,7 @@ _WIDTH_MIN, _WIDTH_MAX = 32, 120
 
 
 def printable(text: str) -> str:
-    """Without control characters except line ends: files and peers may hold anything, and terminals obey it."""
+    """Removes control characters except line ends: files and peers may contain anything, and terminals obey it."""
     return plain(text.replace("\t", " "), keep="\n")
 
 

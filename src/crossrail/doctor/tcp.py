@@ -64,7 +64,7 @@ def _figure(value: float) -> str:
 
 
 def buffer_caps(host: Host) -> Iterator[Finding]:
-    """What programs get that ask for buffers of a size themselves. The engine does not."""
+    """The buffer sizes that programs get if they ask for them. The engine does not."""
     caps = {name: host.read_int(f"/proc/sys/net/core/{name}") for name in ("rmem_max", "wmem_max")}
     known = [f"{name} {size(value)}" for name, value in caps.items() if value is not None]
     if known:
@@ -73,7 +73,7 @@ def buffer_caps(host: Host) -> Iterator[Finding]:
 
 
 def memory(host: Host) -> Iterator[Finding]:
-    """What all sockets together may hold."""
+    """The memory that all sockets together may use."""
     check = "tcp.memory"
     limits = host.read_ints(f"{_IPV4}/tcp_mem")
     if len(limits) != 3:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["EngineCollector", "MetricsServer", "Traffic", "read_traffic", "serve_metrics"]
 
-# Who only draws a trace need not wait for prometheus_client.
+# Drawing a trace alone should not have to import prometheus_client.
 __getattr__ = lazily(
     __name__,
     {

@@ -35,16 +35,17 @@ class _Arrival:
 
 
 def shifts_ns(dumps: Sequence[FlightDump]) -> list[int]:
-    """What to add to times of each, to have them on the clock of the first: by the wall clocks of both."""
+    """What to add to each recording's times to get the first one's clock, according to their wall clocks."""
     first = dumps[0].wall_ns - dumps[0].now_ns
     return [dump.wall_ns - dump.now_ns - first for dump in dumps]
 
 
 def match(parts: Sequence[tuple[FlightDump, Sequence[FlightEntry]]]) -> Iterator[tuple[Moment, Moment]]:
-    """Submits, or where there is none first works, of transfers with an immediate, and where it was counted in full.
+    """Pairs of a transfer with an immediate and its arrival: the submit (or the first work, if that is missing), and
+    the moment it was counted in full.
 
-    Of those of which both are among these entries. Pages count by themselves, and a recording does not say how many
-    there are: of paged writes it is the first arrival.
+    Only for transfers with both ends among these entries. Pages count one by one, and a recording does not say how many
+    there are: for paged writes it is the first arrival.
     """
     shifts = shifts_ns([dump for dump, _ in parts])
     for (receiver, imm), transfers in _transfers(parts, shifts).items():
@@ -75,7 +76,7 @@ def _take(arrivals: deque[_Arrival], counts: float) -> Moment | None:
 def _transfers(
     parts: Sequence[tuple[FlightDump, Sequence[FlightEntry]]], shifts: Sequence[int]
 ) -> dict[tuple[int, int], list[Moment]]:
-    """By receiver and number. Of a scatter, its targets' own entries say whom it went to."""
+    """By receiver and number. For a scatter, the entries of its targets tell to whom it went."""
     engines = {(dump.engine, dump.pid): index for index, (dump, _) in enumerate(parts)}
     found: dict[tuple[int, int], list[Moment]] = defaultdict(list)
     for index, (dump, entries) in enumerate(parts):

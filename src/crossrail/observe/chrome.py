@@ -1,7 +1,7 @@
 """Chrome traces: what happened when, on tracks, for ui.perfetto.dev or chrome://tracing.
 
-The format is Google's "Trace Event Format" in its JSON object form. Knows nothing of engines: whoever has things with
-times writes them with this.
+The format is Google's "Trace Event Format" in its JSON object form. This module knows nothing of engines: anything with
+times can be written with it.
 
     with ChromeTrace.create("run.json") as trace:
         rail = trace.track("node0", "rail 0")

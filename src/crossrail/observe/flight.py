@@ -106,7 +106,7 @@ class _Picture:
     def _end_works(self, entry: FlightEntry) -> None:
         """Works of one transfer on one rail end in about the order in which they began.
 
-        Where the end is in the engine's ring, nobody said on which rail it was.
+        If the end is in the engine's ring, the rail is not recorded.
         """
         rings = list(self._dump.rings) if entry.ring == "engine" else [entry.ring]
         left = entry.count

@@ -17,7 +17,7 @@ from crossrail.observe.traffic import Counts, PeerTraffic, RailTraffic, Traffic,
 
 PEERS_MAX = 256
 _UNITS_PER_COUNT = 48
-_PATIENCE_S = 1.0  # with whoever drives an engine,
+_PATIENCE_S = 1.0  # for whoever drives an engine by hand,
 _PATIENCE_HANGING_S = 0.01  # and while it hangs, without a round since: scrapes must not pile up
 Key = tuple[str, ...]  # values of labels
 
@@ -58,7 +58,7 @@ class _Steady:
     failed: int = 0
 
     def follow(self, now: PeerTraffic) -> PeerTraffic:
-        """What is shown of it now."""
+        """The values to show now."""
         counts = Counts()
         for part in (self.counts, now.counts.since(self.last.counts)):
             counts.add(part)
@@ -86,7 +86,7 @@ class EngineCollector(Collector):
             raise UsageError(f"peers_max is {peers_max}, must be 0 or more")
         self._engines = engines
         self._peers_max = peers_max
-        # By engine and name, by when we first saw them: who is shown stays until it goes.
+        # By engine and name: when it was first seen. A peer that is shown stays until it is gone.
         self._shown: dict[str, dict[str, _Steady]] = {}
         self._hanging: dict[str, int] = {}  # engines, when we last looked, and what rounds they had made
         # Guards both: scrapes may overlap, and what was read first has to come first.
@@ -96,7 +96,7 @@ class EngineCollector(Collector):
         return f"<EngineCollector of {', '.join(map(repr, self._engines))}>"
 
     def collect(self) -> Iterator[Metric]:
-        """What they have counted, as Prometheus wants it."""
+        """The current values, as Prometheus expects them."""
         open_ones: dict[Key, int] = {}
         stats: dict[str, Mapping[str, int]] = {}
         rails: dict[Key, RailTraffic] = {}
@@ -204,7 +204,7 @@ def _peer_metrics(peers: Mapping[Key, PeerTraffic], bounds_s: Sequence[float]) -
 def _count_metrics(
     prefix: str, counts: Mapping[Key, Counts], labels: Sequence[str], bounds_s: Sequence[float]
 ) -> Iterator[Metric]:
-    """What rails and peers have alike."""
+    """The metrics that rails and peers have in common."""
     for attribute, name, text in (
         ("bytes", "bytes", "Put on rails, what went out anew again."),
         ("works", "works", "Work requests put on rails."),

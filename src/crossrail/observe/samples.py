@@ -26,7 +26,7 @@ class Scrape:
     """The result of one scrape. at_s: of time.monotonic()."""
 
     at_s: float
-    # By name, then by the label peer: there may be hundreds of these, and each is asked for by itself.
+    # By metric, then by the label "peer": there may be hundreds of peers, and each is asked for separately.
     _samples: dict[str, dict[str, list[tuple[Labels, float]]]] = field(default_factory=dict)
 
     def add(self, name: str, labels: Labels, value: float) -> None:
@@ -48,11 +48,11 @@ class Scrape:
                     yield has, value
 
     def total(self, name: str, **labels: str) -> float:
-        """Their sum; 0 if there is none."""
+        """The sum of the matching samples; 0 if there are none."""
         return sum(value for _, value in self.of(name, **labels))
 
     def values_of(self, name: str, label: str, **labels: str) -> list[str]:
-        """What this label is, each once, in order."""
+        """The values of this label, each once, in order."""
         return list(dict.fromkeys(has[label] for has, _ in self.of(name, **labels) if label in has))
 
 
@@ -77,7 +77,7 @@ def scrape(url: str, timeout_s: float) -> Scrape:
 
 
 def parse(text: str, url: str) -> Scrape:
-    """The same of a text; url: its name in errors."""
+    """Parses a scrape's text; url: its name in errors."""
     found = Scrape(time.monotonic())
     try:
         for family in text_string_to_metric_families(text):
@@ -92,7 +92,7 @@ def parse(text: str, url: str) -> Scrape:
 
 @dataclass
 class Interval:
-    """What happened between two looks. A counter that shrank began anew in between: all of it is new."""
+    """What happened between two scrapes. A counter that shrank was restarted in between: all of it counts."""
 
     before: Scrape
     now: Scrape

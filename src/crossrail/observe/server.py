@@ -55,7 +55,7 @@ class MetricsServer(Closing):
 
 
 def _shown(place: tuple[Any, ...]) -> str:
-    """The host of an address, with the interface that a link-local one of IPv6 is of."""
+    """The host of an address; for a link-local IPv6 address with its interface."""
     scope = place[3] if len(place) > 3 else 0
     return f"{place[0]}%{socket.if_indextoname(scope)}" if scope else str(place[0])
 
@@ -124,8 +124,8 @@ def _remedy(error: OSError) -> str:
 
 
 class _Registry(CollectorRegistry):
-    """Of collectors that do not say beforehand what they have: theirs would pass these over where some are asked for by
-    name, as in `/metrics?name[]=crossrail_transfers_total`.
+    """For collectors that do not declare their metrics: prometheus_client's own registry would skip these when a scrape
+    asks for metrics by name, as in `/metrics?name[]=crossrail_transfers_total`.
     """
 
     def restricted_registry(self, names: Iterable[str]) -> RestrictedRegistry:
@@ -170,7 +170,7 @@ class _Server(ThreadingMixIn, WSGIServer):
 
 
 class _Handler(WSGIRequestHandler):
-    """Clients may be silent, gone, or send anything: they are not waited for, not told of, and not trusted."""
+    """Clients may be silent, gone, or send anything: never waited for, never logged, never trusted."""
 
     def handle(self) -> None:
         with contextlib.suppress(TimeoutError, ConnectionError):

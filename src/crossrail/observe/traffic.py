@@ -39,7 +39,7 @@ class Counts:
         self.latencies = [ours + theirs for ours, theirs in pairs]
 
     def since(self, was: Counts) -> Counts:
-        """What was counted in between; nothing where it is less now than it was."""
+        """What was counted since then; 0 where the count has decreased."""
         latencies = zip_longest(self.latencies, was.latencies, fillvalue=0)
         return Counts(
             works=max(self.works - was.works, 0),

@@ -28,7 +28,7 @@ __all__ = [
     "run",
 ]
 
-# Who asks `crossrail sim` for help need not wait for numpy. Hidden from type checkers, as in crossrail itself.
+# `crossrail sim --help` should not have to import numpy. Hidden from type checkers, as in crossrail itself.
 if not TYPE_CHECKING:
     __getattr__ = lazily(
         __name__,

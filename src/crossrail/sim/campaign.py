@@ -56,7 +56,7 @@ def run_seed(seed: int, beside: Beside | None = None) -> str:
 def _run_batch(
     first: int, count: int, timeout_s: float, until_failure: bool, more: Sequence[str]
 ) -> tuple[list[tuple[int, str]], int]:
-    """In a process of its own, which may crash. Findings, and how many seeds ran. more: of the arguments."""
+    """In a process of its own, which may crash. Returns findings, and how many seeds ran. more: further arguments."""
     command = [sys.executable, "-m", "crossrail.sim.campaign", "--child", "--from", str(first), "--seeds", str(count)]
     command += ["--until-failure"] * until_failure
     command += more

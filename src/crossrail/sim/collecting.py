@@ -48,10 +48,9 @@ def collecting_on_time() -> Iterator[None]:
 
 
 def begin() -> None:
-    """Until as many calls of end(), garbage is only collected by gc.collect(), and by the last end().
+    """Until as many calls of end(), garbage is collected only by gc.collect() and by the last end().
 
-    What is garbage already is left as it is: until the end nobody looks at older objects, which also makes collections
-    quick.
+    Existing garbage is left as it is: older objects are not examined until the end, which also makes collections quick.
     """
     global _open, _was_enabled, _has_frozen
     with _lock:
@@ -63,7 +62,7 @@ def begin() -> None:
         _has_frozen = gc.get_freeze_count() == 0
         if _has_frozen:
             gc.freeze()
-    if not _has_frozen:  # the program keeps frozen objects of its own, which could not be told from ours
+    if not _has_frozen:  # the program has frozen objects of its own, which could not be told from ours
         try:
             collect()
         except BaseException:  # Ctrl-C
@@ -76,7 +75,7 @@ def end() -> None:
     global _open
     try:
         if _open == 1:
-            collect()  # runs finalizers, one of which may begin a simulation of its own
+            collect()  # runs finalizers, one of which may begin another simulation
     finally:
         with _lock:
             _open -= 1

@@ -25,8 +25,8 @@ from crossrail.sim.collecting import collect, collecting_on_time
 # `await asyncio.sleep(0)` would else hold the clock for ever.
 _SPINS_FREE = 1000
 _SPIN_NS = 1000
-# Turns of the loop between collections of garbage; if the last one left many tasks, so many for each of them: it looks
-# at all that a program keeps, and would else take much of the time of a large one.
+# Turns of the loop between garbage collections; if the last one left many tasks, this many per task: a collection
+# examines everything that a program keeps, and would otherwise take much of a large program's time.
 _TURNS_PER_COLLECTION = 20_000
 _TURNS_PER_TASK = 16
 _TASKS_TOLD_MAX = 8
@@ -37,7 +37,7 @@ _T = TypeVar("_T")
 
 
 class Drivable(Protocol):
-    """What the loop asks of a world."""
+    """What the loop needs from a world."""
 
     @property
     def now_ns(self) -> int:
@@ -47,17 +47,18 @@ class Drivable(Protocol):
     def _advance(
         self, deadline_ns: int | None, limit_ns: int | None, notifier: _core.Notifier | None, *, goes_on: bool
     ) -> str:
-        """Lets the world go on until the notifier has something ("news"), a callback ran, a while of real time has
-        passed or the clock is at the limit, where it stops ("more"), or the deadline is reached: then the clock stands
-        there.
-        "idle": there is no deadline, and nothing is left to happen. goes_on: the last outcome was "more", and nothing
-        was done since.
+        """Advances the world until the notifier has something ("news"); until a callback ran, some real time has
+        passed, or the clock is at the limit, where it stops ("more"); or until the deadline, at which the clock then
+        stands.
+
+        "idle": there is no deadline, and no event is left. goes_on: the last result was "more", and nothing was done
+        since.
         """
         ...
 
 
 class _Task(asyncio.Task[Any]):
-    """One whose place in a set is the same in each run, and not by its address: TaskGroup cancels a set of them."""
+    """A task whose hash is the same in each run, instead of its address: TaskGroup cancels a set of tasks."""
 
     def __init__(self, loop: Any, coro: Any, **options: Any) -> None:
         self._number: int = next(loop._numbers)  # first: what follows puts it into sets
@@ -159,7 +160,7 @@ class SimEventLoop(asyncio.BaseEventLoop):
         return task
 
     def _unfinished(self) -> list[asyncio.Task[Any]]:
-        """Tasks in the order in which they were made; last those that were made by other means than create_task()."""
+        """Tasks in the order in which they were made; those not made by create_task() come last."""
         ours = [task for task in self._tasks if not task.done()]
         return [*ours, *asyncio.all_tasks(self).difference(ours)]
 
@@ -187,10 +188,11 @@ class SimEventLoop(asyncio.BaseEventLoop):
     def close(self) -> None:
         """As usual. The world stays as it is."""
         super().close()
-        self._selector = self._notifier = self._on_news = None  # no cycles: what engines told us by goes at once
+        # Break cycles, so that whatever they hold is released at once.
+        self._selector = self._notifier = self._on_news = None
 
     async def _refuse(self, *args: object, **options: object) -> Any:
-        """Not in a simulation: UsageError."""
+        """Not available in a simulation: UsageError."""
         raise UsageError(
             "a simulated loop has no sockets, pipes, processes and signals. Next: let simulated parts talk by messages "
             "of their engines, or hand them a substitute"

@@ -24,14 +24,14 @@ _RAILS = re.compile(r"(?:(?P<count>\d+)\s*x\s*)?(?P<name>[a-z][a-z0-9-]*)")
 
 @dataclass(frozen=True)
 class NicProfile:
-    """One rail. Both ends of the wire are taken up while a work's bytes pass.
+    """One rail. A work occupies both ends of the wire while its bytes pass.
 
-    gbps: rate of the wire, 10**9 bits per second. ops_per_s: works a second that it starts at most, 0: no such limit.
-    overhead_ns: what a work takes up the wire besides its bytes. latency_us: from the post to the bytes at the peer, on
-    an empty wire. completion_us: from there until the sender knows. jitter_us: up to so much more latency, drawn for
-    each work. ordered: works of one path land in the order of posting (RC), else in any (SRD). names_imm_paths: who
-    gets an immediate knows by which path it came, so that works in doubt can be told apart after a failure.
-    works_max: works under way on one path. work_bytes_max: the longest work it takes.
+    gbps: rate of the wire, 10**9 bits per second. ops_per_s: most works that it starts per second, 0: no limit.
+    overhead_ns: time a work occupies the wire besides its bytes. latency_us: from the post to the bytes at the peer, on
+    an idle wire. completion_us: from there until the sender knows. jitter_us: upper bound of extra latency, drawn for
+    each work. ordered: works of one path land in the order of posting (RC), else in any order (SRD). names_imm_paths:
+    the receiver of an immediate knows by which path it came, so that works in doubt can be told apart after a failure.
+    works_max: works in flight on one path. work_bytes_max: longest work that it takes.
     """
 
     name: str

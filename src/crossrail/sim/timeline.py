@@ -1,8 +1,8 @@
 """A world's event log as a picture: a Chrome trace, for chrome://tracing and https://ui.perfetto.dev.
 
-A process for each host, and in it a thread for each work that is under way at once on a rail, from its post to its
-completion; a curve of the bytes under way; and a thread of its own for what is not a work: engines that open and end,
-paths that are made and break, faults.
+One process per host, and in it one thread per work in flight at the same time on a rail, from its post to its
+completion; a curve of the bytes in flight; and a separate thread for everything that is not a work: engines that open
+and end, paths that are made and break, faults.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _QUIET = frozenset({"land", "count"})  # a part of the works' own spans
 
 @dataclass
 class _Rail:
-    """Of one engine. Spans of one thread must not overlap, so works under way at once lie in lanes, a thread each."""
+    """A rail of one engine. Spans of one thread must not overlap, so concurrent works go into lanes, a thread each."""
 
     process: int
     label: str

@@ -33,7 +33,7 @@ _NAMELESS = replace(_UNORDERED, name="nameless", names_imm_paths=False)
 
 
 class Workload(Actions[Engine]):
-    """What happens in the world of one seed."""
+    """The events of one seed's world."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)

@@ -140,7 +140,7 @@ class World:
         return list(self._hosts.values())
 
     def _place(self, rails: int | Sequence[str]) -> _simulation.Place:
-        """A host of its own, for an engine that named none."""
+        """A separate host, for an engine that named none."""
         self._own_hosts += 1
         count = rails if isinstance(rails, int) else len(rails)
         profile = profiles.rails_of(profiles.DEFAULT)
@@ -332,7 +332,7 @@ class World:
         return not engine.closed
 
     def _freezing(self, what: Engine | Host) -> Callable[[bool, int | None, int], None] | None:
-        """What freezes it, or thaws it. A host: the engines that it has when that happens."""
+        """A function that freezes or thaws it. For a host: the engines that it has at that moment."""
         if isinstance(what, Host):
             self._check_host(what)
             return partial(self._native.freeze_host, what._index)
@@ -341,7 +341,7 @@ class World:
     def _twice(
         self, at_s: float | None, for_s: float | None, change: Callable[[_T, int | None, int], None], begin: _T, end: _T
     ) -> None:
-        """Something begins, and after for_s ends. Its number says that this is its end, and not another's."""
+        """Begins something, and ends it after for_s. A number identifies whose end it is."""
         at_ns = self._at_ns(at_s)
         if for_s is None:
             change(begin, at_ns, _EVERY_FAULT)
@@ -390,7 +390,7 @@ class World:
         self._give_twin_back()
 
     def _keep(self, engine: Engine, host: Host) -> None:
-        """Engines are the world's: who opened one may drop it. Those that were closed or killed go."""
+        """Engines belong to the world: their openers may drop them. Closed and killed ones are removed."""
         for ended in [engine for engine in self._engines if engine.closed]:
             ended.close(0.0)  # of a killed one, what is left
             del self._engines[ended]

@@ -15,7 +15,7 @@ def read_this_machine() -> Topology:
 
 
 def interface_addresses() -> dict[str, list[str]]:
-    """IP addresses by net device, of this network namespace. What cannot be read is left out."""
+    """IP addresses by net device, in this network namespace. Anything unreadable is left out."""
     found: dict[str, list[str]] = {}
     with contextlib.suppress(OSError):
         for name, ip in _ipv4_addresses():

@@ -19,10 +19,10 @@ class WorkerCpus:
 
 
 def worker_cpus(topology: Topology, choice: RailChoice, affinity: Iterable[int] | None = None) -> WorkerCpus:
-    """The cores of the NUMA nodes that the rails are on, as far as this process may use them. Pure.
+    """The cores of the rails' NUMA nodes, as far as this process may use them. Pure.
 
-    affinity: what os.sched_getaffinity(0) said; None leaves it out of account. When it holds none of the cores near the
-    rails, or nobody knows where the rails are, it is the answer itself, and the reason says so.
+    affinity: the result of os.sched_getaffinity(0); None ignores it. If it contains none of the cores near the rails,
+    or the rails' location is unknown, the affinity itself is returned, and the reason says so.
     """
     allowed = None if affinity is None else frozenset(affinity)
     anywhere = topology.cpus if allowed is None else tuple(CpuId(cpu) for cpu in sorted(allowed))
@@ -41,7 +41,7 @@ def worker_cpus(topology: Topology, choice: RailChoice, affinity: Iterable[int] 
 
 
 def _cpus_near(topology: Topology, node: NumaNode) -> tuple[CpuId, ...]:
-    """The node's cores, or of a node that is memory alone, those of the nearest node that has any."""
+    """The node's cores; for a node with memory only, those of the nearest node that has any."""
     if node.cpus:
         return node.cpus
     others = [other for other in topology.numa_nodes if other.cpus]

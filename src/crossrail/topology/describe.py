@@ -15,9 +15,9 @@ VERSION = 1
 
 
 def usual_devices(topology: Topology) -> list[Device]:
-    """What rails are usually chosen for: GPUs that this process may use; host memory, by NUMA node if there are more.
+    """The devices that rails are usually chosen for: GPUs that this process may use, and each NUMA node's host memory.
 
-    Of a machine of one node the one entry is Host.
+    On a machine with one node the only entry for host memory is Host.
     """
     nodes = [node for node in topology.numa_nodes if node.cpus]
     return [*(gpu for gpu in topology.gpus if gpu.index is not None), *(nodes if len(nodes) > 1 else [Host()])]

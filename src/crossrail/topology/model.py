@@ -1,4 +1,4 @@
-"""What a machine is made of, as immutable values. Read by reading.py, judged by rails.py."""
+"""The parts of a machine, as immutable values. Read by reading.py, judged by rails.py."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class PciAddress:
 
 
 class Distance(enum.IntEnum):
-    """How far two devices are apart, in the words of `nvidia-smi topo`. Smaller is nearer."""
+    """The distance between two devices, in the terms of `nvidia-smi topo`. Smaller is nearer."""
 
     PIX = 1
     PXB = 2
@@ -50,7 +50,7 @@ class Distance(enum.IntEnum):
 
     @property
     def words(self) -> str:
-        """In words, for people."""
+        """The distance in words, for people."""
         return _DISTANCE_WORDS[self]
 
 
@@ -65,12 +65,12 @@ _DISTANCE_WORDS = {
 
 @dataclass(frozen=True)
 class PciFunction:
-    """One PCI function and the way to it.
+    """One PCI function and its path.
 
     root: its host bridge as the kernel names it ("pci0000:44"); bridges: from the root port down, without the function
-    itself: [root port, switch upstream port, switch downstream port, ...]; empty on a flat (often virtual) bus.
-    numa: None when the kernel says -1, which virtual machines do. driver: "" when none is bound.
-    physfn: of a virtual function, the physical one it is part of. vf_count: virtual functions enabled on this one.
+    itself: [root port, switch upstream port, switch downstream port, ...]; empty on a flat (often virtual) bus. numa:
+    None if the kernel says -1, as in virtual machines. driver: "" if none is bound. physfn: of a virtual function, the
+    physical one it belongs to. vf_count: number of virtual functions enabled on this one.
     """
 
     address: PciAddress
@@ -192,11 +192,10 @@ class RdmaDevice:
 
 @dataclass(frozen=True)
 class Nic:
-    """What could become a rail: one RDMA device with its net devices, or one net device without RDMA.
+    """A possible rail: one RDMA device with its net devices, or one net device without RDMA.
 
-    name: of the RDMA device if there is one, else of the net device, else the PCI address. Unique in a Topology.
-    pci: where it is; of a bond, or of what stands on another device, the first place below; None where that is no PCI
-    device.
+    name: of the RDMA device if there is one, else of the net device, else the PCI address. Unique in a Topology. pci:
+    its location; for a bond, or a device stacked on another, the first location below; None if that is no PCI device.
     """
 
     name: str
@@ -289,7 +288,7 @@ class NumaNode:
 
 @dataclass(frozen=True)
 class Cpu:
-    """One processor, and so the memory that is near to it."""
+    """One processor, standing for the memory near it."""
 
     id: CpuId
 
@@ -316,9 +315,11 @@ Device: TypeAlias = Gpu | NumaNode | Cpu | Host
 class Topology:
     """One machine at one moment.
 
-    gpus, numa_nodes: in order of address and id. nics: in order of kind of place and address. cpus: those online.
-    net_devices, rdma_devices: all of them, also those that no Nic stands for. notes: what could not be made sense of.
-    Invariant: every Nic has a name of its own; every Nic.net_devices is part of net_devices.
+    gpus, numa_nodes: in order of address and id. nics: in order of kind of location and address. cpus: those online.
+    net_devices, rdma_devices: all of them, even those not represented by a Nic. notes: entries that could not be
+    parsed.
+
+    Invariant: every Nic has a unique name; every Nic.net_devices is part of net_devices.
     """
 
     root: str
@@ -373,7 +374,7 @@ class Topology:
         return next((node for node in self.numa_nodes if node.id == numa), None)
 
     def node_of(self, device: Device | Nic) -> NumaNode | None:
-        """Where the device is; None when the kernel does not say, and for Host."""
+        """The NUMA node of the device; None if the kernel does not say, and for Host."""
         if isinstance(device, NumaNode):
             return self.node(device.id)
         if isinstance(device, Cpu):
@@ -388,9 +389,10 @@ class Topology:
         return None if here is None or there is None else here.distance_to(there.id)
 
     def distance(self, device: Device, nic: Nic) -> Distance:
-        """How far the NIC is. A CPU or NUMA node is NODE from what is on its node; Host is NODE from all.
+        """The distance to the NIC. A CPU or NUMA node is NODE from everything on its node; Host is NODE from
+        everything.
 
-        What nobody knows the place of counts as SYS, unless there is one NUMA node or none.
+        A device of unknown location counts as SYS, unless there is at most one NUMA node.
         """
         if isinstance(device, Host):
             return Distance.NODE

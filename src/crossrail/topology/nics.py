@@ -201,8 +201,8 @@ def _gid_net_devices(tree: Tree, directory: Path) -> tuple[str, ...]:
 
 
 def _slots(tree: Tree, directory: Path, is_set: Callable[[str], bool]) -> Iterator[str]:
-    """What is set of a port's table of GIDs. It has up to 1024 slots, a file each, and few are set: after some unset
-    ones in a row there are no more."""
+    """The entries of a port's GID table that are set. It has up to 1024 slots, a file each, and few are set: after
+    some unset ones in a row there are no more."""
     unset = 0
     for index in range(_GIDS_MAX):
         text = tree.text(directory / str(index))
@@ -224,9 +224,9 @@ def _is_gid_set(gid: str) -> bool:
 def assemble_nics(
     functions: Sequence[PciFunction], net_devices: Sequence[NetDevice], rdma_devices: Sequence[RdmaDevice]
 ) -> list[Nic]:
-    """What could be rails: RDMA devices with their net devices, net devices alone, PCI functions with neither.
+    """All possible rails: RDMA devices with their net devices, net devices alone, PCI functions with neither.
 
-    Ordered by PCI address, then name; what is no PCI device comes last.
+    Ordered by PCI address, then name; anything that is not a PCI device comes last.
     """
     by_name = {device.name: device for device in net_devices}
     nics: list[Nic] = []
@@ -244,18 +244,18 @@ def assemble_nics(
 
 
 def _net_names_of(rdma: RdmaDevice, net_devices: Sequence[NetDevice]) -> list[str]:
-    """By the GID table, which also names a bond's; and by the PCI function, which knows InfiniBand's (IPoIB)."""
+    """By the GID table, which names bonds too; and by the PCI function, which covers InfiniBand (IPoIB)."""
     named = [name for port in rdma.ports for name in port.net_devices]
     if rdma.pci is not None:
         here = rdma.pci.address
         beside = [d for d in net_devices if d.pci is not None and d.pci.address == here and d.kind == "ethernet"]
         named += [device.name for device in beside if device.master not in named]
-    uppers = {d.name for d in net_devices if d.kind in ("virtual", "veth")}  # a VLAN has GIDs of its own in the table
+    uppers = {d.name for d in net_devices if d.kind in ("virtual", "veth")}  # a VLAN has its own GIDs in the table
     return [name for name in dict.fromkeys(named) if name not in uppers]
 
 
 def _place(devices: Sequence[NetDevice], by_name: Mapping[str, NetDevice]) -> PciFunction | None:
-    """Where the hardware is: of a bond or of what stands on another device, as a VLAN does, the first place below."""
+    """The hardware's location: for a bond or a stacked device, such as a VLAN, the first location below."""
     seen: set[str] = set()
     left = list(devices)
     while left:

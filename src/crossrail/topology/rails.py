@@ -38,8 +38,8 @@ from crossrail.topology.sharing import Reach, Shares, deal, fastest, reach, spee
 Need: TypeAlias = Literal["efa", "verbs", "ip"]
 _NEEDS: dict[str, str] = {"efa": "no EFA device", "verbs": "no verbs RDMA device", "ip": "no net device"}
 
-# Below this share of the fastest NIC's speed a NIC is there for management. 4: a GPU's own 100 Gb/s NIC is still better
-# than a 400 Gb/s one behind the CPU; a 25 Gb/s onboard port is not.
+# NICs below this share of the fastest NIC's speed are for management. 4: a GPU's own 100 Gb/s NIC is still better than
+# a 400 Gb/s one behind the CPU; a 25 Gb/s onboard port is not.
 _SLOW_DIVISOR = 4
 
 
@@ -111,7 +111,7 @@ def left_out(topology: Topology) -> dict[str, str]:
 
 
 class _Chooser:
-    """The NICs still in question, and the reasons of those that are not."""
+    """The NICs still under consideration, and the reasons why the others are not."""
 
     def __init__(self, topology: Topology, device: Device, need: Need | None) -> None:
         self._topology = topology
@@ -130,7 +130,7 @@ class _Chooser:
         self._drop(self._shared_port())
         self._keep_best_sort()
         self._drop_slow()
-        if not self._left and virtual:  # as in rootless podman, whose containers have a tap
+        if not self._left and virtual:  # as in rootless podman, whose containers have a tap device
             self._left = virtual
             for nic in virtual:
                 del self._reasons[nic.name]
@@ -370,7 +370,7 @@ class _Chooser:
         self._add_remarks(farthest)
 
     def _add_remarks(self, nearest: Reach) -> None:
-        """What a person should know of what was chosen."""
+        """Adds remarks about the choice for people."""
         poor = next((_POOR[nic.kind] for nic in self._left if nic.kind in _POOR), "")
         rdma = any(nic.kind in RDMA_KINDS for nic in self._left)
         kinds = {"no-driver", *RDMA_KINDS, *(() if rdma else ("ethernet", "bond"))}
@@ -398,7 +398,7 @@ class _Chooser:
         self._add_remarks(nearest)
 
 
-# What is chosen for want of anything better, and what that means.
+# What is chosen only for lack of anything better, and what that means.
 _POOR: dict[str, str] = {
     "wireless": "Wi-Fi, as nothing wired is up",
     "usb": "USB, as nothing better is up",

@@ -33,7 +33,7 @@ class Shares:
     flat: bool
 
     def of(self, gpu: Gpu) -> list[Nic]:
-        """What a GPU of the topology uses; never empty."""
+        """The NICs that a GPU of the topology uses; never empty."""
         return [nic for nic in self.nics if gpu in self.users.get(nic.name, ())]
 
     def is_stray(self, nic: Nic) -> bool:
@@ -47,7 +47,7 @@ class Shares:
 
 
 def reach(topology: Topology, device: Device, nic: Nic) -> Reach:
-    """How far a NIC is, for comparing: by distance, then by the firmware's figure between the nodes."""
+    """A sort key for the distance of a NIC: by Distance, then by the firmware's figure between the nodes."""
     figure = topology.numa_distance(device, nic)
     return topology.distance(device, nic), _FAR if figure is None else figure
 
@@ -115,7 +115,7 @@ class _Dealer:
             n.name: min(self._reach(g, n) for g in self._topology.gpus) for n in self._nics if self._is_attached(n)
         }
         attached = [nic for nic in self._nics if nic.name in nearest]
-        for nic in sorted(attached, key=lambda n: nearest[n.name][0]):  # stable: else in the order given
+        for nic in sorted(attached, key=lambda n: nearest[n.name][0]):  # stable, so that ties keep the given order
             near = [gpu for gpu in self._topology.gpus if self._reach(gpu, nic) == nearest[nic.name]]
             owners = [gpu for gpu in near if nic.name in wanted[gpu.pci.address]]
             if owners:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 _TEXT_BYTES_MAX = 4096
 _NOTES_MAX = 200
-# No name that the kernel gives holds anything else; so nothing of what we print can steer a terminal.
+# Kernel names contain nothing else, so nothing that we print can carry a terminal's control sequences.
 _NAME = re.compile(r"[A-Za-z0-9_.@:+-]{1,128}")
 _INTEGER = re.compile(r"[+-]?\d{1,18}|0[xX][0-9a-fA-F]{1,16}")
 _CPUS_MAX = 1 << 16
@@ -30,7 +30,7 @@ class Tree:
             self._notes.append(line)
 
     def names(self, *parts: str) -> list[str]:
-        """What a directory holds, in natural order; empty when it is none."""
+        """The entries of a directory, in natural order; empty if it is none."""
         directory = self.root.joinpath(*parts)
         try:
             found = [entry.name for entry in directory.iterdir()]
@@ -70,7 +70,7 @@ class Tree:
         return value
 
     def word(self, path: Path, allowed: frozenset[str]) -> str | None:
-        """One of the words; None and a note for anything else."""
+        """The word in the file if it is an allowed one; otherwise None and a note."""
         text = self.text(path)
         if text is None or text in allowed:
             return text
@@ -93,7 +93,7 @@ class Tree:
         self.note(path, f"{shown} is not {wanted}; taken as unknown")
 
     def directory(self, path: Path) -> Path | None:
-        """Where a link leads, if that is a directory inside the tree."""
+        """The target of a link, if it is a directory inside the tree."""
         real = Path(os.path.realpath(path))
         if not real.is_dir():
             return None
@@ -103,7 +103,7 @@ class Tree:
         return real
 
     def link_name(self, path: Path) -> str:
-        """The last component of where a link leads ("mlx5_core" of device/driver); "" when there is none.
+        """The last component of a link's target ("mlx5_core" of device/driver); "" if there is none.
 
         The target need not exist: recorded trees often leave drivers out.
         """

@@ -72,7 +72,7 @@ class Listener:
 
     @property
     def port(self) -> int:
-        """Where it listens."""
+        """The port that it listens on."""
         return int(self._socket.getsockname()[1])
 
     @property
@@ -139,7 +139,8 @@ class Listener:
                 except RuntimeError:  # no more threads to have: that connection is one too many
                     connection.close()
                     return
-                # Not before: close() joins what it finds here. The thread leaves by the same lock, so not earlier.
+                # Under the lock, and not earlier: close() joins the threads that it finds here, and each thread leaves
+                # under this lock.
                 self._connections[connection] = host
                 self._threads.add(thread)
                 return
@@ -234,7 +235,7 @@ class Listener:
         connection.shutdown(socket.SHUT_WR)
         seconds = time.monotonic() - begun
         self._tell(f"{pair}: sent {rate_text(total / max(seconds, 1e-9) / 1e9)}")
-        # Until the peer has it all: closing now could reset what is under way.
+        # Wait until the peer has everything: closing now could reset data in flight.
         with contextlib.suppress(WireError):
             wire.receive_exactly(connection, 1, deadline)
 

@@ -34,7 +34,7 @@ _BUFFER_BYTES = 1 << 20
 _QUEUED_BYTES_MAX = 64 << 20  # in the sockets of a stream: who sends more after its time does not mean to end
 _ADDRESSES_MAX = 16
 _PORT_MAX = 65535
-_BEFORE_THE_PEER_S = 0.5  # we give up a stream before it does, and so learn why
+_BEFORE_THE_PEER_S = 0.5  # we give up a stream before the peer does, and so learn why
 _IP_MTU, _IPV6_MTU = 14, 24
 _TCP_INFO_BYTES = 128
 _SND_MSS_OFFSET, _TOTAL_RETRANS_OFFSET, _BYTES_ACKED_OFFSET = 16, 100, 120
@@ -49,7 +49,7 @@ class Unreached(Exception):
 
 
 class OtherVersion(Unreached):
-    """The peer speaks another protocol. version: of its crossrail."""
+    """The peer speaks another protocol. version: its version of crossrail."""
 
     def __init__(self, answer: Frame) -> None:
         super().__init__("version", f"it runs crossrail {answer.version or 'unknown'} with protocol {answer.protocol}")
@@ -93,10 +93,10 @@ class Pair:
 
 @dataclass
 class Matrix:
-    """All that was found. error: why nothing was measured, empty otherwise. peer_version: its crossrail.
+    """All results. error: why nothing was measured, or empty. peer_version: its version of crossrail.
 
     other: the first pair that connects, tried at a port there that the kernel chose, other_port; None: not tried.
-    seen_as: (address here, what the other side sees instead), where something on the way translates; else None.
+    seen_as: (address here, what the other side sees instead) if something on the path translates addresses; else None.
     """
 
     target: str
@@ -154,7 +154,7 @@ def measure(
 
 
 def resolve(target: str, port: int) -> list[str]:
-    """Addresses of a name, in a thread of its own: the C library's look-up has no deadline."""
+    """Addresses of a name, looked up in a thread of its own: the C library's resolver has no deadline."""
     found: list[str] = []
     failure: list[str] = []
 
@@ -179,8 +179,8 @@ def resolve(target: str, port: int) -> list[str]:
 
 
 def _address(place: tuple[Any, ...]) -> str:
-    """With the interface that a link-local one of IPv6 is of, as in fe80::1%eth0; by number where sockets would not
-    take its name.
+    """A link-local IPv6 address with its interface, as in fe80::1%eth0; by number if sockets would not
+    accept the name.
     """
     scope = place[3] if len(place) > 3 else 0
     if not scope:
@@ -190,8 +190,8 @@ def _address(place: tuple[Any, ...]) -> str:
 
 
 def possible_pairs(here: Sequence[Rail], there: Sequence[Rail], reached: str) -> list[Pair]:
-    """Each of ours with each of theirs that speaks the same IP. reached: where the peer answered; a link-local address
-    is none that engines could use.
+    """All pairs of our and their addresses with the same IP version. reached: where the peer answered; engines cannot
+    use a link-local address.
     """
     loopback = ip_address(reached).is_loopback
     # A peer may name any address; loopback ones would lead to ourselves.
@@ -277,7 +277,7 @@ class _Prober:
         return None if here == there else (here, there)
 
     def other_port(self, address: str) -> int:
-        """Where it listens besides; 0: it does not say."""
+        """Another port on which it listens; 0: it does not say."""
         try:
             connection, answer = self._request(None, address, Kind.PORT, 0)
             connection.close()
@@ -286,7 +286,7 @@ class _Prober:
         return answer.value if answer.value <= _PORT_MAX else 0
 
     def at(self, port: int) -> _Prober:
-        """The same for another port of the peer's."""
+        """A prober of another port of the same peer."""
         prober = _Prober(port, self._version, self._seconds)
         prober.own_addresses = self.own_addresses
         return prober
@@ -327,8 +327,8 @@ class _Prober:
             return replace(pair, state="stalled", detail=str(error))
 
     def _send(self, pair: Pair) -> tuple[float, int | None]:
-        """(GB/s, segments sent again). The peer's count ends the clock: what it has not received does not count.
-        Where a slow network is still at it by the deadline, what it has moved does.
+        """(GB/s, segments retransmitted). The clock stops with the peer's count: data that it has not received does not
+        count. If a slow network is still busy at the deadline, what has arrived by then counts.
         """
         connection, _ = self._request(pair.here, pair.there.address, Kind.SINK, round(self._seconds * 1000))
         with connection, _broken_is_wire_error():
@@ -424,7 +424,7 @@ class _Prober:
 
 
 def _place(address: str, port: int) -> tuple[Any, ...]:
-    """As sockets take it: of a link-local address the zone stands apart."""
+    """The address as sockets take it: the zone of a link-local address is a separate field."""
     bare, _, zone = address.partition("%")
     if not zone:
         return address, port
@@ -463,7 +463,7 @@ def _path_mtu(connection: socket.socket) -> int | None:
 
 @dataclass(frozen=True)
 class _TcpInfo:
-    """Of tcp_info in linux/tcp.h. mss: payload of a segment. retransmits: segments sent again."""
+    """Fields of tcp_info in linux/tcp.h. mss: payload of a segment. retransmits: segments sent again."""
 
     mss: int
     retransmits: int

@@ -49,7 +49,7 @@ class Rail:
 
 
 def local_rails(host: Host, *, loopback: bool = False) -> list[Rail]:
-    """Addresses of interfaces that are up, but link-local ones; loopback: only those of this machine to itself."""
+    """Addresses of interfaces that are up, except link-local ones; loopback: only the loopback addresses."""
     interfaces = {interface.name: interface for interface in host.hardware.interfaces}
     rails = []
     for name, address in _addresses():

@@ -258,7 +258,7 @@ def _other_port(matrix: Matrix) -> Iterator[Finding]:
     if other.state == "ok":
         yield ok(check, f"{title}, as well")
         return
-    # Who named a port asks about that one.
+    # A user who named a port wants to know about that one.
     make = warning if matrix.port == PORT else note
     yield make(
         check,
@@ -286,7 +286,7 @@ def _routes(lost: list[Pair]) -> tuple[Fix, ...]:
 
 
 def _mtus(pairs: list[Pair]) -> Iterator[Finding]:
-    # What stays within a machine is cut as the kernel likes.
+    # Loopback traffic is segmented as the kernel likes.
     pairs = [pair for pair in pairs if not pair.here.is_loopback and (pair.mtu or 0) < _LOOPBACK_MTU]
     for pair in pairs:
         if pair.here.mtu and pair.there.mtu and pair.here.mtu != pair.there.mtu:
@@ -367,7 +367,7 @@ def _rates(pairs: list[Pair]) -> Iterator[Finding]:
 
 
 def _explained(pair: Pair, others: list[Pair]) -> bool:
-    """Whether its link is that much slower than the others' by its own account."""
+    """Whether its link's own speed explains why it is that much slower than the others."""
     speed = min((rail.mbit_per_s for rail in (pair.here, pair.there) if rail.mbit_per_s), default=0)
     return bool(speed) and any((other.here.mbit_per_s or 0) * _UNEVEN > speed for other in others)
 

@@ -47,7 +47,7 @@ assert _FRAME.size == FRAME_BYTES
 
 
 class WireError(CrossrailError):
-    """Bytes from the other side that are no frame of ours, or none at all in the time given."""
+    """Bytes from the other side that are not our protocol, or none at all within the time limit."""
 
 
 class Kind(enum.IntEnum):
@@ -154,7 +154,7 @@ def _rail(item: _Rail) -> Rail:
         address = str(ip_address(item.address))
     except ValueError:
         raise WireError("its list holds something that is not an IP address") from None
-    if "%" in address:  # a zone of its own, which means nothing here
+    if "%" in address:  # a zone, which means nothing on this host
         raise WireError("its list holds an address with a zone")
     return Rail(clean(item.interface), address, item.mtu, item.mbit_per_s or None)
 

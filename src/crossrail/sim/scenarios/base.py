@@ -1,4 +1,4 @@
-"""What a scenario is, what one run of it gets, and what is checked after every run.
+"""What a scenario is, what one run of it is given, and what is checked after every run.
 
 A scenario is a coroutine on the event loop of its own world: services, tasks and faults, written as a user would. What
 it does is drawn from the seed, and so is the world's order of events: one number replays a run.
@@ -27,7 +27,7 @@ _SETTLE_S = 30.0  # virtual: longer than any timeout of an engine
 
 
 class Checks:
-    """What was looked at, and what of it was wrong. A run that looked at nothing is wrong too."""
+    """Counts what was checked, and what of it was wrong. A run that checked nothing is wrong too."""
 
     def __init__(self) -> None:
         self.made = 0
@@ -72,7 +72,7 @@ class _Tracked:
 
 
 class Run:
-    """What a scenario gets: a world, random numbers of its own, and the checkers of the contract.
+    """What a scenario is given: a world, random numbers of its own, and the checkers of the contract.
 
     Checked at the end of every run, once nothing is left to happen: each tracked transfer completed exactly once; no
     counter has more than was taken; no sealed memory was touched after its seal.
@@ -98,7 +98,7 @@ class Run:
         return np.frombuffer(self._bytes.bytes(nbytes), np.uint8)
 
     def counter(self, engine: xr.Engine, imm: int | None = None) -> xr.ImmCounter:
-        """A counter whose counts must all be taken by the end. imm: None for a number that nobody uses."""
+        """A counter whose counts must all be taken by the end. imm: None for an unused number."""
         counter = engine.alloc_imm() if imm is None else engine.imm_counter(imm)
         self._counters.append(counter)
         return counter

@@ -78,7 +78,7 @@ _DEAD_AFTER_S = 12.0
 
 
 class _Monitor:
-    """What a router knows of its workers: when each was heard of last, and what that makes of it."""
+    """A router's view of its workers: when each was last heard of, and the state that follows from it."""
 
     def __init__(self, run: Run, engine: xr.Engine) -> None:
         self.run, self.engine = run, engine
@@ -150,7 +150,7 @@ async def partition(run: Run) -> None:
 
 
 async def _talk_across(run: Run, here: xr.Engine, there: xr.Engine) -> int:
-    """Writes until all are done; one that is lost is written anew into a place of its own. How many were lost."""
+    """Writes until all are done; a lost write is repeated to another place. Returns how many were lost."""
     nbytes, writes, lost = 64 << 10, 40, 0
     source = here.alloc(nbytes)
     source.array()[:] = data = run.random_bytes(nbytes)
@@ -160,7 +160,7 @@ async def _talk_across(run: Run, here: xr.Engine, there: xr.Engine) -> int:
         try:
             await run.track(here.submit_write(source, target.descriptor, imm=counter.imm), "write across")
         except xr.PeerLost:
-            # Whether it arrived is not known: its counter tells, and no other write uses it.
+            # It may or may not have arrived: its counter tells, and no other write uses that counter.
             lost += 1
             counter.try_consume()
             here.forget_peer(there.address)

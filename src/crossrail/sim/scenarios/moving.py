@@ -235,7 +235,7 @@ async def moe_scatter(run: Run) -> None:
 
 
 class _Rank:
-    """Of each other rank it has a slot of _TOKENS tokens, in both directions, and a row of the table of lengths."""
+    """For each other rank it has a slot of _TOKENS tokens, in both directions, and a row of the table of lengths."""
 
     def __init__(self, run: Run, engine: xr.Engine, index: int) -> None:
         slots = _EXPERT_RANKS * _TOKENS * _TOKEN_BYTES
@@ -286,7 +286,7 @@ class _Rank:
         return sent
 
     async def _give_back(self) -> None:
-        """What an expert does: every bit turned over."""
+        """What an expert does: inverts every bit."""
         lengths = [int(self.lengths_in.array("uint64")[rank.index]) for rank in self.others]
         np.bitwise_xor(self.received.array(), 0xFF, out=self.received.array())
         await self._scatter([rank.returned for rank in self.others], self.received, lengths, imm=2)

@@ -55,7 +55,7 @@ async def peer_restart(run: Run) -> None:
         *(_put(run, store, client, blocks, range(i * each, (i + 1) * each)) for i, client in enumerate(clients))
     )
     await supervisor
-    # The last incarnation has nothing of the ones before: all once more, with nobody dying.
+    # The last incarnation has nothing from earlier ones: run everything once more, with nobody dying.
     for i, client in enumerate(clients):
         await _put(run, store, client, blocks, range(i * each, (i + 1) * each))
     run.check.same_bytes("what the store holds", store.region.array(), blocks)
@@ -71,7 +71,7 @@ async def _put(run: Run, store: _Store, client: xr.Engine, blocks: npt.NDArray[n
     again = 0
     for block in which:
         while True:
-            target, counter = store.region.descriptor, store.counter  # a look at whoever has that name now
+            target, counter = store.region.descriptor, store.counter  # whatever has that name now
             offset = block * store.BLOCK_BYTES
             transfer = client.submit_write(
                 source, target, store.BLOCK_BYTES, src_offset=offset, dst_offset=offset, imm=counter.imm
