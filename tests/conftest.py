@@ -1,4 +1,4 @@
-"""What every test gets: a seed, a leak check, engines and peers that are closed at the end, and counted skips."""
+"""For every test: a seed, a leak check, engines and peers that are closed at the end, and counted skips."""
 
 import asyncio
 import gc
@@ -24,19 +24,19 @@ from tests.support.leaks import Snapshot, forget_failure
 from tests.support.process import PeerProcess
 from tests.support.seeds import Seed
 
-# Tests of torch tensors are there only where torch is, and so with the others: a skip would be counted.
+# Collect tests of torch tensors only if torch is installed, and so with the others: a skip would be counted.
 collect_ignore_glob = [
     f"*test_{module}*.py"
     for module in ("checkpoint_engine", "torch", "transformers", "triton")
     if importlib.util.find_spec(module) is None
 ]
-if not importlib.util.find_spec("vllm"):  # ./dev vllm has it, in an environment of its own
+if not importlib.util.find_spec("vllm"):  # ./dev vllm has it, in a separate environment
     collect_ignore_glob.append("vllm/*")
 HAS_GPU = os.path.exists("/dev/nvidiactl")
 if not HAS_GPU or not importlib.util.find_spec("torch"):
     collect_ignore_glob.append("hw/*")
 if not HAS_GPU:
-    # Without a GPU Triton's kernels run in its interpreter. Read when Triton is imported, by whoever comes first.
+    # Without a GPU Triton's kernels run in its interpreter. This is read at Triton's first import, by whichever test.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 hypothesis.settings.register_profile(
@@ -67,8 +67,8 @@ ON_BOTH_LOOPS = ("tests/engine/", *(f"tests/kv/test_{what}" for what in ("hostil
 
 
 def pytest_asyncio_loop_factories(item: pytest.Item) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """What an engine's users await, they await on either: vLLM and SGLang serve on uvloop. Whose transports are others,
-    which the files of HTTP are about.
+    """Everything that an engine's users await must work on both loops: vLLM and SGLang serve on uvloop. Its transports
+    differ too, which matters to the tests of HTTP.
     """
     on_both = item.nodeid.startswith(ON_BOTH_LOOPS)
     return {"asyncio": asyncio.new_event_loop} | ({"uvloop": uvloop.new_event_loop} if on_both else {})
@@ -103,7 +103,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Of pytest-xdist: what a process that shares the suite is told."""
+    """Tells pytest-xdist's workers that they share the suite."""
     node.workerinput["seed"] = node.config.getoption("--seed")
 
 
@@ -131,7 +131,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What tests import, torch above all, stays: garbage collection after each of them need not look at it again."""
+    """Imported modules, torch above all, stay: garbage collections after each test need not examine them."""
     gc.collect()
     gc.freeze()
 
@@ -146,7 +146,7 @@ def pytest_runtest_logfinish() -> None:
 
 
 def transport_of(item: pytest.Item) -> str:
-    """That of a contract case's set-up; empty for other tests."""
+    """The transport of a contract case's set-up; empty for other tests."""
     callspec = getattr(item, "callspec", None)
     return getattr(callspec.params.get("setup"), "transport", "") if callspec else ""
 
@@ -192,7 +192,7 @@ def reason_of(skipped: pytest.TestReport) -> str:
 
 
 def counted_skips(skipped: list[pytest.TestReport]) -> int:
-    """Those that CROSSRAIL_SKIPS_MAX bounds: all but what a machine without the right to namespaces cannot run."""
+    """Skips that CROSSRAIL_SKIPS_MAX bounds: all except those on machines without the right to create namespaces."""
     return sum(not reason_of(report).removeprefix("Skipped: ").startswith(FORBIDDEN) for report in skipped)
 
 
@@ -203,7 +203,7 @@ def skips_max() -> int | None:
 
 @pytest.fixture
 def seed(request: pytest.FixtureRequest) -> Seed:
-    """Where every random number of a test comes from."""
+    """The source of all random numbers of a test."""
     return Seed(request.config.getoption("--seed"), request.node.nodeid)
 
 
@@ -219,7 +219,7 @@ def pytest_runtest_setup() -> None:
 def nothing_leaks(request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     """After the test and its other fixtures: no more fds, threads or shared memory files of ours than before it.
 
-    Not after a failure: its traceback keeps things alive, and one report is enough.
+    Not checked after a failure: its traceback keeps objects alive, and one report is enough.
     """
     before = Snapshot.take()
     yield
@@ -229,7 +229,7 @@ def nothing_leaks(request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixtu
     request.node.funcargs.clear()
     for phase in ("setup", "call", "teardown"):
         caplog.get_records(phase).clear()
-    # What the other fixtures logged while they ended, exceptions and their frames included, is kept for the report too.
+    # Log records of the other fixtures' teardown, with exceptions and their frames, are kept for the report too.
     request.config.pluginmanager.get_plugin("logging-plugin").report_handler.records.clear()
     assert not (leaked := before.leaked_for_good()), f"left behind: {leaked}"
 
@@ -239,7 +239,7 @@ def nothing_leaks(request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixtu
 
 @pytest.fixture(scope="session", autouse=True)
 def forked_peers() -> Iterator[None]:
-    """Peers are forked, and its fds are there before the first test."""
+    """Peers are forked; the fork server's fds exist before the first test."""
     server = fork_server.start()
     yield
     server.close()
@@ -247,7 +247,7 @@ def forked_peers() -> Iterator[None]:
 
 @pytest.fixture
 def gpu(request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture, nothing_leaks: None) -> Iterator[FakeGpu]:
-    """A GPU without one. To be asked for before what opens engines, which are to be closed first."""
+    """A fake GPU. Request it before anything that opens engines, which have to be closed first."""
     made = FakeGpu()
     yield made
     failed = request.node.stash.get(FAILED, False)  # its traceback keeps engines alive

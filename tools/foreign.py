@@ -1,7 +1,8 @@
-"""Tests with an inference engine or a trainer that is pinned in tools/ENGINE, in an environment of its own:
+"""Tests with an inference engine or trainer that is pinned in tools/ENGINE, in a separate environment.
+
 ./dev ENGINE test [args]
 
-The first call downloads and installs it, and says what. Nothing else of the project needs it, CI does not run it.
+The first call downloads and installs it, and says so. Nothing else in the project needs it, and CI does not run it.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def main(engine: str, arguments: list[str]) -> int:
 
 
 def prepare(engine: str) -> str:
-    """Installs what is pinned, unless it is there. The environment's Python."""
+    """Installs the pinned packages, unless present. Returns the environment's Python."""
     requirements = ROOT / "tools" / engine / "requirements.txt"
     venv = ROOT / "build" / engine / "venv"
     python, stamp = str(venv / "bin" / "python"), venv / "installed.sha256"

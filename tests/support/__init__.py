@@ -1,1 +1,1 @@
-"""What several test folders share: peers in this process or another, patterns, deadlines, leak checks."""
+"""Shared by several test folders: peers in this process or another, patterns, deadlines, leak checks."""

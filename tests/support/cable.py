@@ -1,7 +1,7 @@
 """A long and lossy cable between two netdevs: `python -m tests.support.cable DELAY_MS LOSS MTU SEED NETDEV NETDEV`.
 
-Forwards whole packets between them until it is killed, each after DELAY_MS. It drops a share LOSS of them, and those of
-more than MTU bytes, without a word. The kernel's netem would lose and delay, too; many kernels are built without it.
+Forwards whole packets between them until it is killed, each after DELAY_MS. It silently drops a share LOSS of them, and
+those of more than MTU bytes. The kernel's netem could lose and delay, too; many kernels are built without it.
 """
 
 import ctypes

@@ -1,4 +1,4 @@
-"""A real etcd of one member, in a process of its own, with its data in a folder that outlives it."""
+"""A real single-member etcd, in a process of its own, with its data in a folder that outlives it."""
 
 import shutil
 import subprocess

@@ -1,7 +1,7 @@
-"""Memory of a GPU without one: by the double of NVIDIA's driver that ./dev builds (tests/native/fake_gpu.h).
+"""GPU memory without a GPU, by the fake NVIDIA driver that ./dev builds (tests/native/fake_gpu.h).
 
-Such memory is an address that every touch of the CPU ends the process at. Only copies of the driver reach it, and they
-happen when their stream is waited for; a test plays the kernels by `bytes`.
+Any access by the CPU to such memory kills the process. Only the driver's copies reach it, and they are carried out when
+their stream is waited for; tests play the kernels through `bytes`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ SEGMENT_BYTES = 2 << 20
 
 
 def driver_file() -> Path:
-    """Of the build that is imported. Its folder, on LD_LIBRARY_PATH, makes it the driver of a whole process."""
+    """The fake driver of the imported build. With its folder on LD_LIBRARY_PATH it becomes the driver of a whole
+    process.
+    """
     package = Path(crossrail.__file__).parent
     # build/asan/python/crossrail is that build's; src/crossrail is build/release's.
     build = package.parents[1] if package.parent.name == "python" else ROOT / "build" / "release"
@@ -45,7 +47,7 @@ class GpuMemory:
 
     @property
     def bytes(self) -> npt.NDArray[np.uint8]:
-        """What lies there, as kernels see and write it. Not to be used after the test."""
+        """The memory as kernels see and write it. Do not use it after the test."""
         seen = self.gpu.driver.fake_bytes_at(self.address)
         return np.ctypeslib.as_array((ctypes.c_uint8 * self.nbytes).from_address(seen))
 
@@ -116,7 +118,9 @@ class FakeGpu:
         self.driver.fake_fail_ipc(code)
 
     def segments(self, count: int, *, is_shareable: bool = True) -> GpuMemory:
-        """As torch's expandable segments: pieces of physical memory of SEGMENT_BYTES each, one after the other."""
+        """Like torch's expandable segments: pieces of physical memory of SEGMENT_BYTES each, mapped one after the
+        other.
+        """
         address = int(self.driver.fake_allocate_segments(count, int(is_shareable)))
         self._segments.append(address)
         return GpuMemory(self, address, count * SEGMENT_BYTES)
@@ -126,7 +130,7 @@ class FakeGpu:
         self.driver.fake_free_segments(memory.address)
 
     def memory_of(self, array: Any) -> GpuMemory:
-        """What an array of Numba's protocol is: a region of Engine.alloc's, a GpuMapping."""
+        """The memory of an array of Numba's protocol: a region of Engine.alloc's, or a GpuMapping."""
         interface = array.__cuda_array_interface__
         assert (interface["typestr"], interface["data"][1]) == ("|u1", False)
         return GpuMemory(self, interface["data"][0], interface["shape"][0])
@@ -142,7 +146,7 @@ class FakeGpu:
         return int(self.driver.fake_mappings())
 
     def set_vmm(self, *, has_vmm: bool = True, gives_fds: bool = True) -> None:
-        """What the driver has of virtual memory management."""
+        """Sets which features of virtual memory management the driver has."""
         self.driver.fake_set_vmm(int(has_vmm), int(gives_fds))
 
     def fail_vmm(self, *, create: int = 0, export: int = 0, import_: int = 0) -> None:
@@ -150,7 +154,7 @@ class FakeGpu:
         self.driver.fake_fail_vmm(create, export, import_)
 
     def put_out_of_reach(self, ordinal: int) -> None:
-        """That GPU reaches no other's memory, and no other reaches its; -1: all do."""
+        """This GPU cannot reach the memory of others, nor they its own; -1: all can."""
         self.driver.fake_put_out_of_reach(ordinal)
 
     def run_kernels(self, do_run: bool) -> None:
@@ -177,7 +181,7 @@ class FakeGpu:
         assert not is_checked or not (kept := self._kept()), f"engines keep {kept}: is one not closed?"
 
     def _kept(self, timeout_s: float = 3.0) -> str:
-        """What engines have of the driver, after garbage collection and some patience; empty: nothing."""
+        """What engines still hold of the driver, after garbage collection and some patience; empty: nothing."""
         deadline = time.monotonic() + timeout_s
         while True:
             kept = {

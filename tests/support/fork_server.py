@@ -1,8 +1,8 @@
-"""Peers without the processor time that Python takes to import numpy and crossrail: forked from a process that has
-imported them, and done nothing else. `python -m tests.support.fork_server FD` is that process.
+"""Peers without the CPU time that Python takes to import numpy and crossrail: forked from a process that has imported
+them and done nothing else. `python -m tests.support.fork_server FD` is that process.
 
-Not multiprocessing's fork server: what that forks ends by os._exit, and how an interpreter with open engines ends is
-part of what peers are there for.
+Not multiprocessing's fork server, whose children end by os._exit: how an interpreter with open engines exits is part of
+what peers test.
 """
 
 import ctypes
@@ -25,9 +25,9 @@ PR_SET_PDEATHSIG = 1
 
 
 class ForkServer:
-    """The process that forks, seen by one that wants peers.
+    """The forking process, as seen by a process that wants peers.
 
-    Thread: one at a time. Owner: whoever made it calls close(), which also kills what it has forked.
+    Thread: one at a time. Owner: its creator calls close(), which also kills its children.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class ForkServer:
         return ForkedProcess(self, self._answer(), os.fdopen(to_child, "wb"), os.fdopen(from_child, "rb", 0))
 
     def reap(self, pid: int) -> int:
-        """The exit status of a child that has ended, as subprocess has it."""
+        """The exit status of a child that has ended, as subprocess reports it."""
         self._orders.send(json.dumps({"reap": pid}).encode())
         return self._answer()
 
@@ -121,7 +121,7 @@ def suitable() -> ForkServer | None:
 
 
 def _surroundings() -> tuple[Mapping[str, str], str]:
-    """What a process is given by who starts it: its environment, and the network of the thread that did."""
+    """What a new process inherits: the environment, and the network namespace of the starting thread."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
     return environment, os.readlink("/proc/thread-self/ns/net")
 

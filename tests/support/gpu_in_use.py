@@ -1,4 +1,4 @@
-"""A true GPU, for the conftest.py of folders whose tests have one."""
+"""A real GPU, for the conftest.py of folders whose tests need one."""
 
 import pytest
 

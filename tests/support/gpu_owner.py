@@ -1,4 +1,4 @@
-"""A process that has memory on a GPU, the double of the driver's, and does what it is told line by line."""
+"""A process that owns memory on a (fake) GPU, and executes commands line by line."""
 
 from __future__ import annotations
 

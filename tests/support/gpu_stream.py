@@ -1,4 +1,4 @@
-"""A stream of a GPU that a test runs by hand: what is launched happens when the test says so, in its order."""
+"""A GPU stream that a test runs by hand: launches execute in order, when the test says so."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.limits import WAIT_S
 
 
 class Event:
-    """As of torch.cuda, with a deadline. error: what the GPU has failed with."""
+    """Like torch.cuda's, with a deadline. error: the GPU's failure."""
 
     def __init__(self) -> None:
         self.error = ""
@@ -33,7 +33,7 @@ class Event:
 
 
 class Graph:
-    """What was captured."""
+    """The captured operations."""
 
     def __init__(self, kernels: list[Callable[[], object]]) -> None:
         self._kernels = kernels
@@ -55,7 +55,7 @@ class _Launch(ctypes.Structure):
 
 
 class Stream:
-    """Any thread. What the engine launches by way of `cuda_stream` takes its place among the test's kernels."""
+    """Any thread. The engine's launches through `cuda_stream` are queued among the test's kernels."""
 
     def __init__(self, gpu: FakeGpu, device_index: int = 0) -> None:
         self.gpu = gpu
@@ -76,7 +76,7 @@ class Stream:
         self._append(partial(kernel, *arguments))
 
     def begin_capture(self) -> None:
-        """What is launched from now on does not run, but is the graph's."""
+        """From now on launches do not run, but become part of the graph."""
         self._take_launches()
         self._captured = []
         self.gpu.driver.fake_begin_capture()

@@ -1,4 +1,4 @@
-"""For `--model`: a toy that hangs in each call, and lets go of its pages for no cancellation, as a thread does."""
+"""For `--model`: a toy that hangs in each call and, like a thread, does not release its pages when cancelled."""
 
 import asyncio
 import contextlib

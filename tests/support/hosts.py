@@ -44,23 +44,23 @@ class Host:
         self.name = name
         self.namespace = namespace
         self.netdevs = [f"rail{i}" for i in range(rails)]
-        # Of one subnet for all rails, or one for each: see Hosts.
+        # All rails in one subnet, or one subnet for each: see Hosts.
         own = [index + 1 if len(subnets) > 1 else 16 * (index + 1) + i for i in range(rails)]
         self.subnets = [subnets[i % len(subnets)] for i in range(rails)]
         self.addresses = [f"10.{subnet + 1}.0.{number}" for subnet, number in zip(self.subnets, own, strict=True)]
         self.addresses6 = [f"fd00:{subnet + 1:x}::{number:x}" for subnet, number in zip(self.subnets, own, strict=True)]
 
     def rails(self, by: str = "netdev", count: int | None = None) -> list[str]:
-        """What an engine here is given as `rails`: by "netdev", "address" or "address6"."""
+        """The `rails` option for an engine on this host: by "netdev", "address" or "address6"."""
         names = {"netdev": self.netdevs, "address": self.addresses, "address6": self.addresses6}[by]
         return names[:count]
 
     def limit(self, rail: int, mbit: int) -> None:
-        """What leaves by this rail goes no faster than that, and waits for 200 ms at most."""
+        """Limits the rate of outgoing traffic on this rail; packets queue for at most 200 ms."""
         shape(self.namespace, f"rail{rail}", mbit)
 
     def down(self, rail: int) -> None:
-        """Pulls the plug: nothing comes or goes, and nobody is told but this host and the other end of the cable."""
+        """Pulls the plug: nothing comes or goes, and only this host and the other end of the cable notice."""
         run(f"ip -n {self.namespace} link set rail{rail} down")
 
     def up(self, rail: int) -> None:
@@ -75,7 +75,9 @@ class Host:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """This thread, and threads that it starts, are on this host meanwhile. What they open then stays here."""
+        """Meanwhile this thread, and threads that it starts, are on this host. Sockets that they open stay on it
+        afterwards.
+        """
         home = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
         try:
             with open(NAMESPACES / self.namespace) as namespace:
@@ -104,7 +106,7 @@ class Host:
             self._route(rail)
 
     def _route(self, rail: int) -> None:
-        # What has a rail's address leaves by its netdev, also where several are in one subnet.
+        # Traffic from a rail's address leaves by its netdev, even if several are in one subnet.
         subnet = self.subnets[rail] + 1
         batch(
             self.namespace,
@@ -121,15 +123,16 @@ class Host:
 
 
 class Hosts:
-    """Hosts and what joins them. A context manager.
+    """Hosts and the network between them. A context manager.
 
     rails: netdevs of each host, or a number for each. one_subnet: all netdevs of all hosts on one switch; else a
-    network for each rail number, a cable where there are two hosts. delay_ms, loss: cables are so long, each way, and
-    lose this share of packets (of two hosts, each rail a cable). mtu: cables lose longer packets, and nobody is told.
-    source_routes: what has a rail's address leaves by its netdev, as it does where hosts with several netdevs in one
-    subnet are set up with care.
-    Owner: namespaces, and children of spawn(), end with the context. What a killed test run left behind goes with the
-    next one's start.
+    network for each rail number, which is a cable if there are two hosts. delay_ms, loss: each cable's one-way delay
+    and share of lost packets (with two hosts, each rail is a cable). mtu: cables silently drop longer packets.
+    source_routes: traffic from a rail's address leaves by its netdev, as on carefully configured hosts with several
+    netdevs in one subnet.
+
+    Owner: namespaces, and children of spawn(), end with the context. Leftovers of a killed test run are removed at the
+    next run's start.
     """
 
     def __init__(
@@ -186,7 +189,7 @@ class Hosts:
         return self._children[-1]
 
     def limit_incoming(self, name: str, rail: int, mbit: int) -> None:
-        """What comes to this rail of a host, as Host.limit(). On switches only."""
+        """Limits incoming traffic to this rail of a host, like Host.limit(). On switches only."""
         shape(f"{self._prefix}net", f"port{list(self._hosts).index(name)}-{rail}", mbit)
 
     def _make(self) -> None:
@@ -268,7 +271,7 @@ def shape(namespace: str, netdev: str, mbit: int) -> None:
 
 
 def on_host(namespace: str) -> list[str]:
-    """What a command is prefixed with to run there. It is replaced by the command: same process."""
+    """The prefix of a command that runs it there. It execs the command: same process."""
     return ["ip", "netns", "exec", namespace]
 
 
@@ -297,7 +300,7 @@ def own_prefix() -> str:
 
 
 def start_time(pid: int) -> str:
-    """With the pid this names a process once and for all. Empty: there is none."""
+    """Together with the pid this identifies a process uniquely. Empty: there is none."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:

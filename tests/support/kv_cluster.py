@@ -76,7 +76,7 @@ class Cluster:
         return self.host(kind, name, model, secret)
 
     def host(self, kind: type[Node], name: str, model: Model, secret: bytes = SECRET) -> Node:
-        """The same with any model."""
+        """Like add(), with any model."""
         mailbox = self.mailbox(name, secret)
         ranks = {rank: RankMemory.alloc(self.engines[name], model.layout) for rank in range(model.layout.tp)}
         finders = [self.where, *self.also] if self.place is None else []
@@ -106,7 +106,7 @@ class Cluster:
         raise AssertionError("no end came")
 
     async def kill(self, name: str) -> None:
-        """Its engine ends at once; what Python of it is left is cleared away."""
+        """Its engine ends at once; its remaining Python objects are cleaned up."""
         self.engines[name].close(0.0)
         node = self.nodes.pop(name)
         await node.mailbox.close()
@@ -138,7 +138,7 @@ class Cluster:
             engine.close()
 
     def busy_pages(self) -> dict[str, str]:
-        """What is neither free nor cached, by node; empty: nothing leaked."""
+        """Pages that are neither free nor cached, by node; empty: nothing leaked."""
         reports = {name: node.pool.report() for name, node in self.nodes.items()}
         return {
             name: str(report)
@@ -149,7 +149,7 @@ class Cluster:
 
 
 async def monolithic(prompt: Tokens, sampling: m.Sampling) -> list[int]:
-    """What one node alone generates."""
+    """What a single node generates."""
     layout = replace(LAYOUT, pages=256)
     model = ToyModel(layout)
     cache = [[layout.layer_view(np.zeros(layout.layer_bytes, np.uint8)) for _ in range(layout.layers)]]

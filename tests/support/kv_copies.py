@@ -1,4 +1,4 @@
-"""Writers that stand still in the middle of a copy into a decoder's memory: nobody can shut them out meanwhile."""
+"""Writers that are frozen in the middle of a copy into a decoder's memory: nobody can fence them meanwhile."""
 
 import threading
 
@@ -7,7 +7,7 @@ from crossrail.kv.transfer.access import Access
 
 
 class Held:
-    """One of a writer's registrations, while that is in the middle of a copy to it."""
+    """One of a writer's registrations, while the writer is in the middle of a copy to it."""
 
     def __init__(self, access: Access) -> None:
         self._access, self._region = access, access._regions[0]

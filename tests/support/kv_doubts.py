@@ -12,7 +12,7 @@ from crossrail.kv import KvReceiver, SendJob
 
 
 def give_up(monkeypatch: pytest.MonkeyPatch, wire: EngineWire, *addresses: bytes) -> set[bytes]:
-    """Nothing is sent to these until they are tried anew. Returns those of whom this is still so."""
+    """Makes sends to these addresses fail until they are tried anew. Returns the set of those that still fail."""
     given_up, post = set(addresses), wire.post
 
     def post_to_those_that_are_there(to: bytes, packet: bytes) -> asyncio.Future[None]:
@@ -42,7 +42,7 @@ class LostTransfer:
 
 
 def lose_writes(monkeypatch: pytest.MonkeyPatch, request: str) -> None:
-    """Those of the SendJob of this name."""
+    """Loses the writes of the SendJob of this name."""
     submit = SendJob._submit
 
     def submit_in_vain(job: SendJob, what: Any) -> None:

@@ -15,9 +15,9 @@ Pages = npt.NDArray[np.uint32]
 
 
 class PageGuard:
-    """Watches a node's pool. Free pages hold poison until they are reserved, cached ones what they held when let go.
+    """Watches a node's pool. Free pages hold poison until they are reserved, cached ones what they held when released.
 
-    late: a sentence for each page that held something else. Wraps the pool's methods: one guard a node.
+    late: a sentence for each page that held something else. Wraps the pool's methods: one guard per node.
     """
 
     def __init__(self, node: Node) -> None:
@@ -33,7 +33,7 @@ class PageGuard:
         self._poison(np.arange(self._pool.pages, dtype=np.uint32))
 
     def check(self) -> list[str]:
-        """All that was found, with a look at every page that nobody has now."""
+        """All findings, after checking every page that is not in use."""
         for page in np.flatnonzero(self._pool._state == PageState.FREE):
             self._expect_poison(int(page))
         for page in list(self._cached):
@@ -49,7 +49,7 @@ class PageGuard:
         return lease
 
     def _on_free(self, pages: Pages) -> None:
-        for page in pages.tolist():  # those that were cached, and are evicted
+        for page in pages.tolist():  # pages that were cached, and are evicted now
             self._expect_cached(page)
         self._poison(pages)
         self._free(pages)

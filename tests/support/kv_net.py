@@ -68,7 +68,7 @@ class MemoryWire:
                 yield item
 
     def inject(self, sender: bytes, packet: bytes) -> None:
-        """As if it had come from there."""
+        """Delivers a packet as if it had come from that sender."""
         self._inbox.put_nowait((sender, packet))
 
     def is_lost(self, address: bytes) -> bool:

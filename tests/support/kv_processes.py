@@ -28,15 +28,15 @@ SAMPLING = Sampling(16, temperature=0.9, seed=11, ignore_end=True)
 
 
 def model_options(**options: str) -> list[str]:
-    """Words of the command line: those of all tests, but for these."""
+    """Command-line options: those common to all tests, with these replaced."""
     return [word for pair in (OPTIONS | options).items() for word in ("--model-option", "=".join(pair))]
 
 
 class Services:
     """A router and nodes in processes. membership: in etcd; empty: in the router.
 
-    prefiller_timeout_s: a machine on which living ones are silent for longer has them given up again and again.
-    environments: variables, by name of whoever is started with them.
+    prefiller_timeout_s: on a machine so slow that live prefillers are silent for longer, they are given up again and
+    again. environments: variables, by name of the process.
     """
 
     def __init__(
@@ -113,11 +113,11 @@ class Services:
         self._processes[name].send_signal(number)
 
     def wait(self, name: str) -> int:
-        """Its exit status, once it has ended."""
+        """Waits for the process to end; returns its exit status."""
         return self._processes[name].wait(WAIT_S)
 
     def desert(self, name: str) -> subprocess.Popen[bytes]:
-        """Closes its standard input, as if whoever started it was gone."""
+        """Closes its standard input, as if its parent had died."""
         process = self._processes[name]
         assert process.stdin is not None
         process.stdin.close()
@@ -138,7 +138,7 @@ class Services:
         self.joined(*nodes)
 
     def complaints(self) -> str:
-        """What all of them have said on stderr."""
+        """Everything that they have written to stderr."""
         return self._log_file.read_text()
 
     def kill(self, name: str) -> None:
@@ -183,7 +183,7 @@ def busy_prefiller(services: Services) -> str:
 
 
 async def killed_prefiller_costs_time_and_nothing_else(services: Services) -> None:
-    """Of services with prefillers p0 and p1 and a decoder d0, in the middle of a request."""
+    """With prefillers p0 and p1 and a decoder d0, in the middle of a request."""
     asking = Asking(services)
     killed = busy_prefiller(services)
     services.signal(killed, signal.SIGKILL)
@@ -195,9 +195,9 @@ async def killed_prefiller_costs_time_and_nothing_else(services: Services) -> No
 
 
 class Asking(threading.Thread):
-    """A client with a request under way, whose tokens are streamed.
+    """A client with a streaming request in progress.
 
-    trouble: what cut it off, or that it was refused. error: what the router said in the stream.
+    trouble: why it was cut off or refused. error: an error that the router sent in the stream.
     """
 
     def __init__(self, services: Services, sampling: Sampling = SAMPLING, request: str = "") -> None:

@@ -28,9 +28,7 @@ def anonymous_kib() -> int:
 
 
 def open_fds() -> dict[int, str]:
-    """Every open file descriptor and what it is; without those of NVIDIA's driver and of matplotlib's fonts, which keep
-    what they have opened.
-    """
+    """Every open file descriptor and its target, except those that NVIDIA's driver and matplotlib's fonts keep open."""
     fds = {}
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -47,7 +45,8 @@ def shared_memory_files() -> set[str]:
 
 
 def forget_failure() -> None:
-    """What the traceback of a test that failed has kept until now is no finding of the next one, or of its second run.
+    """Forgets what the traceback of a failed test has kept alive until now: it is no finding of the next test, or of a
+    rerun.
 
     pytest forgets it when the next test is called: after the snapshot is taken, and where warnings are errors.
     """
@@ -71,7 +70,7 @@ class Snapshot:
         return Snapshot(open_fds(), crossrail_threads(), shared_memory_files())
 
     def leaked(self) -> str:
-        """What is there now and was not there at the snapshot; empty when nothing. Judged by number for fds."""
+        """What exists now and did not exist at the snapshot; empty if nothing. fds are compared by number."""
         now = Snapshot.take()
         found = []
         if len(now.fds) > len(self.fds):
@@ -84,9 +83,10 @@ class Snapshot:
         return "; ".join(found)
 
     def leaked_for_good(self, timeout_s: float = 3.0) -> str:
-        """The same, after garbage collection and some patience with what is just ending."""
+        """The same, after garbage collection and some patience with whatever is just ending."""
         deadline = time.monotonic() + timeout_s
-        young = iter((0, 1))  # a test's own objects mostly are; to look at all takes tens of milliseconds
+        # A test's own objects are mostly young; collecting all generations takes tens of milliseconds.
+        young = iter((0, 1))
         while (found := self.leaked()) and time.monotonic() < deadline:
             generation = next(young, 2)
             gc.collect(generation)

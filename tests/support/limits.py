@@ -10,7 +10,7 @@ WAIT_S = 20.0 * SLOWNESS  # any single wait that is expected to end well
 DEATH_S = 2.0 * SLOWNESS  # a peer's death must be seen by then (the requirement is 0.1 s; shared machines are noisy)
 NEVER_S = 0.3  # how long we look before we believe that something does not happen
 
-between_looks: list[Callable[[], object]] = []  # what has to be called for anything to go on, in a simulated world
+between_looks: list[Callable[[], object]] = []  # called while waiting, so that a simulated world advances
 
 
 def eventually(condition: Callable[[], object], what: str, timeout_s: float = WAIT_S, pause_s: float = 0.002) -> None:

@@ -1,4 +1,4 @@
-"""What a Node is told and answers: MessagePack after its length. Bytes, of memory above all, travel as they are."""
+"""A Node's commands and answers: length-prefixed MessagePack. Bytes, of memory above all, travel unencoded."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What collectors say, as plain numbers."""
+"""The output of collectors, as plain numbers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def total(samples: Samples, name: str, **labels: str) -> float:
 
 
 def names_of(samples: Samples, label: str) -> set[str]:
-    """What values this label has."""
+    """The values of this label."""
     return {value for _, labels in samples for key, value in labels if key == label}
 
 

@@ -1,4 +1,4 @@
-"""Processes whose wall clock is another than ours, and jumps: by the library that ./dev builds (tests/native/clock)."""
+"""Processes whose wall clock differs from ours and jumps, by the library that ./dev builds (tests/native/clock)."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ _JUMP_S = 2 * 3600
 
 
 def environment(offset_s: int, jump_s: int = _JUMP_S) -> dict[str, str]:
-    """The environment of a process whose wall clock is so far ahead, and jumps by jump_s each second."""
+    """The environment of a process whose wall clock is ahead by offset_s, and jumps by jump_s each second."""
     return {"LD_PRELOAD": str(_library()), "MOVED_CLOCK": f"{offset_s} {jump_s}"}
 
 

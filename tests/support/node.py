@@ -203,13 +203,15 @@ class Node:
         return self._next
 
     def failed_stream(self, stream: int) -> dict[str, Any]:
-        """Of a stream that is about to fail: how many were done, and the class names of how the others failed."""
+        """The outcome of a stream that is about to fail: how many operations succeeded, and the error classes of the
+        others.
+        """
         failing = self._streams[stream]
         eventually(lambda: failing.ended, f"the stream of {failing.kind} ended by a failure")
         return self.stop_stream(stream)
 
     def stop_stream(self, stream: int) -> dict[str, Any]:
-        """Of a stream that may have failed by now: the same."""
+        """Like failed_stream(), for a stream that may have failed by now."""
         outcomes = self._streams.pop(stream).finish()
         failures = [type(outcome).__name__ for outcome in outcomes if outcome is not None]
         return {"done": len(outcomes) - len(failures), "failures": failures}
@@ -359,5 +361,5 @@ class RemoteEngine:
         return state
 
     def wait_for_count_of(self, imm: int, count: int) -> None:
-        """Until `count` are there, without consuming."""
+        """Waits until there are `count`, without consuming them."""
         eventually(lambda: self.count(imm) >= count, f"{count} counts of immediate {imm}")

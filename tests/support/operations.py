@@ -41,7 +41,7 @@ class Operations:
         return transfer
 
     def counts(self, kind: str) -> int:
-        """What one operation of this kind adds to the counter at each target."""
+        """How much one operation of this kind adds to the counter at each target."""
         return {"write": 1, "verified_write": 1, "paged_writes": len(self.pages), "scatter": 1, "barrier": 1}.get(
             kind, 0
         )

@@ -16,7 +16,7 @@ def pattern(seed: int, nbytes: int) -> ByteArray:
 
 
 def not_aligned(numbers: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """The same, one byte behind where such numbers may begin, as within packed records."""
+    """The same numbers, one byte past an aligned address, as within packed records."""
     return np.frombuffer(b"\0" + numbers.tobytes(), numbers.dtype, offset=1)
 
 

@@ -1,8 +1,7 @@
 """A Node in a process of its own: `python -m tests.support.peer`.
 
 Messages of tests.support.messages: {"command": ..., "arguments": {...}} in, {"result": ...} or {"error": [class, text]}
-out.
-Standard output is kept for that: what anyone prints goes to standard error. Ends when standard input does.
+out. Standard output is reserved for them: anything printed goes to standard error. Ends at the end of standard input.
 """
 
 import faulthandler

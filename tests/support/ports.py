@@ -1,16 +1,18 @@
-"""A port of this host for a server that has to be told one."""
+"""A free port of this host, for servers that have to be given one."""
 
 import os
 import random
 import socket
 
-FIRST, LAST = 10_000, 32_000  # below those that the kernel gives to whoever asks for any, as every connection does
+FIRST, LAST = 10_000, 32_000  # below the range from which the kernel assigns ports, as for every outgoing connection
 
 _given: set[int] = set()
 
 
 def free_port(neighbours: int = 0) -> int:
-    """Of 127.0.0.1, with so many free ones behind it. None of them is given out twice, nor to another xdist worker."""
+    """A free port of 127.0.0.1 with `neighbours` free ones after it. None is given out twice, nor to another xdist
+    worker.
+    """
     first, last = _slice()
     while True:
         port = random.SystemRandom().randrange(first, last - neighbours)

@@ -23,9 +23,9 @@ from tests.support.node import CommandError, RemoteEngine
 class PeerProcess:
     """A Node in a child process. Also a Caller.
 
-    Invariant: at most one command is unanswered. Owner: whoever made it calls close().
-    prefix: a command that runs this one elsewhere, in the same process (tests.support.hosts). module: what runs there.
-    Forked where a fork server runs and a fresh interpreter would find the same surroundings.
+    Invariant: at most one command is unanswered. Owner: its creator calls close(). prefix: a command that runs this one
+    elsewhere, in the same process (tests.support.hosts). module: the module to run. Forked if a fork server is running
+    and a fresh interpreter would have the same environment.
     """
 
     def __init__(self, prefix: Sequence[str] = (), module: str = "tests.support.peer") -> None:
@@ -77,14 +77,14 @@ class PeerProcess:
         self._process.kill()
 
     def stop(self) -> None:
-        """SIGSTOP; returns once all its threads stand still."""
+        """SIGSTOP; returns once all of its threads are stopped."""
         self._process.send_signal(signal.SIGSTOP)
         deadline = time.monotonic() + WAIT_S
         while self._thread_states() != {"T"} and time.monotonic() < deadline:
             time.sleep(0.001)
 
     def _thread_states(self) -> set[str]:
-        """Of the process as a whole /proc tells its first thread's."""
+        """The states of all threads: for the process as a whole /proc shows only the first thread's."""
         states = set()
         for path in Path(f"/proc/{self.pid}/task").glob("*/stat"):
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
@@ -124,7 +124,7 @@ class PeerProcess:
             return
         errors = self.errors()
         self._errors.close()
-        # Of UBSan, which reports nowhere else: the test may have seen no more than a peer that is gone.
+        # UBSan reports nowhere else: the test may merely have seen a peer disappear.
         assert "runtime error: " not in errors, errors
 
     def _read(self, length: int, deadline: float) -> bytes:

@@ -1,6 +1,6 @@
-"""Which metrics and labels the queries of our dashboard and alert rules ask for, and whether there are such.
+"""Which metrics and labels the queries of our dashboard and alert rules refer to, and whether they exist.
 
-No full PromQL: enough of it for the queries that are there, and an error for anything else.
+Not a full PromQL parser: enough for the existing queries, and an error for anything else.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from crossrail.observe.files import ALERTS, DASHBOARD
 from tests.support.metrics import Samples
 
-# Of peers, as Engine.peer_state says them; not all can be had at once.
+# Peer states, as returned by Engine.peer_state; not all can occur at the same time.
 PEER_STATES = {"unknown", "connecting", "connected", "slow", "frozen"}
 
 _FUNCTIONS = {"rate", "increase", "deriv", "histogram_quantile", "sum", "max", "topk"}
@@ -120,7 +120,7 @@ def _closing(tokens: list[tuple[str, str]], opening: int) -> int:
 
 
 def unanswered(query: Query, samples: Samples) -> list[str]:
-    """What it asks for that is not among the samples, in words; none, if all is."""
+    """The parts of a query that match none of the samples, in words; empty if all match."""
     wrong = []
     shown: set[str] = set()
     for selector in selectors(query):

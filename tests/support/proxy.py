@@ -29,7 +29,7 @@ class _Pipe:
         self.ended = False
 
     def read(self, delay_s: float) -> bytes | None:
-        """What is to be passed on now. None: nothing, b"": its end."""
+        """The data to pass on now. None: nothing yet, b"": end of stream."""
         if not self.is_read:
             with contextlib.suppress(BlockingIOError):
                 data = self.source.recv(CHUNK_BYTES)
@@ -48,15 +48,15 @@ class _Relay:
         self.far = far
         self.budget_bytes = budget_bytes  # cut once so many have passed, both directions together
         self.ends_at_s: float | None = None  # once they have
-        # By a reset: what an engine has not read yet is lost too. Else it still reads what has passed.
+        # With a reset, data that an engine has not read yet is lost too; otherwise it still reads what has passed.
         self.is_abrupt = is_abrupt
         self.pipes = (_Pipe(near, far, True), _Pipe(far, near, False))
 
 
 class TcpProxy:
-    """Listens on the target's IP address and passes connections on to the target.
+    """Listens on the target's IP address and forwards connections to the target.
 
-    Threads: any may call. Owner: whoever made it calls close().
+    Threads: any may call. Owner: its creator calls close().
     """
 
     def __init__(self, ip: str, port: int) -> None:
@@ -90,7 +90,7 @@ class TcpProxy:
     # --- faults ---
 
     def shrink_buffers(self, nbytes: int) -> None:
-        """Of connections that are made from now on, the one that it takes in."""
+        """Shrinks the proxy's receive buffer of connections accepted from now on."""
         self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, nbytes)
 
     def cut(self, spare: Sequence[object] = ()) -> int:
@@ -107,7 +107,7 @@ class TcpProxy:
             return list(self._relays)
 
     def stall(self, stalled: bool = True) -> None:
-        """Passes nothing on until told otherwise; connections stay, and new ones are taken."""
+        """Forwards nothing until told otherwise; connections stay open, and new ones are accepted."""
         with self._lock:
             self._stalled, self._stalls_at_bytes = stalled, None
         self._wake_write.send(b"x")
@@ -123,7 +123,7 @@ class TcpProxy:
             self._forgotten = [relay for relay in self._relays if relay not in spare]
 
     def go_away(self, away: bool = True) -> None:
-        """Cuts everything and takes new connections only to reset them, until told otherwise."""
+        """Cuts all connections and resets new ones, until told otherwise."""
         with self._lock:
             self._away = away
             if away:
@@ -290,7 +290,7 @@ class ProxiedAddress:
         self.address = self.instead_of(address)
 
     def instead_of(self, address: xr.Address) -> xr.Address:
-        """The same way to another engine that listens where the first one does, or did."""
+        """A proxied address of another engine that listens, or listened, where the first one does."""
         return xr.Address.from_bytes(with_ports(address.to_bytes(), [proxy.port for proxy in self.proxies]))
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""A peer gone mad: overwrites the shared memory of its own links while they are in use."""
+"""A misbehaving peer: overwrites the shared memory of its own links while they are in use."""
 
 import ctypes
 import re

@@ -37,7 +37,7 @@ def sealed(body: bytes) -> bytes:
 
 
 def resealed(data: bytes) -> bytes:
-    """The same with a right checksum after someone changed it."""
+    """The same data with a correct checksum after a modification."""
     return sealed(data[:-CHECKSUM_BYTES])
 
 
@@ -60,7 +60,7 @@ def make_keys(keys: Sequence[int] = (0x1234,), base: int = 0x7F00_0000_0000) -> 
     return struct.pack(f"<Q{len(keys)}Q", base, *keys)
 
 
-# An address whose transports are all but null, and the keys that go with it.
+# An address all of whose transports except null are RDMA, and the matching keys.
 RDMA = {VERBS: make_rdma((b"gid and qpn", b"of port 2")), OFI: make_rdma((bytes(32),), b"efa")}
 RDMA_KEYS = {VERBS: make_keys((1, 2)), OFI: make_keys((2**64 - 1,), 0)}
 Sections = Mapping[int, bytes]
@@ -117,7 +117,7 @@ def region_id_of(descriptor: bytes) -> int:
 
 
 def with_owner(descriptor: bytes, address: bytes) -> bytes:
-    """The same region, of an owner that is reached by tcp and shm alone."""
+    """The same region, with an owner that is reachable by tcp and shm only."""
     return resealed(descriptor[:4] + address[4:-4] + descriptor[REGION_ID_AT:])
 
 

@@ -16,7 +16,7 @@ class Seed:
         return str(self.value)
 
     def rng(self, *stream: int) -> np.random.Generator:
-        """A generator of its own for each `stream`."""
+        """A separate generator for each `stream`."""
         return np.random.default_rng([self.value, self._test, *stream])
 
     def number(self, *stream: int) -> int:

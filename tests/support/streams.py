@@ -12,7 +12,7 @@ from tests.support.operations import Operations
 class Stream:
     """Keeps `window` operations of one kind in flight on a thread of its own, until stopped or one fails.
 
-    Invariant: `completions[i]` is how often transfer i's callback ran; more than 1 is a bug of the engine.
+    Invariant: `completions[i]` is how often transfer i's callback ran; more than 1 is a bug in the engine.
     """
 
     def __init__(self, operations: Operations, kind: str, window: int = 8) -> None:

@@ -1,4 +1,4 @@
-"""Engines whose tcp somebody else talks to: what tests of bad peers ask of them."""
+"""Engines for tests of misbehaving tcp peers, and what these tests ask of them."""
 
 from typing import Any
 

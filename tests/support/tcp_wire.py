@@ -200,7 +200,7 @@ def head(
 
 
 def with_sum(head: bytes) -> bytes:
-    """The same with the checksum it needs to pass: HeadSum in native/transport/tcp/frames.h."""
+    """The head with the checksum that it needs: HeadSum in native/transport/tcp/frames.h."""
     zeroed = head[: FRAME_HEAD.size - 4] + bytes(4) + head[FRAME_HEAD.size :]
     state, mask = 0xD6E8FEB86659FD93, (1 << 64) - 1
     for (word,) in struct.iter_unpack("<Q", zeroed + bytes(-len(zeroed) % 8)):
@@ -235,7 +235,7 @@ def message_frame(message_id: int, payload: bytes) -> bytes:
 
 
 def service_frame(payload: bytes) -> bytes:
-    """What one engine tells the other: native/engine/service_wire.h."""
+    """A message between engines: native/engine/service_wire.h."""
     return frame(Frame.SERVICE, payload, operations=1)
 
 
@@ -271,7 +271,7 @@ class RawPeer:
     def __init__(self, target: xr.Address, *, secret: str = "", name_of: xr.Address | None = None) -> None:
         self.target = target.to_bytes()
         self.secret = secret
-        # Somebody's address with an incarnation of our own: nobody connects back.
+        # A real address with an incarnation of our own: nobody connects back.
         self.sender = with_incarnation((name_of or target).to_bytes(), os.urandom(16))
         self.link_id = int.from_bytes(os.urandom(7), "little")
         self.epoch = 0

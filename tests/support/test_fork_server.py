@@ -40,7 +40,7 @@ def test_signal_that_ends_a_peer_is_its_status(child: PeerProcess, number: signa
 
     assert child.wait_dead() == -number
     assert child.wait_dead() == -number
-    with pytest.raises(ProcessLookupError):  # reaped: nothing of it is left
+    with pytest.raises(ProcessLookupError):  # reaped: no zombie is left
         os.kill(child.pid, 0)
 
 
@@ -82,7 +82,7 @@ def test_peer_has_no_descriptor_of_the_tests_or_of_another_peer(child: PeerProce
 
     for peer in (child, other):
         peer.call("leaks")
-        # Its three, and the copy of standard output that it answers through.
+        # The three standard ones, and the copy of standard output through which it answers.
         assert sorted(map(int, os.listdir(f"/proc/{peer.pid}/fd"))) == [0, 1, 2, 3]
 
 
@@ -112,7 +112,7 @@ def test_forked_peers_end_with_their_server() -> None:
 
     server.close()
 
-    # Not that its pid is gone: whoever reaps orphans may take his time.
+    # Do not check that its pid is gone: whoever reaps orphans may take a while.
     assert select.select([child._pidfd], [], [], WAIT_S)[0], "it has not ended"
     child.stdin.close()
     child.stdout.close()

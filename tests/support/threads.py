@@ -12,7 +12,7 @@ from tests.support.limits import WAIT_S
 def start_thread(engine: xr.Engine, run: Callable[[], object], name: str) -> threading.Thread:
     """Runs run() on a thread, once the engine has seen that thread.
 
-    Simulated time goes on when all threads wait that a world knows of: it must not run away before this one waits too.
+    Simulated time advances while all threads known to a world wait: it must not run away before this one waits too.
     """
     is_known = threading.Event()
 
@@ -28,7 +28,7 @@ def start_thread(engine: xr.Engine, run: Callable[[], object], name: str) -> thr
 
 
 def tasks() -> Iterator[tuple[int, str]]:
-    """Threads of this process: the kernel's number, and the name. One that ends as we look is not there."""
+    """Threads of this process: the kernel's id, and the name. One that ends meanwhile is left out."""
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             yield int(task.name), (task / "comm").read_text().rstrip("\n")

@@ -38,7 +38,9 @@ def make_window_model(folder: Path, window: int) -> Path:
 
 
 def make_mla_model(folder: Path) -> Path:
-    """The same as a DeepSeek-V2, which keeps a latent vector of 576 numbers for a token: the only size for CPUs."""
+    """The same model as a DeepSeek-V2, which keeps a latent vector of 576 numbers per token: the only size that CPUs
+    support.
+    """
     import torch
     from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
 
@@ -52,7 +54,9 @@ def make_mla_model(folder: Path) -> Path:
 
 
 def make_shared_cache_model(folder: Path) -> Path:
-    """The same as a Gemma 3n, whose last two of six layers read the KV of layers before them; half of them slide."""
+    """The same model as a Gemma 3n: the last two of six layers read the KV of earlier layers; half use a sliding
+    window.
+    """
     import torch
     from transformers import Gemma3nForCausalLM, Gemma3nTextConfig
 

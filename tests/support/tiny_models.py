@@ -1,4 +1,4 @@
-"""Small models of more families for true inference engines in tests. They download nothing."""
+"""Small models of more families, for tests with real inference engines. Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _qwen3() -> Any:
 
 
 def _qwen3_moe() -> Any:
-    """Its first layer has no experts."""
+    """The first layer has no experts."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     config = Qwen3MoeConfig(
@@ -89,7 +89,7 @@ def make(family: str, folder: Path, seed: int) -> Path:
 
 
 def quantise(model: Path, folder: Path) -> Path:
-    """The same in fp8, as checkpoints are published: with a scale for 128 x 128 elements."""
+    """The same model in fp8, as published checkpoints are: with one scale per 128 x 128 elements."""
     import safetensors.torch
     import torch
 

@@ -1,6 +1,6 @@
-"""Peers of the tcp transport under TLS, made of Python's ssl: honest as far as TLS goes, or not.
+"""Peers of the tcp transport under TLS, made with Python's ssl: TLS-compliant or not.
 
-What Python lacks is the channel binding (RFC 9266), so none of these can finish a handshake: tests use that, too.
+Python lacks the channel binding (RFC 9266), so none of these can finish a handshake; tests use that, too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tests.support.limits import WAIT_S
 
 
 def client_context(tls: xr.TlsConfig | None, ca: xr.TlsConfig) -> ssl.SSLContext:
-    """tls: None: no certificate of one's own. ca: whose `ca` is trusted."""
+    """tls: None: no client certificate. ca: whose `ca` is trusted."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.load_verify_locations(ca.ca)
@@ -32,7 +32,7 @@ def server_context(tls: xr.TlsConfig) -> ssl.SSLContext:
 
 
 def start_tls(target: xr.Address) -> bytes:
-    """What an initiator with tls says first, in the clear."""
+    """What an initiator with tls sends first, in plain text."""
     return wire.message(wire.Kind.START_TLS, wire.target_tag(wire.incarnation_of(target.to_bytes())))
 
 

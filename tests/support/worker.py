@@ -1,4 +1,4 @@
-"""What a multiprocessing worker runs; in a module so that spawn and forkserver can import it."""
+"""The function of multiprocessing workers; in a module so that spawn and forkserver can import it."""
 
 import crossrail as xr
 

@@ -1,4 +1,4 @@
-"""What follows a command of ./dev."""
+"""The arguments of a ./dev command."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def run_tidy(folder: Path) -> bool:
 
 
 def without_precompiled(folder: Path) -> Path:
-    """A folder whose compile_commands.json names no precompiled headers: those are another compiler's."""
+    """A folder whose compile_commands.json names no precompiled headers, which belong to another compiler."""
     commands = folder / "tidy" / "compile_commands.json"
     commands.parent.mkdir(exist_ok=True)
     text = (folder / commands.name).read_text()

@@ -1,4 +1,4 @@
-"""Comments of C++ that are too wide: clang-format leaves all of them as they are (.clang-format says why)."""
+"""C++ comments that are too wide: clang-format leaves comments as they are (.clang-format says why)."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _TABLE = re.compile(r"\S {2,}\S")
 
 
 def too_wide(text: str) -> list[int]:
-    """The numbers of the lines whose comments are."""
+    """The numbers of lines with comments that are too wide."""
     lines = enumerate(text.split("\n"), 1)
     return [n for n, line in lines if len(line) > WIDTH and (_COMMENT.fullmatch(line) or _BEHIND_CODE.search(line))]
 
 
 def wrapped(text: str) -> str:
-    """What does not fit goes into the next line, where that continues the text, or else into a line of its own.
+    """Wraps such comments: the excess goes into the next line if that continues the text, else into a new line.
 
-    Tables, and comments behind code, stay as they are.
+    Tables, and comments after code, stay as they are.
     """
     lines = text.split("\n")
     for at, line in enumerate(lines):  # grows meanwhile

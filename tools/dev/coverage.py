@@ -14,7 +14,7 @@ from tools.dev.venv import ensure_extra
 PYTHON_MIN_PERCENT = 90.0
 NATIVE_MIN_PERCENT = 85.0
 
-# Counters are shared by threads. What a process that is killed has counted is lost.
+# Threads share counters. The counts of a killed process are lost.
 FLAGS = "--coverage -fprofile-update=atomic -fprofile-abs-path"
 
 

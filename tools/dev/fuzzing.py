@@ -49,7 +49,7 @@ def fuzz(arguments: list[str]) -> int:
 
 
 def fuzzing_compiler() -> str:
-    """A clang++ that is new enough; one from apt when there is none."""
+    """A clang++ that is new enough; installed from apt if there is none."""
     if found := find_clang():
         return found
     for version in range(CLANG_MAX, CLANG_MIN - 1, -1):
@@ -76,7 +76,7 @@ def find_clang() -> str:
 
 
 def fuzz_one(folder: Path, name: str, seconds: int) -> bool:
-    """False: it found something. What reaches new code is kept in build/corpus, for the next time to begin with."""
+    """False: it found something. Inputs that reach new code are kept in build/corpus, as a start for the next time."""
     corpus = BUILD / "corpus" / name
     corpus.mkdir(parents=True, exist_ok=True)
     log = corpus.with_suffix(".log")
@@ -100,7 +100,7 @@ def fuzz_one(folder: Path, name: str, seconds: int) -> bool:
 def finds_canary(folder: Path) -> bool:
     """A decoder with a planted mistake: the fuzzer must find it, else its finding nothing means nothing."""
     with tempfile.TemporaryDirectory() as empty:
-        # From nothing, with a seed of its own: the same search every time.
+        # From an empty corpus, with a fixed seed: the same search every time.
         command = [str(folder / FUZZ_CANARY), "-seed=1", "-runs=2000000", f"-artifact_prefix={empty}/", empty]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     found = done.returncode != 0 and "heap-buffer-overflow" in done.stderr

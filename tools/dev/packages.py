@@ -44,13 +44,13 @@ def missing_packages(*, native_tests: bool) -> list[str]:
         missing.append(python_package("dev"))
     if native_tests and not doctest_present():
         missing.append("doctest-dev")
-    # Of tests between hosts, which only root can make: anybody else's run skips them.
+    # For tests between hosts, which only root can run: for other users they are skipped.
     if native_tests and os.geteuid() == 0 and not (shutil.which("ip") and shutil.which("tc")):
         missing.append("iproute2")
-    # Of tests of a cluster's membership; it is a program, and is started by them alone.
+    # For tests of cluster membership, which start it themselves: only the program is needed.
     if native_tests and os.geteuid() == 0 and not shutil.which("etcd"):
         missing.append("etcd-server")
-    # Of tests that have it read our dashboard and alerts; a program, too.
+    # For tests that check our dashboard and alerts with it; again only the program.
     if native_tests and os.geteuid() == 0 and not shutil.which("prometheus"):
         missing.append("prometheus")
     # A build without libibverbs' headers has no verbs transport; nobody but root is made to have them.

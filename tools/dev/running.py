@@ -1,4 +1,4 @@
-"""./dev demo, bench, run, setup, clean, and those that hand over to a program of their own."""
+"""./dev demo, bench, run, setup, clean, and commands that hand over to another program."""
 
 from __future__ import annotations
 

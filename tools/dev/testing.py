@@ -19,14 +19,14 @@ NATIVE_TESTS_TIMEOUT_S = 600
 # numpy's threads, which start in each of thousands of processes, spin before they sleep, and have nothing to do.
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
 UBSAN_OPTIONS = "print_stacktrace=1:halt_on_error=1"
-# In CI, on a machine that is shared, a test that fails is run once more, at once. That is bounded and shown, with both
-# outcomes: what fails twice, the fourth of a session, what pytest-timeout ends, a sanitizer's report and a worker that
-# died fail it.
+# In CI, on a shared machine, a failed test is rerun once, at once. This is bounded, and both outcomes are shown. These
+# fail the session: a second failure, a fourth rerun in a session, a pytest-timeout, a sanitizer's report, a dead
+# worker.
 ONCE_MORE = (
     *("--reruns", "1", "--max-suite-reruns", "3", "--rerun-show-tracebacks"),
     *("--rerun-except", "from pytest-timeout", "--rerun-except", "Sanitizer|runtime error"),
 )
-# Where Python's tests hardly enter the core: processes that start under a sanitizer take seconds, and find nothing.
+# Python tests that hardly enter the core: processes that start under a sanitizer take seconds, and find nothing.
 OUTSIDE = (
     "architecture",
     "campaign",
@@ -115,7 +115,7 @@ def build_with_asan() -> Path:
 
 
 def python_under_asan(overlay: Path, reports: Path) -> list[str]:
-    """The interpreter with the runtime before it, whose reports go into that folder; it loads the overlay's module."""
+    """The interpreter with the preloaded runtime, whose reports go into that folder; it loads the overlay's module."""
     log = f"log_path={reports / 'report'}"
     # libstdc++ comes along so that the sanitizer finds the real __cxa_throw in a Python that is not C++. The
     # interpreter's own leaks are not ours to report; its small-object allocator would hide overruns.
@@ -210,7 +210,7 @@ def run_native_tests(folder: Path, arguments: Sequence[str], **sanitizer_options
 
 
 def libfabric() -> dict[str, str]:
-    """Where the native tests find a libfabric new enough; Python finds it by itself (crossrail/_libfabric.py)."""
+    """Where the native tests find a new enough libfabric; Python finds it by itself (crossrail/_libfabric.py)."""
     brought = VENV / "lib" / "mpich" / "libfabric.so.1"
     if "CROSSRAIL_LIBFABRIC" in os.environ or not brought.exists():
         return {}

@@ -16,7 +16,7 @@ PIP_TIMEOUT_S = 900
 
 
 def venv_python_version() -> str:
-    """Version of the Python in .venv, empty when there is none or it no longer runs."""
+    """Version of the Python in .venv; empty if there is none or it no longer runs."""
     if not Path(PYTHON).exists():
         return ""
     command = [PYTHON, "-c", "import sys; print(sys.version)"]
@@ -65,7 +65,7 @@ def install_torch() -> None:
     if has_module("torch"):
         return
     say("installing torch into .venv")
-    # First from wheels at hand (PIP_FIND_LINKS): those of PyPI come with gigabytes of CUDA.
+    # Prefer wheels at hand (PIP_FIND_LINKS): PyPI's come with gigabytes of CUDA.
     with restamped(VENV, read_stamp(VENV)):
         local = [*PIP_INSTALL, "--no-index", "--no-deps", "-q", "torch"]
         subprocess.run(local, env=environment(), stdin=subprocess.DEVNULL, capture_output=True, timeout=PIP_TIMEOUT_S)

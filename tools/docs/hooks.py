@@ -1,7 +1,7 @@
 """What mkdocs does besides reading docs/: pages from elsewhere in the repository, the reference, and the command line.
 
-The reference lists modules; what is in them comes from their docstrings, by mkdocstrings. The command line is what
-`--help` says, of each command. Links between files are written for readers of the repository, and turned here.
+The reference lists modules; their contents come from docstrings, by mkdocstrings. The command line pages show each
+command's `--help`. Links between files are written for readers of the repository, and rewritten here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ELSEWHERE = {
     "examples/README.md": "examples/index.md",
     "src/crossrail/errors.md": "errors.md",
 }
-# Programs, each shown on a page of its own.
+# Programs, each with a page of its own.
 PROGRAMS = {
     program: f"{program}.md"
     for program in sorted(file.relative_to(ROOT).as_posix() for file in (ROOT / "examples").rglob("*.py"))

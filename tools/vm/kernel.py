@@ -14,8 +14,8 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 BUSYBOX = Path("/bin/busybox")
-# The first that apt knows. The flavours for clouds have neither rdma_rxe nor 9p; Linux 6.1 gives up a write with an
-# immediate whose peer has no receive ready, which no NIC does.
+# The first one that apt knows. Cloud flavours have neither rdma_rxe nor 9p; Linux 6.1 gives up a write with an
+# immediate whose peer has no receive posted, which no NIC does.
 PACKAGES = ("linux-image-6.12-amd64", "linux-image-amd64")
 # In load order each with what it needs. crc32_generic: rdma_rxe asks for that digest without saying so.
 MODULES = (
@@ -37,7 +37,7 @@ class Kernel:
 
 
 def prepared(cache: Path) -> Kernel:
-    """The guest's files, cached or made now. Of several callers at once one makes them, the others wait."""
+    """The guest's files, cached or made now. Of several concurrent callers one makes them, the others wait."""
     cache.mkdir(parents=True, exist_ok=True)
     with (cache / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -68,7 +68,7 @@ def recipe() -> str:
 
 
 def latest_kept(cache: Path) -> Path | None:
-    """Without apt's lists: the newest kernel of those prepared with the present recipe."""
+    """The newest kernel among those prepared with the present recipe. Needs no apt lists."""
     return max(cache.glob(f"linux-image-*.{recipe()}"), key=lambda folder: folder.stat().st_mtime, default=None)
 
 

@@ -28,7 +28,7 @@ from kernel import HERE, Kernel, VmError, prepared
 ROOT = HERE.parents[1]
 TIMED_OUT = 124
 CANNOT = 125
-# What the guest's command finds of the caller's environment.
+# The caller's environment variables that the guest's command gets.
 VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "TERM", "VIRTUAL_ENV", "CI", "PIP_FIND_LINKS")
 OUR_PREFIX = "CROSSRAIL_"
 PR_SET_PDEATHSIG = 1
@@ -157,7 +157,9 @@ def share(tag: str, folder: Path, options: str) -> list[str]:
 
 @contextlib.contextmanager
 def forwarded(target: int) -> Iterator[int]:
-    """A pipe whose content goes to `target`: qemu needs a descriptor for writing only. At the end all is there."""
+    """A pipe whose content is copied to `target`: qemu needs a write-only descriptor. All of it is copied
+    at the end.
+    """
     reader, writer = os.pipe()
 
     def pump() -> None:

@@ -21,7 +21,9 @@ BUILD_S = 1800
 
 @dataclass(frozen=True)
 class Source:
-    """What wheels are built from: an sdist, and that unpacked. All lies in `work`; env: of the commands that build."""
+    """The source of wheels: an sdist, and its unpacked tree. Everything is in `work`; env: of the
+    commands that build.
+    """
 
     sdist: Path
     folder: Path

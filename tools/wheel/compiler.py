@@ -1,7 +1,7 @@
 """The compiler of published wheels: clang with the headers and symbol versions of an old glibc, from PyPI.
 
-What a machine's own compiler links to is the glibc of that machine: symbols of 2.34 and newer on a Debian 12. The
-package `ziglang` brings clang, libc++ and descriptions of all glibcs, so that any machine builds for manylinux_2_28.
+A machine's own compiler links to that machine's glibc: symbols of 2.34 and newer on a Debian 12. The package `ziglang`
+brings clang, libc++ and descriptions of all glibcs, so that any machine builds for manylinux_2_28.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ HEADERS = [Path("/usr/include"), Path("/usr/local/include")]
 
 
 def wrapper(folder: Path) -> Path:
-    """A program that takes a compiler's arguments, for CMake. Its caches are there too: a fresh folder builds anew."""
+    """A program with a compiler's arguments, for CMake. Its caches are in the folder too: a fresh folder
+    builds anew.
+    """
     import ziglang
 
     zig = Path(ziglang.__file__).with_name("zig")
@@ -36,7 +38,7 @@ def wrapper(folder: Path) -> Path:
 
 
 def verbs_headers(folder: Path) -> Path:
-    """A folder with libibverbs' headers alone: beside them, in /usr/include, lie those of this machine's glibc."""
+    """A folder with libibverbs' headers only: next to them, in /usr/include, are those of this machine's glibc."""
     for top in HEADERS:
         if (top / "infiniband" / "verbs.h").exists():
             shutil.copytree(top / "infiniband", folder / "infiniband", dirs_exist_ok=True)
@@ -45,7 +47,9 @@ def verbs_headers(folder: Path) -> Path:
 
 
 def environment(work: Path, own: str | None, epoch: int) -> dict[str, str]:
-    """Of a build below `work`. Nothing of the caller's settings, and no path of this machine, gets into the binary."""
+    """The environment of a build below `work`. No setting of the caller, and no path of this machine, gets into the
+    binary.
+    """
     kept = ("PATH", "HOME", "LANG", "TMPDIR")
     foreign = ("PIP_", "SSL_", "http", "HTTP", "no_proxy", "NO_PROXY")
     env = {name: value for name, value in os.environ.items() if name in kept or name.startswith(foreign)}

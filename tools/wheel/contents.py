@@ -1,4 +1,4 @@
-"""What is in a wheel, read from its bytes: files, size, tag, and what the native module needs to be loaded."""
+"""The contents of a wheel, read from its bytes: files, size, tag, and what the native module needs to be loaded."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Found:
 
 
 def check(wheel: Path, source: Path, work: Path) -> Found:
-    """source: what it was built from, whose Python files it must have; work: a folder no file may name."""
+    """source: what it was built from; it must contain its Python files. work: a folder that no file may name."""
     found = Found()
     size = wheel.stat().st_size
     found.facts.append(f"{size / 1e6:.2f} MB")
