@@ -137,7 +137,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_runtest_logfinish() -> None:
-    """Nor at what pytest keeps of each test, some 25 objects: after thousands of them a simulation, which collects
+    """Likewise what pytest keeps of each test, some 25 objects: after thousands of tests a simulation, which collects
     garbage twice, would take a second.
     """
     if next(_finished) % 100 == 0:

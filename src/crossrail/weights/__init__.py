@@ -59,7 +59,7 @@ __all__ = [
     "messages",
 ]
 
-# Who asks `crossrail weights` for help need not wait for numpy. Hidden from type checkers, as in crossrail itself.
+# `crossrail weights --help` should not have to import numpy. Hidden from type checkers, as in crossrail itself.
 if not TYPE_CHECKING:
     __getattr__ = lazily(
         __name__,

@@ -45,7 +45,7 @@ class UpdateFailed(CrossrailError):
 
 
 class TornWeights(CrossrailError):
-    """These weights are part old, part new, because an update in place failed: only another update makes them whole."""
+    """The weights are part old, part new, because an update in place failed: only another update makes them whole."""
 
 
 class Unheld(UsageError):

@@ -1,6 +1,6 @@
-"""What weights in GPU memory need of torch: allocating such memory, tensors over it, and waiting for kernels.
+"""What weights in GPU memory need from torch: allocating such memory, tensors over it, and waiting for kernels.
 
-torch is not imported here: whoever has tensors of a GPU has imported it.
+torch is not imported here: a caller with GPU tensors has imported it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Tensor: TypeAlias = Any  # torch.Tensor
 
 
 def gpus_of(regions: Iterable[xr.Region]) -> list[str]:
-    """Devices, as "cuda:0", of those that are a GPU's; the one with most bytes first."""
+    """Devices, as "cuda:0", of the regions in GPU memory; the one with most bytes first."""
     nbytes: dict[str, int] = {}
     for region in regions:
         if region.device != "cpu":
@@ -29,7 +29,7 @@ def gpus_of(regions: Iterable[xr.Region]) -> list[str]:
 
 
 def on_host(regions: Iterable[xr.Region]) -> frozenset[int]:
-    """The indices of those that are on no GPU."""
+    """The indices of the regions that are not in GPU memory."""
     return frozenset(index for index, region in enumerate(regions) if region.device == "cpu")
 
 

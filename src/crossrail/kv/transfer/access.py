@@ -31,9 +31,9 @@ class Tails:
 
 
 class Closers:
-    """Threads of a receiver that close registrations, which blocks: until a copy into our memory is over, for one, or
-    until a NIC has let go of it. The loop's own are few, models compute in them, and other writers are to be shut out
-    meanwhile; none of these is taken for longer than a look.
+    """A receiver's threads for closing registrations, which blocks: for example until a copy into our memory is over,
+    or a NIC has released it. The loop's own threads are few, models compute in them, and other writers must be fenced
+    meanwhile. No call occupies one of these for longer than one look.
 
     Threads: that of the event loop.
     """

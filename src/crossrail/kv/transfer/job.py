@@ -36,7 +36,7 @@ class LayerTime(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _SentLayer:
-    """What was submitted of a layer of the chunk that ends with this token."""
+    """What was submitted of a layer for the chunk that ends with this token."""
 
     end: int
     layer: int
@@ -90,7 +90,7 @@ class SendJob:
         self._planned_tokens = target.tokens if needs_nothing else 0
         self._layers_owed = 0
         self._tail_owed = 0 in ranks and target.tail_bytes > 0
-        self._tail_begun_s, self._tail_last = math.inf, 0  # as of _SentLayer
+        self._tail_begun_s, self._tail_last = math.inf, 0  # as in _SentLayer
         self._open_steps = 0
         self._transfers: deque[Transfer] = deque()
         self._submitted = self._retired_count = 0  # transfers
@@ -143,7 +143,9 @@ class SendJob:
         self._changed.set()
 
     def _check_tail(self, region: Region, offset: int) -> None:
-        """What the engine would refuse of the caller's; not of the decoder's, which stops the job."""
+        """Raises for what the engine would refuse in the caller's arguments; errors in the decoder's stop the job
+        instead.
+        """
         check_kind(region, "region", Region, "a Region (engine.register(memory) makes one)")
         check_counts(0, offset=offset)
         if region.closed:
@@ -216,10 +218,10 @@ class SendJob:
     # ---- for the sender
 
     def _writes_of(self, end: int, begin: int | None = None) -> list[PageWrites]:
-        """The writes of each layer of a chunk that ends with this token; nothing has changed.
+        """The writes of each layer of a chunk that ends with this token; changes nothing.
 
-        begin: where a chunk of the same step ended, None: behind those of the steps before. Refuses a chunk that does
-        not end behind that one, comes when the pages may be somebody else's, or has pages that are none.
+        begin: where an earlier chunk of the same step ended, None: after the chunks of earlier steps. Refuses a chunk
+        that does not end after that, that comes when the pages may belong to somebody else, or that has invalid pages.
         """
         if self.settled and self._error is not None:
             raise self._error
@@ -247,7 +249,7 @@ class SendJob:
     def _submit_layer(
         self, end: int, layer: int, writes: Sequence[PageWrites], words: Mapping[int, Watcher], value: int
     ) -> None:
-        """What sends one layer of a chunk, for when the words of its ranks have this value. The lock is held."""
+        """Submits one layer of a chunk, triggered by this value of its ranks' words. The lock is held."""
         sent = _SentLayer(end, layer)
         self._to_compute.append(sent)
         before = self._submitted
@@ -256,7 +258,7 @@ class SendJob:
             memory = self._ranks[write.source]
             rank = self.target.ranks[write.target]
             if rank is None:
-                continue  # whoever speaks for that rank asks for it
+                continue  # the target of another decoder process covers that rank
             src, src_base = memory.place(layer)
             dst, dst_base = rank.place(layout, layer)
             submit = partial(
@@ -363,7 +365,7 @@ class SendJob:
             self._stirred.set()
 
     def _note_posted(self, sent: _SentLayer, at_s: float) -> None:
-        """Also a better time for what was noted. The lock is held."""
+        """Also improves an earlier estimate. The lock is held."""
         time = LayerTime(sent.end, sent.layer, at_s)
         if sent.posted_index < 0:
             sent.posted_index = len(self.posted)
@@ -408,6 +410,6 @@ class Doubts:
             self._keys[key] = None
 
     def check(self, key: Hashable) -> None:
-        """Before a decoder is told that the attempt is quiet. TransferStopped: it must not be."""
+        """Call this before telling a decoder that the attempt is quiet. TransferStopped: do not tell it."""
         if key in self._keys:
             raise TransferStopped("the decoder was lost for a time: what was sent before may still arrive")

@@ -16,7 +16,7 @@ from crossrail.kv.errors import LayoutMismatch
 Kind: TypeAlias = Literal["MHA", "GQA", "MLA", "PACKED", "PLANES", "JOINT"]
 Order: TypeAlias = Literal["HND", "NHD"]
 
-# The numpy type that holds one element; numpy knows neither bfloat16 nor the 8-bit floats, whose bits are kept.
+# The numpy type that holds one element; numpy has neither bfloat16 nor the 8-bit floats, whose bits are stored.
 _STORAGE = {
     "float64": "float64",
     "float32": "float32",
@@ -35,7 +35,7 @@ _BOUNDS = {
     "head_dim": 1 << 16,
     "tp": 1024,
 }
-_LIKE_NO_OTHER = ("PACKED", "PLANES", "JOINT")  # kinds whose memory is of use to their own kind only
+_LIKE_NO_OTHER = ("PACKED", "PLANES", "JOINT")  # kinds that can exchange KV only with their own kind
 _LAYER_BYTES_MAX = 1 << 50  # so that offsets stay inside what an engine takes
 
 

@@ -55,8 +55,10 @@ class RankMemory:
         return cls(engine, layout, [engine.register(buffer) for buffer in buffers])
 
     def registered_again(self) -> RankMemory:
-        """The same memory by other regions, whose owner is the caller: who was given these does not have those."""
-        # Either keeps the region, and so what that was made of.
+        """The same memory in new regions, which the caller owns: peers that have these descriptors do not
+        have those.
+        """
+        # Either object keeps the region alive, and thereby its buffer.
         buffers = [
             region.view() if region.device == "cpu" else GpuBytes(region.base, region.nbytes, region)
             for region in self.regions
@@ -91,7 +93,7 @@ class RankMemory:
 
 
 def to_ranks(layout: KvLayout, ranks: Sequence[RankMemory] | Mapping[int, RankMemory]) -> dict[int, RankMemory]:
-    """By rank: of a mapping, or a sequence of all ranks. UsageError unless each is memory of a rank of the layout."""
+    """By rank, from a mapping or a sequence of all ranks. UsageError unless each is memory of a rank of the layout."""
     if not isinstance(ranks, Mapping):
         check_kind(ranks, "ranks", Sequence, "a list of RankMemory, or a mapping from rank to RankMemory")
         if len(ranks) != layout.tp:

@@ -1,4 +1,4 @@
-"""Who may use a page of KV memory, and when another may: the lifetime rules, as states.
+"""Who may use a page of KV memory, and when somebody else may: the lifetime rules, as states.
 
 A lease is one request's hold on pages. Pages that are its own go through its states:
 
@@ -75,7 +75,7 @@ class PoolReport(NamedTuple):
 
 
 class Pages(Protocol):
-    """What a lease tells those who keep the books of its pages."""
+    """What a lease tells whoever manages its pages."""
 
     page_tokens: int
 
@@ -86,7 +86,7 @@ class Pages(Protocol):
     def _return(self, lease: PageLease) -> None: ...
 
 
-# Of a PagePool, for each page: its state, its references, its place in the stack, and what the prefix cache has of it
+# Per page of a PagePool: its state, its references, its place in the stack, and the prefix cache's share
 # (kPrefixCachePageBytes).
 POOL_PAGE_BYTES = 1 + 4 + 4 + 73
 
@@ -203,7 +203,7 @@ def _given(names: PageNames) -> PageNames:
 
 
 def _pages(found: object) -> npt.NDArray[np.uint32]:
-    """What the native cache returns."""
+    """Converts the native cache's result."""
     return cast("npt.NDArray[np.uint32]", found)
 
 
@@ -233,7 +233,7 @@ class PageLease:
         return self.shared * self._pool.page_tokens
 
     def check_page_tokens(self, page_tokens: int) -> None:
-        """UsageError unless its pages have so many tokens, as those of the layout that it is used with."""
+        """UsageError unless its pages have as many tokens as those of the layout that it is used with."""
         if self._pool.page_tokens != page_tokens:
             raise UsageError(
                 f"the lease of request {self.owner!r} is of pages of {self._pool.page_tokens} tokens, those of the "
@@ -274,7 +274,7 @@ class PageLease:
         self._publish(names)
 
     def publish_computed(self, names: PageNames) -> None:
-        """The same while they are filling, too: whoever writes them has written what the names cover, and says so here.
+        """Like publish(), also while filling: called by the writer once it has written what the names cover.
 
         They may still be sent from; the lease cannot be released before that has ended.
         """

@@ -66,7 +66,7 @@ class TransferPlan:
     def writes(
         self, src_pages: Pages, dst_pages: Pages, units: range, sources: Collection[int] | None = None
     ) -> list[PageWrites]:
-        """What each source rank writes for these units, a layer.
+        """What each source rank writes for these units, per layer.
 
         src_pages, dst_pages: whole numbers, one dimension: the page of either side that holds the request's first
         page_tokens tokens, the next, and so on, from the request's first token on.
@@ -99,14 +99,14 @@ class TransferPlan:
 
     @cached_property
     def unit_counts(self) -> tuple[int, ...]:
-        """What one unit counts in one layer, for each target rank."""
+        """How many counts one unit makes in one layer, for each target rank."""
         counts = [0] * self.dst.tp
         for r in self.routes:
             counts[r.lane.target] += r.pieces
         return tuple(counts)
 
     def describe(self) -> str:
-        """What one unit costs, in one line for people."""
+        """The cost of one unit, in one line for people."""
         sizes = sorted({r.piece_bytes for r in self.routes})
         pieces = sum(self.unit_counts)
         return (

@@ -151,14 +151,16 @@ class KvReceiver(Closing):
         self._end(next((end for end in ends if end is not None), None))
 
     def _all_accesses(self) -> list[Access]:
-        """For their end: nothing else closes those that are retired from here on, and no others are made."""
+        """All accesses, to be closed for good: from here on nothing else closes the retired ones, and no new ones are
+        made.
+        """
         self._is_closed = True
         for task in self._retired.values():
             task.cancel()
         return [*self._accesses.values(), *self._retired]
 
     def _end(self, stuck: BaseException | None) -> None:
-        """Of what all writers share. stuck: why not all of them are shut out."""
+        """Releases what all writers share. stuck: why not all of them are shut out."""
         self._closers.end()
         if self._tails is not None:
             self._tails.region.close(0.0 if stuck else _SHUT_S)
@@ -172,7 +174,7 @@ class KvReceiver(Closing):
             raise UsageError(f"{self!r} is closed: nothing would arrive")
 
     def _access_of(self, writer: str | None) -> Access:
-        """None: one of its own."""
+        """None: a separate one."""
         self._check_open()
         if writer is None:
             return Access(self.ranks, self._tails, self._closers)

@@ -25,12 +25,12 @@ from crossrail.kv.transfer.target import KvTarget, RankTarget
 log = logging.getLogger("crossrail.kv")
 
 _LAST_COUNTS_S = 0.05  # of bytes that were in place when their writer was shut out
-_SHUT_S = 5.0  # for registrations to close: only who stands still in the middle of a copy takes longer
+_SHUT_S = 5.0  # for registrations to close: only a copy by a frozen peer takes longer
 
 
 @dataclass
 class _Awaited:
-    """What one engine of ours waits for, on an immediate of its own."""
+    """What one of our engines waits for, on an immediate of its own."""
 
     counter: ImmCounter
     expected: int = 0
@@ -64,7 +64,7 @@ class Reception:
         self._tails = tails
         self._slot = tails.free_slots.pop() if tails else 0
         self._access_of = access_of
-        # Of the attempt under way, if there is one.
+        # Of the attempt in progress, if any.
         self._access: Access | None = None
         self._owns_access = False
         self._awaited: list[_Awaited] = []
@@ -226,7 +226,7 @@ class Reception:
         self.lease.use()
 
     async def _count_until_shut(self, timeout_s: float | None) -> None:
-        """The same as _count(), unless the writer is shut out meanwhile: what has not come then does not come."""
+        """Like _count(), unless the writer is shut out meanwhile: then whatever has not arrived will not."""
         assert self._access is not None  # it was dispatched
         counted = asyncio.ensure_future(self._count(timeout_s))
         shut = asyncio.ensure_future(self._access.wait_shut())
@@ -254,13 +254,13 @@ class Reception:
         try:
             try:
                 await self._await_quiet(ask, timeout_s)
-            except Exception as error:  # ask is the caller's, and so are its errors
+            except Exception as error:  # ask is the caller's code, and may raise anything
                 if not self._owns_access and not isinstance(error, PeerLost):
                     raise
                 level = logging.INFO if isinstance(error, CrossrailError) else logging.WARNING
                 log.log(level, "request %r: %s; the way to our memory is shut", self.request, repr(error))
                 assert self._access is not None  # it was dispatched
-                await self._access.shut(_SHUT_S)  # of its own: timeout_s may be over
+                await self._access.shut(_SHUT_S)  # a separate limit: timeout_s may be used up
             await self._end_attempt()
         except BaseException:
             if self.state is PageState.DRAINING:
@@ -269,10 +269,12 @@ class Reception:
         self.lease.confirm()
 
     async def _await_quiet(self, ask: Callable[[], Awaitable[object]], timeout_s: float) -> None:
-        """Until the prefiller has confirmed, everything is there, or its access is shut. Raises what ask raised."""
+        """Returns once the prefiller has confirmed, everything has arrived, or its access is shut. Raises what ask
+        raised.
+        """
         assert self._access is not None  # it was dispatched
         asked = asyncio.ensure_future(ask())
-        # After a surplus the count says nothing: somebody has written more than it counts, and may go on.
+        # After a surplus the count is meaningless: somebody has written more than was expected, and may continue.
         counted = asyncio.ensure_future(asyncio.Event().wait() if self._has_surplus else self._count(None))
         shut = asyncio.ensure_future(self._access.wait_shut())
         done = await _first_of([asked, counted, shut], timeout_s)
@@ -302,10 +304,11 @@ class Reception:
 
 
 async def _first_of(ends: Sequence[asyncio.Future[Any]], timeout_s: float | None = None) -> list[asyncio.Future[Any]]:
-    """Those that are done first, in the order of `ends`; the others have been cancelled, and have ended."""
+    """The futures that are done first, in the order of `ends`; the others were cancelled, and have ended."""
     try:
         await asyncio.wait(ends, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        return [end for end in ends if end.done()]  # before the others are cancelled, and so done as well
+        # Evaluated before the others are cancelled, and thereby done as well.
+        return [end for end in ends if end.done()]
     finally:
         for end in ends:
             end.cancel()

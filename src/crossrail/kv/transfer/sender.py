@@ -1,9 +1,9 @@
 """The prefiller's side: each layer's KV leaves as soon as it is computed.
 
 The model, or a kernel in its CUDA graph, adds 1 to a watched word after each layer's attention output projection.
-Whoever runs the model says before each step which tokens of which requests it will compute. So what a layer sends is
-submitted before it is computed, with the word's value as its trigger, and the engine begins it without Python: it does
-not matter who has the GIL then. Values in between may be missed: all layers passed are sent then.
+Whoever runs the model announces before each step which tokens of which requests it will compute. So a layer's writes
+are submitted before it is computed, with a value of the word as their trigger, and the engine starts them without
+Python, whoever holds the GIL then. Intermediate values of the word may be missed: then all layers passed are sent.
 """
 
 from __future__ import annotations
@@ -26,14 +26,16 @@ from crossrail.kv.transfer.plan import PageWrites, plan_transfer
 from crossrail.kv.transfer.target import KvTarget
 
 _WORD = 1 << 64
-# What waits in the engines at a time. A submit takes some two microseconds, so that these do not hold a step up; enough
-# that the next layers are there already while something else has the GIL for long.
+# Limits on what waits in the engines. A submit takes some two microseconds, so these do not hold up a step; and they
+# are large enough that the next layers are submitted already while another thread holds the GIL for long.
 _AHEAD_TRANSFERS = 256
 _AHEAD_PAGES = 1 << 20  # of 8 bytes
 
 
 class _Load:
-    """What a step does for one request. The sender's lock is held, but for the making, which changes nothing else."""
+    """What a step does for one request. The sender's lock is held, except in the constructor, which changes nothing
+    else.
+    """
 
     def __init__(self, job: SendJob, end: int, writes: list[PageWrites]) -> None:
         self.job = job
@@ -47,7 +49,7 @@ class _Load:
         self.job._begin_chunk(self._end)
 
     def submit(self, layer: int, words: Mapping[int, Watcher], value: int) -> None:
-        """What the layer sends, for when the words of the ranks have got to this value."""
+        """Submits a layer's writes, triggered when the words of the ranks reach this value."""
         self.job._submit_layer(self._end, layer, self._writes, words, value)
 
 
@@ -77,8 +79,8 @@ class Step:
         return self._sender._layers_left(self)
 
     def layer_done(self) -> None:
-        """As KvSender.layer_done(), of this step alone. UsageError once it is over, or while one that was begun before
-        lacks layers: it would count for that one.
+        """Like KvSender.layer_done(), for this step only. UsageError once it is over, or while an earlier step lacks
+        layers: it would count for that step.
         """
         self._sender._layer_done_of(self)
 
@@ -91,7 +93,7 @@ class Step:
         self._sender._abandon(self, reason)
 
     def _is_abandoned(self) -> bool:
-        """Under the sender's lock. It may become so inside of a submit."""
+        """Under the sender's lock. It may become true inside a submit."""
         return self._missing > 0
 
 
@@ -119,7 +121,7 @@ class KvSender(AsyncClosing):
         self._ahead_transfers = self._ahead_pages = 0  # of layers that are submitted and not computed
         first = ranks[min(ranks)].engine
         self._watcher = first.alloc_watcher(lambda _old, _new: self._pump())
-        # Those of other engines follow it.
+        # The words of other engines follow this one.
         watchers = {first: self._watcher}
         for memory in ranks.values():
             if memory.engine not in watchers:
@@ -243,7 +245,7 @@ class KvSender(AsyncClosing):
         """Does what follows from the words now, and submits what is to come."""
         stirred: dict[SendJob, None] = {}
         with self._lock:
-            if self._is_pumping:  # inside of a submit: whoever makes it goes on
+            if self._is_pumping:  # we are inside its submit: the outer call continues
                 return
             self._is_pumping = True
             try:
@@ -255,7 +257,7 @@ class KvSender(AsyncClosing):
             job._wake()
 
     def _pass_next_layer(self, stirred: dict[SendJob, None]) -> bool:
-        """Notes the earliest layer that is computed and was not noted. False: there is none. The lock is held."""
+        """Notes the earliest layer that is computed and not yet noted. False: there is none. The lock is held."""
         for watcher in self._followers:
             if behind := (self._watcher.value - watcher.value) % _WORD:
                 watcher.add(behind, announce=False)
@@ -287,7 +289,9 @@ class KvSender(AsyncClosing):
         return True
 
     def _submit_next_layer(self, stirred: dict[SendJob, None]) -> bool:
-        """Submits the earliest layer that is not yet. False: there is none, or enough waits. The lock is held."""
+        """Submits the earliest layer not yet submitted. False: there is none, or enough are waiting. The
+        lock is held.
+        """
         for step in self._steps:
             if step._is_abandoned() or step._submitted == self.layout.layers:
                 continue
@@ -343,7 +347,7 @@ class KvSender(AsyncClosing):
         with self._lock:
             if not self._is_open(step):
                 return
-            # By the word, and not by what was noted: a kernel may have counted since.
+            # By the word itself, not by what was noted: a kernel may have counted since.
             step._missing = self.layout.layers - self._computed(step)
             if not step._missing:
                 return

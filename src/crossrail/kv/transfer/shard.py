@@ -1,8 +1,9 @@
-"""Who sends what to whom when two instances split the heads differently, and in pieces of what length. Pure functions.
+"""Which source rank sends what to which target rank when two instances split the heads differently, and in which
+pieces. Pure functions.
 
 Every (part, head, token) of a page is one row of head_dim elements, in the same order on both sides. So a transfer is
-three nested loops over rows, each with its own step in bytes on either side; loops that both sides lay out without a
-gap melt into one longer piece. Equal layouts melt into one piece per page; whatever does not melt becomes more indices.
+three nested loops over rows, each with its own step in bytes on either side; loops that are contiguous on both sides
+merge into one longer piece. Equal layouts merge into one piece per page; loops that do not merge need more indices.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ INDEX_MAX = (1 << 32) - 1  # the engine's indices of pages
 
 
 class Lane(NamedTuple):
-    """These heads of the model go from this rank of the prefiller to that rank of the decoder."""
+    """Some heads of the model go from this rank of the prefiller to that rank of the decoder."""
 
     source: int
     target: int
@@ -32,7 +33,7 @@ class Lane(NamedTuple):
 def lanes(src: KvLayout, dst: KvLayout, spread: int) -> Iterator[Lane]:
     """Every head of every target rank exactly once, from one of the source ranks that hold it.
 
-    spread: which one, where several do. Neighbouring targets take different ones, and so do different numbers.
+    spread: selects the source if several hold it. Neighbouring targets take different ones, as do different numbers.
     """
     for target in range(dst.tp):
         wanted = dst.heads_of(target)
@@ -47,7 +48,7 @@ def lanes(src: KvLayout, dst: KvLayout, spread: int) -> Iterator[Lane]:
 
 @dataclass(frozen=True, eq=False)
 class Side:
-    """Where the pieces of a lane lie in a layer of one rank: at offset + stride * index, bytes.
+    """Where the pieces of a lane are in a layer of one rank: at offset + stride * index, in bytes.
 
     The index of piece j of unit u of page p is p * page_step + u * unit_step + pieces[j].
     """
@@ -60,9 +61,11 @@ class Side:
     pieces: npt.NDArray[np.int64]
 
     def indices(self, pages: npt.NDArray[np.integer], units: range) -> npt.NDArray[np.uint32]:
-        """Of all pieces of these units, counted from the request's first token; pages: the request's, in order.
+        """The indices of all pieces of these units, counted from the request's first token; pages: the request's, in
+        order.
 
-        Piece by piece, and in each unit by unit: so neighbouring pages stay neighbours and travel as one.
+        Piece by piece, and for each piece unit by unit: so neighbouring pages stay neighbours and are merged into one
+        write.
         """
         unit = np.arange(units.start, units.stop)
         base = pages[unit // self.page_units].astype(np.int64) * self.page_step

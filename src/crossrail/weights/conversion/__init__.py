@@ -1,1 +1,1 @@
-"""Conversions between element types, with the same bits from numpy and from torch. Knows nothing of parameters."""
+"""Conversions between element types, bit-identical in numpy and torch. Knows nothing of parameters."""

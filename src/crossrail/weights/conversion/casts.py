@@ -1,7 +1,7 @@
 """Casts between element types, rounding to the nearest, ties to even.
 
-bfloat16 is kept as uint16 and float8 as uint8: numpy has neither. What is converted goes through float32 a piece at a
-time, in scratch memory that is made once.
+bfloat16 is stored as uint16 and float8 as uint8: numpy has neither. Conversions go through float32, piece by piece, in
+scratch memory that is allocated once.
 """
 
 from __future__ import annotations

@@ -40,15 +40,16 @@ def blocks(length: int, block: int = BLOCK) -> int:
 
 
 def index_in_whole(start: tuple[int, ...], at: tuple[int, ...]) -> tuple[int, ...]:
-    """Of an element, in the parameter of which a part begins at `start`. at: its index in the part; with ones in front
-    where that was a row or a number, and was made a matrix.
+    """An element's index in the parameter of which a part begins at `start`. at: its index in the part, with leading
+    ones if the part was a vector or a number and was made a matrix.
     """
     return tuple(begin + index for begin, index in zip(start, at[len(at) - len(start) :], strict=True))
 
 
 class BlockQuantiser:
-    """Quantises matrices: those whose rows have no gaps in native code (native/weights/float8.h), the GIL released;
-    others in pieces by numpy, with scratch memory of 9 MiB at most, which is kept. The bits are the same.
+    """Quantises matrices. Those whose rows have no gaps go through native code (native/weights/float8.h), with the GIL
+    released; others through numpy, piece by piece, with at most 9 MiB of scratch memory, which is kept. The bits are
+    equal.
 
     Threads: one at a time.
     """
@@ -119,7 +120,9 @@ class BlockQuantiser:
         return True
 
     def _magnitudes(self, wide: Floats) -> Words:
-        """As bits, in our scratch. Ordered as the magnitudes are; what is no finite number is above all that are."""
+        """The magnitudes' bits, in our scratch memory. They sort like the magnitudes; NaN and infinities are above all
+        others.
+        """
         bits: Words = self._part(self._bits, wide.shape)
         return np.bitwise_and(wide.view(np.uint32), 0x7FFFFFFF, out=bits)
 
@@ -173,7 +176,7 @@ class BlockQuantiser:
 
 
 def _has_plain_rows(matrix: npt.NDArray[Any]) -> bool:
-    """Whether its rows have no gaps, as those of nearly all weights: native code takes only those."""
+    """Whether its rows have no gaps, as in nearly all weights: native code accepts only those."""
     return matrix.strides[1] == matrix.itemsize and matrix.strides[0] % matrix.itemsize == 0
 
 

@@ -1,7 +1,7 @@
 """Casts and float8 in torch, on the tensors' device, with the same bits as casts.py and float8.py produce in numpy.
 
-Where torch's kernels may round otherwise than numpy does, or as the device likes, it is spelt out in integers.
-Needs torch.
+Where torch's kernels may round differently from numpy, or depending on the device, the arithmetic is spelt out in
+integers. Needs torch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Index = tuple[int, ...]
 
 _PIECE_ELEMENTS = 1 << 23  # converted at once: what that takes besides is a few times 32 MiB
 
-# What bits of elements of so many bytes are copied as: no float, so that no NaN is made another.
+# Integer types for copying the bits of elements of this size: copying as floats could change NaNs.
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -49,7 +49,7 @@ def cast(values: Tensor, out: Tensor) -> None:
 
 
 class Checks:
-    """What must be finite, and is looked at when all of it was computed: a look is a wait for the GPU.
+    """Values that must be finite; checked once all of them are computed, because each check waits for the GPU.
 
     Threads: one at a time.
     """
@@ -85,10 +85,10 @@ def quantise(
     checks: Checks,
     start: Index | None = None,
 ) -> None:
-    """As BlockQuantiser does, of a matrix, row or number, or of matrices that the dimensions before the last two count.
+    """Like BlockQuantiser, for a matrix, row or number, or for a stack of matrices in the last two dimensions.
 
     values: float32 or bfloat16. out: uint8, of the same shape. scales: float32, of the blocks. Any strides, one device.
-    What is not finite is noted in checks; out and scales are then whatever they are. start: where the values begin in
+    Values that are not finite are noted in checks; out and scales are then undefined. start: where the values begin in
     their parameter; None: they are all of it.
     """
     start = (0,) * values.ndim if start is None else start
@@ -130,7 +130,7 @@ def _quantise(wide: Tensor, out: Tensor, scales: Tensor, high: int, broad: int) 
 
 
 def _quantise_large(values: Tensor, out: Tensor, scales: Tensor) -> Tensor:
-    """The same of one block, in two passes over its pieces. values: as they are. scales: of shape (1, 1)."""
+    """The same for one block, in two passes over its pieces. values: as they are. scales: of shape (1, 1)."""
     amax = torch.zeros((1, 1), dtype=torch.float32, device=values.device)
     for piece, _ in pieces(values, out, _PIECE_ELEMENTS):
         amax = torch.maximum(amax, _float32(piece).abs().amax())  # NaN, if either is

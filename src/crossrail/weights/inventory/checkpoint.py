@@ -120,9 +120,9 @@ class Checkpoint:
         return self._tensors[name]
 
     def _stacks(self, names: Sequence[str]) -> dict[str, tuple[str, int, int]]:
-        """By an expert's name: its stack's name, its number, and how many there are.
+        """By an expert's name: its stack's name, its number, and how many experts the stack has.
 
-        Only where all are there, from 0 on, alike, and nothing else has the stack's name.
+        Only if all experts from 0 on exist and are alike, and nothing else has the stack's name.
         """
         found: dict[str, dict[int, str]] = {}
         for name in names:
@@ -136,7 +136,7 @@ class Checkpoint:
         }
 
     def _are_alike(self, experts: Mapping[int, str]) -> bool:
-        """They are number 0 to one less than as many as there are, of one type and shape, which has room for one more
+        """Whether the experts are numbered without gaps, have one dtype and shape, and the shape has room for one more
         dimension.
         """
         kinds = {(dtype, array.shape) for dtype, array in map(self._tensor, experts.values())}
@@ -199,9 +199,10 @@ def _check_once(file: Path, header: bytes) -> None:
 
 
 def _check_filled(file: Path, entries: Mapping[str, _Entry], length: int) -> None:
-    """All bytes behind the header are of tensors, as the format demands: else they are not those that it tells of.
+    """All bytes after the header must belong to tensors, as the format demands: otherwise the header does not match
+    them.
 
-    entries: apart from each other.
+    entries: disjoint.
     """
     end, before = 0, "the header"
     for (begin, stop), name in sorted((entry.data_offsets, name) for name, entry in entries.items()):
@@ -238,7 +239,7 @@ def _told(entry: _Entry) -> str:
 
 
 def _files(path: Path) -> tuple[list[Path], dict[str, Path]]:
-    """Those to read, and of each tensor that an index names, where it says that it is."""
+    """The files to read; and for each tensor in an index, the file that it names."""
     if path.is_file():
         return [path], {}
     index = path / _INDEX

@@ -135,7 +135,7 @@ class _Sizes:
         return size
 
     def get(self, name: str, default: int) -> int:
-        """What it is if it is there and not 0."""
+        """The value if it is present and not 0; otherwise the default."""
         return (self.of(name, 0) if name in self._config else 0) or default
 
 
@@ -167,7 +167,7 @@ def _biased(kind: str, config: Mapping[str, Any]) -> frozenset[str]:
 
 
 def _layers_without_experts(config: Mapping[str, Any], layers: int) -> frozenset[int]:
-    """Of Qwen3-MoE: the layers that are named, and all but every decoder_sparse_step-th."""
+    """Qwen3-MoE: the layers that are named, and all except every decoder_sparse_step-th."""
     named = config.get("mlp_only_layers", [])
     if not isinstance(named, list | tuple):
         raise _NoSize(f"mlp_only_layers is {str(named)!r:.80}, must be a list of layers")

@@ -1,8 +1,8 @@
 """What a process holds of a model's parameters, and where in its memory. Pure data; mistakes are refused by parameter.
 
-Parameters have the names and shapes of the checkpoint (mapping.py translates a framework's own), and a holding is a
-box of one of them at a place in a registered region. So a fused tensor is several holdings in one piece of memory, a
-shard is a smaller box, and neither side knows how the other cuts.
+Parameters have the names and shapes of the checkpoint (mapping.py translates a framework's own), and a holding is a box
+of one of them at a place in a registered region. So a fused tensor is several holdings in one piece of memory, a shard
+is a smaller box, and neither side knows how the other is sharded.
 """
 
 from __future__ import annotations
@@ -262,7 +262,7 @@ class Inventory:
 
 
 def check_member(role: object, rank: object) -> None:
-    """UsageError for what is none of a trainer or an inference rank."""
+    """UsageError unless these identify a trainer or an inference rank."""
     if role not in ("trainer", "target"):
         raise UsageError(f"role={role!r} must be 'trainer' or 'target', an inference rank")
     if isinstance(rank, bool) or not isinstance(rank, int | np.integer) or not 0 <= rank <= _RANK_MAX:
@@ -270,9 +270,10 @@ def check_member(role: object, rank: object) -> None:
 
 
 def check_holding(holding: Holding) -> None:
-    """UsageError for what no inventory takes, wherever it lies in memory: for one, what Inventory does for all rows.
+    """UsageError for a holding that no inventory accepts, wherever it is in memory: Inventory's checks of all rows, for
+    one.
 
-    Of a box that is not empty.
+    The box must not be empty.
     """
     name, dims = repr(holding.name), len(holding.shape)
     _check_text("name", holding.name, 1, _NAME_MAX)

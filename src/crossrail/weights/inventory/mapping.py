@@ -1,8 +1,8 @@
-"""From a framework's tensors to the checkpoint's parameters: rules that say which parameters lie where in which tensor.
+"""From a framework's tensors to the checkpoint's parameters: rules that say which parameters are where in which tensor.
 
-A rule names a framework's tensor and the parameters that lie in it one behind the other. What a rank of tensor or
-expert parallelism holds, and the scales of fp8 blocks, follow from it. To add a model or a framework: a tuple of rules,
-of which families.py has examples.
+A rule names a framework's tensor and the parameters that it concatenates. What a rank of tensor or expert parallelism
+holds, and the scales of fp8 blocks, follow from it. To add a model or a framework, add a tuple of rules; families.py
+has examples.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ class Part(NamedTuple):
 class Rule(NamedTuple):
     """A tensor of a framework.
 
-    pattern: its name; {field} stands for one word between dots. parts: what lies in it, in this order along the
+    pattern: its name; {field} stands for one word between dots. parts: the parameters in it, in this order along the
     dimension `along`, not counting experts. experts: the first dimension of parts and tensor are experts, of which a
-    rank of expert parallelism has its share, and then nothing else is divided. With {expert} in it, the tensor is one.
+    rank of expert parallelism has its share; nothing else is divided then. With {expert} in the pattern, the tensor is
+    a single expert.
     """
 
     pattern: str
@@ -57,8 +58,8 @@ class Rule(NamedTuple):
 class Ranks:
     """Which rank of how many this process is, in tensor and in expert parallelism (1: experts are divided by tp).
 
-    experts: the numbers of those that a stacked tensor has here, first and behind the last, where they are not the
-    ep_rank-th piece of all; each is divided by tp then.
+    experts: the range (first, last + 1) of experts in a stacked tensor, if it is not the ep_rank-th piece of all; each
+    expert is then divided by tp.
     """
 
     tp_rank: int = 0
@@ -92,10 +93,10 @@ class _Span(NamedTuple):
 class Names:
     """Translates the tensors of one model. Immutable; any thread.
 
-    rules: the first whose pattern fits counts; a tensor that none fits is the parameter of that name, undivided.
-    shapes: of the checkpoint's parameters, experts stacked: (experts, ...) under one name without a number.
-    units: what rules call units, "heads" and "kv_heads" mostly. block: elements of a matrix that share an fp8 scale.
-    UsageError, which names the rule, for one that cannot be meant so.
+    rules: the first whose pattern matches applies; a tensor without a match is the parameter of that name, undivided.
+    shapes: of the checkpoint's parameters, experts stacked: (experts, ...) under one name without a number. units: what
+    rules call units, mostly "heads" and "kv_heads". block: elements of a matrix that share an fp8 scale. UsageError,
+    which names the rule, for an invalid one.
     """
 
     def __init__(
@@ -161,7 +162,7 @@ class Names:
         return found
 
     def _spans(self, name: str, ranks: Ranks) -> tuple[list[_Span], Shape]:
-        """What is in the tensor, and its shape."""
+        """The parameters in the tensor, and its shape."""
         scales = name.endswith(_SCALES)
         base = name.removesuffix(_SCALES)
         rule, fields = self._rule(base)
@@ -253,7 +254,7 @@ def _check_rule(rule: object) -> None:
 
 
 def _fields(what: str, text: str) -> list[str]:
-    """Those in braces."""
+    """The fields in braces."""
     try:
         found = [(field, more, how) for _, field, more, how in string.Formatter().parse(text) if field is not None]
     except (ValueError, TypeError) as error:
@@ -265,7 +266,7 @@ def _fields(what: str, text: str) -> list[str]:
 
 
 def _check_alike(name: str, spans: Sequence[_Span], rule: Rule, is_expert: bool) -> None:
-    """What lies one behind the other differs in that dimension alone."""
+    """Concatenated parameters may differ in that dimension only."""
     along = rule.along + rule.experts + is_expert
     kinds = []
     for span in spans:
@@ -296,8 +297,8 @@ def _check_whole_blocks(name: str, full: str, shape: Shape, box: Box, block: Sha
 
 
 def _check_inner(name: str, full: str, box: Box, block: Shape, along: int) -> None:
-    """What lies behind it in a fused tensor has to begin with a block: kernels count them over all rows together, and
-    vLLM refuses such a layer (its validate_fp8_block_shape).
+    """In a fused tensor the next parameter has to begin at a block boundary: kernels count blocks over all rows
+    together, and vLLM refuses such a layer (its validate_fp8_block_shape).
     """
     if along < len(box) and (rows := box[along][1] - box[along][0]) % block[along]:
         raise UsageError(

@@ -37,7 +37,7 @@ _PADDING_BYTES = 512  # allocators hand out a GPU's memory in multiples of that:
 
 @dataclass(frozen=True)
 class _Tensor:
-    """Of torch. storage: kept alive also when the tensor gets another one."""
+    """A torch tensor. storage: kept alive even if the tensor gets another one."""
 
     tensor: Any
     storage: Any
@@ -45,7 +45,7 @@ class _Tensor:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Where an array lies. address, strides: bytes; block: what was allocated with it, [begin, end)."""
+    """Where an array is. address, strides: bytes; block: the allocation that contains it, [begin, end)."""
 
     address: int
     strides: tuple[int, ...]
@@ -251,7 +251,7 @@ class WeightMemory(Closing):
             self.is_torn = False
 
     def _view(self, piece: _Piece, index: int, regions: Sequence[xr.Region]) -> Any:
-        """What lies in the region of this index where the piece lies in ours."""
+        """The part of that region which corresponds to the piece in ours."""
         offset = piece.address - self.regions[index].base
         if regions[index].device != "cpu":
             return gpu.tensor_at(regions[index], offset, piece.extent, piece.strides, piece.dtype)
@@ -259,7 +259,7 @@ class WeightMemory(Closing):
         return np.ndarray(piece.extent, storage(piece.dtype), memory.data, offset, piece.strides)
 
     def close(self) -> None:
-        """Closes the regions that were made here, and lets go of the arrays. Idempotent."""
+        """Closes the regions that were made here, and releases the arrays. Idempotent."""
         with self._registering:
             self._is_closed = True
             for region in self.regions[self._given :]:
@@ -305,7 +305,7 @@ class WeightMemory(Closing):
 
 
 def _as_added(blocks: Sequence[tuple[tuple[int, int], bool]]) -> list[tuple[int, int]]:
-    """What overlaps made one, in the order in which it was added: nothing of where the allocator had put it."""
+    """Merges overlapping blocks, in the order in which they were added, so that addresses do not matter."""
     merged = _merged(sorted(blocks), lambda end, _: end)
     begins = [begin for begin, _ in merged]
     return list(dict.fromkeys(merged[bisect_right(begins, begin) - 1] for (begin, _), _ in blocks))
@@ -355,7 +355,7 @@ def _block_of(name: str, block: Sequence[int]) -> tuple[int, ...]:
 def _piece_of(name: str, array: Any, dtype: object) -> _Piece:
     if isinstance(array, np.ndarray):
         return _numpy_piece(name, array, dtype)
-    torch = sys.modules.get("torch")  # who has a tensor has imported it
+    torch = sys.modules.get("torch")  # whoever has a tensor has imported it
     if torch is not None and isinstance(array, torch.Tensor):
         return _torch_piece(name, array, dtype)
     if hasattr(array, "__cuda_array_interface__"):
@@ -377,7 +377,7 @@ def _numpy_piece(name: str, array: np.ndarray[Any, Any], dtype: object) -> _Piec
 
 
 def _cuda_piece(name: str, array: Any, dtype: object) -> _Piece:
-    """A piece of memory that speaks Numba's protocol: CuPy, JAX."""
+    """GPU memory exported by Numba's protocol: CuPy, JAX."""
     interface = array.__cuda_array_interface__
     stored, shape = np.dtype(interface["typestr"]), tuple(interface["shape"])
     kind = _kind_of(name, _named(stored), dtype)
@@ -391,7 +391,7 @@ def _cuda_piece(name: str, array: Any, dtype: object) -> _Piece:
 
 
 def _gpu_of(array: Any) -> str:
-    """The GPU that DLPack names; "" if the array does not speak DLPack."""
+    """The GPU according to DLPack; "" if the array does not support DLPack."""
     asked = getattr(array, "__dlpack_device__", None)
     kind, number = (0, 0) if asked is None else asked()
     return f"cuda:{int(number)}" if int(kind) == _DLPACK_CUDA else ""

@@ -138,10 +138,11 @@ MODELS: Mapping[str, ModelShape] = {
 class Cluster:
     """How a model is spread. trainers = pipeline x expert_parallel x fsdp; targets: a multiple of target_experts.
 
-    At the trainers, of each pipeline stage: experts are split over expert_parallel groups, in each over fsdp ranks; all
-    else over the dense_shard ranks of a host, and every host has all of it.
-    At the targets every rank has all that is no expert, and 1 / target_experts of the experts; fp8 with one scale for
-    128 x 128 elements, but embeddings, norms and routers bf16.
+    Trainers, within each pipeline stage: experts are split over expert_parallel groups, and within each over fsdp
+    ranks; everything else over the dense_shard ranks of a host, so that every host has all of it.
+
+    Targets: every rank has everything except experts, and 1 / target_experts of the experts; fp8 with one scale for 128
+    x 128 elements, except that embeddings, norms and routers are bf16.
     """
 
     trainers: int = 256
@@ -179,13 +180,13 @@ CLUSTERS: Mapping[str, Cluster] = {
 
 
 def inventories(model: ModelShape, cluster: Cluster) -> tuple[list[Inventory], list[Inventory]]:
-    """What all trainers and all targets hold, bf16 there and mostly fp8 here."""
+    """The inventories of all trainers and all targets, bf16 there and mostly fp8 here."""
     trainers = [trainer_inventory(model, cluster, rank) for rank in range(cluster.trainers)]
     return trainers, [target_inventory(model, cluster, rank) for rank in range(cluster.targets)]
 
 
 def trainer_inventory(model: ModelShape, cluster: Cluster, rank: int) -> Inventory:
-    """What this trainer holds."""
+    """The inventory of this trainer."""
     tensors, layers = _tensors(model), model.layers
     stage_ranks = cluster.trainers // cluster.pipeline
     stage, within = divmod(rank, stage_ranks)
@@ -204,7 +205,7 @@ def trainer_inventory(model: ModelShape, cluster: Cluster, rank: int) -> Invento
 
 
 def target_inventory(model: ModelShape, cluster: Cluster, rank: int) -> Inventory:
-    """What this inference rank holds."""
+    """The inventory of this inference rank."""
     tensors = _tensors(model)
     rows = _rows(tensors)
     expert = np.array([tensor.expert for tensor in tensors])

@@ -36,7 +36,7 @@ Placement: TypeAlias = Replicate | Shard
 def local_box(
     shape: Sequence[int], mesh: Sequence[int], coordinate: Sequence[int], placements: Sequence[Placement]
 ) -> Box:
-    """What the process at this coordinate of the mesh has of a tensor; may be empty.
+    """The part of a tensor at this coordinate of the mesh; may be empty.
 
     mesh: processes along each of its dimensions. placements: one for each of them.
     """
@@ -55,7 +55,7 @@ def local_box(
             before *= count
         if placed.split_factor not in (1, before):
             raise UsageError(f"split_factor={placed.split_factor} must be 1, or {before} as the mesh divides later")
-    # First the plain ones from left to right, then those that divide what these left.
+    # First the plain ones from left to right, then those that divide what remains.
     for axis, placed in sorted(shards, key=lambda one: one[1].split_factor > 1):
         box[placed.dim] = chunk(*box[placed.dim], coordinate[axis], mesh[axis])
     return tuple(box)

@@ -20,7 +20,7 @@ with needs(__name__, "'crossrail[torch]'"):
 
 
 def dtensor_box(name: str, tensor: DTensor) -> Box:
-    """What of the whole tensor is in its to_local(); may be empty. UsageError for placements that hold no values."""
+    """The part of the whole tensor in its to_local(); may be empty. UsageError for placements that hold no values."""
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         raise UsageError(f"{name!r}: this process is not in the mesh of the tensor")
@@ -46,10 +46,10 @@ def mesh_name(tensor: DTensor) -> str:
 def torch_holdings(
     names: Names, name: str, tensor: torch.Tensor, region: int, region_base: int, *, ranks: Ranks = ALONE
 ) -> list[Holding]:
-    """What a tensor of a framework holds, in terms of the checkpoint.
+    """A framework's tensor in terms of the checkpoint.
 
-    region_base: address of the region's first byte; the tensor lies in it, and stays there. ranks: those by which the
-    tensor's shape is already divided; not the ones of a DTensor's own mesh.
+    region_base: address of the region's first byte; the tensor must be in it and stay there. ranks: those by which the
+    tensor's shape is already divided; not those of a DTensor's own mesh.
     """
     local, box, mesh = tensor, None, ""
     if isinstance(tensor, DTensor):
@@ -97,5 +97,5 @@ def _address_of(tensor: torch.Tensor) -> Callable[[], int]:
     """Says where it lies now. Each update asks that of thousands of tensors."""
     if not isinstance(tensor, DTensor):
         return cast(Callable[[], int], tensor.data_ptr)
-    # What to_local() returns where no gradient is recorded; entering no_grad() for it takes 20 times as long.
+    # The same as to_local() without gradients; entering no_grad() for that takes 20 times as long.
     return lambda: int(tensor._local_tensor.data_ptr())

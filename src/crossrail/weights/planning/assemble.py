@@ -32,7 +32,9 @@ _SCALE_BYTES = 4
 
 
 class Slices(NamedTuple):
-    """What of a cell goes to one target. want: row of the target side. start, stop: elements, of scales blocks."""
+    """The part of a cell that goes to one target. want: row of the target side. start, stop: elements, for scales
+    blocks.
+    """
 
     cell: Ints
     want: Ints
@@ -58,7 +60,7 @@ def assemble(
     targets: tuple[int, ...],
     cost: Ints,
 ) -> Plan:
-    """One task for each cell and sender. cost: of a byte that each trainer sends, as balance.choose() has it."""
+    """One task for each cell and sender. cost: of a byte at each trainer, as in balance.choose()."""
     mesh = _mesh_of(joined, forms, cells, slices)
     group_of = np.full(len(joined.meshes), len(groups))
     for number, names in enumerate(groups):
@@ -118,7 +120,7 @@ def _mesh_of(joined: Tables, forms: Forms, cells: Boxes, slices: Slices) -> Ints
 
 
 def _hull(cells: Boxes, cell: Ints, block: Ints, slices: Slices, task: Ints) -> tuple[Ints, Ints]:
-    """What of its cell a task is asked for, rounded to whole blocks of it."""
+    """The bounding box, in whole blocks, of what is requested from a task's cell."""
     scale = np.where(slices.scales[:, np.newaxis], np.maximum(block[task], 1), 1)
     first = np.searchsorted(task, np.arange(len(cell)))
     start = np.minimum.reduceat(slices.start * scale, first)
@@ -199,7 +201,9 @@ def _gathers(joined: Tables, sources: Sources, tasks: Any, parts: Any, ranks: In
 
 
 def _tmp(tasks: Any, parts: Any, gathers: Any, outputs: Any, source_dtype: Ints) -> None:
-    """What each task needs at once; and whether it needs nothing, as its bytes lie ready in the sender's memory."""
+    """The memory that each task needs at once; and whether it needs none, because its bytes can be sent from where they
+    are.
+    """
     task = parts["task"][gathers["part"]]
     own = gathers["trainer"] == tasks["trainer"][task]
     item = ITEM_BYTES[source_dtype]
@@ -256,7 +260,9 @@ def _writes(joined: Tables, slices: Slices, task: Ints, source: Ints) -> Any:
 
 
 def _rotated(writes: Any, tasks: Any, targets: tuple[int, ...]) -> Any:
-    """By task, target and place; each trainer begins with another target, so that they do not all meet at one."""
+    """Sorted by task, target and place; each trainer begins with a different target, so that they do not all meet at
+    one.
+    """
     ranks = np.array(targets)
     trainer = tasks["trainer"][writes["task"]].astype(np.int64)
     turn = (np.searchsorted(ranks, writes["target"]) - trainer) % len(ranks)
@@ -264,7 +270,7 @@ def _rotated(writes: Any, tasks: Any, targets: tuple[int, ...]) -> Any:
 
 
 def _merged(writes: Any) -> Any:
-    """Neighbours of the same task that go on where the one before ends, in the buffer and at the target, made one."""
+    """Merges writes of the same task that are adjacent both in the buffer and at the target."""
     before, after = writes[:-1], writes[1:]
     goes_on = np.zeros(len(writes), bool)
     goes_on[1:] = (

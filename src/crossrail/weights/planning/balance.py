@@ -1,4 +1,4 @@
-"""Chooses each slice's sender: of those that hold it, the one with the fewest bytes so far relative to its speed."""
+"""Chooses each slice's sender: of its holders, the one with the fewest bytes so far relative to its speed."""
 
 from __future__ import annotations
 
@@ -32,12 +32,13 @@ def choose(
 ) -> Ints:
     """The sender of each slice.
 
-    kind: of each slice, an index into candidates, which lists senders, ascending. nbytes: its size. cost: of each
-    sender, what a byte costs it (speeds.costs_of): of two it is the one that would end first. already: of each sender,
-    bytes that it has besides.
-    Slices without a choice come first, then those of the lowest turn, of these the large ones. Of slices of one turn,
-    size and kind each sender gets neighbours, so that it prepares few cells. Ties go to the lower number: the same
-    input gives the same plan.
+    kind: of each slice, an index into candidates, which lists senders, ascending. nbytes: its size. cost: of a byte at
+    each sender (speeds.costs_of): the one that would finish first is chosen. already: bytes that each sender has to
+    send besides.
+
+    Slices without a choice come first, then those of the lowest turn, large ones first. Of slices with equal turn, size
+    and kind each sender gets neighbours, so that it prepares few cells. Ties go to the lower number: the same input
+    gives the same plan.
     """
     load = np.zeros(len(cost), np.int64) if already is None else already.copy()
     sender = np.zeros(len(kind), np.int64)
@@ -63,10 +64,11 @@ def choose(
 
 
 def fill(load: Ints, cost: Ints, size: int, count: int) -> Ints:
-    """How many of `count` slices of one size each gets, when each slice goes to who ends first, ties to the first.
+    """How many of `count` slices of equal size each gets if each slice goes to whoever would finish first; ties to the
+    first.
 
-    load: bytes. cost: of a byte. Giving them out one by one fills the lowest up first, like water. So all end below a
-    common level, which is found by halving, and what is left over goes to those that end lowest then.
+    load: bytes. cost: of a byte. Dealing them out one by one fills up the lowest first, like water. So all end below a
+    common level, which is found by bisection; the rest goes to those that then finish first.
     """
     if size == 0:
         shares = np.full(len(load), count // len(load))

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 
-_PAIRS_MAX = 1 << 21  # looked at in one go, which bounds the memory
+_PAIRS_MAX = 1 << 21  # compared at a time, which bounds the memory
 _FEW = 16  # pairs for each box: to find out which are worth a look costs about as much as to look at so many
 
 
@@ -74,11 +74,12 @@ def _overlaps(left: Boxes, right: Boxes) -> Iterator[Overlaps]:
 
 
 def _candidates(left: Boxes, right: Boxes) -> tuple[Ints, Ints, Ints]:
-    """Boxes of right that a box of left may meet: place[first[i] : first[i] + counts[i]], at least those that it does.
+    """Boxes of right that a box of left may meet: place[first[i] : first[i] + counts[i]], a superset of those that it
+    meets.
 
-    All of its key, where these are few. Of many, those that it meets along one dimension, the one along which most of
-    them begin at different places: a parameter that a thousand processes share out has a thousand boxes, and each meets
-    one or two of another cut of it.
+    If there are few, all of its key. Of many, those that it meets along one dimension, the one along which most of them
+    begin at different places: a parameter sharded over a thousand processes has a thousand boxes, and each meets only
+    one or two boxes of another sharding.
     """
     first = np.searchsorted(right.key, left.key, "left")
     counts = np.searchsorted(right.key, left.key, "right") - first
@@ -91,7 +92,7 @@ def _candidates(left: Boxes, right: Boxes) -> tuple[Ints, Ints, Ints]:
     low, high = (np.take_along_axis(side, dims[there][:, np.newaxis], 1)[:, 0] for side in (left.start, left.stop))
     begin, end = (np.take_along_axis(side, dims[of][:, np.newaxis], 1)[:, 0] for side in (right.start, right.stop))
     place = np.lexsort((begin, of))
-    # What of them has ended: an earlier one may be longer, so up to each the furthest end.
+    # Which of them have ended: an earlier one may be longer, so use the running maximum of the ends.
     furthest = _furthest(of[place], end[place])
     known = keys[there] == left.key
     ended = _before(of[place], furthest, there, low, ties=True)
@@ -109,7 +110,7 @@ def _furthest(key: Ints, value: Ints) -> Ints:
 
 
 def _before(key: Ints, value: Ints, wanted_key: Ints, wanted: Ints, *, ties: bool) -> Ints:
-    """How many rows come before each wanted one, by key and value; ties: with those that equal it. Rows ascend."""
+    """How many rows come before each wanted one, by key and value; ties: including equal ones. Rows ascend."""
     is_wanted = np.concatenate([np.zeros(len(key), np.int64), np.ones(len(wanted), np.int64)])
     turn = is_wanted if ties else -is_wanted
     order = np.lexsort((turn, np.concatenate([value, wanted]), np.concatenate([key, wanted_key])))
@@ -157,7 +158,7 @@ class Fault(NamedTuple):
     claims: int
 
     def where(self, dims: int) -> str:
-        """As one would index it; of so many dimensions."""
+        """As an index expression, in so many dimensions."""
         pairs = zip(self.start[:dims], self.stop[:dims], strict=True)
         return "[" + ", ".join(f"{a}:{b}" for a, b in pairs) + "]"
 
@@ -171,9 +172,10 @@ def find_fault(tiles: Boxes, start: Ints, stop: Ints) -> Fault | None:
 
 
 def faults(tiles: Boxes, start: Ints, stop: Ints) -> tuple[Boxes, Ints]:
-    """Where the tiles of each key do not fill its box as find_fault() has it: boxes, and how many tiles claim each.
+    """Where the tiles of each key do not fill its box in the sense of find_fault(): boxes, and how many tiles claim
+    each.
 
-    Cut along all edges of its tiles, the box falls into cells that are wholly in a tile or wholly outside.
+    Cut along all edges of its tiles, the box splits into cells that are entirely inside or outside each tile.
     """
     alone = np.bincount(tiles.key, minlength=len(start)) == 1
     whole = np.zeros(len(start), bool)
@@ -230,7 +232,7 @@ def flat_offset(point: Ints, start: Ints, stop: Ints) -> Ints:
 
 
 def distinct(columns: Sequence[Ints]) -> tuple[Ints, Ints]:
-    """Of rows given by columns: one row of each distinct kind, kinds ascending by the columns; each row's kind."""
+    """For rows given as columns: one row of each distinct kind, sorted; and each row's kind."""
     order = np.lexsort(columns[::-1])
     new = np.zeros(len(order), bool)
     new[:1] = True

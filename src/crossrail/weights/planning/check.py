@@ -1,7 +1,7 @@
-"""Proves that a plan does what it should, from the inventories alone, and by other means than it was made by.
+"""Proves that a plan is correct, from the inventories alone, and by other means than those that made it.
 
-What is proved: every byte that a target holds is written exactly once and nothing else is; what is written there is the
-element that belongs there, in its dtype; and every part is gathered whole from where its elements are.
+What is proved: every byte that a target holds is written exactly once, and nothing else is; each value written there is
+the element that belongs there, in its dtype; and every part is gathered completely from where its elements are.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from crossrail.weights.planning.tables import Side, Tables, join
 
 
 class _Runs(NamedTuple):
-    """Memory without gaps that a holding or an output has; ascending by place, and disjoint.
+    """Contiguous memory of holdings or outputs; ascending by place, and disjoint.
 
-    place: which memory (number) and offset in one number. first: element of the box it begins with. row: whose it is.
+    place: which memory (number) and offset, in one number. first: element of the box that it begins with. row: its
+    owner.
     """
 
     place: Ints
@@ -66,7 +67,7 @@ def check_plan(plan: Plan, trainers: Sequence[Inventory], targets: Sequence[Inve
 
 
 def _check_params(joined: Tables, plan: Plan) -> None:
-    """They are what trainers hold."""
+    """The plan's parameters are those that trainers hold."""
     rows = joined.source.rows
     first = dict(zip(rows["name"][::-1].tolist(), range(len(rows))[::-1], strict=True))
     number = {name: i for i, name in enumerate(joined.names)}
@@ -145,7 +146,7 @@ def _check_once(joined: Tables, runs: _Runs, place: Ints, nbytes: Ints) -> None:
 
 
 def _melted(place: Ints, nbytes: Ints) -> tuple[Ints, Ints]:
-    """Intervals, ascending and disjoint, with those that touch made one: their begins and ends."""
+    """Intervals, ascending and disjoint, with adjacent ones merged: their begins and ends."""
     ends = place + nbytes
     begins = np.ones(len(place), bool)
     begins[1:] = place[1:] != ends[:-1]
@@ -278,7 +279,7 @@ def _cut(place: Ints, nbytes: Ints, edges: Ints) -> tuple[Ints, Ints]:
 
 
 def _cut_again(write: Ints, at: Ints, source: Ints, nbytes: Ints, edges: Ints) -> tuple[Ints, Ints, Ints]:
-    """The pieces cut at other edges, those of the buffer; with their lengths."""
+    """The pieces cut again at the buffer's edges; with their lengths."""
     stop = nbytes[write].copy()
     inner = write[1:] == write[:-1]
     stop[:-1][inner] = at[1:][inner]
@@ -302,7 +303,9 @@ def _element(index: Ints, start: Ints, stop: Ints) -> Ints:
 
 
 def _packed_stop(rows: Any, row: Ints, first: Ints) -> Ints:
-    """Where the packed box ends that begins at `first`: in each dimension at the holding's end, or one further."""
+    """Where the packed box that begins at `first` ends: in each dimension at the holding's end, or one
+    element further.
+    """
     extent = (rows["stop"] - rows["start"])[row]
     stop: Ints = rows["stop"][row].copy()
     nbytes = ITEM_BYTES[rows["dtype"][row]].copy()
@@ -344,7 +347,7 @@ def _check_addresses(joined: Tables, plan: Plan) -> None:
     number = {name: i for i, name in enumerate(joined.names)}
     param = np.array([number.get(one.name, -1) for one in plan.params], np.int64)
     gathers = plan.gathers
-    # Of several boxes of a parameter at one trainer any that matches will do: they are looked at one after the other.
+    # If one trainer has several boxes of a parameter any match will do: they are tried one after the other.
     key = rank * len(joined.names) + rows["name"]
     order = np.argsort(key, kind="stable")
     wanted = gathers["trainer"].astype(np.int64) * len(joined.names) + param[plan.parts["param"][gathers["part"]]]

@@ -1,7 +1,7 @@
 """Joins tasks whose bytes are adjacent at their trainer and at a target, such as q, k and v of a fused tensor.
 
-What is sent as it lies (direct tasks) has no buffer, so it costs nothing to send more of it at once; a write instead of
-three does less work on both sides, and the inference rank counts one.
+Direct tasks have no buffer, so it costs nothing to send more of them at once; one write instead of three is less work
+for both sides, and the inference rank counts one.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def join_direct(rows: Rows) -> Rows:
 
 
 def _meet(writes: Any, nbytes: Ints, one: Ints, other: Ints) -> Ints:
-    """Of pairs of tasks, those in which a write of the other goes on where one of the first ends, at both sides."""
+    """Among pairs of tasks, those where a write of the other continues one of the first, on both sides."""
     left, right = np.full(len(nbytes), -1), np.full(len(nbytes), -1)
     left[one] = right[other] = np.arange(len(one))
     task = writes["task"]
@@ -64,7 +64,7 @@ def _meet(writes: Any, nbytes: Ints, one: Ints, other: Ints) -> Ints:
 
 
 def _leaders(some: Ints, goes_on: Any, nbytes: Ints) -> Ints:
-    """Of each task the one that it becomes part of, mostly itself. some: in the order of their memory."""
+    """For each task the task that it is merged into, mostly itself. some: in the order of their memory."""
     leader = np.arange(len(nbytes))
     if not len(some):
         return leader

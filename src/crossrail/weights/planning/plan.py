@@ -35,9 +35,9 @@ VERSION = 1
 _FILE_BYTES_MAX = 1 << 30
 _RANK_MAX = (1 << 31) - 1
 
-# trainer: rank. mesh: index into the plan's. group: groups run one after another at each trainer.
-# direct: nothing to prepare and no buffer: what it would hold lies at (region, offset) in the trainer's memory.
-# buffer_bytes: of the prepared buffer. tmp_bytes: the most that the task needs at once, its buffer included.
+# trainer: rank. mesh: index into the plan's. group: groups run one after another at each trainer. direct: nothing to
+# prepare and no buffer: the bytes are at (region, offset) in the trainer's memory. buffer_bytes: of the prepared
+# buffer. tmp_bytes: the most memory that the task needs at once, its buffer included.
 TASK = np.dtype(
     [
         ("trainer", "<i4"),
@@ -50,8 +50,8 @@ TASK = np.dtype(
         ("tmp_bytes", "<i8"),
     ]
 )
-# start, stop: elements of the parameter. dtype: what it is converted to (index into DTYPES). block: all 0 for a copy
-# or cast; else the part becomes fp8 with one fp32 scale per block of so many elements, and begins at a whole block.
+# start, stop: elements of the parameter. dtype: the target type (index into DTYPES). block: all 0 for a copy or cast;
+# else the part becomes fp8 with one fp32 scale per block of so many elements, and begins at a whole block.
 PART = np.dtype(
     [
         ("task", "<i4"),
@@ -164,7 +164,7 @@ class Plan:
         order = np.argsort(self.tasks["trainer"], kind="stable")
         return order, self.tasks["trainer"][order]
 
-    # Where the rows of a task or part begin: those of number i are [i] to [i + 1].
+    # Row ranges of a task or part: those of number i are [i] to [i + 1].
 
     @cached_property
     def task_parts(self) -> Ints:

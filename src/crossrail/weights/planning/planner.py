@@ -1,8 +1,8 @@
-"""Decides who sends what to whom, from what everyone holds: numpy over all byte ranges at once.
+"""Decides who sends what to whom, from everyone's holdings: numpy over all byte ranges at once.
 
 The idea is section 5 of the paper: one static schedule, each slice from the holder with the fewest bytes so far. Where
 the paper gathers every parameter in full at all trainers of its mesh, this cuts parameters as the trainers hold them
-(sources.cells_of), so that most of it is prepared where it lies and nothing is gathered; gather="full" is the paper's.
+(sources.cells_of), so that most of it is prepared in place and nothing is gathered; gather="full" is the paper's way.
 """
 
 from __future__ import annotations
@@ -177,20 +177,22 @@ def _senders(
         relayed = relay.hand_over(holders, relay.mates_of(joined, ranks), forms.param[cells.key], wanted, held, cost)
         holders, is_relayed, already = relayed
     kind, candidates = balance.classes_of(*holders)
-    # What one target wants of a cell comes from one sender: values and scales are made together. What is fetched
-    # from a slow trainer is fetched once, and goes from there to all targets.
+    # Everything that one target wants of a cell comes from one sender: values and scales are made together. A cell
+    # fetched from a slow trainer is fetched once, and goes from there to all targets.
     target = np.where(is_relayed[slices.cell], -1, joined.target.rank[slices.want])
     units, unit = distinct([slices.cell, target])
     nbytes = np.bincount(unit, weights=slices.nbytes).astype(np.int64)
     cell = slices.cell[units]
-    # Where everyone gathers everything, each cell is sent by all of its mesh, so that they are busy at the same time.
+    # If everyone gathers everything, each cell is sent by its whole mesh, so that all are busy at the same time.
     turn = cell if gather == "full" else np.zeros_like(cell)
     sender: Ints = ranks[balance.choose(kind[cell], candidates, nbytes, turn, cost, already)[unit]]
     return sender
 
 
 def _holders(joined: Tables, forms: Forms, sources: Sources, cells: Boxes, ranks: Ints) -> tuple[Ints, Ints]:
-    """Of each cell, the trainers that may prepare it, as indices into ranks: those that hold half of what any holds."""
+    """For each cell the trainers that may prepare it, as indices into ranks: those with at least half of what any
+    holds.
+    """
     pairs = overlaps(Boxes(forms.param[cells.key], cells.start, cells.stop), sources.boxes)
     counts = np.diff(sources.first)[pairs.right]
     cell = np.repeat(pairs.left, counts)

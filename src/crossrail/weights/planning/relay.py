@@ -1,8 +1,8 @@
-"""Relieves a slow trainer that alone holds an expert: others fetch it once, and send it on in its place.
+"""Relieves a slow trainer that alone holds an expert: another one fetches the expert once, and sends it in its place.
 
-In an update every inference rank that has a copy of an expert is written to; a trainer whose link is slow sends each of
-its bytes as many times. Another that reads them from it (2 bytes an element) and sends them on (1 byte for each rank)
-takes most of that off its link. Nothing is moved that the slow one could send in the time that the others take.
+In an update every inference rank with a copy of an expert is written to, so a trainer with a slow link sends each byte
+that many times. Another one that reads it (2 bytes per element) and sends it on (1 byte per element and rank) takes
+most of that off the slow link. Nothing is moved that the slow one could send while the others are busy anyway.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class Spread(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """What a plan amounts to. Bytes; of each trainer: sent, writes, tasks; of each target: received.
+    """The totals of a plan. Bytes; of each trainer: sent, writes, tasks; of each target: received.
 
     gathered_bytes: read from other trainers. tmp_bytes: the largest task's. typical_bytes: of a write, the median.
     """
@@ -118,7 +118,7 @@ def draw(plan: Plan, path: str | Path) -> None:
         raise UsageError("a plan without trainers or without targets cannot be drawn")
     figure = new_figure(8, 7)
     axes = figure.subplots()
-    cells = np.ma.masked_equal(matrix(plan) / 1e9, 0)  # white: nothing at all
+    cells = np.ma.masked_equal(matrix(plan) / 1e9, 0)  # white: zero
     image = axes.imshow(cells, aspect="auto", interpolation="nearest", cmap="viridis", vmin=0)
     for axis, ranks, label in ((axes.xaxis, plan.targets, "target"), (axes.yaxis, plan.trainers, "trainer")):
         axis.set_label_text(label)
@@ -157,7 +157,7 @@ def differences(one: Plan, other: Plan) -> list[str]:
 
 
 def _moved(one: Plan, other: Plan) -> int:
-    """Bytes at the targets that the other plan writes from another trainer, or not at all."""
+    """Bytes at the targets that the other plan writes from a different trainer, or not at all."""
     columns, sizes, sign = [], [], []
     for plan, by in ((one, 1), (other, -1)):
         writes = plan.writes

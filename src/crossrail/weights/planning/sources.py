@@ -1,4 +1,4 @@
-"""Where at the trainers the boxes of a parameter lie, and the cells into which it is cut to be prepared."""
+"""Where the boxes of a parameter are at the trainers, and the cells into which it is cut to be prepared."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _PARTIAL = (
 
 
 class Sources(NamedTuple):
-    """Distinct boxes, by parameter and mesh, and who holds each.
+    """Distinct boxes, by parameter and mesh, and their holders.
 
     boxes.key: the parameter. mesh: of each box. hull: of each box, what its mesh holds of the parameter, a row of
-    hulls. holders: rows of the source side, those of box i from first[i] to first[i + 1], by rank.
-    hulls.key: the parameter. Hulls are distinct and disjoint; several meshes may have the same.
+    hulls. holders: rows of the source side; those of box i are first[i] to first[i + 1], by rank. hulls.key: the
+    parameter. Hulls are distinct and disjoint; several meshes may have the same.
     """
 
     boxes: Boxes
@@ -49,7 +49,7 @@ class Sources(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """As of Sources. boxes: by parameter, then mesh."""
+    """As in Sources. boxes: by parameter, then mesh."""
 
     boxes: Boxes
     mesh: Ints
@@ -58,7 +58,7 @@ class _Found(NamedTuple):
 
 
 class _Held(NamedTuple):
-    """What each mesh holds of a parameter, those of boxes grouped: hulls, by parameter, then mesh.
+    """What each mesh holds of a parameter, with boxes grouped into hulls, by parameter, then mesh.
 
     group: of each box of a Sources. hulls.key: the parameter.
     """
@@ -69,11 +69,11 @@ class _Held(NamedTuple):
 
 
 def sources_of(tables: Tables, partial: bool = False) -> Sources:
-    """Raises UsageError where the boxes of a mesh overlap; where hulls do, or a mesh has holes in what no other mesh
-    has whole, unless partial; Unheld where something of a parameter is nowhere.
+    """Raises UsageError if the boxes of a mesh overlap; unless partial, also if hulls overlap, or a mesh has holes in
+    what no other mesh has whole; Unheld if a part of a parameter is held nowhere.
 
-    What is left of a mesh that has lost trainers is not used where another mesh has all of that. partial: of a
-    parameter that no mesh has whole any more, whatever any of them has is used.
+    The remains of a mesh that has lost trainers are not used if another mesh has all of that. partial: for a parameter
+    that no mesh has whole any more, whatever any of them has is used.
     """
     rows, rank = tables.source
     param, mesh = rows["name"].astype(np.int64), rows["mesh"].astype(np.int64)
@@ -119,7 +119,7 @@ def _held(found: _Found) -> _Held:
 
 
 def _taken(found: _Found, at: Ints) -> _Found:
-    """Those boxes, in this order; some may be taken several times."""
+    """Selects these boxes, in this order; repetitions allowed."""
     boxes, counts = found.boxes, np.diff(found.first)[at]
     return _Found(
         Boxes(boxes.key[at], boxes.start[at], boxes.stop[at]),
@@ -130,21 +130,21 @@ def _taken(found: _Found, at: Ints) -> _Found:
 
 
 def _distinct(hulls: Boxes) -> tuple[Boxes, Ints]:
-    """Without repetitions, and which each is."""
+    """Removes duplicates; returns the distinct hulls, and which of them each one is."""
     at, of = distinct(columns_of(*hulls))
     return Boxes(hulls.key[at], hulls.start[at], hulls.stop[at]), of
 
 
 def _faults(hulls: Boxes, params: Ints, shapes: Ints) -> tuple[Boxes, Ints]:
-    """Where hulls, distinct ones, do not fill their parameters as faults() has it. shapes: of params, ascending."""
+    """Where the (distinct) hulls do not fill their parameters, as faults() reports it. shapes: of params, ascending."""
     inside = Boxes(np.searchsorted(params, hulls.key), hulls.start, hulls.stop)
     bad, claims = faults(inside, np.zeros_like(shapes), shapes)
     return Boxes(params[bad.key], bad.start, bad.stop), claims
 
 
 def _cut(found: _Found, held: _Held, torn: Ints, shapes: Ints) -> tuple[_Found, Boxes]:
-    """Boxes of these parameters cut along all edges of them, each piece a hull of its own: so hulls that overlap are
-    equal. And the hulls of all boxes. shapes: of torn, ascending.
+    """Cuts the boxes of these parameters along all of their edges, each piece a hull of its own, so that overlapping
+    hulls become equal. Also returns the hulls of all boxes. shapes: of torn, ascending.
     """
     is_torn = np.isin(found.boxes.key, torn)
     some, rest = np.flatnonzero(is_torn), np.flatnonzero(~is_torn)
@@ -163,8 +163,8 @@ def _cut(found: _Found, held: _Held, torn: Ints, shapes: Ints) -> tuple[_Found, 
 
 
 def _needed(tables: Tables, found: _Found, held: _Held, partial: bool) -> tuple[npt.NDArray[np.bool_], Ints]:
-    """Of each group, whether no other mesh has all of it whole, and more than it; and the parameters of groups that are
-    needed and have holes: none, unless partial.
+    """For each group, whether no other mesh has all of it whole, and more than it; and the parameters of needed groups
+    that have holes: none, unless partial.
     """
     hulls, boxes = held.hulls, found.boxes
     holes, claims = faults(Boxes(held.group, boxes.start, boxes.stop), hulls.start, hulls.stop)
@@ -195,7 +195,7 @@ def _needed(tables: Tables, found: _Found, held: _Held, partial: bool) -> tuple[
 
 
 def _in_mesh(tables: Tables, meshes: Sequence[int]) -> str:
-    """Where there is one."""
+    """Names the mesh, if there is one."""
     return f", in mesh {tables.meshes[meshes[0]]!r}" if len(meshes) == 1 else ""
 
 
@@ -207,11 +207,11 @@ def _error(tables: Tables, fault: Fault, among: str) -> UsageError:
 
 
 def cells_of(forms: Forms, sources: Sources, whole: bool, write_bytes_min: int, task_bytes_max: int) -> Boxes:
-    """Each form cut into cells, which trainers prepare; key: the form.
+    """Cuts each form into cells, which trainers prepare; key: the form.
 
-    They follow the boxes that trainers hold, rounded to whole blocks, so that most need nothing that is elsewhere. They
-    are joined until one has write_bytes_min bytes, as far as there are, and cut along their first dimension until they
-    have task_bytes_max at the trainers, as far as that goes. whole: they are what a mesh holds, all of it.
+    Cells follow the boxes that trainers hold, rounded to whole blocks, so that most need nothing from elsewhere. They
+    are joined until they have write_bytes_min bytes, as far as possible, and cut along their first dimension down to
+    task_bytes_max at the trainers, as far as possible. whole: each cell is everything that a mesh holds.
     """
     count = len(forms.param)
     block = np.maximum(forms.block, 1)

@@ -23,7 +23,7 @@ _SAME = 0.25  # a speed that changed by less is the one that it was: plans are n
 
 
 def check_speeds(speeds: Mapping[int, float]) -> None:
-    """UsageError for a speed that is none."""
+    """UsageError for an invalid speed."""
     if not isinstance(speeds, Mapping):
         raise UsageError(f"speeds is {speeds!r}, must be speeds by rank, such as {{0: 0.5}}")
     check_numbers(**{f"speeds: that of trainer {rank}": speed for rank, speed in speeds.items()})
@@ -33,9 +33,9 @@ def check_speeds(speeds: Mapping[int, float]) -> None:
 
 
 def costs_of(ranks: tuple[int, ...], speeds: Mapping[int, float]) -> Ints:
-    """What a byte costs at each trainer, whole numbers; those not named have speed 1.
+    """The cost of a byte at each trainer, as whole numbers; those not named have speed 1.
 
-    UsageError for a trainer that is not there.
+    UsageError for an unknown trainer.
     """
     check_speeds(speeds)
     if unknown := sorted(set(speeds) - set(ranks)):
@@ -47,13 +47,13 @@ def costs_of(ranks: tuple[int, ...], speeds: Mapping[int, float]) -> Ints:
 
 
 def written_bytes(plan: Plan) -> dict[int, int]:
-    """What each trainer writes in an update."""
+    """Bytes that each trainer writes in an update."""
     sender = np.searchsorted(plan.trainers, plan.tasks["trainer"][plan.writes["task"]])
     return _sums(plan, sender, plan.writes["nbytes"])
 
 
 def moved_bytes(plan: Plan) -> dict[int, int]:
-    """What goes out of each trainer in an update: what it writes, and what others read from it."""
+    """Bytes that leave each trainer in an update: what it writes, and what others read from it."""
     written, gathers = written_bytes(plan), plan.gathers
     if not len(gathers):
         return written
@@ -72,13 +72,15 @@ def _sums(plan: Plan, trainer: Ints, nbytes: Ints) -> dict[int, int]:
 def measured(
     moved: Mapping[int, int], busy_s: Mapping[int, float], known: Mapping[int, float], straggler_ratio: float
 ) -> dict[int, float]:
-    """Speeds of the trainers that are slow, after an update; 1 is the median's, the others are not in it.
+    """Speeds of the slow trainers after an update, relative to the median; trainers that are not slow are left out.
 
-    moved: moved_bytes(). busy_s: of each trainer, while it converted or wrote: not what it waited for others.
-    known: the speeds that the update was planned with.
-    A trainer becomes slow when it was busy straggler_ratio times as long as the median, and its bytes took that many
-    times as long as well: who is late only because it has more to do is not slow. It stays so while the latter holds.
-    One that had nothing to do is as it was. A speed that moved by less than a quarter is as it was.
+    moved: moved_bytes(). busy_s: time that each trainer spent converting or writing, excluding waits for others. known:
+    the speeds that the update was planned with.
+
+    A trainer becomes slow when it was busy straggler_ratio times as long as the median, and each of its bytes took that
+    many times as long as well: one that is late only because it has more to do is not slow. It stays slow while the
+    latter holds. The speed of a trainer that had nothing to do, or that changed by less than a quarter, stays as it
+    was.
     """
     rates = {rank: moved[rank] / busy_s[rank] for rank in busy_s if moved.get(rank) and busy_s[rank] > 0}
     if not rates:
@@ -96,9 +98,9 @@ def measured(
 
 
 class Pace:
-    """What a controller knows of its trainers' speeds. Threads: one.
+    """A controller's record of its trainers' speeds. Threads: one.
 
-    given: PlanOptions.speeds, which stay. straggler_ratio: as of measured(), or None: nothing is measured.
+    given: PlanOptions.speeds, which do not change. straggler_ratio: as in measured(), or None: nothing is measured.
     """
 
     def __init__(self, given: Mapping[int, float], straggler_ratio: float | None) -> None:
@@ -111,12 +113,12 @@ class Pace:
         self._measured: dict[int, float] = {}
 
     def of(self, ranks: Iterable[int]) -> dict[int, float]:
-        """To plan with: of these trainers, those that are not as fast as the others."""
+        """The speeds to plan with: those of these trainers that are not as fast as the others."""
         known = self._measured | self._given
         return {rank: known[rank] for rank in sorted(ranks) if rank in known}
 
     def note(self, plan: Plan, busy_s: Mapping[int, float]) -> None:
-        """An update was done by this plan. busy_s: as of measured()."""
+        """Records an update that was done by this plan. busy_s: as in measured()."""
         if self._ratio is not None:
             self._measured = measured(moved_bytes(plan), busy_s, self._measured, self._ratio)
 

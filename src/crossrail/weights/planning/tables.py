@@ -20,7 +20,7 @@ _QUANTISED = [dtype_code(name) for name in QUANTISED]
 
 
 class Side(NamedTuple):
-    """Holdings of all processes of one role; name and mesh number those of all. rank: of each row."""
+    """Holdings of all processes of one role; name and mesh are global numbers. rank: of each row."""
 
     rows: npt.NDArray[Any]
     rank: Ints
@@ -36,7 +36,7 @@ class Tables(NamedTuple):
 
 
 class Wants(NamedTuple):
-    """What the targets are to receive: holdings of values, and of scales, of forms.
+    """What the targets are to receive: their holdings of values and scales, by form.
 
     row: of the target side. form: its number. scales: bool. start, stop: as in the row.
     """
@@ -115,7 +115,7 @@ def check_meshes(tables: Tables, groups: Sequence[Sequence[str]]) -> None:
 
 
 def match(tables: Tables, ignore: Sequence[str]) -> tuple[Forms, Wants]:
-    """What is to be made of which parameter, and for whom.
+    """The forms to make of each parameter, and for whom.
 
     ignore: names that trainers hold and no target wants.
     """
@@ -186,7 +186,7 @@ def _blocks(tables: Tables, param: Ints, scales: npt.NDArray[np.bool_], wanted: 
 
 
 def _check_covered(tables: Tables, param: Ints, scales: npt.NDArray[np.bool_], values: Ints, block: Ints) -> None:
-    """Each block of values that become fp8 has its scale, once, at the same target."""
+    """Checks that each block of values that become fp8 has exactly one scale, at the same target."""
     rows, rank = tables.target
     key = rank * len(tables.names) + param
     of = np.flatnonzero(scales)[np.argsort(key[scales], kind="stable")]
@@ -204,7 +204,7 @@ def _check_covered(tables: Tables, param: Ints, scales: npt.NDArray[np.bool_], v
 
 
 def _check_extra(tables: Tables, used: Ints, ignore: Sequence[str]) -> None:
-    """Trainers hold what nobody wants: a mistake, unless told to ignore it, or it is another name of what is wanted."""
+    """Refuses parameters that nobody wants: a mistake, unless ignored, or merely another name of a wanted one."""
     rows, rank = tables.source
     extra = ~np.isin(rows["name"], used)
     place = [rank, rows["region"], rows["offset"]]

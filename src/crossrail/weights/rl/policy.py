@@ -27,7 +27,7 @@ _MEETING_S = 300.0
 
 
 class Learned(NamedTuple):
-    """Of one step, over all shards' rollouts. gap: how far log probabilities are from the sampler's; a mean."""
+    """Results of one step, over all shards' rollouts. gap: mean distance of log probabilities from the sampler's."""
 
     loss: float
     gap: float
@@ -55,7 +55,7 @@ class PolicyTrainer:
         self._addresses = self._shard_addresses()
 
     def memory(self, engine: xr.Engine) -> WeightMemory:
-        """Where this shard lies: it is updated in place."""
+        """This shard's memory: it is updated in place."""
         memory, names = WeightMemory(engine, "trainer", self._rank), names_of(CONFIG)
         for name, tensor in self._model.named_parameters():
             add_tensor(memory, names, name, tensor)

@@ -29,7 +29,7 @@ Config = Mapping[str, Any]
 
 
 class Key(NamedTuple):
-    """A tensor of a tensor-parallel rank. What all of them have is there once, as that of rank 0."""
+    """A tensor of a tensor-parallel rank. Tensors that all ranks share exist once, under rank 0."""
 
     rank: int
     name: str
@@ -117,7 +117,7 @@ class Policy:
         return sum(self._heads(f"{at}self_attn.", rank, states) for rank in range(self._tp))
 
     def _heads(self, at: str, rank: int, states: Tensor) -> Tensor:
-        """What this rank's heads add."""
+        """The contribution of this rank's heads."""
         config = self._config
         wide = config["head_dim"]
         heads, kv_heads = (config[name] // self._tp for name in ("num_attention_heads", "num_key_value_heads"))

@@ -7,7 +7,7 @@ from typing import Any
 
 from msgspec import Struct
 
-# As in a config.json. Six experts are uneven over four shards: one of them has none. Rows and columns are multiples of
+# As in a config.json. Six experts are uneven over four shards: one shard has none. Rows and columns are multiples of
 # 128, so that fused tensors of one rank have whole fp8 blocks.
 CONFIG: dict[str, Any] = {
     "model_type": "qwen3_moe",
