@@ -1,8 +1,8 @@
 """A meaningless mixture of experts for demos and measurements: names and shards of real models, any size.
 
 Trainers shard every parameter by rows, as FSDP does. One kind of inference rank has two tensor-parallel halves with
-fused projections and stacked experts, in bfloat16; another has everything in fp8 with block scales. Weights of a
-version are a function of its number, so whoever holds a part of them can check it.
+fused projections and stacked experts, in bfloat16; another has everything in fp8 with block scales. A version's weights
+are a function of its number, so any holder of a part can check it.
 """
 
 from __future__ import annotations

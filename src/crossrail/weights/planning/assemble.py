@@ -132,9 +132,9 @@ def _hull(cells: Boxes, cell: Ints, block: Ints, slices: Slices, task: Ints) -> 
 
 
 def _outputs(tasks: Any, parts: Any, slices: Slices, task: Ints) -> tuple[Any, Ints]:
-    """How each task's buffer is laid out, and where in it each slice begins.
+    """The layout of each task's buffer, and where in it each slice begins.
 
-    Slices that are a run of their part in C order are ranges of one output, which is all of them; each other box is an
+    Slices that are contiguous in their part in C order are ranges of one output, the whole part; every other box is an
     output of its own.
     """
     block = np.maximum(parts["block"], 1)
@@ -161,10 +161,10 @@ def _outputs(tasks: Any, parts: Any, slices: Slices, task: Ints) -> tuple[Any, I
 
 
 def _gathers(joined: Tables, sources: Sources, tasks: Any, parts: Any, ranks: Ints, cost: Ints, sent: Ints) -> Any:
-    """Each part from as few others as there are: of each hull from one mesh, the sender's own where it has it.
+    """Gathers each part from as few others as possible: each hull from one mesh, the sender's own if it has it.
 
-    Of each box from the sender itself where it holds it, else from the holder that has the fewest bytes so far. sent:
-    bytes that each trainer (of ranks, ascending) writes to targets.
+    Each box comes from the sender itself if it holds it, else from the holder with the fewest bytes so far. sent: bytes
+    that each trainer (of ranks, ascending) writes to targets.
     """
     rows, rank = joined.source
     pairs = overlaps(Boxes(parts["param"].astype(np.int64), parts["start"], parts["stop"]), sources.boxes)

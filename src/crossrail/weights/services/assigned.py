@@ -13,12 +13,11 @@ from crossrail.weights.step.task import ReadyTask
 
 
 class Assigned:
-    """An assignment. Made empty; filled by open() and then make(), which any one thread may run. The others may look
-    meanwhile.
+    """An assignment. Made empty; filled by open() and then make(), which any one thread may run while others read it.
 
-    plan: which; attempt: for which. data: packed, of messages.Assignment. gone, groups, meets_first: as there.
-    tasks: those that are ready so far, all once is_ready. trainers: addresses by rank. peers, targets: descriptors by
-    rank and region, of targets by rank, buffer and region.
+    plan: which plan; attempt: for which attempt. data: packed, from messages.Assignment, as are gone, groups,
+    meets_first. tasks: those that are ready so far, all of them once is_ready. trainers: addresses by rank. peers,
+    targets: descriptors by rank and region, of targets by rank, buffer and region.
     """
 
     def __init__(self, plan: str, attempt: int, data: bytes, rank: int) -> None:
@@ -53,8 +52,8 @@ class Assigned:
         }
 
     def make(self, far: Collection[int] = ()) -> None:
-        """Takes some 10 us for each task. far: as in ready_tasks(). UsageError for a part that is none, for casts that
-        there are not, and once it is dropped.
+        """Takes some 10 us per task. far: as in ready_tasks(). UsageError for an invalid part, for unknown casts, and
+        after drop().
         """
         for task in ready_tasks(Plan.from_bytes(self._part), self._rank, far):
             self._check_wanted()
@@ -63,7 +62,7 @@ class Assigned:
         self.is_ready = True
 
     def drop(self) -> None:
-        """Nobody wants this assignment any more: open() and make() end early. Any thread."""
+        """The assignment is not wanted any more: open() and make() end early. Any thread."""
         self._is_dropped = True
 
     def _check_wanted(self) -> None:

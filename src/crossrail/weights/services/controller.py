@@ -45,7 +45,7 @@ _LAG_S = 5.0  # that a question outlives the update which asks it: the update's 
 _NAMED = 8  # of those who are gone
 _T = TypeVar("_T")
 
-# Of all controllers that a mailbox has had: members know a controller by its address, and take no number twice.
+# By mailbox, for all of its controllers: members know a controller by its address, and accept no number twice.
 _attempts: weakref.WeakKeyDictionary[Mailbox, int] = weakref.WeakKeyDictionary()
 
 Stage = Literal["plan", "ready", "open", "write"]
@@ -80,7 +80,7 @@ class WeightController:
         self._roster = Roster(mailbox, self._options.evict_s, lambda: self.version, self._on_out)
         self._planned: list[Member] = []  # those whom the current plan is for
         self._attempt = _attempts.setdefault(mailbox, 0)
-        self._has_begun = False  # a trainer may have been told to write, in this attempt
+        self._has_begun = False  # in this attempt a trainer may have been told to write
         self._under_way: int | None = None  # the version
         self._lost: asyncio.Future[None] | None = None  # of the update under way: somebody of it went
         self._late = Late(mailbox)
@@ -136,7 +136,7 @@ class WeightController:
                 "has failed is under way until it is aborted everywhere"
             )
         self._under_way = version
-        # In a task of its own, which is cancelled once: whoever cancels us again does not wait for its end.
+        # In a task of its own, which is cancelled once: a second cancellation does not wait for its end.
         task = asyncio.ensure_future(self._update(version, timeout_s, on_progress or _unseen))
         task.add_done_callback(self._over)
         try:
@@ -210,7 +210,7 @@ class WeightController:
         return report
 
     async def _in_time(self, work: Awaitable[None], deadline_at_s: float) -> bool:
-        """Whether it was done by then. Ends early when somebody of it goes."""
+        """Whether the work was done in time. Ends early when a participant is lost."""
         loop = asyncio.get_running_loop()
         task = asyncio.ensure_future(work)
         overdue = loop.create_future()
@@ -234,7 +234,7 @@ class WeightController:
         return False
 
     async def _roll_call(self, left_s: float, report: UpdateReport) -> None:
-        """Leaves out who is gone, while the update can go on without: our engine may not have noticed yet."""
+        """Leaves out members that are gone, if possible: our engine may not have noticed yet."""
 
         async def call(member: Member) -> None:
             try:
@@ -256,7 +256,7 @@ class WeightController:
         await self._roll_call(deadline_at_s - loop_time_s(), report)
         begun = loop_time_s()
         members = self._roster.all()
-        taking_part = {str(member) for member in members}  # also who has joined again already
+        taking_part = {str(member) for member in members}  # including those that have joined again already
         report.left_out = [name for name in report.left_out if name not in taking_part]
         speeds = self._pace.of(member.rank for member in members if member.role == "trainer")
         if self.plan is None or members != self._planned or speeds != self._speeds:
@@ -297,7 +297,7 @@ class WeightController:
         on_progress("write", whole, whole)
 
     def _imm_of(self, attempt: int) -> int:
-        """What writes of an attempt count on; the next number is the barrier's. Other controllers begin elsewhere."""
+        """The immediate of an attempt's writes; the next number is the barrier's. Other controllers start elsewhere."""
         first = int.from_bytes(self._mailbox.wire.identity(self.address)[:8], "little")
         return self._options.imm_first + 2 * ((first + attempt) % ATTEMPTS)
 
@@ -309,7 +309,7 @@ class WeightController:
         went = dict(self._roster.went)
         meshes = {mesh for trainer in trainers for mesh in trainer.meshes}
         self._meshes |= meshes
-        gone = self._meshes - meshes  # no mistake: others may hold the same, and the update goes on
+        gone = self._meshes - meshes  # no error: others may hold the same, and the update goes on
         ranks = {trainer.rank for trainer in trainers}
         partial = self._plan_options.partial or not self._trainers <= ranks
         wanted = {target.rank: target.names for target in targets}
@@ -342,7 +342,7 @@ class WeightController:
     async def _stage(
         self, members: list[Member], question: Callable[[Member], object], answer: type[_T], timeout_s: float
     ) -> list[_T]:
-        """Like _all(), for an update that ends within timeout_s; remembers who has not answered yet."""
+        """Like _all(), within timeout_s of the update's begin; remembers who has not answered yet."""
 
         def asked(member: Member) -> object:
             words = question(member)
@@ -361,7 +361,7 @@ class WeightController:
         answered: Callable[[Member], object] = lambda _: None,
         failed: Callable[[Member], object] = lambda _: None,
     ) -> list[_T]:
-        """Everybody's answer; the first that fails ends it, and is named. answered, failed: told who has."""
+        """Everybody's answer; the first failure ends it, and is named. answered, failed: told which members have."""
 
         async def one(member: Member) -> _T:
             try:
@@ -407,8 +407,8 @@ class WeightController:
         self._roster.gone = []
 
     async def _abort(self, why: str) -> None:
-        """Ends an attempt everywhere, and leaves out whoever does not answer that."""
-        self.plan = None  # descriptors of inference ranks change, and somebody may be missing
+        """Ends an attempt everywhere, and leaves out members that do not confirm it."""
+        self.plan = None  # descriptors of inference ranks change, and a member may be missing
         abort = m.Abort(self._attempt, clipped(why), self._has_begun)
         told = await self._tell(self._roster.all(), abort, m.Aborted, self._roster.drop)
         for member, answer in told.items():
@@ -422,8 +422,8 @@ class WeightController:
         self._planned = []
 
     async def _commit(self, version: int, report: UpdateReport, begun_s: float) -> None:
-        """All is everywhere: who cannot be told any more does not undo it for the others. Trainers are told last:
-        where publish() returns, ranks have switched. UpdateFailed, everywhere, when none has answered.
+        """Everything has arrived everywhere: members that cannot be told so do not undo it for the others. Trainers are
+        told last: when publish() returns, ranks have switched. UpdateFailed, everywhere, if no rank has answered.
 
         Counts the update, which began at begun_s: whoever waits for this may be cancelled.
         """
@@ -449,8 +449,8 @@ class WeightController:
     async def _tell_planned(
         self, planned: list[Member], message: object, answer: type[_T], why: dict[Member, str]
     ) -> set[Member]:
-        """Those of them who have answered. why: of each of the others. A trainer that has joined anew is told too: its
-        publish() goes on, while an inference rank has ended what it was in.
+        """Returns the members that have answered. why: reasons of the others. A trainer that has joined anew is told
+        too: its publish() goes on, while an inference rank has ended the attempt.
         """
         there: dict[Member, Member] = {}
         for member in planned:
@@ -491,7 +491,7 @@ class WeightController:
 
     @asynccontextmanager
     async def _watching(self, trainers: list[Member], show: Callable[[list[m.Progress]], None]) -> AsyncIterator[None]:
-        """Asks trainers now and then how far they are. What `show` raises ends the update, as if somebody had gone."""
+        """Asks trainers at intervals for their progress. Whatever `show` raises ends the update, like a lost member."""
 
         async def ask() -> None:
             while True:
@@ -535,10 +535,10 @@ def _unseen(_stage: Stage, _done: int, _whole: int) -> None:
 
 
 async def _together(works: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
-    """What all of them return. The first that fails ends the others, and its failure is raised when they have ended."""
+    """All of their results. The first failure cancels the others, and is raised when they have ended."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
-        # Not gather(): who is cancelled in it as one of these fails gets that failure, and may go on with it.
+        # Not gather(): it raises a failure that coincides with our cancellation, and the caller may go on.
         if tasks:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         for task in tasks:
@@ -552,7 +552,7 @@ async def _together(works: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
 
 
 async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
-    """Awaits it also when we are cancelled meanwhile, and then is cancelled. A second time it goes on without us."""
+    """Awaits the work even if we are cancelled, and then raises that. After a second time it goes on without us."""
     task = asyncio.ensure_future(work)
     task.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen, also where we are cancelled
     await _ended(task)
@@ -560,7 +560,7 @@ async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
 
 
 async def _ended(task: asyncio.Future[Any]) -> None:
-    """As _to_its_end(), of what has begun, however it ends."""
+    """Like _to_its_end(), for work that has begun, however it ends."""
     try:
         await asyncio.wait([task])
     except asyncio.CancelledError:

@@ -7,10 +7,10 @@ from crossrail.errors import CrossrailError, WaitTimeout
 
 
 def fence(regions: list[xr.Region], timeout_s: float) -> None:
-    """Locks peers out of all of these regions, which have new descriptors then, and takes them out of the list.
+    """Locks peers out of all of these regions, which get new descriptors, and removes them from the list.
 
-    Those of which it could not stay in it, and the first of them raises. Once one has taken timeout_s, the others get
-    no more time. Blocks; any thread.
+    Regions for which this fails stay in the list, and the first failure is raised. Once one has taken timeout_s, the
+    others get no more time. Blocks; any thread.
     """
     left: list[xr.Region] = []
     first: CrossrailError | None = None

@@ -22,7 +22,7 @@ def new_future() -> asyncio.Future[None]:
 
 
 def is_true(task: asyncio.Task[bool]) -> bool:
-    """What has ended came to that."""
+    """Whether the task has ended with True."""
     return not task.cancelled() and task.exception() is None and task.result()
 
 

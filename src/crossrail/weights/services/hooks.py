@@ -28,8 +28,7 @@ def no_hook(_version: int) -> None:
 class Hooks:
     """The hooks of one inference rank. Threads: that of the event loop.
 
-    running: the call that runs, as text; "": none does.
-    tasks: that call hooks, until they have ended; those that were given to keep().
+    running: the call in progress, as text; "": none. tasks: running tasks that call hooks, and those passed to keep().
     """
 
     def __init__(self, rank: int, pause: Hook, resume: Hook) -> None:
@@ -41,8 +40,8 @@ class Hooks:
         self._call: object = None  # that runs: what _call_of has in it
 
     async def call_pause(self, version: int, on_call: Callable[[], None]) -> None:
-        """Once all earlier calls have ended; on_call() is called right before. What the hook raises is logged, and a
-        CrossrailError; so with call_resume().
+        """Calls pause() after all earlier calls have ended, and on_call() right before it. What the hook raises is
+        logged, and raised as a CrossrailError; likewise in call_resume().
         """
         await self._in_turn("pause", self.pause, version, on_call)
 
@@ -50,7 +49,7 @@ class Hooks:
         await self._in_turn("resume", self.resume, version, _nothing)
 
     def is_within(self) -> bool:
-        """Whether the hook that runs has called us, in its own task or in one of those that it has made."""
+        """Whether we are called by the running hook, in its own task or in one that it has created."""
         return self._call is not None and _call_of.get() is self._call
 
     def keep(self, task: asyncio.Task[None]) -> None:

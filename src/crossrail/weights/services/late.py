@@ -16,10 +16,10 @@ _STOOD_S = 1.0  # more than what is slow of a busy loop
 
 
 class Late:
-    """Who has not answered yet what an update waits for; one update after the other. Threads: the event loop's.
+    """Which members an update is still waiting for; one update after the other. Threads: the event loop's.
 
-    own: what the controller has not done yet, in words; "" while it waits for others. over_s: for how long the time of
-        the update had been up when its event loop got to see it.
+    own: what the controller itself has not done yet, in words; "" while it waits for others. over_s: for how long the
+    update's time had been up when the controller's event loop noticed.
     """
 
     def __init__(self, mailbox: Mailbox) -> None:
@@ -44,9 +44,10 @@ class Late:
         self._failed = self._failed or member
 
     async def who(self, version: int, others: Sequence[Member]) -> str:
-        """When its time is up: ": trainer 1 has not ..". Who only waits for another is named when no other is.
+        """For an update whose time is up: ": trainer 1 has not ..". Members that merely wait for others are named only
+        if there is nobody else to name.
 
-        others: who may keep trainers waiting, as these write to them.
+        others: inference ranks, which may keep trainers waiting that write to them.
         """
         if self.over_s > _STOOD_S:  # nobody else is to blame
             return (
@@ -78,7 +79,7 @@ class Late:
         return f"; {_listed(words)}" if words else ""
 
     async def _missing(self, trainers: Sequence[Member], version: int) -> list[str]:
-        """Why each does not take part; "" for one whose publish() is under way."""
+        """Why each trainer does not take part; "" for one whose publish() is in progress."""
 
         async def why(member: Member) -> str:
             far = await self._progress_of(member)

@@ -29,12 +29,12 @@ _AGAIN_S, _AGAIN_MAX_S = 1.0, 30.0
 _JOIN_AGAIN_S = 600.0
 _ANSWERED_S = 1.0  # a controller that lives takes an answer in less
 
-# Of all members that a mailbox has had: a controller knows them by its address.
+# By mailbox, for all of its members: a controller knows them by its address.
 _words: weakref.WeakKeyDictionary[Mailbox, int] = weakref.WeakKeyDictionary()
 
 
-# Not closed yet: one for a mailbox, since another would take over messages that are for it.
-# By the mailbox's id, which is its alone as long as the membership keeps it. Any thread.
+# Open memberships, one per mailbox, since another one would take over its messages. By the mailbox's id, which is
+# unique while the membership keeps it alive. Any thread.
 _memberships: weakref.WeakValueDictionary[int, Membership] = weakref.WeakValueDictionary()
 
 
@@ -111,7 +111,9 @@ def assigns_of(
 
 
 def packed_inventory(memory: WeightMemory) -> bytes:
-    """Of Join. Registers what is not registered. Blocks: a second and more for tens of thousands of arrays."""
+    """The inventory for Join. Registers memory that is not registered yet. Blocks: a second or more for tens of
+    thousands of arrays.
+    """
     return m.packed(memory.inventory().to_bytes())
 
 
@@ -159,12 +161,11 @@ async def until_reached(
 
 
 class Membership:
-    """Whether a trainer or inference rank takes part, as far as it knows itself; if it was left out, it joins again.
+    """Whether a trainer or inference rank takes part, as far as it knows; if it was left out, it joins again.
 
-    join: its own, to the controller of an address, within so many seconds. closed_why: why it takes part no more, ""
-        while it does; broken_why: why its memory cannot be used any more. on_out: called once out_why says why joining
-        has failed. Threads: the event loop's.
-    UsageError for a mailbox that another one has; it has it until close().
+    join: joins the controller at an address, within so many seconds. closed_why: why it no longer takes part, "" while
+    it does; broken_why: why its memory cannot be used any more. on_out: called once out_why says why joining has
+    failed. Threads: the event loop's. UsageError for a mailbox of another membership, which keeps it until close().
     """
 
     def __init__(
@@ -184,7 +185,7 @@ class Membership:
         self._controller = b""
         self.out_why = ""  # why it takes no part in updates, where it was not the one to end that
         self._join_number = 0
-        self._joining: asyncio.Task[None] | None = None  # again, by itself
+        self._joining: asyncio.Task[None] | None = None  # joins again after being left out
         self._asking: set[asyncio.Future[None]] = set()  # each join() under way that somebody has called
         self._answering: set[asyncio.Task[Any]] = set()
         other = _memberships.setdefault(id(mailbox), self)
@@ -206,8 +207,9 @@ class Membership:
         self._stop()
 
     def handle(self, handlers: Mapping[type, Handler], while_whole: dict[type, Handler]) -> None:
-        """Takes these questions from the mailbox, and RollCall. What is closed answers Closed to them; and to those of
-        while_whole and RollCall what has lost its memory, or has left, does, which still ends what it has begun.
+        """Handles these questions and RollCall. Once closed, the member answers Closed to all of them. If it has lost
+        its memory, or has left, it answers Closed to RollCall and to those in while_whole, but still ends what it has
+        begun.
         """
 
         def unless(handler: Handler, why: Callable[[], str]) -> Handler:
@@ -224,12 +226,14 @@ class Membership:
             )
 
     async def _on_roll_call(self, sender: bytes, _: m.RollCall) -> m.Taken | m.Closed:
-        """Who has joined another controller is gone to this one, which leaves it out before anybody opens."""
+        """A member that has joined another controller is gone for this one, which leaves it out before
+        anybody opens.
+        """
         return m.Taken() if sender == self._controller else m.Closed(f"{self._who} has joined another controller")
 
     def answer_before_close(self) -> None:
-        """Of the question that this task is to answer. Whoever has heard of a commit may close everything at once, and
-        without its answer the controller has to take the version as lost here.
+        """Makes answered() wait for this task's answer. Whoever hears of a commit may close everything at once, and
+        without this answer the controller would consider the version lost here.
         """
         task = asyncio.current_task()
         assert task is not None
@@ -244,21 +248,22 @@ class Membership:
     def close(self) -> None:
         """Like end(); afterwards another member may use the mailbox."""
         self.end()
-        if _memberships.get(id(self._mailbox)) is self:  # close() may be called again, after another one has it
+        # Close() may be called again when another membership has the mailbox.
+        if _memberships.get(id(self._mailbox)) is self:
             del _memberships[id(self._mailbox)]
 
     @property
     def is_again(self) -> bool:
-        """Whether the join() that runs is one by itself."""
+        """Whether the join() in progress is an automatic one."""
         return self._joining is not None and self._joining is asyncio.current_task()
 
     async def ask_to_join(
         self, controller: bytes, inventory: bytes, timeout_s: float, spare: list[bytes] | None = None, *, is_again: bool
     ) -> None:
-        """Asks to join; answers to earlier joins do not count any more. A controller that our engine has given up is
-        looked for anew: it may have been frozen or cut off.
+        """Asks to join; answers to earlier joins no longer count. If our engine has given up the controller, it is
+        tried anew: it may have been frozen or cut off.
 
-        is_again: as of Join. Raises MemberRefused, NoAnswer, Unreachable.
+        is_again: as in Join. Raises MemberRefused, NoAnswer, Unreachable.
         """
         self._takes_part, self.out_why = True, ""
         self._join_number = next_word(self._mailbox)
@@ -288,8 +293,8 @@ class Membership:
 
     @asynccontextmanager
     async def asking(self) -> AsyncIterator[None]:
-        """While a join() is under way: one by itself comes after it, else the controller would take that one
-        alone, and the caller would hear that it has joined anew.
+        """Wraps a join() of the user's: an automatic one has to wait for it. Otherwise the controller would accept only
+        that one, and the caller would be told that it has joined anew.
         """
         if self.is_again:
             yield
@@ -303,8 +308,8 @@ class Membership:
             answered.set_result(None)
 
     def displaced(self, why: str, number: int) -> bool:
-        """The controller says so: another has joined under its rank since its Join of this number. It does not join
-        again by itself. Whether that is news: it may have joined anew since.
+        """The controller says that another process has joined under this rank since our Join of this number. We do not
+        join again automatically. Returns whether that is news: we may have joined anew since.
         """
         if not self._takes_part or number < self._join_number:
             return False
@@ -314,13 +319,13 @@ class Membership:
         return True
 
     def left_out(self, told: m.Evicted, controller: bytes, before: Callable[[], Awaitable[None]] = _nothing) -> None:
-        """The controller has told it so. before: runs before it joins again."""
+        """The controller says that we were left out. before: runs before we join again."""
         if not self._takes_part:
             return
         log.warning("%s was left out: %s; it joins again", self._who, told.reason)
         is_joining = self._joining is not None and not self._joining.done()
         if is_joining and told.number == self._join_number:
-            # That Join has been taken, and was in vain already: its answer, still on the way, would end this.
+            # That Join was accepted, and has already proved useless: its answer, if still in flight, would end this.
             self._stop()
             is_joining = False
         if not is_joining:

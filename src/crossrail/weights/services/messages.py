@@ -60,11 +60,11 @@ def in_pieces(data: bytes) -> list[bytes]:
 
 
 class Join(Struct, frozen=True, tag=True):
-    """A trainer or inference rank offers itself. inventory: packed(Inventory.to_bytes()).
+    """A trainer or inference rank registers. inventory: packed(Inventory.to_bytes()).
 
-    number: of its Joins and Leaves, ascending: messages overtake each other, and the last that it said counts.
-    spare: of an inference rank that is double-buffered, its second memory: a descriptor for each region.
-    is_again: it was left out, and joins again by itself; refused while another has its rank.
+    number: of its Joins and Leaves, ascending: messages may overtake each other, and the last one sent counts. spare:
+    of a double-buffered inference rank, its second memory: a descriptor for each region. is_again: it was left out, and
+    joins again automatically; refused while another process has its rank.
     """
 
     number: Count
@@ -86,7 +86,7 @@ class JoinRefused(Struct, frozen=True, tag=True):
 
 
 class Leave(Struct, frozen=True, tag=True):
-    """Whoever sends this goes, and is in no plan any more. number: as of Join."""
+    """The sender leaves, and is in no plan any more. number: as in Join."""
 
     number: Count
 
@@ -168,7 +168,7 @@ class Taken(Struct, frozen=True, tag=True):
 
 
 class Open(Struct, frozen=True, tag=True):
-    """Make ready for a version: its writes count on `imm`. They come within timeout_s, or it has failed."""
+    """Get ready for a version, whose writes count on `imm`. They arrive within timeout_s, or the update has failed."""
 
     version: Version
     attempt: Attempt
@@ -178,8 +178,8 @@ class Open(Struct, frozen=True, tag=True):
 
     @property
     def say_why_s(self) -> float:
-        """How long before the end of its time this is given up: what holds it up is said while the controller still
-        listens, also on busy hosts.
+        """How long before its deadline the request is given up: the reason for the delay must reach the controller
+        while it still listens, even on busy hosts.
         """
         return max(0.05 * self.timeout_s, min(0.25 * self.timeout_s, 0.5))
 
@@ -216,11 +216,11 @@ class Await(Struct, frozen=True, tag=True):
 
 
 class Whole(Struct, frozen=True, tag=True):
-    """They have."""
+    """All writes have been counted."""
 
 
 class Commit(Struct, frozen=True, tag=True):
-    """To an inference rank: all of them have all of it; this version is the current one now. To a trainer: those that
+    """To an inference rank: all ranks have everything; this version is now the current one. To a trainer: those that
     could be told have switched to it.
     """
 
@@ -229,9 +229,9 @@ class Commit(Struct, frozen=True, tag=True):
 
 
 class Abort(Struct, frozen=True, tag=True):
-    """This attempt has failed. Answered once nothing of it can land any more, or is written.
+    """This attempt has failed. Answered once nothing of it can land any more, or is being written.
 
-    has_begun: False: no trainer was told to write, and none will be. Who does not say may have told them.
+    has_begun: False: no trainer was told to write, and none will be. By default one may have been.
     """
 
     attempt: Attempt
@@ -256,7 +256,9 @@ class Evicted(Struct, frozen=True, tag=True):
 
 
 class Closed(Struct, frozen=True, tag=True):
-    """The answer of whoever lives and takes part no more, to any question: it, or its memory, was closed."""
+    """The answer, to any question, of a member that is alive and no longer takes part: it, or its memory,
+    was closed.
+    """
 
     reason: Text
 
@@ -266,7 +268,7 @@ class RollCall(Struct, frozen=True, tag=True):
 
 
 class AskProgress(Struct, frozen=True, tag=True):
-    """How far is it?"""
+    """Asks for the trainer's progress."""
 
 
 class Progress(Struct, frozen=True, tag=True):

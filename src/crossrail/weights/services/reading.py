@@ -12,7 +12,7 @@ from crossrail.weights.inventory.memory import WeightMemory
 
 @dataclass(frozen=True)
 class Reading:
-    """Weights of one version. regions: where they lie, as many and as long as those of the memory's inventory."""
+    """Weights of one version. regions: where they are, corresponding to those of the memory's inventory."""
 
     version: int
     regions: Sequence[xr.Region]

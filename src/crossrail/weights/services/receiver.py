@@ -32,8 +32,8 @@ from crossrail.weights.threads import in_thread
 log = logging.getLogger("crossrail.weights")
 
 _GRACE_S = 5.0  # beyond an update's deadline, for the controller's own word that it failed
-FENCE_S = 30.0  # how long a writer may stand still in a copy until whoever fences it off hears of that
-_FENCE_TURN_S = 1.0  # of that, until whoever else fences gets a turn
+FENCE_S = 30.0  # for how long a writer may be frozen in a copy before fence() reports that
+_FENCE_TURN_S = 1.0  # part of that after which another caller gets its turn to fence
 _FENCE_AGAIN_S, _FENCE_AGAIN_MAX_S = 1.0, 30.0
 
 
@@ -82,7 +82,7 @@ class WeightReceiver(AsyncClosing):
         self._has_joined = False
         self._expected: tuple[str, int] | None = None
         self._attempt: Attempt | None = None
-        self._attempt_max = 0  # attempts up to this one are over, also those whose Open is still on its way
+        self._attempt_max = 0  # attempts up to this one are over, even if their Open is still in flight
         self._kernels: asyncio.Task[None] | None = None  # the last wait for them
         self._fencing = asyncio.Lock()
         self._membership = Membership(
@@ -225,7 +225,7 @@ class WeightReceiver(AsyncClosing):
             await self._mailbox.ask(self._controller, m.Leave(next_word(self._mailbox)), m.Taken, timeout_s)
         except (NoAnswer, Unreachable) as error:
             log.info("inference rank %d left without a word: %s", self.rank, error)
-        # Nobody else says so: the controller forgets who leaves.
+        # Nothing else would report it: the controller forgets members that leave.
         ending = self._mailbox.spawn(self._fail_at_last("it has left"), "ending an update that it has left")
         await asyncio.wait([ending], timeout=max(deadline_at_s - loop_time_s(), 0.0))
 
@@ -241,7 +241,7 @@ class WeightReceiver(AsyncClosing):
         """
         check_seconds(timeout_s=timeout_s)
         self._membership.end()
-        while self._attempt is not None:  # another may have begun by the time that one was fenced off
+        while self._attempt is not None:  # another may have begun while that one was being fenced off
             try:
                 await self._fail("the inference rank is closing", timeout_s)
             except WaitTimeout as error:
@@ -375,7 +375,7 @@ class WeightReceiver(AsyncClosing):
             await asyncio.wait([pausing], timeout=max(deadline_at_s - loop_time_s(), 0.0))
             is_late, hook = not pausing.done(), self._hooks.running or f"pause({attempt.version})"
         finally:
-            if self._attempt is attempt:  # else it was cancelled already, and may be cleaning up
+            if self._attempt is attempt:  # otherwise it was cancelled already, and may be cleaning up
                 pausing.cancel()  # not waited for: whatever hook comes next does that
         self._check_current(attempt)
         if is_late:
@@ -449,7 +449,7 @@ class WeightReceiver(AsyncClosing):
         self._attempt_max = max(self._attempt_max, abort.attempt)
         attempt = self._attempt
         if attempt is not None and attempt.number <= abort.attempt:
-            # One of another number, or another controller's, may be at its writes.
+            # An attempt with another number or controller may be writing.
             if (attempt.number, attempt.controller) == (abort.attempt, sender) and not abort.has_begun:
                 attempt.is_unwritten = True
             await self._fail(abort.reason)
@@ -483,8 +483,8 @@ class WeightReceiver(AsyncClosing):
             self._mailbox.spawn(self._fail_at_last(why), "an overdue update")
 
     async def _fail_at_last(self, why: str) -> None:
-        """As _fail(), but tries again for as long as a writer stands still, which may thaw, or be killed; or a NIC does
-        not register memory anew.
+        """Like _fail(), but keeps trying while a writer is frozen, which may thaw or be killed, or while a NIC refuses
+        to register memory anew.
         """
         attempt, pause_s = self._attempt, _FENCE_AGAIN_S
         while attempt is not None and self._attempt is attempt:
@@ -498,21 +498,21 @@ class WeightReceiver(AsyncClosing):
     async def _fail(self, why: str, timeout_s: float = FENCE_S) -> None:
         """Fences off all writers: returns when nothing of this attempt can land any more.
 
-        Raises WaitTimeout when one stands still in the middle of a copy; it goes on being the current attempt.
-        timeout_s begins now, also while another _fail() tries: they take turns.
+        Raises WaitTimeout if one is frozen in the middle of a copy; the attempt then remains the current one. timeout_s
+        begins now, even while another _fail() is trying: they take turns.
         """
         attempt, left_s = self._attempt, timeout_s
         if attempt is None:
             return
         log.warning("inference rank %d: version %d failed: %s", self.rank, attempt.version, why)
         if attempt.is_paused and self._hooks.is_within():
-            attempt.pausing = None  # pause() itself has called close(), say, and goes on
+            attempt.pausing = None  # for example, pause() itself has called close(), and goes on
         while True:
             asked_at_s = loop_time_s()
             await self._fencing.acquire()
             left_s = max(left_s - (loop_time_s() - asked_at_s), 0.0)
             turn_s = min(left_s, _FENCE_TURN_S)
-            # It goes on when we are cancelled: no other may revoke and renew meanwhile what a thread of ours does.
+            # It continues if we are cancelled: nobody else may revoke and renew while our thread does.
             turn = asyncio.ensure_future(self._fence_and_release(attempt, turn_s))
             try:
                 if await asyncio.shield(turn):
@@ -527,7 +527,7 @@ class WeightReceiver(AsyncClosing):
                     raise
 
     async def _fence_and_release(self, attempt: Attempt, timeout_s: float) -> bool:
-        """A turn of _fail(), which has _fencing. Whether it has ended the attempt; another may have."""
+        """One turn of _fail(), holding _fencing. Returns whether it has ended the attempt; another turn may have."""
         try:
             if self._attempt is not attempt:
                 return False
@@ -559,7 +559,7 @@ class WeightReceiver(AsyncClosing):
         attempt.counter.release(force=True)
 
     def _end_failed(self, attempt: Attempt) -> None:
-        """Whoever uses the weights goes on, if they are whole. Not waited for: that may take its time."""
+        """Resumes the user of the weights, if they are whole. Not awaited: that may take a while."""
         self._end(attempt)
         if attempt.pausing is not None:
             attempt.pausing.cancel()

@@ -1,4 +1,4 @@
-"""What a controller is told when it is made, and what it reports about its updates."""
+"""The options of a controller, and what it reports about its updates."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ class UpdateReport:
 
 @dataclass
 class UpdateTotals:
-    """Of all updates of a controller. written_bytes, stage_s and durations: of those that are done, also where
-    update() was cancelled as they committed.
+    """Totals over all updates of a controller. written_bytes, stage_s and durations: of completed ones, even if
+    update() was cancelled while they committed.
     """
 
     done: int = 0

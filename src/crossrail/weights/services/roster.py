@@ -22,12 +22,11 @@ _NAMED = 16  # of those who have not joined
 
 
 class Roster:
-    """Trainers and inference ranks, by role and rank. Takes Join and Leave from the mailbox.
+    """Trainers and inference ranks, by role and rank. Handles Join and Leave from the mailbox.
 
-    members: those who are there. gone: addresses of those that went since the last plan. went: the trainers among
-    these, by rank, and why.
-    version: asked for what a member is told when it joins. on_out: called with each member that is out, and why.
-    evict_s: how long one that was left out is told so. Threads: the event loop's.
+    members: present ones. gone: addresses of those that left since the last plan. went: the trainers among these, by
+    rank, and why. version: called for the version to report to a joining member. on_out: called with each member that
+    is out, and why. evict_s: for how long we try to tell a member that it was left out. Threads: the event loop's.
     """
 
     def __init__(
@@ -47,11 +46,11 @@ class Roster:
         mailbox.handle(m.Leave, self._on_leave)
 
     def __contains__(self, member: Member) -> bool:
-        """Whether this incarnation of it is there."""
+        """Whether this incarnation of the member is present."""
         return self.members.get((member.role, member.rank)) is member
 
     def now(self, member: Member) -> Member | None:
-        """It, or what it has joined anew as since; None: it is not there, or another has its rank."""
+        """The member, or its later Join; None: it is not present, or another process has its rank."""
         now = self.members.get((member.role, member.rank))
         return now if now is not None and now.address == member.address else None
 
@@ -75,7 +74,7 @@ class Roster:
                 raise WaitTimeout(f"not there within {timeout_s:g} s: {names}", len(wanted) - len(missing), len(wanted))
 
     def lost(self) -> Iterable[Member]:
-        """Those whose engines ours has given up. What was heard of others that it has given up is forgotten."""
+        """Members whose engines ours has given up. Forgets what else was known of peers that it has given up."""
         is_lost = self._mailbox.wire.is_lost
         members = [member for member in self.members.values() if is_lost(member.address)]
         for address in [address for address in self._heard if is_lost(address)]:
@@ -83,8 +82,8 @@ class Roster:
         return members
 
     def drop(self, member: Member, why: str) -> bool:
-        """Out, and told so, that it may join again: it may live. Once: who is told twice joins twice. Whether it was in
-        until now.
+        """Removes a member, and tells it so, since it may be alive and join again. Only once: if told twice it would
+        join twice. Returns whether it was a member until now.
         """
         if member not in self:
             return False
@@ -98,7 +97,9 @@ class Roster:
         return True
 
     def _displace(self, member: Member) -> None:
-        """Another has joined under its rank: it is told, for it may live, and is not to do the same in turn."""
+        """Another process has joined under its rank: tells the member, which may be alive, not to join
+        again in turn.
+        """
         why = f"another {member} has joined"
         self._remove(member, why)
         told = m.Evicted(f"{why}. Next: a rank of its own for each, and join()", displaced=member.number)
@@ -161,8 +162,8 @@ class Roster:
         self._on_out(member, why)
 
     async def _tell_evicted(self, member: Member, evicted: m.Evicted) -> bool:
-        """Until it knows, or another has its place: who was frozen or cut off comes back, also after our engine has
-        given it up. Whether it knows.
+        """Repeats it until the member knows, or another has its place: it may have been frozen or cut off, and return
+        after our engine has given it up. Returns whether it knows.
         """
         knows = False
 

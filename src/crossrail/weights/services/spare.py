@@ -16,10 +16,11 @@ _CLOSE_S = 5.0
 
 
 class ClosingSpare:
-    """What is left of it.
+    """What remains to be done with spare memory.
 
-    version: the one in it that is to be copied into the memory; None: what the memory has stays. Threads: any.
-    Invariant: no region is closed before the copy, which may read it, is over.
+    version: the version in it that has to be copied into the memory; None: the memory stays as it is. Threads: any.
+
+    Invariant: no region is closed before the copy, which may read it, has ended.
     """
 
     def __init__(self, memory: WeightMemory, regions: Sequence[xr.Region], version: int | None) -> None:

@@ -31,7 +31,7 @@ from crossrail.weights.threads import in_thread
 
 log = logging.getLogger("crossrail.weights")
 
-ABORT_S = 1.0  # in which a controller that lives has told why an update failed
+ABORT_S = 1.0  # within which a live controller has reported why an update failed
 QUIET_S = 5.0  # for transfers that were cancelled: what peers have begun ends first
 _KERNELS_S = 0.0005  # between looks at what the caller's stream still has to do
 _CONTROLLER_GONE = "the controller is gone: it died, closed, or was silent for too long. Next: join() one that is there"
@@ -78,12 +78,12 @@ class WeightTrainer(AsyncClosing):
         self._pieces = Pieces()
         self._assigned: Assigned | None = None
         self._offer: _Offer | None = None
-        self._withdrawn: int | None = None  # as m.Progress has it
+        self._withdrawn: int | None = None  # as in m.Progress
         self._offered = asyncio.Event()
         self._step: Step | None = None
         self._going: asyncio.Task[StepReport] | None = None
         self._stopped_why = ""  # of that: who else has ended it
-        self._attempt_max = 0  # attempts up to this one are over, also those whose Go is still on its way
+        self._attempt_max = 0  # attempts up to this one are over, even if their Go is still in flight
         self._step_attempt = 0  # the last that a step was for
         self._lingering: list[xr.Transfer] = []
         self._membership = Membership(
@@ -203,7 +203,8 @@ class WeightTrainer(AsyncClosing):
             await self._mailbox.ask(self._controller, m.Leave(next_word(self._mailbox)), m.Taken, timeout_s)
         except (NoAnswer, Unreachable) as error:
             log.info("trainer %d left without a word: %s", self.rank, error)
-        self._fail(f"trainer {self.rank} has left")  # nobody else says so: the controller forgets who leaves
+        # Nothing else would report it: the controller forgets members that leave.
+        self._fail(f"trainer {self.rank} has left")
         await self._stop_step("it has left")
 
     async def close(self) -> None:
@@ -275,7 +276,9 @@ class WeightTrainer(AsyncClosing):
             raise UsageError(f"plan {assigned.plan} is not wanted any more")
 
     def _try_anew(self, assigned: Assigned) -> None:
-        """Whoever is in the plan is there: one that we gave up was frozen, or cut off, and would stay lost to us."""
+        """Members of a plan are alive: one that our engine gave up was frozen or cut off, and would otherwise stay lost
+        to us.
+        """
         descriptors = (*assigned.peers.values(), *assigned.targets.values())
         for address in dict.fromkeys([*assigned.trainers.values(), *(each.owner for each in descriptors)]):
             if self._engine.peer_state(address) == "lost":
@@ -360,7 +363,7 @@ class WeightTrainer(AsyncClosing):
     async def _on_commit(self, sender: bytes, commit: m.Commit) -> m.Taken:
         self._check_controller(sender)
         offer, report = self._offer, self.last_report
-        # One that was offered since has not been sent, though it may bear the same version.
+        # An offer made since then has not been sent, though it may have the same version.
         if offer is not None and offer.attempt == commit.attempt and report is not None:
             self._membership.answer_before_close()
             offer.succeed(report)
@@ -368,7 +371,7 @@ class WeightTrainer(AsyncClosing):
 
     async def _on_abort(self, sender: bytes, abort: m.Abort) -> m.Aborted:
         self._check_controller(sender)
-        # It may be late: what belongs to an attempt that has begun since goes on, and so does what was offered since.
+        # It may be late: do not touch an attempt that has begun since, nor an offer made since.
         self._attempt_max = max(self._attempt_max, abort.attempt)
         self._pieces.clear(abort.attempt)
         if self._assigned is not None and not self._assigned.is_ready and self._assigned.attempt <= abort.attempt:
@@ -425,7 +428,7 @@ class WeightTrainer(AsyncClosing):
             await asyncio.wait([going])
 
     async def _quiet(self, timeout_s: float) -> None:
-        """Waits for transfers of a failed attempt, which use the arena and sources. UpdateFailed when they go on."""
+        """Waits for transfers of a failed attempt, which use the arena and sources. UpdateFailed if they do not end."""
         deadline_at_s = loop_time_s() + timeout_s
         while self._lingering:
             transfer = self._lingering[-1]
@@ -439,8 +442,8 @@ class WeightTrainer(AsyncClosing):
 
 
 class _Offer:
-    """What publish() waits for. attempt: that has begun to send it, 0: none has. after: attempts up to this one were
-    over when it was made. asked_for: the version that the controller asked for, if it was another one.
+    """What publish() waits for. attempt: the one that sends it, 0: none yet. after: attempts up to this one were over
+    when the offer was made. asked_for: the version that the controller wants, if it is another one.
     """
 
     def __init__(self, version: int, done: asyncio.Future[StepReport], kernels: Sequence[Any], after: int) -> None:

@@ -45,7 +45,7 @@ class Versions:
     """
 
     def __init__(self, buffers: int, *, is_torn: bool = False) -> None:
-        """is_torn: what is there at first is; else it is whole, and no version of ours."""
+        """is_torn: whether the initial contents are torn; otherwise they are whole, and none of our versions."""
         self.front = 0
         self._versions: list[int] = [-1] * buffers
         self._states = [State.WHOLE] * buffers
@@ -123,10 +123,10 @@ class Versions:
         self._states[self.back] = self._opened
 
     def begin_reading(self, *, is_nested: bool = False) -> int | None:
-        """The buffer to read, which nobody writes until end_reading(); None: not now, an update in place is under way.
+        """The buffer to read, which nobody writes until end_reading(); None: an update in place is in progress.
 
-        is_nested: whoever asks reads already, and would keep an update waiting that it waits for itself. Raises
-        TornWeights when an update in place has failed.
+        is_nested: the caller is reading already, and would wait for an update that waits for it. Raises TornWeights
+        after an update in place has failed.
         """
         if self.state is State.TORN:
             after = f" after version {self.version}" if self.version >= 0 else ""

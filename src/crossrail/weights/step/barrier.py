@@ -18,18 +18,18 @@ class Barrier(Protocol):
         """
 
     def close(self) -> None:
-        """Nobody enters it any more. Idempotent."""
+        """Nobody may enter it any more. Idempotent."""
 
 
-# Of this engine, the addresses of the other trainers, and a number that only this attempt uses.
+# Arguments: this engine, the addresses of the other trainers, and a number that only this attempt uses.
 MakeBarrier = Callable[[xr.Engine, Sequence[xr.Address], int], Barrier]
 
 
 class EngineBarrier:
     """One immediate to each of the others, and a count of theirs. Made for one attempt, with a number of its own.
 
-    A count of the next barrier may come before the last one of this, and be taken for it. That is as good: whoever sent
-    it has passed this barrier, so all have come here.
+    A count of the next barrier may arrive before the last one of this barrier, and be taken for it. That does no harm:
+    its sender has passed this barrier, so all have arrived.
     """
 
     def __init__(self, engine: xr.Engine, others: Sequence[xr.Address], imm: int) -> None:

@@ -24,17 +24,19 @@ class Preparer(Protocol):
         """The arena, in which prepare() works: its owner closes it."""
 
     def far(self, regions: Sequence[xr.Region]) -> frozenset[int]:
-        """Those of the trainer's, by index, that prepare() does not read: what it needs of them load() brings."""
+        """The trainer's regions, by index, that prepare() does not read directly: load() brings what it
+        needs of them.
+        """
 
     def open(self, regions: Sequence[xr.Region], arena: xr.Region | None) -> None:
         """Begins a step. regions: the trainer's, by index in its inventory; arena None: nothing to do."""
 
     def load(self, tasks: Sequence[tuple[ReadyTask, int]]) -> None:
-        """Brings what tasks name in `loads` into the arena, at their bases; it is there when it returns."""
+        """Copies the `loads` of tasks into the arena, at their bases; complete when it returns."""
 
     def prepare(self, tasks: Sequence[tuple[ReadyTask, int]]) -> None:
-        """Makes the buffers of tasks whose reads and loads are done, each in the arena from its base on; they are all
-        there when it returns. Raises NotFinite, naming the parameter.
+        """Fills the buffers of tasks whose reads and loads are done, each in the arena from its base on; complete when
+        it returns. Raises NotFinite, naming the parameter.
         """
 
     def close(self) -> None:
@@ -85,7 +87,7 @@ def far_for(preparer: Preparer | None, regions: Sequence[xr.Region]) -> frozense
 def preparer_for(regions: Sequence[xr.Region]) -> Preparer:
     """torch on the GPU that holds most of them, or numpy if none is on a GPU.
 
-    UsageError where one is and nobody has imported torch.
+    UsageError if one is on a GPU and nobody has imported torch.
     """
     gpus = gpu.gpus_of(regions)
     if not gpus:

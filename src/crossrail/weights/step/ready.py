@@ -1,8 +1,8 @@
-"""Makes a trainer's tasks ready to be replayed: all index arithmetic of a plan is done here, once.
+"""Prepares a trainer's tasks for replay: all index arithmetic of a plan is done here, once.
 
-What is arithmetic of many rows is numpy's. What becomes objects is read from lists, since a row of numpy costs ten
-times as much to look at as one of a list; from those of some tasks at a time, since Python's collector looks at all
-lists that there are, again and again.
+Arithmetic over many rows uses numpy. Rows that become objects are read from lists, since reading a numpy row takes ten
+times as long; from lists for only some tasks at a time, since Python's garbage collector visits all live lists again
+and again.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _SCALES = np.dtype(np.float32)
 
 
 def ready_tasks(plan: Plan, trainer: int, far: Collection[int] = ()) -> Iterator[ReadyTask]:
-    """The tasks of Plan.of_trainer(trainer), in their order, each as it is asked for. UsageError for casts that there
-    are not. Takes some 10 us a task: whoever has an event loop to keep alive runs it in a thread.
+    """The tasks of Plan.of_trainer(trainer), in order, each made on demand. UsageError for unknown casts. Takes some 10
+    us per task: run it in a thread if an event loop must stay responsive.
 
-    far: own regions, by index, of which what is prepared is loaded into the arena before.
+    far: own regions, by index, whose data is loaded into the arena before it is prepared.
     """
     params = [_Param(param.name, param.dtype, storage(param.dtype), len(param.shape)) for param in plan.params]
     source = np.array([dtype_code(param.dtype) for param in plan.params], np.int64)
@@ -56,7 +56,7 @@ _Copy = tuple[int, View, View]  # from an own region to the arena
 
 
 class _Piece:
-    """What a task needs of the arena, laid out from its beginning."""
+    """A task's share of the arena, laid out from its beginning."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = aligned(nbytes)
@@ -215,11 +215,11 @@ class _Some:
         self._checked.add((param.dtype, target, is_quantised))
 
     def _is_near(self, gather: int) -> bool:
-        """Whether it is this trainer's, and prepared from where it lies."""
+        """Whether its source is this trainer's memory, and is prepared in place."""
         return self._holder[gather] == self._me and self._held_region[gather] not in self._far
 
     def _is_packed(self, at: int, outputs: range, param: _Param) -> bool:
-        """Whether its buffer is exactly what is gathered."""
+        """Whether its buffer is exactly what was gathered."""
         same = not self._is_quantised[at] and DTYPES[self._target[at]] == param.dtype
         return same and len(outputs) == 1 and self._out_extent[outputs[0]] == self._extent[at]
 
@@ -277,9 +277,9 @@ class _Some:
 
 
 def _runs(extent: Shape, itemsize: int, first: Shape, second: Shape) -> tuple[int, list[int], list[int]]:
-    """A box that lies with different strides in two memories, as runs of bytes without gaps in both.
+    """A box with different strides in two memories, as runs of bytes that are contiguous in both.
 
-    Their length, and their offsets in either.
+    Returns the runs' length, and their offsets in either memory.
     """
     run, dim = itemsize, len(extent)
     while dim and (extent[dim - 1] == 1 or first[dim - 1] == second[dim - 1] == run):
@@ -293,9 +293,9 @@ def _runs(extent: Shape, itemsize: int, first: Shape, second: Shape) -> tuple[in
 
 
 def _batches(writes: Rows, begin: int, end: int) -> tuple[list[Batch], list[int]]:
-    """Of tasks begin to end: writes that differ in nothing but where they come from and go to are one submit.
+    """For tasks begin to end: writes that differ only in source and target offsets become one submit.
 
-    And of each task, which is its first. A task's targets stay in the plan's order, which is another at each trainer.
+    Also the index of each task's first batch. A task's targets keep the plan's order, which differs between trainers.
     """
     if not len(writes):
         return [], [0] * (end - begin + 1)

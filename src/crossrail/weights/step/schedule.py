@@ -11,13 +11,16 @@ from crossrail.weights.step.arena import Arena
 class Schedule:
     """The tasks of one step.
 
-    sizes: bytes of the arena that each task takes while it is under way. groups: of each, ascending.
-    names: for errors.
+    sizes: bytes of the arena that each task takes while in progress. groups: of each task, ascending. names: for
+    errors.
+
     Lifecycle of a task: 1. begin() gives it a piece. 2. prepared(): its sources are not needed any more. 3. finished():
-    the piece is free again. Of a group: 1. enter(). 2. is_prepared: all its tasks are; whoever drives this waits for
-    the other trainers before it enters the next.
-    Invariant: tasks under way hold disjoint pieces of the arena; those of a later group have not begun.
-    Raises WatermarkTooSmall when a task could never begin. Threads: one.
+    the piece is free again. Of a group: 1. enter(). 2. is_prepared: all of its tasks are; the caller waits for the
+    other trainers before it enters the next group.
+
+    Invariant: tasks in progress hold disjoint pieces of the arena; those of a later group have not begun.
+
+    Raises WatermarkTooSmall if some task could never begin. Threads: one.
     """
 
     def __init__(self, arena: Arena, sizes: Sequence[int], groups: Sequence[int], names: Sequence[str]) -> None:
@@ -53,7 +56,7 @@ class Schedule:
         return self._next < len(self._sizes) and self._groups[self._next] == self._group
 
     def begin(self) -> tuple[int, int] | None:
-        """The next task of the group and where its piece begins; None: there is none now."""
+        """The next task of the group and where its piece begins; None: no task can begin now."""
         if not self._has_next:
             return None
         base = self._arena.take(self._sizes[self._next])
@@ -74,7 +77,7 @@ class Schedule:
         self._arena.give(self._bases.pop(task), self._sizes[task])
 
     def enter(self, group: int) -> None:
-        """Goes on to a group, in which this trainer may have nothing to do. Those before it are prepared."""
+        """Goes on to a group, in which this trainer may have no tasks. Earlier groups are prepared."""
         assert self.is_prepared
         assert self._next == len(self._groups) or self._groups[self._next] >= group, "a group was left out"
         self._group = group

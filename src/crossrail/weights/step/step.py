@@ -27,8 +27,9 @@ _WRITES_MAX = 512  # submits under way: enough to keep every rail busy, few enou
 _AHEAD_MAX = 512  # tasks begun and not yet prepared: what they read is on its way meanwhile
 _HANDED_MAX = 64  # tasks that a thread is given in one go, if they are no larger together than the preparer says
 _HOLD_S = 0.002  # for so long the event loop is kept from others while tasks move
-# Of what is read or written, in the order in which it began, an idle pipeline watches these: to be woken for each that
-# ends would cost more than what is then done. If all of these are stragglers, it looks at the others once in a while.
+# An idle pipeline watches these positions among its transfers, in the order in which they began: waking up for each one
+# that ends would cost more than the work then done. If all of these are stragglers, it polls the others once in a
+# while.
 _WATCHED = (1 / 8, 1 / 4, 1 / 2)
 _LOOK_S = 0.02
 
@@ -62,10 +63,10 @@ class StepReport:
 
 @dataclass
 class Places:
-    """Where everything of a step is.
+    """Where all data of a step is.
 
-    sources: regions of this trainer, by index in its inventory. peers: those of the others, by rank and index.
-    targets: those of inference ranks, likewise. imm: what writes count.
+    sources: regions of this trainer, by index in its inventory. peers: those of the others, by rank and index. targets:
+    those of inference ranks, likewise. imm: what writes count.
     """
 
     arena: xr.Region | None
@@ -113,7 +114,7 @@ class Step:
         sizes = [task.piece_bytes for task in tasks]
         self._schedule = Schedule(arena, sizes, [task.group for task in tasks], [task.name for task in tasks])
         self._bases: dict[int, int] = {}
-        # Of each task in a stage, its transfers that were not yet seen to be done; the next to look at is the last.
+        # By task in a stage: its transfers that were not yet seen to be done; the next one to check is the last.
         self._gathering: dict[int, list[xr.Transfer]] = {}
         self._may_load = any(task.loads for task in tasks)
         self._gathered: deque[int] = deque()  # of which something has to be loaded
@@ -140,7 +141,7 @@ class Step:
         deadline_at_s = begun + timeout_s
         self._arena.reset_peak()
         try:
-            if self._meets_first:  # who has not come may still be changing what we would read
+            if self._meets_first:  # a trainer that has not arrived may still be changing what we would read
                 await self._meet_others(deadline_at_s)
             for group in self._groups:
                 self._schedule.enter(group)
@@ -155,7 +156,7 @@ class Step:
         return self.report
 
     async def _meet_others(self, deadline_at_s: float) -> None:
-        """The barrier; what is being written goes on meanwhile."""
+        """The barrier; writes continue meanwhile."""
         clock = asyncio.get_running_loop().time
         entered = clock()
         meeting = asyncio.ensure_future(self._barrier.wait(max(deadline_at_s - entered, 0.0)))
@@ -172,10 +173,10 @@ class Step:
             transfer.cancel()
         for stage in (self._loading, self._preparing):
             if stage is not None:
-                # It cannot be interrupted, and uses the arena.
+                # The thread cannot be interrupted, and uses the arena.
                 await asyncio.wait([stage[1]])
                 if not stage[1].cancelled():
-                    stage[1].exception()  # something else has ended the step: else the loop complains of this too
+                    stage[1].exception()  # mark as retrieved: something else has ended the step
 
     async def _move_until(self, is_reached: Callable[[], bool], event: asyncio.Future[None] | None = None) -> None:
         """Every task as far as it goes; whenever none does, waits until something has happened, or the event."""
@@ -360,7 +361,7 @@ class Step:
         heads: list[Any] = [*_watched(self._writing)]
         heads += [stage[1] for stage in (self._loading, self._preparing) if stage is not None]
         if self._preparing is None or (self._may_load and self._loading is None):
-            heads += _watched(self._gathering)  # else what is gathered meanwhile can go no further
+            heads += _watched(self._gathering)  # otherwise what is gathered meanwhile could not proceed
         if event is not None:
             heads.append(event)
         assert heads, "tasks are under way, and none of them waits for anything"
@@ -380,7 +381,7 @@ def _watched(stage: Mapping[int, list[xr.Transfer]]) -> list[xr.Transfer]:
 
 
 async def _ended(head: Any) -> None:
-    """However it ended: whoever collects it sees."""
+    """Returns however it ended: its failure is raised when it is collected."""
     if isinstance(head, asyncio.Future):
         await asyncio.wait([head])
         return
@@ -391,7 +392,7 @@ async def _ended(head: Any) -> None:
 
 
 def _are_done(transfers: list[xr.Transfer]) -> bool:
-    """Takes those that are done from the end of the list, until one is not; raises what one failed with."""
+    """Removes finished transfers from the end of the list, up to one that is not; raises the error of a failed one."""
     while transfers and transfers[-1].done:
         transfers.pop().wait(0)
     return not transfers

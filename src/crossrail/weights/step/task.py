@@ -82,16 +82,16 @@ Memories = Callable[[int], Bytes]  # a region of this trainer, by its index in t
 
 @dataclass
 class Tools:
-    """What converts, with its scratch memory: one for all tasks of a trainer. Threads: one at a time."""
+    """What conversions need, with scratch memory: one for all tasks of a trainer. Threads: one at a time."""
 
     caster: Caster = field(default_factory=Caster)
     quantiser: BlockQuantiser = field(default_factory=BlockQuantiser)
 
 
 class Quantised(Struct, frozen=True, gc=False):
-    """What quantisation makes of a part, in the arena; blocks of so many elements.
+    """A part's quantised values and scales in the arena; blocks of so many elements.
 
-    start: of the part, in its parameter: to say where something is.
+    start: of the part, in its parameter: for error messages.
     """
 
     values: View
@@ -118,7 +118,7 @@ class Part(Struct, frozen=True, gc=False):
     quantised: Quantised | None = None
 
     def prepare(self, memories: Memories, arena: Bytes, base: int, tools: Tools) -> None:
-        """Of ReadyTask."""
+        """Implements ReadyTask.prepare for this output."""
         for region, view, wanted in self.copies:
             piece = view.of(arena, base) if region is None else view.of(memories(region))
             np.copyto(wanted.of(arena, base), piece)
@@ -156,7 +156,7 @@ class ReadyTask(Struct, frozen=True, gc=False):
 
     @property
     def is_direct(self) -> bool:
-        """Whether its bytes are written from where they lie, with nothing to prepare."""
+        """Whether its bytes are written from where they are, with nothing to prepare."""
         return self.own_region is not None
 
     def prepare(self, memories: Memories, arena: Bytes, base: int, tools: Tools) -> None:

@@ -20,16 +20,16 @@ _PAUSE_S = (0.0005, 0.02)  # between looks at whether all have come: the first, 
 class TorchBarrier:
     """Counts trainers in the store of their group, in a thread. For WeightTrainer(make_barrier=TorchBarrier.of(group)).
 
-    Each attempt has keys of its own: what trainers have left there of one that failed is nothing to the next. gloo's
-    monitored_barrier() pairs calls by their number instead, which differs between trainers once an attempt has failed.
-    Like the group it ends with the process that keeps the store, mostly rank 0; EngineBarrier needs none. A call of the
-    store may last longer than timeout_s: while that process stands still, or another thread of ours waits in the store.
+    Each attempt has its own keys: leftovers of a failed attempt do not affect the next. gloo's monitored_barrier()
+    pairs calls by their number instead, which differs between trainers once an attempt has failed. Like the group it
+    depends on the process that keeps the store, mostly rank 0; EngineBarrier needs none. A call of the store may last
+    longer than timeout_s: while that process is frozen, or another thread of ours waits in the store.
     """
 
     def __init__(self, open_store: Callable[[], Any], trainers: int, imm: int, used: list[str]) -> None:
-        """open_store: a torch.distributed.Store of these trainers; called in the thread. imm: only this attempt's.
+        """open_store: a torch.distributed.Store of these trainers; called in the thread. imm: unique to this attempt.
 
-        used: keys that this trainer has in the store. Those of attempts before, which are over, are taken out of it.
+        used: keys that this trainer has in the store. Those of earlier attempts, which are over, are deleted.
         """
         self._open_store = open_store
         self._trainers = trainers
@@ -40,7 +40,7 @@ class TorchBarrier:
 
     @staticmethod
     def of(group: Any) -> MakeBarrier:
-        """What makes them. group: of all trainers, of any backend; None: the default group."""
+        """A factory of barriers. group: of all trainers, of any backend; None: the default group."""
         used_by: WeakKeyDictionary[xr.Engine, list[str]] = WeakKeyDictionary()  # a trainer each
 
         def make(engine: xr.Engine, others: Sequence[xr.Address], imm: int) -> TorchBarrier:

@@ -26,13 +26,13 @@ _STAGING_ALIGN = 256
 
 
 class TorchPreparer:
-    """On one device, where the arena is; regions may be on the host or on other GPUs: what lies there is copied to it,
-    of the host's by load(), from other GPUs by prepare().
+    """On one device, where the arena is; regions may be on the host or on other GPUs: their data is copied to it, the
+    host's by load(), that of other GPUs by prepare().
 
-    device: "cuda:0", or "cpu". Kernels run on a stream of its own, loads on another one, and it waits for them: what
-    they have made lies in memory when prepare() or load() returns, so NICs and copies may take it. Besides the arena it
-    uses some times 32 MiB of torch's own memory and, where weights lie on the host and are not pinned, 32 MiB of memory
-    there that is. Values and their scales have to lie where their type may: as those of tensors do.
+    device: "cuda:0", or "cpu". Kernels run on a stream of its own, loads on another one, and it waits for them: the
+    results are in memory when prepare() or load() returns, so NICs and copies may read them. Besides the arena it uses
+    a few times 32 MiB of torch's own memory and, if weights are on the host and not pinned, 32 MiB of pinned memory.
+    Values and their scales must be aligned for their type, as those of tensors are.
     """
 
     bytes_at_once = 32 << 20  # a hand-over waits for the GPU, which does some hundred megabytes meanwhile
@@ -66,7 +66,7 @@ class TorchPreparer:
                 _finish(self._load_stream)
 
     def _load(self, here: Tensor, there: Tensor) -> None:
-        """Launches it: a copy that a GPU makes by itself, so only from pinned memory without gaps."""
+        """Launches the copy: one that a GPU makes by itself, so only from pinned memory without gaps."""
         if self._load_stream is None or (here.is_contiguous() and here.is_pinned()):
             there.copy_(here, non_blocking=True)
         elif here.nbytes > _STAGING_BYTES:
@@ -127,7 +127,7 @@ class TorchPreparer:
         memory, begin = self._memory(region, dtype)
         item = dtype.itemsize
         at = base + view.offset - begin
-        # Of a dimension with one element no stride is ever used.
+        # The stride of a dimension with one element is never used.
         strides = [step if n > 1 else 0 for n, step in zip(view.shape, view.strides, strict=True)]
         if at % item or any(step % item for step in strides):
             raise UsageError(f"weights of {dtype} lie {at % item} bytes beside where {self.device} can read them")
@@ -145,7 +145,7 @@ class TorchPreparer:
         return found
 
     def bytes_of(self, region: xr.Region, offset: int) -> Tensor:
-        """Where a region's bytes are, for torch."""
+        """A region's bytes as a tensor."""
         return gpu.bytes_of(region, offset)
 
 
