@@ -18,8 +18,8 @@ E = TypeVar("E", bound=AnyEngine)
 _PROBE_LIMIT_S = 30.0
 _PROBES = 3
 
-# What the engine does with them: one work; the same; a piece for each rail; pieces in slices; even slices, at the end
-# the count.
+# How the engine sends these lengths: as one work; as one work; as one piece per rail; as slices; as even slices, with
+# the count at the end.
 _LENGTHS = {
     "short": (1, 100),
     "page": (101, 70_000),
@@ -52,11 +52,11 @@ class Actions(ABC, Generic[E]):
 
     @abstractmethod
     def pass_time(self, for_s: float) -> None:
-        """Lets everything go on for so long."""
+        """Lets everything run for so long."""
 
     @abstractmethod
     def _reopen(self, engine: E) -> E:
-        """Another incarnation in the place of that one, which is closed."""
+        """Opens another incarnation in place of a closed engine."""
 
     @abstractmethod
     def _add_arenas(self, engine: E) -> None:
@@ -111,7 +111,7 @@ class Actions(ABC, Generic[E]):
         return self.targets[id(engine)]
 
     def _tally(self, engine: E) -> Tally | None:
-        """Of one operation alone, of several, or none."""
+        """A tally for one operation alone, for several, or none."""
         kind = self.random.random()
         if kind < 0.15 or engine.closed:
             return None
@@ -267,7 +267,7 @@ class Actions(ABC, Generic[E]):
         return op
 
     def _probe(self) -> None:
-        """Everybody who lives reaches everybody who lives, once both have heard that one gave the other up."""
+        """Every live engine reaches every other, once both have heard that one had given the other up."""
         pairs = [(engine, peer) for engine in self._living() for peer in self._living()]
         for _ in range(_PROBES):
             for engine, peer in pairs:
@@ -277,7 +277,8 @@ class Actions(ABC, Generic[E]):
             ops = [self._write_to(peer, engine) for engine, peer in pairs]
             self.ends_within(_PROBE_LIMIT_S)
             failed = [(pair, op) for pair, op in zip(pairs, ops, strict=True) if op.status != "done"]
-            # Who was forgotten hears of it by the other's new beginning, at the cost of what it had submitted.
+            # An engine that was forgotten learns of it when the other starts anew, at the cost of what it had
+            # submitted.
             if not failed or any(op.status != "peer-lost" for _, op in failed):
                 break
         for (engine, peer), op in failed:
@@ -286,7 +287,7 @@ class Actions(ABC, Generic[E]):
 
 
 class NothingDone(Exception):
-    """There is nobody to do it, or the engine said no to a submit, as it may."""
+    """Nobody could do it, or the engine refused a submit, as it may."""
 
 
 @contextlib.contextmanager

@@ -36,7 +36,7 @@ class Arena:
         return descriptor in (self.older[:-1] if self.is_fencing else self.older)
 
     def take(self, nbytes: int, align: int = 1) -> int | None:
-        """Offset of a range that was never used; None when there is none left."""
+        """Offset of an unused range; None if there is none left."""
         at = -(-self.taken // align) * align
         if self.is_closed or at + nbytes > len(self.memory):
             return None

@@ -28,9 +28,9 @@ _POOL_BYTES = 4 << 20
 
 
 class Ledger(Checks):
-    """Submits operations and keeps book of them. One thread.
+    """Submits operations and keeps the books on them. One thread.
 
-    seed: which bytes sources have. What goes for the books goes for Checks.
+    seed: determines the sources' bytes. Everything said of Checks applies here too.
     """
 
     def __init__(self, seed: int) -> None:
@@ -133,7 +133,9 @@ class Ledger(Checks):
         return self._add("write", transfer, [(source, at, nbytes)], [piece], _counts([piece], tally), **options)
 
     def spoiled_write(self, source: Arena, target: Arena, nbytes: int, tally: Tally) -> Op | None:
-        """A checked write whose last byte changes before it travels. On simulated engines: they post in their turns."""
+        """A checked write whose last byte changes before it is sent. On simulated engines only: they post in their
+        turns.
+        """
         op = self.write(source, target, nbytes, tally, verify=True)
         if op is None:
             return None
@@ -161,7 +163,7 @@ class Ledger(Checks):
         self, source: Arena, target: Arena, from_pages: Sequence[int], to_pages: Sequence[int], page_bytes: int,
         tally: Tally | None = None, **options: Any,
     ) -> Op | None:  # fmt: skip
-        """Pages, by their numbers in a fresh range of each arena. options: verify, as of submit_paged_writes."""
+        """Pages, numbered within a fresh range of each arena. options: verify, as in submit_paged_writes."""
         source_bytes, target_bytes = (page_bytes * (max(pages) + 1) for pages in (from_pages, to_pages))
         at, to = source.take(source_bytes), target.take(target_bytes)
         if at is None or to is None:
@@ -179,7 +181,7 @@ class Ledger(Checks):
     def scatter(
         self, source: Arena, targets: Sequence[Arena], lengths: Sequence[int], imm: int, **options: Any
     ) -> Op | None:
-        """A slice to each target. The number is the same at all of them: each has its own tally of it."""
+        """A slice to each target. All targets use the same number, each with a tally of its own."""
         ats = [source.take(nbytes) for nbytes in lengths]
         tos = [target.take(nbytes) for target, nbytes in zip(targets, lengths, strict=True)]
         if any(at is None for at in ats) or any(to is None for to in tos):
@@ -279,7 +281,7 @@ def _take_both(source: Arena, target: Arena, nbytes: int) -> tuple[int, int] | N
 
 
 def _counts(pieces: Sequence[Piece], tally: Tally | None) -> dict[Tally, int]:
-    """One for each; nothing for those that have to be refused."""
+    """One count for each piece; none for pieces that must be refused."""
     return {} if tally is None else {tally: sum(not piece.is_fenced for piece in pieces)}
 
 

@@ -88,7 +88,7 @@ class Checks:
         return [op for op in self.ops if op.completions == 0]
 
     def check(self) -> None:
-        """What has to hold at any time."""
+        """Checks what must hold at any time."""
         with self._turn:
             for op in self.ops:
                 for piece in op.pieces:
@@ -100,7 +100,7 @@ class Checks:
             raise CheckFailed("; ".join(self.failures[:5]))
 
     def check_end(self) -> None:
-        """What has to hold once faults have stopped and everything had time to end."""
+        """Checks what must hold once faults have stopped and everything had time to end."""
         with self._turn:
             for op in self.ops:
                 if op.completions != 1:
@@ -111,7 +111,7 @@ class Checks:
             self.check()
 
     def unsettled(self) -> list[str]:
-        """What has to hold in the end, and does not yet: counts and messages may come later than the completion."""
+        """What must hold in the end, and does not yet: counts and messages may arrive after the completion."""
         found: list[str] = []
         for tally in self._tallies:
             self._check_tally(tally, found.append)
@@ -131,13 +131,13 @@ class Checks:
     # ---- how
 
     def _watch_count(self, op: Op) -> None:
-        """Where the number is this operation's alone, its bytes are there when its last count is."""
+        """If the number is used by this operation alone, its bytes must have arrived with its last count."""
         (tally, count), *_ = op.counts.items()
         if len(tally.ops) > 1 or self.is_dead(tally.engine):
             return
 
         def counted() -> None:
-            with self._turn:  # pairs with _completed(), which poisons the memory and says so
+            with self._turn:  # pairs with _completed(), which poisons the memory and records that
                 for piece in op.pieces if len(tally.ops) == 1 else ():  # alone still
                     is_ours = piece.is_poisoned or piece.is_unsure or piece.arena.is_closed  # by now
                     if not is_ours and not np.array_equal(piece.memory, piece.data):
@@ -186,7 +186,7 @@ class Checks:
             at = int(np.flatnonzero(piece.memory != TARGET_POISON)[0])
             after = "its peer was locked out" if piece.is_fenced else "its completion"
             self._fail(f"the target of {op} was touched after {after}, at byte {at} of {len(piece.data)}")
-            piece.is_unsure = True  # said once
+            piece.is_unsure = True  # report it once
         if (op.completions or op.is_source_fenced) and (piece.memory == SOURCE_POISON).any():
             after = "its completion" if op.completions else "its peer was locked out"
             self._fail(f"the source of {op} was read after {after}")
@@ -230,9 +230,9 @@ class Checks:
 
 
 def wrong_bytes(memory: Bytes, data: Bytes, old: int, *, is_done: bool) -> str:
-    """What is wrong with a target at the completion of what was to bring data; empty: nothing.
+    """What is wrong with a target whose write of data has completed; empty: nothing.
 
-    old: what each of its bytes was before. Done means all of data, anything else some of it.
+    old: the previous value of each of its bytes. If done, all of data must be there; otherwise some of it may be.
     """
     if is_done and not np.array_equal(memory, data):
         wrong = int(np.flatnonzero(memory != data)[0])
@@ -243,11 +243,12 @@ def wrong_bytes(memory: Bytes, data: Bytes, old: int, *, is_done: bool) -> str:
 
 
 def _counts_nothing(op: Op) -> bool:
-    """Of one that did not get done. Pages and targets count 1 or nothing each when it was cancelled; a write nothing.
+    """Whether an operation that did not succeed must count nothing. Cancelled, pages and targets count 1 or nothing
+    each; a write nothing.
 
-    What is verified is counted by who answers that it is right, which only a peer that was given up may do unheard.
-    What was refused was never begun.
+    A verified operation is counted by the peer that confirms it, which only a peer that was given up can do unheard. A
+    refused operation was never begun.
     """
-    if op.is_verified and op.kind != "scatter":  # whose targets are each for itself
+    if op.is_verified and op.kind != "scatter":  # a scatter's targets are independent of each other
         return op.status not in _GIVEN_UP
     return op.status == REFUSED or (op.status == "cancelled" and op.kind == "write")

@@ -48,7 +48,7 @@ def obey(control: socket.socket, verbs: Mapping[str, Callable[..., None]]) -> No
 
 
 class Child:
-    """The child's end. One thread obeys; what happens is told from the engine's callback thread."""
+    """The child's end. One thread executes commands; events are reported from the engine's callback thread."""
 
     def __init__(self, control: socket.socket, slots: list[Bytes]) -> None:
         self._control = control
@@ -92,7 +92,7 @@ class Child:
         self._tell("reply", ask, engine.address)
 
     def _close(self, ask: int, timeout_s: float) -> None:
-        """Replies with what the engine left behind, in words."""
+        """Replies with what the engine has left behind, in words."""
         self._engine.close(timeout_s)
         self._opened = None
         for things in (self._regions, self._transfers, self._pools, self._counters, self._tickets):
@@ -251,7 +251,7 @@ def _disconnect(fd: int) -> None:
         with socket.socket(fileno=os.dup(fd)) as same:
             if same.family != socket.AF_INET or same.type != socket.SOCK_STREAM:
                 return
-            same.getpeername()  # raises for those that listen or are not connected
+            same.getpeername()  # raises for sockets that listen or are not connected
             ctypes.CDLL(None).connect(same.fileno(), struct.pack("=H14x", socket.AF_UNSPEC), 16)
     except OSError:  # the engine closed it meanwhile, or it was none
         return

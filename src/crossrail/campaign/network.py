@@ -15,9 +15,9 @@ _IP_LIMIT_S = 30
 
 
 class Network:
-    """Where rails of tcp are. Without the rights for a namespace they are loopback addresses, which never go down.
+    """Where tcp rails are. Without the right to create a namespace they are loopback addresses, which never go down.
 
-    Needed for shm too: engines in different network namespaces would not meet.
+    Used for shm too: engines in different network namespaces would not meet.
     """
 
     def __init__(self) -> None:

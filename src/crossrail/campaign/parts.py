@@ -12,7 +12,7 @@ from crossrail.regions import RegionDescriptor
 
 
 class AnyRegion(Protocol):
-    """What a ledger needs of crossrail.Region."""
+    """The parts of crossrail.Region that a ledger uses."""
 
     @property
     def closed(self) -> bool: ...
@@ -22,7 +22,7 @@ class AnyRegion(Protocol):
 
 
 class AnyTransfer(Protocol):
-    """What a ledger needs of crossrail.Transfer."""
+    """The parts of crossrail.Transfer that a ledger uses."""
 
     @property
     def status(self) -> str: ...
@@ -36,7 +36,7 @@ class AnyTransfer(Protocol):
 
 
 class AnyCounter(Protocol):
-    """What a ledger needs of crossrail.ImmCounter."""
+    """The parts of crossrail.ImmCounter that a ledger uses."""
 
     @property
     def imm(self) -> int: ...
@@ -47,7 +47,7 @@ class AnyCounter(Protocol):
 
 
 class AnyPool(Protocol):
-    """What a ledger needs of crossrail.ReceivePool."""
+    """The parts of crossrail.ReceivePool that a ledger uses."""
 
     @property
     def closed(self) -> bool: ...
@@ -55,7 +55,7 @@ class AnyPool(Protocol):
 
 
 class AnyEngine(Protocol):
-    """What a ledger needs of crossrail.Engine. Regions and groups are those that the same engine made."""
+    """The parts of crossrail.Engine that a ledger uses. Regions and groups must come from the same engine."""
 
     @property
     def name(self) -> str: ...

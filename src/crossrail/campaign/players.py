@@ -85,7 +85,7 @@ class Players:
                 self._fill(engine, draw)
 
     def end_round(self) -> None:
-        """Nobody looks any more at what was closed in it."""
+        """Engines closed in this round are not examined any more."""
         for process in self.fleet.processes:
             process.free_slots()
 
@@ -123,5 +123,5 @@ class Players:
 
 @functools.cache
 def _network() -> Network:
-    """The network that all players of this process share."""
+    """The network shared by all players of this process."""
     return Network()

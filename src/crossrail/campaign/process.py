@@ -36,7 +36,7 @@ class ProcessGone(Exception):
 
 
 class Runs(Protocol):
-    """What a child is: run() ends when the parent closes its end of the socket."""
+    """The child's object: run() ends when the parent closes its end of the socket."""
 
     def run(self) -> None: ...
 
@@ -71,7 +71,7 @@ class Process:
         self.socket = ours
 
     def free_slots(self) -> None:
-        """Between rounds: those that were resting are zeroed and free."""
+        """Between rounds: zeroes the resting slots and makes them free."""
         for slot in self.slots_resting:
             self.slots[slot][:] = UNTOUCHED
         self.slots_free += self.slots_resting
@@ -84,11 +84,11 @@ class Process:
             self.flush()
 
     def ask(self, verb: str, *arguments: object) -> object:
-        """Sends a command and lets time pass until its reply is there. ProcessGone when none comes any more."""
+        """Sends a command and lets time pass until its reply arrives. ProcessGone if none can arrive any more."""
         return self.reply_to(self.ask_soon(verb, *arguments), verb)
 
     def reply_to(self, number: int, verb: str) -> object:
-        """Lets time pass until that reply is there."""
+        """Lets time pass until that reply arrives."""
         deadline = time.monotonic() + _REPLY_LIMIT_S
         while number not in self._replies:
             if not self.is_alive:
@@ -118,7 +118,7 @@ class Process:
             return  # full: later; ended: listen() sees that
 
     def listen(self) -> None:
-        """Hears what the child has told."""
+        """Receives what the child has sent."""
         while self.is_alive:
             try:
                 packet = self.socket.recv(PACKET_BYTES_MAX)
@@ -136,7 +136,7 @@ class Process:
                 self.listeners[verb](*arguments)
 
     def kill(self) -> None:
-        """SIGKILL, whatever it is doing; returns when it has ended and all it said before was heard."""
+        """SIGKILL, whatever it is doing; returns when it has ended and everything it sent before was received."""
         self.is_killed = True
         os.kill(self.pid, signal.SIGKILL)
         self.socket.setblocking(True)
@@ -193,7 +193,7 @@ class Fleet:
         heapq.heappush(self._timers, (when, self.next_number(), fn))
 
     def pass_time(self, for_s: float) -> None:
-        """Listens for so long; at least once to whatever is there."""
+        """Receives messages for so long; at least once whatever has arrived."""
         end = time.monotonic() + for_s
         while True:
             now = time.monotonic()

@@ -22,12 +22,12 @@ _NUMBERS_AT_ONCE = 64
 _NEVER = ("protocol-error", "imm-overflow", "checksum-mismatch")  # events that no fault of ours explains,
 _HARMLESS = (
     "the handshake was not finished in time",
-)  # but for this one, of a peer that was frozen in the midst of it
+)  # except this one, from a peer that was frozen in the middle of it
 _MODULUS_OF = "imm_units_received"
 
 
 class RemoteRegion:
-    """A region there, whose memory is mapped here too."""
+    """A region there, whose memory is also mapped here."""
 
     def __init__(self, engine: RemoteEngine, number: int, descriptor: RegionDescriptor, memory: Bytes) -> None:
         self.engine = engine
@@ -106,7 +106,7 @@ class RemoteTransfer:
 
 
 class RemoteCounter:
-    """A number there. poll() is what the last report said."""
+    """A counter there. poll() returns the latest report."""
 
     def __init__(self, engine: RemoteEngine, imm: int) -> None:
         self._engine = engine
@@ -116,7 +116,7 @@ class RemoteCounter:
         return self._engine.counts.get(self.imm, 0)
 
     def on_count(self, count: int, fn: Callable[[], object]) -> None:
-        """Calls fn when that many had arrived. They are given back over there."""
+        """Calls fn when that many have arrived. They are given back over there."""
         number = self._engine.process.fleet.next_number()
         self._engine.on_counts[number] = fn
         self._engine.process.tell("on-count", number, self.imm, count)
@@ -282,7 +282,7 @@ class RemoteEngine:
         self.counts.update(counts)
 
     def stats(self) -> dict[str, int]:
-        """As the process reported; units of counts are those since begin_round()."""
+        """As the process reported; counts are relative to begin_round()."""
         return self._stats | {_MODULUS_OF: self._stats[_MODULUS_OF] - self._units_before}
 
     def begin_round(self) -> None:
@@ -313,7 +313,7 @@ class RemoteEngine:
     # ---- its end
 
     def close(self, timeout_s: float) -> None:
-        """Closes the engine, at once as far as anybody here is concerned; its process goes on."""
+        """Closes the engine, for this process immediately; its own process continues."""
         self.closed = True
         self._closing = self.process.ask_soon("close", timeout_s)
 

@@ -22,7 +22,7 @@ _LINGER_S = 0.002  # what is late arrives meanwhile
 
 
 class Round(Actions[RemoteEngine]):
-    """What the players do in one round. A ledger of its own: between rounds nothing is under way."""
+    """What the players do in one round. It has a ledger of its own: nothing is in progress between rounds."""
 
     step_s = 0.001
 
@@ -120,7 +120,7 @@ class Round(Actions[RemoteEngine]):
             region.close_soon(self.random.choice([0.0, 0.01, 1.0]), lambda: self.ledger.note_closed(arena))
 
     def _revoke(self) -> None:
-        """Revokes a target without reads by its owner, which could go on using it afterwards."""
+        """Revokes a target without reads by its owner, which may use it afterwards."""
         engine = self.random.choice(self._living())
         arena = self.targets[id(engine)]
         region = arena.region
@@ -215,7 +215,7 @@ class Round(Actions[RemoteEngine]):
                 return
 
     def _leave(self) -> None:
-        """Everything is given back: numbers, pools, arenas, dead peers."""
+        """Releases everything: numbers, pools, arenas, dead peers."""
         for engine in self.engines:
             self.pools[id(engine)].close()
             engine.process.tell("drop-tickets")

@@ -17,7 +17,7 @@ _FAULTS = ("kill", "freeze", "cut", "rail-down", "close-engine", "close-region",
 
 
 class Campaign:
-    """Rounds of one transport, one after the other. One player is never killed, so that its growth is seen."""
+    """Consecutive rounds of one transport. One player is never killed, so that growth of its memory is noticed."""
 
     def __init__(self, transport: str, first: int) -> None:
         self.transport = transport
@@ -30,7 +30,7 @@ class Campaign:
         self._players: Players | None = None
 
     def round(self) -> None:
-        """The next one. Its findings are printed; after some there are other players."""
+        """Plays the next round. Its findings are printed; after some findings the players are replaced."""
         seed = self.first + self.rounds
         self.rounds += 1
         try:
@@ -59,7 +59,7 @@ class Campaign:
         self.samples.append(spared)
 
     def growth(self) -> list[str]:
-        """What the one that is never killed holds more and more of."""
+        """Resources of which the never-killed player holds more and more."""
         return growth(self.samples)
 
     def close(self) -> None:
@@ -70,7 +70,7 @@ class Campaign:
             self._players = None
 
     def summary(self) -> str:
-        """What came of it, in some lines."""
+        """The results, in a few lines."""
         seconds = time.monotonic() - self._began
         faults = ", ".join(f"{self.did[name]} {name}" for name in _FAULTS)
         return (

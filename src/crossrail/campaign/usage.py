@@ -15,10 +15,10 @@ _PROC = Path("/proc/self")
 
 @dataclass(frozen=True)
 class Usage:
-    """What one process held at one moment.
+    """The resources of one process at one moment.
 
-    heap_kib: what was allocated and not freed, as glibc says; 0 elsewhere. private_kib: resident memory that it shares
-    with nobody: the heap with its gaps, and what a fork copied. shared_kib: resident memory that it may share, but for
+    heap_kib: allocated and not freed, according to glibc; 0 elsewhere. private_kib: resident memory that it shares with
+    nobody: the heap with its gaps, and what a fork has copied. shared_kib: resident memory that may be shared, except
     files; mappings: of memfds.
     """
 
@@ -40,7 +40,7 @@ class Usage:
         return Usage(fds, threads, _heap_bytes() >> 10, private_kib, shared_kib, mappings)
 
     def exceeds(self, before: Usage) -> str:
-        """Which of the things that have to be gone after an engine's close are more than before; empty if none."""
+        """Which of the resources that an engine's close must release exceed those of before; empty if none."""
         more = [
             f"{now - then} more {name}"
             for name, now, then in (("fds", self.fds, before.fds), ("threads", self.threads, before.threads))
@@ -68,7 +68,7 @@ def _heap_bytes() -> int:
     return int(info.uordblks) + int(info.hblkhd)
 
 
-# What may be more at the end than at the beginning.
+# Growth between beginning and end that is tolerated.
 _ROOM = {
     "fds": 6.0,  # connections come and go
     "threads": 0.0,
@@ -83,9 +83,9 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 def growth(samples: Sequence[Usage]) -> list[str]:
-    """What grew, in words: medians of the second and of the last quarter are compared. The first is warming up.
+    """What grew, in words: compares medians of the second and the last quarter. The first is warm-up.
 
-    Fewer than 100 samples tell nothing, and no growth is found in them.
+    Fewer than 100 samples are not enough to find any growth.
     """
     if len(samples) < _SAMPLES_MIN:
         return []
@@ -100,7 +100,7 @@ def growth(samples: Sequence[Usage]) -> list[str]:
 
 
 def growth_text(samples: Sequence[Usage]) -> str:
-    """What grew, for people; of too few samples, that nobody looked."""
+    """What grew, for people; with too few samples, that nothing was compared."""
     if len(samples) < _SAMPLES_MIN:
         return f"nobody looked whether it grew: of {len(samples)} samples in a row, where {_SAMPLES_MIN} tell something"
     return "; ".join(growth(samples)) or "nothing grew"

@@ -10,9 +10,9 @@ from crossrail.campaign.soak.records import SEATS
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to a seat, and how long after the round began.
+    """What happens to a seat, and how long after the round's begin.
 
-    how_long_s: until it is over, or until there is a successor.
+    how_long_s: its duration, or the time until there is a successor.
     """
 
     at_s: float

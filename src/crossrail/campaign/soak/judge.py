@@ -1,7 +1,7 @@
-"""What must hold of the records of a finished round: pure functions that return the violations, in words.
+"""What must hold for the records of a finished round: pure functions that return the violations, in words.
 
-What a killed sender had not noted as ended is in doubt: between nothing and all of it may have been counted. What it
-noted as done was counted exactly once.
+An operation that a killed sender had not recorded as ended is in doubt: anything between nothing and all of it may have
+been counted. One that it recorded as done was counted exactly once.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def open_rows(rows: Rows) -> list[str]:
 
 
 def statistics_agree(rows: Rows, before: Mapping[str, int], now: Mapping[str, int]) -> list[str]:
-    """The engine's own statistics of the round, of a life that goes on: what it was given has ended, once each."""
+    """The engine's own statistics for the round, if the life goes on: everything submitted has ended, exactly once."""
     firsts = rows[(rows["is_first"] == 1) & (rows["state"] == ENDED)]
     noted = {
         "transfers_submitted": len(firsts),
@@ -73,14 +73,14 @@ def counts_agree(rows: Rows, to: int, number: int, got: int) -> str:
 
 
 def leaves_no_share(rows: Rows, to: int) -> bool:
-    """Whether nothing of a sender can have left a fraction of a count at that receiver."""
+    """Whether no operation of a sender can have left a fraction of a count at that receiver."""
     mine = rows[(rows["to"] == to) & (rows["counts"] > 0)]
     whole = np.isin(mine["status"], (DONE, CANCELLED)) | (mine["is_verified"] == 1)
     return bool(((mine["state"] == REFUSED) | (mine["state"] == ENDED) & whole).all())
 
 
 def _counts_nothing(rows: Rows) -> npt.NDArray[np.bool_]:
-    """As in crossrail.campaign.checks: when cancelled, pages and targets count 1 or nothing each, a write nothing."""
+    """As in crossrail.campaign.checks: if cancelled, pages and targets count 1 or nothing each, a write nothing."""
     checked = (rows["is_verified"] == 1) & (rows["kind"] != _SCATTER)
     return np.where(
         checked, ~np.isin(rows["status"], _UNCOUNTED), (rows["status"] == CANCELLED) & (rows["kind"] == _WRITE)

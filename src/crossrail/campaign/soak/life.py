@@ -58,11 +58,11 @@ _QUARANTINE_LIMIT_S = 20.0  # nobody is stopped for as long
 
 @dataclass(frozen=True)
 class Member:
-    """A life as all others are told of it.
+    """A life as the others know it.
 
     fd, inode, offset: where its process has the slab, if its engine allocated it.
 
-    fences: how often it had been fenced when this descriptor was given out.
+    fences: how often it had been fenced when this descriptor was issued.
     """
 
     life: int
@@ -106,7 +106,7 @@ class Job:
 
 
 class Life:
-    """The engine and its books. complain: told of what must not be, from any thread."""
+    """The engine and its books. complain: called for violations, on any thread."""
 
     def __init__(
         self, stage: Stage, seat: int, index: int, life: int, options: dict[str, Any], is_mapped: bool,
@@ -125,7 +125,7 @@ class Life:
         self.source_region = self.engine.register(self.source, access="local")
         self.inbox = np.full(THREADS * INBOX_BYTES, TARGET_POISON, np.uint8)
         self.inbox_region = self.engine.register(self.inbox, access="local")
-        self.members: dict[int, Member] = {}  # by seat, but for our own
+        self.members: dict[int, Member] = {}  # by seat, without our own
         self.memories: dict[int, Bytes] = {}  # their slabs, by life, where we see them
         self.jobs: dict[int, Job] = {}  # under way, by first row
         self.free: dict[tuple[int, int, str], list[int]] = {}  # slots, by thread, area and class
@@ -151,7 +151,7 @@ class Life:
         self.open_pool()
 
     def meet(self, members: Sequence[Member]) -> None:
-        """Takes note of who is there, and of new descriptors."""
+        """Records the present members, and new descriptors."""
         for member in members:
             if member.seat == self.seat:
                 continue
@@ -213,7 +213,9 @@ class Life:
             self._tickets[number] = self.counter(number).on_count(1, counted)
 
     def _look(self, sender: Member, handed: int) -> None:
-        """At what was handed over: a count says that all bytes are there. Then it is the sender's again."""
+        """Checks what was handed over: the count says that all bytes have arrived. Then the slot is the
+        sender's again.
+        """
         area, slot = area_of(sender.seat, sender.index), HANDED_SLOTS.first + handed
         record = self.stage.books[sender.seat][sender.index].slots[area_of(self.seat, self.index), slot]
         begin, nbytes, row, fence = (int(record[name]) for name in ("data_at", "nbytes", "row", "fence"))
@@ -273,7 +275,7 @@ class Life:
         record["state"] = INTENT
 
     def submit(self, job: Job, submit: Callable[[], Transfer]) -> bool:
-        """Whether it was accepted."""
+        """Whether the submit was accepted."""
         rows = self.book.rows
         rows["is_first"][job.rows[0]] = 1
         self.jobs[job.rows[0]] = job
@@ -386,7 +388,7 @@ class Life:
         """The engine; nothing may touch its memory any more."""
         self.engine.close(timeout_s)
         try:
-            # Quarantined, if a peer was stopped in the midst of something: until it goes on, or is killed.
+            # Quarantined if a peer was stopped in the middle of something: until it continues, or is killed.
             self.region.close(_QUARANTINE_LIMIT_S)
         except WaitTimeout as error:
             self.complain(f"life {self.life} was closed, and its memory is still in use: {error}")
@@ -396,7 +398,7 @@ class Life:
 
 
 def _ignore(_old: int, _new: int) -> None:
-    """Nobody asks when the word has changed."""
+    """Nobody needs to know that the word has changed."""
 
 
 def map_descriptor(member: Member) -> Bytes | None:

@@ -39,7 +39,7 @@ TRIGGER_AHEAD = 2  # how much has to be added at most until they begin
 
 
 class Load(threading.Thread):
-    """One of the threads that submit. seed: for its draws; number: which of the life's threads it is."""
+    """One of the submitting threads. seed: for its draws; number: its index within the life."""
 
     def __init__(self, life: Life, number: int, seed: int) -> None:
         super().__init__(name=f"load-{number}", daemon=True)
@@ -48,7 +48,7 @@ class Load(threading.Thread):
         self.random = random.Random(seed)
         self.is_stopping = False
         self._sends = self._sent = 0  # counted by this thread, and by the callbacks'
-        self._inbox: Place | None = None  # what reads use: one after the other
+        self._inbox: Place | None = None  # the target of reads, one at a time
         self._actions: dict[str, Callable[[Member], bool]] = {
             "page": lambda to: self._write(to, "page"), "piece": lambda to: self._write(to, "piece"),
             "long": lambda to: self._write(to, "long"), "handed": lambda to: self._write(to, "handed"),
@@ -79,7 +79,7 @@ class Load(threading.Thread):
     # ---- ranges
 
     def _place(self, to: Member, name: str, nbytes: int | None = None) -> Place | None:
-        """A slot of that class that is free, and a source for it; None: none is, or its memory is not in sight."""
+        """A free slot of that class, and a source for it; None: none is free, or its memory is not visible here."""
         life, one = self.life, CLASSES[name]
         memory = life.memories.get(to.life)
         free = life.free.get((self.number, area_of(to.seat, to.index), name))
@@ -96,7 +96,7 @@ class Load(threading.Thread):
         return Place(memory[at : at + nbytes], source, data_at, nbytes, owner, (area_here, slot), owner.fences)
 
     def _row(self, places: list[Place]) -> int | None:
-        """A row; None if none is left in this round: then the places are free again."""
+        """A row; None if none is left in this round: then the places are released."""
         row = self.life.take_row()
         if row is None:
             for place in places:
@@ -124,7 +124,7 @@ class Load(threading.Thread):
         return slot_offset(area, slot), slot_offset(area_of(self.life.seat, self.life.index), slot)
 
     def _reclaim(self, to: Member) -> None:
-        """Handed slots that their receiver has looked at are free again."""
+        """Frees handed slots that their receiver has checked."""
         life = self.life
         here, there = area_of(to.seat, to.index), area_of(life.seat, life.index)
         taken = life.stage.books[to.seat][to.index].taken

@@ -22,13 +22,13 @@ THREADS = 2  # that submit, of a life
 ROWS = 1 << 16  # operations of a life in a round; one of several targets takes a row for each
 ARRIVALS = 1 << 16
 
-# States of a row: INTENT before the submit, so that one that a kill interrupts is known.
+# States of a row: INTENT is set before the submit, so that an operation interrupted by a kill is known.
 EMPTY, INTENT, ACCEPTED, ENDED, REFUSED = range(5)
 # States of a slot. FREE: all poison. HANDED: done, and the receiver has yet to look. SUSPECT: nothing is promised.
 FREE, BUSY, HANDED, SUSPECT = range(4)
 
 KINDS = ("write", "paged", "scatter", "read", "send", "barrier")
-# As of Transfer.status: those that may be; "transport-failed" only of what is to go by one rail. Others are findings.
+# Permitted values of Transfer.status; "transport-failed" only for operations confined to one rail. Others are findings.
 STATUSES = (
     "pending", "done", "cancelled", "peer-lost", "engine-closed", "region-closed", "region-revoked",
     "checksum-mismatch", "transport-failed",
@@ -83,7 +83,7 @@ _ROUNDS = 1 << 10
 
 
 class Book:
-    """What one life writes down. fences: how often its slab was closed or revoked, and poisoned after that."""
+    """What one life records. fences: how often its slab was closed or revoked, and poisoned afterwards."""
 
     def __init__(self) -> None:
         head = np.dtype([("fences", "<u4"), ("arrivals", "<u4")])
@@ -98,7 +98,7 @@ class Book:
             arrays.append(np.frombuffer(memory, kind, int(np.prod(shape)), at).reshape(shape))
             at += nbytes
         self.head, self.rows, self.arrivals, self.slots = arrays[:4]
-        self.taken = arrays[4]  # by area of the sender and handed slot: the row that was looked at last, plus one
+        self.taken = arrays[4]  # by area of the sender and handed slot: the last row that was checked, plus one
         self.seen = arrays[5]  # likewise: how many counts were consumed
 
     @property
@@ -129,26 +129,26 @@ class Stage:
 
 @functools.cache
 def data() -> Bytes:
-    """What all bytes that travel are cut from; neither poison nor zero among them."""
+    """The bytes that payloads are cut from; neither poison nor zero occurs in them."""
     return np.random.Generator(np.random.PCG64(5)).integers(1, 0xD0, _DATA_BYTES, np.uint8)
 
 
 def library() -> Bytes:
-    """What peers find in everybody's library."""
+    """The contents of everybody's library, as peers must find them."""
     return data()[:LIBRARY_BYTES]
 
 
 def area_of(seat: int, index: int) -> int:
-    """Which area of a slab that life writes to; of its own sources, where those for that life are."""
+    """The area of a slab that this life writes to; also the area of its own sources for that life."""
     return seat * INDICES + index
 
 
 def slot_offset(area: int, slot: int) -> int:
-    """Where it is in the slab."""
+    """Offset of a slot in the slab."""
     its = next(one for one in CLASSES.values() if one.first <= slot < one.first + one.count)
     return area * AREA_BYTES + its.offset + (slot - its.first) * its.nbytes
 
 
 def number_of(life: int, round_number: int, handed: int | None = None) -> int:
-    """The immediate that a life's operations carry in a round; handed: of that slot, which has its own."""
+    """The immediate of a life's operations in a round; handed: that of this slot, which has its own."""
     return (life % _LIVES * _ROUNDS + round_number % _ROUNDS) * 16 + (0 if handed is None else 1 + handed)

@@ -42,7 +42,7 @@ SPARED = 0  # the seat that is never killed, nor its engine closed: so that grow
 
 
 class Round:
-    """What happens in one round. number: of the round, by which immediates differ; seed: of what is drawn."""
+    """The events of one round. number: the round's, which determines immediates; seed: for its draws."""
 
     def __init__(self, seats: Seats, seed: int, number: int, for_s: float) -> None:
         self.seats = seats
@@ -138,7 +138,7 @@ class Round:
             seat.process.tell("cut", (0.1, 0.5, 1.0)[fault.seed % 3], fault.seed)
         elif fault.kind == "rail-down":
             rail = fault.seed % len(self.seats.network.addresses)
-            # Not while one opens: its address has to be there.
+            # Not while an engine is opening: the address has to exist.
             if rail not in self._rails_down and not any(seat.is_busy for seat in self.seats.seats):
                 self._rails_down.add(rail)
                 self.seats.network.set_rail(rail, "down")
@@ -200,7 +200,7 @@ class Round:
         self.seats.tell_all()
 
     def _fence_now(self, life: LifeSeen, *, is_closing: bool) -> None:
-        """When nothing goes on it has to be possible at once."""
+        """While nothing is in progress it must succeed at once."""
         process = self.seats.seats[life.member.seat].process
         if why_not := process.ask("fence", _FENCE_LIMIT_S, is_closing):
             raise CheckFailed(f"nothing goes on, and peers of life {life.member.life} cannot be locked out: {why_not}")
@@ -221,7 +221,7 @@ class Round:
             self.seats.pass_time(_TICK_S)
 
     def _probe(self) -> None:
-        """Everybody reaches everybody, once both have heard that one gave the other up."""
+        """Everybody reaches everybody, once both have heard that one had given the other up."""
         for _ in range(_PROBES):
             answers = self.seats.ask_all("probe")
             failed = [(life, *one) for life, found in answers.items() for one in found]
@@ -283,7 +283,7 @@ class Round:
                     )
 
     def _fraction_at(self, receiver: LifeSeen, stats: dict[str, int]) -> str:
-        """Whether it counted a part of something, though nothing failed."""
+        """Whether it counted a fraction of something, though nothing failed."""
         units = stats["imm_units_received"] - receiver.stats.get("imm_units_received", 0)
         if receiver.is_whole and self._is_whole(receiver) and units % _UNITS_PER_COUNT:
             return f"counted {units}/48 in this round, not a whole number"
@@ -310,7 +310,7 @@ class Round:
             yield from (f"what was handed over in slot {slot} was not counted" for slot in np.flatnonzero(left))
 
     def _ask_counts(self) -> dict[int, tuple[dict[str, int], dict[int, int]]]:
-        """Of every living engine, by life: statistics, and how often each number arrived."""
+        """For every live engine, by life: its statistics, and how often each number arrived."""
         numbers = [
             number_of(life.member.life, self.number, handed)
             for life in self._lives()

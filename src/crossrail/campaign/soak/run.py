@@ -125,7 +125,7 @@ class Soak:
             self._end(transport)
 
     def growth(self) -> list[str]:
-        """What processes that are never killed hold more and more of, and the parent."""
+        """Resources of which never-killed processes, and the parent, hold more and more."""
         return [f"{who}: {what}" for who, samples in self.samples.items() for what in growth(samples)]
 
     def progress(self) -> str:
@@ -139,7 +139,7 @@ class Soak:
         )
 
     def summary(self) -> str:
-        """What came of it, in some lines. After close()."""
+        """The results, in a few lines. After close()."""
         lines = [
             self.progress(),
             f"  seeds from {self.seed}, rounds of {self.round_s:g} s; {self.started} processes were started",

@@ -32,7 +32,7 @@ class LifeSeen:
     usage: Usage | None = None
     has_ended: bool = False
     is_whole: bool = True  # in the last round nobody can have left it a fraction of a count
-    was_closed: bool = False  # by itself: nothing may touch its memory any more
+    was_closed: bool = False  # by its own process: nothing may touch its memory any more
     is_fenced: bool = False  # until "lift" is answered
     is_closing: bool = False  # by close(), not revoke()
 
@@ -137,7 +137,7 @@ class Seats:
             seat.now.has_ended = True
 
     def close(self, seat: Seat, timeout_s: float, then: Callable[[], None]) -> None:
-        """The engine; the process goes on. then: when it is closed."""
+        """Closes the engine; the process continues. then: called when it is closed."""
         life = seat.now
         assert life is not None
         life.has_ended = seat.is_busy = True
@@ -152,7 +152,7 @@ class Seats:
         self.when(seat.process, closed, "close", timeout_s)
 
     def tell_all(self) -> None:
-        """Tells everybody who is there, and by which descriptors."""
+        """Tells everybody which members are present, and their descriptors."""
         members = [life.member for life in self.living()]
         for seat in self.seats:
             if seat.living is not None:

@@ -1,4 +1,4 @@
-"""A process of the soak: it has one engine at a time, loads its peers by itself, and is told when to start and stop.
+"""A process of the soak: it has one engine at a time, loads its peers by itself, and starts and stops on command.
 
 It talks over the socket of crossrail.campaign.process: pickled tuples, a verb and its arguments.
 """
@@ -74,7 +74,7 @@ class Worker:
         self._tell("reply", ask, (mine.engine.address, mine.region.descriptor, fd, inode, offset))
 
     def _close(self, ask: int, timeout_s: float) -> None:
-        """Replies with what the engine left behind, in words. The load goes on until it is refused."""
+        """Replies with what the engine has left behind, in words. The load continues until it is refused."""
         life = self.life
         life.close(timeout_s)
         self._stop_threads()
@@ -123,12 +123,12 @@ class Worker:
         self._threads.clear()
 
     def _jobs(self, ask: int) -> None:
-        """Replies with what is under way, in words."""
+        """Replies with what is in progress, in words."""
         jobs = list(self.life.jobs.values())
         self._tell("reply", ask, [f"row {job.rows[0]} ({job.kind}) of life {self.life.life}" for job in jobs])
 
     def _probe(self, ask: int) -> None:
-        """A write to each; lost ones are forgotten first. Replies with those that failed: name, status, why."""
+        """Writes to each peer, after forgetting lost ones. Replies with the failures: name, status, reason."""
         life = self.life
         for member in life.members.values():
             if life.engine.peer_state(member.address) == "lost":
@@ -157,7 +157,7 @@ class Worker:
     # ---- what happens to it
 
     def _fence(self, ask: int, timeout_s: float, is_closing: bool) -> None:
-        """Replies in words why not, or with nothing. Peers stay out until "lift"."""
+        """Replies with the reason for a failure, or with nothing. Peers stay locked out until "lift"."""
         try:
             self.life.fence(timeout_s, is_closing=is_closing)
         except WaitTimeout as error:
@@ -194,7 +194,7 @@ class Worker:
 
 
 def _descriptors() -> str:
-    """What this process has open, in words."""
+    """The open descriptors of this process, in words."""
     found = []
     for fd in sorted(Path("/proc/self/fd").iterdir(), key=lambda path: int(path.name)):
         with contextlib.suppress(FileNotFoundError):  # the one of iterdir itself
