@@ -32,8 +32,10 @@ def background_console() -> Iterator[Console]:
 class BackgroundOutput:
     """A text stream whose write() never blocks and never fails, as far as a console needs one.
 
-    Threads: any. One of its own writes, and is not waited for when nobody takes what it writes.
-    Invariant: _held is the length of _texts, at most _HELD_MAX. What does not fit is dropped, and counted in _dropped.
+    Threads: any. A thread of its own writes, and is not waited for if nobody reads what it writes.
+
+    Invariant: _held is the length of _texts, at most _HELD_MAX. Text that does not fit is dropped, and counted in
+    _dropped.
     """
 
     def __init__(self, stream: IO[str] | None) -> None:
@@ -73,7 +75,7 @@ class BackgroundOutput:
         """Nothing: that would be to wait."""
 
     def close(self) -> None:
-        """What was written is out, or nobody takes it within a second. Idempotent."""
+        """Returns once everything is written out, or nobody has read it within a second. Idempotent."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -98,7 +100,9 @@ class BackgroundOutput:
                 self._tell_once(error)
 
     def _write(self, text: str) -> None:
-        """Past Python's buffer, whose lock would be held as long as nobody reads, also at the end of the process."""
+        """Bypasses Python's buffer, whose lock would be held as long as nobody reads, even at the end of
+        the process.
+        """
         if self._fd is None:
             if self._stream is not None:
                 self._stream.write(text)

@@ -59,7 +59,7 @@ class Child(Closing):
 
     @property
     def alive(self) -> bool:
-        """Whether it still runs."""
+        """Whether it is still running."""
         return self._process.poll() is None
 
     def call(self, command: str, timeout_s: float = 60.0, **arguments: Any) -> Any:
@@ -176,13 +176,13 @@ class Children(Closing):
         return self._children[index]
 
     def all(self, command: str, timeout_s: float = 60.0, **arguments: Any) -> list[Any]:
-        """What each answers to the same command."""
+        """Each child's answer to the same command."""
         return self.each(command, [arguments] * len(self._children), timeout_s)
 
     def each(self, command: str, arguments: Iterable[Mapping[str, Any]], timeout_s: float = 60.0) -> list[Any]:
-        """What each answers, with arguments of its own.
+        """Each child's answer, with arguments of its own.
 
-        Raises what the first to fail says, at once: the others may wait for it until a deadline of their own.
+        Raises the first failure at once: the others may be waiting for the failed child until a deadline of their own.
         """
         for child, its in zip(self._children, arguments, strict=True):
             child.start(command, **its)

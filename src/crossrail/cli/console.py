@@ -20,11 +20,11 @@ _DUMB_LINES = 25  # which nobody asks for: what is below the screen cannot be dr
 def open_console(
     *, stderr: bool = False, quiet: bool = False, file: IO[str] | None = None, pipe_columns: int = _PIPE_COLUMNS
 ) -> Console:
-    """Of standard output, or of `file`. Names and paths stay as they are: no `:word:` becomes a picture, no number a
-    colour. Markup is obeyed: what comes from outside is escaped, or printed with markup=False.
+    """A console on standard output, or on `file`. Names and paths are shown as they are: no `:word:` becomes a picture,
+    no number a colour. Markup is interpreted: text from outside must be escaped, or printed with markup=False.
 
-    A pipe or a file, which have no width, have pipe_columns, unless COLUMNS says otherwise. 0 says nothing, as shells
-    without a terminal set it.
+    Pipes and files, which have no width, get pipe_columns, unless COLUMNS says otherwise. COLUMNS=0 means nothing:
+    shells without a terminal set it.
     """
     environment = {name: value for name, value in os.environ.items() if not _says_nothing(name, value)}
     console = Console(stderr=stderr, quiet=quiet, file=file, emoji=False, highlight=False, _environ=environment)
@@ -36,7 +36,7 @@ def open_console(
 
 
 def _columns_of(terminal: IO[str], environment: dict[str, str]) -> int:
-    """Of a terminal without a cursor, which rich takes to be 80 wide whatever it is. One that does not say is so."""
+    """The width of a terminal without a cursor, which rich always assumes to be 80. 80 if the terminal does not say."""
     if "COLUMNS" in environment:
         return int(environment["COLUMNS"])
     with contextlib.suppress(OSError, ValueError):  # ValueError: no file of the system's
@@ -51,10 +51,10 @@ def text_column(template: str) -> TextColumn:
 
 @contextlib.contextmanager
 def in_one_piece() -> Iterator[None]:
-    """What is printed meanwhile reaches a pipe or a file at the end, at once.
+    """Output printed meanwhile reaches a pipe or a file at the end, all at once.
 
-    A reader that wants the first lines only (`| head -1`) does not end the command so, and its exit status is its own.
-    For answers that are short, and there within moments.
+    A reader that wants only the first lines (`| head -1`) then does not break the command, whose exit status stays its
+    own. For short answers that are ready within moments.
     """
     out = sys.stdout
     if not isinstance(out, io.TextIOWrapper) or out.isatty():

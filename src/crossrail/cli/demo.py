@@ -43,7 +43,7 @@ _ROUNDS_TARGET_S = 1.5
 
 @dataclass(frozen=True)
 class Plan:
-    """What the options said."""
+    """The parsed options."""
 
     file: Path
     rails: int
@@ -57,7 +57,7 @@ class Plan:
 
 @dataclass
 class Outcome:
-    """What was measured."""
+    """The measurements."""
 
     rounds: int = 0
     moved_bytes: int = 0

@@ -80,12 +80,12 @@ def shuffled_pages(segment: Segment) -> tuple[Indices, Indices]:
 
 
 def tail_places(segment: Segment) -> Indices:
-    """Pool page of the short last page of each copy; empty when there is none."""
+    """Pool page of the short last page of each copy; empty if there is none."""
     return segment.places()[:, segment.whole_pages :].reshape(-1)
 
 
 def split_file(nbytes: int, pool_bytes: int, page_bytes: int, seed: int) -> Iterator[Segment]:
-    """The segments of a file: one, several times over, when it is smaller than the pool; else as many as it takes."""
+    """The segments of a file: the same one several times if it is smaller than the pool; else as many as needed."""
     segment_bytes = min(max(pool_bytes // page_bytes, 1), _PAGES_MAX) * page_bytes
     pages = -(-min(nbytes, segment_bytes) // page_bytes)
     copies = max(1, min(segment_bytes // (pages * page_bytes), _COPIES_MAX, _PAGES_MAX // pages))

@@ -39,7 +39,7 @@ class Writer:
         self._pool = xr.RegionDescriptor.from_bytes(bytes.fromhex(pool))
         self._imm = imm
         self._source = self._engine.alloc(source_bytes, populate=True)
-        # Of the kind and length of the pool: what the memcpy that we are compared with copies into.
+        # Same kind and length as the pool: the target of the memcpy that we are compared with.
         self._own_pool = self._engine.alloc(self._pool.nbytes, populate=True)
         self._engine.connect(self._pool.owner)
 

@@ -42,7 +42,7 @@ def _version() -> str:
 
 
 def _meant(word: str) -> str:
-    """Of a word that is none of an option."""
+    """A hint for a word that is not an option."""
     if not why_unknown(word):
         return f"{word} is a topic: crossrail doctor --only {word}"
     return (
@@ -89,7 +89,7 @@ def _is_ipv6(text: str) -> bool:
 
 @contextlib.contextmanager
 def _progress(quiet: bool) -> Iterator[Callable[[str], None]]:
-    """What is being done, on a terminal, gone afterwards."""
+    """Shows what is being done, on a terminal, and removes it afterwards."""
     console = open_console(stderr=True)
     if quiet or not console.is_terminal:
         yield lambda _: None

@@ -46,7 +46,7 @@ def command(words: tuple[str, ...]) -> None:
 
 
 def _named(asked: str, texts: dict[str, str]) -> str | None:
-    """The code that it is, or the first that is named in it as a word of its own."""
+    """The code that was asked for, or the first one that occurs in the text as a word of its own."""
     codes = {_simple(name): code for code, text in texts.items() for name in (code, text[1:].partition("`")[0])}
     if code := codes.get(_simple(asked)):
         return code

@@ -29,7 +29,9 @@ def _is_installed(module: str) -> bool:
 
 
 def body(extra: str, module: str, name: str) -> Callable[..., None]:
-    """What a command does, whose options are elsewhere: help need not wait for numpy. extra: of `crossrail[extra]`."""
+    """The function of a command whose options are elsewhere: help need not import numpy. extra: of
+    `crossrail[extra]`.
+    """
     found = getattr(_loaded(extra, module), name)
     assert callable(found)
     return cast("Callable[..., None]", found)
@@ -83,7 +85,7 @@ class LazyGroup(click.Group):
         try:
             module = _loaded(self._package, f"crossrail.cli.{self._package}.{place}")
         except UsageError:
-            if ctx.resilient_parsing:  # a shell that completes: the name is there, its options are not known
+            if ctx.resilient_parsing:  # a shell that completes: the name exists, its options are unknown
                 return click.Command(cmd_name, help=self._lazy[cmd_name][1])
             raise
         command = getattr(module, attribute or cmd_name)

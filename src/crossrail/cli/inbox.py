@@ -129,10 +129,10 @@ def _taken(dst: str) -> str:
 
 
 class PartFile:
-    """A file on its way in. Ends with exactly one of commit() and discard(); discard() after either does nothing.
+    """A file being received. Ends with exactly one of commit() and discard(); discard() after either does nothing.
 
-    It has no name before commit(), so that nothing of it is left however we end; on file systems that cannot do that,
-    it has a hidden one of ours.
+    It has no name before commit(), so that nothing is left over however we end; on file systems that cannot do that, it
+    has a hidden name of ours.
     """
 
     def __init__(self, directory_fd: int, name: str, dst: str, force: bool) -> None:
@@ -211,7 +211,7 @@ class PartFile:
         self._is_named = False
 
     def discard(self) -> None:
-        """Remove what is there of it. Idempotent."""
+        """Removes what there is of it. Idempotent."""
         if not self._is_open:
             return
         self._is_open = False
@@ -229,7 +229,7 @@ def _shown(dst: str) -> str:
 
 
 def _umask() -> int:
-    """The process's mask; Linux can only be asked by setting it, except through /proc. Without that: the strictest."""
+    """The process's mask; Linux can only be asked by setting it, except through /proc. Without /proc: the strictest."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("Umask:"):

@@ -68,7 +68,7 @@ class CommandGroup(click.Group):
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The command, or None when there is none of that name."""
+        """The command, or None if there is none of that name."""
         if cmd_name not in COMMANDS:
             return None
         command = _interrupt.load(COMMANDS[cmd_name][0]).command
@@ -83,7 +83,7 @@ class CommandGroup(click.Group):
         return super().resolve_command(ctx, args)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """What a shell offers, likewise."""
+        """The completions of a shell, likewise."""
         items = [CompletionItem(name, help=text) for name, (_, text) in COMMANDS.items() if name.startswith(incomplete)]
         return [*items, *click.Command.shell_complete(self, ctx, incomplete)]
 
@@ -110,7 +110,7 @@ class CommandGroup(click.Group):
             _interrupt.over()
             with one_line_complaints():
                 result = super().invoke(ctx)
-            if sys.stdout is not None:  # whoever started us may have closed it
+            if sys.stdout is not None:  # our parent may have closed it
                 sys.stdout.flush()  # what is still in it must fail here, if it does
             _interrupt.begin()  # it ends, as above
         except (click.exceptions.Exit, click.Abort, click.ClickException):
@@ -135,7 +135,7 @@ class CommandGroup(click.Group):
 
 
 def _drop_output() -> None:
-    """What standard output still holds goes nowhere: Python would try once more at its end, and complain."""
+    """Discards what standard output still holds: Python would try again at exit, and complain."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
@@ -166,7 +166,7 @@ def one_line_complaints() -> Iterator[None]:
 
 
 class Complaint(click.ClickException):
-    """What click complained of, in a line that says where to read on."""
+    """An error message of click's, in a line that says where to read on."""
 
     def __init__(self, error: click.ClickException) -> None:
         words = _LINE_ENDS.sub(" ", error.format_message()).strip().removesuffix(".")
@@ -180,7 +180,7 @@ class Complaint(click.ClickException):
 
 
 def said_of(error: Exception) -> str:
-    """What a user is told. Peers choose their names, and files theirs: none of it steers the terminal."""
+    """The message for a user. Peers choose their names, and so do files: none may carry terminal control sequences."""
     return clipped(shown_lines(_words_of(error)))
 
 
@@ -202,7 +202,7 @@ def _words_of(error: Exception) -> str:
 
 
 def _is_nowhere() -> bool:
-    """Whether the directory that we are in is no more. What fails for that names nothing."""
+    """Whether our working directory no longer exists. Errors caused by that name nothing."""
     try:
         Path.cwd()
     except OSError:
@@ -219,12 +219,12 @@ def quiet_log() -> Iterator[None]:
     try:
         yield
     finally:
-        log.setLevel(level)  # a command may run inside of a program that has its own log
+        log.setLevel(level)  # a command may run inside a program with a log of its own
 
 
 @contextmanager
 def lenient_streams() -> Iterator[None]:
-    """What a stream cannot say - an arrow in ASCII, a file's name that is no UTF-8 - is "?" there and ends nothing."""
+    """Characters that a stream cannot encode, such as an arrow in ASCII or a non-UTF-8 file name, become "?"."""
     changed = [stream for stream in (sys.stdout, sys.stderr) if isinstance(stream, io.TextIOWrapper)]
     before = [stream.errors for stream in changed]
     for stream in changed:

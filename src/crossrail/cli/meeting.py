@@ -46,7 +46,7 @@ _ACCEPT_PAUSE_S = 0.2
 
 
 def shared_secret() -> bytes:
-    """What the environment says; empty: nothing. Secrets are no arguments of commands: others can read those."""
+    """The secret in the environment; empty if there is none. Never an argument: others can read command lines."""
     return os.environb.get(SECRET_VARIABLE.encode(), b"")
 
 
@@ -56,7 +56,7 @@ def _proof(secret: bytes, role: bytes, *parts: bytes) -> bytes:
 
 @dataclass(frozen=True)
 class Kind:
-    """What is asked for: magic tells one from another. start: what to type to have one at `port`."""
+    """What is being looked for: magic tells kinds apart. start: what to type to start one at `port`."""
 
     magic: bytes
     name: str
@@ -84,7 +84,7 @@ class Meeting:
 
     @property
     def port(self) -> int:
-        """Where it listens: what was asked for, or what the kernel chose for 0."""
+        """The port that it listens on: the requested one, or the kernel's choice for 0."""
         return int(self._listener.getsockname()[1])
 
     async def __aenter__(self) -> Meeting:
@@ -136,7 +136,7 @@ class Meeting:
             advice = (
                 "; raise the limit on open files (ulimit -n)" if error.errno in (errno.EMFILE, errno.ENFILE) else ""
             )
-            # As the engine says it of its own ports: commands show it.
+            # Worded as the engine's message for its own ports.
             log.error("cannot take in more connections: %s%s. Said once", error.strerror, advice)
 
     async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -188,7 +188,7 @@ def _refuse(writer: asyncio.StreamWriter, text: str) -> None:
 
 
 def split_url(url: str) -> tuple[str, int, str]:
-    """`tcp://HOST[:PORT]/DST` -> (host, port, dst). DST is taken as it stands. UsageError when it is none."""
+    """`tcp://HOST[:PORT]/DST` -> (host, port, dst). DST is taken literally. UsageError if it is malformed."""
     authority, _, dst = url.removeprefix(SCHEME).partition("/")
     try:
         parts = urlsplit(SCHEME + authority)
@@ -232,7 +232,7 @@ def ask(host: str, port: int, secret: bytes, kind: Kind = SERVE) -> xr.Address:
 
 
 class _Bounded:
-    """A connection whose whole life has one deadline, however slowly the other side drips."""
+    """A connection with one deadline for its whole life, however slowly the other side sends."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection

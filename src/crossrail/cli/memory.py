@@ -1,4 +1,4 @@
-"""How much memory is free: a command that would need more says so, rather than be killed for it."""
+"""How much memory is free: a command that would need more says so instead of being killed for it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from crossrail.errors import UsageError
 
 
 def free_bytes(host: Host | None = None) -> int | None:
-    """What programs may take, and what the limits of this process's control groups leave; None where nobody can say: in
-    a container without /proc.
+    """Memory that programs may allocate, also within the limits of this process's control groups; None if unknown, as
+    in a container without /proc.
     """
     host = Host() if host is None else host
     available = re.search(r"^MemAvailable: +(\d+) kB$", host.read("/proc/meminfo") or "", re.MULTILINE)

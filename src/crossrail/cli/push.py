@@ -100,7 +100,7 @@ class Pusher:
             transfer.wait(_ANSWER_TIMEOUT_S)
 
     def _unsettled(self) -> list[xr.Transfer]:
-        """Transfers under way, and those that failed: of these the next message tells why, or else _raise_if_gone."""
+        """Transfers in flight or failed: for failures the next message explains why, or else _raise_if_gone."""
         return [t for t in self._transfers if not t.done or t.exception() is not None]
 
     def _await_stored(self, index: int, report: Callable[[], None]) -> None:
@@ -172,7 +172,7 @@ class Pusher:
         return done
 
     def _abort(self) -> None:
-        """Best effort: nothing of ours is under way any more, and the serve knows at once and not by our absence."""
+        """Best effort: nothing of ours is in flight any more, and the serve learns it at once, not by our silence."""
         with contextlib.suppress(Exception):
             for transfer in self._transfers:
                 transfer.cancel()
@@ -199,7 +199,7 @@ class _Slots:
         self._pages_per_slot = layout.slot_bytes // layout.page_bytes
 
     def segment(self, index: int) -> memoryview:
-        """Where a segment is read to."""
+        """The buffer into which a segment is read."""
         assert self._memory is not None
         start = index % self.count * self.layout.slot_bytes
         return self._memory.view()[start : start + self.layout.segment_bytes(index)]
@@ -230,8 +230,8 @@ class _Slots:
 
 
 def destination(dst: str, source: Path) -> str:
-    """As with cp: nothing, or a directory with its slash, keeps the file's own name. UsageError for what no serve
-    can be told.
+    """As with cp: an empty one, or a directory with its slash, keeps the file's own name. UsageError for what cannot be
+    sent to a serve.
     """
     path = dst + source.name if dst == "" or dst.endswith("/") else dst
     try:
@@ -269,7 +269,7 @@ def _push(
     ):
         begun = time.monotonic()
         engine.connect(server)
-        # Not shown before the server has agreed: what it refuses is one line, and no bar that stands at 0.
+        # Not shown before the server has agreed: a refusal is one line, without a bar stuck at 0.
         task = progress.add_task(plain(source.path.name), total=source.nbytes, visible=False)
         done = Pusher(engine, pool, server, source).run(
             dst,

@@ -108,7 +108,7 @@ def _publish_in(directory: Path, name: str, address: xr.Address) -> Published | 
         os.write(draft_fd, _encode(address))
         for _ in range(_ATTEMPTS_MAX):
             try:
-                os.link(draft, final)  # unlike a rename, this fails when the name is there
+                os.link(draft, final)  # unlike a rename, this fails if the name exists
                 return Published(name, final, draft_fd)
             except FileExistsError:
                 if _is_alive(final, remove=True):
@@ -181,7 +181,7 @@ def resolve(target: str, secret: bytes = b"") -> tuple[xr.Address, str]:
 
 
 class _OtherFormat(Exception):
-    """The address file has another format: nothing else in it is looked at."""
+    """The address file has another format: nothing else in it is read."""
 
 
 def _no_such_serve(name: str) -> str:

@@ -49,7 +49,7 @@ class PusherGone(CrossrailError):
 
 @dataclass(frozen=True)
 class Limits:
-    """What one serve takes on."""
+    """The limits of one serve."""
 
     pushes_max: int
     idle_timeout_s: float
@@ -81,7 +81,7 @@ class Slots:
         return self._region.view()[start : start + self.layout.segment_bytes(index)]
 
     def counter(self, index: int) -> xr.ImmCounter:
-        """What counts the pages of a segment."""
+        """The counter for the pages of a segment."""
         return self.counters[index % len(self.counters)]
 
     def close(self, quiesced: bool) -> None:
@@ -130,7 +130,7 @@ class Session:
         except PusherGone as gone:
             self._quiesced = True
             self._server.say(f"[red]dropped[/red] {escape(self._offer.dst)}: {escape(str(gone))}; nothing was stored")
-            if not self._aborted:  # one that was stopped reads it once it goes on; nobody waits for that
+            if not self._aborted:  # a stopped pusher reads it once it continues; nobody waits for that
                 with contextlib.suppress(CrossrailError):
                     self._submit(wire.Failed(self._offer.push, f"{gone}; nothing was stored"))
         except (CrossrailError, MemoryError) as error:
@@ -190,7 +190,7 @@ class Session:
         sha256 = self._digest.hexdigest()
         if self._end.result().sha256 != sha256:
             raise FileRefused("the SHA-256 of what arrived is not that of what was sent")
-        await _to_its_end(self._commit(part, sha256))  # also on Ctrl-C: what is stored is told to be
+        await _to_its_end(self._commit(part, sha256))  # also on Ctrl-C: the pusher of a stored file is told so
 
     async def _commit(self, part: PartFile, sha256: str) -> None:
         await asyncio.to_thread(part.commit, self._offer.mode)
@@ -219,8 +219,8 @@ class Session:
             raise PusherGone(str(error)) from None
 
     async def tell_end(self, message: wire.Message) -> None:
-        """The last message of a push, which is over whether the pusher listens or not. One that is stopped reads it
-        later, if this process still runs.
+        """The last message of a push, which is over whether the pusher listens or not. A stopped pusher reads it later,
+        if this process is still running.
         """
         with contextlib.suppress(asyncio.TimeoutError, CrossrailError):
             await in_time(_completion(self._submit(message)), _LAST_WORDS_TIMEOUT_S)
@@ -322,7 +322,7 @@ class Server:
                         self._tell_version(message.peer, error.push)
 
     def _tell_version(self, peer: xr.Address, push: int | None) -> None:
-        """Once for each push. It reads no more of the refusal than our version, and says so where it was started."""
+        """Once per push. The pusher reads only our version from the refusal, and reports it where it was started."""
         if push is not None and (peer, push) not in self._told_version:
             self._told_version[peer, push] = None
             self.engine.submit_send(peer, wire.encode(wire.Refuse(push, "the server is of another version")))

@@ -77,7 +77,7 @@ def transport_option(default: str = "auto") -> Decorator:
 
 
 def check_transport(transport: str) -> None:
-    """What is wrong with it is told once, and at once: before a command starts processes with engines of it."""
+    """Reports an invalid transport once, and early: before a command starts processes whose engines use it."""
     with xr.Engine("check", transport=transport):
         pass
 
@@ -120,7 +120,7 @@ def secret_of(file: Path | None) -> bytes:
 
 
 def read_secret(file: Path | None) -> bytes:
-    """Like secret_of(). UsageError without a secret: whoever reaches a node without one could give it work."""
+    """Like secret_of(). UsageError without a secret: anybody who reaches a node without one could give it work."""
     secret = secret_of(file)
     if not secret:
         raise UsageError(f"a secret that all nodes share is needed: --secret-file, or {SECRET_VARIABLE}")
@@ -129,7 +129,9 @@ def read_secret(file: Path | None) -> bytes:
 
 @contextlib.contextmanager
 def rails_behind(option: str, port: int) -> Iterator[None]:
-    """Around opening an engine whose rails listen behind the port of that option: one that is taken is told by it."""
+    """Wraps the opening of an engine whose rails listen after that option's port: if one is taken, the error names the
+    option.
+    """
     try:
         yield
     except TransportError as error:
@@ -141,7 +143,7 @@ def rails_behind(option: str, port: int) -> Iterator[None]:
 
 
 def name_of_host(host: str, engine: xr.Engine) -> str:
-    """What to write in a URL of a service that listens on `host`: of all addresses ("", 0.0.0.0) a rail's."""
+    """The name for the URL of a service that listens on `host`: for all addresses ("", 0.0.0.0) a rail's."""
     if host in ("", "0.0.0.0", "::"):
         endpoints = engine.address.endpoints
         host = endpoints[0].rpartition(":")[0].strip("[]") if endpoints else socket.gethostname()

@@ -11,7 +11,7 @@ from crossrail.cli.text import OutputFile
 
 
 class _SeedRange(click.IntRange):
-    """Of what is no number, click says that it is not a valid `name`."""
+    """For a value that is not a number, click reports an invalid `name`."""
 
     name = "whole number"
 

@@ -22,7 +22,7 @@ _END_PATIENCE_S = 5.0
 
 
 class Task(NamedTuple):
-    """One run. twice: run it once more, the event logs must be equal. keep_log: as of World."""
+    """One run. twice: run it once more; the event logs must be equal. keep_log: as for World."""
 
     scenario: str
     seed: int
@@ -55,7 +55,7 @@ class _Player:
         theirs.close()  # ours of it: when the process ends, reading ends too
 
     def give(self, task: Task) -> None:
-        """A process that is dead by now takes it too: take() says so."""
+        """Also accepted if the process is dead by now: take() then reports it."""
         self.task = task
         self._took = True
         try:
@@ -64,7 +64,7 @@ class _Player:
             self._took = False
 
     def take(self) -> Outcome:
-        """What became of its task. A process that died is a run that failed, and ends with it."""
+        """The outcome of its task. If the process has died, the run counts as failed, and the player ends."""
         assert self.task is not None
         task, self.task = self.task, None
         try:
@@ -153,7 +153,7 @@ def _serve(connection: Connection, shows_crash: bool) -> None:
 
 
 def _end_with_parent() -> None:
-    """Who was killed ends nobody, and a run may take hours that nobody will hear of."""
+    """A killed parent cannot end its children, and a run may take hours that nobody will hear of."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

@@ -143,7 +143,7 @@ def _to_json(outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 
 def _write_pictures(outcomes: Sequence[Outcome], trace: Path | None, log: Path | None) -> None:
-    """Of the first run that failed, else of the first: run once more, now with the log kept."""
+    """For the first run that failed, else for the first one: runs it once more, now keeping the log."""
     chosen = next((outcome for outcome in outcomes if not outcome.ok), outcomes[0])
     again = play_one(Task(chosen.scenario, chosen.seed, False, True if log is not None else _TRACE_LINES_MAX))
     about = f"{again.scenario}, seed {again.seed}"

@@ -72,12 +72,12 @@ class SourceFile:
         try:
             return bool(os.pread(self._fd, 1, self.nbytes))
         except OSError:
-            return False  # what cannot be read is none of its bytes
+            return False  # unreadable bytes cannot be its own
 
     def has_changed(self) -> bool:
-        """Whether somebody wrote to it since it was opened: what was read may be of no time, half old and half new.
+        """Whether the file was written to since it was opened: what was read may then be half old and half new.
 
-        By its time of modification, which some file systems have no finer than seconds.
+        Judged by its modification time, whose resolution is seconds on some file systems.
         """
         return os.fstat(self._fd).st_mtime_ns != self._written_ns
 

@@ -14,14 +14,14 @@ from rich.table import Table
 from rich.text import Text
 
 _ENDLESS = 1 << 16  # columns: nothing is wrapped there
-_FOLDED_LEAST = 24  # columns, of one whose words may be broken (overflow="fold")
+_FOLDED_LEAST = 24  # columns, for one whose words may be broken (overflow="fold")
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """The table, on a narrow screen with its widest column wrapped between words, the others never.
+    """The table; on a narrow screen its widest column is wrapped between words, the others never.
 
-    Where even that does not fit, each row as lines instead: nothing is cut off.
+    If even that does not fit, each row is printed as lines: nothing is cut off.
     """
 
     table: Table
@@ -49,7 +49,7 @@ class Fitted:
 
 @dataclass(frozen=True)
 class Screenful:
-    """What a live view shows: as much as there is room for. The last line says how many more there are."""
+    """The content of a live view: as much as there is room for. The last line says how much more there is."""
 
     content: RenderableType
 

@@ -85,9 +85,9 @@ def seconds() -> FloatRange:
 
 
 class OutputFile(click.Path):
-    """The type of an option that names a file to write: what stands in its way is told before the work.
+    """The type of an option that names an output file: obstacles are reported before the work begins.
 
-    is_replaced: by another file, or removed, which a device or a pipe of that name must not be.
+    is_replaced: it will be replaced or removed, which must not happen to a device or a pipe of that name.
     """
 
     def __init__(self, *, is_replaced: bool = False) -> None:
@@ -96,9 +96,7 @@ class OutputFile(click.Path):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         path = Path(os.fsdecode(super().convert(value, param, ctx)))
-        if str(path).startswith(
-            "--"
-        ):  # `bench --json --only tcp`: commands whose --json is a flag are called like that
+        if str(path).startswith("--"):  # `bench --json --only tcp`: where --json is a flag, users write it like that
             self.fail(
                 f"{str(path)!r} is an option where the name of a file belongs (./{path} if it is a name)", param, ctx
             )
@@ -198,7 +196,7 @@ def rails(text: str) -> int | list[str]:
 
 @contextmanager
 def naming(file: Path) -> Iterator[None]:
-    """What fails while this file is written names it: of a full disk Python names none."""
+    """Errors while this file is written name it: for a full disk Python's do not."""
     try:
         yield
     except OSError as error:

@@ -26,7 +26,7 @@ _DEFAULT_URL = "http://127.0.0.1:9478/metrics"
 _TIMEOUT_S = 5.0
 _BAD_STATES = {"slow": "yellow", "frozen": "red", "connecting": "yellow"}
 _WORD_MIN = 4  # of names and the like, where numbers need the room
-# What is looked at, and the labels without which it says nothing. Whoever passes metrics on may drop some.
+# The metrics used, and the labels without which they are useless. Relays of metrics may drop some.
 _LABELS = {
     "crossrail_engine_open": ("engine",),
     "crossrail_rail_works_total": ("engine", "transport", "rail"),
@@ -85,7 +85,7 @@ def _whole(url: str) -> str:
 
 
 def picture(interval: Interval, width: int, only: str | None = None) -> RenderableType:
-    """What happened in the interval, for a screen of so many columns; only: to this engine."""
+    """A picture of the interval, for a screen of so many columns; only: this engine."""
     if only is not None:
         return Group(*_engine(interval, only, width))
     parts: list[RenderableType] = []
@@ -213,7 +213,8 @@ def _rails(interval: Interval, engine: str, width: int) -> Table:
         down = next((_bad(value, "bold red") for _, value in interval.now.of("crossrail_rail_down_paths", **of)), "-")
         name = f"{plain(has['transport'])}:{plain(has['rail'])}"
         cells: list[str | Text] = [name, down, *_speeds(interval, "crossrail_rail", of)]
-        depth = next((f"{value:.0f}" for _, value in interval.now.of("crossrail_rail_depth", **of)), "-")  # -: not told
+        # -: not reported.
+        depth = next((f"{value:.0f}" for _, value in interval.now.of("crossrail_rail_depth", **of)), "-")
         cells += [depth, *_latencies(interval, "crossrail_rail", of)]
         retried = interval.now.total("crossrail_rail_retried_works_total", **of)
         broken = interval.now.total("crossrail_rail_broken_paths_total", **of)

@@ -76,7 +76,7 @@ class _Branch:
         return self.below.setdefault(label, _Branch(label))
 
     def joined(self) -> _Branch:
-        """Without levels that contain nothing but the next one."""
+        """Without levels whose only content is the next one."""
         branch = self
         while len(branch.below) == 1 and not branch.gpus and not branch.nics:
             (only,) = branch.below.values()
@@ -113,7 +113,7 @@ def _place(trunk: _Branch, pci: PciFunction | None) -> _Branch:
 
 
 class _Painter:
-    """Draws branches. users: of each NIC by its name, the GPUs whose rail it is: "gpu0, gpu1"."""
+    """Draws branches. users: by NIC name, the GPUs whose rail it is: "gpu0, gpu1"."""
 
     def __init__(self, forest: Sequence[_Branch], users: Mapping[str, str], columns: int) -> None:
         """columns: of the console; where they are few, lists of names are cut short."""
@@ -255,7 +255,7 @@ def _print_choices(
 
 
 def _core_list(cpus: tuple[int, ...]) -> str:
-    """A list of cores whose lines are broken between numbers, not within them."""
+    """A list of cores that wraps between numbers, not within them."""
     text = format_cpu_list(cpus)
     return text if len(text) <= _CORES_COLUMNS else text.replace(",", ", ")
 

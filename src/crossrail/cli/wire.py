@@ -58,7 +58,7 @@ _Release = Annotated[str, Meta(max_length=64)]
 
 
 class _Stamp(msgspec.Struct):
-    """What the messages of all versions have."""
+    """The fields that messages of all versions have."""
 
     version: int = 0
     release: _Release = ""
@@ -71,7 +71,7 @@ class _Stamped(msgspec.Struct, tag_field="kind", forbid_unknown_fields=True, kw_
 
 
 class _Message(_Stamped):
-    """Of one push. push: the pusher's number for it, repeated in every message about it."""
+    """A message about one push. push: the pusher's number for it, repeated in every message about it."""
 
     push: _Push
 

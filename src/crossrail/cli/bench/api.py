@@ -26,7 +26,7 @@ _VERIFIED = 100  # rounds and messages of a pass that is not timed
 
 @dataclass(frozen=True)
 class _Limit:
-    """What a transport's figures stand beside."""
+    """The limit to compare a transport's figures with."""
 
     name: str
     figure: Callable[[Pair], float]
@@ -57,7 +57,7 @@ def _streams_one_way_us(pair: Pair, family: socket.AddressFamily) -> float:
 
 
 def tcp_measures() -> list[Measure]:
-    """The same measures over TCP, as far as they tell something new."""
+    """The same measures over TCP, where they reveal something new."""
     word, message = _socket_limit(api_loops.WORD_BYTES), _socket_limit(api_loops.MESSAGE_BYTES)
     rate = _Limit("bare socket, many to a send", lambda pair: 1e6 / pair.sockets.message_ns(api_loops.MESSAGE_BYTES))
     return [
@@ -170,7 +170,7 @@ def _submit_samples(pair: Pair) -> SampleStream:
 
 
 def _verify_submits(pair: Pair, side: api_loops.Side) -> None:
-    """Untimed: the bytes are there, and no others."""
+    """Untimed: checks that these bytes have arrived, and no others."""
     pair.child.call("clear_side")
     side.clear()
     fill(side.region.array()[:_SUBMIT_BYTES], seed=_SUBMIT_BYTES)
@@ -180,7 +180,7 @@ def _verify_submits(pair: Pair, side: api_loops.Side) -> None:
 
 
 def _time_submits(side: api_loops.Side, batches: int) -> float:
-    """Median of single calls, in us. What the clock itself costs is in it."""
+    """Median of single calls, in us. Includes the cost of reading the clock."""
     clock, submit = time.perf_counter_ns, side.engine.submit_write
     src, dst = side.region, side.partner
     took_ns: list[int] = []

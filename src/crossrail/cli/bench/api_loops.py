@@ -42,7 +42,7 @@ class Side:
 
     @property
     def word(self) -> int:
-        """What the small write sends, and where the partner's lands."""
+        """The word that the small write sends, and the place where the partner's lands."""
         return int.from_bytes(self.region.view()[:WORD_BYTES], "little")
 
     @word.setter
@@ -140,7 +140,7 @@ def listen_bare(family: socket.AddressFamily) -> socket.socket:
 
 
 def connect_bare(address: str | tuple[str, int]) -> socket.socket:
-    """Connects to the partner's listener, whose address decides the family."""
+    """Connects to the partner's listener; the address determines the family."""
     bare = socket.socket(socket.AF_UNIX if isinstance(address, str) else socket.AF_INET)
     bare.settimeout(_TIMEOUT_S)
     bare.connect(address)
@@ -148,7 +148,7 @@ def connect_bare(address: str | tuple[str, int]) -> socket.socket:
 
 
 def ping_streams(bare: socket.socket, rounds: int, *, first: bool) -> int:
-    """The same ping-pong by asyncio's own streams, either side. Closes the socket. Nanoseconds."""
+    """The same ping-pong with asyncio's streams, on either side. Closes the socket. Nanoseconds."""
     return asyncio.run(in_time(_ping_streams(bare, rounds, first=first), _TIMEOUT_S))
 
 

@@ -22,7 +22,7 @@ _COMMANDS: dict[str, tuple[str, str]] = {
 
 
 class _Bench(LazyGroup):
-    """A group that measures by itself, where no command of it is named."""
+    """A group that measures by itself if no subcommand is given."""
 
     def __init__(self, name: str, help: str, **more: Any) -> None:  # noqa: A002 - as click names it
         super().__init__(name, help, _COMMANDS, **more)
@@ -30,7 +30,7 @@ class _Bench(LazyGroup):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Like click's; whoever gives a host is told how hosts are measured."""
+        """Like click's; a user who gives a host is told how to measure between hosts."""
         word = args[0]
         say_what_is_meant(ctx, word, _COMMANDS)
         if not ctx.resilient_parsing and word not in _COMMANDS and not word.startswith("-"):

@@ -50,7 +50,7 @@ class Change:
 
     @property
     def verdict(self) -> str:
-        """ "faster" or "slower" when the whole interval says so."""
+        """ "faster" or "slower" if the whole interval is on one side."""
         if self.interval is None:
             return "one run says nothing"
         if self.interval.low > 1:
@@ -58,7 +58,7 @@ class Change:
         return "slower" if self.interval.high < 1 else "no difference seen"
 
     def is_slower_by(self, share: float) -> bool:
-        """Whether it is surely slower, and its medians by more than that share."""
+        """Whether it is certainly slower, and the medians differ by more than that share."""
         return self.verdict == "slower" and self.quotient < 1 - share
 
 
@@ -183,9 +183,9 @@ def _table(comparison: Comparison, width: int) -> Table:
 
 
 def fail_if_slower(comparison: Comparison, allowed: float | None) -> None:
-    """Exit code 1, after saying which, when a measure is surely slower and by more than `allowed`; None: never.
+    """Exit code 1, after naming them, if measures are certainly slower and by more than `allowed`; None: never.
 
-    A comparison in which nothing could be compared fails too: a check that looked at nothing has not passed.
+    A comparison in which nothing could be compared fails too: a check without data has not passed.
     """
     if allowed is None:
         return

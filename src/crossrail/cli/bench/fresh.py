@@ -11,7 +11,7 @@ from crossrail.errors import CrossrailError
 
 _SCRIPT_TIMEOUT_S = 60.0
 
-# Begins a script that asks what the interpreter takes; numpy's part is there before.
+# Prefix of a script that prints the interpreter's memory; numpy is imported beforehand.
 RESIDENT_BYTES = """
 import os
 import numpy
@@ -23,7 +23,7 @@ def resident_bytes():
 
 
 def run_script(script: str, text: str = "") -> Any:
-    """What the script printed, as JSON."""
+    """The script's output, parsed as JSON."""
     try:
         done = subprocess.run(
             [python_command(), "-c", script],

@@ -111,8 +111,8 @@ def _request_samples(pair: Pair) -> SampleStream:
 
 
 def _page_samples(pair: Pair) -> SampleStream:
-    """All that both sides do for a request but moving and counting: pages of 64 bytes, K and V of one layer, which
-    amortises nothing; the transport completes at once and moves nothing."""
+    """Everything that both sides do for a request except moving and counting: pages of 64 bytes, K and V of one layer,
+    which amortises nothing; the transport completes at once and moves nothing."""
     layout = KvLayout(1, _MANY_PAGES // 2, page_tokens=1, kv_heads=1, head_dim=64, dtype="uint8")
     order = permutation(layout.pages, seed=2)
     indices = permutation(_MANY_PAGES, seed=3)
@@ -140,8 +140,8 @@ def _page_samples(pair: Pair) -> SampleStream:
 
 
 def _name_samples(pair: Pair) -> SampleStream:
-    """What a side does for names of a request's pages, 16 tokens each, when its pool has them: hash, look up, share,
-    publish, give back."""
+    """What a side does with the names of a request's pages, 16 tokens each, if its pool has them: hash, look up, share,
+    publish, release."""
     tokens = permutation(_MANY_PAGES * _NAMED_PAGE_TOKENS, seed=5).astype(np.int32)
     pool = NamedPool(_MANY_PAGES, _NAMED_PAGE_TOKENS)
 
@@ -207,7 +207,7 @@ def _layer_samples(pair: Pair, by_kernel: bool) -> SampleStream:
 
 
 def _adder(word: ctypes.c_uint64) -> Callable[[], None]:
-    """Adds 1 to it, in memory. Nobody else adds."""
+    """Adds 1 to the word, in memory. Nobody else modifies it."""
 
     def add() -> None:
         word.value += 1

@@ -62,13 +62,13 @@ class KvDecoder(KvSide):
         return self._reception.dispatch(self.layout, "bench-prefiller")
 
     def take(self) -> None:
-        """Returns when all of it is there, and its pages are free again."""
+        """Returns when everything has arrived, and the pages are free again."""
         assert self._reception is not None
         self.run(self._reception.arrived())
         self._reception.release()
 
     def drop(self) -> None:
-        """Gives a request up whose count nobody makes, and which nobody sends any more."""
+        """Gives up a request that nobody counts or sends any more."""
         assert self._reception is not None
         self.run(self._reception.withdraw(_confirmed, _PATIENCE_S))
         self._reception.release()
@@ -125,7 +125,7 @@ class KvPrefiller(KvSide):
 
 
 class NamedPool:
-    """Requests of one prompt that takes all pages, one after another."""
+    """Requests with one prompt that takes all pages, one after another."""
 
     def __init__(self, pages: int, page_tokens: int) -> None:
         self._pool = PagePool(pages, page_tokens)

@@ -1,4 +1,4 @@
-"""What figures depend on: the machine, the version, and the other load on its cores."""
+"""The conditions of a measurement: the machine, the version, and the other load on its cores."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def version() -> str:
 
 
 def machine() -> dict[str, Any]:
-    """What the figures depend on."""
+    """The conditions that figures depend on."""
     return {
         "cpu": _proc_field("/proc/cpuinfo", "model name"),
         "cores": os.cpu_count(),

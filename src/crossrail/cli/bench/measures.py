@@ -1,4 +1,4 @@
-"""What `crossrail bench` does: choose the measures, run them, show and keep the figures."""
+"""The work of `crossrail bench`: choose the measures, run them, show and keep the figures."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _POOLS = 3  # source and copy here, the target there; private memory takes as mu
 
 
 def all_measures(transport: str) -> list[Measure]:
-    """In the order of the table: those that say something about this transport."""
+    """The measures that apply to this transport, in the order of the table."""
     if transport == "tcp":
         return [*tcp_copies.measures(), *tcp_small.measures(), *api.tcp_measures(), *tcp_tls.measures()]
     if transport != "shm":
@@ -55,7 +55,7 @@ def all_measures(transport: str) -> list[Measure]:
 
 
 def choose(names: Sequence[str], transport: str) -> list[Measure]:
-    """Those whose names begin with one of `names`; all when there are none. UsageError when one fits nothing."""
+    """Those whose names begin with one of `names`; all if none are given. UsageError if one matches nothing."""
     known = all_measures(transport)
     for name in names:
         if not any(measure.name.startswith(name) for measure in known):
@@ -64,8 +64,8 @@ def choose(names: Sequence[str], transport: str) -> list[Measure]:
 
 
 def run(measures: Sequence[Measure], settings: Settings, runs: int, console: Console, results: list[Result]) -> None:
-    """Measure after measure, into results. One that fails is reported and does not stop the others, unless the peer is
-    gone.
+    """Runs one measure after another, appending to results. A failing one is reported and does not stop the others,
+    unless the peer is gone.
     """
     columns = (text_column("{task.description}"), BarColumn(), MofNCompleteColumn())
     with (

@@ -1,4 +1,4 @@
-"""What is done with the figures once all is measured, the same for every benchmark; its options are in options.py."""
+"""What is done with the figures after measuring, the same for every benchmark; its options are in options.py."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from crossrail.errors import UsageError
 
 @dataclass(frozen=True)
 class Outputs:
-    """What the options said; the old file has been read."""
+    """The parsed options; the old file has been read."""
 
     json_path: Path | None
     plot_path: Path | None
@@ -48,9 +48,10 @@ class Outputs:
 
     @contextmanager
     def of(self, results: list[Result], settings: Mapping[str, Any], busy: float, console: Console) -> Iterator[None]:
-        """Around the measuring, which fills both: shows them in the end and writes all that was asked for.
+        """Wraps the measuring, which fills both arguments: finally shows the figures and writes all requested outputs.
 
-        What was measured before an error or Ctrl-C too, marked as a part. May raise click's Exit, by --fail-slower.
+        Also after an error or Ctrl-C, for what was measured before, marked as partial. May raise click's Exit, by
+        --fail-slower.
         """
         try:
             yield

@@ -25,7 +25,7 @@ _DRIVE_S = 0.0005
 
 LOOPBACK = "127.0.0.1"
 
-# What the rigs of a link are opened with, by the link's key.
+# The options with which the rigs of a link are opened, by the link's key.
 _LINKS: dict[str, dict[str, Any]] = {
     "adaptive": {"polling": "adaptive"},  # the default engine
     "manual": {"polling": "manual"},  # one spinning thread at each end
@@ -55,7 +55,7 @@ def check_cpus(cpus: tuple[int, int]) -> None:
 
 @dataclass(frozen=True)
 class Settings:
-    """What the options said."""
+    """The parsed options."""
 
     cpus: tuple[int, int]
     pool_bytes: int
@@ -66,7 +66,7 @@ class Settings:
 
     @property
     def rig_options(self) -> dict[str, Any]:
-        """What every engine is opened with."""
+        """The options for every engine."""
         transport = self.stand_in or self.transport
         by_loopback = transport in ("tcp", "ofi:tcp")
         return {"transport": transport, "rails": [LOOPBACK]} if by_loopback else {"transport": transport}
@@ -123,7 +123,7 @@ class Link:
     def finish(self) -> None:
         """Ends what the peer was told to start.
 
-        An engine that nobody drives acknowledges nothing, and the peer may still wait for that.
+        An engine that nobody drives acknowledges nothing, and the peer may still be waiting for that.
         """
         while self.is_manual and not self._pair.child.has_answered():
             self.rig.drive(_DRIVE_S)
@@ -186,7 +186,7 @@ class Pair:
         os.close(self.shared_fd)
 
     def reset(self) -> None:
-        """Drops every link after a failure, so that left-over counts are not mistaken for those of another measure."""
+        """Drops every link after a failure, so that left-over counts do not disturb the next measure."""
         self.bare = None
         for link in self._links.values():
             link.rig.close()

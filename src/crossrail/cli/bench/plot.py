@@ -56,7 +56,7 @@ _Draw = Callable[[Any, list[Result]], None]
 
 
 def check_plot(path: Path | None = None, option: str = "--plot") -> None:
-    """UsageError when there is nothing to draw with, or the suffix is of no picture; asked before the measuring."""
+    """UsageError if matplotlib is missing, or the suffix is no picture's; called before measuring."""
     if not can_plot():
         raise UsageError(f"{option} needs matplotlib: pip install 'crossrail[bench]'")
     if path is not None:
@@ -68,7 +68,7 @@ def check_plot(path: Path | None = None, option: str = "--plot") -> None:
 
 
 def can_plot() -> bool:
-    """Whether matplotlib is there."""
+    """Whether matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
@@ -116,7 +116,7 @@ def svgs(results: list[Result]) -> list[str]:
 
 
 def _panels(results: list[Result]) -> list[tuple[_Draw, list[Result], float]]:
-    """What to draw, of which results, and how high in inches."""
+    """The panels to draw, with their results, and their heights in inches."""
     curves = [result for result in results if result.measure.point and result.measure.unit == "GB/s" and result.samples]
     spread = [result for result in results if result.ecdf]
     bars = [r for r in results if r.ratio is not None and (r.measure.bar is not None or r.measure.point is None)]

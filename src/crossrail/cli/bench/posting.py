@@ -1,4 +1,4 @@
-"""What posting costs by itself: the engine over a transport whose rails complete at once and move nothing."""
+"""The cost of posting by itself: the engine over a transport whose rails complete at once and move nothing."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def measures() -> list[Measure]:
 
 
 class _Watched(NamedTuple):
-    """What an engine notes of what it posts; by default what engines do by default."""
+    """What an engine records of its posts; by default what engines record by default."""
 
     recorder_entries: int = 1024
     counts_traffic: bool = True

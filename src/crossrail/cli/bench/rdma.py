@@ -45,8 +45,8 @@ class BareLoop(Protocol):
         ...
 
 
-# A reliable queue pair of verbs keeps the order of what it is given, so that an immediate with the last page says that
-# all are there; libfabric's tcp promises no order.
+# A reliable queue pair of verbs keeps its order, so an immediate with the last page shows that all have arrived;
+# libfabric's tcp promises no order.
 BARE: dict[str, BareLoop] = {
     "ofi:tcp": BareRdma("bare libfabric", "ofi:tcp", LOOPBACK, imm_each=True),
     "verbs": BareRdma("bare verbs", "verbs", imm_each=False),

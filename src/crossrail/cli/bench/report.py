@@ -102,7 +102,7 @@ def _ends(interval: Interval | None, text: Callable[[float], str], unit: str) ->
 
 
 def warn_if_busy(busy: float, console: Console) -> None:
-    """busy: what busy_share said before anything was measured."""
+    """busy: busy_share's result from before measuring."""
     if busy > _BUSY_MAX:
         console.print(f"other programs keep these cores {busy:.0%} busy: figures will be noise", style="yellow")
 

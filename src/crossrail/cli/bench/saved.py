@@ -71,7 +71,7 @@ def _result_json(result: Result) -> dict[str, Any]:
 
 
 def save(path: Path, content: Mapping[str, Any]) -> None:
-    """What to_json gave; replaced when there."""
+    """Writes what to_json returned; replaces an existing file."""
     path.write_text(json.dumps(content, indent=1) + "\n")
 
 
@@ -137,7 +137,9 @@ class Saved:
 
 
 def read_json(path: Path) -> Saved:
-    """What `--json` wrote. UsageError, in one line, for anything else. Bars are not read: they may have moved since."""
+    """Reads what `--json` wrote. UsageError, in one line, for anything else. Bars are not read: they may have changed
+    since.
+    """
     try:
         data = read_at_most(path, _FILE_BYTES_MAX, "file of crossrail bench --json")
     except OSError as error:

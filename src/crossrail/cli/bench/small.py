@@ -40,7 +40,7 @@ def measures() -> list[Measure]:
 
 
 def verified_ping_pong(pair: Pair, link: Link) -> Callable[[int], float]:
-    """What runs so many round trips on this link: nanoseconds one way."""
+    """A function that runs so many round trips on this link: nanoseconds one way."""
 
     def ping_pong(count: int, *, verify: bool = False) -> float:
         pair.child.start(

@@ -24,7 +24,7 @@ _CHUNKS_BYTES = tuple(size << 10 for size in (64, 128, 256, 512, 1024))
 
 
 class Chunks(NamedTuple):
-    """What one system call of a bare stream moves at most, at either end; 0: the whole message."""
+    """The most that one system call of a bare stream moves, at either end; 0: the whole message."""
 
     send_bytes: int
     recv_bytes: int
@@ -207,7 +207,7 @@ class SocketPeer:
         return _core.bench.socket_messages(self._fd(), sender=False, nbytes=nbytes, count=count)
 
     def listen(self) -> int:
-        """On a port of its own; returns it."""
+        """Listens on a port of its own, and returns it."""
         if self._listener is None:
             self._listener = _listener()
         port: int = self._listener.getsockname()[1]

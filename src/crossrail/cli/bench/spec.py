@@ -24,7 +24,7 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class Bar:
-    """What has to be reached. of: the figure itself, its ratio to the limit, or by how much it is above the limit."""
+    """The bar. of: the figure itself, its ratio to the limit, or its excess over the limit."""
 
     of: Literal["value", "ratio", "difference"]
     direction: Literal[">=", "<="]
@@ -48,7 +48,7 @@ SampleStream = Generator[Sample, None, None]
 
 @dataclass(frozen=True)
 class Point:
-    """Where on a curve a measure is: one operation's bytes, and how many are in flight. window 0: not of writes."""
+    """A measure's position on a curve: one operation's bytes, and how many are in flight. window 0: no writes."""
 
     kind: str  # "write", "read", "paged", "latency"
     nbytes: int
@@ -90,7 +90,7 @@ class Result:
 
     @property
     def value(self) -> float | None:
-        """Median figure; None when there is none."""
+        """Median figure; None if there is none."""
         return statistics.median(s.value for s in self.samples) if self.samples else None
 
     @property

@@ -26,7 +26,7 @@ _MIB = 1 << 20
 _BARE_BATCH_PAGES = {_KIB: 4096, 8 * _KIB: 512, 64 * _KIB: 128}
 _CPU_BYTES = 32 * _MIB
 _CPU_WINDOW = 16
-# Of each chunk size of the bare stream.
+# for each chunk size of the bare stream
 _TUNING_ROUNDS = 3
 _TUNING_BYTES = 64 * _MIB
 _SCATTER_CALLS = 10_000

@@ -136,7 +136,7 @@ def _newcomer_samples(pair: Pair, part: str) -> SampleStream:
 
 
 def _newcomer_ns(pair: Pair, descriptor: bytes) -> tuple[int, int]:
-    """The handshake; and the write until it is done, which is when the peer has it and has said so."""
+    """The handshake; and the write until it is done, that is, until the peer has it and has confirmed it."""
     rig = _core.bench.Rig("bench-newcomer", polling="adaptive", **pair.settings.rig_options)
     try:
         src = rig.alloc(_REGION_BYTES)

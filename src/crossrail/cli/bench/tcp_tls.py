@@ -1,4 +1,4 @@
-"""What TLS costs: an engine with it and one without, in turns, between the same two processes."""
+"""The cost of TLS: an engine with it and one without, in turns, between the same two processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MIB = 1 << 20
 
 
 def measures() -> list[Measure]:
-    """In the order of the table; none without CROSSRAIL_TLS_CERT and its like, whose certificate both sides show."""
+    """In the order of the table; none without CROSSRAIL_TLS_CERT etc., whose certificate both sides present."""
     if TlsConfig.from_environment() is None:
         return []
     return [_writes(_MIB, 1), _writes(_MIB, 16), _writes(32 * _MIB, 16), _pages(8 * _KIB), _pages(64 * _KIB)]

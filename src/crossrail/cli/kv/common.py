@@ -41,15 +41,15 @@ _ENGINE_NAME_BYTES_MAX, _ITS_BEGINNING_BYTES = 64, 16
 
 
 def chosen(defaults: Options, options: Mapping[str, Any]) -> Options:
-    """The dataclass again, with what was said on the command line."""
+    """The dataclass with the values given on the command line."""
     names = {field.name for field in fields(defaults)} & options.keys()
     return replace(defaults, **{name: options[name] for name in names})
 
 
 class EndWanted(asyncio.Event):
-    """Set by SIGTERM, SIGINT, or the end of standard input: is_deserted then, whoever started us is gone, or done.
+    """Set by SIGTERM, SIGINT, or the end of standard input; in the last case is_deserted: our parent is gone, or done.
 
-    at_once: set by a second signal, as of who presses Ctrl-C again: nothing is waited for any more.
+    at_once: set by a second signal, as when a user presses Ctrl-C again: nothing is waited for any more.
     """
 
     is_deserted = False
@@ -70,7 +70,7 @@ class EndWanted(asyncio.Event):
 
 @dataclass(frozen=True)
 class Service:
-    """What a router and a node are made of. end: set when the process is told to end."""
+    """The parts of a router or node. end: set when the process is told to end."""
 
     engine: xr.Engine
     mailbox: Mailbox
@@ -104,10 +104,10 @@ async def opened(name: str, options: Mapping[str, Any]) -> AsyncIterator[Service
 
 @contextlib.contextmanager
 def logging_as(level: str | None) -> Iterator[None]:
-    """Why it has no router, and whom it refuses, is for whoever runs a service: commands let only errors through.
+    """A service must say why it has no router, and whom it refuses: other commands only log errors.
 
-    level: of --log-level, for the engine too; None: warnings of the service and of its control messages, such as those
-    of another release, as Python writes them by itself.
+    level: of --log-level, for the engine too; None: warnings of the service and of its control messages (such as those
+    of another release), in Python's default format.
     """
     changed = (log, control_log) if level is None else (logging.getLogger("crossrail"),)
     before = [logger.level for logger in changed]
@@ -138,8 +138,8 @@ def engine_name(name: str) -> str:
 
 
 def tell(words: str) -> None:
-    """A line on stdout. A service goes on when it cannot be written: whoever read there is gone, as `head -1` behind a
-    pipe, or the disk is full.
+    """Prints a line to stdout. A service continues if it cannot be written: the reader is gone, as `head -1` in a pipe,
+    or the disk is full.
     """
     try:
         click.echo(words)
@@ -148,7 +148,7 @@ def tell(words: str) -> None:
             why = error.strerror or str(error)
             complain(f"warning: stdout cannot be written ({why}), it goes on without; it was to say: {words}")
         nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, 1)  # what else is said, and what is left of this line
+        os.dup2(nowhere, 1)  # for later output, and what is left of this line
         os.close(nowhere)
 
 
@@ -169,7 +169,7 @@ async def until_ended_or_refused(end: EndWanted, refused: asyncio.Future[None]) 
 
 
 async def drained(who: str, drain: Callable[[float], Awaitable[bool]], timeout_s: float, end: EndWanted) -> None:
-    """Waits for what is under way, no longer once a second signal came, and says so. drain: as Node.drain."""
+    """Waits for requests in progress, until a second signal comes, and says so. drain: as Node.drain."""
     tell(f"{who}: finishing its requests, then exiting; a second signal ends it at once")
     draining = asyncio.ensure_future(drain(timeout_s))
     hurrying = asyncio.ensure_future(end.at_once.wait())
@@ -221,7 +221,7 @@ def open_tokenizer(name: str) -> Tokenizer | None:
 
 
 def tokenizer_of(model: str) -> str:
-    """What `--tokenizer` is to be for a model, by its name: the examples' tokens are bytes, as the toy's are."""
+    """The `--tokenizer` for a model, by its name: the examples' tokens are bytes, as the toy's are."""
     if not Path(model).is_dir():
         return "toy"
     return model if _of_transformers("tokenizer").has_tokenizer(Path(model)) else "none"
@@ -232,7 +232,7 @@ def _kind_of(value: object) -> str:
 
 
 def _made_by(name: str, options: Mapping[str, str]) -> Any:
-    """What the function of this name returns. UsageError for whatever it raises: it is the user's own."""
+    """The result of the function of this name. UsageError for whatever it raises: it is the user's own."""
     module_name, colon, function = name.partition(":")
     if not colon:
         raise UsageError(f"{name!r} is neither 'toy', nor a directory, nor 'package.module:function'")

@@ -81,7 +81,7 @@ def _words(options: dict[str, str]) -> list[str]:
 
 
 def _kill_the_busy_one(client: Client, processes: Processes, console: Console, is_over: Event) -> None:
-    """is_over: all tokens are there, or none will come."""
+    """is_over: all tokens have arrived, or none will."""
 
     def busy() -> list[str]:
         return [n["node"] for n in client.nodes() if n["role"] == "prefiller" and n["queued_tokens"] > 0]

@@ -44,7 +44,7 @@ class Processes:
         )
 
     def first_line(self, name: str) -> str:
-        """What a service says once it is there."""
+        """The first line that a service prints when it is ready."""
         stdout = self._by_name[name].stdout
         assert stdout is not None
         if not select.select([stdout], [], [], _START_TIMEOUT_S)[0]:

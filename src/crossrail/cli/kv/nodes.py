@@ -34,8 +34,8 @@ from crossrail.kv.transfer.pages import POOL_PAGE_BYTES
 from crossrail.observe import serve_metrics
 
 _DEFAULTS = NodeOptions()
-# To be closed in: a peer that stands still takes twice prefiller_timeout_s, which is 8 s, and a model that hangs heeds
-# its cancellation at once, or not at all.
+# Time to close: a frozen peer takes twice prefiller_timeout_s, which is 8 s; a hung model reacts to its cancellation at
+# once, or never.
 _CLOSE_S, _CLOSE_HUNG_S = 10.0, 1.0
 
 
@@ -108,7 +108,7 @@ async def _closed(who: str, node: Node, end: EndWanted) -> None:
     if not closing.done():
         ended = "when told to" if end.at_once.is_set() or end.is_deserted else f"after {close_s:g} s more"
         why = "its model hangs" if node.load().hangs else "its model or a peer has not let go of its memory"
-        if (error := sys.exc_info()[1]) is not None:  # what it ends for: nobody else says so any more
+        if (error := sys.exc_info()[1]) is not None:  # why it ends: nothing else reports it any more
             complain(f"{who}: {error}")
         complain(f"{who}: ended {ended}, before it was closed: {why}")
         os._exit(1)

@@ -25,9 +25,8 @@ _WAIT_S = 60.0  # virtual
 class Way:
     """How a layer's pages get there.
 
-    has_rails_each: each rank has NICs of its own; else all ranks of an instance share one GPU's.
-    page_ns: of a rail's time that a page takes besides what its NIC's profile says.
-    start_us: from when a layer is computed until its writes are begun.
+    has_rails_each: each rank has its own NICs; otherwise all ranks of an instance share one GPU's. page_ns: time of a
+    rail per page, on top of its NIC's profile. start_us: from when a layer is computed until its writes begin.
     """
 
     name: str

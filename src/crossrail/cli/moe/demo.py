@@ -61,7 +61,7 @@ def demo(ranks: int, experts: int, tokens: int, seed: int, transport: str) -> No
 
 
 def _steps(spec: ModelSpec) -> list[str]:
-    """What is compared. In bfloat16 the second layer's router may choose otherwise between experts that are as good."""
+    """The comparisons. In bfloat16 the second layer's router may choose differently between equally good experts."""
     return ["block", "logits"] if spec.dtype == "float32" else ["block"]
 
 
@@ -73,7 +73,7 @@ def _meet(crew: Children, transport: str) -> None:
 
 
 def _run(crew: Children, step: str, folder: Path) -> list[Any]:
-    """What each rank gives. CrossrailError when its bits differ from one time to the other."""
+    """Each rank's results. CrossrailError if its bits differ between two runs."""
     import torch
 
     times = []

@@ -50,7 +50,7 @@ CLUSTERS = {
 }
 TOKENS = {"decode": 128, "prefill": 4096}
 _SWAPPED = "two cells of the repository's table look exchanged, and are taken as if they were"
-# By shape, cluster and ranks. Decode: the paper. Prefill: EP64 the paper, the others its repository.
+# By shape, cluster and ranks. Decode: from the paper. Prefill: EP64 from the paper, the others from its repository.
 FIGURES: dict[str, dict[str, dict[int, Figure]]] = {
     "decode": {
         "cx7": {8: Figure(52, 65), 16: Figure(110, 186), 32: Figure(155, 267), 64: Figure(190, 311)},

@@ -22,7 +22,7 @@ from crossrail.moe.links.far_memory import FarMemory
 from crossrail.moe.meeting import make_layout
 
 EXPERTS, HIDDEN, TOP_K = 256, 7168, 8
-_BETWEEN_S = 1e-3  # virtual, so that nothing of a step is under way in the next
+_BETWEEN_S = 1e-3  # virtual, so that nothing of a step is in flight during the next
 _LOOKS_A_STEP = 1000  # how often a rank looks whether all has come, in what the wire takes at least
 _LOOK_MIN_S = 0.2e-6
 
@@ -46,7 +46,7 @@ class Setting:
             raise UsageError(f"ranks is {self.ranks}, must be a divisor of {EXPERTS} experts")
 
     def config(self) -> Config:
-        """What all ranks would give to AllToAll."""
+        """The config that all ranks would pass to AllToAll."""
         return Config(
             world=self.ranks, experts=EXPERTS, hidden=HIDDEN, top_k=TOP_K, max_tokens=self.tokens,
             dtype="float8_e4m3fn", scale_block=128, out_dtype="bfloat16", private_tokens=self.private_tokens,
@@ -142,7 +142,7 @@ class KernelCosts:
         return self._fixed.combine_recv + self._combine_recv(rows)
 
     def show_results(self) -> float:
-        """Of combine_send, where it copies nothing."""
+        """Of combine_send, if it copies nothing."""
         return self._fixed.combine_send
 
     def add_up(self, own: float, mates: float, sums: float) -> float:
@@ -164,7 +164,7 @@ class KernelCosts:
 
 
 class _Node:
-    """Where the ranks that share memory tell each other how far they are: in no time."""
+    """Where ranks that share memory tell each other their progress: takes no time."""
 
     def __init__(self, ranks: int) -> None:
         self._missing = ranks
@@ -189,7 +189,7 @@ class _Round:
     routes: Array  # [ranks, ranks], from each to each
     node_tokens: Array  # [ranks, nodes], tokens of each that have routes to each
     rows: list[Rows]
-    sent: list[_Node]  # by node: who has sent rows
+    sent: list[_Node]  # by node: the ranks that have sent rows
     returned: list[_Node]
 
 

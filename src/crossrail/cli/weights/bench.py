@@ -46,7 +46,7 @@ _SMALL_ROUNDS = 3
 _UPDATE = "update, from Go to the last count"
 _GLOO = "gather and broadcast by gloo"
 _CHECKPOINT_ENGINE = "checkpoint-engine, over gloo"
-# Of an expert of Qwen3-30B-A3B.
+# of an expert of Qwen3-30B-A3B
 _HIDDEN = 2048
 _INTERMEDIATE = 768
 
@@ -68,7 +68,7 @@ _T = TypeVar("_T")
 
 
 class _Rival(Protocol):
-    """Another way, in processes of its own. part: how much of the model's bytes it moves. Calls block."""
+    """Another method, in processes of its own. part: the share of the model's bytes that it moves. Calls block."""
 
     part: float
 
@@ -217,9 +217,9 @@ async def _rounds(
 
 
 def _python_us(report: UpdateReport) -> float:
-    """Of the trainer that spends most: processor time of its pipeline's thread, per write.
+    """For the trainer that spends most: processor time of its pipeline's thread, per write.
 
-    What that thread copies itself, while it drives the engine as a guest, is in it.
+    Includes what that thread itself copies while it drives the engine.
     """
     return max(step.python_s / max(step.writes, 1) * 1e6 for step in report.steps.values())
 

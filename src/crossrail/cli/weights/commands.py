@@ -1,4 +1,4 @@
-"""Options of `crossrail weights`. What a command does is in the module of its name, imported when it runs."""
+"""Options of `crossrail weights`. The commands themselves are in modules of their names, imported on use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from crossrail.cli.service import engine_options, records_on_signal, together, t
 from crossrail.cli.text import OutputFile, seconds, size
 from crossrail.cli.weights.rl_options import RlOptions
 
-READERS_MAX = 1 << 16  # of a checkpoint, as crossrail.weights.inventory.checkpoint has it
+READERS_MAX = 1 << 16  # of a checkpoint, as in crossrail.weights.inventory.checkpoint
 WAYS = {
     "paper": ("paper",),
     "needed": ("needed",),

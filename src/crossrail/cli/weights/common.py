@@ -1,4 +1,4 @@
-"""What the `crossrail weights` commands share: models by name, spread over any number of processes."""
+"""Shared by the `crossrail weights` commands: models by name, spread over any number of processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def check_model(name: str) -> None:
 
 
 def sides_of(model: str, **given: int | None) -> tuple[list[Inventory], list[Inventory]]:
-    """What all trainers and all targets hold. given: as cluster_options() has them."""
+    """The inventories of all trainers and all targets. given: as for cluster_options()."""
     shape, layers = MODELS[model], given.get("layers")
     if layers is not None:
         shape = replace(shape, layers=layers, dense_layers=min(shape.dense_layers, layers))

@@ -20,7 +20,7 @@ _TIMEOUT_S = 300
 
 
 class GlooFleet:
-    """Processes of their own, one for each trainer and inference rank, which update when they are told to.
+    """One process for each trainer and inference rank, which update on command.
 
     Threads: one at a time. Calls block.
     """

@@ -159,7 +159,7 @@ async def _everybody(controller: WeightController, options: _Options, console: C
 
 @asynccontextmanager
 async def _reading(source: Checkpoint, names: list[str], options: _Options) -> AsyncIterator[WeightTrainer]:
-    """This process as a trainer that has its share of the checkpoint."""
+    """This process as a trainer that holds its share of the checkpoint."""
     rank, count = options.reader
     port = options.port + RAILS_MAX if options.port and rank == 0 else options.port
     async with _opened(f"reader-{rank}", options, port) as (engine, box):
@@ -186,7 +186,7 @@ async def _opened(name: str, options: _Options, port: int) -> AsyncIterator[tupl
 
 @contextmanager
 def _told(address: str, file: Path | None, console: Console) -> Iterator[None]:
-    """Says where the controller is, as long as it is there."""
+    """Shows where the controller is, for as long as it exists."""
     if file is None:
         console.print(f"controller: {address}", soft_wrap=True)
         yield
@@ -194,7 +194,7 @@ def _told(address: str, file: Path | None, console: Console) -> Iterator[None]:
     written = file.with_name(f"{file.name}.new")
     with naming(file):
         written.write_text(f"{address}\n")
-        written.replace(file)  # whoever looks finds all of it or none
+        written.replace(file)  # readers find all of it or nothing
     try:
         yield
     finally:

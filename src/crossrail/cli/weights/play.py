@@ -23,11 +23,11 @@ from crossrail.weights.services.receiver import WeightReceiver
 from crossrail.weights.services.trainer import WeightTrainer
 from crossrail.weights.toy import ToyModel, ToyTarget, ToyTrainer
 
-_ROLE_TIMEOUT_S = 600.0  # whoever started us gives up before, and then our input ends
+_ROLE_TIMEOUT_S = 600.0  # our parent gives up before, and then our input ends
 
 
 def say(**words: Any) -> None:
-    """Prints one line for whoever started this process."""
+    """Prints one line for our parent process."""
     print(json.dumps(words), flush=True)
 
 

@@ -21,7 +21,7 @@ _LINE_BYTES_MAX = 1 << 24
 
 
 class Role(Protocol):
-    """What one process plays. It says {"joined": true} when it has joined its controller."""
+    """The role of one process. It prints {"joined": true} when it has joined its controller."""
 
     @property
     def name(self) -> str:
@@ -33,9 +33,9 @@ class Role(Protocol):
 
 @dataclass(frozen=True)
 class Player:
-    """What one process of toys is told. first, last: versions that it plays. controller: address in hexadecimal.
+    """The settings of one toy process. first, last: versions that it plays. controller: address in hexadecimal.
 
-    checks: trainers make new weights for each version, inference ranks compare all they have.
+    checks: trainers make new weights for each version, inference ranks compare everything they have.
     """
 
     role: str
@@ -60,7 +60,9 @@ class Player:
 
 
 class Players:
-    """They end when their standard input does, so none outlives this process. Threads: the event loop's."""
+    """The player processes. They end when their standard input does, so none outlives this one. Threads: the event
+    loop's.
+    """
 
     def __init__(self, secret: str) -> None:
         self._environment = os.environ | {SECRET_VARIABLE: secret}
@@ -83,7 +85,7 @@ class Players:
         )  # fmt: skip
 
     async def said(self, name: str, word: str, timeout_s: float) -> dict[str, Any]:
-        """The next line of that player with this word; others are passed over. CrossrailError when there is none."""
+        """That player's next line with this word; others are skipped. CrossrailError if there is none."""
         stdout = self._processes[name].stdout
         assert stdout is not None
         while True:
@@ -108,7 +110,7 @@ class Players:
             raise CrossrailError(f"{name} hears no more: {error}") from error
 
     def processor_s(self) -> float:
-        """Processor time that all of them have had."""
+        """Total processor time of all players."""
         # Linux's clock of a process's processor time is made of its id: clock_getcpuclockid(3).
         return sum(time.clock_gettime(~process.pid << 3 | 2) for process in self._processes.values())
 

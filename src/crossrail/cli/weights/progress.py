@@ -22,7 +22,7 @@ _WORDS: dict[Stage, str] = {
 
 @contextmanager
 def showing_update(console: Console, title: str) -> Iterator[OnProgress]:
-    """What it gives is for WeightController.update(on_progress=). The bar is gone at the end."""
+    """Yields the callback for WeightController.update(on_progress=). The bar disappears at the end."""
     columns = (
         text_column("{task.description}"),
         BarColumn(),

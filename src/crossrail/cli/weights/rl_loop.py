@@ -28,7 +28,7 @@ from crossrail.weights.services.reports import UpdateReport
 
 _TIMEOUT_S = 240.0
 
-# What is done now, and how much of it: (0, 0) where that is not known.
+# The current phase, and its progress: (done, total), or (0, 0) if unknown.
 OnPhase = Callable[[str, int, int], None]
 
 
@@ -149,8 +149,8 @@ class _Fleet:
             self._on_phase("updating", done, whole)
 
     async def _generate(self, rank: int, version: int, checkpoint: str) -> dict[str, Any]:
-        """What the inference rank says; its weights are those of the checkpoint."""
-        seed = self._options.seed << 32 | version << 8 | rank  # a stream of its own for each
+        """The inference rank's answer; its weights are those of the checkpoint."""
+        seed = self._options.seed << 32 | version << 8 | rank  # a separate stream for each
         name = f"target-{rank}"
         await self._players.tell(name, checkpoint=checkpoint, count=self._options.batch, seed=seed)
         said = await self._players.said(name, "version", _TIMEOUT_S)

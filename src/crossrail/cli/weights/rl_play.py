@@ -1,6 +1,6 @@
 """One process of `crossrail weights rl`: a shard that trains, or an inference rank that generates.
 
-It is told what to do by lines of JSON on its standard input, answers by such on its standard output, and ends when its
+It gets commands as lines of JSON on its standard input, answers likewise on its standard output, and ends when its
 input does.
 """
 
@@ -28,7 +28,7 @@ from crossrail.weights.services.reading import Reading
 from crossrail.weights.services.receiver import WeightReceiver
 from crossrail.weights.services.trainer import WeightTrainer
 
-_TIMEOUT_S = 300.0  # whoever started us gives up before
+_TIMEOUT_S = 300.0  # our parent gives up before
 _LINE_BYTES_MAX = 1 << 24
 
 
@@ -79,7 +79,7 @@ async def _serve(spec: dict[str, Any], engine: xr.Engine, box: Mailbox) -> None:
     from crossrail.weights.rl.serving import Served
 
     served = Served(CONFIG, engine, spec["rank"], spec["tp"], spec["quantised"])
-    # One is updated in place, the other while its old weights could still be used.
+    # One kind is updated in place, the other while its old weights could still be used.
     receiver = WeightReceiver(box, served.memory, spare=spec["quantised"])
     try:
         await receiver.join(bytes.fromhex(spec["controller"]), _TIMEOUT_S)
@@ -110,7 +110,7 @@ def _generate(served: Any, reading: Reading, told: dict[str, Any]) -> dict[str, 
 
 
 async def _told() -> AsyncIterator[dict[str, Any]]:
-    """What our standard input says, until it ends."""
+    """The commands on our standard input, until it ends."""
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader(_LINE_BYTES_MAX)
     transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)

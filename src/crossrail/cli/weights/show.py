@@ -23,7 +23,7 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
 def print_summary(console: Console, plan: Plan) -> None:
-    """What a plan amounts to."""
+    """Prints a plan's totals."""
     figures = summary(plan)
     console.print(
         f"plan {plan.digest}: {format_count(len(plan.params), 'parameter')}, "

@@ -1,4 +1,4 @@
-"""What a scheduled transfer costs in Python: steps of many small writes, each a task of its own, in this process."""
+"""The cost of a scheduled transfer in Python: steps of many small writes, each a task of its own, in this process."""
 
 from __future__ import annotations
 
@@ -26,10 +26,9 @@ KINDS: dict[str, tuple[int, Any, str]] = {  # trainers, how numpy keeps theirs, 
 
 
 class SmallWrites(NamedTuple):
-    """Of one kind. plan_s: the first update's, planning and making tasks ready. ready_us: the latter alone, processor
-    time for each task. update_s: of a later update. loop_us: processor time of the event loop's thread for each write,
-    of all members together; all_us: of the process, with conversions, the engines' copies and whatever else its
-    threads do. Medians.
+    """Of one kind. plan_s: the first update's, planning and preparing tasks. ready_us: the latter alone, processor time
+    per task. update_s: of a later update. loop_us: processor time of the event loop's thread per write, of all members
+    together; all_us: of the process, with conversions, the engines' copies and everything else its threads do. Medians.
     """
 
     writes: int

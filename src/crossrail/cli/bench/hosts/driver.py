@@ -1,4 +1,4 @@
-"""What `bench run` asks of the workers on both sides: timed passes, and untimed passes that check the data."""
+"""Directs the workers on both sides for `bench run`: timed passes, and untimed passes that check the data."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Pass(NamedTuple):
     """So many operations of each worker, from when the first began until the last had ended."""
 
     seconds: float
-    nbytes: int  # that all workers moved together
+    nbytes: int  # moved by all workers together
 
     @property
     def gb_per_s(self) -> float:
@@ -34,9 +34,9 @@ class Pass(NamedTuple):
 
 
 class Driver:
-    """All workers of both sides, met. Threads: one at a time.
+    """All workers of both sides, connected. Threads: one at a time.
 
-    Each pass is of all workers at once: worker i here with worker i there.
+    Each pass involves all workers at once: worker i here with worker i there.
     """
 
     def __init__(self, post: Post, workers: Workers, span_bytes: int, timeout_s: float) -> None:
@@ -73,7 +73,7 @@ class Driver:
         return self._pass(times, count * point.nbytes)
 
     def ping_pong(self, nbytes: int, rounds: int, *, verify: bool = False) -> list[int]:
-        """Nanoseconds of each round trip, of all workers, one after the other."""
+        """Nanoseconds of each round trip, for all workers, concatenated."""
         self._send("ping-pong", nbytes=nbytes, count=rounds, verify=verify)
         times = self._both("ping_pong", True, nbytes=nbytes, count=rounds, verify=verify)
         return [taken for of_worker in times for taken in of_worker]
@@ -142,7 +142,7 @@ class Driver:
     # --- both sides ---
 
     def _span_of(self, nbytes: int, within: int | None = None) -> int:
-        """As much of the memory as whole operations fill."""
+        """The part of the memory that whole operations fill."""
         return (within or self._span_bytes) // nbytes * nbytes
 
     def _pass(self, times: list[list[int]], worker_bytes: int) -> Pass:

@@ -95,6 +95,6 @@ class MeetingThread:
                 self.port = meeting.port
                 self._started.set()
                 await self._stop.wait()
-        except Exception as error:  # told to whoever waits for the start
+        except Exception as error:  # passed on to whoever waits for the start
             self._error = error
             self._started.set()

@@ -45,9 +45,9 @@ class Post:
             raise self.gone() from None
 
     def next(self, timeout_s: float) -> wire.Message | None:
-        """The next message of this run; None when there is none within that time, at most LOOK_S at a time.
+        """The next message of this run; None if there is none within that time, at most LOOK_S at a time.
 
-        PeerGone when the peer is.
+        PeerGone if the peer is.
         """
         try:
             received = self._pool.recv(min(timeout_s, LOOK_S))

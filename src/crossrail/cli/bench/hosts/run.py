@@ -202,7 +202,7 @@ def _measure_all(
 
 
 def _meet(post: Post, workers: Workers, engines: EngineOptions, span: int, polling: str) -> wire.Welcome:
-    """Workers on both sides, connected. Returns what the serve said of itself."""
+    """Opens and connects workers on both sides. Returns what the serve reported about itself."""
     run = post.run
     post.send(wire.Hello(run=run, processes=len(workers), span_bytes=span, polling=polling))
     parts = workers.open(engines, span, polling)

@@ -36,7 +36,7 @@ _IDLE_S = 120.0
 
 @dataclass(frozen=True)
 class Limits:
-    """What one run may have of this side."""
+    """What one run may use of this side."""
 
     processes_max: int
     memory_bytes_max: int
@@ -79,7 +79,7 @@ class Server:
         self._console = console
 
     def serve(self, *, once: bool) -> bool:
-        """Serves until interrupted, or with `once` until the first run is over. Whether that one ended well."""
+        """Serves until interrupted, or with `once` until the first run is over. Returns whether that run ended well."""
         while True:
             try:
                 received = self._pool.recv(LOOK_S)
@@ -93,7 +93,7 @@ class Server:
                 return ended_well
 
     def _hello(self, received: xr.Message) -> wire.Hello | None:
-        """What begins a run; anything else is refused or passed over."""
+        """The message that begins a run; anything else is refused or ignored."""
         try:
             message = wire.decode(received.data)
         except wire.OtherVersion as other:
@@ -147,7 +147,7 @@ class Server:
 
 
 class _Session:
-    """The workers of one run, and what they are told to do."""
+    """The workers of one run, and the commands for them."""
 
     def __init__(self, post: Post, options: EngineOptions, cpus: list[int]) -> None:
         self._post = post
@@ -196,7 +196,7 @@ class _Session:
         return answers if step.what in ("digest", "fill", "listen") else [None] * len(answers)
 
 
-# What a worker is to do for a step, by its `what`: a method of Worker, and its arguments.
+# By a step's `what`: the method of Worker to call, and its arguments.
 _COMMANDS: dict[str, Any] = {
     "receive": lambda step, _: ("receive", {"count": step.count, "timeout_s": step.timeout_s}),
     "ping-pong": lambda step, _: (
@@ -229,7 +229,7 @@ _COMMANDS: dict[str, Any] = {
 
 
 def _announce(console: Console, host: str, port: int, secret: bytes, drawn: bool, engine: xr.Engine) -> None:
-    """What to type on the other side."""
+    """Prints what to type on the other side."""
     name = name_of_host(host, engine)
     setting = f"{SECRET_VARIABLE}={secret.decode()} " if drawn else ""
     for line in (
@@ -254,7 +254,7 @@ def _open_engine(options: EngineOptions, listen: int, port: int) -> xr.Engine:
 
 @contextlib.contextmanager
 def _orderly_end() -> Iterator[None]:
-    """SIGTERM ends the command as if all was said: everything is closed, the status is 0."""
+    """SIGTERM ends the command as if everything was finished: everything is closed, the status is 0."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
         yield

@@ -26,7 +26,7 @@ _TITLES = {"write": "write", "read": "read", "paged": "paged writes of", "latenc
 
 @dataclass(frozen=True)
 class Plan:
-    """What the options said."""
+    """The parsed options."""
 
     kinds: tuple[str, ...]
     sizes: tuple[int, ...]
@@ -53,14 +53,14 @@ class Plan:
 
 
 class Limit:
-    """What the machine can do beside a point: memcpy where both sides are on one host, bare sockets over tcp."""
+    """The machine's limit to compare a point with: memcpy if both sides are on one host, bare sockets over tcp."""
 
     def __init__(self, driver: Driver, transport: str, *, spins: bool) -> None:
         """spins: there is a core for each worker of both sides, so that bare sockets may spin, which is faster then."""
         self._driver = driver
         self._transport = transport
         self._spins = spins
-        self.missing = ""  # why there is none, where there could be
+        self.missing = ""  # why there is none, where one would be expected
         if transport == "tcp":
             try:
                 driver.connect_bare()
@@ -68,7 +68,7 @@ class Limit:
                 self.missing = f"bare sockets are left out: {error}"
 
     def name(self, point: Point) -> str:
-        """Empty when there is none for such a point."""
+        """Empty if there is no limit for such a point."""
         if self._transport == "shm" and point.kind != "latency":
             return "memcpy of the same pages" if point.kind == "paged" else "memcpy"
         if self._transport != "tcp" or point.kind != "write" or self.missing:
@@ -76,7 +76,7 @@ class Limit:
         return "bare sockets" if self._spins else "bare sockets, blocking"
 
     def of(self, point: Point, seconds: float) -> Callable[[], float | None]:
-        """What measures it, in GB/s: memcpy in one pass over the memory, sockets for about so long."""
+        """A function that measures it, in GB/s: memcpy in one pass over the memory, sockets for about so long."""
         if not self.name(point):
             return lambda: None
         if self._transport == "shm":
@@ -90,7 +90,7 @@ class Limit:
 
 
 def line_of(point: Point, limit: str) -> Line:
-    """Names are those of the local benchmark where it measures the same."""
+    """Uses the names of the local benchmark where both measure the same."""
     size = short_size(point.nbytes)
     short = size.replace(" ", "").lower().replace("ib", "")
     is_windowed = point.kind in ("write", "read")

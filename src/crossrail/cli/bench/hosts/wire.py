@@ -55,7 +55,7 @@ class Part(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Message(msgspec.Struct, tag_field="kind", forbid_unknown_fields=True, kw_only=True):
-    """run: drawn by `bench run`; whoever gets a message of another one passes over it."""
+    """run: drawn by `bench run`; receivers ignore messages of other runs."""
 
     run: Annotated[int, Meta(ge=0, lt=1 << 62)]
     version: int = VERSION
@@ -144,7 +144,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes) -> Message:
-    """The message. OtherVersion when it is of another one; ProtocolError for what is none, or out of bounds."""
+    """The message. OtherVersion if its version differs; ProtocolError if it is malformed or out of bounds."""
     if len(data) > MESSAGE_BYTES_MAX:
         raise ProtocolError(f"message of {len(data)} bytes is longer than {MESSAGE_BYTES_MAX}")
     try:

@@ -72,11 +72,11 @@ class Worker:
         self._rig.connect(self._peer, _CONNECT_S)
 
     def explain(self) -> list[Any]:
-        """What crossrail.peers.Explanation is made of."""
+        """The fields of crossrail.peers.Explanation."""
         return list(self._rig.explain(self._peer))
 
     def connected(self) -> int:
-        """An empty call: who answers is there."""
+        """An empty call: an answer shows that the worker is ready."""
         return time.monotonic_ns()
 
     def clear(self, nbytes: int) -> None:
@@ -104,7 +104,7 @@ class Worker:
     # --- the side that drives: [begun, ended] on the clock that all processes of a host share, in ns ---
 
     def write(self, nbytes: int, window: int, count: int, span_bytes: int, timeout_s: float) -> list[int]:
-        """So many writes through the span, until the other side has counted them all and said so."""
+        """So many writes through the span, until the other side reports that it has counted them all."""
         self._gate(first=True, timeout_s=timeout_s)
         begun = time.monotonic_ns()
         _core.bench.run_writes(
@@ -135,7 +135,7 @@ class Worker:
         return [begun, time.monotonic_ns()]
 
     def paged_digest(self, nbytes: int, span_bytes: int) -> str:
-        """What the other side's memory must be once all pages of the span were written."""
+        """The digest that the other side's memory must have after all pages of the span were written."""
         src, dst = self._permutations(span_bytes // nbytes)
         source = self._rig.view(self._memory)[:span_bytes].reshape(-1, nbytes)
         expected = np.empty_like(source)
@@ -166,7 +166,7 @@ class Worker:
     # --- limits ---
 
     def copy(self, nbytes: int, span_bytes: int) -> list[int]:
-        """memcpy in calls of so many bytes, once through the span, in one thread. As `write`."""
+        """memcpy in calls of so many bytes, once through the span, in one thread. Returns what `write` does."""
         calls = min(nbytes, _COPY_CALL_BYTES)
         begun = time.monotonic_ns()
         _core.bench.copy_in_calls(self._view(self._own, span_bytes), self._view(self._memory, span_bytes), calls)
@@ -216,7 +216,7 @@ class Worker:
     def stream(
         self, nbytes: int, window: int, count: int, sender: bool, spin: bool, span_bytes: int, timeout_s: float
     ) -> list[int]:
-        """Messages over the bare connection, through as much memory. As `write`."""
+        """Messages over the bare connection, through as much memory. Returns what `write` does."""
         bare = self._accept_bare(timeout_s)
         begun = time.monotonic_ns()
         _core.bench.socket_stream(

@@ -34,7 +34,7 @@ class EngineOptions:
 
     @property
     def rail_count(self) -> int:
-        """Ports that one engine may need."""
+        """Number of ports that one engine may need."""
         return self.rails if isinstance(self.rails, int) else len(self.rails)
 
     def of_worker(self, index: int) -> dict[str, Any]:
@@ -91,7 +91,7 @@ class Workers(Closing):
     def call_beside(
         self, post: Post, command: str, arguments: Mapping[str, Any], timeout_s: float, *, awaits_done: bool
     ) -> tuple[list[Any], list[str]]:
-        """Like call(), but watches the other side: once it has failed, left or died there is no point in waiting.
+        """Like call(), but watches the other side: after it has failed, left or died there is no point in waiting.
 
         awaits_done: until its Done is there too. Returns what each worker answers, and what Done says.
         """

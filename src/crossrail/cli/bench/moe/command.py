@@ -128,7 +128,7 @@ def moe(
 
 
 def _measure(shape: MoeShape, count: int, options: _Options, console: Console) -> Iterator[Result]:
-    """Of one shape and number of ranks: our steps, then those of others. What fails is reported, and ends this part."""
+    """For one shape and number of ranks: our steps, then those of others. A failure is reported, and ends this part."""
     has_bars = options.transport == "shm"
     ours = [Result(_our_line(shape, count, step, _COPIES_MAX[shape.name] if has_bars else None)) for step in _STEPS]
     bound = _FASTER_THAN_GLOO if has_bars else None
@@ -156,7 +156,7 @@ def _measure(shape: MoeShape, count: int, options: _Options, console: Console) -
 
 
 def _measure_posting(runs: int, rounds: int, console: Console) -> Iterator[Result]:
-    """What needs no ranks. This thread stays off the core of those that post, if there is another."""
+    """The measures without ranks. Keeps this thread off the core of the posting ones, if there is another."""
     allowed = os.sched_getaffinity(0)
     cpu = max(allowed)
     os.sched_setaffinity(0, (allowed - {cpu}) or allowed)
@@ -208,7 +208,7 @@ def _sample(ranks: Ranks, ours: list[Result], gloo: list[Result], rounds: int) -
 
 
 def _note_fastest(ours: list[Result], took: list[Durations]) -> None:
-    """Where other programs take the cores, medians show that more than anything of ours: the fastest tenth, too."""
+    """If other programs take the cores, medians show mostly that: note the fastest tenth, too."""
     for step, result in zip(_STEPS, ours, strict=True):
         fastest, copy = (
             float(np.quantile(np.concatenate([run[name] for run in took]), 0.1)) for name in (step, f"copy-{step}")
@@ -217,7 +217,7 @@ def _note_fastest(ours: list[Result], took: list[Durations]) -> None:
 
 
 def _sample_mpi(shape: MoeShape, count: int, ours: list[Result], mpis: list[Result], options: _Options) -> None:
-    """One start of MPI by itself: its ranks spin, and would be in our way."""
+    """Starts MPI once, with nothing else running: its ranks spin, and would disturb ours."""
     rounds = max(options.runs * options.rounds[shape.name] // _ORDINARY_SHARE, 1)
     took = durations_us(mpi.run(shape, count, rounds))
     for step, own, result in zip(_STEPS, ours, mpis, strict=True):

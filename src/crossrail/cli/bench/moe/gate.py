@@ -1,4 +1,4 @@
-"""Makes ranks begin together: a page that all of them map, with a word for each."""
+"""Makes ranks begin together: a shared page with a word for each rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Gate:
     """Threads: one. Each word is written by its rank alone; nothing is read behind it, so no order is needed."""
 
     def __init__(self, fd: int, rank: int, ranks: int) -> None:
-        """fd: of GATE_BYTES that all ranks map; stays the caller's."""
+        """fd: of GATE_BYTES that all ranks map; the caller keeps it."""
         words = np.frombuffer(mmap.mmap(fd, GATE_BYTES), np.uint64)[::_WORD_STRIDE]
         self._words = words[:ranks]
         self._rank = rank

@@ -1,6 +1,6 @@
 """The same exchange by MPI's alltoallv: `mpiexec -n RANKS python -m crossrail.cli.bench.moe.mpi SHAPE ROUNDS`.
 
-Rank 0 prints one line of JSON: for each step and round, when each rank came and when it was done.
+Rank 0 prints one line of JSON: for each step and round, when each rank arrived and when it had finished.
 """
 
 from __future__ import annotations

@@ -16,9 +16,9 @@ _TIMEOUT = timedelta(seconds=120)
 
 
 class Ordinary:
-    """One rank of it. Threads: one; torch uses no more either, since each rank has one core.
+    """One rank of the exchange. Threads: one; torch uses no more either, since each rank has one core.
 
-    What a call returns is valid until the next.
+    The result of a call is valid until the next call.
     """
 
     def __init__(self, meeting: str, shape: MoeShape, work: RankWork, rank: int, ranks: int) -> None:
@@ -36,7 +36,7 @@ class Ordinary:
         self._indices, self._weights = torch.from_numpy(work.indices), torch.from_numpy(work.weights)
         rows = rows_between(shape, ranks)
         self._sent, self._received = rows[rank].tolist(), rows[:, rank].tolist()
-        # What is sent, what comes, what is made of it: dispatch and combine take turns with the same memory.
+        # Buffers for sending, receiving and results: dispatch and combine take turns with the same memory.
         nbytes = max(sum(self._sent), sum(self._received)) * shape.back_bytes
         self._memory = [torch.ones(nbytes, dtype=torch.uint8) for _ in range(3)]
         self._of_tokens = torch.ones((shape.tokens, shape.hidden), dtype=torch.bfloat16)
@@ -87,7 +87,7 @@ class Ordinary:
         return self._of_tokens.copy_(self._sums)
 
     def outputs(self) -> Any:
-        """What experts give, [rows, hidden] in bfloat16: ones, where combine expects it."""
+        """The experts' outputs, [rows, hidden] in bfloat16: ones, where combine expects them."""
         rows = sum(self._received)
         return self._rows(0, [0], rows, self._shape.hidden, self._torch.bfloat16).fill_(1.0)
 

@@ -1,4 +1,6 @@
-"""What the host's part of a round costs: writes to 56 far ranks over a transport that moves nothing, in one process."""
+"""The cost of the host's part of a round: writes to 56 far ranks over a transport that moves nothing, in
+one process.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from crossrail.cli.bench.spec import Bar, Line, Result, Sample
 
 _FIRST_WRITE_MAX_US = 2.0
 _ALL_POSTED_MAX_US = 8.5
-_STREAM_ROUNDS = 0.1  # of the others': each takes a thread of its own
+_STREAM_ROUNDS = 0.1  # as a share of the other measures' rounds: each one takes a thread of its own
 
 Timed = Callable[[int], list[int]]
 

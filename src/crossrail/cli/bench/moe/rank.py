@@ -88,7 +88,7 @@ class _Rank:
         return times
 
     def open_ordinary(self, meeting: str) -> None:
-        """All ranks at once. meeting: path of a file that is not there yet. What it gives is compared with ours."""
+        """All ranks at once. meeting: path of a file that does not exist yet. Its results are compared with ours."""
         self._ordinary = Ordinary(meeting, self._shape, self._work, self._rank, self._ranks)
         x, scales = self._ordinary.dispatch()
         ours = self._dispatch()
@@ -128,7 +128,7 @@ class _Rank:
         _core.bench.copy_in_calls(dst, src, _COPY_CALL_BYTES)
 
     def _check_rows(self, dispatched: Dispatched) -> None:
-        """Of each expert by (source rank, token, k), as the source has them."""
+        """Checks each expert's rows, by (source rank, token, k), against the source's."""
         first = self._all_to_all.config.split.of(self._rank).start
         at = dispatched.offsets[:-1].copy()
         for source in range(self._ranks):

@@ -46,7 +46,7 @@ class Ranks:
         self._folder.cleanup()
 
     def start(self) -> None:
-        """They meet, and show in a round that is not timed that every byte arrives."""
+        """Connects the ranks, and checks in an untimed round that every byte arrives."""
         names = [{"name": f"moe-{rank}", "transport": self._transport} for rank in range(len(self._children))]
         addresses = self._children.each("open", names, _TIMEOUT_S)
         common = {"addresses": addresses, "shape": self.shape.to_json(), "gate_fd": self._gate_fd}

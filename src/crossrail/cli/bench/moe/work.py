@@ -1,4 +1,4 @@
-"""What is dispatched: the paper's two shapes, routes drawn uniformly, each rank's data derived from its number."""
+"""The dispatched data: the paper's two shapes, routes drawn uniformly, each rank's data derived from its number."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ SHAPES = {shape.name: shape for shape in (MoeShape("decode", 128), MoeShape("pre
 
 
 def memory_bytes(shape: MoeShape, ranks: int, gloo: bool) -> int:
-    """About what a measurement of so many ranks uses: rows that each receives, and copies, and gives back."""
+    """Approximate memory of a measurement with so many ranks: rows that each receives, copies, and returns."""
     received = 2 * shape.row_bytes + 2 * shape.back_bytes  # for rounds of even and odd number
     copied = max(2 * shape.row_bytes, shape.back_bytes)
     exchanged = 3 * shape.back_bytes if gloo else 0
@@ -54,14 +54,16 @@ def memory_bytes(shape: MoeShape, ranks: int, gloo: bool) -> int:
 
 
 class RankWork:
-    """Of one rank. x: [tokens, hidden], uint8; scales: [tokens, blocks], float32; indices: [tokens, top_k], int32."""
+    """One rank's data. x: [tokens, hidden], uint8; scales: [tokens, blocks], float32; indices: [tokens,
+    top_k], int32.
+    """
 
     def __init__(self, shape: MoeShape, rank: int) -> None:
         rng = np.random.default_rng([shape.tokens, rank])
         self.x = rng.integers(0, 256, (shape.tokens, shape.hidden), dtype=np.uint8)
         self.scales = rng.random((shape.tokens, shape.blocks), dtype=np.float32)
         self.indices = routes(shape, rank)
-        # A power of two: the sum over what all experts of a token gave alike is that value again, exactly.
+        # A power of two: the sum over all experts of a token, which return equal values, is exactly that value again.
         self.weights = np.full((shape.tokens, shape.top_k), 1.0 / shape.top_k, np.float32)
 
 
@@ -78,6 +80,6 @@ def rows_between(shape: MoeShape, ranks: int) -> npt.NDArray[np.int64]:
 
 
 def expert_output(x: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint16]:
-    """What every expert makes of rows: whole numbers that follow from x, as bits of bfloat16."""
+    """The output of every expert: whole numbers that follow from x, as bits of bfloat16."""
     values = (np.arange(256) % _VALUES).astype(np.float32)
     return (values.view(np.uint32) >> 16).astype(np.uint16)[x]

@@ -52,11 +52,11 @@ class Offer:
 
 
 class Side(ABC):
-    """One side. Its process calls open, meet, then the rest on one thread; whatever blocks may block for ever: the
-    parent has the deadline and kills.
+    """One side. Its process calls open, meet, then the rest on one thread. Calls that block may block for ever: the
+    parent has the deadline and kills the process.
 
-    memory: uint8; the pool, then the page that messages leave from, then the one where they land.
-    can_submit: whether post() returns before the write is done, so that what it costs can be told.
+    memory: uint8; the pool, then the page from which messages are sent, then the one where they land. can_submit:
+    whether post() returns before the write is done, so that its cost can be measured.
     """
 
     memory: Memory
@@ -80,7 +80,7 @@ class Side(ABC):
 
     @abstractmethod
     def meet(self, theirs: bytes) -> None:
-        """What the other side's open returned: connect, as far as the library does that beforehand."""
+        """theirs: the result of the other side's open. Connects, as far as the library does that beforehand."""
 
     @abstractmethod
     def close(self) -> None:
@@ -100,11 +100,11 @@ class Side(ABC):
         """Sender: wait until this one is done, in the library's meaning of it, and the source may be written to."""
 
     def end_of_stream(self) -> None:
-        """Sender: all are finished; let the receiver know that all is there."""
+        """Sender: all writes are finished; tell the receiver that everything is there."""
         self.message(8)
 
     def take_stream(self, places: Sequence[tuple[int, int]], nbytes: int, count: int, window: int) -> None:
-        """Receiver: wait until all is there."""
+        """Receiver: waits until everything has arrived."""
         self.take(8)
 
     # --- pages ---
@@ -123,7 +123,7 @@ class Side(ABC):
             self.finish(pending.popleft())
 
     def take_pages(self, page_bytes: int, dst: Pages) -> None:
-        """Receiver: wait until all are there."""
+        """Receiver: waits until all pages have arrived."""
         self.take(8)
 
     # --- messages: a small write from outgoing to the other side's incoming, and a way to learn of it ---
@@ -138,7 +138,7 @@ class Side(ABC):
 
 
 class TwoSided(Side):
-    """Where the receiver must say where each write goes: `expect` is the other half of `post`."""
+    """For libraries whose receiver must say where each write goes: `expect` is the counterpart of `post`."""
 
     @abstractmethod
     def expect(self, dst_offset: int, nbytes: int) -> Any:

@@ -24,7 +24,7 @@ _PARENT_GONE = 3
 
 
 class Player:
-    """What the parent can ask for."""
+    """The commands that the parent can send."""
 
     def __init__(self, role: Role, factory: str, options: dict[str, Any], pool_bytes: int, is_limit: bool) -> None:
         self._role: Role = role

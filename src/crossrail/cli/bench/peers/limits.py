@@ -30,21 +30,21 @@ class Memcpy(Side):
         return b""
 
     def meet(self, theirs: bytes) -> None:
-        """Nobody."""
+        """Does nothing: there is nobody to meet."""
 
     def post(self, src_offset: int, dst_offset: int, nbytes: int) -> None:
         """One copy."""
         np.copyto(self._target[dst_offset : dst_offset + nbytes], self.memory[src_offset : src_offset + nbytes])
 
     def finish(self, handle: None) -> None:
-        """It is."""
+        """Does nothing: the write is done."""
 
     def send_pages(self, page_bytes: int, src: Pages, dst: Pages) -> None:
         """A native loop over the pages, as a library would have it."""
         _core.bench.copy_pages(self._target[: self.pool_bytes], self.memory[: self.pool_bytes], dst, src, page_bytes)
 
     def message(self, nbytes: int) -> None:
-        """Nobody waits for it."""
+        """Does nothing: nobody waits for it."""
 
     def take(self, nbytes: int) -> None:
         """Nothing comes."""
@@ -90,7 +90,7 @@ class Socket(Side):
         self._connection().sendall(self.memory.data[src_offset : src_offset + nbytes])
 
     def finish(self, handle: None) -> None:
-        """It has left."""
+        """Does nothing: the data has been sent."""
 
     def end_of_stream(self) -> None:
         """The receiver counts bytes."""

@@ -63,7 +63,7 @@ class Mooncake(Side):
         )
 
     def message(self, nbytes: int) -> None:
-        """A write whose last byte is a number that changes."""
+        """A write whose last byte is a changing number."""
         self._sent = self._sent % 255 + 1
         self.memory[self.outgoing + nbytes - 1] = self._sent
         self._check(

@@ -12,7 +12,7 @@ _DATA, _MESSAGE = 1, 2
 
 
 class _Mpi(Side):
-    """What both have: the communicator, and messages by MPI_Send and MPI_Recv."""
+    """What both variants share: the communicator, and messages by MPI_Send and MPI_Recv."""
 
     def open(self) -> bytes:
         """MPI starts with its import, and ends with the process."""
@@ -24,7 +24,7 @@ class _Mpi(Side):
         return b""
 
     def meet(self, theirs: bytes) -> None:
-        """They have met."""
+        """Does nothing: they are connected already."""
 
     def message(self, nbytes: int) -> None:
         """MPI_Send."""
@@ -76,7 +76,7 @@ class MpiPut(_Mpi):
         return self._window.Rput(source, self._other, (dst_offset, nbytes, self._mpi.BYTE))
 
     def end_of_stream(self) -> None:
-        """MPI_Win_flush: now the bytes are there; a message says so."""
+        """MPI_Win_flush: afterwards the bytes are there; a message says so."""
         self._window.Flush(self._other)
         super().end_of_stream()
 

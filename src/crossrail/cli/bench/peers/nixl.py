@@ -27,12 +27,12 @@ class Nixl(Side):
     def __init__(
         self, role: Role, pool_bytes: int, backend: str, parameters: Mapping[str, str], prepared: bool = True
     ) -> None:
-        """prepared: transfers that are made once and posted again; else each is made from the prepared lists."""
+        """prepared: transfers are made once and posted again; otherwise each is made from the prepared lists."""
         super().__init__(role, pool_bytes)
         self._backend = backend
         self._parameters = dict(parameters)
         self._prepared = prepared
-        # By place: those that are not under way. One that is cannot be posted again.
+        # By place: handles that are not in flight. One in flight cannot be posted again.
         self._handles: dict[tuple[int, int], list[Any]] = {}
         self._messages: dict[int, Any] = {}  # by length
         self._lists: dict[int, tuple[Any, Any]] = {}  # of the whole pool, by length

@@ -13,7 +13,7 @@ from crossrail.errors import UsageError
 
 _HERE = "crossrail.cli.bench.peers"
 _POLLED = "polled by the caller, no progress thread"
-# What the offers of one library have in common.
+# What all offers of NIXL have in common.
 _nixl = functools.partial(
     Offer,
     factory=f"{_HERE}.nixl:Nixl",
@@ -38,7 +38,7 @@ _mpi = functools.partial(
     install="pip install mpich mpi4py",
     launcher="mpiexec",
 )
-# MPICH takes shared memory between processes of one host unless it is told not to; the rest names libfabric's tcp, the
+# MPICH uses shared memory between processes of one host unless told not to; the rest selects libfabric's tcp, the
 # provider of ofi:tcp.
 _MPI_TCP = {
     "MPIR_CVAR_NOLOCAL": "1",
@@ -46,7 +46,7 @@ _MPI_TCP = {
     "FI_PROVIDER": "tcp",
     "FI_TCP_IFACE": "lo",
 }
-# Off by default: connections that are kept, and a queue that takes a batch of 4096 pages (else it is refused).
+# Off by default: persistent connections, and a queue that accepts a batch of 4096 pages (otherwise it is refused).
 _MOONCAKE = {
     "MC_TCP_ENABLE_CONNECTION_POOL": "1",
     "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
@@ -175,7 +175,7 @@ OFFERS: tuple[Offer, ...] = (
 
 
 def missing(offer: Offer) -> str:
-    """What of its needs is not there; empty when all is. Imports nothing of others."""
+    """The missing needs of an offer; empty if none is missing. Imports nothing of others."""
     return ", ".join(need for need in offer.needs if not _is_there(need))
 
 

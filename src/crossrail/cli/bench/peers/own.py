@@ -79,7 +79,7 @@ class Crossrail(Side):
         )
 
     def take(self, nbytes: int) -> None:
-        """Wait for that one."""
+        """Waits for that one."""
         self._messages.wait(1, _TIMEOUT_S)
 
     def close(self) -> None:

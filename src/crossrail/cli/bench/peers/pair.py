@@ -28,12 +28,14 @@ _STDERR_BYTES = 400
 
 
 class PeerFailed(Exception):
-    """A process of the adapter crashed, hung or said that something went wrong. No user sees it: it ends in a table."""
+    """A process of the adapter crashed, hung or reported an error. Users do not see the exception: it
+    ends in a table.
+    """
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What every pair is started with. timeout_s: of every single answer, and of the end."""
+    """The settings of every pair. timeout_s: for each answer, and for the end."""
 
     cpus: tuple[int, int]
     pool_bytes: int
@@ -41,7 +43,7 @@ class Settings:
 
 
 class _Process:
-    """One of the two processes: its connection, once it has said which one it is."""
+    """One of the two processes, with its connection once it has said which one it is."""
 
     def __init__(self, connection: socket.socket, hello: dict[str, Any]) -> None:
         self.connection = connection
@@ -51,7 +53,9 @@ class _Process:
         self.buffer = bytearray()
 
     def line(self) -> bytes | None:
-        """Reads what is there. A whole line, None while it is not complete; EOFError when the process is gone."""
+        """Reads what has arrived. Returns a whole line, None while it is incomplete; EOFError if the
+        process is gone.
+        """
         try:
             chunk = self.connection.recv(1 << 20)
         except ConnectionResetError:
@@ -97,11 +101,13 @@ class PeerPair:
 
     @property
     def harness_s(self) -> float:
-        """What the slower process spent on importing the benchmark, which is no part of any library but crossrail."""
+        """Time that the slower process spent importing the benchmark, which belongs to no library but crossrail."""
         return max(process.harness_ns for process in self._processes) / 1e9
 
     def call(self, command: str, doing: str = "", **arguments: Any) -> tuple[Any, Any]:
-        """Asks both at once. What the sender and the receiver answered; PeerFailed for whatever else happens."""
+        """Sends a command to both at once. Returns both answers, the sender's first; PeerFailed if
+        anything goes wrong.
+        """
         return self._call(command, doing, (arguments, arguments))
 
     def meet(self) -> None:

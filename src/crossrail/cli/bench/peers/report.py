@@ -43,7 +43,7 @@ class Figures:
     columns: dict[str, str]
 
     def rows(self, outcomes: Sequence[Outcome]) -> Iterator[tuple[str, ...]]:
-        """Rows of those that have any of the figures: the name, then each figure."""
+        """Rows of the outcomes that have any of the figures: the name, then each figure."""
         for outcome in outcomes:
             cells = [figure(outcome.value(name)) for name in self.columns.values()]
             if any(cells):

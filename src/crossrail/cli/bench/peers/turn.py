@@ -27,7 +27,7 @@ class Turn:
 
 
 def take_turn(offer: Offer, settings: Settings, shapes: Sequence[Shape]) -> Turn:
-    """Runs a turn in processes of its own. What the library does never raises: it is a failure in the turn."""
+    """Runs a turn in processes of its own. Nothing that the library does raises: it becomes a failure in the turn."""
     turn = Turn()
     for part in (_start, _measure):
         try:
@@ -65,9 +65,9 @@ def _measure(offer: Offer, settings: Settings, shapes: Sequence[Shape], turn: Tu
 
 
 def figures(shape: Shape, answer: dict[str, Any]) -> dict[str, float]:
-    """What a sender's answer says, in GB/s and us.
+    """The figures in a sender's answer, in GB/s and us.
 
-    Of several passes the fastest, because other programs of the machine only make them slower; of round trips and
+    Of several passes the fastest, because other programs on the machine can only slow them down; of round trips and
     submits, which are many, the median.
     """
     passes = answer["passes"]
@@ -90,7 +90,7 @@ def _add(failures: list[str], text: str) -> None:
 
 @dataclass
 class Outcome:
-    """What all turns of one offer came to."""
+    """The results of all turns of one offer."""
 
     offer: Offer
     samples: dict[str, list[float]] = field(default_factory=dict)
@@ -116,7 +116,7 @@ def take_turns(
     runs: int,
     on_turn: Callable[[Offer, Turn], object],
 ) -> None:
-    """Round robin, each run beginning with another one. Who failed before the first figure is not asked again."""
+    """Round robin, each run beginning with another offer. One that fails before its first figure is not retried."""
     for run in range(runs):
         first = run % len(outcomes)
         for outcome in (*outcomes[first:], *outcomes[:first]):

@@ -1,4 +1,4 @@
-"""What is measured, and one side's part in it: loops, clock and checks are the same for all adapters."""
+"""The shapes to measure, and one side's part in it: loops, clock and checks are the same for all adapters."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _is_pattern(memory: Memory, pattern_at: int, tile: Memory) -> bool:
 
 
 class WrongData(Exception):
-    """What arrived is not what was sent."""
+    """The data that arrived differs from what was sent."""
 
 
 # --- one side of a measure ---
@@ -116,7 +116,8 @@ def prepare(side: Side, shape: Shape) -> None:
 def play(side: Side, shape: Shape) -> dict[str, Any]:
     """One timed pass. The sender returns what it timed, in ns; the receiver nothing.
 
-    The clock runs from the first submit, once the receiver said that it is ready, until its word that it has all.
+    The clock runs from the first submit, after the receiver has said that it is ready, until it reports that it has
+    everything.
     """
     if shape.kind == "messages":
         return _play_messages(side, shape)
@@ -181,7 +182,7 @@ def check(side: Side, shape: Shape) -> None:
 
 
 def _check_messages(side: Side, nbytes: int) -> None:
-    """Messages that differ come back as they were, but for the last byte."""
+    """Checks that varying messages come back unchanged, except for the last byte."""
     out = side.memory[side.outgoing : side.outgoing + MESSAGE_BYTES_MAX]
     back = side.memory[side.incoming : side.incoming + MESSAGE_BYTES_MAX]
     for index in range(_CHECK_MESSAGES):

@@ -1,8 +1,8 @@
 """A weight update of hundreds of GPUs on simulated NICs: real plans and engines, no bytes, simulated time for the GPUs.
 
 Each trainer is a pipeline of lanes, each busy with one task at a time: host to device, prepare (gather, fuse,
-quantise), submit. What the lanes cost is what one rank of the paper's Table 5 took, divided by the bytes that it had:
-see Costs. The wire, its sharing at both ends and the counting are the simulator's.
+quantise), submit. The costs of the lanes are the times of one rank in the paper's Table 5, divided by its bytes: see
+Costs. The wire, its sharing at both ends and the counting are the simulator's.
 """
 
 from crossrail.cli.weights.simulate.outcome import Outcome, Span

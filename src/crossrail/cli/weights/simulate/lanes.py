@@ -26,7 +26,7 @@ class Meetings:
         self._come = {name: asyncio.Event() for name in members}
 
     async def at(self, name: str) -> None:
-        """Returns when the last one is there."""
+        """Returns when the last one has arrived."""
         self._missing[name] -= 1
         if self._missing[name] == 0:
             self._come[name].set()
@@ -49,7 +49,7 @@ class Memory:
         self._free -= nbytes
 
     def give(self, nbytes: int) -> None:
-        """They are free again."""
+        """Releases these bytes."""
         self._free += nbytes
         self._changed.set()
 
@@ -116,7 +116,7 @@ class Trainer:
 
     @contextmanager
     def _own(self) -> Iterator[float]:
-        """Something of its own is under way; since when."""
+        """Wraps work of its own; yields its begin."""
         clock = asyncio.get_running_loop().time
         began_s = clock()
         if not self._active:
@@ -160,7 +160,7 @@ class Trainer:
                 await meetings.at(work.meet)
             await self._busy(**work.prepare_s)
             prepared.put_nowait(work)
-        if not has_met:  # it has nothing of the second group, and others wait for it
+        if not has_met:  # it has no tasks in the second group, and others wait for it
             await self._wait_for_all(barrier, "groups")
 
     async def _submit(self, prepared: asyncio.Queue[Work]) -> None:
@@ -187,7 +187,7 @@ class Trainer:
             raise
 
     async def _read(self, work: Work, loaded: asyncio.Queue[Work]) -> None:
-        """Meanwhile the lane goes on; works are prepared in the order in which they are complete."""
+        """The lane goes on meanwhile; works are prepared in the order in which they are complete."""
         clock = asyncio.get_running_loop().time
         began_s = clock()
         reads = [self._engine.submit_read(self.source, self._sources[rank], nbytes) for rank, nbytes in work.reads]

@@ -32,7 +32,7 @@ class Spans:
         self._closed: list[Span] = []
 
     def add(self, stage: str, begin_s: float, end_s: float) -> None:
-        """Of each stage in the order in which they ended."""
+        """For each stage in the order in which spans ended."""
         before = self._open.get(stage)
         if before is not None and begin_s <= before[1] + _GAP_S:
             self._open[stage] = min(before[0], begin_s), end_s
@@ -78,7 +78,7 @@ class Outcome(NamedTuple):
 def bounds_of(
     plan: Plan, lanes: Mapping[int, dict[str, float]], reads: Mapping[int, int], setting: Setting
 ) -> dict[str, float]:
-    """Each resource alone, of whoever has most to do with it. lanes: of each trainer; reads: bytes that it fetches."""
+    """The bound of each resource alone, at its busiest user. lanes: of each trainer; reads: bytes that it fetches."""
     rate = CX7.gbps / 8 * 1e9
     # A collective gathers by other ways than the rails that updates go by.
     moved = written_bytes(plan) if setting.collective else moved_bytes(plan)

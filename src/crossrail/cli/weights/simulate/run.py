@@ -1,4 +1,4 @@
-"""One simulated update: every trainer and target an engine on a host of its own."""
+"""One simulated update: every trainer and target is an engine on a host of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a simulation needs besides the plan: the costs on GPUs, the rails, and the faults."""
+"""The parameters of a simulation besides the plan: the costs on GPUs, the rails, and the faults."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from crossrail.sim.profiles import CX7, NicProfile
 
 @dataclass(frozen=True)
 class Costs:
-    """What a trainer's lanes take. Rates are 1e9 bytes of the trainers' dtype a second.
+    """The costs of a trainer's lanes. Rates are in 1e9 bytes of the trainers' dtype per second.
 
-    Of a rank of Table 5 (Kimi-K2, H200): 9.4 GB of shards to the device in 184 ms; 138 GB gathered in 518 ms, fused in
-    18 ms, quantised in 88 ms. Every rank gathers, fuses and quantises all that its meshes hold: were it only what it
-    sends, quantising would run at a tenth of what its GPU can. A submit took 23 us there.
-    barrier_ms: between groups, and at the end: over the CPUs' network, nobody published it.
+    Defaults are those of a rank of Table 5 (Kimi-K2, H200): 9.4 GB of shards to the device in 184 ms; 138 GB gathered
+    in 518 ms, fused in 18 ms, quantised in 88 ms. Every rank gathers, fuses and quantises all that its meshes hold: if
+    it were only what it sends, quantising would run at a tenth of its GPU's rate. A submit took 23 us there.
+    barrier_ms: between groups, and at the end: over the CPUs' network; nobody has published it.
     """
 
     h2d: float = 51.2
@@ -28,13 +28,15 @@ class Costs:
 
 @dataclass(frozen=True)
 class Setting:
-    """collective: every rank takes part in the gathering of all that its meshes hold, at the same time as the others,
-    as with full_tensor(); groups are separated by barriers. Else each does its own tasks, and reads by its NIC what it
-    lacks.
-    watermark_bytes: of the tasks that a trainer has begun; a task that needs more alone is refused.
-    rails: of each trainer and target; together 400 Gb/s.
-    Of trainer 0: straggler: its lanes take so many times longer. slow_link: its rails do. rail_down: it loses one of
-    them at the beginning, for down_ms, or for ever (None).
+    """collective: every rank takes part in gathering everything that its meshes hold, at the same time as the others,
+    as with full_tensor(); groups are separated by barriers. Otherwise each rank does its own tasks, and reads what it
+    lacks by its NIC.
+
+    watermark_bytes: of the tasks that a trainer has begun; a single task that needs more is refused. rails: of each
+    trainer and target; together 400 Gb/s.
+
+    Faults of trainer 0: straggler: its lanes take so many times longer. slow_link: its rails do. rail_down: it loses
+    one of them at the beginning, for down_ms, or for ever (None).
     """
 
     costs: Costs = Costs()
@@ -65,6 +67,6 @@ class Setting:
 
     @property
     def link_share(self) -> float:
-        """Of what other trainers' rails carry together, what those of trainer 0 do."""
+        """The capacity of trainer 0's rails, as a share of another trainer's."""
         up = self.rails - 1 if self.rail_down and self.down_ms is None else self.rails
         return up / self.rails / self.slow_link

@@ -32,7 +32,7 @@ class Work(NamedTuple):
 
 
 def own_works(plan: Plan, costs: Costs) -> list[Work]:
-    """The works of a plan that has one trainer's tasks, one after the other."""
+    """The works of one trainer's tasks in a plan, one after the other."""
     parts, gathers = plan.parts, plan.gathers
     item = ITEM_BYTES[[DTYPES.index(param.dtype) for param in plan.params]] if plan.params else np.zeros(0, np.int64)
     nbytes = volume(gathers["start"], gathers["stop"]) * item[parts["param"][gathers["part"]]]
@@ -67,7 +67,7 @@ def _reads(task: Ints, holder: Ints, nbytes: Ints) -> dict[int, list[tuple[int, 
 def collective_works(
     plan: Plan, trainer: Inventory, hulls: dict[tuple[str, str], int], quantised: set[str], costs: Costs
 ) -> list[Work]:
-    """All that the trainer holds, gathered by its mesh, and what its tasks in the plan send of it.
+    """Everything that the trainer holds, gathered by its mesh, and the part of it that its tasks in the plan send.
 
     hulls: bytes that a mesh holds of a parameter, by (mesh, parameter). quantised: parameters that become fp8.
     """
