@@ -10,7 +10,7 @@ namespace crossrail {
 
 namespace {
 
-std::string milliseconds_text(int64_t ns) {
+std::string exact_seconds_text(int64_t ns) {
   const int64_t ms = ns / 1'000'000;
   return std::to_string(ms / 1000) + "." + std::to_string(1000 + ms % 1000).substr(1) + " s";
 }
@@ -46,7 +46,7 @@ void Heartbeats::tend_peer(Peer& peer, int64_t now) {
     return;
   }
   const int64_t silent_ns = now - beat.sent_ns;
-  const std::string detail = "no answer to a heartbeat for " + milliseconds_text(silent_ns);
+  const std::string detail = "no answer to a heartbeat for " + exact_seconds_text(silent_ns);
   if (silent_ns >= kFrozenAfter * interval_ns_) {
     core_->set_liveness(peer, PeerState::kFrozen, detail + ": its process stands still, or its network does");
   } else if (silent_ns >= interval_ns_ && peer.state() == PeerState::kConnected) {
@@ -68,7 +68,7 @@ void Heartbeats::on_ended(Peer& peer, Status status) {
   beat.rtt_max_ns = std::max(beat.rtt_max_ns, rtt_ns);
   beat.rtt_smooth_ns = beat.answered == 0 ? rtt_ns : beat.rtt_smooth_ns + (rtt_ns - beat.rtt_smooth_ns) / 8;
   ++beat.answered;
-  core_->set_liveness(peer, PeerState::kConnected, "it answered a heartbeat after " + milliseconds_text(rtt_ns));
+  core_->set_liveness(peer, PeerState::kConnected, "it answered a heartbeat after " + exact_seconds_text(rtt_ns));
 }
 
 }  // namespace crossrail
