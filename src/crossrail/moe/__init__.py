@@ -27,7 +27,7 @@ __all__ = [
     "memory_bounds",
 ]
 
-# Who asks `crossrail moe` for help need not wait for numpy. Hidden from type checkers, as in crossrail itself.
+# `crossrail moe --help` should not have to import numpy. Hidden from type checkers, as in crossrail itself.
 if not TYPE_CHECKING:
     __getattr__ = lazily(
         __name__,

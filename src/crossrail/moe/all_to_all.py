@@ -241,7 +241,7 @@ class AllToAll:
             self._near.publish(SENT, number)
             self._peers.opened(opened)
         except BaseException as error:
-            if self._far is not None or parity in self._open:  # else nobody was told
+            if self._far is not None or parity in self._open:  # otherwise nobody was told
                 self._peers.give_up(f"dispatch_send of round {number}", error)
             raise
         self._stats["rounds"] += 1
@@ -404,7 +404,7 @@ class AllToAll:
         return self._sum(opened, sums, factors, out, accumulate)
 
     def _sums_given(self, opened: Round, weights: Any | None, out: Any | None, accumulate: bool) -> tuple[Any, Any]:
-        """Where sums go, and their weights. UsageError."""
+        """The array for sums, and their weights. UsageError."""
         config, memory = self.config, self._memory
         if weights is not None and config.node_sums:
             raise UsageError("weights are given to combine: with node_sums dispatch takes them")
@@ -507,7 +507,7 @@ class AllToAll:
         raised when everything else is done. A `with` block that an error leaves raises that error alone.
         """
         try:
-            self._memory.settle()  # torch gives out again what is given back here
+            self._memory.settle()  # torch reuses memory that is released here
         finally:
             self._closed = True
             patience = Countdown(self._engine, self.timeout_s)

@@ -47,7 +47,7 @@ def to_host(given: Any, name: str, dtypes: tuple[str, ...], shape: tuple[int | N
 
 
 def from_host(array: Array, dtype: str, as_tensor: bool) -> Any:
-    """The same memory as a tensor of that type, where that is wanted."""
+    """The same memory as a tensor of that type, if one is wanted."""
     if not as_tensor:
         return array
     torch: Any = sys.modules["torch"]
@@ -66,8 +66,8 @@ def check_shape(given: Sequence[int], name: str, shape: tuple[int | None, ...]) 
 
 
 def check_tensor(given: Any, name: str, dtypes: tuple[str, ...]) -> str:
-    """Which of these types a tensor of torch is of. UsageError for another one, for strides, where no memory holds its
-    elements, and as of to_host() and check_no_gradient().
+    """The type of a torch tensor, one of dtypes. UsageError for another one, for strides, if its elements are in no
+    memory, and in the cases of to_host() and check_no_gradient().
     """
     check_no_gradient(given, name)
     begin = _begin_of(given, name)
@@ -91,7 +91,7 @@ def check_no_gradient(tensor: Any, name: str) -> None:
 
 
 def tensor_on(device: Any, given: Any, name: str, dtypes: tuple[str, ...], shape: tuple[int | None, ...]) -> Any:
-    """A tensor of torch that a caller gave, on that device. UsageError as of to_host."""
+    """A caller's torch tensor, on that device. UsageError as in to_host."""
     if not is_tensor(given):
         raise UsageError(f"{name} is {type(given).__name__}, must be a tensor of torch on {device}")
     if given.device != device:

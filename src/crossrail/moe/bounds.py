@@ -14,7 +14,7 @@ from typing import Protocol
 
 
 class Sizes(Protocol):
-    """What the arithmetic needs of a configuration."""
+    """The parts of a configuration that the arithmetic needs."""
 
     @property
     def max_tokens(self) -> int: ...

@@ -1,4 +1,4 @@
-"""Whether a round fits the ranks' memory. All ranks see the same counts, and so come to the same conclusion."""
+"""Whether a round fits the ranks' memory. All ranks see the same counts, and so reach the same conclusion."""
 
 from __future__ import annotations
 

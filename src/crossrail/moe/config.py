@@ -18,7 +18,7 @@ from crossrail.errors import UsageError
 from crossrail.moe import bounds
 from crossrail.moe.experts import ExpertSplit
 
-# Bytes of an element, and the type that numpy, which lacks the first two, has it as.
+# Bytes per element; numpy lacks the first two types, and holds them as integers.
 ITEM_BYTES = {"float8_e4m3fn": 1, "bfloat16": 2, "float16": 2, "float32": 4}
 NUMPY_TYPES = {"float8_e4m3fn": "uint8", "bfloat16": "uint16", "float16": "float16", "float32": "float32"}
 OUT_DTYPES = ("bfloat16", "float16", "float32")
@@ -112,7 +112,7 @@ class Config:
         return TAG_BYTES if self.node_sums else 0
 
     def tag_rows(self, rank: int) -> int:
-        """Tags that a rank shows its node: at most those of all rows that may come from far."""
+        """Tags that a rank shows its node: at most one for each row that may come from far."""
         return self.groups * self.routes_limits[rank] if self.node_sums else 0
 
     @property
@@ -182,7 +182,7 @@ class Config:
 
 
 def is_flag(value: object) -> bool:
-    """Whether it is True or False, numpy's too. 1 is no flag, and "no" would be one that is set."""
+    """Whether it is True or False, numpy's included. 1 is not accepted, and "no" would count as set."""
     return isinstance(value, bool | np.bool_)
 
 
@@ -218,7 +218,7 @@ def name_of_dtype(dtype: Any) -> Any:
 
 
 def _plain(value: object) -> object:
-    """An int or float of a number; what is none stays as it is."""
+    """A number as int or float; anything else is returned as it is."""
     if isinstance(value, bool):
         return value
     if isinstance(value, SupportsIndex):

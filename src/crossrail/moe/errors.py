@@ -34,6 +34,6 @@ class NoMajority(PeerLost):
 
 
 def masked_out() -> MaskedOut:
-    """What a rank is told that the others have masked."""
+    """The error for a rank that the others have masked."""
     text = "the other ranks lost sight of this one and go on without it. Next: make a new AllToAll"
     return MaskedOut(text, op="moe", status="peer-lost")

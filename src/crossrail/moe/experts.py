@@ -32,7 +32,7 @@ class ExpertSplit:
 
     @property
     def is_even(self) -> bool:
-        """Whether it is the one of even()."""
+        """Whether it equals even()."""
         return self == ExpertSplit.even(sum(self.counts), len(self.counts))
 
     def of(self, rank: int) -> range:

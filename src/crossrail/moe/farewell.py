@@ -15,8 +15,8 @@ T = TypeVar("T")
 
 
 class Why(NamedTuple):
-    """lost: the rank that it cannot go on without. late: the rank that its last wait was for in vain. words: what
-    failed, for people. At most one of them is set.
+    """Why a rank leaves. lost: the rank that it cannot continue without. late: the rank that its last wait was for in
+    vain. words: what failed, for people. At most one of them is set.
     """
 
     lost: int | None = None
@@ -35,7 +35,7 @@ class Why(NamedTuple):
 
     @classmethod
     def of_peer(cls, number: int | None, words: bytes, world: int) -> Why:
-        """What another rank wrote, which may be anything."""
+        """Decodes what another rank wrote, which may be anything."""
         if number is not None and 0 <= number < world:
             return cls(lost=number)
         if number is not None and world <= number < 2 * world:
@@ -75,7 +75,8 @@ C = TypeVar("C", bound=Caller)
 
 
 def is_told(call: Callable[Concatenate[C, P], T]) -> Callable[Concatenate[C, P], T]:
-    """Of a call of a round: should we leave after it failed, that is the reason; unless a later one succeeded.
+    """Decorates the calls of a round: if we leave after one has failed, its failure is the reason, unless a later one
+    succeeded.
 
     UsageError while another thread is in one: both would write the same round.
     """
@@ -104,5 +105,5 @@ def is_told(call: Callable[Concatenate[C, P], T]) -> Callable[Concatenate[C, P],
 
 
 def described(what: str, error: BaseException) -> str:
-    """That error as the reason to leave."""
+    """The error as the reason to leave."""
     return f"{what} failed: {type(error).__name__}: {error}"

@@ -36,13 +36,13 @@ _LOOK_EVERY_S = 0.05
 _TELL_S = 0.5  # for those who wait to hear that a call has failed
 _EARLY_MAX = 256  # of an engine; the oldest are given up
 
-# Packets of groups that an engine has not made yet: ranks that make another one, without one that died, say, or with
-# the same ranks, do so one after another, and who is not there yet still has the pool of the group before.
+# Packets for groups that an engine has not made yet: ranks that make a new group, for example without one that died, do
+# so one after another, and a rank that is not there yet still has the previous group's pool.
 _early: weakref.WeakKeyDictionary[xr.Engine, deque[tuple[xr.Address, Packet]]] = weakref.WeakKeyDictionary()
 # Groups of the same ranks that an engine has had: the number of the last one, by name.
 _numbers: weakref.WeakKeyDictionary[xr.Engine, dict[bytes, int]] = weakref.WeakKeyDictionary()
-# Calls of other groups for which a call of an engine has failed: one fails for each, not the next one too when the rank
-# that strayed has not been told yet.
+# Calls of other groups because of which a call of this engine has failed: each fails one call only, not also the next
+# if the stray rank has not been told yet.
 _found: weakref.WeakKeyDictionary[xr.Engine, deque[Stray]] = weakref.WeakKeyDictionary()
 
 
@@ -128,7 +128,7 @@ class EngineGroup(Closing):
         try:
             gathered = self._gather(data, time.monotonic() + timeout_s, timeout_s)
         except BaseException:
-            # What we gave is of no use to anybody any more: we will not say that we have all.
+            # Our data is of no use to anybody any more: we will not confirm that we have everything.
             self._begin_anew(max([self._number + 1, *self._ahead.values()]))
             raise
         finally:
@@ -202,7 +202,7 @@ class EngineGroup(Closing):
         self._sent += [(rank, self._engine.submit_send(address, packet.to_bytes())) for packet in packets]
 
     def _cancel_sent(self) -> None:
-        """What has not left by now is of a call that has ended."""
+        """Cancels messages that have not left by now: their call has ended."""
         for transfer in (*(transfer for _, transfer in self._sent), *self._tells):
             transfer.cancel()
         self._said.clear()
@@ -228,7 +228,9 @@ class EngineGroup(Closing):
     # ---- what is missing
 
     def _goes_on_with_a_later_one(self, missing: Sequence[int]) -> bool:
-        """Who owes us something in this group, and has gone on with a later one, has given this one up."""
+        """Whether a rank that owes us something in this group has moved on to a later one, and so has given up this
+        one.
+        """
         gone = max(missing, key=lambda rank: self._ahead.get(rank, 0))
         if gone not in self._ahead:
             return False
@@ -246,7 +248,8 @@ class EngineGroup(Closing):
     def _forget_lost(self) -> None:
         """Tries lost ranks anew: they may have been frozen or cut off. Dead ones will be found dead again.
 
-        Not before the engine's pool is ours: another group that has it may be about to see that a rank of its is lost.
+        Not before the engine's pool is ours: another group that has it may be about to notice that one of its ranks is
+        lost.
         """
         for rank, address in enumerate(self._addresses):
             if self._is_lost(rank):
@@ -271,8 +274,8 @@ class EngineGroup(Closing):
         self._send(rank, self._said)
 
     def _check_is_in_this_group(self, missing: Sequence[int], left_s: float) -> None:
-        """UsageError when one that is missing waits in another group, or another rank has found such a one. What it
-        gave elsewhere may be what is late of a group that it has left: it is asked, by telling it where we are.
+        """UsageError if a missing rank waits in another group, or another rank has found one that does. Its data
+        elsewhere may be late packets of a group that it has left: so ask it, by telling it where we are.
         """
         for rank in missing:
             if rank in self._failed:
@@ -287,7 +290,8 @@ class EngineGroup(Closing):
             self._tell_elsewhere(rank, said.call)
             stray = Stray(self._ids[rank], said.call)
             if not said.has_had and (self._has_had(said.call) or self._is_whole(rank) or stray in self._found):
-                continue  # it is behind, and is told so; or it has come since; or it is told by now, and will come
+                # It is behind, and is told so; or it has arrived since; or it has been told by now, and will come.
+                continue
             self._found.append(stray)
             name = self._addresses[rank].name
             why = (
@@ -338,7 +342,7 @@ class EngineGroup(Closing):
         # Ranks run ahead of each other: by exchange and rank, the parts, and how many there are.
         self._arrived: dict[tuple[int, int], dict[int, bytes]] = {}
         self._parts: dict[tuple[int, int], int] = {}
-        self._have_all: dict[int, set[int]] = {}  # by exchange: ranks that have what all gave
+        self._have_all: dict[int, set[int]] = {}  # by exchange: the ranks that have everybody's data
         self._strayed: dict[int, Call] = {}  # by rank: the call of another group in which it gave something
         self._elsewhere: dict[int, Elsewhere] = {}  # by rank: what it says of where it waits
         self._failed: dict[int, Failed] = {}  # by rank: why its call has failed
@@ -436,7 +440,7 @@ class TorchGroup:
         return f"<TorchGroup, rank {self.rank} of {self.size}>"
 
     def all_gather(self, data: bytes, timeout_s: float) -> list[bytes]:
-        """As of Group, by torch.distributed, whose own timeout holds."""
+        """As in Group, by torch.distributed, whose own timeout applies."""
         check_seconds(timeout_s=timeout_s)
         gathered: list[Any] = [None] * self.size
         self._distributed.all_gather_object(gathered, data, group=self._group)

@@ -106,8 +106,8 @@ def all_are_ready(group: Group, far: Far, timeout_s: float, trouble: CrossrailEr
 
 @contextlib.contextmanager
 def telling_others(tell: Callable[[CrossrailError], None]) -> Iterator[None]:
-    """What fails here, as for want of memory, is told to the other ranks before it is raised, by the exchange in which
-    they would wait for us in vain.
+    """Tells the other ranks of a failure here, such as lack of memory, before it is raised: through the exchange in
+    which they would wait for us in vain.
     """
     try:
         yield
@@ -115,7 +115,8 @@ def telling_others(tell: Callable[[CrossrailError], None]) -> Iterator[None]:
         told = CrossrailError(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
         if isinstance(error, CrossrailError):
             told = error
-        with contextlib.suppress(CrossrailError):  # told, or who does not come; the first error is the one to see
+        # Everybody was told, or somebody does not come; the first error is the one to raise.
+        with contextlib.suppress(CrossrailError):
             tell(told)
         raise
 
@@ -137,7 +138,7 @@ def make_layout(config: Config, node_size: int) -> _core.moe.Layout:
 
 
 def _tell(group: Group, step: str, card: dict[str, Any], timeout_s: float) -> list[dict[str, Any]]:
-    """What each rank says at this step. CrossrailError on all where one has given up and begun anew meanwhile."""
+    """What each rank says at this step. CrossrailError on all if one has given up and started anew meanwhile."""
     told = [json.loads(data) for data in group.all_gather(json.dumps({"step": step, **card}).encode(), timeout_s)]
     for rank, one in enumerate(told):
         if one["step"] != step:
@@ -149,7 +150,7 @@ def _tell(group: Group, step: str, card: dict[str, Any], timeout_s: float) -> li
 
 
 def _check_all_well(cards: list[dict[str, Any]]) -> None:
-    """CrossrailError with the trouble of the first rank that has told some."""
+    """CrossrailError with the trouble of the first rank that reports any."""
     for rank, told in enumerate(cards):
         if told["trouble"]:
             raise CrossrailError(f"rank {rank} could not be set up: {told['trouble']}")

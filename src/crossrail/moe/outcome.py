@@ -35,7 +35,7 @@ def unposted_error(rank: int, half: str, timeout_s: float) -> WaitTimeout:
 
 
 def error_of(engine: xr.Engine, outcome: Outcome, address: xr.Address, half: str, timeout_s: float) -> CrossrailError:
-    """What to raise. address: of the rank. half: what was due of it, "" where nothing was."""
+    """The error to raise. address: of the rank. half: what it owed, "" if nothing."""
     result, rank, detail = outcome
     who = f"rank {rank} ({address.name!r}, pid {address.pid})"
     during = f" before its {half}" if half else ""

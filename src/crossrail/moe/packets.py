@@ -76,7 +76,7 @@ class Packet(NamedTuple):
 
 
 def given(call: Call, rank: int, data: bytes) -> list[Packet]:
-    """What a rank gives, in as many parts as it takes."""
+    """A rank's data, in as many parts as it takes."""
     parts = max(1, -(-len(data) // PART_BYTES))
     return [
         Packet(Kind.GIVEN, call, rank, part, parts, data[part * PART_BYTES : (part + 1) * PART_BYTES])
@@ -126,14 +126,14 @@ class Elsewhere(NamedTuple):
 
 
 class Stray(NamedTuple):
-    """A rank that was in a call of another group. who: as ids_of() has it."""
+    """A rank that was in a call of another group. who: as in ids_of()."""
 
     who: bytes
     call: Call
 
 
 class Failed(NamedTuple):
-    """What a FAILED says: because of whom, and the error as text."""
+    """The contents of FAILED: the rank that caused it, and the error as text."""
 
     stray: Stray
     why: str

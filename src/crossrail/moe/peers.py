@@ -31,8 +31,8 @@ from crossrail.moe.outcome import Outcome, error_of, unposted_error
 from crossrail.moe.rounds import Round
 from crossrail.moe.rows.interface import RowMemory
 
-_GIVE_UP_S = 5.0  # for the farewell; what cannot be said by then is said when it is closed
-DROPPED_S = 1.0  # for what is garbage-collected to tell so, and to be closed
+_GIVE_UP_S = 5.0  # for the farewell; the rest is sent when it is closed
+DROPPED_S = 1.0  # for a garbage-collected one to tell the others, and to be closed
 _TELL_LOSS_S = 1.0  # likewise, where a call that is to say at once who is lost waits for it
 _HALVES = {DISPATCH: ("dispatch", SENT, "routes"), COMBINE: ("combine", RETURNED, "results")}
 
@@ -81,9 +81,9 @@ class Peers:
         members = meet(engine, group, config, board.region, timeout_s)
         self._addresses = [member.address for member in members]
         self._all_sources = sources_of(config, group.rank, ())
-        self._lost: int | None = None  # the rank that we cannot go on without
+        self._lost: int | None = None  # the rank that we cannot continue without
         self._late: int | None = None  # the rank that the last wait was for in vain
-        self._failure = ""  # of the last call, in words
+        self._failure = ""  # of the last call, as text
         self._given_up: Callable[[], CrossrailError] | None = None  # what every call raises from now on
         self._has_told_near = False
         self._has_said_farewell = False
@@ -99,8 +99,8 @@ class Peers:
         self.near = Near(engine, group.rank, ranks, boards, addresses, layouts, board.rows, masks, group.size)
         if len(near) == group.size and not kernels_wait:
             return
-        # An engine that kernels wait for is not to call the driver, which may wait for them; tcp has that copy what is
-        # a GPU's, and so does shm between GPU and host.
+        # An engine that kernels wait for must not call the driver, which may wait for them; tcp uses it to copy GPU
+        # memory, and so does shm between GPU and host.
         rows_on_host = kernels_wait and any(member.uses_tcp for member in members)
         try:
             with telling_others(partial(meet_far, group, None, None, (), timeout_s)):
@@ -150,7 +150,7 @@ class Peers:
         counts = np.zeros((self._config.groups, self._config.experts), np.int32)
         for group, source in enumerate(sources):
             if source is None:
-                continue  # whoever had these tokens is gone
+                continue  # every rank with these tokens is gone
             counts[group] = self.counts_of(number, source)
         return counts
 
@@ -181,7 +181,7 @@ class Peers:
         return OtherRoute(place, int(tokens[place]), int(others[place]))
 
     def results(self, number: int) -> list[Any]:
-        """Where Kernels.reduce finds what was returned: of each near rank, and then what far ones wrote here."""
+        """Where Kernels.reduce finds the results: of each near rank, and then those that far ranks wrote here."""
         near = [self.near.halves[rank, number % PARITIES].y for rank in self.near.ranks]
         return near if self.far is None else [*near, self.far.results(number)]
 
@@ -189,14 +189,14 @@ class Peers:
         """Waits until the memory of the round before the last is free, so that ours can be sent to far ranks."""
         assert self.far is not None
         outcome = self.far.wait_sent(number, timeout_s)
-        # Where ranks are masked it is for those who wait to see to one that is lost.
+        # If ranks can be masked, the waiting calls handle a lost one.
         if not (self.agreement is not None and outcome.result in ("peer-lost", "failed")):
             self._check(outcome, f"dispatch of round {number}", timeout_s)
 
     # ---- waiting; all raise PeerLost, WaitTimeout, EngineClosed, and UsageError when a rank has closed its AllToAll
 
     def check_alive(self) -> None:
-        """PeerLost when one of them is lost; for calls that wait for nobody. Not where ranks are masked."""
+        """PeerLost if a rank is lost; for calls that wait for nobody. Not if ranks can be masked."""
         if self._config.on_lost == "mask":
             return
         for rank, address in enumerate(self._addresses):
@@ -254,7 +254,7 @@ class Peers:
         return opened.absent
 
     def _wait(self, opened: Round, half: int, timeout_s: float) -> Sequence[int]:
-        """Waits for near ranks, then for the others. Returns those that are masked and never had it."""
+        """Waits for near ranks, then for the others. Returns the masked ranks that never had it."""
         begin = time.monotonic()
         try:
             if self.agreement is not None:
@@ -287,8 +287,8 @@ class Peers:
         return self._error(outcome, half, timeout_s)
 
     def _final_error(self, outcome: Outcome, half: str, timeout_s: float) -> CrossrailError:
-        """What to raise. Where one is lost, or a write to it has failed, no round of ours ends any more; the others may
-        not see that, so they are told.
+        """The error to raise. If a rank is lost, or a write to it has failed, no round of ours ends any more; the
+        others may not notice, so they are told.
         """
         error = self._error(outcome, half, timeout_s)
         if isinstance(error, TransferError) and self._config.on_lost == "raise":
@@ -297,8 +297,8 @@ class Peers:
         return error
 
     def _error(self, outcome: Outcome, half: str, timeout_s: float) -> CrossrailError:
-        """What to raise. Of a rank that gave up since another one was lost, that is what is told, and passed on; of one
-        that waited for another in vain, or that failed, that too.
+        """The error to raise. If a rank gave up because another one was lost, that loss is reported, and passed on;
+        likewise if it waited for another in vain, or failed.
         """
         result, rank, _ = outcome
         if result == "late" and rank == self._rank:
@@ -319,18 +319,18 @@ class Peers:
         elif words:
             outcome = Outcome("left", rank, words)
         if outcome.result == "peer-lost":
-            # Of two that lost sight of each other all hear of the same one, whichever of the two they hear first.
+            # When two ranks lose sight of each other, all report the same one, whichever of the two they hear first.
             self._lost = outcome.rank if lost is None else lost
         return error_of(self._engine, outcome, self._addresses[outcome.rank], half, timeout_s)
 
     def _has_left(self, rank: int) -> bool:
-        """Whether its farewell has come."""
+        """Whether its farewell has arrived."""
         if rank in self.near.ranks:
             return self.near.has_come(rank, FAREWELL, PARITIES)
         return self.far is not None and self.far.has_come("farewell", 0, rank)
 
     def _reason_of(self, rank: int) -> Why:
-        """What its farewell says, if anything."""
+        """The reason in its farewell, if there is one."""
         if rank in self.near.ranks:
             return self.near.why_left(rank)
         return Why() if self.far is None else self.far.why_left(rank)
@@ -338,22 +338,22 @@ class Peers:
     # ---- the end
 
     def give_up(self, what: str, error: BaseException) -> None:
-        """Others were told a part of this, and `error` kept the rest. They count what comes, so it cannot be repeated:
-        we take part no more, and say so. Waits some seconds at most, also in calls that do not wait.
+        """Others were told a part of this, and `error` prevented the rest. They count what arrives, so it cannot be
+        repeated: we take part no more, and say so. Waits some seconds at most, also in calls that do not wait.
         """
         if isinstance(error, MaskedOut):
-            return  # they go on without us already
+            return  # they continue without us already
         text = f"{what} failed after a part of it was sent: {error!r}"
         self._given_up = lambda: CrossrailError(f"{text}. Next: close it, and make a new one, on all ranks")
         self._leave(what, error, _GIVE_UP_S)
 
     @property
     def given_up(self) -> CrossrailError | None:
-        """What to raise once it has, or somebody was lost."""
+        """The error to raise after giving up, or after a rank was lost."""
         return None if self._given_up is None else self._given_up()
 
     def leave(self, what: str, error: BaseException) -> None:
-        """Our rounds have ended by this: the others are told at once."""
+        """Our rounds have ended by this error: the others are told at once."""
         self._leave(what, error, _GIVE_UP_S)
 
     def _leave(self, what: str, error: BaseException, patience_s: float) -> None:
@@ -362,8 +362,8 @@ class Peers:
             self.farewell(patience_s)
 
     def call_failed(self, call: str, error: BaseException) -> None:
-        """A call has failed. It may be repeated, for all that is known here; if we leave instead, others are told."""
-        # Who waited in vain says for whom.
+        """A call has failed. As far as is known here it may be repeated; if we leave instead, others are told why."""
+        # a rank that waited in vain says for whom
         is_late = isinstance(error, WaitTimeout) and self._late is not None
         self._failure = "" if is_late else described(f"its {call}", error)
 
@@ -373,12 +373,12 @@ class Peers:
         return not self._failure and self._lost is None and self._late is None
 
     def dropped(self) -> None:
-        """Nobody has us any more, and we were not closed: that is why we leave, if there is no other reason."""
+        """We were dropped without being closed: that is why we leave, if there is no other reason."""
         if self.is_well:
             self._failure = "it was garbage-collected, and not closed before"
 
     def call_succeeded(self) -> None:
-        """What failed before has been mended."""
+        """The earlier failure has been mended."""
         self._failure = ""
 
     def farewell(self, timeout_s: float) -> None:
@@ -406,12 +406,12 @@ class Peers:
                 self.far.close(timeout_s)
         if self.agreement is not None:
             self.agreement.close(patience.left_s)
-        self._has_said_farewell = True  # what is closed can be told no more
+        self._has_said_farewell = True  # after close() nothing can be told any more
 
 
 def with_room_for_all(config: Config) -> Config:
-    """Where a rank may be masked in the middle of a round, no row's place may depend on what others send: each source
-    has room for all that it can have.
+    """If a rank may be masked in the middle of a round, no row's place may depend on what others send: each source has
+    room for everything that it can have.
     """
     for name in ("dp_size", "node_sums", "private_tokens"):
         value, wanted = getattr(config, name), {"dp_size": 1, "node_sums": False, "private_tokens": None}[name]

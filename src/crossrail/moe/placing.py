@@ -58,9 +58,10 @@ class Placing:
             raise
 
     def _check_same_routes(self, opened: Round) -> None:
-        """UsageError where ranks that are to hold the same tokens send others: who has rows of whom would not agree.
+        """UsageError if ranks that must hold the same tokens send different ones: they would not agree on who has rows
+        of whom.
 
-        Of ranks that share memory with us each route is compared, of others a hash of all.
+        For ranks that share memory with us each route is compared, for others a hash of all.
         """
         first, size = self._rank // self._config.dp_size * self._config.dp_size, self._config.dp_size
         alike = f"with dp_size {size} both must hold the same tokens and route them alike"
@@ -88,7 +89,7 @@ class Placing:
                 )
 
     def settle(self, parity: int, timeout_s: float) -> None:
-        """A round that was refused has ended once all ranks have said so: until then one may still read our counts."""
+        """A refused round has ended once all ranks have said so: until then one may still be reading our counts."""
         opened = self._unsettled.get(parity)
         if opened is not None:
             self._peers.wait_results(opened, timeout_s)
@@ -107,7 +108,7 @@ class Placing:
             if not opened.is_refused and not self._masks:
                 peers.far.send_remainder(number, None)
             opened.is_refused = True
-            # For those that came before anybody knew: the next round's are counted alike.
+            # For rows that came before the refusal was known: the next round's are counted alike.
             peers.wait_rows(number, timeout_s)
         try:
             if peers.far is not None:

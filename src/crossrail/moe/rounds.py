@@ -13,7 +13,7 @@ from crossrail.moe.arrays import Array
 
 
 class Stage(Enum):
-    """What has been called for a round; each comes after the one before."""
+    """What has been called for a round; each stage follows the one before."""
 
     SENT = "dispatch_send"
     RECEIVED = "dispatch_recv"

@@ -16,7 +16,7 @@ from crossrail.moe.rows.interface import RowMemory
 
 
 class Arrays(Protocol):
-    """Of one kind of memory: as RowMemory has them."""
+    """Arrays of one kind of memory, with RowMemory's methods."""
 
     def given(self, array: Any, name: str, dtypes: tuple[str, ...], shape: tuple[int | None, ...]) -> Any: ...
 
@@ -25,7 +25,7 @@ class Arrays(Protocol):
 
 @dataclass(frozen=True)
 class Tokens:
-    """Those of a round. x, scales, weights: as RowMemory.given() gives them; routes: int32 [count, top_k] of numpy."""
+    """A round's tokens. x, scales, weights: as from RowMemory.given(); routes: int32 [count, top_k] of numpy."""
 
     count: int
     x: Any
@@ -90,7 +90,7 @@ def check_apart(out: Any, read: Sequence[Any]) -> None:
 
 
 def outputs_given(config: Config, arrays: Arrays, y: Any, rows: int, in_place: Any | None) -> Any | None:
-    """What experts made of so many rows, to be copied; None where it is what expert_output() gave, in_place."""
+    """The experts' outputs for so many rows, to be copied; None if they are expert_output()'s array, in_place."""
     if y is None or y is not in_place:
         return arrays.given(y, "y", (config.out_dtype,), (rows, config.hidden))
     if is_tensor(y):

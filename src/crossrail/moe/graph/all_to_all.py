@@ -290,7 +290,7 @@ class GraphAllToAll:
             try:
                 raise failure
             finally:
-                del failure  # else its traceback would keep itself and this object alive
+                del failure  # otherwise its traceback would keep itself and this object alive
 
     @property
     def timeout_s(self) -> float:
@@ -323,7 +323,7 @@ class GraphAllToAll:
             finally:
                 self._closed = True
                 self._thread.stop()
-                with contextlib.suppress(CrossrailError):  # those that were launched meanwhile
+                with contextlib.suppress(CrossrailError):  # rounds that were launched meanwhile
                     wait_for_kernels([str(self.device)] if self._tensors.is_gpu else [])
                 self._thread.close()
                 self._drop_steps()
@@ -383,9 +383,10 @@ class GraphAllToAll:
         return sums_given(self.config, self._tensors, opened.tokens, factors, out, accumulate), factors
 
     def _give_up(self, error: BaseException) -> None:
-        """A dispatch was cut short by this: its round has a number, and will never be told. So no round goes on.
+        """A dispatch was interrupted by this error: its round has a number, but will never be announced. So no round
+        continues.
 
-        Not in a capture, where nothing has run yet. If what was captured is replayed all the same, the thread finds it.
+        Not in a capture, where nothing has run yet. If what was captured is replayed all the same, the thread notices.
         """
         if self._tensors.is_capturing:
             return

@@ -17,7 +17,7 @@ _LINE = 64
 
 @dataclass(frozen=True)
 class Tables:
-    """What the thread tells kernels, for rounds of even number; see native/moe/stream_proxy.h. int32."""
+    """What the thread tells kernels, for even rounds; see native/moe/stream_proxy.h. int32."""
 
     numbers: Any
     moves: Any
@@ -27,10 +27,10 @@ class Tables:
 
 
 class GraphBoard:
-    """routes, int32, and tables begin at the part for rounds of even number; that of odd rounds is `stride` numbers
-    behind. They are host memory that kernels read and write in place, with room for routes_max routes, rows_max
-    moves and returns_max returns. native/moe/stream_proxy.h says what is in them. near: the same tables on the device,
-    for kernels that read each of them many times.
+    """routes, int32, and tables begin with the part for even rounds; that for odd rounds is `stride` elements later.
+    They are in host memory that kernels read and write in place, with room for routes_max routes, rows_max moves and
+    returns_max returns. native/moe/stream_proxy.h documents the contents. near: copies of the tables on the device, for
+    kernels that read each of them many times.
     """
 
     def __init__(self, config: Config, experts: int, device: Any) -> None:

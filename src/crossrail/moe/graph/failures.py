@@ -23,10 +23,10 @@ _HALVES = {
 def found_failure(
     proxy: _core.moe.StreamProxy, peers: Peers, config: Config, rank: int, timeout_s: float
 ) -> CrossrailError | None:
-    """What ended the rounds; None while they go on."""
+    """What ended the rounds; None while they continue."""
     try:
         found = proxy.failure()
-    except CrossrailError as error:  # as an index that is none of an expert's
+    except CrossrailError as error:  # for example an index that is no expert's
         return error
     if found is None:
         return None

@@ -37,8 +37,8 @@ class Own:
 
 @dataclass(frozen=True)
 class Routes:
-    """Of a round's T tokens, on the device; int32. kept: [T, K], the experts; -1: none. where: [T, K, 2], source and
-    row in which the result of each will be; -1: none. counts, slots: [E] and [T, K], for kernels alone.
+    """For a round's T tokens, on the device; int32. kept: [T, K], the experts; -1: none. where: [T, K, 2], source and
+    row where each result will be; -1: none. counts, slots: [E] and [T, K], used by kernels only.
     """
 
     kept: Any
@@ -49,10 +49,10 @@ class Routes:
 
 class GraphKernels(Protocol):
     """Each reads the round's number, int64 [1] on the device, when it runs: -1 if the rounds had ended before the GPU
-    was told what it needs. Nothing goes anywhere then, and sums are NaN throughout. None waits or allocates.
+    was told what it needs. Then nothing is sent, and sums are NaN throughout. No call waits or allocates.
 
-    Indices that are none of an expert's make no row; the thread that posts refuses them. It has 32 bits of each: what
-    does not fit is told as the largest number.
+    Indices that are no expert's make no row; the posting thread refuses them. It sees 32 bits of each: values that do
+    not fit are reported as the largest number.
     """
 
     name: str

@@ -15,7 +15,7 @@ from crossrail.moe.links.far import Far
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of one width: uint8 [count, width] of even rounds; those of odd ones begin `stride` bytes behind."""
+    """Rows of one width: uint8 [count, width] of even rounds; those of odd rounds begin `stride` bytes later."""
 
     first: Any
     count: int
@@ -32,8 +32,8 @@ class Rows:
 
 @dataclass(frozen=True)
 class Targets:
-    """Where kernels may write rows, by number. rows: None where there is nothing. addresses: int64 [2, numbers], on the
-    device, of even and of odd rounds; 0: nothing. counts: int32 [numbers], rows that each has.
+    """Where kernels may write rows, by number. rows: None for empty entries. addresses: int64 [2, numbers], on the
+    device, of even and of odd rounds; 0: empty. counts: int32 [numbers], the rows that each has.
     """
 
     rows: Sequence[Rows | None]
@@ -68,7 +68,7 @@ class GraphMemory:
         memory = far.memory.rows
 
         def rows_of(whole: Any, name: str, width: int, skipped: int = 0) -> Rows:
-            """Of that part of a rank's memory of rows, without the first ones."""
+            """That part of a rank's memory of rows, without the first ones."""
             count = memory.sizes[name] // width - skipped
             return Rows(to_tensor(whole)[memory.offsets[name] + skipped * width :], count, width, memory.parity_bytes)
 
@@ -98,7 +98,7 @@ class GraphMemory:
         slots[rank], results[rank] = self.own_rows, self.own_results
         self.row_targets = Targets.of(slots, device)
         self.result_targets = Targets.of([*results, self.results_out], device)
-        # As sums take them: source 2 * parity has a rank's own, the one behind it those of far ranks.
+        # In the order that sums expect: source 2 * parity has a rank's own results, the next one those of far ranks.
         self.sources = [
             rows.typed(parity, config.out_dtype)
             for parity in range(PARITIES)

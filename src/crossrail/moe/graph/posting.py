@@ -79,5 +79,5 @@ class PostingThread:
         self.proxy.stop()
 
     def close(self) -> None:
-        """Likewise, once no kernel of rounds runs any more, and gives back its memory of the GPU. Idempotent."""
+        """Like stop(), once no kernel of rounds is running; also releases its GPU memory. Idempotent."""
         self.proxy.close()

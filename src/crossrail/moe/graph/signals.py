@@ -31,8 +31,8 @@ class SignalTable:
 
 
 class Signals:
-    """By step, "rows" and "results". sent: to ranks that we reach. awaited: of those that reach us. needs_words: if
-    the thread has to say something too, as where other ranks' rows belong, or that they are here.
+    """By step, "rows" and "results". sent: to ranks that we reach. awaited: from ranks that reach us. needs_words:
+    whether the thread has to report something too, such as where other ranks' rows belong, or that they have arrived.
     """
 
     def __init__(self, config: Config, far: Far, rank: int, device: Any) -> None:
@@ -51,7 +51,7 @@ class Signals:
             return SignalTable(torch.tensor(addresses, dtype=torch.int64, device=device).view(PARITIES, len(words)))
 
         def are_told(step: str, other: int) -> bool:
-            """A rank awaits rows only of those that send it some: the thread counts no others, and so none is late."""
+            """A rank awaits rows only from ranks that send it some: the thread counts no others, so none is late."""
             return step != "rows" or config.sends_rows(rank, other)
 
         def sent(step: str) -> SignalTable:

@@ -20,10 +20,10 @@ from crossrail.moe.links.far import Far
 
 
 class Steps:
-    """One rank's. Owner: of all that is here. As long as it lives, rows of ranks that far reaches are mapped.
+    """One rank's steps. Owner: of everything here. While it lives, the rows of ranks that far reaches stay mapped.
 
     kernels, board, memory: as GraphKernels takes them. own: which experts are ours. opened: int64 [1], rounds that
-    kernels have opened. room: rows that an output has.
+    kernels have opened. room: rows of an output.
     """
 
     def __init__(

@@ -14,14 +14,14 @@ from crossrail.moe.graph.rounds import GraphRound
 
 
 class Tensors:
-    """Of one device: those that callers give, which are checked, and new ones."""
+    """The tensors of one device: callers' tensors, which are checked, and new ones."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     @property
     def is_gpu(self) -> bool:
-        """Whether that is one; else it is the host."""
+        """Whether the device is a GPU; otherwise it is the host."""
         return str(self.device.type) != "cpu"
 
     @property
@@ -31,7 +31,7 @@ class Tensors:
 
     @contextlib.contextmanager
     def launching(self, opened: GraphRound | None = None) -> Iterator[int]:
-        """The stream that is current; 0 in host memory. opened: whose tensors are used there."""
+        """The current stream; 0 in host memory. opened: the round whose tensors are used on it."""
         if not self.is_gpu:
             yield 0
             return

@@ -19,7 +19,7 @@ with needs(__name__, "'crossrail[triton]'"):
 
 _COPY_BLOCK = 1024  # elements of a row that one program moves
 _COUNT_BLOCK = 1024
-_PROGRAMS = 528  # of those that share out the rows of a table whose length only they know: four for each SM of an H100
+_PROGRAMS = 528  # that share the rows of a table whose length only they know: four for each SM of an H100
 _TYPES = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
@@ -91,7 +91,7 @@ class TritonGraphKernels:
 
 
 def _widest(*rows: Rows, tensors: tuple[Any | None, ...]) -> Any:
-    """The widest whole number that all of these consist of, and begin at a multiple of."""
+    """The widest integer type whose size divides the rows' sizes and alignment."""
     parts = [part for part in tensors if part is not None]
     sizes = [part.shape[1] * part.element_size() for part in parts]
     unit = math.gcd(

@@ -92,7 +92,7 @@ def send_rows(
     before = tl.sum(tl.where(all_experts < expert, count, 0), 0)
     before_rank = tl.sum(tl.where(all_experts < first_there, count, 0), 0)
     own = tl.sum(tl.where((all_experts >= first) & (all_experts < last), count, 0), 0)
-    position = before + tl.load(slots + route, mask=goes, other=0)  # of others there is none
+    position = before + tl.load(slots + route, mask=goes, other=0)  # there are none of others
     row = position - before_rank
     far_row = tl.where(expert >= last, position - own, position)
     sends = goes
@@ -111,7 +111,7 @@ def send_rows(
     address = tl.load(addresses + parity * ranks + rank, mask=goes, other=0)
     fits = row < tl.load(rooms + rank, mask=goes, other=0)  # nowhere, where there is no address
     direct_end = tl.where(sends & fits, stride, 0)
-    # Of experts that a token names twice there may be more than there is room for: whoever counts refuses that.
+    # Experts that a token names twice may exceed the room: the counting side refuses them.
     far_end = tl.where(sends & (fits == 0) & (is_own == 0), stride, 0)
     tl.store(address.to(rows_out.dtype) + row.to(tl.int64) * stride + at, value, mask=at < direct_end)
     tl.store(rows_out + parity * rows_out_odd + far_row.to(tl.int64) * stride + at, value, mask=at < far_end)

@@ -51,7 +51,7 @@ class CpuKernels:
 
 
 def cpu_levels() -> list[str]:
-    """What this processor can do, the fastest first; the last is "portable"."""
+    """The instruction sets that this processor supports, fastest first; the last is "portable"."""
     return _core.moe.levels()
 
 

@@ -132,7 +132,7 @@ class TritonKernels:
         return out
 
     def _addresses(self, sources: Sequence[Any], device: Any) -> tuple[Any, Any]:
-        """Where sources begin and how many rows they have, on the device; made once for the same ones."""
+        """Addresses and row counts of the sources, on the device; made once for the same sources."""
         key = tuple((source.data_ptr(), len(source)) for source in sources)
         if key not in self._sources:
             pairs = torch.tensor(key or [(0, 0)], dtype=torch.int64, device=device)

@@ -28,7 +28,7 @@ def widened(value, FORMAT: tl.constexpr):
 
 @triton.jit
 def narrowed(value, FORMAT: tl.constexpr):
-    """What to store of float32: to nearest, ties to even."""
+    """Rounds float32 for storing: to nearest, ties to even."""
     if FORMAT == BFLOAT16:
         bits = value.to(tl.int32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -64,7 +64,7 @@ def e4m3_value(code):
     normal = ((rest << 20) + (120 << 23)).to(tl.float32, bitcast=True)
     value = tl.where(rest < 8, rest.to(tl.float32) * 0.001953125, normal)
     value = tl.where(rest == 0x7F, float("nan"), value)
-    # By its bit: Triton's minus is zero less the number, and so has no negative zero.
+    # Set the sign bit directly: Triton's minus subtracts from zero, and so never yields negative zero.
     return (value.to(tl.int32, bitcast=True) | ((wide & 0x80) << 24)).to(tl.float32, bitcast=True)
 
 
@@ -199,7 +199,7 @@ def quantize_rows(
     at = number[:, None] * block + lane
     inside = (lane < block) & (at < hidden)
     values = widened(tl.load(x + row * hidden + at, mask=inside, other=0), FORMAT)
-    # By their bits infinity is above all numbers and NaN above that, so NaN reaches the scale.
+    # Compared as bits, infinity is above all numbers and NaN above infinity, so NaN reaches the scale.
     most = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1).to(tl.float32, bitcast=True)
     magnitude = tl.where(most < 1e-4, 1e-4, most).to(tl.float32)
     largest = tl.full((GROUP,), 448.0, tl.float32)

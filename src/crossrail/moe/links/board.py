@@ -31,7 +31,7 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class Half:
-    """What a board has for one parity, as arrays.
+    """A board's arrays for one parity.
 
     counts: int32 [experts], routes to each. order: int32 [max_tokens * top_k], tokens * top_k + k by expert. rows:
     uint8 [max_tokens, stride], x and scales of each token. y: [output_rows, hidden], outputs of the owner's experts.
@@ -46,10 +46,10 @@ class Half:
 
 
 class BoardLayout:
-    """Where things are in a rank's board: others know it by how many experts it has. Offsets are multiples of a page.
+    """The layout of a rank's board, which others derive from its number of experts. Offsets are multiples of a page.
 
-    holds_rows: where rows are in host memory. Else they are in a block of their own, of rows_bytes, and nobody but the
-    owner reads them there.
+    holds_rows: rows are part of it, in host memory. Otherwise they are in a block of their own, of rows_bytes, where
+    only the owner reads them.
     """
 
     def __init__(self, config: Config, rank: int, holds_rows: bool = True) -> None:
@@ -75,7 +75,7 @@ class BoardLayout:
             words[word + 1, 0] = _BEFORE_ODD
 
     def reason(self, board: memoryview) -> Array:
-        """uint8 [FAREWELL_WORDS]: why its owner left, in words; it ends at the first that is 0."""
+        """uint8 [FAREWELL_WORDS]: why its owner left, as text; it ends at the first 0."""
         return np.frombuffer(board, np.uint8, _core.moe.FAREWELL_WORDS, WORDS * _core.moe.WORD_BYTES)
 
     def half(self, board: memoryview, parity: int, rows: Block | None = None) -> Half:

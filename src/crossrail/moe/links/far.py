@@ -71,7 +71,7 @@ class Far:
             engine, layout, rank, memory.as_native(), self.routes, self.rows, masks=self._masks
         )
         self.ranks = self.proxy.far_ranks()
-        # Where ranks may be masked each has registrations of its own, which can be taken from it.
+        # If ranks may be masked, each has registrations of its own, which can be revoked.
         self._doors: dict[int, list[xr.Region]] = {}
         for other in self.ranks if self._masks else ():
             self._doors[other] = [engine.register(self.routes.view()), self._rows.register()]
@@ -108,11 +108,11 @@ class Far:
         self.proxy.start_thread(cpu)
 
     def stop_thread(self) -> None:
-        """Ends it, once it has posted what it was told to. Idempotent."""
+        """Ends the thread, once it has posted everything that it was told to. Idempotent."""
         self.proxy.stop_thread()
 
     def card(self) -> dict[str, Any]:
-        """What the far ranks need to know of us."""
+        """What far ranks need to know about us."""
         imms = {str(rank): self.proxy.imms_for(rank) for rank in self.ranks}
         doors = {str(rank): self._doors.get(rank, [self.routes, self.rows]) for rank in self.ranks}
         memory = {rank: [one.descriptor.to_bytes().hex() for one in both] for rank, both in doors.items()}
@@ -131,8 +131,8 @@ class Far:
                 self._rows_of[rank] = rows
 
     def try_ways(self, timeout_s: float) -> None:
-        """Writes some bytes to each far rank, where its second round will have rows, and waits: what is made for the
-        first write - connections, mappings, pinned memory, streams - is there then. Before any rank's first round.
+        """Writes some bytes to each far rank, where its second round will have rows, and waits: so whatever is created
+        at the first write - connections, mappings, pinned memory, streams - exists before any rank's first round.
         """
         nbytes = min(_TRIAL_BYTES, self.memory.rows.nbytes)
         writes = [self._engine.submit_write(self.rows, theirs, length=nbytes) for theirs in self._rows_of.values()]
@@ -157,7 +157,7 @@ class Far:
                 self.proxy.reach(rank)
 
     def hear(self, ranks: list[int]) -> None:
-        """Those ranks write here by themselves, and signal it."""
+        """Notes that those ranks write here by themselves, and signal it."""
         self.heard = ranks
         for rank in ranks:
             self.proxy.hear(rank)
@@ -168,13 +168,13 @@ class Far:
         return layout.far_index(self._rank // self._config.dp_size, rank) * self.private_rows
 
     def watch(self, rank: int, board: memoryview) -> None:
-        """One that shares memory with us, this board: waits end when it is lost, unless it said farewell; and when it
-        said that before the results of the round.
+        """Watches a rank that shares memory with us, by this board: waits end when it is lost, unless it said farewell;
+        and when it said so before the results of the round.
         """
         self.proxy.watch(self._addresses[rank], rank, board, RETURNED)
 
     def imms_of(self, rank: int) -> list[int]:
-        """By the words of board.py, the numbers by which a far rank tells us what those tell of near ones."""
+        """By word of board.py: the numbers by which a far rank tells us what these words tell us of near ranks."""
         imms = self.proxy.imms_for(rank)
         routes, _, results, farewell = (imms[step : step + PARITIES] for step in range(0, len(imms), PARITIES))
         return [farewell[0], *routes, *results]
@@ -186,7 +186,7 @@ class Far:
         return Outcome.of_native(*self.proxy.wait_sent(number, timeout_s))
 
     def send_routes(self, number: int, counts: Array, routes_hash: int) -> None:
-        """Our routes, into that memory. routes_hash: as of hash_of(); of no meaning without dp_size."""
+        """Sends our routes to that memory. routes_hash: as in hash_of(); meaningless without dp_size."""
         self.proxy.send_routes(number, counts, routes_hash)
 
     def send_rows(self, number: int, x: Any, scales: Any | None, weights: Any | None, routes: Array) -> None:
@@ -199,13 +199,13 @@ class Far:
         self._memory.settle()
         self.proxy.send_rows(number)
         if self._masks:
-            self.proxy.send_remainder(number, None)  # there is none: slots have room for all
+            self.proxy.send_remainder(number, None)  # there is none: slots have room for everything
 
     def routes_of(self, number: int, rank: int) -> Array:
         return np.asarray(self.proxy.routes_of(number, rank))
 
     def hash_of(self, number: int, rank: int) -> int:
-        """Of that rank's routes, as they came with these; with dp_size > 1."""
+        """The hash of that rank's routes, as it came with them; with dp_size > 1."""
         return self.proxy.hash_of(number, rank)
 
     def send_remainder(self, number: int, placement: _core.moe.Placement | None) -> None:
@@ -230,7 +230,7 @@ class Far:
         self._memory.settle()
 
     def send_results(self, number: int, placement: _core.moe.Placement | None) -> None:
-        """What was packed, to where it came from; without a placement: only that there is nothing."""
+        """Sends packed results to where their tokens came from; without a placement: only that there is nothing."""
         self.proxy.send_results(number, placement)
 
     def sums_out(self, number: int, first_row: int, rows: int) -> Any:
@@ -281,5 +281,5 @@ class Far:
         return Outcome.of_native(*self.proxy.say_farewell(number, words, timeout_s)).result == "ready"
 
     def why_left(self, rank: int) -> Why:
-        """What that far rank gave in its farewell."""
+        """What that far rank gave as reason in its farewell."""
         return Why.of_peer(*self.proxy.why_left(rank), self._config.world)

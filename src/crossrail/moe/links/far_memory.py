@@ -57,7 +57,7 @@ class FarMemory:
     def of(cls, config: Config, layout: _core.moe.Layout) -> FarMemory:
         """For ranks that are laid out like this."""
         far_groups = max(layout.far_groups(other) for other in range(config.world))
-        # Of larger groups one that is near by the member of our index may have others that are far.
+        # In larger groups a group whose member of our index is near may have other members that are far.
         returned_groups = config.groups if config.dp_size > 1 else None
         bounds = Bounds.of(config, far_groups, returned_groups, layout.nodes - 1 if config.node_sums else None)
         hash_bytes = 8 if config.dp_size > 1 else 0
@@ -75,7 +75,7 @@ class FarMemory:
         return cls(bounds, routes, rows, route_bytes, config.stride_bytes, config.y_bytes)
 
     def as_native(self) -> _core.moe.FarMemory:
-        """What a Proxy needs of it."""
+        """The parts that a Proxy needs."""
         routes, rows = self.routes.offsets, self.rows.offsets
         return _core.moe.FarMemory(
             routes_in=routes["routes_in"],

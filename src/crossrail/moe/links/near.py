@@ -42,7 +42,7 @@ class Near:
         self._reasons = [layout.reason(board) for layout, board in zip(layouts, boards, strict=True)]
         owners = [None if other == rank else address for other, address in zip(ranks, addresses, strict=True)]
         self.masked: set[int] = set()
-        self._silent: tuple[set[int], set[int]] = (set(), set())  # by parity: whose word of dispatch is sealed
+        self._silent: tuple[set[int], set[int]] = (set(), set())  # by parity: ranks whose word of dispatch is sealed
         self._words = _core.moe.Words(engine, boards, owners, own, WORDS, masks)
         self.boards = [
             [layout.half(board, parity, rows) for parity in range(PARITIES)]
@@ -60,11 +60,11 @@ class Near:
         self._watched.append(rank)
 
     def leave_out(self, rank: int) -> None:
-        """Waits go on without it from now on, whether it shares memory with us or is watched."""
+        """From now on waits go on without the rank, whether it shares memory with us or is watched."""
         self._words.leave_out([*self.ranks, *self._watched].index(rank))
 
     def announce(self, view: int) -> None:
-        """Tells those who read our memory that the ranks that are left are those of this view (masking/views.py)."""
+        """Tells those who read our memory that the remaining ranks are those of this view (masking/views.py)."""
         self._words.publish(VIEW, 2 * view)
 
     def is_ahead(self, view: int) -> bool:
@@ -77,7 +77,7 @@ class Near:
         return self._words.has_come(self.ranks.index(rank), word, number)
 
     def silent_in(self, number: int) -> Collection[int]:
-        """Ranks that were silent in an earlier round of that parity, and so are in this one, at every rank."""
+        """Ranks that were silent in an earlier round of that parity, and so are silent in this one, on every rank."""
         return self._silent[number % PARITIES]
 
     def publish(self, what: int, number: int) -> None:
@@ -99,7 +99,7 @@ class Near:
         self._words.publish(FAREWELL, PARITIES * (1 if number is None else 2 + number))
 
     def why_left(self, rank: int) -> Why:
-        """What that rank, which shares memory with us, gave in its farewell."""
+        """What that rank, which shares memory with us, gave as reason in its farewell."""
         board = self.ranks.index(rank)
         number = self._words.value(board, FAREWELL) // PARITIES
         words = self._reasons[board].tobytes().partition(b"\0")[0]

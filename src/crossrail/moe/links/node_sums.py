@@ -17,7 +17,7 @@ from crossrail.moe.rows.interface import RowMemory
 
 
 class SumsOut(Protocol):
-    """Where sums are made, and by whom they go: Far."""
+    """Makes room for sums and sends them: Far."""
 
     def sums_out(self, number: int, first_row: int, rows: int) -> Array: ...
 
@@ -25,7 +25,7 @@ class SumsOut(Protocol):
 
 
 def tags_of(routes: Array, weights: Array) -> Array:
-    """As they travel: uint8 [routes, 8], of each the route and its weight, int32 and float32."""
+    """Routes and weights as they travel: uint8 [routes, 8], for each route its number and weight, int32 and float32."""
     tags = np.empty((len(routes), 2), np.int32)
     tags[:, 0] = routes
     tags[:, 1] = weights.reshape(-1)[routes].view(np.int32)
@@ -33,9 +33,9 @@ def tags_of(routes: Array, weights: Array) -> Array:
 
 
 class NodeSums:
-    """What one rank adds up. Threads: one at a time.
+    """The sums that one rank makes. Threads: one at a time.
 
-    boards: by rank of the node, ascending, those of both parities. far: who sends.
+    boards: by rank of the node, ascending, those of both parities. far: sends the sums.
     """
 
     def __init__(

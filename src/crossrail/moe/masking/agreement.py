@@ -1,11 +1,11 @@
 """on_lost="mask" without shared memory: a half counts once all ranks confirm it, and all mask the same lost ranks.
 
-Who has all of a half tells everybody, and goes on when everybody has said so. So when a rank is lost, either nobody has
-gone on from a half, or everybody has all of it: the ranks that are left agree on its last half (paxos.py), and on who
-is left, and nothing that a call returned has to be taken back. Then its writes are fenced off: it has a registration of
-our memory of its own, which is revoked.
+A rank that has everything of a half tells everybody, and continues when everybody has said so. So when a rank is lost,
+either nobody has continued from a half, or everybody has all of it: the remaining ranks agree on its last half
+(paxos.py), and on who remains, and nothing that a call returned has to be taken back. Then its writes are fenced off:
+each rank has its own registration of our memory, which is revoked.
 
-A rank takes part while it is in a call that waits. One that computes is waited for, as ever.
+A rank takes part while it is in a call that waits. One that computes is waited for, as always.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Agreement:
         return tuple(sorted(self._paxos.view.lasts))
 
     def card(self) -> dict[str, Any]:
-        """What others need to know of it."""
+        """What others need to know about it."""
         return self._confirmations.card()
 
     def connect(self, cards: Sequence[dict[str, Any]], addresses: Sequence[xr.Address], timeout_s: float) -> None:
@@ -81,7 +81,7 @@ class Agreement:
                 self._confirmations.connect(rank, card)
 
     def open(self, opened: Round) -> None:
-        """A round was opened: what is said of it concerns this one."""
+        """A round was opened: later messages refer to this one."""
         self._rounds[opened.ordinal % PARITIES] = opened
 
     # ---- a half
@@ -131,7 +131,7 @@ class Agreement:
         return True
 
     def _gather(self, opened: Round, half: int, slice_s: float) -> int | None:
-        """Waits a little for what members have to send us. Who is late, None: nobody."""
+        """Waits a little for what members have to send us. Returns a rank that is late, None: nobody is."""
         name, word = _HALVES[half]
         outcomes = [self._near.wait(word, opened.number, slice_s)[0]]
         steps = _STEPS[half]
@@ -149,7 +149,7 @@ class Agreement:
             elif outcome.result not in ("ready", "late"):
                 raise self._error(outcome, f"{name} of round {opened.number}")
             late = outcome.rank if outcome.result != "ready" and late is None else late
-        # Of a rank that is lost, what it sent before counts.
+        # What a lost rank sent before still counts.
         if late is None or not all(self._has(rank, opened, half) for rank in self._paxos.view.members):
             return late
         for step in steps:
@@ -164,7 +164,7 @@ class Agreement:
         return all(self._far.has_come(step, opened.number, rank) for step in _STEPS[half])
 
     def _confirm(self, mark: int) -> bool:
-        """Says that we have all of that half, unless it was said, or the next view is being decided on."""
+        """Tells that we have all of that half, unless done before, or while the next view is being decided on."""
         parity = mark // 2 % PARITIES
         if self._confirmed[parity] >= mark:
             return True
@@ -194,7 +194,7 @@ class Agreement:
     # ---- who is left
 
     def _step(self) -> bool:
-        """Goes on with what others said. Whether the view is another one. Raises MaskedOut, NoMajority."""
+        """Processes what others said. Returns whether the view has changed. Raises MaskedOut, NoMajority."""
         self._confirmations.repeat_failed()
         for record in self._confirmations.fresh():
             self._paxos.hear(record)
@@ -205,7 +205,8 @@ class Agreement:
             self._adopt(view)
         self._fences = [rank for rank in self._fences if not self._far.shut_out(rank)]
         if self._paxos.view.number > 0:
-            for passed in self._passed:  # who has not gone on from a half wants it confirmed in the new view, too
+            # A rank that has not continued from a half wants it confirmed in the new view, too.
+            for passed in self._passed:
                 self._confirm(passed)
         living = [rank for rank in self._paxos.view.members if rank not in self._paxos.suspects]
         if self._paxos.is_troubled or self._paxos.view.number > 0:
@@ -223,7 +224,7 @@ class Agreement:
         for rank in self._paxos.view.members:
             state = "" if rank == self._rank else self._engine.peer_state(self._addresses[rank])
             if state == "lost":
-                # One that has left in order has told all that it had. It has no vote any more if there is to be one.
+                # One that has left in order has sent everything that it had. It loses its vote, if there is to be one.
                 if self._paxos.is_troubled or not self._has_left(rank):
                     self._suspect(rank, "")
             elif state != "frozen":
@@ -266,7 +267,7 @@ class Agreement:
         self._fences += gone
 
     def check_still_in(self, timeout_s: float) -> None:
-        """MaskedOut when a rank whose memory we have just read may have written to it, having gone on without us."""
+        """MaskedOut if a rank whose memory we have just read may have written to it after continuing without us."""
         deadline_at_s = self._engine._now_s + timeout_s
         while self._near.is_ahead(self._paxos.view.number):
             if not self._step() and self._engine._now_s >= deadline_at_s:
@@ -280,7 +281,7 @@ class Agreement:
         view, suspects = self._paxos.view, sorted(self._paxos.suspects)
         if self._last_words is None:
             for rank in suspects:
-                self._engine.forget_peer(self._addresses[rank])  # else nothing goes there any more
+                self._engine.forget_peer(self._addresses[rank])  # otherwise nothing is sent there any more
             self._last_words = [self._confirmations.ask(rank) for rank in suspects]
             self._last_words_deadline_at_s = now_s + _LAST_WORDS_S
         if now_s < self._last_words_deadline_at_s and not all(one.done for one in self._last_words):

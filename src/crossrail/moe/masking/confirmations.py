@@ -58,12 +58,12 @@ class Confirmations:
         self._own: Record | None = None
         self._sent: dict[int, tuple[xr.Transfer, int]] = {}  # by rank: the last record's, and its serial
         self._reads: dict[int, xr.Transfer] = {}
-        self._was_read: list[Record] = []  # and fresh() has not told yet
+        self._was_read: list[Record] = []  # and not yet returned by fresh()
         self._seen: dict[int, bytes] = {}  # by rank: the hash of what was read last
         self._serials: dict[int, int] = {}
 
     def card(self) -> dict[str, Any]:
-        """What the others need to know of it."""
+        """What the others need to know about it."""
         return {"region": self.region.descriptor.to_bytes().hex(), "imm": self.news.imm}
 
     def connect(self, rank: int, card: dict[str, Any]) -> None:
@@ -79,7 +79,7 @@ class Confirmations:
         """
         value = np.uint64(view << _VIEW_SHIFT | mark)
         word, parity = self._next_out % _OUT_WORDS, mark // 2 % PARITIES
-        # One that failed is dropped: whoever lacks it takes this one for it.
+        # A failed one is dropped: ranks that lack it accept this one in its place.
         self._confirming = [one for one in self._confirming if not one[0].done]
         if any(used == word or self._parity_of(used) == parity for _, used, _ in self._confirming):
             return False
@@ -99,7 +99,9 @@ class Confirmations:
         )  # fmt: skip
 
     def repeat_failed(self) -> None:
-        """A confirmation that one of its targets failed may not have reached the others: each gets it again, alone."""
+        """A confirmation that failed for one of its targets may not have reached the others: each gets it again,
+        separately.
+        """
         for transfer, word, ranks in list(self._confirming):
             if transfer.done and transfer.status != "done":
                 self._confirming.remove((transfer, word, ranks))
@@ -120,7 +122,9 @@ class Confirmations:
     # ---- records
 
     def publish(self, record: Record, ranks: Collection[int]) -> None:
-        """Our own record, to those ranks that have another one; whoever has not got the last one yet, later."""
+        """Sends our record to the ranks that have an older one; to those that have not received the last one yet,
+        later.
+        """
         if record != self._own:
             self._own = record
             self._serial += 1
@@ -140,7 +144,9 @@ class Confirmations:
             self._sent[rank] = (moved, self._serial)
 
     def ask(self, rank: int) -> xr.Transfer:
-        """Reads that rank's own record; one at a time. fresh() has it when it has come. Whoever is gone is noticed."""
+        """Reads that rank's own record; one at a time. fresh() returns it once it has come. Notices ranks that are
+        gone.
+        """
         before = self._reads.get(rank)
         if before is not None and not before.done:
             return before
@@ -210,7 +216,7 @@ class Confirmations:
             try:
                 transfer.wait(patience.left_s)
             except CrossrailError:
-                continue  # whoever did not get it is gone, or told by the wait that it gives up
+                continue  # a rank that did not get it is gone, or learns from its wait that it gives up
         self._confirming = []
 
     def close(self, timeout_s: float) -> None:

@@ -41,7 +41,7 @@ class Paxos:
 
     @property
     def record(self) -> Record:
-        """What all members are to know of us."""
+        """What all members have to know about us."""
         suspects = frozenset(self._suspects)
         return Record(self.rank, self.view, suspects, self._promised, self._got, self._accepted, self._proposal)
 
@@ -76,16 +76,16 @@ class Paxos:
             self._heard[record.rank] = record
 
     def awaited(self) -> list[int]:
-        """Members whose promise our ballot lacks; who else keeps us waiting, its leader tells."""
+        """Members whose promise our ballot lacks; if another rank leads, that rank, which tells whom it waits for."""
         if self._proposal is None:
             return [rank for rank in self._survivors() if rank < self.rank][:1]
         promised = self._promises(self._proposal[0])
         return [rank for rank in self._survivors() if rank not in promised]
 
     def step(self, now_s: float, got: Got) -> View | None:
-        """Goes on with what was heard. The next view, once it is decided; it may be without us.
+        """Processes what was heard. The next view, once it is decided; it may be without us.
 
-        got: by rank, how far we have everything of it; looked at when a promise is made.
+        got: by rank, how far we have everything of it; read when a promise is made.
         """
         newer = [one.view for one in self._heard.values() if one.view.number > self.view.number]
         if newer:
@@ -167,8 +167,8 @@ class Paxos:
         self._proposal = (ballot, view)
 
     def _survivors(self) -> list[int]:
-        """Who should go on: we, and those who agree with us and each other on who is there. Who disagrees with most is
-        left out first; of two the accused one, since who stands still accuses nobody; then the higher rank.
+        """Who should continue: we, and those who agree with us and each other on who is there. Whoever disagrees with
+        most is left out first; of two the accused one, since a frozen rank accuses nobody; then the higher rank.
         """
         suspects = {one.rank: one.suspects for one in self._all()}
         accused = frozenset().union(*suspects.values())

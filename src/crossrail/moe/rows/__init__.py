@@ -1,1 +1,1 @@
-"""Where rows are and what touches them there: host memory or a GPU's."""
+"""Where rows are and what processes them there: host memory or a GPU's."""

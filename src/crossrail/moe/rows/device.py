@@ -27,7 +27,7 @@ class DeviceRows:
         """kernels: of tensors; None: Triton's. UsageError where there is no such GPU, or no Triton."""
         self._engine = engine
         self.device = self._found(torch.device(device))
-        self._gpu = str(self.device)  # whose memory it is; in tests the tensors are seen elsewhere
+        self._gpu = str(self.device)  # whose memory it is; in tests the tensors are elsewhere
         self._kernels = kernels_of_a_gpu() if kernels is None else kernels
         self.name = f"memory of {self.device}"
         self.kernels = self._kernels.name
@@ -123,7 +123,7 @@ class DeviceRows:
         """The memory as a tensor, which keeps it alive."""
         address = memory.__cuda_array_interface__["data"][0]
         if isinstance(memory, xr.GpuMapping):
-            # Given an address, torch would begin to use the GPU whose memory it is, and copy from there.
+            # Given an address, torch would start using the GPU that owns the memory, and copy from there.
             tensor = torch.from_dlpack(memory)
         else:
             tensor = torch.as_tensor(memory, device=self.device)
@@ -155,7 +155,7 @@ class DeviceRows:
 
 
 class DeviceBlock:
-    """See Block. Its memory is given back with the last array of it."""
+    """See Block. Its memory is released with its last array."""
 
     def __init__(
         self, rows: DeviceRows, tensor: Any, region: xr.Region | None, pinned: _core.PinnedMemory | None = None

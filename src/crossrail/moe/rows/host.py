@@ -82,7 +82,7 @@ class SharedHostBlock:
 
 
 class HostBlock:
-    """Resident as far as it is used; given back with the last array of it."""
+    """Resident as far as it is used; released with its last array."""
 
     def __init__(self, nbytes: int, is_dense: bool) -> None:
         self.nbytes = nbytes

@@ -14,7 +14,7 @@ from crossrail.moe.arrays import Array
 
 
 class Block(Protocol):
-    """One range of such memory. Owner: whoever made it; close() it before the engine."""
+    """One range of such memory. Owner: its creator; close() it before the engine."""
 
     nbytes: int
 
@@ -33,7 +33,7 @@ class SharedBlock(Block, Protocol):
         """The region with all of it."""
 
     def register(self) -> xr.Region:
-        """Once more: a region of its own, for one peer. The caller closes it."""
+        """Registers it again: a separate region, for one peer. The caller closes it."""
 
 
 class RowMemory(Protocol):
