@@ -1,6 +1,6 @@
-"""Questions from a decoder's rank to all ranks of its prefiller, and how it gets its pages back.
+"""Questions from a decoder's rank to all ranks of its prefiller, and how the decoder gets its pages back.
 
-What integrations have in common beside crossrail.kv: who is asked is named by an Instance, each rank for its own part.
+What integrations have in common besides crossrail.kv: an Instance names whom to ask, each rank for its own part.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Asker:
     async def lost_before_arrival(self, arrival: Awaitable[None], part: Part, stop: asyncio.Event) -> str:
         """Empty once everything has arrived; else why it will not, or "stopped"."""
         workers = part.instance.workers
-        is_only = len(workers) == 1  # else others may have more to write when one has written everything
+        is_only = len(workers) == 1  # otherwise others may have more to write when one has written everything
         watches = [
             Watch(
                 self._mailbox,
@@ -90,7 +90,7 @@ class Asker:
                 log.warning("transfer %s: %s; its blocks stay out of use", reception.request, error)
 
     async def stop(self, part: Part) -> None:
-        """Returns when all ranks say that nothing of it is under way. Raises PeerLost, NoAnswer, Unreachable."""
+        """Returns when all ranks say that nothing of it is in progress. Raises PeerLost, NoAnswer, Unreachable."""
         try:
             await self.ask_all(part.instance, m.Withdraw(part.name, part.attempt), (m.Quiesced,), self._timeout_s)
         except Unreachable as error:

@@ -79,7 +79,7 @@ class Handle:
 
 
 class _Sizes(NamedTuple):
-    """What an AllToAll is made for."""
+    """The sizes that an AllToAll is made for."""
 
     max_tokens: int
     hidden: int
@@ -362,7 +362,7 @@ def _turn(scales: torch.Tensor, dispatched: Dispatched | GraphDispatched, target
 
 
 def _now_or_later(receive: Callable[[], None], later: bool) -> Callable[[], None] | None:
-    """What the caller calls to receive; None when that has been done here."""
+    """The function that the caller calls to receive; None if that was done here."""
     if later:
         return receive
     receive()

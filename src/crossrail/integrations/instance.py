@@ -80,7 +80,7 @@ class _Versioned(Struct):
 
 
 def mismatch(producer: Worker, consumer: Worker) -> str:
-    """What keeps the KV of one from being of use to the other, both sides in full. Empty: nothing."""
+    """What makes one side's KV useless to the other, with both sides in full. Empty: nothing."""
     theirs, ours = KvLayout.from_wire(producer.layout), KvLayout.from_wire(consumer.layout)
     differs = differences(theirs, ours, sides=("producer", "decoder"))
     for key in sorted(producer.form.keys() | consumer.form.keys()):
@@ -98,13 +98,13 @@ def mismatch(producer: Worker, consumer: Worker) -> str:
 
 
 def fingerprint(worker: Worker) -> str:
-    """Equal for workers whose KV can be exchanged without any conversion: for logs, 16 hexadecimal digits."""
+    """Equal for workers whose KV can be exchanged without conversion: for logs, 16 hexadecimal digits."""
     said = msgspec.json.encode([sorted(worker.layout.items()), sorted(worker.form.items())])
     return hashlib.sha256(said).hexdigest()[:16]
 
 
 def rank_name(transfer_id: str, rank: int, tp: int) -> str:
-    """What a decoder's rank calls its part of a transfer, so that the producer knows how many there are."""
+    """The name of a decoder rank's part of a transfer, which tells the producer how many parts there are."""
     return f"{transfer_id}@{rank}/{tp}"
 
 

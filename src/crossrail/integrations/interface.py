@@ -7,7 +7,7 @@ import inspect
 
 
 def misfit(ours: type, theirs: type) -> str:
-    """What `theirs`, a base class of the engine's, wants that `ours` has not; names the method. Empty: nothing."""
+    """What `theirs`, a base class of the engine's, requires and `ours` lacks; names the method. Empty: nothing."""
     if missing := sorted(getattr(ours, "__abstractmethods__", ())):
         return f"{theirs.__name__} wants {', '.join(missing)}"
     for name, method in vars(theirs).items():

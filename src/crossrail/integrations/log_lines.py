@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-# Each that an engine's process may hear: filters of a logger are not those of the loggers below it.
+# All loggers that an engine's process may use: a logger's filters do not apply to the loggers below it.
 LOGGERS = (
     "crossrail",
     "crossrail.control",
@@ -29,9 +29,9 @@ def mark_loggers() -> None:
 
 
 def log_as(name: str) -> None:
-    """For an engine that logs through a logger of its own: ours go where its go, at its level. Idempotent.
+    """For an engine with a logger of its own: our messages go where its messages go, at its level. Idempotent.
 
-    Does nothing where somebody has told logging what to do with ours, or the engine logs nowhere.
+    Does nothing if our loggers are configured already, or the engine logs nowhere.
     """
     ours, theirs = logging.getLogger("crossrail"), logging.getLogger(name)
     streams = [handler for handler in theirs.handlers if isinstance(handler, logging.StreamHandler)]

@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, for hosts that use kv and weights from their own threads."""
+"""An event loop in a separate thread, for hosts that use kv and weights from threads of their own."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class ExpertParallel(torch.nn.Module):
         return all_to_all.combine(y, dispatched, top_k_weights.float())
 
     def _run(self, dispatched: Dispatched, y: torch.Tensor) -> None:
-        """What each expert makes of its rows, without their weights; what pads groups stays as it is."""
+        """Each expert's output for its rows, without their weights; padding of groups stays as it is."""
         for local in range(len(self.gate_up_proj)):
             first, count = int(dispatched.offsets[local]), int(dispatched.counts[local])
             rows = slice(first, first + count)
@@ -104,7 +104,7 @@ def _gate_of(experts: Any) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def _check(experts: Any, all_to_all: AllToAll) -> None:
-    """Of the form that _run computes with, and what all_to_all carries."""
+    """Checks the experts' form, with which _run computes, and what all_to_all can carry."""
     name = type(experts).__name__
     if biases := [of for of, _ in experts.named_parameters() if of not in ("gate_up_proj", "down_proj")]:
         raise UsageError(f"{name} has {', '.join(biases)}, which ExpertParallel does not support")

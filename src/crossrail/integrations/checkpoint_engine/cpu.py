@@ -39,7 +39,7 @@ class _Properties(NamedTuple):
 
 
 class _CpuModule:
-    """What checkpoint-engine calls of torch.cuda. Each process is a device of its own."""
+    """The functions of torch.cuda that checkpoint-engine calls. Each process counts as a device of its own."""
 
     def __init__(self) -> None:
         self._uuid = str(uuid.uuid4())

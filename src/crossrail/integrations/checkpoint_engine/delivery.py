@@ -32,7 +32,9 @@ _SLICE_S = 0.1
 
 
 class Bucket(NamedTuple):
-    """Of one owner's memory what goes into half of the buffer. bucket: theirs, with ranges and items."""
+    """The part of one owner's memory that goes into half of the buffer. bucket: checkpoint-engine's, with ranges and
+    items.
+    """
 
     owner: int
     bucket: Any

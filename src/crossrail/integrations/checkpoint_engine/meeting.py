@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 _LOOK_S = 0.05  # between looks at whether another has failed
-_PAUSE_S = (0.001, 0.05)  # between looks at what others have said: the first, and the longest
+_PAUSE_S = (0.001, 0.05)  # pauses between polls for others' messages: the first, and the longest
 _LEAVING_S = 5.0
-_OWN_WORD_S = 2.0  # for whoever is out of time in a step of its own: what it says of it tells more than its silence
+_OWN_WORD_S = 2.0  # for a rank whose own step has timed out: its report tells more than its silence
 _FAILED = "failed"
 
 
 class Hello(Struct):
-    """What each rank begins with. call: as people write it; the same at all. metas: as JSON, of gather_metas.
+    """What each rank sends first. call: for people; the same on all ranks. metas: as JSON, of gather_metas.
 
     engine: its address. sockets: how many it has named so far. refusal: why it cannot take part; empty: it can.
     """
@@ -91,7 +91,7 @@ class Meeting:
         """Tells the others that this rank has failed, unless they know. Before anything that takes time."""
         if not self._is_known and not self._is_told:
             self._is_told = True
-            with suppress(CheckpointUpdateFailed):  # of the store: whoever waits there has lost it too
+            with suppress(CheckpointUpdateFailed):  # the store's: whoever waits there has lost it too
                 self._set(_FAILED, self._why(error))
 
     def _why(self, error: BaseException) -> str:
@@ -111,7 +111,7 @@ class Meeting:
             try:
                 self.look()
             except CheckpointUpdateFailed:
-                if self._has(keys):  # and whoever is gone had nothing more to do
+                if self._has(keys):  # a rank that is gone by now had nothing more to do
                     break
                 raise
             if time.monotonic() > deadline:
@@ -124,7 +124,7 @@ class Meeting:
                 deadline = time.monotonic() + self.timeout_s
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, longest_s)
-        self._raise_of_others()  # who has failed since then had said this before
+        self._raise_of_others()  # a rank that has failed since then had said this before
         with self._told():
             return [msgspec.json.decode(each, type=type(said)) for each in self._store.multi_get(keys)]
 
@@ -146,8 +146,8 @@ class Meeting:
         return all_said
 
     def watch(self, engine: xr.Engine, addresses: list[xr.Address]) -> None:
-        """From now on look() notices when the next rank dies. All ranks together watch each. Ranks that our engine had
-        given up are looked for anew: they were frozen, or cut off, and have said that they are there.
+        """From now on look() notices when the next rank dies; so all ranks together watch everyone. Ranks that our
+        engine had given up are tried anew: they were frozen or cut off, and have reported that they are alive.
         """
         for address in addresses:
             if engine.peer_state(address) == "lost":
@@ -159,7 +159,7 @@ class Meeting:
             self.sign()
 
     def sign(self) -> None:
-        """A step that may take timeout_s was done: whoever waits for this rank goes on waiting."""
+        """A step that may take timeout_s is done: ranks that wait for this one keep waiting."""
         key = self._key("sign", self._rank)
         if not self._signs_given:
             self._said.append(key)
@@ -193,7 +193,7 @@ class Meeting:
             time.sleep(_PAUSE_S[0])
 
     def forget(self) -> None:
-        """Takes back what this rank has said. To be called once all ranks have begun the next call."""
+        """Deletes what this rank has said. Call it once all ranks have begun the next call."""
         for key in self._said:
             with suppress(CheckpointUpdateFailed), self._told():
                 self._store.delete_key(key)
@@ -223,7 +223,7 @@ class Meeting:
 
     @contextmanager
     def _told(self) -> Iterator[None]:
-        """What the store raises, as CheckpointUpdateFailed."""
+        """Turns the store's exceptions into CheckpointUpdateFailed."""
         try:
             yield
         except CheckpointUpdateFailed:

@@ -1,8 +1,8 @@
 """Where a rank's registered memory is, as a line of text: checkpoint-engine calls it the address, `p2p_store_addr`.
 
-It travels in checkpoint-engine's metas, in memory, as JSON and in files, to whoever is to read the weights. So it says
-all that a reader needs: nobody at the owner answers anything. It is "<ip>:<line>", as theirs is "<ip>:<port>": the part
-before the colon is used to tell hosts apart. The line is sealed with the secret that all share.
+It travels in checkpoint-engine's metas, in memory, as JSON and in files, to whoever reads the weights. So it contains
+everything that a reader needs: nobody at the owner answers questions. It is "<ip>:<line>", as checkpoint-engine's own
+is "<ip>:<port>": the part before the colon tells hosts apart. The line is sealed with the secret that all share.
 """
 
 from __future__ import annotations

@@ -75,8 +75,10 @@ class ParameterServer(theirs.ParameterServer):  # type: ignore[misc, unused-igno
         check_parts(_PARTS)
         self._meetings = 0
         self._last: Meeting | None = None
-        self._metas_name: str | None = None  # the checkpoint whose metas these are; None: of another's, or none
-        self._gathered: list[bytes] = []  # of its part here, by what others read it; empty: there is none
+        # The checkpoint that these metas belong to; None: another group's metas, or none.
+        self._metas_name: str | None = None
+        # The part of the checkpoint here, in the form that others read; empty: there is none.
+        self._gathered: list[bytes] = []
 
         def open_store(device_manager: Any) -> P2PStore:
             self._opened = P2PStore(
@@ -229,7 +231,7 @@ class ParameterServer(theirs.ParameterServer):  # type: ignore[misc, unused-igno
         return ""
 
     def _pool(self, checkpoint_name: str) -> list[Any]:
-        """Its buffers here. A rank may have no part of it."""
+        """The checkpoint's buffers on this rank, which may have no part of it."""
         try:
             return list(self._get_memory_pool(checkpoint_name))
         except (RuntimeError, AssertionError):  # the latter: of a shared pool

@@ -62,7 +62,8 @@ class P2PStore:
         self._secret = shared_secret(secret_file, "the parameter server", "the arguments of ParameterServer")
         self._timeout_s = timeout_s
         self.ip: str = get_ip()
-        # What theirs groups ranks by: those with the same take turns at reading. An engine has rails of its own.
+        # checkpoint-engine groups ranks by this: those with the same one take turns at reading. Each engine has its own
+        # rails.
         ordinal = self.rank % device_manager.device_module.device_count()
         self.device = f"crossrail{ordinal}"
         # The weights are in pinned host memory; ranks of one host spread over its NICs as their GPUs do.
@@ -143,24 +144,24 @@ class P2PStore:
             raise
 
     def submit_read(self, dst: Region, dst_offset: int, owner: str, address: int, nbytes: int) -> list[Transfer]:
-        """Begins to read that many bytes at that address of the rank whose addr `owner` is; none: nothing to read."""
+        """Begins to read that many bytes at that address of the rank with this `owner` addr; none: nothing to read."""
         if nbytes == 0:
             return []
         descriptor, offset = place.find(self.ranges_of(owner), address, nbytes)
         return [self.engine.submit_read(dst, descriptor, nbytes, dst_offset=dst_offset, src_offset=offset)]
 
     def try_anew(self, owner: str) -> None:
-        """Of the rank whose addr this is: if our engine has given it up, the next read looks for it again. It may have
-        been frozen, or cut off.
+        """If our engine has given up the rank with this addr, the next read tries it again. It may have been frozen or
+        cut off.
         """
         addresses = {each.descriptor.owner for each in self.ranges_of(owner)}
-        with self._trying:  # else one thread forgets what another has just found again
+        with self._trying:  # otherwise one thread would forget what another has just found again
             for address in addresses:
                 if self.engine.peer_state(address) == "lost":
                     self.engine.forget_peer(address)
 
     def ranges_of(self, owner: str) -> list[place.Range]:
-        """What that rank had registered when it gave this addr."""
+        """The ranges that this rank had registered when it issued this addr."""
         if owner not in self._places:
             if len(self._places) >= _PLACES_MAX:
                 self._places.clear()
@@ -181,7 +182,7 @@ class P2PStore:
 
 
 def give_up(transfers: Sequence[Transfer], timeout_s: float = 60.0) -> None:
-    """Cancels what is not done, and returns when nothing of it touches memory any more. Raises WaitTimeout."""
+    """Cancels unfinished reads, and returns when none touches memory any more. Raises WaitTimeout."""
     for transfer in transfers:
         transfer.cancel()
     deadline = time.monotonic() + timeout_s

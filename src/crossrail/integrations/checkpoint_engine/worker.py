@@ -1,8 +1,8 @@
 """The inference engine's worker at the other end of a ZeroMQ socket: checkpoint_engine.worker.update_weights_from_ipc.
 
-A strict turn-taking: what is sent is answered before the next is. A handle of the buffer, then what lies where in it,
-bucket by bucket, then None: the worker lets go of the buffer, then None again: it finishes. An exception in place of
-any of these ends the worker's part. Empty answers are good ones; others are the worker's traceback.
+Strict turn-taking: each message is answered before the next is sent. First a handle of the buffer, then the layout of
+each bucket, then None: the worker releases the buffer, then None again: it finishes. An exception in place of any of
+these ends the worker's part. Empty answers mean success; others are the worker's traceback.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Worker:
         self._meeting.sign()
 
     def _end(self, why: str) -> None:
-        """Tells the worker, if it is there: it waits for a message without an end."""
+        """Tells the worker, if there is one: it waits for a message without a timeout."""
         if self._is_its_turn and self._socket.poll(int(_GRACE_S * 1000), zmq.POLLIN):
             self._socket.recv()
             self._is_its_turn = False

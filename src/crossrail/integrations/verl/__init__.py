@@ -5,8 +5,8 @@
 
 verl imports this module in each worker; to import it registers the backend. docs/weights-verl.md.
 
-backend.py: the class that verl makes         pairing.py: who sends which part to whom, and what they say of themselves
-  sending.py: a trainer's rank                 buckets.py: where tensors lie in a bucket, and the table that says so
+backend.py: the class that verl makes         pairing.py: who sends which part to whom, and how ranks are described
+  sending.py: a trainer's rank                 buckets.py: where tensors are in a bucket, and the table that says so
   receiving.py: a rollout's rank               waiting.py: waits that notice who gave up or died
 """
 

@@ -161,9 +161,9 @@ class CrossrailCheckpointEngine(CheckpointEngine):
 
 
 class _Update:
-    """What is one update's own, so that what is late of one that failed is not taken for the next one's.
+    """The state of one update, so that late messages of a failed one are not taken for the next one's.
 
-    halves, gave_up: see Rank. ranks: at the other end; share: ours in what is sent to them.
+    halves, gave_up: see Rank. ranks: at the other end; share: our share of what is sent to them.
     """
 
     def __init__(self, engine: Engine, memory: Memory) -> None:

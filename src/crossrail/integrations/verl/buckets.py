@@ -1,7 +1,7 @@
-"""Where tensors lie in a bucket. All senders of a rollout rank cut the same stream of tensors in the same way.
+"""Where tensors are in a bucket. All senders to a rollout rank cut the same stream of tensors in the same way.
 
-A bucket has room for bucket_bytes. A tensor that does not fit behind the others begins the next one; one that is longer
-than a bucket is cut, and its pieces fill as many as it takes. The table says what lies where.
+A bucket has room for bucket_bytes. A tensor that does not fit after the others begins the next one; one that is longer
+than a bucket is cut, and its pieces fill as many as needed. The table lists the contents.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Plan:
                 return
 
     def clear(self) -> None:
-        """What was there has been sent."""
+        """Empties the bucket: its contents have been sent."""
         self.pieces = []
         self._used = 0
         self._table_left = TABLE_BYTES

@@ -32,7 +32,7 @@ class Memory:
         return self._buffer[index * self.bucket_bytes : (index + 1) * self.bucket_bytes]
 
     def close(self) -> None:
-        """Nobody writes here any more, and the memory is the device's again. Idempotent."""
+        """Releases the memory; nobody may write here any more. Idempotent."""
         self.weights.close()
         self.tables.close()
         self._buffer = None

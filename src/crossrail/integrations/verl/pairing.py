@@ -1,7 +1,7 @@
 """Who sends which part to whom, and what ranks tell each other about themselves through verl's controller.
 
-Each rollout rank gets every bucket. With as many trainer ranks as rollout ranks or more, several of them share in the
-sending to one: each sends a part of every bucket. With fewer, each sends to several, whole buckets.
+Each rollout rank gets every bucket. With at least as many trainer ranks as rollout ranks, several of them share the
+sending to one: each sends a part of every bucket. With fewer, each sends whole buckets to several.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from crossrail.regions import RegionDescriptor
 class Rank(NamedTuple):
     """Where a rank can be written to. Plain values, since they travel with verl's.
 
-    address: of its engine. weights, tables: descriptors of two halves each, of which one is filled while the other is
-    taken. halves: the immediates that say so, at a rollout rank that a half is filled, at a trainer rank that it is
-    free. gave_up: another one. bucket_bytes: half the weights.
+    address: of its engine. weights, tables: descriptors of two halves each; one is filled while the other is read.
+    halves: the immediates that announce that a half is filled, at a rollout rank, or free, at a trainer rank. gave_up:
+    another immediate. bucket_bytes: half the weights.
     """
 
     name: str

@@ -75,7 +75,7 @@ class Receiver:
         return table
 
     def _tensor(self, piece: Piece, half: int) -> torch.Tensor | None:
-        """Once all of it is there."""
+        """The tensor, once all of it has arrived."""
         dtype = getattr(torch, piece.dtype, None)
         if not isinstance(dtype, torch.dtype):
             raise VerlUpdateFailed(f"this torch has no dtype {piece.dtype!r:.40}, of {piece.name!r:.80}")

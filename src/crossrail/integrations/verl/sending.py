@@ -107,7 +107,7 @@ class Sender:
             await asyncio.to_thread(wait_for_kernels, self._memory.devices)
 
     async def _send(self, *, is_last: bool) -> None:
-        """What is in this half; then the other one can be filled."""
+        """Sends this half's contents; then the other one can be filled."""
         encoded = encode(Table(self._step, self._index, is_last, self._plan.pieces))
         used = self._plan.used_bytes
         self._plan.clear()
@@ -117,7 +117,7 @@ class Sender:
         before = self._under_way[self._index % 2]
         if before is not None:
             await before
-        await asyncio.sleep(0)  # what has just begun goes on while the model gathers its next tensors
+        await asyncio.sleep(0)  # transfers just begun proceed while the model gathers its next tensors
 
     async def _deliver(self, index: int, used: int, encoded: bytes) -> None:
         half = index % 2

@@ -19,7 +19,7 @@ _LOOK_EVERY_S = 0.5
 class Peers:
     """The ranks at the other end. Threads: that of the event loop.
 
-    gave_up: counts those of them that have. timeout_s: how long they may take for one step.
+    gave_up: counts those that gave up. timeout_s: how long they may take for one step.
     """
 
     def __init__(self, engine: Engine, ranks: Sequence[Rank], gave_up: ImmCounter, timeout_s: float) -> None:
@@ -47,7 +47,9 @@ class Peers:
                     ) from None
 
     async def done(self, transfers: Sequence[Transfer], what: str) -> None:
-        """All have ended well. Raises VerlUpdateFailed; they have ended then, too, but for those to a frozen peer."""
+        """Waits until all have succeeded. Raises VerlUpdateFailed, once all have ended except those to a
+        frozen peer.
+        """
         error = ""
         for transfer in transfers:
             if error:
@@ -69,7 +71,7 @@ class Peers:
         return self._engine.submit_scatter(region, there, lengths=0, src_offsets=0, dst_offsets=0, imm=list(immediates))
 
     def give_up(self, region: Region) -> None:
-        """Tells them, if they can still be told."""
+        """Tells them, as far as they can still be reached."""
         for rank in self.ranks:
             try:
                 self._engine.submit_write(region, rank.tables_there, 0, imm=rank.gave_up)

@@ -1,9 +1,9 @@
 """The consumer's half of a worker: gets requests' KV into the blocks that vLLM allocated.
 
-A load ends in one of these ways, and only then is it reported and its blocks may be used or freed:
+A load ends in one of these ways; only then is it reported, and may its blocks be used or freed:
 - loaded: the count is complete.
-- failed: all of the producer's ranks have confirmed that nothing can land any more, or were shut out (fenced). A rank
-  that stands still in the middle of a copy cannot be shut out: then the load stays unreported until it can.
+- failed: all of the producer's ranks have confirmed that nothing can land any more, or were fenced off. A rank that is
+  frozen in the middle of a copy cannot be fenced: then the load stays unreported until it can.
 - cancelled by vLLM: the same, and no blocks are reported as invalid.
 """
 
@@ -88,9 +88,10 @@ class Consumer:
         mailbox.spawn(self._beat(), "telling producers that we still want")
 
     async def close(self) -> None:
-        """Gives up loads under way, as far as producers answer in time, and takes our memory back from all of them.
+        """Gives up loads in progress, as far as producers answer in time, and revokes access to our memory from all of
+        them.
 
-        Raises WaitTimeout while one stands still in the middle of a copy to here.
+        Raises WaitTimeout while one is frozen in the middle of a copy to us.
         """
         tasks = [pending.task for pending in self._pending.values() if pending.task is not None]
         for pending in self._pending.values():
@@ -156,7 +157,7 @@ class Consumer:
         self._on_loaded(Loaded(load.request, invalid, how, seconds, nbytes))
 
     async def _fetch(self, load: o.Load, pending: _Pending) -> None:
-        """Returns when all is there; raises why it is not, with nothing that can land any more."""
+        """Returns when everything has arrived; raises the reason if not, once nothing can land any more."""
         instance = pending.wanted.instance
         if differs := self._mismatch(instance):
             await self._let_go(pending)
@@ -179,7 +180,7 @@ class Consumer:
                 reception.release()
 
     def _first_page(self, load: o.Load) -> int:
-        """That is to be fetched: behind what is here, and what a sliding window has left."""
+        """The first page to fetch: after those that are here, and after those that a sliding window has left behind."""
         left = itertools.takewhile(lambda block: block == o.NO_BLOCK, load.blocks)
         return max(load.prefix_tokens // self.layout.page_tokens, sum(1 for _ in left))
 
@@ -208,7 +209,7 @@ class Consumer:
     # ---- taking back
 
     async def _let_go(self, pending: _Pending) -> None:
-        """Tells the producer that nobody comes for it; what cannot be told, its lease ends."""
+        """Tells the producer that nobody will fetch it; if that is impossible, the lease there expires."""
         try:
             part = self._part(pending)
             await self._asker.ask_all(part.instance, m.Withdraw(part.name, part.attempt), (m.Quiesced,), _ASK_S)
@@ -218,7 +219,7 @@ class Consumer:
     # ---- questions
 
     async def _beat(self) -> None:
-        """What waits for blocks here keeps its lease there."""
+        """Renews the producer's lease for requests that wait for blocks here."""
         while True:
             await asyncio.sleep(self._options.heartbeat_s)
             waiting = [pending for pending in self._pending.values() if pending.task is None]

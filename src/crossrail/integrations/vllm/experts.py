@@ -97,7 +97,7 @@ class CrossrailPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
 
         def receiver() -> mk.PrepareResultType:
             dispatched = self._dispatched[batch]
-            is_known = isinstance(dispatched, Dispatched)  # else to look at counts would be to wait for the GPU
+            is_known = isinstance(dispatched, Dispatched)  # otherwise reading the counts would wait for the GPU
             counts = mk.ExpertTokensMetadata(
                 expert_num_tokens=dispatched.counts, expert_num_tokens_cpu=dispatched.counts.cpu() if is_known else None
             )

@@ -1,9 +1,9 @@
 """A transfer's KV comes to an instance once, however many requests name it there.
 
-vLLM makes a request with n > 1 into one for each choice, with the same kv_transfer_params; and a router that tries
-again sends the same once more. Their producer keeps the KV until it was fetched once. So the first of them fetches it,
-the others wait until it has, find the blocks in vLLM's prefix cache, and compute what that does not hold. Choices may
-go to other data-parallel replicas than the first of them, which must not fetch there what it fetches.
+vLLM splits a request with n > 1 into one per choice, with the same kv_transfer_params; and a router that retries sends
+the same once more. Their producer keeps the KV until it was fetched once. So the first of them fetches it, the others
+wait until it has, find the blocks in vLLM's prefix cache, and compute what is missing there. Choices may go to other
+data-parallel replicas than the first of them, which must not fetch what the first one fetches.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _REMEMBERED = 4096
 
 
 class Fetch(NamedTuple):
-    """What requests must have in common. producer: one incarnation of it. prompt: its SHA-256; that of b"" for prompts
-    that are not tokens: others than the first read only what vLLM's prefix cache knows to be theirs.
+    """What such requests have in common. producer: one incarnation of it. prompt: its SHA-256; that of b"" for prompts
+    that are not tokens: requests after the first read only blocks that vLLM's prefix cache knows to be theirs.
     """
 
     transfer_id: str
@@ -35,7 +35,7 @@ class Fetches:
         self._of_request: dict[str, Fetch] = {}
         self._fetched: Latest[Fetch, None] = Latest(_REMEMBERED)
         self._others: dict[str, tuple[Fetch, Wanted]] = {}
-        self._elsewhere: set[str] = set()  # of the others, those whose KV another replica fetches
+        self._elsewhere: set[str] = set()  # requests after the first whose KV another replica fetches
 
     def begin(self, wanted: Wanted, prompt: bytes, may_fetch: bool = True) -> bool:
         """Whether this request is to fetch its KV. False: another one does or did; waits() says how long.
@@ -54,7 +54,7 @@ class Fetches:
         return True
 
     def waits(self, request: str) -> bool:
-        """Whether it is one of the others, and must go on being: its fetch is not over."""
+        """Whether it is one after the first, and must keep waiting: its fetch is not over."""
         return request in self._others and self._others[request][0] in self._fetchers
 
     def go_on(self, request: str) -> Wanted | None:

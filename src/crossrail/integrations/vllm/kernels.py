@@ -1,6 +1,6 @@
 """Waits for GPU kernels: on a GPU, vLLM reports that it has launched them, not that they are done.
 
-A host's caches need nothing of this: there, what vLLM has called is done.
+Caches on the host need none of this: there, whatever vLLM has called is done.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ log = logging.getLogger("crossrail.vllm")
 
 
 class Event(Protocol):
-    """What is used of torch.cuda.Event, once it is recorded."""
+    """The parts of a recorded torch.cuda.Event that are used."""
 
     def synchronize(self) -> None:
         """Blocks until the kernels before it have ended, without the GIL. Raises when the GPU has failed."""
@@ -92,7 +92,7 @@ class Kernels:
                     return
                 try:
                     item.action(why)
-                except Exception:  # the others go on
+                except Exception:  # the other actions still run
                     log.exception("a mistake of ours, after kernels had ended")
 
 
@@ -101,7 +101,7 @@ def record_on(device: Any) -> Callable[[], Event]:
     import torch
 
     def record() -> Event:
-        blocking = torch.cuda.Event(blocking=True)  # whoever waits sleeps
+        blocking = torch.cuda.Event(blocking=True)  # waiting threads sleep instead of spinning
         blocking.record(torch.cuda.current_stream(device))
         event: Event = blocking
         return event

@@ -1,6 +1,6 @@
 """What the scheduler's side tells the workers in each step. Plain data: vLLM pickles it for its other processes.
 
-Requests are named by vLLM's request_id here; transfer_id is what the two instances call them between each other.
+Requests are named by vLLM's request_id here; transfer_id is their name between the two instances.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ NO_BLOCK = 0  # vLLM's null block
 
 @dataclass(frozen=True)
 class Offer:
-    """A request whose prompt this instance prefills for another. prompt: what it is, to be compared, or b""."""
+    """A request whose prompt this instance prefills for another. prompt: its identity, for comparison, or b""."""
 
     request: str
     transfer_id: str
@@ -44,9 +44,9 @@ class Wanted:
 @dataclass(frozen=True)
 class Load:
     """Fetch a request's KV. blocks: of all its tokens; the first prefix_tokens of them are here already. NO_BLOCK, at
-    the front: of tokens that a sliding window has left behind; it is shared, and nothing is fetched into it.
+    the front: for tokens that a sliding window has left behind; it is shared, and nothing is fetched into it.
 
-    wanted None: it cannot be fetched at all, and why is said; its failure is reported as any other load's is.
+    wanted None: it cannot be fetched at all, and `why` gives the reason; its failure is reported like any other load's.
     """
 
     request: str

@@ -80,7 +80,7 @@ class _Offer:
 @dataclass
 class LiveStep:
     """A forward pass whose layers are sent as they are computed. Any thread, one at a time, and one step after another:
-    the word that they add to is that of all steps.
+    all steps add to the same word.
     """
 
     sender: KvSender
@@ -146,7 +146,7 @@ class Producer:
         mailbox.spawn(self._watch(), "watching leases")
 
     async def close(self) -> None:
-        """Returns when nothing of ours is under way any more."""
+        """Returns when none of our writes is in flight any more."""
         if self._made is not None:
             await self._made.close()
 
@@ -181,7 +181,7 @@ class Producer:
         return step
 
     def end_step(self, orders: o.Orders) -> None:
-        """After the forward pass, whose KV is in the blocks now."""
+        """Call this after the forward pass: its KV is in the blocks now."""
         for chunk in orders.chunks:
             offer = self._offers.get(chunk.request)
             if offer is not None:
@@ -211,7 +211,7 @@ class Producer:
             offer.pages[:] = NOT_YET
 
     async def _stirring(self, asks: list[_Ask]) -> list[_Ask]:
-        """Those of them with writes under way after quiesce_s."""
+        """Those of them whose writes are still in flight after quiesce_s."""
         jobs = [ask.job for ask in asks if ask.job is not None]
         rested = await asyncio.gather(*(job.at_rest(self._options.quiesce_s) for job in jobs), return_exceptions=True)
         for result in rested:
@@ -246,7 +246,7 @@ class Producer:
         loads = []
         for ask in list(offer.asks.values()):
             job = ask.job or self._open(offer, ask, self._senders.live)
-            # What is computed a second time, after a preemption, has been sent.
+            # Tokens computed a second time, after a preemption, have been sent already.
             if job is not None and not job.stopped and ask.sent < end:
                 loads.append((job, end))
                 ask.sent = end

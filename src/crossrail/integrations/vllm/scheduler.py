@@ -36,7 +36,7 @@ _REMEMBERED = 4096  # requests with n > 1
 
 
 class Request(Protocol):
-    """What is used of vLLM's Request."""
+    """The parts of vLLM's Request that are used."""
 
     request_id: str
     kv_transfer_params: dict[str, Any] | None
@@ -57,9 +57,9 @@ class _Offered:
 
 @dataclass
 class _Wanted:
-    """wanted None: it cannot be fetched. computed_tokens: that were found here when vLLM asked last.
+    """wanted None: it cannot be fetched. computed_tokens: found here when vLLM asked last.
 
-    blocks: that it loads into. is_invalid: a worker has said that one of them does not hold what it should.
+    blocks: to load into. is_invalid: a worker has reported that one of them has wrong contents.
     """
 
     wanted: Wanted | None
@@ -145,7 +145,7 @@ class SchedulerSide:
             self._want(wanted)
 
     def _may_fetch(self, request: str) -> bool:
-        """Not if it is one of several choices, and vLLM has given the first, which goes first, to another replica."""
+        """Not if it is one of several choices, and vLLM has given the first one, which fetches, to another replica."""
         choice = _CHOICE.fullmatch(request)
         return choice is None or choice[1] == "0" or _REPLICA.fullmatch(self._engine_id) is None
 
@@ -158,7 +158,7 @@ class SchedulerSide:
             self._refuse(request, "this instance has kv_role kv_consumer, and keeps no KV for others")
             return
         choice_of = _CHOICE.fullmatch(request.request_id)
-        # vLLM answers for all choices at once, and so with one transfer: the KV of the others would be held for nobody.
+        # vLLM answers for all choices at once, and so with one transfer: the others' KV would be held for nobody.
         choices = (choice_of[2], request.arrival_time) if choice_of else None
         if choices is not None and choices in self._first_choices:
             self._other_choices[request.request_id] = self._first_choices[choices]
@@ -184,7 +184,7 @@ class SchedulerSide:
             return
         log.error("request %s cannot be handed over: %s", request.request_id, why)
         self.counts["refused"] += 1
-        # One that was to be prefilled for others is prefilled, and nobody is told where.
+        # A request to be prefilled for others is prefilled, but nobody is told where.
         if (request.kv_transfer_params or {}).get("do_remote_prefill"):
             self._wanted[request.request_id] = _Wanted(None, why)
 
@@ -210,12 +210,12 @@ class SchedulerSide:
             self.counts["shared"] += 1
 
     def allocated(self, request: Request, blocks: Collection[int], external_tokens: int) -> None:
-        """It has blocks for external_tokens that it fetches; 0: it fetches nothing, now or any more."""
+        """It has blocks for external_tokens that it fetches; 0: it fetches nothing, now or later."""
         wanted = self._wanted.get(request.request_id)
         if wanted is None or wanted.is_loading:
             return
         if not external_tokens:
-            # As vLLM decided: it reads no prefix for who wants logprobs of the prompt, for example.
+            # vLLM's decision: for example, it reads no prefix for requests with logprobs of the prompt.
             log.info("request %s is computed here, and its KV not fetched", request.request_id)
             self._release(request.request_id)
             return
@@ -254,9 +254,9 @@ class SchedulerSide:
         return orders
 
     def _end_standstill(self, orders: Orders) -> None:
-        """Two instances that prefill for each other may hold all their blocks for requests that wait, each at the
-        other, for blocks: for good, since both say that they are still going to come. Whoever gives one up lets the
-        other go on.
+        """Two instances that prefill for each other may hold all their blocks for requests that wait for blocks at the
+        other one: a deadlock, since both say that they are still going to come. Giving one up lets the other instance
+        continue.
         """
         waiting = [name for name, wanted in self._wanted.items() if wanted.wanted is not None and not wanted.is_loading]
         loads = any(wanted.is_loading for wanted in self._wanted.values())
@@ -299,7 +299,7 @@ class SchedulerSide:
     # ---- a request goes
 
     def finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
-        """Whether its blocks must be kept until a worker reports it, and what the client is told."""
+        """Whether its blocks must be kept until a worker reports it, and the parameters for the client."""
         request_id = request.request_id
         self._fetches.end(request_id)
         wanted = self._wanted.pop(request_id, None)
@@ -321,8 +321,8 @@ class SchedulerSide:
         return own is not None, told
 
     def reported(self, sent: Collection[str], received: Collection[str], invalid: Collection[int] = ()) -> None:
-        """What the workers have reported. invalid: blocks that do not hold what they should; a worker may say so steps
-        before its request is received by all of them.
+        """Handles the workers' reports. invalid: blocks with wrong contents; a worker may report them some steps before
+        its request is received by all workers.
         """
         self._held.difference_update(sent)
         if invalid:
@@ -334,7 +334,7 @@ class SchedulerSide:
 
     @property
     def has_pending_work(self) -> bool:
-        """True while workers must go on being called although nothing is scheduled."""
+        """True while workers must still be called although nothing is scheduled."""
         orders = self._orders
         return bool(self._held or orders.releases or orders.cancels or orders.finished or orders.dropped)
 
@@ -348,7 +348,7 @@ class SchedulerSide:
 
 def _was_rejected(request: Request) -> bool:
     """Before vLLM's engine had it. It comes, with a token that vLLM made up, so that its producer may hear of it."""
-    return bool(getattr(request, "abort_immediately", False))  # vLLM 0.32 has it; who has it not sends no such
+    return bool(getattr(request, "abort_immediately", False))  # vLLM 0.32 has it; versions without send no such
 
 
 def _prompt_of(request: Request) -> bytes:

@@ -1,4 +1,4 @@
-"""What a worker counts per interval, as plain data that can be summed over workers and intervals."""
+"""A worker's counts per interval, as plain data that can be summed over workers and intervals."""
 
 from __future__ import annotations
 

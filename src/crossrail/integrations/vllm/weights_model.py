@@ -1,8 +1,8 @@
 """Where the weights of a vLLM worker's model are written, and what vLLM has to do with them afterwards.
 
-What kernels read as it was loaded is written in place. Layers whose weights vLLM changes after loading (packed for the
-CPU, shuffled for a kernel, fp8 whose scales a backend lays out anew) are written to memory beside the model, in the
-form in which vLLM loads them, and loaded again from there.
+Weights that kernels read as loaded are written in place. Layers whose weights vLLM changes after loading (packed for
+the CPU, shuffled for a kernel, fp8 whose scales a backend lays out anew) are written to memory beside the model, in the
+form in which vLLM loads them, and reloaded from there.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class WorkerModel:
             raise UsageError(f"{min(missing)}: the model has this parameter, and its worker in vLLM has not. {_ELSE}")
 
     def add(self, memory: WeightMemory) -> Names:
-        """Those that there are."""
+        """Adds those that the model has."""
         if hasattr(self.model, "process_weights_after_loading"):
             raise UsageError(f"{type(self.model).__name__} changes weights of all layers after loading. {_ELSE}")
         names = names_of(self.config)
@@ -122,8 +122,8 @@ class WorkerModel:
             raise UsageError(f"{name}: vLLM has {_form(tensor)} where it loaded {had}, and does not say how. {_ELSE}")
         if own == "bias" and getattr(module, "params_dtype", tensor.dtype) != tensor.dtype:
             raise UsageError(f"{name}: vLLM has made {tensor.dtype} of it after loading. {_ELSE}")
-        # What is added is an alias, which stays where it is when the parameter gets other memory, or another one takes
-        # its place.
+        # What is added is an alias, which stays where it is if the parameter gets other memory, or is replaced by
+        # another one.
         memory.watch(name, partial(_address_of, module, own))
         if tensor.data_ptr() not in self._shared:  # tied: written once
             self._shared.add(tensor.data_ptr())
@@ -228,7 +228,7 @@ def _form(tensor: torch.Tensor) -> str:
 
 
 def _address_of(module: torch.nn.Module, own_name: str) -> int:
-    """Where this parameter of the module's lies now; 0: it has none."""
+    """The present address of this parameter of the module; 0: it has none."""
     parameter = module._parameters.get(own_name)
     return 0 if parameter is None else parameter.data_ptr()
 

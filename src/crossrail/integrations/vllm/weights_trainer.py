@@ -51,7 +51,7 @@ class VllmUpdates(Closing):
     def __init__(self, controller: WeightController, instances: Sequence[VllmInstance]) -> None:
         self._controller = controller
         self._instances = list(instances)
-        # Not the loop's threads: the controller needs one of them to answer those whom these calls wait for.
+        # Not the loop's threads: the controller needs one of them to answer members whom these calls wait for.
         self._threads = [ThreadPoolExecutor(1, f"crossrail-vllm-{i}") for i in range(len(self._instances))]
         self._is_closed = False
 

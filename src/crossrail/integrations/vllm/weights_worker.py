@@ -113,11 +113,11 @@ class WeightsWorker:
 
     @property
     def is_torn(self) -> bool:
-        """The weights are part old, part new, until an update is complete. Also after close()."""
+        """Whether the weights are part old, part new, until an update is complete. Also after close()."""
         return self._memory.is_torn or not self._is_applied
 
     def start(self) -> None:
-        """Before an update is asked for: what fails, or is completed, from now on is that one."""
+        """Call this before requesting an update: whatever fails or completes from now on is that update."""
         self._check_open()
         assert self._receiver is not None
         self._before = self._receiver.failures, self._receiver.commits
@@ -191,14 +191,14 @@ class WeightsWorker:
             self._before = None
 
     async def _lock_out(self, receiver: WeightReceiver) -> str:
-        """Joining anew ends an attempt that is still under way, and offers this rank for the next.
+        """Joins anew, which ends an attempt still in progress, and offers this rank for the next.
 
-        What to tell if writers may still be at it, else nothing.
+        Returns what to report if writers may still be active, else nothing.
         """
         try:
             await receiver.join(self._link.controller, self._link.join_s, displaces=False)
         except CrossrailError as error:
-            if receiver.state is State.RECEIVING:  # the receiver goes on trying, by the attempt's deadline
+            if receiver.state is State.RECEIVING:  # the receiver keeps trying, by the attempt's deadline
                 return f"; writers are not locked out yet: {error}"
             log.warning("rank %d is in no plan any more: %s", self._link.rank, error)
         return ""
@@ -219,7 +219,7 @@ class WeightsWorker:
 
     def _wait(self, future: futures.Future[T], timeout_s: float) -> T:
         timeout_s += _PATIENCE_S
-        if not futures.wait([future], timeout_s).done:  # it goes on, so that writers are locked out in the end
+        if not futures.wait([future], timeout_s).done:  # it continues, so that writers are locked out in the end
             raise WaitTimeout(f"weights of rank {self._link.rank}: no end within {timeout_s:g} s")
         return future.result()
 

@@ -184,7 +184,7 @@ class WorkerSide:
             self._after_kernels(lambda why: _count(step, layers, why))
 
     def start_loads(self) -> None:
-        """What vLLM has given blocks for may be fetched now. Returns at once."""
+        """Blocks that vLLM has allocated may now be fetched into. Returns at once."""
         orders = self._orders
         if not (orders.wanted or orders.loads or orders.releases or orders.cancels):
             return
