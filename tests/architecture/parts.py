@@ -170,7 +170,8 @@ PARTS_MAY_USE: dict[str, dict[str, set[str]]] = {
         "explain": {"meeting", "rendezvous", "service", "text"},
         "group": {""},
         "inbox": set(),
-        "kv": {"console", "group", "memory", "service", "tables", "text"},
+        "kv": {"console", "group", "live_view", "memory", "service", "tables", "text"},
+        "live_view": {"tables", "text"},
         "main": {
             "bench",
             "demo",
@@ -202,7 +203,7 @@ PARTS_MAY_USE: dict[str, dict[str, set[str]]] = {
         "source": set(),
         "tables": set(),
         "text": set(),
-        "top": {"console", "tables", "text"},
+        "top": {"console", "live_view", "text"},
         "topo": {"console", "tables", "text"},
         "trace": {"console", "tables", "text"},
         "weights": {"bench", "child", "console", "group", "service", "tables", "text"},

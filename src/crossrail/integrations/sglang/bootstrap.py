@@ -80,7 +80,7 @@ class Found(NamedTuple):
 
 
 def token(secret: bytes) -> str:
-    """What proves to the server that one knows the secret."""
+    """Proves to the server that the sender knows the secret."""
     return hmac.digest(secret, _TOKEN_PURPOSE, "sha256").hex()
 
 

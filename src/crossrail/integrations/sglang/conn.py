@@ -38,7 +38,7 @@ from crossrail.integrations.sglang.state import Poll, Progress, unusable_room
 
 log = logging.getLogger("crossrail.sglang")
 
-# By which name SGLang knows what crossrail knows only as 1.
+# SGLang's names for the kinds of parallelism that crossrail supports only with size 1.
 _PARALLELISM = ("pp_size", "attn_cp_size", "attn_dcp_size", "attn_dp_size", "dp_size")
 _POLLS = {
     Poll.FAILED: KVPoll.Failed,
@@ -50,7 +50,7 @@ _POLLS = {
 
 
 class CrossrailTransferError(CrossrailError):
-    """A request's transfer failed. The names of its fields are those that SGLang's schedulers look for."""
+    """A request's transfer failed. Its fields have the names that SGLang's schedulers look for."""
 
     def __init__(self, bootstrap_room: int | None, failure_reason: str, is_from_another_rank: bool) -> None:
         super().__init__(f"room {bootstrap_room}: {failure_reason}")
@@ -74,7 +74,7 @@ def _check_for_cpu(mode: str, server_args: Any) -> None:
 
 
 def place_of(mode: str) -> Place:
-    """Where SGLang says that this process is."""
+    """This process's place according to SGLang."""
     parallel = get_parallel()
     bootstrap = ""
     if mode == "prefill":
@@ -140,7 +140,7 @@ class CrossrailKVManager(BaseKVManager):
     def submit_prefill_recompute(self, receiver: CrossrailKVReceiver, payload: Any) -> None:
         """SGLang has retracted a request, which has pages again: its prefill server computes the KV anew.
 
-        payload: the request to that server. What it does not do fails the request; the scheduler goes on.
+        payload: the request to that server. If the server does not do it, the request fails; the scheduler continues.
         """
         self.core.recompute(receiver.bootstrap_addr, payload, receiver.refuse)
 
@@ -157,7 +157,7 @@ class CrossrailKVManager(BaseKVManager):
 
 
 class _Failing:
-    """What a sender and a receiver have in common."""
+    """What senders and receivers have in common."""
 
     bootstrap_room: int | None
     kv_mgr: CrossrailKVManager
@@ -172,7 +172,7 @@ class _Failing:
 class CrossrailKVSender(_Failing, BaseKVSender):
     """A request at the prefiller. Threads: the scheduler's."""
 
-    _early_send_wait_event: Any = None  # a scheduler sets it: when the KV of the next chunk is there
+    _early_send_wait_event: Any = None  # an event that a scheduler sets: completes when the next chunk's KV is there
 
     def __init__(
         self,
@@ -217,7 +217,7 @@ class CrossrailKVSender(_Failing, BaseKVSender):
         if any(indices is not None and len(indices) for indices in state_indices or ()):
             self._node.soon(self._prefiller.abort, self._room, "state_indices came, which crossrail does not move")
             return
-        indices = np.array(kv_indices, np.uint32)  # a copy: whose they are may use them again
+        indices = np.array(kv_indices, np.uint32)  # a copy: the caller may reuse the array
         rows = None
         if self._is_all_sent:
             rows = [] if self.aux_index is None else self.kv_mgr.core.aux.read(self.aux_index)
@@ -259,8 +259,8 @@ class CrossrailKVSender(_Failing, BaseKVSender):
         self._end("SGLang let it go")
 
     def abort(self) -> None:
-        """SGLang may give the pages to others as soon as this returns, unless it has sent all: then it goes on to poll,
-        and nothing has to stand still until a decoder that is frozen has been given up.
+        """SGLang may reuse the pages as soon as this returns, unless it has sent everything: then it continues to poll,
+        and nothing has to stop until a frozen decoder has been given up.
         """
         self._stop("aborted at the prefiller")
         if not self._is_all_sent:

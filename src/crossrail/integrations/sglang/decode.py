@@ -1,9 +1,9 @@
 """The decoder's half: gets the KV of requests from the prefiller's ranks into the pages that SGLang allocated.
 
-A pull is one request of one rank. It ends in one of these ways, and only then may its pages be used or freed:
+A pull is one request of one rank. It ends in one of these ways; only then may its pages be used or freed:
 - success: the count is complete, and the rows of aux are in SGLang's buffers.
-- failed: all ranks of the prefiller have confirmed that nothing can land any more, or were shut out (fenced).
-A prefiller on this host that stands still in the middle of a copy cannot be shut out: then it has not ended.
+- failed: all ranks of the prefiller have confirmed that nothing can land any more, or were fenced off.
+A prefiller on this host that is frozen in the middle of a copy cannot be fenced off: until it can, the pull goes on.
 """
 
 from __future__ import annotations
@@ -75,9 +75,10 @@ class DecodeSide:
         self._mailbox.start()
 
     async def close(self) -> None:
-        """Gives up what is under way, as far as prefillers answer in time, and takes our memory back from all.
+        """Gives up pulls in progress, as far as prefillers answer in time, and revokes access to our memory from all of
+        them.
 
-        Raises WaitTimeout while one stands still in the middle of a copy to here.
+        Raises WaitTimeout while one is frozen in the middle of a copy to us.
         """
         self._closing.set()
         for pull in self._pulls.values():
@@ -157,10 +158,11 @@ class DecodeSide:
         pull.progress.end()
 
     async def _quiet_gpu(self) -> None:
-        """Returns when kernels that were launched before do not touch the pages any more.
+        """Returns when kernels that were launched before no longer touch the pages.
 
-        SGLang gives a request pages as soon as it knows that the one before has ended; when it overlaps, that one has a
-        forward pass still to run, into the same pages. SGLang's own kernels wait for it on their stream, NICs do not.
+        SGLang gives a request pages as soon as it knows that their previous request has ended. With overlap that one
+        still has a forward pass to run, into the same pages. SGLang's own kernels wait for it on their stream, NICs do
+        not.
         """
         if self._node.device == "cpu":
             return
@@ -172,7 +174,7 @@ class DecodeSide:
             raise PullFailed(f"the GPU failed: {error}") from None
 
     async def _fetch(self, pull: Pull, pages: npt.NDArray[np.uint32], prefix_tokens: int) -> None:
-        """Returns when all is there; raises why it is not, with nothing that can land any more."""
+        """Returns when everything has arrived; raises the reason if not, once nothing can land any more."""
         await self._quiet_gpu()
         theirs = pull.instance.layout
         receiver = self._receiver_for(pull.instance)
@@ -212,7 +214,7 @@ class DecodeSide:
         return True
 
     def _receiver_for(self, instance: Instance) -> KvReceiver:
-        """Raises LayoutMismatch, PullFailed for a prefiller whose KV is of no use here."""
+        """Raises LayoutMismatch, or PullFailed for a prefiller whose KV cannot be used here."""
         ours = self._node.pool.layout_beside(instance.layout)
         described = Worker(self._mailbox.address, ours.to_wire(), self._node.pool.form)
         if differs := mismatch(instance.workers[0], described):
@@ -246,9 +248,9 @@ class DecodeSide:
         return m.Taken()
 
     async def _let_go(self, pull: Pull) -> None:
-        """Tells the prefiller that nobody comes for it: else it waits for bootstrap_s, as long as its own client does.
+        """Tells the prefiller that nobody will fetch it; otherwise it waits for bootstrap_s.
 
-        One that stands still is told again; one that is lost has nothing to be told.
+        A frozen one is told again; a lost one needs to be told nothing.
         """
         part = Part(self._name(pull), pull.attempt, pull.instance)
         self._pulls.pop((part.name, part.attempt), None)

@@ -1,4 +1,4 @@
-"""What SGLang's KVManager does, without importing SGLang: one rank's node, and the half that its mode needs."""
+"""The functions of SGLang's KVManager, without importing SGLang: one rank's node, and the half that its mode needs."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ RELEASED = "the KV cache's memory was released: POST /resume_memory_occupation t
 
 
 class Place(NamedTuple):
-    """Where a rank is in its server. bootstrap: "host:port" of a prefiller's own, "": a decoder has none.
+    """A rank's place in its server. bootstrap: "host:port" of a prefiller's own, "": a decoder has none.
 
-    http_port: where the server takes requests.
-    sizes: of the kinds of parallelism, by SGLang's names, that crossrail knows only as 1.
+    http_port: where the server takes requests. sizes: by SGLang's names, of the kinds of parallelism that crossrail
+    supports only with size 1.
     """
 
     rank: int
@@ -47,7 +47,7 @@ class Place(NamedTuple):
 
 
 class PrefillInfo(NamedTuple):
-    """What SGLang's scheduler asks of a prefiller that a decoder has found, and who it is.
+    """What SGLang's scheduler needs to know of a prefiller that a decoder has found, and its identity.
 
     http_port: where it takes requests.
     """
@@ -161,13 +161,13 @@ class Manager:
     def info(self) -> dict[str, PrefillInfo]:
         """Prefillers that were found, by the address of their bootstrap server.
 
-        SGLang looks several times in one pass over its requests, and does not expect that one goes in between. So
-        those that are gone are taken out by forget_if_gone() alone, before it looks for a request.
+        SGLang looks several times in one pass over its requests, and does not expect one to disappear in between. So
+        prefillers that are gone are removed only by forget_if_gone(), before it looks for a request.
         """
         return self._info
 
     def forget_if_gone(self, address: str) -> None:
-        """The prefiller there, if it has ended since it was found: who is there now is asked anew."""
+        """Forgets the prefiller there if it has ended since it was found: its successor is looked up anew."""
         known = self._info.get(address)
         if known is not None and self._is_gone(known.instance):
             self.forget(address, known.instance)
@@ -210,7 +210,7 @@ class Manager:
         return True
 
     def _search(self, address: str) -> bootstrap.Found | None:
-        """The prefiller there. None: not known yet. Raises CrossrailError if nobody is there."""
+        """The prefiller there. None: not known yet. Raises CrossrailError if nobody answers."""
         if not self.is_open:
             raise bootstrap.NoInstance(RELEASED)
         now_s = time.monotonic()
@@ -260,7 +260,7 @@ class Manager:
         return self._missing.get(address, "")
 
     def forget(self, address: str, instance: Instance) -> None:
-        """A request to it failed: who is there is asked anew for the next one."""
+        """A request to it failed: the next one looks up anew who is there."""
         known = self._info.get(address)
         if known is not None and known.instance is instance:
             del self._info[address]

@@ -116,7 +116,7 @@ def read_pool(args: Any, *, is_mla: bool, tp: int) -> Pool:
 
 
 class AuxRows:
-    """SGLang's metadata buffers, a row of each for every request. Any thread; the rows are whose request it is."""
+    """SGLang's metadata buffers, one row of each per request. Any thread; rows belong to their request's owner."""
 
     def __init__(self, args: Any) -> None:
         self._places = list(zip(args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens, strict=True))
@@ -151,7 +151,7 @@ class AuxRows:
 
 
 def is_gpu_address(address: int) -> bool:
-    """Whether NVIDIA's driver says so."""
+    """Whether NVIDIA's driver considers it a GPU address."""
     return address > 0 and memory_of((address, 1)).is_cuda
 
 

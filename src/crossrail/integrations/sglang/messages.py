@@ -1,4 +1,4 @@
-"""Messages between a decoder's rank and a prefiller's: those of crossrail.kv, and two more."""
+"""Messages between the ranks of a decoder and a prefiller: those of crossrail.kv, and two more."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Destination(Struct, frozen=True, tag=True):
 
 
 class Aux(Struct, frozen=True, tag=True):
-    """What SGLang keeps of a request beside its KV, one row of each of its buffers. From rank 0. Answered by Taken."""
+    """A request's metadata besides its KV, one row of each of SGLang's buffers. From rank 0. Answered by Taken."""
 
     request: m.Name
     attempt: m.Attempt

@@ -59,7 +59,7 @@ class _Ask:
 
 
 class _Over(NamedTuple):
-    """A room that one side gave up before it heard of the other. by_us: our SGLang did, else the decoder."""
+    """A room that one side gave up before it heard of the other. by_us: our SGLang did, otherwise the decoder."""
 
     why: str
     by_us: bool
@@ -81,15 +81,15 @@ class Room:
     sent: int = 0
     posted: int = 0
     is_complete: bool = False
-    turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # chunks one after the other, as SGLang gave them
-    finishing: int = 0  # asks whose end is awaited
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # serialises chunks in SGLang's order
+    finishing: int = 0  # number of asks whose end is awaited
     prefix_tokens: int = 0
     bytes_sent: int = 0
     sending_since_s: float = 0.0
 
 
 class PrefillSide:
-    """Threads: the event loop's, but for what says otherwise."""
+    """Threads: the event loop's, except where stated."""
 
     def __init__(self, node: RankNode, aux: AuxRows) -> None:
         self.layout = node.pool.layout()
@@ -111,7 +111,7 @@ class PrefillSide:
         self._mailbox.start()
 
     async def close(self) -> None:
-        """Returns when nothing of ours is under way any more."""
+        """Returns when none of our writes is in flight any more."""
         for room in list(self._rooms.values()):
             self._fail(room, "the prefiller is closing")
         await self._sender.close()
@@ -142,7 +142,9 @@ class PrefillSide:
             self._begin(room, ask)
 
     def send(self, room: Room, indices: npt.NDArray[np.uint32], rows: list[bytes] | None, ready: Any) -> None:
-        """The next pages. rows: of aux, with the last. ready: a CUDA event, or whatever says when they are there."""
+        """The next pages. rows: of aux, with the last pages. ready: a CUDA event, or anything that tells when they are
+        computed.
+        """
         if room.pages is None or room.sent + len(indices) > len(room.pages):
             self._fail(room, f"{room.sent + len(indices)} pages are sent, init announced {_count(room.pages)}")
             return
@@ -329,7 +331,7 @@ class PrefillSide:
         return m.Progress(*answer, "running")
 
     async def _on_withdraw(self, sender: bytes, withdraw: m.Withdraw) -> m.Message:
-        """Answers once nothing of it can land any more; its Destination, should it still come, is refused."""
+        """Answers once nothing of it can land any more; if its Destination still arrives, it is refused."""
         key = self._book.key_of(sender, withdraw)
         number = int(parse_rank_name(withdraw.request)[0])
         if key in self._book.ended:
@@ -341,7 +343,7 @@ class PrefillSide:
             self._give_up(number, why, by_us=False)
         elif not any(
             other[:2] == key[:2] and other[2] > key[2] for other in room.asks
-        ):  # else it is about an older one
+        ):  # otherwise it is about an older one
             self._fail(room, why)
         job = ask.job if ask is not None else None
         if job is not None:

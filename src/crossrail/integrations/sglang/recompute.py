@@ -15,7 +15,7 @@ _SAID_MAX = 500
 
 
 async def asked(url: str, request: dict[str, Any], timeout_s: float) -> str:
-    """Empty once the server has answered that it did; else why not. request: what SGLang's /generate takes."""
+    """Empty once the server has confirmed it; otherwise the reason. request: as SGLang's /generate takes it."""
     timeout = aiohttp.ClientTimeout(total=timeout_s)
     try:
         async with (

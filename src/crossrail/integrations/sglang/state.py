@@ -7,10 +7,10 @@ from enum import IntEnum
 
 
 def unusable_room(number: int) -> str:
-    """Why SGLang cannot have a request of this room, empty if it can.
+    """Why SGLang cannot use this room number; empty if it can.
 
-    Its metadata buffers have the number, and 0 in them says that nothing was written yet: a decoder would wait for
-    ever. What torch cannot put there ends the scheduler.
+    Its metadata buffers hold the number, and 0 means that nothing was written yet: a decoder would wait for ever. A
+    number that torch cannot store there would end the scheduler.
     """
     return "" if 0 < number < 1 << 63 else f"bootstrap_room={number} must be in 1..{(1 << 63) - 1}"
 
@@ -24,7 +24,7 @@ def wanted_twice(number: int) -> str:
 
 
 class Poll(IntEnum):
-    """As SGLang's KVPoll, whose numbers it compares over ranks: the smallest of all ranks' is what counts."""
+    """SGLang's KVPoll, with its numbers: SGLang uses the smallest of all ranks."""
 
     FAILED = 0
     BOOTSTRAPPING = 1
@@ -36,14 +36,14 @@ class Poll(IntEnum):
 class Progress:
     """Written by the loop, read by the scheduler.
 
-    Invariant: poll is FAILED or SUCCESS only while quiet is set; from then on nothing changes. error: why it fails;
-    it is there before it is quiet.
+    Invariant: poll is FAILED or SUCCESS only while quiet is set; from then on nothing changes. error: why it failed;
+    set before quiet.
     """
 
     def __init__(self) -> None:
         self.poll = Poll.BOOTSTRAPPING
         self.error = ""
-        self.quiet = threading.Event()  # nothing of ours or of a peer's touches its pages, nor will
+        self.quiet = threading.Event()  # set once neither we nor a peer touch its pages, now or later
 
     @property
     def is_over(self) -> bool:
