@@ -46,12 +46,14 @@ def test_sleeping_engine_wakes_up(open_engine: EngineFactory, spin_us: float) ->
 def test_idle_engine_sleeps(engine: xr.Engine) -> None:
     region = engine.alloc(10)
     engine.submit_write(region, region.descriptor).wait(WAIT_S)
-    eventually(lambda: engine.stats()["worker_sleeps"] > 0, "the worker asleep")
-    before = engine.stats()["worker_rounds"]
 
-    threading.Event().wait(0.3)
+    def rounds_in(seconds: float) -> int:
+        before = engine.stats()["worker_rounds"]
+        threading.Event().wait(seconds)
+        return engine.stats()["worker_rounds"] - before
 
-    assert engine.stats()["worker_rounds"] - before < 1000  # a spinning one makes millions
+    eventually(lambda: rounds_in(0.02) == 0, "the worker asleep")  # at first it looks again a dozen times
+    assert rounds_in(0.3) < 1000  # a spinning one makes millions
 
 
 def test_manual_engine_moves_only_when_driven(open_engine: EngineFactory) -> None:

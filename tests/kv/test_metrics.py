@@ -17,7 +17,7 @@ async def test_requests_and_nodes_are_counted(cluster: Cluster) -> None:
     await until(lambda: cluster.router.requests == 0, "it has ended")
     collector.first_token.add(0.003)
     collector.whole.add(200.0)
-    cluster.router.mailbox._drop("type", "a test says so")
+    cluster.router.mailbox._drop(b"nobody", "type", "a test says so")
 
     samples = collect(collector)
 
