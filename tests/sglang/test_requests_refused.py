@@ -51,7 +51,7 @@ def test_samples_of_one_request_share_a_room(p: Side, d: Side) -> None:
     until(FAILED, sender, *receivers)
     for receiver in receivers:
         assert "with n > 1, SGLang gives all samples of a request the same room" in failure(receiver).failure_reason
-    expect(p, d, "the same room again")
+    expect(p, d, "another room", 2)  # this one the decoder gave up, which the prefiller may hear when it is over there
 
 
 def test_a_decoder_that_asks_twice_for_a_room_fails_there_too(p: Side, d: Side) -> None:
