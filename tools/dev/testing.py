@@ -141,7 +141,7 @@ def side_by_side(arguments: Sequence[str]) -> list[str]:
     compute. Less than a folder runs in one, which prints as it goes and can be debugged."""
     if not selects_nothing([argument for argument in arguments if not Path(argument).is_dir()]):
         return []
-    return ["-n", str(len(os.sched_getaffinity(0)) + 1), "--dist", "worksteal"]
+    return ["-n", str(2 * len(os.sched_getaffinity(0)) + 1), "--dist", "worksteal"]
 
 
 def once_more() -> Sequence[str]:
