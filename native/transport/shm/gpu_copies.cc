@@ -1,7 +1,8 @@
 // The initiator's side of GPU memory that its own GPU reaches: copied by that GPU, and not through the host.
 //
-// Starting a GPU copy takes a few microseconds, waiting for it some ten, so as many as possible run together: everything
-// in a rail's queue that goes to the same region. Meanwhile the region's owner waits for us (touch), and so do we.
+// Starting a GPU copy takes a few microseconds, waiting for it some ten, so as many as possible run together:
+// everything in a rail's queue that goes to the same region. Meanwhile the region's owner waits for us (touch), and so
+// do we.
 #include <algorithm>
 #include <deque>
 #include <string>
