@@ -51,6 +51,8 @@ class Child:
 
     def signal(self, number: int) -> None:
         self._process.send_signal(number)
+        if number == signal.SIGSTOP:  # its threads go on until the one that is to take the signal has a core
+            os.waitid(os.P_PID, self._process.pid, os.WSTOPPED)
 
     def kill(self) -> None:
         self._process.kill()
