@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import io
 import json
 import logging
@@ -432,3 +433,28 @@ async def test_nothing_is_kept_of_clients_that_leave_without_a_word() -> None:
                 await until(lambda: listener._silent, "it is there")
                 gone.sendall(said)
             await until(lambda: not listener._silent, "it is forgotten")
+
+
+@pytest.mark.parametrize("turns", range(5))
+def test_client_whose_connection_is_being_accepted_at_the_end_is_cut_off(nothing_leaks: None, turns: int) -> None:
+    """asyncio gives it a transport two turns after it has accepted it; its loop may be closed by then."""
+    loop = asyncio.new_event_loop()
+    client = socket.socket()
+    client.settimeout(WAIT_S)
+
+    async def serve() -> None:
+        listener = Listener()
+        port = await listener.start(web.Application(), "127.0.0.1", 0, logging.getLogger("of this test"))
+        client.connect(("127.0.0.1", port))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await listener.close()
+
+    try:
+        loop.run_until_complete(serve())
+        with contextlib.suppress(ConnectionResetError):  # nobody had accepted it
+            assert client.recv(1) == b""
+    finally:
+        client.close()
+        loop.close()
+        gc.collect()  # an unclosed socket is an error

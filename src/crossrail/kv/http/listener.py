@@ -34,6 +34,7 @@ _BACKLOG = 1024  # clients that connect while the loop is busy; further ones ret
 _AT_ONCE = 8  # of them, accepted by asyncio before it does anything else, and so before they are counted here
 # Descriptors of the process that are left for its engine and files, and for connections not yet counted or closed.
 _DESCRIPTORS_KEPT_SHARE, _DESCRIPTORS_KEPT_MIN = 0.25, 64
+_ACCEPT_TURNS = 2  # of the event loop, until asyncio has made a connection of a socket that it accepted
 _CLOSE_S = 1.0  # for answers on their way; aiohttp would wait a minute, twice
 
 HttpHandler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -156,9 +157,10 @@ class Listener:
     async def close(self) -> None:
         """Stops listening; requests in progress are cut off unless they end within a second. Idempotent."""
         server, self._server = self._server, None
-        runner, self._runner = self._runner, None
         if server is not None:
+            await _stop_accepting(server)
             server.close()
+        runner, self._runner = self._runner, None
         for timer in self._silent.values():
             timer.cancel()
         self._silent.clear()
@@ -253,6 +255,16 @@ def _connections_max() -> int:
 def failure(error: Exception) -> str:
     """The message to a client for an error that is not the client's mistake; all of it is logged."""
     return clipped(f"{type(error).__name__}: {error}; the server's log says where")
+
+
+async def _stop_accepting(server: asyncio.Server) -> None:
+    """A socket that asyncio has accepted and not yet made a connection of would stay open after Server.close()."""
+    loop = asyncio.get_running_loop()
+    if isinstance(loop, asyncio.SelectorEventLoop):  # uvloop does both at once
+        for listening in server.sockets:
+            loop.remove_reader(listening.fileno())
+        for _ in range(_ACCEPT_TURNS):
+            await asyncio.sleep(0)
 
 
 def _head_bytes(request: web.Request) -> int:
