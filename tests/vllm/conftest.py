@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomllib
 
+from crossrail.integrations.vllm.plugin import PLAIN_VARIABLE
 from tests.support.tiny_llama import make_model
-from tests.vllm.support import Instance
+from tests.vllm.support import ROOT, Instance, install
 
 LEASE_S = 4.0
 QUICK = {"lease_s": LEASE_S, "heartbeat_s": 1.0, "load_s": 60.0}
@@ -28,6 +30,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def model(folder: Path) -> Path:
     return make_model(folder / "model")
+
+
+@pytest.fixture(scope="session")
+def other(folder: Path) -> Path:
+    """The same model with other weights."""
+    return make_model(folder / "other", seed=2)
+
+
+@pytest.fixture(scope="session")
+def installed(folder: Path) -> dict[str, str]:
+    """The environment of an instance that sees our entry points, as if the wheel was installed there."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    site = install(folder / "site", "crossrail", project["version"], project["entry-points"])
+    return {"PYTHONPATH": f"{ROOT / 'src'}:{site}", PLAIN_VARIABLE: "0"}
 
 
 @pytest.fixture(scope="session")

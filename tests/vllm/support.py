@@ -158,3 +158,12 @@ class Instance:
                     self._queue(line["id"]).put(line)
         except ValueError:
             return  # closed
+
+
+def install(site: Path, name: str, version: str, points: dict[str, dict[str, str]]) -> Path:
+    entries = [f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in named.items()) for group, named in points.items()]
+    info = site / f"{name}-{version}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    (info / "entry_points.txt").write_text("\n".join(entries))
+    return site

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import safetensors.torch
-import tomllib
 import torch
 
 import crossrail as xr
@@ -23,33 +22,16 @@ from crossrail.integrations.vllm.weights_trainer import VllmInstance, VllmUpdate
 from crossrail.weights import WeightController, WeightMemory, WeightTrainer, messages
 from crossrail.weights.inventory.checkpoint import Checkpoint
 from crossrail.weights.toy import rows
-from tests.support.tiny_llama import make_model, prompt
+from tests.support.tiny_llama import prompt
 from tests.support.tiny_models import make, quantise
 from tests.vllm.conftest import Start
-from tests.vllm.support import ROOT, SECRET, Instance
+from tests.vllm.support import ROOT, SECRET, Instance, install
 
 TRAINERS = 2
 PATIENCE_S = 120.0
 CONFIG = {"weight_transfer_config": {"backend": "crossrail"}}
 PROMPTS = [prompt(seed, length) for seed, length in ((1, 5), (2, 70), (3, 200))]
 _names = (f"weights-{i}" for i in itertools.count())
-
-
-@pytest.fixture(scope="session")
-def installed(folder: Path) -> dict[str, str]:
-    """The environment of an instance that sees our entry points, as if the wheel was installed there."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    site = install(folder / "site", "crossrail", project["version"], project["entry-points"])
-    return {"PYTHONPATH": f"{ROOT / 'src'}:{site}", PLAIN_VARIABLE: "0"}
-
-
-def install(site: Path, name: str, version: str, points: dict[str, dict[str, str]]) -> Path:
-    entries = [f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in named.items()) for group, named in points.items()]
-    info = site / f"{name}-{version}.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-    (info / "entry_points.txt").write_text("\n".join(entries))
-    return site
 
 
 def with_plugin(installed: dict[str, str], folder: Path, name: str) -> dict[str, str]:
@@ -166,12 +148,6 @@ def rows_of(
             shape = (stacked[full], *tensor.shape)
             memory.add(full, shards[name][None], shape=shape, box=((expert, expert + 1), *box), mesh="fsdp")
     return memory, shards
-
-
-@pytest.fixture(scope="session")
-def other(folder: Path) -> Path:
-    """The same model with other weights."""
-    return make_model(folder / "other", seed=2)
 
 
 @pytest.fixture

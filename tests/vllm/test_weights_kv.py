@@ -12,9 +12,7 @@ from tests.support.limits import eventually
 from tests.support.tiny_llama import prompt
 from tests.vllm.conftest import QUICK, Start
 from tests.vllm.support import Instance
-from tests.vllm.test_weights import CONFIG, Client, Trainers, installed, other
-
-__all__ = ["installed", "other"]
+from tests.vllm.test_weights import CONFIG, Client, Trainers
 
 _names = (f"weights-kv-{i}" for i in count())
 
