@@ -311,6 +311,7 @@ TEST_CASE("moe stream: a GPU that begins a round without having ended the last o
       rank->dispatch_send();
       rank->dispatch_send();
     }
+    here.await(StreamWord::kRows);  // of both rounds: the other rank is late with nothing
     here.proxy.set_timeout(50'000'000);
     here.open();  // the third
     std::optional<StreamFailure> failure = here.proxy.failure();
