@@ -78,13 +78,13 @@ void close(const ReceivePoolHandle& self) {
 
 void register_recv_pool(nb::module_& module) {
   nb::class_<MessageHandle>(module, "Message", nb::is_final(), nb::pooled(),
-                            "One received message. It stays as it is: its room in the pool is free again.")
+                            "One received message: a copy, whose buffer in the pool is free again.")
       .def_prop_ro(
           "peer", [](const MessageHandle& self) { return self.peer; }, nb::sig("def peer(self) -> Address"),
-          "Address of the sender, for an answer.")
+          "Address of the sender, to answer to.")
       .def_prop_ro(
           "data", [](const MessageHandle& self) { return self.data; }, nb::sig("def data(self) -> bytes"),
-          "What it says.")
+          "The bytes that were sent.")
       .def("__repr__", [](const MessageHandle& self) {
         return nb::str("<Message of {} bytes from {!r}>").format(nb::len(self.data), self.peer);
       });

@@ -15,9 +15,8 @@ constexpr TransportKind kBetweenHosts[] = {TransportKind::kVerbs, TransportKind:
 const char* place_of(const Address& own, const Address& peer) {
   if (same_host(own, peer)) return own.host == kUnknownHost ? "perhaps on this host" : "on this host";
   if (own.host == peer.host) return "in another network namespace of this host";
-  if (own.host == kUnknownHost)
-    return "on a host that this process, which cannot read its boot id in /proc, cannot tell";
-  if (peer.host == kUnknownHost) return "on a host that it cannot tell, as it cannot read its boot id in /proc";
+  if (own.host == kUnknownHost) return "on an unknown host (this process cannot read its own boot id in /proc)";
+  if (peer.host == kUnknownHost) return "on an unknown host (it cannot read its boot id in /proc)";
   return "on another host";
 }
 

@@ -161,8 +161,8 @@ class OfiNic final : public rdma::Nic {
   std::vector<int> waits_;  // libfabric's descriptors within outer_
   std::vector<int> fds_;
 
-  std::unique_ptr<Listener>
-      listener_;  // with Rules::connects; declared before the endpoints, whose events arrive there
+  // With Rules::connects. Declared before the endpoints, whose events arrive there.
+  std::unique_ptr<Listener> listener_;
 
   // Declared before the endpoints, to which these operations belong.
   std::deque<Op> works_;
