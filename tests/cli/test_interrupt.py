@@ -120,3 +120,30 @@ def test_another_one_ends_it_without_a_traceback() -> None:
             process.send_signal(signal.SIGINT)
             time.sleep(0.001)
         assert "Traceback" not in process.stderr.read()
+
+
+def test_loop_that_is_interrupted_while_it_is_made_says_nothing() -> None:
+    """Its destructor reports the attributes that it has not got yet."""
+    script = """
+import asyncio, os, signal
+from crossrail.cli import event_loop
+
+make = asyncio.BaseEventLoop.__init__
+
+def make_interrupted(loop):
+    os.kill(os.getpid(), signal.SIGINT)
+    make(loop)
+
+async def begin():
+    print("begun", flush=True)
+    await asyncio.sleep(1000)
+
+asyncio.BaseEventLoop.__init__ = make_interrupted
+try:
+    event_loop.run(begin())
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=WAIT_S)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout in ("begun\ninterrupted\n", "interrupted\n")

@@ -22,7 +22,7 @@ import crossrail as xr
 from crossrail._latest import Latest
 from crossrail._options import SECRET_VARIABLE
 from crossrail._text import plain, rate_text
-from crossrail.cli import wire
+from crossrail.cli import event_loop, wire
 from crossrail.cli.background import background_console
 from crossrail.cli.console import text_column
 from crossrail.cli.inbox import FileRefused, Inbox, PartFile
@@ -493,7 +493,7 @@ def command(
         raise UsageError(f"--dir {directory} cannot be made: {error.strerror}") from None
     options = Options(directory.resolve(), name, listen, rails, once, tls)
     try:
-        stored = asyncio.run(_serve(options, Limits(pushes, idle_timeout_s)))
+        stored = event_loop.run(_serve(options, Limits(pushes, idle_timeout_s)))
     except asyncio.CancelledError:
         stored = not once  # SIGTERM: an orderly end, unless somebody waits for a file
     if not stored:

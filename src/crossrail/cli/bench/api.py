@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import socket
 import statistics
 import time
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from crossrail import _core
+from crossrail.cli import event_loop
 from crossrail.cli.bench import api_loops
 from crossrail.cli.bench.pair import Pair
 from crossrail.cli.bench.passes import fill
@@ -142,7 +142,7 @@ def _latency_samples(pair: Pair, limit: _Limit, *, blocking: bool) -> SampleStre
             if blocking:
                 took_ns = api_loops.ping_blocking(side, count)
             else:
-                took_ns = asyncio.run(api_loops.ping_awaiting(side, count))
+                took_ns = event_loop.run(api_loops.ping_awaiting(side, count))
             pair.child.finish()
             return took_ns
 
@@ -156,7 +156,7 @@ def _latency_samples(pair: Pair, limit: _Limit, *, blocking: bool) -> SampleStre
 def _verify_ping_pong(pair: Pair, side: api_loops.Side, *, blocking: bool) -> None:
     """Untimed: words that differ come there and back as they were."""
     pair.child.start("api_verified_ping_pong", rounds=_VERIFIED, blocking=blocking)
-    asyncio.run(api_loops.ping_verified(side, _VERIFIED, blocking=blocking))
+    event_loop.run(api_loops.ping_verified(side, _VERIFIED, blocking=blocking))
     pair.child.finish()
 
 

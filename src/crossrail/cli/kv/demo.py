@@ -7,7 +7,6 @@ middle: the tokens must be the same.
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +18,7 @@ import numpy as np
 from rich.console import Console
 
 from crossrail._text import plain
+from crossrail.cli import event_loop
 from crossrail.cli.console import open_console
 from crossrail.cli.group import require
 from crossrail.cli.kv.common import open_model, open_tokenizer, parse_options, tokenizer_of
@@ -158,7 +158,7 @@ def _monolithic(model: Model, plan: _Plan) -> _Outcome:
             outcome.tokens.append(token)
         return outcome
 
-    return asyncio.run(run())
+    return event_loop.run(run())
 
 
 def _write_timeline(client: Client, request: str, out: Path, console: Console) -> None:

@@ -9,6 +9,7 @@ import socket
 import sys
 from typing import Any
 
+from crossrail.cli import event_loop
 from crossrail.cli.kv.common import (
     EndWanted,
     chosen,
@@ -41,12 +42,12 @@ _CLOSE_S, _CLOSE_HUNG_S = 10.0, 1.0
 
 def prefiller(**options: Any) -> None:
     """The command; commands.py has its options and its help."""
-    asyncio.run(_serve(Prefiller, options))
+    event_loop.run(_serve(Prefiller, options))
 
 
 def decoder(**options: Any) -> None:
     """The command; commands.py has its options and its help."""
-    asyncio.run(_serve(Decoder, options))
+    event_loop.run(_serve(Decoder, options))
 
 
 async def _serve(kind: type[Node], options: dict[str, Any]) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
+from crossrail.cli import event_loop
 from crossrail.cli.kv.common import (
     chosen,
     drained,
@@ -30,7 +30,7 @@ def router(listen: str, tokenizer: str, **options: Any) -> None:
     host, colon, port = listen.rpartition(":")
     if not colon or not port.isdecimal() or int(port) > _PORT_MAX:
         raise UsageError(f"--listen {listen!r} must be HOST:PORT, the port at most {_PORT_MAX}")
-    asyncio.run(_serve(host.strip("[]"), int(port), open_tokenizer(tokenizer), options))
+    event_loop.run(_serve(host.strip("[]"), int(port), open_tokenizer(tokenizer), options))
 
 
 async def _serve(host: str, port: int, tokenizer: Tokenizer | None, options: dict[str, Any]) -> None:

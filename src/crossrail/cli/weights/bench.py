@@ -26,6 +26,7 @@ from rich.table import Table
 
 import crossrail as xr
 from crossrail._text import plain
+from crossrail.cli import event_loop
 from crossrail.cli.console import open_console
 from crossrail.cli.tables import Fitted
 from crossrail.cli.text import format_bytes, gb_per_s, naming
@@ -109,7 +110,7 @@ def bench(
             rivals[_CHECKPOINT_ENGINE] = CheckpointEngineFleet(model.nbytes, targets)
         else:
             console.print("checkpoint-engine: left out, it is not installed")
-    measured = asyncio.run(_measure(player, targets, rounds, rivals, console))
+    measured = event_loop.run(_measure(player, targets, rounds, rivals, console))
     _show(measured, model, console)
     if small_writes:
         measured.append(_small(small_writes, player, console))
@@ -122,7 +123,7 @@ def _small(writes: int, player: Player, console: Console) -> _Row:
     row = _Row(f"Python for each of {writes:,} writes of 1 KiB", "us")
     kind, params = ("fp8", max(writes // 2, 1)) if player.kind == "fp8" else ("direct", writes)
     with console.status(f"{writes:,} writes of 1 KiB", refresh_per_second=2):
-        row.values.append(asyncio.run(measure_small(kind, params, _SMALL_ROUNDS, player.transport)).loop_us)
+        row.values.append(event_loop.run(measure_small(kind, params, _SMALL_ROUNDS, player.transport)).loop_us)
     console.print(f"{row.title}: {row.values[0]:.1f} {row.unit}")
     return row
 

@@ -15,6 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 import crossrail as xr
+from crossrail.cli import event_loop
 from crossrail.cli.console import open_console
 from crossrail.cli.tables import Fitted
 from crossrail.cli.text import format_bytes, gb_per_s
@@ -36,7 +37,7 @@ _TARGETS: tuple[tuple[TargetKind, bool], ...] = (("fused", False), ("fp8", True)
 
 def demo(versions: int, trainers: int, mib: int, transport: str, kills: bool) -> None:
     """The command; commands.py has its options and its help."""
-    asyncio.run(_Demo(versions, trainers, ToyModel.of_bytes(mib << 20), transport).run(kills))
+    event_loop.run(_Demo(versions, trainers, ToyModel.of_bytes(mib << 20), transport).run(kills))
 
 
 class _Demo:

@@ -20,6 +20,7 @@ from rich.console import Console
 
 import crossrail as xr
 from crossrail._text import rate_text
+from crossrail.cli import event_loop
 from crossrail.cli.console import open_console
 from crossrail.cli.service import read_secret
 from crossrail.cli.text import RAILS_MAX, format_bytes, format_count, gb_per_s, naming
@@ -60,7 +61,7 @@ def load(checkpoint: Path, secret_file: Path | None, **options: Any) -> None:
         raise UsageError("reader 0 is the controller; the others need its address: --controller")
     source = Checkpoint(checkpoint)
     try:
-        ended_by = asyncio.run(_until_signal(_load(source, chosen, open_console())))
+        ended_by = event_loop.run(_until_signal(_load(source, chosen, open_console())))
     finally:
         source.close()
     if ended_by is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from statistics import fmean
 
 from rich.console import Group
@@ -10,6 +9,7 @@ from rich.live import Live
 from rich.progress import BarColumn, Progress
 from rich.table import Table
 
+from crossrail.cli import event_loop
 from crossrail.cli.console import open_console, text_column
 from crossrail.cli.group import require
 from crossrail.cli.tables import Fitted
@@ -21,7 +21,7 @@ from crossrail.cli.weights.rl_options import SERVED, RlOptions
 def rl(steps: int, trainers: int, batch: int, seed: int, transport: str) -> None:
     """The command; commands.py has its options and its help."""
     require("weights rl", "weights", "torch", "transformers")
-    asyncio.run(_show(RlOptions(steps, trainers, batch, seed, transport)))
+    event_loop.run(_show(RlOptions(steps, trainers, batch, seed, transport)))
 
 
 async def _show(options: RlOptions) -> None:
