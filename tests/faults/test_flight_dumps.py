@@ -170,8 +170,8 @@ HANGING = """
     print("ready", flush=True)
     if sys.argv[2] == "wait":
         engine.imm_counter(5).wait(3, None)
-    else:
-        ctypes.PyDLL(None).sleep(60)  # holds the GIL
+    while True:
+        ctypes.PyDLL(None).sleep(60)  # holds the GIL, until a signal ends it
 """
 
 
