@@ -217,12 +217,15 @@ def pytest_runtest_setup() -> None:
 
 @pytest.fixture(autouse=True)
 def nothing_leaks(request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """After the test and its other fixtures: no more fds, threads or shared memory files of ours than before it.
+    """After the test and its other fixtures: no more fds, threads or shared memory files of ours than before it, and
+    garbage is collected again.
 
     Not checked after a failure: its traceback keeps objects alive, and one report is enough.
     """
     before = Snapshot.take()
     yield
+    is_collected = gc.isenabled()
+    gc.enable()  # one report is enough here, too
     if request.node.stash.get(FAILED, False):
         return
     # pytest's own references to what the other fixtures made, and to frames of callbacks that raised.
@@ -232,6 +235,7 @@ def nothing_leaks(request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixtu
     # Log records of the other fixtures' teardown, with exceptions and their frames, are kept for the report too.
     request.config.pluginmanager.get_plugin("logging-plugin").report_handler.records.clear()
     assert not (leaked := before.leaked_for_good()), f"left behind: {leaked}"
+    assert is_collected, "the garbage collector was left disabled: by a simulation that did not end?"
 
 
 # --- engines and peers ---
