@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 import pytest
@@ -284,6 +284,28 @@ def test_ctrl_c_while_garbage_is_collected_ends_a_run() -> None:
             sim.run(main, limit_s=1000.0)
     finally:
         gc.callbacks.remove(interrupt)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize("step", ["isenabled", "disable", "get_freeze_count", "collect"])
+def test_ctrl_c_as_a_run_begins_leaves_the_collector_enabled(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counting frozen objects, say, takes long in a large program: that is where it comes."""
+
+    async def main(world: sim.World) -> None:
+        assert not gc.isenabled()
+
+    def interrupted() -> Any:
+        monkeypatch.undo()
+        signal.raise_signal(signal.SIGINT)
+        return found()
+
+    found: Callable[[], Any] = getattr(gc, step)
+    monkeypatch.setattr(gc, step, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        sim.run(main)
+    assert gc.isenabled()
+    sim.run(main)
+    assert gc.isenabled()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 

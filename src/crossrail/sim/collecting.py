@@ -19,22 +19,29 @@ _was_enabled = False
 _has_frozen = False
 
 
-def collect() -> None:
-    """Collects garbage. Ctrl-C waits meanwhile: what its handler raises in a finalizer, or in a function of
-    gc.callbacks, is printed and lost.
-    """
+@contextmanager
+def _interrupted_later() -> Iterator[None]:
+    """Ctrl-C waits until the end of the block."""
     on_interrupt = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(on_interrupt):
-        gc.collect()
+        yield
         return
     came: list[tuple[int, FrameType | None]] = []
     signal.signal(signal.SIGINT, lambda number, frame: came.append((number, frame)))
     try:
-        gc.collect()
+        yield
     finally:
         signal.signal(signal.SIGINT, on_interrupt)
-    if came:
-        on_interrupt(*came[0])
+        if came:
+            on_interrupt(*came[0])
+
+
+def collect() -> None:
+    """Collects garbage. Ctrl-C waits meanwhile: what its handler raises in a finalizer, or in a function of
+    gc.callbacks, is printed and lost.
+    """
+    with _interrupted_later():
+        gc.collect()
 
 
 @contextmanager
@@ -53,21 +60,25 @@ def begin() -> None:
     Existing garbage is left as it is: older objects are not examined until the end, which also makes collections quick.
     """
     global _open, _was_enabled, _has_frozen
-    with _lock:
-        _open += 1
-        if _open > 1:
-            return
-        _was_enabled = gc.isenabled()
-        gc.disable()
-        _has_frozen = gc.get_freeze_count() == 0
-        if _has_frozen:
-            gc.freeze()
-    if not _has_frozen:  # the program has frozen objects of its own, which could not be told from ours
-        try:
-            collect()
-        except BaseException:  # Ctrl-C
+    has_begun = False
+    try:
+        with _interrupted_later():  # or Ctrl-C would leave the collector disabled: counting frozen objects takes long
+            with _lock:
+                _open += 1
+                has_begun = True
+                if _open > 1:
+                    return
+                _was_enabled = gc.isenabled()
+                gc.disable()
+                _has_frozen = gc.get_freeze_count() == 0
+                if _has_frozen:
+                    gc.freeze()
+            if not _has_frozen:  # the program has frozen objects of its own, which could not be told from ours
+                gc.collect()
+    except BaseException:  # Ctrl-C
+        if has_begun:
             end()
-            raise
+        raise
 
 
 def end() -> None:
