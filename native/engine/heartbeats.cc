@@ -48,7 +48,8 @@ void Heartbeats::tend_peer(Peer& peer, int64_t now) {
   const int64_t silent_ns = now - beat.sent_ns;
   const std::string detail = "no answer to a heartbeat for " + exact_seconds_text(silent_ns);
   if (silent_ns >= kFrozenAfter * interval_ns_) {
-    core_->set_liveness(peer, PeerState::kFrozen, detail + ": its process stands still, or its network does");
+    core_->set_liveness(peer, PeerState::kFrozen,
+                        detail + ": its process stands still or gets no core, or its network fails");
   } else if (silent_ns >= interval_ns_ && peer.state() == PeerState::kConnected) {
     core_->set_liveness(peer, PeerState::kSlow, detail);
   }

@@ -23,7 +23,7 @@ class EngineEvent:
     kind: one of these.
     "imm-overflow": arrivals of more distinct immediates than imm_counters_max were dropped: the job is broken.
     "peer-connected", "peer-lost", "peer-left" (it closed).
-    "peer-slow": with heartbeats: no answer within an interval. "peer-frozen": it has stopped. "peer-thawed": it was
+    "peer-slow": with heartbeats: no answer within an interval. "peer-frozen": it does not answer. "peer-thawed": it was
         slow or frozen, and answers again.
     "checksum-mismatch": a peer's write with verify=True is not in our memory as it was sent; it was not counted.
     "protocol-error": malformed bytes; the peer was disconnected, or, if the detail says so, they were ignored.

@@ -127,6 +127,18 @@ Bytes gpu_facts(uint8_t by, uint64_t offset, uint64_t allocation_bytes) {
 
 }  // namespace
 
+TEST_CASE("shm: of a process that does not answer, only what is known is said") {
+  CHECK(silence_named(0).empty());
+  CHECK(silence_named('T') == ": it is stopped (SIGSTOP or a debugger)");
+  for (const char state : {'R', 'S', 'D', 'I'}) {
+    CAPTURE(state);
+    const std::string text = silence_named(state);
+    CHECK(text.starts_with(": it is not stopped"));
+    CHECK(text.find(std::string("(state ") + state + ")") != std::string::npos);
+  }
+  CHECK(silence_named('Z') == ": its main thread has ended (state Z)");
+}
+
 TEST_CASE("shm: where hosts cannot be told apart, an engine that nobody here is is on another") {
   Node node("asks"), there("there");
   Address near = there.transport.address();

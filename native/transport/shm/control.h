@@ -50,6 +50,10 @@ std::string why_refused(const Address& peer);
 // [any] For messages. pid: in our pid namespace, 0 if not visible there.
 std::string process_named(uint32_t pid);
 
+// [any] Why a process does not answer, as far as its state letter in /proc tells: ": " and words. "" for 0, not
+// visible.
+std::string silence_named(char state);
+
 class Control {
  public:
   // home, bell: passed to peers; bell outlives us. waker: its wake() is called from the control thread when there are

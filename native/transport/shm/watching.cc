@@ -18,19 +18,38 @@ std::string format_rate(double rate) {
   return text;
 }
 
-// The state of the process in /proc: 'T' is stopped. Empty if it is not visible.
-std::string process_state(uint32_t pid) {
+// The state letter of the process in /proc, that of its main thread. 0 if it is not visible.
+char process_state(uint32_t pid) {
   std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
   std::string line;
-  if (pid == 0 || !std::getline(file, line)) return {};
+  if (pid == 0 || !std::getline(file, line)) return 0;
   const size_t after_name = line.rfind(") ");
-  if (after_name == std::string::npos || after_name + 2 >= line.size()) return {};
-  const char state = line[after_name + 2];
-  return state == 'T' || state == 't' ? "it is stopped (SIGSTOP or a debugger)"
-                                      : std::string("its process state is ") + state;
+  if (after_name == std::string::npos || after_name + 2 >= line.size()) return 0;
+  return line[after_name + 2];
 }
 
 }  // namespace
+
+std::string silence_named(char state) {
+  const std::string letter = std::string(" (state ") + state + ")";
+  switch (state) {
+    case 0:
+      return {};
+    case 'T':
+    case 't':
+      return ": it is stopped (SIGSTOP or a debugger)";
+    case 'Z':
+    case 'X':
+      return ": its main thread has ended" + letter;
+    case 'D':
+      return ": it is not stopped; it waits for a disk or a device, or swaps" + letter;
+    case 'R':
+      return ": it is not stopped, its main thread has work" + letter + "; perhaps it gets too little of a core";
+    default:
+      return ": it is not stopped by a signal, its main thread waits" + letter +
+             "; perhaps it gets no core, or is paused with its container";
+  }
+}
 
 uint32_t ShmTransport::poll_outgoing(Outgoing& link, int64_t now) {
   const int64_t since = link.staging_ns;
@@ -121,9 +140,8 @@ void ShmTransport::check_liveness(Outgoing& link, int64_t now) {
     control_->ping(link.id);
   } else if (now - link.pinged_ns > kFrozenAfterNs) {
     link.frozen = true;
-    const std::string state = process_state(link.pid);
     sink_->on_link_frozen(link, true,
-                          process_named(link.pid) + " does not answer" + (state.empty() ? "" : ": " + state));
+                          process_named(link.pid) + " does not answer" + silence_named(process_state(link.pid)));
   }
 }
 
