@@ -20,8 +20,9 @@ from crossrail.weights.errors import UpdateFailed
 from crossrail.weights.inventory.memory import WeightMemory
 from crossrail.weights.services import messages as m
 from crossrail.weights.services.attempt import Attempt
+from crossrail.weights.services.changes import Changes
 from crossrail.weights.services.fencing import fence
-from crossrail.weights.services.futures import has_failed, heard, is_true, new_future
+from crossrail.weights.services.futures import has_failed, is_true, retrieve_exception
 from crossrail.weights.services.hooks import Hook, Hooks, no_hook
 from crossrail.weights.services.members import Membership, check_one_engine, next_word, packed_inventory
 from crossrail.weights.services.reading import Reading
@@ -77,7 +78,7 @@ class WeightReceiver(AsyncClosing):
         self._buffers: list[list[xr.Region]] = []
         self._versions = Versions(2 if spare else 1, is_torn=memory.is_torn)
         self._reading_tasks: list[asyncio.Task[Any] | None] = []  # once for each reading() that is open
-        self._changed = new_future()
+        self._changes = Changes()
         self._controller = b""
         self._has_joined = False
         self._expected: tuple[str, int] | None = None
@@ -86,7 +87,7 @@ class WeightReceiver(AsyncClosing):
         self._kernels: asyncio.Task[None] | None = None  # the last wait for them
         self._fencing = asyncio.Lock()
         self._membership = Membership(
-            f"inference rank {self.rank}", mailbox, self.join, self._closed_why, self._broken_why, self._notify
+            f"inference rank {self.rank}", mailbox, self.join, self._closed_why, self._broken_why, self._changes.notify
         )
         self._is_closed = False
         self._spare: ClosingSpare | None = None  # from close() on
@@ -168,7 +169,7 @@ class WeightReceiver(AsyncClosing):
         task = asyncio.current_task()
         self._check_open()
         while (buffer := self._versions.begin_reading(is_nested=task in self._reading_tasks)) is None:
-            await self._wait_changed(deadline_at_s, f"no whole weights within {timeout_s:g} s: an update is under way")
+            await self._changes.wait(deadline_at_s, f"no whole weights within {timeout_s:g} s: an update is under way")
             self._check_open()
         self._reading_tasks.append(task)
         try:
@@ -176,7 +177,7 @@ class WeightReceiver(AsyncClosing):
         finally:
             self._reading_tasks.remove(task)
             self._versions.end_reading(buffer)
-            self._notify()
+            self._changes.notify()
 
     async def wait_version(self, version: int, timeout_s: float) -> None:
         """Returns once this version, or a later one, is complete here.
@@ -188,7 +189,7 @@ class WeightReceiver(AsyncClosing):
         deadline_at_s = deadline_in(timeout_s)
         while self.version < version:
             self._check_takes_part()
-            await self._wait_changed(deadline_at_s, f"version {version} not complete within {timeout_s:g} s")
+            await self._changes.wait(deadline_at_s, f"version {version} not complete within {timeout_s:g} s")
 
     def has_come(self, version: int, commits: int) -> bool:
         """Whether an update has brought exactly this version since self.commits had this value."""
@@ -211,7 +212,7 @@ class WeightReceiver(AsyncClosing):
             if self.failures > known:
                 raise UpdateFailed(version, self._why)
             self._check_takes_part()
-            await self._wait_changed(deadline_at_s, f"version {version} not complete within {timeout_s:g} s")
+            await self._changes.wait(deadline_at_s, f"version {version} not complete within {timeout_s:g} s")
 
     async def leave(self, timeout_s: float = 5.0) -> None:
         """Leaves: the next update is without this rank. One in progress fails, here too: its writers are fenced off,
@@ -257,7 +258,7 @@ class WeightReceiver(AsyncClosing):
             self._is_closed = True
             buffers, self._buffers = self._buffers, []
             self._membership.close()
-            self._notify()
+            self._changes.notify()
             if self._kernels is not None:
                 self._kernels.cancel()  # its thread ends with the kernels
             if buffers[1:]:
@@ -355,12 +356,12 @@ class WeightReceiver(AsyncClosing):
         except BaseException:
             if self._attempt is attempt:
                 self._end_failed(attempt)
-            self._notify()  # readers may come again
+            self._changes.notify()  # readers may come again
             raise
         buffer = self._versions.open()
         self.memory.is_torn = self._versions.is_first_torn
         attempt.timer = loop.call_at(deadline_at_s + _GRACE_S, self._overdue, attempt)
-        self._notify()
+        self._changes.notify()
         return m.Opened(buffer)
 
     def _check_current(self, attempt: Attempt) -> None:
@@ -369,7 +370,7 @@ class WeightReceiver(AsyncClosing):
 
     async def _pause_by(self, attempt: Attempt, deadline_at_s: float) -> None:
         pausing = attempt.pausing = asyncio.ensure_future(self._paused(attempt))
-        pausing.add_done_callback(heard)
+        pausing.add_done_callback(retrieve_exception)
         self._hooks.keep(pausing)
         try:
             await asyncio.wait([pausing], timeout=max(deadline_at_s - loop_time_s(), 0.0))
@@ -395,7 +396,7 @@ class WeightReceiver(AsyncClosing):
         UsageError as soon as the attempt is over.
         """
         while not self._versions.may_open:
-            await self._wait_changed(deadline_at_s, f"inference rank {self.rank}: somebody still reads the weights")
+            await self._changes.wait(deadline_at_s, f"inference rank {self.rank}: somebody still reads the weights")
             self._check_current(attempt)  # close() has taken the buffers else
         devices = gpu.gpus_of(self._buffers[self._versions.back])
         if not devices:
@@ -405,7 +406,7 @@ class WeightReceiver(AsyncClosing):
             await self._wait_kernels(self._kernels, attempt, deadline_at_s, why)
         # Anew: kernels may have been launched since that began.
         ended = self._kernels = asyncio.ensure_future(in_thread(gpu.wait_for_kernels, devices))
-        ended.add_done_callback(heard)
+        ended.add_done_callback(retrieve_exception)
         await self._wait_kernels(ended, attempt, deadline_at_s, why)
         ended.result()
 
@@ -413,7 +414,7 @@ class WeightReceiver(AsyncClosing):
         self, kernels: asyncio.Task[None], attempt: Attempt, deadline_at_s: float, why: str
     ) -> None:
         while not kernels.done():
-            await self._wait_changed(deadline_at_s, why, kernels)
+            await self._changes.wait(deadline_at_s, why, kernels)
             self._check_current(attempt)
 
     async def _on_await(self, sender: bytes, question: m.Await) -> m.Whole:
@@ -437,7 +438,7 @@ class WeightReceiver(AsyncClosing):
         self._versions.commit(attempt.version)
         self.memory.is_torn = self._versions.is_first_torn
         self.commits += 1
-        self._notify()
+        self._changes.notify()
         resuming = asyncio.ensure_future(self._hooks.call_resume(attempt.version))
         self._hooks.keep(resuming)
         await resuming
@@ -550,7 +551,7 @@ class WeightReceiver(AsyncClosing):
     def _note_failure(self, why: str) -> None:
         self.failures += 1
         self._why = why
-        self._notify()
+        self._changes.notify()
 
     def _end(self, attempt: Attempt) -> None:
         self._attempt = None
@@ -566,15 +567,3 @@ class WeightReceiver(AsyncClosing):
         if attempt.is_paused and self._versions.state is State.WHOLE:
             resuming = self._mailbox.spawn(self._resumed_with_what_is_here(), "resuming after a failed update")
             self._hooks.keep(resuming)
-
-    def _notify(self) -> None:
-        """Something changed that tasks may wait for."""
-        changed, self._changed = self._changed, asyncio.get_running_loop().create_future()
-        changed.set_result(None)
-
-    async def _wait_changed(self, deadline_at_s: float, why: str, *others: asyncio.Future[Any]) -> None:
-        """Or until one of the others has ended."""
-        left_s = deadline_at_s - loop_time_s()
-        ends: list[asyncio.Future[Any]] = [self._changed, *others]
-        if left_s <= 0 or not (await asyncio.wait(ends, timeout=left_s, return_when=asyncio.FIRST_COMPLETED))[0]:
-            raise WaitTimeout(why)
