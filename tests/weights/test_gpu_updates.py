@@ -37,7 +37,7 @@ async def test_versions_arrive_bit_for_bit(
         await fleet.update(version)
         await fleet.assert_holds(version)
     for receiver in fleet.receivers.values():
-        assert {region.device for regions in receiver._buffers for region in regions} == {"cuda:0"}
+        assert {region.device for regions in receiver._buffers._regions for region in regions} == {"cuda:0"}
     assert gpu_world.gpu.copies > 0
 
 
@@ -301,7 +301,7 @@ async def test_kernels_that_still_read_end_before_anything_is_written(
     while len(waited) < len(fleet.receivers):
         await asyncio.sleep(0.01)
     assert not any(array.any() for sink in fleet.sinks.values() for array in sink.arrays.values())
-    assert not any(receiver._versions.is_receiving for receiver in fleet.receivers.values())
+    assert not any(receiver._buffers.versions.is_receiving for receiver in fleet.receivers.values())
     may_end.set()
     await update
     await fleet.assert_holds(1)

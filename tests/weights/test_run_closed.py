@@ -172,7 +172,7 @@ async def test_receiver_that_is_closed_while_it_joins_keeps_no_memory(
     receiver = WeightReceiver(box, memory, spare=True)
     made: list[xr.Region] = []
     allocating, closed = threading.Event(), threading.Event()
-    alloc_spare = receiver._alloc_spare
+    alloc_spare = receiver._buffers._alloc_spare
 
     def slow() -> list[xr.Region]:
         allocating.set()
@@ -180,7 +180,7 @@ async def test_receiver_that_is_closed_while_it_joins_keeps_no_memory(
         made.extend(alloc_spare())
         return list(made)
 
-    monkeypatch.setattr(receiver, "_alloc_spare", slow)
+    monkeypatch.setattr(receiver._buffers, "_alloc_spare", slow)
     joining = asyncio.ensure_future(receiver.join(controller.address, PATIENCE_S))
     await asyncio.to_thread(allocating.wait, PATIENCE_S)
     await receiver.close()

@@ -30,7 +30,7 @@ async def test_close_behind_a_frozen_writer_says_so_and_may_be_repeated(
     update = asyncio.ensure_future(fleet.controller.update(1, PATIENCE_S))
 
     async def until_it_receives() -> None:
-        while not receiver._versions.is_receiving:
+        while not receiver._buffers.versions.is_receiving:
             await asyncio.sleep(0.01)
 
     await asyncio.wait_for(until_it_receives(), PATIENCE_S)
@@ -46,7 +46,7 @@ async def test_close_behind_a_frozen_writer_says_so_and_may_be_repeated(
     assert 2.4 < sum(given) <= 2.5
     monkeypatch.setattr(xr.Region, "revoke", revoke)
     await receiver.close()
-    assert not receiver._versions.is_receiving
+    assert not receiver._buffers.versions.is_receiving
     update.cancel()
     outcomes = await asyncio.gather(offered, update, return_exceptions=True)
     assert isinstance(outcomes[0], UpdateFailed)
@@ -60,7 +60,7 @@ async def test_close_keeps_its_time_while_leave_still_tries_to_fence_a_frozen_wr
     receiver, revoke = fleet.receivers[0], xr.Region.revoke
     offered = asyncio.ensure_future(fleet.publish(1, [0]))
     update = asyncio.ensure_future(fleet.controller.update(1, PATIENCE_S))
-    while not receiver._versions.is_receiving:
+    while not receiver._buffers.versions.is_receiving:
         await asyncio.sleep(0.01)
     has_thawed = threading.Event()
 
@@ -97,7 +97,7 @@ async def test_who_leaves_in_the_middle_of_an_update_knows_that_it_has_ended(
     offered = asyncio.ensure_future(fleet.publish(2, [0], 2 * PATIENCE_S))
     updating = asyncio.ensure_future(controller.update(2, 2 * PATIENCE_S))
     receiver = fleet.receivers[1]
-    while not receiver._versions.is_receiving or not fleet.trainers[0]._step:
+    while not receiver._buffers.versions.is_receiving or not fleet.trainers[0]._step:
         await asyncio.sleep(0.005)
     await (fleet.trainers[0] if role == "trainer" else receiver).leave()
     with pytest.raises(UpdateFailed, match="trainer 0 has left" if role == "trainer" else "inference rank 1"):
@@ -105,7 +105,7 @@ async def test_who_leaves_in_the_middle_of_an_update_knows_that_it_has_ended(
     with pytest.raises(UpdateFailed, match=r"it left"):
         await updating
     if role == "target":
-        assert (receiver.failures, receiver._versions.is_receiving) == (1, False)
+        assert (receiver.failures, receiver._buffers.versions.is_receiving) == (1, False)
         assert receiver.state is (State.WHOLE if spare else State.TORN)
         await receiver.join(controller.address, PATIENCE_S)
     else:
@@ -138,7 +138,7 @@ async def test_fence_that_a_nic_refuses_is_tried_again(make_fleet: MakeFleet, mo
     receiver, revoke = fleet.receivers[0], xr.Region.revoke
     offered = asyncio.ensure_future(fleet.publish(1, [0]))
     updating = asyncio.ensure_future(controller.update(1, PATIENCE_S))
-    while not receiver._versions.is_receiving:
+    while not receiver._buffers.versions.is_receiving:
         await asyncio.sleep(0.005)
     refused: list[float] = []
 
@@ -165,7 +165,7 @@ async def test_fence_takes_one_thread_and_a_region_that_stands_still_does_not_ke
     assert len(regions) > 2
     offered = asyncio.ensure_future(fleet.publish(1, [0]))
     updating = asyncio.ensure_future(controller.update(1, PATIENCE_S))
-    while not receiver._versions.is_receiving:
+    while not receiver._buffers.versions.is_receiving:
         await asyncio.sleep(0.005)
     tried: list[tuple[threading.Thread, xr.Region, float]] = []
 

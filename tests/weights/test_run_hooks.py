@@ -95,7 +95,7 @@ async def test_engine_that_was_open_goes_on_once_the_update_is_aborted(make_flee
     are_open = asyncio.Event()
 
     async def watch() -> None:
-        while not (engines[0].calls and all(fleet.receivers[rank]._versions.is_receiving for rank in (1, 2))):
+        while not (engines[0].calls and all(fleet.receivers[rank]._buffers.versions.is_receiving for rank in (1, 2))):
             await asyncio.sleep(0.005)
         are_open.set()
 

@@ -537,7 +537,7 @@ async def test_rank_that_could_not_be_fenced_joins_again_once_it_can(
     standing_still = {"copies": 4}
 
     def revoke_behind_a_frozen_writer(region: xr.Region, timeout_s: float) -> None:
-        mine = receiver._attempt is not None and region in receiver._buffers[receiver._versions.back]
+        mine = receiver._attempt is not None and region in receiver._buffers.back
         if mine and standing_still["copies"]:
             standing_still["copies"] -= 1
             raise xr.WaitTimeout("trainer 1 is in the middle of a copy")

@@ -63,7 +63,7 @@ async def opening(fleet: Fleet, version: int) -> AsyncIterator[None]:
     others = [receiver for rank, receiver in fleet.receivers.items() if rank]
     offered = asyncio.ensure_future(fleet.publish(version))
     updating = asyncio.ensure_future(fleet.controller.update(version, 2 * PATIENCE_S))
-    while not all(receiver._versions.is_receiving for receiver in others):
+    while not all(receiver._buffers.versions.is_receiving for receiver in others):
         await asyncio.sleep(0.005)
     yield
     updating.cancel()
@@ -104,11 +104,11 @@ async def test_spare_memory_that_no_trainer_has_written_is_what_it_was(make_flee
         await fleet.update(2)
         offered = asyncio.ensure_future(fleet.publish(3))  # waits for that reader
         updating = asyncio.ensure_future(fleet.controller.update(3, PATIENCE_S))
-        while not fleet.receivers[1]._versions.is_receiving:
+        while not fleet.receivers[1]._buffers.versions.is_receiving:
             await asyncio.sleep(0.005)
         updating.cancel()
         await asyncio.gather(updating, offered, return_exceptions=True)
-    assert fleet.receivers[1]._versions._states == [State.WHOLE] * 2
+    assert fleet.receivers[1]._buffers.versions._states == [State.WHOLE] * 2
     await fleet.assert_holds(2)
 
 
@@ -282,10 +282,10 @@ async def test_spare_memory_that_is_still_in_use_is_freed_by_a_later_close(make_
     await fleet.start(targets=[0])
     await fleet.update(1)
     receiver, sink = fleet.receivers[0], fleet.sinks[0]
-    spare = list(receiver._buffers[1])
+    spare = list(receiver._buffers._regions[1])
     assert len(spare) > 2
     used: Any = InUse(spare[1])
-    receiver._buffers[1][1] = used
+    receiver._buffers._regions[1][1] = used
     for _ in range(2):
         with pytest.raises(xr.WaitTimeout, match="still in use by a transfer"):
             await receiver.close()
@@ -305,7 +305,7 @@ async def test_spare_memory_stays_open_while_it_is_copied_back_though_close_is_c
     await fleet.start(targets=[0])
     await fleet.update(1)
     receiver, sink = fleet.receivers[0], fleet.sinks[0]
-    spare, copy_from = list(receiver._buffers[1]), WeightMemory.copy_from
+    spare, copy_from = list(receiver._buffers._regions[1]), WeightMemory.copy_from
     has_begun, may_go_on, closed_before = threading.Event(), threading.Event(), list[bool]()
 
     def slow_copy_from(memory: WeightMemory, regions: list[xr.Region]) -> None:
@@ -373,7 +373,7 @@ async def test_update_in_place_that_is_aborted_while_it_waits_for_a_reader_lets_
     async with receiver.reading(PATIENCE_S):
         offered = asyncio.ensure_future(fleet.publish(2))
         updating = asyncio.ensure_future(controller.update(2, PATIENCE_S))
-        while not receiver._versions._openings:
+        while not receiver._buffers.versions._openings:
             await asyncio.sleep(0.005)
         updating.cancel()
         await asyncio.gather(updating, offered, return_exceptions=True)

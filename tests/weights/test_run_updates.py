@@ -311,7 +311,7 @@ async def test_a_reading_within_another_does_not_wait_for_the_update_that_waits_
     receiver = fleet.receivers[1]
     async with receiver.reading(PATIENCE_S) as outer:
         update = asyncio.ensure_future(fleet.update(1))
-        while not receiver._versions._openings and not update.done():
+        while not receiver._buffers.versions._openings and not update.done():
             await asyncio.sleep(0.01)
         async with receiver.reading(PATIENCE_S) as inner:
             assert inner.version == outer.version
@@ -334,7 +334,7 @@ async def test_readers_come_again_when_an_update_that_waited_for_one_gives_up(ma
         late_waits = asyncio.Event()
         fleet.run_out_of_time(late_waits.is_set)
         update = asyncio.ensure_future(fleet.failing_update(1))
-        while not receiver._versions._openings and not update.done():
+        while not receiver._buffers.versions._openings and not update.done():
             await asyncio.sleep(0.01)
         late = asyncio.create_task(read_once(receiver, PATIENCE_S))
         await asyncio.sleep(0)
@@ -394,7 +394,7 @@ async def test_who_joins_during_an_update_is_in_the_next(
     elif stage == "write":
         monkeypatch.setattr(fleet.trainers[1], "_go", writing)
     else:
-        monkeypatch.setattr(fleet.receivers[0], "_has_spare", False)  # so that it pauses
+        monkeypatch.setattr(fleet.receivers[0]._buffers, "has_spare", False)  # so that it pauses
         monkeypatch.setattr(fleet.receivers[0]._hooks, "pause", waiting)
     published = asyncio.ensure_future(fleet.publish(1, [0, 1]))
     update = asyncio.ensure_future(fleet.controller.update(1, PATIENCE_S))

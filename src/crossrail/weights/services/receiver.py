@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
-import crossrail as xr
 from crossrail._closing import AsyncClosing
 from crossrail._options import check_seconds, check_whole
 from crossrail.control.deadlines import deadline_in, loop_time_s
@@ -20,14 +19,16 @@ from crossrail.weights.errors import UpdateFailed
 from crossrail.weights.inventory.memory import WeightMemory
 from crossrail.weights.services import messages as m
 from crossrail.weights.services.attempt import Attempt
+from crossrail.weights.services.buffers import Buffers
 from crossrail.weights.services.changes import Changes
 from crossrail.weights.services.fencing import fence
 from crossrail.weights.services.futures import has_failed, is_true, retrieve_exception
 from crossrail.weights.services.hooks import Hook, Hooks, no_hook
+from crossrail.weights.services.kernels import Kernels
 from crossrail.weights.services.members import Membership, check_one_engine, next_word, packed_inventory
 from crossrail.weights.services.reading import Reading
 from crossrail.weights.services.spare import ClosingSpare
-from crossrail.weights.services.versions import State, Versions
+from crossrail.weights.services.versions import State
 from crossrail.weights.threads import in_thread
 
 log = logging.getLogger("crossrail.weights")
@@ -73,10 +74,8 @@ class WeightReceiver(AsyncClosing):
         self.memory = memory
         self._mailbox = mailbox
         self._engine = memory.engine
-        self._has_spare = spare
         self._hooks = Hooks(memory.rank, pause, resume)
-        self._buffers: list[list[xr.Region]] = []
-        self._versions = Versions(2 if spare else 1, is_torn=memory.is_torn)
+        self._buffers = Buffers(memory, has_spare=spare)
         self._reading_tasks: list[asyncio.Task[Any] | None] = []  # once for each reading() that is open
         self._changes = Changes()
         self._controller = b""
@@ -84,7 +83,7 @@ class WeightReceiver(AsyncClosing):
         self._expected: tuple[str, int] | None = None
         self._attempt: Attempt | None = None
         self._attempt_max = 0  # attempts up to this one are over, even if their Open is still in flight
-        self._kernels: asyncio.Task[None] | None = None  # the last wait for them
+        self._kernels = Kernels(self._changes)
         self._fencing = asyncio.Lock()
         self._membership = Membership(
             f"inference rank {self.rank}", mailbox, self.join, self._closed_why, self._broken_why, self._changes.notify
@@ -111,12 +110,12 @@ class WeightReceiver(AsyncClosing):
     @property
     def version(self) -> int:
         """The last version that was completed here; -1: none. Says nothing about torn weights: see state."""
-        return self._versions.version
+        return self._buffers.versions.version
 
     @property
     def state(self) -> State:
         """The state of the weights that reading() returns."""
-        return self._versions.state
+        return self._buffers.versions.state
 
     async def join(self, controller: bytes, timeout_s: float = 30.0, *, displaces: bool = True) -> None:
         """Offers this rank to the controller at this address, or to another one. Registers the memory.
@@ -139,21 +138,13 @@ class WeightReceiver(AsyncClosing):
             self._controller, self._attempt_max = controller, 0
         await self._fail("it joins anew")
         inventory = await in_thread(packed_inventory, self.memory)
-        if not self._buffers:
-            spare_regions = await in_thread(self._alloc_spare) if self._has_spare else []
-            if self._buffers or self._is_closed:  # another join() was faster, or close() has been called
-                for region in spare_regions:
-                    region.close()
-            else:
-                own = list(self.memory.regions)  # the memory's own list is emptied when it is closed
-                self._buffers = [own, spare_regions] if self._has_spare else [own]
-                # Known only since the inventory: a receiver before this one may have been copying back until then.
-                self._versions = Versions(len(self._buffers), is_torn=self.memory.is_torn)
+        await self._buffers.provide()
         self._check_may_join()
         self._check_memory()
-        spare = [bytes(region.descriptor) for region in self._buffers[-1]] if self._has_spare else []
         is_again = self._membership.is_again or not displaces
-        await self._membership.ask_to_join(controller, inventory, timeout_s, spare, is_again=is_again)
+        await self._membership.ask_to_join(
+            controller, inventory, timeout_s, self._buffers.spare_descriptors(), is_again=is_again
+        )
         self._has_joined = True
 
     @asynccontextmanager
@@ -168,15 +159,15 @@ class WeightReceiver(AsyncClosing):
         deadline_at_s = deadline_in(timeout_s)
         task = asyncio.current_task()
         self._check_open()
-        while (buffer := self._versions.begin_reading(is_nested=task in self._reading_tasks)) is None:
+        while (buffer := self._buffers.versions.begin_reading(is_nested=task in self._reading_tasks)) is None:
             await self._changes.wait(deadline_at_s, f"no whole weights within {timeout_s:g} s: an update is under way")
             self._check_open()
         self._reading_tasks.append(task)
         try:
-            yield Reading(self._versions.version, self._buffers[buffer], self.memory)
+            yield Reading(self.version, self._buffers.regions(buffer), self.memory)
         finally:
             self._reading_tasks.remove(task)
-            self._versions.end_reading(buffer)
+            self._buffers.versions.end_reading(buffer)
             self._changes.notify()
 
     async def wait_version(self, version: int, timeout_s: float) -> None:
@@ -256,14 +247,10 @@ class WeightReceiver(AsyncClosing):
             await self._membership.answered()
         if not self._is_closed:
             self._is_closed = True
-            buffers, self._buffers = self._buffers, []
+            self._spare = self._buffers.release()
             self._membership.close()
             self._changes.notify()
-            if self._kernels is not None:
-                self._kernels.cancel()  # its thread ends with the kernels
-            if buffers[1:]:
-                version = self.version if self._versions.is_first_outdated else None
-                self._spare = ClosingSpare(self.memory, buffers[1], version)
+            self._kernels.cancel()
         if self._spare is None:
             return
         if self._freeing is None or has_failed(self._freeing):
@@ -275,9 +262,6 @@ class WeightReceiver(AsyncClosing):
     def _check_controller(self, sender: bytes) -> None:
         if sender != self._controller:
             raise UsageError(f"inference rank {self.rank} belongs to another controller")
-
-    def _alloc_spare(self) -> list[xr.Region]:
-        return [gpu.alloc(self._engine, region.device, region.nbytes) for region in self.memory.regions]
 
     def _check_open(self) -> None:
         self._check_not_closed()
@@ -301,16 +285,8 @@ class WeightReceiver(AsyncClosing):
             raise UsageError(f"{self._closed_why()}. Next: make another WeightReceiver, and join() that")
 
     def _broken_why(self) -> str:
-        for regions in self._buffers:
-            for index, region in enumerate(regions):
-                if region.closed:
-                    return (
-                        f"inference rank {self.rank}: memory of its weights was closed (its region {index}, "
-                        f"{region.nbytes} bytes), it takes no more updates"
-                    )
-        if self.memory.closed:  # of which all regions are its owner's
-            return f"inference rank {self.rank}: memory of its weights was closed, it takes no more updates"
-        return ""
+        why = self._buffers.broken_why()
+        return f"inference rank {self.rank}: {why}, it takes no more updates" if why else ""
 
     def _check_memory(self) -> None:
         if why := self._broken_why():
@@ -346,10 +322,10 @@ class WeightReceiver(AsyncClosing):
         try:
             self.memory.check_in_place()  # before the pause, which a refused update does not end
             open_by_s = deadline_at_s - opened.say_why_s
-            if not self._has_spare:
+            if not self._buffers.has_spare:
                 await self._pause_by(attempt, open_by_s)
             self._check_current(attempt)
-            with self._versions.opening():
+            with self._buffers.versions.opening():
                 await self._wait_unread(attempt, open_by_s)
             self._check_current(attempt)
             self.memory.check_in_place()
@@ -358,8 +334,7 @@ class WeightReceiver(AsyncClosing):
                 self._end_failed(attempt)
             self._changes.notify()  # readers may come again
             raise
-        buffer = self._versions.open()
-        self.memory.is_torn = self._versions.is_first_torn
+        buffer = self._buffers.open()
         attempt.timer = loop.call_at(deadline_at_s + _GRACE_S, self._overdue, attempt)
         self._changes.notify()
         return m.Opened(buffer)
@@ -395,27 +370,12 @@ class WeightReceiver(AsyncClosing):
 
         UsageError as soon as the attempt is over.
         """
-        while not self._versions.may_open:
+        while not self._buffers.versions.may_open:
             await self._changes.wait(deadline_at_s, f"inference rank {self.rank}: somebody still reads the weights")
             self._check_current(attempt)  # close() has taken the buffers else
-        devices = gpu.gpus_of(self._buffers[self._versions.back])
-        if not devices:
-            return
-        why = f"inference rank {self.rank}: kernels on {devices[0]} still run"
-        if self._kernels is not None:  # of an attempt that gave up: one thread waits, not one for each attempt
-            await self._wait_kernels(self._kernels, attempt, deadline_at_s, why)
-        # Anew: kernels may have been launched since that began.
-        ended = self._kernels = asyncio.ensure_future(in_thread(gpu.wait_for_kernels, devices))
-        ended.add_done_callback(retrieve_exception)
-        await self._wait_kernels(ended, attempt, deadline_at_s, why)
-        ended.result()
-
-    async def _wait_kernels(
-        self, kernels: asyncio.Task[None], attempt: Attempt, deadline_at_s: float, why: str
-    ) -> None:
-        while not kernels.done():
-            await self._changes.wait(deadline_at_s, why, kernels)
-            self._check_current(attempt)
+        if devices := gpu.gpus_of(self._buffers.back):
+            why = f"inference rank {self.rank}: kernels on {devices[0]} still run"
+            await self._kernels.wait_ended(devices, deadline_at_s, why, lambda: self._check_current(attempt))
 
     async def _on_await(self, sender: bytes, question: m.Await) -> m.Whole:
         attempt = self._current(sender, question.attempt)
@@ -435,8 +395,7 @@ class WeightReceiver(AsyncClosing):
             raise UsageError(f"inference rank {self.rank} has not counted all of version {attempt.version}")
         self._membership.answer_before_close()
         self._end(attempt)
-        self._versions.commit(attempt.version)
-        self.memory.is_torn = self._versions.is_first_torn
+        self._buffers.commit(attempt.version)
         self.commits += 1
         self._changes.notify()
         resuming = asyncio.ensure_future(self._hooks.call_resume(attempt.version))
@@ -458,7 +417,7 @@ class WeightReceiver(AsyncClosing):
             self._note_failure(abort.reason)
         async with self._fencing:  # our own deadline may have begun it
             self._check_memory()
-            return m.Aborted([[bytes(region.descriptor) for region in regions] for regions in self._buffers])
+            return m.Aborted(self._buffers.descriptors())
 
     async def _on_evicted(self, sender: bytes, evicted: m.Evicted) -> m.Taken:
         self._check_controller(sender)
@@ -533,16 +492,12 @@ class WeightReceiver(AsyncClosing):
             if self._attempt is not attempt:
                 return False
             attempt.is_failed = True  # and stays the current one, so that no other begins, until all writers are out
-            if self._versions.is_receiving:
+            if self._buffers.versions.is_receiving:
                 if attempt.unfenced is None and not attempt.is_unwritten:
-                    attempt.unfenced = list(self._buffers[self._versions.back])
+                    attempt.unfenced = list(self._buffers.back)
                 if attempt.unfenced is not None:  # what was begun ends: a region that was revoked is renewed
                     await in_thread(fence, attempt.unfenced, timeout_s)
-                if attempt.is_unwritten:
-                    self._versions.withdraw()
-                    self.memory.is_torn = self._versions.is_first_torn
-                else:
-                    self._versions.abort()
+                self._buffers.fail(is_unwritten=attempt.is_unwritten)
             self._end_failed(attempt)
             return True
         finally:
@@ -564,6 +519,6 @@ class WeightReceiver(AsyncClosing):
         self._end(attempt)
         if attempt.pausing is not None:
             attempt.pausing.cancel()
-        if attempt.is_paused and self._versions.state is State.WHOLE:
+        if attempt.is_paused and self._buffers.versions.state is State.WHOLE:
             resuming = self._mailbox.spawn(self._resumed_with_what_is_here(), "resuming after a failed update")
             self._hooks.keep(resuming)
