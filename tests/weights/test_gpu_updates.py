@@ -378,7 +378,7 @@ async def test_attempts_that_give_up_on_kernels_leave_one_thread_that_waits_for_
                 await controller.update(version, 0.5)
         assert len(waiting) == 1 and waiting[0].is_alive()
         updating = asyncio.ensure_future(fleet.update(4))
-        while fleet.receivers[0]._attempt is None:
+        while fleet.receivers[0]._updates.attempt is None:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.1)
         assert len(waiting) == 1

@@ -52,7 +52,7 @@ async def test_memory_that_is_closed_in_the_middle_of_an_update_fails_that_one_a
     fleet = make_fleet(trainer_count=1, spare=False, mapped=False)
     controller = await fleet.start()
     await fleet.update(1)
-    opened = fleet.receivers[1]._on_open
+    opened = fleet.receivers[1]._updates.on_open
 
     async def and_close(sender: bytes, question: m.Open) -> object:
         answer = await opened(sender, question)
@@ -136,12 +136,12 @@ async def test_regions_of_an_abort_that_are_not_those_of_the_join_are_not_taken(
 
     fleet.mailboxes["target-1"].handle(m.Abort, other)
     update = asyncio.ensure_future(controller.update(1, PATIENCE_S))
-    while fleet.receivers[1]._attempt is None:
+    while fleet.receivers[1]._updates.attempt is None:
         await asyncio.sleep(0.005)
     update.cancel()
     await asyncio.gather(update, return_exceptions=True)
     assert controller.ranks("target") == [0, 2] or fleet.receivers[1]._membership._joining is not None
-    fleet.mailboxes["target-1"].handle(m.Abort, fleet.receivers[1]._on_abort)
+    fleet.mailboxes["target-1"].handle(m.Abort, fleet.receivers[1]._updates.on_abort)
     await controller.ready([], [1], PATIENCE_S)  # it joins again by itself
     await fleet.update(2)
     await fleet.assert_holds(2)

@@ -45,7 +45,7 @@ async def test_version_that_no_inference_rank_has_answered_for_has_failed(make_f
         await offered
     assert controller.version == -1 and (controller.totals.failed, controller.totals.done) == (1, 0)
     for rank, receiver in fleet.receivers.items():
-        fleet.mailboxes[f"target-{rank}"].handle(m.Commit, receiver._on_commit)
+        fleet.mailboxes[f"target-{rank}"].handle(m.Commit, receiver._updates.on_commit)
     await controller.ready([0], [0, 1], PATIENCE_S)
     await fleet.update(1)
     await fleet.assert_holds(1)

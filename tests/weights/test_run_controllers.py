@@ -282,7 +282,7 @@ async def test_another_controller_takes_over_in_the_middle_of_an_update(make_fle
     # Trainer 1 offers nothing, so this one stands still after Open, and its controller dies there.
     update = asyncio.ensure_future(first.update(2, PATIENCE_S))
     offer = asyncio.ensure_future(fleet.publish(2, [0]))
-    while any(receiver._attempt is None for receiver in fleet.receivers.values()):
+    while any(receiver._updates.attempt is None for receiver in fleet.receivers.values()):
         await asyncio.sleep(0.01)
     fleet.engines.pop("controller").close()
     await fleet.mailboxes.pop("controller").close()
@@ -312,7 +312,7 @@ async def test_update_that_is_cancelled_again_and_again_is_under_way_until_it_ha
     async def slowly(sender: bytes, abort: m.Abort) -> object:
         come.set()
         await may_answer.wait()
-        return await receiver._on_abort(sender, abort)
+        return await receiver._updates.on_abort(sender, abort)
 
     async def refuse(_sender: bytes, _question: m.Open) -> object:
         raise xr.UsageError("not now")
@@ -321,7 +321,7 @@ async def test_update_that_is_cancelled_again_and_again_is_under_way_until_it_ha
     if fails:
         fleet.mailboxes["target-1"].handle(m.Open, refuse)
     update = asyncio.ensure_future(controller.update(2, PATIENCE_S))
-    while not any(each._attempt for each in fleet.receivers.values()) and not come.is_set():
+    while not any(each._updates.attempt for each in fleet.receivers.values()) and not come.is_set():
         await asyncio.sleep(0.005)
     if not fails:
         update.cancel()
@@ -336,7 +336,7 @@ async def test_update_that_is_cancelled_again_and_again_is_under_way_until_it_ha
     while controller._under_way is not None:
         await asyncio.sleep(0.005)
     assert (controller.totals.failed, controller.totals.cancelled) == ((1, 0) if fails else (0, 1))
-    fleet.mailboxes["target-1"].handle(m.Open, fleet.receivers[1]._on_open)
+    fleet.mailboxes["target-1"].handle(m.Open, fleet.receivers[1]._updates.on_open)
     assert (await fleet.update(3)).written_bytes
     await fleet.assert_holds(3)
     gc.collect()
@@ -350,12 +350,12 @@ async def test_update_that_is_cancelled_ends_everywhere(make_fleet: MakeFleet, o
     await fleet.update(1)
     offers = [asyncio.ensure_future(fleet.publish(2, [rank])) for rank in offered]
     update = asyncio.ensure_future(controller.update(2, PATIENCE_S))
-    while not update.done() and any(receiver._attempt is None for receiver in fleet.receivers.values()):
+    while not update.done() and any(receiver._updates.attempt is None for receiver in fleet.receivers.values()):
         await asyncio.sleep(0.001)
     update.cancel()
     outcomes = await asyncio.gather(update, return_exceptions=True)
     assert isinstance(outcomes[0], asyncio.CancelledError)
-    assert all(receiver._attempt is None for receiver in fleet.receivers.values())
+    assert all(receiver._updates.attempt is None for receiver in fleet.receivers.values())
     for outcome in await asyncio.gather(*offers, return_exceptions=True):
         # The last answers of a whole update may have come before the cancellation: then it was committed.
         assert outcome is None if controller.version == 2 else "the update was cancelled" in str(outcome)

@@ -173,7 +173,7 @@ async def test_target_memory_that_is_closed_in_the_middle_of_an_update(make_flee
     fleet = make_fleet(spare=True)
     await fleet.start()
     await fleet.update(1)  # into the spare memory
-    opened = fleet.receivers[1]._on_open
+    opened = fleet.receivers[1]._updates.on_open
 
     async def and_close(sender: bytes, question: m.Open) -> object:
         answer = await opened(sender, question)
@@ -264,11 +264,11 @@ async def test_surplus_count_is_no_whole_version(make_fleet: MakeFleet) -> None:
     receiver, engine = fleet.receivers[0], fleet.engines["trainer-0"]
     imm = fleet.controller._imm_of(fleet.controller._attempt + 1)
     group = engine.add_peer_group([fleet.engines["target-0"].address])
-    commit = receiver._on_await
+    commit = receiver._updates.on_await
 
     async def after_another_count(sender: bytes, question: object) -> object:
         await engine.submit_barrier(group, imm)
-        while receiver._attempt.counter.poll() <= receiver._attempt.expected:
+        while receiver._updates.attempt.counter.poll() <= receiver._updates.attempt.expected:
             await asyncio.sleep(0.01)
         return await commit(sender, question)
 

@@ -80,7 +80,7 @@ async def test_close_keeps_its_time_while_leave_still_tries_to_fence_a_frozen_wr
     closing.cancel()  # its turn, if it has it, goes on
     has_thawed.set()
     await receiver.close(PATIENCE_S)
-    assert receiver._attempt is None and receiver.state is State.TORN and receiver.failures == 1
+    assert receiver._updates.attempt is None and receiver.state is State.TORN and receiver.failures == 1
     assert not receiver.memory.regions[0].revoked
     update.cancel()
     await asyncio.gather(offered, update, closing, return_exceptions=True)
@@ -150,7 +150,7 @@ async def test_fence_that_a_nic_refuses_is_tried_again(make_fleet: MakeFleet, mo
 
     monkeypatch.setattr(xr.Region, "revoke", refuses_once)
     await receiver.leave()
-    assert len(refused) == 1 and receiver._attempt is None and receiver.state is State.TORN
+    assert len(refused) == 1 and receiver._updates.attempt is None and receiver.state is State.TORN
     await asyncio.gather(offered, updating, return_exceptions=True)
 
 
@@ -177,12 +177,12 @@ async def test_fence_takes_one_thread_and_a_region_that_stands_still_does_not_ke
 
     monkeypatch.setattr(xr.Region, "revoke", second_stands_still_once)
     with pytest.raises(xr.WaitTimeout, match="region 1: trainer-1"):
-        await receiver._fail("a test", 0.5)
+        await receiver._updates.fail("a test", 0.5)
     assert [region for _, region, _ in tried] == regions and len({thread for thread, _, _ in tried}) == 1
     assert [timeout_s > 0 for _, _, timeout_s in tried] == [True, True] + [False] * (len(regions) - 2)
-    await receiver._fail("a test", 0.5)
+    await receiver._updates.fail("a test", 0.5)
     assert [region for _, region, _ in tried[len(regions) :]] == [regions[1]]
-    assert receiver._attempt is None and receiver.state is State.TORN
+    assert receiver._updates.attempt is None and receiver.state is State.TORN
     assert not {bytes(region.descriptor) for region in regions} & set(before)
     updating.cancel()
     await asyncio.gather(offered, updating, return_exceptions=True)

@@ -155,7 +155,7 @@ async def test_pause_that_ends_late_is_waited_for_by_the_next(make_fleet: MakeFl
     assert "inference rank 0: pause(2) has not returned" in await fleet.failing_update(3, SHORT_S)
     assert engine.calls == ["pause 2"]
     updating = asyncio.ensure_future(fleet.update(4))
-    while fleet.receivers[0]._attempt is None:
+    while fleet.receivers[0]._updates.attempt is None:
         await asyncio.sleep(0.005)
     assert engine.calls == ["pause 2"]
     engine.may_end.set()
@@ -259,7 +259,7 @@ async def test_close_waits_until_a_pause_that_it_cancels_has_ended(make_fleet: M
     await engine.sees(["pause 3"])
 
     closing = asyncio.ensure_future(receiver.close())
-    while receiver._attempt is not None:
+    while receiver._updates.attempt is not None:
         await asyncio.sleep(0.005)
     assert not closing.done()
     engine.may_end.set()
@@ -282,7 +282,7 @@ async def test_pause_that_cleans_up_is_not_cancelled_again(make_fleet: MakeFleet
     [pausing] = fleet.receivers[0]._hooks.tasks
     updating.cancel()
     await asyncio.gather(updating, offered, return_exceptions=True)
-    while fleet.receivers[0]._attempt is not None:
+    while fleet.receivers[0]._updates.attempt is not None:
         await asyncio.sleep(0.005)
     await asyncio.sleep(SHORT_S)  # its time to open is over
 

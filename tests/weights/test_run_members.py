@@ -533,11 +533,11 @@ async def test_rank_that_could_not_be_fenced_joins_again_once_it_can(
     await fleet.start(targets=[0, 1])
     await fleet.update(1)
     receiver, revoke = fleet.receivers[0], xr.Region.revoke
-    monkeypatch.setattr("crossrail.weights.services.receiver._FENCE_AGAIN_S", 0.05)
+    monkeypatch.setattr("crossrail.weights.services.updates._FENCE_AGAIN_S", 0.05)
     standing_still = {"copies": 4}
 
     def revoke_behind_a_frozen_writer(region: xr.Region, timeout_s: float) -> None:
-        mine = receiver._attempt is not None and region in receiver._buffers.back
+        mine = receiver._updates.attempt is not None and region in receiver._buffers.back
         if mine and standing_still["copies"]:
             standing_still["copies"] -= 1
             raise xr.WaitTimeout("trainer 1 is in the middle of a copy")
@@ -545,7 +545,7 @@ async def test_rank_that_could_not_be_fenced_joins_again_once_it_can(
 
     monkeypatch.setattr(xr.Region, "revoke", revoke_behind_a_frozen_writer)
     offer = asyncio.ensure_future(fleet.publish(2, [0]))
-    fleet.run_out_of_time(lambda: receiver._attempt is not None and fleet.trainers[0]._going is not None)
+    fleet.run_out_of_time(lambda: receiver._updates.attempt is not None and fleet.trainers[0]._going is not None)
     with pytest.raises(UpdateFailed):
         await fleet.controller.update(2, PATIENCE_S)
     with pytest.raises(UpdateFailed):

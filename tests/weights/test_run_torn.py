@@ -119,8 +119,8 @@ async def test_weights_are_torn_unless_it_is_certain_that_no_trainer_writes(make
     await fleet.update(1)
     receiver, box = fleet.receivers[1], fleet.mailboxes["target-1"]
     async with opening(fleet, 2):
-        assert receiver._attempt is not None
-        number = receiver._attempt.number
+        assert receiver._updates.attempt is not None
+        number = receiver._updates.attempt.number
         if told == "nothing":
             box.handle(m.Abort, unanswered)  # it is left out, and joins again
         else:
@@ -131,7 +131,7 @@ async def test_weights_are_torn_unless_it_is_certain_that_no_trainer_writes(make
             }[told]
             await fleet.mailboxes["controller"].ask(receiver._mailbox.address, abort, m.Aborted, PATIENCE_S)
     await controller.ready([], [1], PATIENCE_S)
-    while receiver._attempt is not None:
+    while receiver._updates.attempt is not None:
         await asyncio.sleep(0.005)
     assert receiver.state is State.TORN and receiver.memory.is_torn
     assert fleet.receivers[2].state is State.WHOLE
@@ -143,12 +143,12 @@ async def test_attempt_of_another_controller_is_not_known_to_be_unwritten(make_f
     await fleet.update(1)
     receiver, second = fleet.receivers[1], fleet.mailbox("second")
     async with opening(fleet, 2):
-        assert receiver._attempt is not None
-        receiver._controller = second.address  # as join() has it, before it has ended what it was in
-        abort = m.Abort(receiver._attempt.number, "of the same number", has_begun=False)
+        assert receiver._updates.attempt is not None
+        receiver._updates.controller = second.address  # as join() has it, before it has ended what it was in
+        abort = m.Abort(receiver._updates.attempt.number, "of the same number", has_begun=False)
         await second.ask(receiver._mailbox.address, abort, m.Aborted, PATIENCE_S)
         assert receiver.state is State.TORN
-        receiver._controller = fleet.controller.address
+        receiver._updates.controller = fleet.controller.address
 
 
 async def test_fence_that_is_under_way_ends_though_no_trainer_writes(
@@ -167,7 +167,7 @@ async def test_fence_that_is_under_way_ends_though_no_trainer_writes(
 
     monkeypatch.setattr(xr.Region, "revoke", slow_revoke)
     async with opening(fleet, 2):
-        attempt = receiver._attempt
+        attempt = receiver._updates.attempt
         assert attempt is not None
         receiver._overdue(attempt)
         await asyncio.to_thread(fences.wait, PATIENCE_S)

@@ -86,7 +86,7 @@ class Instance:
 
     def are_asked(self) -> bool:
         """An update waits for each worker."""
-        return all(worker._receiver and worker._receiver._attempt for worker in self.workers.values())
+        return all(worker._receiver and worker._receiver._updates.attempt for worker in self.workers.values())
 
     def assert_holds(self, version: int) -> None:
         for rank, sink in self.sinks.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import crossrail as xr
+from crossrail.errors import UsageError
 from crossrail.weights import gpu
 from crossrail.weights.inventory.memory import WeightMemory
 from crossrail.weights.services.spare import ClosingSpare
@@ -67,14 +68,23 @@ class Buffers:
         return self.descriptors()[1] if self.has_spare else []
 
     def broken_why(self) -> str:
-        """What the memory's owner has closed, in words, although updates need it; "": nothing."""
+        """Why nothing can be written any more: the memory's owner has closed some of it. "": nothing was closed."""
+        rank = f"inference rank {self.memory.rank}"
         for regions in self._regions:
             for index, region in enumerate(regions):
                 if region.closed:
-                    return f"memory of its weights was closed (its region {index}, {region.nbytes} bytes)"
+                    return (
+                        f"{rank}: memory of its weights was closed (its region {index}, {region.nbytes} bytes), it "
+                        "takes no more updates"
+                    )
         if self.memory.closed:  # of which all regions are its owner's
-            return "memory of its weights was closed"
+            return f"{rank}: memory of its weights was closed, it takes no more updates"
         return ""
+
+    def check(self) -> None:
+        """UsageError once memory that updates need was closed."""
+        if why := self.broken_why():
+            raise UsageError(why)
 
     def open(self) -> int:
         """The buffer that an update is written into from here on."""
