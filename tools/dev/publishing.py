@@ -6,6 +6,7 @@ from tools.dev.arguments import no_arguments
 from tools.dev.build import locked, prepare, set_up
 from tools.dev.processes import PYTHON, ROOT, environment, must, replace_process, say, tool
 from tools.dev.venv import ensure_extra
+from tools.wheel import options
 
 
 def docs(arguments: list[str]) -> int:
@@ -20,6 +21,7 @@ def docs(arguments: list[str]) -> int:
 
 
 def wheel(arguments: list[str]) -> int:
+    options.parse(arguments)  # help and mistakes, before anything is installed
     with locked():
         set_up(native_tests=True)  # libibverbs' headers among it
         ensure_extra("wheel")

@@ -88,7 +88,10 @@ def soak(arguments: list[str]) -> int:
 
 
 def vm(arguments: list[str]) -> int:
-    program = [PYTHON, str(ROOT / "tools" / "vm" / "vm.py")]
+    script = str(ROOT / "tools" / "vm" / "vm.py")
+    if arguments[:1] in (["-h"], ["--help"]):
+        return replace_process([sys.executable, script, "--help"])  # before anything is installed
+    program = [PYTHON, script]
     folder = prepare(native_tests=True)
     asked = subprocess.run([*program, "--missing"], capture_output=True, text=True, timeout=60)
     if missing := asked.stdout.split():

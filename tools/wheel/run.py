@@ -1,19 +1,7 @@
-"""./dev wheel: builds the wheels that are published, looks at what is in them, and uses them from a clean environment.
-
-    ./dev wheel                   sdist, and from it the wheel for the Python of .venv; checked and tried
-    ./dev wheel --python PYTHON   for that Python instead; several times: several wheels
-    ./dev wheel --all             for 3.10 and 3.11, and the one of 3.12 that serves all later ones
-    ./dev wheel --twice           each compiled once more, in another folder without caches: the same bytes? Without it
-                                  the sdist alone is made twice, and each wheel packed twice
-    ./dev wheel --compiler CXX    not the compiler that writes for glibc 2.28 on any machine, but this one
-    ./dev wheel --no-trial        built and checked only
-
-They lie in dist/. A wheel that needs more than its tag says is not written: the command fails and says what it is.
-"""
+"""./dev wheel: builds the wheels that are published, looks at what is in them, and uses them in a clean environment."""
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import os
 import shutil
@@ -23,6 +11,7 @@ from pathlib import Path
 
 import assemble
 import contents
+import options
 import trial
 from interpreters import interpreter
 from process import ROOT, WORK, Failure, say
@@ -32,15 +21,7 @@ ALL = ["python3.10", "python3.11", "python3.12"]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="./dev wheel", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--python", action="append", metavar="PYTHON")
-    parser.add_argument("--all", action="store_true")
-    parser.add_argument("--twice", action="store_true")
-    parser.add_argument("--compiler", metavar="CXX")
-    parser.add_argument("--no-trial", action="store_true")
-    asked = parser.parse_args()
+    asked = options.parse()
 
     # A wheel has the modes of its files; they are the same whoever builds it.
     os.umask(0o022)
