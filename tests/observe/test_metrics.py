@@ -511,6 +511,26 @@ def test_formats_that_cannot_be_get_the_default(
     assert capfd.readouterr().err == ""
 
 
+def answer_to(server: MetricsServer, request: bytes) -> tuple[bytes, bytes]:
+    """The head and the body."""
+    with socket.create_connection(("127.0.0.1", server.port), WAIT_S) as client:
+        client.sendall(request)
+        head, _, body = client.makefile("rb").read().partition(b"\r\n\r\n")
+        return head, body
+
+
+def test_head_is_answered_as_get_would_be_without_a_body(engine: xr.Engine) -> None:
+    query = b"/metrics?name[]=crossrail_engine_open HTTP/1.0\r\n\r\n"
+    with serve_metrics(engine, port=0) as server:
+        got, text = answer_to(server, b"GET " + query)
+        head, nothing = answer_to(server, b"HEAD " + query)
+
+    assert text.startswith(b"# HELP crossrail_engine_open")
+    assert (head.splitlines()[0], nothing) == (b"HTTP/1.0 200 OK", b"")
+    without_date = [[line for line in each.splitlines() if not line.startswith(b"Date:")] for each in (got, head)]
+    assert sorted(without_date[0]) == sorted(without_date[1])
+
+
 def is_hung_up_on(scraper: socket.socket) -> bool:
     try:
         return scraper.recv(1) == b""

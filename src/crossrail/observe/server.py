@@ -8,9 +8,9 @@ import operator
 import re
 import socket
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from socketserver import TCPServer, ThreadingMixIn
-from typing import Any
+from typing import Any, cast
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
@@ -95,7 +95,7 @@ def serve_metrics(
             registry.register(each)
     server = _open(host, port)
     server.patience_s = patience_s
-    server.set_app(make_wsgi_app(registry))
+    server.set_app(_with_head(make_wsgi_app(registry)))
     thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
     thread.start()
     return MetricsServer(registry, server, thread)
@@ -121,6 +121,21 @@ def _remedy(error: OSError) -> str:
     if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
         return 'host is an address of this host, "127.0.0.1", or "0.0.0.0" for all of them'
     return "choose another port, or 0" if error.errno in (errno.EADDRINUSE, errno.EACCES) else ""
+
+
+def _with_head(app: Any) -> Callable[[dict[str, Any], Any], Iterable[bytes]]:
+    """The application, which knows no HEAD: checks of load balancers and `curl -I` get what GET would, without body."""
+
+    def answer(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+        if environ["REQUEST_METHOD"] != "HEAD":
+            return cast("Iterable[bytes]", app(environ, start_response))
+        begun: list[Any] = []
+        body = b"".join(app({**environ, "REQUEST_METHOD": "GET"}, lambda *args: begun.extend(args)))
+        status, headers = begun
+        start_response(status, [*headers, ("Content-Length", str(len(body)))])
+        return []
+
+    return answer
 
 
 class _Registry(CollectorRegistry):
