@@ -8,6 +8,7 @@ from typing import Protocol
 
 from crossrail import _core, _ending
 from crossrail._ordered import OrderedWeakSet
+from crossrail.errors import EngineClosed
 
 _EXIT_PATIENCE_S = 0.5  # for daemon threads to return from their waits at interpreter exit
 
@@ -30,7 +31,22 @@ def discard(engine: _OpenEngine) -> None:
     _open_engines.discard(engine)
 
 
+def _hush_closed_engines() -> None:
+    """A daemon thread that waits in an engine now gets EngineClosed because the process ends, and a traceback that is
+    cut off in the middle would be all that remains of it.
+    """
+    shown = threading.excepthook
+
+    def show(args: threading.ExceptHookArgs) -> None:
+        if not issubclass(args.exc_type, EngineClosed):
+            shown(args)
+
+    threading.excepthook = show
+
+
 def _close_all() -> None:
+    if any(thread.daemon for thread in threading.enumerate()):
+        _hush_closed_engines()
     for engine in _open_engines:
         engine.close()
     _core._begin_exit(_EXIT_PATIENCE_S)

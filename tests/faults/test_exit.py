@@ -296,3 +296,52 @@ def test_daemon_thread_with_a_new_engine_does_not_hold_up_exit_handlers_behind_o
 
     assert_clean(script)
     assert script.stdout == "ended\n"
+
+
+@pytest.mark.parametrize("call", ["counter.wait(1)", "transfer.wait()", "pool.recv()", "other.imm_counter(2).wait(1)"])
+def test_daemon_threads_that_wait_when_it_ends_leave_no_traceback(call: str) -> None:
+    script = run_script(f"""
+    import threading
+    import crossrail as xr
+
+    def use():
+        is_there.set()
+        while True:
+            {call}
+
+    engine, other = (xr.Engine(name, transport="shm") for name in ("here", "there"))
+    counter, pool = engine.imm_counter(1), engine.submit_recvs(4, 16)
+    transfer = engine.submit_send(other.address, b"for a pool that is never there")
+    for _ in range(8):
+        is_there = threading.Event()
+        threading.Thread(target=use, daemon=True).start()
+        is_there.wait()
+    """)
+
+    assert_clean(script)
+    assert script.stderr == ""
+
+
+def test_other_errors_of_daemon_threads_are_still_shown_when_it_ends() -> None:
+    script = run_script("""
+    import atexit, threading
+
+    def late():
+        may_raise.set()
+        thread.join()
+
+    atexit.register(late)
+    import crossrail as xr
+    xr.Engine
+
+    def fail():
+        may_raise.wait()
+        raise xr.WaitTimeout("mine")
+
+    may_raise = threading.Event()
+    thread = threading.Thread(target=fail, daemon=True)
+    thread.start()
+    """)
+
+    assert_clean(script)
+    assert script.stderr.endswith("crossrail.errors.WaitTimeout: mine\n")
