@@ -58,6 +58,23 @@ def test_a_rank_that_is_dropped_and_not_closed_ends_the_others_rounds(engine: di
             dispatch_and_check(ranks.parts[0], batches[0])
 
 
+@pytest.mark.parametrize("engine", [{}, TCP], ids=["shm", "tcp"])
+def test_who_leaves_a_with_block_by_an_error_of_its_own_says_which(engine: dict[str, Any], seed: Seed) -> None:
+    batches = batches_of(seed.rng(), 2)
+
+    def run(part: GraphAllToAll, rank: int) -> None:
+        whole_round(part, rank, batches)
+        if rank == 1:
+            with pytest.raises(ZeroDivisionError), part:
+                raise ZeroDivisionError("no expert of mine")
+            return
+        with pytest.raises(UsageError, match=r"rank 1 .* its with block failed: ZeroDivisionError: no expert of mine"):
+            dispatch_and_check(part, batches[rank])
+
+    with Ranks(2, engine, GraphAllToAll, **CONFIG, timeout_s=100 * WAIT_S) as ranks:
+        ranks.each(run)
+
+
 def go_on(part: GraphAllToAll, arguments: tuple[Any, ...]) -> None:
     got = part.dispatch(*arguments)
     part.combine(made_of(part, got), got)

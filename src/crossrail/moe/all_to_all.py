@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-import warnings
 from collections.abc import Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -22,9 +20,10 @@ from crossrail.moe.countdown import Countdown
 from crossrail.moe.farewell import is_told
 from crossrail.moe.group import Group, check_ranks
 from crossrail.moe.kernels import Kernels
+from crossrail.moe.leaving import Leaving
 from crossrail.moe.links.board import PARITIES, RETURNED, SENT, Board, BoardLayout, output_arrays, output_bytes
 from crossrail.moe.masking.routes import drop_results, drop_routes
-from crossrail.moe.peers import DROPPED_S, Peers
+from crossrail.moe.peers import Peers
 from crossrail.moe.placing import Placing
 from crossrail.moe.rounds import Dispatched, Round, Stage, check_usable, round_meant
 from crossrail.moe.rows.factory import is_gpu, row_memory
@@ -38,7 +37,7 @@ _DURATION_BOUNDS_S = (25e-6, 50e-6, 1e-4, 25e-5, 5e-4, 1e-3, 25e-4, 5e-3, 0.01, 
 _ROUNDS = 1 << 32  # words count them modulo this
 
 
-class AllToAll:
+class AllToAll(Leaving):
     """Expert parallelism: tokens go to the ranks of their experts, results come back and are summed. One per model.
 
     Every rank makes one with the same arguments, and then the same calls in the same order. A round is one dispatch and
@@ -155,10 +154,10 @@ class AllToAll:
         self._ordinal = 0  # of the last round that was opened
         self._open: dict[int, Round] = {}  # by parity
         self._placing = Placing(self.config, self._peers, self.rank, self._open)
-        self._closed = False
         self._turn = threading.RLock()
         self._stats = {"rounds": 0, "tokens_sent": 0, "rows_received": 0, "bytes_received": 0, "bytes_summed": 0}
         self._durations = Durations(_DURATION_BOUNDS_S)
+        self._closed = False
 
     def __repr__(self) -> str:
         config = self.config
@@ -515,29 +514,6 @@ class AllToAll:
             self._peers.close(patience.left_s)
             self._board.close(patience.left_s)
             self._inbox.close(patience.left_s)
-
-    def __enter__(self) -> AllToAll:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
-            self.close()
-            return
-        if self._peers.is_well:
-            self._peers.call_failed("with block", error)
-        with contextlib.suppress(CrossrailError):  # the first error is the one to see
-            self.close()
-
-    def __del__(self) -> None:
-        if getattr(self, "_closed", True) or self._engine.closed:  # was not made; or others see that the engine left
-            return
-        warnings.warn(f"{self!r} was not closed", ResourceWarning, source=self, stacklevel=2)
-        self._peers.dropped()
-        self._timeout_s = DROPPED_S
-        with contextlib.suppress(CrossrailError):
-            self.close()
 
     # ---- parts
 

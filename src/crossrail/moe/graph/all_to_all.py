@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -28,8 +26,9 @@ from crossrail.moe.graph.rounds import GraphDispatched, GraphRound
 from crossrail.moe.graph.steps import Steps
 from crossrail.moe.graph.tensors import Tensors
 from crossrail.moe.group import Group, check_ranks
+from crossrail.moe.leaving import Leaving
 from crossrail.moe.links.board import Board, BoardLayout
-from crossrail.moe.peers import DROPPED_S, Peers
+from crossrail.moe.peers import Peers
 from crossrail.moe.rounds import Stage, check_usable
 from crossrail.moe.rows.device import DeviceRows
 from crossrail.moe.rows.factory import row_memory
@@ -38,7 +37,7 @@ from crossrail.moe.tokens import check_count, scales_given, sums_given
 _OPEN_MAX = 2
 
 
-class GraphAllToAll:
+class GraphAllToAll(Leaving):
     """An AllToAll whose halves only launch kernels on the current stream: a CUDA graph can capture all four.
 
     No half waits for the GPU, or reads a tensor on the host. A thread does a round's work with other ranks: it reads
@@ -114,7 +113,6 @@ class GraphAllToAll:
         rows = row_memory(engine, device, None, config)
         self.device = rows.device if isinstance(rows, DeviceRows) else torch.device("cpu")
         self._tensors = Tensors(self.device)
-        self._closed = False
         self._recent: deque[weakref.ref[GraphRound]] = deque(maxlen=_OPEN_MAX)
         self._is_told = False  # the failure that ended the rounds was raised
         self._unseen: CrossrailError | None = None  # a failure that close() is to raise
@@ -140,6 +138,7 @@ class GraphAllToAll:
                 config, far, self._steps, self._thread, rows.name, self._tensors.is_gpu, peer_access
             )
             undo.pop_all()
+        self._closed = False
 
     def __repr__(self) -> str:
         config = self.config
@@ -339,27 +338,6 @@ class GraphAllToAll:
                 raise unseen
             finally:
                 del unseen  # as in check()
-
-    def __enter__(self) -> GraphAllToAll:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
-            self.close()
-            return
-        with contextlib.suppress(CrossrailError):  # the first error is the one to see
-            self.close()
-
-    def __del__(self) -> None:
-        if not hasattr(self, "_explanation") or self._closed or self._engine.closed:  # as of AllToAll
-            return
-        warnings.warn(f"{self!r} was not closed", ResourceWarning, source=self, stacklevel=2)
-        self._peers.dropped()
-        self._timeout_s = DROPPED_S
-        with contextlib.suppress(CrossrailError):
-            self.close()
 
     # ---- parts
 

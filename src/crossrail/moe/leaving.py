@@ -1,0 +1,44 @@
+"""How an AllToAll is left that is not just closed: by an error, or dropped."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from types import TracebackType
+
+import crossrail as xr
+from crossrail._closing import Closing
+from crossrail.errors import CrossrailError
+from crossrail.moe.peers import DROPPED_S, Peers
+
+
+class Leaving(Closing):
+    """`with` closes it; the other ranks are told of an error that leaves the block, and of one that is dropped.
+
+    Invariant: _closed is set last by the constructor, so one that was not made has none.
+    """
+
+    _engine: xr.Engine
+    _peers: Peers
+    _closed: bool
+    _timeout_s: float
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        if self._peers.is_well:
+            self._peers.call_failed("with block", error)
+        with contextlib.suppress(CrossrailError):  # the first error is the one to see
+            self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_closed", True) or self._engine.closed:  # was not made; or others see that the engine left
+            return
+        warnings.warn(f"{self!r} was not closed", ResourceWarning, source=self, stacklevel=2)
+        self._peers.dropped()
+        self._timeout_s = DROPPED_S
+        with contextlib.suppress(CrossrailError):
+            self.close()
