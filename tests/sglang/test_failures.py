@@ -46,8 +46,28 @@ def test_the_decoder_gives_up(p: Side, d: Side, when: str) -> None:
     for memory in d.planes:  # whoever gets the pages now
         memory[THEIRS] = 1
     assert failure(receiver).failure_reason == "aborted at the decoder"
-    assert failure(sender).failure_reason == "the decoder gave it up"
+    assert failure(sender).failure_reason == "the decoder gave it up: aborted at the decoder"
     never(lambda: any((memory[THEIRS] != 1).any() for memory in d.planes), "something landed after Failed was said")
+
+
+def test_a_room_that_the_prefiller_gave_up_fails_before_there_are_pages(p: Side, d: Side) -> None:
+    """They may be long in coming, and would be taken from others."""
+    p.sender(1).abort()
+    receiver = d.receiver(1)
+    until(FAILED, receiver)
+    assert failure(receiver).failure_reason == "the prefiller refuses: aborted at the prefiller"
+
+
+def test_a_prefiller_that_is_being_shut_out_is_named(p: Side, d: Side) -> None:
+    receivers = [d.receiver(1), d.receiver(2)]
+    ask(receivers[0])
+    until(WAITING, p.sender(1))
+    [ours] = d.manager.core.decoder._receivers.values()
+    ours._accesses[receivers[1]._pull.instance.writer].is_closing = True  # as while it stands still in a copy
+    ask(receivers[1])
+    until(FAILED, receivers[1])
+    assert "writer 'sglang-prefill-0-1." in failure(receivers[1]).failure_reason
+    ours._accesses[receivers[1]._pull.instance.writer].is_closing = False
 
 
 @pytest.mark.parametrize("when", ["before it is asked", "before it is computed", "in the middle"])
@@ -243,7 +263,7 @@ def test_caches_that_do_not_match_are_never_written(
     assert words in failure(receiver).failure_reason
     d.assert_untouched([], [])
     until(FAILED, sender)  # at once: a router waits for both servers' answers
-    assert "the decoder gave it up" in failure(sender).failure_reason
+    assert f"the decoder gave it up: {failure(receiver).failure_reason}" == failure(sender).failure_reason
 
 
 def test_state_indices_are_refused(p: Side, d: Side) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.sglang.child import ROOT, START_S, Child
 from tests.sglang.conftest import Open
-from tests.sglang.side import FAILED, SUCCESS, WAITING, Side, failure, until
+from tests.sglang.side import FAILED, SUCCESS, WAITING, Side, failure, send, until
 from tests.sglang.test_failures import MINE, THEIRS, ask
 from tests.support.limits import eventually, never
 
@@ -76,6 +76,38 @@ def test_a_decoder_that_is_killed(start: Start, open_side: Open) -> None:
     d.kill()
     until(FAILED, sender)
     assert "decoder" in failure(sender).failure_reason
+
+
+@pytest.mark.parametrize("room", ["is open at the prefiller", "comes later"])
+def test_a_decoder_that_is_killed_before_it_has_pages(start: Start, open_side: Open, room: str) -> None:
+    """Its request may wait for pages there for long; nobody waits for it at the prefiller, once it has ended."""
+    p, d = open_side("prefill"), start("decode")
+    sender = p.sender(7) if room == "is open at the prefiller" else None
+    d.call("open", 7)
+    eventually(lambda: p.manager.core.prefiller._awaited, "the prefiller knows whose it is")
+    d.kill()
+    if sender is None:
+        eventually(lambda: not p.manager.core.prefiller._awaited, "it knows that its decoder has ended")
+        sender = p.sender(7)
+    until(FAILED, sender)
+    assert failure(sender).failure_reason == "its decoder is gone"
+
+
+def test_a_decoder_that_is_killed_takes_no_room_with_it_that_another_has_asked_for(
+    start: Start, open_side: Open
+) -> None:
+    """A router may try the same number with another one."""
+    p, d, doomed = open_side("prefill"), open_side("decode"), start("decode")
+    doomed.call("open", 7)
+    eventually(lambda: p.manager.core.prefiller._awaited, "the prefiller knows whose it is")
+    sender, receiver = p.sender(7), d.receiver(7)
+    ask(receiver)
+    until(WAITING, sender)
+    doomed.kill()
+    eventually(lambda: not p.manager.core.prefiller._awaited, "it knows that the other has ended")
+    send(p, sender, "of another", MINE, 0)
+    until(SUCCESS, sender, receiver)
+    d.assert_holds("of another", THEIRS, 0)
 
 
 def test_a_prefiller_that_stands_still_is_shut_out(start: Start, open_side: Open) -> None:

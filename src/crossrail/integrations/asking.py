@@ -76,11 +76,13 @@ class Asker:
         ]
         return await lost_before_arrival(arrival, watches, stop)
 
-    async def take_back(self, receiver: KvReceiver, reception: Reception, part: Part) -> None:
-        """Returns when nothing can land in the request's pages any more, however long that takes."""
+    async def take_back(self, receiver: KvReceiver, reception: Reception, part: Part, why: str = "") -> None:
+        """Returns when nothing can land in the request's pages any more, however long that takes. why: told to the
+        producer.
+        """
         while True:
             try:
-                await reception.withdraw(lambda: self.stop(part), self._timeout_s)
+                await reception.withdraw(lambda: self.stop(part, why), self._timeout_s)
                 return
             except (WaitTimeout, NoAnswer, Unreachable) as error:
                 log.warning("transfer %s: %s; its producer is shut out", reception.request, error)
@@ -89,10 +91,14 @@ class Asker:
             except WaitTimeout as error:
                 log.warning("transfer %s: %s; its blocks stay out of use", reception.request, error)
 
-    async def stop(self, part: Part) -> None:
-        """Returns when all ranks say that nothing of it is in progress. Raises PeerLost, NoAnswer, Unreachable."""
+    async def stop(self, part: Part, why: str = "") -> None:
+        """Returns when all ranks say that nothing of it is in progress. Raises PeerLost, NoAnswer, Unreachable.
+
+        why: the decoder's reason, for people at the producer.
+        """
+        withdraw = m.Withdraw(part.name, part.attempt, m.clipped(why))
         try:
-            await self.ask_all(part.instance, m.Withdraw(part.name, part.attempt), (m.Quiesced,), self._timeout_s)
+            await self.ask_all(part.instance, withdraw, (m.Quiesced,), self._timeout_s)
         except Unreachable as error:
             if any(self._mailbox.wire.is_lost(worker.address) for worker in part.instance.workers):
                 raise PeerLost(str(error)) from None

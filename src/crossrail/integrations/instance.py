@@ -15,6 +15,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
+import crossrail as xr
+from crossrail._text import plain
 from crossrail.errors import UsageError
 from crossrail.kv.messages import AddressBytes, Name, Plain, Text
 from crossrail.kv.transfer.layout import KvLayout, differences
@@ -50,8 +52,11 @@ class Instance(Struct, frozen=True):
 
     @property
     def writer(self) -> str:
-        """Names this incarnation and no other: addresses hold one drawn at random."""
-        return hashlib.sha256(b"".join(worker.address for worker in self.workers)).hexdigest()
+        """Names this incarnation and no other: addresses hold one drawn at random. It begins with rank 0's engine's
+        name, for messages.
+        """
+        digest = hashlib.sha256(b"".join(worker.address for worker in self.workers)).hexdigest()
+        return f"{engine_name(self.workers[0].address)} {digest}"
 
     def to_line(self, secret: bytes) -> str:
         return sealed_line(msgspec.msgpack.encode(self), secret, _VLLM)
@@ -101,6 +106,14 @@ def fingerprint(worker: Worker) -> str:
     """Equal for workers whose KV can be exchanged without conversion: for logs, 16 hexadecimal digits."""
     said = msgspec.json.encode([sorted(worker.layout.items()), sorted(worker.form.items())])
     return hashlib.sha256(said).hexdigest()[:16]
+
+
+def engine_name(address: bytes) -> str:
+    """What the engine at this address calls itself, for people."""
+    try:
+        return plain(xr.Address.from_bytes(address).name)
+    except UsageError:
+        return "an engine of malformed address"
 
 
 def rank_name(transfer_id: str, rank: int, tp: int) -> str:

@@ -312,7 +312,12 @@ class Progress(_OfAttempt, frozen=True, tag=True):
 
 
 class Withdraw(_OfAttempt, frozen=True, tag=True):
-    """Stop. Answered by Quiesced once nothing can land any more, which may take as long as the writes in flight."""
+    """Stop. Answered by Quiesced once nothing can land any more, which may take as long as the writes in flight.
+
+    reason: why the decoder does not want it, for people; it may be empty.
+    """
+
+    reason: Text = ""
 
 
 class Quiesced(_OfAttempt, frozen=True, tag=True):

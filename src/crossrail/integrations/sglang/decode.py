@@ -23,9 +23,9 @@ from crossrail.control.mailbox import NoAnswer
 from crossrail.control.wire import Unreachable
 from crossrail.errors import CrossrailError
 from crossrail.integrations.asking import Asker, Part
-from crossrail.integrations.instance import Instance, Worker, mismatch, rank_name
+from crossrail.integrations.instance import Instance, Worker, engine_name, mismatch, rank_name
 from crossrail.integrations.sglang.memory import AuxRows, wait_for_kernels
-from crossrail.integrations.sglang.messages import Aux, Destination
+from crossrail.integrations.sglang.messages import Aux, Destination, Wanted
 from crossrail.integrations.sglang.node import RankNode
 from crossrail.integrations.sglang.state import Poll, Progress, wanted_twice
 from crossrail.kv import KvLayout, KvReceiver, PageState, Reception, foreign_lease
@@ -113,7 +113,19 @@ class DecodeSide:
         if others:
             for one in (*others, pull):
                 self.abort(one, wanted_twice(room))
+        else:
+            self._keep(self._announce(pull))
         return pull
+
+    async def _announce(self, pull: Pull) -> None:
+        """Tells the prefiller who waits for this room, which may be long before there are pages: if we die meanwhile,
+        it does not wait for us.
+        """
+        self._asker.try_anew(pull.instance)
+        with contextlib.suppress(NoAnswer, Unreachable):  # whoever asks for the KV is told so
+            refusal = await self._asked(pull, Wanted(self._name(pull), pull.attempt))
+            if refusal and not pull.is_begun:
+                self.abort(pull, refusal)
 
     def begin(self, pull: Pull, pages: npt.NDArray[np.uint32], aux_index: int | None, prefix_tokens: int) -> None:
         """Its pages, in the order of its tokens behind prefix_tokens, and its row of aux: the prefiller may write."""
@@ -185,23 +197,35 @@ class DecodeSide:
         try:
             load_s = self._node.options.load_s
             question = Destination(name, pull.attempt, target.to_wire(), load_s, prefix_tokens)
-            answers = (m.Dispatched, m.DispatchRefused)
             self._asker.try_anew(pull.instance)
             pull.is_asked = True
-            for answer in await self._asker.ask_all(
-                pull.instance, question, answers, self._node.options.prefiller_timeout_s
-            ):
-                if isinstance(answer, m.DispatchRefused):
-                    raise PullFailed(f"the prefiller refuses: {answer.reason}")
+            await self._dispatch(pull, question)
             await self._arrive(reception, pull, part)
         except BaseException as error:
             log.info("room %d: %s; taking its pages back", pull.room, error)
             pull.progress.fail(str(error))
-            await self._asker.take_back(receiver, reception, part)
+            await self._asker.take_back(receiver, reception, part, pull.progress.error)
             raise
         finally:
             if reception.state in _RELEASABLE:
                 reception.release()
+
+    async def _dispatch(self, pull: Pull, question: Destination) -> None:
+        """Raises PullFailed unless all ranks of the prefiller take it."""
+        try:
+            refusal = await self._asked(pull, question)
+        except (NoAnswer, Unreachable) as error:
+            raise PullFailed(f"the prefiller {engine_name(pull.instance.workers[0].address)}: {error}") from None
+        if refusal:
+            raise PullFailed(refusal)
+
+    async def _asked(self, pull: Pull, question: Wanted | Destination) -> str:
+        """Why a rank of the prefiller refuses; empty: all of them agree. Raises NoAnswer and Unreachable."""
+        answers = await self._asker.ask_all(
+            pull.instance, question, (m.Dispatched, m.DispatchRefused), self._node.options.prefiller_timeout_s
+        )
+        refusals = [answer.reason for answer in answers if isinstance(answer, m.DispatchRefused)]
+        return f"the prefiller refuses: {refusals[0]}" if refusals else ""
 
     async def answers(self, instance: Instance, timeout_s: float) -> bool:
         """Whether a prefiller that our engine has given up lives: it may only have been frozen, or cut off."""
@@ -258,7 +282,7 @@ class DecodeSide:
         told = ""
         while True:
             try:
-                await self._asker.stop(part)
+                await self._asker.stop(part, pull.progress.error)
                 return
             except (NoAnswer, Unreachable, CrossrailError) as error:
                 if str(error) != told:

@@ -1,4 +1,4 @@
-"""Messages between the ranks of a decoder and a prefiller: those of crossrail.kv, and two more."""
+"""Messages between the ranks of a decoder and a prefiller: those of crossrail.kv, and three more."""
 
 from __future__ import annotations
 
@@ -15,6 +15,16 @@ AUX_BYTES_MAX = 4 << 20  # of all rows of one request
 AUX_ROWS_MAX = 64
 
 Row = Annotated[bytes, Meta(max_length=AUX_BYTES_MAX)]
+
+
+class Wanted(Struct, frozen=True, tag=True):
+    """A decoder's rank has taken a request of this room in, and will ask for its part once it has pages.
+
+    Answered by Dispatched, or by DispatchRefused if the prefiller will not send it.
+    """
+
+    request: m.Name
+    attempt: m.Attempt
 
 
 class Destination(Struct, frozen=True, tag=True):
@@ -40,8 +50,8 @@ class Aux(Struct, frozen=True, tag=True):
 
 
 Message = (
-    Destination | m.Dispatched | m.DispatchRefused | m.Probe | m.Progress | m.Withdraw | m.Quiesced | Aux | m.Taken
-    | m.Failed
+    Wanted | Destination | m.Dispatched | m.DispatchRefused | m.Probe | m.Progress | m.Withdraw | m.Quiesced | Aux
+    | m.Taken | m.Failed
 )  # fmt: skip
 
 

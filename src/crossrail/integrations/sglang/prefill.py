@@ -26,7 +26,7 @@ from crossrail.control.wire import Unreachable
 from crossrail.errors import CrossrailError, UsageError
 from crossrail.integrations.instance import Worker, parse_rank_name
 from crossrail.integrations.sglang.memory import AuxRows
-from crossrail.integrations.sglang.messages import Aux, Destination
+from crossrail.integrations.sglang.messages import Aux, Destination, Wanted
 from crossrail.integrations.sglang.node import RankNode
 from crossrail.integrations.sglang.state import Poll, Progress, unusable_room, wanted_twice
 from crossrail.kv import NOT_YET, KvSender, KvTarget, SendJob, foreign_lease
@@ -99,11 +99,13 @@ class PrefillSide:
         self._mailbox = node.mailbox
         self._rooms: dict[int, Room] = {}
         self._early: dict[Key, _Ask] = {}
+        self._awaited: Latest[Key, bytes] = Latest(_EARLY_MAX)  # decoders that will ask, by their address
         self._book = AttemptBook(node.mailbox, _REMEMBERED)
         self._over: Latest[int, _Over] = Latest(_REMEMBERED)
 
     async def start(self) -> None:
         self._sender = KvSender(self.layout, {self._node.rank: self._node.memory(self.layout)})
+        self._mailbox.handle(Wanted, self._on_wanted)
         self._mailbox.handle(Destination, self._on_destination)
         self._mailbox.handle(m.Probe, self._on_probe)
         self._mailbox.handle(m.Withdraw, self._on_withdraw)
@@ -282,19 +284,34 @@ class PrefillSide:
 
     # ---- what decoders say
 
+    async def _on_wanted(self, sender: bytes, wanted: Wanted) -> m.Message:
+        key = self._book.key_of(sender, wanted)
+        if refusal := self._refusal(key):
+            return refusal
+        if key not in self._early and self._room_of(key) is None:  # otherwise it has asked already
+            self._awaited[key] = sender
+        return m.Dispatched(wanted.request, wanted.attempt)
+
+    def _refusal(self, key: Key) -> m.DispatchRefused | None:
+        """For an attempt that has ended, and one of a room that was given up here before its decoder was heard of."""
+        _, request, attempt = key
+        number = _number_of(request)
+        if key in self._book.ended:
+            why = f"this attempt has ended: {self._book.ended[key].detail}"
+            return m.DispatchRefused(request, attempt, m.clipped(why))
+        over = self._over.pop(number, None)
+        if over is None or not over.by_us or number in self._rooms:
+            return None
+        self._book.end(key, None, "failed", over.why)
+        return m.DispatchRefused(request, attempt, m.clipped(over.why))
+
     async def _on_destination(self, sender: bytes, asked: Destination) -> m.Message:
         key = self._book.key_of(sender, asked)
         answer = (asked.request, asked.attempt)
-        name, rank, tp = parse_rank_name(asked.request)
-        if not name.isdecimal():
-            raise UsageError(f"{asked.request!r:.140} names no room")
-        number = int(name)
-        if key in self._book.ended:
-            return m.DispatchRefused(*answer, m.clipped(f"this attempt has ended: {self._book.ended[key].detail}"))
-        over = self._over.pop(number, None)
-        if over is not None and over.by_us and number not in self._rooms:
-            self._book.end(key, None, "failed", over.why)
-            return m.DispatchRefused(*answer, m.clipped(over.why))
+        _, rank, tp = parse_rank_name(asked.request)
+        if refusal := self._refusal(key):
+            return refusal
+        self._awaited.pop(key, None)
         try:
             target = KvTarget.from_wire(asked.ticket)
             plan_transfer(self.layout, target.layout, target.request)
@@ -302,7 +319,7 @@ class PrefillSide:
             return m.DispatchRefused(*answer, m.clipped(refusal))
         if target.request != asked.request or target.layout.tp != tp or target.ranks[rank] is None:
             return m.DispatchRefused(*answer, "the ticket is for another rank than the one that asks")
-        room = self._rooms.get(number)
+        room = self._rooms.get(_number_of(asked.request))
         if key in self._early or (room is not None and key in room.asks):
             return m.Dispatched(*answer)
         ask = _Ask(key, sender, target, asked.prefix_tokens, loop_time_s() + asked.timeout_s)
@@ -333,10 +350,11 @@ class PrefillSide:
     async def _on_withdraw(self, sender: bytes, withdraw: m.Withdraw) -> m.Message:
         """Answers once nothing of it can land any more; if its Destination still arrives, it is refused."""
         key = self._book.key_of(sender, withdraw)
-        number = int(parse_rank_name(withdraw.request)[0])
+        number = _number_of(withdraw.request)
+        self._awaited.pop(key, None)
         if key in self._book.ended:
             return self._book.quiesced(key)
-        why = "the decoder gave it up"
+        why = f"the decoder gave it up: {withdraw.reason}" if withdraw.reason else "the decoder gave it up"
         room = self._rooms.get(number)
         ask = self._early.pop(key, None) or (room.asks.get(key) if room is not None else None)
         if room is None:
@@ -364,6 +382,10 @@ class PrefillSide:
                 if self._book.why_unwanted(ask.decoder, ask.deadline_at_s):
                     del self._early[key]
                     self._book.end(key, None, "failed", "nobody prefilled it in time")
+            gone = {decoder for decoder in set(self._awaited.values()) if self._mailbox.wire.is_lost(decoder)}
+            for key in [key for key, decoder in self._awaited.items() if decoder in gone]:
+                del self._awaited[key]
+                self._lose(key)
             for number in [number for number, over in self._over.items() if now_s > over.until_s]:
                 del self._over[number]
 
@@ -375,14 +397,32 @@ class PrefillSide:
             if why := self._book.why_unwanted(ask.decoder, ask.deadline_at_s):
                 self._fail(room, why)
 
+    def _lose(self, key: Key) -> None:
+        """A decoder ended before it asked: what nobody else has asked for is over."""
+        number, why = _number_of(key[1]), "its decoder is gone"
+        self._book.end(key, None, "failed", why)
+        room = self._rooms.get(number)
+        if room is None:
+            self._give_up(number, why, by_us=False)
+        elif all(other[0] == key[0] for other in room.asks):
+            self._fail(room, why)
+
     # ---- what ended
 
     def _room_of(self, key: Key) -> Room | None:
-        room = self._rooms.get(int(parse_rank_name(key[1])[0]))
+        room = self._rooms.get(_number_of(key[1]))
         return room if room is not None and key in room.asks else None
 
     def _give_up(self, number: int, why: str, *, by_us: bool) -> None:
         self._over[number] = _Over(why, by_us, loop_time_s() + self._node.options.bootstrap_s)
+
+
+def _number_of(request: str) -> int:
+    """The room that a decoder's rank asks about. Raises UsageError for a name of none."""
+    name = parse_rank_name(request)[0]
+    if not name.isdecimal():
+        raise UsageError(f"{request!r:.140} names no room")
+    return int(name)
 
 
 def _decoders(room: Room) -> str:

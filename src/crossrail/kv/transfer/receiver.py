@@ -180,7 +180,10 @@ class KvReceiver(Closing):
             return Access(self.ranks, self._tails, self._closers)
         access = self._accesses.get(writer)
         if access is not None and access.is_closing and not access.is_shut:
-            raise UsageError(f"writer {writer!r} is being fenced off: nothing can be dispatched to it")
+            raise UsageError(
+                f"writer {writer!r} did not answer and is being fenced off: nothing can be dispatched to it before its "
+                "last copy to here has ended, or it has"
+            )
         if access is None or access.is_shut:
             self._accesses.pop(writer, None)  # so that the new one is the latest, and not taken for an idle one
             access = self._accesses[writer] = Access(self.ranks, self._tails, self._closers)
