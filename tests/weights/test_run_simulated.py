@@ -14,10 +14,12 @@ from crossrail.control.wire import Unreachable
 from crossrail.weights.errors import UpdateFailed
 from crossrail.weights.services import messages as m
 from crossrail.weights.services.reports import ControllerOptions
+from crossrail.weights.services.versions import State
 from tests.support.seeds import Seed
 from tests.weights.fleet import PATIENCE_S, Fleet, unanswered
 
 DEADLINE_S = 5.0
+FAR_S = 1000.0
 MOMENTS = 3  # of one kind of fault, drawn anew each time
 OPTIONS = ControllerOptions(abort_s=3.0, evict_s=30.0)
 
@@ -169,21 +171,48 @@ def test_one_that_gave_its_controller_up_while_it_was_frozen_joins_it_when_told_
     sim.run(main, seed=seed.number(), limit_s=10 * PATIENCE_S)
 
 
-def test_trainer_whose_step_fails_says_that_its_controller_is_gone(seed: Seed) -> None:
+@pytest.mark.parametrize("spare", [True, False])
+@pytest.mark.parametrize("stands_at", ["open", "barrier", "commit"])
+def test_members_in_the_middle_of_an_update_hear_that_their_controller_is_gone(
+    stands_at: str, spare: bool, seed: Seed
+) -> None:
+    """As soon as their engines know: nobody waits for deadlines, which are far away here."""
+
     async def main(world: sim.World) -> None:
-        fleet = fleet_in(world, peer_timeout_s=0.5)  # what it answers is lost before it says why
+        fleet = fleet_in(world, peer_timeout_s=0.5)
+        fleet.spare = spare
         controller = await fleet.start()
         await fleet.update(1)
-        fleet.mailboxes["trainer-1"].handle(m.Go, unanswered)  # so that the others wait for it at the barrier
-        update = asyncio.ensure_future(controller.update(2, DEADLINE_S))
-        offer = asyncio.ensure_future(fleet.publish(2, [0], 4 * DEADLINE_S))
-        while fleet.trainers[0]._going is None:
+        if stands_at == "barrier":
+            fleet.mailboxes["trainer-1"].handle(m.Go, unanswered)  # the others wait for it
+        elif stands_at == "commit":
+            fleet.mailboxes["target-0"].handle(m.Commit, unanswered)
+        update = asyncio.ensure_future(controller.update(2, FAR_S))
+        offers = {0: asyncio.ensure_future(fleet.publish(2, [0], FAR_S))}
+        rank = fleet.receivers[0]
+        received = asyncio.ensure_future(rank.receive(2, FAR_S))
+        if stands_at == "commit":
+            offers |= {each: asyncio.ensure_future(fleet.publish(2, [each], FAR_S)) for each in fleet.trainers if each}
+        while not has_come_to(fleet, stands_at):
             await asyncio.sleep(0.001)
         world.kill(fleet.engines["controller"])
-        with pytest.raises(
-            UpdateFailed, match=r"trainer 0: not done in .* s: the controller is gone: .*Next: join\(\)"
-        ):
-            await offer
+        for offer in offers.values():
+            with pytest.raises(UpdateFailed, match=r"trainer \d: the controller is gone: .*Next: join\(\)"):
+                await offer
+        with pytest.raises(UpdateFailed, match="the controller is gone: "):
+            await received
+        assert rank._updates.attempt is None and rank.state is (State.WHOLE if spare else State.TORN)
+        update.cancel()
         await asyncio.gather(update, return_exceptions=True)
 
-    sim.run(main, seed=seed.number(), limit_s=10 * PATIENCE_S)
+    sim.run(main, seed=seed.number(), limit_s=FAR_S / 2)
+
+
+def has_come_to(fleet: Fleet, stands_at: str) -> bool:
+    attempt = fleet.receivers[0]._updates.attempt
+    if stands_at == "commit":
+        return attempt is not None and attempt.is_whole and fleet.receivers[1].version == 2
+    if stands_at == "barrier":
+        step = fleet.trainers[0]._step
+        return fleet.trainers[0]._going is not None and step is not None
+    return attempt is not None and fleet.trainers[0]._going is not None

@@ -19,6 +19,7 @@ class Attempt:
     expected: int
     deadline_at_s: float  # on the loop's clock
     timer: asyncio.TimerHandle | None = None
+    watching: asyncio.Task[None] | None = None  # its controller
     pausing: asyncio.Task[None] | None = None
     is_paused: bool = False  # its pause() has been called
     is_whole: bool = False
@@ -28,3 +29,10 @@ class Attempt:
 
     def note_paused(self) -> None:
         self.is_paused = True
+
+    def end(self) -> None:
+        """Nothing of it counts any more, and nobody waits for its deadline."""
+        for each in (self.timer, self.watching):
+            if each is not None:
+                each.cancel()
+        self.counter.release(force=True)

@@ -29,6 +29,8 @@ _AGAIN_S, _AGAIN_MAX_S = 1.0, 30.0
 _JOIN_AGAIN_S = 600.0
 _ANSWERED_S = 1.0  # a controller that lives takes an answer in less
 
+CONTROLLER_GONE = "the controller is gone: it died, closed, or was silent for too long"
+
 # By mailbox, for all of its members: a controller knows them by its address.
 _words: weakref.WeakKeyDictionary[Mailbox, int] = weakref.WeakKeyDictionary()
 
@@ -230,6 +232,19 @@ class Membership:
         anybody opens.
         """
         return m.Taken() if sender == self._controller else m.Closed(f"{self._who} has joined another controller")
+
+    def watch(self, controller: bytes, lost: Callable[[str], object]) -> asyncio.Task[None]:
+        """Called as a controller begins something here that only its word would end. Calls lost(why) as soon as our
+        engine gives it up; cancel the task when that is of no interest any more.
+        """
+
+        async def until_lost() -> None:
+            await self._mailbox.wire.until_lost(controller)
+            lost(CONTROLLER_GONE)
+
+        # It has just spoken, so if our engine had given it up, that is outdated.
+        self._mailbox.wire.try_anew(controller)
+        return self._mailbox.spawn(until_lost(), "waiting for the loss of a controller")
 
     def answer_before_close(self) -> None:
         """Makes answered() wait for this task's answer. Whoever hears of a commit may close everything at once, and

@@ -21,7 +21,13 @@ from crossrail.weights.errors import UpdateFailed, WatermarkTooSmall
 from crossrail.weights.inventory.memory import WeightMemory
 from crossrail.weights.services import messages as m
 from crossrail.weights.services.assigned import Assigned, Pieces
-from crossrail.weights.services.members import Membership, check_one_engine, next_word, packed_inventory
+from crossrail.weights.services.members import (
+    CONTROLLER_GONE,
+    Membership,
+    check_one_engine,
+    next_word,
+    packed_inventory,
+)
 from crossrail.weights.services.versions import checked_version
 from crossrail.weights.step.arena import Arena, aligned
 from crossrail.weights.step.barrier import EngineBarrier, MakeBarrier
@@ -34,7 +40,7 @@ log = logging.getLogger("crossrail.weights")
 ABORT_S = 1.0  # within which a live controller has reported why an update failed
 QUIET_S = 5.0  # for transfers that were cancelled: what peers have begun ends first
 _KERNELS_S = 0.0005  # between looks at what the caller's stream still has to do
-_CONTROLLER_GONE = "the controller is gone: it died, closed, or was silent for too long. Next: join() one that is there"
+_CONTROLLER_GONE = f"{CONTROLLER_GONE}. Next: join() one that is there"
 
 
 class WeightTrainer(AsyncClosing):
@@ -82,6 +88,7 @@ class WeightTrainer(AsyncClosing):
         self._offered = asyncio.Event()
         self._step: Step | None = None
         self._going: asyncio.Task[StepReport] | None = None
+        self._watching: asyncio.Task[None] | None = None  # the controller that has asked for it
         self._stopped_why = ""  # of that: who else has ended it
         self._attempt_max = 0  # attempts up to this one are over, even if their Go is still in flight
         self._step_attempt = 0  # the last that a step was for
@@ -137,10 +144,11 @@ class WeightTrainer(AsyncClosing):
         It may be called before join(), and then waits for that too, within timeout_s.
         The weights must not change until it returns or raises. The update runs once all trainers offer the version that
         the controller was asked for. Raises UpdateFailed: no inference rank is known to have switched to it, unless
-        this trainer alone was cut off or out of time, or the controller died as it told them to. Offer it again, or a
-        later one; if `asked_for` of the error is a number, offer that version, or this trainer fails again. Cancelled,
-        it withdraws the offer: an update that has begun with it fails at once, one that has not waits for another
-        offer, until its time is up.
+        this trainer alone was cut off or out of time, or the controller died as it told them to. That the controller
+        is gone is raised once it has begun to update; before that this waits, for another one may be joined. Offer it
+        again, or a later one; if `asked_for` of the error is a number, offer that version, or this trainer fails again.
+        Cancelled, it withdraws the offer: an update that has begun with it fails at once, one that has not waits for
+        another offer, until its time is up.
         Weights on GPUs: nothing is sent before everything has ended that torch had queued on the calling thread's
         current stream of each GPU. For other kernels, wait before the call. The call itself may be made on any thread;
         the coroutine runs on the event loop's. The call raises UsageError for a tensor that was moved after it was
@@ -214,6 +222,7 @@ class WeightTrainer(AsyncClosing):
         self._is_closed = True
         self._membership.close()
         self._fail(f"trainer {self.rank} is closing")
+        self._stop_watching()
         self._drop_assigned()
         await self._stop_step("it is closing")
         await self._membership.answered()
@@ -309,6 +318,8 @@ class WeightTrainer(AsyncClosing):
             self._engine.imm_counter(self._barrier_imm).release(force=True)
         self._barrier_imm = go.barrier_imm
         going = self._going = asyncio.ensure_future(self._go(self._assigned, go))
+        self._stop_watching()
+        self._watching = self._membership.watch(sender, lambda why: self._controller_gone(sender, go.attempt, why))
         try:
             self.last_report = await asyncio.shield(going)
         except asyncio.CancelledError:
@@ -402,6 +413,18 @@ class WeightTrainer(AsyncClosing):
 
     # ---- ending
 
+    def _controller_gone(self, controller: bytes, attempt: int, why: str) -> None:
+        """In the middle of its attempt: nobody will say how that ended."""
+        if (controller, attempt) != (self._controller, self._step_attempt):
+            return
+        if self._offer is not None and self._offer.attempt == attempt:
+            self._offer.fail(f"trainer {self.rank}: {_CONTROLLER_GONE}")
+        self._cancel_step(why)
+
+    def _stop_watching(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+
     def _on_out(self) -> None:
         self._fail(self._membership.out_why)
 
@@ -412,20 +435,21 @@ class WeightTrainer(AsyncClosing):
     def _fail_soon(self, attempt: int, why: str) -> None:
         """The controller's abort comes before, and names what ended the update; this says only what it did here."""
         offer = self._offer
-
-        def fail(offer: _Offer) -> None:
-            is_gone = self._mailbox.wire.is_lost(self._controller)
-            offer.fail(f"{why}: {_CONTROLLER_GONE}" if is_gone else why)
-
         if offer is not None and offer.attempt == attempt:
-            asyncio.get_running_loop().call_later(ABORT_S, fail, offer)
+            asyncio.get_running_loop().call_later(ABORT_S, offer.fail, why)
 
     async def _stop_step(self, why: str) -> None:
-        going = self._going
-        if going is not None and not going.done():
-            self._stopped_why = self._stopped_why or why
-            going.cancel()
+        if (going := self._cancel_step(why)) is not None:
             await asyncio.wait([going])
+
+    def _cancel_step(self, why: str) -> asyncio.Task[StepReport] | None:
+        """Returns the step that ends then, if one is going."""
+        going = self._going
+        if going is None or going.done():
+            return None
+        self._stopped_why = self._stopped_why or why
+        going.cancel()
+        return going
 
     async def _quiet(self, timeout_s: float) -> None:
         """Waits for transfers of a failed attempt, which use the arena and sources. UpdateFailed if they do not end."""

@@ -25,6 +25,7 @@ from crossrail.weights.threads import in_thread
 log = logging.getLogger("crossrail.weights")
 
 _GRACE_S = 5.0  # beyond an update's deadline, for the controller's own word that it failed
+_SILENT = "its time was up, and the controller is silent"
 FENCE_S = 30.0  # for how long a writer may be frozen in a copy before fence() reports that
 _FENCE_TURN_S = 1.0  # part of that after which another caller gets its turn to fence
 _FENCE_AGAIN_S, _FENCE_AGAIN_MAX_S = 1.0, 30.0
@@ -101,6 +102,7 @@ class Updates:
         attempt = self.attempt = Attempt(
             opened.attempt, opened.version, sender, counter, self._expected[1], deadline_at_s
         )
+        attempt.watching = self._membership.watch(sender, lambda why: self._end_alone(attempt, why))
         try:
             self._buffers.memory.check_in_place()  # before the pause, which a refused update does not end
             open_by_s = deadline_at_s - opened.say_why_s
@@ -117,7 +119,7 @@ class Updates:
             self._changes.notify()  # readers may come again
             raise
         buffer = self._buffers.open()
-        attempt.timer = loop.call_at(deadline_at_s + _GRACE_S, self._overdue, attempt)
+        attempt.timer = loop.call_at(deadline_at_s + _GRACE_S, self._end_alone, attempt, _SILENT)
         self._changes.notify()
         return m.Opened(buffer)
 
@@ -205,10 +207,9 @@ class Updates:
 
     # ---- ending
 
-    def _overdue(self, attempt: Attempt) -> None:
+    def _end_alone(self, attempt: Attempt, why: str) -> None:
         if self.attempt is attempt:
-            why = "its time was up, and the controller is silent"
-            self._mailbox.spawn(self.fail_persistently(why), "an overdue update")
+            self._mailbox.spawn(self.fail_persistently(why), "ending an update whose controller does not")
 
     async def fail_persistently(self, why: str) -> None:
         """Like fail(), but keeps trying while a writer is frozen, which may thaw or be killed, or while a NIC refuses
@@ -278,9 +279,7 @@ class Updates:
 
     def _end(self, attempt: Attempt) -> None:
         self.attempt = None
-        if attempt.timer is not None:
-            attempt.timer.cancel()
-        attempt.counter.release(force=True)
+        attempt.end()
 
     def _end_failed(self, attempt: Attempt) -> None:
         """Resumes the user of the weights, if they are whole. Not awaited: that may take a while."""
