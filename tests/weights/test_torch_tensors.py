@@ -184,6 +184,36 @@ def test_tensor_that_moved_is_refused_by_name() -> None:
             memory.check_in_place()
 
 
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (
+            lambda data: data.t(),
+            r"float32 with strides \(8, 1\) when it was added, and is float32 with strides \(1, 8\)",
+        ),
+        (lambda data: data.view(torch.bfloat16)[:, :8], r"float32 .* and is bfloat16 with strides \(16, 1\) now"),
+    ],
+)
+@pytest.mark.parametrize("how", ["add", "add_tensor"])
+def test_tensor_that_lies_otherwise_at_its_place_is_refused_by_name(
+    change: Callable[[torch.Tensor], torch.Tensor], text: str, how: str
+) -> None:
+    """Its bytes would be sent as what it was."""
+    weight = torch.nn.Parameter(torch.arange(32.0).reshape(4, 8))
+    with xr.Engine("trainer", transport="null") as engine, WeightMemory(engine, "trainer", 0) as memory:
+        if how == "add":
+            memory.add("w", weight)
+        else:
+            add_tensor(memory, Names([], {"w": (4, 8)}), "w", weight)
+        before = weight.data_ptr()
+        weight.data = weight.data[:2]  # the same bytes lie there
+        memory.check_in_place()
+        weight.data = change(weight.data)
+        assert weight.data_ptr() == before
+        with pytest.raises(UsageError, match=rf"^w: its tensor was {text}"):
+            memory.check_in_place()
+
+
 def test_shard_that_moved_is_refused_by_name() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:

@@ -25,7 +25,7 @@ from crossrail.errors import UsageError
 from crossrail.integrations.vllm.weights_reload import loaded_form, reload
 from crossrail.weights.inventory.families import names_of
 from crossrail.weights.inventory.mapping import Names, Ranks
-from crossrail.weights.inventory.memory import WeightMemory
+from crossrail.weights.inventory.memory import Place, WeightMemory, place_of
 from crossrail.weights.inventory.torch_tensors import add_tensor
 
 # Names of backends and kernels for which tests have seen what vLLM makes of weights, bit for bit.
@@ -124,7 +124,7 @@ class WorkerModel:
             raise UsageError(f"{name}: vLLM has made {tensor.dtype} of it after loading. {_ELSE}")
         # What is added is an alias, which stays where it is if the parameter gets other memory, or is replaced by
         # another one.
-        memory.watch(name, partial(_address_of, module, own))
+        memory.watch(name, partial(_place_of, module, own))
         if tensor.data_ptr() not in self._shared:  # tied: written once
             self._shared.add(tensor.data_ptr())
             self._add(memory, names, name, tensor, module)
@@ -227,10 +227,10 @@ def _form(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)} with strides {tensor.stride()}"
 
 
-def _address_of(module: torch.nn.Module, own_name: str) -> int:
-    """The present address of this parameter of the module; 0: it has none."""
+def _place_of(module: torch.nn.Module, own_name: str) -> Place:
+    """Where this parameter of the module is at present; address 0: it has none."""
     parameter = module._parameters.get(own_name)
-    return 0 if parameter is None else parameter.data_ptr()
+    return (0, None, None) if parameter is None else place_of(parameter)
 
 
 def _add_vocabulary(memory: WeightMemory, name: str, tensor: torch.Tensor, module: Any) -> None:

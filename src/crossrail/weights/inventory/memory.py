@@ -10,6 +10,7 @@ import threading
 from bisect import bisect_right, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,21 @@ from crossrail.weights.inventory.holdings import (
 )
 
 _DLPACK_CUDA = 2  # of dlpack.h
+_MOVED = "(.data was set, or the module was moved to another device)"
+_RESHAPED = "(.data was set to a view of it)"
 _PADDING_BYTES = 512  # allocators hand out a GPU's memory in multiples of that: smaller gaps in one are nobody's
+
+
+Place = tuple[int, object, object]  # of a torch tensor: its address, type and strides
+
+
+def place_of(tensor: Any) -> Place:
+    """Where a torch tensor's elements are, and how they lie there."""
+    return tensor.data_ptr(), tensor.dtype, tensor.stride()
+
+
+def _form(place: Place) -> str:
+    return f"{str(place[1]).removeprefix('torch.')} with strides {place[2]}"
 
 
 @dataclass(frozen=True)
@@ -84,7 +99,7 @@ class WeightMemory(Closing):
         self._made: list[tuple[int, int]] = []  # of regions that were made here, disjoint: begin and index, ascending
         self._added: list[tuple[Holding, _Piece]] = []
         self._names: set[str] = set()  # also of boxes that are empty
-        self._watched: list[tuple[str, Callable[[], int], int]] = []
+        self._watched: list[tuple[str, Callable[[], Place], Place]] = []
         self._gpus: set[str] = set()  # of arrays that say it
         self._inventory: Inventory | None = None
         self._registering = threading.Lock()
@@ -123,7 +138,7 @@ class WeightMemory(Closing):
         """
         piece = self.add_unwatched(name, array, shape, box, dtype, mesh, scale_of, block)
         if isinstance(piece.owner, _Tensor) and 0 not in piece.extent:
-            self.watch(name, piece.owner.tensor.data_ptr)
+            self.watch(name, partial(place_of, piece.owner.tensor))
 
     def add_unwatched(
         self,
@@ -161,21 +176,24 @@ class WeightMemory(Closing):
             self._gpus.add(piece.gpu)
         return piece
 
-    def watch(self, name: str, address: Callable[[], int]) -> None:
-        """check_in_place() refuses what lies elsewhere than now. address: says where."""
-        self._watched.append((name, address, address()))
+    def watch(self, name: str, place: Callable[[], Place]) -> None:
+        """check_in_place() refuses what lies elsewhere, or otherwise, than now. place: says how, see place_of()."""
+        self._watched.append((name, place, place()))
 
     def check_in_place(self) -> None:
-        """UsageError names a tensor of torch that lies elsewhere than when it was added; 0.2 to 1 us for each.
+        """UsageError names a tensor of torch that lies elsewhere than when it was added, or has another type or other
+        strides; 0.5 to 1 us for each.
 
         `tensor.data = another` and `module.to(...)` move it. What replaced it in its module is not seen.
         """
-        for name, address, before in self._watched:
-            if address() != before:
+        for name, place, before in self._watched:
+            if (now := place()) != before:
+                what = f"lies elsewhere than when it was added {_MOVED}"
+                if now[0] == before[0]:
+                    what = f"was {_form(before)} when it was added, and is {_form(now)} now {_RESHAPED}"
                 raise UsageError(
-                    f"{name}: its tensor lies elsewhere than when it was added (.data was set, or the module was moved "
-                    "to another device). Next: copy new values into it; or close() this trainer or receiver, and make "
-                    "one with a new WeightMemory"
+                    f"{name}: its tensor {what}. Next: copy new values into it; or close() this trainer or receiver, "
+                    "and make one with a new WeightMemory"
                 )
 
     @property

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
 from crossrail._extras import needs
 from crossrail.errors import UsageError
 from crossrail.weights.inventory.holdings import Box, Holding
 from crossrail.weights.inventory.mapping import ALONE, Names, Ranks
-from crossrail.weights.inventory.memory import WeightMemory, torch_storage
+from crossrail.weights.inventory.memory import Place, WeightMemory, place_of, torch_storage
 from crossrail.weights.inventory.placement import Placement, Replicate, Shard, local_box
 
 with needs(__name__, "'crossrail[torch]'"):
@@ -90,12 +91,12 @@ def add_tensor(memory: WeightMemory, names: Names, name: str, tensor: torch.Tens
         steps = [stride // size for stride in held.strides]
         piece = local.as_strided(extent, steps, local.storage_offset() + held.offset // size)
         memory.add_unwatched(held.name, piece, held.shape, held.box, None, held.mesh, held.scale_of, held.block)
-    memory.watch(name, _address_of(tensor))
+    memory.watch(name, _place_of(tensor))
 
 
-def _address_of(tensor: torch.Tensor) -> Callable[[], int]:
+def _place_of(tensor: torch.Tensor) -> Callable[[], Place]:
     """Says where it lies now. Each update asks that of thousands of tensors."""
     if not isinstance(tensor, DTensor):
-        return cast(Callable[[], int], tensor.data_ptr)
+        return partial(place_of, tensor)
     # The same as to_local() without gradients; entering no_grad() for that takes 20 times as long.
-    return lambda: int(tensor._local_tensor.data_ptr())
+    return lambda: place_of(tensor._local_tensor)
