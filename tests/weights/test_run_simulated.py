@@ -216,3 +216,19 @@ def has_come_to(fleet: Fleet, stands_at: str) -> bool:
         step = fleet.trainers[0]._step
         return fleet.trainers[0]._going is not None and step is not None
     return attempt is not None and fleet.trainers[0]._going is not None
+
+
+def test_inference_rank_to_which_writes_do_not_get_is_named_though_it_answers(seed: Seed) -> None:
+    async def main(world: sim.World) -> None:
+        fleet = fleet_in(world, peer_timeout_s=FAR_S)
+        controller = await fleet.start()
+        await fleet.update(1)
+        hosts = {host.name: host for host in world.hosts}
+        world.silence([hosts[f"trainer-{rank}"] for rank in fleet.trainers], [hosts["target-1"]])
+        offers = [asyncio.ensure_future(fleet.publish(2, [each], FAR_S)) for each in fleet.trainers]
+        held_up = r"trainer 0 is not done \(\d+ writes to inference rank 1 under way\), trainer 1 is not done \("
+        with pytest.raises(UpdateFailed, match=rf"not complete within 5 s: {held_up}"):
+            await controller.update(2, DEADLINE_S)
+        await asyncio.gather(*offers, return_exceptions=True)
+
+    sim.run(main, seed=seed.number(), limit_s=FAR_S)

@@ -63,7 +63,7 @@ class Late:
         if not words and trainers:
             silent = await asyncio.gather(*(self._is_silent(member) for member in others))
             words = [f"{member} does not answer" for member, is_so in zip(others, silent, strict=True) if is_so]
-        words = words or [f"{member} is not done" for member in self._asked] or [self.own] * bool(self.own)
+        words = words or await self._not_done() or [self.own] * bool(self.own)
         return f": {_listed(words)}" if words else ""
 
     async def who_else(self, version: int) -> str:
@@ -90,6 +90,16 @@ class Late:
             return "" if far.is_offered else f"{member} has not called publish()"
 
         return await asyncio.gather(*map(why, trainers))
+
+    async def _not_done(self) -> list[str]:
+        """Everybody who was asked, and what each trainer waits for: whom its writes or reads are held up by."""
+
+        async def why(member: Member, kind: type) -> str:
+            far = await self._progress_of(member) if kind is m.Go else None
+            waits_for = f" ({far.waits_for} under way)" if far is not None and far.waits_for else ""
+            return f"{member} is not done{waits_for}"
+
+        return await asyncio.gather(*(why(member, kind) for member, kind in self._asked.items()))
 
     async def _is_silent(self, member: Member) -> bool:
         try:

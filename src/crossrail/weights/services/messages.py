@@ -275,13 +275,14 @@ class Progress(Struct, frozen=True, tag=True):
     """ready: tasks of its part of a plan that are made ready. written_bytes: of the step under way, or of the last.
 
     is_offered: publish() is under way. withdrawn: the version that the last one offered, if that was cancelled or ran
-        out of time, and no update has failed since.
+        out of time, and no update has failed since. waits_for: as Step has it, of the step under way, or of the last.
     """
 
     ready: Count
     written_bytes: Count
     is_offered: bool = False
     withdrawn: Version | None = None
+    waits_for: Text = ""
 
 
 Message = (

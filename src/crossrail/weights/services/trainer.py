@@ -14,6 +14,7 @@ from crossrail._closing import AsyncClosing
 from crossrail._options import check_seconds, check_whole
 from crossrail.control.deadlines import in_time, in_words, loop_time_s, set_in_time
 from crossrail.control.mailbox import Mailbox, NoAnswer
+from crossrail.control.messages import clipped
 from crossrail.control.wire import Unreachable
 from crossrail.errors import CrossrailError, UsageError
 from crossrail.weights import gpu
@@ -366,7 +367,8 @@ class WeightTrainer(AsyncClosing):
             )  # fmt: skip
             return await in_time(step.run(deadline_at_s - loop_time_s()), deadline_at_s - loop_time_s())
         except asyncio.TimeoutError:
-            raise CrossrailError(f"not done in {in_words(go.timeout_s)}") from None
+            waits_for = f": {step.waits_for} under way" if step.waits_for else ""
+            raise CrossrailError(f"not done in {in_words(go.timeout_s)}{waits_for}") from None
         finally:
             barrier.close()
             self._lingering = self._step.pending if self._step is not None else []
@@ -409,7 +411,8 @@ class WeightTrainer(AsyncClosing):
     async def _on_progress(self, sender: bytes, _: m.AskProgress) -> m.Progress:
         report = StepReport() if self._step is None else self._step.report
         ready = 0 if self._assigned is None else len(self._assigned.tasks)
-        return m.Progress(ready, report.written_bytes, self._offer is not None, self._withdrawn)
+        waits_for = "" if self._step is None else clipped(self._step.waits_for)
+        return m.Progress(ready, report.written_bytes, self._offer is not None, self._withdrawn, waits_for)
 
     # ---- ending
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +32,7 @@ _HOLD_S = 0.002  # for so long the event loop is kept from others while tasks mo
 # while.
 _WATCHED = (1 / 8, 1 / 4, 1 / 2)
 _LOOK_S = 0.02
+_NAMED = 3  # of those whom transfers go to or come from
 
 
 @dataclass
@@ -123,12 +124,35 @@ class Step:
         self._preparing: tuple[list[int], asyncio.Future[float]] | None = None
         self._writing: dict[int, list[xr.Transfer]] = {}
         self._writes_under_way = 0
+        self._waited_for: str | None = None  # once it has ended
 
     @property
     def pending(self) -> list[xr.Transfer]:
         """Transfers that have not ended."""
         every = [*self._gathering.values(), *self._writing.values()]
         return [transfer for transfers in every for transfer in transfers if not transfer.done]
+
+    @property
+    def waits_for(self) -> str:
+        """What it waits for, or was waiting for when it ended too early, in words; "": only for the other trainers."""
+        return self._under_way() if self._waited_for is None else self._waited_for
+
+    def _under_way(self) -> str:
+        writes = Counter(batch.target for batch in self._open(self._writing, lambda task: task.batches))
+        reads = Counter(read.trainer for read in self._open(self._gathering, lambda task: task.reads))
+        words = [f"{n} writes to inference rank {rank}" for rank, n in writes.most_common(_NAMED)]
+        words += [f"{n} reads from trainer {rank}" for rank, n in reads.most_common(_NAMED)]
+        words += ["copies to the GPU"] * (self._loading is not None)
+        words += ["conversions"] * (self._preparing is not None)
+        return ", ".join(words)
+
+    def _open(
+        self, stage: Mapping[int, list[xr.Transfer]], parts_of: Callable[[ReadyTask], Sequence[Any]]
+    ) -> Iterator[Any]:
+        """What the stage's transfers that have not ended are of."""
+        for index, transfers in stage.items():
+            parts = parts_of(self._tasks[index])  # of which transfers were taken from the end
+            yield from (part for part, transfer in zip(parts, transfers, strict=False) if not transfer.done)
 
     async def run(self, timeout_s: float) -> StepReport:
         """Returns when all own writes are done, and all trainers have prepared all of theirs: weights may change.
@@ -149,6 +173,7 @@ class Step:
                 await self._meet_others(deadline_at_s)
             await self._move_until(lambda: self._schedule.is_over)
         finally:
+            self._waited_for = self._under_way()
             await self._end()
             self.report.python_s = time.thread_time() - began_code
         self.report.total_s = clock() - begun
