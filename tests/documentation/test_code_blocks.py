@@ -52,7 +52,7 @@ PIECES: dict[str, bool | int] = {
     "docs/flight-recorder.md": 2,
     "docs/gpu-memory.md": 3,
     "docs/memory-promise.md": 1,
-    "docs/moe.md": 3,
+    "docs/moe.md": 4,
     "docs/moe-gpu.md": 2,
     "docs/simulator.md": True,
     "docs/slow-path.md": 1,

@@ -1,6 +1,6 @@
 """Pieces of docs/moe.md and docs/moe-gpu.md that take torch, as they stand there, by a group of one rank.
 
-tests/vllm has the last of docs/moe.md.
+tests/vllm has the last of docs/moe.md, tests/moe/test_rounds.py that on copies of experts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.support.fake_gpu import FakeGpu
 from tests.support.limits import WAIT_S
 
 ON_A_GPU, IN_GRAPHS = blocks()["docs/moe-gpu.md"]
-WITH_TRANSFORMERS, AS_DEEPEP = blocks()["docs/moe.md"][1:3]
+WITH_TRANSFORMERS, AS_DEEPEP = blocks()["docs/moe.md"][2:4]
 TOKENS, HIDDEN, EXPERTS, TOP_K = 4, 7168, 256, 8
 
 

@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 
 from crossrail.moe import AllToAll, CapacityExceeded, Dispatched, Round
+from tests.documentation.blocks import blocks
 from tests.moe.batches import Batch, draw, expected_rows, expected_sums, expert_of_row, outputs, split_at_random
 from tests.moe.ranks import Ranks, errors_of
 from tests.support.seeds import Seed
 
 BLOCK = 16
+COPIES = blocks()["docs/moe.md"][1]
 
 
 def check_dispatched(got: Dispatched, batches: list[Batch], first: int, padding: int, room: int | None = None) -> None:
@@ -251,6 +253,46 @@ def test_a_capacity_is_that_of_each_ranks_own_experts(seed: Seed) -> None:
         errors = errors_of(ranks, lambda p, r: p.dispatch(batches[r].x, batches[r].scales, batches[r].indices),
                            CapacityExceeded)  # fmt: skip
         assert "rank 1 has room for 4 rows, 5 are for it" in str(errors[0]) == str(errors[1])
+
+
+@pytest.mark.parametrize("split", [None, [3, 9, 0, 8]], ids=["even", "uneven"])
+@pytest.mark.parametrize("wire", ["near", "half of them"])
+def test_copies_of_experts_that_move_between_rounds_give_the_same_bits(
+    wire: str, split: list[int] | None, seed: Seed
+) -> None:
+    """By the piece of docs/moe.md: AllToAll knows slots, and a table that changes says whose weights are in them."""
+    experts, slots, hidden = 12, 20, 24
+    plain: dict[str, Any] = {"dtype": "float32", "scale_block": None, "out_dtype": "float32"}
+    scale = seed.rng().standard_normal((experts, hidden), np.float32)
+    rounds = []
+    for number in range(4):
+        random = seed.rng(number)
+        expert_in = random.permutation([*range(experts), *random.integers(0, experts, slots - experts)])
+        copies = np.bincount(expert_in, minlength=experts)
+        places = np.zeros((experts, copies.max()), np.int64)
+        for expert, count in enumerate(copies):
+            places[expert, :count] = np.flatnonzero(expert_in == expert)
+        x = random.standard_normal((4, 9, hidden), np.float32)
+        chosen = np.argsort(random.random((4, 9, experts)), axis=2)[:, :, :3]
+        weights = random.random((4, 9, 3), np.float32)
+        sums = np.zeros_like(x)
+        for k in range(3):
+            sums += weights[:, :, k : k + 1] * (x * scale[chosen[:, :, k]])
+        rounds.append((expert_in, (places, copies), x, chosen, weights, sums))
+
+    def run(part: AllToAll, rank: int) -> None:
+        for expert_in, table, x, chosen, weights, sums in rounds:
+            names = {"np": np, "all_to_all": part, "table": table, "x": x[rank], "chosen": chosen[rank]}
+            exec(COPIES, names)
+            got: Any = names["dispatched"]
+            own = expert_in[part.config.split.of(rank).start :][: len(got.counts)]
+            y = got.x * scale[np.repeat(own, got.counts)]
+            assert np.array_equal(part.combine(y, got, weights[rank]), sums[rank])
+
+    engine, node_size = WIRES[wire]
+    sizes = {"experts": slots, "experts_per_rank": split, "hidden": hidden, "top_k": 3, "max_tokens": 9}
+    with Ranks(4, engine, **sizes, **plain, node_size=node_size) as ranks:
+        ranks.each(run)
 
 
 def test_stats_and_explain_tell_what_was_done(seed: Seed) -> None:
