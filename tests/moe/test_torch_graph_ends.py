@@ -122,14 +122,16 @@ def test_ranks_of_one_dp_group_that_route_differently_are_named_on_all(
 @pytest.mark.parametrize(
     ("kind", "part", "lacks"),
     [
+        (AllToAll, "crossrail.moe.all_to_all.row_memory", lambda engine, *_: engine.address.name == "rank-1"),
+        (GraphAllToAll, "crossrail.moe.graph.all_to_all.row_memory", lambda e, *_: e.address.name == "rank-1"),
         (AllToAll, "crossrail.moe.all_to_all.Board", lambda engine, *_: engine.address.name == "rank-1"),
         (GraphAllToAll, "crossrail.moe.graph.all_to_all.Board", lambda engine, *_: engine.address.name == "rank-1"),
         (GraphAllToAll, "crossrail.moe.peers.Far", lambda *arguments: arguments[3] == 1),
         (GraphAllToAll, "crossrail.moe.graph.steps.GraphMemory", lambda *arguments: arguments[2] == 1),
     ],
-    ids=["AllToAll's board", "board", "rows", "kernels"],
+    ids=["AllToAll's device", "device", "AllToAll's board", "board", "rows", "kernels"],
 )
-def test_a_rank_without_memory_is_named_on_all_before_they_have_waited(
+def test_a_rank_without_memory_or_device_is_named_on_all_before_they_have_waited(
     kind: Any, part: str, lacks: Callable[..., bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make = pkgutil.resolve_name(part)

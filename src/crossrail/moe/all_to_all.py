@@ -133,11 +133,11 @@ class AllToAll(Leaving):
         )  # fmt: skip
         self.rank = group.rank
         self._engine = engine
-        self._memory = row_memory(engine, device, kernels, self.config)
         self._masks = on_lost == "mask"
         layout_of_board = BoardLayout(self.config, group.rank, holds_rows=not is_gpu(device))
         with contextlib.ExitStack() as undo:
             with Peers.expected(group, self.config, timeout_s):
+                self._memory = row_memory(engine, device, kernels, self.config)
                 self._inbox = self._memory.block(output_bytes(self.config, group.rank))
                 undo.callback(self._inbox.close, timeout_s)
                 own_rows = self._memory.block(layout_of_board.rows_bytes) if layout_of_board.rows_bytes else None

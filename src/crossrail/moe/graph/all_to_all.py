@@ -110,14 +110,14 @@ class GraphAllToAll(Leaving):
         self.rank = group.rank
         self._engine = engine
         self._timeout_s = timeout_s
-        rows = row_memory(engine, device, None, config)
-        self.device = rows.device if isinstance(rows, DeviceRows) else torch.device("cpu")
-        self._tensors = Tensors(self.device)
         self._recent: deque[weakref.ref[GraphRound]] = deque(maxlen=_OPEN_MAX)
         self._is_told = False  # the failure that ended the rounds was raised
         self._unseen: CrossrailError | None = None  # a failure that close() is to raise
         with contextlib.ExitStack() as undo:
             with Peers.expected(group, config, timeout_s):
+                rows = row_memory(engine, device, None, config)
+                self.device = rows.device if isinstance(rows, DeviceRows) else torch.device("cpu")
+                self._tensors = Tensors(self.device)
                 self._board = Board(engine, BoardLayout(config, group.rank, holds_rows=False), None)
             undo.callback(self._board.close, timeout_s)
             self._peers = peers = Peers(engine, group, config, self._board, rows, timeout_s, kernels_wait=True)
