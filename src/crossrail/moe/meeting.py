@@ -20,11 +20,14 @@ from crossrail.moe.masking.agreement import Agreement
 
 @dataclass(frozen=True)
 class Member:
-    """One rank. board: its memory, if we share that. uses_tcp: some rank is reached by tcp from there."""
+    """One rank. board: its memory, if we share that. is_spared: we could, and do not, since nodes are of equal size.
+    uses_tcp: some rank is reached by tcp from there.
+    """
 
     rank: int
     address: xr.Address
     board: memoryview | None
+    is_spared: bool
     uses_tcp: bool
 
 
@@ -57,7 +60,13 @@ def meet(engine: xr.Engine, group: Group, config: Config, board: xr.Region, time
     size = _node_size(config, [set(told["mapped"]) for told in reports])
     mates = range(group.rank // size * size, (group.rank // size + 1) * size)
     return [
-        Member(rank, descriptor.owner, boards[rank] if rank in mates else None, bool(reports[rank]["uses_tcp"]))
+        Member(
+            rank,
+            descriptor.owner,
+            boards[rank] if rank in mates else None,
+            config.node_size is None and rank in boards and rank not in mates,
+            bool(reports[rank]["uses_tcp"]),
+        )
         for rank, descriptor in enumerate(descriptors)
     ]
 
@@ -170,11 +179,16 @@ def _node_size(config: Config, mapped: list[set[int]]) -> int:
     """The most consecutive ranks that can all map each other, all over the group; or what was asked for."""
     world = config.world
 
-    def is_sound(size: int) -> bool:
-        return all(set(range(rank // size * size, (rank // size + 1) * size)) <= mapped[rank] for rank in range(world))
+    def unmapped(size: int) -> tuple[int, int] | None:
+        """A rank of a node of that size, and one of the same node whose memory it cannot map."""
+        pairs = ((rank, rank // size * size + index) for rank in range(world) for index in range(size))
+        return next((pair for pair in pairs if pair[1] not in mapped[pair[0]]), None)
 
-    found = next(size for size in range(world, 0, -1) if world % size == 0 and is_sound(size))
+    found = next(size for size in range(world, 0, -1) if world % size == 0 and unmapped(size) is None)
     size = found if config.node_size is None else config.node_size
-    if not is_sound(size):
-        raise UsageError(f"node_size is {size}, and only {found} consecutive ranks can map each other's memory")
+    if (pair := unmapped(size)) is not None:
+        raise UsageError(
+            f"node_size is {size}, and only {found} consecutive ranks can map each other's memory: rank {pair[0]} "
+            f"cannot map that of rank {pair[1]}"
+        )
     return size
