@@ -1,5 +1,6 @@
 """What a router says when nobody can take a request: what has happened to those that could."""
 
+import logging
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ from crossrail.kv.errors import Unavailable
 from crossrail.kv.messages import Role
 from crossrail.kv.services import absence
 from crossrail.kv.services.absence import Absence
+from crossrail.kv.services.decoder import Decoder
 from crossrail.kv.services.membership import Roster
 from tests.kv.conftest import start, until
 from tests.support.kv_cluster import ROUTER, Cluster, node_record, prompt_of
@@ -120,3 +122,26 @@ async def test_request_after_the_only_decoder_died_is_told_so(cluster: Cluster) 
 
     with pytest.raises(Unavailable, match=r"is left at router 'router': node 'd0' died or closed, \d+\.\d s ago"):
         await cluster.complete(prompt_of(40), m.Sampling(4))
+
+
+async def test_router_logs_whom_it_has_lost_and_who_is_back(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    """As warnings, which are shown by default. Who comes first, or leaves in order, is told with --log-level info."""
+    caplog.set_level(logging.INFO, "crossrail.kv")
+    await start(cluster)
+    await cluster.kill("d0")
+    await until(lambda: not cluster.router.roster.members("decoder"), "the decoder is missed")
+    for _ in range(2):
+        cluster.add(Decoder, "d0")
+        await cluster.joined()
+        await cluster.nodes["d0"].drain(10.0)
+        await cluster.kill("d0")
+
+    told = [(record.levelno, record.getMessage()) for record in caplog.records if "d0' " in record.getMessage()]
+    assert [(level, words) for level, words in told if words.startswith("router router: ")] == [
+        (logging.INFO, "router router: node 'd0' has joined; decoders now: 1"),
+        (logging.WARNING, "router router: node 'd0' died or closed; decoders now: 0"),
+        (logging.WARNING, "router router: node 'd0' is back; decoders now: 1"),
+        (logging.INFO, "router router: node 'd0' left; decoders now: 0"),
+        (logging.INFO, "router router: node 'd0' has joined; decoders now: 1"),
+        (logging.INFO, "router router: node 'd0' left; decoders now: 0"),
+    ]

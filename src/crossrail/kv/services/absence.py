@@ -1,7 +1,8 @@
-"""Explains why no node takes a request: none has that role, or none of them may take it."""
+"""Says which nodes a router has lost: in its log, and to requests that no node takes."""
 
 from __future__ import annotations
 
+import logging
 from typing import NamedTuple
 
 from crossrail._latest import Latest
@@ -9,15 +10,20 @@ from crossrail.control.deadlines import loop_time_s
 from crossrail.kv import messages as m
 from crossrail.kv.services.membership import Member, Membership
 
+log = logging.getLogger("crossrail.kv")
+
 _GONE_KEPT = 1024  # names of nodes
 
 
 class _Gone(NamedTuple):
-    """A node that was a member. at_s: when it left, on the event loop's clock."""
+    """A node that was a member. at_s: when it left, on the event loop's clock. is_missed: it left without a word, and
+    has not come back.
+    """
 
     why: str
     at_s: float
     model: str
+    is_missed: bool
 
 
 class Absence:
@@ -29,10 +35,27 @@ class Absence:
         self._gone: Latest[tuple[m.Role, str], _Gone] = Latest(_GONE_KEPT)
 
     def note(self, member: Member, why: str) -> None:
-        """Notes that the node is no longer a member."""
+        """Notes that the node is no longer a member. Logs a warning, unless it has said that it leaves: requests go on
+        elsewhere, so nothing else may tell an operator.
+        """
         key = (member.record.role, member.name)
-        self._gone[key] = _Gone(why, loop_time_s(), member.record.model)
+        self._gone[key] = _Gone(why, loop_time_s(), member.record.model, not member.has_left)
         self._gone.move_to_end(key)
+        self._log(member, why, logging.INFO if member.has_left else logging.WARNING)
+
+    def note_joined(self, member: Member) -> None:
+        """Logs that the node is a member now; a warning, as before, of one that was missed."""
+        key = (member.record.role, member.name)
+        gone = self._gone.get(key)
+        is_missed = gone is not None and gone.is_missed
+        if gone is not None:
+            self._gone[key] = gone._replace(is_missed=False)
+        what = f"node {member.name!r} is back" if is_missed else f"node {member.name!r} has joined"
+        self._log(member, what, logging.WARNING if is_missed else logging.INFO)
+
+    def _log(self, member: Member, what: str, level: int) -> None:
+        role = member.record.role
+        log.log(level, "router %s: %s; %ss now: %d", self._router, what, role, len(self._membership.members(role)))
 
     def of_decoders(self, model: str | None) -> str:
         """Why no decoder of this model takes requests. model None: any."""

@@ -434,21 +434,22 @@ class Router(AsyncClosing):
         for index, request in enumerate(join.running):
             if request not in self._running and self._ended.get(request) is None:
                 self._adopted.add(request, sender, has_ended=index >= going)
-        self._restart_what_is_not_running(sender, join)
+        member = self.roster.at(sender)
+        if member is not None and join.number > member.join_number:
+            if not member.join_number:
+                self._absence.note_joined(member)
+            member.join_number = join.number
+            self._restart_what_is_not_running(member, join)
         self._waiting.prefillers_changed()
         self._waiting.news(sender)
         return m.Joined(self.name, self.options.heartbeat_s, self.options.lease_s)
 
-    def _restart_what_is_not_running(self, sender: bytes, join: m.Join) -> None:
+    def _restart_what_is_not_running(self, member: Member, join: m.Join) -> None:
         """Restarts what a decoder no longer has: we were frozen or cut off for longer than it keeps an end.
 
-        It begins nothing for us between a Join and our answer. So nothing that it has now is missing in its latest
-        Join, but it may be missing in an earlier Join that arrives late.
+        join: its latest. It begins nothing for us between a Join and our answer. So nothing that it has now is missing
+        in that one, but it may be missing in an earlier Join that arrives late.
         """
-        member = self._decoder_at(sender)
-        if member is None or join.number <= member.join_number:
-            return
-        member.join_number = join.number
         there = set(join.running)
         for running in self._running.values():
             if running.decoder is member and running.is_charged and running.request not in there:
@@ -506,7 +507,6 @@ class Router(AsyncClosing):
         return None if decoder is None else self._adopted.as_running(lost, decoder)
 
     def _on_gone(self, member: Member, why: str) -> None:
-        log.info("gone: %s", why)
         self._absence.note(member, why)
         self._placement.forget(member)
         self._adopted.on_gone(member.address)
