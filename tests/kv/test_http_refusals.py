@@ -272,8 +272,12 @@ async def test_what_is_no_text_is_the_clients_mistake(
     assert (await answer_of(url, request)).split(b" ")[1] == b"400"
 
 
+class Panic(BaseException):
+    """As tokenizers in Rust raise it."""
+
+
 class FailingTokenizer(ToyTokenizer):
-    """Somebody's own, with mistakes: in the prompts "?" and "words", and in tokens behind the first three."""
+    """Somebody's own, with mistakes: in the prompts "?", "words" and "!", and in tokens behind the first three."""
 
     def __init__(self) -> None:
         self.decoded = 0
@@ -281,6 +285,8 @@ class FailingTokenizer(ToyTokenizer):
     def encode(self, text: str) -> Tokens:
         if text == "words":
             return text.split()
+        if text.startswith("!"):
+            raise Panic("no char boundary")
         return super().encode(text if text != "?" else {}[text])
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -299,10 +305,12 @@ class FailingTokenizer(ToyTokenizer):
             500,
             "TypeError: the tokenizer's encode() returned list of <U5, no token ids; the server's log says where",
         ),
+        ({"prompt": "!"}, 500, "RuntimeError: Panic: no char boundary; the server's log says where"),
+        ({"prompt": "!" * 20_000}, 500, "RuntimeError: Panic: no char boundary; the server's log says where"),
         ({}, 500, "ValueError: token is not mine; the server's log says where"),
         ({"stream": True}, 200, "ValueError: token is not mine; the server's log says where"),
     ],
-    ids=["prompt", "tokens", "answer", "stream"],
+    ids=["prompt", "tokens", "panic", "panic of a long one", "answer", "stream"],
 )
 async def test_tokenizer_that_raises_is_told_and_logged(
     cluster: Cluster,

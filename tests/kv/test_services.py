@@ -281,22 +281,34 @@ async def test_check_of_a_model_that_raises_is_told_and_logged_once(
     await quiet(cluster)
 
 
+class Panic(BaseException):
+    """As extensions in Rust raise it."""
+
+
+@pytest.mark.parametrize(
+    ("raised", "words"),
+    [
+        (asyncio.CancelledError, "the model raised CancelledError, and nobody had cancelled it"),
+        (Panic, "RuntimeError: Panic: index out of bounds"),
+    ],
+    ids=["cancelled", "panic"],
+)
 @pytest.mark.parametrize(("node", "call"), [("p0", "prefill"), ("d0", "step")])
-async def test_cancellation_that_a_model_raises_itself_fails_that_request_alone(
-    cluster: Cluster, node: str, call: str
+async def test_what_a_model_raises_that_is_no_exception_fails_that_request_alone(
+    cluster: Cluster, node: str, call: str, raised: type[BaseException], words: str
 ) -> None:
-    """It awaited something that was cancelled, such as work of an executor that was shut down."""
+    """Cancelled: it awaited something that was, such as work of an executor that was shut down."""
     await start(cluster)
     cluster.router.options = replace(cluster.router.options, attempts_max=1)
     model = cluster.nodes[node].model
     run = getattr(model, call)
 
-    async def cancelled(*_: object) -> None:
-        raise asyncio.CancelledError
+    async def failing(*_: object) -> None:
+        raise raised("index out of bounds")
 
-    setattr(model, call, cancelled)
+    setattr(model, call, failing)
     _, end = await asyncio.wait_for(cluster.complete(PROMPT, GREEDY), WAIT_S)
-    assert end.reason == "error" and "the model raised CancelledError, and nobody had cancelled it" in end.detail
+    assert end.reason == "error" and words in end.detail
     setattr(model, call, run)
     tokens, end = await asyncio.wait_for(cluster.complete(PROMPT, GREEDY), WAIT_S)
     assert tokens == await monolithic(PROMPT, GREEDY), end

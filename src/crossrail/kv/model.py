@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from crossrail._options import check_counts, check_kind, check_texts
 from crossrail.errors import UsageError
+from crossrail.kv.foreign import exceptions_only
 from crossrail.kv.messages import Sampling, check_name
 from crossrail.kv.sampling import sample
 from crossrail.kv.transfer.layout import KvLayout
@@ -95,7 +96,8 @@ async def generate(
             tail = await model.prefill(cache, prompt[:end], start, pages, lambda: None)
     token, position = int(prompt[-1]), len(prompt) - 1
     for _ in range(sampling.max_tokens):
-        logits, tail = await model.step(cache, token, position, pages, tail)
+        with exceptions_only():
+            logits, tail = await model.step(cache, token, position, pages, tail)
         position += 1
         token = sample(logits, sampling, position)
         yield token

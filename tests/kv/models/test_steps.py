@@ -58,6 +58,24 @@ async def test_error_goes_to_all_of_its_batch_and_to_no_other() -> None:
     assert await steps.step(4) == 8
 
 
+@pytest.mark.parametrize("raised", [asyncio.CancelledError, type("Panic", (BaseException,), {})])
+async def test_what_is_no_exception_goes_to_its_batch_and_others_do_not_wait_for_ever(
+    raised: type[BaseException],
+) -> None:
+    """Nobody has cancelled the batch: a future that it awaited was."""
+
+    async def run(works: Sequence[int]) -> Sequence[int]:
+        if 1 in works:
+            raise raised
+        return works
+
+    steps = Steps(run, batch_max=1)
+    waiting = [asyncio.create_task(steps.step(n)) for n in (1, 2)]
+    assert await asyncio.wait_for(waiting[1], WAIT_S) == 2
+    with pytest.raises(raised):
+        await waiting[0]
+
+
 async def test_cancelled_while_it_runs_waits_for_its_end() -> None:
     run = Recorder()
     run.may.clear()

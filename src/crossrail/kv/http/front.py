@@ -38,6 +38,7 @@ from crossrail.control.deadlines import loop_time_s
 from crossrail.errors import CrossrailError, UsageError
 from crossrail.kv import messages as m
 from crossrail.kv.errors import DuplicateRequest, Overloaded, RequestFailed, Unavailable, UnknownModel
+from crossrail.kv.foreign import exceptions_only
 from crossrail.kv.http import rendezvous
 from crossrail.kv.http.errors import FieldError, error_object, refusal
 from crossrail.kv.http.listener import PATIENCE_S, HttpHandler, Listener, failure
@@ -257,11 +258,13 @@ class Front:
         if self._tokenizer is None:
             raise FieldError("this router has no tokenizer: the prompt must be token ids", "prompt")
         if len(prompt) <= _TEXT_SHORT:
-            return _checked(self._tokenizer.encode(prompt))
+            with exceptions_only():
+                return _checked(self._tokenizer.encode(prompt))
         # Tokenizing can take seconds, so it must not block other requests and the nodes; long prompts are tokenized one
         # at a time. Only tokens tell whether a text fits: one token may stand for any number of characters.
         loop = asyncio.get_running_loop()
-        return _checked(await loop.run_in_executor(self._encoding, self._tokenizer.encode, prompt))
+        with exceptions_only():
+            return _checked(await loop.run_in_executor(self._encoding, self._tokenizer.encode, prompt))
 
     def _text(self, body: CompletionBody) -> TextStream:
         stops = [body.stop] if isinstance(body.stop, str) else body.stop or []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from crossrail.kv.foreign import exceptions_only
 from crossrail.kv.model import Tokenizer
 
 _HALF = "�"  # what decoders show for bytes that are not a whole character
@@ -69,7 +70,8 @@ class TextStream:
 
     def _decode(self, begin: int, end: int | None = None) -> str:
         assert self._tokenizer is not None
-        return self._tokenizer.decode(self._tokens[begin:end])
+        with exceptions_only():
+            return self._tokenizer.decode(self._tokens[begin:end])
 
     def _begun(self) -> int:
         """Looks for stops in the held text; returns how many of its last characters may be the beginning of one."""

@@ -20,7 +20,7 @@ class _Step(Generic[Work, Result]):
     work: Work
     over: asyncio.Event = field(default_factory=asyncio.Event)
     result: Result | None = None
-    error: Exception | None = None
+    error: BaseException | None = None
 
 
 class Steps(Generic[Work, Result]):
@@ -72,9 +72,11 @@ class Steps(Generic[Work, Result]):
             results = await self._run([step.work for step in batch])
             for step, result in zip(batch, results, strict=True):
                 step.result = result
-        except Exception as error:
+        except BaseException as error:  # also a panic, and a future of run's that was cancelled: others wait for steps
             for step in batch:
                 step.error = error
+            if isinstance(error, GeneratorExit | KeyboardInterrupt | SystemExit):
+                raise
         finally:
             for step in batch:
                 step.over.set()

@@ -26,6 +26,7 @@ from crossrail.control.mailbox import Mailbox
 from crossrail.errors import CrossrailError, UsageError
 from crossrail.kv import messages as m
 from crossrail.kv.errors import DuplicateRequest, NoPages
+from crossrail.kv.foreign import exceptions_only
 from crossrail.kv.model import Model, Tokens, generate
 from crossrail.kv.services.fetch import Fetcher
 from crossrail.kv.services.kept_room import KeptRoom
@@ -230,7 +231,8 @@ class Decoder(Node):
 
     def _check_by_model(self, start: m.Start, context: Tokens) -> None:
         try:
-            self.model.check(context, start.sampling.max_tokens - start.generated)
+            with exceptions_only():
+                self.model.check(context, start.sampling.max_tokens - start.generated)
         except UsageError:
             raise
         except Exception as error:  # of a user's model: the client is told, and no other decoder is asked

@@ -26,6 +26,7 @@ from crossrail.control.mailbox import Mailbox
 from crossrail.errors import CrossrailError, UsageError
 from crossrail.kv import messages as m
 from crossrail.kv.errors import NoPages, TransferStopped
+from crossrail.kv.foreign import exceptions_only
 from crossrail.kv.model import Model, Tokens
 from crossrail.kv.services.attempts import AttemptBook, Key
 from crossrail.kv.services.model_watch import CANCELLED_BY_NOBODY, ModelWatch
@@ -370,7 +371,7 @@ class Prefiller(Node):
             self._model_watch.heard()
             layer_done()
 
-        with self._model_watch.computing():
+        with self._model_watch.computing(), exceptions_only():
             try:
                 return await self.model.prefill(self.cache, tokens, start, job.lease.pages, heard)
             except asyncio.CancelledError as error:
