@@ -247,6 +247,25 @@ def test_cancelled_while_it_waits(p: Side, d: Side) -> None:
     assert d.workers[0].take_stats()["cancelled"] == 1
 
 
+def test_what_does_not_come_in_time_fails_with_what_the_producer_says(
+    open_side: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    p, d = open_side("p"), open_side("d", options=msgspec.structs.replace(PATIENT, load_s=0.5))
+    d.load("never prefilled", p, TOKENS, THEIRS)
+    d.until_received("never prefilled")
+    p.step(
+        Orders(offers=[offer("a", TOKENS, "slow")], chunks=[Chunk("a", 16, 0, tuple(MINE))]), {"a": ([0, 1], MINE[:2])}
+    )
+    d.load("half prefilled", p, TOKENS, THEIRS, transfer="slow")
+    d.until_received("half prefilled")
+
+    said = [record.getMessage() for record in caplog.records if "could not be loaded" in record.getMessage()]
+    ends = ["no request with transfer_id t has come to the producer", "the producer has computed 16 of 30 tokens"]
+    assert [text.endswith(end) for text, end in zip(said, ends, strict=True)] == [True, True], said
+    assert "immediate" not in "".join(said)
+    assert d.results[0].invalid == set(THEIRS)
+
+
 def test_cancelled_in_the_middle_nothing_lands_after(p: Side, d: Side) -> None:
     d.load("b", p, TOKENS, THEIRS)
     p.step(Orders(offers=[offer("a", TOKENS)]))

@@ -21,7 +21,7 @@ import numpy as np
 from crossrail.control.deadlines import loop_time_s
 from crossrail.control.mailbox import Mailbox, NoAnswer
 from crossrail.control.wire import Unreachable
-from crossrail.errors import CrossrailError
+from crossrail.errors import CrossrailError, WaitTimeout
 from crossrail.integrations.asking import Asker, Part
 from crossrail.integrations.instance import Instance, Worker, mismatch, rank_name
 from crossrail.integrations.vllm import orders as o
@@ -202,9 +202,27 @@ class Consumer:
 
     async def _arrive(self, reception: Reception, pending: _Pending) -> None:
         """Until all is counted. Raises when it will not be."""
-        arrival = reception.arrived(self._options.load_s)
+        arrival = self._in_time(reception, pending)
         if lost := await self._asker.lost_before_arrival(arrival, self._part(pending), pending.stop):
             raise LoadFailed("vLLM cancelled it" if pending.stop.is_set() else lost)
+
+    async def _in_time(self, reception: Reception, pending: _Pending) -> None:
+        load_s = self._options.load_s
+        try:
+            await reception.arrived(load_s)
+        except WaitTimeout as error:
+            came = f"{error.arrived} of {error.expected} pieces of it came within load_s={load_s:g}"
+            raise LoadFailed(f"{came}: {await self._how_far(pending)}") from None
+
+    async def _how_far(self, pending: _Pending) -> str:
+        """What the producer says of a transfer that is late."""
+        part = self._part(pending)
+        probe = m.Probe(part.name, part.attempt)
+        try:
+            told = await self._asker.ask_all(part.instance, probe, (m.Progress,), self._options.probe_s)
+        except (NoAnswer, Unreachable) as error:
+            return f"its producer does not answer: {error}"
+        return ", ".join(sorted({progress.detail or progress.state for progress in told}))
 
     # ---- taking back
 

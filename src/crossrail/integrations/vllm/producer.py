@@ -76,6 +76,12 @@ class _Offer:
     ended_ranks: set[int] = field(default_factory=set)
     asks: dict[Key, _Ask] = field(default_factory=dict)
 
+    def told(self) -> str:
+        """How far it is, for a decoder that waits."""
+        if not self.request:
+            return f"no request with transfer_id {self.transfer_id} has come to the producer"
+        return f"the producer has computed {self.computed} of {self.tokens} tokens"
+
 
 @dataclass
 class LiveStep:
@@ -366,7 +372,7 @@ class Producer:
             return m.Progress(*answer, "unknown", m.clipped(self._over.get(transfer_id, "")))
         self._heard(transfer_id, tp)
         ask = offer.asks.get(key)
-        return m.Progress(*answer, "queued" if ask is None or ask.job is None else "running")
+        return m.Progress(*answer, "queued" if ask is None or ask.job is None else "running", offer.told())
 
     async def _on_withdraw(self, sender: bytes, withdraw: m.Withdraw) -> m.Message:
         key = self._book.key_of(sender, withdraw)
@@ -405,7 +411,7 @@ class Producer:
     def _look_at(self, offer: _Offer) -> None:
         for ask in list(offer.asks.values()):
             if why := self._book.why_unwanted(ask.decoder, ask.deadline_at_s):
-                self._stop(offer, ask, why)
+                self._stop(offer, ask, f"{why}; {offer.told()}")
         expired = loop_time_s() - offer.heard_s > self._options.lease_s
         if not expired or offer.asks:
             return
