@@ -71,7 +71,7 @@ async def test_over_http(server: Any, address: str) -> None:
     assert await status("PUT", data=os.urandom(100)) in (400, 403)
     assert await status("PUT", data="x" * (bootstrap.LINE_BYTES_MAX + 1)) == 413
     for rank in range(2):
-        await bootstrap.register(address, line(rank), 5.0)
+        assert await bootstrap.register(address, line(rank), SECRET, 5.0) == []
     assert await status("GET", headers=token) == 200
     instance, http_port = await bootstrap.find_instance(address, SECRET, 5.0)
     assert len(instance.workers) == 2 and instance.layout == LAYOUT and http_port == 30000

@@ -17,6 +17,7 @@ from tests.support.limits import WAIT_S, eventually, never
 from tests.support.ports import free_port
 
 MINE, THEIRS = [3, 7, 1, 12], [0, 9, 4, 2]
+TLS_ALERT = 0  # for Requests.answer: as a server with TLS answers HTTP
 REQUEST = {"input_ids": [1, 2, 3], "bootstrap_room": 1, "sampling_params": {"max_new_tokens": 1}}
 
 
@@ -38,6 +39,9 @@ class _Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers["Content-Length"]))
         self.server.asked.append((self.path, json.loads(body)))
         self.server.may_answer.wait(WAIT_S)
+        if self.server.answer == TLS_ALERT:
+            self.wfile.write(bytes([21, 3, 1, 0, 2, 2, 40]))  # handshake_failure, for what does not begin as TLS
+            return
         self.send_response(self.server.answer)
         self.end_headers()
         self.wfile.write(b"too long a prompt")
@@ -100,12 +104,31 @@ def test_a_prefill_server_that_refuses_fails_the_request(open_side: Open, d: Sid
     assert f"http://127.0.0.1:{requests.port}/generate answered 400: too long a prompt" in reason
 
 
+def test_a_prefill_server_that_wants_a_key_says_so(open_side: Open, d: Side, requests: Requests) -> None:
+    open_side("prefill", http_port=requests.port)
+    requests.answer = 401
+    requests.may_answer.set()
+    receiver = recompute(d)
+    until(FAILED, receiver)
+    assert "answered 401: too long a prompt; it was asked without a key" in failure(receiver).failure_reason
+
+
+def test_a_prefill_server_with_tls_fails_the_request(open_side: Open, d: Side, requests: Requests) -> None:
+    open_side("prefill", http_port=requests.port)
+    requests.answer = TLS_ALERT
+    requests.may_answer.set()
+    receiver = recompute(d)
+    until(FAILED, receiver)
+    assert "has it TLS (--ssl-certfile)? Retracted requests need one without" in failure(receiver).failure_reason
+
+
 def test_a_prefill_server_that_is_not_there_fails_the_request(open_side: Open, d: Side) -> None:
     port = free_port()
     open_side("prefill", http_port=port)
     receiver = recompute(d)
     until(FAILED, receiver)
-    assert f"its KV was not computed anew: http://127.0.0.1:{port}" in failure(receiver).failure_reason
+    words = f"its KV was not computed anew: nobody listens at http://127.0.0.1:{port}/generate ("
+    assert words in failure(receiver).failure_reason
 
 
 def test_one_rank_asks_for_all(open_side: Open, requests: Requests) -> None:

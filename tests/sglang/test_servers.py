@@ -13,6 +13,7 @@ from tests.support.ports import free_port
 from tests.support.tiny_llama import make_model, prompt
 
 _rooms = count(1000)
+TOO_LONG = "The input (1100 tokens) is longer than the model's context length"
 
 
 class Fleet(NamedTuple):
@@ -98,6 +99,14 @@ def test_aborted_at_the_prefiller(fleet: Fleet) -> None:
     eventually(lambda: _aborted(fleet.p, waiting, "undecoded"), "it ends", timeout_s=60.0, pause_s=0.5)
     assert "aborted at the prefiller" in waiting.result()
     expect(fleet, 511)
+
+
+def test_what_the_prefill_server_alone_refuses_ends_at_the_decode_server_too(fleet: Fleet) -> None:
+    where = fleet.room()
+    waiting = Asked(fleet.d, prompt(515, 50), **where)
+    assert TOO_LONG in fleet.p.ask(prompt(516, 1100), **where)
+    assert f"the prefill server refused it: {TOO_LONG}" in waiting.result()
+    expect(fleet, 517)
 
 
 def _aborted(server: Server, request: Asked, rid: str) -> bool:

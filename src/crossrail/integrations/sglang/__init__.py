@@ -8,7 +8,8 @@ A prompt is prefilled by one server and decoded by another; crossrail.kv writes 
 
 plugin.py makes the name known, bootstrap.py is how decoders find prefillers, memory.py reads SGLang's KVArgs,
 messages.py is what ranks say to each other, recompute.py has a prefill server compute KV again that SGLang gave up.
-Only conn.py and plugin.py import SGLang.
+front.py watches what the prefill server refuses before a rank hears of it. Only conn.py, plugin.py and front.py import
+SGLang.
 """
 
 from __future__ import annotations

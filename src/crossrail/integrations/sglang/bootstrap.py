@@ -1,6 +1,6 @@
 """Where decoders find the ranks of a prefiller: a table behind HTTP, at the address that SGLang's router hands out.
 
-    PUT /route      a rank's line, sealed with the secret (RankLine); again every register_s
+    PUT /route      a rank's line, sealed with the secret (RankLine); again every register_s. Answered by Refusals
     GET /route      the lines of all ranks, as JSON, to whoever proves to know the secret; 503 until all are there
     GET /health     200
 
@@ -13,7 +13,9 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+import secrets
 import time
+from collections import deque
 from typing import Annotated, NamedTuple
 
 import aiohttp
@@ -24,6 +26,7 @@ from msgspec import Meta, Struct
 from crossrail.errors import CrossrailError, UsageError
 from crossrail.integrations.instance import Instance, Worker, opened_line, sealed_line
 from crossrail.integrations.loop_thread import LoopThread
+from crossrail.integrations.sglang.state import unusable_room
 from crossrail.kv import messages as m
 from crossrail.kv.http.listener import PATIENCE_S, Listener
 
@@ -31,6 +34,8 @@ log = logging.getLogger("crossrail.sglang")
 _http_log = logging.getLogger("crossrail.sglang.http")
 
 _PURPOSE = b"crossrail sglang rank"
+_REFUSALS_PURPOSE = b"crossrail sglang refusals"
+_REFUSALS_MAX = 1024
 _TOKEN_PURPOSE = b"crossrail sglang bootstrap"
 LINE_BYTES_MAX = 64 << 10
 _RANKS_MAX = 1024
@@ -39,6 +44,9 @@ _PATIENCE_S = 10.0  # for the loop to begin or stop listening
 PATH = "/route"
 _SAME_SECRET = "set the same CROSSRAIL_SECRET, or secret_file, at all servers"
 _OUR_STATUSES = (401, 403, 503)  # what a BootstrapServer answers when it does not say yes
+
+
+_Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class NoInstance(CrossrailError):
@@ -79,6 +87,41 @@ class Found(NamedTuple):
     http_port: int
 
 
+class Refused(Struct, frozen=True):
+    """A request that the prefill server refused before a rank heard of it: too long, too many, malformed.
+
+    number: of this refusal, drawn at random; it is told again and again. room: its decoder waits for it.
+    """
+
+    number: _Number
+    room: _Number
+    why: m.Text
+
+
+class Refusals:
+    """What ranks have to know of such requests, so that decoders do not wait for them. Threads: one."""
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
+        self._latest: deque[tuple[Refused, float]] = deque(maxlen=_REFUSALS_MAX)  # and when
+
+    def add(self, room: int, why: str, now_s: float) -> None:
+        self._latest.append((Refused(secrets.randbits(62), room, m.clipped(why)), now_s))
+
+    def to_line(self, now_s: float, told_for_s: float) -> str:
+        """Those of the last told_for_s, sealed: who reads it may have missed it when it was last told."""
+        recent = [refused for refused, since_s in self._latest if now_s - since_s < told_for_s]
+        return sealed_line(msgspec.msgpack.encode(recent), self._secret, _REFUSALS_PURPOSE)
+
+
+def refusals_of(line: str, secret: bytes) -> list[Refused]:
+    """Raises NoInstance for what nobody with the secret has made."""
+    try:
+        return msgspec.msgpack.decode(opened_line(line, secret, _REFUSALS_PURPOSE), type=list[Refused])
+    except (msgspec.MsgspecError, UsageError) as error:
+        raise NoInstance(f"a bootstrap server answers with something else than crossrail's: {error}") from None
+
+
 def token(secret: bytes) -> str:
     """Proves to the server that the sender knows the secret."""
     return hmac.digest(secret, _TOKEN_PURPOSE, "sha256").hex()
@@ -91,12 +134,13 @@ class RankTable:
         self._secret = secret
         self._lines: dict[int, tuple[str, RankLine, float]] = {}  # by rank, and until when
 
-    def put(self, line: str, now_s: float) -> None:
+    def put(self, line: str, now_s: float) -> RankLine:
         """Raises UsageError for what is no line. A rank of another TP starts the table anew."""
         said = RankLine.from_line(line, self._secret)
         if any(known.tp != said.tp for _, known, _ in self._lines.values()):
             self._lines.clear()
         self._lines[said.rank] = (line, said, now_s + said.lease_s)
+        return said
 
     def lines(self, now_s: float) -> list[str] | None:
         """The lines of all ranks, by rank. None: some are not there now."""
@@ -112,6 +156,7 @@ class BootstrapServer:
 
     def __init__(self, host: str, port: int, secret: bytes, patience_s: float = PATIENCE_S) -> None:
         self._table = RankTable(secret)
+        self._refusals = Refusals(secret)
         self._authorization = f"Bearer {token(secret)}"
         self._listener = Listener(patience_s, body_bytes_max=LINE_BYTES_MAX)
         self._is_open = True
@@ -138,14 +183,19 @@ class BootstrapServer:
         finally:
             self._loop.close()
 
+    def refuse(self, room: int, why: str) -> None:
+        """This server has refused the request of that room: decoders learn it from its ranks. Any thread."""
+        if self._is_open and not unusable_room(room):
+            self._loop.soon(self._refusals.add, room, why, time.monotonic())
+
     async def _put(self, request: web.Request) -> web.Response:
         try:
             async with self._listener.bodies.read(request) as body:
                 line = body.decode("latin-1")  # any bytes are text then, and refused if they are no line
-            self._table.put(line.strip(), time.monotonic())
+            said = self._table.put(line.strip(), time.monotonic())
         except UsageError as error:
             return web.Response(status=403, text=f"{error}\n")
-        return web.Response(text="OK\n")
+        return web.Response(text=self._refusals.to_line(time.monotonic(), said.lease_s))
 
     async def _get(self, request: web.Request) -> web.Response:
         said = request.headers.get("Authorization", "")
@@ -162,9 +212,10 @@ class BootstrapServer:
         return web.Response(text="OK\n")
 
 
-async def register(address: str, line: str, timeout_s: float) -> None:
+async def register(address: str, line: str, secret: bytes, timeout_s: float) -> list[Refused]:
     """Tells a server ("host:port") of a rank. Raises NoInstance when it does not take it."""
-    await _ask("PUT", address, timeout_s, data=line)
+    answer = await _ask("PUT", address, timeout_s, data=line)
+    return refusals_of(answer.decode("latin-1"), secret)
 
 
 async def find_instance(address: str, secret: bytes, timeout_s: float) -> Found:

@@ -30,6 +30,7 @@ from sglang.srt.runtime_context import get_disagg, get_parallel, get_serving
 from crossrail.errors import CrossrailError, UsageError
 from crossrail.integrations.sglang.bootstrap import BootstrapServer
 from crossrail.integrations.sglang.decode import Pull
+from crossrail.integrations.sglang.front import hook_front
 from crossrail.integrations.sglang.manager import RELEASED, Manager, Place, PrefillInfo
 from crossrail.integrations.sglang.memory import is_gpu_address
 from crossrail.integrations.sglang.options import SglangOptions
@@ -373,6 +374,11 @@ class CrossrailKVBootstrapServer(BaseKVBootstrapServer):
 
     def __init__(self, host: str, port: int) -> None:
         self._server = BootstrapServer(host, port, SglangOptions.from_environment().secret())
+        hook_front()
+
+    def refuse(self, room: int, why: str) -> None:
+        """SGLang has refused the request of this room: decoders are told. Any thread."""
+        self._server.refuse(room, why)
 
     def close(self) -> None:
         self._server.close()

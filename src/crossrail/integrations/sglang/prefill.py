@@ -25,6 +25,7 @@ from crossrail.control.mailbox import NoAnswer
 from crossrail.control.wire import Unreachable
 from crossrail.errors import CrossrailError, UsageError
 from crossrail.integrations.instance import Worker, parse_rank_name
+from crossrail.integrations.sglang.bootstrap import Refused
 from crossrail.integrations.sglang.memory import AuxRows
 from crossrail.integrations.sglang.messages import Aux, Destination, Wanted
 from crossrail.integrations.sglang.node import RankNode
@@ -102,6 +103,8 @@ class PrefillSide:
         self._awaited: Latest[Key, bytes] = Latest(_EARLY_MAX)  # decoders that will ask, by their address
         self._book = AttemptBook(node.mailbox, _REMEMBERED)
         self._over: Latest[int, _Over] = Latest(_REMEMBERED)
+        self._opened: Latest[int, None] = Latest(_REMEMBERED)  # rooms that SGLang has shown to us
+        self._refusals: Latest[int, None] = Latest(_REMEMBERED)  # that have been heard, by their numbers
 
     async def start(self) -> None:
         self._sender = KvSender(self.layout, {self._node.rank: self._node.memory(self.layout)})
@@ -128,6 +131,7 @@ class PrefillSide:
             room.progress.end()
             return room
         self._rooms[number] = room
+        self._opened[number] = None
         over = self._over.pop(number, None)
         if over is not None and not over.by_us:
             self._fail(room, over.why)
@@ -136,6 +140,21 @@ class PrefillSide:
             del self._early[ask.key]
             self._join(room, ask)
         return room
+
+    def refuse(self, refused: Refused) -> None:
+        """SGLang refused a request before it came to this rank, whose decoder may wait for it."""
+        if refused.number in self._refusals:
+            return
+        self._refusals[refused.number] = None
+        if refused.room in self._opened:  # then its sender tells what becomes of it
+            return
+        keys = [key for key in (*self._early, *self._awaited) if _number_of(key[1]) == refused.room]
+        for key in keys:
+            self._early.pop(key, None)
+            self._awaited.pop(key, None)
+            self._book.end(key, None, "failed", refused.why)
+        if not keys:
+            self._give_up(refused.room, refused.why, by_us=True)
 
     def set_pages(self, room: Room, count: int) -> None:
         """How many pages there will be in all. When all ranks of the decoder have asked; what has ended stays so."""

@@ -12,6 +12,8 @@ from typing import Any
 import aiohttp
 
 _SAID_MAX = 500
+_WANTS_KEY = "; it was asked without a key: retracted requests need a prefill server without --api-key"
+_WANTS_TLS = "; has the server ended, or has it TLS (--ssl-certfile)? Retracted requests need one without"
 
 
 async def asked(url: str, request: dict[str, Any], timeout_s: float) -> str:
@@ -26,8 +28,11 @@ async def asked(url: str, request: dict[str, Any], timeout_s: float) -> str:
                 await response.read()
                 return ""
             said = await response.content.read(_SAID_MAX)
-            return f"{url} answered {response.status}: {said.decode(errors='replace').strip()}"
+            hint = _WANTS_KEY if response.status in (401, 403) else ""
+            return f"{url} answered {response.status}: {said.decode(errors='replace').strip()}{hint}"
     except asyncio.TimeoutError:
         return f"{url} has not answered within {timeout_s:g} s"
+    except aiohttp.ClientConnectorError as error:
+        return f"nobody listens at {url} ({error.os_error})"
     except (aiohttp.ClientError, OSError, ValueError) as error:
-        return f"{url}: {type(error).__name__} {error}"
+        return f"{url}: {type(error).__name__} {error}{_WANTS_TLS}"
