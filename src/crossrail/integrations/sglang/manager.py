@@ -146,9 +146,8 @@ class Manager:
         said = ""
         while not self._stopped.is_set():
             try:
-                told = bootstrap.register(place.bootstrap, line, self.node.secret, _ASK_S)
-                for refused in self.node.call(told, _ASK_S + 1.0):
-                    self.node.soon(self.prefiller.refuse, refused)
+                told = self.node.call(bootstrap.register(place.bootstrap, line, self.node.secret, _ASK_S), _ASK_S + 1.0)
+                self.node.soon(self.prefiller.refuse, told)
                 level, now = logging.INFO, f"known to the bootstrap server at {self._place.bootstrap}"
             except CrossrailError as error:
                 level, now = logging.WARNING, f"decoders cannot find it yet, retrying: {error}"

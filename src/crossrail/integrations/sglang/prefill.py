@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -141,20 +142,22 @@ class PrefillSide:
             self._join(room, ask)
         return room
 
-    def refuse(self, refused: Refused) -> None:
-        """SGLang refused a request before it came to this rank, whose decoder may wait for it."""
-        if refused.number in self._refusals:
-            return
-        self._refusals[refused.number] = None
-        if refused.room in self._opened:  # then its sender tells what becomes of it
-            return
-        keys = [key for key in (*self._early, *self._awaited) if _number_of(key[1]) == refused.room]
-        for key in keys:
-            self._early.pop(key, None)
-            self._awaited.pop(key, None)
-            self._book.end(key, None, "failed", refused.why)
-        if not keys:
-            self._give_up(refused.room, refused.why, by_us=True)
+    def refuse(self, told: list[Refused]) -> None:
+        """SGLang refused requests before they came to this rank, whose decoders may wait for them."""
+        new = [refused for refused in told if refused.number not in self._refusals]
+        waiting: defaultdict[int, list[Key]] = defaultdict(list)
+        for key in (*self._early, *self._awaited) if new else ():
+            waiting[_number_of(key[1])].append(key)
+        for refused in new:
+            self._refusals[refused.number] = None
+            if refused.room in self._opened:  # then its sender tells what becomes of it
+                continue
+            for key in waiting[refused.room]:
+                self._early.pop(key, None)
+                self._awaited.pop(key, None)
+                self._book.end(key, None, "failed", refused.why)
+            if not waiting[refused.room]:
+                self._give_up(refused.room, refused.why, by_us=True)
 
     def set_pages(self, room: Room, count: int) -> None:
         """How many pages there will be in all. When all ranks of the decoder have asked; what has ended stays so."""
