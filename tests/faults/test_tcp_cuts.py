@@ -295,6 +295,23 @@ def test_rail_that_is_stalled_while_others_answer_is_given_up(open_engine: Engin
         wire.close()
 
 
+def test_rail_whose_outage_ends_as_it_is_given_up_goes_on_by_long_packets(open_engine: EngineFactory) -> None:
+    wire = Wire(open_engine, 2)
+    try:
+        wire.connect()
+        source = wire.here.register(pattern(1, NBYTES))
+        target = wire.there.register(np.zeros(NBYTES, np.uint8))
+        for rail in range(2):  # connections that have carried next to nothing
+            wire.here.submit_write(source, target.descriptor, 20_000, rail=rail).wait(WAIT_S)
+        wire.way_there.proxies[1].forget()  # and the next connection gets through at once
+
+        wire.here.submit_write(source, target.descriptor, 20_000, rail=1).wait(WAIT_S)
+
+        assert "short packets" not in str(wire.here.explain(wire.there.address))
+    finally:
+        wire.close()
+
+
 def test_lane_that_cannot_be_connected_is_explained_while_the_other_serves_for_both(wire: Wire) -> None:
     """As when a certificate has expired since: what is connected stays, and nothing new is let in."""
     wire.connect()

@@ -128,6 +128,9 @@ struct OutChannel final : Connector::Owner {
   bool carries_after(int64_t time_ns) const { return is_usable() && !was_vain && carried_ns > time_ns; }
   // Whether short frames get through but nothing long does: the network drops packets as long as ours.
   bool passes_only_short() const;
+  // It is broken off for silence while others answer.
+  void note_silence(int64_t now);
+  void forget_silence();
   // Whether a broken connection may have lost what was sent, or the answer to it.
   bool has_doubts() const;
   // Whether something is waiting for bytes to get through, rather than for the peer to process what it has.
@@ -205,7 +208,9 @@ struct OutChannel final : Connector::Owner {
   // as the kernel reported at the last look, if there was a reason to look.
   uint64_t carried_bytes = 0;
   uint64_t kernel_carried_bytes = 0;
-  // New connections use short segments: nothing long got through on an earlier one.
+  // The epoch of the latest connection that fell silent before it had carried anything long; 0: none did lately.
+  uint32_t silent_epoch = 0;
+  // New connections use short segments: nothing long got through on two connections in a row.
   bool has_short_segments = false;
 };
 

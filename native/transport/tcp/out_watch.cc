@@ -194,7 +194,7 @@ void OutChannel::on_attempt_failed(const ConnectResult& result, bool was_sharing
   retry_pause_ns = retry_pause_ns == 0 ? kRetryFirstNs : std::min(2 * retry_pause_ns, kRetryMaxNs);
   retry_at_ns = now + retry_pause_ns;
   shuns_sharing = was_sharing;
-  if (result.is_way_down()) has_short_segments = false;  // nothing passes, of any length
+  if (result.is_way_down()) forget_silence();  // nothing passes, of any length
   trouble = result.text + leads_back_text(transport->address(), *link->address, link->pairs[pair()].peer_rail);
   if (is_open()) return;  // stays where it is: was to move over to the peer's connection, or is silent
   link->lacked_here = result.lacked_here;
@@ -239,6 +239,20 @@ bool OutChannel::passes_only_short() const {
   return has_unplaced() && std::max(carried_bytes, kernel_carried_bytes) < kLongBytesMin;
 }
 
+// A silent connection alone may mean an outage that ends as it is broken off. The next one shows: if it falls silent,
+// too, it was a way that passes short packets only.
+void OutChannel::note_silence(int64_t now) {
+  // If all were silent just now: kernels retransmit at different times, so some recover before others.
+  if (now - link->all_silent_ns < kRailSilentNs || !passes_only_short()) return;
+  has_short_segments = silent_epoch != 0;
+  silent_epoch = epoch;
+}
+
+void OutChannel::forget_silence() {
+  silent_epoch = 0;
+  has_short_segments = false;
+}
+
 void OutChannel::note_vain(const std::string& why) {
   bool others_serve = false;
   bool others_carry = false;  // a long operation takes its time: until it is done, only its bytes tell
@@ -269,7 +283,7 @@ void OutStream::on_broken() {
     channel.shuns_sharing = !channel.was_good(now);
     transport_->sink().on_rail_broken(link, link.pairs[channel.pair()].rail);
   }
-  if (!channel.passes_only_short()) channel.has_short_segments = false;
+  if (!channel.passes_only_short()) channel.forget_silence();
   channel.control.clear();
   for (size_t i = 0; i < link.messages.size(); ++i) {
     if (!std::exchange(link.messages[i].is_recall_sent, false)) continue;
@@ -283,7 +297,9 @@ void OutStream::on_broken() {
     if (other.asked_through == &channel) other.asked_through = nullptr;
   });
   const bool is_vain = channel.acked == channel.acked_at_opening;
-  if (is_vain) channel.note_vain(reason());
+  // The first of a way that passes short packets only is not held against the peer: short ones are tried only later.
+  const bool is_first_silent = channel.silent_epoch == epoch_ && !channel.has_short_segments;
+  if (is_vain && !is_first_silent) channel.note_vain(reason());
   channel.was_vain = channel.was_vain || (is_vain && channel.has_unplaced());
   if (!channel.in_doubt && channel.has_doubts()) {
     channel.in_doubt = true;
@@ -477,8 +493,7 @@ void TcpTransport::tend_liveness(OutLink& link) {
       mark_dirty(link);
     }
     if (silent >= kRailSilentNs && now_ - moved < kPingAfterNs) {
-      // Not if all were silent just now: kernels retransmit at different times, so some recover before others.
-      if (now_ - link.all_silent_ns >= kRailSilentNs && channel.passes_only_short()) channel.has_short_segments = true;
+      channel.note_silence(now_);
       channel.stream->break_off("silent for " + seconds_text(silent) + " while other rails of the peer answer");
     }
   });
