@@ -87,6 +87,28 @@ TEST_CASE("shm: answers to reads that were taken back hold up nothing that comes
   CHECK(turn_until({&pair.here, &pair.there}, [&] { return pair.there.sink.imm_units > 0; }));
 }
 
+TEST_CASE("shm: who cannot answer a read for want of room sleeps until answers were taken") {
+  Pair pair;
+  const auto key = pair.target();
+  const WorkRequest read{.op = WorkOp::kRead,
+                         .local = pair.source.data(),
+                         .length_bytes = kReadChunks * kReadChunkBytes,
+                         .remote = key.get(),
+                         .context = &pair};
+  for (uint32_t i = 0; i < kStageBytes / (kReadChunks * kReadChunkBytes) + 1; ++i) {
+    REQUIRE(pair.post(read) == 1);
+    pair.take_all_back();
+    pair.there.transport.poll();
+  }
+  pair.there.transport.poll();
+
+  CHECK(!pair.there.transport.has_arrivals());
+  REQUIRE(pair.here.transport.poll() > 0);  // takes answers
+  CHECK(pair.there.transport.has_arrivals());
+  CHECK(pair.there.transport.has_arrivals());  // it is not the first look that counts
+  CHECK(pair.there.transport.poll() > 0);
+}
+
 TEST_CASE("shm: what a peer counted before it left is counted before it is lost") {
   Pair pair;
   Link* const back = pair.there.transport.connect(std::make_shared<const Address>(pair.here.transport.address()));

@@ -23,6 +23,7 @@ uint32_t ShmTransport::poll_incoming(Incoming& link) {
   uint32_t moved = 0;
   if (link.messages.has_entry()) moved += drain_messages(link);
   if (link.services.has_entry()) moved += drain_services(link);
+  link.answer_held = false;
   for (ChannelReader& reader : link.rails) {
     if (reader.has_entry()) moved += drain_rail(link, reader);
   }
@@ -42,7 +43,7 @@ uint32_t ShmTransport::drain_messages(Incoming& link) {
       continue;
     }
     const uint64_t bytes = copy_of_shared(entry->work.stage_bytes);
-    const std::byte* block = link.messages.block(entry->work.stage_at, bytes);
+    const std::byte* block = link.messages.block(copy_of_shared(entry->work.stage_at), bytes);
     Status status = Status::kDone;
     if (entry->kind != EntryKind::kMessage || block == nullptr || bytes > kMessageBytesMax) {
       sink_->on_protocol_error(link.peer->name, "malformed message");
@@ -76,7 +77,7 @@ uint32_t ShmTransport::drain_services(Incoming& link) {
     const Entry* entry = link.services.peek();
     if (entry == nullptr) break;
     const uint64_t bytes = copy_of_shared(entry->work.stage_bytes);
-    const std::byte* block = link.services.block(entry->work.stage_at, bytes);
+    const std::byte* block = link.services.block(copy_of_shared(entry->work.stage_at), bytes);
     Status status = Status::kDone;
     if (entry->kind != EntryKind::kService || block == nullptr || bytes > kServiceBytesMax) {
       sink_->on_protocol_error(link.peer->name, "malformed service message");
@@ -112,7 +113,11 @@ uint32_t ShmTransport::drain_rail(Incoming& link, ChannelReader& reader) {
     } else if (kind == EntryKind::kStagedWrite) {
       status = execute_write(link, reader, *entry);
     } else if (kind == EntryKind::kReadRequest) {
-      if (!answer_read(link, *entry)) break;  // no room for the answer: later
+      if (!answer_read(link, *entry)) {  // no room for the answer: later
+        link.answer_held = true;
+        link.answers_taken = link.responses.writer.consumed();
+        break;
+      }
     } else {
       sink_->on_protocol_error(link.peer->name, "entry of unknown kind");
       status = Status::kTransportFailed;

@@ -298,6 +298,17 @@ struct Incoming {
   std::vector<ChannelReader> rails;
   RailQueue responses;
   bool message_held = false;  // the next message was offered and refused for now
+  // The next read of some rail waits for room among the answers, of which the peer had taken so many by then.
+  bool answer_held = false;
+  uint64_t answers_taken = 0;
+
+  // Whether draining this ring may find anything to do. If not, the peer rings once it has taken answers.
+  bool has_work(const ChannelReader& rail) {
+    const Entry* const entry = rail.peek();
+    if (entry == nullptr || !answer_held || entry->kind != EntryKind::kReadRequest) return entry != nullptr;
+    responses.writer.refresh();
+    return responses.writer.consumed() != answers_taken;
+  }
 };
 
 }  // namespace crossrail::shm

@@ -224,7 +224,7 @@ bool ShmTransport::has_arrivals() {
     if (!link->message_held && link->messages.has_entry()) return true;
     if (link->services.has_entry()) return true;
     for (const ChannelReader& reader : link->rails) {
-      if (reader.has_entry()) return true;
+      if (link->has_work(reader)) return true;
     }
   }
   for (const auto& link : outgoing_) {
