@@ -20,13 +20,22 @@ void init(ImmCounterHandle* self, nb::pointer_and_handle<EngineHandle> engine, n
   new (self) ImmCounterHandle{Held<ImmCounter>(std::move(counter)), nb::borrow(engine.h)};
 }
 
+// Counts were taken. The handler of a signal that came meanwhile would run as we return to Python, and what it raises
+// would lose them: so it runs now.
+void keep_unless_interrupted(ImmCounter& counter, uint64_t count) {
+  if (PyErr_CheckSignals() == 0) return;
+  counter.arrive(count * kUnitsPerCount);
+  throw nb::python_error();
+}
+
 void wait(const ImmCounterHandle& self, nb::handle count_object, nb::handle timeout_s) {
   const uint64_t count = to_u64(count_object, "count", kCountMax);
   const Ref<ImmCounter> counter = self.counter.ref();
   const Deadline deadline = to_deadline(timeout_s, counter->clock());
-  if (counter->try_consume(count)) return;
+  if (counter->try_consume(count)) return keep_unless_interrupted(*counter, count);
   switch (wait_without_gil([&] { return counter->wait(count, deadline, interrupted); })) {
     case WaitResult::kReady:
+      return keep_unless_interrupted(*counter, count);
     case WaitResult::kInterrupted:
       return;
     case WaitResult::kTimeout:

@@ -59,6 +59,8 @@ nb::object recv(ReceivePoolHandle& self, nb::handle timeout_s) {
   std::vector<Message> messages;
   const InterruptCheck check = interrupted;  // for the whole wait, also if other threads take what wakes us
   for (;;) {
+    // Once the message is taken, what a signal handler raises as we return to Python would lose it.
+    if (PyErr_CheckSignals() != 0) throw nb::python_error();
     pool->poll(1, &messages);
     if (!messages.empty()) return to_python(self, messages.front());
     if (pool->closed()) raise_object(make_error("pool_closed", self.engine));

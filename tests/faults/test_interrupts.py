@@ -78,6 +78,46 @@ def test_ctrl_c_ends_a_blocking_wait(wait: str) -> None:
     assert script.returncode == 0, err
 
 
+TAKES = {
+    "counter": ("engine.imm_counter(1).wait(1, 5)", "engine.submit_write(src, src.descriptor, 0, imm=1)"),
+    "pool": ("pool.recv(5)", "engine.submit_send(engine.address, b'x')"),
+}
+
+
+@pytest.mark.parametrize("take", TAKES)
+def test_what_arrives_just_after_ctrl_c_is_not_lost(take: str) -> None:
+    wait, submit = TAKES[take]
+    source = f"""
+        import _thread, threading
+        import crossrail as xr
+
+        engine = xr.Engine("waiting")
+        src, pool = engine.alloc(1000), engine.submit_recvs(1, 16)
+        waits = threading.Semaphore(0)
+
+        def interrupt_and_submit():
+            for _ in range(30):
+                waits.acquire()
+                _thread.interrupt_main()
+                {submit}
+
+        threading.Thread(target=interrupt_and_submit, daemon=True).start()
+        for _ in range(30):
+            try:
+                waits.release()
+                {wait}
+            except KeyboardInterrupt:
+                print("interrupted")
+            {wait}
+        engine.close()
+    """
+    with start_script(source) as script:
+        out, err = script.communicate(timeout=WAIT_S)
+
+    assert script.returncode == 0, err
+    assert out.split() == ["interrupted"] * 30
+
+
 @pytest.mark.parametrize(
     ("half", "far"),
     [("dispatch", "shm"), ("dispatch", "tcp"), ("combine", "shm"), ("combine", "tcp"), ("close", "tcp")],
