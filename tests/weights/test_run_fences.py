@@ -204,6 +204,6 @@ async def test_who_leaves_waits_for_one_time_in_all(make_fleet: MakeFleet, monke
     with monkeypatch.context() as patched:
         patched.setattr(module, "loop_time_s", lambda: now_s() + skew_s)
         patched.setattr(receiver._mailbox, "ask", deaf)
-        patched.setattr(receiver, "_fail_at_last", stands_still)
+        patched.setattr(receiver._updates, "fail_persistently", stands_still)
         await asyncio.wait_for(receiver.leave(3600.0), PATIENCE_S)
     may_end.set()

@@ -169,7 +169,7 @@ async def test_fence_that_is_under_way_ends_though_no_trainer_writes(
     async with opening(fleet, 2):
         attempt = receiver._updates.attempt
         assert attempt is not None
-        receiver._end_alone(attempt, "its time was up")
+        receiver._updates._end_alone(attempt, "its time was up")
         await asyncio.to_thread(fences.wait, PATIENCE_S)
         abort = m.Abort(attempt.number, "rank 0 does not pause", has_begun=False)
         told = fleet.mailboxes["controller"].ask(receiver._mailbox.address, abort, m.Aborted, PATIENCE_S)

@@ -22,7 +22,7 @@ from crossrail.integrations.vllm.plugin import register
 from crossrail.integrations.vllm.weights_trainer import VllmInstance, VllmUpdates
 from crossrail.integrations.vllm.weights_worker import Link, WeightsWorker
 from crossrail.weights import UpdateFailed, messages
-from crossrail.weights.services.receiver import WeightReceiver
+from crossrail.weights.services.updates import Updates
 from crossrail.weights.services.versions import State
 from tests.support.limits import SLOWNESS, eventually
 from tests.weights import small_model as small
@@ -314,7 +314,7 @@ async def test_writer_that_cannot_be_locked_out_is_told(scene: Scene, monkeypatc
         raise xr.WaitTimeout("a write stands still")
 
     with monkeypatch.context() as patch:
-        errors = await torn(scene, lambda: patch.setattr(WeightReceiver, "_fail", stands_still))
+        errors = await torn(scene, lambda: patch.setattr(Updates, "fail", stands_still))
         assert len(errors) == HALVES
         for error in errors:
             assert "writers are not locked out yet: a write stands still; the weights are torn" in error
@@ -368,7 +368,7 @@ async def test_close_that_meets_a_writer_that_stands_still_can_be_called_again(
     worker = scene.instance.workers[0]
     assert worker._receiver is not None
     with monkeypatch.context() as patch:
-        patch.setattr(worker._receiver, "_fail", stands_still)
+        patch.setattr(worker._receiver._updates, "fail", stands_still)
         for _ in range(2):
             with pytest.raises(xr.WaitTimeout, match=r"cannot be closed yet.* a write stands still"):
                 await asyncio.to_thread(worker.close)
