@@ -101,8 +101,10 @@ class ProxyHandle {
   void watch(nb::handle address, uint32_t rank, nb::handle board, uint32_t results) {
     BufferView& view = boards_.emplace_back();
     const size_t words = uint64_t{results} + moe::kParities;
-    if (!view.acquire(board, PyBUF_SIMPLE) || static_cast<size_t>(view.get().len) < words * sizeof(moe::Word))
-      throw UsageError("a board has no room for words");
+    if (!view.acquire(board, PyBUF_SIMPLE)) throw UsageError("board is not one contiguous range of memory");
+    if (static_cast<size_t>(view.get().len) < words * sizeof(moe::Word))
+      throw UsageError("board has " + std::to_string(view.get().len) + " bytes, must have at least " +
+                       std::to_string(words * sizeof(moe::Word)) + ", for " + std::to_string(words) + " words");
     const auto* const first = static_cast<const moe::Word*>(view.get().buf);
     get().watch(engine_->peer(address), rank, *first,
                 std::span<const moe::Word, moe::kParities>(first + results, moe::kParities));

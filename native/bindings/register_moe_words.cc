@@ -47,16 +47,23 @@ class Words {
       : engine(nb::borrow(given.h)), engine_(given.p), own_(own), count_(count), masks_(masks) {
     for (nb::handle board : boards) {
       BufferView& view = boards_.emplace_back();
-      if (!view.acquire(board, PyBUF_WRITABLE)) throw UsageError("a board is no writable range of memory");
+      if (!view.acquire(board, PyBUF_WRITABLE))
+        throw UsageError("boards: each must be one contiguous range of writable memory");
       if (static_cast<size_t>(view.get().len) < count * sizeof(moe::Word))
-        throw UsageError("a board has no room for words");
+        throw UsageError("boards: one has " + std::to_string(view.get().len) + " bytes, must have at least " +
+                         std::to_string(count * sizeof(moe::Word)) + ", for " + std::to_string(count) + " words");
       if (reinterpret_cast<uintptr_t>(view.get().buf) % alignof(moe::Word) != 0)
-        throw UsageError("a board is not aligned");
+        throw UsageError("boards: one is not aligned to " + std::to_string(alignof(moe::Word)) + " bytes");
     }
     for (nb::handle owner : owners)
       owners_.push_back(owner.is_none() ? Held<Peer>() : Held<Peer>(given.p->peer(owner)));
-    if (owners_.size() != boards_.size() || own >= boards_.size() || count < 1)
-      throw UsageError("boards, owners, own or count do not fit together");
+    if (owners_.size() != boards_.size())
+      throw UsageError("owners has " + std::to_string(owners_.size()) + " entries, must have " +
+                       std::to_string(boards_.size()) + ", one for each of boards");
+    if (own >= boards_.size())
+      throw UsageError("own is " + std::to_string(own) + ", must be the index of one of " +
+                       std::to_string(boards_.size()) + " boards");
+    if (count < 1) throw UsageError("count is 0, must be 1 or more");
     is_masked_.resize(boards_.size());
     is_left_out_.resize(boards_.size());
   }
@@ -66,7 +73,9 @@ class Words {
 
   // Word 0 is the farewell.
   void watch(nb::handle peer, const std::vector<uint32_t>& imms, bool is_taken_meanwhile) {
-    if (imms.size() > count_) throw UsageError("imms has " + std::to_string(imms.size()) + " numbers");
+    if (imms.size() > count_)
+      throw UsageError("imms has " + std::to_string(imms.size()) + " numbers, must have at most " +
+                       std::to_string(count_) + ", one for each word");
     FarRank rank{.peer = Held<Peer>(engine_->peer(peer)), .counters = {}, .is_taken_meanwhile = is_taken_meanwhile};
     for (const uint32_t imm : imms) rank.counters.emplace_back(engine_->core()->imm_counter(imm));
     rank.counters.resize(count_);
@@ -75,7 +84,10 @@ class Words {
   }
   // index: of a board, or, after these, of a watched rank.
   void leave_out(size_t index) {
-    if (index >= is_left_out_.size()) throw UsageError("no such rank");
+    if (index >= is_left_out_.size()) {
+      throw UsageError("index is " + std::to_string(index) + ", must be less than " +
+                       std::to_string(is_left_out_.size()));
+    }
     is_left_out_[index] = true;
   }
 
@@ -83,7 +95,8 @@ class Words {
   bool is_sealed(size_t index, uint32_t round) { return moe::is_sealed(word(own_, index), round); }
 
   nb::tuple wait(size_t index, uint32_t round, nb::handle timeout_s, std::optional<size_t> then) {
-    if (index >= count_ || (then && *then >= count_)) throw UsageError("no such word");
+    check_word(index);
+    if (then) check_word(*then);
     const EngineRef core = engine_->core();
     const Deadline deadline = to_deadline(timeout_s, core->clock());
     std::vector<moe::Awaited> awaited;
@@ -141,8 +154,14 @@ class Words {
     std::vector<Held<ImmCounter>> counters;  // by word
     bool is_taken_meanwhile = false;
   };
+  void check_word(size_t index) const {
+    if (index < count_) return;
+    throw UsageError("word is " + std::to_string(index) + ", must be less than " + std::to_string(count_));
+  }
   moe::Word& word(size_t rank, size_t index) {
-    if (rank >= boards_.size() || index >= count_) throw UsageError("no such word");
+    check_word(index);
+    if (rank >= boards_.size())
+      throw UsageError("rank is " + std::to_string(rank) + ", must be less than " + std::to_string(boards_.size()));
     return static_cast<moe::Word*>(boards_[rank].get().buf)[index];
   }
 

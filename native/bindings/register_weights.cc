@@ -23,7 +23,10 @@ using Filled = nb::ndarray<T, nb::ndim<2>, nb::device::cpu>;
 
 template <typename Array>
 ptrdiff_t row_bytes(const Array& array, const char* argument) {
-  if (array.shape(1) > 1 && array.stride(1) != 1) throw UsageError(std::string(argument) + ": a row has gaps");
+  if (array.shape(1) > 1 && array.stride(1) != 1) {
+    throw UsageError(std::string(argument) + " has strides of " + std::to_string(array.stride(1)) +
+                     " elements within a row, must be contiguous there");
+  }
   return array.stride(0) * static_cast<ptrdiff_t>(array.itemsize());
 }
 
@@ -34,7 +37,9 @@ weights::MatrixIn matrix_in(const Matrix& array) {
 template <typename T>
 weights::MatrixOut matrix_out(const Filled<T>& array, const char* argument, size_t rows, size_t columns) {
   if (array.shape(0) != rows || array.shape(1) != columns)
-    throw UsageError(std::string(argument) + " must have " + std::to_string(rows) + " x " + std::to_string(columns));
+    throw UsageError(std::string(argument) + " has shape (" + std::to_string(array.shape(0)) + ", " +
+                     std::to_string(array.shape(1)) + "), must be (" + std::to_string(rows) + ", " +
+                     std::to_string(columns) + ")");
   return {reinterpret_cast<std::byte*>(array.data()), row_bytes(array, argument)};
 }
 
@@ -42,7 +47,9 @@ bool quantise(const Matrix& values, const Filled<uint8_t>& out, const Filled<flo
               size_t broad) {
   const bool is_wide = values.dtype() == nb::dtype<float>();
   if (!is_wide && values.dtype() != nb::dtype<uint16_t>()) throw UsageError("values must be float32 or uint16");
-  if (high < 1 || broad < 1) throw UsageError("a block has 1 element or more");
+  if (high < 1 || broad < 1)
+    throw UsageError("high is " + std::to_string(high) + " and broad " + std::to_string(broad) +
+                     ", must be 1 or more: the rows and columns of a block");
   const auto blocks = [](size_t length, size_t block) { return length / block + (length % block != 0 ? 1 : 0); };
   const weights::MatrixIn in = matrix_in(values);
   const weights::MatrixOut codes = matrix_out(out, "out", in.rows, in.columns);

@@ -50,8 +50,9 @@ void check_transports(const EngineOptions& options) {
   if ((transports & transport_bit(TransportKind::kTcp)) == 0 && options.port != 0)
     throw UsageError("port = " + text(options.port) + " needs tcp" + has + "transport 'tcp' or 'auto'");
   check_rdma(options.rdma);
-  check_option(options.rails.empty() || options.rails.size() == options.rail_count, "rails",
-               "a list of " + text(options.rails.size()), "the lists of as many as there are rails");
+  if (!options.rails.empty() && options.rails.size() != options.rail_count)
+    throw UsageError("rails is a list of " + text(options.rails.size()) + ", must have " + text(options.rail_count) +
+                     " entries: rail_count is " + text(options.rail_count));
   check_option(options.secret.size() <= kSecretBytesMax, "secret", "text of " + text(options.secret.size()) + " bytes",
                "0..1024 bytes");
   check_option(options.peer_timeout_ns > 0, "peer_timeout_s",

@@ -41,10 +41,12 @@ inline void check_imm(uint32_t imm) {
 void check_imms(std::span<const uint32_t> imms, uint32_t imm_of_all, size_t count) {
   if (imms.empty()) return;
   if (imms.size() != count) {
-    throw UsageError("imms has " + text(imms.size()) + " numbers, dsts " + text(count) +
-                     " entries: they must be as many");
+    throw UsageError("imms has " + text(imms.size()) + " numbers, must have " + text(count) +
+                     ", one for each entry of dsts");
   }
-  if (imm_of_all != kNoImm) throw UsageError("imm and imms are both given: one number for all, or one for each");
+  if (imm_of_all != kNoImm) {
+    throw UsageError("imm and imms are both given: imm is one number for all targets, imms has one for each");
+  }
   for (size_t i = 0; i < count; ++i) {
     if (imms[i] != kNoImm && imms[i] > kImmMax) throw_imm("imms[" + text(i) + "]", imms[i]);
   }
@@ -276,8 +278,8 @@ TransferRef Engine::submit_paged_writes(const PagedWriteRequest& request) {
   check_memory(*request.src, *request.dst, request.verify);
   if (request.trigger.watcher != nullptr) check_trigger(request.trigger, *core_, request.verify);
   if (request.src_pages.count != request.dst_pages.count) {
-    throw UsageError("src_pages has " + text(request.src_pages.count) + " indices, dst_pages " +
-                     text(request.dst_pages.count) + ": they must be as many");
+    throw UsageError("src_pages has " + text(request.src_pages.count) + " indices and dst_pages " +
+                     text(request.dst_pages.count) + ": both must have one for each page");
   }
   check_imm(request.imm);
   check_rail(request.rail, rail_count());
@@ -327,13 +329,13 @@ TransferRef Engine::submit_scatter(const ScatterRequest& request) {
   const size_t count = request.dsts.size();
   if (request.lengths.size() != count || request.src_offsets.size() != count || request.dst_offsets.size() != count) {
     throw UsageError("dsts has " + text(count) + " entries, lengths " + text(request.lengths.size()) +
-                     ", src_offsets " + text(request.src_offsets.size()) + ", dst_offsets " +
-                     text(request.dst_offsets.size()) + ": they must be as many");
+                     ", src_offsets " + text(request.src_offsets.size()) + " and dst_offsets " +
+                     text(request.dst_offsets.size()) + ": each must have one for each target");
   }
   if (request.group != nullptr) check_group(*request.group, this);
   if (request.group != nullptr && request.group->size() != count) {
-    throw UsageError("dsts has " + text(count) + " entries, the group " + text(request.group->size()) +
-                     " peers: they must be as many");
+    throw UsageError("dsts has " + text(count) + " entries, must have " + text(request.group->size()) +
+                     ", one for each peer of the group");
   }
   check_imm(request.imm);
   check_imms(request.imms, request.imm, count);

@@ -26,7 +26,9 @@ PrefixCache::PrefixCache(size_t pages)
 
 void PrefixCache::check(std::span<const Page> pages) const {
   for (const Page page : pages)
-    if (page >= pages_) throw UsageError("page " + std::to_string(page) + " is none of " + std::to_string(pages_));
+    if (page >= pages_)
+      throw UsageError("page " + std::to_string(page) + " is out of range: the cache has " + std::to_string(pages_) +
+                       " pages");
 }
 
 // Names are the output of a hash: two of its words distinguish names as well as all of them, once they are mixed with a
@@ -111,7 +113,8 @@ std::vector<Page> PrefixCache::let_go(std::span<const Page> pages) {
 void PrefixCache::add(std::span<const Page> pages, std::span<const PageName> names) {
   check(pages);
   if (pages.size() != names.size())
-    throw UsageError(std::to_string(names.size()) + " names for " + std::to_string(pages.size()) + " pages");
+    throw UsageError("names has " + std::to_string(names.size()) + " entries, must have " +
+                     std::to_string(pages.size()) + ", one for each of pages");
   if (pages.empty()) return;
   if (table_.empty()) {
     const auto end = static_cast<Page>(pages_);

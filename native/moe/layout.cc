@@ -22,8 +22,8 @@ void require(bool holds, const char* argument, uint64_t value, const std::string
 
 void require_order(std::span<const int32_t> order, int32_t routes) {
   if (order.size() >= static_cast<size_t>(routes)) return;
-  throw UsageError("order has " + std::to_string(order.size()) + " entries, the counts tell " + std::to_string(routes) +
-                   " routes");
+  throw UsageError("order has " + std::to_string(order.size()) + " entries, must have at least " +
+                   std::to_string(routes) + ", the number of routes by the counts");
 }
 
 // The token of an entry in a group's order, which may contain anything.
@@ -222,8 +222,9 @@ int32_t Placement::most_routes(uint32_t rank) const {
 std::optional<uint32_t> Placement::first_over(std::span<const int64_t> rows, std::span<const int32_t> routes,
                                               std::span<const uint32_t> left_out) const {
   if (rows.size() != layout_.shape().world || routes.size() != rows.size())
-    throw UsageError("rows and routes have " + std::to_string(rows.size()) + " and " + std::to_string(routes.size()) +
-                     " numbers, must be one for each rank");
+    throw UsageError("rows has " + std::to_string(rows.size()) + " numbers and routes " +
+                     std::to_string(routes.size()) + ", must have " + std::to_string(layout_.shape().world) +
+                     " each, one for each rank");
   for (uint32_t rank = 0; rank < layout_.shape().world; ++rank) {
     if (std::ranges::find(left_out, rank) != left_out.end()) continue;
     const int64_t needed = layout_.shape().rows_per_expert > 0 ? fullest_expert(rank) : rows_needed(rank);
@@ -365,7 +366,7 @@ std::vector<Place> Placement::places(uint32_t origin, std::span<const Index> ind
   const uint32_t experts = layout_.shape().experts;
   const uint32_t group = layout_.group_of(origin);
   require(slots.size() == indices.size(), "len(slots)", slots.size(),
-          "as many as indices, " + std::to_string(indices.size()));
+          std::to_string(indices.size()) + ", the length of indices");
   // By expert: the source that has its rows, and our first one.
   std::vector<Place> first(experts);
   const std::vector<int32_t> starts = route_starts(group);
@@ -399,7 +400,7 @@ template <typename Index>
 std::vector<int32_t> sort_routes(std::span<const Index> indices, std::span<const int32_t> slots,
                                  std::span<const int32_t> counts) {
   require(slots.size() == indices.size(), "len(slots)", slots.size(),
-          "as many as indices, " + std::to_string(indices.size()));
+          std::to_string(indices.size()) + ", the length of indices");
   const auto negative = std::find_if(counts.begin(), counts.end(), [](int32_t count) { return count < 0; });
   if (negative != counts.end()) {
     throw UsageError("counts[" + std::to_string(negative - counts.begin()) + "] is " + std::to_string(*negative) +

@@ -91,7 +91,9 @@ Terms terms_to_send(const Placement& placement, uint32_t rank, uint32_t origin,
                     std::span<const std::span<const Tag>> tags) {
   const Layout& layout = placement.layout();
   const std::vector<uint32_t> near = layout.near_ranks(rank);
-  if (tags.size() != near.size()) throw UsageError("tags: must be of all ranks of the node");
+  if (tags.size() != near.size())
+    throw UsageError("tags has " + std::to_string(tags.size()) + " lists, must have " + std::to_string(near.size()) +
+                     ", one for each rank of the node");
   const auto top_k = static_cast<size_t>(layout.shape().top_k);
   const size_t routes_max = layout.shape().max_tokens * top_k;
   std::vector<std::vector<Tag>> kept(near.size());
@@ -99,7 +101,9 @@ Terms terms_to_send(const Placement& placement, uint32_t rank, uint32_t origin,
   for (size_t source = 0; source < near.size(); ++source) {
     const size_t first = first_tag(placement, near[source], origin);
     const auto count = static_cast<size_t>(placement.routes(origin, near[source]));
-    if (first + count > tags[source].size()) throw UsageError("tags: fewer than the counts tell");
+    if (first + count > tags[source].size())
+      throw UsageError("tags[" + std::to_string(source) + "] has " + std::to_string(tags[source].size()) +
+                       " tags, must have at least " + std::to_string(first + count) + ", by the counts");
     const std::span<const Tag> given = tags[source].subspan(first, count);
     kept[source].assign(given.begin(), given.end());
     for (const Tag& tag : kept[source]) {
@@ -132,7 +136,9 @@ template <typename Index>
 Terms terms_to_take(const Placement& placement, uint32_t origin, std::span<const Index> indices,
                     std::span<const int32_t> slots, std::span<const float> weights) {
   const Layout& layout = placement.layout();
-  if (weights.size() != indices.size()) throw UsageError("weights: must be as many as indices");
+  if (weights.size() != indices.size())
+    throw UsageError("weights has " + std::to_string(weights.size()) + " numbers, must have " +
+                     std::to_string(indices.size()) + ", one for each of indices");
   Terms terms{placement.places(origin, indices, slots), {weights.begin(), weights.end()}};
   const uint32_t own = layout.node_of(origin);
   const auto far = static_cast<int32_t>(layout.near_ranks(origin).size());

@@ -118,7 +118,7 @@ std::vector<uint32_t> Proxy::far_ranks() const {
 Proxy::Member& Proxy::member(uint32_t rank) {
   const auto found = std::find_if(members_.begin(), members_.end(), [&](const Member& m) { return m.rank == rank; });
   if (found == members_.end())
-    throw UsageError("rank " + std::to_string(rank) + " is none that shares no memory with us");
+    throw UsageError("rank " + std::to_string(rank) + " is not a far rank (one that shares no memory with us)");
   return *found;
 }
 
@@ -130,7 +130,9 @@ std::vector<uint32_t> Proxy::imms_for(uint32_t rank) const {
 
 void Proxy::connect(uint32_t rank, FarRegions<RemoteRegionRef> regions, std::span<const uint32_t> imms) {
   Member& to = member(rank);
-  if (imms.size() != to.imms.size()) throw UsageError("imms has " + std::to_string(imms.size()) + " numbers");
+  if (imms.size() != to.imms.size())
+    throw UsageError("imms has " + std::to_string(imms.size()) + " numbers, must have " +
+                     std::to_string(to.imms.size()));
   check_same_length(rank, "routes", *regions.routes, *regions_.routes);
   check_same_length(rank, "rows", *regions.rows, *regions_.rows);
   to.regions = std::move(regions);
@@ -215,7 +217,8 @@ void Proxy::post_part(FarStep step, uint32_t round, size_t begin, size_t count) 
 
 void Proxy::send_routes(uint32_t round, std::span<const int32_t> counts, uint64_t hash) {
   if (counts.size() != layout_.shape().experts)
-    throw UsageError("counts has " + std::to_string(counts.size()) + " entries");
+    throw UsageError("counts has " + std::to_string(counts.size()) + " entries, must have " +
+                     std::to_string(layout_.shape().experts) + ", one for each expert");
   const uint32_t parity = parity_of(round);
   sent_[parity].clear();
   counts_[parity].assign(counts.begin(), counts.end());

@@ -58,7 +58,7 @@ void ProxyThread::give(const Order& order) {
   const uint32_t number = given_.load(std::memory_order_relaxed);
   // acquire: pairs with the release of done_, so that the slot is free.
   if (number - done_.load(std::memory_order_acquire) >= orders_.size() - 1)
-    throw UsageError("more is ordered than two rounds have steps: settle first");
+    throw UsageError("more steps are queued than two rounds have: wait for an earlier round to end first");
   put(order);
 }
 

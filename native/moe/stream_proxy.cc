@@ -67,9 +67,12 @@ void StreamProxy::stop() {
 
 void StreamProxy::begin_words() {
   const uint64_t first = kStreamWords * sizeof(device::RoundWords);
-  if (board_.size() < first + kParities * parts_.parity_bytes ||
-      reinterpret_cast<uintptr_t>(board_.data()) % alignof(device::RoundWords) != 0)
-    throw UsageError("the board of rounds is too short, or not aligned to 64 bytes");
+  const uint64_t needed_bytes = first + kParities * parts_.parity_bytes;
+  if (board_.size() < needed_bytes)
+    throw UsageError("the board of rounds has " + std::to_string(board_.size()) + " bytes, must have at least " +
+                     std::to_string(needed_bytes));
+  if (reinterpret_cast<uintptr_t>(board_.data()) % alignof(device::RoundWords) != 0)
+    throw UsageError("the board of rounds is not aligned to " + std::to_string(alignof(device::RoundWords)) + " bytes");
   if (options_.gpu >= 0) {
     try {
       bar_.emplace(options_.gpu, kStreamWordsTold * sizeof(device::RoundWords));

@@ -99,13 +99,13 @@ def test_does_what_the_plainest_cache_does(steps: list) -> None:
 
 @pytest.mark.parametrize("what", ["hold", "let_go", "count_evictable"])
 def test_page_out_of_range_is_refused(what: str) -> None:
-    with pytest.raises(xr.UsageError, match=f"page {PAGES} is none of {PAGES}"):
+    with pytest.raises(xr.UsageError, match=f"page {PAGES} is out of range: the cache has {PAGES} pages"):
         getattr(PrefixCache(PAGES), what)(row([0, PAGES]))
 
 
 def test_names_that_are_none_are_refused() -> None:
     cache = PrefixCache(PAGES)
-    with pytest.raises(xr.UsageError, match="2 names for 1 pages"):
+    with pytest.raises(xr.UsageError, match="names has 2 entries, must have 1, one for each of pages"):
         cache.add(row([1]), NAMES[:2])
     with pytest.raises(xr.UsageError, match="must be 32"):
         cache.match(NAMES[:, :16].copy())

@@ -246,8 +246,8 @@ def test_tags_of_no_route_are_refused() -> None:
     for tags, message in (
         ([good + 3], r"rank 1 tells of route 3 of rank 0, must be in \[0, 3\)"),
         ([good - 1], "route -1"),
-        ([good[:1]], "fewer than the counts tell"),
-        ([], "must be of all ranks of the node"),
+        ([good[:1]], r"tags\[0\] has 1 tags, must have at least 2, by the counts"),
+        ([], "tags has 0 lists, must have 1, one for each rank of the node"),
     ):
         with pytest.raises(UsageError, match=message):
             _core.moe.terms_to_send(placement, 1, 0, tags)
