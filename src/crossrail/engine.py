@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import os
 import sys
 import warnings
@@ -17,9 +16,9 @@ from crossrail import _core, _libfabric, _open_engines, _options, _raise, _simul
 from crossrail._buffers import memory_of
 from crossrail._core import Address, GpuMapping, Message, RegionDescriptor
 from crossrail._devices import gpu_of
-from crossrail._notify import Callbacks, CallbackThread, log, log_raised, weakly
+from crossrail._events import EventSink
+from crossrail._notify import Callbacks, CallbackThread, log, weakly
 from crossrail._ordered import OrderedWeakSet
-from crossrail._text import plain
 from crossrail.counters import ImmCounter
 from crossrail.default_rails import auto_worker_cpu, check_worker_cpu, default_rails, log_rails
 from crossrail.errors import EngineClosed, TransportError, UsageError
@@ -35,23 +34,8 @@ if TYPE_CHECKING:
 
 _libfabric.announce()
 
-_EVENT_LEVELS = {
-    "peer-connected": logging.DEBUG,
-    "peer-thawed": logging.INFO,
-    "peer-lost": logging.WARNING,
-    "peer-left": logging.INFO,
-    "peer-slow": logging.INFO,
-    "peer-frozen": logging.WARNING,
-    "stalled": logging.WARNING,
-    "checksum-mismatch": logging.ERROR,
-    "transport-absent": logging.WARNING,
-    "protocol-error": logging.ERROR,
-    "imm-overflow": logging.ERROR,
-}
-
 DEFAULT_TRANSPORT = "auto"
 
-_LOST_KNOWN_MAX = 1024
 _CALLBACK_PATIENCE_S = 5.0  # how long close() waits for a running callback
 
 
@@ -173,10 +157,8 @@ class Engine(_core.Engine):
             (recorder_entries, watchdog_s, dump_dir, counts_traffic),
             place and place.world, place and place.host,
         )  # fmt: skip
-        self._on_event: Callable[[EngineEvent], object] | None = None
-        self._after_events: list[Callable[[], None]] = []
+        self._events = EventSink(name)
         self._watchers: OrderedWeakSet[Watcher] = OrderedWeakSet()
-        self._known_lost: dict[str, None] = {}  # by name, oldest first
         self._callbacks: Callbacks = CallbackThread(name) if place is None else place.callbacks(name)
         self._event_cookie = self._callbacks.register(weakly(self._handle_events), once=False)
         self._set_event_notifier(self._callbacks.notifier, self._event_cookie)
@@ -208,7 +190,7 @@ class Engine(_core.Engine):
             self._is_open = False
             _open_engines.discard(self)
             self._log_events()
-            if self._on_event is not None or len(self._watchers) > 0:
+            if self._events.fn is not None or len(self._watchers) > 0:
                 self._let_go_last()
         self._callbacks.close(_CALLBACK_PATIENCE_S)
 
@@ -221,7 +203,7 @@ class Engine(_core.Engine):
         self._callbacks.notifier.post(self._callbacks.register(weakly(self._let_go)))
 
     def _let_go(self) -> None:
-        self._on_event = None
+        self._events.fn = None
         for watcher in self._watchers:
             watcher._let_go()
 
@@ -384,14 +366,14 @@ class Engine(_core.Engine):
         otherwise when a wait fails and at close.
         """
         if fn is None:
-            self._on_event = None
+            self._events.fn = None
             return
         _raise.check_callable(fn, "fn")
-        before, self._on_event = self._on_event, fn  # before the thread starts and takes the events that are waiting
+        before, self._events.fn = self._events.fn, fn  # before the thread starts and takes the events that are waiting
         try:
             self._callbacks.start()
         except BaseException:
-            self._on_event = before
+            self._events.fn = before
             raise
         self._callbacks.notifier.post(self._event_cookie)  # for events from before this call
         if not self._is_open:
@@ -402,7 +384,7 @@ class Engine(_core.Engine):
         """Runs fn after events were delivered, on any thread, until close(). fn must not raise, nor keep the engine
         alive.
         """
-        self._after_events.append(fn)
+        self._events.call_after(fn)
         self._callbacks.start()
 
     def explain(self, peer: Address | bytes) -> Explanation:
@@ -456,35 +438,11 @@ class Engine(_core.Engine):
 
     def _log_events(self) -> None:
         # With a user's handler, the callback thread delivers events.
-        if self._on_event is None:
+        if self._events.fn is None:
             self._handle_events()
 
     def _handle_events(self) -> None:
-        for kind, peer, detail in self._take_events():
-            fn = self._on_event
-            if fn is not None:
-                try:
-                    fn(EngineEvent(kind, peer, detail))
-                except BaseException:  # nothing else delivers the rest of this batch
-                    log_raised(self.name, "on_event")
-            else:
-                about = f" of peer {peer!r}" if peer else ""
-                why = f": {plain(detail)}" if detail else ""  # it may contain names that peers chose
-                log.log(self._level_of(kind, peer), "engine %r: %s%s%s", self.name, kind, about, why)
-        for after in self._after_events:
-            after()
-
-    def _level_of(self, kind: str, peer: str) -> int:
-        """The log level of an event. Repeated failures to reach the same peer are a warning only the first time."""
-        if kind == "peer-connected":
-            self._known_lost.pop(peer, None)
-        elif kind == "peer-lost":
-            if peer in self._known_lost:
-                return logging.INFO
-            self._known_lost[peer] = None
-            if len(self._known_lost) > _LOST_KNOWN_MAX:
-                del self._known_lost[next(iter(self._known_lost))]
-        return _EVENT_LEVELS[kind]
+        self._events.deliver(self._take_events())
 
 
 @contextlib.contextmanager

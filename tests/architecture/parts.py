@@ -10,6 +10,7 @@ PARTS_MAY_USE: dict[str, dict[str, set[str]]] = {
         "_closing": set(),
         "_devices": set(),
         "_ending": set(),
+        "_events": {"_notify", "_text", "peers"},
         "_extras": set(),
         "_files": set(),
         "_interrupt": set(),
@@ -28,6 +29,7 @@ PARTS_MAY_USE: dict[str, dict[str, set[str]]] = {
         "engine": {
             "_buffers",
             "_devices",
+            "_events",
             "_libfabric",
             "_notify",
             "_open_engines",
