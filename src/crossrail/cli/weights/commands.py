@@ -11,8 +11,8 @@ import click
 
 from crossrail.cli.console import in_one_piece
 from crossrail.cli.group import body
-from crossrail.cli.service import engine_options, records_on_signal, together, transport_option
-from crossrail.cli.text import OutputFile, seconds, size
+from crossrail.cli.service import Decorator, engine_options, records_on_signal, together, transport_option
+from crossrail.cli.text import OutputFile, figures_option, seconds, size
 from crossrail.cli.weights.rl_options import RlOptions
 
 READERS_MAX = 1 << 16  # of a checkpoint, as in crossrail.weights.inventory.checkpoint
@@ -42,6 +42,24 @@ cluster_options = together(
     click.option("--layers", type=click.IntRange(1, 1000), help="Number of layers [default: all of the model's]."),
 )
 
+_trainers_option = click.option(
+    "--trainers",
+    type=click.IntRange(1, 64),
+    default=4,
+    show_default=True,
+    help="Trainers, each with a share of the model.",
+)
+
+
+def _watermark_option(default: str, at_least: int, of: str) -> Decorator:
+    return click.option(
+        "--watermark",
+        type=size(at_least, 1 << 40),
+        default=default,
+        show_default=True,
+        help=f"Memory for each {of} to prepare tensors in.",
+    )
+
 
 def _reader(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text)
@@ -54,13 +72,7 @@ def _reader(text: str) -> tuple[int, int]:
 
 @click.command()
 @click.option("--versions", type=click.IntRange(1, 1_000_000), default=4, show_default=True, help="Number of updates.")
-@click.option(
-    "--trainers",
-    type=click.IntRange(1, 64),
-    default=4,
-    show_default=True,
-    help="Trainers, each with a share of the model.",
-)
+@_trainers_option
 @click.option(
     "--mib",
     type=click.IntRange(1, 1 << 20),
@@ -94,13 +106,7 @@ def rl(**options: Any) -> None:
 @click.option(
     "--size", "nbytes", default="512MiB", show_default=True, type=size(1 << 20, 1 << 40), help="Size of the model."
 )
-@click.option(
-    "--trainers",
-    type=click.IntRange(1, 64),
-    default=4,
-    show_default=True,
-    help="Trainers, each with a share of the model.",
-)
+@_trainers_option
 @click.option(
     "--targets",
     type=click.IntRange(1, 64),
@@ -112,13 +118,7 @@ def rl(**options: Any) -> None:
     "--rounds", type=click.IntRange(1, 100_000), default=5, show_default=True, help="Number of updates to measure."
 )
 @click.option("--fp8", is_flag=True, help="Inference ranks use fp8: all weights are converted before they are written.")
-@click.option(
-    "--watermark",
-    default="64MiB",
-    show_default=True,
-    type=size(1 << 16, 1 << 40),
-    help="Memory for each trainer to prepare tensors in.",
-)
+@_watermark_option("64MiB", 1 << 16, "trainer")
 @transport_option("shm")
 @click.option(
     "--no-gloo",
@@ -132,7 +132,7 @@ def rl(**options: Any) -> None:
     show_default=True,
     help="Writes of 1 KiB in a step that measures what each costs in Python; 0 leaves it out.",
 )
-@click.option("--json", "json_path", type=OutputFile(), help="Also write the figures to this file.")
+@figures_option("json_path")
 def bench(**options: Any) -> None:
     """Measure updates of a model from trainers to inference ranks."""
     body("weights", "crossrail.cli.weights.bench", "bench")(**options)
@@ -187,13 +187,7 @@ def bench(**options: Any) -> None:
     show_default=True,
     help="Seconds that the transfer may take.",
 )
-@click.option(
-    "--watermark",
-    default="1GiB",
-    show_default=True,
-    type=size(1 << 16, 1 << 40),
-    help="Memory for each reader to prepare tensors in.",
-)
+@_watermark_option("1GiB", 1 << 16, "reader")
 @click.option(
     "--port",
     type=click.IntRange(0, 65535),
@@ -262,16 +256,10 @@ def show(ctx: click.Context, /, **options: Any) -> None:
 @click.option("--rails", default=1, show_default=True, help="Rails per GPU, which share 400 Gb/s.")
 @click.option("--rail-down", is_flag=True, help="Trainer 0 loses a rail at the start.")
 @click.option("--down-ms", type=float, help="With --rail-down: time until it comes back [default: never].")
-@click.option(
-    "--watermark",
-    type=size(1 << 20, 1 << 40),
-    default="8G",
-    show_default=True,
-    help="Memory for each trainer to prepare tensors in.",
-)
+@_watermark_option("8G", 1 << 20, "trainer")
 @click.option("--sweep", metavar="NAME[=V,V...]", help=f"One update for each value; NAME: {', '.join(SWEPT)}.")
 @click.option("--seed", default=1, show_default=True, help="Seed of all randomness.")
-@click.option("--json", "file", type=OutputFile(), help="Also write the figures to this file.")
+@figures_option()
 @click.option("--plot", "image", type=OutputFile(), help="Draw the timeline, or the sweep, as a PNG.")
 def sim(**options: Any) -> None:
     """Simulate one update of MODEL (kimi-k2, deepseek-v3, qwen3-235b): real plan and engines, but no data.
