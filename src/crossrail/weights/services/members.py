@@ -208,6 +208,16 @@ class Membership:
         self._takes_part = False
         self._stop()
 
+    async def leave(self, controller: bytes, timeout_s: float) -> None:
+        """Ends the membership, and tells the controller, unless that cannot be reached. UsageError without one: b""."""
+        if not controller:
+            raise UsageError(f"{self._who} has joined no controller that it could leave")
+        self.end()
+        try:
+            await self._mailbox.ask(controller, m.Leave(next_word(self._mailbox)), m.Taken, timeout_s)
+        except (NoAnswer, Unreachable) as error:
+            log.info("%s left without a word: %s", self._who, error)
+
     def handle(self, handlers: Mapping[type, Handler], while_whole: dict[type, Handler]) -> None:
         """Handles these questions and RollCall. Once closed, the member answers Closed to all of them. If it has lost
         its memory, or has left, it answers Closed to RollCall and to those in while_whole, but still ends what it has

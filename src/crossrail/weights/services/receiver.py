@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -11,8 +10,7 @@ from typing import Any
 from crossrail._closing import AsyncClosing
 from crossrail._options import check_seconds, check_whole
 from crossrail.control.deadlines import deadline_in, loop_time_s
-from crossrail.control.mailbox import Mailbox, NoAnswer
-from crossrail.control.wire import Unreachable
+from crossrail.control.mailbox import Mailbox
 from crossrail.errors import UsageError, WaitTimeout
 from crossrail.weights.errors import UpdateFailed
 from crossrail.weights.inventory.memory import WeightMemory
@@ -21,15 +19,13 @@ from crossrail.weights.services.buffers import Buffers
 from crossrail.weights.services.changes import Changes
 from crossrail.weights.services.futures import has_failed
 from crossrail.weights.services.hooks import Hook, Hooks, no_hook
-from crossrail.weights.services.members import Membership, check_one_engine, next_word, packed_inventory
+from crossrail.weights.services.members import Membership, check_one_engine, packed_inventory
 from crossrail.weights.services.reading import Reading
 from crossrail.weights.services.spare import ClosingSpare
 from crossrail.weights.services.updates import FENCE_S as FENCE_S
 from crossrail.weights.services.updates import Updates
 from crossrail.weights.services.versions import State
 from crossrail.weights.threads import in_thread
-
-log = logging.getLogger("crossrail.weights")
 
 
 class WeightReceiver(AsyncClosing):
@@ -204,13 +200,7 @@ class WeightReceiver(AsyncClosing):
         which goes on after timeout_s if one stands still. UsageError before join().
         """
         deadline_at_s = deadline_in(timeout_s)
-        if not self._updates.controller:
-            raise UsageError(f"inference rank {self.rank} has joined no controller that it could leave")
-        self._membership.end()
-        try:
-            await self._mailbox.ask(self._updates.controller, m.Leave(next_word(self._mailbox)), m.Taken, timeout_s)
-        except (NoAnswer, Unreachable) as error:
-            log.info("inference rank %d left without a word: %s", self.rank, error)
+        await self._membership.leave(self._updates.controller, timeout_s)
         # Nothing else would report it: the controller forgets members that leave.
         ending = self._mailbox.spawn(
             self._updates.fail_persistently("it has left"), "ending an update that it has left"

@@ -13,22 +13,15 @@ import crossrail as xr
 from crossrail._closing import AsyncClosing
 from crossrail._options import check_seconds, check_whole
 from crossrail.control.deadlines import in_time, in_words, loop_time_s, set_in_time
-from crossrail.control.mailbox import Mailbox, NoAnswer
+from crossrail.control.mailbox import Mailbox
 from crossrail.control.messages import clipped
-from crossrail.control.wire import Unreachable
 from crossrail.errors import CrossrailError, UsageError
 from crossrail.weights import gpu
 from crossrail.weights.errors import UpdateFailed, WatermarkTooSmall
 from crossrail.weights.inventory.memory import WeightMemory
 from crossrail.weights.services import messages as m
 from crossrail.weights.services.assigned import Assigned, Pieces
-from crossrail.weights.services.members import (
-    CONTROLLER_GONE,
-    Membership,
-    check_one_engine,
-    next_word,
-    packed_inventory,
-)
+from crossrail.weights.services.members import CONTROLLER_GONE, Membership, check_one_engine, packed_inventory
 from crossrail.weights.services.versions import checked_version
 from crossrail.weights.step.arena import Arena, aligned
 from crossrail.weights.step.barrier import EngineBarrier, MakeBarrier
@@ -205,13 +198,7 @@ class WeightTrainer(AsyncClosing):
         UsageError before join().
         """
         check_seconds(timeout_s=timeout_s)
-        if not self._controller:
-            raise UsageError(f"trainer {self.rank} has joined no controller that it could leave")
-        self._membership.end()
-        try:
-            await self._mailbox.ask(self._controller, m.Leave(next_word(self._mailbox)), m.Taken, timeout_s)
-        except (NoAnswer, Unreachable) as error:
-            log.info("trainer %d left without a word: %s", self.rank, error)
+        await self._membership.leave(self._controller, timeout_s)
         # Nothing else would report it: the controller forgets members that leave.
         self._fail(f"trainer {self.rank} has left")
         await self._stop_step("it has left")
