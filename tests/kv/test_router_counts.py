@@ -68,12 +68,12 @@ async def test_decoder_that_dies_and_leaves_nobody_to_go_on_counts_one_request(t
     script.go_on.set()
 
 
-async def test_who_has_enough_of_what_is_all_here_already_has_stopped_it(town: Town) -> None:
+async def test_request_that_is_stopped_when_all_of_it_is_here_counts_as_stopped(town: Town) -> None:
     await town.add("a")
     async with contextlib.aclosing(town.router.complete(prompt_of(1), SHORT, request="mine")) as chunks:
         async for chunk in chunks:
             if chunk.end is not None:
                 assert chunk.end.reason == "length"
-                town.router.has_enough("mine", "a stop text came")
+                town.router.stop_request("mine", "a stop text came")
     assert town.router.ended("mine") == m.End("stop", "a stop text came")
     assert town.router.counts["stop"] == 1

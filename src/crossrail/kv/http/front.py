@@ -223,8 +223,8 @@ class Front:
             )
             response: web.StreamResponse
             async with contextlib.aclosing(chunks):
-                enough = partial(self._router.has_enough, name, "a stop text came")
-                answer = _Answer(name, len(prompt), self._text(body), enough, self._on_first_token(begun_s))
+                stop = partial(self._router.stop_request, name, "a stop text came")
+                answer = _Answer(name, len(prompt), self._text(body), stop, self._on_first_token(begun_s))
                 if body.stream:
                     tells_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
                     with contextlib.closing(self._listener.taking(http)) as taking:
@@ -348,7 +348,7 @@ class Front:
 class _Answer:
     """How one request's tokens get back to its client.
 
-    enough: tells the router that no more are wanted. begun: called when the first token has arrived.
+    stop: tells the router that no more are wanted. on_first_token: called when the first token has arrived.
     """
 
     def __init__(
@@ -356,14 +356,14 @@ class _Answer:
         name: str,
         prompt_tokens: int,
         text: TextStream,
-        enough: Callable[[], object],
-        begun: Callable[[], object],
+        stop: Callable[[], object],
+        on_first_token: Callable[[], object],
     ) -> None:
         self._frame = {"id": name, "object": "text_completion", "created": int(time.time()), "model": ""}
-        self._begun: Callable[[], object] | None = begun
+        self._on_first_token: Callable[[], object] | None = on_first_token
         self._prompt_tokens = prompt_tokens
         self._text = text
-        self._enough = enough
+        self._stop = stop
         self._count = 0  # tokens given to the client so far
 
     async def whole(self, chunks: AsyncIterator[Chunk]) -> web.Response:
@@ -428,13 +428,13 @@ class _Answer:
         """
         text = ""
         self._frame["model"] = chunk.model
-        if chunk.tokens and self._begun is not None:
-            self._begun()
-            self._begun = None
+        if chunk.tokens and self._on_first_token is not None:
+            self._on_first_token()
+            self._on_first_token = None
         for count, token in enumerate(chunk.tokens, 1):
             text += self._text.add([token])
             if self._text.stopped:
-                self._enough()
+                self._stop()
                 return chunk.tokens[:count], text, "stop"
         if chunk.end is None:
             return chunk.tokens, text, None

@@ -208,7 +208,7 @@ class Router(AsyncClosing):
             timer.cancel()
             self._drop(running)
 
-    def has_enough(self, request: str, why: str) -> None:
+    def stop_request(self, request: str, why: str) -> None:
         """Whoever iterates complete() has all it wants, and leaves: the request ends as "stop", not as cancelled."""
         running = self._running.get(request)
         if running is None:
