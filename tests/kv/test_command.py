@@ -252,7 +252,7 @@ def test_node_without_a_router_says_why_once_and_when_it_has_one(services: Servi
     """It looks twice a second, maybe for days; in silence its operator would look for days, too."""
     node = services.start("decoder", "d0", "--router", f"http://{services.place}", secret="another")
     eventually(lambda: "d0 has not joined its router" in services.complaints(), "it says so", pause_s=0.05)
-    assert "takes the cluster's secret, and it is another one" in services.complaints()
+    assert "its secret is not this router's" in services.complaints()
     node.kill()
 
     services.kill("router")

@@ -341,7 +341,7 @@ class Front:
         given = http.headers.get("Authorization", "").removeprefix("Bearer ")
         if not hmac.compare_digest(given.encode(errors="surrogateescape"), self._token.encode()):
             # This is for a node's log, not for an OpenAI client.
-            return web.Response(status=403, text="this takes the cluster's secret, and it is another one\n")
+            return web.Response(status=403, text="its secret is not this router's: all nodes need the same one\n")
         return web.Response(body=self._router.mailbox.address)
 
 
