@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import ipaddress
-import json
 import re
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 
 import click
 from rich.text import Text
@@ -17,6 +17,7 @@ from rich.text import Text
 from crossrail._text import plain
 from crossrail.cli.background import background_console
 from crossrail.cli.console import in_one_piece, open_console
+from crossrail.cli.json_output import is_alone, json_option, write_json
 from crossrail.cli.text import FloatRange
 from crossrail.doctor.host import Host
 from crossrail.doctor.reach import wire
@@ -98,36 +99,37 @@ def _progress(quiet: bool) -> Iterator[Callable[[str], None]]:
         yield lambda line: status.update(Text(plain(line)))
 
 
-def _examine(only: tuple[str, ...], *, as_json: bool, strict: bool) -> int:
+def _examine(only: tuple[str, ...], *, json_path: Path | None, strict: bool) -> int:
     names = _topics(only)
-    with _progress(as_json) as say:
+    with _progress(is_alone(json_path)) as say:
         report = run_checks(Host(), names, lambda topic: say(f"looking at {topic}"))
-    _print_report(report, as_json=as_json, strict=strict)
+    _print_report(report, json_path=json_path, strict=strict)
     return report.exit_status(strict=strict)
 
 
 @in_one_piece()
-def _print_report(report: Report, *, as_json: bool, strict: bool) -> None:
-    if as_json:
-        click.echo(json.dumps(to_json(report, strict=strict, version=_version()), indent=2))
-    elif report.findings:
+def _print_report(report: Report, *, json_path: Path | None, strict: bool) -> None:
+    if json_path is not None:
+        write_json(json_path, to_json(report, strict=strict, version=_version()))
+    if is_alone(json_path):
+        return
+    if report.findings:
         show_report(report, open_console())
     else:
         click.echo("nothing to say about that")
 
 
-def _measure(target: str, seconds: float, *, as_json: bool, strict: bool) -> int:
+def _measure(target: str, seconds: float, *, json_path: Path | None, strict: bool) -> int:
     name, port = parse_target(target)
     host, version = Host(), _version()
-    with _progress(as_json) as say:
+    with _progress(is_alone(json_path)) as say:
         matrix = measure(
             name, port, lambda loopback: local_rails(host, loopback=loopback), version, seconds=seconds, say=say
         )
     findings = judge(matrix, version)
     content = matrix_to_json(matrix, findings, strict=strict, version=version)
-    if as_json:
-        click.echo(json.dumps(content, indent=2))
-    else:
+    write_json(json_path, content)
+    if not is_alone(json_path):
         show_matrix(matrix, findings, open_console())
     return int(content["exit_status"])
 
@@ -153,7 +155,7 @@ def _answer(port: int, minutes: float, host: Host, say: Callable[[str], None]) -
 
 
 @click.command("doctor")
-@click.option("--json", "as_json", is_flag=True, help="Write JSON to standard output; docs/doctor.md has its fields.")
+@json_option("it all (docs/doctor.md has the fields)")
 @click.option(
     "--only",
     multiple=True,
@@ -181,7 +183,7 @@ def _answer(port: int, minutes: float, host: Host, say: Callable[[str], None]) -
 )
 @click.argument("words", nargs=-1, metavar="")
 def command(
-    as_json: bool,
+    json_path: Path | None,
     only: tuple[str, ...],
     strict: bool,
     peer: str | None,
@@ -199,18 +201,20 @@ def command(
     """
     if words:
         raise UsageError(_meant(words[0]))
+    if json_path is not None and not why_unknown(json_path.name):
+        raise UsageError(f"--json would write to a file of that name; {_meant(json_path.name)} --json")
     if sum(chosen for chosen in (peer is not None, listen is not None, bool(only))) > 1:
         raise UsageError("--peer, --listen and --only exclude each other")
     if listen is not None:
         if not listen.isdecimal() or int(listen) > _PORT_MAX:
             raise UsageError(f"--listen {listen}: the port is a number from 0 (any) to {_PORT_MAX}")
-        if as_json:
+        if json_path is not None:
             raise UsageError("--listen writes no JSON; the side with --peer has the figures")
         _listen(int(listen), minutes)
         return
     if peer is not None:
-        status = _measure(peer, seconds, as_json=as_json, strict=strict)
+        status = _measure(peer, seconds, json_path=json_path, strict=strict)
     else:
-        status = _examine(only, as_json=as_json, strict=strict)
+        status = _examine(only, json_path=json_path, strict=strict)
     if status:
         raise click.exceptions.Exit(status)

@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from crossrail.cli.group import body
+from crossrail.cli.json_output import json_option
 from crossrail.cli.text import OutputFile
 
 
@@ -49,7 +50,7 @@ class _SeedRange(click.IntRange):
     metavar="FILE",
     help="Write the event log of that run; the same seed gives the same bytes.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead; its `format` is 1.")
+@json_option("the outcomes, `format` 1,")
 def command(**options: Any) -> None:
     """Run whole systems on simulated NICs, hosts and faults, with a virtual clock.
 

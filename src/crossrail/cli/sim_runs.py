@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import shlex
@@ -20,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress
 from rich.table import Table
 
 from crossrail.cli.console import open_console, text_column
+from crossrail.cli.json_output import is_alone, write_json
 from crossrail.cli.main import said_of
 from crossrail.cli.sim_players import Task, play_each, play_one
 from crossrail.cli.tables import Fitted
@@ -170,7 +170,7 @@ def run(
     twice: bool,
     trace: Path | None,
     log: Path | None,
-    as_json: bool,
+    json_path: Path | None,
 ) -> None:
     """The command; sim.py has its options and its help."""
     if list_only:
@@ -185,9 +185,8 @@ def run(
         click.echo(f"\n{_seeds_text(first, runs)}", err=True)
         raise
     failed = [outcome for outcome in outcomes if not outcome.ok]
-    if as_json:
-        click.echo(json.dumps(_to_json(outcomes), indent=2))
-    else:
+    write_json(json_path, _to_json(outcomes))
+    if not is_alone(json_path):
         console = open_console()
         console.print(Fitted(_table(outcomes)))
         for name, of_one in _by_scenario(outcomes):

@@ -115,11 +115,6 @@ class OutputFile(click.Path):
         return path
 
 
-def figures_option(name: str = "file") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """--json of a command that prints figures. The command gets the file as `name`."""
-    return click.option("--json", name, type=OutputFile(), help="Also write the figures to this file.")
-
-
 class OutputFolder(click.Path):
     """The type of an option that names a folder to write to, made if it is missing: likewise."""
 

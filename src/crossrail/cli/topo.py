@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import sys
 from collections import Counter
@@ -20,6 +19,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from crossrail.cli.console import in_one_piece, open_console
+from crossrail.cli.json_output import is_alone, json_option, write_json
 from crossrail.cli.tables import Fitted
 from crossrail.cli.text import format_count
 from crossrail.default_rails import default_rails
@@ -355,7 +355,7 @@ def _show(
     type=click.Path(path_type=Path),
     help="A recorded tree: a directory with sys/ and proc/, or a sysfs itself [default: this machine].",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead; its `version` is 1.")
+@json_option("all of it, `version` 1,")
 @click.option("--device", "name", help="Only this device, in full: gpu0, a PCI address, numa1, cpu12 or host.")
 @click.option(
     "--need",
@@ -363,7 +363,7 @@ def _show(
     help="Only NICs that offer this [default: RDMA if there is any, else IP].",
 )
 @in_one_piece()
-def command(root: Path | None, as_json: bool, name: str | None, need: str | None) -> None:
+def command(root: Path | None, json_path: Path | None, name: str | None, need: str | None) -> None:
     """Show the GPUs and NICs, which NICs serve which device, and why.
 
     Distances are named as by `nvidia-smi topo`: PIX, one PCIe switch; PXB, several; PHB, one host bridge; NODE, one
@@ -373,9 +373,9 @@ def command(root: Path | None, as_json: bool, name: str | None, need: str | None
     devices = usual_devices(topology) if name is None else [topology.device(name)]
     affinity = os.sched_getaffinity(0) if root is None else None
     wanted = cast("Need | None", need)
-    if as_json:
-        click.echo(json.dumps(describe(topology, devices, need=wanted, affinity=affinity), indent=2))
-    else:
+    if json_path is not None:
+        write_json(json_path, describe(topology, devices, need=wanted, affinity=affinity))
+    if not is_alone(json_path):
         _show(topology, devices, name is not None, wanted, affinity)
         chosen = default_rails("auto", 1) if root is None else 1
         if not isinstance(chosen, int):

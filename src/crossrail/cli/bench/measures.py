@@ -29,6 +29,7 @@ from crossrail.cli.bench.outputs import Outputs
 from crossrail.cli.bench.pair import Pair, Settings, check_cpus, choose_cpus
 from crossrail.cli.bench.spec import Measure, Result
 from crossrail.cli.console import open_console, text_column
+from crossrail.cli.json_output import is_alone
 from crossrail.cli.memory import check_memory
 from crossrail.errors import CrossrailError, UsageError
 
@@ -121,7 +122,7 @@ def measure(
     settings = Settings(cpus or choose_cpus(), pool_bytes, transport, quick, stand_in)
     check_cpus(settings.cpus)
     check_memory("the benchmark", _POOLS * pool_bytes, "make the pools smaller with --pool-bytes")
-    console = open_console()
+    console = open_console(stderr=is_alone(written.json_path))
     console.print(report.describe_machine(), markup=False)
     if settings.cpus[0] == settings.cpus[1]:
         console.print("both processes share one core: figures of two processes mean little", style="yellow")

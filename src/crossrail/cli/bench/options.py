@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from crossrail.cli.json_output import json_option
 from crossrail.cli.service import together
 from crossrail.cli.text import OutputFile
 
@@ -23,7 +24,7 @@ def share(text: str) -> float:
 
 
 output_options = together(
-    click.option("--json", "json_path", type=OutputFile(), help="Write all samples to this file."),
+    json_option("all samples"),
     click.option(
         "--plot",
         "plot_path",

@@ -15,8 +15,9 @@ from crossrail.cli.bench.compare import Comparison, compare, fail_if_slower, sho
 from crossrail.cli.bench.page import write_page
 from crossrail.cli.bench.plot import can_draw, check_plot, write_plot
 from crossrail.cli.bench.report import make_table
-from crossrail.cli.bench.saved import Saved, read_json, save, to_json
+from crossrail.cli.bench.saved import Saved, read_json, to_json
 from crossrail.cli.bench.spec import Line, Result
+from crossrail.cli.json_output import write_json
 from crossrail.cli.tables import Fitted
 from crossrail.errors import UsageError
 
@@ -73,8 +74,7 @@ class Outputs:
     ) -> Comparison | None:
         """The JSON first: what fails later has not lost the figures."""
         content = to_json(results, settings, busy, only_part)
-        if self.json_path is not None:
-            save(self.json_path, content)
+        write_json(self.json_path, content)
         run = Saved(
             "this run", results, content["machine"], content["settings"], content["command"], content["date"],
             content["version"], only_part,

@@ -6,7 +6,6 @@ Format 2 has what 1 has, and the intervals, the points of curves, and distributi
 from __future__ import annotations
 
 import datetime
-import json
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -68,11 +67,6 @@ def _result_json(result: Result) -> dict[str, Any]:
     if result.ecdf:
         content["ecdf"] = result.ecdf
     return content
-
-
-def save(path: Path, content: Mapping[str, Any]) -> None:
-    """Writes what to_json returned; replaces an existing file."""
-    path.write_text(json.dumps(content, indent=1) + "\n")
 
 
 class _Format(msgspec.Struct):

@@ -7,8 +7,9 @@ from typing import Any
 import click
 
 from crossrail.cli.group import body
+from crossrail.cli.json_output import json_option
 from crossrail.cli.service import Decorator, engine_options, together, transport_option
-from crossrail.cli.text import FloatRange, OutputFolder, figures_option, seconds
+from crossrail.cli.text import FloatRange, OutputFolder, seconds
 from crossrail.kv.services.options import NodeOptions, RouterOptions
 
 _TOKENS_MAX = 1 << 20  # what a router serves at most
@@ -155,7 +156,7 @@ def demo(**options: Any) -> None:
     "--layers", type=click.IntRange(1, 94), default=4, show_default=True, help="Layers of the model, which are alike."
 )
 @click.option("--seed", default=1, show_default=True, help="Seed of the simulated worlds.")
-@figures_option()
+@json_option("the figures")
 def sim(**options: Any) -> None:
     """Simulate the per-layer transfer of Qwen3-235B's KV, at TP 4 on two EFA rails of 200 Gb/s per GPU.
 

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from rich import box
 from rich.table import Table
 
 from crossrail.cli.console import open_console
+from crossrail.cli.json_output import is_alone, write_json
 from crossrail.cli.kv.published import ROWS
 from crossrail.cli.kv.simulate import FITTED, WAYS, layer_ms
 from crossrail.cli.tables import Fitted
-from crossrail.cli.text import naming
 
 _FORMAT = 1
 
 
-def sim(layers: int, seed: int, file: Path | None) -> None:
+def sim(layers: int, seed: int, json_path: Path | None) -> None:
     """The command; commands.py has its options and its help."""
     table = Table("tokens", title="a layer's transfer, in ms", box=box.SIMPLE_HEAD, title_justify="left")
     for column in ("pages", "paper", *(way.name for way in WAYS), "fitted/paper"):
@@ -28,8 +27,5 @@ def sim(layers: int, seed: int, file: Path | None) -> None:
         cells = (f"{row.pages:,}", f"{row.transfer_ms:.3f}", *(f"{took_ms:.3f}" for took_ms in simulated.values()))
         table.add_row(f"{tokens:,}", *cells, f"{simulated[FITTED.name] / row.transfer_ms:.3f}")
         found.append({"tokens": tokens, "pages": row.pages, "published_ms": row.transfer_ms, "simulated_ms": simulated})
-    open_console().print(Fitted(table))
-    if file is not None:
-        content = {"format": _FORMAT, "seed": seed, "layers": layers, "results": found}
-        with naming(file):
-            file.write_text(json.dumps(content, indent=1))
+    open_console(stderr=is_alone(json_path)).print(Fitted(table))
+    write_json(json_path, {"format": _FORMAT, "seed": seed, "layers": layers, "results": found})

@@ -7,8 +7,8 @@ from typing import Any
 import click
 
 from crossrail.cli.group import body
+from crossrail.cli.json_output import json_option
 from crossrail.cli.moe.published import CLUSTERS, TOKENS
-from crossrail.cli.text import figures_option
 
 
 @click.command()
@@ -43,7 +43,7 @@ from crossrail.cli.text import figures_option
 )
 @click.option("--node-sums", is_flag=True, help="Each node sums what it returns, as AllToAll does.")
 @click.option("--seed", default=1, show_default=True, help="Seed of the routes.")
-@figures_option()
+@json_option("the figures")
 def sim(**options: Any) -> None:
     """Simulate rounds of dispatch and combine: real layouts, proxies and engines, but no data and no GPU.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +9,10 @@ from rich import box
 from rich.table import Table
 
 from crossrail.cli.console import open_console
+from crossrail.cli.json_output import is_alone, write_json
 from crossrail.cli.moe.published import CLUSTERS, FIGURES, TOKENS, Figure, cluster_of
 from crossrail.cli.moe.simulate import Outcome, Setting, simulate
 from crossrail.cli.tables import Fitted
-from crossrail.cli.text import naming
 
 _FORMAT = 1
 _RANKS = (8, 16, 32, 64)
@@ -27,10 +26,10 @@ def sim(
     private_tokens: int,
     node_sums: bool,
     seed: int,
-    file: Path | None,
+    json_path: Path | None,
 ) -> None:
     """The command; commands.py has its options and its help."""
-    console = open_console()
+    console = open_console(stderr=is_alone(json_path))
     found: list[dict[str, Any]] = []
     shapes = tuple(TOKENS) if shape == "both" else (shape,)
     clusters = tuple(CLUSTERS) if cluster == "both" else (cluster,)
@@ -50,9 +49,7 @@ def sim(
                 found.append(_record(setting, one, name, outcome, figure))
             table.add_section()
         console.print(Fitted(table))
-    if file is not None:
-        with naming(file):
-            file.write_text(json.dumps({"format": _FORMAT, "seed": seed, "results": found}, indent=1))
+    write_json(json_path, {"format": _FORMAT, "seed": seed, "results": found})
 
 
 def _table(title: str) -> Table:

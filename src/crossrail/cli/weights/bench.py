@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import json
 import os
 import secrets
 import statistics
@@ -28,8 +27,9 @@ import crossrail as xr
 from crossrail._text import plain
 from crossrail.cli import event_loop
 from crossrail.cli.console import open_console
+from crossrail.cli.json_output import is_alone, write_json
 from crossrail.cli.tables import Fitted
-from crossrail.cli.text import format_bytes, gb_per_s, naming
+from crossrail.cli.text import format_bytes, gb_per_s
 from crossrail.cli.weights.checkpoint_engine import CheckpointEngineFleet
 from crossrail.cli.weights.gloo import GlooFleet
 from crossrail.cli.weights.players import Player, Players
@@ -96,7 +96,7 @@ def bench(
     json_path: Path | None,
 ) -> None:
     """The command; commands.py has its options and its help."""
-    console = open_console()
+    console = open_console(stderr=is_alone(json_path))
     model = ToyModel.of_bytes(nbytes, _HIDDEN, _INTERMEDIATE)
     has_gloo = not no_gloo and importlib.util.find_spec("torch") is not None
     if not no_gloo and not has_gloo:
@@ -114,9 +114,7 @@ def bench(
     _show(measured, model, console)
     if small_writes:
         measured.append(_small(small_writes, player, console))
-    if json_path is not None:
-        with naming(json_path):
-            json_path.write_text(json.dumps({row.title: {"unit": row.unit, "values": row.values} for row in measured}))
+    write_json(json_path, {row.title: {"unit": row.unit, "values": row.values} for row in measured})
 
 
 def _small(writes: int, player: Player, console: Console) -> _Row:

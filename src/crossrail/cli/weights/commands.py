@@ -11,8 +11,9 @@ import click
 
 from crossrail.cli.console import in_one_piece
 from crossrail.cli.group import body
+from crossrail.cli.json_output import json_option
 from crossrail.cli.service import Decorator, engine_options, records_on_signal, together, transport_option
-from crossrail.cli.text import OutputFile, figures_option, seconds, size
+from crossrail.cli.text import OutputFile, seconds, size
 from crossrail.cli.weights.rl_options import RlOptions
 
 READERS_MAX = 1 << 16  # of a checkpoint, as in crossrail.weights.inventory.checkpoint
@@ -132,7 +133,7 @@ def rl(**options: Any) -> None:
     show_default=True,
     help="Writes of 1 KiB in a step that measures what each costs in Python; 0 leaves it out.",
 )
-@figures_option("json_path")
+@json_option("the figures")
 def bench(**options: Any) -> None:
     """Measure updates of a model from trainers to inference ranks."""
     body("weights", "crossrail.cli.weights.bench", "bench")(**options)
@@ -259,7 +260,7 @@ def show(ctx: click.Context, /, **options: Any) -> None:
 @_watermark_option("8G", 1 << 20, "trainer")
 @click.option("--sweep", metavar="NAME[=V,V...]", help=f"One update for each value; NAME: {', '.join(SWEPT)}.")
 @click.option("--seed", default=1, show_default=True, help="Seed of all randomness.")
-@figures_option()
+@json_option("the figures")
 @click.option("--plot", "image", type=OutputFile(), help="Draw the timeline, or the sweep, as a PNG.")
 def sim(**options: Any) -> None:
     """Simulate one update of MODEL (kimi-k2, deepseek-v3, qwen3-235b): real plan and engines, but no data.

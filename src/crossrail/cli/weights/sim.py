@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from rich import box
@@ -12,6 +11,7 @@ from rich.table import Table
 from crossrail._text import plain
 from crossrail.cli.bench.plot import check_plot
 from crossrail.cli.console import open_console
+from crossrail.cli.json_output import is_alone, write_json
 from crossrail.cli.tables import Fitted
 from crossrail.cli.text import format_bytes, naming
 from crossrail.cli.weights import drawing
@@ -35,7 +35,7 @@ def sim(
     watermark: int,
     sweep: str | None,
     seed: int,
-    file: Path | None,
+    json_path: Path | None,
     image: Path | None,
     **sizes: int | None,
 ) -> None:
@@ -48,11 +48,9 @@ def sim(
         straggler=straggler, slow_link=slow_link, seed=seed,
     )  # fmt: skip
     case = Case(model, sizes, WAYS[way], setting)
-    console = open_console()
+    console = open_console(stderr=is_alone(json_path))
     content = _one(console, case, image) if sweep is None else _swept(console, case, *sweep_of(sweep), image)
-    if file is not None:
-        with naming(file):
-            file.write_text(json.dumps({"format": _FORMAT, "seed": seed, "model": model, **content}, indent=1))
+    write_json(json_path, {"format": _FORMAT, "seed": seed, "model": model, **content})
 
 
 def _one(console: Console, case: Case, image: Path | None) -> dict[str, object]:

@@ -26,6 +26,7 @@ from crossrail.cli.bench.outputs import Outputs
 from crossrail.cli.bench.pair import choose_cpus
 from crossrail.cli.bench.spec import Result
 from crossrail.cli.console import open_console, text_column
+from crossrail.cli.json_output import is_alone
 from crossrail.cli.meeting import ask
 from crossrail.cli.service import secret_of, transport_option
 from crossrail.cli.text import FloatRange, cpu_list, size
@@ -131,7 +132,7 @@ def run_command(target: tuple[str, int], **options: Any) -> None:
     if rails is None:
         rails = loopback_rails(host) if is_loopback(host) and options["transport"] != "shm" else 1
     engines = EngineOptions(options["transport"], rails, secret)
-    console = open_console()
+    console = open_console(stderr=is_alone(outputs.json_path))
     serve = ask(host, port, secret, BENCH)
     busy = report.busy_share(choose_cpus())
     report.warn_if_busy(busy, console)

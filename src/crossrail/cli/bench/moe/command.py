@@ -24,6 +24,7 @@ from crossrail.cli.bench.outputs import Outputs
 from crossrail.cli.bench.pair import choose_cpus
 from crossrail.cli.bench.spec import Bar, Line, Result, Sample
 from crossrail.cli.console import open_console
+from crossrail.cli.json_output import is_alone
 from crossrail.cli.memory import check_memory
 from crossrail.errors import CrossrailError, UsageError
 
@@ -99,7 +100,7 @@ def moe(
         raise UsageError("--kernels measures without engines: leave --transport out")
     transport = transport or "shm"
     written = Outputs.chosen(outputs)
-    console = open_console()
+    console = open_console(stderr=is_alone(written.json_path))
     without_gloo = "--no-gloo" if no_gloo else "" if importlib.util.find_spec("torch") else "torch is not installed"
     without_mpi = "--no-mpi" if no_mpi else mpi.missing()
     chosen = [SHAPES[name] for name in dict.fromkeys(shapes or SHAPES)]

@@ -16,6 +16,7 @@ from crossrail.cli.bench.peers.pair import Settings
 from crossrail.cli.bench.peers.turn import Outcome, Turn, take_turns
 from crossrail.cli.bench.peers.work import shapes
 from crossrail.cli.console import open_console
+from crossrail.cli.json_output import is_alone, json_option, write_json
 from crossrail.cli.memory import check_memory
 from crossrail.cli.tables import Fitted
 from crossrail.cli.text import FloatRange, OutputFile, cpu_pair, size
@@ -36,7 +37,7 @@ _POOL_BYTES_MIN = 64 << 20
 )
 @click.option("--runs", type=click.IntRange(1, 1000), default=5, show_default=True, help="Turns of each.")
 @click.option("--quick", is_flag=True, help="A quarter of the work: for a first look, not for figures to quote.")
-@click.option("--json", "json_path", type=OutputFile(), help="Write all samples to this file.")
+@json_option("all samples")
 @click.option("--markdown", "markdown_path", type=OutputFile(), help="Write the tables of figures to this file.")
 @click.option("--cpus", metavar="A,B", type=cpu_pair, help="Cores of the two processes [default: first and last].")
 @click.option(
@@ -70,7 +71,7 @@ def peers(
     the machine's speed affects all alike. Every shape is checked byte by byte in a pass that is not timed. A library
     that crashes or hangs gets a line in the tables. docs/comparison.md says what is compared, and what cannot be.
     """
-    console = open_console()
+    console = open_console(stderr=is_alone(json_path))
     if list_only:
         console.print(Fitted(report.listing(offers.OFFERS)))
         return
@@ -101,7 +102,7 @@ def peers(
             report.write_markdown(markdown_path, outcomes, work)
         if json_path is not None:
             described = {"cpus": list(settings.cpus), "pool_bytes": pool_bytes, "runs": runs, "quick": quick}
-            report.write_json(json_path, outcomes, described, busy)
+            write_json(json_path, report.to_json(outcomes, described, busy))
     if any(outcome.failures and outcome.offer.name.startswith("crossrail") for outcome in outcomes):
         raise click.exceptions.Exit(1)
 

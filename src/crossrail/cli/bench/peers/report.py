@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -159,8 +158,3 @@ def _outcome_json(outcome: Outcome) -> dict[str, Any]:
             for name, samples in outcome.samples.items()
         },
     }
-
-
-def write_json(path: Path, outcomes: Sequence[Outcome], settings: dict[str, Any], busy: float) -> None:
-    """The file; replaced when there."""
-    path.write_text(json.dumps(to_json(outcomes, settings, busy), indent=1) + "\n")

@@ -1,0 +1,92 @@
+"""`--json [FILE]` is one habit: without a file the JSON is all that standard output gets, with one all is shown too."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from crossrail.cli.main import main
+from tests.cli.test_commands import crossrail, succeeded
+
+# With what people would see.
+COMMANDS = {
+    "topo": (["topo"], "CPU"),
+    "doctor": (["doctor", "--only", "crossrail"], "crossrail"),
+    "kv sim": (["kv", "sim", "--layers", "1"], "a layer's transfer, in ms"),
+    "moe sim": (["moe", "sim", "--cluster", "cx7", "--shape", "decode", "--ranks", "16"], "medians of all ranks"),
+    "weights sim": (
+        ["weights", "sim", "qwen3-235b", "--layers", "1", "--trainers", "2", "--targets", "1", "--way", "needed"],
+        "times the bound",
+    ),
+}
+SILENT = ("topo", "doctor")  # what they have to say is in the JSON, and takes no time
+
+
+def run(arguments: list[str]) -> Result:
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_without_a_file_it_is_all_of_standard_output(name: str) -> None:
+    arguments, _ = COMMANDS[name]
+
+    assert json.loads(run([*arguments, "--json"]).stdout)
+
+
+def test_minus_is_standard_output_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    assert json.loads(run(["topo", "--json", "-"]).stdout)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name not in SILENT])
+def test_what_people_are_told_goes_to_standard_error_then(name: str) -> None:
+    arguments, shown = COMMANDS[name]
+
+    assert shown in run([*arguments, "--json"]).stderr
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_with_a_file_all_is_shown_too(name: str, tmp_path: Path) -> None:
+    arguments, shown = COMMANDS[name]
+    file = tmp_path / "out.json"
+
+    assert shown in run([*arguments, "--json", str(file)]).stdout
+
+    assert json.loads(file.read_text())
+
+
+def test_option_behind_it_is_no_file() -> None:
+    assert "write-64k-w1 " in run(["bench", "--json", "--list"]).stdout
+
+
+def test_sim_likewise(tmp_path: Path) -> None:
+    options, file = ["--scenario", "pair", "--seed", 1, "--jobs", 1], tmp_path / "out.json"
+
+    alone = json.loads(succeeded(crossrail("sim", *options, "--json")))
+    shown = succeeded(crossrail("sim", *options, "--json", file))
+
+    assert "seed 1" in shown
+    assert json.loads(file.read_text()).keys() == alone.keys()
+
+
+def test_bench_writes_json_to_a_pipe() -> None:
+    options = ["--only", "write-64k-w1", "--quick", "--runs", "1", "--pool-bytes", "64M"]
+
+    assert json.loads(succeeded(crossrail("bench", *options, "--json")))["results"]
+
+
+def test_topic_behind_doctors_json_is_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    result = CliRunner().invoke(main, ["doctor", "--json", "cpu"])
+
+    assert result.exit_code == 2
+    assert "crossrail doctor --only cpu --json" in result.stderr
+    assert list(tmp_path.iterdir()) == []
