@@ -13,8 +13,8 @@ import pytest
 import crossrail as xr
 from crossrail.weights.errors import UpdateFailed
 from crossrail.weights.inventory.holdings import Role
+from crossrail.weights.planning import replanner
 from crossrail.weights.planning.planner import PlanOptions
-from crossrail.weights.services import controller
 from crossrail.weights.services import messages as m
 from crossrail.weights.services.receiver import WeightReceiver
 from crossrail.weights.services.reports import ControllerOptions
@@ -110,7 +110,7 @@ async def test_plan_that_takes_longer_than_the_update_may_is_named(
     fleet = make_fleet(trainer_count=1)
     await fleet.start(targets=[0])
     begun, ends = threading.Event(), threading.Event()
-    make_plan = controller.make_plan
+    make_plan = replanner.make_plan
 
     def making(*args: Any) -> Any:
         begun.set()
@@ -118,7 +118,7 @@ async def test_plan_that_takes_longer_than_the_update_may_is_named(
         return make_plan(*args)
 
     with monkeypatch.context() as patched:
-        patched.setattr(controller, "make_plan", making)
+        patched.setattr(replanner, "make_plan", making)
         fleet.run_out_of_time(begun.is_set)
         why = await fleet.failing_update(1)
         ends.set()

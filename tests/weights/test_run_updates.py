@@ -15,9 +15,10 @@ import pytest
 import crossrail as xr
 from crossrail.weights.errors import UpdateFailed
 from crossrail.weights.inventory.memory import WeightMemory
+from crossrail.weights.planning import replanner
 from crossrail.weights.planning.plan import Plan
 from crossrail.weights.planning.planner import PlanOptions
-from crossrail.weights.services import controller, roster
+from crossrail.weights.services import roster
 from crossrail.weights.services.receiver import WeightReceiver
 from crossrail.weights.services.trainer import WeightTrainer
 from crossrail.weights.step.barrier import Barrier, EngineBarrier
@@ -374,7 +375,7 @@ async def test_who_joins_during_an_update_is_in_the_next(
     await fleet.start([0, 1])
     reached, joined = asyncio.Event(), threading.Event()
     loop = asyncio.get_running_loop()
-    plan, write = controller.make_plan, fleet.trainers[1]._go
+    plan, write = replanner.make_plan, fleet.trainers[1]._go
 
     def planning(*arguments: Any, **more: Any) -> Plan:
         loop.call_soon_threadsafe(reached.set)
@@ -390,7 +391,7 @@ async def test_who_joins_during_an_update_is_in_the_next(
         return await write(*arguments)
 
     if stage == "plan":
-        monkeypatch.setattr(controller, "make_plan", planning)
+        monkeypatch.setattr(replanner, "make_plan", planning)
     elif stage == "write":
         monkeypatch.setattr(fleet.trainers[1], "_go", writing)
     else:

@@ -12,9 +12,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
 from crossrail._options import check_seconds
@@ -23,10 +22,11 @@ from crossrail.control.mailbox import Mailbox, NoAnswer
 from crossrail.control.messages import clipped
 from crossrail.control.wire import Unreachable
 from crossrail.errors import CrossrailError, UsageError
-from crossrail.weights.errors import Unheld, UpdateFailed
+from crossrail.weights.errors import UpdateFailed
 from crossrail.weights.inventory.holdings import Role, check_member
 from crossrail.weights.planning.plan import Plan
-from crossrail.weights.planning.planner import PlanOptions, make_plan
+from crossrail.weights.planning.planner import PlanOptions
+from crossrail.weights.planning.replanner import Replanner
 from crossrail.weights.planning.speeds import Pace
 from crossrail.weights.services import messages as m
 from crossrail.weights.services.late import Late
@@ -42,7 +42,7 @@ log = logging.getLogger("crossrail.weights")
 _ROLL_CALL_S = 1.0  # and at most this part of the update's time: who is slow or frozen is waited for by the update
 _ROLL_CALL_PART = 0.25
 _LAG_S = 5.0  # that a question outlives the update which asks it: the update's deadline ends both, and says who is late
-_NAMED = 8  # of those who are gone
+_NAMED = 8  # of those who have not answered
 _T = TypeVar("_T")
 
 # By mailbox, for all of its controllers: members know a controller by its address, and accept no number twice.
@@ -70,13 +70,11 @@ class WeightController:
         self.totals = UpdateTotals()
         self.plan: Plan | None = None
         self._mailbox = mailbox
-        self._plan_options = plan_options or PlanOptions()
         self._options = options or ControllerOptions()
-        self._pace = Pace(self._plan_options.speeds, self._options.straggler_ratio)
+        plan_options = plan_options or PlanOptions()
+        self._replanner = Replanner(plan_options)
+        self._pace = Pace(plan_options.speeds, self._options.straggler_ratio)
         self._speeds: dict[int, float] = {}  # that the current plan was made with
-        self._meshes: set[str] = set()  # of trainers in any plan so far
-        self._trainers: set[int] = set()  # by rank, likewise
-        self._wanted: dict[int, Sequence[str]] = {}  # parameters, by each inference rank in any plan so far
         self._roster = Roster(mailbox, self._options.evict_s, lambda: self.version, self._on_out)
         self._planned: list[Member] = []  # those whom the current plan is for
         self._attempt = _attempts.setdefault(mailbox, 0)
@@ -302,34 +300,9 @@ class WeightController:
         return self._options.imm_first + 2 * ((first + attempt) % ATTEMPTS)
 
     def _make_plan(self) -> Plan:
-        """Blocks, some seconds for the largest models. UsageError if holdings do not fit together; CrossrailError if
-        nobody holds what is wanted any more, maybe since somebody went.
-        """
+        """Like Replanner.plan()."""
         trainers, targets = ([member.inventory for member in side] for side in self._planned_by_role())
-        went = dict(self._roster.went)
-        meshes = {mesh for trainer in trainers for mesh in trainer.meshes}
-        self._meshes |= meshes
-        gone = self._meshes - meshes  # no error: others may hold the same, and the update goes on
-        ranks = {trainer.rank for trainer in trainers}
-        partial = self._plan_options.partial or not self._trainers <= ranks
-        wanted = {target.rank: target.names for target in targets}
-        if self._wanted and not targets:
-            raise CrossrailError("all inference ranks have gone, and none has joined since")
-        lost = {name for rank, names in self._wanted.items() if rank not in wanted for name in names}
-        ignore = (*self._plan_options.ignore, *lost)  # a stage of a pipeline, say: no mistake of the others
-        groups = tuple(tuple(mesh for mesh in group if mesh not in gone) for group in self._plan_options.groups)
-        try:
-            options = replace(self._plan_options, speeds=self._speeds, groups=groups, partial=partial, ignore=ignore)
-            plan = make_plan(trainers, targets, options)
-        except Unheld as error:
-            if not went:
-                raise
-            named = ", ".join(f"trainer {rank} ({went[rank]})" for rank in sorted(went)[:_NAMED])
-            more = f", and {len(went) - _NAMED} more" if len(went) > _NAMED else ""
-            raise CrossrailError(f"{error}. Gone since the last plan: {named}{more}") from None
-        self._trainers |= ranks
-        self._wanted.update(wanted)
-        return plan
+        return self._replanner.plan(trainers, targets, self._speeds, dict(self._roster.went))
 
     async def _ask(self, member: Member, question: object, answer: type[_T], timeout_s: float) -> _T:
         """The answer. Raises NoAnswer; Unreachable when it is gone, or was closed."""
