@@ -218,21 +218,14 @@ bool EngineCore::close(Deadline drain_deadline, const InterruptCheck& interrupte
     if (pool) pool->close();
     // release: pairs with the acquire in wait_until: whoever sees it sees every completion.
     drained_.store(true, std::memory_order_release);
-    add_event({EngineEvent::Kind::kPeerLost, "", ""});  // wakes threads that wait for events
+    events_.wake();
   });
   return drain != WaitResult::kInterrupted;
 }
 
 void EngineCore::add_event(EngineEvent event) {
-  constexpr size_t kEventsKept = 1024;  // for a user who never asks; the newest say most
-  if (!event.detail.empty() || !event.peer.empty())
-    recorder_.note(event_kind_name(event.kind), event.peer, event.detail);
-  std::lock_guard lock(tables_mutex_);
-  if (!event.detail.empty() || !event.peer.empty()) {
-    if (events_.size() == kEventsKept) events_.erase(events_.begin());
-    events_.push_back(std::move(event));
-  }
-  if (event_notifier_) event_notifier_->post(event_cookie_);
+  recorder_.note(event_kind_name(event.kind), event.peer, event.detail);
+  events_.add(std::move(event));
 }
 
 }  // namespace crossrail

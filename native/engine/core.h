@@ -25,6 +25,7 @@
 #include <vector>
 
 #include "engine/engine.h"
+#include "engine/event_queue.h"
 #include "engine/flight_recorder.h"
 #include "engine/heartbeats.h"
 #include "engine/imm_table.h"
@@ -343,17 +344,15 @@ class EngineCore final : public Sink, public Actor {
   std::atomic<uint64_t> finished_{0};         // transfers complete; progress holder writes
   std::atomic<uint64_t> taken_{0};            // transfers taken from the queue; progress holder writes
 
-  mutable std::mutex tables_mutex_;  // guards peers_, remote_regions_, pool_, events_, gone_counts_
+  mutable std::mutex tables_mutex_;  // guards peers_, remote_regions_, pool_, gone_counts_
   std::map<Incarnation, PeerRef> peers_;
   std::map<std::pair<Incarnation, uint64_t>, RemoteRegionRef> remote_regions_;
   size_t remote_regions_sweep_at_ = kRemoteRegionsKept;  // entries
   size_t peers_sweep_at_ = 2 * kLostPeersKept;           // likewise
   Ref<ReceivePool> pool_;
   std::atomic<uint64_t> pool_version_{0};
-  std::vector<EngineEvent> events_;
   std::array<std::array<RailCounts, kRailsMax>, kTransportsMax> gone_counts_;  // of forgotten peers
-  Ref<Notifier> event_notifier_;
-  uint64_t event_cookie_ = 0;
+  EventQueue events_;
 
   // Progress holder:
   std::vector<PeerRef> busy_;

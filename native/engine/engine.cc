@@ -299,17 +299,9 @@ bool Engine::progress() {
   return core_->progress();
 }
 
-void Engine::set_event_notifier(Notifier* notifier, uint64_t cookie) {
-  std::lock_guard lock(core_->tables_mutex_);
-  core_->event_notifier_ = Ref<Notifier>::share(notifier);
-  core_->event_cookie_ = cookie;
-  if (!core_->events_.empty() && notifier != nullptr) notifier->post(cookie);
-}
+void Engine::set_event_notifier(Notifier* notifier, uint64_t cookie) { core_->events_.set_notifier(notifier, cookie); }
 
-std::vector<EngineEvent> Engine::take_events() {
-  std::lock_guard lock(core_->tables_mutex_);
-  return std::exchange(core_->events_, {});
-}
+std::vector<EngineEvent> Engine::take_events() { return core_->events_.take(); }
 
 uint32_t Engine::seat() const { return core_->seat_.number; }
 
