@@ -119,7 +119,7 @@ struct OutChannel final : Connector::Owner {
     return connector == nullptr && sharer != nullptr && sharer->is_overdue(now);
   }
   // May carry operations: it is open, and nothing sent on an earlier connection is in doubt.
-  bool is_usable() const { return is_open() && !in_doubt; }
+  bool is_usable() const { return is_open() && !doubt; }
   // Whether the latest connection carried anything useful.
   bool was_good(int64_t now) const;
   // Its connection broke before it completed any operation.
@@ -165,12 +165,15 @@ struct OutChannel final : Connector::Owner {
   int64_t attempted_ns = 0;  // when the latest connector was started
   std::unique_ptr<Sharer> sharer;
   std::unique_ptr<OutStream> stream;
-  bool in_doubt = false;
-  uint32_t doubt_epoch = 0;             // epoch of the connection that sent what is in doubt
-  bool doubts_all = false;              // as far as we know, nothing sent over that connection was placed
-  bool has_faulted = false;             // that connection broke because our memory could not be read
-  OutChannel* asked_through = nullptr;  // the channel that carries our question; null: not asked yet
-  bool wanted = false;                  // the channel is to be connected, and reconnected
+  // What was sent over a connection that broke: how much of it the peer has placed is not known yet.
+  struct Doubt {
+    uint32_t epoch = 0;                   // of that connection
+    bool is_vain = false;                 // as far as we know, nothing sent over it was placed
+    OutChannel* asked_through = nullptr;  // the channel that carries our question; null: not asked yet
+  };
+  std::optional<Doubt> doubt;
+  bool has_faulted = false;  // the latest connection broke because our memory could not be read
+  bool wanted = false;       // the channel is to be connected, and reconnected
   int64_t retry_at_ns = 0;
   int64_t retry_pause_ns = 0;
   bool shuns_sharing = false;  // the peer's connection was useless; cleared when we cannot make one of our own

@@ -107,7 +107,7 @@ SentMessage* find_message(OutLink& link, uint64_t id) {
 // If the operation is over or in doubt, no connection has any part of it left to send.
 bool is_sent(const OutLink& link, const SentMessage& message) {
   const OutChannel& channel = *link.channels[message.channel];
-  return message.over || channel.in_doubt || message.operation <= channel.acked || channel.is_sent(message.operation);
+  return message.over || channel.doubt || message.operation <= channel.acked || channel.is_sent(message.operation);
 }
 
 // Of the first write that was not placed completely, `begun_bytes` of what was sent are in place. False: impossible.
@@ -158,15 +158,16 @@ void note_progress(OutChannel& channel, bool any) {
 // usable. False: the answer is impossible.
 bool settle_doubts(TcpTransport& transport, OutChannel& channel, const ResolvedMeta& resolved) {
   OutLink& link = *channel.link;
+  const OutChannel::Doubt doubt = *channel.doubt;
   const uint64_t placed = resolved.placed;
   const bool any_placed = placed > channel.acked;
   on_acked(transport, channel, placed);
   // If it is about an earlier connection, that one is settled.
-  const bool any_begun = resolved.begun_bytes >= kResumeBytes && resolved.epoch == channel.doubt_epoch;
+  const bool any_begun = resolved.begun_bytes >= kResumeBytes && resolved.epoch == doubt.epoch;
   if (any_begun && !resume_write(channel, resolved.begun_bytes)) return false;
   std::vector<WorkRequest> again;
   const bool any_read = take_back_reads(channel, &again);
-  note_progress(channel, any_placed || any_begun || any_read || !channel.doubts_all);
+  note_progress(channel, any_placed || any_begun || any_read || !doubt.is_vain);
   channel.reads_open = 0;
   channel.reads_bytes = 0;
   channel.pace.drop();
@@ -204,8 +205,7 @@ bool settle_doubts(TcpTransport& transport, OutChannel& channel, const ResolvedM
     ++requeued;
   }
   if (requeued > 0) transport.sink().on_sent_again(link, link.pairs[channel.pair()].rail, requeued);
-  channel.in_doubt = false;
-  channel.asked_through = nullptr;
+  channel.doubt.reset();
   transport.mark_dirty(link);
   return true;
 }
@@ -231,10 +231,10 @@ bool take_ack(OutLink& link, const AckMeta& ack) {
   if (channel == nullptr || ack.placed > channel->acked + channel->sent.size()) return false;
   // Refusals may have been lost with the connection that broke: the answer to our question repeats them, and says as
   // much as this. So do last words, and a peer that has sent its last words will not answer.
-  if (channel->in_doubt && (ack.is_last == 0 || ack.placed < channel->acked)) return true;
+  if (channel->doubt && (ack.is_last == 0 || ack.placed < channel->acked)) return true;
   // If we believed this, its owner could change or free memory that the kernel has yet to read.
   if (!channel->is_sent(ack.placed)) return false;
-  if (channel->in_doubt) return settle_doubts(*link.transport, *channel, {ack.placed, 0, ack.channel, 0});
+  if (channel->doubt) return settle_doubts(*link.transport, *channel, {ack.placed, 0, ack.channel, 0});
   on_acked(*link.transport, *channel, ack.placed);
   if (link.queued > 0 || link.has_recalls) link.transport->mark_dirty(link);
   return true;
@@ -339,7 +339,7 @@ bool OutStream::on_resolved(const ResolvedMeta& resolved) {
   OutLink& link = *channel_->link;
   OutChannel* channel = resolved.channel < link.channels.size() ? link.channels[resolved.channel].get() : nullptr;
   if (channel == nullptr) return reject_malformed(FrameType::kResolved);
-  if (!channel->in_doubt || channel->asked_through != channel_) return true;  // a duplicate answer
+  if (!channel->doubt || channel->doubt->asked_through != channel_) return true;  // a duplicate answer
   if (resolved.placed < channel->acked || resolved.placed > channel->acked + channel->sent.size() ||
       !settle_doubts(*transport_, *channel, resolved)) {
     return reject("it claims to have placed operations that were never sent");
@@ -353,7 +353,7 @@ bool OutStream::on_resolved(const ResolvedMeta& resolved) {
 static auto find_read(OutChannel& channel, uint64_t id) {
   auto& reads = channel.link->reads;
   const auto read = reads.find(id);
-  return read == reads.end() || read->second.channel != channel.index || channel.in_doubt ? reads.end() : read;
+  return read == reads.end() || read->second.channel != channel.index || channel.doubt ? reads.end() : read;
 }
 
 bool OutStream::on_read_data(const ReadDataMeta& data, uint64_t payload_bytes, Placement& place) {

@@ -185,7 +185,7 @@ void OutChannel::on_opened() {
     link->up = true;
     transport->sink().on_link_up(*link);
   }
-  if (in_doubt) transport->tick_soon();
+  if (doubt) transport->tick_soon();
   transport->mark_dirty(*link);
 }
 
@@ -294,18 +294,14 @@ void OutStream::on_broken() {
   link.for_each_channel([&](OutChannel& other) {
     open = open || other.is_open();
     // Questions that this connection carried were lost with it.
-    if (other.asked_through == &channel) other.asked_through = nullptr;
+    if (other.doubt && other.doubt->asked_through == &channel) other.doubt->asked_through = nullptr;
   });
   const bool is_vain = channel.acked == channel.acked_at_opening;
   // The first of a way that passes short packets only is not held against the peer: short ones are tried only later.
   const bool is_first_silent = channel.silent_epoch == epoch_ && !channel.has_short_segments;
   if (is_vain && !is_first_silent) channel.note_vain(reason());
   channel.was_vain = channel.was_vain || (is_vain && channel.has_unplaced());
-  if (!channel.in_doubt && channel.has_doubts()) {
-    channel.in_doubt = true;
-    channel.doubt_epoch = epoch_;
-    channel.doubts_all = is_vain;
-  }
+  if (!channel.doubt && channel.has_doubts()) channel.doubt = {.epoch = epoch_, .is_vain = is_vain};
   if (!open && link.down_since_ns == 0) link.down_since_ns = now;
   // Acknowledgements of the peer's operations may have been riding on it.
   if (link.twin != nullptr) {
@@ -354,7 +350,7 @@ bool TcpTransport::tend_channels(OutLink& link) {
   bool trying = false;
   link.for_each_channel([&](OutChannel& channel) {
     if (channel.connector) channel.connector->check_deadline(now_);  // may end it
-    if (channel.is_open() && (carrier == nullptr || (carrier->in_doubt && !channel.in_doubt))) carrier = &channel;
+    if (channel.is_open() && (carrier == nullptr || (carrier->doubt && !channel.doubt))) carrier = &channel;
   });
   if (link.doom) return true;
   const bool was_up = link.up;
@@ -377,11 +373,11 @@ bool TcpTransport::tend_channels(OutLink& link) {
   }
   if (carrier != nullptr) {
     link.for_each_channel([&](OutChannel& channel) {
-      if (!channel.in_doubt || channel.asked_through != nullptr) return;
+      if (!channel.doubt || channel.doubt->asked_through != nullptr) return;
       // Later connections have sent nothing.
-      const ResolveMeta question{channel.acked, channel.index, channel.doubt_epoch};
+      const ResolveMeta question{channel.acked, channel.index, channel.doubt->epoch};
       append_frame(carrier->control, FrameType::kResolve, question);
-      channel.asked_through = carrier;
+      channel.doubt->asked_through = carrier;
       mark_dirty(link);
     });
     // Small operations need one channel; bulk needs all pairs. Another small one takes over while the first is down.
@@ -527,7 +523,7 @@ void TcpTransport::say_goodbye(OutLink& link, const std::string& text) {
   link.for_each_channel([&](OutChannel& channel) {
     if (!channel.is_open()) return;
     append_end(channel.control, FrameType::kBye, text);
-    channel.in_doubt = true;  // nothing but this is in doubt
+    if (!channel.doubt) channel.doubt.emplace();  // nothing but this is in doubt
     channel.stream->pump();
   });
 }

@@ -449,7 +449,7 @@ void OutChannel::fill(TxBatch& batch) {
   if (link->has_recalls) put_recalls(batch);
   const uint64_t others_bytes = batch.pending_bytes();
   Turn turn(*this, pace_now());
-  while (!in_doubt && batch.pending_bytes() - others_bytes < kBatchBytes && sent.size() < kOperationsUnderWayMax) {
+  while (!doubt && batch.pending_bytes() - others_bytes < kBatchBytes && sent.size() < kOperationsUnderWayMax) {
     const size_t before = sent.size();
     if (!put_next(batch, turn)) break;
     if (sent.size() > before) batch.mark(acked + before + 1);

@@ -148,7 +148,7 @@ int64_t TcpTransport::next_look_at(const OutLink& link, int64_t now) const {
   for (const auto& channel : link.channels) {
     if (channel == nullptr || !channel->wanted || (channel->is_connecting() && !channel->outwaits_sharer(now)))
       continue;
-    if (channel->in_doubt || should_move(*channel)) return now;
+    if (channel->doubt || should_move(*channel)) return now;
     if (!channel->is_open()) next = std::min(next, channel->retry_at_ns);
   }
   return next;
