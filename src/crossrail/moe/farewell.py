@@ -106,4 +106,5 @@ def is_told(call: Callable[Concatenate[C, P], T]) -> Callable[Concatenate[C, P],
 
 def described(what: str, error: BaseException) -> str:
     """The error as the reason to leave."""
-    return f"{what} failed: {type(error).__name__}: {error}"
+    words = str(error)  # of a KeyboardInterrupt there are none
+    return f"{what} failed: {type(error).__name__}" + (words and f": {words}")
