@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -59,3 +62,15 @@ def test_one_that_was_closed_is_dropped_without_a_word(recwarn: pytest.WarningsR
         ranks.parts.pop().close()
         gc.collect()
     assert not recwarn.list
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_one_cannot_be_copied_since_a_copy_that_is_dropped_would_end_its_rounds(
+    copied: Callable[[Any], object],
+) -> None:
+    with Ranks(2, **SIZES, node_size=1) as ranks:
+        ranks.each(lambda part, _: whole_round(part))
+        with pytest.raises(TypeError, match=r"^<AllToAll, rank 0 .* cannot be copied or pickled: each rank has one"):
+            copied(ranks.parts[0])
+        gc.collect()
+        ranks.each(lambda part, _: whole_round(part))

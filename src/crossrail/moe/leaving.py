@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from types import TracebackType
+from typing import NoReturn
 
 import crossrail as xr
 from crossrail._closing import Closing
@@ -33,6 +34,13 @@ class Leaving(Closing):
             self._peers.call_failed("with block", error)
         with contextlib.suppress(CrossrailError):  # the first error is the one to see
             self.close()
+
+    def __reduce__(self) -> NoReturn:
+        """No copies: one that is dropped would end the rounds of the other."""
+        raise TypeError(
+            f"{self!r} cannot be copied or pickled: each rank has one. Next: leave it out of what is copied, or give "
+            "the copy the same object"
+        )
 
     def __del__(self) -> None:
         if getattr(self, "_closed", True) or self._engine.closed:  # was not made; or others see that the engine left
