@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import crossrail as xr
 from crossrail.cli.text import seconds
 from crossrail.control import mailbox as mailbox_module
+from crossrail.control import seal
 from crossrail.control.deadlines import in_time
 from crossrail.control.mailbox import NoAnswer
 from crossrail.control.seal import OVERHEAD_BYTES, VERSION, Rejected, Sealer
@@ -123,6 +124,28 @@ def test_missing_parts_are_bounded() -> None:
         there.open(here.seal(b"x" * 25, THERE)[0], HERE)
         there.open(here.seal(b"x" * 25, THERE)[1], HERE)
     assert sum(len(message.pieces) for message in there._senders[HERE].partial.values()) <= 1024
+
+
+def test_senders_that_come_and_go_are_taken_and_none_of_their_packets_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of nodes that are started again and again, each time as another engine."""
+    monkeypatch.setattr(seal, "_SENDERS_MAX", 2)
+    monkeypatch.setattr(seal, "_NUMBERS_MAX", 3)
+    there = Sealer(b"s3cret", THERE, 4096, b"tests")
+    engines = [bytes([n]) * 16 for n in range(10, 16)]
+    sealers = [Sealer(b"s3cret", engine, 4096, b"tests") for engine in engines]
+    early, late = sealers[0].seal(b"overtaken", THERE)[0], sealers[0].seal(b"x", THERE)[0]
+    assert there.open(late, engines[0]) == b"x"
+    for sealer, engine in zip(sealers[1:5], engines[1:5], strict=True):
+        assert there.open(sealer.seal(b"x", THERE)[0], engine) == b"x"
+
+    with pytest.raises(Rejected, match="more than 5 senders since this engine opened: restart it"):
+        there.open(sealers[5].seal(b"x", THERE)[0], engines[5])
+    for packet in (early, late):
+        assert rejected(there, packet, engines[0]) == "replay"
+    again = sealers[0].seal(b"again", THERE)[0]
+    assert there.open(again, engines[0]) == b"again"
+    assert rejected(there, again, engines[0]) == "replay"
+    assert there.open(sealers[4].seal(b"more", THERE)[0], engines[4]) == b"more"
 
 
 def test_parts_that_do_not_agree_on_how_many_they_are_are_refused() -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import struct
-from collections import Counter
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -36,7 +36,10 @@ OVERHEAD_BYTES = _HEADER.size + _MAC_BYTES
 _NOTICE_MAGIC = b"xrcv"
 _NOTICE = struct.Struct("<4sBx32s16s")  # magic, version, release, sender's incarnation
 _WINDOW = 4096  # packets of one sender that may overtake each other
-_SENDERS_MAX = 16384
+_ALL_SEEN = (1 << _WINDOW) - 1
+# A sender costs up to a KiB, and nodes that are started again and again are new ones: of those that were not heard from
+# for longest only the last number is kept, in some 150 bytes.
+_SENDERS_MAX, _NUMBERS_MAX = 16384, 1 << 20
 _PARTIAL_MAX = 1024  # packets of one sender that are kept because others of their messages are still missing
 
 
@@ -86,7 +89,7 @@ class _Sender:
         """False when this packet was taken before, or is too old to tell."""
         ahead = number - self.highest
         if ahead > 0:
-            self.seen = ((self.seen << min(ahead, _WINDOW)) | 1) & ((1 << _WINDOW) - 1)
+            self.seen = ((self.seen << min(ahead, _WINDOW)) | 1) & _ALL_SEEN
             self.highest = number
             return True
         if -ahead >= _WINDOW or self.seen >> -ahead & 1:
@@ -122,7 +125,8 @@ class Sealer:
         self._own = own
         self._room = packet_bytes_max - OVERHEAD_BYTES
         self._next = 0
-        self._senders: dict[bytes, _Sender] = {}
+        self._senders: OrderedDict[bytes, _Sender] = OrderedDict()  # the one heard from last at the end
+        self._numbers: dict[bytes, int] = {}  # of the others: their highest
 
     def packets_of(self, message: bytes) -> int:
         """How many packets it takes. UsageError when it is too long to be sent."""
@@ -198,11 +202,18 @@ class Sealer:
 
     def _sender(self, identity: bytes) -> _Sender:
         known = self._senders.get(identity)
-        if known is None:
-            # Forgetting one would let its packets be taken again, so the table has an end instead.
-            if len(self._senders) >= _SENDERS_MAX:
-                raise Rejected("sender", f"more than {_SENDERS_MAX} senders since this engine opened: restart it")
-            known = self._senders[identity] = _Sender()
+        if known is not None:
+            self._senders.move_to_end(identity)
+            return known
+        highest = self._numbers.pop(identity, None)
+        # Forgetting one would let its packets be taken again, so the table has an end instead.
+        if highest is None and len(self._numbers) >= _NUMBERS_MAX:
+            senders_max = _SENDERS_MAX + _NUMBERS_MAX
+            raise Rejected("sender", f"more than {senders_max} senders since this engine opened: restart it")
+        known = self._senders[identity] = _Sender() if highest is None else _Sender(highest, _ALL_SEEN)
+        if len(self._senders) > _SENDERS_MAX:
+            silent, state = self._senders.popitem(last=False)
+            self._numbers[silent] = state.highest
         return known
 
     def _mac(self, to: bytes, body: bytes) -> bytes:
