@@ -144,6 +144,24 @@ def test_a_prefiller_that_stood_still_hears_of_what_was_given_up_meanwhile(
     assert "the decoder gave it up" in p.call("failure", 7)
 
 
+def test_a_prefiller_that_stood_still_when_it_was_asked_hears_that_it_was_given_up(
+    start: Start, open_side: Open
+) -> None:
+    """Whether or not it gets the question when it goes on. Its client would wait for bootstrap_s."""
+    p, d = start("prefill"), open_side("decode", options={"prefiller_timeout_s": 0.5})
+    p.call("open", 6)
+    ask(d.receiver(6))
+    p.call("until", 6, WAITING)  # each knows the other
+    p.call("open", 7)
+    receiver = d.receiver(7)
+    p.signal(signal.SIGSTOP)
+    ask(receiver)
+    until(FAILED, receiver)
+    p.signal(signal.SIGCONT)
+    p.call("until", 7, FAILED)
+    assert f"the decoder gave it up: {failure(receiver).failure_reason}" == p.call("failure", 7)
+
+
 def half_way(p: Child, d: Side) -> Any:
     """Two of four pages are sent."""
     p.call("open", 7)

@@ -76,14 +76,25 @@ class Asker:
         ]
         return await lost_before_arrival(arrival, watches, stop)
 
-    async def take_back(self, receiver: KvReceiver, reception: Reception, part: Part, why: str = "") -> None:
+    async def take_back(self, receiver: KvReceiver, reception: Reception, part: Part, why: str = "") -> bool:
         """Returns when nothing can land in the request's pages any more, however long that takes. why: told to the
-        producer.
+        producer. False: it was shut out, and does not know that the request was given up.
         """
+        is_told = False
+
+        async def stop() -> None:
+            nonlocal is_told
+            try:
+                await self.stop(part, why)
+            except NoAnswer as error:
+                is_told = not error.is_silence  # it may say that something sent earlier may still arrive
+                raise
+            is_told = True
+
         while True:
             try:
-                await reception.withdraw(lambda: self.stop(part, why), self._timeout_s)
-                return
+                await reception.withdraw(stop, self._timeout_s)
+                return is_told
             except (WaitTimeout, NoAnswer, Unreachable) as error:
                 log.warning("transfer %s: %s; its producer is shut out", reception.request, error)
             try:

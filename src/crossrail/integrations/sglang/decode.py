@@ -204,7 +204,8 @@ class DecodeSide:
         except BaseException as error:
             log.info("room %d: %s; taking its pages back", pull.room, error)
             pull.progress.fail(str(error))
-            await self._asker.take_back(receiver, reception, part, pull.progress.error)
+            if not await self._asker.take_back(receiver, reception, part, pull.progress.error):
+                self._keep(self._let_go(pull))
             raise
         finally:
             if reception.state in _RELEASABLE:
@@ -272,7 +273,7 @@ class DecodeSide:
         return m.Taken()
 
     async def _let_go(self, pull: Pull) -> None:
-        """Tells the prefiller that nobody will fetch it; otherwise it waits for bootstrap_s.
+        """Tells the prefiller that nobody will fetch it; otherwise it waits for bootstrap_s, or our load_s.
 
         A frozen one is told again; a lost one needs to be told nothing.
         """
@@ -284,10 +285,12 @@ class DecodeSide:
             try:
                 await self._asker.stop(part, pull.progress.error)
                 return
-            except (NoAnswer, Unreachable, CrossrailError) as error:
+            except CrossrailError as error:
                 if str(error) != told:
                     log.info("room %d, given up: %s", pull.room, error)
                 told = str(error)
+                if isinstance(error, NoAnswer) and not error.is_silence:  # it has heard it, and something is in its way
+                    return
             is_lost = any(self._mailbox.wire.is_lost(worker.address) for worker in pull.instance.workers)
             if is_lost or loop_time_s() > until_s or await set_in_time(self._closing, self._node.options.probe_s):
                 return
