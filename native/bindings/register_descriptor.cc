@@ -111,7 +111,8 @@ as on a command line. Keep the object and reuse it: engines look it up once and 
       .def("__bytes__", [](const AddressHandle& self) { return to_bytes(self.value->encode()); })
       .def("__str__", [](const AddressHandle& self) { return text_of(*self.value); })
       .def("__repr__", [](const AddressHandle& self) { return to_shown(represent(*self.value)); })
-      .def("__eq__", &equal<AddressHandle>, nb::sig("def __eq__(self, other: object, /) -> bool"))
+      .def("__eq__", &equal<AddressHandle>, nb::arg("other").none(),
+           nb::sig("def __eq__(self, other: object, /) -> bool"))
       .def("__hash__", [](const AddressHandle& self) { return hash_of(*self.value); })
       // A pickle holds the versioned bytes, so it is as portable as they are.
       .def("__getstate__", [](const AddressHandle& self) { return to_bytes(self.value->encode()); })
@@ -187,7 +188,8 @@ It keeps nothing open: the region is open as long as its engine's program holds 
           "Bytes with a version and a checksum, for from_bytes().")
       .def("__bytes__", [](const DescriptorHandle& self) { return to_bytes(self.value->encode()); })
       .def("__repr__", [](const DescriptorHandle& self) { return to_shown(represent(*self.value)); })
-      .def("__eq__", &equal<DescriptorHandle>, nb::sig("def __eq__(self, other: object, /) -> bool"))
+      .def("__eq__", &equal<DescriptorHandle>, nb::arg("other").none(),
+           nb::sig("def __eq__(self, other: object, /) -> bool"))
       .def("__hash__",
            [](const DescriptorHandle& self) {
              const Py_hash_t hash = hash_of(self.value->owner) ^ static_cast<Py_hash_t>(self.value->region_id);

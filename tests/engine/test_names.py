@@ -66,6 +66,13 @@ def test_descriptor_survives_bytes_and_pickle(engine: xr.Engine) -> None:
         assert (copy.nbytes, copy.owner, copy.access) == (12_345, engine.address, "write")
 
 
+@pytest.mark.parametrize("other", [None, "same", b"same", 1, object()])
+def test_addresses_and_descriptors_equal_nothing_of_another_type(engine: xr.Engine, other: object) -> None:
+    for value in (engine.address, engine.alloc(16).descriptor):
+        assert (value == other, other == value) == (False, False)
+        assert value != other
+
+
 @pytest.mark.parametrize("access", ["local", "read", "write"])
 def test_descriptor_carries_the_access(engine: xr.Engine, access: str) -> None:
     descriptor = engine.register(bytearray(10), access=access).descriptor
