@@ -31,8 +31,13 @@ def check_url(url: str) -> None:
     try:
         parts = urlsplit(url)
         is_whole = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        is_whole = is_whole and not parts.query and not parts.fragment  # they would stand before our path
     except ValueError:
-        is_whole = False
+        parts, is_whole = urlsplit(""), False
+    if parts.username is not None:  # where our own proof goes; the words do not repeat a password
+        raise UsageError(
+            "the router's URL has a user's name, which it does not take: nodes are known by the cluster's secret"
+        )
     if not is_whole:
         raise UsageError(f"router is {url!r}, must be a URL as http://HOST:8000")
 

@@ -31,7 +31,7 @@ log = logging.getLogger("crossrail.kv")
 
 _NUMBER = re.compile(r"\d+")
 
-# Finds a router: returns its present address, or raises if it cannot be found.
+# Finds a router: returns its present address, or raises, whatever it likes, if it cannot be found: it is called again.
 FindRouter = Callable[[], Awaitable[bytes]]
 
 
@@ -85,18 +85,21 @@ class RouterLink:
                 return
             except (CrossrailError, OSError, asyncio.TimeoutError) as error:
                 self._tell_trouble(str(error) or type(error).__name__)
+            except Exception as error:  # the finder may be the user's: the node would be without a router for ever
+                self._tell_trouble(f"{type(error).__name__}: {error}", error)
             self.address = None
             self.joined.clear()
             await asyncio.sleep(self._node.options.retry_s)
 
-    def _tell_trouble(self, trouble: str) -> None:
+    def _tell_trouble(self, trouble: str, mistake: Exception | None = None) -> None:
         """Logs once per reason, ignoring numbers in it: retries come twice a second, maybe for days. A node that is
-        leaving needs no router.
+        leaving needs no router. mistake: somebody's, shown with its traceback.
         """
         reason = _NUMBER.sub("0", trouble)
         if not self._node.draining and reason != self._trouble:
             what = "has lost" if self._had_joined else "has not joined"
-            log.warning("node %s %s %s, and keeps trying: %s", self._node.name, what, self._router, trouble)
+            words = "node %s %s %s, and keeps trying: %s"
+            log.warning(words, self._node.name, what, self._router, trouble, exc_info=mistake)
             self._trouble = reason
 
     def _tell_joined(self, router: str) -> None:
