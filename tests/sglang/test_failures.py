@@ -280,8 +280,8 @@ def test_state_indices_are_refused(p: Side, d: Side) -> None:
     ("options", "words"),
     [
         ({"state_types": [SimpleNamespace(value="swa"), "mamba"]}, "state_types=swa, mamba"),
-        ({"parallel": {"pp_size": 2}}, "pp_size=2: crossrail's backend supports only tensor parallelism"),
-        ({"parallel": {"dp_size": 4}}, "dp_size=4"),
+        ({"parallel": {"pp_size": 2}}, "--pp-size=2: crossrail's backend supports only tensor parallelism"),
+        ({"parallel": {"dp_size": 4}}, "--dp-size=4"),
         ({"server_args": {"disable_overlap_schedule": False}}, "--disable-overlap-schedule is missing"),
         (
             {"server_args": {"disable_overlap_schedule": True, "disaggregation_enable_kv_checksum": True}},

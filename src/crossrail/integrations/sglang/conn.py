@@ -39,8 +39,14 @@ from crossrail.integrations.sglang.state import Poll, Progress, unusable_room
 
 log = logging.getLogger("crossrail.sglang")
 
-# SGLang's names for the kinds of parallelism that crossrail supports only with size 1.
-_PARALLELISM = ("pp_size", "attn_cp_size", "attn_dcp_size", "attn_dp_size", "dp_size")
+# SGLang's names and flags for the kinds of parallelism that crossrail supports only with size 1.
+_PARALLELISM = {
+    "pp_size": "--pp-size",
+    "attn_cp_size": "--attn-cp-size",
+    "attn_dcp_size": "--dcp-size",
+    "dp_size": "--dp-size",
+    "attn_dp_size": "--attn-dp-size",
+}
 _POLLS = {
     Poll.FAILED: KVPoll.Failed,
     Poll.BOOTSTRAPPING: KVPoll.Bootstrapping,
@@ -90,7 +96,7 @@ def place_of(mode: str) -> Place:
         parallel.attn_tp_size,
         bootstrap,
         get_serving().port,
-        {name: getattr(parallel, name) or 1 for name in _PARALLELISM},
+        {flag: getattr(parallel, name) or 1 for name, flag in _PARALLELISM.items()},
     )
 
 

@@ -35,7 +35,7 @@ RELEASED = "the KV cache's memory was released: POST /resume_memory_occupation t
 class Place(NamedTuple):
     """A rank's place in its server. bootstrap: "host:port" of a prefiller's own, "": a decoder has none.
 
-    http_port: where the server takes requests. sizes: by SGLang's names, of the kinds of parallelism that crossrail
+    http_port: where the server takes requests. sizes: by SGLang's flags, of the kinds of parallelism that crossrail
     supports only with size 1.
     """
 
@@ -73,9 +73,9 @@ class Manager:
     def __init__(self, args: Any, mode: str, place: Place, is_mla: bool) -> None:
         options = SglangOptions.from_environment()
         secret = options.secret()
-        for name, size in place.sizes.items():
+        for flag, size in place.sizes.items():
             if size != 1:
-                raise UsageError(f"{name}={size}: crossrail's backend supports only tensor parallelism")
+                raise UsageError(f"{flag}={size}: crossrail's backend supports only tensor parallelism, --tp-size")
         if getattr(args, "ib_device", None):
             raise UsageError(f"--disaggregation-ib-device={args.ib_device}: name rails in {OPTIONS_VARIABLE} instead")
         pool = read_pool(args, is_mla=is_mla, tp=place.tp)
