@@ -129,6 +129,29 @@ def test_engine_that_hangs_still_shows_its_rails(served: MetricsServer, monkeypa
     assert (line.split()[1], line.split()[5]) == ("-", "-")
 
 
+def _rail_table_at(shown: str) -> int:
+    return next(number for number, line in enumerate(shown.splitlines()) if line.startswith("rail"))
+
+
+@pytest.mark.parametrize("down", [0, 2])
+def test_rail_that_is_down_is_shown_on_the_narrowest_screen(
+    served: MetricsServer, monkeypatch: pytest.MonkeyPatch, down: int
+) -> None:
+    def broken(engine: xr.Engine, timeout_s: float) -> Traffic:
+        found = read_traffic(engine, timeout_s)
+        found.rails[0].down = down
+        return found
+
+    monkeypatch.setattr("crossrail.observe.metrics.read_traffic", broken)
+    shown = run(served.url, "--every-s", "0.1", COLUMNS="30").stdout
+
+    head, _, line = shown.splitlines()[_rail_table_at(shown) :][:3]
+    assert ("down" in head.split()) == bool(down)
+    assert max(map(len, shown.splitlines())) <= 30
+    if down:
+        assert line.split()[1] == "2"
+
+
 def test_nobody_there_is_one_line() -> None:
     port = free_port()
     shown = run(f"127.0.0.1:{port}")

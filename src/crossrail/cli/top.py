@@ -207,7 +207,10 @@ def _add(table: Table, columns: tuple[_Column, ...], width: int, cells: list[str
 
 
 def _rails(interval: Interval, engine: str, width: int) -> Table:
-    table = _table(_RAIL_COLUMNS, width)
+    columns: tuple[_Column, ...] = _RAIL_COLUMNS
+    if interval.now.total("crossrail_rail_down_paths", engine=engine):
+        columns = tuple(column._replace(of_width=0) if column.title == "down" else column for column in columns)
+    table = _table(columns, width)
     for has, _ in _whole_of(interval.now, "crossrail_rail_works_total", engine=engine):
         of = {"engine": engine, "transport": has["transport"], "rail": has["rail"]}
         down = next((_bad(value, "bold red") for _, value in interval.now.of("crossrail_rail_down_paths", **of)), "-")
@@ -218,7 +221,7 @@ def _rails(interval: Interval, engine: str, width: int) -> Table:
         cells += [depth, *_latencies(interval, "crossrail_rail", of)]
         retried = interval.now.total("crossrail_rail_retried_works_total", **of)
         broken = interval.now.total("crossrail_rail_broken_paths_total", **of)
-        _add(table, _RAIL_COLUMNS, width, [*cells, _bad(retried, "yellow"), _bad(broken, "yellow")])
+        _add(table, columns, width, [*cells, _bad(retried, "yellow"), _bad(broken, "yellow")])
     return _fitted(table, width)
 
 
