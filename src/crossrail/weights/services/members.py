@@ -1,4 +1,4 @@
-"""The members of updates, and what the controller tells each trainer about a plan."""
+"""The members of updates: as the controller knows them, what it tells trainers of a plan, and each one's own side."""
 
 from __future__ import annotations
 
