@@ -115,6 +115,21 @@ def test_a_rank_that_stands_still_is_named_and_the_wait_can_be_repeated(meet: Me
     here.dispatch_recv(number)
 
 
+def test_of_a_rank_whose_engine_does_not_answer_it_is_said_what_is_known(nothing_leaks: None) -> None:
+    with meeting() as start:
+        here, (other,) = start(2)
+        here.give_up_after(NEVER_S)
+        number = here.dispatch_send()
+        address = here._part._peers._addresses[1]
+        other.stop()
+        unanswered = here.engine.submit_send(address, b"for the engine to ask whether it lives")
+        eventually(lambda: here.engine.peer_state(address) == "frozen", "the other rank's engine frozen")
+        with pytest.raises(xr.WaitTimeout, match=r"its engine is frozen \(process \d+ does not answer: it is stopped"):
+            here.dispatch_recv(number)
+        unanswered.cancel()
+        other.resume()
+
+
 def test_a_rank_that_dispatches_twice_waits_for_the_others_in_vain(meet: Meet) -> None:
     here, (other,) = meet(2)
     first, second = here.dispatch_send(), here.dispatch_send()

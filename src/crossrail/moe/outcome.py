@@ -51,7 +51,9 @@ def error_of(engine: xr.Engine, outcome: Outcome, address: xr.Address, half: str
         return PeerLost(text, op="moe", peer=address.name, status="peer-lost", detail=note)
     if result == "failed":
         return TransferError(f"a write to {who} failed{during}: {detail}", op="moe", peer=address.name, detail=detail)
+    state = engine.peer_state(address)
+    seen = f" ({note})" if state == "frozen" and (note := engine.explain(address).note) else ""
     return WaitTimeout(
-        f"{who} has not sent its {half} within {timeout_s:g} s; its engine is {engine.peer_state(address)}. Nothing is "
+        f"{who} has not sent its {half} within {timeout_s:g} s; its engine is {state}{seen}. Nothing is "
         "lost: wait again. Next: see whether that rank makes the same calls as this one"
     )
