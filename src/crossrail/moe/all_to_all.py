@@ -501,11 +501,12 @@ class AllToAll(Leaving):
         )
 
     def close(self) -> None:
-        """Gives the memory back; ranks that still wait for this one are told. Idempotent.
+        """Ends what others may write to; ranks that still wait for this one are told. Idempotent.
 
-        Returned arrays stay readable. Raises WaitTimeout if writes of a rank to this one, or ours to a rank that is
-        stopped, have not ended after timeout_s: call it again, or close the engine. The failure of a GPU kernel is
-        raised when everything else is done. A `with` block that an error leaves raises that error alone.
+        Returned arrays stay readable: memory is released once they and this object are dropped. Raises WaitTimeout if
+        writes of a rank to this one, or ours to a rank that is stopped, have not ended after timeout_s: call it again,
+        or close the engine. The failure of a GPU kernel is raised when everything else is done. A `with` block that an
+        error leaves raises that error alone.
         """
         try:
             self._memory.settle()  # torch reuses memory that is released here
