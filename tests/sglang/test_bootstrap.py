@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import crossrail as xr
 from crossrail.integrations.instance import Worker
 from crossrail.integrations.sglang import bootstrap
-from crossrail.integrations.sglang.messages import LANGUAGE, Aux, Destination, Envelope
+from crossrail.integrations.sglang.messages import LANGUAGE, Aux, Destination, Envelope, Wanted
 from crossrail.kv import KvLayout
 from tests.support.limits import WAIT_S
 from tests.support.ports import free_port
@@ -141,6 +141,8 @@ def test_any_bytes_are_a_message_or_refused(data: bytes) -> None:
     "body",
     [
         Aux("1@0/1", 1, [b"x"] * 65),
+        Wanted("", 1),
+        Wanted("1@0/1", 0),
         Destination("", 1, {}, 1.0),
         Destination("1@0/1", 0, {}, 1.0),
         Destination("1@0/1", 1, {}, -1.0),
