@@ -110,6 +110,25 @@ def test_a_decoder_that_is_killed_takes_no_room_with_it_that_another_has_asked_f
     d.assert_holds("of another", THEIRS, 0)
 
 
+def test_a_decoder_that_is_killed_spoils_no_number_of_a_room_that_has_ended(start: Start, open_side: Open) -> None:
+    p, d, doomed = open_side("prefill"), open_side("decode"), start("decode")
+    doomed.call("open", 7)
+    eventually(lambda: p.manager.core.prefiller._awaited, "the prefiller knows whose it is")
+    handed_over(p, d, "before")
+    doomed.kill()
+    eventually(lambda: not p.manager.core.prefiller._awaited, "it knows that the other has ended")
+    handed_over(p, d, "after")
+
+
+def handed_over(p: Side, d: Side, text: str) -> None:
+    sender, receiver = p.sender(7), d.receiver(7)
+    ask(receiver)
+    until(WAITING, sender)
+    send(p, sender, text, MINE, 0)
+    until(SUCCESS, sender, receiver)
+    d.assert_holds(text, THEIRS, 0)
+
+
 def test_a_prefiller_that_stands_still_is_shut_out(start: Start, open_side: Open) -> None:
     """Its pages are given up without its word, and what it sends when it goes on lands nowhere."""
     p, d = start("prefill"), open_side("decode", options={"prefiller_timeout_s": 0.5})

@@ -424,9 +424,9 @@ class PrefillSide:
         number, why = _number_of(key[1]), "its decoder is gone"
         self._book.end(key, None, "failed", why)
         room = self._rooms.get(number)
-        if room is None:
+        if room is None and number not in self._opened:  # otherwise it has ended by another decoder
             self._give_up(number, why, by_us=False)
-        elif all(other[0] == key[0] for other in room.asks):
+        elif room is not None and all(other[0] == key[0] for other in room.asks):
             self._fail(room, why)
 
     # ---- what ended
