@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -68,3 +69,31 @@ async def test_what_is_asked_after_close_ends_at_once(open_engine: EngineFactory
     with pytest.raises(NoAnswer, match="this node is closing"):
         await asyncio.wait_for(box.ask(wire.address, m.RollCall(), m.Taken, 100 * WAIT_S), WAIT_S)
     wire.close()
+
+
+async def test_mailbox_that_cannot_receive_at_first_says_so_and_tries_again(
+    open_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where the process has no descriptor left for the event loop's notifier."""
+    wires = [EngineWire(open_engine(name)) for name in ("asks", "hears")]
+    asks, hears = (mailbox(wire, b"secret") for wire in wires)
+    packets, left = wires[1].packets, iter(range(2))
+
+    def failing() -> AsyncIterator[tuple[bytes, bytes]]:
+        if next(left, None) is not None:
+            raise xr.TransportError("eventfd", 24, "cannot make a notifier: Too many open files")
+        return packets()
+
+    monkeypatch.setattr(wires[1], "packets", failing)
+
+    async def hear(_sender: bytes, _question: m.RollCall) -> m.Taken:
+        return m.Taken()
+
+    hears.handle(m.RollCall, hear)
+    for box in (asks, hears):
+        box.start()
+    await asks.ask(hears.address, m.RollCall(), m.Taken, WAIT_S)
+    assert caplog.text.count("nothing can be received now, and it is tried again: eventfd: cannot make") == 1
+    for box, wire in zip((asks, hears), wires, strict=True):
+        await box.close()
+        wire.close()

@@ -24,7 +24,7 @@ from crossrail.control.language import Language, Letter
 from crossrail.control.messages import Failed, clipped
 from crossrail.control.seal import OURS, Rejected, Sealer, Spoken
 from crossrail.control.wire import Unreachable, Wire
-from crossrail.errors import CrossrailError, EngineClosed, UsageError
+from crossrail.errors import CrossrailError, EngineClosed, TransportError, UsageError
 from crossrail.peers import Address
 
 log = logging.getLogger("crossrail.control")
@@ -270,12 +270,21 @@ class Mailbox(AsyncClosing):
             log.info("a notice of our version could not be delivered: %s", error)
 
     async def _packets(self) -> AsyncIterator[tuple[bytes, bytes]]:
-        try:
-            async for packet in self.wire.packets():
-                yield packet
-        except EngineClosed:
-            level = logging.DEBUG if _ending.has_begun else logging.WARNING  # a process that ends is no mistake
-            log.log(level, "the engine was closed before its mailbox: nothing is received any more")
+        told = ""
+        while True:
+            try:
+                async for packet in self.wire.packets():
+                    yield packet
+                return
+            except EngineClosed:
+                level = logging.DEBUG if _ending.has_begun else logging.WARNING  # a process that ends is no mistake
+                log.log(level, "the engine was closed before its mailbox: nothing is received any more")
+                return
+            except TransportError as error:  # such as no descriptor left: a node that hears nothing is of no use
+                if str(error) != told:
+                    log.warning("nothing can be received now, and it is tried again: %s", error)
+                told = str(error)
+                await asyncio.sleep(self._resend_s)
 
     def _drop(self, sender: bytes, kind: str, why: str) -> None:
         self._unsorted[kind] += 1
