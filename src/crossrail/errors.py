@@ -48,10 +48,21 @@ class CrossrailError(Exception):
     def __str__(self) -> str:
         return plain(super().__str__())  # it contains names that peers chose
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Python's own calls the class with `args`, that is with the finished message, which most of ours do not take.
+        return _as_it_was, (type(self), self.args), vars(self)
+
     @property
     def docs(self) -> str:
         """What the documentation says of this error: its meaning and what to do. `crossrail error CODE` prints it."""
         return error_texts().get(self.error_code, "")
+
+
+def _as_it_was(kind: type[CrossrailError], args: tuple[Any, ...]) -> CrossrailError:
+    """A copy of an error, before its attributes: for pickle and copy."""
+    error = kind.__new__(kind, *args)
+    error.args = args
+    return error
 
 
 class UsageError(CrossrailError, ValueError):
