@@ -82,11 +82,20 @@ def test_bench_writes_json_to_a_pipe() -> None:
     assert json.loads(succeeded(crossrail("bench", *options, "--json")))["results"]
 
 
-def test_topic_behind_doctors_json_is_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("cpu", "cpu is a topic: crossrail doctor --only cpu"),
+        ("node7.example", "For the way to node7.example: crossrail doctor --peer node7.example"),
+    ],
+)
+def test_word_behind_doctors_json_that_is_no_file(
+    word: str, meant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
 
-    result = CliRunner().invoke(main, ["doctor", "--json", "cpu"])
+    result = CliRunner().invoke(main, ["doctor", "--json", word])
 
     assert result.exit_code == 2
-    assert "crossrail doctor --only cpu --json" in result.stderr
+    assert meant in result.stderr and f"{word}.json" in result.stderr
     assert list(tmp_path.iterdir()) == []

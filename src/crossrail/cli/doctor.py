@@ -52,6 +52,11 @@ def _meant(word: str) -> str:
     )
 
 
+def _is_file_name(path: Path) -> bool:
+    """Whether it cannot be meant as a topic or a host, for which --json looks like a flag."""
+    return path.suffix == ".json" or path.name != str(path) or path.exists()
+
+
 def _topics(only: tuple[str, ...]) -> list[str]:
     names = [name.strip() for text in only for name in text.split(",") if name.strip()]
     if only and not names:
@@ -201,8 +206,10 @@ def command(
     """
     if words:
         raise UsageError(_meant(words[0]))
-    if json_path is not None and not why_unknown(json_path.name):
-        raise UsageError(f"--json would write to a file of that name; {_meant(json_path.name)} --json")
+    if json_path is not None and not is_alone(json_path) and not _is_file_name(json_path):
+        raise UsageError(
+            f"--json {json_path} would write to a file. {_meant(json_path.name)} (a file: {json_path}.json)"
+        )
     if sum(chosen for chosen in (peer is not None, listen is not None, bool(only))) > 1:
         raise UsageError("--peer, --listen and --only exclude each other")
     if listen is not None:
