@@ -1,15 +1,18 @@
 """Updates that come to nothing: all ranks end soon and say why, and the next update goes well."""
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import aclosing
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
 import crossrail as xr
 from crossrail.integrations.verl import VerlUpdateFailed
+from crossrail.integrations.verl.pairing import Rank
+from crossrail.integrations.verl.waiting import Peers
 from tests.support.limits import WAIT_S
 from tests.support.tcp_wire import give_up
 from tests.verl.cluster import Cluster, is_same, some_weights
@@ -167,6 +170,32 @@ async def test_rollout_that_does_not_take_buckets(make: Make) -> None:
     cluster.begin()
     with pytest.raises(VerlUpdateFailed, match=r"bucket 2 of the weights: no room for it: not within 0\.5 s"):
         await asyncio.wait_for(cluster.trainers[0].send_weights(many()), WAIT_S)
+
+
+async def test_who_does_not_take_what_goes_to_all_is_named() -> None:
+    """The transfer itself only knows how many there are."""
+    state = {b"one": "connected", b"two": "frozen"}
+    engine = SimpleNamespace(peer_state=state.__getitem__)
+    ranks = [Rank(name.decode(), name, b"", b"", (1, 2), 3, 4) for name in state]
+    peers = Peers(cast(Any, engine), ranks, cast(Any, SimpleNamespace(poll=lambda: 0)), 0.0)
+    scatter = cast(Any, Never())
+    with pytest.raises(VerlUpdateFailed, match=r"^bucket freed: not taken within 0 s \(timeout_s\) by two$"):
+        await peers.done([scatter], "bucket freed")
+    state[b"two"] = "connected"
+    with pytest.raises(VerlUpdateFailed, match=r" by all of one, two$"):
+        await peers.done([scatter], "bucket freed")
+
+
+class Never:
+    """A scatter that does not end."""
+
+    kind, peer = "scatter", "2 peers"
+
+    def cancel(self) -> None:
+        pass
+
+    def __await__(self) -> Generator[Any, None, None]:
+        yield from asyncio.get_running_loop().create_future()
 
 
 async def test_weights_of_another_step(make: Make) -> None:

@@ -32,6 +32,12 @@ class Peers:
     def names(self) -> str:
         return ", ".join(rank.name for rank in self.ranks)
 
+    @property
+    def _not_there(self) -> str:
+        """Who does not take what goes to all of them: those that our engine has found silent, if it has."""
+        silent = [rank.name for rank in self.ranks if self._engine.peer_state(rank.address) != "connected"]
+        return ", ".join(silent) or f"all of {self.names}"
+
     async def until(self, counter: ImmCounter, count: int, what: str) -> None:
         """Takes so many counts. Raises VerlUpdateFailed."""
         deadline_at_s = loop_time_s() + self.timeout_s
@@ -58,7 +64,8 @@ class Peers:
                 await in_time(transfer, self.timeout_s)
             except asyncio.TimeoutError:
                 transfer.cancel()
-                error = error or f"{what}: {transfer.peer} has not taken it within {self.timeout_s:g} s (timeout_s)"
+                by = self._not_there if transfer.kind == "scatter" else transfer.peer
+                error = error or f"{what}: not taken within {self.timeout_s:g} s (timeout_s) by {by}"
             except CrossrailError as failure:
                 error = error or f"{what}: {failure}"
         if error:
