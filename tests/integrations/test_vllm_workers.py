@@ -328,7 +328,9 @@ def test_leases_end_unless_somebody_says_that_he_is_coming(open_side: Open) -> N
 
 
 @pytest.mark.parametrize("changes", [{"page_tokens": 16}, {"layers": 3, "head_dim": 12}, {"dtype": "float16"}])
-def test_other_layouts_are_refused(p: Side, open_side: Open, changes: dict[str, object]) -> None:
+def test_other_layouts_are_refused(
+    p: Side, open_side: Open, changes: dict[str, object], caplog: pytest.LogCaptureFixture
+) -> None:
     d = open_side("d", **changes)
     p.prefill("a", TOKENS, MINE)
     p.step(Orders(finished=["a"]))
@@ -339,6 +341,9 @@ def test_other_layouts_are_refused(p: Side, open_side: Open, changes: dict[str, 
     assert d.results[0].invalid == set(THEIRS)
     p.until_sent("a")
     assert (d.caches[0] == 0xAB).all()
+    (said,) = [record.getMessage() for record in caplog.records if "do not match" in record.getMessage()]
+    assert f"producer = [{p.layout.describe()}; " in said and f"decoder = [{d.layout.describe()}; " in said
+    assert "?" not in said  # which errors say instead of a new line
 
 
 @pytest.mark.parametrize(("tokens", "prompt"), [(29, b"prompt"), (TOKENS, b"trompe")])

@@ -174,6 +174,7 @@ def test_what_must_not_differ_is_named_and_both_are_shown(changes: dict[str, Any
     with pytest.raises(LayoutMismatch) as caught:
         compatible(ours, theirs)
     assert ours.describe() in str(caught.value) and theirs.describe() in str(caught.value)
+    assert "?" not in str(caught.value)  # which errors say instead of a new line
 
 
 def test_planes_are_layers_of_their_own() -> None:

@@ -96,10 +96,10 @@ def mismatch(producer: Worker, consumer: Worker) -> str:
         return ""
     sides = (("producer", theirs, producer.form), ("decoder", ours, consumer.form))
     told = [
-        f"  {side}: {layout.describe()}; {', '.join(f'{key} {value}' for key, value in sorted(form.items()))}"
+        f"{side} = [{layout.describe()}; {', '.join(f'{key} {value}' for key, value in sorted(form.items()))}]"
         for side, layout, form in sides
     ]
-    return "\n".join([f"KV caches do not match; {'; '.join(differs)}.", *told])
+    return f"KV caches do not match; {'; '.join(differs)}. {', '.join(told)}"  # a line: errors have no others
 
 
 def fingerprint(worker: Worker) -> str:

@@ -234,8 +234,8 @@ def compatible(ours: KvLayout, theirs: KvLayout, sides: tuple[str, str] = ("ours
     """Raises LayoutMismatch, which says what differs and shows both layouts, unless the two can exchange KV."""
     if differs := differences(ours, theirs, sides):
         raise LayoutMismatch(
-            f"layouts do not match; {'; '.join(differs)}.\n  {sides[0]}: {ours.describe()}\n  {sides[1]}: "
-            f"{theirs.describe()}"
+            f"layouts do not match; {'; '.join(differs)}. {sides[0]} = [{ours.describe()}], {sides[1]} = "
+            f"[{theirs.describe()}]"
         )
 
 
