@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.tiny_llama import make_mla_model, make_shared_cache_model, prompt
+from tests.support.tiny_llama import make_mla_model, make_model, make_shared_cache_model, prompt
 from tests.vllm.conftest import QUICK, Start
 from tests.vllm.test_tokens import handed_over
 
@@ -40,3 +40,23 @@ def test_an_instance_that_fetches_from_itself(
     both.call("looks", "expect_copies", blocks=TOKENS // block, caches=caches)
     assert handed["finish"] == "length" and len(handed["tokens"]) == 12
     assert not is_exact or handed["tokens"] == both.ask("alone", tokens)["tokens"]
+
+
+def test_a_draft_models_kv_comes_too(folder: Path, model: Path, start: Start) -> None:
+    """Without it tokens would be right all the same, and drafts worse: so bytes are looked at as well."""
+    draft = make_model(folder / "draft", seed=3)
+    both = start(
+        "drafts",
+        "kv_both",
+        options=QUICK,
+        speculative_config={"method": "draft_model", "model": str(draft), "num_speculative_tokens": 3},
+        worker_extension_cls="tests.vllm.copies.Copies",
+        enable_prefix_caching=False,
+    ).wait_ready()
+    tokens = prompt(4001, TOKENS)
+
+    handed = handed_over(both, both, tokens)
+
+    both.call("looks", "expect_copies", blocks=TOKENS // 32, caches=6)
+    assert handed["finish"] == "length"
+    assert handed["tokens"] == both.ask("alone", tokens)["tokens"]
