@@ -129,7 +129,7 @@ struct OutChannel final : Connector::Owner {
   // Whether short frames get through but nothing long does: the network drops packets as long as ours.
   bool passes_only_short() const;
   // It is broken off for silence while others answer.
-  void note_silence(int64_t now);
+  void note_silence();
   void forget_silence();
   // Whether a broken connection may have lost what was sent, or the answer to it.
   bool has_doubts() const;

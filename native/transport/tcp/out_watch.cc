@@ -37,8 +37,6 @@ constexpr int64_t kFrozenAfterNs = 2'000'000'000;
 constexpr int kPileBytes = 4 << 10;
 // One rail is silent while others are not.
 constexpr int64_t kRailSilentNs = 2'000'000'000;
-// A connection that delivered less than this and fell silent may have carried no packet of full length.
-constexpr uint64_t kLongBytesMin = 64 << 10;
 // All open channels are silent: rails and lanes that have no connection yet are tried.
 constexpr int64_t kTryOthersNs = 1'000'000'000;
 // This many consecutive connections that broke before anything got through are no accident.
@@ -235,24 +233,6 @@ void OutChannel::judge_peer(const ConnectResult& result) {
 
 bool OutChannel::was_good(int64_t now) const { return now - opened_at_ns >= kRetryMaxNs || acked > acked_at_opening; }
 
-bool OutChannel::passes_only_short() const {
-  return has_unplaced() && std::max(carried_bytes, kernel_carried_bytes) < kLongBytesMin;
-}
-
-// A silent connection alone may mean an outage that ends as it is broken off. The next one shows: if it falls silent,
-// too, it was a way that passes short packets only.
-void OutChannel::note_silence(int64_t now) {
-  // If all were silent just now: kernels retransmit at different times, so some recover before others.
-  if (now - link->all_silent_ns < kRailSilentNs || !passes_only_short()) return;
-  has_short_segments = silent_epoch != 0;
-  silent_epoch = epoch;
-}
-
-void OutChannel::forget_silence() {
-  silent_epoch = 0;
-  has_short_segments = false;
-}
-
 void OutChannel::note_vain(const std::string& why) {
   bool others_serve = false;
   bool others_carry = false;  // a long operation takes its time: until it is done, only its bytes tell
@@ -297,9 +277,8 @@ void OutStream::on_broken() {
     if (other.doubt && other.doubt->asked_through == &channel) other.doubt->asked_through = nullptr;
   });
   const bool is_vain = channel.acked == channel.acked_at_opening;
-  // The first of a way that passes short packets only is not held against the peer: short ones are tried only later.
-  const bool is_first_silent = channel.silent_epoch == epoch_ && !channel.has_short_segments;
-  if (is_vain && !is_first_silent) channel.note_vain(reason());
+  // Not held against the peer before short packets were tried.
+  if (is_vain && channel.silent_epoch != epoch_) channel.note_vain(reason());
   channel.was_vain = channel.was_vain || (is_vain && channel.has_unplaced());
   if (!channel.doubt && channel.has_doubts()) channel.doubt = {.epoch = epoch_, .is_vain = is_vain};
   if (!open && link.down_since_ns == 0) link.down_since_ns = now;
@@ -489,7 +468,8 @@ void TcpTransport::tend_liveness(OutLink& link) {
       mark_dirty(link);
     }
     if (silent >= kRailSilentNs && now_ - moved < kPingAfterNs) {
-      channel.note_silence(now_);
+      // Not if all were silent just now: kernels retransmit at different times, so some recover before others.
+      if (now_ - link.all_silent_ns >= kRailSilentNs) channel.note_silence();
       channel.stream->break_off("silent for " + seconds_text(silent) + " while other rails of the peer answer");
     }
   });

@@ -21,6 +21,8 @@ constexpr uint64_t kCopyBytesMax = 512;
 constexpr uint64_t kBatchBytes = uint64_t{1} << 20;
 // If frames are short, so are their tables.
 constexpr uint64_t kBytesPerEntryMin = 64;
+// A connection that delivered less than this and fell silent may have carried no packet of full length.
+constexpr uint64_t kLongBytesMin = 64 << 10;
 
 uint64_t region_of(const WorkRequest& request) {
   return request.remote == nullptr ? 0 : static_cast<const TcpKey*>(request.remote)->region_id;
@@ -151,6 +153,23 @@ bool put_message(OutChannel& channel, TxBatch& batch) {
 }  // namespace
 
 bool OutChannel::has_unplaced() const { return !sent.empty() || current || reads_open > 0; }
+
+bool OutChannel::passes_only_short() const {
+  return has_unplaced() && std::max(carried_bytes, kernel_carried_bytes) < kLongBytesMin;
+}
+
+// A silent connection alone may mean an outage that ends as it is broken off. The next one shows: if it falls silent,
+// too, it was a way that passes short packets only.
+void OutChannel::note_silence() {
+  if (has_short_segments || !passes_only_short()) return;
+  has_short_segments = silent_epoch != 0;
+  silent_epoch = epoch;
+}
+
+void OutChannel::forget_silence() {
+  silent_epoch = 0;
+  has_short_segments = false;
+}
 
 bool OutChannel::has_doubts() const {
   // The outcome of any message may have been in flight on this connection.
