@@ -197,7 +197,7 @@ def answers(link_id: int, rng: np.random.Generator) -> bytes:
     channel, status, read_id = (int(rng.integers(limit)) for limit in (3, 12, 4))
     made = [
         wire.frame(wire.Frame.ACK, struct.pack("<QQII", link_id, number(), channel, 0)),
-        wire.frame(wire.Frame.TAKEN, struct.pack("<QQ", number(), number())),
+        wire.frame(wire.Frame.TAKEN, struct.pack("<QQQ", link_id, number(), number())),
         wire.frame(wire.Frame.REFUSED, struct.pack("<QII", number(), channel, status) + b"no"),
         wire.frame(wire.Frame.REFUSED, struct.pack("<QII", number(), (1 << 32) - 1, status)),
         wire.frame(wire.Frame.RESOLVED, struct.pack("<QQII", number(), number(), channel, 1)),
