@@ -9,7 +9,7 @@ from crossrail._notify import log, log_raised
 from crossrail._text import plain
 from crossrail.peers import EngineEvent
 
-_LEVELS = {
+LEVELS = {
     "peer-connected": logging.DEBUG,
     "peer-thawed": logging.INFO,
     "peer-lost": logging.WARNING,
@@ -67,4 +67,4 @@ class EventSink:
             self._known_lost[peer] = None
             if len(self._known_lost) > _LOST_KNOWN_MAX:
                 del self._known_lost[next(iter(self._known_lost))]
-        return _LEVELS[kind]
+        return LEVELS[kind]

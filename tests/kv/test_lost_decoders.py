@@ -159,6 +159,7 @@ async def test_request_goes_on_however_many_decoders_leave(cluster: Cluster) -> 
 async def test_decoder_that_dies_alone_ends_it_in_words(cluster: Cluster) -> None:
     cluster.router.options = replace(ROUTER, queue_s=0.3)
     client = await under_way(cluster, "running")
+    await until(lambda: any(one.is_charged for one in cluster.router._running.values()), "the router knows who has it")
     await cluster.kill("d0")
     _, end = await asyncio.wait_for(client, WAIT_S)
     assert end.reason == "unavailable"
