@@ -320,12 +320,30 @@ def test_a_scheduler_waits_for_as_long_as_it_takes_to_shut_a_prefiller_out(open_
 # --- time ---
 
 
-def test_a_decoder_waits_so_long_for_its_kv(open_side: Open, p: Side) -> None:
-    d = open_side("decode", options={"load_s": 0.3})
-    sender, receiver = p.sender(1), d.receiver(1)
+LATE = {
+    "nothing": "has not got the request",
+    "the request": "has not begun with the request",
+    "the first chunk": "has computed 2 of 4 pages",
+}
+
+
+@pytest.mark.parametrize("has", LATE)
+def test_a_decoder_waits_so_long_for_its_kv_and_says_how_far_it_came(open_side: Open, p: Side, has: str) -> None:
+    d = open_side("decode", options={"load_s": 1.0})
+    receiver = d.receiver(1)
     ask(receiver)
-    until(FAILED, receiver, sender)
-    d.assert_untouched([], [])
+    sender = p.sender(1) if has != "nothing" else None
+    if sender and has == "the first chunk":
+        until(WAITING, sender)
+        sender.init(4, 0)
+        p.compute("half", MINE, 0)
+        sender.send(np.array(MINE[:2], np.int32))
+    until(FAILED, receiver)
+    late = f"not all of it came within load_s=1: the prefill server {LATE[has]}"
+    assert failure(receiver).failure_reason == late
+    sender = sender or p.sender(1)
+    until(FAILED, sender)
+    assert late in failure(sender).failure_reason
 
 
 def test_a_prefiller_waits_so_long_for_its_decoder(open_side: Open) -> None:

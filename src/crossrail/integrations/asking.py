@@ -76,6 +76,15 @@ class Asker:
         ]
         return await lost_before_arrival(arrival, watches, stop)
 
+    async def how_far(self, part: Part) -> str:
+        """What the producer says of a transfer that is late, for people."""
+        probe = m.Probe(part.name, part.attempt)
+        try:
+            told = await self.ask_all(part.instance, probe, (m.Progress,), self._probe_s)
+        except (NoAnswer, Unreachable) as error:
+            return f"its producer does not answer: {error}"
+        return ", ".join(sorted({progress.detail or progress.state for progress in told}))
+
     async def take_back(self, receiver: KvReceiver, reception: Reception, part: Part, why: str = "") -> bool:
         """Returns when nothing can land in the request's pages any more, however long that takes. why: told to the
         producer. False: it was shut out, and does not know that the request was given up.

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from crossrail.control.deadlines import in_time, loop_time_s, set_in_time
 from crossrail.control.mailbox import NoAnswer
 from crossrail.control.wire import Unreachable
-from crossrail.errors import CrossrailError
+from crossrail.errors import CrossrailError, WaitTimeout
 from crossrail.integrations.asking import Asker, Part
 from crossrail.integrations.instance import Instance, Worker, engine_name, mismatch, rank_name
 from crossrail.integrations.sglang.memory import AuxRows, wait_for_kernels
@@ -250,16 +250,19 @@ class DecodeSide:
 
     async def _arrive(self, reception: Reception, pull: Pull, part: Part) -> None:
         """Returns when everything is counted and aux is here. Raises if that will not happen."""
-        all_there = self._all_there(reception, pull, self._node.options.load_s)
+        all_there = self._all_there(reception, pull, part)
         if lost := await self._asker.lost_before_arrival(all_there, part, pull.stop):
             raise PullFailed(pull.progress.error or lost)
 
-    async def _all_there(self, reception: Reception, pull: Pull, load_s: float) -> None:
+    async def _all_there(self, reception: Reception, pull: Pull, part: Part) -> None:
         """Aux first: while it is missing the pages are still the prefiller's, and can be taken back."""
+        load_s = self._node.options.load_s
         deadline_at_s = loop_time_s() + load_s
-        if not await set_in_time(pull.rows_came, load_s):
-            raise PullFailed(f"its aux did not come within {load_s:g} s")
-        await reception.arrived(max(deadline_at_s - loop_time_s(), 0.0))
+        if await set_in_time(pull.rows_came, load_s):
+            with contextlib.suppress(WaitTimeout):
+                await reception.arrived(max(deadline_at_s - loop_time_s(), 0.0))
+                return
+        raise PullFailed(f"not all of it came within load_s={load_s:g}: {await self._asker.how_far(part)}")
 
     async def _on_aux(self, sender: bytes, aux: Aux) -> m.Message:
         """Only from rank 0 of the prefiller that was asked."""

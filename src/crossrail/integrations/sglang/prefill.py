@@ -89,6 +89,12 @@ class Room:
     bytes_sent: int = 0
     sending_since_s: float = 0.0
 
+    def told(self) -> str:
+        """How far it is, for a decoder that waits."""
+        if self.pages is None:
+            return "the prefill server has not begun with the request"
+        return f"the prefill server has computed {self.sent} of {len(self.pages)} pages"
+
 
 class PrefillSide:
     """Threads: the event loop's, except where stated."""
@@ -361,13 +367,13 @@ class PrefillSide:
         if key in self._book.ended:
             return self._book.ended[key]
         if key in self._early:
-            return m.Progress(*answer, "queued")
+            return m.Progress(*answer, "queued", "the prefill server has not got the request")
         room = self._room_of(key)
         if room is None:
             return m.Progress(*answer, "unknown")
         if room.progress.error:
             return m.Progress(*answer, "failed", m.clipped(room.progress.error))
-        return m.Progress(*answer, "running")
+        return m.Progress(*answer, "running", room.told())
 
     async def _on_withdraw(self, sender: bytes, withdraw: m.Withdraw) -> m.Message:
         """Answers once nothing of it can land any more; if its Destination still arrives, it is refused."""

@@ -212,17 +212,7 @@ class Consumer:
             await reception.arrived(load_s)
         except WaitTimeout as error:
             came = f"{error.arrived} of {error.expected} pieces of it came within load_s={load_s:g}"
-            raise LoadFailed(f"{came}: {await self._how_far(pending)}") from None
-
-    async def _how_far(self, pending: _Pending) -> str:
-        """What the producer says of a transfer that is late."""
-        part = self._part(pending)
-        probe = m.Probe(part.name, part.attempt)
-        try:
-            told = await self._asker.ask_all(part.instance, probe, (m.Progress,), self._options.probe_s)
-        except (NoAnswer, Unreachable) as error:
-            return f"its producer does not answer: {error}"
-        return ", ".join(sorted({progress.detail or progress.state for progress in told}))
+            raise LoadFailed(f"{came}: {await self._asker.how_far(self._part(pending))}") from None
 
     # ---- taking back
 
