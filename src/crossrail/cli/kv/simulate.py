@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 import crossrail as xr
-from crossrail import sim
 from crossrail.cli.kv.published import CHUNK_TOKENS, HEAD_DIM, KV_HEADS, NIC, PAGE_TOKENS, RANKS, Row
 from crossrail.errors import CrossrailError
 from crossrail.kv import KvLayout, KvReceiver, KvSender, KvTarget, PagePool, RankMemory, foreign_lease
 from crossrail.kv.transfer.job import SendJob
+from crossrail.sim import World, run
 from crossrail.sim.profiles import NicProfile, rails_of
 
 _WAIT_S = 60.0  # virtual
@@ -51,13 +51,13 @@ def layer_ms(tokens: int, row: Row, way: Way, layers: int, seed: int = 1) -> flo
     layers: of the model; those of a chunk are alike.
     """
 
-    async def main(world: sim.World) -> list[float]:
+    async def main(world: World) -> list[float]:
         return await _transfer(world, tokens, row, way, layers)
 
-    return statistics.median(sim.run(main, seed=seed, limit_s=_WAIT_S)) * 1e3
+    return statistics.median(run(main, seed=seed, limit_s=_WAIT_S)) * 1e3
 
 
-async def _transfer(world: sim.World, tokens: int, row: Row, way: Way, layers: int) -> list[float]:
+async def _transfer(world: World, tokens: int, row: Row, way: Way, layers: int) -> list[float]:
     pages = -(-tokens // PAGE_TOKENS)
     layout = KvLayout(layers, pages, PAGE_TOKENS, KV_HEADS, HEAD_DIM, "bfloat16", tp=RANKS)
     here = _engines(world, "prefill", way)
@@ -82,7 +82,7 @@ async def _transfer(world: sim.World, tokens: int, row: Row, way: Way, layers: i
     return [written[layer] - at_s for layer, at_s in computed_s.items()]
 
 
-def _engines(world: sim.World, side: str, way: Way) -> list[xr.Engine]:
+def _engines(world: World, side: str, way: Way) -> list[xr.Engine]:
     """One engine per rank, or the same one for all, which then share its rails."""
     if way.has_rails_each:
         return [world.host(f"{side}{rank}", nic=way.rails()).engine(f"{side}{rank}") for rank in range(RANKS)]

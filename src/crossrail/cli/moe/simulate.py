@@ -12,14 +12,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from numpy.random import Generator, default_rng
 
 import crossrail as xr
-from crossrail import _core, sim
+from crossrail import _core
 from crossrail.cli.moe.published import NODE_SIZE, TOKENS, Cluster, Gpu, KernelTimes
 from crossrail.errors import TransferError, UsageError
 from crossrail.moe.config import Config
 from crossrail.moe.links.far_memory import FarMemory
 from crossrail.moe.meeting import make_layout
+from crossrail.sim import World, run
+from crossrail.sim.profiles import rails_of
 
 EXPERTS, HIDDEN, TOP_K = 256, 7168, 8
 _BETWEEN_S = 1e-3  # virtual, so that nothing of a step is in flight during the next
@@ -278,10 +281,10 @@ class _Rank:
 
 def simulate(setting: Setting) -> Outcome:
     """Rounds of uniform routing. Blocks: a second of CPU for a round of 64 ranks with one rail each."""
-    return sim.run(lambda world: _run(world, setting), seed=setting.seed)
+    return run(lambda world: _run(world, setting), seed=setting.seed)
 
 
-async def _run(world: sim.World, setting: Setting) -> Outcome:
+async def _run(world: World, setting: Setting) -> Outcome:
     config = setting.config()
     layout = make_layout(config, min(NODE_SIZE, setting.ranks))
     costs = KernelCosts(setting.cluster.gpu, setting.cluster.kernels, config)
@@ -291,7 +294,7 @@ async def _run(world: sim.World, setting: Setting) -> Outcome:
         engine = world.host(f"gpu-{rank}", setting.cluster.nic).engine(f"rank-{rank}")
         ranks.append(_Rank(engine, config, layout, rank, costs, look_s))
     await _connect(ranks)
-    rng = np.random.default_rng(setting.seed)
+    rng = default_rng(setting.seed)
     outcome = Outcome([], [], 0.0, 0.0)
     for number in range(1, setting.rounds + 1):
         round_ = _draw(rng, setting, layout, number)
@@ -325,7 +328,7 @@ async def _connect(ranks: list[_Rank]) -> None:
     await asyncio.gather(*hellos)
 
 
-def _draw(rng: np.random.Generator, setting: Setting, layout: _core.moe.Layout, number: int) -> _Round:
+def _draw(rng: Generator, setting: Setting, layout: _core.moe.Layout, number: int) -> _Round:
     """Each token goes to different experts, all as likely."""
     counts = np.empty((setting.ranks, EXPERTS), np.int32)
     node_tokens = np.empty((setting.ranks, layout.nodes), np.int32)
@@ -351,5 +354,5 @@ def _draw(rng: np.random.Generator, setting: Setting, layout: _core.moe.Layout, 
 
 def _look_s(setting: Setting, config: Config) -> float:
     """How often ranks look."""
-    rate = sum(rail.gbps for rail in sim.profiles.rails_of(setting.cluster.nic)) * 1e9 / 8
+    rate = sum(rail.gbps for rail in rails_of(setting.cluster.nic)) * 1e9 / 8
     return max(_LOOK_MIN_S, setting.tokens * TOP_K * config.stride_bytes / rate / _LOOKS_A_STEP)
