@@ -64,7 +64,7 @@ def test_url_with_a_password_is_refused_without_repeating_it() -> None:
 
 
 async def test_node_whose_finder_raises_anything_says_so_and_asks_again(
-    cluster: Cluster, caplog: pytest.LogCaptureFixture
+    cluster: Cluster, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = cluster.where
     asked = 0
@@ -76,7 +76,7 @@ async def test_node_whose_finder_raises_anything_says_so_and_asks_again(
             raise LookupError("the registry has no router")
         return await found()
 
-    cluster.where = find  # type: ignore[method-assign]
+    monkeypatch.setattr(cluster, "where", find)
     cluster.add(Decoder, "d0")
     await asyncio.wait_for(cluster.joined(), WAIT_S)
     assert caplog.text.count("node d0 has not joined its router, and keeps trying: LookupError: the registry has") == 1
