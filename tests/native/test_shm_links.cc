@@ -8,6 +8,8 @@ namespace crossrail::shm {
 namespace {
 
 constexpr uint64_t kRegionId = uint64_t{1} << kRegionSlotBits | 1;
+constexpr uint64_t kReadBytes = kReadChunks * kReadChunkBytes;
+constexpr uint32_t kMoreReadsThanFit = kStageBytes / kReadBytes + 1;
 
 struct Pair {
   Pair() {
@@ -32,6 +34,10 @@ struct Pair {
   }
   WorkRequest message(uint64_t bytes) {
     return {.op = WorkOp::kSend, .local = source.data(), .length_bytes = bytes, .context = this};
+  }
+  // The longest that one entry asks for.
+  WorkRequest read(RemoteKey& key) {
+    return {.op = WorkOp::kRead, .local = source.data(), .length_bytes = kReadBytes, .remote = &key, .context = this};
   }
   void take_all_back() {
     here.transport.withdraw([](void*) { return true; });
@@ -68,18 +74,12 @@ TEST_CASE("shm: messages that were taken back out of a full ring leave it room f
 TEST_CASE("shm: answers to reads that were taken back hold up nothing that comes after them") {
   Pair pair;
   const auto key = pair.target();
-  const WorkRequest read{.op = WorkOp::kRead,
-                         .local = pair.source.data(),
-                         .length_bytes = kReadChunks * kReadChunkBytes,
-                         .remote = key.get(),
-                         .context = &pair};
-  constexpr uint32_t kMoreThanFit = kStageBytes / (kReadChunks * kReadChunkBytes) + 1;
-  for (uint32_t i = 0; i < kMoreThanFit; ++i) {
-    REQUIRE(pair.post(read) == 1);
+  for (uint32_t i = 0; i < kMoreReadsThanFit; ++i) {
+    REQUIRE(pair.post(pair.read(*key)) == 1);
     pair.take_all_back();
     pair.there.transport.poll();
   }
-  REQUIRE(pair.here.sink.withdrawn == kMoreThanFit);
+  REQUIRE(pair.here.sink.withdrawn == kMoreReadsThanFit);
   CHECK(pair.here.transport.has_arrivals());
 
   REQUIRE(pair.post({.has_imm = true, .wire_imm = 7}) == 1);
@@ -90,13 +90,8 @@ TEST_CASE("shm: answers to reads that were taken back hold up nothing that comes
 TEST_CASE("shm: who cannot answer a read for want of room sleeps until answers were taken") {
   Pair pair;
   const auto key = pair.target();
-  const WorkRequest read{.op = WorkOp::kRead,
-                         .local = pair.source.data(),
-                         .length_bytes = kReadChunks * kReadChunkBytes,
-                         .remote = key.get(),
-                         .context = &pair};
-  for (uint32_t i = 0; i < kStageBytes / (kReadChunks * kReadChunkBytes) + 1; ++i) {
-    REQUIRE(pair.post(read) == 1);
+  for (uint32_t i = 0; i < kMoreReadsThanFit; ++i) {
+    REQUIRE(pair.post(pair.read(*key)) == 1);
     pair.take_all_back();
     pair.there.transport.poll();
   }
