@@ -42,7 +42,7 @@ def content(what: object) -> npt.NDArray[np.uint8]:
 
 class Side:
     """rank of tp. mla: one latent, the same on all ranks. gpu: where its KV is. server_args: SGLang's. http_port: where
-    its server takes requests. changes: to its KVArgs.
+    its server takes requests. model: of its config. dtype: of the model. changes: to its KVArgs.
     """
 
     def __init__(
@@ -57,6 +57,8 @@ class Side:
         parallel: dict[str, Any] | None = None,
         server_args: dict[str, Any] | None = None,
         http_port: int = 1,
+        model: dict[str, Any] | None = None,
+        dtype: str = "torch.float32",
         **changes: Any,
     ) -> None:
         from crossrail.integrations.sglang import conn
@@ -88,6 +90,7 @@ class Side:
             mock.patch.object(conn, "get_parallel", return_value=SimpleNamespace(**where)),
             mock.patch.object(conn, "get_serving", return_value=SimpleNamespace(host=host, port=http_port)),
             mock.patch.object(conn, "get_disagg", return_value=SimpleNamespace(**disagg)),
+            mock.patch.object(conn, "process_model_config", return_value=_model_config(model or {}, dtype)),
         ):
             self.manager = conn.CrossrailKVManager(
                 self.kv_args(changes), SimpleNamespace(value=mode), SimpleNamespace(**(server_args or {})), mla
@@ -183,6 +186,10 @@ def failure(one: Any) -> Any:
     except Exception as error:
         return error
     raise AssertionError("failure_exception raised nothing")
+
+
+def _model_config(entries: dict[str, Any], dtype: str) -> Any:
+    return SimpleNamespace(hf_text_config=SimpleNamespace(to_dict=lambda: entries), dtype=dtype)
 
 
 def _piece(text: str, plane: int, page: int, head: int) -> npt.NDArray[np.uint8]:

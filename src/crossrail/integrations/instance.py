@@ -10,7 +10,9 @@ import base64
 import binascii
 import hashlib
 import hmac
-from typing import Annotated
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Struct
@@ -25,6 +27,7 @@ VERSION = 1
 LINE_MAX = 1 << 20
 _MAC_BYTES = 32
 _VLLM = b"crossrail vllm instance"
+_NOT_THE_MODEL = {"_name_or_path", "transformers_version", "torch_dtype", "dtype"}
 
 
 class Worker(Struct, frozen=True):
@@ -100,6 +103,15 @@ def mismatch(producer: Worker, consumer: Worker) -> str:
         for side, layout, form in sides
     ]
     return f"KV caches do not match; {'; '.join(differs)}. {', '.join(told)}"  # a line: errors have no others
+
+
+def model_digest(config: Mapping[str, Any], but: frozenset[str] = frozenset()) -> str:
+    """Names a model's shape, not its weights: whoever gives both sides different weights gets what he asked for.
+
+    but: entries of the config that may differ, too.
+    """
+    kept = {key: value for key, value in config.items() if key not in _NOT_THE_MODEL | but}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def fingerprint(worker: Worker) -> str:

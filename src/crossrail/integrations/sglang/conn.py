@@ -25,14 +25,15 @@ from sglang.srt.disaggregation.base.conn import (
     KVTransferDestination,
     KVTransferMetric,
 )
-from sglang.srt.runtime_context import get_disagg, get_parallel, get_serving
+from sglang.srt.runtime_context import get_disagg, get_parallel, get_serving, process_model_config
 
 from crossrail.errors import CrossrailError, UsageError
+from crossrail.integrations.instance import model_digest
 from crossrail.integrations.sglang.bootstrap import BootstrapServer
 from crossrail.integrations.sglang.decode import Pull
 from crossrail.integrations.sglang.front import hook_front
 from crossrail.integrations.sglang.manager import RELEASED, Manager, Place, PrefillInfo
-from crossrail.integrations.sglang.memory import is_gpu_address
+from crossrail.integrations.sglang.memory import Model, is_gpu_address
 from crossrail.integrations.sglang.options import SglangOptions
 from crossrail.integrations.sglang.prefill import Room
 from crossrail.integrations.sglang.state import Poll, Progress, unusable_room
@@ -47,6 +48,8 @@ _PARALLELISM = {
     "dp_size": "--dp-size",
     "attn_dp_size": "--attn-dp-size",
 }
+# Of a model's config: weights that are quantized in another way are of the same model.
+_MAY_DIFFER = frozenset({"architectures", "compression_config", "quantization_config"})
 _POLLS = {
     Poll.FAILED: KVPoll.Failed,
     Poll.BOOTSTRAPPING: KVPoll.Bootstrapping,
@@ -97,7 +100,13 @@ def place_of(mode: str) -> Place:
         bootstrap,
         get_serving().port,
         {flag: getattr(parallel, name) or 1 for name, flag in _PARALLELISM.items()},
+        _model(),
     )
+
+
+def _model() -> Model:
+    config = process_model_config()
+    return Model(model_digest(config.hf_text_config.to_dict(), _MAY_DIFFER), str(config.dtype).removeprefix("torch."))
 
 
 class CrossrailKVManager(BaseKVManager):

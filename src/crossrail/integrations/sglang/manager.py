@@ -15,7 +15,7 @@ from crossrail.errors import CrossrailError, UsageError
 from crossrail.integrations.instance import Instance
 from crossrail.integrations.sglang import bootstrap, recompute
 from crossrail.integrations.sglang.decode import DecodeSide
-from crossrail.integrations.sglang.memory import AuxRows, read_pool
+from crossrail.integrations.sglang.memory import AuxRows, Model, read_pool
 from crossrail.integrations.sglang.node import RankNode
 from crossrail.integrations.sglang.options import OPTIONS_VARIABLE, SglangOptions
 from crossrail.integrations.sglang.prefill import PrefillSide
@@ -36,7 +36,7 @@ class Place(NamedTuple):
     """A rank's place in its server. bootstrap: "host:port" of a prefiller's own, "": a decoder has none.
 
     http_port: where the server takes requests. sizes: by SGLang's flags, of the kinds of parallelism that crossrail
-    supports only with size 1.
+    supports only with size 1. model: what it serves.
     """
 
     rank: int
@@ -44,6 +44,7 @@ class Place(NamedTuple):
     bootstrap: str
     http_port: int
     sizes: dict[str, int]
+    model: Model
 
 
 class PrefillInfo(NamedTuple):
@@ -78,7 +79,7 @@ class Manager:
                 raise UsageError(f"{flag}={size}: crossrail's backend supports only tensor parallelism, --tp-size")
         if getattr(args, "ib_device", None):
             raise UsageError(f"--disaggregation-ib-device={args.ib_device}: name rails in {OPTIONS_VARIABLE} instead")
-        pool = read_pool(args, is_mla=is_mla, tp=place.tp)
+        pool = read_pool(args, is_mla=is_mla, tp=place.tp, model=place.model)
         self.aux = AuxRows(args)
         self._place = place
         self._stopped = threading.Event()

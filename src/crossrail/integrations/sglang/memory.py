@@ -11,12 +11,19 @@ import ctypes
 import hashlib
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from crossrail._buffers import memory_of
 from crossrail.errors import UsageError
 from crossrail.integrations.sglang.messages import AUX_BYTES_MAX, AUX_ROWS_MAX
 from crossrail.kv import KvLayout, LayoutMismatch
+
+
+class Model(NamedTuple):
+    """What SGLang serves. digest: of its config. dtype: of its KV, unless --kv-cache-dtype says otherwise."""
+
+    digest: str
+    dtype: str
 
 
 @dataclass(frozen=True)
@@ -81,7 +88,7 @@ class Pool:
         )
 
 
-def read_pool(args: Any, *, is_mla: bool, tp: int) -> Pool:
+def read_pool(args: Any, *, is_mla: bool, tp: int, model: Model) -> Pool:
     """Reads a KVArgs. Raises UsageError, which names the field, for what cannot be transferred."""
     if states := [str(getattr(state, "value", state)) for state in getattr(args, "state_types", None) or []]:
         raise UsageError(
@@ -106,13 +113,19 @@ def read_pool(args: Any, *, is_mla: bool, tp: int) -> Pool:
     is_on_gpu("kv_data_ptrs", buffers)
     form = {
         "backend": "sglang, MLA" if is_mla else "sglang, MHA",
-        "cache dtype": str(getattr(args, "kv_cache_dtype_str", None)),
+        "model": model.digest,
+        "cache dtype": _cache_dtype(str(getattr(args, "kv_cache_dtype_str", None)), model),
         "cache layout": str(getattr(args, "kv_layout", None)),
         "layer ids": hashlib.sha256(repr(list(getattr(args, "kv_layer_ids", []))).encode()).hexdigest()[:16],
         "draft buffers": str(getattr(args, "num_draft_entries", 0)),
         "aux row bytes": ",".join(map(str, args.aux_item_lens)),
     }
     return Pool(buffers, items[0], args.page_size, is_mla, tp, heads, form)
+
+
+def _cache_dtype(said: str, model: Model) -> str:
+    """What SGLang's --kv-cache-dtype means: "auto" is one thing with --dtype float16, another with bfloat16."""
+    return {"auto": model.dtype, "bf16": "bfloat16"}.get(said, said)
 
 
 class AuxRows:

@@ -6,11 +6,11 @@ Imports vLLM where it must ask it something; shapes and strides are read off the
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from crossrail.errors import UsageError
+from crossrail.integrations.instance import model_digest
 from crossrail.kv import KvLayout
 from crossrail.kv.transfer.layout import Kind, Order
 
@@ -32,8 +32,6 @@ PACKINGS: dict[str, Kind] = {
 
 # Others give blocks back, or share them, by rules of their own. FullAttentionSpec may name a window: it keeps all then.
 SPECS = ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec")
-
-_NOT_THE_MODEL = {"_name_or_path", "transformers_version", "torch_dtype", "dtype"}
 
 
 class Caches(NamedTuple):
@@ -127,12 +125,6 @@ def _order_of(name: str, tensor: Any) -> Order:
 
 def _told(tensor: Any) -> str:
     return f"{tensor.dtype} of shape {tuple(tensor.shape)} and strides {tensor.stride()} on {tensor.device}"
-
-
-def model_digest(config: Mapping[str, Any]) -> str:
-    """Names a model's shape, not its weights: whoever gives both sides different weights gets what he asked for."""
-    kept = {key: value for key, value in config.items() if key not in _NOT_THE_MODEL}
-    return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def window_of(spec: Any) -> int | None:

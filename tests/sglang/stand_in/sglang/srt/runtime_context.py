@@ -11,3 +11,7 @@ def get_serving():
 
 def get_disagg():
     raise NotImplementedError
+
+
+def process_model_config():
+    raise NotImplementedError
