@@ -90,7 +90,7 @@ class Side:
             mock.patch.object(conn, "get_parallel", return_value=SimpleNamespace(**where)),
             mock.patch.object(conn, "get_serving", return_value=SimpleNamespace(host=host, port=http_port)),
             mock.patch.object(conn, "get_disagg", return_value=SimpleNamespace(**disagg)),
-            mock.patch.object(conn, "process_model_config", return_value=_model_config(model or {}, dtype)),
+            mock.patch.object(conn, "process_model_config", return_value=model_config(model or {}, dtype)),
         ):
             self.manager = conn.CrossrailKVManager(
                 self.kv_args(changes), SimpleNamespace(value=mode), SimpleNamespace(**(server_args or {})), mla
@@ -188,7 +188,7 @@ def failure(one: Any) -> Any:
     raise AssertionError("failure_exception raised nothing")
 
 
-def _model_config(entries: dict[str, Any], dtype: str) -> Any:
+def model_config(entries: dict[str, Any], dtype: str) -> Any:
     return SimpleNamespace(hf_text_config=SimpleNamespace(to_dict=lambda: entries), dtype=dtype)
 
 

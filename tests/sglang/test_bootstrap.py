@@ -17,6 +17,7 @@ from crossrail.integrations.instance import Worker
 from crossrail.integrations.sglang import bootstrap
 from crossrail.integrations.sglang.messages import LANGUAGE, Aux, Destination, Envelope, Wanted
 from crossrail.kv import KvLayout
+from tests.sglang.side import model_config
 from tests.support.limits import WAIT_S
 from tests.support.ports import free_port
 
@@ -188,4 +189,5 @@ def test_where_ranks_register(
     monkeypatch.setattr(conn, "get_parallel", lambda: parallel)
     monkeypatch.setattr(conn, "get_serving", lambda: SimpleNamespace(host=host, port=30000))
     monkeypatch.setattr(conn, "get_disagg", lambda: disagg)
+    monkeypatch.setattr(conn, "process_model_config", lambda: model_config({}, "torch.float32"))
     assert conn.place_of("prefill").bootstrap == where

@@ -348,7 +348,7 @@ LATE = {
 
 @pytest.mark.parametrize("has", LATE)
 def test_a_decoder_waits_so_long_for_its_kv_and_says_how_far_it_came(open_side: Open, p: Side, has: str) -> None:
-    d = open_side("decode", options={"load_s": 1.0})
+    d = open_side("decode", options={"load_s": 1.0, "probe_s": WAIT_S})  # so long it waits for the answer
     receiver = d.receiver(1)
     ask(receiver)
     sender = p.sender(1) if has != "nothing" else None
