@@ -5,7 +5,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -42,9 +42,16 @@ def address() -> str:
 
 
 @pytest.fixture
-def server(address: str, nothing_leaks: None) -> Iterator[Any]:
-    from crossrail.integrations.sglang import CrossrailKVBootstrapServer
+def serving() -> Any:
+    """The prefill server's flags."""
+    return SimpleNamespace(host="127.0.0.1", port=1, ssl_certfile=None, api_key=None)
 
+
+@pytest.fixture
+def server(address: str, serving: Any, nothing_leaks: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    from crossrail.integrations.sglang import CrossrailKVBootstrapServer, conn
+
+    monkeypatch.setattr(conn, "get_serving", lambda: serving)
     host, _, port = address.partition(":")
     running = CrossrailKVBootstrapServer(host, int(port))
     yield running

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import ssl
 import subprocess
 import sys
 import threading
@@ -32,8 +33,15 @@ DISAGGREGATED = [
 ]
 
 
+KEY = "of the tests' clients"
+TLS_FILE = Path(__file__).with_name("tls.pem")  # a key and its certificate, which nobody trusts and nobody checks
+
+
 class Server:
-    """mode: of disaggregation; None: whole. It starts at once, and is not waited for. close() kills all of it."""
+    """mode: of disaggregation; None: whole. It starts at once, and is not waited for. kill() ends all of it.
+
+    is_guarded: it has TLS, and wants KEY. more: flags.
+    """
 
     def __init__(
         self,
@@ -44,13 +52,18 @@ class Server:
         bootstrap_port: int = 0,
         secret: str = SECRET,
         tp: int = 1,
+        is_guarded: bool = False,
+        more: tuple[str, ...] = (),
     ) -> None:
-        self.name, self.port = name, free_port()
+        self.name, self.port, self._is_guarded = name, free_port(), is_guarded
         self._log = folder / f"{name}.log"
         arguments = ["--model-path", str(model), "--port", str(self.port), *ARGUMENTS, "--tp-size", str(tp)]
         if mode is not None:
             arguments += ["--disaggregation-mode", mode, *DISAGGREGATED]
             arguments += ["--disaggregation-bootstrap-port", str(bootstrap_port)]
+        if is_guarded:
+            arguments += ["--api-key", KEY, "--ssl-certfile", str(TLS_FILE), "--ssl-keyfile", str(TLS_FILE)]
+        arguments += more
         paths = [str(ROOT / "src"), str(folder), str(Path(__file__).with_name("cpu"))]
         _write_entry_point(folder)
         with self._log.open("w") as log:
@@ -81,7 +94,7 @@ class Server:
 
     def _is_healthy(self) -> bool:
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/model_info", timeout=5.0) as answer:
+            with self._open("model_info", None, 5.0) as answer:
                 return bool(answer.status == 200)
         except OSError:
             return False
@@ -96,14 +109,18 @@ class Server:
         return json.loads(answer)["output_ids"] if status == 200 else answer
 
     def post(self, path: str, body: dict[str, Any]) -> tuple[int, str]:
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}/{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
         try:
-            with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
+            with self._open(path, json.dumps(body).encode(), ANSWER_S) as answer:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()
+
+    def _open(self, path: str, body: bytes | None, timeout_s: float) -> Any:
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
+        scheme = "https" if self._is_guarded else "http"
+        request = urllib.request.Request(f"{scheme}://127.0.0.1:{self.port}/{path}", body, headers)
+        unchecked = ssl._create_unverified_context() if self._is_guarded else None
+        return urllib.request.urlopen(request, timeout=timeout_s, context=unchecked)
 
     def kill(self) -> None:
         """All its processes, which share its session and no other's."""

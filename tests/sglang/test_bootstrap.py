@@ -16,6 +16,7 @@ import crossrail as xr
 from crossrail.integrations.instance import Worker
 from crossrail.integrations.sglang import bootstrap
 from crossrail.integrations.sglang.messages import LANGUAGE, Aux, Destination, Envelope, Wanted
+from crossrail.integrations.sglang.recompute import OwnServer
 from crossrail.kv import KvLayout
 from tests.sglang.side import model_config
 from tests.support.limits import WAIT_S
@@ -28,9 +29,7 @@ LAYOUT = KvLayout(
 
 
 def line(rank: int = 0, tp: int = 2, secret: bytes = SECRET, lease_s: float = 10.0, address: bytes = b"a") -> str:
-    return bootstrap.RankLine(Worker(address, LAYOUT.to_wire(), {"form": "f"}), rank, tp, lease_s, 30000).to_line(
-        secret
-    )
+    return bootstrap.RankLine(Worker(address, LAYOUT.to_wire(), {"form": "f"}), rank, tp, lease_s).to_line(secret)
 
 
 def test_a_table_is_whole_or_nothing_and_forgets() -> None:
@@ -74,8 +73,8 @@ async def test_over_http(server: Any, address: str) -> None:
     for rank in range(2):
         assert await bootstrap.register(address, line(rank), SECRET, 5.0) == []
     assert await status("GET", headers=token) == 200
-    instance, http_port = await bootstrap.find_instance(address, SECRET, 5.0)
-    assert len(instance.workers) == 2 and instance.layout == LAYOUT and http_port == 30000
+    instance = await bootstrap.find_instance(address, SECRET, 5.0)
+    assert len(instance.workers) == 2 and instance.layout == LAYOUT
     with pytest.raises(bootstrap.NoInstance, match=r"401: .* set the same CROSSRAIL_SECRET"):
         await bootstrap.find_instance(address, b"another", 5.0)
 
@@ -158,7 +157,7 @@ def test_fields_out_of_bounds_are_refused(body: Any) -> None:
 
 def test_client_that_asks_nothing_is_cut_off() -> None:
     port = free_port()
-    server = bootstrap.BootstrapServer("127.0.0.1", port, SECRET, patience_s=0.3)
+    server = bootstrap.BootstrapServer("127.0.0.1", port, SECRET, OwnServer("http://127.0.0.1:1"), patience_s=0.3)
     try:
         with socket.create_connection(("127.0.0.1", port), WAIT_S) as client:
             assert client.recv(1) == b""

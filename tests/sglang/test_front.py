@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from crossrail.integrations.sglang import bootstrap, front
+from crossrail.integrations.sglang import bootstrap, front, hooks
 from crossrail.integrations.sglang.prefill import PrefillSide
 from tests.sglang.side import FAILED, SUCCESS, WAITING, Side, failure, send, until
 from tests.support.limits import eventually
@@ -128,12 +128,12 @@ def test_refusals_are_sealed_and_told_for_a_while() -> None:
 def test_the_front_is_hooked_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry
 
+    monkeypatch.setattr(hooks, "_hooked", set())
     targets: list[str] = []
     monkeypatch.setattr(HookRegistry, "register", lambda target, *_: targets.append(target))
     monkeypatch.setattr(HookRegistry, "apply_hooks", lambda: None)
     monkeypatch.delitem(sys.modules, front.MODULE, raising=False)
-    front.hook_front()
-    assert not targets
+    assert not front.hook_front()
     monkeypatch.setitem(sys.modules, front.MODULE, ModuleType(front.MODULE))
-    front.hook_front()
-    assert targets == [front.FRONT]
+    assert front.hook_front() and front.hook_front()
+    assert targets == [f"{front.MODULE}.TokenizerManager.generate_request"]

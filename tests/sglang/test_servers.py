@@ -37,7 +37,10 @@ class Fleet(NamedTuple):
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     folder = tmp_path_factory.mktemp("sglang")
     model, port = make_model(folder / "model"), free_port()
-    servers = {mode: Server(folder, model, mode or "alone", mode, port) for mode in (None, "prefill", "decode")}
+    servers = {
+        mode: Server(folder, model, mode or "alone", mode, port, is_guarded=mode == "prefill")
+        for mode in (None, "prefill", "decode")
+    }
     try:
         for server in servers.values():
             server.wait_ready()
@@ -115,6 +118,7 @@ def _aborted(server: Server, request: Asked, rid: str) -> bool:
 
 
 def test_a_request_that_sglang_retracts_goes_on_with_kv_that_is_computed_anew(fleet: Fleet) -> None:
+    """By a prefill server with TLS and a key, which the decode server does not have."""
     tokens, sampling = prompt(520, 50), {"temperature": 0, "max_new_tokens": 900, "ignore_eos": True}
     whole = fleet.alone.ask(tokens, sampling_params=sampling)
     room, prefilled = fleet.room(), _prefilled(fleet)

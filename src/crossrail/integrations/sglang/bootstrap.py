@@ -1,6 +1,7 @@
 """Where decoders find the ranks of a prefiller: a table behind HTTP, at the address that SGLang's router hands out.
 
     PUT /route      a rank's line, sealed with the secret (RankLine); again every register_s. Answered by Refusals
+    POST /recompute a decoder's request to compute KV anew, likewise (recompute.py)
     GET /route      the lines of all ranks, as JSON, to whoever proves to know the secret; 503 until all are there
     GET /health     200
 
@@ -16,7 +17,7 @@ import logging
 import secrets
 import time
 from collections import deque
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any
 
 import aiohttp
 import msgspec
@@ -26,8 +27,11 @@ from msgspec import Meta, Struct
 from crossrail.errors import CrossrailError, UsageError
 from crossrail.integrations.instance import Instance, Worker, opened_line, sealed_line
 from crossrail.integrations.loop_thread import LoopThread
+from crossrail.integrations.sglang import recompute
+from crossrail.integrations.sglang.recompute import OwnServer, Wishes
 from crossrail.integrations.sglang.state import unusable_room
 from crossrail.kv import messages as m
+from crossrail.kv.http.bodies import BODIES_BYTES_MAX, Bodies
 from crossrail.kv.http.listener import PATIENCE_S, Listener
 
 log = logging.getLogger("crossrail.sglang")
@@ -54,16 +58,12 @@ class NoInstance(CrossrailError):
 
 
 class RankLine(Struct, frozen=True):
-    """What a prefiller's rank says about itself. lease_s: how long it holds, unless said again.
-
-    http_port: where its server takes requests, at the host of its bootstrap server.
-    """
+    """What a prefiller's rank says about itself. lease_s: how long it holds, unless said again."""
 
     worker: Worker
     rank: Annotated[int, Meta(ge=0, lt=_RANKS_MAX)]
     tp: Annotated[int, Meta(ge=1, le=_RANKS_MAX)]
     lease_s: m.Seconds
-    http_port: Annotated[int, Meta(ge=1, le=65535)]
 
     def to_line(self, secret: bytes) -> str:
         return sealed_line(msgspec.msgpack.encode(self), secret, _PURPOSE)
@@ -78,13 +78,6 @@ class RankLine(Struct, frozen=True):
         if found.rank >= found.tp:
             raise UsageError(f"rank={found.rank} of TP {found.tp}")
         return found
-
-
-class Found(NamedTuple):
-    """The prefiller behind a bootstrap server, and where it takes requests."""
-
-    instance: Instance
-    http_port: int
 
 
 class Refused(Struct, frozen=True):
@@ -152,9 +145,16 @@ class RankTable:
 
 
 class BootstrapServer:
-    """Runs in a thread of its own. Raises what binding raises. close() is idempotent. patience_s: of Listener."""
+    """Runs in a thread of its own. Raises what binding raises. close() is idempotent. patience_s: of Listener.
 
-    def __init__(self, host: str, port: int, secret: bytes, patience_s: float = PATIENCE_S) -> None:
+    server: whose it is, which computes KV anew.
+    """
+
+    def __init__(self, host: str, port: int, secret: bytes, server: OwnServer, patience_s: float = PATIENCE_S) -> None:
+        self._server = server
+        self._wishes = Wishes(secret)
+        self._computing: set[asyncio.Task[Any]] = set()
+        self._long_bodies = Bodies(patience_s, recompute.LINE_BYTES_MAX, BODIES_BYTES_MAX)
         self._table = RankTable(secret)
         self._refusals = Refusals(secret)
         self._authorization = f"Bearer {token(secret)}"
@@ -172,6 +172,7 @@ class BootstrapServer:
         route = self._listener.route
         app.add_routes([route("PUT", PATH, self._put), route("GET", PATH, self._get)])
         app.add_routes([route("GET", "/health", self._health)])
+        app.add_routes([route("POST", recompute.PATH, self._recompute, is_long=True)])
         await self._listener.start(app, host, port, _http_log)
 
     def close(self) -> None:
@@ -179,9 +180,14 @@ class BootstrapServer:
             return
         self._is_open = False
         try:
-            self._loop.call(self._listener.close(), _PATIENCE_S)
+            self._loop.call(self._end(), _PATIENCE_S)
         finally:
             self._loop.close()
+
+    async def _end(self) -> None:
+        for task in self._computing:
+            task.cancel()
+        await self._listener.close()
 
     def refuse(self, room: int, why: str) -> None:
         """This server has refused the request of that room: decoders learn it from its ranks. Any thread."""
@@ -198,15 +204,35 @@ class BootstrapServer:
         return web.Response(text=self._refusals.to_line(time.monotonic(), said.lease_s))
 
     async def _get(self, request: web.Request) -> web.Response:
-        said = request.headers.get("Authorization", "")
-        if not hmac.compare_digest(said.encode(errors="surrogateescape"), self._authorization.encode()):
-            return web.Response(
-                status=401, text=f"this server and the one that asks have different secrets: {_SAME_SECRET}\n"
-            )
+        if refusal := self._stranger(request):
+            return refusal
         lines = self._table.lines(time.monotonic())
         if lines is None:
             return web.Response(status=503, text="not all ranks of the prefiller are here: it is starting, or gone\n")
         return web.json_response(lines)
+
+    def _stranger(self, request: web.Request) -> web.Response | None:
+        """The refusal of a client that does not prove to know the secret."""
+        said = request.headers.get("Authorization", "")
+        if hmac.compare_digest(said.encode(errors="surrogateescape"), self._authorization.encode()):
+            return None
+        return web.Response(
+            status=401, text=f"this server and the one that asks have different secrets: {_SAME_SECRET}\n"
+        )
+
+    async def _recompute(self, request: web.Request) -> web.Response:
+        if refusal := self._stranger(request):
+            return refusal
+        try:
+            async with self._long_bodies.read(request) as body:
+                wanted = self._wishes.request_of(body.decode("latin-1"))
+        except UsageError as error:
+            return web.Response(status=403, text=f"{error}\n")
+        if (task := asyncio.current_task()) is not None:
+            self._computing.add(task)
+            task.add_done_callback(self._computing.discard)
+        status, said = await self._server.generate(wanted)
+        return web.Response(status=status, text=f"{said}\n" if status >= 400 else "")
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.Response(text="OK\n")
@@ -218,7 +244,7 @@ async def register(address: str, line: str, secret: bytes, timeout_s: float) -> 
     return refusals_of(answer.decode("latin-1"), secret)
 
 
-async def find_instance(address: str, secret: bytes, timeout_s: float) -> Found:
+async def find_instance(address: str, secret: bytes, timeout_s: float) -> Instance:
     """The prefiller behind a server ("host:port"). Raises NoInstance, and UsageError for lines of nobody we know."""
     headers = {"Authorization": f"Bearer {token(secret)}"}
     body = await _ask("GET", address, timeout_s, headers=headers)
@@ -231,7 +257,7 @@ async def find_instance(address: str, secret: bytes, timeout_s: float) -> Found:
         raise NoInstance(f"{address} knows ranks {[one.rank for one in said]} of TP {said[0].tp}")
     if any(one.worker.layout != said[0].worker.layout or one.worker.form != said[0].worker.form for one in said):
         raise NoInstance(f"{address}: ranks of the prefiller have different caches; they may be restarting")
-    return Found(Instance(address[:128], [one.worker for one in said]), said[0].http_port)
+    return Instance(address[:128], [one.worker for one in said])
 
 
 async def _ask(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -32,10 +33,12 @@ from crossrail.integrations.instance import model_digest
 from crossrail.integrations.sglang.bootstrap import BootstrapServer
 from crossrail.integrations.sglang.decode import Pull
 from crossrail.integrations.sglang.front import hook_front
+from crossrail.integrations.sglang.hooks import hook_around
 from crossrail.integrations.sglang.manager import RELEASED, Manager, Place, PrefillInfo
 from crossrail.integrations.sglang.memory import Model, is_gpu_address
 from crossrail.integrations.sglang.options import SglangOptions
 from crossrail.integrations.sglang.prefill import Room
+from crossrail.integrations.sglang.recompute import OwnServer, refused, why_not
 from crossrail.integrations.sglang.state import Poll, Progress, unusable_room
 
 log = logging.getLogger("crossrail.sglang")
@@ -83,15 +86,19 @@ def _check_for_cpu(mode: str, server_args: Any) -> None:
         )
 
 
+def payload_of(original: Callable[[Any], dict[str, Any]], request: Any) -> dict[str, Any]:
+    """Req.build_rebootstrap_payload, for requests of which it leaves out what their KV depends on, too."""
+    why = why_not(request)
+    return refused(original(request), why) if why else original(request)
+
+
 def place_of(mode: str) -> Place:
     """This process's place according to SGLang."""
     parallel = get_parallel()
     bootstrap = ""
     if mode == "prefill":
         host = (parallel.dist_init_addr or "").rpartition(":")[0] or get_serving().host
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # where to ask, not where to listen
-        host = f"[{host}]" if ":" in host and not host.startswith("[") else host
-        bootstrap = f"{host}:{get_disagg().disaggregation_bootstrap_port}"
+        bootstrap = f"{_host_to_ask(host)}:{get_disagg().disaggregation_bootstrap_port}"
     if get_disagg().disaggregation_decode_allocation_policy != "early":
         raise UsageError("--disaggregation-decode-allocation-policy must be early: crossrail supports no other")
     return Place(
@@ -102,6 +109,19 @@ def place_of(mode: str) -> Place:
         {flag: getattr(parallel, name) or 1 for name, flag in _PARALLELISM.items()},
         _model(),
     )
+
+
+def _host_to_ask(host: str) -> str:
+    """Of a server on this host, by where it listens; for a URL."""
+    host = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+
+
+def own_server() -> OwnServer:
+    """SGLang's server in this process, by its flags."""
+    serving = get_serving()
+    scheme = "https" if serving.ssl_certfile else "http"
+    return OwnServer(f"{scheme}://{_host_to_ask(serving.host or '')}:{serving.port}", serving.api_key)
 
 
 def _model() -> Model:
@@ -129,6 +149,8 @@ class CrossrailKVManager(BaseKVManager):
                 f"--tokenizer-worker-num={workers} must be 1: SGLang loads no plug-ins in tokenizer workers, which end "
                 "at a backend that they do not know, again and again"
             )
+        if mode == "decode":
+            hook_around("sglang.srt.managers.schedule_batch", "Req.build_rebootstrap_payload", payload_of)
         self._place = place_of(mode)
         self.core = self._make_core()
 
@@ -388,7 +410,7 @@ class CrossrailKVBootstrapServer(BaseKVBootstrapServer):
     """SGLang makes one in the prefill server's HTTP process."""
 
     def __init__(self, host: str, port: int) -> None:
-        self._server = BootstrapServer(host, port, SglangOptions.from_environment().secret())
+        self._server = BootstrapServer(host, port, SglangOptions.from_environment().secret(), own_server())
         hook_front()
 
     def refuse(self, room: int, why: str) -> None:

@@ -7,23 +7,18 @@ it notes goes to the ranks with the answers to their registrations, and from the
 
 from __future__ import annotations
 
-import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Any
 
+from crossrail.integrations.sglang.hooks import hook_around
+
 MODULE = "sglang.srt.managers.tokenizer_manager"
-FRONT = f"{MODULE}.TokenizerManager.generate_request"
 
 
-def hook_front() -> None:
-    """Watches the front of this process, if it has one, by SGLang's own registry of hooks. Idempotent."""
-    if MODULE not in sys.modules:
-        return
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    HookRegistry.register(FRONT, watched, HookType.AROUND)
-    HookRegistry.apply_hooks()  # again: the plug-in's own are in place
+def hook_front() -> bool:
+    """Watches the front of this process, if it has one. Idempotent."""
+    return hook_around(MODULE, "TokenizerManager.generate_request", watched)
 
 
 def watched(

@@ -48,13 +48,9 @@ class Place(NamedTuple):
 
 
 class PrefillInfo(NamedTuple):
-    """What SGLang's scheduler needs to know of a prefiller that a decoder has found, and its identity.
-
-    http_port: where it takes requests.
-    """
+    """What SGLang's scheduler needs to know of a prefiller that a decoder has found, and its identity."""
 
     instance: Instance
-    http_port: int
     attn_tp_size: int
     page_size: int
     dp_size: int = 1
@@ -64,7 +60,7 @@ class PrefillInfo(NamedTuple):
 class _Search(NamedTuple):
     """Under way, or its answer is not read yet."""
 
-    found: futures.Future[bootstrap.Found]
+    found: futures.Future[Instance]
     begun_s: float
 
 
@@ -141,9 +137,7 @@ class Manager:
     def _register(self) -> None:
         options = self.node.options
         place, lease_s = self._place, bootstrap.LEASE * options.register_s
-        line = bootstrap.RankLine(self.prefiller.worker, place.rank, place.tp, lease_s, place.http_port).to_line(
-            self.node.secret
-        )
+        line = bootstrap.RankLine(self.prefiller.worker, place.rank, place.tp, lease_s).to_line(self.node.secret)
         said = ""
         while not self._stopped.is_set():
             try:
@@ -207,11 +201,10 @@ class Manager:
         if found is None:
             return False
         self._missing.pop(address, None)
-        layout = found.instance.layout
-        self._info[address] = PrefillInfo(found.instance, found.http_port, layout.tp, layout.page_tokens)
+        self._info[address] = PrefillInfo(found, found.layout.tp, found.layout.page_tokens)
         return True
 
-    def _search(self, address: str) -> bootstrap.Found | None:
+    def _search(self, address: str) -> Instance | None:
         """The prefiller there. None: not known yet. Raises CrossrailError if nobody answers."""
         if not self.is_open:
             raise bootstrap.NoInstance(RELEASED)
@@ -231,30 +224,26 @@ class Manager:
         del self._searches[address]
         return found.result()
 
-    async def _ask_who_is_at(self, address: str, *, is_doubtful: bool) -> bootstrap.Found:
-        found = await bootstrap.find_instance(address, self.node.secret, _ASK_S)
-        instance = found.instance
+    async def _ask_who_is_at(self, address: str, *, is_doubtful: bool) -> Instance:
+        instance = await bootstrap.find_instance(address, self.node.secret, _ASK_S)
         if (is_doubtful or self._is_gone(instance)) and not await self.decoder.answers(instance, _ANSWER_S):
             raise bootstrap.NoInstance("the prefill server that was there has ended, and no other has come yet")
-        return found
+        return instance
 
     def recompute(self, address: str, request: dict[str, Any], refuse: Callable[[str], None]) -> None:
-        """Has the prefill server there compute KV anew, by a request of its own; returns at once.
+        """Has the prefill server there compute KV anew, by its bootstrap server; returns at once.
 
         Every rank's pages wait for it; rank 0 asks, once for all. refuse: takes, on the loop, why it was not computed;
         of a request that has its KV it changes nothing.
         """
         if self._place.rank:
             return
-        known = self._info.get(address)
-        if known is None:
-            refuse(f"its KV cannot be computed anew: no prefiller is known at {address}")
-            return
-        url = f"http://{address.rpartition(':')[0]}:{known.http_port}/generate"
-        self.node.soon(self.node.mailbox.spawn, self._recompute(url, request, refuse), f"recomputing at {url}")
+        self.node.soon(self.node.mailbox.spawn, self._recompute(address, request, refuse), f"recomputing at {address}")
 
-    async def _recompute(self, url: str, request: dict[str, Any], refuse: Callable[[str], None]) -> None:
-        if why := await recompute.asked(url, request, self.node.options.load_s):
+    async def _recompute(self, address: str, request: dict[str, Any], refuse: Callable[[str], None]) -> None:
+        secret = self.node.secret
+        token, load_s = bootstrap.token(secret), self.node.options.load_s
+        if why := await recompute.asked(address, request, secret, token, load_s):
             refuse(f"its KV was not computed anew: {why}")
 
     def why_missing(self, address: str) -> str:
