@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 START_S = 900.0  # three at once, on a small machine
 ANSWER_S = 120.0
 NEW_TOKENS = 12
+OTHER_HALF_S = 15.0  # long enough to abort a request whose other half does not come
 ARGUMENTS = [
     *("--device", "cpu", "--skip-tokenizer-init", "--dtype", "float32", "--attention-backend", "torch_native"),
     *("--sampling-backend", "pytorch", "--disable-overlap-schedule", "--disable-radix-cache", "--sleep-on-idle"),
@@ -78,6 +79,7 @@ class Server:
                     **os.environ,
                     "PYTHONPATH": os.pathsep.join(paths),
                     "CROSSRAIL_SECRET": secret,
+                    "CROSSRAIL_SGLANG_OPTIONS": json.dumps({"other_half_s": OTHER_HALF_S}),
                     "OMP_NUM_THREADS": "1",
                     "SGLANG_CPU_OMP_THREADS_BIND": "|".join(["0"] * tp),  # without it, a rank for each NUMA node
                     "HF_HUB_OFFLINE": "1",

@@ -369,7 +369,18 @@ def test_a_prefiller_waits_so_long_for_its_decoder(open_side: Open) -> None:
     p = open_side("prefill", options={"bootstrap_s": 0.3})
     sender = p.sender(1)
     until(FAILED, sender)
-    assert failure(sender).failure_reason == "no decoder had pages for room 1 within 0.3 s"
+    assert "no decode server has asked for room 1 within 0.3 s (bootstrap_s): has" in failure(sender).failure_reason
+
+
+def test_a_prefiller_waits_so_long_for_its_decoders_pages(open_side: Open, d: Side) -> None:
+    p = open_side("prefill", options={"bootstrap_s": 1.0})
+    receiver = d.receiver(1)
+    eventually(lambda: p.manager.core.prefiller._awaited, "it is announced")
+    sender = p.sender(1)
+    until(FAILED, sender)
+    assert failure(sender).failure_reason == "no decoder had pages for room 1 within 1 s"
+    ask(receiver)
+    until(FAILED, receiver)
 
 
 # --- the bootstrap server ---

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import logging
 import sys
 from collections.abc import AsyncIterator
 from types import ModuleType, SimpleNamespace
@@ -10,10 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from crossrail.integrations.sglang import bootstrap, front, hooks
+from crossrail.errors import UsageError
+from crossrail.integrations.sglang import bootstrap, front, halves, hooks
 from crossrail.integrations.sglang.prefill import PrefillSide
+from tests.sglang.conftest import Open
 from tests.sglang.side import FAILED, SUCCESS, WAITING, Side, failure, send, until
-from tests.support.limits import eventually
+from tests.support.limits import eventually, never
+from tests.support.ports import free_port
 
 MINE, THEIRS = [3, 7, 1, 12], [0, 9, 4, 2]
 
@@ -24,6 +30,7 @@ class Front:
     def __init__(self, server: Any, *answers: Any) -> None:
         self.bootstrap_server = server
         self._answers = answers
+        self.disaggregation_mode: Any = None
         self.closed = 0
 
     async def generate_request(self, request: Any, _: Any = None) -> AsyncIterator[Any]:
@@ -90,13 +97,13 @@ async def test_a_rank_that_has_the_room_knows_better(server: Any, p: Side, d: Si
 async def test_what_is_no_room_is_nobodys(server: Any, room: Any) -> None:
     with pytest.raises(ValueError, match="malformed"):
         await answers(server, room, ValueError("malformed"))
-    assert not server._server._refusals._latest
+    assert not server._server._halves._latest
 
 
 async def test_what_ends_well_is_not_told(server: Any) -> None:
     good = [{"meta_info": {"finish_reason": reason}} for reason in (None, {"type": "length", "length": 1})]
     assert await answers(server, 1, *good, [good[0]]) == [*good, [good[0]]]
-    assert not server._server._refusals._latest
+    assert not server._server._halves._latest
 
 
 async def test_a_front_of_another_backend_is_left_alone() -> None:
@@ -114,15 +121,133 @@ async def test_a_client_that_hangs_up_closes_the_request_at_once(server: Any) ->
     assert watched_front.closed == 1
 
 
-def test_refusals_are_sealed_and_told_for_a_while() -> None:
-    refusals = bootstrap.Refusals(b"ours")
-    refusals.add(7, "too long", 10.0)
-    [refused] = bootstrap.refusals_of(refusals.to_line(15.0, 6.0), b"ours")
-    assert (refused.room, refused.why) == (7, "too long")
-    assert bootstrap.refusals_of(refusals.to_line(17.0, 6.0), b"ours") == []
-    for line in (refusals.to_line(15.0, 6.0), "OK", "", "é"):
-        with pytest.raises(bootstrap.NoInstance, match="something else than crossrail's"):
-            bootstrap.refusals_of(line, b"theirs")
+def test_refusals_are_sealed() -> None:
+    told = [halves.refusal(7, "too long")]
+    line = halves.to_line(told, b"ours")
+    assert halves.from_line(line, b"ours") == told
+    for wrong in (line, "OK", "", "é"):
+        with pytest.raises(UsageError):
+            halves.from_line(wrong, b"theirs")
+    overdue = halves.Overdue([7], 30.0)
+    assert halves.Overdue.from_line(overdue.to_line(b"ours"), b"ours") == overdue
+    for wrong in (overdue.to_line(b"theirs"), halves.to_line(told, b"ours")):
+        with pytest.raises(UsageError):
+            halves.Overdue.from_line(wrong, b"ours")
+
+
+def test_what_is_told_is_told_for_a_while() -> None:
+    known = halves.Halves()
+    known.add(halves.refusal(7, "too long"), 10.0)
+    assert [refused.room for refused in known.recent(15.0, 6.0)] == [7]
+    assert known.recent(17.0, 6.0) == []
+
+
+def test_a_room_that_never_came_is_refused_once_for_all_ranks() -> None:
+    known, overdue = halves.Halves(), halves.Overdue([7, 8], 30.0)
+    known.look_for(overdue, 10.0, 6.0)
+    assert not known.recent(10.0, 6.0), "nobody tells what comes"
+    known.sees_all = True
+    known.come(8)
+    for now_s in (10.0, 11.0):
+        known.look_for(overdue, now_s, 6.0)
+    [refused] = known.recent(11.0, 6.0)
+    assert refused.room == 7 and "which its decode server has had for over 30 s" in refused.why
+    known.look_for(overdue, 17.0, 6.0)
+    assert len(known.recent(17.0, 6.0)) == 1, "a rank that missed it asks again"
+
+
+@pytest.mark.parametrize("has", ["been announced", "pages"])
+def test_a_decoder_does_not_wait_for_a_half_that_never_comes(server: Any, open_side: Open, d: Side, has: str) -> None:
+    server._server.watch()
+    p, receiver = open_side("prefill", options={"other_half_s": 0.2}), d.receiver(1)
+    if has == "pages":
+        ask(receiver)
+    eventually(lambda: p.manager.core.prefiller._refusals, "the rank knows that it never came")
+    ask(receiver)  # with pages
+    until(FAILED, receiver)
+    assert "the prefill server has not got its half of the request" in failure(receiver).failure_reason
+    sender, again = p.sender(2), d.receiver(2)
+    ask(again)
+    until(WAITING, sender)
+    send(p, sender, "the next", MINE, 0)
+    until(SUCCESS, sender, again)
+
+
+async def test_a_half_that_has_come_may_take_long(server: Any, open_side: Open, d: Side) -> None:
+    """It waits in SGLang's front, which is paused or has to read a long text."""
+    server._server.watch()
+    p, receiver = open_side("prefill", options={"other_half_s": 0.2}), d.receiver(1)
+    assert await answers(server, 1, "token") == ["token"]
+    never(lambda: receiver.poll() == FAILED, "it fails")
+    sender = p.sender(1)
+    ask(receiver)
+    until(WAITING, sender)
+
+
+# --- the decode server's ---
+
+
+async def refused_by_decoder(address: str, monkeypatch: pytest.MonkeyPatch, room: Any, *said: Any) -> None:
+    """What a decode server's front does with a request."""
+    host, _, port = address.partition(":")
+    disagg = SimpleNamespace(disaggregation_transfer_backend="crossrail", disaggregation_bootstrap_port=int(port))
+    monkeypatch.setattr("sglang.srt.runtime_context.get_disagg", lambda: disagg)
+    one = Front(None, *said)
+    one.disaggregation_mode = SimpleNamespace(value="decode")
+    hosts = [host] * len(room) if isinstance(room, list) else host
+    request = SimpleNamespace(bootstrap_room=room, bootstrap_host=hosts, bootstrap_port=None)
+    with contextlib.suppress(ValueError):
+        async for _ in front.watched(Front.generate_request, one, request):
+            pass
+    while tasks := set(front._Decode._telling):
+        await asyncio.wait(tasks)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+async def test_a_prefiller_hears_what_the_decode_servers_front_refused(
+    server: Any, address: str, p: Side, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    senders = [p.sender(room) for room in (1, 2)] if when == "before" else []
+    await refused_by_decoder(address, monkeypatch, [1, 2], ValueError("the queue is full"))
+    eventually(lambda: len(p.manager.core.prefiller._refusals) == 2, "the rank has heard of it")
+    senders = senders or [p.sender(room) for room in (1, 2)]
+    until(FAILED, *senders)
+    assert failure(senders[1]).failure_reason == "the decode server refused it: the queue is full"
+
+
+async def test_a_decoder_that_has_the_room_knows_better(
+    server: Any, address: str, p: Side, d: Side, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender, receiver = p.sender(1), d.receiver(1)
+    eventually(lambda: p.manager.core.prefiller._awaited, "it is announced")
+    await refused_by_decoder(address, monkeypatch, 1, ValueError("the client is gone"))
+    eventually(lambda: p.manager.core.prefiller._refusals, "the rank has heard of it")
+    ask(receiver)
+    until(WAITING, sender)
+    send(p, sender, "all the same", MINE, 0)
+    until(SUCCESS, sender, receiver)
+
+
+async def test_a_decode_server_tells_nobody_of_what_ends_well(
+    server: Any, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await refused_by_decoder(address, monkeypatch, 1, {"meta_info": {"finish_reason": {"type": "stop"}}})
+    await refused_by_decoder(address, monkeypatch, 0, ValueError("no room"))
+    assert not server._server._halves._latest
+
+
+async def test_a_prefill_server_that_is_gone_is_told_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "crossrail.sglang")
+    await refused_by_decoder(f"127.0.0.1:{free_port()}", monkeypatch, 1, ValueError("the queue is full"))
+    assert "does not hear that it was refused: nobody listens" in caplog.text
+
+
+async def test_strangers_refuse_nothing(server: Any, address: str) -> None:
+    with pytest.raises(bootstrap.NoInstance, match="403"):
+        await bootstrap.tell_refused(address, 1, "no", b"another", 5.0)
+    assert not server._server._halves._latest
 
 
 def test_the_front_is_hooked_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:

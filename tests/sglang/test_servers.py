@@ -112,6 +112,18 @@ def test_what_the_prefill_server_alone_refuses_ends_at_the_decode_server_too(fle
     expect(fleet, 517)
 
 
+def test_what_the_decode_server_alone_refuses_ends_at_the_prefill_server_too(fleet: Fleet) -> None:
+    where = fleet.room()
+    waiting = Asked(fleet.p, prompt(518, 50), **where)
+    assert TOO_LONG in fleet.d.ask(prompt(519, 1100), **where)
+    assert f"the decode server refused it: {TOO_LONG}" in waiting.result()
+
+
+def test_a_half_that_never_comes_to_the_prefill_server_is_not_waited_for(fleet: Fleet) -> None:
+    assert "the prefill server has not got its half of the request" in fleet.d.ask(prompt(518, 50), **fleet.room())
+    expect(fleet, 519)
+
+
 def _aborted(server: Server, request: Asked, rid: str) -> bool:
     server.post("abort_request", {"rid": rid})  # what is not there yet is not aborted: again
     return not request.is_alive()

@@ -1,6 +1,8 @@
 """Where decoders find the ranks of a prefiller: a table behind HTTP, at the address that SGLang's router hands out.
 
-    PUT /route      a rank's line, sealed with the secret (RankLine); again every register_s. Answered by Refusals
+    PUT /route      a rank's line, sealed with the secret (RankLine), and one of overdue rooms; again every register_s.
+                    Answered by what it has to know of halves of requests (halves.py)
+    PUT /refused    likewise, what a decode server has refused
     POST /recompute a decoder's request to compute KV anew, likewise (recompute.py)
     GET /route      the lines of all ranks, as JSON, to whoever proves to know the secret; 503 until all are there
     GET /health     200
@@ -14,9 +16,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-import secrets
 import time
-from collections import deque
 from typing import Annotated, Any
 
 import aiohttp
@@ -27,7 +27,8 @@ from msgspec import Meta, Struct
 from crossrail.errors import CrossrailError, UsageError
 from crossrail.integrations.instance import Instance, Worker, opened_line, sealed_line
 from crossrail.integrations.loop_thread import LoopThread
-from crossrail.integrations.sglang import recompute
+from crossrail.integrations.sglang import halves, recompute
+from crossrail.integrations.sglang.halves import Halves, Overdue, Refused, refusal
 from crossrail.integrations.sglang.recompute import OwnServer, Wishes
 from crossrail.integrations.sglang.state import unusable_room
 from crossrail.kv import messages as m
@@ -38,19 +39,15 @@ log = logging.getLogger("crossrail.sglang")
 _http_log = logging.getLogger("crossrail.sglang.http")
 
 _PURPOSE = b"crossrail sglang rank"
-_REFUSALS_PURPOSE = b"crossrail sglang refusals"
-_REFUSALS_MAX = 1024
 _TOKEN_PURPOSE = b"crossrail sglang bootstrap"
 LINE_BYTES_MAX = 64 << 10
 _RANKS_MAX = 1024
 LEASE = 3.0  # of a line, in register_s
 _PATIENCE_S = 10.0  # for the loop to begin or stop listening
 PATH = "/route"
+REFUSED_PATH = "/refused"
 _SAME_SECRET = "set the same CROSSRAIL_SECRET, or secret_file, at all servers"
 _OUR_STATUSES = (401, 403, 503)  # what a BootstrapServer answers when it does not say yes
-
-
-_Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class NoInstance(CrossrailError):
@@ -78,41 +75,6 @@ class RankLine(Struct, frozen=True):
         if found.rank >= found.tp:
             raise UsageError(f"rank={found.rank} of TP {found.tp}")
         return found
-
-
-class Refused(Struct, frozen=True):
-    """A request that the prefill server refused before a rank heard of it: too long, too many, malformed.
-
-    number: of this refusal, drawn at random; it is told again and again. room: its decoder waits for it.
-    """
-
-    number: _Number
-    room: _Number
-    why: m.Text
-
-
-class Refusals:
-    """What ranks have to know of such requests, so that decoders do not wait for them. Threads: one."""
-
-    def __init__(self, secret: bytes) -> None:
-        self._secret = secret
-        self._latest: deque[tuple[Refused, float]] = deque(maxlen=_REFUSALS_MAX)  # and when
-
-    def add(self, room: int, why: str, now_s: float) -> None:
-        self._latest.append((Refused(secrets.randbits(62), room, m.clipped(why)), now_s))
-
-    def to_line(self, now_s: float, told_for_s: float) -> str:
-        """Those of the last told_for_s, sealed: who reads it may have missed it when it was last told."""
-        recent = [refused for refused, since_s in self._latest if now_s - since_s < told_for_s]
-        return sealed_line(msgspec.msgpack.encode(recent), self._secret, _REFUSALS_PURPOSE)
-
-
-def refusals_of(line: str, secret: bytes) -> list[Refused]:
-    """Raises NoInstance for what nobody with the secret has made."""
-    try:
-        return msgspec.msgpack.decode(opened_line(line, secret, _REFUSALS_PURPOSE), type=list[Refused])
-    except (msgspec.MsgspecError, UsageError) as error:
-        raise NoInstance(f"a bootstrap server answers with something else than crossrail's: {error}") from None
 
 
 def token(secret: bytes) -> str:
@@ -156,7 +118,8 @@ class BootstrapServer:
         self._computing: set[asyncio.Task[Any]] = set()
         self._long_bodies = Bodies(patience_s, recompute.LINE_BYTES_MAX, BODIES_BYTES_MAX)
         self._table = RankTable(secret)
-        self._refusals = Refusals(secret)
+        self._secret = secret
+        self._halves = Halves()
         self._authorization = f"Bearer {token(secret)}"
         self._listener = Listener(patience_s, body_bytes_max=LINE_BYTES_MAX)
         self._is_open = True
@@ -171,7 +134,7 @@ class BootstrapServer:
         app = web.Application()
         route = self._listener.route
         app.add_routes([route("PUT", PATH, self._put), route("GET", PATH, self._get)])
-        app.add_routes([route("GET", "/health", self._health)])
+        app.add_routes([route("GET", "/health", self._health), route("PUT", REFUSED_PATH, self._refused)])
         app.add_routes([route("POST", recompute.PATH, self._recompute, is_long=True)])
         await self._listener.start(app, host, port, _http_log)
 
@@ -189,19 +152,41 @@ class BootstrapServer:
             task.cancel()
         await self._listener.close()
 
+    def watch(self) -> None:
+        """From now on come() tells of every room that comes. Any thread."""
+        self._halves.sees_all = True
+
+    def come(self, room: int) -> None:
+        """A request of that room has come to this server. Any thread."""
+        if self._is_open:
+            self._loop.soon(self._halves.come, room)
+
     def refuse(self, room: int, why: str) -> None:
         """This server has refused the request of that room: decoders learn it from its ranks. Any thread."""
         if self._is_open and not unusable_room(room):
-            self._loop.soon(self._refusals.add, room, why, time.monotonic())
+            self._loop.soon(self._halves.add, refusal(room, why), time.monotonic())
 
     async def _put(self, request: web.Request) -> web.Response:
         try:
             async with self._listener.bodies.read(request) as body:
-                line = body.decode("latin-1")  # any bytes are text then, and refused if they are no line
-            said = self._table.put(line.strip(), time.monotonic())
+                line, _, more = body.decode("latin-1").partition("\n")  # any bytes are text, and refused if no lines
+            now_s = time.monotonic()
+            lease_s = self._table.put(line.strip(), now_s).lease_s
+            if more.strip():
+                self._halves.look_for(Overdue.from_line(more.strip(), self._secret), now_s, lease_s)
         except UsageError as error:
             return web.Response(status=403, text=f"{error}\n")
-        return web.Response(text=self._refusals.to_line(time.monotonic(), said.lease_s))
+        return web.Response(text=halves.to_line(self._halves.recent(now_s, lease_s), self._secret))
+
+    async def _refused(self, request: web.Request) -> web.Response:
+        try:
+            async with self._listener.bodies.read(request) as body:
+                refusals = halves.from_line(body.decode("latin-1"), self._secret)
+        except UsageError as error:
+            return web.Response(status=403, text=f"{error}\n")
+        for refused in refusals:
+            self._halves.add(msgspec.structs.replace(refused, by_decoder=True), time.monotonic())
+        return web.Response()
 
     async def _get(self, request: web.Request) -> web.Response:
         if refusal := self._stranger(request):
@@ -238,10 +223,22 @@ class BootstrapServer:
         return web.Response(text="OK\n")
 
 
-async def register(address: str, line: str, secret: bytes, timeout_s: float) -> list[Refused]:
+async def register(
+    address: str, line: str, secret: bytes, timeout_s: float, overdue: Overdue | None = None
+) -> list[Refused]:
     """Tells a server ("host:port") of a rank. Raises NoInstance when it does not take it."""
-    answer = await _ask("PUT", address, timeout_s, data=line)
-    return refusals_of(answer.decode("latin-1"), secret)
+    lines = f"{line}\n{overdue.to_line(secret)}" if overdue and overdue.rooms else line
+    answer = await _ask("PUT", address, timeout_s, data=lines)
+    try:
+        return halves.from_line(answer.decode("latin-1"), secret)
+    except UsageError as error:
+        raise NoInstance(f"a bootstrap server answers with something else than crossrail's: {error}") from None
+
+
+async def tell_refused(address: str, room: int, why: str, secret: bytes, timeout_s: float) -> None:
+    """A decode server has refused its half of this room's request. Raises NoInstance when nobody hears it."""
+    line = halves.to_line([refusal(room, why, by_decoder=True)], secret)
+    await _ask("PUT", address, timeout_s, path=REFUSED_PATH, data=line)
 
 
 async def find_instance(address: str, secret: bytes, timeout_s: float) -> Instance:
@@ -261,9 +258,15 @@ async def find_instance(address: str, secret: bytes, timeout_s: float) -> Instan
 
 
 async def _ask(
-    method: str, address: str, timeout_s: float, *, data: str | None = None, headers: dict[str, str] | None = None
+    method: str,
+    address: str,
+    timeout_s: float,
+    *,
+    path: str = PATH,
+    data: str | None = None,
+    headers: dict[str, str] | None = None,
 ) -> bytes:
-    url = f"http://{address}{PATH}"
+    url = f"http://{address}{path}"
     timeout = aiohttp.ClientTimeout(total=timeout_s)
     try:
         async with (

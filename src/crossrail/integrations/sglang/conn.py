@@ -411,7 +411,12 @@ class CrossrailKVBootstrapServer(BaseKVBootstrapServer):
 
     def __init__(self, host: str, port: int) -> None:
         self._server = BootstrapServer(host, port, SglangOptions.from_environment().secret(), own_server())
-        hook_front()
+        if hook_front():
+            self._server.watch()
+
+    def come(self, room: int) -> None:
+        """SGLang has got a request of this room. Any thread."""
+        self._server.come(room)
 
     def refuse(self, room: int, why: str) -> None:
         """SGLang has refused the request of this room: decoders are told. Any thread."""

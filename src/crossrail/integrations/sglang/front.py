@@ -1,19 +1,30 @@
-"""What a prefill server refuses before its ranks hear of it: the decoder that has the other half must not wait for it.
+"""What a server refuses before its ranks hear of it: the other server, which has the other half, must not wait for it.
 
 Requests that are too long, too many or malformed end in SGLang's HTTP process, or before its scheduler asks for a
-sender. Both ways lead through one generator there, which is watched. The bootstrap server is in the same process; what
-it notes goes to the ranks with the answers to their registrations, and from them to the decoder.
+sender or receiver. Both ways lead through one generator there, which is watched. At the prefill server the bootstrap
+server is in the same process; at the decode server its address comes with the request. What it notes goes to the
+prefiller's ranks (halves.py).
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
+from crossrail.errors import CrossrailError
+from crossrail.integrations.sglang.bootstrap import tell_refused
 from crossrail.integrations.sglang.hooks import hook_around
+from crossrail.integrations.sglang.options import SglangOptions
+from crossrail.integrations.sglang.state import unusable_room
+
+log = logging.getLogger("crossrail.sglang")
 
 MODULE = "sglang.srt.managers.tokenizer_manager"
+BACKEND = "crossrail"
+_TELL_S = 5.0
 
 
 def hook_front() -> bool:
@@ -21,26 +32,95 @@ def hook_front() -> bool:
     return hook_around(MODULE, "TokenizerManager.generate_request", watched)
 
 
+class _Watcher(Protocol):
+    def come(self, request: Any) -> None: ...
+
+    def refuse(self, request: Any, why: str) -> None: ...
+
+
+class _Prefill:
+    """bootstrap_server: SGLang's, of our class."""
+
+    def __init__(self, bootstrap_server: Any) -> None:
+        self._server = bootstrap_server
+
+    def come(self, request: Any) -> None:
+        for room in rooms_of(request):
+            self._server.come(room)
+
+    def refuse(self, request: Any, why: str) -> None:
+        """Tells of all rooms of a batch: none of it goes on. Ranks that know a room better take no notice."""
+        for room in rooms_of(request):
+            self._server.refuse(room, f"the prefill server refused it: {why}")
+
+
+class _Decode:
+    """port: of bootstrap servers, for requests that name none."""
+
+    _telling: ClassVar[set[asyncio.Task[None]]] = set()
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+
+    def come(self, request: Any) -> None: ...
+
+    def refuse(self, request: Any, why: str) -> None:
+        rooms = rooms_of(request)
+        hosts, ports = (
+            _each(getattr(request, name, None), len(rooms)) for name in ("bootstrap_host", "bootstrap_port")
+        )
+        for room, host, port in zip(rooms, hosts, ports, strict=True):
+            if not host or unusable_room(room):
+                continue
+            address = f"{host}:{port or self._port}"
+            task = asyncio.ensure_future(_tell(address, room, f"the decode server refused it: {why}"))
+            self._telling.add(task)
+            task.add_done_callback(self._telling.discard)
+
+
+async def _tell(address: str, room: int, why: str) -> None:
+    try:
+        await tell_refused(address, room, why, SglangOptions.from_environment().secret(), _TELL_S)
+    except CrossrailError as error:  # then there is no prefill server that waits, or it waits for bootstrap_s
+        log.info("room %d: the prefill server at %s does not hear that it was refused: %s", room, address, error)
+
+
+def _watcher_of(front: Any) -> _Watcher | None:
+    """None: this front has another transfer backend than ours, or none."""
+    server = getattr(front, "bootstrap_server", None)
+    if hasattr(server, "refuse"):
+        return _Prefill(server)
+    if getattr(getattr(front, "disaggregation_mode", None), "value", None) != "decode":
+        return None
+    from sglang.srt.runtime_context import get_disagg
+
+    said = get_disagg()
+    if said.disaggregation_transfer_backend != BACKEND:
+        return None
+    return _Decode(said.disaggregation_bootstrap_port)
+
+
 def watched(
     original: Callable[..., AsyncGenerator[Any, None]], front: Any, request: Any, *more: Any, **named: Any
 ) -> Any:
-    """generate_request of a TokenizerManager. A front without our bootstrap server is left alone."""
+    """generate_request of a TokenizerManager."""
     answers = original(front, request, *more, **named)
-    refuse = getattr(getattr(front, "bootstrap_server", None), "refuse", None)
-    return answers if refuse is None else _telling(answers, request, refuse)
+    watcher = _watcher_of(front)
+    if watcher is None:
+        return answers
+    watcher.come(request)
+    return _telling(answers, request, watcher)
 
 
-async def _telling(
-    answers: AsyncGenerator[Any, None], request: Any, refuse: Callable[[int, str], None]
-) -> AsyncIterator[Any]:
+async def _telling(answers: AsyncGenerator[Any, None], request: Any, watcher: _Watcher) -> AsyncIterator[Any]:
     try:
         async with aclosing(answers):  # when a client hangs up, at once, and not by the garbage collector
             async for answer in answers:
                 if why := _abort_in(answer):
-                    _tell(request, why, refuse)
+                    watcher.refuse(request, why)
                 yield answer
     except Exception as error:
-        _tell(request, str(getattr(error, "detail", error)), refuse)
+        watcher.refuse(request, str(getattr(error, "detail", error)))
         raise
 
 
@@ -50,9 +130,12 @@ def _abort_in(answer: Any) -> str:
     return str(reason.get("message", "")) if isinstance(reason, dict) and reason.get("type") == "abort" else ""
 
 
-def _tell(request: Any, why: str, refuse: Callable[[int, str], None]) -> None:
-    """Of all rooms of a batch: none of it goes on. Ranks that know a room better than we do take no notice."""
+def rooms_of(request: Any) -> list[int]:
+    """Of a request, or of each in a batch; those that are numbers."""
     rooms = getattr(request, "bootstrap_room", None)
-    for room in rooms if isinstance(rooms, list) else [rooms]:
-        if isinstance(room, int):
-            refuse(room, f"the prefill server refused it: {why}")
+    return [room for room in (rooms if isinstance(rooms, list) else [rooms]) if isinstance(room, int)]
+
+
+def _each(value: Any, count: int) -> list[Any]:
+    """What a batch has for each of `count` requests, or for all of them."""
+    return (value + [None] * count)[:count] if isinstance(value, list) else [value] * count

@@ -15,6 +15,7 @@ from crossrail.errors import CrossrailError, UsageError
 from crossrail.integrations.instance import Instance
 from crossrail.integrations.sglang import bootstrap, recompute
 from crossrail.integrations.sglang.decode import DecodeSide
+from crossrail.integrations.sglang.halves import Refused
 from crossrail.integrations.sglang.memory import AuxRows, Model, read_pool
 from crossrail.integrations.sglang.node import RankNode
 from crossrail.integrations.sglang.options import OPTIONS_VARIABLE, SglangOptions
@@ -141,7 +142,7 @@ class Manager:
         said = ""
         while not self._stopped.is_set():
             try:
-                told = self.node.call(bootstrap.register(place.bootstrap, line, self.node.secret, _ASK_S), _ASK_S + 1.0)
+                told = self.node.call(self._tell(line), _ASK_S + 1.0)
                 self.node.soon(self.prefiller.refuse, told)
                 level, now = logging.INFO, f"known to the bootstrap server at {self._place.bootstrap}"
             except CrossrailError as error:
@@ -150,6 +151,10 @@ class Manager:
                 log.log(level, "prefill rank %d: %s", self._place.rank, now)
             said = now
             self._stopped.wait(options.register_s)
+
+    async def _tell(self, line: str) -> list[Refused]:
+        overdue = self.prefiller.overdue()
+        return await bootstrap.register(self._place.bootstrap, line, self.node.secret, _ASK_S, overdue)
 
     # ---- a decoder
 

@@ -39,6 +39,7 @@ class SglangOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     meanwhile.
     register_s: how often a prefiller's rank tells its bootstrap server that it is there. A rank that was not heard for
     three times as long is forgotten.
+    other_half_s: how long a decoder waits for a room that has not come to the prefill server at all.
     quiesce_s: how long SGLang's scheduler stands still, when it takes pages back, until nothing touches them; then it
     ends. At least three times prefiller_timeout_s (_SHUTTING_OUT), and by default so long if that is longer.
     """
@@ -52,6 +53,7 @@ class SglangOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefiller_timeout_s: Seconds = 5.0
     probe_s: Seconds = 1.0
     register_s: Seconds = 2.0
+    other_half_s: Seconds = 30.0
     quiesce_s: Seconds = 30.0
 
     @classmethod

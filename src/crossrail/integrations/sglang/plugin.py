@@ -43,7 +43,18 @@ def backend_of(original: Callable[..., Any], *given: Any) -> Any:
         return original(given[-1])
     from sglang.srt.disaggregation.utils import TransferBackend
 
+    _watch_front()
     return _member(TransferBackend)
+
+
+def _watch_front() -> None:
+    """The front of a server asks for its backend when it is made: by a decode server it is first seen here."""
+    try:
+        from crossrail.integrations.sglang.front import hook_front
+    except ImportError as error:  # _classes() says what is missing
+        log.debug("the front is not watched: %s", error)
+    else:
+        hook_front()
 
 
 @functools.cache

@@ -26,7 +26,7 @@ from crossrail.control.mailbox import NoAnswer
 from crossrail.control.wire import Unreachable
 from crossrail.errors import CrossrailError, UsageError
 from crossrail.integrations.instance import Worker, parse_rank_name
-from crossrail.integrations.sglang.bootstrap import Refused
+from crossrail.integrations.sglang.halves import OVERDUE_MAX, Overdue, Refused
 from crossrail.integrations.sglang.memory import AuxRows
 from crossrail.integrations.sglang.messages import Aux, Destination, Wanted
 from crossrail.integrations.sglang.node import RankNode
@@ -52,12 +52,20 @@ class _Ask:
     target: KvTarget
     prefix_tokens: int
     deadline_at_s: float
+    begun_s: float
     job: SendJob | None = None
 
     @property
     def rank(self) -> tuple[int, int]:
         _, rank, tp = parse_rank_name(self.key[1])
         return rank, tp
+
+
+class _Awaited(NamedTuple):
+    """A decoder, by its address, that will ask, and since when that is known."""
+
+    decoder: bytes
+    since_s: float
 
 
 class _Over(NamedTuple):
@@ -107,7 +115,7 @@ class PrefillSide:
         self._mailbox = node.mailbox
         self._rooms: dict[int, Room] = {}
         self._early: dict[Key, _Ask] = {}
-        self._awaited: Latest[Key, bytes] = Latest(_EARLY_MAX)  # decoders that will ask, by their address
+        self._awaited: Latest[Key, _Awaited] = Latest(_EARLY_MAX)
         self._book = AttemptBook(node.mailbox, _REMEMBERED)
         self._over: Latest[int, _Over] = Latest(_REMEMBERED)
         self._opened: Latest[int, None] = Latest(_REMEMBERED)  # rooms that SGLang has shown to us
@@ -149,21 +157,45 @@ class PrefillSide:
         return room
 
     def refuse(self, told: list[Refused]) -> None:
-        """SGLang refused requests before they came to this rank, whose decoders may wait for them."""
+        """Halves of requests that SGLang refused, or that are lost, before they came to this rank or its decoder."""
         new = [refused for refused in told if refused.number not in self._refusals]
         waiting: defaultdict[int, list[Key]] = defaultdict(list)
         for key in (*self._early, *self._awaited) if new else ():
             waiting[_number_of(key[1])].append(key)
         for refused in new:
             self._refusals[refused.number] = None
-            if refused.room in self._opened:  # then its sender tells what becomes of it
-                continue
-            for key in waiting[refused.room]:
-                self._early.pop(key, None)
-                self._awaited.pop(key, None)
-                self._book.end(key, None, "failed", refused.why)
-            if not waiting[refused.room]:
-                self._give_up(refused.room, refused.why, by_us=True)
+            keys = waiting[refused.room]
+            if refused.by_decoder:
+                self._refused_by_decoder(refused, is_asked_for=bool(keys))
+            elif refused.room not in self._opened:  # else its sender tells what becomes of it
+                self._refused_by_us(refused, keys)
+
+    def _refused_by_us(self, refused: Refused, keys: list[Key]) -> None:
+        for key in keys:
+            self._early.pop(key, None)
+            self._awaited.pop(key, None)
+            self._book.end(key, None, "failed", refused.why)
+        if not keys:
+            self._give_up(refused.room, refused.why, by_us=True)
+
+    def _refused_by_decoder(self, refused: Refused, *, is_asked_for: bool) -> None:
+        """Decoders that have asked say themselves what becomes of it; perhaps it is another of that number."""
+        room = self._rooms.get(refused.room)
+        if is_asked_for or (room is not None and room.asks):
+            return
+        if room is not None:
+            self._fail(room, refused.why)
+        elif refused.room not in self._opened:
+            self._give_up(refused.room, refused.why, by_us=False)
+
+    def overdue(self) -> Overdue:
+        """What decoders wait for, and SGLang has not shown to us for long."""
+        after_s = self._node.options.other_half_s
+        until_s = loop_time_s() - after_s
+        waiting = [(ask.begun_s, key) for key, ask in self._early.items()]
+        waiting += [(awaited.since_s, key) for key, awaited in self._awaited.items()]
+        rooms = dict.fromkeys(_number_of(key[1]) for since_s, key in sorted(waiting) if since_s < until_s)
+        return Overdue([room for room in rooms if room not in self._opened][:OVERDUE_MAX], after_s)
 
     def set_pages(self, room: Room, count: int) -> None:
         """How many pages there will be in all. When all ranks of the decoder have asked; what has ended stays so."""
@@ -317,7 +349,7 @@ class PrefillSide:
         if refusal := self._refusal(key):
             return refusal
         if key not in self._early and self._room_of(key) is None:  # otherwise it has asked already
-            self._awaited[key] = sender
+            self._awaited[key] = _Awaited(sender, loop_time_s())
         return m.Dispatched(wanted.request, wanted.attempt)
 
     def _refusal(self, key: Key) -> m.DispatchRefused | None:
@@ -339,7 +371,7 @@ class PrefillSide:
         _, rank, tp = parse_rank_name(asked.request)
         if refusal := self._refusal(key):
             return refusal
-        self._awaited.pop(key, None)
+        awaited = self._awaited.pop(key, None)
         try:
             target = KvTarget.from_wire(asked.ticket)
             plan_transfer(self.layout, target.layout, target.request)
@@ -350,7 +382,9 @@ class PrefillSide:
         room = self._rooms.get(_number_of(asked.request))
         if key in self._early or (room is not None and key in room.asks):
             return m.Dispatched(*answer)
-        ask = _Ask(key, sender, target, asked.prefix_tokens, loop_time_s() + asked.timeout_s)
+        now_s = loop_time_s()
+        begun_s = awaited.since_s if awaited is not None else now_s
+        ask = _Ask(key, sender, target, asked.prefix_tokens, now_s + asked.timeout_s, begun_s)
         if room is None:
             if len(self._early) >= _EARLY_MAX:
                 return m.DispatchRefused(*answer, f"{_EARLY_MAX} requests wait here that nobody prefills")
@@ -410,8 +444,9 @@ class PrefillSide:
                 if self._book.why_unwanted(ask.decoder, ask.deadline_at_s):
                     del self._early[key]
                     self._book.end(key, None, "failed", "nobody prefilled it in time")
-            gone = {decoder for decoder in set(self._awaited.values()) if self._mailbox.wire.is_lost(decoder)}
-            for key in [key for key, decoder in self._awaited.items() if decoder in gone]:
+            decoders = {awaited.decoder for awaited in self._awaited.values()}
+            gone = {decoder for decoder in decoders if self._mailbox.wire.is_lost(decoder)}
+            for key in [key for key, awaited in self._awaited.items() if awaited.decoder in gone]:
                 del self._awaited[key]
                 self._lose(key)
             for number in [number for number, over in self._over.items() if now_s > over.until_s]:
@@ -420,10 +455,21 @@ class PrefillSide:
     def _look_at(self, room: Room, now_s: float) -> None:
         bootstrap_s = self._node.options.bootstrap_s
         if room.progress.poll is Poll.BOOTSTRAPPING and now_s > room.begun_s + bootstrap_s:
-            self._fail(room, f"no decoder had pages for room {room.number} within {bootstrap_s:g} s")
+            self._fail(room, self._why_undecoded(room, bootstrap_s))
         for ask in room.asks.values():
             if why := self._book.why_unwanted(ask.decoder, ask.deadline_at_s):
                 self._fail(room, why)
+
+    def _why_undecoded(self, room: Room, bootstrap_s: float) -> str:
+        heard = next(
+            (awaited.decoder for key, awaited in self._awaited.items() if _number_of(key[1]) == room.number), b""
+        )
+        if heard or room.asks:
+            return f"no decoder had pages for room {room.number} within {bootstrap_s:g} s"
+        return (
+            f"no decode server has asked for room {room.number} within {bootstrap_s:g} s (bootstrap_s): has the router "
+            "sent the other half of the request to one?"
+        )
 
     def _lose(self, key: Key) -> None:
         """A decoder ended before it asked: what nobody else has asked for is over."""
