@@ -98,7 +98,7 @@ async def test_rank_that_stands_still_while_trainers_write_is_named(
         fleet.run_out_of_time(is_written_to)
         why = await fleet.failing_update(2)
     assert why == f"weight update 2 failed: not complete within {PATIENCE_S:g} s: inference rank 1 does not answer"
-    fleet.mailboxes["target-1"].handle(m.RollCall, fleet.receivers[1]._membership._on_roll_call)
+    fleet.mailboxes["target-1"].handle(m.RollCall, fleet.receivers[1]._membership.on_roll_call)
     await controller.ready(range(2), range(3), PATIENCE_S)
     await fleet.update(3)
     await fleet.assert_holds(3)

@@ -31,6 +31,7 @@ from crossrail.weights.planning.speeds import Pace
 from crossrail.weights.services import messages as m
 from crossrail.weights.services.late import Late
 from crossrail.weights.services.members import Member, assigns_of
+from crossrail.weights.services.refusals import Refusals
 from crossrail.weights.services.reports import ATTEMPTS, ControllerOptions, UpdateReport, UpdateTotals
 from crossrail.weights.services.roster import Roster
 from crossrail.weights.services.versions import checked_version
@@ -82,6 +83,7 @@ class WeightController:
         self._under_way: int | None = None  # the version
         self._lost: asyncio.Future[None] | None = None  # of the update under way: somebody of it went
         self._late = Late(mailbox)
+        self._refusals = Refusals(mailbox, self._roster, self._on_refused)
 
     def __repr__(self) -> str:
         joined = f"{len(self.ranks('trainer'))} trainers, {len(self.ranks('target'))} inference ranks"
@@ -159,6 +161,14 @@ class WeightController:
         if member in self._planned and self._lost is not None and not self._lost.done():
             self._lost.set_exception(CrossrailError(f"{member}: {why}"))
 
+    def _on_refused(self, member: Member, version: int, why: str) -> bool:
+        """A trainer's publish() was refused. Returns whether an update waits for it."""
+        if self._under_way != version or self._lost is None or (self._planned and member not in self._planned):
+            return False
+        if not self._lost.done():
+            self._lost.set_exception(CrossrailError(why))
+        return True
+
     def _leave_out(self, member: Member, why: str, report: UpdateReport) -> None:
         """Like Roster.drop(), for an update that has just begun."""
         if self._roster.drop(member, why):
@@ -232,11 +242,15 @@ class WeightController:
         return False
 
     async def _roll_call(self, left_s: float, report: UpdateReport) -> None:
-        """Leaves out members that are gone, if possible: our engine may not have noticed yet."""
+        """Leaves out members that are gone, if possible: our engine may not have noticed yet. CrossrailError for a
+        trainer that cannot offer the version, and says so.
+        """
 
         async def call(member: Member) -> None:
             try:
-                await self._ask(member, m.RollCall(), m.Taken, timeout_s)
+                answer = await self._ask(member, m.RollCall(), (m.Taken, m.Refused), timeout_s)
+                if isinstance(answer, m.Refused) and answer.version == report.version:
+                    raise CrossrailError(f"{member}: {answer.reason}")
             except Unreachable as error:
                 self._leave_out(member, f"it is gone: {error}", report)
             except NoAnswer as error:
@@ -304,9 +318,11 @@ class WeightController:
         trainers, targets = ([member.inventory for member in side] for side in self._planned_by_role())
         return self._replanner.plan(trainers, targets, self._speeds, dict(self._roster.went))
 
-    async def _ask(self, member: Member, question: object, answer: type[_T], timeout_s: float) -> _T:
+    async def _ask(
+        self, member: Member, question: object, answer: type[_T] | tuple[type[_T], ...], timeout_s: float
+    ) -> _T:
         """The answer. Raises NoAnswer; Unreachable when it is gone, or was closed."""
-        kinds: tuple[type[_T | m.Closed], ...] = (answer, m.Closed)
+        kinds: tuple[type[_T | m.Closed], ...] = (*(answer if isinstance(answer, tuple) else (answer,)), m.Closed)
         got: _T | m.Closed = await self._mailbox.ask(member.address, question, kinds, timeout_s)
         if isinstance(got, m.Closed):
             raise Unreachable(got.reason)

@@ -219,9 +219,9 @@ class Membership:
             log.info("%s left without a word: %s", self._who, error)
 
     def handle(self, handlers: Mapping[type, Handler], while_whole: dict[type, Handler]) -> None:
-        """Handles these questions and RollCall. Once closed, the member answers Closed to all of them. If it has lost
-        its memory, or has left, it answers Closed to RollCall and to those in while_whole, but still ends what it has
-        begun.
+        """Handles these questions, and RollCall unless it is among them. Once closed, the member answers Closed to all
+        of them. If it has lost its memory, or has left, it answers Closed to RollCall and to those in while_whole, but
+        still ends what it has begun.
         """
 
         def unless(handler: Handler, why: Callable[[], str]) -> Handler:
@@ -232,12 +232,12 @@ class Membership:
 
         for kind, handler in handlers.items():
             self._mailbox.handle(kind, unless(handler, self._closed_why))
-        for kind, handler in (while_whole | {m.RollCall: self._on_roll_call}).items():
+        for kind, handler in ({m.RollCall: self.on_roll_call} | while_whole).items():
             self._mailbox.handle(
                 kind, unless(handler, lambda: self._closed_why() or self._broken_why() or self._left_why())
             )
 
-    async def _on_roll_call(self, sender: bytes, _: m.RollCall) -> m.Taken | m.Closed:
+    async def on_roll_call(self, sender: bytes, _: m.RollCall) -> m.Taken | m.Closed:
         """A member that has joined another controller is gone for this one, which leaves it out before
         anybody opens.
         """

@@ -264,7 +264,29 @@ class Closed(Struct, frozen=True, tag=True):
 
 
 class RollCall(Struct, frozen=True, tag=True):
-    """Is it there? Taken."""
+    """Is it there? Taken, or Refused."""
+
+
+class Refused(Struct, frozen=True, tag=True):
+    """A trainer's answer to RollCall: it is there, and its publish() of this version was refused at the call. No offer
+    was made since, and no update has failed.
+    """
+
+    version: Version
+    reason: Text
+
+
+class Refusing(Struct, frozen=True, tag=True):
+    """From a trainer: if it is asked RollCall now, it answers Refused."""
+
+
+class Withdraw(Struct, frozen=True, tag=True):
+    """To a trainer: an offer of this version that no update has asked for is of no use, for the reason that another
+    trainer gave.
+    """
+
+    version: Version
+    reason: Text
 
 
 class AskProgress(Struct, frozen=True, tag=True):
@@ -287,7 +309,7 @@ class Progress(Struct, frozen=True, tag=True):
 
 Message = (
     Join | Joined | JoinRefused | Leave | Assign | Expect | Taken | Open | Opened | Go | Sent | Await | Whole | Commit
-    | Abort | Aborted | Evicted | Closed | RollCall | AskProgress | Progress | Failed
+    | Abort | Aborted | Evicted | Closed | RollCall | Refused | Refusing | Withdraw | AskProgress | Progress | Failed
 )  # fmt: skip
 
 

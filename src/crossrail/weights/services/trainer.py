@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -13,8 +14,9 @@ import crossrail as xr
 from crossrail._closing import AsyncClosing
 from crossrail._options import check_seconds, check_whole
 from crossrail.control.deadlines import in_time, in_words, loop_time_s, set_in_time
-from crossrail.control.mailbox import Mailbox
+from crossrail.control.mailbox import Mailbox, NoAnswer
 from crossrail.control.messages import clipped
+from crossrail.control.wire import Unreachable
 from crossrail.errors import CrossrailError, UsageError
 from crossrail.weights import gpu
 from crossrail.weights.errors import UpdateFailed, WatermarkTooSmall
@@ -79,6 +81,8 @@ class WeightTrainer(AsyncClosing):
         self._assigned: Assigned | None = None
         self._offer: _Offer | None = None
         self._withdrawn: int | None = None  # as in m.Progress
+        self._refused: m.Refused | None = None  # what RollCall is answered with
+        self._loop: asyncio.AbstractEventLoop | None = None  # of join()
         self._offered = asyncio.Event()
         self._step: Step | None = None
         self._going: asyncio.Task[StepReport] | None = None
@@ -98,8 +102,9 @@ class WeightTrainer(AsyncClosing):
                 m.Abort: self._on_abort,
                 m.Evicted: self._on_evicted,
                 m.AskProgress: self._on_progress,
+                m.Withdraw: self._on_withdraw,
             },
-            while_whole={m.Assign: self._on_assign, m.Go: self._on_go},
+            while_whole={m.Assign: self._on_assign, m.Go: self._on_go, m.RollCall: self._on_roll_call},
         )
 
     def __repr__(self) -> str:
@@ -115,6 +120,7 @@ class WeightTrainer(AsyncClosing):
         self._check_may_join()
         self._mailbox.check_started()
         self._mailbox.wire.identity(controller)
+        self._loop = asyncio.get_running_loop()
         self._membership.begin(controller)
         async with self._membership.asking():
             await self._join_with(controller, timeout_s)
@@ -123,7 +129,7 @@ class WeightTrainer(AsyncClosing):
         await self._stop_step("it joins anew")
         if controller != self._controller:
             self._controller, self._attempt_max, self._step_attempt, self._pieces = controller, 0, 0, Pieces()
-            self._withdrawn = None
+            self._withdrawn = self._refused = None
             if self._offer is not None:
                 self._offer.attempt = self._offer.after = 0
         inventory = await in_thread(packed_inventory, self.memory)
@@ -146,13 +152,20 @@ class WeightTrainer(AsyncClosing):
         Weights on GPUs: nothing is sent before everything has ended that torch had queued on the calling thread's
         current stream of each GPU. For other kernels, wait before the call. The call itself may be made on any thread;
         the coroutine runs on the event loop's. The call raises UsageError for a tensor that was moved after it was
-        added, and where memory was closed.
+        added, and where memory was closed. That fails an update to this version that has begun, and one that begins
+        before this trainer has offered it; other trainers' offers that no update has asked for yet fail, too.
         """
-        check_seconds(timeout_s=timeout_s)
-        if why := self._broken_why():
-            raise UsageError(why)
-        self.memory.check_in_place()
-        return self._publish(checked_version(version), timeout_s, gpu.launched(self.memory.gpus()))
+        version = checked_version(version)
+        try:
+            check_seconds(timeout_s=timeout_s)
+            if why := self._broken_why():
+                raise UsageError(why)
+            self.memory.check_in_place()
+            kernels = gpu.launched(self.memory.gpus())
+        except CrossrailError as error:
+            self._tell_refused(m.Refused(version, clipped(f"its publish({version}) was refused: {error}")))
+            raise
+        return self._publish(version, timeout_s, kernels)
 
     async def _publish(self, version: int, timeout_s: float, kernels: Sequence[Any]) -> StepReport:
         if why := self._closed_why() or self._membership.out_why:
@@ -162,7 +175,7 @@ class WeightTrainer(AsyncClosing):
         waits = self._going is not None and not self._going.done()  # for this offer
         after = self._step_attempt - 1 if waits else self._attempt_max
         self._offer = _Offer(version, asyncio.get_running_loop().create_future(), kernels, after)
-        self._withdrawn = None
+        self._withdrawn = self._refused = None
         self._offered.set()
         ended = "its publish() has ended"
         try:
@@ -324,10 +337,13 @@ class WeightTrainer(AsyncClosing):
 
     async def _go(self, assigned: Assigned, go: m.Go) -> StepReport:
         deadline_at_s = loop_time_s() + go.timeout_s
+        if self._refused is not None and self._refused.version == go.version:
+            raise CrossrailError(self._refused.reason)
         if not await set_in_time(self._offered, go.timeout_s):
             raise CrossrailError(f"version {go.version} was not offered in {in_words(go.timeout_s)}")
         offer = self._offer
-        assert offer is not None
+        if offer is None:
+            raise CrossrailError(self._refused.reason if self._refused is not None else "its publish() was refused")
         offer.attempt = go.attempt
         if offer.version != go.version:
             offer.asked_for = go.version
@@ -376,14 +392,26 @@ class WeightTrainer(AsyncClosing):
         self._pieces.clear(abort.attempt)
         if self._assigned is not None and not self._assigned.is_ready and self._assigned.attempt <= abort.attempt:
             self._drop_assigned()
-        offer, withdrawn = self._offer, self._withdrawn
+        offer, withdrawn, refused = self._offer, self._withdrawn, self._refused
         if self._step_attempt <= abort.attempt:
             await self._stop_step(abort.reason)
         if offer is not None and offer.after < abort.attempt and offer.attempt <= abort.attempt:
             offer.fail(abort.reason)
         if self._withdrawn == withdrawn:
             self._withdrawn = None
+        if self._refused is refused:
+            self._refused = None
         return m.Aborted()
+
+    async def _on_withdraw(self, sender: bytes, withdraw: m.Withdraw) -> m.Taken:
+        self._check_controller(sender)
+        if self._offer is not None and not self._offer.attempt and self._offer.version == withdraw.version:
+            self._offer.fail(withdraw.reason)
+        return m.Taken()
+
+    async def _on_roll_call(self, sender: bytes, question: m.RollCall) -> m.Taken | m.Closed | m.Refused:
+        answer = await self._membership.on_roll_call(sender, question)
+        return self._refused if isinstance(answer, m.Taken) and self._refused is not None else answer
 
     async def _on_evicted(self, sender: bytes, evicted: m.Evicted) -> m.Taken:
         self._check_controller(sender)
@@ -400,6 +428,28 @@ class WeightTrainer(AsyncClosing):
         ready = 0 if self._assigned is None else len(self._assigned.tasks)
         waits_for = "" if self._step is None else clipped(self._step.waits_for)
         return m.Progress(ready, report.written_bytes, self._offer is not None, self._withdrawn, waits_for)
+
+    # ---- a publish() that was refused at the call
+
+    def _tell_refused(self, refused: m.Refused) -> None:
+        """Any thread. Before join() there is nobody to tell."""
+        if self._loop is not None:
+            with suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._note_refused, refused)
+
+    def _note_refused(self, refused: m.Refused) -> None:
+        if self._offer is not None or self._closed_why() or not self._controller:  # that offer goes on
+            return
+        self._refused = refused
+        self._offered.set()  # a step that waits for it goes on, and fails with the reason
+        self._offered.clear()
+        self._mailbox.spawn(self._say_refusing(self._controller), "telling that publish() was refused")
+
+    async def _say_refusing(self, controller: bytes) -> None:
+        try:
+            await self._mailbox.ask(controller, m.Refusing(), m.Taken, ABORT_S)
+        except (NoAnswer, Unreachable) as error:
+            log.info("trainer %d: the controller does not know that publish() was refused: %s", self.rank, error)
 
     # ---- ending
 
