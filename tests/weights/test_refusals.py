@@ -32,7 +32,30 @@ def refused(trainers: list[tuple[Holding, ...]], targets: list[tuple[Holding, ..
 
 
 def test_parameter_that_no_trainer_holds() -> None:
-    assert refused([(W,)], [(W, N)]) == "'n': wanted by targets and held by no trainer"
+    assert refused([(W,)], [(W, N)]) == (
+        "'n': wanted by targets and held by no trainer. Next: add() it under this name at a trainer, also if it is "
+        "tied to another"
+    )
+
+
+@pytest.mark.parametrize(
+    ("held", "wanted", "hint"),
+    [
+        ("_orig_mod.layers.0.n", "layers.0.n", ": there is '_orig_mod.layers.0.n'. Leave out what a wrapper put"),
+        ("layers.0.n", "module.layers.0._checkpoint_wrapped_module.n", ": there is 'layers.0.n'. Leave out what a"),
+        ("base_model.model.q.base_layer.weight", "q.weight", "weight'. Merge peft's adapters, and leave out what it"),
+        ("model.layers.0.q.weight", "layers.0.q.weight", ": there is 'model.layers.0.q.weight'"),
+        ("model.layers.0.q.weight", "norm.bias", "tied to another"),
+    ],
+)
+def test_name_that_was_probably_meant_is_named(held: str, wanted: str, hint: str) -> None:
+    at_trainer, at_target = (Holding.whole(name, "float32", (4,), 0, 0) for name in (held, wanted))
+
+    why = refused([(W, at_trainer)], [(W, at_target)])
+
+    assert why.startswith(f"'{wanted}': wanted by targets and held by no trainer. Next: ")
+    assert hint in why
+    assert hint == "tied to another" or not why.endswith("tied to another")
 
 
 def test_many_that_lack_are_not_all_listed() -> None:

@@ -19,6 +19,7 @@ import numpy as np
 from crossrail.errors import UsageError
 from crossrail.weights.dtypes import ITEM_BYTES, dtype_code
 from crossrail.weights.inventory.holdings import Box, Holding, c_strides
+from crossrail.weights.inventory.wrappers import meant, unwrapped
 
 __all__ = ["Names", "Part", "Ranks", "Rule"]
 
@@ -94,6 +95,9 @@ class Names:
     """Translates the tensors of one model. Immutable; any thread.
 
     rules: the first whose pattern matches applies; a tensor without a match is the parameter of that name, undivided.
+    Where the model has no such parameter, the name is tried again without what wrappers of modules that leave
+    parameters as they are put into it: `_orig_mod`, `_fsdp_wrapped_module`, `_checkpoint_wrapped_module`, and `module`
+    at its beginning.
     shapes: of the checkpoint's parameters, experts stacked: (experts, ...) under one name without a number. units: what
     rules call units, mostly "heads" and "kv_heads". block: elements of a matrix that share an fp8 scale. UsageError,
     which names the rule, for an invalid one.
@@ -165,7 +169,7 @@ class Names:
         """The parameters in the tensor, and its shape."""
         scales = name.endswith(_SCALES)
         base = name.removesuffix(_SCALES)
-        rule, fields = self._rule(base)
+        rule, fields = self._rule_of(base)
         expert = _expert(name, fields.pop("expert")) if "expert" in fields else None
         spans: list[_Span] = []
         at = 0
@@ -173,7 +177,7 @@ class Names:
             full = part.name.format(**fields)
             if full not in self.shapes:
                 why = "" if any(rule is known for _, known in self._rules) else "no rule fits it, and "
-                raise UsageError(f"{name!r}: {why}the model has no parameter {full!r}")
+                raise UsageError(f"{name!r}: {why}the model has no parameter {full!r}{meant(full, self.shapes)}")
             shape = self.shapes[full]
             box = self._held(part, rule, full, shape, expert, ranks)
             block: Shape = ()
@@ -199,6 +203,17 @@ class Names:
         if rule.along + (1 if rule.experts else 0) < len(extent):
             extent[rule.along + (1 if rule.experts else 0)] = at
         return spans, tuple(extent)
+
+    def _rule_of(self, name: str) -> tuple[Rule, dict[str, str]]:
+        """Of the name as it is; without wrappers if the model has that."""
+        found = self._rule(name)
+        bare = unwrapped(name)
+        if bare != name and not self._has(*found) and self._has(*(other := self._rule(bare))):
+            return other
+        return found
+
+    def _has(self, rule: Rule, fields: Mapping[str, str]) -> bool:
+        return all(part.name.format(**fields) in self.shapes for part in rule.parts)
 
     def _rule(self, name: str) -> tuple[Rule, dict[str, str]]:
         for pattern, rule in self._rules:

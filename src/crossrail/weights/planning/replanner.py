@@ -59,7 +59,8 @@ class Replanner:
                 raise
             named = ", ".join(f"trainer {rank} ({went[rank]})" for rank in sorted(went)[:_NAMED])
             more = f", and {len(went) - _NAMED} more" if len(went) > _NAMED else ""
-            raise CrossrailError(f"{error}. Gone since the last plan: {named}{more}") from None
+            why = str(error).partition(". Next: ")[0]  # those who are gone had it
+            raise CrossrailError(f"{why}. Gone since the last plan: {named}{more}") from None
         self._trainers |= ranks
         self._wanted.update(wanted)
         return plan

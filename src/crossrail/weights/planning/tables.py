@@ -12,6 +12,7 @@ from crossrail.errors import UsageError
 from crossrail.weights.dtypes import CASTS, DTYPES, FP8, QUANTISED, dtype_code
 from crossrail.weights.errors import Unheld
 from crossrail.weights.inventory.holdings import DIMS, HOLDING, Inventory, Role
+from crossrail.weights.inventory.wrappers import meant
 from crossrail.weights.planning.boxes import Boxes, Ints, columns_of, distinct, find_fault, overlaps
 
 _SHOWN = 5
@@ -130,7 +131,7 @@ def match(tables: Tables, ignore: Sequence[str]) -> tuple[Forms, Wants]:
     rows = target.rows
     scales = (rows["scale_of"] >= 0) & ~held[rows["name"]]
     param = np.where(scales, rows["scale_of"], rows["name"]).astype(np.int64)
-    _refuse_names(names, np.unique(param[~held[param]]), "wanted by targets and held by no trainer", Unheld)
+    _check_held(names, param, held)
     dtype = np.where(scales, FP8, rows["dtype"]).astype(np.int64)
     block = np.where(scales[:, np.newaxis], rows["block"], 0)
     quantised = ~scales & (dtype == FP8) & (source_dtype[param] != FP8)
@@ -143,6 +144,19 @@ def match(tables: Tables, ignore: Sequence[str]) -> tuple[Forms, Wants]:
     first, form = distinct(columns_of(param, dtype, block))
     forms = Forms(param[first], dtype[first], block[first], shape[param[first]], source_dtype[param[first]])
     return forms, Wants(np.arange(len(rows)), form, scales)
+
+
+def _check_held(names: Sequence[str], wanted: Ints, held: npt.NDArray[np.bool_]) -> None:
+    missing = np.unique(wanted[~held[wanted]])
+    if len(missing):
+        left = held.copy()
+        left[wanted] = False
+        hint = meant(names[int(missing[0])], [names[at] for at in np.flatnonzero(left).tolist()])
+        what = (
+            "wanted by targets and held by no trainer. Next: add() it under this name at a trainer, also if it is tied "
+            f"to another{hint}"
+        )
+        _refuse_names(names, missing, what, Unheld)
 
 
 def _check_made(tables: Tables, param: Ints, have: Ints, want: Ints, quantised: npt.NDArray[np.bool_]) -> None:
