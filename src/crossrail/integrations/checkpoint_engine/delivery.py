@@ -81,7 +81,8 @@ class Delivery:
         self._device = device
         self._metas = metas
         self._buckets = buckets
-        self._half_bytes = max(each.bucket.size for each in buckets)
+        # Files that were pinned where they are have tensors of any length: views of types need an aligned second half.
+        self._half_bytes = -(-max(each.bucket.size for each in buckets) // _ALIGN) * _ALIGN
         self._buffer: torch.Tensor | None = torch.empty(
             2 * self._half_bytes, dtype=torch.uint8, device=device.device_type
         )

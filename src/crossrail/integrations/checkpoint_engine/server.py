@@ -106,7 +106,10 @@ class ParameterServer(theirs.ParameterServer):  # type: ignore[misc, unused-igno
         use_shared_memory_pool: bool = False,
         use_inplace_pin_memory: bool = True,
     ) -> None:
-        """Like theirs. Each user of the shared pool is read by keys of its own."""
+        """Like theirs. Each user of the shared pool is read by keys of its own. UsageError names a tensor that cannot
+        be copied byte by byte, or says that there is nothing to read in any of them.
+        """
+        _check_tensors(checkpoint_name, named_tensors or {}, has_files=bool(files))
         super().register_checkpoint(
             checkpoint_name,
             files=files,
@@ -129,6 +132,10 @@ class ParameterServer(theirs.ParameterServer):  # type: ignore[misc, unused-igno
         if checkpoint_name == self._current_shared_memory_pool_user and self._pool(checkpoint_name) and not force:
             self._unregister_parameters_from_p2p_store(checkpoint_name)
         super().unregister_checkpoint(checkpoint_name, force)
+
+    def _unregister_parameters_from_p2p_store(self, checkpoint_name: str) -> int:
+        """Theirs calls it after a register_checkpoint that has failed, too: an error here would hide that one's."""
+        return super()._unregister_parameters_from_p2p_store(checkpoint_name) if self._pool(checkpoint_name) else 0
 
     def gather_metas(self, checkpoint_name: str, *, timeout: timedelta = timedelta(minutes=10)) -> None:
         """What all ranks have registered under this name, as theirs. All ranks call it. Raises CheckpointUpdateFailed.
@@ -270,6 +277,24 @@ class ParameterServer(theirs.ParameterServer):  # type: ignore[misc, unused-igno
                 meeting.leave()
         finally:
             self._last = meeting
+
+
+def _check_tensors(checkpoint_name: str, named_tensors: dict[str, torch.Tensor], *, has_files: bool) -> None:
+    """UsageError for what theirs would refuse without naming the tensor."""
+    for name, tensor in named_tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise UsageError(f"{name!r:.200}: a {type(tensor).__name__} is no torch tensor")
+        if tensor.is_meta:
+            raise UsageError(f"{name!r:.200}: the tensor is on the device meta, and has no values")
+        try:
+            tensor.view(-1).view(torch.uint8)  # as theirs copies it
+        except RuntimeError as error:
+            raise UsageError(
+                f"{name!r:.200}: its bytes cannot be copied as they lie, shape {tuple(tensor.shape)}: {error}. Next: "
+                "register a dense copy, such as tensor.contiguous(), or tensor.resolve_neg()"
+            ) from None
+    if named_tensors and not has_files and not any(tensor.numel() for tensor in named_tensors.values()):
+        raise UsageError(f"no tensor of checkpoint {checkpoint_name!r} has any elements here. Next: leave them out")
 
 
 @contextmanager
