@@ -20,6 +20,7 @@ class CountingSink final : public Sink {
  public:
   void on_retired(Link&, void*, uint32_t, uint32_t count, uint64_t, Status status, const std::string&) override {
     (status == Status::kDone ? done : failed) += count;
+    last_outcome = status;
   }
   void on_withdrawn(Link&, void*, uint32_t, uint64_t) override { ++withdrawn; }
   void on_imm(uint32_t, uint64_t units) override { imm_units += units; }
@@ -39,6 +40,7 @@ class CountingSink final : public Sink {
 
   bool holds = false;  // messages
   uint32_t done = 0, failed = 0, withdrawn = 0, messages = 0, ups = 0;
+  Status last_outcome = Status::kPending;
   uint64_t imm_units = 0, units_when_down = 0;
   std::string why_down, protocol_error;
 };

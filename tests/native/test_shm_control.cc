@@ -14,6 +14,7 @@
 #include "fake_cuda.h"
 #include "shm_packets.h"
 #include "shm_rig.h"
+#include "transport/refusal.h"
 
 namespace crossrail::shm {
 
@@ -84,6 +85,22 @@ struct Impostor {
     REQUIRE(turn_until({node}, [&] { return node->sink.ups == 1; }));
   }
 
+  // Memory of 4096 bytes that is reached through the rings.
+  std::unique_ptr<RemoteKey> region() const;
+  void post(WorkOp op, RemoteKey& key, std::span<std::byte> local) const {
+    const WorkRequest request{
+        .op = op, .local = local.data(), .length_bytes = local.size(), .remote = &key, .context = node};
+    uint32_t completed = 0;
+    REQUIRE(node->transport.post(*link, 0, {&request, 1}, &completed) == 1);
+  }
+  // Takes the first entry of the rail, and says this of it.
+  void pop(uint32_t status) const {
+    Channel& channel = rings().channels[kFirstRailChannel];
+    REQUIRE(channel.entries[0].sequence.load(std::memory_order_acquire) == 1);
+    channel.entries[0].status.store(static_cast<uint8_t>(status), std::memory_order_relaxed);
+    channel.consumed.store(1, std::memory_order_release);
+  }
+
   Node* const node;
   const Address target = make_identity("target", transport_bit(TransportKind::kShm), 1);
   const Fd listener{::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0)};
@@ -113,6 +130,17 @@ Writer begin_facts(bool is_gpu) {
 }
 
 Bytes host_facts() { return std::move(begin_facts(false).bytes()); }
+
+std::unique_ptr<RemoteKey> Impostor::region() const {
+  RegionDescriptor descriptor;
+  descriptor.region_id = kRegionId;
+  auto key = node->transport.resolve(*link, descriptor);
+  REQUIRE(next_packet(*node, socket.get()) == kImport);
+  REQUIRE(send_packet(socket.get(), host_facts(), {}));
+  Mapping none;
+  REQUIRE(turn_until({node}, [&] { return node->transport.map(*link, *key, -1, &none) == Status::kAccessDenied; }));
+  return key;
+}
 
 Bytes gpu_facts(uint8_t by, uint64_t offset, uint64_t allocation_bytes) {
   Writer answer = begin_facts(true);
@@ -241,19 +269,9 @@ TEST_CASE("shm: who was connected to is not shown our regions") {
 TEST_CASE("shm: who answers more reads than it was asked for does not keep us for itself") {
   Node node("initiator");
   const Impostor impostor(&node);
-  RegionDescriptor descriptor;
-  descriptor.region_id = kRegionId;
-  const auto key = node.transport.resolve(*impostor.link, descriptor);
-  REQUIRE(next_packet(node, impostor.socket.get()) == kImport);
-  REQUIRE(send_packet(impostor.socket.get(), host_facts(), {}));
-  Mapping none;
-  REQUIRE(turn_until({&node},
-                     [&] { return node.transport.map(*impostor.link, *key, -1, &none) == Status::kAccessDenied; }));
+  const auto key = impostor.region();
   std::vector<std::byte> local(4096);
-  const WorkRequest read{
-      .op = WorkOp::kRead, .local = local.data(), .length_bytes = local.size(), .remote = key.get(), .context = &node};
-  uint32_t completed = 0;
-  REQUIRE(node.transport.post(*impostor.link, 0, {&read, 1}, &completed) == 1);
+  impostor.post(WorkOp::kRead, *key, local);
 
   Channel& responses = impostor.rings().channels[kResponseChannel];
   for (uint32_t i = 0; i < kRingEntries; ++i) {
@@ -263,6 +281,36 @@ TEST_CASE("shm: who answers more reads than it was asked for does not keep us fo
   node.transport.poll();
 
   CHECK(responses.consumed.load() == 1);
+}
+
+TEST_CASE("shm: a peer says that it refuses, and not what only our side can know") {
+  for (uint32_t byte = 1; byte < kEntryTaken; ++byte) {
+    CAPTURE(byte);
+    Node node("initiator");
+    const Impostor impostor(&node);
+    const auto key = impostor.region();
+    std::vector<std::byte> local(4096);
+    impostor.post(WorkOp::kWrite, *key, local);
+
+    impostor.pop(byte);
+    node.transport.poll();
+
+    CHECK(node.sink.last_outcome == (is_refusal(byte) ? static_cast<Status>(byte) : Status::kTransportFailed));
+  }
+}
+
+TEST_CASE("shm: what a peer leaves undone because we forget it is lost, not cancelled") {
+  Node node("initiator");
+  const Impostor impostor(&node);
+  const auto key = impostor.region();
+  std::vector<std::byte> local(4096);
+  impostor.post(WorkOp::kWrite, *key, local);
+
+  impostor.pop(static_cast<uint8_t>(Status::kCancelled));  // between our two steps
+  node.transport.disconnect(*impostor.link);
+
+  CHECK(node.sink.last_outcome == Status::kPeerLost);
+  CHECK(node.sink.failed == 1);
 }
 
 TEST_CASE("shm: what a peer says of memory of a GPU is checked, and descriptors that come with it are closed") {

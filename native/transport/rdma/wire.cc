@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "transport/refusal.h"
 #include "util/codec.h"
 #include "util/errors.h"
 
@@ -230,7 +231,7 @@ std::optional<ResolvedBody> decode_resolved(std::span<const uint8_t> bytes) {
   if (!reader.ok() || !is_rail(body.path) || count > kSpansMax) return std::nullopt;
   for (size_t i = 0; i < count; ++i) {
     const auto verdict = reader.get<uint8_t>();
-    if (verdict == 0 || verdict > static_cast<uint8_t>(Status::kTransportFailed)) return std::nullopt;
+    if (verdict != static_cast<uint8_t>(Status::kDone) && !is_refusal(verdict)) return std::nullopt;
     body.verdicts.push_back(static_cast<Status>(verdict));
   }
   return reader.finished() ? std::optional(body) : std::nullopt;

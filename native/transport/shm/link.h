@@ -245,6 +245,7 @@ struct Outgoing final : Link {
   std::shared_ptr<const Address> address;
   bool up = false;
   bool same_process = false;
+  bool is_given_up = false;  // as we have told the target: LinkSegment::revoked
   uint32_t pid = 0;
   uint32_t rail_count = 0;
   std::shared_ptr<MemoryMap> segment_map;

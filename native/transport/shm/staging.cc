@@ -4,6 +4,7 @@
 #include <new>
 #include <utility>
 
+#include "transport/refusal.h"
 #include "transport/shm/shm_transport.h"
 #include "transport/wire_imm.h"
 #include "util/clock.h"
@@ -18,7 +19,7 @@ constexpr uint32_t kChunksPerPoll = 4;
 // Decodes a status byte from shared memory.
 Status status_from_peer(uint8_t byte) {
   if (byte == 0 || byte == kEntryTaken) return Status::kDone;
-  return byte <= static_cast<uint8_t>(Status::kTransportFailed) ? static_cast<Status>(byte) : Status::kTransportFailed;
+  return is_refusal(byte) ? static_cast<Status>(byte) : Status::kTransportFailed;
 }
 
 void begin_timing(Outgoing& link) {
@@ -243,6 +244,9 @@ uint32_t ShmTransport::retire_staged(Outgoing& link, RailQueue& rail) {
   for (; rail.retired < rail.writer.consumed(); ++rail.retired) {
     InFlight& slot = rail.inflight[rail.retired % kRingEntries];
     if (!slot.staged) continue;
+    const uint8_t status = rail.writer.status_of(rail.retired);
+    // It saw that we give the link up, and has left this undone.
+    if (link.is_given_up && slot.context != nullptr && status == static_cast<uint8_t>(Status::kCancelled)) break;
     slot.staged = false;
     --rail.staged_inflight;
     rail.writer.release_stage(slot.stage_head);
@@ -252,7 +256,7 @@ uint32_t ShmTransport::retire_staged(Outgoing& link, RailQueue& rail) {
       continue;
     }
     if (rail.sticky == Status::kDone) {
-      rail.sticky = slot.failed ? Status::kTransportFailed : status_from_peer(rail.writer.status_of(rail.retired));
+      rail.sticky = slot.failed ? Status::kTransportFailed : status_from_peer(status);
       if (rail.sticky != Status::kDone && slot.retires == 0) uncount_head(rail, slot.context);
     }
     if (slot.retires == 0) continue;

@@ -133,6 +133,7 @@ void ShmTransport::withdraw_reads(Outgoing& link, bool (*wanted)(void* context))
 // Ends everything on the link: confirmed entries with the status confirmed, the rest with `status`. The target executes
 // none of the rest once it has seen `revoked`.
 void ShmTransport::flush_link(Outgoing& link, Status status, const std::string& detail) {
+  link.is_given_up = true;
   link.segment->revoked.store(1, std::memory_order_seq_cst);
   if (hazardous_ == &link) clear_hazards();
   const auto flush_queue = [&](RailQueue& rail) {

@@ -1,6 +1,7 @@
 // The initiator's stream on a connection: operations out; acknowledgements, answers and read data in.
 #include <algorithm>
 
+#include "transport/refusal.h"
 #include "transport/tcp/frames.h"
 #include "transport/tcp/tcp_transport.h"
 #include "util/readable.h"
@@ -217,13 +218,6 @@ void pair_twins(OutLink& out, InLink& in) {
   if (in.twin != nullptr) in.twin->twin = nullptr;
   out.twin = &in;
   in.twin = &out;
-}
-
-// Whether a peer may answer this: for example, it cannot tell us that our own engine is closed.
-static bool is_refusal(uint64_t status) {
-  return (status >= static_cast<uint64_t>(Status::kRegionClosed) &&
-          status <= static_cast<uint64_t>(Status::kMessageTooLong)) ||
-         status == static_cast<uint64_t>(Status::kTransportFailed);  // of the peer's GPU
 }
 
 bool take_ack(OutLink& link, const AckMeta& ack) {
