@@ -43,6 +43,7 @@ struct Fake {
   ibv_mtu mtu = IBV_MTU_4096;
   // The address handle of a route; may be called by any thread. Null: the neighbour does not answer.
   std::function<ibv_ah*(const ibv_ah_attr&)> find_route = [](const ibv_ah_attr&) { return new ibv_ah{}; };
+  void have_completion_vectors(int count);
   // --- faults ---
   int register_error = 0;
   int dma_buf_error = 0;
@@ -57,7 +58,8 @@ struct Fake {
   bool is_sink = false;                 // completes what is posted at once, remembers nothing
   // --- what happened ---
   uint64_t posted_count = 0;
-  ibv_sge last_entry{};  // of what was posted last
+  std::vector<int> completion_vectors;  // of each completion queue
+  ibv_sge last_entry{};                 // of what was posted last
   uint64_t last_remote_address = 0;
   uint64_t inline_count = 0;
   uint64_t doorbells = 0;
@@ -275,7 +277,8 @@ inline int fake_take_ring(ibv_comp_channel* channel, ibv_cq** queue, void** user
   return 0;
 }
 
-inline ibv_cq* fake_create_cq(ibv_context* context, int, void*, ibv_comp_channel*, int) {
+inline ibv_cq* fake_create_cq(ibv_context* context, int, void*, ibv_comp_channel*, int vector) {
+  g_fake->completion_vectors.push_back(vector);
   static bool is_second = false;
   ibv_cq* queue = is_second ? &g_receives : &g_sends;  // VerbsNic makes that of sends first
   is_second = !is_second;
@@ -396,6 +399,8 @@ inline Fake::Fake() {
   static const verbs::Library table = fake_table();
   verbs::replace_library(&table);
 }
+
+inline void Fake::have_completion_vectors(int count) { g_context.num_comp_vectors = count; }
 
 inline Fake::~Fake() {
   verbs::replace_library(nullptr);

@@ -234,6 +234,22 @@ TEST_CASE("verbs ports: devices without reliable connections are listed with the
   CHECK(!verbs::missing().empty());
 }
 
+TEST_CASE("verbs ports: an engine's rails interrupt by vectors of their own, which begin anywhere") {
+  Fake fake;
+  fake.have_completion_vectors(4);
+  TransportOptions options;
+  options.rails = {"fake0", "fake0"};
+  options.identity.incarnation[0] = 255;
+  const auto nics = verbs::open_nics(options);
+  CHECK(fake.completion_vectors == std::vector<int>{3, 3, 0, 0});
+  CHECK(nics[0]->description().ends_with(", completion vector 3 of 4"));
+
+  fake.completion_vectors.clear();
+  fake.have_completion_vectors(1);
+  CHECK(open_fake()->description().find("vector") == std::string::npos);
+  CHECK(fake.completion_vectors == std::vector<int>{0, 0});
+}
+
 TEST_CASE("verbs ports: endpoints and offers cut or changed at any place are refused or harmless") {
   Fake fake;
   Rig rig;

@@ -120,10 +120,13 @@ std::vector<std::unique_ptr<rdma::Nic>> open_nics(const TransportOptions& option
   if (find_library(&why) == nullptr) throw TransportError("dlopen", ENOENT, why, kRemedy);
   std::map<std::string, std::shared_ptr<OpenDevice>> devices;  // several ports and rails may belong to one
   std::vector<std::unique_ptr<rdma::Nic>> nics;
+  // Vectors differ among the rails of an engine and, by chance, among engines: else all of a host's would interrupt one
+  // core.
+  uint32_t vector_number = options.identity.incarnation[0];
   for (PortDetail& detail : choose_ports(open_devices(), options)) {
     std::shared_ptr<OpenDevice>& device = devices[detail.port.device];
     if (device == nullptr) device = open_device(detail.port.device);
-    nics.push_back(std::make_unique<VerbsNic>(device, std::move(detail), options.rdma));
+    nics.push_back(std::make_unique<VerbsNic>(device, std::move(detail), options.rdma, vector_number++));
   }
   return nics;
 }

@@ -15,35 +15,46 @@ namespace {
 
 constexpr uint64_t kWorkBytesMax = 1 << 30;  // and a work request's length has 32 bits
 
-CompletionQueue make_completion_queue(const Adapter& adapter, uint32_t entries, ibv_comp_channel* channel) {
+// Which of the device's completion vectors interrupts for a rail. A vector's interrupts go to one core.
+int vector_of(const ibv_context& context, uint32_t number) {
+  return static_cast<int>(number % static_cast<uint32_t>(std::max(context.num_comp_vectors, 1)));
+}
+
+// vector: see vector_of().
+CompletionQueue make_completion_queue(const Adapter& adapter, uint32_t entries, ibv_comp_channel* channel, int vector) {
   if (static_cast<uint32_t>(adapter.limits().max_cqe) < entries)
     fail(adapter, "ibv_create_cq", EINVAL,
          "its completion queues hold too few entries: " + std::to_string(adapter.limits().max_cqe) + " of " +
              std::to_string(entries));
-  CompletionQueue queue(library().create_cq(adapter.context(), static_cast<int>(entries), nullptr, channel, 0));
+  CompletionQueue queue(library().create_cq(adapter.context(), static_cast<int>(entries), nullptr, channel, vector));
   if (queue == nullptr) fail(adapter, "ibv_create_cq", errno, "cannot make a completion queue");
   return queue;
 }
 
-std::string describe(const Port& port) {
+std::string describe(const Adapter& adapter, int vector) {
+  const Port& port = adapter.detail.port;
   std::string text = port.name + ", " + port.gid_type + ", " + port.address;
   if (!port.netdev.empty()) text += " on " + port.netdev;
+  const int vectors = adapter.context()->num_comp_vectors;
+  if (vectors > 1) text += ", completion vector " + std::to_string(vector) + " of " + std::to_string(vectors);
   return text;
 }
 
 }  // namespace
 
-VerbsNic::VerbsNic(std::shared_ptr<OpenDevice> device, PortDetail detail, const RdmaOptions& options)
+VerbsNic::VerbsNic(std::shared_ptr<OpenDevice> device, PortDetail detail, const RdmaOptions& options,
+                   uint32_t vector_number)
     : adapter_(std::make_shared<Adapter>(std::move(device), std::move(detail), options)),
+      completion_vector_(vector_of(*adapter_->context(), vector_number)),
       sleeper_(adapter_->context()),
-      sends_(make_completion_queue(*adapter_, kSendEntries, sleeper_.channel())),
-      receives_done_(make_completion_queue(*adapter_, kReceiveEntries, sleeper_.channel())),
+      sends_(make_completion_queue(*adapter_, kSendEntries, sleeper_.channel(), completion_vector_)),
+      receives_done_(make_completion_queue(*adapter_, kReceiveEntries, sleeper_.channel(), completion_vector_)),
       receives_(std::make_unique<Receives>(*adapter_)),
       fragment_slots_(
           std::make_unique<Slots>(*adapter_, kFragmentSlots, static_cast<uint32_t>(rdma::kFragmentBytesMax))),
       datagrams_(
           std::make_unique<Datagrams>(adapter_, sends_.get(), receives_done_.get(), [this] { sleeper_.ring(); })),
-      description_(describe(adapter_->detail.port)),
+      description_(describe(*adapter_, completion_vector_)),
       is_port_up_(adapter_->detail.port.is_active),
       speed_mbps_(adapter_->detail.port.speed_mbps),
       budget_(kSendsOutstanding) {

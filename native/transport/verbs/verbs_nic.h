@@ -33,8 +33,9 @@ struct Batch {
 // Invariant: destroyed after its paths; registrations may live longer.
 class VerbsNic final : public rdma::Nic {
  public:
-  // Throws TransportError. device: shared with the transport's other Nics on it.
-  VerbsNic(std::shared_ptr<OpenDevice> device, PortDetail detail, const RdmaOptions& options);
+  // Throws TransportError. device: shared with the transport's other Nics on it. vector_number: its remainder chooses
+  // the completion vector of both queues, since one thread sleeps on both.
+  VerbsNic(std::shared_ptr<OpenDevice> device, PortDetail detail, const RdmaOptions& options, uint32_t vector_number);
   ~VerbsNic() override;
 
   const std::string& name() const override { return adapter_->name(); }
@@ -93,6 +94,7 @@ class VerbsNic final : public rdma::Nic {
   static constexpr int64_t kDeviceLookNs = 1'000'000;
 
   std::shared_ptr<const Adapter> adapter_;
+  const int completion_vector_;
   Sleeper sleeper_;
   CompletionQueue sends_;
   CompletionQueue receives_done_;
