@@ -82,7 +82,11 @@ nb::object terms_to_take(const Placement& placement, nb::handle origin, nb::hand
 void register_moe_node_sums(nb::module_& module) {
   nb::module_ part = module.def_submodule("moe");
   part.def(
-      "partners", [](const Layout& layout, nb::handle rank) { return moe::partners(layout, to_rank_of(layout, rank)); },
+      "partners",
+      [](const Layout& layout, nb::handle origin) { return moe::partners(layout, to_rank_of(layout, origin)); },
+      nb::arg("layout"), nb::arg("origin"));
+  part.def(
+      "origins", [](const Layout& layout, nb::handle rank) { return moe::origins(layout, to_rank_of(layout, rank)); },
       nb::arg("layout"), nb::arg("rank"));
   part.def(
       "far_node",

@@ -143,11 +143,14 @@ void register_moe_proxy(nb::module_& module) {
           nb::arg("round"), nb::arg("placement").none(),
           nb::sig("def send_results(self, round: int, placement: Placement | None) -> None"))
       .def(
+          "take_sums", [](ProxyHandle& self, uint32_t round) { self.post([&](auto& to) { to.take_sums(round); }); },
+          nb::arg("round"), "Results are those of our partners from here on.")
+      .def(
           "send_sums",
-          [](ProxyHandle& self, uint32_t round, uint32_t partner, uint64_t first_row, uint64_t rows) {
-            self.post([&](auto& to) { to.send_sums(round, partner, first_row, rows); });
+          [](ProxyHandle& self, uint32_t round, uint32_t origin, uint64_t first_row, uint64_t rows) {
+            self.post([&](auto& to) { to.send_sums(round, origin, first_row, rows); });
           },
-          nb::arg("round"), nb::arg("partner"), nb::arg("first_row"), nb::arg("rows"))
+          nb::arg("round"), nb::arg("origin"), nb::arg("first_row"), nb::arg("rows"))
       .def(
           "say_farewell",
           [](const ProxyHandle& self, std::optional<uint32_t> number, nb::bytes words, double timeout_s) {

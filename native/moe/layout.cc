@@ -86,7 +86,8 @@ Layout::Layout(LayoutShape shape) : shape_(std::move(shape)) {
   names.erase(std::unique(names.begin(), names.end()), names.end());
   for (uint32_t& node : node_of_rank_)
     node = static_cast<uint32_t>(std::lower_bound(names.begin(), names.end(), node) - names.begin());
-  nodes_ = static_cast<uint32_t>(names.size());
+  node_sizes_.resize(names.size());
+  for (const uint32_t node : node_of_rank_) indices_in_node_.push_back(node_sizes_[node]++);
   // Bounds every sum of rows below: all routes of all groups, each expert's rows padded, and all slots.
   const auto bound = static_cast<unsigned __int128>(kRowsMax);
   const auto wide = [](uint64_t value) { return static_cast<unsigned __int128>(value); };
@@ -119,15 +120,12 @@ std::vector<uint32_t> Layout::near_ranks(uint32_t rank) const {
 }
 
 std::vector<uint32_t> Layout::far_ranks_in_turn(uint32_t rank) const {
-  std::vector<uint32_t> members(nodes_);      // of each node, so far
-  std::vector<uint32_t> index(shape_.world);  // of a rank in its node
-  for (uint32_t other = 0; other < shape_.world; ++other) index[other] = members[node_of_rank_[other]]++;
   std::vector<std::pair<uint64_t, uint32_t>> far;  // position in turn, rank
   for (uint32_t other = 0; other < shape_.world; ++other) {
     if (same_node(rank, other)) continue;
-    const uint32_t size = members[node_of_rank_[other]];
-    const uint64_t node = (node_of_rank_[other] + nodes_ - node_of_rank_[rank]) % nodes_;
-    far.emplace_back(node * shape_.world + (index[other] + size - index[rank] % size) % size, other);
+    const uint32_t size = node_size(node_of_rank_[other]);
+    const uint64_t node = (node_of_rank_[other] + nodes() - node_of_rank_[rank]) % nodes();
+    far.emplace_back(node * shape_.world + (index_in_node(other) + size - index_in_node(rank) % size) % size, other);
   }
   std::sort(far.begin(), far.end());
   std::vector<uint32_t> ranks;

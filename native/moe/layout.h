@@ -70,7 +70,9 @@ class Layout {
   uint32_t expert_count(uint32_t rank) const { return first_expert(rank + 1) - first_expert(rank); }
   uint32_t rank_of_expert(uint32_t expert) const { return rank_of_expert_[expert]; }
   uint32_t node_of(uint32_t rank) const { return node_of_rank_[rank]; }  // from 0 on
-  uint32_t nodes() const { return nodes_; }
+  uint32_t nodes() const { return static_cast<uint32_t>(node_sizes_.size()); }
+  uint32_t node_size(uint32_t node) const { return node_sizes_[node]; }           // ranks of it, 1 or more
+  uint32_t index_in_node(uint32_t rank) const { return indices_in_node_[rank]; }  // by rank, from 0 on
   uint32_t group_of(uint32_t rank) const { return rank / shape_.dp_size; }
   bool same_node(uint32_t rank, uint32_t other) const { return node_of_rank_[rank] == node_of_rank_[other]; }
   // Whether the rank receives the group's rows through shared memory.
@@ -80,7 +82,8 @@ class Layout {
   // Ascending, including the rank itself.
   std::vector<uint32_t> near_ranks(uint32_t rank) const;
   // The other ranks, in the order in which `rank` writes to them: the next node first, and in each node the rank with
-  // its own index first. If all ranks begin together, at any time they write to different ranks.
+  // its own index first. If all ranks begin together and nodes are of one size, at any time they write to different
+  // ranks.
   std::vector<uint32_t> far_ranks_in_turn(uint32_t rank) const;
   // The index of the group's slot at the rank: how many groups with smaller numbers are far from it.
   uint32_t far_index(uint32_t group, uint32_t rank) const;
@@ -92,7 +95,8 @@ class Layout {
   std::vector<uint32_t> first_experts_;   // [world + 1]
   std::vector<uint32_t> rank_of_expert_;  // [experts]
   std::vector<uint32_t> node_of_rank_;    // numbered from 0 on, in the order of the names given
-  uint32_t nodes_ = 0;
+  std::vector<uint32_t> node_sizes_;      // [nodes]
+  std::vector<uint32_t> indices_in_node_;
 };
 
 // All places of one round. Immutable; any thread. The layout outlives the placement.

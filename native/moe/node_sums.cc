@@ -10,9 +10,8 @@ namespace crossrail::moe {
 
 namespace {
 
-uint32_t index_in_node(const Layout& layout, uint32_t rank) {
-  const std::vector<uint32_t> node = layout.near_ranks(rank);
-  return static_cast<uint32_t>(std::find(node.begin(), node.end(), rank) - node.begin());
+bool is_partner(const Layout& layout, uint32_t rank, uint32_t origin) {
+  return layout.index_in_node(origin) % layout.node_size(layout.node_of(rank)) == layout.index_in_node(rank);
 }
 
 // Where the origin's rows begin among all rows that rank got from far, in the order of Placement::return_far.
@@ -59,14 +58,15 @@ class NodeSlots {
 
 }  // namespace
 
-std::vector<uint32_t> partners(const Layout& layout, uint32_t rank) {
-  const size_t size = layout.near_ranks(rank).size();
-  const uint32_t own = index_in_node(layout, rank);
-  std::vector<uint32_t> found;
-  for (const uint32_t other : layout.far_ranks_in_turn(rank)) {
-    if (layout.near_ranks(other).size() != size) throw UsageError("node_sums: nodes are of different sizes");
-    if (index_in_node(layout, other) == own) found.push_back(other);
-  }
+std::vector<uint32_t> partners(const Layout& layout, uint32_t origin) {
+  std::vector<uint32_t> found = layout.far_ranks_in_turn(origin);
+  std::erase_if(found, [&](uint32_t other) { return !is_partner(layout, other, origin); });
+  return found;
+}
+
+std::vector<uint32_t> origins(const Layout& layout, uint32_t rank) {
+  std::vector<uint32_t> found = layout.far_ranks_in_turn(rank);
+  std::erase_if(found, [&](uint32_t other) { return !is_partner(layout, rank, other); });
   return found;
 }
 

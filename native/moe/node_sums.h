@@ -3,7 +3,9 @@
 // which is why its combine of a prefill takes a third less than the paper's, arXiv 2510.27656, 7.)
 //
 // Words: an *origin* is a rank whose tokens came from another node. Its *partner* in each node is the rank with the
-// same index there: the partner adds up and writes the sums. A *tag* identifies the route of a far row; it travels in
+// same index there, modulo the number of ranks there: the partner adds up and writes the sums. Where nodes are of one
+// size each rank is the partner of its partners; a rank of a larger node than the origin's may be nobody's there, and
+// one of a smaller node that of several. A *tag* identifies the route of a far row; it travels in
 // the row's last bytes. The sum of a token is at the origin in row (index of the partner's node among its far nodes) *
 // max_tokens + (number of earlier tokens with routes to that node): the origin knows that from its routes, the partner
 // from the tags. Groups are single ranks here: dp_size is 1.
@@ -29,8 +31,11 @@ struct Terms {
   std::vector<float> weights;
 };
 
-// The partners of rank, in the order in which it writes to them. Throws UsageError if nodes have different sizes.
-std::vector<uint32_t> partners(const Layout& layout, uint32_t rank);
+// The partners of origin, one in each other node, in the order of Layout::far_ranks_in_turn.
+std::vector<uint32_t> partners(const Layout& layout, uint32_t origin);
+
+// The origins that rank is the partner of, in the order in which it writes to them.
+std::vector<uint32_t> origins(const Layout& layout, uint32_t rank);
 
 // The index of the partner's node among the origin's far nodes, by node number.
 uint32_t far_node(const Layout& layout, uint32_t origin, uint32_t partner);
@@ -40,10 +45,10 @@ uint32_t far_node(const Layout& layout, uint32_t origin, uint32_t partner);
 template <typename Index>
 std::vector<int32_t> node_tokens(const Layout& layout, std::span<const Index> indices);
 
-// What rank adds up for its partner `origin`: one row of terms for each token of the origin that has routes to this
-// node, ascending, with terms in the order of k. source: index in near_ranks(rank). tags[i]: the tags of that rank, one
-// for each of Placement::return_far's rows, in the same order; may be in memory that others write. Throws UsageError
-// for a tag that belongs to no route.
+// What rank adds up for `origin`, whose partner it is: one row of terms for each token of the origin that has routes to
+// this node, ascending, with terms in the order of k. source: index in near_ranks(rank). tags[i]: the tags of that
+// rank, one for each of Placement::return_far's rows, in the same order; may be in memory that others write. Throws
+// UsageError for a tag that belongs to no route.
 Terms terms_to_send(const Placement& placement, uint32_t rank, uint32_t origin,
                     std::span<const std::span<const Tag>> tags);
 

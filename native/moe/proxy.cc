@@ -97,6 +97,7 @@ Proxy::Proxy(EngineRef engine, const Layout& layout, uint32_t rank, const FarMem
   }
   const std::vector<uint32_t> ranks = layout.far_ranks_in_turn(rank);
   for (uint32_t turn = 0; turn < ranks.size(); ++turn) member(ranks[turn]).turn = turn;
+  for (const uint32_t partner : partners(layout, rank)) member(partner).is_partner = true;
   batch_.resize(members_.size());
   for (auto& expected : rows_expected_) expected.resize(members_.size());
 }
@@ -316,13 +317,10 @@ void Proxy::refuse(uint32_t round, bool has_sent_rows) {
   send_results(round, nullptr);
 }
 
-void Proxy::send_sums(uint32_t round, uint32_t partner, uint64_t first_row, uint64_t rows) {
+void Proxy::send_sums(uint32_t round, uint32_t origin, uint64_t first_row, uint64_t rows) {
   copy_fence();
-  Member& to = member(partner);
-  to.is_partner = true;
-  takes_sums_[parity_of(round)] = true;
-  const uint64_t target = uint64_t{far_node(layout_, partner, rank_)} * layout_.shape().max_tokens;
-  add(to, FarStep::kResults, round, at_rows(memory_.results_out, round) + first_row * memory_.y_bytes,
+  const uint64_t target = uint64_t{far_node(layout_, origin, rank_)} * layout_.shape().max_tokens;
+  add(member(origin), FarStep::kResults, round, at_rows(memory_.results_out, round) + first_row * memory_.y_bytes,
       at_rows(memory_.results_in, round) + target * memory_.y_bytes, rows * memory_.y_bytes);
   post(FarStep::kResults, round);
 }

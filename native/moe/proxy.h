@@ -126,8 +126,10 @@ class Proxy {
   // The rest of a round for which some rank has too little room: no rows other than those already sent, and no results.
   void refuse(uint32_t round, bool has_sent_rows);
 
-  // Instead of send_results, once for each partner (moe/node_sums.h): `rows` rows of results_out from first_row on.
-  void send_sums(uint32_t round, uint32_t partner, uint64_t first_row, uint64_t rows);
+  // Instead of send_results (moe/node_sums.h): results are those of our partners from here on. Then send_sums once for
+  // each origin whose partner we are: `rows` rows of results_out from first_row on.
+  void take_sums(uint32_t round) { takes_sums_[parity_of(round)] = true; }
+  void send_sums(uint32_t round, uint32_t origin, uint64_t first_row, uint64_t rows);
 
   // Tells the others that we no longer take part, once everything that we sent before has arrived. Returns when each of
   // them has been told or is gone, or at the deadline. why: what they can read with why_left, if anything.
@@ -150,7 +152,7 @@ class Proxy {
  private:
   struct Member {
     uint32_t rank;
-    bool is_partner = false;  // sums are exchanged with it
+    bool is_partner = false;  // sums come from it (moe/node_sums.h)
     bool sends_rows;          // it has our index in its group: rows are exchanged with it
     uint32_t turn = 0;        // in Layout::far_ranks_in_turn
     FarRegions<RemoteRegionRef> regions;

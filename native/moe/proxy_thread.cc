@@ -24,7 +24,7 @@ constexpr int64_t kSleepMaxNs = 1'000'000'000;  // then it checks again, whateve
 }  // namespace
 
 ProxyThread::ProxyThread(Proxy& proxy, int32_t cpu, int64_t spin_ns)
-    // For each open round four orders, or three and one per partner, plus the one to stop. A power of two: order
+    // For each open round four orders, or these and one per origin, plus the one to stop. A power of two: order
     // numbers wrap around.
     : proxy_(proxy),
       has_core_(cpu != -1),
@@ -137,8 +137,10 @@ void ProxyThread::carry_out(const Order& order) {
         return proxy_.send_remainder(order.round, order.placement);
       case Step::kResults:
         return proxy_.send_results(order.round, order.placement);
+      case Step::kTakeSums:
+        return proxy_.take_sums(order.round);
       case Step::kSums:
-        return proxy_.send_sums(order.round, order.partner, order.first_row, order.rows);
+        return proxy_.send_sums(order.round, order.origin, order.first_row, order.rows);
       case Step::kStop:
         return;
     }

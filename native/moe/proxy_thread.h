@@ -42,8 +42,9 @@ class ProxyThread {
     give({.step = Step::kResults, .round = round, .placement = placement});
   }
 
-  void send_sums(uint32_t round, uint32_t partner, uint64_t first_row, uint64_t rows) {
-    give({.step = Step::kSums, .round = round, .partner = partner, .first_row = first_row, .rows = rows});
+  void take_sums(uint32_t round) { give({.step = Step::kTakeSums, .round = round}); }
+  void send_sums(uint32_t round, uint32_t origin, uint64_t first_row, uint64_t rows) {
+    give({.step = Step::kSums, .round = round, .origin = origin, .first_row = first_row, .rows = rows});
   }
 
   // Waits until all orders have been carried out; false: the deadline passed first. Throws the exception of the first
@@ -51,12 +52,12 @@ class ProxyThread {
   bool settle(Deadline deadline);
 
  private:
-  enum class Step : uint8_t { kRoutes, kRows, kRemainder, kResults, kSums, kStop };
+  enum class Step : uint8_t { kRoutes, kRows, kRemainder, kResults, kTakeSums, kSums, kStop };
   struct Order {
     Step step = Step::kRoutes;
     uint32_t round = 0;
     const Placement* placement = nullptr;
-    uint32_t partner = 0;
+    uint32_t origin = 0;
     uint64_t first_row = 0;
     uint64_t rows = 0;
   };

@@ -259,7 +259,8 @@ PARTS_MAY_USE: dict[str, dict[str, set[str]]] = {
         "group": {"packets"},
         "kernels": set(),
         "experts": set(),
-        "config": {"bounds", "experts"},
+        "nodes": set(),
+        "config": {"bounds", "experts", "nodes"},
         "arrays": {"config"},
         "capacity": {"config", "errors"},
         "countdown": set(),
@@ -270,7 +271,7 @@ PARTS_MAY_USE: dict[str, dict[str, set[str]]] = {
         "tokens": {"arrays", "config", "rows"},
         "links": {"arrays", "bounds", "config", "errors", "farewell", "outcome", "rows"},
         "masking": {"arrays", "config", "countdown", "errors", "links", "outcome", "rounds"},
-        "meeting": {"bounds", "config", "group", "links", "masking"},
+        "meeting": {"bounds", "config", "group", "links", "masking", "nodes"},
         "peers": {
             "arrays",
             "config",

@@ -22,6 +22,7 @@ import numpy as np
 
 import crossrail as xr
 from crossrail.moe import AllToAll, Dispatched, Round, meeting, peers
+from crossrail.moe.nodes import Nodes, nodes_of
 from crossrail.moe.rounds import Stage
 from crossrail.sim.scenarios import Run
 from tests.moe.batches import (
@@ -51,10 +52,10 @@ FAULTS = ("none", "hidden", "hidden", "broken", "kill", "kill")
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run is about. nic: with reordering on EFA. is_overlapped: two rounds are open at once."""
+    """What a run is about. nodes: of each rank. nic: with reordering on EFA. is_overlapped: two rounds at once."""
 
     size: int
-    node_size: int
+    nodes: Nodes
     dp_size: int
     nic: str
     fault: str
@@ -81,7 +82,21 @@ class Plan:
         if (of_split := copy.copy(rng)).random() < 0.5:  # a copy: it takes nothing from what follows
             chosen = np.random.default_rng(of_split.getrandbits(32))
             config["experts_per_rank"] = split_at_random(chosen, config["experts"], size)
-        return cls(size, node_size, dp_size, nic, fault, is_overlapped, config)
+        nodes = nodes_of(size, node_size)
+        (of_nodes := copy.copy(rng)).random()
+        if 2 < size > node_size and of_nodes.random() < 0.4:
+            nodes, config["node_size"] = _uneven(of_nodes, size)
+        return cls(size, nodes, dp_size, nic, fault, is_overlapped, config)
+
+
+def _uneven(rng: random.Random, size: int) -> tuple[Nodes, list[int] | None]:
+    """Nodes of unequal size, and AllToAll's node_size for them: None where ranks are in any order."""
+    of_first = rng.choice([count for count in range(1, size) if 2 * count != size])
+    sizes = [of_first, size - of_first]
+    nodes = nodes_of(size, sizes)
+    if rng.random() < 0.5:
+        return nodes, sizes
+    return tuple(rng.sample(nodes, size)), None
 
 
 @dataclass
@@ -95,7 +110,7 @@ class Life:
 
 
 @contextlib.contextmanager
-def _shared_boards(node_size: int) -> Iterator[None]:
+def _shared_boards(nodes: Nodes) -> Iterator[None]:
     """Ranks of a node are in this process, so they have each other's boards without a way to map them."""
     boards: dict[bytes, xr.Region] = {}
     real = peers.meet
@@ -105,7 +120,7 @@ def _shared_boards(node_size: int) -> Iterator[None]:
         return real(engine, group, config, board, timeout_s)
 
     def mapped(engine: xr.Engine, rank: int, there: list[xr.RegionDescriptor], timeout_s: float) -> Any:
-        mates = [one for one in range(len(there)) if one // node_size == rank // node_size and one != rank]
+        mates = [one for one, node in enumerate(nodes) if node == nodes[rank] and one != rank]
         for one in mates:
             engine.connect(there[one].owner, timeout_s)  # heartbeats tell who is lost
         return {one: boards[there[one].to_bytes()].view() for one in mates}
@@ -119,12 +134,10 @@ class Town:
 
     def __init__(self, run: Run, plan: Plan) -> None:
         self.run, self.plan = run, plan
-        self.hosts = [run.host(f"host-{node}", plan.nic) for node in range(plan.size // plan.node_size)]
+        self.hosts = [run.host(f"host-{node}", plan.nic) for node in range(max(plan.nodes) + 1)]
         self.engines = [
-            self.hosts[rank // plan.node_size].engine(
-                f"rank-{rank}", peer_timeout_s=PEER_TIMEOUT_S, heartbeat_s=HEARTBEAT_S
-            )
-            for rank in range(plan.size)
+            self.hosts[node].engine(f"rank-{rank}", peer_timeout_s=PEER_TIMEOUT_S, heartbeat_s=HEARTBEAT_S)
+            for rank, node in enumerate(plan.nodes)
         ]
         self.lives = [Life() for _ in range(plan.size)]
         self.doomed: int | None = None
@@ -134,7 +147,7 @@ class Town:
         def make(group: BatonGroup) -> AllToAll:
             return AllToAll(self.engines[group.rank], group, **plan.config)
 
-        with _shared_boards(plan.node_size):
+        with _shared_boards(plan.nodes):
             self.parts = meet(plan.size, make)
 
     def batch(self, group: int, number: int, tokens: int | None = None) -> Batch:

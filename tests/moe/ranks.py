@@ -36,12 +36,19 @@ def run_ranks(size: int, run: Callable[[int], T]) -> list[T]:
 
 
 class Ranks:
-    """Some ranks and their AllToAll, or what `make` makes. Owner: close() ends all, engines too."""
+    """Some ranks and their AllToAll, or what `make` makes. engine: options of all, or of each. Owner: close() ends all,
+    engines too.
+    """
 
     def __init__(
-        self, size: int, engine: dict[str, Any] | None = None, make: Callable[..., Any] = AllToAll, **config: Any
+        self,
+        size: int,
+        engine: dict[str, Any] | Sequence[dict[str, Any]] | None = None,
+        make: Callable[..., Any] = AllToAll,
+        **config: Any,
     ) -> None:
-        self.engines = [xr.Engine(f"rank-{rank}", **(engine or {})) for rank in range(size)]
+        options_of = [engine or {}] * size if engine is None or isinstance(engine, dict) else engine
+        self.engines = [xr.Engine(f"rank-{rank}", **options_of[rank]) for rank in range(size)]
         self.groups: list[EngineGroup] = []
         self.parts: list[Any] = []
         try:

@@ -57,6 +57,9 @@ ARGUMENTS = [
     ("scale_block", 1.5, r"scale_block is 1\.5, must be a number, 1 or more, or None"),
     ("scale_block", "128", "scale_block is '128'"),
     ("node_size", 1.0, r"node_size is 1\.0, must be a divisor"),
+    ("node_size", [2], r"node_size is \[2\], must be the number of ranks of each node, 1 or more, 1 in all"),
+    ("node_size", [1, 0], r"node_size is \[1, 0\], must be the number of ranks of each node, 1 or more, 1 in all"),
+    ("node_size", "1", r"node_size is '1', must be a divisor of the number of ranks, 1, or the size of each node"),
     ("private_tokens", 1.5, r"private_tokens is 1\.5"),
     ("max_tokens", True, "max_tokens is True"),
     ("dtype", [], r"dtype is \[\], must be one of"),
@@ -166,26 +169,10 @@ def test_a_node_size_that_memory_does_not_allow_is_refused_on_all(open_engine: E
     groups = [EngineGroup(engine, [e.address for e in engines]) for engine in engines]
 
     def make(rank: int) -> None:
-        with pytest.raises(xr.UsageError, match=r"node_size is 2, .* 1 consec.*: rank 0 cannot map that of rank 1$"):
+        with pytest.raises(xr.UsageError, match=r"node_size is 2, and rank 0 cannot map the memory of rank 1\."):
             AllToAll(engines[rank], groups[rank], timeout_s=WAIT_S, node_size=2, **CONFIG)
 
     run_ranks(2, make)
-    for group in groups:
-        group.close()
-
-
-def test_memory_that_is_not_mapped_since_nodes_are_of_equal_size_is_told(open_engine: EngineFactory) -> None:
-    over_tcp: dict[str, Any] = {"transport": "tcp", "rails": ["127.0.0.1"]}
-    engines = [open_engine(f"rank-{rank}", **(over_tcp if rank == 3 else {})) for rank in range(4)]
-    groups = [EngineGroup(engine, [e.address for e in engines]) for engine in engines]
-
-    def explained(rank: int) -> str:
-        with AllToAll(engines[rank], groups[rank], timeout_s=WAIT_S, **CONFIG) as all_to_all:
-            return all_to_all.explain().splitlines()[1]
-
-    lines = run_ranks(4, explained)
-    assert lines[0] == "  mapped memory: ranks [], but not of [1, 2], which share it: nodes are of equal size"
-    assert lines[3] == "  mapped memory: ranks []"
     for group in groups:
         group.close()
 

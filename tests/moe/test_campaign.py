@@ -39,6 +39,9 @@ def test_plans_are_of_every_kind() -> None:
     assert all(has(fault=fault) for fault in campaign.FAULTS)
     assert all(has(size=4, node_size=size) for size in (1, 2, 4))
     assert has(fault="kill", on_lost="mask", node_size=1) and has(fault="kill", on_lost="mask", size=4, node_size=4)
+    for nodes in ((0, 0, 0, 1), (0, 1, 1), (0, 0, 1, 0), (0, 0, 1, 1, 1, 1)):
+        assert has(nodes=nodes, fault="hidden") and has(nodes=nodes, fault="kill", on_lost="raise")
+    assert has(nodes=(0, 0, 0, 1), on_lost="mask") and has(nodes=(0, 1, 1, 1), node_sums=True)
     assert has(fault="kill", on_lost="raise", dp_size=2) and has(fault="kill", on_lost="mask", dp_size=2)
     assert has(fault="kill", node_sums=True) and has(fault="hidden", node_sums=True)
     assert has(fault="broken", private_tokens=0, is_overlapped=True) and has(layout="masked")

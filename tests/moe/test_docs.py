@@ -59,6 +59,7 @@ VARIANTS: list[dict[str, Any]] = [
     SMALL | {"private_tokens": 40, "dtype": "float8_e4m3fn", "scale_block": 10},
     DECODE,
     DECODE | {"world": 64, "node_size": 8, "padding": 16},
+    SMALL | {"node_size": [4, 1, 1]},
 ]
 
 
@@ -88,7 +89,7 @@ def letters(config: Config, far_groups: int) -> dict[str, int]:
 def test_formulas_are_what_is_allocated(arguments: dict[str, Any]) -> None:
     """But for rounding up, which the page says: boards to pages, far memory to 64 bytes."""
     config = Config(**arguments)
-    layout = make_layout(config, arguments["node_size"])
+    layout = make_layout(config, config.nodes_given or (0,) * config.world)
     far_groups = max(layout.far_groups(rank) for rank in range(config.world))
     known, memory = letters(config, far_groups), memory_bounds(**arguments)
     assert formula("rows", known) == max(config.output_rows) == memory.output_rows

@@ -156,9 +156,9 @@ def test_a_rank_that_closes_its_part_is_named(meet: Meet) -> None:
 
 
 @pytest.mark.parametrize("on_lost", ["raise", "mask"])
-@pytest.mark.parametrize(("engine", "node_size"), [({}, 1), ({}, 2), ({}, 4), (TCP, 1)], ids=str)
+@pytest.mark.parametrize(("engine", "node_size"), [({}, 1), ({}, 2), ({}, [3, 1]), ({}, 4), (TCP, 1)], ids=str)
 def test_a_rank_that_closes_its_part_and_its_engine_at_once_has_left(
-    nothing_leaks: None, engine: dict[str, Any], node_size: int, on_lost: str
+    nothing_leaks: None, engine: dict[str, Any], node_size: int | list[int], on_lost: str
 ) -> None:
     """It is no rank that was lost, and those that are left do not go on without it, or find that they are too few."""
     batches = [draw(np.random.default_rng(rank), TOKENS, HIDDEN, EXPERTS, TOP_K, BLOCK) for rank in range(4)]

@@ -18,6 +18,7 @@ from crossrail.moe.bounds import Bounds
 from crossrail.moe.config import Config
 from crossrail.moe.kernels import CpuKernels
 from crossrail.moe.meeting import make_layout
+from crossrail.moe.nodes import nodes_of
 from tests.support.seeds import Seed
 
 Layout, Placement, sort_routes = _core.moe.Layout, _core.moe.Placement, _core.moe.sort_routes
@@ -76,6 +77,7 @@ def rounds(draw: st.DrawFn) -> Round:
     top_k, max_tokens = draw(st.integers(1, 4)), draw(st.integers(1, 7))
     masked = draw(st.booleans())
     per_node = draw(st.integers(1, world))
+    any_nodes = st.lists(st.integers(0, 3), min_size=world, max_size=world)
     options = {
         "world": world,
         "experts": experts,
@@ -86,7 +88,7 @@ def rounds(draw: st.DrawFn) -> Round:
         "private_rows": draw(st.integers(0, 5)),
         "padding": draw(st.integers(1, 5)),
         "rows_per_expert": groups * max_tokens * top_k if masked else 0,
-        "node_of_rank": [rank // per_node for rank in range(world)],
+        "node_of_rank": draw(st.one_of(st.just([rank // per_node for rank in range(world)]), any_nodes)),
     }
     expert = st.integers(-1, experts - 1) if draw(st.booleans()) else st.sampled_from([-1, 0, experts - 1])
     tokens = [draw(st.integers(0, max_tokens)) for _ in range(groups)]
@@ -256,7 +258,7 @@ def test_more_than_512_ranks_and_experts_have_their_places(world: int, experts: 
         out_dtype="float32", private_tokens=1, padding=2, layout="grouped", node_size=node, dp_size=1,
         capacity_factor=None, on_lost="raise",
     )  # fmt: skip
-    layout = make_layout(config, node)
+    layout = make_layout(config, nodes_of(world, node))
     popular = random.permutation(experts)[:40]
     indices = np.stack([random.permutation(popular)[:top_k] for _ in range(world * tokens)]).astype(np.int32)
     indices = indices.reshape(world, tokens, top_k)

@@ -19,8 +19,10 @@ from tests.support.node import CommandError
 from tests.support.process import PeerProcess
 
 TCP = {"transport": "tcp", "rails": ["127.0.0.1"], "peer_timeout_s": 2.0, "heartbeat_s": 0.5}
-# Of an engine, of an AllToAll. "mixed": pairs share memory.
-WIRES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {"tcp": (TCP, {}), "mixed": ({}, {"node_size": 2})}
+# Of an engine, of an AllToAll. "mixed": pairs share memory; "uneven": the first two of three do.
+WIRES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "tcp": (TCP, {}), "mixed": ({}, {"node_size": 2}), "uneven": ({}, {"node_size": [2, 1]}),
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -49,7 +51,14 @@ HALVES = ("dispatch_send", "dispatch_recv", "combine_send", "combine_recv")
 
 
 @pytest.mark.parametrize(
-    ("wire", "size", "halves"), [*(("tcp", 3, halves) for halves in range(5)), ("mixed", 4, 1), ("mixed", 4, 3)]
+    ("wire", "size", "halves"),
+    [
+        *(("tcp", 3, halves) for halves in range(5)),
+        ("mixed", 4, 1),
+        ("mixed", 4, 3),
+        ("uneven", 3, 1),
+        ("uneven", 3, 3),
+    ],
 )
 def test_the_others_finish_the_round_in_which_a_rank_was_killed_and_all_that_follow(
     meet: Meet, wire: str, size: int, halves: int

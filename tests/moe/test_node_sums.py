@@ -35,8 +35,12 @@ def play(part: AllToAll, batches: list[Batch]) -> Any:
 
 
 @pytest.mark.parametrize("wire", [{}, {"transport": "shm"}], ids=["any rail", "shm"])
-@pytest.mark.parametrize(("size", "node_size"), [(4, 2), (6, 2), (6, 3), (3, 1), (2, 2)])
-def test_sums_of_whole_numbers_are_those_without(size: int, node_size: int, wire: dict[str, Any], seed: Seed) -> None:
+@pytest.mark.parametrize(
+    ("size", "node_size"), [(4, 2), (6, 2), (6, 3), (3, 1), (2, 2), (3, [2, 1]), (5, [1, 4]), (6, [1, 3, 2])], ids=str
+)
+def test_sums_of_whole_numbers_are_those_without(
+    size: int, node_size: int | list[int], wire: dict[str, Any], seed: Seed
+) -> None:
     random = seed.rng()
     private = [None, 0, 2][seed.number(1) % 3]
     with Ranks(size, wire, node_size=node_size, private_tokens=private, **OPTIONS) as ranks:
@@ -47,10 +51,11 @@ def test_sums_of_whole_numbers_are_those_without(size: int, node_size: int, wire
             assert all(np.array_equal(got, expected_sums(batch)) for got, batch in zip(sums, batches, strict=True))
 
 
+@pytest.mark.parametrize("node_size", [2, [1, 3]], ids=str)
 @pytest.mark.parametrize("proxy", ["caller", "thread"])
-def test_two_rounds_are_open_at_once(proxy: str, seed: Seed) -> None:
+def test_two_rounds_are_open_at_once(proxy: str, node_size: int | list[int], seed: Seed) -> None:
     random = seed.rng()
-    with Ranks(4, node_size=2, proxy=proxy, **OPTIONS) as ranks:
+    with Ranks(4, node_size=node_size, proxy=proxy, **OPTIONS) as ranks:
         rounds = [[draw(random, 8, 40, 9, 4, BLOCK) for _ in range(4)] for _ in range(2)]
 
         def both(part: AllToAll, rank: int) -> None:
@@ -112,10 +117,11 @@ def test_rounds_are_exact_in_whatever_order_writes_land(nic: str, seed: Seed) ->
         town.close()
 
 
-def test_a_round_that_is_refused_leaves_the_next_ones_good(seed: Seed) -> None:
+@pytest.mark.parametrize("node_size", [2, [1, 3]], ids=str)
+def test_a_round_that_is_refused_leaves_the_next_ones_good(node_size: int | list[int], seed: Seed) -> None:
     random = seed.rng()
     options = OPTIONS | {"experts": 4, "top_k": 1, "max_tokens": 8, "capacity_factor": 1.25}
-    with Ranks(4, node_size=2, **options) as ranks:
+    with Ranks(4, node_size=node_size, **options) as ranks:
         skewed = [draw(random, 8, 40, 4, 1, BLOCK) for _ in range(4)]
         fair = [draw(random, 8, 40, 4, 1, BLOCK) for _ in range(4)]
         for batch in skewed:
@@ -159,12 +165,12 @@ def test_terms_that_are_sent_are_those_that_are_taken(seed: Seed) -> None:
     """Played with labels: row by row, what a partner adds up is what the origin lacks of that node."""
     random = seed.rng()
     for _ in range(20):
-        nodes, size, top_k, tokens = (int(random.integers(1, high)) for high in (4, 4, 4, 9))
-        world, experts = nodes * size, int(random.integers(4, 15))
+        world, top_k, tokens, experts = (int(random.integers(*ends)) for ends in ((1, 9), (1, 4), (1, 9), (4, 15)))
+        nodes = np.unique(random.integers(0, 4, world), return_inverse=True)[1]  # of any sizes, in any order
         split = split_at_random(random, experts, world)
         owners = ranks_of(split, np.arange(experts))
         layout = _core.moe.Layout(world=world, experts=experts, experts_per_rank=split, top_k=top_k, max_tokens=tokens,
-                                  node_of_rank=[rank // size for rank in range(world)])  # fmt: skip
+                                  node_of_rank=nodes.tolist())  # fmt: skip
         batches = [draw(random, int(random.integers(0, tokens + 1)), 8, experts, top_k, 8, 0.2) for _ in range(world)]
         counts, slots, orders = _routes(batches, experts)
         placement = _core.moe.Placement(layout, counts)
@@ -172,11 +178,14 @@ def test_terms_that_are_sent_are_those_that_are_taken(seed: Seed) -> None:
         for origin, batch in enumerate(batches):
             where, weights = _core.moe.terms_to_take(placement, origin, batch.indices, slots[origin], batch.weights)
             node_tokens = _core.moe.node_tokens(layout, batch.indices)
-            first = origin // size * size
-            for partner in _core.moe.partners(layout, origin):
-                near = range(partner // size * size, partner // size * size + size)
+            size = len(layout.near_ranks(origin))
+            partners = _core.moe.partners(layout, origin)
+            assert sorted(nodes[partners]) == [node for node in range(max(nodes) + 1) if node != nodes[origin]]
+            for partner in partners:
+                assert origin in _core.moe.origins(layout, partner)
+                near = layout.near_ranks(partner)
                 sent, factors = _core.moe.terms_to_send(placement, partner, origin, [tags[rank] for rank in near])
-                assert len(sent) == node_tokens[partner // size]
+                assert len(sent) == node_tokens[nodes[partner]]
                 begin = _core.moe.far_node(layout, origin, partner) * tokens
                 for token in range(len(batch.x)):
                     mine = [k for k in range(top_k) if batch.indices[token, k] >= 0
@@ -194,8 +203,9 @@ def test_terms_that_are_sent_are_those_that_are_taken(seed: Seed) -> None:
                             assert rank == owners[batch.indices[token, k]]
                             assert (origin, token, k) == _labels(placement, layout, rank, batches, orders)[terms[k, 1]]
                             assert factor[k] == batch.weights[token, k]
+            assert sum(len(_core.moe.origins(layout, rank)) for rank in range(world)) == world * max(nodes)
             own = (where[..., 0] < size) & (where[..., 1] >= 0)
-            is_near = (batch.indices >= 0) & (ranks_of(split, batch.indices) // size == first // size)
+            is_near = (batch.indices >= 0) & np.isin(ranks_of(split, batch.indices), layout.near_ranks(origin))
             assert np.array_equal(own, is_near) and np.array_equal(weights[own], batch.weights[own])
 
 

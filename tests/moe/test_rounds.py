@@ -317,12 +317,12 @@ def test_a_token_that_names_an_expert_twice_is_refused_where_there_is_no_room_fo
         assert all("rank 1" in str(error) for error in refused)
 
 
-DP_CASES = [(4, 2, 4), (4, 2, 2), (4, 2, 1), (4, 4, 1), (6, 2, 2)]
+DP_CASES = [(4, 2, 4), (4, 2, 2), (4, 2, 1), (4, 4, 1), (6, 2, 2), (4, 2, [3, 1]), (6, 3, [1, 4, 1]), (6, 2, [5, 1])]
 
 
 @pytest.mark.parametrize(("size", "dp_size", "node_size"), DP_CASES)
 def test_ranks_that_hold_the_same_tokens_send_each_row_once_and_all_get_the_sums(
-    size: int, dp_size: int, node_size: int, seed: Seed
+    size: int, dp_size: int, node_size: int | list[int], seed: Seed
 ) -> None:
     random = seed.rng()
     options = {"experts": 9, "hidden": 32, "top_k": 3, "max_tokens": 8, "scale_block": BLOCK, "out_dtype": "float32"}

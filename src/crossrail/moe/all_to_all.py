@@ -56,9 +56,9 @@ class AllToAll(Leaving):
     scale_block: how many elements share a scale, float32 [tokens, ceil(hidden / scale_block)]; None: no scales.
     padding: each expert's rows begin at a multiple of it. layout: of the rows of a rank's experts; "grouped", one
         expert's after the other's, or "masked", the same room for each.
-    node_size: this many consecutive ranks share memory; None: as many as can, equally many everywhere. dp_size: this
-        many consecutive ranks hold the same tokens. private_tokens: room for tokens that are sent before routes are
-        known, to ranks that share no memory.
+    node_size: this many consecutive ranks share memory; where nodes differ, how many on each, [4, 2]; None: all that
+        can, consecutive or not. dp_size: this many consecutive ranks hold the same tokens. private_tokens: room for
+        tokens that are sent before routes are known, to ranks that share no memory.
     capacity_factor: room for this many times the mean number of rows, instead of for any routing; a round that needs
         more raises CapacityExceeded on every rank.
     timeout_s: of each wait of the constructor and of every call; an attribute, which may be changed between calls.
@@ -107,7 +107,7 @@ class AllToAll(Leaving):
         private_tokens: int | None = None,
         padding: int = 1,
         layout: str = "grouped",
-        node_size: int | None = None,
+        node_size: int | Sequence[int] | None = None,
         dp_size: int = 1,
         capacity_factor: float | None = None,
         timeout_s: float = 30.0,
@@ -485,8 +485,6 @@ class AllToAll(Leaving):
         """Which ranks share memory, and how much memory this takes: print it."""
         config, board, output = self.config, self._board.region.nbytes / 1e6, self._inbox.nbytes / 1e6
         node = [rank for rank in self._near.ranks if rank != self.rank]
-        spared = self._peers.spared
-        unequal = f", but not of {spared}, which share it: nodes are of equal size" if spared else ""
         far = ""
         if self._far is not None:
             rows, routes = self._far.rows.nbytes / 1e6, self._far.routes.nbytes / 1e6
@@ -494,7 +492,7 @@ class AllToAll(Leaving):
         return (
             f"rank {self.rank} of {config.world}: {self._layout.expert_count(self.rank)} of {config.experts} experts, "
             f"room for {config.output_rows[self.rank]} rows\n"
-            f"  mapped memory: ranks {node}{unequal}\n"
+            f"  mapped memory: ranks {node}\n"
             f"  rows: in {self._memory.name}\n"
             f"  kernels: {self._memory.kernels}\n"
             f"  board {board:.1f} MB, output of dispatch {output:.1f} MB, resident as far as used{far}"

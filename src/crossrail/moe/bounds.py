@@ -64,12 +64,18 @@ class Bounds:
 
     @classmethod
     def of(
-        cls, sizes: Sizes, far_groups: int, returned_groups: int | None = None, summed_nodes: int | None = None
+        cls,
+        sizes: Sizes,
+        far_groups: int,
+        returned_groups: int | None = None,
+        summed_nodes: int | None = None,
+        summed_ranks: int | None = None,
     ) -> Bounds:
         """Of a rank to which so many groups are far (Layout.far_groups): the member of each that sends to it.
 
         returned_groups: those that have any far member, since results go to all of them; None: the same.
-        summed_nodes: with node_sums, how many others there are: a row of each token from each, and for a rank of each.
+        summed_nodes: with node_sums, how many others there are: a row of each token from each. summed_ranks: for how
+        many ranks this one adds up; None: for one of each node.
         """
         returned_groups = far_groups if returned_groups is None else returned_groups
         routes = sizes.max_tokens * min(sizes.top_k, sizes.experts_per_rank_max)  # of one group to the rank
@@ -79,7 +85,8 @@ class Bounds:
         returned_rows = returned_groups * routes
         result_rows = sizes.max_tokens * sizes.top_k if returned_groups else 0
         if summed_nodes is not None:
-            returned_rows = result_rows = summed_nodes * sizes.max_tokens
+            result_rows = summed_nodes * sizes.max_tokens
+            returned_rows = result_rows if summed_ranks is None else summed_ranks * sizes.max_tokens
         in_and_out = (far_rows + sent_rows) * sizes.stride_bytes + (returned_rows + result_rows) * sizes.y_bytes
         return cls(
             rows_per_expert(sizes) if sizes.layout == "masked" else 0,

@@ -10,13 +10,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from numbers import Real
-from typing import Any, SupportsIndex, TypeGuard
+from typing import Any, SupportsIndex, TypeGuard, cast
 
 import numpy as np
 
 from crossrail.errors import UsageError
 from crossrail.moe import bounds
 from crossrail.moe.experts import ExpertSplit
+from crossrail.moe.nodes import Nodes, nodes_of
 
 # Bytes per element; numpy lacks the first two types, and holds them as integers.
 ITEM_BYTES = {"float8_e4m3fn": 1, "bfloat16": 2, "float16": 2, "float32": 4}
@@ -36,6 +37,7 @@ class Config:
     """The arguments of AllToAll that must be the same on all ranks. UsageError for one that makes no sense.
 
     Numbers may be of any kind, numpy's too; here they are int and float. experts_per_rank: None becomes the even split.
+    node_size: nodes of one size are a number.
     """
 
     world: int
@@ -50,7 +52,7 @@ class Config:
     private_tokens: int | None
     padding: int
     layout: str
-    node_size: int | None
+    node_size: int | Sequence[int] | None
     dp_size: int
     capacity_factor: float | None
     on_lost: str
@@ -71,13 +73,12 @@ class Config:
         _require(self.out_dtype in OUT_DTYPES, "out_dtype", self.out_dtype, f"one of {', '.join(OUT_DTYPES)}")
         _require(self.layout in LAYOUTS, "layout", self.layout, f"one of {', '.join(LAYOUTS)}")
         _require(self.on_lost in ON_LOST, "on_lost", self.on_lost, f"one of {', '.join(ON_LOST)}")
-        block, size = self.scale_block, self.node_size
+        block = self.scale_block
         _require(block is None or _is_count(block, 1), "scale_block", block, "a number, 1 or more, or None")
         factor: object = self.capacity_factor
         is_factor = isinstance(factor, int | float) and not isinstance(factor, bool) and 0 < factor < math.inf
         _require(factor is None or is_factor, "capacity_factor", factor, "a number, more than 0, or None")
-        divides = _is_count(size, 1) and self.world % size == 0
-        _require(size is None or divides, "node_size", size, _divisor(self.world))
+        object.__setattr__(self, "node_size", self._node_size_given())
         _require(self.world % self.dp_size == 0, "dp_size", self.dp_size, _divisor(self.world))
         sums = self.node_sums
         _require(is_flag(sums), "node_sums", sums, "True or False")
@@ -130,6 +131,11 @@ class Config:
         return rank % self.dp_size == other % self.dp_size
 
     @cached_property
+    def nodes_given(self) -> Nodes | None:
+        """The node of each rank, as asked for; None: found when they meet."""
+        return None if self.node_size is None else nodes_of(self.world, self.node_size)
+
+    @cached_property
     def split(self) -> ExpertSplit:
         """Which rank has which experts."""
         assert self.experts_per_rank is not None  # from __post_init__ on
@@ -167,6 +173,18 @@ class Config:
 
     def encode(self) -> str:
         return json.dumps(dataclasses.asdict(self))
+
+    def _node_size_given(self) -> int | tuple[int, ...] | None:
+        given = self.node_size
+        if given is None or not isinstance(given, Sequence | np.ndarray) or isinstance(given, str | bytes):
+            divides = _is_count(given, 1) and self.world % given == 0
+            _require(given is None or divides, "node_size", given, f"{_divisor(self.world)}, or the size of each node")
+            return cast(int | None, given)
+        sizes = tuple(_plain(one) for one in given)
+        bound = f"the number of ranks of each node, 1 or more, {self.world} in all"
+        numbers = tuple(one for one in sizes if _is_count(one, 1))
+        _require(len(numbers) == len(sizes) and sum(numbers) == self.world, "node_size", given, bound)
+        return numbers[0] if len(set(numbers)) == 1 else numbers
 
     def _split_given(self) -> ExpertSplit:
         given = self.experts_per_rank

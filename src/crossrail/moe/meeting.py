@@ -10,24 +10,25 @@ from typing import Any
 
 import crossrail as xr
 from crossrail import _core
-from crossrail.errors import CrossrailError, UsageError
+from crossrail.errors import CrossrailError
 from crossrail.moe.bounds import private_rows
 from crossrail.moe.config import Config, check_agreement
 from crossrail.moe.group import Group
 from crossrail.moe.links.far import Far
 from crossrail.moe.masking.agreement import Agreement
+from crossrail.moe.nodes import Nodes, check_nodes, nodes_found
 
 
 @dataclass(frozen=True)
 class Member:
-    """One rank. board: its memory, if we share that. is_spared: we could, and do not, since nodes are of equal size.
-    uses_tcp: some rank is reached by tcp from there.
+    """One rank. node: those of one share memory. board: its memory, if we are of that node. uses_tcp: some rank is
+    reached by tcp from there.
     """
 
     rank: int
     address: xr.Address
+    node: int
     board: memoryview | None
-    is_spared: bool
     uses_tcp: bool
 
 
@@ -57,14 +58,15 @@ def meet(engine: xr.Engine, group: Group, config: Config, board: xr.Region, time
     report: dict[str, Any] = {"mapped": sorted(boards), "trouble": trouble, "uses_tcp": uses_tcp}
     reports = _tell(group, "memory", report, timeout_s)
     _check_all_well(reports)
-    size = _node_size(config, [set(told["mapped"]) for told in reports])
-    mates = range(group.rank // size * size, (group.rank // size + 1) * size)
+    mapped = [set(told["mapped"]) for told in reports]
+    nodes = config.nodes_given or nodes_found(mapped)
+    check_nodes(nodes, mapped, config.node_size)
     return [
         Member(
             rank,
             descriptor.owner,
-            boards[rank] if rank in mates else None,
-            config.node_size is None and rank in boards and rank not in mates,
+            nodes[rank],
+            boards[rank] if nodes[rank] == nodes[group.rank] else None,
             bool(reports[rank]["uses_tcp"]),
         )
         for rank, descriptor in enumerate(descriptors)
@@ -130,8 +132,8 @@ def telling_others(tell: Callable[[CrossrailError], None]) -> Iterator[None]:
         raise
 
 
-def make_layout(config: Config, node_size: int) -> _core.moe.Layout:
-    """Where rows go, for nodes of so many consecutive ranks."""
+def make_layout(config: Config, nodes: Nodes) -> _core.moe.Layout:
+    """Where rows go, for ranks of these nodes."""
     return _core.moe.Layout(
         world=config.world,
         experts=config.experts,
@@ -140,9 +142,9 @@ def make_layout(config: Config, node_size: int) -> _core.moe.Layout:
         max_tokens=config.max_tokens,
         dp_size=config.dp_size,
         padding=config.padding,
-        private_rows=private_rows(config) if node_size < config.world else 0,
+        private_rows=private_rows(config) if len(set(nodes)) > 1 else 0,
         rows_per_expert=config.rows_per_expert if config.layout == "masked" else 0,
-        node_of_rank=[rank // node_size for rank in range(config.world)],
+        node_of_rank=nodes,
     )
 
 
@@ -173,22 +175,3 @@ def _map_boards(
         for other, descriptor in enumerate(descriptors)
         if other != rank and engine.explain(descriptor.owner).transport == "shm"
     }
-
-
-def _node_size(config: Config, mapped: list[set[int]]) -> int:
-    """The most consecutive ranks that can all map each other, all over the group; or what was asked for."""
-    world = config.world
-
-    def unmapped(size: int) -> tuple[int, int] | None:
-        """A rank of a node of that size, and one of the same node whose memory it cannot map."""
-        pairs = ((rank, rank // size * size + index) for rank in range(world) for index in range(size))
-        return next((pair for pair in pairs if pair[1] not in mapped[pair[0]]), None)
-
-    found = next(size for size in range(world, 0, -1) if world % size == 0 and unmapped(size) is None)
-    size = found if config.node_size is None else config.node_size
-    if (pair := unmapped(size)) is not None:
-        raise UsageError(
-            f"node_size is {size}, and only {found} consecutive ranks can map each other's memory: rank {pair[0]} "
-            f"cannot map that of rank {pair[1]}"
-        )
-    return size

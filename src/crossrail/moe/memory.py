@@ -52,7 +52,7 @@ def memory_bounds(
     private_tokens: int | None = None,
     padding: int = 1,
     layout: str = "grouped",
-    node_size: int | None = None,
+    node_size: int | Sequence[int] | None = None,
     dp_size: int = 1,
     capacity_factor: float | None = None,
     on_lost: str = "raise",
@@ -62,9 +62,9 @@ def memory_bounds(
     """The memory that AllToAll allocates. The arguments are those of AllToAll, and two more.
 
     rank: the rank, since ranks may have different numbers of experts; None: the one with most. world: number of ranks.
-    node_size: how many consecutive ranks share memory; None: all. The arithmetic is in docs/moe-inside.md,
-    "Memory"; buffers have room for any routing, or for what capacity_factor allows. Allocates nothing; any thread.
-    UsageError for arguments that AllToAll refuses.
+    node_size: how many consecutive ranks share memory, or how many on each node; None: all. The arithmetic is in
+    docs/moe-inside.md, "Memory"; buffers have room for any routing, or for what capacity_factor allows. Allocates
+    nothing; any thread. UsageError for arguments that AllToAll refuses.
     """
     config = Config(
         world=world, experts=experts, experts_per_rank=experts_per_rank, hidden=hidden, top_k=top_k,
@@ -73,11 +73,11 @@ def memory_bounds(
         private_tokens=private_tokens, padding=padding, layout=layout, node_size=node_size, dp_size=dp_size,
         capacity_factor=capacity_factor, on_lost=on_lost, node_sums=node_sums,
     )  # fmt: skip
-    near = world if config.node_size is None else config.node_size
+    nodes = config.nodes_given or (0,) * world
     far_bytes = 0
-    if near < world:
+    if len(set(nodes)) > 1:
         told = with_room_for_all(config) if on_lost == "mask" else config
-        memory = FarMemory.of(told, make_layout(told, near))
+        memory = FarMemory.of(told, make_layout(told, nodes))
         far_bytes = memory.rows.nbytes + memory.routes.nbytes
     if rank is None:
         rank = config.split.counts.index(config.experts_per_rank_max)

@@ -50,8 +50,7 @@ class Peers:
 
     near: those that share memory with us, we among them. far: the others, None where there are none. sums: with
     node_sums, what our node returns to them. agreement: with on_lost="mask", unless all share memory. layout: where
-    rows go. spared: ranks whose memory we could share, and do not, since nodes are of equal size. waited_s: in all
-    calls here so far.
+    rows go. waited_s: in all calls here so far.
     Owner: board is the caller's; what far allocates is ours, until close().
     Lifecycle: 1. made: met, and connected to far ranks. 2. ready(). 3. rounds. 4. farewell(). 5. close(), also after a
     failure of ready().
@@ -81,7 +80,6 @@ class Peers:
         self._rank = group.rank
         members = meet(engine, group, config, board.region, timeout_s)
         self._addresses = [member.address for member in members]
-        self.spared = [member.rank for member in members if member.is_spared]
         self._all_sources = sources_of(config, group.rank, ())
         self._lost: int | None = None  # the rank that we cannot continue without
         self._late: int | None = None  # the rank that the last wait was for in vain
@@ -93,7 +91,7 @@ class Peers:
         masks_far = config.on_lost == "mask" and len(near) < group.size
         if masks_far:
             config = with_room_for_all(config)
-        self.layout = make_layout(config, len(near))
+        self.layout = make_layout(config, tuple(member.node for member in members))
         masks = config.on_lost == "mask" and not masks_far  # by words, which all map
         boards = [member.board for member in near if member.board is not None]
         ranks, addresses = [member.rank for member in near], [member.address for member in near]

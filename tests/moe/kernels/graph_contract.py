@@ -20,6 +20,7 @@ from crossrail.moe.graph.kernels import GraphKernels, Own, Routes
 from crossrail.moe.graph.memory import GraphMemory, Rows
 from crossrail.moe.links.far_memory import FarMemory
 from crossrail.moe.meeting import make_layout
+from crossrail.moe.nodes import nodes_of
 from tests.moe.batches import ranks_of, split_at_random
 from tests.support.seeds import Seed
 
@@ -52,7 +53,7 @@ class Stage:
             private_tokens=2, padding=1, layout="grouped", node_size=1, dp_size=dp_size, capacity_factor=None,
             on_lost="raise",
         )  # fmt: skip
-        layout = make_layout(config, 1)
+        layout = make_layout(config, nodes_of(config.world, 1))
         count = layout.expert_count(RANK)
         self.own = Own.of(config.split, RANK, dp_size, subject.device)
         memory = FarMemory.of(config, layout)

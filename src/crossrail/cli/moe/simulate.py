@@ -21,6 +21,7 @@ from crossrail.errors import TransferError, UsageError
 from crossrail.moe.config import Config
 from crossrail.moe.links.far_memory import FarMemory
 from crossrail.moe.meeting import make_layout
+from crossrail.moe.nodes import nodes_of
 from crossrail.sim import World, run
 from crossrail.sim.profiles import rails_of
 
@@ -209,7 +210,7 @@ class _Rank:
         self.routes = engine.register_phantom(memory.routes.nbytes)
         self.rows = engine.register_phantom(memory.rows.nbytes)
         self.proxy = _core.moe.Proxy(engine, layout, rank, memory.as_native(), self.routes, self.rows)
-        self._partners = _core.moe.partners(layout, rank) if config.node_sums else []
+        self._origins = _core.moe.origins(layout, rank) if config.node_sums else []
         self._max_tokens = config.max_tokens
         self._costs = costs
         self._look_s = look_s
@@ -232,7 +233,7 @@ class _Rank:
         """Seconds."""
         loop, rows, node = asyncio.get_running_loop(), round_.rows[self.rank], round_.returned[self._node]
         began_s = loop.time()
-        if self._partners:
+        if self._origins:
             await asyncio.sleep(self._costs.show_results())
             await node.arrive()
             await node.all_arrived()
@@ -249,14 +250,15 @@ class _Rank:
         return loop.time() - began_s
 
     async def _send_sums(self, round_: _Round) -> float:
-        """As NodeSums.send: one partner's leave while the next one's are made. Rows that we get of them."""
+        """As NodeSums.send: one rank's leave while the next one's are made. Rows that we get of them."""
+        self.proxy.take_sums(round_.number)
         first, last = self._node * NODE_SIZE, (self._node + 1) * NODE_SIZE
-        for i, partner in enumerate(self._partners):
-            own = float(round_.routes[partner, self.rank])
-            near = float(round_.routes[partner, first:last].sum())
-            sums = int(round_.node_tokens[partner, self._node])
+        for i, origin in enumerate(self._origins):
+            own = float(round_.routes[origin, self.rank])
+            near = float(round_.routes[origin, first:last].sum())
+            sums = int(round_.node_tokens[origin, self._node])
             await asyncio.sleep(self._costs.add_up(own, near - own, sums))
-            self.proxy.send_sums(round_.number, partner, i * self._max_tokens, sums)
+            self.proxy.send_sums(round_.number, origin, i * self._max_tokens, sums)
         return float(round_.node_tokens[self.rank].sum() - round_.node_tokens[self.rank, self._node])
 
     async def _pull_near(self, node: _Node, rows: Rows) -> None:
@@ -286,7 +288,7 @@ def simulate(setting: Setting) -> Outcome:
 
 async def _run(world: World, setting: Setting) -> Outcome:
     config = setting.config()
-    layout = make_layout(config, min(NODE_SIZE, setting.ranks))
+    layout = make_layout(config, nodes_of(setting.ranks, min(NODE_SIZE, setting.ranks)))
     costs = KernelCosts(setting.cluster.gpu, setting.cluster.kernels, config)
     look_s = _look_s(setting, config)
     ranks: list[_Rank] = []

@@ -234,11 +234,15 @@ class Far:
         self.proxy.send_results(number, placement)
 
     def sums_out(self, number: int, first_row: int, rows: int) -> Any:
-        """Where sums for a partner are made."""
+        """Where sums for a rank are made."""
         return self._halves[number % PARITIES].results_out[first_row : first_row + rows]
 
-    def send_sums(self, number: int, partner: int, first_row: int, rows: int) -> None:
-        self.proxy.send_sums(number, partner, first_row, rows)
+    def take_sums(self, number: int) -> None:
+        """The results of this round are those of our partners."""
+        self.proxy.take_sums(number)
+
+    def send_sums(self, number: int, origin: int, first_row: int, rows: int) -> None:
+        self.proxy.send_sums(number, origin, first_row, rows)
 
     def results(self, number: int) -> Any:
         return self._halves[number % PARITIES].results_in

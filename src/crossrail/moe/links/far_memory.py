@@ -59,7 +59,10 @@ class FarMemory:
         far_groups = max(layout.far_groups(other) for other in range(config.world))
         # In larger groups a group whose member of our index is near may have other members that are far.
         returned_groups = config.groups if config.dp_size > 1 else None
-        bounds = Bounds.of(config, far_groups, returned_groups, layout.nodes - 1 if config.node_sums else None)
+        nodes = ranks = None
+        if config.node_sums:
+            nodes, ranks = layout.nodes - 1, max(len(_core.moe.origins(layout, one)) for one in range(config.world))
+        bounds = Bounds.of(config, far_groups, returned_groups, nodes, ranks)
         hash_bytes = 8 if config.dp_size > 1 else 0
         route_bytes = -(-(4 * config.experts + hash_bytes + _core.moe.FAREWELL_BYTES) // _LINE) * _LINE
         routes = FarPart.of({"routes_in": config.world * route_bytes, "routes_out": route_bytes})

@@ -21,7 +21,9 @@ class SumsOut(Protocol):
 
     def sums_out(self, number: int, first_row: int, rows: int) -> Array: ...
 
-    def send_sums(self, number: int, partner: int, first_row: int, rows: int) -> None: ...
+    def take_sums(self, number: int) -> None: ...
+
+    def send_sums(self, number: int, origin: int, first_row: int, rows: int) -> None: ...
 
 
 def tags_of(routes: Array, weights: Array) -> Array:
@@ -52,17 +54,18 @@ class NodeSums:
         self._far = far
         self._memory = memory
         self._max_tokens = max_tokens
-        self._partners = _core.moe.partners(layout, rank)
+        self._origins = _core.moe.origins(layout, rank)
         self.begun: int | None = None  # the round of which somebody was sent something
 
     def send(self, number: int, placement: _core.moe.Placement) -> None:
-        """Once all of the node have returned: a partner's sums leave while the next one's are made."""
+        """Once all of the node have returned: one rank's sums leave while the next one's are made."""
+        self._far.take_sums(number)
         halves = [boards[number % PARITIES] for boards in self._boards]
         outputs, tags = [half.y for half in halves], [half.tags for half in halves]
-        for i, partner in enumerate(self._partners):
-            where, weights = _core.moe.terms_to_send(placement, self._rank, partner, tags)
+        for i, origin in enumerate(self._origins):
+            where, weights = _core.moe.terms_to_send(placement, self._rank, origin, tags)
             first, rows = i * self._max_tokens, len(where)
             if rows > 0:
                 self._memory.reduce(self._far.sums_out(number, first, rows), outputs, where, weights)
             self.begun = number
-            self._far.send_sums(number, partner, first, rows)
+            self._far.send_sums(number, origin, first, rows)
