@@ -12,7 +12,7 @@ import pytest
 
 import crossrail as xr
 from crossrail.integrations.instance import Worker, mismatch
-from crossrail.integrations.vllm.caches import PACKINGS, kind_of, read_caches, window_of
+from crossrail.integrations.vllm.caches import PACKINGS, kind_of, lengths_of, model_digest, read_caches, window_of
 from crossrail.kv import KvLayout, RankMemory
 from tests.conftest import EngineFactory
 from tests.support.fake_gpu import FakeGpu, GpuMemory
@@ -167,3 +167,22 @@ def test_addresses_are_registered_as_a_gpus(gpu: FakeGpu, open_engine: EngineFac
     caches = read_caches(layers(pool.address), kv_heads=4, tp=2, kind="JOINT")
     memory = RankMemory.register(open_engine(), caches.layout, caches.buffers)
     assert [region.device for region in memory.regions] == ["cuda:1"]
+
+
+LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 128, "short_factor": [1.0]}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ({"rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": 128}}, {}),
+        ({"rope_parameters": None}, {}),
+        ({"rope_parameters": LONGROPE}, {"max_model_len": "128 at most"}),
+        ({"rope_parameters": {"full_attention": LONGROPE, "other": None}}, {"max_model_len": "128 at most"}),
+        ({"model_type": "llama4_text", "rope_parameters": LONGROPE}, {"max_model_len": "128 at most, 32768 at most"}),
+    ],
+)  # fmt: skip
+def test_models_that_are_others_with_another_max_model_len(text: dict[str, Any], said: dict[str, str]) -> None:
+    assert lengths_of(text, 128) == said
+    assert lengths_of(text, 129) == {key: value.replace("128 at most", "above 128") for key, value in said.items()}
+    assert model_digest(text) == model_digest(text | {"max_model_len": 128})

@@ -33,6 +33,10 @@ PACKINGS: dict[str, Kind] = {
 # Others give blocks back, or share them, by rules of their own. FullAttentionSpec may name a window: it keeps all then.
 SPECS = ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec")
 
+# Of vLLM's own writing, in some models' configurations (MiniMax-M2): it does not change what they compute.
+_MAY_DIFFER = frozenset({"max_model_len"})
+_LLAMA4_LONG = 32768  # tokens; vLLM tunes the attention of a Llama 4 that may have more
+
 
 class Caches(NamedTuple):
     """buffers: (address, nbytes), one for all layers if they follow each other in memory, else one each. layers: their
@@ -173,13 +177,31 @@ def form_of(vllm_config: Any, spec: Any, layers: list[str]) -> dict[str, str]:
     if len(backends) != 1:
         raise UsageError(f"the layers have attention backends {' and '.join(backends)}: all must have the same")
     cache, model = vllm_config.cache_config, vllm_config.model_config
+    text = model.hf_text_config.to_dict()
     return {
         "attention": backends[0],
         "packing": _packing_of(kind_of(backends[0], spec), vllm_config, spec),
         "cache dtype": str(cache.cache_dtype),
-        "model": model_digest(model.hf_text_config.to_dict()),
+        "model": model_digest(text, _MAY_DIFFER),
         "layer names": hashlib.sha256("\n".join(layers).encode()).hexdigest()[:16],
+        **lengths_of(text, model.max_model_len),
     }
+
+
+def lengths_of(text: Mapping[str, Any], tokens_max: int) -> dict[str, str]:
+    """What vLLM computes otherwise when max_model_len is above some length, whatever the length of the prompt. Nothing
+    for most models. text: the model's configuration.
+    """
+    ropes = text.get("rope_parameters") or {}
+    bounds = {
+        rope["original_max_position_embeddings"]
+        for rope in (ropes, *ropes.values())  # of the model, or by kinds of layers
+        if isinstance(rope, Mapping) and rope.get("rope_type") == "longrope"
+    }
+    if str(text.get("model_type")).startswith("llama4"):
+        bounds.add(_LLAMA4_LONG)
+    sides = (f"above {bound}" if tokens_max > bound else f"{bound} at most" for bound in sorted(bounds))
+    return {"max_model_len": ", ".join(sides)} if bounds else {}
 
 
 def _packing_of(kind: Kind, vllm_config: Any, spec: Any) -> str:
