@@ -30,6 +30,7 @@ class Request:
     status: Any = field(default_factory=lambda: SimpleNamespace(name="RUNNING"))
     abort_immediately: bool = False
     lora_request: Any = None
+    mm_features: Any = None
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -501,6 +502,22 @@ def test_prompts_of_another_adapter_are_other_prompts() -> None:
 
     prompts = [offer.prompt for offer in orders.offers]
     assert len(set(prompts)) == 3 and prompts == [load.prompt for load in orders.loads]
+
+
+def test_the_same_words_with_other_images_are_other_prompts() -> None:
+    s = side(hasher=b"h" * 16)
+    for name in ("cat", "dog"):
+        place = SimpleNamespace(offset=3, length=16)
+        images = [SimpleNamespace(mm_hash=name, identifier=name, mm_position=place)]
+        s.new_request(Request(f"p {name}", DECODE, mm_features=images))
+        fetches = Request(f"d {name}", PREFILL, mm_features=images)
+        s.new_request(fetches)
+        s.allocated(fetches, [1, 2, 3, 4], s.matched_tokens(fetches, 0)[0])
+
+    orders = s.step(scheduled())
+
+    prompts = [offer.prompt for offer in orders.offers]
+    assert len(set(prompts)) == 2 and prompts == [load.prompt for load in orders.loads]
 
 
 @pytest.mark.parametrize("params", [None, {}, {"do_remote_decode": "?"}, {"remote_block_ids": [[1]]}])

@@ -20,12 +20,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1 import kv_cache_interface
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.request import Request
 
 from crossrail.errors import UsageError
 from crossrail.integrations.vllm import CrossrailConnector, stats
-from crossrail.integrations.vllm.caches import SPECS, window_of
+from crossrail.integrations.vllm.caches import SPECS, lengths_of, window_of
 from crossrail.integrations.vllm.connector import CrossrailMetadata, CrossrailStats
 from crossrail.integrations.vllm.orders import Orders
+from crossrail.integrations.vllm.prompts import differ, hasher_of, prompt_of
 from crossrail.integrations.vllm.versions import check_interface
 
 OURS = [
@@ -180,6 +182,52 @@ def test_caches_of_other_kinds_are_refused_by_name() -> None:
     assert window_of(sliding) == 64
     with pytest.raises(UsageError, match="KV caches of vLLM's ChunkedLocalAttentionSpec"):
         window_of(chunked)
+
+
+@pytest.mark.parametrize("tokens_max", [128, 129])
+def test_max_model_len_chooses_the_factors_of_longrope(monkeypatch: pytest.MonkeyPatch, tokens_max: int) -> None:
+    """KV computed with the one is not KV for the other, though its prompt is as short."""
+    from transformers import Phi3Config
+    from vllm.model_executor.layers.rotary_embedding import phi3_long_rope_scaled_rope as longrope
+
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": 128, "factor": 8.0}
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    text = Phi3Config(
+        hidden_size=64,
+        num_attention_heads=4,
+        pad_token_id=0,
+        original_max_position_embeddings=128,
+        rope_parameters=rope | factors,
+    )
+    config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=tokens_max))
+    monkeypatch.setattr(longrope, "get_current_vllm_config", lambda: config)
+
+    made = longrope.Phi3LongRoPEScaledRotaryEmbedding(16, 16, 1024, 128, 1e4, True, torch.float32, **factors)
+
+    said = {"max_model_len": "above 128" if made.use_long_rope else "128 at most"}
+    assert lengths_of(text.to_dict(), tokens_max) == said
+    assert made.use_long_rope == (tokens_max > 128)
+
+
+def test_hashes_of_images_are_where_we_look_for_them() -> None:
+    from vllm.config.multimodal import MultiModalConfig
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+
+    def told(mm_hash: str) -> bytes:
+        place = PlaceholderRange(offset=1, length=2)
+        image = MultiModalFeatureSpec(
+            data=None, modality="image", identifier=mm_hash, mm_position=place, mm_hash=mm_hash
+        )
+        request = SimpleNamespace(prompt_token_ids=[1, 2, 3, 4], lora_request=None, mm_features=[image])
+        return prompt_of(request, hasher_of(config))
+
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(model="m", multimodal_config=MultiModalConfig()),
+        cache_config=SimpleNamespace(enable_prefix_caching=True),
+    )
+    assert "mm_features" in inspect.signature(Request).parameters
+    assert {"mm_processor_cache_gb", "mm_hasher_algorithm"} <= MultiModalConfig.__dataclass_fields__.keys()
+    assert differ(told("a"), told("a")) == "" and "other images" in differ(told("a"), told("b"))
 
 
 class _Config:

@@ -27,6 +27,7 @@ from crossrail.integrations.vllm.caches import form_of, kind_of, read_caches, wi
 from crossrail.integrations.vllm.kernels import record_on
 from crossrail.integrations.vllm.options import VllmOptions
 from crossrail.integrations.vllm.orders import Orders
+from crossrail.integrations.vllm.prompts import hasher_of
 from crossrail.integrations.vllm.scheduler import SchedulerSide
 from crossrail.integrations.vllm.versions import check_interface
 from crossrail.integrations.vllm.worker import WorkerSide
@@ -125,6 +126,7 @@ class CrossrailConnector(KVConnectorBase_V1):
                 engine_id=self._engine_id,
                 secret=secret,
                 window=window,
+                hasher=hasher_of(vllm_config),
                 wait_s=options.load_s,
             )
         else:

@@ -25,6 +25,7 @@ from crossrail.errors import CrossrailError, UsageError, WaitTimeout
 from crossrail.integrations.instance import parse_rank_name
 from crossrail.integrations.vllm import orders as o
 from crossrail.integrations.vllm.options import VllmOptions
+from crossrail.integrations.vllm.prompts import differ
 from crossrail.kv import NOT_YET, KvLayout, KvSender, KvTarget, RankMemory, SendJob, foreign_lease
 from crossrail.kv import messages as m
 from crossrail.kv.services.attempts import AttemptBook, Key
@@ -284,8 +285,8 @@ class Producer:
     def _unfit(self, offer: _Offer, ask: _Ask) -> str:
         if ask.target.tokens != offer.tokens:
             return f"the decoder's prompt has {ask.target.tokens} tokens, the one prefilled here {offer.tokens}"
-        if ask.prompt and offer.prompt and ask.prompt != offer.prompt:
-            return "the decoder's prompt, or its LoRA adapter, is another than the one prefilled here"
+        if why := differ(ask.prompt, offer.prompt):
+            return why
         others = (other for other in offer.asks.values() if other is not ask and other.job is not None)
         if any(other.target.request == ask.target.request for other in others):
             return "it is on its way to another decoder, or to this one's attempt before"

@@ -18,14 +18,13 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
-
 from crossrail._latest import Latest
 from crossrail.errors import UsageError
 from crossrail.integrations.instance import Instance
 from crossrail.integrations.vllm.fetches import Fetches
 from crossrail.integrations.vllm.handoff import Parameters, reply, transfer_id_of
 from crossrail.integrations.vllm.orders import Chunk, Load, Offer, Orders, Wanted
+from crossrail.integrations.vllm.prompts import prompt_of
 
 log = logging.getLogger("crossrail.vllm")
 
@@ -75,8 +74,8 @@ class SchedulerSide:
 
     produces, consumes: what kv_role allows. Nothing that a client sends raises: what cannot be fetched fails as a load,
     and vLLM's kv_load_failure_policy decides what that means.
-    window: how many tokens the model looks back; None: at all of them. wait_s: how long requests wait for blocks while
-    nothing else is done here; then one of them is given up.
+    window: how many tokens the model looks back; None: at all of them. hasher: as of prompts.hasher_of().
+    wait_s: how long requests wait for blocks while nothing else is done here; then one of them is given up.
     """
 
     def __init__(
@@ -87,6 +86,7 @@ class SchedulerSide:
         engine_id: str,
         secret: bytes,
         window: int | None = None,
+        hasher: bytes = b"",
         wait_s: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -96,6 +96,7 @@ class SchedulerSide:
         self._engine_id = engine_id
         self._secret = secret
         self._window = window
+        self._hasher = hasher
         self._wait_s = wait_s
         self._clock = clock
         self._still_since_s: float | None = None
@@ -141,7 +142,7 @@ class SchedulerSide:
             self._refuse(request, str(error))
             return
         wanted = Wanted(request.request_id, parameters.transfer_id, instance)
-        if self._fetches.begin(wanted, _prompt_of(request), self._may_fetch(request.request_id)):
+        if self._fetches.begin(wanted, prompt_of(request, self._hasher), self._may_fetch(request.request_id)):
             self._want(wanted)
 
     def _may_fetch(self, request: str) -> bool:
@@ -177,7 +178,7 @@ class SchedulerSide:
         if choices is not None:
             self._first_choices[choices] = offered
         self.counts["offers"] += 1
-        self._orders.offers.append(Offer(request.request_id, transfer_id, tokens, _prompt_of(request)))
+        self._orders.offers.append(Offer(request.request_id, transfer_id, tokens, prompt_of(request, self._hasher)))
 
     def _refuse(self, request: Request, why: str) -> None:
         if _was_rejected(request):
@@ -229,7 +230,7 @@ class SchedulerSide:
                 tokens=wanted.computed_tokens + external_tokens,
                 prefix_tokens=wanted.computed_tokens,
                 blocks=tuple(blocks),
-                prompt=_prompt_of(request),
+                prompt=prompt_of(request, self._hasher),
             )
         )
 
@@ -349,16 +350,3 @@ class SchedulerSide:
 def _was_rejected(request: Request) -> bool:
     """Before vLLM's engine had it. It comes, with a token that vLLM made up, so that its producer may hear of it."""
     return bool(getattr(request, "abort_immediately", False))  # vLLM 0.32 has it; versions without send no such
-
-
-def _prompt_of(request: Request) -> bytes:
-    """What its KV is computed from, to be compared with the other side's; b"" for prompts that are not tokens.
-
-    Tokens as int32, little-endian, and the name of the LoRA adapter behind them. Not what images are: vLLM's hashes of
-    them depend on where the model lies, which may differ between instances.
-    """
-    if not request.prompt_token_ids:
-        return b""
-    lora = getattr(request, "lora_request", None)
-    adapter = b"" if lora is None else b"LoRA " + str(lora.lora_name).encode()
-    return np.asarray(request.prompt_token_ids, "<i4").tobytes() + adapter

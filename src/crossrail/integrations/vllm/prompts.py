@@ -1,0 +1,72 @@
+"""What a request's KV is computed from, as bytes that one side compares with the other's.
+
+Of images, audio and video it has vLLM's hashes. They depend on what the instance calls the model, and on settings of
+its hasher: where the two sides differ in that, such inputs are not compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import numpy as np
+
+_MARK = b"\0media"
+_DIGEST_BYTES = 16
+_TAIL_BYTES = len(_MARK) + 2 * _DIGEST_BYTES
+
+
+def hasher_of(vllm_config: Any) -> bytes:
+    """Equal where vLLM's hashes of equal images are; b"" where it does not hash them, or there are none."""
+    model = vllm_config.model_config
+    media = getattr(model, "multimodal_config", None)
+    if media is None:
+        return b""
+    if not media.mm_processor_cache_gb and not vllm_config.cache_config.enable_prefix_caching:
+        return b""  # it numbers them instead
+    return _digest([str(model.model), str(getattr(media, "mm_hasher_algorithm", ""))])
+
+
+def prompt_of(request: Any, hasher: bytes) -> bytes:
+    """A request's prompt; b"" for one that is not tokens. hasher: of this instance, hasher_of().
+
+    Tokens as int32, little-endian, the name of the LoRA adapter behind them, and what is behind that of media.
+    """
+    if not request.prompt_token_ids:
+        return b""
+    lora = getattr(request, "lora_request", None)
+    adapter = b"" if lora is None else b"LoRA " + str(lora.lora_name).encode()
+    tokens = np.asarray(request.prompt_token_ids, "<i4").tobytes()
+    return tokens + adapter + (_media(request, hasher) if hasher else b"")
+
+
+def _media(request: Any, hasher: bytes) -> bytes:
+    told = []
+    for feature in getattr(request, "mm_features", None) or ():
+        place = feature.mm_position
+        told += [str(feature.mm_hash or feature.identifier), str(place.offset), str(place.length)]
+    return _MARK + hasher + _digest(told)
+
+
+def differ(theirs: bytes, ours: bytes) -> str:
+    """In what the decoder's prompt is another than the one here, for people; "" if in nothing that can be compared."""
+    if not theirs or not ours:
+        return ""
+    (there, their_media), (here, our_media) = _split(theirs), _split(ours)
+    if there != here:
+        return "the decoder's prompt, or its LoRA adapter, is another than the one prefilled here"
+    if their_media[:_DIGEST_BYTES] == our_media[:_DIGEST_BYTES] and their_media != our_media:
+        return "the decoder's prompt has other images, audio or video than the one prefilled here"
+    return ""
+
+
+def _split(prompt: bytes) -> tuple[bytes, bytes]:
+    tail = prompt[-_TAIL_BYTES:]
+    if len(tail) == _TAIL_BYTES and tail.startswith(_MARK):
+        return prompt[:-_TAIL_BYTES], tail[len(_MARK) :]
+    return prompt, b""
+
+
+def _digest(parts: list[str]) -> bytes:
+    told = "".join(f"{len(part)}:{part}" for part in parts)
+    return hashlib.sha256(told.encode("utf-8", "surrogatepass")).digest()[:_DIGEST_BYTES]
