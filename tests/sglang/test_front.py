@@ -93,6 +93,30 @@ async def test_a_rank_that_has_the_room_knows_better(server: Any, p: Side, d: Si
     d.assert_holds("all the same", THEIRS, 0)
 
 
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        ({"top_logprobs_num": 129}, "top_logprobs_num=129 must be at most 128"),
+        ({"top_logprobs_num": [5, None, 200]}, "top_logprobs_num=200"),
+        ({"return_sampling_mask": True}, "return_sampling_mask needs SGLANG_ENABLE_DISAGG_SAMPLING_MASK=1"),
+        ({"return_sampling_mask": [False, True]}, "return_sampling_mask needs"),
+    ],
+)
+async def test_what_would_end_a_scheduler_never_reaches_it(server: Any, asked: dict[str, Any], why: str) -> None:
+    one = Front(server, "token")
+    request = SimpleNamespace(bootstrap_room=1, **asked)
+    with pytest.raises(ValueError, match=why):
+        async for _ in front.watched(Front.generate_request, one, request):
+            pass
+    assert not one.closed, "it has not begun"
+    eventually(lambda: server._server._halves._latest, "the decoder hears it")
+
+
+@pytest.mark.parametrize("most", [None, 0, 128, [None, 128], []])
+async def test_what_a_scheduler_has_room_for_passes(server: Any, most: Any) -> None:
+    assert not front.fatal(SimpleNamespace(top_logprobs_num=most, return_sampling_mask=None))
+
+
 @pytest.mark.parametrize("room", [None, 0, -1, 1 << 63, "x", [None]])
 async def test_what_is_no_room_is_nobodys(server: Any, room: Any) -> None:
     with pytest.raises(ValueError, match="malformed"):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import sglang.srt.disaggregation.base.conn as base
 
-from crossrail.integrations.sglang import conn
+from crossrail.integrations.sglang import conn, front
 from tests.sglang.conftest import stand_in
 
 # By what SGLang's schedulers call them, and which of our classes it is.
@@ -146,3 +146,9 @@ def test_it_is_found_by_its_entry_point() -> None:
 def test_importing_the_integration_imports_no_sglang() -> None:
     code = "import sys, crossrail.integrations.sglang.manager; sys.exit('sglang' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+
+
+def test_the_most_top_logprobs_are_as_many_as_sglang_has_room_for() -> None:
+    from sglang.srt.disaggregation.utils import MetadataBuffers
+
+    assert inspect.signature(MetadataBuffers).parameters["max_top_logprobs_num"].default == front.TOP_LOGPROBS_MAX

@@ -119,6 +119,17 @@ def test_what_the_decode_server_alone_refuses_ends_at_the_prefill_server_too(fle
     assert f"the decode server refused it: {TOO_LONG}" in waiting.result()
 
 
+def test_more_top_logprobs_than_sglang_hands_over_end_no_server(fleet: Fleet) -> None:
+    """Its prefill scheduler would end at them."""
+    where = fleet.room()
+    asked = [
+        Asked(one, prompt(515, 50), return_logprob=True, top_logprobs_num=129, **where) for one in (fleet.p, fleet.d)
+    ]
+    for half in asked:
+        assert "top_logprobs_num=129 must be at most 128" in half.result()
+    expect(fleet, 516)
+
+
 def test_a_half_that_never_comes_to_the_prefill_server_is_not_waited_for(fleet: Fleet) -> None:
     assert "the prefill server has not got its half of the request" in fleet.d.ask(prompt(518, 50), **fleet.room())
     expect(fleet, 519)

@@ -1,7 +1,8 @@
 """What a server refuses before its ranks hear of it: the other server, which has the other half, must not wait for it.
 
 Requests that are too long, too many or malformed end in SGLang's HTTP process, or before its scheduler asks for a
-sender or receiver. Both ways lead through one generator there, which is watched. At the prefill server the bootstrap
+sender or receiver. Both ways lead through one generator there, which is watched; what would end a scheduler is refused
+there. At the prefill server the bootstrap
 server is in the same process; at the decode server its address comes with the request. What it notes goes to the
 prefiller's ranks (halves.py).
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Any, ClassVar, Protocol
@@ -25,6 +27,8 @@ log = logging.getLogger("crossrail.sglang")
 MODULE = "sglang.srt.managers.tokenizer_manager"
 BACKEND = "crossrail"
 _TELL_S = 5.0
+TOP_LOGPROBS_MAX = 128  # of SGLang's MetadataBuffers
+SAMPLING_MASK = "SGLANG_ENABLE_DISAGG_SAMPLING_MASK"
 
 
 def hook_front() -> bool:
@@ -114,6 +118,8 @@ def watched(
 
 async def _telling(answers: AsyncGenerator[Any, None], request: Any, watcher: _Watcher) -> AsyncIterator[Any]:
     try:
+        if why := fatal(request):
+            raise ValueError(why)  # SGLang answers 400
         async with aclosing(answers):  # when a client hangs up, at once, and not by the garbage collector
             async for answer in answers:
                 if why := _abort_in(answer):
@@ -122,6 +128,21 @@ async def _telling(answers: AsyncGenerator[Any, None], request: Any, watcher: _W
     except Exception as error:
         watcher.refuse(request, str(getattr(error, "detail", error)))
         raise
+
+
+def fatal(request: Any) -> str:
+    """Why SGLang's scheduler would end at this request, with all others: its first token's metadata have no place in
+    the buffers that go to the decode server. Empty: it would not.
+    """
+    asked = getattr(request, "top_logprobs_num", None) or 0
+    most = max((one or 0 for one in asked), default=0) if isinstance(asked, list) else asked
+    if isinstance(most, int) and most > TOP_LOGPROBS_MAX:
+        return f"top_logprobs_num={most} must be at most {TOP_LOGPROBS_MAX} where prefill and decode are apart"
+    masks = getattr(request, "return_sampling_mask", None)
+    wants_masks = any(masks) if isinstance(masks, list) else bool(masks)
+    if wants_masks and os.environ.get(SAMPLING_MASK, "").strip().lower() not in ("1", "true", "yes", "y"):
+        return f"return_sampling_mask needs {SAMPLING_MASK}=1 at both servers where prefill and decode are apart"
+    return ""
 
 
 def _abort_in(answer: Any) -> str:
