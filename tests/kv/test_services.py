@@ -281,6 +281,24 @@ async def test_check_of_a_model_that_raises_is_told_and_logged_once(
     await quiet(cluster)
 
 
+@pytest.mark.parametrize("raised", [asyncio.CancelledError, GeneratorExit])
+async def test_what_check_raises_that_is_no_exception_refuses_that_request_alone(
+    cluster: Cluster, raised: type[BaseException]
+) -> None:
+    """check() awaits nothing: neither of these was meant for the decoder's task."""
+    await start(cluster)
+
+    def check(prompt: Tokens, max_tokens: int) -> None:
+        if len(prompt) == 14:
+            raise raised("14 is unlucky")
+
+    cluster.nodes["d0"].model.check = check
+    with pytest.raises(xr.UsageError, match=rf"raised RuntimeError: {raised.__name__}: 14 is unlucky$"):
+        await asyncio.wait_for(cluster.complete(prompt_of(14), GREEDY), WAIT_S)
+    assert (await cluster.complete(prompt_of(15), GREEDY))[1].reason == "length"
+    await quiet(cluster)
+
+
 class Panic(BaseException):
     """As extensions in Rust raise it."""
 
@@ -290,8 +308,9 @@ class Panic(BaseException):
     [
         (asyncio.CancelledError, "the model raised CancelledError, and nobody had cancelled it"),
         (Panic, "RuntimeError: Panic: index out of bounds"),
+        (GeneratorExit, "RuntimeError: GeneratorExit: index out of bounds"),
     ],
-    ids=["cancelled", "panic"],
+    ids=["cancelled", "panic", "generator exit"],
 )
 @pytest.mark.parametrize(("node", "call"), [("p0", "prefill"), ("d0", "step")])
 async def test_what_a_model_raises_that_is_no_exception_fails_that_request_alone(

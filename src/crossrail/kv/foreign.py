@@ -5,18 +5,36 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 
 @contextmanager
-def exceptions_only() -> Iterator[None]:
-    """Around such a call: RuntimeError for what it raises and is no Exception, unless it ends a task or the process.
+def exceptions_only(*, awaits: bool = False) -> Iterator[None]:
+    """Around such a call: RuntimeError for what it raises and is no Exception, unless it ends the process.
 
     A panic of an extension in Rust, as tokenizers is one, derives from BaseException alone. It would pass by everything
-    that handles a failed request, and end the task that all other requests depend on. Threads: any.
+    that handles a failed request, and end the task that all other requests depend on. So would a GeneratorExit of the
+    callee's own, such as of a generator that it mishandles.
+
+    awaits: the call is awaited. Then a CancelledError passes, which may be meant for the task that waits, and so does
+    the GeneratorExit that closes its coroutine. Threads: any.
     """
+    task = _task()
     try:
         yield
-    except (Exception, asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit):
+    except (Exception, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:
+        is_cancelled = awaits and isinstance(error, asyncio.CancelledError)
+        is_closed = awaits and isinstance(error, GeneratorExit) and _task() is not task
+        if is_cancelled or is_closed:
+            raise
         raise RuntimeError(f"{type(error).__name__}: {error}") from error
+
+
+def _task() -> asyncio.Task[Any] | None:
+    """The task that runs here. A coroutine is closed by others, or by nobody's task when the loop is gone."""
+    try:
+        return asyncio.current_task()
+    except RuntimeError:  # no loop runs in this thread
+        return None

@@ -96,7 +96,7 @@ async def generate(
             tail = await model.prefill(cache, prompt[:end], start, pages, lambda: None)
     token, position = int(prompt[-1]), len(prompt) - 1
     for _ in range(sampling.max_tokens):
-        with exceptions_only():
+        with exceptions_only(awaits=True):
             logits, tail = await model.step(cache, token, position, pages, tail)
         position += 1
         token = sample(logits, sampling, position)

@@ -263,7 +263,7 @@ class Front:
         # Tokenizing can take seconds, so it must not block other requests and the nodes; long prompts are tokenized one
         # at a time. Only tokens tell whether a text fits: one token may stand for any number of characters.
         loop = asyncio.get_running_loop()
-        with exceptions_only():
+        with exceptions_only(awaits=True):
             return _checked(await loop.run_in_executor(self._encoding, self._tokenizer.encode, prompt))
 
     def _text(self, body: CompletionBody) -> TextStream:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from crossrail._options import check_counts
+from crossrail.kv.foreign import exceptions_only
 
 Work = TypeVar("Work")
 Result = TypeVar("Result")
@@ -69,10 +70,11 @@ class Steps(Generic[Work, Result]):
 
     async def _run_batch(self, batch: Sequence[_Step[Work, Result]]) -> None:
         try:
-            results = await self._run([step.work for step in batch])
+            with exceptions_only(awaits=True):
+                results = await self._run([step.work for step in batch])
             for step, result in zip(batch, results, strict=True):
                 step.result = result
-        except BaseException as error:  # also a panic, and a future of run's that was cancelled: others wait for steps
+        except BaseException as error:  # also a future of run's that was cancelled: others wait for steps
             for step in batch:
                 step.error = error
             if isinstance(error, GeneratorExit | KeyboardInterrupt | SystemExit):

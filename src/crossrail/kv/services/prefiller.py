@@ -371,7 +371,7 @@ class Prefiller(Node):
             self._model_watch.heard()
             layer_done()
 
-        with self._model_watch.computing(), exceptions_only():
+        with self._model_watch.computing(), exceptions_only(awaits=True):
             try:
                 return await self.model.prefill(self.cache, tokens, start, job.lease.pages, heard)
             except asyncio.CancelledError as error:
