@@ -1,4 +1,4 @@
-"""Ctrl-C while a command is still being imported."""
+"""Ctrl-C, or SIGTERM, while a command is still being imported."""
 
 from __future__ import annotations
 
@@ -27,18 +27,20 @@ sys.meta_path.insert(0, Halt())
 """
 
 
-def interrupted(arguments: Sequence[str], module: str, folder: Path) -> tuple[int, str]:
+def interrupted(
+    arguments: Sequence[str], module: str, folder: Path, by: signal.Signals = signal.SIGINT
+) -> tuple[int, str]:
     """Exit code and stderr of Python, interrupted as it imports a module."""
     (folder / "sitecustomize.py").write_text(HALT)
     process = subprocess.Popen(
         [sys.executable, *arguments],
-        env=os.environ | {"PYTHONPATH": str(folder), "HALT_AT": module},
+        env=os.environ | {"PYTHONPATH": str(folder), "HALT_AT": module, "CROSSRAIL_SECRET": "secret"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
     assert process.stdout is not None and process.stdout.readline() == "halted\n"
-    process.send_signal(signal.SIGINT)
+    process.send_signal(by)
     _, errors = process.communicate(timeout=LONG_S)
     return process.returncode, errors
 
@@ -60,6 +62,48 @@ def test_command_ends_without_a_traceback(module: str, words: list[str], tmp_pat
 
 def test_command_that_imports_as_it_runs_is_interrupted_like_any(tmp_path: Path) -> None:
     assert interrupted(["-m", "crossrail", "demo"], "numpy", tmp_path) == (130, "\ninterrupted\n")
+
+
+NODE = ["prefiller", "--router", "http://127.0.0.1:1"]
+
+
+@pytest.mark.parametrize(
+    ("module", "words"), [("crossrail.cli.main", NODE), ("numpy", NODE), ("numpy", ["decoder"]), ("numpy", ["router"])]
+)
+def test_service_that_is_told_to_end_early_ends_as_it_does_later(module: str, words: list[str], tmp_path: Path) -> None:
+    assert interrupted(["-m", "crossrail", "--debug", "kv", *words], module, tmp_path, signal.SIGTERM) == (0, "")
+
+
+def test_command_that_is_no_service_is_terminated_like_any(tmp_path: Path) -> None:
+    arguments = ["-m", "crossrail", "weights", "demo"]
+    assert interrupted(arguments, "numpy", tmp_path, signal.SIGTERM) == (-signal.SIGTERM, "")
+
+
+@pytest.mark.parametrize(
+    ("by", "status", "errors"), [(signal.SIGTERM, 0, ""), (signal.SIGINT, 130, "\ninterrupted\n")], ids=["term", "int"]
+)
+@pytest.mark.parametrize("words", [[*NODE, "--model"], ["router", "--tokenizer"]], ids=["model", "tokenizer"])
+def test_service_whose_model_is_being_loaded_puts_it_away(
+    by: signal.Signals, status: int, errors: str, words: list[str], tmp_path: Path
+) -> None:
+    """It may have processes of its own. What it makes of the interrupt counts for nothing, as numpy's words on it."""
+    away = tmp_path / "away"
+    (tmp_path / "mine.py").write_text(
+        f"""
+import pathlib
+
+def make():
+    try:
+        import slow
+    except SystemExit:
+        raise ImportError("mine is not installed properly")
+    finally:
+        pathlib.Path({str(away)!r}).touch()
+"""
+    )
+    command = ["-m", "crossrail", "kv", *words, "mine:make"]
+    assert interrupted(command, "slow", tmp_path, by) == (status, errors)
+    assert away.exists()
 
 
 def test_program_that_uses_the_package_is_interrupted_as_python_has_it(tmp_path: Path) -> None:

@@ -187,6 +187,31 @@ async def drained(who: str, drain: Callable[[float], Awaitable[bool]], timeout_s
         complain(f"{who}: ended {why}, before all was finished")
 
 
+@contextlib.contextmanager
+def ends_when_told() -> Iterator[None]:
+    """Around what may take minutes before the service serves anybody, such as to load a model: SIGTERM ends it with
+    status 0, through the code that runs, which may have processes to end; SIGINT ends it as any command.
+    """
+    told: list[int] = []
+
+    def end(number: int, _frame: object) -> None:
+        told.append(number)
+        raise SystemExit(0)
+
+    handlers: dict[signal.Signals, Any] = {signal.SIGTERM: end, signal.SIGINT: signal.default_int_handler}
+    heeded = [number for number in handlers if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, handlers[number]) for number in heeded}
+    try:
+        yield
+    except Exception:
+        if told:  # some code has made something else of it, as imports do
+            raise SystemExit(0) from None
+        raise
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def open_model(name: str, options: Mapping[str, str]) -> Model:
     """ "toy", an example's name, a checkpoint's directory, or "package.module:function".
 

@@ -15,6 +15,7 @@ from crossrail.cli.kv.common import (
     chosen,
     complain,
     drained,
+    ends_when_told,
     open_model,
     opened,
     parse_options,
@@ -52,13 +53,14 @@ def decoder(**options: Any) -> None:
 
 async def _serve(kind: type[Node], options: dict[str, Any]) -> None:
     name = options["name"] or f"{kind.role}-{socket.gethostname()}-{os.getpid()}"
-    model = open_model(options["model"], parse_options(options["model_options"]))
     url = options["membership"]
     if bool(url) == bool(options["routers"]):
         raise UsageError("a node finds its routers by --router, or by --membership etcd://...: give one of the two")
     for router in options["routers"]:
         check_url(router)
     place = Place.from_url(url) if url else None
+    with ends_when_told():
+        model = open_model(options["model"], parse_options(options["model_options"]))
     _check_room(f"{kind.role} {name}", model.layout)
     async with opened(name, options) as service, contextlib.AsyncExitStack() as stack:
         ranks = {rank: RankMemory.alloc(service.engine, model.layout) for rank in range(model.layout.tp)}

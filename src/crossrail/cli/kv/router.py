@@ -8,6 +8,7 @@ from crossrail.cli import event_loop
 from crossrail.cli.kv.common import (
     chosen,
     drained,
+    ends_when_told,
     open_tokenizer,
     opened,
     tell,
@@ -30,7 +31,9 @@ def router(listen: str, tokenizer: str, **options: Any) -> None:
     host, colon, port = listen.rpartition(":")
     if not colon or not port.isdecimal() or int(port) > _PORT_MAX:
         raise UsageError(f"--listen {listen!r} must be HOST:PORT, the port at most {_PORT_MAX}")
-    event_loop.run(_serve(host.strip("[]"), int(port), open_tokenizer(tokenizer), options))
+    with ends_when_told():
+        its_tokenizer = open_tokenizer(tokenizer)
+    event_loop.run(_serve(host.strip("[]"), int(port), its_tokenizer, options))
 
 
 async def _serve(host: str, port: int, tokenizer: Tokenizer | None, options: dict[str, Any]) -> None:
