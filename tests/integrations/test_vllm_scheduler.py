@@ -9,7 +9,7 @@ import pytest
 
 from crossrail.integrations.instance import Instance, Worker
 from crossrail.integrations.vllm.orders import Chunk, Orders
-from crossrail.integrations.vllm.scheduler import SchedulerSide
+from crossrail.integrations.vllm.scheduler import COMPLETE, SchedulerSide
 from crossrail.kv import KvLayout
 
 SECRET = b"secret"
@@ -98,6 +98,19 @@ def test_a_prompt_in_chunks_is_offered_and_held() -> None:
     assert s.step(scheduled()).finished == ["r"] and s.has_pending_work
     s.reported({"r"}, set())
     assert not s.has_pending_work
+
+
+@pytest.mark.parametrize("status", COMPLETE)
+def test_a_prompt_is_held_whatever_ended_what_was_generated(status: str) -> None:
+    s = side()
+    request = Request("r", DECODE, max_tokens=30)
+    s.new_request(request)
+    s.step(scheduled(new={"r": (0, 100, [5, 6, 7, 8])}))
+
+    delayed, told = s.finished(request.ends(status, 110))
+
+    assert delayed and told is not None and told["transfer_id"] == "r"
+    assert s.step(scheduled()).finished == ["r"]
 
 
 def test_preempted_and_resumed_it_has_other_blocks() -> None:

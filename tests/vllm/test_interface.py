@@ -18,9 +18,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
 )
 from vllm.v1 import kv_cache_interface
+from vllm.v1.engine import FinishReason
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from crossrail.errors import UsageError
 from crossrail.integrations.vllm import CrossrailConnector, stats
@@ -28,6 +29,7 @@ from crossrail.integrations.vllm.caches import SPECS, lengths_of, window_of
 from crossrail.integrations.vllm.connector import CrossrailMetadata, CrossrailStats
 from crossrail.integrations.vllm.orders import Orders
 from crossrail.integrations.vllm.prompts import differ, hasher_of, prompt_of
+from crossrail.integrations.vllm.scheduler import COMPLETE
 from crossrail.integrations.vllm.versions import check_interface
 
 OURS = [
@@ -207,6 +209,15 @@ def test_max_model_len_chooses_the_factors_of_longrope(monkeypatch: pytest.Monke
     said = {"max_model_len": "above 128" if made.use_long_rope else "128 at most"}
     assert lengths_of(text.to_dict(), tokens_max) == said
     assert made.use_long_rope == (tokens_max > 128)
+
+
+def test_every_status_of_a_request_that_went_well_is_known() -> None:
+    ended = [status for status in RequestStatus if RequestStatus.is_finished(status)]
+    failed = (FinishReason.ABORT, FinishReason.ERROR)
+
+    well = {status.name for status in ended if RequestStatus.get_finished_reason(status) not in failed}
+
+    assert well - {"FINISHED_IGNORED"} == set(COMPLETE)  # that one was too long for the model
 
 
 def test_hashes_of_images_are_where_we_look_for_them() -> None:

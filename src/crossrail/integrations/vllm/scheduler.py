@@ -28,7 +28,8 @@ from crossrail.integrations.vllm.prompts import prompt_of
 
 log = logging.getLogger("crossrail.vllm")
 
-_COMPLETE = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
+# Statuses of requests that generated what they were to: vLLM ended them, and has all that it computed.
+COMPLETE = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION")
 _CHOICE = re.compile(r"(\d+)_(.+)", re.DOTALL)  # how vLLM names what it makes of a request with n > 1
 _REPLICA = re.compile(r".*_dp\d+", re.DOTALL)  # how it names the engines of its data-parallel replicas
 _REMEMBERED = 4096  # requests with n > 1
@@ -312,7 +313,7 @@ class SchedulerSide:
         offered = own or others
         if offered is None:
             return False, None
-        is_complete = request.status.name in _COMPLETE and request.num_computed_tokens >= offered.tokens
+        is_complete = request.status.name in COMPLETE and request.num_computed_tokens >= offered.tokens
         if own is not None:
             self._held.add(request_id)
             (self._orders.finished if is_complete else self._orders.dropped).append(request_id)
