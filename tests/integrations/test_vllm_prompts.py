@@ -16,9 +16,11 @@ def image(name: str, offset: int = 5) -> Any:
     return SimpleNamespace(mm_hash=name, identifier="", mm_position=SimpleNamespace(offset=offset, length=16))
 
 
-def request(tokens: list[int] | None = TOKENS, images: list[Any] | None = None, adapter: str = "") -> Any:
+def request(
+    tokens: list[int] | None = TOKENS, images: list[Any] | None = None, adapter: str = "", salt: str | None = None
+) -> Any:
     lora = SimpleNamespace(lora_name=adapter) if adapter else None
-    return SimpleNamespace(prompt_token_ids=tokens, lora_request=lora, mm_features=images)
+    return SimpleNamespace(prompt_token_ids=tokens, lora_request=lora, cache_salt=salt, mm_features=images)
 
 
 def config(model: str = "/models/llava", cache_gb: float = 4.0, caches_prefixes: bool = False, **media: Any) -> Any:
@@ -34,7 +36,7 @@ HASHER = hasher_of(config())
 
 
 def test_equal_prompts_do_not_differ() -> None:
-    for made in (request(), request(adapter="one"), request(images=[image("a"), image("b", 40)])):
+    for made in (request(), request(adapter="one", salt="one"), request(images=[image("a"), image("b", 40)])):
         for hasher in (HASHER, b""):
             assert differ(prompt_of(made, hasher), prompt_of(made, hasher)) == ""
 
@@ -47,11 +49,14 @@ def test_the_same_words_with_other_images_are_another_prompt(images: list[Any]) 
     assert told == "the decoder's prompt has other images, audio or video than the one prefilled here"
 
 
-@pytest.mark.parametrize("other", [request(TOKENS[1:]), request(TOKENS[:-1]), request(adapter="one")])
-def test_other_words_or_adapters_are_another_prompt(other: Any) -> None:
+@pytest.mark.parametrize(
+    "other",
+    [request(TOKENS[1:]), request(TOKENS[:-1]), request(adapter="one"), request(salt="one"), request(salt="")],
+)
+def test_other_words_adapters_or_salts_are_another_prompt(other: Any) -> None:
     for hasher in (HASHER, b""):
         told = differ(prompt_of(other, hasher), prompt_of(request(), HASHER))
-        assert told == "the decoder's prompt, or its LoRA adapter, is another than the one prefilled here"
+        assert told == "the decoder's prompt, its LoRA adapter or its cache_salt is another than the one prefilled here"
 
 
 def test_media_are_compared_where_both_sides_hash_them_alike() -> None:

@@ -30,14 +30,17 @@ def hasher_of(vllm_config: Any) -> bytes:
 def prompt_of(request: Any, hasher: bytes) -> bytes:
     """A request's prompt; b"" for one that is not tokens. hasher: of this instance, hasher_of().
 
-    Tokens as int32, little-endian, the name of the LoRA adapter behind them, and what is behind that of media.
+    Tokens as int32, little-endian, behind them the name of the LoRA adapter, a digest of cache_salt (whoever has another
+    one must not learn that the prompts are equal), and those of media.
     """
     if not request.prompt_token_ids:
         return b""
     lora = getattr(request, "lora_request", None)
     adapter = b"" if lora is None else b"LoRA " + str(lora.lora_name).encode()
+    salt = getattr(request, "cache_salt", None)
+    apart = b"" if salt is None else b"salt " + _digest([str(salt)])
     tokens = np.asarray(request.prompt_token_ids, "<i4").tobytes()
-    return tokens + adapter + (_media(request, hasher) if hasher else b"")
+    return tokens + adapter + apart + (_media(request, hasher) if hasher else b"")
 
 
 def _media(request: Any, hasher: bytes) -> bytes:
@@ -54,7 +57,7 @@ def differ(theirs: bytes, ours: bytes) -> str:
         return ""
     (there, their_media), (here, our_media) = _split(theirs), _split(ours)
     if there != here:
-        return "the decoder's prompt, or its LoRA adapter, is another than the one prefilled here"
+        return "the decoder's prompt, its LoRA adapter or its cache_salt is another than the one prefilled here"
     if their_media[:_DIGEST_BYTES] == our_media[:_DIGEST_BYTES] and their_media != our_media:
         return "the decoder's prompt has other images, audio or video than the one prefilled here"
     return ""
