@@ -25,7 +25,7 @@ OTHER_HALF_S = 15.0  # long enough to abort a request whose other half does not 
 ARGUMENTS = [
     *("--device", "cpu", "--skip-tokenizer-init", "--dtype", "float32", "--attention-backend", "torch_native"),
     *("--sampling-backend", "pytorch", "--disable-overlap-schedule", "--disable-radix-cache", "--sleep-on-idle"),
-    *("--skip-server-warmup", "--max-total-tokens", "2048", "--mem-fraction-static", "0.1"),
+    *("--skip-server-warmup", "--max-total-tokens", "2048", "--mem-fraction-static", "0.5"),
     *("--chunked-prefill-size", "64", "--page-size", "4"),
 ]
 DISAGGREGATED = [

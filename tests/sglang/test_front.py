@@ -98,6 +98,8 @@ async def test_a_rank_that_has_the_room_knows_better(server: Any, p: Side, d: Si
     [
         ({"top_logprobs_num": 129}, "top_logprobs_num=129 must be at most 128"),
         ({"top_logprobs_num": [5, None, 200]}, "top_logprobs_num=200"),
+        ({"sampling_params": {"n": 2}}, "with n > 1, SGLang gives all samples of a request the same room"),
+        ({"sampling_params": [{"n": 1}, {"n": 3}]}, "with n > 1"),
         ({"return_sampling_mask": True}, "return_sampling_mask needs SGLANG_ENABLE_DISAGG_SAMPLING_MASK=1"),
         ({"return_sampling_mask": [False, True]}, "return_sampling_mask needs"),
     ],
@@ -114,7 +116,8 @@ async def test_what_would_end_a_scheduler_never_reaches_it(server: Any, asked: d
 
 @pytest.mark.parametrize("most", [None, 0, 128, [None, 128], []])
 async def test_what_a_scheduler_has_room_for_passes(server: Any, most: Any) -> None:
-    assert not front.fatal(SimpleNamespace(top_logprobs_num=most, return_sampling_mask=None))
+    params = {"sampling_params": {"n": 1}, "bootstrap_room": 1}
+    assert not front.unservable(SimpleNamespace(top_logprobs_num=most, return_sampling_mask=None, **params))
 
 
 @pytest.mark.parametrize("room", [None, 0, -1, 1 << 63, "x", [None]])

@@ -20,7 +20,7 @@ from crossrail.errors import CrossrailError
 from crossrail.integrations.sglang.bootstrap import tell_refused
 from crossrail.integrations.sglang.hooks import hook_around
 from crossrail.integrations.sglang.options import SglangOptions
-from crossrail.integrations.sglang.state import unusable_room
+from crossrail.integrations.sglang.state import ONE_SAMPLE, unusable_room
 
 log = logging.getLogger("crossrail.sglang")
 
@@ -118,7 +118,7 @@ def watched(
 
 async def _telling(answers: AsyncGenerator[Any, None], request: Any, watcher: _Watcher) -> AsyncIterator[Any]:
     try:
-        if why := fatal(request):
+        if why := unservable(request):
             raise ValueError(why)  # SGLang answers 400
         async with aclosing(answers):  # when a client hangs up, at once, and not by the garbage collector
             async for answer in answers:
@@ -130,10 +130,16 @@ async def _telling(answers: AsyncGenerator[Any, None], request: Any, watcher: _W
         raise
 
 
-def fatal(request: Any) -> str:
-    """Why SGLang's scheduler would end at this request, with all others: its first token's metadata have no place in
-    the buffers that go to the decode server. Empty: it would not.
+def unservable(request: Any) -> str:
+    """Why prefill and decode apart cannot serve this request. Empty: they can.
+
+    n: SGLang gives all samples one room. The others would end SGLang's scheduler, with all other requests: the first
+    token's metadata have no place in the buffers that go to the decode server.
     """
+    params = getattr(request, "sampling_params", None)
+    samples = [one.get("n") or 1 for one in (params if isinstance(params, list) else [params]) if isinstance(one, dict)]
+    if rooms_of(request) and any(isinstance(count, int) and count > 1 for count in samples):
+        return ONE_SAMPLE
     asked = getattr(request, "top_logprobs_num", None) or 0
     most = max((one or 0 for one in asked), default=0) if isinstance(asked, list) else asked
     if isinstance(most, int) and most > TOP_LOGPROBS_MAX:

@@ -39,6 +39,7 @@ from crossrail.kv.transfer.plan import plan_transfer
 log = logging.getLogger("crossrail.sglang")
 
 _TICK_S = 0.25
+_GRACE_S = 5.0  # for a decoder whose time is up to ask how far we are, and to say that it gives up
 _EARLY_MAX = 4096  # asks for rooms that SGLang has not shown to us yet
 _REMEMBERED = 4096  # asks and rooms that have ended, for what comes late
 
@@ -384,7 +385,7 @@ class PrefillSide:
             return m.Dispatched(*answer)
         now_s = loop_time_s()
         begun_s = awaited.since_s if awaited is not None else now_s
-        ask = _Ask(key, sender, target, asked.prefix_tokens, now_s + asked.timeout_s, begun_s)
+        ask = _Ask(key, sender, target, asked.prefix_tokens, now_s + asked.timeout_s + _GRACE_S, begun_s)
         if room is None:
             if len(self._early) >= _EARLY_MAX:
                 return m.DispatchRefused(*answer, f"{_EARLY_MAX} requests wait here that nobody prefills")

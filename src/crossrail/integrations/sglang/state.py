@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from enum import IntEnum
 
+ONE_SAMPLE = "with n > 1, SGLang gives all samples of a request the same room; send a request for each"
+
 
 def unusable_room(number: int) -> str:
     """Why SGLang cannot use this room number; empty if it can.
@@ -17,10 +19,7 @@ def unusable_room(number: int) -> str:
 
 def wanted_twice(number: int) -> str:
     """Why requests of one decoder that are under way with one room fail, all of them."""
-    return (
-        f"one decoder wants room {number} twice: with n > 1, SGLang gives all samples of a request the same room; send "
-        "a request for each"
-    )
+    return f"one decoder wants room {number} twice: {ONE_SAMPLE}"
 
 
 class Poll(IntEnum):
