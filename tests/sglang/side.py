@@ -81,7 +81,10 @@ class Side:
             "attn_cp_size": 1,
             "attn_dcp_size": 1,
             "attn_dp_size": 1,
+            "attn_dp_rank": 0,
             "dp_size": 1,
+            "dp_rank": None,
+            "load_balance_method": "follow_bootstrap_room",
             "dist_init_addr": None,
         } | (parallel or {})
         host, _, port = address.partition(":")
@@ -124,13 +127,13 @@ class Side:
 
     # ---- a request, as SGLang's scheduler sees it
 
-    def sender(self, room: int) -> Any:
-        return self.conn.CrossrailKVSender(self.manager, self.address, room)
+    def sender(self, room: int, *, is_sent_here: bool = False) -> Any:
+        return self.conn.CrossrailKVSender(self.manager, self.address, room, is_sent_here)
 
-    def receiver(self, room: int) -> Any:
+    def receiver(self, room: int, dp_rank: int = 0) -> Any:
         eventually(lambda: self.manager.try_ensure_parallel_info(self.address), "the prefiller is known")
         receiver = self.conn.CrossrailKVReceiver(self.manager, self.address, room)
-        receiver.init(0)
+        receiver.init(dp_rank)
         return receiver
 
     def compute(self, text: str, pages: list[int], aux_index: int) -> None:

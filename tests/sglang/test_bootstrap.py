@@ -28,8 +28,17 @@ LAYOUT = KvLayout(
 )
 
 
-def line(rank: int = 0, tp: int = 2, secret: bytes = SECRET, lease_s: float = 10.0, address: bytes = b"a") -> str:
-    return bootstrap.RankLine(Worker(address, LAYOUT.to_wire(), {"form": "f"}), rank, tp, lease_s).to_line(secret)
+def line(
+    rank: int = 0,
+    tp: int = 2,
+    secret: bytes = SECRET,
+    lease_s: float = 10.0,
+    address: bytes = b"a",
+    dp_rank: int = 0,
+    dp: int = 1,
+) -> str:
+    worker = Worker(address, LAYOUT.to_wire(), {"form": "f"})
+    return bootstrap.RankLine(worker, rank, tp, lease_s, dp_rank, dp).to_line(secret)
 
 
 def test_a_table_is_whole_or_nothing_and_forgets() -> None:
@@ -43,6 +52,17 @@ def test_a_table_is_whole_or_nothing_and_forgets() -> None:
     assert table.lines(6.0) == [line(0, tp=1)], "a prefiller of another TP is another one"
 
 
+def test_a_table_of_copies_has_their_ranks_one_after_the_other() -> None:
+    table = bootstrap.RankTable(SECRET)
+    places = [(1, 0), (0, 1), (1, 1), (0, 0)]
+    for dp_rank, rank in places:
+        assert table.lines(0.0) is None
+        table.put(line(rank, dp_rank=dp_rank, dp=2), 0.0)
+    assert table.lines(0.0) == [line(rank, dp_rank=dp_rank, dp=2) for dp_rank, rank in sorted(places)]
+    table.put(line(0), 0.0)
+    assert table.lines(0.0) is None, "one of another DP is another prefiller's"
+
+
 @pytest.mark.parametrize("wrong", [line(secret=b"another"), "", "%%%", line()[:-8], line()[8:], "é"])
 def test_a_line_of_nobody_we_know_is_refused(wrong: str) -> None:
     with pytest.raises(xr.UsageError):
@@ -52,6 +72,8 @@ def test_a_line_of_nobody_we_know_is_refused(wrong: str) -> None:
 def test_a_rank_beyond_its_tp_is_refused() -> None:
     with pytest.raises(xr.UsageError, match="rank=2 of TP 2"):
         bootstrap.RankLine.from_line(line(2), SECRET)
+    with pytest.raises(xr.UsageError, match="dp_rank=1 of DP 1"):
+        bootstrap.RankLine.from_line(line(dp_rank=1), SECRET)
 
 
 async def test_over_http(server: Any, address: str) -> None:
@@ -73,10 +95,10 @@ async def test_over_http(server: Any, address: str) -> None:
     for rank in range(2):
         assert await bootstrap.register(address, line(rank), SECRET, 5.0) == []
     assert await status("GET", headers=token) == 200
-    instance = await bootstrap.find_instance(address, SECRET, 5.0)
+    [instance] = await bootstrap.find_instances(address, SECRET, 5.0)
     assert len(instance.workers) == 2 and instance.layout == LAYOUT
     with pytest.raises(bootstrap.NoInstance, match=r"401: .* set the same CROSSRAIL_SECRET"):
-        await bootstrap.find_instance(address, b"another", 5.0)
+        await bootstrap.find_instances(address, b"another", 5.0)
 
 
 @pytest.mark.parametrize(
@@ -109,16 +131,16 @@ async def test_a_server_of_another_backend(address: str) -> None:
     await aiohttp.web.TCPSite(runner, host, int(port)).start()
     try:
         with pytest.raises(bootstrap.NoInstance, match=r"answered 404: .* is not crossrail's bootstrap server"):
-            await bootstrap.find_instance(address, SECRET, 5.0)
+            await bootstrap.find_instances(address, SECRET, 5.0)
     finally:
         await runner.cleanup()
 
 
 async def test_nobody_there() -> None:
     with pytest.raises(bootstrap.NoInstance, match=r"127\.0\.0\.1:1"):
-        await bootstrap.find_instance("127.0.0.1:1", SECRET, 5.0)
+        await bootstrap.find_instances("127.0.0.1:1", SECRET, 5.0)
     with pytest.raises(bootstrap.NoInstance):
-        await asyncio.wait_for(bootstrap.find_instance("no port here:x", SECRET, 5.0), 10.0)
+        await asyncio.wait_for(bootstrap.find_instances("no port here:x", SECRET, 5.0), 10.0)
 
 
 def test_a_port_that_is_taken_is_said_at_once(server: Any, address: str) -> None:
@@ -182,7 +204,7 @@ def test_where_ranks_register(
     """By what is said with --host and --dist-init-addr."""
     from crossrail.integrations.sglang import conn
 
-    sizes = dict.fromkeys(conn._PARALLELISM, 1)
+    sizes = dict.fromkeys([*conn._PARALLELISM, "dp_size", "attn_dp_size"], 1)
     parallel = SimpleNamespace(dist_init_addr=dist_init_addr, attn_tp_rank=0, attn_tp_size=1, **sizes)
     disagg = SimpleNamespace(disaggregation_bootstrap_port=8998, disaggregation_decode_allocation_policy="early")
     monkeypatch.setattr(conn, "get_parallel", lambda: parallel)

@@ -299,8 +299,8 @@ def test_state_indices_are_refused(p: Side, d: Side) -> None:
     ("options", "words"),
     [
         ({"state_types": [SimpleNamespace(value="swa"), "mamba"]}, "state_types=swa, mamba"),
-        ({"parallel": {"pp_size": 2}}, "--pp-size=2: crossrail's backend supports only tensor parallelism"),
-        ({"parallel": {"dp_size": 4}}, "--dp-size=4"),
+        ({"parallel": {"pp_size": 2}}, "--pp-size=2: crossrail's backend supports only tensor and data"),
+        ({"parallel": {"dp_size": 4, "load_balance_method": "round_robin"}}, "--load-balance-method=round_robin must"),
         ({"server_args": {"disable_overlap_schedule": False}}, "--disable-overlap-schedule is missing"),
         (
             {"server_args": {"disable_overlap_schedule": True, "disaggregation_enable_kv_checksum": True}},
@@ -498,14 +498,14 @@ def test_a_prefiller_that_went_while_nothing_was_asked_of_it_costs_no_request(
     until(WAITING, sender)
     send(p, sender, "before", MINE, 0)
     until(SUCCESS, sender, receiver)
-    gone = d.manager.prefill_info_table[address].instance
+    gone = d.manager.prefill_info_table[address].instances[0]
     p.close()
     eventually(lambda: not d.manager.try_ensure_parallel_info(address), "it is known that it is gone")
 
     again = open_side("prefill")
 
     eventually(lambda: d.manager.try_ensure_parallel_info(address), "the new prefiller is known")
-    assert d.manager.prefill_info_table[address].instance != gone
+    assert d.manager.prefill_info_table[address].instances[0] != gone
     sender, receiver = again.sender(2), d.receiver(2)
     ask(receiver)
     until(WAITING, sender)
@@ -523,7 +523,7 @@ def test_a_prefiller_that_goes_while_sglang_looks_for_it_is_there_until_it_looks
     until(WAITING, sender)
     core = d.manager.core
     p.close()
-    eventually(lambda: core._is_gone(core.info[address].instance), "the engine knows that it is gone")
+    eventually(lambda: core._is_gone(core.info[address].instances[0]), "the engine knows that it is gone")
     assert address in d.manager.prefill_info_table
     d.conn.CrossrailKVReceiver(d.manager, address, 2)
     assert address not in d.manager.prefill_info_table

@@ -55,12 +55,17 @@ class NoInstance(CrossrailError):
 
 
 class RankLine(Struct, frozen=True):
-    """What a prefiller's rank says about itself. lease_s: how long it holds, unless said again."""
+    """What a prefiller's rank says about itself. lease_s: how long it holds, unless said again.
+
+    dp_rank: of dp copies of the prefiller, each with tp ranks, of which each takes some of the rooms.
+    """
 
     worker: Worker
     rank: Annotated[int, Meta(ge=0, lt=_RANKS_MAX)]
     tp: Annotated[int, Meta(ge=1, le=_RANKS_MAX)]
     lease_s: m.Seconds
+    dp_rank: Annotated[int, Meta(ge=0, lt=_RANKS_MAX)] = 0
+    dp: Annotated[int, Meta(ge=1, le=_RANKS_MAX)] = 1
 
     def to_line(self, secret: bytes) -> str:
         return sealed_line(msgspec.msgpack.encode(self), secret, _PURPOSE)
@@ -72,9 +77,18 @@ class RankLine(Struct, frozen=True):
             found = msgspec.msgpack.decode(opened_line(line, secret, _PURPOSE), type=cls)
         except msgspec.MsgspecError as error:
             raise UsageError(f"malformed line of a rank: {error}") from None
-        if found.rank >= found.tp:
-            raise UsageError(f"rank={found.rank} of TP {found.tp}")
+        if found.rank >= found.tp or found.dp_rank >= found.dp:
+            raise UsageError(f"rank={found.rank} of TP {found.tp}, dp_rank={found.dp_rank} of DP {found.dp}")
         return found
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Copies one after the other, and the ranks in each."""
+        return self.dp_rank, self.rank
+
+    @property
+    def size(self) -> tuple[int, int]:
+        return self.dp, self.tp
 
 
 def token(secret: bytes) -> str:
@@ -87,23 +101,23 @@ class RankTable:
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
-        self._lines: dict[int, tuple[str, RankLine, float]] = {}  # by rank, and until when
+        self._lines: dict[tuple[int, int], tuple[str, RankLine, float]] = {}  # by place, and until when
 
     def put(self, line: str, now_s: float) -> RankLine:
-        """Raises UsageError for what is no line. A rank of another TP starts the table anew."""
+        """Raises UsageError for what is no line. A rank of another TP or DP starts the table anew."""
         said = RankLine.from_line(line, self._secret)
-        if any(known.tp != said.tp for _, known, _ in self._lines.values()):
+        if any(known.size != said.size for _, known, _ in self._lines.values()):
             self._lines.clear()
-        self._lines[said.rank] = (line, said, now_s + said.lease_s)
+        self._lines[said.place] = (line, said, now_s + said.lease_s)
         return said
 
     def lines(self, now_s: float) -> list[str] | None:
-        """The lines of all ranks, by rank. None: some are not there now."""
-        self._lines = {rank: entry for rank, entry in self._lines.items() if entry[2] > now_s}
-        tp = next((said.tp for _, said, _ in self._lines.values()), 0)
-        if not tp or len(self._lines) < tp:
+        """The lines of all ranks, by place. None: some are not there now."""
+        self._lines = {place: entry for place, entry in self._lines.items() if entry[2] > now_s}
+        dp, tp = next((said.size for _, said, _ in self._lines.values()), (0, 0))
+        if not self._lines or len(self._lines) < dp * tp:
             return None
-        return [self._lines[rank][0] for rank in sorted(self._lines)]
+        return [self._lines[place][0] for place in sorted(self._lines)]
 
 
 class BootstrapServer:
@@ -241,8 +255,11 @@ async def tell_refused(address: str, room: int, why: str, secret: bytes, timeout
     await _ask("PUT", address, timeout_s, path=REFUSED_PATH, data=line)
 
 
-async def find_instance(address: str, secret: bytes, timeout_s: float) -> Instance:
-    """The prefiller behind a server ("host:port"). Raises NoInstance, and UsageError for lines of nobody we know."""
+async def find_instances(address: str, secret: bytes, timeout_s: float) -> list[Instance]:
+    """The prefiller behind a server ("host:port"), of which there may be copies, by dp_rank.
+
+    Raises NoInstance, and UsageError for lines of nobody we know.
+    """
     headers = {"Authorization": f"Bearer {token(secret)}"}
     body = await _ask("GET", address, timeout_s, headers=headers)
     try:
@@ -250,11 +267,13 @@ async def find_instance(address: str, secret: bytes, timeout_s: float) -> Instan
     except msgspec.MsgspecError as error:
         raise NoInstance(f"{address} did not answer with a list of lines: {error}") from None
     said = [RankLine.from_line(line, secret) for line in lines]
-    if [one.rank for one in said] != list(range(said[0].tp)):
-        raise NoInstance(f"{address} knows ranks {[one.rank for one in said]} of TP {said[0].tp}")
+    dp, tp = said[0].size
+    if [one.place for one in said] != [(dp_rank, rank) for dp_rank in range(dp) for rank in range(tp)]:
+        raise NoInstance(f"{address} knows ranks {[one.place for one in said]} of DP {dp}, TP {tp}")
     if any(one.worker.layout != said[0].worker.layout or one.worker.form != said[0].worker.form for one in said):
         raise NoInstance(f"{address}: ranks of the prefiller have different caches; they may be restarting")
-    return Instance(address[:128], [one.worker for one in said])
+    workers = [one.worker for one in said]
+    return [Instance(address[:128], workers[dp_rank * tp : (dp_rank + 1) * tp]) for dp_rank in range(dp)]
 
 
 async def _ask(

@@ -10,6 +10,7 @@ takes pages back waits until nothing touches them any more, or ends the schedule
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -48,11 +49,11 @@ _PARALLELISM = {
     "pp_size": "--pp-size",
     "attn_cp_size": "--attn-cp-size",
     "attn_dcp_size": "--dcp-size",
-    "dp_size": "--dp-size",
-    "attn_dp_size": "--attn-dp-size",
 }
 # Of a model's config: weights that are quantized in another way are of the same model.
 _MAY_DIFFER = frozenset({"architectures", "compression_config", "quantization_config"})
+_FORCE_QUERY = "SGLANG_DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK"
+_FOLLOW = "follow_bootstrap_room"
 _POLLS = {
     Poll.FAILED: KVPoll.Failed,
     Poll.BOOTSTRAPPING: KVPoll.Bootstrapping,
@@ -99,6 +100,7 @@ def place_of(mode: str) -> Place:
     if mode == "prefill":
         host = (parallel.dist_init_addr or "").rpartition(":")[0] or get_serving().host
         bootstrap = f"{_host_to_ask(host)}:{get_disagg().disaggregation_bootstrap_port}"
+    dp_rank, dp = _copy_of(mode, parallel)
     if get_disagg().disaggregation_decode_allocation_policy != "early":
         raise UsageError("--disaggregation-decode-allocation-policy must be early: crossrail supports no other")
     return Place(
@@ -108,7 +110,29 @@ def place_of(mode: str) -> Place:
         get_serving().port,
         {flag: getattr(parallel, name) or 1 for name, flag in _PARALLELISM.items()},
         _model(),
+        dp_rank,
+        dp,
     )
+
+
+def _copy_of(mode: str, parallel: Any) -> tuple[int, int]:
+    """Which of how many: replicas, or parts of a DP attention; SGLang has one kind at a time.
+
+    Raises UsageError where a decoder could not know which of them has a room.
+    """
+    if os.environ.get(_FORCE_QUERY, "").strip().lower() in ("1", "true", "yes", "y"):
+        raise UsageError(
+            f"{_FORCE_QUERY} must not be set: crossrail finds a room's rank of data parallelism by its number"
+        )
+    replicas, parts = parallel.dp_size or 1, parallel.attn_dp_size or 1
+    if replicas * parts == 1:
+        return 0, 1
+    if mode == "prefill" and parallel.load_balance_method != _FOLLOW:
+        raise UsageError(
+            f"--load-balance-method={parallel.load_balance_method} must be {_FOLLOW}, or unset: a decode server knows "
+            "by a room's number which rank of data parallelism has it"
+        )
+    return (parallel.attn_dp_rank, parts) if parts > 1 else (parallel.dp_rank or 0, replicas)
 
 
 def _host_to_ask(host: str) -> str:
@@ -224,17 +248,21 @@ class CrossrailKVSender(_Failing, BaseKVSender):
         self.aux_index: int | None = None
         self._node = mgr.core.node
         self._prefiller = mgr.core.prefiller
-        self._room = self._open_room(bootstrap_room)
+        self._room = self._open_room(bootstrap_room, is_sent_here=req_has_disagg_prefill_dp_rank)
         self._pages = self._sent = 0
         self._is_all_sent = False
         self._begun_s: float | None = None
         self._seconds: float | None = None
 
-    def _open_room(self, number: int) -> Room:
-        if self.kv_mgr.core.is_open:
+    def _open_room(self, number: int, *, is_sent_here: bool) -> Room:
+        """is_sent_here: its router has told both servers the rank of data parallelism."""
+        why = "" if is_sent_here else self.kv_mgr.core.why_elsewhere(number)
+        if not self.kv_mgr.core.is_open:
+            why = RELEASED
+        if not why:
             return self._node.call(self._prefiller.open(number))
         room = Room(number, 0.0)
-        room.progress.fail(RELEASED)
+        room.progress.fail(why)
         room.progress.end()
         return room
 
@@ -344,7 +372,11 @@ class CrossrailKVReceiver(_Failing, BaseKVReceiver):
         if why := unusable_room(self.bootstrap_room):
             self._fail_here(why)
             return
-        self._pull = self._node.call(self._decoder.open(self.bootstrap_room, info.instance))
+        if not 0 <= prefill_dp_rank < len(info.instances):
+            ranks = f"{len(info.instances)} ranks of data parallelism"
+            self._fail_here(f"disagg_prefill_dp_rank={prefill_dp_rank}: the prefill server has {ranks}")
+            return
+        self._pull = self._node.call(self._decoder.open(self.bootstrap_room, info.instances[prefill_dp_rank]))
         self._progress = self._pull.progress
 
     def send_metadata(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 import threading
@@ -36,6 +37,7 @@ RELEASED = "the KV cache's memory was released: POST /resume_memory_occupation t
 class Place(NamedTuple):
     """A rank's place in its server. bootstrap: "host:port" of a prefiller's own, "": a decoder has none.
 
+    rank, tp: of the attention. dp_rank, dp: of copies of it, or of its KV, each with ranks and requests of its own.
     http_port: where the server takes requests. sizes: by SGLang's flags, of the kinds of parallelism that crossrail
     supports only with size 1. model: what it serves.
     """
@@ -46,22 +48,32 @@ class Place(NamedTuple):
     http_port: int
     sizes: dict[str, int]
     model: Model
+    dp_rank: int = 0
+    dp: int = 1
+
+    @property
+    def number(self) -> int:
+        """Of this rank, of all that the server has."""
+        return self.dp_rank * self.tp + self.rank
 
 
 class PrefillInfo(NamedTuple):
-    """What SGLang's scheduler needs to know of a prefiller that a decoder has found, and its identity."""
+    """What SGLang's scheduler needs to know of a prefiller that a decoder has found, and its identity.
 
-    instance: Instance
+    instances: by dp_rank. follow_bootstrap_room: the room says which one takes it, unless its router does.
+    """
+
+    instances: list[Instance]
     attn_tp_size: int
     page_size: int
-    dp_size: int = 1
+    dp_size: int
     follow_bootstrap_room: bool = True
 
 
 class _Search(NamedTuple):
     """Under way, or its answer is not read yet."""
 
-    found: futures.Future[Instance]
+    found: futures.Future[list[Instance]]
     begun_s: float
 
 
@@ -73,7 +85,7 @@ class Manager:
         secret = options.secret()
         for flag, size in place.sizes.items():
             if size != 1:
-                raise UsageError(f"{flag}={size}: crossrail's backend supports only tensor parallelism, --tp-size")
+                raise UsageError(f"{flag}={size}: crossrail's backend supports only tensor and data parallelism")
         if getattr(args, "ib_device", None):
             raise UsageError(f"--disaggregation-ib-device={args.ib_device}: name rails in {OPTIONS_VARIABLE} instead")
         pool = read_pool(args, is_mla=is_mla, tp=place.tp, model=place.model)
@@ -82,8 +94,8 @@ class Manager:
         self._stopped = threading.Event()
         self._registering: threading.Thread | None = None
         # Which of many it is, in the logs of others; a name of DNS, so that a certificate can be for it.
-        name = f"sglang-{mode}-{place.rank}-{place.http_port}.{socket.gethostname()}"
-        self.node = RankNode(name[:_NAME_MAX], place.rank, pool, options, secret)
+        name = f"sglang-{mode}-{place.number}-{place.http_port}.{socket.gethostname()}"
+        self.node = RankNode(name[:_NAME_MAX], place.rank, place.number, pool, options, secret)
         try:
             if mode == "prefill":
                 self.prefiller = PrefillSide(self.node, self.aux)
@@ -129,6 +141,16 @@ class Manager:
 
     # ---- a prefiller
 
+    def why_elsewhere(self, room: int) -> str:
+        """Why no decoder asks this rank for that room, unless its router has told it to. Empty: it does."""
+        place = self._place
+        if room % place.dp == place.dp_rank:
+            return ""
+        return (
+            f"room {room} came to rank {place.dp_rank} of {place.dp} of data parallelism, and its decoder asks rank "
+            f"{room % place.dp}: a router that chooses the rank has to say disagg_prefill_dp_rank to both servers"
+        )
+
     def register(self) -> None:
         """Tells the bootstrap server of this rank, again and again: also one that was restarted knows it then."""
         if self._registering is None:
@@ -138,7 +160,8 @@ class Manager:
     def _register(self) -> None:
         options = self.node.options
         place, lease_s = self._place, bootstrap.LEASE * options.register_s
-        line = bootstrap.RankLine(self.prefiller.worker, place.rank, place.tp, lease_s).to_line(self.node.secret)
+        rank_line = bootstrap.RankLine(self.prefiller.worker, place.rank, place.tp, lease_s, place.dp_rank, place.dp)
+        line = rank_line.to_line(self.node.secret)
         said = ""
         while not self._stopped.is_set():
             try:
@@ -148,7 +171,7 @@ class Manager:
             except CrossrailError as error:
                 level, now = logging.WARNING, f"decoders cannot find it yet, retrying: {error}"
             if now != said and not self._stopped.is_set():
-                log.log(level, "prefill rank %d: %s", self._place.rank, now)
+                log.log(level, "prefill rank %d: %s", self._place.number, now)
             said = now
             self._stopped.wait(options.register_s)
 
@@ -170,15 +193,15 @@ class Manager:
     def forget_if_gone(self, address: str) -> None:
         """Forgets the prefiller there if it has ended since it was found: its successor is looked up anew."""
         known = self._info.get(address)
-        if known is not None and self._is_gone(known.instance):
-            self.forget(address, known.instance)
+        if known is not None and any(self._is_gone(instance) for instance in known.instances):
+            del self._info[address]
 
     def has_heads_of_rank_0(self, address: str) -> bool:
         """Whether this rank keeps the same of a token as rank 0 of the prefiller there; False if that is not known."""
         known = self._info.get(address)
         if known is None:
             return False
-        theirs = known.instance.layout
+        theirs = known.instances[0].layout
         return self.node.pool.layout_beside(theirs).heads_of(self._place.rank) == theirs.heads_of(0)
 
     def _is_gone(self, instance: Instance) -> bool:
@@ -206,10 +229,11 @@ class Manager:
         if found is None:
             return False
         self._missing.pop(address, None)
-        self._info[address] = PrefillInfo(found, found.layout.tp, found.layout.page_tokens)
+        layout = found[0].layout
+        self._info[address] = PrefillInfo(found, layout.tp, layout.page_tokens, len(found))
         return True
 
-    def _search(self, address: str) -> Instance | None:
+    def _search(self, address: str) -> list[Instance] | None:
         """The prefiller there. None: not known yet. Raises CrossrailError if nobody answers."""
         if not self.is_open:
             raise bootstrap.NoInstance(RELEASED)
@@ -229,11 +253,12 @@ class Manager:
         del self._searches[address]
         return found.result()
 
-    async def _ask_who_is_at(self, address: str, *, is_doubtful: bool) -> Instance:
-        instance = await bootstrap.find_instance(address, self.node.secret, _ASK_S)
-        if (is_doubtful or self._is_gone(instance)) and not await self.decoder.answers(instance, _ANSWER_S):
+    async def _ask_who_is_at(self, address: str, *, is_doubtful: bool) -> list[Instance]:
+        instances = await bootstrap.find_instances(address, self.node.secret, _ASK_S)
+        doubtful = [instance for instance in instances if is_doubtful or self._is_gone(instance)]
+        if not all(await asyncio.gather(*(self.decoder.answers(instance, _ANSWER_S) for instance in doubtful))):
             raise bootstrap.NoInstance("the prefill server that was there has ended, and no other has come yet")
-        return instance
+        return instances
 
     def recompute(self, address: str, request: dict[str, Any], refuse: Callable[[str], None]) -> None:
         """Has the prefill server there compute KV anew, by its bootstrap server; returns at once.
@@ -258,5 +283,5 @@ class Manager:
     def forget(self, address: str, instance: Instance) -> None:
         """A request to it failed: the next one looks up anew who is there."""
         known = self._info.get(address)
-        if known is not None and known.instance is instance:
+        if known is not None and any(one is instance for one in known.instances):
             del self._info[address]

@@ -39,11 +39,12 @@ class PagesNotQuiet(BaseException):
 class RankNode:
     """One rank's engine and loop. Threads: any, but one at a time for each call.
 
+    rank: of the attention. number: of all ranks of the server.
     Lifecycle: 1. made: registered and running. 2. close(), after whoever runs on the loop has ended. Idempotent.
     Owner of the KV memory: SGLang. It must stay until close() has returned.
     """
 
-    def __init__(self, name: str, rank: int, pool: Pool, options: SglangOptions, secret: bytes) -> None:
+    def __init__(self, name: str, rank: int, number: int, pool: Pool, options: SglangOptions, secret: bytes) -> None:
         self.rank = rank
         self.options = options
         self.secret = secret
@@ -52,7 +53,7 @@ class RankNode:
             name,
             transport=options.transport,
             rails=options.rails,
-            port=port_of_rank(options.port, rank, options.rails),
+            port=port_of_rank(options.port, number, options.rails),
             secret=secret,
             device=gpu_at(pool.buffers[0][0]),
         )
