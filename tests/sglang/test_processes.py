@@ -81,11 +81,9 @@ def test_a_decoder_that_is_killed(start: Start, open_side: Open) -> None:
 @pytest.mark.parametrize("room", ["is open at the prefiller", "comes later"])
 def test_a_decoder_that_is_killed_before_it_has_pages(start: Start, open_side: Open, room: str) -> None:
     """Its request may wait for pages there for long; nobody waits for it at the prefiller, once it has ended."""
-    p, d = open_side("prefill"), start("decode")
+    p = open_side("prefill")
     sender = p.sender(7) if room == "is open at the prefiller" else None
-    d.call("open", 7)
-    eventually(lambda: p.manager.core.prefiller._awaited, "the prefiller knows whose it is")
-    d.kill()
+    announced(start, p).kill()
     if sender is None:
         eventually(lambda: not p.manager.core.prefiller._awaited, "it knows that its decoder has ended")
         sender = p.sender(7)
@@ -97,9 +95,8 @@ def test_a_decoder_that_is_killed_takes_no_room_with_it_that_another_has_asked_f
     start: Start, open_side: Open
 ) -> None:
     """A router may try the same number with another one."""
-    p, d, doomed = open_side("prefill"), open_side("decode"), start("decode")
-    doomed.call("open", 7)
-    eventually(lambda: p.manager.core.prefiller._awaited, "the prefiller knows whose it is")
+    p, d = open_side("prefill"), open_side("decode")
+    doomed = announced(start, p)
     sender, receiver = p.sender(7), d.receiver(7)
     ask(receiver)
     until(WAITING, sender)
@@ -111,9 +108,8 @@ def test_a_decoder_that_is_killed_takes_no_room_with_it_that_another_has_asked_f
 
 
 def test_a_decoder_that_is_killed_spoils_no_number_of_a_room_that_has_ended(start: Start, open_side: Open) -> None:
-    p, d, doomed = open_side("prefill"), open_side("decode"), start("decode")
-    doomed.call("open", 7)
-    eventually(lambda: p.manager.core.prefiller._awaited, "the prefiller knows whose it is")
+    p, d = open_side("prefill"), open_side("decode")
+    doomed = announced(start, p)
     handed_over(p, d, "before")
     doomed.kill()
     eventually(lambda: not p.manager.core.prefiller._awaited, "it knows that the other has ended")
@@ -148,13 +144,7 @@ def test_a_prefiller_that_stood_still_hears_of_what_was_given_up_meanwhile(
 ) -> None:
     """Its client would wait for bootstrap_s: nobody comes for that room."""
     caplog.set_level(logging.INFO, "crossrail.sglang")
-    p, d = start("prefill"), open_side("decode", options={"prefiller_timeout_s": 1.0})
-    p.call("open", 6)
-    ask(d.receiver(6))
-    p.call("until", 6, WAITING)  # each knows the other
-    p.call("open", 7)
-    receiver = d.receiver(7)
-    p.signal(signal.SIGSTOP)
+    p, receiver = frozen_with_a_room(start, open_side, prefiller_timeout_s=1.0)
     receiver.abort()
     until(FAILED, receiver)
     eventually(lambda: "room 7, given up: no answer" in caplog.text, "the prefiller was told in vain")
@@ -167,18 +157,32 @@ def test_a_prefiller_that_stood_still_when_it_was_asked_hears_that_it_was_given_
     start: Start, open_side: Open
 ) -> None:
     """Whether or not it gets the question when it goes on. Its client would wait for bootstrap_s."""
-    p, d = start("prefill"), open_side("decode", options={"prefiller_timeout_s": 0.5})
+    p, receiver = frozen_with_a_room(start, open_side, prefiller_timeout_s=0.5)
+    ask(receiver)
+    until(FAILED, receiver)
+    p.signal(signal.SIGCONT)
+    p.call("until", 7, FAILED)
+    assert f"the decoder gave it up: {failure(receiver).failure_reason}" == p.call("failure", 7)
+
+
+def announced(start: Start, p: Side) -> Child:
+    """A decoder that has a room and no pages for it yet."""
+    d = start("decode")
+    d.call("open", 7)
+    eventually(lambda: p.manager.core.prefiller._awaited, "the prefiller knows whose it is")
+    return d
+
+
+def frozen_with_a_room(start: Start, open_side: Open, prefiller_timeout_s: float) -> tuple[Child, Any]:
+    """A prefiller that stands still, and the receiver of a room that it has open."""
+    p, d = start("prefill"), open_side("decode", options={"prefiller_timeout_s": prefiller_timeout_s})
     p.call("open", 6)
     ask(d.receiver(6))
     p.call("until", 6, WAITING)  # each knows the other
     p.call("open", 7)
     receiver = d.receiver(7)
     p.signal(signal.SIGSTOP)
-    ask(receiver)
-    until(FAILED, receiver)
-    p.signal(signal.SIGCONT)
-    p.call("until", 7, FAILED)
-    assert f"the decoder gave it up: {failure(receiver).failure_reason}" == p.call("failure", 7)
+    return p, receiver
 
 
 def half_way(p: Child, d: Side) -> Any:
