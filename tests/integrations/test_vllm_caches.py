@@ -11,8 +11,8 @@ import numpy.typing as npt
 import pytest
 
 import crossrail as xr
-from crossrail.integrations.instance import Worker, mismatch
-from crossrail.integrations.vllm.caches import PACKINGS, kind_of, lengths_of, model_digest, read_caches, window_of
+from crossrail.integrations.instance import Worker, mismatch, model_digest
+from crossrail.integrations.vllm.caches import PACKINGS, kind_of, lengths_of, read_caches, window_of
 from crossrail.kv import KvLayout, RankMemory
 from tests.conftest import EngineFactory
 from tests.support.fake_gpu import FakeGpu, GpuMemory

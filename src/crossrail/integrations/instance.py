@@ -27,7 +27,8 @@ VERSION = 1
 LINE_MAX = 1 << 20
 _MAC_BYTES = 32
 _VLLM = b"crossrail vllm instance"
-_NOT_THE_MODEL = {"_name_or_path", "transformers_version", "torch_dtype", "dtype"}
+# max_model_len is of vLLM's own writing, in some models (MiniMax-M2), and does not change what they compute.
+_NOT_THE_MODEL = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "max_model_len"}
 
 
 class Worker(Struct, frozen=True):

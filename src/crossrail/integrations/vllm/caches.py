@@ -33,8 +33,6 @@ PACKINGS: dict[str, Kind] = {
 # Others give blocks back, or share them, by rules of their own. FullAttentionSpec may name a window: it keeps all then.
 SPECS = ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec")
 
-# Of vLLM's own writing, in some models' configurations (MiniMax-M2): it does not change what they compute.
-_MAY_DIFFER = frozenset({"max_model_len"})
 _LLAMA4_LONG = 32768  # tokens; vLLM tunes the attention of a Llama 4 that may have more
 
 
@@ -182,7 +180,7 @@ def form_of(vllm_config: Any, spec: Any, layers: list[str]) -> dict[str, str]:
         "attention": backends[0],
         "packing": _packing_of(kind_of(backends[0], spec), vllm_config, spec),
         "cache dtype": str(cache.cache_dtype),
-        "model": model_digest(text, _MAY_DIFFER),
+        "model": model_digest(text),
         "layer names": hashlib.sha256("\n".join(layers).encode()).hexdigest()[:16],
         **lengths_of(text, model.max_model_len),
     }
