@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from typing import Any
 
 import pytest
 
@@ -51,6 +52,26 @@ async def test_name_of_somebody_else_is_not_overwritten(place: Place) -> None:
         assert not await etcd.put_if_ours(place.nodes + "a", b"yours", second)
         assert await etcd.put_if_ours(place.nodes + "a", b"mine", second)
         await etcd.revoke(first)
+        assert (await etcd.list(place.nodes))[0] == {place.nodes + "a": b"mine"}
+
+
+async def test_name_of_ours_whose_lease_ends_meanwhile_is_still_ours(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer to an earlier put was lost; its key goes at whatever moment."""
+    async with client(place) as etcd:
+        earlier, lease = await etcd.grant(30), await etcd.grant(30)
+        await etcd.put_if_ours(place.nodes + "a", b"mine", earlier)
+        ask = etcd._ask
+
+        async def ask_and_expire(path: str, *more: Any) -> Any:
+            answer = await ask(path, *more)
+            if path == "kv/txn":
+                await etcd.revoke(earlier)
+            return answer
+
+        monkeypatch.setattr(etcd, "_ask", ask_and_expire)
+        assert await etcd.put_if_ours(place.nodes + "a", b"mine", lease)
         assert (await etcd.list(place.nodes))[0] == {place.nodes + "a": b"mine"}
 
 

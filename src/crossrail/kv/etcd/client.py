@@ -103,15 +103,18 @@ class Etcd:
                 raise
 
     async def put_if_ours(self, key: str, value: bytes, lease: int) -> bool:
-        """Puts a key under a lease if it is absent or has this value already. False: it belongs to somebody else."""
+        """Puts a key under a lease if it is absent or has this value already. False: it belongs to somebody else.
+
+        Both in one transaction: an earlier lease of ours may expire at any moment, and the key with it.
+        """
         put = {"request_put": _put(key, value, lease)}
         absent = {"key": _b64(key.encode()), "target": "CREATE", "result": "EQUAL", "create_revision": "0"}
         equal = {"key": _b64(key.encode()), "target": "VALUE", "result": "EQUAL", "value": _b64(value)}
-        for condition in (absent, equal):
-            answer = await self._ask("kv/txn", {"compare": [condition], "success": [put]})
-            if answer.get("succeeded", False):
-                return True
-        return False
+        otherwise = {"request_txn": {"compare": [equal], "success": [put]}}
+        answer = await self._ask("kv/txn", {"compare": [absent], "success": [put], "failure": [otherwise]})
+        if answer.get("succeeded", False):
+            return True
+        return any(each.get("response_txn", {}).get("succeeded", False) for each in answer.get("responses", []))
 
     async def has(self, key: str, value: bytes, lease: int) -> bool:
         """Whether the key has this value and belongs to this lease."""
