@@ -11,6 +11,7 @@ from click.testing import CliRunner
 import crossrail as xr
 from crossrail.cli.kv import common, nodes
 from crossrail.cli.kv.commands import decoder, prefiller, router
+from crossrail.cli.main import main
 from crossrail.kv.services.node import NodeOptions
 from crossrail.kv.transfer.layout import KvLayout
 from tests.support.process import run_script
@@ -91,6 +92,15 @@ def test_service_logs_what_it_is_told_to(level: str | None, told: list[str]) -> 
     lines = script.stderr.splitlines()
     assert [line.partition(" ")[2].partition(" ")[2] if level else line for line in lines] == told
     assert script.returncode == 0 and (level is None or re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", lines[0]))
+
+
+@pytest.mark.parametrize("role", ["router", "prefiller", "decoder"])
+@pytest.mark.parametrize("name", ["a\nb", "x" * 129], ids=["two lines", "long"])
+def test_name_that_no_service_may_have_is_refused_before_anything_is_loaded(role: str, name: str) -> None:
+    more = ["--tokenizer", "toy"] if role == "router" else ["--router", "http://127.0.0.1:1", "--model", "no:such"]
+    done = CliRunner().invoke(main, ["kv", role, "--name", name, *more], env={"CROSSRAIL_SECRET": "secret"})
+    assert done.exit_code == 2 and done.stderr.startswith("error: --name "), done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_toy_takes_every_field_of_a_layout() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 import crossrail as xr
 from crossrail.kv import (
@@ -20,13 +21,15 @@ from crossrail.kv import (
     page_hashes,
     plan_transfer,
 )
+from crossrail.kv import messages as m
 from crossrail.kv.services.decoder import Decoder as DecoderNode
 from crossrail.kv.services.node import Node
 from crossrail.kv.services.prefiller import Prefiller as PrefillerNode
+from crossrail.kv.services.router import Router
 from crossrail.kv.toy import ToyModel
 from tests.conftest import EngineFactory
 from tests.kv.instances import TAIL_BYTES, Decoder, Prefiller, assert_all_free, closing
-from tests.support.kv_cluster import Cluster
+from tests.support.kv_cluster import Cluster, node_record
 from tests.support.kv_copies import Held
 from tests.support.limits import WAIT_S
 
@@ -266,6 +269,7 @@ async def test_arguments_of_another_kind_are_named(open_engine: EngineFactory, c
         ("name", None, "the model's name must be text, not None"),
         ("name", "", "the model's name '' has 0 characters, must have 1..128"),
         ("name", "x" * 129, "the model's name 'x+.*' has 129 characters, must have 1..128"),
+        ("name", "a\nb", r"the model's name 'a\\nb' must be printable text"),
         ("layout", None, "the model's layout must be a KvLayout, not None"),
         ("tail_bytes", -1, "the model's tail_bytes is -1, must be 0 or more"),
         ("tail_bytes", None, "the model's tail_bytes must be a whole number, not None"),
@@ -284,6 +288,22 @@ async def test_models_that_no_node_can_serve_are_refused(
 
     with pytest.raises(xr.UsageError, match=words):
         kind("node", cluster.router.mailbox, model, ranks, [cluster.where])
+
+
+@pytest.mark.parametrize("name", ["a\nb", "\x1b[2J", "a\u2028b", "\udcff"], ids=ascii)
+async def test_names_that_no_line_should_have_are_refused_by_whoever_would_have_them(
+    cluster: Cluster, name: str
+) -> None:
+    """Logs and metrics show them, also those of nodes that do not look themselves."""
+    mailbox, ranks = cluster.router.mailbox, {0: RankMemory.alloc(cluster.engines["router"], LAYOUT)}
+
+    with pytest.raises(xr.UsageError, match="must be printable text"):
+        Router(name, mailbox)
+    with pytest.raises(xr.UsageError, match="must be printable text"):
+        DecoderNode(name, mailbox, ToyModel(LAYOUT), ranks, [cluster.where])
+    for record in (node_record(name, address=b"d0"), structs.replace(node_record("d0"), model=name)):
+        with pytest.raises(xr.UsageError, match=r"the (node|model)'s name .* must be printable text"):
+            cluster.router.roster.join(record, m.Load(), 0.0)
 
 
 async def test_ranks_of_a_sender_may_be_a_list_as_those_of_a_receiver(engine: xr.Engine) -> None:

@@ -360,9 +360,11 @@ def mailbox(wire: Wire, secret: str | bytes, resend_s: float = RESEND_S) -> Mail
 
 
 def check_name(name: str, what: str = "name") -> None:
-    """UsageError for a name, of a node, router or model, that no message can carry."""
+    """UsageError for a name, of a node, router or model, that no message can carry, or that no line of a log should."""
     if not 1 <= len(name) <= NAME_CHARS_MAX:
         raise UsageError(f"{what} {clipped(name)!r} has {len(name)} characters, must have 1..{NAME_CHARS_MAX}")
+    if not name.isprintable():
+        raise UsageError(f"{what} {name!r} must be printable text, without ends of lines and other control characters")
 
 
 def pack_tokens(tokens: npt.ArrayLike) -> bytes:

@@ -27,6 +27,7 @@ from crossrail.errors import UsageError
 from crossrail.kv.etcd.membership import EtcdPresence
 from crossrail.kv.etcd.records import Place
 from crossrail.kv.http.rendezvous import check_url, find_by_http
+from crossrail.kv.messages import check_name
 from crossrail.kv.services.decoder import Decoder
 from crossrail.kv.services.node import Node, NodeOptions
 from crossrail.kv.services.prefiller import Prefiller
@@ -53,6 +54,7 @@ def decoder(**options: Any) -> None:
 
 async def _serve(kind: type[Node], options: dict[str, Any]) -> None:
     name = options["name"] or f"{kind.role}-{socket.gethostname()}-{os.getpid()}"
+    check_name(name, "--name")
     url = options["membership"]
     if bool(url) == bool(options["routers"]):
         raise UsageError("a node finds its routers by --router, or by --membership etcd://...: give one of the two")

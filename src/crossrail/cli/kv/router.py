@@ -19,6 +19,7 @@ from crossrail.errors import CrossrailError, UsageError
 from crossrail.kv.etcd.membership import EtcdRoster
 from crossrail.kv.etcd.records import Place
 from crossrail.kv.http.front import Front
+from crossrail.kv.messages import check_name
 from crossrail.kv.model import Tokenizer
 from crossrail.kv.services.router import Router, RouterOptions
 
@@ -31,6 +32,7 @@ def router(listen: str, tokenizer: str, **options: Any) -> None:
     host, colon, port = listen.rpartition(":")
     if not colon or not port.isdecimal() or int(port) > _PORT_MAX:
         raise UsageError(f"--listen {listen!r} must be HOST:PORT, the port at most {_PORT_MAX}")
+    check_name(options["name"], "--name")
     with ends_when_told():
         its_tokenizer = open_tokenizer(tokenizer)
     event_loop.run(_serve(host.strip("[]"), int(port), its_tokenizer, options))

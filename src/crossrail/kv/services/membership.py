@@ -16,7 +16,7 @@ from typing import get_args
 from crossrail.control.mailbox import Mailbox
 from crossrail.errors import CrossrailError, UsageError
 from crossrail.kv.errors import LayoutMismatch
-from crossrail.kv.messages import Load, NodeRecord, Role
+from crossrail.kv.messages import Load, NodeRecord, Role, check_name
 from crossrail.kv.transfer.layout import KvLayout, compatible
 
 log = logging.getLogger("crossrail.kv")
@@ -169,6 +169,8 @@ class Roster(Membership):
         self._gone.append(fn)
 
     def join(self, record: NodeRecord, load: Load, now_s: float) -> None:
+        check_name(record.node, "the node's name")  # of whatever build or program that node is
+        check_name(record.model, "the model's name")
         layout = KvLayout.from_wire(record.layout)
         for other in self.all():
             if other.record.model == record.model and other.name != record.node:
