@@ -478,6 +478,21 @@ def test_rank_that_died(environment: None, tmp_path: Path, dead: int, complaint:
         world.close()
 
 
+@pytest.mark.parametrize("has_met", [False, True])
+def test_rank_that_died_before_it_made_the_call(environment: None, tmp_path: Path, has_met: bool) -> None:
+    world = World(RANKS, tmp_path)
+    try:
+        world.register("m", seed=12)
+        if has_met:
+            world.ranks.all("gather", name="m")
+        world.ranks[0].start("gather", name="m", timeout_s=10 * DEADLINE_S)
+        os.kill(world.ranks[1].pid, signal.SIGKILL)
+        with pytest.raises(ChildFailed, match=r"gather_metas\('m'\) failed: rank 0: rank 1 is gone: "):
+            world.ranks[0].finish(DEADLINE_S)
+    finally:
+        world.close()
+
+
 @pytest.mark.parametrize("ranks", [None, [0, 1]], ids=["broadcast", "p2p"])
 def test_the_real_server_with_our_store(environment: None, tmp_path: Path, ranks: list[int] | None) -> None:
     """Its updates of some ranks read by our P2PStore; the others are broadcasts over gloo, for comparison."""

@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Struct
 
 import crossrail as xr
-from crossrail.errors import CrossrailError
+from crossrail.errors import CrossrailError, WaitTimeout
 from crossrail.integrations.checkpoint_engine.errors import CheckpointUpdateFailed
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 _LOOK_S = 0.05  # between looks at whether another has failed
 _PAUSE_S = (0.001, 0.05)  # pauses between polls for others' messages: the first, and the longest
 _LEAVING_S = 5.0
+_CONNECT_S = 1.0  # to a rank that has not begun: one that stands still is waited for
 _OWN_WORD_S = 2.0  # for a rank whose own step has timed out: its report tells more than its silence
 _FAILED = "failed"
 
@@ -51,6 +52,15 @@ class Done(Struct):
 T = TypeVar("T", Hello, Done)
 
 
+def announce(store: Store, rank: int, engine: xr.Engine) -> None:
+    """Lets other ranks notice from now on when this one dies before it makes a call."""
+    store.set(_announced(rank), bytes(engine.address))
+
+
+def _announced(rank: int) -> str:
+    return f"crossrail/engine/{rank}"
+
+
 class Meeting:
     """One rank's part in one call. A context manager: what is raised within is told to the others, and raised as
     CheckpointUpdateFailed.
@@ -66,6 +76,8 @@ class Meeting:
         self._ranks = ranks
         self._number = number
         self.call = call
+        self._next = (rank + 1) % ranks  # which this one watches
+        self._engine: xr.Engine | None = None  # ours, until all have begun
         self._watched: tuple[int, xr.Engine, xr.Address] | None = None
         self._said: list[str] = []
         self._signs_given = 0
@@ -128,12 +140,15 @@ class Meeting:
         with self._told():
             return [msgspec.json.decode(each, type=type(said)) for each in self._store.multi_get(keys)]
 
-    def agree(self, hello: Hello) -> list[Hello]:
+    def agree(self, hello: Hello, engine: xr.Engine | None = None) -> list[Hello]:
         """The beginning: all ranks make the same call, and none refuses.
 
+        engine: ours, where ranks have announced theirs: a rank that has died before it made the call is missed at once.
         Raises CheckpointUpdateFailed, which says who does not.
         """
+        self._engine = engine if self._ranks > 1 else None
         all_said = self.exchange("begin", hello)
+        self._engine = None
         for rank, said in enumerate(all_said):
             if said.call != hello.call:
                 raise CheckpointUpdateFailed(
@@ -152,11 +167,30 @@ class Meeting:
         for address in addresses:
             if engine.peer_state(address) == "lost":
                 engine.forget_peer(address)
-        watched = (self._rank + 1) % self._ranks
-        if watched != self._rank:
-            engine.connect(addresses[watched], self.timeout_s)
-            self._watched = watched, engine, addresses[watched]
+        if self._next != self._rank:
+            engine.connect(addresses[self._next], self.timeout_s)
+            self._watched = self._next, engine, addresses[self._next]
             self.sign()
+
+    def _watch_announced(self, engine: xr.Engine) -> None:
+        """Watches the next rank before it has begun, if it has announced its engine and that answers."""
+        key = _announced(self._next)
+        if not self._has([key]):
+            return
+        with self._told():
+            address = xr.Address.from_bytes(self._store.get(key))
+        if engine.peer_state(address) == "lost":
+            engine.forget_peer(address)
+        begins = engine.peer_state(address) == "unknown"
+        try:
+            engine.connect(address, min(_CONNECT_S, self.timeout_s))
+        except WaitTimeout:
+            return  # it stands still, or is far: again at the next look
+        except CrossrailError as error:
+            if begins:  # refused at once
+                raise CheckpointUpdateFailed(f"rank {self._next} is gone: {error}") from error
+            return  # no answer to the try before, for whatever reason: another one shows
+        self._watched = self._next, engine, address
 
     def sign(self) -> None:
         """A step that may take timeout_s is done: ranks that wait for this one keep waiting."""
@@ -175,9 +209,14 @@ class Meeting:
             return
         self._look_at = now + _LOOK_S
         self._raise_of_others()
+        if self._engine is not None and self._watched is None:
+            self._watch_announced(self._engine)
         if self._watched is not None:
             rank, engine, address = self._watched
             if engine.peer_state(address) == "lost":
+                if self._engine is not None:  # it may load a checkpoint, and have stood still: a new connection shows
+                    self._watched = None
+                    return
                 raise CheckpointUpdateFailed(
                     f"rank {rank} is gone: {engine.explain(address).note or 'its connection is lost'}"
                 )

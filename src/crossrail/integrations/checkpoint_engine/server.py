@@ -13,7 +13,7 @@ import crossrail as xr
 from crossrail._extras import needs
 from crossrail.errors import UsageError
 from crossrail.integrations.checkpoint_engine.delivery import Delivery, bucket_bytes_max, in_turns
-from crossrail.integrations.checkpoint_engine.meeting import Done, Hello, Meeting
+from crossrail.integrations.checkpoint_engine.meeting import Done, Hello, Meeting, announce
 from crossrail.integrations.checkpoint_engine.store import P2PStore
 from crossrail.integrations.checkpoint_engine.versions import check_parts, check_version
 from crossrail.integrations.checkpoint_engine.worker import Worker
@@ -96,6 +96,7 @@ class ParameterServer(theirs.ParameterServer):  # type: ignore[misc, unused-igno
                 if hasattr(self, "_opened"):
                     self._opened.close()
                 raise
+        announce(self._store, self._rank, self._opened.engine)
 
     def register_checkpoint(
         self,
@@ -261,7 +262,7 @@ class ParameterServer(theirs.ParameterServer):  # type: ignore[misc, unused-igno
     def _agree(self, meeting: Meeting, **options: str) -> list[Hello]:
         engine = self._opened.engine
         hello = Hello(meeting.call, self._device_uuid, bytes(engine.address), self._zmq_addr_counter, **options)
-        said = meeting.agree(hello)
+        said = meeting.agree(hello, engine)
         if self._last is not None:
             self._last.forget()
         meeting.watch(engine, [xr.Address.from_bytes(each.engine) for each in said])
