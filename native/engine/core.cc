@@ -130,18 +130,18 @@ void EngineCore::abandon_after_fork() {
 }
 
 uint64_t EngineCore::inflight() const {
-  // finished_ first: a transfer that starts and ends between the two loads must not make the difference negative.
+  // finished_ first: a transfer that starts and ends between the loads must not make the difference negative.
   // acquire: pairs with the release in bump(), before which the holder took that transfer from the queue, or counted
   // it.
   const uint64_t finished = finished_.load(std::memory_order_acquire);
-  return submits_.pushed() + started_here_.load(std::memory_order_acquire) - finished;
+  return users_accepted() + counters_.services_begun.load(std::memory_order_acquire) - finished;
 }
 
 uint64_t EngineCore::users_inflight() const {
-  // Load what has ended first, what has begun last: those that end in between must not make the difference negative.
-  const uint64_t ended = counters_.services_ended.load(std::memory_order_acquire);
-  const uint64_t all = inflight();
-  return all - std::min(all, counters_.services_begun.load(std::memory_order_acquire) - ended);
+  uint64_t ended = 0;  // first, as in inflight()
+  for (const auto* counter : {&counters_.done, &counters_.failed, &counters_.cancelled})
+    ended += counter->load(std::memory_order_acquire);
+  return users_accepted() - ended;
 }
 
 // After a submit that raced with close(): its transfer completes here.
@@ -192,7 +192,9 @@ bool EngineCore::close(Deadline drain_deadline, const InterruptCheck& interrupte
   }
   std::call_once(close_once_, [&] {
     // 2. No new submit, no worker.
-    closed_.store(true, std::memory_order_seq_cst);    // pairs with the fence in submit()
+    closed_.store(true, std::memory_order_seq_cst);
+    // Pairs with the fence in submit(): either that thread sees closed_, or finish_submits() finds its transfer.
+    std::atomic_thread_fence(std::memory_order_seq_cst);
     stopping_.store(true, std::memory_order_release);  // pairs with the acquire in worker_main()
     if (worker_.joinable()) {
       transports_.sleeping_place().call_behind();

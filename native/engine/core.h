@@ -93,7 +93,7 @@ class EngineCore final : public Sink, public Actor {
   // [progress holder] For tests: one round by a holder that keeps the lock.
   void make_round() { round(); }
   bool progress();
-  // Transfers accepted and not complete, including services.
+  // Transfers accepted and not complete, including services. While some begin and end, may count a few that have ended.
   uint64_t inflight() const;
   // The same without services.
   uint64_t users_inflight() const;
@@ -314,6 +314,9 @@ class EngineCore final : public Sink, public Actor {
     return std::min({transports_.next_timer(), heartbeats_.next_timer(), verifications_.next_timer()});
   }
 
+  // Transfers that users have submitted so far.
+  uint64_t users_accepted() const { return submits_.pushed() + started_here_.load(std::memory_order_acquire); }
+
   Engine* const engine_;
   const EngineOptions options_;
   FlightRecorder recorder_;
@@ -340,7 +343,7 @@ class EngineCore final : public Sink, public Actor {
   std::atomic<uint64_t> moves_{0};            // rounds in which something moved; progress holder writes
   std::atomic<bool> sleeps_for_good_{false};  // the worker sleeps without a deadline
   std::atomic<Deadline> wakes_at_{0};         // the worker sleeps no longer than this; 0 awake
-  std::atomic<uint64_t> started_here_{0};     // transfers that never went through the queue; progress holder writes
+  std::atomic<uint64_t> started_here_{0};     // users' transfers that never went through the queue; holder writes
   std::atomic<uint64_t> finished_{0};         // transfers complete; progress holder writes
   std::atomic<uint64_t> taken_{0};            // transfers taken from the queue; progress holder writes
 
@@ -388,7 +391,7 @@ class EngineCore final : public Sink, public Actor {
   struct Counters {
     std::atomic<uint64_t> done{0}, failed{0}, cancelled{0}, bytes_written{0}, bytes_read{0}, sent{0}, received{0},
         imm_units{0}, imm_overflow{0}, posted{0}, retried{0}, rounds{0}, sleeps{0}, connected{0}, lost{0}, regions{0},
-        services_begun{0}, services_ended{0};
+        services_begun{0};
   } counters_;
 
   // The engine's place in a simulation, if any: entered before its NICs are made, left after they are gone.

@@ -145,12 +145,14 @@ void EngineCore::worker_main() {
     if (stopping_.load(std::memory_order_acquire)) break;
     bump(counters_.sleeps);
     // While anybody drives, look again from time to time, so that frozen peers are noticed; after 0.2 s without events,
-    // sleep for good. seq_cst: whoever leaves a transfer behind sees the flag, or we see the transfer.
+    // sleep for good. The fence pairs with the one in arm(), which leave() calls before it loads the flag: whoever
+    // leaves a transfer behind sees the flag, or we see the transfer in inflight().
     const uint64_t moves = moves_.load(std::memory_order_relaxed);
     quiet_sleeps = moves == moves_seen ? quiet_sleeps + 1 : 0;
     moves_seen = moves;
     const bool is_quiet = quiet_sleeps > kQuietSleepsMax && knows_timer;
-    sleeps_for_good_.store(is_quiet, std::memory_order_seq_cst);
+    sleeps_for_good_.store(is_quiet, std::memory_order_relaxed);
+    std::atomic_thread_fence(std::memory_order_seq_cst);
     const bool for_good = is_quiet && inflight() == 0;
     const Deadline until = std::min(timer, for_good ? kNoDeadline : now_ns() + kLookAgainNs);
     wakes_at_.store(until, std::memory_order_seq_cst);

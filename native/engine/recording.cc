@@ -6,12 +6,13 @@ namespace crossrail {
 EngineStats EngineCore::stats() const {
   const auto get = [](const std::atomic<uint64_t>& counter) { return counter.load(std::memory_order_relaxed); };
   EngineStats stats{};
-  stats.transfers_done = get(counters_.done);
-  stats.transfers_failed = get(counters_.failed);
-  stats.transfers_cancelled = get(counters_.cancelled);
-  stats.transfers_inflight = users_inflight();  // without the engines' own services
-  stats.transfers_submitted =
-      stats.transfers_done + stats.transfers_failed + stats.transfers_cancelled + stats.transfers_inflight;
+  stats.transfers_done = counters_.done.load(std::memory_order_acquire);
+  stats.transfers_failed = counters_.failed.load(std::memory_order_acquire);
+  stats.transfers_cancelled = counters_.cancelled.load(std::memory_order_acquire);
+  // Last, as in users_inflight().
+  stats.transfers_submitted = users_accepted();
+  stats.transfers_inflight =
+      stats.transfers_submitted - stats.transfers_done - stats.transfers_failed - stats.transfers_cancelled;
   stats.bytes_written = get(counters_.bytes_written);
   stats.bytes_read = get(counters_.bytes_read);
   stats.messages_sent = get(counters_.sent);

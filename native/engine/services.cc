@@ -29,13 +29,11 @@ void EngineCore::send_service(Peer& peer, Bytes payload, uint64_t token) {
   work.receiver = PeerRef::share(&peer);
   work.service_token = token;
   bump(counters_.services_begun);
-  bump(started_here_);
   start(transfer);
 }
 
 void EngineCore::on_service_ended(const TransferWork& work, Status status) {
   assert_holder();
-  bump(counters_.services_ended);
   switch (static_cast<ServiceKind>(work.payload[1])) {
     case ServiceKind::kPing:
       heartbeats_.on_ended(*work.receiver, status);

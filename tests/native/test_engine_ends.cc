@@ -12,6 +12,7 @@
 
 #include "engine/core.h"
 #include "engine/engine.h"
+#include "engine/service_wire.h"
 #include "engine_pair.h"
 #include "util/clock.h"
 #include "util/errors.h"
@@ -242,6 +243,40 @@ TEST_CASE("closing under load completes every transfer and wakes every waiter") 
     waiter.join();
     CHECK(pair->a->stats().transfers_inflight == 0);
   }
+}
+
+TEST_CASE("a transfer is in flight all the time, whatever engines tell each other meanwhile") {
+  Pair pair(1, 1);
+  RegionRef src = pair.a->alloc(64, false);
+  RegionRef dst = pair.b->alloc(64, false);
+  RemoteRegionRef remote = pair.a->remote_region(dst->descriptor());
+  const auto notifier = Ref<Notifier>::adopt(new Notifier);
+  const Ref<Watcher> watcher = pair.a->alloc_watcher(notifier.get(), 0);
+  TransferRef waiting = pair.a->submit_write({.src = src.get(),
+                                              .dst = remote.get(),
+                                              .length_bytes = 8,
+                                              .trigger = {.watcher = watcher.get(), .threshold = 1}});
+  std::atomic<bool> stop{false};
+  std::atomic<uint64_t> looks{0}, misses{0};
+  std::thread looker([&] {
+    while (!stop.load()) {
+      if (pair.a->core().users_inflight() != 1) ++misses;
+      const EngineStats stats = pair.a->stats();
+      if (stats.transfers_submitted != 1 || stats.transfers_inflight != 1) ++misses;
+      ++looks;
+    }
+  });
+  const Deadline deadline = deadline_in(20);
+  for (int round = 0; (round < 10'000 || looks < 200'000) && now_ns() < deadline; ++round) {
+    pair.a->core().run_as_holder([&] {
+      for (int i = 0; i < 20; ++i) pair.a->core().send_service(*remote->peer(), encode(Ping{}), 0);
+    });
+  }
+  stop.store(true);
+  looker.join();
+  CHECK(misses.load() == 0);
+  watcher->add(1);
+  require_done(waiting);
 }
 
 TEST_CASE("a region that closed while others submitted from it is not touched any more") {
