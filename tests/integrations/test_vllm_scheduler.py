@@ -422,24 +422,6 @@ def test_one_that_is_aborted_leaves_it_to_the_next(is_loading: bool) -> None:
     assert s.matched_tokens(second, 0) == (100, True)
 
 
-def test_choices_of_one_request_in_several_replicas_are_one_fetch() -> None:
-    """vLLM deals them out; the producer has the KV for one decoder, and would refuse the others."""
-    replicas = [side(engine_id=f"engine_dp{i}") for i in range(2)]
-    requests = {name: Request(name, PREFILL) for name in ("0_d", "1_d", "2_d", "3_d")}
-    for i, request in enumerate(requests.values()):
-        replicas[1 - i % 2].new_request(request)
-
-    assert [[one.request for one in s.step(scheduled()).wanted] for s in replicas] == [[], ["0_d"]]
-    computed = [replicas[1 - i % 2].matched_tokens(request, 0) for i, request in enumerate(requests.values())]
-    assert computed == [(100, True), (0, False), (None, False), (0, False)]
-    loads(replicas[1], requests["0_d"], [1, 2, 3, 4])
-    replicas[1].reported((), {"0_d"})
-    assert replicas[1].matched_tokens(requests["2_d"], 96) == (0, False)
-    for i, request in enumerate(requests.values()):
-        assert replicas[1 - i % 2].finished(request.ends("FINISHED_LENGTH_CAPPED", 100)) == (False, None)
-    assert [(order.releases, order.wanted) for order in (s.step(scheduled()) for s in replicas)] == [([], [])] * 2
-
-
 def test_one_of_the_others_that_is_aborted_concerns_nobody() -> None:
     s = side()
     first, second = Request("first", PREFILL), Request("second", PREFILL)

@@ -27,6 +27,7 @@ class Parameters(Struct, frozen=True, kw_only=True):
     transfer_id: how the two sides name the request between them. A proxy that lets both begin at once draws it; else
     the producer's own id serves, and comes back from it with all the rest.
     remote_num_tokens: length of the prompt that was prefilled; None: not known yet, as long as ours.
+    crossrail_choices: other data-parallel replicas of the producer may hold the same, for choices of the same request.
     """
 
     do_remote_decode: bool = False
@@ -34,6 +35,7 @@ class Parameters(Struct, frozen=True, kw_only=True):
     transfer_id: TransferId | None = None
     crossrail_instance: Annotated[str, Meta(max_length=LINE_MAX)] | None = None
     remote_num_tokens: Annotated[int, Meta(ge=1, le=1 << 40)] | None = None
+    crossrail_choices: bool = False
 
     @classmethod
     def of(cls, given: dict[str, Any] | None) -> Parameters:

@@ -30,8 +30,8 @@ def hasher_of(vllm_config: Any) -> bytes:
 def prompt_of(request: Any, hasher: bytes) -> bytes:
     """A request's prompt; b"" for one that is not tokens. hasher: of this instance, hasher_of().
 
-    Tokens as int32, little-endian, behind them the name of the LoRA adapter, a digest of cache_salt (whoever has another
-    one must not learn that the prompts are equal), and those of media.
+    Tokens as int32, little-endian, behind them the name of the LoRA adapter, a digest of cache_salt (whoever has
+    another one must not learn that the prompts are equal), and those of media.
     """
     if not request.prompt_token_ids:
         return b""

@@ -25,13 +25,13 @@ from crossrail.integrations.vllm.fetches import Fetches
 from crossrail.integrations.vllm.handoff import Parameters, reply, transfer_id_of
 from crossrail.integrations.vllm.orders import Chunk, Load, Offer, Orders, Wanted
 from crossrail.integrations.vllm.prompts import prompt_of
+from crossrail.integrations.vllm.replicas import Replicas, is_replica
 
 log = logging.getLogger("crossrail.vllm")
 
 # Statuses of requests that generated what they were to: vLLM ended them, and has all that it computed.
 COMPLETE = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION")
 _CHOICE = re.compile(r"(\d+)_(.+)", re.DOTALL)  # how vLLM names what it makes of a request with n > 1
-_REPLICA = re.compile(r".*_dp\d+", re.DOTALL)  # how it names the engines of its data-parallel replicas
 _REMEMBERED = 4096  # requests with n > 1
 
 
@@ -50,9 +50,15 @@ class Request(Protocol):
 
 @dataclass
 class _Offered:
+    """choices: of a request of which other replicas may have choices, all with this transfer_id.
+
+    blocks: that the workers know.
+    """
+
     transfer_id: str
     tokens: int
-    blocks: int = 0  # that the workers know
+    choices: bool = False
+    blocks: int = 0
 
 
 @dataclass
@@ -111,6 +117,7 @@ class SchedulerSide:
         self._held: set[str] = set()  # finished or dropped, not reported yet
         self._wanted: dict[str, _Wanted] = {}
         self._fetches = Fetches()
+        self._replicas = Replicas()
 
     def instance_known(self, instance: Instance) -> str:
         """The workers are up. Returns the line that describes them to others."""
@@ -142,18 +149,30 @@ class SchedulerSide:
         except UsageError as error:
             self._refuse(request, str(error))
             return
+        self._replicas.see(instance)
         wanted = Wanted(request.request_id, parameters.transfer_id, instance)
         if self._fetches.begin(wanted, prompt_of(request, self._hasher), self._may_fetch(request.request_id)):
             self._want(wanted)
+            if parameters.crossrail_choices:
+                self._let_others_go(wanted)
 
     def _may_fetch(self, request: str) -> bool:
         """Not if it is one of several choices, and vLLM has given the first one, which fetches, to another replica."""
         choice = _CHOICE.fullmatch(request)
-        return choice is None or choice[1] == "0" or _REPLICA.fullmatch(self._engine_id) is None
+        return choice is None or choice[1] == "0" or not is_replica(self._engine_id)
 
     def _want(self, wanted: Wanted) -> None:
         self._wanted[wanted.request] = _Wanted(wanted)
         self._orders.wanted.append(wanted)
+
+    def _let_others_go(self, wanted: Wanted) -> None:
+        """The producer's other replicas hold the same prompt, for choices of its own, and learn from nobody else that
+        it is fetched here. One that we have not heard of yet holds it until its lease ends.
+        """
+        for replica in self._replicas.others(wanted.instance):
+            name = f"{wanted.request} at {replica.name}"
+            self._orders.wanted.append(Wanted(name, wanted.transfer_id, replica))
+            self._orders.releases.append(name)
 
     def _offer(self, request: Request, parameters: Parameters) -> None:
         if not self._produces:
@@ -165,7 +184,9 @@ class SchedulerSide:
         if choices is not None and choices in self._first_choices:
             self._other_choices[request.request_id] = self._first_choices[choices]
             return
-        transfer_id = parameters.transfer_id or transfer_id_of(request.request_id)
+        is_dealt = choice_of is not None and is_replica(self._engine_id)
+        own_name = choice_of[2] if choice_of and is_dealt else request.request_id
+        transfer_id = parameters.transfer_id or transfer_id_of(own_name)
         tokens = request.num_prompt_tokens
         if self._window is not None and request.max_tokens > 1 and tokens + request.max_tokens > self._window:
             # While it generates, vLLM gives blocks that its window has left to others: the decoder still needs them.
@@ -175,7 +196,7 @@ class SchedulerSide:
                 "what is prefilled for others must have max_tokens 1",
             )
             return
-        offered = self._offered[request.request_id] = _Offered(transfer_id, tokens)
+        offered = self._offered[request.request_id] = _Offered(transfer_id, tokens, is_dealt)
         if choices is not None:
             self._first_choices[choices] = offered
         self.counts["offers"] += 1
@@ -320,7 +341,7 @@ class SchedulerSide:
         if not is_complete:
             return own is not None, None
         told = reply(offered.transfer_id, self._line, self._engine_id, request_id, offered.tokens, self._tp)
-        return own is not None, told
+        return own is not None, told | ({"crossrail_choices": True} if offered.choices else {})
 
     def reported(self, sent: Collection[str], received: Collection[str], invalid: Collection[int] = ()) -> None:
         """Handles the workers' reports. invalid: blocks with wrong contents; a worker may report them some steps before
