@@ -15,7 +15,7 @@ import crossrail as xr
 from crossrail.integrations.sglang.node import PagesNotQuiet
 from crossrail.kv.transfer import receiver as receiver_module
 from tests.sglang.conftest import Open
-from tests.sglang.side import FAILED, LAYERS, PAGE, ROW, SUCCESS, WAITING, Side, failure, send, until
+from tests.sglang.side import FAILED, SUCCESS, WAITING, Side, failure, send, until
 from tests.support.kv_copies import Held
 from tests.support.kv_doubts import give_up, lose_writes, note_fences
 from tests.support.limits import WAIT_S, eventually, never
@@ -242,47 +242,6 @@ def test_more_pages_than_announced_fail(p: Side, d: Side) -> None:
     sender.send(np.array([4, 5], np.int32))
     until(FAILED, sender, receiver)
     assert "5 pages are sent, init announced 4" in failure(sender).failure_reason
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"kv_cache_dtype_str": "fp8_e4m3"}, "cache dtype: producer float32, decoder fp8_e4m3"),
-        ({"dtype": "torch.float16"}, "cache dtype: producer float32, decoder float16"),
-        ({"model": {"rope_theta": 1e6}}, "model: producer "),
-        ({"kv_layer_ids": [5, 6]}, "layer ids: producer"),
-        ({"page_size": 2 * PAGE}, f"--page-size is {2 * PAGE} at this decoder and {PAGE} at its prefiller"),
-        ({"kv_item_lens": [PAGE * ROW] * 2 * LAYERS}, "use the same model and KV cache dtype"),
-    ],
-)
-def test_caches_that_do_not_match_are_never_written(
-    open_side: Open, p: Side, changes: dict[str, Any], words: str
-) -> None:
-    d = open_side("decode", **changes)
-    sender, receiver = p.sender(1), d.receiver(1)
-    ask(receiver)
-    until(FAILED, receiver)
-    assert words in failure(receiver).failure_reason
-    d.assert_untouched([], [])
-    until(FAILED, sender)  # at once: a router waits for both servers' answers
-    assert f"the decoder gave it up: {failure(receiver).failure_reason}" == failure(sender).failure_reason
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"kv_cache_dtype_str": "bf16"},
-        {"model": {"_name_or_path": "/elsewhere", "quantization_config": {"quant_method": "fp8"}}},
-    ],
-)
-def test_what_says_the_same_in_other_words_matches(open_side: Open, changes: dict[str, Any]) -> None:
-    p, d = open_side("prefill", dtype="torch.bfloat16"), open_side("decode", dtype="torch.bfloat16", **changes)
-    sender, receiver = p.sender(1), d.receiver(1)
-    ask(receiver)
-    until(WAITING, sender)
-    send(p, sender, "the same", MINE, 0)
-    until(SUCCESS, sender, receiver)
-    d.assert_holds("the same", THEIRS, 0)
 
 
 def test_state_indices_are_refused(p: Side, d: Side) -> None:

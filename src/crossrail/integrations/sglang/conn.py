@@ -9,10 +9,12 @@ takes pages back waits until nothing touches them any more, or ends the schedule
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -93,7 +95,7 @@ def payload_of(original: Callable[[Any], dict[str, Any]], request: Any) -> dict[
     return refused(original(request), why) if why else original(request)
 
 
-def place_of(mode: str) -> Place:
+def place_of(mode: str, server_args: Any = None) -> Place:
     """This process's place according to SGLang."""
     parallel = get_parallel()
     bootstrap = ""
@@ -109,7 +111,7 @@ def place_of(mode: str) -> Place:
         bootstrap,
         get_serving().port,
         {flag: getattr(parallel, name) or 1 for name, flag in _PARALLELISM.items()},
-        _model(),
+        _model(server_args),
         dp_rank,
         dp,
     )
@@ -148,9 +150,16 @@ def own_server() -> OwnServer:
     return OwnServer(f"{scheme}://{_host_to_ask(serving.host or '')}:{serving.port}", serving.api_key)
 
 
-def _model() -> Model:
-    config = process_model_config()
-    return Model(model_digest(config.hf_text_config.to_dict(), _MAY_DIFFER), str(config.dtype).removeprefix("torch."))
+def _model(server_args: Any) -> Model:
+    """Raises UsageError for a file of scales that cannot be read."""
+    config, scales = process_model_config(), ""
+    if path := getattr(server_args, "quantization_param_path", None):
+        try:
+            scales = hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
+        except OSError as error:
+            raise UsageError(f"--quantization-param-path={path}: {error}") from None
+    digest = model_digest(config.hf_text_config.to_dict(), _MAY_DIFFER)
+    return Model(digest, str(config.dtype).removeprefix("torch."), scales)
 
 
 class CrossrailKVManager(BaseKVManager):
@@ -175,7 +184,7 @@ class CrossrailKVManager(BaseKVManager):
             )
         if mode == "decode":
             hook_around("sglang.srt.managers.schedule_batch", "Req.build_rebootstrap_payload", payload_of)
-        self._place = place_of(mode)
+        self._place = place_of(mode, server_args)
         self.core = self._make_core()
 
     def _make_core(self) -> Manager:

@@ -20,10 +20,14 @@ from crossrail.kv import KvLayout, LayoutMismatch
 
 
 class Model(NamedTuple):
-    """What SGLang serves. digest: of its config. dtype: of its KV, unless --kv-cache-dtype says otherwise."""
+    """What SGLang serves. digest: of its config. dtype: of its KV, unless --kv-cache-dtype says otherwise.
+
+    scales: a digest of the file of the KV cache's scales; empty: the weights have them, or there are none.
+    """
 
     digest: str
     dtype: str
+    scales: str = ""
 
 
 @dataclass(frozen=True)
@@ -115,6 +119,7 @@ def read_pool(args: Any, *, is_mla: bool, tp: int, model: Model) -> Pool:
         "backend": "sglang, MLA" if is_mla else "sglang, MHA",
         "model": model.digest,
         "cache dtype": _cache_dtype(str(getattr(args, "kv_cache_dtype_str", None)), model),
+        "cache scales": model.scales or "of the weights",
         "cache layout": str(getattr(args, "kv_layout", None)),
         "layer ids": hashlib.sha256(repr(list(getattr(args, "kv_layer_ids", []))).encode()).hexdigest()[:16],
         "draft buffers": str(getattr(args, "num_draft_entries", 0)),

@@ -1,0 +1,67 @@
+"""KV of one model, and in one form: what differs is refused before anything is written, what cannot matter is not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from crossrail.errors import UsageError
+from tests.sglang.conftest import Open
+from tests.sglang.side import FAILED, LAYERS, PAGE, ROW, SUCCESS, WAITING, Side, failure, send, until
+from tests.sglang.test_failures import MINE, THEIRS, ask
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"kv_cache_dtype_str": "fp8_e4m3"}, "cache dtype: producer float32, decoder fp8_e4m3"),
+        ({"dtype": "torch.float16"}, "cache dtype: producer float32, decoder float16"),
+        ({"model": {"rope_theta": 1e6}}, "model: producer "),
+        ({"kv_layer_ids": [5, 6]}, "layer ids: producer"),
+        ({"page_size": 2 * PAGE}, f"--page-size is {2 * PAGE} at this decoder and {PAGE} at its prefiller"),
+        ({"kv_item_lens": [PAGE * ROW] * 2 * LAYERS}, "use the same model and KV cache dtype"),
+    ],
+)
+def test_caches_that_do_not_match_are_never_written(
+    open_side: Open, p: Side, changes: dict[str, Any], words: str
+) -> None:
+    d = open_side("decode", **changes)
+    sender, receiver = p.sender(1), d.receiver(1)
+    ask(receiver)
+    until(FAILED, receiver)
+    assert words in failure(receiver).failure_reason
+    d.assert_untouched([], [])
+    until(FAILED, sender)  # at once: a router waits for both servers' answers
+    assert f"the decoder gave it up: {failure(receiver).failure_reason}" == failure(sender).failure_reason
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kv_cache_dtype_str": "bf16"},
+        {"model": {"_name_or_path": "/elsewhere", "quantization_config": {"quant_method": "fp8"}}},
+    ],
+)
+def test_what_says_the_same_in_other_words_matches(open_side: Open, changes: dict[str, Any]) -> None:
+    p, d = open_side("prefill", dtype="torch.bfloat16"), open_side("decode", dtype="torch.bfloat16", **changes)
+    sender, receiver = p.sender(1), d.receiver(1)
+    ask(receiver)
+    until(WAITING, sender)
+    send(p, sender, "the same", MINE, 0)
+    until(SUCCESS, sender, receiver)
+    d.assert_holds("the same", THEIRS, 0)
+
+
+def test_scales_that_differ_do_not_match(open_side: Open, p: Side, tmp_path: Path) -> None:
+    """Numbers of fp8 that mean something else on each side."""
+    scales = tmp_path / "scales.json"
+    scales.write_text("{}")
+    d = open_side("decode", server_args={"quantization_param_path": str(scales)})
+    receiver = d.receiver(1)
+    ask(receiver)
+    until(FAILED, receiver)
+    assert "cache scales: producer of the weights, decoder " in failure(receiver).failure_reason
+    with pytest.raises(UsageError, match="--quantization-param-path="):
+        open_side("decode", server_args={"quantization_param_path": str(tmp_path / "none")})
