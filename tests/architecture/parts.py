@@ -234,7 +234,7 @@ PARTS_MAY_USE: dict[str, dict[str, set[str]]] = {
         "transfer": {"errors"},
         "model": {"foreign", "messages", "sampling", "transfer"},
         "toy": {"model", "transfer"},
-        "models": {"model", "transfer"},
+        "models": {"foreign", "model", "transfer"},
         "services": {"errors", "foreign", "limits", "messages", "model", "transfer"},
         "http": {"errors", "foreign", "messages", "model", "services"},
         "etcd": {"errors", "http", "messages", "services"},
