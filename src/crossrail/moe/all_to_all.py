@@ -149,6 +149,7 @@ class AllToAll(Leaving):
             self._peers.ready(group, timeout_s, trouble)
             undo.pop_all()
         self._layout, self._near, self._far = self._peers.layout, self._peers.near, self._peers.far
+        self._parting = self._peers.parting
         self.node_size = len(self._near.ranks)
         self._outputs = [output_arrays(self.config, group.rank, self._inbox, parity) for parity in range(PARITIES)]
         self._ordinal = 0  # of the last round that was opened
@@ -241,7 +242,7 @@ class AllToAll(Leaving):
             self._peers.opened(opened)
         except BaseException as error:
             if self._far is not None or parity in self._open:  # otherwise nobody was told
-                self._peers.give_up(f"dispatch_send of round {number}", error)
+                self._parting.give_up(f"dispatch_send of round {number}", error)
             raise
         self._stats["rounds"] += 1
         self._stats["tokens_sent"] += tokens
@@ -285,7 +286,7 @@ class AllToAll(Leaving):
             try:
                 moves = np.asarray(placement.pull_near(group, rank, half.order))
             except UsageError as error:  # what that rank wrote makes no sense, and will not by waiting
-                self._peers.give_up(f"dispatch of round {opened.number}", error)
+                self._parting.give_up(f"dispatch of round {opened.number}", error)
                 raise
             if len(moves) > 0:
                 memory.pull(x, scales, half.rows, moves)
@@ -380,7 +381,7 @@ class AllToAll(Leaving):
             opened.stage = Stage.RETURNED
             self._near.publish(RETURNED, opened.number)
         except BaseException as error:
-            self._peers.give_up(f"combine_send of {opened}", error)
+            self._parting.give_up(f"combine_send of {opened}", error)
             raise
 
     @is_told
@@ -511,7 +512,7 @@ class AllToAll(Leaving):
         finally:
             self._closed = True
             patience = Countdown(self._engine, self.timeout_s)
-            self._peers.farewell(patience.left_s)
+            self._parting.farewell(patience.left_s)
             self._peers.close(patience.left_s)
             self._board.close(patience.left_s)
             self._inbox.close(patience.left_s)
@@ -529,7 +530,7 @@ class AllToAll(Leaving):
 
     def _check_usable(self) -> None:
         check_usable("AllToAll", self._closed, self._engine)
-        if (given_up := self._peers.given_up) is not None:
+        if (given_up := self._parting.given_up) is not None:
             raise given_up
 
     def _round_of(self, given: Any, call: str, *kinds: type[Round | Dispatched]) -> Round:

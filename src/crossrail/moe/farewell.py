@@ -53,7 +53,7 @@ class Turn(Protocol):
 
 
 class Leaver(Protocol):
-    """Peers."""
+    """Parting."""
 
     def call_failed(self, call: str, error: BaseException) -> None: ...
 
@@ -64,7 +64,7 @@ class Caller(Protocol):
     """AllToAll."""
 
     @property
-    def _peers(self) -> Leaver: ...
+    def _parting(self) -> Leaver: ...
     @property
     def _closed(self) -> bool: ...
     @property
@@ -91,12 +91,12 @@ def is_told(call: Callable[Concatenate[C, P], T]) -> Callable[Concatenate[C, P],
         was_closed = self._closed
         try:
             result = call(self, *arguments, **options)
-            self._peers.call_succeeded()
+            self._parting.call_succeeded()
             return result
         except BaseException as error:
             if self._closed and not was_closed and isinstance(error, CrossrailError):  # by a signal's handler, say
                 raise UsageError(f"{name} did not end: this AllToAll was closed meanwhile") from error
-            self._peers.call_failed(name, error)
+            self._parting.call_failed(name, error)
             raise
         finally:
             turn.release()

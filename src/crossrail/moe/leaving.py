@@ -10,7 +10,9 @@ from typing import NoReturn
 import crossrail as xr
 from crossrail._closing import Closing
 from crossrail.errors import CrossrailError
-from crossrail.moe.peers import DROPPED_S, Peers
+from crossrail.moe.parting import Parting
+
+_DROPPED_S = 1.0  # for a garbage-collected one to tell the others, and to be closed
 
 
 class Leaving(Closing):
@@ -20,7 +22,7 @@ class Leaving(Closing):
     """
 
     _engine: xr.Engine
-    _peers: Peers
+    _parting: Parting
     _closed: bool
     _timeout_s: float
 
@@ -30,8 +32,8 @@ class Leaving(Closing):
         if error is None:
             self.close()
             return
-        if self._peers.is_well:
-            self._peers.call_failed("with block", error)
+        if self._parting.is_well:
+            self._parting.call_failed("with block", error)
         with contextlib.suppress(CrossrailError):  # the first error is the one to see
             self.close()
 
@@ -46,7 +48,7 @@ class Leaving(Closing):
         if getattr(self, "_closed", True) or self._engine.closed:  # was not made; or others see that the engine left
             return
         warnings.warn(f"{self!r} was not closed", ResourceWarning, source=self, stacklevel=2)
-        self._peers.dropped()
-        self._timeout_s = DROPPED_S
+        self._parting.dropped()
+        self._timeout_s = _DROPPED_S
         with contextlib.suppress(CrossrailError):
             self.close()

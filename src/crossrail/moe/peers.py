@@ -5,35 +5,31 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 import crossrail as xr
-from crossrail.errors import CrossrailError, TransferError, UsageError, WaitTimeout
+from crossrail.errors import CrossrailError, UsageError
 from crossrail.moe.arrays import Array
 from crossrail.moe.config import Config
 from crossrail.moe.countdown import Countdown
-from crossrail.moe.errors import MaskedOut
-from crossrail.moe.farewell import Why, described
 from crossrail.moe.group import Group
-from crossrail.moe.links.board import FAREWELL, PARITIES, RETURNED, SENT, Board, BoardLayout
+from crossrail.moe.links.board import PARITIES, RETURNED, SENT, Board, BoardLayout
 from crossrail.moe.links.far import Far
 from crossrail.moe.links.near import Near
 from crossrail.moe.links.node_sums import NodeSums
 from crossrail.moe.masking.agreement import Agreement
 from crossrail.moe.masking.routes import sources_of
 from crossrail.moe.masking.views import COMBINE, DISPATCH
-from crossrail.moe.meeting import all_are_ready, make_layout, meet, meet_far, tell_absence, telling_others
-from crossrail.moe.outcome import Outcome, error_of, unposted_error
+from crossrail.moe.meeting import Member, all_are_ready, make_layout, meet, meet_far, tell_absence, telling_others
+from crossrail.moe.outcome import Outcome
+from crossrail.moe.parting import Parting
 from crossrail.moe.rounds import Round
 from crossrail.moe.rows.interface import RowMemory
 
-_GIVE_UP_S = 5.0  # for the farewell; the rest is sent when it is closed
-DROPPED_S = 1.0  # for a garbage-collected one to tell the others, and to be closed
-_TELL_LOSS_S = 1.0  # likewise, where a call that is to say at once who is lost waits for it
 _HALVES = {DISPATCH: ("dispatch", SENT, "routes"), COMBINE: ("combine", RETURNED, "results")}
 
 
@@ -50,10 +46,10 @@ class Peers:
 
     near: those that share memory with us, we among them. far: the others, None where there are none. sums: with
     node_sums, what our node returns to them. agreement: with on_lost="mask", unless all share memory. layout: where
-    rows go. waited_s: in all calls here so far.
+    rows go. parting: how our part ends, and theirs. waited_s: in all calls here so far.
     Owner: board is the caller's; what far allocates is ours, until close().
-    Lifecycle: 1. made: met, and connected to far ranks. 2. ready(). 3. rounds. 4. farewell(). 5. close(), also after a
-    failure of ready().
+    Lifecycle: 1. made: met, and connected to far ranks. 2. ready(). 3. rounds. 4. parting.farewell(). 5. close(), also
+    after a failure of ready().
     """
 
     def __init__(
@@ -81,12 +77,6 @@ class Peers:
         members = meet(engine, group, config, board.region, timeout_s)
         self._addresses = [member.address for member in members]
         self._all_sources = sources_of(config, group.rank, ())
-        self._lost: int | None = None  # the rank that we cannot continue without
-        self._late: int | None = None  # the rank that the last wait was for in vain
-        self._failure = ""  # of the last call, as text
-        self._given_up: Callable[[], CrossrailError] | None = None  # what every call raises from now on
-        self._has_told_near = False
-        self._has_said_farewell = False
         near = [member for member in members if member.board is not None]
         masks_far = config.on_lost == "mask" and len(near) < group.size
         if masks_far:
@@ -97,27 +87,41 @@ class Peers:
         ranks, addresses = [member.rank for member in near], [member.address for member in near]
         layouts = [BoardLayout(config, rank, board.layout.holds_rows) for rank in ranks]
         self.near = Near(engine, group.rank, ranks, boards, addresses, layouts, board.rows, masks, group.size)
-        if len(near) == group.size and not kernels_wait:
-            return
+        if len(near) < group.size or kernels_wait:
+            try:
+                self._meet_far(group, config, members, boards, memory, kernels_wait, timeout_s)
+            except BaseException:
+                self._close_links(timeout_s)
+                raise
+        self.parting = Parting(engine, self._config, group.rank, self._addresses, self.near, self.far, self.agreement)
+
+    def _meet_far(
+        self,
+        group: Group,
+        config: Config,
+        members: Sequence[Member],
+        boards: Sequence[memoryview],
+        memory: RowMemory,
+        kernels_wait: bool,
+        timeout_s: float,
+    ) -> None:
+        """boards: of near ranks, ascending."""
+        masks = config.on_lost == "mask"
         # An engine that kernels wait for must not call the driver, which may wait for them; tcp uses it to copy GPU
         # memory, and so does shm between GPU and host.
         rows_on_host = kernels_wait and any(member.uses_tcp for member in members)
-        try:
-            with telling_others(partial(meet_far, group, None, None, (), timeout_s)):
-                self.far = far = Far(engine, config, self.layout, group.rank, memory, rows_on_host)
-                if masks_far:
-                    self.agreement = Agreement(engine, group.size, group.rank, self.near, far, timeout_s)
-            meet_far(group, far, self.agreement, self._addresses, timeout_s)
-            for rank in far.ranks:
-                self.near.watch(rank, members[rank].address, far.imms_of(rank), masks_far)
-            for rank, theirs in zip(ranks, boards, strict=True):
-                if rank != group.rank:
-                    far.watch(rank, theirs)
-            if config.node_sums:
-                self.sums = NodeSums(self.layout, group.rank, self.near.boards, far, memory, config.max_tokens)
-        except BaseException:
-            self.close(timeout_s)
-            raise
+        with telling_others(partial(meet_far, group, None, None, (), timeout_s)):
+            self.far = far = Far(self._engine, config, self.layout, group.rank, memory, rows_on_host)
+            if masks:
+                self.agreement = Agreement(self._engine, group.size, group.rank, self.near, far, timeout_s)
+        meet_far(group, far, self.agreement, self._addresses, timeout_s)
+        for rank in far.ranks:
+            self.near.watch(rank, members[rank].address, far.imms_of(rank), masks)
+        for rank, theirs in zip(self.near.ranks, boards, strict=True):
+            if rank != group.rank:
+                far.watch(rank, theirs)
+        if config.node_sums:
+            self.sums = NodeSums(self.layout, group.rank, self.near.boards, far, memory, config.max_tokens)
 
     @staticmethod
     def expected(group: Group, config: Config, timeout_s: float) -> contextlib.AbstractContextManager[None]:
@@ -191,7 +195,7 @@ class Peers:
         outcome = self.far.wait_sent(number, timeout_s)
         # If ranks can be masked, the waiting calls handle a lost one.
         if not (self.agreement is not None and outcome.result in ("peer-lost", "failed")):
-            self._check(outcome, f"dispatch of round {number}", timeout_s)
+            self.parting.check(outcome, f"dispatch of round {number}", timeout_s)
 
     # ---- waiting; all raise PeerLost, WaitTimeout, EngineClosed, and UsageError when a rank has closed its AllToAll
 
@@ -201,7 +205,7 @@ class Peers:
             return
         for rank, address in enumerate(self._addresses):
             if rank != self._rank and self._engine.peer_state(address) == "lost":
-                raise self._final_error(Outcome("peer-lost", rank), "", 0.0)
+                self.parting.check(Outcome("peer-lost", rank), "", 0.0)
 
     @property
     def masked(self) -> tuple[int, ...]:
@@ -233,7 +237,9 @@ class Peers:
         begin = time.monotonic()
         try:
             if self.far is not None and self.agreement is None:
-                self._check(self.far.wait("rows", number, timeout_s), f"rows of dispatch of round {number}", timeout_s)
+                self.parting.check(
+                    self.far.wait("rows", number, timeout_s), f"rows of dispatch of round {number}", timeout_s
+                )
         finally:
             self.waited_s += time.monotonic() - begin
 
@@ -248,7 +254,7 @@ class Peers:
                 opened.has_sent_sums = True
             except BaseException as error:
                 if self.sums.begun == opened.number:
-                    self.give_up(f"sums of round {opened.number}", error)
+                    self.parting.give_up(f"sums of round {opened.number}", error)
                 raise
         opened.absent = tuple(self._wait(opened, COMBINE, timeout_s))
         return opened.absent
@@ -262,7 +268,7 @@ class Peers:
             absent = self._wait_near(opened, half, timeout_s)
             if self.far is not None:
                 name, _, step = _HALVES[half]
-                self._check(
+                self.parting.check(
                     self.far.wait(step, opened.number, timeout_s), f"{name} of round {opened.number}", timeout_s
                 )
             return absent
@@ -272,133 +278,15 @@ class Peers:
     def _wait_near(self, opened: Round, half: int, timeout_s: float) -> list[int]:
         name, word, _ = _HALVES[half]
         outcome, absent = self.near.wait(word, opened.number, timeout_s)
-        self._check(outcome, f"{name} of round {opened.number}", timeout_s)
+        self.parting.check(outcome, f"{name} of round {opened.number}", timeout_s)
         return absent
-
-    def _check(self, outcome: Outcome, half: str, timeout_s: float) -> None:
-        is_late = outcome.result == "late" and timeout_s > 0  # who only looks has not waited
-        self._late = outcome.rank if is_late else None
-        if outcome.result != "ready":
-            raise self._final_error(outcome, half, timeout_s)
-
-    def error_of(self, outcome: Outcome, half: str, timeout_s: float) -> CrossrailError:
-        """The error to raise after a wait that somebody else made."""
-        self._late = outcome.rank if outcome.result == "late" else None
-        return self._error(outcome, half, timeout_s)
-
-    def _final_error(self, outcome: Outcome, half: str, timeout_s: float) -> CrossrailError:
-        """The error to raise. If a rank is lost, or a write to it has failed, no round of ours ends any more; the
-        others may not notice, so they are told.
-        """
-        error = self._error(outcome, half, timeout_s)
-        if isinstance(error, TransferError) and self._config.on_lost == "raise":
-            self._given_up = lambda: self._error(outcome, half, timeout_s)
-            self._leave(f"wait for the {half}" if half else "call", error, _TELL_LOSS_S)
-        return error
-
-    def _error(self, outcome: Outcome, half: str, timeout_s: float) -> CrossrailError:
-        """The error to raise. If a rank gave up because another one was lost, that loss is reported, and passed on;
-        likewise if it waited for another in vain, or failed.
-        """
-        result, rank, _ = outcome
-        if result == "late" and rank == self._rank:
-            return unposted_error(rank, half, timeout_s)
-        if result == "peer-lost" and self._has_left(rank):  # in order, and then its engine was closed, too
-            result, outcome = "left", Outcome("left", rank)
-        lost, late, words = self._reason_of(rank) if result in ("left", "peer-lost") else Why()
-        if lost == self._rank:
-            outcome = Outcome("peer-lost", rank, "it lost sight of this rank, and has closed its AllToAll")
-        elif lost is not None:
-            who = "another rank" if lost == rank else f"rank {rank}"
-            outcome = Outcome("peer-lost", lost, f"{who} lost sight of it, and has closed its AllToAll")
-            half = ""
-        elif late is not None:
-            who = "this rank" if late == self._rank else f"rank {late} ({self._addresses[late].name!r})"
-            why = f"it had waited for {who} in vain" if late != rank else "it had not posted its own part in time"
-            outcome = Outcome("left", rank, why)
-        elif words:
-            outcome = Outcome("left", rank, words)
-        if outcome.result == "peer-lost":
-            # When two ranks lose sight of each other, all report the same one, whichever of the two they hear first.
-            self._lost = outcome.rank if lost is None else lost
-        return error_of(self._engine, outcome, self._addresses[outcome.rank], half, timeout_s)
-
-    def _has_left(self, rank: int) -> bool:
-        """Whether its farewell has arrived."""
-        if rank in self.near.ranks:
-            return self.near.has_come(rank, FAREWELL, PARITIES)
-        return self.far is not None and self.far.has_come("farewell", 0, rank)
-
-    def _reason_of(self, rank: int) -> Why:
-        """The reason in its farewell, if there is one."""
-        if rank in self.near.ranks:
-            return self.near.why_left(rank)
-        return Why() if self.far is None else self.far.why_left(rank)
-
-    # ---- the end
-
-    def give_up(self, what: str, error: BaseException) -> None:
-        """Others were told a part of this, and `error` prevented the rest. They count what arrives, so it cannot be
-        repeated: we take part no more, and say so. Waits some seconds at most, also in calls that do not wait.
-        """
-        if isinstance(error, MaskedOut):
-            return  # they continue without us already
-        text = f"{what} failed after a part of it was sent: {error!r}"
-        self._given_up = lambda: CrossrailError(f"{text}. Next: close it, and make a new one, on all ranks")
-        self._leave(what, error, _GIVE_UP_S)
-
-    @property
-    def given_up(self) -> CrossrailError | None:
-        """The error to raise after giving up, or after a rank was lost."""
-        return None if self._given_up is None else self._given_up()
-
-    def leave(self, what: str, error: BaseException) -> None:
-        """Our rounds have ended by this error: the others are told at once."""
-        self._leave(what, error, _GIVE_UP_S)
-
-    def _leave(self, what: str, error: BaseException, patience_s: float) -> None:
-        self.call_failed(what, error)
-        with contextlib.suppress(CrossrailError):
-            self.farewell(patience_s)
-
-    def call_failed(self, call: str, error: BaseException) -> None:
-        """A call has failed. As far as is known here it may be repeated; if we leave instead, others are told why."""
-        # a rank that waited in vain says for whom
-        is_late = isinstance(error, WaitTimeout) and self._late is not None
-        self._failure = "" if is_late else described(f"its {call}", error)
-
-    @property
-    def is_well(self) -> bool:
-        """No call of ours has failed and not been mended since."""
-        return not self._failure and self._lost is None and self._late is None
-
-    def dropped(self) -> None:
-        """We were dropped without being closed: that is why we leave, if there is no other reason."""
-        if self.is_well:
-            self._failure = "it was garbage-collected, and not closed before"
-
-    def call_succeeded(self) -> None:
-        """The earlier failure has been mended."""
-        self._failure = ""
-
-    def farewell(self, timeout_s: float) -> None:
-        """Tells everybody that nothing more will come from us. Idempotent. Waits at most so long."""
-        if self._has_said_farewell:
-            return
-        patience = Countdown(self._engine, timeout_s)
-        if self.agreement is not None and not self._engine.closed:
-            self.agreement.farewell(timeout_s)
-        if self._lost is not None:
-            why = Why(lost=self._lost)
-        else:
-            why = Why(words=self._failure) if self._failure else Why(late=self._late)
-        if not self._has_told_near:
-            self.near.farewell(why)
-            self._has_told_near = True
-        self._has_said_farewell = self.far is None or self._engine.closed or self.far.farewell(why, patience.left_s)
 
     def close(self, timeout_s: float) -> None:
         """Gives back what far ranks write to. Idempotent. WaitTimeout while one is in the middle of that, so long."""
+        self.parting.end()
+        self._close_links(timeout_s)
+
+    def _close_links(self, timeout_s: float) -> None:
         patience = Countdown(self._engine, timeout_s)
         if self.far is not None:
             self.far.stop_thread()
@@ -406,7 +294,6 @@ class Peers:
                 self.far.close(timeout_s)
         if self.agreement is not None:
             self.agreement.close(patience.left_s)
-        self._has_said_farewell = True  # after close() nothing can be told any more
 
 
 def with_room_for_all(config: Config) -> Config:

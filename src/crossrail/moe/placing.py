@@ -43,7 +43,7 @@ class Placing:
             self._check_same_routes(opened)
             placement = _core.moe.Placement(peers.layout, peers.counts(number, opened.sources))
         except UsageError as error:  # what others wrote makes no sense, and will not by waiting
-            peers.give_up(f"dispatch of round {number}", error)
+            peers.parting.give_up(f"dispatch of round {number}", error)
             raise
         refusal = find_overflow(self._config, number, placement, opened.silent)  # all come to the same end
         if refusal is not None:
@@ -54,7 +54,7 @@ class Placing:
                 peers.far.send_remainder(number, placement)
             opened.placement = placement
         except BaseException as error:
-            peers.give_up(f"dispatch of round {number}", error)
+            peers.parting.give_up(f"dispatch of round {number}", error)
             raise
 
     def _check_same_routes(self, opened: Round) -> None:
@@ -118,5 +118,5 @@ class Placing:
             del self._open[parity]
             self._unsettled[parity] = opened
         except BaseException as error:
-            peers.give_up(f"the end of round {number}", error)
+            peers.parting.give_up(f"the end of round {number}", error)
             raise

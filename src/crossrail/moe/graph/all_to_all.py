@@ -122,7 +122,7 @@ class GraphAllToAll(Leaving):
             undo.callback(self._board.close, timeout_s)
             self._peers = peers = Peers(engine, group, config, self._board, rows, timeout_s, kernels_wait=True)
             undo.callback(peers.close, timeout_s)
-            far = peers.far
+            self._parting, far = peers.parting, peers.far
             assert far is not None  # since kernels wait
             with peers.readying(group, timeout_s):
                 if peer_access:
@@ -285,7 +285,7 @@ class GraphAllToAll(Leaving):
             if not self._is_told:
                 self._is_told = True
                 self._thread.stop()
-                self._peers.leave("round", failure)
+                self._parting.leave("round", failure)
             try:
                 raise failure
             finally:
@@ -327,7 +327,7 @@ class GraphAllToAll(Leaving):
                 self._thread.close()
                 self._drop_steps()
                 patience = Countdown(self._engine, self._timeout_s)
-                self._peers.farewell(patience.left_s)
+                self._parting.farewell(patience.left_s)
         if patience is None:
             patience = Countdown(self._engine, self._timeout_s)
         self._peers.close(patience.left_s)
@@ -370,10 +370,10 @@ class GraphAllToAll(Leaving):
             return
         self._thread.stop()
         self._is_told = True
-        self._peers.give_up("dispatch_send", error)
+        self._parting.give_up("dispatch_send", error)
 
     def _found_failure(self) -> CrossrailError | None:
-        given_up = self._peers.given_up
+        given_up = self._parting.given_up
         return (
             given_up
             if given_up is not None

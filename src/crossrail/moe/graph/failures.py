@@ -46,7 +46,7 @@ def found_failure(
             "each dispatch_send takes a combine_recv, also in graphs that are replayed. The rounds of this "
             "GraphAllToAll have ended"
         )
-    raised = peers.error_of(outcome, _HALVES[found.step].format(number), timeout_s)
+    raised = peers.parting.error_of(outcome, _HALVES[found.step].format(number), timeout_s)
     if outcome.result != "late":
         return raised
     return WaitTimeout(
