@@ -307,10 +307,11 @@ class GraphAllToAll(Leaving):
         return self._explanation
 
     def close(self) -> None:
-        """Waits for what was launched on the device, gives the memory back, and tells ranks that wait for this one.
+        """Waits for what was launched on the device, ends what others may write to, and tells ranks that wait for us.
 
-        Idempotent. Raises WaitTimeout if a rank is still in the middle of a write to this one: call it again. A failure
-        that has ended the rounds is raised after everything else is done, unless a call has raised it before.
+        What others wrote to is released once this object is dropped, and all else here. Idempotent. Raises WaitTimeout
+        if a rank is still in the middle of a write to this one: call it again. A failure that has ended the rounds is
+        raised after everything else is done, unless a call has raised it before.
         """
         patience: Countdown | None = None
         if not self._closed:
