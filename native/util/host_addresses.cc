@@ -134,10 +134,8 @@ HostAddress describe(const ifaddrs& entry, const std::map<std::string, uint32_t>
   return address;
 }
 
-bool is_link_local(const sockaddr* address) {
-  const std::span<const uint8_t> bytes = ip_bytes(address);
-  return bytes.size() == 16 && bytes[0] == 0xfe && (bytes[1] & 0xc0) == 0x80;
-}
+// Of IPv6.
+bool is_link_local(std::span<const uint8_t> ip) { return ip.size() == 16 && ip[0] == 0xfe && (ip[1] & 0xc0) == 0x80; }
 
 std::string list_text(const std::vector<HostAddress>& addresses) {
   std::string text;
@@ -155,7 +153,7 @@ std::vector<HostAddress> host_addresses() {
   for (const ifaddrs* entry = list; entry != nullptr; entry = entry->ifa_next) {
     if (entry->ifa_addr == nullptr || (entry->ifa_flags & IFF_UP) == 0) continue;
     const int family = entry->ifa_addr->sa_family;
-    if ((family != AF_INET && family != AF_INET6) || is_link_local(entry->ifa_addr)) continue;
+    if ((family != AF_INET && family != AF_INET6) || is_link_local(ip_bytes(entry->ifa_addr))) continue;
     found.push_back(describe(*entry, v6_flags));
   }
   freeifaddrs(list);
@@ -182,6 +180,14 @@ HostAddress parse_address(const std::string& text, const std::vector<HostAddress
 }
 
 HostAddress find_address(const std::string& name, const std::vector<HostAddress>& present) {
+  const HostAddress without_scope = parse_address(name.substr(0, name.find('%')), present);
+  if (without_scope.is_v6 && is_link_local(without_scope.ip)) {
+    throw UsageError(
+        "rails: " + name +
+        " is an IPv6 link-local address: it means nothing without an interface, and cannot be a rail. This "
+        "host has: " +
+        list_text(present));
+  }
   HostAddress address = parse_address(name, present);
   if (!address.text.empty()) {
     if (!address.netdev.empty() || address.is_loopback) return address;

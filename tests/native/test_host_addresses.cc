@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "util/errors.h"
 #include "util/host_addresses.h"
 
 namespace crossrail {
@@ -107,6 +108,14 @@ TEST_CASE("a rail by name has an address that stays, if there is one") {
 
   CHECK(find_address("eth0", {temporary, lasting}).text == "lasting");
   CHECK(find_address("eth0", {temporary}).text == "of eth0");
+}
+
+TEST_CASE("an address that is local to a link is no rail, and is not said to be nobody's") {
+  for (const char* name : {"fe80::1", "fe80::1%eth0", "febf::1"}) {
+    CAPTURE(name);
+    CHECK_THROWS_WITH_AS(find_address(name, {}), doctest::Contains("link-local"), UsageError);
+  }
+  CHECK_THROWS_WITH_AS(find_address("fec0::1", {}), doctest::Contains("is no address of this host"), UsageError);
 }
 
 }  // namespace crossrail
