@@ -31,6 +31,7 @@ void Fd::reset() {
 namespace {
 
 constexpr size_t kHugePage = size_t{2} << 20;
+constexpr int kSealFutureWrite = 0x10;  // F_SEAL_FUTURE_WRITE, which older headers lack
 
 // Mappings of this process by the file's identity. Never destroyed: engines may outlive static destructors.
 // The mutex is held across fork: a child that opens its own engine finds it free, and the map consistent.
@@ -51,8 +52,8 @@ Registry::Registry() {
 
 }  // namespace
 
-MemoryMap::MemoryMap(Fd fd, size_t bytes, uint64_t device, uint64_t inode)
-    : fd_(std::move(fd)), bytes_(bytes), device_(device), inode_(inode) {
+MemoryMap::MemoryMap(Fd fd, size_t bytes, bool is_writable, uint64_t device, uint64_t inode)
+    : fd_(std::move(fd)), bytes_(bytes), device_(device), inode_(inode), is_writable_(is_writable) {
   void* hint = nullptr;
   if (bytes >= kHugePage) {
     // An address that is a multiple of the huge page size lets the kernel use huge pages. The address range is only
@@ -65,7 +66,7 @@ MemoryMap::MemoryMap(Fd fd, size_t bytes, uint64_t device, uint64_t inode)
     hint = reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(room) + kHugePage - 1) / kHugePage * kHugePage);
     munmap(room, bytes + kHugePage);
   }
-  void* data = mmap(hint, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd_.get(), 0);
+  void* data = mmap(hint, bytes, is_writable ? PROT_READ | PROT_WRITE : PROT_READ, MAP_SHARED, fd_.get(), 0);
   if (data == MAP_FAILED) throw_errno("mmap", "cannot map " + std::to_string(bytes) + " bytes of shared memory");
   data_ = static_cast<std::byte*>(data);
   // Advice only: where huge pages for shared memory are disabled, this fails and 4 KiB pages are used.
@@ -82,7 +83,7 @@ MemoryMap::~MemoryMap() {
   if (data_ != nullptr) munmap(data_, bytes_);
 }
 
-std::shared_ptr<MemoryMap> MemoryMap::create(const char* name, size_t bytes) {
+std::shared_ptr<MemoryMap> MemoryMap::create(const char* name, size_t bytes, Writers writers) {
   Fd fd(memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!fd) {
     throw_errno("memfd_create", "cannot make shared memory",
@@ -98,14 +99,17 @@ std::shared_ptr<MemoryMap> MemoryMap::create(const char* name, size_t bytes) {
                     : "free memory, or raise the container's memory limit");
   }
   if (fcntl(fd.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW) != 0) throw_errno("fcntl", "cannot seal shared memory");
-  return find_or_map(std::move(fd), rounded, true);
+  auto map = find_or_map(std::move(fd), rounded, true, true);
+  // Our own mapping stays writable. Kernels and sandboxes that do not know this seal refuse it.
+  if (writers == Writers::kOwner) (void)fcntl(map->fd(), F_ADD_SEALS, kSealFutureWrite);
+  return map;
 }
 
-std::shared_ptr<MemoryMap> MemoryMap::map(Fd fd, size_t bytes_min) {
-  return find_or_map(std::move(fd), bytes_min, false);
+std::shared_ptr<MemoryMap> MemoryMap::map(Fd fd, size_t bytes_min, Writers writers) {
+  return find_or_map(std::move(fd), bytes_min, writers == Writers::kAll, false);
 }
 
-std::shared_ptr<MemoryMap> MemoryMap::find_or_map(Fd fd, size_t bytes_min, bool keeps_fd) {
+std::shared_ptr<MemoryMap> MemoryMap::find_or_map(Fd fd, size_t bytes_min, bool is_writable, bool keeps_fd) {
   struct stat info;
   if (fstat(fd.get(), &info) != 0) throw_errno("fstat", "cannot look at shared memory");
   const int seals = fcntl(fd.get(), F_GET_SEALS);
@@ -123,9 +127,13 @@ std::shared_ptr<MemoryMap> MemoryMap::find_or_map(Fd fd, size_t bytes_min, bool 
   auto& maps = registry().maps;
   const std::pair<uint64_t, uint64_t> identity{info.st_dev, info.st_ino};
   if (const auto known = maps.find(identity); known != maps.end()) {
-    if (auto existing = known->second.lock()) return existing;
+    if (auto existing = known->second.lock()) {
+      if (is_writable && !existing->is_writable_)
+        throw TransportError("mmap", EACCES, "shared memory from a peer is also its memory that others only read");
+      return existing;
+    }
   }
-  std::shared_ptr<MemoryMap> fresh(new MemoryMap(std::move(fd), bytes, info.st_dev, info.st_ino));
+  std::shared_ptr<MemoryMap> fresh(new MemoryMap(std::move(fd), bytes, is_writable, info.st_dev, info.st_ino));
   if (!keeps_fd) fresh->release_fd();
   maps[identity] = fresh;
   return fresh;

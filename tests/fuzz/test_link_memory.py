@@ -90,3 +90,21 @@ def test_garbage_in_the_rings_of_a_target_harms_no_initiator(
     bystander.imm_counter(2**20).wait(1, WAIT_S)
     assert (dst.array() == 7).all()
     ours.close(WAIT_S)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_garbage_in_what_all_peers_share_keeps_no_other_peer_from_its_work(
+    open_engine: EngineFactory, spawn_peer: PeerFactory, kind: str
+) -> None:
+    victim, bystander = open_engine("victim"), open_engine("bystander")
+    pool = victim.submit_recvs(8, 1000)
+    target, source = victim.alloc(NBYTES), bystander.alloc(NBYTES)
+    operations = Operations(bystander, source, [target.descriptor], imm=1)
+    operations.submit(kind).wait(WAIT_S)
+    child = spawn_peer()
+    child.open().call("connect", peer=victim.address.to_bytes().hex())
+
+    assert child.call("overwrite_homes") > 0
+
+    operations.submit(kind).wait(WAIT_S)
+    pool.close()

@@ -36,20 +36,21 @@ class Victim {
   std::unique_ptr<LocalRegion> region_;
 };
 
-// Shared memory that looks like a home or a link, or like nothing, and a bell; the same four for all inputs.
+// Shared memory that looks like that of an engine or a link, or like nothing, and a bell; the same five for all inputs.
 struct Memory {
   Memory() {
-    home = make("home", sizeof(shm::HomeSegment), true);
-    link = make("link", shm::link_segment_bytes(1), true);
-    other = make("other", 4096, false);
+    home = make("home", sizeof(shm::HomeSegment), shm::kLayoutMagic);
+    open = make("open", sizeof(shm::OpenRegions), shm::kOpenRegionsMagic);
+    link = make("link", shm::link_segment_bytes(1), shm::kLayoutMagic);
+    other = make("other", 4096, 0);
     bell = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   }
-  static int make(const char* name, size_t bytes, bool has_magic) {
-    Fd fd = shm::sealed_memory(name, bytes, has_magic);
+  static int make(const char* name, size_t bytes, uint32_t magic) {
+    Fd fd = shm::sealed_memory(name, bytes, magic);
     require(static_cast<bool>(fd), "there is memory, written, and it keeps its size");
     return fd.leak();
   }
-  int home, link, other, bell;
+  int home, open, link, other, bell;
 };
 
 class Stranger {
@@ -102,15 +103,15 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   static const Memory memory;
   Choices choices({data, size});
   Stranger stranger(victim);
-  const int known[] = {memory.home, memory.link, memory.other, memory.bell};
+  const int known[] = {memory.home, memory.open, memory.link, memory.other, memory.bell};
   if (choices.byte() % 2 == 0) {
-    const int fds[] = {memory.home, memory.bell, memory.link};
+    const int fds[] = {memory.home, memory.open, memory.bell, memory.link};
     stranger.say(hello_to(victim->address()), fds);
     require(stranger.await_answer() == shm::kWelcome, "an honest stranger is welcome");
   }
   for (int packets = 0; packets < 8 && !choices.is_empty(); ++packets) {
     std::vector<int> fds(choices.byte() % 5);
-    for (int& fd : fds) fd = known[choices.byte() % 4];
+    for (int& fd : fds) fd = known[choices.byte() % std::size(known)];
     const Input body = choices.chunk();
     if (body.empty()) continue;  // a packet without bytes cannot be told from the end
     if (!stranger.say(body, fds)) break;

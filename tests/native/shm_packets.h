@@ -48,12 +48,12 @@ inline bool send_packet(int socket, std::span<const uint8_t> bytes, std::span<co
   return sendmsg(socket, &header, MSG_NOSIGNAL) >= 0;
 }
 
-// Zero, or with what homes and links begin with. No descriptor: there is no memory.
-inline Fd sealed_memory(const char* name, size_t bytes, bool has_magic) {
+// Zero, or with what a segment begins with. No descriptor: there is no memory.
+inline Fd sealed_memory(const char* name, size_t bytes, uint32_t magic) {
   Fd fd(memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING));
-  const uint32_t head[] = {kLayoutMagic, kLayoutVersion, 1};
+  const uint32_t head[] = {magic, kLayoutVersion, 1};
   const bool is_whole = fd && ftruncate(fd.get(), static_cast<off_t>(bytes)) == 0 &&
-                        (!has_magic || pwrite(fd.get(), head, sizeof head, 0) == sizeof head) &&
+                        (magic == 0 || pwrite(fd.get(), head, sizeof head, 0) == sizeof head) &&
                         fcntl(fd.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW) == 0;
   return is_whole ? std::move(fd) : Fd();
 }

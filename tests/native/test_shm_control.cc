@@ -34,11 +34,17 @@ uint8_t next_packet(Node& node, int socket) {
   return type;
 }
 
+// What a process that is no engine passes as its home.
+struct StrangersHome {
+  const Fd segment = sealed_memory("home", sizeof(HomeSegment), kLayoutMagic);
+  const Fd open = sealed_memory("open", sizeof(OpenRegions), kOpenRegionsMagic);
+  const Fd bell{eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)};
+};
+
 // Says hello over a connected socket. segment: of the link.
 void be_welcomed(Node& node, const Fd& socket, const Fd& segment) {
-  const Fd home = sealed_memory("home", sizeof(HomeSegment), true);
-  const Fd bell(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
-  const int fds[] = {home.get(), bell.get(), segment.get()};
+  const StrangersHome home;
+  const int fds[] = {home.segment.get(), home.open.get(), home.bell.get(), segment.get()};
   REQUIRE(
       send_packet(socket.get(), honest_hello(make_identity("stranger", transport_bit(TransportKind::kShm), 1)), fds));
   REQUIRE(next_packet(node, socket.get()) == kWelcome);
@@ -47,7 +53,7 @@ void be_welcomed(Node& node, const Fd& socket, const Fd& segment) {
 // The memory of the link that the next packet, a hello, brings.
 std::shared_ptr<MemoryMap> link_of_hello(Node& node, int socket) {
   uint8_t bytes[2048];
-  alignas(cmsghdr) char ancillary[CMSG_SPACE(sizeof(int) * 3)];
+  alignas(cmsghdr) char ancillary[CMSG_SPACE(sizeof(int) * 4)];
   iovec vector{.iov_base = bytes, .iov_len = sizeof bytes};
   msghdr header{};
   header.msg_iov = &vector;
@@ -58,11 +64,11 @@ std::shared_ptr<MemoryMap> link_of_hello(Node& node, int socket) {
   REQUIRE(turn_until({&node}, [&] { return (got = recvmsg(socket, &header, MSG_DONTWAIT | MSG_CMSG_CLOEXEC)) >= 0; }));
   REQUIRE(got > 0);
   REQUIRE(bytes[0] == kHello);
-  int fds[3];  // of its home, its bell, the link
+  int fds[4];  // of its home, its open regions, its bell, the link
   REQUIRE(header.msg_controllen == CMSG_SPACE(sizeof fds));
   std::memcpy(fds, CMSG_DATA(CMSG_FIRSTHDR(&header)), sizeof fds);
-  const Fd home(fds[0]), bell(fds[1]);
-  return MemoryMap::map(Fd(fds[2]), link_segment_bytes(1));
+  const Fd home(fds[0]), open(fds[1]), bell(fds[2]);
+  return MemoryMap::map(Fd(fds[3]), link_segment_bytes(1));
 }
 
 // Who was connected to, and is no engine.
@@ -75,12 +81,11 @@ struct Impostor {
     link = node->transport.connect(std::make_shared<const Address>(target));
     socket = Fd(accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC));
     segment = link_of_hello(*node, socket.get());
-    const Fd home = sealed_memory("home", sizeof(HomeSegment), true);
-    const Fd bell(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+    const StrangersHome home;
     Writer welcome;
     welcome.put(static_cast<uint8_t>(kWelcome));
     welcome.put(uint64_t{1});
-    const int fds[] = {home.get(), bell.get()};
+    const int fds[] = {home.segment.get(), home.open.get(), home.bell.get()};
     REQUIRE(send_packet(socket.get(), welcome.bytes(), fds));
     REQUIRE(turn_until({node}, [&] { return node->sink.ups == 1; }));
   }
@@ -180,7 +185,7 @@ TEST_CASE("shm: where hosts cannot be told apart, an engine that nobody here is 
 
 TEST_CASE("shm: who connects has no answers to give, which would be taken for another's") {
   Node node("target");
-  const Fd segment = sealed_memory("link", link_segment_bytes(1), true);
+  const Fd segment = sealed_memory("link", link_segment_bytes(1), kLayoutMagic);
   for (const PacketType type : {kWelcome, kImported, kRegionGone, kPong}) {
     const Fd stranger(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
     socklen_t length = 0;
@@ -202,7 +207,7 @@ TEST_CASE("shm: who lost only its connection is waited for in a copy until it ha
   Node node("target");
   const auto region = node.transport.allocate(kRegionId, 8192, true);
   const auto other = node.transport.allocate(kRegionId + 1, 8192, true);
-  const Fd segment = sealed_memory("link", link_segment_bytes(1), true);
+  const Fd segment = sealed_memory("link", link_segment_bytes(1), kLayoutMagic);
   const auto map = MemoryMap::map(Fd(dup(segment.get())), link_segment_bytes(1));
   auto& link = *reinterpret_cast<LinkSegment*>(map->data());
   const Fd stranger(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
@@ -325,7 +330,7 @@ TEST_CASE("shm: what a peer says of memory of a GPU is checked, and descriptors 
     RegionDescriptor descriptor;
     descriptor.region_id = kRegionId;
     descriptor.memory = MemoryKind::kCuda;
-    const Fd junk = sealed_memory("junk", 4096, false);
+    const Fd junk = sealed_memory("junk", 4096, 0);
     const std::vector<int> fds(descriptors, junk.get());
     const size_t before = open_fds();
     {
@@ -360,7 +365,7 @@ TEST_CASE("shm: a descriptor of memory of a GPU is made for who wants one, and n
     Node node("target");
     const auto region =
         node.transport.register_gpu_memory(kRegionId, device::GpuMemory(segments, 4096, false), Access::kRemoteWrite);
-    const Fd segment = sealed_memory("link", link_segment_bytes(1), true);
+    const Fd segment = sealed_memory("link", link_segment_bytes(1), kLayoutMagic);
     const Fd stranger(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
     socklen_t length = 0;
     const sockaddr_un name = control_socket_of(node.transport.address(), &length);

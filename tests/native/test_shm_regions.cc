@@ -7,8 +7,10 @@
 #include <cerrno>
 #include <vector>
 
+#include "shm_packets.h"
 #include "shm_rig.h"
 #include "transport/shm/region_table.h"
+#include "util/errors.h"
 
 namespace {
 uint32_t signals_to_come = 0;  // before each call but the last of so many
@@ -27,9 +29,8 @@ namespace crossrail::shm {
 
 TEST_CASE("shm: memory that is gone is swept up now and then, and not by every allocation") {
   constexpr size_t kMany = 500;
-  const auto home = MemoryMap::create("home", sizeof(HomeSegment));
   CountingSink sink;
-  RegionTable table(reinterpret_cast<HomeSegment*>(home->data()), &sink);
+  RegionTable table(&sink);
   uint64_t next_id = uint64_t{1} << kRegionSlotBits;
   std::vector<std::unique_ptr<ShmRegion>> regions;
   const auto allocate = [&](uint64_t pages) { regions.push_back(table.allocate(next_id++, pages * 4096, false)); };
@@ -47,9 +48,8 @@ TEST_CASE("shm: memory that is gone is swept up now and then, and not by every a
 }
 
 TEST_CASE("shm: what a revoked region leaves in its slot names no region") {
-  const auto home = MemoryMap::create("home", sizeof(HomeSegment));
   CountingSink sink;
-  RegionTable table(reinterpret_cast<HomeSegment*>(home->data()), &sink);
+  RegionTable table(&sink);
   const uint64_t id = uint64_t{1} << kRegionSlotBits;
   const std::unique_ptr<ShmRegion> region = table.allocate(id, 4096, false);
   REQUIRE(table.find(id) != nullptr);
@@ -61,27 +61,29 @@ TEST_CASE("shm: what a revoked region leaves in its slot names no region") {
   CHECK(table.find(id | kRevokedId) == nullptr);
 }
 
-TEST_CASE("shm: what a peer writes into the home segment opens no region that is closed") {
-  const auto home = MemoryMap::create("home", sizeof(HomeSegment));
-  auto* const segment = reinterpret_cast<HomeSegment*>(home->data());
+TEST_CASE("shm: peers read which regions are open, and cannot write it") {
   CountingSink sink;
-  RegionTable table(segment, &sink);
-  const uint64_t id = uint64_t{1} << kRegionSlotBits;
-  const uint64_t unknown = id + 1;
-  std::unique_ptr<ShmRegion> region = table.allocate(id, 4096, false);
+  RegionTable table(&sink);
+  const Fd passed(fcntl(table.seen_by_peers().fd(), F_DUPFD_CLOEXEC, 0));
 
-  region.reset();
-  segment->region_ids[region_slot(id)].store(id);
-  segment->region_ids[region_slot(unknown)].store(unknown);
+  CHECK(mmap(nullptr, 4096, PROT_READ | PROT_WRITE, MAP_SHARED, passed.get(), 0) == MAP_FAILED);
+  CHECK(pwrite(passed.get(), "x", 1, 0) < 0);
+  void* const read = mmap(nullptr, 4096, PROT_READ, MAP_SHARED, passed.get(), 0);
+  REQUIRE(read != MAP_FAILED);
+  CHECK(mprotect(read, 4096, PROT_READ | PROT_WRITE) != 0);
+  munmap(read, 4096);
+}
 
-  CHECK(table.find(id) == nullptr);
-  CHECK(table.find(unknown) == nullptr);
+TEST_CASE("shm: a peer's memory that we only read is not taken for memory that we write") {
+  Fd open = sealed_memory("open", sizeof(OpenRegions), kOpenRegionsMagic);
+  Fd again(fcntl(open.get(), F_DUPFD_CLOEXEC, 0));
+  const auto map = MemoryMap::map(std::move(open), sizeof(OpenRegions), MemoryMap::Writers::kOwner);
+  CHECK_THROWS_AS(MemoryMap::map(std::move(again), 4096), TransportError);
 }
 
 TEST_CASE("shm: signals do not keep memory from being populated, however long that takes") {
-  const auto home = MemoryMap::create("home", sizeof(HomeSegment));
   CountingSink sink;
-  RegionTable table(reinterpret_cast<HomeSegment*>(home->data()), &sink);
+  RegionTable table(&sink);
   constexpr uint64_t kBytes = (16 << 20) + 4096;
 
   signals_to_come = 3;

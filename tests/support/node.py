@@ -18,7 +18,7 @@ from tests.support.limits import WAIT_S, eventually
 from tests.support.messages import HEADER_BYTES, decoded, encoded
 from tests.support.operations import Operations
 from tests.support.patterns import CANARY, ByteArray, pattern
-from tests.support.scribble import scribble
+from tests.support.scribble import overwrite_homes, scribble
 from tests.support.streams import Stream
 from tests.support.threads import start_thread
 
@@ -219,6 +219,9 @@ class Node:
     # --- the process ---
     def leaks(self) -> dict[str, Any]:
         return {"threads": leaks.crossrail_threads(), "fd_count": len(leaks.open_fds())}
+
+    def overwrite_homes(self) -> int:
+        return overwrite_homes()
 
     def scribble(self, seed: int, for_s: float) -> int:
         """Damages the links of this process. Nothing here can be trusted afterwards."""

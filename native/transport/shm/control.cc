@@ -407,7 +407,7 @@ void Control::start_connect(Connection& connection) {
   body.put(process_token());
   body.put(static_cast<uint8_t>(connection.rail_count));
   body.put_bytes(address_bytes_);
-  const int fds[] = {home_->fd(), bell_->fd(), connection.segment->fd()};
+  const int fds[] = {home_->fd(), regions_->seen_by_peers().fd(), bell_->fd(), connection.segment->fd()};
   send(connection, kHello, body.bytes(), fds);
 }
 

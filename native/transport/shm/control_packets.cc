@@ -26,11 +26,14 @@ TransportError out_of_fds(const char* call) {
 }
 
 // The home that a peer has sent. Throws UsageError or TransportError.
-std::unique_ptr<PeerHome> open_home(Fd map, Fd bell) {
+std::unique_ptr<PeerHome> open_home(Fd map, Fd open, Fd bell) {
   auto home = std::make_unique<PeerHome>();
   home->map = MemoryMap::map(std::move(map), sizeof(HomeSegment));
   home->segment = reinterpret_cast<HomeSegment*>(home->map->data());
-  if (home->segment->magic != kLayoutMagic) throw UsageError("shared memory is not crossrail's");
+  home->open_map = MemoryMap::map(std::move(open), sizeof(OpenRegions), MemoryMap::Writers::kOwner);
+  home->open = reinterpret_cast<const OpenRegions*>(home->open_map->data());
+  if (home->segment->magic != kLayoutMagic || home->open->magic != kOpenRegionsMagic)
+    throw UsageError("shared memory is not crossrail's");
   home->bell = WakeEvent::adopt(std::move(bell));
   return home;
 }
@@ -174,9 +177,9 @@ void Control::on_hello(Connection& connection, std::span<const uint8_t> body, st
   }
   if (rails < 1 || rails > kRailsMax) throw UsageError("hello names " + std::to_string(rails) + " rails");
   auto peer = std::make_shared<const Address>(Address::decode(reader.rest()));
-  if (fds.size() != 3) throw UsageError("hello carries " + std::to_string(fds.size()) + " descriptors, 3 expected");
-  auto home = open_home(std::move(fds[0]), std::move(fds[1]));
-  auto segment = MemoryMap::map(std::move(fds[2]), link_segment_bytes(rails));
+  if (fds.size() != 4) throw UsageError("hello carries " + std::to_string(fds.size()) + " descriptors, 4 expected");
+  auto home = open_home(std::move(fds[0]), std::move(fds[1]), std::move(fds[2]));
+  auto segment = MemoryMap::map(std::move(fds[3]), link_segment_bytes(rails));
   if (reinterpret_cast<const LinkSegment*>(segment->data())->magic != kLayoutMagic)
     throw UsageError("shared memory is not crossrail's");
   connection.peer_name = peer->name;
@@ -192,15 +195,15 @@ void Control::on_hello(Connection& connection, std::span<const uint8_t> body, st
         .rail_count = rails});
   Writer welcome;
   welcome.put(process_token());
-  const int out[] = {home_->fd(), bell_->fd()};
+  const int out[] = {home_->fd(), regions_->seen_by_peers().fd(), bell_->fd()};
   send(connection, kWelcome, welcome.bytes(), out);
 }
 
 void Control::on_welcome(Connection& connection, std::span<const uint8_t> body, std::vector<Fd> fds) {
   Reader reader(body);
   const auto token = reader.get<uint64_t>();
-  if (connection.up || !reader.finished() || fds.size() != 2) throw UsageError("unexpected welcome");
-  auto home = open_home(std::move(fds[0]), std::move(fds[1]));
+  if (connection.up || !reader.finished() || fds.size() != 3) throw UsageError("unexpected welcome");
+  auto home = open_home(std::move(fds[0]), std::move(fds[1]), std::move(fds[2]));
   connection.up = true;
   connection.same_process = token == process_token() && connection.pid == static_cast<uint32_t>(getpid());
   emit({.kind = ControlEvent::Kind::kOutUp,

@@ -13,8 +13,9 @@
 
 namespace crossrail::shm {
 
-inline constexpr uint32_t kLayoutMagic = 0x53525258;  // "XRRS"
-inline constexpr uint32_t kLayoutVersion = 5;
+inline constexpr uint32_t kLayoutMagic = 0x53525258;       // "XRRS"
+inline constexpr uint32_t kOpenRegionsMagic = 0x4f525258;  // "XRRO"
+inline constexpr uint32_t kLayoutVersion = 6;
 inline constexpr size_t kLine = 64;
 inline constexpr uint64_t kRevokedId = uint64_t{1} << 63;  // no id has this bit
 
@@ -29,15 +30,23 @@ struct HomeSegment {
   uint32_t magic;
   uint32_t version;
   Bell bell;
-  // Slot s holds the id of the open region in that slot; the id with kRevokedId if that region was revoked and the slot
-  // is unused since; or 0: closed or closing. See region_slot().
-  alignas(kLine) std::atomic<uint64_t> region_ids[kRegionSlots];
 };
 
-// A peer's home as it was passed to us: the segment that we read, and the bell that we ring.
+// Peers can only read this: what one of them writes must not cut off the others.
+struct OpenRegions {
+  uint32_t magic;
+  uint32_t version;
+  // Slot s holds the id of the open region in that slot; the id with kRevokedId if that region was revoked and the slot
+  // is unused since; or 0: closed or closing. See region_slot().
+  alignas(kLine) std::atomic<uint64_t> ids[kRegionSlots];
+};
+
+// A peer's home as it was passed to us: the segments that we read, and the bell that we ring.
 struct PeerHome {
-  std::shared_ptr<MemoryMap> map;  // at least sizeof(HomeSegment)
-  HomeSegment* segment = nullptr;  // in it
+  std::shared_ptr<MemoryMap> map;       // at least sizeof(HomeSegment)
+  std::shared_ptr<MemoryMap> open_map;  // at least sizeof(OpenRegions); we may lack the right to write
+  HomeSegment* segment = nullptr;       // in map
+  const OpenRegions* open = nullptr;    // in open_map
   WakeEvent bell;
 };
 

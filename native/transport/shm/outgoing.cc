@@ -41,7 +41,7 @@ bool goes_behind(const WorkRequest& request) {
 // --- touching a peer's region directly ---
 
 static const std::atomic<uint64_t>& open_id_of(const Outgoing& link, uint64_t region_id) {
-  return link.home->segment->region_ids[region_slot(region_id)];
+  return link.home->open->ids[region_slot(region_id)];
 }
 
 // That it was open we know: its owner told us about it. A mark says that it was revoked. Without one the slot may

@@ -37,9 +37,14 @@ ShmRegion::~ShmRegion() { table_->revoke(*this); }
 void RegionTable::Deleter::operator()(Target* targets) const { std::free(targets); }
 
 // calloc: the table is large and mostly unused, so most of it never becomes resident.
-RegionTable::RegionTable(HomeSegment* home, Sink* sink)
-    : home_(home), sink_(sink), targets_(static_cast<Target*>(std::calloc(kRegionSlots, sizeof(Target)))) {
+RegionTable::RegionTable(Sink* sink)
+    : open_map_(MemoryMap::create("crossrail-open", sizeof(OpenRegions), MemoryMap::Writers::kOwner)),
+      seen_(reinterpret_cast<OpenRegions*>(open_map_->data())),
+      sink_(sink),
+      targets_(static_cast<Target*>(std::calloc(kRegionSlots, sizeof(Target)))) {
   if (targets_ == nullptr) throw std::bad_alloc();
+  seen_->magic = kOpenRegionsMagic;
+  seen_->version = kLayoutVersion;
 }
 
 std::unique_ptr<ShmRegion> RegionTable::add(uint64_t id, std::byte* base, uint64_t length_bytes, Access access, int gpu,
@@ -73,7 +78,7 @@ std::unique_ptr<ShmRegion> RegionTable::add(uint64_t id, std::byte* base, uint64
   open_[region->id] = region.get();
   // release: everything above is visible to whoever sees the id (find() acquires).
   target.id.store(region->id, std::memory_order_release);
-  home_->region_ids[slot].store(region->id, std::memory_order_release);
+  seen_->ids[slot].store(region->id, std::memory_order_release);
   return region;
 }
 
@@ -121,7 +126,7 @@ Status RegionTable::withdraw(uint64_t region_id) {
   // seq_cst, both: pair with the seq_cst hazard store and id load of a toucher (find() in execute_write, and
   // ShmTransport::touch): either it sees that the id is gone, or our later check of the hazards sees it at work.
   targets_[slot].id.compare_exchange_strong(expected, 0, std::memory_order_seq_cst);
-  home_->region_ids[slot].compare_exchange_strong(
+  seen_->ids[slot].compare_exchange_strong(
       expected_by_peers, why == Status::kRegionRevoked ? region_id | kRevokedId : 0, std::memory_order_seq_cst);
   return why;
 }

@@ -49,7 +49,10 @@ struct RegionFacts {
 class RegionTable {
  public:
   // sink: asked why a region is not open. Outlives the table.
-  RegionTable(HomeSegment* home, Sink* sink);
+  explicit RegionTable(Sink* sink);
+
+  // What peers see of it, an OpenRegions.
+  MemoryMap& seen_by_peers() const { return *open_map_; }
 
   std::unique_ptr<ShmRegion> add(uint64_t id, std::byte* base, uint64_t length_bytes, Access access, int gpu = -1,
                                  device::SharedRange shared = {});
@@ -98,7 +101,8 @@ class RegionTable {
   friend class ShmRegion;
   Status withdraw(uint64_t region_id);
 
-  HomeSegment* const home_;
+  const std::shared_ptr<MemoryMap> open_map_;
+  OpenRegions* const seen_;  // in it
   Sink* const sink_;
   std::mutex mutex_;
   std::map<uint64_t, const ShmRegion*> open_;  // by id

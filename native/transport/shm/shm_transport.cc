@@ -39,7 +39,7 @@ ShmTransport::ShmTransport(const TransportOptions& options, Sink* sink)
       private_path_(options.private_path),
       home_map_(MemoryMap::create("crossrail-home", sizeof(HomeSegment))),
       home_(make_home(*home_map_)),
-      regions_(home_, sink),
+      regions_(sink),
       control_(std::make_unique<Control>(address_, home_map_, &bell_, &regions_, options.connect_timeout_ns, this)) {}
 
 ShmTransport::~ShmTransport() { close(); }
@@ -58,6 +58,7 @@ void ShmTransport::close() {
   ring_all();
   regions_.drop_idle_touchers();
   home_map_->release_fd();
+  regions_.seen_by_peers().release_fd();
   outgoing_.clear();
   incoming_.clear();
 }
