@@ -348,7 +348,9 @@ def test_other_layouts_are_refused(
 
 @pytest.mark.parametrize(("tokens", "prompt"), [(29, b"prompt"), (TOKENS, b"trompe")])
 @pytest.mark.parametrize("asks_first", [False, True])
-def test_other_prompts_are_refused(p: Side, d: Side, tokens: int, prompt: bytes, asks_first: bool) -> None:
+def test_other_prompts_are_refused_and_both_sides_say_so(
+    p: Side, d: Side, tokens: int, prompt: bytes, asks_first: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     if asks_first:
         d.load("b", p, tokens, THEIRS, prompt=prompt)
         d.until(p.was_asked, "asked")
@@ -360,6 +362,9 @@ def test_other_prompts_are_refused(p: Side, d: Side, tokens: int, prompt: bytes,
     d.until_received("b")
     assert d.results[0].invalid == set(THEIRS)
     assert (d.caches[0] == 0xAB).all()
+    words = "is another than" if tokens == TOKENS else "prompt has 29 tokens"
+    said = [record for record in caplog.records if words in record.getMessage() and record.levelname != "INFO"]
+    assert {record.module for record in said} == {"producer", "consumer"}
 
 
 def test_what_the_scheduler_refused_fails_at_once(d: Side) -> None:

@@ -22,7 +22,7 @@ from crossrail._latest import Latest
 from crossrail.control.deadlines import loop_time_s
 from crossrail.control.mailbox import Mailbox
 from crossrail.errors import CrossrailError, UsageError, WaitTimeout
-from crossrail.integrations.instance import parse_rank_name
+from crossrail.integrations.instance import engine_name, parse_rank_name
 from crossrail.integrations.vllm import orders as o
 from crossrail.integrations.vllm.options import VllmOptions
 from crossrail.integrations.vllm.prompts import differ
@@ -335,6 +335,12 @@ class Producer:
     # ---- what decoders say
 
     async def _on_dispatch(self, sender: bytes, dispatch: m.Dispatch) -> m.Message:
+        answer = self._take(sender, dispatch)
+        if isinstance(answer, m.DispatchRefused):
+            log.warning("transfer %s: refused to %s: %s", dispatch.request, engine_name(sender), answer.reason)
+        return answer
+
+    def _take(self, sender: bytes, dispatch: m.Dispatch) -> m.Dispatched | m.DispatchRefused:
         key = self._book.key_of(sender, dispatch)
         answer = (dispatch.request, dispatch.attempt)
         transfer_id, _, tp = parse_rank_name(dispatch.request)
