@@ -114,6 +114,22 @@ async def test_what_would_end_a_scheduler_never_reaches_it(server: Any, asked: d
     eventually(lambda: server._server._halves._latest, "the decoder hears it")
 
 
+@pytest.mark.parametrize(
+    ("request_has", "rooms"),
+    [
+        ({"bootstrap_room": 7}, [7]),
+        ({"bootstrap_room": 7, "text": "a text", "input_ids": None}, [7]),
+        ({"bootstrap_room": 7, "text": ["a", "b"]}, [7, 8]),
+        ({"bootstrap_room": 7, "input_ids": [1, 2, 3]}, [7]),
+        ({"bootstrap_room": 7, "input_ids": [[1], [2], [3]]}, [7, 8, 9]),
+        ({"bootstrap_room": [7, None, 5], "text": ["a", "b", "c"]}, [7, 5]),
+        ({"bootstrap_room": None}, []),
+    ],
+)
+def test_the_rooms_of_a_batch(request_has: dict[str, Any], rooms: list[int]) -> None:
+    assert front.rooms_of(SimpleNamespace(**request_has)) == rooms
+
+
 @pytest.mark.parametrize("most", [None, 0, 128, [None, 128], []])
 async def test_what_a_scheduler_has_room_for_passes(server: Any, most: Any) -> None:
     params = {"sampling_params": {"n": 1}, "bootstrap_room": 1}

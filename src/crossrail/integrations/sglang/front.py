@@ -158,9 +158,18 @@ def _abort_in(answer: Any) -> str:
 
 
 def rooms_of(request: Any) -> list[int]:
-    """Of a request, or of each in a batch; those that are numbers."""
+    """Of a request, or of each in a batch; those that are numbers. As SGLang, which numbers on from a batch's one."""
     rooms = getattr(request, "bootstrap_room", None)
-    return [room for room in (rooms if isinstance(rooms, list) else [rooms]) if isinstance(room, int)]
+    if isinstance(rooms, int):
+        return [rooms + i for i in range(_batch_of(request))]
+    return [room for room in rooms if isinstance(room, int)] if isinstance(rooms, list) else []
+
+
+def _batch_of(request: Any) -> int:
+    text, tokens = getattr(request, "text", None), getattr(request, "input_ids", None)
+    if isinstance(text, list):
+        return len(text)
+    return len(tokens) if isinstance(tokens, list) and tokens and isinstance(tokens[0], list) else 1
 
 
 def _each(value: Any, count: int) -> list[Any]:
