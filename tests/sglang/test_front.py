@@ -276,6 +276,7 @@ async def test_a_decode_server_tells_nobody_of_what_ends_well(
 ) -> None:
     await refused_by_decoder(address, monkeypatch, 1, {"meta_info": {"finish_reason": {"type": "stop"}}})
     await refused_by_decoder(address, monkeypatch, 0, ValueError("no room"))
+    await refused_by_decoder(f"{front._NO_HOST}:1", monkeypatch, 1, ValueError("a health check"))
     assert not server._server._halves._latest
 
 

@@ -148,6 +148,12 @@ def test_importing_the_integration_imports_no_sglang() -> None:
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
 
 
+def test_health_checks_are_of_the_host_that_is_left_alone() -> None:
+    from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
+
+    assert front._NO_HOST == FAKE_BOOTSTRAP_HOST
+
+
 def test_the_most_top_logprobs_are_as_many_as_sglang_has_room_for() -> None:
     from sglang.srt.disaggregation.utils import MetadataBuffers
 

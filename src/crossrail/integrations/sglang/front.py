@@ -27,6 +27,7 @@ log = logging.getLogger("crossrail.sglang")
 MODULE = "sglang.srt.managers.tokenizer_manager"
 BACKEND = "crossrail"
 _TELL_S = 5.0
+_NO_HOST = "2.2.2.2"  # SGLang's, of health checks: there is no prefill server
 TOP_LOGPROBS_MAX = 128  # of SGLang's MetadataBuffers
 SAMPLING_MASK = "SGLANG_ENABLE_DISAGG_SAMPLING_MASK"
 
@@ -74,7 +75,7 @@ class _Decode:
             _each(getattr(request, name, None), len(rooms)) for name in ("bootstrap_host", "bootstrap_port")
         )
         for room, host, port in zip(rooms, hosts, ports, strict=True):
-            if not host or unusable_room(room):
+            if not host or host == _NO_HOST or unusable_room(room):
                 continue
             address = f"{host}:{port or self._port}"
             task = asyncio.ensure_future(_tell(address, room, f"the decode server refused it: {why}"))
