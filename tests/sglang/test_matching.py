@@ -19,6 +19,7 @@ from tests.sglang.test_failures import MINE, THEIRS, ask
         ({"kv_cache_dtype_str": "fp8_e4m3"}, "cache dtype: producer float32, decoder fp8_e4m3"),
         ({"dtype": "torch.float16"}, "cache dtype: producer float32, decoder float16"),
         ({"model": {"rope_theta": 1e6}}, "model: producer "),
+        ({"model": {"rope_parameters": {"rope_type": "yarn"}}}, "model: producer "),
         ({"kv_layer_ids": [5, 6]}, "layer ids: producer"),
         ({"page_size": 2 * PAGE}, f"--page-size is {2 * PAGE} at this decoder and {PAGE} at its prefiller"),
         ({"kv_item_lens": [PAGE * ROW] * 2 * LAYERS}, "use the same model and KV cache dtype"),
@@ -42,6 +43,7 @@ def test_caches_that_do_not_match_are_never_written(
     [
         {"kv_cache_dtype_str": "bf16"},
         {"model": {"_name_or_path": "/elsewhere", "quantization_config": {"quant_method": "fp8"}}},
+        {"model": {"context_len": 4096, "max_position_embeddings": 4096, "language_only": True}},
     ],
 )
 def test_what_says_the_same_in_other_words_matches(open_side: Open, changes: dict[str, Any]) -> None:

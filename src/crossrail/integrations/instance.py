@@ -106,12 +106,9 @@ def mismatch(producer: Worker, consumer: Worker) -> str:
     return f"KV caches do not match; {'; '.join(differs)}. {', '.join(told)}"  # a line: errors have no others
 
 
-def model_digest(config: Mapping[str, Any], but: frozenset[str] = frozenset()) -> str:
-    """Names a model's shape, not its weights: whoever gives both sides different weights gets what he asked for.
-
-    but: entries of the config that may differ, too.
-    """
-    kept = {key: value for key, value in config.items() if key not in _NOT_THE_MODEL | but}
+def model_digest(config: Mapping[str, Any]) -> str:
+    """Names a model's shape, not its weights: whoever gives both sides different weights gets what he asked for."""
+    kept = {key: value for key, value in config.items() if key not in _NOT_THE_MODEL}
     return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -52,8 +53,13 @@ _PARALLELISM = {
     "attn_cp_size": "--attn-cp-size",
     "attn_dcp_size": "--dcp-size",
 }
-# Of a model's config: weights that are quantized in another way are of the same model.
-_MAY_DIFFER = frozenset({"architectures", "compression_config", "quantization_config"})
+# Entries of a model's config that change its KV and not the KV's shape, which is compared anyway. No others: SGLang
+# writes its flags into configs, such as --context-length, and on CPUs heads by TP; and weights that are quantized in
+# another way are of the same model.
+_KV_DEPENDS_ON = re.compile(
+    "model_type|hidden_size|hidden_act|vocab_size|layer_types|rope|rotary|eps$|bias|sliding|window|expert|norm|scal|"
+    "multiplier|softcap|lora_rank"
+)
 _FORCE_QUERY = "SGLANG_DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK"
 _FOLLOW = "follow_bootstrap_room"
 _POLLS = {
@@ -158,7 +164,8 @@ def _model(server_args: Any) -> Model:
             scales = hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
         except OSError as error:
             raise UsageError(f"--quantization-param-path={path}: {error}") from None
-    digest = model_digest(config.hf_text_config.to_dict(), _MAY_DIFFER)
+    entries = config.hf_text_config.to_dict()
+    digest = model_digest({name: value for name, value in entries.items() if _KV_DEPENDS_ON.search(name)})
     return Model(digest, str(config.dtype).removeprefix("torch."), scales)
 
 
