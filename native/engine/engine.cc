@@ -190,14 +190,13 @@ RemoteRegionRef Engine::remote_region(const RegionDescriptor& descriptor) {
   std::vector<RemoteRegionRef> unused;  // let go after the mutex
   std::lock_guard lock(core_->tables_mutex_);
   unused = core_->take_unused_remote_regions();
-  RemoteRegionRef& region = core_->remote_regions_[{descriptor.owner.incarnation, descriptor.region_id}];
-  if (!region) {
-    region = RemoteRegionRef::adopt(new RemoteRegion(owner, descriptor));
-  } else if (!(region->descriptor() == descriptor)) {
-    // Same id, other bounds: a forged or stale copy. It gets its own object; the target checks against the truth.
-    return RemoteRegionRef::adopt(new RemoteRegion(owner, descriptor));
-  }
-  return region;
+  auto& known = core_->remote_regions_;
+  const auto [at, end] = known.equal_range({descriptor.owner.incarnation, descriptor.region_id});
+  if (at != end && at->second->descriptor() == descriptor) return at->second;
+  RemoteRegionRef fresh = RemoteRegionRef::adopt(new RemoteRegion(owner, descriptor));
+  // Same id, other bounds: a forged or stale copy. It gets its own object; the target checks against the truth.
+  if (at != end) return fresh;
+  return known.emplace_hint(end, std::pair{descriptor.owner.incarnation, descriptor.region_id}, fresh)->second;
 }
 
 // --- peers ---

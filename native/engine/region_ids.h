@@ -15,7 +15,7 @@ class RegionIds {
  public:
   // Throws TransportError when all slots are taken.
   uint64_t draw();
-  // Nobody uses the slot any more: every transport's half of the region is destroyed.
+  // Nobody uses the slot any more: every transport's half of the region is destroyed. Allocates nothing.
   void give_back(uint64_t region_id);
 
  private:

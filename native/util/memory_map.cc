@@ -123,6 +123,9 @@ std::shared_ptr<MemoryMap> MemoryMap::find_or_map(Fd fd, size_t bytes_min, bool 
         "fstat", 0,
         "shared memory from a peer has " + std::to_string(bytes) + " bytes, expected " + std::to_string(bytes_min));
   }
+  // Before the lock: if memory runs out below, they are destroyed without it, since ~MemoryMap takes it.
+  std::unique_ptr<MemoryMap> made;
+  std::shared_ptr<MemoryMap> fresh;
   std::lock_guard lock(registry().mutex);
   auto& maps = registry().maps;
   const std::pair<uint64_t, uint64_t> identity{info.st_dev, info.st_ino};
@@ -133,7 +136,8 @@ std::shared_ptr<MemoryMap> MemoryMap::find_or_map(Fd fd, size_t bytes_min, bool 
       return existing;
     }
   }
-  std::shared_ptr<MemoryMap> fresh(new MemoryMap(std::move(fd), bytes, is_writable, info.st_dev, info.st_ino));
+  made.reset(new MemoryMap(std::move(fd), bytes, is_writable, info.st_dev, info.st_ino));
+  fresh = std::move(made);
   if (!keeps_fd) fresh->release_fd();
   maps[identity] = fresh;
   return fresh;

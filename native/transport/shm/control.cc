@@ -15,6 +15,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <new>
 #include <utility>
 
 #include "transport/identity.h"
@@ -183,13 +184,16 @@ Control::~Control() { stop(); }
 
 // --- called by others ---
 
-void Control::submit(Command command) {
+// The callers have begun what the command is to go on with: a closed region would stay mapped by peers, say.
+void Control::submit(Command command) try {
   std::lock_guard lock(mutex_);  // also held for the write: stop() closes the descriptor
   if (stopped_) return;
   commands_.push_back(std::move(command));
   const uint64_t one = 1;
   // An eventfd write fails only when 2^64 - 2 wake-ups are pending.
   [[maybe_unused]] const ssize_t written = write(command_event_.get(), &one, sizeof one);
+} catch (const std::bad_alloc&) {
+  fail_out_of_memory(address_.name.c_str());
 }
 
 void Control::connect(uint64_t link_id, const std::shared_ptr<const Address>& address,
@@ -245,7 +249,7 @@ void Control::emit(ControlEvent event) {
   waker_->wake();
 }
 
-void Control::run() {
+void Control::run() try {
   pthread_setname_np(pthread_self(), "crossrail-ctl");
   epoll_event ready[64];
   while (!stopping_) {
@@ -280,6 +284,8 @@ void Control::run() {
     if (connection->up) send(*connection, kGoodbye, {});
   }
   connections_.clear();
+} catch (const std::bad_alloc&) {  // peers would wait for answers for good
+  fail_out_of_memory(address_.name.c_str());
 }
 
 int Control::next_timeout_ms() const {

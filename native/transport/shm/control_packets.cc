@@ -6,6 +6,7 @@
 
 #include <cerrno>
 #include <cstring>
+#include <new>
 #include <utility>
 
 #include "transport/shm/control_connection.h"
@@ -150,6 +151,8 @@ void Control::on_message(Connection& connection, std::span<const uint8_t> bytes,
     }
   } catch (const TransportError& error) {  // in this process, or about memory that the peer sent
     refuse(connection, error.what(), error.what());
+  } catch (const std::bad_alloc&) {
+    refuse(connection, "out of memory", "out of memory in this process");
   } catch (const std::exception& error) {
     refuse(connection, error.what(), std::string("protocol error: ") + error.what());
   }

@@ -1,0 +1,103 @@
+"""Memory that runs out within a call: a MemoryError, after which everything else goes on, and nothing stays locked."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from tests.support.fake_gpu import driver_file
+from tests.support.limits import WAIT_S
+from tests.support.process import REPOSITORY, assert_clean
+
+# One piece of memory after the other is refused, of those that `act` asks for on this thread, until it needs fewer.
+EACH = """
+    import ctypes, sys
+    import numpy as np
+    import crossrail as xr
+
+    fail_malloc_at = ctypes.CDLL(sys.argv[1]).fail_malloc_at
+
+    def refuse_each(act, check):
+        refused = 0
+        while True:
+            fail_malloc_at(refused + 1)
+            try:
+                act()
+            except MemoryError:
+                pass
+            left = fail_malloc_at(0)
+            check()
+            if left:
+                return refused
+            refused += 1
+
+    # On engines that spin nobody but the worker moves data, for which memory must not run out.
+    options = {"polling": "spin", "transport": sys.argv[2], "rails": 1 if sys.argv[2] == "shm" else ["127.0.0.1"]}
+    with xr.Engine("a", **options) as a, xr.Engine("b", **options) as b:
+        source = a.register(np.full(100, 7, np.uint8))
+        grown = [b.alloc(100) for _ in range(64)]  # so are now the binding's own tables, which cannot fail
+        del grown
+"""
+
+ALLOC = """
+        held = []
+
+        def alloc():
+            held.append(b.alloc(100))
+
+        def check():
+            with b.alloc(100) as target:
+                a.submit_write(source, target.descriptor).wait(10)
+                assert bytes(memoryview(target)) == bytes([7]) * 100
+
+        print(refuse_each(alloc, check))
+"""
+
+WRITE = """
+        targets = [b.alloc(100)]
+
+        def write():
+            a.submit_write(source, targets[-1].descriptor)
+
+        def check():
+            targets.append(b.alloc(100))  # what is known of the last one stays as it is
+            a.submit_write(source, targets[-1].descriptor).wait(10)
+            assert bytes(memoryview(targets[-1])) == bytes([7]) * 100
+            targets.append(b.alloc(100))
+
+        print(refuse_each(write, check))
+        b.close()
+        a.forget_peer(b.address)  # goes through all that is known of it
+"""
+
+CLOSE = """
+        regions = [b.alloc(100) for _ in range(200)]
+
+        print(refuse_each(regions.clear, lambda: None))
+"""
+
+
+def refused_each(act: str, transport: str) -> int:
+    library = driver_file().parents[1] / "memory" / "libfailing_malloc.so"
+    script = subprocess.run(
+        [sys.executable, "-X", "faulthandler", "-c", textwrap.dedent(EACH + act), str(library), transport],
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+        cwd=REPOSITORY,
+        env=os.environ | {"LD_PRELOAD": str(library)},
+    )
+    assert_clean(script)
+    return int(script.stdout)
+
+
+@pytest.mark.no_sanitizer  # whose memory is not malloc's
+@pytest.mark.parametrize(
+    ("act", "transport", "least"),
+    [(ALLOC, "shm", 5), (WRITE, "shm", 3), (CLOSE, "tcp", 0)],
+    ids=["alloc", "write", "close"],
+)
+def test_call_without_memory_for_it_leaves_everything_else_as_it_was(act: str, transport: str, least: int) -> None:
+    assert refused_each(act, transport) >= least
