@@ -106,7 +106,8 @@ std::unique_ptr<Transport> open_or_name_tcp(TransportKind kind, const TransportO
   try {
     return open_transport(kind, options, sink);
   } catch (const TransportError& error) {
-    const bool may_do_without = kind == TransportKind::kShm && options.identity.has(TransportKind::kTcp);
+    const bool is_of_shm = kind == TransportKind::kShm && error.call() != "pthread_create";  // tcp has threads, too
+    const bool may_do_without = is_of_shm && options.identity.has(TransportKind::kTcp);
     if (!may_do_without) throw;
     const std::string remedy = "open the engine with transport='tcp', which needs no shared memory";
     throw TransportError(error.call(), error.code(), error.text(),

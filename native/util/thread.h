@@ -36,10 +36,15 @@ std::thread start_thread(Body&& body) {
   try {
     return std::thread(std::forward<Body>(body));
   } catch (const std::system_error& error) {
+    const char* const limits =
+        "raise the limit on processes (ulimit -u, the container's pids limit) or on address space "
+        "(ulimit -v), or open fewer engines: each has two threads and their stacks";
+    const char* const profile =
+        "the seccomp profile of this container forbids clone3, for which it has to answer ENOSYS (that of Docker "
+        "before 20.10.10 does not): update what runs the container, or its profile";
     throw TransportError("pthread_create", error.code().value(),
                          "cannot start a thread of the engine: " + error.code().message(),
-                         "raise the limit on processes (ulimit -u, the container's pids limit) or on address space "
-                         "(ulimit -v), or open fewer engines: each has two threads and their stacks");
+                         error.code() == std::errc::operation_not_permitted ? profile : limits);
   }
 }
 

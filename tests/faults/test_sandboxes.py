@@ -76,24 +76,27 @@ WRITE = """
 """
 
 
-WITHOUT_SHARED_MEMORY = """
-    import ctypes, struct
+FORBIDDEN = """
+    import ctypes, struct, sys
     import crossrail as xr
+    xr.Engine, xr.TransportError  # loads numpy, which has threads of its own
 
-    MEMFD_CREATE, PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, FILTER, EPERM = 319, 38, 22, 2, 1
+    PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, FILTER, EPERM = 38, 22, 2, 1
     LOAD, JUMP_IF_EQUAL, RETURN, ALLOW, ERRNO = 0x20, 0x15, 0x06, 0x7FFF0000, 0x00050000
-    steps = [(LOAD, 0, 0, 0), (JUMP_IF_EQUAL, 0, 1, MEMFD_CREATE), (RETURN, 0, 0, ERRNO | EPERM), (RETURN, 0, 0, ALLOW)]
+    call = int(sys.argv[1])
+    steps = [(LOAD, 0, 0, 0), (JUMP_IF_EQUAL, 0, 1, call), (RETURN, 0, 0, ERRNO | EPERM), (RETURN, 0, 0, ALLOW)]
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
     program = ctypes.create_string_buffer(struct.pack("H6xQ", len(steps), ctypes.addressof(code)))
     libc = ctypes.CDLL(None)
     assert libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 and libc.prctl(PR_SET_SECCOMP, FILTER, program) == 0
-    try:
-        xr.Engine()
-    except xr.TransportError as error:
-        print(error)
-    with xr.Engine(transport="tcp", rails=["127.0.0.1"]) as engine:
-        print(engine.address.transports)
+    for transport, rails in (("auto", 1), ("tcp", ["127.0.0.1"])):
+        try:
+            with xr.Engine(transport=transport, rails=rails) as engine:
+                print(engine.address.transports)
+        except xr.TransportError as error:
+            print(error)
 """
+MEMFD_CREATE, CLONE3 = 319, 435
 
 
 EXPLAIN = """
@@ -212,13 +215,26 @@ def has_seccomp() -> bool:
 
 @only_if(has_seccomp())
 def test_without_shared_memory_auto_names_tcp_which_goes_on() -> None:
-    script = run_script(WITHOUT_SHARED_MEMORY)
+    script = run_script(FORBIDDEN, str(MEMFD_CREATE))
 
     assert script.returncode == 0, script
     refused, opened = script.stdout.splitlines()
     assert refused.startswith("memfd_create: cannot make shared memory: Operation not permitted")
     assert refused.endswith("; or open the engine with transport='tcp', which needs no shared memory")
     assert opened == "('tcp',)"
+
+
+@only_if(has_seccomp())
+def test_where_no_thread_may_start_neither_shared_memory_nor_limits_are_blamed() -> None:
+    script = run_script(FORBIDDEN, str(CLONE3))
+
+    assert script.returncode == 0, script
+    refused = script.stdout.splitlines()
+    assert len(refused) == 2
+    for said in refused:
+        assert said.startswith("pthread_create: cannot start a thread of the engine: Operation not permitted")
+        assert "clone3" in said and "Docker before 20.10.10" in said
+        assert "ulimit" not in said and "shared memory" not in said
 
 
 @only_if(can_run(WITHOUT_PROC))
