@@ -526,6 +526,8 @@ class Raises(click.Command):
             "error: Too many open files; raise the limit on open files (ulimit -n)",
         ),
         (MemoryError("std::bad_alloc"), 1, "error: out of memory; free some, or raise the limit on address space"),
+        (RuntimeError("can't start new thread"), 1, "error: can't start new thread; raise the limit on processes"),
+        (RuntimeError("x"), 1, "error: a mistake in crossrail, RuntimeError: x; "),
         (KeyError("x"), 1, "error: a mistake in crossrail, KeyError: 'x'; `crossrail --debug ...` shows where, "),
         (KeyboardInterrupt(), 130, "interrupted"),
     ],

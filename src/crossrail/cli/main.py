@@ -197,6 +197,8 @@ def _words_of(error: Exception) -> str:
     if isinstance(error, MemoryError):
         why = "" if str(error) in ("", "std::bad_alloc") else f": {error}"
         return f"error: out of memory{why}; free some, or raise the limit on address space (ulimit -v)"
+    if isinstance(error, RuntimeError) and str(error) == "can't start new thread":  # Python's words for EAGAIN
+        return f"error: {error}; raise the limit on processes (ulimit -u, the container's pids limit)"
     what = f"{type(error).__name__}: {error}"
     return f"error: a mistake in crossrail, {what}; `crossrail --debug ...` shows where, please report it"
 
