@@ -155,9 +155,9 @@ class WeightTrainer(AsyncClosing):
         added, and where memory was closed. That fails an update to this version that has begun, and one that begins
         before this trainer has offered it; other trainers' offers that no update has asked for yet fail, too.
         """
+        check_seconds(timeout_s=timeout_s)
         version = checked_version(version)
         try:
-            check_seconds(timeout_s=timeout_s)
             if why := self._broken_why():
                 raise UsageError(why)
             self.memory.check_in_place()
