@@ -404,7 +404,8 @@ class Decoder(Node):
                 serving.raise_if_stopped()
             if working.cancelled():
                 raise RuntimeError(CANCELLED_BY_NOBODY)
-            return working.result()
+            with exceptions_only():
+                return working.result()
         except Stopped as stopped:
             return m.End(stopped.reason, m.clipped(stopped), serving.timeline.spans)
         except CrossrailError as error:

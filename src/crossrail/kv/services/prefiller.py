@@ -250,8 +250,11 @@ class Prefiller(Node):
             await self._queued.wait()
 
     async def _run_or_end(self, work: _Work) -> None:
+        # A task of its own: should the model await a future that failed by GeneratorExit, as one of a thread may,
+        # Python closes the coroutines around it, up to the task's: it would be all our work.
+        running = asyncio.ensure_future(self._run(work))
         try:
-            await self._run(work)
+            await running
         except CrossrailError as error:
             self._end(work, "failed", str(error))
         except Exception as error:
