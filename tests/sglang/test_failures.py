@@ -337,9 +337,21 @@ def test_a_prefiller_waits_so_long_for_its_decoders_pages(open_side: Open, d: Si
     eventually(lambda: p.manager.core.prefiller._awaited, "it is announced")
     sender = p.sender(1)
     until(FAILED, sender)
-    assert failure(sender).failure_reason == "no decoder had pages for room 1 within 1 s"
-    ask(receiver)
-    until(FAILED, receiver)
+    until(FAILED, receiver)  # though it has no pages yet, and asks nothing
+    why = "no decoder had pages for room 1 within 1 s"
+    assert failure(sender).failure_reason == why and failure(receiver).failure_reason == f"the prefiller refuses: {why}"
+
+
+def test_a_decoder_hears_of_what_was_aborted_at_the_prefiller_while_it_waits_for_pages(p: Side, d: Side) -> None:
+    sender, receiver, other = p.sender(1), d.receiver(1), d.receiver(2)
+    eventually(lambda: len(p.manager.core.prefiller._awaited) == 2, "they are announced")
+    sender.abort()
+    until(FAILED, sender, receiver)
+    assert failure(receiver).failure_reason == "the prefiller refuses: aborted at the prefiller"
+    ask(other)
+    until(WAITING, again := p.sender(2))
+    send(p, again, "another", MINE, 0)
+    until(SUCCESS, again, other)
 
 
 # --- the bootstrap server ---

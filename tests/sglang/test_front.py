@@ -63,8 +63,6 @@ async def test_a_decoder_hears_what_the_front_refused(server: Any, p: Side, d: S
         await answers(server, 1, ValueError("too long"))
     prefiller = p.manager.core.prefiller
     eventually(lambda: prefiller._refusals, "the rank has heard of it")
-    if when == "before it asks":
-        ask(receiver)
     until(FAILED, receiver)
     assert "the prefill server refused it: too long" in failure(receiver).failure_reason
 
@@ -205,8 +203,6 @@ def test_a_decoder_does_not_wait_for_a_half_that_never_comes(server: Any, open_s
     p, receiver = open_side("prefill", options={"other_half_s": 0.2}), d.receiver(1)
     if has == "pages":
         ask(receiver)
-    eventually(lambda: p.manager.core.prefiller._refusals, "the rank knows that it never came")
-    ask(receiver)  # with pages
     until(FAILED, receiver)
     assert "the prefill server has not got its half of the request" in failure(receiver).failure_reason
     sender, again = p.sender(2), d.receiver(2)

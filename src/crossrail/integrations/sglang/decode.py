@@ -25,7 +25,7 @@ from crossrail.errors import CrossrailError, WaitTimeout
 from crossrail.integrations.asking import Asker, Part
 from crossrail.integrations.instance import Instance, Worker, engine_name, mismatch, rank_name
 from crossrail.integrations.sglang.memory import AuxRows, wait_for_kernels
-from crossrail.integrations.sglang.messages import Aux, Destination, Wanted
+from crossrail.integrations.sglang.messages import Aux, Destination, GivenUp, Wanted
 from crossrail.integrations.sglang.node import RankNode
 from crossrail.integrations.sglang.state import Poll, Progress, wanted_twice
 from crossrail.kv import KvLayout, KvReceiver, PageState, Reception, foreign_lease
@@ -72,6 +72,7 @@ class DecodeSide:
 
     async def start(self) -> None:
         self._mailbox.handle(Aux, self._on_aux)
+        self._mailbox.handle(GivenUp, self._on_given_up)
         self._mailbox.start()
 
     async def close(self) -> None:
@@ -273,6 +274,15 @@ class DecodeSide:
         if not pull.rows_came.is_set():
             pull.rows = aux.rows
             pull.rows_came.set()
+        return m.Taken()
+
+    async def _on_given_up(self, sender: bytes, told: GivenUp) -> m.Message:
+        """From a rank of the prefiller. What has pages by now is refused when it asks."""
+        pull, identity = self._pulls.get((told.request, told.attempt)), self._mailbox.wire.identity
+        if pull is None or identity(sender) not in {identity(worker.address) for worker in pull.instance.workers}:
+            return m.Taken(wanted=False)
+        if not pull.is_begun:
+            self.abort(pull, f"the prefiller refuses: {told.why}")
         return m.Taken()
 
     async def _let_go(self, pull: Pull) -> None:

@@ -1,4 +1,4 @@
-"""Messages between the ranks of a decoder and a prefiller: those of crossrail.kv, and three more."""
+"""Messages between the ranks of a decoder and a prefiller: those of crossrail.kv, and four more."""
 
 from __future__ import annotations
 
@@ -49,9 +49,17 @@ class Aux(Struct, frozen=True, tag=True):
     rows: Annotated[list[Row], Meta(max_length=AUX_ROWS_MAX)]
 
 
+class GivenUp(Struct, frozen=True, tag=True):
+    """To a decoder's rank that waits for pages, after Wanted: the prefiller will not send it. Answered by Taken."""
+
+    request: m.Name
+    attempt: m.Attempt
+    why: m.Text
+
+
 Message = (
-    Wanted | Destination | m.Dispatched | m.DispatchRefused | m.Probe | m.Progress | m.Withdraw | m.Quiesced | Aux
-    | m.Taken | m.Failed
+    Wanted | Destination | GivenUp | Aux | m.Dispatched | m.DispatchRefused | m.Probe | m.Progress | m.Withdraw
+    | m.Quiesced | m.Taken | m.Failed
 )  # fmt: skip
 
 

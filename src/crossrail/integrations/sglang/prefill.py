@@ -11,6 +11,7 @@ remembered, so that what comes late of an old one is refused and never bound to 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -28,7 +29,7 @@ from crossrail.errors import CrossrailError, UsageError
 from crossrail.integrations.instance import Worker, parse_rank_name
 from crossrail.integrations.sglang.halves import OVERDUE_MAX, Overdue, Refused
 from crossrail.integrations.sglang.memory import AuxRows
-from crossrail.integrations.sglang.messages import Aux, Destination, Wanted
+from crossrail.integrations.sglang.messages import Aux, Destination, GivenUp, Wanted
 from crossrail.integrations.sglang.node import RankNode
 from crossrail.integrations.sglang.state import Poll, Progress, unusable_room, wanted_twice
 from crossrail.kv import NOT_YET, KvSender, KvTarget, SendJob, foreign_lease
@@ -174,8 +175,8 @@ class PrefillSide:
     def _refused_by_us(self, refused: Refused, keys: list[Key]) -> None:
         for key in keys:
             self._early.pop(key, None)
-            self._awaited.pop(key, None)
             self._book.end(key, None, "failed", refused.why)
+            self._tell_given_up(key, refused.why)
         if not keys:
             self._give_up(refused.room, refused.why, by_us=True)
 
@@ -488,7 +489,22 @@ class PrefillSide:
         room = self._rooms.get(_number_of(key[1]))
         return room if room is not None and key in room.asks else None
 
+    def _tell_given_up(self, key: Key, why: str) -> None:
+        """A decoder that has announced itself may wait for pages as long as there are none, and asks nothing."""
+
+        async def tell(decoder: bytes) -> None:
+            with contextlib.suppress(NoAnswer, Unreachable):
+                told = GivenUp(key[1], key[2], m.clipped(why))
+                await self._mailbox.ask(decoder, told, m.Taken, self._node.options.prefiller_timeout_s)
+
+        if (awaited := self._awaited.pop(key, None)) is not None:
+            self._mailbox.spawn(tell(awaited.decoder), f"giving up {key[1]}")
+
     def _give_up(self, number: int, why: str, *, by_us: bool) -> None:
+        keys = [key for key in self._awaited if _number_of(key[1]) == number] if by_us else []
+        for key in keys:
+            self._book.end(key, None, "failed", why)
+            self._tell_given_up(key, why)
         self._over[number] = _Over(why, by_us, loop_time_s() + self._node.options.bootstrap_s)
 
 
