@@ -164,20 +164,16 @@ void EngineCore::finish_submits() {
 void EngineCore::complete_everything() try {
   assert_holder();
   finish_submits();
-  std::map<Incarnation, PeerRef> peers;
-  {
-    std::lock_guard lock(tables_mutex_);
-    peers = peers_;
-  }
+  const std::vector<PeerRef> peers = peers_.peers();
   fail_triggered(nullptr, Status::kEngineClosed, "the engine was closed");
-  for (auto& [incarnation, peer] : peers) fail_backlogs(*peer, Status::kEngineClosed, "the engine was closed");
+  for (const PeerRef& peer : peers) fail_backlogs(*peer, Status::kEngineClosed, "the engine was closed");
   transports_.close();
   verifications_.fail(nullptr, Status::kEngineClosed, "the engine was closed");
   verifications_.drop_jobs();
   imms_.end_arrivals();
-  for (auto& [incarnation, peer] : peers) peer->link_ = nullptr;
+  for (const PeerRef& peer : peers) peer->link_ = nullptr;
   busy_.clear();
-  pool_in_use_ = nullptr;
+  receiving_.drop_current();
 } catch (const std::bad_alloc&) {  // see round()
   fail_out_of_memory(options_.name.c_str());
 }
@@ -208,15 +204,8 @@ bool EngineCore::close(Deadline drain_deadline, const InterruptCheck& interrupte
     progress_lock_.unlock();
     // 4. Everybody who waits is told; cycles of references are broken.
     imms_.close_all();
-    Ref<ReceivePool> pool;
-    {
-      std::lock_guard lock(tables_mutex_);
-      pool = pool_;
-      // Completed transfers keep their region for the next use: the transport's half of it is destroyed here.
-      for (auto& [id, region] : remote_regions_) region->key_.reset();
-      remote_regions_.clear();
-      peers_.clear();
-    }
+    const Ref<ReceivePool> pool = receiving_.end();
+    peers_.clear();
     if (pool) pool->close();
     // release: pairs with the acquire in wait_until: whoever sees it sees every completion.
     drained_.store(true, std::memory_order_release);

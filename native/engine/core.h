@@ -12,16 +12,13 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
-#include <deque>
 #include <functional>
 #include <initializer_list>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <span>
 #include <string>
 #include <thread>
-#include <unordered_map>
 #include <vector>
 
 #include "engine/engine.h"
@@ -30,7 +27,10 @@
 #include "engine/heartbeats.h"
 #include "engine/imm_table.h"
 #include "engine/live_engines.h"
+#include "engine/named_regions.h"
+#include "engine/peer_table.h"
 #include "engine/peer_work.h"
+#include "engine/recv_pool.h"
 #include "engine/traffic.h"
 #include "engine/transfer_pool.h"
 #include "engine/transfer_work.h"
@@ -53,24 +53,12 @@ class EngineCore final : public Sink, public Actor {
 
   // Throws EngineClosedError when closed, or in a forked child.
   void check_usable() const;
-  // Under tables_mutex_. Once the table is large, removes the regions that only the table references: a peer that shows
-  // a new descriptor for each request would fill it. The caller drops them after it has released the mutex.
-  std::vector<RemoteRegionRef> take_unused_remote_regions();
-  // Under tables_mutex_. Once the tables are large, removes lost peers that only the tables reference, except the
-  // newest: peers that come and go for weeks without forget_peer() would fill them. The caller drops them after it has
-  // released the mutex.
-  std::vector<PeerRef> take_lost_peers();
   // [any] but the progress holder. Counts arrivals that peers completed before they were refused and that nobody has
   // polled yet, so that none of them is counted after this returns.
   void count_arrivals();
   // [any] From now on the engine flushes the NICs' writes to that GPU before it counts an immediate or completes a
   // read.
   void flush_gpu_before_counts(int ordinal);
-  // [any] For tests.
-  size_t remote_regions_known() const {
-    std::lock_guard lock(tables_mutex_);
-    return remote_regions_.size();
-  }
   bool forked() const;
   // In a simulation: none of our threads drives.
   bool is_simulated() const { return options_.simulation != nullptr; }
@@ -133,18 +121,15 @@ class EngineCore final : public Sink, public Actor {
 
   // The peer at that address, new or known. Throws UsageError if it is out of reach.
   PeerRef add_peer(const Address& address);
-  std::vector<PeerRef> peers();
   void forget_peer(Peer& peer);
   PeerExplanation explain(Peer& peer);
   Status map(Peer& peer, RemoteRegion& region, int gpu, Mapping* mapping);  // progress holder
-  bool knows(const Peer& peer) const;                                       // not forgotten
   void start_connect(Peer& peer);                                           // progress holder
   // Progress holder. False: this was reported already, and there has been no link since.
   bool tell_lost(Peer& peer, EngineEvent::Kind kind, const std::string& reason);
   // Progress holder. Marks a connected peer as slow, frozen, or moving again. Adds an event if its state changed.
   void set_liveness(Peer& peer, PeerState state, const std::string& detail);
   void note_received(uint64_t bytes);  // progress holder; before anybody can see the message
-  void pool_closed(ReceivePool* pool);
   void add_event(EngineEvent event);
 
   // --- what an engine tells of itself; any thread, also while the holder hangs ---
@@ -180,7 +165,7 @@ class EngineCore final : public Sink, public Actor {
   void on_over(Link& link, uint32_t rail, void* context, uint32_t count, uint64_t bytes) override;
   void on_rail_broken(Link& link, uint32_t rail) override;
   void on_sent_again(Link& link, uint32_t rail, uint32_t count) override;
-  Status status_of_gone(uint64_t region_id) override;  // any thread
+  Status status_of_gone(uint64_t region_id) override { return regions_.status_of_gone(region_id); }  // any thread
 
   // The submitting thread takes an empty transfer, fills it in and hands it over.
   TransferRef make_transfer(OpKind kind);
@@ -193,11 +178,6 @@ class EngineCore final : public Sink, public Actor {
   // Called on a filled-in transfer with verify=True before hand_over(). Reads the whole source on the submitting
   // thread, so that no other thread has to wait for that.
   void plan_verification(TransferWork& work);
-  // Any thread. Regions that peers may name, by id.
-  void list_region(uint64_t id, Region* region);
-  void unlist_region(uint64_t id, bool is_revoked);
-  RegionUse use_region(uint64_t id);
-
   // --- what engines tell each other (services.cc), progress holder; not from inside a Sink call ---
   void send_service(Peer& peer, Bytes payload, uint64_t token);
   // The same to an engine that has asked us, and that we may not know yet. False: it is not sent, and no completion
@@ -210,6 +190,9 @@ class EngineCore final : public Sink, public Actor {
 
   TransferPool& transfers() { return transfers_; }
   TransportSet& transports() { return transports_; }
+  PeerTable& peer_table() { return peers_; }
+  NamedRegions& named_regions() { return regions_; }
+  PoolSlot& receiving() { return receiving_; }
   const WatcherThread* watchers() const { return watchers_.get(); }
 
  private:
@@ -261,7 +244,6 @@ class EngineCore final : public Sink, public Actor {
   // --- counting (traffic.cc), progress holder ---
   void start_timing(Peer& peer, uint32_t rail, uint32_t accepted, const Transfer* transfer);
   void end_timing(Peer& peer, uint32_t rail, const Transfer* transfer, bool is_good);
-  void keep_counts(const Peer& peer);  // under tables_mutex_
 
   // --- posting (posting.cc, work_requests.cc) and ends (ending.cc), progress holder ---
   uint32_t take_submits();
@@ -325,9 +307,6 @@ class EngineCore final : public Sink, public Actor {
   ImmTable imms_;
   std::shared_ptr<WatcherThread> watchers_;
 
-  static constexpr size_t kRemoteRegionsKept = 1024;  // before the table is searched for unused ones
-  static constexpr size_t kLostPeersKept = 64;  // otherwise unreferenced; kept for their counts, states and reasons
-
   // The driving thread. acquire/release on progress_lock_ orders everything that belongs to the progress holder.
   static constexpr uint8_t kSubmitting = 2;  // the lock's mark while a thread is in submit_here()
   SpinLock progress_lock_;
@@ -347,14 +326,9 @@ class EngineCore final : public Sink, public Actor {
   std::atomic<uint64_t> finished_{0};         // transfers complete; progress holder writes
   std::atomic<uint64_t> taken_{0};            // transfers taken from the queue; progress holder writes
 
-  mutable std::mutex tables_mutex_;  // guards peers_, remote_regions_, pool_, gone_counts_
-  std::map<Incarnation, PeerRef> peers_;
-  std::map<std::pair<Incarnation, uint64_t>, RemoteRegionRef> remote_regions_;
-  size_t remote_regions_sweep_at_ = kRemoteRegionsKept;  // entries
-  size_t peers_sweep_at_ = 2 * kLostPeersKept;           // likewise
-  Ref<ReceivePool> pool_;
-  std::atomic<uint64_t> pool_version_{0};
-  std::array<std::array<RailCounts, kRailsMax>, kTransportsMax> gone_counts_;  // of forgotten peers
+  PeerTable peers_;
+  NamedRegions regions_;
+  PoolSlot receiving_;
   EventQueue events_;
 
   // Progress holder:
@@ -367,8 +341,6 @@ class EngineCore final : public Sink, public Actor {
   bool first_bytes_only_ = false;  // the driving thread is in a hurry: post only this many bytes and queue the rest
   uint64_t round_bytes_ = 0;       // posted in this round; bytes copied by a GPU count for less
   uint32_t idle_rounds_ = 0;       // in a row
-  Ref<ReceivePool> pool_in_use_;
-  uint64_t pool_version_seen_ = 0;
   bool overflow_reported_ = false;
   uint32_t last_serial_ = 0;
   std::atomic<uint64_t> gpus_to_flush_{0};  // a bit for each ordinal
@@ -383,10 +355,6 @@ class EngineCore final : public Sink, public Actor {
   uint32_t bad_services_ = 0;
   Heartbeats heartbeats_;
   Verifications verifications_{this};
-
-  std::mutex regions_mutex_;  // guards regions_, revoked_
-  std::unordered_map<uint64_t, Region*> regions_;
-  std::deque<uint64_t> revoked_;  // the last kRevokedKept revoked ids
 
   struct Counters {
     std::atomic<uint64_t> done{0}, failed{0}, cancelled{0}, bytes_written{0}, bytes_read{0}, sent{0}, received{0},

@@ -186,17 +186,7 @@ RegionRef Engine::register_phantom(uint64_t length_bytes) {
 
 RemoteRegionRef Engine::remote_region(const RegionDescriptor& descriptor) {
   core_->check_usable();
-  const PeerRef owner = peer(descriptor.owner);
-  std::vector<RemoteRegionRef> unused;  // let go after the mutex
-  std::lock_guard lock(core_->tables_mutex_);
-  unused = core_->take_unused_remote_regions();
-  auto& known = core_->remote_regions_;
-  const auto [at, end] = known.equal_range({descriptor.owner.incarnation, descriptor.region_id});
-  if (at != end && at->second->descriptor() == descriptor) return at->second;
-  RemoteRegionRef fresh = RemoteRegionRef::adopt(new RemoteRegion(owner, descriptor));
-  // Same id, other bounds: a forged or stale copy. It gets its own object; the target checks against the truth.
-  if (at != end) return fresh;
-  return known.emplace_hint(end, std::pair{descriptor.owner.incarnation, descriptor.region_id}, fresh)->second;
+  return core_->peer_table().region(peer(descriptor.owner), descriptor);
 }
 
 // --- peers ---
@@ -249,7 +239,7 @@ void Engine::forget_peer(Peer& peer) {
   core_->forget_peer(peer);
 }
 
-std::vector<PeerRef> Engine::peers() const { return core_->peers(); }
+std::vector<PeerRef> Engine::peers() const { return core_->peer_table().peers(); }
 
 PeerExplanation Engine::explain(Peer& peer) {
   core_->check_usable();

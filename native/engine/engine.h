@@ -117,6 +117,7 @@ class Peer : public RefCounted<Peer> {
  private:
   friend class Engine;
   friend class EngineCore;
+  friend class PeerTable;
   friend class RefCounted<Peer>;
   Peer(std::shared_ptr<const Address> address, Route route, std::shared_ptr<PeerTrack> track);
   ~Peer();

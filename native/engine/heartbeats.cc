@@ -27,7 +27,7 @@ void Heartbeats::tend(int64_t now) {
   const bool has_slept = tended_ns_ != 0 && now - due_ns_ > interval_ns_ / 2;
   tended_ns_ = now;
   due_ns_ = now + interval_ns_;
-  for (const PeerRef& peer : core_->peers()) {
+  for (const PeerRef& peer : core_->peer_table().peers()) {
     if (!has_link(peer->state())) continue;
     Heartbeat& beat = core_->heartbeat_of(*peer);
     if (has_slept && beat.sent_ns != 0) beat.sent_ns = now;

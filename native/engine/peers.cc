@@ -1,7 +1,5 @@
 // Peers: creating, connecting, states, forgetting, explaining.
 #include <algorithm>
-#include <mutex>
-#include <tuple>
 #include <utility>
 
 #include "engine/core.h"
@@ -43,67 +41,26 @@ bool is_linked(PeerState state) {
   return state == PeerState::kConnected || state == PeerState::kSlow || state == PeerState::kFrozen;
 }
 
-// One incarnation is one engine. Only the place where it is reached may legitimately differ between addresses, through
-// forwarded ports, say: the first one is used. Any other difference means that an address was altered or made up.
-void check_same(const Peer& peer, const Address& address) {
-  const Address& known = peer.address();
-  const auto identity = [](const Address& of) { return std::tie(of.name, of.host, of.net, of.pid, of.transports); };
-  if (identity(known) == identity(address)) return;
-  throw UsageError(
-      "peer '" + address.name + "' (pid " + std::to_string(address.pid) + ") has the same incarnation as '" +
-      known.name + "' (pid " + std::to_string(known.pid) +
-      "), which is already known here, and differs from it: an address or descriptor was altered on its way. Next: "
-      "forget_peer() it, and get a new address and descriptors from the peer");
-}
-
 }  // namespace
 
 PeerRef EngineCore::add_peer(const Address& address) {
-  bool is_crowded = false;
-  {
-    std::lock_guard lock(tables_mutex_);
-    const auto known = peers_.find(address.incarnation);
-    if (known != peers_.end()) {
-      check_same(*known->second, address);
-      return known->second;
-    }
-    is_crowded = peers_.size() >= peers_sweep_at_;
-  }
-  if (is_crowded) {  // take_lost_peers() would otherwise find them named
+  if (PeerRef known = peers_.find(address)) return known;
+  if (peers_.is_crowded()) {  // peers that recycled transfers refer to would not be removed
     transfers_.drop_regions([](const Peer& peer) { return peer.state() == PeerState::kLost; });
   }
   Route route = transports_.choose(address);
-  std::vector<PeerRef> lost;  // let go after the mutex
-  std::lock_guard lock(tables_mutex_);
-  if (is_mutated(Mutation::kAcceptStaleIncarnation)) {
-    for (auto& [incarnation, known] : peers_) {
-      if (known->address().name == address.name) return known;
-    }
-  }
-  const auto known = peers_.find(address.incarnation);  // added by another thread meanwhile
-  if (known != peers_.end()) {
-    check_same(*known->second, address);
-    return known->second;
-  }
-  lost = take_lost_peers();
-  auto track = recorder_.add_peer(address.name, address.pid, transport_name(route.kind), PeerState::kUnknown,
-                                  options_.counts_traffic ? route.traits->rail_count : 0);
-  auto peer = PeerRef::adopt(new Peer(std::make_shared<const Address>(address), std::move(route), std::move(track)));
-  peers_.emplace(address.incarnation, peer);
-  return peer;
-}
-
-bool EngineCore::knows(const Peer& peer) const {
-  std::lock_guard lock(tables_mutex_);
-  const auto known = peers_.find(peer.address().incarnation);
-  return known != peers_.end() && known->second.get() == &peer;
+  return peers_.find_or_add(address, [&] {  // another thread may have added it meanwhile
+    auto track = recorder_.add_peer(address.name, address.pid, transport_name(route.kind), PeerState::kUnknown,
+                                    options_.counts_traffic ? route.traits->rail_count : 0);
+    return PeerRef::adopt(new Peer(std::make_shared<const Address>(address), std::move(route), std::move(track)));
+  });
 }
 
 void EngineCore::start_connect(Peer& peer) {
   assert_holder();
   if (peer.link_ != nullptr || closed()) return;
   if (peer.state() == PeerState::kLost && !peer.work_->is_worth_another_try) return;
-  if (!knows(peer)) {  // begun before the peer was forgotten: there must be no second link to an engine
+  if (!peers_.has(peer)) {  // begun before the peer was forgotten: there must be no second link to an engine
     peer.work_->note = kForgotten;
     peer.work_->is_worth_another_try = false;
     set_state(peer, PeerState::kLost, FlightState::kForgotten);
@@ -142,63 +99,9 @@ void EngineCore::forget_peer(Peer& peer) {
     // Nobody will connect this peer again, and those waiting for its connection are told.
     peer.work_->note = kForgotten;
     set_state(peer, PeerState::kLost, FlightState::kForgotten);
-    std::lock_guard lock(tables_mutex_);
-    for (auto& [id, region] : remote_regions_) {
-      if (region->peer() == &peer) region->key_.reset();
-    }
-    std::erase_if(remote_regions_, [&](const auto& item) { return item.second->peer() == &peer; });
-    keep_counts(peer);
-    peers_.erase(peer.address().incarnation);
+    peers_.remove(peer);
   });
   transfers_.drop_regions([&](const Peer& other) { return &other == &peer; });
-}
-
-std::vector<RemoteRegionRef> EngineCore::take_unused_remote_regions() {
-  std::vector<RemoteRegionRef> unused;
-  if (remote_regions_.size() < remote_regions_sweep_at_) return unused;
-  for (auto at = remote_regions_.begin(); at != remote_regions_.end();) {
-    // Nobody else can get a reference now: whoever wants one from the table asks under the mutex.
-    if (!at->second->is_only_ref()) {
-      ++at;
-      continue;
-    }
-    unused.push_back(std::move(at->second));
-    at = remote_regions_.erase(at);
-  }
-  remote_regions_sweep_at_ = std::max(kRemoteRegionsKept, 2 * remote_regions_.size());
-  return unused;
-}
-
-std::vector<PeerRef> EngineCore::take_lost_peers() {
-  std::vector<PeerRef> lost;
-  if (peers_.size() < peers_sweep_at_) return lost;
-  // Their regions reference them. One with a key is just being lost: on_link_down() will get to it.
-  const auto is_unused = [](const auto& item) {
-    const RemoteRegion& region = *item.second;
-    return region.peer()->state() == PeerState::kLost && region.is_only_ref() && !region.key_;
-  };
-  std::erase_if(remote_regions_, is_unused);
-  // Nobody else can get a reference now: whoever wants one from the table asks under the mutex.
-  for (const auto& [incarnation, peer] : peers_) {
-    if (peer->state() == PeerState::kLost && peer->is_only_ref()) lost.push_back(peer);
-  }
-  const size_t surplus = lost.size() - std::min(lost.size(), kLostPeersKept);
-  std::ranges::sort(lost, {}, [](const PeerRef& peer) { return peer->track_->id; });  // the newest last
-  lost.resize(surplus);
-  for (const PeerRef& peer : lost) {
-    keep_counts(*peer);
-    peers_.erase(peer->address().incarnation);
-  }
-  peers_sweep_at_ = peers_.size() + kLostPeersKept;
-  return lost;
-}
-
-std::vector<PeerRef> EngineCore::peers() {
-  std::lock_guard lock(tables_mutex_);
-  std::vector<PeerRef> peers;
-  peers.reserve(peers_.size());
-  for (const auto& [incarnation, peer] : peers_) peers.push_back(peer);
-  return peers;
 }
 
 void EngineCore::set_state(Peer& peer, PeerState state, FlightState shown) {

@@ -1,10 +1,12 @@
 #include "engine/recv_pool.h"
 
 #include <mutex>
+#include <utility>
 
 #include "engine/core.h"
 #include "engine/engine.h"
 #include "engine/wait_until.h"
+#include "util/errors.h"
 #include "util/futex.h"
 
 namespace crossrail {
@@ -79,7 +81,7 @@ void ReceivePool::notify(Notifier* notifier, uint64_t cookie) {
 const Clock& ReceivePool::clock() const { return engine_->clock(); }
 
 void ReceivePool::close() {
-  engine_->core().pool_closed(this);  // first: whoever sees us closed, or is woken, may open another pool
+  engine_->core().receiving().remove(this);  // first: whoever sees us closed, or is woken, may open another pool
   std::lock_guard lock(lock_);
   if (!std::exchange(closed_, true)) wake_locked();
 }
@@ -87,6 +89,40 @@ void ReceivePool::close() {
 bool ReceivePool::closed() const {
   std::lock_guard lock(lock_);
   return closed_;
+}
+
+// --- which pool receives ---
+
+bool PoolSlot::put(const Ref<ReceivePool>& pool) {
+  std::lock_guard lock(mutex_);
+  if (has_ended_) return false;
+  if (pool_) throw UsageError("the engine has an open receive pool already: close it first");
+  pool_ = pool;
+  version_.fetch_add(1, std::memory_order_release);  // pairs with the acquire in current()
+  return true;
+}
+
+void PoolSlot::remove(const ReceivePool* pool) {
+  std::lock_guard lock(mutex_);
+  if (pool_.get() != pool) return;
+  pool_ = nullptr;
+  version_.fetch_add(1, std::memory_order_release);  // pairs with the acquire in current()
+}
+
+Ref<ReceivePool> PoolSlot::end() {
+  std::lock_guard lock(mutex_);
+  has_ended_ = true;
+  return std::exchange(pool_, nullptr);
+}
+
+ReceivePool* PoolSlot::current() {
+  const uint64_t version = version_.load(std::memory_order_acquire);
+  if (version != version_seen_) {
+    std::lock_guard lock(mutex_);
+    current_ = pool_;
+    version_seen_ = version;
+  }
+  return current_.get();
 }
 
 }  // namespace crossrail

@@ -1,9 +1,11 @@
 // Two-sided messages: a bounded pool of receive buffers of one engine.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <deque>
 #include <memory>
+#include <mutex>
 #include <span>
 #include <vector>
 
@@ -63,6 +65,30 @@ class ReceivePool : public RefCounted<ReceivePool> {
   uint64_t cookie_ = 0;
   std::atomic<uint32_t> futex_{0};
   std::atomic<uint32_t> sleepers_{0};
+};
+
+// The pool that takes an engine's messages, if any. Threads: any, except where it says progress holder.
+class PoolSlot {
+ public:
+  // False after end(). Throws UsageError while another pool is here.
+  bool put(const Ref<ReceivePool>& pool);
+  // Does nothing unless it is that pool.
+  void remove(const ReceivePool* pool);
+  // Takes the pool out; none can be put here any more.
+  Ref<ReceivePool> end();
+
+  // Progress holder. Null: none. Valid until the next call.
+  ReceivePool* current();
+  void drop_current() { current_ = nullptr; }
+
+ private:
+  std::mutex mutex_;  // guards pool_ and has_ended_
+  Ref<ReceivePool> pool_;
+  bool has_ended_ = false;
+  std::atomic<uint64_t> version_{0};  // changes whenever pool_ does, so that the progress holder rarely needs the mutex
+  // Progress holder: a copy of pool_, as of that version.
+  Ref<ReceivePool> current_;
+  uint64_t version_seen_ = 0;
 };
 
 }  // namespace crossrail

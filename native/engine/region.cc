@@ -12,7 +12,6 @@ namespace crossrail {
 namespace {
 
 constexpr int64_t kAskEveryNs = 200'000;
-constexpr size_t kRevokedKept = 1024;  // late peers learn that these were revoked; older ones are just gone
 
 }  // namespace
 
@@ -56,18 +55,18 @@ const Clock& Region::clock() const { return engine_->clock(); }
 void Region::show(const LocalRegions& region) {
   descriptor_.region_id = region.id();
   engine_->core().transports().describe(region, &descriptor_);
-  engine_->core().list_region(region.id(), this);
+  engine_->core().named_regions().add(region.id(), this);
   shown_id_.store(region.id(), std::memory_order_seq_cst);
 }
 
 // The reason is stored first: a RegionUse that finds itself over asks for it.
 void Region::hide(Why why) {
   const uint64_t id = shown_id_.load(std::memory_order_relaxed);  // changed under fencing_, or by the last owner
-  if (id != 0) engine_->core().unlist_region(id, why == Why::kRevoked);
+  if (id != 0) engine_->core().named_regions().remove(id, why == Why::kRevoked);
   shown_id_.store(0, std::memory_order_seq_cst);
 }
 
-// relaxed: the caller holds regions_mutex_, which ~Region takes before any part of the region is destroyed.
+// relaxed: the caller holds the mutex of NamedRegions, which ~Region takes before any part of it is destroyed.
 bool Region::try_add_ref() {
   uint64_t uses = uses_.load(std::memory_order_relaxed);
   do {
@@ -76,36 +75,7 @@ bool Region::try_add_ref() {
   return true;
 }
 
-// --- regions that peers may ask about ---
-
-void EngineCore::list_region(uint64_t id, Region* region) {
-  std::lock_guard lock(regions_mutex_);
-  regions_[id] = region;
-}
-
-void EngineCore::unlist_region(uint64_t id, bool is_revoked) {
-  std::lock_guard lock(regions_mutex_);
-  regions_.erase(id);
-  if (!is_revoked) return;
-  revoked_.push_back(id);
-  if (revoked_.size() > kRevokedKept) revoked_.pop_front();
-}
-
-Status EngineCore::status_of_gone(uint64_t region_id) {
-  std::lock_guard lock(regions_mutex_);
-  return std::ranges::find(revoked_, region_id) == revoked_.end() ? Status::kRegionClosed : Status::kRegionRevoked;
-}
-
-RegionUse EngineCore::use_region(uint64_t id) {
-  RegionRef region;
-  {
-    std::lock_guard lock(regions_mutex_);
-    const auto found = regions_.find(id);
-    if (found == regions_.end() || !found->second->try_add_ref()) return {};
-    region = RegionRef::adopt(found->second);
-  }
-  return {std::move(region), id};
-}
+// --- a peer's use ---
 
 RegionUse::RegionUse(RegionRef region, uint64_t id) : region_(std::move(region)), id_(id) {
   region_->peer_uses_.fetch_add(1, std::memory_order_seq_cst);

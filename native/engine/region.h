@@ -187,6 +187,7 @@ class RemoteRegion : public RefCounted<RemoteRegion> {
  private:
   friend class Engine;
   friend class EngineCore;
+  friend class PeerTable;
   friend class RefCounted<RemoteRegion>;
   RemoteRegion(Ref<Peer> peer, RegionDescriptor descriptor);
   ~RemoteRegion();

@@ -1,7 +1,6 @@
 // What the transports report to the progress holder: links, immediates, messages.
 #include <bit>
 #include <memory>
-#include <mutex>
 
 #include "device/cuda.h"
 #include "engine/core.h"
@@ -33,12 +32,7 @@ void EngineCore::on_link_down(Link& link, const std::string& reason, LinkEnd end
   set_state(*peer, PeerState::kLost, orderly ? FlightState::kLeft : FlightState::kLost);
   fail_backlogs(*peer, Status::kPeerLost, reason);
   verifications_.fail(peer.get(), Status::kPeerLost, reason);
-  {
-    std::lock_guard lock(tables_mutex_);
-    for (auto& [id, region] : remote_regions_) {
-      if (region->peer() == peer.get()) region->key_.reset();
-    }
-  }
+  peers_.drop_keys(*peer);
   if (tell_lost(*peer, orderly ? EngineEvent::Kind::kPeerLeft : EngineEvent::Kind::kPeerLost, reason))
     bump(counters_.lost);
 }
@@ -104,14 +98,9 @@ void EngineCore::on_imm(uint32_t imm, uint64_t units) {
 
 Sink::Offer EngineCore::on_message(const std::shared_ptr<const Address>& sender, std::span<const uint8_t> payload) {
   assert_holder();
-  const uint64_t version = pool_version_.load(std::memory_order_acquire);
-  if (version != pool_version_seen_) {
-    std::lock_guard lock(tables_mutex_);
-    pool_in_use_ = pool_;
-    pool_version_seen_ = version;
-  }
-  if (!pool_in_use_) return Offer::kHold;
-  switch (pool_in_use_->offer(sender, payload)) {
+  ReceivePool* const pool = receiving_.current();
+  if (pool == nullptr) return Offer::kHold;
+  switch (pool->offer(sender, payload)) {
     case ReceivePool::Offer::kTaken:
       return Offer::kTaken;
     case ReceivePool::Offer::kTooLong:
@@ -127,15 +116,6 @@ void EngineCore::note_received(uint64_t bytes) {
   assert_holder();
   bump(counters_.received);
   recorder_.record({.bytes = bytes, .count = 1, .state = FlightState::kReceived});
-}
-
-void EngineCore::pool_closed(ReceivePool* pool) {
-  {
-    std::lock_guard lock(tables_mutex_);
-    if (pool_.get() != pool) return;
-    pool_ = nullptr;
-  }
-  pool_version_.fetch_add(1, std::memory_order_release);
 }
 
 }  // namespace crossrail

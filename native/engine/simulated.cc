@@ -1,7 +1,6 @@
 // An engine in a simulation: no thread of ours drives, the world's turns do.
 #include <algorithm>
 #include <chrono>
-#include <mutex>
 #include <thread>
 
 #include "engine/core.h"
@@ -51,11 +50,7 @@ WaitResult EngineCore::wait_in_simulation(const std::function<bool()>& ready, De
 
 bool EngineCore::has_changed_words() const { return watchers_->has_changes(); }
 
-bool EngineCore::is_busy() const {
-  if (inflight() > 0) return true;
-  std::lock_guard lock(tables_mutex_);
-  return std::ranges::any_of(peers_, [](const auto& item) { return item.second->state() == PeerState::kConnecting; });
-}
+bool EngineCore::is_busy() const { return inflight() > 0 || peers_.is_any_connecting(); }
 
 uint64_t EngineCore::outcomes() const {
   uint64_t sum = finished_.load(std::memory_order_relaxed);

@@ -127,7 +127,7 @@ inline void check_memory(const Region& local, const RemoteRegion& remote, bool v
 // they are read. A copy onto itself changes nothing.
 [[gnu::cold, gnu::noinline]] void check_overlap(EngineCore& core, const std::byte* local, const RemoteRegion& remote,
                                                 uint64_t remote_offset, uint64_t length_bytes) {
-  const RegionUse region = core.use_region(remote.descriptor().region_id);
+  const RegionUse region = core.named_regions().use(remote.descriptor().region_id);
   if (!region || region->base() == kPhantomBase) return;  // all phantoms begin at this address
   const auto ours = reinterpret_cast<uint64_t>(local);
   const auto theirs = reinterpret_cast<uint64_t>(region->base()) + remote_offset;
@@ -416,15 +416,8 @@ Ref<ReceivePool> Engine::submit_recvs(uint32_t buffer_count, uint32_t buffer_byt
   if (buffer_bytes == 0 || buffer_bytes > kMessageBytesMax)
     throw UsageError("nbytes = " + text(buffer_bytes) + " is not in 1..262144");
   auto pool = Ref<ReceivePool>::adopt(new ReceivePool(Ref<Engine>::share(this), buffer_count, buffer_bytes));
-  {
-    std::lock_guard lock(core_->tables_mutex_);
-    core_->check_usable();  // again: close() takes the pool under this lock, once nothing is usable any more
-    if (core_->pool_) throw UsageError("the engine has an open receive pool already: close it first");
-    core_->pool_ = pool;
-  }
-  // release: pairs with the acquire in on_message.
-  core_->pool_version_.fetch_add(1, std::memory_order_release);
-  core_->wake();  // messages may have been waiting for a pool
+  if (!core_->receiving_.put(pool)) core_->check_usable();  // closed meanwhile: throws
+  core_->wake();                                            // messages may have been waiting for a pool
   return pool;
 }
 

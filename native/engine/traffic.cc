@@ -3,7 +3,6 @@
 #include "engine/traffic.h"
 
 #include <algorithm>
-#include <mutex>
 
 #include "engine/core.h"
 #include "util/clock.h"
@@ -62,36 +61,26 @@ void EngineCore::on_sent_again(Link& link, uint32_t rail, uint32_t count) {
   if (track.rail_count > 0) bump(track.rails[rail].again, count);
 }
 
-// So that a rail's counts never shrink.
-void EngineCore::keep_counts(const Peer& peer) {
-  const PeerTrack& track = *peer.track_;
-  for (uint32_t rail = 0; rail < track.rail_count; ++rail) gone_counts_[peer.route_.index][rail].add(track.rails[rail]);
-}
-
 // --- any thread ---
 
 TrafficReport EngineCore::traffic(int64_t patience_ns) {
   constexpr int64_t kAllPeersNs = 3'000'000'000;  // while we are let in, but late each time
   TrafficReport report;
   const Deadline last = now_ns() + std::max(patience_ns, kAllPeersNs);
-  std::vector<PeerRef> known;
+  const auto [peers, gone_counts] = peers_.peers_and_gone_counts();
   std::array<uint32_t, kTransportsMax> first{};
-  {
-    std::lock_guard lock(tables_mutex_);
-    for (uint32_t transport = 0; transport < transports_.size(); ++transport) {
-      first[transport] = static_cast<uint32_t>(report.rails.size());
-      const uint32_t rail_count = options_.counts_traffic ? transports_.at(transport).traits().rail_count : 0;
-      for (uint32_t rail = 0; rail < rail_count; ++rail) {
-        report.rails.push_back(
-            {transport_name(transports_.kind_at(transport)), rail, gone_counts_[transport][rail], 0});
-      }
-    }
-    for (const auto& [incarnation, peer] : peers_) {
-      const PeerTrack& track = *peer->track_;
-      for (uint32_t rail = 0; rail < track.rail_count; ++rail)
-        report.rails[first[peer->route_.index] + rail].counts.add(track.rails[rail]);
-      if (peer->state() != PeerState::kLost) known.push_back(peer);
-    }
+  for (uint32_t transport = 0; transport < transports_.size(); ++transport) {
+    first[transport] = static_cast<uint32_t>(report.rails.size());
+    const uint32_t rail_count = options_.counts_traffic ? transports_.at(transport).traits().rail_count : 0;
+    for (uint32_t rail = 0; rail < rail_count; ++rail)
+      report.rails.push_back({transport_name(transports_.kind_at(transport)), rail, gone_counts[transport][rail], 0});
+  }
+  std::vector<PeerRef> known;
+  for (const PeerRef& peer : peers) {
+    const PeerTrack& track = *peer->track_;
+    for (uint32_t rail = 0; rail < track.rail_count; ++rail)
+      report.rails[first[peer->route_.index] + rail].counts.add(track.rails[rail]);
+    if (peer->state() != PeerState::kLost) known.push_back(peer);
   }
   bool was_let_in = false;
   const auto enter = [&](const std::function<void()>& work) {

@@ -173,7 +173,7 @@ void Verifications::on_question(const std::shared_ptr<const Address>& sender, Qu
     job.status = Status::kTransportFailed;
   } else {
     const uint64_t id = job.question.region_id;
-    job.region = core_->use_region(id);
+    job.region = core_->named_regions().use(id);
     job.status = job.region ? check(job.question, job.region) : core_->status_of_gone(id);
   }
   if (job.status == Status::kDone) {

@@ -48,7 +48,7 @@ TEST_CASE("peers' regions that nobody uses any more are forgotten, those in use 
   RegionRef kept = pair.b->alloc(4096, false);
   RemoteRegionRef in_use = pair.a->remote_region(kept->descriptor());
   PeerRef peer = pair.a->peer(pair.b->address());
-  const auto known = [&] { return pair.a->core().remote_regions_known(); };
+  const auto known = [&] { return pair.a->core().peer_table().region_count(); };
   size_t most = 0;
   for (int i = 0; i < 5000; ++i) {
     RegionRef dst = pair.b->alloc(4096, false);
