@@ -18,7 +18,7 @@ _ENDINGS: dict[str, tuple[type[errors.TransferError], str, str, str]] = {
         "peer lost",
         "",
         "if the peer was restarted, get its new address and descriptors; the old ones are invalid. If it still runs, "
-        "forget_peer() it: what you submit then connects anew",
+        "forget_peer() it: what you submit then connects again",
     ),
     "region-closed": (
         errors.RemoteRegionClosed,

@@ -378,7 +378,7 @@ class Engine(_core.Engine):
         self._callbacks.notifier.post(self._event_cookie)  # for events from before this call
         if not self._is_open:
             self._let_go_last()
-        self._callbacks.start()
+        self._callbacks.start()  # again: that of a closed engine may have ended before the two posts
 
     def _call_after_events(self, fn: Callable[[], None]) -> None:
         """Runs fn after events were delivered, on any thread, until close(). fn must not raise, nor keep the engine
@@ -390,9 +390,11 @@ class Engine(_core.Engine):
     def explain(self, peer: Address | bytes) -> Explanation:
         """Which path bytes take to this peer, and why. Print the result. Any thread."""
         name, transport, reason, state, note, rails, endpoints, gb_per_s, paths, beat = self._explain(peer)
-        shown = [PathExplanation(*path) for path in paths]
+        shown = tuple(PathExplanation(*path) for path in paths)
         heartbeat = None if beat is None else Heartbeat(*beat)
-        return Explanation(name, transport, reason, state, note, rails, endpoints, gb_per_s, shown, heartbeat)
+        return Explanation(
+            name, transport, reason, state, note, tuple(rails), tuple(endpoints), gb_per_s, shown, heartbeat
+        )
 
     def require(self, peer: Address | bytes, clauses: str) -> None:
         """Raises TransportError unless all clauses hold for the path to this connected peer, as explain() shows it.

@@ -57,7 +57,7 @@ class ReceivePool(_core.ReceivePool, Closing):
         """
         _options.check_timeout(timeout_s)
         deadline = None if timeout_s is None else loop_time(self._engine) + timeout_s
-        place = next(self._places)  # kept throughout: who looked in vain keeps his turn
+        place = next(self._places)  # kept throughout: a task that finds the pool empty keeps its turn
         while True:
             messages = self.poll(1)
             if messages:

@@ -81,10 +81,10 @@ class Explanation:
     reason: str
     state: str
     note: str
-    rails: list[tuple[int, int]]
-    endpoints: list[tuple[str, str]]
+    rails: tuple[tuple[int, int], ...]
+    endpoints: tuple[tuple[str, str], ...]
     gb_per_s_expected: float
-    paths: list[PathExplanation]
+    paths: tuple[PathExplanation, ...]
     heartbeat: Heartbeat | None = None
 
     def __str__(self) -> str:

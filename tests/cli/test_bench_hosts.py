@@ -502,8 +502,8 @@ def test_each_worker_has_room_for_two_of_the_largest(memory_bytes: int, processe
 
 def test_path_is_the_one_that_most_bytes_took() -> None:
     def told(mapped: int, staged: int) -> Explanation:
-        paths = [PathExplanation("a", "mapped", "", 0.0, mapped), PathExplanation("b", "staged", "", 0.0, staged)]
-        return Explanation("peer", "shm", "", "connected", "", [(0, 0)], [], 0.0, paths)
+        paths = (PathExplanation("a", "mapped", "", 0.0, mapped), PathExplanation("b", "staged", "", 0.0, staged))
+        return Explanation("peer", "shm", "", "connected", "", ((0, 0),), (), 0.0, paths)
 
     assert path_used(told(1000, 0), told(1001, 500)) == "shm: staged"
     assert path_used(told(0, 0), told(0, 0)) == "shm"

@@ -106,10 +106,17 @@ def test_explanation_adds_up_the_bytes(open_engine: EngineFactory) -> None:
     explanation = a.explain(b.address)
     assert sum(path.bytes for path in explanation.paths) == 4_000_000
     assert (explanation.transport, explanation.reason) == ("shm", explanation.reason)
-    assert (explanation.endpoints, explanation.gb_per_s_expected) == ([], 0)
+    assert (explanation.endpoints, explanation.gb_per_s_expected) == ((), 0)
     assert len(explanation.rails) == 2
     for word in ("b", "shm: same host", "connected", "local"):
         assert word in str(explanation)
+
+
+def test_explanations_that_say_the_same_are_one_in_a_set(open_engine: EngineFactory) -> None:
+    a, b = open_engine("a", rails=2, transport="shm"), open_engine("b", transport="shm")
+    a.connect(b.address, WAIT_S)
+
+    assert len({a.explain(b.address), a.explain(b.address)}) == 1
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
@@ -139,7 +146,7 @@ def test_rate_of_a_path_is_told_once_enough_was_moved(open_engine: EngineFactory
     ],
 )
 def test_explanation_tells_an_unknown_speed_from_none(transport: str, gb_per_s: float, words: str) -> None:
-    explanation = xr.Explanation("there", transport, "so it is", "connected", "", [(0, 0)], [], gb_per_s, [])
+    explanation = xr.Explanation("there", transport, "so it is", "connected", "", ((0, 0),), (), gb_per_s, ())
 
     assert str(explanation).splitlines()[-1].endswith(words)
 

@@ -292,8 +292,8 @@ def test_engine_with_tcp_is_no_path_over_tcp(open_engine: EngineFactory) -> None
 
 
 def explained(gb_per_s: float) -> xr.Explanation:
-    ends = [("192.0.2.1:1", "192.0.2.9:1"), ("192.0.2.2:1", "192.0.2.9:2")]
-    return xr.Explanation("there", "tcp", "far", "connected", "", [(0, 0), (1, 1)], ends, gb_per_s, [])
+    ends = (("192.0.2.1:1", "192.0.2.9:1"), ("192.0.2.2:1", "192.0.2.9:2"))
+    return xr.Explanation("there", "tcp", "far", "connected", "", ((0, 0), (1, 1)), ends, gb_per_s, ())
 
 
 @pytest.mark.parametrize(("gb_per_s", "gbit_per_s"), [(25.0, 200.0), (5.0, 40.0), (0.0, None)])
@@ -314,7 +314,7 @@ def test_peer_that_is_not_connected_is_refused(open_engine: EngineFactory) -> No
 
 
 def test_lost_peer_meets_nothing(engine: xr.Engine) -> None:
-    lost = xr.Explanation("there", "shm", "near", "lost", "it died", [(0, 0)], [], 0.0, [])
+    lost = xr.Explanation("there", "shm", "near", "lost", "it died", ((0, 0),), (), 0.0, ())
     clauses = policy.parse("shm, rails=1")
 
     with pytest.raises(xr.TransportError, match=r"shm, rails=1: peer 'there' is lost \(it died\).*Next: .*new address"):

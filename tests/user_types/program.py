@@ -104,7 +104,7 @@ def generations(engine: xr.Engine) -> xr.RegionDescriptor:
 def explained(engine: xr.Engine, peer: xr.Address) -> float:
     explanation = engine.explain(xr.Address.from_text(str(peer)))
     assert_type(explanation, xr.Explanation)
-    assert_type(explanation.paths, list[xr.PathExplanation])
+    assert_type(explanation.paths, tuple[xr.PathExplanation, ...])
     engine.require(peer, "tcp, rails>=2")
     assert_type(engine.dump(), str | None)
     xr.dump_on_signal()

@@ -277,7 +277,7 @@ class Actions(ABC, Generic[E]):
             ops = [self._write_to(peer, engine) for engine, peer in pairs]
             self.ends_within(_PROBE_LIMIT_S)
             failed = [(pair, op) for pair, op in zip(pairs, ops, strict=True) if op.status != "done"]
-            # An engine that was forgotten learns of it when the other starts anew, at the cost of what it had
+            # An engine that was forgotten learns of it when the other connects again, at the cost of what it had
             # submitted.
             if not failed or any(op.status != "peer-lost" for _, op in failed):
                 break

@@ -271,7 +271,7 @@ def ends_within(ledger: Ledger, run: Callable[[float], object], limit_s: float, 
 
 @functools.cache
 def _random_bytes(pools: int) -> Bytes:
-    """Made once: drawing them anew would take longer than all else. Neither poison nor zero among them."""
+    """Made once: drawing them each time would take longer than everything else. None is poison or zero."""
     return np.random.Generator(np.random.PCG64(1)).integers(1, 0xD0, 2 * pools * _POOL_BYTES, np.uint8)
 
 

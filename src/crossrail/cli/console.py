@@ -14,7 +14,7 @@ from rich.progress import TextColumn
 
 _PIPE_COLUMNS = 140
 _DUMB_COLUMNS = 80
-_DUMB_LINES = 25  # which nobody asks for: what is below the screen cannot be drawn anew
+_DUMB_LINES = 25  # which nobody asks for: what is below the screen cannot be redrawn
 
 
 def open_console(

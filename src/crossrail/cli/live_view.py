@@ -1,4 +1,4 @@
-"""A picture in a terminal that is drawn anew until Ctrl-C, and outlives a restart of what it shows."""
+"""A picture in a terminal that is redrawn until Ctrl-C, and outlives a restart of what it shows."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def quota(host: Host) -> Iterator[Finding]:
             check,
             "whether a control group has a CPU quota is unknown",
             "/proc/self/cgroup, /sys/fs/cgroup: no group is in sight",
-            "with a quota, threads that spin use it up; then all stand still for up to 0.1 s",
+            "with a quota, threads that spin use it up; then all threads are stopped for up to 0.1 s",
         )
         return
     quotas = _quotas(host, files)
@@ -99,7 +99,7 @@ def quota(host: Host) -> Iterator[Finding]:
             check,
             f"the CPU quota of {worst.cores:g} cores stopped this container in {worst.share:.0%} of periods",
             worst.seen,
-            "each time all threads stand still for the rest of the period, up to 0.1 s: peers see it frozen",
+            "each time all threads are stopped for the rest of the period, up to 0.1 s: peers see it as frozen",
             *_quota_fixes(),
         )
     elif cores < min(2, len(host.cpus())) or cores < len(host.cpus()) / 2:
@@ -107,7 +107,7 @@ def quota(host: Host) -> Iterator[Finding]:
             check,
             f"a CPU quota of {cores:g} cores on {len(host.cpus())} of them",
             smallest.seen,
-            "threads that spin use it up; then all stand still for the rest of the period, up to 0.1 s",
+            "threads that spin use it up; then all threads are stopped for the rest of the period, up to 0.1 s",
             Fix('xr.Engine(polling="adaptive", spin_us=5)', "spin less"),
             *_quota_fixes(),
         )

@@ -48,8 +48,8 @@ _ENGINE_GAUGES: dict[str, tuple[str, str]] = {
 class _Steady:
     """Counters of the peers of one name as they are shown: they grow when the sum does, and never shrink.
 
-    When one of several peers goes, what it has counted leaves the sum. Shown so, that would be a counter that began
-    anew, all that the others ever counted would be new, and a rate() as high as that.
+    When one of several peers goes, its counts leave the sum. Shown as it is, that would look like a counter that was
+    reset, and rate() would take all that the others ever counted for new.
     """
 
     last: PeerTraffic  # the sum, when we last looked
@@ -206,11 +206,11 @@ def _count_metrics(
 ) -> Iterator[Metric]:
     """The metrics that rails and peers have in common."""
     for attribute, name, text in (
-        ("bytes", "bytes", "Put on rails, what went out anew again."),
+        ("bytes", "bytes", "Put on rails; what was resent counts again."),
         ("works", "works", "Work requests put on rails."),
         ("imms", "immediates", "Work requests that carried an immediate."),
         ("broken", "broken_paths", "Connections or paths that ended badly."),
-        ("again", "retried_works", "Work requests that went out anew for that."),
+        ("again", "retried_works", "Work requests that were resent because of that."),
     ):
         values = {key: getattr(count, attribute) for key, count in counts.items()}
         yield counter(f"{prefix}_{name}", text, values, labels)

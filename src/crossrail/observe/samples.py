@@ -142,7 +142,7 @@ class Interval:
             for has, value in scraped.of(name, **labels):
                 bound = float(has["le"])
                 grown[bound] = grown.get(bound, 0.0) + sign * value
-        if any(count < 0 for count in grown.values()):  # it began anew
+        if any(count < 0 for count in grown.values()):  # it was reset
             grown = dict.fromkeys(grown, 0.0)
             for has, value in self.now.of(name, **labels):
                 grown[float(has["le"])] += value

@@ -13,8 +13,8 @@ from crossrail import Engine
 class Counts:
     """Counters of one rail towards all peers, or of one peer over all rails, since the engine opened.
 
-    works: work requests put on rails, those that went out anew again; bytes: of these; imms: how many of these had an
-    immediate. broken: connections or paths that ended badly; again: works that went out anew for it.
+    works: work requests put on rails, counted once more when they were resent; bytes: of these; imms: how many of these
+    had an immediate. broken: connections or paths that broke; again: works that were resent because of it.
     latencies: how many of the works that were timed took so long, by the engine's bounds; latency_s: sum of these. From
     the hand-over to the transport until nothing touches memory any more. One work at a time is timed of each peer,
     and of those that are over at once, as in shared memory, one in 256 writes.
@@ -105,8 +105,8 @@ def read_traffic(engine: Engine, timeout_s: float = 1.0) -> Traffic:
     """The engine's counters now. Lost and forgotten peers are left out; what went to them stays in the rails' counters.
 
     Any thread; takes microseconds per peer. Asks the thread that drives the engine once per peer, and waits up to
-    timeout_s seconds each time: until it has waited in vain once, and no longer than 3 s or timeout_s in all. Then the
-    answer lacks what only that thread knows. Raises EngineClosed.
+    timeout_s seconds each time, and no longer than 3 s or timeout_s in all. After the first wait that fails it asks no
+    more, and the answer lacks what only that thread knows. Raises EngineClosed.
     """
     rails, rows, bounds_s, is_whole, hangs = engine._traffic(timeout_s)
     peers: dict[str, PeerTraffic] = {}

@@ -127,8 +127,8 @@ class SimEventLoop(asyncio.BaseEventLoop):
         if self._limit_ns is not None and now_ns >= self._limit_ns:
             raise WaitTimeout(f"the simulation is at its limit of {self._limit_ns / 1e9:g} s; {self._waiting()}")
         outcome = self.world._advance(deadline_ns, self._limit_ns, self._notifier, goes_on=False)
-        # Some real time has passed, and signals' handlers have run. For the world it is the same wait: with a deadline
-        # computed anew, how fast this machine is would decide where the clock stands in the end.
+        # Some real time has passed, and signals' handlers have run. For the world it is the same wait: if the
+        # deadline were computed again, the speed of this machine would decide where the clock ends up.
         while outcome == "more" and not self._is_poked and not self._is_at_limit():
             outcome = self.world._advance(deadline_ns, self._limit_ns, self._notifier, goes_on=True)
         is_poked, self._is_poked = self._is_poked, False  # by a signal handler, while the world went on

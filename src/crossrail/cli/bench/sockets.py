@@ -165,7 +165,7 @@ class SocketPeer:
     _listener: socket.socket | None = None
 
     def connect(self, port: int) -> None:
-        """Connects anew, replacing an earlier connection."""
+        """Connects again, replacing an earlier connection."""
         if self._socket is not None:
             self._socket.close()
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)

@@ -20,7 +20,7 @@ SCENARIOS = {
         Scenario("moe-scatter", "all-to-all of tokens over 8 ranks on 4 hosts, and back", moving.moe_scatter),
         Scenario("rail-failover", "rails go down and up under load", links.rail_failover),
         Scenario("slow-rail", "one rail of four at a tenth of its speed", links.slow_rail),
-        Scenario("freeze-thaw", "a worker stands still, heartbeats tell slow from dead", links.freeze_thaw),
+        Scenario("freeze-thaw", "a worker freezes, heartbeats tell slow from dead", links.freeze_thaw),
         Scenario("partition", "two halves of the network lose each other for a while", links.partition),
         Scenario("peer-restart", "a service dies and comes back while clients write", restarts.peer_restart),
         Scenario(

@@ -111,7 +111,7 @@ async def _beat(engine: xr.Engine, monitor: xr.Address) -> None:
 
 
 async def freeze_thaw(run: Run) -> None:
-    """A worker stands still for a while, as in a long pause of its process: slow, never dead, and then well again."""
+    """A worker freezes for a while, as in a long pause of its process: slow, never dead, and then well again."""
     router = run.host("router").engine("router")
     workers = [run.host(f"worker{i}").engine(f"worker{i}") for i in range(3)]
     monitor = _Monitor(run, router)

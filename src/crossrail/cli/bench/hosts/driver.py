@@ -50,9 +50,9 @@ class Driver:
     def explain(self) -> Explanation:
         """How bytes go from the first worker to its peer."""
         name, transport, reason, state, note, rails, endpoints, gb_per_s, paths, _ = self._workers.call("explain")[0]
-        shown = [PathExplanation(*path) for path in paths]
-        pairs = [(ours, theirs) for ours, theirs in rails]
-        ends = [(ours, theirs) for ours, theirs in endpoints]
+        shown = tuple(PathExplanation(*path) for path in paths)
+        pairs = tuple((ours, theirs) for ours, theirs in rails)
+        ends = tuple((ours, theirs) for ours, theirs in endpoints)
         return Explanation(name, transport, reason, state, note, pairs, ends, gb_per_s, shown)
 
     # --- timed ---

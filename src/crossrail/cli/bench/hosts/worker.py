@@ -31,7 +31,7 @@ _COPY_CALL_BYTES = 32 << 20
 
 
 class Worker:
-    """State between calls. memory: what the other side writes to and reads from; own: the like that it cannot see."""
+    """State between calls. memory: what the other side writes to and reads from; own: as much memory, unknown to it."""
 
     def __init__(self) -> None:
         self._rig: _core.bench.Rig
